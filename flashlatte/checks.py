@@ -1,0 +1,89 @@
+"""Checks of arguments: each raises TypeError or ValueError with the argument, what came and what is accepted.
+
+None of them reads a device tensor's values, so none synchronises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def dtype_names(dtypes: Iterable[torch.dtype]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def tensor(
+    name: str,
+    value: object,
+    shape: Sequence[int | str],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device | None = None,
+    *,
+    unit_last_stride: bool = True,
+) -> torch.Tensor:
+    """Check that ``value`` is a tensor of this shape, one of these dtypes and on this device.
+
+    ``shape`` holds an int where the size is required and a name where it is free (but at least 1).
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.dtype not in dtypes:
+        raise TypeError(f"{name} must be {dtype_names(dtypes)}, got {dtype_names([value.dtype])}")
+    if value.dim() != len(shape) or any(
+        got != want if isinstance(want, int) else got < 1 for got, want in zip(value.shape, shape, strict=True)
+    ):
+        wanted = ", ".join(map(str, shape))
+        raise ValueError(f"{name} must have shape [{wanted}] with no empty axis, got {list(value.shape)}")
+    if device is not None and value.device != device:
+        raise ValueError(f"{name} must be on {device} like the other arguments, got {value.device}")
+    if unit_last_stride and value.shape[-1] > 1 and value.stride(-1) != 1:
+        raise ValueError(f"{name} must have last stride 1, got strides {value.stride()}")
+    return value
+
+
+def positive_int(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return value
+
+
+def flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    return float(value)
+
+
+def softmax_scale(value: float | None, head_dim: int, name: str = "softmax_scale") -> float:
+    """The given scale, or head_dim^-0.5. Zero and below are refused: the running maximum is kept unscaled."""
+    if value is None:
+        return head_dim**-0.5
+    scale = number(name, value)
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"{name} must be a finite number above 0, got {value}")
+    return scale
+
+
+def empty_lse(value: float) -> float:
+    """The lse given to rows that see no key: one of the two infinities."""
+    if not math.isinf(number("empty_lse", value)):
+        raise ValueError(f"empty_lse must be float('inf') or float('-inf'), got {value}")
+    return float(value)
+
+
+def choice(name: str, value: object, accepted: Sequence[str]) -> None:
+    if value not in accepted:
+        raise ValueError(f"{name} must be one of {', '.join(accepted)}, got {value!r}")

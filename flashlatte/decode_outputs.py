@@ -1,0 +1,26 @@
+"""The outputs that the decode operations share."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte import checks
+
+
+def prepare(
+    q: torch.Tensor, head_dim_v: int, out: torch.Tensor | None, lse: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check or allocate out [b, s_q, h_q, head_dim_v] and lse [b, h_q, s_q] (float32) for q [b, s_q, h_q, d].
+
+    A new lse is the transposed view of [b, s_q, h_q], as FlashMLA returns it.
+    """
+    batch, s_q, h_q, _ = q.shape
+    if out is None:
+        out = q.new_empty(batch, s_q, h_q, head_dim_v)
+    else:
+        checks.tensor("out", out, (batch, s_q, h_q, head_dim_v), (q.dtype,), q.device)
+    if lse is None:
+        lse = torch.empty(batch, s_q, h_q, dtype=torch.float32, device=q.device).transpose(1, 2)
+    else:
+        checks.tensor("lse", lse, (batch, h_q, s_q), (torch.float32,), q.device, unit_last_stride=False)
+    return out, lse

@@ -1,0 +1,218 @@
+"""Whole caches and single token records: allocate, quantise, dequantise."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte import checks
+from flashlatte.kv_cache import scales
+from flashlatte.kv_cache.formats import CacheFormat, as_format, infer_format
+from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
+
+
+def allocate(
+    cache_format: str | CacheFormat,
+    num_pages: int,
+    page_size: int,
+    *,
+    head_dim: int | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """A zeroed paged cache.
+
+    Args:
+        cache_format: "bf16", "fp16", "fp32", "fp8", "v32", "model1", or a ``CacheFormat``.
+        num_pages: pages in the cache.
+        page_size: tokens in a page, any number from 1.
+        head_dim: width of a row; 576 by default (512 for ``model1``), free in the formats without tiles.
+        device: where; torch's default device if None.
+
+    Returns:
+        [num_pages, page_size, 1, width] in the format's dtype (uint8 for ``v32``, 656 wide, and ``model1``, 584
+        wide). Pages of ``model1`` are padded to a multiple of 576 bytes, so its page stride is wider than a page.
+
+    Raises:
+        TypeError, ValueError: an unknown format, a size below 1, or a head_dim that the format does not have.
+    """
+    layout = as_format(cache_format, head_dim)
+    num_pages = checks.positive_int("num_pages", num_pages)
+    page_size = checks.positive_int("page_size", page_size)
+    page_stride = layout.page_bytes(page_size) // layout.record_dtype.itemsize
+    width = layout.record_width
+    storage = torch.zeros(num_pages * page_stride, dtype=layout.record_dtype, device=device)
+    return storage.as_strided((num_pages, page_size, 1, width), (page_stride, width, width, 1))
+
+
+def quantize(
+    x: torch.Tensor,
+    cache_format: str | CacheFormat,
+    *,
+    rope: torch.Tensor | None = None,
+    scale: float | torch.Tensor | None = None,
+    scale_rounding: str = "power_of_two",
+) -> torch.Tensor:
+    """Token records of rows: the bytes of each token, its planes one after the other.
+
+    Args:
+        x: [..., head_dim] rows, or [..., latent_dim] latents if ``rope`` is given; bf16, fp16 or float32.
+        cache_format: a format or its name.
+        rope: [..., 64] rotated dims, stored as bf16 bit for bit by ``v32`` and ``model1``.
+        scale: the one scale of format ``fp8`` (default 1); an error for the others.
+        scale_rounding: ``v32`` only: "power_of_two" rounds scales up as FlashMLA's quantiser does, "exact" keeps
+            amax / 448. ``model1`` has no exact scales.
+
+    Returns:
+        [..., width] in the format's dtype.
+    """
+    layout = format_for_rows(cache_format, x, rope)
+    check_scale_rounding(layout, scale_rounding)
+    latent, rope = split_rows(layout, x, rope)
+    planes = layout.encode(latent, rope, one_scale(layout, scale), scale_rounding)
+    return torch.cat(planes, dim=-1)
+
+
+def dequantize(
+    records: torch.Tensor,
+    cache_format: str | CacheFormat | None = None,
+    *,
+    scale: float | torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Rows [..., head_dim] in ``dtype`` of the token records that ``quantize`` returns."""
+    layout = format_of_records(records, cache_format, "records")
+    planes = records.view(layout.record_dtype).split([plane.width for plane in layout.planes], dim=-1)
+    return layout.decode(tuple(planes), one_scale(layout, scale)).to(dtype)
+
+
+def pack(
+    rows: torch.Tensor,
+    cache_format: str | CacheFormat,
+    *,
+    scale: float | torch.Tensor | None = None,
+    scale_rounding: str = "power_of_two",
+) -> torch.Tensor:
+    """A new cache that holds rows [pages, page_size, 1, head_dim]; arguments as for ``quantize``."""
+    checks.tensor("rows", rows, ("pages", "page_size", 1, "head_dim"), checks.FLOAT_DTYPES)
+    layout = format_for_rows(cache_format, rows, None)
+    check_scale_rounding(layout, scale_rounding)
+    cache = allocate(layout, rows.shape[0], rows.shape[1], device=rows.device)
+    latent, rope = split_rows(layout, rows.squeeze(2), None)
+    planes = layout.encode(latent, rope, one_scale(layout, scale), scale_rounding)
+    for view, plane in zip(layout.page_views(cache), planes, strict=True):
+        view.copy_(plane)
+    return cache
+
+
+def unpack(
+    cache: torch.Tensor,
+    cache_format: str | CacheFormat | None = None,
+    *,
+    scale: float | torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """The rows of a whole cache: [pages, page_size, 1, head_dim] in ``dtype``."""
+    cache, layout = as_cache(cache, cache_format)
+    rows = layout.decode(layout.page_views(cache), one_scale(layout, scale))
+    return rows.to(dtype).unsqueeze(2)
+
+
+def as_cache(
+    cache: object, cache_format: str | CacheFormat | None, name: str = "cache"
+) -> tuple[torch.Tensor, CacheFormat]:
+    """Check a cache [pages, page_size, 1, width] or [pages, page_size, width]; returns it 4-D with its format."""
+    if not isinstance(cache, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(cache).__name__}")
+    if cache.dim() == 3:
+        cache = cache.unsqueeze(2)
+    layout = format_of_records(cache, cache_format, name)
+    width = layout.record_width
+    checks.tensor(name, cache, ("pages", "page_size", 1, width), layout.accepted_dtypes)
+    if layout.fixed_split and cache.shape[1] > 1 and cache.stride(1) != width:
+        raise ValueError(
+            f"{name} of format {layout.name} must have {width} bytes from token to token, got stride {cache.stride(1)}"
+        )
+    if cache.shape[0] > 1 and layout.fixed_split and cache.stride(0) < width * cache.shape[1]:
+        raise ValueError(
+            f"{name} of format {layout.name} must have at least {width * cache.shape[1]} bytes from page to page, "
+            f"got stride {cache.stride(0)}"
+        )
+    return cache, layout
+
+
+def format_of_records(records: object, cache_format: str | CacheFormat | None, name: str) -> CacheFormat:
+    """The format given or inferred, checked against the width and dtype of records or of a cache."""
+    if not isinstance(records, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(records).__name__}")
+    if records.dim() == 0:
+        raise ValueError(f"{name} must have at least one axis, got a scalar")
+    if cache_format is None:
+        return infer_format(records, name)
+    if isinstance(cache_format, str):
+        layout = as_format(cache_format)
+        if not layout.fixed_split:
+            layout = as_format(cache_format, records.shape[-1])
+    else:
+        layout = as_format(cache_format)
+    if records.dtype not in layout.accepted_dtypes:
+        raise TypeError(
+            f"{name} of format {layout.name} must be {checks.dtype_names(layout.accepted_dtypes)}, "
+            f"got {checks.dtype_names([records.dtype])}"
+        )
+    if records.shape[-1] != layout.record_width:
+        raise ValueError(f"{name} of format {layout.name} must be {layout.record_width} wide, got {records.shape[-1]}")
+    return layout
+
+
+def format_for_rows(cache_format: str | CacheFormat, x: torch.Tensor, rope: torch.Tensor | None) -> CacheFormat:
+    """The format that will hold these rows: formats without tiles take the rows' width."""
+    for name, value in (("x", x), ("rope", rope)):
+        if value is None:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+        if value.dtype not in checks.FLOAT_DTYPES:
+            raise TypeError(
+                f"{name} must be {checks.dtype_names(checks.FLOAT_DTYPES)}, got {checks.dtype_names([value.dtype])}"
+            )
+        if value.dim() == 0:
+            raise ValueError(f"{name} must have at least one axis, got a scalar")
+    layout = as_format(cache_format)
+    if isinstance(cache_format, str) and not layout.fixed_split:
+        layout = as_format(cache_format, x.shape[-1] + (0 if rope is None else rope.shape[-1]))
+    return layout
+
+
+def split_rows(layout: CacheFormat, x: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latent and rope parts, given whole rows or the two parts."""
+    if rope is None:
+        if x.shape[-1] != layout.head_dim:
+            raise ValueError(
+                f"x must be {layout.head_dim} wide for format {layout.name} (or {layout.latent_dim} with rope= "
+                f"beside it), got {x.shape[-1]}"
+            )
+        return x[..., : layout.latent_dim], x[..., layout.latent_dim :]
+    if x.shape[:-1] != rope.shape[:-1] or x.device != rope.device:
+        raise ValueError(
+            f"rope must have x's leading shape {list(x.shape[:-1])} and device {x.device}, "
+            f"got {list(rope.shape[:-1])} on {rope.device}"
+        )
+    widths = (x.shape[-1], rope.shape[-1])
+    if sum(widths) != layout.head_dim or (layout.fixed_split and widths[1] != layout.rope_dim):
+        raise ValueError(
+            f"x and rope must be {layout.latent_dim} and {layout.rope_dim} wide for format {layout.name}, "
+            f"got {widths[0]} and {widths[1]}"
+        )
+    return x, rope
+
+
+def check_scale_rounding(layout: CacheFormat, scale_rounding: str) -> None:
+    checks.choice("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
+    if scale_rounding == "exact" and layout.name == "model1":
+        raise ValueError("scale_rounding='exact' cannot be had in format model1: its scales are powers of two")
+
+
+def one_scale(layout: CacheFormat, value: float | torch.Tensor | None) -> float | torch.Tensor:
+    """The scale of a per-tensor format (1 if None); an error where the format has no such scale."""
+    if value is not None and not layout.takes_scale:
+        raise ValueError(f"scale belongs to format fp8; format {layout.name} has none, got {value!r}")
+    return scales.check("scale", value)

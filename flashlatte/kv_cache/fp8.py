@@ -1,0 +1,56 @@
+"""e4m3 values with one scale for each tile of a row."""
+
+from __future__ import annotations
+
+import torch
+
+E4M3_MAX = 448.0
+SMALLEST_POWER_OF_TWO_INPUT = 1e-4
+SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+SCALE_ROUNDINGS = ("power_of_two", "exact")
+
+
+def to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """Saturating cast of float32 values; NaN stays NaN."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def round_up_to_power_of_two(x: torch.Tensor) -> torch.Tensor:
+    """2^ceil(log2 x) for positive float32 x, exactly; infinities and NaN are kept."""
+    mantissa, exponent = torch.frexp(x)  # x = mantissa · 2^exponent, mantissa in [0.5, 1)
+    rounded = torch.ldexp(torch.ones_like(x), exponent - (mantissa == 0.5).to(exponent.dtype))
+    return torch.where(x.isfinite(), rounded, x)
+
+
+def quantize_tiles(x: torch.Tensor, tile: int, scale_rounding: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise [..., n · tile] float values to e4m3 [..., n · tile] and float32 scales [..., n].
+
+    The scale is amax / 448 of the tile: rounded up to a power of two and at least 2^-13 ("power_of_two", as
+    FlashMLA's quantiser does), or as it is ("exact", as vLLM wrote it up to 0.26). A tile with a NaN has a NaN
+    scale.
+    """
+    tiles = x.float().unflatten(-1, (-1, tile))
+    scales = tiles.abs().amax(dim=-1) / E4M3_MAX
+    if scale_rounding == "power_of_two":
+        scales = round_up_to_power_of_two(scales.clamp_min(SMALLEST_POWER_OF_TWO_INPUT))
+    else:
+        scales = scales.clamp_min(SMALLEST_NORMAL)
+    return to_e4m3(tiles / scales.unsqueeze(-1)).flatten(-2), scales
+
+
+def dequantize_tiles(values: torch.Tensor, scales: torch.Tensor, tile: int) -> torch.Tensor:
+    """float32 [..., n · tile] from e4m3 values and float32 scales [..., n]."""
+    return (values.float().unflatten(-1, (-1, tile)) * scales.unsqueeze(-1)).flatten(-2)
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def from_bytes(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.contiguous().view(dtype)
+
+
+def raw_view(cache: torch.Tensor) -> torch.Tensor:
+    """A one-byte cache as uint8, other caches as they are: indexing float8 tensors is not served everywhere."""
+    return cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache

@@ -1,0 +1,76 @@
+"""Formats without tiles: the row as it is (bf16, fp16, fp32), or as e4m3 with one scale for the whole cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flashlatte.kv_cache.formats import ROPE_DIM, CacheFormat, Plane
+from flashlatte.kv_cache.fp8 import to_e4m3
+
+
+@dataclass(frozen=True)
+class PlainFormat(CacheFormat):
+    """Rows stored in ``record_dtype``, latent first, then rope."""
+
+    fixed_split = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.head_dim, bool) or not isinstance(self.head_dim, int) or self.head_dim < 1:
+            raise ValueError(f"head_dim of format {self.name} must be an int of at least 1, got {self.head_dim!r}")
+
+    @property
+    def rope_dim(self) -> int:
+        return ROPE_DIM if self.head_dim > ROPE_DIM else 0
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return (Plane(self.head_dim, self.record_dtype),)
+
+    def encode(
+        self, latent: torch.Tensor, rope: torch.Tensor, scale: float | torch.Tensor, scale_rounding: str
+    ) -> tuple[torch.Tensor, ...]:
+        return (torch.cat((latent, rope), dim=-1).to(self.record_dtype),)
+
+    def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
+        return planes[0].float()
+
+
+@dataclass(frozen=True)
+class Bf16Format(PlainFormat):
+    name = "bf16"
+    record_dtype = torch.bfloat16
+    accepted_dtypes = (torch.bfloat16,)
+
+
+@dataclass(frozen=True)
+class Fp16Format(PlainFormat):
+    name = "fp16"
+    record_dtype = torch.float16
+    accepted_dtypes = (torch.float16,)
+
+
+@dataclass(frozen=True)
+class Fp32Format(PlainFormat):
+    name = "fp32"
+    record_dtype = torch.float32
+    accepted_dtypes = (torch.float32,)
+
+
+@dataclass(frozen=True)
+class Fp8Format(PlainFormat):
+    """e4m3 rows, rope included, with one float32 scale: value = byte × scale (vLLM's dense ``fp8`` cache)."""
+
+    name = "fp8"
+    record_dtype = torch.float8_e4m3fn
+    accepted_dtypes = (torch.float8_e4m3fn, torch.uint8, torch.int8)
+    takes_scale = True
+
+    def encode(
+        self, latent: torch.Tensor, rope: torch.Tensor, scale: float | torch.Tensor, scale_rounding: str
+    ) -> tuple[torch.Tensor, ...]:
+        return (to_e4m3(torch.cat((latent, rope), dim=-1).float() / scale),)
+
+    def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
+        return planes[0].float() * scale

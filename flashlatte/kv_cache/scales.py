@@ -1,0 +1,35 @@
+"""The one scale of a per-tensor quantised cache: a number, or a tensor that stays on its device."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from flashlatte import checks
+
+
+def check(name: str, value: float | torch.Tensor | None) -> float | torch.Tensor:
+    """A positive number or a one-element float32 tensor; 1 if None."""
+    if value is None:
+        return 1.0
+    if isinstance(value, torch.Tensor):
+        if value.dtype != torch.float32:
+            raise TypeError(f"{name} must be a float or a float32 tensor, got {checks.dtype_names([value.dtype])}")
+        if value.numel() != 1:
+            raise ValueError(f"{name} must hold one value, got shape {list(value.shape)}")
+        return value.reshape(())
+    number = checks.number(name, value)
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"{name} must be a finite number above 0, got {value}")
+    return number
+
+
+def split(name: str, value: float | torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor | None, float]:
+    """The scale as (tensor or None, number): one of the two is in force, the other is None or 1."""
+    value = check(name, value)
+    if not isinstance(value, torch.Tensor):
+        return None, value
+    if value.device != device:
+        raise ValueError(f"{name} must be on {device} like the cache, got {value.device}")
+    return value, 1.0

@@ -1,0 +1,147 @@
+"""``dense_decode``: its arguments, their checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from flashlatte import checks, decode_outputs, dispatch
+from flashlatte.kv_cache import scales
+from flashlatte.torch_op import register_op
+
+OPERATION = "dense_decode"
+
+dispatch.register(
+    OPERATION,
+    dispatch.Implementation("reference", "flashlatte.ops.dense_decode.reference:dense_decode", checks.FLOAT_DTYPES),
+)
+
+
+def dense_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    head_dim_v: int = 512,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    k_scale: float | torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    empty_lse: float = -math.inf,
+    batch_invariant: bool = False,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a few query tokens a request over all tokens of its paged latent cache.
+
+    A key is a cache row, a value is its first ``head_dim_v`` numbers: out = softmax(q · Kᵀ · softmax_scale) · V.
+    This is the absorbed form of MLA (DeepSeek-V2, arXiv:2405.04434, §2.1). No gradient flows through it.
+
+    Args:
+        q: [b, s_q, h_q, d], bf16, fp16, or float32 (reference only). d is 576 or 512 in MLA; any is taken by the
+            reference.
+        k_cache: [pages, page_size, h_kv, d], h_kv dividing h_q; q's dtype, or float8_e4m3fn.
+        block_table: int32 or int64 [b, max_pages], the pages of each request in order. Entries that its length
+            does not reach may hold anything.
+        cache_seqlens: int32 or int64 [b], keys of each request. 0 is allowed, below 0 counts as 0. A key whose
+            page is not in the table or not in the cache is not seen.
+        head_dim_v: width of a value, at most d.
+        softmax_scale: above 0; d^-0.5 if None.
+        causal: query token j sees keys 0 to cache_seqlens - s_q + j (bottom-right alignment).
+        k_scale: float8_e4m3fn cache only: key = byte · k_scale; a number or a one-element float32 tensor on the
+            device of q; default 1.
+        out: [b, s_q, h_q, head_dim_v] in q's dtype to write into; last stride 1.
+        lse: float32 [b, h_q, s_q] to write into, any strides.
+        empty_lse: lse of a query that sees no key, inf or -inf; its out is 0.
+        batch_invariant: make a request's result independent, bit for bit, of what else is in the batch.
+        backend: "hopper", "portable" or "reference"; None chooses, a name is obeyed or refused.
+
+    Returns:
+        out [b, s_q, h_q, head_dim_v] in q's dtype, and lse, natural logarithm, float32 [b, h_q, s_q]. A new lse
+        has strides (s_q · h_q, 1, h_q).
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
+            other; a backend that cannot serve the call.
+    """
+    checks.tensor("q", q, ("b", "s_q", "h_q", "d"), checks.FLOAT_DTYPES)
+    batch, s_q, h_q, head_dim = q.shape
+    device = q.device
+    checks.tensor("k_cache", k_cache, ("pages", "page_size", "h_kv", head_dim), (q.dtype, torch.float8_e4m3fn), device)
+    h_kv = k_cache.shape[2]
+    if h_q % h_kv:
+        raise ValueError(f"k_cache must have a number of heads that divides q's {h_q}, got {h_kv}")
+    checks.tensor("block_table", block_table, (batch, "max_pages"), checks.INDEX_DTYPES, device)
+    checks.tensor("cache_seqlens", cache_seqlens, (batch,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    if checks.positive_int("head_dim_v", head_dim_v) > head_dim:
+        raise ValueError(f"head_dim_v must be at most q's last dimension {head_dim}, got {head_dim_v}")
+    scale = checks.softmax_scale(softmax_scale, head_dim)
+    checks.flag("causal", causal)
+    checks.flag("batch_invariant", batch_invariant)
+    if k_scale is not None and k_cache.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"k_scale belongs to a float8_e4m3fn k_cache, and this one is {k_cache.dtype}")
+    k_scale_tensor, k_scale_value = scales.split("k_scale", k_scale, device)
+    out, lse = decode_outputs.prepare(q, head_dim_v, out, lse)
+
+    call = dispatch.Call(
+        OPERATION,
+        device,
+        q.dtype,
+        cache_format="fp8" if k_cache.dtype != q.dtype else None,
+        page_size=k_cache.shape[1],
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        h_q=h_q,
+        h_kv=h_kv,
+    )
+    backend = dispatch.select(call, backend)
+    _dense_decode(
+        q,
+        k_cache,
+        block_table,
+        cache_seqlens,
+        k_scale_tensor,
+        k_scale_value,
+        scale,
+        causal,
+        checks.empty_lse(empty_lse),
+        batch_invariant,
+        out,
+        lse,
+        backend,
+    )
+    return out, lse
+
+
+@register_op("dense_decode", mutates=("out", "lse"))
+def _dense_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    k_scale_tensor: torch.Tensor | None,
+    k_scale_value: float,
+    softmax_scale: float,
+    causal: bool,
+    empty_lse: float,
+    batch_invariant: bool,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    backend: str,
+) -> None:
+    dispatch.implementation(OPERATION, backend)(
+        q,
+        k_cache,
+        block_table,
+        cache_seqlens,
+        k_scale_tensor,
+        k_scale_value,
+        softmax_scale,
+        causal,
+        empty_lse,
+        batch_invariant,
+        out,
+        lse,
+    )

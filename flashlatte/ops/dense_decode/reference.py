@@ -1,0 +1,55 @@
+"""Dense decode in plain PyTorch, one request at a time: the specification."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kv_cache.fp8 import raw_view
+from flashlatte.softmax import attend
+
+
+def dense_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    k_scale_tensor: torch.Tensor | None,
+    k_scale_value: float,
+    softmax_scale: float,
+    causal: bool,
+    empty_lse: float,
+    batch_invariant: bool,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    num_pages, page_size, h_kv, head_dim = k_cache.shape
+    batch, s_q, h_q, head_dim_v = out.shape
+    k_scale = k_scale_value if k_scale_tensor is None else k_scale_tensor
+    query = torch.arange(s_q, device=q.device)
+
+    for request in range(batch):
+        length = cache_seqlens[request].clamp_min(0)
+        pages = block_table[request, : _pages_to_read(length, page_size)].long()
+        in_cache = (pages >= 0) & (pages < num_pages)
+        key = torch.arange(pages.shape[0] * page_size, device=q.device)
+        written = (key < length) & in_cache.repeat_interleave(page_size)
+
+        rows = raw_view(k_cache)[torch.where(in_cache, pages, 0)].view(k_cache.dtype)
+        rows = rows.flatten(0, 1).float() * k_scale  # [keys, h_kv, d]
+        rows = torch.where(written[:, None, None], rows, 0.0)
+
+        last_seen = length - s_q + query if causal else length.expand(s_q)
+        visible = written & (key <= last_seen[:, None])  # [s_q, keys]
+        queries = q[request].float().unflatten(1, (h_kv, h_q // h_kv))  # [s_q, h_kv, group, d]
+        scores = torch.einsum("skgd,nkd->skgn", queries, rows) * softmax_scale
+        weights, row_lse = attend(scores, visible[:, None, None, :])
+        values = torch.einsum("skgn,nkd->skgd", weights, rows[..., :head_dim_v])
+
+        out[request] = values.flatten(1, 2).to(out.dtype)
+        row_lse = torch.where(row_lse.isneginf(), empty_lse, row_lse)
+        lse[request] = row_lse.flatten(1, 2).transpose(0, 1)
+
+
+def _pages_to_read(length: torch.Tensor, page_size: int) -> int | None:
+    """Pages of a request on the CPU; all columns of the table on a GPU, where asking would synchronise."""
+    return -(-int(length) // page_size) if length.device.type == "cpu" else None

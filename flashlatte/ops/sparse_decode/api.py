@@ -1,0 +1,189 @@
+"""``sparse_decode``: its arguments, their checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from flashlatte import checks, decode_outputs, dispatch
+from flashlatte.kv_cache.codec import as_cache
+from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.torch_op import register_op
+
+OPERATION = "sparse_decode"
+
+dispatch.register(
+    OPERATION,
+    dispatch.Implementation("reference", "flashlatte.ops.sparse_decode.reference:sparse_decode", checks.FLOAT_DTYPES),
+)
+
+
+def sparse_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    cache_format: str | CacheFormat | None = None,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    head_dim_v: int = 512,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    empty_lse: float = -math.inf,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a few query tokens a request over the cache tokens that each of them selected.
+
+    A key is a dequantised cache row, a value its first ``head_dim_v`` numbers; there is no causal mask, the
+    indices are the mask. A second cache with indices of its own (DeepSeek-V4's compressed tokens beside its
+    window) joins the same softmax. No gradient flows through it.
+
+    Args:
+        q: [b, s_q, h_q, d], bf16, fp16, or float32 (reference only). d is the format's: 576 for ``v32``, 512 for
+            ``model1``, the row width for the others.
+        k_cache: [pages, page_size, 1, width] of any page size, in format ``v32``, ``model1``, ``bf16``, ``fp16``
+            or ``fp32``.
+        indices: int32 or int64 [b, s_q, topk], topk ≥ 1: page · page_size + offset. Any value outside the cache
+            (-1, say) selects nothing; a token selected twice counts twice.
+        cache_format: of both caches; inferred from k_cache if None.
+        topk_length: int32 or int64 [b] or [b, s_q]: only the first so many indices count; all if None.
+        attn_sink: float32 [h_q]: out is scaled by e^lse / (e^lse + e^sink). lse does not include it. -inf is no
+            sink, +inf gives 0.
+        extra_k_cache: a second cache in the same format, with its own page size.
+        extra_indices, extra_topk_length: as ``indices`` and ``topk_length``, for the second cache.
+        softmax_scale: above 0; d^-0.5 if None.
+        head_dim_v: width of a value, at most d.
+        out: [b, s_q, h_q, head_dim_v] in q's dtype to write into; last stride 1.
+        lse: float32 [b, h_q, s_q] to write into, any strides.
+        empty_lse: lse of a query that selects nothing, inf or -inf; its out is 0, whatever the sink.
+        backend: "hopper", "portable" or "reference"; None chooses, a name is obeyed or refused.
+
+    Returns:
+        out [b, s_q, h_q, head_dim_v] in q's dtype, and lse, natural logarithm, float32 [b, h_q, s_q]. A new lse
+        has strides (s_q · h_q, 1, h_q).
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
+            other; a backend that cannot serve the call.
+    """
+    checks.tensor("q", q, ("b", "s_q", "h_q", "d"), checks.FLOAT_DTYPES)
+    batch, s_q, h_q, head_dim = q.shape
+    k_cache, layout = as_cache(k_cache, cache_format, "k_cache")
+    if layout.takes_scale:
+        raise ValueError(
+            "k_cache must be in a format with scales of its own (v32, model1) or none (bf16, fp16, fp32) for "
+            f"sparse_decode, got {layout.name}"
+        )
+    _check_cache("k_cache", k_cache, layout, q)
+    _check_selection("indices", indices, "topk_length", topk_length, q)
+    if extra_k_cache is None:
+        for name, value in (("extra_indices", extra_indices), ("extra_topk_length", extra_topk_length)):
+            if value is not None:
+                raise ValueError(f"{name} needs extra_k_cache beside it, got {name} alone")
+    else:
+        if extra_indices is None:
+            raise ValueError("extra_k_cache needs extra_indices beside it, got None")
+        extra_k_cache, _ = as_cache(extra_k_cache, layout, "extra_k_cache")
+        _check_cache("extra_k_cache", extra_k_cache, layout, q)
+        _check_selection("extra_indices", extra_indices, "extra_topk_length", extra_topk_length, q)
+    if attn_sink is not None:
+        checks.tensor("attn_sink", attn_sink, (h_q,), (torch.float32,), q.device, unit_last_stride=False)
+    if checks.positive_int("head_dim_v", head_dim_v) > head_dim:
+        raise ValueError(f"head_dim_v must be at most q's last dimension {head_dim}, got {head_dim_v}")
+    scale = checks.softmax_scale(softmax_scale, head_dim)
+    out, lse = decode_outputs.prepare(q, head_dim_v, out, lse)
+
+    call = dispatch.Call(
+        OPERATION,
+        q.device,
+        q.dtype,
+        cache_format=layout.name,
+        page_size=k_cache.shape[1],
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        h_q=h_q,
+        h_kv=1,
+    )
+    _sparse_decode(
+        q,
+        k_cache,
+        indices,
+        layout.name,
+        topk_length,
+        attn_sink,
+        extra_k_cache,
+        extra_indices,
+        extra_topk_length,
+        scale,
+        checks.empty_lse(empty_lse),
+        out,
+        lse,
+        dispatch.select(call, backend),
+    )
+    return out, lse
+
+
+@register_op("sparse_decode", mutates=("out", "lse"))
+def _sparse_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    indices: torch.Tensor,
+    cache_format: str,
+    topk_length: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    extra_k_cache: torch.Tensor | None,
+    extra_indices: torch.Tensor | None,
+    extra_topk_length: torch.Tensor | None,
+    softmax_scale: float,
+    empty_lse: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    backend: str,
+) -> None:
+    dispatch.implementation(OPERATION, backend)(
+        q,
+        k_cache,
+        indices,
+        cache_format,
+        topk_length,
+        attn_sink,
+        extra_k_cache,
+        extra_indices,
+        extra_topk_length,
+        softmax_scale,
+        empty_lse,
+        out,
+        lse,
+    )
+
+
+def _check_cache(name: str, cache: torch.Tensor, layout: CacheFormat, q: torch.Tensor) -> None:
+    if cache.device != q.device:
+        raise ValueError(f"{name} must be on {q.device} like the other arguments, got {cache.device}")
+    if layout.head_dim != q.shape[-1]:
+        raise ValueError(
+            f"{name} of format {layout.name} has rows of {layout.head_dim}, and q's last dimension is {q.shape[-1]}"
+        )
+    if not layout.fixed_split and cache.dtype != q.dtype:
+        raise TypeError(
+            f"{name} without quantisation must have q's dtype {checks.dtype_names([q.dtype])}, "
+            f"got {checks.dtype_names([cache.dtype])}"
+        )
+
+
+def _check_selection(
+    name: str, indices: torch.Tensor, length_name: str, length: torch.Tensor | None, q: torch.Tensor
+) -> None:
+    batch, s_q = q.shape[:2]
+    checks.tensor(name, indices, (batch, s_q, "topk"), checks.INDEX_DTYPES, q.device)
+    if length is None:
+        return
+    if isinstance(length, torch.Tensor) and length.dim() not in (1, 2):
+        raise ValueError(f"{length_name} must have shape [{batch}] or [{batch}, {s_q}], got {list(length.shape)}")
+    shape = (batch, s_q) if isinstance(length, torch.Tensor) and length.dim() == 2 else (batch,)
+    checks.tensor(length_name, length, shape, checks.INDEX_DTYPES, q.device, unit_last_stride=False)

@@ -1,0 +1,54 @@
+"""Sparse decode in plain PyTorch, one request at a time: the specification."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kv_cache.formats import as_format
+from flashlatte.kv_cache.tokens import read_slots
+from flashlatte.softmax import attend, sink_weight
+
+
+def sparse_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    indices: torch.Tensor,
+    cache_format: str,
+    topk_length: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    extra_k_cache: torch.Tensor | None,
+    extra_indices: torch.Tensor | None,
+    extra_topk_length: torch.Tensor | None,
+    softmax_scale: float,
+    empty_lse: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    layout = as_format(cache_format, q.shape[-1])
+    scopes = [(k_cache, indices, topk_length)]
+    if extra_k_cache is not None and extra_indices is not None:
+        scopes.append((extra_k_cache, extra_indices, extra_topk_length))
+
+    for request in range(q.shape[0]):
+        rows, visible = [], []
+        for cache, selected, length in scopes:
+            slots = selected[request].long()  # [s_q, topk]
+            counted = torch.arange(slots.shape[-1], device=q.device)
+            if length is not None:
+                counted = counted < length[request].view(-1, 1)
+            else:
+                counted = counted >= 0
+            in_cache = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
+            visible.append(in_cache & counted)
+            rows.append(read_slots(cache, torch.where(visible[-1], slots, -1), layout))
+        keys = torch.cat(rows, dim=1)  # [s_q, topk + extra_topk, d]
+        seen = torch.cat(visible, dim=1)
+
+        scores = torch.einsum("shd,snd->shn", q[request].float(), keys) * softmax_scale
+        weights, row_lse = attend(scores, seen[:, None, :])
+        values = torch.einsum("shn,snd->shd", weights, keys[..., : out.shape[-1]])
+        if attn_sink is not None:
+            values = values * sink_weight(row_lse, attn_sink).unsqueeze(-1)
+
+        out[request] = values.to(out.dtype)
+        lse[request] = torch.where(row_lse.isneginf(), empty_lse, row_lse).transpose(0, 1)

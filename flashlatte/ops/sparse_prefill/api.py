@@ -1,0 +1,111 @@
+"""``sparse_prefill``: its arguments, their checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from flashlatte import checks, dispatch
+from flashlatte.torch_op import register_op
+
+OPERATION = "sparse_prefill"
+
+dispatch.register(
+    OPERATION,
+    dispatch.Implementation("reference", "flashlatte.ops.sparse_prefill.reference:sparse_prefill", checks.FLOAT_DTYPES),
+)
+
+
+def sparse_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float | None = None,
+    *,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    empty_lse: float = -math.inf,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of many query tokens, each over the tokens of a contiguous latent that it selected.
+
+    A key is a row of ``kv``, a value its first ``d_v`` numbers. Any strides but the last are free. No gradient
+    flows through it.
+
+    Args:
+        q: [s_q, h_q, d], bf16, fp16, or float32 (reference only); s_q may exceed 65,535. d is 576 or 512 in MLA.
+        kv: [s_kv, 1, d] in q's dtype.
+        indices: int32 or int64 [s_q, 1, topk], topk ≥ 1. Any value outside 0 to s_kv - 1 selects nothing; a token
+            selected twice counts twice.
+        softmax_scale: above 0; d^-0.5 if None.
+        d_v: width of a value, at most d.
+        attn_sink: float32 [h_q]: out is scaled by e^lse / (e^lse + e^sink). lse does not include it.
+        topk_length: int32 or int64 [s_q]: only the first so many indices count; all if None.
+        out: [s_q, h_q, d_v] in q's dtype to write into; last stride 1.
+        empty_lse: lse of a query that selects nothing, inf or -inf; its out is 0 and its max_logits -inf.
+        backend: "hopper", "portable" or "reference"; None chooses, a name is obeyed or refused.
+
+    Returns:
+        out [s_q, h_q, d_v] in q's dtype; max_logits, the largest q · k · softmax_scale, and lse, natural
+        logarithm, both float32 [s_q, h_q], contiguous.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
+            other; a backend that cannot serve the call.
+    """
+    checks.tensor("q", q, ("s_q", "h_q", "d"), checks.FLOAT_DTYPES)
+    s_q, h_q, head_dim = q.shape
+    device = q.device
+    checks.tensor("kv", kv, ("s_kv", 1, head_dim), (q.dtype,), device)
+    checks.tensor("indices", indices, (s_q, 1, "topk"), checks.INDEX_DTYPES, device)
+    if attn_sink is not None:
+        checks.tensor("attn_sink", attn_sink, (h_q,), (torch.float32,), device, unit_last_stride=False)
+    if topk_length is not None:
+        checks.tensor("topk_length", topk_length, (s_q,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    if checks.positive_int("d_v", d_v) > head_dim:
+        raise ValueError(f"d_v must be at most q's last dimension {head_dim}, got {d_v}")
+    scale = checks.softmax_scale(softmax_scale, head_dim)
+    if out is None:
+        out = q.new_empty(s_q, h_q, d_v)
+    else:
+        checks.tensor("out", out, (s_q, h_q, d_v), (q.dtype,), device)
+    max_logits = torch.empty(s_q, h_q, dtype=torch.float32, device=device)
+    lse = torch.empty_like(max_logits)
+
+    call = dispatch.Call(OPERATION, device, q.dtype, head_dim=head_dim, head_dim_v=d_v, h_q=h_q, h_kv=1)
+    _sparse_prefill(
+        q,
+        kv,
+        indices,
+        topk_length,
+        attn_sink,
+        scale,
+        checks.empty_lse(empty_lse),
+        out,
+        max_logits,
+        lse,
+        dispatch.select(call, backend),
+    )
+    return out, max_logits, lse
+
+
+@register_op("sparse_prefill", mutates=("out", "max_logits", "lse"))
+def _sparse_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    topk_length: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    softmax_scale: float,
+    empty_lse: float,
+    out: torch.Tensor,
+    max_logits: torch.Tensor,
+    lse: torch.Tensor,
+    backend: str,
+) -> None:
+    dispatch.implementation(OPERATION, backend)(
+        q, kv, indices, topk_length, attn_sink, softmax_scale, empty_lse, out, max_logits, lse
+    )

@@ -1,0 +1,45 @@
+"""Sparse prefill in plain PyTorch, a few query tokens at a time: the specification."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.softmax import attend, sink_weight
+
+GATHERED_BYTES = 64 * 2**20
+
+
+def sparse_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    topk_length: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    softmax_scale: float,
+    empty_lse: float,
+    out: torch.Tensor,
+    max_logits: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    s_q, _, topk = indices.shape
+    position = torch.arange(topk, device=q.device)
+    chunk = max(1, GATHERED_BYTES // (topk * q.shape[-1] * 4))
+
+    for begin in range(0, s_q, chunk):
+        tokens = slice(begin, min(begin + chunk, s_q))
+        selected = indices[tokens, 0].long()  # [tokens, topk]
+        visible = (selected >= 0) & (selected < kv.shape[0])
+        if topk_length is not None:
+            visible &= position < topk_length[tokens, None]
+        keys = kv[torch.where(visible, selected, 0), 0].float()  # [tokens, topk, d]
+        keys = torch.where(visible.unsqueeze(-1), keys, 0.0)
+
+        scores = torch.einsum("shd,snd->shn", q[tokens].float(), keys) * softmax_scale
+        weights, row_lse = attend(scores, visible[:, None, :])
+        values = torch.einsum("shn,snd->shd", weights, keys[..., : out.shape[-1]])
+        if attn_sink is not None:
+            values = values * sink_weight(row_lse, attn_sink).unsqueeze(-1)
+
+        out[tokens] = values.to(out.dtype)
+        max_logits[tokens] = scores.masked_fill(~visible[:, None, :], float("-inf")).amax(dim=-1)
+        lse[tokens] = torch.where(row_lse.isneginf(), empty_lse, row_lse)
