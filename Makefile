@@ -10,7 +10,8 @@ demo: $(READY)
 	@$(BIN)/flashlatte demo
 
 test: $(READY)
-	@$(BIN)/python -m pytest -m "not gpu" --numprocesses auto --quiet
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not interpreter" --numprocesses auto --quiet
+	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m interpreter --numprocesses auto --quiet
 
 gpu-test: $(READY)
 	@$(BIN)/python -m pytest -m gpu --quiet

@@ -8,6 +8,7 @@ import torch
 
 from flashlatte import checks, decode_outputs, dispatch
 from flashlatte.kv_cache import scales
+from flashlatte.kv_cache.formats import infer_format
 from flashlatte.torch_op import register_op
 
 OPERATION = "dense_decode"
@@ -89,7 +90,7 @@ def dense_decode(
         OPERATION,
         device,
         q.dtype,
-        cache_format="fp8" if k_cache.dtype != q.dtype else None,
+        cache_format=infer_format(k_cache, "k_cache").name,
         page_size=k_cache.shape[1],
         head_dim=head_dim,
         head_dim_v=head_dim_v,

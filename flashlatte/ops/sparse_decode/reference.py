@@ -33,11 +33,9 @@ def sparse_decode(
         rows, visible = [], []
         for cache, selected, length in scopes:
             slots = selected[request].long()  # [s_q, topk]
-            counted = torch.arange(slots.shape[-1], device=q.device)
+            counted = torch.ones_like(slots, dtype=torch.bool)
             if length is not None:
-                counted = counted < length[request].view(-1, 1)
-            else:
-                counted = counted >= 0
+                counted &= torch.arange(slots.shape[-1], device=q.device) < length[request].view(-1, 1)
             in_cache = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
             visible.append(in_cache & counted)
             rows.append(read_slots(cache, torch.where(visible[-1], slots, -1), layout))

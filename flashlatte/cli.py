@@ -1,0 +1,66 @@
+"""The command line: flashlatte demo | doctor | bench."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+USER_ERROR = 2
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns its exit code: 0 done, 1 done and something is wrong, 2 a mistake in the call."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
+        print(f"flashlatte {arguments.command}: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="flashlatte", description="Multi-head Latent Attention in Python.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="demo | doctor | bench")
+
+    demo = commands.add_parser(
+        "demo", help="a small DeepSeek-V3 decodes with stock transformers and through FlashLatte"
+    )
+    demo.add_argument("--prompt", type=Path, help="a text file to continue; the package brings one")
+    demo.add_argument("--new-tokens", type=int, default=64, help="tokens to generate (default 64)")
+    demo.add_argument("--device", help="where, cuda or cpu; a GPU if there is one")
+    demo.set_defaults(run=_demo)
+
+    doctor = commands.add_parser("doctor", help="this machine, and which implementation serves each operation")
+    doctor.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the queries")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(run=_doctor)
+
+    from flashlatte import bench
+
+    bench_parser = commands.add_parser("bench", help="check and time operations on named cases")
+    bench.add_arguments(bench_parser)
+    bench_parser.set_defaults(run=bench.main)
+    return parser
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from flashlatte.demo import run_demo
+
+    return run_demo(prompt_file=arguments.prompt, new_tokens=arguments.new_tokens, device=arguments.device)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from flashlatte import doctor
+
+    facts = doctor.examine(arguments.dtype)
+    print(json.dumps(facts, indent=2) if arguments.json else doctor.report(facts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

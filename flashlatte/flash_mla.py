@@ -1,0 +1,323 @@
+"""FlashMLA's interface, argument for argument: ``import flashlatte.flash_mla as flash_mla``.
+
+Conventions are FlashMLA's (lse of a row without keys is +inf), and what FlashMLA refuses only because its kernels
+cannot is accepted: any number of heads, any page size, per-tensor fp8 caches in dense decode, bf16 caches and any
+number of indices in sparse decode. Contradictory arguments are errors here as there, as ``ValueError`` or
+``TypeError``.
+
+``python -m flashlatte.flash_mla --install-alias DIR`` writes a package ``flash_mla`` into DIR that forwards to this
+module, for programs that import the top-level name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from flashlatte.ops.dense_decode import dense_decode
+from flashlatte.ops.sparse_decode import sparse_decode
+from flashlatte.ops.sparse_prefill import sparse_prefill
+
+__all__ = [
+    "FlashMLASchedMeta",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
+]
+
+ALIAS = '''"""The top-level name of FlashMLA, served by FlashLatte."""
+
+from flashlatte.flash_mla import *  # noqa: F403
+'''
+
+ALIAS_INTERFACE = '''"""FlashMLA's module path for its functions, served by FlashLatte."""
+
+from flashlatte.flash_mla import *  # noqa: F403
+'''
+
+
+@dataclass
+class FlashMLASchedMeta:
+    """What FlashMLA caches its schedule in. Here work is split anew in each call, from the lengths of that call, so
+    the object holds nothing: it may be reused with other lengths and other shapes.
+    """
+
+    have_initialized: bool = False
+    config: object | None = None
+    tile_scheduler_metadata: torch.Tensor | None = None
+    num_splits: torch.Tensor | None = None
+
+
+def get_mla_metadata(*_args: object, **_kwargs: object) -> tuple[FlashMLASchedMeta, None]:
+    """A schedule object for ``flash_mla_with_kvcache``, and None.
+
+    Like FlashMLA's, it takes the arguments of earlier FlashMLA versions (lengths, heads, …) and has no use for them.
+    """
+    return FlashMLASchedMeta(), None
+
+
+def flash_mla_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta,
+    num_splits: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    *,
+    descale_k: float | torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode over a paged latent cache: dense, or over selected tokens if ``indices`` is given.
+
+    Args:
+        q: [b, s_q, h_q, d], bf16 or fp16 (float32 on the reference); d 576 or 512.
+        k_cache: dense: [pages, page_size, h_kv, d] in q's dtype, or float8_e4m3fn with ``is_fp8_kvcache``; sparse:
+            [pages, page_size, 1, 656 or 584] one-byte with ``is_fp8_kvcache``, or [pages, page_size, 1, d] in q's
+            dtype without.
+        block_table: dense: int32 or int64 [b, max_pages]. Sparse indices are cache positions already, so sparse
+            decode has no use for it, whatever it is.
+        cache_seqlens: dense: int32 or int64 [b]. No use in sparse decode, as ``block_table``.
+        head_dim_v: width of a value (512).
+        tile_scheduler_metadata: what ``get_mla_metadata`` returned; may be reused for any call.
+        num_splits: None, as ``get_mla_metadata`` returned.
+        softmax_scale: above 0; d^-0.5 if None.
+        causal: dense only; bottom-right: query token j sees keys 0 to cache_seqlens - s_q + j.
+        is_fp8_kvcache: whether k_cache holds one-byte numbers; must agree with its dtype.
+        indices: sparse: int32 or int64 [b, s_q, topk], page · page_size + offset; values outside the cache (FlashMLA
+            knows only -1) select nothing.
+        attn_sink: sparse: float32 [h_q]; out is scaled by e^lse / (e^lse + e^sink), lse is not.
+        extra_k_cache, extra_indices_in_kvcache: sparse: a second cache in the same format, and its indices.
+        topk_length, extra_topk_length: sparse: int32 or int64 [b] or [b, s_q], how many indices count.
+        descale_k: dense with ``is_fp8_kvcache``: key = byte · descale_k; default 1.
+        out: [b, s_q, h_q, head_dim_v] in q's dtype to write into.
+        lse: float32 [b, h_q, s_q] to write into.
+        backend: "hopper", "portable" or "reference"; None chooses.
+
+    Returns:
+        out [b, s_q, h_q, head_dim_v], and lse, natural logarithm, float32 [b, h_q, s_q] with strides
+        (s_q · h_q, 1, h_q). A row that sees no key: out 0, lse +inf.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
+            other.
+    """
+    if not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
+        raise TypeError(
+            "tile_scheduler_metadata must be the FlashMLASchedMeta that get_mla_metadata returned, "
+            f"got {type(tile_scheduler_metadata).__name__}"
+        )
+    if num_splits is not None:
+        raise ValueError(f"num_splits must be None, as get_mla_metadata returned it, got {type(num_splits).__name__}")
+    _check_fp8_flag(k_cache, is_fp8_kvcache)
+    if indices is None:
+        for name, value in (
+            ("attn_sink", attn_sink),
+            ("extra_k_cache", extra_k_cache),
+            ("extra_indices_in_kvcache", extra_indices_in_kvcache),
+            ("topk_length", topk_length),
+            ("extra_topk_length", extra_topk_length),
+        ):
+            if value is not None:
+                raise ValueError(f"{name} belongs to sparse decode and needs indices beside it, got {name} alone")
+        if block_table is None or cache_seqlens is None:
+            missing = "block_table" if block_table is None else "cache_seqlens"
+            raise ValueError(f"{missing} must be given for dense decode (without indices), got None")
+        return dense_decode(
+            q,
+            k_cache,
+            block_table,
+            cache_seqlens,
+            head_dim_v=head_dim_v,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            k_scale=descale_k,
+            out=out,
+            lse=lse,
+            empty_lse=math.inf,
+            backend=backend,
+        )
+    if causal:
+        raise ValueError("causal must be False in sparse decode (with indices), whose mask is the indices; got True")
+    if descale_k is not None:
+        raise ValueError("descale_k belongs to dense decode over an fp8 cache, got it with indices")
+    return sparse_decode(
+        q,
+        k_cache,
+        indices,
+        topk_length=topk_length,
+        attn_sink=attn_sink,
+        extra_k_cache=extra_k_cache,
+        extra_indices=extra_indices_in_kvcache,
+        extra_topk_length=extra_topk_length,
+        softmax_scale=softmax_scale,
+        head_dim_v=head_dim_v,
+        out=out,
+        lse=lse,
+        empty_lse=math.inf,
+        backend=backend,
+    )
+
+
+def flash_mla_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sparse prefill: each query token attends to the tokens of a contiguous latent that it selected.
+
+    Args:
+        q: [s_q, h_q, d], d 576 or 512. kv: [s_kv, 1, d]. indices: [s_q, 1, topk]; values outside 0 to s_kv - 1
+            select nothing.
+        sm_scale: softmax scale, above 0.
+        d_v: width of a value.
+        attn_sink: float32 [h_q]. topk_length: int32 or int64 [s_q].
+        out: [s_q, h_q, d_v] in q's dtype to write into.
+        backend: "hopper", "portable" or "reference"; None chooses.
+
+    Returns:
+        out [s_q, h_q, d_v]; max_logits and lse, natural logarithm, float32 [s_q, h_q]. A row that selects nothing: out
+        0, max_logits -inf, lse +inf.
+    """
+    return sparse_prefill(
+        q,
+        kv,
+        indices,
+        sm_scale,
+        d_v=d_v,
+        attn_sink=attn_sink,
+        topk_length=topk_length,
+        out=out,
+        empty_lse=math.inf,
+        backend=backend,
+    )
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_qo: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_qo: int,
+    max_seqlen_kv: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Variable-length multi-head attention, forward and backward; raises NotImplementedError in this version."""
+    _no_dense_prefill("flash_attn_varlen_func")
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    head_dim_qk: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``flash_attn_varlen_func`` on [T, h, 2 · head_dim_qk + d_v]; raises NotImplementedError in this version."""
+    _no_dense_prefill("flash_attn_varlen_qkvpacked_func")
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_qo: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_qo: int,
+    max_seqlen_kv: int,
+    head_dim_qk: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``flash_attn_varlen_func`` on packed [T, h_kv, d_qk + d_v]; raises NotImplementedError in this version."""
+    _no_dense_prefill("flash_attn_varlen_kvpacked_func")
+
+
+def _no_dense_prefill(name: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{name} needs the dense prefill kernels, which this version of FlashLatte does not have; "
+        "torch.nn.functional.scaled_dot_product_attention computes the same for one sequence"
+    )
+
+
+def _check_fp8_flag(k_cache: object, is_fp8_kvcache: bool) -> None:
+    if not isinstance(is_fp8_kvcache, bool):
+        raise TypeError(f"is_fp8_kvcache must be True or False, got {is_fp8_kvcache!r}")
+    if isinstance(k_cache, torch.Tensor) and (k_cache.dtype.itemsize == 1) != is_fp8_kvcache:
+        raise ValueError(
+            f"is_fp8_kvcache must say whether k_cache holds one-byte numbers: it is {is_fp8_kvcache}, and k_cache is "
+            f"{str(k_cache.dtype).removeprefix('torch.')}"
+        )
+
+
+def install_alias(directory: Path) -> Path:
+    """Write the package ``flash_mla`` into a directory; returns its path. Refuses to replace another ``flash_mla``."""
+    package = directory / "flash_mla"
+    init = package / "__init__.py"
+    if package.exists() and not (init.is_file() and init.read_text() == ALIAS):
+        raise FileExistsError(f"{package} exists already and was not written by this command; it is left as it is")
+    package.mkdir(parents=True, exist_ok=True)
+    init.write_text(ALIAS)
+    (package / "flash_mla_interface.py").write_text(ALIAS_INTERFACE)
+    return package
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m flashlatte.flash_mla", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "--install-alias",
+        metavar="DIR",
+        type=Path,
+        required=True,
+        help="write a package flash_mla into DIR that forwards to FlashLatte",
+    )
+    directory = parser.parse_args(argv).install_alias
+    try:
+        package = install_alias(directory)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{package} forwards to flashlatte.flash_mla; put {directory} on PYTHONPATH to use it")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
