@@ -35,9 +35,7 @@ def tensor(
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
         raise TypeError(f"{name} must be {dtype_names(dtypes)}, got {dtype_names([value.dtype])}")
-    if value.dim() != len(shape) or any(
-        got != want if isinstance(want, int) else got < 1 for got, want in zip(value.shape, shape, strict=True)
-    ):
+    if not _has_shape(value.shape, shape):
         wanted = ", ".join(map(str, shape))
         raise ValueError(f"{name} must have shape [{wanted}] with no empty axis, got {list(value.shape)}")
     if device is not None and value.device != device:
@@ -45,6 +43,15 @@ def tensor(
     if unit_last_stride and value.shape[-1] > 1 and value.stride(-1) != 1:
         raise ValueError(f"{name} must have last stride 1, got strides {value.stride()}")
     return value
+
+
+def _has_shape(actual: torch.Size, wanted: Sequence[int | str]) -> bool:
+    if len(actual) != len(wanted):
+        return False
+    for got, want in zip(actual, wanted, strict=True):
+        if got < 1 or (got != want and not isinstance(want, str)):
+            return False
+    return True
 
 
 def positive_int(name: str, value: object) -> int:

@@ -6,8 +6,9 @@ import torch
 
 from flashlatte import checks
 from flashlatte.kv_cache import scales
-from flashlatte.kv_cache.formats import CacheFormat, as_format, infer_format
+from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
+from flashlatte.kv_cache.registry import as_format, infer_format
 
 
 def allocate(

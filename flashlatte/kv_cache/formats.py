@@ -8,7 +8,6 @@ token; the planes follow each other. An interleaved format has one plane, so tha
 from __future__ import annotations
 
 import abc
-import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -95,66 +94,3 @@ class CacheFormat(abc.ABC):
             )
             offset += page_size * plane.width
         return tuple(views)
-
-
-def as_format(cache_format: str | CacheFormat, head_dim: int | None = None) -> CacheFormat:
-    """The format of this name. ``head_dim`` is free for bf16, fp16, fp32 and fp8, and fixed for the others."""
-    if isinstance(cache_format, CacheFormat):
-        if head_dim is not None and head_dim != cache_format.head_dim:
-            raise ValueError(
-                f"head_dim must be {cache_format.head_dim} as in the given {cache_format.name} format, got {head_dim}"
-            )
-        return cache_format
-    return _format_by_name(cache_format, head_dim)
-
-
-@functools.lru_cache(maxsize=256)
-def _format_by_name(name: str, head_dim: int | None) -> CacheFormat:
-    formats = _known_formats()
-    if name not in formats:
-        raise ValueError(f"cache_format must be one of {', '.join(formats)}, got {name!r}")
-    cls = formats[name]
-    if head_dim is None:
-        return cls()
-    return cls(head_dim=head_dim)
-
-
-@functools.lru_cache(maxsize=1)
-def _known_formats() -> dict[str, type[CacheFormat]]:
-    from flashlatte.kv_cache.model1 import Model1Format
-    from flashlatte.kv_cache.plain import Bf16Format, Fp8Format, Fp16Format, Fp32Format
-    from flashlatte.kv_cache.v32 import V32Format
-
-    classes = (Bf16Format, Fp16Format, Fp32Format, Fp8Format, V32Format, Model1Format)
-    return {cls.name: cls for cls in classes}
-
-
-def format_names() -> tuple[str, ...]:
-    return tuple(_known_formats())
-
-
-def infer_format(cache: torch.Tensor, name: str = "cache") -> CacheFormat:
-    """The format that a cache tensor's dtype and last dimension tell.
-
-    16- and 32-bit floats are the plain formats with that row width; one-byte caches are ``v32`` (656 wide),
-    ``model1`` (584) or, as float8_e4m3fn of any other width, ``fp8``.
-    """
-    return _infer(cache.dtype, cache.shape[-1], name)
-
-
-@functools.lru_cache(maxsize=256)
-def _infer(dtype: torch.dtype, width: int, name: str) -> CacheFormat:
-    by_dtype = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    if dtype in by_dtype:
-        return _format_by_name(by_dtype[dtype], width)
-    if dtype.itemsize == 1:
-        for format_name in ("v32", "model1"):
-            candidate = _format_by_name(format_name, None)
-            if width == candidate.record_width and dtype in candidate.accepted_dtypes:
-                return candidate
-        if dtype == torch.float8_e4m3fn:
-            return _format_by_name("fp8", width)
-    raise ValueError(
-        f"{name} must be a bfloat16, float16 or float32 cache, a float8_e4m3fn cache (fp8), or a one-byte cache "
-        f"656 (v32) or 584 (model1) wide; got {str(dtype).removeprefix('torch.')} {width} wide"
-    )

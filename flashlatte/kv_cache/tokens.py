@@ -13,7 +13,8 @@ from flashlatte.kv_cache.codec import (
     one_scale,
     split_rows,
 )
-from flashlatte.kv_cache.formats import CacheFormat, as_format
+from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.kv_cache.registry import as_format
 from flashlatte.torch_op import register_op
 
 for _operation in ("kv_cache.write", "kv_cache.gather"):

@@ -8,7 +8,7 @@ import torch
 
 from flashlatte import checks, decode_outputs, dispatch
 from flashlatte.kv_cache import scales
-from flashlatte.kv_cache.formats import infer_format
+from flashlatte.kv_cache.registry import UNTILED_BY_DTYPE
 from flashlatte.torch_op import register_op
 
 OPERATION = "dense_decode"
@@ -90,7 +90,7 @@ def dense_decode(
         OPERATION,
         device,
         q.dtype,
-        cache_format=infer_format(k_cache, "k_cache").name,
+        cache_format=UNTILED_BY_DTYPE[k_cache.dtype],
         page_size=k_cache.shape[1],
         head_dim=head_dim,
         head_dim_v=head_dim_v,

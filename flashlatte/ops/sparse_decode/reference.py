@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache.formats import as_format
+from flashlatte.kv_cache.registry import as_format
 from flashlatte.kv_cache.tokens import read_slots
 from flashlatte.softmax import attend, sink_weight
 
