@@ -1,0 +1,257 @@
+"""The demo: stock attention and FlashLatte's side by side, as a table and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashlatte.demo.tokenizer import ByteTokenizer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from flashlatte.demo.runs import Run
+
+OK, CHECK_FAILED, MISTAKE = 0, 1, 2
+
+DEFAULT_PROMPT = Path(__file__).with_name("prompt.txt")
+MAX_PROMPT_BYTES = 2048
+MAX_NEW_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class CacheChoice:
+    """A row of the table.
+
+    Attributes:
+        cache_format: of the paged cache.
+        logit_bound: largest difference of a logit from stock attention's that is accepted.
+        expanded_itemsize: bytes of a number in the expanded cache that this one is compared with.
+        same_tokens: whether every token must be stock attention's.
+    """
+
+    cache_format: str
+    logit_bound: float
+    expanded_itemsize: int
+    same_tokens: bool = False
+
+
+# The standard deviation of the model's logits is 2. Seen with the demo's prompt: 2e-5, 0.13 and 0.84.
+CHOICES = (
+    CacheChoice("fp32", 0.001, 4, same_tokens=True),
+    CacheChoice("bf16", 0.3, 2),
+    CacheChoice("v32", 2.0, 2),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the table says of one cache format."""
+
+    choice: CacheChoice
+    run: Run
+    same_tokens: int
+    logit_difference: float
+
+    @property
+    def passed(self) -> bool:
+        same = self.same_tokens == len(self.run.tokens)
+        return self.logit_difference <= self.choice.logit_bound and (same or not self.choice.same_tokens)
+
+
+class Mistake(Exception):
+    """What the user asked for cannot be done; the message says why and what can."""
+
+
+def run_demo(prompt_file: str | Path | None = None, new_tokens: int = 64, device: str | None = None) -> int:
+    """Generate with a small DeepseekV3 by stock transformers and by FlashLatte, and print how they compare.
+
+    Args:
+        prompt_file: a text file of at most 2048 bytes; FlashLatte's own if None.
+        new_tokens: tokens to generate, 64 to 1024.
+        device: as torch names it; the GPU if there is one, else the CPU, if None.
+
+    Returns:
+        An exit code: 0 if every comparison is within its bound, 1 if one is not, 2 if an argument is not accepted or
+        transformers or rich is missing. For 2, a line on stderr says what is wrong.
+    """
+    try:
+        return _run(prompt_file, new_tokens, device)
+    except Mistake as mistake:
+        print(f"flashlatte demo: {mistake}", file=sys.stderr)
+        return MISTAKE
+
+
+def _run(prompt_file: str | Path | None, new_tokens: int, device: str | None) -> int:
+    _check_extras()
+    prompt_path = DEFAULT_PROMPT if prompt_file is None else Path(prompt_file)
+    data = _read_prompt(prompt_path)
+    if not 64 <= new_tokens <= MAX_NEW_TOKENS:
+        raise Mistake(f"the number of new tokens must be from 64 to {MAX_NEW_TOKENS}, got {new_tokens}")
+    where = _device(device)
+
+    from rich.console import Console
+
+    from flashlatte.demo.model import load_model
+
+    console = Console()
+    model = load_model(where)
+    tokenizer = ByteTokenizer()
+    prompt = torch.tensor([tokenizer.encode(data)], device=where)
+    with _one_thread() if where.type == "cpu" else contextlib.nullcontext():
+        stock, rows = _compare(console, model, prompt, new_tokens)
+
+    console.print(
+        f"Prompt: {prompt_path}, {len(data)} bytes, a token each. Model: float32, on {where}.", highlight=False
+    )
+    written = tokenizer.decode(stock.tokens.tolist())
+    console.print(f"Stock attention wrote {new_tokens} tokens: {written!r}", markup=False, highlight=False)
+    console.print(_table(model.config, stock, rows))
+    console.print(_explanation(model.config), highlight=False)
+    for row in rows:
+        if not row.passed:
+            console.print(_failure(row), style="bold red")
+    if not all(row.passed for row in rows):
+        return CHECK_FAILED
+    console.print("With the fp32 cache every token is stock attention's; bf16 and v32 are within their bounds.")
+    return OK
+
+
+def _check_extras() -> None:
+    try:
+        import rich  # noqa: F401
+    except ImportError:
+        raise Mistake("this needs rich and transformers: pip install 'flashlatte[transformers]'") from None
+    from flashlatte.integrations.transformers import check_transformers
+
+    try:
+        check_transformers()
+    except ImportError as error:
+        raise Mistake(str(error)) from None
+
+
+def _read_prompt(path: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise Mistake(f"the prompt file cannot be read: {path}: {error.strerror}") from None
+    if not data.strip():
+        raise Mistake(f"the prompt file is empty: {path}")
+    if len(data) > MAX_PROMPT_BYTES:
+        raise Mistake(f"the prompt file must have at most {MAX_PROMPT_BYTES} bytes, {path} has {len(data)}")
+    return data
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise Mistake(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return device
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """A decode step of so small a model gains little by threads, and loses much where they share cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _compare(console: Console, model: Any, prompt: torch.Tensor, new_tokens: int) -> tuple[Run, list[Row]]:
+    """Stock attention's run, and FlashLatte's with each cache, under a progress bar."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from flashlatte.demo.runs import generate, logits_along
+    from flashlatte.integrations.transformers import disable, enable
+
+    columns = (TextColumn("{task.description:30}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+
+        def advance() -> None:
+            progress.advance(task)
+
+        task = progress.add_task("stock transformers", total=2 * new_tokens)
+        stock = generate(model, prompt, new_tokens, advance)
+        expected = logits_along(model, prompt, stock.tokens, advance)
+        rows = []
+        for choice in CHOICES:
+            task = progress.add_task(f"FlashLatte, {choice.cache_format} cache", total=2 * new_tokens)
+            enable(model, choice.cache_format)
+            run = generate(model, prompt, new_tokens, advance)
+            got = logits_along(model, prompt, stock.tokens, advance)
+            disable(model)
+            same = int((run.tokens == stock.tokens).sum())
+            rows.append(Row(choice, run, same, (got - expected).abs().max().item()))
+    return stock, rows
+
+
+def _table(config: Any, stock: Run, rows: list[Row]) -> Any:
+    from rich.table import Table
+
+    from flashlatte import kv_cache
+
+    layers = config.num_hidden_layers
+    table = Table(title="DeepseekV3: stock attention, and FlashLatte's by cache format")
+    table.add_column("")
+    headings = (
+        "tokens\nequal",
+        "logits\ndiffer by",
+        "at most",
+        "cache\nB/token",
+        "expanded\nB/token",
+        "ratio",
+        "tokens/s",
+    )
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    table.add_row("stock", *[""] * 6, f"{stock.tokens_per_second:.1f}")
+    for row in rows:
+        cache_bytes = layers * kv_cache.get_format(row.choice.cache_format).bytes_per_token
+        expanded = layers * _expanded_numbers(config) * row.choice.expanded_itemsize
+        table.add_row(
+            row.choice.cache_format,
+            f"{row.same_tokens}/{len(row.run.tokens)}",
+            f"{row.logit_difference:.2g}",
+            f"{row.choice.logit_bound:g}",
+            f"{cache_bytes}",
+            f"{expanded}",
+            f"1/{expanded / cache_bytes:.1f}",
+            f"{row.run.tokens_per_second:.1f}",
+        )
+    return table
+
+
+def _explanation(config: Any) -> str:
+    return (
+        f"B/token: bytes of a token in all {config.num_hidden_layers} layers. Expanded: keys and values of every head, "
+        f"{_expanded_numbers(config)} numbers a layer, of 4 bytes beside fp32 and of 2 beside bf16 and v32. Logits: "
+        "along stock attention's tokens."
+    )
+
+
+def _expanded_numbers(config: Any) -> int:
+    """Numbers of a token that a layer holds if it caches the keys and values of every head."""
+    key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    return config.num_attention_heads * (key + value)
+
+
+def _failure(row: Row) -> str:
+    if row.logit_difference > row.choice.logit_bound:
+        return (
+            f"FAILED: with the {row.choice.cache_format} cache a logit differs by {row.logit_difference:.3g}, "
+            f"and {row.choice.logit_bound:g} is the bound"
+        )
+    return f"FAILED: with the {row.choice.cache_format} cache not every token is stock attention's"

@@ -1,0 +1,84 @@
+"""The demo's model: a small DeepseekV3 with fixed random weights, stored and loaded by transformers' own code."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from flashlatte.demo.tokenizer import ByteTokenizer
+
+LAYERS, HEADS = 3, 8
+NOPE, ROPE, VALUE, LATENT = 128, 64, 128, 512
+
+# Chosen so that greedy decoding writes many different tokens, each well ahead of the next best: a query that is sharp,
+# and experts that matter little, since a rounding that changes the choice of an expert shows in full.
+SEED = 1
+GAINS = {"embed_tokens": 1.0, "q_b_proj": 4.0, "o_proj": 4.0, "down_proj": 0.25, "lm_head": 2.0}
+
+
+def load_model(device: torch.device) -> Any:
+    """The demo's model in float32, after a round trip through safetensors in a temporary directory."""
+    from transformers import DeepseekV3ForCausalLM
+
+    with tempfile.TemporaryDirectory() as directory, _quiet_transformers():
+        _random_model().save_pretrained(directory)
+        model: Any = DeepseekV3ForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return model.to(device).eval()
+
+
+def _random_model() -> Any:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        vocab_size=ByteTokenizer.vocabulary,
+        hidden_size=256,
+        intermediate_size=512,
+        moe_intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        first_k_dense_replace=1,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        routed_scaling_factor=1.0,
+        q_lora_rank=128,
+        kv_lora_rank=LATENT,
+        qk_nope_head_dim=NOPE,
+        qk_rope_head_dim=ROPE,
+        v_head_dim=VALUE,
+        bos_token_id=ByteTokenizer.bos_token_id,
+        # No end, so that every run writes as many tokens as asked.
+        eos_token_id=None,
+        pad_token_id=ByteTokenizer.pad_token_id,
+    )
+    model = DeepseekV3ForCausalLM(config)
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() < 2:
+                continue
+            gain = next((gain for part, gain in GAINS.items() if part in name), 1.0)
+            fan_in = 1 if "embed_tokens" in name else weight.shape[-1]
+            weight.normal_(0.0, gain / math.sqrt(fan_in), generator=generator)
+    return model
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Without transformers' progress bars, which would break into the demo's own."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,64 @@
+"""One run of the demo: generate, time it, and take the logits along given tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Run:
+    """Attributes:
+    tokens: int64 [n], what ``generate`` wrote.
+    tokens_per_second: n over the time of the whole call, prefill included.
+    """
+
+    tokens: torch.Tensor
+    tokens_per_second: float
+
+
+def generate(model: Any, prompt: torch.Tensor, count: int, advance: Callable[[], None]) -> Run:
+    """Greedy generation of ``count`` tokens after ``prompt`` [1, n], after a short one to warm up."""
+    from transformers.generation.streamers import BaseStreamer
+
+    class Progress(BaseStreamer):
+        def __init__(self) -> None:
+            self.prompt_seen = False
+
+        def put(self, value: torch.Tensor) -> None:
+            if self.prompt_seen:
+                advance()
+            self.prompt_seen = True
+
+        def end(self) -> None:
+            pass
+
+    options = {"attention_mask": torch.ones_like(prompt), "do_sample": False}
+    model.generate(prompt, max_new_tokens=2, **options)
+    _synchronize(prompt.device)
+    start = time.perf_counter()
+    sequence = model.generate(prompt, max_new_tokens=count, streamer=Progress(), **options)
+    _synchronize(prompt.device)
+    seconds = time.perf_counter() - start
+    return Run(sequence[0, prompt.shape[1] :], count / seconds)
+
+
+@torch.no_grad()
+def logits_along(model: Any, prompt: torch.Tensor, tokens: torch.Tensor, advance: Callable[[], None]) -> torch.Tensor:
+    """The logits [n, vocabulary] from which each of ``tokens`` [n] would be chosen, decoded one by one."""
+    rows, cache, ids = [], None, prompt
+    for token in tokens:
+        out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        rows.append(out.logits[0, -1].float())
+        cache, ids = out.past_key_values, token.view(1, 1)
+        advance()
+    return torch.stack(rows)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

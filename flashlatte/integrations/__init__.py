@@ -1,0 +1,1 @@
+"""FlashLatte inside other libraries. Each module imports its host only when it is used."""

@@ -1,0 +1,164 @@
+"""FlashLatte in Hugging Face transformers: ``enable`` a DeepseekV3 model, ``disable`` it again.
+
+>>> from flashlatte.integrations.transformers import enable
+>>> enable(model)
+>>> model.generate(**inputs)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn
+
+from flashlatte import checks, dispatch
+
+if TYPE_CHECKING:
+    from flashlatte.kv_cache import CacheFormat
+
+__all__ = ["disable", "enable"]
+
+OLDEST_TRANSFORMERS = "5.17"
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass
+class _Enabled:
+    """What ``disable`` has to undo, kept on the decoder."""
+
+    hooks: list[Any]
+
+
+def enable(
+    model: Model,
+    cache_format: str | CacheFormat | None = None,
+    page_size: int = 64,
+    backend: str | None = None,
+    k_scale: float | None = None,
+) -> Model:
+    """Let FlashLatte keep the cache and compute the attention of a transformers DeepseekV3 model, in place.
+
+    A forward pass with a cache then writes the latent of its tokens into a paged cache. Prefill attends in multi-head
+    form, by the model's own attention implementation; decode attends in absorbed form, by ``dense_decode``, or over
+    all tokens by ``sparse_decode`` if the format is ``v32`` or ``model1``. Tokens that the attention mask hides are
+    not stored. ``generate`` works as before: greedy, sampled, beams, assisted, prompt lookup, chunked prefill, and
+    going on with the ``past_key_values`` of an earlier call.
+
+    Stock attention still serves a pass in training mode, one that records gradients, one with
+    ``output_attentions=True``, one without a cache, and one that goes on with a filled ``DynamicCache``. A paged cache
+    handed to it becomes a ``DynamicCache`` with the same tokens.
+
+    Enabling an enabled model changes its settings; caches that exist keep theirs.
+
+    Args:
+        model: a ``DeepseekV3ForCausalLM``, or another model of that family (``DeepseekV3Model``, …).
+        cache_format: "bf16", "fp16", "fp32", "fp8", "v32" or "model1"; None takes the model's dtype. ``v32`` needs
+            kv_lora_rank 512, ``model1`` 448, and both qk_rope_head_dim 64.
+        page_size: tokens in a page.
+        backend: "hopper", "portable" or "reference" for the decode operation; None chooses.
+        k_scale: the one scale of format ``fp8``, 1 if None.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ImportError: transformers is missing, or older than 5.17.
+        TypeError, ValueError: another model, an argument that is not accepted, or a latent that does not fit the
+            format. Later, from a forward pass: another kind of cache than ``DynamicCache`` (``StaticCache``,
+            ``QuantizedCache``, an offloaded one), or an attention mask that asks for tokens it hid before.
+    """
+    check_transformers()
+    from flashlatte.integrations.transformers import attention, hooks
+
+    checks.positive_int("page_size", page_size)
+    if backend is not None:
+        checks.choice("backend", backend, dispatch.BACKENDS)
+    if k_scale is not None:
+        checks.number("k_scale", k_scale)
+    decoder = _decoder(model)
+    settings = hooks.Settings(cache_format, page_size, backend, k_scale)
+    hooks.new_latents(decoder, settings)
+    for module in _attentions(decoder):
+        attention.check_kv_b_proj(module)
+
+    disable(model)
+    for module in _attentions(decoder):
+        module.__class__ = attention.PagedLatentAttention
+    decoder._flashlatte = _Enabled(
+        [
+            decoder.register_forward_pre_hook(hooks.BeginForward(settings), with_kwargs=True),
+            decoder.register_forward_hook(hooks.end_forward, with_kwargs=True),
+        ]
+    )
+    return model
+
+
+def disable(model: Model) -> Model:
+    """Undo ``enable``: the model is as it was. A model that is not enabled stays as it is.
+
+    Caches that an enabled model filled go on to work: stock attention turns them into a ``DynamicCache``.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ImportError, TypeError: as ``enable``.
+    """
+    check_transformers()
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+    from flashlatte.integrations.transformers.attention import PagedLatentAttention
+
+    decoder = _decoder(model)
+    enabled = decoder.__dict__.pop("_flashlatte", None)
+    if enabled is None:
+        return model
+    for hook in enabled.hooks:
+        hook.remove()
+    for layer in decoder.layers:
+        module: Any = layer.self_attn
+        if type(module) is PagedLatentAttention:
+            object.__setattr__(module, "__class__", DeepseekV3Attention)
+    return model
+
+
+def check_transformers() -> None:
+    """Raise ImportError unless a transformers that ``enable`` can work with is installed."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            f"this needs transformers {OLDEST_TRANSFORMERS} or later: pip install 'flashlatte[transformers]'"
+        ) from error
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if version < tuple(int(part) for part in OLDEST_TRANSFORMERS.split(".")):
+        raise ImportError(
+            f"this needs transformers {OLDEST_TRANSFORMERS} or later, and {transformers.__version__} is installed"
+        )
+
+
+def _decoder(model: nn.Module) -> Any:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Model, DeepseekV3PreTrainedModel
+
+    if isinstance(model, DeepseekV3PreTrainedModel) and isinstance(model.base_model, DeepseekV3Model):
+        return model.base_model
+    raise TypeError(f"model must be a transformers DeepseekV3ForCausalLM, got {type(model).__name__}")
+
+
+def _attentions(decoder: Any) -> list[Any]:
+    """The decoder's attention modules, each of which must be DeepseekV3's own class (or FlashLatte's)."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+    from flashlatte.integrations.transformers.attention import PagedLatentAttention
+
+    modules = [layer.self_attn for layer in decoder.layers]
+    for index, module in enumerate(modules):
+        if type(module) not in (DeepseekV3Attention, PagedLatentAttention):
+            raise TypeError(f"layer {index}'s attention must be a DeepseekV3Attention, got {type(module).__name__}")
+        if "forward" in vars(module):
+            raise ValueError(
+                f"layer {index}'s attention must have its class's forward, and something has put another in its place"
+            )
+    return modules

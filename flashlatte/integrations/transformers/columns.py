@@ -1,0 +1,88 @@
+"""Columns: the positions of the padded batch that the host model sees, and which of them are stored tokens.
+
+A token that the attention mask hides when it comes is a column, but is never stored.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class Columns:
+    """The columns of a batch's history.
+
+    Attributes:
+        requests: rows of the batch.
+        count: columns so far.
+    """
+
+    def __init__(self, requests: int, device: torch.device) -> None:
+        self.requests = requests
+        self.count = 0
+        self._device = device
+        self._stored: torch.Tensor | None = None  # bool [requests, count]; None if all are
+
+    def compare(self, mask: torch.Tensor | None, queries: int) -> tuple[bool, torch.Tensor | None]:
+        """Hold a mask [requests, count + queries] against what is stored; reads one result back from the device.
+
+        ``mask`` is None if every token may be seen; columns it lacks on the right are hidden, as transformers has it.
+
+        Returns:
+            Whether it shows all stored columns, and which new ones it shows: bool [requests, queries], None for all.
+
+        Raises:
+            ValueError: it shows a column that is not stored.
+        """
+        if mask is None:
+            if self._stored is not None:
+                raise ValueError(
+                    "attention_mask must be given as one value for each token, past and new: past_key_values was "
+                    "filled from a padded batch, and does not hold the tokens which the mask hid then"
+                )
+            return True, None
+        if mask.shape[0] != self.requests:
+            raise ValueError(f"attention_mask must have {self.requests} rows like the input, got {mask.shape[0]}")
+        total = self.count + queries
+        mask = torch.nn.functional.pad(mask.to(self._device, torch.bool), (0, max(0, total - mask.shape[1])))
+        shown, new = mask[:, : self.count], mask[:, self.count : total]
+        stored = self.stored()
+        unknown, differs, hides = torch.stack(((shown & ~stored).any(), (shown != stored).any(), (~new).any())).tolist()
+        if unknown:
+            raise ValueError(
+                "attention_mask asks for past tokens that it hid when they came, and that past_key_values therefore "
+                "does not hold: every call must pass the earlier mask, with one value more for each new token"
+            )
+        return not differs, new if hides else None
+
+    def stored(self) -> torch.Tensor:
+        """Which columns are stored: bool [requests, count]."""
+        if self._stored is not None:
+            return self._stored
+        return torch.ones(self.requests, self.count, dtype=torch.bool, device=self._device)
+
+    def positions(self) -> torch.Tensor:
+        """Each column's position among its request's stored tokens, int64 [requests, count]; −1 if it is not one."""
+        stored = self.stored()
+        return torch.where(stored, stored.cumsum(dim=1) - 1, -1)
+
+    def append(self, queries: int, stored: torch.Tensor | None) -> None:
+        """Add ``queries`` columns, of which ``stored`` [requests, queries] (None: all) are stored."""
+        if stored is not None or self._stored is not None:
+            if stored is None:
+                stored = torch.ones(self.requests, queries, dtype=torch.bool, device=self._device)
+            self._stored = torch.cat((self.stored(), stored), dim=1)
+        self.count += queries
+
+    def drop(self, count: int) -> torch.Tensor:
+        """Remove the last ``count`` columns; how many stored tokens of each request that were, int32 [requests]."""
+        dropped = self.stored()[:, self.count - count :].sum(dim=1, dtype=torch.int32)
+        if self._stored is not None:
+            self._stored = self._stored[:, : self.count - count]
+        self.count -= count
+        return dropped
+
+    def select(self, requests: torch.Tensor) -> None:
+        """Make the batch these requests of the old one, int [n]; repeats are allowed."""
+        self.requests = requests.shape[0]
+        if self._stored is not None:
+            self._stored = self._stored[requests]

@@ -1,0 +1,137 @@
+"""What happens around a forward pass of an enabled model. Importing this module imports transformers."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Model
+
+from flashlatte import kv_cache
+from flashlatte.integrations.transformers.cache import PagedLatentCache
+from flashlatte.integrations.transformers.paged_latents import PagedLatents
+from flashlatte.kv_cache import CacheFormat
+
+_FORMAT_OF_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ``enable`` was told."""
+
+    cache_format: str | CacheFormat | None
+    page_size: int
+    backend: str | None
+    k_scale: float | None
+
+
+class BeginForward:
+    """Pre-hook of the decoder: give the pass a paged cache, and plan its step.
+
+    It keeps settings only, no model, so that a copied model's hook serves the copy.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def __call__(
+        self, model: DeepseekV3Model, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        call = dict(zip(_argument_names(model), args, strict=False)) | kwargs
+        tokens = call.get("input_ids")
+        tokens = call.get("inputs_embeds") if tokens is None else tokens
+        if tokens is None:
+            return None
+        cache = self._cache_for(model, call)
+        if cache is None:
+            return None
+        mask = call.get("attention_mask")
+        plain_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2
+        cache.latents.plan(
+            tokens.shape[0],
+            tokens.shape[1],
+            tokens.device,
+            mask if plain_mask else None,
+            opaque_mask=not (mask is None or plain_mask),
+            causal=call.get("is_causal", getattr(model.config, "is_causal", True)) is not False,
+        )
+        return (), call | {"past_key_values": cache}
+
+    def _cache_for(self, model: DeepseekV3Model, call: dict[str, Any]) -> PagedLatentCache | None:
+        """The paged cache of this pass; None if it is stock attention's."""
+        cache = call.get("past_key_values")
+        if needs_stock_attention(model, call):
+            if isinstance(cache, PagedLatentCache):
+                cache.release()
+            return None
+        if isinstance(cache, PagedLatentCache):
+            return cache
+        if cache is None:
+            use_cache = call.get("use_cache")
+            if not (model.config.use_cache if use_cache is None else use_cache):
+                return None
+            cache = DynamicCache()
+        if type(cache) is not DynamicCache or cache.offloading:
+            raise ValueError(
+                "past_key_values must be a DynamicCache, not offloaded, or None, for a model whose cache FlashLatte "
+                f"keeps, got {_describe(cache)}: leave cache_implementation unset, or disable(model) first"
+            )
+        if cache.get_seq_length() > 0:
+            # Stock attention began it (before enable, or to compute gradients) and goes on with it.
+            return None
+        return PagedLatentCache.adopt(cache, new_latents(model, self.settings), len(model.layers))
+
+
+def end_forward(model: DeepseekV3Model, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Hook after the decoder's forward: the pass succeeded, so its tokens are history."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, PagedLatentCache):
+        cache.latents.commit()
+
+
+def needs_stock_attention(model: DeepseekV3Model, call: dict[str, Any]) -> bool:
+    """Whether the pass wants what only stock attention computes: gradients, dropout, attention weights."""
+    if model.training or call.get("output_attentions", model.config.output_attentions):
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    embeds = call.get("inputs_embeds")
+    return (embeds is not None and embeds.requires_grad) or any(p.requires_grad for p in model.parameters())
+
+
+def new_latents(model: DeepseekV3Model, settings: Settings) -> PagedLatents:
+    """An empty store in the format that was asked for, or in that of the model's dtype.
+
+    Raises:
+        ValueError: the model's latent does not fit the format.
+    """
+    config = model.config
+    latent_dim, rope_dim = config.kv_lora_rank, config.qk_rope_head_dim
+    wanted = settings.cache_format
+    if wanted is None:
+        wanted = _FORMAT_OF_DTYPE.get(model.dtype)
+        if wanted is None:
+            raise ValueError(f"model must be bfloat16, float16 or float32, got {model.dtype}")
+    layout = kv_cache.get_format(wanted)
+    if not layout.fixed_split:
+        layout = kv_cache.get_format(layout.name, latent_dim + rope_dim)
+    elif (layout.latent_dim, layout.rope_dim) != (latent_dim, rope_dim):
+        raise ValueError(
+            f"cache_format {layout.name!r} stores kv_lora_rank {layout.latent_dim} and qk_rope_head_dim "
+            f"{layout.rope_dim}, and the model has {latent_dim} and {rope_dim}: accepted for it are bf16, fp16, fp32 "
+            "and fp8"
+        )
+    if settings.k_scale is not None and not layout.takes_scale:
+        raise ValueError(f"k_scale belongs to cache_format 'fp8', got {layout.name!r}")
+    return PagedLatents(layout, latent_dim, settings.page_size, settings.k_scale, settings.backend)
+
+
+def _argument_names(model: DeepseekV3Model) -> list[str]:
+    return list(inspect.signature(type(model).forward).parameters)[1:]
+
+
+def _describe(cache: Any) -> str:
+    return f"an offloaded {type(cache).__name__}" if getattr(cache, "offloading", False) else type(cache).__name__

@@ -1,0 +1,383 @@
+"""An enabled model against the same model with stock attention: generation, forward passes, enabling itself."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from flashlatte.integrations.transformers import disable, enable
+from flashlatte.integrations.transformers import paged_latents as paged_latents_module
+
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache, StaticCache
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+MODES = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 1.3},
+    "top_p": {"do_sample": True, "top_p": 0.9, "top_k": 20},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "sampled_beams": {"do_sample": True, "num_beams": 2},
+    "several_sequences": {"do_sample": True, "num_return_sequences": 3},
+    "several_beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+    "prefill_by_chunks": {"do_sample": False, "prefill_chunk_size": 16},
+    "prefill_by_long_chunks": {"do_sample": False, "prefill_chunk_size": 40},
+    "no_cache": {"do_sample": False, "use_cache": False},
+    "repetition_penalty": {"do_sample": False, "repetition_penalty": 1.3},
+}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Counts of the calls of the decode operations."""
+    counts = {"dense_decode": 0, "sparse_decode": 0}
+    for name in counts:
+        operation = getattr(paged_latents_module, name)
+
+        def counting(*args, _name=name, _operation=operation, **kwargs):
+            counts[_name] += 1
+            return _operation(*args, **kwargs)
+
+        monkeypatch.setattr(paged_latents_module, name, counting)
+    return counts
+
+
+def pair(model, **options):
+    """The model as it is, and a copy of it enabled."""
+    return model, enable(copy.deepcopy(model), **options)
+
+
+def generate(model, inputs, seed=0, **options):
+    torch.manual_seed(seed)
+    return model.generate(**inputs, **{"max_new_tokens": 24} | options)
+
+
+def assert_same_tokens(stock, enabled, inputs, **options):
+    expected = generate(stock, inputs, **options)
+    assert expected[0, inputs["input_ids"].shape[1] :].unique().numel() > 5, "the reference must not be degenerate"
+    torch.testing.assert_close(generate(enabled, inputs, **options), expected, rtol=0, atol=0)
+
+
+def assert_same_logits(got, expected):
+    assert not got.isnan().any()
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("pads", [(0,), (5, 0, 66)])
+def test_generate_gives_the_tokens_of_stock_attention(make_model, prompts, mode, pads):
+    stock, enabled = pair(make_model())
+    assert_same_tokens(stock, enabled, prompts(pads), **MODES[mode])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"q_lora_rank": None},
+        {"attention_bias": True},
+        {"rope_interleave": False},
+        {"rope_parameters": YARN},
+        {"kv_lora_rank": 32, "qk_rope_head_dim": 16},
+        {"kv_lora_rank": 48, "qk_rope_head_dim": 8, "qk_nope_head_dim": 24, "v_head_dim": 40},
+        {"num_hidden_layers": 3, "num_attention_heads": 16, "num_key_value_heads": 16},
+        {"attn_implementation": "eager"},
+    ],
+    ids=lambda options: ",".join(options),
+)
+def test_generate_of_other_models(make_model, prompts, options):
+    stock, enabled = pair(make_model(**options))
+    assert_same_tokens(stock, enabled, prompts((3, 0)), do_sample=False)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 128])
+def test_generate_with_other_page_sizes(make_model, prompts, page_size):
+    stock, enabled = pair(make_model(), page_size=page_size)
+    assert_same_tokens(stock, enabled, prompts((0, 7)), do_sample=False)
+
+
+def test_decode_is_dense_decode_and_prefill_is_not(make_model, prompts, calls):
+    model = enable(make_model())
+    generate(model, prompts((0,)), max_new_tokens=1)
+    assert calls == {"dense_decode": 0, "sparse_decode": 0}
+    generate(model, prompts((4, 0)), max_new_tokens=8)
+    layers = 2
+    assert calls == {"dense_decode": 7 * layers, "sparse_decode": 0}
+
+
+@pytest.mark.parametrize(("cache_format", "kv_lora_rank"), [("v32", 512), ("model1", 448)])
+def test_decode_of_tiled_formats_is_sparse_decode(make_model, prompts, calls, cache_format, kv_lora_rank):
+    model = enable(make_model(kv_lora_rank=kv_lora_rank), cache_format)
+    generate(model, prompts((4, 0)), max_new_tokens=8)
+    assert calls == {"dense_decode": 0, "sparse_decode": 14}
+
+
+def test_several_calls_with_growing_and_shrinking_batches(make_model, prompts):
+    stock, enabled = pair(make_model())
+    for seed, pads in enumerate([(0,), (9, 0), (1, 2, 0, 30), (2,)]):
+        assert_same_tokens(stock, enabled, prompts(pads, length=40 + seed), do_sample=True, seed=seed)
+
+
+def test_a_sequence_that_ends_early(make_model, prompts):
+    stock, enabled = pair(make_model())
+    inputs = prompts((0, 6, 2))
+    end = generate(stock, inputs, do_sample=False)[1, 75].item()
+    expected = generate(stock, inputs, do_sample=False, eos_token_id=end)
+    ended = (expected[:, 70:] == end).cumsum(dim=1).bool().sum(dim=1)
+    assert ended.unique().numel() > 1
+    torch.testing.assert_close(generate(enabled, inputs, do_sample=False, eos_token_id=end), expected)
+
+
+@pytest.mark.parametrize("pads", [(0,), (5, 0)])
+def test_right_padded_prompts(make_model, prompts, pads):
+    stock, enabled = pair(make_model())
+    assert_same_tokens(stock, enabled, prompts(pads, side="right"), do_sample=False)
+
+
+def test_prompt_lookup_and_assistant(make_model, prompts, calls):
+    stock, enabled = pair(make_model())
+    inputs = prompts((0,), length=20)
+    inputs = {name: value.repeat(1, 3) for name, value in inputs.items()}
+    assert_same_tokens(stock, enabled, inputs, do_sample=False, prompt_lookup_num_tokens=4)
+    assert calls["dense_decode"] > 0
+    # Two layers of its own answer like the model's for some tokens only, so that candidates are refused too.
+    assistant = copy.deepcopy(stock)
+    with torch.no_grad():
+        assistant.lm_head.weight += 0.1 * torch.randn_like(assistant.lm_head.weight)
+    expected = generate(stock, inputs, do_sample=False)
+    for helper in (assistant, enable(copy.deepcopy(assistant))):
+        torch.testing.assert_close(generate(enabled, inputs, do_sample=False, assistant_model=helper), expected)
+    torch.testing.assert_close(generate(enabled, inputs, do_sample=False, assistant_early_exit=1), expected)
+
+
+def test_generate_from_embeddings(make_model, prompts):
+    stock, enabled = pair(make_model())
+    inputs = prompts((2, 0))
+    embeds = stock.model.embed_tokens(inputs["input_ids"]).detach()
+    options = {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"], "do_sample": False}
+    torch.testing.assert_close(generate(enabled, options), generate(stock, options))
+
+
+@pytest.mark.parametrize("pads", [(0,), (6, 0, 1)])
+def test_generate_goes_on_with_the_cache_of_an_earlier_call(make_model, prompts, pads):
+    stock, enabled = pair(make_model())
+    sequences = []
+    for model in (stock, enabled):
+        inputs, cache = prompts(pads), None
+        for turn in range(3):
+            out = generate(
+                model, inputs, past_key_values=cache, return_dict_in_generate=True, do_sample=True, seed=turn
+            )
+            new = prompts([0] * len(pads), length=5 + 20 * turn)["input_ids"]
+            cache = out.past_key_values
+            ids = torch.cat((out.sequences, new), dim=1)
+            grown = torch.ones(len(pads), ids.shape[1] - inputs["attention_mask"].shape[1], dtype=torch.long)
+            inputs = {"input_ids": ids, "attention_mask": torch.cat((inputs["attention_mask"], grown), dim=1)}
+        sequences.append(ids)
+    torch.testing.assert_close(sequences[1], sequences[0])
+
+
+def test_a_callers_dynamic_cache_becomes_the_paged_one(make_model, prompts):
+    stock, enabled = pair(make_model())
+    inputs = prompts((0,))
+    for cache in (DynamicCache(), DynamicCache(config=stock.config)):
+        out = generate(enabled, inputs, past_key_values=cache, return_dict_in_generate=True, do_sample=False)
+        assert out.past_key_values is cache
+        assert cache.get_seq_length() == inputs["input_ids"].shape[1] + 23
+        torch.testing.assert_close(out.sequences, generate(stock, inputs, do_sample=False))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_forward_pass_with_padding(make_model, prompts, side):
+    stock, enabled = pair(make_model())
+    inputs = prompts((9, 0, 31), side=side)
+    for use_cache in (True, False):
+        with torch.no_grad():
+            expected, got = (model(**inputs, use_cache=use_cache) for model in (stock, enabled))
+        assert_same_logits(got.logits, expected.logits)
+    assert_same_logits(got.logits, stock(**inputs).logits)
+
+
+def test_forward_pass_with_positional_arguments_and_loss(make_model, prompts):
+    stock, enabled = pair(make_model())
+    ids, mask = prompts((2, 0)).values()
+    with torch.no_grad():
+        assert_same_logits(enabled(ids, mask).logits, stock(ids, mask).logits)
+        assert_same_logits(enabled(ids, labels=ids).loss, stock(ids, labels=ids).loss)
+        out = enabled.model(ids, mask)
+        assert type(out.past_key_values).__name__ == "PagedLatentCache"
+        assert_same_logits(out.last_hidden_state, stock.model(ids, mask).last_hidden_state)
+        hidden = [model(ids, output_hidden_states=True).hidden_states for model in (stock, enabled)]
+    assert_same_logits(torch.stack(hidden[1]), torch.stack(hidden[0]))
+
+
+def test_output_attentions_comes_from_stock_attention(make_model, prompts):
+    stock, enabled = pair(make_model(attn_implementation="eager"))
+    options = {"return_dict_in_generate": True, "output_attentions": True, "max_new_tokens": 4}
+    expected, got = (generate(model, prompts((3, 0)), **options).attentions for model in (stock, enabled))
+    for step, step_got in zip(expected, got, strict=True):
+        torch.testing.assert_close(torch.stack(step_got), torch.stack(step))
+
+
+def test_gradients_come_from_stock_attention(make_model, prompts):
+    stock, enabled = pair(make_model())
+    inputs = prompts((4, 0), length=20)
+    for model in (stock, enabled):
+        model.train()
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+        model.eval()
+    for (name, expected), got in zip(stock.named_parameters(), enabled.parameters(), strict=True):
+        if expected.grad is not None:
+            assert got.grad is not None, name
+            torch.testing.assert_close(got.grad, expected.grad)
+    assert_same_tokens(stock, enabled, inputs, do_sample=False)
+
+
+def test_gradients_after_a_prefill_without(make_model, prompts):
+    stock, enabled = pair(make_model())
+    ids = prompts((0, 0), length=24)["input_ids"]
+    for model in (stock, enabled):
+        with torch.no_grad():
+            cache = model(ids[:, :20]).past_key_values
+        for column in range(20, 24):
+            out = model(ids[:, column : column + 1], past_key_values=cache)
+            assert out.past_key_values is cache
+        out.logits.square().mean().backward()
+    expected, got = (model.model.layers[0].self_attn.kv_b_proj.weight.grad for model in (stock, enabled))
+    torch.testing.assert_close(got, expected)
+
+
+def test_weights_may_change_after_enable(make_model, prompts):
+    stock, enabled = pair(make_model())
+    torch.manual_seed(3)
+    for layer, copied in zip(stock.model.layers, enabled.model.layers, strict=True):
+        update = torch.randn_like(layer.self_attn.kv_b_proj.weight)
+        layer.self_attn.kv_b_proj.weight.data += update
+        copied.self_attn.kv_b_proj.weight = torch.nn.Parameter(copied.self_attn.kv_b_proj.weight + update)
+    assert_same_tokens(stock, enabled, prompts((1, 0)), do_sample=False)
+
+
+def test_inference_mode_then_no_grad(make_model, prompts):
+    stock, enabled = pair(make_model())
+    ids = prompts((0,))["input_ids"]
+    with torch.inference_mode():
+        cache = enabled(ids[:, :-1]).past_key_values
+    with torch.no_grad():
+        cache.reorder_cache(torch.zeros(1, dtype=torch.int64))
+        got = enabled(ids[:, -1:], past_key_values=cache).logits
+        assert_same_logits(got, stock(ids).logits[:, -1:])
+
+
+def test_disable_restores_the_model(make_model, prompts):
+    model = make_model()
+    expected = generate(model, prompts((3, 0)), do_sample=False)
+    before = dict(vars(model.model)), [dict(vars(layer.self_attn)) for layer in model.model.layers]
+    assert disable(enable(model)) is model
+    assert (dict(vars(model.model)), [dict(vars(layer.self_attn)) for layer in model.model.layers]) == before
+    assert all(type(layer.self_attn) is DeepseekV3Attention for layer in model.model.layers)
+    assert not model.model._forward_pre_hooks
+    assert not model.model._forward_hooks
+    assert torch.equal(generate(model, prompts((3, 0)), do_sample=False), expected)
+    assert disable(model) is model
+    assert type(generate(model, prompts((0,)), return_dict_in_generate=True).past_key_values) is DynamicCache
+
+
+def test_enable_again_changes_the_settings(make_model, prompts, calls):
+    model = enable(make_model(), "v32")
+    enable(model, page_size=16)
+    generate(model, prompts((0,)), max_new_tokens=3)
+    assert calls == {"dense_decode": 4, "sparse_decode": 0}
+    disable(model)
+    generate(model, prompts((0,)), max_new_tokens=3)
+    assert calls == {"dense_decode": 4, "sparse_decode": 0}
+
+
+def test_a_copy_of_an_enabled_model_is_independent(make_model, prompts, calls):
+    stock, enabled = pair(make_model())
+    copied = disable(copy.deepcopy(enabled))
+    assert_same_tokens(stock, copied, prompts((0,)), do_sample=False)
+    assert calls["dense_decode"] == 0
+    assert_same_tokens(stock, enabled, prompts((0,)), do_sample=False)
+    assert calls["dense_decode"] > 0
+
+
+def test_saving_an_enabled_model(make_model, prompts, tmp_path):
+    stock, enabled = pair(make_model())
+    enabled.save_pretrained(tmp_path)
+    loaded = type(stock).from_pretrained(tmp_path)
+    assert_same_tokens(stock, enable(loaded), prompts((0, 2)), do_sample=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_format": "int4"}, "cache_format must be one of .*got 'int4'"),
+        ({"cache_format": "model1"}, "stores kv_lora_rank 448 .* the model has 512 and 64"),
+        ({"page_size": 0}, "page_size must be at least 1"),
+        ({"backend": "cuda"}, "backend must be one of .*got 'cuda'"),
+        ({"k_scale": 2.0}, "k_scale belongs to cache_format 'fp8'"),
+    ],
+)
+def test_refused_settings_leave_the_model_alone(make_model, options, message):
+    model = make_model()
+    with pytest.raises(ValueError, match=message):
+        enable(model, **options)
+    assert all(type(layer.self_attn) is DeepseekV3Attention for layer in model.model.layers)
+
+
+def test_refused_models(make_model):
+    with pytest.raises(TypeError, match=r"model must be a transformers DeepseekV3ForCausalLM, got Linear"):
+        enable(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"model must be bfloat16, float16 or float32, got torch.float64"):
+        enable(make_model().double())
+    model = make_model()
+    model.model.layers[1].self_attn.kv_b_proj = torch.nn.Sequential(model.model.layers[1].self_attn.kv_b_proj)
+    with pytest.raises(TypeError, match=r"kv_b_proj of layer 1 must be a plain torch.nn.Linear, .* got Sequential"):
+        enable(model)
+
+
+def test_an_adapter_added_later_is_refused(make_model, prompts):
+    model = enable(make_model())
+    model.model.layers[1].self_attn.kv_b_proj = torch.nn.Sequential(model.model.layers[1].self_attn.kv_b_proj)
+    with pytest.raises(TypeError, match="kv_b_proj of layer 1"):
+        generate(model, prompts((0,)))
+
+
+@pytest.mark.parametrize("implementation", ["static", "offloaded"])
+def test_other_cache_implementations_are_refused(make_model, prompts, implementation):
+    with pytest.raises(ValueError, match="past_key_values must be a DynamicCache"):
+        generate(enable(make_model()), prompts((0,)), cache_implementation=implementation)
+
+
+def test_other_caches_are_refused(make_model, prompts):
+    model = enable(make_model())
+    cache = StaticCache(config=model.config, max_cache_len=200)
+    with pytest.raises(ValueError, match="got StaticCache: leave cache_implementation unset, or disable"):
+        generate(model, prompts((0,)), past_key_values=cache)
+
+
+def test_transformers_is_imported_lazily():
+    code = (
+        "import sys, flashlatte, flashlatte.integrations, flashlatte.integrations.transformers; "
+        "sys.exit('transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_without_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"needs transformers 5.17 or later: pip install"):
+        enable(torch.nn.Linear(2, 2))

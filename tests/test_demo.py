@@ -1,0 +1,119 @@
+"""The demo: its table, its exit codes, and what it says to a mistake."""
+
+import ast
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from flashlatte.demo import demo, run_demo
+from flashlatte.demo.runs import Run
+from flashlatte.demo.tokenizer import ByteTokenizer
+
+
+@pytest.fixture(scope="module")
+def printed():
+    """What the demo prints, and its exit code, in a process of its own."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("rich")
+    code = "import sys; from flashlatte.demo import run_demo; sys.exit(run_demo(device='cpu'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return done.stdout, done.stderr, done.returncode
+
+
+def rows_of(output):
+    """The table's rows as lists of cells, by their first cell."""
+    lines = [line for line in output.splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    return {row[0]: row[1:] for row in cells}
+
+
+def test_the_demo_succeeds_and_compares_every_cache(printed):
+    output, errors, code = printed
+    assert (code, errors) == (0, "")
+    rows = rows_of(output)
+    assert list(rows) == ["stock", "fp32", "bf16", "v32"]
+    equal, difference, bound, *_ = rows["fp32"]
+    assert equal == "64/64"
+    for name in ("fp32", "bf16", "v32"):
+        _, difference, bound, cache_bytes, expanded_bytes, ratio, speed = rows[name]
+        assert 0 < float(difference) <= float(bound)
+        assert ratio == f"1/{int(expanded_bytes) / int(cache_bytes):.1f}"
+        assert float(speed) > 0
+    layers, heads = 3, 8
+    assert [int(rows[name][3]) for name in ("fp32", "bf16", "v32")] == [
+        layers * 576 * 4,
+        layers * 576 * 2,
+        layers * 656,
+    ]
+    assert int(rows["fp32"][4]) == layers * heads * (192 + 128) * 4
+    # The comparison is of different numbers: what rounds more differs more.
+    assert float(rows["fp32"][1]) < float(rows["bf16"][1]) < float(rows["v32"][1])
+
+
+def test_the_progress_bars_reach_their_end(printed):
+    for line in ("stock transformers", "FlashLatte, fp32 cache", "FlashLatte, bf16 cache", "FlashLatte, v32 cache"):
+        assert any(line in shown and "128/128" in shown for shown in printed[0].splitlines())
+
+
+def test_the_text_is_not_degenerate(printed):
+    line = printed[0].partition("Stock attention wrote 64 tokens:")[2].partition("DeepseekV3")[0]
+    written = ast.literal_eval("".join(line.split("\n")).strip())
+    assert len(set(written)) > 20
+
+
+@pytest.mark.parametrize(("same", "difference", "code"), [(64, 1e-5, 0), (63, 1e-5, 1), (64, 0.5, 1)])
+def test_a_comparison_that_fails_gives_exit_code_1(monkeypatch, capsys, same, difference, code):
+    pytest.importorskip("transformers")
+    pytest.importorskip("rich")
+    run = Run(torch.arange(64), 10.0)
+    row = demo.Row(demo.CHOICES[0], run, same, difference)
+    monkeypatch.setattr(demo, "_compare", lambda *_: (run, [row]))
+    assert run_demo(device="cpu") == code
+    assert ("FAILED" in capsys.readouterr().out) == (code == 1)
+
+
+def test_only_the_float32_cache_must_give_every_token():
+    run = Run(torch.arange(64), 10.0)
+    assert [demo.Row(choice, run, 3, 0.0).passed for choice in demo.CHOICES] == [False, True, True]
+
+
+def test_mistakes_give_exit_code_2_and_one_line(capsys, tmp_path):
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "long.txt").write_text("x" * 2049)
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"prompt_file": tmp_path / "none.txt"}, "cannot be read: .*none.txt: No such file"),
+        ({"prompt_file": tmp_path}, "cannot be read: .*: Is a directory"),
+        ({"prompt_file": tmp_path / "empty.txt"}, "is empty"),
+        ({"prompt_file": tmp_path / "long.txt"}, "at most 2048 bytes, .* has 2049"),
+        ({"new_tokens": 63}, "from 64 to 1024, got 63"),
+        ({"new_tokens": 1025}, "from 64 to 1024, got 1025"),
+        ({"device": "abacus"}, "device 'abacus' cannot be used"),
+        ({"device": "cuda:99"}, "device 'cuda:99' cannot be used"),
+        ({"device": "meta"}, "device 'meta' cannot be used"),
+    )
+    for arguments, message in cases:
+        assert run_demo(**arguments) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.count("\n") == 1
+        assert err.startswith("flashlatte demo: ")
+        assert re.search(message, err)
+
+
+@pytest.mark.parametrize("missing", ["rich", "transformers"])
+def test_a_missing_extra_is_named(monkeypatch, capsys, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert run_demo() == 2
+    assert "pip install 'flashlatte[transformers]'" in capsys.readouterr().err
+
+
+def test_bytes_are_tokens():
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode("añ\n".encode())
+    assert ids == [tokenizer.bos_token_id, 97, 195, 177, 10]
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id, tokenizer.pad_token_id]) == "añ\n".encode()
+    assert tokenizer.vocabulary == tokenizer.pad_token_id + 1
