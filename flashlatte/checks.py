@@ -49,9 +49,20 @@ def _has_shape(actual: torch.Size, wanted: Sequence[int | str]) -> bool:
     if len(actual) != len(wanted):
         return False
     for got, want in zip(actual, wanted, strict=True):
-        if got < 1 or (got != want and not isinstance(want, str)):
+        if got != want and (got < 1 or not isinstance(want, str)):
             return False
     return True
+
+
+def rows_aligned(x: torch.Tensor, alignment: int = 16) -> bool:
+    """Whether all rows (along the last axis) begin at multiples of ``alignment`` bytes in a buffer that does."""
+    itemsize = x.element_size()
+    # torch.compile does not trace storage_offset; what it compiles takes views as if they began at the buffer's start.
+    offset = 0 if torch.compiler.is_dynamo_compiling() else x.storage_offset()
+    return offset * itemsize % alignment == 0 and all(
+        size == 1 or (stride > 0 and stride * itemsize % alignment == 0)
+        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    )
 
 
 def positive_int(name: str, value: object) -> int:
@@ -79,14 +90,14 @@ def softmax_scale(value: float | None, head_dim: int, name: str = "softmax_scale
     if value is None:
         return head_dim**-0.5
     scale = number(name, value)
-    if not (math.isfinite(scale) and scale > 0):
+    if not 0 < scale < math.inf:
         raise ValueError(f"{name} must be a finite number above 0, got {value}")
     return scale
 
 
 def empty_lse(value: float) -> float:
     """The lse given to rows that see no key: one of the two infinities."""
-    if not math.isinf(number("empty_lse", value)):
+    if number("empty_lse", value) not in (math.inf, -math.inf):
         raise ValueError(f"empty_lse must be float('inf') or float('-inf'), got {value}")
     return float(value)
 

@@ -20,7 +20,8 @@ def prepare(
     else:
         checks.tensor("out", out, (batch, s_q, h_q, head_dim_v), (q.dtype,), q.device)
     if lse is None:
-        lse = torch.empty(batch, s_q, h_q, dtype=torch.float32, device=q.device).transpose(1, 2)
+        strides = (s_q * h_q, 1, h_q)
+        lse = torch.empty_strided((batch, h_q, s_q), strides, dtype=torch.float32, device=q.device)
     else:
         checks.tensor("lse", lse, (batch, h_q, s_q), (torch.float32,), q.device, unit_last_stride=False)
     return out, lse

@@ -33,6 +33,8 @@ class Call:
     head_dim_v: int | None = None
     h_q: int | None = None
     h_kv: int | None = None
+    # Whether the rows of every operand that is copied 16 bytes at a time, as by TMA, begin at multiples of 16 bytes.
+    rows_aligned: bool = True
 
 
 @dataclass(frozen=True)
@@ -133,24 +135,29 @@ def implementation(operation: str, backend: str) -> Callable[..., None]:
     return getattr(importlib.import_module(module), function)
 
 
+@torch.compiler.assume_constant_result
 @functools.cache
 def compute_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-@functools.lru_cache(maxsize=1)
-def triton_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; on the CPU, where Triton's interpreter runs one program after the other, a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-@functools.lru_cache(maxsize=1)
+_TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+_INTERPRETING = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
 def interpreting() -> bool:
-    """Whether Triton kernels run in Triton's interpreter, which is settled when Triton is imported."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+    """Whether Triton kernels run in Triton's interpreter: settled by TRITON_INTERPRET when the kernels are imported."""
+    return _INTERPRETING
 
 
 def _triton_refusal(device_type: str) -> str | None:
-    if not triton_installed():
+    if not _TRITON_INSTALLED:
         return "needs Triton, which is not installed"
     if device_type == "cpu" and not interpreting():
         return "runs on a GPU (or on the CPU in Triton's interpreter, with TRITON_INTERPRET=1)"

@@ -87,10 +87,8 @@ class CacheFormat(abc.ABC):
         if len(self.planes) == 1:
             return (cache.squeeze(2),)
         num_pages, page_size = cache.shape[:2]
-        views, offset = [], cache.storage_offset()
-        for plane in self.planes:
-            views.append(
-                cache.as_strided((num_pages, page_size, plane.width), (cache.stride(0), plane.width, 1), offset)
-            )
-            offset += page_size * plane.width
-        return tuple(views)
+        pages = cache.view(num_pages, page_size * self.record_width)
+        parts = pages.split([page_size * plane.width for plane in self.planes], dim=1)
+        return tuple(
+            part.unflatten(1, (page_size, plane.width)) for part, plane in zip(parts, self.planes, strict=True)
+        )

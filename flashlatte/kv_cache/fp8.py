@@ -15,6 +15,11 @@ def to_e4m3(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
+def divide(x: torch.Tensor, divisor: float | torch.Tensor) -> torch.Tensor:
+    """x / divisor, correctly rounded: by a Python number PyTorch multiplies with the reciprocal on a GPU."""
+    return x / (divisor if isinstance(divisor, torch.Tensor) else torch.full_like(x[..., :1], divisor))
+
+
 def round_up_to_power_of_two(x: torch.Tensor) -> torch.Tensor:
     """2^ceil(log2 x) for positive float32 x, exactly; infinities and NaN are kept."""
     mantissa, exponent = torch.frexp(x)  # x = mantissa · 2^exponent, mantissa in [0.5, 1)
@@ -30,7 +35,7 @@ def quantize_tiles(x: torch.Tensor, tile: int, scale_rounding: str) -> tuple[tor
     scale.
     """
     tiles = x.float().unflatten(-1, (-1, tile))
-    scales = tiles.abs().amax(dim=-1) / E4M3_MAX
+    scales = divide(tiles.abs().amax(dim=-1), E4M3_MAX)
     if scale_rounding == "power_of_two":
         scales = round_up_to_power_of_two(scales.clamp_min(SMALLEST_POWER_OF_TWO_INPUT))
     else:

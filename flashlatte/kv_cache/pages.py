@@ -69,8 +69,8 @@ def to_cache_indices(
         dtype: of the result. Caches of 2^31 tokens and more need int64.
 
     Returns:
-        The shape of ``positions``. A position below 0 or beyond the table, a negative page, and a request id that
-        is not in the table give −1.
+        The shape of ``positions``. A position below 0 or beyond the table, a negative page, a request id that is
+        not in the table, and an index too large for ``dtype`` give −1.
     """
     page_size = checks.positive_int("page_size", page_size)
     if dtype not in checks.INDEX_DTYPES:
@@ -103,7 +103,10 @@ def to_cache_indices(
     column = positions // page_size
     valid = (positions >= 0) & (column < max_pages) & (request >= 0) & (request < requests)
     page = block_table[request.clamp(0, requests - 1), column.clamp(0, max_pages - 1)].long()
-    return torch.where(valid & (page >= 0), page * page_size + positions % page_size, -1).to(dtype)
+    slot = page * page_size + positions % page_size
+    # A garbage page in the table must not wrap into a slot that exists.
+    fits = slot <= torch.iinfo(dtype).max
+    return torch.where(valid & (page >= 0) & fits, slot, -1).to(dtype)
 
 
 def _check_paged(name: str, cache: object) -> None:

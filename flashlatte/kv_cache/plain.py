@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from flashlatte.kv_cache.formats import ROPE_DIM, CacheFormat, Plane
-from flashlatte.kv_cache.fp8 import to_e4m3
+from flashlatte.kv_cache.fp8 import divide, to_e4m3
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class PlainFormat(CacheFormat):
         return (torch.cat((latent, rope), dim=-1).to(self.record_dtype),)
 
     def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
-        return planes[0].float()
+        # A copy, in fp32 too: later writes to the cache must not change rows that were read from it.
+        return planes[0].to(torch.float32, copy=True)
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Fp8Format(PlainFormat):
     def encode(
         self, latent: torch.Tensor, rope: torch.Tensor, scale: float | torch.Tensor, scale_rounding: str
     ) -> tuple[torch.Tensor, ...]:
-        return (to_e4m3(torch.cat((latent, rope), dim=-1).float() / scale),)
+        return (to_e4m3(divide(torch.cat((latent, rope), dim=-1).float(), scale)),)
 
     def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
         return planes[0].float() * scale

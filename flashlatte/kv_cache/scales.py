@@ -20,7 +20,7 @@ def check(name: str, value: float | torch.Tensor | None) -> float | torch.Tensor
             raise ValueError(f"{name} must hold one value, got shape {list(value.shape)}")
         return value.reshape(())
     number = checks.number(name, value)
-    if not (math.isfinite(number) and number > 0):
+    if not 0 < number < math.inf:
         raise ValueError(f"{name} must be a finite number above 0, got {value}")
     return number
 

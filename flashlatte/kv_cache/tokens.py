@@ -18,13 +18,13 @@ from flashlatte.kv_cache.registry import as_format
 from flashlatte.torch_op import register_op
 
 for _operation in ("kv_cache.write", "kv_cache.gather"):
+    _function = _operation.partition(".")[2]
     dispatch.register(
         _operation,
         dispatch.Implementation(
-            "reference",
-            f"flashlatte.kv_cache.reference:{_operation.partition('.')[2]}",
-            checks.FLOAT_DTYPES,
+            "portable", f"flashlatte.kv_cache.portable:{_function}", checks.FLOAT_DTYPES, needs_triton=True
         ),
+        dispatch.Implementation("reference", f"flashlatte.kv_cache.reference:{_function}", checks.FLOAT_DTYPES),
     )
 
 
@@ -58,9 +58,11 @@ def write(
     """
     cache, layout = as_cache(cache, cache_format)
     device = cache.device
-    checks.tensor("x", x, ("T", "width"), checks.FLOAT_DTYPES, device)
+    # A step without new tokens is one like any other.
+    tokens = 0 if isinstance(x, torch.Tensor) and x.dim() == 2 and x.shape[0] == 0 else "T"
+    checks.tensor("x", x, (tokens, "width"), checks.FLOAT_DTYPES, device)
     if rope is not None:
-        checks.tensor("rope", rope, ("T", "width"), (x.dtype,), device)
+        checks.tensor("rope", rope, (tokens, "width"), (x.dtype,), device)
     format_for_rows(layout, x, rope)
     split_rows(layout, x, rope)
     check_scale_rounding(layout, scale_rounding)

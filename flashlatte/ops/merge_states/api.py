@@ -15,6 +15,9 @@ OPERATION = "merge_states"
 dispatch.register(
     OPERATION,
     dispatch.Implementation(
+        "portable", "flashlatte.ops.merge_states.portable:merge_states_into", checks.FLOAT_DTYPES, needs_triton=True
+    ),
+    dispatch.Implementation(
         "reference", "flashlatte.ops.merge_states.reference:merge_states_into", checks.FLOAT_DTYPES
     ),
 )

@@ -12,9 +12,10 @@ def merge_states(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> 
     empty = part_lse.isinf()
     part_lse = part_lse.masked_fill(empty, float("-inf"))
     all_empty = empty.all(dim=0)
-    # A finite stand-in keeps -inf - -inf, and the gradient of logsumexp there, from being NaN.
-    lse = torch.logsumexp(part_lse.masked_fill(all_empty, 0.0), dim=0)
-    weights = torch.exp(part_lse - lse)
+    # A finite stand-in keeps -inf - -inf, and its gradient, from being NaN.
+    part_lse = part_lse.masked_fill(all_empty, 0.0)
+    lse = torch.logsumexp(part_lse, dim=0)
+    weights = torch.softmax(part_lse, dim=0)
     parts = torch.stack(tuple(outs)).float().masked_fill(empty.unsqueeze(-1), 0.0)
     out = (weights.unsqueeze(-1) * parts).sum(dim=0)
     return out.to(outs[0].dtype), lse.masked_fill(all_empty, float("-inf"))

@@ -1,0 +1,124 @@
+"""Where a token's bytes lie, in Triton."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Slots(NamedTuple):
+    """Where new tokens go: entry i of ``mapping`` is the slot of token i."""
+
+    mapping: Any
+    stride: Any
+    num_tokens: Any
+    num_slots: Any
+    page_size: Any
+
+
+class Requests(NamedTuple):
+    """Which tokens a row stands for: request i has rows cu_seqlens[i] to cu_seqlens[i + 1].
+
+    Attributes:
+        requests: entries of ``cu_seqlens`` less one.
+        seq_starts: token of each request's first row, or None: 0.
+        block_table: [requests, max_pages].
+    """
+
+    cu_seqlens: Any
+    cu_stride: Any
+    requests: Any
+    seq_starts: Any
+    start_stride: Any
+    block_table: Any
+    table_stride: Any
+    max_pages: Any
+    num_pages: Any
+    page_size: Any
+
+
+@triton.jit
+def page_and_offset(position, valid, page_size, WIDE: tl.constexpr):
+    """position // page_size and the remainder, int64; 0 and 0 where not valid.
+
+    WIDE: positions may pass 2^31, which costs a 64-bit division.
+    """
+    position = tl.where(valid, position, 0)
+    if not WIDE:
+        position = position.to(tl.int32)
+        page_size = page_size.to(tl.int32)
+    page = position // page_size
+    offset = position - page * page_size
+    return page.to(tl.int64), offset.to(tl.int64)
+
+
+@triton.jit
+def locate_slots(slots, tokens, WIDE: tl.constexpr):
+    """For each token whether its slot is in the cache, and the slot's page and offset."""
+    slot = tl.load(slots.mapping + tokens * slots.stride, mask=tokens < slots.num_tokens, other=-1).to(tl.int64)
+    valid = (slot >= 0) & (slot < slots.num_slots)
+    page, offset = page_and_offset(slot, valid, slots.page_size, WIDE)
+    return valid, page, offset
+
+
+@triton.jit
+def locate_rows(requests, rows, num_rows, WIDE: tl.constexpr):
+    """For each row whether it belongs to a request, whether its token is in the cache, and its page and offset."""
+    request, start = request_of_row(requests, rows)
+    inside = (request >= 0) & (rows < num_rows)
+    request = tl.where(inside, request, 0).to(tl.int64)
+    position = rows - start
+    if requests.seq_starts is not None:
+        first = tl.load(requests.seq_starts + request * requests.start_stride, mask=inside, other=0)
+        position += first.to(tl.int64)
+    in_table = inside & (position >= 0) & (position < requests.max_pages * requests.page_size)
+    column, offset = page_and_offset(position, in_table, requests.page_size, WIDE)
+    entry = requests.block_table + request * requests.table_stride + column
+    page = tl.load(entry, mask=in_table, other=-1).to(tl.int64)
+    found = in_table & (page >= 0) & (page < requests.num_pages)
+    return inside, found, tl.where(found, page, 0), offset
+
+
+@triton.jit
+def request_of_row(requests, rows):
+    """The request i with cu_seqlens[i] <= row < cu_seqlens[i + 1], or -1, and its cu_seqlens[i]."""
+    request = tl.full(rows.shape, -1, tl.int64)
+    start = tl.zeros(rows.shape, tl.int64)
+    span = requests.requests + 1
+    # A binary search for the last entry that the row reaches.
+    while span > 0:
+        step = (span + 1) // 2
+        candidate = request + step
+        exists = candidate <= requests.requests
+        value = tl.load(requests.cu_seqlens + candidate * requests.cu_stride, mask=exists, other=0).to(tl.int64)
+        reached = exists & (value <= rows)
+        request = tl.where(reached, candidate, request)
+        start = tl.where(reached, value, start)
+        span -= step
+    return tl.where(request < requests.requests, request, -1), start
+
+
+@triton.jit
+def store_words(rows, index, words, mask, UNIT: tl.constexpr):
+    """Store 16- or 32-bit integers as words ``index`` from byte addresses ``rows``, which are multiples of UNIT."""
+    SIZE: tl.constexpr = words.dtype.primitive_bitwidth // 8
+    if UNIT >= SIZE:
+        tl.store(rows.to(tl.pointer_type(words.dtype)) + index, words, mask=mask)
+    else:
+        for byte in tl.static_range(SIZE):
+            tl.store(rows + index * SIZE + byte, (words >> (8 * byte)).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def load_words(rows, index, dtype: tl.constexpr, mask, UNIT: tl.constexpr):
+    """Inverse of ``store_words``: unsigned integers of ``dtype``, 0 where masked."""
+    SIZE: tl.constexpr = dtype.primitive_bitwidth // 8
+    if UNIT >= SIZE:
+        return tl.load(rows.to(tl.pointer_type(dtype)) + index, mask=mask, other=0)
+    else:
+        words = tl.load(rows + index * SIZE, mask=mask, other=0).to(dtype)
+        for byte in tl.static_range(1, SIZE):
+            words |= tl.load(rows + index * SIZE + byte, mask=mask, other=0).to(dtype) << (8 * byte)
+        return words

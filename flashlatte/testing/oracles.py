@@ -1,0 +1,206 @@
+"""The operations once more, one query token at a time over an explicit list of its keys, in float64.
+
+Nothing is masked here: a key that a query does not see is never read. With ``dtype=torch.bfloat16`` the same is the
+plain low-precision computation that ``compare.assert_accurate`` takes as its baseline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from flashlatte import kv_cache
+from flashlatte.testing.byte_oracles import E4M3_VALUES
+
+NO_KEYS = -math.inf
+
+
+def dense_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    head_dim_v: int = 512,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    k_scale: float | torch.Tensor | None = None,
+    empty_lse: float = NO_KEYS,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``flashlatte.dense_decode``: out [b, s_q, h_q, head_dim_v] in ``dtype`` and lse [b, h_q, s_q] in float64."""
+    batch, s_q, h_q, head_dim = q.shape
+    num_pages, page_size, h_kv, _ = k_cache.shape
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    tables, lengths = block_table.tolist(), cache_seqlens.tolist()
+    out = torch.zeros(batch, s_q, h_q, head_dim_v, dtype=dtype, device=q.device)
+    lse = torch.full((batch, h_q, s_q), empty_lse, dtype=torch.float64, device=q.device)
+
+    for request, (table, length) in enumerate(zip(tables, lengths, strict=True)):
+        for token in range(s_q):
+            seen = length - s_q + token + 1 if causal else length
+            pages, offsets = [], []
+            for position in range(min(seen, len(table) * page_size)):
+                page = table[position // page_size]
+                if 0 <= page < num_pages:
+                    pages.append(page)
+                    offsets.append(position % page_size)
+            if not pages:
+                continue
+            rows = _key_rows(k_cache, pages, offsets, k_scale)  # [keys, h_kv, d]
+            group = h_q // h_kv
+            for head in range(h_kv):
+                heads = slice(head * group, (head + 1) * group)
+                result = _attend(q[request, token, heads], rows[:, head], head_dim_v, scale, dtype)
+                out[request, token, heads], lse[request, heads, token], _ = result
+    return out, lse
+
+
+def sparse_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    cache_format: str | kv_cache.CacheFormat | None = None,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    head_dim_v: int = 512,
+    empty_lse: float = NO_KEYS,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``flashlatte.sparse_decode``: out [b, s_q, h_q, head_dim_v] in ``dtype`` and lse [b, h_q, s_q] in float64.
+
+    The pages that hold a query's keys are dequantised by ``kv_cache.unpack``, which ``byte_oracles`` can vouch for.
+    """
+    batch, s_q, h_q, head_dim = q.shape
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    scopes = [(k_cache, indices.tolist(), _lengths(topk_length))]
+    if extra_k_cache is not None and extra_indices is not None:
+        scopes.append((extra_k_cache, extra_indices.tolist(), _lengths(extra_topk_length)))
+    out = torch.zeros(batch, s_q, h_q, head_dim_v, dtype=dtype, device=q.device)
+    lse = torch.full((batch, h_q, s_q), empty_lse, dtype=torch.float64, device=q.device)
+
+    for request in range(batch):
+        for token in range(s_q):
+            rows = []
+            for cache, selected, lengths in scopes:
+                slots = selected[request][token]
+                if lengths is not None:
+                    length = lengths[request]
+                    slots = slots[: max(length[token] if isinstance(length, list) else length, 0)]
+                slots = [slot for slot in slots if 0 <= slot < cache.shape[0] * cache.shape[1]]
+                if slots:
+                    rows.append(_cache_rows(cache, slots, cache_format))
+            if rows:
+                keys = torch.cat(rows)
+                result, row_lse, _ = _attend(q[request, token], keys, head_dim_v, scale, dtype)
+                out[request, token] = _with_sink(result, row_lse, attn_sink)
+                lse[request, :, token] = row_lse
+    return out, lse
+
+
+def sparse_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float | None = None,
+    *,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    empty_lse: float = NO_KEYS,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``flashlatte.sparse_prefill``: out [s_q, h_q, d_v] in ``dtype``, max_logits and lse [s_q, h_q] in float64."""
+    s_q, h_q, head_dim = q.shape
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    lengths = _lengths(topk_length)
+    out = torch.zeros(s_q, h_q, d_v, dtype=dtype, device=q.device)
+    max_logits = torch.full((s_q, h_q), -math.inf, dtype=torch.float64, device=q.device)
+    lse = torch.full_like(max_logits, empty_lse)
+
+    for token in range(s_q):
+        selected = indices[token, 0].tolist()
+        if lengths is not None:
+            selected = selected[: max(lengths[token], 0)]
+        selected = [index for index in selected if 0 <= index < kv.shape[0]]
+        if selected:
+            result, lse[token], max_logits[token] = _attend(q[token], kv[selected, 0], d_v, scale, dtype)
+            out[token] = _with_sink(result, lse[token], attn_sink)
+    return out, max_logits, lse
+
+
+def merge_states(
+    outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Tensor] | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``flashlatte.merge_states`` in float64, one row at a time."""
+    parts, part_lses = list(outs), list(lses)
+    shape, width = parts[0].shape, parts[0].shape[-1]
+    rows = [part.double().reshape(-1, width) for part in parts]
+    row_lses = [part_lse.double().reshape(-1).tolist() for part_lse in part_lses]
+    out = torch.zeros(rows[0].shape, dtype=torch.float64, device=rows[0].device)
+    lse = []
+    for row in range(out.shape[0]):
+        present = [(part_lse[row], part[row]) for part_lse, part in zip(row_lses, rows, strict=True)]
+        present = [(value, part) for value, part in present if not math.isinf(value)]
+        if not present:
+            lse.append(-math.inf)
+            continue
+        largest = max(value for value, _ in present)
+        weights = [math.exp(value - largest) for value, _ in present]
+        total = math.fsum(weights)
+        for weight, (_, part) in zip(weights, present, strict=True):
+            out[row] += weight / total * part
+        lse.append(largest + math.log(total))
+    return out.reshape(shape), torch.tensor(lse, dtype=torch.float64, device=out.device).reshape(shape[:-1])
+
+
+def _attend(
+    queries: torch.Tensor, keys: torch.Tensor, head_dim_v: int, scale: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """out [h, head_dim_v] in ``dtype``, lse [h] and the largest logit [h] in float64; at least one key [n, d]."""
+    keys = keys.to(dtype)
+    logits = queries.to(dtype) @ keys.T * scale  # [h, n]
+    weights = torch.softmax(logits, dim=-1)
+    exact = logits.double()
+    largest = exact.amax(dim=-1)
+    lse = largest + (exact - largest[:, None]).exp().sum(dim=-1).log()
+    return weights @ keys[:, :head_dim_v], lse, largest
+
+
+def _with_sink(out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor | None) -> torch.Tensor:
+    """A sink is one more key with logit ``attn_sink`` and value 0."""
+    if attn_sink is None:
+        return out
+    share = 1 / (1 + (attn_sink.double() - lse).exp())
+    return out * share[:, None].to(out.dtype)
+
+
+def _key_rows(
+    k_cache: torch.Tensor, pages: list[int], offsets: list[int], k_scale: float | torch.Tensor | None
+) -> torch.Tensor:
+    if k_cache.dtype != torch.float8_e4m3fn:
+        return k_cache[pages, offsets]
+    values = torch.tensor(E4M3_VALUES, dtype=torch.float64, device=k_cache.device)
+    rows = values[k_cache.view(torch.uint8)[pages, offsets].long()]
+    return rows if k_scale is None else rows * k_scale
+
+
+def _cache_rows(cache: torch.Tensor, slots: list[int], cache_format: str | kv_cache.CacheFormat | None) -> torch.Tensor:
+    page_size = cache.shape[1]
+    pages = sorted({slot // page_size for slot in slots})
+    position = {page: index for index, page in enumerate(pages)}
+    layout = kv_cache.infer_format(cache) if cache_format is None else cache_format
+    raw = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+    rows = kv_cache.unpack(raw[pages], layout, dtype=torch.float32)
+    return rows[[position[slot // page_size] for slot in slots], [slot % page_size for slot in slots], 0]
+
+
+def _lengths(lengths: torch.Tensor | None) -> list | None:
+    return None if lengths is None else lengths.tolist()

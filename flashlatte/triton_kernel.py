@@ -1,0 +1,125 @@
+"""How this package compiles and launches Triton kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+
+# Launches that a kernel remembers, of which only strides in tuples can make many.
+_REMEMBERED = 4096
+_RUN_TIME_NUMBERS = ("tl.int32", "tl.int64", "tl.float32")
+
+
+def kernel(function: Callable[..., None]) -> Any:
+    """``triton.jit`` for a kernel whose numbers are all run-time values of the annotated type, launched leanly.
+
+    Left alone, Triton compiles a kernel again for a number that is 1, that is divisible by 16, or that no longer
+    fits 32 bits, so a new batch size or stride could cost a user seconds. What the generated code must know is a
+    ``tl.constexpr``, passed by name.
+    """
+    numbers = [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.annotation in _RUN_TIME_NUMBERS
+    ]
+    return lean(triton.jit(function, do_not_specialize=numbers))
+
+
+def lean(jitted: Any) -> Any:
+    """Let a ``JITFunction`` launch by ``LeanLaunch``; anything else (an interpreted function) stays as it is."""
+    if isinstance(jitted, triton.JITFunction):
+        jitted.__class__ = _lean_class(type(jitted))
+    return jitted
+
+
+class LeanLaunch:
+    """Launches of a ``JITFunction`` at a fraction of the host time.
+
+    For each launch Triton binds the arguments by name, classifies each, and looks the compiled kernel up by a text
+    made of all that. Here the compiled kernel is found by what it can depend on: the constants, and of the other
+    arguments dtype, 16-byte alignment and which are None; not by arguments that Triton was told not to specialise on.
+    """
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if "_launches" not in self.__dict__:
+            self._launches = {}
+            self._specialised = [
+                index for index, parameter in enumerate(self.params) if not parameter.do_not_specialize
+            ]
+        launch_args = list(args)
+        key: list[Any] = [torch.cuda.current_device(), len(args), *kwargs, *kwargs.values()]
+        for index in self._specialised:
+            if index >= len(args):
+                break
+            argument = args[index]
+            if isinstance(argument, torch.Tensor):
+                # An address costs the launcher a tenth of what asking a tensor for it does.
+                launch_args[index] = address = argument.data_ptr()
+                key += (argument.dtype, address % 16 == 0)
+            else:
+                key.append(_trait(argument))
+        known = None if warmup or self.pre_run_hooks or _hooked() else self._launches.get(tuple(key))
+        if known is None:
+            compiled = super().run(*args, grid=grid, warmup=warmup, **kwargs)  # type: ignore[misc]
+            if not warmup:
+                if len(self._launches) >= _REMEMBERED:
+                    self._launches.clear()
+                self._launches[tuple(key)] = compiled, tuple(kwargs[name] for name in self.arg_names[len(args) :])
+            return compiled
+        compiled, constants = known
+        columns, rows, layers = (*grid, 1, 1)[:3]
+        compiled.run(
+            columns,
+            rows,
+            layers,
+            triton.runtime.driver.active.get_current_stream(key[0]),
+            compiled.function,
+            compiled.packed_metadata,
+            None,  # what hooks would be told, and the two hooks
+            None,
+            None,
+            *launch_args,
+            *constants,
+        )
+        return compiled
+
+
+def _hooked() -> bool:
+    """Whether somebody (a profiler) wants to be called at launches."""
+    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+
+
+@functools.cache
+def _lean_class(cls: type) -> type:
+    return type(cls.__name__, (LeanLaunch, cls), {})
+
+
+def _trait(argument: Any) -> Any:
+    """What a compiled kernel depends on in an argument; of a constant, the value."""
+    if argument is None or isinstance(argument, (bool, str, torch.dtype)):
+        return argument
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, tuple):
+        return tuple(map(_trait, argument))
+    if hasattr(argument, "block_shape"):  # a TMA descriptor
+        return argument.base.dtype, tuple(argument.block_shape)
+    return argument
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def launching_on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes ``device`` current where it is not: Triton launches on the current device."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return _NOTHING
+    return torch.cuda.device(device)

@@ -1,0 +1,209 @@
+"""Compiling Triton kernels for GPUs that this machine does not have, and reading what the compiler made of them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import mangle_type
+
+# What a program may use of the shared memory of an SM, by compute capability.
+SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+
+_TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel's machine code, by its numbers.
+
+    Attributes:
+        registers: per thread.
+        spills: instructions that store to or load from local memory.
+        shared: bytes of shared memory.
+        hgmma, hmma: tensor-core instructions of a warpgroup (Hopper) and of a warp.
+        async_copies: 16-byte copies from global to shared memory that bypass registers.
+        ttgir: the kernel in Triton's GPU dialect.
+        sass: the disassembly.
+    """
+
+    registers: int
+    spills: int
+    shared: int
+    hgmma: int
+    hmma: int
+    async_copies: int
+    ttgir: str = field(repr=False)
+    sass: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return (
+            f"registers {self.registers}, spills {self.spills}, shared {self.shared}, HGMMA {self.hgmma}, "
+            f"HMMA {self.hmma}, LDGSTS.128 {self.async_copies}"
+        )
+
+
+def compile_triton(
+    fn: Any,
+    signature: Mapping[str, Any],
+    constexprs: Mapping[str, Any],
+    arch: int,
+    *,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    unaligned: tuple[str, ...] = (),
+    **options: Any,
+) -> Compiled:
+    """Compile the ``triton.jit`` function ``fn`` for compute capability ``arch`` (90 for 9.0).
+
+    Args:
+        signature: type of each run-time argument, "*bf16" or "i32", or a tuple of them; the order is that of ``fn``.
+        constexprs: value of each ``tl.constexpr``, and None for a pointer that is not passed.
+        unaligned: pointers that are not known to be divisible by 16 bytes.
+    """
+    names = [parameter.name for parameter in fn.params]
+    types = {name: "constexpr" if name in constexprs else signature[name] for name in names}
+    values = {(names.index(name),): value for name, value in constexprs.items()}
+    aligned = {
+        path: [["tt.divisibility", 16]]
+        for position, name in enumerate(names)
+        if name not in unaligned
+        for path, type_ in _leaves((position,), types[name])
+        if type_.startswith("*")
+    }
+    compiled = triton.compile(
+        ASTSource(fn, types, values, aligned),
+        target=GPUTarget("cuda", arch, 32),
+        options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True, **options},
+    )
+    sass = _disassemble(compiled.asm["cubin"])
+    return Compiled(
+        registers=_registers(compiled.asm["cubin"]),
+        spills=len(re.findall(r"\b(?:STL|LDL)\b", sass)),
+        shared=compiled.metadata.shared,
+        hgmma=len(re.findall(r"\bHGMMA\b", sass)),
+        hmma=len(re.findall(r"\bHMMA\b", sass)),
+        async_copies=len(re.findall(r"\bLDGSTS\.E\.[A-Z.0-9]*128\b", sass)),
+        ttgir=compiled.asm["ttgir"],
+        sass=sass,
+    )
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded launch of a kernel: its grid, and its arguments by name."""
+
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+class Recorder:
+    """Stands in for a kernel and records its launches, to compile what a launcher would really launch."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+        self.launches: list[Launch] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return functools.partial(self._record, grid)
+
+    def _record(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        names = [parameter.name for parameter in self.fn.params]
+        arguments = dict(zip(names, args, strict=False))
+        options = {name: kwargs.pop(name) for name in list(kwargs) if name not in names}
+        self.launches.append(Launch(grid, arguments | kwargs, options))
+
+
+def compile_launch(fn: Any, launch: Launch, arch: int) -> Compiled:
+    """Compile the variant of ``fn`` that a recorded launch runs."""
+    signature: dict[str, Any] = {}
+    constexprs: dict[str, Any] = {}
+    for parameter in fn.params:
+        value = launch.arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            constexprs[parameter.name] = value
+        elif isinstance(value, (torch.Tensor, tuple)):
+            signature[parameter.name] = _type_of(value)
+        else:
+            signature[parameter.name] = parameter.annotation_type
+    options = {name: value for name, value in launch.options.items() if name != "enable_fp_fusion"}
+    return compile_triton(fn, signature, constexprs, arch, **options)
+
+
+def _type_of(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_type_of(entry) for entry in value)
+    return _TYPES[value.dtype] if isinstance(value, torch.Tensor) else mangle_type(value)
+
+
+def _leaves(path: tuple[int, ...], type_: Any) -> Iterator[tuple[tuple[int, ...], str]]:
+    if isinstance(type_, tuple):
+        for index, entry in enumerate(type_):
+            yield from _leaves((*path, index), entry)
+    else:
+        yield path, type_
+
+
+def variant_key(fn: Any, launch: Launch, arch: int = 90) -> str:
+    """What Triton's cache of compiled kernels distinguishes of a launch."""
+    from triton.runtime.jit import create_function_from_signature
+
+    binder = create_function_from_signature(fn.signature, fn.params, make_backend(GPUTarget("cuda", arch, 32)))
+    _, specialization, options = binder(**launch.arguments, **launch.options)
+    return f"{specialization}{options}"
+
+
+def loop_spills(sass: str) -> int:
+    """Spill instructions in the innermost loop that multiplies matrices."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    for line in sass.splitlines():
+        if label := re.match(r"^\s*(\.L_x_\d+):", line):
+            labels[label.group(1)] = len(code)
+        if instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            code.append(instruction.group(1))
+    bodies = []
+    for end, instruction in enumerate(code):
+        jump = re.search(r"\bBRA\b.*?`\((\.L_x_\d+)\)", instruction)
+        if jump and labels.get(jump.group(1), end + 1) <= end:
+            body = code[labels[jump.group(1)] : end + 1]
+            if any("MMA" in one for one in body):
+                bodies.append(body)
+    innermost = min(bodies, key=len)
+    return sum(bool(re.search(r"\b(?:STL|LDL)\b", one)) for one in innermost)
+
+
+def _disassemble(cubin: bytes) -> str:
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "nvdisasm")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def _registers(cubin: bytes) -> int:
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    return int(re.findall(r"REG:(\d+)", usage.stdout + usage.stderr)[-1])

@@ -1,0 +1,27 @@
+"""Checks that PyTorch sees an operation as it is: schema, fake, and torch.compile without a graph break."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+def opcheck(module: ModuleType, name: str, call: Callable[[], object], op_name: str | None = None) -> None:
+    """torch.library.opcheck on the operation ``module._name``, with the arguments that ``call`` gives it."""
+    with mock.patch.object(module, f"_{name}") as operation:
+        call()
+    torch.library.opcheck(getattr(torch.ops.flashlatte, op_name or name).default, operation.call_args.args)
+
+
+def assert_compiles(function: Callable[..., Sequence[torch.Tensor]], *cases: dict[str, Any]) -> None:
+    """``function`` compiled in one graph gives, for each case, bit for bit and stride for stride, what it gives."""
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    for case in cases:
+        for result, expected in zip(compiled(**case), function(**case), strict=True):
+            assert result.equal(expected)
+            assert result.stride() == expected.stride()

@@ -1,0 +1,252 @@
+# Keyword arguments are put together in dicts of mixed values, positional ones in sequences of any length.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+import inspect
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from flashlatte import dense_decode, flash_mla, sparse_decode, sparse_prefill
+from flashlatte.testing.cases import DenseDecodeCase, SparseDecodeCase, SparsePrefillCase
+from flashlatte.testing.compare import DECODE_LSE, DENSE_DECODE_OUT, assert_close
+from flashlatte.testing.oracles import dense_decode as dense_oracle
+
+DENSE = DenseDecodeCase(3, 2, 100, 4, varlen=True, causal=True, seed=1)
+SPARSE = SparseDecodeCase(
+    2, 2, 90, 4, 64, extra_topk=20, extra_s_k=30, topk_lengths="request", extra_topk_lengths="request"
+)
+PREFILL = SparsePrefillCase(5, 90, 4, 64, topk_lengths=True, empty_rows=0.3)
+POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def decode(inputs, **changes):
+    """Dense or sparse decode with these arguments of flashlatte's operation, by FlashMLA's names."""
+    schedule, num_splits = flash_mla.get_mla_metadata()
+    arguments = {
+        "q": inputs["q"],
+        "k_cache": inputs["k_cache"],
+        "block_table": inputs.get("block_table"),
+        "cache_seqlens": inputs.get("cache_seqlens"),
+        "head_dim_v": inputs["head_dim_v"],
+        "tile_scheduler_metadata": schedule,
+        "num_splits": num_splits,
+        "softmax_scale": inputs["softmax_scale"],
+        "causal": inputs.get("causal", False),
+        "is_fp8_kvcache": inputs["k_cache"].dtype.itemsize == 1,
+        "indices": inputs.get("indices"),
+        "attn_sink": inputs.get("attn_sink"),
+        "extra_k_cache": inputs.get("extra_k_cache"),
+        "extra_indices_in_kvcache": inputs.get("extra_indices"),
+        "topk_length": inputs.get("topk_length"),
+        "extra_topk_length": inputs.get("extra_topk_length"),
+    }
+    return flash_mla.flash_mla_with_kvcache(**(arguments | changes))
+
+
+def assert_same(results, expected):
+    for result, wanted in zip(results, expected, strict=True):
+        assert result.equal(wanted)
+        assert result.stride() == wanted.stride()
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (
+            "flash_mla_with_kvcache",
+            "q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata num_splits softmax_scale causal "
+            "is_fp8_kvcache indices attn_sink extra_k_cache extra_indices_in_kvcache topk_length extra_topk_length",
+        ),
+        ("flash_mla_sparse_fwd", "q kv indices sm_scale d_v attn_sink topk_length"),
+        (
+            "flash_attn_varlen_func",
+            "q k v cu_seqlens_qo cu_seqlens_kv max_seqlen_qo max_seqlen_kv dropout_p softmax_scale causal "
+            "deterministic is_varlen",
+        ),
+        (
+            "flash_attn_varlen_qkvpacked_func",
+            "qkv cu_seqlens max_seqlen head_dim_qk dropout_p softmax_scale causal deterministic is_varlen",
+        ),
+        (
+            "flash_attn_varlen_kvpacked_func",
+            "q kv cu_seqlens_qo cu_seqlens_kv max_seqlen_qo max_seqlen_kv head_dim_qk dropout_p softmax_scale causal "
+            "deterministic is_varlen",
+        ),
+    ],
+)
+def test_positional_arguments_are_flash_mlas_in_its_order(function, names):
+    parameters = inspect.signature(getattr(flash_mla, function)).parameters.values()
+    assert [parameter.name for parameter in parameters if parameter.kind is POSITIONAL] == names.split()
+    assert function in flash_mla.__all__
+
+
+def test_get_mla_metadata_takes_anything():
+    schedule, num_splits = flash_mla.get_mla_metadata(torch.ones(3), 128, 1, num_heads=128, is_fp8=True)
+    assert isinstance(schedule, flash_mla.FlashMLASchedMeta)
+    assert num_splits is None
+    fields = (schedule.have_initialized, schedule.config, schedule.tile_scheduler_metadata, schedule.num_splits)
+    assert fields == (False, None, None, None)
+
+
+def test_dense_decode_by_position():
+    inputs = DENSE.inputs()
+    schedule, num_splits = flash_mla.get_mla_metadata()
+    tensors = (inputs[name] for name in ("q", "k_cache", "block_table", "cache_seqlens"))
+    results = flash_mla.flash_mla_with_kvcache(*tensors, 512, schedule, num_splits, 0.05, True, False)
+    assert_same(results, dense_decode(**(inputs | {"softmax_scale": 0.05})))
+    assert results[1].stride() == (8, 1, 4)
+
+
+def test_sparse_decode_by_position():
+    inputs = SPARSE.inputs()
+    schedule, num_splits = flash_mla.get_mla_metadata()
+    names = ("indices", "attn_sink", "extra_k_cache", "extra_indices", "topk_length", "extra_topk_length")
+    results = flash_mla.flash_mla_with_kvcache(
+        inputs["q"],
+        inputs["k_cache"],
+        None,
+        None,
+        512,
+        schedule,
+        num_splits,
+        inputs["softmax_scale"],
+        False,
+        True,
+        *(inputs.get(name) for name in names),
+    )
+    assert_same(results, sparse_decode(**inputs, empty_lse=math.inf))
+
+
+def test_sparse_prefill_by_position():
+    inputs = PREFILL.inputs()
+    results = flash_mla.flash_mla_sparse_fwd(*inputs.values())
+    assert list(inputs) == ["q", "kv", "indices", "softmax_scale", "d_v", "attn_sink", "topk_length"]
+    assert_same(results, sparse_prefill(**inputs, empty_lse=math.inf))
+    assert results[2].isposinf().any()
+    assert results[1][results[2].isposinf()].isneginf().all()
+
+
+def test_a_row_without_keys_has_lse_plus_inf():
+    inputs = DENSE.inputs() | {"cache_seqlens": torch.tensor([0, 1, 100], dtype=torch.int32)}
+    out, lse = decode(inputs)
+    assert lse[0].isposinf().all()
+    assert lse[1, :, 0].isposinf().all()
+    assert lse[1, :, 1].isfinite().all()
+    assert out[0].eq(0).all()
+    assert out[1, 0].eq(0).all()
+    out, lse = decode(SparseDecodeCase(2, 2, 90, 4, 64, empty_rows=1.0).inputs())
+    assert lse.isposinf().all()
+    assert out.eq(0).all()
+
+
+def test_a_schedule_is_right_for_other_lengths_and_shapes_than_its_first():
+    schedule, _ = flash_mla.get_mla_metadata()
+    for seed, batch, s_q in ((1, 3, 2), (2, 3, 2), (3, 5, 1)):
+        inputs = DenseDecodeCase(batch, s_q, 100, 4, varlen=True, causal=True, seed=seed).inputs()
+        out, lse = decode(inputs, tile_scheduler_metadata=schedule)
+        expected_out, expected_lse = dense_oracle(**inputs, empty_lse=math.inf)
+        assert_close(out, expected_out, DENSE_DECODE_OUT)
+        assert_close(lse, expected_lse, DECODE_LSE)
+    sparse = SPARSE.inputs()
+    assert_same(decode(sparse, tile_scheduler_metadata=schedule), sparse_decode(**sparse, empty_lse=math.inf))
+
+
+def test_the_default_scale_is_of_the_query_width():
+    inputs = DENSE.inputs()
+    assert_same(decode(inputs, softmax_scale=None), decode(inputs, softmax_scale=576**-0.5))
+
+
+def test_dense_decode_over_an_fp8_cache():
+    inputs = DenseDecodeCase(3, 1, 100, 4, cache_dtype=torch.float8_e4m3fn).inputs()
+    assert_same(decode(inputs, descale_k=0.02), dense_decode(**inputs))
+
+
+def test_sparse_decode_over_a_bf16_cache_ignores_the_table():
+    inputs = SparseDecodeCase(2, 1, 90, 4, 64, cache_format="bf16").inputs()
+    expected = sparse_decode(**inputs, empty_lse=math.inf)
+    assert_same(decode(inputs, block_table="anything", cache_seqlens=5), expected)
+
+
+def test_outputs_given_are_returned():
+    inputs = DENSE.inputs()
+    out, lse = torch.empty(3, 2, 4, 512, dtype=torch.bfloat16), torch.empty(3, 4, 2)
+    results = decode(inputs, out=out, lse=lse)
+    assert results[0] is out
+    assert results[1] is lse
+    prefill, prefill_out = PREFILL.inputs(), torch.empty(5, 4, 512, dtype=torch.bfloat16)
+    results = flash_mla.flash_mla_sparse_fwd(*prefill.values(), out=prefill_out)
+    assert results[0] is prefill_out
+
+
+SINK, CACHE = torch.zeros(4), SPARSE.inputs()["extra_k_cache"]
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "error", "message"),
+    [
+        (
+            DENSE,
+            {"tile_scheduler_metadata": torch.zeros(1)},
+            TypeError,
+            "^tile_scheduler_metadata must be the FlashMLA",
+        ),
+        (DENSE, {"num_splits": torch.zeros(1)}, ValueError, "^num_splits must be None, .* got Tensor$"),
+        (DENSE, {"attn_sink": SINK}, ValueError, "^attn_sink belongs to sparse decode and needs indices"),
+        (DENSE, {"extra_k_cache": CACHE}, ValueError, "^extra_k_cache belongs to sparse decode and needs indices"),
+        (DENSE, {"extra_indices_in_kvcache": SINK}, ValueError, "^extra_indices_in_kvcache belongs to sparse decode"),
+        (DENSE, {"topk_length": SINK}, ValueError, "^topk_length belongs to sparse decode and needs indices"),
+        (DENSE, {"extra_topk_length": SINK}, ValueError, "^extra_topk_length belongs to sparse decode"),
+        (DENSE, {"block_table": None}, ValueError, "^block_table must be given for dense decode .* got None$"),
+        (DENSE, {"cache_seqlens": None}, ValueError, "^cache_seqlens must be given for dense decode .* got None$"),
+        (DENSE, {"is_fp8_kvcache": True}, ValueError, "^is_fp8_kvcache must .* is True, and k_cache is bfloat16$"),
+        (DENSE, {"is_fp8_kvcache": 1}, TypeError, "^is_fp8_kvcache must be True or False, got 1$"),
+        (DENSE, {"descale_k": 1.0}, ValueError, "belongs to a float8_e4m3fn k_cache"),
+        (SPARSE, {"causal": True}, ValueError, "^causal must be False in sparse decode .* got True$"),
+        (SPARSE, {"is_fp8_kvcache": False}, ValueError, "^is_fp8_kvcache must .* is False, and k_cache is uint8$"),
+        (SPARSE, {"descale_k": 1.0}, ValueError, "^descale_k belongs to dense decode over an fp8 cache"),
+        (SPARSE, {"extra_indices_in_kvcache": None}, ValueError, "needs extra_indices.* beside it, got None$"),
+        (SPARSE, {"extra_k_cache": None}, ValueError, "needs extra_k_cache beside it"),
+        (SPARSE, {"num_splits": SINK}, ValueError, "^num_splits must be None"),
+    ],
+)
+def test_contradictions_are_errors(case, change, error, message):
+    with pytest.raises(error, match=message):
+        decode(case.inputs(), **change)
+
+
+def test_dense_prefill_says_that_it_is_not_there():
+    tensors = (torch.zeros(1),) * 5
+    with pytest.raises(NotImplementedError, match=r"^flash_attn_varlen_func needs the dense prefill kernels"):
+        flash_mla.flash_attn_varlen_func(*tensors, 1, 1)
+    with pytest.raises(NotImplementedError, match=r"^flash_attn_varlen_qkvpacked_func needs"):
+        flash_mla.flash_attn_varlen_qkvpacked_func(*tensors[:2], 1, 1)
+    with pytest.raises(NotImplementedError, match=r"^flash_attn_varlen_kvpacked_func needs"):
+        flash_mla.flash_attn_varlen_kvpacked_func(*tensors[:4], 1, 1, 1)
+
+
+def test_the_alias_forwards_the_top_level_name(tmp_path):
+    assert flash_mla.main(["--install-alias", str(tmp_path)]) == 0
+    assert flash_mla.main(["--install-alias", str(tmp_path)]) == 0
+    script = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import flash_mla, flashlatte.flash_mla as ours
+from flash_mla.flash_mla_interface import FlashMLASchedMeta
+assert flash_mla.__file__.startswith(sys.argv[1])
+assert all(getattr(flash_mla, name) is getattr(ours, name) for name in ours.__all__)
+assert FlashMLASchedMeta is ours.FlashMLASchedMeta
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
+
+
+def test_the_alias_replaces_nobody_elses_package(tmp_path, capsys):
+    (tmp_path / "flash_mla").mkdir()
+    (tmp_path / "flash_mla" / "__init__.py").write_text("original = True\n")
+    assert flash_mla.main(["--install-alias", str(tmp_path)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert (tmp_path / "flash_mla" / "__init__.py").read_text() == "original = True\n"
+    with pytest.raises(FileExistsError, match=r"was not written by this command"):
+        flash_mla.install_alias(tmp_path)
