@@ -12,9 +12,44 @@ from flashlatte.kv_cache.registry import UNTILED_BY_DTYPE
 from flashlatte.torch_op import register_op
 
 OPERATION = "dense_decode"
+_PORTABLE_MAX_HEAD_DIM = 1024
+
+
+def _refuses_portable(call: dispatch.Call) -> str | None:
+    if call.head_dim is not None and call.head_dim > _PORTABLE_MAX_HEAD_DIM:
+        return f"holds whole rows in shared memory, of up to {_PORTABLE_MAX_HEAD_DIM} numbers, not {call.head_dim}"
+    return None
+
+
+def _refuses_hopper(call: dispatch.Call) -> str | None:
+    if call.cache_format not in ("bf16", "fp16"):
+        return f"reads caches in q's dtype, not {call.cache_format}"
+    if call.page_size is not None and call.page_size % 64:
+        return f"takes pages of a multiple of 64 tokens, not {call.page_size}"
+    if (call.head_dim, call.head_dim_v) not in ((576, 512), (512, 512)):
+        return f"takes rows of 576 or 512 numbers and values of 512, not {call.head_dim} and {call.head_dim_v}"
+    if not call.rows_aligned:
+        return "takes caches whose rows begin at multiples of 16 bytes"
+    return None
+
 
 dispatch.register(
     OPERATION,
+    dispatch.Implementation(
+        "hopper",
+        "flashlatte.ops.dense_decode.hopper:dense_decode",
+        (torch.bfloat16, torch.float16),
+        needs_triton=True,
+        capability=(9, 0),
+        refuses=_refuses_hopper,
+    ),
+    dispatch.Implementation(
+        "portable",
+        "flashlatte.ops.dense_decode.portable:dense_decode",
+        (torch.bfloat16, torch.float16),
+        needs_triton=True,
+        refuses=_refuses_portable,
+    ),
     dispatch.Implementation("reference", "flashlatte.ops.dense_decode.reference:dense_decode", checks.FLOAT_DTYPES),
 )
 
@@ -96,6 +131,7 @@ def dense_decode(
         head_dim_v=head_dim_v,
         h_q=h_q,
         h_kv=h_kv,
+        rows_aligned=checks.rows_aligned(k_cache),
     )
     backend = dispatch.select(call, backend)
     _dense_decode(

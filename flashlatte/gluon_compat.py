@@ -1,0 +1,24 @@
+"""The Gluon names that moved between Triton 3.6 and 3.9, under one name each.
+
+Kernels import them from here, as plain names: Gluon resolves every attribute that a kernel mentions, also in a branch
+that is not taken.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
+from triton.language import core
+
+# Copy of a tile from global to shared memory by the copy engine: (descriptor, coordinates, mbarrier, tile).
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+# Copy of 16-byte pieces from global to shared memory by the threads: (tile, pointers, mask).
+cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+# Barrier of the warps of a partition (of the program, outside warp specialization).
+cta_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+# Class decorator: a kernel's state in named fields.
+aggregate = getattr(gluon, "aggregate", None) or core._aggregate

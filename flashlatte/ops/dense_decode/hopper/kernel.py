@@ -1,0 +1,106 @@
+"""The kernel: find this program's place, then let the producer and the two consumers run."""
+
+from __future__ import annotations
+
+import inspect
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashlatte.ops.dense_decode.hopper import consumers, epilogue, producer, schedule, tiles
+from flashlatte.schedule import combine, device
+from flashlatte.triton_kernel import lean
+
+# Of a consumer; what 12 warps leave of the register file, 24, is the producer's.
+CONSUMER_REGISTERS = gl.constexpr(240)
+
+
+def dense_decode_kernel(
+    keys_half,
+    keys_rope,
+    q,
+    q_stride_request: tl.int64,
+    q_stride_token: tl.int64,
+    q_stride_head: tl.int64,
+    pages,
+    pages_stride: tl.int64,
+    num_pages: tl.int32,
+    num_items: tl.int32,
+    lengths,
+    lengths_stride: tl.int64,
+    limit: tl.int32,
+    out,
+    out_stride_request: tl.int64,
+    out_stride_token: tl.int64,
+    out_stride_head: tl.int64,
+    lse,
+    lse_stride_request: tl.int64,
+    lse_stride_token: tl.int64,
+    lse_stride_head: tl.int64,
+    heads: tl.int32,
+    rows: tl.int32,
+    empty_lse: tl.float32,
+    scratch,
+    hidden: tl.int32,
+    scale: tl.float32,
+    row_blocks: tl.int32,
+    num_groups: tl.int32,
+    parts: tl.int32,
+    first_item: tl.int32,
+    BLOCKS_PER_PAGE: tl.constexpr,
+    OUT_ALIGN: tl.constexpr,
+    OVERHEAD: tl.constexpr,
+    SPLIT_STEPS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """A program works on 64 query rows of a kv head and a part of all keys. Arguments as in ``launch``."""
+    lists = device.KeyLists(num_items, 1, lengths, lengths_stride, 0, limit, None, None, None, None)
+    table = schedule.Table(pages, pages_stride, num_pages)
+    outputs = combine.Outputs(
+        out,
+        out_stride_request,
+        out_stride_token,
+        out_stride_head,
+        lse,
+        lse_stride_request,
+        lse_stride_token,
+        lse_stride_head,
+        None,
+        None,
+        1,
+        heads,
+        rows,
+        empty_lse,
+    )
+    results = epilogue.Results(outputs, scratch)
+    query = producer.Query(q, q_stride_request, q_stride_token, q_stride_head, heads, rows)
+    keys = producer.Keys(keys_half, keys_rope)
+    plan: gl.constexpr = schedule.Plan(keys_rope is not None, BLOCKS_PER_PAGE, OVERHEAD, SPLIT_STEPS, MAX_SPLITS)
+    place = schedule.find_place(lists, parts, first_item, row_blocks, num_groups, plan)
+    shared = tiles.allocate(q.dtype.element_ty, plan.has_rope)
+    ready = tiles.allocate_ready()
+    call = consumers.Call(lists, table, place, hidden, scale, shared, ready, results)
+    gl.warp_specialize(
+        [
+            (producer.produce, (query, keys, table, lists, place, shared, ready, plan)),
+            (consumers.consume_even, (call, plan, OUT_ALIGN)),
+            (consumers.consume_odd, (call, plan, OUT_ALIGN)),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
+    )
+
+
+kernel = lean(
+    gluon.jit(
+        dense_decode_kernel,
+        do_not_specialize=[
+            name
+            for name, parameter in inspect.signature(dense_decode_kernel).parameters.items()
+            if parameter.annotation in ("tl.int32", "tl.int64", "tl.float32")
+        ],
+        # Read and written by the element.
+        do_not_specialize_on_alignment=["pages", "lengths", "lse"],
+    )
+)

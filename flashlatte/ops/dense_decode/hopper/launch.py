@@ -1,0 +1,206 @@
+"""From arguments to launches: all that a call settles on the host, from shapes and strides alone."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashlatte import dispatch
+from flashlatte.ops.dense_decode.hopper.kernel import kernel
+from flashlatte.ops.dense_decode.hopper.tiles import HALF, KEYS, LATENT, PAIR, ROPE, ROWS
+from flashlatte.schedule import combine, plan
+from flashlatte.triton_kernel import launching_on
+
+_LOG2_E = math.log2(math.e)
+# With batch_invariant, steps of a split, and the most splits of a request, over all groups of its query rows.
+_SPLIT_STEPS = 8
+_FIXED_SPLITS = 128
+# Numbers in 16 bytes, what the copies need rows to be aligned to.
+_ALIGN = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the launches of one shape have in common.
+
+    Attributes:
+        num_groups, row_blocks: programs that need all keys of a request; those of each kv head.
+        parts: of the balanced schedule, or splits of a request.
+        launches: (first request, requests) of each launch.
+        scratch: float32 numbers of a launch's partial results; 0 if no request is split.
+        overhead, split_steps, max_splits: see ``schedule.Plan``.
+    """
+
+    num_groups: int
+    row_blocks: int
+    parts: int
+    launches: tuple[tuple[int, int], ...]
+    scratch: int
+    overhead: int
+    split_steps: int | None
+    max_splits: int
+
+
+def dense_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    k_scale_tensor: torch.Tensor | None,
+    k_scale_value: float,
+    softmax_scale: float,
+    causal: bool,
+    empty_lse: float,
+    batch_invariant: bool,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """``k_scale_*`` belong to caches that this kernel refuses."""
+    batch, s_q, h_q, head_dim = q.shape
+    num_pages, page_size, h_kv, _ = k_cache.shape
+    max_pages = block_table.shape[1]
+    device = q.device
+    heads = h_q // h_kv
+    rows = s_q * heads
+    made = make_plan(dispatch.multiprocessors(device), batch, rows, h_kv, max_pages * page_size, batch_invariant)
+    keys_half, keys_rope = _descriptors(
+        k_cache.data_ptr(), k_cache.dtype, tuple(k_cache.shape), _strides(k_cache), device
+    )
+    q_strides = _strides(q)
+    if q.data_ptr() % 16 or any(stride % _ALIGN for stride in q_strides):
+        q = q.clone(memory_format=torch.contiguous_format)
+        q_strides = _strides(q)
+    q_request, q_token, q_head = q_strides
+    out_align = _ALIGN if out.data_ptr() % 16 == 0 and all(s % _ALIGN == 0 for s in _strides(out)) else 1
+    limit = min(max_pages * page_size, 2**31 - 1 - PAIR.value)
+    lists = (batch, 1, cache_seqlens, cache_seqlens.stride(0), 0, limit, None, 0, 0, None)
+    outputs = combine.output_arguments(out, lse, None, heads, rows, empty_lse, out_align)
+
+    with launching_on(device):
+        scratch = torch.empty(made.scratch, dtype=torch.float32, device=device) if made.scratch else None
+        for first, count in made.launches:
+            programs = made.parts * made.num_groups * (1 if made.split_steps is None else count)
+            kernel[(programs,)](
+                keys_half,
+                keys_rope,
+                q,
+                q_request // _ALIGN,
+                q_token // _ALIGN,
+                q_head // _ALIGN,
+                block_table,
+                block_table.stride(0),
+                num_pages,
+                batch,
+                cache_seqlens,
+                cache_seqlens.stride(0),
+                limit,
+                *outputs[:8],
+                heads,
+                rows,
+                empty_lse,
+                scratch,
+                s_q - 1 if causal else 0,
+                softmax_scale * _LOG2_E,
+                made.row_blocks,
+                made.num_groups,
+                made.parts,
+                first,
+                BLOCKS_PER_PAGE=page_size // KEYS.value,
+                OUT_ALIGN=out_align,
+                OVERHEAD=made.overhead,
+                SPLIT_STEPS=made.split_steps,
+                MAX_SPLITS=made.max_splits,
+                num_warps=4,
+                enable_fp_fusion=True,
+            )
+            if scratch is not None:
+                combine.launch_combine(
+                    scratch,
+                    lists,
+                    outputs,
+                    items=count,
+                    num_groups=made.num_groups,
+                    row_blocks=made.row_blocks,
+                    parts=made.parts,
+                    block_n=PAIR.value,
+                    block_h=ROWS.value,
+                    d_v=LATENT.value,
+                    overhead=made.overhead,
+                    row_align=out_align,
+                    first_item=first,
+                    split_blocks=made.split_steps,
+                    max_splits=made.max_splits,
+                )
+
+
+@functools.lru_cache(maxsize=4096)
+def make_plan(multiprocessors: int, batch: int, rows: int, h_kv: int, max_keys: int, batch_invariant: bool) -> Plan:
+    row_blocks = -(-rows // ROWS.value)
+    groups = h_kv * row_blocks
+    most_steps = -(-max_keys // PAIR.value)
+    record = combine.record_bytes(ROWS.value, LATENT.value)
+    split_steps: int | None
+    overhead = 0
+    if batch_invariant:
+        split_steps, max_splits = _SPLIT_STEPS, max(_FIXED_SPLITS // groups, 1)
+        parts = min(max_splits, -(-most_steps // split_steps))
+        launches = plan.fixed_groups(batch, groups * parts * record if parts > 1 else 1)
+        records = max(count for _, count in launches) * groups * parts if parts > 1 else 0
+    else:
+        balanced = plan.balanced_parts(batch, groups, multiprocessors, most_steps, record)
+        split_steps, max_splits = (1, 1) if balanced is None else (None, 0)
+        records = 0 if balanced is None else 2 * groups * balanced
+        parts = balanced or 1
+        launches = ((0, batch),)
+        # With few requests a part should be as short as can be; with many, a request begun costs about a step.
+        overhead = int(2 * batch >= parts)
+    return Plan(
+        num_groups=groups,
+        row_blocks=row_blocks,
+        parts=parts,
+        launches=launches,
+        scratch=records * record // 4,
+        overhead=overhead,
+        split_steps=split_steps,
+        max_splits=max_splits,
+    )
+
+
+@dataclass(frozen=True)
+class _Address:
+    """What a descriptor needs of a tensor. It holds no memory: a descriptor may outlive the cache it was made for."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@functools.lru_cache(maxsize=1024)
+def _descriptors(
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], device: torch.device
+) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """TMA descriptors of a cache [pages, page_size, h_kv, d]: of 256 columns of a block of keys, and of its rope."""
+    if address % 16 or any(stride % _ALIGN for stride in strides):
+        raise ValueError(f"k_cache must have rows that begin at multiples of 16 bytes, got strides {(*strides, 1)}")
+
+    def describe(cols: int) -> Any:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+        # An axis of 1 has no stride that matters, but the hardware wants one above 0.
+        wide = [stride or shape[3] for stride in strides]
+        return TensorDescriptor(_Address(address, dtype), list(shape), [*wide, 1], [1, KEYS.value, 1, cols], layout)
+
+    return describe(HALF.value), describe(ROPE.value) if shape[3] > LATENT.value else None
+
+
+def _strides(x: torch.Tensor) -> tuple[int, ...]:
+    """Strides of all axes but the last, 0 where there is nothing to stride over."""
+    strides, sizes = x.stride(), x.shape
+    return tuple([strides[axis] if sizes[axis] > 1 else 0 for axis in range(len(sizes) - 1)])

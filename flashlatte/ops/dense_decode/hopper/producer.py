@@ -1,0 +1,127 @@
+"""The producer: four warps that keep the consumers' tiles filled, the query's by cp.async, the keys' by TMA."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+
+from flashlatte import named_barriers
+from flashlatte.gluon_compat import cp_async, tma_load
+from flashlatte.ops.dense_decode.hopper import schedule
+from flashlatte.ops.dense_decode.hopper.tiles import (
+    COPY,
+    HALF,
+    K0_LEFT_FREE,
+    K0_RIGHT_FREE,
+    K1_LEFT_FREE,
+    K1_RIGHT_FREE,
+    KEYS,
+    LATENT,
+    QUERY_FREE,
+    ROPE,
+    ROWS,
+    THREE,
+    TWO,
+)
+from flashlatte.schedule import device
+
+
+class Query(NamedTuple):
+    """The queries, their strides in units of 8 numbers (16 bytes); ``heads`` rows a token, ``rows`` a kv head."""
+
+    q: Any
+    stride_request: Any
+    stride_token: Any
+    stride_head: Any
+    heads: Any
+    rows: Any
+
+
+class Keys(NamedTuple):
+    """Descriptors of the cache [pages, page_size, h_kv, d]: of tiles 256 wide, and of the rope (None without)."""
+
+    half: Any
+    rope: Any
+
+
+@gluon.jit
+def _copy_query(tile, query, request, place, FIRST_COL: gl.constexpr, COLS: gl.constexpr):
+    row = place.first_row + gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
+    head = place.kv_head * query.heads + row % query.heads
+    offset = (
+        request.to(gl.int64) * query.stride_request
+        + (row // query.heads).to(gl.int64) * query.stride_token
+        + head.to(gl.int64) * query.stride_head
+    )
+    col = FIRST_COL + gl.arange(0, COLS, gl.SliceLayout(0, COPY))
+    pointers = query.q + (offset * 8)[:, None] + col[None, :]
+    cp_async(tile.index(0), pointers, mask=(row < query.rows)[:, None])
+
+
+@gluon.jit
+def _load_left(keys, tile, ready, page, token, kv_head):
+    mbarrier.expect(ready, KEYS * HALF * 2)
+    tma_load(keys.half, [page, token, kv_head, 0], ready, tile.index(0))
+
+
+@gluon.jit
+def _load_right(keys, tile, rope_tile, ready, page, token, kv_head):
+    if keys.rope is not None:
+        mbarrier.expect(ready, KEYS * (HALF + ROPE) * 2)
+        tma_load(keys.rope, [page, token, kv_head, LATENT], ready, rope_tile.index(0))
+    else:
+        mbarrier.expect(ready, KEYS * HALF * 2)
+    tma_load(keys.half, [page, token, kv_head, HALF], ready, tile.index(0))
+
+
+@gluon.jit
+def produce(query, keys, table, lists, place, tiles, ready, PLAN: gl.constexpr):
+    part = place.part
+    cost = part.first_cost
+    length = device.key_count(part.first, lists)
+    for item in range(part.first, part.stop):
+        steps = schedule.num_steps(length)
+        begin, end = device.share(part, cost, steps, PLAN.overhead)
+        blocks = schedule.num_blocks(length)
+        cost += PLAN.overhead + steps
+        length = device.key_count(item + 1, lists)
+        if end > begin:
+            page0 = schedule.page_of(table, item, 2 * begin, blocks, PLAN)
+            page1 = schedule.page_of(table, item, 2 * begin + 1, blocks, PLAN)
+            named_barriers.wait(QUERY_FREE, THREE)
+            _copy_query(tiles.q_left, query, item, place, 0, HALF)
+            _copy_query(tiles.q_right, query, item, place, HALF, HALF)
+            for step in range(begin, end):
+                block = 2 * step
+                token0 = block % PLAN.blocks_per_page * KEYS
+                token1 = (block + 1) % PLAN.blocks_per_page * KEYS
+                # Out of range, so that TMA writes zeros without reading.
+                now0 = page0
+                now1 = gl.where(block + 1 < blocks, page1, -1)
+                page0 = schedule.page_of(table, item, block + 2, blocks, PLAN)
+                page1 = schedule.page_of(table, item, block + 3, blocks, PLAN)
+                named_barriers.wait(K0_LEFT_FREE, TWO)
+                _load_left(keys, tiles.k0_left, ready.k0_left, now0, token0, place.kv_head)
+                named_barriers.wait(K0_RIGHT_FREE, TWO)
+                _load_right(keys, tiles.k0_right, tiles.k0_rope, ready.k0_right, now0, token0, place.kv_head)
+                named_barriers.wait(K1_RIGHT_FREE, TWO)
+                _load_right(keys, tiles.k1_right, tiles.k1_rope, ready.k1_right, now1, token1, place.kv_head)
+                named_barriers.wait(K1_LEFT_FREE, TWO)
+                _load_left(keys, tiles.k1_left, ready.k1_left, now1, token1, place.kv_head)
+                if step == begin:
+                    if PLAN.has_rope:
+                        # The weights that lay here were read before block 1's left half became free.
+                        _copy_query(tiles.q_rope, query, item, place, LATENT, ROPE)
+                    async_copy.commit_group()
+                    async_copy.wait_group(0)
+                    fence_async_shared()
+                    mbarrier.arrive(ready.query)
+    # The consumers' last arrivals.
+    named_barriers.wait(QUERY_FREE, THREE)
+    named_barriers.wait(K0_LEFT_FREE, TWO)
+    named_barriers.wait(K0_RIGHT_FREE, TWO)
+    named_barriers.wait(K1_RIGHT_FREE, TWO)
+    named_barriers.wait(K1_LEFT_FREE, TWO)

@@ -1,0 +1,158 @@
+"""Which steps of which requests a program takes: flashlatte.schedule.device, as Gluon needs it.
+
+The partition and the places of partial results are those of ``device``, so that its combine kernel serves; only the
+functions that scan vectors of lengths are written again, since Gluon wants a layout where Triton infers one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashlatte.ops.dense_decode.hopper.tiles import KEYS, PAIR, ROWS
+from flashlatte.schedule import device
+
+# Lengths that a program scans at a time, one a thread.
+_SCAN = gl.constexpr(128)
+_SCANNED = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+class Place(NamedTuple):
+    """What part of the work this program has.
+
+    Attributes:
+        part: its requests and costs (``device.Part``).
+        number: of the part; with fixed splits, launched item · parts + split.
+        parts: of the schedule; with fixed splits, records that each item and group has.
+        kv_head: its key head.
+        first_row: its first query row among those of the kv head.
+        group: number of its rows among the groups of a request.
+        num_groups: groups of a request.
+    """
+
+    part: Any
+    number: Any
+    parts: Any
+    kv_head: Any
+    first_row: Any
+    group: Any
+    num_groups: Any
+
+
+class Plan(NamedTuple):
+    """What is settled when the kernel is compiled.
+
+    Attributes:
+        has_rope: whether rows have 64 columns more than the 512 of a value.
+        blocks_per_page: blocks of 64 keys.
+        overhead: what starting on a request costs, in steps of two blocks.
+        split_steps: steps of a fixed split; None for a balanced schedule.
+        max_splits: splits are longer if a request would have more than so many.
+    """
+
+    has_rope: Any
+    blocks_per_page: Any
+    overhead: Any
+    split_steps: Any
+    max_splits: Any
+
+
+class Table(NamedTuple):
+    """The block table: ``pages`` at [request · stride], of a cache of ``num_pages``."""
+
+    pages: Any
+    stride: Any
+    num_pages: Any
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _costs(items, lists, PLAN: gl.constexpr):
+    steps = device.item_blocks(items, lists, PAIR)
+    return gl.where(items < lists.num_items, steps + PLAN.overhead, 0).to(gl.int64)
+
+
+@gluon.jit
+def find_part(number, num_parts, lists, PLAN: gl.constexpr):
+    """``device.find_part`` with blocks of a step's 128 keys."""
+    total = gl.to_tensor(0).to(gl.int64)
+    for start in range(0, lists.num_items, _SCAN):
+        total += gl.sum(_costs(start + gl.arange(0, _SCAN, _SCANNED), lists, PLAN), 0)
+    parts = device._parts_in_use(num_parts, total, PLAN.overhead)
+    begin = gl.minimum(number * total // parts, total)
+    end = gl.minimum((number + 1) * total // parts, total)
+
+    scanned = gl.to_tensor(0).to(gl.int64)
+    first_cost = gl.to_tensor(0).to(gl.int64)
+    first = gl.to_tensor(0)
+    stop = gl.to_tensor(0)
+    for start in range(0, lists.num_items, _SCAN):
+        items = start + gl.arange(0, _SCAN, _SCANNED)
+        costs = _costs(items, lists, PLAN)
+        item_end = scanned + gl.associative_scan(costs, 0, _add)
+        is_before = (items < lists.num_items) & (item_end <= begin)
+        first += gl.sum(is_before.to(gl.int32), 0)
+        first_cost = gl.maximum(first_cost, gl.max(gl.where(is_before, item_end, 0), 0))
+        stop += gl.sum(((items < lists.num_items) & (item_end - costs < end)).to(gl.int32), 0)
+        scanned += gl.sum(costs, 0)
+    return device.Part(begin, end, first, stop, first_cost)
+
+
+@gluon.jit
+def find_split(item, split, lists, PLAN: gl.constexpr):
+    """Split number ``split`` of an item, as a part of a schedule that has no other item."""
+    steps = device.item_blocks(item, lists, PAIR)
+    size, splits = device.fixed_splits(steps, PLAN.split_steps, PLAN.max_splits)
+    begin = split * size
+    end = gl.minimum(begin + size, steps)
+    stop = gl.where(split < splits, item + 1, item)
+    return device.Part(begin + PLAN.overhead, end + PLAN.overhead, item, stop, 0)
+
+
+@gluon.jit
+def find_place(lists, parts, first_item, row_blocks, num_groups, PLAN: gl.constexpr):
+    """The place of this program. Programs of a part are neighbours, so that they read the same keys together."""
+    program = gl.program_id(0)
+    group = program % num_groups
+    number = program // num_groups
+    if PLAN.split_steps is None:
+        part = find_part(number, parts, lists, PLAN)
+    else:
+        part = find_split(first_item + number // parts, number % parts, lists, PLAN)
+    return Place(part, number, parts, group // row_blocks, (group % row_blocks) * ROWS, group, num_groups)
+
+
+@gluon.jit
+def record(place, continues_item, PLAN: gl.constexpr):
+    """Scratch record of this program's partial result."""
+    if PLAN.split_steps is None:
+        return device.part_record(place.number, place.group, place.num_groups, continues_item)
+    else:
+        item = place.number // place.parts
+        return device.fixed_record(item, place.number % place.parts, place.group, place.num_groups, place.parts)
+
+
+@gluon.jit
+def page_of(table, request, block, num_blocks, PLAN: gl.constexpr):
+    """The page that holds a block of keys, -1 if it is not in the cache. Blocks beyond the last count as the last."""
+    column = gl.maximum(gl.minimum(block, num_blocks - 1), 0) // PLAN.blocks_per_page
+    page = gl.load(table.pages + request.to(gl.int64) * table.stride + column)
+    return gl.where((page >= 0) & (page < table.num_pages), page, -1).to(gl.int32)
+
+
+@gluon.jit
+def num_blocks(length):
+    """Blocks of 64 keys."""
+    return (length + KEYS - 1) // KEYS
+
+
+@gluon.jit
+def num_steps(length):
+    """Steps of 128 keys, at least 1: some program must write the empty result."""
+    return gl.maximum((length + PAIR - 1) // PAIR, 1)

@@ -1,0 +1,351 @@
+"""Merging the partial results of items that were split, and writing results out.
+
+A partial result is a scratch record: float32 [BLOCK_H, D_V], what the part's own softmax gives, and [BLOCK_H], the
+base-2 lse of each row, -inf where the part had no key. Records of an item are merged in the order of its keys.
+"""
+
+# Triton's annotations and calls are not Python's.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlatte import dispatch
+from flashlatte.kv_cache.triton_fp8 import narrow
+from flashlatte.schedule import device
+from flashlatte.triton_kernel import kernel
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+
+_NUM_WARPS = 4
+# Programs that a large GPU runs at once.
+_RESIDENT = 1056
+# Rows, columns and splits that a program merges in a step: the first that makes no more programs than are resident,
+# or the last. The fewer items are split, the more splits an item may have.
+_TILES = ((1, 64, 64), (4, 128, 8), (16, 256, 1))
+_TILE_OF_FIXED = (4, 128, 8)
+
+
+class Outputs(NamedTuple):
+    """Where the rows of an item go: out [b, s_q, h_q, d_v] and lse [b, h_q, s_q].
+
+    Row r of kv head k of item i is query token i % tokens + r // heads of request i // tokens, head
+    k · heads + r % heads: with tokens = 1 an item has the rows of all tokens of a request, with tokens = s_q
+    those of one.
+
+    Attributes:
+        out_strides, lse_strides: of request, token and head; out's in units of ROW_ALIGN numbers.
+        sink: float32 [h_q] at sink_stride, or None: out is scaled by e^lse / (e^lse + e^sink).
+        tokens: items of a request.
+        heads: query heads of a kv head.
+        rows: query rows of a kv head in an item.
+        empty_lse: lse of a row that sees no key.
+    """
+
+    out: Any
+    out_stride_request: Any
+    out_stride_token: Any
+    out_stride_head: Any
+    lse: Any
+    lse_stride_request: Any
+    lse_stride_token: Any
+    lse_stride_head: Any
+    sink: Any
+    sink_stride: Any
+    tokens: Any
+    heads: Any
+    rows: Any
+    empty_lse: Any
+
+
+@triton.jit
+def _request_token_head(outputs, item, kv_head, rows):
+    request = item // outputs.tokens
+    token = item % outputs.tokens + rows // outputs.heads
+    head = kv_head * outputs.heads + rows % outputs.heads
+    return request, token, head
+
+
+@triton.jit
+def write_out(
+    outputs,
+    item,
+    kv_head,
+    rows,
+    cols,
+    values,
+    lse2,
+    D_V: tl.constexpr,
+    ROW_ALIGN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Write normalised ``values`` [rows, cols] of an item; ``lse2`` [rows] is their base-2 lse."""
+    request, token, head = _request_token_head(outputs, item, kv_head, rows)
+    in_item = rows < outputs.rows
+    if outputs.sink is not None:
+        sink = tl.load(outputs.sink + head * outputs.sink_stride, mask=in_item, other=0.0) * _LOG2_E
+        kept = tl.where(lse2 == float("-inf"), 0.0, 1.0 / (1.0 + tl.exp2(sink - lse2)))
+        values *= kept[:, None]
+    offset = (
+        request * outputs.out_stride_request + token * outputs.out_stride_token + head * outputs.out_stride_head
+    ) * ROW_ALIGN
+    tl.store(
+        outputs.out + offset[:, None] + cols[None, :],
+        narrow(values, outputs.out.dtype.element_ty, INTERPRETED),
+        mask=in_item[:, None] & (cols < D_V)[None, :],
+    )
+
+
+@triton.jit
+def write_lse(outputs, item, kv_head, rows, lse2):
+    """Write the lse of rows of an item, given in base 2."""
+    request, token, head = _request_token_head(outputs, item, kv_head, rows)
+    lse = tl.where(lse2 == float("-inf"), outputs.empty_lse, lse2 * _LN_2)
+    offset = request * outputs.lse_stride_request + token * outputs.lse_stride_token + head * outputs.lse_stride_head
+    tl.store(outputs.lse + offset, lse, mask=rows < outputs.rows)
+
+
+@triton.jit
+def write_record(scratch, record, rows_in_use, values, lse2, cols, BLOCK_H: tl.constexpr, D_V: tl.constexpr):
+    """Write normalised ``values`` [BLOCK_H, cols] and their base-2 ``lse2`` [BLOCK_H] as a partial result."""
+    rows = tl.arange(0, BLOCK_H)
+    base = scratch + record * (BLOCK_H * (D_V + 1))
+    mask = (rows < rows_in_use)[:, None] & (cols < D_V)[None, :]
+    tl.store(base + (rows * D_V)[:, None] + cols[None, :], values, mask=mask)
+    tl.store(base + BLOCK_H * D_V + rows, lse2, mask=rows < rows_in_use)
+
+
+@kernel
+def combine_kernel(
+    scratch,
+    num_items: tl.int32,
+    tokens: tl.int32,
+    lengths,
+    lengths_stride_request: tl.int64,
+    lengths_stride_token: tl.int64,
+    limit: tl.int32,
+    extra_lengths,
+    extra_stride_request: tl.int64,
+    extra_stride_token: tl.int64,
+    extra_limit: tl.int32,
+    out,
+    out_stride_request: tl.int64,
+    out_stride_token: tl.int64,
+    out_stride_head: tl.int64,
+    lse,
+    lse_stride_request: tl.int64,
+    lse_stride_token: tl.int64,
+    lse_stride_head: tl.int64,
+    sink,
+    sink_stride: tl.int64,
+    heads: tl.int32,
+    rows: tl.int32,
+    empty_lse: tl.float32,
+    num_groups: tl.int32,
+    row_blocks: tl.int32,
+    parts: tl.int32,
+    first_item: tl.int32,
+    HAS_EXTRA: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    D_V: tl.constexpr,
+    OVERHEAD: tl.constexpr,
+    SPLIT_BLOCKS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    AT_BOUNDARIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLS: tl.constexpr,
+    ROW_ALIGN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """A program merges ROWS rows and COLS columns of an item. ``parts``: of the schedule, or splits of each item.
+
+    AT_BOUNDARIES: the item is the one first split where a certain part begins, if any is; else it is a certain item.
+    """
+    lists = device.KeyLists(
+        num_items,
+        tokens,
+        lengths,
+        lengths_stride_request,
+        lengths_stride_token,
+        limit,
+        extra_lengths,
+        extra_stride_request,
+        extra_stride_token,
+        extra_limit if HAS_EXTRA else None,
+    )
+    outputs = Outputs(
+        out,
+        out_stride_request,
+        out_stride_token,
+        out_stride_head,
+        lse,
+        lse_stride_request,
+        lse_stride_token,
+        lse_stride_head,
+        sink,
+        sink_stride,
+        tokens,
+        heads,
+        rows,
+        empty_lse,
+    )
+    col_blocks: tl.constexpr = (D_V + COLS - 1) // COLS
+    row_blocks_of_item = num_groups * (BLOCK_H // ROWS)
+    program = tl.program_id(0)
+    col_block = program % col_blocks
+    first_row = (program // col_blocks % row_blocks_of_item) * ROWS
+    number = program // col_blocks // row_blocks_of_item
+    item = first_item + number
+    group = first_row // BLOCK_H
+    record_row = first_row % BLOCK_H + tl.arange(0, ROWS)
+
+    if AT_BOUNDARIES:
+        item, first_part, splits = device.item_split_first_at(number + 1, parts, lists, BLOCK_N, OVERHEAD)
+    elif SPLIT_BLOCKS is None:
+        first_part, splits = device.parts_of_item(item, parts, lists, BLOCK_N, OVERHEAD)
+    else:
+        _, splits = device.fixed_splits(device.item_blocks(item, lists, BLOCK_N), SPLIT_BLOCKS, MAX_SPLITS)
+    if splits > 1:
+        cols = col_block * COLS + tl.arange(0, COLS)
+        peak = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        merged = tl.zeros([ROWS, COLS], tl.float32)
+        for start in range(0, splits, SPLITS):
+            split = start + tl.arange(0, SPLITS)
+            if SPLIT_BLOCKS is None:
+                record = device.part_record(first_part + split, group, num_groups, split > 0)
+            else:
+                record = device.fixed_record(number, split, group, num_groups, parts)
+            base = scratch + record * (BLOCK_H * (D_V + 1))
+            is_split = split < splits
+            part_lse = tl.load(
+                base[:, None] + BLOCK_H * D_V + record_row[None, :], mask=is_split[:, None], other=float("-inf")
+            )  # [SPLITS, ROWS]
+            part_out = tl.load(
+                base[:, None, None] + (record_row * D_V)[None, :, None] + cols[None, None, :],
+                mask=is_split[:, None, None] & (cols < D_V)[None, None, :],
+                other=0.0,
+            )  # [SPLITS, ROWS, COLS]
+            new_peak = tl.maximum(peak, tl.max(part_lse, axis=0))
+            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weight = tl.exp2(part_lse - shift[None, :])
+            old_weight = tl.exp2(peak - shift)
+            total = total * old_weight + tl.sum(weight, axis=0)
+            merged = merged * old_weight[:, None] + tl.sum(weight[:, :, None] * part_out, axis=0)
+            peak = new_peak
+        total = tl.where(total == 0, 1.0, total)
+        lse2 = peak + tl.log2(total)
+        merged /= total[:, None]
+        kv_head = group // row_blocks
+        item_row = (group % row_blocks) * BLOCK_H + record_row
+        write_out(outputs, item, kv_head, item_row, cols, merged, lse2, D_V, ROW_ALIGN, INTERPRETED)
+        if col_block == 0:
+            write_lse(outputs, item, kv_head, item_row, lse2)
+
+
+def record_bytes(block_h: int, d_v: int) -> int:
+    """Size of a partial result."""
+    return block_h * (d_v + 1) * 4
+
+
+def output_arguments(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sink: torch.Tensor | None,
+    heads: int,
+    rows: int,
+    empty_lse: float,
+    row_align: int,
+) -> tuple[Any, ...]:
+    """The arguments ``out`` to ``empty_lse`` of a kernel, for out [b, s_q, h_q, d_v] and lse [b, h_q, s_q]."""
+    out_request, out_token, out_head, _ = out.stride()
+    lse_request, lse_head, lse_token = lse.stride()
+    return (
+        out,
+        out_request // row_align,
+        out_token // row_align,
+        out_head // row_align,
+        lse,
+        lse_request,
+        lse_token,
+        lse_head,
+        sink,
+        0 if sink is None else sink.stride(0),
+        heads,
+        rows,
+        empty_lse,
+    )
+
+
+def launch_combine(
+    scratch: torch.Tensor,
+    lists: tuple[Any, ...],
+    outputs: tuple[Any, ...],
+    *,
+    items: int,
+    num_groups: int,
+    row_blocks: int,
+    parts: int,
+    block_n: int,
+    block_h: int,
+    d_v: int,
+    overhead: int,
+    row_align: int,
+    first_item: int = 0,
+    split_blocks: int | None = None,
+    max_splits: int = 0,
+) -> None:
+    """Merge what a launch over ``items`` items from ``first_item`` left in ``scratch``, if it can have split any.
+
+    Args:
+        lists: the fields of ``device.KeyLists``.
+        outputs: from ``output_arguments``.
+        num_groups, row_blocks: groups of an item, and of each kv head.
+        parts: of the balanced schedule; with ``split_blocks``, the records that each item and group has.
+        split_blocks, max_splits: of fixed splits; None for balanced parts.
+    """
+    limit, extra_limit = lists[5], lists[-1] or 0
+    if parts == 1 or -(-limit // block_n) + -(-extra_limit // block_n) <= 1:
+        return  # nothing can be split
+    at_boundaries = split_blocks is None and items >= parts
+    merges = (parts - 1 if at_boundaries else items) * num_groups
+    # With fixed splits the order of merging may not depend on the batch.
+    tiles = (_TILE_OF_FIXED,) if split_blocks is not None else _TILES
+    for tile in tiles:
+        rows, cols = tile[0], min(tile[1], 1 << (d_v - 1).bit_length())
+        programs = merges * -(-block_h // rows) * -(-d_v // cols)
+        if programs <= _RESIDENT:
+            break
+    combine_kernel[(programs,)](
+        scratch,
+        *lists[:-1],
+        extra_limit,
+        *outputs,
+        num_groups,
+        row_blocks,
+        parts,
+        first_item,
+        HAS_EXTRA=lists[-1] is not None,
+        BLOCK_N=block_n,
+        BLOCK_H=block_h,
+        D_V=d_v,
+        OVERHEAD=overhead,
+        SPLIT_BLOCKS=split_blocks,
+        MAX_SPLITS=max_splits,
+        AT_BOUNDARIES=at_boundaries,
+        ROWS=rows,
+        SPLITS=tile[2],
+        COLS=cols,
+        ROW_ALIGN=row_align,
+        INTERPRETED=dispatch.interpreting(),
+        num_warps=_NUM_WARPS,
+        enable_fp_fusion=True,
+    )

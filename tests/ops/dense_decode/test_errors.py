@@ -1,0 +1,89 @@
+import math
+
+import pytest
+import torch
+
+from flashlatte import dense_decode
+from flashlatte.testing.cases import DenseDecodeCase
+
+VALID = DenseDecodeCase(2, 3, 20, 4, h_kv=2, head_dim=24, head_dim_v=16, page_size=7).inputs()
+Q, CACHE, TABLE, LENGTHS = VALID["q"], VALID["k_cache"], VALID["block_table"], VALID["cache_seqlens"]
+META = torch.device("meta")
+BF16 = torch.bfloat16
+
+
+def test_the_arguments_that_the_errors_start_from_are_right():
+    dense_decode(**VALID)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": [0.0]}, TypeError, "^q must be a tensor, got list$"),
+        ({"q": Q.double()}, TypeError, "^q must be bfloat16 or float16 or float32, got float64$"),
+        ({"q": Q[0]}, ValueError, r"^q must have shape \[b, s_q, h_q, d\] .* got \[3, 4, 24\]$"),
+        ({"q": Q[:0]}, ValueError, r"^q must have shape .* no empty axis, got \[0, 3, 4, 24\]$"),
+        ({"q": Q[:, :, :0]}, ValueError, r"^q must have shape .* no empty axis, got \[2, 3, 0, 24\]$"),
+        ({"q": Q.transpose(2, 3).contiguous().transpose(2, 3)}, ValueError, "^q must have last stride 1"),
+        ({"k_cache": None}, TypeError, "^k_cache must be a tensor, got NoneType$"),
+        ({"k_cache": CACHE.float()}, TypeError, "^k_cache must be bfloat16 or float8_e4m3fn, got float32$"),
+        ({"k_cache": CACHE[0]}, ValueError, r"^k_cache must have shape \[pages, page_size, h_kv, 24\]"),
+        ({"k_cache": CACHE[..., :23]}, ValueError, r"^k_cache must have shape \[pages, page_size, h_kv, 24\]"),
+        ({"k_cache": CACHE[:0]}, ValueError, "^k_cache must have shape .* no empty axis"),
+        ({"k_cache": CACHE.to(META)}, ValueError, "^k_cache must be on cpu like the other arguments, got meta$"),
+        ({"k_cache": CACHE.mT.contiguous().mT}, ValueError, "^k_cache must have last stride 1"),
+        ({"k_cache": CACHE.repeat(1, 1, 2, 1)[:, :, :3]}, ValueError, "^k_cache must have .* divides q's 4, got 3$"),
+        ({"block_table": [[0]]}, TypeError, "^block_table must be a tensor, got list$"),
+        ({"block_table": TABLE.float()}, TypeError, "^block_table must be int32 or int64, got float32$"),
+        ({"block_table": TABLE[0]}, ValueError, r"^block_table must have shape \[2, max_pages\]"),
+        ({"block_table": TABLE[:1]}, ValueError, r"^block_table must have shape \[2, max_pages\]"),
+        ({"block_table": TABLE[:, :0]}, ValueError, r"^block_table must have shape .* got \[2, 0\]$"),
+        ({"block_table": TABLE.to(META)}, ValueError, "^block_table must be on cpu"),
+        ({"block_table": TABLE.T.contiguous().T}, ValueError, "^block_table must have last stride 1"),
+        ({"cache_seqlens": [20, 20]}, TypeError, "^cache_seqlens must be a tensor, got list$"),
+        ({"cache_seqlens": LENGTHS.short()}, TypeError, "^cache_seqlens must be int32 or int64, got int16$"),
+        ({"cache_seqlens": LENGTHS[:1]}, ValueError, r"^cache_seqlens must have shape \[2\] .* got \[1\]$"),
+        ({"cache_seqlens": LENGTHS.to(META)}, ValueError, "^cache_seqlens must be on cpu"),
+        ({"head_dim_v": 25}, ValueError, "^head_dim_v must be at most q's last dimension 24, got 25$"),
+        ({"head_dim_v": 0}, ValueError, "^head_dim_v must be at least 1, got 0$"),
+        ({"head_dim_v": 16.0}, TypeError, "^head_dim_v must be an int, got float$"),
+        ({"softmax_scale": 0.0}, ValueError, "^softmax_scale must be a finite number above 0, got 0.0$"),
+        ({"softmax_scale": -1.0}, ValueError, "^softmax_scale must be a finite number above 0, got -1.0$"),
+        ({"softmax_scale": math.nan}, ValueError, "^softmax_scale must be a finite number above 0, got nan$"),
+        ({"softmax_scale": "1"}, TypeError, "^softmax_scale must be a number, got str$"),
+        ({"causal": 1}, TypeError, "^causal must be True or False, got 1$"),
+        ({"batch_invariant": None}, TypeError, "^batch_invariant must be True or False, got None$"),
+        ({"k_scale": 1.0}, ValueError, "^k_scale belongs to a float8_e4m3fn k_cache, and this one is"),
+        ({"empty_lse": 0.0}, ValueError, r"^empty_lse must be float\('inf'\) or float\('-inf'\), got 0.0$"),
+        ({"empty_lse": None}, TypeError, "^empty_lse must be a number, got NoneType$"),
+        ({"out": [0.0]}, TypeError, "^out must be a tensor, got list$"),
+        ({"out": torch.empty(2, 3, 4, 16)}, TypeError, "^out must be bfloat16, got float32$"),
+        ({"out": torch.empty(2, 3, 4, 24, dtype=BF16)}, ValueError, r"^out must have shape \[2, 3, 4, 16\]"),
+        ({"out": torch.empty(2, 3, 4, 16, dtype=BF16, device=META)}, ValueError, "^out must be on cpu"),
+        ({"out": torch.empty(2, 3, 16, 4, dtype=BF16).mT}, ValueError, "^out must have last stride 1"),
+        ({"lse": torch.empty(2, 4, 3, dtype=BF16)}, TypeError, "^lse must be float32, got bfloat16$"),
+        ({"lse": torch.empty(2, 3, 4)}, ValueError, r"^lse must have shape \[2, 4, 3\] .* got \[2, 3, 4\]$"),
+        ({"lse": torch.empty(2, 4, 3, device=META)}, ValueError, "^lse must be on cpu"),
+        ({"backend": "cuda"}, ValueError, "^backend must be one of hopper, portable, reference or None, got 'cuda'$"),
+        ({"backend": "hopper"}, ValueError, "^backend='hopper' cannot serve this call of dense_decode: it "),
+    ],
+)
+def test_errors_name_the_argument(change, error, message):
+    with pytest.raises(error, match=message):
+        dense_decode(**(VALID | change))
+
+
+@pytest.mark.parametrize(
+    ("k_scale", "error", "message"),
+    [
+        (0.0, ValueError, "^k_scale must be a finite number above 0, got 0.0$"),
+        (-1, ValueError, "^k_scale must be a finite number above 0, got -1$"),
+        ("1", TypeError, "^k_scale must be a number, got str$"),
+        (torch.ones(1, dtype=BF16), TypeError, "^k_scale must be a float or a float32 tensor, got bfloat16$"),
+        (torch.ones(2), ValueError, r"^k_scale must hold one value, got shape \[2\]$"),
+        (torch.ones(1, device=META), ValueError, "^k_scale must be on cpu like the .*, got meta$"),
+    ],
+)
+def test_k_scale_errors(k_scale, error, message):
+    with pytest.raises(error, match=message):
+        dense_decode(**(VALID | {"k_cache": CACHE.to(torch.float8_e4m3fn), "k_scale": k_scale}))

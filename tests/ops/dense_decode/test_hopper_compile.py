@@ -1,0 +1,255 @@
+"""What the compiler makes of the Hopper kernel, without the GPU: launches are recorded, and compiled to cubins."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from support.compile import SHARED_BYTES, Launch, Recorder, variant_key
+
+from flashlatte import checks, dispatch
+from flashlatte.ops.dense_decode import api
+
+triton = pytest.importorskip("triton")
+
+from support import compile as support  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import make_backend  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+from triton.runtime.jit import create_function_from_signature  # noqa: E402
+
+from flashlatte.ops.dense_decode.hopper import launch  # noqa: E402
+from flashlatte.schedule import combine, plan  # noqa: E402
+
+pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
+
+HOPPER = GPUTarget("cuda", 90, 32)
+KERNEL = launch.kernel
+VERSION = ".".join(triton.__version__.split(".")[:2])
+
+# Bytes of shared memory, by Triton version and head_dim.
+SHARED = {"3.6": {576: 230_992, 512: 214_560}, "3.7": {576: 230_976, 512: 214_560}}
+
+CALLS: dict[str, dict[str, Any]] = {
+    "bf16 576": {},
+    "bf16 512": {"head_dim": 512},
+    "fp16 576, whole requests": {"dtype": torch.float16, "batch": 70, "heads": 8192},
+    "bf16 576, batch invariant, misaligned out": {"batch_invariant": True, "out_pad": 1, "index_dtype": torch.int64},
+}
+
+
+def decode(
+    batch: int = 4,
+    s_q: int = 1,
+    heads: int = 128,
+    h_kv: int = 1,
+    head_dim: int = 576,
+    pages: int = 8,
+    page_size: int = 64,
+    columns: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    index_dtype: torch.dtype = torch.int32,
+    causal: bool = False,
+    batch_invariant: bool = False,
+    q_pad: int = 0,
+    out_pad: int = 0,
+) -> None:
+    """A call of the implementation with tensors whose contents do not matter."""
+    launch.dense_decode(
+        torch.empty(batch, s_q, heads, head_dim + q_pad, dtype=dtype)[..., :head_dim],
+        torch.empty(pages, page_size, h_kv, head_dim, dtype=dtype),
+        torch.empty(batch, columns, dtype=index_dtype),
+        torch.empty(batch, dtype=index_dtype),
+        None,
+        1.0,
+        head_dim**-0.5,
+        causal,
+        -math.inf,
+        batch_invariant,
+        torch.empty(batch, s_q, heads, 512 + out_pad, dtype=dtype)[..., :512],
+        torch.empty(batch, heads, s_q),
+    )
+
+
+@pytest.fixture
+def record(monkeypatch):
+    """Calls the launcher, and returns what it launched."""
+    recorder, combiner = Recorder(KERNEL), Recorder(combine.combine_kernel)
+    monkeypatch.setattr(launch, "kernel", recorder)
+    monkeypatch.setattr(combine, "combine_kernel", combiner)
+    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
+
+    def record(**call: Any) -> Launch:
+        recorder.launches.clear()
+        decode(**call)
+        return recorder.launches[0]
+
+    return record
+
+
+@pytest.fixture
+def compiled(record):
+    """The machine code of a call, compiled once for all tests."""
+
+    def compiled(name: str) -> support.Compiled:
+        recorded = record(**CALLS[name])
+        return _compiled(variant_key(KERNEL, recorded), lambda: recorded)
+
+    return compiled
+
+
+_CODE: dict[str, support.Compiled] = {}
+
+
+def _compiled(key: str, recorded: Any) -> support.Compiled:
+    if key not in _CODE:
+        _CODE[key] = _compile(recorded())
+    return _CODE[key]
+
+
+def _compile(recorded: Launch) -> support.Compiled:
+    backend = make_backend(HOPPER)
+    binder = create_function_from_signature(KERNEL.signature, KERNEL.params, backend)
+    bound, specialization, options = binder(**recorded.arguments, **recorded.options)
+    options, signature, constexprs, attributes = KERNEL._pack_args(
+        backend, dict(recorded.options), bound, specialization, options
+    )
+    source = GluonASTSource(KERNEL, signature, constexprs, attributes)
+    binary = triton.compile(source, target=HOPPER, options=options.__dict__)
+    sass = support._disassemble(binary.asm["cubin"])
+    return support.Compiled(
+        registers=support._registers(binary.asm["cubin"]),
+        spills=len(re.findall(r"\b(?:STL|LDL)\b", sass)),
+        shared=binary.metadata.shared,
+        hgmma=len(re.findall(r"\bHGMMA\b", sass)),
+        hmma=len(re.findall(r"\bHMMA\b", sass)),
+        async_copies=len(re.findall(r"\bLDGSTS\.E\.[A-Z.0-9]*128\b", sass)),
+        ttgir=binary.asm["ttgir"],
+        sass=sass,
+    )
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_machine_code(compiled, name):
+    code = compiled(name)
+    head_dim = CALLS[name].get("head_dim", 576)
+
+    # At most a scalar that is kept over a whole item.
+    assert code.spills <= 2
+    assert support.loop_spills(code.sass) == 0
+    assert code.registers == 168  # what 12 warps allow at launch
+    assert code.shared <= SHARED_BYTES[90]
+    # Scores of a block: head_dim / 16 multiplications, at 4 places; output: 4 for each of 2 blocks, 2 x 2 places.
+    assert code.hgmma == 4 * head_dim // 16 + 32
+    assert code.hmma == 0
+    # 64 query rows by 128 threads, 16 bytes each.
+    assert code.async_copies == 64 * head_dim // (8 * 128)
+    # Waits for tensor cores: 6 of each consumer. More of them mean that the compiler serialised multiplications.
+    assert len(re.findall(r"\bWARPGROUP\.DEPBAR\b", code.sass)) == 12
+
+
+@pytest.mark.skipif(VERSION not in SHARED, reason="no record of this Triton version")
+@pytest.mark.parametrize("head_dim", [576, 512])
+def test_shared_memory_as_on_record(compiled, head_dim):
+    assert compiled(f"bf16 {head_dim}").shared == SHARED[VERSION][head_dim]
+
+
+def test_a_tile_is_freed_before_the_output_is_rescaled(compiled):
+    """The rescaling may not delay the refill: nothing between the product that read a tile last and its barrier."""
+    code = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", compiled("bf16 576").sass)
+    frees = [index for index, one in enumerate(code) if re.match(r"BAR\.ARV 0x[6-9], 0x100", one)]
+    waits = [index for index, one in enumerate(code) if "WARPGROUP.DEPBAR" in one]
+    after = [index - max(wait for wait in waits if wait < index) for index in frees if index > waits[0]]
+    # Those of the loop and of the last step, of each of the four tiles; the initial ones stand before any product.
+    assert sum(distance <= 20 for distance in after) >= 8
+
+
+def test_lengths_and_strides_compile_once(record):
+    rng = random.Random(0)
+    keys = set()
+    for _ in range(20):
+        keys.add(
+            variant_key(
+                KERNEL,
+                record(
+                    batch=rng.choice([4, 5, 16, 33]),
+                    s_q=rng.choice([1, 2, 5]),
+                    heads=rng.choice([1, 16, 48, 63, 128]),
+                    pages=rng.choice([1, 7, 16]),
+                    columns=rng.choice([33, 64, 100]),
+                    causal=rng.choice([False, True]),
+                    q_pad=rng.choice([0, 3, 8, 24]),
+                    out_pad=rng.choice([0, 8, 16]),
+                ),
+            )
+        )
+    # Requests few and many: a request begun costs a part nothing, or a step.
+    assert len(keys) <= 2
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16, 128, 400])
+@pytest.mark.parametrize("rows", [1, 64, 128, 512])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_scratch_is_bounded_and_the_gpu_filled(batch, rows, batch_invariant):
+    made = launch.make_plan(132, batch, rows, 1, 1 << 17, batch_invariant)
+    assert 4 * made.scratch <= plan.MAX_SCRATCH_BYTES
+    if not batch_invariant:
+        assert made.parts * made.num_groups * (batch if made.split_steps else 1) >= 120
+
+
+@functools.cache
+def call_of(**fields: Any) -> dispatch.Call:
+    defaults = {"cache_format": "bf16", "page_size": 64, "head_dim": 576, "head_dim_v": 512}
+    return dispatch.Call("dense_decode", torch.device("cuda"), torch.bfloat16, **(defaults | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, None),
+        ({"page_size": 192}, None),
+        ({"head_dim": 512}, None),
+        ({"page_size": 96}, "96"),
+        ({"page_size": 1}, "multiple of 64"),
+        ({"cache_format": "fp8"}, "fp8"),
+        ({"head_dim": 192, "head_dim_v": 128}, "192 and 128"),
+        ({"head_dim_v": 448}, "448"),
+        ({"rows_aligned": False}, "16 bytes"),
+    ],
+)
+def test_what_it_refuses(fields, reason):
+    refusal = api._refuses_hopper(call_of(**fields))
+    assert refusal is None if reason is None else reason in refusal
+
+
+@pytest.mark.parametrize(
+    ("strides", "offset", "aligned"),
+    [
+        ((64 * 576, 576, 576, 1), 0, True),
+        ((64 * 584, 584, 584, 1), 8, True),
+        ((64 * 580, 580, 580, 1), 0, False),
+        ((64 * 576, 576, 576, 1), 4, False),
+        ((0, 576, 576, 1), 0, False),
+    ],
+)
+def test_which_rows_are_aligned(strides, offset, aligned):
+    storage = torch.empty(4 * 64 * 600, dtype=torch.bfloat16)
+    assert checks.rows_aligned(storage.as_strided((3, 64, 1, 576), strides, offset)) is aligned
+
+
+def test_descriptors_are_made_once_a_cache():
+    cache = torch.empty(3, 128, 2, 576, dtype=torch.bfloat16)
+    make = functools.partial(
+        launch._descriptors, cache.data_ptr(), cache.dtype, tuple(cache.shape), launch._strides(cache), cache.device
+    )
+    half, rope = make()
+    assert make()[0] is half
+    assert rope is not None
+    assert (half.block_shape, rope.block_shape) == ([1, 64, 1, 256], [1, 64, 1, 64])
+    assert half.strides == [128 * 2 * 576, 2 * 576, 576, 1]
+    assert not isinstance(half.base, torch.Tensor)

@@ -1,0 +1,117 @@
+"""Dense decode's Triton kernel against the reference, in Triton's interpreter."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashlatte import dense_decode
+from flashlatte.ops.dense_decode.portable import launch
+from flashlatte.schedule import plan
+from flashlatte.testing import compare
+from flashlatte.testing.cases import DenseDecodeCase
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+TOY = DenseDecodeCase(batch=3, s_q=2, s_k=70, h_q=4, head_dim=48, head_dim_v=32, page_size=16, varlen=True)
+CASES = {
+    "toy": TOY,
+    "two kv heads, causal": replace(TOY, h_kv=2, causal=True),
+    "no rope": replace(TOY, head_dim=32, page_size=64),
+    "odd sizes": replace(TOY, h_q=3, head_dim=37, head_dim_v=20, page_size=7, causal=True),
+    "pages of one token": replace(TOY, s_k=20, page_size=1),
+    "many rows": replace(TOY, s_q=3, h_q=30, causal=True),
+    "fewer keys than queries": replace(TOY, s_q=5, s_k=3, varlen=False, causal=True),
+    "empty requests": replace(TOY, batch=6, zero_lengths=True),
+    "gaps between rows": replace(TOY, strided=True),
+    "int64 indices": replace(TOY, index_dtype=torch.int64),
+    "fp16": replace(TOY, dtype=torch.float16),
+    "fp8": replace(TOY, cache_dtype=torch.float8_e4m3fn, page_size=5),
+    "one long request": replace(TOY, batch=1, s_q=1, s_k=300, varlen=False),
+    "mla": DenseDecodeCase(batch=2, s_q=1, s_k=40, h_q=16, varlen=True),
+}
+
+
+def decode(arguments, **more):
+    q = arguments["q"]
+    outputs = {
+        "out": torch.full((*q.shape[:3], arguments["head_dim_v"]), torch.nan, dtype=q.dtype),
+        "lse": torch.full((q.shape[0], q.shape[2], q.shape[1]), torch.nan),
+    }
+    return dense_decode(**arguments, **outputs, backend="portable", **more)
+
+
+def check(arguments, **more):
+    out, lse = decode(arguments, **more)
+    wanted_out, wanted_lse = dense_decode(**arguments, **more, backend="reference")
+    compare.assert_close(out, wanted_out, compare.DENSE_DECODE_OUT, "out")
+    compare.assert_close(lse, wanted_lse, compare.DECODE_LSE, "lse")
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_against_the_reference(case):
+    check(case.inputs())
+
+
+@pytest.mark.parametrize("name", ["two kv heads, causal", "empty requests", "many rows"])
+def test_batch_invariant_against_the_reference(name):
+    check(CASES[name].inputs(), batch_invariant=True)
+
+
+def test_scale_of_the_cache_on_the_device():
+    arguments = CASES["fp8"].inputs()
+    check(arguments | {"k_scale": torch.tensor([0.3])})
+
+
+def test_scale_of_the_softmax_and_empty_lse():
+    check(CASES["empty requests"].inputs() | {"softmax_scale": 0.7}, empty_lse=float("inf"))
+
+
+def test_pages_outside_the_cache_and_lengths_outside_the_table_are_not_seen():
+    arguments = replace(TOY, batch=5, varlen=False).inputs()
+    arguments["k_cache"].nan_to_num_(nan=0.1)  # the lengths below reach what was not to be read
+    table = arguments["block_table"]
+    table[0, 0], table[1, 1], table[2, :] = -1, -(2**31), 2**31 - 1
+    arguments["cache_seqlens"][3], arguments["cache_seqlens"][4] = 2**31 - 1, -5
+    check(arguments)
+
+
+def test_lengths_that_are_not_neighbours():
+    arguments = TOY.inputs()
+    check(arguments | {"cache_seqlens": arguments["cache_seqlens"].repeat_interleave(2)[::2]})
+
+
+def test_nan_keys_of_one_request_stay_there():
+    arguments = replace(TOY, varlen=False).inputs()
+    wanted, _ = decode(arguments)
+    arguments["k_cache"][arguments["block_table"][1, 0]] = torch.nan
+    out, lse = decode(arguments)
+    assert out[1].isnan().all()
+    assert lse[1].isnan().all()
+    assert torch.equal(out[[0, 2]], wanted[[0, 2]])
+
+
+def test_batch_invariant_is_the_same_alone_and_in_any_launch(monkeypatch):
+    monkeypatch.setattr(launch, "_SPLIT_KEYS", 48)
+    monkeypatch.setattr(plan, "MAX_SCRATCH_BYTES", 40_000)
+    launch.make_plan.cache_clear()
+    plan.fixed_groups.cache_clear()
+    arguments = replace(TOY, batch=4, s_k=200).inputs()
+    together, together_lse = decode(arguments, batch_invariant=True)
+    max_pages = arguments["block_table"].shape[1]
+    made = launch.make_plan("interpreter", 4, 4, 8, 1, 48, 32, 16, max_pages, False, True)
+    assert len(made.launches) > 1
+    assert made.parts > 1
+    one = slice(2, 3)
+    alone = {name: arguments[name][one] for name in ("q", "block_table", "cache_seqlens")}
+    out, lse = decode(arguments | alone, batch_invariant=True)
+    assert torch.equal(out, together[one])
+    assert torch.equal(lse, together_lse[one])
+    check(arguments, batch_invariant=True)
+
+
+def test_same_bits_run_after_run():
+    arguments = CASES["one long request"].inputs()
+    first, second = decode(arguments), decode(arguments)
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
