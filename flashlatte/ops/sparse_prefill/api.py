@@ -10,9 +10,42 @@ from flashlatte import checks, dispatch
 from flashlatte.torch_op import register_op
 
 OPERATION = "sparse_prefill"
+PORTABLE_MAX_HEAD_DIM = 1024
+
+
+def _refuses_hopper(call: dispatch.Call) -> str | None:
+    if call.head_dim not in (576, 512) or call.head_dim_v != 512:
+        return f"takes head dims 576 and 512 with d_v 512, not {call.head_dim} with {call.head_dim_v}"
+    if not call.rows_aligned:
+        return "takes q and kv whose rows begin at multiples of 16 bytes"
+    if dispatch.interpreting():
+        return "is written in Gluon, which Triton's interpreter does not run"
+    return None
+
+
+def _refuses_portable(call: dispatch.Call) -> str | None:
+    if call.head_dim is not None and call.head_dim > PORTABLE_MAX_HEAD_DIM:
+        return f"holds whole rows in shared memory, of up to {PORTABLE_MAX_HEAD_DIM} numbers, not {call.head_dim}"
+    return None
+
 
 dispatch.register(
     OPERATION,
+    dispatch.Implementation(
+        "hopper",
+        "flashlatte.ops.sparse_prefill.hopper:sparse_prefill",
+        (torch.bfloat16, torch.float16),
+        needs_triton=True,
+        capability=(9, 0),
+        refuses=_refuses_hopper,
+    ),
+    dispatch.Implementation(
+        "portable",
+        "flashlatte.ops.sparse_prefill.portable:sparse_prefill",
+        (torch.bfloat16, torch.float16),
+        needs_triton=True,
+        refuses=_refuses_portable,
+    ),
     dispatch.Implementation("reference", "flashlatte.ops.sparse_prefill.reference:sparse_prefill", checks.FLOAT_DTYPES),
 )
 
@@ -75,7 +108,16 @@ def sparse_prefill(
     max_logits = torch.empty(s_q, h_q, dtype=torch.float32, device=device)
     lse = torch.empty_like(max_logits)
 
-    call = dispatch.Call(OPERATION, device, q.dtype, head_dim=head_dim, head_dim_v=d_v, h_q=h_q, h_kv=1)
+    call = dispatch.Call(
+        OPERATION,
+        device,
+        q.dtype,
+        head_dim=head_dim,
+        head_dim_v=d_v,
+        h_q=h_q,
+        h_kv=1,
+        rows_aligned=checks.rows_aligned(q) and checks.rows_aligned(kv),
+    )
     _sparse_prefill(
         q,
         kv,

@@ -1,0 +1,86 @@
+"""The kernel: shared memory, and the three warpgroups that run in it."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashlatte.ops.sparse_prefill.hopper.consumers import consume_left, consume_right
+from flashlatte.ops.sparse_prefill.hopper.epilogue import Output
+from flashlatte.ops.sparse_prefill.hopper.producer import produce
+from flashlatte.ops.sparse_prefill.hopper.state import Problem, allocate
+
+# Of 168 x 12 registers (32-bit, a thread and warp) the left consumer takes what these leave: 224.
+_RIGHT_REGISTERS = gl.constexpr(224)
+_PRODUCER_REGISTERS = gl.constexpr(56)
+
+_SIZES_AND_STRIDES = (
+    "kv_stride",
+    "index_stride",
+    "length_stride",
+    "sink_stride",
+    "out_token_stride",
+    "out_head_stride",
+    "s_kv",
+    "heads",
+    "head_blocks",
+    "topk",
+    "tiles",
+)
+
+
+# Copied by the element: their alignment would only multiply the compiled variants.
+_ELEMENTWISE = ("indices", "lengths", "sinks", "max_logits", "lse")
+
+
+@gluon.jit(do_not_specialize=_SIZES_AND_STRIDES, do_not_specialize_on_alignment=_ELEMENTWISE)
+def sparse_prefill_kernel(
+    q_desc,
+    q_rope_desc,
+    kv,
+    kv_stride: gl.int64,  # in units of 16 bytes
+    indices,
+    index_stride: gl.int64,
+    lengths,
+    length_stride: gl.int64,
+    sinks,
+    sink_stride: gl.int64,
+    out,
+    out_token_stride: gl.int64,  # in units of OUT_UNIT elements, as the next
+    out_head_stride: gl.int64,
+    max_logits,
+    lse,
+    s_kv: gl.int32,
+    heads: gl.int32,
+    head_blocks: gl.int32,
+    topk: gl.int32,
+    tiles: gl.int32,
+    softmax_scale: gl.float32,
+    scale_log2: gl.float32,
+    empty_lse: gl.float32,
+    HEAD_DIM: gl.constexpr,
+    OUT_UNIT: gl.constexpr,
+):
+    shared = allocate(kv.dtype.element_ty, HEAD_DIM)
+    problem = Problem(indices, index_stride, lengths, length_stride, s_kv, topk, head_blocks, tiles)
+    output = Output(
+        out,
+        out_token_stride,
+        out_head_stride,
+        OUT_UNIT,
+        max_logits,
+        lse,
+        sinks,
+        sink_stride,
+        heads,
+        softmax_scale,
+        scale_log2,
+        empty_lse,
+    )
+    gl.warp_specialize(
+        [
+            (consume_left, (output, problem, shared, HEAD_DIM)),
+            (consume_right, (output, problem, shared, HEAD_DIM)),
+            (produce, (q_desc, q_rope_desc, kv, kv_stride, problem, shared, HEAD_DIM)),
+        ],
+        [4, 4],
+        [_RIGHT_REGISTERS, _PRODUCER_REGISTERS],
+    )

@@ -1,0 +1,131 @@
+"""Scores, and a consumer's share of the running softmax."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from flashlatte.gluon_compat import aggregate
+
+SCORE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+OUT_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+WEIGHT_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, OUT_LAYOUT, 2))
+SCORE_ROW = gl.constexpr(gl.SliceLayout(1, SCORE_LAYOUT))
+SCORE_COLUMN = gl.constexpr(gl.SliceLayout(0, SCORE_LAYOUT))
+OUT_ROW = gl.constexpr(gl.SliceLayout(1, OUT_LAYOUT))
+
+# Below any score, and finite, so that the difference of two references of empty rows is 0 and not NaN.
+NO_SCORE = gl.constexpr(-1e30)
+# Weights may grow to 2^8 before the reference is raised. The output's precision does not depend on it, and rescaling
+# it costs as many instructions as the whole rest of the softmax.
+_HEADROOM = gl.constexpr(8.0)
+
+
+@aggregate
+class Attention:
+    """A consumer's 256 columns of the output, and the softmax statistics of the keys seen.
+
+    Both consumers have the same reference; each sums, and takes the maximum of, its own blocks alone.
+    """
+
+    out: gl.tensor  # float32 [64, 256], not yet divided by the sum
+    reference: gl.tensor  # [64], the raw score whose weight is 1
+    row_sum: gl.tensor  # [64], of weights
+    row_max: gl.tensor  # [64], of raw scores
+
+    @gluon.constexpr_function
+    def __init__(self, out, reference, row_sum, row_max):
+        self.out = out
+        self.reference = reference
+        self.row_sum = row_sum
+        self.row_max = row_max
+
+
+@gluon.jit
+def empty_attention():
+    none = gl.full([64], NO_SCORE, gl.float32, SCORE_ROW)
+    return Attention(gl.zeros([64, 256], gl.float32, OUT_LAYOUT), none, gl.zeros([64], gl.float32, SCORE_ROW), none)
+
+
+@gluon.jit
+def raised(reference, block_max, scale_log2):
+    """The reference, raised to the block's maximum where its weights would grow too large."""
+    return gl.where((block_max - reference) * scale_log2 > _HEADROOM, block_max, reference)
+
+
+@gluon.constexpr_function
+def _rescale_asm():
+    # A thread holds 128 numbers: in turn two of its first row and two of its second. Operands: 0 to 127 the numbers,
+    # also 128 to 255; 256 to 383 the factor of each.
+    multiply = [f"mul.f32 ${i}, ${i}, ${256 + (i & 2)};" for i in range(128)]
+    return " ".join(
+        [
+            "{ .reg .pred any, second;",
+            "setp.neu.f32 any, $256, 0f3F800000;",
+            "setp.neu.f32 second, $258, 0f3F800000;",
+            "or.pred any, any, second;",
+            "vote.sync.any.pred any, any, 0xffffffff;",
+            "@!any bra.uni DONE;",
+            *multiply,
+            "DONE: }",
+        ]
+    )
+
+
+@gluon.constexpr_function
+def _rescale_constraints():
+    return ",".join(["=f"] * 128 + [str(i) for i in range(128)] + ["f"] * 128)
+
+
+@gluon.jit
+def rescale(out, factor):
+    """out x factor, skipped by warps whose rows all have factor 1."""
+    factor = gl.convert_layout(factor, OUT_ROW, assert_trivial=True)[:, None]
+    return gl.inline_asm_elementwise(
+        _rescale_asm(), _rescale_constraints(), [out, factor], gl.float32, is_pure=True, pack=128
+    )
+
+
+@gluon.jit
+def weights_of(scores, reference, scale_log2):
+    return gl.exp2(scores * scale_log2 - (reference * scale_log2)[:, None])
+
+
+@gluon.jit
+def start_scores(q, k, ready, phase, opaque_zero, unused, HEAD_DIM: gl.constexpr):
+    """Start q x k, following the arrival of k, for ``finish_scores``.
+
+    ``unused`` is a [64, 64] tensor whose registers the scores may take.
+    """
+    q_left = q.left.index(opaque_zero)
+    q_right = q.right.index(opaque_zero)
+    k_left = k.left.index(opaque_zero)
+    k_right = k.right.index(opaque_zero)
+    mbarrier.wait(ready.quarter0, phase)
+    scores = warpgroup_mma(
+        q_left.slice(0, 128, dim=1), k_left.slice(0, 128, dim=1).permute((1, 0)), unused, use_acc=False, is_async=True
+    )
+    mbarrier.wait(ready.quarter1, phase)
+    scores = warpgroup_mma(
+        q_left.slice(128, 128, dim=1), k_left.slice(128, 128, dim=1).permute((1, 0)), scores, is_async=True
+    )
+    mbarrier.wait(ready.quarter2, phase)
+    if HEAD_DIM == 576:
+        scores = warpgroup_mma(
+            q.rope.index(opaque_zero), k.rope.index(opaque_zero).permute((1, 0)), scores, is_async=True
+        )
+    scores = warpgroup_mma(
+        q_right.slice(0, 128, dim=1), k_right.slice(0, 128, dim=1).permute((1, 0)), scores, is_async=True
+    )
+    mbarrier.wait(ready.quarter3, phase)
+    return warpgroup_mma(
+        q_right.slice(128, 128, dim=1), k_right.slice(128, 128, dim=1).permute((1, 0)), scores, is_async=True
+    )
+
+
+@gluon.jit
+def finish_scores(pending, mask, ready, phase):
+    """The scores of the tokens that are selected, -inf for the others."""
+    mbarrier.wait(ready.mask, phase)
+    selected = mask.load(SCORE_COLUMN) != 0
+    scores = warpgroup_mma_wait(0, deps=[pending])
+    return gl.where(selected[None, :], scores, float("-inf"))

@@ -1,0 +1,222 @@
+"""What the three warpgroups share: tiles in shared memory, their barriers, and the problem."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from flashlatte.gluon_compat import aggregate
+
+TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+ROW_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@aggregate
+class LatentTile:
+    """64 rows of q or kv, cut where the work is cut: a consumer's half of the output is a half of these columns.
+
+    The leading axis of 1 is indexed by ``opaque_zero`` values: what the compiler knows to be constant it hoists out
+    of the loop as wgmma descriptors, more than there are registers.
+    """
+
+    left: gl.shared_memory_descriptor  # [1, 64, 256], columns 0 to 255
+    right: gl.shared_memory_descriptor  # [1, 64, 256], columns 256 to 511
+    rope: gl.shared_memory_descriptor  # [1, 64, 64], columns 512 to 575; with head_dim 512 nothing reads it
+
+    @gluon.constexpr_function
+    def __init__(self, left, right, rope):
+        self.left = left
+        self.right = right
+        self.rope = rope
+
+
+@aggregate
+class BlockReady:
+    """The barriers that tell a consumer how much of a K block has arrived, a quarter of the latent at a time.
+
+    RoPE columns are copied before the third quarter and arrive with it.
+    """
+
+    quarter0: gl.shared_memory_descriptor
+    quarter1: gl.shared_memory_descriptor
+    quarter2: gl.shared_memory_descriptor
+    quarter3: gl.shared_memory_descriptor
+    mask: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, quarter0, quarter1, quarter2, quarter3, mask):
+        self.quarter0 = quarter0
+        self.quarter1 = quarter1
+        self.quarter2 = quarter2
+        self.quarter3 = quarter3
+        self.mask = mask
+
+
+@aggregate
+class Shared:
+    """Everything in shared memory. Blocks 0 and 1 are the two halves of a pair of 64 selected tokens each."""
+
+    q: LatentTile
+    q_ready: gl.shared_memory_descriptor
+    k0: LatentTile
+    k1: LatentTile
+    ready0: BlockReady
+    ready1: BlockReady
+    mask0: gl.shared_memory_descriptor  # int32 [64], 0 where an index selects nothing
+    mask1: gl.shared_memory_descriptor
+    weights0: gl.shared_memory_descriptor  # [1, 64, 64]
+    weights1: gl.shared_memory_descriptor  # [1, 64, 64]
+    reference0: gl.shared_memory_descriptor  # float32 [64], as those that follow
+    reference1: gl.shared_memory_descriptor
+    sum0: gl.shared_memory_descriptor
+    sum1: gl.shared_memory_descriptor
+    max0: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        q,
+        q_ready,
+        k0,
+        k1,
+        ready0,
+        ready1,
+        mask0,
+        mask1,
+        weights0,
+        weights1,
+        reference0,
+        reference1,
+        sum0,
+        sum1,
+        max0,
+    ):
+        self.q = q
+        self.q_ready = q_ready
+        self.k0 = k0
+        self.k1 = k1
+        self.ready0 = ready0
+        self.ready1 = ready1
+        self.mask0 = mask0
+        self.mask1 = mask1
+        self.weights0 = weights0
+        self.weights1 = weights1
+        self.reference0 = reference0
+        self.reference1 = reference1
+        self.sum0 = sum0
+        self.sum1 = sum1
+        self.max0 = max0
+
+
+@aggregate
+class Problem:
+    """The selection and its extents. A tile is 64 heads of one query token."""
+
+    indices: gl.tensor
+    index_stride: gl.tensor
+    lengths: gl.tensor | gl.constexpr
+    length_stride: gl.tensor
+    s_kv: gl.tensor
+    topk: gl.tensor
+    head_blocks: gl.tensor
+    tiles: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, indices, index_stride, lengths, length_stride, s_kv, topk, head_blocks, tiles):
+        self.indices = indices
+        self.index_stride = index_stride
+        self.lengths = gl.constexpr(None) if lengths is None else lengths
+        self.length_stride = length_stride
+        self.s_kv = s_kv
+        self.topk = topk
+        self.head_blocks = head_blocks
+        self.tiles = tiles
+
+    @gluon.jit
+    def token(self, tile):
+        """The query token of a tile; for tiles beyond the last, the last."""
+        return gl.minimum(tile, self.tiles - 1) // self.head_blocks
+
+    @gluon.jit
+    def selected(self, tile):
+        """How many of the token's indices count."""
+        count = self.topk
+        if self.lengths is not None:
+            length = gl.load(self.lengths + self.token(tile).to(gl.int64) * self.length_stride)
+            count = gl.minimum(gl.maximum(length, 0), count).to(gl.int32)
+        return count
+
+    @gluon.jit
+    def row(self, tile):
+        """Pointer to the token's first index."""
+        return self.indices + self.token(tile).to(gl.int64) * self.index_stride
+
+
+@gluon.jit
+def pairs_of(count):
+    """Pairs of blocks that cover so many indices; a token that selects nothing still runs one, all masked."""
+    return gl.maximum((count + 127) // 128, 1)
+
+
+@gluon.jit
+def kept(count):
+    """The same count, used in a way that Triton 3.6 and 3.7 see.
+
+    Their elimination of dead loop arguments overlooks the bounds of inner loops (triton-lang/triton#9036): a count
+    that is nothing else would keep the value of the first iteration.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [count], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _row():
+    return gl.allocate_shared_memory(gl.float32, [64], ROW_LAYOUT)
+
+
+@gluon.jit
+def _barrier(COUNT: gl.constexpr):
+    # Barriers that share an allocation draw extra bar.syncs from Triton's hazard analysis.
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, count=COUNT)
+    return barrier
+
+
+@gluon.jit
+def _block_ready():
+    return BlockReady(_barrier(128), _barrier(128), _barrier(128), _barrier(128), _barrier(1))
+
+
+@gluon.jit
+def _tile(DTYPE: gl.constexpr, HEAD_DIM: gl.constexpr):
+    left = gl.allocate_shared_memory(DTYPE, [1, 64, 256], TILE_LAYOUT)
+    right = gl.allocate_shared_memory(DTYPE, [1, 64, 256], TILE_LAYOUT)
+    rope = gl.allocate_shared_memory(DTYPE, [1, 64, 64], TILE_LAYOUT) if HEAD_DIM == 576 else left
+    return LatentTile(left, right, rope)
+
+
+@gluon.jit
+def allocate(DTYPE: gl.constexpr, HEAD_DIM: gl.constexpr):
+    q = _tile(DTYPE, HEAD_DIM)
+    k0 = _tile(DTYPE, HEAD_DIM)
+    k1 = _tile(DTYPE, HEAD_DIM)
+    # Block 0's weights exist only between the last read of its RoPE columns and their refill.
+    weights0 = k0.rope if HEAD_DIM == 576 else gl.allocate_shared_memory(DTYPE, [1, 64, 64], TILE_LAYOUT)
+    weights1 = gl.allocate_shared_memory(DTYPE, [1, 64, 64], TILE_LAYOUT)
+    mask0 = gl.allocate_shared_memory(gl.int32, [64], ROW_LAYOUT)
+    mask1 = gl.allocate_shared_memory(gl.int32, [64], ROW_LAYOUT)
+    return Shared(
+        q,
+        _barrier(1),
+        k0,
+        k1,
+        _block_ready(),
+        _block_ready(),
+        mask0,
+        mask1,
+        weights0,
+        weights1,
+        _row(),
+        _row(),
+        _row(),
+        _row(),
+        _row(),
+    )

@@ -1,0 +1,269 @@
+"""What the compiler makes of the Hopper kernel, without the GPU: launches are recorded, and compiled to cubins."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from support.compile import SHARED_BYTES, Launch, Recorder, variant_key
+
+from flashlatte import dispatch, sparse_prefill
+
+triton = pytest.importorskip("triton")
+
+from support import compile as support  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import make_backend  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+from triton.runtime.jit import create_function_from_signature  # noqa: E402
+
+from flashlatte.ops.sparse_prefill.hopper import launch  # noqa: E402
+from flashlatte.ops.sparse_prefill.hopper.kernel import sparse_prefill_kernel  # noqa: E402
+
+pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
+
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a Triton version must make of the kernel.
+
+    Attributes:
+        shared: bytes of shared memory, by head_dim.
+        async_waits: waits for tensor cores; more of them mean that the compiler serialised multiplications.
+    """
+
+    shared: dict[int, int]
+    async_waits: int
+
+
+# Every version compiles to 168 registers (what 12 warps allow at launch), and spills none.
+EXPECTED = {
+    "3.6": Expected({576: 231_904, 512: 215_472}, 14),
+    "3.7": Expected({576: 231_904, 512: 215_472}, 14),
+}
+VERSION = ".".join(triton.__version__.split(".")[:2])
+
+
+@functools.cache
+def compiled(key: str) -> support.Compiled:
+    """The machine code of a recorded launch, by its variant key."""
+    launch_ = LAUNCHES[key]
+    backend = make_backend(HOPPER)
+    binder = create_function_from_signature(sparse_prefill_kernel.signature, sparse_prefill_kernel.params, backend)
+    bound, specialization, options = binder(**launch_.arguments, **launch_.options)
+    options, signature, constexprs, attributes = sparse_prefill_kernel._pack_args(
+        backend, dict(launch_.options), bound, specialization, options
+    )
+    source = GluonASTSource(sparse_prefill_kernel, signature, constexprs, attributes)
+    binary = triton.compile(source, target=HOPPER, options=options.__dict__)
+    sass = support._disassemble(binary.asm["cubin"])
+    return support.Compiled(
+        registers=support._registers(binary.asm["cubin"]),
+        spills=len(re.findall(r"\b(?:STL|LDL)\b", sass)),
+        shared=binary.metadata.shared,
+        hgmma=len(re.findall(r"\bHGMMA\b", sass)),
+        hmma=len(re.findall(r"\bHMMA\b", sass)),
+        async_copies=len(re.findall(r"\bLDGSTS\.E\.[A-Z.0-9]*128\b", sass)),
+        ttgir=binary.asm["ttgir"],
+        sass=sass,
+    )
+
+
+LAUNCHES: dict[str, Launch] = {}
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Calls the launcher, and returns what it launched and the launch's variant key."""
+    recorder = Recorder(sparse_prefill_kernel)
+    monkeypatch.setattr(launch, "sparse_prefill_kernel", recorder)
+    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
+
+    def record(**call: Any) -> tuple[Launch, str]:
+        recorder.launches.clear()
+        prefill(**call)
+        (only,) = recorder.launches
+        key = variant_key(sparse_prefill_kernel, only)
+        LAUNCHES[key] = only
+        return only, key
+
+    return record
+
+
+def prefill(
+    s_q: int = 8,
+    heads: int = 128,
+    head_dim: int = 576,
+    s_kv: int = 64,
+    topk: int = 256,
+    dtype: torch.dtype = torch.bfloat16,
+    index_dtype: torch.dtype = torch.int32,
+    lengths: bool = False,
+    sinks: bool = True,
+    kv_pad: int = 0,
+    out_pad: int = 0,
+) -> None:
+    """A call of the implementation with tensors whose contents do not matter."""
+    launch.sparse_prefill(
+        torch.empty(s_q, heads, head_dim, dtype=dtype),
+        torch.empty(s_kv, 1, head_dim + kv_pad, dtype=dtype)[..., :head_dim],
+        torch.empty(s_q, 1, topk, dtype=index_dtype),
+        torch.empty(s_q, dtype=index_dtype) if lengths else None,
+        torch.empty(heads) if sinks else None,
+        head_dim**-0.5,
+        -math.inf,
+        torch.empty(s_q, heads, 512 + out_pad, dtype=dtype)[..., :512],
+        torch.empty(s_q, heads),
+        torch.empty(s_q, heads),
+    )
+
+
+CALLS = {
+    "bf16 576": {"head_dim": 576},
+    "bf16 512": {"head_dim": 512},
+    "bf16 576, lengths": {"head_dim": 576, "lengths": True},
+    "fp16 512, int64 indices": {"head_dim": 512, "dtype": torch.float16, "index_dtype": torch.int64, "lengths": True},
+    "bf16 576, misaligned out": {"head_dim": 576, "out_pad": 1, "sinks": False},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_machine_code(recorded, name):
+    _, key = recorded(**CALLS[name])
+    code = compiled(key)
+    head_dim = CALLS[name]["head_dim"]
+
+    assert code.spills == 0
+    assert code.registers == 168
+    assert code.shared <= SHARED_BYTES[90]
+    # Scores of a block: head_dim / 16 multiplications, at 6 places; output: 4 for each of 2 blocks, 2 x 2 places.
+    assert code.hgmma == 6 * head_dim // 16 + 32
+    assert code.hmma == 0
+    # 64 rows of head_dim numbers by 128 threads, twice: all copies are 16 bytes wide.
+    assert code.async_copies == 2 * 64 * head_dim // (8 * 128)
+    assert len(re.findall(r"\bLDGSTS\b", code.sass)) == code.async_copies
+
+
+@pytest.mark.skipif(VERSION not in EXPECTED, reason="no record of this Triton version")
+@pytest.mark.parametrize("head_dim", [576, 512])
+def test_as_on_record(recorded, head_dim):
+    _, key = recorded(head_dim=head_dim)
+    code = compiled(key)
+    assert code.shared == EXPECTED[VERSION].shared[head_dim]
+    assert len(re.findall(r"\bWARPGROUP\.DEPBAR\b", code.sass)) == EXPECTED[VERSION].async_waits
+
+
+def test_every_warpgroup_follows_the_lengths(recorded):
+    _, key = recorded(lengths=True)
+    # The first tile's and the next tile's. A warpgroup that keeps the first runs out of step with the others, forever.
+    assert len(re.findall(r"tt\.load [^\n]*: !tt\.ptr<i32>", compiled(key).ttgir)) == 3 * 2
+
+
+def test_stores_are_16_bytes_wide(recorded):
+    _, key = recorded()
+    widths = Counter(re.findall(r"\bSTG\.E(\.\w+)?", compiled(key).sass))
+    # 64 x 256 numbers by 128 threads for each consumer, and two statistics, each at full and partial height.
+    assert widths[".128"] == 2 * 64 * 256 // (8 * 128)
+    assert set(widths) <= {".128", ""}
+    assert widths[""] <= 4
+
+
+def test_lengths_and_strides_compile_once(recorded):
+    rng = random.Random(0)
+    keys = set()
+    for _ in range(20):
+        _, key = recorded(
+            s_q=rng.choice([1, 3, 16, 33]),
+            heads=rng.choice([1, 16, 48, 64, 128]),
+            s_kv=rng.choice([1, 16, 100, 129]),
+            topk=rng.choice([1, 16, 17, 128, 300]),
+            kv_pad=rng.choice([0, 8, 24]),
+            out_pad=rng.choice([0, 8, 16]),
+        )
+        keys.add(key)
+    assert len(keys) == 1
+
+
+@pytest.mark.parametrize(("s_q", "heads", "grid"), [(1, 16, 1), (3, 64, 3), (3, 65, 6), (200, 128, 132)])
+def test_grid_covers_the_tiles(recorded, s_q, heads, grid):
+    launched, _ = recorded(s_q=s_q, heads=heads)
+    assert launched.grid == (grid,)
+    assert launched.arguments["tiles"] == s_q * -(-heads // 64)
+
+
+def test_takes_kv_where_it_lies(recorded):
+    launched, _ = recorded(kv_pad=8)
+    assert launched.arguments["kv"].stride(0) == 584
+    assert launched.arguments["kv_stride"] == 584 // 8
+
+
+def call(head_dim: int = 576, head_dim_v: int = 512, rows_aligned: bool = True) -> dispatch.Call:
+    return dispatch.Call(
+        "sparse_prefill",
+        torch.device("cuda", 0),
+        torch.bfloat16,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        h_q=128,
+        h_kv=1,
+        rows_aligned=rows_aligned,
+    )
+
+
+def refusal(of: dispatch.Call) -> str | None:
+    return {choice.backend: choice.refusal for choice in dispatch.explain(of)}["hopper"]
+
+
+def test_leaves_misaligned_rows_to_others(monkeypatch):
+    monkeypatch.setattr(dispatch, "compute_capability", lambda _: (9, 0))
+    assert refusal(call()) is None
+    assert refusal(call(rows_aligned=False)) == "takes q and kv whose rows begin at multiples of 16 bytes"
+    assert dispatch.select(call(rows_aligned=False)) == "portable"
+
+
+@pytest.mark.parametrize("misaligned", ["q", "kv"])
+def test_says_which_rows_are_misaligned(monkeypatch, misaligned):
+    calls = []
+    monkeypatch.setattr(dispatch, "select", lambda call, _: calls.append(call) or "reference")
+    tensors = {"q": torch.zeros(2, 3, 576, dtype=torch.bfloat16), "kv": torch.zeros(4, 1, 576, dtype=torch.bfloat16)}
+    indices = torch.zeros(2, 1, 5, dtype=torch.int32)
+    sparse_prefill(tensors["q"], tensors["kv"], indices)
+    tensors[misaligned] = torch.zeros(*tensors[misaligned].shape[:2], 577, dtype=torch.bfloat16)[..., :576]
+    sparse_prefill(tensors["q"], tensors["kv"], indices)
+    assert [call.rows_aligned for call in calls] == [True, False]
+
+
+def test_a_misaligned_buffer_is_an_error(recorded):
+    bytes_ = torch.empty(2 * 64 * 576 + 8, dtype=torch.int8)
+    start = 2 if bytes_.data_ptr() % 16 == 0 else 0
+    kv = torch.frombuffer(memoryview(bytes_.numpy())[start:], dtype=torch.bfloat16)[: 64 * 576].view(64, 1, 576)
+    assert kv.storage_offset() == 0
+    with pytest.raises(ValueError, match=r"^kv must begin at a multiple of 16 bytes for backend='hopper', got 0x"):
+        launch.sparse_prefill(
+            torch.empty(8, 64, 576, dtype=torch.bfloat16),
+            kv,
+            torch.zeros(8, 1, 16, dtype=torch.int32),
+            None,
+            None,
+            0.1,
+            -math.inf,
+            torch.empty(8, 64, 512, dtype=torch.bfloat16),
+            torch.empty(8, 64),
+            torch.empty(8, 64),
+        )
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(576, 256), (640, 512), (128, 128)])
+def test_refuses_other_head_dims(monkeypatch, head_dim, head_dim_v):
+    monkeypatch.setattr(dispatch, "compute_capability", lambda _: (9, 0))
+    reason = f"takes head dims 576 and 512 with d_v 512, not {head_dim} with {head_dim_v}"
+    assert refusal(call(head_dim, head_dim_v)) == reason
