@@ -16,6 +16,10 @@ test: $(READY)
 gpu-test: $(READY)
 	@$(BIN)/python -m pytest -m gpu --quiet
 
+sanitize: $(READY)
+	@command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is needed: it comes with the CUDA toolkit" >&2; exit 2; }
+	@compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python tests/gpu/sanitize.py
+
 bench: $(VENV)/.bench-ready
 	@$(BIN)/flashlatte bench
 

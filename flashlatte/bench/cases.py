@@ -1,0 +1,198 @@
+"""The benchmark's cases, and what FlashMLA was recorded at for each.
+
+FlashMLA's figures were taken on one H100 80GB SXM with PyTorch 2.11 and CUDA 13.0 at commit 9241ae3, on the data that
+``workloads`` draws. They were measured as here, by do_bench (median, L2 flushed between calls), except the "cool"
+ones, which are FlashMLA's own scripts': a few launches after a pause, which run cooler and faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashlatte.bench.problems import CacheGather, CacheWrite, DenseDecode, Problem, SparseDecode, SparsePrefill
+
+# The 8192³ bf16 matmul (780 to 800) and the device-to-device copy in the runs that FlashMLA was recorded in.
+RECORDED_MATMUL_TFLOPS = 790.0
+RECORDED_COPY_GBPS = 3024.0
+
+METHODS = ("device", "graph", "host")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """FlashMLA's figures for a case: the shortest time where it was measured several times (``tflops`` and ``gbps``
+    of the varlen b 128, s_q 1 case stem from a slower one of them).
+
+    Attributes:
+        microseconds, tflops, gbps: of whole calls by do_bench, or in a CUDA graph for the "graph" cases.
+        cool_microseconds, cool_tflops: by FlashMLA's own scripts.
+    """
+
+    microseconds: float | None = None
+    tflops: float | None = None
+    gbps: float | None = None
+    cool_microseconds: float | None = None
+    cool_tflops: float | None = None
+
+    @property
+    def share_of_matmul(self) -> float | None:
+        return None if self.tflops is None else self.tflops / RECORDED_MATMUL_TFLOPS
+
+    @property
+    def share_of_copy(self) -> float | None:
+        return None if self.gbps is None else self.gbps / RECORDED_COPY_GBPS
+
+    def text(self) -> str:
+        if self.microseconds is not None:
+            return f"{self.microseconds:,.1f} µs"
+        if self.cool_microseconds is not None:
+            return f"{self.cool_microseconds:,.1f} µs cool"
+        return f"{self.cool_tflops:,.0f} TFLOPS cool"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem and how it is timed.
+
+    Attributes:
+        method: "device", the time of a call on the device with the L2 flushed before it; "graph", a tenth of ten
+            calls in one CUDA graph; "host", what a call costs the host without waiting for the device.
+    """
+
+    problem: Problem
+    method: str = "device"
+    recorded: Recorded | None = None
+
+    @property
+    def operation(self) -> str:
+        return self.problem.operation
+
+    @property
+    def name(self) -> str:
+        return self.problem.name if self.method == "device" else f"{self.problem.name}-{self.method}"
+
+
+def _dense(
+    batch: int,
+    s_q: int,
+    h_q: int,
+    keys: int,
+    microseconds: float,
+    tflops: float,
+    gbps: float,
+    *,
+    graph: float | None = None,
+    **flags: bool | str,
+) -> tuple[Case, ...]:
+    problem = DenseDecode(batch, s_q, h_q, keys, **flags)  # pyright: ignore[reportArgumentType]
+    case = Case(problem, recorded=Recorded(microseconds, tflops, gbps))
+    if graph is None:
+        return (case,)
+    return case, Case(problem, "graph", Recorded(graph, tflops * microseconds / graph, gbps * microseconds / graph))
+
+
+DENSE_DECODE = (
+    *_dense(128, 1, 128, 4096, 259.3, 563, 2467),
+    *_dense(128, 2, 128, 4096, 447.2, 653, 1510),
+    *_dense(128, 2, 128, 8192, 908.4, 643, 1408),
+    *_dense(128, 1, 128, 4096, 274.5, 501, 2194, varlen=True),
+    *_dense(128, 2, 128, 4096, 480.2, 611, 1413, varlen=True, causal=True),
+    *_dense(128, 2, 128, 8192, 914.6, 642, 1405, varlen=True, causal=True),
+    *_dense(132, 1, 128, 4096, 268.4, 561, 2458),
+    *_dense(128, 1, 128, 32768, 2016.6, 579, 2414),
+    *_dense(16, 4, 128, 4096, 113.1, 646, 825, causal=True),
+    *_dense(128, 2, 128, 8192, 934.9, 625, 1368, dtype="fp16"),
+    *_dense(128, 1, 64, 4096, 237.8, 307, 2614),
+    *_dense(128, 1, 32, 4096, 235.6, 155, 2602),
+    *_dense(128, 1, 16, 4096, 234.6, 78, 2593),
+    *_dense(128, 2, 16, 4096, 235.3, 155, 2605, causal=True),
+    *_dense(256, 1, 16, 2048, 235.4, 78, 2603, graph=213.6),
+    *_dense(64, 1, 128, 8192, 257.4, 567, 2416),
+    *_dense(32, 1, 128, 8192, 140.4, 520, 2214),
+    *_dense(32, 2, 64, 16384, 268.3, 544, 2284, causal=True),
+    *_dense(16, 1, 128, 8192, 81.9, 446, 1898, graph=76.5),
+    *_dense(8, 1, 128, 8192, 55.3, 330, 1406),
+    *_dense(4, 1, 128, 8192, 41.4, 220, 938, graph=36.5),
+    *_dense(4, 1, 16, 8192, 34.0, 34, 1113, graph=28.0),
+    *_dense(1, 1, 128, 1024, 18.2, 16, 80, graph=14.3),
+    *_dense(1, 1, 128, 4096, 24.4, 47, 205, graph=20.1),
+    *_dense(1, 1, 16, 4096, 28.0, 5, 170, graph=23.5),
+    *_dense(1, 1, 128, 32768, 49.0, 186, 776),
+    *_dense(1, 1, 128, 65536, 61.0, 299, 1243, graph=55.0),
+    *_dense(1, 1, 128, 131072, 90.8, 402, 1667),
+    *_dense(1, 1, 16, 131072, 95.8, 48, 1576),
+    *_dense(2, 1, 128, 131072, 144.6, 505, 2092),
+    Case(DenseDecode(1, 1, 128, 4096), "host"),
+)
+
+
+def _v32(batch: int, s_q: int, h_q: int, topk: int, recorded: Recorded) -> Case:
+    return Case(SparseDecode("v32", batch, s_q, h_q, topk, tokens=32768, page_size=64), recorded=recorded)
+
+
+def _model1(batch: int, h_q: int, extra_topk: int, recorded: Recorded, **extra: int | bool) -> Case:
+    problem = SparseDecode(
+        "model1",
+        batch,
+        2,
+        h_q,
+        topk=128,
+        tokens=16384,
+        page_size=256,
+        extra_topk=extra_topk,
+        extra_tokens=16384,
+        **extra,  # pyright: ignore[reportArgumentType]
+    )
+    return Case(problem, recorded=recorded)
+
+
+SPARSE_DECODE = (
+    _v32(2, 2, 128, 2048, Recorded(24.9, 91, 252, cool_microseconds=21.3)),
+    _v32(74, 1, 128, 2048, Recorded(135.2, 311, 884)),
+    _v32(64, 2, 128, 2048, Recorded(194.1, 375, 1040, cool_microseconds=191.2)),
+    _v32(128, 2, 128, 2048, Recorded(371.5, 393, 1089, cool_microseconds=370.8)),
+    _v32(32, 2, 128, 16384, Recorded(699.7, 413, 754)),
+    _v32(32, 2, 64, 16384, Recorded(454.4, 322, 1157)),
+    _v32(148, 2, 128, 16384, Recorded(cool_tflops=447)),
+    _v32(148, 2, 64, 16384, Recorded(cool_tflops=354)),
+    _model1(2, 64, 512, Recorded(18.1, 18, 110, cool_microseconds=14.9)),
+    _model1(64, 64, 512, Recorded(57.4, 187, 1114, cool_microseconds=54.0)),
+    _model1(128, 64, 512, Recorded(102.4, 209, 1245, cool_microseconds=99.4)),
+    _model1(64, 128, 1024, Recorded(cool_microseconds=109.3, cool_tflops=354)),
+    _model1(128, 128, 1024, Recorded(215.0, 360, 1092, cool_microseconds=212.1)),
+    _model1(
+        128,
+        128,
+        1024,
+        Recorded(163.6, 278, 1430, cool_microseconds=145.1),
+        extra_page_size=2,
+        extra_varlen=True,
+    ),
+    _model1(
+        128,
+        64,
+        1024,
+        Recorded(136.5, 168, 1485, cool_microseconds=133.5),
+        extra_page_size=2,
+        extra_varlen=True,
+    ),
+    # FlashMLA's peak case: one cache, 32,768 tokens a request, page 64.
+    Case(
+        SparseDecode("model1", 148, 2, 128, topk=16384, tokens=32768, page_size=64),
+        recorded=Recorded(cool_tflops=479),
+    ),
+)
+
+SPARSE_PREFILL = (
+    Case(SparsePrefill(576, 128, 2048, 8192), recorded=Recorded(3830, 610, cool_tflops=675)),
+    Case(SparsePrefill(576, 128, 2048, 32768), recorded=Recorded(4057, 576, cool_tflops=626)),
+    Case(SparsePrefill(576, 128, 2048, 131072), recorded=Recorded(4556, 513, cool_tflops=547)),
+    Case(SparsePrefill(512, 64, 512, 8192), recorded=Recorded(557, 494, cool_tflops=513)),
+    Case(SparsePrefill(512, 64, 512, 65536), recorded=Recorded(692, 397, cool_tflops=393)),
+    Case(SparsePrefill(512, 128, 1024, 8192), recorded=Recorded(1980, 555, cool_tflops=617)),
+    Case(SparsePrefill(512, 128, 1024, 65536), recorded=Recorded(2073, 530, cool_tflops=545)),
+)
+
+KV_CACHE = (Case(CacheWrite("v32", 65536)), Case(CacheGather("v32", 65536)))
+
+CASES = (*DENSE_DECODE, *SPARSE_DECODE, *SPARSE_PREFILL, *KV_CACHE)

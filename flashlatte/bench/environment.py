@@ -1,0 +1,76 @@
+"""What a result depends on beside the code: the device, the versions, the commit."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import flashlatte
+
+COMMIT_VARIABLE = "FLASHLATTE_COMMIT"
+PACKAGE = Path(flashlatte.__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Environment:
+    device: str
+    torch: str
+    triton: str | None
+    flashlatte: str
+    commit: str
+    date: str
+
+
+def describe(device: torch.device) -> Environment:
+    return Environment(
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        torch=torch.__version__,
+        triton=_version("triton"),
+        flashlatte=flashlatte.__version__,
+        commit=commit(),
+        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    )
+
+
+def commit() -> str:
+    """The checkout's commit, with "-dirty" if the package differs from it; elsewhere what FLASHLATTE_COMMIT says."""
+    checkout = checkout_root()
+    if checkout is not None and (checkout / ".git").exists():
+        try:
+            head = _git(checkout, "rev-parse", "--short=12", "HEAD")
+            return head + ("-dirty" if _git(checkout, "status", "--porcelain", "--", PACKAGE.name) else "")
+        except (OSError, subprocess.CalledProcessError):
+            pass
+    return os.environ.get(COMMIT_VARIABLE, "unknown")
+
+
+def checkout_root() -> Path | None:
+    """The folder of the source checkout that this package runs from, or None if it is installed."""
+    root = PACKAGE.parent
+    return root if (root / "pyproject.toml").exists() else None
+
+
+def gpu_slug(device_name: str) -> str:
+    """ "h100" of "NVIDIA H100 80GB HBM3", "rtx4090" of "NVIDIA GeForce RTX 4090"."""
+    model = re.search(r"\b(?:(RTX|GTX)\s*)?([A-Z]{1,2}\d+[A-Z]*|(?<=X )\d{3,4})\b", device_name)
+    name = "".join(part for part in model.groups() if part) if model else device_name
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _git(checkout: Path, *arguments: str) -> str:
+    result = subprocess.run(["git", "-C", checkout, *arguments], capture_output=True, text=True, check=True)
+    return result.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,143 @@
+"""What a benchmark case computes: the shapes, as values that compare and print."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+# A machine without a GPU runs the same code on these sizes at most.
+SMALL_BATCH, SMALL_HEADS, SMALL_KEYS, SMALL_TOPK, SMALL_QUERIES = 2, 16, 256, 64, 16
+
+
+@dataclass(frozen=True)
+class DenseDecode:
+    """Attributes: ``keys`` of every request, or their mean if ``varlen``; ``dtype`` "bf16" or "fp16"."""
+
+    batch: int
+    s_q: int
+    h_q: int
+    keys: int
+    varlen: bool = False
+    causal: bool = False
+    dtype: str = "bf16"
+    page_size: int = 64
+    head_dim: int = 576
+    operation: ClassVar[str] = "dense_decode"
+
+    @property
+    def name(self) -> str:
+        flags = [flag for flag in ("varlen", "causal") if getattr(self, flag)]
+        dtype = [self.dtype] if self.dtype != "bf16" else []
+        return "-".join([f"b{self.batch}-sq{self.s_q}-h{self.h_q}-k{self.keys}", *flags, *dtype])
+
+    def scaled_down(self) -> DenseDecode:
+        return replace(
+            self,
+            batch=min(self.batch, SMALL_BATCH),
+            h_q=min(self.h_q, SMALL_HEADS),
+            keys=min(self.keys, SMALL_KEYS),
+        )
+
+
+@dataclass(frozen=True)
+class SparseDecode:
+    """Attributes: ``tokens`` of every request in the cache, of which each query selects ``topk``; ``extra_*`` the
+    same for the second cache (none if ``extra_topk`` is 0), of whose selection only some counts if ``extra_varlen``.
+    """
+
+    cache_format: str
+    batch: int
+    s_q: int
+    h_q: int
+    topk: int
+    tokens: int
+    page_size: int
+    extra_topk: int = 0
+    extra_tokens: int = 0
+    extra_page_size: int = 64
+    extra_varlen: bool = False
+    operation: ClassVar[str] = "sparse_decode"
+
+    @property
+    def name(self) -> str:
+        extra = f"+{self.extra_topk}" if self.extra_topk else ""
+        page = [f"page{self.extra_page_size}"] if self.extra_topk and self.extra_page_size != 64 else []
+        varlen = ["varlen"] if self.extra_varlen else []
+        shape = f"{self.cache_format}-b{self.batch}-sq{self.s_q}-h{self.h_q}-top{self.topk}{extra}"
+        return "-".join([shape, *page, *varlen])
+
+    @property
+    def head_dim(self) -> int:
+        return 576 if self.cache_format == "v32" else 512
+
+    def scaled_down(self) -> SparseDecode:
+        return replace(
+            self,
+            batch=min(self.batch, SMALL_BATCH),
+            h_q=min(self.h_q, SMALL_HEADS),
+            topk=min(self.topk, SMALL_TOPK),
+            tokens=min(self.tokens, SMALL_KEYS),
+            extra_topk=min(self.extra_topk, SMALL_TOPK),
+            extra_tokens=min(self.extra_tokens, SMALL_KEYS),
+        )
+
+
+@dataclass(frozen=True)
+class SparsePrefill:
+    head_dim: int
+    h_q: int
+    topk: int
+    s_kv: int
+    s_q: int = 4096
+    operation: ClassVar[str] = "sparse_prefill"
+
+    @property
+    def name(self) -> str:
+        return f"d{self.head_dim}-h{self.h_q}-top{self.topk}-kv{self.s_kv}"
+
+    def scaled_down(self) -> SparsePrefill:
+        return replace(
+            self,
+            h_q=min(self.h_q, SMALL_HEADS),
+            topk=min(self.topk, SMALL_TOPK),
+            s_kv=min(self.s_kv, SMALL_KEYS),
+            s_q=min(self.s_q, SMALL_QUERIES),
+        )
+
+
+@dataclass(frozen=True)
+class CacheWrite:
+    """bf16 rows into ``tokens`` random slots of a cache of twice as many."""
+
+    cache_format: str
+    tokens: int
+    page_size: int = 64
+    operation: ClassVar[str] = "kv_cache.write"
+
+    @property
+    def name(self) -> str:
+        return f"write-{self.cache_format}-{self.tokens}"
+
+    def scaled_down(self) -> CacheWrite:
+        return replace(self, tokens=min(self.tokens, SMALL_KEYS))
+
+
+@dataclass(frozen=True)
+class CacheGather:
+    """``tokens`` of ``requests`` requests of equal length, out of a cache with random page order, into bf16 rows."""
+
+    cache_format: str
+    tokens: int
+    requests: int = 8
+    page_size: int = 64
+    operation: ClassVar[str] = "kv_cache.gather"
+
+    @property
+    def name(self) -> str:
+        return f"gather-{self.cache_format}-{self.tokens}"
+
+    def scaled_down(self) -> CacheGather:
+        return replace(self, tokens=min(self.tokens, SMALL_KEYS), requests=min(self.requests, SMALL_BATCH))
+
+
+Problem = DenseDecode | SparseDecode | SparsePrefill | CacheWrite | CacheGather

@@ -1,0 +1,134 @@
+"""A benchmark result, and the JSON lines that results are kept in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from flashlatte.bench.cases import Case
+from flashlatte.bench.environment import Environment
+from flashlatte.bench.problems import Problem
+from flashlatte.bench.timing import Ceilings
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a case on a backend.
+
+    Attributes:
+        problem: what was run: the case's, scaled down on a machine without a GPU.
+        ceilings: what the chip gave in this run; None on a machine without a GPU.
+        status: "ok"; "wrong" (differs from the reference, so it has no time); "refused" by the backend; "failed".
+        message: what is wrong, or why it was refused or failed.
+        microseconds: of one call, as ``case.method`` says; only if the status is "ok".
+        flops, bytes_moved: of one call.
+    """
+
+    case: Case
+    backend: str
+    problem: Problem
+    ceilings: Ceilings | None
+    status: str
+    message: str | None = None
+    microseconds: float | None = None
+    flops: int | None = None
+    bytes_moved: int | None = None
+
+    @property
+    def tflops(self) -> float | None:
+        return self._rate(self.flops, 1e6)
+
+    @property
+    def gbps(self) -> float | None:
+        return self._rate(self.bytes_moved, 1e3)
+
+    @property
+    def share_of_matmul(self) -> float | None:
+        return None if self.ceilings is None or self.tflops is None else self.tflops / self.ceilings.matmul_tflops
+
+    @property
+    def share_of_copy(self) -> float | None:
+        return None if self.ceilings is None or self.gbps is None else self.gbps / self.ceilings.copy_gbps
+
+    @property
+    def share_of_flashmla(self) -> float | None:
+        """FlashMLA's recorded time over this one: above 1 is faster than FlashMLA was."""
+        recorded = self.case.recorded
+        if recorded is None or self.ceilings is None or self.microseconds is None:
+            return None
+        microseconds = recorded.microseconds or recorded.cool_microseconds
+        if microseconds is not None:
+            return microseconds / self.microseconds
+        return self.tflops / recorded.cool_tflops if self.tflops and recorded.cool_tflops else None
+
+    @property
+    def flashmla_protocol(self) -> str | None:
+        recorded = self.case.recorded
+        if recorded is None:
+            return None
+        return "cool" if recorded.microseconds is None else "do_bench"
+
+    def _rate(self, amount: int | None, per: float) -> float | None:
+        if amount is None or self.microseconds is None or self.case.method == "host":
+            return None
+        return amount / self.microseconds / per
+
+
+def json_line(result: Result, environment: Environment) -> str:
+    case, ceilings = result.case, result.ceilings
+    fields = {
+        "op": case.operation,
+        "case": case.name,
+        "backend": result.backend,
+        "method": case.method,
+        "status": result.status,
+        "message": result.message,
+        "us": _rounded(result.microseconds),
+        "tflops": _rounded(result.tflops),
+        "gbps": _rounded(result.gbps),
+        "share_of_matmul": _rounded(result.share_of_matmul),
+        "share_of_copy": _rounded(result.share_of_copy),
+        "share_of_flashmla": _rounded(result.share_of_flashmla),
+        "flashmla_protocol": result.flashmla_protocol,
+        "flashmla": None if case.recorded is None else asdict(case.recorded),
+        "matmul_tflops": _rounded(ceilings.matmul_tflops) if ceilings else None,
+        "copy_gbps": _rounded(ceilings.copy_gbps) if ceilings else None,
+        "scaled_down": ceilings is None,
+        "problem": asdict(result.problem),
+        **asdict(environment),
+    }
+    return json.dumps(fields, ensure_ascii=False)
+
+
+def append_text(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def read_newest(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """The newest right line of each (case, backend, device), in the order of their first appearance."""
+    newest: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for line in _lines(paths):
+        key = (line["case"], line["backend"], line["device"])
+        if line["status"] == "ok" and (key not in newest or line["date"] >= newest[key]["date"]):
+            newest[key] = line
+    return list(newest.values())
+
+
+def _lines(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    for path in paths:
+        for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if not text.strip():
+                continue
+            try:
+                yield json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not a JSON line ({error})") from error
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")

@@ -1,0 +1,114 @@
+"""Runs cases: draws the data, checks each backend's result, and only then times it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from flashlatte import dispatch
+from flashlatte.bench import timing
+from flashlatte.bench.cases import Case
+from flashlatte.bench.problems import Problem
+from flashlatte.bench.results import Result
+from flashlatte.bench.timing import Ceilings
+from flashlatte.bench.workloads import Workload, WrongResult, prepare
+
+NO_KERNEL = "no kernel serves this case on this machine; --backend reference times the reference"
+
+
+def run(
+    cases: Sequence[Case],
+    backends: Sequence[str] | None,
+    device: torch.device,
+    ceilings: Ceilings | None,
+    report: Callable[[Result], None],
+) -> list[Result]:
+    """Run every case on every backend.
+
+    Args:
+        backends: None for all that serve the case, the reference only where there is no GPU.
+        ceilings: of this run; None on a machine without a GPU, where the cases are scaled down.
+        report: called with each result as soon as it is there.
+    """
+    results: list[Result] = []
+    workload: Workload | None = None
+    drawn: Problem | None = None
+    for case in cases:
+        problem = case.problem if device.type == "cuda" else case.problem.scaled_down()
+        if problem != drawn:
+            workload, drawn = None, None
+            _release()
+        served = False
+        for backend in backends or _default_backends(device):
+            outcome: dict[str, Any]
+            try:
+                if workload is None:
+                    workload, drawn = prepare(problem, device), problem
+                outcome = _outcome(case, backend, workload)
+            except Exception as error:  # one broken case must not take the others with it
+                outcome = {"status": "failed", "message": _first_line(error)}
+            if outcome["status"] == "refused" and backends is None:
+                continue
+            served = True
+            results.append(Result(case, backend, problem, ceilings, **outcome))
+            report(results[-1])
+        if not served:
+            results.append(Result(case, "-", problem, ceilings, "refused", NO_KERNEL))
+            report(results[-1])
+    return results
+
+
+def _outcome(case: Case, backend: str, workload: Workload) -> dict[str, Any]:
+    """The remaining fields of a ``Result``."""
+    refusal = next(choice.refusal for choice in dispatch.explain(workload.call) if choice.backend == backend)
+    if refusal is not None:
+        return {"status": "refused", "message": refusal}
+    try:
+        workload.check(workload.run(backend, workload.poisoned_outputs()))
+        microseconds = _microseconds(case, backend, workload)
+    except WrongResult as error:
+        return {"status": "wrong", "message": str(error)}
+    return {
+        "status": "ok",
+        "microseconds": microseconds,
+        "flops": workload.flops,
+        "bytes_moved": workload.bytes_moved,
+    }
+
+
+def _microseconds(case: Case, backend: str, workload: Workload) -> float:
+    def call() -> dict[str, torch.Tensor]:
+        return workload.run(backend)
+
+    if workload.call.device.type != "cuda":
+        return timing.cpu_microseconds(call)
+    if case.method == "host":
+        return timing.host_microseconds(call)
+    if case.method == "graph":
+        graph, results = timing.capture(call)
+        for result in results.values():
+            result.fill_(torch.nan)
+        graph.replay()
+        workload.check(results)
+        return timing.device_microseconds(graph.replay) / timing.CALLS_IN_GRAPH
+    return timing.device_microseconds(call)
+
+
+def _default_backends(device: torch.device) -> Sequence[str]:
+    if device.type != "cuda":
+        return ("reference",)
+    return tuple(name for name in dispatch.BACKENDS if name != "reference")
+
+
+def _release() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"

@@ -1,0 +1,86 @@
+"""Times of calls, and what the chip gives a matmul and a copy at the same time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+Call = Callable[[], object]
+
+CALLS_IN_GRAPH = 10
+HOST_CALLS, HOST_CALLS_BEFORE_WAIT = 1000, 20
+MATMUL_SIZE = 8192
+COPY_BYTES = 4 * 2**30
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the chip gave in this run.
+
+    Attributes:
+        matmul_tflops: an 8192³ bf16 matmul of random numbers.
+        copy_gbps: a device-to-device copy, bytes read plus bytes written.
+    """
+
+    matmul_tflops: float
+    copy_gbps: float
+
+
+def device_microseconds(call: Call) -> float:
+    """Median over many calls on the device, the L2 flushed before each."""
+    from triton import testing
+
+    return testing.do_bench(call, return_mode="median") * 1e3  # pyright: ignore[reportOperatorIssue]
+
+
+def capture(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A CUDA graph of ``CALLS_IN_GRAPH`` calls, and what the last of them returned, which a replay overwrites."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [call() for _ in range(CALLS_IN_GRAPH)]
+    return graph, results[-1]
+
+
+def host_microseconds(call: Call) -> float:
+    """Median time until a call returns to the host, which waits for the device only between bursts of calls."""
+    times = []
+    for _ in range(HOST_CALLS // HOST_CALLS_BEFORE_WAIT):
+        torch.cuda.synchronize()
+        for _ in range(HOST_CALLS_BEFORE_WAIT):
+            begin = time.perf_counter_ns()
+            call()
+            times.append(time.perf_counter_ns() - begin)
+    torch.cuda.synchronize()
+    return statistics.median(times) / 1e3
+
+
+def cpu_microseconds(call: Call, calls: int = 3) -> float:
+    """Median of a few calls on the CPU."""
+    times = []
+    for _ in range(calls):
+        begin = time.perf_counter_ns()
+        call()
+        times.append(time.perf_counter_ns() - begin)
+    return statistics.median(times) / 1e3
+
+
+def measure_ceilings(device: torch.device) -> Ceilings:
+    a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, dtype=torch.bfloat16, device=device) for _ in range(2))
+    product = torch.empty_like(a)
+    matmul = device_microseconds(lambda: torch.mm(a, b, out=product))
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    source = torch.empty(min(COPY_BYTES, free_bytes // 4), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = device_microseconds(lambda: target.copy_(source))
+    return Ceilings(2 * MATMUL_SIZE**3 / matmul / 1e6, 2 * source.numel() / copy / 1e3)

@@ -1,0 +1,27 @@
+"""A problem's tensors on a device, the call that is timed, and the check of its result."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.bench.problems import CacheGather, CacheWrite, DenseDecode, Problem, SparseDecode, SparsePrefill
+from flashlatte.bench.workloads.base import Workload, WrongResult
+from flashlatte.bench.workloads.cache import CacheGatherWorkload, CacheWriteWorkload
+from flashlatte.bench.workloads.dense_decode import DenseDecodeWorkload
+from flashlatte.bench.workloads.sparse_decode import SparseDecodeWorkload
+from flashlatte.bench.workloads.sparse_prefill import SparsePrefillWorkload
+
+__all__ = ["Workload", "WrongResult", "prepare"]
+
+_WORKLOADS = {
+    DenseDecode: DenseDecodeWorkload,
+    SparseDecode: SparseDecodeWorkload,
+    SparsePrefill: SparsePrefillWorkload,
+    CacheWrite: CacheWriteWorkload,
+    CacheGather: CacheGatherWorkload,
+}
+
+
+def prepare(problem: Problem, device: torch.device) -> Workload:
+    """Draw the problem's tensors, the same ones every time."""
+    return _WORKLOADS[type(problem)](problem, device)

@@ -1,0 +1,81 @@
+"""What every workload offers to the runner."""
+
+from __future__ import annotations
+
+import abc
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from flashlatte import dispatch
+from flashlatte.testing.compare import Tolerance, assert_close
+
+Results = dict[str, torch.Tensor]
+Outputs = dict[str, Any]  # tensors to write into, by the operation's argument names
+
+
+class WrongResult(Exception):
+    """A result that is not the reference's within tolerance; the message says where."""
+
+
+class Workload(abc.ABC):
+    """Tensors of a problem on a device.
+
+    Attributes:
+        call: what dispatch chooses an implementation by.
+        flops: 2 · h_q · (d_qk + d_v) for each query token and key it attends to; None where nothing is multiplied.
+        bytes_moved: q, out and each distinct key once; for cache operations what is read and written.
+        tolerances: by result name; those of FlashMLA's tests, and 0 where bytes must be equal.
+    """
+
+    call: dispatch.Call
+    flops: int | None
+    bytes_moved: int
+    tolerances: dict[str, Tolerance]
+
+    @abc.abstractmethod
+    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
+        """One call of the operation, into ``outputs`` if given; the call that is timed."""
+
+    @abc.abstractmethod
+    def poisoned_outputs(self) -> Outputs:
+        """Outputs filled with NaN, to see that all of them are written. May reset what ``run`` writes in place."""
+
+    @abc.abstractmethod
+    def compared(self, results: Results) -> Results:
+        """The part of the results that the reference is run for."""
+
+    @abc.abstractmethod
+    def reference(self) -> Results:
+        """That part, by the reference implementation on the same device."""
+
+    @cached_property
+    def expected(self) -> Results:
+        return self.reference()
+
+    def check(self, results: Results) -> None:
+        """Compare with the reference.
+
+        Raises:
+            WrongResult: if they differ. No case has a row without keys, so nothing may be NaN or infinite.
+        """
+        for name, result in results.items():
+            if result.dtype.is_floating_point and not bool(torch.isfinite(result).all()):
+                raise WrongResult(f"{name}: NaN or infinite in {int((~torch.isfinite(result)).sum())} places")
+        actual = self.compared(results)
+        for name, tolerance in self.tolerances.items():
+            try:
+                assert_close(actual[name], self.expected[name], tolerance, name)
+            except AssertionError as error:
+                raise WrongResult(str(error)) from error
+
+
+def nan_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(tensor, torch.nan)
+
+
+def spread(count: int, at_most: int, device: torch.device) -> torch.Tensor:
+    """Up to ``at_most`` of ``count`` positions, the first and the last among them, evenly spread; int64."""
+    chosen = min(count, max(at_most, 1))
+    return torch.linspace(0, count - 1, chosen, device=device, dtype=torch.float64).round().long()

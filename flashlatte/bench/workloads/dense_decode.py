@@ -1,0 +1,84 @@
+"""Dense decode over a paged cache of randn / 10 with its pages in random order."""
+
+from __future__ import annotations
+
+import torch
+
+import flashlatte
+from flashlatte import dispatch
+from flashlatte.bench.problems import DenseDecode
+from flashlatte.bench.workloads import draw
+from flashlatte.bench.workloads.base import Outputs, Results, Workload, nan_like, spread
+from flashlatte.testing import compare
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HEAD_DIM_V = 512
+KEYS_COMPARED = 2**20
+
+
+class DenseDecodeWorkload(Workload):
+    def __init__(self, problem: DenseDecode, device: torch.device) -> None:
+        rng = draw.generator(device)
+        batch, s_q, h_q, head_dim = problem.batch, problem.s_q, problem.h_q, problem.head_dim
+        dtype = DTYPES[problem.dtype]
+        if problem.varlen:
+            self.cache_seqlens = draw.varying_lengths(problem.keys, batch, s_q, rng)
+        else:
+            self.cache_seqlens = torch.full((batch,), problem.keys, dtype=torch.int32, device=device)
+        lengths = self.cache_seqlens.tolist()
+        pages_each = -(-max(lengths) // problem.page_size)
+        self.block_table = draw.block_table(batch, pages_each, rng)
+        self.q = draw.normal((batch, s_q, h_q, head_dim), dtype, rng)
+        self.k_cache = draw.normal((batch * pages_each, problem.page_size, 1, head_dim), dtype, rng)
+        self.causal = problem.causal
+
+        hidden = s_q * (s_q - 1) // 2 if problem.causal else 0
+        attended = sum(s_q * length - hidden for length in lengths)
+        self.flops = 2 * h_q * (head_dim + HEAD_DIM_V) * attended
+        rows = batch * s_q * h_q
+        self.bytes_moved = dtype.itemsize * (rows * (head_dim + HEAD_DIM_V) + sum(lengths) * head_dim)
+        self.requests_compared = spread(batch, KEYS_COMPARED // problem.keys, device)
+        self.tolerances = {"out": compare.DENSE_DECODE_OUT, "lse": compare.DECODE_LSE}
+        self.call = dispatch.Call(
+            problem.operation,
+            device,
+            dtype,
+            cache_format=problem.dtype,
+            page_size=problem.page_size,
+            head_dim=head_dim,
+            head_dim_v=HEAD_DIM_V,
+            h_q=h_q,
+            h_kv=1,
+        )
+
+    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
+        out, lse = flashlatte.dense_decode(
+            self.q,
+            self.k_cache,
+            self.block_table,
+            self.cache_seqlens,
+            causal=self.causal,
+            backend=backend,
+            **(outputs or {}),
+        )
+        return {"out": out, "lse": lse}
+
+    def poisoned_outputs(self) -> Outputs:
+        batch, s_q, h_q, _ = self.q.shape
+        lse = torch.empty(batch, s_q, h_q, dtype=torch.float32, device=self.q.device).transpose(1, 2)
+        return {"out": nan_like(self.q[..., :HEAD_DIM_V]).contiguous(), "lse": lse.fill_(torch.nan)}
+
+    def compared(self, results: Results) -> Results:
+        return {name: result[self.requests_compared] for name, result in results.items()}
+
+    def reference(self) -> Results:
+        chosen = self.requests_compared
+        out, lse = flashlatte.dense_decode(
+            self.q[chosen],
+            self.k_cache,
+            self.block_table[chosen],
+            self.cache_seqlens[chosen],
+            causal=self.causal,
+            backend="reference",
+        )
+        return {"out": out, "lse": lse}

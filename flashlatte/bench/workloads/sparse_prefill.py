@@ -1,0 +1,61 @@
+"""Sparse prefill: every query token selects its own random tokens of one contiguous latent."""
+
+from __future__ import annotations
+
+import torch
+
+import flashlatte
+from flashlatte import dispatch
+from flashlatte.bench.problems import SparsePrefill
+from flashlatte.bench.workloads import draw
+from flashlatte.bench.workloads.base import Outputs, Results, Workload, nan_like, spread
+from flashlatte.testing import compare
+
+HEAD_DIM_V = 512
+QUERIES_COMPARED = 256
+
+
+class SparsePrefillWorkload(Workload):
+    def __init__(self, problem: SparsePrefill, device: torch.device) -> None:
+        rng = draw.generator(device)
+        s_q, h_q, head_dim, topk = problem.s_q, problem.h_q, problem.head_dim, problem.topk
+        self.q = draw.normal((s_q, h_q, head_dim), torch.bfloat16, rng)
+        self.kv = draw.normal((problem.s_kv, 1, head_dim), torch.bfloat16, rng)
+        self.indices = draw.distinct(s_q, problem.s_kv, topk, rng).int().unsqueeze(1)
+        self.attn_sink = torch.randn(h_q, generator=rng, device=device)
+
+        self.flops = 2 * h_q * (head_dim + HEAD_DIM_V) * s_q * topk
+        distinct_keys = self.indices.unique().numel()
+        self.bytes_moved = 2 * (s_q * h_q * (head_dim + HEAD_DIM_V) + distinct_keys * head_dim)
+        self.queries_compared = spread(s_q, QUERIES_COMPARED, device)
+        self.tolerances = {
+            "out": compare.SPARSE_PREFILL_OUT,
+            "max_logits": compare.SPARSE_PREFILL_LSE,
+            "lse": compare.SPARSE_PREFILL_LSE,
+        }
+        self.call = dispatch.Call(
+            problem.operation, device, self.q.dtype, head_dim=head_dim, head_dim_v=HEAD_DIM_V, h_q=h_q, h_kv=1
+        )
+
+    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
+        return self._prefill(slice(None), backend, outputs)
+
+    def poisoned_outputs(self) -> Outputs:
+        return {"out": nan_like(self.q[..., :HEAD_DIM_V]).contiguous()}
+
+    def compared(self, results: Results) -> Results:
+        return {name: result[self.queries_compared] for name, result in results.items()}
+
+    def reference(self) -> Results:
+        return self._prefill(self.queries_compared, "reference")
+
+    def _prefill(self, queries: slice | torch.Tensor, backend: str, outputs: Outputs | None = None) -> Results:
+        out, max_logits, lse = flashlatte.sparse_prefill(
+            self.q[queries],
+            self.kv,
+            self.indices[queries],
+            attn_sink=self.attn_sink,
+            backend=backend,
+            **(outputs or {}),
+        )
+        return {"out": out, "max_logits": max_logits, "lse": lse}

@@ -1,0 +1,155 @@
+"""Small shapes of every operation on every backend with kernels, to be run under compute-sanitizer.
+
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py [PART OF A NAME]
+
+Indices, pages and lengths that lie outside of what there is are among the shapes. Results are compared as well: the
+exit code is 1 if one is wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# Every tensor an allocation of its own, so that reading beyond one is seen.
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+
+import torch
+
+import flashlatte
+from flashlatte import kv_cache
+from flashlatte.testing import compare
+from flashlatte.testing.cases import DenseDecodeCase, SparseDecodeCase, SparsePrefillCase
+from flashlatte.testing.draws import Draw
+
+DEVICE = "cuda"
+BACKENDS = ("hopper", "portable")
+EQUAL = compare.Tolerance(0.0, 0.0)
+MERGED = {"out": compare.Tolerance(1e-3, 2.01 / 256, 1e-5), "lse": compare.Tolerance(2e-6, 2e-6)}
+
+Run = Callable[[str], dict[str, torch.Tensor]]
+Tolerances = dict[str, compare.Tolerance]
+
+
+def dense_decode() -> Iterator[tuple[str, Run, Tolerances]]:
+    for case in (
+        DenseDecodeCase(batch=3, s_q=2, s_k=200, h_q=128, varlen=True, causal=True, zero_lengths=True),
+        DenseDecodeCase(batch=2, s_q=1, s_k=700, h_q=16),
+        DenseDecodeCase(batch=1, s_q=1, s_k=4000, h_q=64, dtype=torch.float16),
+        DenseDecodeCase(batch=2, s_q=3, s_k=65, h_q=3, page_size=61, strided=True, index_dtype=torch.int64),
+        DenseDecodeCase(batch=2, s_q=1, s_k=65, h_q=6, h_kv=3, head_dim=48, head_dim_v=32, page_size=1),
+        DenseDecodeCase(batch=2, s_q=1, s_k=130, h_q=128, cache_dtype=torch.float8_e4m3fn),
+    ):
+        arguments = case.inputs(DEVICE)
+        arguments["block_table"][0, -1] = -7
+        yield (
+            brief(case),
+            named(flashlatte.dense_decode, arguments),
+            {"out": compare.DENSE_DECODE_OUT, "lse": compare.DECODE_LSE},
+        )
+
+
+def sparse_decode() -> Iterator[tuple[str, Run, Tolerances]]:
+    for case in (
+        SparseDecodeCase(batch=2, s_q=2, s_k=300, h_q=128, topk=128, zero_lengths=True),
+        SparseDecodeCase(batch=2, s_q=1, s_k=90, h_q=16, topk=33, page_size=7, topk_lengths="token", strided=True),
+        SparseDecodeCase(batch=2, s_q=2, s_k=90, h_q=64, topk=64, cache_format="model1", extra_topk=70, extra_s_k=80),
+        SparseDecodeCase(batch=2, s_q=1, s_k=90, h_q=8, topk=65, cache_format="bf16", index_dtype=torch.int64),
+    ):
+        run = named(flashlatte.sparse_decode, case.inputs(DEVICE))
+        yield brief(case), run, {"out": compare.SPARSE_DECODE_OUT, "lse": compare.DECODE_LSE}
+
+
+def sparse_prefill() -> Iterator[tuple[str, Run, Tolerances]]:
+    for case in (
+        SparsePrefillCase(s_q=5, s_kv=200, h_q=128, topk=128, empty_rows=0.2),
+        SparsePrefillCase(s_q=3, s_kv=200, h_q=64, topk=256, head_dim=512, topk_lengths=True),
+        SparsePrefillCase(s_q=3, s_kv=50, h_q=3, topk=65, head_dim=48, d_v=32, strided=True),
+    ):
+        run = named(flashlatte.sparse_prefill, case.inputs(DEVICE), ("out", "max_logits", "lse"))
+        statistics = dict.fromkeys(("max_logits", "lse"), compare.SPARSE_PREFILL_LSE)
+        yield brief(case), run, {"out": compare.SPARSE_PREFILL_OUT, **statistics}
+
+
+def merge_states() -> Iterator[tuple[str, Run, Tolerances]]:
+    for parts, width in ((2, 512), (11, 33)):
+        draw = Draw(0, DEVICE)
+        outs = draw.normal(parts, 5, 7, width, dtype=torch.bfloat16)
+        lses = draw.normal(parts, 5, 7, dtype=torch.float32)
+        yield f"{parts} parts of {width}", named(flashlatte.merge_states, {"outs": outs, "lses": lses}), MERGED
+
+
+def write_and_gather() -> Iterator[tuple[str, Run, Tolerances]]:
+    for cache_format in ("v32", "model1", "fp8", "bf16"):
+        for page_size in (61, 64):
+            draw, layout = Draw(0, DEVICE), kv_cache.get_format(cache_format)
+            slots = torch.tensor([3, -1, 2 * page_size - 1, 0, 2 * page_size, -(2**31), 2**31 - 1], device=DEVICE)
+            rows = draw.normal(slots.numel(), layout.head_dim, dtype=torch.bfloat16)
+            table = torch.tensor([[1, 0], [-3, 2**31 - 1]], dtype=torch.int32, device=DEVICE)
+            lengths = torch.tensor([0, page_size + 3, 2 * page_size + 40], dtype=torch.int32, device=DEVICE)
+
+            def run(
+                backend: str,
+                *,
+                page_size: int = page_size,
+                layout: kv_cache.CacheFormat = layout,
+                slots: torch.Tensor = slots,
+                rows: torch.Tensor = rows,
+                table: torch.Tensor = table,
+                lengths: torch.Tensor = lengths,
+            ) -> dict[str, torch.Tensor]:
+                cache = kv_cache.allocate(layout, 2, page_size, device=DEVICE)
+                kv_cache.write(cache, slots, rows, cache_format=layout, backend=backend)
+                total = int(lengths[-1])
+                gathered = kv_cache.gather(
+                    cache, table, lengths, cache_format=layout, total_tokens=total, backend=backend
+                )
+                return {"rows": gathered}
+
+            yield f"{cache_format}, page {page_size}", run, {"rows": EQUAL}
+
+
+def named(operation: Callable[..., Any], arguments: dict[str, Any], results: tuple[str, ...] = ("out", "lse")) -> Run:
+    return lambda backend: dict(zip(results, operation(**arguments, backend=backend), strict=True))
+
+
+def brief(case: Any) -> str:
+    """The fields that are not the default."""
+    fields = [field.name for field in dataclasses.fields(case) if getattr(case, field.name) != field.default]
+    return ", ".join(f"{name} {getattr(case, name)}" for name in fields)
+
+
+def main(wanted: str = "") -> int:
+    wrong = 0
+    for operation in (dense_decode, sparse_decode, sparse_prefill, merge_states, write_and_gather):
+        if wanted not in operation.__name__:
+            continue
+        for name, run, tolerances in operation():
+            expected = run("reference")
+            for backend in BACKENDS:
+                outcome = judge(run, backend, expected, tolerances)
+                wrong += outcome.startswith("WRONG")
+                print(f"{operation.__name__} {backend} {name}: {outcome}", flush=True)
+    return int(wrong > 0)
+
+
+def judge(run: Run, backend: str, expected: dict[str, torch.Tensor], tolerances: Tolerances) -> str:
+    try:
+        results = run(backend)
+        torch.cuda.synchronize()
+        for name, tolerance in tolerances.items():
+            compare.assert_close(results[name], expected[name], tolerance, name)
+    except ValueError as error:
+        if "cannot serve this call" in str(error):
+            return f"skipped, {error}"
+        raise
+    except AssertionError as error:
+        return f"WRONG, {error}"
+    return "right"
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,224 @@
+"""Dense decode on a GPU: every backend against the reference, and what kernels promise beside right numbers."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from gpu import harness
+from gpu.harness import DEVICE, Arguments, Results
+
+import flashlatte
+from flashlatte.testing import compare, oracles
+from flashlatte.testing.cases import DenseDecodeCase
+from flashlatte.testing.draws import Draw
+
+pytestmark = pytest.mark.gpu
+
+FLASHMLA_GRID = harness.pairwise(
+    {
+        "batch": (1, 2, 6, 64),
+        "s_q": (1, 2, 4),
+        "s_k": (20, 140, 4096),
+        "h_q": (1, 3, 9, 63, 64, 126, 128),
+        "h_kv": (1, 2, 3, 8),
+        "varlen": (False, True),
+        "causal": (False, True),
+        "dtype": (torch.bfloat16, torch.float16),
+    },
+    lambda row: row["h_q"] % row["h_kv"] == 0,
+)
+UNUSUAL_GRID = harness.pairwise(
+    {
+        "batch": (1, 5, 33),
+        "s_q": (1, 3),
+        "s_k": (1, 63, 700),
+        "h_q": (1, 16, 128),
+        "head_dim, head_dim_v": ((576, 512), (512, 512), (192, 128), (48, 32)),
+        "page_size": (1, 2, 61, 64, 128),
+        "cache_dtype": (None, torch.float8_e4m3fn),
+        "index_dtype": (torch.int32, torch.int64),
+        "varlen": (False, True),
+        "causal": (False, True),
+        "zero_lengths": (False, True),
+        "strided": (False, True),
+    }
+)
+ORACLE_CASES = (
+    DenseDecodeCase(batch=3, s_q=2, s_k=900, h_q=16, varlen=True, causal=True),
+    DenseDecodeCase(batch=2, s_q=1, s_k=2000, h_q=128, softmax_scale=0.3),
+    DenseDecodeCase(batch=2, s_q=1, s_k=300, h_q=64, dtype=torch.float16),
+)
+ON_EVERY_BACKEND = pytest.mark.parametrize("backend", harness.KERNEL_BACKENDS)
+TYPICAL = DenseDecodeCase(batch=32, s_q=2, s_k=1500, h_q=128, varlen=True, causal=True)
+
+
+@ON_EVERY_BACKEND
+@pytest.mark.parametrize("row", FLASHMLA_GRID, ids=harness.ids(FLASHMLA_GRID))
+def test_flashmla_grid(row: Arguments, backend: str) -> None:
+    check(DenseDecodeCase(**row).inputs(DEVICE), backend)
+
+
+@ON_EVERY_BACKEND
+@pytest.mark.parametrize("row", UNUSUAL_GRID, ids=harness.ids(UNUSUAL_GRID))
+def test_unusual_shapes(row: Arguments, backend: str) -> None:
+    head_dim, head_dim_v = row["head_dim, head_dim_v"]
+    rest = {name: value for name, value in row.items() if name != "head_dim, head_dim_v"}
+    check(DenseDecodeCase(head_dim=head_dim, head_dim_v=head_dim_v, **rest).inputs(DEVICE), backend)
+
+
+@ON_EVERY_BACKEND
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_empty_requests(causal: bool, varlen: bool, backend: str) -> None:
+    case = DenseDecodeCase(128, 2, 4096, 128, varlen=varlen, causal=causal, zero_lengths=True)
+    check(case.inputs(DEVICE), backend)
+
+
+@ON_EVERY_BACKEND
+@pytest.mark.parametrize("case", ORACLE_CASES, ids=str)
+def test_error_against_float64(case: DenseDecodeCase, backend: str) -> None:
+    arguments = case.inputs(DEVICE)
+    oracle, _ = oracles.dense_decode(**arguments)
+    baseline, _ = oracles.dense_decode(**arguments, dtype=case.dtype)
+    compare.assert_accurate(decode(arguments, backend)["out"], oracle, baseline, "out")
+
+
+@ON_EVERY_BACKEND
+def test_garbage_in_the_table_and_lengths_beyond_it(backend: str) -> None:
+    arguments = replace(TYPICAL, batch=6, s_k=300).inputs(DEVICE)
+    arguments["k_cache"].nan_to_num_(nan=0.1)  # the lengths below reach what was not to be read
+    table = arguments["block_table"]
+    table[0, 0], table[1, 1], table[2, :] = -1, -(2**31), 2**31 - 1
+    arguments["cache_seqlens"][3] = 2**31 - 1
+    arguments["cache_seqlens"][4] = -5
+    check(arguments, backend)
+
+
+@ON_EVERY_BACKEND
+def test_same_bits_run_after_run(backend: str) -> None:
+    arguments = TYPICAL.inputs(DEVICE)
+    first = decode(arguments, backend)
+    for _ in range(3):
+        harness.assert_same_bits(first, decode(arguments, backend))
+
+
+@ON_EVERY_BACKEND
+def test_batch_invariant_is_the_same_alone(backend: str) -> None:
+    arguments: Arguments = replace(TYPICAL, batch=19, s_k=3000).inputs(DEVICE) | {"batch_invariant": True}
+    together = decode(arguments, backend)
+    for request in (0, 7, 18):
+        one = slice(request, request + 1)
+        per_request = {name: arguments[name][one] for name in ("q", "block_table", "cache_seqlens")}
+        alone = decode(arguments | per_request, backend)
+        harness.assert_same_bits(alone, {name: result[one] for name, result in together.items()})
+
+
+@ON_EVERY_BACKEND
+@pytest.mark.parametrize("h_q", [16, 128])
+def test_graph_follows_lengths_and_pages(h_q: int, backend: str) -> None:
+    arguments = replace(TYPICAL, batch=9, h_q=h_q, s_k=5000).inputs(DEVICE)
+    lengths, table = arguments["cache_seqlens"].clone(), arguments["block_table"].clone()
+    arguments["cache_seqlens"].fill_(1)
+    outputs = harness.poisoned_decode_outputs(arguments)
+    replay, results = harness.captured(lambda: decode(arguments, backend, outputs))
+
+    order = torch.arange(8, -1, -1, device=DEVICE)
+    for new_lengths, new_table in (
+        (lengths, table),
+        (lengths // 3, table),
+        (torch.where(order % 2 == 0, 0, lengths), table),
+        (lengths[order], table[order]),
+    ):
+        arguments["cache_seqlens"].copy_(new_lengths)
+        arguments["block_table"].copy_(new_table)
+        harness.nan_outputs(**outputs)
+        replay()
+        assert_right(results, arguments)
+
+
+@ON_EVERY_BACKEND
+def test_lse_of_any_strides(backend: str) -> None:
+    arguments = replace(TYPICAL, batch=5).inputs(DEVICE)
+    outputs = harness.poisoned_decode_outputs(arguments)
+    outputs["lse"] = torch.full((5, 256, 4), torch.nan, device=DEVICE)[:, ::2, ::2]
+    assert_right(decode(arguments, backend, outputs), arguments)
+
+
+@ON_EVERY_BACKEND
+@pytest.mark.parametrize("empty_lse", [float("inf"), float("-inf")])
+def test_empty_lse(empty_lse: float, backend: str) -> None:
+    arguments: Arguments = replace(TYPICAL, batch=8, zero_lengths=True).inputs(DEVICE) | {"empty_lse": empty_lse}
+    check(arguments, backend)
+
+
+@ON_EVERY_BACKEND
+def test_cache_beyond_2_31_elements(backend: str) -> None:
+    page_size, head_dim, pages_each = 64, 576, 40
+    num_pages = 2**31 // (page_size * head_dim) + 100
+    draw = Draw(0, DEVICE)
+    cache = torch.full((num_pages, page_size, 1, head_dim), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    table = torch.stack(
+        [torch.arange(begin, begin + pages_each) for begin in (0, num_pages // 2, num_pages - pages_each)]
+    )
+    cache[table.flatten().to(DEVICE)] = draw.normal(table.numel(), page_size, 1, head_dim, dtype=torch.bfloat16)
+    arguments: Arguments = {
+        "q": draw.normal(3, 1, 128, head_dim, dtype=torch.bfloat16),
+        "k_cache": cache,
+        "block_table": table.int().to(DEVICE),
+        "cache_seqlens": torch.full((3,), pages_each * page_size, dtype=torch.int32, device=DEVICE),
+    }
+    check(arguments, backend)
+
+
+@ON_EVERY_BACKEND
+def test_new_lengths_and_batches_compile_nothing(backend: str) -> None:
+    rng = random.Random(0)
+    cases = [replace(TYPICAL, batch=rng.randint(1, 70), s_k=rng.randint(2, 9000), seed=seed) for seed in range(20)]
+    # The combine has a few tile shapes, by how many results there are to merge: these sizes meet all of them.
+    for batch in (1, 4, 16, 33, 64):
+        decode(replace(TYPICAL, batch=batch, s_k=9000).inputs(DEVICE), backend)
+    with harness.no_compilation():
+        for case in cases:
+            decode(case.inputs(DEVICE), backend)
+
+
+@ON_EVERY_BACKEND
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiles_as_one_graph(compiler: str, backend: str) -> None:
+    arguments = replace(TYPICAL, batch=4).inputs(DEVICE)
+    decode(arguments, backend)
+
+    def out_plus_lse(q: torch.Tensor) -> torch.Tensor:
+        out, lse = flashlatte.dense_decode(**harness.replaced(arguments, q=q), backend=backend)
+        return out.float() + lse.transpose(1, 2).unsqueeze(-1)
+
+    harness.assert_compiles(out_plus_lse, arguments["q"], compiler)
+
+
+@ON_EVERY_BACKEND
+def test_host_time(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = DenseDecodeCase(batch=1, s_q=1, s_k=4096, h_q=128).inputs(DEVICE)
+    decode(arguments, backend)
+    microseconds = harness.host_microseconds(lambda: flashlatte.dense_decode(**arguments, backend=backend))
+    with capsys.disabled():
+        print(f"\ndense_decode, {backend}, b 1: {microseconds:.1f} µs of host time a call")
+    assert microseconds < 400, "far more than checks and two launches take: a compilation, or a synchronisation"
+
+
+def decode(arguments: Arguments, backend: str, outputs: Arguments | None = None) -> Results:
+    with harness.refusals_skip(backend):
+        out, lse = flashlatte.dense_decode(**arguments, **(outputs or {}), backend=backend)
+    return {"out": out, "lse": lse}
+
+
+def assert_right(results: Results, arguments: Arguments) -> None:
+    out, lse = flashlatte.dense_decode(**arguments, backend="reference")
+    compare.assert_close(results["out"], out, compare.DENSE_DECODE_OUT, "out")
+    compare.assert_close(results["lse"], lse, compare.DECODE_LSE, "lse")
+
+
+def check(arguments: Arguments, backend: str) -> None:
+    assert_right(decode(arguments, backend, harness.poisoned_decode_outputs(arguments)), arguments)

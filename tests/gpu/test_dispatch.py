@@ -1,0 +1,35 @@
+"""Which backend serves the shapes of MLA on the GPU that is here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from gpu.harness import DEVICE, UNBUILT
+
+from flashlatte import dispatch
+
+pytestmark = pytest.mark.gpu
+
+CALLS = (
+    dispatch.Call("dense_decode", DEVICE, torch.bfloat16, "bf16", 64, 576, 512, h_q=128, h_kv=1),
+    dispatch.Call("sparse_decode", DEVICE, torch.bfloat16, "v32", 64, 576, 512, h_q=128, h_kv=1),
+    dispatch.Call("sparse_decode", DEVICE, torch.bfloat16, "model1", 256, 512, 512, h_q=64, h_kv=1),
+    dispatch.Call("sparse_prefill", DEVICE, torch.bfloat16, head_dim=576, head_dim_v=512, h_q=128, h_kv=1),
+    dispatch.Call("sparse_prefill", DEVICE, torch.bfloat16, head_dim=512, head_dim_v=512, h_q=64, h_kv=1),
+    dispatch.Call("merge_states", DEVICE, torch.bfloat16, head_dim_v=512),
+    dispatch.Call("kv_cache.write", DEVICE, torch.bfloat16, "v32", 64, 576),
+    dispatch.Call("kv_cache.gather", DEVICE, torch.bfloat16, "v32", 64, 576),
+)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.operation}-{call.cache_format}-{call.head_dim}")
+def test_backends_that_are_built_serve_what_they_are_built_for(call: dispatch.Call) -> None:
+    call = replace(call, device=torch.device(DEVICE.type, torch.cuda.current_device()))
+    refusals = {choice.backend: choice.refusal for choice in dispatch.explain(call)}
+    built = [name for name, refusal in refusals.items() if refusal is None or UNBUILT not in refusal]
+    if torch.cuda.get_device_capability() != (9, 0):
+        built = [name for name in built if name != "hopper"]
+    assert {name: refusals[name] for name in built} == dict.fromkeys(built)
+    assert dispatch.select(call) == next(name for name in dispatch.BACKENDS if name in built)

@@ -1,0 +1,236 @@
+"""Sparse decode on a GPU: every backend against the reference, and what kernels promise beside right numbers."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from gpu import harness
+from gpu.harness import DEVICE, Arguments, Results
+
+import flashlatte
+from flashlatte import kv_cache
+from flashlatte.testing import compare, oracles
+from flashlatte.testing.cases import SparseDecodeCase
+from flashlatte.testing.draws import Draw
+
+pytestmark = pytest.mark.gpu
+
+# Tokens of a request and indices, and page sizes, in FlashMLA's tests.
+SCOPES = ((512, 64), (1024, 576), (2046, 2048))
+PAGE_SIZES = (2, 61, 64, 69, 576)
+FLASHMLA_GRID = harness.pairwise(
+    {
+        "cache_format": ("v32", "model1"),
+        "batch": (4, 74, 321),
+        "s_q": (1, 3),
+        "h_q": (64, 128),
+        "scope": SCOPES,
+        "page_size": PAGE_SIZES,
+        "extra": (None, *SCOPES),
+        "extra_page_size": PAGE_SIZES,
+        "topk_lengths": ("all", "request"),
+        "varlen": (False, True),
+    }
+)
+UNUSUAL_GRID = harness.pairwise(
+    {
+        "cache_format, head_dim, dtype": (
+            ("v32", None, torch.bfloat16),
+            ("v32", None, torch.float16),
+            ("model1", None, torch.bfloat16),
+            ("bf16", 576, torch.bfloat16),
+            ("bf16", 512, torch.bfloat16),
+            ("bf16", 48, torch.bfloat16),
+            ("fp16", 576, torch.float16),
+        ),
+        "batch": (1, 9),
+        "s_q": (1, 2, 5),
+        "h_q": (3, 8, 16, 96),
+        "scope": ((7, 1), (300, 33), (1000, 500), (40, 900)),
+        "page_size": (1, 3, 16, 64),
+        "extra": (None, (1, 1), (500, 130)),
+        "extra_page_size": (1, 61),
+        "topk_lengths": ("all", "request", "token"),
+        "extra_topk_lengths": ("all", "request", "token"),
+        "index_dtype": (torch.int32, torch.int64),
+        "attn_sink": (False, True),
+        "duplicates": (False, True),
+        "strided": (False, True),
+        "zero_lengths": (False, True),
+    }
+)
+ORACLE_CASES = (
+    SparseDecodeCase(batch=3, s_q=2, s_k=900, h_q=64, topk=256),
+    SparseDecodeCase(batch=2, s_q=2, s_k=900, h_q=128, topk=128, cache_format="model1", extra_topk=300, extra_s_k=700),
+    SparseDecodeCase(batch=2, s_q=1, s_k=700, h_q=16, topk=500, cache_format="bf16"),
+)
+ON_EVERY_BACKEND = pytest.mark.parametrize("backend", harness.KERNEL_BACKENDS)
+TYPICAL = SparseDecodeCase(batch=16, s_q=2, s_k=3000, h_q=128, topk=1024, varlen=True)
+WITH_EXTRA = replace(
+    TYPICAL,
+    cache_format="model1",
+    page_size=256,
+    topk=128,
+    topk_lengths="request",
+    extra_topk=512,
+    extra_s_k=2000,
+    extra_topk_lengths="request",
+)
+ON_BOTH_FORMATS = pytest.mark.parametrize("typical", [TYPICAL, WITH_EXTRA], ids=["v32", "model1"])
+
+
+@ON_EVERY_BACKEND
+@pytest.mark.parametrize("row", FLASHMLA_GRID, ids=harness.ids(FLASHMLA_GRID))
+def test_flashmla_grid(row: Arguments, backend: str) -> None:
+    check(case_of(row).inputs(DEVICE), backend)
+
+
+@ON_EVERY_BACKEND
+@pytest.mark.parametrize("row", UNUSUAL_GRID, ids=harness.ids(UNUSUAL_GRID))
+def test_unusual_shapes(row: Arguments, backend: str) -> None:
+    cache_format, head_dim, dtype = row["cache_format, head_dim, dtype"]
+    head_dim_v = 32 if head_dim == 48 else 512
+    rest = {name: value for name, value in row.items() if "," not in name}
+    case = case_of(rest | {"cache_format": cache_format, "head_dim": head_dim, "dtype": dtype})
+    check(replace(case, head_dim_v=head_dim_v).inputs(DEVICE), backend)
+
+
+@ON_EVERY_BACKEND
+@pytest.mark.parametrize(("scope", "page_size"), [((512, 64), 61), ((650, 576), 53)], ids=str)
+@pytest.mark.parametrize("nothing", [{"invalid_share": 1.0}, {"zero_lengths": True}, {"empty_rows": 0.5}], ids=str)
+@pytest.mark.parametrize("attn_sink", [False, True])
+def test_queries_that_select_nothing(
+    attn_sink: bool, nothing: Arguments, scope: tuple[int, int], page_size: int, backend: str
+) -> None:
+    shape: Arguments = {"batch": 6, "s_q": 3, "h_q": 64, "scope": scope, "extra": scope}
+    pages: Arguments = {"page_size": page_size, "extra_page_size": page_size}
+    for cache_format in ("v32", "model1"):
+        row = shape | pages | nothing | {"attn_sink": attn_sink, "cache_format": cache_format}
+        check(case_of(row).inputs(DEVICE), backend)
+
+
+@ON_EVERY_BACKEND
+@pytest.mark.parametrize("case", ORACLE_CASES, ids=str)
+def test_error_against_float64(case: SparseDecodeCase, backend: str) -> None:
+    arguments = case.inputs(DEVICE)
+    oracle, _ = oracles.sparse_decode(**arguments)
+    baseline, _ = oracles.sparse_decode(**arguments, dtype=torch.bfloat16)
+    compare.assert_accurate(decode(arguments, backend)["out"], oracle, baseline, "out")
+
+
+@ON_EVERY_BACKEND
+def test_scales_that_are_no_powers_of_two(backend: str) -> None:
+    arguments = replace(TYPICAL, batch=3).inputs(DEVICE)
+    rows = Draw(1, DEVICE).normal(*arguments["k_cache"].shape[:3], 576, dtype=torch.bfloat16)
+    arguments["k_cache"] = kv_cache.pack(rows, "v32", scale_rounding="exact")
+    check(arguments, backend)
+
+
+@ON_EVERY_BACKEND
+@ON_BOTH_FORMATS
+def test_same_bits_run_after_run(typical: SparseDecodeCase, backend: str) -> None:
+    arguments = typical.inputs(DEVICE)
+    first = decode(arguments, backend)
+    for _ in range(3):
+        harness.assert_same_bits(first, decode(arguments, backend))
+
+
+@ON_EVERY_BACKEND
+@ON_BOTH_FORMATS
+def test_graph_follows_indices_and_lengths(typical: SparseDecodeCase, backend: str) -> None:
+    arguments = replace(typical, topk_lengths="request").inputs(DEVICE)
+    varying = [name for name in arguments if name.endswith(("indices", "topk_length")) and arguments[name] is not None]
+    originals = {name: arguments[name].clone() for name in varying}
+    for name in varying:
+        arguments[name].fill_(-1 if name.endswith("indices") else 0)
+    outputs = harness.poisoned_decode_outputs(arguments)
+    replay, results = harness.captured(lambda: decode(arguments, backend, outputs))
+
+    for change in (
+        lambda name, x: x,
+        lambda name, x: x // 2 if name.endswith("topk_length") else x,
+        lambda name, x: torch.where(x % 3 == 0, 0, x) if name.endswith("topk_length") else x,
+        lambda name, x: x.flip(0),
+    ):
+        for name in varying:
+            arguments[name].copy_(change(name, originals[name]))
+        harness.nan_outputs(**outputs)
+        replay()
+        assert_right(results, arguments)
+
+
+@ON_EVERY_BACKEND
+@pytest.mark.parametrize("cache_format", ["v32", "model1", "bf16"])
+def test_cache_beyond_2_31_elements(cache_format: str, backend: str) -> None:
+    layout = kv_cache.get_format(cache_format)
+    page_size, draw = 64, Draw(0, DEVICE)
+    num_pages = 2**31 // (page_size * layout.record_width) + 1000
+    cache = kv_cache.allocate(layout, num_pages, page_size, device=DEVICE)
+    cache.fill_(torch.nan if cache.is_floating_point() else 0xFF)
+    slots = num_pages * page_size
+    indices = torch.cat([draw.integers(0, 50_000, 2, 1, 500), draw.integers(slots - 50_000, slots, 2, 1, 500)], dim=-1)
+    chosen = indices.unique()
+    rows = draw.normal(chosen.numel(), layout.head_dim, dtype=torch.bfloat16)
+    kv_cache.write(cache, chosen, rows, cache_format=layout, backend="reference")
+    arguments: Arguments = {
+        "q": draw.normal(2, 1, 128, layout.head_dim, dtype=torch.bfloat16),
+        "k_cache": cache,
+        "indices": indices.int(),
+        "cache_format": layout,
+    }
+    check(arguments, backend)
+
+
+@ON_EVERY_BACKEND
+@ON_BOTH_FORMATS
+def test_new_batches_and_lengths_compile_nothing(typical: SparseDecodeCase, backend: str) -> None:
+    rng = random.Random(0)
+    cases = [
+        replace(typical, batch=rng.randint(1, 70), s_k=rng.randint(2, 4000), topk=64 * rng.randint(1, 20), seed=seed)
+        for seed in range(20)
+    ]
+    for case in (replace(typical, batch=1, topk=2048), replace(typical, batch=64, topk=64)):
+        decode(case.inputs(DEVICE), backend)
+    with harness.no_compilation():
+        for case in cases:
+            decode(case.inputs(DEVICE), backend)
+
+
+@ON_EVERY_BACKEND
+@ON_BOTH_FORMATS
+def test_compiles_as_one_graph(typical: SparseDecodeCase, backend: str) -> None:
+    arguments = replace(typical, batch=3).inputs(DEVICE)
+    decode(arguments, backend)
+
+    def out_plus_lse(q: torch.Tensor) -> torch.Tensor:
+        out, lse = flashlatte.sparse_decode(**harness.replaced(arguments, q=q), backend=backend)
+        return out.float() + lse.transpose(1, 2).unsqueeze(-1)
+
+    harness.assert_compiles(out_plus_lse, arguments["q"])
+
+
+def case_of(row: Arguments) -> SparseDecodeCase:
+    fields = {name: value for name, value in row.items() if name not in ("scope", "extra")}
+    fields["s_k"], fields["topk"] = row["scope"]
+    if row["extra"] is not None:
+        fields["extra_s_k"], fields["extra_topk"] = row["extra"]
+    return SparseDecodeCase(**fields)
+
+
+def decode(arguments: Arguments, backend: str, outputs: Arguments | None = None) -> Results:
+    with harness.refusals_skip(backend):
+        out, lse = flashlatte.sparse_decode(**arguments, **(outputs or {}), backend=backend)
+    return {"out": out, "lse": lse}
+
+
+def assert_right(results: Results, arguments: Arguments) -> None:
+    out, lse = flashlatte.sparse_decode(**arguments, backend="reference")
+    compare.assert_close(results["out"], out, compare.SPARSE_DECODE_OUT, "out")
+    compare.assert_close(results["lse"], lse, compare.DECODE_LSE, "lse")
+
+
+def check(arguments: Arguments, backend: str) -> None:
+    assert_right(decode(arguments, backend, harness.poisoned_decode_outputs(arguments)), arguments)
