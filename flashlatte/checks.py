@@ -45,6 +45,22 @@ def tensor(
     return value
 
 
+def output(
+    name: str,
+    value: object,
+    shape: Sequence[int | str],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device | None = None,
+    *,
+    unit_last_stride: bool = True,
+) -> torch.Tensor:
+    """``tensor`` for what a call writes into, whose elements must each have a place of their own."""
+    value = tensor(name, value, shape, dtypes, device, unit_last_stride=unit_last_stride)
+    if any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
+        raise ValueError(f"{name} must not be an expanded tensor, got strides {value.stride()}")
+    return value
+
+
 def _has_shape(actual: torch.Size, wanted: Sequence[int | str]) -> bool:
     if len(actual) != len(wanted):
         return False

@@ -18,10 +18,10 @@ def prepare(
     if out is None:
         out = q.new_empty(batch, s_q, h_q, head_dim_v)
     else:
-        checks.tensor("out", out, (batch, s_q, h_q, head_dim_v), (q.dtype,), q.device)
+        checks.output("out", out, (batch, s_q, h_q, head_dim_v), (q.dtype,), q.device)
     if lse is None:
         strides = (s_q * h_q, 1, h_q)
         lse = torch.empty_strided((batch, h_q, s_q), strides, dtype=torch.float32, device=q.device)
     else:
-        checks.tensor("lse", lse, (batch, h_q, s_q), (torch.float32,), q.device, unit_last_stride=False)
+        checks.output("lse", lse, (batch, h_q, s_q), (torch.float32,), q.device, unit_last_stride=False)
     return out, lse

@@ -33,7 +33,7 @@ def examine(dtype: str = "bf16") -> dict[str, Any]:
 def typical_calls(device: torch.device, dtype: torch.dtype) -> list[dispatch.Call]:
     """One call of every operation and cache format, in DeepSeek-V3's (for ``model1``, V4's) shape."""
     plain = next(name for name, known in DTYPES.items() if known == dtype)
-    attention = {"page_size": 64, "head_dim_v": 512, "h_q": 128, "h_kv": 1}
+    attention: dict[str, Any] = {"page_size": 64, "head_dim_v": 512, "h_q": 128, "h_kv": 1}
     calls = [
         dispatch.Call("dense_decode", device, dtype, cache_format=name, head_dim=576, **attention)
         for name in (plain, "fp8")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,40 +144,42 @@ def flash_mla_with_kvcache(
         if block_table is None or cache_seqlens is None:
             missing = "block_table" if block_table is None else "cache_seqlens"
             raise ValueError(f"{missing} must be given for dense decode (without indices), got None")
-        return dense_decode(
+        with _naming(k_scale="descale_k"):
+            return dense_decode(
+                q,
+                k_cache,
+                block_table,
+                cache_seqlens,
+                head_dim_v=head_dim_v,
+                softmax_scale=softmax_scale,
+                causal=causal,
+                k_scale=descale_k,
+                out=out,
+                lse=lse,
+                empty_lse=math.inf,
+                backend=backend,
+            )
+    if causal:
+        raise ValueError("causal must be False in sparse decode (with indices), whose mask is the indices; got True")
+    if descale_k is not None:
+        raise ValueError("descale_k belongs to dense decode over an fp8 cache, got it with indices")
+    with _naming(extra_indices="extra_indices_in_kvcache"):
+        return sparse_decode(
             q,
             k_cache,
-            block_table,
-            cache_seqlens,
-            head_dim_v=head_dim_v,
+            indices,
+            topk_length=topk_length,
+            attn_sink=attn_sink,
+            extra_k_cache=extra_k_cache,
+            extra_indices=extra_indices_in_kvcache,
+            extra_topk_length=extra_topk_length,
             softmax_scale=softmax_scale,
-            causal=causal,
-            k_scale=descale_k,
+            head_dim_v=head_dim_v,
             out=out,
             lse=lse,
             empty_lse=math.inf,
             backend=backend,
         )
-    if causal:
-        raise ValueError("causal must be False in sparse decode (with indices), whose mask is the indices; got True")
-    if descale_k is not None:
-        raise ValueError("descale_k belongs to dense decode over an fp8 cache, got it with indices")
-    return sparse_decode(
-        q,
-        k_cache,
-        indices,
-        topk_length=topk_length,
-        attn_sink=attn_sink,
-        extra_k_cache=extra_k_cache,
-        extra_indices=extra_indices_in_kvcache,
-        extra_topk_length=extra_topk_length,
-        softmax_scale=softmax_scale,
-        head_dim_v=head_dim_v,
-        out=out,
-        lse=lse,
-        empty_lse=math.inf,
-        backend=backend,
-    )
 
 
 def flash_mla_sparse_fwd(
@@ -206,18 +209,19 @@ def flash_mla_sparse_fwd(
         out [s_q, h_q, d_v]; max_logits and lse, natural logarithm, float32 [s_q, h_q]. A row that selects nothing: out
         0, max_logits -inf, lse +inf.
     """
-    return sparse_prefill(
-        q,
-        kv,
-        indices,
-        sm_scale,
-        d_v=d_v,
-        attn_sink=attn_sink,
-        topk_length=topk_length,
-        out=out,
-        empty_lse=math.inf,
-        backend=backend,
-    )
+    with _naming(softmax_scale="sm_scale"):
+        return sparse_prefill(
+            q,
+            kv,
+            indices,
+            sm_scale,
+            d_v=d_v,
+            attn_sink=attn_sink,
+            topk_length=topk_length,
+            out=out,
+            empty_lse=math.inf,
+            backend=backend,
+        )
 
 
 def flash_attn_varlen_func(
@@ -276,6 +280,23 @@ def _no_dense_prefill(name: str) -> NoReturn:
         f"{name} needs the dense prefill kernels, which this version of FlashLatte does not have; "
         "torch.nn.functional.scaled_dot_product_attention computes the same for one sequence"
     )
+
+
+class _naming:
+    """Errors raised within call arguments by FlashMLA's names: keys are the operations' names, values FlashMLA's."""
+
+    def __init__(self, **names: str) -> None:
+        self.names = names
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if type(error) in (TypeError, ValueError):
+            text = str(error)
+            for inner, outer in self.names.items():
+                text = re.sub(rf"\b{inner}\b", outer, text)
+            error.args = (text,)
 
 
 def _check_fp8_flag(k_cache: object, is_fp8_kvcache: bool) -> None:

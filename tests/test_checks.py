@@ -89,3 +89,9 @@ def test_choice():
     checks.choice("mode", "a", ("a", "b"))
     with pytest.raises(ValueError, match=r"^mode must be one of a, b, got 'c'$"):
         checks.choice("mode", "c", ("a", "b"))
+
+
+def test_an_output_has_a_place_for_every_element():
+    checks.output("out", torch.empty(2, 1, 3).expand(2, 1, 3), (2, 1, 3), (torch.float32,))
+    with pytest.raises(ValueError, match=r"^out must not be an expanded tensor, got strides \(0, 1\)$"):
+        checks.output("out", torch.empty(1, 3).expand(2, 3), (2, 3), (torch.float32,))

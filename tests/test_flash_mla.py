@@ -250,3 +250,21 @@ def test_the_alias_replaces_nobody_elses_package(tmp_path, capsys):
     assert (tmp_path / "flash_mla" / "__init__.py").read_text() == "original = True\n"
     with pytest.raises(FileExistsError, match=r"was not written by this command"):
         flash_mla.install_alias(tmp_path)
+
+
+def test_errors_use_flash_mlas_names():
+    inputs = SparseDecodeCase(1, 1, 40, 8, 4).inputs()
+    metadata, _ = flash_mla.get_mla_metadata()
+    q, cache, indices = inputs["q"], inputs["k_cache"], inputs["indices"]
+    sparse = (q, cache, None, None, 512, metadata)
+    with pytest.raises(ValueError, match=r"^extra_k_cache needs extra_indices_in_kvcache beside it, got None$"):
+        flash_mla.flash_mla_with_kvcache(*sparse, is_fp8_kvcache=True, indices=indices, extra_k_cache=cache)
+    with pytest.raises(ValueError, match=r"^sm_scale must be a finite number above 0, got -1.0$"):
+        flash_mla.flash_mla_sparse_fwd(q[0], torch.zeros(4, 1, 576, dtype=q.dtype), indices[0, :, None], -1.0)
+
+
+def test_no_gradient_is_recorded():
+    inputs = DenseDecodeCase(1, 1, 8, 2).inputs()
+    out, lse = dense_decode(**inputs | {"q": inputs["q"].requires_grad_()})
+    assert not out.requires_grad
+    assert not lse.requires_grad

@@ -157,7 +157,7 @@ def gather(
             raise ValueError(f"total_tokens must be at least 0, got {rows}")
         out = torch.zeros(rows, layout.head_dim, dtype=dtype, device=device)
     else:
-        checks.tensor("out", out, ("rows", layout.head_dim), checks.FLOAT_DTYPES, device)
+        checks.output("out", out, ("rows", layout.head_dim), checks.FLOAT_DTYPES, device)
         if total_tokens is not None and total_tokens != out.shape[0]:
             raise ValueError(f"total_tokens must be out's {out.shape[0]} rows or None, got {total_tokens}")
     if out.shape[0] == 0:
@@ -212,6 +212,8 @@ def read(
     cache, layout = as_cache(cache, cache_format)
     if not isinstance(slots, torch.Tensor):
         raise TypeError(f"slots must be a tensor, got {type(slots).__name__}")
+    if dtype not in checks.FLOAT_DTYPES:
+        raise TypeError(f"dtype must be {checks.dtype_names(checks.FLOAT_DTYPES)}, got {dtype}")
     checks.tensor("slots", slots, slots.shape, checks.INDEX_DTYPES, cache.device, unit_last_stride=False)
     return read_slots(cache, slots, layout, one_scale(layout, scale)).to(dtype)
 

@@ -8,6 +8,7 @@ from flashlatte.kv_cache.fp8 import raw_view
 from flashlatte.softmax import attend
 
 
+@torch.no_grad()
 def dense_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,

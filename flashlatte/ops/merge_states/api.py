@@ -71,19 +71,22 @@ def merge_states(
             first.device,
             unit_last_stride=False,
         )
+    if _records_gradient(*outs, *lses):
+        if out is not None or lse is not None:
+            raise ValueError("out and lse must be None where gradients are recorded, got tensors to write into")
+        if backend not in (None, "reference"):
+            raise ValueError(f"backend must be 'reference' or None where gradients are recorded, got {backend!r}")
+        return reference.merge_states(outs, lses)
     call = dispatch.Call(OPERATION, first.device, first.dtype, head_dim_v=first.shape[-1])
     backend = dispatch.select(call, backend)
-
-    if out is None and lse is None and _records_gradient(*outs, *lses):
-        return reference.merge_states(outs, lses)
     if out is None:
         out = torch.empty_like(first, memory_format=torch.contiguous_format)
     else:
-        checks.tensor("out", out, tuple(first.shape), (first.dtype,), first.device, unit_last_stride=False)
+        checks.output("out", out, tuple(first.shape), (first.dtype,), first.device, unit_last_stride=False)
     if lse is None:
         lse = torch.empty(first.shape[:-1], dtype=torch.float32, device=first.device)
     else:
-        checks.tensor("lse", lse, tuple(first.shape[:-1]), (torch.float32,), first.device, unit_last_stride=False)
+        checks.output("lse", lse, tuple(first.shape[:-1]), (torch.float32,), first.device, unit_last_stride=False)
     _merge_states(outs, lses, out, lse, backend)
     return out, lse
 

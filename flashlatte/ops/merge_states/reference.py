@@ -21,6 +21,7 @@ def merge_states(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> 
     return out.to(outs[0].dtype), lse.masked_fill(all_empty, float("-inf"))
 
 
+@torch.no_grad()
 def merge_states_into(
     outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: torch.Tensor, lse: torch.Tensor
 ) -> None:

@@ -104,7 +104,7 @@ def sparse_prefill(
     if out is None:
         out = q.new_empty(s_q, h_q, d_v)
     else:
-        checks.tensor("out", out, (s_q, h_q, d_v), (q.dtype,), device)
+        checks.output("out", out, (s_q, h_q, d_v), (q.dtype,), device)
     max_logits = torch.empty(s_q, h_q, dtype=torch.float32, device=device)
     lse = torch.empty_like(max_logits)
 

@@ -9,6 +9,7 @@ from flashlatte.softmax import attend, sink_weight
 GATHERED_BYTES = 64 * 2**20
 
 
+@torch.no_grad()
 def sparse_prefill(
     q: torch.Tensor,
     kv: torch.Tensor,

@@ -39,3 +39,17 @@ META = torch.device("meta")
 def test_errors_name_the_argument(change, error, message):
     with pytest.raises(error, match=message):
         merge_states(**({"outs": OUTS, "lses": LSES} | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"out": torch.empty(2, 3)}, "^out and lse must be None where gradients are recorded"),
+        ({"lse": torch.empty(2)}, "^out and lse must be None where gradients are recorded"),
+        ({"backend": "portable"}, "^backend must be 'reference' or None where gradients are recorded, got 'portable'$"),
+    ],
+)
+def test_what_cannot_record_gradients_is_refused(change, message):
+    outs = [torch.ones(2, 3, requires_grad=True), torch.ones(2, 3)]
+    with pytest.raises(ValueError, match=message):
+        merge_states(outs, [torch.zeros(2), torch.zeros(2)], **change)

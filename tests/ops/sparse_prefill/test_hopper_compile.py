@@ -245,7 +245,7 @@ def test_says_which_rows_are_misaligned(monkeypatch, misaligned):
 def test_a_misaligned_buffer_is_an_error(recorded):
     bytes_ = torch.empty(2 * 64 * 576 + 8, dtype=torch.int8)
     start = 2 if bytes_.data_ptr() % 16 == 0 else 0
-    kv = torch.frombuffer(memoryview(bytes_.numpy())[start:], dtype=torch.bfloat16)[: 64 * 576].view(64, 1, 576)
+    kv = torch.frombuffer(bytes_.numpy().data[start:], dtype=torch.bfloat16)[: 64 * 576].view(64, 1, 576)
     assert kv.storage_offset() == 0
     with pytest.raises(ValueError, match=r"^kv must begin at a multiple of 16 bytes for backend='hopper', got 0x"):
         launch.sparse_prefill(
