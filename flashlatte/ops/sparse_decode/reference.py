@@ -9,6 +9,7 @@ from flashlatte.kv_cache.tokens import read_slots
 from flashlatte.softmax import attend, sink_weight
 
 
+@torch.no_grad()
 def sparse_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
