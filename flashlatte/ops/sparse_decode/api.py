@@ -12,9 +12,26 @@ from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.torch_op import register_op
 
 OPERATION = "sparse_decode"
+PORTABLE_MAX_HEAD_DIM = 1024
+
+
+def _refuses_portable(call: dispatch.Call) -> str | None:
+    if call.head_dim is not None and call.head_dim > PORTABLE_MAX_HEAD_DIM:
+        return f"holds whole rows in shared memory, of up to {PORTABLE_MAX_HEAD_DIM} numbers, not {call.head_dim}"
+    if call.cache_format == "v32" and call.head_dim_v is not None and call.head_dim_v > 512:
+        return f"takes v32's 512 latent numbers as values, not {call.head_dim_v}"
+    return None
+
 
 dispatch.register(
     OPERATION,
+    dispatch.Implementation(
+        "portable",
+        "flashlatte.ops.sparse_decode.portable:sparse_decode",
+        (torch.bfloat16, torch.float16),
+        needs_triton=True,
+        refuses=_refuses_portable,
+    ),
     dispatch.Implementation("reference", "flashlatte.ops.sparse_decode.reference:sparse_decode", checks.FLOAT_DTYPES),
 )
 

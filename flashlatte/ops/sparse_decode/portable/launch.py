@@ -1,0 +1,231 @@
+"""From arguments to launches: all that a call settles on the host, from shapes alone."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from flashlatte import dispatch
+from flashlatte.kv_cache.portable.layout import as_bytes, stride_in_use, unit_bytes
+from flashlatte.ops.sparse_decode.portable import config
+from flashlatte.ops.sparse_decode.portable.kernel import sparse_decode_kernel
+from flashlatte.schedule import combine, plan
+from flashlatte.triton_attention import NVIDIA, gpu_class
+from flashlatte.triton_kernel import launching_on
+
+# Starting on an item costs a program about as much as so many keys.
+_OVERHEAD_KEYS = 64
+# Columns of the latent part of the formats with scales.
+_PACKED_LATENT = 512
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the calls of one shape have in common.
+
+    Attributes:
+        config: tile sizes.
+        num_groups: programs that each need all keys of an item.
+        parts: of the balanced schedule; None for a program for each item and group.
+        scratch: float32 numbers of the partial results.
+        constants: what the kernel is compiled for, but for what depends on strides.
+    """
+
+    config: config.Config
+    num_groups: int
+    parts: int | None
+    scratch: int
+    overhead: int
+    constants: dict[str, Any]
+
+
+def sparse_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    indices: torch.Tensor,
+    cache_format: str,
+    topk_length: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    extra_k_cache: torch.Tensor | None,
+    extra_indices: torch.Tensor | None,
+    extra_topk_length: torch.Tensor | None,
+    softmax_scale: float,
+    empty_lse: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    batch, s_q, h_q, head_dim = q.shape
+    head_dim_v = out.shape[3]
+    device = q.device
+    topk = indices.shape[2]
+    extra_topk = None if extra_indices is None else extra_indices.shape[2]
+    is_uniform = topk_length is None and extra_topk_length is None
+    made = make_plan(
+        gpu_class(device),
+        dispatch.multiprocessors(device),
+        batch * s_q,
+        h_q,
+        head_dim,
+        head_dim_v,
+        cache_format,
+        topk,
+        extra_topk or 0,
+        is_uniform,
+    )
+    k_align, wide, cache = _cache_arguments(k_cache, indices, cache_format)
+    extra_k_align, extra_wide, extra_cache = _cache_arguments(extra_k_cache, extra_indices, cache_format)
+    q_align = _row_align(q, 8)
+    out_align = _row_align(out, 8)
+    q_request, q_token, q_head, _ = q.stride()
+    lists = (
+        batch * s_q,
+        s_q,
+        topk_length,
+        *_length_strides(topk_length),
+        topk,
+        extra_topk_length,
+        *_length_strides(extra_topk_length),
+        extra_topk,
+    )
+    outputs = combine.output_arguments(out, lse, attn_sink, h_q, h_q, empty_lse, out_align)
+
+    with launching_on(device):
+        scratch = torch.empty(made.scratch, dtype=torch.float32, device=device) if made.scratch else None
+        sparse_decode_kernel[((made.parts or batch * s_q) * made.num_groups,)](
+            q,
+            q_request // q_align,
+            q_token // q_align,
+            q_head // q_align,
+            *cache,
+            *extra_cache,
+            *lists[:-1],
+            extra_topk or 0,
+            softmax_scale,
+            *outputs[:-3],
+            h_q,
+            empty_lse,
+            scratch,
+            made.num_groups,
+            made.parts or 1,
+            PAGE_SIZE=k_cache.shape[1],
+            EXTRA_PAGE_SIZE=1 if extra_k_cache is None else extra_k_cache.shape[1],
+            WIDE=wide,
+            EXTRA_WIDE=extra_wide,
+            Q_ALIGN=q_align,
+            K_ALIGN=k_align,
+            EXTRA_K_ALIGN=extra_k_align,
+            OUT_ALIGN=out_align,
+            **made.constants,
+        )
+        if made.parts is not None and scratch is not None:
+            combine.launch_combine(
+                scratch,
+                lists,
+                outputs,
+                items=batch * s_q,
+                num_groups=made.num_groups,
+                row_blocks=made.num_groups,
+                parts=made.parts,
+                block_n=made.config.block_n,
+                block_h=made.config.block_h,
+                d_v=head_dim_v,
+                overhead=made.overhead,
+                row_align=out_align,
+            )
+
+
+@functools.lru_cache(maxsize=4096)
+def make_plan(
+    gpu: str,
+    multiprocessors: int,
+    items: int,
+    heads: int,
+    head_dim: int,
+    head_dim_v: int,
+    cache_format: str,
+    topk: int,
+    extra_topk: int,
+    is_uniform: bool,
+) -> Plan:
+    packed = cache_format in ("v32", "model1")
+    latent_cols = _PACKED_LATENT if packed else head_dim_v
+    latent = _padded(latent_cols)
+    rope = _padded(head_dim - latent_cols) if head_dim > latent_cols else 0
+    chosen = config.choose(gpu, packed, heads, latent, rope)
+    groups = -(-heads // chosen.block_h)
+    most_blocks = -(-topk // chosen.block_n) + -(-extra_topk // chosen.block_n)
+    overhead = -(-_OVERHEAD_KEYS // chosen.block_n)
+    record = combine.record_bytes(chosen.block_h, head_dim_v)
+    parts = plan.balanced_parts(
+        items, groups, multiprocessors * chosen.programs, most_blocks, record, uniform=is_uniform
+    )
+    return Plan(
+        config=chosen,
+        num_groups=groups,
+        parts=parts,
+        scratch=0 if parts is None else 2 * groups * parts * record // 4,
+        overhead=overhead,
+        constants={
+            "FORMAT": cache_format if packed else "plain",
+            "D": head_dim,
+            "D_V": head_dim_v,
+            "LATENT_COLS": latent_cols,
+            "LATENT": latent,
+            "ROPE": rope,
+            "BLOCK_H": chosen.block_h,
+            "BLOCK_N": chosen.block_n,
+            "STAGES": chosen.num_stages,
+            "WARPGROUPS": chosen.warpgroups,
+            "OVERHEAD": overhead,
+            "BALANCED": parts is not None,
+            "PTX": gpu in NVIDIA and not chosen.warpgroups,
+            "INTERPRETED": gpu == "interpreter",
+            "num_warps": chosen.num_warps,
+            "enable_fp_fusion": True,
+        },
+    )
+
+
+def _cache_arguments(
+    cache: torch.Tensor | None, indices: torch.Tensor | None, cache_format: str
+) -> tuple[int, bool, tuple[Any, ...]]:
+    """The alignment of a cache's rows, whether its slots pass 2^32, and the kernel's arguments for it."""
+    if cache is None or indices is None:
+        return 1, False, (None, 0, 0, 0, None, 0, 0)
+    page_stride, token_stride = stride_in_use(cache, 0), stride_in_use(cache, 1)
+    if cache_format in ("v32", "model1"):
+        # The rows and planes of a page are of multiples of 16 bytes, but for the bytes of the scales of model1.
+        cache = as_bytes(cache)
+        align = unit_bytes(cache, page_stride)
+        token_stride = 0
+    else:
+        align = 8 if page_stride % 8 == 0 and token_stride % 8 == 0 else 1
+    slots = cache.shape[0] * cache.shape[1]
+    if indices.dtype == torch.int32:
+        slots = min(slots, 2**31)
+    return (
+        align,
+        slots > 2**32,
+        (cache, page_stride // align, token_stride // align, slots, indices, indices.stride(0), indices.stride(1)),
+    )
+
+
+def _length_strides(lengths: torch.Tensor | None) -> tuple[int, int]:
+    """Strides over requests and tokens of lengths [b] or [b, s_q]."""
+    if lengths is None:
+        return 0, 0
+    return lengths.stride(0), lengths.stride(1) if lengths.dim() == 2 else 0
+
+
+def _row_align(x: torch.Tensor, units: int) -> int:
+    """``units`` if every row starts at a multiple of so many numbers, else 1."""
+    return units if all(stride_in_use(x, axis) % units == 0 for axis in range(x.dim() - 1)) else 1
+
+
+def _padded(width: int) -> int:
+    """The width of a tile that holds ``width`` columns."""
+    return max(triton.next_power_of_2(width), 16)

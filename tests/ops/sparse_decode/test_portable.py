@@ -1,0 +1,223 @@
+"""Sparse decode's Triton kernel against the reference, in Triton's interpreter."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from flashlatte import dispatch, kv_cache, sparse_decode
+from flashlatte.ops.sparse_decode.portable import config, launch, tiles
+from flashlatte.schedule import combine
+from flashlatte.testing import compare
+from flashlatte.testing.cases import SparseDecodeCase
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+V32 = SparseDecodeCase(batch=2, s_q=2, s_k=60, h_q=4, topk=37, page_size=7)
+MODEL1 = replace(V32, cache_format="model1")
+PLAIN = replace(V32, cache_format="bf16", head_dim=48, head_dim_v=32)
+LENGTHS = {"topk_lengths": "token", "extra_topk_lengths": "request"}
+EXTRA = {"extra_topk": 20, "extra_s_k": 30, "extra_page_size": 3}
+CASES = {
+    "v32": V32,
+    "v32, lengths": replace(V32, topk_lengths="request"),
+    "v32, many heads": replace(V32, batch=1, h_q=40),
+    "v32, extra": replace(V32, **EXTRA),
+    "v32, fp16 queries": replace(V32, dtype=torch.float16),
+    "v32, narrow values": replace(V32, head_dim_v=100),
+    "model1": MODEL1,
+    "model1, extra and lengths": replace(MODEL1, **EXTRA, **LENGTHS),
+    "model1, gaps": replace(MODEL1, batch=1, strided=True),
+    "plain": PLAIN,
+    "plain, no rope": replace(PLAIN, head_dim=32),
+    "plain, odd sizes": replace(PLAIN, head_dim=37, head_dim_v=20, h_q=3),
+    "plain, extra and lengths": replace(PLAIN, **EXTRA, **LENGTHS),
+    "plain, lengths of requests": replace(PLAIN, topk_lengths="request"),
+    "plain, pages of one token": replace(PLAIN, page_size=1),
+    "plain, one key": replace(PLAIN, topk=1),
+    "plain, every token twice": replace(PLAIN, topk=70, duplicates=True),
+    "plain, empty rows": replace(PLAIN, s_q=4, empty_rows=0.5, zero_lengths=True),
+    "plain, all rows empty": replace(PLAIN, empty_rows=1.0),
+    "plain, gaps": replace(PLAIN, strided=True),
+    "plain, no sink": replace(PLAIN, attn_sink=False),
+    "plain, int64 indices": replace(PLAIN, index_dtype=torch.int64, topk_lengths="token"),
+    "plain, fp16": replace(PLAIN, cache_format="fp16", dtype=torch.float16),
+    "plain, mla": replace(V32, cache_format="bf16", batch=1, head_dim=576),
+}
+
+
+@pytest.fixture(autouse=True)
+def few_merging_programs(monkeypatch):
+    """The interpreter takes long for each."""
+    monkeypatch.setattr(combine, "_TILES", ((16, 512, 4),))
+
+
+@pytest.fixture
+def many_parts(monkeypatch):
+    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 7)
+
+
+def decode(arguments, **more):
+    q = arguments["q"]
+    outputs = {
+        "out": torch.full((*q.shape[:3], arguments["head_dim_v"]), torch.nan, dtype=q.dtype),
+        "lse": torch.full((q.shape[0], q.shape[2], q.shape[1]), torch.nan),
+    }
+    return sparse_decode(**(outputs | arguments), backend="portable", **more)
+
+
+def check(arguments, **more):
+    out, lse = decode(arguments, **more)
+    expected_out, expected_lse = sparse_decode(**arguments, backend="reference", **more)
+    compare.assert_close(out, expected_out, compare.SPARSE_DECODE_OUT, "out")
+    compare.assert_close(lse, expected_lse, compare.DECODE_LSE, "lse")
+    return out, lse
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_against_the_reference(case):
+    check(case.inputs())
+
+
+@pytest.mark.parametrize("cache_format", ["v32", "model1", "bf16"])
+def test_laid_out_for_warp_groups(monkeypatch, cache_format):
+    chosen = config.Config(64, 32, num_warps=1, warpgroups=True)
+    monkeypatch.setattr(config, "choose", lambda *_: chosen)
+    launch.make_plan.cache_clear()
+    check(replace(V32, batch=1, h_q=70, cache_format=cache_format, empty_rows=0.3).inputs())
+    launch.make_plan.cache_clear()
+
+
+@pytest.mark.parametrize("case", [replace(PLAIN, topk=200), replace(PLAIN, topk=130, **EXTRA, **LENGTHS)], ids=str)
+def test_split_over_parts(many_parts, case):
+    case = replace(case, batch=1, s_q=1)
+    arguments = case.inputs()
+    first, second = check(arguments), decode(arguments)
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+    check(replace(case, empty_rows=1.0).inputs(), empty_lse=float("inf"))
+
+
+def test_lengths_outside_the_list(many_parts):
+    arguments = PLAIN.inputs()
+    lengths = torch.tensor([[-5, 2**31 - 1], [0, 3]], dtype=torch.int32)
+    check(arguments | {"topk_length": lengths})
+    check(arguments | {"topk_length": lengths.long() * 2**20})
+
+
+def test_indices_that_no_int32_holds():
+    arguments = replace(PLAIN, index_dtype=torch.int64).inputs()
+    arguments["indices"][0, 0, :3] = torch.tensor([2**32, -(2**63), 2**63 - 1])
+    check(arguments)
+
+
+def test_lengths_and_sinks_that_are_not_neighbours():
+    arguments = replace(PLAIN, topk_lengths="token").inputs()
+    apart = {name: arguments[name].repeat_interleave(2, dim=-1)[..., ::2] for name in ("topk_length", "attn_sink")}
+    check(arguments | apart)
+
+
+def test_empty_lse_and_strided_outputs():
+    arguments = replace(PLAIN, s_q=4, empty_rows=0.5).inputs()
+    out = torch.full((2, 4, 9, 40), torch.nan, dtype=torch.bfloat16)[:, :, :8:2, :32]
+    lse = torch.full((2, 4, 4, 3), torch.nan)[..., 1]
+    check(arguments | {"out": out, "lse": lse}, empty_lse=float("inf"))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("cache_format", ["v32", "model1"])
+def test_dtypes_of_bytes(cache_format, dtype):
+    arguments = replace(V32, batch=1, cache_format=cache_format).inputs()
+    check(arguments | {"k_cache": arguments["k_cache"].view(dtype)})
+
+
+@pytest.mark.parametrize("gap", [656, 4, 1])
+@pytest.mark.parametrize("cache_format", ["v32", "model1"])
+def test_gaps_between_pages(cache_format, gap):
+    arguments = replace(V32, batch=1, cache_format=cache_format).inputs()
+    cache = arguments["k_cache"]
+    pages, page_size, _, width = cache.shape
+    stride = page_size * width + gap
+    storage = torch.full((pages * stride + gap,), 0xFF, dtype=torch.uint8)
+    moved = storage[gap:].as_strided(cache.shape, (stride, width, width, 1))
+    layout = kv_cache.get_format(cache_format)
+    for source, target in zip(layout.page_views(cache), layout.page_views(moved), strict=True):
+        target.copy_(source)
+    check(arguments | {"k_cache": moved})
+
+
+def test_any_scale_is_honoured():
+    """Scales that are no powers of two, tiny and large ones: as if the keys had been rounded to bf16, once."""
+    arguments = replace(V32, batch=1, softmax_scale=1e-5, attn_sink=False).inputs()
+    cache = arguments["k_cache"]
+    slots = arguments["indices"][arguments["indices"] < cache.shape[0] * cache.shape[1]].unique()
+    rows = torch.randn(slots.numel(), 576) * torch.tensor([1e-6, 0.7, 33.0, 3e5, 0.1]).repeat_interleave(128)[:576]
+    kv_cache.write(cache, slots, rows, cache_format="v32", scale_rounding="exact")
+    out, lse = decode(arguments)
+    rounded = kv_cache.unpack(cache, "v32", dtype=torch.bfloat16)
+    expected_out, expected_lse = sparse_decode(
+        **arguments | {"k_cache": rounded, "cache_format": "bf16"}, backend="reference"
+    )
+    compare.assert_close(out, expected_out, compare.Tolerance(0.0, 2**-7, 1e-5), "out")
+    compare.assert_close(lse, expected_lse, compare.DECODE_LSE, "lse")
+
+
+@pytest.mark.parametrize("cache_format", ["v32", "model1"])
+def test_nan_scale_of_a_selected_token(cache_format):
+    arguments = replace(V32, cache_format=cache_format, attn_sink=False, invalid_share=0.0).inputs()
+    expected, _ = decode(arguments)
+    slot = arguments["indices"][0, 1, 5]
+    selected = (arguments["indices"] == slot).any(dim=-1)
+    head_dim = arguments["q"].shape[-1]
+    kv_cache.write(arguments["k_cache"], slot[None], torch.full((1, head_dim), torch.nan), cache_format=cache_format)
+    out, lse = decode(arguments)
+    assert out[selected].isnan().all()
+    assert lse.transpose(1, 2)[selected].isnan().all()
+    assert torch.equal(out[~selected], expected[~selected])
+
+
+@triton.jit
+def _unpack(words, scales, rope, latent, MODEL1: tl.constexpr, TILES: tl.constexpr):
+    rows = tl.arange(0, 16)[:, None]
+    word, scale, number = tl.arange(0, 128)[None, :], tl.arange(0, TILES)[None, :], tl.arange(0, 64)[None, :]
+    result, _ = tiles.unpack(
+        tl.load(words + rows * 128 + word),
+        tl.load(scales + rows * TILES + scale),
+        tl.load(rope + rows * 64 + number),
+        tl.bfloat16,
+        MODEL1,
+        False,
+        True,
+    )
+    tl.store(latent + rows * 512 + tl.arange(0, 512)[None, :], result)
+
+
+@pytest.mark.parametrize("model1", [False, True])
+def test_unpacks_every_number_exactly(model1):
+    """All e4m3 numbers, subnormals too, with scales that are powers of two."""
+    numbers = torch.arange(256, dtype=torch.uint8).repeat(16, 2)
+    numbers[(numbers & 0x7F) == 0x7F] = 0
+    rope = torch.randn(16, 64).to(torch.bfloat16)
+    if model1:
+        numbers[:, 448:] = 0
+        scales = torch.randint(20, 240, (16, 8), dtype=torch.uint8)
+        scales[:, 7] = 0
+        factors = scales.view(torch.float8_e8m0fnu).float().repeat_interleave(64, dim=1)
+    else:
+        scales = torch.randint(-100, 100, (16, 4)).float().exp2()
+        factors = scales.repeat_interleave(128, dim=1)
+    latent = torch.full((16, 512), torch.nan)
+    _unpack[(1,)](numbers.view(torch.int32), scales, rope.view(torch.uint16), latent, model1, scales.shape[1])
+    expected = numbers.view(torch.float8_e4m3fn).float() * factors
+    if model1:
+        expected[:, 448:] = rope.float()
+    assert torch.equal(latent, expected)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="512 latent numbers as values, not 576"):
+        sparse_decode(**replace(V32, head_dim_v=576).inputs(), backend="portable")
+    with pytest.raises(ValueError, match="up to 1024 numbers, not 1040"):
+        sparse_decode(**replace(PLAIN, head_dim=1040).inputs(), backend="portable")
