@@ -128,7 +128,7 @@ def test_scales_that_are_no_powers_of_two(backend: str) -> None:
     arguments["k_cache"] = kv_cache.pack(rows, "v32", scale_rounding="exact")
     results = decode(arguments, backend, harness.poisoned_decode_outputs(arguments))
     # The kernels multiply in bf16: scaled numbers are rounded to it, once.
-    rounded = arguments | {"k_cache": kv_cache.unpack(arguments["k_cache"])}
+    rounded = arguments | {"k_cache": kv_cache.unpack(arguments["k_cache"]), "cache_format": "bf16"}
     assert_right(results, rounded)
 
 

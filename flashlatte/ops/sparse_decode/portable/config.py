@@ -65,12 +65,12 @@ PLAIN_TABLE: dict[str, tuple[Config, ...]] = {
 PACKED_TABLE: dict[str, tuple[Config, ...]] = {
     "hopper": (
         Config(16, 64, num_warps=8),
-        Config(32, 32, num_warps=8),
+        Config(32, 64, num_warps=8),
         Config(64, 64, num_warps=8, warpgroups=True),
     ),
     "blackwell": (
         Config(16, 64, num_warps=8),
-        Config(32, 32, num_warps=8),
+        Config(32, 64, num_warps=8),
     ),
     "ampere": (
         Config(16, 64, num_warps=8),

@@ -82,6 +82,10 @@ def _attend(
             words, scales, packed_rope, next_valid = load_packed(cache, index, MODEL1, PAGE_SIZE, WIDE, ALIGN)
             position = start + 2 * BLOCK_N + in_tile
             index = tl.load(indices + position, mask=position < stop, other=-1)
+            if not WARPGROUPS:
+                # Else the loads of the queries from shared memory, which wait for nothing, are all done before the
+                # barrier that the keys need, and fill the registers.
+                tl.debug_barrier()
             peak, total, values = weigh(
                 peak,
                 total,
