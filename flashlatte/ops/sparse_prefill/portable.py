@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -69,7 +70,6 @@ TABLE: dict[str, tuple[Config, ...]] = {
 }
 
 
-@functools.lru_cache(maxsize=256)
 def choose(gpu: str, heads: int, latent: int, rope: int) -> Config:
     """The configuration for rows padded to ``latent`` + ``rope`` numbers."""
     table = TABLE[gpu]
@@ -200,11 +200,7 @@ def sparse_prefill(
 ) -> None:
     """``max_logits`` and ``lse`` are contiguous."""
     s_q, h_q, head_dim = q.shape
-    d_v = out.shape[2]
-    latent = _padded(d_v)
-    rope = _padded(head_dim - d_v) if head_dim > d_v else 0
-    gpu = gpu_class(q.device)
-    config = choose(gpu, h_q, latent, rope)
+    config, constants = _compiled_for(gpu_class(q.device), h_q, head_dim, out.shape[2])
     q_align, q_strides = _aligned(q.stride(0), q.stride(1))
     kv_align, kv_strides = _aligned(kv.stride(0))
     out_align, out_strides = _aligned(out.stride(0), out.stride(1))
@@ -229,21 +225,32 @@ def sparse_prefill(
             max_logits,
             lse,
             h_q,
-            D=head_dim,
-            D_V=d_v,
-            LATENT=latent,
-            ROPE=rope,
-            BLOCK_H=config.block_h,
-            BLOCK_N=config.block_n,
-            STAGES=config.num_stages,
-            WARPGROUPS=config.warpgroups,
             Q_ALIGN=q_align,
             KV_ALIGN=kv_align,
             OUT_ALIGN=out_align,
-            INTERPRETED=gpu == "interpreter",
-            num_warps=config.num_warps,
-            enable_fp_fusion=True,
+            **constants,
         )
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled_for(gpu: str, h_q: int, head_dim: int, d_v: int) -> tuple[Config, dict[str, Any]]:
+    """The configuration of a shape, and what the kernel is compiled for beside the alignment of rows."""
+    latent = _padded(d_v)
+    rope = _padded(head_dim - d_v) if head_dim > d_v else 0
+    config = choose(gpu, h_q, latent, rope)
+    return config, {
+        "D": head_dim,
+        "D_V": d_v,
+        "LATENT": latent,
+        "ROPE": rope,
+        "BLOCK_H": config.block_h,
+        "BLOCK_N": config.block_n,
+        "STAGES": config.num_stages,
+        "WARPGROUPS": config.warpgroups,
+        "INTERPRETED": gpu == "interpreter",
+        "num_warps": config.num_warps,
+        "enable_fp_fusion": True,
+    }
 
 
 def _padded(width: int) -> int:
@@ -253,5 +260,7 @@ def _padded(width: int) -> int:
 
 def _aligned(*strides: int) -> tuple[int, tuple[int, ...]]:
     """The unit, of 16 bytes if all are multiples of it, in which to give the strides of 2-byte numbers, and these."""
-    unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
-    return unit, tuple(stride // unit for stride in strides)
+    for stride in strides:
+        if stride % 8:
+            return 1, strides
+    return 8, tuple([stride // 8 for stride in strides])

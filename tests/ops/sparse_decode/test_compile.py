@@ -48,7 +48,7 @@ def record(monkeypatch):
         storage = torch.empty(num_pages * stride, dtype=layout.record_dtype)
         cache = storage.as_strided((num_pages, page_size, 1, width), (stride, width, width, 1))
         length = torch.empty(batch, dtype=torch.int32) if lengths else None
-        extra = (cache, torch.empty(batch, s_q, extra_topk, dtype=torch.int32), length) if extra_topk else [None] * 3
+        has_extra = extra_topk > 0
         for recorder in recorders:
             recorder.launches.clear()
         launch.sparse_decode(
@@ -58,7 +58,9 @@ def record(monkeypatch):
             cache_format,
             length,
             torch.empty(h_q),
-            *extra,
+            cache if has_extra else None,
+            torch.empty(batch, s_q, extra_topk, dtype=torch.int32) if has_extra else None,
+            length if has_extra else None,
             0.1,
             float("-inf"),
             torch.empty(batch, s_q, h_q, head_dim_v, dtype=dtype),

@@ -1,5 +1,8 @@
 """Sparse decode's Triton kernel against the reference, in Triton's interpreter."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+
 from dataclasses import replace
 
 import pytest
