@@ -292,7 +292,7 @@ class _naming:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if type(error) in (TypeError, ValueError):
+        if error is not None and type(error) in (TypeError, ValueError):
             text = str(error)
             for inner, outer in self.names.items():
                 text = re.sub(rf"\b{inner}\b", outer, text)

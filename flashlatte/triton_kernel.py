@@ -29,7 +29,7 @@ def kernel(function: Callable[..., None]) -> Any:
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.annotation in _RUN_TIME_NUMBERS
     ]
-    return lean(triton.jit(function, do_not_specialize=numbers))
+    return lean(triton.jit(function, do_not_specialize=numbers))  # type: ignore[call-overload]
 
 
 def lean(jitted: Any) -> Any:
@@ -79,7 +79,7 @@ class LeanLaunch:
             columns,
             rows,
             layers,
-            triton.runtime.driver.active.get_current_stream(key[0]),
+            triton.runtime.driver.active.get_current_stream(key[0]),  # type: ignore[attr-defined]
             compiled.function,
             compiled.packed_metadata,
             None,  # what hooks would be told, and the two hooks

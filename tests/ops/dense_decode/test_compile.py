@@ -10,7 +10,7 @@ import torch
 from support.compile import SHARED_BYTES, Recorder, compile_launch, loop_spills, variant_key
 
 from flashlatte import dispatch
-from flashlatte.ops.dense_decode.portable import config, launch
+from flashlatte.ops.dense_decode.portable import launch
 from flashlatte.schedule import combine
 
 pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
@@ -28,7 +28,7 @@ def recorded(monkeypatch):
     monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
 
     def record(arch: int = 90, **call: Any) -> tuple[Recorder, Recorder]:
-        monkeypatch.setattr(config, "gpu_class", lambda _: CLASSES[arch])
+        monkeypatch.setattr(launch, "gpu_class", lambda _: CLASSES[arch])
         monkeypatch.setattr(launch, "converts_e4m3", lambda _: arch >= 89)
         for recorder in recorders:
             recorder.launches.clear()

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
-
-import torch
-
-from flashlatte import dispatch
 
 # Widest cache row that the tables below are for.
 _TABLE_WIDTH = 576
@@ -38,9 +33,6 @@ class Config:
     share_scores: bool = False
     prefetch: bool = False
 
-
-# Classes of NVIDIA GPUs, whose kernels may hold PTX. "small" has 99 KiB of shared memory.
-NVIDIA = frozenset({"hopper", "blackwell", "ampere", "small"})
 
 # By class of GPU, and by the query rows that share a kv head: the first configuration that holds them, or the last.
 TABLE: dict[str, tuple[Config, ...]] = {
@@ -82,19 +74,6 @@ FP8_TABLE: dict[str, tuple[Config, ...]] = {
     "other": (Config(16, 16, num_warps=4, num_stages=1),),
     "interpreter": TABLE["interpreter"],
 }
-
-
-@functools.cache
-def gpu_class(device: torch.device) -> str:
-    """The row of the tables for a device."""
-    if device.type == "cpu":
-        return "interpreter"
-    if device.type != "cuda" or torch.version.hip is not None:
-        return "other"
-    capability = dispatch.compute_capability(device)
-    if capability[0] in (9, 10):
-        return "hopper" if capability[0] == 9 else "blackwell"
-    return "ampere" if capability == (8, 0) else "small"
 
 
 def choose(gpu: str, rows: int, width: int, fp8: bool) -> Config:

@@ -14,6 +14,7 @@ from flashlatte.kv_cache.triton_fp8 import converts_e4m3
 from flashlatte.ops.dense_decode.portable import config
 from flashlatte.ops.dense_decode.portable.kernel import dense_decode_kernel
 from flashlatte.schedule import combine, plan
+from flashlatte.triton_attention import NVIDIA, gpu_class
 from flashlatte.triton_kernel import launching_on
 
 # Starting on an item costs a program about as much as so many keys.
@@ -71,7 +72,7 @@ def dense_decode(
     device = q.device
     is_fp8 = k_cache.dtype != q.dtype
     made = make_plan(
-        config.gpu_class(device),
+        gpu_class(device),
         dispatch.multiprocessors(device),
         batch,
         s_q * (h_q // h_kv),
@@ -214,7 +215,7 @@ def make_plan(
             "OVERHEAD": overhead,
             "SPLIT_BLOCKS": split_blocks,
             "MAX_SPLITS": max_splits,
-            "PTX": gpu in config.NVIDIA,
+            "PTX": gpu in NVIDIA,
             "INTERPRETED": gpu == "interpreter",
             "num_warps": chosen.num_warps,
             "num_stages": chosen.num_stages,
