@@ -111,6 +111,7 @@ def weigh(
     if WARPGROUPS:
         scores = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
         if ROPE > 0:
+            # The branches are alike.
             if position + BLOCK_N <= stop:
                 scores = tl.dot(q_rope, tl.trans(rope))
             else:

@@ -122,6 +122,9 @@ def captured(call: Callable[[], T]) -> tuple[Callable[[], None], T]:
     return graph.replay, results
 
 
+COMBINE = "flashlatte.schedule.combine.combine_kernel"
+
+
 def compiled_variants() -> dict[str, int]:
     """How many variants of each kernel of this package have been compiled in this process."""
     from triton.runtime.jit import JITFunction
@@ -138,10 +141,14 @@ def compiled_variants() -> dict[str, int]:
 
 @contextmanager
 def no_compilation() -> Iterator[None]:
-    """Fails if a kernel of this package is compiled inside."""
+    """Fails if a kernel of this package is compiled inside.
+
+    But for one more tile shape of the combine: it has three, by how many results there are to merge.
+    """
     before = compiled_variants()
     yield
-    new = {name: count for name, count in compiled_variants().items() if count != before.get(name, 0)}
+    after = compiled_variants()
+    new = {name: count for name, count in after.items() if count > before.get(name, 0) + (name == COMBINE)}
     assert not new, f"compiled again: {new}, before: {before}"
 
 
