@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from flashlatte import lazy_softmax
 from flashlatte.gluon_compat import aggregate
 
 SCORE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -15,9 +16,6 @@ OUT_ROW = gl.constexpr(gl.SliceLayout(1, OUT_LAYOUT))
 
 # Below any score, and finite, so that the difference of two references of empty rows is 0 and not NaN.
 NO_SCORE = gl.constexpr(-1e30)
-# Weights may grow to 2^8 before the reference is raised. The output's precision does not depend on it, and rescaling
-# it costs as many instructions as the whole rest of the softmax.
-_HEADROOM = gl.constexpr(8.0)
 
 
 @aggregate
@@ -49,40 +47,13 @@ def empty_attention():
 @gluon.jit
 def raised(reference, block_max, scale_log2):
     """The reference, raised to the block's maximum where its weights would grow too large."""
-    return gl.where((block_max - reference) * scale_log2 > _HEADROOM, block_max, reference)
-
-
-@gluon.constexpr_function
-def _rescale_asm():
-    # A thread holds 128 numbers: in turn two of its first row and two of its second. Operands: 0 to 127 the numbers,
-    # also 128 to 255; 256 to 383 the factor of each.
-    multiply = [f"mul.f32 ${i}, ${i}, ${256 + (i & 2)};" for i in range(128)]
-    return " ".join(
-        [
-            "{ .reg .pred any, second;",
-            "setp.neu.f32 any, $256, 0f3F800000;",
-            "setp.neu.f32 second, $258, 0f3F800000;",
-            "or.pred any, any, second;",
-            "vote.sync.any.pred any, any, 0xffffffff;",
-            "@!any bra.uni DONE;",
-            *multiply,
-            "DONE: }",
-        ]
-    )
-
-
-@gluon.constexpr_function
-def _rescale_constraints():
-    return ",".join(["=f"] * 128 + [str(i) for i in range(128)] + ["f"] * 128)
+    return gl.where((block_max - reference) * scale_log2 > lazy_softmax.HEADROOM, block_max, reference)
 
 
 @gluon.jit
 def rescale(out, factor):
     """out x factor, skipped by warps whose rows all have factor 1."""
-    factor = gl.convert_layout(factor, OUT_ROW, assert_trivial=True)[:, None]
-    return gl.inline_asm_elementwise(
-        _rescale_asm(), _rescale_constraints(), [out, factor], gl.float32, is_pure=True, pack=128
-    )
+    return lazy_softmax.rescale(out, gl.convert_layout(factor, OUT_ROW, assert_trivial=True)[:, None])
 
 
 @gluon.jit
