@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 import triton
-from triton import knobs
+
+from flashlatte.repeat import note_launch
+from flashlatte.triton_launch import hooked, is_descriptor
 
 # Launches that a kernel remembers, of which only strides in tuples can make many.
 _REMEMBERED = 4096
@@ -65,13 +67,15 @@ class LeanLaunch:
                 key += (argument.dtype, address % 16 == 0)
             else:
                 key.append(_trait(argument))
-        known = None if warmup or self.pre_run_hooks or _hooked() else self._launches.get(tuple(key))
+        known = None if warmup or self.pre_run_hooks or hooked() else self._launches.get(tuple(key))
         if known is None:
             compiled = super().run(*args, grid=grid, warmup=warmup, **kwargs)  # type: ignore[misc]
             if not warmup:
                 if len(self._launches) >= _REMEMBERED:
                     self._launches.clear()
-                self._launches[tuple(key)] = compiled, tuple(kwargs[name] for name in self.arg_names[len(args) :])
+                constants = tuple(kwargs[name] for name in self.arg_names[len(args) :])
+                self._launches[tuple(key)] = compiled, constants
+                note_launch(compiled, grid, (*args, *constants))
             return compiled
         compiled, constants = known
         columns, rows, layers = (*grid, 1, 1)[:3]
@@ -88,13 +92,8 @@ class LeanLaunch:
             *launch_args,
             *constants,
         )
+        note_launch(compiled, grid, (*args, *constants))
         return compiled
-
-
-def _hooked() -> bool:
-    """Whether somebody (a profiler) wants to be called at launches."""
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
 
 
 @functools.cache
@@ -110,7 +109,7 @@ def _trait(argument: Any) -> Any:
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, tuple):
         return tuple(map(_trait, argument))
-    if hasattr(argument, "block_shape"):  # a TMA descriptor
+    if is_descriptor(argument):
         return argument.base.dtype, tuple(argument.block_shape)
     return argument
 

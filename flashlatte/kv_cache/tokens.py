@@ -15,6 +15,7 @@ from flashlatte.kv_cache.codec import (
 )
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format
+from flashlatte.repeat import repeats_launches
 from flashlatte.torch_op import register_op
 
 for _operation in ("kv_cache.write", "kv_cache.gather"):
@@ -28,6 +29,7 @@ for _operation in ("kv_cache.write", "kv_cache.gather"):
     )
 
 
+@repeats_launches
 def write(
     cache: torch.Tensor,
     slot_mapping: torch.Tensor,

@@ -9,6 +9,7 @@ import torch
 from flashlatte import checks, decode_outputs, dispatch
 from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.registry import UNTILED_BY_DTYPE
+from flashlatte.repeat import repeats_launches
 from flashlatte.torch_op import register_op
 
 OPERATION = "dense_decode"
@@ -54,6 +55,7 @@ dispatch.register(
 )
 
 
+@repeats_launches
 def dense_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -8,7 +8,7 @@ import torch
 
 from flashlatte import checks, dispatch
 from flashlatte.ops.merge_states import reference
-from flashlatte.torch_op import register_op
+from flashlatte.torch_op import records_gradient, register_op
 
 OPERATION = "merge_states"
 
@@ -71,7 +71,7 @@ def merge_states(
             first.device,
             unit_last_stride=False,
         )
-    if _records_gradient(*outs, *lses):
+    if records_gradient(*outs, *lses):
         if out is not None or lse is not None:
             raise ValueError("out and lse must be None where gradients are recorded, got tensors to write into")
         if backend not in (None, "reference"):
@@ -110,7 +110,3 @@ def _parts(name: str, value: Sequence[torch.Tensor] | torch.Tensor) -> list[torc
     if not isinstance(value, Sequence) or not all(isinstance(part, torch.Tensor) for part in value):
         raise TypeError(f"{name} must be a sequence of tensors or one stacked tensor, got {type(value).__name__}")
     return list(value)
-
-
-def _records_gradient(*tensors: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -9,6 +9,7 @@ import torch
 from flashlatte import checks, decode_outputs, dispatch
 from flashlatte.kv_cache.codec import as_cache
 from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.repeat import repeats_launches
 from flashlatte.torch_op import register_op
 
 OPERATION = "sparse_decode"
@@ -23,8 +24,28 @@ def _refuses_portable(call: dispatch.Call) -> str | None:
     return None
 
 
+def _refuses_hopper(call: dispatch.Call) -> str | None:
+    widths = {"v32": (576,), "model1": (512,), "bf16": (576, 512)}.get(call.cache_format or "", ())
+    if call.head_dim not in widths or call.head_dim_v != 512:
+        return (
+            "takes v32, model1, and bf16 caches of head dims 576 and 512, with head_dim_v 512, not "
+            f"{call.cache_format} of {call.head_dim} with {call.head_dim_v}"
+        )
+    if not call.rows_aligned:
+        return "takes bf16 caches whose rows begin at multiples of 16 bytes"
+    return None
+
+
 dispatch.register(
     OPERATION,
+    dispatch.Implementation(
+        "hopper",
+        "flashlatte.ops.sparse_decode.hopper:sparse_decode",
+        (torch.bfloat16,),
+        needs_triton=True,
+        capability=(9, 0),
+        refuses=_refuses_hopper,
+    ),
     dispatch.Implementation(
         "portable",
         "flashlatte.ops.sparse_decode.portable:sparse_decode",
@@ -36,6 +57,7 @@ dispatch.register(
 )
 
 
+@repeats_launches
 def sparse_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -125,6 +147,8 @@ def sparse_decode(
         head_dim_v=head_dim_v,
         h_q=h_q,
         h_kv=1,
+        rows_aligned=layout.fixed_split
+        or (checks.rows_aligned(k_cache) and (extra_k_cache is None or checks.rows_aligned(extra_k_cache))),
     )
     _sparse_decode(
         q,

@@ -7,6 +7,7 @@ import math
 import torch
 
 from flashlatte import checks, dispatch
+from flashlatte.repeat import repeats_launches
 from flashlatte.torch_op import register_op
 
 OPERATION = "sparse_prefill"
@@ -50,6 +51,7 @@ dispatch.register(
 )
 
 
+@repeats_launches
 def sparse_prefill(
     q: torch.Tensor,
     kv: torch.Tensor,
