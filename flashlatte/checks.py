@@ -6,6 +6,7 @@ None of them reads a device tensor's values, so none synchronises.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -81,11 +82,12 @@ def rows_aligned(x: torch.Tensor, alignment: int = 16) -> bool:
     )
 
 
-def positive_int(name: str, value: object) -> int:
+def positive_int(name: str, value: object, *, or_zero: bool = False) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+    least = 0 if or_zero else 1
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
     return value
 
 
@@ -121,3 +123,20 @@ def empty_lse(value: float) -> float:
 def choice(name: str, value: object, accepted: Sequence[str]) -> None:
     if value not in accepted:
         raise ValueError(f"{name} must be one of {', '.join(accepted)}, got {value!r}")
+
+
+class naming:
+    """Errors raised within call arguments by other names: keys are the checks' names, values those of an interface."""
+
+    def __init__(self, **names: str) -> None:
+        self.names = names
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and type(error) in (TypeError, ValueError):
+            text = str(error)
+            for inner, outer in self.names.items():
+                text = re.sub(rf"\b{inner}\b", outer, text)
+            error.args = (text,)

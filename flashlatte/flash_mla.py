@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
+from flashlatte import checks
+from flashlatte.flash_attn_varlen import (
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 from flashlatte.ops.dense_decode import dense_decode
 from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.ops.sparse_prefill import sparse_prefill
@@ -144,7 +148,7 @@ def flash_mla_with_kvcache(
         if block_table is None or cache_seqlens is None:
             missing = "block_table" if block_table is None else "cache_seqlens"
             raise ValueError(f"{missing} must be given for dense decode (without indices), got None")
-        with _naming(k_scale="descale_k"):
+        with checks.naming(k_scale="descale_k"):
             return dense_decode(
                 q,
                 k_cache,
@@ -163,7 +167,7 @@ def flash_mla_with_kvcache(
         raise ValueError("causal must be False in sparse decode (with indices), whose mask is the indices; got True")
     if descale_k is not None:
         raise ValueError("descale_k belongs to dense decode over an fp8 cache, got it with indices")
-    with _naming(extra_indices="extra_indices_in_kvcache"):
+    with checks.naming(extra_indices="extra_indices_in_kvcache"):
         return sparse_decode(
             q,
             k_cache,
@@ -209,7 +213,7 @@ def flash_mla_sparse_fwd(
         out [s_q, h_q, d_v]; max_logits and lse, natural logarithm, float32 [s_q, h_q]. A row that selects nothing: out
         0, max_logits -inf, lse +inf.
     """
-    with _naming(softmax_scale="sm_scale"):
+    with checks.naming(softmax_scale="sm_scale"):
         return sparse_prefill(
             q,
             kv,
@@ -222,81 +226,6 @@ def flash_mla_sparse_fwd(
             empty_lse=math.inf,
             backend=backend,
         )
-
-
-def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_qo: torch.Tensor,
-    cu_seqlens_kv: torch.Tensor,
-    max_seqlen_qo: int,
-    max_seqlen_kv: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    deterministic: bool = False,
-    is_varlen: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Variable-length multi-head attention, forward and backward; raises NotImplementedError in this version."""
-    _no_dense_prefill("flash_attn_varlen_func")
-
-
-def flash_attn_varlen_qkvpacked_func(
-    qkv: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    head_dim_qk: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    deterministic: bool = False,
-    is_varlen: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``flash_attn_varlen_func`` on [T, h, 2 · head_dim_qk + d_v]; raises NotImplementedError in this version."""
-    _no_dense_prefill("flash_attn_varlen_qkvpacked_func")
-
-
-def flash_attn_varlen_kvpacked_func(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    cu_seqlens_qo: torch.Tensor,
-    cu_seqlens_kv: torch.Tensor,
-    max_seqlen_qo: int,
-    max_seqlen_kv: int,
-    head_dim_qk: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    deterministic: bool = False,
-    is_varlen: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``flash_attn_varlen_func`` on packed [T, h_kv, d_qk + d_v]; raises NotImplementedError in this version."""
-    _no_dense_prefill("flash_attn_varlen_kvpacked_func")
-
-
-def _no_dense_prefill(name: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{name} needs the dense prefill kernels, which this version of FlashLatte does not have; "
-        "torch.nn.functional.scaled_dot_product_attention computes the same for one sequence"
-    )
-
-
-class _naming:
-    """Errors raised within call arguments by FlashMLA's names: keys are the operations' names, values FlashMLA's."""
-
-    def __init__(self, **names: str) -> None:
-        self.names = names
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and type(error) in (TypeError, ValueError):
-            text = str(error)
-            for inner, outer in self.names.items():
-                text = re.sub(rf"\b{inner}\b", outer, text)
-            error.args = (text,)
 
 
 def _check_fp8_flag(k_cache: object, is_fp8_kvcache: bool) -> None:

@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashlatte.bench.problems import CacheGather, CacheWrite, DenseDecode, Problem, SparseDecode, SparsePrefill
+from flashlatte.bench.problems import (
+    CacheGather,
+    CacheWrite,
+    DenseDecode,
+    DensePrefill,
+    DensePrefillBackward,
+    Problem,
+    SparseDecode,
+    SparsePrefill,
+)
 
 # The 8192³ bf16 matmul (780 to 800) and the device-to-device copy in the runs that FlashMLA was recorded in.
 RECORDED_MATMUL_TFLOPS = 790.0
@@ -176,6 +185,9 @@ SPARSE_DECODE = (
         extra_page_size=2,
         extra_varlen=True,
     ),
+    # FlashMLA refuses fewer than 64 heads, and caches without scales.
+    Case(SparseDecode("v32", 128, 1, 16, topk=2048, tokens=32768, page_size=64)),
+    Case(SparseDecode("bf16", 128, 2, 128, topk=2048, tokens=32768, page_size=64)),
     # FlashMLA's peak case: one cache, 32,768 tokens a request, page 64.
     Case(
         SparseDecode("model1", 148, 2, 128, topk=16384, tokens=32768, page_size=64),
@@ -193,6 +205,19 @@ SPARSE_PREFILL = (
     Case(SparsePrefill(512, 128, 1024, 65536), recorded=Recorded(2073, 530, cool_tflops=545)),
 )
 
+_HEADS_AND_TOKENS = ((128, 8192), (16, 32768))
+# What cuDNN was recorded at for these stands in docs/portable-kernels.md: FlashMLA has no such kernel for this GPU.
+_DENSE_PREFILL = (
+    *((head_dim, 2, 128, 4096, True) for head_dim in (192, 128)),
+    *((d, 1, h_q, tokens, causal) for d in (192, 128) for causal in (True, False) for h_q, tokens in _HEADS_AND_TOKENS),
+)
+DENSE_PREFILL = (
+    *(Case(DensePrefill(*shape)) for shape in _DENSE_PREFILL),
+    Case(DensePrefill(192, 16, 128, 4096, causal=True, varlen=True)),
+    *(Case(DensePrefillBackward(*shape)) for shape in _DENSE_PREFILL),
+    Case(DensePrefillBackward(192, 16, 128, 4096, causal=True, varlen=True)),
+)
+
 KV_CACHE = (Case(CacheWrite("v32", 65536)), Case(CacheGather("v32", 65536)))
 
-CASES = (*DENSE_DECODE, *SPARSE_DECODE, *SPARSE_PREFILL, *KV_CACHE)
+CASES = (*DENSE_DECODE, *SPARSE_DECODE, *SPARSE_PREFILL, *DENSE_PREFILL, *KV_CACHE)

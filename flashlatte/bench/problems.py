@@ -68,7 +68,7 @@ class SparseDecode:
 
     @property
     def head_dim(self) -> int:
-        return 576 if self.cache_format == "v32" else 512
+        return 512 if self.cache_format == "model1" else 576
 
     def scaled_down(self) -> SparseDecode:
         return replace(
@@ -106,6 +106,41 @@ class SparsePrefill:
 
 
 @dataclass(frozen=True)
+class DensePrefill:
+    """Attributes: ``head_dim`` of q and k; ``tokens`` (queries and keys) a request, or their mean if ``varlen``."""
+
+    head_dim: int
+    batch: int
+    h_q: int
+    tokens: int
+    causal: bool = False
+    varlen: bool = False
+    operation: ClassVar[str] = "dense_prefill"
+
+    @property
+    def name(self) -> str:
+        flags = [flag for flag in ("varlen", "causal") if getattr(self, flag)]
+        return "-".join([f"mha{self.head_dim}-b{self.batch}-h{self.h_q}-s{self.tokens}", *flags])
+
+    def scaled_down(self) -> DensePrefill:
+        return replace(
+            self,
+            batch=min(self.batch, SMALL_BATCH),
+            h_q=min(self.h_q, SMALL_HEADS),
+            tokens=min(self.tokens, SMALL_KEYS),
+        )
+
+
+@dataclass(frozen=True)
+class DensePrefillBackward(DensePrefill):
+    operation: ClassVar[str] = "dense_prefill_backward"
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}-backward"
+
+
+@dataclass(frozen=True)
 class CacheWrite:
     """bf16 rows into ``tokens`` random slots of a cache of twice as many."""
 
@@ -140,4 +175,4 @@ class CacheGather:
         return replace(self, tokens=min(self.tokens, SMALL_KEYS), requests=min(self.requests, SMALL_BATCH))
 
 
-Problem = DenseDecode | SparseDecode | SparsePrefill | CacheWrite | CacheGather
+Problem = DenseDecode | SparseDecode | SparsePrefill | DensePrefill | CacheWrite | CacheGather

@@ -221,3 +221,72 @@ class SparsePrefillCase:
             "attn_sink": draw.sinks(self.h_q) if self.attn_sink else None,
             "topk_length": topk_length,
         }
+
+
+@dataclass(frozen=True)
+class DensePrefillCase:
+    """Arguments of ``dense_prefill``.
+
+    Attributes:
+        s_q, s_k: queries and keys of a request, or their means if ``varlen``: N(s, s / 2), at least 1.
+        equal: every request has as many keys as queries, s_q of them; s_k is not looked at.
+        zero_lengths: make about half of the requests empty of queries, and about half empty of keys.
+        unowned: tokens before the first and after the last request, with NaN in them.
+        strided: k and v are views of one tensor, q has gaps between its heads, with NaN in them.
+        softmax_scale: (head_dim + 100)^-0.5 if None, as in FlashMLA's tests.
+    """
+
+    batch: int
+    s_q: int
+    s_k: int
+    h_q: int
+    h_kv: int
+    head_dim: int = 192
+    d_v: int = 128
+    causal: bool = False
+    window: int | tuple[int, int] | None = None
+    varlen: bool = False
+    equal: bool = False
+    zero_lengths: bool = False
+    unowned: int = 0
+    strided: bool = False
+    softmax_scale: float | None = None
+    dtype: torch.dtype = torch.bfloat16
+    index_dtype: torch.dtype = torch.int32
+    seed: int = 0
+
+    def inputs(self, device: torch.device | str = "cpu") -> dict[str, Any]:
+        draw = Draw(self.seed, device)
+        lengths_q = draw.lengths(self.batch, self.s_q, 1, self.varlen, self.zero_lengths)
+        lengths_k = lengths_q
+        if not self.equal:
+            lengths_k = draw.lengths(self.batch, self.s_k, 1, self.varlen, self.zero_lengths)
+        q = self._rows(draw, lengths_q, self.h_q, self.head_dim, 1.0)
+        k = self._rows(draw, lengths_k, self.h_kv, self.head_dim, 1.0)
+        v = self._rows(draw, lengths_k, self.h_kv, self.d_v, 0.1)
+        if self.strided:
+            q = apart(q)
+            k, v = torch.cat((k, v), dim=-1).split((self.head_dim, self.d_v), dim=-1)
+        return {
+            "q": q,
+            "k": k,
+            "v": v,
+            "cu_seqlens_q": self._boundaries(lengths_q, device),
+            "cu_seqlens_k": self._boundaries(lengths_k, device),
+            "max_seqlen_q": max(lengths_q),
+            "max_seqlen_k": max(lengths_k),
+            "softmax_scale": (self.head_dim + 100) ** -0.5 if self.softmax_scale is None else self.softmax_scale,
+            "causal": self.causal,
+            "window": self.window,
+        }
+
+    def _rows(self, draw: Draw, lengths: list[int], heads: int, width: int, factor: float) -> torch.Tensor:
+        total = sum(lengths)
+        rows = draw.normal(self.unowned + total + self.unowned, heads, width, dtype=self.dtype, factor=factor)
+        rows[: self.unowned] = torch.nan
+        rows[self.unowned + total :] = torch.nan
+        return rows
+
+    def _boundaries(self, lengths: list[int], device: torch.device | str) -> torch.Tensor:
+        boundaries = torch.tensor([self.unowned, *lengths], dtype=torch.int64).cumsum(dim=0)
+        return boundaries.to(device, self.index_dtype)

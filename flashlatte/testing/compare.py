@@ -29,6 +29,8 @@ class Tolerance:
 DENSE_DECODE_OUT = Tolerance(8e-4, 2.01 / 128, 5e-6)
 SPARSE_DECODE_OUT = Tolerance(1e-3, 2.01 / 128, 5e-6)
 SPARSE_PREFILL_OUT = Tolerance(8e-4, 3.01 / 128, 7e-6)
+DENSE_PREFILL_OUT = DENSE_PREFILL_GRADIENT = Tolerance(1e-3, 8.01 / 128, 7e-6)
+DENSE_PREFILL_LSE = Tolerance(1e-6, 2.01 / 65536)
 DECODE_LSE = Tolerance(1e-6, 8.01 / 65536)
 SPARSE_PREFILL_LSE = Tolerance(1e-6, 2.01 / 65536)
 

@@ -136,6 +136,50 @@ def sparse_prefill(
     return out, max_logits, lse
 
 
+def dense_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    empty_lse: float = NO_KEYS,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``flashlatte.dense_prefill``: out [T_q, h, d_v] in ``dtype`` and lse [T_q, h] in float64; differentiable."""
+    total_q, h_q, head_dim = q.shape
+    group = h_q // k.shape[1]
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    before, after = (window - 1, 0) if isinstance(window, int) else (-1, -1) if window is None else window
+    boundaries_q, boundaries_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    out = torch.zeros(total_q, h_q, v.shape[2], dtype=dtype, device=q.device)
+    lse = torch.full((total_q, h_q), empty_lse, dtype=torch.float64, device=q.device)
+
+    for request in range(len(boundaries_q) - 1):
+        first_q, end_q = boundaries_q[request : request + 2]
+        first_k, end_k = boundaries_k[request : request + 2]
+        for token in range(first_q, end_q):
+            position = end_k - 1 - (end_q - 1 - token)
+            keys = range(first_k, end_k)
+            if causal:
+                keys = [key for key in keys if key <= position]
+            if before >= 0:
+                keys = [key for key in keys if key >= position - before]
+            if after >= 0:
+                keys = [key for key in keys if key <= position + after]
+            for head in range(h_q if len(keys) else 0):
+                row, value = k[list(keys), head // group], v[list(keys), head // group].to(dtype)
+                weights, row_lse = _weights(q[token, head, None], row.to(dtype), scale, dtype)
+                out[token, head] = (weights @ value)[0]
+                lse[token, head] = row_lse[0]
+    return out, lse
+
+
 def merge_states(
     outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Tensor] | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,12 +210,18 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out [h, head_dim_v] in ``dtype``, lse [h] and the largest logit [h] in float64; at least one key [n, d]."""
     keys = keys.to(dtype)
-    logits = queries.to(dtype) @ keys.T * scale  # [h, n]
-    weights = torch.softmax(logits, dim=-1)
+    weights, lse = _weights(queries, keys, scale, dtype)
+    return weights @ keys[:, :head_dim_v], lse, (queries.to(dtype) @ keys.T * scale).double().amax(dim=-1)
+
+
+def _weights(
+    queries: torch.Tensor, keys: torch.Tensor, scale: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [h, n] in ``dtype`` and lse [h] in float64; at least one key [n, d] in ``dtype``."""
+    logits = queries.to(dtype) @ keys.T * scale
     exact = logits.double()
     largest = exact.amax(dim=-1)
-    lse = largest + (exact - largest[:, None]).exp().sum(dim=-1).log()
-    return weights @ keys[:, :head_dim_v], lse, largest
+    return torch.softmax(logits, dim=-1), largest + (exact - largest[:, None]).exp().sum(dim=-1).log()
 
 
 def _with_sink(out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor | None) -> torch.Tensor:

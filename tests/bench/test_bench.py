@@ -15,7 +15,15 @@ import torch
 import flashlatte
 from flashlatte import bench, dispatch
 from flashlatte.bench import cases, command, environment, results, runner
-from flashlatte.bench.problems import CacheGather, CacheWrite, DenseDecode, SparseDecode, SparsePrefill
+from flashlatte.bench.problems import (
+    CacheGather,
+    CacheWrite,
+    DenseDecode,
+    DensePrefill,
+    DensePrefillBackward,
+    SparseDecode,
+    SparsePrefill,
+)
 from flashlatte.bench.timing import Ceilings
 from flashlatte.bench.workloads import WrongResult, prepare
 from flashlatte.kv_cache import reference as cache_reference
@@ -27,6 +35,8 @@ SMALL_PROBLEMS = (
     SparseDecode("v32", 2, 2, 8, topk=24, tokens=150, page_size=64),
     SparseDecode("model1", 2, 2, 8, 8, 64, 32, extra_topk=16, extra_tokens=60, extra_page_size=2, extra_varlen=True),
     SparsePrefill(512, 8, topk=16, s_kv=100, s_q=5),
+    DensePrefill(192, 2, 4, 40, causal=True, varlen=True),
+    DensePrefillBackward(128, 2, 2, 30),
     CacheWrite("v32", 70),
     CacheGather("v32", 128, requests=2),
 )
@@ -119,6 +129,10 @@ def test_work_is_counted_once_for_each_query_and_distinct_key() -> None:
     prefill = prepare(SparsePrefill(512, 8, topk=32, s_kv=32, s_q=5), CPU)
     assert prefill.flops == 2 * 8 * (512 + 512) * 5 * 32
     assert prefill.bytes_moved == 2 * (5 * 8 * (512 + 512) + 32 * 512)
+    multi_head = prepare(DensePrefill(192, 2, 4, 40, causal=True), CPU)
+    assert multi_head.flops == 2 * 4 * (192 + 128) * 2 * 40 * 40 // 2
+    assert multi_head.bytes_moved == 2 * 2 * 40 * 4 * (2 * 192 + 2 * 128)
+    assert prepare(DensePrefillBackward(192, 2, 4, 40), CPU).flops == 2 * 4 * (3 * 192 + 2 * 128) * 2 * 40 * 40
     assert prepare(CacheWrite("v32", 70), CPU).bytes_moved == 70 * (1152 + 656)
 
 
@@ -293,6 +307,8 @@ def test_plot_draws_a_picture_for_each_operation(tmp_path: Path) -> None:
         "bench-dense-decode.png",
         "bench-sparse-decode.png",
         "bench-sparse-prefill.png",
+        "bench-dense-prefill.png",
+        "bench-dense-prefill-backward.png",
         "bench-kv-cache-write.png",
         "bench-kv-cache-gather.png",
     ]

@@ -22,7 +22,7 @@ import torch
 import flashlatte
 from flashlatte import kv_cache
 from flashlatte.testing import compare
-from flashlatte.testing.cases import DenseDecodeCase, SparseDecodeCase, SparsePrefillCase
+from flashlatte.testing.cases import DenseDecodeCase, DensePrefillCase, SparseDecodeCase, SparsePrefillCase
 from flashlatte.testing.draws import Draw
 
 DEVICE = "cuda"
@@ -72,6 +72,29 @@ def sparse_prefill() -> Iterator[tuple[str, Run, Tolerances]]:
         run = named(flashlatte.sparse_prefill, case.inputs(DEVICE), ("out", "max_logits", "lse"))
         statistics = dict.fromkeys(("max_logits", "lse"), compare.SPARSE_PREFILL_LSE)
         yield brief(case), run, {"out": compare.SPARSE_PREFILL_OUT, **statistics}
+
+
+def dense_prefill() -> Iterator[tuple[str, Run, Tolerances]]:
+    gradients = dict.fromkeys(("dq", "dk", "dv"), compare.DENSE_PREFILL_GRADIENT)
+    for case in (
+        DensePrefillCase(3, 150, 200, 4, 2, causal=True, varlen=True, zero_lengths=True),
+        DensePrefillCase(2, 130, 70, 2, 2, head_dim=128, window=(20, 9), strided=True, index_dtype=torch.int64),
+        DensePrefillCase(2, 40, 70, 3, 1, head_dim=37, d_v=20, causal=True, varlen=True, dtype=torch.float16),
+    ):
+        arguments = case.inputs(DEVICE)
+        # A last request beyond the tensors.
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            arguments[name] = torch.cat((arguments[name], arguments[name].new_tensor([2**31 - 1])))
+        rows = {name: arguments[name].requires_grad_() for name in ("q", "k", "v")}
+
+        def run(
+            backend: str, *, arguments: dict[str, Any] = arguments, rows: dict[str, torch.Tensor] = rows
+        ) -> dict[str, torch.Tensor]:
+            out, lse = flashlatte.dense_prefill(**arguments, backend=backend)
+            of_rows = torch.autograd.grad(out, list(rows.values()), torch.ones_like(out))
+            return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *of_rows), strict=True))
+
+        yield brief(case), run, {"out": compare.DENSE_PREFILL_OUT, "lse": compare.DENSE_PREFILL_LSE, **gradients}
 
 
 def merge_states() -> Iterator[tuple[str, Run, Tolerances]]:
@@ -124,7 +147,7 @@ def brief(case: Any) -> str:
 
 def main(wanted: str = "") -> int:
     wrong = 0
-    for operation in (dense_decode, sparse_decode, sparse_prefill, merge_states, write_and_gather):
+    for operation in (dense_decode, sparse_decode, sparse_prefill, dense_prefill, merge_states, write_and_gather):
         if wanted not in operation.__name__:
             continue
         for name, run, tolerances in operation():

@@ -2,13 +2,14 @@ import pytest
 import torch
 
 from flashlatte import kv_cache
-from flashlatte.testing.cases import DenseDecodeCase, SparseDecodeCase, SparsePrefillCase
+from flashlatte.testing.cases import DenseDecodeCase, DensePrefillCase, SparseDecodeCase, SparsePrefillCase
 from flashlatte.testing.draws import UNREACHED_PAGE
 
 CASES = [
     DenseDecodeCase(batch=3, s_q=2, s_k=20, h_q=4, head_dim=8, head_dim_v=4, page_size=3),
     SparseDecodeCase(batch=2, s_q=2, s_k=20, h_q=4, topk=6, extra_topk=5, extra_s_k=9, topk_lengths="token"),
     SparsePrefillCase(s_q=4, s_kv=20, h_q=4, topk=6, head_dim=8, d_v=4, topk_lengths=True),
+    DensePrefillCase(batch=3, s_q=9, s_k=7, h_q=4, h_kv=2, head_dim=8, d_v=4, varlen=True, unowned=2),
 ]
 
 
@@ -69,3 +70,21 @@ def test_strided_tensors_have_gaps():
     assert not inputs["q"].is_contiguous()
     assert not inputs["k_cache"].is_contiguous()
     assert inputs["q"].isfinite().all()
+
+
+def test_prefill_cases_hold_what_they_promise():
+    case = DensePrefillCase(20, 9, 7, 4, 2, head_dim=8, d_v=4, varlen=True, zero_lengths=True, unowned=2, strided=True)
+    inputs = case.inputs()
+    for rows, name in (("q", "q"), ("k", "k"), ("v", "k")):
+        boundaries, tokens = inputs[f"cu_seqlens_{name}"], inputs[rows]
+        lengths = boundaries.diff()
+        assert 0 in lengths.tolist()
+        assert lengths.max() == inputs[f"max_seqlen_{name}"]
+        assert boundaries[0] == 2
+        assert tokens[2 : boundaries[-1]].isfinite().all()
+        assert tokens[:2].isnan().all()
+        assert tokens[boundaries[-1] :].isnan().all()
+        assert not tokens.is_contiguous()
+    assert inputs["k"].untyped_storage().data_ptr() == inputs["v"].untyped_storage().data_ptr()
+    equal = DensePrefillCase(3, 9, 1, 4, 2, varlen=True, equal=True).inputs()
+    assert equal["cu_seqlens_q"].equal(equal["cu_seqlens_k"])

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.bench.problems import CacheGather, CacheWrite, DenseDecode, Problem, SparseDecode, SparsePrefill
+from flashlatte.bench.problems import (
+    CacheGather,
+    CacheWrite,
+    DenseDecode,
+    DensePrefill,
+    DensePrefillBackward,
+    Problem,
+    SparseDecode,
+    SparsePrefill,
+)
 from flashlatte.bench.workloads.base import Workload, WrongResult
 from flashlatte.bench.workloads.cache import CacheGatherWorkload, CacheWriteWorkload
 from flashlatte.bench.workloads.dense_decode import DenseDecodeWorkload
+from flashlatte.bench.workloads.dense_prefill import DensePrefillBackwardWorkload, DensePrefillWorkload
 from flashlatte.bench.workloads.sparse_decode import SparseDecodeWorkload
 from flashlatte.bench.workloads.sparse_prefill import SparsePrefillWorkload
 
@@ -17,6 +27,8 @@ _WORKLOADS = {
     DenseDecode: DenseDecodeWorkload,
     SparseDecode: SparseDecodeWorkload,
     SparsePrefill: SparsePrefillWorkload,
+    DensePrefill: DensePrefillWorkload,
+    DensePrefillBackward: DensePrefillBackwardWorkload,
     CacheWrite: CacheWriteWorkload,
     CacheGather: CacheGatherWorkload,
 }

@@ -1,0 +1,161 @@
+"""FlashMLA's functions for multi-head attention over requests of variable length; ``flashlatte.flash_mla`` has them."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte import checks
+from flashlatte.ops.dense_prefill import dense_prefill
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_qo: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_qo: int,
+    max_seqlen_kv: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
+    *,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Variable-length multi-head attention, forward and backward: ``flashlatte.dense_prefill``.
+
+    Beyond FlashMLA's: any head dims, fp16, grouped heads in the backward pass too, a gradient of lse, and
+    ``deterministic``.
+
+    Args:
+        q: [T_q, h, d_qk]. k: [T_k, h_k, d_qk]. v: [T_k, h_k, d_v]. h is a multiple of h_k.
+        cu_seqlens_qo, cu_seqlens_kv: int32 or int64 [b + 1], where requests begin and the last one ends.
+        max_seqlen_qo, max_seqlen_kv: of the longest request; never change results.
+        dropout_p: 0, as there is no dropout.
+        softmax_scale: above 0; d_qk^-0.5 if None.
+        causal: bottom-right: the last query of a request sees all of its keys.
+        deterministic: dq, dk and dv are bitwise the same from run to run.
+        is_varlen: False says that all requests have as many tokens: T_q / b and T_k / b, whatever cu_seqlens hold.
+        backend: "hopper", "portable" or "reference"; None chooses.
+
+    Returns:
+        out [T_q, h, d_v]; lse, natural logarithm, float32 [T_q, h] with strides (1, T_q). A row that sees no key: out
+        0, lse -inf.
+    """
+    if checks.number("dropout_p", dropout_p) != 0:
+        raise ValueError(f"dropout_p must be 0, as there is no dropout, got {dropout_p}")
+    if not checks.flag("is_varlen", is_varlen):
+        cu_seqlens_qo = _equal_lengths("q", q, "cu_seqlens_qo", cu_seqlens_qo)
+        cu_seqlens_kv = _equal_lengths("k", k, "cu_seqlens_kv", cu_seqlens_kv)
+    with checks.naming(
+        cu_seqlens_q="cu_seqlens_qo",
+        cu_seqlens_k="cu_seqlens_kv",
+        max_seqlen_q="max_seqlen_qo",
+        max_seqlen_k="max_seqlen_kv",
+    ):
+        return dense_prefill(
+            q,
+            k,
+            v,
+            cu_seqlens_qo,
+            cu_seqlens_kv,
+            max_seqlen_qo,
+            max_seqlen_kv,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            deterministic=deterministic,
+            backend=backend,
+        )
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    head_dim_qk: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
+    *,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``flash_attn_varlen_func`` on q, k and v packed along the last axis: [T, h, 2 · head_dim_qk + d_v]."""
+    _check_packed("qkv", qkv, 2 * checks.positive_int("head_dim_qk", head_dim_qk), "2 · head_dim_qk")
+    q, k, v = qkv.split((head_dim_qk, head_dim_qk, qkv.shape[-1] - 2 * head_dim_qk), dim=-1)
+    names = {"cu_seqlens_qo": "cu_seqlens", "cu_seqlens_kv": "cu_seqlens"}
+    with checks.naming(**names, max_seqlen_qo="max_seqlen", max_seqlen_kv="max_seqlen"):
+        return flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens,
+            cu_seqlens,
+            max_seqlen,
+            max_seqlen,
+            dropout_p,
+            softmax_scale,
+            causal,
+            deterministic,
+            is_varlen,
+            backend=backend,
+        )
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_qo: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_qo: int,
+    max_seqlen_kv: int,
+    head_dim_qk: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
+    *,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``flash_attn_varlen_func`` on k and v packed along the last axis: [T_k, h_k, head_dim_qk + d_v]."""
+    _check_packed("kv", kv, checks.positive_int("head_dim_qk", head_dim_qk), "head_dim_qk")
+    k, v = kv.split((head_dim_qk, kv.shape[-1] - head_dim_qk), dim=-1)
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_qo,
+        cu_seqlens_kv,
+        max_seqlen_qo,
+        max_seqlen_kv,
+        dropout_p,
+        softmax_scale,
+        causal,
+        deterministic,
+        is_varlen,
+        backend=backend,
+    )
+
+
+def _check_packed(name: str, value: object, least: int, keys: str) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.dim() != 3 or value.shape[2] <= least:
+        raise ValueError(
+            f"{name} must have shape [tokens, heads, {keys} + d_v], more than {least} wide, got {list(value.shape)}"
+        )
+
+
+def _equal_lengths(name: str, rows: torch.Tensor, cu_name: str, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """cu_seqlens of requests that share the rows evenly."""
+    for tensor_name, tensor in ((name, rows), (cu_name, cu_seqlens)):
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
+            raise TypeError(f"{tensor_name} must be a tensor with an axis, got {tensor!r}")
+    batch, total = cu_seqlens.shape[0] - 1, rows.shape[0]
+    if batch < 1 or total % batch:
+        raise ValueError(f"{name} must have as many tokens for each of {batch} requests, got {total} tokens")
+    return torch.arange(batch + 1, dtype=torch.int32, device=rows.device) * (total // batch)

@@ -1,0 +1,363 @@
+"""``dense_prefill``: its arguments, their checks, the choice of implementation, and its gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flashlatte import checks, dispatch
+from flashlatte.torch_op import records_gradient, register_differentiable_op, register_op
+
+OPERATION = "dense_prefill"
+BACKWARD = "dense_prefill_backward"
+# A window's side without a bound, for implementations.
+UNLIMITED = 2**31 - 1
+PORTABLE_MAX_HEAD_DIM = 256
+HOPPER_HEAD_DIMS = ((192, 128), (128, 128))
+
+
+def _refuses_hopper(call: dispatch.Call) -> str | None:
+    if (call.head_dim, call.head_dim_v) not in HOPPER_HEAD_DIMS:
+        return f"takes head dims 192 with 128 and 128 with 128, not {call.head_dim} with {call.head_dim_v}"
+    if not call.rows_aligned:
+        return "takes q, k and v whose rows begin at multiples of 16 bytes"
+    if dispatch.interpreting():
+        return "is written in Gluon, which Triton's interpreter does not run"
+    return None
+
+
+def _refuses_portable(call: dispatch.Call) -> str | None:
+    widest = max(call.head_dim or 0, call.head_dim_v or 0)
+    if widest > PORTABLE_MAX_HEAD_DIM:
+        return f"holds whole rows in shared memory, of up to {PORTABLE_MAX_HEAD_DIM} numbers, not {widest}"
+    return None
+
+
+for _operation, _module, _function in ((OPERATION, "forward", "forward"), (BACKWARD, "backward", "backward")):
+    dispatch.register(
+        _operation,
+        dispatch.Implementation(
+            "hopper",
+            f"flashlatte.ops.dense_prefill.hopper.{_module}:{_function}",
+            (torch.bfloat16, torch.float16),
+            needs_triton=True,
+            capability=(9, 0),
+            refuses=_refuses_hopper,
+        ),
+        dispatch.Implementation(
+            "portable",
+            f"flashlatte.ops.dense_prefill.portable:{_function}",
+            (torch.bfloat16, torch.float16),
+            needs_triton=True,
+            refuses=_refuses_portable,
+        ),
+        dispatch.Implementation(
+            "reference",
+            f"flashlatte.ops.dense_prefill.reference:{_function}",
+            (*checks.FLOAT_DTYPES, torch.float64),
+        ),
+    )
+
+
+def dense_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window: int | Sequence[int] | None = None,
+    deterministic: bool = False,
+    out: torch.Tensor | None = None,
+    empty_lse: float = -math.inf,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multi-head attention of requests of variable length, packed one after the other; differentiable.
+
+    Request i has queries cu_seqlens_q[i] to cu_seqlens_q[i+1] - 1, and keys alike. Its query j stands at position
+    p = j + s_k - s_q among its s_k keys, the last query at the last key. Any strides but the last are free, so that
+    q, k and v may be views of one packed tensor. Query head i reads key head i // (h / h_k). Gradients flow to q, k
+    and v from out and from lse; there is no second derivative.
+
+    Args:
+        q: [T_q, h, d_qk], bf16, fp16, or float32 and float64 (reference only).
+        k: [T_k, h_k, d_qk] in q's dtype; h is a multiple of h_k.
+        v: [T_k, h_k, d_v] in q's dtype.
+        cu_seqlens_q: int32 or int64 [b + 1], not decreasing, where requests begin and the last one ends. Tokens before
+            the first and beyond the last value belong to no request. Values beyond T_q read nothing.
+        cu_seqlens_k: the same for k and v. A request may have no query or no key.
+        max_seqlen_q: number of queries of the longest request, at least 0; sizes launches, never results.
+        max_seqlen_k: number of keys of the longest request, at least 0.
+        softmax_scale: above 0; d_qk^-0.5 if None.
+        causal: a query sees no key beyond its position; with s_q > s_k the first queries see none.
+        window: None; an int w ≥ 1: a query sees its position and the w - 1 before it; or a pair (left, right): it sees
+            p - left to p + right, -1 for no bound. ``causal`` caps right at 0.
+        deterministic: dq, dk and dv are bitwise the same from run to run. (out and lse always are.)
+        out: [T_q, h, d_v] in q's dtype to write into; last stride 1. Not where gradients are recorded.
+        empty_lse: lse of a query that sees no key, inf or -inf; its out and its gradient are 0.
+        backend: "hopper", "portable" or "reference", forward and backward; None chooses, a name is obeyed or refused.
+
+    Returns:
+        out [T_q, h, d_v] in q's dtype, and lse, natural logarithm, float32 (float64 for float64) [T_q, h] with strides
+        (1, T_q).
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
+            other; cu_seqlens on the CPU that decrease or go beyond their tensor; a backend that cannot serve the call.
+    """
+    dtypes = (*checks.FLOAT_DTYPES, torch.float64)
+    checks.tensor("q", q, (_tokens(q, "T_q"), "h", "d_qk"), dtypes)
+    total_q, h_q, head_dim = q.shape
+    device = q.device
+    checks.tensor("k", k, (_tokens(k, "T_k"), "h_k", head_dim), (q.dtype,), device)
+    total_k, h_k, _ = k.shape
+    checks.tensor("v", v, (total_k, h_k, "d_v"), (q.dtype,), device)
+    head_dim_v = v.shape[2]
+    if h_q % h_k:
+        raise ValueError(f"q must have a multiple of k's {h_k} heads, got {h_q}")
+    checks.tensor("cu_seqlens_q", cu_seqlens_q, ("b + 1",), checks.INDEX_DTYPES, device)
+    if cu_seqlens_q.shape[0] < 2:
+        raise ValueError(f"cu_seqlens_q must have shape [b + 1] with b at least 1, got {list(cu_seqlens_q.shape)}")
+    checks.tensor("cu_seqlens_k", cu_seqlens_k, (cu_seqlens_q.shape[0],), checks.INDEX_DTYPES, device)
+    _check_host_values("cu_seqlens_q", cu_seqlens_q, total_q)
+    _check_host_values("cu_seqlens_k", cu_seqlens_k, total_k)
+    checks.positive_int("max_seqlen_q", max_seqlen_q, or_zero=True)
+    checks.positive_int("max_seqlen_k", max_seqlen_k, or_zero=True)
+    left, right = _window(window, checks.flag("causal", causal))
+    recorded = records_gradient(q, k, v)
+    if out is not None:
+        checks.output("out", out, (total_q, h_q, head_dim_v), (q.dtype,), device)
+        if recorded:
+            raise ValueError("out must be None where gradients are recorded, got a tensor to write into")
+
+    def call(operation: str) -> dispatch.Call:
+        return dispatch.Call(
+            operation,
+            device,
+            q.dtype,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            h_q=h_q,
+            h_kv=h_k,
+            rows_aligned=checks.rows_aligned(q) and checks.rows_aligned(k) and checks.rows_aligned(v),
+        )
+
+    arguments = (
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        checks.softmax_scale(softmax_scale, head_dim),
+        left,
+        right,
+        checks.empty_lse(empty_lse),
+    )
+    deterministic = checks.flag("deterministic", deterministic)
+    chosen = dispatch.select(call(OPERATION), backend)
+    if out is not None:
+        lse = _empty_lse(q)
+        _dense_prefill_out(*arguments, chosen, out, lse)
+        return out, lse
+    chosen_backward = dispatch.select(call(BACKWARD), backend) if recorded else ""
+    return _dense_prefill(*arguments, chosen, chosen_backward, deterministic)
+
+
+def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), _empty_lse(q)
+
+
+def _fake_backward(
+    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *numbers = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
+    ctx.numbers = numbers
+
+
+def _gradient(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+    max_seqlen_q, max_seqlen_k, scale, left, right, _, _, backend, deterministic = ctx.numbers
+    gradients = _dense_prefill_backward(
+        torch.zeros_like(out) if dout is None else dout.contiguous(),
+        dlse,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        scale,
+        left,
+        right,
+        deterministic,
+        backend,
+    )
+    return *gradients, *[None] * (2 + len(ctx.numbers))
+
+
+def _no_second_derivative(*_: object) -> None:
+    raise RuntimeError("dense_prefill has no second derivative: its gradient cannot be differentiated again")
+
+
+@register_differentiable_op(BACKWARD, fake=_fake_backward, backward=_no_second_derivative)
+def _dense_prefill_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    deterministic: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gradients = _fake_backward(dout, dlse, q, k, v)
+    dispatch.implementation(BACKWARD, backend)(
+        dout,
+        dlse,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        window_left,
+        window_right,
+        deterministic,
+        *gradients,
+    )
+    return gradients
+
+
+@register_differentiable_op(OPERATION, fake=_fake_forward, backward=_gradient, setup_context=_keep)
+def _dense_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    empty_lse: float,
+    backend: str,
+    backward_backend: str,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = _fake_forward(q, k, v)
+    dispatch.implementation(OPERATION, backend)(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        window_left,
+        window_right,
+        empty_lse,
+        out,
+        lse,
+    )
+    return out, lse
+
+
+@register_op("dense_prefill_out", mutates=("out", "lse"))
+def _dense_prefill_out(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    empty_lse: float,
+    backend: str,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    dispatch.implementation(OPERATION, backend)(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        window_left,
+        window_right,
+        empty_lse,
+        out,
+        lse,
+    )
+
+
+def _empty_lse(q: torch.Tensor) -> torch.Tensor:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(q.shape[1], q.shape[0], dtype=dtype).T
+
+
+def _tokens(value: object, name: str) -> int | str:
+    """The number of tokens, which may be 0 where other axes may not."""
+    return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else name
+
+
+def _check_host_values(name: str, cu_seqlens: torch.Tensor, total: int) -> None:
+    """Values on a device are for the kernels to check: reading them would wait for it."""
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    values = cu_seqlens.tolist()
+    if values != sorted(values):
+        raise ValueError(f"{name} must not decrease, got {values}")
+    if values[0] < 0 or values[-1] > total:
+        raise ValueError(f"{name} must lie between 0 and the {total} tokens there are, got {values}")
+
+
+def _window(window: int | Sequence[int] | None, causal: bool) -> tuple[int, int]:
+    """(left, right) for implementations."""
+    sides = list(window) if isinstance(window, Sequence) else [-1 if window is None else window] * 2
+    if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, int) for side in sides):
+        raise TypeError(f"window must be an int, a pair of ints or None, got {window!r}")
+    if isinstance(window, int):
+        if window < 1:
+            raise ValueError(f"window must be at least 1, or a pair, got {window}")
+        sides = [window - 1, 0]
+    if min(sides) < -1:
+        raise ValueError(f"window must hold lengths from 0, or -1 for no bound, got {window!r}")
+    left, right = (UNLIMITED if side == -1 else min(side, UNLIMITED) for side in sides)
+    return left, min(right, 0) if causal else right

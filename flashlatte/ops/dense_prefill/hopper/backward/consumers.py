@@ -1,0 +1,233 @@
+"""The two consumer warpgroups: each owns 64 keys, the gradients of which stay in its registers.
+
+Everything is computed transposed, keys in rows: P and dS then are what the multiplications into dV and dK take from
+registers, and only dQ, which sums over the keys of both, needs dS in shared memory. Of dQ a consumer computes half the
+columns.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flashlatte.named_barriers import wait as wait_pair
+from flashlatte.ops.dense_prefill.hopper.backward import state
+from flashlatte.ops.dense_prefill.hopper.backward.barriers import arrive, settle
+from flashlatte.ops.dense_prefill.hopper.backward.dq import add_columns, pass_turn, take_turn, turn_address
+from flashlatte.ops.dense_prefill.hopper.backward.epilogue import stage_gradient
+from flashlatte.ops.dense_prefill.hopper.backward.layouts import (
+    DQ_32,
+    DQ_64,
+    GRAD_64,
+    GRAD_128,
+    SCORE_COLUMN,
+    SCORE_LAYOUT,
+    SCORE_ROW,
+    operand,
+)
+from flashlatte.ops.dense_prefill.hopper.backward.schedule import QUERIES
+from flashlatte.ops.dense_prefill.hopper.backward.state import MAIN, OWN_KEYS, ROPE, STAGES, V_DIM
+
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _scores(k, q_main, q_rope, zero, unused, HAS_ROPE: gl.constexpr):
+    scores = warpgroup_mma(k.main.index(zero), q_main.permute((1, 0)), unused, use_acc=False, is_async=True)
+    if HAS_ROPE:
+        scores = warpgroup_mma(k.rope.index(zero), q_rope.permute((1, 0)), scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def _next_scores(shared, own, step, steps, unused, HAS_ROPE: gl.constexpr):
+    """Those of the next step; after the last, of whatever lies there."""
+    step += 1
+    stage = step % STAGES
+    if step < steps:
+        mbarrier.wait(shared.stage_ready.index(stage), (step // STAGES) & 1)
+    return _scores(own, shared.q_main.index(stage), shared.q_rope.index(stage), step >> 30, unused, HAS_ROPE)
+
+
+@gluon.jit
+def _start_dp(k, dout, delta, zero):
+    """dP - delta: what is subtracted is where the accumulator begins, which takes no registers of its own."""
+    negative = gl.zeros([OWN_KEYS, QUERIES], gl.float32, SCORE_LAYOUT) - delta.load(SCORE_COLUMN)[None, :]
+    return warpgroup_mma(k.v.index(zero), dout.permute((1, 0)), negative, is_async=True)
+
+
+@gluon.constexpr_function
+def _product(dtype):
+    if dtype == gl.bfloat16:
+        return """
+{
+    .reg .b32 x0, x1;
+    .reg .f32 y0, y1;
+    shl.b32 x0, $1, 16;
+    and.b32 x1, $1, 0xffff0000;
+    mul.f32 y0, x0, $2;
+    mul.f32 y1, x1, $3;
+    cvt.rn.bf16x2.f32 $0, y1, y0;
+}
+"""
+    return """
+{
+    .reg .b16 x0, x1;
+    .reg .f32 y0, y1;
+    mov.b32 {x0, x1}, $1;
+    cvt.f32.f16 y0, x0;
+    cvt.f32.f16 y1, x1;
+    mul.f32 y0, y0, $2;
+    mul.f32 y1, y1, $3;
+    cvt.rn.f16x2.f32 $0, y1, y0;
+}
+"""
+
+
+@gluon.jit
+def times(narrow, wide):
+    """narrow x wide, rounded. Not widened ahead, while narrow is also an operand in registers."""
+    return gl.inline_asm_elementwise(
+        _product(narrow.dtype), "=r,r,f,f", [narrow, wide], narrow.dtype, is_pure=False, pack=2
+    )
+
+
+@gluon.jit
+def _visible(block, query, OWN: gl.constexpr):
+    key = OWN * OWN_KEYS + gl.arange(0, OWN_KEYS, SCORE_ROW)
+    row = gl.arange(0, QUERIES, SCORE_COLUMN)
+    above = key[:, None] <= (row + (query + block.above))[None, :]
+    below = key[:, None] >= (row + (query + block.below))[None, :]
+    return above & below & (key < block.keys)[:, None]
+
+
+@gluon.jit
+def _dq(ds0, ds1, k0, k1, unused):
+    """[64 queries, columns of k]"""
+    dq = warpgroup_mma(ds0.permute((1, 0)), k0, unused, use_acc=False, is_async=True)
+    return warpgroup_mma(ds1.permute((1, 0)), k1, dq, is_async=True)
+
+
+@gluon.jit
+def _consume(dq, scale_log2, block, kv_head, group, shared, own, OWN: gl.constexpr, HAS_ROPE: gl.constexpr):
+    keys0 = shared.keys0
+    keys1 = shared.keys1
+    dk_main = gl.zeros([OWN_KEYS, MAIN], gl.float32, GRAD_128)
+    dk_rope = gl.zeros([OWN_KEYS, ROPE], gl.float32, GRAD_64)
+    dv = gl.zeros([OWN_KEYS, V_DIM], gl.float32, GRAD_128)
+    unused = gl.zeros([OWN_KEYS, QUERIES], gl.float32, SCORE_LAYOUT)
+    steps = block.tiles * group
+    query = block.first_query
+    end = query + block.tiles * QUERIES
+    head = kv_head * group
+    # 32 bits: so many rows of float32 sums fit no memory.
+    row_start = head * dq.q_total + block.q_token + query
+    # From a head's last tile to the next head's first.
+    next_head = dq.q_total - (block.tiles - 1) * QUERIES
+    if steps > 0:
+        mbarrier.wait(shared.keys_ready, 0)
+        mbarrier.wait(shared.stage_ready.index(0), 0)
+    pending = _scores(own, shared.q_main.index(0), shared.q_rope.index(0), 0, unused, HAS_ROPE)
+    scores = warpgroup_mma_wait(0, deps=[pending])
+    if dq.turns is not None:
+        turn_at = turn_address(dq, block, head, query, OWN)
+    for step in range(steps):
+        # A zero that the compiler cannot see through: it would hoist more wgmma descriptors than there are registers.
+        zero = step >> 30
+        stage = step % STAGES
+        q_main = shared.q_main.index(stage)
+        q_rope = shared.q_rope.index(stage)
+        dout = shared.dout.index(stage)
+        if not HAS_ROPE:
+            dp = _start_dp(own, dout, shared.delta.index(stage), zero)
+        lse = shared.lse.index(stage).load(SCORE_COLUMN)
+        exponent = scores * scale_log2 - lse[None, :]
+        if block.partial(query):
+            exponent = gl.where(_visible(block, query, OWN), exponent, float("-inf"))
+        p = gl.exp2(exponent)
+        p_narrow = p.to(q_main.dtype)
+        if HAS_ROPE:
+            settle()
+            dp = _start_dp(own, dout, shared.delta.index(stage), zero)
+        dv_pending = warpgroup_mma(gl.convert_layout(p_narrow, operand(128)), dout, dv, is_async=True)
+        if HAS_ROPE:
+            dp, dv = warpgroup_mma_wait(0, deps=[dp, dv_pending])
+            ds = times(p_narrow, dp)
+        else:
+            dp = warpgroup_mma_wait(1, deps=[dp])
+            ds = (p * dp).to(q_main.dtype)
+        parity = step & 1
+        own.ds.index(parity).store(ds)
+        fence_async_shared()
+        dk_main = warpgroup_mma(gl.convert_layout(ds, operand(128)), q_main, dk_main, is_async=True)
+        if HAS_ROPE:
+            dk_rope = warpgroup_mma(gl.convert_layout(ds, operand(64)), q_rope, dk_rope, is_async=True)
+        wait_pair(state.DS_WRITTEN, state.PAIR)
+
+        ds0 = keys0.ds.index(parity)
+        ds1 = keys1.ds.index(parity)
+        dq_main = _dq(
+            ds0,
+            ds1,
+            keys0.main.index(zero).slice(OWN * 64, 64, dim=1),
+            keys1.main.index(zero).slice(OWN * 64, 64, dim=1),
+            gl.zeros([QUERIES, 64], gl.float32, DQ_64),
+        )
+        if HAS_ROPE:
+            dk_main, dk_rope = warpgroup_mma_wait(2, deps=[dk_main, dk_rope])
+            dq_rope = _dq(
+                ds0,
+                ds1,
+                keys0.rope.index(zero).slice(OWN * 32, 32, dim=1),
+                keys1.rope.index(zero).slice(OWN * 32, 32, dim=1),
+                gl.zeros([QUERIES, 32], gl.float32, DQ_32),
+            )
+        else:
+            dk_main, dv = warpgroup_mma_wait(2, deps=[dk_main, dv_pending])
+        if step + STAGES < steps:
+            arrive(state.STAGE_FREE + stage, state.ALL)
+        if dq.turns is not None:
+            # One step late: that its additions are visible takes no waiting then.
+            pass_turn(turn_at, step > 0)
+            turn_at = turn_address(dq, block, head, query, OWN)
+            take_turn(turn_at, block.turn(query))
+        if HAS_ROPE:
+            dq_main = warpgroup_mma_wait(2, deps=[dq_main])
+            add_columns(dq, dq_main, row_start, block.queries - query, OWN * 64)
+            pending = _next_scores(shared, own, step, steps, unused, HAS_ROPE)
+            dq_rope = warpgroup_mma_wait(2, deps=[dq_rope])
+            add_columns(dq, dq_rope, row_start, block.queries - query, MAIN + OWN * 32)
+        else:
+            pending = _next_scores(shared, own, step, steps, unused, HAS_ROPE)
+            dq_main = warpgroup_mma_wait(1, deps=[dq_main])
+            add_columns(dq, dq_main, row_start, block.queries - query, OWN * 64)
+        scores = warpgroup_mma_wait(0, deps=[pending])
+        query += QUERIES
+        last = query >= end
+        query = gl.where(last, block.first_query, query)
+        row_start += gl.where(last, next_head, QUERIES)
+        if dq.turns is not None:
+            head = gl.where(last, head + 1, head)
+
+    if dq.turns is not None:
+        pass_turn(turn_at, steps > 0)
+    # Both are done with the keys.
+    wait_pair(state.DS_WRITTEN, state.PAIR)
+    stage_gradient(own.main, dk_main * (scale_log2 * LN2))
+    if HAS_ROPE:
+        stage_gradient(own.rope, dk_rope * (scale_log2 * LN2))
+    stage_gradient(own.v, dv)
+
+
+@gluon.jit
+def consume_first(dq, scale_log2, block, kv_head, group, shared, HAS_ROPE: gl.constexpr):
+    _consume(dq, scale_log2, block, kv_head, group, shared, shared.keys0, 0, HAS_ROPE)
+
+
+@gluon.jit
+def consume_second(dq, scale_log2, block, kv_head, group, shared, HAS_ROPE: gl.constexpr):
+    _consume(dq, scale_log2, block, kv_head, group, shared, shared.keys1, 1, HAS_ROPE)

@@ -1,0 +1,61 @@
+"""The block's own gradients, dK and dV, on their way out: through shared memory, where K and V are of no more use.
+
+They are stored when the warpgroups have joined, as what only this takes would cost the consumers registers.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashlatte.gluon_compat import aggregate
+from flashlatte.ops.dense_prefill.hopper.backward.state import MAIN, OWN_KEYS
+
+# A thread stores 16 bytes at a time.
+STORE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@aggregate
+class Gradient:
+    """Where dK or dV goes. Strides are in units of UNIT elements: 8 where rows are aligned to 16 bytes, else 1."""
+
+    base: gl.tensor
+    token_stride: gl.tensor
+    head_stride: gl.tensor
+    unit: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, base, token_stride, head_stride, unit):
+        self.base = base
+        self.token_stride = token_stride
+        self.head_stride = head_stride
+        self.unit = gl.constexpr(unit)
+
+
+@gluon.jit
+def stage_gradient(tile, gradient):
+    """Put [64 keys, columns] where keys or values were."""
+    tile.index(0).store(gradient.to(tile.dtype))
+
+
+@gluon.jit
+def store_gradient(gradient, tile, block, kv_head, OWN: gl.constexpr, FIRST: gl.constexpr):
+    """Store a consumer's tile [64 keys, columns] at columns FIRST and on."""
+    COLUMNS: gl.constexpr = tile.shape[2]
+    key = OWN * OWN_KEYS + gl.arange(0, OWN_KEYS, gl.SliceLayout(1, STORE))
+    column = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, STORE))
+    start = (block.k_token + key).to(gl.int64) * gradient.token_stride + kv_head.to(gl.int64) * gradient.head_stride
+    pointers = gradient.base + (start * gradient.unit)[:, None] + column[None, :]
+    gl.store(pointers, tile.index(0).load(STORE), mask=(key < block.keys)[:, None])
+
+
+@gluon.jit
+def store_gradients(dk, dv, shared, block, kv_head, HAS_ROPE: gl.constexpr):
+    _store_own(dk, dv, shared.keys0, block, kv_head, 0, HAS_ROPE)
+    _store_own(dk, dv, shared.keys1, block, kv_head, 1, HAS_ROPE)
+
+
+@gluon.jit
+def _store_own(dk, dv, own, block, kv_head, OWN: gl.constexpr, HAS_ROPE: gl.constexpr):
+    store_gradient(dk, own.main, block, kv_head, OWN, 0)
+    if HAS_ROPE:
+        store_gradient(dk, own.rope, block, kv_head, OWN, MAIN)
+    store_gradient(dv, own.v, block, kv_head, OWN, 0)

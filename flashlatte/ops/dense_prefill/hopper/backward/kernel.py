@@ -1,0 +1,119 @@
+"""The kernel: shared memory, and the three warpgroups that run in it."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashlatte.ops.dense_prefill.hopper.backward.consumers import consume_first, consume_second
+from flashlatte.ops.dense_prefill.hopper.backward.dq import QueryGradient
+from flashlatte.ops.dense_prefill.hopper.backward.epilogue import Gradient, store_gradients
+from flashlatte.ops.dense_prefill.hopper.backward.producer import Rows, produce
+from flashlatte.ops.dense_prefill.hopper.backward.schedule import block_of
+from flashlatte.ops.dense_prefill.hopper.backward.state import allocate
+
+# Of 168 x 12 registers (32-bit, a thread and warp) the first consumer takes what these leave: 232.
+_SECOND_REGISTERS = gl.constexpr(240)
+_PRODUCER_REGISTERS = gl.constexpr(24)
+
+_NUMBERS = (
+    "q_token_stride",
+    "q_head_stride",
+    "dout_token_stride",
+    "dout_head_stride",
+    "k_token_stride",
+    "k_head_stride",
+    "v_token_stride",
+    "v_head_stride",
+    "dk_token_stride",
+    "dk_head_stride",
+    "dv_token_stride",
+    "dv_head_stride",
+    "q_total",
+    "k_total",
+    "requests",
+    "bisections",
+    "slots",
+    "turns_per_head",
+    "group",
+    "window_left",
+    "window_right",
+)
+
+
+@gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=("cu_q", "cu_k"))
+def backward_kernel(
+    q_main,
+    q_rope,
+    q,
+    q_token_stride: gl.int64,  # strides of what is read in units of 16 bytes
+    q_head_stride: gl.int64,
+    dout_desc,
+    dout,
+    dout_token_stride: gl.int64,
+    dout_head_stride: gl.int64,
+    k_main,
+    k_rope,
+    k,
+    k_token_stride: gl.int64,
+    k_head_stride: gl.int64,
+    v_desc,
+    v,
+    v_token_stride: gl.int64,
+    v_head_stride: gl.int64,
+    lse,  # float32 [heads, q_total]
+    delta,
+    dq_sums,  # float32 [heads, q_total, d_qk]
+    dq_turns,
+    dk,
+    dk_token_stride: gl.int64,  # strides of what is written in units of DK_UNIT or DV_UNIT elements
+    dk_head_stride: gl.int64,
+    dv,
+    dv_token_stride: gl.int64,
+    dv_head_stride: gl.int64,
+    cu_q,
+    cu_k,
+    q_total: gl.int32,
+    k_total: gl.int32,
+    requests: gl.int32,
+    bisections: gl.int32,
+    slots: gl.int32,
+    turns_per_head: gl.int32,
+    group: gl.int32,
+    window_left: gl.int32,
+    window_right: gl.int32,
+    scale_log2: gl.float32,
+    HAS_ROPE: gl.constexpr,
+    DK_UNIT: gl.constexpr,
+    DV_UNIT: gl.constexpr,
+):
+    kv_head = gl.program_id(0) // slots
+    slot = gl.program_id(0) % slots
+    if dq_turns is not None:
+        # Additions go from later blocks to earlier ones: those that are waited for must have started.
+        slot = slots - 1 - slot
+    block = block_of(slot, cu_q, cu_k, requests, q_total, k_total, window_left, window_right, bisections)
+    shared = allocate(q.dtype.element_ty, HAS_ROPE)
+    dq = QueryGradient(dq_sums, dq_turns, turns_per_head, q_total, 192 if HAS_ROPE else 128)
+    q_rows = Rows(q, q_token_stride, q_head_stride, q_main, q_rope)
+    dout_rows = Rows(dout, dout_token_stride, dout_head_stride, dout_desc, dout_desc)
+    k_rows = Rows(k, k_token_stride, k_head_stride, k_main, k_rope)
+    v_rows = Rows(v, v_token_stride, v_head_stride, v_desc, v_desc)
+    gl.warp_specialize(
+        [
+            (consume_first, (dq, scale_log2, block, kv_head, group, shared, HAS_ROPE)),
+            (consume_second, (dq, scale_log2, block, kv_head, group, shared, HAS_ROPE)),
+            (
+                produce,
+                (q_rows, dout_rows, k_rows, v_rows, lse, delta, q_total, block, kv_head, group, shared, HAS_ROPE),
+            ),
+        ],
+        [4, 4],
+        [_SECOND_REGISTERS, _PRODUCER_REGISTERS],
+    )
+    store_gradients(
+        Gradient(dk, dk_token_stride, dk_head_stride, DK_UNIT),
+        Gradient(dv, dv_token_stride, dv_head_stride, DV_UNIT),
+        shared,
+        block,
+        kv_head,
+        HAS_ROPE,
+    )

@@ -1,0 +1,166 @@
+"""Host code: workspace, descriptors and grids."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashlatte import checks
+from flashlatte.ops.dense_prefill.hopper.backward.dq import WARPS
+from flashlatte.ops.dense_prefill.hopper.backward.kernel import backward_kernel
+from flashlatte.ops.dense_prefill.hopper.backward.rows import TOKENS, finish_kernel, prepare_kernel
+from flashlatte.ops.dense_prefill.hopper.backward.schedule import KEYS, QUERIES
+from flashlatte.triton_kernel import launching_on
+
+# Numbers of a two-byte type in 16 bytes, what copies to and from global memory move at a time.
+ALIGNMENT = 8
+
+_TILE_LAYOUT = gl.NVMMASharedLayout(128, 16, 3)
+
+
+def backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    deterministic: bool,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+) -> None:
+    q_total, heads, d_qk = q.shape
+    k_total, kv_heads, d_v = v.shape
+    if q_total == 0 or k_total == 0:
+        for gradient in (dq, dk, dv):
+            gradient.zero_()
+        return
+    if dout.data_ptr() % 16 or not checks.rows_aligned(dout):
+        dout = dout.clone(memory_format=torch.contiguous_format)
+    for name, rows in (("q", q), ("k", k), ("v", v)):
+        if rows.data_ptr() % 16:
+            raise ValueError(
+                f"{name} must begin at a multiple of 16 bytes for backend='hopper', got {rows.data_ptr():#x}"
+            )
+    requests = cu_seqlens_q.shape[0] - 1
+    has_rope = d_qk == 192
+    slots = k_total // KEYS.value + requests + 2
+    blocks = -(-q_total // TOKENS.value)
+    turns_per_head = q_total // QUERIES.value + requests + 2
+    with launching_on(q.device):
+        dq_sums = torch.empty(heads, q_total, d_qk, dtype=torch.float32, device=q.device)
+        row_lse = torch.empty(heads, q_total, dtype=torch.float32, device=q.device)
+        delta = torch.empty_like(row_lse)
+        turns = (
+            torch.empty(heads, turns_per_head * WARPS.value, dtype=torch.int32, device=q.device)
+            if deterministic
+            else None
+        )
+        prepare_kernel[(heads * blocks,)](
+            out,
+            *_strides(out),
+            dout,
+            *_strides(dout),
+            lse,
+            *lse.stride(),
+            dlse,
+            *((0, 0) if dlse is None else dlse.stride()),
+            row_lse,
+            delta,
+            dq_sums,
+            turns,
+            q_total,
+            heads,
+            turns_per_head * WARPS.value,
+            OUT_UNIT=_unit(out),
+            DOUT_UNIT=_unit(dout),
+            V_DIM=d_v,
+            QK_DIM=d_qk,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+        q_main, k_main = _descriptor(q, 128), _descriptor(k, 128)
+        backward_kernel[(slots * kv_heads,)](
+            q_main,
+            _descriptor(q, 64) if has_rope else q_main,
+            q,
+            *_strides(q),
+            _descriptor(dout, 128),
+            dout,
+            *_strides(dout),
+            k_main,
+            _descriptor(k, 64) if has_rope else k_main,
+            k,
+            *_strides(k),
+            _descriptor(v, 128),
+            v,
+            *_strides(v),
+            row_lse,
+            delta,
+            dq_sums,
+            turns,
+            dk,
+            *_strides(dk),
+            dv,
+            *_strides(dv),
+            cu_seqlens_q,
+            cu_seqlens_k,
+            q_total,
+            k_total,
+            requests,
+            (requests + 1).bit_length(),
+            slots,
+            turns_per_head,
+            heads // kv_heads,
+            window_left,
+            window_right,
+            softmax_scale * math.log2(math.e),
+            HAS_ROPE=has_rope,
+            DK_UNIT=_unit(dk),
+            DV_UNIT=_unit(dv),
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+        finish_kernel[(heads * blocks,)](
+            dq_sums,
+            dq,
+            *_strides(dq),
+            q_total,
+            heads,
+            softmax_scale,
+            DQ_UNIT=_unit(dq),
+            QK_DIM=d_qk,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+
+
+def _unit(x: torch.Tensor) -> int:
+    return ALIGNMENT if x.data_ptr() % 16 == 0 and checks.rows_aligned(x) else 1
+
+
+def _strides(x: torch.Tensor) -> tuple[int, int]:
+    """Of tokens and heads, in units of ``_unit(x)``; the stride of an axis of size 1 is arbitrary."""
+    unit = _unit(x)
+    return x.stride(0) // unit, x.stride(1) // unit
+
+
+def _descriptor(x: torch.Tensor, columns: int) -> TensorDescriptor:
+    """Of tiles of 64 tokens of a head: axes head, token, column."""
+    tokens, heads, width = x.shape
+    # TMA wants aligned strides also of an axis of size 1.
+    token_stride = x.stride(0) if tokens > 1 else width
+    head_stride = x.stride(1) if heads > 1 else width
+    return TensorDescriptor(x, [heads, tokens, width], [head_stride, token_stride, 1], [1, 64, columns], _TILE_LAYOUT)

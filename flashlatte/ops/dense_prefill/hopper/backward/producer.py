@@ -1,0 +1,135 @@
+"""The producer warpgroup: fetches the block's keys and values, then tile after tile of queries.
+
+Whole tiles come by the copy engine. A tile that reaches beyond its request is gathered by the threads instead, with
+zeros in place of the rows that are not the request's: their weights are harmless (P is 1 or masked, dP and dS are 0),
+but 0 x NaN of a neighbour's row would not be.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor
+
+from flashlatte.gluon_compat import aggregate, cp_async, tma_load
+from flashlatte.ops.dense_prefill.hopper.backward import state
+from flashlatte.ops.dense_prefill.hopper.backward.barriers import wait
+from flashlatte.ops.dense_prefill.hopper.backward.schedule import KEYS, QUERIES
+from flashlatte.ops.dense_prefill.hopper.backward.state import MAIN, OWN_KEYS, ROPE, STAGES, V_DIM
+
+# A thread copies 16 bytes at a time, eight neighbours the 128 bytes of a swizzled line.
+_GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+# Numbers in 16 bytes: the unit of the strides.
+UNIT = gl.constexpr(8)
+_VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@aggregate
+class Rows:
+    """A tensor [tokens, heads, columns] to fetch tiles from: its address, and its descriptors of 64 rows of a head."""
+
+    base: gl.tensor
+    token_stride: gl.tensor  # in units of 16 bytes
+    head_stride: gl.tensor
+    main: tensor_descriptor  # descriptor of columns 0 to 127
+    rope: tensor_descriptor  # descriptor of columns 128 to 191
+
+    @gluon.constexpr_function
+    def __init__(self, base, token_stride, head_stride, main, rope):
+        self.base = base
+        self.token_stride = token_stride
+        self.head_stride = head_stride
+        self.main = main
+        self.rope = rope
+
+
+@gluon.jit
+def _gather(tile, rows, head, token, count, FIRST: gl.constexpr):
+    """``count`` rows from ``token`` on, and zeros below, into a tile of 64 rows."""
+    row = gl.arange(0, 64, gl.SliceLayout(1, _GATHER))
+    column = gl.arange(0, 64, gl.SliceLayout(0, _GATHER))
+    valid = row < count
+    start = gl.where(valid, token + row, 0).to(gl.int64) * rows.token_stride + head.to(gl.int64) * rows.head_stride
+    for part in gl.static_range(tile.shape[1] // 64):
+        pointers = rows.base + (start * UNIT)[:, None] + (FIRST + part * 64 + column)[None, :]
+        cp_async(tile.slice(part * 64, 64, dim=1), pointers, mask=valid[:, None])
+
+
+@gluon.jit
+def _gather_wide(main, rope, rows, head, token, count, HAS_ROPE: gl.constexpr):
+    _gather(main, rows, head, token, count, 0)
+    if HAS_ROPE:
+        _gather(rope, rows, head, token, count, MAIN)
+
+
+@gluon.jit
+def _finish_gather():
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    fence_async_shared()
+
+
+@gluon.jit
+def _load_keys(k, v, shared, block, head, HAS_ROPE: gl.constexpr):
+    ready = shared.keys_ready
+    token = block.k_token
+    count = block.keys
+    keys0 = shared.keys0
+    keys1 = shared.keys1
+    if count >= KEYS:
+        mbarrier.expect(ready, KEYS * (MAIN + (ROPE if HAS_ROPE else 0) + V_DIM) * 2)
+        tma_load(k.main, [head, token, 0], ready, keys0.main.index(0))
+        tma_load(k.main, [head, token + OWN_KEYS, 0], ready, keys1.main.index(0))
+        if HAS_ROPE:
+            tma_load(k.rope, [head, token, MAIN], ready, keys0.rope.index(0))
+            tma_load(k.rope, [head, token + OWN_KEYS, MAIN], ready, keys1.rope.index(0))
+        tma_load(v.main, [head, token, 0], ready, keys0.v.index(0))
+        tma_load(v.main, [head, token + OWN_KEYS, 0], ready, keys1.v.index(0))
+    else:
+        _gather_wide(keys0.main.index(0), keys0.rope.index(0), k, head, token, count, HAS_ROPE)
+        _gather(keys0.v.index(0), v, head, token, count, 0)
+        _gather_wide(keys1.main.index(0), keys1.rope.index(0), k, head, token + OWN_KEYS, count - OWN_KEYS, HAS_ROPE)
+        _gather(keys1.v.index(0), v, head, token + OWN_KEYS, count - OWN_KEYS, 0)
+        _finish_gather()
+        mbarrier.arrive(ready, count=1)
+
+
+@gluon.jit
+def produce(q, dout, k, v, lse, delta, q_total, block, kv_head, group, shared, HAS_ROPE: gl.constexpr):
+    steps = block.tiles * group
+    if steps > 0:
+        _load_keys(k, v, shared, block, kv_head, HAS_ROPE)
+    head = kv_head * group
+    query = block.first_query
+    end = block.first_query + block.tiles * QUERIES
+    row = gl.arange(0, QUERIES, _VECTOR)
+    for step in range(steps):
+        stage = step % STAGES
+        token = block.q_token + query
+        count = block.queries - query
+        position = head.to(gl.int64) * q_total + token
+        row_lse = gl.load(lse + position + row, mask=row < count, other=0.0)
+        row_delta = gl.load(delta + position + row, mask=row < count, other=0.0)
+        if step >= STAGES:
+            wait(state.STAGE_FREE + stage, state.ALL)
+        ready = shared.stage_ready.index(stage)
+        q_main = shared.q_main.index(stage)
+        q_rope = shared.q_rope.index(stage)
+        dout_tile = shared.dout.index(stage)
+        if count >= QUERIES:
+            mbarrier.expect(ready, QUERIES * (MAIN + (ROPE if HAS_ROPE else 0) + V_DIM) * 2)
+            tma_load(q.main, [head, token, 0], ready, q_main)
+            if HAS_ROPE:
+                tma_load(q.rope, [head, token, MAIN], ready, q_rope)
+            tma_load(dout.main, [head, token, 0], ready, dout_tile)
+        else:
+            _gather_wide(q_main, q_rope, q, head, token, count, HAS_ROPE)
+            _gather(dout_tile, dout, head, token, count, 0)
+            _finish_gather()
+            mbarrier.arrive(ready, count=1)
+        shared.lse.index(stage).store(row_lse)
+        shared.delta.index(stage).store(row_delta)
+        mbarrier.arrive(ready, count=1)
+        query += QUERIES
+        last = query >= end
+        query = gl.where(last, block.first_query, query)
+        head = gl.where(last, head + 1, head)

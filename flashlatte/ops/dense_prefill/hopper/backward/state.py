@@ -1,0 +1,97 @@
+"""What the three warpgroups share: tiles in shared memory, and their barriers."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from flashlatte.gluon_compat import aggregate
+from flashlatte.named_barriers import FIRST_FREE
+from flashlatte.ops.dense_prefill.hopper.backward.schedule import QUERIES
+
+# Keys of a consumer: half of a program's.
+OWN_KEYS = gl.constexpr(64)
+STAGES = gl.constexpr(2)
+V_DIM = gl.constexpr(128)
+# d_qk = 192 is taken as columns 0 to 127 (main) and 128 to 191 (rope).
+MAIN = gl.constexpr(128)
+ROPE = gl.constexpr(64)
+
+TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+_ROW_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+# Named barriers: the stages may be refilled (both consumers to producer); dS is written (consumer to consumer).
+STAGE_FREE = gl.constexpr(FIRST_FREE)
+DS_WRITTEN = gl.constexpr(FIRST_FREE + STAGES)
+ALL = gl.constexpr(384)
+PAIR = gl.constexpr(256)
+
+
+@aggregate
+class Keys:
+    """A consumer's 64 keys, for the whole of the program, and its dS."""
+
+    main: gl.shared_memory_descriptor  # [1, 64, 128]
+    rope: gl.shared_memory_descriptor  # [1, 64, 64]; with d_qk 128 nothing reads it
+    v: gl.shared_memory_descriptor  # [1, 64, 128]
+    ds: gl.shared_memory_descriptor  # [2, 64, 64], of even and odd steps
+
+    @gluon.constexpr_function
+    def __init__(self, main, rope, v, ds):
+        self.main = main
+        self.rope = rope
+        self.v = v
+        self.ds = ds
+
+
+@aggregate
+class Shared:
+    """Everything in shared memory. Axis 0 of the query tiles is the stage."""
+
+    keys0: Keys
+    keys1: Keys
+    q_main: gl.shared_memory_descriptor  # [STAGES, 64, 128]
+    q_rope: gl.shared_memory_descriptor  # [STAGES, 64, 64]
+    dout: gl.shared_memory_descriptor  # [STAGES, 64, 128]
+    lse: gl.shared_memory_descriptor  # float32 [STAGES, 64], in units of log 2
+    delta: gl.shared_memory_descriptor  # float32 [STAGES, 64]
+    keys_ready: gl.shared_memory_descriptor
+    stage_ready: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, keys0, keys1, q_main, q_rope, dout, lse, delta, keys_ready, stage_ready):
+        self.keys0 = keys0
+        self.keys1 = keys1
+        self.q_main = q_main
+        self.q_rope = q_rope
+        self.dout = dout
+        self.lse = lse
+        self.delta = delta
+        self.keys_ready = keys_ready
+        self.stage_ready = stage_ready
+
+
+@gluon.jit
+def _keys(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr):
+    main = gl.allocate_shared_memory(DTYPE, [1, OWN_KEYS, MAIN], TILE_LAYOUT)
+    rope = gl.allocate_shared_memory(DTYPE, [1, OWN_KEYS, ROPE], TILE_LAYOUT) if HAS_ROPE else main
+    v = gl.allocate_shared_memory(DTYPE, [1, OWN_KEYS, V_DIM], TILE_LAYOUT)
+    ds = gl.allocate_shared_memory(DTYPE, [2, OWN_KEYS, QUERIES], TILE_LAYOUT)
+    return Keys(main, rope, v, ds)
+
+
+@gluon.jit
+def allocate(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr):
+    keys0 = _keys(DTYPE, HAS_ROPE)
+    keys1 = _keys(DTYPE, HAS_ROPE)
+    q_main = gl.allocate_shared_memory(DTYPE, [STAGES, QUERIES, MAIN], TILE_LAYOUT)
+    q_rope = gl.allocate_shared_memory(DTYPE, [STAGES, QUERIES, ROPE], TILE_LAYOUT) if HAS_ROPE else q_main
+    dout = gl.allocate_shared_memory(DTYPE, [STAGES, QUERIES, V_DIM], TILE_LAYOUT)
+    lse = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], _ROW_LAYOUT)
+    delta = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], _ROW_LAYOUT)
+    keys_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(keys_ready, count=1)
+    stage_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        # The copy engine's tiles, and the producer's row vectors.
+        mbarrier.init(stage_ready.index(stage), count=2)
+    return Shared(keys0, keys1, q_main, q_rope, dout, lse, delta, keys_ready, stage_ready)

@@ -1,0 +1,5 @@
+"""Forward of variable-length attention in Gluon, for SM90: docs/hopper-dense-prefill.md explains the schedule."""
+
+from flashlatte.ops.dense_prefill.hopper.forward.launch import forward
+
+__all__ = ["forward"]

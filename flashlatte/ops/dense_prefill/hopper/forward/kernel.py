@@ -1,0 +1,78 @@
+"""The kernel: shared memory, and the producer and the two consumers that run in it."""
+
+from __future__ import annotations
+
+import inspect
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashlatte.ops.dense_prefill.hopper.forward import consumers, epilogue, producer, schedule, tiles
+from flashlatte.triton_kernel import lean
+
+# Of a consumer; what 12 warps leave of the register file, 24, is the producer's.
+CONSUMER_REGISTERS = gl.constexpr(240)
+
+
+def dense_prefill_forward_kernel(
+    q,
+    k,
+    v,
+    cu_q,
+    cu_k,
+    requests: tl.int32,
+    tokens_q: tl.int32,
+    tokens_k: tl.int32,
+    window_left: tl.int32,
+    window_right: tl.int32,
+    heads: tl.int32,
+    group: tl.int32,
+    group_kv: tl.int32,
+    taken,
+    out,
+    out_stride_token: tl.int64,
+    out_stride_head: tl.int64,
+    lse,
+    lse_stride_token: tl.int64,
+    lse_stride_head: tl.int64,
+    scale_log2: tl.float32,
+    empty_lse: tl.float32,
+    HEAD_DIM: tl.constexpr,
+    OUT_UNIT: tl.constexpr,
+):
+    """A program works on tiles of 128 query rows of a head, until there are none left. Arguments as in ``launch``."""
+    CHUNKS: gl.constexpr = HEAD_DIM // 64
+    UNIT: gl.constexpr = OUT_UNIT
+    shared = tiles.allocate(out.dtype.element_ty, CHUNKS)
+    problem = schedule.Problem(
+        cu_q, cu_k, requests, tokens_q, tokens_k, window_left, window_right, heads, group, group_kv, taken
+    )
+    inputs = producer.Inputs(q, k, v)
+    results = epilogue.Results(
+        out, out_stride_token, out_stride_head, lse, lse_stride_token, lse_stride_head, empty_lse
+    )
+    call = consumers.Call(shared, consumers.Window(window_left, window_right), scale_log2, results)
+    gl.warp_specialize(
+        [
+            (producer.produce, (inputs, problem, shared, CHUNKS)),
+            (consumers.consume_first, (call, CHUNKS, UNIT)),
+            (consumers.consume_second, (call, CHUNKS, UNIT)),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
+    )
+
+
+kernel = lean(
+    gluon.jit(
+        dense_prefill_forward_kernel,
+        do_not_specialize=[
+            name
+            for name, parameter in inspect.signature(dense_prefill_forward_kernel).parameters.items()
+            if parameter.annotation in ("tl.int32", "tl.int64", "tl.float32")
+        ],
+        # Read and written by the element.
+        do_not_specialize_on_alignment=["cu_q", "cu_k", "taken", "lse"],
+    )
+)

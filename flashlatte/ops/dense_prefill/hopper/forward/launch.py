@@ -1,0 +1,138 @@
+"""From arguments to a launch: all that a call settles on the host, from shapes and strides alone."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashlatte import dispatch
+from flashlatte.ops.dense_prefill.hopper.forward.kernel import kernel
+from flashlatte.ops.dense_prefill.hopper.forward.tiles import CHUNK, KEYS, ROWS, TILE, VALUES
+from flashlatte.triton_kernel import launching_on
+
+_LOG2_E = math.log2(math.e)
+# Numbers in 16 bytes, what the copies need rows to be aligned to.
+_ALIGN = 8
+# Bytes of keys and values that are worked on together: about half of the L2 cache.
+_RESIDENT = 24 << 20
+# Wider than any request, and small enough for sums of positions and windows to fit 32 bits.
+_WIDEST = 1 << 29
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    empty_lse: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """``max_seqlen_k`` only sets how many heads are worked on together."""
+    tokens_q, heads, head_dim = q.shape
+    tokens_k, heads_kv, _ = k.shape
+    if not (tokens_q and heads):
+        return
+    if not tokens_k:
+        out.zero_()
+        lse.fill_(empty_lse)
+        return
+    requests = cu_seqlens_q.shape[0] - 1
+    device = q.device
+    group_kv = heads // heads_kv
+    group = heads_together(heads, group_kv, max_seqlen_k, head_dim)
+    most_tiles = (-(-tokens_q // TILE.value) + requests + 2) * heads
+    out_strides = _strides(out)
+    unit = _ALIGN if out.data_ptr() % 16 == 0 and not any(stride % _ALIGN for stride in out_strides) else 1
+    with launching_on(device):
+        kernel[(min(most_tiles, dispatch.multiprocessors(device)),)](
+            _describe("q", q, ROWS.value, CHUNK.value),
+            _describe("k", k, KEYS.value, CHUNK.value),
+            _describe("v", v, KEYS.value, VALUES.value),
+            cu_seqlens_q.contiguous(),
+            cu_seqlens_k.contiguous(),
+            requests,
+            tokens_q,
+            tokens_k,
+            max(min(window_left, _WIDEST), -_WIDEST),
+            max(min(window_right, _WIDEST), -_WIDEST),
+            heads,
+            group,
+            group_kv,
+            torch.zeros(1, dtype=torch.int32, device=device),
+            out,
+            out_strides[0] // unit,
+            out_strides[1] // unit,
+            lse,
+            lse.stride(0),
+            lse.stride(1),
+            softmax_scale * _LOG2_E,
+            empty_lse,
+            HEAD_DIM=head_dim,
+            OUT_UNIT=unit,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def heads_together(heads: int, group_kv: int, max_seqlen_k: int, head_dim: int) -> int:
+    """Query heads whose keys and values fit the cache: a divisor of ``heads``, whole groups of a key head or a part."""
+    bytes_of_head = max(max_seqlen_k, 1) * (head_dim + VALUES.value) * 2
+    kv_heads = heads // group_kv
+    fitting = max(min(_RESIDENT // bytes_of_head, kv_heads), 1)
+    return group_kv * max(n for n in range(1, fitting + 1) if kv_heads % n == 0)
+
+
+@dataclass(frozen=True)
+class _Address:
+    """What a descriptor needs of a tensor. It holds no memory: a descriptor may outlive the tensor it was made for."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _describe(name: str, x: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
+    return _descriptor(name, x.data_ptr(), x.dtype, tuple(x.shape), _strides(x), rows, cols)
+
+
+@functools.lru_cache(maxsize=1024)
+def _descriptor(
+    name: str,
+    address: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    rows: int,
+    cols: int,
+) -> Any:
+    """TMA descriptor of a tensor [tokens, heads, d], of boxes of rows and columns of a head."""
+    if address % 16 or any(stride % _ALIGN for stride in strides):
+        raise ValueError(
+            f"{name} must have rows that begin at multiples of 16 bytes for backend='hopper', "
+            f"got address {address:#x}, strides {(*strides, 1)}"
+        )
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    # An axis of 1 has no stride that matters, but the hardware wants one above 0.
+    wide = [stride or shape[2] for stride in strides]
+    return TensorDescriptor(_Address(address, dtype), list(shape), [*wide, 1], [rows, 1, cols], layout)
+
+
+def _strides(x: torch.Tensor) -> tuple[int, ...]:
+    """Strides of all axes but the last, 0 where there is nothing to stride over."""
+    return tuple([x.stride(axis) if x.shape[axis] > 1 else 0 for axis in range(x.dim() - 1)])

@@ -1,0 +1,151 @@
+"""What the warps of a program share: tiles in shared memory, and the barriers that pass them on."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+# Query rows of a consumer, and of a program's tile (two consumers).
+ROWS = gl.constexpr(64)
+TILE = gl.constexpr(128)
+# Keys of a block.
+KEYS = gl.constexpr(128)
+# Columns of q and k that a copy and a multiplication take: 128 bytes, the width of a swizzled line.
+CHUNK = gl.constexpr(64)
+VALUES = gl.constexpr(128)
+# Of the rings of blocks; a power of two.
+STAGES = gl.constexpr(2)
+
+# Layout of scores and of a consumer's output, both [64, 128], with its rows and columns.
+ACCUMULATOR = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+ACC_ROWS = gl.constexpr(gl.SliceLayout(1, ACCUMULATOR))
+ACC_COLS = gl.constexpr(gl.SliceLayout(0, ACCUMULATOR))
+WEIGHT_OPERAND = gl.constexpr(gl.DotOperandLayout(0, ACCUMULATOR, 2))
+# Threads of four warps over a tile [n, 64], 16 bytes each.
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+_SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+_NUMBER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_SAME_IN_ALL = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+class Ticket(NamedTuple):
+    """A tile of the work: queries of one head, and the blocks of keys that they see.
+
+    Attributes:
+        blocks: of keys, at least 1; 0 means that there is no more work.
+        last: number of the last block; they are taken from the last to the first.
+        head: of the query.
+        token: first query token, of all.
+        rows: query tokens of the tile, 1 to 128.
+        position: of the first query among its request's keys (may be negative).
+        keys: of the request.
+    """
+
+    blocks: Any
+    last: Any
+    head: Any
+    token: Any
+    rows: Any
+    position: Any
+    keys: Any
+
+
+class Consumer(NamedTuple):
+    """What belongs to one of the two consumers: its queries, the ticket, and the barrier on which both have come.
+
+    The leading axis of ``q`` is the chunk of columns.
+    """
+
+    q: Any  # [d_qk / 64, 64, 64]
+    ticket: Any  # int32 [7, 1]
+    ready: Any
+
+
+class Shared(NamedTuple):
+    """The rings of blocks, of 2 stages each; ``k`` has a stage's chunks of columns one after the other."""
+
+    first: Consumer
+    second: Consumer
+    k: Any  # [2 * d_qk / 64, 128, 64]
+    v: Any  # [2, 128, 128]
+    k_ready: Any  # [2, 1]
+    v_ready: Any
+
+
+@gluon.jit
+def stage_of(step):
+    """Stage of the block that is taken as number ``step``, over all tiles."""
+    return step & (STAGES - 1)
+
+
+@gluon.jit
+def phase_of(step):
+    """Phase of its stage's mbarrier."""
+    return (step // STAGES) & 1
+
+
+@gluon.jit
+def _mbarriers(COUNT: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(index), count=1)
+    return barriers
+
+
+@gluon.jit
+def _consumer(DTYPE: gl.constexpr, CHUNKS: gl.constexpr):
+    return Consumer(
+        gl.allocate_shared_memory(DTYPE, [CHUNKS, ROWS, CHUNK], _SWIZZLED),
+        gl.allocate_shared_memory(gl.int32, [7, 1], _NUMBER),
+        _mbarriers(1),
+    )
+
+
+@gluon.jit
+def allocate(DTYPE: gl.constexpr, CHUNKS: gl.constexpr):
+    return Shared(
+        _consumer(DTYPE, CHUNKS),
+        _consumer(DTYPE, CHUNKS),
+        gl.allocate_shared_memory(DTYPE, [STAGES * CHUNKS, KEYS, CHUNK], _SWIZZLED),
+        gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, VALUES], _SWIZZLED),
+        _mbarriers(STAGES),
+        _mbarriers(STAGES),
+    )
+
+
+@gluon.jit
+def _write_number(box, INDEX: gl.constexpr, number):
+    box.index(INDEX).store(gl.full([1], 0, gl.int32, _SAME_IN_ALL) + number)
+
+
+@gluon.jit
+def _read_number(box, INDEX: gl.constexpr):
+    return gl.max(box.index(INDEX).load(_SAME_IN_ALL), 0)
+
+
+@gluon.jit
+def write_ticket(box, ticket):
+    _write_number(box, 0, ticket.blocks)
+    _write_number(box, 1, ticket.last)
+    _write_number(box, 2, ticket.head)
+    _write_number(box, 3, ticket.token)
+    _write_number(box, 4, ticket.rows)
+    _write_number(box, 5, ticket.position)
+    _write_number(box, 6, ticket.keys)
+
+
+@gluon.jit
+def read_ticket(box):
+    return Ticket(
+        _read_number(box, 0),
+        _read_number(box, 1),
+        _read_number(box, 2),
+        _read_number(box, 3),
+        _read_number(box, 4),
+        _read_number(box, 5),
+        _read_number(box, 6),
+    )

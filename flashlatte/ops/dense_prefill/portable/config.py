@@ -1,0 +1,72 @@
+"""Sizes of the kernels' tiles for each class of GPUs: by what fits registers and shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+# The head dims that the table is for, and the shortest side of a matrix product in Triton.
+_TABLE_WIDTH = 192 + 128
+_SMALLEST = 16
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of a program's tiles.
+
+    Attributes:
+        block_m: queries: of a program, or of a step where a program computes keys.
+        block_n: keys: of a step, or of a program where that computes keys.
+        num_warps: Triton's.
+        num_stages: of the loop; 1 loads in place.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Configs:
+    """Attributes: of the forward kernel, and of the two backward kernels for gradients of keys and of queries."""
+
+    forward: Config
+    keys: Config
+    queries: Config
+
+
+# By class of GPU, for head dims up to 192 and 128. "small" has 99 KiB of shared memory.
+TABLE: dict[str, Configs] = {
+    "hopper": Configs(Config(128, 128, 8, 2), Config(64, 128, 8, 2), Config(128, 64, 8, 2)),
+    "blackwell": Configs(Config(128, 64, 8, 2), Config(32, 64, 4, 2), Config(64, 32, 4, 2)),
+    "ampere": Configs(Config(128, 32, 8, 3), Config(16, 64, 4, 2), Config(64, 16, 4, 2)),
+    "small": Configs(Config(64, 32, 4, 2), Config(16, 64, 4, 2), Config(64, 16, 4, 2)),
+    "other": Configs(Config(64, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
+    "interpreter": Configs(Config(32, 16, 1, 1), Config(16, 32, 1, 1), Config(32, 16, 1, 1)),
+}
+
+
+def choose(gpu: str, width: int) -> Configs:
+    """The configurations for rows of q and v padded to ``width`` numbers together."""
+    configs = TABLE[gpu]
+    while width > _TABLE_WIDTH:
+        configs = Configs(_smaller(configs.forward), _smaller(configs.keys), _smaller(configs.queries))
+        width //= 2
+    return configs
+
+
+def _smaller(config: Config) -> Config:
+    block_m, block_n = max(config.block_m // 2, _SMALLEST), max(config.block_n // 2, _SMALLEST)
+    return replace(config, block_m=block_m, block_n=block_n, num_stages=min(config.num_stages, 2))
+
+
+def parts(head_dim: int) -> tuple[int, int]:
+    """Widths, powers of two, of two tiles that hold a row of q or k; the second is 0 if the first holds all of it."""
+    whole = padded(head_dim)
+    rest = padded(head_dim - whole // 2)
+    return (whole, 0) if whole // 2 < _SMALLEST or whole // 2 + rest >= whole else (whole // 2, rest)
+
+
+def padded(width: int) -> int:
+    """The width of a tile that holds ``width`` columns."""
+    return max(1 << max(width - 1, 0).bit_length(), _SMALLEST)

@@ -1,0 +1,111 @@
+"""Forward: a program computes the output of a tile of queries of one head."""
+
+# Triton's annotations and calls are not Python's.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from flashlatte.kv_cache.triton_fp8 import narrow
+from flashlatte.ops.dense_prefill.portable.tiles import find_tile, load_tile, phases, sees
+from flashlatte.triton_attention import LN_2, LOG2_E
+from flashlatte.triton_kernel import kernel
+
+
+@kernel
+def forward_kernel(
+    q,
+    q_stride_token: tl.int64,
+    q_stride_head: tl.int64,
+    k,
+    k_stride_token: tl.int64,
+    k_stride_head: tl.int64,
+    v,
+    v_stride_token: tl.int64,
+    v_stride_head: tl.int64,
+    out,
+    out_stride_token: tl.int64,
+    out_stride_head: tl.int64,
+    lse,
+    lse_stride_token: tl.int64,
+    lse_stride_head: tl.int64,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    requests: tl.int32,
+    total_q: tl.int32,
+    total_k: tl.int32,
+    slots: tl.int32,
+    group: tl.int32,
+    window_left: tl.int32,
+    window_right: tl.int32,
+    softmax_scale: tl.float32,
+    empty_lse: tl.float32,
+    D: tl.constexpr,
+    D_A: tl.constexpr,
+    D_B: tl.constexpr,
+    D_V: tl.constexpr,
+    D_V_PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Strides but those of lse are in units of ALIGN numbers.
+
+    The programs of a head have adjacent numbers, so that its keys stay in the L2 cache; those of a request begin with
+    its last queries, which see the most keys.
+    """
+    head = tl.program_id(0) // slots
+    tile, tiles, q_begin, s_q, k_begin, s_k = find_tile(
+        tl.program_id(0) % slots, cu_seqlens_q, cu_seqlens_k, requests, total_q, total_k, BLOCK_M
+    )
+    first = tl.where(tile < tiles, (tiles - 1 - tile) * BLOCK_M, s_q)
+    shift = s_k - s_q
+    begin, full, partial, end = phases(first, s_q, s_k, shift, window_left, window_right, BLOCK_M, BLOCK_N)
+    row = first + tl.arange(0, BLOCK_M)
+    lower, upper = sees(row, s_k, shift, window_left, window_right)
+    kv_head = (head // group).to(tl.int64)
+    q += (q_begin.to(tl.int64) * q_stride_token + head.to(tl.int64) * q_stride_head) * ALIGN
+    k += (k_begin.to(tl.int64) * k_stride_token + kv_head * k_stride_head) * ALIGN
+    v += (k_begin.to(tl.int64) * v_stride_token + kv_head * v_stride_head) * ALIGN
+    q_a = load_tile(q, q_stride_token, first, s_q, 0, min(D, D_A), D_A, BLOCK_M, ALIGN, INTERPRETED)
+    q_b = q_a
+    if D_B > 0:
+        q_b = load_tile(q, q_stride_token, first, s_q, D_A, D - D_A, D_B, BLOCK_M, ALIGN, INTERPRETED)
+    scale = softmax_scale * LOG2_E
+
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    values = tl.zeros([BLOCK_M, D_V_PADDED], tl.float32)
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        k_a = load_tile(k, k_stride_token, start, s_k, 0, min(D, D_A), D_A, BLOCK_N, ALIGN, INTERPRETED)
+        scores = tl.dot(q_a, tl.trans(k_a))  # [BLOCK_M, BLOCK_N]
+        if D_B > 0:
+            k_b = load_tile(k, k_stride_token, start, s_k, D_A, D - D_A, D_B, BLOCK_N, ALIGN, INTERPRETED)
+            scores = tl.dot(q_b, tl.trans(k_b), scores)
+        if (start < full) | (start >= partial):
+            key = (start + tl.arange(0, BLOCK_N))[None, :]
+            scores = tl.where((key >= lower[:, None]) & (key <= upper[:, None]), scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+        subtracted = tl.where(new_peak == float("-inf"), 0.0, new_peak * scale)
+        weights = tl.exp2(scores * scale - subtracted[:, None])
+        kept = tl.exp2(peak * scale - subtracted)
+        total = total * kept + tl.sum(weights, axis=1)
+        peak = new_peak
+        value = load_tile(v, v_stride_token, start, s_k, 0, D_V, D_V_PADDED, BLOCK_N, ALIGN, INTERPRETED)
+        values = tl.dot(weights.to(value.dtype), value, values * kept[:, None])
+
+    empty = total == 0
+    values *= (1.0 / tl.where(empty, 1.0, total))[:, None]
+    row_lse = tl.where(empty, empty_lse, (peak * scale + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
+    token = (q_begin + row).to(tl.int64)
+    cols = tl.arange(0, D_V_PADDED)
+    in_use = row < s_q
+    tl.store(
+        out + (token * out_stride_token + head * out_stride_head)[:, None] * ALIGN + cols[None, :],
+        narrow(values, out.dtype.element_ty, INTERPRETED),
+        mask=in_use[:, None] & (cols < D_V)[None, :],
+    )
+    tl.store(lse + token * lse_stride_token + head * lse_stride_head, row_lse, mask=in_use)

@@ -1,0 +1,179 @@
+"""From tensors to launches of the kernels."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+
+from flashlatte.ops.dense_prefill.portable.backward import keys_kernel, queries_kernel, row_sums_kernel
+from flashlatte.ops.dense_prefill.portable.config import Config, Configs, choose, padded, parts
+from flashlatte.ops.dense_prefill.portable.forward import forward_kernel
+from flashlatte.ops.dense_prefill.portable.tiles import tile_slots
+from flashlatte.triton_attention import gpu_class
+from flashlatte.triton_kernel import launching_on
+
+_ROW_SUMS_BLOCK = 64
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    empty_lse: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    total_q, heads, head_dim = q.shape
+    if total_q == 0:
+        return
+    configs, constants = _compiled_for(gpu_class(q.device), head_dim, v.shape[2])
+    align, strides = _aligned(q, k, v, out)
+    requests = cu_seqlens_q.shape[0] - 1
+    slots = tile_slots(total_q, requests, configs.forward.block_m)
+    with launching_on(q.device):
+        forward_kernel[(slots * heads,)](
+            *_with_strides((q, k, v, out), strides),
+            lse,
+            *lse.stride(),
+            cu_seqlens_q,
+            cu_seqlens_k,
+            requests,
+            total_q,
+            k.shape[0],
+            slots,
+            heads // k.shape[1],
+            window_left,
+            window_right,
+            softmax_scale,
+            empty_lse,
+            ALIGN=align,
+            **constants,
+            **_options(configs.forward),
+        )
+
+
+def backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    deterministic: bool,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+) -> None:
+    """Deterministic either way."""
+    total_q, heads, head_dim = q.shape
+    total_k, kv_heads, head_dim_v = v.shape
+    gpu = gpu_class(q.device)
+    configs, constants = _compiled_for(gpu, head_dim, head_dim_v)
+    align, strides = _aligned(q, k, v, dout, dq, dk, dv, out)
+    inputs = _with_strides((q, k, v, dout), strides[:8])
+    requests = cu_seqlens_q.shape[0] - 1
+    sums = torch.empty(heads, total_q, 2, dtype=torch.float32, device=q.device)
+
+    def lengths(slots: int) -> tuple[Any, ...]:
+        group = heads // kv_heads
+        return cu_seqlens_q, cu_seqlens_k, requests, total_q, total_k, slots, group, window_left, window_right
+
+    with launching_on(q.device):
+        if total_q:
+            row_sums_kernel[(triton.cdiv(total_q, _ROW_SUMS_BLOCK) * heads,)](
+                *_with_strides((out, dout), (*strides[14:16], *strides[6:8])),
+                lse,
+                *lse.stride(),
+                dlse,
+                *((0, 0) if dlse is None else dlse.stride()),
+                sums,
+                total_q,
+                heads,
+                D_V=head_dim_v,
+                D_V_PADDED=padded(head_dim_v),
+                BLOCK=_ROW_SUMS_BLOCK,
+                ALIGN=align,
+                INTERPRETED=gpu == "interpreter",
+                num_warps=4,
+                enable_fp_fusion=True,
+            )
+        if total_k:
+            slots = tile_slots(total_k, requests, configs.keys.block_n)
+            keys_kernel[(slots * kv_heads,)](
+                *inputs,
+                *_with_strides((dk, dv), strides[10:14]),
+                sums,
+                *lengths(slots),
+                softmax_scale,
+                ALIGN=align,
+                **constants,
+                **_options(configs.keys),
+            )
+        if total_q:
+            slots = tile_slots(total_q, requests, configs.queries.block_m)
+            queries_kernel[(slots * heads,)](
+                *inputs,
+                *_with_strides((dq,), strides[8:10]),
+                sums,
+                *lengths(slots),
+                softmax_scale,
+                ALIGN=align,
+                **constants,
+                **_options(configs.queries),
+            )
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled_for(gpu: str, head_dim: int, head_dim_v: int) -> tuple[Configs, dict[str, Any]]:
+    """The configurations for two head dims, and what all kernels are compiled for beside them."""
+    first, second = parts(head_dim)
+    width = padded(head_dim_v)
+    return choose(gpu, first + second + width), {
+        "D": head_dim,
+        "D_A": first,
+        "D_B": second,
+        "D_V": head_dim_v,
+        "D_V_PADDED": width,
+        "INTERPRETED": gpu == "interpreter",
+    }
+
+
+def _options(config: Config) -> dict[str, Any]:
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "STAGES": config.num_stages,
+        "num_warps": config.num_warps,
+        "enable_fp_fusion": True,
+    }
+
+
+def _aligned(*tensors: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    """The unit, of 16 bytes if all are multiples of it, in which to give the strides of tokens and heads, and these."""
+    strides = [stride for tensor in tensors for stride in tensor.stride()[:2]]
+    if any(stride % 8 for stride in strides):
+        return 1, tuple(strides)
+    return 8, tuple([stride // 8 for stride in strides])
+
+
+def _with_strides(tensors: tuple[torch.Tensor, ...], strides: tuple[int, ...]) -> list[Any]:
+    """Each tensor before its two strides."""
+    return [argument for i, tensor in enumerate(tensors) for argument in (tensor, *strides[2 * i : 2 * i + 2])]

@@ -1,0 +1,91 @@
+"""Which rows of which request a program computes, and which rows of the other side these see.
+
+Rows and others are queries and keys where queries are computed, and the other way round for gradients of keys.
+"""
+
+# Triton's annotations and calls are not Python's.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashlatte.triton_attention import load_rows
+
+# Boundaries of requests that a program looks at together.
+_CHUNK = tl.constexpr(64)
+
+
+@triton.jit
+def find_tile(slot, cu_rows, cu_others, requests, total_rows, total_others, BLOCK: tl.constexpr):
+    """(tile of its request, tiles, first row, rows, first of the others, others) for one of ``tile_slots`` slots.
+
+    The stretch of rows between boundaries i - 1 and i begins at slot ``boundary // BLOCK + i``: that leaves room for
+    all its tiles, and sometimes for one more, which has tile >= tiles. The stretches before the first and after the
+    last boundary belong to no request and see none of the others.
+    """
+    stretch = 0
+    for first in range(0, requests + 1, _CHUNK):
+        index = first + tl.arange(0, _CHUNK)
+        begin = _boundary(cu_rows, index, requests, total_rows)
+        stretch += tl.sum(((index <= requests) & (begin // BLOCK + index + 1 <= slot)).to(tl.int32))
+    begin = _boundary(cu_rows, stretch - 1, requests, total_rows)
+    rows = tl.maximum(_boundary(cu_rows, stretch, requests, total_rows) - begin, 0)
+    others_begin = _boundary(cu_others, stretch - 1, requests, total_others)
+    others = tl.maximum(_boundary(cu_others, stretch, requests, total_others) - others_begin, 0)
+    others = tl.where((stretch > 0) & (stretch <= requests), others, 0)
+    return slot - (begin // BLOCK + stretch), tl.cdiv(rows, BLOCK), begin, rows, others_begin, others
+
+
+@triton.jit
+def _boundary(cu, index, requests, total):
+    """Where a request begins or the last one ends, whatever ``cu`` holds; 0 and ``total`` beyond the two ends."""
+    value = tl.load(cu + index, mask=(index >= 0) & (index <= requests), other=0).to(tl.int64)
+    value = tl.minimum(tl.maximum(value, 0), total.to(tl.int64)).to(tl.int32)
+    return tl.where(index > requests, total, tl.where(index < 0, 0, value))
+
+
+@triton.jit
+def sees(own, others, shift, before, after):
+    """First and last of the others that a row sees: position own + shift, less ``before``, plus ``after``."""
+    position = own.to(tl.int64) + shift
+    lower = tl.maximum(position - before, 0)
+    upper = tl.minimum(position + after, others.to(tl.int64) - 1)
+    return tl.minimum(lower, others).to(tl.int32), tl.maximum(upper, -1).to(tl.int32)
+
+
+@triton.jit
+def phases(first, rows, others, shift, before, after, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """(begin, full, partial, end) of what a tile of rows sees, in steps of BLOCK from begin: some rows see some of
+    begin to end - 1, and all rows all of full to partial - 1.
+    """
+    last = tl.minimum(first + BLOCK_ROWS, rows) - 1
+    begin, first_upper = sees(first, others, shift, before, after)
+    last_lower, last_upper = sees(last, others, shift, before, after)
+    end = tl.where(first < rows, last_upper + 1, 0)
+    return begin // BLOCK * BLOCK, tl.cdiv(last_lower, BLOCK) * BLOCK, (first_upper + 1) // BLOCK * BLOCK, end
+
+
+@triton.jit
+def load_tile(
+    base,
+    stride,
+    start,
+    limit,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Columns FIRST to FIRST + COUNT of rows ``start`` to start + ROWS, [ROWS, WIDTH]; 0 from row ``limit`` on."""
+    row = tl.arange(0, ROWS)
+    offsets = row.to(tl.int64) * stride * ALIGN
+    return load_rows(base + stride * start * ALIGN, offsets, row < limit - start, FIRST, COUNT, WIDTH, INTERPRETED)
+
+
+def tile_slots(total: int, requests: int, block: int) -> int:
+    """Slots that ``find_tile`` gives to ``total`` rows."""
+    return total // block + requests + 2

@@ -1,0 +1,116 @@
+"""Dense prefill in plain PyTorch, request by request, a few query rows at a time: the specification."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from flashlatte.softmax import attend
+
+SCORE_BYTES = 256 * 2**20
+
+
+@torch.no_grad()
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    empty_lse: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    out.zero_()
+    lse.fill_(empty_lse)
+    for rows, keys, visible in _blocks(q, k, cu_seqlens_q, cu_seqlens_k, window_left, window_right):
+        scores = torch.einsum("skgd,nkd->kgsn", _grouped(q[rows], k), _wide(k[keys])) * softmax_scale
+        weights, row_lse = attend(scores, visible)
+        out[rows] = torch.einsum("kgsn,nkd->skgd", weights, _wide(v[keys])).flatten(1, 2).to(out.dtype)
+        row_lse = row_lse.flatten(0, 1).T  # [rows, h]
+        lse[rows] = torch.where(row_lse.isneginf(), empty_lse, row_lse)
+
+
+@torch.no_grad()
+def backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    deterministic: bool,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+) -> None:
+    """With P the weights: dV = Pᵀ dO, dP = dO Vᵀ, dS = P (dP - (Σ out · dO - dlse)), dQ = scale dS K, dK = scale dSᵀ Q
+    (arXiv:2307.08691, §2.3.2; the derivative of lse by a score is its weight).
+    """
+    dq.zero_()
+    dk_sum, dv_sum = (torch.zeros_like(x, dtype=_wide(x).dtype) for x in (k, v))
+    for rows, keys, visible in _blocks(q, k, cu_seqlens_q, cu_seqlens_k, window_left, window_right):
+        query, key, value = _grouped(q[rows], k), _wide(k[keys]), _wide(v[keys])
+        row_lse = torch.where(lse[rows].isinf(), 0.0, lse[rows])
+        drow = (_wide(out[rows]) * _wide(dout[rows])).sum(dim=-1)
+        if dlse is not None:
+            drow = drow - dlse[rows]
+        row_lse, drow = (x.T.unflatten(0, (k.shape[1], -1)).unsqueeze(-1) for x in (row_lse, drow))  # [h_k, g, rows, 1]
+        scores = torch.einsum("skgd,nkd->kgsn", query, key) * softmax_scale
+        weights = torch.exp(scores.masked_fill(~visible, float("-inf")) - row_lse)
+        dweights = torch.einsum("skgd,nkd->kgsn", _grouped(dout[rows], k), value)
+        dscores = torch.where(visible, weights * (dweights - drow), 0.0) * softmax_scale
+        dq[rows] = torch.einsum("kgsn,nkd->skgd", dscores, key).flatten(1, 2).to(dq.dtype)
+        dk_sum[keys] += torch.einsum("kgsn,skgd->nkd", dscores, query)
+        dv_sum[keys] += torch.einsum("kgsn,skgd->nkd", weights, _grouped(dout[rows], k))
+    dk.copy_(dk_sum)
+    dv.copy_(dv_sum)
+
+
+def _blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    window_left: int,
+    window_right: int,
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Some query rows of a request, its keys, and which of them each row sees [rows, keys]."""
+    starts_q, starts_k = cu_seqlens_q.clamp(0, q.shape[0]).tolist(), cu_seqlens_k.clamp(0, k.shape[0]).tolist()
+    for request in range(len(starts_q) - 1):
+        first_q, end_q = starts_q[request : request + 2]
+        first_k, end_k = starts_k[request : request + 2]
+        if first_q >= end_q or first_k >= end_k:
+            continue
+        position = torch.arange(end_k - first_k, device=q.device)
+        # A query's own position, so that the last query of a request stands at its last key.
+        shift = (end_k - first_k) - (end_q - first_q)
+        step = max(1, SCORE_BYTES // (4 * q.shape[1] * (end_k - first_k)))
+        for row in range(first_q, end_q, step):
+            stop = min(row + step, end_q)
+            own = torch.arange(row - first_q, stop - first_q, device=q.device)[:, None] + shift
+            visible = (position >= own - window_left) & (position <= own + window_right)
+            yield slice(row, stop), slice(first_k, end_k), visible
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _grouped(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """[s, h, d] as [s, h_k, h / h_k, d]: the query heads that share a key head."""
+    return _wide(x).unflatten(1, (k.shape[1], -1))

@@ -1,0 +1,213 @@
+"""What the compiler makes of the Hopper backward, without the GPU: launches are recorded, and compiled to cubins."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from support.compile import SHARED_BYTES, Launch, Recorder, variant_key
+
+from flashlatte import dispatch
+
+triton = pytest.importorskip("triton")
+
+from support import compile as support  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import make_backend  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+from triton.runtime.jit import create_function_from_signature  # noqa: E402
+
+from flashlatte.ops.dense_prefill.hopper.backward import launch  # noqa: E402
+from flashlatte.ops.dense_prefill.hopper.backward.kernel import backward_kernel  # noqa: E402
+from flashlatte.ops.dense_prefill.hopper.backward.rows import finish_kernel, prepare_kernel  # noqa: E402
+
+pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
+
+HOPPER = GPUTarget("cuda", 90, 32)
+UNLIMITED = 2**31 - 1
+KERNELS = {"prepare": prepare_kernel, "backward": backward_kernel, "finish": finish_kernel}
+
+
+@pytest.fixture
+def record(monkeypatch):
+    """Calls the launcher, and returns what it launched, by kernel."""
+    recorders = {name: Recorder(fn) for name, fn in KERNELS.items()}
+    for name, recorder in recorders.items():
+        monkeypatch.setattr(launch, f"{name}_kernel", recorder)
+
+    def call(**arguments: Any) -> dict[str, Launch]:
+        for recorder in recorders.values():
+            recorder.launches.clear()
+        call_backward(**arguments)
+        return {name: recorder.launches[0] for name, recorder in recorders.items() if recorder.launches}
+
+    return call
+
+
+def call_backward(
+    tokens_q: int = 256,
+    tokens_k: int = 256,
+    requests: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    d_qk: int = 192,
+    dtype: torch.dtype = torch.bfloat16,
+    index_dtype: torch.dtype = torch.int32,
+    dlse: bool = False,
+    deterministic: bool = False,
+    pad: int = 0,
+) -> None:
+    """A call of the implementation with tensors whose contents do not matter."""
+
+    def tensor(tokens: int, heads: int, columns: int) -> torch.Tensor:
+        return torch.empty(tokens, heads, columns + pad, dtype=dtype)[..., :columns]
+
+    q, k, v = tensor(tokens_q, heads, d_qk), tensor(tokens_k, kv_heads, d_qk), tensor(tokens_k, kv_heads, 128)
+    launch.backward(
+        tensor(tokens_q, heads, 128),
+        torch.empty(tokens_q, heads) if dlse else None,
+        q,
+        k,
+        v,
+        tensor(tokens_q, heads, 128),
+        torch.empty(heads, tokens_q).T,
+        torch.zeros(requests + 1, dtype=index_dtype),
+        torch.zeros(requests + 1, dtype=index_dtype),
+        tokens_q,
+        tokens_k,
+        d_qk**-0.5,
+        UNLIMITED,
+        0,
+        deterministic,
+        tensor(tokens_q, heads, d_qk),
+        tensor(tokens_k, kv_heads, d_qk),
+        tensor(tokens_k, kv_heads, 128),
+    )
+
+
+_COMPILED: dict[str, support.Compiled] = {}
+
+
+def compiled(launched: Launch) -> support.Compiled:
+    """The machine code of a recorded launch of the main kernel."""
+    key = variant_key(backward_kernel, launched)
+    if key not in _COMPILED:
+        backend = make_backend(HOPPER)
+        binder = create_function_from_signature(backward_kernel.signature, backward_kernel.params, backend)
+        bound, specialization, options = binder(**launched.arguments, **launched.options)
+        options, signature, constexprs, attributes = backward_kernel._pack_args(
+            backend, dict(launched.options), bound, specialization, options
+        )
+        source = GluonASTSource(backward_kernel, signature, constexprs, attributes)
+        binary = triton.compile(source, target=HOPPER, options=options.__dict__)
+        sass = support._disassemble(binary.asm["cubin"])
+        _COMPILED[key] = support.Compiled(
+            registers=support._registers(binary.asm["cubin"]),
+            spills=len(re.findall(r"\b(?:STL|LDL)\b", sass)),
+            shared=binary.metadata.shared,
+            hgmma=len(re.findall(r"\bHGMMA\b", sass)),
+            hmma=len(re.findall(r"\bHMMA\b", sass)),
+            async_copies=len(re.findall(r"\bLDGSTS\.E\.[A-Z.0-9]*128\b", sass)),
+            ttgir=binary.asm["ttgir"],
+            sass=sass,
+        )
+    return _COMPILED[key]
+
+
+CALLS = {
+    "192, bf16": {},
+    "128, bf16": {"d_qk": 128},
+    "192, fp16, deterministic": {"dtype": torch.float16, "deterministic": True, "dlse": True},
+    "128, bf16, deterministic": {"d_qk": 128, "deterministic": True, "index_dtype": torch.int64},
+    "192, bf16, misaligned gradients": {"pad": 8},
+}
+
+
+def per_consumer(d_qk: int) -> int:
+    """HGMMA of a step and of the first step's scores: S and dP of depth d_qk and 128, dV and dK of depth 64, dQ of
+    depth 128, by 16; 192 columns are 128 and 64.
+    """
+    parts = 2 if d_qk == 192 else 1
+    return 2 * d_qk // 16 + 128 // 16 + 64 // 16 + parts * (64 // 16 + 128 // 16)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_machine_code(record, name):
+    code = compiled(record(**CALLS[name])["backward"])
+    d_qk = CALLS[name].get("d_qk", 192)
+
+    # Loop counters and addresses, a few a step; an accumulator would be 16 and more.
+    assert support.loop_spills(code.sass) <= 8
+    assert code.registers == 168
+    assert code.shared <= SHARED_BYTES[90]
+    assert code.hgmma == 2 * per_consumer(d_qk)
+    assert code.hmma == 0
+    # A compiler that serialises multiplications waits after each of them.
+    assert len(re.findall(r"\bWARPGROUP\.DEPBAR\b", code.sass)) <= 12
+
+
+def test_additions_to_dq_are_16_bytes_wide(record):
+    code = compiled(record()["backward"])
+    # A consumer adds 64 x 96 numbers a step.
+    assert len(re.findall(r"\bREDG\.E\.ADD\.F32x4\b", code.sass)) == 2 * 64 * 96 // (4 * 128)
+    assert not re.search(r"\bREDG\.E\.ADD\.F32(?!x4)", code.sass)
+
+
+def test_rows_kernels_compile(record):
+    launched = record(dlse=True, deterministic=True)
+    for name in ("prepare", "finish"):
+        code = support.compile_launch(KERNELS[name], launched[name], 90)
+        assert code.spills == 0
+
+
+def test_lengths_and_strides_compile_once(record):
+    rng = random.Random(0)
+    keys = set()
+    for _ in range(20):
+        launched = record(
+            tokens_q=rng.choice([1, 16, 100, 257]),
+            tokens_k=rng.choice([1, 16, 100, 257]),
+            requests=rng.choice([1, 2, 16, 33]),
+            heads=rng.choice([4, 8, 16]),
+            kv_heads=rng.choice([1, 2, 4]),
+            pad=rng.choice([0, 8, 24]),
+        )
+        keys.add(tuple(variant_key(KERNELS[name], launched[name]) for name in KERNELS))
+    assert len(keys) == 1
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_workspace_is_what_the_operation_allows(record, deterministic):
+    launched = record(tokens_q=300, heads=4, requests=3, deterministic=deterministic)["backward"].arguments
+    assert launched["dq_sums"].shape == (4, 300, 192)
+    assert launched["lse"].shape == launched["delta"].shape == (4, 300)
+    assert {launched[name].dtype for name in ("dq_sums", "lse", "delta")} == {torch.float32}
+    # A turn for each warp, tile of queries, and head.
+    turns = launched["dq_turns"]
+    assert (turns is not None) == deterministic
+    assert turns is None or turns.shape == (4, (300 // 64 + 3 + 2) * 8)
+
+
+@pytest.mark.parametrize(("tokens_k", "requests"), [(1, 1), (128, 1), (1000, 16)])
+def test_grid_has_a_program_for_every_block_of_keys(record, tokens_k, requests):
+    launched = record(tokens_k=tokens_k, requests=requests, kv_heads=2)["backward"]
+    assert launched.grid == (2 * (tokens_k // 128 + requests + 2),)
+    assert 2 ** launched.arguments["bisections"] > requests + 1
+
+
+@pytest.mark.parametrize("tokens", [{"tokens_q": 0}, {"tokens_k": 0}])
+def test_nothing_to_attend_launches_nothing(record, tokens):
+    assert record(**tokens) == {}
+
+
+def test_a_misaligned_buffer_is_an_error(record):
+    bytes_ = torch.empty(2 * 64 * 4 * 192 + 8, dtype=torch.int8)
+    start = 2 if bytes_.data_ptr() % 16 == 0 else 0
+    q = torch.frombuffer(bytes_.numpy().data[start:], dtype=torch.bfloat16)[: 64 * 4 * 192].view(64, 4, 192)
+    k, v, lse = torch.zeros(64, 4, 192).bfloat16(), torch.zeros(64, 4, 128).bfloat16(), torch.zeros(64, 4)
+    cu = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^q must begin at a multiple of 16 bytes for backend='hopper', got 0x"):
+        launch.backward(v, None, q, k, v, v, lse, cu, cu, 64, 64, 0.1, UNLIMITED, 0, False, q, k, v)

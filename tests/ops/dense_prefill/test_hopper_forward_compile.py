@@ -1,0 +1,279 @@
+"""What the compiler makes of the Hopper forward, without the GPU: launches are recorded, and compiled to cubins."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from support.compile import SHARED_BYTES, Launch, Recorder, variant_key
+
+from flashlatte import dispatch
+
+triton = pytest.importorskip("triton")
+
+from support import compile as support  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import make_backend  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+from triton.runtime.jit import create_function_from_signature  # noqa: E402
+
+from flashlatte.ops.dense_prefill.hopper.forward import launch  # noqa: E402
+
+pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
+
+HOPPER = GPUTarget("cuda", 90, 32)
+KERNEL = launch.kernel
+VERSION = ".".join(triton.__version__.split(".")[:2])
+UNLIMITED = 2**31 - 1
+
+# Bytes of shared memory, by Triton version and head_dim.
+SHARED = {"3.6": {192: 213_360, 128: 164_208}, "3.7": {192: 213_360, 128: 164_208}}
+
+CALLS: dict[str, dict[str, Any]] = {
+    "bf16 192": {},
+    "bf16 128": {"head_dim": 128},
+    "fp16 192, misaligned out": {"dtype": torch.float16, "out_pad": 1, "index_dtype": torch.int64},
+}
+
+
+def prefill(
+    tokens: int = 512,
+    heads: int = 8,
+    heads_kv: int = 8,
+    head_dim: int = 192,
+    requests: int = 2,
+    max_seqlen: int = 512,
+    window: tuple[int, int] = (UNLIMITED, 0),
+    dtype: torch.dtype = torch.bfloat16,
+    index_dtype: torch.dtype = torch.int32,
+    q_pad: int = 0,
+    out_pad: int = 0,
+) -> None:
+    """A call of the implementation with tensors whose contents do not matter."""
+    cu_seqlens = torch.zeros(requests + 1, dtype=index_dtype)
+    launch.forward(
+        torch.empty(tokens, heads, head_dim + q_pad, dtype=dtype)[..., :head_dim],
+        torch.empty(tokens, heads_kv, head_dim, dtype=dtype),
+        torch.empty(tokens, heads_kv, 128, dtype=dtype),
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        head_dim**-0.5,
+        *window,
+        -math.inf,
+        torch.empty(tokens, heads, 128 + out_pad, dtype=dtype)[..., :128],
+        torch.empty(heads, tokens).t(),
+    )
+
+
+@pytest.fixture
+def record(monkeypatch):
+    """Calls the launcher, and returns what it launched."""
+    recorder = Recorder(KERNEL)
+    monkeypatch.setattr(launch, "kernel", recorder)
+    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
+
+    def record(**call: Any) -> Launch:
+        recorder.launches.clear()
+        prefill(**call)
+        return recorder.launches[0]
+
+    return record
+
+
+@pytest.fixture
+def compiled(record):
+    """The machine code of a call, compiled once for all tests."""
+
+    def compiled(name: str) -> support.Compiled:
+        recorded = record(**CALLS[name])
+        key = variant_key(KERNEL, recorded)
+        if key not in _CODE:
+            _CODE[key] = _compile(recorded)
+        return _CODE[key]
+
+    return compiled
+
+
+_CODE: dict[str, support.Compiled] = {}
+
+
+def _compile(recorded: Launch) -> support.Compiled:
+    backend = make_backend(HOPPER)
+    binder = create_function_from_signature(KERNEL.signature, KERNEL.params, backend)
+    bound, specialization, options = binder(**recorded.arguments, **recorded.options)
+    options, signature, constexprs, attributes = KERNEL._pack_args(
+        backend, dict(recorded.options), bound, specialization, options
+    )
+    source = GluonASTSource(KERNEL, signature, constexprs, attributes)
+    binary = triton.compile(source, target=HOPPER, options=options.__dict__)
+    sass = support._disassemble(binary.asm["cubin"])
+    return support.Compiled(
+        registers=support._registers(binary.asm["cubin"]),
+        spills=len(re.findall(r"\b(?:STL|LDL)\b", sass)),
+        shared=binary.metadata.shared,
+        hgmma=len(re.findall(r"\bHGMMA\b", sass)),
+        hmma=len(re.findall(r"\bHMMA\b", sass)),
+        async_copies=len(re.findall(r"\bLDGSTS\.E\.[A-Z.0-9]*128\b", sass)),
+        ttgir=binary.asm["ttgir"],
+        sass=sass,
+    )
+
+
+def _main_loops(sass: str) -> list[list[str]]:
+    """The instructions of the main loop of each consumer: of all loops that multiply, the two shortest."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    for line in sass.splitlines():
+        if label := re.match(r"^\s*(\.L_x_\d+):", line):
+            labels[label.group(1)] = len(code)
+        if instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            code.append(instruction.group(1))
+    loops = []
+    for end, instruction in enumerate(code):
+        jump = re.search(r"\bBRA\b.*?`\((\.L_x_\d+)\)", instruction)
+        if jump and labels.get(jump.group(1), end + 1) <= end:
+            loops.append(code[labels[jump.group(1)] : end + 1])
+    return sorted((loop for loop in loops if any("HGMMA" in one for one in loop)), key=len)[:2]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_machine_code(compiled, name):
+    code = compiled(name)
+    chunks = CALLS[name].get("head_dim", 192) // 64
+
+    # The producer, with 24 registers, may spill where it looks for the next tile.
+    assert code.spills <= 24
+    assert code.registers == 168  # what 12 warps allow at launch
+    assert code.shared <= SHARED_BYTES[90]
+    # Of each consumer: scores at 3 places (first, loop, next tile), output at 2, of 4 and 8 multiplications.
+    assert code.hgmma == 2 * (3 * 4 * chunks + 2 * 8)
+    assert code.hmma == 0
+    # Waits for tensor cores, 5 of each consumer. More of them mean that the compiler serialised multiplications.
+    assert len(re.findall(r"\bWARPGROUP\.DEPBAR\b", code.sass)) == 10
+
+
+@pytest.mark.parametrize("name", ["bf16 192", "bf16 128"])
+def test_main_loop(compiled, name):
+    chunks = CALLS[name].get("head_dim", 192) // 64
+    for loop in _main_loops(compiled(name).sass):
+        count = Counter(re.sub(r"^@!?U?P\w+\s+", "", one).split()[0].split(".")[0] for one in loop)
+        assert count["STL"] == count["LDL"] == 0
+        assert count["HGMMA"] == 4 * chunks + 8
+        # The output and the weights stay where they are.
+        assert count["MOV"] + sum("IMAD.MOV" in one for one in loop) <= 4
+        # 64 weights, and the change of reference of two rows.
+        assert count["MUFU"] == 66
+        # The softmax runs under the second product: that one is awaited after all exponentials but the last few.
+        awaited = next(index for index, one in enumerate(loop) if "WARPGROUP.DEPBAR.LE gsb0, 0x0" in one)
+        assert sum("MUFU.EX2" in one for one in loop[:awaited]) >= 64
+        # The weights are rounded before the scores that take their registers.
+        rounded = [index for index, one in enumerate(loop) if "F2FP" in one]
+        started = next(index for index, one in enumerate(loop) if "HGMMA" in one)
+        assert len(rounded) == 32
+        assert max(rounded) < started
+
+
+@pytest.mark.skipif(VERSION not in SHARED, reason="no record of this Triton version")
+@pytest.mark.parametrize("head_dim", [192, 128])
+def test_shared_memory_as_on_record(compiled, head_dim):
+    assert compiled(f"bf16 {head_dim}").shared == SHARED[VERSION][head_dim]
+
+
+def test_stores_are_16_bytes_wide(compiled):
+    widths = Counter(re.findall(r"\bSTG\.E(\.\w+)?", compiled("bf16 192").sass))
+    # 64 x 128 numbers by 128 threads for each consumer, and two rows of lse.
+    assert widths[".128"] == 2 * 64 * 128 // (8 * 128)
+    assert set(widths) <= {".128", ""}
+    assert widths[""] == 4
+
+
+def test_lengths_and_strides_compile_once(record):
+    rng = random.Random(0)
+    keys = set()
+    for _ in range(20):
+        heads_kv = rng.choice([1, 4, 16])
+        keys.add(
+            variant_key(
+                KERNEL,
+                record(
+                    tokens=rng.choice([1, 16, 77, 512]),
+                    heads=heads_kv * rng.choice([1, 3, 16]),
+                    heads_kv=heads_kv,
+                    requests=rng.choice([1, 2, 16, 200]),
+                    max_seqlen=rng.choice([0, 1, 16, 8192]),
+                    window=rng.choice([(UNLIMITED, 0), (UNLIMITED, UNLIMITED), (15, 0), (16, 1)]),
+                    q_pad=rng.choice([0, 8, 24]),
+                    out_pad=rng.choice([0, 8, 16]),
+                ),
+            )
+        )
+    assert len(keys) == 1
+
+
+@pytest.mark.parametrize(("tokens", "heads", "requests", "grid"), [(1, 1, 1, 4), (128, 2, 3, 12), (4096, 128, 1, 132)])
+def test_grid_is_no_larger_than_the_work(record, tokens, heads, requests, grid):
+    # A block for each 128 queries, and one for each request, and for the tokens before and behind all requests.
+    assert record(tokens=tokens, heads=heads, heads_kv=1, requests=requests).grid == (grid,)
+
+
+@pytest.mark.parametrize(
+    ("heads", "group_kv", "max_seqlen_k", "together"),
+    [
+        (128, 1, 8192, 4),  # 5 MB of keys and values a head
+        (128, 1, 512, 64),
+        (128, 1, 128, 128),
+        (128, 1, 1 << 20, 1),
+        (32, 8, 8192, 32),
+        (32, 8, 1 << 20, 8),  # query heads of a key head are never parted
+        (7, 1, 8192, 1),
+        (16, 16, 0, 16),
+    ],
+)
+def test_heads_together_divide_the_heads(heads, group_kv, max_seqlen_k, together):
+    assert launch.heads_together(heads, group_kv, max_seqlen_k, 192) == together
+    assert heads % together == 0
+
+
+def test_without_keys_nothing_is_launched(monkeypatch):
+    recorder = Recorder(KERNEL)
+    monkeypatch.setattr(launch, "kernel", recorder)
+    q = torch.randn(5, 2, 128, dtype=torch.bfloat16)
+    empty = q[:0]
+    out, lse = torch.full_like(q, math.nan), torch.full((2, 5), math.nan).t()
+    cu_seqlens = torch.zeros(2, dtype=torch.int32)
+    launch.forward(q, empty, empty, cu_seqlens, cu_seqlens, 5, 0, 0.1, UNLIMITED, 0, math.inf, out, lse)
+    assert not recorder.launches
+    assert torch.equal(out, torch.zeros_like(q))
+    assert torch.equal(lse, torch.full((5, 2), math.inf))
+
+
+@pytest.mark.parametrize("misaligned", ["q", "k", "v"])
+def test_a_misaligned_tensor_is_an_error(monkeypatch, misaligned):
+    monkeypatch.setattr(launch, "kernel", Recorder(KERNEL))
+    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
+    aligned = torch.empty(64, 2, 128, dtype=torch.bfloat16)
+    tensors = dict.fromkeys("qkv", aligned) | {misaligned: torch.empty(64, 2, 132, dtype=torch.bfloat16)[..., :128]}
+    cu_seqlens = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=rf"^{misaligned} must have rows that begin at multiples of 16 bytes"):
+        launch.forward(
+            tensors["q"],
+            tensors["k"],
+            tensors["v"],
+            cu_seqlens,
+            cu_seqlens,
+            64,
+            64,
+            0.1,
+            9,
+            0,
+            math.inf,
+            aligned,
+            torch.empty(2, 64).t(),
+        )
