@@ -1,0 +1,5 @@
+"""Sparse decode in Gluon for Hopper (SM90): docs/hopper-sparse-decode.md explains the schedule."""
+
+from flashlatte.ops.sparse_decode.hopper.launch import sparse_decode
+
+__all__ = ["sparse_decode"]

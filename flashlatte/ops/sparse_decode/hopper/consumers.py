@@ -1,0 +1,307 @@
+"""The two consumers: four warps each, that score the keys and sum the values.
+
+The even consumer scores block 0 of a pair and owns columns 0 to 255 of the output, the odd one block 1 and columns
+256 to 511. Each needs the other's weights, and both the same reference for them (near the running maximum), which
+goes from the even consumer to the odd one and back.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flashlatte import lazy_softmax, named_barriers
+from flashlatte.gluon_compat import cta_barrier
+from flashlatte.ops.sparse_decode.hopper import epilogue, schedule, tiles
+from flashlatte.ops.sparse_decode.hopper.tiles import (
+    HALF,
+    KEYS,
+    MODEL1,
+    OUTPUT,
+    OUTPUT_ROWS,
+    PLAIN,
+    ROWS,
+    SCORE_COLS,
+    SCORE_ROWS,
+    SCORES,
+    THREE,
+    TWO,
+    WEIGHT_OPERAND,
+)
+
+# The reference of a row that has seen no key: below any score, and finite, so that it can be subtracted from itself.
+_NO_SCORE = gl.constexpr(-1e30)
+
+
+class Call(NamedTuple):
+    """What stays the same over all items of a program.
+
+    Attributes:
+        lists: lengths of the items (``device.KeyLists``).
+        place: the program's share of the work (``schedule.Place``).
+        scale: softmax_scale · log2(e).
+        tiles, ready: shared memory.
+        results: where results go (``epilogue.Results``).
+    """
+
+    lists: Any
+    place: Any
+    scale: Any
+    tiles: Any
+    ready: Any
+    results: Any
+
+
+class State(NamedTuple):
+    """Of one consumer, for the item at hand: its half of the output [64, 256], reference and sum of weights [64]."""
+
+    output: Any
+    reference: Any
+    total: Any
+
+
+@gluon.jit
+def _empty_state():
+    return State(
+        gl.zeros([ROWS, HALF], gl.float32, OUTPUT),
+        gl.full([ROWS], _NO_SCORE, gl.float32, SCORE_ROWS),
+        gl.zeros([ROWS], gl.float32, SCORE_ROWS),
+    )
+
+
+@gluon.jit
+def _rescale(output, decay):
+    return lazy_softmax.rescale(output, gl.convert_layout(decay, OUTPUT_ROWS, assert_trivial=True)[:, None])
+
+
+@gluon.jit
+def _raised(reference, scores, scale):
+    """The reference, raised to the scores' row maximum where it would be too far below."""
+    maximum = gl.max(scores, 1) * scale
+    return gl.where(maximum - reference > lazy_softmax.HEADROOM, maximum, reference)
+
+
+@gluon.jit
+def _await(copied, phase, READY: gl.constexpr, PLAN: gl.constexpr):
+    named_barriers.wait(READY, THREE)
+    if PLAN.format == PLAIN:
+        mbarrier.wait(copied, phase)
+    # Here, and not before the producer's arrival: this fence waits for all loads of its thread.
+    fence_async_shared()
+
+
+@gluon.jit
+def _score_left(q, k, copied, phase, scores, READY: gl.constexpr, USE_ACC: gl.constexpr, PLAN: gl.constexpr):
+    _await(copied, phase, READY, PLAN)
+    return warpgroup_mma(q, k.permute((1, 0)), scores, use_acc=USE_ACC, is_async=True)
+
+
+@gluon.jit
+def _score_right(q, k, copied, phase, scores, READY: gl.constexpr, USE_ACC: gl.constexpr, PLAN: gl.constexpr):
+    if PLAN.format == MODEL1:
+        # Its last 64 columns are copied.
+        mbarrier.wait(copied, phase)
+    _await(copied, phase, READY, PLAN)
+    return warpgroup_mma(q, k.permute((1, 0)), scores, use_acc=USE_ACC, is_async=True)
+
+
+@gluon.jit
+def _score_rope(q_rope, k_rope, copied, phase, scores, PLAN: gl.constexpr):
+    if PLAN.has_rope:
+        if PLAN.format != PLAIN:
+            mbarrier.wait(copied, phase)
+            fence_async_shared()
+        scores = warpgroup_mma(q_rope, k_rope.permute((1, 0)), scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def _score0(call, phase, z, scores, PLAN: gl.constexpr):
+    """Block 0 begins with its left half, which is free first."""
+    shared = call.tiles
+    ready = call.ready
+    scores = _score_left(
+        shared.q_left.index(z), shared.k0_left.index(z), ready.k0_left, phase, scores, tiles.K0_LEFT_READY, False, PLAN
+    )
+    scores = _score_right(
+        shared.q_right.index(z),
+        shared.k0_right.index(z),
+        ready.k0_right,
+        phase,
+        scores,
+        tiles.K0_RIGHT_READY,
+        True,
+        PLAN,
+    )
+    return _score_rope(shared.q_rope.index(z), shared.k0_rope.index(z), ready.k0_right, phase, scores, PLAN)
+
+
+@gluon.jit
+def _score1(call, phase, z, scores, PLAN: gl.constexpr):
+    """Block 1 begins with its right half."""
+    shared = call.tiles
+    ready = call.ready
+    scores = _score_right(
+        shared.q_right.index(z),
+        shared.k1_right.index(z),
+        ready.k1_right,
+        phase,
+        scores,
+        tiles.K1_RIGHT_READY,
+        False,
+        PLAN,
+    )
+    scores = _score_left(
+        shared.q_left.index(z), shared.k1_left.index(z), ready.k1_left, phase, scores, tiles.K1_LEFT_READY, True, PLAN
+    )
+    return _score_rope(shared.q_rope.index(z), shared.k1_rope.index(z), ready.k1_right, phase, scores, PLAN)
+
+
+@gluon.jit
+def _hide(scores, mask):
+    selected = mask.load(SCORE_COLS) != 0
+    return gl.where(selected[None, :], scores, float("-inf"))
+
+
+@gluon.jit
+def _release_query(call):
+    cta_barrier()
+    mbarrier.arrive(call.ready.query_free, count=1)
+
+
+@gluon.jit
+def _even_step(scores, state, call, z, LAST: gl.constexpr):
+    """From the scores of block 0 to the output of both blocks."""
+    shared = call.tiles
+    k0_left = shared.k0_left.index(z)
+    scores = _hide(scores, shared.mask0)
+    reference0 = _raised(state.reference, scores, call.scale)
+    shared.reference0.store(reference0)
+    weights = gl.exp2(scores * call.scale - reference0[:, None])
+    rounded = weights.to(k0_left.dtype)
+    shared.weights0.index(z).store(rounded)
+    decay = gl.exp2(state.reference - reference0)
+    total = state.total * decay + gl.sum(weights, 1)
+    if LAST:
+        shared.sums0.store(total)
+    fence_async_shared()
+    named_barriers.arrive(tiles.WEIGHTS0_READY, TWO)
+    output = _rescale(state.output, decay)
+    operand = gl.convert_layout(rounded, WEIGHT_OPERAND)
+    output = warpgroup_mma(operand, k0_left, output, is_async=True)
+    output = warpgroup_mma_wait(0, deps=[output])
+    named_barriers.arrive(tiles.K0_LEFT_FREE, THREE)
+
+    named_barriers.wait(tiles.REFERENCE1_READY, TWO)
+    reference1 = shared.reference1.load(SCORE_ROWS)
+    decay = gl.exp2(reference0 - reference1)
+    total = total * decay
+    output = _rescale(output, decay)
+    named_barriers.wait(tiles.WEIGHTS1_READY, TWO)
+    output = warpgroup_mma(shared.weights1.index(z), shared.k1_left.index(z), output, is_async=True)
+    if LAST:
+        total += shared.sums1.load(SCORE_ROWS)
+    output = warpgroup_mma_wait(0, deps=[output])
+    named_barriers.arrive(tiles.K1_LEFT_FREE, THREE)
+    return State(output, reference1, total)
+
+
+@gluon.jit
+def _odd_step(state, call, phase, z, PLAN: gl.constexpr, LAST: gl.constexpr):
+    """A whole pair: the scores of block 1, and the output of both blocks."""
+    shared = call.tiles
+    k1_right = shared.k1_right.index(z)
+    scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+    scores = _score1(call, phase, z, scores, PLAN)
+    # The product with block 0's values stands in the queue behind these scores, and runs under their softmax.
+    named_barriers.wait(tiles.WEIGHTS0_READY, TWO)
+    reference0 = shared.reference0.load(SCORE_ROWS)
+    output = _rescale(state.output, gl.exp2(state.reference - reference0))
+    output = warpgroup_mma(shared.weights0.index(z), shared.k0_right.index(z), output, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    if LAST:
+        _release_query(call)
+    scores = _hide(scores, shared.mask1)
+    reference1 = _raised(reference0, scores, call.scale)
+    shared.reference1.store(reference1)
+    named_barriers.arrive(tiles.REFERENCE1_READY, TWO)
+    weights = gl.exp2(scores * call.scale - reference1[:, None])
+    rounded = weights.to(k1_right.dtype)
+    shared.weights1.index(z).store(rounded)
+    decay = gl.exp2(reference0 - reference1)
+    total = state.total * gl.exp2(state.reference - reference1) + gl.sum(weights, 1)
+    if LAST:
+        shared.sums1.store(total)
+        total += shared.sums0.load(SCORE_ROWS) * decay
+    fence_async_shared()
+    named_barriers.arrive(tiles.WEIGHTS1_READY, TWO)
+    operand = gl.convert_layout(rounded, WEIGHT_OPERAND)
+    output = warpgroup_mma_wait(0, deps=[output])
+    named_barriers.arrive(tiles.K0_RIGHT_FREE, THREE)
+    output = _rescale(output, decay)
+    output = warpgroup_mma(operand, k1_right, output, is_async=True)
+    output = warpgroup_mma_wait(0, deps=[output])
+    named_barriers.arrive(tiles.K1_RIGHT_FREE, THREE)
+    return State(output, reference1, total)
+
+
+@gluon.jit
+def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
+    named_barriers.arrive(tiles.K0_LEFT_FREE, THREE)
+    named_barriers.arrive(tiles.K1_LEFT_FREE, THREE)
+    part = call.place.part
+    cost = part.first_cost
+    items_taken = 0
+    pairs_taken = 0
+    for item in range(part.first, part.stop, call.place.stride):
+        share = schedule.share_of(item, cost, call.place, call.lists, PLAN)
+        cost += PLAN.overhead + share.blocks
+        pairs = schedule.pairs_of(share)
+        if pairs > 0:
+            state = _empty_state()
+            scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+            mbarrier.wait(call.ready.query, items_taken & 1)
+            scores = _score0(call, pairs_taken & 1, pairs_taken >> 30, scores, PLAN)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            for _ in range(pairs - 1):
+                state = _even_step(scores, state, call, pairs_taken >> 30, False)
+                pairs_taken += 1
+                scores = _score0(call, pairs_taken & 1, pairs_taken >> 30, scores, PLAN)
+                scores = warpgroup_mma_wait(0, deps=[scores])
+            _release_query(call)
+            state = _even_step(scores, state, call, pairs_taken >> 30, True)
+            pairs_taken += 1
+            items_taken += 1
+            epilogue.write(state, item, share, call.place, call.results, 0, OUT_ALIGN)
+
+
+@gluon.jit
+def consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
+    named_barriers.arrive(tiles.K0_RIGHT_FREE, THREE)
+    named_barriers.arrive(tiles.K1_RIGHT_FREE, THREE)
+    part = call.place.part
+    cost = part.first_cost
+    items_taken = 0
+    pairs_taken = 0
+    for item in range(part.first, part.stop, call.place.stride):
+        share = schedule.share_of(item, cost, call.place, call.lists, PLAN)
+        cost += PLAN.overhead + share.blocks
+        pairs = schedule.pairs_of(share)
+        if pairs > 0:
+            state = _empty_state()
+            mbarrier.wait(call.ready.query, items_taken & 1)
+            for _ in range(pairs - 1):
+                state = _odd_step(state, call, pairs_taken & 1, pairs_taken >> 30, PLAN, False)
+                pairs_taken += 1
+            state = _odd_step(state, call, pairs_taken & 1, pairs_taken >> 30, PLAN, True)
+            pairs_taken += 1
+            items_taken += 1
+            epilogue.write(state, item, share, call.place, call.results, HALF, OUT_ALIGN)

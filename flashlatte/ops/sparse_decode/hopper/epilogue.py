@@ -1,0 +1,81 @@
+"""What a consumer does with its half of a finished output: the result, or a partial one for the combine kernel."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashlatte.ops.sparse_decode.hopper.tiles import HALF, LATENT, OUTPUT, OUTPUT_ROWS, ROWS
+from flashlatte.schedule import combine, device
+
+_LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+class Results(NamedTuple):
+    """``outputs``: ``combine.Outputs``. ``scratch``: records of partial results, None where no item is split."""
+
+    outputs: Any
+    scratch: Any
+
+
+@gluon.constexpr_function
+def _columns_layout(lane_columns, register_columns):
+    """The accumulator's layout with other column bits in a thread's lane and registers."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], *([0, bit] for bit in register_columns), [8, 0], [0, 32], [0, 64], [0, 128]],
+        lane_bases=[*([0, bit] for bit in lane_columns), [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 256],
+    )
+
+
+# Stores are 16 bytes wide if a thread has eight neighbouring columns; the accumulator has two. Each step exchanges
+# one bit between the four threads of a row, which takes shuffles only: for both at once the compiler would go
+# through shared memory, and there is none to spare.
+_HALFWAY = gl.constexpr(_columns_layout([8, 4], [2, 16]))
+_STORE = gl.constexpr(_columns_layout([8, 16], [2, 4]))
+
+
+@gluon.jit
+def write(state, item, share, place, results, FIRST_COL: gl.constexpr, OUT_ALIGN: gl.constexpr):
+    """Normalise and write columns from FIRST_COL of an item's heads; those from 0 bring the lse along."""
+    outputs = results.outputs
+    total = gl.convert_layout(state.total, OUTPUT_ROWS, assert_trivial=True)
+    reference = gl.convert_layout(state.reference, OUTPUT_ROWS, assert_trivial=True)
+    is_empty = total == 0
+    factor = gl.where(is_empty, 0.0, 1.0 / total)
+    lse2 = gl.where(is_empty, float("-inf"), reference + gl.log2(total))
+    row = gl.arange(0, ROWS, OUTPUT_ROWS)
+    head = place.group * ROWS + row
+    if (share.begin == 0) & (share.end == share.blocks):
+        if outputs.sink is not None:
+            sink = gl.load(outputs.sink + head * outputs.sink_stride, mask=head < outputs.heads, other=0.0) * _LOG2_E
+            factor *= gl.where(is_empty, 0.0, 1.0 / (1.0 + gl.exp2(sink - lse2)))
+        _write_out(outputs, item, place.group * ROWS, state.output * factor[:, None], FIRST_COL, OUT_ALIGN)
+        if FIRST_COL == 0:
+            combine.write_lse(outputs, item, 0, head, lse2)
+    elif results.scratch is not None:
+        record = device.part_record(place.number, place.group, place.num_groups, share.begin > 0)
+        base = results.scratch + record * (ROWS * (LATENT + 1))
+        col = FIRST_COL + gl.arange(0, HALF, gl.SliceLayout(0, OUTPUT))
+        in_use = head < outputs.heads
+        gl.store(base + (row * LATENT)[:, None] + col[None, :], state.output * factor[:, None], mask=in_use[:, None])
+        if FIRST_COL == 0:
+            gl.store(base + ROWS * LATENT + row, lse2, mask=in_use)
+
+
+@gluon.jit
+def _write_out(outputs, item, first_head, values, FIRST_COL: gl.constexpr, OUT_ALIGN: gl.constexpr):
+    values = values.to(outputs.out.dtype.element_ty)
+    values = gl.convert_layout(gl.convert_layout(values, _HALFWAY), _STORE)
+    head = first_head + gl.arange(0, ROWS, gl.SliceLayout(1, _STORE))
+    col = FIRST_COL + gl.arange(0, HALF, gl.SliceLayout(0, _STORE))
+    offset = (
+        (item // outputs.tokens).to(gl.int64) * outputs.out_stride_request
+        + (item % outputs.tokens).to(gl.int64) * outputs.out_stride_token
+        + head.to(gl.int64) * outputs.out_stride_head
+    ) * OUT_ALIGN
+    gl.store(outputs.out + offset[:, None] + col[None, :], values, mask=(head < outputs.heads)[:, None])

@@ -1,0 +1,155 @@
+"""The kernel: find this program's place, then let the producer and the two consumers run."""
+
+from __future__ import annotations
+
+import inspect
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashlatte.ops.sparse_decode.hopper import consumers, epilogue, producer, schedule, selection, tiles
+from flashlatte.schedule import combine, device
+from flashlatte.triton_kernel import lean
+
+# Of a consumer; what 16 warps leave of the register file, 64, is the producer's eight.
+_CONSUMER_REGISTERS = gl.constexpr(192)
+
+
+def sparse_decode_kernel(
+    q,
+    q_stride_request: tl.int64,
+    q_stride_token: tl.int64,
+    q_stride_head: tl.int64,
+    k_cache,
+    page_stride: tl.int64,
+    token_stride: tl.int64,
+    num_slots: tl.int32,
+    page_size: tl.int32,
+    page_magic: tl.int64,
+    page_shift: tl.int32,
+    indices,
+    indices_stride_request: tl.int64,
+    indices_stride_token: tl.int64,
+    extra_k_cache,
+    extra_page_stride: tl.int64,
+    extra_token_stride: tl.int64,
+    extra_num_slots: tl.int32,
+    extra_page_size: tl.int32,
+    extra_page_magic: tl.int64,
+    extra_page_shift: tl.int32,
+    extra_indices,
+    extra_indices_stride_request: tl.int64,
+    extra_indices_stride_token: tl.int64,
+    num_items: tl.int32,
+    tokens: tl.int32,
+    lengths,
+    lengths_stride_request: tl.int64,
+    lengths_stride_token: tl.int64,
+    topk: tl.int32,
+    extra_lengths,
+    extra_lengths_stride_request: tl.int64,
+    extra_lengths_stride_token: tl.int64,
+    extra_topk: tl.int32,
+    out,
+    out_stride_request: tl.int64,
+    out_stride_token: tl.int64,
+    out_stride_head: tl.int64,
+    lse,
+    lse_stride_request: tl.int64,
+    lse_stride_token: tl.int64,
+    lse_stride_head: tl.int64,
+    sink,
+    sink_stride: tl.int64,
+    heads: tl.int32,
+    empty_lse: tl.float32,
+    scratch,
+    scale: tl.float32,
+    num_groups: tl.int32,
+    parts: tl.int32,
+    FORMAT: tl.constexpr,
+    HAS_ROPE: tl.constexpr,
+    UNIT: tl.constexpr,
+    FLAT: tl.constexpr,
+    OUT_ALIGN: tl.constexpr,
+    BALANCED: tl.constexpr,
+    OVERHEAD: tl.constexpr,
+):
+    """A program works on 64 heads, for a part of all items' keys or for whole items. Arguments as in ``launch``."""
+    HAS_EXTRA: gl.constexpr = extra_indices is not None
+    WORD: gl.constexpr = gl.pointer_type(gl.int32)
+    words = k_cache.to(WORD, bitcast=True)
+    cache = selection.Cache(words, page_stride, token_stride, num_slots, page_size, page_magic, page_shift)
+    own = selection.Indices(indices, indices_stride_request, indices_stride_token)
+    extra_cache = cache
+    extra = own
+    if HAS_EXTRA:
+        extra_cache = selection.Cache(
+            extra_k_cache.to(WORD, bitcast=True),
+            extra_page_stride,
+            extra_token_stride,
+            extra_num_slots,
+            extra_page_size,
+            extra_page_magic,
+            extra_page_shift,
+        )
+        extra = selection.Indices(extra_indices, extra_indices_stride_request, extra_indices_stride_token)
+    lists = device.KeyLists(
+        num_items,
+        tokens,
+        lengths,
+        lengths_stride_request,
+        lengths_stride_token,
+        topk,
+        extra_lengths,
+        extra_lengths_stride_request,
+        extra_lengths_stride_token,
+        extra_topk if HAS_EXTRA else None,
+    )
+    outputs = combine.Outputs(
+        out,
+        out_stride_request,
+        out_stride_token,
+        out_stride_head,
+        lse,
+        lse_stride_request,
+        lse_stride_token,
+        lse_stride_head,
+        sink,
+        sink_stride,
+        tokens,
+        heads,
+        heads,
+        empty_lse,
+    )
+    query = producer.Query(q.to(WORD, bitcast=True), q_stride_request, q_stride_token, q_stride_head, heads)
+    plan: gl.constexpr = schedule.Plan(FORMAT, HAS_ROPE, UNIT, FLAT, BALANCED, OVERHEAD)
+    place = schedule.find_place(lists, parts, num_groups, plan)
+    shared = tiles.allocate(out.dtype.element_ty, HAS_ROPE)
+    ready = tiles.allocate_ready()
+    call = consumers.Call(lists, place, scale, shared, ready, epilogue.Results(outputs, scratch))
+    caches = (cache, extra_cache)
+    lists_of_indices = (own, extra)
+    gl.warp_specialize(
+        [
+            (producer.produce, (query, caches, lists_of_indices, lists, place, shared, ready, plan)),
+            (consumers.consume_even, (call, plan, OUT_ALIGN)),
+            (consumers.consume_odd, (call, plan, OUT_ALIGN)),
+        ],
+        [4, 4],
+        [_CONSUMER_REGISTERS, _CONSUMER_REGISTERS],
+    )
+
+
+kernel = lean(
+    gluon.jit(
+        sparse_decode_kernel,
+        do_not_specialize=[
+            name
+            for name, parameter in inspect.signature(sparse_decode_kernel).parameters.items()
+            if parameter.annotation in ("tl.int32", "tl.int64", "tl.float32")
+        ],
+        # Read and written by the element.
+        do_not_specialize_on_alignment=["indices", "extra_indices", "lengths", "extra_lengths", "sink", "lse"],
+    )
+)

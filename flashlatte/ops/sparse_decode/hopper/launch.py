@@ -1,0 +1,216 @@
+"""From arguments to launches: all that a call settles on the host, from shapes and strides alone."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from flashlatte import dispatch
+from flashlatte.kv_cache.portable.layout import stride_in_use
+from flashlatte.ops.sparse_decode.hopper.kernel import kernel
+from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, LATENT, MODEL1, PLAIN, ROPE, ROWS, V32
+from flashlatte.schedule import combine, plan
+from flashlatte.triton_kernel import launching_on
+
+_LOG2_E = math.log2(math.e)
+_FORMATS = {"v32": V32.value, "model1": MODEL1.value}
+# Bytes from token to token of the formats with scales.
+_ROW_BYTES = {"v32": 656, "model1": 576}
+# Numbers of bf16 in 16 bytes, what the copies of q need rows to be aligned to.
+_ALIGN = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the calls of one shape have in common.
+
+    Attributes:
+        num_groups: programs that each need all keys of an item.
+        parts: of the balanced schedule; None for whole items.
+        programs: of the launch.
+        scratch: float32 numbers of the partial results.
+        overhead: what starting on an item costs, in blocks.
+    """
+
+    num_groups: int
+    parts: int | None
+    programs: int
+    scratch: int
+    overhead: int
+
+
+@dataclass(frozen=True)
+class Address:
+    """A cache, as the kernel takes it: see ``selection.Cache`` and ``schedule.Plan``."""
+
+    arguments: tuple[int, ...]
+    unit: int
+    flat: bool
+
+
+def sparse_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    indices: torch.Tensor,
+    cache_format: str,
+    topk_length: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    extra_k_cache: torch.Tensor | None,
+    extra_indices: torch.Tensor | None,
+    extra_topk_length: torch.Tensor | None,
+    softmax_scale: float,
+    empty_lse: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    batch, s_q, h_q, head_dim = q.shape
+    device = q.device
+    topk = indices.shape[2]
+    extra_topk = 0 if extra_indices is None else extra_indices.shape[2]
+    is_uniform = topk_length is None and extra_topk_length is None
+    made = make_plan(dispatch.multiprocessors(device), batch * s_q, h_q, topk, extra_topk, is_uniform)
+    address = _address(k_cache, "k_cache", cache_format)
+    unit, flat = address.unit, address.flat
+    extra_address = address
+    if extra_k_cache is not None and extra_indices is not None:
+        extra_address = _address(extra_k_cache, "extra_k_cache", cache_format)
+        unit, flat = min(unit, extra_address.unit), flat and extra_address.flat
+        if extra_indices.dtype != indices.dtype:
+            # The kernel takes blocks of both lists in turn.
+            indices, extra_indices = indices.long(), extra_indices.long()
+    q_strides = _strides(q)
+    if q.data_ptr() % 16 or any(stride % _ALIGN for stride in q_strides):
+        q = q.clone(memory_format=torch.contiguous_format)
+        q_strides = _strides(q)
+    q_request, q_token, q_head = q_strides
+    out_align = _ALIGN if out.data_ptr() % 16 == 0 and all(s % _ALIGN == 0 for s in _strides(out)) else 1
+    lists = (
+        batch * s_q,
+        s_q,
+        topk_length,
+        *_length_strides(topk_length),
+        topk,
+        extra_topk_length,
+        *_length_strides(extra_topk_length),
+        None if extra_indices is None else extra_topk,
+    )
+    outputs = combine.output_arguments(out, lse, attn_sink, h_q, h_q, empty_lse, out_align)
+
+    with launching_on(device):
+        scratch = torch.empty(made.scratch, dtype=torch.float32, device=device) if made.scratch else None
+        kernel[(made.programs,)](
+            q,
+            q_request // _ALIGN,
+            q_token // _ALIGN,
+            q_head // _ALIGN,
+            k_cache,
+            *_in_units(address, unit),
+            indices,
+            indices.stride(0),
+            indices.stride(1),
+            extra_k_cache,
+            *_in_units(extra_address, unit),
+            extra_indices,
+            0 if extra_indices is None else extra_indices.stride(0),
+            0 if extra_indices is None else extra_indices.stride(1),
+            *lists[:-1],
+            extra_topk,
+            *outputs[:-3],
+            h_q,
+            empty_lse,
+            scratch,
+            softmax_scale * _LOG2_E,
+            made.num_groups,
+            made.parts or 1,
+            FORMAT=_FORMATS.get(cache_format, PLAIN.value),
+            HAS_ROPE=head_dim == LATENT.value + ROPE.value,
+            UNIT=unit,
+            FLAT=flat,
+            OUT_ALIGN=out_align,
+            BALANCED=made.parts is not None,
+            OVERHEAD=made.overhead,
+            num_warps=8,
+            enable_fp_fusion=True,
+        )
+        if made.parts is not None and scratch is not None:
+            combine.launch_combine(
+                scratch,
+                lists,
+                outputs,
+                items=batch * s_q,
+                num_groups=made.num_groups,
+                row_blocks=made.num_groups,
+                parts=made.parts,
+                block_n=KEYS.value,
+                block_h=ROWS.value,
+                d_v=LATENT.value,
+                overhead=made.overhead,
+                row_align=out_align,
+            )
+
+
+@functools.lru_cache(maxsize=4096)
+def make_plan(multiprocessors: int, items: int, heads: int, topk: int, extra_topk: int, is_uniform: bool) -> Plan:
+    groups = -(-heads // ROWS.value)
+    most_blocks = -(-topk // KEYS.value) + -(-extra_topk // KEYS.value)
+    record = combine.record_bytes(ROWS.value, LATENT.value)
+    # A program takes blocks in pairs: a part of less would only make more to merge.
+    most_pairs = -(-most_blocks // 2)
+    parts = plan.balanced_parts(items, groups, multiprocessors, most_pairs, record, uniform=is_uniform)
+    if parts is None:
+        # Every program has the same group for all of its items.
+        programs = min(items, max(multiprocessors // groups, 1)) * groups
+        return Plan(groups, None, programs, 0, 0)
+    # With few items a part should be as short as can be; with many, an item begun costs about two blocks.
+    overhead = 2 * int(2 * items >= parts)
+    return Plan(groups, parts, parts * groups, 2 * groups * parts * record // 4, overhead)
+
+
+def _address(cache: torch.Tensor, name: str, cache_format: str) -> Address:
+    return _address_of(
+        cache.data_ptr() % 16,
+        cache.shape[0],
+        cache.shape[1],
+        stride_in_use(cache, 0) * cache.element_size(),
+        stride_in_use(cache, 1) * cache.element_size(),
+        name,
+        cache_format,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _address_of(
+    misalignment: int, pages: int, page_size: int, page_bytes: int, token_bytes: int, name: str, cache_format: str
+) -> Address:
+    token_bytes = _ROW_BYTES.get(cache_format, token_bytes)
+    unit = math.gcd(16, misalignment, page_bytes, token_bytes)
+    if unit < 4:
+        raise ValueError(f"{name} must have tokens at multiples of 4 bytes for backend='hopper', got {unit}")
+    slots = pages * page_size
+    if slots >= 2**31:
+        raise ValueError(f"{name} must have less than 2^31 tokens for backend='hopper', got {slots}")
+    shift = (page_size - 1).bit_length()
+    magic = -(-(1 << (31 + shift)) // page_size)
+    flat = cache_format != "model1" and (pages == 1 or page_bytes == page_size * token_bytes)
+    return Address((page_bytes, token_bytes, slots, page_size, magic, shift), unit, flat)
+
+
+def _in_units(address: Address, unit: int) -> tuple[int, ...]:
+    page_bytes, token_bytes, *rest = address.arguments
+    return page_bytes // unit, token_bytes // unit, *rest
+
+
+def _length_strides(lengths: torch.Tensor | None) -> tuple[int, int]:
+    """Strides over requests and tokens of lengths [b] or [b, s_q]."""
+    if lengths is None:
+        return 0, 0
+    return lengths.stride(0), lengths.stride(1) if lengths.dim() == 2 else 0
+
+
+def _strides(x: torch.Tensor) -> tuple[int, ...]:
+    """Strides of all axes but the last, 0 where there is nothing to stride over."""
+    strides, sizes = x.stride(), x.shape
+    return tuple([strides[axis] if sizes[axis] > 1 else 0 for axis in range(len(sizes) - 1)])

@@ -1,0 +1,285 @@
+"""What the compiler makes of the Hopper kernel, without the GPU: launches are recorded, and compiled to cubins."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from support import compile as support
+from support.compile import SHARED_BYTES, Launch, Recorder, variant_key
+
+from flashlatte import dispatch
+from flashlatte.ops.sparse_decode import api
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import make_backend  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+from triton.runtime.jit import create_function_from_signature  # noqa: E402
+
+from flashlatte.ops.sparse_decode.hopper import launch  # noqa: E402
+from flashlatte.schedule import combine, plan  # noqa: E402
+
+pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
+
+HOPPER = GPUTarget("cuda", 90, 32)
+KERNEL = launch.kernel
+VERSION = ".".join(triton.__version__.split(".")[:2])
+
+# Numbers that a token of a format has in q, and the width of its cache and its dtype.
+FORMATS = {
+    "v32": (576, 656, torch.uint8),
+    "model1": (512, 584, torch.uint8),
+    "bf16": (576, 576, torch.bfloat16),
+    "bf16 512": (512, 512, torch.bfloat16),
+}
+LENGTHS: dict[str, Any] = {"extra_topk": 512, "lengths": True}
+CALLS: dict[str, dict[str, Any]] = {
+    "v32, whole items": {"batch": 128},
+    "v32, parts": LENGTHS,
+    "model1, parts": {"form": "model1", **LENGTHS},
+    "model1, odd pages": {"form": "model1", "page_size": 61, "index_dtype": torch.int64, "out_pad": 1, **LENGTHS},
+    "bf16 576, whole items": {"form": "bf16", "batch": 128},
+    "bf16 512, parts": {"form": "bf16 512", **LENGTHS},
+}
+
+
+def decode(
+    form: str = "v32",
+    batch: int = 3,
+    s_q: int = 2,
+    heads: int = 128,
+    topk: int = 2048,
+    pages: int = 8,
+    page_size: int = 64,
+    extra_topk: int = 0,
+    lengths: bool = False,
+    sink: bool = True,
+    index_dtype: torch.dtype = torch.int32,
+    q_pad: int = 0,
+    out_pad: int = 0,
+) -> None:
+    """A call of the implementation with tensors whose contents do not matter."""
+    head_dim, width, dtype = FORMATS[form]
+    cache = torch.empty(pages, page_size, 1, width, dtype=dtype)
+    length = torch.empty(batch, dtype=index_dtype) if lengths else None
+    launch.sparse_decode(
+        torch.empty(batch, s_q, heads, head_dim + q_pad, dtype=torch.bfloat16)[..., :head_dim],
+        cache,
+        torch.empty(batch, s_q, topk, dtype=index_dtype),
+        form.split()[0],
+        length,
+        torch.empty(heads) if sink else None,
+        cache if extra_topk else None,
+        torch.empty(batch, s_q, extra_topk, dtype=index_dtype) if extra_topk else None,
+        length if extra_topk else None,
+        head_dim**-0.5,
+        -math.inf,
+        torch.empty(batch, s_q, heads, 512 + out_pad, dtype=torch.bfloat16)[..., :512],
+        torch.empty(batch, heads, s_q),
+    )
+
+
+@pytest.fixture
+def record(monkeypatch):
+    """Calls the launcher, and returns what it launched."""
+    recorder, combiner = Recorder(KERNEL), Recorder(combine.combine_kernel)
+    monkeypatch.setattr(launch, "kernel", recorder)
+    monkeypatch.setattr(combine, "combine_kernel", combiner)
+    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
+
+    def record(**call: Any) -> Launch:
+        recorder.launches.clear()
+        decode(**call)
+        (only,) = recorder.launches
+        return only
+
+    return record
+
+
+_CODE: dict[str, support.Compiled] = {}
+
+
+@pytest.fixture
+def compiled(record):
+    """The machine code of a call, compiled once for all tests."""
+
+    def compiled(name: str) -> support.Compiled:
+        recorded = record(**CALLS[name])
+        key = variant_key(KERNEL, recorded)
+        if key not in _CODE:
+            _CODE[key] = _compile(recorded)
+        return _CODE[key]
+
+    return compiled
+
+
+def _compile(recorded: Launch) -> support.Compiled:
+    backend = make_backend(HOPPER)
+    binder = create_function_from_signature(KERNEL.signature, KERNEL.params, backend)
+    bound, specialization, options = binder(**recorded.arguments, **recorded.options)
+    options, signature, constexprs, attributes = KERNEL._pack_args(
+        backend, dict(recorded.options), bound, specialization, options
+    )
+    source = GluonASTSource(KERNEL, signature, constexprs, attributes)
+    binary = triton.compile(source, target=HOPPER, options=options.__dict__)
+    sass = support._disassemble(binary.asm["cubin"])
+    return support.Compiled(
+        registers=support._registers(binary.asm["cubin"]),
+        spills=len(re.findall(r"\b(?:STL|LDL)\b", sass)),
+        shared=binary.metadata.shared,
+        hgmma=len(re.findall(r"\bHGMMA\b", sass)),
+        hmma=len(re.findall(r"\bHMMA\b", sass)),
+        async_copies=len(re.findall(r"\bLDGSTS\.E\.[A-Z.0-9]*128\b", sass)),
+        ttgir=binary.asm["ttgir"],
+        sass=sass,
+    )
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_machine_code(compiled, name):
+    code = compiled(name)
+    form = CALLS[name].get("form", "v32")
+    head_dim = FORMATS[form][0]
+
+    assert support.loop_spills(code.sass) == 0
+    # Outside of the consumers' loops: what the producer keeps over an item, and little in its loop.
+    assert code.spills <= MOST_SPILLS[form.split()[0]]
+    assert code.registers == 128  # what 16 warps allow at launch
+    assert code.shared <= SHARED_BYTES[90]
+    # Scores of a block: head_dim / 16 multiplications, at 4 places; output: 8 for each of 2 blocks, 2 x 2 places.
+    assert code.hgmma == 4 * head_dim // 16 + 64
+    assert code.hmma == 0
+    # Waits for tensor cores: 6 of each consumer. More of them mean that the compiler serialised multiplications.
+    assert len(re.findall(r"\bWARPGROUP\.DEPBAR\b", code.sass)) == 12
+
+
+MOST_SPILLS = {"v32": 100, "model1": 140, "bf16": 4}
+
+
+@pytest.mark.parametrize("name", ["v32, whole items", "model1, parts"])
+def test_numbers_pass_16_bytes_at_a_time(compiled, name):
+    code = compiled(name)
+    loads = Counter(re.findall(r"\bLDG\.E(\.\w+)?", code.sass))
+    stores = Counter(re.findall(r"\bSTS(\.\w+)?", code.sass))
+    # 64 tokens of 512 bytes by 256 threads: for two blocks, and the first one of all. Twice as many when widened.
+    assert loads[".128"] == 3 * 64 * 512 // (16 * 256)
+    assert stores[".128"] >= 2 * 64 * 1024 // (16 * 256)
+    # No conversion of e4m3 through float32.
+    assert not re.search(r"\bF2F\.|E4M3", code.sass)
+
+
+def test_a_misaligned_page_costs_width_not_correctness(compiled):
+    code = compiled("model1, odd pages")
+    assert not re.search(r"\bLDG\.E\.128\b", code.sass)
+    assert re.search(r"\bLDG\.E\.64\b", code.sass)
+
+
+def test_bf16_rows_are_copied_asynchronously(compiled):
+    # 64 rows of 576 numbers by 256 threads, of q and of two blocks.
+    assert compiled("bf16 576, whole items").async_copies >= 3 * 64 * 576 // (8 * 256)
+
+
+def test_stores_are_16_bytes_wide(compiled):
+    widths = Counter(re.findall(r"\bSTG\.E(\.\w+)?", compiled("v32, whole items").sass))
+    # 64 x 256 numbers by 128 threads for each consumer, and the lse.
+    assert widths[".128"] == 2 * 64 * 256 // (8 * 128)
+    assert widths[""] <= 2
+
+
+def test_lengths_and_strides_compile_once(record):
+    rng = random.Random(0)
+    keys = set()
+    for _ in range(20):
+        recorded = record(
+            form="model1",
+            batch=rng.choice([4, 5, 16, 33]),
+            s_q=rng.choice([1, 2, 5]),
+            heads=rng.choice([1, 16, 48, 64, 128]),
+            topk=rng.choice([1, 16, 100, 129]),
+            pages=rng.choice([1, 7, 16]),
+            page_size=rng.choice([2, 64, 70, 576]),
+            q_pad=rng.choice([0, 3, 8, 24]),
+            out_pad=rng.choice([0, 8, 16]),
+            **LENGTHS,
+        )
+        keys.add(variant_key(KERNEL, recorded))
+    # Items few and many: an item begun costs a part nothing, or two blocks.
+    assert len(keys) <= 2
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16, 128, 400, 20000])
+@pytest.mark.parametrize("heads", [1, 64, 128, 512, 16384])
+@pytest.mark.parametrize("uniform", [False, True])
+def test_scratch_is_bounded_and_the_gpu_filled(batch, heads, uniform):
+    made = launch.make_plan(132, batch, heads, 2048, 0, uniform)
+    assert 4 * made.scratch <= plan.MAX_SCRATCH_BYTES
+    assert made.programs % made.num_groups == 0
+    # A few programs may idle for the sake of whole items.
+    assert made.programs >= 0.93 * min(batch, 132 // made.num_groups) * made.num_groups
+    assert made.programs <= max(132, made.num_groups)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 53, 61, 64, 69, 576, 2**20, 2**31 - 1])
+def test_pages_by_multiplication(page_size):
+    """``selection.locate`` divides by the page size with these factors, in unsigned 32-bit integers."""
+    _, _, slots, _, magic, shift = launch._address_of(0, 1, page_size, 0, 656, "k_cache", "v32").arguments
+    assert slots == page_size
+    assert magic < 2**32
+    rng = random.Random(0)
+    edges = [k * page_size + d for k in (0, 1, 2, (2**31 - 2) // page_size) for d in (-1, 0, 1)]
+    for slot in [*edges, 2**31 - 1, *(rng.randrange(2**31) for _ in range(2000))]:
+        if 0 <= slot < 2**31:
+            assert (2 * slot * magic >> 32) >> shift == slot // page_size
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "token_bytes", "form", "unit", "flat"),
+    [
+        (64 * 656, 656, "v32", 16, True),
+        (65 * 656, 656, "v32", 16, False),
+        (64 * 584, 584, "model1", 16, False),
+        (61 * 584, 584, "model1", 8, False),
+        (64 * 1152, 1152, "bf16", 16, True),
+        (64 * 2304, 2304, "bf16", 16, True),
+    ],
+)
+def test_addresses(page_bytes, token_bytes, form, unit, flat):
+    page_size = 61 if unit == 8 else 64
+    address = launch._address_of(0, 8, page_size, page_bytes, token_bytes, "k_cache", form)
+    assert (address.unit, address.flat) == (unit, flat)
+
+
+def test_what_it_cannot_address_is_an_error():
+    with pytest.raises(ValueError, match=r"^k_cache must have tokens at multiples of 4 bytes .*, got 2$"):
+        launch._address_of(2, 8, 64, 64 * 656, 656, "k_cache", "v32")
+    with pytest.raises(ValueError, match=r"^k_cache must have less than 2\^31 tokens .*, got 2147483648$"):
+        launch._address_of(0, 2**25, 64, 64 * 656, 656, "k_cache", "v32")
+
+
+def refusal(cache_format: str, head_dim: int, head_dim_v: int = 512, rows_aligned: bool = True) -> str | None:
+    call = dispatch.Call(
+        api.OPERATION,
+        torch.device("cuda", 0),
+        torch.bfloat16,
+        cache_format=cache_format,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        rows_aligned=rows_aligned,
+    )
+    return {choice.backend: choice.refusal for choice in dispatch.explain(call)}["hopper"]
+
+
+def test_refuses_what_it_does_not_take(monkeypatch):
+    monkeypatch.setattr(dispatch, "compute_capability", lambda _: (9, 0))
+    for cache_format, head_dim in (("v32", 576), ("model1", 512), ("bf16", 576), ("bf16", 512)):
+        assert refusal(cache_format, head_dim) is None
+    assert "not v32 of 576 with 256" in (refusal("v32", 576, 256) or "")
+    assert "not bf16 of 48 with 32" in (refusal("bf16", 48, 32) or "")
+    assert refusal("bf16", 576, rows_aligned=False) == "takes bf16 caches whose rows begin at multiples of 16 bytes"
