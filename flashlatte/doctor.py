@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import flashlatte
 from flashlatte import dispatch
+from flashlatte.kv_cache import get_format
+from flashlatte.layers import MLAConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PACKAGES = ("torch", "triton", "transformers")
+# DeepSeek-V3's layer, and DeepSeek-V4's row for the format that is made for it.
+DEEPSEEK_V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536)
+MODEL1_HEAD_DIM = 512
 
 
-def examine(dtype: str = "bf16") -> dict[str, Any]:
-    """Versions, device and choices as plain data; ``dtype`` is that of the queries ("bf16", "fp16" or "fp32")."""
+def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, Any]:
+    """Versions, device and choices as plain data.
+
+    Args:
+        dtype: of the queries: "bf16", "fp16" or "fp32".
+        model: a model's ``config.json``, or the folder that it is in; DeepSeek-V3's shape if None.
+
+    Raises:
+        OSError, ValueError: the file cannot be read, or is not an MLA model's.
+    """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    config = None if model is None else read_config(model)
+    calls = typical_calls(device, DTYPES[dtype], config)
     return {
         "versions": {
             "flashlatte": flashlatte.__version__,
@@ -26,30 +43,71 @@ def examine(dtype: str = "bf16") -> dict[str, Any]:
         },
         "device": _describe(device),
         "dtype": dtype,
-        "operations": [_choices(call) for call in typical_calls(device, DTYPES[dtype])],
+        "model": None if config is None else _describe_model(config),
+        "operations": [_choices(call) for call in calls],
     }
 
 
-def typical_calls(device: torch.device, dtype: torch.dtype) -> list[dispatch.Call]:
-    """One call of every operation and cache format, in DeepSeek-V3's (for ``model1``, V4's) shape."""
+def read_config(path: str | Path) -> MLAConfig:
+    """The MLA layer of a model by its ``config.json``."""
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    try:
+        fields = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"model must be a config.json, and {file} is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"model must be a config.json, and {file} holds no object")
+    return MLAConfig.from_transformers(fields)
+
+
+def typical_calls(device: torch.device, dtype: torch.dtype, model: MLAConfig | None = None) -> list[dispatch.Call]:
+    """One call of every operation, and choice of the layer, over every cache format.
+
+    They are in the shape of ``model``, over formats that fit it; without one, in DeepSeek-V3's (for ``model1``, V4's).
+    """
+    config = model or DEEPSEEK_V3
     plain = next(name for name, known in DTYPES.items() if known == dtype)
-    attention: dict[str, Any] = {"page_size": 64, "head_dim_v": 512, "h_q": 128, "h_kv": 1}
-    calls = [
-        dispatch.Call("dense_decode", device, dtype, cache_format=name, head_dim=576, **attention)
-        for name in (plain, "fp8")
-    ]
-    calls += [
-        dispatch.Call("sparse_decode", device, dtype, cache_format=name, head_dim=head_dim, **attention)
-        for name, head_dim in (("v32", 576), ("model1", 512), (plain, 576))
-    ]
-    calls.append(dispatch.Call("sparse_prefill", device, dtype, head_dim=576, head_dim_v=512, h_q=128, h_kv=1))
-    calls.append(dispatch.Call("merge_states", device, dtype, head_dim_v=512))
+    heads: dict[str, Any] = {"h_q": config.num_attention_heads, "h_kv": 1}
+    widths = dict.fromkeys((plain, "fp8", *_tiled_formats(config)), config.head_dim)
+    if model is None:
+        widths["model1"] = MODEL1_HEAD_DIM
+
+    def over(operation: str, cache_format: str, **more: Any) -> dispatch.Call:
+        width = widths[cache_format]
+        value = width if cache_format == "model1" else config.kv_lora_rank
+        return dispatch.Call(operation, device, dtype, cache_format, 64, width, value, **heads, **more)
+
+    calls = [over("layer.decode", name, sparse=False) for name in widths]
+    calls += [over("layer.decode", name, sparse=True) for name in widths if name != "fp8"]
+    calls += [over("dense_decode", name) for name in (plain, "fp8")]
+    calls += [over("sparse_decode", name) for name in widths if name != "fp8"]
+    shared = {"head_dim": config.head_dim, "head_dim_v": config.kv_lora_rank}
+    calls.append(dispatch.Call("sparse_prefill", device, dtype, **shared, **heads))
+    per_head: dict[str, Any] = {
+        "head_dim": config.qk_head_dim,
+        "head_dim_v": config.v_head_dim,
+        "h_q": config.num_attention_heads,
+        "h_kv": config.num_attention_heads,
+    }
+    calls += [dispatch.Call(name, device, dtype, **per_head) for name in ("dense_prefill", "dense_prefill_backward")]
+    calls.append(dispatch.Call("merge_states", device, dtype, head_dim_v=config.v_head_dim))
+    widest = max(config.kv_lora_rank, config.q_lora_rank or 0)
+    calls.append(dispatch.Call("layer.latent_rows", device, dtype, head_dim=widest))
+    calls.append(dispatch.Call("layer.rotate_heads", device, dtype, head_dim=config.qk_rope_head_dim))
     for operation in ("kv_cache.write", "kv_cache.gather"):
-        for name, head_dim in ((plain, 576), ("fp8", 576), ("v32", 576), ("model1", 512)):
-            calls.append(dispatch.Call(operation, device, dtype, cache_format=name, page_size=64, head_dim=head_dim))
+        for name, width in widths.items():
+            calls.append(dispatch.Call(operation, device, dtype, name, page_size=64, head_dim=width))
     known = {call.operation for call in calls}
     calls += [dispatch.Call(name, device, dtype) for name in dispatch.operations() if name not in known]
     return calls
+
+
+def _tiled_formats(config: MLAConfig) -> list[str]:
+    """The formats that are made for rows like the model's."""
+    layouts = (get_format("v32"), get_format("model1"))
+    wanted = (config.kv_lora_rank, config.qk_rope_head_dim)
+    return [layout.name for layout in layouts if (layout.latent_dim, layout.rope_dim) == wanted]
 
 
 def report(facts: dict[str, Any]) -> str:
@@ -57,10 +115,13 @@ def report(facts: dict[str, Any]) -> str:
     device = facts["device"]
     lines = ["  ".join(f"{name} {version or 'not installed'}" for name, version in facts["versions"].items())]
     lines.append(", ".join([device["name"], *device["facts"]]))
+    if facts["model"] is not None:
+        lines.append(facts["model"])
     lines.append("")
     for operation in facts["operations"]:
         what = operation["operation"] + (f" over {operation['cache_format']}" if operation["cache_format"] else "")
-        lines.append(f"{what:<28}{operation['runs'] or 'nothing can run it here'}")
+        what += ", selected tokens" if operation["sparse"] else ""
+        lines.append(f"{what:<42}{operation['runs'] or 'nothing can run it here'}")
         lines += [f"    not {name}: it {reason}" for name, reason in operation["refusals"].items()]
     return "\n".join(lines)
 
@@ -71,10 +132,20 @@ def _choices(call: dispatch.Call) -> dict[str, Any]:
     return {
         "operation": call.operation,
         "cache_format": call.cache_format,
+        "sparse": call.sparse,
         "runs": able[0] if able else None,
         "also": able[1:],
         "refusals": {choice.backend: choice.refusal for choice in choices if choice.refusal is not None},
     }
+
+
+def _describe_model(config: MLAConfig) -> str:
+    query = "no query latent" if config.q_lora_rank is None else f"query latent {config.q_lora_rank}"
+    return (
+        f"model: {config.num_attention_heads} heads of {config.qk_nope_head_dim} + {config.qk_rope_head_dim} and "
+        f"{config.v_head_dim}, rows of {config.kv_lora_rank} + {config.qk_rope_head_dim}, {query}, softmax scale "
+        f"{config.softmax_scale:.5f}"
+    )
 
 
 def _describe(device: torch.device) -> dict[str, Any]:

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 
@@ -17,8 +18,13 @@ def test_doctor_as_json_names_every_operation_and_why(capsys):
     assert facts["device"]["type"] == "cpu"
     assert facts["versions"]["torch"] == torch.__version__
     assert {entry["operation"] for entry in facts["operations"]} == set(dispatch.operations())
-    assert all(entry["runs"] == "reference" for entry in facts["operations"])
-    assert all("hopper" in entry["refusals"] for entry in facts["operations"])
+    choices = [entry for entry in facts["operations"] if entry["operation"] != "layer.decode"]
+    assert all(entry["runs"] == "reference" for entry in choices)
+    assert all("hopper" in entry["refusals"] for entry in choices)
+    routes = {(e["cache_format"], e["sparse"]): e["runs"] for e in facts["operations"] if e not in choices}
+    assert routes["fp32", False] == routes["fp8", False] == "dense_decode"
+    assert routes["v32", False] == routes["model1", False] == "sparse_decode_of_all"
+    assert routes["fp32", True] == routes["v32", True] == "sparse_decode"
 
 
 def test_doctor_tells_what_select_would_do():
@@ -27,6 +33,59 @@ def test_doctor_tells_what_select_would_do():
     ):
         if not torch.cuda.is_available():
             assert entry["runs"] == dispatch.select(call)
+
+
+MODEL = {
+    "model_type": "glm4_moe_lite",
+    "hidden_size": 2048,
+    "num_attention_heads": 20,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "max_position_embeddings": 202752,
+}
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_doctor_of_a_model(tmp_path, capsys, folder):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    path = str(tmp_path if folder else tmp_path / "config.json")
+    assert cli.main(["doctor", "--model", path]) == 0
+    printed = capsys.readouterr().out
+    assert "model: 20 heads of 192 + 64 and 256, rows of 512 + 64, query latent 768, softmax scale 0.06250" in printed
+    assert "over model1" not in printed
+    assert "not hopper: it takes head dims 192 with 128 and 128 with 128, not 256 with 256" in printed or (
+        "needs compute capability 9.0" in printed or "runs on a GPU" in printed
+    )
+
+
+def test_doctor_of_a_model_counts_its_heads(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    config = doctor.read_config(tmp_path)
+    calls = doctor.typical_calls(torch.device("cpu"), torch.bfloat16, config)
+    assert {call.h_q for call in calls} == {20, None}
+    assert {call.cache_format for call in calls} == {"bf16", "fp8", "v32", None}
+    prefill = next(call for call in calls if call.operation == "dense_prefill")
+    assert (prefill.head_dim, prefill.head_dim_v, prefill.h_kv) == (256, 256, 20)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "model must be a config.json, and .* is not JSON"),
+        ("[]", "model must be a config.json, and .* holds no object"),
+        ('{"model_type": "llama"}', "config must be an MLA model's, with kv_lora_rank, got model_type llama"),
+        (None, "No such file"),
+    ],
+)
+def test_doctor_of_what_is_no_mla_model(tmp_path, capsys, text, message):
+    file = tmp_path / "config.json"
+    if text is not None:
+        file.write_text(text)
+    assert cli.main(["doctor", "--model", str(file)]) == cli.USER_ERROR
+    assert re.search(f"^flashlatte doctor: .*{message}", capsys.readouterr().err)
 
 
 def test_doctor_for_a_terminal(capsys):

@@ -106,9 +106,81 @@ def test_explain_tells_about_every_backend(operation):
     ]
 
 
-def test_register_refuses_an_unknown_backend(operation):
-    with pytest.raises(ValueError, match=r"^backend must be one of hopper, portable, reference, got 'cuda'$"):
-        operation(Implementation("cuda", "m:f", (F32,)))
+@pytest.mark.parametrize(
+    ("implementation", "message"),
+    [
+        (Implementation("", "m:f", (F32,)), "^backend must be a name of letters, digits and underscores, got ''$"),
+        (Implementation("my kernel", "m:f", (F32,)), "^backend must be a name .* got 'my kernel'$"),
+        (Implementation("mine", "m", (F32,)), "^target must be 'module:function', got 'm'$"),
+    ],
+)
+def test_register_refuses_what_it_could_not_run(operation, implementation, message):
+    with pytest.raises(ValueError, match=message):
+        operation(implementation)
+
+
+def test_a_third_party_registers_a_backend_of_its_own(operation):
+    operation(Implementation("reference", "math:sqrt", (F32, BF16)), Implementation("portable", "math:exp", (BF16,)))
+    dispatch.register("toy", Implementation("mine", "math:cos", (BF16,), heads=(8,)))
+    assert dispatch.select(Call("toy", CPU, BF16, h_q=8)) == "mine"
+    assert dispatch.select(Call("toy", CPU, BF16, h_q=9)) == "portable"
+    assert dispatch.select(Call("toy", CPU, BF16, h_q=8), "reference") == "reference"
+    assert dispatch.backends() == ("hopper", "portable", "reference", "mine")
+    assert dispatch.implementation("toy", "mine")(0.0) == 1.0  # type: ignore[func-returns-value]
+    with pytest.raises(
+        ValueError, match=r"^backend='mine' cannot serve this call of toy: it takes 8 query heads, not 9"
+    ):
+        dispatch.select(Call("toy", CPU, BF16, h_q=9), "mine")
+    with pytest.raises(ValueError, match=r"^backend must be one of mine, hopper, portable, .* or None, got 'my'"):
+        dispatch.select(Call("toy", CPU, BF16), "my")
+    assert next(choice.backend for choice in dispatch.explain(Call("toy", CPU, BF16, h_q=9))) == "mine"
+
+
+def test_a_later_registration_takes_the_place_of_an_earlier_one(operation):
+    operation(Implementation("reference", "math:sqrt", (F32,)))
+    assert dispatch.implementation("toy", "reference")(4.0) == 2.0  # type: ignore[func-returns-value]
+    operation(Implementation("reference", "math:exp", (F32,)))
+    assert dispatch.implementation("toy", "reference")(0.0) == 1.0  # type: ignore[func-returns-value]
+
+
+def test_names_of_its_own_only(operation):
+    operation(Implementation("left", "m:f", (F32,), sparse=False), Implementation("right", "m:f", (F32,), sparse=True))
+    assert dispatch.select(Call("toy", CPU, F32, sparse=True)) == "right"
+    assert dispatch.explain(Call("toy", CPU, F32, sparse=True)) == [
+        Choice("left", "is for all tokens, not for selected ones"),
+        Choice("right", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("states", "call", "reason"),
+    [
+        ({"cache_formats": ("bf16", "v32")}, {"cache_format": "fp8"}, "takes caches in bf16 or v32, not fp8"),
+        ({"page_multiple": 64}, {"page_size": 96}, "takes pages of a multiple of 64 tokens, not 96"),
+        (
+            {"head_dims": ((576, 512), (512, 512))},
+            {"head_dim": 576, "head_dim_v": 128},
+            "takes head dims 576 with 512 or 512 with 512, not 576 with 128",
+        ),
+        ({"max_head_dim": 256}, {"head_dim": 128, "head_dim_v": 512}, "takes head dims up to 256, not 512"),
+        ({"heads": (64, 128)}, {"h_q": 16}, "takes 64 or 128 query heads, not 16"),
+        ({"kv_heads": (1,)}, {"h_kv": 2}, "takes 1 key heads, not 2"),
+        ({"aligned_rows": True}, {"rows_aligned": False}, "takes tensors whose rows begin at multiples of 16 bytes"),
+        ({"sparse": True}, {"sparse": False}, "is for tokens that indices select"),
+        ({"sparse": False}, {"sparse": True}, "is for all tokens, not for selected ones"),
+        ({"sinks": False}, {"sinks": True}, "takes no attention sinks"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_what_an_implementation_states_is_what_it_serves(operation, states, call, reason):
+    operation(Implementation("reference", "m:f", (F32,), **states))
+    with pytest.raises(ValueError, match=f"reference {reason}$"):
+        dispatch.select(Call("toy", CPU, F32, **call))
+    # What a call leaves open is no reason to refuse it.
+    assert dispatch.select(Call("toy", CPU, F32)) == "reference"
+    fitting = {"page_size": 128, "head_dim": 576, "head_dim_v": 512, "cache_format": "bf16", "h_q": 64, "h_kv": 1}
+    if "max_head_dim" not in states:
+        assert dispatch.select(Call("toy", CPU, F32, **fitting)) == "reference"
 
 
 def test_the_function_is_imported_when_asked_for(operation):

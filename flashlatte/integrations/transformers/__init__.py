@@ -40,11 +40,15 @@ def enable(
 ) -> Model:
     """Let FlashLatte keep the cache and compute the attention of a transformers DeepseekV3 model, in place.
 
-    A forward pass with a cache then writes the latent of its tokens into a paged cache. Prefill attends in multi-head
-    form, by the model's own attention implementation; decode attends in absorbed form, by ``dense_decode``, or over
-    all tokens by ``sparse_decode`` if the format is ``v32`` or ``model1``. Tokens that the attention mask hides are
-    not stored. ``generate`` works as before: greedy, sampled, beams, assisted, prompt lookup, chunked prefill, and
-    going on with the ``past_key_values`` of an earlier call.
+    A forward pass with a cache is then FlashLatte's MLA layer (``flashlatte.layers``) with the model's own projections.
+    It writes the latent of its tokens into a paged cache. Prefill attends in multi-head form, by ``dense_prefill``;
+    decode attends in absorbed form, by ``dense_decode``, or over all tokens by ``sparse_decode`` if the format is
+    ``v32`` or ``model1``. Tokens that the attention mask hides are not stored. ``generate`` works as before: greedy,
+    sampled, beams, assisted, prompt lookup, chunked prefill, and going on with the ``past_key_values`` of an earlier
+    call.
+
+    The model's own attention implementation computes a prefill over the paged cache where a mask tells more than which
+    tokens are padding on the left, and where it was set to another than PyTorch's SDPA.
 
     Stock attention still serves a pass in training mode, one that records gradients, one with
     ``output_attentions=True``, one without a cache, and one that goes on with a filled ``DynamicCache``. A paged cache
@@ -74,7 +78,7 @@ def enable(
 
     checks.positive_int("page_size", page_size)
     if backend is not None:
-        checks.choice("backend", backend, dispatch.BACKENDS)
+        checks.choice("backend", backend, dispatch.backends())
     if k_scale is not None:
         checks.number("k_scale", k_scale)
     decoder = _decoder(model)

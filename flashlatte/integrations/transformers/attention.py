@@ -9,15 +9,17 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as host
 
-from flashlatte.integrations.transformers.absorbed import fold_query, unfold_value
 from flashlatte.integrations.transformers.cache import PagedLatentCache
-from flashlatte.integrations.transformers.paged_latents import PagedLatents
+from flashlatte.layers.forward import forward, project, rotate_query
+from flashlatte.layers.metadata import MLAMetadata
+from flashlatte.layers.padded import PagedLatents
 
 
 class PagedLatentAttention(host.DeepseekV3Attention):
     """``DeepseekV3Attention`` whose history may be a ``PagedLatentCache``; with any other, or none, it is the original.
 
-    It adds no state: an instance is a ``DeepseekV3Attention`` whose class was changed, and changes back.
+    Over a paged cache it is FlashLatte's MLA layer with the module's own projections. It adds no state: an instance is
+    a ``DeepseekV3Attention`` whose class was changed, and changes back.
     """
 
     def forward(
@@ -33,49 +35,56 @@ class PagedLatentAttention(host.DeepseekV3Attention):
                 hidden_states, position_embeddings, attention_mask, past_key_values=past_key_values, **kwargs
             )
         latents = past_key_values.latents
-        q_nope, q_rope, latent, k_rope = project(self, hidden_states, position_embeddings)
-        rows = torch.cat((latent, k_rope), dim=-1)
-        latents.write(self.layer_idx, rows)
-        if latents.absorbs:
-            out = absorbed_attention(self, q_nope, q_rope, latents)
-        else:
-            if latents.columns:
-                rows = torch.cat((latents.read_history(self.layer_idx), rows), dim=1)
-            query = torch.cat((q_nope, q_rope), dim=-1)
-            out = multi_head_attention(self, query, rows, attention_mask, **kwargs)
-        return self.o_proj(out.flatten(2)), None
+        metadata = latents.metadata(hidden_states.device)
+        # An attention implementation that somebody chose computes prefill.
+        chosen = self.config._attn_implementation != "sdpa"
+        if metadata is None or (chosen and metadata.prefill is not None):
+            return masked_attention(self, hidden_states, position_embeddings, attention_mask, latents, **kwargs), None
+        return flat_attention(self, hidden_states, position_embeddings, latents, metadata), None
 
 
-def project(
+def flat_attention(
     module: Any,
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q_nope [b, s, h, nope], q_rope [b, s, h, rope], latent [b, s, kv_lora_rank] and k_rope [b, s, rope]."""
-    if module.q_lora_rank is None:
-        q = module.q_proj(hidden_states)
-    else:
-        q = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(hidden_states)))
-    q = q.unflatten(-1, (-1, module.qk_head_dim))
-    q_nope, q_rope = q.split((module.qk_nope_head_dim, module.qk_rope_head_dim), dim=-1)
-    latent, k_rope = module.kv_a_proj_with_mqa(hidden_states).split(
-        (module.kv_lora_rank, module.qk_rope_head_dim), dim=-1
-    )
-    interleaved = module.config.rope_interleave
-    rotate = host.apply_rotary_pos_emb_interleave if interleaved else host.apply_rotary_pos_emb
-    q_rope, k_rope = rotate(q_rope, k_rope.unsqueeze(2), *position_embeddings, unsqueeze_dim=2)
-    return q_nope, q_rope, module.kv_a_layernorm(latent), k_rope.squeeze(2)
-
-
-def absorbed_attention(module: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, latents: PagedLatents) -> torch.Tensor:
-    """Attention in absorbed form over the stored tokens: [b, s_q, h, v_head_dim].
-
-    kv_b_proj's weight is used as it is, seen as [h, nope + v, kv_lora_rank], so that it follows updates and moves.
-    """
+    latents: PagedLatents,
+    metadata: MLAMetadata,
+) -> torch.Tensor:
+    """The MLA layer on the step's flat batch: [b, s, hidden_size]. A hidden token attends to nothing."""
     check_kv_b_proj(module)
-    kv_b = module.kv_b_proj.weight.unflatten(0, (-1, module.qk_nope_head_dim + module.v_head_dim))
-    query = torch.cat((fold_query(q_nope, kv_b), q_rope), dim=-1)
-    return unfold_value(latents.attend(module.layer_idx, query, module.scaling), kv_b, module.v_head_dim)
+    flat = hidden_states.flatten(0, 1)
+    tokens = latents.step.tokens
+    if tokens is not None:
+        flat = flat[tokens.to(flat.device)]
+    cache = latents.cache(module.layer_idx, flat.device, flat.dtype)
+    rotary = latents.rotary(*position_embeddings, module.config.rope_interleave)
+    out = forward(module, flat, cache, metadata, rotary, backend=latents.backend)
+    if tokens is not None:
+        nothing = module.o_proj(flat.new_zeros(1, module.o_proj.in_features))
+        out = nothing.repeat(hidden_states.shape[:2].numel(), 1).index_copy(0, tokens.to(out.device), out)
+    return out.view(hidden_states.shape)
+
+
+def masked_attention(
+    module: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor | None,
+    latents: PagedLatents,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attention in multi-head form under a mask, by the model's attention implementation: [b, s, hidden_size]."""
+    flat = hidden_states.flatten(0, 1)
+    cache = latents.cache(module.layer_idx, flat.device, flat.dtype)
+    history = latents.read_history(module.layer_idx) if latents.columns else None
+    rotary = latents.rotary(*position_embeddings, module.config.rope_interleave, every=True)
+    query, rows = project(module, flat, rotary, cache, latents.step.slots.flatten().to(flat.device))
+    rotate_query(module, query, rotary)
+    query, rows = (x.unflatten(0, hidden_states.shape[:2]) for x in (query, rows))
+    if history is not None:
+        rows = torch.cat((history, rows), dim=1)
+    out = multi_head_attention(module, query, rows, attention_mask, **kwargs)
+    return module.o_proj(out.flatten(2))
 
 
 def check_kv_b_proj(module: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn, cast
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
-from flashlatte.integrations.transformers.paged_latents import PagedLatents
+from flashlatte.layers.padded import PagedLatents
 
 
 class PagedLatentCache(DynamicCache):
@@ -20,24 +20,27 @@ class PagedLatentCache(DynamicCache):
 
     Attributes:
         latents: the pages and their bookkeeping.
+        interleaved: whether rope dims 2i and 2i + 1 of a stored row are a pair.
     """
 
     latents: PagedLatents
+    interleaved: bool
 
     @staticmethod
-    def adopt(cache: DynamicCache, latents: PagedLatents, num_layers: int) -> PagedLatentCache:
+    def adopt(cache: DynamicCache, latents: PagedLatents, num_layers: int, interleaved: bool) -> PagedLatentCache:
         """Make an empty ``DynamicCache`` paged, in place: whoever made it will look into it for the tokens."""
         object.__setattr__(cache, "__class__", PagedLatentCache)
         paged = cast(PagedLatentCache, cache)
         paged.latents = latents
+        paged.interleaved = interleaved
         paged.layers = [PagedLatentLayer(latents) for _ in range(num_layers)]
         paged.layer_class_to_replicate = None
         return paged
 
     def release(self) -> None:
         """Become a ``DynamicCache`` with the same tokens, dequantised, in place. Hidden tokens are zeros."""
-        layers = [_dynamic_layer(self.latents, index) for index in range(len(self.layers))]
-        del self.latents
+        layers = [_dynamic_layer(self.latents, index, self.interleaved) for index in range(len(self.layers))]
+        del self.latents, self.interleaved
         object.__setattr__(self, "__class__", DynamicCache)
         self.layers = layers
 
@@ -108,10 +111,13 @@ class PagedLatentLayer(CacheLayerMixin):
     batch_repeat_interleave = batch_select_indices = update
 
 
-def _dynamic_layer(latents: PagedLatents, index: int) -> DynamicLayer:
+def _dynamic_layer(latents: PagedLatents, index: int, interleaved: bool) -> DynamicLayer:
     layer = DynamicLayer()
     if latents.holds(index):
         rows = latents.read_history(index).unsqueeze(1)
-        latent_dim = latents.latent_dim
-        layer.update(rows[..., :latent_dim], rows[..., latent_dim:])
+        latent, rope = rows[..., : latents.latent_dim], rows[..., latents.latent_dim :]
+        if interleaved:
+            # transformers puts the first numbers of all pairs before the second ones when it rotates.
+            rope = rope.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        layer.update(latent, rope)
     return layer

@@ -12,8 +12,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Model
 
 from flashlatte import kv_cache
 from flashlatte.integrations.transformers.cache import PagedLatentCache
-from flashlatte.integrations.transformers.paged_latents import PagedLatents
 from flashlatte.kv_cache import CacheFormat
+from flashlatte.layers.padded import PagedLatents
 
 _FORMAT_OF_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -82,7 +82,8 @@ class BeginForward:
         if cache.get_seq_length() > 0:
             # Stock attention began it (before enable, or to compute gradients) and goes on with it.
             return None
-        return PagedLatentCache.adopt(cache, new_latents(model, self.settings), len(model.layers))
+        latents = new_latents(model, self.settings)
+        return PagedLatentCache.adopt(cache, latents, len(model.layers), bool(model.config.rope_interleave))
 
 
 def end_forward(model: DeepseekV3Model, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

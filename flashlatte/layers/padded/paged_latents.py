@@ -1,7 +1,7 @@
-"""The latents of a batch of requests in pages: one table for all layers, one cache tensor a layer.
+"""The latents of a padded batch in pages: one table for all layers, one cache tensor a layer.
 
-A forward pass is a *step*: ``plan`` settles where its tokens go and which form its attention takes, the layers
-``write`` and ``attend``, and ``commit`` makes the tokens part of the history. A pass that fails is not committed.
+A forward pass is a *step*: ``plan`` settles where its tokens go and which form its attention takes, the layers write
+and attend, and ``commit`` makes the tokens part of the history. A pass that fails is not committed.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from flashlatte import kv_cache
-from flashlatte.integrations.transformers.columns import Columns
-from flashlatte.integrations.transformers.page_table import PageTable
 from flashlatte.kv_cache import CacheFormat
-from flashlatte.ops.dense_decode import dense_decode
-from flashlatte.ops.sparse_decode import sparse_decode
-
-# Longer steps are prefill: the decode kernels are made for few queries, and over a history the multi-head form is
-# the cheaper one from kv_lora_rank * (nope + v) / (2 * kv_lora_rank - nope - v) = 170 queries on (DeepSeek-V3).
-MAX_ABSORBED_QUERIES = 16
+from flashlatte.layers.absorbed import MAX_ABSORBED_QUERIES
+from flashlatte.layers.builder import WORKSPACE_TOKENS
+from flashlatte.layers.cache import LatentCache
+from flashlatte.layers.metadata import DecodePart, MLAMetadata, PrefillPart, plan_chunks, selects_every_token
+from flashlatte.layers.padded.columns import Columns
+from flashlatte.layers.padded.page_table import PageTable
+from flashlatte.layers.rope import Rotary
 
 # Kernels take selected tokens by the tile.
 _SELECTION_MULTIPLE = 64
@@ -38,17 +37,19 @@ class Step:
     """One forward pass over ``queries`` new columns.
 
     Attributes:
-        absorbed: attend in absorbed form over the pages; otherwise in multi-head form over ``read_history``.
         slots: int64 [b, queries], where the new tokens go; −1 for hidden ones.
         stored: bool [b, queries], which new tokens are stored; None for all.
         lengths: int32 [b], tokens of each request once the step is done.
+        metadata: of the flat batch that is the step; None where only a mask tells what a token sees.
+        tokens: beside ``metadata``, int64 [T], which of the b · queries tokens the flat batch has; None for all.
     """
 
     queries: int
-    absorbed: bool
     slots: torch.Tensor
     stored: torch.Tensor | None
     lengths: torch.Tensor
+    metadata: MLAMetadata | None
+    tokens: torch.Tensor | None
 
 
 class PagedLatents:
@@ -75,13 +76,14 @@ class PagedLatents:
         self._pages: dict[int, torch.Tensor] = {}
         self._dtype = torch.float32
         self._history_slots: torch.Tensor | None = None
-        self._selection: torch.Tensor | None = None
+        self._metadata: dict[torch.device, MLAMetadata] = {}
+        self._rotary: tuple[torch.Tensor, Rotary] | None = None
 
     def clear(self) -> None:
         """Forget all tokens, and the batch with them."""
         self._batch = self._step = None
         self._pages = {}
-        self._forget_slots()
+        self._forget()
 
     @property
     def columns(self) -> int:
@@ -94,9 +96,14 @@ class PagedLatents:
         return 0 if self._batch is None else self._batch.table.requests
 
     @property
-    def absorbs(self) -> bool:
-        """Whether the step attends in absorbed form."""
-        return self._current_step().absorbed
+    def step(self) -> Step:
+        """The step that was planned and is not committed yet."""
+        if self._step is None:
+            raise ValueError(
+                "a paged cache works inside a forward pass of the whole model: the attention of a layer called on "
+                "its own does not know the attention mask"
+            )
+        return self._step
 
     def plan(
         self,
@@ -130,54 +137,51 @@ class PagedLatents:
             seen = stored.cumsum(dim=1, dtype=torch.int32)
             positions = torch.where(stored, table.lengths[:, None] + seen - 1, -1)
             lengths = table.lengths + seen[:, -1]
-        absorbed = columns.count > 0 and agrees and not opaque_mask and queries <= MAX_ABSORBED_QUERIES
-        if queries > 1:
-            absorbed = absorbed and causal and stored is None
-        self._forget_slots()
-        self._step = Step(queries, absorbed, table.slots(positions, torch.int64), stored, lengths)
+        self._forget()
+        # A step that sees all that came before, itself causally, is a flat batch, if no hidden token sees anything; in
+        # stock attention it does if it comes after others. All else a mask tells.
+        metadata = tokens = None
+        slots = table.slots(positions, torch.int64)
+        if agrees and not opaque_mask:
+            if columns.count > 0 and queries <= MAX_ABSORBED_QUERIES and (queries == 1 or (causal and stored is None)):
+                metadata = self._decode_step(batch, queries, positions, slots, lengths)
+            elif causal and (stored is None or (columns.count == 0 and _hidden_ones_lead(stored))):
+                metadata, tokens = self._prefill_step(batch, queries, positions, slots, stored)
+        self._step = Step(queries, slots, stored, lengths, metadata, tokens)
+
+    def metadata(self, device: torch.device) -> MLAMetadata | None:
+        """The step's metadata on a layer's device."""
+        metadata = self.step.metadata
+        if metadata is None or metadata.positions.device == device:
+            return metadata
+        if device not in self._metadata:
+            self._metadata[device] = metadata.to(device)
+        return self._metadata[device]
+
+    def rotary(self, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool, *, every: bool = False) -> Rotary:
+        """The rotation of the step's flat batch, or of ``every`` token of the padded one.
+
+        Args:
+            cosine, sine: [b or 1, queries, rope], each frequency twice, as transformers makes them for all layers.
+        """
+        if self._rotary is None or self._rotary[0] is not cosine:
+            half = cosine.shape[-1] // 2
+            both = torch.cat((cosine[..., :half], sine[..., :half]), dim=-1).float()
+            table = both.expand(self.requests, -1, -1).flatten(0, 1)
+            tokens = None if every else self.step.tokens
+            positions = torch.arange(table.shape[0]) if tokens is None else tokens
+            self._rotary = cosine, Rotary(table, positions.to(table.device), interleaved)
+        return self._rotary[1]
+
+    def cache(self, layer: int, device: torch.device, dtype: torch.dtype) -> LatentCache:
+        """The layer's cache, for a step of rows in ``dtype``."""
+        self._dtype = dtype
+        return LatentCache(self._pages_of(layer, device), self.layout, self.latent_dim, self.scale)
 
     def write(self, layer: int, rows: torch.Tensor) -> None:
         """Store the step's rows [b, queries, head_dim]."""
-        step = self._current_step()
-        self._dtype = rows.dtype
-        kv_cache.write(
-            self._pages_of(layer, rows.device),
-            step.slots.flatten().to(rows.device),
-            rows.flatten(0, 1),
-            cache_format=self.layout,
-            scale=self.scale,
-        )
-
-    def attend(self, layer: int, q: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-        """Absorbed attention of queries [b, queries, h, head_dim] over stored tokens: [b, queries, h, latent_dim].
-
-        The step's own rows must have been written.
-        """
-        step, table = self._current_step(), self._current_batch().table
-        pages = self._pages_of(layer, q.device)
-        query = q.to(self._query_dtype(q))
-        if self.layout.fixed_split:
-            out, _ = sparse_decode(
-                query,
-                pages,
-                self._all_tokens().to(q.device),
-                cache_format=self.layout,
-                softmax_scale=softmax_scale,
-                backend=self.backend,
-            )
-        else:
-            out, _ = dense_decode(
-                query,
-                pages,
-                table.block_table.to(q.device),
-                step.lengths.to(q.device),
-                head_dim_v=self.latent_dim,
-                softmax_scale=softmax_scale,
-                causal=step.queries > 1,
-                k_scale=self.scale,
-                backend=self.backend,
-            )
-        return out[..., : self.latent_dim].to(q.dtype)
+        cache = self.cache(layer, rows.device, rows.dtype)
+        cache.write(self.step.slots.flatten().to(rows.device), rows.flatten(0, 1))
 
     def read_history(self, layer: int) -> torch.Tensor:
         """A layer's rows of all committed columns, [b, columns, head_dim], in the dtype in which rows were written.
@@ -202,11 +206,11 @@ class PagedLatents:
 
     def commit(self) -> None:
         """End the step: its tokens are history now."""
-        step, batch = self._current_step(), self._current_batch()
+        step, batch = self.step, self._current_batch()
         batch.columns.append(step.queries, step.stored)
         batch.table.lengths = step.lengths
         self._step = None
-        self._forget_slots()
+        self._forget()
 
     def drop_columns(self, count: int) -> None:
         """Forget the last ``count`` columns, or all if there are fewer."""
@@ -214,7 +218,7 @@ class PagedLatents:
         if count == 0:
             return
         batch = self._current_batch()
-        self._forget_slots()
+        self._forget()
         self._copy_pages(*batch.table.shorten(batch.table.lengths - batch.columns.drop(count)))
 
     def select(self, requests: torch.Tensor) -> None:
@@ -222,7 +226,7 @@ class PagedLatents:
         if self._batch is None:
             return
         requests = requests.to(self._batch.table.device)
-        self._forget_slots()
+        self._forget()
         self._batch.columns.select(requests)
         self._copy_pages(*self._batch.table.select(requests))
 
@@ -242,27 +246,50 @@ class PagedLatents:
             )
         return self._batch
 
-    def _all_tokens(self) -> torch.Tensor:
-        """Every stored token that a query sees, int32 [b, queries, columns rounded up], −1 filled."""
-        if self._selection is None:
-            step, batch = self._current_step(), self._current_batch()
-            width = -(-(batch.columns.count + step.queries) // _SELECTION_MULTIPLE) * _SELECTION_MULTIPLE
-            position = torch.arange(width, device=batch.table.device)
-            later = torch.arange(step.queries - 1, -1, -1, device=batch.table.device)
-            seen = position < (step.lengths[:, None] - later)[:, :, None]
-            slots = batch.table.slots(position.expand(batch.table.requests, -1))
-            self._selection = torch.where(seen, slots[:, None], -1)
-        return self._selection
+    def _decode_step(
+        self, batch: Batch, queries: int, positions: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor
+    ) -> MLAMetadata:
+        """Every token of the padded batch, in absorbed form. What a hidden one attends to is of no interest."""
+        every_slot = seen = None
+        if selects_every_token(self.layout.name):
+            width = -(-(batch.columns.count + queries) // _SELECTION_MULTIPLE) * _SELECTION_MULTIPLE
+            position = torch.arange(width, device=lengths.device)
+            every_slot = batch.table.slots(position.expand(batch.table.requests, -1))
+            later = torch.arange(queries - 1, -1, -1, device=lengths.device)
+            seen = (lengths[:, None] - later).clamp(min=0).to(torch.int32)
+        part = DecodePart(queries, batch.table.block_table, lengths, every_slot=every_slot, seen=seen)
+        total, longest = positions.numel(), batch.columns.count + queries
+        return MLAMetadata(total, total, longest, positions.flatten(), slots.flatten(), part, None)
 
-    def _query_dtype(self, q: torch.Tensor) -> torch.dtype:
-        """A cache that is not quantised takes queries of its own dtype, a quantised one those of the model.
-
-        But float32 queries of a quantised cache go to a GPU's kernels as bf16, which rounds less than the cache did.
-        """
-        if not (self.layout.fixed_split or self.layout.takes_scale):
-            return self.layout.record_dtype
-        for_kernels = q.dtype == torch.float32 and q.device.type != "cpu" and self.backend != "reference"
-        return torch.bfloat16 if for_kernels else q.dtype
+    def _prefill_step(
+        self,
+        batch: Batch,
+        queries: int,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        stored: torch.Tensor | None,
+    ) -> tuple[MLAMetadata, torch.Tensor | None]:
+        """The tokens that are not hidden, in multi-head form, and which they are; reads lengths from the device."""
+        requests, device = batch.table.requests, positions.device
+        tokens = None
+        counts = [queries] * requests
+        if stored is not None:
+            tokens = stored.flatten().nonzero().flatten()
+            counts = stored.sum(dim=1).tolist()
+            positions, slots = positions.flatten()[tokens], slots.flatten()[tokens]
+        starts = [0]
+        for count in counts:
+            starts.append(starts[-1] + count)
+        chunks = ()
+        if batch.columns.count > 0:
+            lengths = batch.table.lengths.tolist()
+            # A request without new tokens has nobody who looks at its history.
+            contexts = [length if count else 0 for length, count in zip(lengths, counts, strict=True)]
+            chunks = plan_chunks(counts, contexts, batch.table.block_table, WORKSPACE_TOKENS)
+        part = PrefillPart(torch.tensor(starts, dtype=torch.int32, device=device), max(counts), chunks)
+        longest = batch.columns.count + queries
+        metadata = MLAMetadata(starts[-1], 0, longest, positions.flatten(), slots.flatten(), None, part)
+        return metadata, tokens
 
     def _pages_of(self, layer: int, device: torch.device) -> torch.Tensor:
         """The layer's cache tensor, with as many pages as the table has come to."""
@@ -280,18 +307,17 @@ class PagedLatents:
         grown = [self._pages_of(layer, pages.device) for layer, pages in list(self._pages.items())]
         kv_cache.copy_blocks(grown, source.tolist(), destination.tolist())
 
-    def _forget_slots(self) -> None:
-        self._history_slots = self._selection = None
+    def _forget(self) -> None:
+        self._history_slots = None
+        self._metadata = {}
+        self._rotary = None
 
     def _current_batch(self) -> Batch:
         if self._batch is None:
             raise ValueError("past_key_values is empty")
         return self._batch
 
-    def _current_step(self) -> Step:
-        if self._step is None:
-            raise ValueError(
-                "a paged cache works inside a forward pass of the whole model: the attention of a layer called on "
-                "its own does not know the attention mask"
-            )
-        return self._step
+
+def _hidden_ones_lead(stored: torch.Tensor) -> bool:
+    """Whether each row hides only tokens before its stored ones, of which there are; reads this from the device."""
+    return bool(stored[:, -1:].all() & (stored[:, :-1] <= stored[:, 1:]).all())

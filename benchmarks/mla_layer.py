@@ -1,0 +1,182 @@
+"""A decode step of the MLA layer at DeepSeek-V3's size, what of it is neither matrix product nor attention kernel, and
+beside it the step of transformers' own module, which expands its history.
+
+    PYTHONPATH=. python benchmarks/mla_layer.py [--batch 64] [--keys 8192] [--stock-batch 8] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import re
+from typing import Any
+
+import torch
+
+from flashlatte import kv_cache
+from flashlatte.bench import environment, timing
+from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata, MLAMetadataBuilder, Rope, Yarn
+
+DEVICE, DTYPE, PAGE_SIZE = torch.device("cuda"), torch.bfloat16, 64
+V3 = MLAConfig(
+    hidden_size=7168,
+    num_attention_heads=128,
+    q_lora_rank=1536,
+    rope=Rope(max_position=163840, yarn=Yarn(40.0, 4096, mscale=1.0, mscale_all_dim=1.0)),
+)
+# cuBLAS's names for matrix products, and for the sum of their parts.
+MATMUL = re.compile(r"gemm|gemv|nvjet|cutlass|splitk|cublas", re.IGNORECASE)
+ATTENTION = re.compile(r"decode|combine|attention|schedule|plan|split", re.IGNORECASE)
+REPLAYS = 20
+
+
+def random_layer() -> MLAAttention:
+    layer = MLAAttention(V3, dtype=DTYPE, device=DEVICE)
+    for weight in layer.parameters():
+        if weight.dim() > 1:
+            weight.normal_(0.0, weight.shape[-1] ** -0.5)
+    return layer
+
+
+def decode_step(batch: int, keys: int, cache_format: str, queries: int = 1) -> tuple[torch.Tensor, MLAMetadata]:
+    """A cache of random rows, and the metadata of a step in which each request has ``keys`` tokens."""
+    pages_each = -(-keys // PAGE_SIZE)
+    pages = batch * pages_each
+    rows = torch.randn(pages, PAGE_SIZE, 1, 576, dtype=DTYPE, device=DEVICE)
+    cache = rows if cache_format == "bf16" else kv_cache.pack(rows, cache_format)
+    builder = MLAMetadataBuilder(
+        PAGE_SIZE, batch, batch * queries, keys, DEVICE, cache_format=cache_format, num_pages=pages
+    )
+    table = torch.randperm(pages).view(batch, pages_each)
+    return cache, builder.build(range(0, batch * queries + 1, queries), [keys] * batch, table)
+
+
+def kernel_microseconds(graph: torch.cuda.CUDAGraph) -> dict[str, float]:
+    """Time of each kernel in one replay, by name."""
+    from torch.profiler import ProfilerActivity, profile
+
+    graph.replay()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(REPLAYS):
+            graph.replay()
+        torch.cuda.synchronize()
+    times: dict[str, float] = collections.defaultdict(float)
+    for event in profiler.events() or ():
+        if event.device_type.name == "CUDA":
+            times[event.name] += event.time_range.elapsed_us() / REPLAYS
+    return dict(times)
+
+
+def kind(name: str) -> str:
+    if MATMUL.search(name):
+        return "matmul"
+    return "attention" if ATTENTION.search(name) else "rest"
+
+
+def measure_layer(layer: MLAAttention, batch: int, keys: int, cache_format: str, queries: int = 1) -> dict[str, Any]:
+    cache, metadata = decode_step(batch, keys, cache_format, queries)
+    hidden = torch.randn(batch * queries, V3.hidden_size, dtype=DTYPE, device=DEVICE)
+
+    def step() -> torch.Tensor:
+        return layer(hidden, cache, metadata, cache_format=cache_format)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    step_us = timing.device_microseconds(graph.replay)
+    host_us = timing.host_microseconds(step)
+    kernels = kernel_microseconds(graph)
+    parts: dict[str, float] = collections.defaultdict(float)
+    for name, us in kernels.items():
+        parts[kind(name)] += us
+    total = sum(parts.values())
+    return {
+        "what": "layer",
+        "batch": batch,
+        "keys": keys,
+        "queries": queries,
+        "cache_format": cache_format,
+        "step_us": step_us,
+        "host_us_without_graph": host_us,
+        "matmul_us": parts["matmul"],
+        "attention_us": parts["attention"],
+        "rest_us": parts["rest"],
+        "rest_share": parts["rest"] / total,
+        # Of the step, also the time between kernels.
+        "outside_share": 1 - (parts["matmul"] + parts["attention"]) / step_us,
+        "kernels": {name[:70]: round(us, 2) for name, us in sorted(kernels.items(), key=lambda item: -item[1])},
+    }
+
+
+def measure_stock(batch: int, keys: int) -> dict[str, Any]:
+    """transformers' DeepseekV3Attention with its DynamicCache of latents, one more token."""
+    from transformers import DeepseekV3Config, DynamicCache
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as host
+
+    config = DeepseekV3Config()
+    config._attn_implementation = "sdpa"
+    with torch.device(DEVICE):
+        module = host.DeepseekV3Attention(config, layer_idx=0).to(DTYPE).eval().requires_grad_(False)
+        rope = host.DeepseekV3RotaryEmbedding(config)
+        hidden = torch.randn(batch, 1, config.hidden_size, dtype=DTYPE)
+        latent = torch.randn(batch, 1, keys - 1, config.kv_lora_rank, dtype=DTYPE)
+        k_rope = torch.randn(batch, 1, keys - 1, config.qk_rope_head_dim, dtype=DTYPE)
+        positions = rope(hidden, torch.full((batch, 1), keys - 1))
+    cache = DynamicCache()
+    cache.update(latent, k_rope, 0)
+
+    @torch.no_grad()
+    def step() -> None:
+        module(hidden, position_embeddings=positions, attention_mask=None, past_key_values=cache)
+        cache.crop(-1)
+
+    return {"what": "transformers", "batch": batch, "keys": keys, "step_us": timing.device_microseconds(step)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--keys", type=int, default=8192)
+    parser.add_argument("--stock-batch", type=int, default=8, help="requests that transformers' module is given")
+    parser.add_argument("--json", help="append one JSON line a result to this file")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    layer = random_layer()
+    results = [measure_layer(layer, arguments.batch, arguments.keys, name) for name in ("bf16", "v32")]
+    results.append(measure_layer(layer, arguments.batch, arguments.keys, "bf16", queries=2))
+    results.append(measure_layer(layer, arguments.stock_batch, arguments.keys, "bf16"))
+    del layer
+    torch.cuda.empty_cache()
+    results.append(measure_stock(arguments.stock_batch, arguments.keys))
+    torch.cuda.empty_cache()
+    ceilings = timing.measure_ceilings(DEVICE)
+    facts = dataclasses.asdict(environment.describe(DEVICE)) | dataclasses.asdict(ceilings)
+    for result in results:
+        for name, us in result.get("kernels", {}).items():
+            print(f"    {kind(name):10}{us:9.2f} us  {name}")
+        print("  ".join(f"{key} {_shown(value)}" for key, value in result.items() if key != "kernels"))
+        if arguments.json:
+            with open(arguments.json, "a") as file:
+                file.write(json.dumps(result | facts) + "\n")
+    print("  ".join(f"{key} {_shown(value)}" for key, value in facts.items()))
+
+
+def _shown(value: Any) -> str:
+    return (
+        f"{value:.3g}"
+        if isinstance(value, float) and value < 1
+        else f"{value:.1f}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""``MLAAttention``: the layer between a model's hidden states and the attention kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flashlatte import checks, dispatch
+from flashlatte.kv_cache import CacheFormat
+from flashlatte.kv_cache.codec import as_cache
+from flashlatte.layers import checkpoint
+from flashlatte.layers.absorbed import up_projections
+from flashlatte.layers.cache import LatentCache
+from flashlatte.layers.config import MLAConfig
+from flashlatte.layers.forward import forward
+from flashlatte.layers.metadata import MLAMetadata
+from flashlatte.layers.rope import Rotary, table
+
+
+class MLAAttention(nn.Module):
+    """Multi-head Latent Attention over a paged cache: prefill in multi-head form, decode absorbed, in one batch.
+
+    Parameters have transformers' names. For inference: no gradient flows through it.
+
+    Args:
+        config: sizes of the whole layer.
+        heads: (first, last): only heads ``first`` to ``last`` - 1, a tensor-parallel shard. Its output is a partial
+            one: those of all shards sum to the layer's. The part of each token that all heads share (the latent) is
+            computed, and cached, by every shard.
+        backend: of the decode operation: "hopper", "portable" or "reference"; None chooses.
+        dtype, device: of the parameters, which are not initialised.
+
+    Raises:
+        TypeError, ValueError: a head range that the layer does not have, or an unknown backend.
+    """
+
+    def __init__(
+        self,
+        config: MLAConfig,
+        *,
+        heads: tuple[int, int] | None = None,
+        backend: str | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        first, last = (0, config.num_attention_heads) if heads is None else heads
+        if not 0 <= first < last <= config.num_attention_heads:
+            raise ValueError(
+                f"heads must be a range within the layer's {config.num_attention_heads} heads, got {heads}"
+            )
+        if backend is not None:
+            checks.choice("backend", backend, dispatch.backends())
+        self.config = config
+        self.heads = (first, last)
+        self.backend = backend
+        self.q_lora_rank = config.q_lora_rank
+        self.kv_lora_rank = config.kv_lora_rank
+        self.qk_nope_head_dim = config.qk_nope_head_dim
+        self.qk_rope_head_dim = config.qk_rope_head_dim
+        self.v_head_dim = config.v_head_dim
+        self.scaling = config.softmax_scale
+
+        def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
+            made: Any = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, dtype=dtype, device=device or "cpu")
+            return made
+
+        count, hidden, bias = last - first, config.hidden_size, config.attention_bias
+        if config.q_lora_rank is None:
+            self.q_proj = linear(hidden, count * config.qk_head_dim)
+        else:
+            self.q_a_proj = linear(hidden, config.q_lora_rank, bias)
+            self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, config.norm_eps, dtype=dtype, device=device)
+            self.q_b_proj = linear(config.q_lora_rank, count * config.qk_head_dim)
+        self.kv_a_proj_with_mqa = linear(hidden, config.head_dim, bias)
+        self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, config.norm_eps, dtype=dtype, device=device)
+        self.kv_b_proj = linear(config.kv_lora_rank, count * (config.qk_nope_head_dim + config.v_head_dim))
+        # A bias is added once: by the first shard.
+        self.o_proj = linear(count * config.v_head_dim, hidden, bias and first == 0)
+        self.requires_grad_(False)
+
+    @property
+    def w_uk(self) -> torch.Tensor:
+        """W_UK [h, nope, latent], a view of kv_b_proj's weight, so that there is one copy, which follows updates."""
+        return up_projections(self.kv_b_proj.weight, self.qk_nope_head_dim, self.v_head_dim)[0]
+
+    @property
+    def w_uv(self) -> torch.Tensor:
+        """W_UV [h, v, latent], a view likewise."""
+        return up_projections(self.kv_b_proj.weight, self.qk_nope_head_dim, self.v_head_dim)[1]
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy weights in, by transformers' names below ``self_attn`` ("q_a_proj.weight", …), of the whole layer.
+
+        A shard takes its heads' part. Float8 weights with a ``weight_scale_inv`` of 128 x 128 blocks beside them, as
+        in DeepSeek-V3's checkpoints, are dequantised. Names that the layer has no use for are passed over.
+
+        Raises:
+            ValueError: a weight is missing or has another shape; names all that are wrong.
+        """
+        checkpoint.load_weights(self, self.config, self.heads, weights)
+
+    def load_checkpoint(self, path: str | Path, layer: int) -> None:
+        """Load a layer of a DeepSeek-V2 or V3 checkpoint: a safetensors file, or a directory with such files.
+
+        Raises:
+            FileNotFoundError, ModuleNotFoundError, ValueError: nothing to read, safetensors not installed, or as
+                ``load_weights``.
+        """
+        self.load_weights(checkpoint.read_layer(path, layer))
+
+    @torch.no_grad()
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: MLAMetadata,
+        *,
+        cache_format: str | CacheFormat | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        indices: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of a flat batch; its tokens' latents go into the cache.
+
+        Args:
+            hidden: [tokens, hidden_size], tokens of decode requests first.
+            cache: [pages, page_size, 1, width], this layer's.
+            metadata: of the step, as ``MLAMetadataBuilder`` makes it.
+            cache_format: inferred from the cache if None.
+            k_scale: the scale of format ``fp8``.
+            indices: int32 or int64 [tokens, topk], slots that each token attends to (sparse attention, not with
+                ``fp8``), which must be of its request's tokens up to its own; others select nothing. None: all.
+
+        Returns:
+            [tokens, hidden_size]; of a shard, its part of the sum.
+
+        Raises:
+            TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        """
+        config = self.config
+        dtype, device = self.kv_b_proj.weight.dtype, self.kv_b_proj.weight.device
+        checks.tensor("hidden", hidden, (metadata.num_tokens, config.hidden_size), (dtype,), device)
+        pages, layout = as_cache(cache, cache_format)
+        self._check_cache(pages, layout, k_scale)
+        if metadata.max_seq_len > config.rope.max_position:
+            raise ValueError(
+                f"metadata has a request of {metadata.max_seq_len} tokens, and the config's rope.max_position is "
+                f"{config.rope.max_position}"
+            )
+        if indices is not None:
+            checks.tensor("indices", indices, (metadata.num_tokens, "topk"), checks.INDEX_DTYPES, device)
+        rotary = Rotary(
+            table(config.rope, config.qk_rope_head_dim, device), metadata.positions, config.rope.layout == "interleaved"
+        )
+        latents = LatentCache(pages, layout, config.kv_lora_rank, k_scale)
+        return forward(self, hidden, latents, metadata, rotary, indices=indices, backend=self.backend)
+
+    def _check_cache(self, pages: torch.Tensor, layout: CacheFormat, k_scale: float | torch.Tensor | None) -> None:
+        config = self.config
+        if pages.device != self.kv_b_proj.weight.device:
+            raise ValueError(f"cache must be on {self.kv_b_proj.weight.device} like the weights, got {pages.device}")
+        if layout.head_dim != config.head_dim or (layout.fixed_split and layout.rope_dim != config.qk_rope_head_dim):
+            raise ValueError(
+                f"cache of format {layout.name} has rows of {layout.head_dim}, and the layer's are kv_lora_rank "
+                f"{config.kv_lora_rank} and qk_rope_head_dim {config.qk_rope_head_dim}"
+            )
+        if k_scale is not None and not layout.takes_scale:
+            raise ValueError(f"k_scale belongs to cache format fp8, got {layout.name}")

@@ -1,0 +1,274 @@
+"""From a serving engine's view of a batch to an ``MLAMetadata``, in device buffers that stay where they are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from flashlatte import checks
+from flashlatte.kv_cache import get_format, to_cache_indices
+from flashlatte.layers.absorbed import MAX_ABSORBED_QUERIES
+from flashlatte.layers.metadata import DecodePart, MLAMetadata, PrefillPart, plan_chunks, selects_every_token
+
+WORKSPACE_TOKENS = 4096
+
+Numbers = Sequence[int] | torch.Tensor
+
+
+class MLAMetadataBuilder:
+    """Makes the metadata of step after step.
+
+    The decode part, positions and slots lie in buffers of this object, which ``build`` overwrites: a CUDA graph that
+    was captured with the metadata of one decode step replays for the next step of as many requests and tokens, once
+    ``build`` was called for it. So only the last metadata built is valid.
+
+    Args:
+        page_size: tokens in a page.
+        max_requests, max_tokens: of a step.
+        max_seq_len: tokens that a request may come to.
+        device: of the cache.
+        cache_format: of the cache; ``v32`` and ``model1`` need the slots of every token.
+        num_pages: pages of the cache, to find pages and slots beyond it; None to not look.
+        workspace_tokens: cached tokens that prefill looks at together. A layer holds their rows, and their keys and
+            values of all its heads: (nope + rope) + (nope + v) numbers a head and token.
+        max_decode_queries: requests of at most so many new tokens, as far as they come first, are the decode part.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        max_requests: int,
+        max_tokens: int,
+        max_seq_len: int,
+        device: torch.device | str,
+        *,
+        cache_format: str = "bf16",
+        num_pages: int | None = None,
+        workspace_tokens: int = WORKSPACE_TOKENS,
+        max_decode_queries: int = MAX_ABSORBED_QUERIES,
+    ) -> None:
+        self.page_size = checks.positive_int("page_size", page_size)
+        self.max_requests = checks.positive_int("max_requests", max_requests)
+        self.max_tokens = checks.positive_int("max_tokens", max_tokens)
+        self.max_seq_len = checks.positive_int("max_seq_len", max_seq_len)
+        self.workspace_tokens = checks.positive_int("workspace_tokens", workspace_tokens)
+        self.num_pages = None if num_pages is None else checks.positive_int("num_pages", num_pages)
+        if max_decode_queries != 0:
+            checks.positive_int("max_decode_queries", max_decode_queries)
+        self.max_decode_queries = max_decode_queries
+        self.max_pages = -(-max_seq_len // page_size)
+        selects = selects_every_token(get_format(cache_format).name)
+        # Made in inference mode they could not be overwritten outside of it.
+        with torch.inference_mode(False), torch.device(device):
+            self._positions = torch.zeros(max_tokens, dtype=torch.int64)
+            self._slots = torch.full((max_tokens,), -1, dtype=torch.int64)
+            self._table = torch.zeros(max_requests, self.max_pages, dtype=torch.int32)
+            self._seq_lens = torch.zeros(max_requests, dtype=torch.int32)
+            self._padded = torch.zeros(max_requests * max(max_decode_queries, 1), dtype=torch.int64)
+            self._places = torch.zeros(max_tokens, dtype=torch.int64)
+            self._seen = torch.zeros(max_requests * max(max_decode_queries, 1), dtype=torch.int32)
+            width = self.max_pages * page_size if selects else 0
+            self._every_slot = torch.zeros(max_requests, width, dtype=torch.int32)
+
+    @property
+    def device(self) -> torch.device:
+        return self._table.device
+
+    def build(
+        self,
+        query_start_loc: Numbers,
+        seq_lens: Numbers,
+        block_table: torch.Tensor,
+        slot_mapping: torch.Tensor | None = None,
+        *,
+        pad_requests_to: int | None = None,
+    ) -> MLAMetadata:
+        """The metadata of a step of n requests.
+
+        Args:
+            query_start_loc: n + 1 ints, where each request's new tokens begin in the flat batch. Decode requests
+                first.
+            seq_lens: n ints, tokens of each request, new ones included. Both are read on the host: a tensor on a GPU
+                costs a synchronisation.
+            block_table: int32 or int64 [n, pages], the pages of each request in order. On the CPU, the pages that a
+                request reaches are checked.
+            slot_mapping: int32 or int64 [tokens], where each new token goes; below 0 it is not stored. By default,
+                where ``block_table`` has it. On the CPU, slots are checked.
+            pad_requests_to: add empty requests of the decode part's number of tokens, whose slots are -1, up to so
+                many: for a captured graph of that size. Only for a step whose requests are all decode requests with
+                one number of tokens.
+
+        Raises:
+            TypeError, ValueError: arguments of a wrong type or shape, beyond what the builder was made for, or that
+                contradict each other.
+        """
+        starts, lengths = _ints("query_start_loc", query_start_loc), _ints("seq_lens", seq_lens)
+        query_lens = self._check_lengths(starts, lengths)
+        self._check_block_table(block_table, lengths)
+        tokens, requests = starts[-1], len(lengths)
+        decoding = self._decode_requests(query_lens)
+        pads = self._pads(pad_requests_to, query_lens, decoding)
+        positions = torch.tensor(
+            [p for count, length in zip(query_lens, lengths, strict=True) for p in range(length - count, length)]
+        )
+        self._positions[:tokens].copy_(positions)
+        columns = min(block_table.shape[1], self.max_pages)
+        self._table[:requests, :columns].copy_(block_table[:, :columns])
+        if slot_mapping is None:
+            ids = torch.repeat_interleave(torch.arange(requests), torch.tensor(query_lens)).to(self.device)
+            table = self._table[:requests]
+            slot_mapping = to_cache_indices(
+                self._positions[:tokens], table, self.page_size, request_ids=ids, dtype=torch.int64
+            )
+        else:
+            self._check_slots(slot_mapping, tokens)
+        self._slots[:tokens].copy_(slot_mapping)
+        self._seq_lens[:requests].copy_(torch.tensor(lengths, dtype=torch.int32))
+        if pads:
+            self._seq_lens[requests : requests + pads] = 0
+            self._positions[tokens : tokens + pads * query_lens[0]] = 0
+            self._slots[tokens : tokens + pads * query_lens[0]] = -1
+        total = tokens + pads * query_lens[0]
+        return MLAMetadata(
+            num_tokens=total,
+            num_decode_tokens=starts[decoding] + total - tokens,
+            max_seq_len=max(lengths),
+            positions=self._positions[:total],
+            slot_mapping=self._slots[:total],
+            decode=self._decode_part(query_lens[:decoding], pads) if decoding else None,
+            prefill=self._prefill_part(query_lens, lengths, decoding) if decoding < requests else None,
+        )
+
+    def _decode_part(self, query_lens: list[int], pads: int) -> DecodePart:
+        requests, queries = len(query_lens) + pads, max(query_lens)
+        table, seq_lens = self._table[:requests], self._seq_lens[:requests]
+        padded = places = every_slot = seen = None
+        if min(query_lens) < queries:
+            padded, places = self._ragged(query_lens, queries)
+        if self._every_slot.shape[1]:
+            position = torch.arange(self._every_slot.shape[1], device=self.device)
+            every_slot = self._every_slot[:requests]
+            every_slot.copy_(to_cache_indices(position.expand(requests, -1), table, self.page_size))
+            seen = self._seen[: requests * queries].view(requests, queries)
+            later = torch.arange(queries - 1, -1, -1, device=self.device)
+            seen.copy_((seq_lens[:, None] - later).clamp(min=0))
+        return DecodePart(queries, table, seq_lens, padded, places, every_slot, seen)
+
+    def _ragged(self, query_lens: list[int], queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``DecodePart.padded`` and ``places``."""
+        padded, places, token = [], [], 0
+        for request, count in enumerate(query_lens):
+            padded += [token] * (queries - count) + list(range(token, token + count))
+            places += range((request + 1) * queries - count, (request + 1) * queries)
+            token += count
+        self._padded[: len(padded)].copy_(torch.tensor(padded))
+        self._places[:token].copy_(torch.tensor(places))
+        return self._padded[: len(padded)], self._places[:token]
+
+    def _prefill_part(self, query_lens: list[int], lengths: list[int], decoding: int) -> PrefillPart:
+        query_lens, lengths = query_lens[decoding:], lengths[decoding:]
+        contexts = [length - count for length, count in zip(lengths, query_lens, strict=True)]
+        starts = [0, *itertools.accumulate(query_lens)]
+        table = self._table[decoding : decoding + len(lengths)]
+        return PrefillPart(
+            torch.tensor(starts, dtype=torch.int32).to(self.device),
+            max(query_lens),
+            plan_chunks(query_lens, contexts, table, self.workspace_tokens) if any(contexts) else (),
+        )
+
+    def _decode_requests(self, query_lens: list[int]) -> int:
+        for index, count in enumerate(query_lens):
+            if count > self.max_decode_queries:
+                return index
+        return len(query_lens)
+
+    def _pads(self, wanted: int | None, query_lens: list[int], decoding: int) -> int:
+        requests = len(query_lens)
+        if wanted is None:
+            return 0
+        if checks.positive_int("pad_requests_to", wanted) < requests or wanted > self.max_requests:
+            raise ValueError(f"pad_requests_to must be from {requests} to {self.max_requests}, got {wanted}")
+        if decoding < requests or len(set(query_lens)) > 1:
+            raise ValueError("pad_requests_to needs a step of decode requests with one number of tokens each")
+        if wanted * query_lens[0] > self.max_tokens:
+            raise ValueError(f"pad_requests_to makes {wanted * query_lens[0]} tokens of at most {self.max_tokens}")
+        return wanted - requests
+
+    def _check_lengths(self, starts: list[int], lengths: list[int]) -> list[int]:
+        """Tokens of each request."""
+        if not 1 <= len(lengths) <= self.max_requests:
+            raise ValueError(f"seq_lens must have 1 to {self.max_requests} (max_requests) entries, got {len(lengths)}")
+        if len(starts) != len(lengths) + 1:
+            raise ValueError(
+                f"query_start_loc must have {len(lengths) + 1} entries, one more than seq_lens, got {len(starts)}"
+            )
+        if starts[0] != 0:
+            raise ValueError(f"query_start_loc must begin with 0, got {starts[0]}")
+        query_lens = [stop - start for start, stop in itertools.pairwise(starts)]
+        for request, (count, length) in enumerate(zip(query_lens, lengths, strict=True)):
+            if count < 1:
+                raise ValueError(
+                    f"query_start_loc must increase, got {starts[request]} and then {starts[request + 1]} "
+                    f"(request {request})"
+                )
+            if length < count:
+                raise ValueError(
+                    f"seq_lens must count a request's new tokens too: request {request} has {count} of them "
+                    f"and seq_lens says {length}"
+                )
+            if length > self.max_seq_len:
+                raise ValueError(
+                    f"seq_lens must be at most max_seq_len {self.max_seq_len}, request {request} has {length}"
+                )
+        if starts[-1] > self.max_tokens:
+            raise ValueError(f"query_start_loc must end at most at max_tokens {self.max_tokens}, got {starts[-1]}")
+        return query_lens
+
+    def _check_block_table(self, block_table: torch.Tensor, lengths: list[int]) -> None:
+        checks.tensor("block_table", block_table, (len(lengths), "pages"), checks.INDEX_DTYPES, unit_last_stride=False)
+        needed = [-(-length // self.page_size) for length in lengths]
+        if max(needed) > block_table.shape[1]:
+            request = needed.index(max(needed))
+            raise ValueError(
+                f"block_table must have {max(needed)} pages for the {lengths[request]} tokens of request {request}, "
+                f"got {block_table.shape[1]}"
+            )
+        if block_table.device.type != "cpu" or self.num_pages is None:
+            return
+        reached = torch.arange(block_table.shape[1]) < torch.tensor(needed)[:, None]
+        wrong = (reached & ((block_table < 0) | (block_table >= self.num_pages))).nonzero()
+        if wrong.numel():
+            request, column = wrong[0].tolist()
+            raise ValueError(
+                f"block_table must hold pages from 0 to {self.num_pages - 1}, request {request} has "
+                f"{int(block_table[request, column])} at {column}"
+            )
+
+    def _check_slots(self, slot_mapping: torch.Tensor, tokens: int) -> None:
+        checks.tensor("slot_mapping", slot_mapping, (tokens,), checks.INDEX_DTYPES, unit_last_stride=False)
+        if slot_mapping.device.type != "cpu" or self.num_pages is None:
+            return
+        slots = self.num_pages * self.page_size
+        wrong = (slot_mapping >= slots).nonzero()
+        if wrong.numel():
+            token = int(wrong[0])
+            raise ValueError(
+                f"slot_mapping must hold slots of the cache, below {slots}, or negative ones for tokens that are not "
+                f"stored, got {int(slot_mapping[token])} for token {token}"
+            )
+
+
+def _ints(name: str, values: Numbers) -> list[int]:
+    if isinstance(values, torch.Tensor):
+        if values.dim() != 1 or values.dtype not in checks.INDEX_DTYPES:
+            raise TypeError(
+                f"{name} must be ints or a 1-D int32 or int64 tensor, got {values.dtype} {list(values.shape)}"
+            )
+        return values.tolist()
+    result = list(values)
+    for value in result:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must hold ints, got {value!r}")
+    return result

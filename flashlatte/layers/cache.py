@@ -1,0 +1,54 @@
+"""One layer's paged cache: its pages, their format and what goes with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flashlatte import kv_cache
+from flashlatte.kv_cache import CacheFormat
+
+
+@dataclass(frozen=True)
+class LatentCache:
+    """Latent rows [latent | rope] in pages.
+
+    Attributes:
+        pages: [pages, page_size, 1, width].
+        layout: their format.
+        latent_dim: numbers of a row before the rope part.
+        scale: the scale of format ``fp8``; None for others.
+    """
+
+    pages: torch.Tensor
+    layout: CacheFormat
+    latent_dim: int
+    scale: float | torch.Tensor | None = None
+
+    @property
+    def page_size(self) -> int:
+        return self.pages.shape[1]
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.layout.fixed_split or self.layout.takes_scale
+
+    @property
+    def value_dim(self) -> int:
+        """Leading numbers of a row that decode takes as its value: the latent, and with ``model1`` the whole row."""
+        return self.layout.head_dim if self.layout.name == "model1" else self.latent_dim
+
+    def write(self, slot_mapping: torch.Tensor, rows: torch.Tensor) -> None:
+        kv_cache.write(self.pages, slot_mapping, rows, cache_format=self.layout, scale=self.scale)
+
+    def query_dtype(self, dtype: torch.dtype, reference: bool = False) -> torch.dtype:
+        """The dtype of queries over this cache, for hidden states of ``dtype``.
+
+        A cache that is not quantised takes queries of its own dtype, a quantised one those of the model. But float32
+        queries of a quantised cache go to a GPU's kernels as bf16, which rounds less than the cache did.
+        """
+        if not self.is_quantised:
+            return self.layout.record_dtype
+        for_kernels = dtype == torch.float32 and self.pages.device.type != "cpu" and not reference
+        return torch.bfloat16 if for_kernels else dtype

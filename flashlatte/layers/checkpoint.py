@@ -1,0 +1,102 @@
+"""Weights of an MLA layer from a checkpoint: found, checked, dequantised, and cut to a shard's heads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from flashlatte.layers.config import MLAConfig
+
+BLOCK = 128
+_SCALE = "_scale_inv"
+_INDEX = "model.safetensors.index.json"
+
+
+def read_layer(path: str | Path, layer: int) -> dict[str, torch.Tensor]:
+    """The tensors of a layer's ``self_attn``, by their names below it, on the CPU.
+
+    Raises:
+        FileNotFoundError: there is no safetensors file.
+        ModuleNotFoundError: safetensors is not installed.
+        ValueError: no file has the layer.
+    """
+    try:
+        from safetensors import safe_open
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("this needs safetensors: pip install 'flashlatte[transformers]'") from error
+    marker = f"layers.{layer}.self_attn."
+    found = {}
+    for file in _files(Path(path), marker):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
+                prefix, _, rest = name.partition(marker)
+                if rest and (not prefix or prefix.endswith(".")):
+                    found[rest] = tensors.get_tensor(name)
+    if not found:
+        raise ValueError(f"path must hold weights of layer {layer} ({marker}…), got {path} without")
+    return found
+
+
+def _files(path: Path, marker: str) -> list[Path]:
+    """The safetensors files that can hold the layer."""
+    if path.is_file():
+        return [path]
+    index = path / _INDEX
+    if index.is_file():
+        names = json.loads(index.read_text())["weight_map"]
+        return sorted({path / file for name, file in names.items() if marker in name})
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"path must be a safetensors file or a directory with some, got {path}")
+    return files
+
+
+def load_weights(
+    module: nn.Module, config: MLAConfig, heads: tuple[int, int], weights: Mapping[str, torch.Tensor]
+) -> None:
+    """Copy a whole layer's weights into a module that has some of its heads; see ``MLAAttention.load_weights``."""
+    targets = dict(module.named_parameters())
+    missing = [name for name in targets if name not in weights]
+    if missing:
+        raise ValueError(f"weights must have {', '.join(missing)}, got {', '.join(sorted(weights)) or 'nothing'}")
+    wrong, ready = [], {}
+    for name, target in targets.items():
+        weight, axis = weights[name], _HEAD_AXES.get(name)
+        shape = list(target.shape)
+        if axis is not None:
+            shape[axis] = shape[axis] // (heads[1] - heads[0]) * config.num_attention_heads
+        if list(weight.shape) != shape:
+            wrong.append(f"{name} must have shape {shape}, got {list(weight.shape)}")
+            continue
+        scale = weights.get(name + _SCALE)
+        if weight.dtype.itemsize == 1:
+            blocks = [-(-size // BLOCK) for size in shape]
+            if scale is None or list(scale.shape) != blocks:
+                got = "none" if scale is None else str(list(scale.shape))
+                wrong.append(f"{name} is {weight.dtype} and must have {name + _SCALE} of shape {blocks}, got {got}")
+                continue
+            weight = dequantized(weight, scale)
+        if axis is not None:
+            each = shape[axis] // config.num_attention_heads
+            weight = weight.narrow(axis, heads[0] * each, target.shape[axis])
+        ready[name] = weight
+    if wrong:
+        raise ValueError("weights do not fit the layer: " + "; ".join(wrong))
+    with torch.no_grad():
+        for name, weight in ready.items():
+            targets[name].copy_(weight)
+
+
+# The axis of each weight along which the heads lie, one after the other.
+_HEAD_AXES = {"q_proj.weight": 0, "q_b_proj.weight": 0, "kv_b_proj.weight": 0, "o_proj.weight": 1}
+
+
+def dequantized(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """A float8 weight [m, n] times its scale of each 128 x 128 block, float32 [⌈m / 128⌉, ⌈n / 128⌉]."""
+    rows, columns = weight.shape
+    each = scale.float().repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return weight.float() * each

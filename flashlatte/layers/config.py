@@ -1,0 +1,225 @@
+"""What a model's MLA layer is made of: its sizes and its rotary embedding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flashlatte import checks
+
+LAYOUTS = ("interleaved", "half")
+# LongCat, MiniCPM3 and others scale latents or queries besides.
+MODEL_TYPES = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "kimi_k2",
+    "youtu",
+)
+# transformers' DeepseekV2 always pairs neighbours; the later models say rope_interleave, true where they do not.
+_ALWAYS_INTERLEAVED = ("deepseek_v2",)
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN (arXiv:2309.00071) as DeepSeek and transformers compute it.
+
+    Attributes:
+        factor: by which the context is longer than the original one.
+        original_max_position: the context the model was trained on first.
+        beta_fast, beta_slow: rotations over the original context between which a frequency is blended.
+        mscale, mscale_all_dim: cos and sin are scaled by the quotient of get_mscale of the two, and the softmax
+            scale by the square of get_mscale(factor, mscale_all_dim).
+        attention_factor: the scale of cos and sin, if given; else from mscale and mscale_all_dim.
+        truncate: whether the blended range of frequencies ends at whole dims.
+    """
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    @property
+    def rotation_scale(self) -> float:
+        """What cos and sin are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return get_mscale(self.factor, self.mscale) / get_mscale(self.factor, self.mscale_all_dim)
+        return get_mscale(self.factor, 1.0)
+
+    @property
+    def softmax_factor(self) -> float:
+        """What the softmax scale is multiplied by."""
+        return get_mscale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+
+def get_mscale(factor: float, mscale: float) -> float:
+    """0.1 · mscale · ln(factor) + 1, and 1 for a factor up to 1."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A rotary embedding.
+
+    Attributes:
+        theta: base of the frequencies.
+        layout: which dims a frequency turns: "interleaved" 2i and 2i + 1, "half" i and i + dim / 2.
+        max_position: positions 0 to max_position - 1 can be rotated.
+        yarn: extension of the context, or None.
+    """
+
+    theta: float = 10000.0
+    layout: str = "interleaved"
+    max_position: int = 4096
+    yarn: Yarn | None = None
+
+    def __post_init__(self) -> None:
+        checks.choice("layout", self.layout, LAYOUTS)
+        checks.positive_int("max_position", self.max_position)
+        if not checks.number("theta", self.theta) > 1:
+            raise ValueError(f"theta must be above 1, got {self.theta}")
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Sizes of an MLA layer (DeepSeek-V2, arXiv:2405.04434, §2.1), under the names that transformers gives them.
+
+    Attributes:
+        hidden_size: width of the model.
+        num_attention_heads: query heads, of the whole layer.
+        kv_lora_rank: width of the latent.
+        qk_nope_head_dim, qk_rope_head_dim: the two parts of a head's query and key.
+        v_head_dim: width of a head's value.
+        q_lora_rank: width of the query's latent; None if the query is projected at once.
+        rope: the rotary embedding.
+        norm_eps: of the two RMSNorms.
+        attention_bias: whether q_a_proj, kv_a_proj_with_mqa and o_proj have a bias.
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    q_lora_rank: int | None = None
+    rope: Rope = Rope()
+    norm_eps: float = 1e-6
+    attention_bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            "hidden_size",
+            "num_attention_heads",
+            "kv_lora_rank",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+        ):
+            checks.positive_int(name, getattr(self, name))
+        if self.q_lora_rank is not None:
+            checks.positive_int("q_lora_rank", self.q_lora_rank)
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim must be even, got {self.qk_rope_head_dim}")
+        checks.flag("attention_bias", self.attention_bias)
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a cache row: latent and rope."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """qk_head_dim^-0.5, times YaRN's factor."""
+        scale = self.qk_head_dim**-0.5
+        return scale if self.rope.yarn is None else scale * self.rope.yarn.softmax_factor
+
+    @staticmethod
+    def from_transformers(config: Any) -> MLAConfig:
+        """The config of a transformers model, or the content of a checkpoint's ``config.json`` as a mapping.
+
+        Raises:
+            ValueError: it has no ``kv_lora_rank`` (another attention), lacks a size, is of a model whose attention
+                is not known to be this one, or has a rope_type other than "default" and "yarn".
+        """
+        fields = dict(config) if isinstance(config, Mapping) else config.to_dict()
+        fields = fields.get("text_config") or fields
+        if fields.get("model_type", MODEL_TYPES[0]) not in MODEL_TYPES and fields.get("kv_lora_rank") is not None:
+            raise ValueError(
+                f"model_type must be one of {', '.join(MODEL_TYPES)}, whose MLA is known to be this one, "
+                f"got {fields['model_type']!r}: make an MLAConfig by hand if it is"
+            )
+        if fields.get("kv_lora_rank") is None:
+            raise ValueError(f"config must be an MLA model's, with kv_lora_rank, got model_type {_model_type(fields)}")
+        missing = [name for name in _REQUIRED if fields.get(name) is None]
+        if missing:
+            raise ValueError(f"config must have {', '.join(missing)}, got model_type {_model_type(fields)} without")
+        return MLAConfig(
+            **{name: fields[name] for name in _REQUIRED},
+            q_lora_rank=fields.get("q_lora_rank"),
+            rope=_rope(fields),
+            attention_bias=bool(fields.get("attention_bias", False)),
+        )
+
+
+_REQUIRED = (
+    "hidden_size",
+    "num_attention_heads",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
+
+
+def _model_type(fields: Mapping[str, Any]) -> Any:
+    return fields.get("model_type", "(none)")
+
+
+def _rope(fields: Mapping[str, Any]) -> Rope:
+    """RoPE from ``rope_parameters`` (transformers 5) or from ``rope_theta`` and ``rope_scaling`` (checkpoints)."""
+    scaling = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ("default", "yarn"):
+        raise ValueError(f"rope_type must be default or yarn, got {kind!r}")
+    interleaved = fields.get("rope_interleave")
+    if interleaved is None or fields.get("model_type") in _ALWAYS_INTERLEAVED:
+        interleaved = True
+    max_position = fields.get("max_position_embeddings", 4096)
+    return Rope(
+        theta=float(scaling.get("rope_theta", fields.get("rope_theta", 10000.0))),
+        layout="interleaved" if interleaved else "half",
+        max_position=max_position,
+        yarn=_yarn(scaling, max_position) if kind == "yarn" else None,
+    )
+
+
+def _yarn(scaling: Mapping[str, Any], max_position: int) -> Yarn:
+    original = scaling.get("original_max_position_embeddings")
+    if original is None:
+        raise ValueError("rope_type yarn must have original_max_position_embeddings, got none")
+    factor = scaling.get("factor")
+    return Yarn(
+        factor=float(max_position / original if factor is None else factor),
+        original_max_position=original,
+        beta_fast=scaling.get("beta_fast") or 32.0,
+        beta_slow=scaling.get("beta_slow") or 1.0,
+        mscale=scaling.get("mscale") or 0.0,
+        mscale_all_dim=scaling.get("mscale_all_dim") or 0.0,
+        attention_factor=scaling.get("attention_factor"),
+        truncate=scaling.get("truncate", True),
+    )

@@ -1,0 +1,126 @@
+"""The forward pass of an MLA layer, for whatever module has the projections under transformers' names."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from flashlatte.layers.absorbed import fold_query, unfold_value, up_projections
+from flashlatte.layers.cache import LatentCache
+from flashlatte.layers.decode import attend_pages
+from flashlatte.layers.elementwise import latent_rows, rotate_heads
+from flashlatte.layers.metadata import MLAMetadata
+from flashlatte.layers.prefill import Expansion, attend_heads
+from flashlatte.layers.rope import Rotary
+
+
+class Projections(Protocol):
+    """An MLA module: this package's, or one of transformers' (DeepseekV2, DeepseekV3, Glm4MoeLite, …).
+
+    Either ``q_a_proj``, ``q_a_layernorm`` and ``q_b_proj``, or ``q_proj`` (if ``q_lora_rank`` is None); and
+    ``kv_a_proj_with_mqa``, ``kv_a_layernorm``, ``kv_b_proj``, ``o_proj``. The heads are those that the projections
+    have, which may be a part of the layer's.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    scaling: float
+    q_proj: Any
+    q_a_proj: Any
+    q_a_layernorm: Any
+    q_b_proj: Any
+    kv_a_proj_with_mqa: Any
+    kv_a_layernorm: Any
+    kv_b_proj: Any
+    o_proj: Any
+
+
+def forward(
+    module: Projections,
+    hidden: torch.Tensor,
+    cache: LatentCache,
+    metadata: MLAMetadata,
+    rotary: Rotary,
+    *,
+    indices: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Attention of a flat batch [T, hidden_size], written to the cache on the way: [T, hidden_size].
+
+    Args:
+        rotary: the rotation of the T tokens.
+        indices: int [T, topk], the slots that each token attends to, all in absorbed form; None: every token of its
+            request up to its own.
+        backend: of the decode operation.
+    """
+    query, rows = project(module, hidden, rotary, cache, metadata.slot_mapping)
+    tokens, heads = query.shape[:2]
+    out = query.new_empty(tokens, heads, module.v_head_dim)
+    absorbed = tokens if indices is not None else metadata.num_decode_tokens
+    if absorbed:
+        _attend_absorbed(module, query[:absorbed], cache, metadata, rotary, indices, backend, out[:absorbed])
+    if absorbed < tokens and metadata.prefill is not None:
+        query = query[absorbed:]
+        rotate_query(module, query, rotary.part(absorbed))
+        expand = Expansion(
+            module.kv_b_proj, module.kv_lora_rank, module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
+        )
+        attend_heads(query, rows[absorbed:], cache, metadata.prefill, expand, module.scaling, out[absorbed:])
+    return module.o_proj(out.flatten(1))
+
+
+def project(
+    module: Projections, hidden: torch.Tensor, rotary: Rotary, cache: LatentCache, slot_mapping: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries [T, h, nope + rope], not rotated yet, and the tokens' rows [T, latent + rope], in the cache by then."""
+    kv_norm = module.kv_a_layernorm
+    query_latent: dict[str, Any] = {}
+    if module.q_lora_rank is not None:
+        norm = module.q_a_layernorm
+        query_latent = {"q_a": module.q_a_proj(hidden), "q_weight": norm.weight, "q_eps": _eps(norm)}
+    # A cache that is not quantised takes the rows in passing; the others have kernels of their own.
+    target: dict[str, Any] = {} if cache.is_quantised else {"cache": cache.pages, "slot_mapping": slot_mapping}
+    rows, q_a = latent_rows(
+        module.kv_a_proj_with_mqa(hidden), kv_norm.weight, rotary, _eps(kv_norm), **query_latent, **target
+    )
+    if cache.is_quantised:
+        cache.write(slot_mapping, rows)
+    query = module.q_proj(hidden) if q_a is None else module.q_b_proj(q_a)
+    return query.unflatten(-1, (-1, module.qk_nope_head_dim + module.qk_rope_head_dim)), rows
+
+
+def rotate_query(module: Projections, query: torch.Tensor, rotary: Rotary) -> None:
+    """Rotate queries [T, h, nope + rope] in place."""
+    rope = query[..., module.qk_nope_head_dim :]
+    rotate_heads(rope, rotary, out=rope)
+
+
+def _attend_absorbed(
+    module: Projections,
+    query: torch.Tensor,
+    cache: LatentCache,
+    metadata: MLAMetadata,
+    rotary: Rotary,
+    indices: torch.Tensor | None,
+    backend: str | None,
+    out: torch.Tensor,
+) -> None:
+    """Attention of queries [T, h, nope + rope] over the cache, into ``out`` [T, h, v]."""
+    tokens, heads = query.shape[:2]
+    w_uk, w_uv = up_projections(module.kv_b_proj.weight, module.qk_nope_head_dim, module.v_head_dim)
+    q_nope, q_rope = query.split((module.qk_nope_head_dim, module.qk_rope_head_dim), dim=-1)
+    folded = query.new_empty(tokens, heads, module.kv_lora_rank + module.qk_rope_head_dim)
+    fold_query(q_nope, w_uk, out=folded[..., : module.kv_lora_rank])
+    rotate_heads(q_rope, rotary.part(0, tokens), out=folded[..., module.kv_lora_rank :])
+    folded = folded.to(cache.query_dtype(query.dtype, reference=backend == "reference"))
+    latent = attend_pages(folded, cache, metadata.decode, indices, module.scaling, backend)
+    unfold_value(latent[..., : module.kv_lora_rank].to(query.dtype), w_uv, out)
+
+
+def _eps(norm: Any) -> float:
+    """Of an RMSNorm of PyTorch or of transformers."""
+    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps

@@ -1,0 +1,109 @@
+"""Attention in multi-head form: new tokens among themselves, and over what is cached, chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from flashlatte import kv_cache
+from flashlatte.layers.cache import LatentCache
+from flashlatte.layers.metadata import ContextChunk, PrefillPart
+from flashlatte.ops.dense_prefill import dense_prefill
+from flashlatte.ops.merge_states import merge_states
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """How cache rows become keys and values of every head.
+
+    Attributes:
+        kv_b: kv_b_proj: latents [n, latent] to [n, h · (nope + v)].
+        latent_dim, nope_dim, rope_dim, v_dim: the layer's sizes.
+    """
+
+    kv_b: Callable[[torch.Tensor], torch.Tensor]
+    latent_dim: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+
+    def __call__(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [n, latent + rope] as keys [n, h, nope + rope] and values [n, h, v]."""
+        latent, rope = rows.split((self.latent_dim, self.rope_dim), dim=-1)
+        per_head = self.kv_b(latent).unflatten(-1, (-1, self.nope_dim + self.v_dim))
+        tokens, heads = per_head.shape[:2]
+        keys = per_head.new_empty(tokens, heads, self.nope_dim + self.rope_dim)
+        keys[..., : self.nope_dim] = per_head[..., : self.nope_dim]
+        keys[..., self.nope_dim :] = rope[:, None]
+        return keys, per_head[..., self.nope_dim :]
+
+
+def attend_heads(
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    cache: LatentCache,
+    part: PrefillPart,
+    expand: Expansion,
+    softmax_scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Attention of the prefill part, into ``out`` [T, h, v].
+
+    New tokens see each other causally, as they are; earlier tokens of their requests come from the cache, as many at a
+    time as the chunks of ``part`` say, and their part of the softmax is folded in. Which chunks there are changes the
+    order of sums and how often 16-bit results are rounded, and nothing else.
+
+    Args:
+        query: [T, h, nope + rope], rotated.
+        rows: [T, latent + rope], cache rows of the new tokens.
+    """
+    keys, values = expand(rows)
+    _, lse = dense_prefill(
+        query,
+        keys,
+        values,
+        part.cu_seqlens,
+        part.cu_seqlens,
+        part.max_queries,
+        part.max_queries,
+        softmax_scale=softmax_scale,
+        causal=True,
+        out=out,
+    )
+    del keys, values
+    for chunk in part.chunks:
+        if chunk.first == chunk.last:
+            continue
+        new_out, new_lse = _attend_chunk(query[chunk.first : chunk.last], cache, chunk, expand, softmax_scale)
+        so_far, so_far_lse = out[chunk.first : chunk.last], lse[chunk.first : chunk.last]
+        merged, merged_lse = merge_states((so_far, new_out), (so_far_lse, new_lse))
+        so_far.copy_(merged)
+        so_far_lse.copy_(merged_lse)
+
+
+def _attend_chunk(
+    query: torch.Tensor, cache: LatentCache, chunk: ContextChunk, expand: Expansion, softmax_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = kv_cache.gather(
+        cache.pages,
+        chunk.block_table,
+        chunk.cu_keys,
+        cache_format=cache.layout,
+        scale=cache.scale,
+        seq_starts=chunk.starts,
+        total_tokens=chunk.tokens,
+        dtype=query.dtype,
+    )
+    keys, values = expand(rows)
+    return dense_prefill(
+        query,
+        keys,
+        values,
+        chunk.cu_queries,
+        chunk.cu_keys,
+        chunk.max_queries,
+        chunk.max_keys,
+        softmax_scale=softmax_scale,
+    )

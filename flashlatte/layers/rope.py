@@ -1,0 +1,73 @@
+"""Rotary embedding: the table of cosines and sines, and what a step's tokens are rotated by."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from flashlatte.layers.config import Rope, Yarn
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The rotation of a step's tokens.
+
+    Attributes:
+        table: float32 [n, rope_dim], cosines and then sines of each frequency.
+        positions: int32 or int64 [tokens], the table's row of each token. A position outside it takes the nearest.
+        interleaved: whether a frequency turns dims 2i and 2i + 1; else i and i + rope_dim / 2.
+        halves: whether the turned pairs are put at i and i + rope_dim / 2 whatever ``interleaved`` says, as
+            transformers' DeepseekV3 does. Queries and keys need only agree.
+    """
+
+    table: torch.Tensor
+    positions: torch.Tensor
+    interleaved: bool
+    halves: bool = False
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of each token: float32 [tokens, rope_dim / 2] each."""
+        row = self.table[self.positions.long().clamp(0, self.table.shape[0] - 1)]
+        cosine, sine = row.chunk(2, dim=-1)
+        return cosine, sine
+
+    def part(self, start: int, stop: int | None = None) -> Rotary:
+        """The rotation of tokens ``start`` to ``stop``."""
+        return Rotary(self.table, self.positions[start:stop], self.interleaved, self.halves)
+
+
+def inverse_frequencies(rope: Rope, rope_dim: int) -> torch.Tensor:
+    """theta^(-2i / rope_dim), blended by YaRN with the same over its factor: float32 [rope_dim / 2]."""
+    powers = rope.theta ** (torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim)
+    if rope.yarn is None:
+        return 1.0 / powers
+    kept = 1 - _ramp(rope.yarn, rope.theta, rope_dim)
+    return 1.0 / (rope.yarn.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+def _ramp(yarn: Yarn, theta: float, rope_dim: int) -> torch.Tensor:
+    """How far each frequency is interpolated, from 0 (turns often in the original context) to 1."""
+
+    def dim_that_turns(times: float) -> float:
+        return rope_dim * math.log(yarn.original_max_position / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dim_that_turns(yarn.beta_fast), dim_that_turns(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope_dim - 1)
+    if low == high:
+        high += 0.001
+    return ((torch.arange(rope_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+
+
+@functools.lru_cache(maxsize=16)
+def table(rope: Rope, rope_dim: int, device: torch.device) -> torch.Tensor:
+    """Cosines and sines of all positions, float32 [max_position, rope_dim]; one for all layers of a model."""
+    # A table made in inference mode could not serve a graph that is captured outside of it.
+    with torch.inference_mode(False):
+        angles = torch.arange(rope.max_position, dtype=torch.float32)[:, None] * inverse_frequencies(rope, rope_dim)
+        scale = 1.0 if rope.yarn is None else rope.yarn.rotation_scale
+        return (torch.cat((angles.cos(), angles.sin()), dim=-1) * scale).to(device)

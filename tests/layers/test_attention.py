@@ -1,0 +1,156 @@
+"""``MLAAttention`` against transformers' own modules, in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import itertools
+
+from layers.stock import MODELS, Engine, assert_like_stock, assert_within, hidden_states, layer_like, stock
+
+from flashlatte.layers import MLAConfig
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    return stock(request.param)
+
+
+def test_prefill(model):
+    engine = Engine(layer_like(model), hidden_states((37, 1, 20)), max_decode_queries=0)
+    engine.step({0: 37, 1: 1, 2: 20})
+    assert_like_stock(model, engine)
+
+
+@pytest.mark.parametrize("workspace", [1, 7, 64, 4096])
+def test_prefill_in_parts_over_chunked_context(model, workspace):
+    engine = Engine(
+        layer_like(model), hidden_states((50, 9, 41)), max_decode_queries=0, workspace_tokens=workspace, page_size=8
+    )
+    engine.step({0: 20, 2: 5})
+    engine.step({2: 16, 0: 17, 1: 9})
+    engine.step({0: 13, 2: 20})
+    assert_like_stock(model, engine)
+
+
+def test_decode_after_prefill(model):
+    engine = Engine(layer_like(model), hidden_states((53, 45, 41)))
+    engine.step({0: 13, 1: 5, 2: 1})
+    for _ in range(40):
+        engine.step({0: 1, 1: 1, 2: 1})
+    assert_like_stock(model, engine)
+
+
+def test_mixed_batches_of_decode_and_prefill(model):
+    engine = Engine(layer_like(model), hidden_states((40, 30, 60, 25)), max_decode_queries=2, workspace_tokens=16)
+    engine.step({0: 11})
+    engine.step({0: 1, 2: 25})
+    engine.step({0: 1, 1: 30, 2: 20})
+    engine.step({2: 1, 0: 1, 3: 25})
+    engine.step({0: 2, 2: 2})
+    assert_like_stock(model, engine)
+
+
+def test_speculative_decode_of_three_tokens(model):
+    engine = Engine(layer_like(model), hidden_states((30, 22)), max_decode_queries=3)
+    engine.step({0: 9, 1: 4})
+    for _ in range(6):
+        engine.step({0: 3, 1: 3})
+    assert_like_stock(model, engine)
+
+
+def test_decode_requests_with_different_numbers_of_tokens(model):
+    engine = Engine(layer_like(model), hidden_states((30, 22, 40)), max_decode_queries=3)
+    engine.step({0: 9, 1: 4, 2: 6})
+    engine.step({0: 3, 1: 1, 2: 2})
+    engine.step({1: 2, 0: 3, 2: 10})
+    assert_like_stock(model, engine)
+
+
+def test_rejected_speculation_is_overwritten():
+    model = stock("v3")
+    engine = Engine(layer_like(model), hidden_states((30,)))
+    engine.step({0: 20})
+    draft = engine.sequences[0].clone()
+    engine.sequences[0][21:23] = 7.0
+    engine.step({0: 3})
+    # Two of the three were wrong.
+    engine.outputs[0][-1] = engine.outputs[0][-1][:1]
+    engine.done[0] -= 2
+    engine.sequences[0] = draft
+    engine.step({0: 3})
+    assert_like_stock(model, engine)
+
+
+def test_a_prefix_that_two_requests_share():
+    model = stock("v3")
+    first, second = hidden_states((40, 40))
+    second[:16] = first[:16]
+    engine = Engine(layer_like(model), (first, second), page_size=8, max_decode_queries=1)
+    engine.step({0: 40})
+    engine.table[1, :2] = engine.table[0, :2]
+    engine.done[1] = 16
+    engine.step({1: 24})
+    expected = model(second)[16:]
+    assert_within(engine.results()[1], expected)
+
+
+def test_tokens_without_a_slot_are_not_stored():
+    model = stock("v3")
+    engine = Engine(layer_like(model), hidden_states((12,)), page_size=4, max_decode_queries=0)
+    metadata = engine.builder.build([0, 12], [12], engine.table, torch.tensor([*range(8), -1, -1, -1, -1]))
+    out = engine.layer(engine.sequences[0], engine.cache, metadata)
+    assert_within(out, model(engine.sequences[0]))
+    assert int(engine.cache.isnan().any(dim=-1).sum()) == 4
+
+
+@pytest.mark.parametrize("shards", [(0, 4), (0, 1, 4), (0, 2, 3, 4)])
+@pytest.mark.parametrize("name", ["v2-lite", "v3-half-bias"])
+def test_shards_of_heads_sum_to_the_layer(name, shards):
+    model, sequences = stock(name), hidden_states((30, 20))
+    total: torch.Tensor | float = 0.0
+    for first, last in itertools.pairwise(shards):
+        engine = Engine(layer_like(model, heads=(first, last)), sequences, max_decode_queries=1, workspace_tokens=8)
+        engine.step({0: 12, 1: 19})
+        engine.step({1: 1, 0: 18})
+        total = total + torch.cat(engine.results())
+    assert isinstance(total, torch.Tensor)
+    assert_within(total, torch.cat([model(sequence) for sequence in sequences]))
+
+
+@pytest.mark.parametrize(("name", "topk"), [("v3", 40), ("glm4", 5)])
+def test_given_indices_select_what_is_attended_to(name, topk):
+    """Of a mask that leaves some tokens out, the stock module's result."""
+    model = stock(name)
+    (hidden,) = hidden_states((24,))
+    engine = Engine(layer_like(model), (hidden,), page_size=8)
+    generator = torch.Generator().manual_seed(3)
+    kept = (torch.rand(24, 24, generator=generator) < 0.5).tril() | torch.eye(24, dtype=torch.bool)
+    positions = torch.where(kept, torch.arange(24), -1).sort(dim=1, descending=True).values
+    positions = torch.nn.functional.pad(positions, (0, 40), value=-1)[:, :topk]
+    chosen = torch.zeros(24, 25, dtype=torch.bool).scatter(1, positions.where(positions >= 0, 24), True)[:, :24]
+    slots = torch.where(positions < 0, -1, engine.table[0][positions.clamp(min=0) // 8] * 8 + positions % 8)
+    engine.step({0: 20}, indices=slots[:20])
+    engine.step({0: 4}, indices=slots[20:])
+    rotation = model.rope(hidden[None], torch.arange(24)[None])
+    mask = torch.zeros(24, 24).masked_fill(~chosen, -torch.inf)[None, None]
+    with torch.no_grad():
+        expected = model.module(hidden[None], position_embeddings=rotation, attention_mask=mask)[0][0]
+    assert_within(engine.results()[0], expected)
+
+
+def test_w_uk_and_w_uv_are_views_of_kv_b():
+    layer = layer_like(stock("v3"))
+    storage = layer.kv_b_proj.weight.untyped_storage().data_ptr()
+    assert layer.w_uk.untyped_storage().data_ptr() == layer.w_uv.untyped_storage().data_ptr() == storage
+    assert layer.w_uk.shape == (4, 16, 32)
+    assert layer.w_uv.shape == (4, 12, 32)
+    per_head = torch.cat((layer.w_uk, layer.w_uv), dim=1).flatten(0, 1)
+    assert torch.equal(per_head, layer.kv_b_proj.weight)
+
+
+def test_softmax_scale_of_the_stock_module(model):
+    assert MLAConfig.from_transformers(model.config).softmax_scale == pytest.approx(model.module.scaling, rel=1e-12)

@@ -1,0 +1,138 @@
+"""Weights from safetensors checkpoints: plain, float8 with block scales, missing and misshapen."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from flashlatte.layers import MLAAttention, MLAConfig
+from flashlatte.layers.checkpoint import dequantized
+
+CONFIG = MLAConfig(160, 2, 136, 8, 4, 8, q_lora_rank=24, attention_bias=True)
+LITE = MLAConfig(160, 2, 136, 8, 4, 8)
+
+
+def random_weights(config=CONFIG, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    layer = MLAAttention(config)
+    return {name: torch.randn(weight.shape, generator=generator) for name, weight in layer.named_parameters()}
+
+
+@pytest.fixture
+def save(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+
+    def write(weights, file="model.safetensors", prefix="model.layers.3.self_attn."):
+        named = {prefix + name: weight.contiguous() for name, weight in weights.items()}
+        safetensors.save_file(named | {"model.layers.13.self_attn.o_proj.weight": torch.zeros(2)}, tmp_path / file)
+        return tmp_path
+
+    return write
+
+
+def assert_loaded(layer, weights):
+    for name, weight in layer.named_parameters():
+        assert torch.equal(weight, weights[name]), name
+
+
+@pytest.mark.parametrize("config", [CONFIG, LITE], ids=["q_lora", "no_q_lora"])
+def test_a_layer_of_a_file_and_of_a_directory(save, config):
+    weights = random_weights(config)
+    directory = save(weights)
+    for path in (directory, directory / "model.safetensors", str(directory)):
+        layer = MLAAttention(config)
+        layer.load_checkpoint(path, 3)
+        assert_loaded(layer, weights)
+
+
+def test_a_layer_over_several_files_with_an_index(save):
+    weights = random_weights()
+    names = list(weights)
+    for file, part in (("a.safetensors", names[:4]), ("b.safetensors", names[4:])):
+        directory = save({name: weights[name] for name in part}, file)
+    where = {
+        f"model.layers.3.self_attn.{name}": "a.safetensors" if name in names[:4] else "b.safetensors" for name in names
+    }
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    layer = MLAAttention(CONFIG)
+    layer.load_checkpoint(directory, 3)
+    assert_loaded(layer, weights)
+
+
+def test_float8_weights_are_scaled_by_the_block(save):
+    weights = random_weights()
+    stored = {}
+    for name, weight in weights.items():
+        if not name.startswith(("q_a_proj.weight", "kv_b_proj.weight", "o_proj.weight")):
+            stored[name] = weight
+            continue
+        blocks = [-(-size // 128) for size in weight.shape]
+        stored[name] = weight.to(torch.float8_e4m3fn)
+        stored[name + "_scale_inv"] = torch.rand(blocks) + 0.5
+    layer = MLAAttention(CONFIG, dtype=torch.bfloat16)
+    layer.load_checkpoint(save(stored), 3)
+    for name, weight in layer.named_parameters():
+        scale = stored.get(name + "_scale_inv")
+        expected = stored[name] if scale is None else dequantized(stored[name], scale)
+        assert torch.equal(weight, expected.bfloat16()), name
+
+
+def test_dequantised_blocks():
+    weight = torch.ones(130, 257).to(torch.float8_e4m3fn)
+    scale = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    result = dequantized(weight, scale)
+    assert result[[0, 127, 128, 129], [0, 128, 127, 256]].tolist() == [1.0, 2.0, 4.0, 6.0]
+
+
+def test_a_shard_takes_its_heads(save):
+    weights = random_weights()
+    layer = MLAAttention(CONFIG, heads=(1, 2))
+    layer.load_checkpoint(save(weights), 3)
+    assert torch.equal(layer.q_b_proj.weight, weights["q_b_proj.weight"][12:])
+    assert torch.equal(layer.kv_b_proj.weight, weights["kv_b_proj.weight"][16:])
+    assert torch.equal(layer.o_proj.weight, weights["o_proj.weight"][:, 8:])
+    assert torch.equal(layer.q_a_proj.weight, weights["q_a_proj.weight"])
+    assert layer.o_proj.bias is None
+
+
+def test_missing_weights_are_named():
+    weights = random_weights()
+    del weights["kv_a_layernorm.weight"], weights["o_proj.bias"]
+    with pytest.raises(ValueError, match=r"weights must have (kv_a_layernorm.weight|o_proj.bias), (o_proj|kv_a)"):
+        MLAAttention(CONFIG).load_weights(weights)
+
+
+def test_misshapen_weights_are_all_named_and_none_is_loaded():
+    layer = MLAAttention(CONFIG)
+    layer.load_weights(random_weights(seed=1))
+    weights = random_weights()
+    weights["q_b_proj.weight"] = torch.zeros(24, 25)
+    weights["kv_b_proj.weight"] = torch.zeros(32, 136).to(torch.float8_e4m3fn)
+    message = (
+        r"q_b_proj.weight must have shape \[24, 24\], got \[24, 25\]; kv_b_proj.weight is torch.float8_e4m3fn and "
+        r"must have kv_b_proj.weight_scale_inv of shape \[1, 2\], got none"
+    )
+    with pytest.raises(ValueError, match=message):
+        layer.load_weights(weights)
+    assert_loaded(layer, random_weights(seed=1))
+
+
+def test_a_layer_that_is_not_there(save):
+    with pytest.raises(ValueError, match=r"path must hold weights of layer 1 \(layers.1.self_attn.…\)"):
+        MLAAttention(CONFIG).load_checkpoint(save(random_weights()), 1)
+
+
+def test_no_file(tmp_path):
+    pytest.importorskip("safetensors")
+    with pytest.raises(FileNotFoundError, match="path must be a safetensors file or a directory with some"):
+        MLAAttention(CONFIG).load_checkpoint(tmp_path, 0)
+
+
+def test_without_safetensors(monkeypatch, tmp_path):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'flashlatte\[transformers\]'"):
+        MLAAttention(CONFIG).load_checkpoint(tmp_path, 0)

@@ -1,0 +1,118 @@
+"""``MLAConfig`` from transformers' configs and from checkpoints' JSON, and its rotary embedding."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+from flashlatte.layers.config import MLAConfig, Rope, Yarn
+from flashlatte.layers.rope import inverse_frequencies, table
+
+# What deepseek-ai/DeepSeek-V3's config.json says of attention.
+V3_JSON = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "attention_bias": False,
+}
+
+
+def test_from_a_checkpoints_json():
+    config = MLAConfig.from_transformers(V3_JSON)
+    assert config == MLAConfig(
+        7168,
+        128,
+        q_lora_rank=1536,
+        rope=Rope(10000.0, "interleaved", 163840, Yarn(40.0, 4096, mscale=1.0, mscale_all_dim=1.0)),
+    )
+    assert (config.head_dim, config.qk_head_dim) == (576, 192)
+    # mscale 0.1 ln 40 + 1 = 1.3689, squared, over √192.
+    assert config.softmax_scale == pytest.approx(1.368888**2 / 192**0.5, rel=1e-5)
+
+
+def test_json_and_transformers_say_the_same():
+    transformers = pytest.importorskip("transformers")
+    from_object = MLAConfig.from_transformers(transformers.DeepseekV3Config(**copy.deepcopy(V3_JSON)))
+    assert from_object == MLAConfig.from_transformers(V3_JSON)
+
+
+def test_a_text_config_inside():
+    config = MLAConfig.from_transformers({"model_type": "kimi_k25", "text_config": V3_JSON | {"model_type": "kimi_k2"}})
+    assert config.num_attention_heads == 128
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_lora_rank": None}, "config must be an MLA model's, with kv_lora_rank, got model_type deepseek_v3"),
+        ({"v_head_dim": None, "hidden_size": None}, "config must have hidden_size, v_head_dim"),
+        ({"model_type": "longcat_flash"}, "model_type must be one of .*deepseek_v2.*, got 'longcat_flash'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type must be default or yarn, got 'linear'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "must have original_max_position_embeddings"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim must be even, got 63"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
+        ({"rope_theta": 1.0}, "theta must be above 1, got 1.0"),
+    ],
+)
+def test_what_is_no_mla_config_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        MLAConfig.from_transformers(V3_JSON | changes)
+
+
+def test_a_layout_that_does_not_exist():
+    with pytest.raises(ValueError, match="layout must be one of interleaved, half, got 'neox'"):
+        Rope(layout="neox")
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "default", "rope_theta": 5000.0},
+        {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        {"rope_type": "yarn", "factor": 4.0, "mscale": 0.707, "mscale_all_dim": 1.3, "beta_fast": 16, "beta_slow": 2},
+        {"rope_type": "yarn", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25},
+        {"rope_type": "yarn", "factor": 4.0, "truncate": False},
+    ],
+    ids=str,
+)
+def test_the_table_is_transformers(scaling):
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
+
+    if scaling["rope_type"] == "yarn":
+        scaling = {"rope_theta": 10000.0, "original_max_position_embeddings": 4096} | scaling
+    host_config = transformers.DeepseekV3Config(max_position_embeddings=8192, rope_parameters=scaling)
+    cosine, sine = DeepseekV3RotaryEmbedding(host_config)(torch.zeros(1), torch.arange(8192)[None])
+    rope = MLAConfig.from_transformers(host_config).rope
+    expected = torch.cat((cosine[0, :, :32], sine[0, :, :32]), dim=-1)
+    torch.testing.assert_close(table(rope, 64, torch.device("cpu")), expected, rtol=0, atol=1e-6)
+
+
+def test_frequencies_without_yarn():
+    frequencies = inverse_frequencies(Rope(theta=100.0), 4)
+    torch.testing.assert_close(frequencies, torch.tensor([1.0, 0.1]))
+
+
+def test_one_table_for_all_layers():
+    rope, device = Rope(max_position=32), torch.device("cpu")
+    assert table(rope, 8, device) is table(dataclasses.replace(rope), 8, device)
