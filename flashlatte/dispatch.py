@@ -89,6 +89,13 @@ class Implementation:
     sparse: bool | None = None
     sinks: bool = True
 
+    _needs: tuple[Callable[[Implementation, Call], str | None], ...] = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # The checks of what it states: most state little, and a call should cost little.
+        needs = tuple(check for name, check in _CHECKS.items() if getattr(self, name) != _UNSTATED[name])
+        object.__setattr__(self, "_needs", needs)
+
     def refusal(self, call: Call) -> str | None:
         """Why this implementation cannot serve the call, or None if it can."""
         if call.dtype not in self.dtypes:
@@ -102,11 +109,6 @@ class Implementation:
             if (reason := need(self, call)) is not None:
                 return reason
         return self.refuses(call) if self.refuses is not None else None
-
-    @functools.cached_property
-    def _needs(self) -> tuple[Callable[[Implementation, Call], str | None], ...]:
-        """The checks of what it states: most state little, and a call should cost little."""
-        return tuple(check for name, check in _CHECKS.items() if getattr(self, name) != _UNSTATED[name])
 
 
 def _wrong_format(needs: Implementation, call: Call) -> str | None:
