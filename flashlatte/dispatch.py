@@ -303,6 +303,8 @@ def _triton_refusal(device_type: str) -> str | None:
 
 def _capability_refusal(device: torch.device, required: tuple[int, int]) -> str | None:
     wanted = f"needs compute capability {required[0]}.{required[1]}"
+    if interpreting():
+        return f"{wanted}, which Triton's interpreter (TRITON_INTERPRET=1) is not"
     if device.type != "cuda" or torch.version.hip is not None:
         return f"{wanted} (an NVIDIA GPU), and the tensors are on {device}"
     major, minor = compute_capability(device)

@@ -23,6 +23,8 @@ _REMEMBERED = 4096
 # PyTorch's number for the first GPU; the CPU has -1.
 _FIRST_DEVICE = 0
 _UNKNOWN: Any = object()
+# Other subclasses may mean something else by an operation.
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _forget: list[Callable[[], None]] = []
@@ -48,9 +50,9 @@ def repeats_launches(function: _Function) -> _Function:
         tensors: list[torch.Tensor] = []
         key: list[Any] = [*kwargs]
         for value in (*args, *kwargs.values()):
-            if type(value) is torch.Tensor:
+            if isinstance(value, torch.Tensor):
                 device = value.get_device()
-                if device < _FIRST_DEVICE:
+                if device < _FIRST_DEVICE or type(value) not in _PLAIN_TENSORS:
                     return function(*args, **kwargs)
                 tensors.append(value)
                 key += (value.shape, value.stride(), value.dtype, device, value.data_ptr() % 16)

@@ -140,6 +140,25 @@ def test_tensors_that_share_memory_are_not_confused(add: Add) -> None:
     assert torch.equal(result, a + b)
 
 
+def test_a_parameter_is_a_tensor(add: Add) -> None:
+    call, ran = operation(add)
+    for _ in range(2):
+        a, b = numbers(add, 4), torch.nn.Parameter(numbers(add, 4), requires_grad=False)
+        (result,) = call(a, b)
+        assert torch.equal(result, a + b)
+    assert len(ran) == 1
+
+
+def test_other_subclasses_run_anew(add: Add) -> None:
+    class Marked(torch.Tensor):
+        pass
+
+    call, ran = operation(add)
+    for _ in range(2):
+        call(numbers(add, 4), numbers(add, 4).as_subclass(Marked))
+    assert len(ran) == 2
+
+
 @pytest.mark.parametrize("beside", ["before", "after"])
 def test_work_beside_launches_is_never_left_out(add: Add, beside: str) -> None:
     def work(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, number: float) -> None:

@@ -13,25 +13,8 @@ from flashlatte.repeat import repeats_launches
 from flashlatte.torch_op import register_op
 
 OPERATION = "dense_decode"
+# A row is one tile in shared memory.
 _PORTABLE_MAX_HEAD_DIM = 1024
-
-
-def _refuses_portable(call: dispatch.Call) -> str | None:
-    if call.head_dim is not None and call.head_dim > _PORTABLE_MAX_HEAD_DIM:
-        return f"holds whole rows in shared memory, of up to {_PORTABLE_MAX_HEAD_DIM} numbers, not {call.head_dim}"
-    return None
-
-
-def _refuses_hopper(call: dispatch.Call) -> str | None:
-    if call.cache_format not in ("bf16", "fp16"):
-        return f"reads caches in q's dtype, not {call.cache_format}"
-    if call.page_size is not None and call.page_size % 64:
-        return f"takes pages of a multiple of 64 tokens, not {call.page_size}"
-    if (call.head_dim, call.head_dim_v) not in ((576, 512), (512, 512)):
-        return f"takes rows of 576 or 512 numbers and values of 512, not {call.head_dim} and {call.head_dim_v}"
-    if not call.rows_aligned:
-        return "takes caches whose rows begin at multiples of 16 bytes"
-    return None
 
 
 dispatch.register(
@@ -42,14 +25,17 @@ dispatch.register(
         (torch.bfloat16, torch.float16),
         needs_triton=True,
         capability=(9, 0),
-        refuses=_refuses_hopper,
+        cache_formats=("bf16", "fp16"),
+        page_multiple=64,
+        head_dims=((576, 512), (512, 512)),
+        aligned_rows=True,
     ),
     dispatch.Implementation(
         "portable",
         "flashlatte.ops.dense_decode.portable:dense_decode",
         (torch.bfloat16, torch.float16),
         needs_triton=True,
-        refuses=_refuses_portable,
+        max_head_dim=_PORTABLE_MAX_HEAD_DIM,
     ),
     dispatch.Implementation("reference", "flashlatte.ops.dense_decode.reference:dense_decode", checks.FLOAT_DTYPES),
 )

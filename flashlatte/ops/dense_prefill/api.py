@@ -15,25 +15,9 @@ OPERATION = "dense_prefill"
 BACKWARD = "dense_prefill_backward"
 # A window's side without a bound, for implementations.
 UNLIMITED = 2**31 - 1
-PORTABLE_MAX_HEAD_DIM = 256
-HOPPER_HEAD_DIMS = ((192, 128), (128, 128))
-
-
-def _refuses_hopper(call: dispatch.Call) -> str | None:
-    if (call.head_dim, call.head_dim_v) not in HOPPER_HEAD_DIMS:
-        return f"takes head dims 192 with 128 and 128 with 128, not {call.head_dim} with {call.head_dim_v}"
-    if not call.rows_aligned:
-        return "takes q, k and v whose rows begin at multiples of 16 bytes"
-    if dispatch.interpreting():
-        return "is written in Gluon, which Triton's interpreter does not run"
-    return None
-
-
-def _refuses_portable(call: dispatch.Call) -> str | None:
-    widest = max(call.head_dim or 0, call.head_dim_v or 0)
-    if widest > PORTABLE_MAX_HEAD_DIM:
-        return f"holds whole rows in shared memory, of up to {PORTABLE_MAX_HEAD_DIM} numbers, not {widest}"
-    return None
+# A row is one tile in shared memory.
+_PORTABLE_MAX_HEAD_DIM = 256
+_HOPPER_HEAD_DIMS = ((192, 128), (128, 128))
 
 
 for _operation, _module, _function in ((OPERATION, "forward", "forward"), (BACKWARD, "backward", "backward")):
@@ -45,14 +29,15 @@ for _operation, _module, _function in ((OPERATION, "forward", "forward"), (BACKW
             (torch.bfloat16, torch.float16),
             needs_triton=True,
             capability=(9, 0),
-            refuses=_refuses_hopper,
+            head_dims=_HOPPER_HEAD_DIMS,
+            aligned_rows=True,
         ),
         dispatch.Implementation(
             "portable",
             f"flashlatte.ops.dense_prefill.portable:{_function}",
             (torch.bfloat16, torch.float16),
             needs_triton=True,
-            refuses=_refuses_portable,
+            max_head_dim=_PORTABLE_MAX_HEAD_DIM,
         ),
         dispatch.Implementation(
             "reference",

@@ -13,26 +13,13 @@ from flashlatte.repeat import repeats_launches
 from flashlatte.torch_op import register_op
 
 OPERATION = "sparse_decode"
-PORTABLE_MAX_HEAD_DIM = 1024
+# A row is one tile in shared memory.
+_PORTABLE_MAX_HEAD_DIM = 1024
 
 
 def _refuses_portable(call: dispatch.Call) -> str | None:
-    if call.head_dim is not None and call.head_dim > PORTABLE_MAX_HEAD_DIM:
-        return f"holds whole rows in shared memory, of up to {PORTABLE_MAX_HEAD_DIM} numbers, not {call.head_dim}"
     if call.cache_format == "v32" and call.head_dim_v is not None and call.head_dim_v > 512:
         return f"takes v32's 512 latent numbers as values, not {call.head_dim_v}"
-    return None
-
-
-def _refuses_hopper(call: dispatch.Call) -> str | None:
-    widths = {"v32": (576,), "model1": (512,), "bf16": (576, 512)}.get(call.cache_format or "", ())
-    if call.head_dim not in widths or call.head_dim_v != 512:
-        return (
-            "takes v32, model1, and bf16 caches of head dims 576 and 512, with head_dim_v 512, not "
-            f"{call.cache_format} of {call.head_dim} with {call.head_dim_v}"
-        )
-    if not call.rows_aligned:
-        return "takes bf16 caches whose rows begin at multiples of 16 bytes"
     return None
 
 
@@ -44,13 +31,16 @@ dispatch.register(
         (torch.bfloat16,),
         needs_triton=True,
         capability=(9, 0),
-        refuses=_refuses_hopper,
+        cache_formats=("v32", "model1", "bf16"),
+        head_dims=((576, 512), (512, 512)),
+        aligned_rows=True,
     ),
     dispatch.Implementation(
         "portable",
         "flashlatte.ops.sparse_decode.portable:sparse_decode",
         (torch.bfloat16, torch.float16),
         needs_triton=True,
+        max_head_dim=_PORTABLE_MAX_HEAD_DIM,
         refuses=_refuses_portable,
     ),
     dispatch.Implementation("reference", "flashlatte.ops.sparse_decode.reference:sparse_decode", checks.FLOAT_DTYPES),

@@ -11,23 +11,8 @@ from flashlatte.repeat import repeats_launches
 from flashlatte.torch_op import register_op
 
 OPERATION = "sparse_prefill"
-PORTABLE_MAX_HEAD_DIM = 1024
-
-
-def _refuses_hopper(call: dispatch.Call) -> str | None:
-    if call.head_dim not in (576, 512) or call.head_dim_v != 512:
-        return f"takes head dims 576 and 512 with d_v 512, not {call.head_dim} with {call.head_dim_v}"
-    if not call.rows_aligned:
-        return "takes q and kv whose rows begin at multiples of 16 bytes"
-    if dispatch.interpreting():
-        return "is written in Gluon, which Triton's interpreter does not run"
-    return None
-
-
-def _refuses_portable(call: dispatch.Call) -> str | None:
-    if call.head_dim is not None and call.head_dim > PORTABLE_MAX_HEAD_DIM:
-        return f"holds whole rows in shared memory, of up to {PORTABLE_MAX_HEAD_DIM} numbers, not {call.head_dim}"
-    return None
+# A row is one tile in shared memory.
+_PORTABLE_MAX_HEAD_DIM = 1024
 
 
 dispatch.register(
@@ -38,14 +23,15 @@ dispatch.register(
         (torch.bfloat16, torch.float16),
         needs_triton=True,
         capability=(9, 0),
-        refuses=_refuses_hopper,
+        head_dims=((576, 512), (512, 512)),
+        aligned_rows=True,
     ),
     dispatch.Implementation(
         "portable",
         "flashlatte.ops.sparse_prefill.portable:sparse_prefill",
         (torch.bfloat16, torch.float16),
         needs_triton=True,
-        refuses=_refuses_portable,
+        max_head_dim=_PORTABLE_MAX_HEAD_DIM,
     ),
     dispatch.Implementation("reference", "flashlatte.ops.sparse_prefill.reference:sparse_prefill", checks.FLOAT_DTYPES),
 )

@@ -13,7 +13,6 @@ import torch
 from support.compile import SHARED_BYTES, Launch, Recorder, variant_key
 
 from flashlatte import checks, dispatch
-from flashlatte.ops.dense_decode import api
 
 triton = pytest.importorskip("triton")
 
@@ -217,13 +216,14 @@ def call_of(**fields: Any) -> dispatch.Call:
         ({"page_size": 96}, "96"),
         ({"page_size": 1}, "multiple of 64"),
         ({"cache_format": "fp8"}, "fp8"),
-        ({"head_dim": 192, "head_dim_v": 128}, "192 and 128"),
+        ({"head_dim": 192, "head_dim_v": 128}, "192 with 128"),
         ({"head_dim_v": 448}, "448"),
         ({"rows_aligned": False}, "16 bytes"),
     ],
 )
-def test_what_it_refuses(fields, reason):
-    refusal = api._refuses_hopper(call_of(**fields))
+def test_what_it_refuses(monkeypatch, fields, reason):
+    monkeypatch.setattr(dispatch, "compute_capability", lambda _: (9, 0))
+    refusal = {choice.backend: choice.refusal for choice in dispatch.explain(call_of(**fields))}["hopper"]
     assert refusal is None if reason is None else reason in refusal
 
 

@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from flashlatte import dense_prefill, dispatch
-from flashlatte.ops.dense_prefill import api
 from flashlatte.testing.cases import DensePrefillCase
 
 VALID = DensePrefillCase(3, 4, 6, 4, 2, head_dim=24, d_v=16, varlen=True).inputs()
@@ -73,7 +72,9 @@ def test_out_where_gradients_are_recorded():
         dense_prefill(**given, out=out)
 
 
-def test_other_head_dims_are_refused_with_the_reason():
+def test_other_head_dims_are_refused_with_the_reason(monkeypatch):
+    monkeypatch.setattr(dispatch, "compute_capability", lambda _: (9, 0))
     call = dispatch.Call("dense_prefill", torch.device("cuda"), BF16, head_dim=576, head_dim_v=512)
-    assert api._refuses_hopper(call) == "takes head dims 192 with 128 and 128 with 128, not 576 with 512"
-    assert api._refuses_portable(call) == "holds whole rows in shared memory, of up to 256 numbers, not 576"
+    reasons = {choice.backend: choice.refusal for choice in dispatch.explain(call)}
+    assert reasons["hopper"] == "takes head dims 192 with 128 or 128 with 128, not 576 with 512"
+    assert reasons["portable"] == "takes head dims up to 256, not 576"

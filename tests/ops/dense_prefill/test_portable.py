@@ -110,5 +110,5 @@ def test_no_queries_or_no_keys():
 def test_refuses_rows_that_do_not_fit():
     rows = [torch.zeros(4, 1, 264, dtype=torch.bfloat16) for _ in range(3)]
     boundaries = torch.tensor([0, 4])
-    with pytest.raises(ValueError, match="up to 256 numbers, not 264"):
+    with pytest.raises(ValueError, match="up to 256, not 264"):
         dense_prefill(*rows, boundaries, boundaries, 4, 4, backend="portable")

@@ -280,6 +280,6 @@ def test_refuses_what_it_does_not_take(monkeypatch):
     monkeypatch.setattr(dispatch, "compute_capability", lambda _: (9, 0))
     for cache_format, head_dim in (("v32", 576), ("model1", 512), ("bf16", 576), ("bf16", 512)):
         assert refusal(cache_format, head_dim) is None
-    assert "not v32 of 576 with 256" in (refusal("v32", 576, 256) or "")
-    assert "not bf16 of 48 with 32" in (refusal("bf16", 48, 32) or "")
-    assert refusal("bf16", 576, rows_aligned=False) == "takes bf16 caches whose rows begin at multiples of 16 bytes"
+    assert "not 576 with 256" in (refusal("v32", 576, 256) or "")
+    assert "not 48 with 32" in (refusal("bf16", 48, 32) or "")
+    assert refusal("bf16", 576, rows_aligned=False) == "takes tensors whose rows begin at multiples of 16 bytes"

@@ -225,5 +225,5 @@ def test_unpacks_every_number_exactly(model1):
 def test_refusals():
     with pytest.raises(ValueError, match="512 latent numbers as values, not 576"):
         sparse_decode(**replace(V32, head_dim_v=576).inputs(), backend="portable")
-    with pytest.raises(ValueError, match="up to 1024 numbers, not 1040"):
+    with pytest.raises(ValueError, match="up to 1024, not 1040"):
         sparse_decode(**replace(PLAIN, head_dim=1040).inputs(), backend="portable")

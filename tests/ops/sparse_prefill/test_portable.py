@@ -108,5 +108,5 @@ def test_same_bits_run_after_run():
 
 def test_refuses_rows_that_do_not_fit():
     arguments = replace(TOY, head_dim=1040).inputs()
-    with pytest.raises(ValueError, match="up to 1024 numbers, not 1040"):
+    with pytest.raises(ValueError, match="up to 1024, not 1040"):
         sparse_prefill(**arguments, backend="portable")
