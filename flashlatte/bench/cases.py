@@ -203,6 +203,8 @@ SPARSE_PREFILL = (
     Case(SparsePrefill(512, 64, 512, 65536), recorded=Recorded(692, 397, cool_tflops=393)),
     Case(SparsePrefill(512, 128, 1024, 8192), recorded=Recorded(1980, 555, cool_tflops=617)),
     Case(SparsePrefill(512, 128, 1024, 65536), recorded=Recorded(2073, 530, cool_tflops=545)),
+    # FlashMLA refuses fewer than 64 heads.
+    Case(SparsePrefill(576, 16, 2048, 32768)),
 )
 
 _HEADS_AND_TOKENS = ((128, 8192), (16, 32768))
@@ -216,6 +218,7 @@ DENSE_PREFILL = (
     Case(DensePrefill(192, 16, 128, 4096, causal=True, varlen=True)),
     *(Case(DensePrefillBackward(*shape)) for shape in _DENSE_PREFILL),
     Case(DensePrefillBackward(192, 16, 128, 4096, causal=True, varlen=True)),
+    Case(DensePrefillBackward(192, 1, 128, 8192, causal=True, deterministic=True)),
 )
 
 KV_CACHE = (Case(CacheWrite("v32", 65536)), Case(CacheGather("v32", 65536)))

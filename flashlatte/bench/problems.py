@@ -133,11 +133,12 @@ class DensePrefill:
 
 @dataclass(frozen=True)
 class DensePrefillBackward(DensePrefill):
+    deterministic: bool = False
     operation: ClassVar[str] = "dense_prefill_backward"
 
     @property
     def name(self) -> str:
-        return f"{super().name}-backward"
+        return f"{super().name}-backward" + ("-deterministic" if self.deterministic else "")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 import flashlatte
 from flashlatte import dispatch
-from flashlatte.bench.problems import DensePrefill
+from flashlatte.bench.problems import DensePrefill, DensePrefillBackward
 from flashlatte.bench.workloads import draw
 from flashlatte.bench.workloads.base import Outputs, Results, Workload, nan_like, spread
 from flashlatte.testing import compare
@@ -47,6 +47,7 @@ class DensePrefillWorkload(Workload):
 
     # Times that q, k, v and out, or as much, are read or written.
     _passes = 1
+    _deterministic = False
 
     @staticmethod
     def _flops(head_dim: int) -> int:
@@ -77,6 +78,7 @@ class DensePrefillWorkload(Workload):
             self.longest,
             self.longest,
             causal=self.causal,
+            deterministic=self._deterministic,
             backend=backend,
             **(outputs or {}),
         )
@@ -88,8 +90,9 @@ class DensePrefillBackwardWorkload(DensePrefillWorkload):
 
     _passes = 2
 
-    def __init__(self, problem: DensePrefill, device: torch.device) -> None:
+    def __init__(self, problem: DensePrefillBackward, device: torch.device) -> None:
         super().__init__(problem, device)
+        self._deterministic = problem.deterministic
         self.tolerances = dict.fromkeys(("dq", "dk", "dv"), compare.DENSE_PREFILL_GRADIENT)
         self._recorded = functools.lru_cache(maxsize=1)(self._record)
 
