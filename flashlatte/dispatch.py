@@ -271,8 +271,12 @@ def implementation(operation: str, backend: str) -> Callable[..., Any]:
 
 
 @torch.compiler.assume_constant_result
-@functools.cache
 def compute_capability(device: torch.device) -> tuple[int, int]:
+    return _compute_capability(device)
+
+
+@functools.cache
+def _compute_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
