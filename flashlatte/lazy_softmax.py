@@ -13,15 +13,16 @@ HEADROOM = gl.constexpr(8.0)
 
 
 @gluon.constexpr_function
-def _rescale_asm():
-    # A thread holds 128 numbers: in turn two of its first row and two of its second. Operands: 0 to 127 the numbers,
-    # also 128 to 255; 256 to 383 the factor of each.
-    multiply = [f"mul.f32 ${i}, ${i}, ${256 + (i & 2)};" for i in range(128)]
+def _rescale_asm(numbers):
+    # A thread holds in turn two numbers of its first row and two of its second. Operands: the numbers, the same again,
+    # and the factor of each.
+    factor = 2 * numbers
+    multiply = [f"mul.f32 ${i}, ${i}, ${factor + (i & 2)};" for i in range(numbers)]
     return " ".join(
         [
             "{ .reg .pred any, second;",
-            "setp.neu.f32 any, $256, 0f3F800000;",
-            "setp.neu.f32 second, $258, 0f3F800000;",
+            f"setp.neu.f32 any, ${factor}, 0f3F800000;",
+            f"setp.neu.f32 second, ${factor + 2}, 0f3F800000;",
             "or.pred any, any, second;",
             "vote.sync.any.pred any, any, 0xffffffff;",
             "@!any bra.uni DONE;",
@@ -32,16 +33,22 @@ def _rescale_asm():
 
 
 @gluon.constexpr_function
-def _rescale_constraints():
-    return ",".join(["=f"] * 128 + [str(i) for i in range(128)] + ["f"] * 128)
+def _rescale_constraints(numbers):
+    return ",".join(["=f"] * numbers + [str(i) for i in range(numbers)] + ["f"] * numbers)
 
 
 @gluon.jit
 def rescale(output, factor):
-    """``output`` [64, 256] of four warps, in the layout of a WGMMA, times ``factor`` [64, 1] of the same layout.
+    """``output`` [64, columns] of four warps, in the layout of a WGMMA, times ``factor`` [64, 1] of the same layout.
 
     Warps whose rows all have factor 1 do nothing.
     """
+    NUMBERS: gl.constexpr = output.shape[0] * output.shape[1] // 128
     return gl.inline_asm_elementwise(
-        _rescale_asm(), _rescale_constraints(), [output, factor], gl.float32, is_pure=True, pack=128
+        _rescale_asm(NUMBERS),
+        _rescale_constraints(NUMBERS),
+        [output, factor],
+        gl.float32,
+        is_pure=True,
+        pack=NUMBERS,
     )

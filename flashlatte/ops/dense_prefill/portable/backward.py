@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kv_cache.triton_fp8 import narrow, widen
-from flashlatte.ops.dense_prefill.portable.tiles import find_tile, load_tile, phases, sees
+from flashlatte.ops.dense_prefill.portable.tiles import dot_parts, find_tile, load_parts, load_tile, phases, sees
 from flashlatte.triton_attention import LOG2_E
 from flashlatte.triton_kernel import kernel
 
@@ -114,10 +114,7 @@ def keys_kernel(
     lower, upper = sees(key, s_q, shift, window_right, window_left)
     k += (k_begin.to(tl.int64) * k_stride_token + kv_head * k_stride_head) * ALIGN
     v += (k_begin.to(tl.int64) * v_stride_token + kv_head * v_stride_head) * ALIGN
-    k_a = load_tile(k, k_stride_token, first, s_k, 0, min(D, D_A), D_A, BLOCK_N, ALIGN, INTERPRETED)
-    k_b = k_a
-    if D_B > 0:
-        k_b = load_tile(k, k_stride_token, first, s_k, D_A, D - D_A, D_B, BLOCK_N, ALIGN, INTERPRETED)
+    k_a, k_b = load_parts(k, k_stride_token, first, s_k, D, D_A, D_B, BLOCK_N, ALIGN, INTERPRETED)
     value = load_tile(v, v_stride_token, first, s_k, 0, D_V, D_V_PADDED, BLOCK_N, ALIGN, INTERPRETED)
     scale = softmax_scale * LOG2_E
 
@@ -136,12 +133,8 @@ def keys_kernel(
             pair = tl.load(head_sums + row[:, None] * 2 + of_pair, mask=(row < s_q)[:, None], other=0.0)
             row_lse = tl.max(tl.where(of_pair == 0, pair, float("-inf")), axis=1)
             row_delta = tl.sum(tl.where(of_pair == 1, pair, 0.0), axis=1)
-            q_a = load_tile(head_q, q_stride_token, start, s_q, 0, min(D, D_A), D_A, BLOCK_M, ALIGN, INTERPRETED)
-            scores = tl.dot(k_a, tl.trans(q_a))  # [BLOCK_N, BLOCK_M]
-            q_b = q_a
-            if D_B > 0:
-                q_b = load_tile(head_q, q_stride_token, start, s_q, D_A, D - D_A, D_B, BLOCK_M, ALIGN, INTERPRETED)
-                scores = tl.dot(k_b, tl.trans(q_b), scores)
+            q_a, q_b = load_parts(head_q, q_stride_token, start, s_q, D, D_A, D_B, BLOCK_M, ALIGN, INTERPRETED)
+            scores = dot_parts(k_a, k_b, q_a, q_b, D_B > 0)  # [BLOCK_N, BLOCK_M]
             drow = load_tile(head_dout, dout_stride_token, start, s_q, 0, D_V, D_V_PADDED, BLOCK_M, ALIGN, INTERPRETED)
             dweights = tl.dot(value, tl.trans(drow))  # [BLOCK_N, BLOCK_M]
             weights = tl.exp2(scores * scale - row_lse[None, :])
@@ -220,10 +213,7 @@ def queries_kernel(
     dout += (q_begin.to(tl.int64) * dout_stride_token + head * dout_stride_head) * ALIGN
     k += (k_begin.to(tl.int64) * k_stride_token + kv_head * k_stride_head) * ALIGN
     v += (k_begin.to(tl.int64) * v_stride_token + kv_head * v_stride_head) * ALIGN
-    q_a = load_tile(q, q_stride_token, first, s_q, 0, min(D, D_A), D_A, BLOCK_M, ALIGN, INTERPRETED)
-    q_b = q_a
-    if D_B > 0:
-        q_b = load_tile(q, q_stride_token, first, s_q, D_A, D - D_A, D_B, BLOCK_M, ALIGN, INTERPRETED)
+    q_a, q_b = load_parts(q, q_stride_token, first, s_q, D, D_A, D_B, BLOCK_M, ALIGN, INTERPRETED)
     drow = load_tile(dout, dout_stride_token, first, s_q, 0, D_V, D_V_PADDED, BLOCK_M, ALIGN, INTERPRETED)
     pair = sums + (head * total_q + q_begin + row) * 2
     row_lse = tl.load(pair, mask=in_use, other=float("inf"))
@@ -233,12 +223,8 @@ def queries_kernel(
     dq_a = tl.zeros([BLOCK_M, D_A], tl.float32)
     dq_b = tl.zeros([BLOCK_M, D_B if D_B > 0 else 1], tl.float32)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        k_a = load_tile(k, k_stride_token, start, s_k, 0, min(D, D_A), D_A, BLOCK_N, ALIGN, INTERPRETED)
-        scores = tl.dot(q_a, tl.trans(k_a))  # [BLOCK_M, BLOCK_N]
-        k_b = k_a
-        if D_B > 0:
-            k_b = load_tile(k, k_stride_token, start, s_k, D_A, D - D_A, D_B, BLOCK_N, ALIGN, INTERPRETED)
-            scores = tl.dot(q_b, tl.trans(k_b), scores)
+        k_a, k_b = load_parts(k, k_stride_token, start, s_k, D, D_A, D_B, BLOCK_N, ALIGN, INTERPRETED)
+        scores = dot_parts(q_a, q_b, k_a, k_b, D_B > 0)  # [BLOCK_M, BLOCK_N]
         value = load_tile(v, v_stride_token, start, s_k, 0, D_V, D_V_PADDED, BLOCK_N, ALIGN, INTERPRETED)
         dweights = tl.dot(drow, tl.trans(value))  # [BLOCK_M, BLOCK_N]
         weights = tl.exp2(scores * scale - row_lse[:, None])

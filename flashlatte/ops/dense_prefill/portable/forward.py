@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from flashlatte.kv_cache.triton_fp8 import narrow
-from flashlatte.ops.dense_prefill.portable.tiles import find_tile, load_tile, phases, sees
+from flashlatte.ops.dense_prefill.portable.tiles import dot_parts, find_tile, load_parts, load_tile, phases, sees
 from flashlatte.triton_attention import LN_2, LOG2_E
 from flashlatte.triton_kernel import kernel
 
@@ -70,21 +70,15 @@ def forward_kernel(
     q += (q_begin.to(tl.int64) * q_stride_token + head.to(tl.int64) * q_stride_head) * ALIGN
     k += (k_begin.to(tl.int64) * k_stride_token + kv_head * k_stride_head) * ALIGN
     v += (k_begin.to(tl.int64) * v_stride_token + kv_head * v_stride_head) * ALIGN
-    q_a = load_tile(q, q_stride_token, first, s_q, 0, min(D, D_A), D_A, BLOCK_M, ALIGN, INTERPRETED)
-    q_b = q_a
-    if D_B > 0:
-        q_b = load_tile(q, q_stride_token, first, s_q, D_A, D - D_A, D_B, BLOCK_M, ALIGN, INTERPRETED)
+    q_a, q_b = load_parts(q, q_stride_token, first, s_q, D, D_A, D_B, BLOCK_M, ALIGN, INTERPRETED)
     scale = softmax_scale * LOG2_E
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     values = tl.zeros([BLOCK_M, D_V_PADDED], tl.float32)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        k_a = load_tile(k, k_stride_token, start, s_k, 0, min(D, D_A), D_A, BLOCK_N, ALIGN, INTERPRETED)
-        scores = tl.dot(q_a, tl.trans(k_a))  # [BLOCK_M, BLOCK_N]
-        if D_B > 0:
-            k_b = load_tile(k, k_stride_token, start, s_k, D_A, D - D_A, D_B, BLOCK_N, ALIGN, INTERPRETED)
-            scores = tl.dot(q_b, tl.trans(k_b), scores)
+        k_a, k_b = load_parts(k, k_stride_token, start, s_k, D, D_A, D_B, BLOCK_N, ALIGN, INTERPRETED)
+        scores = dot_parts(q_a, q_b, k_a, k_b, D_B > 0)  # [BLOCK_M, BLOCK_N]
         if (start < full) | (start >= partial):
             key = (start + tl.arange(0, BLOCK_N))[None, :]
             scores = tl.where((key >= lower[:, None]) & (key <= upper[:, None]), scores, float("-inf"))

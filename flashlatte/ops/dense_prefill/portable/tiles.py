@@ -86,6 +86,38 @@ def load_tile(
     return load_rows(base + stride * start * ALIGN, offsets, row < limit - start, FIRST, COUNT, WIDTH, INTERPRETED)
 
 
+@triton.jit
+def load_parts(
+    base,
+    stride,
+    start,
+    limit,
+    COUNT: tl.constexpr,
+    WIDTH_A: tl.constexpr,
+    WIDTH_B: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """COUNT columns of rows of q or k as two tiles, of widths that ``config.parts`` gives; with WIDTH_B 0 the second
+    is the first once more.
+    """
+    first = load_tile(base, stride, start, limit, 0, min(COUNT, WIDTH_A), WIDTH_A, ROWS, ALIGN, INTERPRETED)
+    second = first
+    if WIDTH_B > 0:
+        second = load_tile(base, stride, start, limit, WIDTH_A, COUNT - WIDTH_A, WIDTH_B, ROWS, ALIGN, INTERPRETED)
+    return first, second
+
+
+@triton.jit
+def dot_parts(x, x_rest, y, y_rest, HAS_REST: tl.constexpr):
+    """x yᵀ of rows in two tiles each."""
+    product = tl.dot(x, tl.trans(y))
+    if HAS_REST:
+        product = tl.dot(x_rest, tl.trans(y_rest), product)
+    return product
+
+
 def tile_slots(total: int, requests: int, block: int) -> int:
     """Slots that ``find_tile`` gives to ``total`` rows."""
     return total // block + requests + 2

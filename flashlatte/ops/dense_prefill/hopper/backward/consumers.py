@@ -2,7 +2,7 @@
 
 Everything is computed transposed, keys in rows: P and dS then are what the multiplications into dV and dK take from
 registers, and only dQ, which sums over the keys of both, needs dS in shared memory. Of dQ a consumer computes half the
-columns.
+columns, and leaves them in shared memory for the producer.
 """
 
 from triton.experimental import gluon
@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashlatte.named_barriers import wait as wait_pair
 from flashlatte.ops.dense_prefill.hopper.backward import state
-from flashlatte.ops.dense_prefill.hopper.backward.barriers import arrive, settle
-from flashlatte.ops.dense_prefill.hopper.backward.dq import add_columns, pass_turn, take_turn, turn_address
+from flashlatte.ops.dense_prefill.hopper.backward.barriers import arrive, settle, wait
+from flashlatte.ops.dense_prefill.hopper.backward.dq import stage_columns
 from flashlatte.ops.dense_prefill.hopper.backward.epilogue import stage_gradient
 from flashlatte.ops.dense_prefill.hopper.backward.layouts import (
     DQ_32,
@@ -113,7 +113,7 @@ def _dq(ds0, ds1, k0, k1, unused):
 
 
 @gluon.jit
-def _consume(dq, scale_log2, block, kv_head, group, shared, own, OWN: gl.constexpr, HAS_ROPE: gl.constexpr):
+def _consume(scale_log2, block, group, shared, own, OWN: gl.constexpr, HAS_ROPE: gl.constexpr):
     keys0 = shared.keys0
     keys1 = shared.keys1
     dk_main = gl.zeros([OWN_KEYS, MAIN], gl.float32, GRAD_128)
@@ -123,26 +123,20 @@ def _consume(dq, scale_log2, block, kv_head, group, shared, own, OWN: gl.constex
     steps = block.tiles * group
     query = block.first_query
     end = query + block.tiles * QUERIES
-    head = kv_head * group
-    # 32 bits: so many rows of float32 sums fit no memory.
-    row_start = head * dq.q_total + block.q_token + query
-    # From a head's last tile to the next head's first.
-    next_head = dq.q_total - (block.tiles - 1) * QUERIES
     if steps > 0:
         mbarrier.wait(shared.keys_ready, 0)
         mbarrier.wait(shared.stage_ready.index(0), 0)
     pending = _scores(own, shared.q_main.index(0), shared.q_rope.index(0), 0, unused, HAS_ROPE)
     scores = warpgroup_mma_wait(0, deps=[pending])
-    if dq.turns is not None:
-        turn_at = turn_address(dq, block, head, query, OWN)
     for step in range(steps):
         # A zero that the compiler cannot see through: it would hoist more wgmma descriptors than there are registers.
         zero = step >> 30
         stage = step % STAGES
         q_main = shared.q_main.index(stage)
         q_rope = shared.q_rope.index(stage)
-        dout = shared.dout.index(stage)
+        dout = shared.dout.index(zero)
         if not HAS_ROPE:
+            mbarrier.wait(shared.dout_ready, step & 1)
             dp = _start_dp(own, dout, shared.delta.index(stage), zero)
         lse = shared.lse.index(stage).load(SCORE_COLUMN)
         exponent = scores * scale_log2 - lse[None, :]
@@ -152,10 +146,13 @@ def _consume(dq, scale_log2, block, kv_head, group, shared, own, OWN: gl.constex
         p_narrow = p.to(q_main.dtype)
         if HAS_ROPE:
             settle()
+            mbarrier.wait(shared.dout_ready, step & 1)
             dp = _start_dp(own, dout, shared.delta.index(stage), zero)
         dv_pending = warpgroup_mma(gl.convert_layout(p_narrow, operand(128)), dout, dv, is_async=True)
         if HAS_ROPE:
             dp, dv = warpgroup_mma_wait(0, deps=[dp, dv_pending])
+            if step + 1 < steps:
+                arrive(state.DOUT_FREE, state.ALL)
             ds = times(p_narrow, dp)
         else:
             dp = warpgroup_mma_wait(1, deps=[dp])
@@ -188,33 +185,31 @@ def _consume(dq, scale_log2, block, kv_head, group, shared, own, OWN: gl.constex
             )
         else:
             dk_main, dv = warpgroup_mma_wait(2, deps=[dk_main, dv_pending])
+            if step + 1 < steps:
+                arrive(state.DOUT_FREE, state.ALL)
         if step + STAGES < steps:
             arrive(state.STAGE_FREE + stage, state.ALL)
-        if dq.turns is not None:
-            # One step late: that its additions are visible takes no waiting then.
-            pass_turn(turn_at, step > 0)
-            turn_at = turn_address(dq, block, head, query, OWN)
-            take_turn(turn_at, block.turn(query))
+        rows = block.queries - query
         if HAS_ROPE:
             dq_main = warpgroup_mma_wait(2, deps=[dq_main])
-            add_columns(dq, dq_main, row_start, block.queries - query, OWN * 64)
+            if step > 0:
+                wait(state.DQ_FREE, state.ALL)
+            stage_columns(own.dq_main.index(zero), dq_main, rows)
             pending = _next_scores(shared, own, step, steps, unused, HAS_ROPE)
             dq_rope = warpgroup_mma_wait(2, deps=[dq_rope])
-            add_columns(dq, dq_rope, row_start, block.queries - query, MAIN + OWN * 32)
+            stage_columns(own.dq_rope.index(zero), dq_rope, rows)
         else:
             pending = _next_scores(shared, own, step, steps, unused, HAS_ROPE)
             dq_main = warpgroup_mma_wait(1, deps=[dq_main])
-            add_columns(dq, dq_main, row_start, block.queries - query, OWN * 64)
+            if step > 0:
+                wait(state.DQ_FREE, state.ALL)
+            stage_columns(own.dq_main.index(zero), dq_main, rows)
+        fence_async_shared()
+        arrive(state.DQ_STAGED, state.ALL)
         scores = warpgroup_mma_wait(0, deps=[pending])
         query += QUERIES
-        last = query >= end
-        query = gl.where(last, block.first_query, query)
-        row_start += gl.where(last, next_head, QUERIES)
-        if dq.turns is not None:
-            head = gl.where(last, head + 1, head)
+        query = gl.where(query >= end, block.first_query, query)
 
-    if dq.turns is not None:
-        pass_turn(turn_at, steps > 0)
     # Both are done with the keys.
     wait_pair(state.DS_WRITTEN, state.PAIR)
     stage_gradient(own.main, dk_main * (scale_log2 * LN2))
@@ -224,10 +219,10 @@ def _consume(dq, scale_log2, block, kv_head, group, shared, own, OWN: gl.constex
 
 
 @gluon.jit
-def consume_first(dq, scale_log2, block, kv_head, group, shared, HAS_ROPE: gl.constexpr):
-    _consume(dq, scale_log2, block, kv_head, group, shared, shared.keys0, 0, HAS_ROPE)
+def consume_first(scale_log2, block, group, shared, HAS_ROPE: gl.constexpr):
+    _consume(scale_log2, block, group, shared, shared.keys0, 0, HAS_ROPE)
 
 
 @gluon.jit
-def consume_second(dq, scale_log2, block, kv_head, group, shared, HAS_ROPE: gl.constexpr):
-    _consume(dq, scale_log2, block, kv_head, group, shared, shared.keys1, 1, HAS_ROPE)
+def consume_second(scale_log2, block, group, shared, HAS_ROPE: gl.constexpr):
+    _consume(scale_log2, block, group, shared, shared.keys1, 1, HAS_ROPE)

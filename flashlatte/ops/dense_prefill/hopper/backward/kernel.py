@@ -61,7 +61,7 @@ def backward_kernel(
     v_head_stride: gl.int64,
     lse,  # float32 [heads, q_total]
     delta,
-    dq_sums,  # float32 [heads, q_total, d_qk]
+    dq_sums,  # descriptor of float32 [heads, q_total, d_qk]
     dq_turns,
     dk,
     dk_token_stride: gl.int64,  # strides of what is written in units of DK_UNIT or DV_UNIT elements
@@ -92,18 +92,18 @@ def backward_kernel(
         slot = slots - 1 - slot
     block = block_of(slot, cu_q, cu_k, requests, q_total, k_total, window_left, window_right, bisections)
     shared = allocate(q.dtype.element_ty, HAS_ROPE)
-    dq = QueryGradient(dq_sums, dq_turns, turns_per_head, q_total, 192 if HAS_ROPE else 128)
+    dq = QueryGradient(dq_sums, dq_turns, turns_per_head)
     q_rows = Rows(q, q_token_stride, q_head_stride, q_main, q_rope)
     dout_rows = Rows(dout, dout_token_stride, dout_head_stride, dout_desc, dout_desc)
     k_rows = Rows(k, k_token_stride, k_head_stride, k_main, k_rope)
     v_rows = Rows(v, v_token_stride, v_head_stride, v_desc, v_desc)
     gl.warp_specialize(
         [
-            (consume_first, (dq, scale_log2, block, kv_head, group, shared, HAS_ROPE)),
-            (consume_second, (dq, scale_log2, block, kv_head, group, shared, HAS_ROPE)),
+            (consume_first, (scale_log2, block, group, shared, HAS_ROPE)),
+            (consume_second, (scale_log2, block, group, shared, HAS_ROPE)),
             (
                 produce,
-                (q_rows, dout_rows, k_rows, v_rows, lse, delta, q_total, block, kv_head, group, shared, HAS_ROPE),
+                (q_rows, dout_rows, k_rows, v_rows, dq, lse, delta, q_total, block, kv_head, group, shared, HAS_ROPE),
             ),
         ],
         [4, 4],

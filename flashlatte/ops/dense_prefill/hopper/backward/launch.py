@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlatte import checks
-from flashlatte.ops.dense_prefill.hopper.backward.dq import WARPS
+from flashlatte.ops.dense_prefill.hopper.backward.dq import SUM_COLUMNS
 from flashlatte.ops.dense_prefill.hopper.backward.kernel import backward_kernel
 from flashlatte.ops.dense_prefill.hopper.backward.rows import TOKENS, finish_kernel, prepare_kernel
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import KEYS, QUERIES
@@ -19,6 +19,7 @@ from flashlatte.triton_kernel import launching_on
 ALIGNMENT = 8
 
 _TILE_LAYOUT = gl.NVMMASharedLayout(128, 16, 3)
+_SUMS_LAYOUT = gl.NVMMASharedLayout(128, 32, 3)
 
 
 def backward(
@@ -63,11 +64,7 @@ def backward(
         dq_sums = torch.empty(heads, q_total, d_qk, dtype=torch.float32, device=q.device)
         row_lse = torch.empty(heads, q_total, dtype=torch.float32, device=q.device)
         delta = torch.empty_like(row_lse)
-        turns = (
-            torch.empty(heads, turns_per_head * WARPS.value, dtype=torch.int32, device=q.device)
-            if deterministic
-            else None
-        )
+        turns = torch.empty(heads, turns_per_head, dtype=torch.int32, device=q.device) if deterministic else None
         prepare_kernel[(heads * blocks,)](
             out,
             *_strides(out),
@@ -83,7 +80,7 @@ def backward(
             turns,
             q_total,
             heads,
-            turns_per_head * WARPS.value,
+            turns_per_head,
             OUT_UNIT=_unit(out),
             DOUT_UNIT=_unit(dout),
             V_DIM=d_v,
@@ -109,7 +106,7 @@ def backward(
             *_strides(v),
             row_lse,
             delta,
-            dq_sums,
+            TensorDescriptor.from_tensor(dq_sums, [1, QUERIES.value, SUM_COLUMNS.value], _SUMS_LAYOUT),
             turns,
             dk,
             *_strides(dk),

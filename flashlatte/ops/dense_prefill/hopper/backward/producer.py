@@ -1,4 +1,5 @@
-"""The producer warpgroup: fetches the block's keys and values, then tile after tile of queries.
+"""The producer warpgroup: fetches the block's keys and values, then tile after tile of queries and of dO, and has what
+the consumers find of dQ added to its sums.
 
 Whole tiles come by the copy engine. A tile that reaches beyond its request is gathered by the threads instead, with
 zeros in place of the rows that are not the request's: their weights are harmless (P is 1 or masked, dP and dS are 0),
@@ -12,7 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descript
 
 from flashlatte.gluon_compat import aggregate, cp_async, tma_load
 from flashlatte.ops.dense_prefill.hopper.backward import state
-from flashlatte.ops.dense_prefill.hopper.backward.barriers import wait
+from flashlatte.ops.dense_prefill.hopper.backward.barriers import arrive, wait
+from flashlatte.ops.dense_prefill.hopper.backward.dq import add_staged, pass_turn, take_turn
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import KEYS, QUERIES
 from flashlatte.ops.dense_prefill.hopper.backward.state import MAIN, OWN_KEYS, ROPE, STAGES, V_DIM
 
@@ -94,42 +96,81 @@ def _load_keys(k, v, shared, block, head, HAS_ROPE: gl.constexpr):
 
 
 @gluon.jit
-def produce(q, dout, k, v, lse, delta, q_total, block, kv_head, group, shared, HAS_ROPE: gl.constexpr):
+def _tile(block, kv_head, group, step):
+    """Head and first query of a step."""
+    return kv_head * group + step // block.tiles, block.first_query + step % block.tiles * QUERIES
+
+
+@gluon.jit
+def _load_queries(q, lse, delta, q_total, block, kv_head, group, step, shared, HAS_ROPE: gl.constexpr):
+    head, query = _tile(block, kv_head, group, step)
+    stage = step % STAGES
+    token = block.q_token + query
+    count = block.queries - query
+    position = head.to(gl.int64) * q_total + token
+    row = gl.arange(0, QUERIES, _VECTOR)
+    row_lse = gl.load(lse + position + row, mask=row < count, other=0.0)
+    row_delta = gl.load(delta + position + row, mask=row < count, other=0.0)
+    if step >= STAGES:
+        wait(state.STAGE_FREE + stage, state.ALL)
+    ready = shared.stage_ready.index(stage)
+    main = shared.q_main.index(stage)
+    rope = shared.q_rope.index(stage)
+    if count >= QUERIES:
+        mbarrier.expect(ready, QUERIES * (MAIN + (ROPE if HAS_ROPE else 0)) * 2)
+        tma_load(q.main, [head, token, 0], ready, main)
+        if HAS_ROPE:
+            tma_load(q.rope, [head, token, MAIN], ready, rope)
+    else:
+        _gather_wide(main, rope, q, head, token, count, HAS_ROPE)
+        _finish_gather()
+        mbarrier.arrive(ready, count=1)
+    shared.lse.index(stage).store(row_lse)
+    shared.delta.index(stage).store(row_delta)
+    mbarrier.arrive(ready, count=1)
+
+
+@gluon.jit
+def _load_dout(dout, block, kv_head, group, step, shared):
+    head, query = _tile(block, kv_head, group, step)
+    token = block.q_token + query
+    count = block.queries - query
+    tile = shared.dout.index(0)
+    if step > 0:
+        wait(state.DOUT_FREE, state.ALL)
+    if count >= QUERIES:
+        mbarrier.expect(shared.dout_ready, QUERIES * V_DIM * 2)
+        tma_load(dout.main, [head, token, 0], shared.dout_ready, tile)
+    else:
+        _gather(tile, dout, head, token, count, 0)
+        _finish_gather()
+        mbarrier.arrive(shared.dout_ready, count=1)
+
+
+@gluon.jit
+def _add_dq(dq, block, kv_head, group, step, steps, shared, HAS_ROPE: gl.constexpr):
+    head, query = _tile(block, kv_head, group, step)
+    if dq.turns is not None:
+        take_turn(dq, block, head, query)
+    wait(state.DQ_STAGED, state.ALL)
+    add_staged(dq, shared, head, block.q_token + query, HAS_ROPE)
+    if step + 1 < steps:
+        arrive(state.DQ_FREE, state.ALL)
+    if dq.turns is not None:
+        pass_turn(dq, block, head, query)
+
+
+@gluon.jit
+def produce(q, dout, k, v, dq, lse, delta, q_total, block, kv_head, group, shared, HAS_ROPE: gl.constexpr):
     steps = block.tiles * group
     if steps > 0:
         _load_keys(k, v, shared, block, kv_head, HAS_ROPE)
-    head = kv_head * group
-    query = block.first_query
-    end = block.first_query + block.tiles * QUERIES
-    row = gl.arange(0, QUERIES, _VECTOR)
-    for step in range(steps):
-        stage = step % STAGES
-        token = block.q_token + query
-        count = block.queries - query
-        position = head.to(gl.int64) * q_total + token
-        row_lse = gl.load(lse + position + row, mask=row < count, other=0.0)
-        row_delta = gl.load(delta + position + row, mask=row < count, other=0.0)
-        if step >= STAGES:
-            wait(state.STAGE_FREE + stage, state.ALL)
-        ready = shared.stage_ready.index(stage)
-        q_main = shared.q_main.index(stage)
-        q_rope = shared.q_rope.index(stage)
-        dout_tile = shared.dout.index(stage)
-        if count >= QUERIES:
-            mbarrier.expect(ready, QUERIES * (MAIN + (ROPE if HAS_ROPE else 0) + V_DIM) * 2)
-            tma_load(q.main, [head, token, 0], ready, q_main)
-            if HAS_ROPE:
-                tma_load(q.rope, [head, token, MAIN], ready, q_rope)
-            tma_load(dout.main, [head, token, 0], ready, dout_tile)
-        else:
-            _gather_wide(q_main, q_rope, q, head, token, count, HAS_ROPE)
-            _gather(dout_tile, dout, head, token, count, 0)
-            _finish_gather()
-            mbarrier.arrive(ready, count=1)
-        shared.lse.index(stage).store(row_lse)
-        shared.delta.index(stage).store(row_delta)
-        mbarrier.arrive(ready, count=1)
-        query += QUERIES
-        last = query >= end
-        query = gl.where(last, block.first_query, query)
-        head = gl.where(last, head + 1, head)
+    # In the order in which the consumers come to it: in a step they are done with dO, then with the queries, then
+    # with dQ.
+    for step in range(-STAGES, steps):
+        if (step >= -1) & (step + 1 < steps):
+            _load_dout(dout, block, kv_head, group, step + 1, shared)
+        if step + STAGES < steps:
+            _load_queries(q, lse, delta, q_total, block, kv_head, group, step + STAGES, shared, HAS_ROPE)
+        if step >= 0:
+            _add_dq(dq, block, kv_head, group, step, steps, shared, HAS_ROPE)

@@ -92,8 +92,8 @@ def finish_kernel(
     for first in tl.static_range(0, QK_DIM, 64):
         column = first + tl.arange(0, 64)
         start = (head * tokens + token) * QK_DIM
-        # Sixteen columns are stored as [4 threads, 2 eights, 2 neighbours].
+        # Thirty-two columns are stored as [4 threads, 2 sixteens, 2 eights, 2 neighbours].
         sums = tl.load(dq_sums + start[:, None] + column[None, :], mask=inside[:, None], other=0.0)
-        sums = sums.reshape([TOKENS, 4, 4, 2, 2]).permute((0, 1, 3, 2, 4)).reshape([TOKENS, 64])
+        sums = sums.reshape([TOKENS, 2, 4, 2, 2, 2]).permute((0, 1, 3, 4, 2, 5)).reshape([TOKENS, 64])
         result = (sums * softmax_scale).to(dq.dtype.element_ty)
         tl.store(dq + row[:, None] + column[None, :], result, mask=inside[:, None])

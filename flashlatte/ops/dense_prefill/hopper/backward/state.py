@@ -17,48 +17,57 @@ MAIN = gl.constexpr(128)
 ROPE = gl.constexpr(64)
 
 TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+_DQ_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 _ROW_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
-# Named barriers: the stages may be refilled (both consumers to producer); dS is written (consumer to consumer).
-STAGE_FREE = gl.constexpr(FIRST_FREE)
-DS_WRITTEN = gl.constexpr(FIRST_FREE + STAGES)
+# Named barriers, by what the one who waits may do.
+STAGE_FREE = gl.constexpr(FIRST_FREE)  # fetch queries into a stage: consumers to producer
+DOUT_FREE = gl.constexpr(FIRST_FREE + STAGES)  # fetch the next dO: consumers to producer
+DS_WRITTEN = gl.constexpr(FIRST_FREE + STAGES + 1)  # read dS: consumers to each other
+DQ_STAGED = gl.constexpr(FIRST_FREE + STAGES + 2)  # add dQ to the sums: consumers to producer
+DQ_FREE = gl.constexpr(FIRST_FREE + STAGES + 3)  # stage the next dQ: producer to consumers
 ALL = gl.constexpr(384)
 PAIR = gl.constexpr(256)
 
 
 @aggregate
 class Keys:
-    """A consumer's 64 keys, for the whole of the program, and its dS."""
+    """A consumer's 64 keys, for the whole of the program, its dS, and its columns of dQ."""
 
     main: gl.shared_memory_descriptor  # [1, 64, 128]
     rope: gl.shared_memory_descriptor  # [1, 64, 64]; with d_qk 128 nothing reads it
     v: gl.shared_memory_descriptor  # [1, 64, 128]
     ds: gl.shared_memory_descriptor  # [2, 64, 64], of even and odd steps
+    dq_main: gl.shared_memory_descriptor  # float32 [1, 64, 64]
+    dq_rope: gl.shared_memory_descriptor  # float32 [1, 64, 32]; with d_qk 128 nothing uses it
 
     @gluon.constexpr_function
-    def __init__(self, main, rope, v, ds):
+    def __init__(self, main, rope, v, ds, dq_main, dq_rope):
         self.main = main
         self.rope = rope
         self.v = v
         self.ds = ds
+        self.dq_main = dq_main
+        self.dq_rope = dq_rope
 
 
 @aggregate
 class Shared:
-    """Everything in shared memory. Axis 0 of the query tiles is the stage."""
+    """Everything in shared memory. Axis 0 of the queries and of the row vectors is the stage."""
 
     keys0: Keys
     keys1: Keys
     q_main: gl.shared_memory_descriptor  # [STAGES, 64, 128]
     q_rope: gl.shared_memory_descriptor  # [STAGES, 64, 64]
-    dout: gl.shared_memory_descriptor  # [STAGES, 64, 128]
+    dout: gl.shared_memory_descriptor  # [1, 64, 128]
     lse: gl.shared_memory_descriptor  # float32 [STAGES, 64], in units of log 2
     delta: gl.shared_memory_descriptor  # float32 [STAGES, 64]
     keys_ready: gl.shared_memory_descriptor
     stage_ready: gl.shared_memory_descriptor
+    dout_ready: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, keys0, keys1, q_main, q_rope, dout, lse, delta, keys_ready, stage_ready):
+    def __init__(self, keys0, keys1, q_main, q_rope, dout, lse, delta, keys_ready, stage_ready, dout_ready):
         self.keys0 = keys0
         self.keys1 = keys1
         self.q_main = q_main
@@ -68,6 +77,7 @@ class Shared:
         self.delta = delta
         self.keys_ready = keys_ready
         self.stage_ready = stage_ready
+        self.dout_ready = dout_ready
 
 
 @gluon.jit
@@ -76,7 +86,9 @@ def _keys(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr):
     rope = gl.allocate_shared_memory(DTYPE, [1, OWN_KEYS, ROPE], TILE_LAYOUT) if HAS_ROPE else main
     v = gl.allocate_shared_memory(DTYPE, [1, OWN_KEYS, V_DIM], TILE_LAYOUT)
     ds = gl.allocate_shared_memory(DTYPE, [2, OWN_KEYS, QUERIES], TILE_LAYOUT)
-    return Keys(main, rope, v, ds)
+    dq_main = gl.allocate_shared_memory(gl.float32, [1, QUERIES, MAIN // 2], _DQ_LAYOUT)
+    dq_rope = gl.allocate_shared_memory(gl.float32, [1, QUERIES, ROPE // 2], _DQ_LAYOUT) if HAS_ROPE else dq_main
+    return Keys(main, rope, v, ds, dq_main, dq_rope)
 
 
 @gluon.jit
@@ -85,7 +97,7 @@ def allocate(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr):
     keys1 = _keys(DTYPE, HAS_ROPE)
     q_main = gl.allocate_shared_memory(DTYPE, [STAGES, QUERIES, MAIN], TILE_LAYOUT)
     q_rope = gl.allocate_shared_memory(DTYPE, [STAGES, QUERIES, ROPE], TILE_LAYOUT) if HAS_ROPE else q_main
-    dout = gl.allocate_shared_memory(DTYPE, [STAGES, QUERIES, V_DIM], TILE_LAYOUT)
+    dout = gl.allocate_shared_memory(DTYPE, [1, QUERIES, V_DIM], TILE_LAYOUT)
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], _ROW_LAYOUT)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], _ROW_LAYOUT)
     keys_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -94,4 +106,6 @@ def allocate(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr):
     for stage in gl.static_range(STAGES):
         # The copy engine's tiles, and the producer's row vectors.
         mbarrier.init(stage_ready.index(stage), count=2)
-    return Shared(keys0, keys1, q_main, q_rope, dout, lse, delta, keys_ready, stage_ready)
+    dout_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(dout_ready, count=1)
+    return Shared(keys0, keys1, q_main, q_rope, dout, lse, delta, keys_ready, stage_ready, dout_ready)

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from flashlatte import named_barriers
+from flashlatte.lazy_softmax import rescale
 from flashlatte.ops.dense_prefill.hopper.forward import barriers, epilogue, softmax
 from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
     ACCUMULATOR,
@@ -163,7 +164,7 @@ def _consume(
             # With the weights, so that they are not rounded before: the operand of the product would have to be kept.
             output, weights = warpgroup_mma_wait(0, deps=[output, weights])
             barriers.arrive_stage(barriers.V_FREE, stage_of(step))
-            output = softmax.rescale(output, decay)
+            output = rescale(output, decay[:, None])
             step += 1
 
         tiles_taken += 1

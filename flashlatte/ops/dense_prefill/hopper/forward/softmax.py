@@ -1,4 +1,4 @@
-"""A consumer's share of the softmax: which keys a row sees, weights, and the rescaling of the output."""
+"""A consumer's share of the softmax: which keys a row sees, and weights."""
 
 from __future__ import annotations
 
@@ -129,35 +129,3 @@ def attend(state, scores, scale_log2):
     weights = gl.exp2(scores * scale_log2 - (reference * scale_log2)[:, None])
     decay = gl.exp2((state.reference - reference) * scale_log2)
     return weights, State(reference, state.total * decay + gl.sum(weights, 1)), decay
-
-
-@gluon.constexpr_function
-def _rescale_asm():
-    # A thread holds 64 numbers: in turn two of its first row and two of its second. Operands: 0 to 63 the numbers,
-    # also 64 to 127; 128 to 191 the factor of each.
-    multiply = [f"mul.f32 ${i}, ${i}, ${128 + (i & 2)};" for i in range(64)]
-    return " ".join(
-        [
-            "{ .reg .pred any, second;",
-            "setp.neu.f32 any, $128, 0f3F800000;",
-            "setp.neu.f32 second, $130, 0f3F800000;",
-            "or.pred any, any, second;",
-            "vote.sync.any.pred any, any, 0xffffffff;",
-            "@!any bra.uni DONE;",
-            *multiply,
-            "DONE: }",
-        ]
-    )
-
-
-@gluon.constexpr_function
-def _rescale_constraints():
-    return ",".join(["=f"] * 64 + [str(i) for i in range(64)] + ["f"] * 64)
-
-
-@gluon.jit
-def rescale(output, factor):
-    """``output`` [64, 128] times ``factor`` [64]; warps whose rows all have factor 1 do nothing."""
-    return gl.inline_asm_elementwise(
-        _rescale_asm(), _rescale_constraints(), [output, factor[:, None]], gl.float32, is_pure=True, pack=64
-    )
