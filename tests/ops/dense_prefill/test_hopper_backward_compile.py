@@ -139,8 +139,8 @@ def test_machine_code(record, name):
     code = compiled(record(**CALLS[name])["backward"])
     d_qk = CALLS[name].get("d_qk", 192)
 
-    # Loop counters and addresses, a few a step; an accumulator would be 16 and more.
-    assert support.loop_spills(code.sass) <= 8
+    # Loop counters and addresses, 5 with Triton 3.6 and 3.7, 8 with 3.8; an accumulator would be 16 and more.
+    assert support.loop_spills(code.sass) <= (8 if d_qk == 192 else 0)
     assert code.registers == 168
     assert code.shared <= SHARED_BYTES[90]
     assert code.hgmma == 2 * per_consumer(d_qk)

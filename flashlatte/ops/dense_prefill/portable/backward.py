@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 
 from flashlatte.kv_cache.triton_fp8 import narrow, widen
-from flashlatte.ops.dense_prefill.portable.tiles import dot_parts, find_tile, load_parts, load_tile, phases, sees
+from flashlatte.ops.dense_prefill.portable.tiles import (
+    find_tile,
+    load_parts,
+    load_parts_and_dot,
+    load_tile,
+    phases,
+    sees,
+)
 from flashlatte.triton_attention import LOG2_E
 from flashlatte.triton_kernel import kernel
 
@@ -133,8 +140,9 @@ def keys_kernel(
             pair = tl.load(head_sums + row[:, None] * 2 + of_pair, mask=(row < s_q)[:, None], other=0.0)
             row_lse = tl.max(tl.where(of_pair == 0, pair, float("-inf")), axis=1)
             row_delta = tl.sum(tl.where(of_pair == 1, pair, 0.0), axis=1)
-            q_a, q_b = load_parts(head_q, q_stride_token, start, s_q, D, D_A, D_B, BLOCK_M, ALIGN, INTERPRETED)
-            scores = dot_parts(k_a, k_b, q_a, q_b, D_B > 0)  # [BLOCK_N, BLOCK_M]
+            q_a, q_b, scores = load_parts_and_dot(
+                k_a, k_b, head_q, q_stride_token, start, s_q, D, D_A, D_B, BLOCK_M, ALIGN, INTERPRETED
+            )  # scores [BLOCK_N, BLOCK_M]
             drow = load_tile(head_dout, dout_stride_token, start, s_q, 0, D_V, D_V_PADDED, BLOCK_M, ALIGN, INTERPRETED)
             dweights = tl.dot(value, tl.trans(drow))  # [BLOCK_N, BLOCK_M]
             weights = tl.exp2(scores * scale - row_lse[None, :])
@@ -223,8 +231,9 @@ def queries_kernel(
     dq_a = tl.zeros([BLOCK_M, D_A], tl.float32)
     dq_b = tl.zeros([BLOCK_M, D_B if D_B > 0 else 1], tl.float32)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        k_a, k_b = load_parts(k, k_stride_token, start, s_k, D, D_A, D_B, BLOCK_N, ALIGN, INTERPRETED)
-        scores = dot_parts(q_a, q_b, k_a, k_b, D_B > 0)  # [BLOCK_M, BLOCK_N]
+        k_a, k_b, scores = load_parts_and_dot(
+            q_a, q_b, k, k_stride_token, start, s_k, D, D_A, D_B, BLOCK_N, ALIGN, INTERPRETED
+        )  # scores [BLOCK_M, BLOCK_N]
         value = load_tile(v, v_stride_token, start, s_k, 0, D_V, D_V_PADDED, BLOCK_N, ALIGN, INTERPRETED)
         dweights = tl.dot(drow, tl.trans(value))  # [BLOCK_M, BLOCK_N]
         weights = tl.exp2(scores * scale - row_lse[:, None])

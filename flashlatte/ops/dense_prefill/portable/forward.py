@@ -8,7 +8,14 @@ from __future__ import annotations
 import triton.language as tl
 
 from flashlatte.kv_cache.triton_fp8 import narrow
-from flashlatte.ops.dense_prefill.portable.tiles import dot_parts, find_tile, load_parts, load_tile, phases, sees
+from flashlatte.ops.dense_prefill.portable.tiles import (
+    find_tile,
+    load_parts,
+    load_parts_and_dot,
+    load_tile,
+    phases,
+    sees,
+)
 from flashlatte.triton_attention import LN_2, LOG2_E
 from flashlatte.triton_kernel import kernel
 
@@ -77,8 +84,9 @@ def forward_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     values = tl.zeros([BLOCK_M, D_V_PADDED], tl.float32)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        k_a, k_b = load_parts(k, k_stride_token, start, s_k, D, D_A, D_B, BLOCK_N, ALIGN, INTERPRETED)
-        scores = dot_parts(q_a, q_b, k_a, k_b, D_B > 0)  # [BLOCK_M, BLOCK_N]
+        _, _, scores = load_parts_and_dot(
+            q_a, q_b, k, k_stride_token, start, s_k, D, D_A, D_B, BLOCK_N, ALIGN, INTERPRETED
+        )  # scores [BLOCK_M, BLOCK_N]
         if (start < full) | (start >= partial):
             key = (start + tl.arange(0, BLOCK_N))[None, :]
             scores = tl.where((key >= lower[:, None]) & (key <= upper[:, None]), scores, float("-inf"))

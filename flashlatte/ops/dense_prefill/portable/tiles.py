@@ -110,12 +110,28 @@ def load_parts(
 
 
 @triton.jit
-def dot_parts(x, x_rest, y, y_rest, HAS_REST: tl.constexpr):
-    """x yᵀ of rows in two tiles each."""
+def load_parts_and_dot(
+    x,
+    x_rest,
+    base,
+    stride,
+    start,
+    limit,
+    COUNT: tl.constexpr,
+    WIDTH_A: tl.constexpr,
+    WIDTH_B: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Rows y as by ``load_parts``, and x yᵀ; the second part is loaded when the first has been multiplied."""
+    y = load_tile(base, stride, start, limit, 0, min(COUNT, WIDTH_A), WIDTH_A, ROWS, ALIGN, INTERPRETED)
     product = tl.dot(x, tl.trans(y))
-    if HAS_REST:
+    y_rest = y
+    if WIDTH_B > 0:
+        y_rest = load_tile(base, stride, start, limit, WIDTH_A, COUNT - WIDTH_A, WIDTH_B, ROWS, ALIGN, INTERPRETED)
         product = tl.dot(x_rest, tl.trans(y_rest), product)
-    return product
+    return y, y_rest, product
 
 
 def tile_slots(total: int, requests: int, block: int) -> int:

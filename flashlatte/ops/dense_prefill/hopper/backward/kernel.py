@@ -10,7 +10,7 @@ from flashlatte.ops.dense_prefill.hopper.backward.producer import Rows, produce
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import block_of
 from flashlatte.ops.dense_prefill.hopper.backward.state import allocate
 
-# Of 168 x 12 registers (32-bit, a thread and warp) the first consumer takes what these leave: 232.
+# Of 168 x 12 registers (32-bit, a thread and warp) the first consumer takes what these leave: 240.
 _SECOND_REGISTERS = gl.constexpr(240)
 _PRODUCER_REGISTERS = gl.constexpr(24)
 
