@@ -9,27 +9,24 @@ base-2 lse of each row, -inf where the part had no key. Records of an item are m
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashlatte import dispatch
 from flashlatte.kv_cache.triton_fp8 import narrow
-from flashlatte.schedule import device
+from flashlatte.schedule import device, merge_tiles
 from flashlatte.triton_kernel import kernel
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
+
 _NUM_WARPS = 4
-# Programs that a large GPU runs at once.
-_RESIDENT = 1056
-# Rows, columns and splits that a program merges in a step: the first that makes no more programs than are resident,
-# or the last. The fewer items are split, the more splits an item may have.
-_TILES = ((1, 64, 64), (4, 128, 8), (16, 256, 1))
-_TILE_OF_FIXED = (4, 128, 8)
 
 
 class Outputs(NamedTuple):
@@ -73,6 +70,14 @@ def _request_token_head(outputs, item, kv_head, rows):
 
 
 @triton.jit
+def row_pointers(outputs, item, kv_head, rows, ROW_ALIGN: tl.constexpr):
+    """Where rows of an item begin in ``out``."""
+    request, token, head = _request_token_head(outputs, item, kv_head, rows)
+    offset = request * outputs.out_stride_request + token * outputs.out_stride_token + head * outputs.out_stride_head
+    return outputs.out + offset * ROW_ALIGN
+
+
+@triton.jit
 def write_out(
     outputs,
     item,
@@ -86,17 +91,15 @@ def write_out(
     INTERPRETED: tl.constexpr,
 ):
     """Write normalised ``values`` [rows, cols] of an item; ``lse2`` [rows] is their base-2 lse."""
-    request, token, head = _request_token_head(outputs, item, kv_head, rows)
     in_item = rows < outputs.rows
     if outputs.sink is not None:
+        _, _, head = _request_token_head(outputs, item, kv_head, rows)
         sink = tl.load(outputs.sink + head * outputs.sink_stride, mask=in_item, other=0.0) * _LOG2_E
         kept = tl.where(lse2 == float("-inf"), 0.0, 1.0 / (1.0 + tl.exp2(sink - lse2)))
         values *= kept[:, None]
-    offset = (
-        request * outputs.out_stride_request + token * outputs.out_stride_token + head * outputs.out_stride_head
-    ) * ROW_ALIGN
+    pointers = row_pointers(outputs, item, kv_head, rows, ROW_ALIGN)
     tl.store(
-        outputs.out + offset[:, None] + cols[None, :],
+        pointers[:, None] + cols[None, :],
         narrow(values, outputs.out.dtype.element_ty, INTERPRETED),
         mask=in_item[:, None] & (cols < D_V)[None, :],
     )
@@ -119,6 +122,52 @@ def write_record(scratch, record, rows_in_use, values, lse2, cols, BLOCK_H: tl.c
     mask = (rows < rows_in_use)[:, None] & (cols < D_V)[None, :]
     tl.store(base + (rows * D_V)[:, None] + cols[None, :], values, mask=mask)
     tl.store(base + BLOCK_H * D_V + rows, lse2, mask=rows < rows_in_use)
+
+
+class Records(NamedTuple):
+    """The partial results of an item: those of consecutive parts, or (``number`` counts items) of its fixed splits."""
+
+    scratch: Any
+    first_part: Any
+    number: Any
+    splits: Any
+    group: Any
+    num_groups: Any
+    parts: Any
+
+
+@triton.jit
+def _merge(records, rows, cols, IS_FIXED: tl.constexpr, BLOCK_H: tl.constexpr, D_V: tl.constexpr, SPLITS: tl.constexpr):
+    """Merged [rows, cols] and base-2 lse [rows] of an item, from SPLITS records at a time."""
+    ROWS: tl.constexpr = rows.shape[0]
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    merged = tl.zeros([ROWS, cols.shape[0]], tl.float32)
+    for start in range(0, records.splits, SPLITS):
+        split = start + tl.arange(0, SPLITS)
+        if IS_FIXED:
+            record = device.fixed_record(records.number, split, records.group, records.num_groups, records.parts)
+        else:
+            record = device.part_record(records.first_part + split, records.group, records.num_groups, split > 0)
+        base = records.scratch + record * (BLOCK_H * (D_V + 1))
+        is_split = split < records.splits
+        part_lse = tl.load(
+            base[:, None] + BLOCK_H * D_V + rows[None, :], mask=is_split[:, None], other=float("-inf")
+        )  # [SPLITS, ROWS]
+        part_out = tl.load(
+            base[:, None, None] + (rows * D_V)[None, :, None] + cols[None, None, :],
+            mask=is_split[:, None, None] & (cols < D_V)[None, None, :],
+            other=0.0,
+        )  # [SPLITS, ROWS, COLS]
+        new_peak = tl.maximum(peak, tl.max(part_lse, axis=0))
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight = tl.exp2(part_lse - shift[None, :])
+        old_weight = tl.exp2(peak - shift)
+        total = total * old_weight + tl.sum(weight, axis=0)
+        merged = merged * old_weight[:, None] + tl.sum(weight[:, :, None] * part_out, axis=0)
+        peak = new_peak
+    total = tl.where(total == 0, 1.0, total)
+    return merged / total[:, None], peak + tl.log2(total)
 
 
 @kernel
@@ -159,15 +208,21 @@ def combine_kernel(
     SPLIT_BLOCKS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     AT_BOUNDARIES: tl.constexpr,
+    NOTED: tl.constexpr,
+    PROGRAM_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
     COLS: tl.constexpr,
     ROW_ALIGN: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
-    """A program merges ROWS rows and COLS columns of an item. ``parts``: of the schedule, or splits of each item.
+    """A program merges PROGRAM_ROWS rows of an item, ROWS at a time, and COLS columns.
 
+    ``parts``: of the schedule, or splits of each item.
     AT_BOUNDARIES: the item is the one first split where a certain part begins, if any is; else it is a certain item.
+    NOTED: the parts noted which items they continue (``device.continued_items``), which need not be worked out then.
+    OVERLAPPED: launched while the kernel that writes ``scratch`` may still run, but knows its lengths.
     """
     lists = device.KeyLists(
         num_items,
@@ -198,57 +253,51 @@ def combine_kernel(
         empty_lse,
     )
     col_blocks: tl.constexpr = (D_V + COLS - 1) // COLS
-    row_blocks_of_item = num_groups * (BLOCK_H // ROWS)
+    rows_in_use = tl.minimum(rows, BLOCK_H)
+    row_tiles = tl.cdiv(rows_in_use, PROGRAM_ROWS)
     program = tl.program_id(0)
-    col_block = program % col_blocks
-    first_row = (program // col_blocks % row_blocks_of_item) * ROWS
-    number = program // col_blocks // row_blocks_of_item
+    cols = program % col_blocks * COLS + tl.arange(0, COLS)
+    row_tile = program // col_blocks % row_tiles
+    group = program // col_blocks // row_tiles % num_groups
+    number = program // col_blocks // row_tiles // num_groups
     item = first_item + number
-    group = first_row // BLOCK_H
-    record_row = first_row % BLOCK_H + tl.arange(0, ROWS)
 
-    if AT_BOUNDARIES:
+    first_part = 0
+    if NOTED:
+        if OVERLAPPED:
+            gdc_wait()
+            gdc_launch_dependents()
+        noted = device.continued_items(scratch, parts, num_groups, BLOCK_H * (D_V + 1))
+        if AT_BOUNDARIES:
+            item, first_part, splits = device.noted_item_split_first_at(number + 1, noted, parts)
+        else:
+            first_part, splits = device.noted_parts_of_item(item, noted, parts)
+    elif AT_BOUNDARIES:
         item, first_part, splits = device.item_split_first_at(number + 1, parts, lists, BLOCK_N, OVERHEAD)
     elif SPLIT_BLOCKS is None:
         first_part, splits = device.parts_of_item(item, parts, lists, BLOCK_N, OVERHEAD)
     else:
         _, splits = device.fixed_splits(device.item_blocks(item, lists, BLOCK_N), SPLIT_BLOCKS, MAX_SPLITS)
+    if OVERLAPPED and not NOTED:
+        gdc_wait()
+        gdc_launch_dependents()
     if splits > 1:
-        cols = col_block * COLS + tl.arange(0, COLS)
-        peak = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        merged = tl.zeros([ROWS, COLS], tl.float32)
-        for start in range(0, splits, SPLITS):
-            split = start + tl.arange(0, SPLITS)
-            if SPLIT_BLOCKS is None:
-                record = device.part_record(first_part + split, group, num_groups, split > 0)
-            else:
-                record = device.fixed_record(number, split, group, num_groups, parts)
-            base = scratch + record * (BLOCK_H * (D_V + 1))
-            is_split = split < splits
-            part_lse = tl.load(
-                base[:, None] + BLOCK_H * D_V + record_row[None, :], mask=is_split[:, None], other=float("-inf")
-            )  # [SPLITS, ROWS]
-            part_out = tl.load(
-                base[:, None, None] + (record_row * D_V)[None, :, None] + cols[None, None, :],
-                mask=is_split[:, None, None] & (cols < D_V)[None, None, :],
-                other=0.0,
-            )  # [SPLITS, ROWS, COLS]
-            new_peak = tl.maximum(peak, tl.max(part_lse, axis=0))
-            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            weight = tl.exp2(part_lse - shift[None, :])
-            old_weight = tl.exp2(peak - shift)
-            total = total * old_weight + tl.sum(weight, axis=0)
-            merged = merged * old_weight[:, None] + tl.sum(weight[:, :, None] * part_out, axis=0)
-            peak = new_peak
-        total = tl.where(total == 0, 1.0, total)
-        lse2 = peak + tl.log2(total)
-        merged /= total[:, None]
+        records = Records(scratch, first_part, number, splits, group, num_groups, parts)
         kv_head = group // row_blocks
-        item_row = (group % row_blocks) * BLOCK_H + record_row
-        write_out(outputs, item, kv_head, item_row, cols, merged, lse2, D_V, ROW_ALIGN, INTERPRETED)
-        if col_block == 0:
-            write_lse(outputs, item, kv_head, item_row, lse2)
+        group_row = group % row_blocks * BLOCK_H
+        first_row = row_tile * PROGRAM_ROWS
+        for start in range(first_row, tl.minimum(first_row + PROGRAM_ROWS, rows_in_use), ROWS):
+            row = start + tl.arange(0, ROWS)
+            merged, lse2 = _merge(records, row, cols, SPLIT_BLOCKS is not None, BLOCK_H, D_V, SPLITS)
+            write_out(outputs, item, kv_head, group_row + row, cols, merged, lse2, D_V, ROW_ALIGN, INTERPRETED)
+            if program % col_blocks == 0:
+                write_lse(outputs, item, kv_head, group_row + row, lse2)
+
+
+@functools.cache
+def _overlaps(device: torch.device) -> bool:
+    """Whether a kernel can be launched before the one that it depends on has ended."""
+    return device.type == "cuda" and torch.version.hip is None and dispatch.compute_capability(device) >= (9, 0)
 
 
 def record_bytes(block_h: int, d_v: int) -> int:
@@ -302,6 +351,7 @@ def launch_combine(
     first_item: int = 0,
     split_blocks: int | None = None,
     max_splits: int = 0,
+    noted: bool = False,
 ) -> None:
     """Merge what a launch over ``items`` items from ``first_item`` left in ``scratch``, if it can have split any.
 
@@ -311,20 +361,24 @@ def launch_combine(
         num_groups, row_blocks: groups of an item, and of each kv head.
         parts: of the balanced schedule; with ``split_blocks``, the records that each item and group has.
         split_blocks, max_splits: of fixed splits; None for balanced parts.
+        noted: whether the parts have noted what they continue (``device.continued_items``).
     """
     limit, extra_limit = lists[5], lists[-1] or 0
     if parts == 1 or -(-limit // block_n) + -(-extra_limit // block_n) <= 1:
         return  # nothing can be split
     at_boundaries = split_blocks is None and items >= parts
+    *_, rows, _ = outputs
     merges = (parts - 1 if at_boundaries else items) * num_groups
-    # With fixed splits the order of merging may not depend on the batch.
-    tiles = (_TILE_OF_FIXED,) if split_blocks is not None else _TILES
-    for tile in tiles:
-        rows, cols = tile[0], min(tile[1], 1 << (d_v - 1).bit_length())
-        programs = merges * -(-block_h // rows) * -(-d_v // cols)
-        if programs <= _RESIDENT:
-            break
-    combine_kernel[(programs,)](
+    shape = merge_tiles.Shape(min(rows, block_h), block_h, d_v)
+    if split_blocks is not None:
+        tile = merge_tiles.of_fixed_splits(shape)
+    elif at_boundaries:
+        tile = merge_tiles.of_boundaries(shape)
+    else:
+        tile = merge_tiles.of_items(shape, merges, -(-parts // items))
+    overlapped = _overlaps(scratch.device)
+    options = {"launch_pdl": True} if overlapped else {}
+    combine_kernel[(merges * tile.programs(shape),)](
         scratch,
         *lists[:-1],
         extra_limit,
@@ -341,11 +395,15 @@ def launch_combine(
         SPLIT_BLOCKS=split_blocks,
         MAX_SPLITS=max_splits,
         AT_BOUNDARIES=at_boundaries,
-        ROWS=rows,
-        SPLITS=tile[2],
-        COLS=cols,
+        NOTED=noted,
+        PROGRAM_ROWS=tile.rows * tile.steps,
+        ROWS=tile.rows,
+        SPLITS=tile.splits,
+        COLS=tile.cols,
         ROW_ALIGN=row_align,
         INTERPRETED=dispatch.interpreting(),
+        OVERLAPPED=overlapped,
         num_warps=_NUM_WARPS,
         enable_fp_fusion=True,
+        **options,
     )

@@ -207,6 +207,37 @@ def part_record(part, group, num_groups, continues_item):
 
 
 @triton.jit
+def continued_items(scratch, parts, num_groups, RECORD: tl.constexpr):
+    """Where parts note the item that they continue, -1 if none, for who merges: behind the records, as float32.
+
+    A balanced schedule has fewer than 2^24 items (``plan.balanced_parts``), so that their numbers are exact.
+    """
+    return scratch + part_record(parts, 0, num_groups, True) * RECORD
+
+
+@triton.jit
+def noted_parts_of_item(item, noted, num_parts):
+    """``parts_of_item``, from what the parts noted at ``noted`` (see ``continued_items``)."""
+    first = num_parts
+    count = tl.zeros([], tl.int32)
+    for start in range(0, num_parts, SCAN):
+        number = start + tl.arange(0, SCAN)
+        continues = tl.load(noted + number, mask=number < num_parts, other=-1.0) == item
+        count += tl.sum(continues.to(tl.int32))
+        first = tl.minimum(first, tl.min(tl.where(continues, number, num_parts)))
+    return first - 1, count + 1
+
+
+@triton.jit
+def noted_item_split_first_at(boundary, noted, num_parts):
+    """``item_split_first_at``, likewise."""
+    item = tl.load(noted + boundary).to(tl.int32)
+    is_split = item >= 0
+    first, count = noted_parts_of_item(item, noted, tl.where(is_split, num_parts, 0))
+    return item, first, tl.where(is_split & (first + 1 == boundary), count, 0)
+
+
+@triton.jit
 def fixed_splits(blocks, SPLIT_BLOCKS: tl.constexpr, MAX_SPLITS: tl.constexpr):
     """Blocks of a split of an item, and the item's splits: of SPLIT_BLOCKS blocks, or longer if they were too many."""
     size = tl.maximum(tl.cdiv(blocks, MAX_SPLITS), SPLIT_BLOCKS)

@@ -43,7 +43,13 @@ def _use(programs: int, resident: int) -> float:
 
 def _whole_items_each(items: int, parts: int) -> int:
     """Fewer parts, if not many fewer, such that parts and items divide each other."""
-    fewer = parts // items * items if parts >= items else -(-items // -(-items // parts))
+    if parts >= items:
+        each = parts // items
+        power = 1 << (each.bit_length() - 1)
+        # Merging takes splits by powers of two.
+        fewer = power * items if power * items >= parts * (1 - _IDLE_FOR_WHOLE_ITEMS) else each * items
+    else:
+        fewer = -(-items // -(-items // parts))
     return fewer if fewer >= parts * (1 - _IDLE_FOR_WHOLE_ITEMS) else parts
 
 

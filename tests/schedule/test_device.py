@@ -57,6 +57,22 @@ def boundaries_kernel(out, lengths, requests, tokens, limit, num_parts, BLOCK_N:
 
 
 @kernel
+def noted_kernel(items_out, boundaries_out, noted, items: tl.int32, num_parts: tl.int32):
+    """What ``sharers_kernel`` and ``boundaries_kernel`` write, from what the parts noted."""
+    item = tl.program_id(0)
+    if item < items:
+        first, count = device.noted_parts_of_item(item, noted, num_parts)
+        tl.store(items_out + item * 2, first)
+        tl.store(items_out + item * 2 + 1, count)
+    if item < num_parts - 1:
+        item, first, count = device.noted_item_split_first_at(item + 1, noted, num_parts)
+        row = boundaries_out + tl.program_id(0) * 3
+        tl.store(row, item)
+        tl.store(row + 1, first)
+        tl.store(row + 2, count)
+
+
+@kernel
 def counts_kernel(out, lengths, extra_lengths, BLOCK_N: tl.constexpr):
     """out [2, 3, 2]: blocks of 3 requests of 2 tokens, with lengths per request and an extra list per token."""
     lists = device.KeyLists(6, 2, lengths, 1, 0, 100, extra_lengths, 2, 1, 40)
@@ -111,6 +127,22 @@ def split_at_boundaries(lengths, tokens, num_parts, overhead, limit=2000):
     where = (lengths, len(lengths) // tokens, tokens, limit, num_parts, BLOCK_N, overhead)
     boundaries_kernel[(num_parts - 1,)](out, *where)
     return [tuple(row) for row in out.tolist() if row[2] > 0]
+
+
+@settings(max_examples=8)
+@given(LENGTHS, st.integers(2, 24), st.integers(0, 3))
+def test_what_parts_note_tells_which_items_are_split(lengths, num_parts, overhead):
+    _, shares, sharers = schedule(lengths, 1, num_parts, overhead)
+    noted = [-1.0] * num_parts
+    for part, of_items in enumerate(shares):
+        noted[part] = next((float(item) for item, (begin, _) in enumerate(of_items) if begin > 0), -1.0)
+    items = torch.full((len(lengths), 2), -1, dtype=torch.int32)
+    boundaries = torch.full((num_parts - 1, 3), -1, dtype=torch.int32)
+    programs = max(len(lengths), num_parts - 1)
+    noted_kernel[(programs,)](items, boundaries, torch.tensor(noted), len(lengths), num_parts)
+    split = [(item, *sharer) for item, sharer in enumerate(sharers) if sharer[1] > 1]
+    assert [(item, *found) for item, found in enumerate(items.tolist()) if found[1] > 1] == split
+    assert [tuple(row) for row in boundaries.tolist() if row[2] > 0] == split
 
 
 def split_by_item(lengths, tokens, num_parts, overhead):

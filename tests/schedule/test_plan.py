@@ -9,8 +9,9 @@ RECORD = 64 * 513 * 4
 @pytest.mark.parametrize(
     ("items", "groups", "parts"),
     [
-        (1, 1, 132),
-        (1, 2, 66),
+        (1, 1, 128),  # as the merging takes them
+        (1, 2, 64),
+        (3, 1, 132),  # 32 each would leave too many idle
         (128, 1, 128),  # one item each
         (256, 1, 128),  # two each
         (64, 1, 128),  # half an item each

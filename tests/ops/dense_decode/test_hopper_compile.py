@@ -32,13 +32,14 @@ KERNEL = launch.kernel
 VERSION = ".".join(triton.__version__.split(".")[:2])
 
 # Bytes of shared memory, by Triton version and head_dim.
-SHARED = {"3.6": {576: 230_992, 512: 214_560}, "3.7": {576: 230_976, 512: 214_560}}
+SHARED = {"3.6": {576: 230_976, 512: 214_560}, "3.7": {576: 230_976, 512: 214_544}}
 
 CALLS: dict[str, dict[str, Any]] = {
     "bf16 576": {},
     "bf16 512": {"head_dim": 512},
     "fp16 576, whole requests": {"dtype": torch.float16, "batch": 70, "heads": 8192},
     "bf16 576, batch invariant, misaligned out": {"batch_invariant": True, "out_pad": 1, "index_dtype": torch.int64},
+    "bf16 576, rows that are no tile": {"heads": 126},
 }
 
 
@@ -146,8 +147,8 @@ def test_machine_code(compiled, name):
     # Scores of a block: head_dim / 16 multiplications, at 4 places; output: 4 for each of 2 blocks, 2 x 2 places.
     assert code.hgmma == 4 * head_dim // 16 + 32
     assert code.hmma == 0
-    # 64 query rows by 128 threads, 16 bytes each.
-    assert code.async_copies == 64 * head_dim // (8 * 128)
+    # Of queries that TMA cannot copy, 64 rows by 128 threads, 16 bytes each.
+    assert code.async_copies == (64 * head_dim // (8 * 128) if "no tile" in name else 0)
     # Waits for tensor cores: 6 of each consumer. More of them mean that the compiler serialised multiplications.
     assert len(re.findall(r"\bWARPGROUP\.DEPBAR\b", code.sass)) == 12
 
@@ -168,7 +169,8 @@ def test_a_tile_is_freed_before_the_output_is_rescaled(compiled):
     assert sum(distance <= 20 for distance in after) >= 8
 
 
-def test_lengths_and_strides_compile_once(record):
+@pytest.mark.parametrize("heads", [1, 16, 48, 128])
+def test_lengths_and_strides_compile_once(record, heads):
     rng = random.Random(0)
     keys = set()
     for _ in range(20):
@@ -178,7 +180,7 @@ def test_lengths_and_strides_compile_once(record):
                 record(
                     batch=rng.choice([4, 5, 16, 33]),
                     s_q=rng.choice([1, 2, 5]),
-                    heads=rng.choice([1, 16, 48, 63, 128]),
+                    heads=heads,
                     pages=rng.choice([1, 7, 16]),
                     columns=rng.choice([33, 64, 100]),
                     causal=rng.choice([False, True]),
@@ -189,6 +191,26 @@ def test_lengths_and_strides_compile_once(record):
         )
     # Requests few and many: a request begun costs a part nothing, or a step.
     assert len(keys) <= 2
+
+
+@pytest.mark.parametrize(
+    ("heads", "h_kv", "box"),
+    [(128, 1, [1, 1, 64]), (192, 1, [1, 1, 64]), (16, 2, [1, 8, 8]), (1, 1, [1, 64, 1]), (126, 1, None), (48, 1, None)],
+)
+def test_queries_come_as_tokens_by_heads(record, heads, h_kv, box):
+    """TMA copies a program's 64 rows where they are whole tokens, or heads of one token."""
+    arguments = record(heads=heads, h_kv=h_kv).arguments
+    if box is None:
+        assert arguments["query_half"] is arguments["query_rope"] is None
+    else:
+        assert arguments["query_half"].block_shape == [*box, 256]
+        assert arguments["query_rope"].block_shape == [*box, 64]
+
+
+def test_queries_that_repeat_are_not_copied_by_tma():
+    """A TMA descriptor cannot say that an axis has no stride."""
+    q = torch.empty(1, 1, 128, 576, dtype=torch.bfloat16).expand(3, 2, 128, 576)
+    assert launch._query_descriptors(q, launch._strides(q), 128) == (None, None)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 16, 128, 400])
@@ -253,3 +275,17 @@ def test_descriptors_are_made_once_a_cache():
     assert (half.block_shape, rope.block_shape) == ([1, 64, 1, 256], [1, 64, 1, 64])
     assert half.strides == [128 * 2 * 576, 2 * 576, 576, 1]
     assert not isinstance(half.base, torch.Tensor)
+
+
+def test_the_combine_waits_for_what_it_merges(record, monkeypatch):
+    """On Hopper it is launched while the main kernel runs, and may not read before that has ended."""
+    combiner = Recorder(combine_kernel := combine.combine_kernel.fn)
+    monkeypatch.setattr(combine, "combine_kernel", combiner)
+    monkeypatch.setattr(combine, "_overlaps", lambda _: True)
+    for call in ({"batch": 1, "heads": 16, "columns": 2048}, {"batch": 128}, {"batch_invariant": True}):
+        record(**call)
+        launched = combiner.launches.pop()
+        assert launched.options["launch_pdl"] is True
+        code = support.compile_launch(combine_kernel, launched, 90)
+        assert code.spills == 0
+        assert 0 < code.sass.index("ACQBULK") < re.search(r"\bLDG\.\S*128\b", code.sass).start()

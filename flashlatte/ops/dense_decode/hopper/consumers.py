@@ -117,7 +117,7 @@ def _raised(reference, scores, scale):
 def _score0_left(call, phase, z, scores):
     """Block 0 begins with its left half, which the even consumer frees itself, and first."""
     tiles = call.tiles
-    return score_left(tiles.q_left.index(z), tiles.k0_left.index(z), call.ready.k0_left, phase, scores, False)
+    return score_left(tiles.q_left.index(z), tiles.k0_left.index(z), call.ready.k0_left, phase, scores)
 
 
 @gluon.jit
@@ -131,15 +131,15 @@ def _score0_right(call, request, phase, z, scores):
         call.ready.k0_right,
         phase,
         scores,
-        True,
     )
 
 
 @gluon.jit
 def _score1(call, request, phase, z, scores):
-    """Block 1 begins with its right half, which the odd consumer frees itself."""
+    """Block 1 begins with its left half, too: the even consumer is done with it before the odd one with the right."""
     tiles = call.tiles
-    scores = score_right(
+    scores = score_left(tiles.q_left.index(z), tiles.k1_left.index(z), call.ready.k1_left, phase, scores)
+    return score_right(
         tiles.q_right.index(z),
         request.q_rope,
         tiles.k1_right.index(z),
@@ -147,9 +147,7 @@ def _score1(call, request, phase, z, scores):
         call.ready.k1_right,
         phase,
         scores,
-        False,
     )
-    return score_left(tiles.q_left.index(z), tiles.k1_left.index(z), call.ready.k1_left, phase, scores, True)
 
 
 @gluon.jit
@@ -183,14 +181,10 @@ def _even_step(scores, state, call, request, page, step, phase, z, PLAN: gl.cons
     output = _rescale(output, decay)
     named_barriers.wait(WEIGHTS1_READY, TWO)
     output = warpgroup_mma(tiles.weights1.index(z), tiles.k1_left.index(z), output, is_async=True)
-    if LAST:
-        output = warpgroup_mma_wait(0, deps=[output])
-        named_barriers.arrive(K1_LEFT_FREE, TWO)
-    else:
-        # The next scores stand behind this product in the tensor cores' queue, so that it does not run dry.
+    output = warpgroup_mma_wait(0, deps=[output])
+    named_barriers.arrive(K1_LEFT_FREE, TWO)
+    if not LAST:
         scores = _score0_left(call, phase ^ 1, z, scores)
-        output = warpgroup_mma_wait(1, deps=[output])
-        named_barriers.arrive(K1_LEFT_FREE, TWO)
         scores = _score0_right(call, request, phase ^ 1, z, scores)
         scores = warpgroup_mma_wait(0, deps=[scores])
     return scores, page, State(output, reference1, total)
@@ -222,13 +216,13 @@ def _odd_step(state, call, request, page, step, phase, z, PLAN: gl.constexpr, LA
     named_barriers.arrive(WEIGHTS1_READY, TWO)
     if not LAST:
         page = schedule.page_of(call.table, request.item, 2 * step + 3, request.blocks, PLAN)
-    total = state.total * gl.exp2(state.reference - reference1) + gl.sum(weights, 1)
     operand = gl.convert_layout(rounded, WEIGHT_OPERAND)
     decay = gl.exp2(reference0 - reference1)
     output = warpgroup_mma_wait(0, deps=[output])
     named_barriers.arrive(K0_RIGHT_FREE, TWO)
     output = _rescale(output, decay)
     output = warpgroup_mma(operand, k1_right, output, is_async=True)
+    total = state.total * gl.exp2(state.reference - reference1) + gl.sum(weights, 1)
     output = warpgroup_mma_wait(0, deps=[output])
     named_barriers.arrive(K1_RIGHT_FREE, TWO)
     return page, State(output, reference1, total)
@@ -256,7 +250,7 @@ def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
         steps = schedule.num_steps(length)
         begin, end = device.share(part, cost, steps, PLAN.overhead)
         blocks = schedule.num_blocks(length)
-        seen = sight(length, call.hidden, call.results.outputs.heads, call.place.first_row)
+        seen = sight(length, call.hidden, call.results.outputs.heads, call.place.group.first_row)
         cost += PLAN.overhead + steps
         length = device.key_count(item + 1, call.lists)
         if end > begin:
@@ -305,7 +299,7 @@ def consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
         steps = schedule.num_steps(length)
         begin, end = device.share(part, cost, steps, PLAN.overhead)
         blocks = schedule.num_blocks(length)
-        seen = sight(length, call.hidden, call.results.outputs.heads, call.place.first_row)
+        seen = sight(length, call.hidden, call.results.outputs.heads, call.place.group.first_row)
         cost += PLAN.overhead + steps
         length = device.key_count(item + 1, call.lists)
         if end > begin:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.ops.dense_decode.hopper import schedule
+from flashlatte.ops.dense_decode.hopper import schedule, wide_store
 from flashlatte.ops.dense_decode.hopper.tiles import HALF, LATENT, OUTPUT_COLS, OUTPUT_ROWS, ROWS
 from flashlatte.schedule import combine
 
@@ -50,13 +50,20 @@ def write(
     lse2 = gl.where(is_empty, float("-inf"), reference + gl.log2(total))
     row = gl.arange(0, ROWS, OUTPUT_ROWS)
     col = FIRST_COL + gl.arange(0, HALF, OUTPUT_COLS)
-    item_row = place.first_row + row
+    item_row = place.group.first_row + row
     if share.is_whole:
-        combine.write_out(
-            results.outputs, share.item, place.kv_head, item_row, col, values, lse2, LATENT, OUT_ALIGN, False
-        )
+        if OUT_ALIGN > 1:
+            wide_store.store_halves(
+                combine.row_pointers(results.outputs, share.item, place.group.kv_head, item_row, OUT_ALIGN) + FIRST_COL,
+                item_row < results.outputs.rows,
+                values.to(results.outputs.out.dtype.element_ty),
+            )
+        else:
+            combine.write_out(
+                results.outputs, share.item, place.group.kv_head, item_row, col, values, lse2, LATENT, OUT_ALIGN, False
+            )
         if FIRST_COL == 0:
-            combine.write_lse(results.outputs, share.item, place.kv_head, item_row, lse2)
+            combine.write_lse(results.outputs, share.item, place.group.kv_head, item_row, lse2)
     elif results.scratch is not None:
         record = schedule.record(place, share.continues, PLAN)
         base = results.scratch + record * (ROWS * (LATENT + 1))

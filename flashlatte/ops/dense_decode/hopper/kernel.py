@@ -7,6 +7,7 @@ import inspect
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_wait
 
 from flashlatte.ops.dense_decode.hopper import consumers, epilogue, producer, schedule, tiles
 from flashlatte.schedule import combine, device
@@ -19,6 +20,8 @@ CONSUMER_REGISTERS = gl.constexpr(240)
 def dense_decode_kernel(
     keys_half,
     keys_rope,
+    query_half,
+    query_rope,
     q,
     q_stride_request: tl.int64,
     q_stride_token: tl.int64,
@@ -74,16 +77,20 @@ def dense_decode_kernel(
         empty_lse,
     )
     results = epilogue.Results(outputs, scratch)
-    query = producer.Query(q, q_stride_request, q_stride_token, q_stride_head, heads, rows)
+    query = producer.Query(q, q_stride_request, q_stride_token, q_stride_head, heads, rows, query_half, query_rope)
     keys = producer.Keys(keys_half, keys_rope)
     plan: gl.constexpr = schedule.Plan(keys_rope is not None, BLOCKS_PER_PAGE, OVERHEAD, SPLIT_STEPS, MAX_SPLITS)
-    place = schedule.find_place(lists, parts, first_item, row_blocks, num_groups, plan)
     shared = tiles.allocate(q.dtype.element_ty, plan.has_rope)
     ready = tiles.allocate_ready()
+    # The kernel before this one in the stream may still run.
+    gdc_wait()
+    group = schedule.find_group(row_blocks, num_groups)
+    corner = producer.find_corner(query, group)
+    place = schedule.find_place(group, lists, parts, first_item, plan)
     call = consumers.Call(lists, table, place, hidden, scale, shared, ready, results)
     gl.warp_specialize(
         [
-            (producer.produce, (query, keys, table, lists, place, shared, ready, plan)),
+            (producer.produce, (query, corner, keys, table, lists, place, shared, ready, scratch, plan)),
             (consumers.consume_even, (call, plan, OUT_ALIGN)),
             (consumers.consume_odd, (call, plan, OUT_ALIGN)),
         ],

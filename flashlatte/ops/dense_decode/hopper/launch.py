@@ -21,6 +21,8 @@ _LOG2_E = math.log2(math.e)
 # With batch_invariant, steps of a split, and the most splits of a request, over all groups of its query rows.
 _SPLIT_STEPS = 8
 _FIXED_SPLITS = 128
+# What the costs of all requests may sum to, in a balanced schedule.
+_MOST_COST = 2**31 - 1
 # Numbers in 16 bytes, what the copies need rows to be aligned to.
 _ALIGN = 8
 
@@ -78,6 +80,7 @@ def dense_decode(
         q_strides = _strides(q)
     q_request, q_token, q_head = q_strides
     out_align = _ALIGN if out.data_ptr() % 16 == 0 and all(s % _ALIGN == 0 for s in _strides(out)) else 1
+    query_half, query_rope = _query_descriptors(q, q_strides, heads)
     limit = min(max_pages * page_size, 2**31 - 1 - PAIR.value)
     lists = (batch, 1, cache_seqlens, cache_seqlens.stride(0), 0, limit, None, 0, 0, None)
     outputs = combine.output_arguments(out, lse, None, heads, rows, empty_lse, out_align)
@@ -89,6 +92,8 @@ def dense_decode(
             kernel[(programs,)](
                 keys_half,
                 keys_rope,
+                query_half,
+                query_rope,
                 q,
                 q_request // _ALIGN,
                 q_token // _ALIGN,
@@ -118,6 +123,7 @@ def dense_decode(
                 MAX_SPLITS=made.max_splits,
                 num_warps=4,
                 enable_fp_fusion=True,
+                launch_pdl=True,
             )
             if scratch is not None:
                 combine.launch_combine(
@@ -136,6 +142,7 @@ def dense_decode(
                     first_item=first,
                     split_blocks=made.split_steps,
                     max_splits=made.max_splits,
+                    noted=made.split_steps is None,
                 )
 
 
@@ -154,6 +161,8 @@ def make_plan(multiprocessors: int, batch: int, rows: int, h_kv: int, max_keys: 
         records = max(count for _, count in launches) * groups * parts if parts > 1 else 0
     else:
         balanced = plan.balanced_parts(batch, groups, multiprocessors, most_steps, record)
+        if batch * (most_steps + 1) > _MOST_COST:
+            balanced = None
         split_steps, max_splits = (1, 1) if balanced is None else (None, 0)
         records = 0 if balanced is None else 2 * groups * balanced
         parts = balanced or 1
@@ -165,7 +174,8 @@ def make_plan(multiprocessors: int, batch: int, rows: int, h_kv: int, max_keys: 
         row_blocks=row_blocks,
         parts=parts,
         launches=launches,
-        scratch=records * record // 4,
+        # Behind the records of balanced parts, what they note for the merging.
+        scratch=records * record // 4 + (parts if records and split_steps is None else 0),
         overhead=overhead,
         split_steps=split_steps,
         max_splits=max_splits,
@@ -183,6 +193,15 @@ class _Address:
         return self.address
 
 
+def _query_descriptors(q: torch.Tensor, strides: tuple[int, ...], heads: int) -> tuple[Any, Any]:
+    """Of 64 rows of q, 256 columns and its rope; (None, None) where 64 rows are no box, or an axis repeats itself."""
+    repeats = any(size > 1 and not stride for size, stride in zip(q.shape, strides, strict=False))
+    if repeats or (heads % ROWS.value and ROWS.value % heads):
+        return None, None
+    box = (1, max(ROWS.value // heads, 1), min(heads, ROWS.value))
+    return _tiles(_Address(q.data_ptr(), q.dtype), tuple(q.shape), strides, box)
+
+
 @functools.lru_cache(maxsize=1024)
 def _descriptors(
     address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], device: torch.device
@@ -190,12 +209,19 @@ def _descriptors(
     """TMA descriptors of a cache [pages, page_size, h_kv, d]: of 256 columns of a block of keys, and of its rope."""
     if address % 16 or any(stride % _ALIGN for stride in strides):
         raise ValueError(f"k_cache must have rows that begin at multiples of 16 bytes, got strides {(*strides, 1)}")
+    return _tiles(_Address(address, dtype), shape, strides, (1, KEYS.value, 1))
+
+
+def _tiles(
+    base: _Address, shape: tuple[int, ...], strides: tuple[int, ...], rows: tuple[int, ...]
+) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """Descriptors of ``rows`` by 256 columns, and by the 64 of the rope if there are more than 512."""
 
     def describe(cols: int) -> Any:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
         # An axis of 1 has no stride that matters, but the hardware wants one above 0.
         wide = [stride or shape[3] for stride in strides]
-        return TensorDescriptor(_Address(address, dtype), list(shape), [*wide, 1], [1, KEYS.value, 1, cols], layout)
+        return TensorDescriptor(base, list(shape), [*wide, 1], [*rows, cols], layout)
 
     return describe(HALF.value), describe(ROPE.value) if shape[3] > LATENT.value else None
 

@@ -1,4 +1,4 @@
-"""The producer: four warps that keep the consumers' tiles filled, the query's by cp.async, the keys' by TMA."""
+"""The producer: four warps that keep the tiles filled, by TMA, or by cp.async for queries that TMA cannot copy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from flashlatte import named_barriers
 from flashlatte.gluon_compat import cp_async, tma_load
@@ -30,7 +31,10 @@ from flashlatte.schedule import device
 
 
 class Query(NamedTuple):
-    """The queries, their strides in units of 8 numbers (16 bytes); ``heads`` rows a token, ``rows`` a kv head."""
+    """The queries, their strides in units of 8 numbers (16 bytes); ``heads`` rows a token, ``rows`` a kv head.
+
+    ``half`` and ``rope`` are descriptors of q, of boxes of tokens and heads that make 64 rows; None where none do.
+    """
 
     q: Any
     stride_request: Any
@@ -38,6 +42,8 @@ class Query(NamedTuple):
     stride_head: Any
     heads: Any
     rows: Any
+    half: Any
+    rope: Any
 
 
 class Keys(NamedTuple):
@@ -47,10 +53,51 @@ class Keys(NamedTuple):
     rope: Any
 
 
+class Corner(NamedTuple):
+    """Token and head of the first of a program's 64 rows."""
+
+    token: Any
+    head: Any
+
+
+@gluon.jit
+def find_corner(query, group):
+    """Found early, while lengths are on their way."""
+    token = group.first_row // query.heads
+    return Corner(token, group.kv_head * query.heads + group.first_row - token * query.heads)
+
+
+@gluon.jit
+def _load_query(tiles, ready, query, corner, request, place, HAS_ROPE: gl.constexpr):
+    """Begin to load a query, without its rope."""
+    if query.half is not None:
+        mbarrier.expect(ready, ROWS * (LATENT + (ROPE if HAS_ROPE else 0)) * 2)
+        tma_load(query.half, [request, corner.token, corner.head, 0], ready, tiles.q_left.index(0))
+        tma_load(query.half, [request, corner.token, corner.head, HALF], ready, tiles.q_right.index(0))
+    else:
+        _copy_query(tiles.q_left, query, request, place, 0, HALF)
+        _copy_query(tiles.q_right, query, request, place, HALF, HALF)
+
+
+@gluon.jit
+def _load_query_rope(tiles, ready, query, corner, request, place, HAS_ROPE: gl.constexpr):
+    """Load the rest of a query, and signal it when it has come."""
+    if query.half is not None:
+        if HAS_ROPE:
+            tma_load(query.rope, [request, corner.token, corner.head, LATENT], ready, tiles.q_rope.index(0))
+    else:
+        if HAS_ROPE:
+            _copy_query(tiles.q_rope, query, request, place, LATENT, ROPE)
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+        fence_async_shared()
+        mbarrier.arrive(ready)
+
+
 @gluon.jit
 def _copy_query(tile, query, request, place, FIRST_COL: gl.constexpr, COLS: gl.constexpr):
-    row = place.first_row + gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
-    head = place.kv_head * query.heads + row % query.heads
+    row = place.group.first_row + gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
+    head = place.group.kv_head * query.heads + row % query.heads
     offset = (
         request.to(gl.int64) * query.stride_request
         + (row // query.heads).to(gl.int64) * query.stride_token
@@ -78,7 +125,7 @@ def _load_right(keys, tile, rope_tile, ready, page, token, kv_head):
 
 
 @gluon.jit
-def produce(query, keys, table, lists, place, tiles, ready, PLAN: gl.constexpr):
+def produce(query, corner, keys, table, lists, place, tiles, ready, scratch, PLAN: gl.constexpr):
     part = place.part
     cost = part.first_cost
     length = device.key_count(part.first, lists)
@@ -87,41 +134,40 @@ def produce(query, keys, table, lists, place, tiles, ready, PLAN: gl.constexpr):
         begin, end = device.share(part, cost, steps, PLAN.overhead)
         blocks = schedule.num_blocks(length)
         cost += PLAN.overhead + steps
-        length = device.key_count(item + 1, lists)
         if end > begin:
             page0 = schedule.page_of(table, item, 2 * begin, blocks, PLAN)
             page1 = schedule.page_of(table, item, 2 * begin + 1, blocks, PLAN)
             named_barriers.wait(QUERY_FREE, THREE)
-            _copy_query(tiles.q_left, query, item, place, 0, HALF)
-            _copy_query(tiles.q_right, query, item, place, HALF, HALF)
+            _load_query(tiles, ready.query, query, corner, item, place, PLAN.has_rope)
             for step in range(begin, end):
                 block = 2 * step
                 token0 = block % PLAN.blocks_per_page * KEYS
                 token1 = (block + 1) % PLAN.blocks_per_page * KEYS
                 # Out of range, so that TMA writes zeros without reading.
-                now0 = page0
-                now1 = gl.where(block + 1 < blocks, page1, -1)
+                page1 = gl.where(block + 1 < blocks, page1, -1)
+                named_barriers.wait(K0_LEFT_FREE, TWO)
+                _load_left(keys, tiles.k0_left, ready.k0_left, page0, token0, place.group.kv_head)
+                named_barriers.wait(K0_RIGHT_FREE, TWO)
+                _load_right(keys, tiles.k0_right, tiles.k0_rope, ready.k0_right, page0, token0, place.group.kv_head)
+                named_barriers.wait(K1_LEFT_FREE, TWO)
+                _load_left(keys, tiles.k1_left, ready.k1_left, page1, token1, place.group.kv_head)
+                named_barriers.wait(K1_RIGHT_FREE, TWO)
+                _load_right(keys, tiles.k1_right, tiles.k1_rope, ready.k1_right, page1, token1, place.group.kv_head)
+                if step == begin:
+                    # The weights that lay here were read before block 1's left half became free.
+                    _load_query_rope(tiles, ready.query, query, corner, item, place, PLAN.has_rope)
+                # Not before this step's loads, which would wait for the numbers.
                 page0 = schedule.page_of(table, item, block + 2, blocks, PLAN)
                 page1 = schedule.page_of(table, item, block + 3, blocks, PLAN)
-                named_barriers.wait(K0_LEFT_FREE, TWO)
-                _load_left(keys, tiles.k0_left, ready.k0_left, now0, token0, place.kv_head)
-                named_barriers.wait(K0_RIGHT_FREE, TWO)
-                _load_right(keys, tiles.k0_right, tiles.k0_rope, ready.k0_right, now0, token0, place.kv_head)
-                named_barriers.wait(K1_RIGHT_FREE, TWO)
-                _load_right(keys, tiles.k1_right, tiles.k1_rope, ready.k1_right, now1, token1, place.kv_head)
-                named_barriers.wait(K1_LEFT_FREE, TWO)
-                _load_left(keys, tiles.k1_left, ready.k1_left, now1, token1, place.kv_head)
-                if step == begin:
-                    if PLAN.has_rope:
-                        # The weights that lay here were read before block 1's left half became free.
-                        _copy_query(tiles.q_rope, query, item, place, LATENT, ROPE)
-                    async_copy.commit_group()
-                    async_copy.wait_group(0)
-                    fence_async_shared()
-                    mbarrier.arrive(ready.query)
+        length = device.key_count(item + 1, lists)
+    if scratch is not None:
+        schedule.note_continued(scratch, place, PLAN)
     # The consumers' last arrivals.
     named_barriers.wait(QUERY_FREE, THREE)
     named_barriers.wait(K0_LEFT_FREE, TWO)
     named_barriers.wait(K0_RIGHT_FREE, TWO)
     named_barriers.wait(K1_RIGHT_FREE, TWO)
     named_barriers.wait(K1_LEFT_FREE, TWO)
+    # The combine may be launched, and waits for what the consumers still write. Earlier, its programs would crowd on
+    # the few SMs that are free first.
+    gdc_launch_dependents()

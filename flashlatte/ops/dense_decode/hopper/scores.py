@@ -62,17 +62,17 @@ def _zero_rows(tile, first):
 
 
 @gluon.jit
-def score_left(q, k, k_ready, phase, scores, USE_ACC: gl.constexpr):
-    """Scores (plus) left half of queries · left half of keys, once those have come."""
+def score_left(q, k, k_ready, phase, scores):
+    """Left half of queries · left half of keys, once those have come. ``scores``: registers for the result."""
     mbarrier.wait(k_ready, phase)
-    return warpgroup_mma(q, k.permute((1, 0)), scores, use_acc=USE_ACC, is_async=True)
+    return warpgroup_mma(q, k.permute((1, 0)), scores, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def score_right(q, q_rope, k, k_rope, k_ready, phase, scores, USE_ACC: gl.constexpr):
-    """The same of the right half, and of the rope if ``q_rope`` is not None."""
+def score_right(q, q_rope, k, k_rope, k_ready, phase, scores):
+    """``scores`` plus the same of the right half, and of the rope if ``q_rope`` is not None."""
     mbarrier.wait(k_ready, phase)
-    scores = warpgroup_mma(q, k.permute((1, 0)), scores, use_acc=USE_ACC, is_async=True)
+    scores = warpgroup_mma(q, k.permute((1, 0)), scores, is_async=True)
     if q_rope is not None:
         scores = warpgroup_mma(q_rope, k_rope.permute((1, 0)), scores, is_async=True)
     return scores
