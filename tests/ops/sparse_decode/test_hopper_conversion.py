@@ -39,20 +39,38 @@ def run(ptx: str, word: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tenso
             result = (sources[0] << sources[1]) & 0xFFFFFFFF
         elif name == "and":
             result = sources[0] & sources[1]
+        elif name == "add":
+            result = (sources[0] + sources[1]) & 0xFFFFFFFF
         elif name == "lop3":
-            assert operands[-1] == "0xEA", "of the functions, this knows (a & b) | c"
-            result = (sources[0] & sources[1]) | sources[2]
+            result = lop3(sources[0], sources[1], sources[2], int(operands[-1], 0))
         elif name == "prmt":
-            selector = int(operands[-1], 0)
-            both = sources[0] | (sources[1] << 32)
-            picked = [(both >> 8 * (selector >> 4 * i & 7)) & 255 for i in range(4)]
-            result = torch.stack([byte << 8 * i for i, byte in enumerate(picked)]).sum(0)
+            result = prmt(sources[0], sources[1], int(operands[-1], 0))
         else:
             assert instruction == "mul.rn.bf16x2", instruction
             halves = [numbers(sources[0], i) * numbers(sources[1], i) for i in range(2)]
             result = bits(halves[0]) | bits(halves[1]) << 16
         registers[target] = result
     return registers["$0"], registers["$1"]
+
+
+def lop3(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: int) -> torch.Tensor:
+    """Bit by bit, the entry of ``table`` at a, b, c."""
+    result = torch.zeros_like(a)
+    for entry in range(8):
+        if table >> entry & 1:
+            chosen = [x if entry >> bit & 1 else x ^ 0xFFFFFFFF for x, bit in ((a, 2), (b, 1), (c, 0))]
+            result |= chosen[0] & chosen[1] & chosen[2]
+    return result
+
+
+def prmt(a: torch.Tensor, b: torch.Tensor, selector: int) -> torch.Tensor:
+    """Four of eight bytes; those whose place has bit 3 set give their sign, eight times."""
+    result = torch.zeros_like(a)
+    for i in range(4):
+        place = selector >> 4 * i & 15
+        byte = ((a | b << 32) >> 8 * (place & 7)) & 255
+        result |= (torch.where(byte > 127, 255, 0) if place & 8 else byte) << 8 * i
+    return result
 
 
 def numbers(word: torch.Tensor, half: int) -> torch.Tensor:
@@ -78,3 +96,15 @@ def test_numbers_are_rounded_once_after_their_scale(scale: float) -> None:
         exact = code.to(torch.uint8).view(torch.float8_e4m3fn).double() * rounded.double()
         assert torch.equal(result, exact.float().bfloat16())
         assert torch.equal(result.signbit(), exact.signbit())
+
+
+def test_exponents_become_scales() -> None:
+    exponents = torch.arange(256, dtype=torch.int64)
+    shuffled = [exponents.roll(shift) for shift in (0, 1, 77, 130)]
+    word = torch.stack([exponent << 8 * i for i, exponent in enumerate(shuffled)]).sum(0)
+    low, high = run(conversion._SPLIT.value, word, word)
+    for number, exponent in enumerate(shuffled):
+        pair = prmt(low, high, number * 0x1111 + 0x4040)
+        exact = torch.where(exponent == 255, torch.nan, torch.exp2(exponent.double() - 127))
+        for half in range(2):
+            torch.testing.assert_close(numbers(pair, half).double(), exact, rtol=0, atol=0, equal_nan=True)

@@ -22,6 +22,7 @@ from flashlatte import lazy_softmax, named_barriers
 from flashlatte.gluon_compat import cta_barrier
 from flashlatte.ops.sparse_decode.hopper import epilogue, schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.tiles import (
+    CONSUMER,
     HALF,
     KEYS,
     MODEL1,
@@ -32,7 +33,6 @@ from flashlatte.ops.sparse_decode.hopper.tiles import (
     SCORE_COLS,
     SCORE_ROWS,
     SCORES,
-    THREE,
     TWO,
     WEIGHT_OPERAND,
 )
@@ -91,7 +91,7 @@ def _raised(reference, scores, scale):
 
 @gluon.jit
 def _await(copied, phase, READY: gl.constexpr, PLAN: gl.constexpr):
-    named_barriers.wait(READY, THREE)
+    named_barriers.wait(READY, CONSUMER + PLAN.producer_threads)
     if PLAN.format == PLAIN:
         mbarrier.wait(copied, phase)
     # Here, and not before the producer's arrival: this fence waits for all loads of its thread.
@@ -178,7 +178,7 @@ def _release_query(call):
 
 
 @gluon.jit
-def _even_step(scores, state, call, z, LAST: gl.constexpr):
+def _even_step(scores, state, call, z, PLAN: gl.constexpr, LAST: gl.constexpr):
     """From the scores of block 0 to the output of both blocks."""
     shared = call.tiles
     k0_left = shared.k0_left.index(z)
@@ -198,7 +198,7 @@ def _even_step(scores, state, call, z, LAST: gl.constexpr):
     operand = gl.convert_layout(rounded, WEIGHT_OPERAND)
     output = warpgroup_mma(operand, k0_left, output, is_async=True)
     output = warpgroup_mma_wait(0, deps=[output])
-    named_barriers.arrive(tiles.K0_LEFT_FREE, THREE)
+    named_barriers.arrive(tiles.K0_LEFT_FREE, CONSUMER + PLAN.producer_threads)
 
     named_barriers.wait(tiles.REFERENCE1_READY, TWO)
     reference1 = shared.reference1.load(SCORE_ROWS)
@@ -210,7 +210,7 @@ def _even_step(scores, state, call, z, LAST: gl.constexpr):
     if LAST:
         total += shared.sums1.load(SCORE_ROWS)
     output = warpgroup_mma_wait(0, deps=[output])
-    named_barriers.arrive(tiles.K1_LEFT_FREE, THREE)
+    named_barriers.arrive(tiles.K1_LEFT_FREE, CONSUMER + PLAN.producer_threads)
     return State(output, reference1, total)
 
 
@@ -245,18 +245,18 @@ def _odd_step(state, call, phase, z, PLAN: gl.constexpr, LAST: gl.constexpr):
     named_barriers.arrive(tiles.WEIGHTS1_READY, TWO)
     operand = gl.convert_layout(rounded, WEIGHT_OPERAND)
     output = warpgroup_mma_wait(0, deps=[output])
-    named_barriers.arrive(tiles.K0_RIGHT_FREE, THREE)
+    named_barriers.arrive(tiles.K0_RIGHT_FREE, CONSUMER + PLAN.producer_threads)
     output = _rescale(output, decay)
     output = warpgroup_mma(operand, k1_right, output, is_async=True)
     output = warpgroup_mma_wait(0, deps=[output])
-    named_barriers.arrive(tiles.K1_RIGHT_FREE, THREE)
+    named_barriers.arrive(tiles.K1_RIGHT_FREE, CONSUMER + PLAN.producer_threads)
     return State(output, reference1, total)
 
 
 @gluon.jit
 def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
-    named_barriers.arrive(tiles.K0_LEFT_FREE, THREE)
-    named_barriers.arrive(tiles.K1_LEFT_FREE, THREE)
+    named_barriers.arrive(tiles.K0_LEFT_FREE, CONSUMER + PLAN.producer_threads)
+    named_barriers.arrive(tiles.K1_LEFT_FREE, CONSUMER + PLAN.producer_threads)
     part = call.place.part
     cost = part.first_cost
     items_taken = 0
@@ -272,12 +272,12 @@ def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
             scores = _score0(call, pairs_taken & 1, pairs_taken >> 30, scores, PLAN)
             scores = warpgroup_mma_wait(0, deps=[scores])
             for _ in range(pairs - 1):
-                state = _even_step(scores, state, call, pairs_taken >> 30, False)
+                state = _even_step(scores, state, call, pairs_taken >> 30, PLAN, False)
                 pairs_taken += 1
                 scores = _score0(call, pairs_taken & 1, pairs_taken >> 30, scores, PLAN)
                 scores = warpgroup_mma_wait(0, deps=[scores])
             _release_query(call)
-            state = _even_step(scores, state, call, pairs_taken >> 30, True)
+            state = _even_step(scores, state, call, pairs_taken >> 30, PLAN, True)
             pairs_taken += 1
             items_taken += 1
             epilogue.write(state, item, share, call.place, call.results, 0, OUT_ALIGN)
@@ -285,8 +285,8 @@ def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
 
 @gluon.jit
 def consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
-    named_barriers.arrive(tiles.K0_RIGHT_FREE, THREE)
-    named_barriers.arrive(tiles.K1_RIGHT_FREE, THREE)
+    named_barriers.arrive(tiles.K0_RIGHT_FREE, CONSUMER + PLAN.producer_threads)
+    named_barriers.arrive(tiles.K1_RIGHT_FREE, CONSUMER + PLAN.producer_threads)
     part = call.place.part
     cost = part.first_cost
     items_taken = 0

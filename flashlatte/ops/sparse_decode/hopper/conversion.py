@@ -11,20 +11,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 _LARGEST_BF16 = gl.constexpr(3.3895313892515355e38)
-_NAN_E8M0 = gl.constexpr(255)
 
-# A word of four numbers to two pairs: first the upper bytes of all four, then the lower ones.
+# A word of four numbers to two pairs. Each number becomes the lower byte of 16 bits, with its sign repeated in the
+# upper one; moved by four bits, all but one of the signs are masked out.
 _WIDEN = gl.constexpr(
     """{
-    .reg .b32 upper, lower, two_120;
+    .reg .b32 two_120;
     mov.b32 two_120, 0x7B807B80;
-    shr.u32 upper, $2, 4;
-    and.b32 upper, upper, 0x07070707;
-    lop3.b32 upper, $2, 0x80808080, upper, 0xEA;
-    shl.b32 lower, $2, 4;
-    and.b32 lower, lower, 0xF0F0F0F0;
-    prmt.b32 $0, lower, upper, 0x5140;
-    prmt.b32 $1, lower, upper, 0x7362;
+    prmt.b32 $0, $2, 0, 0x9180;
+    prmt.b32 $1, $2, 0, 0xB3A2;
+    shl.b32 $0, $0, 4;
+    shl.b32 $1, $1, 4;
+    and.b32 $0, $0, 0x87F087F0;
+    and.b32 $1, $1, 0x87F087F0;
     mul.rn.bf16x2 $0, $0, two_120;
     mul.rn.bf16x2 $1, $1, two_120;
     mul.rn.bf16x2 $0, $0, $3;
@@ -42,12 +41,38 @@ def factor_of_float(scale):
     return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", [bounded], gl.int32, is_pure=True, pack=1)
 
 
+# Of four exponents: the lower and the upper bytes of their bf16. An exponent of 0 (2^-127) or 255 (NaN), all of whose
+# bits are the same, has the mantissa's upper bit.
+_SPLIT = gl.constexpr(
+    """{
+    .reg .b32 t, differ;
+    shr.u32 t, $2, 1;
+    and.b32 $1, t, 0x7F7F7F7F;
+    lop3.b32 differ, t, $2, 0x7F7F7F7F, 0x28;
+    add.u32 differ, differ, 0x7F7F7F7F;
+    shr.u32 differ, differ, 1;
+    lop3.b32 differ, differ, 0x40404040, 0, 0x0C;
+    shl.b32 t, $2, 7;
+    lop3.b32 $0, t, 0x80808080, differ, 0xEA;
+    }"""
+)
+
+
 @gluon.jit
-def factor_of_exponent(exponent, valid):
-    """E8M0 scales (model1's), as int32, the same; 0 where not valid."""
-    bits = gl.where(exponent == 0, 0x0040, exponent << 7)
-    bits = gl.where(exponent == _NAN_E8M0, 0x7FC0, bits)
-    return gl.where(valid, bits | (bits << 16), 0)
+def split_exponents(exponents):
+    """Words of four E8M0 scales (model1's), prepared for ``factor_of_exponent``."""
+    return gl.inline_asm_elementwise(_SPLIT, "=&r,=&r,r", [exponents], (gl.int32, gl.int32), is_pure=True, pack=1)
+
+
+@gluon.jit
+def factor_of_exponent(low, high, number):
+    """The scale of a ``number`` in a word as a pair of bf16."""
+    selector = number * 0x1111 + 0x4040
+    selector, low = gl.broadcast(selector, low)
+    selector, high = gl.broadcast(selector, high)
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selector], gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ from flashlatte.ops.sparse_decode.hopper import consumers, epilogue, producer, s
 from flashlatte.schedule import combine, device
 from flashlatte.triton_kernel import lean
 
-# Of a consumer; what 16 warps leave of the register file, 64, is the producer's eight.
+# Of a consumer. The producer has what is left: 120 with four warps, 64 with eight.
 _CONSUMER_REGISTERS = gl.constexpr(192)
 
 
@@ -22,8 +22,8 @@ def sparse_decode_kernel(
     q_stride_token: tl.int64,
     q_stride_head: tl.int64,
     k_cache,
-    page_stride: tl.int64,
-    token_stride: tl.int64,
+    page_stride: tl.int32,
+    token_stride: tl.int32,
     num_slots: tl.int32,
     page_size: tl.int32,
     page_magic: tl.int64,
@@ -32,8 +32,8 @@ def sparse_decode_kernel(
     indices_stride_request: tl.int64,
     indices_stride_token: tl.int64,
     extra_k_cache,
-    extra_page_stride: tl.int64,
-    extra_token_stride: tl.int64,
+    extra_page_stride: tl.int32,
+    extra_token_stride: tl.int32,
     extra_num_slots: tl.int32,
     extra_page_size: tl.int32,
     extra_page_magic: tl.int64,
@@ -77,15 +77,17 @@ def sparse_decode_kernel(
 ):
     """A program works on 64 heads, for a part of all items' keys or for whole items. Arguments as in ``launch``."""
     HAS_EXTRA: gl.constexpr = extra_indices is not None
-    WORD: gl.constexpr = gl.pointer_type(gl.int32)
-    words = k_cache.to(WORD, bitcast=True)
-    cache = selection.Cache(words, page_stride, token_stride, num_slots, page_size, page_magic, page_shift)
+    PRODUCER_THREADS: gl.constexpr = 32 * gl.num_warps()
+    BYTE: gl.constexpr = gl.pointer_type(gl.int8)
+    cache = selection.Cache(
+        k_cache.to(BYTE, bitcast=True), page_stride, token_stride, num_slots, page_size, page_magic, page_shift
+    )
     own = selection.Indices(indices, indices_stride_request, indices_stride_token)
     extra_cache = cache
     extra = own
     if HAS_EXTRA:
         extra_cache = selection.Cache(
-            extra_k_cache.to(WORD, bitcast=True),
+            extra_k_cache.to(BYTE, bitcast=True),
             extra_page_stride,
             extra_token_stride,
             extra_num_slots,
@@ -122,11 +124,13 @@ def sparse_decode_kernel(
         heads,
         empty_lse,
     )
-    query = producer.Query(q.to(WORD, bitcast=True), q_stride_request, q_stride_token, q_stride_head, heads)
-    plan: gl.constexpr = schedule.Plan(FORMAT, HAS_ROPE, UNIT, FLAT, BALANCED, OVERHEAD)
+    query = producer.Query(
+        q.to(gl.pointer_type(gl.int32), bitcast=True), q_stride_request, q_stride_token, q_stride_head, heads
+    )
+    plan: gl.constexpr = schedule.Plan(FORMAT, PRODUCER_THREADS, HAS_ROPE, HAS_EXTRA, UNIT, FLAT, BALANCED, OVERHEAD)
     place = schedule.find_place(lists, parts, num_groups, plan)
     shared = tiles.allocate(out.dtype.element_ty, HAS_ROPE)
-    ready = tiles.allocate_ready()
+    ready = tiles.allocate_ready(PRODUCER_THREADS)
     call = consumers.Call(lists, place, scale, shared, ready, epilogue.Results(outputs, scratch))
     caches = (cache, extra_cache)
     lists_of_indices = (own, extra)

@@ -11,7 +11,7 @@ import torch
 from flashlatte import dispatch
 from flashlatte.kv_cache.portable.layout import stride_in_use
 from flashlatte.ops.sparse_decode.hopper.kernel import kernel
-from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, LATENT, MODEL1, PLAIN, ROPE, ROWS, V32
+from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, LATENT, MODEL1, PLAIN, ROPE, ROWS, V32, producer_warps
 from flashlatte.schedule import combine, plan
 from flashlatte.triton_kernel import launching_on
 
@@ -81,6 +81,7 @@ def sparse_decode(
         if extra_indices.dtype != indices.dtype:
             # The kernel takes blocks of both lists in turn.
             indices, extra_indices = indices.long(), extra_indices.long()
+    k_cache, extra_k_cache = _readable(k_cache), _readable(extra_k_cache)
     q_strides = _strides(q)
     if q.data_ptr() % 16 or any(stride % _ALIGN for stride in q_strides):
         q = q.clone(memory_format=torch.contiguous_format)
@@ -107,12 +108,12 @@ def sparse_decode(
             q_token // _ALIGN,
             q_head // _ALIGN,
             k_cache,
-            *_in_units(address, unit),
+            *address.arguments,
             indices,
             indices.stride(0),
             indices.stride(1),
             extra_k_cache,
-            *_in_units(extra_address, unit),
+            *extra_address.arguments,
             extra_indices,
             0 if extra_indices is None else extra_indices.stride(0),
             0 if extra_indices is None else extra_indices.stride(1),
@@ -132,7 +133,7 @@ def sparse_decode(
             OUT_ALIGN=out_align,
             BALANCED=made.parts is not None,
             OVERHEAD=made.overhead,
-            num_warps=8,
+            num_warps=producer_warps(_FORMATS.get(cache_format, PLAIN.value)),
             enable_fp_fusion=True,
         )
         if made.parts is not None and scratch is not None:
@@ -189,6 +190,8 @@ def _address_of(
     unit = math.gcd(16, misalignment, page_bytes, token_bytes)
     if unit < 4:
         raise ValueError(f"{name} must have tokens at multiples of 4 bytes for backend='hopper', got {unit}")
+    if max(page_bytes, token_bytes) >= 2**31:
+        raise ValueError(f"{name} must have pages of less than 2^31 bytes for backend='hopper', got {page_bytes}")
     slots = pages * page_size
     if slots >= 2**31:
         raise ValueError(f"{name} must have less than 2^31 tokens for backend='hopper', got {slots}")
@@ -198,9 +201,11 @@ def _address_of(
     return Address((page_bytes, token_bytes, slots, page_size, magic, shift), unit, flat)
 
 
-def _in_units(address: Address, unit: int) -> tuple[int, ...]:
-    page_bytes, token_bytes, *rest = address.arguments
-    return page_bytes // unit, token_bytes // unit, *rest
+def _readable(cache: torch.Tensor | None) -> torch.Tensor | None:
+    """The cache, or a page that no index selects in place of no pages: rows are read before they are selected."""
+    if cache is None or cache.shape[0]:
+        return cache
+    return cache.new_empty((1, *cache.shape[1:]))
 
 
 def _length_strides(lengths: torch.Tensor | None) -> tuple[int, int]:

@@ -1,9 +1,10 @@
-"""The producer: eight warps that fill the consumers' tiles.
+"""The producer: warps that fill the consumers' tiles.
 
-A block passes in halves: the left 256 columns and the right ones. Tokens of caches with scales lie in registers from
-the moment they are asked for until their half of the tile is free, are widened to bf16 there, and stored. Two halves
-are under way at any time: in the order in which halves become free, block 0's left, block 0's right, block 1's right,
-block 1's left. Indices are asked for a pair of blocks ahead. All that is bf16 in the cache is copied by cp.async.
+A block passes in halves: the left 256 columns and the right ones, in the order in which they become free: block 0's
+left, block 0's right, block 1's right, block 1's left. Tokens of caches with scales lie in registers from the moment
+they are asked for until their half of the tile is free, are widened to bf16 there, and stored. The half after the one
+that is being filled is under way; what follows is being brought into the L2 cache. Indices are asked for a pair of
+blocks ahead. All that is bf16 in the cache is copied by cp.async.
 
 It is the partition that the program begins as, and so has the arguments of the kernel at hand, in constant memory:
 to the others they come in registers, which are what it lacks.
@@ -19,49 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from flashlatte import named_barriers
 from flashlatte.gluon_compat import cp_async
-from flashlatte.ops.sparse_decode.hopper import schedule, tiles
-from flashlatte.ops.sparse_decode.hopper.conversion import factor_of_exponent, factor_of_float, widened
-from flashlatte.ops.sparse_decode.hopper.selection import cache_of, list_of, load_indices, locate
-from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, MODEL1, PLAIN, ROWS, SWIZZLED_WORDS, THREE, V32
+from flashlatte.ops.sparse_decode.hopper import layouts, schedule, tiles
+from flashlatte.ops.sparse_decode.hopper.conversion import factor_of_exponent, factor_of_float, split_exponents, widened
+from flashlatte.ops.sparse_decode.hopper.selection import is_extra, list_of, load_indices, locate, token_bytes
+from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, MODEL1, PLAIN, ROWS, SWIZZLED_WORDS, V32
 
 _reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
-
-@gluon.constexpr_function
-def _words_layout(GROUPS, WIDTH):
-    """Words [64, GROUPS, WIDTH] of 256 columns, or of 128 or 64: a thread has 16 bytes at a time of two tokens.
-
-    Eight threads that store together have two tokens' neighbouring 128 bytes of bf16, in different banks.
-    """
-    columns = [[0, 0, 4], [0, 0, 8], [1, 0, 0]]
-    columns += [[0, 0, 16]] if WIDTH == 32 else [[0, 1, 0]] if GROUPS > 1 else [[0, 0, 0]]
-    more = [[0, GROUPS // 2, 0]] if GROUPS * WIDTH == 64 else []
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 2], *more, [16, 0, 0]],
-        lane_bases=[*columns, [2, 0, 0]],
-        warp_bases=[[4, 0, 0], [8, 0, 0], [32, 0, 0]],
-        block_bases=[],
-        shape=[64, GROUPS, WIDTH],
-    )
-
-
-@gluon.constexpr_function
-def _copy_layout(WIDTH):
-    """Words [64, WIDTH] of 16-byte copies, of the same tokens for a thread as ``_words_layout``."""
-    more = [[0, 32], [0, 64]] if WIDTH == 128 else []
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [16, 0], *more],
-        lane_bases=[[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]],
-        warp_bases=[[4, 0], [8, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, WIDTH],
-    )
-
-
-_NARROW_COPY = gl.constexpr(_copy_layout(32))
-_WIDE_COPY = gl.constexpr(_copy_layout(128))
-_TOKENS = gl.constexpr(gl.SliceLayout(1, _copy_layout(32)))
-_THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 
 # Words from a token's begin to its scales (v32) and its rope.
 _V32_SCALES = gl.constexpr(512 // 4)
@@ -81,13 +46,12 @@ class Query(NamedTuple):
 
 
 class Half(NamedTuple):
-    """Half of a block as it lies in the cache: its words (of model1's right half, the last in ``tail``), their scales,
-    and which tokens are selected."""
+    """Half of a block as it lies in the cache: its words (of model1's right half, the last in ``tail``; else that is
+    anything), and their scales."""
 
     words: Any
     tail: Any
     scales: Any
-    valid: Any
 
 
 class Cursor(NamedTuple):
@@ -99,28 +63,27 @@ class Cursor(NamedTuple):
     extra_row: Any
 
 
-@gluon.jit
-def _arrive(BARRIER: gl.constexpr, THREADS: gl.constexpr):
-    gl.inline_asm_elementwise(
-        named_barriers._instruction("bar.arrive", BARRIER, THREADS),
-        "=r,r",
-        [gl.arange(0, 256, _THREADS)],
-        gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+@gluon.constexpr_function
+def _barrier(INSTRUCTION, BARRIER, PRODUCER_THREADS):
+    return named_barriers._instruction(INSTRUCTION, BARRIER, 128 + PRODUCER_THREADS)
 
 
 @gluon.jit
-def _wait(BARRIER: gl.constexpr, THREADS: gl.constexpr):
-    gl.inline_asm_elementwise(
-        named_barriers._instruction("bar.sync", BARRIER, THREADS),
-        "=r,r",
-        [gl.arange(0, 256, _THREADS)],
-        gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def _reach(INSTRUCTION: gl.constexpr, BARRIER: gl.constexpr, PLAN: gl.constexpr):
+    THREADS: gl.constexpr = PLAN.producer_threads
+    instruction: gl.constexpr = _barrier(INSTRUCTION, BARRIER, THREADS)
+    thread = gl.arange(0, THREADS, layouts.threads_layout(THREADS))
+    gl.inline_asm_elementwise(instruction, "=r,r", [thread], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _arrive(BARRIER: gl.constexpr, PLAN: gl.constexpr):
+    _reach("bar.arrive", BARRIER, PLAN)
+
+
+@gluon.jit
+def _wait(BARRIER: gl.constexpr, PLAN: gl.constexpr):
+    _reach("bar.sync", BARRIER, PLAN)
 
 
 @gluon.jit
@@ -131,46 +94,46 @@ def _per_group(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _load_words(rows, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
+    """Words from FIRST of all rows. Those of tokens that are not selected come from elsewhere, and get the scale 0."""
     GROUPS: gl.constexpr = LAYOUT.shape[1]
     WIDTH: gl.constexpr = LAYOUT.shape[2]
-    group = gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    word = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
-    offsets = FIRST + (group * WIDTH)[None, :][:, :, None] + word[None, :][None, :, :]
-    pointers = _per_group(rows.words, LAYOUT)[:, :, None] + offsets
-    pointers, mask = gl.broadcast(pointers, _per_group(rows.valid, LAYOUT)[:, :, None])
-    return gl.load(pointers, mask=mask)
+    FLAT: gl.constexpr = layouts.flat(LAYOUT)
+    tokens: gl.constexpr = gl.SliceLayout(1, FLAT)
+    word = FIRST + gl.arange(0, GROUPS * WIDTH, gl.SliceLayout(0, FLAT))
+    pointers = gl.convert_layout(rows.words, tokens, assert_trivial=True)[:, None] + word[None, :]
+    words = gl.load(pointers).reshape([rows.words.shape[0], GROUPS, WIDTH])
+    return gl.convert_layout(words, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def _load_half(rows, SIDE: gl.constexpr, PLAN: gl.constexpr):
     """Ask for half of the rows."""
     if PLAN.format == V32:
-        LAYOUT: gl.constexpr = _words_layout(2, 32)
+        LAYOUT: gl.constexpr = layouts.words_layout(2, 32)
         words = _load_words(rows, SIDE * 64, LAYOUT)
         group = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
         pointers = _per_group(rows.words, LAYOUT) + (_V32_SCALES + 2 * SIDE + group)[None, :]
         pointers, mask = gl.broadcast(pointers, _per_group(rows.valid, LAYOUT))
-        return Half(words, rows.valid, gl.load(pointers, mask=mask, other=0), rows.valid)
+        return Half(words, rows.valid, gl.load(pointers, mask=mask, other=0))
     elif PLAN.format == MODEL1:
-        words = _load_words(rows, SIDE * 64, _words_layout(4 - 2 * SIDE, 16))
+        words = _load_words(rows, SIDE * 64, layouts.words_layout(4 - 2 * SIDE, 16))
         tail = rows.valid
         if SIDE == 1:
-            tail = _load_words(rows, 96, _words_layout(1, 16))
-        return Half(words, tail, gl.load(rows.scales + SIDE, mask=rows.valid, other=0), rows.valid)
+            tail = _load_words(rows, 96, layouts.words_layout(1, 16))
+        return Half(words, tail, gl.load(rows.scales + SIDE, mask=rows.valid, other=0))
     else:
         return rows
 
 
 @gluon.jit
-def _widen(words, scales, valid, FIRST_GROUP: gl.constexpr, PLAN: gl.constexpr):
+def _widen(words, scales, FIRST_GROUP: gl.constexpr, PLAN: gl.constexpr):
     LAYOUT: gl.constexpr = words.type.layout
     if PLAN.format == V32:
-        # Those of tokens that are not selected were read as 0.
         factor = factor_of_float(scales.to(gl.float32, bitcast=True))
     else:
-        valid = _per_group(valid, LAYOUT)
         group = FIRST_GROUP + gl.arange(0, words.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-        factor = factor_of_exponent((_per_group(scales, LAYOUT) >> (8 * group)[None, :]) & 255, valid)
+        low, high = scales
+        factor = factor_of_exponent(_per_group(low, LAYOUT), _per_group(high, LAYOUT), group[None, :])
     return widened(words, factor)
 
 
@@ -178,17 +141,20 @@ def _widen(words, scales, valid, FIRST_GROUP: gl.constexpr, PLAN: gl.constexpr):
 def _fill(tile, half, SIDE: gl.constexpr, PLAN: gl.constexpr):
     """Widen half of a block into its tile."""
     target = _reinterpret(tile.index(0), gl.int32, [KEYS, 128], SWIZZLED_WORDS)
+    scales = half.scales
+    if PLAN.format == MODEL1:
+        scales = split_exponents(scales)
     if SIDE == 1 and PLAN.format == MODEL1:
-        target.slice(0, 64, dim=1).store(_widen(half.words, half.scales, half.valid, 0, PLAN))
-        target.slice(64, 32, dim=1).store(_widen(half.tail, half.scales, half.valid, 2, PLAN))
+        target.slice(0, 64, dim=1).store(_widen(half.words, scales, 0, PLAN))
+        target.slice(64, 32, dim=1).store(_widen(half.tail, scales, 2, PLAN))
     else:
-        target.store(_widen(half.words, half.scales, half.valid, 0, PLAN))
+        target.store(_widen(half.words, scales, 0, PLAN))
 
 
 @gluon.jit
-def _copy(tile, rows, valid, FIRST: gl.constexpr, COLUMN: gl.constexpr, WIDTH: gl.constexpr):
+def _copy(tile, rows, valid, FIRST: gl.constexpr, COLUMN: gl.constexpr, WIDTH: gl.constexpr, PLAN: gl.constexpr):
     """Copy words from FIRST of the rows to words from COLUMN of a tile; 0 where a token is not selected."""
-    LAYOUT: gl.constexpr = _NARROW_COPY if WIDTH == 32 else _WIDE_COPY
+    LAYOUT: gl.constexpr = layouts.copy_layout(WIDTH, PLAN.format == PLAIN)
     ALL: gl.constexpr = tile.shape[2] // 2
     target = _reinterpret(tile.index(0), gl.int32, [ROWS, ALL], SWIZZLED_WORDS)
     if WIDTH != ALL:
@@ -219,19 +185,19 @@ def _provide(
 ):
     """Fill half of a block, once it is free, and say so. ``copied`` is the mbarrier of what comes by cp.async."""
     if PLAN.format == PLAIN:
-        _copy(tile, rows.words, rows.valid, SIDE * 128, 0, 128)
+        _copy(tile, rows.words, rows.valid, SIDE * 128, 0, 128, PLAN)
         if SIDE == 1 and PLAN.has_rope:
-            _copy(rope_tile, rows.words, rows.valid, _PLAIN_ROPE, 0, 32)
+            _copy(rope_tile, rows.words, rows.valid, _PLAIN_ROPE, 0, 32, PLAN)
         _signal(copied)
     else:
         if SIDE == 1:
             if PLAN.format == V32:
-                _copy(rope_tile, rows.words, rows.valid, _V32_ROPE, 0, 32)
+                _copy(rope_tile, rows.words, rows.valid, _V32_ROPE, 0, 32, PLAN)
             else:
-                _copy(tile, rows.words, rows.valid, _MODEL1_ROPE, 96, 32)
+                _copy(tile, rows.words, rows.valid, _MODEL1_ROPE, 96, 32, PLAN)
             _signal(copied)
         _fill(tile, half, SIDE, PLAN)
-    _arrive(READY, THREE)
+    _arrive(READY, PLAN)
 
 
 @gluon.jit
@@ -241,7 +207,7 @@ def _publish(mask, rows):
 
 @gluon.jit
 def _copy_query(shared, ready, query, item, place, lists, PLAN: gl.constexpr):
-    head = place.group * ROWS + gl.arange(0, ROWS, _TOKENS)
+    head = place.group * ROWS + gl.arange(0, ROWS, layouts.tokens_layout(PLAN.format == PLAIN))
     offset = (
         (item // lists.tokens).to(gl.int64) * query.stride_request
         + (item % lists.tokens).to(gl.int64) * query.stride_token
@@ -249,10 +215,10 @@ def _copy_query(shared, ready, query, item, place, lists, PLAN: gl.constexpr):
     )
     rows = query.q + offset * 4
     valid = head < query.heads
-    _copy(shared.q_left, rows, valid, 0, 0, 128)
-    _copy(shared.q_right, rows, valid, 128, 0, 128)
+    _copy(shared.q_left, rows, valid, 0, 0, 128, PLAN)
+    _copy(shared.q_right, rows, valid, 128, 0, 128, PLAN)
     if PLAN.has_rope:
-        _copy(shared.q_rope, rows, valid, 256, 0, 32)
+        _copy(shared.q_rope, rows, valid, 256, 0, 32, PLAN)
     _signal(ready.query)
 
 
@@ -268,26 +234,80 @@ def _cursor(item, cost, selection, place, lists, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _indices(cursor, block, lists):
-    return load_indices(cursor.row, cursor.extra_row, block, cursor.share, lists, _TOKENS)
+def _indices(cursor, block, lists, PLAN: gl.constexpr):
+    return load_indices(
+        cursor.row, cursor.extra_row, block, cursor.share, lists, layouts.tokens_layout(PLAN.format == PLAIN)
+    )
+
+
+@gluon.constexpr_function
+def _arrived_asm(count):
+    # Operands: 0 to count - 1 the words, also count to 2 count - 1. One of each 16 bytes that were loaded will do. The
+    # grid has one axis: z is 0, and the branch, over which no load moves, never taken.
+    gather = [f"or.b32 t, t, ${i};" for i in range(0, count, 4 if count >= 8 else 1)]
+    begin = ["{ .reg .b32 t, z; .reg .pred p;", "mov.u32 z, %ctaid.y;", "mov.b32 t, 0;"]
+    return " ".join([*begin, *gather, "and.b32 t, t, z;", "setp.ne.u32 p, t, 0;", "@p trap; }"])
+
+
+@gluon.constexpr_function
+def _arrived_constraints(count):
+    return ",".join(["=r"] * count + [str(i) for i in range(count)])
 
 
 @gluon.jit
-def _rows(indices, caches, cursor, block, lists, PLAN: gl.constexpr):
-    own, extra = caches
-    return locate(indices, cache_of(own, extra, block, cursor.share, lists), PLAN)
+def _arrived(words, COUNT: gl.constexpr):
+    """``words``, COUNT of a thread, once they are there.
+
+    ptxas has six scoreboards to wait for loads with, and gives one to several halves. The first use of a half would
+    then wait for the next one too, which was asked for only just before: so a half is waited for before that.
+    """
+    return gl.inline_asm_elementwise(
+        _arrived_asm(COUNT), _arrived_constraints(COUNT), [words], words.dtype, is_pure=False, pack=COUNT
+    )
+
+
+@gluon.jit
+def _half_arrived(half, SIDE: gl.constexpr, PLAN: gl.constexpr):
+    if PLAN.format == V32:
+        return Half(_arrived(half.words, 32), half.tail, _arrived(half.scales, 4))
+    elif PLAN.format == MODEL1:
+        if SIDE == 1:
+            return Half(_arrived(half.words, 16), _arrived(half.tail, 8), _arrived(half.scales, 2))
+        else:
+            return Half(_arrived(half.words, 32), half.tail, _arrived(half.scales, 2))
+    else:
+        return half
+
+
+@gluon.jit
+def _prefetch(rows, PLAN: gl.constexpr):
+    """Bring rows with scales into the L2 cache."""
+    if PLAN.format != PLAIN:
+        LAST: gl.constexpr = (token_bytes(PLAN.format) - 1) // 128
+        tokens: gl.constexpr = gl.SliceLayout(1, layouts.LINES)
+        line = gl.arange(0, 8, gl.SliceLayout(0, layouts.LINES))
+        words = gl.convert_layout(rows.words, tokens, assert_trivial=True)[:, None]
+        pointers = words + (gl.minimum(line, LAST) * (128 // 4))[None, :]
+        if PLAN.format == MODEL1:
+            scales = gl.convert_layout(rows.scales, tokens, assert_trivial=True)[:, None]
+            scales, pointers = gl.broadcast(scales, pointers)
+            _, line = gl.broadcast(pointers, line[None, :])
+            pointers = gl.where(line == LAST + 1, scales, pointers)
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(gl.int64)], gl.int32, is_pure=False, pack=1
+        )
 
 
 @gluon.jit
 def produce(query, caches, selection, lists, place, shared, ready, PLAN: gl.constexpr):
     cursor = _cursor(place.part.first, place.part.first_cost, selection, place, lists, PLAN)
     block0 = cursor.share.begin
-    indices0 = _indices(cursor, block0, lists)
-    indices1 = _indices(cursor, block0 + 1, lists)
-    rows0 = _rows(indices0, caches, cursor, block0, lists, PLAN)
-    left0 = _load_half(rows0, 0, PLAN)
-    right0 = _load_half(rows0, 1, PLAN)
+    indices0 = _indices(cursor, block0, lists, PLAN)
+    indices1 = _indices(cursor, block0 + 1, lists, PLAN)
+    left0 = _load_half(locate(indices0, is_extra(block0, cursor.share, lists), caches, PLAN), 0, PLAN)
     query_phase = 1
+    # True. Without these branches the compiler would move the wait for the next half before the arrival of this one.
+    always = lists.num_items > 0
     for item in range(place.part.first, place.part.stop, place.stride):
         pairs = schedule.pairs_of(cursor.share)
         if pairs > 0:
@@ -295,35 +315,47 @@ def produce(query, caches, selection, lists, place, shared, ready, PLAN: gl.cons
             query_phase ^= 1
             _copy_query(shared, ready, query, item, place, lists, PLAN)
         for pair in range(pairs):
-            _wait(tiles.K0_LEFT_FREE, THREE)
-            # Addresses are computed again rather than kept: registers are what this loop lacks.
-            rows0 = _rows(indices0, caches, cursor, block0, lists, PLAN)
-            _publish(shared.mask0, rows0)
-            _provide(shared.k0_left, shared.k0_rope, left0, rows0, ready.k0_left, 0, tiles.K0_LEFT_READY, PLAN)
-            rows1 = _rows(indices1, caches, cursor, block0 + 1, lists, PLAN)
-            right1 = _load_half(rows1, 1, PLAN)
-            _wait(tiles.K0_RIGHT_FREE, THREE)
-            _provide(shared.k0_right, shared.k0_rope, right0, rows0, ready.k0_right, 1, tiles.K0_RIGHT_READY, PLAN)
-            left1 = _load_half(rows1, 0, PLAN)
+            left0 = _half_arrived(left0, 0, PLAN)
+            extra0 = is_extra(block0, cursor.share, lists)
+            extra1 = is_extra(block0 + 1, cursor.share, lists)
+            rows0 = locate(indices0, extra0, caches, PLAN)
+            right0 = _load_half(rows0, 1, PLAN)
+            rows1 = locate(indices1, extra1, caches, PLAN)
+            _prefetch(rows1, PLAN)
+            if always:
+                _wait(tiles.K0_LEFT_FREE, PLAN)
+                _publish(shared.mask0, rows0)
+                _provide(shared.k0_left, shared.k0_rope, left0, rows0, ready.k0_left, 0, tiles.K0_LEFT_READY, PLAN)
 
+            right0 = _half_arrived(right0, 1, PLAN)
+            right1 = _load_half(rows1, 1, PLAN)
             block0 += 2
             if pair == pairs - 1:
                 cost = cursor.cost + PLAN.overhead + cursor.share.blocks
                 cursor = _cursor(item + place.stride, cost, selection, place, lists, PLAN)
                 block0 = cursor.share.begin
-            indices0 = _indices(cursor, block0, lists)
-            indices1 = _indices(cursor, block0 + 1, lists)
+            indices0 = _indices(cursor, block0, lists, PLAN)
+            if always:
+                _wait(tiles.K0_RIGHT_FREE, PLAN)
+                _provide(shared.k0_right, shared.k0_rope, right0, rows0, ready.k0_right, 1, tiles.K0_RIGHT_READY, PLAN)
 
-            _wait(tiles.K1_RIGHT_FREE, THREE)
-            _publish(shared.mask1, rows1)
-            _provide(shared.k1_right, shared.k1_rope, right1, rows1, ready.k1_right, 1, tiles.K1_RIGHT_READY, PLAN)
-            rows0 = _rows(indices0, caches, cursor, block0, lists, PLAN)
+            right1 = _half_arrived(right1, 1, PLAN)
+            left1 = _load_half(rows1, 0, PLAN)
+            indices1 = _indices(cursor, block0 + 1, lists, PLAN)
+            rows0 = locate(indices0, is_extra(block0, cursor.share, lists), caches, PLAN)
+            _prefetch(rows0, PLAN)
+            if always:
+                _wait(tiles.K1_RIGHT_FREE, PLAN)
+                _publish(shared.mask1, rows1)
+                _provide(shared.k1_right, shared.k1_rope, right1, rows1, ready.k1_right, 1, tiles.K1_RIGHT_READY, PLAN)
+
+            left1 = _half_arrived(left1, 0, PLAN)
             left0 = _load_half(rows0, 0, PLAN)
-            _wait(tiles.K1_LEFT_FREE, THREE)
-            _provide(shared.k1_left, shared.k1_rope, left1, rows1, ready.k1_left, 0, tiles.K1_LEFT_READY, PLAN)
-            right0 = _load_half(rows0, 1, PLAN)
+            if always:
+                _wait(tiles.K1_LEFT_FREE, PLAN)
+                _provide(shared.k1_left, shared.k1_rope, left1, rows1, ready.k1_left, 0, tiles.K1_LEFT_READY, PLAN)
     # The consumers' last arrivals.
-    _wait(tiles.K0_LEFT_FREE, THREE)
-    _wait(tiles.K0_RIGHT_FREE, THREE)
-    _wait(tiles.K1_RIGHT_FREE, THREE)
-    _wait(tiles.K1_LEFT_FREE, THREE)
+    _wait(tiles.K0_LEFT_FREE, PLAN)
+    _wait(tiles.K0_RIGHT_FREE, PLAN)
+    _wait(tiles.K1_RIGHT_FREE, PLAN)
+    _wait(tiles.K1_LEFT_FREE, PLAN)

@@ -13,12 +13,9 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashlatte.ops.sparse_decode.hopper.layouts import threads_layout
 from flashlatte.ops.sparse_decode.hopper.tiles import KEYS
 from flashlatte.schedule import device
-
-# Lengths that a program scans at a time, one a thread.
-_SCAN = gl.constexpr(256)
-_SCANNED = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 
 
 class Place(NamedTuple):
@@ -44,7 +41,9 @@ class Plan(NamedTuple):
 
     Attributes:
         format: ``tiles.PLAIN``, ``V32`` or ``MODEL1``.
+        producer_threads: of the producer, with which a kernel begins.
         has_rope: whether rows have 64 columns more than the 512 of a value.
+        has_extra: whether there is an extra cache.
         unit: bytes that the distances of tokens in the cache are multiples of, 16 at most.
         flat: whether tokens follow each other at one distance, over all pages.
         balanced: whether programs take parts of equal cost; else whole items.
@@ -52,7 +51,9 @@ class Plan(NamedTuple):
     """
 
     format: Any
+    producer_threads: Any
     has_rope: Any
+    has_extra: Any
     unit: Any
     flat: Any
     balanced: Any
@@ -102,9 +103,10 @@ def _find_part_alike(number, num_parts, lists, PLAN: gl.constexpr):
 @gluon.jit
 def _find_part(number, num_parts, lists, PLAN: gl.constexpr):
     """``device.find_part``."""
+    THREADS: gl.constexpr = PLAN.producer_threads
     total = gl.to_tensor(0).to(gl.int64)
-    for start in range(0, lists.num_items, _SCAN):
-        total += gl.sum(_costs(start + gl.arange(0, _SCAN, _SCANNED), lists, PLAN), 0)
+    for start in range(0, lists.num_items, THREADS):
+        total += gl.sum(_costs(start + gl.arange(0, THREADS, threads_layout(THREADS)), lists, PLAN), 0)
     parts = device._parts_in_use(num_parts, total, PLAN.overhead)
     begin = gl.minimum(number * total // parts, total)
     end = gl.minimum((number + 1) * total // parts, total)
@@ -113,8 +115,8 @@ def _find_part(number, num_parts, lists, PLAN: gl.constexpr):
     first_cost = gl.to_tensor(0).to(gl.int64)
     first = gl.to_tensor(0)
     stop = gl.to_tensor(0)
-    for start in range(0, lists.num_items, _SCAN):
-        items = start + gl.arange(0, _SCAN, _SCANNED)
+    for start in range(0, lists.num_items, THREADS):
+        items = start + gl.arange(0, THREADS, threads_layout(THREADS))
         costs = _costs(items, lists, PLAN)
         item_end = scanned + gl.associative_scan(costs, 0, _add)
         is_before = (items < lists.num_items) & (item_end <= begin)

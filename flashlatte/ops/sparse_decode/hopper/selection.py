@@ -7,18 +7,24 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, MODEL1
+from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, MODEL1, PLAIN, V32
 
-# Bytes of model1's tokens and scales in their planes.
+# Bytes of a token's scales in model1, which follow the tokens of a page.
 _MODEL1_SCALES = gl.constexpr(8)
+
+
+@gluon.constexpr_function
+def token_bytes(FORMAT):
+    """Bytes from token to token of a format with scales."""
+    return 656 if FORMAT == V32 else 576
 
 
 class Cache(NamedTuple):
     """A cache, and what its addresses are made of.
 
     Attributes:
-        tokens: pointer to int32 words.
-        page_stride, token_stride: in units of PLAN.unit bytes.
+        tokens: pointer to bytes.
+        page_stride, token_stride: in bytes.
         num_slots: the tokens; an index from there on is invalid.
         page_size: tokens of a page.
         page_magic, page_shift: slot // page_size = (2 · slot · page_magic) >> 32 >> page_shift.
@@ -75,38 +81,52 @@ def load_indices(row, extra_row, block, share, lists, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def cache_of(cache, extra_cache, block, share, lists):
-    """The cache that a block is in."""
+def is_extra(block, share, lists):
+    """Whether a block is one of the extra list."""
     if lists.extra_limit is not None:
-        extra = block >= share.own
-        return Cache(
-            gl.where(extra, extra_cache.tokens, cache.tokens),
-            gl.where(extra, extra_cache.page_stride, cache.page_stride),
-            gl.where(extra, extra_cache.token_stride, cache.token_stride),
-            gl.where(extra, extra_cache.num_slots, cache.num_slots),
-            gl.where(extra, extra_cache.page_size, cache.page_size),
-            gl.where(extra, extra_cache.page_magic, cache.page_magic),
-            gl.where(extra, extra_cache.page_shift, cache.page_shift),
-        )
+        return block >= share.own
     else:
-        return cache
+        return False
 
 
 @gluon.jit
-def locate(indices, cache, PLAN: gl.constexpr):
+def locate(indices, is_extra, caches, PLAN: gl.constexpr):
     """Addresses of the tokens; those of indices outside the cache are of token 0, and not valid."""
+    own, extra = caches
+    if PLAN.has_extra:
+        if is_extra:  # noqa: SIM108
+            rows = _locate(indices, extra, PLAN)
+        else:
+            rows = _locate(indices, own, PLAN)
+        return rows
+    else:
+        return _locate(indices, own, PLAN)
+
+
+@gluon.jit
+def _times(count, stride):
+    return count.to(gl.int64) * stride
+
+
+@gluon.jit
+def _words(pointers, PLAN: gl.constexpr):
+    return gl.multiple_of(pointers.to(gl.pointer_type(gl.int32), bitcast=True), [PLAN.unit])
+
+
+@gluon.jit
+def _locate(indices, cache, PLAN: gl.constexpr):
     valid = (indices >= 0) & (indices < cache.num_slots)
     slot = gl.where(valid, indices, 0).to(gl.int32)
-    WORDS: gl.constexpr = PLAN.unit // 4
-    scales = slot
+    token_stride = cache.token_stride.to(gl.int64) if PLAN.format == PLAIN else token_bytes(PLAN.format)
     if PLAN.flat:
-        offset = slot.to(gl.int64) * cache.token_stride
+        words = cache.tokens + _times(slot, token_stride)
+        return Rows(_words(words, PLAN), slot, valid)
     else:
         page = (gl.umulhi((slot * 2).to(gl.uint32), cache.page_magic.to(gl.uint32)) >> cache.page_shift).to(gl.int32)
         in_page = slot - page * cache.page_size
-        page_start = page.to(gl.int64) * cache.page_stride
-        offset = page_start + in_page.to(gl.int64) * cache.token_stride
+        page_start = cache.tokens + _times(page, cache.page_stride.to(gl.int64))
+        scales = slot
         if PLAN.format == MODEL1:
-            PLANE: gl.constexpr = 576 // 4
-            scales = cache.tokens + (page_start * WORDS + cache.page_size * PLANE + in_page * (_MODEL1_SCALES // 4))
-    return Rows(cache.tokens + offset * WORDS, scales, valid)
+            scales = page_start + _times(cache.page_size, token_bytes(MODEL1)) + _times(in_page, _MODEL1_SCALES)
+            scales = scales.to(gl.pointer_type(gl.int32), bitcast=True)
+        return Rows(_words(page_start + _times(in_page, token_stride), PLAN), scales, valid)

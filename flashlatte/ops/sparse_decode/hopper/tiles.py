@@ -43,14 +43,19 @@ WEIGHTS0_READY = gl.constexpr(13)
 REFERENCE1_READY = gl.constexpr(14)
 WEIGHTS1_READY = gl.constexpr(15)
 
-# Threads that meet at a barrier: the consumers, or the producers and one consumer.
+# Threads that meet at a barrier: those of both consumers; with the producer it is one consumer's, and the producer's.
 TWO = gl.constexpr(256)
-THREE = gl.constexpr(384)
+CONSUMER = gl.constexpr(128)
 
 # Of a cache's tokens, by what they are made of.
 PLAIN = gl.constexpr(0)
 V32 = gl.constexpr(1)
 MODEL1 = gl.constexpr(2)
+
+
+def producer_warps(cache_format: int) -> int:
+    """Warps of the producer. The fewer there are, the more registers has each of them for rows under way."""
+    return 8 if cache_format == PLAIN.value else 4
 
 
 class Tiles(NamedTuple):
@@ -150,5 +155,7 @@ def _mbarrier(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def allocate_ready():
-    return Ready(_mbarrier(256), _mbarrier(2), _mbarrier(256), _mbarrier(256), _mbarrier(256), _mbarrier(256))
+def allocate_ready(THREADS: gl.constexpr):
+    return Ready(
+        _mbarrier(THREADS), _mbarrier(2), _mbarrier(THREADS), _mbarrier(THREADS), _mbarrier(THREADS), _mbarrier(THREADS)
+    )
