@@ -157,6 +157,16 @@ def test_latent_beyond_2_31_elements(backend: str) -> None:
     check(arguments, backend)
 
 
+def test_out_may_lie_anywhere() -> None:
+    """Where the copy engine cannot store it, another implementation is chosen."""
+    arguments = TYPICAL.inputs(DEVICE)
+    s_q, h_q, _ = arguments["q"].shape
+    around = arguments["q"].new_full((s_q, h_q, 513), 7.0)
+    out, max_logits, lse = flashlatte.sparse_prefill(**arguments, out=around[..., 1:])
+    assert_right({"out": out, "max_logits": max_logits, "lse": lse}, arguments)
+    assert (around[..., 0] == 7.0).all()
+
+
 @ON_EVERY_BACKEND
 def test_new_lengths_compile_nothing(backend: str) -> None:
     rng = random.Random(0)

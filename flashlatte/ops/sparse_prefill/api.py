@@ -104,7 +104,7 @@ def sparse_prefill(
         head_dim_v=d_v,
         h_q=h_q,
         h_kv=1,
-        rows_aligned=checks.rows_aligned(q) and checks.rows_aligned(kv),
+        rows_aligned=all(checks.rows_aligned(rows) for rows in (q, kv, out)),
     )
     _sparse_prefill(
         q,

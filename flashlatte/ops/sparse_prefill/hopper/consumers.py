@@ -6,7 +6,8 @@ A pair takes, on the tensor cores (0L: block 0's weights x the left half of its 
     right consumer  |     scores 1     |  0R  |  1R  | scores 1 of the next pair ...
 
 While one consumer computes weights, the other multiplies. Block 0's weights reach the right consumer, and block 1's
-the left one, through shared memory, with the maximum that they are relative to.
+the left one, through shared memory, with the maximum that they are relative to. They are published before the
+consumer's own multiplication by them, as a warp that issues a multiplication waits until the tensor cores take it.
 """
 
 from triton.experimental import gluon
@@ -14,13 +15,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from flashlatte.named_barriers import arrive, wait
 from flashlatte.ops.sparse_prefill.hopper import barriers
-from flashlatte.ops.sparse_prefill.hopper.epilogue import store_out, store_statistics
+from flashlatte.ops.sparse_prefill.hopper.epilogue import start_out, store_statistics
 from flashlatte.ops.sparse_prefill.hopper.softmax import (
     SCORE_LAYOUT,
     SCORE_ROW,
@@ -28,6 +30,7 @@ from flashlatte.ops.sparse_prefill.hopper.softmax import (
     Attention,
     empty_attention,
     finish_scores,
+    hold_queries,
     raised,
     rescale,
     start_scores,
@@ -37,7 +40,9 @@ from flashlatte.ops.sparse_prefill.hopper.state import kept, pairs_of
 
 
 @gluon.jit
-def _attend_left(attention, scores, shared, opaque_zero, scale_log2, LAST: gl.constexpr):
+def _attend_left(attention, scores, shared, step, scale_log2, LAST: gl.constexpr):
+    """A pair, from block 0's scores. After the last pair of a tile block 1's left half is not let go: out needs it."""
+    opaque_zero = step >> 30
     k0_left = shared.k0.left.index(opaque_zero)
     k1_left = shared.k1.left.index(opaque_zero)
 
@@ -47,17 +52,18 @@ def _attend_left(attention, scores, shared, opaque_zero, scale_log2, LAST: gl.co
     weights = weights_of(scores, reference0, scale_log2)
     narrow = weights.to(k0_left.dtype)
     decay = gl.exp2((attention.reference - reference0) * scale_log2)
-    pending = warpgroup_mma(
-        gl.convert_layout(narrow, WEIGHT_LAYOUT), k0_left, rescale(attention.out, decay), is_async=True
-    )
     shared.reference0.store(reference0)
     shared.weights0.index(opaque_zero).store(narrow)
-    row_sum = attention.row_sum * decay + gl.sum(weights, 1)
     if LAST:
-        shared.sum0.store(row_sum)
+        shared.sum0.store(attention.row_sum * decay + gl.sum(weights, 1))
         shared.max0.store(row_max)
     fence_async_shared()
     arrive(barriers.WEIGHTS0_READY, barriers.PAIR)
+
+    pending = warpgroup_mma(
+        gl.convert_layout(narrow, WEIGHT_LAYOUT), k0_left, rescale(attention.out, decay), is_async=True
+    )
+    row_sum = attention.row_sum * decay + gl.sum(weights, 1)
     out = warpgroup_mma_wait(0, deps=[pending])
     arrive(barriers.LEFT0_FREE, barriers.PAIR)
 
@@ -71,15 +77,22 @@ def _attend_left(attention, scores, shared, opaque_zero, scale_log2, LAST: gl.co
     if LAST:
         row_sum += shared.sum1.load(SCORE_ROW)
     out = warpgroup_mma_wait(0, deps=[pending])
-    arrive(barriers.LEFT1_FREE, barriers.PAIR)
+    if not LAST:
+        arrive(barriers.LEFT1_FREE, barriers.PAIR)
     return Attention(out, reference1, row_sum, row_max)
 
 
 @gluon.jit
-def _attend_right(attention, scores, shared, opaque_zero, scale_log2, LAST: gl.constexpr):
+def _attend_right(attention, q_held, shared, step, unused, scale_log2, HEAD_DIM: gl.constexpr, LAST: gl.constexpr):
+    """A pair, with block 1's scores. After the last pair of a tile block 1's right half is not let go."""
+    opaque_zero = step >> 30
     k0_right = shared.k0.right.index(opaque_zero)
     k1_right = shared.k1.right.index(opaque_zero)
 
+    pending = start_scores(shared.q, q_held, shared.k1, shared.ready1, step & 1, opaque_zero, unused, HEAD_DIM)
+    scores = finish_scores(pending, shared.mask1, shared.ready1, step & 1)
+    if LAST:
+        arrive(barriers.Q_FREE, barriers.ALL)
     block_max = gl.max(scores, 1)
     row_max = gl.maximum(attention.row_max, block_max)
     wait(barriers.WEIGHTS0_READY, barriers.PAIR)
@@ -88,16 +101,17 @@ def _attend_right(attention, scores, shared, opaque_zero, scale_log2, LAST: gl.c
     shared.reference1.store(reference1)
     arrive(barriers.REFERENCE1_READY, barriers.PAIR)
     decay0 = gl.exp2((attention.reference - reference0) * scale_log2)
-    pending = warpgroup_mma(shared.weights0.index(opaque_zero), k0_right, rescale(attention.out, decay0), is_async=True)
+    decay1 = gl.exp2((reference0 - reference1) * scale_log2)
     weights = weights_of(scores, reference1, scale_log2)
     narrow = weights.to(k1_right.dtype)
     shared.weights1.index(opaque_zero).store(narrow)
-    decay1 = gl.exp2((reference0 - reference1) * scale_log2)
-    row_sum = attention.row_sum * decay0 * decay1 + gl.sum(weights, 1)
     if LAST:
-        shared.sum1.store(row_sum)
+        shared.sum1.store(attention.row_sum * decay0 * decay1 + gl.sum(weights, 1))
     fence_async_shared()
     arrive(barriers.WEIGHTS1_READY, barriers.PAIR)
+
+    pending = warpgroup_mma(shared.weights0.index(opaque_zero), k0_right, rescale(attention.out, decay0), is_async=True)
+    row_sum = attention.row_sum * decay0 * decay1 + gl.sum(weights, 1)
     if LAST:
         row_sum += shared.sum0.load(SCORE_ROW) * decay1
         row_max = gl.maximum(row_max, shared.max0.load(SCORE_ROW))
@@ -106,52 +120,9 @@ def _attend_right(attention, scores, shared, opaque_zero, scale_log2, LAST: gl.c
 
     pending = warpgroup_mma(gl.convert_layout(narrow, WEIGHT_LAYOUT), k1_right, rescale(out, decay1), is_async=True)
     out = warpgroup_mma_wait(0, deps=[pending])
-    arrive(barriers.RIGHT1_FREE, barriers.PAIR)
+    if not LAST:
+        arrive(barriers.RIGHT1_FREE, barriers.PAIR)
     return Attention(out, reference1, row_sum, row_max)
-
-
-@gluon.jit
-def _attend(attention, scores, shared, opaque_zero, scale_log2, SIDE: gl.constexpr, LAST: gl.constexpr):
-    if SIDE == 0:
-        return _attend_left(attention, scores, shared, opaque_zero, scale_log2, LAST)
-    else:
-        return _attend_right(attention, scores, shared, opaque_zero, scale_log2, LAST)
-
-
-@gluon.jit
-def _consume(output, problem, shared, k, mask, ready, SIDE: gl.constexpr, HEAD_DIM: gl.constexpr):
-    unused = gl.zeros([64, 64], gl.float32, SCORE_LAYOUT)
-    step = 0  # pairs so far, over all tiles: its parity is the phase of the K barriers
-    q_phase = 0
-    first = gl.program_id(0)
-    pairs = pairs_of(problem.selected(first))
-
-    mbarrier.wait(shared.q_ready, q_phase)
-    pending = start_scores(shared.q, k, ready, 0, 0, unused, HEAD_DIM)
-    scores = finish_scores(pending, mask, ready, 0)
-    for tile in range(first, problem.tiles, gl.num_programs(0)):
-        next_pairs = pairs_of(problem.selected(tile + gl.num_programs(0)))
-        attention = empty_attention()
-        for _ in range(kept(pairs) - 1):
-            opaque_zero = step >> 30
-            attention = _attend(attention, scores, shared, opaque_zero, output.scale_log2, SIDE, False)
-            step += 1
-            pending = start_scores(shared.q, k, ready, step & 1, opaque_zero, unused, HEAD_DIM)
-            scores = finish_scores(pending, mask, ready, step & 1)
-
-        arrive(barriers.Q_FREE, barriers.ALL)
-        opaque_zero = step >> 30
-        attention = _attend(attention, scores, shared, opaque_zero, output.scale_log2, SIDE, True)
-        step += 1
-        q_phase ^= 1
-        # The next tile's first scores are under way while this one's output is stored.
-        mbarrier.wait(shared.q_ready, q_phase)
-        pending = start_scores(shared.q, k, ready, step & 1, opaque_zero, unused, HEAD_DIM)
-        store_out(output, attention, problem, tile, SIDE)
-        if SIDE == 1:
-            store_statistics(output, attention, problem, tile)
-        scores = finish_scores(pending, mask, ready, step & 1)
-        pairs = next_pairs
 
 
 @gluon.jit
@@ -159,7 +130,38 @@ def consume_left(output, problem, shared, HEAD_DIM: gl.constexpr):
     arrive(barriers.LEFT0_FREE, barriers.PAIR)
     arrive(barriers.LEFT1_FREE, barriers.PAIR)
     arrive(barriers.Q_FREE, barriers.ALL)
-    _consume(output, problem, shared, shared.k0, shared.mask0, shared.ready0, 0, HEAD_DIM)
+    unused = gl.zeros([64, 64], gl.float32, SCORE_LAYOUT)
+    step = 0  # pairs so far, over all tiles: its parity is the phase of the K barriers
+    q_phase = 0
+    first = gl.program_id(0)
+    pairs = pairs_of(problem.selected(first))
+
+    mbarrier.wait(shared.q_ready, q_phase)
+    q_held = hold_queries(shared.q, 0, HEAD_DIM)
+    pending = start_scores(shared.q, q_held, shared.k0, shared.ready0, 0, 0, unused, HEAD_DIM)
+    scores = finish_scores(pending, shared.mask0, shared.ready0, 0)
+    for tile in range(first, problem.tiles, gl.num_programs(0)):
+        next_pairs = pairs_of(problem.selected(tile + gl.num_programs(0)))
+        attention = empty_attention()
+        for _ in range(kept(pairs) - 1):
+            attention = _attend_left(attention, scores, shared, step, output.scale_log2, False)
+            step += 1
+            pending = start_scores(shared.q, q_held, shared.k0, shared.ready0, step & 1, step >> 30, unused, HEAD_DIM)
+            scores = finish_scores(pending, shared.mask0, shared.ready0, step & 1)
+
+        arrive(barriers.Q_FREE, barriers.ALL)
+        attention = _attend_left(attention, scores, shared, step, output.scale_log2, True)
+        step += 1
+        q_phase ^= 1
+        start_out(output, attention, problem, tile, shared.k1.left.index(step >> 30), 0)
+        # The next tile's first scores are under way while this one's output is copied.
+        mbarrier.wait(shared.q_ready, q_phase)
+        q_held = hold_queries(shared.q, step >> 30, HEAD_DIM)
+        pending = start_scores(shared.q, q_held, shared.k0, shared.ready0, step & 1, step >> 30, unused, HEAD_DIM)
+        tma.store_wait(0)
+        arrive(barriers.LEFT1_FREE, barriers.PAIR)
+        scores = finish_scores(pending, shared.mask0, shared.ready0, step & 1)
+        pairs = next_pairs
 
 
 @gluon.jit
@@ -167,4 +169,24 @@ def consume_right(output, problem, shared, HEAD_DIM: gl.constexpr):
     arrive(barriers.RIGHT0_FREE, barriers.PAIR)
     arrive(barriers.RIGHT1_FREE, barriers.PAIR)
     arrive(barriers.Q_FREE, barriers.ALL)
-    _consume(output, problem, shared, shared.k1, shared.mask1, shared.ready1, 1, HEAD_DIM)
+    unused = gl.zeros([64, 64], gl.float32, SCORE_LAYOUT)
+    step = 0
+    q_phase = 0
+    first = gl.program_id(0)
+    pairs = pairs_of(problem.selected(first))
+    for tile in range(first, problem.tiles, gl.num_programs(0)):
+        next_pairs = pairs_of(problem.selected(tile + gl.num_programs(0)))
+        mbarrier.wait(shared.q_ready, q_phase)
+        q_phase ^= 1
+        q_held = hold_queries(shared.q, step >> 30, HEAD_DIM)
+        attention = empty_attention()
+        for _ in range(kept(pairs) - 1):
+            attention = _attend_right(attention, q_held, shared, step, unused, output.scale_log2, HEAD_DIM, False)
+            step += 1
+        attention = _attend_right(attention, q_held, shared, step, unused, output.scale_log2, HEAD_DIM, True)
+        step += 1
+        start_out(output, attention, problem, tile, shared.k1.right.index(step >> 30), 1)
+        store_statistics(output, attention, problem, tile)
+        tma.store_wait(0)
+        arrive(barriers.RIGHT1_FREE, barriers.PAIR)
+        pairs = next_pairs

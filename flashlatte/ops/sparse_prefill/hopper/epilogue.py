@@ -2,41 +2,20 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from flashlatte.gluon_compat import aggregate
+from flashlatte.gluon_compat import aggregate, tma_store
 from flashlatte.ops.sparse_prefill.hopper.softmax import OUT_ROW, SCORE_ROW
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
-@gluon.constexpr_function
-def _columns_layout(lane_columns, register_columns):
-    """The accumulator's layout with other column bits in a thread's lane and registers."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], *([0, bit] for bit in register_columns), [8, 0], [0, 32], [0, 64], [0, 128]],
-        lane_bases=[*([0, bit] for bit in lane_columns), [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 256],
-    )
-
-
-# Stores are 16 bytes wide if a thread has eight neighbouring columns; the accumulator has two. Each step exchanges
-# one bit between the four threads of a row, which takes shuffles only: for both at once the compiler would go
-# through shared memory, and there is none to spare.
-_HALFWAY = gl.constexpr(_columns_layout([8, 4], [2, 16]))
-_STORE = gl.constexpr(_columns_layout([8, 16], [2, 4]))
-
-
 @aggregate
 class Output:
     """Where results go, and what they depend on besides the attention."""
 
-    out: gl.tensor
-    token_stride: gl.tensor
-    head_stride: gl.tensor
-    stride_unit: gl.constexpr
+    out: tma.tensor_descriptor
     max_logits: gl.tensor
     lse: gl.tensor
     sinks: gl.tensor | gl.constexpr
@@ -47,25 +26,8 @@ class Output:
     empty_lse: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(
-        self,
-        out,
-        token_stride,
-        head_stride,
-        stride_unit,
-        max_logits,
-        lse,
-        sinks,
-        sink_stride,
-        heads,
-        softmax_scale,
-        scale_log2,
-        empty_lse,
-    ):
+    def __init__(self, out, max_logits, lse, sinks, sink_stride, heads, softmax_scale, scale_log2, empty_lse):
         self.out = out
-        self.token_stride = token_stride
-        self.head_stride = head_stride
-        self.stride_unit = gl.constexpr(stride_unit)
         self.max_logits = max_logits
         self.lse = lse
         self.sinks = gl.constexpr(None) if sinks is None else sinks
@@ -77,22 +39,22 @@ class Output:
 
 
 @gluon.jit
-def store_out(output, attention, problem, tile, SIDE: gl.constexpr):
-    denominator = attention.row_sum
+def start_out(output, attention, problem, tile, staging, SIDE: gl.constexpr):
+    """Put a half of the output into ``staging`` [64, 256], and have the copy engine store it.
+
+    ``staging`` is the copy engine's until ``tma.store_wait(0)`` returns. Heads beyond the last are not stored.
+    """
     head0 = (tile % problem.head_blocks) * 64
+    denominator = attention.row_sum
     if output.sinks is not None:
         head = head0 + gl.arange(0, 64, SCORE_ROW)
         sink = gl.load(output.sinks + head * output.sink_stride, mask=head < output.heads, other=float("-inf"))
         denominator += gl.exp2(sink * LOG2E - attention.reference * output.scale_log2)
     inverse = gl.where(attention.row_sum != 0, 1.0 / denominator, 0.0)
     out = attention.out * gl.convert_layout(inverse, OUT_ROW, assert_trivial=True)[:, None]
-    out = gl.convert_layout(gl.convert_layout(out.to(output.out.dtype.element_ty), _HALFWAY), _STORE)
-
-    head = head0 + gl.arange(0, 64, gl.SliceLayout(1, _STORE))
-    column = SIDE * 256 + gl.arange(0, 256, gl.SliceLayout(0, _STORE))
-    start = problem.token(tile).to(gl.int64) * output.token_stride
-    offset = (start + head.to(gl.int64) * output.head_stride) * output.stride_unit
-    gl.store(output.out + offset[:, None] + column[None, :], out, mask=(head < output.heads)[:, None])
+    staging.store(out.to(staging.dtype))
+    fence_async_shared()
+    tma_store(output.out, [problem.token(tile), head0, SIDE * 256], staging)
 
 
 @gluon.jit

@@ -8,24 +8,21 @@ from flashlatte.ops.sparse_prefill.hopper.epilogue import Output
 from flashlatte.ops.sparse_prefill.hopper.producer import produce
 from flashlatte.ops.sparse_prefill.hopper.state import Problem, allocate
 
-# Of 168 x 12 registers (32-bit, a thread and warp) the left consumer takes what these leave: 224.
-_RIGHT_REGISTERS = gl.constexpr(224)
-_PRODUCER_REGISTERS = gl.constexpr(56)
+# Of 168 x 12 registers (32-bit, a thread and warp) the left consumer takes what these leave: 232.
+_RIGHT_REGISTERS = gl.constexpr(232)
+_PRODUCER_REGISTERS = gl.constexpr(40)
 
 _SIZES_AND_STRIDES = (
     "kv_stride",
     "index_stride",
     "length_stride",
     "sink_stride",
-    "out_token_stride",
-    "out_head_stride",
     "s_kv",
     "heads",
     "head_blocks",
     "topk",
     "tiles",
 )
-
 
 # Copied by the element: their alignment would only multiply the compiled variants.
 _ELEMENTWISE = ("indices", "lengths", "sinks", "max_logits", "lse")
@@ -43,9 +40,7 @@ def sparse_prefill_kernel(
     length_stride: gl.int64,
     sinks,
     sink_stride: gl.int64,
-    out,
-    out_token_stride: gl.int64,  # in units of OUT_UNIT elements, as the next
-    out_head_stride: gl.int64,
+    out_desc,
     max_logits,
     lse,
     s_kv: gl.int32,
@@ -57,24 +52,10 @@ def sparse_prefill_kernel(
     scale_log2: gl.float32,
     empty_lse: gl.float32,
     HEAD_DIM: gl.constexpr,
-    OUT_UNIT: gl.constexpr,
 ):
     shared = allocate(kv.dtype.element_ty, HEAD_DIM)
     problem = Problem(indices, index_stride, lengths, length_stride, s_kv, topk, head_blocks, tiles)
-    output = Output(
-        out,
-        out_token_stride,
-        out_head_stride,
-        OUT_UNIT,
-        max_logits,
-        lse,
-        sinks,
-        sink_stride,
-        heads,
-        softmax_scale,
-        scale_log2,
-        empty_lse,
-    )
+    output = Output(out_desc, max_logits, lse, sinks, sink_stride, heads, softmax_scale, scale_log2, empty_lse)
     gl.warp_specialize(
         [
             (consume_left, (output, problem, shared, HEAD_DIM)),

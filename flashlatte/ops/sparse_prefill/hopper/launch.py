@@ -8,15 +8,15 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashlatte import checks, dispatch
+from flashlatte import dispatch
 from flashlatte.ops.sparse_prefill.hopper.kernel import sparse_prefill_kernel
 from flashlatte.triton_kernel import launching_on
 
 HEADS_PER_TILE = 64
-# 16 bytes of a two-byte type: what copies to and from global memory move at a time.
+# 16 bytes of a two-byte type: what copies from global memory move at a time.
 ALIGNMENT = 8
 
-_Q_LAYOUT = gl.NVMMASharedLayout(128, 16, 3)
+_TILE_LAYOUT = gl.NVMMASharedLayout(128, 16, 3)
 
 
 def sparse_prefill(
@@ -31,7 +31,7 @@ def sparse_prefill(
     max_logits: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    for name, rows in (("q", q), ("kv", kv)):
+    for name, rows in (("q", q), ("kv", kv), ("out", out)):
         if rows.data_ptr() % 16:
             raise ValueError(
                 f"{name} must begin at a multiple of 16 bytes for backend='hopper', got {rows.data_ptr():#x}"
@@ -39,11 +39,10 @@ def sparse_prefill(
     s_q, heads, head_dim = q.shape
     head_blocks = -(-heads // HEADS_PER_TILE)
     tiles = s_q * head_blocks
-    out_unit = ALIGNMENT if out.data_ptr() % 16 == 0 and checks.rows_aligned(out) else 1
     with launching_on(q.device):
         sparse_prefill_kernel[(min(tiles, dispatch.multiprocessors(q.device)),)](
-            _q_descriptor(q, 256),
-            _q_descriptor(q, 64),
+            _descriptor(q, 256),
+            _descriptor(q, 64),
             kv,
             kv.stride(0) // ALIGNMENT,
             indices,
@@ -52,9 +51,7 @@ def sparse_prefill(
             0 if topk_length is None else topk_length.stride(0),
             attn_sink,
             0 if attn_sink is None else attn_sink.stride(0),
-            out,
-            out.stride(0) // out_unit,
-            out.stride(1) // out_unit,
+            _descriptor(out, 256),
             max_logits,
             lse,
             kv.shape[0],
@@ -66,13 +63,13 @@ def sparse_prefill(
             softmax_scale * math.log2(math.e),
             empty_lse,
             HEAD_DIM=head_dim,
-            OUT_UNIT=out_unit,
             num_warps=4,
             enable_fp_fusion=True,
         )
 
 
-def _q_descriptor(q: torch.Tensor, columns: int) -> TensorDescriptor:
+def _descriptor(x: torch.Tensor, columns: int) -> TensorDescriptor:
+    """q or out [s_q, h_q, ...], in tiles of so many columns."""
     # The stride of an axis of size 1 is arbitrary, but not to TMA.
-    strides = [stride if size > 1 else q.shape[-1] for size, stride in zip(q.shape[:-1], q.stride(), strict=False)]
-    return TensorDescriptor(q, list(q.shape), [*strides, 1], [1, HEADS_PER_TILE, columns], _Q_LAYOUT)
+    strides = [stride if size > 1 else x.shape[-1] for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, HEADS_PER_TILE, columns], _TILE_LAYOUT)

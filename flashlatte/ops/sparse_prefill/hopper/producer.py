@@ -35,7 +35,7 @@ class Rows:
 @gluon.jit
 def _load_indices(row, first, count):
     position = first + gl.arange(0, 64, _ROWS)
-    return gl.load(row + position, mask=position < count, other=-1)
+    return gl.load(row + position, mask=position < count, other=-1, eviction_policy="evict_first")
 
 
 @gluon.jit
@@ -130,19 +130,18 @@ def produce(q_desc, q_rope_desc, kv, kv_stride, problem, shared, HEAD_DIM: gl.co
         for pair in range(pairs):
             rows0 = _rows(indices0, kv, kv_stride, problem.s_kv)
             rows1 = _rows(indices1, kv, kv_stride, problem.s_kv)
-            # Indices come from HBM: the next pair's, also across tiles, are asked for a whole pair ahead.
+            wait(barriers.LEFT0_FREE, barriers.PAIR)
+            _copy_left(rows0, k0, ready0)
+            _publish_mask(rows0, shared.mask0, ready0)
+            wait(barriers.RIGHT0_FREE, barriers.PAIR)
+            _copy_right(rows0, k0, ready0, HEAD_DIM)
+            # Indices come from HBM: the next pair's, also across tiles, are asked for half a pair ahead.
             last = pair == pairs - 1
             ahead = gl.where(last, 0, (pair + 1) * 128)
             ahead_row = gl.where(last, next_row, row)
             ahead_count = gl.where(last, next_count, count)
             indices0 = _load_indices(ahead_row, ahead, ahead_count)
             indices1 = _load_indices(ahead_row, ahead + 64, ahead_count)
-
-            wait(barriers.LEFT0_FREE, barriers.PAIR)
-            _copy_left(rows0, k0, ready0)
-            _publish_mask(rows0, shared.mask0, ready0)
-            wait(barriers.RIGHT0_FREE, barriers.PAIR)
-            _copy_right(rows0, k0, ready0, HEAD_DIM)
             wait(barriers.LEFT1_FREE, barriers.PAIR)
             _copy_left(rows1, k1, ready1)
             _publish_mask(rows1, shared.mask1, ready1)
@@ -151,7 +150,7 @@ def produce(q_desc, q_rope_desc, kv, kv_stride, problem, shared, HEAD_DIM: gl.co
         row = next_row
         count = next_count
 
-    # The consumers run one score ahead, also after the last tile: they get a tile and blocks of whatever is there.
+    # The left consumer runs one score ahead, also after the last tile: it gets a tile and a block of whatever is there.
     wait(barriers.Q_FREE, barriers.ALL)
     mbarrier.arrive(shared.q_ready, count=1)
     wait(barriers.LEFT0_FREE, barriers.PAIR)
@@ -159,4 +158,3 @@ def produce(q_desc, q_rope_desc, kv, kv_stride, problem, shared, HEAD_DIM: gl.co
     _announce_nothing(ready0)
     wait(barriers.LEFT1_FREE, barriers.PAIR)
     wait(barriers.RIGHT1_FREE, barriers.PAIR)
-    _announce_nothing(ready1)
