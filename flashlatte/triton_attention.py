@@ -1,8 +1,6 @@
 """Attention of query rows over tiles of keys, in Triton: loads of rows, and the step of an online softmax.
 
-A key tile [keys, LATENT] is the value tile too; beside it may stand a tile [keys, ROPE] of columns that only the
-scores see. WARPGROUPS lays the step out for Hopper's warp groups, VALUES_FIRST keeps the values as [LATENT, rows]:
-see ``weigh``.
+``step`` is a ``portable_config.Step``.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -11,6 +9,7 @@ see ``weigh``.
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -39,6 +38,32 @@ def gpu_class(device: torch.device) -> str:
     return "ampere" if capability == (8, 0) else "small"
 
 
+class Tile(NamedTuple):
+    """Rows of queries or keys as operands of a matrix product.
+
+    Attributes:
+        latent: [rows, latent]; of keys it is the values too.
+        rope: [rows, rope]; anything if there is no such part.
+    """
+
+    latent: Any
+    rope: Any
+
+
+class State(NamedTuple):
+    """An online softmax over the keys so far: ``no_keys``, then ``weigh`` for each tile, then ``normalize``.
+
+    Attributes:
+        peak: [rows], the largest score.
+        total: [rows, keys of a tile], the sums of weights by columns; [rows] if not ``column_sums``.
+        weighted: [rows, latent], the sum of values by weight; [latent, rows] if ``values_first``.
+    """
+
+    peak: Any
+    total: Any
+    weighted: Any
+
+
 @triton.jit
 def within(index, limit):
     """0 <= index < limit, in one comparison."""
@@ -58,97 +83,102 @@ def load_rows(
 ):
     """Numbers FIRST to FIRST + COUNT of the rows at ``offsets``, as a [rows, WIDTH] operand; 0 where not in use.
 
-    The interpreter multiplies only float32 rightly.
+    The interpreter multiplies only float32 rightly. Bytes stay bytes.
     """
     cols = tl.arange(0, WIDTH)
     mask = in_use[:, None]
     if COUNT != WIDTH:
         mask = mask & (cols < COUNT)[None, :]
     rows = tl.load(base + offsets[:, None] + (FIRST + cols)[None, :], mask=mask, other=0)
-    return widen(rows, INTERPRETED) if INTERPRETED else rows
+    return widen(rows, True) if INTERPRETED and base.dtype.element_ty.is_floating() else rows
 
 
 @triton.jit
-def no_keys(BLOCK_H: tl.constexpr, LATENT: tl.constexpr, VALUES_FIRST: tl.constexpr):
-    """The state before the first tile: largest score of each row, sum of its weights, its values."""
-    peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
-    values = tl.zeros([LATENT, BLOCK_H] if VALUES_FIRST else [BLOCK_H, LATENT], tl.float32)
-    return peak, total, values
+def load_tile(base, offsets, in_use, step: tl.constexpr):
+    """The rows at ``offsets``, 0 where not in use."""
+    latent = load_rows(base, offsets, in_use, 0, step.latent_dim, step.latent, step.interpreted)
+    rope = latent
+    if step.rope > 0:
+        rope_dim: tl.constexpr = step.head_dim - step.latent_dim
+        rope = load_rows(base, offsets, in_use, step.latent_dim, rope_dim, step.rope, step.interpreted)
+    return Tile(latent, rope)
 
 
 @triton.jit
-def weigh(
-    peak,
-    total,
-    values,
-    q_latent,
-    q_rope,
-    latent,
-    rope,
-    valid,
-    scale,
-    position,
-    stop,
-    ROPE: tl.constexpr,
-    WARPGROUPS: tl.constexpr,
-    VALUES_FIRST: tl.constexpr,
-):
-    """The state after a tile of keys, of which those not ``valid`` (whose rows are 0) do not count.
+def no_keys(step: tl.constexpr):
+    """The state before the first tile."""
+    ROWS: tl.constexpr = step.block_h
+    COLS: tl.constexpr = step.block_n
+    LATENT: tl.constexpr = step.latent
+    return State(
+        tl.full([ROWS], float("-inf"), tl.float32),
+        tl.zeros([ROWS, COLS] if step.column_sums else [ROWS], tl.float32),
+        tl.zeros([LATENT, ROWS] if step.values_first else [ROWS, LATENT], tl.float32),
+    )
+
+
+@triton.jit
+def weigh(state, q, keys, visible, scale, position, stop, step: tl.constexpr):
+    """The state after a tile of keys, of which a row sees those ``visible`` ([rows or 1, keys]). Others must be finite.
 
     ``scale`` includes log2(e). The tile is the one at ``position`` < ``stop`` of the loop it is in.
 
-    WARPGROUPS is for 64 query rows and eight warps. Triton gives the product q · k, because another one depends on
+    ``warpgroups`` is for 64 query rows and eight warps. Triton gives the product q · k, because another one depends on
     it, to as many warps along its rows as there are, so that the second warp group repeats the work of the first;
     out of a branch it sees no such dependence, and gives each group half of the keys.
 
-    VALUES_FIRST is for such tiles that come straight from memory. Triton keeps a third buffer of them, as a product
+    ``values_first`` is for such tiles that come straight from memory. Triton keeps a third buffer of them, as a product
     may still read one when the loop goes round; not so where two products share a transposed tile, or two branches
-    a tile. Tiles that are computed should not be VALUES_FIRST: they would pass through registers.
+    a tile. Tiles that are computed would pass through registers.
     """
-    BLOCK_H: tl.constexpr = q_latent.shape[0]
-    BLOCK_N: tl.constexpr = latent.shape[0]
-    if WARPGROUPS:
-        scores = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
-        if ROPE > 0:
+    ROWS: tl.constexpr = step.block_h
+    COLS: tl.constexpr = step.block_n
+    dtype: tl.constexpr = keys.latent.dtype
+    peak = state.peak
+    total = state.total
+    if step.warpgroups:
+        scores = tl.zeros([ROWS, COLS], tl.float32)
+        if step.rope > 0:
             # The branches are alike.
-            if position + BLOCK_N <= stop:
-                scores = tl.dot(q_rope, tl.trans(rope))
+            if position + COLS <= stop:
+                scores = tl.dot(q.rope, tl.trans(keys.rope))
             else:
-                scores = tl.dot(q_rope, tl.trans(rope), scores)
-        weights = tl.zeros([BLOCK_H, BLOCK_N], latent.dtype)
-        kept = tl.full([BLOCK_H], 1.0, tl.float32)
+                scores = tl.dot(q.rope, tl.trans(keys.rope), scores)
+        weights = tl.zeros([ROWS, COLS], dtype)
+        kept = tl.full([ROWS], 1.0, tl.float32)
         # Always so, which Triton does not know.
         if position < stop:
-            scores = tl.dot(q_latent, tl.trans(latent), scores)
-            peak, total, kept, weights = _soften(peak, total, scores, valid, scale, latent.dtype)
+            scores = tl.dot(q.latent, tl.trans(keys.latent), scores)
+            peak, total, kept, weights = _soften(peak, total, scores, visible, scale, dtype, step.column_sums)
     else:
-        scores = tl.dot(q_latent, tl.trans(latent))
-        if ROPE > 0:
-            scores = tl.dot(q_rope, tl.trans(rope), scores)
-        peak, total, kept, weights = _soften(peak, total, scores, valid, scale, latent.dtype)
-    if VALUES_FIRST:
-        values = tl.dot(tl.trans(latent), tl.trans(weights), values * kept[None, :])
+        scores = tl.dot(q.latent, tl.trans(keys.latent))
+        if step.rope > 0:
+            scores = tl.dot(q.rope, tl.trans(keys.rope), scores)
+        peak, total, kept, weights = _soften(peak, total, scores, visible, scale, dtype, step.column_sums)
+    if step.values_first:
+        weighted = tl.dot(tl.trans(keys.latent), tl.trans(weights), state.weighted * kept[None, :])
     else:
-        values = tl.dot(weights, latent, values * kept[:, None])
-    return peak, total, values
+        weighted = tl.dot(weights, keys.latent, state.weighted * kept[:, None])
+    return State(peak, total, weighted)
 
 
 @triton.jit
-def _soften(peak, total, scores, valid, scale, dtype: tl.constexpr):
+def _soften(peak, total, scores, visible, scale, dtype: tl.constexpr, COLUMN_SUMS: tl.constexpr):
     """New peak and total, what is kept of the values so far, and the weights [rows, keys] of scores."""
-    scores = tl.where(valid[None, :], scores, float("-inf"))
+    scores = tl.where(visible, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, axis=1))
     shift = tl.where(new_peak == float("-inf"), 0.0, new_peak) * scale
     weights = tl.exp2(scores * scale - shift[:, None])
     kept = tl.exp2(peak * scale - shift)
-    return new_peak, total * kept + tl.sum(weights, axis=1), kept, weights.to(dtype)
+    total = total * kept[:, None] + weights if COLUMN_SUMS else total * kept + tl.sum(weights, axis=1)
+    return new_peak, total, kept, weights.to(dtype)
 
 
 @triton.jit
-def normalize(peak, total, values, scale, VALUES_FIRST: tl.constexpr):
-    """(values [rows, LATENT], base-2 lse [rows]) of a state: 0 and -inf where a row has no key."""
+def normalize(state, scale, step: tl.constexpr):
+    """(values [rows, latent], base-2 lse [rows]) of a state: 0 and -inf where a row has no key."""
+    total = tl.sum(state.total, axis=1) if step.column_sums else state.total
     total = tl.where(total == 0, 1.0, total)
     inverse = 1.0 / total
-    values = tl.trans(values * inverse[None, :]) if VALUES_FIRST else values * inverse[:, None]
-    return values, peak * scale + tl.log2(total)
+    values = tl.trans(state.weighted * inverse[None, :]) if step.values_first else state.weighted * inverse[:, None]
+    return values, state.peak * scale + tl.log2(total)

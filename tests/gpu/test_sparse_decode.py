@@ -137,6 +137,22 @@ def test_scales_that_are_no_powers_of_two(backend: str) -> None:
     assert_right(results, rounded)
 
 
+@pytest.mark.parametrize("h_q", [16, 128])
+@ON_BOTH_FORMATS
+def test_nan_number_under_a_finite_scale(typical: SparseDecodeCase, h_q: int) -> None:
+    case = replace(typical, batch=3, h_q=h_q, varlen=False, attn_sink=False, invalid_share=0.0, topk_lengths="all")
+    arguments = case.inputs(DEVICE)
+    slot = int(arguments["indices"][0, 1, 5])
+    selected = (arguments["indices"] == slot).any(dim=-1)
+    page, offset = divmod(slot, typical.page_size)
+    row_bytes = {"v32": 656, "model1": 576}[typical.cache_format]
+    arguments["k_cache"][page].view(torch.uint8).flatten()[offset * row_bytes + 101] = 0xFF
+    results = decode(arguments, "portable")
+    assert results["out"][selected].isnan().all()
+    assert results["lse"].transpose(1, 2)[selected].isnan().all()
+    assert results["out"][~selected].isfinite().all()
+
+
 @ON_EVERY_BACKEND
 @ON_BOTH_FORMATS
 def test_same_bits_run_after_run(typical: SparseDecodeCase, backend: str) -> None:

@@ -20,6 +20,8 @@ from triton.runtime.jit import mangle_type
 # What a program may use of the shared memory of an SM, by compute capability.
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
+AMD_SHARED_BYTES = 65_536
+
 _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -79,18 +81,8 @@ def compile_triton(
         constexprs: value of each ``tl.constexpr``, and None for a pointer that is not passed.
         unaligned: pointers that are not known to be divisible by 16 bytes.
     """
-    names = [parameter.name for parameter in fn.params]
-    types = {name: "constexpr" if name in constexprs else signature[name] for name in names}
-    values = {(names.index(name),): value for name, value in constexprs.items()}
-    aligned = {
-        path: [["tt.divisibility", 16]]
-        for position, name in enumerate(names)
-        if name not in unaligned
-        for path, type_ in _leaves((position,), types[name])
-        if type_.startswith("*")
-    }
     compiled = triton.compile(
-        ASTSource(fn, types, values, aligned),
+        _source(fn, signature, constexprs, unaligned),
         target=GPUTarget("cuda", arch, 32),
         options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True, **options},
     )
@@ -105,6 +97,22 @@ def compile_triton(
         ttgir=compiled.asm["ttgir"],
         sass=sass,
     )
+
+
+def _source(
+    fn: Any, signature: Mapping[str, Any], constexprs: Mapping[str, Any], unaligned: tuple[str, ...] = ()
+) -> ASTSource:
+    names = [parameter.name for parameter in fn.params]
+    types = {name: "constexpr" if name in constexprs else signature[name] for name in names}
+    values = {(names.index(name),): value for name, value in constexprs.items()}
+    aligned = {
+        path: [["tt.divisibility", 16]]
+        for position, name in enumerate(names)
+        if name not in unaligned
+        for path, type_ in _leaves((position,), types[name])
+        if type_.startswith("*")
+    }
+    return ASTSource(fn, types, values, aligned)
 
 
 @dataclass(frozen=True)
@@ -135,6 +143,20 @@ class Recorder:
 
 def compile_launch(fn: Any, launch: Launch, arch: int) -> Compiled:
     """Compile the variant of ``fn`` that a recorded launch runs."""
+    signature, constexprs = _arguments(fn, launch)
+    options = {name: value for name, value in launch.options.items() if name != "enable_fp_fusion"}
+    return compile_triton(fn, signature, constexprs, arch, **options)
+
+
+def amd_shared_bytes(fn: Any, launch: Launch, arch: str = "gfx942") -> int:
+    """Compile the variant of ``fn`` that a recorded launch runs for an AMD GPU; the shared memory that it takes."""
+    target = GPUTarget("hip", arch, 64)
+    compiled = triton.compile(_source(fn, *_arguments(fn, launch)), target=target, options=launch.options)
+    return compiled.metadata.shared
+
+
+def _arguments(fn: Any, launch: Launch) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The types of a launch's run-time arguments, and its constants."""
     signature: dict[str, Any] = {}
     constexprs: dict[str, Any] = {}
     for parameter in fn.params:
@@ -145,8 +167,7 @@ def compile_launch(fn: Any, launch: Launch, arch: int) -> Compiled:
             signature[parameter.name] = _type_of(value)
         else:
             signature[parameter.name] = parameter.annotation_type
-    options = {name: value for name, value in launch.options.items() if name != "enable_fp_fusion"}
-    return compile_triton(fn, signature, constexprs, arch, **options)
+    return signature, constexprs
 
 
 def _type_of(value: Any) -> Any:

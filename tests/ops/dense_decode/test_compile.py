@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
 import pytest
 import torch
-from support.compile import SHARED_BYTES, Recorder, compile_launch, loop_spills, variant_key
+from support.compile import (
+    AMD_SHARED_BYTES,
+    SHARED_BYTES,
+    Recorder,
+    amd_shared_bytes,
+    compile_launch,
+    loop_spills,
+    variant_key,
+)
 
 from flashlatte import dispatch
 from flashlatte.ops.dense_decode.portable import launch
@@ -27,9 +36,9 @@ def recorded(monkeypatch):
     monkeypatch.setattr(combine, "combine_kernel", recorders[1])
     monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
 
-    def record(arch: int = 90, **call: Any) -> tuple[Recorder, Recorder]:
-        monkeypatch.setattr(launch, "gpu_class", lambda _: CLASSES[arch])
-        monkeypatch.setattr(launch, "converts_e4m3", lambda _: arch >= 89)
+    def record(arch: int | None = 90, **call: Any) -> tuple[Recorder, Recorder]:
+        monkeypatch.setattr(launch, "gpu_class", lambda _: "other" if arch is None else CLASSES[arch])
+        monkeypatch.setattr(launch, "converts_e4m3", lambda _: arch is not None and arch >= 89)
         for recorder in recorders:
             recorder.launches.clear()
         decode(**call)
@@ -74,24 +83,44 @@ def test_main_loop_on_hopper(recorded, h_q, cache_dtype):
     kernel, _ = recorded(90, h_q=h_q, cache_dtype=cache_dtype)
     compiled = compile_launch(kernel.fn, kernel.launches[0], 90)
     assert compiled.shared <= SHARED_BYTES[90], compiled
-    assert (compiled.hgmma if h_q > 32 else compiled.hmma) > 0, compiled
+    of_warp_groups = h_q > (16 if cache_dtype == FP8 else 32)
+    assert (compiled.hgmma if of_warp_groups else compiled.hmma) > 0, compiled
     assert compiled.async_copies > 0, compiled
-    # A float8 cache passes through registers, of which more than 16 query rows leave too few.
-    accepted = 200 if cache_dtype == FP8 and h_q > 16 else 0
-    assert loop_spills(compiled.sass) <= accepted, compiled
+    assert loop_spills(compiled.sass) == 0, compiled
 
 
 def test_no_score_is_computed_twice_on_hopper(recorded):
     kernel, _ = recorded(90, h_q=128)
     compiled = compile_launch(kernel.fn, kernel.launches[0], 90)
-    # Four warps multiply half of the keys with 576 numbers, and weights with half of the values, 16 at a time.
-    assert compiled.hgmma == 576 // 16 + 32 // 16, compiled
+    # Four warps multiply half of the keys with 576 numbers, 16 at a time, and half of the values with the weights of
+    # 64 keys, 64 values and 16 keys at a time.
+    assert compiled.hgmma == 576 // 16 + (256 // 64) * (64 // 16), compiled
+
+
+def test_a_tile_is_not_loaded_again_while_it_is_multiplied(recorded):
+    """Two buffers of tiles are enough as long as every product in the loop is waited for where it stands."""
+    kernel, _ = recorded(90, h_q=128)
+    compiled = compile_launch(kernel.fn, kernel.launches[0], 90)
+    assert "memdesc<2x64x512xbf16" in compiled.ttgir
+    lines = compiled.ttgir.splitlines()
+    followers = [after for line, after in itertools.pairwise(lines) if "isAsync = true" in line]
+    assert followers
+    for follower in followers:
+        assert "warp_group_dot_wait" in follower, follower
+        assert "pendings = 0" in follower, follower
+
+
+@pytest.mark.parametrize("cache_dtype", [BF16, FP8], ids=["bf16", "fp8"])
+def test_fits_amd(recorded, cache_dtype):
+    kernel, _ = recorded(None, h_q=32, cache_dtype=cache_dtype)
+    assert amd_shared_bytes(kernel.fn, kernel.launches[0]) <= AMD_SHARED_BYTES
 
 
 @pytest.mark.parametrize(
     ("arch", "h_q", "cache_dtype"),
     [
         (80, 16, BF16),
+        (80, 32, BF16),
         (80, 128, BF16),
         (80, 128, FP8),
         (86, 16, BF16),
@@ -133,7 +162,8 @@ def test_combine(recorded, batch, batch_invariant):
     _, kernel = recorded(90, batch=batch, h_q=128, batch_invariant=batch_invariant)
     compiled = compile_launch(kernel.fn, kernel.launches[0], 90)
     assert compiled.spills == 0, compiled
-    assert compiled.registers <= 128, compiled
+    # Three programs an SM, or four (128) with Triton 3.6.
+    assert compiled.registers <= 168, compiled
 
 
 @pytest.mark.parametrize("h_q", [16, 128])
@@ -145,7 +175,7 @@ def test_new_batches_lengths_and_strides_compile_nothing(recorded, h_q):
         for recorder, seen in zip(recorded(90, h_q=h_q, **call), keys, strict=True):
             seen.update(variant_key(recorder.fn, one) for one in recorder.launches)
     assert len(keys[0]) == 1
-    assert len(keys[1]) <= 4  # three tiles, by item or at the boundaries of parts
+    assert len(keys[1]) <= 4  # tiles by the splits of an item, and that of the boundaries of parts
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

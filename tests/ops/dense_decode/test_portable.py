@@ -5,14 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashlatte import dense_decode
+from flashlatte import dense_decode, portable_config
 from flashlatte.ops.dense_decode.portable import launch
+from flashlatte.portable_config import Config
 from flashlatte.schedule import plan
 from flashlatte.testing import compare
 from flashlatte.testing.cases import DenseDecodeCase
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
+FP8 = torch.float8_e4m3fn
 TOY = DenseDecodeCase(batch=3, s_q=2, s_k=70, h_q=4, head_dim=48, head_dim_v=32, page_size=16, varlen=True)
 CASES = {
     "toy": TOY,
@@ -26,7 +28,7 @@ CASES = {
     "gaps between rows": replace(TOY, strided=True),
     "int64 indices": replace(TOY, index_dtype=torch.int64),
     "fp16": replace(TOY, dtype=torch.float16),
-    "fp8": replace(TOY, cache_dtype=torch.float8_e4m3fn, page_size=5),
+    "fp8": replace(TOY, cache_dtype=FP8, page_size=5),
     "one long request": replace(TOY, batch=1, s_q=1, s_k=300, varlen=False),
     "mla": DenseDecodeCase(batch=2, s_q=1, s_k=40, h_q=16, varlen=True),
 }
@@ -89,6 +91,17 @@ def test_nan_keys_of_one_request_stay_there():
     assert out[1].isnan().all()
     assert lse[1].isnan().all()
     assert torch.equal(out[[0, 2]], wanted[[0, 2]])
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("page_size", [7, 32])
+def test_laid_out_for_warp_groups(monkeypatch, page_size, cache_dtype):
+    config = Config(64, 32, num_warps=1, warpgroups=True)
+    monkeypatch.setitem(launch.FP8_TABLE if cache_dtype == FP8 else launch.TABLE, "interpreter", (config,))
+    monkeypatch.setattr(portable_config, "_WARPGROUP_TILES", ((32, 16),))
+    launch.make_plan.cache_clear()
+    check(replace(TOY, h_q=35, causal=True, page_size=page_size, cache_dtype=cache_dtype).inputs())
+    launch.make_plan.cache_clear()
 
 
 def test_batch_invariant_is_the_same_alone_and_in_any_launch(monkeypatch):

@@ -6,7 +6,17 @@ import random
 
 import pytest
 import torch
-from support.compile import SHARED_BYTES, Compiled, Launch, Recorder, compile_launch, loop_spills, variant_key
+from support.compile import (
+    AMD_SHARED_BYTES,
+    SHARED_BYTES,
+    Compiled,
+    Launch,
+    Recorder,
+    amd_shared_bytes,
+    compile_launch,
+    loop_spills,
+    variant_key,
+)
 
 from flashlatte import dispatch, kv_cache
 from flashlatte.ops.sparse_decode.portable import launch
@@ -26,7 +36,7 @@ def record(monkeypatch):
     monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
 
     def call(
-        arch: int = 90,
+        arch: int | None = 90,
         cache_format: str = "v32",
         batch: int = 128,
         s_q: int = 2,
@@ -41,7 +51,7 @@ def record(monkeypatch):
         dtype: torch.dtype = torch.bfloat16,
         lengths: bool = True,
     ) -> Launch:
-        monkeypatch.setattr(launch, "gpu_class", lambda _: CLASSES[arch])
+        monkeypatch.setattr(launch, "gpu_class", lambda _: "other" if arch is None else CLASSES[arch])
         layout = kv_cache.get_format(cache_format, None if cache_format in ("v32", "model1") else head_dim)
         width = layout.record_width
         stride = page_size * width + page_gap
@@ -117,7 +127,12 @@ def test_few_heads_on_hopper(record, h_q, cache_format):
 
 
 @pytest.mark.parametrize("cache_format", ["v32", "model1", "bf16"])
-@pytest.mark.parametrize(("arch", "h_q"), [(80, 16), (80, 128), (86, 128), (100, 128), (120, 16)])
+def test_fits_amd(record, cache_format):
+    assert amd_shared_bytes(record.fn, record(None, cache_format, h_q=32)) <= AMD_SHARED_BYTES
+
+
+@pytest.mark.parametrize("cache_format", ["v32", "model1", "bf16"])
+@pytest.mark.parametrize(("arch", "h_q"), [(80, 16), (80, 32), (80, 128), (86, 128), (100, 128), (120, 16)])
 def test_fits_other_gpus(record, arch, h_q, cache_format):
     compiled = compiled_for(record, arch, h_q=h_q, cache_format=cache_format)
     assert compiled.shared <= SHARED_BYTES[arch], compiled
@@ -177,4 +192,4 @@ def test_few_items_are_split_and_many_are_not(record):
 def test_slots_beyond_int32(record):
     one = record(90)
     assert one.arguments["num_slots"] == 4 * 64
-    assert not one.arguments["WIDE"]
+    assert not one.arguments["PLACE"].wide

@@ -7,7 +7,17 @@ import re
 
 import pytest
 import torch
-from support.compile import SHARED_BYTES, Compiled, Launch, Recorder, compile_launch, loop_spills, variant_key
+from support.compile import (
+    AMD_SHARED_BYTES,
+    SHARED_BYTES,
+    Compiled,
+    Launch,
+    Recorder,
+    amd_shared_bytes,
+    compile_launch,
+    loop_spills,
+    variant_key,
+)
 
 from flashlatte import dispatch
 from flashlatte.ops.sparse_prefill import portable
@@ -24,7 +34,7 @@ def launch(monkeypatch):
     monkeypatch.setattr(portable, "sparse_prefill_kernel", recorder)
 
     def record(
-        arch: int = 90,
+        arch: int | None = 90,
         s_q: int = 64,
         h_q: int = 128,
         topk: int = 2048,
@@ -33,7 +43,7 @@ def launch(monkeypatch):
         d_v: int = 512,
         dtype: torch.dtype = torch.bfloat16,
     ) -> Launch:
-        monkeypatch.setattr(portable, "gpu_class", lambda _: CLASSES[arch])
+        monkeypatch.setattr(portable, "gpu_class", lambda _: "other" if arch is None else CLASSES[arch])
         recorder.launches.clear()
         portable.sparse_prefill(
             torch.empty(s_q, h_q, head_dim, dtype=dtype),
@@ -74,6 +84,10 @@ def test_a_tile_is_not_loaded_again_while_it_is_multiplied(launch):
     compiled = compiled_for(launch, 90)
     assert "memdesc<2x64x512xbf16" in compiled.ttgir
     assert set(re.findall(r"warp_group_dot_wait .*?pendings = (\d+)", compiled.ttgir)) == {"0"}
+
+
+def test_fits_amd(launch):
+    assert amd_shared_bytes(launch.fn, launch(None, h_q=32)) <= AMD_SHARED_BYTES
 
 
 @pytest.mark.parametrize("h_q", [8, 16, 32])

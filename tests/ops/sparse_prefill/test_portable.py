@@ -52,8 +52,8 @@ def test_against_the_reference(case):
 
 @pytest.mark.parametrize("head_dim", [576, 512])
 def test_laid_out_for_warp_groups(monkeypatch, head_dim):
-    config = portable.Config(64, 32, num_warps=1, num_stages=1, warpgroups=True)
-    monkeypatch.setattr(portable, "choose", lambda *_: config)
+    config = portable.Config(64, 32, num_warps=1, warpgroups=True)
+    monkeypatch.setitem(portable.SELECTED_ROWS, "interpreter", (config,))
     portable._compiled_for.cache_clear()
     check(replace(MLA, head_dim=head_dim, h_q=70, s_q=3, empty_rows=0.3).inputs())
     portable._compiled_for.cache_clear()

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from flashlatte import dispatch
 from flashlatte.kv_cache.triton_fp8 import converts_e4m3
-from flashlatte.ops.dense_decode.portable import config
+from flashlatte.ops.dense_decode.portable.config import FP8_TABLE, TABLE
 from flashlatte.ops.dense_decode.portable.kernel import dense_decode_kernel
+from flashlatte.portable_config import Config, choose
 from flashlatte.schedule import combine, plan
-from flashlatte.triton_attention import NVIDIA, gpu_class
+from flashlatte.triton_attention import gpu_class
 from flashlatte.triton_kernel import launching_on
 
 # Starting on an item costs a program about as much as so many keys.
@@ -39,7 +39,7 @@ class Plan:
         constants: what the kernel is compiled for, but for what depends on strides.
     """
 
-    config: config.Config
+    config: Config
     num_groups: int
     row_blocks: int
     parts: int
@@ -170,9 +170,8 @@ def make_plan(
     is_fp8: bool,
     batch_invariant: bool,
 ) -> Plan:
-    latent = max(triton.next_power_of_2(head_dim_v), 16)
-    rope = max(triton.next_power_of_2(head_dim - head_dim_v), 16) if head_dim > head_dim_v else 0
-    chosen = config.choose(gpu, rows, latent + rope, is_fp8)
+    table = FP8_TABLE if is_fp8 else TABLE
+    chosen, step = choose(table, gpu, rows, head_dim, head_dim_v, in_place=not is_fp8)
     row_blocks = -(-rows // chosen.block_h)
     groups = h_kv * row_blocks
     most_blocks = -(-max_pages * page_size // chosen.block_n)
@@ -202,23 +201,12 @@ def make_plan(
         scratch=records * record // 4,
         overhead=overhead,
         constants={
-            "D": head_dim,
-            "D_V": head_dim_v,
-            "LATENT": latent,
-            "ROPE": rope,
-            "BLOCK_H": chosen.block_h,
-            "BLOCK_N": chosen.block_n,
-            "KEYS_FIRST": chosen.keys_first,
-            "SHARE_SCORES": chosen.share_scores,
-            "PREFETCH": chosen.prefetch,
+            "STEP": step,
             "PAGE_SIZE": page_size,
             "OVERHEAD": overhead,
             "SPLIT_BLOCKS": split_blocks,
             "MAX_SPLITS": max_splits,
-            "PTX": gpu in NVIDIA,
-            "INTERPRETED": gpu == "interpreter",
             "num_warps": chosen.num_warps,
-            "num_stages": chosen.num_stages,
             "enable_fp_fusion": True,
         },
     )

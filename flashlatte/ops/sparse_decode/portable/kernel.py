@@ -9,100 +9,56 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashlatte.ops.sparse_decode.portable.tiles import Cache, load_packed, load_plain, unpack
+from flashlatte.ops.sparse_decode.portable.tiles import Cache, load_packed, locate_rows, unpack
 from flashlatte.schedule import combine, device
-from flashlatte.triton_attention import LOG2_E, load_rows, no_keys, normalize, weigh
+from flashlatte.triton_attention import LOG2_E, load_tile, no_keys, normalize, weigh
 from flashlatte.triton_kernel import kernel
 
 
 @triton.jit
 def _attend(
-    peak,
-    total,
-    values,
-    q_latent,
-    q_rope,
+    state,
+    q,
     cache,
     indices,
     first_block,
     stop_block,
     length,
     scale,
-    FORMAT: tl.constexpr,
-    D: tl.constexpr,
-    D_V: tl.constexpr,
-    LATENT: tl.constexpr,
-    ROPE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    WARPGROUPS: tl.constexpr,
-    VALUES_FIRST: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WIDE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PTX: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    place: tl.constexpr,
+    step: tl.constexpr,
 ):
     """The state after blocks first to stop (exclusive) of a list of ``length`` indices."""
-    MODEL1: tl.constexpr = FORMAT == "model1"
+    BLOCK_N: tl.constexpr = step.block_n
+    MODEL1: tl.constexpr = place.cache_format == "model1"
     in_tile = tl.arange(0, BLOCK_N)
     begin = first_block * BLOCK_N
     stop = tl.minimum(stop_block * BLOCK_N, length)
-    if FORMAT == "plain":
-        for start in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
+    if place.cache_format == "plain":
+        for start in tl.range(begin, stop, BLOCK_N, num_stages=step.num_stages):
             index = tl.load(indices + tl.minimum(start + in_tile, stop - 1))
-            latent, rope, valid = load_plain(
-                cache, index, in_tile < stop - start, D, D_V, LATENT, ROPE, PAGE_SIZE, WIDE, ALIGN, INTERPRETED
-            )
-            peak, total, values = weigh(
-                peak,
-                total,
-                values,
-                q_latent,
-                q_rope,
-                latent,
-                rope,
-                valid,
-                scale,
-                start,
-                stop,
-                ROPE,
-                WARPGROUPS,
-                VALUES_FIRST,
-            )
+            valid, rows = locate_rows(cache, index, place)
+            valid = valid & (in_tile < stop - start)
+            keys = load_tile(cache.k_cache, rows, valid, step)
+            state = weigh(state, q, keys, valid[None, :], scale, start, stop, step)
     else:
         # A tile passes through registers anyway, to be unpacked: there the next one waits, and no room in shared
         # memory is needed for it.
         index = tl.load(indices + begin + in_tile, mask=begin + in_tile < stop, other=-1)
-        words, scales, packed_rope, next_valid = load_packed(cache, index, MODEL1, PAGE_SIZE, WIDE, ALIGN)
+        packed = load_packed(cache, index, place, MODEL1)
         index = tl.load(indices + begin + BLOCK_N + in_tile, mask=begin + BLOCK_N + in_tile < stop, other=-1)
         for start in tl.range(begin, stop, BLOCK_N, num_stages=1):
-            latent, rope = unpack(words, scales, packed_rope, q_latent.dtype, MODEL1, PTX, INTERPRETED)
-            valid = next_valid
-            words, scales, packed_rope, next_valid = load_packed(cache, index, MODEL1, PAGE_SIZE, WIDE, ALIGN)
+            keys = unpack(packed, q.latent.dtype, MODEL1, step)
+            valid = packed.valid
+            packed = load_packed(cache, index, place, MODEL1)
             position = start + 2 * BLOCK_N + in_tile
             index = tl.load(indices + position, mask=position < stop, other=-1)
-            if not WARPGROUPS:
+            if not step.warpgroups:
                 # Else the loads of the queries from shared memory, which wait for nothing, are all done before the
                 # barrier that the keys need, and fill the registers.
                 tl.debug_barrier()
-            peak, total, values = weigh(
-                peak,
-                total,
-                values,
-                q_latent,
-                q_rope,
-                latent,
-                rope,
-                valid,
-                scale,
-                start,
-                stop,
-                ROPE,
-                WARPGROUPS,
-                VALUES_FIRST,
-            )
-    return peak, total, values
+            state = weigh(state, q, keys, valid[None, :], scale, start, stop, step)
+    return state
 
 
 @kernel
@@ -151,36 +107,23 @@ def sparse_decode_kernel(
     scratch,
     num_groups: tl.int32,
     parts: tl.int32,
-    FORMAT: tl.constexpr,
-    D: tl.constexpr,
+    PLACE: tl.constexpr,
+    EXTRA_PLACE: tl.constexpr,
+    STEP: tl.constexpr,
     D_V: tl.constexpr,
-    LATENT_COLS: tl.constexpr,
-    LATENT: tl.constexpr,
-    ROPE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    WARPGROUPS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    EXTRA_PAGE_SIZE: tl.constexpr,
-    WIDE: tl.constexpr,
-    EXTRA_WIDE: tl.constexpr,
     Q_ALIGN: tl.constexpr,
-    K_ALIGN: tl.constexpr,
-    EXTRA_K_ALIGN: tl.constexpr,
     OUT_ALIGN: tl.constexpr,
     OVERHEAD: tl.constexpr,
     BALANCED: tl.constexpr,
-    PTX: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """A program takes one part of all items' keys (BALANCED), or an item, for one group of heads.
 
-    A group is BLOCK_H heads; the first LATENT_COLS columns of a row are its latent part. The programs of an item's
-    groups have adjacent numbers, so that the L2 cache serves all but the first.
+    A group is ``block_h`` heads. The programs of an item's groups have adjacent numbers, so that the L2 cache serves
+    all but the first.
     """
     HAS_EXTRA: tl.constexpr = extra_k_cache is not None
-    VALUES_FIRST: tl.constexpr = WARPGROUPS and FORMAT == "plain"
+    BLOCK_H: tl.constexpr = STEP.block_h
+    BLOCK_N: tl.constexpr = STEP.block_n
     cache = Cache(k_cache, k_stride_page, k_stride_token, num_slots)
     extra_cache = Cache(extra_k_cache, extra_k_stride_page, extra_k_stride_token, extra_num_slots)
     lists = device.KeyLists(
@@ -235,72 +178,24 @@ def sparse_decode_kernel(
             request = item // tokens
             token = item % tokens
             q_offset = (request * q_stride_request + token * q_stride_token + head * q_stride_head) * Q_ALIGN
-            q_latent = load_rows(q, q_offset, in_heads, 0, LATENT_COLS, LATENT, INTERPRETED)  # [BLOCK_H, LATENT]
-            q_rope = q_latent
-            if ROPE > 0:
-                q_rope = load_rows(q, q_offset, in_heads, LATENT_COLS, D - LATENT_COLS, ROPE, INTERPRETED)
+            q_tile = load_tile(q, q_offset, in_heads, STEP)
             length = device.key_count(item, lists)
-            peak, total, values = no_keys(BLOCK_H, LATENT, VALUES_FIRST)
-            peak, total, values = _attend(
-                peak,
-                total,
-                values,
-                q_latent,
-                q_rope,
-                cache,
-                indices + request * indices_stride_request + token * indices_stride_token,
-                first_block,
-                stop_block,
-                length,
-                scale,
-                FORMAT,
-                D,
-                D_V,
-                LATENT,
-                ROPE,
-                BLOCK_N,
-                STAGES,
-                WARPGROUPS,
-                VALUES_FIRST,
-                PAGE_SIZE,
-                WIDE,
-                K_ALIGN,
-                PTX,
-                INTERPRETED,
-            )
+            own = indices + request * indices_stride_request + token * indices_stride_token
+            state = no_keys(STEP)
+            state = _attend(state, q_tile, cache, own, first_block, stop_block, length, scale, PLACE, STEP)
             if HAS_EXTRA:
                 before = tl.cdiv(length, BLOCK_N)
-                peak, total, values = _attend(
-                    peak,
-                    total,
-                    values,
-                    q_latent,
-                    q_rope,
-                    extra_cache,
-                    extra_indices + request * extra_indices_stride_request + token * extra_indices_stride_token,
-                    tl.maximum(first_block - before, 0),
-                    tl.maximum(stop_block - before, 0),
-                    device.extra_key_count(item, lists),
-                    scale,
-                    FORMAT,
-                    D,
-                    D_V,
-                    LATENT,
-                    ROPE,
-                    BLOCK_N,
-                    STAGES,
-                    WARPGROUPS,
-                    VALUES_FIRST,
-                    EXTRA_PAGE_SIZE,
-                    EXTRA_WIDE,
-                    EXTRA_K_ALIGN,
-                    PTX,
-                    INTERPRETED,
+                first_extra = tl.maximum(first_block - before, 0)
+                stop_extra = tl.maximum(stop_block - before, 0)
+                own = extra_indices + request * extra_indices_stride_request + token * extra_indices_stride_token
+                length = device.extra_key_count(item, lists)
+                state = _attend(
+                    state, q_tile, extra_cache, own, first_extra, stop_extra, length, scale, EXTRA_PLACE, STEP
                 )
-            values, lse2 = normalize(peak, total, values, scale, VALUES_FIRST)
-            cols = tl.arange(0, LATENT)
+            values, lse2 = normalize(state, scale, STEP)
+            cols = tl.arange(0, STEP.latent)
             if first_block == 0 and stop_block == blocks:
-                combine.write_out(outputs, item, 0, head, cols, values, lse2, D_V, OUT_ALIGN, INTERPRETED)
+                combine.write_out(outputs, item, 0, head, cols, values, lse2, D_V, OUT_ALIGN, STEP.interpreted)
                 combine.write_lse(outputs, item, 0, head, lse2)
             elif scratch is not None:
                 record = device.part_record(unit, group, num_groups, first_block > 0)

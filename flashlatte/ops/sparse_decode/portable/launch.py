@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from flashlatte import dispatch
 from flashlatte.kv_cache.portable.layout import as_bytes, stride_in_use, unit_bytes
-from flashlatte.ops.sparse_decode.portable import config
+from flashlatte.ops.sparse_decode.portable.config import PACKED_TOKENS
 from flashlatte.ops.sparse_decode.portable.kernel import sparse_decode_kernel
+from flashlatte.ops.sparse_decode.portable.tiles import Place
+from flashlatte.portable_config import SELECTED_ROWS, Config, choose
 from flashlatte.schedule import combine, plan
-from flashlatte.triton_attention import NVIDIA, gpu_class
+from flashlatte.triton_attention import gpu_class
 from flashlatte.triton_kernel import launching_on
 
 # Starting on an item costs a program about as much as so many keys.
@@ -35,7 +36,7 @@ class Plan:
         constants: what the kernel is compiled for, but for what depends on strides.
     """
 
-    config: config.Config
+    config: Config
     num_groups: int
     parts: int | None
     scratch: int
@@ -76,8 +77,8 @@ def sparse_decode(
         extra_topk or 0,
         is_uniform,
     )
-    k_align, wide, cache = _cache_arguments(k_cache, indices, cache_format)
-    extra_k_align, extra_wide, extra_cache = _cache_arguments(extra_k_cache, extra_indices, cache_format)
+    place, cache = _cache_arguments(k_cache, indices, cache_format)
+    extra_place, extra_cache = _cache_arguments(extra_k_cache, extra_indices, cache_format)
     q_align = _row_align(q, 8)
     out_align = _row_align(out, 8)
     q_request, q_token, q_head, _ = q.stride()
@@ -111,13 +112,9 @@ def sparse_decode(
             scratch,
             made.num_groups,
             made.parts or 1,
-            PAGE_SIZE=k_cache.shape[1],
-            EXTRA_PAGE_SIZE=1 if extra_k_cache is None else extra_k_cache.shape[1],
-            WIDE=wide,
-            EXTRA_WIDE=extra_wide,
+            PLACE=place,
+            EXTRA_PLACE=extra_place,
             Q_ALIGN=q_align,
-            K_ALIGN=k_align,
-            EXTRA_K_ALIGN=extra_k_align,
             OUT_ALIGN=out_align,
             **made.constants,
         )
@@ -152,10 +149,9 @@ def make_plan(
     is_uniform: bool,
 ) -> Plan:
     packed = cache_format in ("v32", "model1")
-    latent_cols = _PACKED_LATENT if packed else head_dim_v
-    latent = _padded(latent_cols)
-    rope = _padded(head_dim - latent_cols) if head_dim > latent_cols else 0
-    chosen = config.choose(gpu, packed, heads, latent, rope)
+    latent_dim = _PACKED_LATENT if packed else head_dim_v
+    table = PACKED_TOKENS if packed else SELECTED_ROWS
+    chosen, step = choose(table, gpu, heads, head_dim, latent_dim, in_place=not packed)
     groups = -(-heads // chosen.block_h)
     most_blocks = -(-topk // chosen.block_n) + -(-extra_topk // chosen.block_n)
     overhead = -(-_OVERHEAD_KEYS // chosen.block_n)
@@ -170,20 +166,10 @@ def make_plan(
         scratch=0 if parts is None else 2 * groups * parts * record // 4,
         overhead=overhead,
         constants={
-            "FORMAT": cache_format if packed else "plain",
-            "D": head_dim,
+            "STEP": step,
             "D_V": head_dim_v,
-            "LATENT_COLS": latent_cols,
-            "LATENT": latent,
-            "ROPE": rope,
-            "BLOCK_H": chosen.block_h,
-            "BLOCK_N": chosen.block_n,
-            "STAGES": chosen.num_stages,
-            "WARPGROUPS": chosen.warpgroups,
             "OVERHEAD": overhead,
             "BALANCED": parts is not None,
-            "PTX": gpu in NVIDIA and not chosen.warpgroups,
-            "INTERPRETED": gpu == "interpreter",
             "num_warps": chosen.num_warps,
             "enable_fp_fusion": True,
         },
@@ -192,12 +178,13 @@ def make_plan(
 
 def _cache_arguments(
     cache: torch.Tensor | None, indices: torch.Tensor | None, cache_format: str
-) -> tuple[int, bool, tuple[Any, ...]]:
-    """The alignment of a cache's rows, whether its slots pass 2^32, and the kernel's arguments for it."""
+) -> tuple[Place | None, tuple[Any, ...]]:
+    """What the kernel is compiled for of a cache, and its arguments for it."""
     if cache is None or indices is None:
-        return 1, False, (None, 0, 0, 0, None, 0, 0)
+        return None, (None, 0, 0, 0, None, 0, 0)
     page_stride, token_stride = stride_in_use(cache, 0), stride_in_use(cache, 1)
-    if cache_format in ("v32", "model1"):
+    kind = cache_format if cache_format in ("v32", "model1") else "plain"
+    if kind != "plain":
         # The rows and planes of a page are of multiples of 16 bytes, but for the bytes of the scales of model1.
         cache = as_bytes(cache)
         align = unit_bytes(cache, page_stride)
@@ -208,8 +195,7 @@ def _cache_arguments(
     if indices.dtype == torch.int32:
         slots = min(slots, 2**31)
     return (
-        align,
-        slots > 2**32,
+        Place(cache_format=kind, page_size=cache.shape[1], wide=slots > 2**32, align=align),
         (cache, page_stride // align, token_stride // align, slots, indices, indices.stride(0), indices.stride(1)),
     )
 
@@ -224,8 +210,3 @@ def _length_strides(lengths: torch.Tensor | None) -> tuple[int, int]:
 def _row_align(x: torch.Tensor, units: int) -> int:
     """``units`` if every row starts at a multiple of so many numbers, else 1."""
     return units if all(stride_in_use(x, axis) % units == 0 for axis in range(x.dim() - 1)) else 1
-
-
-def _padded(width: int) -> int:
-    """The width of a tile that holds ``width`` columns."""
-    return max(triton.next_power_of_2(width), 16)

@@ -7,6 +7,7 @@ read as zeros, whatever their bytes are.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import triton
@@ -14,7 +15,7 @@ import triton.language as tl
 
 from flashlatte.kv_cache.portable.addresses import load_words
 from flashlatte.kv_cache.triton_fp8 import e8m0_to_float, narrow, widen
-from flashlatte.triton_attention import load_rows
+from flashlatte.triton_attention import Tile
 
 # Bytes of a token in its plane, and of what is in it; numbers that share a scale.
 _V32_ROW = tl.constexpr(656)
@@ -34,7 +35,7 @@ class Cache(NamedTuple):
 
     Attributes:
         k_cache: [pages, page_size, width]; bytes in the formats with scales.
-        stride_page: in units of ALIGN bytes, or of ALIGN numbers in the formats without scales.
+        stride_page: in units of ``Place.align`` bytes, or numbers in the formats without scales.
         stride_token: likewise; not used in the formats with scales.
         num_slots: the tokens; an index from there on is invalid. At most 2^31 for int32 indices.
     """
@@ -45,113 +46,119 @@ class Cache(NamedTuple):
     num_slots: Any
 
 
-@triton.jit
-def locate(cache, index, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr):
-    """Which indices are valid, and their pages and offsets in them, those of a valid one where not.
+@dataclass(frozen=True)
+class Place:
+    """What finding a token is compiled for.
 
-    WIDE: valid indices may pass 2^32, which costs a 64-bit division.
+    Attributes:
+        cache_format: "v32", "model1", or "plain": rows of numbers in q's dtype.
+        page_size: tokens of a page.
+        wide: valid indices may pass 2^32, which costs a 64-bit division.
+        align: unit of a cache's strides.
     """
-    # Clamped rather than selected by ``valid``: Triton's layout pass fails on that select for 64-bit indices.
-    slot = tl.minimum(tl.maximum(index, 0), (cache.num_slots - 1).to(index.dtype))
-    valid = slot == index
-    slot = slot.to(tl.uint64 if WIDE else tl.uint32)
-    page = slot // PAGE_SIZE
-    return valid, page.to(tl.int64), (slot - page * PAGE_SIZE).to(tl.int64)
+
+    cache_format: str
+    page_size: int
+    wide: bool
+    align: int
 
 
-@triton.jit
-def load_plain(
-    cache,
-    index,
-    in_list,
-    D: tl.constexpr,
-    D_V: tl.constexpr,
-    LATENT: tl.constexpr,
-    ROPE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WIDE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Tokens of a cache without scales: latent [tokens, LATENT], rope [tokens, ROPE], and which are valid."""
-    valid, page, offset = locate(cache, index, PAGE_SIZE, WIDE)
-    valid = valid & in_list
-    rows = (page * cache.stride_page + offset * cache.stride_token) * ALIGN
-    latent = load_rows(cache.k_cache, rows, valid, 0, D_V, LATENT, INTERPRETED)
-    rope = latent
-    if ROPE > 0:
-        rope = load_rows(cache.k_cache, rows, valid, D_V, D - D_V, ROPE, INTERPRETED)
-    return latent, rope, valid
+class Packed(NamedTuple):
+    """Tokens as they lie in a cache with scales.
 
-
-@triton.jit
-def load_packed(cache, index, MODEL1: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr):
-    """Tokens as they lie in a cache with scales, for ``unpack``.
-
-    Returns:
+    Attributes:
         words: int32 [tokens, 128], four e4m3 numbers each; zeros beyond the 448 numbers of ``model1``.
         scales: float32 [tokens, 4] (``v32``), or E8M0 bytes [tokens, 8].
         rope: bf16 bits [tokens, 64].
         valid: which tokens are.
     """
-    valid, page, offset = locate(cache, index, PAGE_SIZE, WIDE)
+
+    words: Any
+    scales: Any
+    rope: Any
+    valid: Any
+
+
+@triton.jit
+def locate(cache, index, place: tl.constexpr):
+    """Which indices are valid, and their pages and offsets in them, those of a valid one where not."""
+    # Clamped rather than selected by ``valid``: Triton's layout pass fails on that select for 64-bit indices.
+    slot = tl.minimum(tl.maximum(index, 0), (cache.num_slots - 1).to(index.dtype))
+    valid = slot == index
+    slot = slot.to(tl.uint64 if place.wide else tl.uint32)
+    page = slot // place.page_size
+    return valid, page.to(tl.int64), (slot - page * place.page_size).to(tl.int64)
+
+
+@triton.jit
+def locate_rows(cache, index, place: tl.constexpr):
+    """Which indices are valid, and the offsets of their rows in a cache without scales."""
+    valid, page, offset = locate(cache, index, place)
+    return valid, (page * cache.stride_page + offset * cache.stride_token) * place.align
+
+
+@triton.jit
+def load_packed(cache, index, place: tl.constexpr, MODEL1: tl.constexpr):
+    """Tokens of a cache with scales, for ``unpack``."""
+    valid, page, offset = locate(cache, index, place)
     in_use = valid[:, None]
     row_bytes: tl.constexpr = _MODEL1_ROW if MODEL1 else _V32_ROW
-    page_start = page * cache.stride_page * ALIGN
+    page_start = page * cache.stride_page * place.align
     rows = cache.k_cache + (page_start + offset * row_bytes)[:, None]
     word = tl.arange(0, _WORDS)[None, :]
     rope_number = tl.arange(0, _ROPE_DIM)[None, :]
     if MODEL1:
-        words = load_words(rows, word, tl.int32, in_use & (word < _MODEL1_ROPE // 4), ALIGN)
-        rope = load_words(rows + _MODEL1_ROPE, rope_number, tl.uint16, in_use, ALIGN)
-        scale_rows = cache.k_cache + (page_start + PAGE_SIZE * row_bytes + offset * _MODEL1_SCALE_BYTES)[:, None]
+        words = load_words(rows, word, tl.int32, in_use & (word < _MODEL1_ROPE // 4), place.align)
+        rope = load_words(rows + _MODEL1_ROPE, rope_number, tl.uint16, in_use, place.align)
+        scale_rows = cache.k_cache + (page_start + place.page_size * row_bytes + offset * _MODEL1_SCALE_BYTES)[:, None]
         scale_number = tl.arange(0, _MODEL1_SCALE_BYTES)[None, :]
         scales = tl.load(scale_rows + scale_number, mask=in_use & (scale_number < _MODEL1_SCALES), other=0)
     else:
-        words = load_words(rows, word, tl.int32, in_use, ALIGN)
-        rope = load_words(rows + _V32_ROPE, rope_number, tl.uint16, in_use, ALIGN)
-        bits = load_words(rows + _V32_SCALES, tl.arange(0, 4)[None, :], tl.int32, in_use, ALIGN)
+        words = load_words(rows, word, tl.int32, in_use, place.align)
+        rope = load_words(rows + _V32_ROPE, rope_number, tl.uint16, in_use, place.align)
+        bits = load_words(rows + _V32_SCALES, tl.arange(0, 4)[None, :], tl.int32, in_use, place.align)
         scales = bits.to(tl.float32, bitcast=True)
-    return words, scales, rope, valid
+    return Packed(words, scales, rope, valid)
 
 
 @triton.jit
-def unpack(
-    words, scales, rope, dtype: tl.constexpr, MODEL1: tl.constexpr, PTX: tl.constexpr, INTERPRETED: tl.constexpr
-):
-    """(latent [tokens, 512], rope [tokens, 64]) in ``dtype``, as operands of a matrix product.
+def unpack(packed, dtype: tl.constexpr, MODEL1: tl.constexpr, step: tl.constexpr):
+    """The numbers of tokens in ``dtype``, 512 latent ones and, but for ``model1``, 64 of rope.
 
     A number is rounded to bf16 once. It is computed in bf16, where float32 would take twice the instructions: high is
     the scale's nearest bf16, and what the number times the rest of the scale is rounded by is too small to matter.
     """
-    BLOCK_N: tl.constexpr = words.shape[0]
-    TILES: tl.constexpr = scales.shape[1]
-    bits = tl.reshape(_e4m3_to_bf16_bits(words), [BLOCK_N, TILES, 4 * _WORDS // TILES]).to(tl.bfloat16, bitcast=True)
-    numbers = widen(bits, True) * _TWO_120 if INTERPRETED else bits * _TWO_120
-    rope = rope.to(tl.bfloat16, bitcast=True)
-    if INTERPRETED:
+    BLOCK_N: tl.constexpr = packed.words.shape[0]
+    TILES: tl.constexpr = packed.scales.shape[1]
+    bits = _e4m3_to_bf16_bits(packed.words)
+    bits = tl.reshape(bits, [BLOCK_N, TILES, 4 * _WORDS // TILES]).to(tl.bfloat16, bitcast=True)
+    numbers = widen(bits, True) * _TWO_120 if step.interpreted else bits * _TWO_120
+    rope = packed.rope.to(tl.bfloat16, bitcast=True)
+    if step.interpreted:
         rope = widen(rope, True)
     if MODEL1:
-        high = e8m0_to_float(scales).to(rope.dtype)
+        high = e8m0_to_float(packed.scales).to(rope.dtype)
         # The last tile's numbers and scale are 0 so far.
         in_rope = (tl.arange(0, TILES) == TILES - 1).to(rope.dtype)
         rest = rope[:, None, :] * in_rope[None, :, None]
     else:
-        high = narrow(scales, tl.bfloat16, INTERPRETED)
-        low = scales - widen(high, INTERPRETED)
+        high = narrow(packed.scales, tl.bfloat16, step.interpreted)
+        low = packed.scales - widen(high, step.interpreted)
         high = high.to(rope.dtype)
         rest = numbers * low.to(rope.dtype)[:, :, None]
     latent = tl.fma(numbers, tl.broadcast_to(high[:, :, None], numbers.shape), rest)
     latent = tl.reshape(latent, [BLOCK_N, 4 * _WORDS])
-    if INTERPRETED:
-        return widen(narrow(latent, tl.bfloat16, True), True), rope
-    latent = latent.to(dtype)
-    if PTX:
+    if step.interpreted:
+        latent = widen(narrow(latent, tl.bfloat16, True), True)
+    else:
+        latent = latent.to(dtype)
+        rope = rope.to(dtype)
+    if step.ptx and not step.warpgroups:
         # A move that Triton cannot see through. Else it converts the numbers once for each of the two products.
         latent = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [latent], dtype=latent.dtype, is_pure=False, pack=2
         )
-    return latent, rope.to(dtype)
+    return Tile(latent, rope)
 
 
 @triton.jit
@@ -159,10 +166,13 @@ def _e4m3_to_bf16_bits(words):
     """The bits, int16 [tokens, 512], of bf16 numbers that are 2^-120 of the e4m3 ones; subnormals are exact.
 
     A sign bit and the four bits of exponent and three of mantissa behind it only move to bf16's places, in two of a
-    word's four numbers at once. NaN, S.1111.111, becomes ±480: who stores a NaN stores a NaN scale with it.
+    word's four numbers at once.
     """
     even = ((words << 8) & -0x7FFF8000) | ((words << 4) & 0x07F007F0)
     odd = (words & -0x7FFF8000) | ((words >> 4) & 0x07F007F0)
+    # Where the seven bits are all ones, which is e4m3's NaN, the rest of bf16's exponent becomes ones too.
+    even += ((even + 0x00100010) & 0x08000800) * 15
+    odd += ((odd + 0x00100010) & 0x08000800) * 15
     first = tl.join(even.to(tl.int16), (even >> 16).to(tl.int16))  # [tokens, 128, 2]: numbers 0 and 2 of a word
     second = tl.join(odd.to(tl.int16), (odd >> 16).to(tl.int16))  # numbers 1 and 3
     return tl.reshape(tl.join(first, second), [words.shape[0], 4 * _WORDS])
