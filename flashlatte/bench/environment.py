@@ -40,7 +40,9 @@ def describe(device: torch.device) -> Environment:
 
 
 def commit() -> str:
-    """The checkout's commit, with "-dirty" if the package differs from it; elsewhere what FLASHLATTE_COMMIT says."""
+    """What FLASHLATTE_COMMIT says, or the checkout's commit, with "-dirty" if the package differs from it."""
+    if COMMIT_VARIABLE in os.environ:
+        return os.environ[COMMIT_VARIABLE]
     checkout = checkout_root()
     if checkout is not None and (checkout / ".git").exists():
         try:
@@ -48,7 +50,7 @@ def commit() -> str:
             return head + ("-dirty" if _git(checkout, "status", "--porcelain", "--", PACKAGE.name) else "")
         except (OSError, subprocess.CalledProcessError):
             pass
-    return os.environ.get(COMMIT_VARIABLE, "unknown")
+    return "unknown"
 
 
 def checkout_root() -> Path | None:

@@ -15,17 +15,19 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashlatte import dispatch
 from flashlatte.kv_cache.triton_fp8 import narrow
 from flashlatte.schedule import device, merge_tiles
 from flashlatte.triton_kernel import kernel
 
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # a Triton without NVIDIA's backend, where no kernel is OVERLAPPED
+    gdc_launch_dependents = gdc_wait = None
+
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
-
-
 _NUM_WARPS = 4
 
 

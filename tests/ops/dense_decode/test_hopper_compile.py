@@ -288,4 +288,6 @@ def test_the_combine_waits_for_what_it_merges(record, monkeypatch):
         assert launched.options["launch_pdl"] is True
         code = support.compile_launch(combine_kernel, launched, 90)
         assert code.spills == 0
-        assert 0 < code.sass.index("ACQBULK") < re.search(r"\bLDG\.\S*128\b", code.sass).start()
+        first_wide_load = re.search(r"\bLDG\.\S*128\b", code.sass)
+        assert first_wide_load is not None
+        assert 0 < code.sass.index("ACQBULK") < first_wide_load.start()

@@ -68,7 +68,7 @@ def test_every_pair_of_columns_is_stored_where_it_belongs(unused_rows):
             if number % 2 == 0:
                 own[f"${32 + number // 2}"] = (row, col)
         operands.append(own)
-    stored = run(wide_store._store_asm(), operands)
+    stored = run(str(wide_store._store_asm()), operands)
     assert len(stored) == (16 - len(unused_rows)) * STORED // 16
     for address, pairs in stored.items():
         row, byte = divmod(address, ROW)

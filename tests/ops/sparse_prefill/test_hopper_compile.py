@@ -235,7 +235,7 @@ def test_says_which_rows_are_misaligned(monkeypatch, misaligned):
     calls = []
     monkeypatch.setattr(dispatch, "select", lambda call, _: calls.append(call) or "reference")
     shapes = {"q": (2, 3, 576), "kv": (4, 1, 576), "out": (2, 3, 512)}
-    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    tensors: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     indices = torch.zeros(2, 1, 5, dtype=torch.int32)
     sparse_prefill(indices=indices, **tensors)
     *rows, columns = shapes[misaligned]
