@@ -41,7 +41,8 @@ class Call:
     head_dim_v: int | None = None
     h_q: int | None = None
     h_kv: int | None = None
-    # Whether the rows of every operand that is copied 16 bytes at a time, as by TMA, begin at multiples of 16 bytes.
+    # Whether the rows of every operand that is copied 16 bytes at a time, as by TMA, begin at multiples of 16 bytes, or
+    # where records hold scales, of 4 (``row_alignment``).
     rows_aligned: bool = True
     # Whether each query attends to tokens that were selected for it.
     sparse: bool | None = None
@@ -68,7 +69,7 @@ class Implementation:
         max_head_dim: the widest head dim, of values too.
         heads: numbers of query heads.
         kv_heads: numbers of key heads.
-        aligned_rows: whether rows must begin at multiples of 16 bytes.
+        aligned_rows: whether rows must begin at multiples of ``row_alignment`` bytes.
         sparse: whether it is for selected tokens (True) or for all (False).
         sinks: whether it takes attention sinks.
     """
@@ -149,7 +150,9 @@ def _wrong_kv_heads(needs: Implementation, call: Call) -> str | None:
 
 
 def _unaligned(needs: Implementation, call: Call) -> str | None:
-    return None if call.rows_aligned else "takes tensors whose rows begin at multiples of 16 bytes"
+    if call.rows_aligned:
+        return None
+    return f"takes tensors whose rows begin at multiples of {row_alignment(call.cache_format)} bytes"
 
 
 def _wrong_sparsity(needs: Implementation, call: Call) -> str | None:
@@ -160,6 +163,11 @@ def _wrong_sparsity(needs: Implementation, call: Call) -> str | None:
 
 def _sinks(needs: Implementation, call: Call) -> str | None:
     return "takes no attention sinks" if call.sinks else None
+
+
+def row_alignment(cache_format: str | None) -> int:
+    """What rows must begin at multiples of for an implementation with ``aligned_rows``, in bytes."""
+    return 4 if cache_format in ("v32", "model1") else 16
 
 
 def _either(values: Iterable[object]) -> str:

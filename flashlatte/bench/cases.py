@@ -24,8 +24,6 @@ from flashlatte.bench.problems import (
 RECORDED_MATMUL_TFLOPS = 790.0
 RECORDED_COPY_GBPS = 3024.0
 
-METHODS = ("device", "graph", "host")
-
 
 @dataclass(frozen=True)
 class Recorded:

@@ -137,8 +137,10 @@ def sparse_decode(
         head_dim_v=head_dim_v,
         h_q=h_q,
         h_kv=1,
-        rows_aligned=layout.fixed_split
-        or (checks.rows_aligned(k_cache) and (extra_k_cache is None or checks.rows_aligned(extra_k_cache))),
+        rows_aligned=all(
+            cache is None or checks.rows_aligned(cache, dispatch.row_alignment(layout.name))
+            for cache in (k_cache, extra_k_cache)
+        ),
     )
     _sparse_decode(
         q,

@@ -303,3 +303,24 @@ def test_refuses_what_it_does_not_take(monkeypatch):
     assert "not 576 with 256" in (refusal("v32", 576, 256) or "")
     assert "not 48 with 32" in (refusal("bf16", 48, 32) or "")
     assert refusal("bf16", 576, rows_aligned=False) == "takes tensors whose rows begin at multiples of 16 bytes"
+    assert refusal("v32", 576, rows_aligned=False) == "takes tensors whose rows begin at multiples of 4 bytes"
+
+
+@pytest.mark.parametrize(("first_byte", "aligned"), [(0, True), (4, True), (2, False)])
+@pytest.mark.parametrize("extra", [False, True])
+def test_says_whether_records_are_aligned(monkeypatch, first_byte, aligned, extra):
+    calls = []
+    monkeypatch.setattr(dispatch, "select", lambda call, _: calls.append(call) or "reference")
+    shape, size = (2, 4, 1, 656), 2 * 4 * 656
+    caches = [torch.zeros(size, dtype=torch.uint8).view(shape)]
+    caches.insert(extra, torch.zeros(first_byte + size, dtype=torch.uint8)[first_byte:].view(shape))
+    indices = torch.zeros(1, 1, 3, dtype=torch.int32)
+    api.sparse_decode(
+        torch.zeros(1, 1, 8, 576),
+        caches[0],
+        indices,
+        cache_format="v32",
+        extra_k_cache=caches[1],
+        extra_indices=indices,
+    )
+    assert [call.rows_aligned for call in calls] == [aligned]

@@ -9,11 +9,11 @@ from triton.experimental.gluon import language as gl
 
 from flashlatte.ops.dense_decode.hopper import schedule, wide_store
 from flashlatte.ops.dense_decode.hopper.tiles import HALF, LATENT, OUTPUT_COLS, OUTPUT_ROWS, ROWS
-from flashlatte.schedule import combine
+from flashlatte.schedule import output_rows
 
 
 class Results(NamedTuple):
-    """``outputs``: ``combine.Outputs``. ``scratch``: records of partial results, None where no request is split."""
+    """``outputs``: ``output_rows.Outputs``. ``scratch``: records of partial results, None where no request is split."""
 
     outputs: Any
     scratch: Any
@@ -54,16 +54,17 @@ def write(
     if share.is_whole:
         if OUT_ALIGN > 1:
             wide_store.store_halves(
-                combine.row_pointers(results.outputs, share.item, place.group.kv_head, item_row, OUT_ALIGN) + FIRST_COL,
+                output_rows.row_pointers(results.outputs, share.item, place.group.kv_head, item_row, OUT_ALIGN)
+                + FIRST_COL,
                 item_row < results.outputs.rows,
                 values.to(results.outputs.out.dtype.element_ty),
             )
         else:
-            combine.write_out(
+            output_rows.write_out(
                 results.outputs, share.item, place.group.kv_head, item_row, col, values, lse2, LATENT, OUT_ALIGN, False
             )
         if FIRST_COL == 0:
-            combine.write_lse(results.outputs, share.item, place.group.kv_head, item_row, lse2)
+            output_rows.write_lse(results.outputs, share.item, place.group.kv_head, item_row, lse2)
     elif results.scratch is not None:
         record = schedule.record(place, share.continues, PLAN)
         base = results.scratch + record * (ROWS * (LATENT + 1))

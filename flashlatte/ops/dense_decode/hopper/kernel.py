@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from flashlatte.ops.dense_decode.hopper import consumers, epilogue, producer, schedule, tiles
-from flashlatte.schedule import combine, device
+from flashlatte.schedule import device, output_rows
 from flashlatte.triton_kernel import lean
 
 # Of a consumer; what 12 warps leave of the register file, 24, is the producer's.
@@ -60,7 +60,7 @@ def dense_decode_kernel(
     """A program works on 64 query rows of a kv head and a part of all keys. Arguments as in ``launch``."""
     lists = device.KeyLists(num_items, 1, lengths, lengths_stride, 0, limit, None, None, None, None)
     table = schedule.Table(pages, pages_stride, num_pages)
-    outputs = combine.Outputs(
+    outputs = output_rows.Outputs(
         out,
         out_stride_request,
         out_stride_token,

@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashlatte import dispatch
 from flashlatte.ops.dense_decode.hopper.kernel import kernel
 from flashlatte.ops.dense_decode.hopper.tiles import HALF, KEYS, LATENT, PAIR, ROPE, ROWS
-from flashlatte.schedule import combine, plan
+from flashlatte.schedule import combine, output_rows, plan
 from flashlatte.triton_kernel import launching_on
 
 _LOG2_E = math.log2(math.e)
@@ -83,7 +83,7 @@ def dense_decode(
     query_half, query_rope = _query_descriptors(q, q_strides, heads)
     limit = min(max_pages * page_size, 2**31 - 1 - PAIR.value)
     lists = (batch, 1, cache_seqlens, cache_seqlens.stride(0), 0, limit, None, 0, 0, None)
-    outputs = combine.output_arguments(out, lse, None, heads, rows, empty_lse, out_align)
+    outputs = output_rows.output_arguments(out, lse, None, heads, rows, empty_lse, out_align)
 
     with launching_on(device):
         scratch = torch.empty(made.scratch, dtype=torch.float32, device=device) if made.scratch else None

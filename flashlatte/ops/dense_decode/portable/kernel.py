@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kv_cache.triton_fp8 import e4m3_to_float
-from flashlatte.schedule import combine, device
+from flashlatte.schedule import combine, device, output_rows
 from flashlatte.triton_attention import LOG2_E, Tile, load_tile, no_keys, normalize, weigh
 from flashlatte.triton_kernel import kernel
 
@@ -155,7 +155,7 @@ def dense_decode_kernel(
     BLOCK_N: tl.constexpr = STEP.block_n
     cache = Cache(k_cache, k_stride_page, k_stride_token, k_stride_head, num_pages, block_table, stride_table)
     lists = device.KeyLists(requests, 1, cache_seqlens, stride_seqlens, 0, limit, None, 0, 0, None)
-    outputs = combine.Outputs(
+    outputs = output_rows.Outputs(
         out,
         out_stride_request,
         out_stride_token,
@@ -225,10 +225,10 @@ def dense_decode_kernel(
             values *= k_scale_value
             cols = tl.arange(0, STEP.latent)
             if first_block == 0 and stop_block == blocks:
-                combine.write_out(
+                output_rows.write_out(
                     outputs, item, kv_head, row, cols, values, lse2, STEP.latent_dim, OUT_ALIGN, STEP.interpreted
                 )
-                combine.write_lse(outputs, item, kv_head, row, lse2)
+                output_rows.write_lse(outputs, item, kv_head, row, lse2)
             elif scratch is not None:
                 if SPLIT_BLOCKS is None:
                     record = device.part_record(unit, group, num_groups, first_block > 0)

@@ -13,7 +13,7 @@ from flashlatte.kv_cache.triton_fp8 import converts_e4m3
 from flashlatte.ops.dense_decode.portable.config import FP8_TABLE, TABLE
 from flashlatte.ops.dense_decode.portable.kernel import dense_decode_kernel
 from flashlatte.portable_config import Config, choose
-from flashlatte.schedule import combine, plan
+from flashlatte.schedule import combine, output_rows, plan
 from flashlatte.triton_attention import gpu_class
 from flashlatte.triton_kernel import launching_on
 
@@ -95,7 +95,7 @@ def dense_decode(
     limit = min(max_pages * page_size, 2**31 - 1 - made.config.block_n)
     heads = h_q // h_kv
     lists = (batch, 1, cache_seqlens, cache_seqlens.stride(0), 0, limit, None, 0, 0, None)
-    outputs = combine.output_arguments(out, lse, None, heads, s_q * heads, empty_lse, out_align)
+    outputs = output_rows.output_arguments(out, lse, None, heads, s_q * heads, empty_lse, out_align)
 
     with launching_on(device):
         scratch = torch.empty(made.scratch, dtype=torch.float32, device=device) if made.scratch else None

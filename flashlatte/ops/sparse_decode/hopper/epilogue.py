@@ -8,13 +8,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.ops.sparse_decode.hopper.tiles import HALF, LATENT, OUTPUT, OUTPUT_ROWS, ROWS
-from flashlatte.schedule import combine, device
+from flashlatte.schedule import device, output_rows
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 class Results(NamedTuple):
-    """``outputs``: ``combine.Outputs``. ``scratch``: records of partial results, None where no item is split."""
+    """``outputs``: ``output_rows.Outputs``. ``scratch``: records of partial results, None where no item is split."""
 
     outputs: Any
     scratch: Any
@@ -56,7 +56,7 @@ def write(state, item, share, place, results, FIRST_COL: gl.constexpr, OUT_ALIGN
             factor *= gl.where(is_empty, 0.0, 1.0 / (1.0 + gl.exp2(sink - lse2)))
         _write_out(outputs, item, place.group * ROWS, state.output * factor[:, None], FIRST_COL, OUT_ALIGN)
         if FIRST_COL == 0:
-            combine.write_lse(outputs, item, 0, head, lse2)
+            output_rows.write_lse(outputs, item, 0, head, lse2)
     elif results.scratch is not None:
         record = device.part_record(place.number, place.group, place.num_groups, share.begin > 0)
         base = results.scratch + record * (ROWS * (LATENT + 1))

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.ops.sparse_decode.hopper import consumers, epilogue, producer, schedule, selection, tiles
-from flashlatte.schedule import combine, device
+from flashlatte.schedule import device, output_rows
 from flashlatte.triton_kernel import lean
 
 # Of a consumer. The producer has what is left: 120 with four warps, 64 with eight.
@@ -108,7 +108,7 @@ def sparse_decode_kernel(
         extra_lengths_stride_token,
         extra_topk if HAS_EXTRA else None,
     )
-    outputs = combine.Outputs(
+    outputs = output_rows.Outputs(
         out,
         out_stride_request,
         out_stride_token,

@@ -12,7 +12,7 @@ from flashlatte import dispatch
 from flashlatte.kv_cache.portable.layout import stride_in_use
 from flashlatte.ops.sparse_decode.hopper.kernel import kernel
 from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, LATENT, MODEL1, PLAIN, ROPE, ROWS, V32, producer_warps
-from flashlatte.schedule import combine, plan
+from flashlatte.schedule import combine, output_rows, plan
 from flashlatte.triton_kernel import launching_on
 
 _LOG2_E = math.log2(math.e)
@@ -98,7 +98,7 @@ def sparse_decode(
         *_length_strides(extra_topk_length),
         None if extra_indices is None else extra_topk,
     )
-    outputs = combine.output_arguments(out, lse, attn_sink, h_q, h_q, empty_lse, out_align)
+    outputs = output_rows.output_arguments(out, lse, attn_sink, h_q, h_q, empty_lse, out_align)
 
     with launching_on(device):
         scratch = torch.empty(made.scratch, dtype=torch.float32, device=device) if made.scratch else None

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.ops.sparse_decode.portable.tiles import Cache, load_packed, locate_rows, unpack
-from flashlatte.schedule import combine, device
+from flashlatte.schedule import combine, device, output_rows
 from flashlatte.triton_attention import LOG2_E, load_tile, no_keys, normalize, weigh
 from flashlatte.triton_kernel import kernel
 
@@ -138,7 +138,7 @@ def sparse_decode_kernel(
         extra_lengths_stride_token,
         extra_topk if HAS_EXTRA else None,
     )
-    outputs = combine.Outputs(
+    outputs = output_rows.Outputs(
         out,
         out_stride_request,
         out_stride_token,
@@ -195,8 +195,8 @@ def sparse_decode_kernel(
             values, lse2 = normalize(state, scale, STEP)
             cols = tl.arange(0, STEP.latent)
             if first_block == 0 and stop_block == blocks:
-                combine.write_out(outputs, item, 0, head, cols, values, lse2, D_V, OUT_ALIGN, STEP.interpreted)
-                combine.write_lse(outputs, item, 0, head, lse2)
+                output_rows.write_out(outputs, item, 0, head, cols, values, lse2, D_V, OUT_ALIGN, STEP.interpreted)
+                output_rows.write_lse(outputs, item, 0, head, lse2)
             elif scratch is not None:
                 record = device.part_record(unit, group, num_groups, first_block > 0)
                 combine.write_record(scratch, record, heads - group * BLOCK_H, values, lse2, cols, BLOCK_H, D_V)

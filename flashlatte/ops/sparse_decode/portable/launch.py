@@ -14,7 +14,7 @@ from flashlatte.ops.sparse_decode.portable.config import PACKED_TOKENS
 from flashlatte.ops.sparse_decode.portable.kernel import sparse_decode_kernel
 from flashlatte.ops.sparse_decode.portable.tiles import Place
 from flashlatte.portable_config import SELECTED_ROWS, Config, choose
-from flashlatte.schedule import combine, plan
+from flashlatte.schedule import combine, output_rows, plan
 from flashlatte.triton_attention import gpu_class
 from flashlatte.triton_kernel import launching_on
 
@@ -92,7 +92,7 @@ def sparse_decode(
         *_length_strides(extra_topk_length),
         extra_topk,
     )
-    outputs = combine.output_arguments(out, lse, attn_sink, h_q, h_q, empty_lse, out_align)
+    outputs = output_rows.output_arguments(out, lse, attn_sink, h_q, h_q, empty_lse, out_align)
 
     with launching_on(device):
         scratch = torch.empty(made.scratch, dtype=torch.float32, device=device) if made.scratch else None
