@@ -148,7 +148,7 @@ class _Repeat:
         def place(tensor: Any) -> triton_launch.Place:
             if tensor.data_ptr() not in by_address:
                 raise NotImplementedError("a tensor that is neither given, nor scratch, nor a result")
-            return triton_launch.Place(by_address[tensor.data_ptr()], tensor.data_ptr(), tensor.dtype)
+            return triton_launch.Place(tensor.data_ptr(), tensor.dtype, by_address[tensor.data_ptr()])
 
         def unbound(argument: Any) -> Any:
             if isinstance(argument, torch.Tensor):

@@ -19,18 +19,21 @@ _STREAM = 3
 
 
 @dataclass(frozen=True)
-class Place:
-    """Stands for a tensor among a launch's arguments: the tensor's number in a call, and its address at first.
+class Address:
+    """What a TMA descriptor needs of a tensor. It holds no memory: a descriptor may outlive what it was made for."""
 
-    It holds no memory: a TMA descriptor with a place as its base may outlive the tensor that it was made for.
-    """
-
-    number: int
     address: int
     dtype: torch.dtype
 
     def data_ptr(self) -> int:
         return self.address
+
+
+@dataclass(frozen=True)
+class Place(Address):
+    """Stands for a tensor among a launch's arguments: the tensor's number in a call, and its address at first."""
+
+    number: int
 
 
 class RepeatableLaunch:

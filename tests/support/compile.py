@@ -15,7 +15,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
-from triton.runtime.jit import mangle_type
+from triton.runtime.jit import create_function_from_signature, mangle_type
 
 # What a program may use of the shared memory of an SM, by compute capability.
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -86,17 +86,7 @@ def compile_triton(
         target=GPUTarget("cuda", arch, 32),
         options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True, **options},
     )
-    sass = _disassemble(compiled.asm["cubin"])
-    return Compiled(
-        registers=_registers(compiled.asm["cubin"]),
-        spills=len(re.findall(r"\b(?:STL|LDL)\b", sass)),
-        shared=compiled.metadata.shared,
-        hgmma=len(re.findall(r"\bHGMMA\b", sass)),
-        hmma=len(re.findall(r"\bHMMA\b", sass)),
-        async_copies=len(re.findall(r"\bLDGSTS\.E\.[A-Z.0-9]*128\b", sass)),
-        ttgir=compiled.asm["ttgir"],
-        sass=sass,
-    )
+    return _read(compiled)
 
 
 def _source(
@@ -148,6 +138,27 @@ def compile_launch(fn: Any, launch: Launch, arch: int) -> Compiled:
     return compile_triton(fn, signature, constexprs, arch, **options)
 
 
+_GLUON_CODE: dict[str, Compiled] = {}
+
+
+def compile_gluon(fn: Any, launch: Launch) -> Compiled:
+    """Compile the variant of a Gluon kernel that a recorded launch runs on Hopper, once for all tests."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    key = f"{fn.__name__} {variant_key(fn, launch)}"
+    if key not in _GLUON_CODE:
+        target = GPUTarget("cuda", 90, 32)
+        backend = make_backend(target)
+        binder = create_function_from_signature(fn.signature, fn.params, backend)
+        bound, specialization, options = binder(**launch.arguments, **launch.options)
+        options, signature, constexprs, attributes = fn._pack_args(
+            backend, dict(launch.options), bound, specialization, options
+        )
+        source = GluonASTSource(fn, signature, constexprs, attributes)
+        _GLUON_CODE[key] = _read(triton.compile(source, target=target, options=options.__dict__))
+    return _GLUON_CODE[key]
+
+
 def amd_shared_bytes(fn: Any, launch: Launch, arch: str = "gfx942") -> int:
     """Compile the variant of ``fn`` that a recorded launch runs for an AMD GPU; the shared memory that it takes."""
     target = GPUTarget("hip", arch, 64)
@@ -186,8 +197,6 @@ def _leaves(path: tuple[int, ...], type_: Any) -> Iterator[tuple[tuple[int, ...]
 
 def variant_key(fn: Any, launch: Launch, arch: int = 90) -> str:
     """What Triton's cache of compiled kernels distinguishes of a launch."""
-    from triton.runtime.jit import create_function_from_signature
-
     binder = create_function_from_signature(fn.signature, fn.params, make_backend(GPUTarget("cuda", arch, 32)))
     _, specialization, options = binder(**launch.arguments, **launch.options)
     return f"{specialization}{options}"
@@ -211,6 +220,20 @@ def loop_spills(sass: str) -> int:
                 bodies.append(body)
     innermost = min(bodies, key=len)
     return sum(bool(re.search(r"\b(?:STL|LDL)\b", one)) for one in innermost)
+
+
+def _read(compiled: Any) -> Compiled:
+    sass = _disassemble(compiled.asm["cubin"])
+    return Compiled(
+        registers=_registers(compiled.asm["cubin"]),
+        spills=len(re.findall(r"\b(?:STL|LDL)\b", sass)),
+        shared=compiled.metadata.shared,
+        hgmma=len(re.findall(r"\bHGMMA\b", sass)),
+        hmma=len(re.findall(r"\bHMMA\b", sass)),
+        async_copies=len(re.findall(r"\bLDGSTS\.E\.[A-Z.0-9]*128\b", sass)),
+        ttgir=compiled.asm["ttgir"],
+        sass=sass,
+    )
 
 
 def _disassemble(cubin: bytes) -> str:

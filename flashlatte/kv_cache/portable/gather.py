@@ -8,8 +8,9 @@ import triton.language as tl
 from flashlatte import dispatch
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.portable.addresses import Requests, load_words, locate_rows
-from flashlatte.kv_cache.portable.layout import TILED_LAYOUTS, Blocking, as_bytes, blocks, stride_in_use, unit_bytes
+from flashlatte.kv_cache.portable.layout import TILED_LAYOUTS, Blocking, as_bytes, blocks, unit_bytes
 from flashlatte.kv_cache.triton_fp8 import converts_e4m3, e4m3_to_float, e8m0_to_float, narrow, widen
+from flashlatte.strides import stride_in_use
 from flashlatte.triton_kernel import kernel
 
 TILED_BLOCKING = Blocking(tokens=4, warps=1)

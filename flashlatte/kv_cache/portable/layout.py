@@ -52,11 +52,6 @@ def unit_bytes(tensor: torch.Tensor, *strides: int) -> int:
     return math.gcd(VECTOR_BYTES, tensor.data_ptr(), *(stride * size for stride in strides))
 
 
-def stride_in_use(tensor: torch.Tensor, axis: int) -> int:
-    """The stride, or 0 where the axis has one entry and its stride says nothing."""
-    return tensor.stride(axis) if tensor.shape[axis] > 1 else 0
-
-
 def as_bytes(cache: torch.Tensor) -> torch.Tensor:
     """A one-byte cache as uint8: Triton refuses float8_e4m3fn pointers on GPUs that cannot convert it."""
     return cache.view(torch.uint8) if cache.dtype in _ONE_BYTE else cache

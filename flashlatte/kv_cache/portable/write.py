@@ -9,8 +9,9 @@ import triton.language as tl
 from flashlatte import dispatch
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.portable.addresses import Slots, locate_slots, store_words
-from flashlatte.kv_cache.portable.layout import TILED_LAYOUTS, Blocking, as_bytes, blocks, stride_in_use, unit_bytes
+from flashlatte.kv_cache.portable.layout import TILED_LAYOUTS, Blocking, as_bytes, blocks, unit_bytes
 from flashlatte.kv_cache.triton_fp8 import converts_e4m3, float_to_e4m3, narrow, widen
+from flashlatte.strides import stride_in_use
 from flashlatte.triton_kernel import kernel
 
 TILED_BLOCKING = Blocking(tokens=8, warps=2)

@@ -8,8 +8,9 @@ import triton.language as tl
 
 from flashlatte import dispatch
 from flashlatte.kv_cache.portable.addresses import Slots, locate_slots
-from flashlatte.kv_cache.portable.layout import blocks, stride_in_use
+from flashlatte.kv_cache.portable.layout import blocks
 from flashlatte.kv_cache.triton_fp8 import narrow, widen
+from flashlatte.strides import stride_in_use
 from flashlatte.triton_kernel import kernel
 
 ROWS_WARPS = 4

@@ -17,17 +17,13 @@ from flashlatte import checks, dispatch
 triton = pytest.importorskip("triton")
 
 from support import compile as support  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import make_backend  # noqa: E402
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
-from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 from flashlatte.ops.dense_decode.hopper import launch  # noqa: E402
 from flashlatte.schedule import combine, plan  # noqa: E402
+from flashlatte.strides import strides_in_use  # noqa: E402
 
 pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
 
-HOPPER = GPUTarget("cuda", 90, 32)
 KERNEL = launch.kernel
 VERSION = ".".join(triton.__version__.split(".")[:2])
 
@@ -94,44 +90,8 @@ def record(monkeypatch):
 
 @pytest.fixture
 def compiled(record):
-    """The machine code of a call, compiled once for all tests."""
-
-    def compiled(name: str) -> support.Compiled:
-        recorded = record(**CALLS[name])
-        return _compiled(variant_key(KERNEL, recorded), lambda: recorded)
-
-    return compiled
-
-
-_CODE: dict[str, support.Compiled] = {}
-
-
-def _compiled(key: str, recorded: Any) -> support.Compiled:
-    if key not in _CODE:
-        _CODE[key] = _compile(recorded())
-    return _CODE[key]
-
-
-def _compile(recorded: Launch) -> support.Compiled:
-    backend = make_backend(HOPPER)
-    binder = create_function_from_signature(KERNEL.signature, KERNEL.params, backend)
-    bound, specialization, options = binder(**recorded.arguments, **recorded.options)
-    options, signature, constexprs, attributes = KERNEL._pack_args(
-        backend, dict(recorded.options), bound, specialization, options
-    )
-    source = GluonASTSource(KERNEL, signature, constexprs, attributes)
-    binary = triton.compile(source, target=HOPPER, options=options.__dict__)
-    sass = support._disassemble(binary.asm["cubin"])
-    return support.Compiled(
-        registers=support._registers(binary.asm["cubin"]),
-        spills=len(re.findall(r"\b(?:STL|LDL)\b", sass)),
-        shared=binary.metadata.shared,
-        hgmma=len(re.findall(r"\bHGMMA\b", sass)),
-        hmma=len(re.findall(r"\bHMMA\b", sass)),
-        async_copies=len(re.findall(r"\bLDGSTS\.E\.[A-Z.0-9]*128\b", sass)),
-        ttgir=binary.asm["ttgir"],
-        sass=sass,
-    )
+    """The machine code of a call."""
+    return lambda name: support.compile_gluon(KERNEL, record(**CALLS[name]))
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -210,7 +170,7 @@ def test_queries_come_as_tokens_by_heads(record, heads, h_kv, box):
 def test_queries_that_repeat_are_not_copied_by_tma():
     """A TMA descriptor cannot say that an axis has no stride."""
     q = torch.empty(1, 1, 128, 576, dtype=torch.bfloat16).expand(3, 2, 128, 576)
-    assert launch._query_descriptors(q, launch._strides(q), 128) == (None, None)
+    assert launch._query_descriptors(q, strides_in_use(q), 128) == (None, None)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 16, 128, 400])
@@ -267,7 +227,7 @@ def test_which_rows_are_aligned(strides, offset, aligned):
 def test_descriptors_are_made_once_a_cache():
     cache = torch.empty(3, 128, 2, 576, dtype=torch.bfloat16)
     make = functools.partial(
-        launch._descriptors, cache.data_ptr(), cache.dtype, tuple(cache.shape), launch._strides(cache), cache.device
+        launch._descriptors, cache.data_ptr(), cache.dtype, tuple(cache.shape), strides_in_use(cache), cache.device
     )
     half, rope = make()
     assert make()[0] is half

@@ -15,10 +15,6 @@ from flashlatte import dispatch
 triton = pytest.importorskip("triton")
 
 from support import compile as support  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import make_backend  # noqa: E402
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
-from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 from flashlatte.ops.dense_prefill.hopper.backward import launch  # noqa: E402
 from flashlatte.ops.dense_prefill.hopper.backward.kernel import backward_kernel  # noqa: E402
@@ -26,7 +22,6 @@ from flashlatte.ops.dense_prefill.hopper.backward.rows import finish_kernel, pre
 
 pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
 
-HOPPER = GPUTarget("cuda", 90, 32)
 UNLIMITED = 2**31 - 1
 KERNELS = {"prepare": prepare_kernel, "backward": backward_kernel, "finish": finish_kernel}
 
@@ -88,33 +83,9 @@ def call_backward(
     )
 
 
-_COMPILED: dict[str, support.Compiled] = {}
-
-
 def compiled(launched: Launch) -> support.Compiled:
     """The machine code of a recorded launch of the main kernel."""
-    key = variant_key(backward_kernel, launched)
-    if key not in _COMPILED:
-        backend = make_backend(HOPPER)
-        binder = create_function_from_signature(backward_kernel.signature, backward_kernel.params, backend)
-        bound, specialization, options = binder(**launched.arguments, **launched.options)
-        options, signature, constexprs, attributes = backward_kernel._pack_args(
-            backend, dict(launched.options), bound, specialization, options
-        )
-        source = GluonASTSource(backward_kernel, signature, constexprs, attributes)
-        binary = triton.compile(source, target=HOPPER, options=options.__dict__)
-        sass = support._disassemble(binary.asm["cubin"])
-        _COMPILED[key] = support.Compiled(
-            registers=support._registers(binary.asm["cubin"]),
-            spills=len(re.findall(r"\b(?:STL|LDL)\b", sass)),
-            shared=binary.metadata.shared,
-            hgmma=len(re.findall(r"\bHGMMA\b", sass)),
-            hmma=len(re.findall(r"\bHMMA\b", sass)),
-            async_copies=len(re.findall(r"\bLDGSTS\.E\.[A-Z.0-9]*128\b", sass)),
-            ttgir=binary.asm["ttgir"],
-            sass=sass,
-        )
-    return _COMPILED[key]
+    return support.compile_gluon(backward_kernel, launched)
 
 
 CALLS = {

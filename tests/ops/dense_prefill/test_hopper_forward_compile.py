@@ -17,16 +17,11 @@ from flashlatte import dispatch
 triton = pytest.importorskip("triton")
 
 from support import compile as support  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import make_backend  # noqa: E402
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
-from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 from flashlatte.ops.dense_prefill.hopper.forward import launch  # noqa: E402
 
 pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
 
-HOPPER = GPUTarget("cuda", 90, 32)
 KERNEL = launch.kernel
 VERSION = ".".join(triton.__version__.split(".")[:2])
 UNLIMITED = 2**31 - 1
@@ -89,41 +84,8 @@ def record(monkeypatch):
 
 @pytest.fixture
 def compiled(record):
-    """The machine code of a call, compiled once for all tests."""
-
-    def compiled(name: str) -> support.Compiled:
-        recorded = record(**CALLS[name])
-        key = variant_key(KERNEL, recorded)
-        if key not in _CODE:
-            _CODE[key] = _compile(recorded)
-        return _CODE[key]
-
-    return compiled
-
-
-_CODE: dict[str, support.Compiled] = {}
-
-
-def _compile(recorded: Launch) -> support.Compiled:
-    backend = make_backend(HOPPER)
-    binder = create_function_from_signature(KERNEL.signature, KERNEL.params, backend)
-    bound, specialization, options = binder(**recorded.arguments, **recorded.options)
-    options, signature, constexprs, attributes = KERNEL._pack_args(
-        backend, dict(recorded.options), bound, specialization, options
-    )
-    source = GluonASTSource(KERNEL, signature, constexprs, attributes)
-    binary = triton.compile(source, target=HOPPER, options=options.__dict__)
-    sass = support._disassemble(binary.asm["cubin"])
-    return support.Compiled(
-        registers=support._registers(binary.asm["cubin"]),
-        spills=len(re.findall(r"\b(?:STL|LDL)\b", sass)),
-        shared=binary.metadata.shared,
-        hgmma=len(re.findall(r"\bHGMMA\b", sass)),
-        hmma=len(re.findall(r"\bHMMA\b", sass)),
-        async_copies=len(re.findall(r"\bLDGSTS\.E\.[A-Z.0-9]*128\b", sass)),
-        ttgir=binary.asm["ttgir"],
-        sass=sass,
-    )
+    """The machine code of a call."""
+    return lambda name: support.compile_gluon(KERNEL, record(**CALLS[name]))
 
 
 def _main_loops(sass: str) -> list[list[str]]:

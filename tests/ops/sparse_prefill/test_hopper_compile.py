@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 import re
@@ -18,17 +17,11 @@ from flashlatte import dispatch, sparse_prefill
 triton = pytest.importorskip("triton")
 
 from support import compile as support  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import make_backend  # noqa: E402
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
-from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 from flashlatte.ops.sparse_prefill.hopper import launch  # noqa: E402
 from flashlatte.ops.sparse_prefill.hopper.kernel import sparse_prefill_kernel  # noqa: E402
 
 pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
-
-HOPPER = GPUTarget("cuda", 90, 32)
 
 
 @dataclass(frozen=True)
@@ -52,29 +45,9 @@ EXPECTED = {
 VERSION = ".".join(triton.__version__.split(".")[:2])
 
 
-@functools.cache
 def compiled(key: str) -> support.Compiled:
     """The machine code of a recorded launch, by its variant key."""
-    launch_ = LAUNCHES[key]
-    backend = make_backend(HOPPER)
-    binder = create_function_from_signature(sparse_prefill_kernel.signature, sparse_prefill_kernel.params, backend)
-    bound, specialization, options = binder(**launch_.arguments, **launch_.options)
-    options, signature, constexprs, attributes = sparse_prefill_kernel._pack_args(
-        backend, dict(launch_.options), bound, specialization, options
-    )
-    source = GluonASTSource(sparse_prefill_kernel, signature, constexprs, attributes)
-    binary = triton.compile(source, target=HOPPER, options=options.__dict__)
-    sass = support._disassemble(binary.asm["cubin"])
-    return support.Compiled(
-        registers=support._registers(binary.asm["cubin"]),
-        spills=len(re.findall(r"\b(?:STL|LDL)\b", sass)),
-        shared=binary.metadata.shared,
-        hgmma=len(re.findall(r"\bHGMMA\b", sass)),
-        hmma=len(re.findall(r"\bHMMA\b", sass)),
-        async_copies=len(re.findall(r"\bLDGSTS\.E\.[A-Z.0-9]*128\b", sass)),
-        ttgir=binary.asm["ttgir"],
-        sass=sass,
-    )
+    return support.compile_gluon(sparse_prefill_kernel, LAUNCHES[key])
 
 
 LAUNCHES: dict[str, Launch] = {}

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlatte import dispatch
 from flashlatte.ops.dense_decode.hopper.kernel import kernel
 from flashlatte.ops.dense_decode.hopper.tiles import HALF, KEYS, LATENT, PAIR, ROPE, ROWS
 from flashlatte.schedule import combine, output_rows, plan
+from flashlatte.strides import strides_in_use
+from flashlatte.tma_descriptors import describe
 from flashlatte.triton_kernel import launching_on
+from flashlatte.triton_launch import Address
 
 _LOG2_E = math.log2(math.e)
 # With batch_invariant, steps of a split, and the most splits of a request, over all groups of its query rows.
@@ -72,14 +74,14 @@ def dense_decode(
     rows = s_q * heads
     made = make_plan(dispatch.multiprocessors(device), batch, rows, h_kv, max_pages * page_size, batch_invariant)
     keys_half, keys_rope = _descriptors(
-        k_cache.data_ptr(), k_cache.dtype, tuple(k_cache.shape), _strides(k_cache), device
+        k_cache.data_ptr(), k_cache.dtype, tuple(k_cache.shape), strides_in_use(k_cache), device
     )
-    q_strides = _strides(q)
+    q_strides = strides_in_use(q)
     if q.data_ptr() % 16 or any(stride % _ALIGN for stride in q_strides):
         q = q.clone(memory_format=torch.contiguous_format)
-        q_strides = _strides(q)
+        q_strides = strides_in_use(q)
     q_request, q_token, q_head = q_strides
-    out_align = _ALIGN if out.data_ptr() % 16 == 0 and all(s % _ALIGN == 0 for s in _strides(out)) else 1
+    out_align = _ALIGN if out.data_ptr() % 16 == 0 and all(s % _ALIGN == 0 for s in strides_in_use(out)) else 1
     query_half, query_rope = _query_descriptors(q, q_strides, heads)
     limit = min(max_pages * page_size, 2**31 - 1 - PAIR.value)
     lists = (batch, 1, cache_seqlens, cache_seqlens.stride(0), 0, limit, None, 0, 0, None)
@@ -182,24 +184,13 @@ def make_plan(multiprocessors: int, batch: int, rows: int, h_kv: int, max_keys: 
     )
 
 
-@dataclass(frozen=True)
-class _Address:
-    """What a descriptor needs of a tensor. It holds no memory: a descriptor may outlive the cache it was made for."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 def _query_descriptors(q: torch.Tensor, strides: tuple[int, ...], heads: int) -> tuple[Any, Any]:
     """Of 64 rows of q, 256 columns and its rope; (None, None) where 64 rows are no box, or an axis repeats itself."""
     repeats = any(size > 1 and not stride for size, stride in zip(q.shape, strides, strict=False))
     if repeats or (heads % ROWS.value and ROWS.value % heads):
         return None, None
     box = (1, max(ROWS.value // heads, 1), min(heads, ROWS.value))
-    return _tiles(_Address(q.data_ptr(), q.dtype), tuple(q.shape), strides, box)
+    return _tiles(Address(q.data_ptr(), q.dtype), tuple(q.shape), strides, box)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -209,24 +200,12 @@ def _descriptors(
     """TMA descriptors of a cache [pages, page_size, h_kv, d]: of 256 columns of a block of keys, and of its rope."""
     if address % 16 or any(stride % _ALIGN for stride in strides):
         raise ValueError(f"k_cache must have rows that begin at multiples of 16 bytes, got strides {(*strides, 1)}")
-    return _tiles(_Address(address, dtype), shape, strides, (1, KEYS.value, 1))
+    return _tiles(Address(address, dtype), shape, strides, (1, KEYS.value, 1))
 
 
 def _tiles(
-    base: _Address, shape: tuple[int, ...], strides: tuple[int, ...], rows: tuple[int, ...]
+    base: Address, shape: tuple[int, ...], strides: tuple[int, ...], rows: tuple[int, ...]
 ) -> tuple[TensorDescriptor, TensorDescriptor | None]:
     """Descriptors of ``rows`` by 256 columns, and by the 64 of the rope if there are more than 512."""
-
-    def describe(cols: int) -> Any:
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-        # An axis of 1 has no stride that matters, but the hardware wants one above 0.
-        wide = [stride or shape[3] for stride in strides]
-        return TensorDescriptor(base, list(shape), [*wide, 1], [*rows, cols], layout)
-
-    return describe(HALF.value), describe(ROPE.value) if shape[3] > LATENT.value else None
-
-
-def _strides(x: torch.Tensor) -> tuple[int, ...]:
-    """Strides of all axes but the last, 0 where there is nothing to stride over."""
-    strides, sizes = x.stride(), x.shape
-    return tuple([strides[axis] if sizes[axis] > 1 else 0 for axis in range(len(sizes) - 1)])
+    half = describe(base, shape, strides, (*rows, HALF.value))
+    return half, describe(base, shape, strides, (*rows, ROPE.value)) if shape[3] > LATENT.value else None

@@ -14,6 +14,7 @@ from flashlatte.ops.dense_decode.portable.config import FP8_TABLE, TABLE
 from flashlatte.ops.dense_decode.portable.kernel import dense_decode_kernel
 from flashlatte.portable_config import Config, choose
 from flashlatte.schedule import combine, output_rows, plan
+from flashlatte.strides import strides_in_use
 from flashlatte.triton_attention import gpu_class
 from flashlatte.triton_kernel import launching_on
 
@@ -86,10 +87,10 @@ def dense_decode(
     )
     if is_fp8:
         k_cache = k_cache.view(torch.uint8)
-    q_strides, k_strides = _strides(q), _strides(k_cache)
+    q_strides, k_strides = strides_in_use(q), strides_in_use(k_cache)
     q_align = _row_align(q_strides, 8)
     k_align = _row_align(k_strides, 16 if is_fp8 else 8)
-    out_align = _row_align(_strides(out), 8)
+    out_align = _row_align(strides_in_use(out), 8)
     q_request, q_token, q_head = q_strides
     k_page, k_token, k_head = k_strides
     limit = min(max_pages * page_size, 2**31 - 1 - made.config.block_n)
@@ -210,12 +211,6 @@ def make_plan(
             "enable_fp_fusion": True,
         },
     )
-
-
-def _strides(x: torch.Tensor) -> tuple[int, ...]:
-    """Strides of all axes but the last, 0 where there is nothing to stride over."""
-    strides, sizes = x.stride(), x.shape
-    return tuple([strides[axis] if sizes[axis] > 1 else 0 for axis in range(len(sizes) - 1)])
 
 
 def _row_align(strides: tuple[int, ...], units: int) -> int:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from flashlatte import dispatch
-from flashlatte.kv_cache.portable.layout import stride_in_use
 from flashlatte.ops.sparse_decode.hopper.kernel import kernel
 from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, LATENT, MODEL1, PLAIN, ROPE, ROWS, V32, producer_warps
 from flashlatte.schedule import combine, output_rows, plan
+from flashlatte.strides import stride_in_use, strides_in_use
 from flashlatte.triton_kernel import launching_on
 
 _LOG2_E = math.log2(math.e)
@@ -82,12 +82,12 @@ def sparse_decode(
             # The kernel takes blocks of both lists in turn.
             indices, extra_indices = indices.long(), extra_indices.long()
     k_cache, extra_k_cache = _readable(k_cache), _readable(extra_k_cache)
-    q_strides = _strides(q)
+    q_strides = strides_in_use(q)
     if q.data_ptr() % 16 or any(stride % _ALIGN for stride in q_strides):
         q = q.clone(memory_format=torch.contiguous_format)
-        q_strides = _strides(q)
+        q_strides = strides_in_use(q)
     q_request, q_token, q_head = q_strides
-    out_align = _ALIGN if out.data_ptr() % 16 == 0 and all(s % _ALIGN == 0 for s in _strides(out)) else 1
+    out_align = _ALIGN if out.data_ptr() % 16 == 0 and all(s % _ALIGN == 0 for s in strides_in_use(out)) else 1
     lists = (
         batch * s_q,
         s_q,
@@ -213,9 +213,3 @@ def _length_strides(lengths: torch.Tensor | None) -> tuple[int, int]:
     if lengths is None:
         return 0, 0
     return lengths.stride(0), lengths.stride(1) if lengths.dim() == 2 else 0
-
-
-def _strides(x: torch.Tensor) -> tuple[int, ...]:
-    """Strides of all axes but the last, 0 where there is nothing to stride over."""
-    strides, sizes = x.stride(), x.shape
-    return tuple([strides[axis] if sizes[axis] > 1 else 0 for axis in range(len(sizes) - 1)])

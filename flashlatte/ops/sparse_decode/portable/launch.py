@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from flashlatte import dispatch
-from flashlatte.kv_cache.portable.layout import as_bytes, stride_in_use, unit_bytes
+from flashlatte.kv_cache.portable.layout import as_bytes, unit_bytes
 from flashlatte.ops.sparse_decode.portable.config import PACKED_TOKENS
 from flashlatte.ops.sparse_decode.portable.kernel import sparse_decode_kernel
 from flashlatte.ops.sparse_decode.portable.tiles import Place
 from flashlatte.portable_config import SELECTED_ROWS, Config, choose
 from flashlatte.schedule import combine, output_rows, plan
+from flashlatte.strides import stride_in_use
 from flashlatte.triton_attention import gpu_class
 from flashlatte.triton_kernel import launching_on
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 
 import torch
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlatte import dispatch
 from flashlatte.ops.sparse_prefill.hopper.kernel import sparse_prefill_kernel
+from flashlatte.strides import strides_in_use
+from flashlatte.tma_descriptors import describe
 from flashlatte.triton_kernel import launching_on
 
 HEADS_PER_TILE = 64
 # 16 bytes of a two-byte type: what copies from global memory move at a time.
 ALIGNMENT = 8
-
-_TILE_LAYOUT = gl.NVMMASharedLayout(128, 16, 3)
 
 
 def sparse_prefill(
@@ -70,6 +69,4 @@ def sparse_prefill(
 
 def _descriptor(x: torch.Tensor, columns: int) -> TensorDescriptor:
     """q or out [s_q, h_q, ...], in tiles of so many columns."""
-    # The stride of an axis of size 1 is arbitrary, but not to TMA.
-    strides = [stride if size > 1 else x.shape[-1] for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, HEADS_PER_TILE, columns], _TILE_LAYOUT)
+    return describe(x, x.shape, strides_in_use(x), (1, HEADS_PER_TILE, columns))

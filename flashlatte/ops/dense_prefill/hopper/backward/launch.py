@@ -13,12 +13,13 @@ from flashlatte.ops.dense_prefill.hopper.backward.dq import SUM_COLUMNS
 from flashlatte.ops.dense_prefill.hopper.backward.kernel import backward_kernel
 from flashlatte.ops.dense_prefill.hopper.backward.rows import TOKENS, finish_kernel, prepare_kernel
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import KEYS, QUERIES
+from flashlatte.strides import strides_in_use
+from flashlatte.tma_descriptors import describe
 from flashlatte.triton_kernel import launching_on
 
 # Numbers of a two-byte type in 16 bytes, what copies to and from global memory move at a time.
 ALIGNMENT = 8
 
-_TILE_LAYOUT = gl.NVMMASharedLayout(128, 16, 3)
 _SUMS_LAYOUT = gl.NVMMASharedLayout(128, 32, 3)
 
 
@@ -157,7 +158,5 @@ def _strides(x: torch.Tensor) -> tuple[int, int]:
 def _descriptor(x: torch.Tensor, columns: int) -> TensorDescriptor:
     """Of tiles of 64 tokens of a head: axes head, token, column."""
     tokens, heads, width = x.shape
-    # TMA wants aligned strides also of an axis of size 1.
-    token_stride = x.stride(0) if tokens > 1 else width
-    head_stride = x.stride(1) if heads > 1 else width
-    return TensorDescriptor(x, [heads, tokens, width], [head_stride, token_stride, 1], [1, 64, columns], _TILE_LAYOUT)
+    token_stride, head_stride = strides_in_use(x)
+    return describe(x, (heads, tokens, width), (head_stride, token_stride), (1, QUERIES.value, columns))

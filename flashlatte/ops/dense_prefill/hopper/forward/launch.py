@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlatte import dispatch
 from flashlatte.ops.dense_prefill.hopper.forward.kernel import kernel
 from flashlatte.ops.dense_prefill.hopper.forward.tiles import CHUNK, KEYS, ROWS, TILE, VALUES
+from flashlatte.strides import strides_in_use
+from flashlatte.tma_descriptors import describe
 from flashlatte.triton_kernel import launching_on
+from flashlatte.triton_launch import Address
 
 _LOG2_E = math.log2(math.e)
 # Numbers in 16 bytes, what the copies need rows to be aligned to.
@@ -54,13 +55,13 @@ def forward(
     group_kv = heads // heads_kv
     group = heads_together(heads, group_kv, max_seqlen_k, head_dim)
     most_tiles = (-(-tokens_q // TILE.value) + requests + 2) * heads
-    out_strides = _strides(out)
+    out_strides = strides_in_use(out)
     unit = _ALIGN if out.data_ptr() % 16 == 0 and not any(stride % _ALIGN for stride in out_strides) else 1
     with launching_on(device):
         kernel[(min(most_tiles, dispatch.multiprocessors(device)),)](
-            _describe("q", q, ROWS.value, CHUNK.value),
-            _describe("k", k, KEYS.value, CHUNK.value),
-            _describe("v", v, KEYS.value, VALUES.value),
+            _descriptor_of("q", q, ROWS.value, CHUNK.value),
+            _descriptor_of("k", k, KEYS.value, CHUNK.value),
+            _descriptor_of("v", v, KEYS.value, VALUES.value),
             cu_seqlens_q.contiguous(),
             cu_seqlens_k.contiguous(),
             requests,
@@ -96,19 +97,8 @@ def heads_together(heads: int, group_kv: int, max_seqlen_k: int, head_dim: int) 
     return group_kv * max(n for n in range(1, fitting + 1) if kv_heads % n == 0)
 
 
-@dataclass(frozen=True)
-class _Address:
-    """What a descriptor needs of a tensor. It holds no memory: a descriptor may outlive the tensor it was made for."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-def _describe(name: str, x: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
-    return _descriptor(name, x.data_ptr(), x.dtype, tuple(x.shape), _strides(x), rows, cols)
+def _descriptor_of(name: str, x: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
+    return _descriptor(name, x.data_ptr(), x.dtype, tuple(x.shape), strides_in_use(x), rows, cols)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -127,12 +117,4 @@ def _descriptor(
             f"{name} must have rows that begin at multiples of 16 bytes for backend='hopper', "
             f"got address {address:#x}, strides {(*strides, 1)}"
         )
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    # An axis of 1 has no stride that matters, but the hardware wants one above 0.
-    wide = [stride or shape[2] for stride in strides]
-    return TensorDescriptor(_Address(address, dtype), list(shape), [*wide, 1], [rows, 1, cols], layout)
-
-
-def _strides(x: torch.Tensor) -> tuple[int, ...]:
-    """Strides of all axes but the last, 0 where there is nothing to stride over."""
-    return tuple([x.stride(axis) if x.shape[axis] > 1 else 0 for axis in range(x.dim() - 1)])
+    return describe(Address(address, dtype), shape, strides, (rows, 1, cols))
