@@ -7,6 +7,9 @@ import functools
 # What a call may allocate beside its outputs, whatever the batch.
 MAX_SCRATCH_BYTES = 64 << 20
 
+# What the costs of all items may sum to, where parts are found in 32 bits (``gluon_parts``).
+MOST_COST = 2**31 - 1
+
 # Above so many items, several for every program, evening out their lengths is worth less than the scan costs.
 _MAX_BALANCED_ITEMS = 16384
 

@@ -25,6 +25,7 @@ from flashlatte.schedule import combine, plan  # noqa: E402
 pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
 
 KERNEL = launch.kernel
+COMBINE = combine.combine_kernel
 VERSION = ".".join(triton.__version__.split(".")[:2])
 
 # Numbers that a token of a format has in q, and the width of its cache and its dtype.
@@ -38,6 +39,7 @@ LENGTHS: dict[str, Any] = {"extra_topk": 512, "lengths": True}
 CALLS: dict[str, dict[str, Any]] = {
     "v32, whole items": {"batch": 128},
     "v32, parts": LENGTHS,
+    "v32, equal parts": {},
     "model1, parts": {"form": "model1", **LENGTHS},
     "model1, odd pages": {"form": "model1", "page_size": 61, "index_dtype": torch.int64, "out_pad": 1, **LENGTHS},
     "bf16 576, whole items": {"form": "bf16", "batch": 128},
@@ -84,7 +86,7 @@ def decode(
 @pytest.fixture
 def record(monkeypatch):
     """Calls the launcher, and returns what it launched."""
-    recorder, combiner = Recorder(KERNEL), Recorder(combine.combine_kernel)
+    recorder, combiner = Recorder(KERNEL), Recorder(COMBINE)
     monkeypatch.setattr(launch, "kernel", recorder)
     monkeypatch.setattr(combine, "combine_kernel", combiner)
     monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
@@ -122,9 +124,25 @@ def test_machine_code(compiled, name):
     assert len(re.findall(r"\bWARPGROUP\.DEPBAR\b", code.sass)) == 12
 
 
-MOST_SPILLS = {"v32": 90, "model1": 30, "bf16": 4}
+# Of bf16, one register that each consumer keeps over an epilogue.
+MOST_SPILLS = {"v32": 90, "model1": 30, "bf16": 6}
 # What 12 warps allow at launch, or 16.
 REGISTERS = {"v32": 168, "model1": 168, "bf16": 128}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_is_read_before_the_kernel_before_has_ended(compiled, name):
+    code = compiled(name)
+    assert code.sass.count("ACQBULK") == 1
+    consumers_and_start, producer = code.sass.split("ACQBULK")
+    # The code of the consumers, which wait to be let go, comes first, and gives registers up where it ends.
+    start = consumers_and_start[consumers_and_start.rindex("USETMAXREG") :]
+    assert "SYNCS" in start
+    assert not re.search(r"\b(?:LDG|LDGSTS|STG)\b", start)
+    # The combine may be launched when all halves have been provided.
+    assert code.sass.count("PREEXIT") == 1
+    _, after = producer.split("PREEXIT")
+    assert not re.search(r"\b(?:LDG|LDGSTS|STG|BAR\.ARV 0x[5-9a-f])\b", after)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +224,27 @@ def test_scratch_is_bounded_and_the_gpu_filled(batch, heads, uniform):
     # A few programs may idle for the sake of whole items.
     assert made.programs >= 0.93 * min(batch, 132 // made.num_groups) * made.num_groups
     assert made.programs <= max(132, made.num_groups)
+
+
+def test_parts_note_what_they_continue(monkeypatch, record):
+    """Behind the records, for a combine kernel that is launched early."""
+    combiner = Recorder(COMBINE)
+    monkeypatch.setattr(combine, "combine_kernel", combiner)
+    for call in ({"batch": 2}, {"batch": 37, **LENGTHS}):
+        launched = record(**call)
+        (merged,) = combiner.launches
+        combiner.launches.clear()
+        assert launched.options["launch_pdl"] is True
+        assert merged.arguments["NOTED"] is True
+        parts, groups = launched.arguments["parts"], launched.arguments["num_groups"]
+        records = 2 * parts * groups * combine.record_bytes(64, 512) // 4
+        assert launched.arguments["scratch"].numel() == records + parts
+        assert launched.arguments["scratch"] is merged.arguments["scratch"]
+
+
+def test_costs_that_32_bits_cannot_hold_are_not_balanced():
+    assert launch.make_plan(132, 3, 128, 2**30, 0, False).parts == 66
+    assert launch.make_plan(132, 16000, 128, 2**24, 0, False).parts is None
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 53, 61, 64, 69, 576, 2**20, 2**31 - 1])

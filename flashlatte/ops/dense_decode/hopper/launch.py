@@ -23,8 +23,6 @@ _LOG2_E = math.log2(math.e)
 # With batch_invariant, steps of a split, and the most splits of a request, over all groups of its query rows.
 _SPLIT_STEPS = 8
 _FIXED_SPLITS = 128
-# What the costs of all requests may sum to, in a balanced schedule.
-_MOST_COST = 2**31 - 1
 # Numbers in 16 bytes, what the copies need rows to be aligned to.
 _ALIGN = 8
 
@@ -163,7 +161,7 @@ def make_plan(multiprocessors: int, batch: int, rows: int, h_kv: int, max_keys: 
         records = max(count for _, count in launches) * groups * parts if parts > 1 else 0
     else:
         balanced = plan.balanced_parts(batch, groups, multiprocessors, most_steps, record)
-        if batch * (most_steps + 1) > _MOST_COST:
+        if batch * (most_steps + 1) > plan.MOST_COST:
             balanced = None
         split_steps, max_splits = (1, 1) if balanced is None else (None, 0)
         records = 0 if balanced is None else 2 * groups * balanced

@@ -1,7 +1,6 @@
 """Which steps of which requests a program takes: flashlatte.schedule.device, as Gluon needs it.
 
-The partition and the places of partial results are those of ``device``, so that its combine kernel serves; only the
-functions that scan vectors of lengths are written again, since Gluon wants a layout where Triton infers one.
+The partition and the places of partial results are those of ``device``, so that its combine kernel serves.
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.ops.dense_decode.hopper.tiles import KEYS, LATENT, PAIR, ROWS
-from flashlatte.schedule import device
+from flashlatte.schedule import device, gluon_parts
 
 # Numbers of a partial result's record: 64 rows and their lse.
 RECORD = gl.constexpr(ROWS.value * (LATENT.value + 1))
-# Lengths that a program scans at a time. Every warp scans all of them, rather than wait for the others.
-_SCAN = gl.constexpr(128)
-_SCANNED = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+# Of the producer, with which a kernel begins.
+_THREADS = gl.constexpr(128)
 
 
 class Group(NamedTuple):
@@ -79,63 +77,6 @@ class Table(NamedTuple):
 
 
 @gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _costs(items, lists, PLAN: gl.constexpr):
-    steps = device.item_blocks(items, lists, PAIR)
-    return gl.where(items < lists.num_items, steps + PLAN.overhead, 0)
-
-
-@gluon.jit
-def _share_of(total, number, parts):
-    """⌊number · total / parts⌋ for number ≤ parts, where the product may be too large."""
-    whole = total // parts
-    return number * whole + number * (total - whole * parts) // parts
-
-
-@gluon.jit
-def find_part(number, num_parts, lists, PLAN: gl.constexpr):
-    """``device.find_part`` with blocks of a step's 128 keys.
-
-    All costs together fit 32 bits (``launch.make_plan``), which are half as long to sum.
-    """
-    costs = _costs(gl.arange(0, _SCAN, _SCANNED), lists, PLAN)
-    total = gl.sum(costs, 0)
-    for start in range(_SCAN, lists.num_items, _SCAN):
-        total += gl.sum(_costs(start + gl.arange(0, _SCAN, _SCANNED), lists, PLAN), 0)
-    # As many as there are, and no more than leaves each a step and its overhead.
-    parts = gl.minimum(num_parts, gl.maximum(total // (PLAN.overhead + 1), 1))
-    begin = _share_of(total, gl.minimum(number, parts), parts)
-    end = _share_of(total, gl.minimum(number + 1, parts), parts)
-
-    first, stop, first_cost = _count(0, 0, costs, lists, begin, end)
-    scanned = gl.to_tensor(0)
-    for start in range(_SCAN, lists.num_items, _SCAN):
-        scanned += gl.sum(costs, 0)
-        costs = _costs(start + gl.arange(0, _SCAN, _SCANNED), lists, PLAN)
-        before, begun, cost_before = _count(start, scanned, costs, lists, begin, end)
-        first += before
-        stop += begun
-        first_cost += cost_before
-    return device.Part(begin, end, first, stop, first_cost)
-
-
-@gluon.jit
-def _count(start, scanned, costs, lists, begin, end):
-    """Of the items from ``start``, how many end before ``begin``, begin before ``end``, and what the former cost."""
-    items = start + gl.arange(0, _SCAN, _SCANNED)
-    item_end = scanned + gl.associative_scan(costs, 0, _add)
-    is_before = (items < lists.num_items) & (item_end <= begin)
-    is_begun = (items < lists.num_items) & (item_end - costs < end)
-    # All in one sum: a reduction is what takes time here.
-    sums = gl.sum(gl.where(is_before, (costs.to(gl.int64) << 16) + 1, 0) + gl.where(is_begun, 0x100, 0), 0)
-    return (sums & 0xFF).to(gl.int32), (sums >> 8 & 0xFF).to(gl.int32), (sums >> 16).to(gl.int32)
-
-
-@gluon.jit
 def find_split(item, split, lists, PLAN: gl.constexpr):
     """Split number ``split`` of an item, as a part of a schedule that has no other item."""
     steps = device.item_blocks(item, lists, PAIR)
@@ -158,7 +99,7 @@ def find_place(group, lists, parts, first_item, PLAN: gl.constexpr):
     """The place of this program, among those with the same rows."""
     number = gl.program_id(0) // group.count
     if PLAN.split_steps is None:
-        part = find_part(number, parts, lists, PLAN)
+        part = gluon_parts.find_part(number, parts, lists, PAIR, PLAN.overhead, _THREADS)
     else:
         part = find_split(first_item + number // parts, number % parts, lists, PLAN)
     return Place(part, number, parts, group)
@@ -168,10 +109,9 @@ def find_place(group, lists, parts, first_item, PLAN: gl.constexpr):
 def note_continued(scratch, place, PLAN: gl.constexpr):
     """Tell the combine kernel which item this part continues."""
     if PLAN.split_steps is None:
-        part = place.part
-        continues = (part.first < part.stop) & (part.begin > part.first_cost + PLAN.overhead)
-        pointer = device.continued_items(scratch, place.parts, place.group.count, RECORD) + place.number
-        gl.store(pointer, gl.where(continues, part.first, -1).to(gl.float32))
+        gluon_parts.note_continued(
+            scratch, place.part, place.number, place.parts, place.group.count, RECORD, PLAN.overhead
+        )
 
 
 @gluon.jit

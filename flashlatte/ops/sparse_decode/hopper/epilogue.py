@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashlatte.ops.sparse_decode.hopper.schedule import RECORD
 from flashlatte.ops.sparse_decode.hopper.tiles import HALF, LATENT, OUTPUT, OUTPUT_ROWS, ROWS
 from flashlatte.schedule import device, output_rows
 
@@ -59,7 +60,7 @@ def write(state, item, share, place, results, FIRST_COL: gl.constexpr, OUT_ALIGN
             output_rows.write_lse(outputs, item, 0, head, lse2)
     elif results.scratch is not None:
         record = device.part_record(place.number, place.group, place.num_groups, share.begin > 0)
-        base = results.scratch + record * (ROWS * (LATENT + 1))
+        base = results.scratch + record * RECORD
         col = FIRST_COL + gl.arange(0, HALF, gl.SliceLayout(0, OUTPUT))
         in_use = head < outputs.heads
         gl.store(base + (row * LATENT)[:, None] + col[None, :], state.output * factor[:, None], mask=in_use[:, None])

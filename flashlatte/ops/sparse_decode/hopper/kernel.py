@@ -7,6 +7,7 @@ import inspect
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_wait
 
 from flashlatte.ops.sparse_decode.hopper import consumers, epilogue, producer, schedule, selection, tiles
 from flashlatte.schedule import device, output_rows
@@ -77,6 +78,7 @@ def sparse_decode_kernel(
 ):
     """A program works on 64 heads, for a part of all items' keys or for whole items. Arguments as in ``launch``."""
     HAS_EXTRA: gl.constexpr = extra_indices is not None
+    HAS_LENGTHS: gl.constexpr = lengths is not None or extra_lengths is not None
     PRODUCER_THREADS: gl.constexpr = 32 * gl.num_warps()
     BYTE: gl.constexpr = gl.pointer_type(gl.int8)
     cache = selection.Cache(
@@ -127,16 +129,23 @@ def sparse_decode_kernel(
     query = producer.Query(
         q.to(gl.pointer_type(gl.int32), bitcast=True), q_stride_request, q_stride_token, q_stride_head, heads
     )
-    plan: gl.constexpr = schedule.Plan(FORMAT, PRODUCER_THREADS, HAS_ROPE, HAS_EXTRA, UNIT, FLAT, BALANCED, OVERHEAD)
-    place = schedule.find_place(lists, parts, num_groups, plan)
+    plan: gl.constexpr = schedule.Plan(
+        FORMAT, PRODUCER_THREADS, HAS_ROPE, HAS_EXTRA, HAS_LENGTHS, UNIT, FLAT, BALANCED, OVERHEAD
+    )
     shared = tiles.allocate(out.dtype.element_ty, HAS_ROPE)
     ready = tiles.allocate_ready(PRODUCER_THREADS)
+    # The kernel before this one in the stream may still run, and what it writes may be the lengths.
+    if HAS_LENGTHS:
+        gdc_wait()
+    place = schedule.find_place(lists, parts, num_groups, plan)
+    if not HAS_LENGTHS:
+        gdc_wait()
     call = consumers.Call(lists, place, scale, shared, ready, epilogue.Results(outputs, scratch))
     caches = (cache, extra_cache)
     lists_of_indices = (own, extra)
     gl.warp_specialize(
         [
-            (producer.produce, (query, caches, lists_of_indices, lists, place, shared, ready, plan)),
+            (producer.produce, (query, caches, lists_of_indices, lists, place, shared, ready, scratch, plan)),
             (consumers.consume_even, (call, plan, OUT_ALIGN)),
             (consumers.consume_odd, (call, plan, OUT_ALIGN)),
         ],

@@ -19,6 +19,8 @@ _LOG2_E = math.log2(math.e)
 _FORMATS = {"v32": V32.value, "model1": MODEL1.value}
 # Bytes from token to token of the formats with scales.
 _ROW_BYTES = {"v32": 656, "model1": 576}
+# What starting on an item costs, in blocks, where there are many items.
+_OVERHEAD = 2
 # Numbers of bf16 in 16 bytes, what the copies of q need rows to be aligned to.
 _ALIGN = 8
 
@@ -31,7 +33,7 @@ class Plan:
         num_groups: programs that each need all keys of an item.
         parts: of the balanced schedule; None for whole items.
         programs: of the launch.
-        scratch: float32 numbers of the partial results.
+        scratch: float32 numbers of the partial results and what the parts note of them.
         overhead: what starting on an item costs, in blocks.
     """
 
@@ -135,6 +137,7 @@ def sparse_decode(
             OVERHEAD=made.overhead,
             num_warps=producer_warps(_FORMATS.get(cache_format, PLAIN.value)),
             enable_fp_fusion=True,
+            launch_pdl=True,
         )
         if made.parts is not None and scratch is not None:
             combine.launch_combine(
@@ -150,6 +153,7 @@ def sparse_decode(
                 d_v=LATENT.value,
                 overhead=made.overhead,
                 row_align=out_align,
+                noted=True,
             )
 
 
@@ -161,13 +165,16 @@ def make_plan(multiprocessors: int, items: int, heads: int, topk: int, extra_top
     # A program takes blocks in pairs: a part of less would only make more to merge.
     most_pairs = -(-most_blocks // 2)
     parts = plan.balanced_parts(items, groups, multiprocessors, most_pairs, record, uniform=is_uniform)
-    if parts is None:
+    # One item more than there are: what a part has not taken begins after the last one.
+    if parts is None or (items + 1) * (max(most_blocks, 1) + _OVERHEAD) > plan.MOST_COST:
         # Every program has the same group for all of its items.
         programs = min(items, max(multiprocessors // groups, 1)) * groups
         return Plan(groups, None, programs, 0, 0)
     # With few items a part should be as short as can be; with many, an item begun costs about two blocks.
-    overhead = 2 * int(2 * items >= parts)
-    return Plan(groups, parts, parts * groups, 2 * groups * parts * record // 4, overhead)
+    overhead = _OVERHEAD * int(2 * items >= parts)
+    # Behind the records, what the parts note for the merging.
+    scratch = 2 * groups * parts * record // 4 + parts
+    return Plan(groups, parts, parts * groups, scratch, overhead)
 
 
 def _address(cache: torch.Tensor, name: str, cache_format: str) -> Address:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from flashlatte import named_barriers
 from flashlatte.gluon_compat import cp_async
@@ -299,12 +300,15 @@ def _prefetch(rows, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def produce(query, caches, selection, lists, place, shared, ready, PLAN: gl.constexpr):
+def produce(query, caches, selection, lists, place, shared, ready, scratch, PLAN: gl.constexpr):
     cursor = _cursor(place.part.first, place.part.first_cost, selection, place, lists, PLAN)
     block0 = cursor.share.begin
     indices0 = _indices(cursor, block0, lists, PLAN)
     indices1 = _indices(cursor, block0 + 1, lists, PLAN)
     left0 = _load_half(locate(indices0, is_extra(block0, cursor.share, lists), caches, PLAN), 0, PLAN)
+    if scratch is not None:
+        # Here, under the first loads: later, what it takes would be kept or spilled until then.
+        schedule.note_continued(scratch, place, PLAN)
     query_phase = 1
     # True. Without these branches the compiler would move the wait for the next half before the arrival of this one.
     always = lists.num_items > 0
@@ -359,3 +363,6 @@ def produce(query, caches, selection, lists, place, shared, ready, PLAN: gl.cons
     _wait(tiles.K0_RIGHT_FREE, PLAN)
     _wait(tiles.K1_RIGHT_FREE, PLAN)
     _wait(tiles.K1_LEFT_FREE, PLAN)
+    # The combine may be launched, and waits for what the consumers still write. Earlier, its programs would crowd on
+    # the few SMs that are free first.
+    gdc_launch_dependents()

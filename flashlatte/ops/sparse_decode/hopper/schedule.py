@@ -2,8 +2,7 @@
 
 An item is a query token of a request; its blocks are those of its own list of 64 indices each, and after them those
 of its list into the extra cache. The partition and the places of partial results are those of ``device``, so that its
-combine kernel serves; only what scans vectors of lengths is written again, since Gluon wants a layout where Triton
-infers one.
+combine kernel serves.
 """
 
 from __future__ import annotations
@@ -13,9 +12,11 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.ops.sparse_decode.hopper.layouts import threads_layout
-from flashlatte.ops.sparse_decode.hopper.tiles import KEYS
-from flashlatte.schedule import device
+from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, LATENT, ROWS
+from flashlatte.schedule import device, gluon_parts
+
+# Numbers of a partial result's record: 64 rows and their lse.
+RECORD = gl.constexpr(ROWS.value * (LATENT.value + 1))
 
 
 class Place(NamedTuple):
@@ -25,6 +26,7 @@ class Place(NamedTuple):
         part: its items and costs (``device.Part``).
         stride: from item to item of the program.
         number: of the part.
+        parts: of the schedule.
         group: number of its 64 heads among those of an item.
         num_groups: groups of an item.
     """
@@ -32,6 +34,7 @@ class Place(NamedTuple):
     part: Any
     stride: Any
     number: Any
+    parts: Any
     group: Any
     num_groups: Any
 
@@ -44,6 +47,7 @@ class Plan(NamedTuple):
         producer_threads: of the producer, with which a kernel begins.
         has_rope: whether rows have 64 columns more than the 512 of a value.
         has_extra: whether there is an extra cache.
+        has_lengths: whether items have lengths of their own, in memory.
         unit: bytes that the distances of tokens in the cache are multiples of, 16 at most.
         flat: whether tokens follow each other at one distance, over all pages.
         balanced: whether programs take parts of equal cost; else whole items.
@@ -54,6 +58,7 @@ class Plan(NamedTuple):
     producer_threads: Any
     has_rope: Any
     has_extra: Any
+    has_lengths: Any
     unit: Any
     flat: Any
     balanced: Any
@@ -78,71 +83,30 @@ class Share(NamedTuple):
 
 
 @gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _costs(items, lists, PLAN: gl.constexpr):
-    blocks = device.item_blocks(items, lists, KEYS)
-    return gl.where(items < lists.num_items, blocks + PLAN.overhead, 0).to(gl.int64)
-
-
-@gluon.jit
-def _find_part_alike(number, num_parts, lists, PLAN: gl.constexpr):
-    """``_find_part`` where all items have the same lengths: nothing is scanned."""
-    each = (device.item_blocks(gl.to_tensor(0), lists, KEYS) + PLAN.overhead).to(gl.int64)
-    total = each * lists.num_items
-    parts = device._parts_in_use(num_parts, total, PLAN.overhead)
-    begin = gl.minimum(number * total // parts, total)
-    end = gl.minimum((number + 1) * total // parts, total)
-    first = begin // each
-    return device.Part(begin, end, first.to(gl.int32), ((end + each - 1) // each).to(gl.int32), first * each)
-
-
-@gluon.jit
-def _find_part(number, num_parts, lists, PLAN: gl.constexpr):
-    """``device.find_part``."""
-    THREADS: gl.constexpr = PLAN.producer_threads
-    total = gl.to_tensor(0).to(gl.int64)
-    for start in range(0, lists.num_items, THREADS):
-        total += gl.sum(_costs(start + gl.arange(0, THREADS, threads_layout(THREADS)), lists, PLAN), 0)
-    parts = device._parts_in_use(num_parts, total, PLAN.overhead)
-    begin = gl.minimum(number * total // parts, total)
-    end = gl.minimum((number + 1) * total // parts, total)
-
-    scanned = gl.to_tensor(0).to(gl.int64)
-    first_cost = gl.to_tensor(0).to(gl.int64)
-    first = gl.to_tensor(0)
-    stop = gl.to_tensor(0)
-    for start in range(0, lists.num_items, THREADS):
-        items = start + gl.arange(0, THREADS, threads_layout(THREADS))
-        costs = _costs(items, lists, PLAN)
-        item_end = scanned + gl.associative_scan(costs, 0, _add)
-        is_before = (items < lists.num_items) & (item_end <= begin)
-        first += gl.sum(is_before.to(gl.int32), 0)
-        first_cost = gl.maximum(first_cost, gl.max(gl.where(is_before, item_end, 0), 0))
-        stop += gl.sum(((items < lists.num_items) & (item_end - costs < end)).to(gl.int32), 0)
-        scanned += gl.sum(costs, 0)
-    return device.Part(begin, end, first, stop, first_cost)
-
-
-@gluon.jit
 def find_place(lists, parts, num_groups, PLAN: gl.constexpr):
     """The place of this program. Those of a part are neighbours, so that the L2 cache serves all but the first."""
     program = gl.program_id(0)
     group = program % num_groups
     number = program // num_groups
     if PLAN.balanced:
-        if lists.lengths is None and (lists.extra_limit is None or lists.extra_lengths is None):
-            part = _find_part_alike(number, parts, lists, PLAN)
+        if PLAN.has_lengths:
+            part = gluon_parts.find_part(number, parts, lists, KEYS, PLAN.overhead, PLAN.producer_threads)
         else:
-            part = _find_part(number, parts, lists, PLAN)
-        return Place(part, 1, number, group, num_groups)
+            part = gluon_parts.find_part_alike(number, parts, lists, KEYS, PLAN.overhead)
+        return Place(part, 1, number, parts, group, num_groups)
     else:
-        nothing = gl.to_tensor(0).to(gl.int64)
+        nothing = gl.to_tensor(0)
         part = device.Part(nothing, nothing, number, lists.num_items, nothing)
-        return Place(part, gl.num_programs(0) // num_groups, number, group, num_groups)
+        return Place(part, gl.num_programs(0) // num_groups, number, parts, group, num_groups)
+
+
+@gluon.jit
+def note_continued(scratch, place, PLAN: gl.constexpr):
+    """Tell the combine kernel which item this part continues."""
+    if PLAN.balanced:
+        gluon_parts.note_continued(
+            scratch, place.part, place.number, place.parts, place.num_groups, RECORD, PLAN.overhead
+        )
 
 
 @gluon.jit
