@@ -28,11 +28,13 @@ from flashlatte.ops.sparse_prefill.hopper.softmax import (
     SCORE_ROW,
     WEIGHT_LAYOUT,
     Attention,
+    add_right_scores,
     empty_attention,
     finish_scores,
     hold_queries,
     raised,
     rescale,
+    start_left_scores,
     start_scores,
     weights_of,
 )
@@ -153,13 +155,15 @@ def consume_left(output, problem, shared, HEAD_DIM: gl.constexpr):
         attention = _attend_left(attention, scores, shared, step, output.scale_log2, True)
         step += 1
         q_phase ^= 1
-        start_out(output, attention, problem, tile, shared.k1.left.index(step >> 30), 0)
-        # The next tile's first scores are under way while this one's output is copied.
+        start_out(output, attention, problem, tile, shared.k1.left.index(step >> 30), shared.k1_offsets.left, 0)
+        # The next tile's first scores are under way while this one's output is copied. Block 1 is let go before they
+        # wait for the rest of block 0, so that the two come from memory at the same time.
         mbarrier.wait(shared.q_ready, q_phase)
         q_held = hold_queries(shared.q, step >> 30, HEAD_DIM)
-        pending = start_scores(shared.q, q_held, shared.k0, shared.ready0, step & 1, step >> 30, unused, HEAD_DIM)
+        pending = start_left_scores(shared.q, shared.k0, shared.ready0, step & 1, step >> 30, unused)
         tma.store_wait(0)
         arrive(barriers.LEFT1_FREE, barriers.PAIR)
+        pending = add_right_scores(pending, shared.q, q_held, shared.k0, shared.ready0, step & 1, step >> 30, HEAD_DIM)
         scores = finish_scores(pending, shared.mask0, shared.ready0, step & 1)
         pairs = next_pairs
 
@@ -185,7 +189,7 @@ def consume_right(output, problem, shared, HEAD_DIM: gl.constexpr):
             step += 1
         attention = _attend_right(attention, q_held, shared, step, unused, output.scale_log2, HEAD_DIM, True)
         step += 1
-        start_out(output, attention, problem, tile, shared.k1.right.index(step >> 30), 1)
+        start_out(output, attention, problem, tile, shared.k1.right.index(step >> 30), shared.k1_offsets.right, 1)
         store_statistics(output, attention, problem, tile)
         tma.store_wait(0)
         arrive(barriers.RIGHT1_FREE, barriers.PAIR)

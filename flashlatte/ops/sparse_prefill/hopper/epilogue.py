@@ -2,10 +2,11 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from flashlatte.gluon_compat import aggregate, tma_store
+from flashlatte.gluon_compat import aggregate, cta_barrier
 from flashlatte.ops.sparse_prefill.hopper.softmax import OUT_ROW, SCORE_ROW
+from flashlatte.ops.sparse_prefill.hopper.streams import store_once
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -13,9 +14,8 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @aggregate
 class Output:
-    """Where results go, and what they depend on besides the attention."""
+    """Where statistics go, and what results depend on besides the attention."""
 
-    out: tma.tensor_descriptor
     max_logits: gl.tensor
     lse: gl.tensor
     sinks: gl.tensor | gl.constexpr
@@ -26,8 +26,7 @@ class Output:
     empty_lse: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, out, max_logits, lse, sinks, sink_stride, heads, softmax_scale, scale_log2, empty_lse):
-        self.out = out
+    def __init__(self, max_logits, lse, sinks, sink_stride, heads, softmax_scale, scale_log2, empty_lse):
         self.max_logits = max_logits
         self.lse = lse
         self.sinks = gl.constexpr(None) if sinks is None else sinks
@@ -39,10 +38,10 @@ class Output:
 
 
 @gluon.jit
-def start_out(output, attention, problem, tile, staging, SIDE: gl.constexpr):
-    """Put a half of the output into ``staging`` [64, 256], and have the copy engine store it.
+def start_out(output, attention, problem, tile, staging, offset, SIDE: gl.constexpr):
+    """Put a half of the output into ``staging`` [64, 256] at ``offset`` of shared memory, and have it stored.
 
-    ``staging`` is the copy engine's until ``tma.store_wait(0)`` returns. Heads beyond the last are not stored.
+    ``staging`` is the copy engine's until ``tma.store_wait(0)`` returns.
     """
     head0 = (tile % problem.head_blocks) * 64
     denominator = attention.row_sum
@@ -54,7 +53,8 @@ def start_out(output, attention, problem, tile, staging, SIDE: gl.constexpr):
     out = attention.out * gl.convert_layout(inverse, OUT_ROW, assert_trivial=True)[:, None]
     staging.store(out.to(staging.dtype))
     fence_async_shared()
-    tma_store(output.out, [problem.token(tile), head0, SIDE * 256], staging)
+    cta_barrier()
+    store_once(offset, head0, problem.token(tile), SIDE * 256)
 
 
 @gluon.jit

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from flashlatte.ops.sparse_prefill.hopper.consumers import consume_left, consume_right
 from flashlatte.ops.sparse_prefill.hopper.epilogue import Output
-from flashlatte.ops.sparse_prefill.hopper.producer import produce
+from flashlatte.ops.sparse_prefill.hopper.producer import Queries, produce
 from flashlatte.ops.sparse_prefill.hopper.state import Problem, allocate
 
 # Of 168 x 12 registers (32-bit, a thread and warp) the left consumer takes what these leave: 232.
@@ -13,6 +13,8 @@ _RIGHT_REGISTERS = gl.constexpr(232)
 _PRODUCER_REGISTERS = gl.constexpr(40)
 
 _SIZES_AND_STRIDES = (
+    "q_token_stride",
+    "q_head_stride",
     "kv_stride",
     "index_stride",
     "length_stride",
@@ -30,17 +32,18 @@ _ELEMENTWISE = ("indices", "lengths", "sinks", "max_logits", "lse")
 
 @gluon.jit(do_not_specialize=_SIZES_AND_STRIDES, do_not_specialize_on_alignment=_ELEMENTWISE)
 def sparse_prefill_kernel(
-    q_desc,
-    q_rope_desc,
+    out_desc,  # the first argument, as ``streams.store_once`` expects
+    q,
+    q_token_stride: gl.int64,  # in units of 16 bytes, as the next and kv_stride
+    q_head_stride: gl.int64,
     kv,
-    kv_stride: gl.int64,  # in units of 16 bytes
+    kv_stride: gl.int64,
     indices,
     index_stride: gl.int64,
     lengths,
     length_stride: gl.int64,
     sinks,
     sink_stride: gl.int64,
-    out_desc,
     max_logits,
     lse,
     s_kv: gl.int32,
@@ -55,12 +58,13 @@ def sparse_prefill_kernel(
 ):
     shared = allocate(kv.dtype.element_ty, HEAD_DIM)
     problem = Problem(indices, index_stride, lengths, length_stride, s_kv, topk, head_blocks, tiles)
-    output = Output(out_desc, max_logits, lse, sinks, sink_stride, heads, softmax_scale, scale_log2, empty_lse)
+    queries = Queries(q, q_token_stride, q_head_stride, heads)
+    output = Output(max_logits, lse, sinks, sink_stride, heads, softmax_scale, scale_log2, empty_lse)
     gl.warp_specialize(
         [
             (consume_left, (output, problem, shared, HEAD_DIM)),
             (consume_right, (output, problem, shared, HEAD_DIM)),
-            (produce, (q_desc, q_rope_desc, kv, kv_stride, problem, shared, HEAD_DIM)),
+            (produce, (queries, kv, kv_stride, problem, shared, HEAD_DIM)),
         ],
         [4, 4],
         [_RIGHT_REGISTERS, _PRODUCER_REGISTERS],

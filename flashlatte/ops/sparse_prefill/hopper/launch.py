@@ -1,11 +1,10 @@
-"""Host code: descriptors, grid and flags."""
+"""Host code: the descriptor, grid and flags."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlatte import dispatch
 from flashlatte.ops.sparse_prefill.hopper.kernel import sparse_prefill_kernel
@@ -40,8 +39,10 @@ def sparse_prefill(
     tiles = s_q * head_blocks
     with launching_on(q.device):
         sparse_prefill_kernel[(min(tiles, dispatch.multiprocessors(q.device)),)](
-            _descriptor(q, 256),
-            _descriptor(q, 64),
+            describe(out, out.shape, strides_in_use(out), (1, HEADS_PER_TILE, 256)),
+            q,
+            q.stride(0) // ALIGNMENT,
+            q.stride(1) // ALIGNMENT,
             kv,
             kv.stride(0) // ALIGNMENT,
             indices,
@@ -50,7 +51,6 @@ def sparse_prefill(
             0 if topk_length is None else topk_length.stride(0),
             attn_sink,
             0 if attn_sink is None else attn_sink.stride(0),
-            _descriptor(out, 256),
             max_logits,
             lse,
             kv.shape[0],
@@ -65,8 +65,3 @@ def sparse_prefill(
             num_warps=4,
             enable_fp_fusion=True,
         )
-
-
-def _descriptor(x: torch.Tensor, columns: int) -> TensorDescriptor:
-    """q or out [s_q, h_q, ...], in tiles of so many columns."""
-    return describe(x, x.shape, strides_in_use(x), (1, HEADS_PER_TILE, columns))

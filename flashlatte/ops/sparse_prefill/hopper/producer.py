@@ -1,4 +1,4 @@
-"""The producer warpgroup: gathers the selected rows of kv into shared memory, and q by TMA.
+"""The producer warpgroup: copies q, and gathers the selected rows of kv, into shared memory.
 
 It refills a half of a K block as soon as the consumer that multiplied it last lets go, in the order in which that
 happens: block 0's left, block 0's right, block 1's left, block 1's right.
@@ -8,15 +8,33 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from flashlatte.gluon_compat import aggregate, cp_async, tma_load
+from flashlatte.gluon_compat import aggregate, cp_async
 from flashlatte.named_barriers import wait
 from flashlatte.ops.sparse_prefill.hopper import barriers
 from flashlatte.ops.sparse_prefill.hopper.state import pairs_of
+from flashlatte.ops.sparse_prefill.hopper.streams import QUERY_ROWS, load_once
 
 # A thread copies 16 bytes at a time, eight neighbours the 128 bytes of a swizzled line.
 _GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 _ROWS = gl.constexpr(gl.SliceLayout(1, _GATHER))
 _COLUMNS = gl.constexpr(gl.SliceLayout(0, _GATHER))
+
+
+@aggregate
+class Queries:
+    """q as it lies in global memory."""
+
+    q: gl.tensor
+    token_stride: gl.tensor  # in units of 16 bytes, as the next
+    head_stride: gl.tensor
+    heads: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, q, token_stride, head_stride, heads):
+        self.q = q
+        self.token_stride = token_stride
+        self.head_stride = head_stride
+        self.heads = heads
 
 
 @aggregate
@@ -39,8 +57,14 @@ def _load_indices(row, first, count):
 
 
 @gluon.jit
-def _rows(indices, kv, stride, s_kv):
-    valid = (indices >= 0) & (indices < s_kv)
+def _narrow(indices, s_kv):
+    """int32 indices, -1 for all that select nothing."""
+    return gl.where((indices >= 0) & (indices < s_kv), indices, -1).to(gl.int32)
+
+
+@gluon.jit
+def _rows(indices, kv, stride):
+    valid = indices >= 0
     # The stride comes in units of 16 bytes, so that the compiler knows the alignment that 16-byte copies need.
     ELEMENTS: gl.constexpr = 128 // kv.dtype.element_ty.primitive_bitwidth
     offsets = gl.where(valid, indices, 0).to(gl.int64) * stride * ELEMENTS
@@ -87,15 +111,18 @@ def _publish_mask(rows, mask, ready):
 
 
 @gluon.jit
-def _load_q(q_desc, q_rope_desc, tile, head_blocks, shared, HEAD_DIM: gl.constexpr):
-    token = tile // head_blocks
-    head = (tile % head_blocks) * 64
-    BYTES: gl.constexpr = 64 * HEAD_DIM * 2
-    mbarrier.expect(shared.q_ready, BYTES)
-    tma_load(q_desc, [token, head, 0], shared.q_ready, shared.q.left.index(0))
-    tma_load(q_desc, [token, head, 256], shared.q_ready, shared.q.right.index(0))
-    if HEAD_DIM == 576:
-        tma_load(q_rope_desc, [token, head, 512], shared.q_ready, shared.q.rope.index(0))
+def _load_q(queries, tile, head_blocks, shared, HEAD_DIM: gl.constexpr):
+    token = queries.q + (tile // head_blocks).to(gl.int64) * queries.token_stride * 8
+    for first in range(0, 64, 16):
+        row = first + gl.arange(0, 16, QUERY_ROWS)
+        head = (tile % head_blocks) * 64 + row
+        inside = head < queries.heads
+        pointers = token + gl.where(inside, head, 0).to(gl.int64) * queries.head_stride * 8
+        load_once(pointers, inside, row, shared.q_offsets.left, 256)
+        load_once(pointers + 256, inside, row, shared.q_offsets.right, 256)
+        if HEAD_DIM == 576:
+            load_once(pointers + 512, inside, row, shared.q_offsets.rope, 64)
+    _signal(shared.q_ready)
 
 
 @gluon.jit
@@ -108,7 +135,7 @@ def _announce_nothing(ready):
 
 
 @gluon.jit
-def produce(q_desc, q_rope_desc, kv, kv_stride, problem, shared, HEAD_DIM: gl.constexpr):
+def produce(queries, kv, kv_stride, problem, shared, HEAD_DIM: gl.constexpr):
     k0 = shared.k0
     k1 = shared.k1
     ready0 = shared.ready0
@@ -117,8 +144,8 @@ def produce(q_desc, q_rope_desc, kv, kv_stride, problem, shared, HEAD_DIM: gl.co
     first = gl.program_id(0)
     row = problem.row(first)
     count = problem.selected(first)
-    indices0 = _load_indices(row, 0, count)
-    indices1 = _load_indices(row, 64, count)
+    indices0 = _narrow(_load_indices(row, 0, count), problem.s_kv)
+    indices1 = _narrow(_load_indices(row, 64, count), problem.s_kv)
     for tile in range(first, problem.tiles, gl.num_programs(0)):
         next_tile = tile + gl.num_programs(0)
         next_row = problem.row(next_tile)
@@ -126,10 +153,10 @@ def produce(q_desc, q_rope_desc, kv, kv_stride, problem, shared, HEAD_DIM: gl.co
         pairs = pairs_of(count)
 
         wait(barriers.Q_FREE, barriers.ALL)
-        _load_q(q_desc, q_rope_desc, tile, problem.head_blocks, shared, HEAD_DIM)
+        _load_q(queries, tile, problem.head_blocks, shared, HEAD_DIM)
         for pair in range(pairs):
-            rows0 = _rows(indices0, kv, kv_stride, problem.s_kv)
-            rows1 = _rows(indices1, kv, kv_stride, problem.s_kv)
+            rows0 = _rows(indices0, kv, kv_stride)
+            rows1 = _rows(indices1, kv, kv_stride)
             wait(barriers.LEFT0_FREE, barriers.PAIR)
             _copy_left(rows0, k0, ready0)
             _publish_mask(rows0, shared.mask0, ready0)
@@ -140,19 +167,21 @@ def produce(q_desc, q_rope_desc, kv, kv_stride, problem, shared, HEAD_DIM: gl.co
             ahead = gl.where(last, 0, (pair + 1) * 128)
             ahead_row = gl.where(last, next_row, row)
             ahead_count = gl.where(last, next_count, count)
-            indices0 = _load_indices(ahead_row, ahead, ahead_count)
-            indices1 = _load_indices(ahead_row, ahead + 64, ahead_count)
+            ahead0 = _load_indices(ahead_row, ahead, ahead_count)
+            ahead1 = _load_indices(ahead_row, ahead + 64, ahead_count)
             wait(barriers.LEFT1_FREE, barriers.PAIR)
             _copy_left(rows1, k1, ready1)
             _publish_mask(rows1, shared.mask1, ready1)
             wait(barriers.RIGHT1_FREE, barriers.PAIR)
             _copy_right(rows1, k1, ready1, HEAD_DIM)
+            indices0 = _narrow(ahead0, problem.s_kv)
+            indices1 = _narrow(ahead1, problem.s_kv)
         row = next_row
         count = next_count
 
     # The left consumer runs one score ahead, also after the last tile: it gets a tile and a block of whatever is there.
     wait(barriers.Q_FREE, barriers.ALL)
-    mbarrier.arrive(shared.q_ready, count=1)
+    _signal(shared.q_ready)
     wait(barriers.LEFT0_FREE, barriers.PAIR)
     wait(barriers.RIGHT0_FREE, barriers.PAIR)
     _announce_nothing(ready0)

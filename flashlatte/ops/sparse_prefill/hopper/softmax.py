@@ -94,18 +94,30 @@ def start_scores(q, q_held, k, ready, phase, opaque_zero, unused, HEAD_DIM: gl.c
 
     ``unused`` is a [64, 64] tensor whose registers the scores may take.
     """
+    pending = start_left_scores(q, k, ready, phase, opaque_zero, unused)
+    return add_right_scores(pending, q, q_held, k, ready, phase, opaque_zero, HEAD_DIM)
+
+
+@gluon.jit
+def start_left_scores(q, k, ready, phase, opaque_zero, unused):
+    """The share of columns 0 to 255 of ``start_scores``."""
     q_left = q.left.index(opaque_zero)
-    q_right = q.right.index(opaque_zero)
     k_left = k.left.index(opaque_zero)
-    k_right = k.right.index(opaque_zero)
     mbarrier.wait(ready.quarter0, phase)
     scores = warpgroup_mma(
         q_left.slice(0, 128, dim=1), k_left.slice(0, 128, dim=1).permute((1, 0)), unused, use_acc=False, is_async=True
     )
     mbarrier.wait(ready.quarter1, phase)
-    scores = warpgroup_mma(
+    return warpgroup_mma(
         q_left.slice(128, 128, dim=1), k_left.slice(128, 128, dim=1).permute((1, 0)), scores, is_async=True
     )
+
+
+@gluon.jit
+def add_right_scores(scores, q, q_held, k, ready, phase, opaque_zero, HEAD_DIM: gl.constexpr):
+    """The share of the other columns of ``start_scores``."""
+    q_right = q.right.index(opaque_zero)
+    k_right = k.right.index(opaque_zero)
     mbarrier.wait(ready.quarter2, phase)
     if HEAD_DIM == 576:
         scores = warpgroup_mma(q_held.other, k.rope.index(opaque_zero).permute((1, 0)), scores, is_async=True)

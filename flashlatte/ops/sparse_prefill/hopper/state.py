@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashlatte.gluon_compat import aggregate
+from flashlatte.ops.sparse_prefill.hopper.shared_offsets import find_tiles, offset_of
 
 TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 ROW_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -21,6 +22,21 @@ class LatentTile:
     left: gl.shared_memory_descriptor  # [1, 64, 256], columns 0 to 255
     right: gl.shared_memory_descriptor  # [1, 64, 256], columns 256 to 511
     rope: gl.shared_memory_descriptor  # [1, 64, 64], columns 512 to 575; with head_dim 512 nothing reads it
+
+    @gluon.constexpr_function
+    def __init__(self, left, right, rope):
+        self.left = left
+        self.right = right
+        self.rope = rope
+
+
+@aggregate
+class TileOffsets:
+    """Where the parts of a LatentTile lie, in bytes from the start of shared memory."""
+
+    left: gl.tensor
+    right: gl.tensor
+    rope: gl.tensor
 
     @gluon.constexpr_function
     def __init__(self, left, right, rope):
@@ -56,9 +72,11 @@ class Shared:
     """Everything in shared memory. Blocks 0 and 1 are the two halves of a pair of 64 selected tokens each."""
 
     q: LatentTile
+    q_offsets: TileOffsets
     q_ready: gl.shared_memory_descriptor
     k0: LatentTile
     k1: LatentTile
+    k1_offsets: TileOffsets
     ready0: BlockReady
     ready1: BlockReady
     mask0: gl.shared_memory_descriptor  # int32 [64], 0 where an index selects nothing
@@ -75,9 +93,11 @@ class Shared:
     def __init__(
         self,
         q,
+        q_offsets,
         q_ready,
         k0,
         k1,
+        k1_offsets,
         ready0,
         ready1,
         mask0,
@@ -91,9 +111,11 @@ class Shared:
         max0,
     ):
         self.q = q
+        self.q_offsets = q_offsets
         self.q_ready = q_ready
         self.k0 = k0
         self.k1 = k1
+        self.k1_offsets = k1_offsets
         self.ready0 = ready0
         self.ready1 = ready1
         self.mask0 = mask0
@@ -194,6 +216,19 @@ def _tile(DTYPE: gl.constexpr, HEAD_DIM: gl.constexpr):
 
 
 @gluon.jit
+def _offsets(q, k1, HEAD_DIM: gl.constexpr):
+    # Inline PTX fills q's tile, and stores a finished tile of out from block 1's.
+    if HEAD_DIM == 576:
+        found = find_tiles(
+            (q.left.index(0), q.right.index(0), k1.left.index(0), k1.right.index(0), q.rope.index(0), k1.rope.index(0))
+        )
+    else:
+        found = find_tiles((q.left.index(0), q.right.index(0), k1.left.index(0), k1.right.index(0)))
+    q_offsets = TileOffsets(offset_of(0, found), offset_of(1, found), offset_of(4, found))
+    return q_offsets, TileOffsets(offset_of(2, found), offset_of(3, found), offset_of(5, found))
+
+
+@gluon.jit
 def allocate(DTYPE: gl.constexpr, HEAD_DIM: gl.constexpr):
     q = _tile(DTYPE, HEAD_DIM)
     k0 = _tile(DTYPE, HEAD_DIM)
@@ -203,11 +238,14 @@ def allocate(DTYPE: gl.constexpr, HEAD_DIM: gl.constexpr):
     weights1 = gl.allocate_shared_memory(DTYPE, [1, 64, 64], TILE_LAYOUT)
     mask0 = gl.allocate_shared_memory(gl.int32, [64], ROW_LAYOUT)
     mask1 = gl.allocate_shared_memory(gl.int32, [64], ROW_LAYOUT)
+    q_offsets, k1_offsets = _offsets(q, k1, HEAD_DIM)
     return Shared(
         q,
-        _barrier(1),
+        q_offsets,
+        _barrier(128),
         k0,
         k1,
+        k1_offsets,
         _block_ready(),
         _block_ready(),
         mask0,

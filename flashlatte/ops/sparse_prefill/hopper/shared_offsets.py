@@ -1,0 +1,64 @@
+"""Where tiles lie in shared memory, for instructions that Gluon lacks and inline PTX gives.
+
+Gluon keeps the addresses of its allocations to itself, but aligns tiles that are swizzled by 128 bytes to 1,024 bytes:
+each is looked for at those places.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashlatte.gluon_compat import cta_barrier
+
+# 256 KiB in steps of 1,024 bytes are more than a program may have.
+_PLACES = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
+_CORNER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+_FIRST_WORD = gl.constexpr(
+    "{ .reg .pred inside; .reg .b32 size, address; "
+    "mov.u32 size, %dynamic_smem_size; setp.lt.u32 inside, $1, size; "
+    "mov.u32 address, global_smem; add.u32 address, address, $1; "
+    "mov.u32 $0, 0; @inside ld.shared.u32 $0, [address]; }"
+)
+
+
+@gluon.jit
+def find_tiles(tiles):
+    """Find up to seven tiles [>= 8, >= 64] of two-byte numbers, swizzled by 128 bytes, for ``offset_of``.
+
+    A tile lies where a word of shared memory changes when the tile is written. Overwrites the tiles. For a program of
+    four warps, before others run.
+    """
+    place = gl.arange(0, 256, _PLACES)
+    for tile in gl.static_range(len(tiles)):
+        _fill_corner(tiles[tile], 0.0)
+    before = _first_words(place)
+    found = gl.zeros_like(place).to(gl.int64)
+    for tile in gl.static_range(len(tiles)):
+        _fill_corner(tiles[tile], 1.0)
+        words = _first_words(place)
+        found += gl.where(words != before, place, 0).to(gl.int64) << (8 * tile)
+        before = words
+    return gl.sum(found, 0)
+
+
+@gluon.jit
+def offset_of(TILE: gl.constexpr, found):
+    """Bytes from the start of shared memory to a tile, given by its position among those of ``find_tiles``."""
+    return ((found >> (8 * TILE)) & 255).to(gl.int32) * 1024
+
+
+@gluon.jit
+def _fill_corner(tile, value):
+    """Write the tile's first 1,024 bytes."""
+    tile.slice(0, 8, dim=0).slice(0, 64, dim=1).store(gl.full([8, 64], value, tile.dtype, _CORNER))
+
+
+@gluon.jit
+def _first_words(place):
+    """The first word at each place, after all that is written before this and before all that is written after."""
+    cta_barrier()
+    words = gl.inline_asm_elementwise(_FIRST_WORD, "=r,r", [place * 1024], gl.int32, is_pure=False, pack=1)
+    cta_barrier()
+    return words
