@@ -16,9 +16,6 @@ from triton.language import core
 # Copy of a tile from global to shared memory by the copy engine: (descriptor, coordinates, mbarrier, tile).
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
-# Copy of a tile from shared to global memory by the copy engine: (descriptor, coordinates, tile).
-tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-
 
 @builtin
 def _async_tma_add(descriptor, coordinates, tile, _semantic=None):
