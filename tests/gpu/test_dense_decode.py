@@ -109,6 +109,37 @@ def test_same_bits_run_after_run(backend: str) -> None:
 
 
 @ON_EVERY_BACKEND
+@pytest.mark.parametrize("where", [0, 20, 69])
+def test_one_long_request_among_short_ones(where: int, backend: str) -> None:
+    """Most programs work on it, though there are requests enough for all."""
+    arguments = DenseDecodeCase(batch=70, s_q=1, s_k=8000, h_q=128).inputs(DEVICE)
+    arguments["cache_seqlens"].fill_(100)
+    arguments["cache_seqlens"][where] = 8000
+    check(arguments, backend)
+
+
+@ON_EVERY_BACKEND
+def test_calls_close_behind_each_other(backend: str) -> None:
+    """They share scratch, in which is left what earlier calls wrote, and begin while the one before ends."""
+    cases = (
+        replace(TYPICAL, batch=140, s_k=700),
+        DenseDecodeCase(batch=300, s_q=1, s_k=500, h_q=16, varlen=True, zero_lengths=True),
+        DenseDecodeCase(batch=131, s_q=1, s_k=900, h_q=64, varlen=True),
+        DenseDecodeCase(batch=3, s_q=1, s_k=5000, h_q=128, varlen=True),
+    )
+    arguments = [case.inputs(DEVICE) for case in cases]
+    alone = []
+    for each in arguments:
+        alone.append(decode(each, backend))
+        torch.cuda.synchronize()
+    rng = random.Random(0)
+    order = [rng.randrange(len(cases)) for _ in range(100)]
+    results = [decode(arguments[index], backend) for index in order]
+    for index, result in zip(order, results, strict=True):
+        harness.assert_same_bits(alone[index], result)
+
+
+@ON_EVERY_BACKEND
 def test_batch_invariant_is_the_same_alone(backend: str) -> None:
     arguments: Arguments = replace(TYPICAL, batch=19, s_k=3000).inputs(DEVICE) | {"batch_invariant": True}
     together = decode(arguments, backend)

@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton")
 
 from support import compile as support  # noqa: E402
 
-from flashlatte.ops.dense_decode.hopper import launch  # noqa: E402
+from flashlatte.ops.dense_decode.hopper import clear, launch, partial  # noqa: E402
 from flashlatte.schedule import combine, plan  # noqa: E402
 from flashlatte.strides import strides_in_use  # noqa: E402
 
@@ -36,6 +36,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "fp16 576, whole requests": {"dtype": torch.float16, "batch": 70, "heads": 8192},
     "bf16 576, batch invariant, misaligned out": {"batch_invariant": True, "out_pad": 1, "index_dtype": torch.int64},
     "bf16 576, rows that are no tile": {"heads": 126},
+    "bf16 576, many requests": {"batch": 128},
 }
 
 
@@ -77,6 +78,7 @@ def record(monkeypatch):
     """Calls the launcher, and returns what it launched."""
     recorder, combiner = Recorder(KERNEL), Recorder(combine.combine_kernel)
     monkeypatch.setattr(launch, "kernel", recorder)
+    monkeypatch.setattr(launch, "clear_kernel", Recorder(clear.clear_kernel))
     monkeypatch.setattr(combine, "combine_kernel", combiner)
     monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
 
@@ -129,6 +131,33 @@ def test_a_tile_is_freed_before_the_output_is_rescaled(compiled):
     assert sum(distance <= 20 for distance in after) >= 8
 
 
+def test_parts_wait_for_each_other(compiled):
+    """A partial result is there before its flag is, and read after that, 16 bytes a thread at a time."""
+    code = compiled("bf16 576, many requests").sass
+    raised = code.split("STG.E.STRONG.GPU")
+    # By each consumer: a flag raised, and two flags of a record looked at.
+    assert len(raised) == 1 + 2
+    assert len(re.findall(r"\bLDG\.E\.STRONG\.GPU\b", code)) == 4
+    for before in raised[:-1]:
+        assert before.rindex("MEMBAR") > before.rindex("STG.E.128") > 0
+    assert len(re.findall(r"\bLDG\.E\.128\b", code)) == 2 * 32
+
+
+def test_requests_that_parts_share_need_no_combine(record, monkeypatch):
+    """Flags are cleared first, by a kernel that waits for the one before it, as scratch may be in use."""
+    monkeypatch.setattr(launch, "clear_kernel", clearer := Recorder(clear.clear_kernel))
+    monkeypatch.setattr(launch.combine, "launch_combine", lambda *_, **__: pytest.fail("not to be launched"))
+    call = record(batch=128).arguments
+    (cleared,) = clearer.launches
+    assert cleared.options["launch_pdl"] is True
+    assert call["PASSES_ON"] is True
+    assert cleared.arguments["records"] == call["parts"] * call["num_groups"]
+    assert call["scratch"].numel() == cleared.arguments["records"] * partial.RECORD.value
+    code = support.compile_launch(clear.clear_kernel, cleared, 90)
+    assert code.spills == 0
+    assert 0 < code.sass.index("ACQBULK") < code.sass.index("STG")
+
+
 @pytest.mark.parametrize("heads", [1, 16, 48, 128])
 def test_lengths_and_strides_compile_once(record, heads):
     rng = random.Random(0)
@@ -149,7 +178,7 @@ def test_lengths_and_strides_compile_once(record, heads):
                 ),
             )
         )
-    # Requests few and many: a request begun costs a part nothing, or a step.
+    # Requests few and many: whether parts pass results on.
     assert len(keys) <= 2
 
 
@@ -242,7 +271,7 @@ def test_the_combine_waits_for_what_it_merges(record, monkeypatch):
     combiner = Recorder(combine_kernel := combine.combine_kernel.fn)
     monkeypatch.setattr(combine, "combine_kernel", combiner)
     monkeypatch.setattr(combine, "_overlaps", lambda _: True)
-    for call in ({"batch": 1, "heads": 16, "columns": 2048}, {"batch": 128}, {"batch_invariant": True}):
+    for call in ({"batch": 1, "heads": 16, "columns": 2048}, {"batch_invariant": True}):
         record(**call)
         launched = combiner.launches.pop()
         assert launched.options["launch_pdl"] is True

@@ -35,6 +35,7 @@ from flashlatte.ops.dense_decode.hopper.tiles import (
     QUERY_FREE,
     REFERENCE1_READY,
     ROPE_OPERAND,
+    ROPE_TAKEN,
     ROWS,
     SCORE_ROWS,
     SCORES,
@@ -268,6 +269,8 @@ def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
             scores = _score0_left(call, phase, z, scores)
             scores = _score0_right(call, request, phase, z, scores)
             scores = warpgroup_mma_wait(0, deps=[scores])
+            if PLAN.has_rope:
+                named_barriers.wait(ROPE_TAKEN, TWO)
             for step in range(begin, end - 1):
                 scores, page, state = _even_step(
                     scores, state, call, request, page, step, steps_taken & 1, steps_taken >> 30, PLAN, False
@@ -280,7 +283,7 @@ def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
             steps_taken += 1
             items_taken += 1
             total = _add_other_sum(state.total, tiles.sums0, tiles.sums1)
-            share = epilogue.Share(item, begin > 0, end - begin == steps)
+            share = epilogue.Share(item, begin > 0, end == steps)
             epilogue.write(state.output, state.reference, total, share, call.place, call.results, 0, PLAN, OUT_ALIGN)
 
 
@@ -310,6 +313,8 @@ def consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
                 q_rope = tiles.q_rope.index(0).load(ROPE_OPERAND)
             else:
                 q_rope: gl.constexpr = None
+            if PLAN.has_rope:
+                named_barriers.arrive(ROPE_TAKEN, TWO)
             request = Request(item, blocks, seen, q_rope)
             for step in range(begin, end - 1):
                 page, state = _odd_step(
@@ -320,5 +325,5 @@ def consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
             steps_taken += 1
             items_taken += 1
             total = _add_other_sum(state.total, tiles.sums1, tiles.sums0)
-            share = epilogue.Share(item, begin > 0, end - begin == steps)
+            share = epilogue.Share(item, begin > 0, end == steps)
             epilogue.write(state.output, state.reference, total, share, call.place, call.results, HALF, PLAN, OUT_ALIGN)

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from flashlatte.ops.dense_decode.hopper import consumers, epilogue, producer, schedule, tiles
+from flashlatte.ops.dense_decode.hopper import consumers, epilogue, partial, producer, schedule, tiles
 from flashlatte.schedule import device, output_rows
 from flashlatte.triton_kernel import lean
 
@@ -56,6 +56,7 @@ def dense_decode_kernel(
     OVERHEAD: tl.constexpr,
     SPLIT_STEPS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    PASSES_ON: tl.constexpr,
 ):
     """A program works on 64 query rows of a kv head and a part of all keys. Arguments as in ``launch``."""
     lists = device.KeyLists(num_items, 1, lengths, lengths_stride, 0, limit, None, None, None, None)
@@ -76,10 +77,11 @@ def dense_decode_kernel(
         rows,
         empty_lse,
     )
-    results = epilogue.Results(outputs, scratch)
     query = producer.Query(q, q_stride_request, q_stride_token, q_stride_head, heads, rows, query_half, query_rope)
     keys = producer.Keys(keys_half, keys_rope)
-    plan: gl.constexpr = schedule.Plan(keys_rope is not None, BLOCKS_PER_PAGE, OVERHEAD, SPLIT_STEPS, MAX_SPLITS)
+    plan: gl.constexpr = schedule.Plan(
+        keys_rope is not None, BLOCKS_PER_PAGE, OVERHEAD, SPLIT_STEPS, MAX_SPLITS, PASSES_ON
+    )
     shared = tiles.allocate(q.dtype.element_ty, plan.has_rope)
     ready = tiles.allocate_ready()
     # The kernel before this one in the stream may still run.
@@ -87,6 +89,11 @@ def dense_decode_kernel(
     group = schedule.find_group(row_blocks, num_groups)
     corner = producer.find_corner(query, group)
     place = schedule.find_place(group, lists, parts, first_item, plan)
+    if PASSES_ON:
+        records = partial.Records(scratch, place.number, parts, group)
+    else:
+        records: gl.constexpr = None
+    results = epilogue.Results(outputs, scratch, records)
     call = consumers.Call(lists, table, place, hidden, scale, shared, ready, results)
     gl.warp_specialize(
         [

@@ -11,7 +11,10 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlatte import dispatch
+from flashlatte.ops.dense_decode.hopper import clear
+from flashlatte.ops.dense_decode.hopper.clear import clear_kernel
 from flashlatte.ops.dense_decode.hopper.kernel import kernel
+from flashlatte.ops.dense_decode.hopper.partial import RECORD
 from flashlatte.ops.dense_decode.hopper.tiles import HALF, KEYS, LATENT, PAIR, ROPE, ROWS
 from flashlatte.schedule import combine, output_rows, plan
 from flashlatte.strides import strides_in_use
@@ -23,6 +26,8 @@ _LOG2_E = math.log2(math.e)
 # With batch_invariant, steps of a split, and the most splits of a request, over all groups of its query rows.
 _SPLIT_STEPS = 8
 _FIXED_SPLITS = 128
+# What a request begun costs a part of a balanced schedule, in steps.
+_OVERHEAD = 2
 # Numbers in 16 bytes, what the copies need rows to be aligned to.
 _ALIGN = 8
 
@@ -36,7 +41,7 @@ class Plan:
         parts: of the balanced schedule, or splits of a request.
         launches: (first request, requests) of each launch.
         scratch: float32 numbers of a launch's partial results; 0 if no request is split.
-        overhead, split_steps, max_splits: see ``schedule.Plan``.
+        overhead, split_steps, max_splits, passes_on: see ``schedule.Plan``.
     """
 
     num_groups: int
@@ -47,6 +52,7 @@ class Plan:
     overhead: int
     split_steps: int | None
     max_splits: int
+    passes_on: bool
 
 
 def dense_decode(
@@ -87,6 +93,11 @@ def dense_decode(
 
     with launching_on(device):
         scratch = torch.empty(made.scratch, dtype=torch.float32, device=device) if made.scratch else None
+        if made.passes_on:
+            records = made.parts * made.num_groups
+            clear_kernel[(-(-records // clear.BLOCK),)](
+                scratch, records, RECORD=RECORD.value, BLOCK=clear.BLOCK, num_warps=4, launch_pdl=True
+            )
         for first, count in made.launches:
             programs = made.parts * made.num_groups * (1 if made.split_steps is None else count)
             kernel[(programs,)](
@@ -121,11 +132,12 @@ def dense_decode(
                 OVERHEAD=made.overhead,
                 SPLIT_STEPS=made.split_steps,
                 MAX_SPLITS=made.max_splits,
+                PASSES_ON=made.passes_on,
                 num_warps=4,
                 enable_fp_fusion=True,
                 launch_pdl=True,
             )
-            if scratch is not None:
+            if scratch is not None and not made.passes_on:
                 combine.launch_combine(
                     scratch,
                     lists,
@@ -154,6 +166,7 @@ def make_plan(multiprocessors: int, batch: int, rows: int, h_kv: int, max_keys: 
     record = combine.record_bytes(ROWS.value, LATENT.value)
     split_steps: int | None
     overhead = 0
+    passes_on = False
     if batch_invariant:
         split_steps, max_splits = _SPLIT_STEPS, max(_FIXED_SPLITS // groups, 1)
         parts = min(max_splits, -(-most_steps // split_steps))
@@ -161,24 +174,28 @@ def make_plan(multiprocessors: int, batch: int, rows: int, h_kv: int, max_keys: 
         records = max(count for _, count in launches) * groups * parts if parts > 1 else 0
     else:
         balanced = plan.balanced_parts(batch, groups, multiprocessors, most_steps, record)
-        if batch * (most_steps + 1) > plan.MOST_COST:
+        if batch * (most_steps + _OVERHEAD) > plan.MOST_COST:
             balanced = None
         split_steps, max_splits = (1, 1) if balanced is None else (None, 0)
-        records = 0 if balanced is None else 2 * groups * balanced
         parts = balanced or 1
+        # With few requests a part should be as short as can be; with many it shares few of them.
+        passes_on = balanced is not None and 2 * batch >= parts
+        overhead = _OVERHEAD if passes_on else 0
+        records = 0 if balanced is None else groups * parts * (1 if passes_on else 2)
         launches = ((0, batch),)
-        # With few requests a part should be as short as can be; with many, a request begun costs about a step.
-        overhead = int(2 * batch >= parts)
     return Plan(
         num_groups=groups,
         row_blocks=row_blocks,
         parts=parts,
         launches=launches,
         # Behind the records of balanced parts, what they note for the merging.
-        scratch=records * record // 4 + (parts if records and split_steps is None else 0),
+        scratch=records * RECORD.value
+        if passes_on
+        else records * record // 4 + (parts if records and split_steps is None else 0),
         overhead=overhead,
         split_steps=split_steps,
         max_splits=max_splits,
+        passes_on=passes_on,
     )
 
 

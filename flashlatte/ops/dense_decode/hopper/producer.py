@@ -81,13 +81,18 @@ def _load_query(tiles, ready, query, corner, request, place, HAS_ROPE: gl.conste
 
 @gluon.jit
 def _load_query_rope(tiles, ready, query, corner, request, place, HAS_ROPE: gl.constexpr):
-    """Load the rest of a query, and signal it when it has come."""
-    if query.half is not None:
-        if HAS_ROPE:
+    """Begin to load the rest of a query, if there is any."""
+    if HAS_ROPE:
+        if query.half is not None:
             tma_load(query.rope, [request, corner.token, corner.head, LATENT], ready, tiles.q_rope.index(0))
-    else:
-        if HAS_ROPE:
+        else:
             _copy_query(tiles.q_rope, query, request, place, LATENT, ROPE)
+
+
+@gluon.jit
+def _signal_query(ready, query):
+    """Signal a query when it has come, where TMA does not."""
+    if query.half is None:
         async_copy.commit_group()
         async_copy.wait_group(0)
         fence_async_shared()
@@ -148,14 +153,16 @@ def produce(query, corner, keys, table, lists, place, tiles, ready, scratch, PLA
                 named_barriers.wait(K0_LEFT_FREE, TWO)
                 _load_left(keys, tiles.k0_left, ready.k0_left, page0, token0, place.group.kv_head)
                 named_barriers.wait(K0_RIGHT_FREE, TWO)
+                if step == begin:
+                    # The weights that lay here were read with block 0's right half.
+                    _load_query_rope(tiles, ready.query, query, corner, item, place, PLAN.has_rope)
                 _load_right(keys, tiles.k0_right, tiles.k0_rope, ready.k0_right, page0, token0, place.group.kv_head)
                 named_barriers.wait(K1_LEFT_FREE, TWO)
                 _load_left(keys, tiles.k1_left, ready.k1_left, page1, token1, place.group.kv_head)
                 named_barriers.wait(K1_RIGHT_FREE, TWO)
                 _load_right(keys, tiles.k1_right, tiles.k1_rope, ready.k1_right, page1, token1, place.group.kv_head)
                 if step == begin:
-                    # The weights that lay here were read before block 1's left half became free.
-                    _load_query_rope(tiles, ready.query, query, corner, item, place, PLAN.has_rope)
+                    _signal_query(ready.query, query)
                 # Not before this step's loads, which would wait for the numbers.
                 page0 = schedule.page_of(table, item, block + 2, blocks, PLAN)
                 page1 = schedule.page_of(table, item, block + 3, blocks, PLAN)

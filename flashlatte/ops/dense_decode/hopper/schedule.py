@@ -59,6 +59,7 @@ class Plan(NamedTuple):
         overhead: what starting on a request costs, in steps of two blocks.
         split_steps: steps of a fixed split; None for a balanced schedule.
         max_splits: splits are longer if a request would have more than so many.
+        passes_on: whether parts merge the requests that they share (``partial``), or leave that to the combine kernel.
     """
 
     has_rope: Any
@@ -66,6 +67,7 @@ class Plan(NamedTuple):
     overhead: Any
     split_steps: Any
     max_splits: Any
+    passes_on: Any
 
 
 class Table(NamedTuple):
@@ -99,6 +101,8 @@ def find_place(group, lists, parts, first_item, PLAN: gl.constexpr):
     """The place of this program, among those with the same rows."""
     number = gl.program_id(0) // group.count
     if PLAN.split_steps is None:
+        # Who waits for another part's result (``partial``) is launched after that part.
+        number = parts - 1 - number
         part = gluon_parts.find_part(number, parts, lists, PAIR, PLAN.overhead, _THREADS)
     else:
         part = find_split(first_item + number // parts, number % parts, lists, PLAN)
@@ -108,7 +112,7 @@ def find_place(group, lists, parts, first_item, PLAN: gl.constexpr):
 @gluon.jit
 def note_continued(scratch, place, PLAN: gl.constexpr):
     """Tell the combine kernel which item this part continues."""
-    if PLAN.split_steps is None:
+    if PLAN.split_steps is None and not PLAN.passes_on:
         gluon_parts.note_continued(
             scratch, place.part, place.number, place.parts, place.group.count, RECORD, PLAN.overhead
         )

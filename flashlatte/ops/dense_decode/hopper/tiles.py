@@ -43,6 +43,8 @@ WEIGHTS0_READY = gl.constexpr(10)
 REFERENCE1_READY = gl.constexpr(11)
 WEIGHTS1_READY = gl.constexpr(12)
 SUMS_READY = gl.constexpr(13)
+# From the odd consumer to the even one: weights may lie where the query's rope was.
+ROPE_TAKEN = gl.constexpr(14)
 
 # Threads that meet at a barrier: two partitions, or all three.
 TWO = gl.constexpr(256)
@@ -95,7 +97,7 @@ def allocate(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr):
     weights0 = gl.allocate_shared_memory(DTYPE, [1, ROWS, KEYS], _SWIZZLED)
     weights1 = gl.allocate_shared_memory(DTYPE, [1, ROWS, KEYS], _SWIZZLED)
     # The consumers take the query's rope into registers when an item begins, so weights can lie on it.
-    q_rope = weights1
+    q_rope = weights0
     k0_rope = weights0
     k1_rope = weights0
     if HAS_ROPE:
