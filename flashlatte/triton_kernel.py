@@ -12,6 +12,7 @@ import torch
 import triton
 
 from flashlatte.repeat import note_launch
+from flashlatte.triton_clusters import join
 from flashlatte.triton_launch import hooked, is_descriptor
 
 # Launches that a kernel remembers, of which only strides in tuples can make many.
@@ -49,6 +50,9 @@ class LeanLaunch:
     arguments dtype, 16-byte alignment and which are None; not by arguments that Triton was told not to specialise on.
     """
 
+    # Programs of a cluster, and bytes of shared memory that each has beside Triton's (``triton_clusters``).
+    cluster: tuple[int, int] | None = None
+
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if "_launches" not in self.__dict__:
             self._launches = {}
@@ -69,6 +73,8 @@ class LeanLaunch:
                 key.append(_trait(argument))
         known = None if warmup or self.pre_run_hooks or hooked() else self._launches.get(tuple(key))
         if known is None:
+            if self.cluster is not None:
+                join(super().run(*args, grid=grid, warmup=True, **kwargs), *self.cluster)  # type: ignore[misc]
             compiled = super().run(*args, grid=grid, warmup=warmup, **kwargs)  # type: ignore[misc]
             if not warmup:
                 if len(self._launches) >= _REMEMBERED:

@@ -6,7 +6,7 @@ which are half as long to sum.
 """
 
 # Triton's calls are not Python's.
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
@@ -27,52 +27,78 @@ def _add(a, b):
 
 
 @gluon.jit
-def _item_costs(items, lists, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr):
-    blocks = device.item_blocks(items, lists, BLOCK_N)
+def whole_grains(blocks, GRAIN: gl.constexpr):
+    """Blocks, rounded up to GRAIN."""
+    return (blocks + GRAIN - 1) // GRAIN * GRAIN
+
+
+@gluon.jit
+def _item_costs(items, lists, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr, GRAIN: gl.constexpr):
+    blocks = whole_grains(device.item_blocks(items, lists, BLOCK_N), GRAIN)
     return gl.where(items < lists.num_items, blocks + OVERHEAD, 0)
 
 
 @gluon.jit
-def _parts_in_use(num_parts, total, OVERHEAD: gl.constexpr):
-    return gl.minimum(num_parts, gl.maximum(total // (OVERHEAD + 1), 1))
+def _parts_in_use(num_parts, total, OVERHEAD: gl.constexpr, GRAIN: gl.constexpr):
+    return gl.minimum(num_parts, gl.maximum(total // (OVERHEAD + GRAIN), 1))
 
 
 @gluon.jit
-def _share_of(total, number, parts):
-    """⌊number · total / parts⌋ for number ≤ parts, where the product may be too large."""
-    whole = total // parts
-    return number * whole + number * (total - whole * parts) // parts
+def _share_of(total, number, parts, GRAIN: gl.constexpr):
+    """⌊number · total / parts⌋ in whole grains, for number ≤ parts, where the product may be too large."""
+    grains = total // GRAIN
+    whole = grains // parts
+    return (number * whole + number * (grains - whole * parts) // parts) * GRAIN
 
 
 @gluon.jit
-def find_part_alike(number, num_parts, lists, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr):
+def find_part_alike(number, num_parts, lists, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr, GRAIN: gl.constexpr = 1):
     """``find_part`` where all items have the same lengths: nothing is read."""
-    each = device.item_blocks(gl.to_tensor(0), lists, BLOCK_N) + OVERHEAD
+    each = whole_grains(device.item_blocks(gl.to_tensor(0), lists, BLOCK_N), GRAIN) + OVERHEAD
     total = each * lists.num_items
-    parts = _parts_in_use(num_parts, total, OVERHEAD)
-    begin = _share_of(total, gl.minimum(number, parts), parts)
-    end = _share_of(total, gl.minimum(number + 1, parts), parts)
+    parts = _parts_in_use(num_parts, total, OVERHEAD, GRAIN)
+    begin = _share_of(total, gl.minimum(number, parts), parts, GRAIN)
+    end = _share_of(total, gl.minimum(number + 1, parts), parts, GRAIN)
     first = begin // each
     return device.Part(begin, end, first, (end + each - 1) // each, first * each)
 
 
 @gluon.jit
-def find_part(number, num_parts, lists, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr, THREADS: gl.constexpr):
+def find_even_part(number, splits, lists, BLOCK_N: gl.constexpr, GRAIN: gl.constexpr = 1):
+    """A part where all items have the same lengths and are split into ``splits`` parts each; starting costs nothing."""
+    each = whole_grains(device.item_blocks(gl.to_tensor(0), lists, BLOCK_N), GRAIN)
+    item = number // splits
+    split = number - item * splits
+    begin = split * (each // GRAIN) // splits * GRAIN
+    end = (split + 1) * (each // GRAIN) // splits * GRAIN
+    return device.Part(item * each + begin, item * each + end, item, item + 1, item * each)
+
+
+@gluon.jit
+def find_part(
+    number,
+    num_parts,
+    lists,
+    BLOCK_N: gl.constexpr,
+    OVERHEAD: gl.constexpr,
+    THREADS: gl.constexpr,
+    GRAIN: gl.constexpr = 1,
+):
     """The ``device.Part`` that is number ``number`` of ``num_parts``, found by all THREADS of a partition."""
     items = gl.arange(0, THREADS, _one_each(THREADS))
-    costs = _item_costs(items, lists, BLOCK_N, OVERHEAD)
+    costs = _item_costs(items, lists, BLOCK_N, OVERHEAD, GRAIN)
     total = gl.sum(costs, 0)
     for start in range(THREADS, lists.num_items, THREADS):
-        total += gl.sum(_item_costs(start + items, lists, BLOCK_N, OVERHEAD), 0)
-    parts = _parts_in_use(num_parts, total, OVERHEAD)
-    begin = _share_of(total, gl.minimum(number, parts), parts)
-    end = _share_of(total, gl.minimum(number + 1, parts), parts)
+        total += gl.sum(_item_costs(start + items, lists, BLOCK_N, OVERHEAD, GRAIN), 0)
+    parts = _parts_in_use(num_parts, total, OVERHEAD, GRAIN)
+    begin = _share_of(total, gl.minimum(number, parts), parts, GRAIN)
+    end = _share_of(total, gl.minimum(number + 1, parts), parts, GRAIN)
 
     first, stop, first_cost = _count(items, 0, costs, lists, begin, end)
     scanned = gl.to_tensor(0)
     for start in range(THREADS, lists.num_items, THREADS):
         scanned += gl.sum(costs, 0)
-        costs = _item_costs(start + items, lists, BLOCK_N, OVERHEAD)
+        costs = _item_costs(start + items, lists, BLOCK_N, OVERHEAD, GRAIN)
         before, begun, cost_before = _count(start + items, scanned, costs, lists, begin, end)
         first += before
         stop += begun

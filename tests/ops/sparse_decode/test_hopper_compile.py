@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import random
 import re
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 from support import compile as support
-from support.compile import SHARED_BYTES, Launch, Recorder, variant_key
+from support.compile import SHARED_BYTES, Recorder, variant_key
 
 from flashlatte import dispatch
 from flashlatte.ops.sparse_decode import api
@@ -19,85 +17,20 @@ from flashlatte.ops.sparse_decode import api
 triton = pytest.importorskip("triton")
 
 
-from flashlatte.ops.sparse_decode.hopper import launch  # noqa: E402
+from support.hopper_sparse_decode import CALLS, FORMATS, KERNEL, LENGTHS, recording  # noqa: E402
+
+from flashlatte.ops.sparse_decode.hopper import exchange, launch  # noqa: E402
 from flashlatte.schedule import combine, plan  # noqa: E402
 
 pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
 
-KERNEL = launch.kernel
 COMBINE = combine.combine_kernel
 VERSION = ".".join(triton.__version__.split(".")[:2])
-
-# Numbers that a token of a format has in q, and the width of its cache and its dtype.
-FORMATS = {
-    "v32": (576, 656, torch.uint8),
-    "model1": (512, 584, torch.uint8),
-    "bf16": (576, 576, torch.bfloat16),
-    "bf16 512": (512, 512, torch.bfloat16),
-}
-LENGTHS: dict[str, Any] = {"extra_topk": 512, "lengths": True}
-CALLS: dict[str, dict[str, Any]] = {
-    "v32, whole items": {"batch": 128},
-    "v32, parts": LENGTHS,
-    "v32, equal parts": {},
-    "model1, parts": {"form": "model1", **LENGTHS},
-    "model1, odd pages": {"form": "model1", "page_size": 61, "index_dtype": torch.int64, "out_pad": 1, **LENGTHS},
-    "bf16 576, whole items": {"form": "bf16", "batch": 128},
-    "bf16 512, parts": {"form": "bf16 512", **LENGTHS},
-}
-
-
-def decode(
-    form: str = "v32",
-    batch: int = 3,
-    s_q: int = 2,
-    heads: int = 128,
-    topk: int = 2048,
-    pages: int = 8,
-    page_size: int = 64,
-    extra_topk: int = 0,
-    lengths: bool = False,
-    sink: bool = True,
-    index_dtype: torch.dtype = torch.int32,
-    q_pad: int = 0,
-    out_pad: int = 0,
-) -> None:
-    """A call of the implementation with tensors whose contents do not matter."""
-    head_dim, width, dtype = FORMATS[form]
-    cache = torch.empty(pages, page_size, 1, width, dtype=dtype)
-    length = torch.empty(batch, dtype=index_dtype) if lengths else None
-    launch.sparse_decode(
-        torch.empty(batch, s_q, heads, head_dim + q_pad, dtype=torch.bfloat16)[..., :head_dim],
-        cache,
-        torch.empty(batch, s_q, topk, dtype=index_dtype),
-        form.split()[0],
-        length,
-        torch.empty(heads) if sink else None,
-        cache if extra_topk else None,
-        torch.empty(batch, s_q, extra_topk, dtype=index_dtype) if extra_topk else None,
-        length if extra_topk else None,
-        head_dim**-0.5,
-        -math.inf,
-        torch.empty(batch, s_q, heads, 512 + out_pad, dtype=torch.bfloat16)[..., :512],
-        torch.empty(batch, heads, s_q),
-    )
 
 
 @pytest.fixture
 def record(monkeypatch):
-    """Calls the launcher, and returns what it launched."""
-    recorder, combiner = Recorder(KERNEL), Recorder(COMBINE)
-    monkeypatch.setattr(launch, "kernel", recorder)
-    monkeypatch.setattr(combine, "combine_kernel", combiner)
-    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
-
-    def record(**call: Any) -> Launch:
-        recorder.launches.clear()
-        decode(**call)
-        (only,) = recorder.launches
-        return only
-
-    return record
+    return recording(monkeypatch)
 
 
 @pytest.fixture
@@ -116,7 +49,7 @@ def test_machine_code(compiled, name):
     # Outside of the loops: what the producer keeps over an item.
     assert code.spills <= MOST_SPILLS[form.split()[0]]
     assert code.registers == REGISTERS[form.split()[0]]
-    assert code.shared <= SHARED_BYTES[90]
+    assert code.shared + exchange.TAIL_BYTES <= SHARED_BYTES[90]
     # Scores of a block: head_dim / 16 multiplications, at 4 places; output: 8 for each of 2 blocks, 2 x 2 places.
     assert code.hgmma == 4 * head_dim // 16 + 64
     assert code.hmma == 0
@@ -124,8 +57,7 @@ def test_machine_code(compiled, name):
     assert len(re.findall(r"\bWARPGROUP\.DEPBAR\b", code.sass)) == 12
 
 
-# Of bf16, one register that each consumer keeps over an epilogue.
-MOST_SPILLS = {"v32": 90, "model1": 30, "bf16": 6}
+MOST_SPILLS = {"v32": 10, "model1": 20, "bf16": 6}
 # What 12 warps allow at launch, or 16.
 REGISTERS = {"v32": 168, "model1": 168, "bf16": 128}
 
@@ -146,7 +78,7 @@ def test_nothing_is_read_before_the_kernel_before_has_ended(compiled, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("v32, whole items", 0), ("model1, parts", 4), ("bf16 576, whole items", 0)]
+    ("name", "most"), [("v32, alone", 4), ("model1, parts, alone", 4), ("bf16 576, whole items", 0)]
 )
 def test_the_producer_spills_nothing_that_it_loads(compiled, name, most):
     """A spilled word of a row would be waited for as soon as it is asked for."""
@@ -162,15 +94,20 @@ def producer_loop_spills(sass: str) -> int:
     return sum(bool(re.search(r"\b(?:STL|LDL)\b", line)) for line in lines[first:last])
 
 
-@pytest.mark.parametrize("name", ["v32, whole items", "model1, parts"])
+@pytest.mark.parametrize("name", ["v32, alone", "model1, parts, alone", "v32, whole items", "model1, parts"])
 def test_numbers_pass_16_bytes_at_a_time(compiled, name):
     code = compiled(name)
     loads = Counter(re.findall(r"\bLDG\.E(\.\w+)?", code.sass))
     stores = Counter(re.findall(r"\bSTS(\.\w+)?", code.sass))
-    # 64 tokens by 128 threads: for two blocks, and the first half of all. Twice as many when widened.
     row = {"v32": 512, "model1": 448}[name.split(",")[0]]
-    assert loads[".128"] == (2 * row + 256) * 64 // (16 * 128)
-    assert stores[".128"] >= 2 * 2 * row * 64 // (16 * 128)
+    if name.endswith("alone"):
+        # 64 tokens by 128 threads: for two blocks, and the first half of all. Twice as many when widened.
+        assert loads[".128"] == (2 * row + 256) * 64 // (16 * 128)
+        assert stores[".128"] >= 2 * 2 * row * 64 // (16 * 128)
+    else:
+        # 32 tokens: for two blocks, and the first of all, v32 with 16 bytes of scales.
+        assert loads[".128"] == 3 * row * 32 // (16 * 128) + 3 * (row == 512)
+        assert stores[".128"] >= 2 * 2 * row * 32 // (16 * 128)
     # No conversion of e4m3 through float32.
     assert not re.search(r"\bF2F\.|E4M3", code.sass)
 
@@ -210,8 +147,8 @@ def test_lengths_and_strides_compile_once(record):
             **LENGTHS,
         )
         keys.add(variant_key(KERNEL, recorded))
-    # Items few and many: an item begun costs a part nothing, or two blocks.
-    assert len(keys) <= 2
+    # Items few and many: an item begun costs a part nothing, or two blocks. And programs alone and in pairs.
+    assert len(keys) <= 4
 
 
 @pytest.mark.parametrize("batch", [1, 3, 16, 128, 400, 20000])
@@ -230,7 +167,7 @@ def test_parts_note_what_they_continue(monkeypatch, record):
     """Behind the records, for a combine kernel that is launched early."""
     combiner = Recorder(COMBINE)
     monkeypatch.setattr(combine, "combine_kernel", combiner)
-    for call in ({"batch": 2}, {"batch": 37, **LENGTHS}):
+    for call in ({"batch": 74, "s_q": 1}, {"batch": 37, **LENGTHS}):
         launched = record(**call)
         (merged,) = combiner.launches
         combiner.launches.clear()
@@ -240,6 +177,19 @@ def test_parts_note_what_they_continue(monkeypatch, record):
         records = 2 * parts * groups * combine.record_bytes(64, 512) // 4
         assert launched.arguments["scratch"].numel() == records + parts
         assert launched.arguments["scratch"] is merged.arguments["scratch"]
+
+
+def test_items_of_one_length_are_split_evenly():
+    made = launch.make_plan(132, 4, 128, 2048, 0, True)
+    assert (made.parts, made.even) == (64, True)
+    assert not launch.make_plan(132, 4, 128, 2048, 0, False).even
+    assert not launch.make_plan(132, 74, 128, 2048, 0, True).even
+
+
+def test_no_part_is_longer_than_it_must_be():
+    """Of 74 items of 16 pairs in 66 parts: where starting on an item counted as a pair, a part would have 19."""
+    assert launch.make_plan(132, 74, 128, 2048, 0, True).overhead == 0
+    assert launch.make_plan(132, 74, 128, 2048, 0, False).overhead == 2
 
 
 def test_costs_that_32_bits_cannot_hold_are_not_balanced():

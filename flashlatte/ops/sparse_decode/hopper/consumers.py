@@ -19,8 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlatte import lazy_softmax, named_barriers
-from flashlatte.gluon_compat import cta_barrier
-from flashlatte.ops.sparse_decode.hopper import epilogue, schedule, tiles
+from flashlatte.ops.sparse_decode.hopper import epilogue, exchange, query, schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.tiles import (
     CONSUMER,
     HALF,
@@ -45,18 +44,22 @@ class Call(NamedTuple):
     """What stays the same over all items of a program.
 
     Attributes:
+        query: all queries (``query.Query``).
         lists: lengths of the items (``device.KeyLists``).
         place: the program's share of the work (``schedule.Place``).
         scale: softmax_scale · log2(e).
         tiles, ready: shared memory.
+        link: to the other program of a pair (``exchange.Link``), None where there is none.
         results: where results go (``epilogue.Results``).
     """
 
+    query: Any
     lists: Any
     place: Any
     scale: Any
     tiles: Any
     ready: Any
+    link: Any
     results: Any
 
 
@@ -90,8 +93,29 @@ def _raised(reference, scores, scale):
 
 
 @gluon.jit
-def _await(copied, phase, READY: gl.constexpr, PLAN: gl.constexpr):
+def _release(call, FREE: gl.constexpr, PLAN: gl.constexpr):
+    """Let a half be filled again: by the producer, and in a pair of programs by both."""
+    if PLAN.paired:
+        exchange.release(FREE, call.link)
+    else:
+        named_barriers.arrive(FREE, CONSUMER + PLAN.producer_threads)
+
+
+@gluon.jit
+def _begin(call, FIRST_FREE: gl.constexpr, SECOND_FREE: gl.constexpr, PLAN: gl.constexpr):
+    if PLAN.paired:
+        exchange.arrive()
+        exchange.meet()
+    else:
+        _release(call, FIRST_FREE, PLAN)
+        _release(call, SECOND_FREE, PLAN)
+
+
+@gluon.jit
+def _await(call, copied, phase, READY: gl.constexpr, PLAN: gl.constexpr):
     named_barriers.wait(READY, CONSUMER + PLAN.producer_threads)
+    if PLAN.paired:
+        exchange.wait(READY, call.link, phase)
     if PLAN.format == PLAIN:
         mbarrier.wait(copied, phase)
     # Here, and not before the producer's arrival: this fence waits for all loads of its thread.
@@ -99,17 +123,17 @@ def _await(copied, phase, READY: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _score_left(q, k, copied, phase, scores, READY: gl.constexpr, USE_ACC: gl.constexpr, PLAN: gl.constexpr):
-    _await(copied, phase, READY, PLAN)
+def _score_left(call, q, k, copied, phase, scores, READY: gl.constexpr, USE_ACC: gl.constexpr, PLAN: gl.constexpr):
+    _await(call, copied, phase, READY, PLAN)
     return warpgroup_mma(q, k.permute((1, 0)), scores, use_acc=USE_ACC, is_async=True)
 
 
 @gluon.jit
-def _score_right(q, k, copied, phase, scores, READY: gl.constexpr, USE_ACC: gl.constexpr, PLAN: gl.constexpr):
+def _score_right(call, q, k, copied, phase, scores, READY: gl.constexpr, USE_ACC: gl.constexpr, PLAN: gl.constexpr):
     if PLAN.format == MODEL1:
         # Its last 64 columns are copied.
         mbarrier.wait(copied, phase)
-    _await(copied, phase, READY, PLAN)
+    _await(call, copied, phase, READY, PLAN)
     return warpgroup_mma(q, k.permute((1, 0)), scores, use_acc=USE_ACC, is_async=True)
 
 
@@ -129,9 +153,18 @@ def _score0(call, phase, z, scores, PLAN: gl.constexpr):
     shared = call.tiles
     ready = call.ready
     scores = _score_left(
-        shared.q_left.index(z), shared.k0_left.index(z), ready.k0_left, phase, scores, tiles.K0_LEFT_READY, False, PLAN
+        call,
+        shared.q_left.index(z),
+        shared.k0_left.index(z),
+        ready.k0_left,
+        phase,
+        scores,
+        tiles.K0_LEFT_READY,
+        False,
+        PLAN,
     )
     scores = _score_right(
+        call,
         shared.q_right.index(z),
         shared.k0_right.index(z),
         ready.k0_right,
@@ -150,6 +183,7 @@ def _score1(call, phase, z, scores, PLAN: gl.constexpr):
     shared = call.tiles
     ready = call.ready
     scores = _score_right(
+        call,
         shared.q_right.index(z),
         shared.k1_right.index(z),
         ready.k1_right,
@@ -160,7 +194,15 @@ def _score1(call, phase, z, scores, PLAN: gl.constexpr):
         PLAN,
     )
     scores = _score_left(
-        shared.q_left.index(z), shared.k1_left.index(z), ready.k1_left, phase, scores, tiles.K1_LEFT_READY, True, PLAN
+        call,
+        shared.q_left.index(z),
+        shared.k1_left.index(z),
+        ready.k1_left,
+        phase,
+        scores,
+        tiles.K1_LEFT_READY,
+        True,
+        PLAN,
     )
     return _score_rope(shared.q_rope.index(z), shared.k1_rope.index(z), ready.k1_right, phase, scores, PLAN)
 
@@ -172,9 +214,10 @@ def _hide(scores, mask):
 
 
 @gluon.jit
-def _release_query(call):
-    cta_barrier()
-    mbarrier.arrive(call.ready.query_free, count=1)
+def _copy_query(call, item, cost, PLAN: gl.constexpr):
+    """Ask for the queries of an item that starts at ``cost``, if the program has something of it."""
+    if schedule.has_share(item, cost, call.place, PLAN):
+        query.copy(call.query, item, call.lists.tokens, call.place.group, call.tiles, call.ready.query, PLAN.has_rope)
 
 
 @gluon.jit
@@ -198,7 +241,7 @@ def _even_step(scores, state, call, z, PLAN: gl.constexpr, LAST: gl.constexpr):
     operand = gl.convert_layout(rounded, WEIGHT_OPERAND)
     output = warpgroup_mma(operand, k0_left, output, is_async=True)
     output = warpgroup_mma_wait(0, deps=[output])
-    named_barriers.arrive(tiles.K0_LEFT_FREE, CONSUMER + PLAN.producer_threads)
+    _release(call, tiles.K0_LEFT_FREE, PLAN)
 
     named_barriers.wait(tiles.REFERENCE1_READY, TWO)
     reference1 = shared.reference1.load(SCORE_ROWS)
@@ -210,7 +253,7 @@ def _even_step(scores, state, call, z, PLAN: gl.constexpr, LAST: gl.constexpr):
     if LAST:
         total += shared.sums1.load(SCORE_ROWS)
     output = warpgroup_mma_wait(0, deps=[output])
-    named_barriers.arrive(tiles.K1_LEFT_FREE, CONSUMER + PLAN.producer_threads)
+    _release(call, tiles.K1_LEFT_FREE, PLAN)
     return State(output, reference1, total)
 
 
@@ -227,8 +270,6 @@ def _odd_step(state, call, phase, z, PLAN: gl.constexpr, LAST: gl.constexpr):
     output = _rescale(state.output, gl.exp2(state.reference - reference0))
     output = warpgroup_mma(shared.weights0.index(z), shared.k0_right.index(z), output, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    if LAST:
-        _release_query(call)
     scores = _hide(scores, shared.mask1)
     reference1 = _raised(reference0, scores, call.scale)
     shared.reference1.store(reference1)
@@ -245,19 +286,19 @@ def _odd_step(state, call, phase, z, PLAN: gl.constexpr, LAST: gl.constexpr):
     named_barriers.arrive(tiles.WEIGHTS1_READY, TWO)
     operand = gl.convert_layout(rounded, WEIGHT_OPERAND)
     output = warpgroup_mma_wait(0, deps=[output])
-    named_barriers.arrive(tiles.K0_RIGHT_FREE, CONSUMER + PLAN.producer_threads)
+    _release(call, tiles.K0_RIGHT_FREE, PLAN)
     output = _rescale(output, decay)
     output = warpgroup_mma(operand, k1_right, output, is_async=True)
     output = warpgroup_mma_wait(0, deps=[output])
-    named_barriers.arrive(tiles.K1_RIGHT_FREE, CONSUMER + PLAN.producer_threads)
+    _release(call, tiles.K1_RIGHT_FREE, PLAN)
     return State(output, reference1, total)
 
 
 @gluon.jit
 def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
-    named_barriers.arrive(tiles.K0_LEFT_FREE, CONSUMER + PLAN.producer_threads)
-    named_barriers.arrive(tiles.K1_LEFT_FREE, CONSUMER + PLAN.producer_threads)
+    _begin(call, tiles.K0_LEFT_FREE, tiles.K1_LEFT_FREE, PLAN)
     part = call.place.part
+    _copy_query(call, part.first, part.first_cost, PLAN)
     cost = part.first_cost
     items_taken = 0
     pairs_taken = 0
@@ -276,17 +317,17 @@ def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
                 pairs_taken += 1
                 scores = _score0(call, pairs_taken & 1, pairs_taken >> 30, scores, PLAN)
                 scores = warpgroup_mma_wait(0, deps=[scores])
-            _release_query(call)
             state = _even_step(scores, state, call, pairs_taken >> 30, PLAN, True)
             pairs_taken += 1
             items_taken += 1
-            epilogue.write(state, item, share, call.place, call.results, 0, OUT_ALIGN)
+            # The odd consumer, whose weights have come, has no use for the present ones either.
+            _copy_query(call, item + call.place.stride, cost, PLAN)
+            epilogue.write(state, item, share, call.place, call.results, 0, PLAN, OUT_ALIGN)
 
 
 @gluon.jit
 def consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
-    named_barriers.arrive(tiles.K0_RIGHT_FREE, CONSUMER + PLAN.producer_threads)
-    named_barriers.arrive(tiles.K1_RIGHT_FREE, CONSUMER + PLAN.producer_threads)
+    _begin(call, tiles.K0_RIGHT_FREE, tiles.K1_RIGHT_FREE, PLAN)
     part = call.place.part
     cost = part.first_cost
     items_taken = 0
@@ -304,4 +345,4 @@ def consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
             state = _odd_step(state, call, pairs_taken & 1, pairs_taken >> 30, PLAN, True)
             pairs_taken += 1
             items_taken += 1
-            epilogue.write(state, item, share, call.place, call.results, HALF, OUT_ALIGN)
+            epilogue.write(state, item, share, call.place, call.results, HALF, PLAN, OUT_ALIGN)

@@ -7,18 +7,19 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashlatte.ops.sparse_decode.hopper import schedule
 from flashlatte.ops.sparse_decode.hopper.schedule import RECORD
 from flashlatte.ops.sparse_decode.hopper.tiles import HALF, LATENT, OUTPUT, OUTPUT_ROWS, ROWS
-from flashlatte.schedule import device, output_rows
+from flashlatte.schedule import output_rows
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 class Results(NamedTuple):
-    """``outputs``: ``output_rows.Outputs``. ``scratch``: records of partial results, None where no item is split."""
+    """``outputs``: ``output_rows.Outputs``. ``records``: of the program's two partial results, None for whole items."""
 
     outputs: Any
-    scratch: Any
+    records: Any
 
 
 @gluon.constexpr_function
@@ -41,7 +42,7 @@ _STORE = gl.constexpr(_columns_layout([8, 16], [2, 4]))
 
 
 @gluon.jit
-def write(state, item, share, place, results, FIRST_COL: gl.constexpr, OUT_ALIGN: gl.constexpr):
+def write(state, item, share, place, results, FIRST_COL: gl.constexpr, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
     """Normalise and write columns from FIRST_COL of an item's heads; those from 0 bring the lse along."""
     outputs = results.outputs
     total = gl.convert_layout(state.total, OUTPUT_ROWS, assert_trivial=True)
@@ -50,29 +51,39 @@ def write(state, item, share, place, results, FIRST_COL: gl.constexpr, OUT_ALIGN
     factor = gl.where(is_empty, 0.0, 1.0 / total)
     lse2 = gl.where(is_empty, float("-inf"), reference + gl.log2(total))
     row = gl.arange(0, ROWS, OUTPUT_ROWS)
+    if not PLAN.even:
+        # What follows from it would be worked out before the main loop, and kept.
+        row = schedule.kept(row)
     head = place.group * ROWS + row
-    if (share.begin == 0) & (share.end == share.blocks):
+    if PLAN.even:
+        _write_record(state.output * factor[:, None], lse2, row, head, share, results, FIRST_COL)
+    elif (share.begin == 0) & (share.end == share.blocks):
         if outputs.sink is not None:
             sink = gl.load(outputs.sink + head * outputs.sink_stride, mask=head < outputs.heads, other=0.0) * _LOG2_E
             factor *= gl.where(is_empty, 0.0, 1.0 / (1.0 + gl.exp2(sink - lse2)))
         _write_out(outputs, item, place.group * ROWS, state.output * factor[:, None], FIRST_COL, OUT_ALIGN)
         if FIRST_COL == 0:
             output_rows.write_lse(outputs, item, 0, head, lse2)
-    elif results.scratch is not None:
-        record = device.part_record(place.number, place.group, place.num_groups, share.begin > 0)
-        base = results.scratch + record * RECORD
-        col = FIRST_COL + gl.arange(0, HALF, gl.SliceLayout(0, OUTPUT))
-        in_use = head < outputs.heads
-        gl.store(base + (row * LATENT)[:, None] + col[None, :], state.output * factor[:, None], mask=in_use[:, None])
-        if FIRST_COL == 0:
-            gl.store(base + ROWS * LATENT + row, lse2, mask=in_use)
+    elif results.records is not None:
+        _write_record(state.output * factor[:, None], lse2, row, head, share, results, FIRST_COL)
+
+
+@gluon.jit
+def _write_record(values, lse2, row, head, share, results, FIRST_COL: gl.constexpr):
+    # A part's first record is for an item begun before it, the second one for an item that it begins.
+    record = results.records + gl.where(share.begin > 0, 0, RECORD)
+    col = FIRST_COL + gl.arange(0, HALF, gl.SliceLayout(0, OUTPUT))
+    in_use = head < results.outputs.heads
+    gl.store(record + (row * LATENT)[:, None] + col[None, :], values, mask=in_use[:, None])
+    if FIRST_COL == 0:
+        gl.store(record + ROWS * LATENT + row, lse2, mask=in_use)
 
 
 @gluon.jit
 def _write_out(outputs, item, first_head, values, FIRST_COL: gl.constexpr, OUT_ALIGN: gl.constexpr):
     values = values.to(outputs.out.dtype.element_ty)
     values = gl.convert_layout(gl.convert_layout(values, _HALFWAY), _STORE)
-    head = first_head + gl.arange(0, ROWS, gl.SliceLayout(1, _STORE))
+    head = first_head + schedule.kept(gl.arange(0, ROWS, gl.SliceLayout(1, _STORE)))
     col = FIRST_COL + gl.arange(0, HALF, gl.SliceLayout(0, _STORE))
     offset = (
         (item // outputs.tokens).to(gl.int64) * outputs.out_stride_request

@@ -9,8 +9,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from flashlatte.ops.sparse_decode.hopper import consumers, epilogue, producer, schedule, selection, tiles
+from flashlatte.ops.sparse_decode.hopper import (
+    consumers,
+    epilogue,
+    exchange,
+    paired_producer,
+    producer,
+    query,
+    schedule,
+    selection,
+    tiles,
+)
 from flashlatte.schedule import device, output_rows
+from flashlatte.triton_clusters import in_clusters
 from flashlatte.triton_kernel import lean
 
 # Of a consumer. The producer has what is left: 120 with four warps, 64 with eight.
@@ -19,9 +30,9 @@ _CONSUMER_REGISTERS = gl.constexpr(192)
 
 def sparse_decode_kernel(
     q,
-    q_stride_request: tl.int64,
-    q_stride_token: tl.int64,
-    q_stride_head: tl.int64,
+    q_stride_request: tl.int32,
+    q_stride_token: tl.int32,
+    q_stride_head: tl.int32,
     k_cache,
     page_stride: tl.int32,
     token_stride: tl.int32,
@@ -74,7 +85,9 @@ def sparse_decode_kernel(
     FLAT: tl.constexpr,
     OUT_ALIGN: tl.constexpr,
     BALANCED: tl.constexpr,
+    EVEN: tl.constexpr,
     OVERHEAD: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):
     """A program works on 64 heads, for a part of all items' keys or for whole items. Arguments as in ``launch``."""
     HAS_EXTRA: gl.constexpr = extra_indices is not None
@@ -126,26 +139,34 @@ def sparse_decode_kernel(
         heads,
         empty_lse,
     )
-    query = producer.Query(
+    queries = query.Query(
         q.to(gl.pointer_type(gl.int32), bitcast=True), q_stride_request, q_stride_token, q_stride_head, heads
     )
     plan: gl.constexpr = schedule.Plan(
-        FORMAT, PRODUCER_THREADS, HAS_ROPE, HAS_EXTRA, HAS_LENGTHS, UNIT, FLAT, BALANCED, OVERHEAD
+        FORMAT, PRODUCER_THREADS, HAS_ROPE, HAS_EXTRA, HAS_LENGTHS, UNIT, FLAT, BALANCED, EVEN, OVERHEAD, PAIRED
     )
     shared = tiles.allocate(out.dtype.element_ty, HAS_ROPE)
     ready = tiles.allocate_ready(PRODUCER_THREADS)
+    link = None
+    if PAIRED:
+        exchange.check_tiles(shared)
+        link = exchange.link()
+        exchange.init(link)
     # The kernel before this one in the stream may still run, and what it writes may be the lengths.
     if HAS_LENGTHS:
         gdc_wait()
     place = schedule.find_place(lists, parts, num_groups, plan)
     if not HAS_LENGTHS:
         gdc_wait()
-    call = consumers.Call(lists, place, scale, shared, ready, epilogue.Results(outputs, scratch))
+    records = None
+    if scratch is not None:
+        records = scratch + device.part_record(place.number, place.group, num_groups, True) * schedule.RECORD
+    call = consumers.Call(queries, lists, place, scale, shared, ready, link, epilogue.Results(outputs, records))
     caches = (cache, extra_cache)
     lists_of_indices = (own, extra)
     gl.warp_specialize(
         [
-            (producer.produce, (query, caches, lists_of_indices, lists, place, shared, ready, scratch, plan)),
+            (_produce, (caches, lists_of_indices, call, scratch, plan)),
             (consumers.consume_even, (call, plan, OUT_ALIGN)),
             (consumers.consume_odd, (call, plan, OUT_ALIGN)),
         ],
@@ -154,15 +175,29 @@ def sparse_decode_kernel(
     )
 
 
-kernel = lean(
-    gluon.jit(
-        sparse_decode_kernel,
-        do_not_specialize=[
-            name
-            for name, parameter in inspect.signature(sparse_decode_kernel).parameters.items()
-            if parameter.annotation in ("tl.int32", "tl.int64", "tl.float32")
-        ],
-        # Read and written by the element.
-        do_not_specialize_on_alignment=["indices", "extra_indices", "lengths", "extra_lengths", "sink", "lse"],
+@gluon.jit
+def _produce(caches, selection, call, scratch, PLAN: gl.constexpr):
+    if PLAN.paired:
+        paired_producer.produce(caches, selection, call, scratch, PLAN)
+    else:
+        producer.produce(caches, selection, call, scratch, PLAN)
+
+
+def _jitted():
+    return lean(
+        gluon.jit(
+            sparse_decode_kernel,
+            do_not_specialize=[
+                name
+                for name, parameter in inspect.signature(sparse_decode_kernel).parameters.items()
+                if parameter.annotation in ("tl.int32", "tl.int64", "tl.float32")
+            ],
+            # Read and written by the element.
+            do_not_specialize_on_alignment=["indices", "extra_indices", "lengths", "extra_lengths", "sink", "lse"],
+        )
     )
-)
+
+
+kernel = _jitted()
+# For PAIRED: its grid counts pairs of programs.
+paired_kernel = in_clusters(_jitted(), 2, exchange.TAIL_BYTES)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from flashlatte import dispatch
-from flashlatte.ops.sparse_decode.hopper.kernel import kernel
+from flashlatte.ops.sparse_decode.hopper.kernel import kernel, paired_kernel
 from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, LATENT, MODEL1, PLAIN, ROPE, ROWS, V32, producer_warps
 from flashlatte.schedule import combine, output_rows, plan
 from flashlatte.strides import stride_in_use, strides_in_use
+from flashlatte.triton_clusters import clusters_fill
 from flashlatte.triton_kernel import launching_on
 
 _LOG2_E = math.log2(math.e)
@@ -35,6 +36,7 @@ class Plan:
         programs: of the launch.
         scratch: float32 numbers of the partial results and what the parts note of them.
         overhead: what starting on an item costs, in blocks.
+        even: whether all items are split into equally many parts.
     """
 
     num_groups: int
@@ -42,6 +44,7 @@ class Plan:
     programs: int
     scratch: int
     overhead: int
+    even: bool
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def sparse_decode(
             indices, extra_indices = indices.long(), extra_indices.long()
     k_cache, extra_k_cache = _readable(k_cache), _readable(extra_k_cache)
     q_strides = strides_in_use(q)
-    if q.data_ptr() % 16 or any(stride % _ALIGN for stride in q_strides):
+    if q.data_ptr() % 16 or any(stride % _ALIGN or stride // _ALIGN >= 2**31 for stride in q_strides):
         q = q.clone(memory_format=torch.contiguous_format)
         q_strides = strides_in_use(q)
     q_request, q_token, q_head = q_strides
@@ -103,8 +106,11 @@ def sparse_decode(
     outputs = output_rows.output_arguments(out, lse, attn_sink, h_q, h_q, empty_lse, out_align)
 
     with launching_on(device):
+        # Two programs that need the same tokens share the work of widening them.
+        paired = cache_format in _FORMATS and made.num_groups % 2 == 0 and clusters_fill(device, 2)
+        launched = paired_kernel[(made.programs // 2,)] if paired else kernel[(made.programs,)]
         scratch = torch.empty(made.scratch, dtype=torch.float32, device=device) if made.scratch else None
-        kernel[(made.programs,)](
+        launched(
             q,
             q_request // _ALIGN,
             q_token // _ALIGN,
@@ -127,14 +133,16 @@ def sparse_decode(
             scratch,
             softmax_scale * _LOG2_E,
             made.num_groups,
-            made.parts or 1,
+            (made.parts or 1) // (batch * s_q if made.even else 1),
             FORMAT=_FORMATS.get(cache_format, PLAIN.value),
             HAS_ROPE=head_dim == LATENT.value + ROPE.value,
             UNIT=unit,
             FLAT=flat,
             OUT_ALIGN=out_align,
             BALANCED=made.parts is not None,
+            EVEN=made.even,
             OVERHEAD=made.overhead,
+            PAIRED=paired,
             num_warps=producer_warps(_FORMATS.get(cache_format, PLAIN.value)),
             enable_fp_fusion=True,
             launch_pdl=True,
@@ -153,7 +161,8 @@ def sparse_decode(
                 d_v=LATENT.value,
                 overhead=made.overhead,
                 row_align=out_align,
-                noted=True,
+                noted=not made.even,
+                even=made.even,
             )
 
 
@@ -169,12 +178,20 @@ def make_plan(multiprocessors: int, items: int, heads: int, topk: int, extra_top
     if parts is None or (items + 1) * (max(most_blocks, 1) + _OVERHEAD) > plan.MOST_COST:
         # Every program has the same group for all of its items.
         programs = min(items, max(multiprocessors // groups, 1)) * groups
-        return Plan(groups, None, programs, 0, 0)
+        return Plan(groups, None, programs, 0, 0, False)
     # With few items a part should be as short as can be; with many, an item begun costs about two blocks.
     overhead = _OVERHEAD * int(2 * items >= parts)
+    if is_uniform and _most_pairs(items, most_pairs, parts, 0) < _most_pairs(items, most_pairs, parts, overhead // 2):
+        overhead = 0
     # Behind the records, what the parts note for the merging.
     scratch = 2 * groups * parts * record // 4 + parts
-    return Plan(groups, parts, parts * groups, scratch, overhead)
+    even = is_uniform and 2 * items < parts and parts % items == 0
+    return Plan(groups, parts, parts * groups, scratch, overhead, even)
+
+
+def _most_pairs(items: int, pairs: int, parts: int, overhead: int) -> int:
+    """Pairs of the longest part, of items with equally many, where starting on an item costs ``overhead`` pairs."""
+    return -(-items * (pairs + overhead) // parts) - overhead
 
 
 def _address(cache: torch.Tensor, name: str, cache_format: str) -> Address:

@@ -80,3 +80,23 @@ LINES = gl.constexpr(
         shape=[64, 8],
     )
 )
+
+
+@gluon.constexpr_function
+def _own_layout(WIDTH, REGISTERS, LANES):
+    """Words [32, WIDTH] of the tokens that a program of a pair has to widen; the places of 8 tokens are a warp's."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, word] for word in REGISTERS],
+        lane_bases=[*([0, word] for word in LANES), [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[8, 0], [16, 0]],
+        block_bases=[],
+        shape=[32, WIDTH],
+    )
+
+
+# 64 columns, as words of e4m3, 16 bytes of them a thread, and as words of bf16; and the four scales of v32.
+PIECE = gl.constexpr(_own_layout(16, [1, 2], [4, 8]))
+WIDE_PIECE = gl.constexpr(_own_layout(32, [1, 2, 4], [8, 16]))
+OWN_SCALES = gl.constexpr(_own_layout(4, [1, 2], [0, 0]))
+# The corner [8, 64] of a tile, by four warps.
+CORNER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))

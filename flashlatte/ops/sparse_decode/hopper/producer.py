@@ -16,34 +16,12 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from flashlatte import named_barriers
-from flashlatte.gluon_compat import cp_async
-from flashlatte.ops.sparse_decode.hopper import layouts, schedule, tiles
+from flashlatte.ops.sparse_decode.hopper import layouts, producing, schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.conversion import factor_of_exponent, factor_of_float, split_exponents, widened
-from flashlatte.ops.sparse_decode.hopper.selection import is_extra, list_of, load_indices, locate, token_bytes
-from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, MODEL1, PLAIN, ROWS, SWIZZLED_WORDS, V32
-
-_reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-
-
-# Words from a token's begin to its scales (v32) and its rope.
-_V32_SCALES = gl.constexpr(512 // 4)
-_V32_ROPE = gl.constexpr(528 // 4)
-_MODEL1_ROPE = gl.constexpr(448 // 4)
-_PLAIN_ROPE = gl.constexpr(1024 // 4)
-
-
-class Query(NamedTuple):
-    """The queries as words, their strides in units of 16 bytes."""
-
-    q: Any
-    stride_request: Any
-    stride_token: Any
-    stride_head: Any
-    heads: Any
+from flashlatte.ops.sparse_decode.hopper.selection import is_extra, load_indices, locate, token_bytes
+from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, MODEL1, PLAIN, SWIZZLED_WORDS, V32
 
 
 class Half(NamedTuple):
@@ -53,38 +31,6 @@ class Half(NamedTuple):
     words: Any
     tail: Any
     scales: Any
-
-
-class Cursor(NamedTuple):
-    """An item's place on the line of costs, the program's share of it, and pointers to its lists of indices."""
-
-    cost: Any
-    share: Any
-    row: Any
-    extra_row: Any
-
-
-@gluon.constexpr_function
-def _barrier(INSTRUCTION, BARRIER, PRODUCER_THREADS):
-    return named_barriers._instruction(INSTRUCTION, BARRIER, 128 + PRODUCER_THREADS)
-
-
-@gluon.jit
-def _reach(INSTRUCTION: gl.constexpr, BARRIER: gl.constexpr, PLAN: gl.constexpr):
-    THREADS: gl.constexpr = PLAN.producer_threads
-    instruction: gl.constexpr = _barrier(INSTRUCTION, BARRIER, THREADS)
-    thread = gl.arange(0, THREADS, layouts.threads_layout(THREADS))
-    gl.inline_asm_elementwise(instruction, "=r,r", [thread], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _arrive(BARRIER: gl.constexpr, PLAN: gl.constexpr):
-    _reach("bar.arrive", BARRIER, PLAN)
-
-
-@gluon.jit
-def _wait(BARRIER: gl.constexpr, PLAN: gl.constexpr):
-    _reach("bar.sync", BARRIER, PLAN)
 
 
 @gluon.jit
@@ -113,7 +59,7 @@ def _load_half(rows, SIDE: gl.constexpr, PLAN: gl.constexpr):
         LAYOUT: gl.constexpr = layouts.words_layout(2, 32)
         words = _load_words(rows, SIDE * 64, LAYOUT)
         group = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-        pointers = _per_group(rows.words, LAYOUT) + (_V32_SCALES + 2 * SIDE + group)[None, :]
+        pointers = _per_group(rows.words, LAYOUT) + (producing.V32_SCALES + 2 * SIDE + group)[None, :]
         pointers, mask = gl.broadcast(pointers, _per_group(rows.valid, LAYOUT))
         return Half(words, rows.valid, gl.load(pointers, mask=mask, other=0))
     elif PLAN.format == MODEL1:
@@ -141,7 +87,7 @@ def _widen(words, scales, FIRST_GROUP: gl.constexpr, PLAN: gl.constexpr):
 @gluon.jit
 def _fill(tile, half, SIDE: gl.constexpr, PLAN: gl.constexpr):
     """Widen half of a block into its tile."""
-    target = _reinterpret(tile.index(0), gl.int32, [KEYS, 128], SWIZZLED_WORDS)
+    target = producing.reinterpret(tile.index(0), gl.int32, [KEYS, 128], SWIZZLED_WORDS)
     scales = half.scales
     if PLAN.format == MODEL1:
         scales = split_exponents(scales)
@@ -150,27 +96,6 @@ def _fill(tile, half, SIDE: gl.constexpr, PLAN: gl.constexpr):
         target.slice(64, 32, dim=1).store(_widen(half.tail, scales, 2, PLAN))
     else:
         target.store(_widen(half.words, scales, 0, PLAN))
-
-
-@gluon.jit
-def _copy(tile, rows, valid, FIRST: gl.constexpr, COLUMN: gl.constexpr, WIDTH: gl.constexpr, PLAN: gl.constexpr):
-    """Copy words from FIRST of the rows to words from COLUMN of a tile; 0 where a token is not selected."""
-    LAYOUT: gl.constexpr = layouts.copy_layout(WIDTH, PLAN.format == PLAIN)
-    ALL: gl.constexpr = tile.shape[2] // 2
-    target = _reinterpret(tile.index(0), gl.int32, [ROWS, ALL], SWIZZLED_WORDS)
-    if WIDTH != ALL:
-        target = target.slice(COLUMN, WIDTH, dim=1)
-    tokens: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    rows = gl.convert_layout(rows, tokens, assert_trivial=True)[:, None]
-    valid = gl.convert_layout(valid, tokens, assert_trivial=True)[:, None]
-    column = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    pointers, mask = gl.broadcast(rows + column[None, :], valid)
-    cp_async(target, pointers, mask=mask)
-
-
-@gluon.jit
-def _signal(barrier):
-    async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
 @gluon.jit
@@ -186,85 +111,31 @@ def _provide(
 ):
     """Fill half of a block, once it is free, and say so. ``copied`` is the mbarrier of what comes by cp.async."""
     if PLAN.format == PLAIN:
-        _copy(tile, rows.words, rows.valid, SIDE * 128, 0, 128, PLAN)
+        producing.copy_words(tile, rows, SIDE * 128, 0, 128, PLAN)
         if SIDE == 1 and PLAN.has_rope:
-            _copy(rope_tile, rows.words, rows.valid, _PLAIN_ROPE, 0, 32, PLAN)
-        _signal(copied)
+            producing.copy_words(rope_tile, rows, producing.PLAIN_ROPE, 0, 32, PLAN)
+        producing.signal(copied)
     else:
         if SIDE == 1:
             if PLAN.format == V32:
-                _copy(rope_tile, rows.words, rows.valid, _V32_ROPE, 0, 32, PLAN)
+                producing.copy_words(rope_tile, rows, producing.V32_ROPE, 0, 32, PLAN)
             else:
-                _copy(tile, rows.words, rows.valid, _MODEL1_ROPE, 96, 32, PLAN)
-            _signal(copied)
+                producing.copy_words(tile, rows, producing.MODEL1_ROPE, 96, 32, PLAN)
+            producing.signal(copied)
         _fill(tile, half, SIDE, PLAN)
-    _arrive(READY, PLAN)
-
-
-@gluon.jit
-def _publish(mask, rows):
-    mask.store(rows.valid.to(gl.int32))
-
-
-@gluon.jit
-def _copy_query(shared, ready, query, item, place, lists, PLAN: gl.constexpr):
-    head = place.group * ROWS + gl.arange(0, ROWS, layouts.tokens_layout(PLAN.format == PLAIN))
-    offset = (
-        (item // lists.tokens).to(gl.int64) * query.stride_request
-        + (item % lists.tokens).to(gl.int64) * query.stride_token
-        + head.to(gl.int64) * query.stride_head
-    )
-    rows = query.q + offset * 4
-    valid = head < query.heads
-    _copy(shared.q_left, rows, valid, 0, 0, 128, PLAN)
-    _copy(shared.q_right, rows, valid, 128, 0, 128, PLAN)
-    if PLAN.has_rope:
-        _copy(shared.q_rope, rows, valid, 256, 0, 32, PLAN)
-    _signal(ready.query)
-
-
-@gluon.jit
-def _cursor(item, cost, selection, place, lists, PLAN: gl.constexpr):
-    own, extra = selection
-    share = schedule.share_of(item, cost, place, lists, PLAN)
-    row = list_of(own, item, lists)
-    extra_row = row
-    if lists.extra_limit is not None:
-        extra_row = list_of(extra, item, lists)
-    return Cursor(cost, share, row, extra_row)
+    producing.arrive(READY, PLAN)
 
 
 @gluon.jit
 def _indices(cursor, block, lists, PLAN: gl.constexpr):
-    return load_indices(
-        cursor.row, cursor.extra_row, block, cursor.share, lists, layouts.tokens_layout(PLAN.format == PLAIN)
-    )
-
-
-@gluon.constexpr_function
-def _arrived_asm(count):
-    # Operands: 0 to count - 1 the words, also count to 2 count - 1. One of each 16 bytes that were loaded will do. The
-    # grid has one axis: z is 0, and the branch, over which no load moves, never taken.
-    gather = [f"or.b32 t, t, ${i};" for i in range(0, count, 4 if count >= 8 else 1)]
-    begin = ["{ .reg .b32 t, z; .reg .pred p;", "mov.u32 z, %ctaid.y;", "mov.b32 t, 0;"]
-    return " ".join([*begin, *gather, "and.b32 t, t, z;", "setp.ne.u32 p, t, 0;", "@p trap; }"])
-
-
-@gluon.constexpr_function
-def _arrived_constraints(count):
-    return ",".join(["=r"] * count + [str(i) for i in range(count)])
+    places = gl.arange(0, KEYS, layouts.tokens_layout(PLAN.format == PLAIN))
+    return load_indices(cursor.row, cursor.extra_row, block, places, cursor.share, lists)
 
 
 @gluon.jit
 def _arrived(words, COUNT: gl.constexpr):
-    """``words``, COUNT of a thread, once they are there.
-
-    ptxas has six scoreboards to wait for loads with, and gives one to several halves. The first use of a half would
-    then wait for the next one too, which was asked for only just before: so a half is waited for before that.
-    """
-    return gl.inline_asm_elementwise(
-        _arrived_asm(COUNT), _arrived_constraints(COUNT), [words], words.dtype, is_pure=False, pack=COUNT
-    )
+    (words,) = producing.arrived((words,), COUNT)
+    return words
 
 
 @gluon.jit
@@ -300,8 +171,9 @@ def _prefetch(rows, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def produce(query, caches, selection, lists, place, shared, ready, scratch, PLAN: gl.constexpr):
-    cursor = _cursor(place.part.first, place.part.first_cost, selection, place, lists, PLAN)
+def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
+    lists, place, shared, ready = call.lists, call.place, call.tiles, call.ready
+    cursor = producing.cursor_at(place.part.first, place.part.first_cost, selection, place, lists, PLAN)
     block0 = cursor.share.begin
     indices0 = _indices(cursor, block0, lists, PLAN)
     indices1 = _indices(cursor, block0 + 1, lists, PLAN)
@@ -309,15 +181,10 @@ def produce(query, caches, selection, lists, place, shared, ready, scratch, PLAN
     if scratch is not None:
         # Here, under the first loads: later, what it takes would be kept or spilled until then.
         schedule.note_continued(scratch, place, PLAN)
-    query_phase = 1
     # True. Without these branches the compiler would move the wait for the next half before the arrival of this one.
     always = lists.num_items > 0
     for item in range(place.part.first, place.part.stop, place.stride):
         pairs = schedule.pairs_of(cursor.share)
-        if pairs > 0:
-            mbarrier.wait(ready.query_free, query_phase)
-            query_phase ^= 1
-            _copy_query(shared, ready, query, item, place, lists, PLAN)
         for pair in range(pairs):
             left0 = _half_arrived(left0, 0, PLAN)
             extra0 = is_extra(block0, cursor.share, lists)
@@ -327,8 +194,8 @@ def produce(query, caches, selection, lists, place, shared, ready, scratch, PLAN
             rows1 = locate(indices1, extra1, caches, PLAN)
             _prefetch(rows1, PLAN)
             if always:
-                _wait(tiles.K0_LEFT_FREE, PLAN)
-                _publish(shared.mask0, rows0)
+                producing.wait(tiles.K0_LEFT_FREE, PLAN)
+                producing.publish(shared.mask0, rows0)
                 _provide(shared.k0_left, shared.k0_rope, left0, rows0, ready.k0_left, 0, tiles.K0_LEFT_READY, PLAN)
 
             right0 = _half_arrived(right0, 1, PLAN)
@@ -336,11 +203,11 @@ def produce(query, caches, selection, lists, place, shared, ready, scratch, PLAN
             block0 += 2
             if pair == pairs - 1:
                 cost = cursor.cost + PLAN.overhead + cursor.share.blocks
-                cursor = _cursor(item + place.stride, cost, selection, place, lists, PLAN)
+                cursor = producing.cursor_at(item + place.stride, cost, selection, place, lists, PLAN)
                 block0 = cursor.share.begin
             indices0 = _indices(cursor, block0, lists, PLAN)
             if always:
-                _wait(tiles.K0_RIGHT_FREE, PLAN)
+                producing.wait(tiles.K0_RIGHT_FREE, PLAN)
                 _provide(shared.k0_right, shared.k0_rope, right0, rows0, ready.k0_right, 1, tiles.K0_RIGHT_READY, PLAN)
 
             right1 = _half_arrived(right1, 1, PLAN)
@@ -349,20 +216,20 @@ def produce(query, caches, selection, lists, place, shared, ready, scratch, PLAN
             rows0 = locate(indices0, is_extra(block0, cursor.share, lists), caches, PLAN)
             _prefetch(rows0, PLAN)
             if always:
-                _wait(tiles.K1_RIGHT_FREE, PLAN)
-                _publish(shared.mask1, rows1)
+                producing.wait(tiles.K1_RIGHT_FREE, PLAN)
+                producing.publish(shared.mask1, rows1)
                 _provide(shared.k1_right, shared.k1_rope, right1, rows1, ready.k1_right, 1, tiles.K1_RIGHT_READY, PLAN)
 
             left1 = _half_arrived(left1, 0, PLAN)
             left0 = _load_half(rows0, 0, PLAN)
             if always:
-                _wait(tiles.K1_LEFT_FREE, PLAN)
+                producing.wait(tiles.K1_LEFT_FREE, PLAN)
                 _provide(shared.k1_left, shared.k1_rope, left1, rows1, ready.k1_left, 0, tiles.K1_LEFT_READY, PLAN)
     # The consumers' last arrivals.
-    _wait(tiles.K0_LEFT_FREE, PLAN)
-    _wait(tiles.K0_RIGHT_FREE, PLAN)
-    _wait(tiles.K1_RIGHT_FREE, PLAN)
-    _wait(tiles.K1_LEFT_FREE, PLAN)
+    producing.wait(tiles.K0_LEFT_FREE, PLAN)
+    producing.wait(tiles.K0_RIGHT_FREE, PLAN)
+    producing.wait(tiles.K1_RIGHT_FREE, PLAN)
+    producing.wait(tiles.K1_LEFT_FREE, PLAN)
     # The combine may be launched, and waits for what the consumers still write. Earlier, its programs would crowd on
     # the few SMs that are free first.
     gdc_launch_dependents()

@@ -17,6 +17,8 @@ from flashlatte.schedule import device, gluon_parts
 
 # Numbers of a partial result's record: 64 rows and their lse.
 RECORD = gl.constexpr(ROWS.value * (LATENT.value + 1))
+# Blocks that a program takes at a time: it would wait for a second one that another program has.
+_PAIR = gl.constexpr(2)
 
 
 class Place(NamedTuple):
@@ -26,7 +28,7 @@ class Place(NamedTuple):
         part: its items and costs (``device.Part``).
         stride: from item to item of the program.
         number: of the part.
-        parts: of the schedule.
+        parts: of the schedule, or of an item.
         group: number of its 64 heads among those of an item.
         num_groups: groups of an item.
     """
@@ -51,7 +53,9 @@ class Plan(NamedTuple):
         unit: bytes that the distances of tokens in the cache are multiples of, 16 at most.
         flat: whether tokens follow each other at one distance, over all pages.
         balanced: whether programs take parts of equal cost; else whole items.
+        even: whether each item is split into as many parts as any other; ``parts`` are then those of an item.
         overhead: what starting on an item costs, in blocks.
+        paired: whether programs of neighbouring groups exchange what they widen (``exchange``).
     """
 
     format: Any
@@ -62,7 +66,9 @@ class Plan(NamedTuple):
     unit: Any
     flat: Any
     balanced: Any
+    even: Any
     overhead: Any
+    paired: Any
 
 
 class Share(NamedTuple):
@@ -89,10 +95,12 @@ def find_place(lists, parts, num_groups, PLAN: gl.constexpr):
     group = program % num_groups
     number = program // num_groups
     if PLAN.balanced:
-        if PLAN.has_lengths:
-            part = gluon_parts.find_part(number, parts, lists, KEYS, PLAN.overhead, PLAN.producer_threads)
+        if PLAN.even:
+            part = gluon_parts.find_even_part(number, parts, lists, KEYS, _PAIR)
+        elif PLAN.has_lengths:
+            part = gluon_parts.find_part(number, parts, lists, KEYS, PLAN.overhead, PLAN.producer_threads, _PAIR)
         else:
-            part = gluon_parts.find_part_alike(number, parts, lists, KEYS, PLAN.overhead)
+            part = gluon_parts.find_part_alike(number, parts, lists, KEYS, PLAN.overhead, _PAIR)
         return Place(part, 1, number, parts, group, num_groups)
     else:
         nothing = gl.to_tensor(0)
@@ -102,8 +110,8 @@ def find_place(lists, parts, num_groups, PLAN: gl.constexpr):
 
 @gluon.jit
 def note_continued(scratch, place, PLAN: gl.constexpr):
-    """Tell the combine kernel which item this part continues."""
-    if PLAN.balanced:
+    """Tell the combine kernel which item this part continues, unless it knows."""
+    if PLAN.balanced and not PLAN.even:
         gluon_parts.note_continued(
             scratch, place.part, place.number, place.parts, place.num_groups, RECORD, PLAN.overhead
         )
@@ -119,12 +127,21 @@ def share_of(item, cost, place, lists, PLAN: gl.constexpr):
     if lists.extra_limit is not None:
         extra_length = device.extra_key_count(item, lists)
         blocks += (extra_length + KEYS - 1) // KEYS
-    blocks = gl.maximum(blocks, 1)
+    blocks = gluon_parts.whole_grains(gl.maximum(blocks, 1), _PAIR)
     if PLAN.balanced:
         begin, end = device.share(place.part, cost, blocks, PLAN.overhead)
         return Share(begin, end, blocks, own, length, extra_length)
     else:
         return Share(blocks * 0, blocks, blocks, own, length, extra_length)
+
+
+@gluon.jit
+def has_share(item, cost, place, PLAN: gl.constexpr):
+    """Whether the program has any of an item that starts at ``cost``: a part may end within an item's overhead."""
+    has = item < place.part.stop
+    if PLAN.balanced and not PLAN.even:
+        has = has & (place.part.end > cost + PLAN.overhead)
+    return has
 
 
 @gluon.jit

@@ -66,8 +66,8 @@ def list_of(indices, item, lists):
 
 
 @gluon.jit
-def load_indices(row, extra_row, block, share, lists, LAYOUT: gl.constexpr):
-    """Indices of a block of an item with these lists, -1 beyond the list's or the share's end."""
+def load_indices(row, extra_row, block, places, share, lists):
+    """Indices at ``places`` of a block of an item with these lists, -1 beyond the list's or the share's end."""
     first = block * KEYS
     length = share.length
     if lists.extra_limit is not None:
@@ -76,7 +76,7 @@ def load_indices(row, extra_row, block, share, lists, LAYOUT: gl.constexpr):
         first = gl.where(is_extra, first - share.own * KEYS, first)
         length = gl.where(is_extra, share.extra_length, length)
     length = gl.where(block < share.end, length, 0)
-    position = first + gl.arange(0, KEYS, LAYOUT)
+    position = first + places
     return gl.load(row + position, mask=position < length, other=-1)
 
 

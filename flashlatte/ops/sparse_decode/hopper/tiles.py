@@ -86,17 +86,15 @@ class Tiles(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """mbarriers of what comes by cp.async, and of the query's release.
+    """mbarriers of what comes by cp.async.
 
     Attributes:
         query: q is there.
-        query_free: both consumers have their last scores of it.
         k0_left, k0_right, k1_left, k1_right: so is a half of a block of a cache without scales, or the rope of a
             block of a cache with scales (right).
     """
 
     query: Any
-    query_free: Any
     k0_left: Any
     k0_right: Any
     k1_left: Any
@@ -110,12 +108,13 @@ def _vector(DTYPE: gl.constexpr):
 
 @gluon.jit
 def allocate(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr):
-    q_left = gl.allocate_shared_memory(DTYPE, [1, ROWS, HALF], SWIZZLED)
-    q_right = gl.allocate_shared_memory(DTYPE, [1, ROWS, HALF], SWIZZLED)
+    # In the order of their addresses, from the first one on, as Triton places the largest first. ``exchange`` knows.
     k0_left = gl.allocate_shared_memory(DTYPE, [1, KEYS, HALF], SWIZZLED)
     k0_right = gl.allocate_shared_memory(DTYPE, [1, KEYS, HALF], SWIZZLED)
     k1_left = gl.allocate_shared_memory(DTYPE, [1, KEYS, HALF], SWIZZLED)
     k1_right = gl.allocate_shared_memory(DTYPE, [1, KEYS, HALF], SWIZZLED)
+    q_left = gl.allocate_shared_memory(DTYPE, [1, ROWS, HALF], SWIZZLED)
+    q_right = gl.allocate_shared_memory(DTYPE, [1, ROWS, HALF], SWIZZLED)
     weights0 = gl.allocate_shared_memory(DTYPE, [1, ROWS, KEYS], SWIZZLED)
     weights1 = gl.allocate_shared_memory(DTYPE, [1, ROWS, KEYS], SWIZZLED)
     q_rope = weights1
@@ -156,6 +155,4 @@ def _mbarrier(COUNT: gl.constexpr):
 
 @gluon.jit
 def allocate_ready(THREADS: gl.constexpr):
-    return Ready(
-        _mbarrier(THREADS), _mbarrier(2), _mbarrier(THREADS), _mbarrier(THREADS), _mbarrier(THREADS), _mbarrier(THREADS)
-    )
+    return Ready(_mbarrier(CONSUMER), _mbarrier(THREADS), _mbarrier(THREADS), _mbarrier(THREADS), _mbarrier(THREADS))

@@ -1,0 +1,212 @@
+"""The producer of a program that has a peer (``exchange``): half of a block's tokens, for two programs.
+
+A thread has one token of a block in registers, all of it, and the next block's under way. Else all is as in
+``producer``: only what is copied by cp.async, each program has to itself, for all 64 tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from flashlatte.ops.sparse_decode.hopper import exchange, layouts, producing, schedule, tiles
+from flashlatte.ops.sparse_decode.hopper.conversion import factor_of_exponent, factor_of_float, split_exponents, widened
+from flashlatte.ops.sparse_decode.hopper.exchange import OWN
+from flashlatte.ops.sparse_decode.hopper.selection import is_extra, load_indices, locate
+from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, MODEL1, V32
+
+_TOKENS = gl.constexpr(gl.SliceLayout(1, layouts.PIECE))
+
+
+class Block(NamedTuple):
+    """This program's tokens [32] of a block as they lie in the cache.
+
+    Attributes:
+        pieces: words [32, 16] of 64 columns each.
+        scales: words [32] of one scale each (v32), or of four.
+    """
+
+    pieces: Any
+    scales: Any
+
+
+@gluon.jit
+def _own(x):
+    """The first 32 of [64] per token."""
+    own, _ = gl.split(x.reshape([2, OWN]).permute((1, 0)))
+    return gl.convert_layout(own, _TOKENS, assert_trivial=True)
+
+
+@gluon.jit
+def _load_piece(words, FIRST: gl.constexpr, PLAN: gl.constexpr):
+    word = FIRST + gl.arange(0, 16, gl.SliceLayout(0, layouts.PIECE))
+    # The compiler does not see that tokens are aligned through ``_own``.
+    return gl.load(gl.multiple_of(words[:, None] + word[None, :], [1, PLAN.unit]))
+
+
+@gluon.jit
+def _load_v32_scales(words, valid, PLAN: gl.constexpr):
+    tokens: gl.constexpr = gl.SliceLayout(1, layouts.OWN_SCALES)
+    scale = producing.V32_SCALES + gl.arange(0, 4, gl.SliceLayout(0, layouts.OWN_SCALES))
+    pointers = gl.convert_layout(words, tokens, assert_trivial=True)[:, None] + scale[None, :]
+    pointers = gl.multiple_of(pointers, [1, PLAN.unit])
+    pointers, mask = gl.broadcast(pointers, gl.convert_layout(valid, tokens, assert_trivial=True)[:, None])
+    first_and_third, second_and_fourth = gl.split(gl.load(pointers, mask=mask, other=0).reshape([OWN, 2, 2]))
+    first, third = gl.split(first_and_third)
+    second, fourth = gl.split(second_and_fourth)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def _load_block(rows, PLAN: gl.constexpr):
+    """Ask for this program's tokens. Words of those that are not selected come from elsewhere, and get the scale 0."""
+    words = _own(rows.words)
+    valid = _own(rows.valid)
+    pieces = (
+        _load_piece(words, 0, PLAN),
+        _load_piece(words, 16, PLAN),
+        _load_piece(words, 32, PLAN),
+        _load_piece(words, 48, PLAN),
+        _load_piece(words, 64, PLAN),
+        _load_piece(words, 80, PLAN),
+        _load_piece(words, 96, PLAN),
+    )
+    if PLAN.format == V32:
+        pieces += (_load_piece(words, 112, PLAN),)
+        return Block(pieces, _load_v32_scales(words, valid, PLAN))
+    else:
+        scales = _own(rows.scales)
+        return Block(pieces, (gl.load(scales, mask=valid, other=0), gl.load(scales + 1, mask=valid, other=0)))
+
+
+@gluon.jit
+def _block_arrived(block):
+    return Block(producing.arrived(block.pieces, 4), producing.arrived(block.scales, 1))
+
+
+@gluon.jit
+def _factor(scales, PIECE: gl.constexpr, PLAN: gl.constexpr):
+    """The scale of a piece as a pair of bf16, [32]."""
+    if PLAN.format == V32:
+        return factor_of_float(scales[PIECE // 2].to(gl.float32, bitcast=True))
+    else:
+        low, high = split_exponents(scales[PIECE // 4])
+        return factor_of_exponent(low, high, gl.full([OWN], PIECE % 4, gl.int32, _TOKENS))
+
+
+@gluon.jit
+def _widen(words, factor):
+    """Words [32, 16] to pairs of bf16 [32, 32]."""
+    words = words.reshape([OWN, 1, 16])
+    tokens: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words.type.layout))
+    pairs = widened(words, gl.convert_layout(factor, tokens, assert_trivial=True)[:, None])
+    return gl.convert_layout(pairs, layouts.WIDE_PIECE, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def _pieces(SIDE, FORMAT):
+    """Pieces of a half that are widened: the last one of model1 is bf16 in the cache."""
+    return 3 if SIDE == 1 and FORMAT == MODEL1 else 4
+
+
+@gluon.jit
+def _provide(
+    block,
+    places,
+    link,
+    TILE: gl.constexpr,
+    SIDE: gl.constexpr,
+    READY: gl.constexpr,
+    PLAN: gl.constexpr,
+):
+    """Widen half of a block, here and for the peer."""
+    PIECES: gl.constexpr = _pieces(SIDE, PLAN.format)
+    exchange.expect(READY, PIECES, link)
+    for piece in gl.static_range(PIECES):
+        pairs = _widen(block.pieces[4 * SIDE + piece], _factor(block.scales, 4 * SIDE + piece, PLAN))
+        exchange.store(pairs, places, TILE, piece)
+    producing.arrive(READY, PLAN)
+    exchange.send(TILE, PIECES, READY, link)
+
+
+@gluon.jit
+def _copy_rope(right_tile, rope_tile, rows, copied, PLAN: gl.constexpr):
+    if PLAN.format == V32:
+        producing.copy_words(rope_tile, rows, producing.V32_ROPE, 0, 32, PLAN)
+    else:
+        producing.copy_words(right_tile, rows, producing.MODEL1_ROPE, 96, 32, PLAN)
+    producing.signal(copied)
+
+
+@gluon.jit
+def _indices(cursor, block, place, lists, PLAN: gl.constexpr):
+    # The two programs of a pair have their halves of the tokens first.
+    places = gl.arange(0, KEYS, layouts.tokens_layout(False)) ^ (place.group % 2 * OWN)
+    return load_indices(cursor.row, cursor.extra_row, block, places, cursor.share, lists)
+
+
+@gluon.jit
+def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
+    lists, place, shared, ready, link = call.lists, call.place, call.tiles, call.ready, call.link
+    exchange.arrive()
+    cursor = producing.cursor_at(place.part.first, place.part.first_cost, selection, place, lists, PLAN)
+    block0 = cursor.share.begin
+    indices0 = _indices(cursor, block0, place, lists, PLAN)
+    indices1 = _indices(cursor, block0 + 1, place, lists, PLAN)
+    rows0 = locate(indices0, is_extra(block0, cursor.share, lists), caches, PLAN)
+    own0 = _load_block(rows0, PLAN)
+    if scratch is not None:
+        # Here, under the first loads: later, what it takes would be kept or spilled until then.
+        schedule.note_continued(scratch, place, PLAN)
+    places = exchange.places(link)
+    exchange.meet()
+    # All tiles are free at first.
+    phase = 1
+    # True. Without these branches the compiler would move the wait for the next block before the arrival of this one.
+    always = lists.num_items > 0
+    for item in range(place.part.first, place.part.stop, place.stride):
+        pairs = schedule.pairs_of(cursor.share)
+        for pair in range(pairs):
+            own0 = _block_arrived(own0)
+            # Not between the halves: then the second one's fence would wait for these loads, just asked for.
+            rows1 = locate(indices1, is_extra(block0 + 1, cursor.share, lists), caches, PLAN)
+            own1 = _load_block(rows1, PLAN)
+            block0 += 2
+            if pair == pairs - 1:
+                cost = cursor.cost + PLAN.overhead + cursor.share.blocks
+                cursor = producing.cursor_at(item + place.stride, cost, selection, place, lists, PLAN)
+                block0 = cursor.share.begin
+            indices0 = _indices(cursor, block0, place, lists, PLAN)
+            if always:
+                exchange.wait(tiles.K0_LEFT_FREE, link, phase)
+                producing.publish(shared.mask0, rows0)
+                _provide(own0, places, link, exchange.K0_LEFT, 0, tiles.K0_LEFT_READY, PLAN)
+                exchange.wait(tiles.K0_RIGHT_FREE, link, phase)
+                _copy_rope(shared.k0_right, shared.k0_rope, rows0, ready.k0_right, PLAN)
+                _provide(own0, places, link, exchange.K0_RIGHT, 1, tiles.K0_RIGHT_READY, PLAN)
+
+            own1 = _block_arrived(own1)
+            rows0 = locate(indices0, is_extra(block0, cursor.share, lists), caches, PLAN)
+            next0 = _load_block(rows0, PLAN)
+            indices1 = _indices(cursor, block0 + 1, place, lists, PLAN)
+            if always:
+                exchange.wait(tiles.K1_RIGHT_FREE, link, phase)
+                producing.publish(shared.mask1, rows1)
+                _copy_rope(shared.k1_right, shared.k1_rope, rows1, ready.k1_right, PLAN)
+                _provide(own1, places, link, exchange.K1_RIGHT, 1, tiles.K1_RIGHT_READY, PLAN)
+                exchange.wait(tiles.K1_LEFT_FREE, link, phase)
+                _provide(own1, places, link, exchange.K1_LEFT, 0, tiles.K1_LEFT_READY, PLAN)
+            own0 = next0
+            phase ^= 1
+    # The last arrivals of both programs' consumers, after which nothing comes from the peer: it may leave, and so may
+    # this one.
+    exchange.wait(tiles.K0_LEFT_FREE, link, phase)
+    exchange.wait(tiles.K0_RIGHT_FREE, link, phase)
+    exchange.wait(tiles.K1_RIGHT_FREE, link, phase)
+    exchange.wait(tiles.K1_LEFT_FREE, link, phase)
+    # The combine may be launched, and waits for what the consumers still write. Earlier, its programs would crowd on
+    # the few SMs that are free first.
+    gdc_launch_dependents()

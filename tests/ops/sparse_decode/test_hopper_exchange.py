@@ -1,0 +1,120 @@
+"""Programs in pairs: what the launch and the compiler make of them, without the GPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from support import compile as support
+
+from flashlatte import dispatch
+
+pytest.importorskip("triton")
+
+from support.hopper_sparse_decode import CALLS, KERNEL, PAIRED_KERNEL, recording
+
+from flashlatte import triton_clusters
+from flashlatte.ops.sparse_decode.hopper import exchange, launch
+from flashlatte.triton_kernel import LeanLaunch
+
+pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
+
+
+@pytest.fixture
+def record(monkeypatch):
+    return recording(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("call", "paired"),
+    [
+        ({"heads": 128}, True),
+        ({"heads": 65}, True),
+        ({"heads": 256, "form": "model1"}, True),
+        ({"heads": 64}, False),
+        ({"heads": 192}, False),
+        ({"heads": 128, "form": "bf16"}, False),
+    ],
+)
+@pytest.mark.parametrize("batch", [1, 37, 128])
+def test_neighbouring_groups_of_heads_are_paired(record, call, paired, batch):
+    launched = record(batch=batch, **call)
+    assert launched.arguments["PAIRED"] is paired
+    groups = launched.arguments["num_groups"]
+    programs = launched.grid[0] * (2 if paired else 1)
+    assert programs % groups == 0
+    if launched.arguments["BALANCED"] and not launched.arguments["EVEN"]:
+        assert programs == groups * launched.arguments["parts"]
+
+
+def test_a_gpu_that_clusters_do_not_fill_has_none(record, monkeypatch):
+    monkeypatch.setattr(launch, "clusters_fill", lambda *_: False)
+    assert record().arguments["PAIRED"] is False
+    assert not triton_clusters.clusters_fill(torch.device("cpu"), 2)
+
+
+@pytest.mark.parametrize("name", ["v32, whole items", "v32, parts", "model1, parts"])
+def test_halves_go_to_the_peer_by_the_copy_engine(record, name):
+    code = support.compile_gluon(KERNEL, record(**CALLS[name]))
+    # Pieces of two blocks.
+    assert len(re.findall(r"\bUBLKCP\b", code.sass)) == (16 if name.startswith("v32") else 14)
+    # A word to a peer that had to be seen in order with everything else would wait for all of a thread's loads.
+    assert not re.search(r"\bMEMBAR\.\w+\.GPU\b", code.sass)
+    assert not re.search(r"\bSTAS\b", code.sass)
+
+
+@pytest.mark.parametrize("name", ["v32, whole items", "v32, parts", "v32, equal parts", "model1, parts"])
+def test_the_producer_spills_nothing_that_it_loads(record, name):
+    """A spilled word of a token would be waited for as soon as it is asked for."""
+    lines = support.compile_gluon(KERNEL, record(**CALLS[name])).sass.splitlines()
+    sent = [i for i, line in enumerate(lines) if "UBLKCP" in line]
+    assert not any(re.search(r"\b(?:STL|LDL)\b", line) for line in lines[sent[0] : sent[-1]])
+
+
+@pytest.mark.parametrize("name", ["v32, whole items", "v32, parts", "v32, equal parts", "model1, parts"])
+def test_tiles_lie_where_the_exchange_supposes(record, name):
+    code = support.compile_gluon(KERNEL, record(**CALLS[name]))
+    # Asynchronous copies that Triton has placed: q lies behind the four tiles.
+    placed = {int(offset, 16) for offset in re.findall(r"\bLDGSTS\S* \[R\d+\+(0x[0-9a-f]+)\]", code.sass)}
+    assert {4 * exchange._TILE_BYTES, 5 * exchange._TILE_BYTES} <= placed
+    if name.startswith("model1"):
+        # The last 64 columns of a block.
+        last = 3 * exchange._COLUMNS_BYTES
+        for tile in (exchange.K0_RIGHT.value, exchange.K1_RIGHT.value):
+            assert tile * exchange._TILE_BYTES + last in placed
+    # The swizzle repeats after eight rows, which are what a warp sends.
+    assert exchange._WARP_ROWS == 8 * 128
+    assert exchange.OWN.value * 128 == exchange._PEER_ROWS
+
+
+class Compiled:
+    packed_metadata = (12, 1, 1000)
+
+
+def test_only_the_launch_knows_of_the_cluster():
+    compiled = Compiled()
+    for _ in range(2):
+        triton_clusters.join(compiled, 2, 64)
+        assert compiled.packed_metadata == (12, 2, 1064)
+    assert PAIRED_KERNEL.cluster == (2, exchange.TAIL_BYTES)
+    assert KERNEL.cluster is None
+
+
+def test_a_kernel_is_joined_before_its_first_launch(monkeypatch):
+    told = []
+
+    class Jitted:
+        params, pre_run_hooks, arg_names = (), (), ()
+        compiled = Compiled()
+
+        def run(self, *, grid, warmup):
+            told.append((warmup, self.compiled.packed_metadata))
+            return self.compiled
+
+    class Joined(LeanLaunch, Jitted):
+        cluster = (2, 64)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    Joined().run(grid=(1,), warmup=False)
+    assert told == [(True, (12, 1, 1000)), (False, (12, 2, 1064))]

@@ -1,0 +1,97 @@
+"""Calls of the Hopper kernel of sparse decode, as its launcher launches them, without the GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.compile import Launch, Recorder
+
+from flashlatte import dispatch
+from flashlatte.ops.sparse_decode.hopper import launch
+from flashlatte.schedule import combine
+
+KERNEL = launch.kernel
+PAIRED_KERNEL = launch.paired_kernel
+COMBINE = combine.combine_kernel
+
+# Numbers that a token of a format has in q, and the width of its cache and its dtype.
+FORMATS = {
+    "v32": (576, 656, torch.uint8),
+    "model1": (512, 584, torch.uint8),
+    "bf16": (576, 576, torch.bfloat16),
+    "bf16 512": (512, 512, torch.bfloat16),
+}
+LENGTHS: dict[str, Any] = {"extra_topk": 512, "lengths": True}
+CALLS: dict[str, dict[str, Any]] = {
+    "v32, whole items": {"batch": 128},
+    "v32, parts": LENGTHS,
+    "v32, even parts": {},
+    "v32, equal parts": {"batch": 74, "s_q": 1},
+    "v32, alone": {"batch": 128, "heads": 64},
+    "v32, even parts, alone": {"heads": 16},
+    "model1, parts": {"form": "model1", **LENGTHS},
+    "model1, parts, alone": {"form": "model1", "heads": 192, **LENGTHS},
+    "model1, odd pages": {"form": "model1", "page_size": 61, "index_dtype": torch.int64, "out_pad": 1, **LENGTHS},
+    "bf16 576, whole items": {"form": "bf16", "batch": 128},
+    "bf16 512, parts": {"form": "bf16 512", **LENGTHS},
+}
+
+
+def decode(
+    form: str = "v32",
+    batch: int = 3,
+    s_q: int = 2,
+    heads: int = 128,
+    topk: int = 2048,
+    pages: int = 8,
+    page_size: int = 64,
+    extra_topk: int = 0,
+    lengths: bool = False,
+    sink: bool = True,
+    index_dtype: torch.dtype = torch.int32,
+    q_pad: int = 0,
+    out_pad: int = 0,
+) -> None:
+    """A call of the implementation with tensors whose contents do not matter."""
+    head_dim, width, dtype = FORMATS[form]
+    cache = torch.empty(pages, page_size, 1, width, dtype=dtype)
+    length = torch.empty(batch, dtype=index_dtype) if lengths else None
+    launch.sparse_decode(
+        torch.empty(batch, s_q, heads, head_dim + q_pad, dtype=torch.bfloat16)[..., :head_dim],
+        cache,
+        torch.empty(batch, s_q, topk, dtype=index_dtype),
+        form.split()[0],
+        length,
+        torch.empty(heads) if sink else None,
+        cache if extra_topk else None,
+        torch.empty(batch, s_q, extra_topk, dtype=index_dtype) if extra_topk else None,
+        length if extra_topk else None,
+        head_dim**-0.5,
+        -math.inf,
+        torch.empty(batch, s_q, heads, 512 + out_pad, dtype=torch.bfloat16)[..., :512],
+        torch.empty(batch, heads, s_q),
+    )
+
+
+def recording(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Launch]:
+    """A function that calls the launcher, and returns what it launched."""
+    recorders, combiner = [Recorder(KERNEL), Recorder(PAIRED_KERNEL)], Recorder(COMBINE)
+    monkeypatch.setattr(launch, "kernel", recorders[False])
+    monkeypatch.setattr(launch, "paired_kernel", recorders[True])
+    monkeypatch.setattr(launch, "clusters_fill", lambda *_: True)
+    monkeypatch.setattr(combine, "combine_kernel", combiner)
+    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
+
+    def record(**call: Any) -> Launch:
+        for recorder in recorders:
+            recorder.launches.clear()
+        decode(**call)
+        (only,) = (launched for recorder in recorders for launched in recorder.launches)
+        assert bool(recorders[True].launches) == only.arguments["PAIRED"]
+        return only
+
+    return record
