@@ -284,7 +284,8 @@ def launch_combine(
         BLOCK_N=block_n,
         BLOCK_H=block_h,
         D_V=d_v,
-        OVERHEAD=overhead,
+        # Of no use to what need not work the schedule out, and would make it another variant.
+        OVERHEAD=0 if noted or even else overhead,
         SPLIT_BLOCKS=split_blocks,
         MAX_SPLITS=max_splits,
         AT_BOUNDARIES=at_boundaries,

@@ -216,10 +216,12 @@ def test_new_batches_and_lengths_compile_nothing(typical: SparseDecodeCase, back
         replace(typical, batch=rng.randint(1, 70), s_k=rng.randint(2, 4000), topk=64 * rng.randint(1, 20), seed=seed)
         for seed in range(20)
     ]
-    # The combine has a few tile shapes, by how many results there are to merge: these sizes meet all of them.
-    for batch in (1, 2, 8, 20, 33, 64):
+    # The kernels have a few forms, and the combine a few tile shapes, by how many query tokens and blocks there are:
+    # these sizes meet all of them.
+    for batch in (1, 2, 3, 5, 8, 16, 20, 31, 33, 34, 64):
         decode(replace(typical, batch=batch, topk=2048).inputs(DEVICE), backend)
-    decode(replace(typical, batch=64, topk=64).inputs(DEVICE), backend)
+    for batch, topk in ((64, 64), (1, 1024), (1, 128)):
+        decode(replace(typical, batch=batch, topk=topk).inputs(DEVICE), backend)
     with harness.no_compilation():
         for case in cases:
             decode(case.inputs(DEVICE), backend)

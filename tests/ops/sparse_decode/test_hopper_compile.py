@@ -192,6 +192,18 @@ def test_no_part_is_longer_than_it_must_be():
     assert launch.make_plan(132, 74, 128, 2048, 0, False).overhead == 2
 
 
+@pytest.mark.parametrize("is_uniform", [True, False])
+def test_new_batches_meet_four_forms_of_the_kernel_at_most(is_uniform):
+    """Each is compiled when it is first met."""
+    plans = [
+        launch.make_plan(132, items, heads, topk, 0, is_uniform)
+        for items in range(1, 600)
+        for heads in (16, 64, 128)
+        for topk in (64, 512, 2048, 16384)
+    ]
+    assert len({(made.parts is None, made.even, made.overhead) for made in plans}) <= 4
+
+
 def test_costs_that_32_bits_cannot_hold_are_not_balanced():
     assert launch.make_plan(132, 3, 128, 2**30, 0, False).parts == 66
     assert launch.make_plan(132, 16000, 128, 2**24, 0, False).parts is None
