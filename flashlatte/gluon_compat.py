@@ -30,6 +30,9 @@ tma_add = getattr(tma, "async_atomic_add", None) or _async_tma_add
 # Copy of 16-byte pieces from global to shared memory by the threads: (tile, pointers, mask).
 cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
+# The same shared memory as another tile: (tile, dtype, shape, layout).
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+
 # Barrier of the warps of a partition (of the program, outside warp specialization).
 cta_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 

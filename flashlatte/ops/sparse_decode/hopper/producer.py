@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from flashlatte.gluon_compat import reinterpret
 from flashlatte.ops.sparse_decode.hopper import layouts, producing, schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.conversion import factor_of_exponent, factor_of_float, split_exponents, widened
 from flashlatte.ops.sparse_decode.hopper.selection import is_extra, load_indices, locate, token_bytes
@@ -87,7 +88,7 @@ def _widen(words, scales, FIRST_GROUP: gl.constexpr, PLAN: gl.constexpr):
 @gluon.jit
 def _fill(tile, half, SIDE: gl.constexpr, PLAN: gl.constexpr):
     """Widen half of a block into its tile."""
-    target = producing.reinterpret(tile.index(0), gl.int32, [KEYS, 128], SWIZZLED_WORDS)
+    target = reinterpret(tile.index(0), gl.int32, [KEYS, 128], SWIZZLED_WORDS)
     scales = half.scales
     if PLAN.format == MODEL1:
         scales = split_exponents(scales)

@@ -1,4 +1,4 @@
-"""Bringing an item's queries into shared memory: the odd consumer does, which has time when they are needed."""
+"""Bringing an item's queries into shared memory: the even consumer does, which has time when they are asked for."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-from flashlatte.gluon_compat import cp_async
+from flashlatte.gluon_compat import cp_async, reinterpret
 from flashlatte.ops.sparse_decode.hopper import layouts, schedule
 from flashlatte.ops.sparse_decode.hopper.tiles import ROWS, SWIZZLED_WORDS
-
-_reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
 class Query(NamedTuple):
@@ -29,7 +27,7 @@ class Query(NamedTuple):
 def _copy_columns(tile, rows, valid, FIRST: gl.constexpr, WIDTH: gl.constexpr):
     LAYOUT: gl.constexpr = layouts.copy_layout(WIDTH, False)
     row_layout: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    target = _reinterpret(tile.index(0), gl.int32, [ROWS, WIDTH], SWIZZLED_WORDS)
+    target = reinterpret(tile.index(0), gl.int32, [ROWS, WIDTH], SWIZZLED_WORDS)
     rows = gl.convert_layout(rows, row_layout, assert_trivial=True)[:, None]
     valid = gl.convert_layout(valid, row_layout, assert_trivial=True)[:, None]
     column = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
