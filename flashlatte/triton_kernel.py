@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,12 +27,29 @@ def kernel(function: Callable[..., None]) -> Any:
     fits 32 bits, so a new batch size or stride could cost a user seconds. What the generated code must know is a
     ``tl.constexpr``, passed by name.
     """
-    numbers = [
-        name
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.annotation in _RUN_TIME_NUMBERS
-    ]
-    return lean(triton.jit(function, do_not_specialize=numbers))  # type: ignore[call-overload]
+    return lean(triton.jit(function, do_not_specialize=_run_time_numbers(function)))  # type: ignore[call-overload]
+
+
+def gluon_kernel(function: Callable[..., None], by_element: Sequence[str]) -> Any:
+    """``kernel`` for Gluon.
+
+    Args:
+        by_element: pointers that are read and written by the element, whose alignment would only make more variants.
+    """
+    from triton.experimental import gluon
+
+    return lean(
+        gluon.jit(
+            function,
+            do_not_specialize=_run_time_numbers(function),
+            do_not_specialize_on_alignment=list(by_element),
+        )
+    )
+
+
+def _run_time_numbers(function: Callable[..., None]) -> list[str]:
+    parameters = inspect.signature(function).parameters
+    return [name for name, parameter in parameters.items() if parameter.annotation in _RUN_TIME_NUMBERS]
 
 
 def lean(jitted: Any) -> Any:
@@ -73,7 +90,7 @@ class LeanLaunch:
                 key.append(_trait(argument))
         known = None if warmup or self.pre_run_hooks or hooked() else self._launches.get(tuple(key))
         if known is None:
-            if self.cluster is not None:
+            if self.cluster is not None and tuple(key) not in self._launches:
                 join(super().run(*args, grid=grid, warmup=True, **kwargs), *self.cluster)  # type: ignore[misc]
             compiled = super().run(*args, grid=grid, warmup=warmup, **kwargs)  # type: ignore[misc]
             if not warmup:

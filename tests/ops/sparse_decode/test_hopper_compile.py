@@ -192,16 +192,14 @@ def test_no_part_is_longer_than_it_must_be():
     assert launch.make_plan(132, 74, 128, 2048, 0, False).overhead == 2
 
 
-@pytest.mark.parametrize("is_uniform", [True, False])
-def test_new_batches_meet_four_forms_of_the_kernel_at_most(is_uniform):
-    """Each is compiled when it is first met."""
-    plans = [
-        launch.make_plan(132, items, heads, topk, 0, is_uniform)
-        for items in range(1, 600)
-        for heads in (16, 64, 128)
-        for topk in (64, 512, 2048, 16384)
-    ]
-    assert len({(made.parts is None, made.even, made.overhead) for made in plans}) <= 4
+@pytest.mark.parametrize("lengths", [{}, LENGTHS], ids=["one length", "lengths"])
+def test_new_batches_meet_few_variants(monkeypatch, record, lengths):
+    """Whole items, even parts, other parts with an overhead and without; tiles of the merge by splits and merges."""
+    combiner = Recorder(COMBINE)
+    monkeypatch.setattr(combine, "combine_kernel", combiner)
+    calls = [record(batch=batch, topk=topk, **lengths) for batch in range(1, 71) for topk in (64, 192, 576, 1152, 2048)]
+    assert len({variant_key(KERNEL, call) for call in calls}) <= 4
+    assert len({variant_key(COMBINE, call) for call in combiner.launches}) <= 5
 
 
 def test_costs_that_32_bits_cannot_hold_are_not_balanced():

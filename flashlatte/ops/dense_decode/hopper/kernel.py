@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-
 import triton.language as tl
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from flashlatte.ops.dense_decode.hopper import consumers, epilogue, partial, producer, schedule, tiles
 from flashlatte.schedule import device, output_rows
-from flashlatte.triton_kernel import lean
+from flashlatte.triton_kernel import gluon_kernel
 
 # Of a consumer; what 12 warps leave of the register file, 24, is the producer's.
 CONSUMER_REGISTERS = gl.constexpr(240)
@@ -106,15 +103,4 @@ def dense_decode_kernel(
     )
 
 
-kernel = lean(
-    gluon.jit(
-        dense_decode_kernel,
-        do_not_specialize=[
-            name
-            for name, parameter in inspect.signature(dense_decode_kernel).parameters.items()
-            if parameter.annotation in ("tl.int32", "tl.int64", "tl.float32")
-        ],
-        # Read and written by the element.
-        do_not_specialize_on_alignment=["pages", "lengths", "lse"],
-    )
-)
+kernel = gluon_kernel(dense_decode_kernel, by_element=["pages", "lengths", "lse"])

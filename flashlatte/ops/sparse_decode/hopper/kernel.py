@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,7 +20,7 @@ from flashlatte.ops.sparse_decode.hopper import (
 )
 from flashlatte.schedule import device, output_rows
 from flashlatte.triton_clusters import in_clusters
-from flashlatte.triton_kernel import lean
+from flashlatte.triton_kernel import gluon_kernel
 
 # Of a consumer. The producer has what is left: 120 with four warps, 64 with eight.
 _CONSUMER_REGISTERS = gl.constexpr(192)
@@ -183,21 +181,11 @@ def _produce(caches, selection, call, scratch, PLAN: gl.constexpr):
         producer.produce(caches, selection, call, scratch, PLAN)
 
 
-def _jitted():
-    return lean(
-        gluon.jit(
-            sparse_decode_kernel,
-            do_not_specialize=[
-                name
-                for name, parameter in inspect.signature(sparse_decode_kernel).parameters.items()
-                if parameter.annotation in ("tl.int32", "tl.int64", "tl.float32")
-            ],
-            # Read and written by the element.
-            do_not_specialize_on_alignment=["indices", "extra_indices", "lengths", "extra_lengths", "sink", "lse"],
-        )
-    )
+def _made():
+    by_element = ["indices", "extra_indices", "lengths", "extra_lengths", "sink", "lse"]
+    return gluon_kernel(sparse_decode_kernel, by_element)
 
 
-kernel = _jitted()
+kernel = _made()
 # For PAIRED: its grid counts pairs of programs.
-paired_kernel = in_clusters(_jitted(), 2, exchange.TAIL_BYTES)
+paired_kernel = in_clusters(_made(), 2, exchange.TAIL_BYTES)

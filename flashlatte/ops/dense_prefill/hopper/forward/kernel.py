@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-
 import triton.language as tl
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.ops.dense_prefill.hopper.forward import consumers, epilogue, producer, schedule, tiles
-from flashlatte.triton_kernel import lean
+from flashlatte.triton_kernel import gluon_kernel
 
 # Of a consumer; what 12 warps leave of the register file, 24, is the producer's.
 CONSUMER_REGISTERS = gl.constexpr(240)
@@ -64,15 +61,4 @@ def dense_prefill_forward_kernel(
     )
 
 
-kernel = lean(
-    gluon.jit(
-        dense_prefill_forward_kernel,
-        do_not_specialize=[
-            name
-            for name, parameter in inspect.signature(dense_prefill_forward_kernel).parameters.items()
-            if parameter.annotation in ("tl.int32", "tl.int64", "tl.float32")
-        ],
-        # Read and written by the element.
-        do_not_specialize_on_alignment=["cu_q", "cu_k", "taken", "lse"],
-    )
-)
+kernel = gluon_kernel(dense_prefill_forward_kernel, by_element=["cu_q", "cu_k", "taken", "lse"])
