@@ -1,8 +1,8 @@
 """FlashLatte: Multi-head Latent Attention in Python.
 
-Operations: ``dense_decode``, ``dense_prefill``, ``sparse_decode``, ``sparse_prefill``,
-``merge_states``. Cache formats and what reads or
-writes their bytes: ``flashlatte.kv_cache``. FlashMLA's interface, argument for argument: ``flashlatte.flash_mla``.
+Operations: ``dense_decode``, ``dense_prefill``, ``sparse_decode``, ``sparse_prefill``, ``merge_states``. Cache formats
+and what reads or writes their bytes: ``flashlatte.kv_cache``. FlashMLA's interface, argument for argument:
+``flashlatte.flash_mla``.
 """
 
 from flashlatte import kv_cache

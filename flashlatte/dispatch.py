@@ -285,7 +285,8 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def _compute_capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    """(0, 0) where there is no GPU, as with fake tensors of one."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
 @functools.cache

@@ -1,9 +1,9 @@
 """FlashMLA's interface, argument for argument: ``import flashlatte.flash_mla as flash_mla``.
 
 Conventions are FlashMLA's (lse of a row without keys is +inf), and what FlashMLA refuses only because its kernels
-cannot is accepted: any number of heads, any page size, per-tensor fp8 caches in dense decode, bf16 caches and any
-number of indices in sparse decode. Contradictory arguments are errors here as there, as ``ValueError`` or
-``TypeError``.
+cannot is accepted: any number of heads, any page size, per-tensor fp8 caches and queries in dense decode (with the
+``descale_q`` and ``descale_k`` of vLLM and SGLang), bf16 caches and any number of indices in sparse decode.
+Contradictory arguments are errors here as there, as ``ValueError`` or ``TypeError``.
 
 ``python -m flashlatte.flash_mla --install-alias DIR`` writes a package ``flash_mla`` into DIR that forwards to this
 module, for programs that import the top-level name.
@@ -25,6 +25,7 @@ from flashlatte.flash_attn_varlen import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from flashlatte.kv_cache import scales
 from flashlatte.ops.dense_decode import dense_decode
 from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.ops.sparse_prefill import sparse_prefill
@@ -88,6 +89,7 @@ def flash_mla_with_kvcache(
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
     *,
+    descale_q: float | torch.Tensor | None = None,
     descale_k: float | torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -96,7 +98,7 @@ def flash_mla_with_kvcache(
     """Decode over a paged latent cache: dense, or over selected tokens if ``indices`` is given.
 
     Args:
-        q: [b, s_q, h_q, d], bf16 or fp16 (float32 on the reference); d 576 or 512.
+        q: [b, s_q, h_q, d], bf16 or fp16 (float32 on the reference); dense also float8_e4m3fn; d 576 or 512.
         k_cache: dense: [pages, page_size, h_kv, d] in q's dtype, or float8_e4m3fn with ``is_fp8_kvcache``; sparse:
             [pages, page_size, 1, 656 or 584] one-byte with ``is_fp8_kvcache``, or [pages, page_size, 1, d] in q's
             dtype without.
@@ -108,20 +110,22 @@ def flash_mla_with_kvcache(
         num_splits: None, as ``get_mla_metadata`` returned.
         softmax_scale: above 0; d^-0.5 if None.
         causal: dense only; bottom-right: query token j sees keys 0 to cache_seqlens - s_q + j.
-        is_fp8_kvcache: whether k_cache holds one-byte numbers; must agree with its dtype.
+        is_fp8_kvcache: whether k_cache holds one-byte numbers; must agree with its dtype. ``descale_k`` says so too.
         indices: sparse: int32 or int64 [b, s_q, topk], page · page_size + offset; values outside the cache (FlashMLA
             knows only -1) select nothing.
         attn_sink: sparse: float32 [h_q]; out is scaled by e^lse / (e^lse + e^sink), lse is not.
         extra_k_cache, extra_indices_in_kvcache: sparse: a second cache in the same format, and its indices.
         topk_length, extra_topk_length: sparse: int32 or int64 [b] or [b, s_q], how many indices count.
-        descale_k: dense with ``is_fp8_kvcache``: key = byte · descale_k; default 1.
+        descale_q: dense with a float8_e4m3fn q: query = byte · descale_q, rounded to bf16; a number or a one-element
+            float32 tensor; default 1.
+        descale_k: dense over a float8_e4m3fn cache: key = byte · descale_k; as ``descale_q``.
         out: [b, s_q, h_q, head_dim_v] in q's dtype to write into.
         lse: float32 [b, h_q, s_q] to write into.
         backend: "hopper", "portable" or "reference"; None chooses.
 
     Returns:
-        out [b, s_q, h_q, head_dim_v], and lse, natural logarithm, float32 [b, h_q, s_q] with strides
-        (s_q · h_q, 1, h_q). A row that sees no key: out 0, lse +inf.
+        out [b, s_q, h_q, head_dim_v] in q's dtype (bf16 for a float8_e4m3fn q), and lse, natural logarithm, float32
+        [b, h_q, s_q] with strides (s_q · h_q, 1, h_q). A row that sees no key: out 0, lse +inf.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
@@ -134,7 +138,7 @@ def flash_mla_with_kvcache(
         )
     if num_splits is not None:
         raise ValueError(f"num_splits must be None, as get_mla_metadata returned it, got {type(num_splits).__name__}")
-    _check_fp8_flag(k_cache, is_fp8_kvcache)
+    _check_fp8_flag(k_cache, is_fp8_kvcache, descale_k)
     if indices is None:
         for name, value in (
             ("attn_sink", attn_sink),
@@ -148,6 +152,7 @@ def flash_mla_with_kvcache(
         if block_table is None or cache_seqlens is None:
             missing = "block_table" if block_table is None else "cache_seqlens"
             raise ValueError(f"{missing} must be given for dense decode (without indices), got None")
+        q = _query(q, descale_q)
         with checks.naming(k_scale="descale_k"):
             return dense_decode(
                 q,
@@ -165,8 +170,9 @@ def flash_mla_with_kvcache(
             )
     if causal:
         raise ValueError("causal must be False in sparse decode (with indices), whose mask is the indices; got True")
-    if descale_k is not None:
-        raise ValueError("descale_k belongs to dense decode over an fp8 cache, got it with indices")
+    for name, value in (("descale_q", descale_q), ("descale_k", descale_k)):
+        if value is not None:
+            raise ValueError(f"{name} belongs to dense decode over an fp8 cache, got it with indices")
     with checks.naming(extra_indices="extra_indices_in_kvcache"):
         return sparse_decode(
             q,
@@ -228,13 +234,30 @@ def flash_mla_sparse_fwd(
         )
 
 
-def _check_fp8_flag(k_cache: object, is_fp8_kvcache: bool) -> None:
+def _query(q: torch.Tensor, descale_q: float | torch.Tensor | None) -> torch.Tensor:
+    """q as it is, or byte · descale_q in bf16."""
+    if not isinstance(q, torch.Tensor) or q.dtype != torch.float8_e4m3fn:
+        if descale_q is not None:
+            raise ValueError(f"descale_q belongs to a float8_e4m3fn q, and this one is {_kind(q)}")
+        return q
+    tensor, number = scales.split("descale_q", descale_q, q.device)
+    return (q.float() * (number if tensor is None else tensor)).to(torch.bfloat16)
+
+
+def _kind(value: object) -> str:
+    return checks.dtype_names([value.dtype]) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _check_fp8_flag(k_cache: object, is_fp8_kvcache: bool, descale_k: object) -> None:
     if not isinstance(is_fp8_kvcache, bool):
         raise TypeError(f"is_fp8_kvcache must be True or False, got {is_fp8_kvcache!r}")
-    if isinstance(k_cache, torch.Tensor) and (k_cache.dtype.itemsize == 1) != is_fp8_kvcache:
+    if not isinstance(k_cache, torch.Tensor):
+        return
+    one_byte = k_cache.dtype.itemsize == 1
+    if one_byte != is_fp8_kvcache and not (one_byte and descale_k is not None):
         raise ValueError(
             f"is_fp8_kvcache must say whether k_cache holds one-byte numbers: it is {is_fp8_kvcache}, and k_cache is "
-            f"{str(k_cache.dtype).removeprefix('torch.')}"
+            f"{_kind(k_cache)}"
         )
 
 

@@ -49,15 +49,18 @@ def repeats_launches(function: _Function) -> _Function:
             return function(*args, **kwargs)
         tensors: list[torch.Tensor] = []
         key: list[Any] = [*kwargs]
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Tensor):
-                device = value.get_device()
-                if device < _FIRST_DEVICE or type(value) not in _PLAIN_TENSORS:
-                    return function(*args, **kwargs)
-                tensors.append(value)
-                key += (value.shape, value.stride(), value.dtype, device, value.data_ptr() % 16)
-            else:
-                key += (type(value), value)
+        try:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Tensor):
+                    device = value.get_device()
+                    if device < _FIRST_DEVICE or type(value) not in _PLAIN_TENSORS:
+                        return function(*args, **kwargs)
+                    tensors.append(value)
+                    key += (value.shape, value.stride(), value.dtype, device, value.data_ptr() % 16)
+                else:
+                    key += (type(value), value)
+        except RuntimeError:  # a layout without strides or without an address
+            return function(*args, **kwargs)
         try:
             repeat = known.get(tuple(key), _UNKNOWN)
         except TypeError:  # an argument without a hash

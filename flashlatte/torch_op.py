@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ from flashlatte.repeat import watched
 
 NAMESPACE = "flashlatte"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_AUTOCAST = ("cpu", "cuda", "xpu")
 
 
 def register_op(name: str, *, mutates: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -67,9 +70,23 @@ def _define(
     name: str, function: Callable[..., Any], mutates: Sequence[str], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
     _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=mutates))
-    _LIBRARY.impl(name, watched(function), "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, watched(_without_autocast(function)), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, whose inner precision is its own: autocast would take the reference's float32 from it."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for device_type in _AUTOCAST:
+                if torch.is_autocast_enabled(device_type):
+                    stack.enter_context(torch.autocast(device_type, enabled=False))
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _no_result(*_args: object, **_kwargs: object) -> None:

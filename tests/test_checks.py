@@ -18,6 +18,7 @@ def test_tensor_is_returned_as_it_is():
     ("value", "error", "message"),
     [
         ([1.0], TypeError, r"^x must be a tensor, got list$"),
+        (torch.zeros(2, 3).to_sparse(), TypeError, r"^x must be a strided tensor, got layout torch.sparse_coo$"),
         (torch.zeros(2, 3, dtype=torch.float16), TypeError, r"^x must be float32 or bfloat16, got float16$"),
         (torch.zeros(2), ValueError, r"^x must have shape \[n, 3\] with no empty axis, got \[2\]$"),
         (torch.zeros(2, 4), ValueError, r"^x must have shape \[n, 3\] with no empty axis, got \[2, 4\]$"),
@@ -25,7 +26,7 @@ def test_tensor_is_returned_as_it_is():
         (torch.zeros(2, 3, device="meta"), ValueError, r"^x must be on cpu like the other arguments, got meta$"),
         (torch.zeros(3, 2).T, ValueError, r"^x must have last stride 1, got strides \(1, 2\)$"),
     ],
-    ids=["type", "dtype", "rank", "size", "empty", "device", "stride"],
+    ids=["type", "layout", "dtype", "rank", "size", "empty", "device", "stride"],
 )
 def test_tensor_names_what_is_wrong(value, error, message):
     with pytest.raises(error, match=message):

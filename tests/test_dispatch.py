@@ -4,8 +4,9 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flashlatte import dispatch
+from flashlatte import dense_decode, dispatch
 from flashlatte.dispatch import Call, Choice, Implementation
 
 CPU = torch.device("cpu")
@@ -95,6 +96,16 @@ def test_another_compute_capability_is_a_reason(operation, monkeypatch):
         dispatch.select(call, "hopper")
     monkeypatch.setattr(dispatch, "compute_capability", lambda device: (9, 0))
     assert dispatch.select(call) == "hopper"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_fake_tensors_of_a_gpu_need_none():
+    with FakeTensorMode():
+        q, cache = (torch.empty(2, 2, 1, 576, dtype=BF16, device="cuda") for _ in range(2))
+        table, lengths = (torch.empty(2, *more, dtype=torch.int32, device="cuda") for more in ((1,), ()))
+        out, lse = dense_decode(q, cache, table, lengths)
+    assert (out.shape, lse.shape) == ((2, 2, 1, 512), (2, 1, 2))
+    assert out.device.type == "cuda"
 
 
 def test_explain_tells_about_every_backend(operation):

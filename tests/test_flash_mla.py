@@ -164,6 +164,25 @@ def test_dense_decode_over_an_fp8_cache():
     assert_same(decode(inputs, descale_k=0.02), dense_decode(**inputs))
 
 
+@pytest.mark.parametrize("descale_q", [None, 0.5, torch.tensor([0.5])], ids=["none", "number", "tensor"])
+@pytest.mark.parametrize("flag", [False, True])
+def test_dense_decode_of_fp8_queries(descale_q, flag):
+    """As vLLM and SGLang call it: SGLang without the flag."""
+    inputs = DenseDecodeCase(3, 2, 100, 4, cache_dtype=torch.float8_e4m3fn, causal=True).inputs()
+    q = (inputs["q"] * 4).to(torch.float8_e4m3fn)
+    scales = {"descale_q": descale_q, "descale_k": torch.tensor([0.02])}
+    out, lse = decode(inputs, q=q, is_fp8_kvcache=flag, **scales)
+    assert out.dtype == torch.bfloat16
+    factor = 1.0 if descale_q is None else 0.5
+    expected = inputs | {"q": (q.float() * factor).bfloat16(), "k_scale": torch.tensor([0.02])}
+    assert_same((out, lse), dense_decode(**expected, empty_lse=math.inf))
+
+
+def test_no_descale_is_for_any_cache():
+    inputs = DENSE.inputs()
+    assert_same(decode(inputs, descale_q=None, descale_k=None), decode(inputs))
+
+
 def test_sparse_decode_over_a_bf16_cache_ignores_the_table():
     inputs = SparseDecodeCase(2, 1, 90, 4, 64, cache_format="bf16").inputs()
     expected = sparse_decode(**inputs, empty_lse=math.inf)
@@ -182,6 +201,7 @@ def test_outputs_given_are_returned():
 
 
 SINK, CACHE = torch.zeros(4), SPARSE.inputs()["extra_k_cache"]
+FP8_QUERY = DENSE.inputs()["q"].to(torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(
@@ -204,9 +224,14 @@ SINK, CACHE = torch.zeros(4), SPARSE.inputs()["extra_k_cache"]
         (DENSE, {"is_fp8_kvcache": True}, ValueError, "^is_fp8_kvcache must .* is True, and k_cache is bfloat16$"),
         (DENSE, {"is_fp8_kvcache": 1}, TypeError, "^is_fp8_kvcache must be True or False, got 1$"),
         (DENSE, {"descale_k": 1.0}, ValueError, "belongs to a float8_e4m3fn k_cache"),
+        (DENSE, {"descale_q": 1.0}, ValueError, "^descale_q belongs to a float8_e4m3fn q, and this one is bfloat16$"),
+        (DENSE, {"q": None, "descale_q": 1.0}, ValueError, "^descale_q belongs to .*, and this one is NoneType$"),
+        (DENSE, {"q": FP8_QUERY, "descale_q": -1.0}, ValueError, "^descale_q must be a finite number above 0, got -1"),
+        (DENSE, {"q": FP8_QUERY, "descale_q": SINK}, ValueError, r"^descale_q must hold one value, got shape \[4\]$"),
         (SPARSE, {"causal": True}, ValueError, "^causal must be False in sparse decode .* got True$"),
         (SPARSE, {"is_fp8_kvcache": False}, ValueError, "^is_fp8_kvcache must .* is False, and k_cache is uint8$"),
         (SPARSE, {"descale_k": 1.0}, ValueError, "^descale_k belongs to dense decode over an fp8 cache"),
+        (SPARSE, {"descale_q": 1.0}, ValueError, "^descale_q belongs to dense decode over an fp8 cache"),
         (SPARSE, {"extra_indices_in_kvcache": None}, ValueError, "needs extra_indices.* beside it, got None$"),
         (SPARSE, {"extra_k_cache": None}, ValueError, "needs extra_k_cache beside it"),
         (SPARSE, {"num_splits": SINK}, ValueError, "^num_splits must be None"),

@@ -159,6 +159,13 @@ def test_other_subclasses_run_anew(add: Add) -> None:
     assert len(ran) == 2
 
 
+def test_a_sparse_tensor_is_left_to_the_operation(add: Add) -> None:
+    call, ran = operation(add)
+    with pytest.raises(RuntimeError):
+        call(numbers(add, 4), torch.zeros(4).to_sparse())
+    assert len(ran) == 1
+
+
 @pytest.mark.parametrize("beside", ["before", "after"])
 def test_work_beside_launches_is_never_left_out(add: Add, beside: str) -> None:
     def work(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, number: float) -> None:

@@ -294,6 +294,29 @@ def test_weights_may_change_after_enable(make_model, prompts):
     assert_same_tokens(stock, enabled, prompts((1, 0)), do_sample=False)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_to_another_dtype_is_stock_attention_s(make_model, prompts, calls, dtype):
+    stock, enabled = pair(make_model().to(dtype))
+    inputs = prompts((2, 0))
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        expected, got = (generate(model, inputs, do_sample=False) for model in (stock, enabled))
+    assert any(calls.values()) == (dtype == torch.bfloat16)
+    if dtype != torch.bfloat16:
+        assert got.equal(expected)
+
+
+def test_a_paged_cache_goes_on_under_autocast(make_model, prompts):
+    stock, enabled = pair(make_model())
+    ids = prompts((0, 0), length=24)["input_ids"]
+    logits = []
+    for model in (stock, enabled):
+        with torch.inference_mode():
+            cache = model(ids[:, :20]).past_key_values
+            with torch.autocast("cpu", torch.bfloat16):
+                logits.append(model(ids[:, 20:], past_key_values=cache).logits)
+    torch.testing.assert_close(*logits, rtol=0.1, atol=0.1)
+
+
 def test_inference_mode_then_no_grad(make_model, prompts):
     stock, enabled = pair(make_model())
     ids = prompts((0,))["input_ids"]
@@ -353,6 +376,7 @@ def test_saving_an_enabled_model(make_model, prompts, tmp_path):
         ({"page_size": 0}, "page_size must be at least 1"),
         ({"backend": "cuda"}, "backend must be one of .*got 'cuda'"),
         ({"k_scale": 2.0}, "k_scale belongs to cache_format 'fp8'"),
+        ({"cache_format": "fp8", "k_scale": 0.0}, "k_scale must be a finite number above 0, got 0.0"),
     ],
 )
 def test_refused_settings_leave_the_model_alone(make_model, options, message):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from flashlatte import checks, dispatch
+from flashlatte.kv_cache import scales
 
 if TYPE_CHECKING:
     from flashlatte.kv_cache import CacheFormat
@@ -51,8 +52,8 @@ def enable(
     tokens are padding on the left, and where it was set to another than PyTorch's SDPA.
 
     Stock attention still serves a pass in training mode, one that records gradients, one with
-    ``output_attentions=True``, one without a cache, and one that goes on with a filled ``DynamicCache``. A paged cache
-    handed to it becomes a ``DynamicCache`` with the same tokens.
+    ``output_attentions=True``, one without a cache, one under autocast to another dtype than the model's, and one that
+    goes on with a filled ``DynamicCache``. A paged cache handed to it becomes a ``DynamicCache`` with the same tokens.
 
     Enabling an enabled model changes its settings; caches that exist keep theirs.
 
@@ -80,7 +81,7 @@ def enable(
     if backend is not None:
         checks.choice("backend", backend, dispatch.backends())
     if k_scale is not None:
-        checks.number("k_scale", k_scale)
+        scales.check("k_scale", checks.number("k_scale", k_scale))
     decoder = _decoder(model)
     settings = hooks.Settings(cache_format, page_size, backend, k_scale)
     hooks.new_latents(decoder, settings)

@@ -94,8 +94,13 @@ def end_forward(model: DeepseekV3Model, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def needs_stock_attention(model: DeepseekV3Model, call: dict[str, Any]) -> bool:
-    """Whether the pass wants what only stock attention computes: gradients, dropout, attention weights."""
+    """Whether the pass wants what only stock attention computes: gradients, dropout, attention weights, autocast to
+    another dtype than the model's.
+    """
     if model.training or call.get("output_attentions", model.config.output_attentions):
+        return True
+    device_type = model.device.type
+    if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) != model.dtype:
         return True
     if not torch.is_grad_enabled():
         return False
