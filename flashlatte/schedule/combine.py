@@ -124,7 +124,6 @@ def combine_kernel(
     MAX_SPLITS: tl.constexpr,
     AT_BOUNDARIES: tl.constexpr,
     NOTED: tl.constexpr,
-    EVEN: tl.constexpr,
     PROGRAM_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -138,7 +137,6 @@ def combine_kernel(
     ``parts``: of the schedule, or splits of each item.
     AT_BOUNDARIES: the item is the one first split where a certain part begins, if any is; else it is a certain item.
     NOTED: the parts noted which items they continue (``device.continued_items``), which need not be worked out then.
-    EVEN: all items are split into equally many parts.
     OVERLAPPED: launched while the kernel that writes ``scratch`` may still run, but knows its lengths.
     """
     lists = device.KeyLists(
@@ -180,10 +178,7 @@ def combine_kernel(
     item = first_item + number
 
     first_part = 0
-    if EVEN:
-        splits = parts // num_items
-        first_part = item * splits
-    elif NOTED:
+    if NOTED:
         if OVERLAPPED:
             gdc_wait()
             gdc_launch_dependents()
@@ -243,7 +238,6 @@ def launch_combine(
     split_blocks: int | None = None,
     max_splits: int = 0,
     noted: bool = False,
-    even: bool = False,
 ) -> None:
     """Merge what a launch over ``items`` items from ``first_item`` left in ``scratch``, if it can have split any.
 
@@ -254,7 +248,6 @@ def launch_combine(
         parts: of the balanced schedule; with ``split_blocks``, the records that each item and group has.
         split_blocks, max_splits: of fixed splits; None for balanced parts.
         noted: whether the parts have noted what they continue (``device.continued_items``).
-        even: whether each item has as many parts, ``parts // items``.
     """
     limit, extra_limit = lists[5], lists[-1] or 0
     if parts == 1 or -(-limit // block_n) + -(-extra_limit // block_n) <= 1:
@@ -285,12 +278,11 @@ def launch_combine(
         BLOCK_H=block_h,
         D_V=d_v,
         # Of no use to what need not work the schedule out, and would make it another variant.
-        OVERHEAD=0 if noted or even else overhead,
+        OVERHEAD=0 if noted else overhead,
         SPLIT_BLOCKS=split_blocks,
         MAX_SPLITS=max_splits,
         AT_BOUNDARIES=at_boundaries,
         NOTED=noted,
-        EVEN=even,
         PROGRAM_ROWS=tile.rows * tile.steps,
         ROWS=tile.rows,
         SPLITS=tile.splits,

@@ -58,6 +58,9 @@ def sparse_decode() -> Iterator[tuple[str, Run, Tolerances]]:
         SparseDecodeCase(batch=2, s_q=1, s_k=90, h_q=16, topk=33, page_size=7, topk_lengths="token", strided=True),
         SparseDecodeCase(batch=2, s_q=2, s_k=90, h_q=64, topk=64, cache_format="model1", extra_topk=70, extra_s_k=80),
         SparseDecodeCase(batch=2, s_q=1, s_k=90, h_q=8, topk=65, cache_format="bf16", index_dtype=torch.int64),
+        # Split into parts of one block, and of a pair.
+        SparseDecodeCase(batch=2, s_q=1, s_k=90, h_q=64, topk=200, cache_format="model1"),
+        SparseDecodeCase(batch=2, s_q=1, s_k=300, h_q=128, topk=1024),
     ):
         run = named(flashlatte.sparse_decode, case.inputs(DEVICE))
         yield brief(case), run, {"out": compare.SPARSE_DECODE_OUT, "lse": compare.DECODE_LSE}

@@ -13,7 +13,7 @@ from gpu.harness import DEVICE, Arguments, Results
 import flashlatte
 from flashlatte import kv_cache
 from flashlatte.testing import compare, oracles
-from flashlatte.testing.cases import SparseDecodeCase
+from flashlatte.testing.cases import SparseDecodeCase, counted
 from flashlatte.testing.draws import Draw
 
 pytestmark = pytest.mark.gpu
@@ -67,6 +67,30 @@ ORACLE_CASES = (
     SparseDecodeCase(batch=2, s_q=2, s_k=900, h_q=128, topk=128, cache_format="model1", extra_topk=300, extra_s_k=700),
     SparseDecodeCase(batch=2, s_q=1, s_k=700, h_q=16, topk=500, cache_format="bf16"),
 )
+# Few query tokens with few blocks.
+SMALL_CASES = (
+    SparseDecodeCase(batch=2, s_q=2, s_k=900, h_q=64, topk=128, cache_format="model1", extra_topk=512, extra_s_k=900),
+    SparseDecodeCase(
+        batch=2,
+        s_q=1,
+        s_k=900,
+        h_q=40,
+        topk=130,
+        cache_format="model1",
+        page_size=61,
+        extra_topk=300,
+        extra_s_k=700,
+        extra_page_size=2,
+        index_dtype=torch.int64,
+        strided=True,
+        empty_rows=0.3,
+    ),
+    SparseDecodeCase(batch=2, s_q=1, s_k=3000, h_q=16, topk=2000),
+    SparseDecodeCase(batch=1, s_q=2, s_k=900, h_q=192, topk=200, extra_topk=70, extra_s_k=400, attn_sink=False),
+    SparseDecodeCase(batch=1, s_q=2, s_k=900, h_q=64, topk=512, invalid_share=1.0),
+    SparseDecodeCase(batch=2, s_q=2, s_k=3000, h_q=96, topk=2000, cache_format="bf16", strided=True),
+    SparseDecodeCase(batch=2, s_q=2, s_k=3000, h_q=128, topk=2048, empty_rows=0.3),
+)
 ON_EVERY_BACKEND = pytest.mark.parametrize("backend", harness.KERNEL_BACKENDS)
 TYPICAL = SparseDecodeCase(batch=16, s_q=2, s_k=3000, h_q=128, topk=1024, varlen=True)
 WITH_EXTRA = replace(
@@ -113,6 +137,45 @@ def test_queries_that_select_nothing(
 
 
 @ON_EVERY_BACKEND
+@pytest.mark.parametrize("case", SMALL_CASES, ids=str)
+def test_small_calls(case: SparseDecodeCase, backend: str) -> None:
+    arguments = case.inputs(DEVICE)
+    check(arguments, backend)
+    harness.assert_same_bits(decode(arguments, backend), decode(arguments, backend))
+
+
+@ON_EVERY_BACKEND
+@pytest.mark.parametrize("h_q", [16, 64])
+def test_columns_of_all_sizes_in_a_small_call(h_q: int, backend: str) -> None:
+    """Partial results keep each number's own exponent."""
+    case = SparseDecodeCase(batch=2, s_q=2, s_k=900, h_q=h_q, topk=700, cache_format="bf16", attn_sink=False)
+    arguments = case.inputs(DEVICE)
+    sizes = 2.0 ** Draw(1, DEVICE).integers(-60, 61, 512)
+    # Only the last 64 columns make scores.
+    arguments["q"][..., :512] = 0
+    arguments["k_cache"][..., :512] *= sizes
+    out, _ = flashlatte.sparse_decode(**arguments, backend="reference")
+    result = decode(arguments, backend)["out"]
+    compare.assert_close((result / sizes).bfloat16(), (out / sizes).bfloat16(), compare.SPARSE_DECODE_OUT, "out")
+
+
+@ON_EVERY_BACKEND
+@pytest.mark.parametrize("column", [0, 255, 256, 447])
+@pytest.mark.parametrize("case", SMALL_CASES[::2], ids=str)
+def test_nan_number_in_a_small_call(case: SparseDecodeCase, column: int, backend: str) -> None:
+    arguments = replace(case, invalid_share=0.0).inputs(DEVICE)
+    indices = arguments["indices"]
+    slot = int(indices[0, 0, 5])
+    selected = (indices == slot).any(dim=-1)
+    page, offset = divmod(slot, case.page_size)
+    row_bytes = {"v32": 656, "model1": 576}[case.cache_format]
+    arguments["k_cache"][page].view(torch.uint8).flatten()[offset * row_bytes + column] = 0xFF
+    out = decode(arguments, backend)["out"]
+    assert out[selected].isnan().all()
+    assert out[~selected].isfinite().all()
+
+
+@ON_EVERY_BACKEND
 @pytest.mark.parametrize("case", ORACLE_CASES, ids=str)
 def test_error_against_float64(case: SparseDecodeCase, backend: str) -> None:
     arguments = case.inputs(DEVICE)
@@ -137,20 +200,36 @@ def test_scales_that_are_no_powers_of_two(backend: str) -> None:
     assert_right(results, rounded)
 
 
+@ON_EVERY_BACKEND
 @pytest.mark.parametrize("h_q", [16, 128])
 @ON_BOTH_FORMATS
-def test_nan_number_under_a_finite_scale(typical: SparseDecodeCase, h_q: int) -> None:
-    case = replace(typical, batch=3, h_q=h_q, varlen=False, attn_sink=False, invalid_share=0.0, topk_lengths="all")
+def test_nan_numbers_under_finite_scales(typical: SparseDecodeCase, h_q: int, backend: str) -> None:
+    """A NaN for each place in a token, one in each request: who selects it is NaN, and nobody else changes."""
+    numbers, row_bytes = {"v32": (512, 656), "model1": (448, 576)}[typical.cache_format]
+    case = replace(typical, batch=numbers, s_k=300, topk=128, h_q=h_q, extra_page_size=61, attn_sink=False)
     arguments = case.inputs(DEVICE)
-    slot = int(arguments["indices"][0, 1, 5])
-    selected = (arguments["indices"] == slot).any(dim=-1)
-    page, offset = divmod(slot, typical.page_size)
-    row_bytes = {"v32": 656, "model1": 576}[typical.cache_format]
-    arguments["k_cache"][page].view(torch.uint8).flatten()[offset * row_bytes + 101] = 0xFF
-    results = decode(arguments, "portable")
-    assert results["out"][selected].isnan().all()
-    assert results["lse"].transpose(1, 2)[selected].isnan().all()
-    assert results["out"][~selected].isfinite().all()
+    clean = decode(arguments, backend)
+    place = torch.arange(numbers, device=DEVICE)
+    for prefix, page_size in {"": case.page_size, "extra_": case.extra_page_size}.items():
+        cache = arguments.get(f"{prefix}k_cache")
+        if cache is None:
+            continue
+        indices, lengths = arguments[f"{prefix}indices"], arguments[f"{prefix}topk_length"]
+        counts = counted(indices, cache.shape[0] * page_size, lengths)
+        chosen = (counts[:, 0] * Draw(1, DEVICE).integers(1, 1000, *counts[:, 0].shape)).argmax(dim=-1)
+        slots = indices[place, 0, chosen].long().where(counts[:, 0].any(dim=-1), -1)
+        damaged = cache.clone()
+        here = slots >= 0
+        in_page = slots % page_size * row_bytes + place
+        bytes_of_pages = damaged.view(torch.uint8).flatten(1)
+        bytes_of_pages[(slots // page_size)[here], in_page[here]] = torch.where(place % 2 == 0, 0x7F, 0xFF)[here].byte()
+        selected = (counts & torch.isin(indices, slots)).any(dim=-1)
+        assert selected[:, 0].sum() >= 0.9 * numbers
+        results = decode(arguments | {f"{prefix}k_cache": damaged}, backend)
+        for name in ("out", "lse"):
+            result, before = (x[name] if name == "out" else x[name].transpose(1, 2) for x in (results, clean))
+            assert result[selected].isnan().all()
+            assert torch.equal(result[~selected], before[~selected])
 
 
 @ON_EVERY_BACKEND
@@ -220,7 +299,7 @@ def test_new_batches_and_lengths_compile_nothing(typical: SparseDecodeCase, back
     # these sizes meet all of them.
     for batch in (1, 2, 3, 5, 8, 16, 20, 31, 33, 34, 64):
         decode(replace(typical, batch=batch, topk=2048).inputs(DEVICE), backend)
-    for batch, topk in ((64, 64), (1, 1024), (1, 128)):
+    for batch, topk in ((64, 64), (1, 1024), (1, 512), (1, 128)):
         decode(replace(typical, batch=batch, topk=topk).inputs(DEVICE), backend)
     with harness.no_compilation():
         for case in cases:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +10,13 @@ import torch
 from support.compile import Launch, Recorder
 
 from flashlatte import dispatch
-from flashlatte.ops.sparse_decode.hopper import launch
+from flashlatte.ops.sparse_decode.hopper import even_records, launch
 from flashlatte.schedule import combine
 
 KERNEL = launch.kernel
 PAIRED_KERNEL = launch.paired_kernel
 COMBINE = combine.combine_kernel
+MERGE_EVEN = even_records.merge_even
 
 # Numbers that a token of a format has in q, and the width of its cache and its dtype.
 FORMATS = {
@@ -33,9 +33,11 @@ CALLS: dict[str, dict[str, Any]] = {
     "v32, equal parts": {"batch": 74, "s_q": 1},
     "v32, alone": {"batch": 128, "heads": 64},
     "v32, even parts, alone": {"heads": 16},
+    "v32, blocks": {"batch": 2, "s_q": 1, "heads": 16},
     "model1, parts": {"form": "model1", **LENGTHS},
     "model1, parts, alone": {"form": "model1", "heads": 192, **LENGTHS},
     "model1, odd pages": {"form": "model1", "page_size": 61, "index_dtype": torch.int64, "out_pad": 1, **LENGTHS},
+    "model1, blocks": {"form": "model1", "batch": 2, "heads": 64, "topk": 128, "extra_topk": 512},
     "bf16 576, whole items": {"form": "bf16", "batch": 128},
     "bf16 512, parts": {"form": "bf16 512", **LENGTHS},
 }
@@ -77,21 +79,29 @@ def decode(
     )
 
 
-def recording(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Launch]:
-    """A function that calls the launcher, and returns what it launched."""
-    recorders, combiner = [Recorder(KERNEL), Recorder(PAIRED_KERNEL)], Recorder(COMBINE)
-    monkeypatch.setattr(launch, "kernel", recorders[False])
-    monkeypatch.setattr(launch, "paired_kernel", recorders[True])
-    monkeypatch.setattr(launch, "clusters_fill", lambda *_: True)
-    monkeypatch.setattr(combine, "combine_kernel", combiner)
-    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
+class Recording:
+    """Calls the launcher, and returns what it launched; knows what it launched for merging even parts."""
 
-    def record(**call: Any) -> Launch:
-        for recorder in recorders:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._kernels, self._merge = [Recorder(KERNEL), Recorder(PAIRED_KERNEL)], Recorder(MERGE_EVEN)
+        monkeypatch.setattr(launch, "kernel", self._kernels[False])
+        monkeypatch.setattr(launch, "paired_kernel", self._kernels[True])
+        monkeypatch.setattr(launch, "clusters_fill", lambda *_: True)
+        monkeypatch.setattr(even_records, "merge_even", self._merge)
+        monkeypatch.setattr(combine, "combine_kernel", Recorder(COMBINE))
+        monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
+
+    def __call__(self, **call: Any) -> Launch:
+        for recorder in (*self._kernels, self._merge):
             recorder.launches.clear()
         decode(**call)
-        (only,) = (launched for recorder in recorders for launched in recorder.launches)
-        assert bool(recorders[True].launches) == only.arguments["PAIRED"]
+        (only,) = (launched for recorder in self._kernels for launched in recorder.launches)
+        assert bool(self._kernels[True].launches) == only.arguments["PAIRED"]
         return only
 
-    return record
+    def merges(self) -> list[Launch]:
+        return list(self._merge.launches)
+
+
+def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
+    return Recording(monkeypatch)

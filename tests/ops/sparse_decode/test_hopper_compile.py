@@ -50,14 +50,18 @@ def test_machine_code(compiled, name):
     assert code.spills <= MOST_SPILLS[form.split()[0]]
     assert code.registers == REGISTERS[form.split()[0]]
     assert code.shared + exchange.TAIL_BYTES <= SHARED_BYTES[90]
-    # Scores of a block: head_dim / 16 multiplications, at 4 places; output: 8 for each of 2 blocks, 2 x 2 places.
-    assert code.hgmma == 4 * head_dim // 16 + 64
     assert code.hmma == 0
-    # Waits for tensor cores: 6 of each consumer. More of them mean that the compiler serialised multiplications.
-    assert len(re.findall(r"\bWARPGROUP\.DEPBAR\b", code.sass)) == 12
+    waits = len(re.findall(r"\bWARPGROUP\.DEPBAR\b", code.sass))
+    # More waits for tensor cores mean that the compiler serialised multiplications.
+    if name.endswith(", blocks"):
+        # Scores of a block: head_dim / 16 multiplications; output: 8 of each consumer.
+        assert (code.hgmma, waits) == (head_dim // 16 + 16, 3)
+    else:
+        # The same for each of 2 blocks, once: all pairs take the same code. 3 waits of each consumer.
+        assert (code.hgmma, waits) == (2 * head_dim // 16 + 32, 6)
 
 
-MOST_SPILLS = {"v32": 10, "model1": 20, "bf16": 6}
+MOST_SPILLS = {"v32": 6, "model1": 4, "bf16": 4}
 # What 12 warps allow at launch, or 16.
 REGISTERS = {"v32": 168, "model1": 168, "bf16": 128}
 
@@ -77,12 +81,10 @@ def test_nothing_is_read_before_the_kernel_before_has_ended(compiled, name):
     assert not re.search(r"\b(?:LDG|LDGSTS|STG|BAR\.ARV 0x[5-9a-f])\b", after)
 
 
-@pytest.mark.parametrize(
-    ("name", "most"), [("v32, alone", 4), ("model1, parts, alone", 4), ("bf16 576, whole items", 0)]
-)
-def test_the_producer_spills_nothing_that_it_loads(compiled, name, most):
+@pytest.mark.parametrize("name", ["v32, alone", "model1, parts, alone", "bf16 576, whole items"])
+def test_the_producer_spills_nothing_that_it_loads(compiled, name):
     """A spilled word of a row would be waited for as soon as it is asked for."""
-    assert producer_loop_spills(compiled(name).sass) <= most
+    assert producer_loop_spills(compiled(name).sass) == 0
 
 
 def producer_loop_spills(sass: str) -> int:
@@ -186,6 +188,18 @@ def test_items_of_one_length_are_split_evenly():
     assert not launch.make_plan(132, 74, 128, 2048, 0, True).even
 
 
+def test_small_calls_have_parts_of_one_block():
+    """As long as that leaves little to merge; not of bf16 caches, nor with lengths, nor for what fills the GPU."""
+    made = launch.make_plan(132, 4, 64, 128, 512, True)
+    assert (made.grain, made.even, made.parts, made.programs) == (1, True, 40, 40)
+    assert launch.make_plan(132, 2, 16, 2048, 0, True).parts == 64
+    assert launch.make_plan(132, 2, 48, 2048, 0, True).grain == 2
+    assert launch.make_plan(132, 5, 16, 2048, 0, True).grain == 2
+    assert launch.make_plan(132, 4, 64, 128, 0, True).grain == 2
+    assert launch.make_plan(132, 4, 64, 128, 512, False).grain == 2
+    assert launch.make_plan(132, 4, 64, 128, 512, True, has_scales=False).grain == 2
+
+
 def test_no_part_is_longer_than_it_must_be():
     """Of 74 items of 16 pairs in 66 parts: where starting on an item counted as a pair, a part would have 19."""
     assert launch.make_plan(132, 74, 128, 2048, 0, True).overhead == 0
@@ -194,11 +208,13 @@ def test_no_part_is_longer_than_it_must_be():
 
 @pytest.mark.parametrize("lengths", [{}, LENGTHS], ids=["one length", "lengths"])
 def test_new_batches_meet_few_variants(monkeypatch, record, lengths):
-    """Whole items, even parts, other parts with an overhead and without; tiles of the merge by splits and merges."""
+    """Whole items, even parts, of blocks and of pairs, other parts with an overhead and without; tiles of the merge by
+    splits and merges.
+    """
     combiner = Recorder(COMBINE)
     monkeypatch.setattr(combine, "combine_kernel", combiner)
     calls = [record(batch=batch, topk=topk, **lengths) for batch in range(1, 71) for topk in (64, 192, 576, 1152, 2048)]
-    assert len({variant_key(KERNEL, call) for call in calls}) <= 4
+    assert len({variant_key(KERNEL, call) for call in calls}) <= 5
     assert len({variant_key(COMBINE, call) for call in combiner.launches}) <= 5
 
 

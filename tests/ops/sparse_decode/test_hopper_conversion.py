@@ -16,17 +16,18 @@ from flashlatte.ops.sparse_decode.hopper import conversion
 pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="Gluon is not interpreted")
 
 
-def run(ptx: str, word: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results $0 and $1 of ``ptx`` for operands $2 and $3, 32-bit words in int64."""
-    registers = {"$2": word, "$3": factor}
+def run(ptx: str, registers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All registers after ``ptx``, 32-bit words in int64."""
+    registers = dict(registers)
+    some = next(iter(registers.values()))
 
     def value(operand: str) -> torch.Tensor:
         if operand in registers:
             return registers[operand]
-        return torch.full_like(word, int(operand, 0))
+        return torch.full_like(some, int(operand, 0))
 
-    for line in ptx.strip("{} \n").splitlines():
-        instruction, *operands = re.split(r"[\s,]+", line.strip().rstrip(";"))
+    for statement in ptx.strip("{}; \n").split(";"):
+        instruction, *operands = re.split(r"[\s,]+", statement.strip())
         if instruction == ".reg":
             continue
         target, *sources = operands[0], *map(value, operands[1:])
@@ -50,7 +51,7 @@ def run(ptx: str, word: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tenso
             halves = [numbers(sources[0], i) * numbers(sources[1], i) for i in range(2)]
             result = bits(halves[0]) | bits(halves[1]) << 16
         registers[target] = result
-    return registers["$0"], registers["$1"]
+    return registers
 
 
 def lop3(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: int) -> torch.Tensor:
@@ -77,6 +78,10 @@ def numbers(word: torch.Tensor, half: int) -> torch.Tensor:
     return ((word >> 16 * half) & 0xFFFF).to(torch.uint16).view(torch.bfloat16)
 
 
+def is_nan(code: torch.Tensor) -> torch.Tensor:
+    return (code & 0x7F) == 0x7F
+
+
 def bits(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.view(torch.uint16).long()
 
@@ -84,12 +89,13 @@ def bits(numbers: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("scale", [1.0, -0.75, 2.0**-13, 0.0123, 300.0, 2.0**100, 3.3895313892515355e38, 0.0])
 def test_numbers_are_rounded_once_after_their_scale(scale: float) -> None:
     codes = torch.arange(256, dtype=torch.int64)
-    codes = codes[(codes & 0x7F) != 0x7F]  # NaN
+    codes = codes[~is_nan(codes)]
     shuffled = [codes.roll(shift) for shift in (0, 1, 77, 130)]
     word = torch.stack([code << 8 * i for i, code in enumerate(shuffled)]).sum(0)
     rounded = torch.tensor(scale).bfloat16()
     factor = bits(rounded.expand(codes.shape).contiguous())
-    low, high = run(conversion._WIDEN.value, word, factor | factor << 16)
+    pairs = run(conversion._WIDEN.value, {"$2": word, "$3": factor | factor << 16})
+    low, high = pairs["$0"], pairs["$1"]
 
     results = [numbers(low, 0), numbers(low, 1), numbers(high, 0), numbers(high, 1)]
     for code, result in zip(shuffled, results, strict=True):
@@ -102,9 +108,23 @@ def test_exponents_become_scales() -> None:
     exponents = torch.arange(256, dtype=torch.int64)
     shuffled = [exponents.roll(shift) for shift in (0, 1, 77, 130)]
     word = torch.stack([exponent << 8 * i for i, exponent in enumerate(shuffled)]).sum(0)
-    low, high = run(conversion._SPLIT.value, word, word)
+    split = run(conversion._SPLIT.value, {"$2": word})
+    low, high = split["$0"], split["$1"]
     for number, exponent in enumerate(shuffled):
         pair = prmt(low, high, number * 0x1111 + 0x4040)
         exact = torch.where(exponent == 255, torch.nan, torch.exp2(exponent.double() - 127))
         for half in range(2):
             torch.testing.assert_close(numbers(pair, half).double(), exact, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("in_second_word", [False, True])
+def test_nan_is_found_beside_any_numbers(place: int, in_second_word: bool) -> None:
+    codes = torch.arange(256, dtype=torch.int64)
+    code, others = torch.cartesian_prod(codes, codes).unbind(1)
+    word = sum((code if i == place else others) << 8 * i for i in range(4))
+    second = others * 0x01010101
+    words = (second, word) if in_second_word else (word, second)
+    found = run(conversion._find_nan_asm(2, 2), {"$2": words[0], "$3": words[1]})
+    assert torch.equal(found["$0"] & (conversion._SIGNS.value & 0xFFFFFFFF) != 0, is_nan(code) | is_nan(others))
+    assert not found["$1"].any()

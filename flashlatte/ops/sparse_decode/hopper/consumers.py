@@ -72,7 +72,7 @@ class State(NamedTuple):
 
 
 @gluon.jit
-def _empty_state():
+def empty_state():
     return State(
         gl.zeros([ROWS, HALF], gl.float32, OUTPUT),
         gl.full([ROWS], _NO_SCORE, gl.float32, SCORE_ROWS),
@@ -86,14 +86,14 @@ def _rescale(output, decay):
 
 
 @gluon.jit
-def _raised(reference, scores, scale):
+def raised(reference, scores, scale):
     """The reference, raised to the scores' row maximum where it would be too far below."""
     maximum = gl.max(scores, 1) * scale
     return gl.where(maximum - reference > lazy_softmax.HEADROOM, maximum, reference)
 
 
 @gluon.jit
-def _release(call, FREE: gl.constexpr, PLAN: gl.constexpr):
+def release(call, FREE: gl.constexpr, PLAN: gl.constexpr):
     """Let a half be filled again: by the producer, and in a pair of programs by both."""
     if PLAN.paired:
         exchange.release(FREE, call.link)
@@ -107,8 +107,8 @@ def _begin(call, FIRST_FREE: gl.constexpr, SECOND_FREE: gl.constexpr, PLAN: gl.c
         exchange.arrive()
         exchange.meet()
     else:
-        _release(call, FIRST_FREE, PLAN)
-        _release(call, SECOND_FREE, PLAN)
+        release(call, FIRST_FREE, PLAN)
+        release(call, SECOND_FREE, PLAN)
 
 
 @gluon.jit
@@ -148,7 +148,7 @@ def _score_rope(q_rope, k_rope, copied, phase, scores, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _score0(call, phase, z, scores, PLAN: gl.constexpr):
+def score0(call, phase, z, scores, PLAN: gl.constexpr):
     """Block 0 begins with its left half, which is free first."""
     shared = call.tiles
     ready = call.ready
@@ -208,40 +208,38 @@ def _score1(call, phase, z, scores, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _hide(scores, mask):
+def hide(scores, mask):
     selected = mask.load(SCORE_COLS) != 0
     return gl.where(selected[None, :], scores, float("-inf"))
 
 
 @gluon.jit
-def _copy_query(call, item, cost, PLAN: gl.constexpr):
+def copy_query(call, item, cost, PLAN: gl.constexpr):
     """Ask for the queries of an item that starts at ``cost``, if the program has something of it."""
     if schedule.has_share(item, cost, call.place, PLAN):
         query.copy(call.query, item, call.lists.tokens, call.place.group, call.tiles, call.ready.query, PLAN.has_rope)
 
 
 @gluon.jit
-def _even_step(scores, state, call, z, PLAN: gl.constexpr, LAST: gl.constexpr):
+def _even_step(scores, state, call, z, PLAN: gl.constexpr):
     """From the scores of block 0 to the output of both blocks."""
     shared = call.tiles
     k0_left = shared.k0_left.index(z)
-    scores = _hide(scores, shared.mask0)
-    reference0 = _raised(state.reference, scores, call.scale)
+    scores = hide(scores, shared.mask0)
+    reference0 = raised(state.reference, scores, call.scale)
     shared.reference0.store(reference0)
     weights = gl.exp2(scores * call.scale - reference0[:, None])
     rounded = weights.to(k0_left.dtype)
     shared.weights0.index(z).store(rounded)
     decay = gl.exp2(state.reference - reference0)
     total = state.total * decay + gl.sum(weights, 1)
-    if LAST:
-        shared.sums0.store(total)
     fence_async_shared()
     named_barriers.arrive(tiles.WEIGHTS0_READY, TWO)
     output = _rescale(state.output, decay)
     operand = gl.convert_layout(rounded, WEIGHT_OPERAND)
     output = warpgroup_mma(operand, k0_left, output, is_async=True)
     output = warpgroup_mma_wait(0, deps=[output])
-    _release(call, tiles.K0_LEFT_FREE, PLAN)
+    release(call, tiles.K0_LEFT_FREE, PLAN)
 
     named_barriers.wait(tiles.REFERENCE1_READY, TWO)
     reference1 = shared.reference1.load(SCORE_ROWS)
@@ -250,15 +248,13 @@ def _even_step(scores, state, call, z, PLAN: gl.constexpr, LAST: gl.constexpr):
     output = _rescale(output, decay)
     named_barriers.wait(tiles.WEIGHTS1_READY, TWO)
     output = warpgroup_mma(shared.weights1.index(z), shared.k1_left.index(z), output, is_async=True)
-    if LAST:
-        total += shared.sums1.load(SCORE_ROWS)
     output = warpgroup_mma_wait(0, deps=[output])
-    _release(call, tiles.K1_LEFT_FREE, PLAN)
+    release(call, tiles.K1_LEFT_FREE, PLAN)
     return State(output, reference1, total)
 
 
 @gluon.jit
-def _odd_step(state, call, phase, z, PLAN: gl.constexpr, LAST: gl.constexpr):
+def _odd_step(state, call, phase, z, PLAN: gl.constexpr):
     """A whole pair: the scores of block 1, and the output of both blocks."""
     shared = call.tiles
     k1_right = shared.k1_right.index(z)
@@ -270,8 +266,8 @@ def _odd_step(state, call, phase, z, PLAN: gl.constexpr, LAST: gl.constexpr):
     output = _rescale(state.output, gl.exp2(state.reference - reference0))
     output = warpgroup_mma(shared.weights0.index(z), shared.k0_right.index(z), output, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    scores = _hide(scores, shared.mask1)
-    reference1 = _raised(reference0, scores, call.scale)
+    scores = hide(scores, shared.mask1)
+    reference1 = raised(reference0, scores, call.scale)
     shared.reference1.store(reference1)
     named_barriers.arrive(tiles.REFERENCE1_READY, TWO)
     weights = gl.exp2(scores * call.scale - reference1[:, None])
@@ -279,26 +275,32 @@ def _odd_step(state, call, phase, z, PLAN: gl.constexpr, LAST: gl.constexpr):
     shared.weights1.index(z).store(rounded)
     decay = gl.exp2(reference0 - reference1)
     total = state.total * gl.exp2(state.reference - reference1) + gl.sum(weights, 1)
-    if LAST:
-        shared.sums1.store(total)
-        total += shared.sums0.load(SCORE_ROWS) * decay
     fence_async_shared()
     named_barriers.arrive(tiles.WEIGHTS1_READY, TWO)
     operand = gl.convert_layout(rounded, WEIGHT_OPERAND)
     output = warpgroup_mma_wait(0, deps=[output])
-    _release(call, tiles.K0_RIGHT_FREE, PLAN)
+    release(call, tiles.K0_RIGHT_FREE, PLAN)
     output = _rescale(output, decay)
     output = warpgroup_mma(operand, k1_right, output, is_async=True)
     output = warpgroup_mma_wait(0, deps=[output])
-    _release(call, tiles.K1_RIGHT_FREE, PLAN)
+    release(call, tiles.K1_RIGHT_FREE, PLAN)
     return State(output, reference1, total)
+
+
+@gluon.jit
+def _with_both_sums(state, own, other):
+    """After the last product of an item: with the sum of both consumers' weights."""
+    own.store(state.total)
+    # Nobody waits here any more for what the barrier else stands for.
+    named_barriers.wait(tiles.WEIGHTS0_READY, TWO)
+    return State(state.output, state.reference, state.total + other.load(SCORE_ROWS))
 
 
 @gluon.jit
 def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
     _begin(call, tiles.K0_LEFT_FREE, tiles.K1_LEFT_FREE, PLAN)
     part = call.place.part
-    _copy_query(call, part.first, part.first_cost, PLAN)
+    copy_query(call, part.first, part.first_cost, PLAN)
     cost = part.first_cost
     items_taken = 0
     pairs_taken = 0
@@ -307,21 +309,18 @@ def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
         cost += PLAN.overhead + share.blocks
         pairs = schedule.pairs_of(share)
         if pairs > 0:
-            state = _empty_state()
-            scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+            state = empty_state()
             mbarrier.wait(call.ready.query, items_taken & 1)
-            scores = _score0(call, pairs_taken & 1, pairs_taken >> 30, scores, PLAN)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            for _ in range(pairs - 1):
-                state = _even_step(scores, state, call, pairs_taken >> 30, PLAN, False)
-                pairs_taken += 1
-                scores = _score0(call, pairs_taken & 1, pairs_taken >> 30, scores, PLAN)
+            for _ in range(pairs):
+                scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+                scores = score0(call, pairs_taken & 1, pairs_taken >> 30, scores, PLAN)
                 scores = warpgroup_mma_wait(0, deps=[scores])
-            state = _even_step(scores, state, call, pairs_taken >> 30, PLAN, True)
-            pairs_taken += 1
+                state = _even_step(scores, state, call, pairs_taken >> 30, PLAN)
+                pairs_taken += 1
             items_taken += 1
             # The odd consumer, whose weights have come, has no use for the present ones either.
-            _copy_query(call, item + call.place.stride, cost, PLAN)
+            copy_query(call, item + call.place.stride, cost, PLAN)
+            state = _with_both_sums(state, call.tiles.sums0, call.tiles.sums1)
             epilogue.write(state, item, share, call.place, call.results, 0, PLAN, OUT_ALIGN)
 
 
@@ -337,12 +336,11 @@ def consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
         cost += PLAN.overhead + share.blocks
         pairs = schedule.pairs_of(share)
         if pairs > 0:
-            state = _empty_state()
+            state = empty_state()
             mbarrier.wait(call.ready.query, items_taken & 1)
-            for _ in range(pairs - 1):
-                state = _odd_step(state, call, pairs_taken & 1, pairs_taken >> 30, PLAN, False)
+            for _ in range(pairs):
+                state = _odd_step(state, call, pairs_taken & 1, pairs_taken >> 30, PLAN)
                 pairs_taken += 1
-            state = _odd_step(state, call, pairs_taken & 1, pairs_taken >> 30, PLAN, True)
-            pairs_taken += 1
             items_taken += 1
+            state = _with_both_sums(state, call.tiles.sums1, call.tiles.sums0)
             epilogue.write(state, item, share, call.place, call.results, HALF, PLAN, OUT_ALIGN)

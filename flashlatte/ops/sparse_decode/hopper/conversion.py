@@ -2,7 +2,8 @@
 
 e4m3's bits, moved to where bf16 has sign, exponent and mantissa, are 2^-120 of the number, subnormals included. A
 product with 2^120 makes them the number, exactly; another one, with the scale in bf16, rounds once. One product with
-2^120 · scale would do for scales below 2^8.
+2^120 · scale would do for scales below 2^8. NaN becomes ±480 so, and is looked for before: a token that has it gets NaN
+as a scale.
 """
 
 from __future__ import annotations
@@ -73,6 +74,47 @@ def factor_of_exponent(low, high, number):
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selector], gl.int32, is_pure=True, pack=1
     )
+
+
+# Scales that make NaN of all numbers: float32 (v32's), and four exponents (model1's).
+NAN_FLOAT = gl.constexpr(0x7FC00000)
+NAN_EXPONENTS = gl.constexpr(-1)
+# Bit 7 of the numbers of a word.
+_SIGNS = gl.constexpr(-0x7F7F7F80)
+
+
+@gluon.constexpr_function
+def _find_nan_asm(words, pack):
+    # Operands: results, of which the first is for all words and the others are 0, then the words. 1 added to a number
+    # changes its sign if all other bits are ones, which is NaN. (What carries into the next number is a NaN as well.)
+    code = ".reg .b32 sum, found; mov.b32 found, 0; "
+    for word in range(pack, pack + words):
+        code += f"add.u32 sum, ${word}, 0x01010101; lop3.b32 found, sum, ${word}, found, 0xBE; "
+    code += "mov.b32 $0, found; " + " ".join(f"mov.b32 ${result}, 0;" for result in range(1, pack))
+    return f"{{ {code} }}"
+
+
+@gluon.constexpr_function
+def _find_nan_constraints(words, pack):
+    return ",".join(["=&r"] * pack + ["r"] * words)
+
+
+@gluon.jit
+def _or(a, b):
+    return a | b
+
+
+@gluon.jit
+def has_nan(words, PACK: gl.constexpr):
+    """Which tokens have a NaN in one of the tensors ``words`` [tokens, n], whose words have four e4m3 numbers each.
+
+    A thread has ``PACK`` words of a token in each tensor.
+    """
+    WORDS: gl.constexpr = PACK * len(words)
+    asm: gl.constexpr = _find_nan_asm(WORDS, PACK)
+    constraints: gl.constexpr = _find_nan_constraints(WORDS, PACK)
+    found = gl.inline_asm_elementwise(asm, constraints, words, gl.int32, is_pure=True, pack=PACK)
+    return (gl.reduce(found, 1, _or) & _SIGNS) != 0
 
 
 @gluon.jit

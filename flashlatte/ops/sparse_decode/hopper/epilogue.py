@@ -1,4 +1,4 @@
-"""What a consumer does with its half of a finished output: the result, or a partial one for the combine kernel."""
+"""What a consumer does with its half of a finished output: the result, or a partial one to be merged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.ops.sparse_decode.hopper import schedule
+from flashlatte.ops.sparse_decode.hopper import even_records, schedule
 from flashlatte.ops.sparse_decode.hopper.schedule import RECORD
 from flashlatte.ops.sparse_decode.hopper.tiles import HALF, LATENT, OUTPUT, OUTPUT_ROWS, ROWS
 from flashlatte.schedule import output_rows
@@ -16,7 +16,7 @@ _LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 class Results(NamedTuple):
-    """``outputs``: ``output_rows.Outputs``. ``records``: of the program's two partial results, None for whole items."""
+    """``outputs``: ``output_rows.Outputs``. ``records``: of the program's partial results, None for whole items."""
 
     outputs: Any
     records: Any
@@ -43,21 +43,25 @@ _STORE = gl.constexpr(_columns_layout([8, 16], [2, 4]))
 
 @gluon.jit
 def write(state, item, share, place, results, FIRST_COL: gl.constexpr, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
-    """Normalise and write columns from FIRST_COL of an item's heads; those from 0 bring the lse along."""
+    """Write columns from FIRST_COL of an item's heads; those from 0 bring the lse along."""
+    if PLAN.even:
+        even_records.write(state, results.records, results.outputs.heads - place.group * ROWS, FIRST_COL)
+    else:
+        _write_normalised(state, item, share, place, results, FIRST_COL, OUT_ALIGN)
+
+
+@gluon.jit
+def _write_normalised(state, item, share, place, results, FIRST_COL: gl.constexpr, OUT_ALIGN: gl.constexpr):
     outputs = results.outputs
     total = gl.convert_layout(state.total, OUTPUT_ROWS, assert_trivial=True)
     reference = gl.convert_layout(state.reference, OUTPUT_ROWS, assert_trivial=True)
     is_empty = total == 0
     factor = gl.where(is_empty, 0.0, 1.0 / total)
     lse2 = gl.where(is_empty, float("-inf"), reference + gl.log2(total))
-    row = gl.arange(0, ROWS, OUTPUT_ROWS)
-    if not PLAN.even:
-        # What follows from it would be worked out before the main loop, and kept.
-        row = schedule.kept(row)
+    # What follows from it would be worked out before the main loop, and kept.
+    row = schedule.kept(gl.arange(0, ROWS, OUTPUT_ROWS))
     head = place.group * ROWS + row
-    if PLAN.even:
-        _write_record(state.output * factor[:, None], lse2, row, head, share, results, FIRST_COL)
-    elif (share.begin == 0) & (share.end == share.blocks):
+    if (share.begin == 0) & (share.end == share.blocks):
         if outputs.sink is not None:
             sink = gl.load(outputs.sink + head * outputs.sink_stride, mask=head < outputs.heads, other=0.0) * _LOG2_E
             factor *= gl.where(is_empty, 0.0, 1.0 / (1.0 + gl.exp2(sink - lse2)))

@@ -10,7 +10,9 @@ from triton.language.extra.cuda import gdc_wait
 from flashlatte.ops.sparse_decode.hopper import (
     consumers,
     epilogue,
+    even_records,
     exchange,
+    one_block,
     paired_producer,
     producer,
     query,
@@ -85,6 +87,7 @@ def sparse_decode_kernel(
     BALANCED: tl.constexpr,
     EVEN: tl.constexpr,
     OVERHEAD: tl.constexpr,
+    GRAIN: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
     """A program works on 64 heads, for a part of all items' keys or for whole items. Arguments as in ``launch``."""
@@ -141,7 +144,7 @@ def sparse_decode_kernel(
         q.to(gl.pointer_type(gl.int32), bitcast=True), q_stride_request, q_stride_token, q_stride_head, heads
     )
     plan: gl.constexpr = schedule.Plan(
-        FORMAT, PRODUCER_THREADS, HAS_ROPE, HAS_EXTRA, HAS_LENGTHS, UNIT, FLAT, BALANCED, EVEN, OVERHEAD, PAIRED
+        FORMAT, PRODUCER_THREADS, HAS_ROPE, HAS_EXTRA, HAS_LENGTHS, UNIT, FLAT, BALANCED, EVEN, OVERHEAD, GRAIN, PAIRED
     )
     shared = tiles.allocate(out.dtype.element_ty, HAS_ROPE)
     ready = tiles.allocate_ready(PRODUCER_THREADS)
@@ -157,7 +160,9 @@ def sparse_decode_kernel(
     if not HAS_LENGTHS:
         gdc_wait()
     records = None
-    if scratch is not None:
+    if EVEN:
+        records = even_records.record_of(scratch, place.number, place.group, num_groups)
+    elif BALANCED:
         records = scratch + device.part_record(place.number, place.group, num_groups, True) * schedule.RECORD
     call = consumers.Call(queries, lists, place, scale, shared, ready, link, epilogue.Results(outputs, records))
     caches = (cache, extra_cache)
@@ -165,8 +170,8 @@ def sparse_decode_kernel(
     gl.warp_specialize(
         [
             (_produce, (caches, lists_of_indices, call, scratch, plan)),
-            (consumers.consume_even, (call, plan, OUT_ALIGN)),
-            (consumers.consume_odd, (call, plan, OUT_ALIGN)),
+            (_consume_even, (call, plan, OUT_ALIGN)),
+            (_consume_odd, (call, plan, OUT_ALIGN)),
         ],
         [4, 4],
         [_CONSUMER_REGISTERS, _CONSUMER_REGISTERS],
@@ -175,10 +180,28 @@ def sparse_decode_kernel(
 
 @gluon.jit
 def _produce(caches, selection, call, scratch, PLAN: gl.constexpr):
-    if PLAN.paired:
+    if PLAN.grain == 1:
+        one_block.produce(caches, selection, call, PLAN)
+    elif PLAN.paired:
         paired_producer.produce(caches, selection, call, scratch, PLAN)
     else:
         producer.produce(caches, selection, call, scratch, PLAN)
+
+
+@gluon.jit
+def _consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
+    if PLAN.grain == 1:
+        one_block.consume_even(call, PLAN, OUT_ALIGN)
+    else:
+        consumers.consume_even(call, PLAN, OUT_ALIGN)
+
+
+@gluon.jit
+def _consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
+    if PLAN.grain == 1:
+        one_block.consume_odd(call, PLAN, OUT_ALIGN)
+    else:
+        consumers.consume_odd(call, PLAN, OUT_ALIGN)
 
 
 def _made():

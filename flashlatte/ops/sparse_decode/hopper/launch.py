@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from flashlatte import dispatch
+from flashlatte.ops.sparse_decode.hopper import even_records
 from flashlatte.ops.sparse_decode.hopper.kernel import kernel, paired_kernel
 from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, LATENT, MODEL1, PLAIN, ROPE, ROWS, V32, producer_warps
 from flashlatte.schedule import combine, output_rows, plan
@@ -22,6 +23,8 @@ _FORMATS = {"v32": V32.value, "model1": MODEL1.value}
 _ROW_BYTES = {"v32": 656, "model1": 576}
 # What starting on an item costs, in blocks, where there are many items.
 _OVERHEAD = 2
+# Bytes of results that parts of one block may leave to be merged: with more, longer parts take less time.
+_MOST_BLOCK_RECORDS = 6 << 20
 # Numbers of bf16 in 16 bytes, what the copies of q need rows to be aligned to.
 _ALIGN = 8
 
@@ -37,6 +40,7 @@ class Plan:
         scratch: float32 numbers of the partial results and what the parts note of them.
         overhead: what starting on an item costs, in blocks.
         even: whether all items are split into equally many parts.
+        grain: blocks that a program takes at a time: two, or one where each part is one block.
     """
 
     num_groups: int
@@ -45,6 +49,7 @@ class Plan:
     scratch: int
     overhead: int
     even: bool
+    grain: int = 2
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,8 @@ def sparse_decode(
     topk = indices.shape[2]
     extra_topk = 0 if extra_indices is None else extra_indices.shape[2]
     is_uniform = topk_length is None and extra_topk_length is None
-    made = make_plan(dispatch.multiprocessors(device), batch * s_q, h_q, topk, extra_topk, is_uniform)
+    has_scales = cache_format in _FORMATS
+    made = make_plan(dispatch.multiprocessors(device), batch * s_q, h_q, topk, extra_topk, is_uniform, has_scales)
     address = _address(k_cache, "k_cache", cache_format)
     unit, flat = address.unit, address.flat
     extra_address = address
@@ -107,8 +113,9 @@ def sparse_decode(
 
     with launching_on(device):
         # Two programs that need the same tokens share the work of widening them.
-        paired = cache_format in _FORMATS and made.num_groups % 2 == 0 and clusters_fill(device, 2)
+        paired = has_scales and made.grain == 2 and made.num_groups % 2 == 0 and clusters_fill(device, 2)
         launched = paired_kernel[(made.programs // 2,)] if paired else kernel[(made.programs,)]
+        splits = (made.parts or 1) // (batch * s_q)
         scratch = torch.empty(made.scratch, dtype=torch.float32, device=device) if made.scratch else None
         launched(
             q,
@@ -133,7 +140,7 @@ def sparse_decode(
             scratch,
             softmax_scale * _LOG2_E,
             made.num_groups,
-            (made.parts or 1) // (batch * s_q if made.even else 1),
+            splits if made.even else made.parts or 1,
             FORMAT=_FORMATS.get(cache_format, PLAIN.value),
             HAS_ROPE=head_dim == LATENT.value + ROPE.value,
             UNIT=unit,
@@ -142,12 +149,30 @@ def sparse_decode(
             BALANCED=made.parts is not None,
             EVEN=made.even,
             OVERHEAD=made.overhead,
+            GRAIN=made.grain,
             PAIRED=paired,
             num_warps=producer_warps(_FORMATS.get(cache_format, PLAIN.value)),
             enable_fp_fusion=True,
             launch_pdl=True,
         )
-        if made.parts is not None and scratch is not None:
+        if made.even:
+            row_tiles = -(-min(h_q, ROWS.value) // even_records.TILE_ROWS.value)
+            col_tiles = LATENT.value // even_records.TILE_COLS.value
+            even_records.merge_even[(batch * s_q * made.num_groups * row_tiles * col_tiles,)](
+                scratch,
+                *outputs[:-3],
+                s_q,
+                h_q,
+                empty_lse,
+                made.num_groups,
+                row_tiles,
+                splits,
+                OUT_ALIGN=out_align,
+                num_warps=4,
+                enable_fp_fusion=True,
+                launch_pdl=True,
+            )
+        elif scratch is not None:
             combine.launch_combine(
                 scratch,
                 lists,
@@ -161,17 +186,29 @@ def sparse_decode(
                 d_v=LATENT.value,
                 overhead=made.overhead,
                 row_align=out_align,
-                noted=not made.even,
-                even=made.even,
+                noted=True,
             )
 
 
 @functools.lru_cache(maxsize=4096)
-def make_plan(multiprocessors: int, items: int, heads: int, topk: int, extra_topk: int, is_uniform: bool) -> Plan:
+def make_plan(
+    multiprocessors: int,
+    items: int,
+    heads: int,
+    topk: int,
+    extra_topk: int,
+    is_uniform: bool,
+    has_scales: bool = True,
+) -> Plan:
     groups = -(-heads // ROWS.value)
     most_blocks = -(-topk // KEYS.value) + -(-extra_topk // KEYS.value)
     record = combine.record_bytes(ROWS.value, LATENT.value)
-    # A program takes blocks in pairs: a part of less would only make more to merge.
+    if is_uniform and has_scales and most_blocks > 2:
+        parts = items * most_blocks
+        to_merge = parts * heads * (record // ROWS.value)
+        if parts * groups <= multiprocessors and to_merge <= _MOST_BLOCK_RECORDS:
+            return Plan(groups, parts, parts * groups, parts * groups * even_records.RECORD.value, 0, True, grain=1)
+    # Else a program takes blocks in pairs: a part of less would only make more to merge.
     most_pairs = -(-most_blocks // 2)
     parts = plan.balanced_parts(items, groups, multiprocessors, most_pairs, record, uniform=is_uniform)
     # One item more than there are: what a part has not taken begins after the last one.
@@ -183,10 +220,11 @@ def make_plan(multiprocessors: int, items: int, heads: int, topk: int, extra_top
     overhead = _OVERHEAD * int(2 * items >= parts)
     if is_uniform and _most_pairs(items, most_pairs, parts, 0) < _most_pairs(items, most_pairs, parts, overhead // 2):
         overhead = 0
+    if is_uniform and 2 * items < parts and parts % items == 0:
+        return Plan(groups, parts, parts * groups, parts * groups * even_records.RECORD.value, 0, True)
     # Behind the records, what the parts note for the merging.
     scratch = 2 * groups * parts * record // 4 + parts
-    even = is_uniform and 2 * items < parts and parts % items == 0
-    return Plan(groups, parts, parts * groups, scratch, overhead, even)
+    return Plan(groups, parts, parts * groups, scratch, overhead, False)
 
 
 def _most_pairs(items: int, pairs: int, parts: int, overhead: int) -> int:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+# Threads that have a token's words between them.
+THREADS = gl.constexpr(4)
+
 
 @gluon.constexpr_function
 def words_layout(GROUPS, WIDTH):

@@ -13,7 +13,15 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from flashlatte.ops.sparse_decode.hopper import exchange, layouts, producing, schedule, tiles
-from flashlatte.ops.sparse_decode.hopper.conversion import factor_of_exponent, factor_of_float, split_exponents, widened
+from flashlatte.ops.sparse_decode.hopper.conversion import (
+    NAN_EXPONENTS,
+    NAN_FLOAT,
+    factor_of_exponent,
+    factor_of_float,
+    has_nan,
+    split_exponents,
+    widened,
+)
 from flashlatte.ops.sparse_decode.hopper.exchange import OWN
 from flashlatte.ops.sparse_decode.hopper.selection import is_extra, load_indices, locate
 from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, MODEL1, V32
@@ -88,6 +96,21 @@ def _block_arrived(block):
 
 
 @gluon.jit
+def _first_scale(block, rows, PLAN: gl.constexpr):
+    """The first of each token's scales, or NaN if the token is selected and has a NaN, wherever."""
+    scale = block.scales[0]
+    nan = has_nan(block.pieces, 16 // layouts.THREADS) & _own(rows.valid)
+    nan = gl.convert_layout(nan, scale.type.layout, assert_trivial=True)
+    return gl.where(nan, NAN_FLOAT if PLAN.format == V32 else NAN_EXPONENTS, scale)
+
+
+@gluon.jit
+def _with_first_scale(block, scale):
+    first = (scale,)
+    return Block(block.pieces, first + block.scales[1:])
+
+
+@gluon.jit
 def _factor(scales, PIECE: gl.constexpr, PLAN: gl.constexpr):
     """The scale of a piece as a pair of bf16, [32]."""
     if PLAN.format == V32:
@@ -133,19 +156,11 @@ def _provide(
 
 
 @gluon.jit
-def _copy_rope(right_tile, rope_tile, rows, copied, PLAN: gl.constexpr):
-    if PLAN.format == V32:
-        producing.copy_words(rope_tile, rows, producing.V32_ROPE, 0, 32, PLAN)
-    else:
-        producing.copy_words(right_tile, rows, producing.MODEL1_ROPE, 96, 32, PLAN)
-    producing.signal(copied)
-
-
-@gluon.jit
 def _indices(cursor, block, place, lists, PLAN: gl.constexpr):
+    places = gl.arange(0, KEYS, layouts.tokens_layout(False))
     # The two programs of a pair have their halves of the tokens first.
-    places = gl.arange(0, KEYS, layouts.tokens_layout(False)) ^ (place.group % 2 * OWN)
-    return load_indices(cursor.row, cursor.extra_row, block, places, cursor.share, lists)
+    turn = place.group % 2 * OWN
+    return load_indices(cursor.row, cursor.extra_row, block, places, cursor.share, lists, turn)
 
 
 @gluon.jit
@@ -180,22 +195,26 @@ def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
                 cursor = producing.cursor_at(item + place.stride, cost, selection, place, lists, PLAN)
                 block0 = cursor.share.begin
             indices0 = _indices(cursor, block0, place, lists, PLAN)
+            own0 = _with_first_scale(own0, _first_scale(own0, rows0, PLAN))
+            scale1 = own1.scales[0]
             if always:
                 exchange.wait(tiles.K0_LEFT_FREE, link, phase)
                 producing.publish(shared.mask0, rows0)
                 _provide(own0, places, link, exchange.K0_LEFT, 0, tiles.K0_LEFT_READY, PLAN)
+                # Here, where the next half has to wait for the consumers, and the fence has waited for block 1.
+                scale1 = _first_scale(own1, rows1, PLAN)
                 exchange.wait(tiles.K0_RIGHT_FREE, link, phase)
-                _copy_rope(shared.k0_right, shared.k0_rope, rows0, ready.k0_right, PLAN)
+                producing.copy_rope(shared.k0_right, shared.k0_rope, rows0, ready.k0_right, PLAN)
                 _provide(own0, places, link, exchange.K0_RIGHT, 1, tiles.K0_RIGHT_READY, PLAN)
 
-            own1 = _block_arrived(own1)
+            own1 = _block_arrived(_with_first_scale(own1, scale1))
             rows0 = locate(indices0, is_extra(block0, cursor.share, lists), caches, PLAN)
             next0 = _load_block(rows0, PLAN)
             indices1 = _indices(cursor, block0 + 1, place, lists, PLAN)
             if always:
                 exchange.wait(tiles.K1_RIGHT_FREE, link, phase)
                 producing.publish(shared.mask1, rows1)
-                _copy_rope(shared.k1_right, shared.k1_rope, rows1, ready.k1_right, PLAN)
+                producing.copy_rope(shared.k1_right, shared.k1_rope, rows1, ready.k1_right, PLAN)
                 _provide(own1, places, link, exchange.K1_RIGHT, 1, tiles.K1_RIGHT_READY, PLAN)
                 exchange.wait(tiles.K1_LEFT_FREE, link, phase)
                 _provide(own1, places, link, exchange.K1_LEFT, 0, tiles.K1_LEFT_READY, PLAN)

@@ -20,7 +20,15 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from flashlatte.gluon_compat import reinterpret
 from flashlatte.ops.sparse_decode.hopper import layouts, producing, schedule, tiles
-from flashlatte.ops.sparse_decode.hopper.conversion import factor_of_exponent, factor_of_float, split_exponents, widened
+from flashlatte.ops.sparse_decode.hopper.conversion import (
+    NAN_EXPONENTS,
+    NAN_FLOAT,
+    factor_of_exponent,
+    factor_of_float,
+    has_nan,
+    split_exponents,
+    widened,
+)
 from flashlatte.ops.sparse_decode.hopper.selection import is_extra, load_indices, locate, token_bytes
 from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, MODEL1, PLAIN, SWIZZLED_WORDS, V32
 
@@ -54,7 +62,7 @@ def _load_words(rows, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _load_half(rows, SIDE: gl.constexpr, PLAN: gl.constexpr):
+def load_half(rows, SIDE: gl.constexpr, PLAN: gl.constexpr):
     """Ask for half of the rows."""
     if PLAN.format == V32:
         LAYOUT: gl.constexpr = layouts.words_layout(2, 32)
@@ -86,7 +94,7 @@ def _widen(words, scales, FIRST_GROUP: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _fill(tile, half, SIDE: gl.constexpr, PLAN: gl.constexpr):
+def fill(tile, half, SIDE: gl.constexpr, PLAN: gl.constexpr):
     """Widen half of a block into its tile."""
     target = reinterpret(tile.index(0), gl.int32, [KEYS, 128], SWIZZLED_WORDS)
     scales = half.scales
@@ -118,17 +126,13 @@ def _provide(
         producing.signal(copied)
     else:
         if SIDE == 1:
-            if PLAN.format == V32:
-                producing.copy_words(rope_tile, rows, producing.V32_ROPE, 0, 32, PLAN)
-            else:
-                producing.copy_words(tile, rows, producing.MODEL1_ROPE, 96, 32, PLAN)
-            producing.signal(copied)
-        _fill(tile, half, SIDE, PLAN)
+            producing.copy_rope(tile, rope_tile, rows, copied, PLAN)
+        fill(tile, half, SIDE, PLAN)
     producing.arrive(READY, PLAN)
 
 
 @gluon.jit
-def _indices(cursor, block, lists, PLAN: gl.constexpr):
+def indices_of(cursor, block, lists, PLAN: gl.constexpr):
     places = gl.arange(0, KEYS, layouts.tokens_layout(PLAN.format == PLAIN))
     return load_indices(cursor.row, cursor.extra_row, block, places, cursor.share, lists)
 
@@ -140,7 +144,7 @@ def _arrived(words, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _half_arrived(half, SIDE: gl.constexpr, PLAN: gl.constexpr):
+def half_arrived(half, SIDE: gl.constexpr, PLAN: gl.constexpr):
     if PLAN.format == V32:
         return Half(_arrived(half.words, 32), half.tail, _arrived(half.scales, 4))
     elif PLAN.format == MODEL1:
@@ -148,6 +152,32 @@ def _half_arrived(half, SIDE: gl.constexpr, PLAN: gl.constexpr):
             return Half(_arrived(half.words, 16), _arrived(half.tail, 8), _arrived(half.scales, 2))
         else:
             return Half(_arrived(half.words, 32), half.tail, _arrived(half.scales, 2))
+    else:
+        return half
+
+
+@gluon.jit
+def _selected_nan(words, rows):
+    """Which tokens are selected and have a NaN in ``words`` [64, groups, n]."""
+    LAYOUT: gl.constexpr = words.type.layout
+    NUMBER: gl.constexpr = words.shape[1] * words.shape[2]
+    words = gl.convert_layout(words.reshape([KEYS, NUMBER]), layouts.flat(LAYOUT), assert_trivial=True)
+    nan = has_nan((words,), NUMBER // layouts.THREADS)
+    return gl.convert_layout(nan, rows.valid.type.layout, assert_trivial=True) & rows.valid
+
+
+@gluon.jit
+def with_nan(half, rows, SIDE: gl.constexpr, PLAN: gl.constexpr):
+    """Half of a block, with NaN as the scale of selected tokens that have a NaN in it."""
+    if PLAN.format == V32:
+        LAYOUT: gl.constexpr = half.words.type.layout
+        nan, scales = gl.broadcast(_per_group(_selected_nan(half.words, rows), LAYOUT), half.scales)
+        return Half(half.words, half.tail, gl.where(nan, NAN_FLOAT, scales))
+    elif PLAN.format == MODEL1:
+        nan = _selected_nan(half.words, rows)
+        if SIDE == 1:
+            nan = nan | _selected_nan(half.tail, rows)
+        return Half(half.words, half.tail, gl.where(nan, NAN_EXPONENTS, half.scales))
     else:
         return half
 
@@ -176,9 +206,9 @@ def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
     lists, place, shared, ready = call.lists, call.place, call.tiles, call.ready
     cursor = producing.cursor_at(place.part.first, place.part.first_cost, selection, place, lists, PLAN)
     block0 = cursor.share.begin
-    indices0 = _indices(cursor, block0, lists, PLAN)
-    indices1 = _indices(cursor, block0 + 1, lists, PLAN)
-    left0 = _load_half(locate(indices0, is_extra(block0, cursor.share, lists), caches, PLAN), 0, PLAN)
+    indices0 = indices_of(cursor, block0, lists, PLAN)
+    indices1 = indices_of(cursor, block0 + 1, lists, PLAN)
+    left0 = load_half(locate(indices0, is_extra(block0, cursor.share, lists), caches, PLAN), 0, PLAN)
     if scratch is not None:
         # Here, under the first loads: later, what it takes would be kept or spilled until then.
         schedule.note_continued(scratch, place, PLAN)
@@ -187,42 +217,46 @@ def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
     for item in range(place.part.first, place.part.stop, place.stride):
         pairs = schedule.pairs_of(cursor.share)
         for pair in range(pairs):
-            left0 = _half_arrived(left0, 0, PLAN)
+            left0 = half_arrived(left0, 0, PLAN)
             extra0 = is_extra(block0, cursor.share, lists)
             extra1 = is_extra(block0 + 1, cursor.share, lists)
             rows0 = locate(indices0, extra0, caches, PLAN)
-            right0 = _load_half(rows0, 1, PLAN)
+            right0 = load_half(rows0, 1, PLAN)
             rows1 = locate(indices1, extra1, caches, PLAN)
             _prefetch(rows1, PLAN)
+            left0 = with_nan(left0, rows0, 0, PLAN)
             if always:
                 producing.wait(tiles.K0_LEFT_FREE, PLAN)
                 producing.publish(shared.mask0, rows0)
                 _provide(shared.k0_left, shared.k0_rope, left0, rows0, ready.k0_left, 0, tiles.K0_LEFT_READY, PLAN)
 
-            right0 = _half_arrived(right0, 1, PLAN)
-            right1 = _load_half(rows1, 1, PLAN)
+            right0 = half_arrived(right0, 1, PLAN)
+            right1 = load_half(rows1, 1, PLAN)
             block0 += 2
             if pair == pairs - 1:
                 cost = cursor.cost + PLAN.overhead + cursor.share.blocks
                 cursor = producing.cursor_at(item + place.stride, cost, selection, place, lists, PLAN)
                 block0 = cursor.share.begin
-            indices0 = _indices(cursor, block0, lists, PLAN)
+            indices0 = indices_of(cursor, block0, lists, PLAN)
+            right0 = with_nan(right0, rows0, 1, PLAN)
             if always:
                 producing.wait(tiles.K0_RIGHT_FREE, PLAN)
                 _provide(shared.k0_right, shared.k0_rope, right0, rows0, ready.k0_right, 1, tiles.K0_RIGHT_READY, PLAN)
 
-            right1 = _half_arrived(right1, 1, PLAN)
-            left1 = _load_half(rows1, 0, PLAN)
-            indices1 = _indices(cursor, block0 + 1, lists, PLAN)
+            right1 = half_arrived(right1, 1, PLAN)
+            left1 = load_half(rows1, 0, PLAN)
+            indices1 = indices_of(cursor, block0 + 1, lists, PLAN)
             rows0 = locate(indices0, is_extra(block0, cursor.share, lists), caches, PLAN)
             _prefetch(rows0, PLAN)
+            right1 = with_nan(right1, rows1, 1, PLAN)
             if always:
                 producing.wait(tiles.K1_RIGHT_FREE, PLAN)
                 producing.publish(shared.mask1, rows1)
                 _provide(shared.k1_right, shared.k1_rope, right1, rows1, ready.k1_right, 1, tiles.K1_RIGHT_READY, PLAN)
 
-            left1 = _half_arrived(left1, 0, PLAN)
-            left0 = _load_half(rows0, 0, PLAN)
+            left1 = half_arrived(left1, 0, PLAN)
+            left0 = load_half(rows0, 0, PLAN)
+            left1 = with_nan(left1, rows1, 0, PLAN)
             if always:
                 producing.wait(tiles.K1_LEFT_FREE, PLAN)
                 _provide(shared.k1_left, shared.k1_rope, left1, rows1, ready.k1_left, 0, tiles.K1_LEFT_READY, PLAN)

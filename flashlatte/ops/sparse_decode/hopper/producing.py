@@ -12,7 +12,7 @@ from flashlatte import named_barriers
 from flashlatte.gluon_compat import cp_async, reinterpret
 from flashlatte.ops.sparse_decode.hopper import layouts, schedule
 from flashlatte.ops.sparse_decode.hopper.selection import list_of
-from flashlatte.ops.sparse_decode.hopper.tiles import PLAIN, ROWS, SWIZZLED_WORDS
+from flashlatte.ops.sparse_decode.hopper.tiles import PLAIN, ROWS, SWIZZLED_WORDS, V32
 
 # Words from a token's begin to its scales (v32) and its rope.
 V32_SCALES = gl.constexpr(512 // 4)
@@ -84,6 +84,16 @@ def copy_words(tile, rows, FIRST: gl.constexpr, COLUMN: gl.constexpr, WIDTH: gl.
 def signal(barrier):
     """Have an mbarrier complete when what has been copied is there."""
     async_copy.mbarrier_arrive(barrier, increment_count=False)
+
+
+@gluon.jit
+def copy_rope(right_tile, rope_tile, rows, copied, PLAN: gl.constexpr):
+    """Copy what a token of a format with scales has in bf16."""
+    if PLAN.format == V32:
+        copy_words(rope_tile, rows, V32_ROPE, 0, 32, PLAN)
+    else:
+        copy_words(right_tile, rows, MODEL1_ROPE, 96, 32, PLAN)
+    signal(copied)
 
 
 @gluon.jit

@@ -17,8 +17,6 @@ from flashlatte.schedule import device, gluon_parts
 
 # Numbers of a partial result's record: 64 rows and their lse.
 RECORD = gl.constexpr(ROWS.value * (LATENT.value + 1))
-# Blocks that a program takes at a time: it would wait for a second one that another program has.
-_PAIR = gl.constexpr(2)
 
 
 class Place(NamedTuple):
@@ -55,6 +53,7 @@ class Plan(NamedTuple):
         balanced: whether programs take parts of equal cost; else whole items.
         even: whether each item is split into as many parts as any other; ``parts`` are then those of an item.
         overhead: what starting on an item costs, in blocks.
+        grain: blocks that a program takes at a time: two, or one where each part is one block (``one_block``).
         paired: whether programs of neighbouring groups exchange what they widen (``exchange``).
     """
 
@@ -68,6 +67,7 @@ class Plan(NamedTuple):
     balanced: Any
     even: Any
     overhead: Any
+    grain: Any
     paired: Any
 
 
@@ -96,11 +96,11 @@ def find_place(lists, parts, num_groups, PLAN: gl.constexpr):
     number = program // num_groups
     if PLAN.balanced:
         if PLAN.even:
-            part = gluon_parts.find_even_part(number, parts, lists, KEYS, _PAIR)
+            part = gluon_parts.find_even_part(number, parts, lists, KEYS, PLAN.grain)
         elif PLAN.has_lengths:
-            part = gluon_parts.find_part(number, parts, lists, KEYS, PLAN.overhead, PLAN.producer_threads, _PAIR)
+            part = gluon_parts.find_part(number, parts, lists, KEYS, PLAN.overhead, PLAN.producer_threads, PLAN.grain)
         else:
-            part = gluon_parts.find_part_alike(number, parts, lists, KEYS, PLAN.overhead, _PAIR)
+            part = gluon_parts.find_part_alike(number, parts, lists, KEYS, PLAN.overhead, PLAN.grain)
         return Place(part, 1, number, parts, group, num_groups)
     else:
         nothing = gl.to_tensor(0)
@@ -127,7 +127,7 @@ def share_of(item, cost, place, lists, PLAN: gl.constexpr):
     if lists.extra_limit is not None:
         extra_length = device.extra_key_count(item, lists)
         blocks += (extra_length + KEYS - 1) // KEYS
-    blocks = gluon_parts.whole_grains(gl.maximum(blocks, 1), _PAIR)
+    blocks = gluon_parts.whole_grains(gl.maximum(blocks, 1), PLAN.grain)
     if PLAN.balanced:
         begin, end = device.share(place.part, cost, blocks, PLAN.overhead)
         return Share(begin, end, blocks, own, length, extra_length)

@@ -66,8 +66,8 @@ def list_of(indices, item, lists):
 
 
 @gluon.jit
-def load_indices(row, extra_row, block, places, share, lists):
-    """Indices at ``places`` of a block of an item with these lists, -1 beyond the list's or the share's end."""
+def load_indices(row, extra_row, block, places, share, lists, turn=0):
+    """Indices at ``places`` XOR ``turn`` of a block of an item with these lists, -1 beyond the list or the share."""
     first = block * KEYS
     length = share.length
     if lists.extra_limit is not None:
@@ -76,7 +76,8 @@ def load_indices(row, extra_row, block, places, share, lists):
         first = gl.where(is_extra, first - share.own * KEYS, first)
         length = gl.where(is_extra, share.extra_length, length)
     length = gl.where(block < share.end, length, 0)
-    position = first + places
+    # A block begins at a multiple of 64. (places ^ turn would be kept in registers.)
+    position = (first ^ turn) ^ places
     return gl.load(row + position, mask=position < length, other=-1)
 
 
