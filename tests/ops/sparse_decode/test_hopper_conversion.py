@@ -122,9 +122,9 @@ def test_exponents_become_scales() -> None:
 def test_nan_is_found_beside_any_numbers(place: int, in_second_word: bool) -> None:
     codes = torch.arange(256, dtype=torch.int64)
     code, others = torch.cartesian_prod(codes, codes).unbind(1)
-    word = sum((code if i == place else others) << 8 * i for i in range(4))
+    word = torch.stack([(code if i == place else others) << 8 * i for i in range(4)]).sum(0)
     second = others * 0x01010101
     words = (second, word) if in_second_word else (word, second)
-    found = run(conversion._find_nan_asm(2, 2), {"$2": words[0], "$3": words[1]})
+    found = run(str(conversion._find_nan_asm(2, 2)), {"$2": words[0], "$3": words[1]})
     assert torch.equal(found["$0"] & (conversion._SIGNS.value & 0xFFFFFFFF) != 0, is_nan(code) | is_nan(others))
     assert not found["$1"].any()

@@ -56,8 +56,8 @@ def run(asm: str, registers: dict[str, int]) -> dict[str, int]:
 
 def kept(numbers: list[float]) -> list[float]:
     """Eight numbers, stored and loaded."""
-    stored = run(even_records._store_asm(), {f"${i}": bits(number) for i, number in enumerate(numbers)})
-    loaded = run(even_records._load_asm(), {f"w{i}": stored[f"w{i}"] for i in range(6)})
+    stored = run(str(even_records._store_asm()), {f"${i}": bits(number) for i, number in enumerate(numbers)})
+    loaded = run(str(even_records._load_asm()), {f"w{i}": stored[f"w{i}"] for i in range(6)})
     return [number_of(loaded[f"${i}"]) for i in range(8)]
 
 
