@@ -12,9 +12,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kv_cache.triton_fp8 import narrow
-
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_LN_2 = tl.constexpr(0.6931471805599453)
+from flashlatte.triton_attention import LN_2, LOG2_E
 
 
 class Outputs(NamedTuple):
@@ -82,7 +80,7 @@ def write_out(
     in_item = rows < outputs.rows
     if outputs.sink is not None:
         _, _, head = _request_token_head(outputs, item, kv_head, rows)
-        sink = tl.load(outputs.sink + head * outputs.sink_stride, mask=in_item, other=0.0) * _LOG2_E
+        sink = tl.load(outputs.sink + head * outputs.sink_stride, mask=in_item, other=0.0) * LOG2_E
         kept = tl.where(lse2 == float("-inf"), 0.0, 1.0 / (1.0 + tl.exp2(sink - lse2)))
         values *= kept[:, None]
     pointers = row_pointers(outputs, item, kv_head, rows, ROW_ALIGN)
@@ -97,7 +95,7 @@ def write_out(
 def write_lse(outputs, item, kv_head, rows, lse2):
     """Write the lse of rows of an item, given in base 2."""
     request, token, head = _request_token_head(outputs, item, kv_head, rows)
-    lse = tl.where(lse2 == float("-inf"), outputs.empty_lse, lse2 * _LN_2)
+    lse = tl.where(lse2 == float("-inf"), outputs.empty_lse, lse2 * LN_2)
     offset = request * outputs.lse_stride_request + token * outputs.lse_stride_token + head * outputs.lse_stride_head
     tl.store(outputs.lse + offset, lse, mask=rows < outputs.rows)
 

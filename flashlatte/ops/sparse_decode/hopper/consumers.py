@@ -93,7 +93,7 @@ def raised(reference, scores, scale):
 
 
 @gluon.jit
-def release(call, FREE: gl.constexpr, PLAN: gl.constexpr):
+def _release(call, FREE: gl.constexpr, PLAN: gl.constexpr):
     """Let a half be filled again: by the producer, and in a pair of programs by both."""
     if PLAN.paired:
         exchange.release(FREE, call.link)
@@ -107,8 +107,8 @@ def _begin(call, FIRST_FREE: gl.constexpr, SECOND_FREE: gl.constexpr, PLAN: gl.c
         exchange.arrive()
         exchange.meet()
     else:
-        release(call, FIRST_FREE, PLAN)
-        release(call, SECOND_FREE, PLAN)
+        _release(call, FIRST_FREE, PLAN)
+        _release(call, SECOND_FREE, PLAN)
 
 
 @gluon.jit
@@ -239,7 +239,7 @@ def _even_step(scores, state, call, z, PLAN: gl.constexpr):
     operand = gl.convert_layout(rounded, WEIGHT_OPERAND)
     output = warpgroup_mma(operand, k0_left, output, is_async=True)
     output = warpgroup_mma_wait(0, deps=[output])
-    release(call, tiles.K0_LEFT_FREE, PLAN)
+    _release(call, tiles.K0_LEFT_FREE, PLAN)
 
     named_barriers.wait(tiles.REFERENCE1_READY, TWO)
     reference1 = shared.reference1.load(SCORE_ROWS)
@@ -249,7 +249,7 @@ def _even_step(scores, state, call, z, PLAN: gl.constexpr):
     named_barriers.wait(tiles.WEIGHTS1_READY, TWO)
     output = warpgroup_mma(shared.weights1.index(z), shared.k1_left.index(z), output, is_async=True)
     output = warpgroup_mma_wait(0, deps=[output])
-    release(call, tiles.K1_LEFT_FREE, PLAN)
+    _release(call, tiles.K1_LEFT_FREE, PLAN)
     return State(output, reference1, total)
 
 
@@ -279,11 +279,11 @@ def _odd_step(state, call, phase, z, PLAN: gl.constexpr):
     named_barriers.arrive(tiles.WEIGHTS1_READY, TWO)
     operand = gl.convert_layout(rounded, WEIGHT_OPERAND)
     output = warpgroup_mma_wait(0, deps=[output])
-    release(call, tiles.K0_RIGHT_FREE, PLAN)
+    _release(call, tiles.K0_RIGHT_FREE, PLAN)
     output = _rescale(output, decay)
     output = warpgroup_mma(operand, k1_right, output, is_async=True)
     output = warpgroup_mma_wait(0, deps=[output])
-    release(call, tiles.K1_RIGHT_FREE, PLAN)
+    _release(call, tiles.K1_RIGHT_FREE, PLAN)
     return State(output, reference1, total)
 
 

@@ -11,8 +11,7 @@ from flashlatte.ops.sparse_decode.hopper import even_records, schedule
 from flashlatte.ops.sparse_decode.hopper.schedule import RECORD
 from flashlatte.ops.sparse_decode.hopper.tiles import HALF, LATENT, OUTPUT, OUTPUT_ROWS, ROWS
 from flashlatte.schedule import output_rows
-
-_LOG2_E = gl.constexpr(1.4426950408889634)
+from flashlatte.triton_attention import LOG2_E
 
 
 class Results(NamedTuple):
@@ -63,7 +62,7 @@ def _write_normalised(state, item, share, place, results, FIRST_COL: gl.constexp
     head = place.group * ROWS + row
     if (share.begin == 0) & (share.end == share.blocks):
         if outputs.sink is not None:
-            sink = gl.load(outputs.sink + head * outputs.sink_stride, mask=head < outputs.heads, other=0.0) * _LOG2_E
+            sink = gl.load(outputs.sink + head * outputs.sink_stride, mask=head < outputs.heads, other=0.0) * LOG2_E
             factor *= gl.where(is_empty, 0.0, 1.0 / (1.0 + gl.exp2(sink - lse2)))
         _write_out(outputs, item, place.group * ROWS, state.output * factor[:, None], FIRST_COL, OUT_ALIGN)
         if FIRST_COL == 0:

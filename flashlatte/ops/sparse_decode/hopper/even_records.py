@@ -8,6 +8,9 @@ lost, and what that is on average, the merging gives back. Infinities and NaN st
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashlatte.ops.sparse_decode.hopper.tiles import HALF, LATENT, OUTPUT, ROWS
 from flashlatte.schedule import output_rows
+from flashlatte.triton_attention import LOG2_E
 from flashlatte.triton_kernel import gluon_kernel
 
 # Bytes of 16 columns: 16 for each of 128 threads, and 8.
@@ -24,8 +28,9 @@ _HALF_BYTES = gl.constexpr(HALF.value // 16 * _STEP_BYTES.value)
 # Words of a record: two halves, and two for each row.
 RECORD = gl.constexpr(2 * _HALF_BYTES.value // 4 + 2 * ROWS.value)
 # What a program merges, 16 columns a warp, and how many records at a time.
-TILE_ROWS = gl.constexpr(16)
-TILE_COLS = gl.constexpr(64)
+_TILE_ROWS = gl.constexpr(16)
+_TILE_COLS = gl.constexpr(64)
+_COL_TILES = gl.constexpr(LATENT.value // _TILE_COLS.value)
 _AT_ONCE = gl.constexpr(16)
 _TILE = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -39,7 +44,6 @@ _TILE = gl.constexpr(
 _ROWS = gl.constexpr(gl.SliceLayout(1, _TILE))
 # Half of 2⁻¹⁵ of the leading bit, which is seven tenths of a number.
 _GIVEN_BACK = gl.constexpr(1 + 0.7 * 2.0**-16)
-_LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -121,7 +125,7 @@ def _load_constraints():
 @gluon.jit
 def _load(first, second, exists):
     """Numbers of a record; 0 where there is none."""
-    exists = gl.zeros([TILE_ROWS, TILE_COLS], gl.int32, _TILE) + exists
+    exists = gl.zeros([_TILE_ROWS, _TILE_COLS], gl.int32, _TILE) + exists
     words = gl.inline_asm_elementwise(
         _load_asm(), _load_constraints(), [first, second, exists], gl.int32, is_pure=False, pack=8
     )
@@ -137,7 +141,7 @@ _LOAD_SUMS = gl.constexpr(
 @gluon.jit
 def _load_sums(sums, exists):
     """Reference and sum of rows; -inf and 0 where there is no record."""
-    exists = gl.zeros([TILE_ROWS], gl.int32, _ROWS) + exists
+    exists = gl.zeros([_TILE_ROWS], gl.int32, _ROWS) + exists
     return gl.inline_asm_elementwise(
         _LOAD_SUMS, "=&f,=&f,l,r", [sums, exists], (gl.float32, gl.float32), is_pure=False, pack=1
     )
@@ -180,22 +184,21 @@ def merge_even_kernel(
         heads,
         empty_lse,
     )
-    COL_TILES: gl.constexpr = LATENT // TILE_COLS
     program = gl.program_id(0)
-    first_col = program % COL_TILES * TILE_COLS
-    first_row = program // COL_TILES % row_tiles * TILE_ROWS
-    group = program // COL_TILES // row_tiles % num_groups
-    item = program // COL_TILES // row_tiles // num_groups
-    row = first_row + gl.arange(0, TILE_ROWS, _ROWS)
-    col = gl.arange(0, TILE_COLS, gl.SliceLayout(0, _TILE))
+    first_col = program % _COL_TILES * _TILE_COLS
+    first_row = program // _COL_TILES % row_tiles * _TILE_ROWS
+    group = program // _COL_TILES // row_tiles % num_groups
+    item = program // _COL_TILES // row_tiles // num_groups
+    row = first_row + gl.arange(0, _TILE_ROWS, _ROWS)
+    col = gl.arange(0, _TILE_COLS, gl.SliceLayout(0, _TILE))
     record = record_of(scratch, item * splits, group, num_groups).to(gl.int64)
     stride = num_groups.to(gl.int64) * (RECORD * 4)
     first, second = _places(record + first_col // HALF * _HALF_BYTES, row[:, None], (first_col % HALF + col)[None, :])
     # Worked out already when the records have been written.
     first, second, sums = _kept(first), _kept(second), _kept(record + 2 * _HALF_BYTES + row * 8)
-    values = gl.zeros([TILE_ROWS, TILE_COLS], gl.float32, _TILE)
-    peak = gl.full([TILE_ROWS], float("-inf"), gl.float32, _ROWS)
-    total = gl.zeros([TILE_ROWS], gl.float32, _ROWS)
+    values = gl.zeros([_TILE_ROWS, _TILE_COLS], gl.float32, _TILE)
+    peak = gl.full([_TILE_ROWS], float("-inf"), gl.float32, _ROWS)
+    total = gl.zeros([_TILE_ROWS], gl.float32, _ROWS)
     gdc_wait()
     gdc_launch_dependents()
     for split in range(0, splits, _AT_ONCE):
@@ -226,7 +229,7 @@ def merge_even_kernel(
     lse2 = gl.where(is_empty, float("-inf"), peak + gl.log2(total))
     head = group * ROWS + row
     if sink is not None:
-        sink2 = gl.load(sink + head * sink_stride, mask=head < heads, other=0.0) * _LOG2_E
+        sink2 = gl.load(sink + head * sink_stride, mask=head < heads, other=0.0) * LOG2_E
         factor *= gl.where(is_empty, 0.0, 1.0 / (1.0 + gl.exp2(sink2 - lse2)))
     offset = (
         (item // tokens).to(gl.int64) * out_stride_request
@@ -240,3 +243,26 @@ def merge_even_kernel(
 
 
 merge_even = gluon_kernel(merge_even_kernel, ["sink", "lse"])
+
+
+def launch_merge(
+    scratch: torch.Tensor, outputs: tuple[Any, ...], *, items: int, heads: int, splits: int, out_align: int
+) -> None:
+    """Merge the records in ``scratch`` of ``items`` items with ``splits`` parts each.
+
+    Args:
+        outputs: the kernel's arguments from ``out`` to ``empty_lse``.
+    """
+    num_groups = -(-heads // ROWS.value)
+    row_tiles = -(-min(heads, ROWS.value) // _TILE_ROWS.value)
+    merge_even[(items * num_groups * row_tiles * _COL_TILES.value,)](
+        scratch,
+        *outputs,
+        num_groups,
+        row_tiles,
+        splits,
+        OUT_ALIGN=out_align,
+        num_warps=4,
+        enable_fp_fusion=True,
+        launch_pdl=True,
+    )

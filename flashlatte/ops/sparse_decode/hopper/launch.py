@@ -23,8 +23,8 @@ _FORMATS = {"v32": V32.value, "model1": MODEL1.value}
 _ROW_BYTES = {"v32": 656, "model1": 576}
 # What starting on an item costs, in blocks, where there are many items.
 _OVERHEAD = 2
-# Bytes of results that parts of one block may leave to be merged: with more, longer parts take less time.
-_MOST_BLOCK_RECORDS = 6 << 20
+# Rows of partial results that parts of one block may leave to be merged: with more, longer parts take less time.
+_MOST_BLOCK_ROWS = 3000
 # Numbers of bf16 in 16 bytes, what the copies of q need rows to be aligned to.
 _ALIGN = 8
 
@@ -156,21 +156,13 @@ def sparse_decode(
             launch_pdl=True,
         )
         if made.even:
-            row_tiles = -(-min(h_q, ROWS.value) // even_records.TILE_ROWS.value)
-            col_tiles = LATENT.value // even_records.TILE_COLS.value
-            even_records.merge_even[(batch * s_q * made.num_groups * row_tiles * col_tiles,)](
+            even_records.launch_merge(
                 scratch,
-                *outputs[:-3],
-                s_q,
-                h_q,
-                empty_lse,
-                made.num_groups,
-                row_tiles,
-                splits,
-                OUT_ALIGN=out_align,
-                num_warps=4,
-                enable_fp_fusion=True,
-                launch_pdl=True,
+                (*outputs[:-3], s_q, h_q, empty_lse),
+                items=batch * s_q,
+                heads=h_q,
+                splits=splits,
+                out_align=out_align,
             )
         elif scratch is not None:
             combine.launch_combine(
@@ -202,14 +194,13 @@ def make_plan(
 ) -> Plan:
     groups = -(-heads // ROWS.value)
     most_blocks = -(-topk // KEYS.value) + -(-extra_topk // KEYS.value)
-    record = combine.record_bytes(ROWS.value, LATENT.value)
     if is_uniform and has_scales and most_blocks > 2:
         parts = items * most_blocks
-        to_merge = parts * heads * (record // ROWS.value)
-        if parts * groups <= multiprocessors and to_merge <= _MOST_BLOCK_RECORDS:
+        if parts * groups <= multiprocessors and parts * heads <= _MOST_BLOCK_ROWS:
             return Plan(groups, parts, parts * groups, parts * groups * even_records.RECORD.value, 0, True, grain=1)
     # Else a program takes blocks in pairs: a part of less would only make more to merge.
     most_pairs = -(-most_blocks // 2)
+    record = combine.record_bytes(ROWS.value, LATENT.value)
     parts = plan.balanced_parts(items, groups, multiprocessors, most_pairs, record, uniform=is_uniform)
     # One item more than there are: what a part has not taken begins after the last one.
     if parts is None or (items + 1) * (max(most_blocks, 1) + _OVERHEAD) > plan.MOST_COST:

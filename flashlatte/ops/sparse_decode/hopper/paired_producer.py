@@ -12,16 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from flashlatte.ops.sparse_decode.hopper import exchange, layouts, producing, schedule, tiles
-from flashlatte.ops.sparse_decode.hopper.conversion import (
-    NAN_EXPONENTS,
-    NAN_FLOAT,
-    factor_of_exponent,
-    factor_of_float,
-    has_nan,
-    split_exponents,
-    widened,
-)
+from flashlatte.ops.sparse_decode.hopper import conversion, exchange, layouts, producing, schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.exchange import OWN
 from flashlatte.ops.sparse_decode.hopper.selection import is_extra, load_indices, locate
 from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, MODEL1, V32
@@ -99,9 +90,9 @@ def _block_arrived(block):
 def _first_scale(block, rows, PLAN: gl.constexpr):
     """The first of each token's scales, or NaN if the token is selected and has a NaN, wherever."""
     scale = block.scales[0]
-    nan = has_nan(block.pieces, 16 // layouts.THREADS) & _own(rows.valid)
+    nan = conversion.has_nan(block.pieces, 16 // layouts.THREADS) & _own(rows.valid)
     nan = gl.convert_layout(nan, scale.type.layout, assert_trivial=True)
-    return gl.where(nan, NAN_FLOAT if PLAN.format == V32 else NAN_EXPONENTS, scale)
+    return gl.where(nan, conversion.NAN_FLOAT if PLAN.format == V32 else conversion.NAN_EXPONENTS, scale)
 
 
 @gluon.jit
@@ -114,10 +105,10 @@ def _with_first_scale(block, scale):
 def _factor(scales, PIECE: gl.constexpr, PLAN: gl.constexpr):
     """The scale of a piece as a pair of bf16, [32]."""
     if PLAN.format == V32:
-        return factor_of_float(scales[PIECE // 2].to(gl.float32, bitcast=True))
+        return conversion.factor_of_float(scales[PIECE // 2].to(gl.float32, bitcast=True))
     else:
-        low, high = split_exponents(scales[PIECE // 4])
-        return factor_of_exponent(low, high, gl.full([OWN], PIECE % 4, gl.int32, _TOKENS))
+        low, high = conversion.split_exponents(scales[PIECE // 4])
+        return conversion.factor_of_exponent(low, high, gl.full([OWN], PIECE % 4, gl.int32, _TOKENS))
 
 
 @gluon.jit
@@ -125,7 +116,7 @@ def _widen(words, factor):
     """Words [32, 16] to pairs of bf16 [32, 32]."""
     words = words.reshape([OWN, 1, 16])
     tokens: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words.type.layout))
-    pairs = widened(words, gl.convert_layout(factor, tokens, assert_trivial=True)[:, None])
+    pairs = conversion.widened(words, gl.convert_layout(factor, tokens, assert_trivial=True)[:, None])
     return gl.convert_layout(pairs, layouts.WIDE_PIECE, assert_trivial=True)
 
 

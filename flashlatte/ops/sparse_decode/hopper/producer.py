@@ -19,16 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from flashlatte.gluon_compat import reinterpret
-from flashlatte.ops.sparse_decode.hopper import layouts, producing, schedule, tiles
-from flashlatte.ops.sparse_decode.hopper.conversion import (
-    NAN_EXPONENTS,
-    NAN_FLOAT,
-    factor_of_exponent,
-    factor_of_float,
-    has_nan,
-    split_exponents,
-    widened,
-)
+from flashlatte.ops.sparse_decode.hopper import conversion, layouts, producing, schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.selection import is_extra, load_indices, locate, token_bytes
 from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, MODEL1, PLAIN, SWIZZLED_WORDS, V32
 
@@ -85,12 +76,12 @@ def load_half(rows, SIDE: gl.constexpr, PLAN: gl.constexpr):
 def _widen(words, scales, FIRST_GROUP: gl.constexpr, PLAN: gl.constexpr):
     LAYOUT: gl.constexpr = words.type.layout
     if PLAN.format == V32:
-        factor = factor_of_float(scales.to(gl.float32, bitcast=True))
+        factor = conversion.factor_of_float(scales.to(gl.float32, bitcast=True))
     else:
         group = FIRST_GROUP + gl.arange(0, words.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
         low, high = scales
-        factor = factor_of_exponent(_per_group(low, LAYOUT), _per_group(high, LAYOUT), group[None, :])
-    return widened(words, factor)
+        factor = conversion.factor_of_exponent(_per_group(low, LAYOUT), _per_group(high, LAYOUT), group[None, :])
+    return conversion.widened(words, factor)
 
 
 @gluon.jit
@@ -99,7 +90,7 @@ def fill(tile, half, SIDE: gl.constexpr, PLAN: gl.constexpr):
     target = reinterpret(tile.index(0), gl.int32, [KEYS, 128], SWIZZLED_WORDS)
     scales = half.scales
     if PLAN.format == MODEL1:
-        scales = split_exponents(scales)
+        scales = conversion.split_exponents(scales)
     if SIDE == 1 and PLAN.format == MODEL1:
         target.slice(0, 64, dim=1).store(_widen(half.words, scales, 0, PLAN))
         target.slice(64, 32, dim=1).store(_widen(half.tail, scales, 2, PLAN))
@@ -162,7 +153,7 @@ def _selected_nan(words, rows):
     LAYOUT: gl.constexpr = words.type.layout
     NUMBER: gl.constexpr = words.shape[1] * words.shape[2]
     words = gl.convert_layout(words.reshape([KEYS, NUMBER]), layouts.flat(LAYOUT), assert_trivial=True)
-    nan = has_nan((words,), NUMBER // layouts.THREADS)
+    nan = conversion.has_nan((words,), NUMBER // layouts.THREADS)
     return gl.convert_layout(nan, rows.valid.type.layout, assert_trivial=True) & rows.valid
 
 
@@ -172,12 +163,12 @@ def with_nan(half, rows, SIDE: gl.constexpr, PLAN: gl.constexpr):
     if PLAN.format == V32:
         LAYOUT: gl.constexpr = half.words.type.layout
         nan, scales = gl.broadcast(_per_group(_selected_nan(half.words, rows), LAYOUT), half.scales)
-        return Half(half.words, half.tail, gl.where(nan, NAN_FLOAT, scales))
+        return Half(half.words, half.tail, gl.where(nan, conversion.NAN_FLOAT, scales))
     elif PLAN.format == MODEL1:
         nan = _selected_nan(half.words, rows)
         if SIDE == 1:
             nan = nan | _selected_nan(half.tail, rows)
-        return Half(half.words, half.tail, gl.where(nan, NAN_EXPONENTS, half.scales))
+        return Half(half.words, half.tail, gl.where(nan, conversion.NAN_EXPONENTS, half.scales))
     else:
         return half
 
