@@ -1,17 +1,50 @@
-"""FlashLatte: Multi-head Latent Attention in Python.
+"""Multi-head Latent Attention in Python: attention operations, cache formats, the layer, FlashMLA's interface.
 
-Operations: ``dense_decode``, ``dense_prefill``, ``sparse_decode``, ``sparse_prefill``, ``merge_states``. Cache formats
-and what reads or writes their bytes: ``flashlatte.kv_cache``. FlashMLA's interface, argument for argument:
-``flashlatte.flash_mla``.
+Names are imported when first asked for. Operations: ``dense_decode``, ``dense_prefill``, ``sparse_decode``,
+``sparse_prefill``, ``merge_states``. Caches: ``kv_cache``. The layer: ``layers``. FlashMLA's interface, argument for
+argument: ``flash_mla``. Models: ``integrations``.
 """
 
-from flashlatte import kv_cache
-from flashlatte.ops.dense_decode import dense_decode
-from flashlatte.ops.dense_prefill import dense_prefill
-from flashlatte.ops.merge_states import merge_states
-from flashlatte.ops.sparse_decode import sparse_decode
-from flashlatte.ops.sparse_prefill import sparse_prefill
+from typing import TYPE_CHECKING
+
+from flashlatte.runtime import lazy
+
+if TYPE_CHECKING:
+    from flashlatte import flash_mla, integrations, kv_cache, layers
+    from flashlatte.ops.dense_decode import dense_decode
+    from flashlatte.ops.dense_prefill import dense_prefill
+    from flashlatte.ops.merge_states import merge_states
+    from flashlatte.ops.sparse_decode import sparse_decode
+    from flashlatte.ops.sparse_prefill import sparse_prefill
 
 __version__ = "0.1.0"
 
-__all__ = ["dense_decode", "dense_prefill", "kv_cache", "merge_states", "sparse_decode", "sparse_prefill"]
+__all__ = [
+    "dense_decode",
+    "dense_prefill",
+    "flash_mla",
+    "integrations",
+    "kv_cache",
+    "layers",
+    "merge_states",
+    "sparse_decode",
+    "sparse_prefill",
+]
+
+_OPERATIONS = ("dense_decode", "dense_prefill", "merge_states", "sparse_decode", "sparse_prefill")
+_PACKAGES = ("flash_mla", "integrations", "kv_cache", "layers")
+
+lazy.declare(__name__, {name: f"flashlatte.ops.{name}:{name}" for name in _OPERATIONS})
+lazy.declare(__name__, {name: f"flashlatte.{name}" for name in _PACKAGES})
+# Operations over caches stand above the formats, and are found beside them.
+lazy.declare(
+    "flashlatte.kv_cache",
+    {
+        "copy_blocks": "flashlatte.ops.cache_copy:copy_blocks",
+        "gather": "flashlatte.ops.cache_gather:cache_gather",
+        "swap_blocks": "flashlatte.ops.cache_copy:swap_blocks",
+        "to_cache_indices": "flashlatte.ops.index_convert:to_cache_indices",
+        "write": "flashlatte.ops.cache_write:cache_write",
+    },
+)
+__getattr__, __dir__ = lazy.attach(__name__)

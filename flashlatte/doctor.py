@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 import flashlatte
-from flashlatte import dispatch
 from flashlatte.kv_cache import get_format
 from flashlatte.layers import MLAConfig
+from flashlatte.runtime import dispatch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PACKAGES = ("torch", "triton", "transformers")
@@ -93,9 +93,9 @@ def typical_calls(device: torch.device, dtype: torch.dtype, model: MLAConfig | N
     calls += [dispatch.Call(name, device, dtype, **per_head) for name in ("dense_prefill", "dense_prefill_backward")]
     calls.append(dispatch.Call("merge_states", device, dtype, head_dim_v=config.v_head_dim))
     widest = max(config.kv_lora_rank, config.q_lora_rank or 0)
-    calls.append(dispatch.Call("layer.latent_rows", device, dtype, head_dim=widest))
-    calls.append(dispatch.Call("layer.rotate_heads", device, dtype, head_dim=config.qk_rope_head_dim))
-    for operation in ("kv_cache.write", "kv_cache.gather"):
+    calls.append(dispatch.Call("latent_rows", device, dtype, head_dim=widest))
+    calls.append(dispatch.Call("rotate_heads", device, dtype, head_dim=config.qk_rope_head_dim))
+    for operation in ("cache_write", "cache_gather"):
         for name, width in widths.items():
             calls.append(dispatch.Call(operation, device, dtype, name, page_size=64, head_dim=width))
     known = {call.operation for call in calls}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte import checks
 from flashlatte.ops.dense_prefill import dense_prefill
+from flashlatte.runtime import checks
 
 
 def flash_attn_varlen_func(

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 
-from flashlatte import checks
 from flashlatte.flash_attn_varlen import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
@@ -29,6 +28,7 @@ from flashlatte.kv_cache import scales
 from flashlatte.ops.dense_decode import dense_decode
 from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.ops.sparse_prefill import sparse_prefill
+from flashlatte.runtime import checks
 
 __all__ = [
     "FlashMLASchedMeta",

@@ -4,7 +4,7 @@ import hypothesis
 import pytest
 import torch
 
-from flashlatte import dispatch
+from flashlatte.runtime import dispatch
 
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=20, database=None)
 hypothesis.settings.load_profile("suite")

@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from flashlatte import cli, dispatch, doctor
+from flashlatte import cli, doctor
+from flashlatte.runtime import dispatch
 
 needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU does")
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from flashlatte import dispatch
 from flashlatte.bench import EXTRA_HINT, runner, timing
 from flashlatte.bench.cases import CASES, Case
 from flashlatte.bench.environment import checkout_root, describe, gpu_slug
 from flashlatte.bench.results import Result, append_text, json_line
+from flashlatte.runtime import dispatch
 
 RESULTS_FOLDER = Path("benchmarks") / "results"
 PICTURE_FOLDER = Path("docs")

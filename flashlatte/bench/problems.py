@@ -148,7 +148,7 @@ class CacheWrite:
     cache_format: str
     tokens: int
     page_size: int = 64
-    operation: ClassVar[str] = "kv_cache.write"
+    operation: ClassVar[str] = "cache_write"
 
     @property
     def name(self) -> str:
@@ -166,7 +166,7 @@ class CacheGather:
     tokens: int
     requests: int = 8
     page_size: int = 64
-    operation: ClassVar[str] = "kv_cache.gather"
+    operation: ClassVar[str] = "cache_gather"
 
     @property
     def name(self) -> str:

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from flashlatte import dispatch
 from flashlatte.bench import timing
 from flashlatte.bench.cases import Case
 from flashlatte.bench.problems import Problem
 from flashlatte.bench.results import Result
 from flashlatte.bench.timing import Ceilings
 from flashlatte.bench.workloads import Workload, WrongResult, prepare
+from flashlatte.runtime import dispatch
 
 NO_KERNEL = "no kernel serves this case on this machine; --backend reference times the reference"
 

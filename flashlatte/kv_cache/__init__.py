@@ -1,27 +1,27 @@
-"""Paged latent caches: named formats and all that reads or writes their bytes."""
+"""Paged latent caches: named formats and allocation; what writes and reads them is found here too.
+
+``write``, ``gather``, ``copy_blocks``, ``swap_blocks`` and ``to_cache_indices`` are operations of ``flashlatte.ops``.
+"""
 
 from flashlatte.kv_cache.codec import allocate, dequantize, pack, quantize, unpack
 from flashlatte.kv_cache.formats import CacheFormat, Plane
-from flashlatte.kv_cache.pages import copy_blocks, swap_blocks, to_cache_indices
 from flashlatte.kv_cache.registry import FORMAT_NAMES, infer_format
 from flashlatte.kv_cache.registry import as_format as get_format
-from flashlatte.kv_cache.tokens import gather, read, write
+from flashlatte.kv_cache.slots import read
+from flashlatte.runtime import lazy
 
 __all__ = [
     "FORMAT_NAMES",
     "CacheFormat",
     "Plane",
     "allocate",
-    "copy_blocks",
     "dequantize",
-    "gather",
     "get_format",
     "infer_format",
     "pack",
     "quantize",
     "read",
-    "swap_blocks",
-    "to_cache_indices",
     "unpack",
-    "write",
 ]
+
+__getattr__, __dir__ = lazy.attach(__name__)

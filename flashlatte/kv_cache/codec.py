@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte import checks
 from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
 from flashlatte.kv_cache.registry import as_format, infer_format
+from flashlatte.runtime import checks
 
 
 def allocate(

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from flashlatte import checks
+from flashlatte.runtime import checks
 
 
 def check(name: str, value: float | torch.Tensor | None) -> float | torch.Tensor:

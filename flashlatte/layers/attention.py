@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from flashlatte import checks, dispatch
 from flashlatte.kv_cache import CacheFormat
 from flashlatte.kv_cache.codec import as_cache
 from flashlatte.layers import checkpoint
@@ -18,7 +17,9 @@ from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.config import MLAConfig
 from flashlatte.layers.forward import forward
 from flashlatte.layers.metadata import MLAMetadata
-from flashlatte.layers.rope import Rotary, table
+from flashlatte.layers.rope import table
+from flashlatte.ops.norm_rope.rotary import Rotary
+from flashlatte.runtime import checks, dispatch
 
 
 class MLAAttention(nn.Module):

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from flashlatte import checks
-from flashlatte.kv_cache import get_format, to_cache_indices
+from flashlatte.kv_cache import get_format
 from flashlatte.layers.absorbed import MAX_ABSORBED_QUERIES
 from flashlatte.layers.metadata import DecodePart, MLAMetadata, PrefillPart, plan_chunks, selects_every_token
+from flashlatte.ops.index_convert import to_cache_indices
+from flashlatte.runtime import checks
 
 WORKSPACE_TOKENS = 4096
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from flashlatte import kv_cache
 from flashlatte.kv_cache import CacheFormat
+from flashlatte.ops.cache_write import cache_write
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class LatentCache:
         return self.layout.head_dim if self.layout.name == "model1" else self.latent_dim
 
     def write(self, slot_mapping: torch.Tensor, rows: torch.Tensor) -> None:
-        kv_cache.write(self.pages, slot_mapping, rows, cache_format=self.layout, scale=self.scale)
+        cache_write(self.pages, slot_mapping, rows, cache_format=self.layout, scale=self.scale)
 
     def query_dtype(self, dtype: torch.dtype, reference: bool = False) -> torch.dtype:
         """The dtype of queries over this cache, for hidden states of ``dtype``.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flashlatte import checks
+from flashlatte.runtime import checks
 
 LAYOUTS = ("interleaved", "half")
 # LongCat, MiniCPM3 and others scale latents or queries besides.

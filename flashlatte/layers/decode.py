@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte import checks, dispatch
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.metadata import DecodePart
 from flashlatte.ops.dense_decode import dense_decode
 from flashlatte.ops.sparse_decode import sparse_decode
+from flashlatte.runtime import checks, dispatch
 
 OPERATION = "layer.decode"
 

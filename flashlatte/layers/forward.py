@@ -9,10 +9,10 @@ import torch
 from flashlatte.layers.absorbed import fold_query, unfold_value, up_projections
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.decode import attend_pages
-from flashlatte.layers.elementwise import latent_rows, rotate_heads
 from flashlatte.layers.metadata import MLAMetadata
 from flashlatte.layers.prefill import Expansion, attend_heads
-from flashlatte.layers.rope import Rotary
+from flashlatte.ops.norm_rope import latent_rows, rotate_heads
+from flashlatte.ops.norm_rope.rotary import Rotary
 
 
 class Projections(Protocol):

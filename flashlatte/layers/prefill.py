@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from flashlatte import kv_cache
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.metadata import ContextChunk, PrefillPart
+from flashlatte.ops.cache_gather import cache_gather
 from flashlatte.ops.dense_prefill import dense_prefill
 from flashlatte.ops.merge_states import merge_states
 
@@ -86,7 +86,7 @@ def attend_heads(
 def _attend_chunk(
     query: torch.Tensor, cache: LatentCache, chunk: ContextChunk, expand: Expansion, softmax_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = kv_cache.gather(
+    rows = cache_gather(
         cache.pages,
         chunk.block_table,
         chunk.cu_keys,

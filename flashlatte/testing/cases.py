@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from flashlatte import kv_cache
+from flashlatte.ops.cache_write import cache_write
 from flashlatte.testing.draws import Draw, apart, counted
 
 TopkLengths = Literal["all", "request", "token"]
@@ -170,7 +171,7 @@ class SparseDecodeCase:
         dtype = self.dtype if layout.fixed_split else layout.record_dtype
         for part in slots.split(ROWS_AT_A_TIME):
             rows = draw.normal(part.shape[0], layout.head_dim, dtype=dtype)
-            kv_cache.write(cache, part, rows, cache_format=layout, backend="reference")
+            cache_write(cache, part, rows, cache_format=layout, backend="reference")
         return cache
 
 

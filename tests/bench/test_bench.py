@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import flashlatte
-from flashlatte import bench, dispatch
+from flashlatte import bench
 from flashlatte.bench import cases, command, environment, results, runner
 from flashlatte.bench.problems import (
     CacheGather,
@@ -26,8 +26,9 @@ from flashlatte.bench.problems import (
 )
 from flashlatte.bench.timing import Ceilings
 from flashlatte.bench.workloads import WrongResult, prepare
-from flashlatte.kv_cache import reference as cache_reference
+from flashlatte.ops.cache_write import reference as cache_reference
 from flashlatte.ops.dense_decode import reference as dense_reference
+from flashlatte.runtime import dispatch
 
 CPU = torch.device("cpu")
 SMALL_PROBLEMS = (
@@ -139,9 +140,9 @@ def test_work_is_counted_once_for_each_query_and_distinct_key() -> None:
 
 def test_scaled_down_run_without_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "results.jsonl"
-    assert run("--op", "kv_cache.write", "--op", "sparse_prefill", "--json", str(file)) == 0
+    assert run("--op", "cache_write", "--op", "sparse_prefill", "--json", str(file)) == 0
     written = lines(file)
-    assert len(written) == sum(case.operation in ("kv_cache.write", "sparse_prefill") for case in cases.CASES)
+    assert len(written) == sum(case.operation in ("cache_write", "sparse_prefill") for case in cases.CASES)
     assert all(set(line) == FIELDS for line in written)
     for line in written:
         assert line["status"] == "ok"
@@ -163,7 +164,7 @@ def test_json_to_stdout_is_nothing_but_lines(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize(
     ("module", "function", "case"),
-    [(dense_reference, "dense_decode", "b1-sq1-h16-k4096"), (cache_reference, "write", "write-v32-65536")],
+    [(dense_reference, "dense_decode", "b1-sq1-h16-k4096"), (cache_reference, "cache_write", "write-v32-65536")],
 )
 def test_wrong_result_has_no_time(
     module: Any,
@@ -231,7 +232,7 @@ def test_refused_backend_is_said_and_is_no_error(capsys: pytest.CaptureFixture[s
     assert run("--case", "write-v32-65536", "--backend", "hopper") == 0
     output = capsys.readouterr()
     assert "REFUSED" in output.out
-    assert "has no kv_cache.write" in output.out
+    assert "has no cache_write" in output.out
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def captured(call: Callable[[], T]) -> tuple[Callable[[], None], T]:
     return graph.replay, results
 
 
-COMBINE = "flashlatte.schedule.combine.combine_kernel"
+COMBINE = "flashlatte.split_kv.combine.combine_kernel"
 
 
 def compiled_variants() -> dict[str, int]:

@@ -15,8 +15,8 @@ from gpu import harness
 from gpu.harness import DEVICE, Arguments, Results
 
 import flashlatte
+from flashlatte.kernels.softmax import attend
 from flashlatte.ops.dense_prefill import api
-from flashlatte.softmax import attend
 from flashlatte.testing import compare, oracles
 from flashlatte.testing.cases import DensePrefillCase
 from flashlatte.testing.draws import Draw

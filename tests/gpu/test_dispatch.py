@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpu.harness import DEVICE, UNBUILT
 
-from flashlatte import dispatch
+from flashlatte.runtime import dispatch
 
 pytestmark = pytest.mark.gpu
 
@@ -19,8 +19,8 @@ CALLS = (
     dispatch.Call("sparse_prefill", DEVICE, torch.bfloat16, head_dim=576, head_dim_v=512, h_q=128, h_kv=1),
     dispatch.Call("sparse_prefill", DEVICE, torch.bfloat16, head_dim=512, head_dim_v=512, h_q=64, h_kv=1),
     dispatch.Call("merge_states", DEVICE, torch.bfloat16, head_dim_v=512),
-    dispatch.Call("kv_cache.write", DEVICE, torch.bfloat16, "v32", 64, 576),
-    dispatch.Call("kv_cache.gather", DEVICE, torch.bfloat16, "v32", 64, 576),
+    dispatch.Call("cache_write", DEVICE, torch.bfloat16, "v32", 64, 576),
+    dispatch.Call("cache_gather", DEVICE, torch.bfloat16, "v32", 64, 576),
 )
 
 

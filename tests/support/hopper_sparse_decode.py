@@ -9,9 +9,9 @@ import pytest
 import torch
 from support.compile import Launch, Recorder
 
-from flashlatte import dispatch
 from flashlatte.ops.sparse_decode.hopper import even_records, launch
-from flashlatte.schedule import combine
+from flashlatte.runtime import dispatch
+from flashlatte.split_kv import combine
 
 KERNEL = launch.kernel
 PAIRED_KERNEL = launch.paired_kernel

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashlatte import dispatch
+from flashlatte.runtime import dispatch
 from flashlatte.testing.compare import Tolerance, assert_close
 
 Results = dict[str, torch.Tensor]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte import dispatch, kv_cache
+from flashlatte import kv_cache
 from flashlatte.bench.problems import CacheGather, CacheWrite
 from flashlatte.bench.workloads import draw
 from flashlatte.bench.workloads.base import Outputs, Results, Workload
+from flashlatte.ops.cache_gather import cache_gather
+from flashlatte.ops.cache_write import cache_write
+from flashlatte.runtime import dispatch
 from flashlatte.testing.compare import Tolerance
 
 EQUAL = Tolerance(0.0, 0.0)
@@ -34,7 +37,7 @@ class CacheWriteWorkload(Workload):
         )
 
     def run(self, backend: str, outputs: Outputs | None = None) -> Results:
-        kv_cache.write(self.cache, self.slot_mapping, self.rows, cache_format=self.cache_format, backend=backend)
+        cache_write(self.cache, self.slot_mapping, self.rows, cache_format=self.cache_format, backend=backend)
         return {"cache": self.cache}
 
     def poisoned_outputs(self) -> Outputs:
@@ -46,7 +49,7 @@ class CacheWriteWorkload(Workload):
 
     def reference(self) -> Results:
         cache = torch.full_like(self.cache, POISON_BYTE)
-        kv_cache.write(cache, self.slot_mapping, self.rows, cache_format=self.cache_format, backend="reference")
+        cache_write(cache, self.slot_mapping, self.rows, cache_format=self.cache_format, backend="reference")
         return {"cache": cache}
 
 
@@ -88,6 +91,6 @@ class CacheGatherWorkload(Workload):
         return torch.empty(self.total_tokens, self.head_dim, dtype=torch.bfloat16, device=self.cache.device)
 
     def _gather(self, out: torch.Tensor, backend: str) -> torch.Tensor:
-        return kv_cache.gather(
+        return cache_gather(
             self.cache, self.block_table, self.cu_seqlens, cache_format=self.cache_format, out=out, backend=backend
         )

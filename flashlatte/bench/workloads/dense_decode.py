@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 import flashlatte
-from flashlatte import dispatch
 from flashlatte.bench.problems import DenseDecode
 from flashlatte.bench.workloads import draw
 from flashlatte.bench.workloads.base import Outputs, Results, Workload, nan_like, spread
+from flashlatte.runtime import dispatch
 from flashlatte.testing import compare
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

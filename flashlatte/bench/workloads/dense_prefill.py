@@ -7,10 +7,10 @@ import functools
 import torch
 
 import flashlatte
-from flashlatte import dispatch
 from flashlatte.bench.problems import DensePrefill, DensePrefillBackward
 from flashlatte.bench.workloads import draw
 from flashlatte.bench.workloads.base import Outputs, Results, Workload, nan_like, spread
+from flashlatte.runtime import dispatch
 from flashlatte.testing import compare
 
 HEAD_DIM_V = 128

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 import flashlatte
-from flashlatte import dispatch, kv_cache
+from flashlatte import kv_cache
 from flashlatte.bench.problems import SparseDecode
 from flashlatte.bench.workloads import draw
 from flashlatte.bench.workloads.base import Outputs, Results, Workload, nan_like, spread
+from flashlatte.ops.index_convert import to_cache_indices
+from flashlatte.runtime import dispatch
 from flashlatte.testing import compare
 
 HEAD_DIM_V = 512
@@ -122,4 +124,4 @@ def _select(problem: SparseDecode, tokens: int, page_size: int, topk: int, rng: 
     table = draw.block_table(problem.batch, pages_each, rng)
     positions = draw.distinct(problem.batch * problem.s_q, tokens, topk, rng)
     positions = positions.view(problem.batch, problem.s_q, topk)
-    return Selection(cache, kv_cache.to_cache_indices(positions, table, page_size))
+    return Selection(cache, to_cache_indices(positions, table, page_size))

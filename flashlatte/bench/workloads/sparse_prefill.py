@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 import flashlatte
-from flashlatte import dispatch
 from flashlatte.bench.problems import SparsePrefill
 from flashlatte.bench.workloads import draw
 from flashlatte.bench.workloads.base import Outputs, Results, Workload, nan_like, spread
+from flashlatte.runtime import dispatch
 from flashlatte.testing import compare
 
 HEAD_DIM_V = 512

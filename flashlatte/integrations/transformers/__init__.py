@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
-from flashlatte import checks, dispatch
 from flashlatte.kv_cache import scales
+from flashlatte.runtime import checks, dispatch
 
 if TYPE_CHECKING:
     from flashlatte.kv_cache import CacheFormat

@@ -10,9 +10,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as host
 
 from flashlatte.integrations.transformers.cache import PagedLatentCache
+from flashlatte.integrations.transformers.padded import PagedLatents
 from flashlatte.layers.forward import forward, project, rotate_query
 from flashlatte.layers.metadata import MLAMetadata
-from flashlatte.layers.padded import PagedLatents
 
 
 class PagedLatentAttention(host.DeepseekV3Attention):

@@ -7,7 +7,7 @@ from typing import Any, NoReturn, cast
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
-from flashlatte.layers.padded import PagedLatents
+from flashlatte.integrations.transformers.padded import PagedLatents
 
 
 class PagedLatentCache(DynamicCache):

@@ -12,8 +12,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Model
 
 from flashlatte import kv_cache
 from flashlatte.integrations.transformers.cache import PagedLatentCache
+from flashlatte.integrations.transformers.padded import PagedLatents
 from flashlatte.kv_cache import CacheFormat
-from flashlatte.layers.padded import PagedLatents
 
 _FORMAT_OF_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 

@@ -6,11 +6,11 @@ import math
 
 import torch
 
-from flashlatte import checks, decode_outputs, dispatch
 from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.registry import UNTILED_BY_DTYPE
-from flashlatte.repeat import repeats_launches
-from flashlatte.torch_op import register_op
+from flashlatte.runtime import checks, decode_outputs, dispatch
+from flashlatte.runtime.repeat import repeats_launches
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "dense_decode"
 # A row is one tile in shared memory.

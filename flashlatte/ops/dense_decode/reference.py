@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.kernels.softmax import attend
 from flashlatte.kv_cache.fp8 import raw_view
-from flashlatte.softmax import attend
 
 
 @torch.no_grad()

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from flashlatte import checks, dispatch
-from flashlatte.torch_op import records_gradient, register_differentiable_op, register_op
+from flashlatte.runtime import checks, dispatch
+from flashlatte.runtime.torch_op import records_gradient, register_differentiable_op, register_op
 
 OPERATION = "dense_prefill"
 BACKWARD = "dense_prefill_backward"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from flashlatte.softmax import attend
+from flashlatte.kernels.softmax import attend
 
 SCORE_BYTES = 256 * 2**20
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from flashlatte import checks, dispatch
 from flashlatte.ops.merge_states import reference
-from flashlatte.torch_op import records_gradient, register_op
+from flashlatte.runtime import checks, dispatch
+from flashlatte.runtime.torch_op import records_gradient, register_op
 
 OPERATION = "merge_states"
 

@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlatte import dispatch
-from flashlatte.kv_cache.triton_fp8 import narrow, widen
-from flashlatte.triton_kernel import kernel
+from flashlatte.kernels.triton.fp8 import narrow, widen
+from flashlatte.runtime import dispatch
+from flashlatte.runtime.triton_kernel import kernel
 
 MAX_PARTS = 8  # of one launch
 MAX_AXES = 3  # leading axes that a kernel tells apart

@@ -6,11 +6,11 @@ import math
 
 import torch
 
-from flashlatte import checks, decode_outputs, dispatch
 from flashlatte.kv_cache.codec import as_cache
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.repeat import repeats_launches
-from flashlatte.torch_op import register_op
+from flashlatte.runtime import checks, decode_outputs, dispatch
+from flashlatte.runtime.repeat import repeats_launches
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "sparse_decode"
 # A row is one tile in shared memory.

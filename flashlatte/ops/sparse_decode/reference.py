@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.kernels.softmax import attend, sink_weight
 from flashlatte.kv_cache.registry import as_format
-from flashlatte.kv_cache.tokens import read_slots
-from flashlatte.softmax import attend, sink_weight
+from flashlatte.kv_cache.slots import read_slots
 
 
 @torch.no_grad()

@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from flashlatte import checks, dispatch
-from flashlatte.repeat import repeats_launches
-from flashlatte.torch_op import register_op
+from flashlatte.runtime import checks, dispatch
+from flashlatte.runtime.repeat import repeats_launches
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "sparse_prefill"
 # A row is one tile in shared memory.

@@ -8,10 +8,19 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from flashlatte.kv_cache.triton_fp8 import narrow
-from flashlatte.portable_config import SELECTED_ROWS, Config, choose
-from flashlatte.triton_attention import LN_2, LOG2_E, gpu_class, load_tile, no_keys, normalize, weigh, within
-from flashlatte.triton_kernel import kernel, launching_on
+from flashlatte.kernels.triton.config import SELECTED_ROWS, Config, choose
+from flashlatte.kernels.triton.fp8 import narrow
+from flashlatte.kernels.triton.online_softmax import (
+    LN_2,
+    LOG2_E,
+    gpu_class,
+    load_tile,
+    no_keys,
+    normalize,
+    weigh,
+    within,
+)
+from flashlatte.runtime.triton_kernel import kernel, launching_on
 
 
 @kernel

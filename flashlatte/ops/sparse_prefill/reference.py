@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.softmax import attend, sink_weight
+from flashlatte.kernels.softmax import attend, sink_weight
 
 GATHERED_BYTES = 64 * 2**20
 

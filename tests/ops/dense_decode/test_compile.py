@@ -18,9 +18,9 @@ from support.compile import (
     variant_key,
 )
 
-from flashlatte import dispatch
 from flashlatte.ops.dense_decode.portable import launch
-from flashlatte.schedule import combine
+from flashlatte.runtime import dispatch
+from flashlatte.split_kv import combine
 
 pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
 

@@ -12,15 +12,15 @@ import pytest
 import torch
 from support.compile import SHARED_BYTES, Launch, Recorder, variant_key
 
-from flashlatte import checks, dispatch
+from flashlatte.runtime import checks, dispatch
 
 triton = pytest.importorskip("triton")
 
 from support import compile as support  # noqa: E402
 
 from flashlatte.ops.dense_decode.hopper import clear, launch, partial  # noqa: E402
-from flashlatte.schedule import combine, plan  # noqa: E402
-from flashlatte.strides import strides_in_use  # noqa: E402
+from flashlatte.runtime.strides import strides_in_use  # noqa: E402
+from flashlatte.split_kv import combine, plan  # noqa: E402
 
 pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
 

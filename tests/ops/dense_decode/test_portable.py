@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashlatte import dense_decode, portable_config
+from flashlatte import dense_decode
+from flashlatte.kernels.triton import config as portable_config
+from flashlatte.kernels.triton.config import Config
 from flashlatte.ops.dense_decode.portable import launch
-from flashlatte.portable_config import Config
-from flashlatte.schedule import plan
+from flashlatte.split_kv import plan
 from flashlatte.testing import compare
 from flashlatte.testing.cases import DenseDecodeCase
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.compile import SHARED_BYTES, Compiled, Launch, Recorder, compile_launch, loop_spills, variant_key
 
-from flashlatte import dispatch
 from flashlatte.ops.dense_prefill.portable import launch as portable
+from flashlatte.runtime import dispatch
 
 pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
 

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from flashlatte import dense_prefill, dispatch
+from flashlatte import dense_prefill
+from flashlatte.runtime import dispatch
 from flashlatte.testing.cases import DensePrefillCase
 
 VALID = DensePrefillCase(3, 4, 6, 4, 2, head_dim=24, d_v=16, varlen=True).inputs()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.compile import SHARED_BYTES, Launch, Recorder, variant_key
 
-from flashlatte import dispatch
+from flashlatte.runtime import dispatch
 
 triton = pytest.importorskip("triton")
 

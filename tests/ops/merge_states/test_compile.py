@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.compile import Recorder, compile_launch, variant_key
 
-from flashlatte import dispatch
 from flashlatte.ops.merge_states import portable
+from flashlatte.runtime import dispatch
 
 pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="kernels are interpreted, not compiled")
 

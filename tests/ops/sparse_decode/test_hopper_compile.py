@@ -11,8 +11,8 @@ import torch
 from support import compile as support
 from support.compile import SHARED_BYTES, Recorder, variant_key
 
-from flashlatte import dispatch
 from flashlatte.ops.sparse_decode import api
+from flashlatte.runtime import dispatch
 
 triton = pytest.importorskip("triton")
 
@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton")
 from support.hopper_sparse_decode import CALLS, FORMATS, KERNEL, LENGTHS, recording  # noqa: E402
 
 from flashlatte.ops.sparse_decode.hopper import exchange, launch  # noqa: E402
-from flashlatte.schedule import combine, plan  # noqa: E402
+from flashlatte.split_kv import combine, plan  # noqa: E402
 
 pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
 

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from flashlatte import dispatch
+from flashlatte.runtime import dispatch
 
 pytest.importorskip("triton")
 

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 from support import compile as support
 
-from flashlatte import dispatch
+from flashlatte.runtime import dispatch
 
 pytest.importorskip("triton")
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from support import compile as support
 
-from flashlatte import dispatch
+from flashlatte.runtime import dispatch
 
 pytest.importorskip("triton")
 
 from support.hopper_sparse_decode import CALLS, KERNEL, PAIRED_KERNEL, recording
 
-from flashlatte import triton_clusters
 from flashlatte.ops.sparse_decode.hopper import exchange, launch
-from flashlatte.triton_kernel import LeanLaunch
+from flashlatte.runtime import triton_clusters
+from flashlatte.runtime.triton_kernel import LeanLaunch
 
 pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
 

@@ -10,10 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlatte import dispatch, kv_cache, sparse_decode
+from flashlatte import kv_cache, sparse_decode
+from flashlatte.kernels.triton.config import Config, choose
 from flashlatte.ops.sparse_decode.portable import launch, tiles
-from flashlatte.portable_config import Config, choose
-from flashlatte.schedule import merge_tiles
+from flashlatte.runtime import dispatch
+from flashlatte.split_kv import merge_tiles
 from flashlatte.testing import compare
 from flashlatte.testing.cases import SparseDecodeCase
 

@@ -19,8 +19,8 @@ from support.compile import (
     variant_key,
 )
 
-from flashlatte import dispatch
 from flashlatte.ops.sparse_prefill import portable
+from flashlatte.runtime import dispatch
 
 pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from support.compile import SHARED_BYTES, Launch, Recorder, variant_key
 
-from flashlatte import dispatch, sparse_prefill
+from flashlatte import sparse_prefill
+from flashlatte.runtime import dispatch
 
 triton = pytest.importorskip("triton")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashlatte.triton_kernel import kernel
+from flashlatte.runtime.triton_kernel import kernel
 
 BLOCK = 256
 

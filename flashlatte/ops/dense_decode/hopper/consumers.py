@@ -18,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashlatte import named_barriers
-from flashlatte.lazy_softmax import HEADROOM, rescale
+from flashlatte.kernels.hopper import named_barriers
+from flashlatte.kernels.hopper.lazy_softmax import HEADROOM, rescale
 from flashlatte.ops.dense_decode.hopper import epilogue, schedule
 from flashlatte.ops.dense_decode.hopper.scores import hide, score_left, score_right, sight
 from flashlatte.ops.dense_decode.hopper.tiles import (
@@ -46,7 +46,7 @@ from flashlatte.ops.dense_decode.hopper.tiles import (
     WEIGHTS0_READY,
     WEIGHTS1_READY,
 )
-from flashlatte.schedule import device
+from flashlatte.split_kv import device
 
 # The reference of a row that has seen no key: below any score, and finite, so that it can be subtracted from itself.
 _NO_SCORE = gl.constexpr(-1e30)

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.lazy_softmax import rescale
+from flashlatte.kernels.hopper.lazy_softmax import rescale
 from flashlatte.ops.dense_decode.hopper import partial, schedule, wide_store
 from flashlatte.ops.dense_decode.hopper.tiles import HALF, LATENT, OUTPUT_COLS, OUTPUT_ROWS, ROWS
-from flashlatte.schedule import output_rows
+from flashlatte.split_kv import output_rows
 
 
 class Results(NamedTuple):

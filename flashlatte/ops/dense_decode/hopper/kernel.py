@@ -7,8 +7,8 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from flashlatte.ops.dense_decode.hopper import consumers, epilogue, partial, producer, schedule, tiles
-from flashlatte.schedule import device, output_rows
-from flashlatte.triton_kernel import gluon_kernel
+from flashlatte.runtime.triton_kernel import gluon_kernel
+from flashlatte.split_kv import device, output_rows
 
 # Of a consumer; what 12 warps leave of the register file, 24, is the producer's.
 CONSUMER_REGISTERS = gl.constexpr(240)

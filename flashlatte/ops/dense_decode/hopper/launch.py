@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashlatte import dispatch
 from flashlatte.ops.dense_decode.hopper import clear
 from flashlatte.ops.dense_decode.hopper.clear import clear_kernel
 from flashlatte.ops.dense_decode.hopper.kernel import kernel
 from flashlatte.ops.dense_decode.hopper.partial import RECORD
 from flashlatte.ops.dense_decode.hopper.tiles import HALF, KEYS, LATENT, PAIR, ROPE, ROWS
-from flashlatte.schedule import combine, output_rows, plan
-from flashlatte.strides import strides_in_use
-from flashlatte.tma_descriptors import describe
-from flashlatte.triton_kernel import launching_on
-from flashlatte.triton_launch import Address
+from flashlatte.runtime import dispatch
+from flashlatte.runtime.strides import strides_in_use
+from flashlatte.runtime.tma_descriptors import describe
+from flashlatte.runtime.triton_kernel import launching_on
+from flashlatte.runtime.triton_launch import Address
+from flashlatte.split_kv import combine, output_rows, plan
 
 _LOG2_E = math.log2(math.e)
 # With batch_invariant, steps of a split, and the most splits of a request, over all groups of its query rows.

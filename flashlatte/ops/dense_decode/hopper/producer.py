@@ -9,8 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from flashlatte import named_barriers
-from flashlatte.gluon_compat import cp_async, tma_load
+from flashlatte.kernels.hopper import named_barriers
 from flashlatte.ops.dense_decode.hopper import schedule
 from flashlatte.ops.dense_decode.hopper.tiles import (
     COPY,
@@ -27,7 +26,8 @@ from flashlatte.ops.dense_decode.hopper.tiles import (
     THREE,
     TWO,
 )
-from flashlatte.schedule import device
+from flashlatte.runtime.gluon_compat import cp_async, tma_load
+from flashlatte.split_kv import device
 
 
 class Query(NamedTuple):

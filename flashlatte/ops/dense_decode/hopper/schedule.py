@@ -1,4 +1,4 @@
-"""Which steps of which requests a program takes: flashlatte.schedule.device, as Gluon needs it.
+"""Which steps of which requests a program takes: flashlatte.split_kv.device, as Gluon needs it.
 
 The partition and the places of partial results are those of ``device``, so that its combine kernel serves.
 """
@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.ops.dense_decode.hopper.tiles import KEYS, LATENT, PAIR, ROWS
-from flashlatte.schedule import device, gluon_parts
+from flashlatte.split_kv import device, gluon_parts
 
 # Numbers of a partial result's record: 64 rows and their lse.
 RECORD = gl.constexpr(ROWS.value * (LATENT.value + 1))

@@ -8,8 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from flashlatte.gluon_compat import cta_barrier
 from flashlatte.ops.dense_decode.hopper.tiles import COPY, KEYS, ROWS, SCORE_COLS, SCORE_ROWS
+from flashlatte.runtime.gluon_compat import cta_barrier
 
 
 class Sight(NamedTuple):

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashlatte.kv_cache.triton_fp8 import e4m3_to_float
-from flashlatte.schedule import combine, device, output_rows
-from flashlatte.triton_attention import LOG2_E, Tile, load_tile, no_keys, normalize, weigh
-from flashlatte.triton_kernel import kernel
+from flashlatte.kernels.triton.fp8 import e4m3_to_float
+from flashlatte.kernels.triton.online_softmax import LOG2_E, Tile, load_tile, no_keys, normalize, weigh
+from flashlatte.runtime.triton_kernel import kernel
+from flashlatte.split_kv import combine, device, output_rows
 
 
 class Cache(NamedTuple):

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from flashlatte import dispatch
-from flashlatte.kv_cache.triton_fp8 import converts_e4m3
+from flashlatte.kernels.triton.config import Config, choose
+from flashlatte.kernels.triton.fp8 import converts_e4m3
+from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.ops.dense_decode.portable.config import FP8_TABLE, TABLE
 from flashlatte.ops.dense_decode.portable.kernel import dense_decode_kernel
-from flashlatte.portable_config import Config, choose
-from flashlatte.schedule import combine, output_rows, plan
-from flashlatte.strides import strides_in_use
-from flashlatte.triton_attention import gpu_class
-from flashlatte.triton_kernel import launching_on
+from flashlatte.runtime import dispatch
+from flashlatte.runtime.strides import strides_in_use
+from flashlatte.runtime.triton_kernel import launching_on
+from flashlatte.split_kv import combine, output_rows, plan
 
 # Starting on an item costs a program about as much as so many keys.
 _OVERHEAD_KEYS = 64

@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashlatte.kv_cache.triton_fp8 import narrow, widen
+from flashlatte.kernels.triton.fp8 import narrow, widen
+from flashlatte.kernels.triton.online_softmax import LOG2_E
 from flashlatte.ops.dense_prefill.portable.tiles import (
     find_tile,
     load_parts,
@@ -19,8 +20,7 @@ from flashlatte.ops.dense_prefill.portable.tiles import (
     phases,
     sees,
 )
-from flashlatte.triton_attention import LOG2_E
-from flashlatte.triton_kernel import kernel
+from flashlatte.runtime.triton_kernel import kernel
 
 
 @kernel

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from flashlatte.kv_cache.triton_fp8 import narrow
+from flashlatte.kernels.triton.fp8 import narrow
+from flashlatte.kernels.triton.online_softmax import LN_2, LOG2_E
 from flashlatte.ops.dense_prefill.portable.tiles import (
     find_tile,
     load_parts,
@@ -16,8 +17,7 @@ from flashlatte.ops.dense_prefill.portable.tiles import (
     phases,
     sees,
 )
-from flashlatte.triton_attention import LN_2, LOG2_E
-from flashlatte.triton_kernel import kernel
+from flashlatte.runtime.triton_kernel import kernel
 
 
 @kernel

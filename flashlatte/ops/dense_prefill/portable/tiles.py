@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashlatte.triton_attention import load_rows
+from flashlatte.kernels.triton.online_softmax import load_rows
 
 # Boundaries of requests that a program looks at together.
 _CHUNK = tl.constexpr(64)

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashlatte import lazy_softmax, named_barriers
+from flashlatte.kernels.hopper import lazy_softmax, named_barriers
 from flashlatte.ops.sparse_decode.hopper import epilogue, exchange, query, schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.tiles import (
     CONSUMER,

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashlatte.kernels.triton.online_softmax import LOG2_E
 from flashlatte.ops.sparse_decode.hopper import even_records, schedule
 from flashlatte.ops.sparse_decode.hopper.schedule import RECORD
 from flashlatte.ops.sparse_decode.hopper.tiles import HALF, LATENT, OUTPUT, OUTPUT_ROWS, ROWS
-from flashlatte.schedule import output_rows
-from flashlatte.triton_attention import LOG2_E
+from flashlatte.split_kv import output_rows
 
 
 class Results(NamedTuple):

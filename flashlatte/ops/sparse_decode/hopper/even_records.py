@@ -16,10 +16,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from flashlatte.kernels.triton.online_softmax import LOG2_E
 from flashlatte.ops.sparse_decode.hopper.tiles import HALF, LATENT, OUTPUT, ROWS
-from flashlatte.schedule import output_rows
-from flashlatte.triton_attention import LOG2_E
-from flashlatte.triton_kernel import gluon_kernel
+from flashlatte.runtime.triton_kernel import gluon_kernel
+from flashlatte.split_kv import output_rows
 
 # Bytes of 16 columns: 16 for each of 128 threads, and 8.
 _FIRST_BYTES = 2048

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.gluon_compat import cta_barrier
 from flashlatte.ops.sparse_decode.hopper import layouts, tiles
+from flashlatte.runtime.gluon_compat import cta_barrier
 
 # Shared memory behind Triton's: eight mbarriers.
 TAIL_BYTES = 64

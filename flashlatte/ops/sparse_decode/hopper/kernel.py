@@ -20,9 +20,9 @@ from flashlatte.ops.sparse_decode.hopper import (
     selection,
     tiles,
 )
-from flashlatte.schedule import device, output_rows
-from flashlatte.triton_clusters import in_clusters
-from flashlatte.triton_kernel import gluon_kernel
+from flashlatte.runtime.triton_clusters import in_clusters
+from flashlatte.runtime.triton_kernel import gluon_kernel
+from flashlatte.split_kv import device, output_rows
 
 # Of a consumer. The producer has what is left: 120 with four warps, 64 with eight.
 _CONSUMER_REGISTERS = gl.constexpr(192)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from flashlatte import dispatch
 from flashlatte.ops.sparse_decode.hopper import even_records
 from flashlatte.ops.sparse_decode.hopper.kernel import kernel, paired_kernel
 from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, LATENT, MODEL1, PLAIN, ROPE, ROWS, V32, producer_warps
-from flashlatte.schedule import combine, output_rows, plan
-from flashlatte.strides import stride_in_use, strides_in_use
-from flashlatte.triton_clusters import clusters_fill
-from flashlatte.triton_kernel import launching_on
+from flashlatte.runtime import dispatch
+from flashlatte.runtime.strides import stride_in_use, strides_in_use
+from flashlatte.runtime.triton_clusters import clusters_fill
+from flashlatte.runtime.triton_kernel import launching_on
+from flashlatte.split_kv import combine, output_rows, plan
 
 _LOG2_E = math.log2(math.e)
 _FORMATS = {"v32": V32.value, "model1": MODEL1.value}

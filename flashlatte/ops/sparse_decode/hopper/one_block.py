@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from flashlatte import named_barriers
+from flashlatte.kernels.hopper import named_barriers
 from flashlatte.ops.sparse_decode.hopper import epilogue, producing, schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.consumers import State, copy_query, empty_state, hide, raised, score0
 from flashlatte.ops.sparse_decode.hopper.producer import fill, half_arrived, indices_of, load_half, with_nan

@@ -18,10 +18,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from flashlatte.gluon_compat import reinterpret
 from flashlatte.ops.sparse_decode.hopper import conversion, layouts, producing, schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.selection import is_extra, load_indices, locate, token_bytes
 from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, MODEL1, PLAIN, SWIZZLED_WORDS, V32
+from flashlatte.runtime.gluon_compat import reinterpret
 
 
 class Half(NamedTuple):

@@ -8,11 +8,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-from flashlatte import named_barriers
-from flashlatte.gluon_compat import cp_async, reinterpret
+from flashlatte.kernels.hopper import named_barriers
 from flashlatte.ops.sparse_decode.hopper import layouts, schedule
 from flashlatte.ops.sparse_decode.hopper.selection import list_of
 from flashlatte.ops.sparse_decode.hopper.tiles import PLAIN, ROWS, SWIZZLED_WORDS, V32
+from flashlatte.runtime.gluon_compat import cp_async, reinterpret
 
 # Words from a token's begin to its scales (v32) and its rope.
 V32_SCALES = gl.constexpr(512 // 4)

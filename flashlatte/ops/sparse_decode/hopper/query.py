@@ -8,9 +8,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-from flashlatte.gluon_compat import cp_async, reinterpret
 from flashlatte.ops.sparse_decode.hopper import layouts, schedule
 from flashlatte.ops.sparse_decode.hopper.tiles import ROWS, SWIZZLED_WORDS
+from flashlatte.runtime.gluon_compat import cp_async, reinterpret
 
 
 class Query(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which blocks of which items a program takes: flashlatte.schedule.device, as Gluon needs it.
+"""Which blocks of which items a program takes: flashlatte.split_kv.device, as Gluon needs it.
 
 An item is a query token of a request; its blocks are those of its own list of 64 indices each, and after them those
 of its list into the extra cache. The partition and the places of partial results are those of ``device``, so that its
@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, LATENT, ROWS
-from flashlatte.schedule import device, gluon_parts
+from flashlatte.split_kv import device, gluon_parts
 
 # Numbers of a partial result's record: 64 rows and their lse.
 RECORD = gl.constexpr(ROWS.value * (LATENT.value + 1))

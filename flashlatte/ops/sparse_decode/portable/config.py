@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashlatte.portable_config import Config, Table
+from flashlatte.kernels.triton.config import Config, Table
 
 PACKED_TOKENS: Table = {
     "hopper": (

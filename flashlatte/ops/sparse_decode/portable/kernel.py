@@ -9,10 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashlatte.kernels.triton.online_softmax import LOG2_E, load_tile, no_keys, normalize, weigh
 from flashlatte.ops.sparse_decode.portable.tiles import Cache, load_packed, locate_rows, unpack
-from flashlatte.schedule import combine, device, output_rows
-from flashlatte.triton_attention import LOG2_E, load_tile, no_keys, normalize, weigh
-from flashlatte.triton_kernel import kernel
+from flashlatte.runtime.triton_kernel import kernel
+from flashlatte.split_kv import combine, device, output_rows
 
 
 @triton.jit

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from flashlatte import dispatch
-from flashlatte.kv_cache.portable.layout import as_bytes, unit_bytes
+from flashlatte.kernels.triton.cache_layout import as_bytes, unit_bytes
+from flashlatte.kernels.triton.config import SELECTED_ROWS, Config, choose
+from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.ops.sparse_decode.portable.config import PACKED_TOKENS
 from flashlatte.ops.sparse_decode.portable.kernel import sparse_decode_kernel
 from flashlatte.ops.sparse_decode.portable.tiles import Place
-from flashlatte.portable_config import SELECTED_ROWS, Config, choose
-from flashlatte.schedule import combine, output_rows, plan
-from flashlatte.strides import stride_in_use
-from flashlatte.triton_attention import gpu_class
-from flashlatte.triton_kernel import launching_on
+from flashlatte.runtime import dispatch
+from flashlatte.runtime.strides import stride_in_use
+from flashlatte.runtime.triton_kernel import launching_on
+from flashlatte.split_kv import combine, output_rows, plan
 
 # Starting on an item costs a program about as much as so many keys.
 _OVERHEAD_KEYS = 64

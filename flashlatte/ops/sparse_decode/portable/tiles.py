@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashlatte.kv_cache.portable.addresses import load_words
-from flashlatte.kv_cache.triton_fp8 import e8m0_to_float, narrow, widen
-from flashlatte.triton_attention import Tile
+from flashlatte.kernels.triton.cache_address import load_words
+from flashlatte.kernels.triton.fp8 import e8m0_to_float, narrow, widen
+from flashlatte.kernels.triton.online_softmax import Tile
 
 # Bytes of a token in its plane, and of what is in it; numbers that share a scale.
 _V32_ROW = tl.constexpr(656)

@@ -5,7 +5,7 @@ Each alternates strictly between its arrivals and its wait, so that no party arr
 
 from triton.experimental.gluon import language as gl
 
-from flashlatte.named_barriers import FIRST_FREE
+from flashlatte.kernels.hopper.named_barriers import FIRST_FREE
 
 # A half of a K block may be refilled (consumer to producer).
 LEFT0_FREE = gl.constexpr(FIRST_FREE)

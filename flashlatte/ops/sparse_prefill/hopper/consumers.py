@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashlatte.named_barriers import arrive, wait
+from flashlatte.kernels.hopper.named_barriers import arrive, wait
 from flashlatte.ops.sparse_prefill.hopper import barriers
 from flashlatte.ops.sparse_prefill.hopper.epilogue import start_out, store_statistics
 from flashlatte.ops.sparse_prefill.hopper.softmax import (

@@ -4,9 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from flashlatte.gluon_compat import aggregate, cta_barrier
 from flashlatte.ops.sparse_prefill.hopper.softmax import OUT_ROW, SCORE_ROW
 from flashlatte.ops.sparse_prefill.hopper.streams import store_once
+from flashlatte.runtime.gluon_compat import aggregate, cta_barrier
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)

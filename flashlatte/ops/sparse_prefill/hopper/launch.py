@@ -6,11 +6,11 @@ import math
 
 import torch
 
-from flashlatte import dispatch
 from flashlatte.ops.sparse_prefill.hopper.kernel import sparse_prefill_kernel
-from flashlatte.strides import strides_in_use
-from flashlatte.tma_descriptors import describe
-from flashlatte.triton_kernel import launching_on
+from flashlatte.runtime import dispatch
+from flashlatte.runtime.strides import strides_in_use
+from flashlatte.runtime.tma_descriptors import describe
+from flashlatte.runtime.triton_kernel import launching_on
 
 HEADS_PER_TILE = 64
 # 16 bytes of a two-byte type: what copies from global memory move at a time.

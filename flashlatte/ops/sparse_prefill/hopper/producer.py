@@ -8,11 +8,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from flashlatte.gluon_compat import aggregate, cp_async
-from flashlatte.named_barriers import wait
+from flashlatte.kernels.hopper.named_barriers import wait
 from flashlatte.ops.sparse_prefill.hopper import barriers
 from flashlatte.ops.sparse_prefill.hopper.state import pairs_of
 from flashlatte.ops.sparse_prefill.hopper.streams import QUERY_ROWS, load_once
+from flashlatte.runtime.gluon_compat import aggregate, cp_async
 
 # A thread copies 16 bytes at a time, eight neighbours the 128 bytes of a swizzled line.
 _GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))

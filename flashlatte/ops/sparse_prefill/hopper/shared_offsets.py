@@ -9,7 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.gluon_compat import cta_barrier
+from flashlatte.runtime.gluon_compat import cta_barrier
 
 # 256 KiB in steps of 1,024 bytes are more than a program may have.
 _PLACES = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))

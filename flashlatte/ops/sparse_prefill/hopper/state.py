@@ -4,8 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flashlatte.gluon_compat import aggregate
 from flashlatte.ops.sparse_prefill.hopper.shared_offsets import find_tiles, offset_of
+from flashlatte.runtime.gluon_compat import aggregate
 
 TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 ROW_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))

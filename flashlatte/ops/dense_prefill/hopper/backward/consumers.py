@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashlatte.named_barriers import wait as wait_pair
+from flashlatte.kernels.hopper.named_barriers import wait as wait_pair
 from flashlatte.ops.dense_prefill.hopper.backward import state
 from flashlatte.ops.dense_prefill.hopper.backward.barriers import arrive, settle, wait
 from flashlatte.ops.dense_prefill.hopper.backward.dq import stage_columns

@@ -10,9 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor
 
-from flashlatte.gluon_compat import aggregate, tma_add
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import QUERIES
 from flashlatte.ops.dense_prefill.hopper.backward.state import MAIN
+from flashlatte.runtime.gluon_compat import aggregate, tma_add
 
 # Columns that are in an order of their own, and that the copy engine adds at a time: 128 bytes.
 SUM_COLUMNS = gl.constexpr(32)

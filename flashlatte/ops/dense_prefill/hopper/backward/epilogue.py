@@ -6,8 +6,8 @@ They are stored when the warpgroups have joined, as what only this takes would c
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.gluon_compat import aggregate
 from flashlatte.ops.dense_prefill.hopper.backward.state import MAIN, OWN_KEYS
+from flashlatte.runtime.gluon_compat import aggregate
 
 # A thread stores 16 bytes at a time.
 STORE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))

@@ -8,14 +8,14 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashlatte import checks
 from flashlatte.ops.dense_prefill.hopper.backward.dq import SUM_COLUMNS
 from flashlatte.ops.dense_prefill.hopper.backward.kernel import backward_kernel
 from flashlatte.ops.dense_prefill.hopper.backward.rows import TOKENS, finish_kernel, prepare_kernel
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import KEYS, QUERIES
-from flashlatte.strides import strides_in_use
-from flashlatte.tma_descriptors import describe
-from flashlatte.triton_kernel import launching_on
+from flashlatte.runtime import checks
+from flashlatte.runtime.strides import strides_in_use
+from flashlatte.runtime.tma_descriptors import describe
+from flashlatte.runtime.triton_kernel import launching_on
 
 # Numbers of a two-byte type in 16 bytes, what copies to and from global memory move at a time.
 ALIGNMENT = 8

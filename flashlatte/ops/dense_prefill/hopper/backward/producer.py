@@ -11,12 +11,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor
 
-from flashlatte.gluon_compat import aggregate, cp_async, tma_load
 from flashlatte.ops.dense_prefill.hopper.backward import state
 from flashlatte.ops.dense_prefill.hopper.backward.barriers import arrive, wait
 from flashlatte.ops.dense_prefill.hopper.backward.dq import add_staged, pass_turn, take_turn
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import KEYS, QUERIES
 from flashlatte.ops.dense_prefill.hopper.backward.state import MAIN, OWN_KEYS, ROPE, STAGES, V_DIM
+from flashlatte.runtime.gluon_compat import aggregate, cp_async, tma_load
 
 # A thread copies 16 bytes at a time, eight neighbours the 128 bytes of a swizzled line.
 _GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from flashlatte.triton_kernel import kernel
+from flashlatte.runtime.triton_kernel import kernel
 
 # Tokens of a head that a program handles.
 TOKENS = tl.constexpr(32)

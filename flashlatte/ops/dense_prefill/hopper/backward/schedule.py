@@ -9,7 +9,7 @@ without queries: their gradients are zeros.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.gluon_compat import aggregate
+from flashlatte.runtime.gluon_compat import aggregate
 
 # Keys of a program, queries of a step.
 KEYS = gl.constexpr(128)

@@ -4,9 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flashlatte.gluon_compat import aggregate
-from flashlatte.named_barriers import FIRST_FREE
+from flashlatte.kernels.hopper.named_barriers import FIRST_FREE
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import QUERIES
+from flashlatte.runtime.gluon_compat import aggregate
 
 # Keys of a consumer: half of a program's.
 OWN_KEYS = gl.constexpr(64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.named_barriers import FIRST_FREE
+from flashlatte.kernels.hopper.named_barriers import FIRST_FREE
 
 # A consumer's queries may be replaced (that consumer to the producer).
 Q_FREE_FIRST = gl.constexpr(FIRST_FREE)

@@ -8,8 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from flashlatte import named_barriers
-from flashlatte.lazy_softmax import rescale
+from flashlatte.kernels.hopper import named_barriers
+from flashlatte.kernels.hopper.lazy_softmax import rescale
 from flashlatte.ops.dense_prefill.hopper.forward import barriers, epilogue, softmax
 from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
     ACCUMULATOR,

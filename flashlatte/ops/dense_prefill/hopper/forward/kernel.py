@@ -6,7 +6,7 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 
 from flashlatte.ops.dense_prefill.hopper.forward import consumers, epilogue, producer, schedule, tiles
-from flashlatte.triton_kernel import gluon_kernel
+from flashlatte.runtime.triton_kernel import gluon_kernel
 
 # Of a consumer; what 12 warps leave of the register file, 24, is the producer's.
 CONSUMER_REGISTERS = gl.constexpr(240)

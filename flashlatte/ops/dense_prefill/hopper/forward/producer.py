@@ -8,8 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flashlatte import named_barriers
-from flashlatte.gluon_compat import cta_barrier, tma_load
+from flashlatte.kernels.hopper import named_barriers
 from flashlatte.ops.dense_prefill.hopper.forward import barriers, schedule
 from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
     CHUNK,
@@ -21,6 +20,7 @@ from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
     stage_of,
     write_ticket,
 )
+from flashlatte.runtime.gluon_compat import cta_barrier, tma_load
 
 
 class Inputs(NamedTuple):

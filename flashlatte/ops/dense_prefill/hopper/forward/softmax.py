@@ -8,8 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from flashlatte.gluon_compat import cta_barrier
-from flashlatte.lazy_softmax import HEADROOM
+from flashlatte.kernels.hopper.lazy_softmax import HEADROOM
 from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
     ACC_COLS,
     ACC_ROWS,
@@ -18,6 +17,7 @@ from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
     ROWS,
     VALUES,
 )
+from flashlatte.runtime.gluon_compat import cta_barrier
 
 # The reference of a row that has seen no key: below any score, and finite, so that it can be subtracted from itself.
 _NO_SCORE = gl.constexpr(-1e30)

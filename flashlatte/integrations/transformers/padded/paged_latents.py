@@ -1,0 +1,324 @@
+"""The latents of a padded batch in pages: one table for all layers, one cache tensor a layer.
+
+A forward pass is a *step*: ``plan`` settles where its tokens go and which form its attention takes, the layers write
+and attend, and ``commit`` makes the tokens part of the history. A pass that fails is not committed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flashlatte import kv_cache
+from flashlatte.integrations.transformers.padded.columns import Columns
+from flashlatte.integrations.transformers.padded.page_table import PageTable
+from flashlatte.kv_cache import CacheFormat
+from flashlatte.layers.absorbed import MAX_ABSORBED_QUERIES
+from flashlatte.layers.builder import WORKSPACE_TOKENS
+from flashlatte.layers.cache import LatentCache
+from flashlatte.layers.metadata import DecodePart, MLAMetadata, PrefillPart, plan_chunks, selects_every_token
+from flashlatte.ops.cache_copy import copy_blocks
+from flashlatte.ops.norm_rope.rotary import Rotary
+
+# Kernels take selected tokens by the tile.
+_SELECTION_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Whose tokens they are: pages and columns of the same requests."""
+
+    table: PageTable
+    columns: Columns
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward pass over ``queries`` new columns.
+
+    Attributes:
+        slots: int64 [b, queries], where the new tokens go; −1 for hidden ones.
+        stored: bool [b, queries], which new tokens are stored; None for all.
+        lengths: int32 [b], tokens of each request once the step is done.
+        metadata: of the flat batch that is the step; None where only a mask tells what a token sees.
+        tokens: beside ``metadata``, int64 [T], which of the b · queries tokens the flat batch has; None for all.
+    """
+
+    queries: int
+    slots: torch.Tensor
+    stored: torch.Tensor | None
+    lengths: torch.Tensor
+    metadata: MLAMetadata | None
+    tokens: torch.Tensor | None
+
+
+class PagedLatents:
+    """Latent rows [latent | rope] of several layers in a paged cache of one format.
+
+    Args:
+        layout: format of the cache; its head_dim is latent_dim + rope_dim.
+        latent_dim: kv_lora_rank, which is also the width of a value.
+        page_size: tokens in a page.
+        scale: the scale of format ``fp8``, None for others.
+        backend: as in ``dense_decode``.
+    """
+
+    def __init__(
+        self, layout: CacheFormat, latent_dim: int, page_size: int, scale: float | None, backend: str | None
+    ) -> None:
+        self.layout = layout
+        self.latent_dim = latent_dim
+        self.page_size = page_size
+        self.scale = scale
+        self.backend = backend
+        self._batch: Batch | None = None
+        self._step: Step | None = None
+        self._pages: dict[int, torch.Tensor] = {}
+        self._dtype = torch.float32
+        self._history_slots: torch.Tensor | None = None
+        self._metadata: dict[torch.device, MLAMetadata] = {}
+        self._rotary: tuple[torch.Tensor, Rotary] | None = None
+
+    def clear(self) -> None:
+        """Forget all tokens, and the batch with them."""
+        self._batch = self._step = None
+        self._pages = {}
+        self._forget()
+
+    @property
+    def columns(self) -> int:
+        """Committed columns, stored or hidden."""
+        return 0 if self._batch is None else self._batch.columns.count
+
+    @property
+    def requests(self) -> int:
+        """Requests in the batch; 0 before the first step."""
+        return 0 if self._batch is None else self._batch.table.requests
+
+    @property
+    def step(self) -> Step:
+        """The step that was planned and is not committed yet."""
+        if self._step is None:
+            raise ValueError(
+                "a paged cache works inside a forward pass of the whole model: the attention of a layer called on "
+                "its own does not know the attention mask"
+            )
+        return self._step
+
+    def plan(
+        self,
+        requests: int,
+        queries: int,
+        device: torch.device,
+        mask: torch.Tensor | None,
+        *,
+        opaque_mask: bool = False,
+        causal: bool = True,
+    ) -> None:
+        """Settle a step of ``queries`` new columns for each of ``requests`` requests.
+
+        Args:
+            mask: [b, columns + queries], true where a column may be seen; None if all may.
+            opaque_mask: the mask is of another shape, which only multi-head attention can apply.
+            causal: whether a new token sees only those before it.
+
+        Raises:
+            ValueError: a batch or device other than the history's, or a mask that asks for tokens that were hidden
+                when they came.
+        """
+        batch = self._batch_for(requests, device)
+        table, columns = batch.table, batch.columns
+        agrees, stored = columns.compare(mask, queries)
+        table.reserve(columns.count + queries)
+        if stored is None:
+            positions = table.lengths[:, None] + torch.arange(queries, device=device)
+            lengths = table.lengths + queries
+        else:
+            seen = stored.cumsum(dim=1, dtype=torch.int32)
+            positions = torch.where(stored, table.lengths[:, None] + seen - 1, -1)
+            lengths = table.lengths + seen[:, -1]
+        self._forget()
+        # A step that sees all that came before, itself causally, is a flat batch, if no hidden token sees anything; in
+        # stock attention it does if it comes after others. All else a mask tells.
+        metadata = tokens = None
+        slots = table.slots(positions, torch.int64)
+        if agrees and not opaque_mask:
+            if columns.count > 0 and queries <= MAX_ABSORBED_QUERIES and (queries == 1 or (causal and stored is None)):
+                metadata = self._decode_step(batch, queries, positions, slots, lengths)
+            elif causal and (stored is None or (columns.count == 0 and _hidden_ones_lead(stored))):
+                metadata, tokens = self._prefill_step(batch, queries, positions, slots, stored)
+        self._step = Step(queries, slots, stored, lengths, metadata, tokens)
+
+    def metadata(self, device: torch.device) -> MLAMetadata | None:
+        """The step's metadata on a layer's device."""
+        metadata = self.step.metadata
+        if metadata is None or metadata.positions.device == device:
+            return metadata
+        if device not in self._metadata:
+            self._metadata[device] = metadata.to(device)
+        return self._metadata[device]
+
+    def rotary(self, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool, *, every: bool = False) -> Rotary:
+        """The rotation of the step's flat batch, or of ``every`` token of the padded one.
+
+        Args:
+            cosine, sine: [b or 1, queries, rope], each frequency twice, as transformers makes them for all layers.
+        """
+        if self._rotary is None or self._rotary[0] is not cosine:
+            half = cosine.shape[-1] // 2
+            both = torch.cat((cosine[..., :half], sine[..., :half]), dim=-1).float()
+            table = both.expand(self.requests, -1, -1).flatten(0, 1)
+            tokens = None if every else self.step.tokens
+            positions = torch.arange(table.shape[0]) if tokens is None else tokens
+            self._rotary = cosine, Rotary(table, positions.to(table.device), interleaved)
+        return self._rotary[1]
+
+    def cache(self, layer: int, device: torch.device, dtype: torch.dtype) -> LatentCache:
+        """The layer's cache, for a step of rows in ``dtype``."""
+        self._dtype = dtype
+        return LatentCache(self._pages_of(layer, device), self.layout, self.latent_dim, self.scale)
+
+    def write(self, layer: int, rows: torch.Tensor) -> None:
+        """Store the step's rows [b, queries, head_dim]."""
+        cache = self.cache(layer, rows.device, rows.dtype)
+        cache.write(self.step.slots.flatten().to(rows.device), rows.flatten(0, 1))
+
+    def read_history(self, layer: int) -> torch.Tensor:
+        """A layer's rows of all committed columns, [b, columns, head_dim], in the dtype in which rows were written.
+
+        Where a token was hidden, they are zeros.
+        """
+        if self._history_slots is None:
+            batch = self._current_batch()
+            self._history_slots = batch.table.slots(batch.columns.positions(), torch.int64)
+        pages = self._pages[layer]
+        return kv_cache.read(
+            pages,
+            self._history_slots.to(pages.device),
+            cache_format=self.layout,
+            scale=self.scale,
+            dtype=self._dtype,
+        )
+
+    def holds(self, layer: int) -> bool:
+        """Whether there is a history of this layer to read."""
+        return self.columns > 0 and layer in self._pages
+
+    def commit(self) -> None:
+        """End the step: its tokens are history now."""
+        step, batch = self.step, self._current_batch()
+        batch.columns.append(step.queries, step.stored)
+        batch.table.lengths = step.lengths
+        self._step = None
+        self._forget()
+
+    def drop_columns(self, count: int) -> None:
+        """Forget the last ``count`` columns, or all if there are fewer."""
+        count = min(count, self.columns)
+        if count == 0:
+            return
+        batch = self._current_batch()
+        self._forget()
+        self._copy_pages(*batch.table.shorten(batch.table.lengths - batch.columns.drop(count)))
+
+    def select(self, requests: torch.Tensor) -> None:
+        """Make the batch these requests of the old one, int [n]; repeats are allowed."""
+        if self._batch is None:
+            return
+        requests = requests.to(self._batch.table.device)
+        self._forget()
+        self._batch.columns.select(requests)
+        self._copy_pages(*self._batch.table.select(requests))
+
+    def _batch_for(self, requests: int, device: torch.device) -> Batch:
+        if self._batch is None:
+            self._batch = Batch(PageTable(requests, self.page_size, device), Columns(requests, device))
+        table = self._batch.table
+        if table.requests != requests:
+            raise ValueError(
+                f"past_key_values holds {table.requests} requests, and the input has {requests}: "
+                "batch_repeat_interleave and batch_select_indices change the batch of a cache"
+            )
+        if table.device != device:
+            raise ValueError(
+                f"past_key_values was filled on {table.device}, and the input is on {device}: "
+                "begin with a new cache after moving the model"
+            )
+        return self._batch
+
+    def _decode_step(
+        self, batch: Batch, queries: int, positions: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor
+    ) -> MLAMetadata:
+        """Every token of the padded batch, in absorbed form. What a hidden one attends to is of no interest."""
+        every_slot = seen = None
+        if selects_every_token(self.layout.name):
+            width = -(-(batch.columns.count + queries) // _SELECTION_MULTIPLE) * _SELECTION_MULTIPLE
+            position = torch.arange(width, device=lengths.device)
+            every_slot = batch.table.slots(position.expand(batch.table.requests, -1))
+            later = torch.arange(queries - 1, -1, -1, device=lengths.device)
+            seen = (lengths[:, None] - later).clamp(min=0).to(torch.int32)
+        part = DecodePart(queries, batch.table.block_table, lengths, every_slot=every_slot, seen=seen)
+        total, longest = positions.numel(), batch.columns.count + queries
+        return MLAMetadata(total, total, longest, positions.flatten(), slots.flatten(), part, None)
+
+    def _prefill_step(
+        self,
+        batch: Batch,
+        queries: int,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        stored: torch.Tensor | None,
+    ) -> tuple[MLAMetadata, torch.Tensor | None]:
+        """The tokens that are not hidden, in multi-head form, and which they are; reads lengths from the device."""
+        requests, device = batch.table.requests, positions.device
+        tokens = None
+        counts = [queries] * requests
+        if stored is not None:
+            tokens = stored.flatten().nonzero().flatten()
+            counts = stored.sum(dim=1).tolist()
+            positions, slots = positions.flatten()[tokens], slots.flatten()[tokens]
+        starts = [0]
+        for count in counts:
+            starts.append(starts[-1] + count)
+        chunks = ()
+        if batch.columns.count > 0:
+            lengths = batch.table.lengths.tolist()
+            # A request without new tokens has nobody who looks at its history.
+            contexts = [length if count else 0 for length, count in zip(lengths, counts, strict=True)]
+            chunks = plan_chunks(counts, contexts, batch.table.block_table, WORKSPACE_TOKENS)
+        part = PrefillPart(torch.tensor(starts, dtype=torch.int32, device=device), max(counts), chunks)
+        longest = batch.columns.count + queries
+        metadata = MLAMetadata(starts[-1], 0, longest, positions.flatten(), slots.flatten(), None, part)
+        return metadata, tokens
+
+    def _pages_of(self, layer: int, device: torch.device) -> torch.Tensor:
+        """The layer's cache tensor, with as many pages as the table has come to."""
+        pages, wanted = self._pages.get(layer), self._current_batch().table.num_pages
+        if pages is None or pages.shape[0] < wanted:
+            # An inference tensor could not be written to outside of inference mode later.
+            with torch.inference_mode(False):
+                grown = kv_cache.allocate(self.layout, wanted, self.page_size, device=device)
+            if pages is not None:
+                grown[: pages.shape[0]].copy_(pages)
+            self._pages[layer] = pages = grown
+        return pages
+
+    def _copy_pages(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        grown = [self._pages_of(layer, pages.device) for layer, pages in list(self._pages.items())]
+        copy_blocks(grown, source.tolist(), destination.tolist())
+
+    def _forget(self) -> None:
+        self._history_slots = None
+        self._metadata = {}
+        self._rotary = None
+
+    def _current_batch(self) -> Batch:
+        if self._batch is None:
+            raise ValueError("past_key_values is empty")
+        return self._batch
+
+
+def _hidden_ones_lead(stored: torch.Tensor) -> bool:
+    """Whether each row hides only tokens before its stored ones, of which there are; reads this from the device."""
+    return bool(stored[:, -1:].all() & (stored[:, :-1] <= stored[:, 1:]).all())

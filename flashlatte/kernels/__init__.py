@@ -1,0 +1,1 @@
+"""What several operations use unchanged: device code by language, and the references' softmax."""

@@ -1,0 +1,1 @@
+"""Triton device code that several operations use unchanged."""

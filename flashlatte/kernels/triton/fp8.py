@@ -1,0 +1,85 @@
+"""e4m3, E8M0 and bf16 as bits, for Triton kernels: the same results on every GPU and in the interpreter.
+
+``NATIVE`` says that the GPU converts e4m3 in hardware (see ``converts_e4m3``); the integer arithmetic beside it gives
+the same bits. ``INTERPRETED`` says that the kernel runs in Triton's interpreter, whose float32 to bf16 cast truncates
+and whose bf16 to float32 cast spoils subnormals.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlatte.runtime import dispatch
+
+
+@functools.cache
+def converts_e4m3(device: torch.device) -> bool:
+    """Whether Triton casts between float32 and e4m3fn in hardware on ``device``."""
+    if device.type != "cuda" or torch.version.hip is not None or dispatch.interpreting():
+        return False
+    return dispatch.compute_capability(device) >= (8, 9)
+
+
+@triton.jit
+def float_to_e4m3(x, NATIVE: tl.constexpr):
+    """The e4m3 bits, uint8, of float32 x: nearest even, saturating at 448; NaN stays NaN."""
+    if NATIVE:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        # Exponents are rebased from 127 to 7; adding half a unit, less one if even, rounds to nearest even.
+        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+        # The last bit of floats from 2^14 on is worth 2^-9, e4m3's smallest step: the addition rounds.
+        subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - (141 << 23)
+        code = tl.where(magnitude < (121 << 23), subnormal, normal)
+        code = tl.where(magnitude > 0x43E00000, 0x7E, code)
+        code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def e4m3_to_float(bits, NATIVE: tl.constexpr):
+    """float32 of e4m3 bits (uint8), exactly."""
+    if NATIVE:
+        return bits.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        word = bits.to(tl.int32)
+        magnitude = word & 0x7F
+        # As float32 bits this is 2^-120 of the value, subnormals included.
+        value = ((magnitude << 20) | ((word & 0x80) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        return tl.where(magnitude == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def e8m0_to_float(bits):
+    """float32 2^(bits - 127) of E8M0 bits (uint8); 255 is NaN."""
+    word = bits.to(tl.int32)
+    # 2^-127 is subnormal in float32.
+    word = tl.where(word == 0, 0x00400000, tl.where(word == 255, 0x7FC00000, word << 23))
+    return word.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def widen(x, INTERPRETED: tl.constexpr):
+    """float32 of bf16, fp16 or float32 x, exactly."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+    """float32 x in ``dtype`` (bf16, fp16 or float32), to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(x == x, rounded, 0x7FFF)
+        return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)

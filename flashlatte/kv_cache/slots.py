@@ -1,0 +1,51 @@
+"""Tokens of a cache by slot, in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kv_cache.codec import as_cache, one_scale
+from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.runtime import checks
+
+
+def read(
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    cache_format: str | CacheFormat | None = None,
+    scale: float | torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """The rows at ``slots`` (int32 or int64, any shape): [*slots.shape, head_dim] in ``dtype``.
+
+    A slot is page · page_size + offset. A slot below 0 or beyond the cache reads as zeros.
+    """
+    cache, layout = as_cache(cache, cache_format)
+    if not isinstance(slots, torch.Tensor):
+        raise TypeError(f"slots must be a tensor, got {type(slots).__name__}")
+    if dtype not in checks.FLOAT_DTYPES:
+        raise TypeError(f"dtype must be {checks.dtype_names(checks.FLOAT_DTYPES)}, got {dtype}")
+    checks.tensor("slots", slots, slots.shape, checks.INDEX_DTYPES, cache.device, unit_last_stride=False)
+    return read_slots(cache, slots, layout, one_scale(layout, scale)).to(dtype)
+
+
+def read_slots(
+    cache: torch.Tensor, slots: torch.Tensor, layout: CacheFormat, scale: float | torch.Tensor = 1.0
+) -> torch.Tensor:
+    """float32 rows [*slots.shape, head_dim] of a checked cache; slots outside it read as zeros."""
+    num_pages, page_size = cache.shape[:2]
+    valid = (slots >= 0) & (slots < num_pages * page_size)
+    safe = torch.where(valid, slots, 0).long()
+    page, offset = safe // page_size, safe % page_size
+    rows = layout.decode(tuple(view[page, offset] for view in layout.page_views(cache)), scale)
+    return torch.where(valid.unsqueeze(-1), rows, 0.0)
+
+
+def write_slots(
+    cache: torch.Tensor, slots: torch.Tensor, planes: tuple[torch.Tensor, ...], layout: CacheFormat
+) -> None:
+    """Put what ``CacheFormat.encode`` made of n tokens at ``slots`` [n] of a checked cache, all of which it has."""
+    page, offset = slots // cache.shape[1], slots % cache.shape[1]
+    for view, plane in zip(layout.page_views(cache), planes, strict=True):
+        view[page, offset] = plane

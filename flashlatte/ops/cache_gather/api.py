@@ -1,0 +1,113 @@
+"""``cache_gather``: its arguments, their checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kv_cache import scales
+from flashlatte.kv_cache.codec import as_cache, one_scale
+from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.kv_cache.registry import as_format
+from flashlatte.runtime import checks, dispatch
+from flashlatte.runtime.torch_op import register_op
+
+OPERATION = "cache_gather"
+
+dispatch.register(
+    OPERATION,
+    dispatch.Implementation(
+        "portable", "flashlatte.ops.cache_gather.portable:cache_gather", checks.FLOAT_DTYPES, needs_triton=True
+    ),
+    dispatch.Implementation("reference", "flashlatte.ops.cache_gather.reference:cache_gather", checks.FLOAT_DTYPES),
+)
+
+
+def cache_gather(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    cache_format: str | CacheFormat | None = None,
+    scale: float | torch.Tensor | None = None,
+    seq_starts: torch.Tensor | None = None,
+    total_tokens: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Copy the tokens of several requests out of a paged cache into one contiguous latent, dequantised.
+
+    Args:
+        cache: [pages, page_size, 1, width] (or without the 1).
+        block_table: int32 or int64 [b, max_pages], the pages of each request in order.
+        cu_seqlens: int32 or int64 [b + 1]: request i goes to rows cu_seqlens[i] to cu_seqlens[i + 1].
+        cache_format: inferred from the cache if None.
+        scale: format ``fp8``: a number, or a one-element float32 tensor on the cache's device; default 1.
+        seq_starts: int32 or int64 [b], the token of each request to begin with; 0 if None.
+        total_tokens: rows of the result. If None and ``out`` is None, cu_seqlens[b] is read from the device,
+            which synchronises.
+        dtype: of the result, if ``out`` is None.
+        out: [rows, head_dim], bf16, fp16 or float32, with last stride 1. Rows from cu_seqlens[b] on are left.
+        backend: "portable" or "reference"; None chooses.
+
+    Returns:
+        [total_tokens, head_dim] in ``dtype``, or ``out``. A token whose page is not in the table or not in the
+        cache comes back as zeros.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    cache, layout = as_cache(cache, cache_format)
+    device = cache.device
+    checks.tensor("block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, device)
+    requests = block_table.shape[0]
+    checks.tensor("cu_seqlens", cu_seqlens, (requests + 1,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    if seq_starts is not None:
+        checks.tensor("seq_starts", seq_starts, (requests,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    scale_tensor, scale_value = scales.split("scale", one_scale(layout, scale), device)
+    if out is None:
+        if dtype not in checks.FLOAT_DTYPES:
+            raise TypeError(f"dtype must be {checks.dtype_names(checks.FLOAT_DTYPES)}, got {dtype}")
+        rows = int(cu_seqlens[-1]) if total_tokens is None else total_tokens
+        if rows < 0:
+            raise ValueError(f"total_tokens must be at least 0, got {rows}")
+        out = torch.zeros(rows, layout.head_dim, dtype=dtype, device=device)
+    else:
+        checks.output("out", out, ("rows", layout.head_dim), checks.FLOAT_DTYPES, device)
+        if total_tokens is not None and total_tokens != out.shape[0]:
+            raise ValueError(f"total_tokens must be out's {out.shape[0]} rows or None, got {total_tokens}")
+    if out.shape[0] == 0:
+        return out
+    call = dispatch.Call(OPERATION, device, out.dtype, layout.name, cache.shape[1], layout.head_dim)
+    backend = dispatch.select(call, backend)
+    _cache_gather(
+        cache,
+        block_table,
+        cu_seqlens,
+        seq_starts,
+        layout.name,
+        layout.head_dim,
+        scale_tensor,
+        scale_value,
+        out,
+        backend,
+    )
+    return out
+
+
+@register_op("cache_gather", mutates=("out",))
+def _cache_gather(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seq_starts: torch.Tensor | None,
+    cache_format: str,
+    head_dim: int,
+    scale_tensor: torch.Tensor | None,
+    scale_value: float,
+    out: torch.Tensor,
+    backend: str,
+) -> None:
+    run = dispatch.implementation(OPERATION, backend)
+    layout = as_format(cache_format, head_dim)
+    run(cache, block_table, cu_seqlens, seq_starts, layout, scale_tensor, scale_value, out)

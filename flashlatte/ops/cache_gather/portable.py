@@ -1,0 +1,241 @@
+"""``cache_gather``: the tokens of several requests into one contiguous latent, dequantised on the way."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from flashlatte.kernels.triton.cache_address import Requests, load_words, locate_rows
+from flashlatte.kernels.triton.cache_layout import TILED_LAYOUTS, Blocking, as_bytes, blocks, unit_bytes
+from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, e8m0_to_float, narrow, widen
+from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.runtime import dispatch
+from flashlatte.runtime.strides import stride_in_use
+from flashlatte.runtime.triton_kernel import kernel
+
+TILED_BLOCKING = Blocking(tokens=4, warps=1)
+ROWS_BLOCKING = Blocking(tokens=32, warps=4)
+ROWS_COLUMNS = 64
+
+
+def cache_gather(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seq_starts: torch.Tensor | None,
+    layout: CacheFormat,
+    scale_tensor: torch.Tensor | None,
+    scale_value: float,
+    out: torch.Tensor,
+) -> None:
+    cache = as_bytes(cache)
+    requests, max_pages = block_table.shape
+    num_pages, page_size, _, width = cache.shape
+    page_stride = stride_in_use(cache, 0)
+    out_stride = stride_in_use(out, 0)
+    out_unit = unit_bytes(out, out_stride) // out.element_size()
+    num_rows = out.shape[0]
+    where = (
+        cu_seqlens,
+        cu_seqlens.stride(0),
+        requests,
+        seq_starts,
+        0 if seq_starts is None else seq_starts.stride(0),
+        block_table,
+        stride_in_use(block_table, 0),
+        max_pages,
+        num_pages,
+        page_size,
+        num_rows,
+    )
+    wide = max_pages * page_size >= 2**31
+    native = converts_e4m3(cache.device)
+    if layout.name in TILED_LAYOUTS:
+        tiled = TILED_LAYOUTS[layout.name]
+        unit = unit_bytes(cache, page_stride)
+        gather_tiles_kernel[(blocks(num_rows, TILED_BLOCKING.tokens),)](
+            out,
+            cache,
+            *where,
+            page_stride // unit,
+            out_stride // out_unit,
+            tiled.tile,
+            tiled.tiles,
+            tiled.padded_tiles,
+            tiled.row_bytes,
+            tiled.rope_offset,
+            tiled.e8m0,
+            unit,
+            out_unit,
+            wide,
+            native,
+            dispatch.interpreting(),
+            TILED_BLOCKING.tokens,
+            num_warps=TILED_BLOCKING.warps,
+            enable_fp_fusion=True,
+        )
+        return
+    row_stride = stride_in_use(cache, 1)
+    unit = unit_bytes(cache, page_stride, row_stride) // cache.element_size()
+    gather_rows_kernel[(blocks(num_rows, ROWS_BLOCKING.tokens) * blocks(width, ROWS_COLUMNS),)](
+        out,
+        cache,
+        scale_tensor,
+        scale_value,
+        *where,
+        page_stride // unit,
+        row_stride // unit,
+        out_stride // out_unit,
+        width,
+        unit,
+        out_unit,
+        wide,
+        native,
+        dispatch.interpreting(),
+        ROWS_BLOCKING.tokens,
+        ROWS_COLUMNS,
+        num_warps=ROWS_BLOCKING.warps,
+        enable_fp_fusion=True,
+    )
+
+
+@kernel
+def gather_tiles_kernel(
+    out,
+    cache,
+    cu_seqlens,
+    cu_stride: tl.int64,
+    num_requests: tl.int64,
+    seq_starts,
+    start_stride: tl.int64,
+    block_table,
+    table_stride: tl.int64,
+    max_pages: tl.int64,
+    num_pages: tl.int64,
+    page_size: tl.int64,
+    num_rows: tl.int64,
+    page_stride: tl.int64,
+    out_stride: tl.int64,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    PADDED_TILES: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    ROPE_OFFSET: tl.constexpr,
+    E8M0: tl.constexpr,
+    UNIT: tl.constexpr,
+    OUT_UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Formats with a scale a tile. ``page_stride`` counts UNIT bytes, ``out_stride`` OUT_UNIT elements."""
+    first_row = tl.program_id(0).to(tl.int64) * BLOCK_T
+    if first_row >= tl.load(cu_seqlens + num_requests * cu_stride):
+        return
+    rows = first_row + tl.arange(0, BLOCK_T)
+    requests = Requests(
+        cu_seqlens,
+        cu_stride,
+        num_requests,
+        seq_starts,
+        start_stride,
+        block_table,
+        table_stride,
+        max_pages,
+        num_pages,
+        page_size,
+    )
+    inside, found, page, offset = locate_rows(requests, rows, num_rows, WIDE)
+    page_start = cache + page * page_stride * UNIT
+    row = page_start + offset * ROW_BYTES
+
+    tile = tl.arange(0, PADDED_TILES)[None, :]
+    column = tile[:, :, None] * TILE + tl.arange(0, TILE)[None, None, :]
+    rope_column = tl.arange(0, 64)[None, :]
+    used = tile[:, :, None] < TILES
+    # [BLOCK_T, PADDED_TILES, TILE], [BLOCK_T, 64], [BLOCK_T, PADDED_TILES]
+    latent_bits = tl.load(row[:, None, None] + column, mask=found[:, None, None] & used, other=0)
+    rope_bits = load_words((row + ROPE_OFFSET)[:, None], rope_column, tl.uint16, found[:, None], UNIT)
+    if E8M0:
+        scale_row = page_start + page_size * ROW_BYTES + offset * PADDED_TILES
+        exponents = tl.load(scale_row[:, None] + tile, mask=found[:, None], other=0)
+        scales = e8m0_to_float(exponents)
+    else:
+        scale_bits = load_words((row + TILES * TILE)[:, None], tile, tl.uint32, found[:, None], UNIT)
+        scales = scale_bits.to(tl.float32, bitcast=True)
+
+    OUT_TYPE: tl.constexpr = out.dtype.element_ty
+    out_row = out + rows * out_stride * OUT_UNIT
+    values = e4m3_to_float(latent_bits, NATIVE) * scales[:, :, None]
+    tl.store(out_row[:, None, None] + column, narrow(values, OUT_TYPE, INTERPRETED), mask=inside[:, None, None] & used)
+    ropes = rope_bits.to(tl.bfloat16, bitcast=True)
+    if ropes.dtype != OUT_TYPE:
+        ropes = narrow(widen(ropes, INTERPRETED), OUT_TYPE, INTERPRETED)
+    tl.store(out_row[:, None] + (TILES * TILE + rope_column), ropes, mask=inside[:, None])
+
+
+@kernel
+def gather_rows_kernel(
+    out,
+    cache,
+    scale_tensor,
+    scale_value: tl.float32,
+    cu_seqlens,
+    cu_stride: tl.int64,
+    num_requests: tl.int64,
+    seq_starts,
+    start_stride: tl.int64,
+    block_table,
+    table_stride: tl.int64,
+    max_pages: tl.int64,
+    num_pages: tl.int64,
+    page_size: tl.int64,
+    num_rows: tl.int64,
+    page_stride: tl.int64,
+    row_stride: tl.int64,
+    out_stride: tl.int64,
+    WIDTH: tl.constexpr,
+    UNIT: tl.constexpr,
+    OUT_UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Formats without tiles: as they are, or bytes (uint8) with one scale. Strides count UNIT elements."""
+    column_blocks: tl.constexpr = (WIDTH + BLOCK_C - 1) // BLOCK_C
+    program = tl.program_id(0)
+    first_row = (program // column_blocks).to(tl.int64) * BLOCK_T
+    if first_row >= tl.load(cu_seqlens + num_requests * cu_stride):
+        return
+    rows = first_row + tl.arange(0, BLOCK_T)
+    column = (program % column_blocks) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    requests = Requests(
+        cu_seqlens,
+        cu_stride,
+        num_requests,
+        seq_starts,
+        start_stride,
+        block_table,
+        table_stride,
+        max_pages,
+        num_pages,
+        page_size,
+    )
+    inside, found, page, offset = locate_rows(requests, rows, num_rows, WIDE)
+    row = cache + (page * page_stride + offset * row_stride) * UNIT
+    # [BLOCK_T, BLOCK_C]
+    found_columns = found[:, None] & (column < WIDTH)
+    values = tl.load(row[:, None] + column, mask=found_columns, other=0)
+
+    OUT_TYPE: tl.constexpr = out.dtype.element_ty
+    if cache.dtype.element_ty == tl.uint8:
+        scale = scale_value if scale_tensor is None else tl.load(scale_tensor)
+        values = e4m3_to_float(values, NATIVE) * scale
+        values = narrow(tl.where(found_columns, values, 0.0), OUT_TYPE, INTERPRETED)
+    elif values.dtype != OUT_TYPE:
+        values = narrow(widen(values, INTERPRETED), OUT_TYPE, INTERPRETED)
+    out_row = out + rows * out_stride * OUT_UNIT
+    tl.store(out_row[:, None] + column, values, mask=inside[:, None] & (column < WIDTH))

@@ -1,0 +1,5 @@
+"""New tokens into a paged cache, quantised to its format."""
+
+from flashlatte.ops.cache_write.api import cache_write
+
+__all__ = ["cache_write"]

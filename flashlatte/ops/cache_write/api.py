@@ -1,0 +1,102 @@
+"""``cache_write``: its arguments, their checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kv_cache import scales
+from flashlatte.kv_cache.codec import as_cache, check_scale_rounding, format_for_rows, one_scale, split_rows
+from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.kv_cache.registry import as_format
+from flashlatte.runtime import checks, dispatch
+from flashlatte.runtime.repeat import repeats_launches
+from flashlatte.runtime.torch_op import register_op
+
+OPERATION = "cache_write"
+
+dispatch.register(
+    OPERATION,
+    dispatch.Implementation(
+        "portable", "flashlatte.ops.cache_write.portable:cache_write", checks.FLOAT_DTYPES, needs_triton=True
+    ),
+    dispatch.Implementation("reference", "flashlatte.ops.cache_write.reference:cache_write", checks.FLOAT_DTYPES),
+)
+
+
+@repeats_launches
+def cache_write(
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    x: torch.Tensor,
+    *,
+    rope: torch.Tensor | None = None,
+    cache_format: str | CacheFormat | None = None,
+    scale: float | torch.Tensor | None = None,
+    scale_rounding: str = "power_of_two",
+    backend: str | None = None,
+) -> None:
+    """Write new tokens into a paged cache, in place, quantising them to its format.
+
+    Args:
+        cache: [pages, page_size, 1, width] (or without the 1).
+        slot_mapping: int32 or int64 [n], page · page_size + offset of each token. A slot below 0 or beyond the
+            cache skips its token. Slots must differ from each other.
+        x: [T, head_dim] rows, or [T, latent_dim] latents if ``rope`` is given; T ≥ n, tokens from n on are
+            padding and are not looked at. bf16, fp16 or float32.
+        rope: [T, 64] rotated dims.
+        cache_format: inferred from the cache if None.
+        scale: format ``fp8``: a number, or a one-element float32 tensor on the cache's device; default 1.
+        scale_rounding: format ``v32``: "power_of_two" or "exact".
+        backend: "portable" or "reference"; None chooses.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    cache, layout = as_cache(cache, cache_format)
+    device = cache.device
+    # A step without new tokens is one like any other.
+    tokens = 0 if isinstance(x, torch.Tensor) and x.dim() == 2 and x.shape[0] == 0 else "T"
+    checks.tensor("x", x, (tokens, "width"), checks.FLOAT_DTYPES, device)
+    if rope is not None:
+        checks.tensor("rope", rope, (tokens, "width"), (x.dtype,), device)
+    format_for_rows(layout, x, rope)
+    split_rows(layout, x, rope)
+    check_scale_rounding(layout, scale_rounding)
+    if isinstance(slot_mapping, torch.Tensor) and slot_mapping.dim() == 1 and slot_mapping.numel() == 0:
+        return
+    checks.tensor("slot_mapping", slot_mapping, ("n",), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    if slot_mapping.shape[0] > x.shape[0]:
+        raise ValueError(f"slot_mapping must not be longer than x ({x.shape[0]} tokens), got {slot_mapping.shape[0]}")
+    scale_tensor, scale_value = scales.split("scale", one_scale(layout, scale), device)
+    call = dispatch.Call(OPERATION, device, x.dtype, layout.name, cache.shape[1], layout.head_dim)
+    backend = dispatch.select(call, backend)
+    _cache_write(
+        cache,
+        slot_mapping,
+        x,
+        rope,
+        layout.name,
+        layout.head_dim,
+        scale_tensor,
+        scale_value,
+        scale_rounding,
+        backend,
+    )
+
+
+@register_op("cache_write", mutates=("cache",))
+def _cache_write(
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    x: torch.Tensor,
+    rope: torch.Tensor | None,
+    cache_format: str,
+    head_dim: int,
+    scale_tensor: torch.Tensor | None,
+    scale_value: float,
+    scale_rounding: str,
+    backend: str,
+) -> None:
+    run = dispatch.implementation(OPERATION, backend)
+    layout = as_format(cache_format, head_dim)
+    run(cache, slot_mapping, x, rope, layout, scale_tensor, scale_value, scale_rounding)

@@ -1,0 +1,272 @@
+"""``cache_write``: new tokens to the bytes of their slots, quantised on the way."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlatte.kernels.triton.cache_address import Slots, locate_slots, store_words
+from flashlatte.kernels.triton.cache_layout import TILED_LAYOUTS, Blocking, as_bytes, blocks, unit_bytes
+from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
+from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.runtime import dispatch
+from flashlatte.runtime.strides import stride_in_use
+from flashlatte.runtime.triton_kernel import kernel
+
+TILED_BLOCKING = Blocking(tokens=8, warps=2)
+ROWS_BLOCKING = Blocking(tokens=32, warps=4)
+ROWS_COLUMNS = 64
+
+
+def cache_write(
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    x: torch.Tensor,
+    rope: torch.Tensor | None,
+    layout: CacheFormat,
+    scale_tensor: torch.Tensor | None,
+    scale_value: float,
+    scale_rounding: str,
+) -> None:
+    cache = as_bytes(cache)
+    if layout.name in TILED_LAYOUTS:
+        _write_tiles(cache, slot_mapping, x, rope, layout.name, scale_rounding)
+    else:
+        _write_rows(cache, slot_mapping, x, rope, scale_tensor, scale_value)
+
+
+def _write_tiles(
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    x: torch.Tensor,
+    rope: torch.Tensor | None,
+    format_name: str,
+    scale_rounding: str,
+) -> None:
+    layout = TILED_LAYOUTS[format_name]
+    page_stride = stride_in_use(cache, 0)
+    x_stride = stride_in_use(x, 0)
+    rope_column = 0
+    if rope is None:
+        rope, rope_column = x, layout.tiles * layout.tile
+    rope_stride = stride_in_use(rope, 0)
+    unit = unit_bytes(cache, page_stride)
+    x_unit = unit_bytes(x, x_stride) // x.element_size()
+    rope_unit = unit_bytes(rope, rope_stride) // rope.element_size()
+    num_tokens = slot_mapping.shape[0]
+    num_slots = cache.shape[0] * cache.shape[1]
+    write_tiles_kernel[(blocks(num_tokens, TILED_BLOCKING.tokens),)](
+        cache,
+        slot_mapping,
+        x,
+        rope,
+        num_tokens,
+        num_slots,
+        cache.shape[1],
+        slot_mapping.stride(0),
+        page_stride // unit,
+        x_stride // x_unit,
+        rope_stride // rope_unit,
+        layout.tile,
+        layout.tiles,
+        layout.padded_tiles,
+        layout.row_bytes,
+        layout.rope_offset,
+        layout.e8m0,
+        scale_rounding == "power_of_two" or layout.e8m0,
+        unit,
+        rope_column,
+        x_unit,
+        rope_unit,
+        num_slots >= 2**31,
+        converts_e4m3(cache.device),
+        dispatch.interpreting(),
+        TILED_BLOCKING.tokens,
+        num_warps=TILED_BLOCKING.warps,
+        enable_fp_fusion=True,
+    )
+
+
+def _write_rows(
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    x: torch.Tensor,
+    rope: torch.Tensor | None,
+    scale_tensor: torch.Tensor | None,
+    scale_value: float,
+) -> None:
+    page_stride = stride_in_use(cache, 0)
+    row_stride = stride_in_use(cache, 1)
+    x_stride = stride_in_use(x, 0)
+    rope_stride = 0 if rope is None else stride_in_use(rope, 0)
+    unit = unit_bytes(cache, page_stride, row_stride) // cache.element_size()
+    x_unit = unit_bytes(x, x_stride) // x.element_size()
+    rope_unit = 1 if rope is None else unit_bytes(rope, rope_stride) // rope.element_size()
+    num_tokens = slot_mapping.shape[0]
+    num_slots = cache.shape[0] * cache.shape[1]
+    width = cache.shape[-1]
+    column_blocks = blocks(width, ROWS_COLUMNS)
+    write_rows_kernel[(blocks(num_tokens, ROWS_BLOCKING.tokens) * column_blocks,)](
+        cache,
+        slot_mapping,
+        x,
+        rope,
+        scale_tensor,
+        scale_value,
+        num_tokens,
+        num_slots,
+        cache.shape[1],
+        slot_mapping.stride(0),
+        page_stride // unit,
+        row_stride // unit,
+        x_stride // x_unit,
+        rope_stride // rope_unit,
+        width,
+        x.shape[1],
+        unit,
+        x_unit,
+        rope_unit,
+        num_slots >= 2**31,
+        converts_e4m3(cache.device),
+        dispatch.interpreting(),
+        ROWS_BLOCKING.tokens,
+        ROWS_COLUMNS,
+        num_warps=ROWS_BLOCKING.warps,
+        enable_fp_fusion=True,
+    )
+
+
+@kernel
+def write_tiles_kernel(
+    cache,
+    slot_mapping,
+    x,
+    rope,
+    num_tokens: tl.int64,
+    num_slots: tl.int64,
+    page_size: tl.int64,
+    slot_stride: tl.int64,
+    page_stride: tl.int64,
+    x_stride: tl.int64,
+    rope_stride: tl.int64,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    PADDED_TILES: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    ROPE_OFFSET: tl.constexpr,
+    E8M0: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROPE_COLUMN: tl.constexpr,
+    X_UNIT: tl.constexpr,
+    ROPE_UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Formats with a scale a tile. ``page_stride`` counts UNIT bytes, the other strides their UNIT elements."""
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    slots = Slots(slot_mapping, slot_stride, num_tokens, num_slots, page_size)
+    valid, page, offset = locate_slots(slots, tokens, WIDE)
+    page_start = cache + page * page_stride * UNIT
+    row = page_start + offset * ROW_BYTES
+
+    tile = tl.arange(0, PADDED_TILES)[None, :]
+    column = tile[:, :, None] * TILE + tl.arange(0, TILE)[None, None, :]
+    rope_index = tl.arange(0, 64)[None, :]
+    latent_mask = valid[:, None, None] & (tile[:, :, None] < TILES)
+    x_row = x + tokens * x_stride * X_UNIT
+    rope_row = rope + tokens * rope_stride * ROPE_UNIT
+    # [BLOCK_T, PADDED_TILES, TILE] and [BLOCK_T, 64]
+    latents = tl.load(x_row[:, None, None] + column, mask=latent_mask, other=0.0)
+    ropes = tl.load(rope_row[:, None] + (ROPE_COLUMN + rope_index), mask=valid[:, None], other=0.0)
+
+    values, scales = quantize_tiles(widen(latents, INTERPRETED), POWER_OF_TWO)
+    tl.store(row[:, None, None] + column, float_to_e4m3(values, NATIVE), mask=latent_mask)
+    if ropes.dtype != tl.bfloat16:
+        ropes = narrow(widen(ropes, INTERPRETED), tl.bfloat16, INTERPRETED)
+    rope_bits = ropes.to(tl.uint16, bitcast=True)
+    store_words((row + ROPE_OFFSET)[:, None], rope_index, rope_bits, valid[:, None], UNIT)
+    if E8M0:
+        exponents = tl.where(tile < TILES, scales >> 23, 0).to(tl.uint8)
+        scale_row = page_start + page_size * ROW_BYTES + offset * PADDED_TILES
+        tl.store(scale_row[:, None] + tile, exponents, mask=valid[:, None])
+    else:
+        store_words((row + TILES * TILE)[:, None], tile, scales, valid[:, None], UNIT)
+
+
+@triton.jit
+def quantize_tiles(x, POWER_OF_TWO: tl.constexpr):
+    """Float32 x / scale and the scale's int32 bits of each last-axis tile; ``kv_cache.fp8.quantize_tiles`` in bits."""
+    # As integers, magnitudes keep their order and NaN is the largest: a float maximum would lose it.
+    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
+    float_amax = amax.to(tl.float32, bitcast=True)
+    if POWER_OF_TWO:
+        finite = amax < 0x7F800000
+        # Of amax = m · 2^e, amax / 448 is (m / 1.75) · 2^(e - 8): a mantissa above 1.75 carries into the exponent.
+        scales = tl.maximum(((amax + 0x1FFFFF) & 0x7F800000) - (8 << 23), (127 - 13) << 23)
+        # A sum makes of an infinity or NaN what the division would.
+        scales = tl.where(finite, scales, (float_amax + float_amax).to(tl.int32, bitcast=True))
+        # The reciprocal of a power of two is exact, so that the product is the quotient.
+        reciprocals = tl.where(finite, (254 << 23) - scales, tl.where(amax == 0x7F800000, 0, scales))
+        values = x * reciprocals.to(tl.float32, bitcast=True)[:, :, None]
+    else:
+        scales = tl.maximum(tl.div_rn(float_amax, 448.0).to(tl.int32, bitcast=True), 1 << 23)
+        divisors = scales.to(tl.float32, bitcast=True)
+        values = tl.div_rn(x, tl.broadcast_to(divisors[:, :, None], x.shape))
+    return values, scales
+
+
+@kernel
+def write_rows_kernel(
+    cache,
+    slot_mapping,
+    x,
+    rope,
+    scale_tensor,
+    scale_value: tl.float32,
+    num_tokens: tl.int64,
+    num_slots: tl.int64,
+    page_size: tl.int64,
+    slot_stride: tl.int64,
+    page_stride: tl.int64,
+    row_stride: tl.int64,
+    x_stride: tl.int64,
+    rope_stride: tl.int64,
+    WIDTH: tl.constexpr,
+    X_WIDTH: tl.constexpr,
+    UNIT: tl.constexpr,
+    X_UNIT: tl.constexpr,
+    ROPE_UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Formats without tiles: as they are, or bytes (uint8) with one scale. Strides count UNIT elements."""
+    column_blocks: tl.constexpr = (WIDTH + BLOCK_C - 1) // BLOCK_C
+    program = tl.program_id(0)
+    tokens = (program // column_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    column = (program % column_blocks) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    slots = Slots(slot_mapping, slot_stride, num_tokens, num_slots, page_size)
+    valid, page, offset = locate_slots(slots, tokens, WIDE)
+    row = cache + (page * page_stride + offset * row_stride) * UNIT
+    mask = valid[:, None] & (column < WIDTH)
+
+    # [BLOCK_T, BLOCK_C]
+    x_row = x + tokens * x_stride * X_UNIT
+    values = tl.load(x_row[:, None] + column, mask=mask & (column < X_WIDTH), other=0.0)
+    if rope is not None:
+        rope_row = rope + tokens * rope_stride * ROPE_UNIT
+        ropes = tl.load(rope_row[:, None] + (column - X_WIDTH), mask=mask & (column >= X_WIDTH), other=0.0)
+        values = tl.where(column < X_WIDTH, values, ropes)
+
+    if cache.dtype.element_ty == tl.uint8:
+        scale = scale_value if scale_tensor is None else tl.load(scale_tensor)
+        values = float_to_e4m3(tl.div_rn(widen(values, INTERPRETED), scale), NATIVE)
+    elif cache.dtype.element_ty != values.dtype:
+        values = narrow(widen(values, INTERPRETED), cache.dtype.element_ty, INTERPRETED)
+    tl.store(row[:, None] + column, values, mask=mask)

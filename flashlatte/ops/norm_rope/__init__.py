@@ -1,0 +1,6 @@
+"""What an MLA layer does between its matrix products: norms, rotation, and plain cache writes, in two launches."""
+
+from flashlatte.ops.norm_rope.api import latent_rows, rotate_heads
+from flashlatte.ops.norm_rope.rotary import Rotary
+
+__all__ = ["Rotary", "latent_rows", "rotate_heads"]

@@ -1,0 +1,161 @@
+"""``latent_rows`` and ``rotate_heads``: their checks and the choice of implementation."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.ops.norm_rope.rotary import Rotary
+from flashlatte.runtime import checks, dispatch
+from flashlatte.runtime.torch_op import register_op
+
+LATENT_ROWS, ROTATE_HEADS = "latent_rows", "rotate_heads"
+# Widths of a row that a program holds in registers.
+PORTABLE_MAX_WIDTH = 8192
+
+
+for _operation in (LATENT_ROWS, ROTATE_HEADS):
+    dispatch.register(
+        _operation,
+        dispatch.Implementation(
+            "portable",
+            f"flashlatte.ops.norm_rope.portable:{_operation}",
+            checks.FLOAT_DTYPES,
+            needs_triton=True,
+            max_head_dim=PORTABLE_MAX_WIDTH,
+        ),
+        dispatch.Implementation("reference", f"flashlatte.ops.norm_rope.reference:{_operation}", checks.FLOAT_DTYPES),
+    )
+
+
+def latent_rows(
+    kv_a: torch.Tensor,
+    weight: torch.Tensor,
+    rotary: Rotary,
+    eps: float,
+    *,
+    q_a: torch.Tensor | None = None,
+    q_weight: torch.Tensor | None = None,
+    q_eps: float = 1e-6,
+    cache: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Cache rows of new tokens from what kv_a_proj gave, the norm of the query's latent, and the cache write.
+
+    Args:
+        kv_a: [T, latent + rope] as projected; bf16, fp16 or float32, last stride 1.
+        weight: [latent], of the latent's RMSNorm.
+        rotary: the tokens' rotation; rope is twice the frequencies of its table.
+        eps, q_eps: of the two RMSNorms.
+        q_a: [T, rank], the query's latent; None if the query has none.
+        q_weight: [rank], of its RMSNorm.
+        cache: [pages, page_size, 1, latent + rope], bf16, fp16 or float32, to write the rows into; None to write none.
+        slot_mapping: int32 or int64 [T] beside ``cache``; a slot below 0 or beyond the cache skips its token.
+        backend: "portable" or "reference"; None chooses.
+
+    Returns:
+        rows [T, latent + rope]: the normalised latent and the rotated rope; and q_a normalised, or None. Both in
+        kv_a's dtype, computed in float32.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    tokens = kv_a.shape[0]
+    rope_dim, latent_dim = rotary.table.shape[1], kv_a.shape[1] - rotary.table.shape[1]
+    checks.tensor("kv_a", kv_a, ("T", latent_dim + rope_dim), checks.FLOAT_DTYPES)
+    device, dtype = kv_a.device, kv_a.dtype
+    checks.tensor("weight", weight, (latent_dim,), (dtype,), device)
+    _check_rotary(rotary, tokens, device)
+    if (q_a is None) != (q_weight is None):
+        raise ValueError("q_a and q_weight belong together, got one of them")
+    if q_a is not None and q_weight is not None:
+        checks.tensor("q_a", q_a, (tokens, "rank"), (dtype,), device)
+        checks.tensor("q_weight", q_weight, (q_a.shape[1],), (dtype,), device)
+    if (cache is None) != (slot_mapping is None):
+        raise ValueError("cache and slot_mapping belong together, got one of them")
+    if cache is not None and slot_mapping is not None:
+        shape = ("pages", "page_size", 1, latent_dim + rope_dim)
+        checks.output("cache", cache, shape, checks.FLOAT_DTYPES, device)
+        checks.tensor("slot_mapping", slot_mapping, (tokens,), checks.INDEX_DTYPES, device)
+    width = max(latent_dim, 0 if q_a is None else q_a.shape[1])
+    backend = dispatch.select(dispatch.Call(LATENT_ROWS, device, dtype, head_dim=width), backend)
+    rows = torch.empty(tokens, latent_dim + rope_dim, dtype=dtype, device=device)
+    q_out = None if q_a is None else torch.empty(q_a.shape, dtype=dtype, device=device)
+    _latent_rows(
+        kv_a,
+        weight,
+        eps,
+        rotary.table,
+        rotary.positions,
+        rotary.interleaved,
+        q_a,
+        q_weight,
+        q_eps,
+        slot_mapping,
+        rows,
+        q_out,
+        cache,
+        backend,
+    )
+    return rows, q_out
+
+
+@register_op("layer_latent_rows", mutates=("rows", "q_out", "cache"))
+def _latent_rows(
+    kv_a: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    interleaved: bool,
+    q_a: torch.Tensor | None,
+    q_weight: torch.Tensor | None,
+    q_eps: float,
+    slot_mapping: torch.Tensor | None,
+    rows: torch.Tensor,
+    q_out: torch.Tensor | None,
+    cache: torch.Tensor | None,
+    backend: str,
+) -> None:
+    run = dispatch.implementation(LATENT_ROWS, backend)
+    run(kv_a, weight, eps, table, positions, interleaved, q_a, q_weight, q_eps, slot_mapping, rows, q_out, cache)
+
+
+def rotate_heads(x: torch.Tensor, rotary: Rotary, out: torch.Tensor, *, backend: str | None = None) -> None:
+    """Rotate the rope part of queries.
+
+    Args:
+        x: [T, h, rope], bf16, fp16 or float32, last stride 1.
+        rotary: the tokens' rotation.
+        out: [T, h, rope] in a float dtype, last stride 1, to write into; it may be ``x`` itself.
+        backend: "portable" or "reference"; None chooses.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device.
+    """
+    checks.tensor("x", x, ("T", "h", rotary.table.shape[1]), checks.FLOAT_DTYPES)
+    checks.output("out", out, tuple(x.shape), checks.FLOAT_DTYPES, x.device)
+    _check_rotary(rotary, x.shape[0], x.device)
+    backend = dispatch.select(
+        dispatch.Call(ROTATE_HEADS, x.device, x.dtype, head_dim=x.shape[2], h_q=x.shape[1]), backend
+    )
+    # An operation may not write into what it also reads, so a call in place passes no x.
+    _rotate_heads(None if out is x else x, rotary.table, rotary.positions, rotary.interleaved, out, backend)
+
+
+@register_op("layer_rotate_heads", mutates=("out",))
+def _rotate_heads(
+    x: torch.Tensor | None,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    interleaved: bool,
+    out: torch.Tensor,
+    backend: str,
+) -> None:
+    run = dispatch.implementation(ROTATE_HEADS, backend)
+    run(out if x is None else x, table, positions, interleaved, out)
+
+
+def _check_rotary(rotary: Rotary, tokens: int, device: torch.device) -> None:
+    checks.tensor("rotary.table", rotary.table, ("positions", "rope"), (torch.float32,), device)
+    checks.tensor("rotary.positions", rotary.positions, (tokens,), checks.INDEX_DTYPES, device)

@@ -1,0 +1,239 @@
+"""Norms, rotation and plain cache writes in Triton. Each number is read once and written once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlatte.kernels.triton.cache_address import Slots, locate_slots
+from flashlatte.kernels.triton.cache_layout import blocks
+from flashlatte.kernels.triton.fp8 import narrow, widen
+from flashlatte.runtime import dispatch
+from flashlatte.runtime.strides import stride_in_use
+from flashlatte.runtime.triton_kernel import kernel
+
+ROWS_WARPS = 4
+HEADS, HEADS_WARPS = 32, 4
+
+
+def latent_rows(
+    kv_a: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    interleaved: bool,
+    q_a: torch.Tensor | None,
+    q_weight: torch.Tensor | None,
+    q_eps: float,
+    slot_mapping: torch.Tensor | None,
+    rows: torch.Tensor,
+    q_out: torch.Tensor | None,
+    cache: torch.Tensor | None,
+) -> None:
+    tokens, latent_dim = kv_a.shape[0], weight.shape[0]
+    rank = 0 if q_a is None else q_a.shape[1]
+    num_slots, page_size, page_stride, row_stride = 0, 1, 0, 0
+    if cache is not None:
+        num_slots, page_size = cache.shape[0] * cache.shape[1], cache.shape[1]
+        page_stride, row_stride = stride_in_use(cache, 0), stride_in_use(cache, 1)
+    latent_rows_kernel[(tokens * (1 if q_a is None else 2),)](
+        kv_a,
+        weight,
+        table,
+        positions,
+        q_a,
+        q_weight,
+        slot_mapping,
+        rows,
+        q_out,
+        cache,
+        eps,
+        q_eps,
+        tokens,
+        table.shape[0],
+        num_slots,
+        page_size,
+        stride_in_use(kv_a, 0),
+        0 if q_a is None else stride_in_use(q_a, 0),
+        page_stride,
+        row_stride,
+        latent_dim,
+        table.shape[1] // 2,
+        rank,
+        triton.next_power_of_2(latent_dim),
+        triton.next_power_of_2(table.shape[1] // 2),
+        triton.next_power_of_2(max(rank, 1)),
+        interleaved,
+        num_slots >= 2**31,
+        dispatch.interpreting(),
+        num_warps=ROWS_WARPS,
+        enable_fp_fusion=True,
+    )
+
+
+def rotate_heads(
+    x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, interleaved: bool, out: torch.Tensor
+) -> None:
+    tokens, heads, rope_dim = x.shape
+    head_blocks = blocks(heads, HEADS)
+    rotate_heads_kernel[(tokens * head_blocks,)](
+        x,
+        table,
+        positions,
+        out,
+        heads,
+        head_blocks,
+        table.shape[0],
+        stride_in_use(x, 0),
+        stride_in_use(x, 1),
+        stride_in_use(out, 0),
+        stride_in_use(out, 1),
+        rope_dim // 2,
+        triton.next_power_of_2(rope_dim // 2),
+        HEADS,
+        interleaved,
+        dispatch.interpreting(),
+        num_warps=HEADS_WARPS,
+        enable_fp_fusion=True,
+    )
+
+
+@kernel
+def latent_rows_kernel(
+    kv_a,
+    weight,
+    table,
+    positions,
+    q_a,
+    q_weight,
+    slot_mapping,
+    rows,
+    q_out,
+    cache,
+    eps: tl.float32,
+    q_eps: tl.float32,
+    num_tokens: tl.int64,
+    num_positions: tl.int64,
+    num_slots: tl.int64,
+    page_size: tl.int64,
+    kv_stride: tl.int64,
+    q_stride: tl.int64,
+    page_stride: tl.int64,
+    row_stride: tl.int64,
+    LATENT: tl.constexpr,
+    PAIRS: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_LATENT: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    WIDE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """The first programs take a token's row each, those behind them a token's query latent."""
+    program = tl.program_id(0).to(tl.int64)
+    if program >= num_tokens:
+        token = program - num_tokens
+        if q_a is not None:
+            q_row, out_row = q_a + token * q_stride, q_out + token * RANK
+            store_normalised(q_row, q_weight, out_row, None, False, q_eps, RANK, BLOCK_RANK, INTERPRETED)
+    else:
+        width: tl.constexpr = LATENT + 2 * PAIRS
+        row, out_row = kv_a + program * kv_stride, rows + program * width
+        cache_row, stored = None, False
+        if cache is not None:
+            slots = Slots(slot_mapping, 1, num_tokens, num_slots, page_size)
+            stored, page, offset = locate_slots(slots, program, WIDE)
+            cache_row = cache + page * page_stride + offset * row_stride
+        store_normalised(row, weight, out_row, cache_row, stored, eps, LATENT, BLOCK_LATENT, INTERPRETED)
+
+        pair = tl.arange(0, BLOCK_PAIRS)
+        cosine, sine = load_rotation(table, positions, program, num_positions, PAIRS, BLOCK_PAIRS)
+        first, second = pair_columns(pair, PAIRS, INTERLEAVED)
+        mask = pair < PAIRS
+        a = widen(tl.load(row + LATENT + first, mask=mask, other=0.0), INTERPRETED)
+        b = widen(tl.load(row + LATENT + second, mask=mask, other=0.0), INTERPRETED)
+        x, y = a * cosine - b * sine, b * cosine + a * sine
+        tl.store(out_row + LATENT + first, narrow(x, rows.dtype.element_ty, INTERPRETED), mask=mask)
+        tl.store(out_row + LATENT + second, narrow(y, rows.dtype.element_ty, INTERPRETED), mask=mask)
+        if cache is not None:
+            # The cache holds the rounded row, whatever its dtype.
+            x = widen(narrow(x, rows.dtype.element_ty, INTERPRETED), INTERPRETED)
+            y = widen(narrow(y, rows.dtype.element_ty, INTERPRETED), INTERPRETED)
+            mask = mask & stored
+            tl.store(cache_row + LATENT + first, narrow(x, cache.dtype.element_ty, INTERPRETED), mask=mask)
+            tl.store(cache_row + LATENT + second, narrow(y, cache.dtype.element_ty, INTERPRETED), mask=mask)
+
+
+@triton.jit
+def store_normalised(
+    row, weight, out_row, cache_row, stored, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """The RMSNorm of one row of WIDTH numbers, to ``out_row`` and, where ``stored``, to ``cache_row``."""
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    x = widen(tl.load(row + column, mask=inside, other=0.0), INTERPRETED)
+    gain = widen(tl.load(weight + column, mask=inside, other=0.0), INTERPRETED)
+    x = x * tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps) * gain
+    rounded = narrow(x, out_row.dtype.element_ty, INTERPRETED)
+    tl.store(out_row + column, rounded, mask=inside)
+    if cache_row is not None:
+        value = narrow(widen(rounded, INTERPRETED), cache_row.dtype.element_ty, INTERPRETED)
+        tl.store(cache_row + column, value, mask=inside & stored)
+
+
+@triton.jit
+def load_rotation(table, positions, token, num_positions, PAIRS: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
+    """Cosines and sines of a token: float32 [BLOCK_PAIRS]; a position outside the table takes the nearest."""
+    position = tl.load(positions + token).to(tl.int64)
+    position = tl.minimum(tl.maximum(position, 0), num_positions - 1)
+    pair = tl.arange(0, BLOCK_PAIRS)
+    row = table + position * (2 * PAIRS)
+    cosine = tl.load(row + pair, mask=pair < PAIRS, other=0.0)
+    return cosine, tl.load(row + PAIRS + pair, mask=pair < PAIRS, other=0.0)
+
+
+@triton.jit
+def pair_columns(pair, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    if INTERLEAVED:
+        return 2 * pair, 2 * pair + 1
+    else:
+        return pair, pair + PAIRS
+
+
+@kernel
+def rotate_heads_kernel(
+    x,
+    table,
+    positions,
+    out,
+    heads: tl.int32,
+    head_blocks: tl.int32,
+    num_positions: tl.int64,
+    x_stride: tl.int64,
+    x_head_stride: tl.int64,
+    out_stride: tl.int64,
+    out_head_stride: tl.int64,
+    PAIRS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """BLOCK_H heads of a token. x and out may be the same: both numbers of a pair are read before one is written."""
+    token = (tl.program_id(0) // head_blocks).to(tl.int64)
+    head = (tl.program_id(0) % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    pair = tl.arange(0, BLOCK_PAIRS)[None, :]
+    cosine, sine = load_rotation(table, positions, token, num_positions, PAIRS, BLOCK_PAIRS)
+    first, second = pair_columns(pair, PAIRS, INTERLEAVED)
+    mask = (head < heads) & (pair < PAIRS)
+    # [BLOCK_H, BLOCK_PAIRS]
+    x_row = x + token * x_stride + head * x_head_stride
+    a = widen(tl.load(x_row + first, mask=mask, other=0.0), INTERPRETED)
+    b = widen(tl.load(x_row + second, mask=mask, other=0.0), INTERPRETED)
+    cosine, sine = cosine[None, :], sine[None, :]
+    out_row = out + token * out_stride + head * out_head_stride
+    tl.store(out_row + first, narrow(a * cosine - b * sine, out.dtype.element_ty, INTERPRETED), mask=mask)
+    tl.store(out_row + second, narrow(b * cosine + a * sine, out.dtype.element_ty, INTERPRETED), mask=mask)

@@ -1,0 +1,30 @@
+"""TMA descriptors made on the host, of tensors of two-byte numbers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashlatte.runtime.triton_launch import Address
+
+
+def describe(base: torch.Tensor | Address, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> Any:
+    """Of boxes whose rows are swizzled by 128 bytes in shared memory.
+
+    Args:
+        strides: of all axes but the last, in numbers; 0 for an axis of one entry (``strides.strides_in_use``).
+        box: numbers of a box along each axis.
+    """
+    # An axis of 1 has no stride that matters, but the hardware wants one above 0.
+    wide = [stride or shape[-1] for stride in strides]
+    return TensorDescriptor(base, list(shape), [*wide, 1], list(box), _layout(len(shape)))
+
+
+@functools.cache
+def _layout(rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)

@@ -1,0 +1,1 @@
+"""How keys are split over the programs of a GPU, and partial results combined."""

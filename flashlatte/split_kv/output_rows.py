@@ -1,0 +1,129 @@
+"""Where the rows of an item's result go, and writing them there."""
+
+# Triton's annotations and calls are not Python's.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlatte.kernels.triton.fp8 import narrow
+from flashlatte.kernels.triton.online_softmax import LN_2, LOG2_E
+
+
+class Outputs(NamedTuple):
+    """Where the rows of an item go: out [b, s_q, h_q, d_v] and lse [b, h_q, s_q].
+
+    Row r of kv head k of item i is query token i % tokens + r // heads of request i // tokens, head
+    k · heads + r % heads: with tokens = 1 an item has the rows of all tokens of a request, with tokens = s_q
+    those of one.
+
+    Attributes:
+        out_strides, lse_strides: of request, token and head; out's in units of ROW_ALIGN numbers.
+        sink: float32 [h_q] at sink_stride, or None: out is scaled by e^lse / (e^lse + e^sink).
+        tokens: items of a request.
+        heads: query heads of a kv head.
+        rows: query rows of a kv head in an item.
+        empty_lse: lse of a row that sees no key.
+    """
+
+    out: Any
+    out_stride_request: Any
+    out_stride_token: Any
+    out_stride_head: Any
+    lse: Any
+    lse_stride_request: Any
+    lse_stride_token: Any
+    lse_stride_head: Any
+    sink: Any
+    sink_stride: Any
+    tokens: Any
+    heads: Any
+    rows: Any
+    empty_lse: Any
+
+
+@triton.jit
+def _request_token_head(outputs, item, kv_head, rows):
+    request = item // outputs.tokens
+    token = item % outputs.tokens + rows // outputs.heads
+    head = kv_head * outputs.heads + rows % outputs.heads
+    return request, token, head
+
+
+@triton.jit
+def row_pointers(outputs, item, kv_head, rows, ROW_ALIGN: tl.constexpr):
+    """Where rows of an item begin in ``out``."""
+    request, token, head = _request_token_head(outputs, item, kv_head, rows)
+    offset = request * outputs.out_stride_request + token * outputs.out_stride_token + head * outputs.out_stride_head
+    return outputs.out + offset * ROW_ALIGN
+
+
+@triton.jit
+def write_out(
+    outputs,
+    item,
+    kv_head,
+    rows,
+    cols,
+    values,
+    lse2,
+    D_V: tl.constexpr,
+    ROW_ALIGN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Write normalised ``values`` [rows, cols] of an item; ``lse2`` [rows] is their base-2 lse."""
+    in_item = rows < outputs.rows
+    if outputs.sink is not None:
+        _, _, head = _request_token_head(outputs, item, kv_head, rows)
+        sink = tl.load(outputs.sink + head * outputs.sink_stride, mask=in_item, other=0.0) * LOG2_E
+        kept = tl.where(lse2 == float("-inf"), 0.0, 1.0 / (1.0 + tl.exp2(sink - lse2)))
+        values *= kept[:, None]
+    pointers = row_pointers(outputs, item, kv_head, rows, ROW_ALIGN)
+    tl.store(
+        pointers[:, None] + cols[None, :],
+        narrow(values, outputs.out.dtype.element_ty, INTERPRETED),
+        mask=in_item[:, None] & (cols < D_V)[None, :],
+    )
+
+
+@triton.jit
+def write_lse(outputs, item, kv_head, rows, lse2):
+    """Write the lse of rows of an item, given in base 2."""
+    request, token, head = _request_token_head(outputs, item, kv_head, rows)
+    lse = tl.where(lse2 == float("-inf"), outputs.empty_lse, lse2 * LN_2)
+    offset = request * outputs.lse_stride_request + token * outputs.lse_stride_token + head * outputs.lse_stride_head
+    tl.store(outputs.lse + offset, lse, mask=rows < outputs.rows)
+
+
+def output_arguments(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sink: torch.Tensor | None,
+    heads: int,
+    rows: int,
+    empty_lse: float,
+    row_align: int,
+) -> tuple[Any, ...]:
+    """The arguments ``out`` to ``empty_lse`` of a kernel, for out [b, s_q, h_q, d_v] and lse [b, h_q, s_q]."""
+    out_request, out_token, out_head, _ = out.stride()
+    lse_request, lse_head, lse_token = lse.stride()
+    return (
+        out,
+        out_request // row_align,
+        out_token // row_align,
+        out_head // row_align,
+        lse,
+        lse_request,
+        lse_token,
+        lse_head,
+        sink,
+        0 if sink is None else sink.stride(0),
+        heads,
+        rows,
+        empty_lse,
+    )

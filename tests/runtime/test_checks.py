@@ -1,0 +1,98 @@
+import math
+
+import pytest
+import torch
+
+from flashlatte.runtime import checks
+
+FLOATS = (torch.float32, torch.bfloat16)
+CPU = torch.device("cpu")
+
+
+def test_tensor_is_returned_as_it_is():
+    x = torch.zeros(2, 3)
+    assert checks.tensor("x", x, ("n", 3), FLOATS, CPU) is x
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        ([1.0], TypeError, r"^x must be a tensor, got list$"),
+        (torch.zeros(2, 3).to_sparse(), TypeError, r"^x must be a strided tensor, got layout torch.sparse_coo$"),
+        (torch.zeros(2, 3, dtype=torch.float16), TypeError, r"^x must be float32 or bfloat16, got float16$"),
+        (torch.zeros(2), ValueError, r"^x must have shape \[n, 3\] with no empty axis, got \[2\]$"),
+        (torch.zeros(2, 4), ValueError, r"^x must have shape \[n, 3\] with no empty axis, got \[2, 4\]$"),
+        (torch.zeros(0, 3), ValueError, r"^x must have shape \[n, 3\] with no empty axis, got \[0, 3\]$"),
+        (torch.zeros(2, 3, device="meta"), ValueError, r"^x must be on cpu like the other arguments, got meta$"),
+        (torch.zeros(3, 2).T, ValueError, r"^x must have last stride 1, got strides \(1, 2\)$"),
+    ],
+    ids=["type", "layout", "dtype", "rank", "size", "empty", "device", "stride"],
+)
+def test_tensor_names_what_is_wrong(value, error, message):
+    with pytest.raises(error, match=message):
+        checks.tensor("x", value, ("n", 3), FLOATS, CPU)
+
+
+def test_last_stride_is_free_where_it_may_be_or_does_not_matter():
+    checks.tensor("x", torch.zeros(3, 2).T, ("n", 3), FLOATS, unit_last_stride=False)
+    checks.tensor("x", torch.zeros(2, 4)[:, ::4], ("n", 1), FLOATS)
+
+
+def test_an_axis_may_be_empty_where_it_must_be():
+    checks.tensor("x", torch.zeros(0, 3), (0, "width"), FLOATS)
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [(0, ValueError), (-3, ValueError), (1.0, TypeError), (True, TypeError), ("1", TypeError)]
+)
+def test_positive_int(value, error):
+    assert checks.positive_int("size", 1) == 1
+    with pytest.raises(error, match=r"^size must be"):
+        checks.positive_int("size", value)
+
+
+@pytest.mark.parametrize("value", [0, 1, None, "True"])
+def test_flag(value):
+    assert checks.flag("causal", True) is True
+    with pytest.raises(TypeError, match=r"^causal must be True or False, got"):
+        checks.flag("causal", value)
+
+
+@pytest.mark.parametrize("value", ["1", None, True, torch.tensor(1.0)])
+def test_number(value):
+    assert checks.number("x", 2) == 2.0
+    with pytest.raises(TypeError, match=r"^x must be a number, got"):
+        checks.number("x", value)
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -1.0, math.nan, math.inf, -math.inf])
+def test_softmax_scale_refuses(value):
+    with pytest.raises(ValueError, match=r"^softmax_scale must be a finite number above 0, got"):
+        checks.softmax_scale(value, 64)
+
+
+def test_softmax_scale():
+    assert checks.softmax_scale(None, 64) == 0.125
+    assert checks.softmax_scale(2, 64) == 2.0
+    with pytest.raises(TypeError, match=r"^sm_scale must be a number, got str$"):
+        checks.softmax_scale("2", 64, "sm_scale")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, 1e30])
+def test_empty_lse_is_an_infinity(value):
+    assert checks.empty_lse(-math.inf) == -math.inf
+    assert checks.empty_lse(math.inf) == math.inf
+    with pytest.raises(ValueError, match=r"^empty_lse must be float\('inf'\) or float\('-inf'\), got"):
+        checks.empty_lse(value)
+
+
+def test_choice():
+    checks.choice("mode", "a", ("a", "b"))
+    with pytest.raises(ValueError, match=r"^mode must be one of a, b, got 'c'$"):
+        checks.choice("mode", "c", ("a", "b"))
+
+
+def test_an_output_has_a_place_for_every_element():
+    checks.output("out", torch.empty(2, 1, 3).expand(2, 1, 3), (2, 1, 3), (torch.float32,))
+    with pytest.raises(ValueError, match=r"^out must not be an expanded tensor, got strides \(0, 1\)$"):
+        checks.output("out", torch.empty(1, 3).expand(2, 3), (2, 3), (torch.float32,))

@@ -1,0 +1,101 @@
+"""The house: who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "flashlatte"
+# From the ground up. A room imports from lower floors, or from its own room.
+FLOORS = (
+    ("runtime",),
+    ("split_kv", "kernels", "kv_cache"),
+    ("ops",),
+    ("flash_mla", "flash_attn_varlen", "deep_gemm"),
+    ("layers",),
+    ("engine", "distributed"),
+    ("testing",),
+    ("bench",),
+    ("integrations", "doctor"),
+    ("demo",),
+    ("cli", "__main__"),
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+MODULES = {
+    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in ROOT.rglob("*.py")
+}
+_NAME = re.compile(r"flashlatte(?:\.\w+)+")
+
+
+def _module(name: str) -> str | None:
+    """The longest prefix of a dotted name that is a module."""
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name if name not in ("", "flashlatte") else None
+
+
+def _docstrings(tree: ast.AST) -> set[ast.AST]:
+    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+
+
+def imports(module: str) -> Iterator[str]:
+    """Modules of the library that a module names: in imports wherever they stand, and in strings that are targets."""
+    tree = ast.parse(MODULES[module].read_text())
+    prose = _docstrings(tree)
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in prose:
+            names = _NAME.findall(node.value)
+        for name in names:
+            if name.startswith("flashlatte") and (found := _module(name)) and found != module:
+                yield found
+
+
+def _room(module: str) -> str:
+    return module.split(".")[1]
+
+
+LIBRARY = sorted(name for name in MODULES if name != "flashlatte")
+
+
+def test_every_room_has_a_floor():
+    assert {_room(module) for module in LIBRARY} <= set(FLOOR)
+
+
+@pytest.mark.parametrize("module", LIBRARY)
+def test_a_room_imports_from_lower_floors_or_itself(module):
+    room = _room(module)
+    upward = {other for other in imports(module) if _room(other) != room and FLOOR[_room(other)] > FLOOR[room]}
+    assert not upward
+
+
+@pytest.mark.parametrize("module", [name for name in LIBRARY if name.startswith("flashlatte.ops.")])
+def test_operations_do_not_import_each_other(module):
+    operation = module.split(".")[2]
+    others = {other for other in imports(module) if other.startswith("flashlatte.ops.")}
+    assert not {other for other in others if other.split(".")[2] != operation}
+
+
+def test_no_cycle():
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"a cycle: {' → '.join((*path[path.index(module) :], module))}"
+        if module in done:
+            return
+        for other in imports(module):
+            if not other.startswith(module + ".") and not module.startswith(other + "."):
+                visit(other, (*path, module))
+        done.add(module)
+
+    for module in LIBRARY:
+        visit(module, ())

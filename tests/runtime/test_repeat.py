@@ -1,0 +1,250 @@
+"""Calls that repeat their launches, with a stand-in for a compiled kernel that adds on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from flashlatte.runtime import repeat
+from flashlatte.runtime.torch_op import register_op
+
+STREAM = 77
+
+
+class Add:
+    """A compiled kernel: writes a + b + number to out, which it finds by address."""
+
+    def __init__(self) -> None:
+        self.function, self.packed_metadata = "function", "metadata"
+        self.memory: dict[int, torch.Tensor] = {}
+        self.launches = 0
+
+    def run(self, *arguments: Any) -> None:
+        columns, rows, layers, stream, function, metadata, _, _, _, out, a, b, number = arguments
+        assert (columns, rows, layers, stream, function, metadata) == (3, 1, 1, STREAM, "function", "metadata")
+        self.launches += 1
+        with _disable_current_modes():  # a GPU's work is no operation of PyTorch
+            self.memory[out].copy_(self.memory[a] + self.memory[b] + number)
+
+    def known(self, *tensors: torch.Tensor) -> None:
+        self.memory |= {tensor.data_ptr(): tensor for tensor in tensors}
+
+
+@pytest.fixture
+def add(monkeypatch: pytest.MonkeyPatch) -> Add:
+    compiled = Add()
+    monkeypatch.setattr(repeat, "_FIRST_DEVICE", -1)
+    monkeypatch.setattr(repeat, "_current_device", lambda: None)
+    monkeypatch.setattr(repeat, "_current_stream", lambda device: STREAM)
+    allocate = torch.empty_strided
+
+    def remembered(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = allocate(*args, **kwargs)
+        compiled.known(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch, "empty_strided", remembered)
+    return compiled
+
+
+def launch(compiled: Add, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, number: float) -> None:
+    compiled.known(out, a, b)
+    compiled.run(
+        3, 1, 1, STREAM, "function", "metadata", None, None, None, *(x.data_ptr() for x in (out, a, b)), number
+    )
+    repeat.note_launch(compiled, (3,), (out, a, b, number))
+
+
+def operation(compiled: Add, implementation: Callable[..., None] | None = None) -> tuple[Any, list[int]]:
+    """An operation over ``launch``, and a list that grows with every call that runs its Python."""
+    ran: list[int] = []
+    work = repeat.watched(implementation or (lambda *args: launch(compiled, *args)))
+
+    @repeat.repeats_launches
+    def add(a: torch.Tensor, b: torch.Tensor, *, number: float = 0.0, out: torch.Tensor | None = None) -> Any:
+        ran.append(1)
+        if isinstance(number, bool):
+            raise TypeError("number must be a number")
+        result = torch.empty_strided(a.shape, a.stride()) if out is None else out
+        work(result, a, b, number)
+        return (result,)
+
+    return add, ran
+
+
+def numbers(compiled: Add, *shape: int) -> torch.Tensor:
+    x = torch.randn(*shape)
+    compiled.known(x)
+    return x
+
+
+def test_repeats_with_other_tensors(add: Add) -> None:
+    call, ran = operation(add)
+    for _ in range(3):
+        a, b = numbers(add, 4, 5), numbers(add, 4, 5)
+        (result,) = call(a, b, number=2.0)
+        assert torch.equal(result, a + b + 2.0)
+    assert len(ran) == 1
+    assert add.launches == 3
+
+
+def test_writes_into_a_given_output(add: Add) -> None:
+    call, ran = operation(add)
+    for _ in range(2):
+        a, b, out = (numbers(add, 4) for _ in range(3))
+        (result,) = call(a, b, out=out)
+        assert result is out
+        assert torch.equal(out, a + b)
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"number": 1.0},
+        {"a": torch.randn(5, 4).t()},
+        {"a": torch.randn(21)[1:].view(4, 5)},
+    ],
+    ids=["number", "strides", "alignment"],
+)
+def test_other_calls_run_anew(add: Add, change: dict[str, Any]) -> None:
+    call, ran = operation(add)
+    arguments = {"a": numbers(add, 4, 5), "b": numbers(add, 4, 5), "number": 0.0}
+    call(**arguments)
+    call(**arguments)
+    assert len(ran) == 1
+    changed = arguments | change
+    (result,) = call(**changed)
+    assert len(ran) == 2
+    assert torch.equal(result, changed["a"] + changed["b"] + changed["number"])
+
+
+def test_equal_values_of_another_type_are_checked(add: Add) -> None:
+    call, _ = operation(add)
+    a, b = numbers(add, 4), numbers(add, 4)
+    call(a, b, number=1)
+    with pytest.raises(TypeError):
+        call(a, b, number=True)
+
+
+def test_tensors_that_share_memory_are_not_confused(add: Add) -> None:
+    call, _ = operation(add)
+    a, b = numbers(add, 4), numbers(add, 4)
+    call(a, a)
+    (result,) = call(a, b)
+    assert torch.equal(result, a + b)
+
+
+def test_a_parameter_is_a_tensor(add: Add) -> None:
+    call, ran = operation(add)
+    for _ in range(2):
+        a, b = numbers(add, 4), torch.nn.Parameter(numbers(add, 4), requires_grad=False)
+        (result,) = call(a, b)
+        assert torch.equal(result, a + b)
+    assert len(ran) == 1
+
+
+def test_other_subclasses_run_anew(add: Add) -> None:
+    class Marked(torch.Tensor):
+        pass
+
+    call, ran = operation(add)
+    for _ in range(2):
+        call(numbers(add, 4), numbers(add, 4).as_subclass(Marked))
+    assert len(ran) == 2
+
+
+def test_a_sparse_tensor_is_left_to_the_operation(add: Add) -> None:
+    call, ran = operation(add)
+    with pytest.raises(RuntimeError):
+        call(numbers(add, 4), torch.zeros(4).to_sparse())
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize("beside", ["before", "after"])
+def test_work_beside_launches_is_never_left_out(add: Add, beside: str) -> None:
+    def work(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, number: float) -> None:
+        if beside == "before":
+            b = b.clone()
+        launch(add, out, a, b, number)
+        if beside == "after":
+            out.mul_(2)
+
+    call, ran = operation(add, work)
+    for _ in range(2):
+        a, b = numbers(add, 4), numbers(add, 4)
+        (result,) = call(a, b)
+        assert torch.equal(result, (a + b) * (2 if beside == "after" else 1))
+    assert len(ran) == 2
+
+
+def test_scratch_is_allocated_at_every_call(add: Add) -> None:
+    places: list[int] = []
+
+    def work(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, number: float) -> None:
+        scratch = torch.empty_strided(a.shape, a.stride())
+        places.append(scratch.data_ptr())
+        launch(add, scratch, a, b, number)
+        launch(add, out, scratch, b, 0.0)
+
+    call, ran = operation(add, work)
+    kept = []
+    for _ in range(2):
+        a, b = numbers(add, 4), numbers(add, 4)
+        kept.append(call(a, b))
+        assert torch.equal(kept[-1][0], a + b + b)
+    assert len(ran) == 1
+    assert len(places) == 1
+
+
+def test_forgets(add: Add) -> None:
+    call, ran = operation(add)
+    a, b = numbers(add, 4), numbers(add, 4)
+    call(a, b)
+    repeat.forget()
+    call(a, b)
+    assert len(ran) == 2
+
+
+def test_a_profiler_sees_every_launch(add: Add, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    call, ran = operation(add)
+    a, b = numbers(add, 4), numbers(add, 4)
+    call(a, b)
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
+    call(a, b)
+    assert len(ran) == 2
+
+
+def test_an_operation_of_pytorch_is_seen_through(add: Add) -> None:
+    op = register_op("test_repeat_add", mutates=("out",))(_add_through_pytorch)
+    _COMPILED.append(add)
+    ran: list[int] = []
+
+    @repeat.repeats_launches
+    def call(a: torch.Tensor, b: torch.Tensor) -> Any:
+        ran.append(1)
+        out = torch.empty_strided(a.shape, a.stride())
+        op(a, b, out)
+        return (out,)
+
+    for _ in range(2):
+        a, b = numbers(add, 4), numbers(add, 4)
+        assert torch.equal(call(a, b)[0], a + b + a)
+    assert len(ran) == 1
+
+
+_COMPILED: list[Add] = []
+
+
+def _add_through_pytorch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    compiled = _COMPILED[-1]
+    scratch = torch.empty_strided(a.shape, a.stride())
+    launch(compiled, scratch, a, b, 0.0)
+    launch(compiled, out, scratch, a, 0.0)
