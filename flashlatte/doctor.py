@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import flashlatte
+from flashlatte import ops
 from flashlatte.kv_cache import get_format
 from flashlatte.layers import MLAConfig
 from flashlatte.runtime import dispatch
@@ -32,6 +33,7 @@ def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, A
     Raises:
         OSError, ValueError: the file cannot be read, or is not an MLA model's.
     """
+    ops.load()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     config = None if model is None else read_config(model)
     calls = typical_calls(device, DTYPES[dtype], config)

@@ -178,7 +178,7 @@ def test_wrong_result_has_no_time(
 
     def wrong(first: torch.Tensor, *rest: Any) -> None:
         right(first, *rest)
-        written = first if function == "write" else rest[-2]
+        written = first if function == "cache_write" else rest[-2]
         written.view(-1)[0] += 1
 
     monkeypatch.setitem(dispatch._REGISTRY[cases_operation(case)], "portable", stand_in(cases_operation(case)))

@@ -40,7 +40,9 @@ def _module(name: str) -> str | None:
 
 
 def _docstrings(tree: ast.AST) -> set[ast.AST]:
-    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+    return {
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
 
 
 def imports(module: str) -> Iterator[str]:
