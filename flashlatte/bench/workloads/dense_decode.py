@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-import flashlatte
 from flashlatte.bench.problems import DenseDecode
 from flashlatte.bench.workloads import draw
 from flashlatte.bench.workloads.base import Outputs, Results, Workload, nan_like, spread
+from flashlatte.ops.dense_decode import dense_decode
 from flashlatte.runtime import dispatch
 from flashlatte.testing import compare
 
@@ -52,7 +52,7 @@ class DenseDecodeWorkload(Workload):
         )
 
     def run(self, backend: str, outputs: Outputs | None = None) -> Results:
-        out, lse = flashlatte.dense_decode(
+        out, lse = dense_decode(
             self.q,
             self.k_cache,
             self.block_table,
@@ -73,7 +73,7 @@ class DenseDecodeWorkload(Workload):
 
     def reference(self) -> Results:
         chosen = self.requests_compared
-        out, lse = flashlatte.dense_decode(
+        out, lse = dense_decode(
             self.q[chosen],
             self.k_cache,
             self.block_table[chosen],

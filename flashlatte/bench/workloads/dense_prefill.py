@@ -6,10 +6,10 @@ import functools
 
 import torch
 
-import flashlatte
 from flashlatte.bench.problems import DensePrefill, DensePrefillBackward
 from flashlatte.bench.workloads import draw
 from flashlatte.bench.workloads.base import Outputs, Results, Workload, nan_like, spread
+from flashlatte.ops.dense_prefill import dense_prefill
 from flashlatte.runtime import dispatch
 from flashlatte.testing import compare
 
@@ -69,7 +69,7 @@ class DensePrefillWorkload(Workload):
 
     def _prefill(self, rows: tuple[torch.Tensor, ...], backend: str, outputs: Outputs | None = None) -> Results:
         q, k, v = rows
-        out, lse = flashlatte.dense_prefill(
+        out, lse = dense_prefill(
             q,
             k,
             v,

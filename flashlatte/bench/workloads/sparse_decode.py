@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-import flashlatte
 from flashlatte import kv_cache
 from flashlatte.bench.problems import SparseDecode
 from flashlatte.bench.workloads import draw
 from flashlatte.bench.workloads.base import Outputs, Results, Workload, nan_like, spread
 from flashlatte.ops.index_convert import to_cache_indices
+from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.runtime import dispatch
 from flashlatte.testing import compare
 
@@ -105,7 +105,7 @@ class SparseDecodeWorkload(Workload):
                 "extra_indices": self.extra.indices[requests],
                 "extra_topk_length": None if lengths is None else lengths[requests],
             }
-        out, lse = flashlatte.sparse_decode(
+        out, lse = sparse_decode(
             self.q[requests],
             self.main.cache,
             self.main.indices[requests],

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-import flashlatte
 from flashlatte.bench.problems import SparsePrefill
 from flashlatte.bench.workloads import draw
 from flashlatte.bench.workloads.base import Outputs, Results, Workload, nan_like, spread
+from flashlatte.ops.sparse_prefill import sparse_prefill
 from flashlatte.runtime import dispatch
 from flashlatte.testing import compare
 
@@ -50,7 +50,7 @@ class SparsePrefillWorkload(Workload):
         return self._prefill(self.queries_compared, "reference")
 
     def _prefill(self, queries: slice | torch.Tensor, backend: str, outputs: Outputs | None = None) -> Results:
-        out, max_logits, lse = flashlatte.sparse_prefill(
+        out, max_logits, lse = sparse_prefill(
             self.q[queries],
             self.kv,
             self.indices[queries],
