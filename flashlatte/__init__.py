@@ -47,4 +47,5 @@ lazy.declare(
         "write": "flashlatte.ops.cache_write:cache_write",
     },
 )
-__getattr__, __dir__ = lazy.attach(__name__)
+if not TYPE_CHECKING:  # A type checker would take any name from __getattr__.
+    __getattr__, __dir__ = lazy.attach(__name__)

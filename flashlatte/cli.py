@@ -1,4 +1,4 @@
-"""The command line: flashlatte demo | doctor | bench."""
+"""The command line: flashlatte demo | doctor | bench. Nothing here imports torch before a command runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import os
 import sys
 from pathlib import Path
+
+import flashlatte
 
 USER_ERROR = 2
 
@@ -30,13 +32,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="flashlatte", description="Multi-head Latent Attention in Python.")
+    parser.add_argument("--version", action="version", version=f"flashlatte {flashlatte.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="demo | doctor | bench")
 
     demo = commands.add_parser(
         "demo", help="a small DeepSeek-V3 decodes with stock transformers and through FlashLatte"
     )
     demo.add_argument("--prompt", type=Path, help="a text file to continue; the package brings one")
-    demo.add_argument("--new-tokens", type=int, default=64, help="tokens to generate (default 64)")
+    demo.add_argument("--new-tokens", type=int, default=64, help="tokens to generate, 64 to 1024 (default 64)")
     demo.add_argument("--device", help="where, cuda or cpu; a GPU if there is one")
     demo.set_defaults(run=_demo)
 

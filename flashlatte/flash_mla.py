@@ -40,9 +40,13 @@ __all__ = [
     "get_mla_metadata",
 ]
 
+# FlashMLA's own at commit 9241ae3, whose interface this is, for programs that ask for one.
+__version__ = "1.0.0"
+
 ALIAS = '''"""The top-level name of FlashMLA, served by FlashLatte."""
 
 from flashlatte.flash_mla import *  # noqa: F403
+from flashlatte.flash_mla import __version__  # noqa: F401
 '''
 
 ALIAS_INTERFACE = '''"""FlashMLA's module path for its functions, served by FlashLatte."""

@@ -278,9 +278,12 @@ def implementation(operation: str, backend: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
-@torch.compiler.assume_constant_result
 def compute_capability(device: torch.device) -> tuple[int, int]:
     return _compute_capability(device)
+
+
+# What torch.compiler.assume_constant_result sets; calling it imports torch._dynamo, which takes as long as torch.
+compute_capability._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @functools.cache
