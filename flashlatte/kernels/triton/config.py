@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from flashlatte.kernels.triton.online_softmax import NVIDIA
 
@@ -37,9 +38,10 @@ class Config:
     column_sums: bool = True
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What a step of the loop over keys is compiled for.
+
+    A kernel takes it as one constant, and Triton writes constants down as JSON: hence a tuple of plain values.
 
     Attributes:
         head_dim, latent_dim: numbers of a row, and those of its latent part.

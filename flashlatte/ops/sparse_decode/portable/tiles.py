@@ -7,7 +7,6 @@ read as zeros, whatever their bytes are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import triton
@@ -46,9 +45,8 @@ class Cache(NamedTuple):
     num_slots: Any
 
 
-@dataclass(frozen=True)
-class Place:
-    """What finding a token is compiled for.
+class Place(NamedTuple):
+    """What finding a token is compiled for: one constant of the kernel, which Triton writes down as JSON.
 
     Attributes:
         cache_format: "v32", "model1", or "plain": rows of numbers in q's dtype.
