@@ -44,6 +44,18 @@ def test_grid(row: Arguments) -> None:
     assert_right(out, lse, outs, lses)
 
 
+@pytest.mark.parametrize("parts", [8, 9, 17, 40])
+@pytest.mark.parametrize("lse", [0.0, 5000.0])
+def test_float32_is_as_exact_as_float32(parts: int, lse: float) -> None:
+    outs, lses = parts_of(parts=parts, shape=(7, 3), width=1025, dtype=torch.float32)
+    lses = [part / 10 + lse for part in lses]
+    exact = torch.stack(lses).double()
+    out, merged_lse = merge(outs, lses)
+    expected = (exact.softmax(dim=0).unsqueeze(-1) * torch.stack(list(outs)).double()).sum(dim=0)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=5e-6)
+    torch.testing.assert_close(merged_lse.double(), exact.logsumexp(dim=0), rtol=2**-22, atol=2e-6)
+
+
 def test_more_than_2_31_elements() -> None:
     draw = Draw(0, DEVICE)
     rows = 2**31 // 512 + 5000

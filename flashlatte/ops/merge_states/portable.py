@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,57 +26,74 @@ NUM_WARPS = 4
 def merge_states_into(
     outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    if lse.numel() == 0:
-        return
-    sizes, strides = _fused_axes(outs, lses, out, lse)
-    if len(sizes) > MAX_AXES:
-        shortest = min((size, axis) for axis, size in enumerate(lse.shape) if size > 1)[1]
-        _merge_halves(outs, lses, out, lse, shortest)
-    elif len(outs) <= MAX_PARTS:
-        _launch(outs, lses, out, lse, sizes, strides)
-    elif lse.numel() > 1 and 4 * (out.numel() + lse.numel()) > SCRATCH_BYTES:
-        _merge_halves(outs, lses, out, lse, lse.shape.index(max(lse.shape)))
-    else:
-        _fold(outs, lses, out, lse)
+    if lse.numel() > 0:
+        _merge([State(*state) for state in zip(outs, lses, strict=True)], State(out, lse))
 
 
-def _merge_halves(
-    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: torch.Tensor, lse: torch.Tensor, axis: int
-) -> None:
-    half = lse.shape[axis] // 2
-    for start, length in ((0, half), (half, lse.shape[axis] - half)):
-        merge_states_into(
-            [part.narrow(axis, start, length) for part in outs],
-            [part.narrow(axis, start, length) for part in lses],
-            out.narrow(axis, start, length),
-            lse.narrow(axis, start, length),
-        )
+class State(NamedTuple):
+    """An attention result [..., d] whose keys weigh ``row_sum`` · e^``lse`` ([...]) together; ``row_sum`` None is 1.
 
-
-def _fold(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: torch.Tensor, lse: torch.Tensor) -> None:
-    """More parts than a launch takes: what is merged so far, in float32, is the first part of the next launch."""
-    merged_out = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    merged_lse = torch.empty(lse.shape, dtype=torch.float32, device=out.device)
-    merge_states_into(outs[:MAX_PARTS], lses[:MAX_PARTS], merged_out, merged_lse)
-    for start in range(MAX_PARTS, len(outs), MAX_PARTS - 1):
-        stop = start + MAX_PARTS - 1
-        target = (merged_out, merged_lse) if stop < len(outs) else (out, lse)
-        merge_states_into([merged_out, *outs[start:stop]], [merged_lse, *lses[start:stop]], *target)
-
-
-def _fused_axes(
-    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: torch.Tensor, lse: torch.Tensor
-) -> tuple[list[int], list[list[int]]]:
-    """Leading axes, those fused that every tensor can walk as one.
-
-    Returns:
-        Their sizes, and for each of them the strides of [*outs, out, *lses, lse].
+    Where more states are merged than a launch takes, what is merged so far has a ``row_sum``: rounded into an lse of
+    some size (5,000, say) it would lose all but a few of its bits.
     """
-    out_strides = zip(*(tensor.stride()[:-1] for tensor in (*outs, out)), strict=True)
-    lse_strides = zip(*(tensor.stride() for tensor in (*lses, lse)), strict=True)
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    row_sum: torch.Tensor | None = None
+
+    def narrow(self, axis: int, start: int, length: int) -> State:
+        return State(*(None if tensor is None else tensor.narrow(axis, start, length) for tensor in self))
+
+
+def _merge(states: Sequence[State], target: State) -> None:
+    """Merge into ``target``. The first state and the target may have a ``row_sum``, strided like their lse."""
+    axes = _fused_axes([*states, target])
+    numbers = target.out.numel() + 2 * target.lse.numel()
+    if len(axes.sizes) > MAX_AXES:
+        shape = target.lse.shape
+        _merge_halves(states, target, min((size, axis) for axis, size in enumerate(shape) if size > 1)[1])
+    elif len(states) <= MAX_PARTS:
+        _launch(states, target, axes)
+    elif target.lse.numel() > 1 and 4 * numbers > SCRATCH_BYTES:
+        _merge_halves(states, target, target.lse.shape.index(max(target.lse.shape)))
+    else:
+        _fold(states, target)
+
+
+def _merge_halves(states: Sequence[State], target: State, axis: int) -> None:
+    half = target.lse.shape[axis] // 2
+    for start, length in ((0, half), (half, target.lse.shape[axis] - half)):
+        _merge([state.narrow(axis, start, length) for state in states], target.narrow(axis, start, length))
+
+
+def _fold(states: Sequence[State], target: State) -> None:
+    """More states than a launch takes: what is merged so far, in float32, is the first one of the next launch."""
+    out, lse = target.out, target.lse
+    merged = State(
+        torch.empty(out.shape, dtype=torch.float32, device=out.device),
+        torch.empty(lse.shape, dtype=torch.float32, device=out.device),
+        torch.empty(lse.shape, dtype=torch.float32, device=out.device),
+    )
+    _merge(states[:MAX_PARTS], merged)
+    for start in range(MAX_PARTS, len(states), MAX_PARTS - 1):
+        stop = start + MAX_PARTS - 1
+        _merge([merged, *states[start:stop]], merged if stop < len(states) else target)
+
+
+class Axes(NamedTuple):
+    """Leading axes: their sizes, and for each of them the strides of all states, first of out and then of lse."""
+
+    sizes: list[int]
+    strides: list[list[int]]
+
+
+def _fused_axes(states: Sequence[State]) -> Axes:
+    """The leading axes of states, those fused that every tensor can walk as one."""
+    out_strides = zip(*(state.out.stride()[:-1] for state in states), strict=True)
+    lse_strides = zip(*(state.lse.stride() for state in states), strict=True)
     sizes: list[int] = []
     strides: list[list[int]] = []
-    for size, of_outs, of_lses in zip(lse.shape, out_strides, lse_strides, strict=True):
+    for size, of_outs, of_lses in zip(states[0].lse.shape, out_strides, lse_strides, strict=True):
         if size == 1:
             continue
         here = [*of_outs, *of_lses]
@@ -85,49 +103,45 @@ def _fused_axes(
         else:
             sizes.append(size)
             strides.append(here)
-    return (sizes, strides) if sizes else ([1], [[0] * (len(outs) + len(lses) + 2)])
+    return Axes(sizes, strides) if sizes else Axes([1], [[0] * (2 * len(states))])
 
 
-def _launch(
-    outs: Sequence[torch.Tensor],
-    lses: Sequence[torch.Tensor],
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    sizes: list[int],
-    strides: list[list[int]],
-) -> None:
-    d = out.shape[-1]
-    columns = [*(part.stride(-1) for part in outs), out.stride(-1)] if d > 1 else [1] * (len(outs) + 1)
+def _launch(states: Sequence[State], target: State, axes: Axes) -> None:
+    every = [*states, target]
+    d = target.out.shape[-1]
+    columns = [state.out.stride(-1) for state in every] if d > 1 else [1] * len(every)
     contiguous = all(stride == 1 for stride in columns)
-    row_strides = [axis[: len(outs) + 1] for axis in strides]
+    row_strides = [axis[: len(every)] for axis in axes.strides]
     unit = 1
     if contiguous:
-        unit = math.gcd(VECTOR_BYTES // out.element_size(), *(stride for axis in row_strides for stride in axis))
+        unit = math.gcd(VECTOR_BYTES // target.out.element_size(), *(stride for axis in row_strides for stride in axis))
     walks = []
-    for part in range(len(outs) + 1):
-        walks += [axis[part] // unit for axis in row_strides]
-        walks += [axis[len(outs) + 1 + part] for axis in strides]
-        walks.append(columns[part])
-    num_rows = math.prod(sizes)
+    for number in range(len(every)):
+        walks += [axis[number] // unit for axis in row_strides]
+        walks += [axis[len(every) + number] for axis in axes.strides]
+        walks.append(columns[number])
+    num_rows = math.prod(axes.sizes)
     block_d = min(1 << max(d - 1, 0).bit_length(), MAX_COLUMNS)
     block_r = max(TILE // block_d, 1)
     merge_kernel[(-(-num_rows // block_r),)](
-        (*outs, out),
-        (*lses, lse),
+        tuple(state.out for state in every),
+        tuple(state.lse for state in every),
+        states[0].row_sum,
+        target.row_sum,
         # Triton compiles anew for integers of a tuple that are 1 or divisible by 16; odd ones from 3 on are neither.
         tuple(2 * walk + 3 for walk in walks),
         num_rows,
-        sizes[1] if len(sizes) > 1 else 1,
-        sizes[2] if len(sizes) > 2 else 1,
-        d,
-        len(outs),
-        len(sizes),
-        unit,
-        contiguous,
-        num_rows >= 2**31,
-        dispatch.interpreting(),
-        block_r,
-        block_d,
+        axes.sizes[1] if len(axes.sizes) > 1 else 1,
+        axes.sizes[2] if len(axes.sizes) > 2 else 1,
+        D=d,
+        PARTS=len(states),
+        AXES=len(axes.sizes),
+        UNIT=unit,
+        CONTIGUOUS=contiguous,
+        WIDE=num_rows >= 2**31,
+        INTERPRETED=dispatch.interpreting(),
+        BLOCK_R=block_r,
+        BLOCK_D=block_d,
         num_warps=NUM_WARPS,
         enable_fp_fusion=True,
     )
@@ -163,10 +177,21 @@ def _load_lse(lse, offsets, in_use):
     return tl.where(value == float("inf"), float("-inf"), value)
 
 
+@triton.jit
+def _weight(part_lse, maximum, row_sum, offsets, in_use, PART: tl.constexpr):
+    """What a part weighs, relative to e^maximum; ``row_sum`` is that of part 0, or None."""
+    weight = tl.exp(part_lse - maximum)
+    if PART == 0 and row_sum is not None:
+        weight *= tl.load(row_sum + offsets, mask=in_use, other=0.0)
+    return weight
+
+
 @kernel
 def merge_kernel(
     outs,
     lses,
+    first_row_sum,
+    merged_row_sum,
     walks,
     num_rows: tl.int64,
     size_1: tl.int64,
@@ -181,7 +206,8 @@ def merge_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """outs[PARTS] and lses[PARTS] are the outputs.
+    """outs[PARTS] and lses[PARTS] are the outputs; ``first_row_sum`` of outs[0] and ``merged_row_sum`` of the output
+    lie as their lses do, or are None (``State``).
 
     ``walks`` are, for each part and then for the outputs, 2s + 3 of the strides s of out's leading axes (in units
     of UNIT numbers), of lse's axes and of out's last axis.
@@ -209,8 +235,9 @@ def merge_kernel(
     maximum = tl.where(maximum == float("-inf"), 0.0, maximum)
     total = tl.zeros([BLOCK_R], tl.float32)
     for part in tl.static_range(PARTS):
-        part_lse = _load_lse(lses[part], _offsets(index, walks, part * WALK + AXES, AXES), in_use)
-        total += tl.exp(part_lse - maximum)
+        lse_offsets = _offsets(index, walks, part * WALK + AXES, AXES)
+        part_lse = _load_lse(lses[part], lse_offsets, in_use)
+        total += _weight(part_lse, maximum, first_row_sum, lse_offsets, in_use, part)
     all_empty = total == 0.0
     total = tl.where(all_empty, 1.0, total)
 
@@ -220,17 +247,23 @@ def merge_kernel(
         columns = first + tl.arange(0, BLOCK_D)[None, :]
         merged = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
         for part in tl.static_range(PARTS):
-            part_lse = _load_lse(lses[part], _offsets(index, walks, part * WALK + AXES, AXES), in_use)
+            lse_offsets = _offsets(index, walks, part * WALK + AXES, AXES)
+            part_lse = _load_lse(lses[part], lse_offsets, in_use)
+            weight = _weight(part_lse, maximum, first_row_sum, lse_offsets, in_use, part)
             offsets = _tile_offsets(index, columns, walks, part * WALK, AXES, UNIT, CONTIGUOUS)
             # An empty part's out is not looked at: it may be NaN.
             used = (in_use & (part_lse != float("-inf")))[:, None] & (columns < D)
             values = widen(tl.load(outs[part] + offsets, mask=used, other=0.0), INTERPRETED)
-            merged += (tl.exp(part_lse - maximum) / total)[:, None] * values
+            merged += (weight / total)[:, None] * values
         offsets = _tile_offsets(index, columns, walks, OUT_WALK, AXES, UNIT, CONTIGUOUS)
         written = in_use[:, None] & (columns < D)
         tl.store(outs[PARTS] + offsets, narrow(merged, OUT_TYPE, INTERPRETED), mask=written)
 
     # Another warp may still read the lse of these rows from where this one is about to write: merging in place.
     tl.debug_barrier()
-    merged_lse = tl.where(all_empty, float("-inf"), maximum + tl.log(total))
-    tl.store(lses[PARTS] + _offsets(index, walks, OUT_WALK + AXES, AXES), merged_lse, mask=in_use)
+    lse_offsets = _offsets(index, walks, OUT_WALK + AXES, AXES)
+    if merged_row_sum is None:
+        maximum += tl.log(total)
+    else:
+        tl.store(merged_row_sum + lse_offsets, total, mask=in_use)
+    tl.store(lses[PARTS] + lse_offsets, tl.where(all_empty, float("-inf"), maximum), mask=in_use)
