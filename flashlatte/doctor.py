@@ -12,7 +12,7 @@ import torch
 
 import flashlatte
 from flashlatte import ops
-from flashlatte.kv_cache import get_format
+from flashlatte.kv_cache import FORMAT_NAMES, get_format
 from flashlatte.layers import MLAConfig
 from flashlatte.runtime import dispatch
 
@@ -64,7 +64,7 @@ def read_config(path: str | Path) -> MLAConfig:
 
 
 def typical_calls(device: torch.device, dtype: torch.dtype, model: MLAConfig | None = None) -> list[dispatch.Call]:
-    """One call of every operation, and choice of the layer, over every cache format.
+    """One call of every operation, over every cache format that it reads.
 
     They are in the shape of ``model``, over formats that fit it; without one, in DeepSeek-V3's (for ``model1``, V4's).
     """
@@ -75,15 +75,14 @@ def typical_calls(device: torch.device, dtype: torch.dtype, model: MLAConfig | N
     if model is None:
         widths["model1"] = MODEL1_HEAD_DIM
 
-    def over(operation: str, cache_format: str, **more: Any) -> dispatch.Call:
+    def over(operation: str, cache_format: str) -> dispatch.Call:
         width = widths[cache_format]
-        value = width if cache_format == "model1" else config.kv_lora_rank
-        return dispatch.Call(operation, device, dtype, cache_format, 64, width, value, **heads, **more)
+        layout = get_format(cache_format)
+        value = config.kv_lora_rank if layout.plain else layout.value_dim
+        return dispatch.Call(operation, device, dtype, cache_format, 64, width, value, **heads)
 
-    calls = [over("layer.decode", name, sparse=False) for name in widths]
-    calls += [over("layer.decode", name, sparse=True) for name in widths if name != "fp8"]
-    calls += [over("dense_decode", name) for name in (plain, "fp8")]
-    calls += [over("sparse_decode", name) for name in widths if name != "fp8"]
+    calls = [over("dense_decode", name) for name in widths if get_format(name).plain]
+    calls += [over("sparse_decode", name) for name in widths if not get_format(name).takes_scale]
     shared = {"head_dim": config.head_dim, "head_dim_v": config.kv_lora_rank}
     calls.append(dispatch.Call("sparse_prefill", device, dtype, **shared, **heads))
     per_head: dict[str, Any] = {
@@ -107,7 +106,7 @@ def typical_calls(device: torch.device, dtype: torch.dtype, model: MLAConfig | N
 
 def _tiled_formats(config: MLAConfig) -> list[str]:
     """The formats that are made for rows like the model's."""
-    layouts = (get_format("v32"), get_format("model1"))
+    layouts = [layout for layout in map(get_format, FORMAT_NAMES) if layout.tiling is not None]
     wanted = (config.kv_lora_rank, config.qk_rope_head_dim)
     return [layout.name for layout in layouts if (layout.latent_dim, layout.rope_dim) == wanted]
 
@@ -122,7 +121,6 @@ def report(facts: dict[str, Any]) -> str:
     lines.append("")
     for operation in facts["operations"]:
         what = operation["operation"] + (f" over {operation['cache_format']}" if operation["cache_format"] else "")
-        what += ", selected tokens" if operation["sparse"] else ""
         lines.append(f"{what:<42}{operation['runs'] or 'nothing can run it here'}")
         lines += [f"    not {name}: it {reason}" for name, reason in operation["refusals"].items()]
     return "\n".join(lines)
@@ -134,7 +132,6 @@ def _choices(call: dispatch.Call) -> dict[str, Any]:
     return {
         "operation": call.operation,
         "cache_format": call.cache_format,
-        "sparse": call.sparse,
         "runs": able[0] if able else None,
         "also": able[1:],
         "refusals": {choice.backend: choice.refusal for choice in choices if choice.refusal is not None},

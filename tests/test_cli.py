@@ -19,13 +19,11 @@ def test_doctor_as_json_names_every_operation_and_why(capsys):
     assert facts["device"]["type"] == "cpu"
     assert facts["versions"]["torch"] == torch.__version__
     assert {entry["operation"] for entry in facts["operations"]} == set(dispatch.operations())
-    choices = [entry for entry in facts["operations"] if entry["operation"] != "layer.decode"]
-    assert all(entry["runs"] == "reference" for entry in choices)
-    assert all("hopper" in entry["refusals"] for entry in choices)
-    routes = {(e["cache_format"], e["sparse"]): e["runs"] for e in facts["operations"] if e not in choices}
-    assert routes["fp32", False] == routes["fp8", False] == "dense_decode"
-    assert routes["v32", False] == routes["model1", False] == "sparse_decode_of_all"
-    assert routes["fp32", True] == routes["v32", True] == "sparse_decode"
+    assert all(entry["runs"] == "reference" for entry in facts["operations"])
+    assert all("hopper" in entry["refusals"] for entry in facts["operations"])
+    formats = {(entry["operation"], entry["cache_format"]) for entry in facts["operations"]}
+    assert {("dense_decode", "fp8"), ("sparse_decode", "v32"), ("sparse_decode", "model1")} <= formats
+    assert not {("dense_decode", "v32"), ("sparse_decode", "fp8")} & formats
 
 
 def test_doctor_tells_what_select_would_do():

@@ -128,11 +128,11 @@ def as_cache(
     layout = format_of_records(cache, cache_format, name)
     width = layout.record_width
     checks.tensor(name, cache, ("pages", "page_size", 1, width), layout.accepted_dtypes)
-    if layout.fixed_split and cache.shape[1] > 1 and cache.stride(1) != width:
+    if not layout.plain and cache.shape[1] > 1 and cache.stride(1) != width:
         raise ValueError(
             f"{name} of format {layout.name} must have {width} bytes from token to token, got stride {cache.stride(1)}"
         )
-    if cache.shape[0] > 1 and layout.fixed_split and cache.stride(0) < width * cache.shape[1]:
+    if not layout.plain and cache.shape[0] > 1 and cache.stride(0) < width * cache.shape[1]:
         raise ValueError(
             f"{name} of format {layout.name} must have at least {width * cache.shape[1]} bytes from page to page, "
             f"got stride {cache.stride(0)}"
@@ -150,7 +150,7 @@ def format_of_records(records: object, cache_format: str | CacheFormat | None, n
         return infer_format(records, name)
     if isinstance(cache_format, str):
         layout = as_format(cache_format)
-        if not layout.fixed_split:
+        if layout.plain:
             layout = as_format(cache_format, records.shape[-1])
     else:
         layout = as_format(cache_format)
@@ -178,7 +178,7 @@ def format_for_rows(cache_format: str | CacheFormat, x: torch.Tensor, rope: torc
         if value.dim() == 0:
             raise ValueError(f"{name} must have at least one axis, got a scalar")
     layout = as_format(cache_format)
-    if isinstance(cache_format, str) and not layout.fixed_split:
+    if isinstance(cache_format, str) and layout.plain:
         layout = as_format(cache_format, x.shape[-1] + (0 if rope is None else rope.shape[-1]))
     return layout
 
@@ -198,7 +198,7 @@ def split_rows(layout: CacheFormat, x: torch.Tensor, rope: torch.Tensor | None) 
             f"got {list(rope.shape[:-1])} on {rope.device}"
         )
     widths = (x.shape[-1], rope.shape[-1])
-    if sum(widths) != layout.head_dim or (layout.fixed_split and widths[1] != layout.rope_dim):
+    if sum(widths) != layout.head_dim or (not layout.plain and widths[1] != layout.rope_dim):
         raise ValueError(
             f"x and rope must be {layout.latent_dim} and {layout.rope_dim} wide for format {layout.name}, "
             f"got {widths[0]} and {widths[1]}"
@@ -208,8 +208,8 @@ def split_rows(layout: CacheFormat, x: torch.Tensor, rope: torch.Tensor | None) 
 
 def check_scale_rounding(layout: CacheFormat, scale_rounding: str) -> None:
     checks.choice("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
-    if scale_rounding == "exact" and layout.name == "model1":
-        raise ValueError("scale_rounding='exact' cannot be had in format model1: its scales are powers of two")
+    if scale_rounding == "exact" and not layout.has_exact_scales:
+        raise ValueError(f"scale_rounding='exact' cannot be had in format {layout.name}: its scales are powers of two")
 
 
 def one_scale(layout: CacheFormat, value: float | torch.Tensor | None) -> float | torch.Tensor:

@@ -25,28 +25,72 @@ class Plane:
 
 
 @dataclass(frozen=True)
+class Tiling:
+    """Where the bytes of a token lie whose e4m3 latent has a scale for each tile, and whose rope is bf16.
+
+    Attributes:
+        tile: latent values that share a scale.
+        tiles: scales of a token.
+        scale_places: ``tiles`` rounded up to a power of two: so many scales a token has room for.
+        row_bytes: from token to token in the plane that holds latent and rope.
+        rope_offset: of the rope's bytes in that row.
+        e8m0: scales are E8M0 bytes in a plane of their own behind the page's tokens; else float32 behind the latent.
+    """
+
+    tile: int
+    tiles: int
+    scale_places: int
+    row_bytes: int
+    rope_offset: int
+    e8m0: bool
+
+
+@dataclass(frozen=True)
 class CacheFormat(abc.ABC):
     """A cache format. Rows have ``head_dim`` = ``latent_dim`` + ``rope_dim`` values.
 
+    A new format is a subclass with ``planes``, ``encode`` and ``decode``, and its place in ``registry``: allocation
+    and the reference operations then serve it. Kernels ask for ``plain`` and ``tiling`` and refuse what is neither.
+
     Attributes:
         name: the format's public name.
+        record_dtype: of a cache tensor's elements.
+        accepted_dtypes: dtypes of cache tensors that are taken for this format.
+        page_alignment: bytes of which the distance from page to page is a multiple, in a cache that is allocated.
+        row_alignment: bytes of which every token's address is a multiple, for kernels that copy many bytes at a time.
+        takes_scale: one float32 scale, given beside the cache, holds for all of it.
+        plain: a row is ``head_dim`` numbers of ``record_dtype``, as many as one likes.
+        tiling: where kernels find the parts of a token with a scale a tile; None for other formats.
+        has_exact_scales: scales need not be powers of two.
         head_dim: values in a token's key row (576 = 512 latent + 64 rope; 512 = 448 + 64 for ``model1``).
-        latent_dim: values before the rope part.
-        value_dim: leading values of the key row that are its value row (512).
     """
 
     name: ClassVar[str]
     record_dtype: ClassVar[torch.dtype]
     accepted_dtypes: ClassVar[tuple[torch.dtype, ...]]
     page_alignment: ClassVar[int] = 1
+    row_alignment: ClassVar[int] = 16
     takes_scale: ClassVar[bool] = False
-    fixed_split: ClassVar[bool] = True  # latent and rope are stored apart, so their widths are given
+    plain: ClassVar[bool] = False
+    tiling: ClassVar[Tiling | None] = None
+    has_exact_scales: ClassVar[bool] = True
 
     head_dim: int = 576
 
     @property
+    def is_quantised(self) -> bool:
+        """Whether a row holds less than the 16- or 32-bit numbers that were written."""
+        return self.takes_scale or not self.plain
+
+    @property
     def latent_dim(self) -> int:
+        """Values before the rope part."""
         return self.head_dim - self.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Leading values of the key row that are its value row."""
+        return self.latent_dim
 
     @property
     def rope_dim(self) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashlatte.kv_cache.formats import CacheFormat, Plane
+from flashlatte.kv_cache.formats import CacheFormat, Plane, Tiling
 from flashlatte.kv_cache.fp8 import as_bytes, dequantize_tiles, from_bytes, quantize_tiles
 
 TILE = 64
@@ -32,12 +32,26 @@ class Model1Format(CacheFormat):
     record_dtype = torch.uint8
     accepted_dtypes = (torch.uint8, torch.int8, torch.float8_e4m3fn)
     page_alignment = LATENT_BYTES + ROPE_BYTES
+    row_alignment = 4
+    tiling = Tiling(
+        tile=TILE,
+        tiles=SCALES,
+        scale_places=SCALE_BYTES,
+        row_bytes=LATENT_BYTES + ROPE_BYTES,
+        rope_offset=LATENT_BYTES,
+        e8m0=True,
+    )
+    has_exact_scales = False
 
     head_dim: int = 512
 
     def __post_init__(self) -> None:
         if self.head_dim != 512:
             raise ValueError(f"head_dim of format model1 is 512, got {self.head_dim}")
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
 
     @property
     def planes(self) -> tuple[Plane, ...]:

@@ -14,7 +14,7 @@ from flashlatte.kv_cache.fp8 import divide, to_e4m3
 class PlainFormat(CacheFormat):
     """Rows stored in ``record_dtype``, latent first, then rope."""
 
-    fixed_split = False
+    plain = True
 
     def __post_init__(self) -> None:
         if isinstance(self.head_dim, bool) or not isinstance(self.head_dim, int) or self.head_dim < 1:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.model1 import Model1Format
 from flashlatte.kv_cache.plain import Bf16Format, Fp8Format, Fp16Format, Fp32Format
 from flashlatte.kv_cache.v32 import V32Format
+from flashlatte.runtime import checks
 
 FORMATS: dict[str, type[CacheFormat]] = {
     cls.name: cls for cls in (Bf16Format, Fp16Format, Fp32Format, Fp8Format, V32Format, Model1Format)
 }
 FORMAT_NAMES = tuple(FORMATS)
-UNTILED_BY_DTYPE = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float8_e4m3fn: "fp8",
-}
-TILED = (V32Format(), Model1Format())
+_PLAIN_BY_DTYPE = {cls.record_dtype: cls for cls in FORMATS.values() if cls.plain}
+_OF_FIXED_WIDTH = tuple(cls() for cls in FORMATS.values() if not cls.plain)
 
 
 def as_format(cache_format: str | CacheFormat, head_dim: int | None = None) -> CacheFormat:
@@ -43,12 +41,25 @@ def infer_format(cache: torch.Tensor, name: str = "cache") -> CacheFormat:
     ``model1`` (584) or, as float8_e4m3fn of any other width, ``fp8``.
     """
     width = cache.shape[-1]
-    for layout in TILED:
+    for layout in _OF_FIXED_WIDTH:
         if width == layout.record_width and cache.dtype in layout.accepted_dtypes:
             return layout
-    if cache.dtype in UNTILED_BY_DTYPE:
-        return FORMATS[UNTILED_BY_DTYPE[cache.dtype]](head_dim=width)
+    if cache.dtype in _PLAIN_BY_DTYPE:
+        return plain_format(cache.dtype, width)
     raise ValueError(
         f"{name} must be a bfloat16, float16 or float32 cache, a float8_e4m3fn cache (fp8), or a one-byte cache "
         f"656 (v32) or 584 (model1) wide; got {str(cache.dtype).removeprefix('torch.')} {width} wide"
     )
+
+
+def plain_format(dtype: torch.dtype, head_dim: int | None = None) -> CacheFormat:
+    """The format of rows that are numbers of this dtype, ``head_dim`` wide; 576 if None."""
+    if dtype not in _PLAIN_BY_DTYPE:
+        raise ValueError(f"dtype must be {checks.dtype_names(_PLAIN_BY_DTYPE)}, got {checks.dtype_names([dtype])}")
+    cls = _PLAIN_BY_DTYPE[dtype]
+    return cls() if head_dim is None else cls(head_dim=head_dim)
+
+
+def names_of(accepts: Callable[[type[CacheFormat]], bool]) -> str:
+    """The names of the formats that ``accepts`` holds for, for messages: "bf16, fp16 or fp32"."""
+    return checks.either(name for name, cls in FORMATS.items() if accepts(cls))

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from flashlatte.kv_cache.formats import CacheFormat, Plane
+from flashlatte.kv_cache.formats import CacheFormat, Plane, Tiling
 from flashlatte.kv_cache.fp8 import as_bytes, dequantize_tiles, from_bytes, quantize_tiles
 
 TILE = 128
+SCALES = 4
 LATENT_BYTES = 512
 SCALE_BYTES = 16
 ROPE_BYTES = 128
@@ -27,6 +28,15 @@ class V32Format(CacheFormat):
     name = "v32"
     record_dtype = torch.uint8
     accepted_dtypes = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+    row_alignment = 4
+    tiling = Tiling(
+        tile=TILE,
+        tiles=SCALES,
+        scale_places=SCALES,
+        row_bytes=LATENT_BYTES + SCALE_BYTES + ROPE_BYTES,
+        rope_offset=LATENT_BYTES + SCALE_BYTES,
+        e8m0=False,
+    )
 
     def __post_init__(self) -> None:
         if self.head_dim != 576:

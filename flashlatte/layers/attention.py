@@ -164,7 +164,7 @@ class MLAAttention(nn.Module):
         config = self.config
         if pages.device != self.kv_b_proj.weight.device:
             raise ValueError(f"cache must be on {self.kv_b_proj.weight.device} like the weights, got {pages.device}")
-        if layout.head_dim != config.head_dim or (layout.fixed_split and layout.rope_dim != config.qk_rope_head_dim):
+        if layout.head_dim != config.head_dim or (not layout.plain and layout.rope_dim != config.qk_rope_head_dim):
             raise ValueError(
                 f"cache of format {layout.name} has rows of {layout.head_dim}, and the layer's are kv_lora_rank "
                 f"{config.kv_lora_rank} and qk_rope_head_dim {config.qk_rope_head_dim}"

@@ -32,12 +32,12 @@ class LatentCache:
 
     @property
     def is_quantised(self) -> bool:
-        return self.layout.fixed_split or self.layout.takes_scale
+        return self.layout.is_quantised
 
     @property
     def value_dim(self) -> int:
-        """Leading numbers of a row that decode takes as its value: the latent, and with ``model1`` the whole row."""
-        return self.layout.head_dim if self.layout.name == "model1" else self.latent_dim
+        """Leading numbers of a row that decode takes as its value: the layer's latent, or what the format says."""
+        return self.latent_dim if self.layout.plain else self.layout.value_dim
 
     def write(self, slot_mapping: torch.Tensor, rows: torch.Tensor) -> None:
         cache_write(self.pages, slot_mapping, rows, cache_format=self.layout, scale=self.scale)

@@ -8,36 +8,6 @@ from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.metadata import DecodePart
 from flashlatte.ops.dense_decode import dense_decode
 from flashlatte.ops.sparse_decode import sparse_decode
-from flashlatte.runtime import checks, dispatch
-
-OPERATION = "layer.decode"
-
-# ``dense_decode`` reads the formats with one scale or none. To read v32 or model1 through it would take a dequantised
-# copy of the whole history at every step; ``sparse_decode`` reads their bytes, given the slots of every token.
-dispatch.register(
-    OPERATION,
-    dispatch.Implementation(
-        "dense_decode",
-        "flashlatte.layers.decode:attend_all",
-        checks.FLOAT_DTYPES,
-        cache_formats=("bf16", "fp16", "fp32", "fp8"),
-        sparse=False,
-    ),
-    dispatch.Implementation(
-        "sparse_decode_of_all",
-        "flashlatte.layers.decode:attend_every_slot",
-        checks.FLOAT_DTYPES,
-        cache_formats=("v32", "model1"),
-        sparse=False,
-    ),
-    dispatch.Implementation(
-        "sparse_decode",
-        "flashlatte.layers.decode:attend_selected",
-        checks.FLOAT_DTYPES,
-        cache_formats=("bf16", "fp16", "fp32", "v32", "model1"),
-        sparse=True,
-    ),
-)
 
 
 def attend_pages(
@@ -55,27 +25,21 @@ def attend_pages(
         indices: int [T, topk], the slots that each query attends to; None: all of its request up to its own.
         backend: of the operation that reads the pages.
     """
-    call = dispatch.Call(
-        OPERATION,
-        query.device,
-        query.dtype,
-        cache_format=cache.layout.name,
-        page_size=cache.page_size,
-        head_dim=query.shape[2],
-        head_dim_v=cache.value_dim,
-        h_q=query.shape[1],
-        h_kv=1,
-        sparse=indices is not None,
-    )
-    run = dispatch.implementation(OPERATION, dispatch.select(call))
-    return run(query, cache, part, indices, softmax_scale, backend)
+    if indices is not None:
+        return _attend_selected(query, cache, indices, softmax_scale, backend)
+    if part is None:
+        raise ValueError("metadata has no decode part, and there are queries that attend in absorbed form")
+    if cache.layout.plain:
+        return _attend_dense(query, cache, part, softmax_scale, backend)
+    # To read another format through dense_decode would take a dequantised copy of the whole history at every step;
+    # sparse_decode reads its bytes, given the slots of every token.
+    return _attend_every_slot(query, cache, part, softmax_scale, backend)
 
 
-def attend_all(
+def _attend_dense(
     query: torch.Tensor,
     cache: LatentCache,
     part: DecodePart,
-    indices: None,
     softmax_scale: float,
     backend: str | None,
 ) -> torch.Tensor:
@@ -93,11 +57,10 @@ def attend_all(
     return _by_token(out, part)
 
 
-def attend_every_slot(
+def _attend_every_slot(
     query: torch.Tensor,
     cache: LatentCache,
     part: DecodePart,
-    indices: None,
     softmax_scale: float,
     backend: str | None,
 ) -> torch.Tensor:
@@ -118,10 +81,9 @@ def attend_every_slot(
     return _by_token(out, part)
 
 
-def attend_selected(
+def _attend_selected(
     query: torch.Tensor,
     cache: LatentCache,
-    part: DecodePart | None,
     indices: torch.Tensor,
     softmax_scale: float,
     backend: str | None,

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from flashlatte.kv_cache import get_format
+
 _Part = TypeVar("_Part")
 
 
@@ -118,12 +120,8 @@ def _moved(part: _Part, device: torch.device) -> _Part:
 
 
 def selects_every_token(cache_format: str) -> bool:
-    """Whether decode over this format goes through ``sparse_decode`` with every token selected.
-
-    ``dense_decode`` reads the formats with one scale or none. Reading v32 or model1 through it would take a
-    dequantised copy of the whole history at every step; ``sparse_decode`` reads their bytes.
-    """
-    return cache_format in ("v32", "model1")
+    """Whether decode over this format goes through ``sparse_decode`` with every token selected."""
+    return not get_format(cache_format).plain
 
 
 def plan_chunks(

@@ -19,6 +19,12 @@ def dtype_names(dtypes: Iterable[torch.dtype]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
+def either(values: Iterable[object]) -> str:
+    """ "a, b or c"."""
+    *first, last = map(str, values)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
 def tensor(
     name: str,
     value: object,

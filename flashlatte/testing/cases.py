@@ -168,7 +168,7 @@ class SparseDecodeCase:
         cache = kv_cache.allocate(layout, num_pages, page_size + (1 if self.strided else 0), device=draw.device)
         cache = cache.fill_(torch.nan if cache.is_floating_point() else 0xFF)[:, :page_size]
         slots = selected.unique()
-        dtype = self.dtype if layout.fixed_split else layout.record_dtype
+        dtype = layout.record_dtype if layout.plain else self.dtype
         for part in slots.split(ROWS_AT_A_TIME):
             rows = draw.normal(part.shape[0], layout.head_dim, dtype=dtype)
             cache_write(cache, part, rows, cache_format=layout, backend="reference")

@@ -226,7 +226,7 @@ def gather_arguments(
 
 def random_cache(draw: Draw, cache_format: str, num_pages: int, page_size: int) -> torch.Tensor:
     layout = kv_cache.get_format(cache_format)
-    dtype = layout.record_dtype if not layout.fixed_split and layout.record_dtype.itemsize > 1 else torch.bfloat16
+    dtype = layout.record_dtype if layout.plain and layout.record_dtype.itemsize > 1 else torch.bfloat16
     rows = draw.normal(num_pages, page_size, 1, layout.head_dim, dtype=dtype)
     return kv_cache.pack(rows, layout, scale=0.02 if layout.takes_scale else None)
 

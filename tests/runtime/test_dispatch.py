@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashlatte import dense_decode
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import dispatch, machine, refusals
 from flashlatte.runtime.dispatch import Call, Choice, Implementation
 
 CPU = torch.device("cpu")
@@ -16,37 +16,43 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 @pytest.fixture
 def operation(monkeypatch):
-    """Register implementations of one operation, in a registry that holds nothing else."""
+    """Define the implementations of one operation, in a registry that holds nothing else."""
     monkeypatch.setattr(dispatch, "_REGISTRY", {})
+    return lambda *implementations: dispatch.define("toy", *implementations)
 
-    def register(*implementations):
-        dispatch.register("toy", *implementations)
 
-    return register
+def takes(*dtypes):
+    return lambda call: refusals.dtype(call, *dtypes)
+
+
+def needs_hopper(call):
+    return refusals.capability(call, 9, 0)
 
 
 def refuse_large_heads(call):
-    return "takes at most 8 heads" if call.h_q > 8 else None
+    return "takes at most 8 heads" if (call.h_q or 0) > 8 else None
 
 
 def test_takes_the_best_that_can_serve(operation):
-    operation(Implementation("reference", "math:sqrt", (F32, BF16)), Implementation("portable", "math:exp", (BF16,)))
+    operation(Implementation("portable", "math:exp", takes(BF16)), Implementation("reference", "math:sqrt"))
     assert dispatch.select(Call("toy", CPU, BF16)) == "portable"
     assert dispatch.select(Call("toy", CPU, F32)) == "reference"
 
 
 def test_a_named_backend_is_obeyed(operation):
-    operation(Implementation("portable", "math:exp", (BF16,)), Implementation("reference", "math:sqrt", (BF16,)))
+    operation(
+        Implementation("portable", "math:exp", takes(BF16)), Implementation("reference", "math:sqrt", takes(BF16))
+    )
     assert dispatch.select(Call("toy", CPU, BF16), "reference") == "reference"
 
 
 @pytest.mark.parametrize(
     ("implementation", "reason"),
     [
-        (Implementation("portable", "m:f", (BF16,)), "takes bfloat16, not float32"),
-        (Implementation("portable", "m:f", (F32,), capability=(9, 0)), "needs compute capability 9.0 .* on cpu"),
-        (Implementation("portable", "m:f", (F32,), refuses=refuse_large_heads), "takes at most 8 heads"),
-        (Implementation("reference", "m:f", (F32,)), "has no toy in this version"),
+        (Implementation("portable", "m:f", takes(BF16)), "takes bfloat16, not float32"),
+        (Implementation("portable", "m:f", needs_hopper), "needs compute capability 9.0 .* on cpu"),
+        (Implementation("portable", "m:f", refuse_large_heads), "takes at most 8 heads"),
+        (Implementation("reference", "m:f", takes(F32)), "has no toy in this version"),
     ],
     ids=["dtype", "capability", "refuses", "missing"],
 )
@@ -58,13 +64,13 @@ def test_a_named_backend_that_cannot_serve_is_refused_with_the_reason(operation,
 
 @pytest.mark.parametrize("backend", ["cuda", "Reference", ""])
 def test_an_unknown_backend_is_an_error(operation, backend):
-    operation(Implementation("reference", "m:f", (F32,)))
+    operation(Implementation("reference", "m:f", takes(F32)))
     with pytest.raises(ValueError, match=r"^backend must be one of hopper, portable, reference or None, got"):
         dispatch.select(Call("toy", CPU, F32), backend)
 
 
 def test_none_that_can_serve_is_an_error_with_all_reasons(operation):
-    operation(Implementation("reference", "m:f", (F32,)))
+    operation(Implementation("reference", "m:f", takes(F32)))
     with pytest.raises(
         ValueError, match=r"hopper has no toy in this version; .*; reference takes float32, not bfloat16"
     ):
@@ -72,30 +78,30 @@ def test_none_that_can_serve_is_an_error_with_all_reasons(operation):
 
 
 def test_triton_serves_the_cpu_only_in_its_interpreter(operation, monkeypatch):
-    operation(Implementation("portable", "m:f", (F32,), needs_triton=True))
-    monkeypatch.setattr(dispatch, "interpreting", lambda: False)
+    operation(Implementation("portable", "m:f", refusals.triton))
+    monkeypatch.setattr(machine, "interpreting", lambda: False)
     with pytest.raises(ValueError, match=r"TRITON_INTERPRET=1"):
         dispatch.select(Call("toy", CPU, F32), "portable")
-    monkeypatch.setattr(dispatch, "interpreting", lambda: True)
+    monkeypatch.setattr(machine, "interpreting", lambda: True)
     assert dispatch.select(Call("toy", CPU, F32), "portable") == "portable"
     with pytest.raises(ValueError, match=r"not on meta"):
         dispatch.select(Call("toy", torch.device("meta"), F32), "portable")
 
 
 def test_triton_that_is_not_installed_is_a_reason(operation, monkeypatch):
-    operation(Implementation("portable", "m:f", (F32,), needs_triton=True))
-    monkeypatch.setattr(dispatch, "_TRITON_INSTALLED", False)
+    operation(Implementation("portable", "m:f", refusals.triton))
+    monkeypatch.setattr(refusals, "_TRITON_INSTALLED", False)
     with pytest.raises(ValueError, match=r"needs Triton, which is not installed"):
         dispatch.select(Call("toy", CPU, F32), "portable")
 
 
 def test_another_compute_capability_is_a_reason(operation, monkeypatch):
-    operation(Implementation("hopper", "m:f", (F32,), capability=(9, 0)))
-    monkeypatch.setattr(dispatch, "compute_capability", lambda device: (8, 0))
+    operation(Implementation("hopper", "m:f", needs_hopper))
+    monkeypatch.setattr(machine, "compute_capability", lambda device: (8, 0))
     call = Call("toy", torch.device("cuda", 0), F32)
     with pytest.raises(ValueError, match=r"needs compute capability 9.0, and cuda:0 has 8.0"):
         dispatch.select(call, "hopper")
-    monkeypatch.setattr(dispatch, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(machine, "compute_capability", lambda device: (9, 0))
     assert dispatch.select(call) == "hopper"
 
 
@@ -110,7 +116,7 @@ def test_fake_tensors_of_a_gpu_need_none():
 
 
 def test_explain_tells_about_every_backend(operation):
-    operation(Implementation("reference", "m:f", (F32,)), Implementation("portable", "m:f", (BF16,)))
+    operation(Implementation("reference", "m:f", takes(F32)), Implementation("portable", "m:f", takes(BF16)))
     assert dispatch.explain(Call("toy", CPU, F32)) == [
         Choice("hopper", "has no toy in this version"),
         Choice("portable", "takes bfloat16, not float32"),
@@ -121,27 +127,25 @@ def test_explain_tells_about_every_backend(operation):
 @pytest.mark.parametrize(
     ("implementation", "message"),
     [
-        (Implementation("", "m:f", (F32,)), "^backend must be a name of letters, digits and underscores, got ''$"),
-        (Implementation("my kernel", "m:f", (F32,)), "^backend must be a name .* got 'my kernel'$"),
-        (Implementation("mine", "m", (F32,)), "^target must be 'module:function', got 'm'$"),
+        (("", "m:f"), "^backend must be a name of letters, digits and underscores, got ''$"),
+        (("my kernel", "m:f"), "^backend must be a name .* got 'my kernel'$"),
+        (("mine", "m"), "^target must be 'module:function', got 'm'$"),
     ],
 )
-def test_register_refuses_what_it_could_not_run(operation, implementation, message):
+def test_an_implementation_that_could_not_run_is_refused(implementation, message):
     with pytest.raises(ValueError, match=message):
-        operation(implementation)
+        Implementation(*implementation)
 
 
 def test_a_third_party_registers_a_backend_of_its_own(operation):
-    operation(Implementation("reference", "math:sqrt", (F32, BF16)), Implementation("portable", "math:exp", (BF16,)))
-    dispatch.register("toy", Implementation("mine", "math:cos", (BF16,), heads=(8,)))
+    operation(Implementation("portable", "math:exp", takes(BF16)), Implementation("reference", "math:sqrt"))
+    dispatch.register("toy", Implementation("mine", "math:cos", refuse_large_heads))
     assert dispatch.select(Call("toy", CPU, BF16, h_q=8)) == "mine"
     assert dispatch.select(Call("toy", CPU, BF16, h_q=9)) == "portable"
     assert dispatch.select(Call("toy", CPU, BF16, h_q=8), "reference") == "reference"
     assert dispatch.backends() == ("hopper", "portable", "reference", "mine")
     assert dispatch.implementation("toy", "mine")(0.0) == 1.0  # type: ignore[func-returns-value]
-    with pytest.raises(
-        ValueError, match=r"^backend='mine' cannot serve this call of toy: it takes 8 query heads, not 9"
-    ):
+    with pytest.raises(ValueError, match=r"^backend='mine' cannot serve this call of toy: it takes at most 8 heads"):
         dispatch.select(Call("toy", CPU, BF16, h_q=9), "mine")
     with pytest.raises(ValueError, match=r"^backend must be one of mine, hopper, portable, .* or None, got 'my'"):
         dispatch.select(Call("toy", CPU, BF16), "my")
@@ -149,54 +153,58 @@ def test_a_third_party_registers_a_backend_of_its_own(operation):
 
 
 def test_a_later_registration_takes_the_place_of_an_earlier_one(operation):
-    operation(Implementation("reference", "math:sqrt", (F32,)))
+    operation(Implementation("reference", "math:sqrt"))
     assert dispatch.implementation("toy", "reference")(4.0) == 2.0  # type: ignore[func-returns-value]
-    operation(Implementation("reference", "math:exp", (F32,)))
+    dispatch.register("toy", Implementation("reference", "math:exp"))
     assert dispatch.implementation("toy", "reference")(0.0) == 1.0  # type: ignore[func-returns-value]
 
 
-def test_names_of_its_own_only(operation):
-    operation(Implementation("left", "m:f", (F32,), sparse=False), Implementation("right", "m:f", (F32,), sparse=True))
-    assert dispatch.select(Call("toy", CPU, F32, sparse=True)) == "right"
-    assert dispatch.explain(Call("toy", CPU, F32, sparse=True)) == [
-        Choice("left", "is for all tokens, not for selected ones"),
-        Choice("right", None),
-    ]
+def test_the_first_of_several_that_are_registered_is_the_best(operation):
+    operation(Implementation("reference", "math:sqrt"))
+    dispatch.register("toy", Implementation("one", "m:f"), Implementation("other", "m:f"))
+    dispatch.register("toy", Implementation("latest", "m:f"))
+    ours = [choice.backend for choice in dispatch.explain(Call("toy", CPU, F32)) if choice.refusal is None]
+    assert ours == ["latest", "one", "other", "reference"]
+
+
+def test_registering_for_an_operation_that_does_not_exist_is_an_error(operation):
+    operation(Implementation("reference", "math:sqrt"))
+    with pytest.raises(ValueError, match=r"^operation must be one of toy, got 'dense_decoed'$"):
+        dispatch.register("dense_decoed", Implementation("mine", "m:f"))
+    assert dispatch.operations() == ("toy",)
 
 
 @pytest.mark.parametrize(
-    ("states", "call", "reason"),
+    ("reason", "call", "text"),
     [
-        ({"cache_formats": ("bf16", "v32")}, {"cache_format": "fp8"}, "takes caches in bf16 or v32, not fp8"),
-        ({"page_multiple": 64}, {"page_size": 96}, "takes pages of a multiple of 64 tokens, not 96"),
         (
-            {"head_dims": ((576, 512), (512, 512))},
+            lambda call: refusals.page_size(call, 64),
+            {"page_size": 96},
+            "takes pages of a multiple of 64 tokens, not 96",
+        ),
+        (
+            lambda call: refusals.head_dims(call, (576, 512), (512, 512)),
             {"head_dim": 576, "head_dim_v": 128},
             "takes head dims 576 with 512 or 512 with 512, not 576 with 128",
         ),
-        ({"max_head_dim": 256}, {"head_dim": 128, "head_dim_v": 512}, "takes head dims up to 256, not 512"),
-        ({"heads": (64, 128)}, {"h_q": 16}, "takes 64 or 128 query heads, not 16"),
-        ({"kv_heads": (1,)}, {"h_kv": 2}, "takes 1 key heads, not 2"),
-        ({"aligned_rows": True}, {"rows_aligned": False}, "takes tensors whose rows begin at multiples of 16 bytes"),
-        ({"sparse": True}, {"sparse": False}, "is for tokens that indices select"),
-        ({"sparse": False}, {"sparse": True}, "is for all tokens, not for selected ones"),
-        ({"sinks": False}, {"sinks": True}, "takes no attention sinks"),
+        (
+            lambda call: refusals.too_wide(call, 576),
+            {"head_dim": 128, "head_dim_v": 1024},
+            "takes head dims up to 576, not 1024",
+        ),
+        (refusals.unaligned, {"rows_aligned": False}, "takes tensors whose rows begin at multiples of 16 bytes"),
     ],
-    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+    ids=["page_size", "head_dims", "too_wide", "unaligned"],
 )
-def test_what_an_implementation_states_is_what_it_serves(operation, states, call, reason):
-    operation(Implementation("reference", "m:f", (F32,), **states))
-    with pytest.raises(ValueError, match=f"reference {reason}$"):
-        dispatch.select(Call("toy", CPU, F32, **call))
+def test_common_reasons(reason, call, text):
+    assert reason(Call("toy", CPU, F32, **call)) == text
     # What a call leaves open is no reason to refuse it.
-    assert dispatch.select(Call("toy", CPU, F32)) == "reference"
-    fitting = {"page_size": 128, "head_dim": 576, "head_dim_v": 512, "cache_format": "bf16", "h_q": 64, "h_kv": 1}
-    if "max_head_dim" not in states:
-        assert dispatch.select(Call("toy", CPU, F32, **fitting)) == "reference"
+    assert reason(Call("toy", CPU, F32)) is None
+    assert reason(Call("toy", CPU, F32, page_size=128, head_dim=576, head_dim_v=512)) is None
 
 
 def test_the_function_is_imported_when_asked_for(operation):
-    operation(Implementation("reference", "math:sqrt", (F32,)))
+    operation(Implementation("reference", "math:sqrt"))
     dispatch.implementation.cache_clear()
     assert dispatch.implementation("toy", "reference")(4.0) == 2.0  # type: ignore[func-returns-value]
     dispatch.implementation.cache_clear()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.compile import Launch, Recorder
 
+from flashlatte.kv_cache import get_format
 from flashlatte.ops.sparse_decode.hopper import even_records, launch
 from flashlatte.runtime import dispatch
 from flashlatte.split_kv import combine
@@ -66,7 +67,7 @@ def decode(
         torch.empty(batch, s_q, heads, head_dim + q_pad, dtype=torch.bfloat16)[..., :head_dim],
         cache,
         torch.empty(batch, s_q, topk, dtype=index_dtype),
-        form.split()[0],
+        get_format(form.split()[0], head_dim),
         length,
         torch.empty(heads) if sink else None,
         cache if extra_topk else None,

@@ -122,7 +122,7 @@ def new_latents(model: DeepseekV3Model, settings: Settings) -> PagedLatents:
         if wanted is None:
             raise ValueError(f"model must be bfloat16, float16 or float32, got {model.dtype}")
     layout = kv_cache.get_format(wanted)
-    if not layout.fixed_split:
+    if layout.plain:
         layout = kv_cache.get_format(layout.name, latent_dim + rope_dim)
     elif (layout.latent_dim, layout.rope_dim) != (latent_dim, rope_dim):
         raise ValueError(

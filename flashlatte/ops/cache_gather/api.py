@@ -8,17 +8,25 @@ from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.codec import as_cache, one_scale
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format
-from flashlatte.runtime import checks, dispatch
+from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "cache_gather"
 
-dispatch.register(
+
+def _refuses_portable(call: dispatch.Call) -> str | None:
+    if reason := refusals.triton(call):
+        return reason
+    layout = None if call.cache_format is None else as_format(call.cache_format)
+    if layout is not None and not layout.plain and layout.tiling is None:
+        return f"takes caches of numbers or of tiles with a scale, not {call.cache_format}"
+    return None
+
+
+dispatch.define(
     OPERATION,
-    dispatch.Implementation(
-        "portable", "flashlatte.ops.cache_gather.portable:cache_gather", checks.FLOAT_DTYPES, needs_triton=True
-    ),
-    dispatch.Implementation("reference", "flashlatte.ops.cache_gather.reference:cache_gather", checks.FLOAT_DTYPES),
+    dispatch.Implementation("portable", "flashlatte.ops.cache_gather.portable:cache_gather", _refuses_portable),
+    dispatch.Implementation("reference", "flashlatte.ops.cache_gather.reference:cache_gather"),
 )
 
 

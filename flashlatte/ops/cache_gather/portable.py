@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Requests, load_words, locate_rows
-from flashlatte.kernels.triton.cache_layout import TILED_LAYOUTS, Blocking, as_bytes, blocks, unit_bytes
+from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
 from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, e8m0_to_float, narrow, widen
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.runtime import dispatch
@@ -50,8 +50,8 @@ def cache_gather(
     )
     wide = max_pages * page_size >= 2**31
     native = converts_e4m3(cache.device)
-    if layout.name in TILED_LAYOUTS:
-        tiled = TILED_LAYOUTS[layout.name]
+    if layout.tiling is not None:
+        tiled = layout.tiling
         unit = unit_bytes(cache, page_stride)
         gather_tiles_kernel[(blocks(num_rows, TILED_BLOCKING.tokens),)](
             out,
@@ -61,7 +61,7 @@ def cache_gather(
             out_stride // out_unit,
             tiled.tile,
             tiled.tiles,
-            tiled.padded_tiles,
+            tiled.scale_places,
             tiled.row_bytes,
             tiled.rope_offset,
             tiled.e8m0,
@@ -118,7 +118,7 @@ def gather_tiles_kernel(
     out_stride: tl.int64,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
-    PADDED_TILES: tl.constexpr,
+    SCALE_PLACES: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     ROPE_OFFSET: tl.constexpr,
     E8M0: tl.constexpr,
@@ -150,15 +150,15 @@ def gather_tiles_kernel(
     page_start = cache + page * page_stride * UNIT
     row = page_start + offset * ROW_BYTES
 
-    tile = tl.arange(0, PADDED_TILES)[None, :]
+    tile = tl.arange(0, SCALE_PLACES)[None, :]
     column = tile[:, :, None] * TILE + tl.arange(0, TILE)[None, None, :]
     rope_column = tl.arange(0, 64)[None, :]
     used = tile[:, :, None] < TILES
-    # [BLOCK_T, PADDED_TILES, TILE], [BLOCK_T, 64], [BLOCK_T, PADDED_TILES]
+    # [BLOCK_T, SCALE_PLACES, TILE], [BLOCK_T, 64], [BLOCK_T, SCALE_PLACES]
     latent_bits = tl.load(row[:, None, None] + column, mask=found[:, None, None] & used, other=0)
     rope_bits = load_words((row + ROPE_OFFSET)[:, None], rope_column, tl.uint16, found[:, None], UNIT)
     if E8M0:
-        scale_row = page_start + page_size * ROW_BYTES + offset * PADDED_TILES
+        scale_row = page_start + page_size * ROW_BYTES + offset * SCALE_PLACES
         exponents = tl.load(scale_row[:, None] + tile, mask=found[:, None], other=0)
         scales = e8m0_to_float(exponents)
     else:

@@ -8,18 +8,26 @@ from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.codec import as_cache, check_scale_rounding, format_for_rows, one_scale, split_rows
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format
-from flashlatte.runtime import checks, dispatch
+from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "cache_write"
 
-dispatch.register(
+
+def _refuses_portable(call: dispatch.Call) -> str | None:
+    if reason := refusals.triton(call):
+        return reason
+    layout = None if call.cache_format is None else as_format(call.cache_format)
+    if layout is not None and not layout.plain and layout.tiling is None:
+        return f"takes caches of numbers or of tiles with a scale, not {call.cache_format}"
+    return None
+
+
+dispatch.define(
     OPERATION,
-    dispatch.Implementation(
-        "portable", "flashlatte.ops.cache_write.portable:cache_write", checks.FLOAT_DTYPES, needs_triton=True
-    ),
-    dispatch.Implementation("reference", "flashlatte.ops.cache_write.reference:cache_write", checks.FLOAT_DTYPES),
+    dispatch.Implementation("portable", "flashlatte.ops.cache_write.portable:cache_write", _refuses_portable),
+    dispatch.Implementation("reference", "flashlatte.ops.cache_write.reference:cache_write"),
 )
 
 

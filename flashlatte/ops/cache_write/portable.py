@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots, store_words
-from flashlatte.kernels.triton.cache_layout import TILED_LAYOUTS, Blocking, as_bytes, blocks, unit_bytes
+from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
-from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.kv_cache.formats import CacheFormat, Tiling
 from flashlatte.runtime import dispatch
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
@@ -30,8 +30,8 @@ def cache_write(
     scale_rounding: str,
 ) -> None:
     cache = as_bytes(cache)
-    if layout.name in TILED_LAYOUTS:
-        _write_tiles(cache, slot_mapping, x, rope, layout.name, scale_rounding)
+    if layout.tiling is not None:
+        _write_tiles(cache, slot_mapping, x, rope, layout.tiling, scale_rounding)
     else:
         _write_rows(cache, slot_mapping, x, rope, scale_tensor, scale_value)
 
@@ -41,10 +41,9 @@ def _write_tiles(
     slot_mapping: torch.Tensor,
     x: torch.Tensor,
     rope: torch.Tensor | None,
-    format_name: str,
+    layout: Tiling,
     scale_rounding: str,
 ) -> None:
-    layout = TILED_LAYOUTS[format_name]
     page_stride = stride_in_use(cache, 0)
     x_stride = stride_in_use(x, 0)
     rope_column = 0
@@ -70,7 +69,7 @@ def _write_tiles(
         rope_stride // rope_unit,
         layout.tile,
         layout.tiles,
-        layout.padded_tiles,
+        layout.scale_places,
         layout.row_bytes,
         layout.rope_offset,
         layout.e8m0,
@@ -152,7 +151,7 @@ def write_tiles_kernel(
     rope_stride: tl.int64,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
-    PADDED_TILES: tl.constexpr,
+    SCALE_PLACES: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     ROPE_OFFSET: tl.constexpr,
     E8M0: tl.constexpr,
@@ -173,13 +172,13 @@ def write_tiles_kernel(
     page_start = cache + page * page_stride * UNIT
     row = page_start + offset * ROW_BYTES
 
-    tile = tl.arange(0, PADDED_TILES)[None, :]
+    tile = tl.arange(0, SCALE_PLACES)[None, :]
     column = tile[:, :, None] * TILE + tl.arange(0, TILE)[None, None, :]
     rope_index = tl.arange(0, 64)[None, :]
     latent_mask = valid[:, None, None] & (tile[:, :, None] < TILES)
     x_row = x + tokens * x_stride * X_UNIT
     rope_row = rope + tokens * rope_stride * ROPE_UNIT
-    # [BLOCK_T, PADDED_TILES, TILE] and [BLOCK_T, 64]
+    # [BLOCK_T, SCALE_PLACES, TILE] and [BLOCK_T, 64]
     latents = tl.load(x_row[:, None, None] + column, mask=latent_mask, other=0.0)
     ropes = tl.load(rope_row[:, None] + (ROPE_COLUMN + rope_index), mask=valid[:, None], other=0.0)
 
@@ -191,7 +190,7 @@ def write_tiles_kernel(
     store_words((row + ROPE_OFFSET)[:, None], rope_index, rope_bits, valid[:, None], UNIT)
     if E8M0:
         exponents = tl.where(tile < TILES, scales >> 23, 0).to(tl.uint8)
-        scale_row = page_start + page_size * ROW_BYTES + offset * PADDED_TILES
+        scale_row = page_start + page_size * ROW_BYTES + offset * SCALE_PLACES
         tl.store(scale_row[:, None] + tile, exponents, mask=valid[:, None])
     else:
         store_words((row + TILES * TILE)[:, None], tile, scales, valid[:, None], UNIT)

@@ -7,37 +7,48 @@ import math
 import torch
 
 from flashlatte.kv_cache import scales
-from flashlatte.kv_cache.registry import UNTILED_BY_DTYPE
-from flashlatte.runtime import checks, decode_outputs, dispatch
+from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.kv_cache.registry import as_format, names_of, plain_format
+from flashlatte.runtime import checks, decode_outputs, dispatch, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "dense_decode"
 # A row is one tile in shared memory.
 _PORTABLE_MAX_HEAD_DIM = 1024
+# Of the rows that TMA copies.
+_HOPPER_ALIGNMENT = 16
 
 
-dispatch.register(
+def _refuses_hopper(call: dispatch.Call) -> str | None:
+    if reason := refusals.dtype(call, torch.bfloat16, torch.float16) or refusals.capability(call, 9, 0):
+        return reason
+    if call.cache_format is not None and as_format(call.cache_format).is_quantised:
+        return f"takes caches in {names_of(_is_half)}, not {call.cache_format}"
+    return (
+        refusals.page_size(call, 64)
+        or refusals.head_dims(call, (576, 512), (512, 512))
+        or refusals.unaligned(call, _HOPPER_ALIGNMENT)
+    )
+
+
+def _refuses_portable(call: dispatch.Call) -> str | None:
+    return (
+        refusals.dtype(call, torch.bfloat16, torch.float16)
+        or refusals.triton(call)
+        or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM)
+    )
+
+
+def _is_half(layout: type[CacheFormat]) -> bool:
+    return layout.plain and layout.record_dtype in (torch.bfloat16, torch.float16)
+
+
+dispatch.define(
     OPERATION,
-    dispatch.Implementation(
-        "hopper",
-        "flashlatte.ops.dense_decode.hopper:dense_decode",
-        (torch.bfloat16, torch.float16),
-        needs_triton=True,
-        capability=(9, 0),
-        cache_formats=("bf16", "fp16"),
-        page_multiple=64,
-        head_dims=((576, 512), (512, 512)),
-        aligned_rows=True,
-    ),
-    dispatch.Implementation(
-        "portable",
-        "flashlatte.ops.dense_decode.portable:dense_decode",
-        (torch.bfloat16, torch.float16),
-        needs_triton=True,
-        max_head_dim=_PORTABLE_MAX_HEAD_DIM,
-    ),
-    dispatch.Implementation("reference", "flashlatte.ops.dense_decode.reference:dense_decode", checks.FLOAT_DTYPES),
+    dispatch.Implementation("hopper", "flashlatte.ops.dense_decode.hopper:dense_decode", _refuses_hopper),
+    dispatch.Implementation("portable", "flashlatte.ops.dense_decode.portable:dense_decode", _refuses_portable),
+    dispatch.Implementation("reference", "flashlatte.ops.dense_decode.reference:dense_decode"),
 )
 
 
@@ -113,13 +124,13 @@ def dense_decode(
         OPERATION,
         device,
         q.dtype,
-        cache_format=UNTILED_BY_DTYPE[k_cache.dtype],
+        cache_format=plain_format(k_cache.dtype).name,
         page_size=k_cache.shape[1],
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         h_q=h_q,
         h_kv=h_kv,
-        rows_aligned=checks.rows_aligned(k_cache),
+        rows_aligned=checks.rows_aligned(k_cache, _HOPPER_ALIGNMENT),
     )
     backend = dispatch.select(call, backend)
     _dense_decode(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashlatte.runtime import checks, dispatch
+from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.torch_op import records_gradient, register_differentiable_op, register_op
 
 OPERATION = "dense_prefill"
@@ -17,33 +17,32 @@ BACKWARD = "dense_prefill_backward"
 UNLIMITED = 2**31 - 1
 # A row is one tile in shared memory.
 _PORTABLE_MAX_HEAD_DIM = 256
-_HOPPER_HEAD_DIMS = ((192, 128), (128, 128))
 
 
-for _operation, _module, _function in ((OPERATION, "forward", "forward"), (BACKWARD, "backward", "backward")):
-    dispatch.register(
+def _refuses_hopper(call: dispatch.Call) -> str | None:
+    return (
+        refusals.dtype(call, torch.bfloat16, torch.float16)
+        or refusals.capability(call, 9, 0)
+        or refusals.head_dims(call, (192, 128), (128, 128))
+        or refusals.unaligned(call)
+    )
+
+
+def _refuses_portable(call: dispatch.Call) -> str | None:
+    return (
+        refusals.dtype(call, torch.bfloat16, torch.float16)
+        or refusals.triton(call)
+        or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM)
+    )
+
+
+for _operation, _function in ((OPERATION, "forward"), (BACKWARD, "backward")):
+    _room = "flashlatte.ops.dense_prefill"
+    dispatch.define(
         _operation,
-        dispatch.Implementation(
-            "hopper",
-            f"flashlatte.ops.dense_prefill.hopper.{_module}:{_function}",
-            (torch.bfloat16, torch.float16),
-            needs_triton=True,
-            capability=(9, 0),
-            head_dims=_HOPPER_HEAD_DIMS,
-            aligned_rows=True,
-        ),
-        dispatch.Implementation(
-            "portable",
-            f"flashlatte.ops.dense_prefill.portable:{_function}",
-            (torch.bfloat16, torch.float16),
-            needs_triton=True,
-            max_head_dim=_PORTABLE_MAX_HEAD_DIM,
-        ),
-        dispatch.Implementation(
-            "reference",
-            f"flashlatte.ops.dense_prefill.reference:{_function}",
-            (*checks.FLOAT_DTYPES, torch.float64),
-        ),
+        dispatch.Implementation("hopper", f"{_room}.hopper.{_function}:{_function}", _refuses_hopper),
+        dispatch.Implementation("portable", f"{_room}.portable:{_function}", _refuses_portable),
+        dispatch.Implementation("reference", f"{_room}.reference:{_function}"),
     )
 
 

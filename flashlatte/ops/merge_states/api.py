@@ -7,19 +7,15 @@ from collections.abc import Sequence
 import torch
 
 from flashlatte.ops.merge_states import reference
-from flashlatte.runtime import checks, dispatch
+from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.torch_op import records_gradient, register_op
 
 OPERATION = "merge_states"
 
-dispatch.register(
+dispatch.define(
     OPERATION,
-    dispatch.Implementation(
-        "portable", "flashlatte.ops.merge_states.portable:merge_states_into", checks.FLOAT_DTYPES, needs_triton=True
-    ),
-    dispatch.Implementation(
-        "reference", "flashlatte.ops.merge_states.reference:merge_states_into", checks.FLOAT_DTYPES
-    ),
+    dispatch.Implementation("portable", "flashlatte.ops.merge_states.portable:merge_states_into", refusals.triton),
+    dispatch.Implementation("reference", "flashlatte.ops.merge_states.reference:merge_states_into"),
 )
 
 

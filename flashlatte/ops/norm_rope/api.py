@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashlatte.ops.norm_rope.rotary import Rotary
-from flashlatte.runtime import checks, dispatch
+from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.torch_op import register_op
 
 LATENT_ROWS, ROTATE_HEADS = "latent_rows", "rotate_heads"
@@ -13,17 +13,15 @@ LATENT_ROWS, ROTATE_HEADS = "latent_rows", "rotate_heads"
 PORTABLE_MAX_WIDTH = 8192
 
 
+def _refuses_portable(call: dispatch.Call) -> str | None:
+    return refusals.triton(call) or refusals.too_wide(call, PORTABLE_MAX_WIDTH)
+
+
 for _operation in (LATENT_ROWS, ROTATE_HEADS):
-    dispatch.register(
+    dispatch.define(
         _operation,
-        dispatch.Implementation(
-            "portable",
-            f"flashlatte.ops.norm_rope.portable:{_operation}",
-            checks.FLOAT_DTYPES,
-            needs_triton=True,
-            max_head_dim=PORTABLE_MAX_WIDTH,
-        ),
-        dispatch.Implementation("reference", f"flashlatte.ops.norm_rope.reference:{_operation}", checks.FLOAT_DTYPES),
+        dispatch.Implementation("portable", f"flashlatte.ops.norm_rope.portable:{_operation}", _refuses_portable),
+        dispatch.Implementation("reference", f"flashlatte.ops.norm_rope.reference:{_operation}"),
     )
 
 

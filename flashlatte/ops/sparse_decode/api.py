@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from flashlatte.kv_cache.codec import as_cache
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.runtime import checks, decode_outputs, dispatch
+from flashlatte.kv_cache.registry import as_format, names_of
+from flashlatte.runtime import checks, decode_outputs, dispatch, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -17,33 +19,59 @@ OPERATION = "sparse_decode"
 _PORTABLE_MAX_HEAD_DIM = 1024
 
 
+# Formats with scales that kernels unpack: latent numbers that share a scale, and scales of a token.
+_TILES = ((128, 4), (64, 7))
+
+
+def _refuses_hopper(call: dispatch.Call) -> str | None:
+    if reason := refusals.dtype(call, torch.bfloat16) or refusals.capability(call, 9, 0):
+        return reason
+    if reason := _refuses_format(call, _hopper_reads):
+        return reason
+    layout = None if call.cache_format is None else as_format(call.cache_format)
+    return refusals.head_dims(call, (576, 512), (512, 512)) or refusals.unaligned(
+        call, 16 if layout is None else layout.row_alignment
+    )
+
+
 def _refuses_portable(call: dispatch.Call) -> str | None:
-    if call.cache_format == "v32" and call.head_dim_v is not None and call.head_dim_v > 512:
-        return f"takes v32's 512 latent numbers as values, not {call.head_dim_v}"
+    if reason := refusals.dtype(call, torch.bfloat16, torch.float16) or refusals.triton(call):
+        return reason
+    if reason := _refuses_format(call, _portable_reads) or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM):
+        return reason
+    layout = None if call.cache_format is None else as_format(call.cache_format)
+    if layout is not None and not layout.plain and (call.head_dim_v or 0) > layout.value_dim:
+        return f"takes {layout.name}'s {layout.value_dim} latent numbers as values, not {call.head_dim_v}"
     return None
 
 
-dispatch.register(
+def _refuses_format(call: dispatch.Call, reads: Callable[[type[CacheFormat]], bool]) -> str | None:
+    if call.cache_format is None or reads(type(as_format(call.cache_format))):
+        return None
+    return f"takes caches in {names_of(reads)}, not {call.cache_format}"
+
+
+def _is_unpacked(layout: type[CacheFormat]) -> bool:
+    return layout.tiling is not None and (layout.tiling.tile, layout.tiling.tiles) in _TILES
+
+
+def _hopper_reads(layout: type[CacheFormat]) -> bool:
+    return _is_unpacked(layout) or (layout.plain and layout.record_dtype == torch.bfloat16)
+
+
+def _portable_reads(layout: type[CacheFormat]) -> bool:
+    return _is_unpacked(layout) or (layout.plain and not layout.takes_scale)
+
+
+def _reference_reads(layout: type[CacheFormat]) -> bool:
+    return not layout.takes_scale
+
+
+dispatch.define(
     OPERATION,
-    dispatch.Implementation(
-        "hopper",
-        "flashlatte.ops.sparse_decode.hopper:sparse_decode",
-        (torch.bfloat16,),
-        needs_triton=True,
-        capability=(9, 0),
-        cache_formats=("v32", "model1", "bf16"),
-        head_dims=((576, 512), (512, 512)),
-        aligned_rows=True,
-    ),
-    dispatch.Implementation(
-        "portable",
-        "flashlatte.ops.sparse_decode.portable:sparse_decode",
-        (torch.bfloat16, torch.float16),
-        needs_triton=True,
-        max_head_dim=_PORTABLE_MAX_HEAD_DIM,
-        refuses=_refuses_portable,
-    ),
-    dispatch.Implementation("reference", "flashlatte.ops.sparse_decode.reference:sparse_decode", checks.FLOAT_DTYPES),
+    dispatch.Implementation("hopper", "flashlatte.ops.sparse_decode.hopper:sparse_decode", _refuses_hopper),
+    dispatch.Implementation("portable", "flashlatte.ops.sparse_decode.portable:sparse_decode", _refuses_portable),
+    dispatch.Implementation("reference", "flashlatte.ops.sparse_decode.reference:sparse_decode"),
 )
 
 
@@ -104,10 +132,7 @@ def sparse_decode(
     batch, s_q, h_q, head_dim = q.shape
     k_cache, layout = as_cache(k_cache, cache_format, "k_cache")
     if layout.takes_scale:
-        raise ValueError(
-            "k_cache must be in a format with scales of its own (v32, model1) or none (bf16, fp16, fp32) for "
-            f"sparse_decode, got {layout.name}"
-        )
+        raise ValueError(f"k_cache must be in {names_of(_reference_reads)} for sparse_decode, got {layout.name}")
     _check_cache("k_cache", k_cache, layout, q)
     _check_selection("indices", indices, "topk_length", topk_length, q)
     if extra_k_cache is None:
@@ -138,8 +163,7 @@ def sparse_decode(
         h_q=h_q,
         h_kv=1,
         rows_aligned=all(
-            cache is None or checks.rows_aligned(cache, dispatch.row_alignment(layout.name))
-            for cache in (k_cache, extra_k_cache)
+            cache is None or checks.rows_aligned(cache, layout.row_alignment) for cache in (k_cache, extra_k_cache)
         ),
     )
     _sparse_decode(
@@ -182,7 +206,7 @@ def _sparse_decode(
         q,
         k_cache,
         indices,
-        cache_format,
+        as_format(cache_format, q.shape[-1]),
         topk_length,
         attn_sink,
         extra_k_cache,
@@ -202,7 +226,7 @@ def _check_cache(name: str, cache: torch.Tensor, layout: CacheFormat, q: torch.T
         raise ValueError(
             f"{name} of format {layout.name} has rows of {layout.head_dim}, and q's last dimension is {q.shape[-1]}"
         )
-    if not layout.fixed_split and cache.dtype != q.dtype:
+    if layout.plain and cache.dtype != q.dtype:
         raise TypeError(
             f"{name} without quantisation must have q's dtype {checks.dtype_names([q.dtype])}, "
             f"got {checks.dtype_names([cache.dtype])}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kernels.softmax import attend, sink_weight
-from flashlatte.kv_cache.registry import as_format
+from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.slots import read_slots
 
 
@@ -14,7 +14,7 @@ def sparse_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     indices: torch.Tensor,
-    cache_format: str,
+    layout: CacheFormat,
     topk_length: torch.Tensor | None,
     attn_sink: torch.Tensor | None,
     extra_k_cache: torch.Tensor | None,
@@ -25,7 +25,6 @@ def sparse_decode(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    layout = as_format(cache_format, q.shape[-1])
     scopes = [(k_cache, indices, topk_length)]
     if extra_k_cache is not None and extra_indices is not None:
         scopes.append((extra_k_cache, extra_indices, extra_topk_length))

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from flashlatte.runtime import checks, dispatch
+from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -15,25 +15,28 @@ OPERATION = "sparse_prefill"
 _PORTABLE_MAX_HEAD_DIM = 1024
 
 
-dispatch.register(
+def _refuses_hopper(call: dispatch.Call) -> str | None:
+    return (
+        refusals.dtype(call, torch.bfloat16, torch.float16)
+        or refusals.capability(call, 9, 0)
+        or refusals.head_dims(call, (576, 512), (512, 512))
+        or refusals.unaligned(call)
+    )
+
+
+def _refuses_portable(call: dispatch.Call) -> str | None:
+    return (
+        refusals.dtype(call, torch.bfloat16, torch.float16)
+        or refusals.triton(call)
+        or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM)
+    )
+
+
+dispatch.define(
     OPERATION,
-    dispatch.Implementation(
-        "hopper",
-        "flashlatte.ops.sparse_prefill.hopper:sparse_prefill",
-        (torch.bfloat16, torch.float16),
-        needs_triton=True,
-        capability=(9, 0),
-        head_dims=((576, 512), (512, 512)),
-        aligned_rows=True,
-    ),
-    dispatch.Implementation(
-        "portable",
-        "flashlatte.ops.sparse_prefill.portable:sparse_prefill",
-        (torch.bfloat16, torch.float16),
-        needs_triton=True,
-        max_head_dim=_PORTABLE_MAX_HEAD_DIM,
-    ),
-    dispatch.Implementation("reference", "flashlatte.ops.sparse_prefill.reference:sparse_prefill", checks.FLOAT_DTYPES),
+    dispatch.Implementation("hopper", "flashlatte.ops.sparse_prefill.hopper:sparse_prefill", _refuses_hopper),
+    dispatch.Implementation("portable", "flashlatte.ops.sparse_prefill.portable:sparse_prefill", _refuses_portable),
+    dispatch.Implementation("reference", "flashlatte.ops.sparse_prefill.reference:sparse_prefill"),
 )
 
 

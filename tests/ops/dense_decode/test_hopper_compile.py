@@ -233,7 +233,7 @@ def call_of(**fields: Any) -> dispatch.Call:
     ],
 )
 def test_what_it_refuses(monkeypatch, fields, reason):
-    monkeypatch.setattr(dispatch, "compute_capability", lambda _: (9, 0))
+    monkeypatch.setattr("flashlatte.runtime.machine.compute_capability", lambda _: (9, 0))
     refusal = {choice.backend: choice.refusal for choice in dispatch.explain(call_of(**fields))}["hopper"]
     assert refusal is None if reason is None else reason in refusal
 

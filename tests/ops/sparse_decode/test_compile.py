@@ -66,7 +66,7 @@ def record(monkeypatch):
             torch.empty(batch, s_q, h_q, layout.head_dim, dtype=dtype),
             cache,
             torch.empty(batch, s_q, topk, dtype=torch.int32),
-            cache_format,
+            layout,
             length,
             torch.empty(h_q),
             cache if has_extra else None,

@@ -11,6 +11,7 @@ import torch
 from support import compile as support
 from support.compile import SHARED_BYTES, Recorder, variant_key
 
+from flashlatte.kv_cache import get_format
 from flashlatte.ops.sparse_decode import api
 from flashlatte.runtime import dispatch
 
@@ -226,7 +227,9 @@ def test_costs_that_32_bits_cannot_hold_are_not_balanced():
 @pytest.mark.parametrize("page_size", [1, 2, 3, 53, 61, 64, 69, 576, 2**20, 2**31 - 1])
 def test_pages_by_multiplication(page_size):
     """``selection.locate`` divides by the page size with these factors, in unsigned 32-bit integers."""
-    _, _, slots, _, magic, shift = launch._address_of(0, 1, page_size, 0, 656, "k_cache", "v32").arguments
+    _, _, slots, _, magic, shift = launch._address_of(
+        0, 1, page_size, 0, 656, "k_cache", get_format("v32").tiling
+    ).arguments
     assert slots == page_size
     assert magic < 2**32
     rng = random.Random(0)
@@ -255,9 +258,9 @@ def test_addresses(page_bytes, token_bytes, form, unit, flat):
 
 def test_what_it_cannot_address_is_an_error():
     with pytest.raises(ValueError, match=r"^k_cache must have tokens at multiples of 4 bytes .*, got 2$"):
-        launch._address_of(2, 8, 64, 64 * 656, 656, "k_cache", "v32")
+        launch._address_of(2, 8, 64, 64 * 656, 656, "k_cache", get_format("v32").tiling)
     with pytest.raises(ValueError, match=r"^k_cache must have less than 2\^31 tokens .*, got 2147483648$"):
-        launch._address_of(0, 2**25, 64, 64 * 656, 656, "k_cache", "v32")
+        launch._address_of(0, 2**25, 64, 64 * 656, 656, "k_cache", get_format("v32").tiling)
 
 
 def refusal(cache_format: str, head_dim: int, head_dim_v: int = 512, rows_aligned: bool = True) -> str | None:
@@ -274,7 +277,7 @@ def refusal(cache_format: str, head_dim: int, head_dim_v: int = 512, rows_aligne
 
 
 def test_refuses_what_it_does_not_take(monkeypatch):
-    monkeypatch.setattr(dispatch, "compute_capability", lambda _: (9, 0))
+    monkeypatch.setattr("flashlatte.runtime.machine.compute_capability", lambda _: (9, 0))
     for cache_format, head_dim in (("v32", 576), ("model1", 512), ("bf16", 576), ("bf16", 512)):
         assert refusal(cache_format, head_dim) is None
     assert "not 576 with 256" in (refusal("v32", 576, 256) or "")

@@ -216,7 +216,7 @@ def refusal(of: dispatch.Call) -> str | None:
 
 
 def test_leaves_misaligned_rows_to_others(monkeypatch):
-    monkeypatch.setattr(dispatch, "compute_capability", lambda _: (9, 0))
+    monkeypatch.setattr("flashlatte.runtime.machine.compute_capability", lambda _: (9, 0))
     assert refusal(call()) is None
     assert refusal(call(rows_aligned=False)) == "takes tensors whose rows begin at multiples of 16 bytes"
     assert dispatch.select(call(rows_aligned=False)) == "portable"
@@ -258,6 +258,6 @@ def test_a_misaligned_buffer_is_an_error(recorded):
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(576, 256), (640, 512), (128, 128)])
 def test_refuses_other_head_dims(monkeypatch, head_dim, head_dim_v):
-    monkeypatch.setattr(dispatch, "compute_capability", lambda _: (9, 0))
+    monkeypatch.setattr("flashlatte.runtime.machine.compute_capability", lambda _: (9, 0))
     reason = f"takes head dims 576 with 512 or 512 with 512, not {head_dim} with {head_dim_v}"
     assert refusal(call(head_dim, head_dim_v)) == reason

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flashlatte.kv_cache.formats import CacheFormat, Tiling
 from flashlatte.ops.sparse_decode.hopper import even_records
 from flashlatte.ops.sparse_decode.hopper.kernel import kernel, paired_kernel
 from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, LATENT, MODEL1, PLAIN, ROPE, ROWS, V32, producer_warps
@@ -18,9 +19,6 @@ from flashlatte.runtime.triton_kernel import launching_on
 from flashlatte.split_kv import combine, output_rows, plan
 
 _LOG2_E = math.log2(math.e)
-_FORMATS = {"v32": V32.value, "model1": MODEL1.value}
-# Bytes from token to token of the formats with scales.
-_ROW_BYTES = {"v32": 656, "model1": 576}
 # What starting on an item costs, in blocks, where there are many items.
 _OVERHEAD = 2
 # Rows of partial results that parts of one block may leave to be merged: with more, longer parts take less time.
@@ -65,7 +63,7 @@ def sparse_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     indices: torch.Tensor,
-    cache_format: str,
+    layout: CacheFormat,
     topk_length: torch.Tensor | None,
     attn_sink: torch.Tensor | None,
     extra_k_cache: torch.Tensor | None,
@@ -81,13 +79,14 @@ def sparse_decode(
     topk = indices.shape[2]
     extra_topk = 0 if extra_indices is None else extra_indices.shape[2]
     is_uniform = topk_length is None and extra_topk_length is None
-    has_scales = cache_format in _FORMATS
+    has_scales = layout.tiling is not None
+    kind = (MODEL1 if layout.tiling.e8m0 else V32).value if layout.tiling is not None else PLAIN.value
     made = make_plan(dispatch.multiprocessors(device), batch * s_q, h_q, topk, extra_topk, is_uniform, has_scales)
-    address = _address(k_cache, "k_cache", cache_format)
+    address = _address(k_cache, "k_cache", layout)
     unit, flat = address.unit, address.flat
     extra_address = address
     if extra_k_cache is not None and extra_indices is not None:
-        extra_address = _address(extra_k_cache, "extra_k_cache", cache_format)
+        extra_address = _address(extra_k_cache, "extra_k_cache", layout)
         unit, flat = min(unit, extra_address.unit), flat and extra_address.flat
         if extra_indices.dtype != indices.dtype:
             # The kernel takes blocks of both lists in turn.
@@ -141,7 +140,7 @@ def sparse_decode(
             softmax_scale * _LOG2_E,
             made.num_groups,
             splits if made.even else made.parts or 1,
-            FORMAT=_FORMATS.get(cache_format, PLAIN.value),
+            FORMAT=kind,
             HAS_ROPE=head_dim == LATENT.value + ROPE.value,
             UNIT=unit,
             FLAT=flat,
@@ -151,7 +150,7 @@ def sparse_decode(
             OVERHEAD=made.overhead,
             GRAIN=made.grain,
             PAIRED=paired,
-            num_warps=producer_warps(_FORMATS.get(cache_format, PLAIN.value)),
+            num_warps=producer_warps(kind),
             enable_fp_fusion=True,
             launch_pdl=True,
         )
@@ -223,7 +222,7 @@ def _most_pairs(items: int, pairs: int, parts: int, overhead: int) -> int:
     return -(-items * (pairs + overhead) // parts) - overhead
 
 
-def _address(cache: torch.Tensor, name: str, cache_format: str) -> Address:
+def _address(cache: torch.Tensor, name: str, layout: CacheFormat) -> Address:
     return _address_of(
         cache.data_ptr() % 16,
         cache.shape[0],
@@ -231,15 +230,16 @@ def _address(cache: torch.Tensor, name: str, cache_format: str) -> Address:
         stride_in_use(cache, 0) * cache.element_size(),
         stride_in_use(cache, 1) * cache.element_size(),
         name,
-        cache_format,
+        layout.tiling,
     )
 
 
 @functools.lru_cache(maxsize=4096)
 def _address_of(
-    misalignment: int, pages: int, page_size: int, page_bytes: int, token_bytes: int, name: str, cache_format: str
+    misalignment: int, pages: int, page_size: int, page_bytes: int, token_bytes: int, name: str, tiling: Tiling | None
 ) -> Address:
-    token_bytes = _ROW_BYTES.get(cache_format, token_bytes)
+    if tiling is not None:
+        token_bytes = tiling.row_bytes
     unit = math.gcd(16, misalignment, page_bytes, token_bytes)
     if unit < 4:
         raise ValueError(f"{name} must have tokens at multiples of 4 bytes for backend='hopper', got {unit}")
@@ -250,7 +250,8 @@ def _address_of(
         raise ValueError(f"{name} must have less than 2^31 tokens for backend='hopper', got {slots}")
     shift = (page_size - 1).bit_length()
     magic = -(-(1 << (31 + shift)) // page_size)
-    flat = cache_format != "model1" and (pages == 1 or page_bytes == page_size * token_bytes)
+    has_scale_plane = tiling is not None and tiling.e8m0
+    flat = not has_scale_plane and (pages == 1 or page_bytes == page_size * token_bytes)
     return Address((page_bytes, token_bytes, slots, page_size, magic, shift), unit, flat)
 
 

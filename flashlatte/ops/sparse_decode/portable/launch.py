@@ -11,6 +11,7 @@ import torch
 from flashlatte.kernels.triton.cache_layout import as_bytes, unit_bytes
 from flashlatte.kernels.triton.config import SELECTED_ROWS, Config, choose
 from flashlatte.kernels.triton.online_softmax import gpu_class
+from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.ops.sparse_decode.portable.config import PACKED_TOKENS
 from flashlatte.ops.sparse_decode.portable.kernel import sparse_decode_kernel
 from flashlatte.ops.sparse_decode.portable.tiles import Place
@@ -49,7 +50,7 @@ def sparse_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     indices: torch.Tensor,
-    cache_format: str,
+    layout: CacheFormat,
     topk_length: torch.Tensor | None,
     attn_sink: torch.Tensor | None,
     extra_k_cache: torch.Tensor | None,
@@ -73,13 +74,13 @@ def sparse_decode(
         h_q,
         head_dim,
         head_dim_v,
-        cache_format,
+        layout.tiling is not None,
         topk,
         extra_topk or 0,
         is_uniform,
     )
-    place, cache = _cache_arguments(k_cache, indices, cache_format)
-    extra_place, extra_cache = _cache_arguments(extra_k_cache, extra_indices, cache_format)
+    place, cache = _cache_arguments(k_cache, indices, layout)
+    extra_place, extra_cache = _cache_arguments(extra_k_cache, extra_indices, layout)
     q_align = _row_align(q, 8)
     out_align = _row_align(out, 8)
     q_request, q_token, q_head, _ = q.stride()
@@ -144,12 +145,11 @@ def make_plan(
     heads: int,
     head_dim: int,
     head_dim_v: int,
-    cache_format: str,
+    packed: bool,
     topk: int,
     extra_topk: int,
     is_uniform: bool,
 ) -> Plan:
-    packed = cache_format in ("v32", "model1")
     latent_dim = _PACKED_LATENT if packed else head_dim_v
     table = PACKED_TOKENS if packed else SELECTED_ROWS
     chosen, step = choose(table, gpu, heads, head_dim, latent_dim, in_place=not packed)
@@ -178,15 +178,16 @@ def make_plan(
 
 
 def _cache_arguments(
-    cache: torch.Tensor | None, indices: torch.Tensor | None, cache_format: str
+    cache: torch.Tensor | None, indices: torch.Tensor | None, layout: CacheFormat
 ) -> tuple[Place | None, tuple[Any, ...]]:
     """What the kernel is compiled for of a cache, and its arguments for it."""
     if cache is None or indices is None:
         return None, (None, 0, 0, 0, None, 0, 0)
     page_stride, token_stride = stride_in_use(cache, 0), stride_in_use(cache, 1)
-    kind = cache_format if cache_format in ("v32", "model1") else "plain"
-    if kind != "plain":
-        # The rows and planes of a page are of multiples of 16 bytes, but for the bytes of the scales of model1.
+    scales = None
+    if layout.tiling is not None:
+        scales = "e8m0" if layout.tiling.e8m0 else "float32"
+        # The rows and planes of a page are of multiples of 16 bytes, but for scales that are bytes.
         cache = as_bytes(cache)
         align = unit_bytes(cache, page_stride)
         token_stride = 0
@@ -196,7 +197,7 @@ def _cache_arguments(
     if indices.dtype == torch.int32:
         slots = min(slots, 2**31)
     return (
-        Place(cache_format=kind, page_size=cache.shape[1], wide=slots > 2**32, align=align),
+        Place(scales=scales, page_size=cache.shape[1], wide=slots > 2**32, align=align),
         (cache, page_stride // align, token_stride // align, slots, indices, indices.stride(0), indices.stride(1)),
     )
 

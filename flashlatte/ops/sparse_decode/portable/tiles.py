@@ -49,13 +49,13 @@ class Place(NamedTuple):
     """What finding a token is compiled for: one constant of the kernel, which Triton writes down as JSON.
 
     Attributes:
-        cache_format: "v32", "model1", or "plain": rows of numbers in q's dtype.
+        scales: "float32" (format ``v32``), "e8m0" (``model1``), or None: rows of numbers in q's dtype.
         page_size: tokens of a page.
         wide: valid indices may pass 2^32, which costs a 64-bit division.
         align: unit of a cache's strides.
     """
 
-    cache_format: str
+    scales: str | None
     page_size: int
     wide: bool
     align: int
@@ -96,16 +96,16 @@ def locate_rows(cache, index, place: tl.constexpr):
 
 
 @triton.jit
-def load_packed(cache, index, place: tl.constexpr, MODEL1: tl.constexpr):
+def load_packed(cache, index, place: tl.constexpr, E8M0: tl.constexpr):
     """Tokens of a cache with scales, for ``unpack``."""
     valid, page, offset = locate(cache, index, place)
     in_use = valid[:, None]
-    row_bytes: tl.constexpr = _MODEL1_ROW if MODEL1 else _V32_ROW
+    row_bytes: tl.constexpr = _MODEL1_ROW if E8M0 else _V32_ROW
     page_start = page * cache.stride_page * place.align
     rows = cache.k_cache + (page_start + offset * row_bytes)[:, None]
     word = tl.arange(0, _WORDS)[None, :]
     rope_number = tl.arange(0, _ROPE_DIM)[None, :]
-    if MODEL1:
+    if E8M0:
         words = load_words(rows, word, tl.int32, in_use & (word < _MODEL1_ROPE // 4), place.align)
         rope = load_words(rows + _MODEL1_ROPE, rope_number, tl.uint16, in_use, place.align)
         scale_rows = cache.k_cache + (page_start + place.page_size * row_bytes + offset * _MODEL1_SCALE_BYTES)[:, None]
@@ -120,7 +120,7 @@ def load_packed(cache, index, place: tl.constexpr, MODEL1: tl.constexpr):
 
 
 @triton.jit
-def unpack(packed, dtype: tl.constexpr, MODEL1: tl.constexpr, step: tl.constexpr):
+def unpack(packed, dtype: tl.constexpr, E8M0: tl.constexpr, step: tl.constexpr):
     """The numbers of tokens in ``dtype``, 512 latent ones and, but for ``model1``, 64 of rope.
 
     A number is rounded to bf16 once. It is computed in bf16, where float32 would take twice the instructions: high is
@@ -134,7 +134,7 @@ def unpack(packed, dtype: tl.constexpr, MODEL1: tl.constexpr, step: tl.constexpr
     rope = packed.rope.to(tl.bfloat16, bitcast=True)
     if step.interpreted:
         rope = widen(rope, True)
-    if MODEL1:
+    if E8M0:
         high = e8m0_to_float(packed.scales).to(rope.dtype)
         # The last tile's numbers and scale are 0 so far.
         in_rope = (tl.arange(0, TILES) == TILES - 1).to(rope.dtype)

@@ -1,0 +1,35 @@
+"""What kernels run on: the GPU's compute capability and size, or Triton's interpreter."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+
+_INTERPRETING = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in Triton's interpreter: settled by TRITON_INTERPRET when the kernels are imported."""
+    return _INTERPRETING
+
+
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """(0, 0) where there is no GPU, as with fake tensors of one."""
+    return _compute_capability(device)
+
+
+# What torch.compiler.assume_constant_result sets; calling it imports torch._dynamo, which takes as long as torch.
+compute_capability._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+@functools.cache
+def _compute_capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU; on the CPU, where Triton's interpreter runs one program after the other, a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
