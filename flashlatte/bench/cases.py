@@ -206,7 +206,7 @@ SPARSE_PREFILL = (
 )
 
 _HEADS_AND_TOKENS = ((128, 8192), (16, 32768))
-# What cuDNN was recorded at for these stands in docs/portable-kernels.md: FlashMLA has no such kernel for this GPU.
+# What cuDNN was recorded at for these stands in docs/notes/portable.md: FlashMLA has no such kernel for this GPU.
 _DENSE_PREFILL = (
     *((head_dim, 2, 128, 4096, True) for head_dim in (192, 128)),
     *((d, 1, h_q, tokens, causal) for d in (192, 128) for causal in (True, False) for h_q, tokens in _HEADS_AND_TOKENS),

@@ -67,7 +67,7 @@ def test_on_hopper(launches, kernel, products, head_dim):
 
 
 def test_one_loop_whose_products_run_on(launches):
-    """Two loops in a row would make ptxas serialise all of them: see docs/portable-kernels.md."""
+    """Two loops in a row would make ptxas serialise all of them: see docs/kernels/portable.md."""
     compiled = compiled_for(launches, "forward_kernel", 90)
     assert compiled.hgmma == (192 + 128) // 16, compiled
 

@@ -1,4 +1,4 @@
-"""Sparse decode in Gluon for Hopper (SM90): docs/hopper-sparse-decode.md explains the schedule."""
+"""Sparse decode in Gluon for Hopper (SM90): docs/kernels/sparse-decode.md explains the schedule."""
 
 from flashlatte.ops.sparse_decode.hopper.launch import sparse_decode
 

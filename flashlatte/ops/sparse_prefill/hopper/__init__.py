@@ -1,4 +1,4 @@
-"""Sparse prefill in Gluon for Hopper (SM90): docs/hopper-sparse-prefill.md explains the schedule."""
+"""Sparse prefill in Gluon for Hopper (SM90): docs/kernels/sparse-prefill.md explains the schedule."""
 
 from flashlatte.ops.sparse_prefill.hopper.launch import sparse_prefill
 

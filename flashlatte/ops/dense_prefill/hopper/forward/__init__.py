@@ -1,4 +1,4 @@
-"""Forward of variable-length attention in Gluon, for SM90: docs/hopper-dense-prefill.md explains the schedule."""
+"""Forward of variable-length attention in Gluon, for SM90: docs/kernels/dense-prefill.md explains the schedule."""
 
 from flashlatte.ops.dense_prefill.hopper.forward.launch import forward
 
