@@ -1,0 +1,47 @@
+"""Every Python snippet of the README and of the documentation runs; the snippets of a page share their names."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flashlatte.runtime import dispatch
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^(<!-- needs a GPU -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def snippets(page: Path) -> list[tuple[str, bool]]:
+    """The page's Python snippets, each with as many blank lines before it as make its line numbers the page's."""
+    text = page.read_text()
+    found = []
+    for fence in FENCE.finditer(text):
+        if fence.group(2) == "python":
+            found.append(("\n" * text.count("\n", 0, fence.start(3)) + fence.group(3), bool(fence.group(1))))
+    return found
+
+
+def pages() -> list:
+    params = []
+    for page in PAGES:
+        found = snippets(page)
+        if found:
+            marks = [pytest.mark.gpu] if any(on_gpu for _, on_gpu in found) else []
+            params.append(pytest.param(page, id=str(page.relative_to(ROOT)), marks=marks))
+    return params
+
+
+@pytest.mark.parametrize("page", pages())
+def test_the_snippets_of_a_page_run(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    # A page may register an implementation.
+    monkeypatch.setattr(dispatch, "_REGISTRY", dict(dispatch._REGISTRY))
+    names = {"__name__": "__main__"}
+    for code, _ in snippets(page):
+        exec(compile(code, str(page), "exec"), names)
+
+
+def test_the_collector_finds_snippets():
+    assert len(snippets(ROOT / "docs" / "guide" / "cache-formats.md")) == 3
+    assert snippets(ROOT / "docs" / "guide" / "cuda-graphs.md")[0][1]
