@@ -21,9 +21,7 @@ def main() -> None:
         rows = torch.randn(TOKENS, layout.head_dim, device=device)
         cache = kv_cache.allocate(name, PAGES, PAGE, device=device)
         kv_cache.write(cache, slots, rows, cache_format=name)
-        back = kv_cache.gather(
-            cache, block_table, starts, cache_format=name, total_tokens=TOKENS, dtype=torch.float32
-        )
+        back = kv_cache.gather(cache, block_table, starts, cache_format=name, total_tokens=TOKENS, dtype=torch.float32)
         error = ((back - rows).norm() / rows.norm()).item()
         print(f"{name:<8} {layout.bytes_per_token:>13}   {error:.1e}")
         assert error < 0.04

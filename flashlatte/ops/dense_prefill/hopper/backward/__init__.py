@@ -1,4 +1,4 @@
-"""Backward of dense prefill in Gluon for Hopper (SM90): docs/kernels/dense-prefill-backward.md explains the schedule."""
+"""Backward of dense prefill in Gluon for Hopper (SM90): docs/kernels/dense-prefill-backward.md has the schedule."""
 
 from flashlatte.ops.dense_prefill.hopper.backward.launch import backward
 

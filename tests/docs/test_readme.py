@@ -1,0 +1,22 @@
+"""The README is also what a package index shows, where a path that is relative to the repository leads nowhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HOME = r"https://(?:raw\.githubusercontent\.com/flashlatte/flashlatte/|github\.com/flashlatte/flashlatte/(?:blob|tree)/)main/"
+LINKS = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text())
+
+
+def test_links_are_absolute():
+    assert LINKS
+    assert [link for link in LINKS if not link.startswith("https://")] == []
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_what_a_link_names_is_in_the_repository(link):
+    path = re.sub(HOME, "", link)
+    assert path != link, "a link that leads out of the repository"
+    assert (ROOT / path).exists()
