@@ -151,6 +151,39 @@ def test_batch_invariant_is_the_same_alone(backend: str) -> None:
 
 
 @ON_EVERY_BACKEND
+@pytest.mark.parametrize(
+    ("h_q", "s_q", "page_size", "lengths", "columns"),
+    [
+        (3, 3, 64, (298, 54, 129), (5, 45, 300)),
+        (33, 4, 128, (298, 54, 129), (3, 63, 300)),
+        (128, 1, 64, (20_000, 54, 1100), (313, 2000)),
+    ],
+)
+def test_batch_invariant_in_any_table_and_batch(
+    h_q: int, s_q: int, page_size: int, lengths: tuple[int, ...], columns: tuple[int, ...], backend: str
+) -> None:
+    """A request's result depends on nothing but the request: not on the table's width, its neighbours, their order."""
+    case = replace(TYPICAL, batch=3, h_q=h_q, s_q=s_q, page_size=page_size, s_k=max(lengths), varlen=False)
+    arguments: Arguments = case.inputs(DEVICE) | {"batch_invariant": True}
+    arguments["cache_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    # Shorter requests leave rows of their pages that are poisoned no more than others'.
+    arguments["k_cache"] = arguments["k_cache"].nan_to_num(nan=0.1)
+    names = ("q", "block_table", "cache_seqlens")
+    expected = decode(arguments, backend)
+    for width in columns:
+        table = torch.full((3, width), -1, dtype=torch.int32, device=DEVICE)
+        used = min(width, arguments["block_table"].shape[1])
+        table[:, :used] = arguments["block_table"][:, :used]
+        wide = arguments | {"block_table": table}
+        harness.assert_same_bits(decode(wide, backend), expected)
+        for order in ((2, 0, 1), (1, 1, 0, 2, 2, 2, 0) * 20):
+            others = wide | {name: wide[name][list(order)] for name in names}
+            harness.assert_same_bits(
+                decode(others, backend), {name: result[list(order)] for name, result in expected.items()}
+            )
+
+
+@ON_EVERY_BACKEND
 @pytest.mark.parametrize("h_q", [16, 128])
 def test_graph_follows_lengths_and_pages(h_q: int, backend: str) -> None:
     arguments = replace(TYPICAL, batch=9, h_q=h_q, s_k=5000).inputs(DEVICE)

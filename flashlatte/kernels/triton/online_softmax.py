@@ -181,4 +181,5 @@ def normalize(state, scale, step: tl.constexpr):
     total = tl.where(total == 0, 1.0, total)
     inverse = 1.0 / total
     values = tl.trans(state.weighted * inverse[None, :]) if step.values_first else state.weighted * inverse[:, None]
-    return values, state.peak * scale + tl.log2(total)
+    # Said outright, or it depends on the rest of the kernel whether the product is rounded before the sum.
+    return values, tl.fma(state.peak, scale, tl.log2(total))

@@ -178,6 +178,17 @@ def test_new_batches_lengths_and_strides_compile_nothing(recorded, h_q):
     assert len(keys[1]) <= 4  # tiles by the splits of an item, and that of the boundaries of parts
 
 
+@pytest.mark.parametrize("h_q", [16, 128])
+def test_batch_invariant_is_the_same_machine_code_for_all_batches_and_tables(recorded, h_q):
+    """Two variants of one kernel may round differently: the compiler joins products and sums as it sees fit."""
+    keys: list[set[str]] = [set(), set()]
+    for batch, max_pages in ((1, 1), (3, 5), (3, 45), (200, 63), (7, 3000)):
+        call = recorded(90, batch=batch, h_q=h_q, max_pages=max_pages, batch_invariant=True)
+        for recorder, seen in zip(call, keys, strict=True):
+            seen.update(variant_key(recorder.fn, one) for one in recorder.launches)
+    assert [len(seen) for seen in keys] == [1, 1]
+
+
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_scratch_is_bounded(recorded, batch_invariant):
     for batch in (1, 5, 128, 1000):

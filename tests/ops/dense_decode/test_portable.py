@@ -124,6 +124,23 @@ def test_batch_invariant_is_the_same_alone_and_in_any_launch(monkeypatch):
     check(arguments, batch_invariant=True)
 
 
+@pytest.mark.parametrize("split_keys", [48, 1024])
+def test_batch_invariant_in_a_wider_table_among_others_and_in_another_order(monkeypatch, split_keys):
+    monkeypatch.setattr(launch, "_SPLIT_KEYS", split_keys)
+    launch.make_plan.cache_clear()
+    arguments = replace(TOY, batch=3, s_k=150, varlen=True).inputs()
+    expected = decode(arguments, batch_invariant=True)
+    order = torch.tensor([2, 0, 1])
+    others = {name: arguments[name][order] for name in ("q", "block_table", "cache_seqlens")}
+    others["block_table"] = torch.nn.functional.pad(others["block_table"], (0, 40), value=-7)
+    for result, wanted in zip(decode(arguments | others, batch_invariant=True), expected, strict=True):
+        assert torch.equal(result, wanted[order])
+    others["cache_seqlens"][0] = 0
+    for result, wanted in zip(decode(arguments | others, batch_invariant=True), expected, strict=True):
+        assert torch.equal(result[1:], wanted[order][1:])
+    launch.make_plan.cache_clear()
+
+
 def test_same_bits_run_after_run():
     arguments = CASES["one long request"].inputs()
     first, second = decode(arguments), decode(arguments)

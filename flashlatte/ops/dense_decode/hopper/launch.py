@@ -188,10 +188,11 @@ def make_plan(multiprocessors: int, batch: int, rows: int, h_kv: int, max_keys: 
         row_blocks=row_blocks,
         parts=parts,
         launches=launches,
-        # Behind the records of balanced parts, what they note for the merging.
+        # Behind the records of balanced parts, what they note for the merging. batch_invariant always has scratch: a
+        # kernel compiled without it might round otherwise.
         scratch=records * RECORD.value
         if passes_on
-        else records * record // 4 + (parts if records and split_steps is None else 0),
+        else max(records * record // 4 + (parts if records and split_steps is None else 0), int(batch_invariant)),
         overhead=overhead,
         split_steps=split_steps,
         max_splits=max_splits,

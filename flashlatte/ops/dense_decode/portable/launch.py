@@ -199,7 +199,8 @@ def make_plan(
         split_blocks=split_blocks,
         max_splits=max_splits,
         launches=launches,
-        scratch=records * record // 4,
+        # batch_invariant always has scratch: a kernel compiled without it might round otherwise.
+        scratch=max(records * record // 4, int(batch_invariant)),
         overhead=overhead,
         constants={
             "STEP": step,
