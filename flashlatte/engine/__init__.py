@@ -1,0 +1,1 @@
+"""A serving engine small enough to read: pages with a prefix cache, a scheduler."""

@@ -1,0 +1,294 @@
+"""Which tokens of which requests the next step computes, in which pages. Numbers and lists only.
+
+Continuous batching under a budget of tokens: every running request that generates gets its token first, the rest goes
+to prompts, in chunks. When pages run out the latest request gives way: its pages move to the host, or are computed
+again. Nothing is admitted in a step that took pages from somebody.
+
+Requests are served in the order of ``arrival + patience · priority``, an arrival being the number of steps scheduled
+before it. So a lower priority goes first, but whoever waits is in the end before all that come later, and the first in
+order can always take the pages of the others: nobody starves, and nothing deadlocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from flashlatte.engine.pages import PagePool
+from flashlatte.engine.request import Request
+from flashlatte.engine.step import Copies, Step, Work
+
+
+@dataclass
+class Statistics:
+    """Counts since the start, in tokens and in events."""
+
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    swapped: int = 0
+    recomputed: int = 0
+
+
+class Scheduler:
+    """Plans steps over a pool of pages.
+
+    ``schedule`` may run ahead: it can be called again before ``update`` was told of the last step, so that the host
+    plans while the device computes. Requests whose drafts are under way wait for their ``update``.
+
+    Args:
+        pool: pages of the cache.
+        host_pool: pages of its copy on the host; None: what gives way is computed again.
+        max_tokens: of a step.
+        max_requests: that run at a time.
+        patience: steps that a priority lower by one is worth.
+        prefix_cache: whether requests that begin alike share pages.
+
+    Raises:
+        ValueError: a limit below 1.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        host_pool: PagePool | None = None,
+        max_tokens: int = 2048,
+        max_requests: int = 64,
+        patience: int = 64,
+        prefix_cache: bool = True,
+    ) -> None:
+        for name, value in (("max_tokens", max_tokens), ("max_requests", max_requests), ("patience", patience)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.pool, self.host_pool = pool, host_pool
+        self.max_tokens, self.max_requests, self.patience = max_tokens, max_requests, patience
+        self.prefix_cache = prefix_cache
+        self.statistics = Statistics()
+        self._running: list[Request] = []
+        self._waiting: list[Request] = []
+        self._steps = 0
+        self._arrivals = 0
+
+    def __len__(self) -> int:
+        """Unfinished requests."""
+        return len(self._running) + len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: an id that is in use, or more tokens than the cache has room for.
+        """
+        if any(other.id == request.id for other in (*self._running, *self._waiting)):
+            raise ValueError(f"id must differ from those of unfinished requests, got {request.id!r} again")
+        room = self.pool.num_pages * self.pool.page_size
+        if request.most_cached > room:
+            raise ValueError(
+                f"request {request.id!r} needs room for {request.most_cached} tokens (its prompt and max_new_tokens), "
+                f"and the cache has {room}: {self.pool.num_pages} pages of {self.pool.page_size}"
+            )
+        self._arrivals += 1
+        request.order = (self._steps + self.patience * request.priority, self._arrivals)
+        self._wait(request)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request now; None if there is none of this id."""
+        for request in (*self._running, *self._waiting):
+            if request.id == request_id:
+                self._finish(request)
+                return request
+        return None
+
+    def schedule(self) -> Step | None:
+        """The next step; None if there is nothing that could be computed now."""
+        step = Step()
+        budget = self.max_tokens
+        gave_way = False
+        for generates in (True, False):
+            for request in list(self._running):
+                if request not in self._running or self._generates(request) != generates:
+                    continue
+                count = min(self._wanted(request), budget)
+                if count < 1:
+                    continue
+                fits, displaced = self._make_room(request, request.computed + count, step)
+                gave_way |= displaced
+                if fits:
+                    budget -= self._assign(request, count, step)
+        while not gave_way and budget > 0 and self._waiting and len(self._running) < self.max_requests:
+            count = self._admit(self._waiting[0], budget, step)
+            if count == 0:
+                break
+            budget -= count
+        if not step.work and not step.swap_out:
+            return None
+        step.work.sort(key=lambda work: not work.samples or work.count > 1 + work.drafts)
+        self._steps += 1
+        return step
+
+    def update(self, step: Step, tokens: Mapping[str, Sequence[int]], stopped: Collection[str] = ()) -> list[Request]:
+        """Tell what a step gave; steps in the order in which they were scheduled.
+
+        Args:
+            tokens: by id of each request that sampled: its new tokens, more than one where drafts were right.
+            stopped: ids of requests that are to end with these tokens.
+
+        Returns:
+            The requests that ended.
+        """
+        ended = []
+        for work in step.work:
+            request = work.request
+            if request.finished:
+                continue
+            self.statistics.computed_tokens += work.count
+            if work.samples:
+                new = list(tokens[request.id])
+                if not 1 <= len(new) <= 1 + work.drafts:
+                    raise ValueError(f"tokens of request {request.id!r} must be 1 to {1 + work.drafts}, got {len(new)}")
+                request.tokens += new[: request.max_new_tokens - len(request.generated)]
+                request.pending -= 1
+                if request.verifying:
+                    request.computed, request.verifying = work.start + len(new), False
+            if request.pages and self.prefix_cache:
+                self._seal(request)
+            done = len(request.generated) >= request.max_new_tokens
+            if work.samples and (done or request.id in stopped):
+                self._finish(request)
+                ended.append(request)
+        return ended
+
+    def _generates(self, request: Request) -> bool:
+        return request.length - request.computed == 1
+
+    def _wanted(self, request: Request) -> int:
+        """Tokens that could be computed of a running request."""
+        ends_under_way = request.to_generate < 1 and request.computed >= request.length - 1
+        if ends_under_way or request.verifying:
+            return 0
+        missing = request.length - request.computed
+        if missing == 1 and request.drafts and not request.pending:
+            return 1 + min(len(request.drafts), request.to_generate - 1)
+        return missing
+
+    def _assign(self, request: Request, count: int, step: Step) -> int:
+        """Give the step ``count`` tokens of a request that has the pages for them."""
+        start, missing = request.computed, request.length - request.computed
+        samples = count >= missing
+        drafts = max(count - missing, 0)
+        step.work.append(Work(request, start, count, drafts, samples))
+        request.computed += count
+        request.pending += samples
+        request.verifying = drafts > 0
+        return count
+
+    def _make_room(self, request: Request, tokens: int, step: Step) -> tuple[bool, bool]:
+        """Whether a running request has pages for so many tokens now, and whether somebody gave way for it.
+
+        One that finds nobody to give way keeps what it has and waits: those who hold the pages are in this step, or
+        before it in order.
+        """
+        missing = max(-(-tokens // self.pool.page_size) - len(request.pages), 0)
+        gave_way = False
+        while (pages := self.pool.allocate(missing)) is None:
+            scheduled = {id(work.request) for work in step.work}
+            later = [other for other in self._running if other.order > request.order and id(other) not in scheduled]
+            if not later:
+                return False, gave_way
+            self._give_way(later[-1], step)
+            gave_way = True
+        request.pages += pages
+        return True, gave_way
+
+    def _give_way(self, request: Request, step: Step) -> None:
+        host = None if self.host_pool is None else self.host_pool.allocate(len(request.pages))
+        if host is not None:
+            step.swap_out += zip(request.pages, host, strict=True)
+            request.host_pages = host
+            self.statistics.swapped += 1
+        else:
+            request.computed, request.sealed, request.verifying = 0, 0, False
+            self.statistics.recomputed += 1
+        self._drop_pages(request)
+        self._running.remove(request)
+        self._wait(request)
+
+    def _admit(self, request: Request, budget: int, step: Step) -> int:
+        """Let the first that waits run, if there is room for some of its tokens; how many the step took."""
+        if request.pending:
+            return 0  # its last token is not known yet
+        if request.host_pages:
+            pages = self.pool.allocate(len(request.host_pages))
+            if pages is None:
+                return 0
+            swapped: Copies = list(zip(request.host_pages, pages, strict=True))
+        else:
+            pages, swapped = self._cached_pages(request), []
+            request.computed = len(pages) * self.pool.page_size
+        request.pages = pages
+        count = min(self._wanted(request), budget)
+        more = self.pool.allocate(max(-(-(request.computed + count) // self.pool.page_size) - len(pages), 0))
+        if count < 1 or more is None:
+            self._drop_pages(request)
+            if not request.host_pages:
+                request.computed = 0
+            return 0
+        if swapped:
+            step.swap_in += swapped
+            assert self.host_pool is not None
+            self.host_pool.release(request.host_pages)
+            request.host_pages = []
+        else:
+            request.cached += request.computed
+            request.sealed, request.chain = 0, self.pool.root(request.salt)
+            self.statistics.cached_tokens += request.computed
+        request.pages += more
+        self._waiting.remove(request)
+        self._insert(self._running, request)
+        return self._assign(request, count, step)
+
+    def _cached_pages(self, request: Request) -> list[int]:
+        """Pages that hold the start of a request already, referenced for it; never all its tokens."""
+        if not self.prefix_cache:
+            return []
+        found = self.pool.match(request.tokens[: request.length - 1], request.salt)
+        self.pool.take(found)
+        return found
+
+    def _seal(self, request: Request) -> None:
+        """Offer the pages that are full of known, computed tokens to the prefix cache."""
+        size = self.pool.page_size
+        full = min(request.computed, len(request.tokens)) // size
+        while request.sealed < min(full, len(request.pages)):
+            begin = request.sealed * size
+            chunk = request.tokens[begin : begin + size]
+            request.chain = self.pool.seal(request.pages[request.sealed], request.chain, chunk)
+            request.sealed += 1
+
+    def _finish(self, request: Request) -> None:
+        request.finished = True
+        self._drop_pages(request)
+        if request.host_pages:
+            assert self.host_pool is not None
+            self.host_pool.release(request.host_pages)
+            request.host_pages = []
+        for queue in (self._running, self._waiting):
+            if request in queue:
+                queue.remove(request)
+
+    def _drop_pages(self, request: Request) -> None:
+        self.pool.release(request.pages)
+        request.pages = []
+
+    def _wait(self, request: Request) -> None:
+        self._insert(self._waiting, request)
+
+    @staticmethod
+    def _insert(queue: list[Request], request: Request) -> None:
+        """Keep the queue in order."""
+        queue.append(request)
+        queue.sort(key=_order)
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.order

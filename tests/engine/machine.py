@@ -1,0 +1,115 @@
+"""A plain model of a cache and a model, to run a scheduler's steps on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from flashlatte.engine.pages import PagePool
+from flashlatte.engine.request import Request
+from flashlatte.engine.scheduler import Scheduler
+from flashlatte.engine.step import Step, Work
+
+EMPTY = None
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """What the model says: a function of all tokens before, of which there are few, so that prefixes repeat."""
+    return hashlib.sha256(bytes(token % 251 for token in tokens)).digest()[0] % 3
+
+
+class Machine:
+    """Runs steps: every token computed must find all tokens before it in the request's pages."""
+
+    def __init__(self, pages: int, page_size: int, host_pages: int, **limits: Any) -> None:
+        self.size = page_size
+        self.pool = PagePool(pages, page_size)
+        self.host = PagePool(host_pages, page_size) if host_pages else None
+        self.scheduler = Scheduler(self.pool, host_pool=self.host, **limits)
+        self.device_memory: list[list[Any]] = [[EMPTY] * page_size for _ in range(pages)]
+        self.host_memory: list[list[Any]] = [[EMPTY] * page_size for _ in range(host_pages)]
+        self.under_way: list[tuple[Step, dict[str, list[int]]]] = []
+        self.known: dict[str, list[int]] = {}
+        self.ended: dict[str, Request] = {}
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+        self.known[request.id] = list(request.prompt)
+
+    def run_step(self) -> bool:
+        """Schedule a step and compute it; ``update`` follows later. False if there was none."""
+        step = self.scheduler.schedule()
+        if step is None:
+            return False
+        assert step.num_tokens <= self.scheduler.max_tokens
+        for source, target in step.swap_out:
+            self.host_memory[target] = list(self.device_memory[source])
+        for source, target in step.swap_in:
+            self.device_memory[target] = list(self.host_memory[source])
+        written: set[tuple[int, int]] = set()
+        self.under_way.append((step, {}))
+        for work in step.work:
+            if not work.request.finished:
+                self._compute(work, written)
+        return True
+
+    def _compute(self, work: Work, written: set[tuple[int, int]]) -> None:
+        request = work.request
+        tokens = self.known[request.id]
+        length = work.start + work.count - work.drafts
+        assert length <= len(tokens)
+        # What a step under way samples is on the device alone, where it can be the next step's one input.
+        assert length <= len(request.tokens) or work.count == 1
+        for position in range(work.start):
+            assert self._at(request, position) == (request.salt, tokens[: position + 1])
+        inputs = [*tokens[:length], *request.drafts[: work.drafts]]
+        for position in range(work.start, work.start + work.count):
+            place = request.pages[position // self.size], position % self.size
+            assert place not in written
+            assert self.pool.references(place[0]) == 1
+            written.add(place)
+            self.device_memory[place[0]][place[1]] = (request.salt, inputs[: position + 1])
+        if not work.samples:
+            return
+        new = [next_token(tokens[:length])]
+        for draft in request.drafts[: work.drafts]:
+            if draft != new[-1]:
+                break
+            new.append(next_token([*tokens[:length], *new]))
+        self.known[request.id] = [*tokens[:length], *new]
+        self.under_way[-1][1][request.id] = new
+
+    def _at(self, request: Request, position: int) -> Any:
+        return self.device_memory[request.pages[position // self.size]][position % self.size]
+
+    def update(self, stopped: Sequence[str] = ()) -> None:
+        """Tell the scheduler of the oldest step under way."""
+        step, tokens = self.under_way.pop(0)
+        for request in self.scheduler.update(step, tokens, stopped):
+            self.ended[request.id] = request
+        for work in step.work:
+            work.request.drafts = []
+
+    def finish(self, most_steps: int = 10_000) -> None:
+        """Run until nothing is left."""
+        for _ in range(most_steps):
+            if not len(self.scheduler):
+                return
+            if not self.run_step():
+                assert self.under_way, "requests are left, and no step could be made for them"
+            while self.under_way:
+                self.update()
+        raise AssertionError(f"{len(self.scheduler)} requests are left after {most_steps} steps")
+
+    def check_pages(self) -> None:
+        """No page is lost, and none is referenced by who does not hold it."""
+        holders: dict[int, int] = {}
+        for request in (*self.scheduler._running, *self.scheduler._waiting):
+            for page in request.pages:
+                holders[page] = holders.get(page, 0) + 1
+        assert {page: self.pool.references(page) for page in holders} == holders
+        assert self.pool.in_use == len(holders)
+        if self.host is not None:
+            held = [page for request in self.scheduler._waiting for page in request.host_pages]
+            assert len(held) == len(set(held)) == self.host.in_use

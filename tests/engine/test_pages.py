@@ -1,0 +1,126 @@
+"""The pool of pages against a plain model."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from flashlatte.engine.pages import PagePool
+
+
+def fill(pool, tokens, salt=""):
+    """Pages with all full pages of ``tokens``, known."""
+    pages = pool.allocate(len(tokens) // pool.page_size)
+    chain = pool.root(salt)
+    for number, page in enumerate(pages):
+        begin = number * pool.page_size
+        chain = pool.seal(page, chain, tokens[begin : begin + pool.page_size])
+    return pages
+
+
+def test_the_longest_known_start_is_found():
+    pool = PagePool(8, 2)
+    pages = fill(pool, [1, 2, 3, 4, 5, 6])
+    assert pool.match([1, 2, 3, 4, 9, 9]) == pages[:2]
+    assert pool.match([1, 2, 3]) == pages[:1]
+    assert pool.match([3, 4]) == []
+
+
+def test_other_salts_and_identities_match_nothing():
+    pool = PagePool(8, 2, identity="bf16")
+    fill(pool, [1, 2], salt="a")
+    assert pool.match([1, 2], salt="b") == []
+    assert PagePool(8, 2, identity="v32").root() != pool.root()
+
+
+def test_the_page_let_go_longest_ago_is_forgotten_first_and_a_chain_from_its_end():
+    pool = PagePool(4, 1)
+    first, second = fill(pool, [1, 2]), fill(pool, [3, 4])
+    pool.release(first)
+    pool.release(second)
+    pool.allocate(1)
+    assert pool.match([1, 2]) == first[:1]
+    assert pool.match([3, 4]) == second
+
+
+def test_a_page_in_use_is_never_given_again():
+    pool = PagePool(2, 1)
+    fill(pool, [1, 2])
+    assert pool.allocate(1) is None
+    assert pool.available == 0
+
+
+def test_a_key_that_two_chains_share_serves_neither_the_others_tokens(monkeypatch):
+    monkeypatch.setattr("flashlatte.engine.pages._chained", lambda parent, tokens: b"the same")
+    pool = PagePool(4, 1)
+    fill(pool, [1])
+    assert pool.match([2]) == []
+
+
+def test_errors_name_the_argument():
+    with pytest.raises(ValueError, match="num_pages must be at least 1, got 0"):
+        PagePool(0, 1)
+    pool = PagePool(2, 2)
+    with pytest.raises(ValueError, match="pages must be in use, got 1"):
+        pool.release([1])
+    with pytest.raises(ValueError, match="pages must be in use or known, got 0"):
+        pool.take([0])
+    (page,) = pool.allocate(1)
+    with pytest.raises(ValueError, match="tokens must fill a page of 2, got 1"):
+        pool.seal(page, pool.root(), [1])
+
+
+class Pool(RuleBasedStateMachine):
+    """Holders take, allocate, seal and release; the model counts references."""
+
+    @initialize(pages=st.integers(1, 8), page_size=st.integers(1, 3))
+    def start(self, pages, page_size):
+        self.pool = PagePool(pages, page_size)
+        self.holders = []
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9))
+    def hold(self, tokens):
+        size = self.pool.page_size
+        tokens = tokens[: len(tokens) // size * size]
+        found = self.pool.match(tokens)
+        self.pool.take(found)
+        available = self.pool.available
+        more = self.pool.allocate(len(tokens) // size - len(found))
+        if more is None:
+            assert available < len(tokens) // size - len(found)
+            self.pool.release(found)
+            return
+        chain = self.pool.root()
+        for number, page in enumerate(found + more):
+            chunk = tokens[number * size : number * size + size]
+            if number < len(found):
+                assert self.content[page] == tokens[: (number + 1) * size]
+            else:
+                self.content[page] = tokens[: (number + 1) * size]
+            chain = self.pool.seal(page, chain, chunk)
+        self.holders.append(found + more)
+
+    @property
+    def content(self):
+        return self.__dict__.setdefault("_content", {})
+
+    @precondition(lambda self: getattr(self, "holders", None))
+    @rule(data=st.data())
+    def let_go(self, data):
+        number = data.draw(st.integers(0, len(self.holders) - 1))
+        self.pool.release(self.holders.pop(number))
+
+    @invariant()
+    def references_are_those_of_the_holders(self):
+        if not hasattr(self, "pool"):
+            return
+        held = [page for pages in self.holders for page in pages]
+        for page in range(self.pool.num_pages):
+            assert self.pool.references(page) == held.count(page)
+        assert self.pool.in_use == len(set(held))
+
+
+TestPool = Pool.TestCase
+TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

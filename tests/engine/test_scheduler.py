@@ -1,0 +1,210 @@
+"""The scheduler on a plain model of a cache: every token that is computed finds all tokens before it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.machine import Machine, next_token
+from flashlatte.engine.pages import PagePool
+from flashlatte.engine.request import Request
+from flashlatte.engine.scheduler import Scheduler
+
+
+def generated_alone(prompt, max_new_tokens):
+    tokens = list(prompt)
+    for _ in range(max_new_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def run(requests, pages=8, page_size=4, host_pages=0, **limits):
+    machine = Machine(pages, page_size, host_pages, **limits)
+    for request in requests:
+        machine.add(request)
+    machine.finish()
+    for request in requests:
+        assert request.generated == generated_alone(request.prompt, request.max_new_tokens)
+    machine.check_pages()
+    assert machine.pool.in_use == 0
+    return machine
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 64])
+def test_every_chunk_size_gives_the_same_tokens(chunk):
+    run([Request(f"r{i}", [1] * (5 + 3 * i), 6) for i in range(4)], pages=32, max_tokens=chunk)
+
+
+def test_requests_that_begin_alike_share_pages_once():
+    prompt = [1, 2] * 8
+    machine = Machine(16, 4, 0)
+    first, second = Request("a", prompt, 2), Request("b", [*prompt, 5], 2)
+    machine.add(first)
+    machine.finish()
+    machine.add(second)
+    assert machine.run_step()
+    assert second.cached == 16
+    assert machine.pool.in_use == 5
+    third = Request("c", [*prompt, 6], 2)
+    machine.add(third)
+    assert machine.run_step()
+    assert machine.pool.in_use == 6
+    machine.finish()
+
+
+def test_other_salts_share_nothing():
+    machine = run([Request("a", [1] * 9, 1, salt="x")], pages=8)
+    other = Request("b", [1] * 9, 1, salt="y")
+    machine.add(other)
+    machine.finish()
+    assert other.cached == 0
+
+
+@pytest.mark.parametrize("host_pages", [0, 3, 16])
+def test_a_pool_too_small_for_all_serves_all(host_pages):
+    requests = [Request(f"r{i}", [i] * 7, 12) for i in range(5)]
+    machine = run(requests, pages=6, host_pages=host_pages, prefix_cache=False)
+    statistics = machine.scheduler.statistics
+    assert statistics.swapped + statistics.recomputed > 0
+    assert (statistics.swapped > 0) == (host_pages > 0)
+
+
+def test_who_is_in_a_step_keeps_its_pages_in_it():
+    machine = Machine(6, 1, 0, max_tokens=3, prefix_cache=False)
+    machine.add(Request("first", [1], 5))
+    machine.run_step()
+    machine.update()
+    urgent = Request("urgent", [2] * 5, 1, priority=-1)
+    machine.add(urgent)
+    machine.finish()
+    assert list(machine.ended) == ["urgent", "first"]
+    assert machine.scheduler.statistics.recomputed == 1
+
+
+def test_who_gave_way_waits_for_its_token_under_way():
+    machine = Machine(4, 1, 0, max_tokens=8, prefix_cache=False)
+    machine.add(Request("later", [1], 4))
+    machine.run_step()
+    machine.update()
+    machine.add(Request("urgent", [2], 4, priority=-1))
+    for _ in range(20):
+        if not machine.run_step() or len(machine.under_way) > 1:
+            machine.update()
+        if not machine.scheduler:
+            break
+    assert list(machine.ended) == ["urgent", "later"]
+    assert machine.scheduler.statistics.recomputed > 0
+
+
+def test_a_lower_priority_goes_first():
+    machine = Machine(8, 4, 0, max_requests=1)
+    usual, urgent = Request("usual", [1] * 4, 2), Request("urgent", [2] * 4, 2, priority=-1)
+    for request in (Request("running", [3] * 4, 2), usual, urgent):
+        machine.add(request)
+    machine.finish()
+    assert list(machine.ended) == ["urgent", "running", "usual"]
+
+
+def test_who_waits_is_served_however_many_urgent_ones_keep_coming():
+    machine = Machine(4, 4, 0, max_requests=1, patience=3)
+    machine.add(Request("patient", [1] * 4, 2))
+    for number in range(40):
+        machine.add(Request(f"urgent{number}", [2] * 4, 2, priority=-1))
+        machine.run_step()
+        while machine.under_way:
+            machine.update()
+    assert "patient" in machine.ended
+
+
+def test_errors_name_the_argument():
+    scheduler = Scheduler(PagePool(2, 4))
+    scheduler.add(Request("a", [1], 1))
+    with pytest.raises(ValueError, match="id must differ .* got 'a' again"):
+        scheduler.add(Request("a", [1], 1))
+    with pytest.raises(ValueError, match="needs room for 9 tokens .* the cache has 8: 2 pages of 4"):
+        scheduler.add(Request("b", [1] * 5, 5))
+    with pytest.raises(ValueError, match="prompt of request 'c' must have at least one token"):
+        Request("c", [], 1)
+    with pytest.raises(ValueError, match="max_new_tokens of request 'c' must be at least 1, got 0"):
+        Request("c", [1], 0)
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+        Scheduler(PagePool(2, 4), max_tokens=0)
+
+
+class Serving(RuleBasedStateMachine):
+    """Any order of arrivals, steps, late updates, drafts, stops and aborts."""
+
+    @initialize(
+        pages=st.integers(2, 10),
+        page_size=st.integers(1, 4),
+        host_pages=st.integers(0, 8),
+        max_tokens=st.integers(1, 12),
+        max_requests=st.integers(1, 5),
+        prefix_cache=st.booleans(),
+    )
+    def start(self, pages, page_size, host_pages, **limits):
+        self.machine = Machine(pages, page_size, host_pages, **limits)
+        self.requests = {}
+        self.count = 0
+
+    @rule(
+        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=20),
+        new=st.integers(1, 8),
+        priority=st.integers(-2, 2),
+        salt=st.sampled_from(["", "other"]),
+    )
+    def add(self, prompt, new, priority, salt):
+        room = self.machine.pool.num_pages * self.machine.size
+        request = Request(f"r{self.count}", prompt[:room], 1, priority=priority, salt=salt)
+        request.max_new_tokens = min(new, room + 1 - len(request.prompt))
+        self.count += 1
+        self.requests[request.id] = request
+        self.machine.add(request)
+
+    @rule()
+    def step(self):
+        if len(self.machine.under_way) < 2:
+            self.machine.run_step()
+
+    @rule(guesses=st.lists(st.integers(0, 2), min_size=1, max_size=3))
+    def draft(self, guesses):
+        if not self.machine.under_way:
+            for request in self.requests.values():
+                request.drafts = list(guesses)
+
+    @precondition(lambda self: self.machine.under_way)
+    @rule(stop=st.booleans())
+    def update(self, stop):
+        ids = [work.request.id for work in self.machine.under_way[0][0].work if work.samples]
+        stopped = ids[:1] if stop else []
+        self.machine.update(stopped)
+        for name in stopped:
+            self.requests.pop(name, None)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data):
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        del self.requests[name]
+        self.machine.scheduler.abort(name)
+
+    @invariant()
+    def pages_are_held_by_who_references_them(self):
+        if hasattr(self, "machine"):
+            self.machine.check_pages()
+
+    def teardown(self):
+        if not hasattr(self, "machine"):
+            return
+        while self.machine.under_way:
+            self.machine.update()
+        self.machine.finish()
+        assert self.machine.pool.in_use == 0
+        for request in self.requests.values():
+            assert request.generated == generated_alone(request.prompt, request.max_new_tokens)
+
+
+TestServing = Serving.TestCase
+TestServing.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
