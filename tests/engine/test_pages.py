@@ -10,9 +10,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from flashlatte.engine.pages import PagePool
 
 
+def allocate(pool, count):
+    pages = pool.allocate(count)
+    assert pages is not None
+    return pages
+
+
 def fill(pool, tokens, salt=""):
     """Pages with all full pages of ``tokens``, known."""
-    pages = pool.allocate(len(tokens) // pool.page_size)
+    pages = allocate(pool, len(tokens) // pool.page_size)
     chain = pool.root(salt)
     for number, page in enumerate(pages):
         begin = number * pool.page_size
@@ -67,7 +73,7 @@ def test_errors_name_the_argument():
         pool.release([1])
     with pytest.raises(ValueError, match="pages must be in use or known, got 0"):
         pool.take([0])
-    (page,) = pool.allocate(1)
+    (page,) = allocate(pool, 1)
     with pytest.raises(ValueError, match="tokens must fill a page of 2, got 1"):
         pool.seal(page, pool.root(), [1])
 
@@ -79,6 +85,7 @@ class Pool(RuleBasedStateMachine):
     def start(self, pages, page_size):
         self.pool = PagePool(pages, page_size)
         self.holders = []
+        self.content = {}
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9))
     def hold(self, tokens):
@@ -102,11 +109,7 @@ class Pool(RuleBasedStateMachine):
             chain = self.pool.seal(page, chain, chunk)
         self.holders.append(found + more)
 
-    @property
-    def content(self):
-        return self.__dict__.setdefault("_content", {})
-
-    @precondition(lambda self: getattr(self, "holders", None))
+    @precondition(lambda self: bool(getattr(self, "holders", None)))
     @rule(data=st.data())
     def let_go(self, data):
         number = data.draw(st.integers(0, len(self.holders) - 1))

@@ -121,9 +121,9 @@ def test_who_waits_is_served_however_many_urgent_ones_keep_coming():
 def test_errors_name_the_argument():
     scheduler = Scheduler(PagePool(2, 4))
     scheduler.add(Request("a", [1], 1))
-    with pytest.raises(ValueError, match="id must differ .* got 'a' again"):
+    with pytest.raises(ValueError, match=r"id must differ .* got 'a' again"):
         scheduler.add(Request("a", [1], 1))
-    with pytest.raises(ValueError, match="needs room for 9 tokens .* the cache has 8: 2 pages of 4"):
+    with pytest.raises(ValueError, match=r"needs room for 9 tokens .* the cache has 8: 2 pages of 4"):
         scheduler.add(Request("b", [1] * 5, 5))
     with pytest.raises(ValueError, match="prompt of request 'c' must have at least one token"):
         Request("c", [], 1)
