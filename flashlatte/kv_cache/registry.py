@@ -41,15 +41,23 @@ def infer_format(cache: torch.Tensor, name: str = "cache") -> CacheFormat:
     ``model1`` (584) or, as float8_e4m3fn of any other width, ``fp8``.
     """
     width = cache.shape[-1]
-    for layout in _OF_FIXED_WIDTH:
-        if width == layout.record_width and cache.dtype in layout.accepted_dtypes:
-            return layout
+    layout = format_of_width(cache)
+    if layout is not None:
+        return layout
     if cache.dtype in _PLAIN_BY_DTYPE:
         return plain_format(cache.dtype, width)
     raise ValueError(
         f"{name} must be a bfloat16, float16 or float32 cache, a float8_e4m3fn cache (fp8), or a one-byte cache "
         f"656 (v32) or 584 (model1) wide; got {str(cache.dtype).removeprefix('torch.')} {width} wide"
     )
+
+
+def format_of_width(cache: torch.Tensor) -> CacheFormat | None:
+    """The format with tokens of as many bytes as this cache's, if there is one that has them for no other reason."""
+    for layout in _OF_FIXED_WIDTH:
+        if cache.shape[-1] == layout.record_width and cache.dtype in layout.accepted_dtypes:
+            return layout
+    return None
 
 
 def plain_format(dtype: torch.dtype, head_dim: int | None = None) -> CacheFormat:

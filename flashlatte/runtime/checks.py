@@ -33,10 +33,12 @@ def tensor(
     device: torch.device | None = None,
     *,
     unit_last_stride: bool = True,
+    may_be_empty: int = 0,
 ) -> torch.Tensor:
     """Check that ``value`` is a tensor of this shape, one of these dtypes and on this device.
 
-    ``shape`` holds an int where the size is required and a name where it is free (but at least 1).
+    ``shape`` holds an int where the size is required and a name where it is free: at least 1, but for the first
+    ``may_be_empty`` axes.
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
@@ -44,9 +46,10 @@ def tensor(
         raise TypeError(f"{name} must be a strided tensor, got layout {value.layout}")
     if value.dtype not in dtypes:
         raise TypeError(f"{name} must be {dtype_names(dtypes)}, got {dtype_names([value.dtype])}")
-    if not _has_shape(value.shape, shape):
+    if not _has_shape(value.shape, shape, may_be_empty):
         wanted = ", ".join(map(str, shape))
-        raise ValueError(f"{name} must have shape [{wanted}] with no empty axis, got {list(value.shape)}")
+        empty = f"no empty axis but the first {may_be_empty}" if may_be_empty else "no empty axis"
+        raise ValueError(f"{name} must have shape [{wanted}] with {empty}, got {list(value.shape)}")
     if device is not None and value.device != device:
         raise ValueError(f"{name} must be on {device} like the other arguments, got {value.device}")
     if unit_last_stride and value.shape[-1] > 1 and value.stride(-1) != 1:
@@ -62,19 +65,20 @@ def output(
     device: torch.device | None = None,
     *,
     unit_last_stride: bool = True,
+    may_be_empty: int = 0,
 ) -> torch.Tensor:
     """``tensor`` for what a call writes into, whose elements must each have a place of their own."""
-    value = tensor(name, value, shape, dtypes, device, unit_last_stride=unit_last_stride)
+    value = tensor(name, value, shape, dtypes, device, unit_last_stride=unit_last_stride, may_be_empty=may_be_empty)
     if any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
         raise ValueError(f"{name} must not be an expanded tensor, got strides {value.stride()}")
     return value
 
 
-def _has_shape(actual: torch.Size, wanted: Sequence[int | str]) -> bool:
+def _has_shape(actual: torch.Size, wanted: Sequence[int | str], may_be_empty: int) -> bool:
     if len(actual) != len(wanted):
         return False
-    for got, want in zip(actual, wanted, strict=True):
-        if got != want and (got < 1 or not isinstance(want, str)):
+    for axis, (got, want) in enumerate(zip(actual, wanted, strict=True)):
+        if got != want and (not isinstance(want, str) or (got < 1 and axis >= may_be_empty)):
             return False
     return True
 

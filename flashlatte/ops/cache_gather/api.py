@@ -47,7 +47,7 @@ def cache_gather(
 
     Args:
         cache: [pages, page_size, 1, width] (or without the 1).
-        block_table: int32 or int64 [b, max_pages], the pages of each request in order.
+        block_table: int32 or int64 [b, max_pages], the pages of each request in order. b may be 0.
         cu_seqlens: int32 or int64 [b + 1]: request i goes to rows cu_seqlens[i] to cu_seqlens[i + 1].
         cache_format: inferred from the cache if None.
         scale: format ``fp8``: a number, or a one-element float32 tensor on the cache's device; default 1.
@@ -67,7 +67,10 @@ def cache_gather(
     """
     cache, layout = as_cache(cache, cache_format)
     device = cache.device
-    checks.tensor("block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, device)
+    may_be_empty = 2 if isinstance(block_table, torch.Tensor) and block_table.shape[:1] == (0,) else 0
+    checks.tensor(
+        "block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty
+    )
     requests = block_table.shape[0]
     checks.tensor("cu_seqlens", cu_seqlens, (requests + 1,), checks.INDEX_DTYPES, device, unit_last_stride=False)
     if seq_starts is not None:
@@ -81,13 +84,13 @@ def cache_gather(
             raise ValueError(f"total_tokens must be at least 0, got {rows}")
         out = torch.zeros(rows, layout.head_dim, dtype=dtype, device=device)
     else:
-        checks.output("out", out, ("rows", layout.head_dim), checks.FLOAT_DTYPES, device)
+        checks.output("out", out, ("rows", layout.head_dim), checks.FLOAT_DTYPES, device, may_be_empty=1)
         if total_tokens is not None and total_tokens != out.shape[0]:
             raise ValueError(f"total_tokens must be out's {out.shape[0]} rows or None, got {total_tokens}")
-    if out.shape[0] == 0:
-        return out
     call = dispatch.Call(OPERATION, device, out.dtype, layout.name, cache.shape[1], layout.head_dim)
     backend = dispatch.select(call, backend)
+    if out.shape[0] == 0 or requests == 0:
+        return out
     _cache_gather(
         cache,
         block_table,

@@ -50,7 +50,7 @@ def cache_write(
         slot_mapping: int32 or int64 [n], page · page_size + offset of each token. A slot below 0 or beyond the
             cache skips its token. Slots must differ from each other.
         x: [T, head_dim] rows, or [T, latent_dim] latents if ``rope`` is given; T ≥ n, tokens from n on are
-            padding and are not looked at. bf16, fp16 or float32.
+            padding and are not looked at. bf16, fp16 or float32. n and T may be 0.
         rope: [T, 64] rotated dims.
         cache_format: inferred from the cache if None.
         scale: format ``fp8``: a number, or a one-element float32 tensor on the cache's device; default 1.
@@ -62,22 +62,22 @@ def cache_write(
     """
     cache, layout = as_cache(cache, cache_format)
     device = cache.device
-    # A step without new tokens is one like any other.
-    tokens = 0 if isinstance(x, torch.Tensor) and x.dim() == 2 and x.shape[0] == 0 else "T"
-    checks.tensor("x", x, (tokens, "width"), checks.FLOAT_DTYPES, device)
+    checks.tensor("x", x, ("T", "width"), checks.FLOAT_DTYPES, device, may_be_empty=1)
     if rope is not None:
-        checks.tensor("rope", rope, (tokens, "width"), (x.dtype,), device)
+        checks.tensor("rope", rope, ("T", "width"), (x.dtype,), device, may_be_empty=1)
     format_for_rows(layout, x, rope)
     split_rows(layout, x, rope)
     check_scale_rounding(layout, scale_rounding)
-    if isinstance(slot_mapping, torch.Tensor) and slot_mapping.dim() == 1 and slot_mapping.numel() == 0:
-        return
-    checks.tensor("slot_mapping", slot_mapping, ("n",), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    checks.tensor(
+        "slot_mapping", slot_mapping, ("n",), checks.INDEX_DTYPES, device, unit_last_stride=False, may_be_empty=1
+    )
     if slot_mapping.shape[0] > x.shape[0]:
         raise ValueError(f"slot_mapping must not be longer than x ({x.shape[0]} tokens), got {slot_mapping.shape[0]}")
     scale_tensor, scale_value = scales.split("scale", one_scale(layout, scale), device)
     call = dispatch.Call(OPERATION, device, x.dtype, layout.name, cache.shape[1], layout.head_dim)
     backend = dispatch.select(call, backend)
+    if slot_mapping.shape[0] == 0:
+        return
     _cache_write(
         cache,
         slot_mapping,

@@ -8,8 +8,8 @@ import torch
 
 from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.kv_cache.registry import as_format, names_of, plain_format
-from flashlatte.runtime import checks, decode_outputs, dispatch, refusals
+from flashlatte.kv_cache.registry import as_format, format_of_width, names_of, plain_format
+from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -72,11 +72,12 @@ def dense_decode(
     """Attention of a few query tokens a request over all tokens of its paged latent cache.
 
     A key is a cache row, a value is its first ``head_dim_v`` numbers: out = softmax(q · Kᵀ · softmax_scale) · V.
-    This is the absorbed form of MLA (DeepSeek-V2, arXiv:2405.04434, §2.1). No gradient flows through it.
+    This is the absorbed form of MLA (DeepSeek-V2, arXiv:2405.04434, §2.1). No gradient flows through it: a warning,
+    once, says so where gradients are recorded and q or k_cache requires one.
 
     Args:
         q: [b, s_q, h_q, d], bf16, fp16, or float32 (reference only). d is 576 or 512 in MLA; any is taken by the
-            reference.
+            reference. b and s_q may be 0.
         k_cache: [pages, page_size, h_kv, d], h_kv dividing h_q; q's dtype, or float8_e4m3fn.
         block_table: int32 or int64 [b, max_pages], the pages of each request in order. Entries that its length
             does not reach may hold anything.
@@ -101,14 +102,18 @@ def dense_decode(
         TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
             other; a backend that cannot serve the call.
     """
-    checks.tensor("q", q, ("b", "s_q", "h_q", "d"), checks.FLOAT_DTYPES)
+    checks.tensor("q", q, ("b", "s_q", "h_q", "d"), checks.FLOAT_DTYPES, may_be_empty=2)
     batch, s_q, h_q, head_dim = q.shape
     device = q.device
+    _check_format(k_cache, head_dim)
     checks.tensor("k_cache", k_cache, ("pages", "page_size", "h_kv", head_dim), (q.dtype, torch.float8_e4m3fn), device)
     h_kv = k_cache.shape[2]
     if h_q % h_kv:
         raise ValueError(f"k_cache must have a number of heads that divides q's {h_q}, got {h_kv}")
-    checks.tensor("block_table", block_table, (batch, "max_pages"), checks.INDEX_DTYPES, device)
+    may_be_empty = 0 if batch else 2
+    checks.tensor(
+        "block_table", block_table, (batch, "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty
+    )
     checks.tensor("cache_seqlens", cache_seqlens, (batch,), checks.INDEX_DTYPES, device, unit_last_stride=False)
     if checks.positive_int("head_dim_v", head_dim_v) > head_dim:
         raise ValueError(f"head_dim_v must be at most q's last dimension {head_dim}, got {head_dim_v}")
@@ -132,7 +137,11 @@ def dense_decode(
         h_kv=h_kv,
         rows_aligned=checks.rows_aligned(k_cache, _HOPPER_ALIGNMENT),
     )
+    gradients.warn_if_dropped(OPERATION, q, k_cache)
+    empty_lse = checks.empty_lse(empty_lse)
     backend = dispatch.select(call, backend)
+    if batch == 0 or s_q == 0:
+        return out, lse
     _dense_decode(
         q,
         k_cache,
@@ -142,7 +151,7 @@ def dense_decode(
         k_scale_value,
         scale,
         causal,
-        checks.empty_lse(empty_lse),
+        empty_lse,
         batch_invariant,
         out,
         lse,
@@ -181,3 +190,14 @@ def _dense_decode(
         out,
         lse,
     )
+
+
+def _check_format(k_cache: object, head_dim: int) -> None:
+    """Point to the operation that reads a cache whose rows are bytes with scales among them."""
+    if isinstance(k_cache, torch.Tensor) and k_cache.dim() and k_cache.shape[-1] != head_dim:
+        layout = format_of_width(k_cache)
+        if layout is not None:
+            raise ValueError(
+                f"k_cache must have rows of q's {head_dim} numbers, and this is a cache of format {layout.name}, which "
+                "sparse_decode reads"
+            )

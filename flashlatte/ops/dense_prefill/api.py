@@ -75,7 +75,8 @@ def dense_prefill(
         k: [T_k, h_k, d_qk] in q's dtype; h is a multiple of h_k.
         v: [T_k, h_k, d_v] in q's dtype.
         cu_seqlens_q: int32 or int64 [b + 1], not decreasing, where requests begin and the last one ends. Tokens before
-            the first and beyond the last value belong to no request. Values beyond T_q read nothing.
+            the first and beyond the last value belong to no request. Values beyond T_q read nothing. b, T_q and T_k
+            may be 0.
         cu_seqlens_k: the same for k and v. A request may have no query or no key.
         max_seqlen_q: number of queries of the longest request, at least 0; sizes launches, never results.
         max_seqlen_k: number of keys of the longest request, at least 0.
@@ -97,18 +98,21 @@ def dense_prefill(
             other; cu_seqlens on the CPU that decrease or go beyond their tensor; a backend that cannot serve the call.
     """
     dtypes = (*checks.FLOAT_DTYPES, torch.float64)
-    checks.tensor("q", q, (_tokens(q, "T_q"), "h", "d_qk"), dtypes)
+    checks.tensor("q", q, ("T_q", "h", "d_qk"), dtypes, may_be_empty=1)
     total_q, h_q, head_dim = q.shape
     device = q.device
-    checks.tensor("k", k, (_tokens(k, "T_k"), "h_k", head_dim), (q.dtype,), device)
+    checks.tensor("k", k, ("T_k", "h_k", head_dim), (q.dtype,), device, may_be_empty=1)
     total_k, h_k, _ = k.shape
     checks.tensor("v", v, (total_k, h_k, "d_v"), (q.dtype,), device)
     head_dim_v = v.shape[2]
     if h_q % h_k:
         raise ValueError(f"q must have a multiple of k's {h_k} heads, got {h_q}")
     checks.tensor("cu_seqlens_q", cu_seqlens_q, ("b + 1",), checks.INDEX_DTYPES, device)
-    if cu_seqlens_q.shape[0] < 2:
-        raise ValueError(f"cu_seqlens_q must have shape [b + 1] with b at least 1, got {list(cu_seqlens_q.shape)}")
+    if cu_seqlens_q.shape[0] < 2 and total_q:
+        raise ValueError(
+            f"cu_seqlens_q must have shape [b + 1] with b at least 1 for q's {total_q} tokens, "
+            f"got {list(cu_seqlens_q.shape)}"
+        )
     checks.tensor("cu_seqlens_k", cu_seqlens_k, (cu_seqlens_q.shape[0],), checks.INDEX_DTYPES, device)
     _check_host_values("cu_seqlens_q", cu_seqlens_q, total_q)
     _check_host_values("cu_seqlens_k", cu_seqlens_k, total_k)
@@ -150,7 +154,8 @@ def dense_prefill(
     chosen = dispatch.select(call(OPERATION), backend)
     if out is not None:
         lse = _empty_lse(q)
-        _dense_prefill_out(*arguments, chosen, out, lse)
+        if total_q:
+            _dense_prefill_out(*arguments, chosen, out, lse)
         return out, lse
     chosen_backward = dispatch.select(call(BACKWARD), backend) if recorded else ""
     return _dense_prefill(*arguments, chosen, chosen_backward, deterministic)
@@ -220,6 +225,8 @@ def _dense_prefill_backward(
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     gradients = _fake_backward(dout, dlse, q, k, v)
+    if q.shape[0] == 0:
+        return gradients[0], gradients[1].zero_(), gradients[2].zero_()
     dispatch.implementation(BACKWARD, backend)(
         dout,
         dlse,
@@ -259,6 +266,8 @@ def _dense_prefill(
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = _fake_forward(q, k, v)
+    if q.shape[0] == 0:
+        return out, lse
     dispatch.implementation(OPERATION, backend)(
         q,
         k,
@@ -314,11 +323,6 @@ def _dense_prefill_out(
 def _empty_lse(q: torch.Tensor) -> torch.Tensor:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(q.shape[1], q.shape[0], dtype=dtype).T
-
-
-def _tokens(value: object, name: str) -> int | str:
-    """The number of tokens, which may be 0 where other axes may not."""
-    return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else name
 
 
 def _check_host_values(name: str, cu_seqlens: torch.Tensor, total: int) -> None:

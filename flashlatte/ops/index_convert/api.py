@@ -19,7 +19,7 @@ def to_cache_indices(
 
     Args:
         positions: int32 or int64 [b, …], the first axis being the request; or [T, …] with ``request_ids``.
-        block_table: int32 or int64 [b, max_pages].
+        block_table: int32 or int64 [b, max_pages]; both may be 0.
         page_size: tokens in a page.
         request_ids: int32 or int64 [T], the request of each row of ``positions``.
         dtype: of the result. Caches of 2^31 tokens and more need int64.
@@ -31,7 +31,7 @@ def to_cache_indices(
     page_size = checks.positive_int("page_size", page_size)
     if dtype not in checks.INDEX_DTYPES:
         raise TypeError(f"dtype must be {checks.dtype_names(checks.INDEX_DTYPES)}, got {dtype}")
-    checks.tensor("block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES)
+    checks.tensor("block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, may_be_empty=2)
     requests, max_pages = block_table.shape
     if not isinstance(positions, torch.Tensor):
         raise TypeError(f"positions must be a tensor, got {type(positions).__name__}")
@@ -54,6 +54,8 @@ def to_cache_indices(
             "request_ids", request_ids, (rows,), checks.INDEX_DTYPES, positions.device, unit_last_stride=False
         )
         request = request_ids.long()
+    if requests == 0 or max_pages == 0 or positions.numel() == 0:
+        return torch.full_like(positions, -1, dtype=dtype)
     request = request.view(-1, *[1] * (positions.dim() - 1))
     positions = positions.long()
     column = positions // page_size

@@ -33,7 +33,8 @@ def merge_states(
     recorded, they flow to every out_i and lse_i.
 
     Args:
-        outs: n ≥ 2 tensors [..., d] (tokens, heads, values, say), bf16, fp16 or float32; or one [n, ..., d].
+        outs: n ≥ 2 tensors [..., d] (tokens, heads, values, say), bf16, fp16 or float32; or one [n, ..., d]. Any axis
+            may be empty.
         lses: for each its natural-log float32 [...], or one [n, ...]. An infinite lse of either sign marks a part
             without keys, whose out is not looked at.
         out: like one of ``outs``, to write into.
@@ -83,7 +84,8 @@ def merge_states(
         lse = torch.empty(first.shape[:-1], dtype=torch.float32, device=first.device)
     else:
         checks.output("lse", lse, tuple(first.shape[:-1]), (torch.float32,), first.device, unit_last_stride=False)
-    _merge_states(outs, lses, out, lse, backend)
+    if lse.numel():
+        _merge_states(outs, lses, out, lse, backend)
     return out, lse
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashlatte.ops.norm_rope.rotary import Rotary
-from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.torch_op import register_op
 
 LATENT_ROWS, ROTATE_HEADS = "latent_rows", "rotate_heads"
@@ -40,8 +40,10 @@ def latent_rows(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Cache rows of new tokens from what kv_a_proj gave, the norm of the query's latent, and the cache write.
 
+    No gradient flows through it: a warning, once, says so where gradients are recorded and an input requires one.
+
     Args:
-        kv_a: [T, latent + rope] as projected; bf16, fp16 or float32, last stride 1.
+        kv_a: [T, latent + rope] as projected; bf16, fp16 or float32, last stride 1. T may be 0.
         weight: [latent], of the latent's RMSNorm.
         rotary: the tokens' rotation; rope is twice the frequencies of its table.
         eps, q_eps: of the two RMSNorms.
@@ -60,7 +62,7 @@ def latent_rows(
     """
     tokens = kv_a.shape[0]
     rope_dim, latent_dim = rotary.table.shape[1], kv_a.shape[1] - rotary.table.shape[1]
-    checks.tensor("kv_a", kv_a, ("T", latent_dim + rope_dim), checks.FLOAT_DTYPES)
+    checks.tensor("kv_a", kv_a, ("T", latent_dim + rope_dim), checks.FLOAT_DTYPES, may_be_empty=1)
     device, dtype = kv_a.device, kv_a.dtype
     checks.tensor("weight", weight, (latent_dim,), (dtype,), device)
     _check_rotary(rotary, tokens, device)
@@ -75,10 +77,13 @@ def latent_rows(
         shape = ("pages", "page_size", 1, latent_dim + rope_dim)
         checks.output("cache", cache, shape, checks.FLOAT_DTYPES, device)
         checks.tensor("slot_mapping", slot_mapping, (tokens,), checks.INDEX_DTYPES, device)
+    gradients.warn_if_dropped(LATENT_ROWS, kv_a, weight, q_a, q_weight)
     width = max(latent_dim, 0 if q_a is None else q_a.shape[1])
     backend = dispatch.select(dispatch.Call(LATENT_ROWS, device, dtype, head_dim=width), backend)
     rows = torch.empty(tokens, latent_dim + rope_dim, dtype=dtype, device=device)
     q_out = None if q_a is None else torch.empty(q_a.shape, dtype=dtype, device=device)
+    if tokens == 0:
+        return rows, q_out
     _latent_rows(
         kv_a,
         weight,
@@ -120,7 +125,7 @@ def _latent_rows(
 
 
 def rotate_heads(x: torch.Tensor, rotary: Rotary, out: torch.Tensor, *, backend: str | None = None) -> None:
-    """Rotate the rope part of queries.
+    """Rotate the rope part of queries. No gradient flows through it; see ``latent_rows``.
 
     Args:
         x: [T, h, rope], bf16, fp16 or float32, last stride 1.
@@ -131,12 +136,15 @@ def rotate_heads(x: torch.Tensor, rotary: Rotary, out: torch.Tensor, *, backend:
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device.
     """
-    checks.tensor("x", x, ("T", "h", rotary.table.shape[1]), checks.FLOAT_DTYPES)
+    checks.tensor("x", x, ("T", "h", rotary.table.shape[1]), checks.FLOAT_DTYPES, may_be_empty=1)
     checks.output("out", out, tuple(x.shape), checks.FLOAT_DTYPES, x.device)
     _check_rotary(rotary, x.shape[0], x.device)
     backend = dispatch.select(
         dispatch.Call(ROTATE_HEADS, x.device, x.dtype, head_dim=x.shape[2], h_q=x.shape[1]), backend
     )
+    gradients.warn_if_dropped(ROTATE_HEADS, x, out)
+    if x.shape[0] == 0:
+        return
     # An operation may not write into what it also reads, so a call in place passes no x.
     _rotate_heads(None if out is x else x, rotary.table, rotary.positions, rotary.interleaved, out, backend)
 

@@ -10,7 +10,7 @@ import torch
 from flashlatte.kv_cache.codec import as_cache
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format, names_of
-from flashlatte.runtime import checks, decode_outputs, dispatch, refusals
+from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -98,11 +98,12 @@ def sparse_decode(
 
     A key is a dequantised cache row, a value its first ``head_dim_v`` numbers; there is no causal mask, the
     indices are the mask. A second cache with indices of its own (DeepSeek-V4's compressed tokens beside its
-    window) joins the same softmax. No gradient flows through it.
+    window) joins the same softmax. No gradient flows through it: a warning, once, says so where gradients are recorded
+    and an input requires one.
 
     Args:
         q: [b, s_q, h_q, d], bf16, fp16, or float32 (reference only). d is the format's: 576 for ``v32``, 512 for
-            ``model1``, the row width for the others.
+            ``model1``, the row width for the others. b and s_q may be 0.
         k_cache: [pages, page_size, 1, width] of any page size, in format ``v32``, ``model1``, ``bf16``, ``fp16``
             or ``fp32``.
         indices: int32 or int64 [b, s_q, topk], topk ≥ 1: page · page_size + offset. Any value outside the cache
@@ -128,7 +129,7 @@ def sparse_decode(
         TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
             other; a backend that cannot serve the call.
     """
-    checks.tensor("q", q, ("b", "s_q", "h_q", "d"), checks.FLOAT_DTYPES)
+    checks.tensor("q", q, ("b", "s_q", "h_q", "d"), checks.FLOAT_DTYPES, may_be_empty=2)
     batch, s_q, h_q, head_dim = q.shape
     k_cache, layout = as_cache(k_cache, cache_format, "k_cache")
     if layout.takes_scale:
@@ -166,6 +167,11 @@ def sparse_decode(
             cache is None or checks.rows_aligned(cache, layout.row_alignment) for cache in (k_cache, extra_k_cache)
         ),
     )
+    gradients.warn_if_dropped(OPERATION, q, k_cache, extra_k_cache, attn_sink)
+    empty_lse = checks.empty_lse(empty_lse)
+    backend = dispatch.select(call, backend)
+    if batch == 0 or s_q == 0:
+        return out, lse
     _sparse_decode(
         q,
         k_cache,
@@ -177,10 +183,10 @@ def sparse_decode(
         extra_indices,
         extra_topk_length,
         scale,
-        checks.empty_lse(empty_lse),
+        empty_lse,
         out,
         lse,
-        dispatch.select(call, backend),
+        backend,
     )
     return out, lse
 
@@ -237,7 +243,8 @@ def _check_selection(
     name: str, indices: torch.Tensor, length_name: str, length: torch.Tensor | None, q: torch.Tensor
 ) -> None:
     batch, s_q = q.shape[:2]
-    checks.tensor(name, indices, (batch, s_q, "topk"), checks.INDEX_DTYPES, q.device)
+    may_be_empty = 0 if batch and s_q else 3
+    checks.tensor(name, indices, (batch, s_q, "topk"), checks.INDEX_DTYPES, q.device, may_be_empty=may_be_empty)
     if length is None:
         return
     if isinstance(length, torch.Tensor) and length.dim() not in (1, 2):

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -56,11 +56,12 @@ def sparse_prefill(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of many query tokens, each over the tokens of a contiguous latent that it selected.
 
-    A key is a row of ``kv``, a value its first ``d_v`` numbers. Any strides but the last are free. No gradient
-    flows through it.
+    A key is a row of ``kv``, a value its first ``d_v`` numbers. Any strides but the last are free. No gradient flows
+    through it: a warning, once, says so where gradients are recorded and an input requires one.
 
     Args:
-        q: [s_q, h_q, d], bf16, fp16, or float32 (reference only); s_q may exceed 65,535. d is 576 or 512 in MLA.
+        q: [s_q, h_q, d], bf16, fp16, or float32 (reference only); s_q may be 0, or above 65,535. d is 576 or 512 in
+            MLA.
         kv: [s_kv, 1, d] in q's dtype.
         indices: int32 or int64 [s_q, 1, topk], topk ≥ 1. Any value outside 0 to s_kv - 1 selects nothing; a token
             selected twice counts twice.
@@ -80,11 +81,12 @@ def sparse_prefill(
         TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
             other; a backend that cannot serve the call.
     """
-    checks.tensor("q", q, ("s_q", "h_q", "d"), checks.FLOAT_DTYPES)
+    checks.tensor("q", q, ("s_q", "h_q", "d"), checks.FLOAT_DTYPES, may_be_empty=1)
     s_q, h_q, head_dim = q.shape
     device = q.device
-    checks.tensor("kv", kv, ("s_kv", 1, head_dim), (q.dtype,), device)
-    checks.tensor("indices", indices, (s_q, 1, "topk"), checks.INDEX_DTYPES, device)
+    may_be_empty = 0 if s_q else 3
+    checks.tensor("kv", kv, ("s_kv", 1, head_dim), (q.dtype,), device, may_be_empty=may_be_empty)
+    checks.tensor("indices", indices, (s_q, 1, "topk"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty)
     if attn_sink is not None:
         checks.tensor("attn_sink", attn_sink, (h_q,), (torch.float32,), device, unit_last_stride=False)
     if topk_length is not None:
@@ -109,6 +111,11 @@ def sparse_prefill(
         h_kv=1,
         rows_aligned=all(checks.rows_aligned(rows) for rows in (q, kv, out)),
     )
+    gradients.warn_if_dropped(OPERATION, q, kv, attn_sink)
+    empty_lse = checks.empty_lse(empty_lse)
+    backend = dispatch.select(call, backend)
+    if s_q == 0:
+        return out, max_logits, lse
     _sparse_prefill(
         q,
         kv,
@@ -116,11 +123,11 @@ def sparse_prefill(
         topk_length,
         attn_sink,
         scale,
-        checks.empty_lse(empty_lse),
+        empty_lse,
         out,
         max_logits,
         lse,
-        dispatch.select(call, backend),
+        backend,
     )
     return out, max_logits, lse
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from flashlatte import dense_decode
+from flashlatte import dense_decode, kv_cache
 from flashlatte.testing.cases import DenseDecodeCase
 
 VALID = DenseDecodeCase(2, 3, 20, 4, h_kv=2, head_dim=24, head_dim_v=16, page_size=7).inputs()
@@ -22,8 +22,7 @@ def test_the_arguments_that_the_errors_start_from_are_right():
         ({"q": [0.0]}, TypeError, "^q must be a tensor, got list$"),
         ({"q": Q.double()}, TypeError, "^q must be bfloat16 or float16 or float32, got float64$"),
         ({"q": Q[0]}, ValueError, r"^q must have shape \[b, s_q, h_q, d\] .* got \[3, 4, 24\]$"),
-        ({"q": Q[:0]}, ValueError, r"^q must have shape .* no empty axis, got \[0, 3, 4, 24\]$"),
-        ({"q": Q[:, :, :0]}, ValueError, r"^q must have shape .* no empty axis, got \[2, 3, 0, 24\]$"),
+        ({"q": Q[:, :, :0]}, ValueError, r"^q must have shape .* no empty axis .*, got \[2, 3, 0, 24\]$"),
         ({"q": Q.transpose(2, 3).contiguous().transpose(2, 3)}, ValueError, "^q must have last stride 1"),
         ({"k_cache": None}, TypeError, "^k_cache must be a tensor, got NoneType$"),
         ({"k_cache": CACHE.float()}, TypeError, "^k_cache must be bfloat16 or float8_e4m3fn, got float32$"),
@@ -87,3 +86,13 @@ def test_errors_name_the_argument(change, error, message):
 def test_k_scale_errors(k_scale, error, message):
     with pytest.raises(error, match=message):
         dense_decode(**(VALID | {"k_cache": CACHE.to(torch.float8_e4m3fn), "k_scale": k_scale}))
+
+
+@pytest.mark.parametrize("cache_format", ["v32", "model1"])
+def test_a_cache_with_scales_is_pointed_to_sparse_decode(cache_format):
+    cache = kv_cache.allocate(cache_format, 5, 7)
+    q = torch.zeros(*Q.shape[:3], kv_cache.get_format(cache_format).head_dim)
+    with pytest.raises(
+        ValueError, match=f"^k_cache .* is a cache of format {cache_format}, which sparse_decode reads$"
+    ):
+        dense_decode(**(VALID | {"q": q, "k_cache": cache}))

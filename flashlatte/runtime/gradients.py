@@ -1,0 +1,47 @@
+"""Operations without a gradient say so where somebody expects one."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import torch
+
+_LIBRARY = __name__.split(".")[0]
+_warned: set[str] = set()
+
+
+def warn_if_dropped(operation: str, *inputs: torch.Tensor | None) -> None:
+    """Warn, once for each operation, where gradients are recorded and one of its inputs requires one.
+
+    A warning and not an error: queries made of parameters require a gradient whenever a model is served without
+    ``torch.no_grad()``, and nothing is wrong with their attention.
+    """
+    if torch.is_grad_enabled():
+        for given in inputs:
+            if given is not None and given.requires_grad:
+                _warn(operation)
+                return
+
+
+def _warn(operation: str) -> None:
+    if operation not in _warned:
+        _warned.add(operation)
+        warnings.warn(
+            f"{operation} has no backward: no gradient flows to its inputs, and one of them requires it. Call it under "
+            "torch.no_grad() or torch.inference_mode(), or detach its inputs.",
+            stacklevel=_level_of_caller(),
+        )
+
+
+def _level_of_caller() -> int:
+    """``stacklevel`` of the first function outside of the library, counted from the caller of this one."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == _LIBRARY:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+# What torch.compiler.assume_constant_result sets: the warning comes while a graph is traced. Calling it imports
+# torch._dynamo, which takes as long as torch.
+_warn._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

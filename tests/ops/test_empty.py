@@ -1,0 +1,155 @@
+"""Idle steps: what is empty comes back empty, and nothing is run for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from flashlatte import dense_decode, dense_prefill, kv_cache, merge_states, sparse_decode, sparse_prefill
+from flashlatte.ops.cache_gather import cache_gather
+from flashlatte.ops.cache_write import cache_write
+from flashlatte.ops.norm_rope import latent_rows, rotate_heads
+from flashlatte.ops.norm_rope.rotary import Rotary
+from flashlatte.runtime import dispatch
+
+BF16, I32 = torch.bfloat16, torch.int32
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=I32)
+
+
+def empty_dense_decode(batch: int = 0, s_q: int = 2, **options):
+    q, cache = torch.ones(batch, s_q, 4, 24, dtype=BF16), torch.ones(3, 8, 2, 24, dtype=BF16)
+    return dense_decode(q, cache, ints(batch, 5 * batch), ints(batch), head_dim_v=16, **options)
+
+
+def empty_sparse_decode(batch: int = 0, s_q: int = 2, **options):
+    q, cache = torch.ones(batch, s_q, 4, 576, dtype=BF16), kv_cache.allocate("v32", 3, 8)
+    extra = {"extra_k_cache": kv_cache.allocate("v32", 2, 5), "extra_indices": ints(batch, s_q, 7)}
+    return sparse_decode(q, cache, ints(batch, s_q, 6), topk_length=ints(batch), **extra, **options)
+
+
+def empty_sparse_prefill(s_kv: int = 9, topk: int = 5):
+    q, kv = torch.ones(0, 4, 24, dtype=BF16), torch.ones(s_kv, 1, 24, dtype=BF16)
+    return sparse_prefill(q, kv, ints(0, 1, topk), d_v=16, topk_length=ints(0))
+
+
+def empty_dense_prefill(batch: int = 0, keys: int = 0, **options):
+    shapes = ((0, 4, 24), (keys, 2, 24), (keys, 2, 16))
+    q, k, v = (torch.ones(shape, dtype=BF16) for shape in shapes)
+    return dense_prefill(q, k, v, ints(batch + 1), ints(batch + 1), 0, keys, **options)
+
+
+def empty_merge(*rows: int):
+    return merge_states([torch.ones(*rows, 8)] * 3, [torch.ones(rows)] * 3)
+
+
+def empty_write():
+    cache = kv_cache.allocate("v32", 3, 8)
+    cache_write(cache, ints(0), torch.ones(0, 576))
+    cache_write(cache, ints(0), torch.ones(4, 512), rope=torch.ones(4, 64))
+    return (cache[:0],)
+
+
+def empty_gather(batch: int):
+    cache = kv_cache.allocate("model1", 3, 8)
+    return (cache_gather(cache, ints(batch, batch), ints(batch + 1), total_tokens=0),)
+
+
+def empty_conversion():
+    return (kv_cache.to_cache_indices(ints(0, 6), ints(0, 0), 8),)
+
+
+def empty_rows():
+    rotary = Rotary(torch.ones(16, 8), torch.zeros(0, dtype=torch.int64), True)
+    cache = {"cache": kv_cache.allocate("bf16", 2, 4, head_dim=32), "slot_mapping": ints(0)}
+    query = {"q_a": torch.ones(0, 40), "q_weight": torch.ones(40)}
+    rows, q_out = latent_rows(torch.ones(0, 32), torch.ones(24), rotary, 1e-6, **query, **cache)
+    heads = torch.ones(0, 4, 8)
+    rotate_heads(heads, rotary, heads)
+    return rows, q_out, heads
+
+
+CALLS: dict[str, tuple[Callable, tuple[tuple[int, ...], ...]]] = {
+    "dense_decode, no requests": (empty_dense_decode, ((0, 2, 4, 16), (0, 4, 2))),
+    "dense_decode, no queries": (lambda: empty_dense_decode(3, 0), ((3, 0, 4, 16), (3, 4, 0))),
+    "sparse_decode, no requests": (empty_sparse_decode, ((0, 2, 4, 512), (0, 4, 2))),
+    "sparse_decode, no queries": (lambda: empty_sparse_decode(3, 0), ((3, 0, 4, 512), (3, 4, 0))),
+    "sparse_prefill": (empty_sparse_prefill, ((0, 4, 16), (0, 4), (0, 4))),
+    "sparse_prefill, no keys": (lambda: empty_sparse_prefill(0, 0), ((0, 4, 16), (0, 4), (0, 4))),
+    "dense_prefill, no requests": (empty_dense_prefill, ((0, 4, 16), (0, 4))),
+    "dense_prefill, no queries": (lambda: empty_dense_prefill(3, 5), ((0, 4, 16), (0, 4))),
+    "merge_states": (lambda: empty_merge(0, 4), ((0, 4, 8), (0, 4))),
+    "merge_states, no heads": (lambda: empty_merge(5, 0), ((5, 0, 8), (5, 0))),
+    "cache_write": (empty_write, ((0, 8, 1, 656),)),
+    "cache_gather, no requests": (lambda: empty_gather(0), ((0, 512),)),
+    "cache_gather, no tokens": (lambda: empty_gather(2), ((0, 512),)),
+    "index_convert": (empty_conversion, ((0, 6),)),
+    "norm_rope": (empty_rows, ((0, 32), (0, 40), (0, 4, 8))),
+}
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    def fail(operation: str, backend: str) -> None:
+        raise AssertionError(f"{operation} ran on {backend}")
+
+    monkeypatch.setattr(dispatch, "implementation", fail)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_empty_in_empty_out(nothing_runs, name):
+    call, shapes = CALLS[name]
+    assert tuple(tuple(result.shape) for result in call()) == shapes
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_compiled(nothing_runs, name):
+    call, shapes = CALLS[name]
+    torch.compiler.reset()
+    results = torch.compile(call, backend="eager", fullgraph=True)()
+    assert tuple(tuple(result.shape) for result in results) == shapes
+
+
+def test_a_step_without_requests_between_others_when_compiled():
+    torch.compiler.reset()
+    compiled = torch.compile(dense_decode, backend="eager", fullgraph=True)
+    cache = torch.ones(3, 8, 1, 24, dtype=BF16)
+    for batch in (2, 0, 3):
+        table, lengths = ints(batch, 2), torch.full((batch,), 9, dtype=I32)
+        out, lse = compiled(torch.ones(batch, 1, 4, 24, dtype=BF16), cache, table, lengths, head_dim_v=16)
+        torch.testing.assert_close(out, torch.ones(batch, 1, 4, 16, dtype=BF16))
+        assert lse.shape == (batch, 4, 1)
+
+
+def test_given_outputs_are_returned(nothing_runs):
+    out, lse = torch.empty(0, 2, 4, 16, dtype=BF16), torch.empty(0, 4, 2)
+    assert empty_dense_decode(out=out, lse=lse) == (out, lse)
+    out = torch.empty(0, 4, 16, dtype=BF16)
+    assert empty_dense_prefill(out=out)[0] is out
+
+
+def test_wrong_arguments_of_an_empty_call_are_errors():
+    with pytest.raises(ValueError, match=r"^backend must be one of hopper, portable, reference or None, got 'mine'$"):
+        empty_dense_decode(backend="mine")
+    with pytest.raises(ValueError, match=r"^out must have shape \[0, 2, 4, 16\]"):
+        empty_dense_decode(out=torch.empty(1, 2, 4, 16, dtype=BF16))
+
+
+def test_gradients_of_an_empty_prefill_are_zero(nothing_runs):
+    q, k, v = (torch.ones(shape, requires_grad=True) for shape in ((0, 4, 24), (5, 2, 24), (5, 2, 16)))
+    out, lse = dense_prefill(q, k, v, ints(2), torch.tensor([0, 5], dtype=I32), 0, 5)
+    (out.sum() + lse.sum()).backward()
+    assert q.grad is not None
+    assert q.grad.shape == q.shape
+    for x in (k, v):
+        assert x.grad is not None
+        assert not x.grad.any()
+
+
+def test_no_requests_and_positions_of_none():
+    slots = kv_cache.to_cache_indices(ints(4, 6), ints(0, 3), 8, request_ids=ints(4))
+    assert slots.tolist() == [[-1] * 6] * 4

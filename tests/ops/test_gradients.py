@@ -1,0 +1,79 @@
+"""Operations without a backward warn, once, whoever expects a gradient of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flashlatte import dense_decode, sparse_decode, sparse_prefill
+from flashlatte.ops.norm_rope import latent_rows
+from flashlatte.ops.norm_rope.rotary import Rotary
+from flashlatte.runtime import gradients
+
+ZERO = torch.zeros(1, 1, dtype=torch.int32)
+
+
+def decode(q: torch.Tensor) -> Any:
+    return dense_decode(q, torch.ones(1, 4, 1, 8), ZERO, torch.tensor([3]), head_dim_v=4)
+
+
+def decode_selected(q: torch.Tensor) -> Any:
+    return sparse_decode(q, torch.ones(1, 4, 1, 8), ZERO[None], head_dim_v=4)
+
+
+def prefill_selected(q: torch.Tensor) -> Any:
+    return sparse_prefill(q[0], torch.ones(4, 1, 8), ZERO[None], d_v=4)
+
+
+def rows(q: torch.Tensor) -> Any:
+    rotary = Rotary(torch.ones(2, 4), torch.zeros(1, dtype=torch.int64), True)
+    return latent_rows(q[0, 0], torch.ones(4), rotary, 1e-6)
+
+
+CALLS = {
+    "dense_decode": decode,
+    "sparse_decode": decode_selected,
+    "sparse_prefill": prefill_selected,
+    "latent_rows": rows,
+}
+
+
+@pytest.fixture(autouse=True)
+def nobody_was_warned(monkeypatch):
+    monkeypatch.setattr(gradients, "_warned", set())
+
+
+def told(call: Callable[[torch.Tensor], Any], q: torch.Tensor) -> list[warnings.WarningMessage]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(q)
+    return [warning for warning in caught if "has no backward" in str(warning.message)]
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_warns_once_and_points_to_the_call(operation):
+    q = torch.ones(1, 1, 1, 8, requires_grad=True)
+    (warning,) = told(CALLS[operation], q)
+    assert str(warning.message).startswith(f"{operation} has no backward: no gradient flows to its inputs")
+    assert warning.filename == __file__
+    assert not told(CALLS[operation], q)
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_says_nothing_where_nobody_expects_a_gradient(operation):
+    q = torch.ones(1, 1, 1, 8, requires_grad=True)
+    assert not told(CALLS[operation], q.detach())
+    with torch.no_grad():
+        assert not told(CALLS[operation], q)
+    with torch.inference_mode():
+        assert not told(CALLS[operation], q)
+
+
+def test_warns_of_what_is_compiled():
+    torch.compiler.reset()
+    compiled = torch.compile(decode, backend="eager", fullgraph=True)
+    assert len(told(compiled, torch.ones(1, 1, 1, 8, requires_grad=True))) == 1
