@@ -1,0 +1,315 @@
+"""Check the Hopper index_logits kernels on a GPU, and time their schedules.
+
+    python benchmarks/index_logits.py [--out DIRECTORY]
+
+Each section runs in a process of its own with a time limit, so that a kernel that hangs does not take the rest along.
+A table comes last; the directory gets the whole output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+CUDA = torch.device("cuda")
+NAN_BYTE = 0x7F
+SECTIONS = {"check_ragged": 200, "check_paged": 200, "time_ragged": 170, "time_paged": 120}
+SCHEDULES = {"plain": 0, "turns": 1, "halves": 2}
+
+
+def values(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=CUDA).to(torch.float8_e4m3fn)
+
+
+def oracle(q, k, k_scale, weights):
+    """All logits [M, N] in float64 (float32 where that takes too long), of the numbers that the kernel gets."""
+    dtype = torch.float64 if q.shape[0] * k.shape[0] < 3_000_000 else torch.float32
+    k = k.to(dtype)
+    rows = []
+    for index in range(q.shape[0]):
+        scores = torch.relu(q[index].to(dtype) @ k.T)
+        rows.append((weights[index].to(dtype) @ scores) * k_scale.to(dtype))
+    return torch.stack(rows)
+
+
+def compare(name, got, want, seen):
+    """Every seen logit against the oracle; returns DeepGEMM's measure, 1 - 2 xy / (xx + yy)."""
+    got, want = got.double()[seen], want.double()[seen]
+    if not got.numel():
+        return 0.0
+    assert torch.isfinite(got).all(), f"{name}: {(~torch.isfinite(got)).sum()} of {got.numel()} are not finite"
+    difference = 1 - 2 * (got * want).sum() / (got * got + want * want).sum()
+    assert difference < 5e-6, f"{name}: difference {difference:.2e}"
+    largest = (got - want).abs().max() / want.abs().max()
+    assert largest < 5e-3, f"{name}: largest error {largest:.2e}"
+    return float(difference)
+
+
+def check_ragged() -> None:
+    from flashlatte.ops.index_logits.hopper import ragged
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    generator = torch.Generator().manual_seed(0)
+    shapes = [
+        (1, 1, 64, 128),
+        (7, 100, 64, 128),
+        (9, 65, 32, 128),
+        (130, 4097, 64, 128),
+        (700, 3000, 64, 128),
+        (33, 1000, 128, 128),
+        (130, 2049, 16, 128),
+        (64, 300, 8, 64),
+        (64, 513, 64, 32),
+    ]
+    for m, n, heads, dim in shapes:
+        for kind in ("full", "causal", "random"):
+            q, k = values(m, heads, dim), values(n, dim)
+            scale, weights = torch.rand(n, device=CUDA) + 0.5, torch.randn(m, heads, device=CUDA)
+            start, end = torch.zeros(m, dtype=torch.int32), torch.full((m,), n, dtype=torch.int32)
+            if kind == "causal":
+                end = (n - m + 1 + torch.arange(m)).int()
+            if kind == "random":
+                start = torch.randint(-5, n + 5, (m,), generator=generator, dtype=torch.int32)
+                end = torch.randint(-5, n + 9, (m,), generator=generator, dtype=torch.int32)
+            start, end = start.to(CUDA), end.to(CUDA)
+            key = torch.arange(n, device=CUDA)
+            seen = (key >= start[:, None]) & (key < end[:, None])
+            unseen = ~seen.any(0)
+            k.view(torch.uint8)[unseen] = NAN_BYTE
+            scale[unseen] = torch.nan
+            want = oracle(q, k, scale, weights)
+            schedules = SCHEDULES.values() if (heads, dim) == (64, 128) else (0,)
+            for schedule in schedules:
+                name = f"ragged {m}x{n} H{heads} D{dim} {kind} schedule {schedule}"
+                wide = torch.full((m, n + 24), 7.0, device=CUDA)
+                logits = wide[:, :n]
+                ragged(q, k, scale, weights, start, end, logits, False, False, schedule)
+                difference = compare(name, logits, want, seen)
+                assert (logits[~seen] == 7).all(), f"{name}: wrote where no query sees"
+                assert (wide[:, n:] == 7).all(), f"{name}: wrote beside the rows"
+                again = torch.full((m, n), torch.nan, device=CUDA)
+                ragged(q, k, scale, weights, start, end, again, True, False, schedule)
+                assert torch.equal(again[seen], logits[seen]), f"{name}: two runs differ"
+                assert (again[~seen] == -torch.inf).all(), f"{name}: not cleaned"
+                width = max(int((end.clamp(max=n) - start.clamp(min=0)).max()), 1)
+                packed = torch.full((m, width), torch.nan, device=CUDA)
+                ragged(q, k, scale, weights, start, end, packed, True, True, schedule)
+                for row in range(0, m, max(m // 16, 1)):
+                    mine = logits[row][seen[row]]
+                    assert torch.equal(packed[row, : len(mine)], mine), f"{name}: compressed row {row}"
+                    assert (packed[row, len(mine) :] == -torch.inf).all(), f"{name}: compressed row {row} not cleaned"
+                if width > 8:
+                    narrow = torch.full((m, width), 7.0, device=CUDA)
+                    ragged(q, k, scale, weights, start, end, narrow[:, : width // 2], False, True, schedule)
+                    assert (narrow[:, width // 2 :] == 7).all(), f"{name}: wrote beyond the width"
+                print(f"ok {name} {difference:.1e}", flush=True)
+
+
+def paged_problem(batch, next_n, heads, page_size, lengths, dim=128):
+    columns = max(int(lengths.max()) + page_size - 1, page_size) // page_size + 1
+    pages = batch * columns + 3
+    q, weights = values(batch, next_n, heads, dim), torch.randn(batch * next_n, heads, device=CUDA)
+    cache = torch.full((pages, page_size, 1, dim + 4), NAN_BYTE, dtype=torch.uint8, device=CUDA)
+    table = torch.randperm(pages, device=CUDA)[: batch * columns].view(batch, columns).int()
+    return q, cache, weights, table
+
+
+def fill(cache, k, scale, pages, dim=128):
+    """Write all keys [len, D] and scales of a request into its pages."""
+    page_size = cache.shape[1]
+    flat = cache.view(cache.shape[0], -1)
+    for index, page in enumerate(pages):
+        keys = slice(index * page_size, (index + 1) * page_size)
+        count = len(k[keys])
+        if count:
+            flat[page, : count * dim] = k[keys].view(torch.uint8).flatten()
+            begin = page_size * dim
+            flat[page, begin : begin + 4 * count] = scale[keys].view(torch.uint8).flatten()
+
+
+def check_paged() -> None:
+    from flashlatte.ops.index_logits.hopper import paged
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    generator = torch.Generator().manual_seed(0)
+    rows = [
+        (1, 1, 64, 64, 5000),
+        (3, 1, 64, 64, 700),
+        (5, 2, 64, 64, 900),
+        (150, 1, 64, 64, 300),
+        (300, 2, 32, 64, 100),
+        (4, 3, 64, 128, 2000),
+        (4, 5, 128, 64, 500),
+        (4, 4, 16, 32, 500),
+        (7, 1, 8, 256, 1000),
+        (1000, 1, 64, 64, 70),
+    ]
+    for batch, next_n, heads, page_size, longest in rows:
+        for per_query in (False, True):
+            name = f"paged b{batch} next_n{next_n} H{heads} page{page_size} {'per query' if per_query else ''}"
+            shape = (batch, next_n) if per_query else (batch,)
+            lengths = torch.randint(0, longest, shape, generator=generator, dtype=torch.int32)
+            lengths[0] = longest
+            if batch > 2:
+                lengths[1] = 0
+            if batch > 4:
+                lengths[3] = -4
+            q, cache, weights, table = paged_problem(batch, next_n, heads, page_size, lengths)
+            width = longest + 37
+            want = torch.zeros(batch * next_n, width, dtype=torch.float64, device=CUDA)
+            seen = torch.zeros(batch * next_n, width, dtype=torch.bool, device=CUDA)
+            for request in range(batch):
+                count = max(int(lengths[request].max()), 0)
+                k, scale = values(count, 128), torch.rand(count, device=CUDA) + 0.5
+                used = -(-count // page_size)
+                fill(cache, k, scale, table[request, :used].tolist())
+                table[request, used:] = torch.randint(-(2**31), 2**31 - 1, (1,), generator=generator).item()
+                for token in range(next_n):
+                    row = request * next_n + token
+                    end = lengths[request, token] if per_query else lengths[request] - (next_n - 1 - token)
+                    end = max(int(end), 0)
+                    if count:
+                        want[row, :count] = oracle(q[request, token : token + 1], k, scale, weights[row : row + 1])[0]
+                    seen[row, :end] = True
+            lengths = lengths.to(CUDA)
+            logits = torch.full((batch * next_n, width + 11), 7.0, device=CUDA)
+            paged(q, cache, weights, lengths, table, logits[:, :width], False)
+            difference = compare(name, logits[:, :width], want, seen)
+            assert (logits[:, :width][~seen] == 7).all(), f"{name}: wrote where no query sees"
+            assert (logits[:, width:] == 7).all(), f"{name}: wrote beside the rows"
+            again = torch.full((batch * next_n, width), torch.nan, device=CUDA)
+            paged(q, cache, weights, lengths, table, again, True)
+            assert torch.equal(again[seen], logits[:, :width][seen]), f"{name}: two runs differ"
+            assert (again[~seen] == -torch.inf).all(), f"{name}: not cleaned"
+            narrow = torch.full((batch * next_n, longest // 2), 7.0, device=CUDA)
+            paged(q, cache, weights, lengths, table, narrow[:, : longest // 2 - 3], False)
+            assert (narrow[:, longest // 2 - 3 :] == 7).all(), f"{name}: wrote beyond the width"
+            print(f"ok {name} {difference:.1e}", flush=True)
+
+
+def microseconds(call) -> float:
+    from triton import testing
+
+    return testing.do_bench(call, return_mode="median") * 1e3
+
+
+def fp8_matmul_tflops(size: int = 8192) -> float:
+    a, b = values(size, size), values(size, size).T
+    one = torch.ones((), device=CUDA)
+
+    def call():
+        return torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    return 2 * size**3 / microseconds(call) / 1e6
+
+
+def time_ragged() -> None:
+    from flashlatte.ops.index_logits.hopper import ragged
+
+    # Rows, keys, heads, and DeepGEMM's time.
+    cases = [
+        (4096, 32768, 64, 1968),
+        (2048, 8192, 64, 243),
+        (4096, 32768, 32, 1149),
+        (2048, 8192, 32, 134),
+        (4096, 131072, 64, 8546),
+    ]
+    matmul = fp8_matmul_tflops()
+    print(f"table e4m3 matmul 8192: {matmul:.0f} TFLOPS", flush=True)
+    for m, n, heads, deep_gemm in cases:
+        q, k = values(m, heads, 128), values(n, 128)
+        scale, weights = torch.rand(n, device=CUDA) + 0.5, torch.randn(m, heads, device=CUDA)
+        start = torch.zeros(m, dtype=torch.int32, device=CUDA)
+        end = (n - m + 1 + torch.arange(m, device=CUDA)).int()
+        flops = 2 * heads * 128 * float(end.double().sum())
+        logits = torch.empty(m, n, device=CUDA)
+        sizes = (None, 1024, 4096, 8192) if (m, n) == (4096, 32768) else (None,)
+        if n < 10000:
+            sizes = (None, 512, 2048)
+        for name, schedule in SCHEDULES.items():
+            for size in sizes:
+                arguments = (q, k, scale, weights, start, end, logits, False, False, schedule, size)
+                us = microseconds(functools.partial(ragged, *arguments))
+                tflops = flops / us / 1e6
+                print(
+                    f"table ragged {m}x{n} H{heads} {name:6} item {size or 'auto':>5}: {us:7.0f} us "
+                    f"{tflops:5.0f} TFLOPS {tflops / matmul:.3f} of matmul; "
+                    f"DeepGEMM {deep_gemm} us, {deep_gemm / us:.2f}x",
+                    flush=True,
+                )
+        us = microseconds(functools.partial(ragged, q, k, scale, weights, start, end, logits, True, False))
+        print(f"table ragged {m}x{n} H{heads} with clean: {us:.0f} us", flush=True)
+    print(f"table e4m3 matmul 8192: {fp8_matmul_tflops():.0f} TFLOPS", flush=True)
+
+
+def time_paged() -> None:
+    from flashlatte.ops.index_logits.hopper import paged
+
+    source = torch.empty(2**30, dtype=torch.uint8, device=CUDA)
+    target = torch.empty_like(source)
+    copy = 2 * source.numel() / microseconds(lambda: target.copy_(source)) / 1e3
+    print(f"table copy: {copy:.0f} GB/s", flush=True)
+    cases = [
+        (64, 32768, 1, 112),
+        (64, 32768, 2, 116),
+        (128, 8192, 1, 63.1),
+        (128, 8192, 2, 65.5),
+        (4, 131072, 1, 38.3),
+        (4, 131072, 2, 39.6),
+        (1, 131072, 1, 14.6),
+        (1, 131072, 2, 15.3),
+        (1, 8192, 1, 0),
+    ]
+    for batch, keys, next_n, deep_gemm in cases:
+        columns = keys // 64
+        q, weights = values(batch, next_n, 64, 128), torch.randn(batch * next_n, 64, device=CUDA)
+        cache = torch.randint(0, 0x7E, (batch * columns, 64, 1, 132), dtype=torch.uint8, device=CUDA)
+        table = torch.randperm(batch * columns, device=CUDA).view(batch, columns).int()
+        lengths = torch.full((batch,), keys, dtype=torch.int32, device=CUDA)
+        logits = torch.empty(batch * next_n, keys, device=CUDA)
+        us = microseconds(functools.partial(paged, q, cache, weights, lengths, table, logits, False))
+        gbps = cache.numel() / us / 1e3
+        print(
+            f"table paged b{batch} {keys} next_n {next_n}: {us:6.1f} us, cache {gbps:5.0f} GB/s; "
+            f"DeepGEMM {deep_gemm} us + metadata, {deep_gemm / us:.2f}x",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--section", choices=SECTIONS)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.section:
+        globals()[options.section]()
+        return
+    table, log = [], []
+    for section, seconds in SECTIONS.items():
+        command = [sys.executable, "-u", __file__, "--section", section]
+        try:
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds, check=False
+            )
+            text, status = done.stdout, f"exit {done.returncode}"
+        except subprocess.TimeoutExpired as error:
+            text, status = (error.stdout or b"").decode(), f"stopped after {seconds} s"
+        log.append(f"== {section}\n{text}")
+        lines = text.splitlines()
+        checked = sum(line.startswith("ok ") for line in lines)
+        table.append(f"{section}: {status}" + (f", {checked} checks passed" if checked else ""))
+        table += [line.removeprefix("table ") for line in lines if line.startswith("table ")]
+        if status != "exit 0":
+            table += lines[-6:]
+    if options.out:
+        (options.out / "index_logits.log").write_text("\n".join(log))
+    print("\n".join(table))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""Logits of many queries against keys that stand in a row: docs/kernels/index-logits.md explains the schedule."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from flashlatte.kernels.hopper import named_barriers
+from flashlatte.ops.index_logits.hopper.scores import Rows, logits_layout, store, sum_over_heads
+from flashlatte.ops.index_logits.hopper.tiles import (
+    CONSUMER_REGISTERS,
+    KEYS,
+    MOST_COLUMNS,
+    barriers,
+    numbers_layout,
+    scores_layout,
+    vectors_layout,
+    wait_empty,
+    wait_full,
+)
+from flashlatte.runtime.gluon_compat import tma_load
+from flashlatte.runtime.triton_kernel import gluon_kernel
+
+# Of the ring of keys, and of the ring of queries.
+SLOTS = gl.constexpr(8)
+Q_SLOTS = gl.constexpr(2)
+# A consumer's columns: the heads of its queries.
+COLUMNS = MOST_COLUMNS
+
+
+class Problem(NamedTuple):
+    """The queries, the keys that each sees, and how many keys a work item covers (a multiple of 64)."""
+
+    key_start: Any
+    key_end: Any
+    num_queries: Any
+    num_keys: Any
+    item_keys: Any
+    num_items: Any
+
+
+class Inputs(NamedTuple):
+    """TMA descriptors: q [M · H, D] and weights [M · H] by 256, k [N, D] and k_scale [N] by 64."""
+
+    q: Any
+    weights: Any
+    k: Any
+    k_scale: Any
+
+
+class Output(NamedTuple):
+    """Logits [M, width], the stride of a row, and whether a row begins with its first seen key (1) or key 0 (0)."""
+
+    logits: Any
+    stride: Any
+    width: Any
+    compressed: Any
+
+
+class Shared(NamedTuple):
+    """Rings of queries, a slot of which has both consumers', and of keys."""
+
+    q: Any  # [2 * Q_SLOTS, 256, D]
+    weights: Any  # [2 * Q_SLOTS, 256]
+    q_full: Any
+    q_empty: Any
+    k: Any  # [SLOTS, 64, D]
+    k_scale: Any  # [SLOTS, 64]
+    k_full: Any
+    k_empty: Any
+
+
+class Item(NamedTuple):
+    """Queries from ``query`` on, and ``tiles`` tiles of keys from ``key`` on that hold what any of them sees."""
+
+    query: Any
+    key: Any
+    tiles: Any
+
+
+@gluon.jit
+def _item(problem, number, QUERIES: gl.constexpr):
+    """Work item ``number``: all queries for the first keys, then for the next; the last queries, which see most, first.
+
+    So the keys that are at work at one time fit the L2 cache, and with a causal mask the short items come last.
+    """
+    num_blocks = (problem.num_queries + QUERIES - 1) // QUERIES
+    query = (num_blocks - 1 - number % num_blocks) * QUERIES
+    row = query + gl.arange(0, QUERIES, gl.BlockedLayout([1], [32], [4], [0]))
+    start = gl.maximum(gl.load(problem.key_start + row, mask=row < problem.num_queries, other=0), 0)
+    end = gl.load(problem.key_end + row, mask=row < problem.num_queries, other=0)
+    end = gl.minimum(end, problem.num_keys)
+    item_start = number // num_blocks * problem.item_keys
+    first = gl.maximum(gl.min(gl.where(start < end, start, problem.num_keys), 0), item_start) // KEYS * KEYS
+    last = gl.minimum(gl.max(end, 0), item_start + problem.item_keys)
+    return Item(query, first, gl.maximum(last - first + KEYS - 1, 0) // KEYS)
+
+
+@gluon.jit
+def produce(inputs, problem, shared, QUERIES: gl.constexpr, HEADS: gl.constexpr):
+    """Fill the rings, for both consumers. ``QUERIES`` are both consumers'."""
+    HEAD_DIM: gl.constexpr = shared.k.shape[2]
+    items_done = 0
+    step = 0
+    for number in range(gl.program_id(0), problem.num_items, gl.num_programs(0)):
+        item = _item(problem, number, QUERIES)
+        if item.tiles > 0:
+            wait_empty(shared.q_empty, items_done, Q_SLOTS)
+            full = shared.q_full.index(items_done % Q_SLOTS)
+            mbarrier.expect(full, 2 * COLUMNS * (HEAD_DIM + 4))
+            for which in gl.static_range(2):
+                slot = items_done % Q_SLOTS * 2 + which
+                row = item.query * HEADS + which * COLUMNS
+                tma_load(inputs.q, [row, 0], full, shared.q.index(slot))
+                tma_load(inputs.weights, [row], full, shared.weights.index(slot))
+            items_done += 1
+        for tile in range(item.tiles):
+            wait_empty(shared.k_empty, step, SLOTS)
+            slot = step % SLOTS
+            full = shared.k_full.index(slot)
+            mbarrier.expect(full, KEYS * (HEAD_DIM + 4))
+            tma_load(inputs.k, [item.key + tile * KEYS, 0], full, shared.k.index(slot))
+            tma_load(inputs.k_scale, [item.key + tile * KEYS], full, shared.k_scale.index(slot))
+            step += 1
+
+
+@gluon.jit
+def _rows(problem, output, first_query, QUERIES: gl.constexpr):
+    query = first_query + gl.arange(0, QUERIES, gl.SliceLayout(0, logits_layout(QUERIES)))
+    start = gl.load(problem.key_start + query, mask=query < problem.num_queries, other=0)
+    end = gl.load(problem.key_end + query, mask=query < problem.num_queries, other=0)
+    start = gl.maximum(start, 0)
+    first = start * output.compressed
+    end = gl.minimum(end, gl.minimum(problem.num_keys, first + output.width))
+    return Rows(start, end, output.logits + (query.to(gl.int64) * output.stride - first))
+
+
+@gluon.jit
+def consume(
+    problem,
+    shared,
+    output,
+    WHICH: gl.constexpr,
+    QUERIES: gl.constexpr,
+    HEADS: gl.constexpr,
+    TURNS: gl.constexpr,
+):
+    """The logits of one half of an item's queries. ``QUERIES`` are one consumer's."""
+    SCORES: gl.constexpr = scores_layout(COLUMNS)
+    items_done = 0
+    step = 0
+    if TURNS and WHICH == 1:
+        named_barriers.arrive(8, 256)
+    for number in range(gl.program_id(0), problem.num_items, gl.num_programs(0)):
+        item = _item(problem, number, 2 * QUERIES)
+        if item.tiles > 0:
+            rows = _rows(problem, output, item.query + WHICH * QUERIES, QUERIES)
+            wait_full(shared.q_full, items_done, Q_SLOTS)
+            q_slot = items_done % Q_SLOTS * 2 + WHICH
+            weights = shared.weights.index(q_slot).load(gl.SliceLayout(0, SCORES))
+            for tile in range(item.tiles):
+                wait_full(shared.k_full, step, SLOTS)
+                if TURNS:
+                    named_barriers.wait(8 + WHICH, 256)
+                # An index that is not constant in the loop: the compiler would keep the descriptors, and spill.
+                q = shared.q.index(q_slot + (step >> 30)).permute((1, 0))
+                scores = gl.zeros([KEYS, COLUMNS], gl.float32, SCORES)
+                scores = warpgroup_mma(shared.k.index(step % SLOTS), q, scores, use_acc=False, is_async=True)
+                if TURNS:
+                    named_barriers.arrive(9 - WHICH, 256)
+                scale = shared.k_scale.index(step % SLOTS).load(gl.SliceLayout(1, logits_layout(QUERIES)))
+                scores = warpgroup_mma_wait(0, deps=[scores])
+                mbarrier.arrive(shared.k_empty.index(step % SLOTS), count=1)
+                logits = sum_over_heads(scores, weights, HEADS) * scale[:, None]
+                store(logits, item.key + tile * KEYS, rows)
+                step += 1
+            mbarrier.arrive(shared.q_empty.index(items_done % Q_SLOTS), count=1)
+            items_done += 1
+    if TURNS and WHICH == 0:
+        named_barriers.wait(8, 256)
+
+
+@gluon.jit
+def _start(shared, q_slot, step, scores, HALF: gl.constexpr):
+    q = shared.q.index(q_slot + (step >> 30)).slice(HALF * 128, 128).permute((1, 0))
+    return warpgroup_mma(shared.k.index(step % SLOTS), q, scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def consume_halves(
+    problem,
+    shared,
+    output,
+    WHICH: gl.constexpr,
+    QUERIES: gl.constexpr,
+    HEADS: gl.constexpr,
+):
+    """The logits of one half of an item's queries. ``QUERIES`` are one consumer's."""
+    SCORES: gl.constexpr = scores_layout(128)
+    HALF_QUERIES: gl.constexpr = QUERIES // 2
+    OUT: gl.constexpr = logits_layout(HALF_QUERIES)
+    items_done = 0
+    step = 0
+    for number in range(gl.program_id(0), problem.num_items, gl.num_programs(0)):
+        item = _item(problem, number, 2 * QUERIES)
+        if item.tiles > 0:
+            first = item.query + WHICH * QUERIES
+            rows_a = _rows(problem, output, first, HALF_QUERIES)
+            rows_b = _rows(problem, output, first + HALF_QUERIES, HALF_QUERIES)
+            wait_full(shared.q_full, items_done, Q_SLOTS)
+            q_slot = items_done % Q_SLOTS * 2 + WHICH
+            weights_a = shared.weights.index(q_slot).slice(0, 128).load(gl.SliceLayout(0, SCORES))
+            weights_b = shared.weights.index(q_slot).slice(128, 128).load(gl.SliceLayout(0, SCORES))
+            key = item.key
+            for _ in range(item.tiles):
+                wait_full(shared.k_full, step, SLOTS)
+                a = _start(shared, q_slot, step, gl.zeros([KEYS, 128], gl.float32, SCORES), 0)
+                b = _start(shared, q_slot, step, gl.zeros([KEYS, 128], gl.float32, SCORES), 1)
+                scale = shared.k_scale.index(step % SLOTS).load(gl.SliceLayout(1, OUT))
+                a = warpgroup_mma_wait(1, deps=[a])
+                store(sum_over_heads(a, weights_a, HEADS) * scale[:, None], key, rows_a)
+                b = warpgroup_mma_wait(0, deps=[b])
+                mbarrier.arrive(shared.k_empty.index(step % SLOTS), count=1)
+                store(sum_over_heads(b, weights_b, HEADS) * scale[:, None], key, rows_b)
+                key += KEYS
+                step += 1
+            mbarrier.arrive(shared.q_empty.index(items_done % Q_SLOTS), count=1)
+            items_done += 1
+
+
+def index_logits_ragged_kernel(
+    q,
+    weights,
+    k,
+    k_scale,
+    key_start,
+    key_end,
+    num_queries: tl.int32,
+    num_keys: tl.int32,
+    item_keys: tl.int32,
+    num_items: tl.int32,
+    logits,
+    logits_stride: tl.int64,
+    width: tl.int32,
+    compressed: tl.int32,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TURNS: tl.constexpr,
+):
+    """A program takes every num_programs-th work item: 512 / HEADS queries and up to item_keys keys."""
+    QUERIES: gl.constexpr = COLUMNS // HEADS
+    shared = Shared(
+        gl.allocate_shared_memory(gl.float8e4nv, [2 * Q_SLOTS, COLUMNS, HEAD_DIM], vectors_layout(HEAD_DIM)),
+        gl.allocate_shared_memory(gl.float32, [2 * Q_SLOTS, COLUMNS], numbers_layout()),
+        barriers(Q_SLOTS, 1),
+        barriers(Q_SLOTS, 2),
+        gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, KEYS, HEAD_DIM], vectors_layout(HEAD_DIM)),
+        gl.allocate_shared_memory(gl.float32, [SLOTS, KEYS], numbers_layout()),
+        barriers(SLOTS, 1),
+        barriers(SLOTS, 2),
+    )
+    problem = Problem(key_start, key_end, num_queries, num_keys, item_keys, num_items)
+    inputs = Inputs(q, weights, k, k_scale)
+    output = Output(logits, logits_stride, width, compressed)
+    if TURNS == 2:
+        gl.warp_specialize(
+            [
+                (produce, (inputs, problem, shared, 2 * QUERIES, HEADS)),
+                (consume_halves, (problem, shared, output, 0, QUERIES, HEADS)),
+                (consume_halves, (problem, shared, output, 1, QUERIES, HEADS)),
+            ],
+            [4, 4],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (produce, (inputs, problem, shared, 2 * QUERIES, HEADS)),
+                (consume, (problem, shared, output, 0, QUERIES, HEADS, TURNS)),
+                (consume, (problem, shared, output, 1, QUERIES, HEADS, TURNS)),
+            ],
+            [4, 4],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
+        )
+
+
+kernel = gluon_kernel(index_logits_ragged_kernel, by_element=["key_start", "key_end", "logits"])

@@ -1,0 +1,53 @@
+"""Tiles in shared memory, the registers' layout of scores, and barriers: what both kernels share."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+# Of a tile: the rows of a WGMMA.
+KEYS = gl.constexpr(64)
+# The most columns of a WGMMA, each a head of a query.
+MOST_COLUMNS = gl.constexpr(256)
+# Of a consumer; what 12 warps leave of the register file, 24, is the producer's.
+CONSUMER_REGISTERS = gl.constexpr(240)
+
+
+@gluon.constexpr_function
+def scores_layout(columns):
+    """Layout of scores [64 keys, columns] of four warps."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32])
+
+
+@gluon.constexpr_function
+def vectors_layout(head_dim, rank=2):
+    """Layout of rows of ``head_dim`` e4m3 numbers, as a TMA writes them and a WGMMA reads them."""
+    return gl.NVMMASharedLayout(head_dim, 8, rank)
+
+
+@gluon.constexpr_function
+def numbers_layout(rank=1):
+    """Layout of float32 numbers that a TMA writes one after the other."""
+    return gl.NVMMASharedLayout(0, 32, rank)
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """``COUNT`` mbarriers whose phase ends with ``ARRIVALS`` arrivals."""
+    ring = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(COUNT):
+        mbarrier.init(ring.index(index), count=ARRIVALS)
+    return ring
+
+
+@gluon.jit
+def wait_full(ring, step, SLOTS: gl.constexpr):
+    """Wait until slot ``step`` % SLOTS has been filled for the (``step`` // SLOTS)-th time."""
+    mbarrier.wait(ring.index(step % SLOTS), (step // SLOTS) & 1)
+
+
+@gluon.jit
+def wait_empty(ring, step, SLOTS: gl.constexpr):
+    """Wait until what the slot held before has been read; at once where it held nothing."""
+    mbarrier.wait(ring.index(step % SLOTS), ((step // SLOTS) & 1) ^ 1)
