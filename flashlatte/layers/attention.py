@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,25 +94,31 @@ class MLAAttention(nn.Module):
         """W_UV [h, v, latent], a view likewise."""
         return up_projections(self.kv_b_proj.weight, self.qk_nope_head_dim, self.v_head_dim)[1]
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def load_weights(self, weights: Mapping[str, torch.Tensor], *, ignore: Sequence[str] = ()) -> None:
         """Copy weights in, by transformers' names below ``self_attn`` ("q_a_proj.weight", …), of the whole layer.
 
         A shard takes its heads' part. Float8 weights with a ``weight_scale_inv`` of 128 x 128 blocks beside them, as
-        in DeepSeek-V3's checkpoints, are dequantised. Names that the layer has no use for are passed over.
+        in DeepSeek-V3's checkpoints, are dequantised.
+
+        Args:
+            ignore: patterns (``*`` and ``?``) of names that may be there and that the layer has no use for. The
+                indexer of DeepSeek-V3.2 is ``"indexer.*"``: a layer without it attends to every token, unless its
+                forward pass is given ``indices``.
 
         Raises:
-            ValueError: a weight is missing or has another shape; names all that are wrong.
+            ValueError: a weight is missing, has another shape, or is one that the layer has no use for; names all that
+                are wrong.
         """
-        checkpoint.load_weights(self, self.config, self.heads, weights)
+        checkpoint.load_weights(self, self.config, self.heads, weights, ignore)
 
-    def load_checkpoint(self, path: str | Path, layer: int) -> None:
+    def load_checkpoint(self, path: str | Path, layer: int, *, ignore: Sequence[str] = ()) -> None:
         """Load a layer of a DeepSeek-V2 or V3 checkpoint: a safetensors file, or a directory with such files.
 
         Raises:
             FileNotFoundError, ModuleNotFoundError, ValueError: nothing to read, safetensors not installed, or as
                 ``load_weights``.
         """
-        self.load_weights(checkpoint.read_layer(path, layer))
+        self.load_weights(checkpoint.read_layer(path, layer), ignore=ignore)
 
     @torch.no_grad()
     def forward(
@@ -147,6 +153,7 @@ class MLAAttention(nn.Module):
         checks.tensor("hidden", hidden, (metadata.num_tokens, config.hidden_size), (dtype,), device)
         pages, layout = as_cache(cache, cache_format)
         self._check_cache(pages, layout, k_scale)
+        _check_same_cache(metadata, pages)
         if metadata.max_seq_len > config.rope.max_position:
             raise ValueError(
                 f"metadata has a request of {metadata.max_seq_len} tokens, and the config's rope.max_position is "
@@ -154,6 +161,8 @@ class MLAAttention(nn.Module):
             )
         if indices is not None:
             checks.tensor("indices", indices, (metadata.num_tokens, "topk"), checks.INDEX_DTYPES, device)
+        if metadata.num_tokens == 0:
+            return torch.empty_like(hidden)
         rotary = Rotary(
             table(config.rope, config.qk_rope_head_dim, device), metadata.positions, config.rope.layout == "interleaved"
         )
@@ -171,3 +180,15 @@ class MLAAttention(nn.Module):
             )
         if k_scale is not None and not layout.takes_scale:
             raise ValueError(f"k_scale belongs to cache format fp8, got {layout.name}")
+
+
+def _check_same_cache(metadata: MLAMetadata, pages: torch.Tensor) -> None:
+    """Pages and slots mean something else in a cache of other pages, and no kernel could tell."""
+    if metadata.page_size != pages.shape[1]:
+        raise ValueError(
+            f"metadata was built for pages of {metadata.page_size} tokens, and the cache has pages of {pages.shape[1]}"
+        )
+    if metadata.num_pages is not None and metadata.num_pages > pages.shape[0]:
+        raise ValueError(f"metadata was built for {metadata.num_pages} pages, and the cache has {pages.shape[0]}")
+    if metadata.positions.device != pages.device:
+        raise ValueError(f"metadata must be on {pages.device} like the cache, got {metadata.positions.device}")

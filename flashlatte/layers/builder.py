@@ -85,8 +85,9 @@ class MLAMetadataBuilder:
         slot_mapping: torch.Tensor | None = None,
         *,
         pad_requests_to: int | None = None,
+        pad_queries: int | None = None,
     ) -> MLAMetadata:
-        """The metadata of a step of n requests.
+        """The metadata of a step of n requests. A request may have no new token, and n may be 0.
 
         Args:
             query_start_loc: n + 1 ints, where each request's new tokens begin in the flat batch. Decode requests
@@ -99,7 +100,8 @@ class MLAMetadataBuilder:
                 where ``block_table`` has it. On the CPU, slots are checked.
             pad_requests_to: add empty requests of the decode part's number of tokens, whose slots are -1, up to so
                 many: for a captured graph of that size. Only for a step whose requests are all decode requests with
-                one number of tokens.
+                one number of tokens, or a step without requests.
+            pad_queries: tokens of each added request of a step without requests; 1 if None.
 
         Raises:
             TypeError, ValueError: arguments of a wrong type or shape, beyond what the builder was made for, or that
@@ -110,40 +112,45 @@ class MLAMetadataBuilder:
         self._check_block_table(block_table, lengths)
         tokens, requests = starts[-1], len(lengths)
         decoding = self._decode_requests(query_lens)
-        pads = self._pads(pad_requests_to, query_lens, decoding)
-        positions = torch.tensor(
-            [p for count, length in zip(query_lens, lengths, strict=True) for p in range(length - count, length)]
-        )
-        self._positions[:tokens].copy_(positions)
-        columns = min(block_table.shape[1], self.max_pages)
-        self._table[:requests, :columns].copy_(block_table[:, :columns])
-        if slot_mapping is None:
+        pads, queries = self._pads(pad_requests_to, pad_queries, query_lens, decoding)
+        spans = [range(length - count, length) for count, length in zip(query_lens, lengths, strict=True)]
+        positions = list(itertools.chain.from_iterable(spans))
+        self._positions[:tokens].copy_(torch.tensor(positions, dtype=torch.int64))
+        if requests:
+            columns = min(block_table.shape[1], self.max_pages)
+            self._table[:requests, :columns].copy_(block_table[:, :columns])
+        if slot_mapping is None and tokens:
             ids = torch.repeat_interleave(torch.arange(requests), torch.tensor(query_lens)).to(self.device)
             table = self._table[:requests]
             slot_mapping = to_cache_indices(
                 self._positions[:tokens], table, self.page_size, request_ids=ids, dtype=torch.int64
             )
-        else:
+        elif slot_mapping is not None:
             self._check_slots(slot_mapping, tokens)
-        self._slots[:tokens].copy_(slot_mapping)
-        self._seq_lens[:requests].copy_(torch.tensor(lengths, dtype=torch.int32))
-        if pads:
-            self._seq_lens[requests : requests + pads] = 0
-            self._positions[tokens : tokens + pads * query_lens[0]] = 0
-            self._slots[tokens : tokens + pads * query_lens[0]] = -1
-        total = tokens + pads * query_lens[0]
+        if slot_mapping is not None:
+            self._slots[:tokens].copy_(slot_mapping)
+        # Who asks nothing sees nothing.
+        seen = [length if count else 0 for count, length in zip(query_lens, lengths, strict=True)]
+        self._seq_lens[:requests].copy_(torch.tensor(seen, dtype=torch.int32))
+        total = tokens + pads * queries
+        self._seq_lens[requests : requests + pads] = 0
+        self._positions[tokens:total] = 0
+        self._slots[tokens:total] = -1
+        decode_lens = query_lens[:decoding] + pads * [queries]
         return MLAMetadata(
             num_tokens=total,
             num_decode_tokens=starts[decoding] + total - tokens,
-            max_seq_len=max(lengths),
+            max_seq_len=max(lengths, default=0),
+            page_size=self.page_size,
+            num_pages=self.num_pages,
             positions=self._positions[:total],
             slot_mapping=self._slots[:total],
-            decode=self._decode_part(query_lens[:decoding], pads) if decoding else None,
+            decode=self._decode_part(decode_lens) if any(decode_lens) else None,
             prefill=self._prefill_part(query_lens, lengths, decoding) if decoding < requests else None,
         )
 
-    def _decode_part(self, query_lens: list[int], pads: int) -> DecodePart:
-        requests, queries = len(query_lens) + pads, max(query_lens)
+    def _decode_part(self, query_lens: list[int]) -> DecodePart:
+        requests, queries = len(query_lens), max(query_lens)
         table, seq_lens = self._table[:requests], self._seq_lens[:requests]
         padded = places = every_slot = seen = None
         if min(query_lens) < queries:
@@ -160,8 +167,9 @@ class MLAMetadataBuilder:
     def _ragged(self, query_lens: list[int], queries: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``DecodePart.padded`` and ``places``."""
         padded, places, token = [], [], 0
+        last = sum(query_lens) - 1
         for request, count in enumerate(query_lens):
-            padded += [token] * (queries - count) + list(range(token, token + count))
+            padded += [min(token, last)] * (queries - count) + list(range(token, token + count))
             places += range((request + 1) * queries - count, (request + 1) * queries)
             token += count
         self._padded[: len(padded)].copy_(torch.tensor(padded))
@@ -170,7 +178,7 @@ class MLAMetadataBuilder:
 
     def _prefill_part(self, query_lens: list[int], lengths: list[int], decoding: int) -> PrefillPart:
         query_lens, lengths = query_lens[decoding:], lengths[decoding:]
-        contexts = [length - count for length, count in zip(lengths, query_lens, strict=True)]
+        contexts = [length - count if count else 0 for length, count in zip(lengths, query_lens, strict=True)]
         starts = [0, *itertools.accumulate(query_lens)]
         table = self._table[decoding : decoding + len(lengths)]
         return PrefillPart(
@@ -185,22 +193,36 @@ class MLAMetadataBuilder:
                 return index
         return len(query_lens)
 
-    def _pads(self, wanted: int | None, query_lens: list[int], decoding: int) -> int:
+    def _pads(
+        self, wanted: int | None, pad_queries: int | None, query_lens: list[int], decoding: int
+    ) -> tuple[int, int]:
+        """Requests to add, and tokens of each."""
         requests = len(query_lens)
         if wanted is None:
-            return 0
+            return 0, 0
+        queries = query_lens[0] if query_lens else 1
+        if pad_queries is not None:
+            if query_lens and pad_queries != queries:
+                raise ValueError(
+                    f"pad_queries must be {queries}, as the step's requests have, or None, got {pad_queries}"
+                )
+            queries = checks.positive_int("pad_queries", pad_queries)
         if checks.positive_int("pad_requests_to", wanted) < requests or wanted > self.max_requests:
             raise ValueError(f"pad_requests_to must be from {requests} to {self.max_requests}, got {wanted}")
-        if decoding < requests or len(set(query_lens)) > 1:
+        if decoding < requests or len(set(query_lens)) > 1 or queries == 0:
             raise ValueError("pad_requests_to needs a step of decode requests with one number of tokens each")
-        if wanted * query_lens[0] > self.max_tokens:
-            raise ValueError(f"pad_requests_to makes {wanted * query_lens[0]} tokens of at most {self.max_tokens}")
-        return wanted - requests
+        if queries > self.max_decode_queries:
+            raise ValueError(f"pad_queries must be at most max_decode_queries {self.max_decode_queries}, got {queries}")
+        if wanted * queries > self.max_tokens:
+            raise ValueError(f"pad_requests_to makes {wanted * queries} tokens of at most {self.max_tokens}")
+        return wanted - requests, queries
 
     def _check_lengths(self, starts: list[int], lengths: list[int]) -> list[int]:
         """Tokens of each request."""
-        if not 1 <= len(lengths) <= self.max_requests:
-            raise ValueError(f"seq_lens must have 1 to {self.max_requests} (max_requests) entries, got {len(lengths)}")
+        if len(lengths) > self.max_requests:
+            raise ValueError(
+                f"seq_lens must have at most {self.max_requests} (max_requests) entries, got {len(lengths)}"
+            )
         if len(starts) != len(lengths) + 1:
             raise ValueError(
                 f"query_start_loc must have {len(lengths) + 1} entries, one more than seq_lens, got {len(starts)}"
@@ -209,9 +231,9 @@ class MLAMetadataBuilder:
             raise ValueError(f"query_start_loc must begin with 0, got {starts[0]}")
         query_lens = [stop - start for start, stop in itertools.pairwise(starts)]
         for request, (count, length) in enumerate(zip(query_lens, lengths, strict=True)):
-            if count < 1:
+            if count < 0:
                 raise ValueError(
-                    f"query_start_loc must increase, got {starts[request]} and then {starts[request + 1]} "
+                    f"query_start_loc must not decrease, got {starts[request]} and then {starts[request + 1]} "
                     f"(request {request})"
                 )
             if length < count:
@@ -228,6 +250,8 @@ class MLAMetadataBuilder:
         return query_lens
 
     def _check_block_table(self, block_table: torch.Tensor, lengths: list[int]) -> None:
+        if not lengths:
+            return
         checks.tensor("block_table", block_table, (len(lengths), "pages"), checks.INDEX_DTYPES, unit_last_stride=False)
         needed = [-(-length // self.page_size) for length in lengths]
         if max(needed) > block_table.shape[1]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -56,13 +57,18 @@ def _files(path: Path, marker: str) -> list[Path]:
 
 
 def load_weights(
-    module: nn.Module, config: MLAConfig, heads: tuple[int, int], weights: Mapping[str, torch.Tensor]
+    module: nn.Module,
+    config: MLAConfig,
+    heads: tuple[int, int],
+    weights: Mapping[str, torch.Tensor],
+    ignore: Sequence[str] = (),
 ) -> None:
     """Copy a whole layer's weights into a module that has some of its heads; see ``MLAAttention.load_weights``."""
     targets = dict(module.named_parameters())
     missing = [name for name in targets if name not in weights]
     if missing:
         raise ValueError(f"weights must have {', '.join(missing)}, got {', '.join(sorted(weights)) or 'nothing'}")
+    _refuse_unused(weights, set(targets), config, ignore)
     wrong, ready = [], {}
     for name, target in targets.items():
         weight, axis = weights[name], _HEAD_AXES.get(name)
@@ -89,6 +95,22 @@ def load_weights(
     with torch.no_grad():
         for name, weight in ready.items():
             targets[name].copy_(weight)
+
+
+def _refuse_unused(
+    weights: Mapping[str, torch.Tensor], names: set[str], config: MLAConfig, ignore: Sequence[str]
+) -> None:
+    """A weight that is passed over may be half of the model's mathematics, as an indexer is."""
+    # Only the first shard has it, and the others are given it too.
+    used = names | ({"o_proj.bias"} if config.attention_bias else set())
+    used |= {name + _SCALE for name in names if name in weights and weights[name].dtype.itemsize == 1}
+    unused = [name for name in weights if name not in used]
+    unused = sorted(name for name in unused if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore))
+    if unused:
+        raise ValueError(
+            f"weights has {', '.join(unused)}, and the layer has no use for them: where they may be left out, "
+            "ignore= says so"
+        )
 
 
 # The axis of each weight along which the heads lie, one after the other.

@@ -89,6 +89,8 @@ class MLAMetadata:
         num_tokens: tokens in the batch.
         num_decode_tokens: how many of them are the decode part's.
         max_seq_len: tokens of the longest request, or a bound.
+        page_size: tokens in a page of the cache whose pages and slots these are.
+        num_pages: pages that the cache has at least; None if that is not known.
         positions: int [num_tokens], of each token in its request.
         slot_mapping: int [num_tokens], where each token goes in the cache; below 0 it is not stored.
         decode, prefill: the two parts; None if empty.
@@ -97,6 +99,8 @@ class MLAMetadata:
     num_tokens: int
     num_decode_tokens: int
     max_seq_len: int
+    page_size: int
+    num_pages: int | None
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     decode: DecodePart | None

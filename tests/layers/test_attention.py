@@ -142,6 +142,39 @@ def test_given_indices_select_what_is_attended_to(name, topk):
     assert_within(engine.results()[0], expected)
 
 
+def test_an_idle_step_leaves_the_cache_alone():
+    model = stock("v3")
+    engine = Engine(layer_like(model), hidden_states((12,)))
+    engine.step({0: 5})
+    before = engine.cache.clone()
+    metadata = engine.builder.build([0], [], engine.table[:0])
+    assert engine.layer(torch.empty(0, 64), engine.cache, metadata).shape == (0, 64)
+    torch.testing.assert_close(engine.cache, before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("cache_format", "rank", "rope"), [("fp32", 32, 8), ("v32", 512, 64)])
+def test_an_idle_step_in_a_captured_batch(cache_format, rank, rope):
+    model = stock("v3", (("kv_lora_rank", rank), ("qk_rope_head_dim", rope)))
+    engine = Engine(layer_like(model), hidden_states((12, 9)), cache_format)
+    engine.step({0: 5, 1: 2})
+    before = engine.cache.clone()
+    metadata = engine.builder.build([0], [], engine.table[:0], pad_requests_to=2)
+    out = engine.layer(torch.zeros(2, 64), engine.cache, metadata, cache_format=cache_format)
+    assert out.shape == (2, 64)
+    assert not out.isnan().any()
+    torch.testing.assert_close(engine.cache, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_requests_without_new_tokens_change_nothing():
+    model = stock("v3")
+    engine = Engine(layer_like(model), hidden_states((30, 22, 40)), max_decode_queries=3)
+    engine.step({0: 9, 1: 4, 2: 6})
+    engine.step({0: 0, 1: 1, 2: 2})
+    engine.step({1: 2, 0: 0, 2: 10})
+    engine.step({0: 12, 2: 0, 1: 9})
+    assert_like_stock(model, engine)
+
+
 def test_w_uk_and_w_uv_are_views_of_kv_b():
     layer = layer_like(stock("v3"))
     storage = layer.kv_b_proj.weight.untyped_storage().data_ptr()

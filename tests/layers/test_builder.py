@@ -106,13 +106,13 @@ GOOD = {"query_start_loc": [0, 1, 4], "seq_lens": [5, 7], "block_table": TABLE[:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"query_start_loc": [0, 3, 2]}, r"query_start_loc must increase, got 3 and then 2 \(request 1\)"),
-        ({"query_start_loc": [0, 3, 3]}, r"query_start_loc must increase, got 3 and then 3"),
+        ({"query_start_loc": [0, 3, 2]}, r"query_start_loc must not decrease, got 3 and then 2 \(request 1\)"),
         ({"query_start_loc": [1, 3, 4]}, "query_start_loc must begin with 0, got 1"),
         ({"query_start_loc": [0, 3]}, "query_start_loc must have 3 entries, one more than seq_lens, got 2"),
         ({"query_start_loc": [0, 1, 65], "seq_lens": [5, 64]}, "max_seq_len 12, request 1 has 64"),
         ({"seq_lens": [5, 2]}, "request 1 has 3 of them and seq_lens says 2"),
-        ({"seq_lens": []}, "seq_lens must have 1 to 4 .* entries, got 0"),
+        ({"seq_lens": [1] * 5}, r"seq_lens must have at most 4 \(max_requests\) entries, got 5"),
+        ({"seq_lens": []}, "query_start_loc must have 1 entries, one more than seq_lens, got 3"),
         ({"block_table": TABLE}, r"block_table must have shape \[2, pages\]"),
         ({"block_table": TABLE[:2, :1]}, "block_table must have 2 pages for the 5 tokens of request 0, got 1"),
         ({"block_table": TABLE[:2] * 9}, "block_table must hold pages from 0 to 9, request 0 has 36 at 0"),
@@ -120,6 +120,10 @@ GOOD = {"query_start_loc": [0, 1, 4], "seq_lens": [5, 7], "block_table": TABLE[:
         ({"slot_mapping": torch.tensor([0, 1, 40, 2])}, "below 40, .* got 40 for token 2"),
         ({"pad_requests_to": 3}, "pad_requests_to needs a step of decode requests with one number"),
         ({"pad_requests_to": 5}, "pad_requests_to must be from 2 to 4, got 5"),
+        (
+            {"pad_requests_to": 3, "pad_queries": 2},
+            "pad_queries must be 1, as the step's requests have, or None, got 2",
+        ),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
@@ -151,6 +155,44 @@ def test_tensors_are_taken_as_well_as_lists():
     expected = builder.build(**GOOD).positions.clone()
     as_tensors: dict[str, Any] = {name: torch.as_tensor(value, dtype=torch.int32) for name, value in GOOD.items()}
     assert torch.equal(builder.build(**as_tensors).positions, expected)
+
+
+def test_a_step_without_requests():
+    metadata = make_builder().build([0], [], TABLE[:0])
+    assert (metadata.num_tokens, metadata.num_decode_tokens, metadata.max_seq_len) == (0, 0, 0)
+    assert metadata.decode is metadata.prefill is None
+
+
+@pytest.mark.parametrize("queries", [None, 2])
+def test_a_step_without_requests_fills_a_captured_batch(queries):
+    builder = make_builder(cache_format="v32")
+    builder.build([0, 2, 4], [5, 6], TABLE[:2])
+    metadata = builder.build([0], [], TABLE[:0], pad_requests_to=2, pad_queries=queries)
+    count = queries or 1
+    assert (metadata.num_tokens, metadata.num_decode_tokens) == (2 * count, 2 * count)
+    assert metadata.slot_mapping.tolist() == [-1] * 2 * count
+    assert metadata.positions.tolist() == [0] * 2 * count
+    assert metadata.decode.seq_lens.tolist() == [0, 0]
+    assert metadata.decode.seen.tolist() == [[0] * count] * 2
+    assert metadata.decode.padded is None
+
+
+def test_more_padding_tokens_than_decode_takes():
+    with pytest.raises(ValueError, match="pad_queries must be at most max_decode_queries 2, got 3"):
+        make_builder().build([0], [], TABLE[:0], pad_requests_to=2, pad_queries=3)
+
+
+def test_requests_without_new_tokens():
+    metadata = make_builder().build([0, 0, 2, 2, 7], [6, 5, 0, 9], torch.arange(12).view(4, 3) % 10)
+    assert (metadata.num_tokens, metadata.num_decode_tokens) == (7, 2)
+    assert metadata.positions.tolist() == [3, 4, 4, 5, 6, 7, 8]
+    assert metadata.decode.seq_lens.tolist() == [0, 5, 0]
+    assert (metadata.decode.padded.tolist(), metadata.decode.places.tolist()) == ([0, 0, 0, 1, 1, 1], [2, 3])
+    metadata = make_builder().build([0, 0, 5, 5], [3, 9, 4], TABLE)
+    assert metadata.decode is None
+    assert metadata.prefill.cu_seqlens.tolist() == [0, 5, 5]
+    (chunk,) = metadata.prefill.chunks
+    assert chunk.tokens == 4
 
 
 SMALL = MLAConfig(32, 2, 16, 8, 4, 8, rope=Rope(max_position=10))
@@ -198,3 +240,23 @@ def test_heads_that_the_layer_does_not_have(heads):
 def test_an_unknown_backend():
     with pytest.raises(ValueError, match=r"backend must be one of hopper, portable, reference.*got 'cuda'"):
         MLAAttention(SMALL, backend="cuda")
+
+
+@pytest.mark.parametrize("page_size", [2, 8])
+def test_a_cache_of_other_pages_is_refused(page_size):
+    metadata = MLAMetadataBuilder(4, 4, 64, 12, "cpu").build([0, 4], [8], TABLE[:1])
+    message = f"metadata was built for pages of 4 tokens, and the cache has pages of {page_size}"
+    with pytest.raises(ValueError, match=message):
+        MLAAttention(SMALL)(torch.zeros(4, 32), torch.zeros(10, page_size, 1, 20), metadata)
+
+
+def test_a_cache_of_fewer_pages_is_refused():
+    metadata = MLAMetadataBuilder(4, 4, 64, 12, "cpu", num_pages=10).build([0, 4], [8], TABLE[:1])
+    with pytest.raises(ValueError, match="metadata was built for 10 pages, and the cache has 9"):
+        MLAAttention(SMALL)(torch.zeros(4, 32), torch.zeros(9, 4, 1, 20), metadata)
+
+
+def test_metadata_on_another_device_is_refused():
+    metadata = MLAMetadataBuilder(4, 4, 64, 12, "cpu").build([0, 4], [8], TABLE[:1])
+    with pytest.raises(ValueError, match="metadata must be on cpu like the cache, got meta"):
+        MLAAttention(SMALL)(torch.zeros(4, 32), torch.zeros(10, 4, 1, 20), metadata.to(torch.device("meta")))

@@ -104,6 +104,34 @@ def test_missing_weights_are_named():
         MLAAttention(CONFIG).load_weights(weights)
 
 
+INDEXER = {"indexer.wk.weight": torch.zeros(3), "indexer.wq_b.weight": torch.zeros(2)}
+
+
+def test_weights_without_a_use_are_named(save):
+    weights = random_weights()
+    layer = MLAAttention(CONFIG)
+    message = "weights has indexer.wk.weight, indexer.wq_b.weight, and the layer has no use for them: .*ignore="
+    with pytest.raises(ValueError, match=message):
+        layer.load_weights(weights | INDEXER)
+    with pytest.raises(ValueError, match=message):
+        layer.load_checkpoint(save(weights | INDEXER), 3)
+    with pytest.raises(ValueError, match=r"weights has indexer.wq_b.weight, and"):
+        layer.load_weights(weights | INDEXER, ignore=("indexer.wk.*",))
+
+
+def test_weights_without_a_use_that_are_ignored(save):
+    weights = random_weights()
+    layer = MLAAttention(CONFIG)
+    layer.load_checkpoint(save(weights | INDEXER), 3, ignore=("indexer.*",))
+    assert_loaded(layer, weights)
+
+
+def test_a_scale_of_weights_that_are_not_float8_has_no_use():
+    weights = random_weights()
+    with pytest.raises(ValueError, match=r"weights has o_proj.weight_scale_inv, and the layer has no use"):
+        MLAAttention(CONFIG).load_weights(weights | {"o_proj.weight_scale_inv": torch.ones(2, 1)})
+
+
 def test_misshapen_weights_are_all_named_and_none_is_loaded():
     layer = MLAAttention(CONFIG)
     layer.load_weights(random_weights(seed=1))

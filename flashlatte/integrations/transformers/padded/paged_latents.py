@@ -260,7 +260,7 @@ class PagedLatents:
             seen = (lengths[:, None] - later).clamp(min=0).to(torch.int32)
         part = DecodePart(queries, batch.table.block_table, lengths, every_slot=every_slot, seen=seen)
         total, longest = positions.numel(), batch.columns.count + queries
-        return MLAMetadata(total, total, longest, positions.flatten(), slots.flatten(), part, None)
+        return self._metadata_of(total, total, longest, positions, slots, decode=part)
 
     def _prefill_step(
         self,
@@ -289,8 +289,31 @@ class PagedLatents:
             chunks = plan_chunks(counts, contexts, batch.table.block_table, WORKSPACE_TOKENS)
         part = PrefillPart(torch.tensor(starts, dtype=torch.int32, device=device), max(counts), chunks)
         longest = batch.columns.count + queries
-        metadata = MLAMetadata(starts[-1], 0, longest, positions.flatten(), slots.flatten(), None, part)
-        return metadata, tokens
+        return self._metadata_of(starts[-1], 0, longest, positions, slots, prefill=part), tokens
+
+    def _metadata_of(
+        self,
+        total: int,
+        decoding: int,
+        longest: int,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        decode: DecodePart | None = None,
+        prefill: PrefillPart | None = None,
+    ) -> MLAMetadata:
+        num_pages = self._current_batch().table.num_pages
+        return MLAMetadata(
+            total,
+            decoding,
+            longest,
+            self.page_size,
+            num_pages,
+            positions.flatten(),
+            slots.flatten(),
+            decode=decode,
+            prefill=prefill,
+        )
 
     def _pages_of(self, layer: int, device: torch.device) -> torch.Tensor:
         """The layer's cache tensor, with as many pages as the table has come to."""
