@@ -65,6 +65,8 @@ class MLAAttention(nn.Module):
         self.qk_rope_head_dim = config.qk_rope_head_dim
         self.v_head_dim = config.v_head_dim
         self.scaling = config.softmax_scale
+        # transformers' names in LongCat-Flash's attention.
+        self.mla_scale_q_lora, self.mla_scale_kv_lora = config.query_factor, config.latent_factor
 
         def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
             made: Any = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, dtype=dtype, device=device or "cpu")

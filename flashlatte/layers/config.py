@@ -7,21 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flashlatte.layers import models
 from flashlatte.runtime import checks
 
-LAYOUTS = ("interleaved", "half")
-# LongCat, MiniCPM3 and others scale latents or queries besides.
-MODEL_TYPES = (
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "glm4_moe_lite",
-    "glm_moe_dsa",
-    "kimi_k2",
-    "youtu",
-)
-# transformers' DeepseekV2 always pairs neighbours; the later models say rope_interleave, true where they do not.
-_ALWAYS_INTERLEAVED = ("deepseek_v2",)
+LAYOUTS = (models.INTERLEAVED, models.HALF)
 
 
 @dataclass(frozen=True)
@@ -104,6 +93,7 @@ class MLAConfig:
         rope: the rotary embedding.
         norm_eps: of the two RMSNorms.
         attention_bias: whether q_a_proj, kv_a_proj_with_mqa and o_proj have a bias.
+        query_factor, latent_factor: what queries, and latents once normalised, are multiplied by (LongCat-Flash).
     """
 
     hidden_size: int
@@ -116,6 +106,8 @@ class MLAConfig:
     rope: Rope = Rope()
     norm_eps: float = 1e-6
     attention_bias: bool = False
+    query_factor: float = 1.0
+    latent_factor: float = 1.0
 
     def __post_init__(self) -> None:
         for name in (
@@ -132,6 +124,9 @@ class MLAConfig:
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim must be even, got {self.qk_rope_head_dim}")
         checks.flag("attention_bias", self.attention_bias)
+        for name in ("query_factor", "latent_factor"):
+            if not checks.number(name, getattr(self, name)) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
 
     @property
     def qk_head_dim(self) -> int:
@@ -144,7 +139,7 @@ class MLAConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """qk_head_dim^-0.5, times YaRN's factor."""
+        """qk_head_dim^-0.5, times YaRN's factor. Queries that ``query_factor`` has not multiplied need that besides."""
         scale = self.qk_head_dim**-0.5
         return scale if self.rope.yarn is None else scale * self.rope.yarn.softmax_factor
 
@@ -156,23 +151,20 @@ class MLAConfig:
             ValueError: it has no ``kv_lora_rank`` (another attention), lacks a size, is of a model whose attention
                 is not known to be this one, or has a rope_type other than "default" and "yarn".
         """
-        fields = dict(config) if isinstance(config, Mapping) else config.to_dict()
-        fields = fields.get("text_config") or fields
-        if fields.get("model_type", MODEL_TYPES[0]) not in MODEL_TYPES and fields.get("kv_lora_rank") is not None:
-            raise ValueError(
-                f"model_type must be one of {', '.join(MODEL_TYPES)}, whose MLA is known to be this one, "
-                f"got {fields['model_type']!r}: make an MLAConfig by hand if it is"
-            )
+        fields = models.text_config(dict(config) if isinstance(config, Mapping) else config.to_dict())
         if fields.get("kv_lora_rank") is None:
             raise ValueError(f"config must be an MLA model's, with kv_lora_rank, got model_type {_model_type(fields)}")
+        traits = models.traits(fields.get("model_type"))
         missing = [name for name in _REQUIRED if fields.get(name) is None]
         if missing:
             raise ValueError(f"config must have {', '.join(missing)}, got model_type {_model_type(fields)} without")
         return MLAConfig(
             **{name: fields[name] for name in _REQUIRED},
             q_lora_rank=fields.get("q_lora_rank"),
-            rope=_rope(fields),
+            rope=_rope(fields, traits),
             attention_bias=bool(fields.get("attention_bias", False)),
+            query_factor=_latent_factor(fields, "q_lora_rank") if traits.scales_latents else 1.0,
+            latent_factor=_latent_factor(fields, "kv_lora_rank") if traits.scales_latents else 1.0,
         )
 
 
@@ -190,19 +182,21 @@ def _model_type(fields: Mapping[str, Any]) -> Any:
     return fields.get("model_type", "(none)")
 
 
-def _rope(fields: Mapping[str, Any]) -> Rope:
+def _latent_factor(fields: Mapping[str, Any], rank: str) -> float:
+    """√(hidden_size / rank), and 1 where there is no such latent."""
+    return (fields["hidden_size"] / fields[rank]) ** 0.5 if fields.get(rank) else 1.0
+
+
+def _rope(fields: Mapping[str, Any], traits: models.Traits) -> Rope:
     """RoPE from ``rope_parameters`` (transformers 5) or from ``rope_theta`` and ``rope_scaling`` (checkpoints)."""
     scaling = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "yarn"):
         raise ValueError(f"rope_type must be default or yarn, got {kind!r}")
-    interleaved = fields.get("rope_interleave")
-    if interleaved is None or fields.get("model_type") in _ALWAYS_INTERLEAVED:
-        interleaved = True
     max_position = fields.get("max_position_embeddings", 4096)
     return Rope(
         theta=float(scaling.get("rope_theta", fields.get("rope_theta", 10000.0))),
-        layout="interleaved" if interleaved else "half",
+        layout=traits.layout(fields.get("rope_interleave")),
         max_position=max_position,
         yarn=_yarn(scaling, max_position) if kind == "yarn" else None,
     )

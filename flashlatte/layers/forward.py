@@ -20,7 +20,8 @@ class Projections(Protocol):
 
     Either ``q_a_proj``, ``q_a_layernorm`` and ``q_b_proj``, or ``q_proj`` (if ``q_lora_rank`` is None); and
     ``kv_a_proj_with_mqa``, ``kv_a_layernorm``, ``kv_b_proj``, ``o_proj``. The heads are those that the projections
-    have, which may be a part of the layer's.
+    have, which may be a part of the layer's. LongCat-Flash's has ``mla_scale_q_lora`` and ``mla_scale_kv_lora``
+    besides, by which queries and normalised latents are multiplied.
     """
 
     q_lora_rank: int | None
@@ -69,7 +70,7 @@ def forward(
         expand = Expansion(
             module.kv_b_proj, module.kv_lora_rank, module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
         )
-        attend_heads(query, rows[absorbed:], cache, metadata.prefill, expand, module.scaling, out[absorbed:])
+        attend_heads(query, rows[absorbed:], cache, metadata.prefill, expand, softmax_scale(module), out[absorbed:])
     return module.o_proj(out.flatten(1))
 
 
@@ -84,13 +85,18 @@ def project(
         query_latent = {"q_a": module.q_a_proj(hidden), "q_weight": norm.weight, "q_eps": _eps(norm)}
     # A cache that is not quantised takes the rows in passing; the others have kernels of their own.
     target: dict[str, Any] = {} if cache.is_quantised else {"cache": cache.pages, "slot_mapping": slot_mapping}
-    rows, q_a = latent_rows(
-        module.kv_a_proj_with_mqa(hidden), kv_norm.weight, rotary, _eps(kv_norm), **query_latent, **target
-    )
+    factor = getattr(module, "mla_scale_kv_lora", 1.0)
+    weight = kv_norm.weight if factor == 1.0 else kv_norm.weight * factor
+    rows, q_a = latent_rows(module.kv_a_proj_with_mqa(hidden), weight, rotary, _eps(kv_norm), **query_latent, **target)
     if cache.is_quantised:
         cache.write(slot_mapping, rows)
     query = module.q_proj(hidden) if q_a is None else module.q_b_proj(q_a)
     return query.unflatten(-1, (-1, module.qk_nope_head_dim + module.qk_rope_head_dim)), rows
+
+
+def softmax_scale(module: Projections) -> float:
+    """What scores are multiplied by: a factor of the queries can as well be one of the scores."""
+    return module.scaling * getattr(module, "mla_scale_q_lora", 1.0)
 
 
 def rotate_query(module: Projections, query: torch.Tensor, rotary: Rotary) -> None:
@@ -117,7 +123,7 @@ def _attend_absorbed(
     fold_query(q_nope, w_uk, out=folded[..., : module.kv_lora_rank])
     rotate_heads(q_rope, rotary.part(0, tokens), out=folded[..., module.kv_lora_rank :])
     folded = folded.to(cache.query_dtype(query.dtype, reference=backend == "reference"))
-    latent = attend_pages(folded, cache, metadata.decode, indices, module.scaling, backend)
+    latent = attend_pages(folded, cache, metadata.decode, indices, softmax_scale(module), backend)
     unfold_value(latent[..., : module.kv_lora_rank].to(query.dtype), w_uv, out)
 
 

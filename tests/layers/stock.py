@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,12 +43,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3": ("DeepseekV3", {}),
     "v3-yarn": ("DeepseekV3", {"rope_parameters": YARN}),
     "v3-half-bias": ("DeepseekV3", {"rope_interleave": False, "attention_bias": True}),
+    "youtu": ("Youtu", {}),
+    "axk1": ("AXK1", {}),
+    "longcat": ("LongcatFlash", {"head_dim": 8}),
+    "minicpm3": ("MiniCPM3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
     "glm4": ("Glm4MoeLite", {"qk_nope_head_dim": 24, "v_head_dim": 16}),
-}
-MODULES = {
-    "DeepseekV2": "transformers.models.deepseek_v2.modeling_deepseek_v2",
-    "DeepseekV3": "transformers.models.deepseek_v3.modeling_deepseek_v3",
-    "Glm4MoeLite": "transformers.models.glm4_moe_lite.modeling_glm4_moe_lite",
 }
 
 
@@ -55,14 +55,16 @@ class Stock:
     """A transformers attention module in float32."""
 
     def __init__(self, family: str, options: dict[str, Any]) -> None:
-        import importlib
-
-        host = importlib.import_module(MODULES[family])
         transformers = pytest.importorskip("transformers")
+        if not hasattr(transformers, f"{family}Config"):
+            pytest.skip(f"transformers {transformers.__version__} has no {family}")
         self.config = getattr(transformers, f"{family}Config")(**SIZES | options, attn_implementation="eager")
+        name = self.config.model_type
+        host = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        attention = getattr(host, f"{family}Attention", None) or getattr(host, f"{family}MLA")
         self.config._attn_implementation = "eager"
         generator = torch.Generator().manual_seed(0)
-        self.module = getattr(host, f"{family}Attention")(self.config, layer_idx=0).eval().requires_grad_(False)
+        self.module = attention(self.config, layer_idx=0).eval().requires_grad_(False)
         for name, weight in self.module.named_parameters():
             spread = 1.0 if weight.dim() < 2 else 2.0 / weight.shape[-1] ** 0.5
             weight.normal_(

@@ -65,7 +65,8 @@ def test_a_text_config_inside():
     [
         ({"kv_lora_rank": None}, "config must be an MLA model's, with kv_lora_rank, got model_type deepseek_v3"),
         ({"v_head_dim": None, "hidden_size": None}, "config must have hidden_size, v_head_dim"),
-        ({"model_type": "longcat_flash"}, "model_type must be one of .*deepseek_v2.*, got 'longcat_flash'"),
+        ({"model_type": "deepseek_v9"}, "model_type must be one of .*deepseek_v2.*, got 'deepseek_v9'"),
+        ({"model_type": "kimi_linear"}, "model_type 'kimi_linear' is not served: most of its layers are linear"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type must be default or yarn, got 'linear'"),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, "must have original_max_position_embeddings"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim must be even, got 63"),

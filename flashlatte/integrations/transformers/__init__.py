@@ -1,4 +1,4 @@
-"""FlashLatte in Hugging Face transformers: ``enable`` a DeepseekV3 model, ``disable`` it again.
+"""FlashLatte in Hugging Face transformers: ``enable`` an MLA model, ``disable`` it again.
 
 >>> from flashlatte.integrations.transformers import enable
 >>> enable(model)
@@ -16,6 +16,7 @@ from flashlatte.kv_cache import scales
 from flashlatte.runtime import checks, dispatch
 
 if TYPE_CHECKING:
+    from flashlatte.integrations.transformers.families import Family
     from flashlatte.kv_cache import CacheFormat
 
 __all__ = ["disable", "enable"]
@@ -39,7 +40,10 @@ def enable(
     backend: str | None = None,
     k_scale: float | None = None,
 ) -> Model:
-    """Let FlashLatte keep the cache and compute the attention of a transformers DeepseekV3 model, in place.
+    """Let FlashLatte keep the cache and compute the attention of a transformers MLA model, in place.
+
+    Served are the families AXK1, DeepseekV2, DeepseekV3 (with Kimi-K2), Glm4MoeLite, LongcatFlash, MiniCPM3 and Youtu,
+    and models that hold one of them as their language model, such as Kimi-K2.5.
 
     A forward pass with a cache is then FlashLatte's MLA layer (``flashlatte.layers``) with the model's own projections.
     It writes the latent of its tokens into a paged cache. Prefill attends in multi-head form, by ``dense_prefill``;
@@ -58,7 +62,7 @@ def enable(
     Enabling an enabled model changes its settings; caches that exist keep theirs.
 
     Args:
-        model: a ``DeepseekV3ForCausalLM``, or another model of that family (``DeepseekV3Model``, …).
+        model: a ``DeepseekV3ForCausalLM``, another model of that family (``DeepseekV3Model``, …), or of another.
         cache_format: "bf16", "fp16", "fp32", "fp8", "v32" or "model1"; None takes the model's dtype. ``v32`` needs
             kv_lora_rank 512, ``model1`` 448, and both qk_rope_head_dim 64.
         page_size: tokens in a page.
@@ -76,24 +80,26 @@ def enable(
     """
     check_transformers()
     from flashlatte.integrations.transformers import attention, hooks
+    from flashlatte.integrations.transformers.families import find_decoder
 
     checks.positive_int("page_size", page_size)
     if backend is not None:
         checks.choice("backend", backend, dispatch.backends())
     if k_scale is not None:
         scales.check("k_scale", checks.number("k_scale", k_scale))
-    decoder = _decoder(model)
+    decoder, family = find_decoder(model)
     settings = hooks.Settings(cache_format, page_size, backend, k_scale)
     hooks.new_latents(decoder, settings)
-    for module in _attentions(decoder):
+    modules = _attentions(decoder, family)
+    for module in modules:
         attention.check_kv_b_proj(module)
 
     disable(model)
-    for module in _attentions(decoder):
-        module.__class__ = attention.PagedLatentAttention
+    for module in modules:
+        module.__class__ = attention.paged(family)
     decoder._flashlatte = _Enabled(
         [
-            decoder.register_forward_pre_hook(hooks.BeginForward(settings), with_kwargs=True),
+            decoder.register_forward_pre_hook(hooks.BeginForward(family, settings), with_kwargs=True),
             decoder.register_forward_hook(hooks.end_forward, with_kwargs=True),
         ]
     )
@@ -112,20 +118,18 @@ def disable(model: Model) -> Model:
         ImportError, TypeError: as ``enable``.
     """
     check_transformers()
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+    from flashlatte.integrations.transformers.attention import paged
+    from flashlatte.integrations.transformers.families import attentions, find_decoder
 
-    from flashlatte.integrations.transformers.attention import PagedLatentAttention
-
-    decoder = _decoder(model)
+    decoder, family = find_decoder(model)
     enabled = decoder.__dict__.pop("_flashlatte", None)
     if enabled is None:
         return model
     for hook in enabled.hooks:
         hook.remove()
-    for layer in decoder.layers:
-        module: Any = layer.self_attn
-        if type(module) is PagedLatentAttention:
-            object.__setattr__(module, "__class__", DeepseekV3Attention)
+    for _, module in attentions(decoder):
+        if type(module) is paged(family):
+            object.__setattr__(module, "__class__", family.attention_class)
     return model
 
 
@@ -144,26 +148,18 @@ def check_transformers() -> None:
         )
 
 
-def _decoder(model: nn.Module) -> Any:
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Model, DeepseekV3PreTrainedModel
+def _attentions(decoder: Any, family: Family) -> list[Any]:
+    """The decoder's attention modules, each of which must be of the family's own class (or FlashLatte's)."""
+    from flashlatte.integrations.transformers.attention import paged
+    from flashlatte.integrations.transformers.families import attentions
 
-    if isinstance(model, DeepseekV3PreTrainedModel) and isinstance(model.base_model, DeepseekV3Model):
-        return model.base_model
-    raise TypeError(f"model must be a transformers DeepseekV3ForCausalLM, got {type(model).__name__}")
-
-
-def _attentions(decoder: Any) -> list[Any]:
-    """The decoder's attention modules, each of which must be DeepseekV3's own class (or FlashLatte's)."""
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
-
-    from flashlatte.integrations.transformers.attention import PagedLatentAttention
-
-    modules = [layer.self_attn for layer in decoder.layers]
-    for index, module in enumerate(modules):
-        if type(module) not in (DeepseekV3Attention, PagedLatentAttention):
-            raise TypeError(f"layer {index}'s attention must be a DeepseekV3Attention, got {type(module).__name__}")
+    stock, modules = family.attention_class, []
+    for index, module in attentions(decoder):
+        if type(module) not in (stock, paged(family)):
+            raise TypeError(f"layer {index}'s attention must be a {stock.__name__}, got {type(module).__name__}")
         if "forward" in vars(module):
             raise ValueError(
                 f"layer {index}'s attention must have its class's forward, and something has put another in its place"
             )
+        modules.append(module)
     return modules

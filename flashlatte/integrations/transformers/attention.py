@@ -1,54 +1,65 @@
-"""DeepSeek-V3's attention over a paged latent cache. Importing this module imports transformers."""
+"""The attention of transformers' MLA models over a paged latent cache. Importing this module imports transformers."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.deepseek_v3 import modeling_deepseek_v3 as host
 
 from flashlatte.integrations.transformers.cache import PagedLatentCache
+from flashlatte.integrations.transformers.families import Family, cosines_and_sines
 from flashlatte.integrations.transformers.padded import PagedLatents
-from flashlatte.layers.forward import forward, project, rotate_query
+from flashlatte.layers.forward import forward, project, rotate_query, softmax_scale
 from flashlatte.layers.metadata import MLAMetadata
+from flashlatte.ops.norm_rope.rotary import Rotary
 
 
-class PagedLatentAttention(host.DeepseekV3Attention):
-    """``DeepseekV3Attention`` whose history may be a ``PagedLatentCache``; with any other, or none, it is the original.
+class PagedLatentAttention:
+    """An attention whose history may be a ``PagedLatentCache``; with any other, or none, it is the original.
 
-    Over a paged cache it is FlashLatte's MLA layer with the module's own projections. It adds no state: an instance is
-    a ``DeepseekV3Attention`` whose class was changed, and changes back.
+    Over a paged cache it is FlashLatte's MLA layer with the module's own projections. It adds no state: an instance
+    is one of the model's attention modules whose class was changed, and changes back.
     """
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[Any, ...]:
-        if not isinstance(past_key_values, PagedLatentCache):
-            return super().forward(
-                hidden_states, position_embeddings, attention_mask, past_key_values=past_key_values, **kwargs
-            )
+    family: Family
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        if args or not isinstance(past_key_values, PagedLatentCache):
+            stock: Any = super()
+            return stock.forward(hidden_states, *args, past_key_values=past_key_values, **kwargs)
+        embeddings, mask = kwargs.pop("position_embeddings"), kwargs.pop("attention_mask", None)
         latents = past_key_values.latents
         metadata = latents.metadata(hidden_states.device)
         # An attention implementation that somebody chose computes prefill.
-        chosen = self.config._attn_implementation != "sdpa"
+        module: Any = self
+        chosen = module.config._attn_implementation != "sdpa"
         if metadata is None or (chosen and metadata.prefill is not None):
-            return masked_attention(self, hidden_states, position_embeddings, attention_mask, latents, **kwargs), None
-        return flat_attention(self, hidden_states, position_embeddings, latents, metadata), None
+            return masked_attention(module, hidden_states, embeddings, mask, latents, **kwargs), None
+        return flat_attention(module, hidden_states, embeddings, latents, metadata), None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _blank, (self.family,), vars(self)
+
+
+@functools.cache
+def paged(family: Family) -> Any:
+    """The class that a family's attention modules get: the two in one."""
+    name = f"Paged{family.attention_class.__name__}"
+    return type(name, (PagedLatentAttention, family.attention_class), {"family": family, "__module__": __name__})
+
+
+def _blank(family: Family) -> Any:
+    import importlib
+
+    importlib.import_module(family.module)
+    return paged(family).__new__(paged(family))
 
 
 def flat_attention(
-    module: Any,
-    hidden_states: torch.Tensor,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    latents: PagedLatents,
-    metadata: MLAMetadata,
+    module: Any, hidden_states: torch.Tensor, embeddings: Any, latents: PagedLatents, metadata: MLAMetadata
 ) -> torch.Tensor:
     """The MLA layer on the step's flat batch: [b, s, hidden_size]. A hidden token attends to nothing."""
     check_kv_b_proj(module)
@@ -57,8 +68,7 @@ def flat_attention(
     if tokens is not None:
         flat = flat[tokens.to(flat.device)]
     cache = latents.cache(module.layer_idx, flat.device, flat.dtype)
-    rotary = latents.rotary(*position_embeddings, module.config.rope_interleave)
-    out = forward(module, flat, cache, metadata, rotary, backend=latents.backend)
+    out = forward(module, flat, cache, metadata, _rotary(module, latents, embeddings), backend=latents.backend)
     if tokens is not None:
         nothing = module.o_proj(flat.new_zeros(1, module.o_proj.in_features))
         out = nothing.repeat(hidden_states.shape[:2].numel(), 1).index_copy(0, tokens.to(out.device), out)
@@ -68,7 +78,7 @@ def flat_attention(
 def masked_attention(
     module: Any,
     hidden_states: torch.Tensor,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    embeddings: Any,
     attention_mask: torch.Tensor | None,
     latents: PagedLatents,
     **kwargs: Any,
@@ -77,7 +87,7 @@ def masked_attention(
     flat = hidden_states.flatten(0, 1)
     cache = latents.cache(module.layer_idx, flat.device, flat.dtype)
     history = latents.read_history(module.layer_idx) if latents.columns else None
-    rotary = latents.rotary(*position_embeddings, module.config.rope_interleave, every=True)
+    rotary = _rotary(module, latents, embeddings, every=True)
     query, rows = project(module, flat, rotary, cache, latents.step.slots.flatten().to(flat.device))
     rotate_query(module, query, rotary)
     query, rows = (x.unflatten(0, hidden_states.shape[:2]) for x in (query, rows))
@@ -85,6 +95,11 @@ def masked_attention(
         rows = torch.cat((history, rows), dim=1)
     out = multi_head_attention(module, query, rows, attention_mask, **kwargs)
     return module.o_proj(out.flatten(2))
+
+
+def _rotary(module: Any, latents: PagedLatents, embeddings: Any, *, every: bool = False) -> Rotary:
+    interleaved = module.family.interleaved(module.config)
+    return latents.rotary(embeddings, cosines_and_sines, interleaved, every=every)
 
 
 def check_kv_b_proj(module: Any) -> None:
@@ -116,7 +131,7 @@ def multi_head_attention(
     latent, k_rope = rows.unsqueeze(1).split((module.kv_lora_rank, module.qk_rope_head_dim), dim=-1)
     key, value = module.expand_kv(latent, k_rope)
     implementation = ALL_ATTENTION_FUNCTIONS.get_interface(
-        module.config._attn_implementation, host.eager_attention_forward
+        module.config._attn_implementation, module.family.host.eager_attention_forward
     )
     out, _ = implementation(
         module,
@@ -125,7 +140,7 @@ def multi_head_attention(
         value,
         attention_mask,
         dropout=0.0,
-        scaling=module.scaling,
+        scaling=softmax_scale(module),
         **kwargs,
     )
     return out

@@ -20,27 +20,28 @@ class PagedLatentCache(DynamicCache):
 
     Attributes:
         latents: the pages and their bookkeeping.
-        interleaved: whether rope dims 2i and 2i + 1 of a stored row are a pair.
+        parts_pairs: whether the stock cache holds the first rope dims of all pairs before the second ones, where a
+            stored row has the two of a pair side by side.
     """
 
     latents: PagedLatents
-    interleaved: bool
+    parts_pairs: bool
 
     @staticmethod
-    def adopt(cache: DynamicCache, latents: PagedLatents, num_layers: int, interleaved: bool) -> PagedLatentCache:
+    def adopt(cache: DynamicCache, latents: PagedLatents, num_layers: int, parts_pairs: bool) -> PagedLatentCache:
         """Make an empty ``DynamicCache`` paged, in place: whoever made it will look into it for the tokens."""
         object.__setattr__(cache, "__class__", PagedLatentCache)
         paged = cast(PagedLatentCache, cache)
         paged.latents = latents
-        paged.interleaved = interleaved
+        paged.parts_pairs = parts_pairs
         paged.layers = [PagedLatentLayer(latents) for _ in range(num_layers)]
         paged.layer_class_to_replicate = None
         return paged
 
     def release(self) -> None:
         """Become a ``DynamicCache`` with the same tokens, dequantised, in place. Hidden tokens are zeros."""
-        layers = [_dynamic_layer(self.latents, index, self.interleaved) for index in range(len(self.layers))]
-        del self.latents, self.interleaved
+        layers = [_dynamic_layer(self.latents, index, self.parts_pairs) for index in range(len(self.layers))]
+        del self.latents, self.parts_pairs
         object.__setattr__(self, "__class__", DynamicCache)
         self.layers = layers
 
@@ -111,13 +112,12 @@ class PagedLatentLayer(CacheLayerMixin):
     batch_repeat_interleave = batch_select_indices = update
 
 
-def _dynamic_layer(latents: PagedLatents, index: int, interleaved: bool) -> DynamicLayer:
+def _dynamic_layer(latents: PagedLatents, index: int, parts_pairs: bool) -> DynamicLayer:
     layer = DynamicLayer()
     if latents.holds(index):
         rows = latents.read_history(index).unsqueeze(1)
         latent, rope = rows[..., : latents.latent_dim], rows[..., latents.latent_dim :]
-        if interleaved:
-            # transformers puts the first numbers of all pairs before the second ones when it rotates.
+        if parts_pairs:
             rope = rope.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         layer.update(latent, rope)
     return layer

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Model
 
 from flashlatte import kv_cache
 from flashlatte.integrations.transformers.cache import PagedLatentCache
+from flashlatte.integrations.transformers.families import Family, attentions
 from flashlatte.integrations.transformers.padded import PagedLatents
 from flashlatte.kv_cache import CacheFormat
 
@@ -34,11 +34,12 @@ class BeginForward:
     It keeps settings only, no model, so that a copied model's hook serves the copy.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, family: Family, settings: Settings) -> None:
+        self.family = family
         self.settings = settings
 
     def __call__(
-        self, model: DeepseekV3Model, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         call = dict(zip(_argument_names(model), args, strict=False)) | kwargs
         tokens = call.get("input_ids")
@@ -60,7 +61,7 @@ class BeginForward:
         )
         return (), call | {"past_key_values": cache}
 
-    def _cache_for(self, model: DeepseekV3Model, call: dict[str, Any]) -> PagedLatentCache | None:
+    def _cache_for(self, model: Any, call: dict[str, Any]) -> PagedLatentCache | None:
         """The paged cache of this pass; None if it is stock attention's."""
         cache = call.get("past_key_values")
         if needs_stock_attention(model, call):
@@ -83,17 +84,18 @@ class BeginForward:
             # Stock attention began it (before enable, or to compute gradients) and goes on with it.
             return None
         latents = new_latents(model, self.settings)
-        return PagedLatentCache.adopt(cache, latents, len(model.layers), bool(model.config.rope_interleave))
+        layers = 1 + max(module.layer_idx for _, module in attentions(model))
+        return PagedLatentCache.adopt(cache, latents, layers, self.family.parts_pairs(model.config))
 
 
-def end_forward(model: DeepseekV3Model, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def end_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Hook after the decoder's forward: the pass succeeded, so its tokens are history."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, PagedLatentCache):
         cache.latents.commit()
 
 
-def needs_stock_attention(model: DeepseekV3Model, call: dict[str, Any]) -> bool:
+def needs_stock_attention(model: Any, call: dict[str, Any]) -> bool:
     """Whether the pass wants what only stock attention computes: gradients, dropout, attention weights, autocast to
     another dtype than the model's.
     """
@@ -108,7 +110,7 @@ def needs_stock_attention(model: DeepseekV3Model, call: dict[str, Any]) -> bool:
     return (embeds is not None and embeds.requires_grad) or any(p.requires_grad for p in model.parameters())
 
 
-def new_latents(model: DeepseekV3Model, settings: Settings) -> PagedLatents:
+def new_latents(model: Any, settings: Settings) -> PagedLatents:
     """An empty store in the format that was asked for, or in that of the model's dtype.
 
     Raises:
@@ -135,7 +137,7 @@ def new_latents(model: DeepseekV3Model, settings: Settings) -> PagedLatents:
     return PagedLatents(layout, latent_dim, settings.page_size, settings.k_scale, settings.backend)
 
 
-def _argument_names(model: DeepseekV3Model) -> list[str]:
+def _argument_names(model: Any) -> list[str]:
     return list(inspect.signature(type(model).forward).parameters)[1:]
 
 

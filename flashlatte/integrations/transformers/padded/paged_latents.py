@@ -6,7 +6,9 @@ and attend, and ``commit`` makes the tokens part of the history. A pass that fai
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,6 +25,8 @@ from flashlatte.ops.norm_rope.rotary import Rotary
 
 # Kernels take selected tokens by the tile.
 _SELECTION_MULTIPLE = 64
+
+Halves = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class PagedLatents:
         self._dtype = torch.float32
         self._history_slots: torch.Tensor | None = None
         self._metadata: dict[torch.device, MLAMetadata] = {}
-        self._rotary: tuple[torch.Tensor, Rotary] | None = None
+        self._rotary: tuple[Any, Rotary] | None = None
 
     def clear(self) -> None:
         """Forget all tokens, and the batch with them."""
@@ -159,19 +163,21 @@ class PagedLatents:
             self._metadata[device] = metadata.to(device)
         return self._metadata[device]
 
-    def rotary(self, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool, *, every: bool = False) -> Rotary:
+    def rotary(
+        self, embeddings: Any, cosines_and_sines: Callable[[Any], Halves], interleaved: bool, *, every: bool = False
+    ) -> Rotary:
         """The rotation of the step's flat batch, or of ``every`` token of the padded one.
 
         Args:
-            cosine, sine: [b or 1, queries, rope], each frequency twice, as transformers makes them for all layers.
+            embeddings: what the host model makes for all of its layers, so that the same object comes from each.
+            cosines_and_sines: reads them: [b or 1, queries, rope / 2] each.
         """
-        if self._rotary is None or self._rotary[0] is not cosine:
-            half = cosine.shape[-1] // 2
-            both = torch.cat((cosine[..., :half], sine[..., :half]), dim=-1).float()
+        if self._rotary is None or self._rotary[0] is not embeddings:
+            both = torch.cat(cosines_and_sines(embeddings), dim=-1).float()
             table = both.expand(self.requests, -1, -1).flatten(0, 1)
             tokens = None if every else self.step.tokens
             positions = torch.arange(table.shape[0]) if tokens is None else tokens
-            self._rotary = cosine, Rotary(table, positions.to(table.device), interleaved)
+            self._rotary = embeddings, Rotary(table, positions.to(table.device), interleaved)
         return self._rotary[1]
 
     def cache(self, layer: int, device: torch.device, dtype: torch.dtype) -> LatentCache:

@@ -1,0 +1,83 @@
+"""Which models' attention is the MLA of this library, by ``model_type``, and what theirs does beside DeepSeek-V3's.
+
+Models that are not served are named with the reason, so that nobody gets a number that is nearly right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+INTERLEAVED, HALF = "interleaved", "half"
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a family's attention does otherwise than DeepSeek-V3's.
+
+    Attributes:
+        rope_layout: which rope dims are a pair, whatever the config says; None: as ``rope_interleave`` says, which is
+            true where it is not given.
+        scales_latents: whether the two normalised latents are multiplied by √(hidden_size / rank) (LongCat-Flash,
+            arXiv:2509.01322, §2.1).
+        has_indexer: whether an indexer selects the tokens that a query attends to (DeepSeek-V3.2). The layer takes
+            the selection as ``indices``.
+    """
+
+    rope_layout: str | None = None
+    scales_latents: bool = False
+    has_indexer: bool = False
+
+    def layout(self, rope_interleave: bool | None) -> str:
+        if self.rope_layout is not None:
+            return self.rope_layout
+        return HALF if rope_interleave is False else INTERLEAVED
+
+
+SERVED: dict[str, Traits] = {
+    "axk1": Traits(),
+    "deepseek_v2": Traits(rope_layout=INTERLEAVED),
+    "deepseek_v3": Traits(),
+    "deepseek_v32": Traits(has_indexer=True),
+    "glm4_moe_lite": Traits(),
+    "glm_moe_dsa": Traits(has_indexer=True),
+    "kimi_k2": Traits(),
+    "longcat_flash": Traits(rope_layout=INTERLEAVED, scales_latents=True),
+    "minicpm3": Traits(rope_layout=HALF),
+    "youtu": Traits(),
+}
+
+REFUSED: dict[str, str] = {
+    "axk2": "an indexer selects its tokens, and a gate multiplies its attention's output",
+    "bailing_hybrid": "a gate multiplies its attention's output, and most of its layers are linear attention",
+    "dots3_note": "it normalises the rope part of its keys, gates its attention's output, and has an indexer",
+    "glm5_next": "its attention has an indexer whose selection several layers share, and no rotary embedding",
+    "hy_v4": "its attention has an indexer, attention sinks and a gate",
+    "kimi_linear": "most of its layers are linear attention, and its MLA has no rotary embedding",
+    "mistral4": "it scales queries by their position (llama_4_scaling_beta)",
+    "mistral_large4": "its attention has an indexer, shares caches between layers and scales queries by their position",
+}
+
+
+def traits(model_type: str | None) -> Traits:
+    """What a family does otherwise; a config without a ``model_type`` is taken for DeepSeek-V3's.
+
+    Raises:
+        ValueError: the family's attention is another, or not known to be this one.
+    """
+    if model_type is None:
+        return Traits()
+    if model_type in REFUSED:
+        raise ValueError(f"model_type {model_type!r} is not served: {REFUSED[model_type]}")
+    if model_type not in SERVED:
+        raise ValueError(
+            f"model_type must be one of {', '.join(SERVED)}, whose MLA is known to be this one, "
+            f"got {model_type!r}: make an MLAConfig by hand if it is"
+        )
+    return SERVED[model_type]
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the language model inside a config of a model that also sees or hears."""
+    return config.get("text_config") or config

@@ -1,0 +1,199 @@
+"""Every family that ``enable`` serves gives stock attention's tokens and logits; the others are refused by name."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from flashlatte.integrations.transformers import disable, enable
+from flashlatte.layers import models
+
+transformers: Any = pytest.importorskip("transformers")
+
+VOCABULARY = 64
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+EXPERTS = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+LONGCAT = {
+    "num_layers": 2,
+    "ffn_hidden_size": 64,
+    "expert_ffn_hidden_size": 32,
+    "n_routed_experts": 4,
+    "moe_topk": 2,
+    "head_dim": 8,
+    "zero_expert_num": 2,
+}
+SERVED: dict[str, tuple[str, dict[str, Any]]] = {
+    "v2": ("DeepseekV2", EXPERTS),
+    "v2-lite": ("DeepseekV2", EXPERTS | {"q_lora_rank": None, "rope_parameters": YARN}),
+    "v3": ("DeepseekV3", EXPERTS),
+    "glm4": ("Glm4MoeLite", EXPERTS | {"n_group": 1}),
+    "youtu": ("Youtu", {}),
+    "youtu-half": ("Youtu", {"rope_interleave": False}),
+    "axk1": ("AXK1", EXPERTS),
+    "longcat": ("LongcatFlash", LONGCAT),
+    "minicpm3": ("MiniCPM3", {"scale_emb": 1, "dim_model_base": 64}),
+}
+
+
+@functools.cache
+def _stock(name: str) -> Any:
+    family, options = SERVED[name]
+    if not hasattr(transformers, f"{family}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES | options)
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+
+
+@pytest.fixture(params=SERVED)
+def stock(request) -> Any:
+    return copy.deepcopy(_stock(request.param))
+
+
+def generate(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
+    torch.manual_seed(0)
+    return model.generate(**inputs, **{"max_new_tokens": 16, "do_sample": False} | options)
+
+
+@torch.no_grad()
+def logits(model: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Of a prefill, a step of one token and one of three."""
+    ids, mask, cache, found = inputs["input_ids"], inputs["attention_mask"], None, []
+    for queries in (1, 3, 0):
+        out = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+        found.append(out.logits[mask[:, -ids.shape[1] :].bool()])
+        cache = out.past_key_values
+        ids = torch.arange(1, 1 + queries).expand(len(mask), -1)
+        mask = torch.cat((mask, torch.ones_like(ids)), dim=1)
+    return found
+
+
+@pytest.mark.parametrize("pads", [(0,), (5, 0, 33)])
+def test_every_token_and_logit_is_that_of_stock_attention(stock, prompts, pads):
+    inputs = prompts(pads, length=40)
+    enabled = enable(copy.deepcopy(stock))
+    expected = generate(stock, inputs)
+    assert expected[0, 40:].unique().numel() > 4, "the reference must not be degenerate"
+    out = generate(enabled, inputs, return_dict_in_generate=True)
+    assert type(out.past_key_values).__name__ == "PagedLatentCache"
+    assert torch.equal(out.sequences, expected)
+    for got, wanted in zip(logits(enabled, inputs), logits(stock, inputs), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-4)
+
+
+def test_a_mask_that_only_the_model_s_own_attention_applies(stock, prompts):
+    inputs = prompts((4, 0), length=30, side="right")
+    enabled = enable(copy.deepcopy(stock))
+    assert torch.equal(generate(enabled, inputs), generate(stock, inputs))
+
+
+def test_stock_attention_goes_on_with_a_paged_cache(stock, prompts):
+    inputs = prompts((3, 0), length=30)
+    enabled = enable(copy.deepcopy(stock))
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    with torch.no_grad():
+        cache = enabled(ids[:, :20], attention_mask=mask[:, :20]).past_key_values
+        disable(enabled)
+        got = enabled(ids[:, 20:], attention_mask=mask, past_key_values=cache).logits
+        torch.testing.assert_close(got, stock(ids, attention_mask=mask).logits[:, 20:], rtol=1e-4, atol=2e-4)
+
+
+def test_disable_and_pickle(stock, prompts):
+    inputs = prompts((0, 2), length=20)
+    enabled = pickle.loads(pickle.dumps(enable(copy.deepcopy(stock))))
+    expected = generate(stock, inputs)
+    assert torch.equal(generate(enabled, inputs), expected)
+    restored = disable(enabled)
+    assert [type(module) for module in restored.modules()] == [type(module) for module in stock.modules()]
+    assert torch.equal(generate(restored, inputs), expected)
+
+
+def test_the_language_model_inside_kimi_k25(prompts):
+    if not hasattr(transformers, "Kimi_K25Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no Kimi_K25")
+    text = SIZES | EXPERTS | {"model_type": "kimi_k2"}
+    vision = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+    torch.manual_seed(0)
+    config = transformers.Kimi_K25Config(text_config=text, vision_config=vision, image_token_id=VOCABULARY - 1)
+    stock = transformers.Kimi_K25ForConditionalGeneration(config).eval()
+    enabled = enable(copy.deepcopy(stock))
+    inputs = prompts((5, 0), length=30)
+    inputs["input_ids"] = inputs["input_ids"].clamp(max=VOCABULARY - 2)
+    out = generate(enabled, inputs, return_dict_in_generate=True)
+    assert type(out.past_key_values).__name__ == "PagedLatentCache"
+    assert torch.equal(out.sequences, generate(stock, inputs))
+
+
+def test_every_mla_model_of_this_transformers_is_served_or_refused_by_name():
+    """A new release's MLA model is neither: it has to be looked at."""
+    unknown = []
+    for model_type in transformers.CONFIG_MAPPING:
+        config = transformers.CONFIG_MAPPING[model_type]
+        if "kv_lora_rank" in inspect.signature(config.__init__).parameters or hasattr(config, "kv_lora_rank"):
+            unknown.append(model_type)
+    known = {*models.SERVED, *models.REFUSED}
+    assert {"deepseek_v2", "deepseek_v3", "minicpm3", "deepseek_v32", "kimi_linear"} <= set(unknown)
+    assert not {name.removesuffix("_text") for name in unknown} - known
+
+
+REFUSED = {
+    "DeepseekV32": "an indexer selects the tokens of its attention",
+    "GlmMoeDsa": "an indexer selects the tokens of its attention",
+    "KimiLinear": "most of its layers are linear attention",
+    "Mistral4": "it scales queries by their position",
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_other_attention_is_refused_by_name_with_the_reason(family):
+    if not hasattr(transformers, f"{family}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    config = getattr(transformers, f"{family}Config")(vocab_size=16, pad_token_id=0, hidden_size=8, num_hidden_layers=0)
+    # What is refused is the class: its weights are of no interest.
+    with torch.device("meta"):
+        model = getattr(transformers, f"{family}Model")(config)
+    with pytest.raises(TypeError, match=rf"{family}Model \({config.model_type}\) is not: {REFUSED[family]}"):
+        enable(model)
+
+
+def test_a_model_of_two_decoders_is_refused():
+    both = torch.nn.ModuleList([_stock("v2"), _stock("v3")])
+    with pytest.raises(TypeError, match="model must have one decoder, and ModuleList has 2: enable each of them"):
+        enable(both)
