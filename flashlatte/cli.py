@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="this machine, and which implementation serves each operation")
     doctor.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the queries")
     doctor.add_argument("--model", type=Path, metavar="CONFIG.json", help="what serves this model (or its folder)")
+    doctor.add_argument("--all", action="store_true", help="every implementation that does not run, and why")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=_doctor)
 
@@ -67,7 +68,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from flashlatte import doctor
 
     facts = doctor.examine(arguments.dtype, arguments.model)
-    print(json.dumps(facts, indent=2) if arguments.json else doctor.report(facts))
+    print(json.dumps(facts, indent=2) if arguments.json else doctor.report(facts, every_reason=arguments.all))
     return 0
 
 

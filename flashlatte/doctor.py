@@ -13,7 +13,7 @@ import torch
 import flashlatte
 from flashlatte import ops
 from flashlatte.kv_cache import FORMAT_NAMES, get_format
-from flashlatte.layers import MLAConfig
+from flashlatte.layers import MLAConfig, models
 from flashlatte.runtime import dispatch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -35,7 +35,8 @@ def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, A
     """
     ops.load()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    config = None if model is None else read_config(model)
+    fields = None if model is None else read_fields(model)
+    config = None if fields is None else MLAConfig.from_transformers(fields)
     calls = typical_calls(device, DTYPES[dtype], config)
     return {
         "versions": {
@@ -45,13 +46,13 @@ def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, A
         },
         "device": _describe(device),
         "dtype": dtype,
-        "model": None if config is None else _describe_model(config),
+        "model": None if fields is None or config is None else _describe_model(config, fields),
         "operations": [_choices(call) for call in calls],
     }
 
 
-def read_config(path: str | Path) -> MLAConfig:
-    """The MLA layer of a model by its ``config.json``."""
+def read_fields(path: str | Path) -> dict[str, Any]:
+    """The content of a model's ``config.json``, which may be given by its folder."""
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     try:
@@ -60,7 +61,7 @@ def read_config(path: str | Path) -> MLAConfig:
         raise ValueError(f"model must be a config.json, and {file} is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"model must be a config.json, and {file} holds no object")
-    return MLAConfig.from_transformers(fields)
+    return fields
 
 
 def typical_calls(device: torch.device, dtype: torch.dtype, model: MLAConfig | None = None) -> list[dispatch.Call]:
@@ -111,19 +112,53 @@ def _tiled_formats(config: MLAConfig) -> list[str]:
     return [layout.name for layout in layouts if (layout.latent_dim, layout.rope_dim) == wanted]
 
 
-def report(facts: dict[str, Any]) -> str:
-    """The facts as text for a terminal."""
+def report(facts: dict[str, Any], *, every_reason: bool = False) -> str:
+    """The facts as text for a terminal: one screen, or with the reason for every implementation that does not run."""
     device = facts["device"]
     lines = ["  ".join(f"{name} {version or 'not installed'}" for name, version in facts["versions"].items())]
     lines.append(", ".join([device["name"], *device["facts"]]))
     if facts["model"] is not None:
         lines.append(facts["model"])
     lines.append("")
-    for operation in facts["operations"]:
+    on_gpu = device["type"] != "cpu"
+    for operation in facts["operations"] if every_reason else _without_repetition(facts["operations"]):
         what = operation["operation"] + (f" over {operation['cache_format']}" if operation["cache_format"] else "")
-        lines.append(f"{what:<42}{operation['runs'] or 'nothing can run it here'}")
-        lines += [f"    not {name}: it {reason}" for name, reason in operation["refusals"].items()]
+        lines.append(f"{what:<48}{operation['runs'] or 'nothing can run it here'}")
+        # Without a GPU one reason holds for all.
+        if every_reason or on_gpu:
+            reasons = operation["refusals"].items()
+            lines += [f"    not {name}: it {reason}" for name, reason in reasons if every_reason or _exists(reason)]
+    if not every_reason:
+        lines += ["", *([] if on_gpu else [_what_a_gpu_adds(facts["operations"])])]
+        lines.append("flashlatte doctor --all gives the reason for every implementation that does not run.")
     return "\n".join(lines)
+
+
+def _exists(refusal: str) -> bool:
+    """Whether an implementation that is refused exists at all."""
+    return not refusal.startswith("has no ")
+
+
+def _without_repetition(operations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Entries that differ in the cache format only become one, which names the formats."""
+    merged: dict[Any, dict[str, Any]] = {}
+    for entry in operations:
+        key = (entry["operation"], entry["runs"], *entry["refusals"].items())
+        if key in merged:
+            merged[key]["cache_format"] += f", {entry['cache_format']}"
+        else:
+            merged[key] = dict(entry)
+    return list(merged.values())
+
+
+def _what_a_gpu_adds(operations: list[dict[str, Any]]) -> str:
+    hopper = dict.fromkeys(
+        entry["operation"] for entry in operations if _exists(entry["refusals"].get("hopper", "has no "))
+    )
+    return (
+        "A GPU adds the portable kernels (Triton) for all of them, and one of compute capability 9.0 (H100, H200)\n"
+        f"the hopper kernels of {', '.join(hopper)}."
+    )
 
 
 def _choices(call: dispatch.Call) -> dict[str, Any]:
@@ -138,13 +173,19 @@ def _choices(call: dispatch.Call) -> dict[str, Any]:
     }
 
 
-def _describe_model(config: MLAConfig) -> str:
+def _describe_model(config: MLAConfig, fields: dict[str, Any]) -> str:
     query = "no query latent" if config.q_lora_rank is None else f"query latent {config.q_lora_rank}"
-    return (
+    text = (
         f"model: {config.num_attention_heads} heads of {config.qk_nope_head_dim} + {config.qk_rope_head_dim} and "
         f"{config.v_head_dim}, rows of {config.kv_lora_rank} + {config.qk_rope_head_dim}, {query}, softmax scale "
         f"{config.softmax_scale:.5f}"
     )
+    if models.traits(models.text_config(fields).get("model_type")).has_indexer:
+        text += (
+            "\nIts indexer selects the tokens of its attention: MLAAttention takes the selection as indices, and the "
+            "transformers integration refuses the model."
+        )
+    return text
 
 
 def _describe(device: torch.device) -> dict[str, Any]:
@@ -152,7 +193,7 @@ def _describe(device: torch.device) -> dict[str, Any]:
         return {
             "type": "cpu",
             "name": "CPU",
-            "facts": [platform.machine(), f"{torch.get_num_threads()} threads", "no GPU that torch can use"],
+            "facts": [platform.machine(), f"threads: {torch.get_num_threads()}", "no GPU that torch can use"],
         }
     properties = torch.cuda.get_device_properties(device)
     facts = [

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from flashlatte import cli, doctor
+from flashlatte.layers import MLAConfig
 from flashlatte.runtime import dispatch
 
 needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU does")
@@ -51,7 +52,7 @@ MODEL = {
 def test_doctor_of_a_model(tmp_path, capsys, folder):
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     path = str(tmp_path if folder else tmp_path / "config.json")
-    assert cli.main(["doctor", "--model", path]) == 0
+    assert cli.main(["doctor", "--all", "--model", path]) == 0
     printed = capsys.readouterr().out
     assert "model: 20 heads of 192 + 64 and 256, rows of 512 + 64, query latent 768, softmax scale 0.06250" in printed
     assert "over model1" not in printed
@@ -62,7 +63,7 @@ def test_doctor_of_a_model(tmp_path, capsys, folder):
 
 def test_doctor_of_a_model_counts_its_heads(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    config = doctor.read_config(tmp_path)
+    config = MLAConfig.from_transformers(doctor.read_fields(tmp_path))
     calls = doctor.typical_calls(torch.device("cpu"), torch.bfloat16, config)
     assert {call.h_q for call in calls} == {20, None}
     assert {call.cache_format for call in calls} == {"bf16", "fp8", "v32", None}
@@ -76,6 +77,7 @@ def test_doctor_of_a_model_counts_its_heads(tmp_path):
         ("{", "model must be a config.json, and .* is not JSON"),
         ("[]", "model must be a config.json, and .* holds no object"),
         ('{"model_type": "llama"}', "config must be an MLA model's, with kv_lora_rank, got model_type llama"),
+        ('{"model_type": "kimi_linear", "kv_lora_rank": 512}', "model_type 'kimi_linear' is not served: most of its"),
         (None, "No such file"),
     ],
 )
@@ -87,11 +89,29 @@ def test_doctor_of_what_is_no_mla_model(tmp_path, capsys, text, message):
     assert re.search(f"^flashlatte doctor: .*{message}", capsys.readouterr().err)
 
 
-def test_doctor_for_a_terminal(capsys):
+def test_doctor_of_a_model_with_an_indexer(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"model_type": "deepseek_v32"}))
+    assert cli.main(["doctor", "--model", str(tmp_path)]) == 0
+    assert "Its indexer selects the tokens of its attention: MLAAttention takes" in capsys.readouterr().out
+
+
+@needs_cpu
+def test_doctor_without_a_gpu_is_one_screen(capsys):
     assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 120
+    assert any(re.match(r"cache_write over bf16, fp8, v32, model1 +reference$", line) for line in lines)
+    assert sum("compute capability 9.0" in line for line in lines) == 1
+    assert not any("not hopper" in line for line in lines)
+
+
+def test_doctor_gives_every_reason_when_asked(capsys):
+    assert cli.main(["doctor", "--all"]) == 0
     printed = capsys.readouterr().out
-    assert "dense_decode over bf16" in printed
-    assert "not hopper: it " in printed
+    operations = doctor.examine()["operations"]
+    assert printed.count(": it ") == sum(len(entry["refusals"]) for entry in operations)
+    assert "dense_decode over fp8" in printed
 
 
 @pytest.mark.parametrize(
