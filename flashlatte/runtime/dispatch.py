@@ -96,10 +96,11 @@ def register(operation: str, *implementations: Implementation) -> None:
     """Add implementations, the best first, before those there are. One of a known name takes the other's place.
 
     Raises:
-        ValueError: an operation that does not exist.
+        ValueError: an operation that does not exist, or whose module is not imported.
     """
     if operation not in _REGISTRY:
-        raise ValueError(f"operation must be one of {', '.join(operations())}, got {operation!r}")
+        names = ", ".join(operations()) or "none yet"
+        raise ValueError(f"operation must be one that is imported ({names}; ops.load() imports all), got {operation!r}")
     known = _REGISTRY[operation]
     new = {added.backend: added for added in implementations}
     ahead = {name: added for name, added in new.items() if name not in known}

@@ -101,6 +101,10 @@ def sparse_decode(
     window) joins the same softmax. No gradient flows through it: a warning, once, says so where gradients are recorded
     and an input requires one.
 
+    The reference computes with keys in float32. Kernels round the keys of a format with scales to bf16, also for
+    queries in fp16. That is exact where scales are powers of two; with others a score, and the lse, is off by at most
+    2^-9 · softmax_scale · Σ |q_i · k_i|. fp16 queries need keys below 65,504.
+
     Args:
         q: [b, s_q, h_q, d], bf16, fp16, or float32 (reference only). d is the format's: 576 for ``v32``, 512 for
             ``model1``, the row width for the others. b and s_q may be 0.

@@ -247,3 +247,25 @@ def test_refusals():
         sparse_decode(**replace(V32, head_dim_v=576).inputs(), backend="portable")
     with pytest.raises(ValueError, match="up to 1024, not 1040"):
         sparse_decode(**replace(PLAIN, head_dim=1040).inputs(), backend="portable")
+
+
+@pytest.mark.parametrize("scale_rounding", ["power_of_two", "exact"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_keys_are_rounded_to_bf16_and_nothing_else_is(dtype, scale_rounding):
+    generator = torch.Generator().manual_seed(1)
+    rows = 3 * torch.randn(2, 8, 1, 576, generator=generator)
+    q = (3 * torch.randn(1, 1, 3, 576, generator=generator)).to(dtype)
+    cache = kv_cache.pack(rows, "v32", scale_rounding=scale_rounding)
+    _, lse = sparse_decode(q, cache, torch.tensor([[[3, 9, 14]]]), backend="portable")
+
+    keys = kv_cache.unpack(cache, dtype=torch.float32).view(16, 576)[[3, 9, 14]]
+    query, scale = q[0, 0].double(), 576**-0.5
+
+    def lse_of(keys: torch.Tensor) -> torch.Tensor:
+        return (scale * query @ keys.double().T).logsumexp(dim=-1, keepdim=True)
+
+    torch.testing.assert_close(lse[0].double(), lse_of(keys.bfloat16()), atol=1e-5, rtol=1e-6)
+    error = (lse[0].double() - lse_of(keys)).abs()
+    bound = 2**-9 * scale * (query.abs() @ keys.double().abs().T).amax(dim=-1, keepdim=True)
+    assert (error <= bound + 1e-5).all()
+    assert (error.amax() < 1e-5) == (scale_rounding == "power_of_two")

@@ -1,0 +1,39 @@
+"""Formats own their facts: code outside of ``kv_cache`` asks a format what it is like, and not what it is called."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flashlatte import kv_cache
+
+ROOT = Path(__file__).parents[2] / "flashlatte"
+# Rooms that users name formats to, or that name some to users: as options, cases of a benchmark or of a test.
+USERS = ("bench", "cli.py", "demo", "doctor.py", "integrations", "testing")
+FILES = [
+    path
+    for path in sorted(ROOT.rglob("*.py"))
+    if path.relative_to(ROOT).parts[0] not in (*USERS, "kv_cache") and path.relative_to(ROOT).parts[-1] != "__init__.py"
+]
+
+
+def named_formats(source: str) -> Iterator[tuple[int, str]]:
+    """Strings that are a format's name, but for the defaults of arguments."""
+    tree = ast.parse(source)
+    arguments = [node.args for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
+    defaults = {id(value) for args in arguments for value in (*args.defaults, *args.kw_defaults)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value in kv_cache.FORMAT_NAMES and id(node) not in defaults:
+            yield node.lineno, node.value
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_format_is_asked_for_its_name(path):
+    assert not list(named_formats(path.read_text()))
+
+
+def test_finds_names():
+    assert list(named_formats('def f(x="bf16"):\n    return x.name == "v32"')) == [(2, "v32")]
