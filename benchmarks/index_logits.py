@@ -107,6 +107,10 @@ def check_ragged() -> None:
                     narrow = torch.full((m, width), 7.0, device=CUDA)
                     ragged(q, k, scale, weights, start, end, narrow[:, : width // 2], False, True, schedule)
                     assert (narrow[:, width // 2 :] == 7).all(), f"{name}: wrote beyond the width"
+                if kind == "random":
+                    rounded = torch.full((m, n), torch.nan, device=CUDA, dtype=torch.bfloat16)
+                    ragged(q, k, scale, weights, start.long(), end.long(), rounded, True, False, schedule)
+                    assert torch.equal(rounded, again.bfloat16()), f"{name}: bf16, ranges of int64"
                 print(f"ok {name} {difference:.1e}", flush=True)
 
 
@@ -176,11 +180,20 @@ def check_paged() -> None:
                     if count:
                         want[row, :count] = oracle(q[request, token : token + 1], k, scale, weights[row : row + 1])[0]
                     seen[row, :end] = True
+            lost = torch.zeros_like(seen)
+            if batch > 2:
+                # A page in the middle of a request is not in the cache.
+                table[2, 0] = (-1, len(cache), 2**31 - 1)[batch % 3]
+                lost[2 * next_n : 3 * next_n, :page_size] = seen[2 * next_n : 3 * next_n, :page_size]
+                seen &= ~lost
             lengths = lengths.to(CUDA)
+            if per_query:
+                lengths, table = lengths.long(), table.long()
             logits = torch.full((batch * next_n, width + 11), 7.0, device=CUDA)
             paged(q, cache, weights, lengths, table, logits[:, :width], False)
             difference = compare(name, logits[:, :width], want, seen)
-            assert (logits[:, :width][~seen] == 7).all(), f"{name}: wrote where no query sees"
+            assert (logits[:, :width][lost] == -torch.inf).all(), f"{name}: a key of a lost page"
+            assert (logits[:, :width][~seen & ~lost] == 7).all(), f"{name}: wrote where no query sees"
             assert (logits[:, width:] == 7).all(), f"{name}: wrote beside the rows"
             again = torch.full((batch * next_n, width), torch.nan, device=CUDA)
             paged(q, cache, weights, lengths, table, again, True)

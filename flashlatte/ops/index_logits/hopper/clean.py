@@ -17,7 +17,7 @@ def _fill_outside(logits, row, stride, width, start, end, BLOCK: tl.constexpr):
     if (first < start) | (tl.minimum(first + BLOCK, width) > end):
         column = first + tl.arange(0, BLOCK)
         outside = (column < start) | (column >= end)
-        tl.store(logits + row.to(tl.int64) * stride + column, float("-inf"), mask=outside & (column < width))
+        tl.store(logits + row * stride + column, float("-inf"), mask=outside & (column < width))
 
 
 @kernel
@@ -26,16 +26,19 @@ def clean_ragged_kernel(
     stride: tl.int64,
     width: tl.int32,
     key_start,
+    start_stride: tl.int64,
     key_end,
+    end_stride: tl.int64,
     num_keys: tl.int32,
     compressed: tl.int32,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    start = tl.maximum(tl.load(key_start + row), 0)
-    end = tl.minimum(tl.load(key_end + row), num_keys)
-    shift = start * compressed
-    _fill_outside(logits, row, stride, width, start - shift, tl.maximum(end, start) - shift, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.load(key_start + row * start_stride).to(tl.int64)
+    end = tl.load(key_end + row * end_stride).to(tl.int64)
+    start = tl.minimum(tl.maximum(start, 0), num_keys)
+    end = tl.maximum(tl.minimum(end, num_keys), start)
+    _fill_outside(logits, row, stride, width, start - start * compressed, end - start * compressed, BLOCK)
 
 
 @kernel
@@ -44,15 +47,15 @@ def clean_paged_kernel(
     stride: tl.int64,
     width: tl.int32,
     lengths,
-    length_columns: tl.int32,
+    request_stride: tl.int64,
+    token_stride: tl.int64,
     shortened: tl.int32,
     most_keys: tl.int32,
     next_n: tl.int32,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     token = row % next_n
-    address = tl.where(length_columns > 1, row, row // next_n)
-    end = tl.load(lengths + address) - shortened * (next_n - 1 - token)
-    end = tl.minimum(end, most_keys)
+    length = tl.load(lengths + row // next_n * request_stride + token * token_stride).to(tl.int64)
+    end = tl.minimum(length - shortened * (next_n - 1 - token), most_keys)
     _fill_outside(logits, row, stride, width, 0, tl.maximum(end, 0), BLOCK)

@@ -38,11 +38,13 @@ class Cache(NamedTuple):
     Attributes:
         k: TMA descriptor of e4m3 vectors [pages, page_size, D], of boxes of ``BOX`` keys.
         k_scale: of float32 numbers [pages, page_size · (D + 4) / 4], of ``BOX``; scales stand behind the vectors.
+        pages, page_size: of the cache.
         block_table, table_stride, table_columns: pages of each request.
     """
 
     k: Any
     k_scale: Any
+    pages: Any
     page_size: Any
     block_table: Any
     table_stride: Any
@@ -71,11 +73,12 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def _pages(cache, request, first_key, BOX: gl.constexpr):
-    """Pages of the next ``_LOOKUP`` boxes of keys; -1, which a TMA fills with 0, where the table ends."""
+    """Pages of the next ``_LOOKUP`` boxes of keys; -1, which a TMA fills with 0, where there is none."""
     box = gl.arange(0, _LOOKUP, gl.BlockedLayout([1], [32], [4], [0]))
     column = (first_key + box * BOX) // cache.page_size
     row = cache.block_table + request.to(gl.int64) * cache.table_stride
-    return gl.load(row + column, mask=column < cache.table_columns, other=-1)
+    page = gl.load(row + column, mask=column < cache.table_columns, other=-1)
+    return gl.where((page >= 0) & (page < cache.pages), page, -1).to(gl.int32)
 
 
 @gluon.jit
@@ -128,10 +131,9 @@ def produce(queries, cache, work, segment, shared, BOX: gl.constexpr, HEADS: gl.
 def _rows(work, segment, logits, stride, QUERIES: gl.constexpr):
     token = segment.token + gl.arange(0, QUERIES, gl.SliceLayout(0, logits_layout(QUERIES)))
     is_query = token < work.next_n
-    length = work.lengths + segment.request.to(gl.int64) * work.length_columns
-    end = gl.load(length + gl.where(work.length_columns > 1, token, 0), mask=is_query, other=0)
-    end = gl.minimum(end - work.shortened * (work.next_n - 1 - token), work.most_keys)
-    end = gl.where(is_query, end, 0)
+    length = work.lengths + segment.request.to(gl.int64) * work.request_stride + token.to(gl.int64) * work.token_stride
+    end = gl.load(length, mask=is_query, other=0) - work.shortened * (work.next_n - 1 - token)
+    end = gl.where(is_query, gl.minimum(gl.maximum(end, 0), work.most_keys), 0).to(gl.int32)
     row = segment.request.to(gl.int64) * work.next_n + token
     return Rows(gl.zeros_like(end), end, logits + row * stride)
 
@@ -158,7 +160,10 @@ def consume(work, segment, shared, logits, stride, WHICH: gl.constexpr, HEADS: g
             scale = shared.k_scale.index(at % SLOTS).load(gl.SliceLayout(1, logits_layout(QUERIES)))
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(shared.k_empty.index(at % SLOTS), count=1)
-            store(sum_over_heads(scores, weights, HEADS) * scale[:, None], segment.key + tile * KEYS, rows)
+            total = sum_over_heads(scores, weights, HEADS) * scale[:, None]
+            # A scale is above 0. It is 0 where the page is not in the cache.
+            total = gl.where(scale[:, None] == 0, float("-inf"), total)
+            store(total, segment.key + tile * KEYS, rows)
         mbarrier.arrive(shared.q_empty.index(q_slot), count=1)
         segments_done += 1
         step += segment.tiles
@@ -170,11 +175,14 @@ def index_logits_paged_kernel(
     weights,
     k,
     k_scale,
+    pages: tl.int32,
     page_size: tl.int32,
     block_table,
     table_stride: tl.int64,
     table_columns: tl.int32,
     lengths,
+    request_stride: tl.int64,
+    token_stride: tl.int64,
     length_columns: tl.int32,
     shortened: tl.int32,
     most_keys: tl.int32,
@@ -198,8 +206,18 @@ def index_logits_paged_kernel(
         barriers(SLOTS, 1),
         barriers(SLOTS, 1),
     )
-    work = split.Work(lengths, length_columns, shortened, most_keys, requests, next_n, COLUMNS // HEADS)
-    cache = Cache(k, k_scale, page_size, block_table, table_stride, table_columns)
+    work = split.Work(
+        lengths,
+        request_stride,
+        token_stride,
+        length_columns,
+        shortened,
+        most_keys,
+        requests,
+        next_n,
+        COLUMNS // HEADS,
+    )
+    cache = Cache(k, k_scale, pages, page_size, block_table, table_stride, table_columns)
     segment = split.first_segment(work)
     gl.warp_specialize(
         [

@@ -36,7 +36,9 @@ class Problem(NamedTuple):
     """The queries, the keys that each sees, and how many keys a work item covers (a multiple of 64)."""
 
     key_start: Any
+    start_stride: Any
     key_end: Any
+    end_stride: Any
     num_queries: Any
     num_keys: Any
     item_keys: Any
@@ -83,6 +85,18 @@ class Item(NamedTuple):
 
 
 @gluon.jit
+def _range(problem, query):
+    """The first key that each query sees and the end, within the keys; an empty range for what is no query."""
+    is_query = query < problem.num_queries
+    row = query.to(gl.int64)
+    start = gl.load(problem.key_start + row * problem.start_stride, mask=is_query, other=0)
+    end = gl.load(problem.key_end + row * problem.end_stride, mask=is_query, other=0)
+    start = gl.minimum(gl.maximum(start, 0), problem.num_keys).to(gl.int32)
+    end = gl.minimum(gl.maximum(end, 0), problem.num_keys).to(gl.int32)
+    return start, end
+
+
+@gluon.jit
 def _item(problem, number, QUERIES: gl.constexpr):
     """Work item ``number``: all queries for the first keys, then for the next; the last queries, which see most, first.
 
@@ -90,10 +104,7 @@ def _item(problem, number, QUERIES: gl.constexpr):
     """
     num_blocks = (problem.num_queries + QUERIES - 1) // QUERIES
     query = (num_blocks - 1 - number % num_blocks) * QUERIES
-    row = query + gl.arange(0, QUERIES, gl.BlockedLayout([1], [32], [4], [0]))
-    start = gl.maximum(gl.load(problem.key_start + row, mask=row < problem.num_queries, other=0), 0)
-    end = gl.load(problem.key_end + row, mask=row < problem.num_queries, other=0)
-    end = gl.minimum(end, problem.num_keys)
+    start, end = _range(problem, query + gl.arange(0, QUERIES, gl.BlockedLayout([1], [32], [4], [0])))
     item_start = number // num_blocks * problem.item_keys
     first = gl.maximum(gl.min(gl.where(start < end, start, problem.num_keys), 0), item_start) // KEYS * KEYS
     last = gl.minimum(gl.max(end, 0), item_start + problem.item_keys)
@@ -131,11 +142,9 @@ def produce(inputs, problem, shared, QUERIES: gl.constexpr, HEADS: gl.constexpr)
 @gluon.jit
 def _rows(problem, output, first_query, QUERIES: gl.constexpr):
     query = first_query + gl.arange(0, QUERIES, gl.SliceLayout(0, logits_layout(QUERIES)))
-    start = gl.load(problem.key_start + query, mask=query < problem.num_queries, other=0)
-    end = gl.load(problem.key_end + query, mask=query < problem.num_queries, other=0)
-    start = gl.maximum(start, 0)
+    start, end = _range(problem, query)
     first = start * output.compressed
-    end = gl.minimum(end, gl.minimum(problem.num_keys, first + output.width))
+    end = gl.minimum(end, first + output.width)
     return Rows(start, end, output.logits + (query.to(gl.int64) * output.stride - first))
 
 
@@ -238,7 +247,9 @@ def index_logits_ragged_kernel(
     k,
     k_scale,
     key_start,
+    start_stride: tl.int64,
     key_end,
+    end_stride: tl.int64,
     num_queries: tl.int32,
     num_keys: tl.int32,
     item_keys: tl.int32,
@@ -263,7 +274,7 @@ def index_logits_ragged_kernel(
         barriers(SLOTS, 1),
         barriers(SLOTS, 2),
     )
-    problem = Problem(key_start, key_end, num_queries, num_keys, item_keys, num_items)
+    problem = Problem(key_start, start_stride, key_end, end_stride, num_queries, num_keys, item_keys, num_items)
     inputs = Inputs(q, weights, k, k_scale)
     output = Output(logits, logits_stride, width, compressed)
     if TURNS == 2:

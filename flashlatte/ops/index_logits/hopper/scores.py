@@ -72,4 +72,4 @@ def store(logits, first_key, rows):
     """Write ``logits`` [64, queries] of the keys from ``first_key`` on, where a query sees the key."""
     key = first_key + gl.arange(0, KEYS, gl.SliceLayout(1, logits.type.layout))
     seen = (key[:, None] >= rows.start[None, :]) & (key[:, None] < rows.end[None, :])
-    gl.store(rows.address[None, :] + key[:, None], logits, mask=seen)
+    gl.store(rows.address[None, :] + key[:, None], logits.to(rows.address.dtype.element_ty), mask=seen)

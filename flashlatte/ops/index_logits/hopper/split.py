@@ -24,6 +24,7 @@ class Work(NamedTuple):
 
     Attributes:
         lengths: keys of each request, [requests], or that each query sees, [requests, next_n].
+        request_stride, token_stride: of the lengths; 0 where there is one length a request.
         length_columns: 1 or next_n.
         shortened: 1 if a query sees a key less than the query behind it (one length a request), else 0.
         most_keys: keys that fit the block table and the logits.
@@ -32,6 +33,8 @@ class Work(NamedTuple):
     """
 
     lengths: Any
+    request_stride: Any
+    token_stride: Any
     length_columns: Any
     shortened: Any
     most_keys: Any
@@ -56,10 +59,11 @@ class Segment(NamedTuple):
 def _tiles(work, request):
     """Tiles of keys of requests; 0 behind the last one."""
     keys = request * 0
+    row = work.lengths + request.to(gl.int64) * work.request_stride
     for column in range(work.length_columns):
-        address = work.lengths + request.to(gl.int64) * work.length_columns + column
-        keys = gl.maximum(keys, gl.load(address, mask=request < work.requests, other=0))
-    return (gl.minimum(keys, work.most_keys) + KEYS - 1) // KEYS
+        length = gl.load(row + column * work.token_stride, mask=request < work.requests, other=0)
+        keys = gl.maximum(keys, gl.minimum(length, work.most_keys).to(gl.int32))
+    return (keys + KEYS - 1) // KEYS
 
 
 @gluon.jit
