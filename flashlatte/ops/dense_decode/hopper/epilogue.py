@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.lazy_softmax import rescale
+from flashlatte.kernels.hopper.mla_tiles import HALF, LATENT, OUTPUT_COLS, OUTPUT_ROWS, ROWS
+from flashlatte.kernels.hopper.softmax import rescale
 from flashlatte.ops.dense_decode.hopper import partial, schedule, wide_store
-from flashlatte.ops.dense_decode.hopper.tiles import HALF, LATENT, OUTPUT_COLS, OUTPUT_ROWS, ROWS
 from flashlatte.split_kv import output_rows
 
 
@@ -52,7 +52,7 @@ def _add_rest(output, reference, total, is_result, goes_on, records, FIRST_COL: 
         weight = gl.exp2(lse2 - raised)
         decay = gl.exp2(reference - raised)
         total = total * decay + weight
-        output = partial.add(rescale(output, decay[:, None]), record, weight, FIRST_COL)
+        output = partial.add(rescale(output, decay), record, weight, FIRST_COL)
         reference = raised
         number += number & -number
     return output, reference, total, goes_on

@@ -1,4 +1,4 @@
-"""The kernel: find this program's place, then let the producer and the two consumers run."""
+"""The kernel: find this CTA's work, then let the producer and the two consumers run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def dense_decode_kernel(
     rows: tl.int32,
     empty_lse: tl.float32,
     scratch,
-    hidden: tl.int32,
+    causal_offset: tl.int32,
     scale: tl.float32,
     row_blocks: tl.int32,
     num_groups: tl.int32,
@@ -55,7 +55,7 @@ def dense_decode_kernel(
     MAX_SPLITS: tl.constexpr,
     PASSES_ON: tl.constexpr,
 ):
-    """A program works on 64 query rows of a kv head and a part of all keys. Arguments as in ``launch``."""
+    """A CTA works on 64 query rows of a kv head and a part of all keys. Arguments as in ``launch``."""
     lists = device.KeyLists(num_items, 1, lengths, lengths_stride, 0, limit, None, None, None, None)
     table = schedule.Table(pages, pages_stride, num_pages)
     outputs = output_rows.Outputs(
@@ -80,7 +80,7 @@ def dense_decode_kernel(
         keys_rope is not None, BLOCKS_PER_PAGE, OVERHEAD, SPLIT_STEPS, MAX_SPLITS, PASSES_ON
     )
     shared = tiles.allocate(q.dtype.element_ty, plan.has_rope)
-    ready = tiles.allocate_ready()
+    full = tiles.allocate_full()
     # The kernel before this one in the stream may still run.
     gdc_wait()
     group = schedule.find_group(row_blocks, num_groups)
@@ -91,10 +91,10 @@ def dense_decode_kernel(
     else:
         records: gl.constexpr = None
     results = epilogue.Results(outputs, scratch, records)
-    call = consumers.Call(lists, table, place, hidden, scale, shared, ready, results)
+    call = consumers.Call(lists, table, place, causal_offset, scale, shared, full, None, results)
     gl.warp_specialize(
         [
-            (producer.produce, (query, corner, keys, table, lists, place, shared, ready, scratch, plan)),
+            (producer.produce, (query, corner, keys, table, lists, place, shared, full, scratch, plan)),
             (consumers.consume_even, (call, plan, OUT_ALIGN)),
             (consumers.consume_odd, (call, plan, OUT_ALIGN)),
         ],

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, LATENT, ROPE, ROWS
 from flashlatte.ops.dense_decode.hopper import clear
 from flashlatte.ops.dense_decode.hopper.clear import clear_kernel
 from flashlatte.ops.dense_decode.hopper.kernel import kernel
 from flashlatte.ops.dense_decode.hopper.partial import RECORD
-from flashlatte.ops.dense_decode.hopper.tiles import HALF, KEYS, LATENT, PAIR, ROPE, ROWS
+from flashlatte.ops.dense_decode.hopper.tiles import PAIR
 from flashlatte.runtime import dispatch
 from flashlatte.runtime.strides import strides_in_use
 from flashlatte.runtime.tma_descriptors import describe

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.ops.dense_decode.hopper.tiles import HALF, LATENT, OUTPUT_ROWS, ROWS
+from flashlatte.kernels.hopper.mla_tiles import HALF, LATENT, OUTPUT_ROWS, ROWS
 from flashlatte.runtime.gluon_compat import cta_barrier
 
 # Numbers of a thread. Four warps store 16 bytes each at once.

@@ -9,23 +9,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from flashlatte.kernels.hopper import named_barriers
-from flashlatte.ops.dense_decode.hopper import schedule
-from flashlatte.ops.dense_decode.hopper.tiles import (
+from flashlatte.kernels.hopper import barriers
+from flashlatte.kernels.hopper.mla_tiles import (
     COPY,
     HALF,
-    K0_LEFT_FREE,
-    K0_RIGHT_FREE,
-    K1_LEFT_FREE,
-    K1_RIGHT_FREE,
+    K0_LEFT_EMPTY,
+    K0_RIGHT_EMPTY,
+    K1_LEFT_EMPTY,
+    K1_RIGHT_EMPTY,
     KEYS,
     LATENT,
-    QUERY_FREE,
     ROPE,
     ROWS,
-    THREE,
-    TWO,
 )
+from flashlatte.ops.dense_decode.hopper import schedule
+from flashlatte.ops.dense_decode.hopper.tiles import Q_EMPTY
 from flashlatte.runtime.gluon_compat import cp_async, tma_load
 from flashlatte.split_kv import device
 
@@ -68,35 +66,35 @@ def find_corner(query, group):
 
 
 @gluon.jit
-def _load_query(tiles, ready, query, corner, request, place, HAS_ROPE: gl.constexpr):
+def _load_query(tiles, full, query, corner, request, place, HAS_ROPE: gl.constexpr):
     """Begin to load a query, without its rope."""
     if query.half is not None:
-        mbarrier.expect(ready, ROWS * (LATENT + (ROPE if HAS_ROPE else 0)) * 2)
-        tma_load(query.half, [request, corner.token, corner.head, 0], ready, tiles.q_left.index(0))
-        tma_load(query.half, [request, corner.token, corner.head, HALF], ready, tiles.q_right.index(0))
+        mbarrier.expect(full, ROWS * (LATENT + (ROPE if HAS_ROPE else 0)) * 2)
+        tma_load(query.half, [request, corner.token, corner.head, 0], full, tiles.q_left.index(0))
+        tma_load(query.half, [request, corner.token, corner.head, HALF], full, tiles.q_right.index(0))
     else:
         _copy_query(tiles.q_left, query, request, place, 0, HALF)
         _copy_query(tiles.q_right, query, request, place, HALF, HALF)
 
 
 @gluon.jit
-def _load_query_rope(tiles, ready, query, corner, request, place, HAS_ROPE: gl.constexpr):
+def _load_query_rope(tiles, full, query, corner, request, place, HAS_ROPE: gl.constexpr):
     """Begin to load the rest of a query, if there is any."""
     if HAS_ROPE:
         if query.half is not None:
-            tma_load(query.rope, [request, corner.token, corner.head, LATENT], ready, tiles.q_rope.index(0))
+            tma_load(query.rope, [request, corner.token, corner.head, LATENT], full, tiles.q_rope.index(0))
         else:
             _copy_query(tiles.q_rope, query, request, place, LATENT, ROPE)
 
 
 @gluon.jit
-def _signal_query(ready, query):
+def _signal_query(full, query):
     """Signal a query when it has come, where TMA does not."""
     if query.half is None:
         async_copy.commit_group()
         async_copy.wait_group(0)
         fence_async_shared()
-        mbarrier.arrive(ready)
+        mbarrier.arrive(full)
 
 
 @gluon.jit
@@ -114,23 +112,23 @@ def _copy_query(tile, query, request, place, FIRST_COL: gl.constexpr, COLS: gl.c
 
 
 @gluon.jit
-def _load_left(keys, tile, ready, page, token, kv_head):
-    mbarrier.expect(ready, KEYS * HALF * 2)
-    tma_load(keys.half, [page, token, kv_head, 0], ready, tile.index(0))
+def _load_left(keys, tile, full, page, token, kv_head):
+    mbarrier.expect(full, KEYS * HALF * 2)
+    tma_load(keys.half, [page, token, kv_head, 0], full, tile.index(0))
 
 
 @gluon.jit
-def _load_right(keys, tile, rope_tile, ready, page, token, kv_head):
+def _load_right(keys, tile, rope_tile, full, page, token, kv_head):
     if keys.rope is not None:
-        mbarrier.expect(ready, KEYS * (HALF + ROPE) * 2)
-        tma_load(keys.rope, [page, token, kv_head, LATENT], ready, rope_tile.index(0))
+        mbarrier.expect(full, KEYS * (HALF + ROPE) * 2)
+        tma_load(keys.rope, [page, token, kv_head, LATENT], full, rope_tile.index(0))
     else:
-        mbarrier.expect(ready, KEYS * HALF * 2)
-    tma_load(keys.half, [page, token, kv_head, HALF], ready, tile.index(0))
+        mbarrier.expect(full, KEYS * HALF * 2)
+    tma_load(keys.half, [page, token, kv_head, HALF], full, tile.index(0))
 
 
 @gluon.jit
-def produce(query, corner, keys, table, lists, place, tiles, ready, scratch, PLAN: gl.constexpr):
+def produce(query, corner, keys, table, lists, place, tiles, full, scratch, PLAN: gl.constexpr):
     part = place.part
     cost = part.first_cost
     length = device.key_count(part.first, lists)
@@ -142,27 +140,27 @@ def produce(query, corner, keys, table, lists, place, tiles, ready, scratch, PLA
         if end > begin:
             page0 = schedule.page_of(table, item, 2 * begin, blocks, PLAN)
             page1 = schedule.page_of(table, item, 2 * begin + 1, blocks, PLAN)
-            named_barriers.wait(QUERY_FREE, THREE)
-            _load_query(tiles, ready.query, query, corner, item, place, PLAN.has_rope)
+            barriers.wait(Q_EMPTY, barriers.ALL)
+            _load_query(tiles, full.q, query, corner, item, place, PLAN.has_rope)
             for step in range(begin, end):
                 block = 2 * step
                 token0 = block % PLAN.blocks_per_page * KEYS
                 token1 = (block + 1) % PLAN.blocks_per_page * KEYS
                 # Out of range, so that TMA writes zeros without reading.
                 page1 = gl.where(block + 1 < blocks, page1, -1)
-                named_barriers.wait(K0_LEFT_FREE, TWO)
-                _load_left(keys, tiles.k0_left, ready.k0_left, page0, token0, place.group.kv_head)
-                named_barriers.wait(K0_RIGHT_FREE, TWO)
+                barriers.wait(K0_LEFT_EMPTY, barriers.PAIR)
+                _load_left(keys, tiles.k0_left, full.k0_left, page0, token0, place.group.kv_head)
+                barriers.wait(K0_RIGHT_EMPTY, barriers.PAIR)
                 if step == begin:
-                    # The weights that lay here were read with block 0's right half.
-                    _load_query_rope(tiles, ready.query, query, corner, item, place, PLAN.has_rope)
-                _load_right(keys, tiles.k0_right, tiles.k0_rope, ready.k0_right, page0, token0, place.group.kv_head)
-                named_barriers.wait(K1_LEFT_FREE, TWO)
-                _load_left(keys, tiles.k1_left, ready.k1_left, page1, token1, place.group.kv_head)
-                named_barriers.wait(K1_RIGHT_FREE, TWO)
-                _load_right(keys, tiles.k1_right, tiles.k1_rope, ready.k1_right, page1, token1, place.group.kv_head)
+                    # P that lay here was read with block 0's right half.
+                    _load_query_rope(tiles, full.q, query, corner, item, place, PLAN.has_rope)
+                _load_right(keys, tiles.k0_right, tiles.k0_rope, full.k0_right, page0, token0, place.group.kv_head)
+                barriers.wait(K1_LEFT_EMPTY, barriers.PAIR)
+                _load_left(keys, tiles.k1_left, full.k1_left, page1, token1, place.group.kv_head)
+                barriers.wait(K1_RIGHT_EMPTY, barriers.PAIR)
+                _load_right(keys, tiles.k1_right, tiles.k1_rope, full.k1_right, page1, token1, place.group.kv_head)
                 if step == begin:
-                    _signal_query(ready.query, query)
+                    _signal_query(full.q, query)
                 # Not before this step's loads, which would wait for the numbers.
                 page0 = schedule.page_of(table, item, block + 2, blocks, PLAN)
                 page1 = schedule.page_of(table, item, block + 3, blocks, PLAN)
@@ -170,11 +168,11 @@ def produce(query, corner, keys, table, lists, place, tiles, ready, scratch, PLA
     if scratch is not None:
         schedule.note_continued(scratch, place, PLAN)
     # The consumers' last arrivals.
-    named_barriers.wait(QUERY_FREE, THREE)
-    named_barriers.wait(K0_LEFT_FREE, TWO)
-    named_barriers.wait(K0_RIGHT_FREE, TWO)
-    named_barriers.wait(K1_RIGHT_FREE, TWO)
-    named_barriers.wait(K1_LEFT_FREE, TWO)
+    barriers.wait(Q_EMPTY, barriers.ALL)
+    barriers.wait(K0_LEFT_EMPTY, barriers.PAIR)
+    barriers.wait(K0_RIGHT_EMPTY, barriers.PAIR)
+    barriers.wait(K1_RIGHT_EMPTY, barriers.PAIR)
+    barriers.wait(K1_LEFT_EMPTY, barriers.PAIR)
     # The combine may be launched, and waits for what the consumers still write. Earlier, its programs would crowd on
     # the few SMs that are free first.
     gdc_launch_dependents()

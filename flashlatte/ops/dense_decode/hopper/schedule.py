@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.ops.dense_decode.hopper.tiles import KEYS, LATENT, PAIR, ROWS
+from flashlatte.kernels.hopper.mla_tiles import KEYS, LATENT, ROWS
+from flashlatte.ops.dense_decode.hopper.tiles import PAIR
 from flashlatte.split_kv import device, gluon_parts
 
 # Numbers of a partial result's record: 64 rows and their lse.

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashlatte.kernels.hopper.mla_tiles import HALF, LATENT, ROWS
+from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.kernels.triton.online_softmax import LOG2_E
-from flashlatte.ops.sparse_decode.hopper import even_records, schedule
+from flashlatte.ops.sparse_decode.hopper import even_records
 from flashlatte.ops.sparse_decode.hopper.schedule import RECORD
-from flashlatte.ops.sparse_decode.hopper.tiles import HALF, LATENT, OUTPUT, OUTPUT_ROWS, ROWS
+from flashlatte.ops.sparse_decode.hopper.tiles import OUTPUT, OUTPUT_ROWS
 from flashlatte.split_kv import output_rows
 
 
@@ -52,23 +54,23 @@ def write(state, item, share, place, results, FIRST_COL: gl.constexpr, PLAN: gl.
 @gluon.jit
 def _write_normalised(state, item, share, place, results, FIRST_COL: gl.constexpr, OUT_ALIGN: gl.constexpr):
     outputs = results.outputs
-    total = gl.convert_layout(state.total, OUTPUT_ROWS, assert_trivial=True)
-    reference = gl.convert_layout(state.reference, OUTPUT_ROWS, assert_trivial=True)
+    total = gl.convert_layout(state.row_sum, OUTPUT_ROWS, assert_trivial=True)
+    reference = gl.convert_layout(state.row_max, OUTPUT_ROWS, assert_trivial=True)
     is_empty = total == 0
     factor = gl.where(is_empty, 0.0, 1.0 / total)
     lse2 = gl.where(is_empty, float("-inf"), reference + gl.log2(total))
     # What follows from it would be worked out before the main loop, and kept.
-    row = schedule.kept(gl.arange(0, ROWS, OUTPUT_ROWS))
+    row = opaque(gl.arange(0, ROWS, OUTPUT_ROWS))
     head = place.group * ROWS + row
     if (share.begin == 0) & (share.end == share.blocks):
         if outputs.sink is not None:
             sink = gl.load(outputs.sink + head * outputs.sink_stride, mask=head < outputs.heads, other=0.0) * LOG2_E
             factor *= gl.where(is_empty, 0.0, 1.0 / (1.0 + gl.exp2(sink - lse2)))
-        _write_out(outputs, item, place.group * ROWS, state.output * factor[:, None], FIRST_COL, OUT_ALIGN)
+        _write_out(outputs, item, place.group * ROWS, state.out * factor[:, None], FIRST_COL, OUT_ALIGN)
         if FIRST_COL == 0:
             output_rows.write_lse(outputs, item, 0, head, lse2)
     elif results.records is not None:
-        _write_record(state.output * factor[:, None], lse2, row, head, share, results, FIRST_COL)
+        _write_record(state.out * factor[:, None], lse2, row, head, share, results, FIRST_COL)
 
 
 @gluon.jit
@@ -86,7 +88,7 @@ def _write_record(values, lse2, row, head, share, results, FIRST_COL: gl.constex
 def _write_out(outputs, item, first_head, values, FIRST_COL: gl.constexpr, OUT_ALIGN: gl.constexpr):
     values = values.to(outputs.out.dtype.element_ty)
     values = gl.convert_layout(gl.convert_layout(values, _HALFWAY), _STORE)
-    head = first_head + schedule.kept(gl.arange(0, ROWS, gl.SliceLayout(1, _STORE)))
+    head = first_head + opaque(gl.arange(0, ROWS, gl.SliceLayout(1, _STORE)))
     col = FIRST_COL + gl.arange(0, HALF, gl.SliceLayout(0, _STORE))
     offset = (
         (item // outputs.tokens).to(gl.int64) * outputs.out_stride_request

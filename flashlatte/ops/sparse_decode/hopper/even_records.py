@@ -16,8 +16,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from flashlatte.kernels.hopper.mla_tiles import HALF, LATENT, ROWS
 from flashlatte.kernels.triton.online_softmax import LOG2_E
-from flashlatte.ops.sparse_decode.hopper.tiles import HALF, LATENT, OUTPUT, ROWS
+from flashlatte.ops.sparse_decode.hopper.tiles import OUTPUT
 from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv import output_rows
 
@@ -94,15 +95,15 @@ def write(state, record, rows_in_use, FIRST_COL: gl.constexpr):
     col = gl.arange(0, HALF, gl.SliceLayout(0, OUTPUT))[None, :]
     first, second = _places(_kept(record.to(gl.int64)) + FIRST_COL // HALF * _HALF_BYTES, row, col)
     in_use = (row < rows_in_use).to(gl.int32) + col * 0
-    words = state.output.to(gl.int32, bitcast=True)
+    words = state.out.to(gl.int32, bitcast=True)
     gl.inline_asm_elementwise(
         _store_asm(), _store_constraints(), [words, first, second, in_use], gl.int32, is_pure=False, pack=8
     )
     if FIRST_COL == 0:
-        row = gl.arange(0, ROWS, state.total.type.layout)
+        row = gl.arange(0, ROWS, state.row_sum.type.layout)
         sums = record + 2 * _HALF_BYTES // 4 + row * 2
-        gl.store(sums, state.reference)
-        gl.store(sums + 1, state.total)
+        gl.store(sums, state.row_max)
+        gl.store(sums + 1, state.row_sum)
 
 
 @gluon.constexpr_function

@@ -7,15 +7,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
+from flashlatte.kernels.hopper import clusters
 from flashlatte.ops.sparse_decode.hopper import (
     consumers,
     epilogue,
     even_records,
-    exchange,
     one_block,
     paired_producer,
     producer,
-    query,
     schedule,
     selection,
     tiles,
@@ -140,19 +139,18 @@ def sparse_decode_kernel(
         heads,
         empty_lse,
     )
-    queries = query.Query(
+    queries = consumers.Query(
         q.to(gl.pointer_type(gl.int32), bitcast=True), q_stride_request, q_stride_token, q_stride_head, heads
     )
     plan: gl.constexpr = schedule.Plan(
         FORMAT, PRODUCER_THREADS, HAS_ROPE, HAS_EXTRA, HAS_LENGTHS, UNIT, FLAT, BALANCED, EVEN, OVERHEAD, GRAIN, PAIRED
     )
-    shared = tiles.allocate(out.dtype.element_ty, HAS_ROPE)
-    ready = tiles.allocate_ready(PRODUCER_THREADS)
-    link = None
+    shared, masks = tiles.allocate(out.dtype.element_ty, HAS_ROPE)
+    full = tiles.allocate_full(PRODUCER_THREADS)
+    peer = None
     if PAIRED:
-        exchange.check_tiles(shared)
-        link = exchange.link()
-        exchange.init(link)
+        clusters.check_tiles(shared)
+        peer = clusters.find_peer()
     # The kernel before this one in the stream may still run, and what it writes may be the lengths.
     if HAS_LENGTHS:
         gdc_wait()
@@ -164,7 +162,7 @@ def sparse_decode_kernel(
         records = even_records.record_of(scratch, place.number, place.group, num_groups)
     elif BALANCED:
         records = scratch + device.part_record(place.number, place.group, num_groups, True) * schedule.RECORD
-    call = consumers.Call(queries, lists, place, scale, shared, ready, link, epilogue.Results(outputs, records))
+    call = consumers.Call(queries, lists, place, scale, shared, masks, full, peer, epilogue.Results(outputs, records))
     caches = (cache, extra_cache)
     lists_of_indices = (own, extra)
     gl.warp_specialize(
@@ -211,4 +209,4 @@ def _made():
 
 kernel = _made()
 # For PAIRED: its grid counts pairs of programs.
-paired_kernel = in_clusters(_made(), 2, exchange.TAIL_BYTES)
+paired_kernel = in_clusters(_made(), 2, clusters.TAIL_BYTES.value)

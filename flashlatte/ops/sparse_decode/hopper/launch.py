@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from flashlatte.kernels.hopper.mla_tiles import KEYS, LATENT, ROPE, ROWS
 from flashlatte.kv_cache.formats import CacheFormat, Tiling
 from flashlatte.ops.sparse_decode.hopper import even_records
 from flashlatte.ops.sparse_decode.hopper.kernel import kernel, paired_kernel
-from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, LATENT, MODEL1, PLAIN, ROPE, ROWS, V32, producer_warps
+from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, producer_warps
 from flashlatte.runtime import dispatch
 from flashlatte.runtime.strides import stride_in_use, strides_in_use
 from flashlatte.runtime.triton_clusters import clusters_fill

@@ -12,10 +12,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from flashlatte.ops.sparse_decode.hopper import conversion, exchange, layouts, producing, schedule, tiles
-from flashlatte.ops.sparse_decode.hopper.exchange import OWN
+from flashlatte.kernels.hopper import clusters
+from flashlatte.kernels.hopper.clusters import OWN
+from flashlatte.kernels.hopper.mla_tiles import (
+    K0_LEFT_EMPTY,
+    K0_RIGHT_EMPTY,
+    K1_LEFT_EMPTY,
+    K1_RIGHT_EMPTY,
+    KEYS,
+)
+from flashlatte.kernels.hopper.ptx import clusters as ptx_clusters
+from flashlatte.kernels.hopper.ptx import e4m3
+from flashlatte.kernels.hopper.ptx.registers import loaded
+from flashlatte.ops.sparse_decode.hopper import layouts, producing, schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.selection import is_extra, load_indices, locate
-from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, MODEL1, V32
+from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, V32
 
 _TOKENS = gl.constexpr(gl.SliceLayout(1, layouts.PIECE))
 
@@ -82,17 +93,17 @@ def _load_block(rows, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _block_arrived(block):
-    return Block(producing.arrived(block.pieces, 4), producing.arrived(block.scales, 1))
+def _block_loaded(block):
+    return Block(loaded(block.pieces, 4), loaded(block.scales, 1))
 
 
 @gluon.jit
 def _first_scale(block, rows, PLAN: gl.constexpr):
     """The first of each token's scales, or NaN if the token is selected and has a NaN, wherever."""
     scale = block.scales[0]
-    nan = conversion.has_nan(block.pieces, 16 // layouts.THREADS) & _own(rows.valid)
+    nan = e4m3.has_nan(block.pieces, 16 // layouts.THREADS) & _own(rows.valid)
     nan = gl.convert_layout(nan, scale.type.layout, assert_trivial=True)
-    return gl.where(nan, conversion.NAN_FLOAT if PLAN.format == V32 else conversion.NAN_EXPONENTS, scale)
+    return gl.where(nan, e4m3.NAN_FLOAT if PLAN.format == V32 else e4m3.NAN_EXPONENTS, scale)
 
 
 @gluon.jit
@@ -105,18 +116,18 @@ def _with_first_scale(block, scale):
 def _factor(scales, PIECE: gl.constexpr, PLAN: gl.constexpr):
     """The scale of a piece as a pair of bf16, [32]."""
     if PLAN.format == V32:
-        return conversion.factor_of_float(scales[PIECE // 2].to(gl.float32, bitcast=True))
+        return e4m3.factor_of_float(scales[PIECE // 2].to(gl.float32, bitcast=True))
     else:
-        low, high = conversion.split_exponents(scales[PIECE // 4])
-        return conversion.factor_of_exponent(low, high, gl.full([OWN], PIECE % 4, gl.int32, _TOKENS))
+        low, high = e4m3.split_exponents(scales[PIECE // 4])
+        return e4m3.factor_of_exponent(low, high, gl.full([OWN], PIECE % 4, gl.int32, _TOKENS))
 
 
 @gluon.jit
-def _widen(words, factor):
+def _dequantize(words, factor):
     """Words [32, 16] to pairs of bf16 [32, 32]."""
     words = words.reshape([OWN, 1, 16])
     tokens: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words.type.layout))
-    pairs = conversion.widened(words, gl.convert_layout(factor, tokens, assert_trivial=True)[:, None])
+    pairs = e4m3.dequantize(words, gl.convert_layout(factor, tokens, assert_trivial=True)[:, None])
     return gl.convert_layout(pairs, layouts.WIDE_PIECE, assert_trivial=True)
 
 
@@ -130,20 +141,20 @@ def _pieces(SIDE, FORMAT):
 def _provide(
     block,
     places,
-    link,
+    peer,
     TILE: gl.constexpr,
     SIDE: gl.constexpr,
-    READY: gl.constexpr,
+    FULL: gl.constexpr,
     PLAN: gl.constexpr,
 ):
     """Widen half of a block, here and for the peer."""
     PIECES: gl.constexpr = _pieces(SIDE, PLAN.format)
-    exchange.expect(READY, PIECES, link)
+    clusters.expect(FULL, PIECES, peer)
     for piece in gl.static_range(PIECES):
-        pairs = _widen(block.pieces[4 * SIDE + piece], _factor(block.scales, 4 * SIDE + piece, PLAN))
-        exchange.store(pairs, places, TILE, piece)
-    producing.arrive(READY, PLAN)
-    exchange.send(TILE, PIECES, READY, link)
+        pairs = _dequantize(block.pieces[4 * SIDE + piece], _factor(block.scales, 4 * SIDE + piece, PLAN))
+        clusters.store(pairs, places, TILE, piece)
+    producing.arrive(FULL, PLAN)
+    clusters.send(TILE, PIECES, FULL, peer)
 
 
 @gluon.jit
@@ -156,8 +167,8 @@ def _indices(cursor, block, place, lists, PLAN: gl.constexpr):
 
 @gluon.jit
 def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
-    lists, place, shared, ready, link = call.lists, call.place, call.tiles, call.ready, call.link
-    exchange.arrive()
+    lists, place, shared, full, peer = call.lists, call.place, call.tiles, call.full, call.peer
+    ptx_clusters.arrive()
     cursor = producing.cursor_at(place.part.first, place.part.first_cost, selection, place, lists, PLAN)
     block0 = cursor.share.begin
     indices0 = _indices(cursor, block0, place, lists, PLAN)
@@ -167,8 +178,8 @@ def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
     if scratch is not None:
         # Here, under the first loads: later, what it takes would be kept or spilled until then.
         schedule.note_continued(scratch, place, PLAN)
-    places = exchange.places(link)
-    exchange.meet()
+    places = clusters.places(peer, layouts.WIDE_PIECE)
+    ptx_clusters.meet()
     # All tiles are free at first.
     phase = 1
     # True. Without these branches the compiler would move the wait for the next block before the arrival of this one.
@@ -176,7 +187,7 @@ def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
     for item in range(place.part.first, place.part.stop, place.stride):
         pairs = schedule.pairs_of(cursor.share)
         for pair in range(pairs):
-            own0 = _block_arrived(own0)
+            own0 = _block_loaded(own0)
             # Not between the halves: then the second one's fence would wait for these loads, just asked for.
             rows1 = locate(indices1, is_extra(block0 + 1, cursor.share, lists), caches, PLAN)
             own1 = _load_block(rows1, PLAN)
@@ -189,34 +200,34 @@ def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
             own0 = _with_first_scale(own0, _first_scale(own0, rows0, PLAN))
             scale1 = own1.scales[0]
             if always:
-                exchange.wait(tiles.K0_LEFT_FREE, link, phase)
-                producing.publish(shared.mask0, rows0)
-                _provide(own0, places, link, exchange.K0_LEFT, 0, tiles.K0_LEFT_READY, PLAN)
+                clusters.wait(K0_LEFT_EMPTY, peer, phase)
+                producing.publish(call.masks.block0, rows0)
+                _provide(own0, places, peer, clusters.K0_LEFT, 0, tiles.K0_LEFT_FULL, PLAN)
                 # Here, where the next half has to wait for the consumers, and the fence has waited for block 1.
                 scale1 = _first_scale(own1, rows1, PLAN)
-                exchange.wait(tiles.K0_RIGHT_FREE, link, phase)
-                producing.copy_rope(shared.k0_right, shared.k0_rope, rows0, ready.k0_right, PLAN)
-                _provide(own0, places, link, exchange.K0_RIGHT, 1, tiles.K0_RIGHT_READY, PLAN)
+                clusters.wait(K0_RIGHT_EMPTY, peer, phase)
+                producing.copy_rope(shared.k0_right, shared.k0_rope, rows0, full.k0_right, PLAN)
+                _provide(own0, places, peer, clusters.K0_RIGHT, 1, tiles.K0_RIGHT_FULL, PLAN)
 
-            own1 = _block_arrived(_with_first_scale(own1, scale1))
+            own1 = _block_loaded(_with_first_scale(own1, scale1))
             rows0 = locate(indices0, is_extra(block0, cursor.share, lists), caches, PLAN)
             next0 = _load_block(rows0, PLAN)
             indices1 = _indices(cursor, block0 + 1, place, lists, PLAN)
             if always:
-                exchange.wait(tiles.K1_RIGHT_FREE, link, phase)
-                producing.publish(shared.mask1, rows1)
-                producing.copy_rope(shared.k1_right, shared.k1_rope, rows1, ready.k1_right, PLAN)
-                _provide(own1, places, link, exchange.K1_RIGHT, 1, tiles.K1_RIGHT_READY, PLAN)
-                exchange.wait(tiles.K1_LEFT_FREE, link, phase)
-                _provide(own1, places, link, exchange.K1_LEFT, 0, tiles.K1_LEFT_READY, PLAN)
+                clusters.wait(K1_RIGHT_EMPTY, peer, phase)
+                producing.publish(call.masks.block1, rows1)
+                producing.copy_rope(shared.k1_right, shared.k1_rope, rows1, full.k1_right, PLAN)
+                _provide(own1, places, peer, clusters.K1_RIGHT, 1, tiles.K1_RIGHT_FULL, PLAN)
+                clusters.wait(K1_LEFT_EMPTY, peer, phase)
+                _provide(own1, places, peer, clusters.K1_LEFT, 0, tiles.K1_LEFT_FULL, PLAN)
             own0 = next0
             phase ^= 1
     # The last arrivals of both programs' consumers, after which nothing comes from the peer: it may leave, and so may
     # this one.
-    exchange.wait(tiles.K0_LEFT_FREE, link, phase)
-    exchange.wait(tiles.K0_RIGHT_FREE, link, phase)
-    exchange.wait(tiles.K1_RIGHT_FREE, link, phase)
-    exchange.wait(tiles.K1_LEFT_FREE, link, phase)
+    clusters.wait(K0_LEFT_EMPTY, peer, phase)
+    clusters.wait(K0_RIGHT_EMPTY, peer, phase)
+    clusters.wait(K1_RIGHT_EMPTY, peer, phase)
+    clusters.wait(K1_LEFT_EMPTY, peer, phase)
     # The combine may be launched, and waits for what the consumers still write. Earlier, its programs would crowd on
     # the few SMs that are free first.
     gdc_launch_dependents()

@@ -1,8 +1,8 @@
 """The producer: warps that fill the consumers' tiles.
 
-A block passes in halves: the left 256 columns and the right ones, in the order in which they become free: block 0's
+A block passes in halves: the left 256 columns and the right ones, in the order in which they become empty: block 0's
 left, block 0's right, block 1's right, block 1's left. Tokens of caches with scales lie in registers from the moment
-they are asked for until their half of the tile is free, are widened to bf16 there, and stored. The half after the one
+they are asked for until their half of the tile is empty, are dequantized to bf16 there, and stored. The half after the one
 that is being filled is under way; what follows is being brought into the L2 cache. Indices are asked for a pair of
 blocks ahead. All that is bf16 in the cache is copied by cp.async.
 
@@ -18,9 +18,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from flashlatte.ops.sparse_decode.hopper import conversion, layouts, producing, schedule, tiles
+from flashlatte.kernels.hopper.mla_tiles import (
+    K0_LEFT_EMPTY,
+    K0_RIGHT_EMPTY,
+    K1_LEFT_EMPTY,
+    K1_RIGHT_EMPTY,
+    KEYS,
+)
+from flashlatte.kernels.hopper.ptx import e4m3, memory
+from flashlatte.kernels.hopper.ptx.registers import loaded
+from flashlatte.ops.sparse_decode.hopper import layouts, producing, schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.selection import is_extra, load_indices, locate, token_bytes
-from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, MODEL1, PLAIN, SWIZZLED_WORDS, V32
+from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, SWIZZLED_WORDS, V32
 from flashlatte.runtime.gluon_compat import reinterpret
 
 
@@ -73,29 +82,29 @@ def load_half(rows, SIDE: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _widen(words, scales, FIRST_GROUP: gl.constexpr, PLAN: gl.constexpr):
+def _dequantize(words, scales, FIRST_GROUP: gl.constexpr, PLAN: gl.constexpr):
     LAYOUT: gl.constexpr = words.type.layout
     if PLAN.format == V32:
-        factor = conversion.factor_of_float(scales.to(gl.float32, bitcast=True))
+        factor = e4m3.factor_of_float(scales.to(gl.float32, bitcast=True))
     else:
         group = FIRST_GROUP + gl.arange(0, words.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
         low, high = scales
-        factor = conversion.factor_of_exponent(_per_group(low, LAYOUT), _per_group(high, LAYOUT), group[None, :])
-    return conversion.widened(words, factor)
+        factor = e4m3.factor_of_exponent(_per_group(low, LAYOUT), _per_group(high, LAYOUT), group[None, :])
+    return e4m3.dequantize(words, factor)
 
 
 @gluon.jit
 def fill(tile, half, SIDE: gl.constexpr, PLAN: gl.constexpr):
-    """Widen half of a block into its tile."""
+    """Dequantize half of a block into its tile."""
     target = reinterpret(tile.index(0), gl.int32, [KEYS, 128], SWIZZLED_WORDS)
     scales = half.scales
     if PLAN.format == MODEL1:
-        scales = conversion.split_exponents(scales)
+        scales = e4m3.split_exponents(scales)
     if SIDE == 1 and PLAN.format == MODEL1:
-        target.slice(0, 64, dim=1).store(_widen(half.words, scales, 0, PLAN))
-        target.slice(64, 32, dim=1).store(_widen(half.tail, scales, 2, PLAN))
+        target.slice(0, 64, dim=1).store(_dequantize(half.words, scales, 0, PLAN))
+        target.slice(64, 32, dim=1).store(_dequantize(half.tail, scales, 2, PLAN))
     else:
-        target.store(_widen(half.words, scales, 0, PLAN))
+        target.store(_dequantize(half.words, scales, 0, PLAN))
 
 
 @gluon.jit
@@ -106,10 +115,10 @@ def _provide(
     rows,
     copied,
     SIDE: gl.constexpr,
-    READY: gl.constexpr,
+    FULL: gl.constexpr,
     PLAN: gl.constexpr,
 ):
-    """Fill half of a block, once it is free, and say so. ``copied`` is the mbarrier of what comes by cp.async."""
+    """Fill half of a block, once it is empty, and say so. ``copied`` is the mbarrier of what comes by cp.async."""
     if PLAN.format == PLAIN:
         producing.copy_words(tile, rows, SIDE * 128, 0, 128, PLAN)
         if SIDE == 1 and PLAN.has_rope:
@@ -119,7 +128,7 @@ def _provide(
         if SIDE == 1:
             producing.copy_rope(tile, rope_tile, rows, copied, PLAN)
         fill(tile, half, SIDE, PLAN)
-    producing.arrive(READY, PLAN)
+    producing.arrive(FULL, PLAN)
 
 
 @gluon.jit
@@ -129,20 +138,20 @@ def indices_of(cursor, block, lists, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _arrived(words, COUNT: gl.constexpr):
-    (words,) = producing.arrived((words,), COUNT)
+def _loaded(words, COUNT: gl.constexpr):
+    (words,) = loaded((words,), COUNT)
     return words
 
 
 @gluon.jit
-def half_arrived(half, SIDE: gl.constexpr, PLAN: gl.constexpr):
+def half_loaded(half, SIDE: gl.constexpr, PLAN: gl.constexpr):
     if PLAN.format == V32:
-        return Half(_arrived(half.words, 32), half.tail, _arrived(half.scales, 4))
+        return Half(_loaded(half.words, 32), half.tail, _loaded(half.scales, 4))
     elif PLAN.format == MODEL1:
         if SIDE == 1:
-            return Half(_arrived(half.words, 16), _arrived(half.tail, 8), _arrived(half.scales, 2))
+            return Half(_loaded(half.words, 16), _loaded(half.tail, 8), _loaded(half.scales, 2))
         else:
-            return Half(_arrived(half.words, 32), half.tail, _arrived(half.scales, 2))
+            return Half(_loaded(half.words, 32), half.tail, _loaded(half.scales, 2))
     else:
         return half
 
@@ -153,7 +162,7 @@ def _selected_nan(words, rows):
     LAYOUT: gl.constexpr = words.type.layout
     NUMBER: gl.constexpr = words.shape[1] * words.shape[2]
     words = gl.convert_layout(words.reshape([KEYS, NUMBER]), layouts.flat(LAYOUT), assert_trivial=True)
-    nan = conversion.has_nan((words,), NUMBER // layouts.THREADS)
+    nan = e4m3.has_nan((words,), NUMBER // layouts.THREADS)
     return gl.convert_layout(nan, rows.valid.type.layout, assert_trivial=True) & rows.valid
 
 
@@ -163,12 +172,12 @@ def with_nan(half, rows, SIDE: gl.constexpr, PLAN: gl.constexpr):
     if PLAN.format == V32:
         LAYOUT: gl.constexpr = half.words.type.layout
         nan, scales = gl.broadcast(_per_group(_selected_nan(half.words, rows), LAYOUT), half.scales)
-        return Half(half.words, half.tail, gl.where(nan, conversion.NAN_FLOAT, scales))
+        return Half(half.words, half.tail, gl.where(nan, e4m3.NAN_FLOAT, scales))
     elif PLAN.format == MODEL1:
         nan = _selected_nan(half.words, rows)
         if SIDE == 1:
             nan = nan | _selected_nan(half.tail, rows)
-        return Half(half.words, half.tail, gl.where(nan, conversion.NAN_EXPONENTS, half.scales))
+        return Half(half.words, half.tail, gl.where(nan, e4m3.NAN_EXPONENTS, half.scales))
     else:
         return half
 
@@ -187,14 +196,12 @@ def _prefetch(rows, PLAN: gl.constexpr):
             scales, pointers = gl.broadcast(scales, pointers)
             _, line = gl.broadcast(pointers, line[None, :])
             pointers = gl.where(line == LAST + 1, scales, pointers)
-        gl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(gl.int64)], gl.int32, is_pure=False, pack=1
-        )
+        memory.prefetch_l2(pointers)
 
 
 @gluon.jit
 def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
-    lists, place, shared, ready = call.lists, call.place, call.tiles, call.ready
+    lists, place, shared, full = call.lists, call.place, call.tiles, call.full
     cursor = producing.cursor_at(place.part.first, place.part.first_cost, selection, place, lists, PLAN)
     block0 = cursor.share.begin
     indices0 = indices_of(cursor, block0, lists, PLAN)
@@ -208,7 +215,7 @@ def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
     for item in range(place.part.first, place.part.stop, place.stride):
         pairs = schedule.pairs_of(cursor.share)
         for pair in range(pairs):
-            left0 = half_arrived(left0, 0, PLAN)
+            left0 = half_loaded(left0, 0, PLAN)
             extra0 = is_extra(block0, cursor.share, lists)
             extra1 = is_extra(block0 + 1, cursor.share, lists)
             rows0 = locate(indices0, extra0, caches, PLAN)
@@ -217,11 +224,11 @@ def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
             _prefetch(rows1, PLAN)
             left0 = with_nan(left0, rows0, 0, PLAN)
             if always:
-                producing.wait(tiles.K0_LEFT_FREE, PLAN)
-                producing.publish(shared.mask0, rows0)
-                _provide(shared.k0_left, shared.k0_rope, left0, rows0, ready.k0_left, 0, tiles.K0_LEFT_READY, PLAN)
+                producing.wait(K0_LEFT_EMPTY, PLAN)
+                producing.publish(call.masks.block0, rows0)
+                _provide(shared.k0_left, shared.k0_rope, left0, rows0, full.k0_left, 0, tiles.K0_LEFT_FULL, PLAN)
 
-            right0 = half_arrived(right0, 1, PLAN)
+            right0 = half_loaded(right0, 1, PLAN)
             right1 = load_half(rows1, 1, PLAN)
             block0 += 2
             if pair == pairs - 1:
@@ -231,31 +238,31 @@ def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
             indices0 = indices_of(cursor, block0, lists, PLAN)
             right0 = with_nan(right0, rows0, 1, PLAN)
             if always:
-                producing.wait(tiles.K0_RIGHT_FREE, PLAN)
-                _provide(shared.k0_right, shared.k0_rope, right0, rows0, ready.k0_right, 1, tiles.K0_RIGHT_READY, PLAN)
+                producing.wait(K0_RIGHT_EMPTY, PLAN)
+                _provide(shared.k0_right, shared.k0_rope, right0, rows0, full.k0_right, 1, tiles.K0_RIGHT_FULL, PLAN)
 
-            right1 = half_arrived(right1, 1, PLAN)
+            right1 = half_loaded(right1, 1, PLAN)
             left1 = load_half(rows1, 0, PLAN)
             indices1 = indices_of(cursor, block0 + 1, lists, PLAN)
             rows0 = locate(indices0, is_extra(block0, cursor.share, lists), caches, PLAN)
             _prefetch(rows0, PLAN)
             right1 = with_nan(right1, rows1, 1, PLAN)
             if always:
-                producing.wait(tiles.K1_RIGHT_FREE, PLAN)
-                producing.publish(shared.mask1, rows1)
-                _provide(shared.k1_right, shared.k1_rope, right1, rows1, ready.k1_right, 1, tiles.K1_RIGHT_READY, PLAN)
+                producing.wait(K1_RIGHT_EMPTY, PLAN)
+                producing.publish(call.masks.block1, rows1)
+                _provide(shared.k1_right, shared.k1_rope, right1, rows1, full.k1_right, 1, tiles.K1_RIGHT_FULL, PLAN)
 
-            left1 = half_arrived(left1, 0, PLAN)
+            left1 = half_loaded(left1, 0, PLAN)
             left0 = load_half(rows0, 0, PLAN)
             left1 = with_nan(left1, rows1, 0, PLAN)
             if always:
-                producing.wait(tiles.K1_LEFT_FREE, PLAN)
-                _provide(shared.k1_left, shared.k1_rope, left1, rows1, ready.k1_left, 0, tiles.K1_LEFT_READY, PLAN)
+                producing.wait(K1_LEFT_EMPTY, PLAN)
+                _provide(shared.k1_left, shared.k1_rope, left1, rows1, full.k1_left, 0, tiles.K1_LEFT_FULL, PLAN)
     # The consumers' last arrivals.
-    producing.wait(tiles.K0_LEFT_FREE, PLAN)
-    producing.wait(tiles.K0_RIGHT_FREE, PLAN)
-    producing.wait(tiles.K1_RIGHT_FREE, PLAN)
-    producing.wait(tiles.K1_LEFT_FREE, PLAN)
+    producing.wait(K0_LEFT_EMPTY, PLAN)
+    producing.wait(K0_RIGHT_EMPTY, PLAN)
+    producing.wait(K1_RIGHT_EMPTY, PLAN)
+    producing.wait(K1_LEFT_EMPTY, PLAN)
     # The combine may be launched, and waits for what the consumers still write. Earlier, its programs would crowd on
     # the few SMs that are free first.
     gdc_launch_dependents()

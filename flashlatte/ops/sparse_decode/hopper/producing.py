@@ -8,10 +8,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-from flashlatte.kernels.hopper import named_barriers
+from flashlatte.kernels.hopper import barriers
+from flashlatte.kernels.hopper.mla_tiles import ROWS
 from flashlatte.ops.sparse_decode.hopper import layouts, schedule
 from flashlatte.ops.sparse_decode.hopper.selection import list_of
-from flashlatte.ops.sparse_decode.hopper.tiles import PLAIN, ROWS, SWIZZLED_WORDS, V32
+from flashlatte.ops.sparse_decode.hopper.tiles import PLAIN, SWIZZLED_WORDS, V32
 from flashlatte.runtime.gluon_compat import cp_async, reinterpret
 
 # Words from a token's begin to its scales (v32) and its rope.
@@ -41,27 +42,14 @@ def cursor_at(item, cost, selection, place, lists, PLAN: gl.constexpr):
     return Cursor(cost, share, row, extra_row)
 
 
-@gluon.constexpr_function
-def _barrier(INSTRUCTION, BARRIER, PRODUCER_THREADS):
-    return named_barriers._instruction(INSTRUCTION, BARRIER, 128 + PRODUCER_THREADS)
-
-
-@gluon.jit
-def _reach(INSTRUCTION: gl.constexpr, BARRIER: gl.constexpr, PLAN: gl.constexpr):
-    THREADS: gl.constexpr = PLAN.producer_threads
-    instruction: gl.constexpr = _barrier(INSTRUCTION, BARRIER, THREADS)
-    thread = gl.arange(0, THREADS, layouts.threads_layout(THREADS))
-    gl.inline_asm_elementwise(instruction, "=r,r", [thread], gl.int32, is_pure=False, pack=1)
-
-
 @gluon.jit
 def arrive(BARRIER: gl.constexpr, PLAN: gl.constexpr):
-    _reach("bar.arrive", BARRIER, PLAN)
+    barriers.arrive(BARRIER, 128 + PLAN.producer_threads, PLAN.producer_threads)
 
 
 @gluon.jit
 def wait(BARRIER: gl.constexpr, PLAN: gl.constexpr):
-    _reach("bar.sync", BARRIER, PLAN)
+    barriers.wait(BARRIER, 128 + PLAN.producer_threads, PLAN.producer_threads)
 
 
 @gluon.jit
@@ -99,40 +87,3 @@ def copy_rope(right_tile, rope_tile, rows, copied, PLAN: gl.constexpr):
 @gluon.jit
 def publish(mask, rows):
     mask.store(rows.valid.to(gl.int32))
-
-
-@gluon.constexpr_function
-def _arrived_asm(count):
-    # Operands: 0 to count - 1 the words, also count to 2 count - 1. One of each 16 bytes that were loaded will do. The
-    # grid has one axis: z is 0, and the branch, over which no load moves, never taken.
-    gather = [f"or.b32 t, t, ${i};" for i in range(0, count, 4 if count >= 8 else 1)]
-    begin = ["{ .reg .b32 t, z; .reg .pred p;", "mov.u32 z, %ctaid.y;", "mov.b32 t, 0;"]
-    return " ".join([*begin, *gather, "and.b32 t, t, z;", "setp.ne.u32 p, t, 0;", "@p trap; }"])
-
-
-@gluon.constexpr_function
-def _arrived_constraints(count):
-    return ",".join(["=r"] * count + [str(i) for i in range(count)])
-
-
-@gluon.constexpr_function
-def _words_each(TENSORS):
-    return (gl.int32,) * TENSORS
-
-
-@gluon.jit
-def arrived(tensors, PACK: gl.constexpr):
-    """A tuple of words, PACK each of a thread, once they are there.
-
-    ptxas has six scoreboards to wait for loads with, and gives one to several halves. The first use of a half would
-    then wait for the next one too, which was asked for only just before: so a half is waited for before that.
-    """
-    COUNT: gl.constexpr = len(tensors) * PACK
-    return gl.inline_asm_elementwise(
-        _arrived_asm(COUNT),
-        _arrived_constraints(COUNT),
-        tensors,
-        _words_each(len(tensors)),
-        is_pure=False,
-        pack=PACK,
-    )

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, LATENT, ROWS
+from flashlatte.kernels.hopper.mla_tiles import KEYS, LATENT, ROWS
+from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.split_kv import device, gluon_parts
 
 # Numbers of a partial result's record: 64 rows and their lse.
@@ -54,7 +55,7 @@ class Plan(NamedTuple):
         even: whether each item is split into as many parts as any other; ``parts`` are then those of an item.
         overhead: what starting on an item costs, in blocks.
         grain: blocks that a program takes at a time: two, or one where each part is one block (``one_block``).
-        paired: whether programs of neighbouring groups exchange what they widen (``exchange``).
+        paired: whether programs of neighbouring groups exchange what they widen (``clusters``).
     """
 
     format: Any
@@ -147,14 +148,4 @@ def has_share(item, cost, place, PLAN: gl.constexpr):
 @gluon.jit
 def pairs_of(share):
     """Pairs of blocks that cover a share; the last may lack its second block."""
-    return kept((share.end - share.begin + 1) // 2)
-
-
-@gluon.jit
-def kept(count):
-    """The same count, used in a way that Triton 3.6 and 3.7 see.
-
-    Their elimination of dead loop arguments overlooks the bounds of inner loops (triton-lang/triton#9036): a count
-    that is nothing else would keep the value of the first iteration.
-    """
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [count], gl.int32, is_pure=False, pack=1)
+    return opaque((share.end - share.begin + 1) // 2)

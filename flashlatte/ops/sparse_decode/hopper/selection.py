@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.ops.sparse_decode.hopper.tiles import KEYS, MODEL1, PLAIN, V32
+from flashlatte.kernels.hopper.mla_tiles import KEYS
+from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32
 
 # Bytes of a token's scales in model1, which follow the tokens of a page.
 _MODEL1_SCALES = gl.constexpr(8)

@@ -3,13 +3,13 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.ops.sparse_prefill.hopper.consumers import consume_left, consume_right
+from flashlatte.ops.sparse_prefill.hopper.consumers import consume_even, consume_odd
 from flashlatte.ops.sparse_prefill.hopper.epilogue import Output
 from flashlatte.ops.sparse_prefill.hopper.producer import Queries, produce
 from flashlatte.ops.sparse_prefill.hopper.state import Problem, allocate
 
-# Of 168 x 12 registers (32-bit, a thread and warp) the left consumer takes what these leave: 232.
-_RIGHT_REGISTERS = gl.constexpr(232)
+# Of 168 x 12 registers (32-bit, a thread and warp) the even consumer takes what these leave: 232.
+_ODD_REGISTERS = gl.constexpr(232)
 _PRODUCER_REGISTERS = gl.constexpr(40)
 
 _SIZES_AND_STRIDES = (
@@ -32,7 +32,7 @@ _ELEMENTWISE = ("indices", "lengths", "sinks", "max_logits", "lse")
 
 @gluon.jit(do_not_specialize=_SIZES_AND_STRIDES, do_not_specialize_on_alignment=_ELEMENTWISE)
 def sparse_prefill_kernel(
-    out_desc,  # the first argument, as ``streams.store_once`` expects
+    out_desc,  # the first argument, as ``epilogue`` expects
     q,
     q_token_stride: gl.int64,  # in units of 16 bytes, as the next and kv_stride
     q_head_stride: gl.int64,
@@ -62,10 +62,10 @@ def sparse_prefill_kernel(
     output = Output(max_logits, lse, sinks, sink_stride, heads, softmax_scale, scale_log2, empty_lse)
     gl.warp_specialize(
         [
-            (consume_left, (output, problem, shared, HEAD_DIM)),
-            (consume_right, (output, problem, shared, HEAD_DIM)),
+            (consume_even, (output, problem, shared, HEAD_DIM)),
+            (consume_odd, (output, problem, shared, HEAD_DIM)),
             (produce, (queries, kv, kv_stride, problem, shared, HEAD_DIM)),
         ],
         [4, 4],
-        [_RIGHT_REGISTERS, _PRODUCER_REGISTERS],
+        [_ODD_REGISTERS, _PRODUCER_REGISTERS],
     )

@@ -8,16 +8,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from flashlatte.kernels.hopper.named_barriers import wait
-from flashlatte.ops.sparse_prefill.hopper import barriers
-from flashlatte.ops.sparse_prefill.hopper.state import pairs_of
-from flashlatte.ops.sparse_prefill.hopper.streams import QUERY_ROWS, load_once
+from flashlatte.kernels.hopper.barriers import ALL, PAIR, wait
+from flashlatte.kernels.hopper.mla_tiles import (
+    COPY,
+    K0_LEFT_EMPTY,
+    K0_RIGHT_EMPTY,
+    K1_LEFT_EMPTY,
+    K1_RIGHT_EMPTY,
+)
+from flashlatte.kernels.hopper.ptx.memory import PIECE_ROWS, load_once
+from flashlatte.ops.sparse_prefill.hopper.state import Q_EMPTY, pairs_of
 from flashlatte.runtime.gluon_compat import aggregate, cp_async
 
 # A thread copies 16 bytes at a time, eight neighbours the 128 bytes of a swizzled line.
-_GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-_ROWS = gl.constexpr(gl.SliceLayout(1, _GATHER))
-_COLUMNS = gl.constexpr(gl.SliceLayout(0, _GATHER))
+_ROWS = gl.constexpr(gl.SliceLayout(1, COPY))
+_COLUMNS = gl.constexpr(gl.SliceLayout(0, COPY))
 
 
 @aggregate
@@ -57,7 +62,7 @@ def _load_indices(row, first, count):
 
 
 @gluon.jit
-def _narrow(indices, s_kv):
+def _valid_or_none(indices, s_kv):
     """int32 indices, -1 for all that select nothing."""
     return gl.where((indices >= 0) & (indices < s_kv), indices, -1).to(gl.int32)
 
@@ -74,7 +79,7 @@ def _rows(indices, kv, stride):
 @gluon.jit
 def _copy(rows, FIRST: gl.constexpr, tile):
     WIDTH: gl.constexpr = tile.shape[1]
-    # Rows that select nothing are filled with zeros: their weight is 0, and 0 x NaN would still be NaN.
+    # Rows that select nothing are filled with zeros: their P is 0, and 0 · NaN would still be NaN.
     pointers = rows.pointers[:, None] + (FIRST + gl.arange(0, WIDTH, _COLUMNS))[None, :]
     cp_async(tile, pointers, mask=rows.valid[:, None])
 
@@ -85,36 +90,36 @@ def _signal(barrier):
 
 
 @gluon.jit
-def _copy_left(rows, k, ready):
+def _copy_left(rows, k, full):
     left = k.left.index(0)
     _copy(rows, 0, left.slice(0, 128, dim=1))
-    _signal(ready.quarter0)
+    _signal(full.quarter0)
     _copy(rows, 128, left.slice(128, 128, dim=1))
-    _signal(ready.quarter1)
+    _signal(full.quarter1)
 
 
 @gluon.jit
-def _copy_right(rows, k, ready, HEAD_DIM: gl.constexpr):
+def _copy_right(rows, k, full, HEAD_DIM: gl.constexpr):
     right = k.right.index(0)
     if HEAD_DIM == 576:
         _copy(rows, 512, k.rope.index(0))
     _copy(rows, 256, right.slice(0, 128, dim=1))
-    _signal(ready.quarter2)
+    _signal(full.quarter2)
     _copy(rows, 384, right.slice(128, 128, dim=1))
-    _signal(ready.quarter3)
+    _signal(full.quarter3)
 
 
 @gluon.jit
-def _publish_mask(rows, mask, ready):
+def _publish_mask(rows, mask, full):
     mask.store(rows.valid.to(gl.int32))
-    mbarrier.arrive(ready.mask, count=1)
+    mbarrier.arrive(full.mask, count=1)
 
 
 @gluon.jit
 def _load_q(queries, tile, head_blocks, shared, HEAD_DIM: gl.constexpr):
     token = queries.q + (tile // head_blocks).to(gl.int64) * queries.token_stride * 8
     for first in range(0, 64, 16):
-        row = first + gl.arange(0, 16, QUERY_ROWS)
+        row = first + gl.arange(0, 16, PIECE_ROWS)
         head = (tile % head_blocks) * 64 + row
         inside = head < queries.heads
         pointers = token + gl.where(inside, head, 0).to(gl.int64) * queries.head_stride * 8
@@ -122,46 +127,46 @@ def _load_q(queries, tile, head_blocks, shared, HEAD_DIM: gl.constexpr):
         load_once(pointers + 256, inside, row, shared.q_offsets.right, 256)
         if HEAD_DIM == 576:
             load_once(pointers + 512, inside, row, shared.q_offsets.rope, 64)
-    _signal(shared.q_ready)
+    _signal(shared.q_full)
 
 
 @gluon.jit
-def _announce_nothing(ready):
-    _signal(ready.quarter0)
-    _signal(ready.quarter1)
-    _signal(ready.quarter2)
-    _signal(ready.quarter3)
-    mbarrier.arrive(ready.mask, count=1)
+def _announce_nothing(full):
+    _signal(full.quarter0)
+    _signal(full.quarter1)
+    _signal(full.quarter2)
+    _signal(full.quarter3)
+    mbarrier.arrive(full.mask, count=1)
 
 
 @gluon.jit
 def produce(queries, kv, kv_stride, problem, shared, HEAD_DIM: gl.constexpr):
     k0 = shared.k0
     k1 = shared.k1
-    ready0 = shared.ready0
-    ready1 = shared.ready1
+    full0 = shared.full0
+    full1 = shared.full1
 
     first = gl.program_id(0)
     row = problem.row(first)
     count = problem.selected(first)
-    indices0 = _narrow(_load_indices(row, 0, count), problem.s_kv)
-    indices1 = _narrow(_load_indices(row, 64, count), problem.s_kv)
+    indices0 = _valid_or_none(_load_indices(row, 0, count), problem.s_kv)
+    indices1 = _valid_or_none(_load_indices(row, 64, count), problem.s_kv)
     for tile in range(first, problem.tiles, gl.num_programs(0)):
         next_tile = tile + gl.num_programs(0)
         next_row = problem.row(next_tile)
         next_count = problem.selected(next_tile)
         pairs = pairs_of(count)
 
-        wait(barriers.Q_FREE, barriers.ALL)
+        wait(Q_EMPTY, ALL)
         _load_q(queries, tile, problem.head_blocks, shared, HEAD_DIM)
         for pair in range(pairs):
             rows0 = _rows(indices0, kv, kv_stride)
             rows1 = _rows(indices1, kv, kv_stride)
-            wait(barriers.LEFT0_FREE, barriers.PAIR)
-            _copy_left(rows0, k0, ready0)
-            _publish_mask(rows0, shared.mask0, ready0)
-            wait(barriers.RIGHT0_FREE, barriers.PAIR)
-            _copy_right(rows0, k0, ready0, HEAD_DIM)
+            wait(K0_LEFT_EMPTY, PAIR)
+            _copy_left(rows0, k0, full0)
+            _publish_mask(rows0, shared.mask0, full0)
+            wait(K0_RIGHT_EMPTY, PAIR)
+            _copy_right(rows0, k0, full0, HEAD_DIM)
             # Indices come from HBM: the next pair's, also across tiles, are asked for half a pair ahead.
             last = pair == pairs - 1
             ahead = gl.where(last, 0, (pair + 1) * 128)
@@ -169,21 +174,21 @@ def produce(queries, kv, kv_stride, problem, shared, HEAD_DIM: gl.constexpr):
             ahead_count = gl.where(last, next_count, count)
             ahead0 = _load_indices(ahead_row, ahead, ahead_count)
             ahead1 = _load_indices(ahead_row, ahead + 64, ahead_count)
-            wait(barriers.LEFT1_FREE, barriers.PAIR)
-            _copy_left(rows1, k1, ready1)
-            _publish_mask(rows1, shared.mask1, ready1)
-            wait(barriers.RIGHT1_FREE, barriers.PAIR)
-            _copy_right(rows1, k1, ready1, HEAD_DIM)
-            indices0 = _narrow(ahead0, problem.s_kv)
-            indices1 = _narrow(ahead1, problem.s_kv)
+            wait(K1_LEFT_EMPTY, PAIR)
+            _copy_left(rows1, k1, full1)
+            _publish_mask(rows1, shared.mask1, full1)
+            wait(K1_RIGHT_EMPTY, PAIR)
+            _copy_right(rows1, k1, full1, HEAD_DIM)
+            indices0 = _valid_or_none(ahead0, problem.s_kv)
+            indices1 = _valid_or_none(ahead1, problem.s_kv)
         row = next_row
         count = next_count
 
     # The left consumer runs one score ahead, also after the last tile: it gets a tile and a block of whatever is there.
-    wait(barriers.Q_FREE, barriers.ALL)
-    _signal(shared.q_ready)
-    wait(barriers.LEFT0_FREE, barriers.PAIR)
-    wait(barriers.RIGHT0_FREE, barriers.PAIR)
-    _announce_nothing(ready0)
-    wait(barriers.LEFT1_FREE, barriers.PAIR)
-    wait(barriers.RIGHT1_FREE, barriers.PAIR)
+    wait(Q_EMPTY, ALL)
+    _signal(shared.q_full)
+    wait(K0_LEFT_EMPTY, PAIR)
+    wait(K0_RIGHT_EMPTY, PAIR)
+    _announce_nothing(full0)
+    wait(K1_LEFT_EMPTY, PAIR)
+    wait(K1_RIGHT_EMPTY, PAIR)

@@ -2,13 +2,14 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flashlatte.ops.sparse_prefill.hopper.shared_offsets import find_tiles, offset_of
+from flashlatte.kernels.hopper.barriers import allocate_mbarrier
+from flashlatte.kernels.hopper.mla_tiles import OWN_BARRIERS, allocate_half, allocate_square, allocate_vector
+from flashlatte.kernels.hopper.shared_memory import find_tiles, offset_of
 from flashlatte.runtime.gluon_compat import aggregate
 
-TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-ROW_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+# The named barrier of the queries, which may be replaced: both consumers to the producer.
+Q_EMPTY = gl.constexpr(OWN_BARRIERS)
 
 
 @aggregate
@@ -46,7 +47,7 @@ class TileOffsets:
 
 
 @aggregate
-class BlockReady:
+class BlockFull:
     """The barriers that tell a consumer how much of a K block has arrived, a quarter of the latent at a time.
 
     RoPE columns are copied before the third quarter and arrive with it.
@@ -73,60 +74,60 @@ class Shared:
 
     q: LatentTile
     q_offsets: TileOffsets
-    q_ready: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
     k0: LatentTile
     k1: LatentTile
     k1_offsets: TileOffsets
-    ready0: BlockReady
-    ready1: BlockReady
+    full0: BlockFull
+    full1: BlockFull
     mask0: gl.shared_memory_descriptor  # int32 [64], 0 where an index selects nothing
     mask1: gl.shared_memory_descriptor
-    weights0: gl.shared_memory_descriptor  # [1, 64, 64]
-    weights1: gl.shared_memory_descriptor  # [1, 64, 64]
-    reference0: gl.shared_memory_descriptor  # float32 [64], as those that follow
-    reference1: gl.shared_memory_descriptor
-    sum0: gl.shared_memory_descriptor
-    sum1: gl.shared_memory_descriptor
-    max0: gl.shared_memory_descriptor
+    p0: gl.shared_memory_descriptor  # [1, 64, 64]
+    p1: gl.shared_memory_descriptor  # [1, 64, 64]
+    row_max0: gl.shared_memory_descriptor  # float32 [64], as those that follow
+    row_max1: gl.shared_memory_descriptor
+    row_sum0: gl.shared_memory_descriptor
+    row_sum1: gl.shared_memory_descriptor
+    score_max0: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
     def __init__(
         self,
         q,
         q_offsets,
-        q_ready,
+        q_full,
         k0,
         k1,
         k1_offsets,
-        ready0,
-        ready1,
+        full0,
+        full1,
         mask0,
         mask1,
-        weights0,
-        weights1,
-        reference0,
-        reference1,
-        sum0,
-        sum1,
-        max0,
+        p0,
+        p1,
+        row_max0,
+        row_max1,
+        row_sum0,
+        row_sum1,
+        score_max0,
     ):
         self.q = q
         self.q_offsets = q_offsets
-        self.q_ready = q_ready
+        self.q_full = q_full
         self.k0 = k0
         self.k1 = k1
         self.k1_offsets = k1_offsets
-        self.ready0 = ready0
-        self.ready1 = ready1
+        self.full0 = full0
+        self.full1 = full1
         self.mask0 = mask0
         self.mask1 = mask1
-        self.weights0 = weights0
-        self.weights1 = weights1
-        self.reference0 = reference0
-        self.reference1 = reference1
-        self.sum0 = sum0
-        self.sum1 = sum1
-        self.max0 = max0
+        self.p0 = p0
+        self.p1 = p1
+        self.row_max0 = row_max0
+        self.row_max1 = row_max1
+        self.row_sum0 = row_sum0
+        self.row_sum1 = row_sum1
+        self.score_max0 = score_max0
 
 
 @aggregate
@@ -180,38 +181,15 @@ def pairs_of(count):
 
 
 @gluon.jit
-def kept(count):
-    """The same count, used in a way that Triton 3.6 and 3.7 see.
-
-    Their elimination of dead loop arguments overlooks the bounds of inner loops (triton-lang/triton#9036): a count
-    that is nothing else would keep the value of the first iteration.
-    """
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [count], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _row():
-    return gl.allocate_shared_memory(gl.float32, [64], ROW_LAYOUT)
-
-
-@gluon.jit
-def _barrier(COUNT: gl.constexpr):
-    # Barriers that share an allocation draw extra bar.syncs from Triton's hazard analysis.
-    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(barrier, count=COUNT)
-    return barrier
-
-
-@gluon.jit
-def _block_ready():
-    return BlockReady(_barrier(128), _barrier(128), _barrier(128), _barrier(128), _barrier(1))
+def _block_full():
+    return BlockFull(allocate_mbarrier(128), allocate_mbarrier(128), allocate_mbarrier(128), allocate_mbarrier(128), allocate_mbarrier(1))
 
 
 @gluon.jit
 def _tile(DTYPE: gl.constexpr, HEAD_DIM: gl.constexpr):
-    left = gl.allocate_shared_memory(DTYPE, [1, 64, 256], TILE_LAYOUT)
-    right = gl.allocate_shared_memory(DTYPE, [1, 64, 256], TILE_LAYOUT)
-    rope = gl.allocate_shared_memory(DTYPE, [1, 64, 64], TILE_LAYOUT) if HEAD_DIM == 576 else left
+    left = allocate_half(DTYPE)
+    right = allocate_half(DTYPE)
+    rope = allocate_square(DTYPE) if HEAD_DIM == 576 else left
     return LatentTile(left, right, rope)
 
 
@@ -233,28 +211,28 @@ def allocate(DTYPE: gl.constexpr, HEAD_DIM: gl.constexpr):
     q = _tile(DTYPE, HEAD_DIM)
     k0 = _tile(DTYPE, HEAD_DIM)
     k1 = _tile(DTYPE, HEAD_DIM)
-    # Block 0's weights exist only between the last read of its RoPE columns and their refill.
-    weights0 = k0.rope if HEAD_DIM == 576 else gl.allocate_shared_memory(DTYPE, [1, 64, 64], TILE_LAYOUT)
-    weights1 = gl.allocate_shared_memory(DTYPE, [1, 64, 64], TILE_LAYOUT)
-    mask0 = gl.allocate_shared_memory(gl.int32, [64], ROW_LAYOUT)
-    mask1 = gl.allocate_shared_memory(gl.int32, [64], ROW_LAYOUT)
+    # P of block 0 exists only between the last read of its RoPE columns and their refill.
+    p0 = k0.rope if HEAD_DIM == 576 else allocate_square(DTYPE)
+    p1 = allocate_square(DTYPE)
+    mask0 = allocate_vector(gl.int32)
+    mask1 = allocate_vector(gl.int32)
     q_offsets, k1_offsets = _offsets(q, k1, HEAD_DIM)
     return Shared(
         q,
         q_offsets,
-        _barrier(128),
+        allocate_mbarrier(128),
         k0,
         k1,
         k1_offsets,
-        _block_ready(),
-        _block_ready(),
+        _block_full(),
+        _block_full(),
         mask0,
         mask1,
-        weights0,
-        weights1,
-        _row(),
-        _row(),
-        _row(),
-        _row(),
-        _row(),
+        p0,
+        p1,
+        allocate_vector(gl.float32),
+        allocate_vector(gl.float32),
+        allocate_vector(gl.float32),
+        allocate_vector(gl.float32),
+        allocate_vector(gl.float32),
     )

@@ -14,9 +14,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashlatte.kernels.hopper.named_barriers import wait as wait_pair
+from flashlatte.kernels.hopper import barriers
+from flashlatte.kernels.hopper.ptx.registers import product_here
+from flashlatte.kernels.hopper.ptx.threads import warp_sync
 from flashlatte.ops.dense_prefill.hopper.backward import state
-from flashlatte.ops.dense_prefill.hopper.backward.barriers import arrive, settle, wait
 from flashlatte.ops.dense_prefill.hopper.backward.dq import stage_columns
 from flashlatte.ops.dense_prefill.hopper.backward.epilogue import stage_gradient
 from flashlatte.ops.dense_prefill.hopper.backward.layouts import (
@@ -49,7 +50,7 @@ def _next_scores(shared, own, step, steps, unused, HAS_ROPE: gl.constexpr):
     step += 1
     stage = step % STAGES
     if step < steps:
-        mbarrier.wait(shared.stage_ready.index(stage), (step // STAGES) & 1)
+        mbarrier.wait(shared.stage_full.index(stage), (step // STAGES) & 1)
     return _scores(own, shared.q_main.index(stage), shared.q_rope.index(stage), step >> 30, unused, HAS_ROPE)
 
 
@@ -58,42 +59,6 @@ def _start_dp(k, dout, delta, zero):
     """dP - delta: what is subtracted is where the accumulator begins, which takes no registers of its own."""
     negative = gl.zeros([OWN_KEYS, QUERIES], gl.float32, SCORE_LAYOUT) - delta.load(SCORE_COLUMN)[None, :]
     return warpgroup_mma(k.v.index(zero), dout.permute((1, 0)), negative, is_async=True)
-
-
-@gluon.constexpr_function
-def _product(dtype):
-    if dtype == gl.bfloat16:
-        return """
-{
-    .reg .b32 x0, x1;
-    .reg .f32 y0, y1;
-    shl.b32 x0, $1, 16;
-    and.b32 x1, $1, 0xffff0000;
-    mul.f32 y0, x0, $2;
-    mul.f32 y1, x1, $3;
-    cvt.rn.bf16x2.f32 $0, y1, y0;
-}
-"""
-    return """
-{
-    .reg .b16 x0, x1;
-    .reg .f32 y0, y1;
-    mov.b32 {x0, x1}, $1;
-    cvt.f32.f16 y0, x0;
-    cvt.f32.f16 y1, x1;
-    mul.f32 y0, y0, $2;
-    mul.f32 y1, y1, $3;
-    cvt.rn.f16x2.f32 $0, y1, y0;
-}
-"""
-
-
-@gluon.jit
-def times(narrow, wide):
-    """narrow x wide, rounded. Not widened ahead, while narrow is also an operand in registers."""
-    return gl.inline_asm_elementwise(
-        _product(narrow.dtype), "=r,r,f,f", [narrow, wide], narrow.dtype, is_pure=False, pack=2
-    )
 
 
 @gluon.jit
@@ -124,8 +89,8 @@ def _consume(scale_log2, block, group, shared, own, OWN: gl.constexpr, HAS_ROPE:
     query = block.first_query
     end = query + block.tiles * QUERIES
     if steps > 0:
-        mbarrier.wait(shared.keys_ready, 0)
-        mbarrier.wait(shared.stage_ready.index(0), 0)
+        mbarrier.wait(shared.keys_full, 0)
+        mbarrier.wait(shared.stage_full.index(0), 0)
     pending = _scores(own, shared.q_main.index(0), shared.q_rope.index(0), 0, unused, HAS_ROPE)
     scores = warpgroup_mma_wait(0, deps=[pending])
     for step in range(steps):
@@ -136,24 +101,25 @@ def _consume(scale_log2, block, group, shared, own, OWN: gl.constexpr, HAS_ROPE:
         q_rope = shared.q_rope.index(stage)
         dout = shared.dout.index(zero)
         if not HAS_ROPE:
-            mbarrier.wait(shared.dout_ready, step & 1)
+            mbarrier.wait(shared.dout_full, step & 1)
             dp = _start_dp(own, dout, shared.delta.index(stage), zero)
         lse = shared.lse.index(stage).load(SCORE_COLUMN)
         exponent = scores * scale_log2 - lse[None, :]
         if block.partial(query):
             exponent = gl.where(_visible(block, query, OWN), exponent, float("-inf"))
         p = gl.exp2(exponent)
-        p_narrow = p.to(q_main.dtype)
+        p_rounded = p.to(q_main.dtype)
         if HAS_ROPE:
-            settle()
-            mbarrier.wait(shared.dout_ready, step & 1)
+            # The compiler would load ahead, past this point, what would only wait in registers.
+            warp_sync()
+            mbarrier.wait(shared.dout_full, step & 1)
             dp = _start_dp(own, dout, shared.delta.index(stage), zero)
-        dv_pending = warpgroup_mma(gl.convert_layout(p_narrow, operand(128)), dout, dv, is_async=True)
+        dv_pending = warpgroup_mma(gl.convert_layout(p_rounded, operand(128)), dout, dv, is_async=True)
         if HAS_ROPE:
             dp, dv = warpgroup_mma_wait(0, deps=[dp, dv_pending])
             if step + 1 < steps:
-                arrive(state.DOUT_FREE, state.ALL)
-            ds = times(p_narrow, dp)
+                barriers.arrive_at(state.DOUT_EMPTY, barriers.ALL)
+            ds = product_here(p_rounded, dp)
         else:
             dp = warpgroup_mma_wait(1, deps=[dp])
             ds = (p * dp).to(q_main.dtype)
@@ -163,7 +129,7 @@ def _consume(scale_log2, block, group, shared, own, OWN: gl.constexpr, HAS_ROPE:
         dk_main = warpgroup_mma(gl.convert_layout(ds, operand(128)), q_main, dk_main, is_async=True)
         if HAS_ROPE:
             dk_rope = warpgroup_mma(gl.convert_layout(ds, operand(64)), q_rope, dk_rope, is_async=True)
-        wait_pair(state.DS_WRITTEN, state.PAIR)
+        barriers.wait(state.DS_FULL, barriers.PAIR)
 
         ds0 = keys0.ds.index(parity)
         ds1 = keys1.ds.index(parity)
@@ -186,14 +152,14 @@ def _consume(scale_log2, block, group, shared, own, OWN: gl.constexpr, HAS_ROPE:
         else:
             dk_main, dv = warpgroup_mma_wait(2, deps=[dk_main, dv_pending])
             if step + 1 < steps:
-                arrive(state.DOUT_FREE, state.ALL)
+                barriers.arrive_at(state.DOUT_EMPTY, barriers.ALL)
         if step + STAGES < steps:
-            arrive(state.STAGE_FREE + stage, state.ALL)
+            barriers.arrive_at(state.STAGE_EMPTY + stage, barriers.ALL)
         rows = block.queries - query
         if HAS_ROPE:
             dq_main = warpgroup_mma_wait(2, deps=[dq_main])
             if step > 0:
-                wait(state.DQ_FREE, state.ALL)
+                barriers.wait_at(state.DQ_EMPTY, barriers.ALL)
             stage_columns(own.dq_main.index(zero), dq_main, rows)
             pending = _next_scores(shared, own, step, steps, unused, HAS_ROPE)
             dq_rope = warpgroup_mma_wait(2, deps=[dq_rope])
@@ -202,16 +168,16 @@ def _consume(scale_log2, block, group, shared, own, OWN: gl.constexpr, HAS_ROPE:
             pending = _next_scores(shared, own, step, steps, unused, HAS_ROPE)
             dq_main = warpgroup_mma_wait(1, deps=[dq_main])
             if step > 0:
-                wait(state.DQ_FREE, state.ALL)
+                barriers.wait_at(state.DQ_EMPTY, barriers.ALL)
             stage_columns(own.dq_main.index(zero), dq_main, rows)
         fence_async_shared()
-        arrive(state.DQ_STAGED, state.ALL)
+        barriers.arrive_at(state.DQ_FULL, barriers.ALL)
         scores = warpgroup_mma_wait(0, deps=[pending])
         query += QUERIES
         query = gl.where(query >= end, block.first_query, query)
 
     # Both are done with the keys.
-    wait_pair(state.DS_WRITTEN, state.PAIR)
+    barriers.wait(state.DS_FULL, barriers.PAIR)
     stage_gradient(own.main, dk_main * (scale_log2 * LN2))
     if HAS_ROPE:
         stage_gradient(own.rope, dk_rope * (scale_log2 * LN2))

@@ -10,6 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor
 
+from flashlatte.kernels.hopper.ptx import memory
+from flashlatte.kernels.hopper.ptx.threads import each_thread, one_each
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import QUERIES
 from flashlatte.ops.dense_prefill.hopper.backward.state import MAIN
 from flashlatte.runtime.gluon_compat import aggregate, tma_add
@@ -50,14 +52,7 @@ def add_staged(dq, shared, head, token, HAS_ROPE: gl.constexpr):
     """Add what the consumers have staged to the rows from ``token`` on, and wait until the copy engine has read it."""
     _add_own(dq, shared.keys0, head, token, 0, HAS_ROPE)
     _add_own(dq, shared.keys1, head, token, 1, HAS_ROPE)
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group.read 0; mov.u32 $0, $1;",
-        "=r,r",
-        [gl.arange(0, 128, _THREADS)],
-        gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    memory.stores_read()
 
 
 @gluon.jit
@@ -68,52 +63,22 @@ def _add_own(dq, own, head, token, OWN: gl.constexpr, HAS_ROPE: gl.constexpr):
         tma_add(dq.sums, [head, token, MAIN + OWN * SUM_COLUMNS], own.dq_rope.index(0))
 
 
-_THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-
-# Labels in braces are local to them. The copy engine's additions are ordered with other accesses by proxy fences.
-_WAIT_FOR_TURN = gl.constexpr("""
-{
-    .reg .pred early;
-    .reg .b32 turn;
-AGAIN:
-    ld.acquire.gpu.global.b32 turn, [$1];
-    setp.ne.s32 early, turn, $2;
-    @early bra AGAIN;
-    fence.proxy.async.global;
-    mov.u32 $0, turn;
-}
-""")
-_PASS_TURN = gl.constexpr("""
-{
-    .reg .pred first;
-    setp.eq.s32 first, $2, 0;
-    cp.async.bulk.wait_group 0;
-    fence.proxy.async.global;
-    bar.warp.sync 0xffffffff;
-    @first red.release.gpu.global.add.u32 [$1], 1;
-    mov.u32 $0, $2;
-}
-""")
-
-
 @gluon.jit
 def _turn_address(dq, block, head, query):
     """Where each thread of the producer finds whose turn it is at the tile of queries from ``query`` on."""
     tile = head * dq.turns_per_head + block.q_slot + query // QUERIES
-    return gl.full([128], 0, gl.int64, _THREADS) + (dq.turns + tile).to(gl.int64)
+    return gl.full([128], 0, gl.int64, one_each(128)) + (dq.turns + tile).to(gl.int64)
 
 
 @gluon.jit
 def take_turn(dq, block, head, query):
     """Wait until the later blocks have added to the tile."""
-    turn = gl.full([128], 0, gl.int32, _THREADS) + block.turn(query)
+    turn = each_thread(0) + block.turn(query)
     address = _turn_address(dq, block, head, query)
-    gl.inline_asm_elementwise(_WAIT_FOR_TURN, "=r,l,r", [address, turn], gl.int32, is_pure=False, pack=1)
+    memory.take_turn(address, turn)
 
 
 @gluon.jit
 def pass_turn(dq, block, head, query):
     """Let the next block add to the tile, once the sums have what this one added."""
-    thread = gl.arange(0, 128, _THREADS)
-    address = _turn_address(dq, block, head, query)
-    gl.inline_asm_elementwise(_PASS_TURN, "=r,l,r", [address, thread], gl.int32, is_pure=False, pack=1)
+    memory.pass_turn(_turn_address(dq, block, head, query))

@@ -2,7 +2,7 @@
 the consumers find of dQ added to its sums.
 
 Whole tiles come by the copy engine. A tile that reaches beyond its request is gathered by the threads instead, with
-zeros in place of the rows that are not the request's: their weights are harmless (P is 1 or masked, dP and dS are 0),
+zeros in place of the rows that are not the request's: they are harmless (P is 1 or masked, dP and dS are 0),
 but 0 x NaN of a neighbour's row would not be.
 """
 
@@ -11,8 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor
 
+from flashlatte.kernels.hopper import barriers
 from flashlatte.ops.dense_prefill.hopper.backward import state
-from flashlatte.ops.dense_prefill.hopper.backward.barriers import arrive, wait
 from flashlatte.ops.dense_prefill.hopper.backward.dq import add_staged, pass_turn, take_turn
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import KEYS, QUERIES
 from flashlatte.ops.dense_prefill.hopper.backward.state import MAIN, OWN_KEYS, ROPE, STAGES, V_DIM
@@ -72,27 +72,27 @@ def _finish_gather():
 
 @gluon.jit
 def _load_keys(k, v, shared, block, head, HAS_ROPE: gl.constexpr):
-    ready = shared.keys_ready
+    full = shared.keys_full
     token = block.k_token
     count = block.keys
     keys0 = shared.keys0
     keys1 = shared.keys1
     if count >= KEYS:
-        mbarrier.expect(ready, KEYS * (MAIN + (ROPE if HAS_ROPE else 0) + V_DIM) * 2)
-        tma_load(k.main, [head, token, 0], ready, keys0.main.index(0))
-        tma_load(k.main, [head, token + OWN_KEYS, 0], ready, keys1.main.index(0))
+        mbarrier.expect(full, KEYS * (MAIN + (ROPE if HAS_ROPE else 0) + V_DIM) * 2)
+        tma_load(k.main, [head, token, 0], full, keys0.main.index(0))
+        tma_load(k.main, [head, token + OWN_KEYS, 0], full, keys1.main.index(0))
         if HAS_ROPE:
-            tma_load(k.rope, [head, token, MAIN], ready, keys0.rope.index(0))
-            tma_load(k.rope, [head, token + OWN_KEYS, MAIN], ready, keys1.rope.index(0))
-        tma_load(v.main, [head, token, 0], ready, keys0.v.index(0))
-        tma_load(v.main, [head, token + OWN_KEYS, 0], ready, keys1.v.index(0))
+            tma_load(k.rope, [head, token, MAIN], full, keys0.rope.index(0))
+            tma_load(k.rope, [head, token + OWN_KEYS, MAIN], full, keys1.rope.index(0))
+        tma_load(v.main, [head, token, 0], full, keys0.v.index(0))
+        tma_load(v.main, [head, token + OWN_KEYS, 0], full, keys1.v.index(0))
     else:
         _gather_wide(keys0.main.index(0), keys0.rope.index(0), k, head, token, count, HAS_ROPE)
         _gather(keys0.v.index(0), v, head, token, count, 0)
         _gather_wide(keys1.main.index(0), keys1.rope.index(0), k, head, token + OWN_KEYS, count - OWN_KEYS, HAS_ROPE)
         _gather(keys1.v.index(0), v, head, token + OWN_KEYS, count - OWN_KEYS, 0)
         _finish_gather()
-        mbarrier.arrive(ready, count=1)
+        mbarrier.arrive(full, count=1)
 
 
 @gluon.jit
@@ -112,22 +112,22 @@ def _load_queries(q, lse, delta, q_total, block, kv_head, group, step, shared, H
     row_lse = gl.load(lse + position + row, mask=row < count, other=0.0)
     row_delta = gl.load(delta + position + row, mask=row < count, other=0.0)
     if step >= STAGES:
-        wait(state.STAGE_FREE + stage, state.ALL)
-    ready = shared.stage_ready.index(stage)
+        barriers.wait_at(state.STAGE_EMPTY + stage, barriers.ALL)
+    full = shared.stage_full.index(stage)
     main = shared.q_main.index(stage)
     rope = shared.q_rope.index(stage)
     if count >= QUERIES:
-        mbarrier.expect(ready, QUERIES * (MAIN + (ROPE if HAS_ROPE else 0)) * 2)
-        tma_load(q.main, [head, token, 0], ready, main)
+        mbarrier.expect(full, QUERIES * (MAIN + (ROPE if HAS_ROPE else 0)) * 2)
+        tma_load(q.main, [head, token, 0], full, main)
         if HAS_ROPE:
-            tma_load(q.rope, [head, token, MAIN], ready, rope)
+            tma_load(q.rope, [head, token, MAIN], full, rope)
     else:
         _gather_wide(main, rope, q, head, token, count, HAS_ROPE)
         _finish_gather()
-        mbarrier.arrive(ready, count=1)
+        mbarrier.arrive(full, count=1)
     shared.lse.index(stage).store(row_lse)
     shared.delta.index(stage).store(row_delta)
-    mbarrier.arrive(ready, count=1)
+    mbarrier.arrive(full, count=1)
 
 
 @gluon.jit
@@ -137,14 +137,14 @@ def _load_dout(dout, block, kv_head, group, step, shared):
     count = block.queries - query
     tile = shared.dout.index(0)
     if step > 0:
-        wait(state.DOUT_FREE, state.ALL)
+        barriers.wait_at(state.DOUT_EMPTY, barriers.ALL)
     if count >= QUERIES:
-        mbarrier.expect(shared.dout_ready, QUERIES * V_DIM * 2)
-        tma_load(dout.main, [head, token, 0], shared.dout_ready, tile)
+        mbarrier.expect(shared.dout_full, QUERIES * V_DIM * 2)
+        tma_load(dout.main, [head, token, 0], shared.dout_full, tile)
     else:
         _gather(tile, dout, head, token, count, 0)
         _finish_gather()
-        mbarrier.arrive(shared.dout_ready, count=1)
+        mbarrier.arrive(shared.dout_full, count=1)
 
 
 @gluon.jit
@@ -152,10 +152,10 @@ def _add_dq(dq, block, kv_head, group, step, steps, shared, HAS_ROPE: gl.constex
     head, query = _tile(block, kv_head, group, step)
     if dq.turns is not None:
         take_turn(dq, block, head, query)
-    wait(state.DQ_STAGED, state.ALL)
+    barriers.wait_at(state.DQ_FULL, barriers.ALL)
     add_staged(dq, shared, head, block.q_token + query, HAS_ROPE)
     if step + 1 < steps:
-        arrive(state.DQ_FREE, state.ALL)
+        barriers.arrive_at(state.DQ_EMPTY, barriers.ALL)
     if dq.turns is not None:
         pass_turn(dq, block, head, query)
 

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flashlatte.kernels.hopper.named_barriers import FIRST_FREE
+from flashlatte.kernels.hopper.barriers import FIRST_FREE
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import QUERIES
 from flashlatte.runtime.gluon_compat import aggregate
 
@@ -21,13 +21,11 @@ _DQ_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 _ROW_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 # Named barriers, by what the one who waits may do.
-STAGE_FREE = gl.constexpr(FIRST_FREE)  # fetch queries into a stage: consumers to producer
-DOUT_FREE = gl.constexpr(FIRST_FREE + STAGES)  # fetch the next dO: consumers to producer
-DS_WRITTEN = gl.constexpr(FIRST_FREE + STAGES + 1)  # read dS: consumers to each other
-DQ_STAGED = gl.constexpr(FIRST_FREE + STAGES + 2)  # add dQ to the sums: consumers to producer
-DQ_FREE = gl.constexpr(FIRST_FREE + STAGES + 3)  # stage the next dQ: producer to consumers
-ALL = gl.constexpr(384)
-PAIR = gl.constexpr(256)
+STAGE_EMPTY = gl.constexpr(FIRST_FREE)  # fetch queries into a stage: consumers to producer
+DOUT_EMPTY = gl.constexpr(FIRST_FREE + STAGES)  # fetch the next dO: consumers to producer
+DS_FULL = gl.constexpr(FIRST_FREE + STAGES + 1)  # read dS: consumers to each other
+DQ_FULL = gl.constexpr(FIRST_FREE + STAGES + 2)  # add dQ to the sums: consumers to producer
+DQ_EMPTY = gl.constexpr(FIRST_FREE + STAGES + 3)  # stage the next dQ: producer to consumers
 
 
 @aggregate
@@ -62,12 +60,12 @@ class Shared:
     dout: gl.shared_memory_descriptor  # [1, 64, 128]
     lse: gl.shared_memory_descriptor  # float32 [STAGES, 64], in units of log 2
     delta: gl.shared_memory_descriptor  # float32 [STAGES, 64]
-    keys_ready: gl.shared_memory_descriptor
-    stage_ready: gl.shared_memory_descriptor
-    dout_ready: gl.shared_memory_descriptor
+    keys_full: gl.shared_memory_descriptor
+    stage_full: gl.shared_memory_descriptor
+    dout_full: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, keys0, keys1, q_main, q_rope, dout, lse, delta, keys_ready, stage_ready, dout_ready):
+    def __init__(self, keys0, keys1, q_main, q_rope, dout, lse, delta, keys_full, stage_full, dout_full):
         self.keys0 = keys0
         self.keys1 = keys1
         self.q_main = q_main
@@ -75,9 +73,9 @@ class Shared:
         self.dout = dout
         self.lse = lse
         self.delta = delta
-        self.keys_ready = keys_ready
-        self.stage_ready = stage_ready
-        self.dout_ready = dout_ready
+        self.keys_full = keys_full
+        self.stage_full = stage_full
+        self.dout_full = dout_full
 
 
 @gluon.jit
@@ -100,12 +98,12 @@ def allocate(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr):
     dout = gl.allocate_shared_memory(DTYPE, [1, QUERIES, V_DIM], TILE_LAYOUT)
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], _ROW_LAYOUT)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], _ROW_LAYOUT)
-    keys_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(keys_ready, count=1)
-    stage_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    keys_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(keys_full, count=1)
+    stage_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         # The copy engine's tiles, and the producer's row vectors.
-        mbarrier.init(stage_ready.index(stage), count=2)
-    dout_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(dout_ready, count=1)
-    return Shared(keys0, keys1, q_main, q_rope, dout, lse, delta, keys_ready, stage_ready, dout_ready)
+        mbarrier.init(stage_full.index(stage), count=2)
+    dout_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(dout_full, count=1)
+    return Shared(keys0, keys1, q_main, q_rope, dout, lse, delta, keys_full, stage_full, dout_full)

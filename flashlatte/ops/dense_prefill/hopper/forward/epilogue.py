@@ -45,8 +45,8 @@ _STORE = gl.constexpr(_columns_layout([8, 16], [2, 4]))
 @gluon.jit
 def store(output, state, ticket, results, scale_log2, FIRST_ROW: gl.constexpr, UNIT: gl.constexpr):
     """``output`` [64, 128] and ``state``, of the ticket's rows from FIRST_ROW on."""
-    is_empty = state.total == 0
-    inverse = gl.where(is_empty, 0.0, 1.0 / state.total)
+    is_empty = state.row_sum == 0
+    inverse = gl.where(is_empty, 0.0, 1.0 / state.row_sum)
     values = (output * inverse[:, None]).to(results.out.dtype.element_ty)
     values = gl.convert_layout(gl.convert_layout(values, _HALFWAY), _STORE)
     row = FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, _STORE))
@@ -55,7 +55,7 @@ def store(output, state, ticket, results, scale_log2, FIRST_ROW: gl.constexpr, U
     offset = (base + row.to(gl.int64) * results.out_stride_token) * UNIT
     gl.store(results.out + offset[:, None] + col[None, :], values, mask=(row < ticket.rows)[:, None])
 
-    lse = gl.where(is_empty, results.empty_lse, (state.reference * scale_log2 + gl.log2(state.total)) * _LN2)
+    lse = gl.where(is_empty, results.empty_lse, (state.row_max * scale_log2 + gl.log2(state.row_sum)) * _LN2)
     row = FIRST_ROW + gl.arange(0, ROWS, ACC_ROWS)
     base = ticket.token.to(gl.int64) * results.lse_stride_token + ticket.head.to(gl.int64) * results.lse_stride_head
     gl.store(results.lse + base + row.to(gl.int64) * results.lse_stride_token, lse, mask=row < ticket.rows)

@@ -1,4 +1,4 @@
-"""A consumer's share of the softmax: which keys a row sees, and weights."""
+"""A consumer's share of the softmax: which keys a row sees, and P."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from flashlatte.kernels.hopper.lazy_softmax import HEADROOM
+from flashlatte.kernels.hopper.ptx.registers import mask_columns
+from flashlatte.kernels.hopper.softmax import HEADROOM, NO_SCORE
 from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
     ACC_COLS,
     ACC_ROWS,
@@ -19,22 +20,19 @@ from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
 )
 from flashlatte.runtime.gluon_compat import cta_barrier
 
-# The reference of a row that has seen no key: below any score, and finite, so that it can be subtracted from itself.
-_NO_SCORE = gl.constexpr(-1e30)
 
-
-class Sight(NamedTuple):
+class Mask(NamedTuple):
     """Which keys the rows of a consumer see.
 
     Attributes:
-        clean_from, clean_to: the keys that all rows see.
+        seen_by_all_from, seen_by_all_to: the keys that all rows see.
         position: of the first row.
         keys: of the request.
         left, right: the window.
     """
 
-    clean_from: Any
-    clean_to: Any
+    seen_by_all_from: Any
+    seen_by_all_to: Any
     position: Any
     keys: Any
     left: Any
@@ -42,61 +40,30 @@ class Sight(NamedTuple):
 
 
 class State(NamedTuple):
-    """Statistics of the rows, [64]: the raw score whose weight is 1, and the sum of weights."""
+    """Statistics of the rows, [64]: the raw score whose P is 1, and the sum of P."""
 
-    reference: Any
-    total: Any
+    row_max: Any
+    row_sum: Any
 
 
 @gluon.jit
-def sight(ticket, window, FIRST_ROW: gl.constexpr):
+def mask_of(ticket, window, FIRST_ROW: gl.constexpr):
     position = ticket.position + FIRST_ROW
-    clean_from = position + ROWS - 1 - window.left
-    clean_to = gl.minimum(position + window.right + 1, ticket.keys)
-    return Sight(clean_from, clean_to, position, ticket.keys, window.left, window.right)
-
-
-@gluon.constexpr_function
-def _hide_asm():
-    # A thread holds 64 scores: of its first column and the one behind it, both of its first row and then of its
-    # second; the next four are 8 columns further. Operands: 0 to 63 the scores, also 64 to 127; 128 to 191 and 192 to
-    # 255, how far behind the thread's first column the row's first seen key is, and its first key not seen any more.
-    hide = []
-    for i in range(64):
-        column = (i & 1) + (i >> 2) * 8
-        row = i & 2
-        hide += [
-            f"setp.le.s32 seen, ${128 + row}, {column};",
-            f"setp.gt.and.s32 seen, ${192 + row}, {column}, seen;",
-            f"selp.f32 ${i}, ${i}, 0fFF800000, seen;",
-        ]
-    return " ".join(["{ .reg .pred seen;", *hide, "}"])
-
-
-@gluon.constexpr_function
-def _hide_constraints():
-    return ",".join(["=f"] * 64 + [str(i) for i in range(64)] + ["r"] * 128)
+    seen_by_all_from = position + ROWS - 1 - window.left
+    seen_by_all_to = gl.minimum(position + window.right + 1, ticket.keys)
+    return Mask(seen_by_all_from, seen_by_all_to, position, ticket.keys, window.left, window.right)
 
 
 @gluon.jit
-def hide(scores, sight, first_key):
+def apply_mask(scores, mask, first_key):
     """Scores [64, 128] of the block at ``first_key``, -inf where a row does not see the key.
-
-    In assembly, where columns are constants: the compiler would keep them in registers, also outside of the branch.
     """
-    if (first_key < sight.clean_from) | (first_key + KEYS > sight.clean_to):
-        position = sight.position - first_key + gl.arange(0, ROWS, ACC_ROWS)
-        seen_from = position - sight.left
-        seen_to = gl.minimum(position + sight.right + 1, sight.keys - first_key)
+    if (first_key < mask.seen_by_all_from) | (first_key + KEYS > mask.seen_by_all_to):
+        position = mask.position - first_key + gl.arange(0, ROWS, ACC_ROWS)
+        seen_from = position - mask.left
+        seen_to = gl.minimum(position + mask.right + 1, mask.keys - first_key)
         key = gl.arange(0, KEYS, ACC_COLS)[None, :]
-        scores = gl.inline_asm_elementwise(
-            _hide_asm(),
-            _hide_constraints(),
-            [scores, seen_from[:, None] - key, seen_to[:, None] - key],
-            gl.float32,
-            is_pure=True,
-            pack=64,
-        )
+        scores = mask_columns(scores, seen_from[:, None] - key, seen_to[:, None] - key)
     return scores
 
 
@@ -104,7 +71,7 @@ def hide(scores, sight, first_key):
 def zero_values(tile, first):
     """Zero the values [128, 128] from row ``first`` on.
 
-    They belong to another request or to none, and may be NaN, which a weight of zero would not hide. Both consumers do
+    They belong to another request or to none, and may be NaN, which P of zero would not hide. Both consumers do
     so, each before its own product: what they write is the same.
     """
     row = gl.arange(0, KEYS, gl.SliceLayout(1, COPY))
@@ -118,14 +85,14 @@ def zero_values(tile, first):
 
 @gluon.jit
 def empty_state():
-    return State(gl.full([ROWS], _NO_SCORE, gl.float32, ACC_ROWS), gl.zeros([ROWS], gl.float32, ACC_ROWS))
+    return State(gl.full([ROWS], NO_SCORE, gl.float32, ACC_ROWS), gl.zeros([ROWS], gl.float32, ACC_ROWS))
 
 
 @gluon.jit
 def attend(state, scores, scale_log2):
-    """Weights of a block, the statistics with it, and the factor by which what was summed before shrinks."""
-    maximum = gl.max(scores, 1)
-    reference = gl.where((maximum - state.reference) * scale_log2 > HEADROOM, maximum, state.reference)
-    weights = gl.exp2(scores * scale_log2 - (reference * scale_log2)[:, None])
-    decay = gl.exp2((state.reference - reference) * scale_log2)
-    return weights, State(reference, state.total * decay + gl.sum(weights, 1)), decay
+    """P of a block [64, 128], the statistics with it, and alpha [64], by which what was summed before is rescaled."""
+    block_max = gl.max(scores, 1)
+    row_max = gl.where((block_max - state.row_max) * scale_log2 > HEADROOM, block_max, state.row_max)
+    p = gl.exp2(scores * scale_log2 - (row_max * scale_log2)[:, None])
+    alpha = gl.exp2((state.row_max - row_max) * scale_log2)
+    return p, State(row_max, state.row_sum * alpha + gl.sum(p, 1)), alpha

@@ -8,6 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from flashlatte.kernels.hopper.barriers import FIRST_FREE
+
 # Query rows of a consumer, and of a program's tile (two consumers).
 ROWS = gl.constexpr(64)
 TILE = gl.constexpr(128)
@@ -23,13 +25,24 @@ STAGES = gl.constexpr(2)
 ACCUMULATOR = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 ACC_ROWS = gl.constexpr(gl.SliceLayout(1, ACCUMULATOR))
 ACC_COLS = gl.constexpr(gl.SliceLayout(0, ACCUMULATOR))
-WEIGHT_OPERAND = gl.constexpr(gl.DotOperandLayout(0, ACCUMULATOR, 2))
+P_OPERAND = gl.constexpr(gl.DotOperandLayout(0, ACCUMULATOR, 2))
 # Threads of four warps over a tile [n, 64], 16 bytes each.
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 _SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _NUMBER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _SAME_IN_ALL = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+# Named barriers. A consumer's queries may be replaced (that consumer to the producer).
+Q_EMPTY_FIRST = gl.constexpr(FIRST_FREE)
+Q_EMPTY_SECOND = gl.constexpr(FIRST_FREE + 1)
+# A consumer may start its multiplications (the other one to it).
+TURN_FIRST = gl.constexpr(FIRST_FREE + 2)
+TURN_SECOND = gl.constexpr(FIRST_FREE + 3)
+# A stage may be refilled (both consumers to the producer); a barrier for each stage.
+K_EMPTY = gl.constexpr(FIRST_FREE + 4)
+V_EMPTY = gl.constexpr(FIRST_FREE + 6)
 
 
 class Ticket(NamedTuple):
@@ -62,7 +75,7 @@ class Consumer(NamedTuple):
 
     q: Any  # [d_qk / 64, 64, 64]
     ticket: Any  # int32 [7, 1]
-    ready: Any
+    full: Any
 
 
 class Shared(NamedTuple):
@@ -72,8 +85,8 @@ class Shared(NamedTuple):
     second: Consumer
     k: Any  # [2 * d_qk / 64, 128, 64]
     v: Any  # [2, 128, 128]
-    k_ready: Any  # [2, 1]
-    v_ready: Any
+    k_full: Any  # [2, 1]
+    v_full: Any
 
 
 @gluon.jit

@@ -9,18 +9,12 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashlatte.kernels.hopper.ptx import memory
 from flashlatte.runtime.gluon_compat import cta_barrier
 
 # 256 KiB in steps of 1,024 bytes are more than a program may have.
 _PLACES = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
 _CORNER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-
-_FIRST_WORD = gl.constexpr(
-    "{ .reg .pred inside; .reg .b32 size, address; "
-    "mov.u32 size, %dynamic_smem_size; setp.lt.u32 inside, $1, size; "
-    "mov.u32 address, global_smem; add.u32 address, address, $1; "
-    "mov.u32 $0, 0; @inside ld.shared.u32 $0, [address]; }"
-)
 
 
 @gluon.jit
@@ -59,6 +53,6 @@ def _fill_corner(tile, value):
 def _first_words(place):
     """The first word at each place, after all that is written before this and before all that is written after."""
     cta_barrier()
-    words = gl.inline_asm_elementwise(_FIRST_WORD, "=r,r", [place * 1024], gl.int32, is_pure=False, pack=1)
+    words = memory.shared_words(place * 1024)
     cta_barrier()
     return words

@@ -2,8 +2,8 @@
 
 e4m3's bits, moved to where bf16 has sign, exponent and mantissa, are 2^-120 of the number, subnormals included. A
 product with 2^120 makes them the number, exactly; another one, with the scale in bf16, rounds once. One product with
-2^120 · scale would do for scales below 2^8. NaN becomes ±480 so, and is looked for before: a token that has it gets NaN
-as a scale.
+2^120 · scale would do for scales below 2^8. NaN becomes ±480 so, and is looked for before (``has_nan``): whoever has it
+gets NaN as a scale.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LARGEST_BF16 = gl.constexpr(3.3895313892515355e38)
 
 # A word of four numbers to two pairs. Each number becomes the lower byte of 16 bits, with its sign repeated in the
 # upper one; moved by four bits, all but one of the signs are masked out.
-_WIDEN = gl.constexpr(
+_DEQUANTIZE = gl.constexpr(
     """{
     .reg .b32 two_120;
     mov.b32 two_120, 0x7B807B80;
@@ -35,7 +35,7 @@ _WIDEN = gl.constexpr(
 
 @gluon.jit
 def factor_of_float(scale):
-    """float32 scales (v32's) as pairs of bf16."""
+    """float32 scales as pairs of bf16."""
     # Rounding must not make a finite scale infinite. NaN stays NaN.
     bounded = gl.where(scale > _LARGEST_BF16, _LARGEST_BF16, scale)
     bounded = gl.where(bounded < -_LARGEST_BF16, -_LARGEST_BF16, bounded)
@@ -61,7 +61,7 @@ _SPLIT = gl.constexpr(
 
 @gluon.jit
 def split_exponents(exponents):
-    """Words of four E8M0 scales (model1's), prepared for ``factor_of_exponent``."""
+    """Words of four E8M0 scales, prepared for ``factor_of_exponent``."""
     return gl.inline_asm_elementwise(_SPLIT, "=&r,=&r,r", [exponents], (gl.int32, gl.int32), is_pure=True, pack=1)
 
 
@@ -76,7 +76,7 @@ def factor_of_exponent(low, high, number):
     )
 
 
-# Scales that make NaN of all numbers: float32 (v32's), and four exponents (model1's).
+# Scales that make NaN of all numbers: float32, and four exponents.
 NAN_FLOAT = gl.constexpr(0x7FC00000)
 NAN_EXPONENTS = gl.constexpr(-1)
 # Bit 7 of the numbers of a word.
@@ -118,13 +118,13 @@ def has_nan(words, PACK: gl.constexpr):
 
 
 @gluon.jit
-def widened(words, factor):
+def dequantize(words, factor):
     """Numbers of ``words`` [tokens, groups, n], four e4m3 each, times ``factor`` [tokens, groups], a pair of bf16.
 
     Returns pairs of bf16 [tokens, groups · n · 2].
     """
     _, factor = gl.broadcast(words, factor[:, :, None])
     low, high = gl.inline_asm_elementwise(
-        _WIDEN, "=&r,=&r,r,r", [words, factor], (gl.int32, gl.int32), is_pure=True, pack=1
+        _DEQUANTIZE, "=&r,=&r,r,r", [words, factor], (gl.int32, gl.int32), is_pure=True, pack=1
     )
     return gl.join(low, high).reshape([words.shape[0], words.shape[1] * words.shape[2] * 2])

@@ -1,0 +1,194 @@
+"""Two CTAs of a cluster: shared memory of the peer (DSMEM), and mbarriers in both.
+
+Triton knows of neither the cluster nor these mbarriers. The launch makes the cluster, and gives each CTA bytes behind
+Triton's shared memory, its *tail*, for them. Text assumes that the symbol ``global_smem`` is where the CTA's shared
+memory begins, and that both CTAs run the same kernel, so that what a CTA has at an address its peer has there, too.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashlatte.kernels.hopper.ptx.threads import each_thread
+
+
+@gluon.constexpr_function
+def _constraints(operands):
+    return ",".join(["=r"] + ["r"] * operands)
+
+
+@gluon.jit
+def _by_each_thread(ASM: gl.constexpr, operands):
+    CONSTRAINTS: gl.constexpr = _constraints(len(operands))
+    gl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _address_asm(tail_bytes, of_peer):
+    code = "{ .reg .b32 rank, size; mov.u32 $0, global_smem;"
+    if tail_bytes:
+        code += f" mov.u32 size, %dynamic_smem_size; add.u32 $0, $0, size; sub.u32 $0, $0, {tail_bytes};"
+    if of_peer:
+        code += " mov.u32 rank, %cluster_ctarank; xor.b32 rank, rank, 1; mapa.shared::cluster.u32 $0, $0, rank;"
+    return code + " }"
+
+
+@gluon.jit
+def shared_address(TAIL_BYTES: gl.constexpr, OF_PEER: gl.constexpr):
+    """Of the first byte of shared memory, or of the last TAIL_BYTES bytes if there are any; of this CTA or its peer."""
+    asm: gl.constexpr = _address_asm(TAIL_BYTES, OF_PEER)
+    return gl.inline_asm_elementwise(asm, "=r,r", [gl.to_tensor(0)], gl.int32, is_pure=True, pack=1)
+
+
+@gluon.constexpr_function
+def _check_asm(offsets, words):
+    begin = "{ .reg .pred p; .reg .b32 base; .reg .b16 corner; mov.u32 base, global_smem; "
+    checks = [
+        f"ld.shared.b16 corner, [base+{offset}]; setp.ne.b16 p, corner, {word}; @p trap;"
+        for offset, word in zip(offsets, words, strict=True)
+    ]
+    return begin + " ".join(checks) + " mov.u32 $0, $1; }"
+
+
+@gluon.jit
+def check_words(OFFSETS: gl.constexpr, WORDS: gl.constexpr):
+    """Stop the program unless shared memory has these 16-bit words at these offsets."""
+    _by_each_thread(_check_asm(OFFSETS, WORDS), (each_thread(0),))
+
+
+_ARRIVE = gl.constexpr("barrier.cluster.arrive.relaxed; mov.u32 $0, $1;")
+_MEET = gl.constexpr("barrier.cluster.wait; mov.u32 $0, $1;")
+
+
+@gluon.jit
+def arrive():
+    """Every warp of both CTAs arrives once, and then meets the others before it touches the peer's memory."""
+    _by_each_thread(_ARRIVE, (each_thread(0),))
+
+
+@gluon.jit
+def meet():
+    _by_each_thread(_MEET, (each_thread(0),))
+
+
+@gluon.constexpr_function
+def _init_asm(counts):
+    inits = [f"@p mbarrier.init.shared::cta.b64 [$1+{8 * n}], {count};" for n, count in enumerate(counts)]
+    begin = "{ .reg .pred p; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 p, thread, 0; "
+    return begin + " ".join(inits) + " fence.mbarrier_init.release.cluster; mov.u32 $0, $1; }"
+
+
+@gluon.jit
+def init_mbarriers(address, COUNTS: gl.constexpr):
+    """Mbarriers side by side from ``address`` on, that COUNTS arrivals complete."""
+    _by_each_thread(_init_asm(COUNTS), (each_thread(address),))
+
+
+@gluon.constexpr_function
+def _wait_asm(offset):
+    attempt = f"mbarrier.try_wait.parity.shared::cta.b64 p, [$1+{offset}], $2;"
+    return "{ .reg .pred p; WAITING: " + attempt + " @!p bra.uni WAITING; mov.u32 $0, $1; }"
+
+
+@gluon.jit
+def wait_mbarrier(address, OFFSET: gl.constexpr, phase):
+    _by_each_thread(_wait_asm(OFFSET), (each_thread(address), each_thread(phase)))
+
+
+@gluon.constexpr_function
+def _expect_asm(offset, expected):
+    expect = f"@p mbarrier.arrive.expect_tx.shared::cta.b64 state, [$1+{offset}], {expected};"
+    begin = "{ .reg .pred p; .reg .b64 state; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 p, thread, 0; "
+    return begin + expect + " mov.u32 $0, $1; }"
+
+
+@gluon.jit
+def expect_bytes(address, OFFSET: gl.constexpr, BYTES: gl.constexpr):
+    """One arrival, and BYTES bytes that will come."""
+    _by_each_thread(_expect_asm(OFFSET, BYTES), (each_thread(address),))
+
+
+@gluon.constexpr_function
+def _arrive_both_asm(offset):
+    # Without a scope of the cluster, which would have this wait for all that the thread has stored: it has only read.
+    return (
+        "{ .reg .pred p; .reg .b64 state; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
+        f"@p mbarrier.arrive.shared::cta.b64 state, [$1+{offset}]; "
+        f"@p mbarrier.arrive.shared::cluster.b64 _, [$2+{offset}]; mov.u32 $0, $1; }}"
+    )
+
+
+@gluon.jit
+def arrive_both(own, peer, OFFSET: gl.constexpr):
+    """Each warp arrives at an mbarrier of this CTA and at the same one of its peer. For warps that have only read."""
+    _by_each_thread(_arrive_both_asm(OFFSET), (each_thread(own), each_thread(peer)))
+
+
+@gluon.constexpr_function
+def _store_asm(offset):
+    # Operands: 0 to 7 the words, also 8 to 15, then eight times the same place.
+    return (
+        f"{{ .reg .b32 second; st.shared.v4.b32 [$16+{offset}], {{$0, $1, $2, $3}}; "
+        f"xor.b32 second, $16, 16; st.shared.v4.b32 [second+{offset}], {{$4, $5, $6, $7}}; }}"
+    )
+
+
+@gluon.constexpr_function
+def _store_constraints():
+    return ",".join(["=r"] * 8 + [str(i) for i in range(8)] + ["r"] * 8)
+
+
+@gluon.jit
+def store_32_bytes(words, places, OFFSET: gl.constexpr):
+    """A thread's 8 ``words``, the first four at its place plus OFFSET in shared memory, the others in the 16 bytes that a
+    swizzle by 128 bytes puts behind them.
+
+    By hand, for addresses of many tiles that are the same but for a constant: the compiler would keep them all.
+    """
+    gl.inline_asm_elementwise(
+        _store_asm(OFFSET), _store_constraints(), [words, places], gl.int32, is_pure=False, pack=8
+    )
+
+
+@gluon.constexpr_function
+def _send_asm(offset, piece_bytes, pieces, warp_bytes, peer_offset, barrier_offset):
+    copy = "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+    copies = [
+        f"add.u32 source, from, {piece * piece_bytes}; add.u32 target, to, {piece * piece_bytes}; "
+        f"@p {copy} [target], [source], {warp_bytes}, [barrier];"
+        for piece in range(pieces)
+    ]
+    return (
+        "{ .reg .pred p; .reg .b32 thread, lane, from, to, barrier, source, target; "
+        "fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; "
+        "mov.u32 thread, %tid.x; and.b32 lane, thread, 31; setp.eq.u32 p, lane, 0; shr.u32 thread, thread, 5; "
+        f"mad.lo.u32 from, thread, {warp_bytes}, {offset}; "
+        f"add.u32 to, from, $2; add.u32 to, to, {peer_offset}; add.u32 from, from, $1; "
+        f"add.u32 barrier, $3, {barrier_offset}; {' '.join(copies)} mov.u32 $0, $1; }}"
+    )
+
+
+@gluon.jit
+def send_rows(
+    own,
+    peer,
+    peer_barriers,
+    OFFSET: gl.constexpr,
+    PIECE_BYTES: gl.constexpr,
+    PIECES: gl.constexpr,
+    WARP_BYTES: gl.constexpr,
+    PEER_OFFSET: gl.constexpr,
+    BARRIER: gl.constexpr,
+):
+    """Each warp n of the first partition has the copy engine send what it has stored to the peer: WARP_BYTES bytes at
+    OFFSET + n · WARP_BYTES of each of PIECES pieces, PEER_OFFSET further on there. The peer's mbarrier counts them.
+
+    The fence makes what a warp has stored visible to the copy engine; ptxas has it wait for the warp's loads as well.
+
+    Args:
+        own, peer: address of the shared memory, of this CTA and of its peer.
+        peer_barriers, BARRIER: the peer's mbarriers, and the offset of the one that counts.
+    """
+    asm: gl.constexpr = _send_asm(OFFSET, PIECE_BYTES, PIECES, WARP_BYTES, PEER_OFFSET, BARRIER)
+    _by_each_thread(asm, (each_thread(own), each_thread(peer), each_thread(peer_barriers)))

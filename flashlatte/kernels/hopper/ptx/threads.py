@@ -1,0 +1,60 @@
+"""Instructions that each thread executes once: named barriers, and what orders them."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def one_each(THREADS):
+    """The layout of a vector [THREADS] with one element a thread."""
+    return gl.BlockedLayout([1], [32], [THREADS // 32], [0])
+
+
+@gluon.jit
+def each_thread(x, THREADS: gl.constexpr = 128):
+    """The number x for each thread of a partition."""
+    return gl.full([THREADS], x, gl.int32, one_each(THREADS))
+
+
+@gluon.constexpr_function
+def _bar(instruction, barrier, threads):
+    return f"{instruction} {barrier}, {threads}; mov.u32 $0, $1;"
+
+
+@gluon.jit
+def bar_arrive(BARRIER: gl.constexpr, MEETING: gl.constexpr, THREADS: gl.constexpr = 128):
+    """A partition of THREADS threads arrives at a barrier of MEETING threads, and goes on."""
+    thread = gl.arange(0, THREADS, one_each(THREADS))
+    gl.inline_asm_elementwise(_bar("bar.arrive", BARRIER, MEETING), "=r,r", [thread], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def bar_sync(BARRIER: gl.constexpr, MEETING: gl.constexpr, THREADS: gl.constexpr = 128):
+    """A partition of THREADS threads waits at a barrier of MEETING threads."""
+    thread = gl.arange(0, THREADS, one_each(THREADS))
+    gl.inline_asm_elementwise(_bar("bar.sync", BARRIER, MEETING), "=r,r", [thread], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def bar_arrive_at(barrier, MEETING: gl.constexpr):
+    """``bar_arrive`` of four warps at a barrier whose number is known at run time."""
+    numbers = gl.full([128], 0, gl.int32, one_each(128)) + barrier
+    gl.inline_asm_elementwise(_bar("bar.arrive", "$1", MEETING), "=r,r", [numbers], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def bar_sync_at(barrier, MEETING: gl.constexpr):
+    """``bar_sync`` of four warps at a barrier whose number is known at run time."""
+    numbers = gl.full([128], 0, gl.int32, one_each(128)) + barrier
+    gl.inline_asm_elementwise(_bar("bar.sync", "$1", MEETING), "=r,r", [numbers], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def warp_sync():
+    """The threads of a warp meet. The compiler loads nothing ahead over this."""
+    thread = gl.arange(0, 128, one_each(128))
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r", [thread], gl.int32, is_pure=False, pack=1
+    )
