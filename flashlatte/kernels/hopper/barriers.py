@@ -4,11 +4,12 @@ There are 16 named barriers, by number. One completes when so many threads, arri
 memory written before is then visible to those that waited. An mbarrier's arrive is preceded by a barrier of the whole
 partition; at a named barrier each warp arrives for itself, and goes on.
 
-A named barrier counts arrivals whoever they come from. So each one alternates strictly between its arrivals and its wait,
-and nobody can reach it twice in one phase: whoever arrives again has waited for something that came after the wait.
+A named barrier counts arrivals whoever they come from. So each one alternates strictly between its arrivals and its
+wait, and nobody can reach it twice in one phase: whoever arrives again has waited for something that came after the
+wait.
 
-Buffers have an *empty* barrier (their last reader has read them: to the producer) and a *full* one (they have been filled:
-to the consumers). On an mbarrier complete the copies that fill a buffer.
+Buffers have an *empty* barrier (their last reader has read them: to the producer) and a *full* one (they have been
+filled: to the consumers). On an mbarrier complete the copies that fill a buffer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Two CTAs of a cluster that need the same keys: each dequantizes half of every block's tokens, for both.
 
-Their blocks have the same tokens in different places: a CTA's own 32 are rows 0 to 31 of its tiles, those that its peer has
-dequantized rows 32 to 63. When a warp of the producer has stored its 8 tokens of a half, it has the copy engine send them
-to the peer through DSMEM, where an mbarrier counts the bytes. A half is empty when the consumers of both CTAs have read it.
+Their blocks have the same tokens in different places: a CTA's own 32 are rows 0 to 31 of its tiles, those that its peer
+has dequantized rows 32 to 63. When a warp of the producer has stored its 8 tokens of a half, it has the copy engine
+send them to the peer through DSMEM, where an mbarrier counts the bytes. A half is empty when the consumers of both CTAs
+have read it.
 
 Mbarriers stand for the named barriers of empty and full halves; they are the tail of the shared memory, behind Triton's
 (``ptx.clusters``). Tiles are found by their order in memory, which ``check_tiles`` checks.
@@ -37,8 +38,8 @@ PEER_ROWS = gl.constexpr(4096)
 WARP_ROWS = gl.constexpr(1024)
 # Warps that read a half.
 _READERS = 2 * 4
-# Arrivals at the mbarriers. Empty: a warp of each consumer that reads the half, of both CTAs. Full: whoever says how many
-# bytes will come.
+# Arrivals at the mbarriers. Empty: a warp of each consumer that reads the half, of both CTAs. Full: whoever says how
+# many bytes will come.
 _COUNTS = gl.constexpr([_READERS] * 4 + [1] * 4)
 # 1, 2, 3 and 4 as bf16.
 _MARKS = gl.constexpr([0x3F80, 0x4000, 0x4040, 0x4080])

@@ -11,19 +11,19 @@ producer        halves of the next step's blocks, each as soon as its last reade
 ```
 
 The odd consumer queues P0·V0 behind its scores, and computes its softmax under that product. P is published before the
-consumer's own product with it: a warp that issues a product waits until the tensor cores take it. A half is let go at once
-after its last product.
+consumer's own product with it: a warp that issues a product waits until the tensor cores take it. A half is let go at
+once after its last product.
 
-Row sums are best taken under a product (up to 2%), but P in float32 then stays in 32 registers beside the output: consumers
-with 240 registers have them, with 192 the loop spills. ``SUM_FIRST`` takes the sums before P is published.
+Row sums are best taken under a product (up to 2%), but P in float32 then stays in 32 registers beside the output:
+consumers with 240 registers have them, with 192 the loop spills. ``SUM_FIRST`` takes the sums before P is published.
 
 An operation brings its producer, its mask, and its range of work. A step of its consumers is
 
     even:  scores of block 0, masked;  ``attend_even``
     odd:   scores of block 1 begun;  ``begin_odd``;  scores waited for, masked;  ``attend_odd``
 
-with a ``call`` that has the fields ``tiles`` (``mla_tiles.Tiles``), ``scale`` (softmax_scale · log2(e)) and ``peer``, the
-peer CTA that reads what this one's producer fills, and the other way round (``clusters.Cluster``), or None.
+with a ``call`` that has the fields ``tiles`` (``mla_tiles.Tiles``), ``scale`` (softmax_scale · log2(e)) and ``peer``,
+the peer CTA that reads what this one's producer fills, and the other way round (``clusters.Cluster``), or None.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What the warps of an MLA kernel share: tiles in shared memory, and the barriers that pass them on.
 
 A CTA has 64 query rows. Its output, 64 × 512 float32, is half of an SM's registers, so two consumers of four warps hold
-half of its columns each. Keys come in blocks of 64, two at a time: the even consumer scores block 0, the odd one block 1.
-Keys and values are the same bytes. *Left* and *right* are columns 0 to 255 and 256 to 511 of a row, *rope* columns 512
-to 575.
+half of its columns each. Keys come in blocks of 64, two at a time: the even consumer scores block 0, the odd one block
+1. Keys and values are the same bytes. *Left* and *right* are columns 0 to 255 and 256 to 511 of a row, *rope* columns
+512 to 575.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ triton = pytest.importorskip("triton")
 
 from support.hopper_sparse_decode import CALLS, FORMATS, KERNEL, LENGTHS, recording  # noqa: E402
 
-from flashlatte.ops.sparse_decode.hopper import exchange, launch  # noqa: E402
+from flashlatte.kernels.hopper import clusters  # noqa: E402
+from flashlatte.ops.sparse_decode.hopper import launch  # noqa: E402
 from flashlatte.split_kv import combine, plan  # noqa: E402
 
 pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
@@ -50,7 +51,7 @@ def test_machine_code(compiled, name):
     # Outside of the loops: what the producer keeps over an item.
     assert code.spills <= MOST_SPILLS[form.split()[0]]
     assert code.registers == REGISTERS[form.split()[0]]
-    assert code.shared + exchange.TAIL_BYTES <= SHARED_BYTES[90]
+    assert code.shared + clusters.TAIL_BYTES.value <= SHARED_BYTES[90]
     assert code.hmma == 0
     waits = len(re.findall(r"\bWARPGROUP\.DEPBAR\b", code.sass))
     # More waits for tensor cores mean that the compiler serialised multiplications.
@@ -104,7 +105,7 @@ def test_numbers_pass_16_bytes_at_a_time(compiled, name):
     stores = Counter(re.findall(r"\bSTS(\.\w+)?", code.sass))
     row = {"v32": 512, "model1": 448}[name.split(",")[0]]
     if name.endswith("alone"):
-        # 64 tokens by 128 threads: for two blocks, and the first half of all. Twice as many when widened.
+        # 64 tokens by 128 threads: for two blocks, and the first half of all. Twice as many when dequantized.
         assert loads[".128"] == (2 * row + 256) * 64 // (16 * 128)
         assert stores[".128"] >= 2 * 2 * row * 64 // (16 * 128)
     else:

@@ -14,7 +14,8 @@ pytest.importorskip("triton")
 
 from support.hopper_sparse_decode import CALLS, KERNEL, PAIRED_KERNEL, recording
 
-from flashlatte.ops.sparse_decode.hopper import exchange, launch
+from flashlatte.kernels.hopper import clusters
+from flashlatte.ops.sparse_decode.hopper import launch
 from flashlatte.runtime import triton_clusters
 from flashlatte.runtime.triton_kernel import LeanLaunch
 
@@ -73,19 +74,19 @@ def test_the_producer_spills_nothing_that_it_loads(record, name):
 
 
 @pytest.mark.parametrize("name", ["v32, whole items", "v32, parts", "v32, equal parts", "model1, parts"])
-def test_tiles_lie_where_the_exchange_supposes(record, name):
+def test_tiles_lie_where_the_cluster_supposes(record, name):
     code = support.compile_gluon(KERNEL, record(**CALLS[name]))
     # Asynchronous copies that Triton has placed: q lies behind the four tiles.
     placed = {int(offset, 16) for offset in re.findall(r"\bLDGSTS\S* \[R\d+\+(0x[0-9a-f]+)\]", code.sass)}
-    assert {4 * exchange._TILE_BYTES, 5 * exchange._TILE_BYTES} <= placed
+    assert {4 * clusters.TILE_BYTES.value, 5 * clusters.TILE_BYTES.value} <= placed
     if name.startswith("model1"):
         # The last 64 columns of a block.
-        last = 3 * exchange._COLUMNS_BYTES
-        for tile in (exchange.K0_RIGHT.value, exchange.K1_RIGHT.value):
-            assert tile * exchange._TILE_BYTES + last in placed
+        last = 3 * clusters.COLUMNS_BYTES.value
+        for tile in (clusters.K0_RIGHT.value, clusters.K1_RIGHT.value):
+            assert tile * clusters.TILE_BYTES.value + last in placed
     # The swizzle repeats after eight rows, which are what a warp sends.
-    assert exchange._WARP_ROWS == 8 * 128
-    assert exchange.OWN.value * 128 == exchange._PEER_ROWS
+    assert clusters.WARP_ROWS.value == 8 * 128
+    assert clusters.OWN.value * 128 == clusters.PEER_ROWS.value
 
 
 class Compiled:
@@ -97,7 +98,7 @@ def test_only_the_launch_knows_of_the_cluster():
     for _ in range(2):
         triton_clusters.join(compiled, 2, 64)
         assert compiled.packed_metadata == (12, 2, 1064)
-    assert PAIRED_KERNEL.cluster == (2, exchange.TAIL_BYTES)
+    assert PAIRED_KERNEL.cluster == (2, clusters.TAIL_BYTES.value)
     assert KERNEL.cluster is None
 
 

@@ -141,8 +141,8 @@ def _store_constraints():
 
 @gluon.jit
 def store_32_bytes(words, places, OFFSET: gl.constexpr):
-    """A thread's 8 ``words``, the first four at its place plus OFFSET in shared memory, the others in the 16 bytes that a
-    swizzle by 128 bytes puts behind them.
+    """A thread's 8 ``words``, the first four at its place plus OFFSET in shared memory, the others in the 16 bytes that
+    a swizzle by 128 bytes puts behind them.
 
     By hand, for addresses of many tiles that are the same but for a constant: the compiler would keep them all.
     """

@@ -16,9 +16,9 @@ def in_place(TYPE, numbers):
 def opaque(x):
     """The same 32-bit number, about which the compiler knows nothing.
 
-    It needs that in two places. Triton 3.6 and 3.7 overlook that a loop-carried count bounds an inner loop, and keep its
-    first value (triton-lang/triton#9036). And what follows from row numbers alone is worked out before the main loop, and
-    kept in registers through it.
+    It needs that in two places. Triton 3.6 and 3.7 overlook that a loop-carried count bounds an inner loop, and keep
+    its first value (triton-lang/triton#9036). And what follows from row numbers alone is worked out before the main
+    loop, and kept in registers through it.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1)
 
@@ -82,7 +82,8 @@ def _rescale_constraints(numbers):
 
 @gluon.jit
 def rescale(tile, factor):
-    """``tile`` [64, columns], a WGMMA's result of four warps, times ``factor`` [64, 1]; nothing where all factors are 1.
+    """``tile`` [64, columns], a WGMMA's result of four warps, times ``factor`` [64, 1]; nothing where all factors are
+    1.
 
     A branch, which ptxas does not move over a barrier as it does arithmetic.
     """

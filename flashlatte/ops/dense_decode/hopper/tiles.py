@@ -62,6 +62,4 @@ def allocate(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr):
 
 @gluon.jit
 def allocate_full():
-    return Full(
-        allocate_mbarrier(), allocate_mbarrier(), allocate_mbarrier(), allocate_mbarrier(), allocate_mbarrier()
-    )
+    return Full(allocate_mbarrier(), allocate_mbarrier(), allocate_mbarrier(), allocate_mbarrier(), allocate_mbarrier())

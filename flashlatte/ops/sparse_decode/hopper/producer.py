@@ -2,8 +2,8 @@
 
 A block passes in halves: the left 256 columns and the right ones, in the order in which they become empty: block 0's
 left, block 0's right, block 1's right, block 1's left. Tokens of caches with scales lie in registers from the moment
-they are asked for until their half of the tile is empty, are dequantized to bf16 there, and stored. The half after the one
-that is being filled is under way; what follows is being brought into the L2 cache. Indices are asked for a pair of
+they are asked for until their half of the tile is empty, are dequantized to bf16 there, and stored. The half after the
+one that is being filled is under way; what follows is being brought into the L2 cache. Indices are asked for a pair of
 blocks ahead. All that is bf16 in the cache is copied by cp.async.
 
 It is the partition that the program begins as, and so has the arguments of the kernel at hand, in constant memory:

@@ -88,7 +88,8 @@ def allocate(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr):
 
 @gluon.jit
 def allocate_full(THREADS: gl.constexpr):
-    """mbarriers of what THREADS threads of the producer copy by cp.async: a half of a block of a cache without scales, or
+    """mbarriers of what THREADS threads of the producer copy by cp.async: a half of a block of a cache without scales,
+    or
     the rope of a block of a cache with scales (right). The queries are copied by the even consumer."""
     return Full(
         allocate_mbarrier(128),

@@ -5,12 +5,12 @@ A pair takes, on the tensor cores (0L: P of block 0 · the left half of its valu
     even consumer   | scores 0 |  0L  |  1L  | scores 0 of the next pair ...
     odd consumer    |     scores 1     |  0R  |  1R  | scores 1 of the next pair ...
 
-While one consumer computes P, the other multiplies. P of block 0 reaches the odd consumer, and P of block 1 the even one,
-through shared memory, with the row_max that it is relative to.
+While one consumer computes P, the other multiplies. P of block 0 reaches the odd consumer, and P of block 1 the even
+one, through shared memory, with the row_max that it is relative to.
 
 The even consumer's step is that of ``mla_pipeline``. The odd one's is not: it publishes P of block 1 before its product
-with block 0, where decode's kernels queue that product behind the scores. Here the tensor cores are never without work, and
-the queue costs 3 to 8% (docs/hopper-sparse-prefill.md, "Tried"). And both keep the true maximum, for max_logits.
+with block 0, where decode's kernels queue that product behind the scores. Here the tensor cores are never without work,
+and the queue costs 3% of a pair's cycles (docs/notes/sparse-prefill.md). And both keep the true maximum, for max_logits.
 """
 
 from triton.experimental import gluon

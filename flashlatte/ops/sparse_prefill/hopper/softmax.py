@@ -1,7 +1,7 @@
 """Scores of a block, and a consumer's share of the softmax.
 
-Here ``row_max`` is a raw score, not times the scale as in ``kernels.hopper.softmax``: the maximum of raw scores is a result
-of the operation as well.
+Here ``row_max`` is a raw score, not times the scale as in ``kernels.hopper.softmax``: the maximum of raw scores is a
+result of the operation as well.
 """
 
 from triton.experimental import gluon

@@ -182,7 +182,13 @@ def pairs_of(count):
 
 @gluon.jit
 def _block_full():
-    return BlockFull(allocate_mbarrier(128), allocate_mbarrier(128), allocate_mbarrier(128), allocate_mbarrier(128), allocate_mbarrier(1))
+    return BlockFull(
+        allocate_mbarrier(128),
+        allocate_mbarrier(128),
+        allocate_mbarrier(128),
+        allocate_mbarrier(128),
+        allocate_mbarrier(1),
+    )
 
 
 @gluon.jit

@@ -56,8 +56,7 @@ def mask_of(ticket, window, FIRST_ROW: gl.constexpr):
 
 @gluon.jit
 def apply_mask(scores, mask, first_key):
-    """Scores [64, 128] of the block at ``first_key``, -inf where a row does not see the key.
-    """
+    """Scores [64, 128] of the block at ``first_key``, -inf where a row does not see the key."""
     if (first_key < mask.seen_by_all_from) | (first_key + KEYS > mask.seen_by_all_to):
         position = mask.position - first_key + gl.arange(0, ROWS, ACC_ROWS)
         seen_from = position - mask.left

@@ -11,7 +11,7 @@ from flashlatte.runtime import dispatch
 
 pytest.importorskip("triton")
 
-from flashlatte.ops.sparse_decode.hopper import conversion
+from flashlatte.kernels.hopper.ptx import e4m3
 
 pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="Gluon is not interpreted")
 
@@ -94,7 +94,7 @@ def test_numbers_are_rounded_once_after_their_scale(scale: float) -> None:
     word = torch.stack([code << 8 * i for i, code in enumerate(shuffled)]).sum(0)
     rounded = torch.tensor(scale).bfloat16()
     factor = bits(rounded.expand(codes.shape).contiguous())
-    pairs = run(conversion._WIDEN.value, {"$2": word, "$3": factor | factor << 16})
+    pairs = run(e4m3._DEQUANTIZE.value, {"$2": word, "$3": factor | factor << 16})
     low, high = pairs["$0"], pairs["$1"]
 
     results = [numbers(low, 0), numbers(low, 1), numbers(high, 0), numbers(high, 1)]
@@ -108,7 +108,7 @@ def test_exponents_become_scales() -> None:
     exponents = torch.arange(256, dtype=torch.int64)
     shuffled = [exponents.roll(shift) for shift in (0, 1, 77, 130)]
     word = torch.stack([exponent << 8 * i for i, exponent in enumerate(shuffled)]).sum(0)
-    split = run(conversion._SPLIT.value, {"$2": word})
+    split = run(e4m3._SPLIT.value, {"$2": word})
     low, high = split["$0"], split["$1"]
     for number, exponent in enumerate(shuffled):
         pair = prmt(low, high, number * 0x1111 + 0x4040)
@@ -125,6 +125,6 @@ def test_nan_is_found_beside_any_numbers(place: int, in_second_word: bool) -> No
     word = torch.stack([(code if i == place else others) << 8 * i for i in range(4)]).sum(0)
     second = others * 0x01010101
     words = (second, word) if in_second_word else (word, second)
-    found = run(str(conversion._find_nan_asm(2, 2)), {"$2": words[0], "$3": words[1]})
-    assert torch.equal(found["$0"] & (conversion._SIGNS.value & 0xFFFFFFFF) != 0, is_nan(code) | is_nan(others))
+    found = run(str(e4m3._find_nan_asm(2, 2)), {"$2": words[0], "$3": words[1]})
+    assert torch.equal(found["$0"] & (e4m3._SIGNS.value & 0xFFFFFFFF) != 0, is_nan(code) | is_nan(others))
     assert not found["$1"].any()
