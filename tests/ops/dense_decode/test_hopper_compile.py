@@ -124,7 +124,7 @@ def test_shared_memory_as_on_record(compiled, head_dim):
 def test_a_tile_is_freed_before_the_output_is_rescaled(compiled):
     """The rescaling may not delay the refill: nothing between the product that read a tile last and its barrier."""
     code = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", compiled("bf16 576").sass)
-    frees = [index for index, one in enumerate(code) if re.match(r"BAR\.ARV 0x[6-9], 0x100", one)]
+    frees = [index for index, one in enumerate(code) if re.match(r"BAR\.ARV 0x[5-8], 0x100", one)]
     waits = [index for index, one in enumerate(code) if "WARPGROUP.DEPBAR" in one]
     after = [index - max(wait for wait in waits if wait < index) for index in frees if index > waits[0]]
     # Those of the loop and of the last step, of each of the four tiles; the initial ones stand before any product.
