@@ -10,7 +10,8 @@ one, through shared memory, with the row_max that it is relative to.
 
 The even consumer's step is that of ``mla_pipeline``. The odd one's is not: it publishes P of block 1 before its product
 with block 0, where decode's kernels queue that product behind the scores. Here the tensor cores are never without work,
-and the queue costs 3% of a pair's cycles (docs/notes/sparse-prefill.md). And both keep the true maximum, for max_logits.
+and the queue costs 3% of a pair's cycles (docs/notes/sparse-prefill.md). And both keep the true maximum, for
+max_logits.
 """
 
 from triton.experimental import gluon
