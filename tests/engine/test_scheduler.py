@@ -6,8 +6,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.engine_machine import Machine, next_token
 
-from engine.machine import Machine, next_token
 from flashlatte.engine.pages import PagePool
 from flashlatte.engine.request import Request
 from flashlatte.engine.scheduler import Scheduler

@@ -1,0 +1,95 @@
+"""A transformers model on flat batches: its embedding, norms, MLPs and head, and this library's attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flashlatte import kv_cache
+from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata
+
+
+class Model:
+    """An MLA model that computes the logits of a flat batch over paged caches.
+
+    Its weights are those of the transformers model, not copies of them.
+
+    Args:
+        model: a transformers model with DeepSeek-V3's decoder layer around its MLA, or the directory of a checkpoint.
+        dtype, device: of a checkpoint's weights; by default as stored, and a GPU if there is one.
+        backend: of the decode operation; None chooses.
+
+    Raises:
+        ModuleNotFoundError: transformers is not installed.
+        OSError: no checkpoint can be read there.
+        ValueError: a model whose attention is not known to be MLA as this library computes it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        backend: str | None = None,
+    ) -> None:
+        if isinstance(model, (str, Path)):
+            model = load(model, dtype, device)
+        self.config = MLAConfig.from_transformers(model.config)
+        self.name = f"{model.config.model_type}:{getattr(model.config, '_name_or_path', '')}"
+        self.vocabulary: int = model.config.vocab_size
+        self.max_position = self.config.rope.max_position
+        self._body, self._head = model.model, model.lm_head
+        self._attention = [self._adopt(layer.self_attn, backend) for layer in self._body.layers]
+        weight = self._attention[0].kv_b_proj.weight
+        self.dtype, self.device = weight.dtype, weight.device
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._attention)
+
+    def allocate(
+        self, cache_format: str, num_pages: int, page_size: int, *, pinned: bool = False
+    ) -> list[torch.Tensor]:
+        """An empty cache of every layer, on the model's device, or ``pinned`` on the host (if there is a GPU)."""
+        layout = kv_cache.get_format(cache_format)
+        head_dim = self.config.head_dim if layout.plain else None
+        device = torch.device("cpu") if pinned else self.device
+        caches = [
+            kv_cache.allocate(cache_format, num_pages, page_size, head_dim=head_dim, device=device)
+            for _ in range(self.num_layers)
+        ]
+        return [cache.pin_memory() for cache in caches] if pinned and self.device.type == "cuda" else caches
+
+    @torch.inference_mode()
+    def __call__(
+        self, tokens: torch.Tensor, caches: list[torch.Tensor], metadata: MLAMetadata, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits [n, vocabulary] of the ``rows`` (int64 [n]) of a flat batch of ``tokens`` (int64 [T])."""
+        hidden = self._body.embed_tokens(tokens)
+        for layer, attention, cache in zip(self._body.layers, self._attention, caches, strict=True):
+            hidden = hidden + attention(layer.input_layernorm(hidden), cache, metadata)
+            # Mixtures of experts take [batch, tokens, hidden].
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden)[None])[0]
+        return self._head(self._body.norm(hidden[rows]))
+
+    def _adopt(self, module: nn.Module, backend: str | None) -> MLAAttention:
+        """An attention layer on the weights of a transformers module."""
+        attention = MLAAttention(self.config, backend=backend, device="meta")
+        attention.load_state_dict(module.state_dict(), assign=True)
+        return attention.requires_grad_(False)
+
+
+def load(path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Any:
+    """The transformers model of a checkpoint directory, in evaluation mode."""
+    try:
+        from transformers import AutoModelForCausalLM
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("the engine needs transformers: pip install 'flashlatte[transformers]'") from error
+    if not Path(path).is_dir():
+        raise FileNotFoundError(f"model must be the directory of a checkpoint, got {path}")
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True)
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()

@@ -1,0 +1,135 @@
+"""From logits to tokens, on the device: greedy, or drawn with a request's own temperature, filters and seed.
+
+Noise is a function of the request's seed and the token's position, not of a generator's state: a request gets the same
+tokens whatever else is in the batch, and a guess that is verified later is verified by the same draw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a request's tokens are chosen.
+
+    Attributes:
+        max_new_tokens: at most so many, from 1.
+        temperature: 0 takes the likeliest token; above, logits are divided by it.
+        top_k: draw from the so many likeliest tokens; 0: all.
+        top_p: draw from the likeliest tokens that together have this probability, above 0 and up to 1.
+        min_p: draw from tokens at least so likely, relative to the likeliest one; 0 to 1.
+        repetition_penalty: logits of tokens that occurred are divided by it if positive, multiplied if negative.
+        seed: of the draw, 0 to 2^63 - 1.
+        stop_tokens: end the request, and are part of what it returns.
+        stop: texts that end the request (an engine with a tokenizer), cut from the text that it returns.
+        logprobs: whether to return each token's log-probability before temperature and filters.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    stop_tokens: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "temperature": (0 <= self.temperature < math.inf, "a finite number from 0"),
+            "top_k": (self.top_k >= 0, "at least 0"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "a finite number above 0"),
+            "seed": (0 <= self.seed < 2**63, "from 0 to 2^63 - 1"),
+        }
+        for name, (fits, accepted) in ranges.items():
+            if not fits:
+                raise ValueError(f"{name} must be {accepted}, got {getattr(self, name)}")
+
+
+def sample(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    positions: torch.Tensor,
+    seen: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A token for each row: int64 [rows].
+
+    Args:
+        logits: float [rows, vocabulary].
+        params: of each row.
+        positions: int64 [rows], of the token to be chosen, in its request.
+        seen: bool [rows, vocabulary], which tokens occurred; needed where a repetition_penalty is not 1.
+    """
+    logits = logits.float()
+    if seen is not None and any(one.repetition_penalty != 1 for one in params):
+        penalty = _column([one.repetition_penalty for one in params], logits)
+        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    if all(one.temperature == 0 for one in params):
+        return logits.argmax(-1)
+    temperature = _column([one.temperature or 1.0 for one in params], logits)
+    drawn = _filtered(logits / temperature, params)
+    seeds = torch.tensor([one.seed for one in params], dtype=torch.int64).to(logits.device)
+    drawn = (drawn + _gumbel(seeds, positions, logits.shape[-1])).argmax(-1)
+    greedy = torch.tensor([one.temperature == 0 for one in params]).to(logits.device)
+    return torch.where(greedy, logits.argmax(-1), drawn)
+
+
+def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Natural log-probability of each row's token: float32 [rows]."""
+    return logits.float().log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def _filtered(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Logits, -inf where top_k, top_p or min_p leave a token out. The likeliest token always stays."""
+    if any(one.min_p > 0 for one in params):
+        least = logits.amax(-1, keepdim=True) + _column([one.min_p for one in params], logits).log()
+        logits = logits.masked_fill(logits < least, -math.inf)
+    if not any(one.top_k > 0 or one.top_p < 1 for one in params):
+        return logits
+    ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
+    vocabulary = logits.shape[-1]
+    rank = torch.arange(vocabulary, device=logits.device)
+    kept = rank < _column([float(one.top_k or vocabulary) for one in params], logits)
+    probability = ordered.masked_fill(~kept, -math.inf).softmax(-1)
+    before = probability.cumsum(-1) - probability
+    kept &= (before < _column([one.top_p for one in params], logits)) | (rank == 0)
+    return torch.full_like(logits, -math.inf).scatter(-1, tokens, ordered.masked_fill(~kept, -math.inf))
+
+
+def _gumbel(seeds: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Noise -log(-log u), float32 [rows, vocabulary], u in (0, 1) by hashing seed, position and token."""
+    row = _mixed(_mixed(seeds) + positions)
+    bits = _mixed(row[:, None] + torch.arange(vocabulary, device=seeds.device))
+    # 24 bits, centred, so that neither 0 nor 1 comes up.
+    uniform = ((bits >> 40) & 0xFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-24)
+    return -torch.log(-torch.log(uniform))
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """The finaliser of SplitMix64 (Steele et al., 2014) on int64, in which PyTorch's arithmetic wraps."""
+    x = x + -0x61C8864680B583EB
+    x = (x ^ _shifted(x, 30)) * -0x40A7B892E31B1A47
+    x = (x ^ _shifted(x, 27)) * -0x6B2FB644ECCEEE15
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """x >> bits of the unsigned number."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32).to(like.device, non_blocking=True)[:, None]

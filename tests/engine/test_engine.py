@@ -1,0 +1,164 @@
+"""The engine against transformers' own ``generate``, in float32, on every token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.engine_models import VOCABULARY, generated_by_transformers, model, prompt
+
+from flashlatte.engine import Engine, SamplingParams
+
+FAMILIES = ("DeepseekV3", "DeepseekV2", "Glm4MoeLite")
+LENGTHS = (3, 17, 40, 1, 26)
+
+
+def engine(family: str = "DeepseekV3", **options: Any) -> Engine:
+    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_tokens": 32, "max_requests": 4}
+    return Engine(model(family), **settings | options)
+
+
+def check(engine: Engine, family: str = "DeepseekV3", new: int = 9) -> list[Any]:
+    prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=new))
+    for tokens, output in zip(prompts, outputs, strict=True):
+        assert output.tokens == generated_by_transformers(family, tokens, new)
+        assert output.finish_reason == "length"
+    assert engine.pool.in_use == 0
+    return outputs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixed_lengths(family):
+    check(engine(family), family)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 5, 64])
+def test_every_chunk_size(max_tokens):
+    check(engine(max_tokens=max_tokens))
+
+
+@pytest.mark.parametrize("host_pages", [0, 12])
+def test_a_pool_so_small_that_requests_give_way(host_pages):
+    small = engine(num_pages=7, host_pages=host_pages, prefix_cache=False)
+    check(small)
+    statistics = small.statistics()
+    assert statistics["swapped" if host_pages else "recomputed"] > 0
+
+
+@pytest.mark.parametrize("drafts", [1, 4])
+def test_drafts_change_no_token(drafts):
+    speculating = engine(drafts=drafts)
+    repeated = prompt(4) * 6
+    (output,) = speculating.generate([repeated], SamplingParams(max_new_tokens=24))
+    assert output.tokens == generated_by_transformers("DeepseekV3", repeated, 24)
+    check(speculating)
+
+
+def test_a_prefix_is_computed_once():
+    shared = prompt(40)
+    served = engine()
+    first, second = served.generate([[*shared, 1], [*shared, 2]], SamplingParams(max_new_tokens=3))
+    later = served.generate([[*shared, 3]], SamplingParams(max_new_tokens=3))[0]
+    assert later.cached_tokens == 40
+    for output in (first, second, later):
+        assert output.tokens == generated_by_transformers("DeepseekV3", output.prompt, 3)
+    assert served.statistics()["cached_tokens"] >= 40
+
+
+def test_arrivals_and_aborts_leave_the_others_alone():
+    served = engine(max_tokens=16)
+    wanted = {served.add(prompt(20, seed), SamplingParams(max_new_tokens=6)): prompt(20, seed) for seed in range(3)}
+    gone = served.add(prompt(30, 9), SamplingParams(max_new_tokens=6))
+    done = {}
+    for number in range(60):
+        if number == 2:
+            assert served.abort(gone).finish_reason == "abort"
+            wanted[served.add(prompt(11, 5), SamplingParams(max_new_tokens=6))] = prompt(11, 5)
+        done |= {output.id: output.tokens for output in served.step() if output.finish_reason == "length"}
+    assert done == {name: generated_by_transformers("DeepseekV3", tokens, 6) for name, tokens in wanted.items()}
+    assert served.pool.in_use == 0
+
+
+def test_stop_tokens_end_a_request():
+    expected = generated_by_transformers("DeepseekV3", prompt(5), 8)
+    (output,) = engine().generate([prompt(5)], SamplingParams(max_new_tokens=8, stop_tokens=(expected[3],)))
+    assert output.tokens == expected[: expected.index(expected[3]) + 1]
+    assert output.finish_reason == "stop"
+
+
+class Letters:
+    """A tokenizer of one letter a token."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - 30 for letter in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(token + 30) for token in tokens)
+
+
+def test_texts_in_and_stops():
+    served = engine(tokenizer=Letters())
+    expected = generated_by_transformers("DeepseekV3", Letters().encode("Hello"), 8)
+    stop = Letters().decode(expected[2:4])
+    (output,) = served.generate(["Hello"], SamplingParams(max_new_tokens=8, stop=(stop,)))
+    assert output.tokens == expected[:4]
+
+
+def test_stream_gives_tokens_as_they_come():
+    assert list(engine().stream(prompt(6), SamplingParams(max_new_tokens=5))) == generated_by_transformers(
+        "DeepseekV3", prompt(6), 5
+    )
+
+
+def test_a_repetition_penalty_is_transformers():
+    params = SamplingParams(max_new_tokens=12, repetition_penalty=1.7)
+    expected = generated_by_transformers("DeepseekV3", prompt(9), 12, repetition_penalty=1.7)
+    for drafts in (0, 3):
+        assert engine(drafts=drafts).generate([prompt(9)], params)[0].tokens == expected
+
+
+def test_a_seed_gives_the_same_tokens_in_any_batch_and_with_drafts():
+    params = SamplingParams(max_new_tokens=10, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=7)
+    alone = engine().generate([prompt(9)], params)[0].tokens
+    together = engine().generate([prompt(9), *(prompt(7, seed) for seed in range(1, 4))], params)[0].tokens
+    speculated = engine(drafts=3, max_tokens=7).generate([prompt(9)], params)[0].tokens
+    assert alone == together == speculated
+    assert alone != engine().generate([prompt(9)], SamplingParams(max_new_tokens=10))[0].tokens
+
+
+def test_logprobs_are_the_models():
+    (output,) = engine().generate([prompt(5)], SamplingParams(max_new_tokens=4, logprobs=True))
+    with torch.no_grad():
+        logits = model().forward(torch.tensor([[*output.prompt, *output.tokens]])).logits[0, 4:-1]
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(output.tokens)[:, None]).squeeze(-1)
+    assert torch.allclose(torch.tensor(output.logprobs), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": []}, "prompt of request 'a' must have at least one token"),
+        ({"prompt": [VOCABULARY]}, "prompt must hold tokens from 0 to 96, got 97"),
+        ({"prompt": [1] * 600}, "must not pass the model's 512 positions"),
+        ({"prompt": [1] * 100, "sampling": SamplingParams(max_new_tokens=400)}, "the cache has 128"),
+        ({"prompt": [1], "sampling": SamplingParams(stop=("x",))}, "stop needs an engine with a tokenizer"),
+    ],
+)
+def test_errors_name_the_argument(arguments, message):
+    served = engine(num_pages=16)
+    with pytest.raises(ValueError, match=message):
+        served.add(**{"id": "a"} | arguments)
+    assert served.unfinished == 0
+
+
+def test_an_id_in_use_is_refused_and_its_request_goes_on():
+    served = engine()
+    served.add(prompt(3), SamplingParams(max_new_tokens=2), id="a")
+    with pytest.raises(ValueError, match="got 'a' again"):
+        served.add([1], id="a")
+    while served.unfinished:
+        served.step()
+    with pytest.raises(ValueError, match="unfinished request, got 'a'"):
+        served.abort("a")

@@ -1,0 +1,73 @@
+"""Tokens from logits: filters by hand, draws by their frequencies."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from flashlatte.engine.sampling import SamplingParams, sample
+
+LOGITS = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.06, 0.04]))
+
+
+def frequencies(params: SamplingParams, draws: int = 20_000) -> torch.Tensor:
+    tokens = sample(LOGITS.expand(draws, -1), [params] * draws, torch.arange(draws))
+    return torch.bincount(tokens, minlength=5) / draws
+
+
+def expected(weights: list[float]) -> torch.Tensor:
+    return torch.tensor(weights) / sum(weights)
+
+
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [
+        ({}, [0.5, 0.25, 0.15, 0.06, 0.04]),
+        ({"temperature": 0.5}, [0.25, 0.0625, 0.0225, 0.0036, 0.0016]),
+        ({"top_k": 2}, [0.5, 0.25, 0, 0, 0]),
+        ({"top_p": 0.76}, [0.5, 0.25, 0.15, 0, 0]),
+        ({"top_p": 1e-9}, [1, 0, 0, 0, 0]),
+        ({"min_p": 0.25}, [0.5, 0.25, 0.15, 0, 0]),
+        ({"top_k": 4, "top_p": 0.9}, [0.5, 0.25, 0.15, 0, 0]),
+    ],
+)
+def test_draws_have_the_filtered_frequencies(options, weights):
+    params = SamplingParams(**{"temperature": 1.0} | options)
+    assert torch.allclose(frequencies(params), expected(weights), atol=0.015)
+
+
+def test_a_greedy_row_among_drawn_ones_is_greedy():
+    params = [SamplingParams(), SamplingParams(temperature=5.0)]
+    tokens = sample(LOGITS.expand(200, -1), params * 100, torch.arange(200))
+    assert tokens[::2].tolist() == [0] * 100
+    assert len(set(tokens[1::2].tolist())) > 2
+
+
+def test_seeds_and_positions_decide_and_nothing_else():
+    def draw(seed: int, positions: torch.Tensor) -> list[int]:
+        params = [SamplingParams(temperature=1.0, seed=seed)] * len(positions)
+        return sample(LOGITS.expand(len(positions), -1), params, positions).tolist()
+
+    together = draw(3, torch.arange(100))
+    assert together == [draw(3, torch.tensor([position]))[0] for position in range(100)]
+    assert together != draw(4, torch.arange(100))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"temperature": -1.0}, "temperature must be a finite number from 0, got -1.0"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_errors_name_the_parameter(options, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**options)

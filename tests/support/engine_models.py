@@ -1,0 +1,62 @@
+"""Small random models, and what transformers generates with them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+VOCABULARY = 97
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+@functools.cache
+def model(family: str = "DeepseekV3") -> Any:
+    """A model in float32 whose greedy tokens vary and lead by a margin."""
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**SIZES)
+    made = getattr(transformers, f"{family}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if weight.dim() > 1:
+                gain = 4.0 if "q_b_proj" in name or "o_proj" in name else 1.0
+                weight.normal_(0.0, gain / weight.shape[-1] ** 0.5, generator=generator)
+    return made.eval()
+
+
+def generated_by_transformers(family: str, prompt: list[int], count: int, **options: Any) -> list[int]:
+    ids = torch.tensor([prompt])
+    tokens = model(family).generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, **options
+    )
+    return tokens[0, len(prompt) :].tolist()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
