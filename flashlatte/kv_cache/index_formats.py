@@ -1,0 +1,188 @@
+"""Caches of index keys: what the sparse-attention indexer scores queries against, one vector a token.
+
+``index_fp8``, 132 bytes for 128 values (DeepGEMM's, vLLM's and SGLang's cache for DeepSeek-V3.2), a page of B tokens:
+
+    bytes 0 to 128·B - 1        for each token 128 e4m3 values
+    bytes 128·B to 132·B - 1    for each token a float32 scale
+
+``index_mxfp4``, 68 bytes (DeepSeek-V4's): 64 bytes of e2m1 pairs a token, then four E8M0 bytes a token, one for 32
+values. ``index_bf16``: the values as they are. Keys have no rope part: it is rotated and quantised with the rest. The
+cache tensor's row strides of 132 and 68 are nominal: a token's values and scales do not lie together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from flashlatte.kv_cache import fp4
+from flashlatte.kv_cache.formats import CacheFormat, Plane
+from flashlatte.kv_cache.fp8 import E4M3_MAX, as_bytes, divide, from_bytes, round_up_to_power_of_two, to_e4m3
+
+HEAD_DIMS = (32, 64, 128)
+SMALLEST_AMAX = 1e-4
+
+
+@dataclass(frozen=True)
+class IndexFormat(CacheFormat):
+    """A cache of index keys of ``head_dim`` values.
+
+    Attributes:
+        encoding: how a value is stored: "e4m3", "bf16" or "e2m1".
+        value_bytes: of a token's values.
+        scale_bytes: of a token's scales, behind all values of its page.
+    """
+
+    encoding: ClassVar[str]
+
+    head_dim: int = 128
+
+    def __post_init__(self) -> None:
+        if self.head_dim not in HEAD_DIMS:
+            raise ValueError(f"head_dim of format {self.name} must be 32, 64 or 128, got {self.head_dim!r}")
+
+    @property
+    def rope_dim(self) -> int:
+        return 0
+
+    @property
+    def value_bytes(self) -> int:
+        return self.planes[0].width * self.record_dtype.itemsize
+
+    @property
+    def scale_bytes(self) -> int:
+        return self.bytes_per_token - self.value_bytes
+
+
+@dataclass(frozen=True)
+class IndexFp8Format(IndexFormat):
+    """e4m3 values with a float32 scale a token: head_dim + 4 bytes."""
+
+    name = "index_fp8"
+    encoding = "e4m3"
+    record_dtype = torch.uint8
+    accepted_dtypes = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return (Plane(self.head_dim, torch.uint8), Plane(4, torch.uint8))
+
+    def encode(
+        self, latent: torch.Tensor, rope: torch.Tensor, scale: float | torch.Tensor, scale_rounding: str
+    ) -> tuple[torch.Tensor, ...]:
+        values, scales = quantize_rows(latent, scale_rounding)
+        return as_bytes(values), as_bytes(scales.unsqueeze(-1))
+
+    def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
+        values, scales = planes
+        return from_bytes(values, torch.float8_e4m3fn).float() * from_bytes(scales, torch.float32)
+
+
+@dataclass(frozen=True)
+class IndexBf16Format(IndexFormat):
+    """The values in bf16, without scales."""
+
+    name = "index_bf16"
+    encoding = "bf16"
+    record_dtype = torch.bfloat16
+    accepted_dtypes = (torch.bfloat16,)
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return (Plane(self.head_dim, torch.bfloat16),)
+
+    def encode(
+        self, latent: torch.Tensor, rope: torch.Tensor, scale: float | torch.Tensor, scale_rounding: str
+    ) -> tuple[torch.Tensor, ...]:
+        return (latent.to(torch.bfloat16),)
+
+    def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
+        return planes[0].float()
+
+
+@dataclass(frozen=True)
+class IndexMxfp4Format(IndexFormat):
+    """e2m1 values, two a byte, with an E8M0 scale for each 32: head_dim / 2 + head_dim / 32 bytes."""
+
+    name = "index_mxfp4"
+    encoding = "e2m1"
+    record_dtype = torch.uint8
+    accepted_dtypes = (torch.uint8, torch.int8)
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return (Plane(self.head_dim // 2, torch.uint8), Plane(self.head_dim // fp4.TILE, torch.uint8))
+
+    def encode(
+        self, latent: torch.Tensor, rope: torch.Tensor, scale: float | torch.Tensor, scale_rounding: str
+    ) -> tuple[torch.Tensor, ...]:
+        return fp4.quantize_mxfp4(latent)
+
+    def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
+        return fp4.dequantize_mxfp4(*planes)
+
+
+INDEX_FORMATS: dict[str, type[IndexFormat]] = {
+    cls.name: cls for cls in (IndexFp8Format, IndexBf16Format, IndexMxfp4Format)
+}
+
+
+def quantize_rows(
+    x: torch.Tensor, scale_rounding: str, smallest_amax: float = SMALLEST_AMAX
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise rows [..., d] to e4m3 and float32 scales [...].
+
+    The scale is max(amax, smallest_amax) / 448: as it is ("exact") or rounded up to a power of two ("power_of_two").
+    """
+    x = x.float()
+    scales = divide(x.abs().amax(dim=-1, keepdim=True).clamp_min(smallest_amax), E4M3_MAX)
+    if scale_rounding == "power_of_two":
+        scales = round_up_to_power_of_two(scales)
+    return to_e4m3(x / scales), scales.squeeze(-1)
+
+
+def index_format(name: str, head_dim: int = 128) -> IndexFormat:
+    """The format of index keys of this name.
+
+    Raises:
+        ValueError: an unknown name, or a head_dim other than 32, 64 and 128.
+    """
+    if name not in INDEX_FORMATS:
+        raise ValueError(f"cache_format must be one of {', '.join(INDEX_FORMATS)}, got {name!r}")
+    return INDEX_FORMATS[name](head_dim=head_dim)
+
+
+def index_format_of(cache: torch.Tensor, head_dim: int, name: str = "cache") -> IndexFormat:
+    """The format of index keys that a cache's dtype and last dimension tell, for keys of ``head_dim`` values."""
+    for cls in INDEX_FORMATS.values():
+        layout = cls(head_dim=head_dim)
+        if cache.dtype in layout.accepted_dtypes and cache.shape[-1] == layout.record_width:
+            return layout
+    widths = ", ".join(f"{cls(head_dim=head_dim).record_width} ({name})" for name, cls in INDEX_FORMATS.items())
+    raise ValueError(
+        f"{name} must hold index keys of {head_dim} values, {widths} wide; "
+        f"got {str(cache.dtype).removeprefix('torch.')} {cache.shape[-1]} wide"
+    )
+
+
+def as_index_cache(cache: object, head_dim: int, name: str = "cache") -> tuple[torch.Tensor, IndexFormat]:
+    """Check a cache [pages, page_size, 1, width] or [pages, page_size, width]; returns it 4-D with its format."""
+    if not isinstance(cache, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(cache).__name__}")
+    if cache.dim() == 3:
+        cache = cache.unsqueeze(2)
+    if cache.dim() != 4 or cache.shape[2] != 1 or 0 in cache.shape:
+        raise ValueError(
+            f"{name} must have shape [pages, page_size, 1, width] with no empty axis, got {list(cache.shape)}"
+        )
+    layout = index_format_of(cache, head_dim, name)
+    width = layout.record_width
+    if cache.stride(3) != 1 or (cache.shape[1] > 1 and cache.stride(1) != width):
+        raise ValueError(f"{name} must have pages without gaps, token after token, got strides {cache.stride()}")
+    if cache.shape[0] > 1 and cache.stride(0) < width * cache.shape[1]:
+        raise ValueError(
+            f"{name} must have at least {width * cache.shape[1]} elements from page to page, got {cache.stride(0)}"
+        )
+    return cache, layout

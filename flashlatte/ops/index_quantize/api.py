@@ -1,0 +1,174 @@
+"""``index_quantize`` and ``index_gather``: their arguments, the checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
+from flashlatte.kv_cache.index_formats import HEAD_DIMS, IndexFormat, as_index_cache
+from flashlatte.runtime import checks, dispatch
+from flashlatte.runtime.torch_op import register_op
+
+QUANTIZE, GATHER = "index_quantize", "index_gather"
+
+for _operation in (QUANTIZE, GATHER):
+    dispatch.register(
+        _operation,
+        dispatch.Implementation(
+            "portable",
+            f"flashlatte.ops.index_quantize.portable:{_operation}",
+            checks.FLOAT_DTYPES,
+            needs_triton=True,
+        ),
+        dispatch.Implementation(
+            "reference", f"flashlatte.ops.index_quantize.reference:{_operation}", checks.FLOAT_DTYPES
+        ),
+    )
+
+
+def index_quantize(
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    scale_rounding: str = "exact",
+    backend: str | None = None,
+) -> None:
+    """Write the index keys of new tokens into their paged cache, in place, quantised to its format.
+
+    A token's scale in format ``index_fp8`` is max(amax, 1e-4) / 448 over its values.
+
+    Args:
+        cache: [pages, page_size, 1, width] (or without the 1) of the formats ``index_fp8`` (width head_dim + 4),
+            ``index_bf16`` (head_dim) or ``index_mxfp4`` (head_dim / 2 + head_dim / 32), told by dtype and width.
+        slot_mapping: int32 or int64 [n], page · page_size + offset of each token. A slot below 0 or beyond the cache
+            skips its token. Slots must differ from each other.
+        k: [T, head_dim], bf16, fp16 or float32, head_dim 32, 64 or 128; T ≥ n, tokens from n on are padding.
+        scale_rounding: format ``index_fp8``: "exact", or "power_of_two" to round scales up (vLLM's ue8m0).
+        backend: "portable" or "reference"; None chooses.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    tokens = 0 if isinstance(k, torch.Tensor) and k.dim() == 2 and k.shape[0] == 0 else "T"
+    checks.tensor("k", k, (tokens, "head_dim"), checks.FLOAT_DTYPES)
+    check_head_dim("k", k.shape[1])
+    cache, layout = as_index_cache(cache, k.shape[1])
+    checks.choice("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
+    if cache.device != k.device:
+        raise ValueError(f"cache must be on {k.device} like the other arguments, got {cache.device}")
+    if isinstance(slot_mapping, torch.Tensor) and slot_mapping.dim() == 1 and slot_mapping.numel() == 0:
+        return
+    checks.tensor("slot_mapping", slot_mapping, ("n",), checks.INDEX_DTYPES, k.device, unit_last_stride=False)
+    if slot_mapping.shape[0] > k.shape[0]:
+        raise ValueError(f"slot_mapping must not be longer than k ({k.shape[0]} tokens), got {slot_mapping.shape[0]}")
+    backend = dispatch.select(dispatch.Call(QUANTIZE, k.device, k.dtype, head_dim=layout.head_dim), backend)
+    _index_quantize(cache, slot_mapping, k[: slot_mapping.shape[0]], scale_rounding, backend)
+
+
+@register_op("index_quantize", mutates=("cache",))
+def _index_quantize(
+    cache: torch.Tensor, slot_mapping: torch.Tensor, k: torch.Tensor, scale_rounding: str, backend: str
+) -> None:
+    dispatch.implementation(QUANTIZE, backend)(cache, slot_mapping, k, scale_rounding)
+
+
+def index_gather(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    total_tokens: int,
+    *,
+    head_dim: int = 128,
+    seq_starts: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Copy the index keys of several requests out of their paged cache, still quantised, to contiguous tensors.
+
+    Args:
+        cache: as ``index_quantize`` wrote it.
+        block_table: int32 or int64 [b, max_pages], the pages of each request in order.
+        cu_seqlens: int32 or int64 [b + 1]: request i goes to rows cu_seqlens[i] to cu_seqlens[i + 1].
+        total_tokens: rows of the result.
+        head_dim: values of a key.
+        seq_starts: int32 or int64 [b], the token of each request to begin with; 0 if None.
+        values, scales: to write into, contiguous; rows from cu_seqlens[b] on are left as they are.
+        backend: "portable" or "reference"; None chooses.
+
+    Returns:
+        What ``index_logits`` takes as keys: float8_e4m3fn [total_tokens, head_dim] and float32 [total_tokens]
+        (``index_fp8``), bf16 [total_tokens, head_dim] and None (``index_bf16``), or uint8
+        [total_tokens, head_dim / 2] and uint8 [total_tokens, head_dim / 32] (``index_mxfp4``). A token whose page is
+        not in the table or not in the cache comes back as zeros; so do rows of no request in tensors made here.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    check_head_dim("head_dim", checks.positive_int("head_dim", head_dim))
+    cache, layout = as_index_cache(cache, head_dim)
+    device = cache.device
+    rows = checks.positive_int("total_tokens", total_tokens, or_zero=True)
+    checks.tensor("block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, device)
+    requests = block_table.shape[0]
+    checks.tensor("cu_seqlens", cu_seqlens, (requests + 1,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    if seq_starts is not None:
+        checks.tensor("seq_starts", seq_starts, (requests,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    values_like, scales_like = gathered_like(layout, rows)
+    values = _gathered("values", values, values_like, device)
+    if scales_like is not None:
+        scales = _gathered("scales", scales, scales_like, device)
+    elif scales is not None:
+        raise ValueError(f"scales must be None for format {layout.name}, which has none")
+    if rows:
+        backend = dispatch.select(dispatch.Call(GATHER, device, torch.bfloat16, head_dim=head_dim), backend)
+        # PyTorch's checks of operations cannot read float8 numbers.
+        stored = values.view(torch.uint8) if values.dtype.itemsize == 1 else values
+        _index_gather(cache, block_table, cu_seqlens, seq_starts, stored, scales, head_dim, backend)
+    return values, scales
+
+
+@register_op("index_gather", mutates=("values", "scales"))
+def _index_gather(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seq_starts: torch.Tensor | None,
+    values: torch.Tensor,
+    scales: torch.Tensor | None,
+    head_dim: int,
+    backend: str,
+) -> None:
+    run = dispatch.implementation(GATHER, backend)
+    run(cache, block_table, cu_seqlens, seq_starts, values, scales, head_dim)
+
+
+def gathered_like(layout: IndexFormat, rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Keys and scales of ``rows`` tokens as ``index_logits`` takes them, on the meta device."""
+    if layout.encoding == "e4m3":
+        return (
+            torch.empty(rows, layout.head_dim, dtype=torch.float8_e4m3fn, device="meta"),
+            torch.empty(rows, dtype=torch.float32, device="meta"),
+        )
+    if layout.encoding == "bf16":
+        return torch.empty(rows, layout.head_dim, dtype=torch.bfloat16, device="meta"), None
+    return (
+        torch.empty(rows, layout.value_bytes, dtype=torch.uint8, device="meta"),
+        torch.empty(rows, layout.scale_bytes, dtype=torch.uint8, device="meta"),
+    )
+
+
+def _gathered(name: str, value: torch.Tensor | None, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if value is None:
+        stored = torch.uint8 if like.dtype.itemsize == 1 else like.dtype
+        return torch.zeros(like.shape, dtype=stored, device=device).view(like.dtype)
+    checks.output(name, value, tuple(like.shape), (like.dtype,), device)
+    if not value.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {value.stride()}")
+    return value
+
+
+def check_head_dim(name: str, head_dim: int) -> None:
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"{name} must have a head dim of 32, 64 or 128, got {head_dim}")

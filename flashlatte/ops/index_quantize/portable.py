@@ -1,0 +1,223 @@
+"""``index_quantize`` and ``index_gather`` in Triton."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlatte.kernels.triton.cache_address import Requests, Slots, locate_rows, locate_slots, store_words
+from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
+from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
+from flashlatte.kv_cache.index_formats import as_index_cache
+from flashlatte.runtime import dispatch
+from flashlatte.runtime.strides import stride_in_use
+from flashlatte.runtime.triton_kernel import kernel
+
+QUANTIZE_BLOCKING = Blocking(tokens=16, warps=4)
+GATHER_BLOCKING = Blocking(tokens=32, warps=4)
+
+
+def index_quantize(cache: torch.Tensor, slot_mapping: torch.Tensor, k: torch.Tensor, scale_rounding: str) -> None:
+    cache, layout = as_index_cache(cache, k.shape[-1])
+    cache = as_bytes(cache)
+    page_stride = stride_in_use(cache, 0)
+    tokens, num_slots = slot_mapping.shape[0], cache.shape[0] * cache.shape[1]
+    index_quantize_kernel[(blocks(tokens, QUANTIZE_BLOCKING.tokens),)](
+        cache,
+        slot_mapping,
+        k,
+        tokens,
+        num_slots,
+        cache.shape[1],
+        slot_mapping.stride(0),
+        page_stride,
+        stride_in_use(k, 0),
+        layout.head_dim,
+        layout.encoding,
+        scale_rounding == "power_of_two",
+        unit_bytes(cache, page_stride),
+        num_slots >= 2**31,
+        converts_e4m3(cache.device),
+        dispatch.interpreting(),
+        QUANTIZE_BLOCKING.tokens,
+        num_warps=QUANTIZE_BLOCKING.warps,
+        enable_fp_fusion=True,
+    )
+
+
+def index_gather(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seq_starts: torch.Tensor | None,
+    values: torch.Tensor,
+    scales: torch.Tensor | None,
+    head_dim: int,
+) -> None:
+    cache, layout = as_index_cache(cache, head_dim)
+    num_pages, page_size = cache.shape[:2]
+    cache = cache.view(torch.uint8)
+    rows = values.shape[0]
+    requests, max_pages = block_table.shape
+    index_gather_kernel[(blocks(rows, GATHER_BLOCKING.tokens),)](
+        cache,
+        block_table,
+        cu_seqlens,
+        seq_starts,
+        values.view(torch.uint8),
+        None if scales is None else scales.view(torch.uint8),
+        rows,
+        requests,
+        max_pages,
+        num_pages,
+        page_size,
+        cu_seqlens.stride(0),
+        0 if seq_starts is None else stride_in_use(seq_starts, 0),
+        stride_in_use(block_table, 0),
+        stride_in_use(cache, 0),
+        layout.value_bytes,
+        layout.scale_bytes,
+        max_pages * page_size >= 2**31,
+        GATHER_BLOCKING.tokens,
+        num_warps=GATHER_BLOCKING.warps,
+    )
+
+
+@kernel
+def index_quantize_kernel(
+    cache,
+    slot_mapping,
+    k,
+    num_tokens: tl.int64,
+    num_slots: tl.int64,
+    page_size: tl.int64,
+    slot_stride: tl.int64,
+    page_stride: tl.int64,
+    k_stride: tl.int64,
+    D: tl.constexpr,
+    ENCODING: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """``page_stride`` counts elements of the cache: bytes, or bf16."""
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    slots = Slots(slot_mapping, slot_stride, num_tokens, num_slots, page_size)
+    valid, page, offset = locate_slots(slots, tokens, WIDE)
+    page_start = cache + page * page_stride
+    k_row = k + tokens * k_stride
+    column = tl.arange(0, D)[None, :]
+    if ENCODING == "e2m1":
+        # [BLOCK_T, D / 32, 16]: the first and second values of each byte
+        group = tl.arange(0, D // 32)
+        byte = group[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+        pair = k_row[:, None, None] + 2 * byte
+        low = widen(tl.load(pair, mask=valid[:, None, None], other=0.0), INTERPRETED)
+        high = widen(tl.load(pair + 1, mask=valid[:, None, None], other=0.0), INTERPRETED)
+        exponents, reciprocals = mxfp4_scales(low, high)
+        codes = e2m1_code(low * reciprocals[:, :, None]) | (e2m1_code(high * reciprocals[:, :, None]) << 4)
+        row = page_start + offset * (D // 2)
+        tl.store(row[:, None, None] + byte, codes.to(tl.uint8), mask=valid[:, None, None])
+        scale_row = page_start + page_size * (D // 2) + offset * (D // 32)
+        tl.store(scale_row[:, None] + group[None, :], exponents.to(tl.uint8), mask=valid[:, None])
+    else:
+        # [BLOCK_T, D]
+        x = widen(tl.load(k_row[:, None] + column, mask=valid[:, None], other=0.0), INTERPRETED)
+        row = page_start + offset * D
+        if ENCODING == "bf16":
+            tl.store(row[:, None] + column, narrow(x, tl.bfloat16, INTERPRETED), mask=valid[:, None])
+        else:
+            scales = row_scales(x, 1e-4, POWER_OF_TWO)
+            values = tl.div_rn(x, tl.broadcast_to(scales[:, None], x.shape))
+            tl.store(row[:, None] + column, float_to_e4m3(values, NATIVE), mask=valid[:, None])
+            scale_row = page_start + page_size * D + offset * 4
+            store_words(scale_row, 0, scales.to(tl.int32, bitcast=True), valid, UNIT)
+
+
+@triton.jit
+def row_scales(x, SMALLEST_AMAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """max(amax, SMALLEST_AMAX) / 448 of each row of float32 x, or that rounded up; NaN of a row with a NaN."""
+    # As integers, magnitudes keep their order and NaN is the largest: a float maximum would lose it.
+    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
+    scales = tl.div_rn(tl.where(amax < SMALLEST_AMAX, SMALLEST_AMAX, amax), 448.0)
+    if POWER_OF_TWO:
+        bits = scales.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        scales = tl.where(bits < 0x7F800000, rounded, scales)
+    return scales
+
+
+@triton.jit
+def mxfp4_scales(low, high):
+    """E8M0 exponents and the reciprocals of the scales, of groups [tokens, groups, 16] of two halves each."""
+    low = tl.max(low.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
+    amax = tl.maximum(low, tl.max(high.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2))
+    # Of amax = m · 2^e, amax / 6 is (m / 1.5) · 2^(e - 2): a mantissa above 1.5 carries into the exponent.
+    exponents = tl.maximum(((amax + 0x3FFFFF) >> 23) - 2, 1)
+    finite = amax < 0x7F800000
+    # 2^(127 - exponent): subnormal, and exact, only of an exponent of 254, which no amax / 6 has.
+    reciprocals = ((254 - exponents) << 23).to(tl.float32, bitcast=True)
+    return tl.where(finite, exponents, 255), tl.where(finite, reciprocals, float("nan"))
+
+
+@triton.jit
+def e2m1_code(x):
+    """Codes 0 to 15, int32, of float32 x: nearest, the even code of two as near, saturating at 6; NaN gives 0."""
+    a = tl.abs(x)
+    code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32) + (a >= 1.75).to(tl.int32)
+    code += (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
+    sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
+    return tl.where(x == x, code | sign, 0)
+
+
+@kernel
+def index_gather_kernel(
+    cache,
+    block_table,
+    cu_seqlens,
+    seq_starts,
+    values,
+    scales,
+    num_rows: tl.int64,
+    requests: tl.int64,
+    max_pages: tl.int64,
+    num_pages: tl.int64,
+    page_size: tl.int64,
+    cu_stride: tl.int64,
+    start_stride: tl.int64,
+    table_stride: tl.int64,
+    page_stride: tl.int64,
+    VALUE_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    where = Requests(
+        cu_seqlens,
+        cu_stride,
+        requests,
+        seq_starts,
+        start_stride,
+        block_table,
+        table_stride,
+        max_pages,
+        num_pages,
+        page_size,
+    )
+    inside, found, page, offset = locate_rows(where, rows, num_rows, WIDE)
+    page_start = cache + page * page_stride
+    column = tl.arange(0, VALUE_BYTES)[None, :]
+    # [BLOCK_T, VALUE_BYTES]
+    source = (page_start + offset * VALUE_BYTES)[:, None] + column
+    stored = tl.load(source, mask=found[:, None], other=0)
+    tl.store(values + rows[:, None] * VALUE_BYTES + column, stored, mask=inside[:, None])
+    if SCALE_BYTES > 0:
+        byte = tl.arange(0, SCALE_BYTES)[None, :]
+        source = (page_start + page_size * VALUE_BYTES + offset * SCALE_BYTES)[:, None] + byte
+        stored = tl.load(source, mask=found[:, None], other=0)
+        tl.store(scales + rows[:, None] * SCALE_BYTES + byte, stored, mask=inside[:, None])
