@@ -9,6 +9,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.cache_address import Requests, Slots, locate_rows, locate_slots, store_words
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
+from flashlatte.kernels.triton.row_scales import row_scales
 from flashlatte.kv_cache.index_formats import as_index_cache
 from flashlatte.runtime import dispatch
 from flashlatte.runtime.strides import stride_in_use
@@ -136,19 +137,6 @@ def index_quantize_kernel(
             tl.store(row[:, None] + column, float_to_e4m3(values, NATIVE), mask=valid[:, None])
             scale_row = page_start + page_size * D + offset * 4
             store_words(scale_row, 0, scales.to(tl.int32, bitcast=True), valid, UNIT)
-
-
-@triton.jit
-def row_scales(x, SMALLEST_AMAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """max(amax, SMALLEST_AMAX) / 448 of each row of float32 x, or that rounded up; NaN of a row with a NaN."""
-    # As integers, magnitudes keep their order and NaN is the largest: a float maximum would lose it.
-    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
-    scales = tl.div_rn(tl.where(amax < SMALLEST_AMAX, SMALLEST_AMAX, amax), 448.0)
-    if POWER_OF_TWO:
-        bits = scales.to(tl.int32, bitcast=True)
-        rounded = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-        scales = tl.where(bits < 0x7F800000, rounded, scales)
-    return scales
 
 
 @triton.jit

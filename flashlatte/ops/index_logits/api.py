@@ -1,0 +1,208 @@
+"""``index_logits`` and ``paged_index_logits``: their arguments, the checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kv_cache import fp4
+from flashlatte.kv_cache.index_formats import HEAD_DIMS, as_index_cache
+from flashlatte.runtime import checks, dispatch
+from flashlatte.runtime.torch_op import register_op
+
+RAGGED, PAGED = "index_logits", "paged_index_logits"
+QUERY_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
+LOGIT_DTYPES = (torch.float32, torch.bfloat16)
+MAX_HEADS = 128
+
+for _operation, _function in ((RAGGED, "ragged"), (PAGED, "paged")):
+    dispatch.register(
+        _operation,
+        dispatch.Implementation(
+            "portable", f"flashlatte.ops.index_logits.portable.{_function}:{_function}", QUERY_DTYPES, needs_triton=True
+        ),
+        dispatch.Implementation("reference", f"flashlatte.ops.index_logits.reference:{_function}", QUERY_DTYPES),
+    )
+
+
+def index_logits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    key_start: torch.Tensor,
+    key_end: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    clean: bool = True,
+    max_keys: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Scores of index queries against contiguous index keys, each query against a range of its own.
+
+    logits[i, j] = k_scale[j] · Σ_h weights[i, h] · relu(q[i, h] · k[j]) for key_start[i] ≤ j < key_end[i]
+    (DeepSeek-V3.2's lightning indexer, arXiv:2512.02556, §2.1).
+
+    Args:
+        q: [M, H, head_dim], float8_e4m3fn, bf16 or float32; H from 1 to 128, head_dim 32, 64 or 128. The scales of a
+            float8_e4m3fn q are folded into ``weights`` (``index_query``).
+        k: [N, head_dim], float8_e4m3fn or bf16; float32 if q is; or mxfp4: uint8 [N, head_dim / 2].
+        weights: float32 [M, H].
+        key_start, key_end: int32 or int64 [M]. What lies outside 0 to N is cut off; an end not beyond its start is an
+            empty range.
+        k_scale: float32 [N], above 0, for a float8_e4m3fn k; E8M0 bytes, uint8 [N, head_dim / 32], for mxfp4.
+        clean: put -inf where a query has no key. If False, what stands there is undefined, or left in ``out``.
+        max_keys: None for rows over all keys. An int for compressed rows: column c is key key_start[i] + c, and of a
+            longer range the rest is dropped.
+        dtype: of the logits, float32 or bf16, if ``out`` is None.
+        out: [M, N] or [M, max_keys], float32 or bf16 with last stride 1, to write into.
+        backend: "hopper", "portable" or "reference"; None chooses.
+
+    Returns:
+        logits [M, N], or [M, max_keys].
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    rows = 0 if isinstance(q, torch.Tensor) and q.dim() == 3 and q.shape[0] == 0 else "M"
+    checks.tensor("q", q, (rows, "H", "head_dim"), QUERY_DTYPES)
+    num_rows, heads, head_dim = q.shape
+    device = q.device
+    _check_heads(heads, head_dim)
+    num_keys = _check_keys(q, k, k_scale)
+    checks.tensor("weights", weights, (num_rows, heads), (torch.float32,), device)
+    for name, value in (("key_start", key_start), ("key_end", key_end)):
+        checks.tensor(name, value, (num_rows,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    checks.flag("clean", clean)
+    width = num_keys if max_keys is None else checks.positive_int("max_keys", max_keys)
+    out = _output(out, num_rows, width, dtype, device)
+    if num_rows and num_keys == 0:
+        return out.fill_(-torch.inf) if clean else out
+    if num_rows:
+        call = dispatch.Call(RAGGED, device, q.dtype, head_dim=head_dim, h_q=heads)
+        backend = dispatch.select(call, backend)
+        _index_logits(q, k, k_scale, weights, key_start, key_end, out, clean, max_keys is not None, backend)
+    return out
+
+
+@register_op("index_logits", mutates=("logits",))
+def _index_logits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    weights: torch.Tensor,
+    key_start: torch.Tensor,
+    key_end: torch.Tensor,
+    logits: torch.Tensor,
+    clean: bool,
+    compressed: bool,
+    backend: str,
+) -> None:
+    run = dispatch.implementation(RAGGED, backend)
+    run(q, k, k_scale, weights, key_start, key_end, logits, clean, compressed)
+
+
+def paged_index_logits(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    *,
+    max_keys: int | None = None,
+    clean: bool = True,
+    dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """``index_logits`` over a paged cache of index keys, for the last tokens of each request.
+
+    Work is split over keys by the lengths, on the device: there is nothing to be planned beforehand.
+
+    Args:
+        q: [b, next_n, H, head_dim], float8_e4m3fn or bf16; H from 1 to 128, head_dim 32, 64 or 128.
+        cache: [pages, page_size, 1, width] (or without the 1), as ``index_quantize`` wrote it; any page size.
+        weights: float32 [b · next_n, H].
+        cache_seqlens: int32 or int64 [b]: token t of a request sees keys 0 to cache_seqlens - next_n + t; or
+            [b, next_n]: how many keys each token sees.
+        block_table: int32 or int64 [b, max_pages]. A key whose page is not in the cache has the logit -inf.
+        max_keys: columns of the result; max_pages · page_size if None. Keys beyond them are dropped.
+        clean, dtype, out, backend: as for ``index_logits``; ``out`` is [b · next_n, max_keys].
+
+    Returns:
+        logits [b · next_n, max_keys].
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    batch = 0 if isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[0] == 0 else "b"
+    checks.tensor("q", q, (batch, "next_n", "H", "head_dim"), QUERY_DTYPES[:2])
+    batch, next_n, heads, head_dim = q.shape
+    device = q.device
+    _check_heads(heads, head_dim)
+    cache, layout = as_index_cache(cache, head_dim)
+    if cache.device != device:
+        raise ValueError(f"cache must be on {device} like the other arguments, got {cache.device}")
+    checks.tensor("weights", weights, (batch * next_n, heads), (torch.float32,), device)
+    lengths_shape = (
+        (batch,) if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dim() == 1 else (batch, next_n)
+    )
+    checks.tensor("cache_seqlens", cache_seqlens, lengths_shape, checks.INDEX_DTYPES, device, unit_last_stride=False)
+    checks.tensor("block_table", block_table, (batch, "max_pages"), checks.INDEX_DTYPES, device)
+    checks.flag("clean", clean)
+    width = block_table.shape[1] * cache.shape[1] if max_keys is None else checks.positive_int("max_keys", max_keys)
+    out = _output(out, batch * next_n, width, dtype, device)
+    if batch:
+        call = dispatch.Call(PAGED, device, q.dtype, layout.name, cache.shape[1], head_dim, h_q=heads)
+        backend = dispatch.select(call, backend)
+        _paged_index_logits(q, cache, weights, cache_seqlens, block_table, out, clean, backend)
+    return out
+
+
+@register_op("paged_index_logits", mutates=("logits",))
+def _paged_index_logits(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    logits: torch.Tensor,
+    clean: bool,
+    backend: str,
+) -> None:
+    run = dispatch.implementation(PAGED, backend)
+    run(q, cache, weights, cache_seqlens, block_table, logits, clean)
+
+
+def _check_heads(heads: int, head_dim: int) -> None:
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"q must have a head dim of 32, 64 or 128, got {head_dim}")
+    if heads > MAX_HEADS:
+        raise ValueError(f"q must have 1 to {MAX_HEADS} heads, got {heads}")
+
+
+def _check_keys(q: torch.Tensor, k: object, k_scale: object) -> int:
+    """The number of keys."""
+    head_dim, device = q.shape[2], q.device
+    keys = 0 if isinstance(k, torch.Tensor) and k.dim() == 2 and k.shape[0] == 0 else "N"
+    if isinstance(k, torch.Tensor) and k.dtype == torch.uint8:
+        num_keys = checks.tensor("k", k, (keys, head_dim // 2), (torch.uint8,), device).shape[0]
+        checks.tensor("k_scale", k_scale, (num_keys, head_dim // fp4.TILE), (torch.uint8,), device)
+    else:
+        num_keys = checks.tensor("k", k, (keys, head_dim), QUERY_DTYPES, device).shape[0]
+    assert isinstance(k, torch.Tensor)
+    if (q.dtype == torch.float32) != (k.dtype == torch.float32):
+        raise TypeError(f"k must be float32 if q is, and only then, got {checks.dtype_names([k.dtype])}")
+    if k.dtype == torch.float8_e4m3fn:
+        checks.tensor("k_scale", k_scale, (num_keys,), (torch.float32,), device)
+    elif k.dtype != torch.uint8 and k_scale is not None:
+        raise ValueError(f"k_scale must be None for {checks.dtype_names([k.dtype])} keys")
+    return num_keys
+
+
+def _output(out: torch.Tensor | None, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if out is not None:
+        return checks.output("out", out, (rows, width), LOGIT_DTYPES, device)
+    if dtype not in LOGIT_DTYPES:
+        raise TypeError(f"dtype must be {checks.dtype_names(LOGIT_DTYPES)}, got {dtype}")
+    return torch.empty(rows, width, dtype=dtype, device=device)

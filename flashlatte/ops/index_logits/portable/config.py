@@ -1,0 +1,55 @@
+"""Block sizes of the kernels, by class of GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flashlatte.kernels.triton.online_softmax import gpu_class
+
+SMALLEST = 16  # of a matrix product's sides
+
+
+@dataclass(frozen=True)
+class Config:
+    """Attributes:
+    rows: query rows (queries times heads, heads padded) of a product.
+    block_n: keys of a tile.
+    num_warps, num_stages: Triton's.
+    tiles: of a program over contiguous keys.
+    programs: programs that an SM runs at once.
+    """
+
+    rows: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    tiles: int = 16
+    programs: int = 2
+
+
+RAGGED = {
+    "hopper": Config(128, 128, num_warps=8, num_stages=3),
+    "blackwell": Config(128, 128, num_warps=8, num_stages=3),
+    "ampere": Config(128, 64, num_warps=8, num_stages=3),
+    "small": Config(128, 64, num_warps=8, num_stages=2),
+    "other": Config(128, 64, num_warps=4, num_stages=2),
+    "interpreter": Config(32, 16, num_warps=1, num_stages=1, tiles=2),
+}
+PAGED = {
+    "hopper": Config(128, 128, num_warps=4, num_stages=4),
+    "blackwell": Config(128, 128, num_warps=4, num_stages=4),
+    "ampere": Config(128, 64, num_warps=4, num_stages=3),
+    "small": Config(128, 64, num_warps=4, num_stages=2),
+    "other": Config(128, 64, num_warps=4, num_stages=2),
+    "interpreter": Config(32, 16, num_warps=1, num_stages=1, programs=1),
+}
+
+
+def choose(table: dict[str, Config], device: torch.device) -> Config:
+    return table[gpu_class(device)]
+
+
+def padded_heads(heads: int) -> int:
+    return max(1 << (heads - 1).bit_length(), SMALLEST)

@@ -1,0 +1,90 @@
+"""Index logits in plain PyTorch: the specification.
+
+logits[i, j] = k_scale[j] · Σ_h weights[i, h] · relu(q[i, h] · k[j])
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kv_cache import fp4
+from flashlatte.kv_cache.index_formats import as_index_cache
+
+# Rows at a time: [rows, H, N] products are held at once.
+PRODUCTS = 2**26
+
+
+def ragged(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    weights: torch.Tensor,
+    key_start: torch.Tensor,
+    key_end: torch.Tensor,
+    logits: torch.Tensor,
+    clean: bool,
+    compressed: bool,
+) -> None:
+    keys = _dequantized(k, k_scale)
+    columns = torch.arange(logits.shape[1], device=q.device)
+    rows_at_a_time = max(1, PRODUCTS // (q.shape[1] * keys.shape[0]))
+    for begin in range(0, q.shape[0], rows_at_a_time):
+        rows = slice(begin, begin + rows_at_a_time)
+        start, end = key_start[rows].long().unsqueeze(1), key_end[rows].long().clamp(max=keys.shape[0]).unsqueeze(1)
+        start = start.clamp(min=0)
+        scores = _scores(q[rows], keys, weights[rows])
+        position = columns + start if compressed else columns.expand(scores.shape[0], -1)
+        inside = (position >= start) & (position < end)
+        scores = scores.gather(1, position.clamp(max=keys.shape[0] - 1))
+        _store(logits[rows], scores, inside, clean)
+
+
+def paged(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    logits: torch.Tensor,
+    clean: bool,
+) -> None:
+    batch, next_n, heads, head_dim = q.shape
+    cache, layout = as_index_cache(cache, head_dim)
+    num_pages, page_size = cache.shape[:2]
+    position = torch.arange(min(logits.shape[1], block_table.shape[1] * page_size), device=q.device)
+    page = block_table.long()[:, position // page_size]
+    in_cache = (page >= 0) & (page < num_pages)
+    views = layout.page_views(cache)
+    for request in range(batch):
+        pages = page[request].where(in_cache[request], 0)
+        keys = layout.decode(tuple(view[pages, position % page_size] for view in views), 1.0)
+        if cache_seqlens.dim() == 1:
+            limits = cache_seqlens[request].long() - next_n + 1 + torch.arange(next_n, device=q.device)
+        else:
+            limits = cache_seqlens[request].long()
+        rows = slice(request * next_n, (request + 1) * next_n)
+        scores = _scores(q[request], keys, weights[rows])
+        scores = scores.where(in_cache[request], -torch.inf)
+        inside = position < limits.unsqueeze(1)
+        target = logits[rows]
+        _store(target[:, : len(position)], scores, inside, clean)
+        if clean:
+            target[:, len(position) :] = -torch.inf
+
+
+def _dequantized(k: torch.Tensor, k_scale: torch.Tensor | None) -> torch.Tensor:
+    """float32 [N, head_dim]."""
+    if k.dtype == torch.uint8 and k_scale is not None:
+        return fp4.dequantize_mxfp4(k, k_scale)
+    return k.float() if k_scale is None else k.float() * k_scale.unsqueeze(1)
+
+
+def _scores(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """float32 [rows, N]. A key's scale is above 0, so that it may stand within the relu."""
+    products = torch.einsum("mhd,nd->mhn", q.float(), keys).relu_()
+    return torch.einsum("mh,mhn->mn", weights, products)
+
+
+def _store(logits: torch.Tensor, scores: torch.Tensor, inside: torch.Tensor, clean: bool) -> None:
+    outside = torch.full_like(logits, -torch.inf) if clean else logits
+    logits.copy_(torch.where(inside, scores.to(logits.dtype), outside))

@@ -1,0 +1,5 @@
+"""Index queries: rotated, quantised, their scales folded into the heads' weights."""
+
+from flashlatte.ops.index_query.api import index_query
+
+__all__ = ["index_query"]

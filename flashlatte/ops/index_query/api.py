@@ -1,0 +1,138 @@
+"""``index_query``: its arguments, their checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
+from flashlatte.kv_cache.index_formats import HEAD_DIMS
+from flashlatte.runtime import checks, dispatch
+from flashlatte.runtime.torch_op import register_op
+
+OPERATION = "index_query"
+
+dispatch.register(
+    OPERATION,
+    dispatch.Implementation(
+        "portable", "flashlatte.ops.index_query.portable:index_query", checks.FLOAT_DTYPES, needs_triton=True
+    ),
+    dispatch.Implementation("reference", "flashlatte.ops.index_query.reference:index_query", checks.FLOAT_DTYPES),
+)
+
+
+def index_query(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cos_sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    *,
+    rope_first: bool = True,
+    interleaved: bool = False,
+    hadamard: bool = False,
+    softmax_scale: float | None = None,
+    head_scale: float | None = None,
+    smallest_amax: float = 1e-10,
+    scale_rounding: str = "exact",
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index queries for ``index_logits``: rotate, transform, quantise each head to e4m3, fold scales into weights.
+
+    A head's scale is max(amax, smallest_amax) / 448. It is not stored: the head's weight becomes
+    weight · scale · softmax_scale · head_scale, so that relu(q · k) of the quantised query is weighted as of the true one.
+
+    Args:
+        q: [T, H, head_dim] as projected, bf16, fp16 or float32; head_dim 32, 64 or 128.
+        weights: [T, H], a weight for each head, bf16, fp16 or float32.
+        cos_sin: float32 [n, rope_dim], cosines and then sines of each frequency; None if q is rotated already.
+        positions: int32 or int64 [T], the table's row of each token. One outside it takes the nearest.
+        rope_first: whether the first rope_dim values turn (DeepSeek-V3.2), or the last ones (V4).
+        interleaved: whether a frequency turns values 2i and 2i + 1 (V4); else i and i + rope_dim / 2 (V3.2).
+        hadamard: multiply by Sylvester's Hadamard matrix / √head_dim, what was rotated rounded to q's dtype first.
+            Keys must have been transformed alike.
+        softmax_scale: head_dim^-0.5 if None.
+        head_scale: H^-0.5 if None.
+        smallest_amax: 1e-10 (V3.2) or 1e-4 (V4).
+        scale_rounding: "exact", or "power_of_two" to round scales up.
+        backend: "portable" or "reference"; None chooses.
+
+    Returns:
+        float8_e4m3fn [T, H, head_dim] and float32 weights [T, H].
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    tokens = 0 if isinstance(q, torch.Tensor) and q.dim() == 3 and q.shape[0] == 0 else "T"
+    checks.tensor("q", q, (tokens, "H", "head_dim"), checks.FLOAT_DTYPES)
+    num_tokens, heads, head_dim = q.shape
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"q must have a head dim of 32, 64 or 128, got {head_dim}")
+    checks.tensor("weights", weights, (num_tokens, heads), checks.FLOAT_DTYPES, q.device)
+    if (cos_sin is None) != (positions is None):
+        raise ValueError("cos_sin and positions belong together, got one of them")
+    if cos_sin is not None and positions is not None:
+        checks.tensor("cos_sin", cos_sin, ("n", "rope_dim"), (torch.float32,), q.device)
+        if cos_sin.shape[1] % 2 or cos_sin.shape[1] > head_dim:
+            raise ValueError(f"cos_sin must have an even width of at most {head_dim}, got {cos_sin.shape[1]}")
+        if not cos_sin.is_contiguous():
+            raise ValueError(f"cos_sin must be contiguous, got strides {cos_sin.stride()}")
+        checks.tensor("positions", positions, (num_tokens,), checks.INDEX_DTYPES, q.device, unit_last_stride=False)
+    for name, value in (("rope_first", rope_first), ("interleaved", interleaved), ("hadamard", hadamard)):
+        checks.flag(name, value)
+    checks.choice("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
+    if not 0 < checks.number("smallest_amax", smallest_amax):
+        raise ValueError(f"smallest_amax must be above 0, got {smallest_amax}")
+    weight_scale = checks.softmax_scale(softmax_scale, head_dim) * (
+        heads**-0.5 if head_scale is None else checks.number("head_scale", head_scale)
+    )
+    values = torch.empty(num_tokens, heads, head_dim, dtype=torch.uint8, device=q.device)
+    folded = torch.empty(num_tokens, heads, dtype=torch.float32, device=q.device)
+    if num_tokens:
+        backend = dispatch.select(dispatch.Call(OPERATION, q.device, q.dtype, head_dim=head_dim, h_q=heads), backend)
+        _index_query(
+            q,
+            weights,
+            cos_sin,
+            positions,
+            rope_first,
+            interleaved,
+            hadamard,
+            smallest_amax,
+            scale_rounding,
+            weight_scale,
+            values,
+            folded,
+            backend,
+        )
+    return values.view(torch.float8_e4m3fn), folded
+
+
+@register_op("index_query", mutates=("values", "folded"))
+def _index_query(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cos_sin: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    rope_first: bool,
+    interleaved: bool,
+    hadamard: bool,
+    smallest_amax: float,
+    scale_rounding: str,
+    weight_scale: float,
+    values: torch.Tensor,
+    folded: torch.Tensor,
+    backend: str,
+) -> None:
+    dispatch.implementation(OPERATION, backend)(
+        q,
+        weights,
+        cos_sin,
+        positions,
+        rope_first,
+        interleaved,
+        hadamard,
+        smallest_amax,
+        scale_rounding,
+        weight_scale,
+        values,
+        folded,
+    )

@@ -1,0 +1,138 @@
+"""``index_query`` in Triton: one program rotates, transforms and quantises some heads of a token."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlatte.kernels.triton.cache_layout import blocks
+from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
+from flashlatte.kernels.triton.row_scales import row_scales
+from flashlatte.runtime import dispatch
+from flashlatte.runtime.strides import stride_in_use
+from flashlatte.runtime.triton_kernel import kernel
+
+# Heads and warps of a program.
+HEADS, WARPS = 16, 4
+
+
+def index_query(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cos_sin: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    rope_first: bool,
+    interleaved: bool,
+    hadamard: bool,
+    smallest_amax: float,
+    scale_rounding: str,
+    weight_scale: float,
+    values: torch.Tensor,
+    folded: torch.Tensor,
+) -> None:
+    tokens, heads, head_dim = q.shape
+    rope_dim = 0 if cos_sin is None else cos_sin.shape[1]
+    head_blocks = blocks(heads, HEADS)
+    index_query_kernel[(tokens * head_blocks,)](
+        q,
+        weights,
+        cos_sin,
+        positions,
+        values,
+        folded,
+        smallest_amax,
+        weight_scale,
+        heads,
+        head_blocks,
+        1 if cos_sin is None else cos_sin.shape[0],
+        0 if positions is None else stride_in_use(positions, 0),
+        stride_in_use(q, 0),
+        stride_in_use(q, 1),
+        stride_in_use(weights, 0),
+        head_dim,
+        rope_dim,
+        0 if rope_first else head_dim - rope_dim,
+        interleaved,
+        hadamard,
+        scale_rounding == "power_of_two",
+        converts_e4m3(q.device),
+        dispatch.interpreting(),
+        HEADS,
+        num_warps=WARPS,
+        enable_fp_fusion=True,
+    )
+
+
+@kernel
+def index_query_kernel(
+    q,
+    weights,
+    cos_sin,
+    positions,
+    values,
+    folded,
+    smallest_amax: tl.float32,
+    weight_scale: tl.float32,
+    heads: tl.int32,
+    head_blocks: tl.int32,
+    num_positions: tl.int64,
+    position_stride: tl.int64,
+    q_stride: tl.int64,
+    q_head_stride: tl.int64,
+    weight_stride: tl.int64,
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROPE_AT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    token = (tl.program_id(0) // head_blocks).to(tl.int64)
+    head = (tl.program_id(0) % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+    inside = head < heads
+    column = tl.arange(0, D)
+    q_row = q + token * q_stride + head.to(tl.int64) * q_head_stride
+    # [BLOCK_H, D]
+    x = widen(tl.load(q_row[:, None] + column[None, :], mask=inside[:, None], other=0.0), INTERPRETED)
+    if cos_sin is not None:
+        turns = (column >= ROPE_AT) & (column < ROPE_AT + ROPE)
+        place = column - ROPE_AT
+        pairs: tl.constexpr = ROPE // 2
+        if INTERLEAVED:
+            first, partner, pair = place % 2 == 0, place ^ 1, place // 2
+        else:
+            first, partner, pair = place < pairs, (place + pairs) % ROPE, place % pairs
+        position = tl.load(positions + token * position_stride).to(tl.int64)
+        row = cos_sin + tl.minimum(tl.maximum(position, 0), num_positions - 1) * ROPE
+        cosine = tl.load(row + pair, mask=turns, other=1.0)
+        sine = tl.load(row + pairs + pair, mask=turns, other=0.0)
+        other = tl.load(q_row[:, None] + (ROPE_AT + partner)[None, :], mask=inside[:, None] & turns[None, :], other=0.0)
+        x = x * cosine[None, :] + widen(other, INTERPRETED) * tl.where(first, -sine, sine)[None, :]
+    if HADAMARD:
+        rounded = narrow(x, q.dtype.element_ty, INTERPRETED)
+        signs = tl.where(parity(column[:, None] & column[None, :]) == 1, -1.0, 1.0)
+        if INTERPRETED:
+            x = tl.dot(widen(rounded, True), signs)
+        elif q.dtype.element_ty == tl.float32:
+            x = tl.dot(rounded, signs, input_precision="ieee")
+        else:
+            x = tl.dot(rounded, signs.to(q.dtype.element_ty))
+        x = x * D**-0.5
+    scales = row_scales(x, smallest_amax, POWER_OF_TWO)
+    codes = float_to_e4m3(tl.div_rn(x, tl.broadcast_to(scales[:, None], x.shape)), NATIVE)
+    out_row = (token * heads + head) * D
+    tl.store(values + out_row[:, None] + column[None, :], codes, mask=inside[:, None])
+    weight = widen(tl.load(weights + token * weight_stride + head, mask=inside, other=0.0), INTERPRETED)
+    tl.store(folded + token * heads + head, weight * scales * weight_scale, mask=inside)
+
+
+@triton.jit
+def parity(bits):
+    """The number of ones, modulo 2, of integers below 256."""
+    bits ^= bits >> 4
+    bits ^= bits >> 2
+    return (bits ^ (bits >> 1)) & 1

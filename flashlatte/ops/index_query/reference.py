@@ -1,0 +1,54 @@
+"""``index_query`` in plain PyTorch: the specification."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kv_cache.index_formats import quantize_rows
+
+
+def index_query(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cos_sin: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    rope_first: bool,
+    interleaved: bool,
+    hadamard: bool,
+    smallest_amax: float,
+    scale_rounding: str,
+    weight_scale: float,
+    values: torch.Tensor,
+    folded: torch.Tensor,
+) -> None:
+    head_dim = q.shape[-1]
+    x = q.to(torch.float32, copy=True)
+    if cos_sin is not None and positions is not None:
+        rope_dim = cos_sin.shape[1]
+        at = 0 if rope_first else head_dim - rope_dim
+        x[..., at : at + rope_dim] = _rotated(x[..., at : at + rope_dim], cos_sin, positions, interleaved)
+    if hadamard:
+        # Models round what they rotated to their dtype before they transform it.
+        x = x.to(q.dtype).float() @ hadamard_matrix(head_dim, q.device) * head_dim**-0.5
+    codes, scales = quantize_rows(x, scale_rounding, smallest_amax)
+    values.copy_(codes.view(torch.uint8))
+    folded.copy_(weights.float() * scales * weight_scale)
+
+
+def _rotated(x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Each pair (a, b) of x [T, H, rope_dim] as (a cos - b sin, b cos + a sin)."""
+    row = cos_sin[positions.long().clamp(0, cos_sin.shape[0] - 1)].unsqueeze(1)
+    cosine, sine = row.chunk(2, dim=-1)
+    if interleaved:
+        a, b = x[..., 0::2], x[..., 1::2]
+        return torch.stack((a * cosine - b * sine, b * cosine + a * sine), dim=-1).flatten(-2)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cosine - b * sine, b * cosine + a * sine), dim=-1)
+
+
+def hadamard_matrix(size: int, device: torch.device) -> torch.Tensor:
+    """float32 [size, size] of ±1 in Sylvester's order: row i, column j has the sign of (-1)^popcount(i & j)."""
+    matrix = torch.ones(1, 1, device=device)
+    while matrix.shape[0] < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), dim=1), torch.cat((matrix, -matrix), dim=1)))
+    return matrix
