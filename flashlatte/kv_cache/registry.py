@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.kv_cache.index_formats import INDEX_FORMATS
 from flashlatte.kv_cache.model1 import Model1Format
 from flashlatte.kv_cache.plain import Bf16Format, Fp8Format, Fp16Format, Fp32Format
 from flashlatte.kv_cache.v32 import V32Format
@@ -21,16 +22,17 @@ _OF_FIXED_WIDTH = tuple(cls() for cls in FORMATS.values() if not cls.plain)
 
 
 def as_format(cache_format: str | CacheFormat, head_dim: int | None = None) -> CacheFormat:
-    """The format of this name. ``head_dim`` is free for bf16, fp16, fp32 and fp8, and fixed for the others."""
+    """The format of this name. ``head_dim`` is free for bf16, fp16, fp32 and fp8, and fixed for other latents."""
     if isinstance(cache_format, CacheFormat):
         if head_dim is not None and head_dim != cache_format.head_dim:
             raise ValueError(
                 f"head_dim must be {cache_format.head_dim} as in the given {cache_format.name} format, got {head_dim}"
             )
         return cache_format
-    if cache_format not in FORMATS:
-        raise ValueError(f"cache_format must be one of {', '.join(FORMATS)}, got {cache_format!r}")
-    cls = FORMATS[cache_format]
+    known = FORMATS | INDEX_FORMATS
+    if cache_format not in known:
+        raise ValueError(f"cache_format must be one of {', '.join(known)}, got {cache_format!r}")
+    cls = known[cache_format]
     return cls() if head_dim is None else cls(head_dim=head_dim)
 
 

@@ -6,7 +6,7 @@ import torch
 
 from flashlatte.kv_cache import fp4
 from flashlatte.kv_cache.index_formats import HEAD_DIMS, as_index_cache
-from flashlatte.runtime import checks, dispatch
+from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.torch_op import register_op
 
 RAGGED, PAGED = "index_logits", "paged_index_logits"
@@ -15,12 +15,12 @@ LOGIT_DTYPES = (torch.float32, torch.bfloat16)
 MAX_HEADS = 128
 
 for _operation, _function in ((RAGGED, "ragged"), (PAGED, "paged")):
-    dispatch.register(
+    dispatch.define(
         _operation,
         dispatch.Implementation(
-            "portable", f"flashlatte.ops.index_logits.portable.{_function}:{_function}", QUERY_DTYPES, needs_triton=True
+            "portable", f"flashlatte.ops.index_logits.portable.{_function}:{_function}", refusals.triton
         ),
-        dispatch.Implementation("reference", f"flashlatte.ops.index_logits.reference:{_function}", QUERY_DTYPES),
+        dispatch.Implementation("reference", f"flashlatte.ops.index_logits.reference:{_function}"),
     )
 
 

@@ -6,23 +6,16 @@ import torch
 
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
 from flashlatte.kv_cache.index_formats import HEAD_DIMS, IndexFormat, as_index_cache
-from flashlatte.runtime import checks, dispatch
+from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.torch_op import register_op
 
 QUANTIZE, GATHER = "index_quantize", "index_gather"
 
 for _operation in (QUANTIZE, GATHER):
-    dispatch.register(
+    dispatch.define(
         _operation,
-        dispatch.Implementation(
-            "portable",
-            f"flashlatte.ops.index_quantize.portable:{_operation}",
-            checks.FLOAT_DTYPES,
-            needs_triton=True,
-        ),
-        dispatch.Implementation(
-            "reference", f"flashlatte.ops.index_quantize.reference:{_operation}", checks.FLOAT_DTYPES
-        ),
+        dispatch.Implementation("portable", f"flashlatte.ops.index_quantize.portable:{_operation}", refusals.triton),
+        dispatch.Implementation("reference", f"flashlatte.ops.index_quantize.reference:{_operation}"),
     )
 
 

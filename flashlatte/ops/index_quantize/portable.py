@@ -11,7 +11,7 @@ from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, u
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
 from flashlatte.kernels.triton.row_scales import row_scales
 from flashlatte.kv_cache.index_formats import as_index_cache
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -40,7 +40,7 @@ def index_quantize(cache: torch.Tensor, slot_mapping: torch.Tensor, k: torch.Ten
         unit_bytes(cache, page_stride),
         num_slots >= 2**31,
         converts_e4m3(cache.device),
-        dispatch.interpreting(),
+        machine.interpreting(),
         QUANTIZE_BLOCKING.tokens,
         num_warps=QUANTIZE_BLOCKING.warps,
         enable_fp_fusion=True,

@@ -6,17 +6,15 @@ import torch
 
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
 from flashlatte.kv_cache.index_formats import HEAD_DIMS
-from flashlatte.runtime import checks, dispatch
+from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "index_query"
 
-dispatch.register(
+dispatch.define(
     OPERATION,
-    dispatch.Implementation(
-        "portable", "flashlatte.ops.index_query.portable:index_query", checks.FLOAT_DTYPES, needs_triton=True
-    ),
-    dispatch.Implementation("reference", "flashlatte.ops.index_query.reference:index_query", checks.FLOAT_DTYPES),
+    dispatch.Implementation("portable", "flashlatte.ops.index_query.portable:index_query", refusals.triton),
+    dispatch.Implementation("reference", "flashlatte.ops.index_query.reference:index_query"),
 )
 
 
@@ -37,8 +35,8 @@ def index_query(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Index queries for ``index_logits``: rotate, transform, quantise each head to e4m3, fold scales into weights.
 
-    A head's scale is max(amax, smallest_amax) / 448. It is not stored: the head's weight becomes
-    weight · scale · softmax_scale · head_scale, so that relu(q · k) of the quantised query is weighted as of the true one.
+    A head's scale is max(amax, smallest_amax) / 448. It is not stored apart: the head's weight becomes
+    weight · scale · softmax_scale · head_scale.
 
     Args:
         q: [T, H, head_dim] as projected, bf16, fp16 or float32; head_dim 32, 64 or 128.
@@ -79,7 +77,7 @@ def index_query(
     for name, value in (("rope_first", rope_first), ("interleaved", interleaved), ("hadamard", hadamard)):
         checks.flag(name, value)
     checks.choice("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
-    if not 0 < checks.number("smallest_amax", smallest_amax):
+    if not checks.number("smallest_amax", smallest_amax) > 0:
         raise ValueError(f"smallest_amax must be above 0, got {smallest_amax}")
     weight_scale = checks.softmax_scale(softmax_scale, head_dim) * (
         heads**-0.5 if head_scale is None else checks.number("head_scale", head_scale)

@@ -9,7 +9,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.cache_layout import blocks
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
 from flashlatte.kernels.triton.row_scales import row_scales
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -57,7 +57,7 @@ def index_query(
         hadamard,
         scale_rounding == "power_of_two",
         converts_e4m3(q.device),
-        dispatch.interpreting(),
+        machine.interpreting(),
         HEADS,
         num_warps=WARPS,
         enable_fp_fusion=True,

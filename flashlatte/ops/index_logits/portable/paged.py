@@ -15,7 +15,7 @@ from flashlatte.kernels.triton.fp8 import converts_e4m3, narrow
 from flashlatte.kv_cache.index_formats import as_index_cache
 from flashlatte.ops.index_logits.portable.config import PAGED, choose, padded_heads
 from flashlatte.ops.index_logits.portable.score import compute_type, head_sums, load_keys, load_queries
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -44,7 +44,7 @@ def paged(
     block_q = min(max(config.rows // block_h, 1), 1 << (next_n - 1).bit_length())
     max_keys = min(logits.shape[1], block_table.shape[1] * page_size)
     tiles = batch * blocks(max_keys, config.block_n)
-    programs = min(tiles, config.programs * dispatch.multiprocessors(q.device))
+    programs = min(tiles, config.programs * machine.num_sms(q.device))
     paged_kernel[(programs, blocks(next_n, block_q))](
         q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,
         cache,
@@ -75,7 +75,7 @@ def paged(
         cache_seqlens.dim() == 2,
         unit_bytes(cache, page_stride),
         converts_e4m3(q.device),
-        dispatch.interpreting(),
+        machine.interpreting(),
         block_q,
         block_h,
         config.block_n,

@@ -9,7 +9,7 @@ from flashlatte.kernels.triton.cache_layout import blocks
 from flashlatte.kernels.triton.fp8 import converts_e4m3, narrow
 from flashlatte.ops.index_logits.portable.config import RAGGED, choose, padded_heads
 from flashlatte.ops.index_logits.portable.score import compute_type, head_sums, load_keys, load_queries
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -62,7 +62,7 @@ def ragged(
         compute_type(q, encoding),
         compressed,
         converts_e4m3(q.device),
-        dispatch.interpreting(),
+        machine.interpreting(),
         block_q,
         block_h,
         config.block_n,

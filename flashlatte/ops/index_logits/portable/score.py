@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, e8m0_to_float, widen
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 
 
 class Operand(NamedTuple):
@@ -24,7 +24,7 @@ class Operand(NamedTuple):
 
 def compute_type(q: torch.Tensor, encoding: str) -> str:
     """What queries and keys are multiplied as: "e4m3" where the GPU does, else "bf16", or "fp32"."""
-    if dispatch.interpreting() or encoding == "fp32":
+    if machine.interpreting() or encoding == "fp32":
         return "fp32"
     both_e4m3 = q.dtype == torch.float8_e4m3fn and encoding == "e4m3"
     return "e4m3" if both_e4m3 and converts_e4m3(q.device) else "bf16"
