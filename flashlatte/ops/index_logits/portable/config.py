@@ -30,16 +30,16 @@ class Config:
 
 
 RAGGED = {
-    "hopper": Config(128, 128, num_warps=8, num_stages=3),
-    "blackwell": Config(128, 128, num_warps=8, num_stages=3),
+    "hopper": Config(128, 64, num_warps=4, num_stages=3),
+    "blackwell": Config(128, 64, num_warps=4, num_stages=3),
     "ampere": Config(128, 64, num_warps=8, num_stages=3),
     "small": Config(128, 64, num_warps=8, num_stages=2),
     "other": Config(128, 64, num_warps=4, num_stages=2),
     "interpreter": Config(32, 16, num_warps=1, num_stages=1, tiles=2),
 }
 PAGED = {
-    "hopper": Config(128, 128, num_warps=4, num_stages=4),
-    "blackwell": Config(128, 128, num_warps=4, num_stages=4),
+    "hopper": Config(128, 64, num_warps=4, num_stages=4),
+    "blackwell": Config(128, 64, num_warps=4, num_stages=4),
     "ampere": Config(128, 64, num_warps=4, num_stages=3),
     "small": Config(128, 64, num_warps=4, num_stages=2),
     "other": Config(128, 64, num_warps=4, num_stages=2),

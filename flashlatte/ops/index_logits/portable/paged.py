@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import load_words
-from flashlatte.kernels.triton.cache_layout import as_bytes, blocks, unit_bytes
+from flashlatte.kernels.triton.cache_layout import as_bytes, blocks
 from flashlatte.kernels.triton.fp8 import converts_e4m3, narrow
 from flashlatte.kv_cache.index_formats import as_index_cache
 from flashlatte.ops.index_logits.portable.config import PAGED, choose, padded_heads
-from flashlatte.ops.index_logits.portable.score import compute_type, head_sums, load_keys, load_queries
+from flashlatte.ops.index_logits.portable.score import compute_type, head_sums, load_keys, load_queries, row_unit
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
@@ -38,7 +38,7 @@ def paged(
     cache, layout = as_index_cache(cache, head_dim)
     cache = as_bytes(cache)
     num_pages, page_size = cache.shape[:2]
-    page_stride = stride_in_use(cache, 0)
+    q_unit, unit = row_unit(q, 0, 1, 2), row_unit(cache, 0)
     config = choose(PAGED, q.device)
     block_h = padded_heads(heads)
     block_q = min(max(config.rows // block_h, 1), 1 << (next_n - 1).bit_length())
@@ -58,14 +58,14 @@ def paged(
         max_keys,
         num_pages,
         page_size,
-        stride_in_use(q, 0),
-        stride_in_use(q, 1),
-        stride_in_use(q, 2),
+        stride_in_use(q, 0) // q_unit,
+        stride_in_use(q, 1) // q_unit,
+        stride_in_use(q, 2) // q_unit,
         stride_in_use(weights, 0),
         cache_seqlens.stride(0),
         0 if cache_seqlens.dim() == 1 else cache_seqlens.stride(1),
         stride_in_use(block_table, 0),
-        page_stride,
+        stride_in_use(cache, 0) // unit,
         stride_in_use(logits, 0),
         head_dim,
         layout.encoding,
@@ -73,7 +73,8 @@ def paged(
         layout.planes[0].width,
         layout.scale_bytes,
         cache_seqlens.dim() == 2,
-        unit_bytes(cache, page_stride),
+        q_unit,
+        unit,
         converts_e4m3(q.device),
         machine.interpreting(),
         block_q,
@@ -140,6 +141,7 @@ def paged_kernel(
     VALUE_WIDTH: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     PER_TOKEN: tl.constexpr,
+    Q_UNIT: tl.constexpr,
     UNIT: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -190,7 +192,7 @@ def paged_kernel(
         limit = tl.where(token < next_n, tl.minimum(limit, max_keys), 0)
         # A request's queries and weights lie at its tokens.
         queries, half_weights = load_queries(
-            q + request.to(tl.int64) * q_stride,
+            q + request.to(tl.int64) * q_stride * Q_UNIT,
             weights + request_rows * weight_stride,
             row_token,
             head,
@@ -202,6 +204,7 @@ def paged_kernel(
             ENCODING,
             COMPUTE,
             NATIVE,
+            Q_UNIT,
         )
         table = block_table + request.to(tl.int64) * table_stride
         logits_row = logits + (request_rows + token) * logits_stride
@@ -212,7 +215,7 @@ def paged_kernel(
             key = begin + tl.arange(0, BLOCK_N)
             page = tl.load(table + key // page_size, mask=key < max_keys, other=-1).to(tl.int64)
             found = (page >= 0) & (page < num_pages)
-            page_start = cache + tl.where(found, page, 0) * page_stride
+            page_start = cache + tl.where(found, page, 0) * page_stride * UNIT
             offset = key % page_size
             scales = page_start
             if SCALE_BYTES > 0:

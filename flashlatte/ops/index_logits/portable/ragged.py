@@ -8,7 +8,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.cache_layout import blocks
 from flashlatte.kernels.triton.fp8 import converts_e4m3, narrow
 from flashlatte.ops.index_logits.portable.config import RAGGED, choose, padded_heads
-from flashlatte.ops.index_logits.portable.score import compute_type, head_sums, load_keys, load_queries
+from flashlatte.ops.index_logits.portable.score import compute_type, head_sums, load_keys, load_queries, row_unit
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
@@ -36,6 +36,7 @@ def ragged(
     block_q = max(config.rows // block_h, 1)
     q_blocks = blocks(num_rows, block_q)
     key_blocks = blocks(k.shape[0], config.block_n * config.tiles)
+    q_unit, k_unit = row_unit(q, 0, 1), row_unit(k, 0)
     ragged_kernel[(q_blocks * key_blocks,)](
         q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,
         k.view(torch.uint8) if k.dtype == torch.float8_e4m3fn else k,
@@ -49,9 +50,9 @@ def ragged(
         heads,
         logits.shape[1],
         q_blocks,
-        stride_in_use(q, 0),
-        stride_in_use(q, 1),
-        stride_in_use(k, 0),
+        stride_in_use(q, 0) // q_unit,
+        stride_in_use(q, 1) // q_unit,
+        stride_in_use(k, 0) // k_unit,
         0 if k_scale is None else stride_in_use(k_scale, 0),
         stride_in_use(weights, 0),
         key_start.stride(0),
@@ -61,6 +62,8 @@ def ragged(
         encoding,
         compute_type(q, encoding),
         compressed,
+        q_unit,
+        k_unit,
         converts_e4m3(q.device),
         machine.interpreting(),
         block_q,
@@ -99,6 +102,8 @@ def ragged_kernel(
     ENCODING: tl.constexpr,
     COMPUTE: tl.constexpr,
     COMPRESSED: tl.constexpr,
+    Q_UNIT: tl.constexpr,
+    K_UNIT: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -140,6 +145,7 @@ def ragged_kernel(
             ENCODING,
             COMPUTE,
             NATIVE,
+            Q_UNIT,
         )
         logits_row = logits + query.to(tl.int64) * logits_stride
         if COMPRESSED:
@@ -150,7 +156,7 @@ def ragged_kernel(
             scales = k_scale
             if ENCODING == "e2m1":
                 scales = k_scale + key * scale_stride
-            keys = load_keys(k + key * k_stride, scales, in_keys, D, ENCODING, COMPUTE, NATIVE)
+            keys = load_keys(k + key * k_stride * K_UNIT, scales, in_keys, D, ENCODING, COMPUTE, NATIVE)
             # [BLOCK_N, BLOCK_Q]
             scores = head_sums(keys, queries, half_weights, BLOCK_Q, ENCODING, COMPUTE)
             if ENCODING == "e4m3":

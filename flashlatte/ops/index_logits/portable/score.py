@@ -11,8 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from flashlatte.kernels.triton.cache_layout import unit_bytes
 from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, e8m0_to_float, widen
 from flashlatte.runtime import machine
+from flashlatte.runtime.strides import stride_in_use
 
 
 class Operand(NamedTuple):
@@ -20,6 +22,11 @@ class Operand(NamedTuple):
 
     even: Any
     odd: Any
+
+
+def row_unit(tensor: torch.Tensor, *axes: int) -> int:
+    """The elements, as many as 16 bytes hold at most, of which rows along these axes begin at multiples."""
+    return max(unit_bytes(tensor, *(stride_in_use(tensor, axis) for axis in axes)) // tensor.element_size(), 1)
 
 
 def compute_type(q: torch.Tensor, encoding: str) -> str:
@@ -57,9 +64,13 @@ def load_queries(
     ENCODING: tl.constexpr,
     COMPUTE: tl.constexpr,
     NATIVE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
-    """The rows (query, head) as an operand, and half of their weights; zeros where not ``inside``."""
-    row = (q + query.to(tl.int64) * q_stride + head * q_head_stride)[:, None]
+    """The rows (query, head) as an operand, and half of their weights; zeros where not ``inside``.
+
+    q's strides count UNIT elements, so that Triton knows how rows are aligned.
+    """
+    row = (q + (query.to(tl.int64) * q_stride + head * q_head_stride) * UNIT)[:, None]
     mask = inside[:, None]
     if ENCODING == "e2m1":
         column = 2 * tl.arange(0, D // 2)[None, :]

@@ -1,0 +1,122 @@
+"""``topk``: its arguments, their checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime.torch_op import register_op
+
+OPERATION = "topk"
+LOGIT_DTYPES = (torch.float32, torch.bfloat16)
+MAX_K = 4096
+
+dispatch.define(
+    OPERATION,
+    dispatch.Implementation("portable", "flashlatte.ops.topk.portable.launch:topk", refusals.triton),
+    dispatch.Implementation("reference", "flashlatte.ops.topk.reference:topk"),
+)
+
+
+def topk(
+    logits: torch.Tensor,
+    k: int,
+    *,
+    start: torch.Tensor | None = None,
+    end: torch.Tensor | None = None,
+    next_n: int = 1,
+    previous: torch.Tensor | None = None,
+    sort: bool = False,
+    indices: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
+    return_values: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The indices of the k largest entries of each row, exactly.
+
+    Entries are ordered by value, NaN below all others and -0 equal to 0; of equal ones the lower index comes first. So
+    the result does not depend on the batch or on the implementation. A row with at most k entries gives all of them.
+
+    Args:
+        logits: [rows, width], float32 or bf16, last stride 1.
+        k: 1 to 4096.
+        start: int32 or int64 [rows], the column where each row begins; 0 if None. Indices are relative to it.
+        end: int32 or int64 [rows], the column before which each row ends; or [rows / next_n], one a request, of whose
+            next_n rows the last ends there and each other one a column before the next. The width if None. What lies
+            outside a row is not looked at.
+        next_n: rows of a request.
+        previous: int32 [rows, any], a guess at the result, as the one of the step before: it can make the call
+            faster and does not change the result.
+        sort: in descending order of value (of equal ones, in ascending order of index) instead of in ascending order
+            of index.
+        indices: int32 [rows, k] with last stride 1 to write into.
+        values: float32 [rows, k] with last stride 1 to write into, for the chosen entries.
+        return_values: whether to return values.
+        backend: "portable" or "reference"; None chooses.
+
+    Returns:
+        indices int32 [rows, k], -1 behind a row's last. With ``return_values`` or ``values`` also values float32
+        [rows, k], -inf behind a row's last.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    rows = 0 if isinstance(logits, torch.Tensor) and logits.dim() == 2 and logits.shape[0] == 0 else "rows"
+    checks.tensor("logits", logits, (rows, "width"), LOGIT_DTYPES)
+    rows, width = logits.shape
+    device = logits.device
+    k, next_n = checks.positive_int("k", k), checks.positive_int("next_n", next_n)
+    if k > MAX_K:
+        raise ValueError(f"k must be at most {MAX_K}, got {k}")
+    if rows % next_n:
+        raise ValueError(f"next_n must divide the {rows} rows of logits, got {next_n}")
+    if start is not None:
+        checks.tensor("start", start, (rows,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    if end is not None:
+        per_row = isinstance(end, torch.Tensor) and end.shape == (rows,)
+        ends = rows if per_row else rows // next_n
+        checks.tensor("end", end, (ends,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    if previous is not None:
+        checks.tensor("previous", previous, (rows, "any"), (torch.int32,), device)
+    checks.flag("sort", sort)
+    checks.flag("return_values", return_values)
+    return_values = return_values or values is not None
+    if indices is None:
+        indices = torch.empty(rows, k, dtype=torch.int32, device=device)
+    else:
+        checks.output("indices", indices, (rows, k), (torch.int32,), device)
+    if values is not None:
+        checks.output("values", values, (rows, k), (torch.float32,), device)
+    elif return_values or sort:
+        values = torch.empty(rows, k, dtype=torch.float32, device=device)
+    if rows:
+        backend = dispatch.select(dispatch.Call(OPERATION, device, logits.dtype), backend)
+        _topk(logits, start, end, next_n, previous, indices, values, backend)
+        if sort and values is not None:
+            _sort(indices, values)
+    return (indices, values) if return_values and values is not None else indices
+
+
+@register_op("topk", mutates=("indices", "values"))
+def _topk(
+    logits: torch.Tensor,
+    start: torch.Tensor | None,
+    end: torch.Tensor | None,
+    next_n: int,
+    previous: torch.Tensor | None,
+    indices: torch.Tensor,
+    values: torch.Tensor | None,
+    backend: str,
+) -> None:
+    dispatch.implementation(OPERATION, backend)(logits, start, end, next_n, previous, indices, values)
+
+
+def _sort(indices: torch.Tensor, values: torch.Tensor) -> None:
+    """Sort rows in place by value, what is padding behind all others; they are in ascending order of index."""
+    rank = values.masked_fill(values.isnan(), -torch.inf)
+    # NaN behind -inf, and padding behind NaN.
+    kind = values.isnan().to(torch.int8) + 2 * (indices < 0).to(torch.int8)
+    order = rank.sort(dim=1, descending=True, stable=True).indices
+    order = order.gather(1, kind.gather(1, order).sort(dim=1, stable=True).indices)
+    indices.copy_(indices.gather(1, order))
+    values.copy_(values.gather(1, order))

@@ -1,0 +1,68 @@
+"""The candidates of a row: entries that reach a threshold which a sample of the row suggests."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from flashlatte.ops.topk.portable.order import LOWEST, load_keys, row_range, threshold
+from flashlatte.runtime.triton_kernel import kernel
+
+# Neighbouring entries of a sample: what a cache line holds.
+RUN = tl.constexpr(32)
+
+
+@kernel
+def filter_kernel(
+    logits,
+    start,
+    end,
+    candidate_keys,
+    candidate_columns,
+    counts,
+    first_row: tl.int64,
+    width: tl.int64,
+    chunks: tl.int32,
+    wanted: tl.int32,
+    next_n: tl.int32,
+    logits_stride: tl.int64,
+    start_stride: tl.int64,
+    end_stride: tl.int64,
+    PER_REQUEST: tl.constexpr,
+    PLACES: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One chunk of a row: its candidates in order of column, and how many there are, PLACES or more of them.
+
+    Rows of at most PLACES entries are candidates as a whole. Of longer ones about ``wanted`` should be.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    row = first_row + program // chunks
+    first, last = row_range(start, end, row, width, start_stride, end_stride, next_n, PER_REQUEST)
+    length = last - first
+    entries = logits + row * logits_stride + first
+
+    least = tl.full([], LOWEST, tl.int32)
+    if length > PLACES:
+        spread = length // (SAMPLE // RUN)
+        place = tl.arange(0, SAMPLE)
+        place = (place // RUN) * spread + place % RUN
+        sample = load_keys(entries + place, place < length, INTERPRETED)
+        least = threshold(sample, (wanted.to(tl.int64) * SAMPLE // length).to(tl.int32) + 1)
+
+    chunk_length = tl.cdiv(tl.cdiv(length, chunks), RUN) * RUN
+    begin = (program % chunks) * chunk_length
+    stop = tl.minimum(begin + chunk_length, length)
+    count = tl.zeros([], tl.int32)
+    for block in range(begin, stop, BLOCK):
+        column = block + tl.arange(0, BLOCK)
+        keys = load_keys(entries + column, column < stop, INTERPRETED)
+        passes = (keys >= least).to(tl.int32)
+        ranks = tl.cumsum(passes, axis=0)
+        place = count + ranks - passes
+        stored = (passes == 1) & (place < PLACES)
+        tl.store(candidate_keys + program * PLACES + place, keys, mask=stored)
+        tl.store(candidate_columns + program * PLACES + place, column.to(tl.int32), mask=stored)
+        count += tl.max(ranks, axis=0)
+    tl.store(counts + program, count)

@@ -1,0 +1,66 @@
+"""``topk`` in plain PyTorch: the specification.
+
+Entries are ordered by value, NaN below all others and -0 equal to 0; of equal ones the lower index comes first.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# Entries that are sorted at once.
+ENTRIES = 2**25
+# Below every ordered value: no entry of the row.
+OUTSIDE = torch.iinfo(torch.int32).min
+
+
+def topk(
+    logits: torch.Tensor,
+    start: torch.Tensor | None,
+    end: torch.Tensor | None,
+    next_n: int,
+    previous: torch.Tensor | None,
+    indices: torch.Tensor,
+    values: torch.Tensor | None,
+) -> None:
+    rows, width = logits.shape
+    k = indices.shape[1]
+    first, last = row_ranges(start, end, next_n, logits)
+    column = torch.arange(width, device=logits.device)
+    rows_at_a_time = max(1, ENTRIES // max(width, 1))
+    for begin in range(0, rows, rows_at_a_time):
+        part = slice(begin, begin + rows_at_a_time)
+        inside = (column >= first[part].unsqueeze(1)) & (column < last[part].unsqueeze(1))
+        order = ordered(logits[part]).where(inside, OUTSIDE).sort(dim=1, descending=True, stable=True).indices[:, :k]
+        order = torch.nn.functional.pad(order, (0, k - order.shape[1]))
+        count = (last - first)[part].clamp(0, k).unsqueeze(1)
+        chosen = torch.arange(k, device=logits.device) < count
+        # In ascending order of index, as every implementation returns them.
+        position = order.where(chosen, width).sort(dim=1).values
+        position = position.where(chosen, -1)
+        indices[part] = torch.where(chosen, position - first[part].unsqueeze(1), -1).to(indices.dtype)
+        if values is not None:
+            taken = logits[part].float().gather(1, position.clamp(min=0)) if width else values[part]
+            values[part] = taken.where(chosen, -torch.inf)
+
+
+def ordered(x: torch.Tensor) -> torch.Tensor:
+    """int32 that are ordered as the values are; NaN gives the least above ``OUTSIDE``."""
+    bits = (x.float() + 0.0).view(torch.int32)  # -0 + 0 is 0
+    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return torch.where(x.isnan(), OUTSIDE + 1, keys)
+
+
+def row_ranges(
+    start: torch.Tensor | None, end: torch.Tensor | None, next_n: int, logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """First column of each row, and the one behind its last, int64."""
+    rows, width = logits.shape
+    first = (
+        torch.zeros(rows, dtype=torch.int64, device=logits.device) if start is None else start.long().clamp(0, width)
+    )
+    if end is None:
+        return first, torch.full_like(first, width)
+    last = end.long()
+    if last.shape[0] != rows:  # one a request
+        last = last.repeat_interleave(next_n) + torch.arange(1 - next_n, 1, device=end.device).repeat(last.shape[0])
+    return first, last.clamp(max=width).maximum(first)
