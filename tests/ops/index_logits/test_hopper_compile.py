@@ -1,0 +1,197 @@
+"""What the compiler makes of the Hopper kernels, without the GPU: launches are recorded, and compiled to cubins."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from support.compile import SHARED_BYTES, Launch, Recorder, variant_key
+
+from flashlatte.runtime import machine
+
+triton = pytest.importorskip("triton")
+
+from support import compile as support  # noqa: E402
+
+from flashlatte.ops.index_logits.hopper import clean as cleaning  # noqa: E402
+from flashlatte.ops.index_logits.hopper import launch, paged_kernel, ragged_kernel  # noqa: E402
+
+pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
+
+PROGRAMS = 132
+KERNELS = {
+    "ragged": ragged_kernel.kernel,
+    "paged": paged_kernel.kernel,
+    "clean_ragged": cleaning.clean_ragged_kernel,
+    "clean_paged": cleaning.clean_paged_kernel,
+}
+# What a thread of a consumer has of a tile of 64 keys and 256 columns.
+SCORES = 64 * 256 // 128
+
+
+@pytest.fixture
+def record(monkeypatch):
+    """Calls a launcher, and returns what it launched, by kernel."""
+    recorders = {name: Recorder(fn) for name, fn in KERNELS.items()}
+    monkeypatch.setattr(launch, "num_sms", lambda device: PROGRAMS)
+    monkeypatch.setattr(ragged_kernel, "kernel", recorders["ragged"])
+    monkeypatch.setattr(paged_kernel, "kernel", recorders["paged"])
+    monkeypatch.setattr(cleaning, "clean_ragged_kernel", recorders["clean_ragged"])
+    monkeypatch.setattr(cleaning, "clean_paged_kernel", recorders["clean_paged"])
+
+    def call(function: Any, **arguments: Any) -> dict[str, Launch]:
+        for recorder in recorders.values():
+            recorder.launches.clear()
+        function(**arguments)
+        return {name: recorder.launches[0] for name, recorder in recorders.items() if recorder.launches}
+
+    return call
+
+
+def vectors(*shape: int, pad: int = 0) -> torch.Tensor:
+    return torch.empty(*shape[:-1], shape[-1] + pad, dtype=torch.float8_e4m3fn)[..., : shape[-1]]
+
+
+def ragged(
+    queries: int = 100,
+    keys: int = 1000,
+    heads: int = 64,
+    head_dim: int = 128,
+    pad: int = 0,
+    dtype: torch.dtype = torch.float32,
+    index_dtype: torch.dtype = torch.int32,
+    clean: bool = False,
+    compressed: bool = False,
+) -> None:
+    """A call of the implementation with tensors whose contents do not matter."""
+    launch.ragged(
+        vectors(queries, heads, head_dim),
+        vectors(keys, head_dim, pad=pad),
+        torch.empty(keys),
+        torch.empty(queries, heads),
+        torch.zeros(queries, 1 + pad, dtype=index_dtype)[:, 0],
+        torch.zeros(queries, dtype=index_dtype),
+        torch.empty(queries, keys + pad, dtype=dtype)[:, :keys],
+        clean,
+        compressed,
+    )
+
+
+def paged(
+    requests: int = 4,
+    next_n: int = 1,
+    heads: int = 64,
+    page_size: int = 64,
+    columns: int = 16,
+    per_query: bool = False,
+    pad: int = 0,
+    dtype: torch.dtype = torch.float32,
+    index_dtype: torch.dtype = torch.int32,
+    clean: bool = False,
+) -> None:
+    launch.paged(
+        vectors(requests, next_n, heads, 128),
+        torch.empty(10, page_size, 1, 132, dtype=torch.uint8),
+        torch.empty(requests * next_n, heads),
+        torch.zeros(*((requests, next_n) if per_query else (requests,)), dtype=index_dtype),
+        torch.zeros(requests, columns + pad, dtype=index_dtype)[:, :columns],
+        torch.empty(requests * next_n, columns * page_size + pad, dtype=dtype)[:, : columns * page_size],
+        clean,
+    )
+
+
+RAGGED = {
+    "64 heads": {},
+    "32 heads": {"heads": 32},
+    "128 heads": {"heads": 128},
+    "8 heads of 64, bf16 logits": {"heads": 8, "head_dim": 64, "dtype": torch.bfloat16, "index_dtype": torch.int64},
+}
+PAGED = {
+    "64 heads": {},
+    "64 heads, 2 tokens": {"next_n": 2},
+    "64 heads, 5 tokens, pages of 32": {"next_n": 5, "page_size": 32, "per_query": True},
+    "8 heads, pages of 256, bf16 logits": {"heads": 8, "page_size": 256, "dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_machine_code_of_ragged(record, name):
+    code = support.compile_gluon(KERNELS["ragged"], record(ragged, **RAGGED[name])["ragged"])
+    head_dim = RAGGED[name].get("head_dim", 128)
+
+    assert code.spills == 0
+    assert code.registers == 168
+    assert code.shared <= SHARED_BYTES[90]
+    multiplications = re.findall(r"\bQGMMA\.64x256x32\.F32\.E4M3\.E4M3\b", code.sass)
+    assert len(multiplications) == 2 * head_dim // 32
+    # A compiler that serialises multiplications waits after each of them.
+    assert len(re.findall(r"\bWARPGROUP\.DEPBAR\b", code.sass)) == 2
+    # One maximum a score, and not much more than one multiply-add.
+    assert len(re.findall(r"\bFMNMX\b", code.sass)) == 2 * SCORES
+    assert len(re.findall(r"\b(?:FFMA|FMUL|FADD)\b", code.sass)) <= 2 * SCORES * 1.6
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_machine_code_of_paged(record, name):
+    code = support.compile_gluon(KERNELS["paged"], record(paged, **PAGED[name])["paged"])
+
+    assert support.loop_spills(code.sass) == 0
+    assert code.spills <= 8
+    assert code.shared <= SHARED_BYTES[90]
+    assert len(re.findall(r"\bQGMMA\.", code.sass)) == 2 * 128 // 32
+    assert len(re.findall(r"\bWARPGROUP\.DEPBAR\b", code.sass)) == 2
+
+
+def test_logits_are_summed_up_without_shared_memory(record):
+    code = support.compile_gluon(KERNELS["ragged"], record(ragged)["ragged"])
+    consumers = code.sass[code.sass.index("QGMMA") :]
+    last = consumers.rindex("QGMMA")
+    # Between the first consumer's multiplications and the second's lies all of the first one's loop.
+    assert not re.search(r"\bSTS|\bSTSM", consumers[:last])
+
+
+@pytest.mark.parametrize("call", [ragged, paged])
+def test_cleaning_compiles(record, call):
+    launched = record(call, clean=True)
+    name = f"clean_{call.__name__}"
+    assert support.compile_launch(KERNELS[name], launched[name], 90).spills == 0
+    assert f"clean_{call.__name__}" not in record(call)
+
+
+def test_lengths_and_strides_compile_once(record):
+    rng = random.Random(0)
+    keys = set()
+    for _ in range(20):
+        pad = rng.choice([0, 16, 48])
+        launched = record(ragged, queries=rng.choice([1, 7, 64]), keys=rng.choice([16, 100, 999]), pad=pad, clean=True)
+        launched |= record(
+            paged,
+            requests=rng.choice([1, 3, 16]),
+            page_size=rng.choice([64, 128, 192]),
+            columns=rng.choice([1, 16]),
+            per_query=rng.choice([False, True]),
+            pad=pad,
+            clean=True,
+        )
+        keys.add(tuple(variant_key(KERNELS[name], launched[name]) for name in KERNELS))
+    assert len(keys) == 1
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (4096, 32768), (64, 131072), (2048, 8192), (1, 1 << 20)])
+@pytest.mark.parametrize("queries_of_item", [8, 16])
+def test_items_cover_all_keys_of_all_queries(queries, keys, queries_of_item):
+    item_keys = launch.keys_of_item(queries, keys, queries_of_item, PROGRAMS)
+    assert item_keys % 64 == 0
+    assert item_keys >= min(keys, 1024)
+    blocks = -(-queries // queries_of_item)
+    items = blocks * -(-keys // item_keys)
+    # As many as asked for, where there are keys enough.
+    assert items >= min(PROGRAMS * 8, blocks * -(-keys // 1024))
+
+
+def test_rows_that_tma_cannot_address_are_an_error(record):
+    with pytest.raises(ValueError, match=r"^k must have rows that begin at multiples of 16 bytes for backend='hopper'"):
+        record(ragged, pad=8)
