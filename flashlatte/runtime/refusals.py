@@ -49,6 +49,8 @@ def capability(call: Call, major: int, minor: int) -> str | None:
 
 def head_dims(call: Call, *accepted: tuple[int, int]) -> str | None:
     """The head dims of keys and values are another pair."""
+    if (call.head_dim, call.head_dim_v) in accepted:
+        return None
     if any(call.head_dim in (None, keys) and call.head_dim_v in (None, values) for keys, values in accepted):
         return None
     pairs = either(f"{keys} with {values}" for keys, values in accepted)

@@ -101,10 +101,10 @@ def request_of_row(requests, rows):
 
 
 @triton.jit
-def store_words(rows, index, words, mask, UNIT: tl.constexpr):
-    """Store 16- or 32-bit integers as words ``index`` from byte addresses ``rows``, which are multiples of UNIT."""
+def store_words(rows, index, words, mask, ALIGN: tl.constexpr):
+    """Store 16- or 32-bit integers as words ``index`` from byte addresses ``rows``, which are multiples of ALIGN."""
     SIZE: tl.constexpr = words.dtype.primitive_bitwidth // 8
-    if UNIT >= SIZE:
+    if ALIGN >= SIZE:
         tl.store(rows.to(tl.pointer_type(words.dtype)) + index, words, mask=mask)
     else:
         for byte in tl.static_range(SIZE):
@@ -112,10 +112,10 @@ def store_words(rows, index, words, mask, UNIT: tl.constexpr):
 
 
 @triton.jit
-def load_words(rows, index, dtype: tl.constexpr, mask, UNIT: tl.constexpr):
+def load_words(rows, index, dtype: tl.constexpr, mask, ALIGN: tl.constexpr):
     """Inverse of ``store_words``: unsigned integers of ``dtype``, 0 where masked."""
     SIZE: tl.constexpr = dtype.primitive_bitwidth // 8
-    if UNIT >= SIZE:
+    if ALIGN >= SIZE:
         return tl.load(rows.to(tl.pointer_type(dtype)) + index, mask=mask, other=0)
     else:
         words = tl.load(rows + index * SIZE, mask=mask, other=0).to(dtype)

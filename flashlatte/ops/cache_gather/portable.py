@@ -33,7 +33,7 @@ def cache_gather(
     num_pages, page_size, _, width = cache.shape
     page_stride = stride_in_use(cache, 0)
     out_stride = stride_in_use(out, 0)
-    out_unit = unit_bytes(out, out_stride) // out.element_size()
+    out_align = unit_bytes(out, out_stride) // out.element_size()
     num_rows = out.shape[0]
     where = (
         cu_seqlens,
@@ -52,21 +52,21 @@ def cache_gather(
     native = converts_e4m3(cache.device)
     if layout.tiling is not None:
         tiled = layout.tiling
-        unit = unit_bytes(cache, page_stride)
+        align = unit_bytes(cache, page_stride)
         gather_tiles_kernel[(blocks(num_rows, TILED_BLOCKING.tokens),)](
             out,
             cache,
             *where,
-            page_stride // unit,
-            out_stride // out_unit,
+            page_stride // align,
+            out_stride // out_align,
             tiled.tile,
             tiled.tiles,
             tiled.scale_places,
             tiled.row_bytes,
             tiled.rope_offset,
             tiled.e8m0,
-            unit,
-            out_unit,
+            align,
+            out_align,
             wide,
             native,
             dispatch.interpreting(),
@@ -76,19 +76,19 @@ def cache_gather(
         )
         return
     row_stride = stride_in_use(cache, 1)
-    unit = unit_bytes(cache, page_stride, row_stride) // cache.element_size()
+    align = unit_bytes(cache, page_stride, row_stride) // cache.element_size()
     gather_rows_kernel[(blocks(num_rows, ROWS_BLOCKING.tokens) * blocks(width, ROWS_COLUMNS),)](
         out,
         cache,
         scale_tensor,
         scale_value,
         *where,
-        page_stride // unit,
-        row_stride // unit,
-        out_stride // out_unit,
+        page_stride // align,
+        row_stride // align,
+        out_stride // out_align,
         width,
-        unit,
-        out_unit,
+        align,
+        out_align,
         wide,
         native,
         dispatch.interpreting(),
@@ -122,14 +122,14 @@ def gather_tiles_kernel(
     ROW_BYTES: tl.constexpr,
     ROPE_OFFSET: tl.constexpr,
     E8M0: tl.constexpr,
-    UNIT: tl.constexpr,
-    OUT_UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    OUT_ALIGN: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Formats with a scale a tile. ``page_stride`` counts UNIT bytes, ``out_stride`` OUT_UNIT elements."""
+    """Formats with a scale a tile. ``page_stride`` counts ALIGN bytes, ``out_stride`` OUT_ALIGN elements."""
     first_row = tl.program_id(0).to(tl.int64) * BLOCK_T
     if first_row >= tl.load(cu_seqlens + num_requests * cu_stride):
         return
@@ -147,7 +147,7 @@ def gather_tiles_kernel(
         page_size,
     )
     inside, found, page, offset = locate_rows(requests, rows, num_rows, WIDE)
-    page_start = cache + page * page_stride * UNIT
+    page_start = cache + page * page_stride * ALIGN
     row = page_start + offset * ROW_BYTES
 
     tile = tl.arange(0, SCALE_PLACES)[None, :]
@@ -156,17 +156,17 @@ def gather_tiles_kernel(
     used = tile[:, :, None] < TILES
     # [BLOCK_T, SCALE_PLACES, TILE], [BLOCK_T, 64], [BLOCK_T, SCALE_PLACES]
     latent_bits = tl.load(row[:, None, None] + column, mask=found[:, None, None] & used, other=0)
-    rope_bits = load_words((row + ROPE_OFFSET)[:, None], rope_column, tl.uint16, found[:, None], UNIT)
+    rope_bits = load_words((row + ROPE_OFFSET)[:, None], rope_column, tl.uint16, found[:, None], ALIGN)
     if E8M0:
         scale_row = page_start + page_size * ROW_BYTES + offset * SCALE_PLACES
         exponents = tl.load(scale_row[:, None] + tile, mask=found[:, None], other=0)
         scales = e8m0_to_float(exponents)
     else:
-        scale_bits = load_words((row + TILES * TILE)[:, None], tile, tl.uint32, found[:, None], UNIT)
+        scale_bits = load_words((row + TILES * TILE)[:, None], tile, tl.uint32, found[:, None], ALIGN)
         scales = scale_bits.to(tl.float32, bitcast=True)
 
     OUT_TYPE: tl.constexpr = out.dtype.element_ty
-    out_row = out + rows * out_stride * OUT_UNIT
+    out_row = out + rows * out_stride * OUT_ALIGN
     values = e4m3_to_float(latent_bits, NATIVE) * scales[:, :, None]
     tl.store(out_row[:, None, None] + column, narrow(values, OUT_TYPE, INTERPRETED), mask=inside[:, None, None] & used)
     ropes = rope_bits.to(tl.bfloat16, bitcast=True)
@@ -196,15 +196,15 @@ def gather_rows_kernel(
     row_stride: tl.int64,
     out_stride: tl.int64,
     WIDTH: tl.constexpr,
-    UNIT: tl.constexpr,
-    OUT_UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    OUT_ALIGN: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Formats without tiles: as they are, or bytes (uint8) with one scale. Strides count UNIT elements."""
+    """Formats without tiles: as they are, or bytes (uint8) with one scale. Strides come divided by their alignment."""
     column_blocks: tl.constexpr = (WIDTH + BLOCK_C - 1) // BLOCK_C
     program = tl.program_id(0)
     first_row = (program // column_blocks).to(tl.int64) * BLOCK_T
@@ -225,7 +225,7 @@ def gather_rows_kernel(
         page_size,
     )
     inside, found, page, offset = locate_rows(requests, rows, num_rows, WIDE)
-    row = cache + (page * page_stride + offset * row_stride) * UNIT
+    row = cache + (page * page_stride + offset * row_stride) * ALIGN
     # [BLOCK_T, BLOCK_C]
     found_columns = found[:, None] & (column < WIDTH)
     values = tl.load(row[:, None] + column, mask=found_columns, other=0)
@@ -237,5 +237,5 @@ def gather_rows_kernel(
         values = narrow(tl.where(found_columns, values, 0.0), OUT_TYPE, INTERPRETED)
     elif values.dtype != OUT_TYPE:
         values = narrow(widen(values, INTERPRETED), OUT_TYPE, INTERPRETED)
-    out_row = out + rows * out_stride * OUT_UNIT
+    out_row = out + rows * out_stride * OUT_ALIGN
     tl.store(out_row[:, None] + column, values, mask=inside[:, None] & (column < WIDTH))

@@ -50,9 +50,9 @@ def _write_tiles(
     if rope is None:
         rope, rope_column = x, layout.tiles * layout.tile
     rope_stride = stride_in_use(rope, 0)
-    unit = unit_bytes(cache, page_stride)
-    x_unit = unit_bytes(x, x_stride) // x.element_size()
-    rope_unit = unit_bytes(rope, rope_stride) // rope.element_size()
+    align = unit_bytes(cache, page_stride)
+    x_align = unit_bytes(x, x_stride) // x.element_size()
+    rope_align = unit_bytes(rope, rope_stride) // rope.element_size()
     num_tokens = slot_mapping.shape[0]
     num_slots = cache.shape[0] * cache.shape[1]
     write_tiles_kernel[(blocks(num_tokens, TILED_BLOCKING.tokens),)](
@@ -64,9 +64,9 @@ def _write_tiles(
         num_slots,
         cache.shape[1],
         slot_mapping.stride(0),
-        page_stride // unit,
-        x_stride // x_unit,
-        rope_stride // rope_unit,
+        page_stride // align,
+        x_stride // x_align,
+        rope_stride // rope_align,
         layout.tile,
         layout.tiles,
         layout.scale_places,
@@ -74,10 +74,10 @@ def _write_tiles(
         layout.rope_offset,
         layout.e8m0,
         scale_rounding == "power_of_two" or layout.e8m0,
-        unit,
+        align,
         rope_column,
-        x_unit,
-        rope_unit,
+        x_align,
+        rope_align,
         num_slots >= 2**31,
         converts_e4m3(cache.device),
         dispatch.interpreting(),
@@ -99,9 +99,9 @@ def _write_rows(
     row_stride = stride_in_use(cache, 1)
     x_stride = stride_in_use(x, 0)
     rope_stride = 0 if rope is None else stride_in_use(rope, 0)
-    unit = unit_bytes(cache, page_stride, row_stride) // cache.element_size()
-    x_unit = unit_bytes(x, x_stride) // x.element_size()
-    rope_unit = 1 if rope is None else unit_bytes(rope, rope_stride) // rope.element_size()
+    align = unit_bytes(cache, page_stride, row_stride) // cache.element_size()
+    x_align = unit_bytes(x, x_stride) // x.element_size()
+    rope_align = 1 if rope is None else unit_bytes(rope, rope_stride) // rope.element_size()
     num_tokens = slot_mapping.shape[0]
     num_slots = cache.shape[0] * cache.shape[1]
     width = cache.shape[-1]
@@ -117,15 +117,15 @@ def _write_rows(
         num_slots,
         cache.shape[1],
         slot_mapping.stride(0),
-        page_stride // unit,
-        row_stride // unit,
-        x_stride // x_unit,
-        rope_stride // rope_unit,
+        page_stride // align,
+        row_stride // align,
+        x_stride // x_align,
+        rope_stride // rope_align,
         width,
         x.shape[1],
-        unit,
-        x_unit,
-        rope_unit,
+        align,
+        x_align,
+        rope_align,
         num_slots >= 2**31,
         converts_e4m3(cache.device),
         dispatch.interpreting(),
@@ -156,28 +156,28 @@ def write_tiles_kernel(
     ROPE_OFFSET: tl.constexpr,
     E8M0: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
     ROPE_COLUMN: tl.constexpr,
-    X_UNIT: tl.constexpr,
-    ROPE_UNIT: tl.constexpr,
+    X_ALIGN: tl.constexpr,
+    ROPE_ALIGN: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Formats with a scale a tile. ``page_stride`` counts UNIT bytes, the other strides their UNIT elements."""
+    """Formats with a scale a tile. ``page_stride`` is in bytes; all strides come divided by their alignment."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     slots = Slots(slot_mapping, slot_stride, num_tokens, num_slots, page_size)
     valid, page, offset = locate_slots(slots, tokens, WIDE)
-    page_start = cache + page * page_stride * UNIT
+    page_start = cache + page * page_stride * ALIGN
     row = page_start + offset * ROW_BYTES
 
     tile = tl.arange(0, SCALE_PLACES)[None, :]
     column = tile[:, :, None] * TILE + tl.arange(0, TILE)[None, None, :]
     rope_index = tl.arange(0, 64)[None, :]
     latent_mask = valid[:, None, None] & (tile[:, :, None] < TILES)
-    x_row = x + tokens * x_stride * X_UNIT
-    rope_row = rope + tokens * rope_stride * ROPE_UNIT
+    x_row = x + tokens * x_stride * X_ALIGN
+    rope_row = rope + tokens * rope_stride * ROPE_ALIGN
     # [BLOCK_T, SCALE_PLACES, TILE] and [BLOCK_T, 64]
     latents = tl.load(x_row[:, None, None] + column, mask=latent_mask, other=0.0)
     ropes = tl.load(rope_row[:, None] + (ROPE_COLUMN + rope_index), mask=valid[:, None], other=0.0)
@@ -187,13 +187,13 @@ def write_tiles_kernel(
     if ropes.dtype != tl.bfloat16:
         ropes = narrow(widen(ropes, INTERPRETED), tl.bfloat16, INTERPRETED)
     rope_bits = ropes.to(tl.uint16, bitcast=True)
-    store_words((row + ROPE_OFFSET)[:, None], rope_index, rope_bits, valid[:, None], UNIT)
+    store_words((row + ROPE_OFFSET)[:, None], rope_index, rope_bits, valid[:, None], ALIGN)
     if E8M0:
         exponents = tl.where(tile < TILES, scales >> 23, 0).to(tl.uint8)
         scale_row = page_start + page_size * ROW_BYTES + offset * SCALE_PLACES
         tl.store(scale_row[:, None] + tile, exponents, mask=valid[:, None])
     else:
-        store_words((row + TILES * TILE)[:, None], tile, scales, valid[:, None], UNIT)
+        store_words((row + TILES * TILE)[:, None], tile, scales, valid[:, None], ALIGN)
 
 
 @triton.jit
@@ -236,30 +236,30 @@ def write_rows_kernel(
     rope_stride: tl.int64,
     WIDTH: tl.constexpr,
     X_WIDTH: tl.constexpr,
-    UNIT: tl.constexpr,
-    X_UNIT: tl.constexpr,
-    ROPE_UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    X_ALIGN: tl.constexpr,
+    ROPE_ALIGN: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Formats without tiles: as they are, or bytes (uint8) with one scale. Strides count UNIT elements."""
+    """Formats without tiles: as they are, or bytes (uint8) with one scale. Strides come divided by their alignment."""
     column_blocks: tl.constexpr = (WIDTH + BLOCK_C - 1) // BLOCK_C
     program = tl.program_id(0)
     tokens = (program // column_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = (program % column_blocks) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     slots = Slots(slot_mapping, slot_stride, num_tokens, num_slots, page_size)
     valid, page, offset = locate_slots(slots, tokens, WIDE)
-    row = cache + (page * page_stride + offset * row_stride) * UNIT
+    row = cache + (page * page_stride + offset * row_stride) * ALIGN
     mask = valid[:, None] & (column < WIDTH)
 
     # [BLOCK_T, BLOCK_C]
-    x_row = x + tokens * x_stride * X_UNIT
+    x_row = x + tokens * x_stride * X_ALIGN
     values = tl.load(x_row[:, None] + column, mask=mask & (column < X_WIDTH), other=0.0)
     if rope is not None:
-        rope_row = rope + tokens * rope_stride * ROPE_UNIT
+        rope_row = rope + tokens * rope_stride * ROPE_ALIGN
         ropes = tl.load(rope_row[:, None] + (column - X_WIDTH), mask=mask & (column >= X_WIDTH), other=0.0)
         values = tl.where(column < X_WIDTH, values, ropes)
 

@@ -9,7 +9,7 @@ import torch
 
 from flashlatte.kv_cache.codec import as_cache
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.kv_cache.registry import as_format, names_of
+from flashlatte.kv_cache.registry import FORMATS, as_format, names_of
 from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
@@ -28,10 +28,8 @@ def _refuses_hopper(call: dispatch.Call) -> str | None:
         return reason
     if reason := _refuses_format(call, _hopper_reads):
         return reason
-    layout = None if call.cache_format is None else as_format(call.cache_format)
-    return refusals.head_dims(call, (576, 512), (512, 512)) or refusals.unaligned(
-        call, 16 if layout is None else layout.row_alignment
-    )
+    alignment = CacheFormat.row_alignment if call.cache_format is None else FORMATS[call.cache_format].row_alignment
+    return refusals.head_dims(call, (576, 512), (512, 512)) or refusals.unaligned(call, alignment)
 
 
 def _refuses_portable(call: dispatch.Call) -> str | None:
@@ -46,7 +44,7 @@ def _refuses_portable(call: dispatch.Call) -> str | None:
 
 
 def _refuses_format(call: dispatch.Call, reads: Callable[[type[CacheFormat]], bool]) -> str | None:
-    if call.cache_format is None or reads(type(as_format(call.cache_format))):
+    if call.cache_format is None or reads(FORMATS[call.cache_format]):
         return None
     return f"takes caches in {names_of(reads)}, not {call.cache_format}"
 
