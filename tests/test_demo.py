@@ -1,6 +1,5 @@
 """The demo: its table, its exit codes, and what it says to a mistake."""
 
-import ast
 import re
 import subprocess
 import sys
@@ -28,7 +27,7 @@ def rows_of(output):
     """The table's rows as lists of cells, by their first cell."""
     lines = [line for line in output.splitlines() if line.startswith("│")]
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
-    return {row[0]: row[1:] for row in cells}
+    return {row[0].partition(",")[0]: row[1:] for row in cells}
 
 
 def test_the_demo_succeeds_and_compares_every_cache(printed):
@@ -36,22 +35,18 @@ def test_the_demo_succeeds_and_compares_every_cache(printed):
     assert (code, errors) == (0, "")
     rows = rows_of(output)
     assert list(rows) == ["stock", "fp32", "bf16", "v32"]
-    equal, difference, bound, *_ = rows["fp32"]
-    assert equal == "64/64"
-    for name in ("fp32", "bf16", "v32"):
-        _, difference, bound, cache_bytes, expanded_bytes, ratio, speed = rows[name]
-        assert 0 < float(difference) <= float(bound)
-        assert ratio == f"1/{int(expanded_bytes) / int(cache_bytes):.1f}"
-        assert float(speed) > 0
     layers, heads = 3, 8
-    assert [int(rows[name][3]) for name in ("fp32", "bf16", "v32")] == [
-        layers * 576 * 4,
-        layers * 576 * 2,
-        layers * 656,
-    ]
-    assert int(rows["fp32"][4]) == layers * heads * (192 + 128) * 4
+    sizes = {"fp32": layers * 576 * 4, "bf16": layers * 576 * 2, "v32": layers * 656}
+    for name, size in sizes.items():
+        cache_bytes, ratio, _, speed = rows[name]
+        expanded = layers * heads * (192 + 128) * (4 if name == "fp32" else 2)
+        assert int(cache_bytes) == size
+        assert ratio == f"1/{expanded / size:.1f}"
+        assert float(speed) > 0
+    assert rows["fp32"][2] == "ok: 64 of 64 the same"
+    differences = [float(rows[name][2].removeprefix("ok: logits within ")) for name in ("bf16", "v32")]
     # The comparison is of different numbers: what rounds more differs more.
-    assert float(rows["fp32"][1]) < float(rows["bf16"][1]) < float(rows["v32"][1])
+    assert 0 < differences[0] < differences[1] <= 2
 
 
 def test_the_progress_bars_reach_their_end(printed):
@@ -59,10 +54,15 @@ def test_the_progress_bars_reach_their_end(printed):
         assert any(line in shown and "128/128" in shown for shown in printed[0].splitlines())
 
 
-def test_the_text_is_not_degenerate(printed):
-    line = printed[0].partition("Stock attention wrote 64 tokens:")[2].partition("DeepseekV3")[0]
-    written = ast.literal_eval("".join(line.split("\n")).strip())
-    assert len(set(written)) > 20
+def test_the_text_is_readable_and_not_degenerate(printed):
+    text = printed[0].partition("as random weights do:")[2].partition("DeepseekV3: stock")[0]
+    written = "".join(line.strip() for line in text.split("\n"))
+    assert re.fullmatch(r"[A-Za-z ]+", written)
+    assert len(set(written)) > 15
+
+
+def test_it_says_first_what_it_does(printed):
+    assert printed[0].startswith("A small DeepseekV3 with random weights, in float32 on cpu, continues prompt.txt")
 
 
 @pytest.mark.parametrize(("same", "difference", "code"), [(64, 1e-5, 0), (63, 1e-5, 1), (64, 0.5, 1)])

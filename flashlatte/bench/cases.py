@@ -31,7 +31,8 @@ class Recorded:
     of the varlen b 128, s_q 1 case stem from a slower one of them).
 
     Attributes:
-        microseconds, tflops, gbps: of whole calls by do_bench, or in a CUDA graph for the "graph" cases.
+        microseconds, tflops, gbps: of whole calls by do_bench, or in a CUDA graph for the "graph" cases. The rates are
+            as FlashMLA counts; beside ours stand those that our count of its work gives (``results``).
         cool_microseconds, cool_tflops: by FlashMLA's own scripts.
     """
 
@@ -40,14 +41,6 @@ class Recorded:
     gbps: float | None = None
     cool_microseconds: float | None = None
     cool_tflops: float | None = None
-
-    @property
-    def share_of_matmul(self) -> float | None:
-        return None if self.tflops is None else self.tflops / RECORDED_MATMUL_TFLOPS
-
-    @property
-    def share_of_copy(self) -> float | None:
-        return None if self.gbps is None else self.gbps / RECORDED_COPY_GBPS
 
     def text(self) -> str:
         if self.microseconds is not None:

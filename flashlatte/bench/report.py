@@ -21,8 +21,8 @@ WITHOUT_GPU = (
 )
 NOTE_WITHOUT_GPU = "Scaled-down cases on the CPU: these times say nothing about a GPU."
 NOTE = (
-    "In brackets FlashMLA's share of the matmul and of the copy of its own run, on an H100. of FlashMLA: its recorded "
-    "time over this one; above 1 is faster."
+    "In brackets FlashMLA's share of the matmul and of the copy of its own run, on an H100, its work counted as ours. "
+    "of FlashMLA: its recorded time over this one; above 1 is faster."
 )
 
 
@@ -40,7 +40,8 @@ def heading_without_gpu() -> None:
 
 def progress(result: Result) -> None:
     outcome = _time(result) if result.status == "ok" else f"{result.status.upper()}: {result.message}"
-    _stderr(f"{result.case.operation} {result.case.name} {result.backend}: {outcome}")
+    name = result.case.name if result.ceilings else f"{result.problem.name} (scaled down from {result.case.name})"
+    _stderr(f"{result.case.operation} {name} {result.backend}: {outcome}")
 
 
 def tables(results: Sequence[Result], *, to_stderr: bool) -> None:
@@ -51,7 +52,7 @@ def tables(results: Sequence[Result], *, to_stderr: bool) -> None:
     for operation in dict.fromkeys(result.case.operation for result in results):
         rows = [result for result in results if result.case.operation == operation]
         table = _table_without_gpu(rows) if rows[0].ceilings is None else _table(rows)
-        table.title = operation
+        table.title = operation if rows[0].ceilings else f"{operation}, scaled-down cases"
         console.print(table)
         for row in rows:
             if row.message:
@@ -69,8 +70,8 @@ def _table(results: Sequence[Result]) -> Table:
             _outcome(result),
             _number(result.tflops, ",.0f"),
             _number(result.gbps, ",.0f"),
-            _share(result.share_of_matmul, recorded.share_of_matmul if recorded else None),
-            _share(result.share_of_copy, recorded.share_of_copy if recorded else None),
+            _share(result.share_of_matmul, result.flashmla_share_of_matmul),
+            _share(result.share_of_copy, result.flashmla_share_of_copy),
             recorded.text() if recorded else "",
             _number(result.share_of_flashmla, ".2f"),
         )
@@ -78,16 +79,16 @@ def _table(results: Sequence[Result]) -> Table:
 
 
 def _table_without_gpu(results: Sequence[Result]) -> Table:
-    table = _headed("case", "backend", "time", "scaled down to")
+    table = _headed("scaled-down case", "stands for", "backend", "time")
     for result in results:
-        table.add_row(result.case.name, result.backend, _outcome(result), result.problem.name)
+        table.add_row(result.problem.name, result.case.name, result.backend, _outcome(result))
     return table
 
 
 def _headed(*columns: str) -> Table:
     table = Table(title_justify="left")
     for column in columns:
-        as_text = column in ("case", "backend", "scaled down to")
+        as_text = column in ("case", "backend", "scaled-down case", "stands for")
         table.add_column(column, justify="left" if as_text else "right", overflow="fold")
     return table
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flashlatte.bench.cases import Case
+from flashlatte.bench.cases import RECORDED_COPY_GBPS, RECORDED_MATMUL_TFLOPS, Case
 from flashlatte.bench.environment import Environment
 from flashlatte.bench.problems import Problem
 from flashlatte.bench.timing import Ceilings
@@ -54,6 +54,18 @@ class Result:
         return None if self.ceilings is None or self.gbps is None else self.gbps / self.ceilings.copy_gbps
 
     @property
+    def flashmla_share_of_matmul(self) -> float | None:
+        """FlashMLA's of the matmul of its own run, its work counted as here."""
+        rate = self._flashmla_rate(self.flops, 1e6)
+        return None if rate is None else rate / RECORDED_MATMUL_TFLOPS
+
+    @property
+    def flashmla_share_of_copy(self) -> float | None:
+        """FlashMLA's of the copy of its own run, its bytes counted as here."""
+        rate = self._flashmla_rate(self.bytes_moved, 1e3)
+        return None if rate is None else rate / RECORDED_COPY_GBPS
+
+    @property
     def share_of_flashmla(self) -> float | None:
         """FlashMLA's recorded time over this one: above 1 is faster than FlashMLA was."""
         recorded = self.case.recorded
@@ -70,6 +82,12 @@ class Result:
         if recorded is None:
             return None
         return "cool" if recorded.microseconds is None else "do_bench"
+
+    def _flashmla_rate(self, amount: int | None, per: float) -> float | None:
+        recorded = self.case.recorded
+        if amount is None or recorded is None or recorded.microseconds is None or self.case.method == "host":
+            return None
+        return amount / recorded.microseconds / per
 
     def _rate(self, amount: int | None, per: float) -> float | None:
         if amount is None or self.microseconds is None or self.case.method == "host":

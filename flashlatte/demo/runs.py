@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,10 @@ class Run:
     tokens_per_second: float
 
 
-def generate(model: Any, prompt: torch.Tensor, count: int, advance: Callable[[], None]) -> Run:
-    """Greedy generation of ``count`` tokens after ``prompt`` [1, n], after a short one to warm up."""
+def generate(
+    model: Any, prompt: torch.Tensor, count: int, suppressed: Sequence[int], advance: Callable[[], None]
+) -> Run:
+    """Greedy generation of ``count`` tokens after ``prompt`` [1, n], none of ``suppressed``, after a warm-up."""
     from transformers.generation.streamers import BaseStreamer
 
     class Progress(BaseStreamer):
@@ -37,7 +39,11 @@ def generate(model: Any, prompt: torch.Tensor, count: int, advance: Callable[[],
         def end(self) -> None:
             pass
 
-    options = {"attention_mask": torch.ones_like(prompt), "do_sample": False}
+    options = {
+        "attention_mask": torch.ones_like(prompt),
+        "do_sample": False,
+        "suppress_tokens": list(suppressed),
+    }
     model.generate(prompt, max_new_tokens=2, **options)
     _synchronize(prompt.device)
     start = time.perf_counter()

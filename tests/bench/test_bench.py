@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import flashlatte
 from flashlatte import bench
 from flashlatte.bench import cases, command, environment, results, runner
 from flashlatte.bench.problems import (
@@ -26,6 +25,7 @@ from flashlatte.bench.problems import (
 )
 from flashlatte.bench.timing import Ceilings
 from flashlatte.bench.workloads import WrongResult, prepare
+from flashlatte.bench.workloads import sparse_prefill as sparse_prefill_workload
 from flashlatte.ops.cache_write import reference as cache_reference
 from flashlatte.ops.dense_decode import reference as dense_reference
 from flashlatte.runtime import dispatch
@@ -152,7 +152,10 @@ def test_scaled_down_run_without_gpu(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert line["share_of_flashmla"] is None
         assert line["share_of_copy"] is None
     output = capsys.readouterr()
-    assert "no CUDA GPU" in output.err
+    assert output.err.startswith("PyTorch sees no CUDA GPU here, so the reference runs on scaled-down cases")
+    for line, case in zip(output.err.splitlines()[1:], written, strict=True):
+        assert f"(scaled down from {case['case']})" in line
+    assert "cache_write, scaled-down cases" in output.out
     assert "say nothing about a GPU" in output.out
 
 
@@ -220,12 +223,12 @@ def test_failing_case_does_not_take_the_others_with_it(
     def broken(*_arguments: Any, **_named: Any) -> None:
         raise RuntimeError("out of memory, say\nand a long story")
 
-    monkeypatch.setattr(flashlatte, "sparse_prefill", broken)
+    monkeypatch.setattr(sparse_prefill_workload, "sparse_prefill", broken)
     assert run("--case", "d512-h64-top512-kv8192", "--case", "write-v32-65536") == 1
     output = capsys.readouterr()
     assert "FAILED" in output.out
     assert "RuntimeError: out of memory, say" in output.out
-    assert "write-v32-65536 reference" in output.err
+    assert "(scaled down from write-v32-65536) reference" in output.err
 
 
 def test_refused_backend_is_said_and_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,7 +257,8 @@ def test_mistakes_in_the_call(arguments: tuple[str, ...], message: str, capsys: 
 def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     assert run("--case", "write-v32-65536") == 2
-    assert "rich is needed for this: pip install 'flashlatte[bench]'" in capsys.readouterr().err
+    message = "this needs the extra 'bench' (rich is missing): pip install 'flashlatte[bench]'"
+    assert message in capsys.readouterr().err
 
 
 def test_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,6 +284,16 @@ def test_shares_of_a_result() -> None:
     assert line["share_of_copy"] == pytest.approx(2 / 3, rel=1e-4)
     assert line["share_of_flashmla"] == pytest.approx(259.3 / 250, rel=1e-4)
     assert line["scaled_down"] is False
+
+
+def test_flashmlas_work_is_counted_as_ours() -> None:
+    (case,) = (case for case in cases.CASES if case.name == "model1-b128-sq2-h128-top128+1024-page2-varlen")
+    ours = results.Result(case, "hopper", case.problem, Ceilings(790.0, 3024.0), "ok", None, 163.6, 10**11, 5 * 10**8)
+    assert ours.flashmla_share_of_matmul == pytest.approx(ours.share_of_matmul)
+    assert ours.flashmla_share_of_copy == pytest.approx(ours.share_of_copy)
+    half = replace(ours, microseconds=163.6 / 2)
+    assert half.flashmla_share_of_copy == pytest.approx((half.share_of_copy or 0) / 2)
+    assert replace(ours, case=replace(case, recorded=None)).flashmla_share_of_copy is None
 
 
 def test_newest_line_counts(tmp_path: Path) -> None:
@@ -311,10 +325,31 @@ def test_plot_draws_a_picture_for_each_operation(tmp_path: Path) -> None:
         "bench-sparse-prefill.png",
         "bench-dense-prefill.png",
         "bench-dense-prefill-backward.png",
-        "bench-kv-cache-write.png",
-        "bench-kv-cache-gather.png",
+        "bench-cache-write.png",
+        "bench-cache-gather.png",
     ]
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+def test_an_implementation_has_one_colour_and_flashmlas_mark_is_where_its_time_is(tmp_path: Path) -> None:
+    plot = pytest.importorskip("flashlatte.bench.plot", exc_type=ImportError)
+    case = cases.CASES[0]
+    seen = {}
+    for backends in (("hopper", "portable"), ("portable", "hopper"), ("hopper",)):
+        file = tmp_path / f"{'-'.join(backends)}.jsonl"
+        for backend in backends:
+            results.append_text(file, result_line(case, backend, 250.0 if backend == "hopper" else 500.0) + "\n")
+        rows = plot.table(results.read_newest([file]))
+        figure = plot.figure(case.operation, rows)
+        left = figure.axes[0]
+        for bars in left.containers:
+            seen.setdefault(bars.get_label(), set()).add(bars[0].get_facecolor())
+        (mark,) = left.lines[0].get_xdata()
+        # FlashMLA took 259.3 µs, so its mark stands left of the bar of 250 µs, as the right half has it ahead.
+        bar = next(bars for bars in left.containers if "hopper" in bars.get_label())[0].get_width()
+        assert mark == pytest.approx(bar * 250 / 259.3)
+    assert {label: len(colours) for label, colours in seen.items()} == {"hopper, H100": 1, "portable, H100": 1}
+    assert seen["hopper, H100"] != seen["portable, H100"]
 
 
 def test_plot_without_results(
