@@ -6,6 +6,7 @@ yet is taken, on the device, from where its step put it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -168,27 +169,40 @@ class Runner:
         if self._use_graphs and all(work.count == 1 and work.samples for work in step.work):
             size = next(size for size in self._sizes if size >= requests)
             metadata = self._metadata(step, size)
-            return self._replay(size, metadata)[:requests]
+            logits = self._replay(size, metadata)
+            if logits is not None:
+                return logits[:requests]
         metadata = self._metadata(step, None)
         tokens = self._tokens[: metadata.num_tokens]
         return self.model(tokens, self.caches, metadata, _device_ints(rows, self._tokens))
 
-    def _replay(self, size: int, metadata: MLAMetadata) -> torch.Tensor:
-        """A decode step of ``size`` requests from its graph, which is captured when first needed."""
+    def _replay(self, size: int, metadata: MLAMetadata) -> torch.Tensor | None:
+        """Logits of a decode step of ``size`` requests from its graph, which is captured when first needed.
+
+        None where the model cannot be captured: then no step runs as a graph any more.
+        """
         if size not in self._graphs:
-            tokens, rows = self._tokens[:size], torch.arange(size, device=self._tokens.device)
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self.model(tokens, self.caches, metadata, rows)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                logits = self.model(tokens, self.caches, metadata, rows)
-            self._graphs[size] = graph, logits
+            try:
+                self._graphs[size] = self._capture(size, metadata)
+            except RuntimeError as error:
+                self._use_graphs = False
+                warnings.warn(f"decode steps run without CUDA graphs: {error}", stacklevel=2)
+                return None
         graph, logits = self._graphs[size]
         graph.replay()
         return logits
+
+    def _capture(self, size: int, metadata: MLAMetadata) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        tokens, rows = self._tokens[:size], torch.arange(size, device=self._tokens.device)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.model(tokens, self.caches, metadata, rows)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self.model(tokens, self.caches, metadata, rows)
+        return graph, logits
 
     def _keep(self, sampling: Sequence[Work], tokens: torch.Tensor) -> None:
         """Put each request's sampled token where its next step finds it. Drafts are verified on the host first."""

@@ -1,0 +1,44 @@
+"""The engine on a GPU: decode steps as CUDA graphs, planned while the last one runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.engine_models import generated_by_transformers, model, prompt
+
+from flashlatte.engine import Engine, SamplingParams
+
+pytestmark = pytest.mark.gpu
+LENGTHS = (3, 70, 140, 1, 26, 64, 65)
+
+
+def generate(host_pages: int = 0, **options: Any) -> tuple[list[list[int]], dict[str, float]]:
+    served = Engine(model("DeepseekV3").cuda(), max_requests=6, host_pages=host_pages, **options)
+    prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+    outputs = served.generate(prompts, SamplingParams(max_new_tokens=70))
+    torch.cuda.synchronize()
+    assert served.pool.in_use == 0
+    return [output.tokens for output in outputs], served.statistics()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    cpu = model("DeepseekV3").cpu()
+    assert cpu.device.type == "cpu"
+    return [generated_by_transformers("DeepseekV3", prompt(length, seed), 70) for seed, length in enumerate(LENGTHS)]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_greedy_tokens_are_transformers(expected, graphs, drafts):
+    tokens, _ = generate(num_pages=64, max_tokens=96, graphs=graphs, drafts=drafts)
+    assert tokens == expected
+
+
+@pytest.mark.parametrize("host_pages", [0, 16])
+def test_pages_that_move_to_the_host_come_back_as_they_were(expected, host_pages):
+    tokens, statistics = generate(host_pages, num_pages=6, prefix_cache=False)
+    assert tokens == expected
+    assert statistics["swapped" if host_pages else "recomputed"] > 0
