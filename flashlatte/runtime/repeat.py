@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
+from torch._C import DisableTorchFunction
 from torch._C._functorch import peek_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,11 +36,19 @@ class _Thread(threading.local):
     recording: _Recording | None = None
 
 
-def repeats_launches(function: _Function) -> _Function:
-    """Decorate an operation that launches kernels and returns a tuple of what they write or None.
+_thread = _Thread()
 
-    Under torch.compile, a tracing mode or a transform, on the CPU, and where the work is more than launches,
-    ``function`` itself runs at every call.
+
+class _NotRepeatable(Exception):
+    pass
+
+
+def repeats_launches(function: _Function) -> _Function:
+    """Decorate an operation that launches kernels and returns a tuple of what they write, or None.
+
+    ``function`` itself runs at every call under torch.compile, a tracing mode or a transform, on the CPU, where a
+    gradient is recorded, and where the work is more than launches. Modes of torch functions are not told of a repeat:
+    that would double its time under ``torch.set_default_device``.
     """
     known: dict[tuple[Any, ...], _Repeat | None] = {}
     _forget.append(known.clear)
@@ -49,32 +59,49 @@ def repeats_launches(function: _Function) -> _Function:
             return function(*args, **kwargs)
         tensors: list[torch.Tensor] = []
         key: list[Any] = [*kwargs]
-        try:
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, torch.Tensor):
-                    device = value.get_device()
-                    if device < _FIRST_DEVICE or type(value) not in _PLAIN_TENSORS:
-                        return function(*args, **kwargs)
-                    tensors.append(value)
-                    key += (value.shape, value.stride(), value.dtype, device, value.data_ptr() % 16)
-                else:
-                    key += (type(value), value)
-        except RuntimeError:  # a layout without strides or without an address
+        # Attributes of tensors, too, would pass through a mode.
+        with DisableTorchFunction():
+            try:
+                addresses = _append(key, tensors, (*args, *kwargs.values()))
+                repeat = known.get(tuple(key), _UNKNOWN)
+            except (_NotRepeatable, TypeError):  # TypeError: an argument without a hash
+                repeat = None
+            if repeat is not None and repeat is not _UNKNOWN and repeat.can_run():
+                return repeat(tensors, addresses)
+        if repeat is not _UNKNOWN:
             return function(*args, **kwargs)
-        try:
-            repeat = known.get(tuple(key), _UNKNOWN)
-        except TypeError:  # an argument without a hash
-            return function(*args, **kwargs)
-        if repeat is _UNKNOWN:
-            if len(known) >= _REMEMBERED:
-                known.clear()
-            results, known[tuple(key)] = _recorded(function, args, kwargs, tensors)
-            return results
-        if repeat is None or not repeat.can_run():
-            return function(*args, **kwargs)
-        return repeat(tensors)
+        results, repeat = _recorded(function, args, kwargs, tensors)
+        if len(known) >= _REMEMBERED:
+            known.clear()
+        known[tuple(key)] = repeat
+        return results
 
     return call  # type: ignore[return-value]
+
+
+def _append(key: list[Any], tensors: list[torch.Tensor], values: Iterable[Any]) -> list[int]:
+    """Append to ``key`` what launches depend on, and to ``tensors`` the tensors, whose addresses are returned."""
+    addresses: list[int] = []
+    for value in values:
+        kind = type(value)
+        if kind in _PLAIN_TENSORS:
+            device = value.get_device()
+            if device < _FIRST_DEVICE or value.layout is not torch.strided:
+                raise _NotRepeatable
+            if value.requires_grad and torch.is_grad_enabled():
+                raise _NotRepeatable
+            address = value.data_ptr()
+            tensors.append(value)
+            addresses.append(address)
+            key += (value.shape, value.stride(), value.dtype, device, address & 15)
+        elif kind is list or kind is tuple:
+            key += (kind, len(value))
+            addresses += _append(key, tensors, value)
+        elif isinstance(value, torch.Tensor):
+            raise _NotRepeatable
+        else:
+            key += (kind, value)
+    return addresses
 
 
 def forget() -> None:
@@ -83,10 +110,15 @@ def forget() -> None:
         clear()
 
 
-def note_launch(compiled: Any, grid: tuple[int, ...], args: Sequence[Any]) -> None:
+def is_recording() -> bool:
+    """Whether launches are to be noted."""
+    return _thread.recording is not None
+
+
+def note_launch(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
     """Tell the recording, if there is one, of a launch with all its arguments, constants too."""
     if _thread.recording is not None:
-        _thread.recording.launches.append((compiled, grid, args))
+        _thread.recording.launches.append((compiled, grid, arguments))
 
 
 def watched(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,16 +134,25 @@ def watched(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@dataclass
+@dataclass(eq=False)
 class _Recording:
-    """``launches``: compiled kernel, grid and arguments; ``only_launches``: nothing else touched a tensor."""
+    """What a call did.
+
+    Attributes:
+        launches: compiled kernel, grid and arguments of the launches that were noted.
+        launched: how many Triton knows of, those of kernels that are not this package's too.
+        scratch: tensors that were allocated.
+        only_launches: whether nothing else touched a tensor.
+    """
 
     launches: list[tuple[Any, tuple[int, ...], Sequence[Any]]] = field(default_factory=list)
+    launched: int = 0
     scratch: list[torch.Tensor] = field(default_factory=list)
     only_launches: bool = True
 
-
-_thread = _Thread()
+    def count(self, _launch: object) -> None:
+        if _thread.recording is self:
+            self.launched += 1
 
 
 class _Watch(TorchDispatchMode):
@@ -125,50 +166,62 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default):
+        if func in _ALLOCATIONS:
             self._recording.scratch.append(result)
         elif not func.is_view:
             self._recording.only_launches = False
         return result
 
 
+_ALLOCATIONS = (
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty.default,
+)
+
+
 class _Repeat:
     """The launches of a call, for other tensors like the call's."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor], recording: _Recording) -> None:
-        """Raises NotImplementedError if the recorded launches are not all there is to the call."""
-        from flashlatte.runtime import triton_launch
-
+    def __init__(
+        self,
+        internals: Any,
+        tensors: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        recording: _Recording,
+    ) -> None:
+        """Raises _NotRepeatable if the noted launches are not all there is to the call."""
+        if not recording.only_launches or not 0 < recording.launched == len(recording.launches):
+            raise _NotRepeatable("more than launches")
         given = {id(tensor) for tensor in tensors}
-        made = [tensor for tensor in (*results, *recording.scratch) if id(tensor) not in given]
-        every = [*tensors, *made]
+        made = {tensor.data_ptr(): tensor for tensor in recording.scratch}
+        # A result may be a view of all of what was allocated.
+        made |= {tensor.data_ptr(): tensor for tensor in results if id(tensor) not in given}
+        every = [*tensors, *made.values()]
         by_address = {tensor.data_ptr(): number for number, tensor in enumerate(every)}
-        if not recording.only_launches or not recording.launches:
-            raise NotImplementedError("more than launches")
-        if len(by_address) < len(every) or any(tensor.storage_offset() for tensor in made):
-            raise NotImplementedError("tensors that share memory")
+        if len(by_address) < len(every) or any(not _is_whole(tensor) for tensor in made.values()):
+            raise _NotRepeatable("tensors that share memory")
 
-        def place(tensor: Any) -> triton_launch.Place:
+        def numbered(tensor: Any) -> int:
             if tensor.data_ptr() not in by_address:
-                raise NotImplementedError("a tensor that is neither given, nor scratch, nor a result")
-            return triton_launch.Place(tensor.data_ptr(), tensor.dtype, by_address[tensor.data_ptr()])
+                raise _NotRepeatable("a tensor that is neither given, nor scratch, nor a result")
+            return by_address[tensor.data_ptr()]
 
-        def unbound(argument: Any) -> Any:
+        def without_tensors(argument: Any) -> Any:
             if isinstance(argument, torch.Tensor):
-                return place(argument)
+                return internals.Pointer(numbered(argument))
             if isinstance(argument, tuple) and any(isinstance(item, torch.Tensor) for item in argument):
-                raise NotImplementedError("a tuple of tensors")
-            if not triton_launch.is_descriptor(argument):
-                return argument
-            descriptor: Any = argument
-            return replace(descriptor, base=place(descriptor.base))
+                return tuple(without_tensors(item) for item in argument)
+            if internals.is_descriptor(argument):
+                return internals.Descriptor(numbered(argument.base), internals.without_memory(argument))
+            return argument
 
-        self._hooked = triton_launch.hooked
+        self._hooked = internals.hooked
         self._launches = [
-            triton_launch.RepeatableLaunch(compiled, grid, [unbound(argument) for argument in args])
-            for compiled, grid, args in recording.launches
+            internals.RepeatableLaunch(compiled, grid, [without_tensors(argument) for argument in arguments])
+            for compiled, grid, arguments in recording.launches
         ]
-        self._made = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in made]
+        self._made = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in made.values()]
         self._results = [next(n for n, tensor in enumerate(every) if tensor is result) for result in results]
         self._device = tensors[0].device
 
@@ -176,31 +229,54 @@ class _Repeat:
         """Whether the current device is the recorded one, and nobody (a profiler) wants to be told of launches."""
         return _current_device() == self._device.index and not self._hooked()
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
+    def __call__(self, tensors: list[torch.Tensor], addresses: list[int]) -> tuple[torch.Tensor, ...] | None:
+        """Run with ``tensors`` at ``addresses``; both lists are extended by what is allocated."""
         device = self._device
-        every = [*tensors]
         for shape, stride, dtype in self._made:
-            every.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
-        addresses = [tensor.data_ptr() for tensor in every]
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            tensors.append(tensor)
+            addresses.append(tensor.data_ptr())
         stream = _current_stream(device.index)
         for launch in self._launches:
             launch(stream, addresses)
-        return tuple([every[number] for number in self._results]) or None
+        return tuple([tensors[number] for number in self._results]) or None
 
 
 def _recorded(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
 ) -> tuple[Any, _Repeat | None]:
     """The results of a call, and what repeats it, if that can be."""
+    internals = _internals()
+    if internals is None:
+        return function(*args, **kwargs), None
     recording = _thread.recording = _Recording()
     try:
-        results = function(*args, **kwargs)
+        with internals.telling_of_launches(recording.count):
+            results = function(*args, **kwargs)
     finally:
         _thread.recording = None
     try:
-        return results, _Repeat(tensors, results or (), recording)
-    except NotImplementedError:
+        with DisableTorchFunction():
+            return results, _Repeat(internals, tensors, results or (), recording)
+    except _NotRepeatable:
         return results, None
+
+
+@functools.cache
+def _internals() -> ModuleType | None:
+    """``triton_internals``, which only operations that launch need; None where Triton is not installed."""
+    try:
+        from flashlatte.runtime import triton_internals
+    except ImportError:
+        return None
+    return triton_internals
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all of its memory, so that an allocation like it has room for it."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    storage = tensor.untyped_storage().nbytes()
+    return tensor.storage_offset() == 0 and (last + 1) * tensor.element_size() >= storage
 
 
 def _eager() -> bool:

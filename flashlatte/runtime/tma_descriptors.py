@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashlatte.runtime.triton_launch import Address
+
+@dataclass(frozen=True)
+class Address:
+    """What a descriptor needs of a tensor. It holds no memory: a descriptor may outlive what it was made for."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 def describe(base: torch.Tensor | Address, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flashlatte.runtime.repeat import watched
+from flashlatte.runtime.repeat import repeats_launches, watched
 
 NAMESPACE = "flashlatte"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -70,7 +70,9 @@ def _define(
     name: str, function: Callable[..., Any], mutates: Sequence[str], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
     _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=mutates))
-    _LIBRARY.impl(name, watched(_without_autocast(function)), "CompositeExplicitAutograd")
+    # Compiled programs come by here, and not by the operation's public function, which may repeat launches itself.
+    run = repeats_launches(watched(_without_autocast(function)))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 

@@ -127,15 +127,16 @@ COMBINE = "flashlatte.split_kv.combine.combine_kernel"
 
 def compiled_variants() -> dict[str, int]:
     """How many variants of each kernel of this package have been compiled in this process."""
-    from triton.runtime.jit import JITFunction
+    from flashlatte.runtime.triton_kernel import Kernel
 
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("flashlatte")]
     kernels = {id(value): value for module in modules for value in vars(module).values()}
     counts = {}
     for kernel in kernels.values():
-        if isinstance(kernel, JITFunction):
-            name = f"{kernel.fn.__module__}.{kernel.fn.__qualname__}"
-            counts[name] = sum(len(caches[0]) for caches in kernel.device_caches.values())
+        if isinstance(kernel, Kernel):
+            jitted = kernel.jitted
+            name = f"{jitted.fn.__module__}.{jitted.fn.__qualname__}"
+            counts[name] = sum(len(caches[0]) for caches in jitted.device_caches.values())
     return counts
 
 

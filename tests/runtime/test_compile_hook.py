@@ -6,44 +6,30 @@ Triton writes all that a kernel was compiled for down as JSON for the hook, so e
 from __future__ import annotations
 
 import functools
+import importlib
 import json
-import sys
+import pkgutil
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import dispatch, machine
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from triton import knobs  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
+from support import no_gpu
+from triton import knobs
 
-import flashlatte  # noqa: E402
-from flashlatte.ops.norm_rope import latent_rows, rotate_heads  # noqa: E402
-from flashlatte.ops.norm_rope.rotary import Rotary  # noqa: E402
-from flashlatte.runtime.triton_kernel import LeanLaunch  # noqa: E402
+import flashlatte
+from flashlatte.ops.norm_rope import latent_rows, rotate_heads
+from flashlatte.ops.norm_rope.rotary import Rotary
+from flashlatte.runtime.triton_kernel import Kernel
 
 pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
 
 BF16 = torch.bfloat16
-_DEVICE = 97
-
-
-class _Hopper:
-    """What Triton asks its driver before a launch."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return _DEVICE
-
-    def get_current_stream(self, _device: int) -> int:
-        return 0
 
 
 @pytest.fixture
@@ -51,17 +37,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the hook is told of kernels that calls on the CPU launch, of which nothing is compiled or run."""
     told: list[Any] = []
 
-    def nothing(*_args: Any, **_kwargs: Any) -> Any:
-        return SimpleNamespace(
-            run=lambda *_: None, function=0, packed_metadata=(4, 1, 0), launch_metadata=lambda *_: None
-        )
-
-    monkeypatch.setattr(triton.runtime.driver, "_active", _Hopper())
-    monkeypatch.setattr("triton.compiler.compile", nothing)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: _DEVICE)
-    monkeypatch.setattr(dispatch, "_triton_refusal", lambda *_: None)
-    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
-    monkeypatch.setattr(dispatch, "_capability_refusal", lambda *_: None)
+    no_gpu.use_without_compiling(monkeypatch)
+    # The named backend, though the tensors are on the CPU.
+    monkeypatch.setattr(dispatch, "select", lambda _, backend: backend)
+    for module in (machine, dispatch):
+        monkeypatch.setattr(module, "num_sms" if module is machine else "multiprocessors", lambda _: 132)
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **about: told.append(about))
     return told
 
@@ -120,6 +100,16 @@ def _merge_states() -> None:
     flashlatte.merge_states([_rows(3, 4, 64)] * 2, [torch.zeros(3, 4)] * 2, backend="portable")
 
 
+OPERATIONS = (
+    "cache_gather",
+    "cache_write",
+    "dense_decode",
+    "dense_prefill",
+    "merge_states",
+    "norm_rope",
+    "sparse_decode",
+    "sparse_prefill",
+)
 CALLS: list[Callable[[], None]] = [
     lambda: _dense_decode("portable"),
     lambda: _dense_decode("portable", cache_dtype=torch.float8_e4m3fn),
@@ -142,10 +132,15 @@ def test_every_kernel_can_be_written_down(compiled: list[Any], monkeypatch: pyte
         call()
     for about in compiled:
         assert json.loads(about["compile"]["specialization_data"])["constant_vals"]
-    assert {about["fn"].jit_function for about in compiled} >= _kernels()
+    assert {about["fn"].jit_function for about in compiled} == _kernels()
 
 
 def _kernels() -> set[Any]:
-    """All kernels of the modules that are imported, and they are after all those calls."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("flashlatte.")]
-    return {value for module in modules for value in vars(module).values() if isinstance(value, LeanLaunch)}
+    """All kernels of these operations."""
+    found = set()
+    for package in ("split_kv", *(f"ops.{name}" for name in OPERATIONS)):
+        package = importlib.import_module(f"flashlatte.{package}")
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            values = vars(importlib.import_module(module.name)).values()
+            found |= {value.jitted for value in values if isinstance(value, Kernel)}
+    return found

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
+from triton import knobs
 
 from flashlatte.runtime import repeat
 from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.triton_internals import telling_of_launches
 
 STREAM = 77
 
@@ -57,6 +59,7 @@ def launch(compiled: Add, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, n
     compiled.run(
         3, 1, 1, STREAM, "function", "metadata", None, None, None, *(x.data_ptr() for x in (out, a, b)), number
     )
+    knobs.runtime.launch_enter_hook(None)  # as Triton's launcher does
     repeat.note_launch(compiled, (3,), (out, a, b, number))
 
 
@@ -202,6 +205,68 @@ def test_scratch_is_allocated_at_every_call(add: Add) -> None:
     assert len(places) == 1
 
 
+def test_a_launch_that_was_not_noted_is_never_left_out(add: Add) -> None:
+    """A kernel that is not this package's, in an implementation that somebody registered."""
+
+    def work(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, number: float) -> None:
+        launch(add, out, a, b, number)
+        knobs.runtime.launch_enter_hook(None)
+
+    call, ran = operation(add, work)
+    for _ in range(2):
+        call(numbers(add, 4), numbers(add, 4))
+    assert len(ran) == 2
+
+
+def test_a_call_that_records_a_gradient_runs_anew(add: Add) -> None:
+    call, ran = operation(add)
+    a, b = numbers(add, 4), numbers(add, 4)
+    for _ in range(2):
+        call(a, b)
+    call(a, b.requires_grad_())
+    assert len(ran) == 2
+    with torch.no_grad():
+        call(a, b)
+    assert len(ran) == 2
+
+
+def test_lists_of_tensors(add: Add) -> None:
+    ran: list[int] = []
+    work = repeat.watched(lambda *args: launch(add, *args))
+
+    @repeat.repeats_launches
+    def call(parts: list[torch.Tensor]) -> Any:
+        ran.append(1)
+        out = torch.empty_strided(parts[0].shape, parts[0].stride())
+        work(out, *parts, 0.0)
+        return (out,)
+
+    for _ in range(2):
+        parts = [numbers(add, 4), numbers(add, 4)]
+        assert torch.equal(call(parts)[0], parts[0] + parts[1])
+    assert len(ran) == 1
+
+
+def test_a_mode_of_torch_functions_costs_a_repeat_nothing(add: Add) -> None:
+    class Counting(TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    call, ran = operation(add)
+    a, b, c = (numbers(add, 4) for _ in range(3))
+    call(a, b)
+    with Counting() as counting:
+        # The stand-in for a kernel adds on the CPU, which the repeat's own reads and allocations do not.
+        (result,) = call(a, c)
+        seen = counting.seen
+    assert torch.equal(result, a + c)
+    assert len(ran) == 1
+    assert seen == 0
+
+
 def test_forgets(add: Add) -> None:
     call, ran = operation(add)
     a, b = numbers(add, 4), numbers(add, 4)
@@ -211,14 +276,12 @@ def test_forgets(add: Add) -> None:
     assert len(ran) == 2
 
 
-def test_a_profiler_sees_every_launch(add: Add, monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton import knobs
-
+def test_a_profiler_sees_every_launch(add: Add) -> None:
     call, ran = operation(add)
     a, b = numbers(add, 4), numbers(add, 4)
     call(a, b)
-    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
-    call(a, b)
+    with telling_of_launches(print):
+        call(a, b)
     assert len(ran) == 2
 
 

@@ -82,7 +82,7 @@ def compile_triton(
         unaligned: pointers that are not known to be divisible by 16 bytes.
     """
     compiled = triton.compile(
-        _source(fn, signature, constexprs, unaligned),
+        _source(jit_function(fn), signature, constexprs, unaligned),
         target=GPUTarget("cuda", arch, 32),
         options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True, **options},
     )
@@ -118,7 +118,7 @@ class Recorder:
     """Stands in for a kernel and records its launches, to compile what a launcher would really launch."""
 
     def __init__(self, fn: Any) -> None:
-        self.fn = fn
+        self.fn = jit_function(fn)
         self.launches: list[Launch] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
@@ -131,8 +131,14 @@ class Recorder:
         self.launches.append(Launch(grid, arguments | kwargs, options))
 
 
+def jit_function(fn: Any) -> Any:
+    """What Triton compiles of a kernel."""
+    return getattr(fn, "jitted", fn)
+
+
 def compile_launch(fn: Any, launch: Launch, arch: int) -> Compiled:
     """Compile the variant of ``fn`` that a recorded launch runs."""
+    fn = jit_function(fn)
     signature, constexprs = _arguments(fn, launch)
     options = {name: value for name, value in launch.options.items() if name != "enable_fp_fusion"}
     return compile_triton(fn, signature, constexprs, arch, **options)
@@ -145,6 +151,7 @@ def compile_gluon(fn: Any, launch: Launch) -> Compiled:
     """Compile the variant of a Gluon kernel that a recorded launch runs on Hopper, once for all tests."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
+    fn = jit_function(fn)
     key = f"{fn.__name__} {variant_key(fn, launch)}"
     if key not in _GLUON_CODE:
         target = GPUTarget("cuda", 90, 32)
@@ -162,6 +169,7 @@ def compile_gluon(fn: Any, launch: Launch) -> Compiled:
 def amd_shared_bytes(fn: Any, launch: Launch, arch: str = "gfx942") -> int:
     """Compile the variant of ``fn`` that a recorded launch runs for an AMD GPU; the shared memory that it takes."""
     target = GPUTarget("hip", arch, 64)
+    fn = jit_function(fn)
     compiled = triton.compile(_source(fn, *_arguments(fn, launch)), target=target, options=launch.options)
     return compiled.metadata.shared
 
@@ -197,6 +205,7 @@ def _leaves(path: tuple[int, ...], type_: Any) -> Iterator[tuple[tuple[int, ...]
 
 def variant_key(fn: Any, launch: Launch, arch: int = 90) -> str:
     """What Triton's cache of compiled kernels distinguishes of a launch."""
+    fn = jit_function(fn)
     binder = create_function_from_signature(fn.signature, fn.params, make_backend(GPUTarget("cuda", arch, 32)))
     _, specialization, options = binder(**launch.arguments, **launch.options)
     return f"{specialization}{options}"

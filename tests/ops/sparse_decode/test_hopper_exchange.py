@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 from support import compile as support
 
 from flashlatte.runtime import dispatch
@@ -16,8 +15,6 @@ from support.hopper_sparse_decode import CALLS, KERNEL, PAIRED_KERNEL, recording
 
 from flashlatte.kernels.hopper import clusters
 from flashlatte.ops.sparse_decode.hopper import launch
-from flashlatte.runtime import triton_clusters
-from flashlatte.runtime.triton_kernel import LeanLaunch
 
 pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
 
@@ -52,7 +49,6 @@ def test_neighbouring_groups_of_heads_are_paired(record, call, paired, batch):
 def test_a_gpu_that_clusters_do_not_fill_has_none(record, monkeypatch):
     monkeypatch.setattr(launch, "clusters_fill", lambda *_: False)
     assert record().arguments["PAIRED"] is False
-    assert not triton_clusters.clusters_fill(torch.device("cpu"), 2)
 
 
 @pytest.mark.parametrize("name", ["v32, whole items", "v32, parts", "model1, parts"])
@@ -89,33 +85,6 @@ def test_tiles_lie_where_the_cluster_supposes(record, name):
     assert clusters.OWN.value * 128 == clusters.PEER_ROWS.value
 
 
-class Compiled:
-    packed_metadata = (12, 1, 1000)
-
-
-def test_only_the_launch_knows_of_the_cluster():
-    compiled = Compiled()
-    for _ in range(2):
-        triton_clusters.join(compiled, 2, 64)
-        assert compiled.packed_metadata == (12, 2, 1064)
+def test_pairs_are_launched_as_clusters():
     assert PAIRED_KERNEL.cluster == (2, clusters.TAIL_BYTES.value)
     assert KERNEL.cluster is None
-
-
-def test_a_kernel_is_joined_before_its_first_launch(monkeypatch):
-    told = []
-
-    class Jitted:
-        params, pre_run_hooks, arg_names = (), (), ()
-        compiled = Compiled()
-
-        def run(self, *, grid, warmup):
-            told.append((warmup, self.compiled.packed_metadata))
-            return self.compiled
-
-    class Joined(LeanLaunch, Jitted):
-        cluster = (2, 64)
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    Joined().run(grid=(1,), warmup=False)
-    assert told == [(True, (12, 1, 1000)), (False, (12, 2, 1064))]

@@ -18,9 +18,8 @@ from flashlatte.ops.dense_decode.hopper.partial import RECORD
 from flashlatte.ops.dense_decode.hopper.tiles import PAIR
 from flashlatte.runtime import dispatch
 from flashlatte.runtime.strides import strides_in_use
-from flashlatte.runtime.tma_descriptors import describe
+from flashlatte.runtime.tma_descriptors import Address, describe
 from flashlatte.runtime.triton_kernel import launching_on
-from flashlatte.runtime.triton_launch import Address
 from flashlatte.split_kv import combine, output_rows, plan
 
 _LOG2_E = math.log2(math.e)

@@ -14,8 +14,8 @@ from flashlatte.ops.index_logits.hopper import paged_kernel, ragged_kernel
 from flashlatte.ops.index_logits.hopper.tiles import KEYS, MOST_COLUMNS, numbers_layout, vectors_layout
 from flashlatte.runtime.machine import num_sms
 from flashlatte.runtime.strides import stride_in_use
+from flashlatte.runtime.tma_descriptors import Address
 from flashlatte.runtime.triton_kernel import launching_on
-from flashlatte.runtime.triton_launch import Address
 
 # Work items that a program of the ragged kernel gets, if they keep the fewest keys: so that all end at about one time.
 _ITEMS_A_PROGRAM = 16

@@ -19,7 +19,7 @@ from flashlatte.ops.sparse_decode.hopper import (
     selection,
     tiles,
 )
-from flashlatte.runtime.triton_clusters import in_clusters
+from flashlatte.runtime.triton_internals import Cluster
 from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv import device, output_rows
 
@@ -202,11 +202,8 @@ def _consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
         consumers.consume_odd(call, PLAN, OUT_ALIGN)
 
 
-def _made():
-    by_element = ["indices", "extra_indices", "lengths", "extra_lengths", "sink", "lse"]
-    return gluon_kernel(sparse_decode_kernel, by_element)
+_BY_ELEMENT = ["indices", "extra_indices", "lengths", "extra_lengths", "sink", "lse"]
 
-
-kernel = _made()
+kernel = gluon_kernel(sparse_decode_kernel, _BY_ELEMENT)
 # For PAIRED: its grid counts pairs of programs.
-paired_kernel = in_clusters(_made(), 2, clusters.TAIL_BYTES.value)
+paired_kernel = gluon_kernel(sparse_decode_kernel, _BY_ELEMENT, Cluster(2, clusters.TAIL_BYTES.value))

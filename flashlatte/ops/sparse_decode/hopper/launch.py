@@ -15,7 +15,7 @@ from flashlatte.ops.sparse_decode.hopper.kernel import kernel, paired_kernel
 from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, producer_warps
 from flashlatte.runtime import dispatch
 from flashlatte.runtime.strides import stride_in_use, strides_in_use
-from flashlatte.runtime.triton_clusters import clusters_fill
+from flashlatte.runtime.triton_internals import clusters_fill
 from flashlatte.runtime.triton_kernel import launching_on
 from flashlatte.split_kv import combine, output_rows, plan
 

@@ -1,36 +1,24 @@
 """The kernel: shared memory, and the three warpgroups that run in it."""
 
-from triton.experimental import gluon
+import functools
+
 from triton.experimental.gluon import language as gl
 
 from flashlatte.ops.sparse_prefill.hopper.consumers import consume_even, consume_odd
 from flashlatte.ops.sparse_prefill.hopper.epilogue import Output
 from flashlatte.ops.sparse_prefill.hopper.producer import Queries, produce
 from flashlatte.ops.sparse_prefill.hopper.state import Problem, allocate
+from flashlatte.runtime.triton_kernel import gluon_kernel
 
 # Of 168 x 12 registers (32-bit, a thread and warp) the even consumer takes what these leave: 232.
 _ODD_REGISTERS = gl.constexpr(232)
 _PRODUCER_REGISTERS = gl.constexpr(40)
 
-_SIZES_AND_STRIDES = (
-    "q_token_stride",
-    "q_head_stride",
-    "kv_stride",
-    "index_stride",
-    "length_stride",
-    "sink_stride",
-    "s_kv",
-    "heads",
-    "head_blocks",
-    "topk",
-    "tiles",
-)
-
 # Copied by the element: their alignment would only multiply the compiled variants.
 _ELEMENTWISE = ("indices", "lengths", "sinks", "max_logits", "lse")
 
 
-@gluon.jit(do_not_specialize=_SIZES_AND_STRIDES, do_not_specialize_on_alignment=_ELEMENTWISE)
+@functools.partial(gluon_kernel, by_element=_ELEMENTWISE)
 def sparse_prefill_kernel(
     out_desc,  # the first argument, as ``epilogue`` expects
     q,

@@ -1,6 +1,7 @@
 """The kernel: shared memory, and the three warpgroups that run in it."""
 
-from triton.experimental import gluon
+import functools
+
 from triton.experimental.gluon import language as gl
 
 from flashlatte.ops.dense_prefill.hopper.backward.consumers import consume_first, consume_second
@@ -9,37 +10,14 @@ from flashlatte.ops.dense_prefill.hopper.backward.epilogue import Gradient, stor
 from flashlatte.ops.dense_prefill.hopper.backward.producer import Rows, produce
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import block_of
 from flashlatte.ops.dense_prefill.hopper.backward.state import allocate
+from flashlatte.runtime.triton_kernel import gluon_kernel
 
 # Of 168 x 12 registers (32-bit, a thread and warp) the first consumer takes what these leave: 240.
 _SECOND_REGISTERS = gl.constexpr(240)
 _PRODUCER_REGISTERS = gl.constexpr(24)
 
-_NUMBERS = (
-    "q_token_stride",
-    "q_head_stride",
-    "dout_token_stride",
-    "dout_head_stride",
-    "k_token_stride",
-    "k_head_stride",
-    "v_token_stride",
-    "v_head_stride",
-    "dk_token_stride",
-    "dk_head_stride",
-    "dv_token_stride",
-    "dv_head_stride",
-    "q_total",
-    "k_total",
-    "requests",
-    "bisections",
-    "slots",
-    "turns_per_head",
-    "group",
-    "window_left",
-    "window_right",
-)
 
-
-@gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=("cu_q", "cu_k"))
+@functools.partial(gluon_kernel, by_element=("cu_q", "cu_k"))
 def backward_kernel(
     q_main,
     q_rope,

@@ -13,9 +13,8 @@ from flashlatte.ops.dense_prefill.hopper.forward.kernel import kernel
 from flashlatte.ops.dense_prefill.hopper.forward.tiles import CHUNK, KEYS, ROWS, TILE, VALUES
 from flashlatte.runtime import dispatch
 from flashlatte.runtime.strides import strides_in_use
-from flashlatte.runtime.tma_descriptors import describe
+from flashlatte.runtime.tma_descriptors import Address, describe
 from flashlatte.runtime.triton_kernel import launching_on
-from flashlatte.runtime.triton_launch import Address
 
 _LOG2_E = math.log2(math.e)
 # Numbers in 16 bytes, what the copies need rows to be aligned to.
