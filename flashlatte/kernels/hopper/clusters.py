@@ -6,7 +6,7 @@ send them to the peer through DSMEM, where an mbarrier counts the bytes. A half 
 have read it.
 
 Mbarriers stand for the named barriers of empty and full halves; they are the tail of the shared memory, behind Triton's
-(``ptx.clusters``). Tiles are found by their order in memory, which ``check_tiles`` checks.
+(``ptx.clusters``). The halves of both blocks lie side by side, in one allocation at the start of shared memory.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper.barriers import FIRST_FREE
-from flashlatte.kernels.hopper.mla_tiles import COPY
 from flashlatte.kernels.hopper.ptx import clusters as ptx
-from flashlatte.runtime.gluon_compat import cta_barrier
+from flashlatte.kernels.hopper.ptx.threads import stop_unless
+from flashlatte.kernels.hopper.shared_memory import find_tiles, offset_of
 
 # Shared memory behind Triton's: eight mbarriers.
 TAIL_BYTES = gl.constexpr(64)
 # Tokens of a block that a CTA dequantizes.
 OWN = gl.constexpr(32)
-# Order of the tiles.
+# Order of the halves in their allocation.
 K0_LEFT = gl.constexpr(0)
 K0_RIGHT = gl.constexpr(1)
 K1_LEFT = gl.constexpr(2)
@@ -41,9 +41,6 @@ _READERS = 2 * 4
 # Arrivals at the mbarriers. Empty: a warp of each consumer that reads the half, of both CTAs. Full: whoever says how
 # many bytes will come.
 _COUNTS = gl.constexpr([_READERS] * 4 + [1] * 4)
-# 1, 2, 3 and 4 as bf16.
-_MARKS = gl.constexpr([0x3F80, 0x4000, 0x4040, 0x4080])
-_MARKED = gl.constexpr([tile * TILE_BYTES.value for tile in range(4)])
 
 
 class Cluster(NamedTuple):
@@ -62,8 +59,13 @@ def _offset(BARRIER):
 
 
 @gluon.jit
-def find_peer():
-    """This CTA's cluster, with its mbarriers ready."""
+def find_peer(first_half):
+    """This CTA's cluster, with its mbarriers ready. ``first_half``: of block 0, with which the allocation begins.
+
+    The allocation is the largest one, and Triton places that at the start of shared memory. The program stops where it
+    is not there: an address found at run time would take registers of the producer, which has none to spare.
+    """
+    stop_unless(offset_of(0, find_tiles((first_half.index(0),))) == 0)
     cluster = Cluster(
         ptx.shared_address(0, False),
         ptx.shared_address(0, True),
@@ -72,23 +74,6 @@ def find_peer():
     )
     ptx.init_mbarriers(cluster.barriers, _COUNTS)
     return cluster
-
-
-@gluon.jit
-def _mark(tile, number):
-    corner = tile.index(0).slice(0, 8, dim=0).slice(0, 64, dim=1)
-    corner.store(gl.full([8, 64], number, tile.dtype, COPY))
-
-
-@gluon.jit
-def check_tiles(tiles):
-    """Stop the program unless tiles lie where they are supposed to: Gluon keeps their addresses to itself."""
-    _mark(tiles.k0_left, 1.0)
-    _mark(tiles.k0_right, 2.0)
-    _mark(tiles.k1_left, 3.0)
-    _mark(tiles.k1_right, 4.0)
-    cta_barrier()
-    ptx.check_words(_MARKED, _MARKS)
 
 
 @gluon.jit

@@ -1,7 +1,8 @@
 """Where tiles lie in shared memory, for instructions that Gluon lacks and inline PTX gives.
 
-Gluon keeps the addresses of its allocations to itself, but aligns tiles that are swizzled by 128 bytes to 1,024 bytes:
-each is looked for at those places.
+Gluon keeps the addresses of its allocations to itself, and they move when anything is allocated that was not before.
+But it aligns tiles that are swizzled by 128 bytes to 1,024 bytes, as WGMMA needs them: each is looked for at those
+places.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.ptx import memory
+from flashlatte.kernels.hopper.ptx import memory, threads
 from flashlatte.runtime.gluon_compat import cta_barrier
 
 # 256 KiB in steps of 1,024 bytes are more than a program may have.
@@ -21,20 +22,24 @@ _CORNER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 def find_tiles(tiles):
     """Find up to seven tiles [>= 8, >= 64] of two-byte numbers, swizzled by 128 bytes, for ``offset_of``.
 
-    A tile lies where a word of shared memory changes when the tile is written. Overwrites the tiles. For a program of
-    four warps, before others run.
+    A tile lies where a word of shared memory changes when the tile is written. Where that is not one word for each
+    tile, tiles lie otherwise than this supposes, and the program stops. Overwrites the tiles. For a program of four
+    warps, before others run.
     """
     place = gl.arange(0, 256, _PLACES)
     for tile in gl.static_range(len(tiles)):
         _fill_corner(tiles[tile], 0.0)
     before = _first_words(place)
+    # A byte for each tile, and the last one for how many words have changed.
     found = gl.zeros_like(place).to(gl.int64)
     for tile in gl.static_range(len(tiles)):
         _fill_corner(tiles[tile], 1.0)
         words = _first_words(place)
-        found += gl.where(words != before, place, 0).to(gl.int64) << (8 * tile)
+        found += gl.where(words != before, (place.to(gl.int64) << (8 * tile)) + (1 << 56), 0)
         before = words
-    return gl.sum(found, 0)
+    found = gl.sum(found, 0)
+    threads.stop_unless((found >> 56) == len(tiles))
+    return found
 
 
 @gluon.jit

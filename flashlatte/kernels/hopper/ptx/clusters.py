@@ -41,22 +41,6 @@ def shared_address(TAIL_BYTES: gl.constexpr, OF_PEER: gl.constexpr):
     return gl.inline_asm_elementwise(asm, "=r,r", [gl.to_tensor(0)], gl.int32, is_pure=True, pack=1)
 
 
-@gluon.constexpr_function
-def _check_asm(offsets, words):
-    begin = "{ .reg .pred p; .reg .b32 base; .reg .b16 corner; mov.u32 base, global_smem; "
-    checks = [
-        f"ld.shared.b16 corner, [base+{offset}]; setp.ne.b16 p, corner, {word}; @p trap;"
-        for offset, word in zip(offsets, words, strict=True)
-    ]
-    return begin + " ".join(checks) + " mov.u32 $0, $1; }"
-
-
-@gluon.jit
-def check_words(OFFSETS: gl.constexpr, WORDS: gl.constexpr):
-    """Stop the program unless shared memory has these 16-bit words at these offsets."""
-    _by_each_thread(_check_asm(OFFSETS, WORDS), (each_thread(0),))
-
-
 _ARRIVE = gl.constexpr("barrier.cluster.arrive.relaxed; mov.u32 $0, $1;")
 _MEET = gl.constexpr("barrier.cluster.wait; mov.u32 $0, $1;")
 

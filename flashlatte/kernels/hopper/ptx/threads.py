@@ -58,3 +58,17 @@ def warp_sync():
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r", [thread], gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def stop_unless(condition):
+    """Stop the program, with a launch failure, unless the scalar ``condition`` holds for each thread of four warps."""
+    holds = each_thread(condition.to(gl.int32))
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.eq.s32 p, $1, 0; @p trap; mov.u32 $0, $1; }",
+        "=r,r",
+        [holds],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )

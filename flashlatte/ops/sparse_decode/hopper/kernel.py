@@ -145,12 +145,11 @@ def sparse_decode_kernel(
     plan: gl.constexpr = schedule.Plan(
         FORMAT, PRODUCER_THREADS, HAS_ROPE, HAS_EXTRA, HAS_LENGTHS, UNIT, FLAT, BALANCED, EVEN, OVERHEAD, GRAIN, PAIRED
     )
-    shared, masks = tiles.allocate(out.dtype.element_ty, HAS_ROPE)
+    shared, masks = tiles.allocate(out.dtype.element_ty, HAS_ROPE, PAIRED)
     full = tiles.allocate_full(PRODUCER_THREADS)
     peer = None
     if PAIRED:
-        clusters.check_tiles(shared)
-        peer = clusters.find_peer()
+        peer = clusters.find_peer(shared.k0_left)
     # The kernel before this one in the stream may still run, and what it writes may be the lengths.
     if HAS_LENGTHS:
         gdc_wait()

@@ -9,14 +9,18 @@ from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper.barriers import allocate_mbarrier
 from flashlatte.kernels.hopper.mla_tiles import (
+    HALF,
+    KEYS,
     OUTPUT_128,
     OWN_BARRIERS,
+    SWIZZLED,
     Full,
     Tiles,
     allocate_half,
     allocate_square,
     allocate_vector,
 )
+from flashlatte.runtime.gluon_compat import reinterpret
 
 OUTPUT = OUTPUT_128
 OUTPUT_ROWS = gl.constexpr(gl.SliceLayout(1, OUTPUT))
@@ -48,12 +52,19 @@ class Masks(NamedTuple):
 
 
 @gluon.jit
-def allocate(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr):
-    # In the order of their addresses, from the first one on, as Triton places the largest first. ``clusters`` knows.
-    k0_left = allocate_half(DTYPE)
-    k0_right = allocate_half(DTYPE)
-    k1_left = allocate_half(DTYPE)
-    k1_right = allocate_half(DTYPE)
+def allocate(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr, PAIRED: gl.constexpr):
+    if PAIRED:
+        # In one allocation, so that ``clusters`` knows where they lie to each other.
+        k = gl.allocate_shared_memory(DTYPE, [4, KEYS, HALF], SWIZZLED)
+        k0_left = reinterpret(k.index(0), DTYPE, [1, KEYS, HALF], SWIZZLED)
+        k0_right = reinterpret(k.index(1), DTYPE, [1, KEYS, HALF], SWIZZLED)
+        k1_left = reinterpret(k.index(2), DTYPE, [1, KEYS, HALF], SWIZZLED)
+        k1_right = reinterpret(k.index(3), DTYPE, [1, KEYS, HALF], SWIZZLED)
+    else:
+        k0_left = allocate_half(DTYPE)
+        k0_right = allocate_half(DTYPE)
+        k1_left = allocate_half(DTYPE)
+        k1_right = allocate_half(DTYPE)
     q_left = allocate_half(DTYPE)
     q_right = allocate_half(DTYPE)
     p0 = allocate_square(DTYPE)
