@@ -29,11 +29,16 @@ def as_format(cache_format: str | CacheFormat, head_dim: int | None = None) -> C
                 f"head_dim must be {cache_format.head_dim} as in the given {cache_format.name} format, got {head_dim}"
             )
         return cache_format
-    known = FORMATS | INDEX_FORMATS
-    if cache_format not in known:
-        raise ValueError(f"cache_format must be one of {', '.join(known)}, got {cache_format!r}")
-    cls = known[cache_format]
+    cls = format_class(cache_format)
     return cls() if head_dim is None else cls(head_dim=head_dim)
+
+
+def format_class(name: str) -> type[CacheFormat]:
+    """The class of the format of this name, which knows all that does not depend on a head_dim."""
+    cls = FORMATS.get(name) or INDEX_FORMATS.get(name)
+    if cls is None:
+        raise ValueError(f"cache_format must be one of {', '.join((*FORMATS, *INDEX_FORMATS))}, got {name!r}")
+    return cls
 
 
 def infer_format(cache: torch.Tensor, name: str = "cache") -> CacheFormat:

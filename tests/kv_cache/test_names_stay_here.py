@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from flashlatte import kv_cache
+from flashlatte.kv_cache.index_formats import INDEX_FORMATS
+from flashlatte.kv_cache.registry import FORMATS
 
 ROOT = Path(__file__).parents[2] / "flashlatte"
+# bf16, fp16, fp32 and fp8 are words for dtypes too.
+NAMES = {name for name, layout in (FORMATS | INDEX_FORMATS).items() if not layout.plain}
 # Rooms that users name formats to, or that name some to users: as options, cases of a benchmark or of a test.
 USERS = ("bench", "cli.py", "demo", "doctor.py", "integrations", "testing")
 FILES = [
@@ -26,7 +29,7 @@ def named_formats(source: str) -> Iterator[tuple[int, str]]:
     arguments = [node.args for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
     defaults = {id(value) for args in arguments for value in (*args.defaults, *args.kw_defaults)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and node.value in kv_cache.FORMAT_NAMES and id(node) not in defaults:
+        if isinstance(node, ast.Constant) and node.value in NAMES and id(node) not in defaults:
             yield node.lineno, node.value
 
 
@@ -36,4 +39,4 @@ def test_no_format_is_asked_for_its_name(path):
 
 
 def test_finds_names():
-    assert list(named_formats('def f(x="bf16"):\n    return x.name == "v32"')) == [(2, "v32")]
+    assert list(named_formats('def f(x="model1"):\n    return x.name == "v32"')) == [(2, "v32")]

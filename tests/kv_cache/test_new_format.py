@@ -43,6 +43,11 @@ class Int8Format(CacheFormat):
 
 
 @pytest.fixture(autouse=True)
+def triton_runs_there(monkeypatch):
+    monkeypatch.setattr("flashlatte.runtime.refusals.triton", lambda call: None)
+
+
+@pytest.fixture(autouse=True)
 def known(monkeypatch):
     monkeypatch.setitem(FORMATS, "int8", Int8Format)
 
@@ -74,4 +79,16 @@ def test_kernels_refuse_what_they_do_not_know(monkeypatch, operation):
     refusals = {choice.backend: choice.refusal for choice in dispatch.explain(call)}
     assert refusals.pop("reference") is None
     assert all(refusals.values())
-    assert "not int8" in refusals["portable"]
+    assert "not int8" in (refusals["portable"] or "")
+
+
+def test_index_keys_are_written_and_gathered_by_their_formats_name():
+    rows = torch.randn(3, 128)
+    for name in ("index_fp8", "index_mxfp4"):
+        cache = kv_cache.allocate(name, 2, 4)
+        cache_write(cache, torch.tensor([4, 5, 6]), rows, cache_format=name, backend="reference")
+        table, ends = torch.tensor([[1]]), torch.tensor([0, 3])
+        gathered = cache_gather(cache, table, ends, cache_format=name, dtype=torch.float32, backend="reference")
+        torch.testing.assert_close(gathered, rows, atol=0.8, rtol=0.1)
+        with pytest.raises(ValueError, match=f"takes caches in .*, not {name}$"):
+            cache_write(cache, torch.tensor([4, 5, 6]), rows, cache_format=name, backend="portable")

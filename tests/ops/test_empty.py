@@ -65,9 +65,16 @@ def empty_conversion():
 
 def empty_rows():
     rotary = Rotary(torch.ones(16, 8), torch.zeros(0, dtype=torch.int64), True)
-    cache = {"cache": kv_cache.allocate("bf16", 2, 4, head_dim=32), "slot_mapping": ints(0)}
-    query = {"q_a": torch.ones(0, 40), "q_weight": torch.ones(40)}
-    rows, q_out = latent_rows(torch.ones(0, 32), torch.ones(24), rotary, 1e-6, **query, **cache)
+    rows, q_out = latent_rows(
+        torch.ones(0, 32),
+        torch.ones(24),
+        rotary,
+        1e-6,
+        q_a=torch.ones(0, 40),
+        q_weight=torch.ones(40),
+        cache=kv_cache.allocate("bf16", 2, 4, head_dim=32),
+        slot_mapping=ints(0),
+    )
     heads = torch.ones(0, 4, 8)
     rotate_heads(heads, rotary, heads)
     return rows, q_out, heads

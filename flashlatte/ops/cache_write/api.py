@@ -7,7 +7,7 @@ import torch
 from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.codec import as_cache, check_scale_rounding, format_for_rows, one_scale, split_rows
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.kv_cache.registry import FORMATS, as_format, names_of
+from flashlatte.kv_cache.registry import as_format, format_class, names_of
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
@@ -18,7 +18,7 @@ OPERATION = "cache_write"
 def _refuses_portable(call: dispatch.Call) -> str | None:
     if reason := refusals.triton(call):
         return reason
-    if call.cache_format is None or _is_read(FORMATS[call.cache_format]):
+    if call.cache_format is None or _is_read(format_class(call.cache_format)):
         return None
     return f"takes caches in {names_of(_is_read)}, not {call.cache_format}"
 

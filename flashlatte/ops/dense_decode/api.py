@@ -8,7 +8,7 @@ import torch
 
 from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.kv_cache.registry import FORMATS, format_of_width, names_of, plain_format
+from flashlatte.kv_cache.registry import format_class, format_of_width, names_of, plain_format
 from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
@@ -23,7 +23,7 @@ _HOPPER_ALIGNMENT = 16
 def _refuses_hopper(call: dispatch.Call) -> str | None:
     if reason := refusals.dtype(call, torch.bfloat16, torch.float16) or refusals.capability(call, 9, 0):
         return reason
-    if call.cache_format is not None and not _is_half(FORMATS[call.cache_format]):
+    if call.cache_format is not None and not _is_half(format_class(call.cache_format)):
         return f"takes caches in {names_of(_is_half)}, not {call.cache_format}"
     return (
         refusals.page_size(call, 64)

@@ -9,7 +9,7 @@ import torch
 
 from flashlatte.kv_cache.codec import as_cache
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.kv_cache.registry import FORMATS, as_format, names_of
+from flashlatte.kv_cache.registry import as_format, format_class, names_of
 from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
@@ -28,7 +28,9 @@ def _refuses_hopper(call: dispatch.Call) -> str | None:
         return reason
     if reason := _refuses_format(call, _hopper_reads):
         return reason
-    alignment = CacheFormat.row_alignment if call.cache_format is None else FORMATS[call.cache_format].row_alignment
+    alignment = (
+        CacheFormat.row_alignment if call.cache_format is None else format_class(call.cache_format).row_alignment
+    )
     return refusals.head_dims(call, (576, 512), (512, 512)) or refusals.unaligned(call, alignment)
 
 
@@ -44,7 +46,7 @@ def _refuses_portable(call: dispatch.Call) -> str | None:
 
 
 def _refuses_format(call: dispatch.Call, reads: Callable[[type[CacheFormat]], bool]) -> str | None:
-    if call.cache_format is None or reads(FORMATS[call.cache_format]):
+    if call.cache_format is None or reads(format_class(call.cache_format)):
         return None
     return f"takes caches in {names_of(reads)}, not {call.cache_format}"
 
