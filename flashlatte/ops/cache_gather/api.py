@@ -82,18 +82,19 @@ def cache_gather(
     if out is None:
         if dtype not in checks.FLOAT_DTYPES:
             raise TypeError(f"dtype must be {checks.dtype_names(checks.FLOAT_DTYPES)}, got {dtype}")
-        rows = int(cu_seqlens[-1]) if total_tokens is None else total_tokens
-        if rows < 0:
-            raise ValueError(f"total_tokens must be at least 0, got {rows}")
-        out = torch.zeros(rows, layout.head_dim, dtype=dtype, device=device)
+        if total_tokens is None:
+            total_tokens = int(cu_seqlens[-1])
+            # torch.compile does not know the number, and so may not ask.
+            torch._check_value(total_tokens >= 0, lambda: "cu_seqlens must end at 0 or above")
+        elif total_tokens < 0:
+            raise ValueError(f"total_tokens must be at least 0, got {total_tokens}")
+        out = torch.zeros(total_tokens, layout.head_dim, dtype=dtype, device=device)
     else:
         checks.output("out", out, ("rows", layout.head_dim), checks.FLOAT_DTYPES, device, may_be_empty=1)
         if total_tokens is not None and total_tokens != out.shape[0]:
             raise ValueError(f"total_tokens must be out's {out.shape[0]} rows or None, got {total_tokens}")
     call = dispatch.Call(OPERATION, device, out.dtype, layout.name, cache.shape[1], layout.head_dim)
     backend = dispatch.select(call, backend)
-    if out.shape[0] == 0 or requests == 0:
-        return out
     _cache_gather(
         cache,
         block_table,
@@ -122,6 +123,8 @@ def _cache_gather(
     out: torch.Tensor,
     backend: str,
 ) -> None:
+    if out.shape[0] == 0 or block_table.shape[0] == 0:
+        return
     run = dispatch.implementation(OPERATION, backend)
     layout = as_format(cache_format, head_dim)
     run(cache, block_table, cu_seqlens, seq_starts, layout, scale_tensor, scale_value, out)

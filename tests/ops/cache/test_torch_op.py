@@ -43,7 +43,8 @@ def test_opcheck_gather(name):
 def test_compile(name):
     def write_and_gather(cache, x):
         kv_cache.write(cache, SLOTS, x)
-        return kv_cache.gather(cache, TABLE, CU_SEQLENS, total_tokens=7), kv_cache.read(cache, SLOTS)
+        known, counted = (kv_cache.gather(cache, TABLE, CU_SEQLENS, **more) for more in ({"total_tokens": 7}, {}))
+        return known, counted, kv_cache.read(cache, SLOTS)
 
     cache = draw_cache(name)
     assert_compiles(write_and_gather, *({"cache": cache, "x": draw_rows(name, rows)} for rows in (3, 4, 5)))
