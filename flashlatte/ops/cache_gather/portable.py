@@ -9,7 +9,7 @@ from flashlatte.kernels.triton.cache_address import Requests, load_words, locate
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
 from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, e8m0_to_float, narrow, widen
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -69,7 +69,7 @@ def cache_gather(
             out_align,
             wide,
             native,
-            dispatch.interpreting(),
+            machine.interpreting(),
             TILED_BLOCKING.tokens,
             num_warps=TILED_BLOCKING.warps,
             enable_fp_fusion=True,
@@ -91,7 +91,7 @@ def cache_gather(
         out_align,
         wide,
         native,
-        dispatch.interpreting(),
+        machine.interpreting(),
         ROWS_BLOCKING.tokens,
         ROWS_COLUMNS,
         num_warps=ROWS_BLOCKING.warps,

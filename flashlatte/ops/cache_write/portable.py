@@ -10,7 +10,7 @@ from flashlatte.kernels.triton.cache_address import Slots, locate_slots, store_w
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
 from flashlatte.kv_cache.formats import CacheFormat, Tiling
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -80,7 +80,7 @@ def _write_tiles(
         rope_align,
         num_slots >= 2**31,
         converts_e4m3(cache.device),
-        dispatch.interpreting(),
+        machine.interpreting(),
         TILED_BLOCKING.tokens,
         num_warps=TILED_BLOCKING.warps,
         enable_fp_fusion=True,
@@ -128,7 +128,7 @@ def _write_rows(
         rope_align,
         num_slots >= 2**31,
         converts_e4m3(cache.device),
-        dispatch.interpreting(),
+        machine.interpreting(),
         ROWS_BLOCKING.tokens,
         ROWS_COLUMNS,
         num_warps=ROWS_BLOCKING.warps,

@@ -9,7 +9,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots
 from flashlatte.kernels.triton.cache_layout import blocks
 from flashlatte.kernels.triton.fp8 import narrow, widen
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -67,7 +67,7 @@ def latent_rows(
         triton.next_power_of_2(max(rank, 1)),
         interleaved,
         num_slots >= 2**31,
-        dispatch.interpreting(),
+        machine.interpreting(),
         num_warps=ROWS_WARPS,
         enable_fp_fusion=True,
     )
@@ -94,7 +94,7 @@ def rotate_heads(
         triton.next_power_of_2(rope_dim // 2),
         HEADS,
         interleaved,
-        dispatch.interpreting(),
+        machine.interpreting(),
         num_warps=HEADS_WARPS,
         enable_fp_fusion=True,
     )
