@@ -40,7 +40,9 @@ class Add:
 @pytest.fixture
 def add(monkeypatch: pytest.MonkeyPatch) -> Add:
     compiled = Add()
+    monkeypatch.setattr(repeat, "_DEVICE_TYPE", "cpu")
     monkeypatch.setattr(repeat, "_FIRST_DEVICE", -1)
+    monkeypatch.setattr(repeat, "_allocate", None)
     monkeypatch.setattr(repeat, "_current_device", lambda: None)
     monkeypatch.setattr(repeat, "_current_stream", lambda device: STREAM)
     allocate = torch.empty_strided

@@ -8,6 +8,7 @@ import torch
 
 from flashlatte.ops.merge_states import reference
 from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import records_gradient, register_op
 
 OPERATION = "merge_states"
@@ -19,6 +20,7 @@ dispatch.define(
 )
 
 
+@repeats_launches
 def merge_states(
     outs: Sequence[torch.Tensor] | torch.Tensor,
     lses: Sequence[torch.Tensor] | torch.Tensor,
