@@ -1,0 +1,105 @@
+"""Host time of warm calls: how long Python is busy with a call whose shape has been seen before.
+
+    python benchmarks/host_time.py
+    python benchmarks/host_time.py --json before.json
+
+Each operation is timed plainly and under ``torch.set_default_device("cuda")``, a mode that every torch function passes
+through, beside ``x.add_(1)``, what PyTorch itself takes for one kernel. The GPU is waited for between batches of
+calls, so that a full queue is not timed. The script calls public functions only and so times any checkout of
+FlashLatte that is on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import flashlatte
+
+PLAIN, MODE = "plain", "set_default_device"
+
+
+def calls(device: torch.device) -> dict[str, Callable[[], object]]:
+    """A call of each operation, of a decode step with few requests."""
+
+    def rows(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device).to(torch.bfloat16)
+
+    x = torch.zeros(1024, device=device)
+    q, k_cache = rows(1, 1, 128, 576), rows(64, 64, 1, 576)
+    block_table = torch.arange(64, dtype=torch.int32, device=device).view(1, 64)
+    lengths = torch.tensor([1000], dtype=torch.int32, device=device)
+    packed = flashlatte.kv_cache.allocate("v32", 64, 64, device=device)
+    packed.zero_()
+    selected = torch.arange(2048, dtype=torch.int32, device=device).view(1, 1, 2048)
+    outs, lses = [rows(1, 128, 512) for _ in range(2)], [torch.zeros(1, 128, device=device) for _ in range(2)]
+    slots, latents, rope = torch.arange(1, device=device), rows(1, 512), rows(1, 64)
+    return {
+        "x.add_(1)": lambda: x.add_(1),
+        "dense_decode": lambda: flashlatte.dense_decode(q, k_cache, block_table, lengths),
+        "sparse_decode": lambda: flashlatte.sparse_decode(q, packed, selected),
+        "merge_states": lambda: flashlatte.merge_states(outs, lses),
+        "cache_write": lambda: flashlatte.kv_cache.write(packed, slots, latents, rope=rope),
+    }
+
+
+def host_time(call: Callable[[], object], batches: int, calls_a_batch: int) -> float:
+    """Median over batches of the microseconds that a call takes."""
+    for _ in range(calls_a_batch):
+        call()
+    taken = []
+    for _ in range(batches):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls_a_batch):
+            call()
+        taken.append((time.perf_counter() - start) / calls_a_batch * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(taken)
+
+
+def measure(batches: int, calls_a_batch: int) -> dict[str, dict[str, float]]:
+    """Microseconds of each operation, plainly and under the mode, which are timed in turns."""
+    timed = calls(torch.device("cuda", torch.cuda.current_device()))
+    found: dict[str, dict[str, list[float]]] = {name: {PLAIN: [], MODE: []} for name in timed}
+    for _ in range(4):
+        for device, label in ((None, PLAIN), ("cuda", MODE)):
+            torch.set_default_device(device)
+            for name, call in timed.items():
+                found[name][label].append(host_time(call, batches // 4, calls_a_batch))
+    torch.set_default_device(None)
+    return {name: {label: min(times) for label, times in by.items()} for name, by in found.items()}
+
+
+def report(found: dict[str, dict[str, float]]) -> None:
+    print(f"{'µs':16}{PLAIN:>10}{MODE:>22}")
+    for name, by in found.items():
+        print(f"{name:16}{by[PLAIN]:10.1f}{by[MODE]:22.1f}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--batches", type=int, default=80, help="batches of calls that are timed (default: 80)")
+    parser.add_argument("--calls", type=int, default=50, help="calls of a batch (default: 50)")
+    parser.add_argument("--json", type=Path, help="write the figures into this file, too")
+    options = parser.parse_args()
+    if options.batches < 4 or options.calls < 1:
+        parser.error("--batches must be at least 4 and --calls at least 1")
+    if not torch.cuda.is_available():
+        parser.error("host times are those of launches on a CUDA GPU, and PyTorch finds none")
+    found = measure(options.batches, options.calls)
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {Path(flashlatte.__file__).parent}")
+    report(found)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
