@@ -1,10 +1,22 @@
-"""Token positions of requests as slots of a paged cache."""
+"""Token positions of requests as slots of a paged cache: ``to_cache_indices``, and ``index_convert`` for selections."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from flashlatte.runtime import checks
+from flashlatte.ops.index_convert.sharding import Sharding
+from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime.torch_op import register_op
+
+OPERATION = "index_convert"
+
+dispatch.define(
+    OPERATION,
+    dispatch.Implementation("portable", "flashlatte.ops.index_convert.portable:index_convert", refusals.triton),
+    dispatch.Implementation("reference", "flashlatte.ops.index_convert.reference:index_convert"),
+)
 
 
 def to_cache_indices(
@@ -65,3 +77,164 @@ def to_cache_indices(
     # A garbage page in the table must not wrap into a slot that exists.
     fits = slot <= torch.iinfo(dtype).max
     return torch.where(valid & (page >= 0) & fits, slot, -1).to(dtype)
+
+
+def index_convert(
+    indices: torch.Tensor | None,
+    block_table: torch.Tensor,
+    page_size: int,
+    *,
+    request_ids: torch.Tensor | None = None,
+    next_n: int = 1,
+    query_positions: torch.Tensor | None = None,
+    sinks: int = 0,
+    window: int = 0,
+    workspace_ids: torch.Tensor | None = None,
+    workspace_starts: torch.Tensor | None = None,
+    sharding: tuple[int, int, int] = (0, 1, 1),
+    compact: bool = False,
+    return_counts: bool = False,
+    slots: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.int32,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Slots (page · page_size + offset) of the tokens that each query row selected.
+
+    Args:
+        indices: int32 or int64 [rows, n], positions within the row's request; below 0 for none. None for the static
+            pattern alone.
+        block_table: int32 or int64 [b, max_pages].
+        page_size: tokens in a page.
+        request_ids: int32 or int64 [rows], the request of each row. If None, row // next_n.
+        next_n: rows of a request, without ``request_ids``.
+        query_positions: int32 or int64 [rows], with ``sinks`` or ``window``: the position of the row's query token;
+            below 0 for a row that selects nothing by pattern.
+        sinks, window: each row also selects its request's first ``sinks`` tokens and the last ``window`` up to its
+            query token, none after it. They stand before ``indices``, of which those that are among them are dropped.
+        workspace_ids, workspace_starts: int32 or int64 [rows] and [n]: where a row's id is 0 or more, its tokens lie
+            one after the other from workspace_starts[id] on: position p is slot start + p, whatever the table.
+        sharding: (rank, size, interleave) of a context-parallel group: token t lies on rank (t // interleave) % size;
+            others' tokens give -1, and the table is that of this rank's tokens.
+        compact: move the valid slots of each row to its front, in their order.
+        return_counts: also return how many are valid.
+        slots: [rows, sinks + window + n] int32 or int64 with last stride 1, to write into.
+        dtype: of the result, if ``slots`` is None.
+        backend: "portable" or "reference"; None chooses.
+
+    Returns:
+        slots [rows, sinks + window + n]; -1 for no token, a token beyond the table or of a negative page, and a slot
+        too large for the dtype. With ``return_counts`` also int32 [rows].
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    page_size = checks.positive_int("page_size", page_size)
+    sinks = checks.positive_int("sinks", sinks, or_zero=True)
+    window = checks.positive_int("window", window, or_zero=True)
+    next_n = checks.positive_int("next_n", next_n)
+    if (query_positions is not None) != (sinks + window > 0):
+        raise ValueError("query_positions belongs to sinks and window, got one without the other")
+    known = query_positions if indices is None else indices
+    if known is None:
+        raise ValueError("indices must be given where there are no sinks and no window, got None")
+    rows = known.shape[0] if isinstance(known, torch.Tensor) and known.dim() else 0
+    chosen = 0
+    if indices is not None:
+        checks.tensor("indices", indices, (rows, "n"), checks.INDEX_DTYPES)
+        chosen = indices.shape[1]
+    device = known.device
+    checks.tensor("block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, device)
+    if request_ids is None and rows != next_n * block_table.shape[0]:
+        raise ValueError(
+            f"indices must have {next_n} rows for each of block_table's {block_table.shape[0]} requests "
+            f"(or request_ids beside it), got {rows}"
+        )
+    for name, value in (
+        ("request_ids", request_ids),
+        ("query_positions", query_positions),
+        ("workspace_ids", workspace_ids),
+    ):
+        if value is not None:
+            checks.tensor(name, value, (rows,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    if (workspace_ids is None) != (workspace_starts is None):
+        raise ValueError("workspace_ids and workspace_starts belong together, got one of them")
+    if workspace_starts is not None:
+        checks.tensor("workspace_starts", workspace_starts, ("n",), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    _check_sharding(sharding)
+    checks.flag("compact", compact)
+    checks.flag("return_counts", return_counts)
+    width = sinks + window + chosen
+    if slots is None:
+        if dtype not in checks.INDEX_DTYPES:
+            raise TypeError(f"dtype must be {checks.dtype_names(checks.INDEX_DTYPES)}, got {dtype}")
+        slots = torch.empty(rows, width, dtype=dtype, device=device)
+    else:
+        checks.output("slots", slots, (rows, width), checks.INDEX_DTYPES, device)
+    counts = torch.empty(rows, dtype=torch.int32, device=device) if return_counts else None
+    if rows:
+        backend = dispatch.select(dispatch.Call(OPERATION, device, slots.dtype), backend)
+        _index_convert(
+            indices,
+            block_table,
+            page_size,
+            request_ids,
+            next_n,
+            query_positions,
+            sinks,
+            window,
+            workspace_ids,
+            workspace_starts,
+            list(sharding),
+            compact,
+            slots,
+            counts,
+            backend,
+        )
+    return slots if counts is None else (slots, counts)
+
+
+@register_op("index_convert", mutates=("slots", "counts"))
+def _index_convert(
+    indices: torch.Tensor | None,
+    block_table: torch.Tensor,
+    page_size: int,
+    request_ids: torch.Tensor | None,
+    next_n: int,
+    query_positions: torch.Tensor | None,
+    sinks: int,
+    window: int,
+    workspace_ids: torch.Tensor | None,
+    workspace_starts: torch.Tensor | None,
+    sharding: Sequence[int],
+    compact: bool,
+    slots: torch.Tensor,
+    counts: torch.Tensor | None,
+    backend: str,
+) -> None:
+    dispatch.implementation(OPERATION, backend)(
+        indices,
+        block_table,
+        page_size,
+        request_ids,
+        next_n,
+        query_positions,
+        sinks,
+        window,
+        workspace_ids,
+        workspace_starts,
+        Sharding(*sharding),
+        compact,
+        slots,
+        counts,
+    )
+
+
+def _check_sharding(sharding: tuple[int, int, int]) -> None:
+    if not isinstance(sharding, tuple) or len(sharding) != 3:
+        raise TypeError(f"sharding must be (rank, size, interleave), got {sharding!r}")
+    rank, size, interleave = sharding
+    checks.positive_int("sharding's rank", rank, or_zero=True)
+    checks.positive_int("sharding's size", size)
+    checks.positive_int("sharding's interleave", interleave)
+    if rank >= size:
+        raise ValueError(f"sharding's rank must be below its size {size}, got {rank}")

@@ -124,9 +124,10 @@ def store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK: tl.c
         for block in range(0, length, BLOCK):
             column = block + tl.arange(0, BLOCK)
             inside = column < length
-            offsets = load_keys(entries + column, inside, INTERPRETED).to(tl.int64) + 0x80000000
-            undecided = inside & ((offsets >> (shift + 8)) == settled)
-            histogram += tl.histogram(((offsets >> shift) & 255).to(tl.int32), DIGITS, mask=undecided)
+            keys = load_keys(entries + column, inside, INTERPRETED)
+            digits = (keys ^ OUTSIDE).to(tl.uint32, bitcast=True) >> shift
+            undecided = inside & ((digits >> 8) == settled.to(tl.uint32))
+            histogram += tl.histogram((digits & 255).to(tl.int32), DIGITS, mask=undecided)
         # Entries of this digit or a higher one.
         reaching = tl.sum(histogram, axis=0) - tl.cumsum(histogram, axis=0) + histogram
         chosen = tl.max(tl.where(reaching >= wanted, digit, 0), axis=0)

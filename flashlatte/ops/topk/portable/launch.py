@@ -122,7 +122,7 @@ def _finish(
         0 if values is None else stride_in_use(values, 0),
         end is not None and end.shape[0] != logits.shape[0],
         places,
-        BLOCK,
+        places // 2,
         machine.interpreting(),
         num_warps=max(places // (32 * ENTRIES_PER_THREAD), 4),
     )

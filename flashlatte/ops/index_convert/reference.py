@@ -1,0 +1,78 @@
+"""``index_convert`` in plain PyTorch: the specification."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.ops.index_convert.sharding import Sharding
+
+
+def index_convert(
+    indices: torch.Tensor | None,
+    block_table: torch.Tensor,
+    page_size: int,
+    request_ids: torch.Tensor | None,
+    next_n: int,
+    query_positions: torch.Tensor | None,
+    sinks: int,
+    window: int,
+    workspace_ids: torch.Tensor | None,
+    workspace_starts: torch.Tensor | None,
+    sharding: Sharding,
+    compact: bool,
+    slots: torch.Tensor,
+    counts: torch.Tensor | None,
+) -> None:
+    position = _positions(indices, query_positions, sinks, window, slots)
+    rows = slots.shape[0]
+    row = torch.arange(rows, device=slots.device)
+    request = (row // next_n if request_ids is None else request_ids.long()).unsqueeze(1)
+    requests, max_pages = block_table.shape
+
+    shard = sharding.interleave * sharding.size
+    owned = position // sharding.interleave % sharding.size == sharding.rank
+    local = position // shard * sharding.interleave + position % sharding.interleave
+    column = local // page_size
+    valid = (position >= 0) & owned & (column < max_pages) & (request >= 0) & (request < requests)
+    page = block_table[request.clamp(0, requests - 1), column.clamp(0, max_pages - 1)].long()
+    slot = page * page_size + local % page_size
+    # A garbage page in the table must not wrap into a slot that exists.
+    valid = valid & (page >= 0) & (page <= torch.iinfo(slots.dtype).max // page_size)
+    if workspace_ids is not None and workspace_starts is not None:
+        workspace = workspace_ids.long().unsqueeze(1)
+        count = workspace_starts.shape[0]
+        known = workspace < count
+        begins = workspace_starts[workspace.clamp(0, count - 1)].long()
+        in_workspace = workspace >= 0
+        slot = torch.where(in_workspace, begins + position, slot)
+        valid = torch.where(in_workspace, (position >= 0) & known, valid)
+    slot = slot.where(valid & (slot >= 0) & (slot <= torch.iinfo(slots.dtype).max), -1)
+    if compact:
+        slot = slot.gather(1, (slot < 0).to(torch.int8).sort(dim=1, stable=True).indices)
+    slots.copy_(slot)
+    if counts is not None:
+        counts.copy_((slot >= 0).sum(dim=1))
+
+
+def _positions(
+    indices: torch.Tensor | None,
+    query_positions: torch.Tensor | None,
+    sinks: int,
+    window: int,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """int64 [rows, sinks + window + indices]: sinks, the window, then the indices that are in neither; -1 for none."""
+    parts = []
+    if query_positions is not None:
+        query = query_positions.long().unsqueeze(1)
+        first = torch.arange(sinks, device=slots.device).expand(slots.shape[0], -1)
+        recent = query - window + 1 + torch.arange(window, device=slots.device)
+        parts.append(first.where(first <= query, -1))
+        parts.append(recent.where((recent >= sinks) & (query >= 0), -1))
+    if indices is not None:
+        chosen = indices.long()
+        if query_positions is not None:
+            twice = (chosen <= query) & ((chosen < sinks) | (chosen > query - window))
+            chosen = chosen.masked_fill(twice, -1)
+        parts.append(chosen)
+    return torch.cat(parts, dim=1)

@@ -1,0 +1,169 @@
+"""``index_select`` and ``paged_index_select``: logits, top-k and slots, over so many rows at a time that logits fit.
+
+Composed of the operations ``index_logits``, ``topk`` and ``index_convert``, whose rules hold.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kv_cache.index_formats import as_index_cache
+from flashlatte.ops.index_convert import index_convert
+from flashlatte.ops.index_logits import index_logits, paged_index_logits
+from flashlatte.ops.topk import topk
+from flashlatte.runtime import checks
+
+# Of logits that exist at once, unless the caller says otherwise.
+WORKSPACE_BYTES = 64 * 2**20
+LOGIT_BYTES = 4
+
+
+def index_select(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    key_start: torch.Tensor,
+    key_end: torch.Tensor,
+    num_selected: int,
+    *,
+    k_scale: torch.Tensor | None = None,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    indices: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The ``num_selected`` keys of each query's range with the largest index logits, exactly; prefill.
+
+    Args:
+        q, k, weights, key_start, key_end, k_scale: as for ``index_logits``.
+        num_selected: 1 to 4096.
+        workspace_bytes: of the logits that exist at once, at least one row's.
+        indices: int32 [M, num_selected] to write into.
+        backend: of the logits: "hopper", "portable" or "reference"; None chooses. "reference" and "portable" are the
+            top-k's too.
+
+    Returns:
+        int32 [M, num_selected]: positions from key_start on, ascending, then -1. Of equal logits the lower position
+        is taken first; a range of at most ``num_selected`` keys gives all of them.
+
+    Raises:
+        TypeError, ValueError: as ``index_logits`` and ``topk``.
+    """
+    workspace_bytes = checks.positive_int("workspace_bytes", workspace_bytes)
+    for name, value in (("q", q), ("k", k), ("weights", weights), ("key_start", key_start), ("key_end", key_end)):
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            raise TypeError(f"{name} must be a tensor with at least one axis, got {type(value).__name__}")
+    rows, num_keys = q.shape[0], k.shape[0]
+    for name, value in (("weights", weights), ("key_start", key_start), ("key_end", key_end)):
+        if value.shape[0] != rows:
+            raise ValueError(f"{name} must have q's {rows} rows, got {value.shape[0]}")
+    indices = _indices(indices, rows, num_selected, q)
+    if num_keys == 0:
+        return indices.fill_(-1)
+    at_a_time = max(1, workspace_bytes // (LOGIT_BYTES * num_keys))
+    for begin in range(0, rows, at_a_time):
+        part = slice(begin, begin + at_a_time)
+        logits = index_logits(
+            q[part],
+            k,
+            weights[part],
+            key_start[part],
+            key_end[part],
+            k_scale=k_scale,
+            clean=False,
+            backend=backend,
+        )
+        topk(
+            logits,
+            num_selected,
+            start=key_start[part],
+            end=key_end[part],
+            indices=indices[part],
+            backend=_shared(backend),
+        )
+    return indices
+
+
+def paged_index_select(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    num_selected: int,
+    *,
+    slots: bool = False,
+    previous: torch.Tensor | None = None,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    indices: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """``index_select`` over a paged cache of index keys, for the last tokens of each request; decode.
+
+    Args:
+        q, cache, weights, cache_seqlens, block_table: as for ``paged_index_logits``.
+        num_selected: 1 to 4096.
+        slots: return slots (page · page_size + offset) of this block table instead of positions.
+        previous: int32 [b · next_n, any], positions that are a guess at the result, as those of the step before: it
+            can make the call faster and does not change the result.
+        workspace_bytes: of the logits that exist at once, at least one request's.
+        indices: int32 [b · next_n, num_selected] to write into.
+        backend: as for ``index_select``.
+
+    Returns:
+        int32 [b · next_n, num_selected]: positions, ascending, or their slots; then -1. A position whose page is not
+        in the cache has the logit -inf, so that it is selected only where others are too few, and its slot is -1.
+
+    Raises:
+        TypeError, ValueError: as ``paged_index_logits``, ``topk`` and ``index_convert``.
+    """
+    workspace_bytes = checks.positive_int("workspace_bytes", workspace_bytes)
+    checks.flag("slots", slots)
+    batch = 0 if isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[0] == 0 else "b"
+    checks.tensor("q", q, (batch, "next_n", "H", "head_dim"), (torch.float8_e4m3fn, torch.bfloat16))
+    requests, next_n = q.shape[:2]
+    cache, _ = as_index_cache(cache, q.shape[3])
+    checks.tensor("block_table", block_table, (requests, "max_pages"), checks.INDEX_DTYPES, q.device)
+    checks.tensor("weights", weights, (requests * next_n, q.shape[2]), (torch.float32,), q.device)
+    per_token = isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dim() == 2
+    shape = (requests, next_n) if per_token else (requests,)
+    checks.tensor("cache_seqlens", cache_seqlens, shape, checks.INDEX_DTYPES, q.device, unit_last_stride=False)
+    if previous is not None:
+        checks.tensor("previous", previous, (requests * next_n, "any"), (torch.int32,), q.device)
+    page_size = cache.shape[1]
+    width = block_table.shape[1] * page_size
+    indices = _indices(indices, requests * next_n, num_selected, q)
+    at_a_time = max(1, workspace_bytes // (LOGIT_BYTES * next_n * max(width, 1)))
+    for begin in range(0, requests, at_a_time):
+        part = slice(begin, begin + at_a_time)
+        rows = slice(begin * next_n, (begin + at_a_time) * next_n)
+        lengths = cache_seqlens[part]
+        logits = paged_index_logits(
+            q[part], cache, weights[rows], lengths, block_table[part], clean=False, backend=backend
+        )
+        selected = torch.empty_like(indices[rows]) if slots else indices[rows]
+        topk(
+            logits,
+            num_selected,
+            end=lengths if lengths.dim() == 1 else lengths.flatten(),
+            next_n=next_n,
+            previous=None if previous is None else previous[rows],
+            indices=selected,
+            backend=_shared(backend),
+        )
+        if slots:
+            index_convert(
+                selected, block_table[part], page_size, next_n=next_n, slots=indices[rows], backend=_shared(backend)
+            )
+    return indices
+
+
+def _indices(indices: torch.Tensor | None, rows: int, num_selected: int, q: torch.Tensor) -> torch.Tensor:
+    num_selected = checks.positive_int("num_selected", num_selected)
+    if indices is None:
+        return torch.empty(rows, num_selected, dtype=torch.int32, device=q.device)
+    return checks.output("indices", indices, (rows, num_selected), (torch.int32,), q.device)
+
+
+def _shared(backend: str | None) -> str | None:
+    """The backend of what follows the logits: one that every operation has, or a choice."""
+    return backend if backend in ("portable", "reference") else None
