@@ -11,7 +11,6 @@ module, for programs that import the top-level name.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from flashlatte.kv_cache import scales
 from flashlatte.ops.dense_decode import dense_decode
 from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.ops.sparse_prefill import sparse_prefill
-from flashlatte.runtime import checks
+from flashlatte.runtime import alias, checks
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -53,6 +52,9 @@ ALIAS_INTERFACE = '''"""FlashMLA's module path for its functions, served by Flas
 
 from flashlatte.flash_mla import *  # noqa: F403
 '''
+
+
+ALIAS_FILES = {"__init__.py": ALIAS, "flash_mla_interface.py": ALIAS_INTERFACE}
 
 
 @dataclass
@@ -267,33 +269,11 @@ def _check_fp8_flag(k_cache: object, is_fp8_kvcache: bool, descale_k: object) ->
 
 def install_alias(directory: Path) -> Path:
     """Write the package ``flash_mla`` into a directory; returns its path. Refuses to replace another ``flash_mla``."""
-    package = directory / "flash_mla"
-    init = package / "__init__.py"
-    if package.exists() and not (init.is_file() and init.read_text() == ALIAS):
-        raise FileExistsError(f"{package} exists already and was not written by this command; it is left as it is")
-    package.mkdir(parents=True, exist_ok=True)
-    init.write_text(ALIAS)
-    (package / "flash_mla_interface.py").write_text(ALIAS_INTERFACE)
-    return package
+    return alias.install(directory, "flash_mla", ALIAS_FILES)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flashlatte.flash_mla", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--install-alias",
-        metavar="DIR",
-        type=Path,
-        required=True,
-        help="write a package flash_mla into DIR that forwards to FlashLatte",
-    )
-    directory = parser.parse_args(argv).install_alias
-    try:
-        package = install_alias(directory)
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{package} forwards to flashlatte.flash_mla; put {directory} on PYTHONPATH to use it")
-    return 0
+    return alias.main("flashlatte.flash_mla", (__doc__ or "").split("\n")[0], "flash_mla", ALIAS_FILES, argv)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,163 @@
+"""DeepGEMM's indexer functions as vLLM and SGLang call them, within DeepGEMM's own bounds."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from flashlatte import deep_gemm, kv_cache
+from flashlatte.kv_cache import fp4
+from flashlatte.kv_cache.index_formats import quantize_rows
+from flashlatte.ops.index_quantize import index_quantize
+
+M, N, H, D = 37, 290, 32, 128
+STARTS = torch.arange(M, dtype=torch.int32) * 3
+ENDS = (STARTS * 2 + 40).clamp(max=N)
+COLUMNS = torch.arange(N)
+SEEN = (STARTS.unsqueeze(1) <= COLUMNS) & (ENDS.unsqueeze(1) > COLUMNS)
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def draw(*shape, seed):
+    return torch.randn(shape, generator=generator(seed)).bfloat16().float()
+
+
+def logits_of(q, k, weights):
+    products = torch.einsum("mhd,nd->mhn", q.double(), k.double()).relu()
+    return torch.einsum("mh,mhn->mn", weights.double(), products)
+
+
+def relative_difference(actual, expected):
+    """DeepGEMM's measure: 1 - 2⟨x, y⟩ / (‖x‖² + ‖y‖²)."""
+    actual, expected = actual.double(), expected.double()
+    return float(1 - 2 * (actual * expected).sum() / (actual.square().sum() + expected.square().sum()))
+
+
+def check(actual, exact, quantised, seen):
+    actual, exact, quantised = actual[seen], exact[seen], quantised[seen]
+    assert relative_difference(actual, exact) < 1e-3
+    assert relative_difference(actual, quantised) < 5e-6
+
+
+@pytest.fixture
+def fp8():
+    """q, (k, scales), weights, and the logits of exact and of quantised numbers."""
+    q, k, weights = draw(M, H, D, seed=0), draw(N, D, seed=1), draw(M, H, seed=2)
+    q8 = q.to(torch.float8_e4m3fn)
+    k8, scales = quantize_rows(k, "exact")
+    exact = logits_of(q, k, weights)
+    quantised = logits_of(q8.float(), k8.float() * scales.unsqueeze(1), weights)
+    return q8, (k8, scales), weights, exact, quantised
+
+
+def test_contiguous_fp8(fp8):
+    q, kv, weights, exact, quantised = fp8
+    clean = deep_gemm.fp8_mqa_logits(q, kv, weights, STARTS, ENDS)
+    check(clean, exact, quantised, SEEN)
+    assert clean[~SEEN].eq(-torch.inf).all()
+    unclean = deep_gemm.fp8_fp4_mqa_logits((q, None), kv, weights, STARTS, ENDS, clean_logits=False)
+    assert unclean[SEEN].equal(clean[SEEN])
+
+
+def test_compressed_rows(fp8):
+    q, kv, weights, _, _ = fp8
+    full = deep_gemm.fp8_mqa_logits(q, kv, weights, STARTS, ENDS)
+    widest = int((ENDS - STARTS).max())
+    compressed = deep_gemm.fp8_mqa_logits(q, kv, weights, STARTS, ENDS, clean_logits=False, max_seqlen_k=widest)
+    assert compressed.shape == (M, widest)
+    for row, (start, end) in enumerate(zip(STARTS.tolist(), ENDS.tolist(), strict=True)):
+        assert compressed[row, : end - start].equal(full[row, start:end])
+
+
+def test_contiguous_mxfp4_with_bf16_logits():
+    q, k, weights = draw(M, H, D, seed=0), draw(N, D, seed=1), draw(M, H, seed=2)
+    q4, q_scales = fp4.quantize_mxfp4(q)
+    k4, k_scales = fp4.quantize_mxfp4(k)
+    quantised = logits_of(fp4.dequantize_mxfp4(q4, q_scales), fp4.dequantize_mxfp4(k4, k_scales), weights)
+    logits = deep_gemm.fp8_fp4_mqa_logits(
+        (q4.view(torch.int8), q_scales.view(torch.int32).squeeze(-1)),
+        (k4.view(torch.int8), k_scales.view(torch.int32).squeeze(-1)),
+        weights,
+        STARTS,
+        ENDS,
+        logits_dtype=torch.bfloat16,
+    )
+    assert logits.dtype == torch.bfloat16
+    check(logits, quantised, quantised.to(torch.bfloat16), SEEN)
+
+
+@pytest.mark.parametrize("next_n", [1, 2])
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("kind", ["index_fp8", "index_mxfp4"])
+def test_paged(kind, per_token, next_n):
+    batch, page_size, columns = 3, 64, 5
+    lengths = torch.tensor([64, 300, 17], dtype=torch.int32)
+    q, weights = draw(batch, next_n, H, D, seed=0), draw(batch * next_n, H, seed=1)
+    cache = kv_cache.allocate(kind, batch * columns, page_size)
+    table = torch.randperm(batch * columns, generator=generator(2)).int().view(batch, columns)
+    k = draw(batch * columns * page_size, D, seed=3)
+    index_quantize(cache, torch.arange(len(k)), k)
+    if kind == "index_fp8":
+        q_values = q.to(torch.float8_e4m3fn)
+        query, known = (q_values, None), q_values.float()
+    else:
+        q4, scales = fp4.quantize_mxfp4(q)
+        query, known = (q4.view(torch.int8), scales.view(torch.int32).squeeze(-1)), fp4.dequantize_mxfp4(q4, scales)
+    limits = lengths.unsqueeze(1) - next_n + 1 + torch.arange(next_n, dtype=torch.int32)
+    context_lens = limits if per_token else lengths
+    schedule = deep_gemm.get_paged_mqa_logits_metadata(context_lens, page_size, 132)
+    assert schedule.shape == (133, 2)
+    logits = deep_gemm.fp8_fp4_paged_mqa_logits(
+        query, cache, weights, context_lens, table, schedule, max_context_len=400, clean_logits=True
+    )
+    assert logits.shape == (batch * next_n, 400)
+    stored = kv_cache.unpack(cache, kind, dtype=torch.float32)[:, :, 0]
+    for request in range(batch):
+        keys = stored[table[request].long()].flatten(0, 1)
+        rows = slice(request * next_n, (request + 1) * next_n)
+        expected = torch.full((next_n, 400), -torch.inf, dtype=torch.float64)
+        expected[:, : len(keys)] = logits_of(known[request], keys, weights[rows])
+        seen = torch.arange(400) < limits[request].unsqueeze(1)
+        check(logits[rows], expected, expected, seen)
+        assert logits[rows][~seen].eq(-torch.inf).all()
+    if kind == "index_fp8":
+        earlier = deep_gemm.fp8_paged_mqa_logits(query[0], cache, weights, context_lens, table, None, 400, True)
+        assert earlier.equal(logits)
+
+
+def test_errors(fp8):
+    q, kv, weights, _, _ = fp8
+    with pytest.raises(TypeError, match=r"^q must be a tuple \(values, scales\), got Tensor$"):
+        deep_gemm.fp8_fp4_mqa_logits(q, kv, weights, STARTS, ENDS)
+    with pytest.raises(TypeError, match=r"^kv must be a tuple \(values, scales\), got Tensor$"):
+        deep_gemm.fp8_mqa_logits(q, kv[0], weights, STARTS, ENDS)
+    with pytest.raises(TypeError, match=r"^q of mxfp4 values must have int32 scales, .* got float32$"):
+        deep_gemm.fp8_fp4_mqa_logits((q, kv[1]), kv, weights, STARTS, ENDS)
+    with pytest.raises(ValueError, match=r"^q must be one-byte values"):
+        deep_gemm.fp8_fp4_mqa_logits((q, torch.zeros(M, 3, dtype=torch.int32)), kv, weights, STARTS, ENDS)
+
+
+def test_the_alias_forwards_the_top_level_name(tmp_path):
+    assert deep_gemm.main(["--install-alias", str(tmp_path)]) == 0
+    assert deep_gemm.main(["--install-alias", str(tmp_path)]) == 0
+    script = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import deep_gemm, flashlatte.deep_gemm as ours
+assert deep_gemm.__file__.startswith(sys.argv[1])
+assert all(getattr(deep_gemm, name) is getattr(ours, name) for name in ours.__all__)
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
+
+
+def test_the_alias_replaces_nobody_elses_package(tmp_path, capsys):
+    (tmp_path / "deep_gemm").mkdir()
+    (tmp_path / "deep_gemm" / "__init__.py").write_text("original = True\n")
+    assert deep_gemm.main(["--install-alias", str(tmp_path)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    with pytest.raises(FileExistsError, match=r"was not written by this command"):
+        deep_gemm.install_alias(tmp_path)
