@@ -68,8 +68,19 @@ def release(call, EMPTY: gl.constexpr, PRODUCER_THREADS: gl.constexpr):
 
 
 @gluon.jit
-def attend_even(scores, state, call, z, PRODUCER_THREADS: gl.constexpr, SUM_FIRST: gl.constexpr):
-    """From masked ``scores`` [64, 64] of block 0 to the left half of the output, of both blocks."""
+def attend_even(
+    scores,
+    state,
+    call,
+    z,
+    PRODUCER_THREADS: gl.constexpr,
+    SUM_FIRST: gl.constexpr,
+    LAST: gl.constexpr = False,
+):
+    """From masked ``scores`` [64, 64] of block 0 to the left half of the output, of both blocks.
+
+    After ``LAST`` the row sum is that of both consumers, whose sums pass with P, and block 1's left half is not let go.
+    """
     tiles = call.tiles
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, state.out.type.layout, 2)
     k0_left = tiles.k0_left.index(z)
@@ -80,6 +91,8 @@ def attend_even(scores, state, call, z, PRODUCER_THREADS: gl.constexpr, SUM_FIRS
     tiles.p0.index(z).store(p_rounded)
     if SUM_FIRST:
         row_sum = state.row_sum * gl.exp2(state.row_max - row_max0) + gl.sum(p, 1)
+    if LAST:
+        tiles.row_sum0.store(state.row_sum * gl.exp2(state.row_max - row_max0) + gl.sum(p, 1))
     fence_async_shared()
     barriers.arrive(P0_FULL, barriers.PAIR)
     alpha = gl.exp2(state.row_max - row_max0)
@@ -98,8 +111,11 @@ def attend_even(scores, state, call, z, PRODUCER_THREADS: gl.constexpr, SUM_FIRS
     out = rescale(out, alpha)
     barriers.wait(P1_FULL, barriers.PAIR)
     out = warpgroup_mma(tiles.p1.index(z), tiles.k1_left.index(z), out, is_async=True)
+    if LAST:
+        row_sum += tiles.row_sum1.load(SCORE_ROWS)
     out = warpgroup_mma_wait(0, deps=[out])
-    release(call, K1_LEFT_EMPTY, PRODUCER_THREADS)
+    if not LAST:
+        release(call, K1_LEFT_EMPTY, PRODUCER_THREADS)
     return State(out, row_max1, row_sum)
 
 

@@ -1,18 +1,18 @@
-"""The two consumers. Each owns a half of the output's columns, and the scores of one block of a pair.
+"""The two consumers of sparse prefill: each owns half of the output's columns, and the scores of one block of a step.
 
-A pair takes, on the tensor cores (0L: P of block 0 · the left half of its values):
+A step takes, on the tensor cores (0L: P of block 0 · the left half of its values):
 
-    even consumer   | scores 0 |  0L  |  1L  | scores 0 of the next pair ...
-    odd consumer    |     scores 1     |  0R  |  1R  | scores 1 of the next pair ...
-
-While one consumer computes P, the other multiplies. P of block 0 reaches the odd consumer, and P of block 1 the even
-one, through shared memory, with the row_max that it is relative to.
+    even consumer   | scores 0 |  0L  |  1L  | scores 0 of the next step ...
+    odd consumer    |     scores 1     |  0R  |  1R  | scores 1 of the next step ...
 
 The even consumer's step is that of ``mla_pipeline``. The odd one's is not: it publishes P of block 1 before its product
 with block 0, where decode's kernels queue that product behind the scores. Here the tensor cores are never without work,
-and the queue costs 3% of a pair's cycles (docs/notes/sparse-prefill.md). And both keep the true maximum, for
-max_logits.
+and the queue costs 3% of a step's cycles (docs/notes/sparse-prefill.md).
 """
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,185 +25,187 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlatte.kernels.hopper.barriers import ALL, PAIR, arrive, wait
+from flashlatte.kernels.hopper.mla_pipeline import attend_even, empty_state
 from flashlatte.kernels.hopper.mla_tiles import (
     K0_LEFT_EMPTY,
     K0_RIGHT_EMPTY,
     K1_LEFT_EMPTY,
     K1_RIGHT_EMPTY,
+    OUTPUT,
     P0_FULL,
     P1_FULL,
     ROW_MAX1_FULL,
+    ROWS,
     SCORE_ROWS,
     SCORES,
 )
 from flashlatte.kernels.hopper.ptx.registers import opaque
-from flashlatte.kernels.hopper.softmax import rescale
+from flashlatte.kernels.hopper.softmax import NO_SCORE, State, probabilities, raise_row_max, rescale
 from flashlatte.ops.sparse_prefill.hopper.epilogue import start_out, store_statistics
-from flashlatte.ops.sparse_prefill.hopper.softmax import (
-    P_OPERAND,
-    Attention,
+from flashlatte.ops.sparse_prefill.hopper.scores import (
     add_right_scores,
-    empty_attention,
     finish_scores,
     hold_queries,
-    probabilities,
-    raise_row_max,
     start_left_scores,
     start_scores,
 )
-from flashlatte.ops.sparse_prefill.hopper.state import Q_EMPTY, pairs_of
+from flashlatte.ops.sparse_prefill.hopper.state import (
+    Q_EMPTY,
+    block0_of,
+    block1_of,
+    num_selected,
+    num_steps,
+    q_of,
+)
+
+_P_OPERAND = gl.constexpr(gl.DotOperandLayout(0, OUTPUT, 2))
+# Of the producer.
+_PRODUCER = gl.constexpr(128)
+
+
+class Call(NamedTuple):
+    """What stays the same over all tiles of a CTA.
+
+    Attributes:
+        tiles, shared: shared memory.
+        scale: softmax_scale · log2(e).
+        peer: None, for ``mla_pipeline``.
+        problem: the selection (``state.Problem``).
+        output: where results go (``epilogue.Output``).
+    """
+
+    tiles: Any
+    shared: Any
+    scale: Any
+    peer: Any
+    problem: Any
+    output: Any
 
 
 @gluon.jit
-def _attend_even(attention, scores, shared, step, scale_log2, LAST: gl.constexpr):
-    """A pair, from block 0's scores. After the last pair of a tile block 1's left half is not let go: out needs it."""
-    opaque_zero = step >> 30
-    k0_left = shared.k0.left.index(opaque_zero)
-    k1_left = shared.k1.left.index(opaque_zero)
-
-    block_max = gl.max(scores, 1)
-    score_max = gl.maximum(attention.score_max, block_max)
-    row_max0 = raise_row_max(attention.row_max, block_max, scale_log2)
-    p = probabilities(scores, row_max0, scale_log2)
-    p_rounded = p.to(k0_left.dtype)
-    alpha = gl.exp2((attention.row_max - row_max0) * scale_log2)
-    shared.row_max0.store(row_max0)
-    shared.p0.index(opaque_zero).store(p_rounded)
-    if LAST:
-        shared.row_sum0.store(attention.row_sum * alpha + gl.sum(p, 1))
-        shared.score_max0.store(score_max)
-    fence_async_shared()
-    arrive(P0_FULL, PAIR)
-
-    pending = warpgroup_mma(
-        gl.convert_layout(p_rounded, P_OPERAND), k0_left, rescale(attention.out, alpha), is_async=True
-    )
-    row_sum = attention.row_sum * alpha + gl.sum(p, 1)
-    out = warpgroup_mma_wait(0, deps=[pending])
-    arrive(K0_LEFT_EMPTY, PAIR)
-
-    wait(ROW_MAX1_FULL, PAIR)
-    row_max1 = shared.row_max1.load(SCORE_ROWS)
-    alpha = gl.exp2((row_max0 - row_max1) * scale_log2)
-    out = rescale(out, alpha)
-    row_sum = row_sum * alpha
-    wait(P1_FULL, PAIR)
-    pending = warpgroup_mma(shared.p1.index(opaque_zero), k1_left, out, is_async=True)
-    if LAST:
-        row_sum += shared.row_sum1.load(SCORE_ROWS)
-    out = warpgroup_mma_wait(0, deps=[pending])
-    if not LAST:
-        arrive(K1_LEFT_EMPTY, PAIR)
-    return Attention(out, row_max1, row_sum, score_max)
+def _no_score():
+    return gl.full([ROWS], NO_SCORE, gl.float32, SCORE_ROWS)
 
 
 @gluon.jit
-def _attend_odd(attention, q_held, shared, step, unused, scale_log2, HEAD_DIM: gl.constexpr, LAST: gl.constexpr):
-    """A pair, with block 1's scores. After the last pair of a tile block 1's right half is not let go."""
-    opaque_zero = step >> 30
-    k0_right = shared.k0.right.index(opaque_zero)
-    k1_right = shared.k1.right.index(opaque_zero)
+def _even_step(state, score_max, scores, call, step, LAST: gl.constexpr):
+    """From block 0's scores on; ``score_max`` [64] is the maximum of raw scores, of this consumer's blocks."""
+    score_max = gl.maximum(score_max, gl.max(scores, 1))
+    if LAST:
+        call.shared.score_max0.store(score_max)
+    return attend_even(scores, state, call, step >> 30, _PRODUCER, False, LAST), score_max
 
-    pending = start_scores(shared.q, q_held, shared.k1, shared.full1, step & 1, opaque_zero, unused, HEAD_DIM)
+
+@gluon.jit
+def _odd_step(state, score_max, q_held, call, step, unused, HEAD_DIM: gl.constexpr, LAST: gl.constexpr):
+    """A step, from block 1's scores on. After the last one of a tile block 1's right half is not let go."""
+    z = step >> 30
+    tiles, shared = call.tiles, call.shared
+    k1_right = tiles.k1_right.index(z)
+    pending = start_scores(q_of(tiles), q_held, block1_of(tiles), shared.full1, step & 1, z, unused, HEAD_DIM)
     scores = finish_scores(pending, shared.mask1, shared.full1, step & 1)
     if LAST:
         arrive(Q_EMPTY, ALL)
-    block_max = gl.max(scores, 1)
-    score_max = gl.maximum(attention.score_max, block_max)
+    score_max = gl.maximum(score_max, gl.max(scores, 1))
     wait(P0_FULL, PAIR)
-    row_max0 = shared.row_max0.load(SCORE_ROWS)
-    row_max1 = raise_row_max(row_max0, block_max, scale_log2)
-    shared.row_max1.store(row_max1)
+    row_max0 = tiles.row_max0.load(SCORE_ROWS)
+    row_max1 = raise_row_max(row_max0, scores, call.scale)
+    tiles.row_max1.store(row_max1)
     arrive(ROW_MAX1_FULL, PAIR)
-    alpha0 = gl.exp2((attention.row_max - row_max0) * scale_log2)
-    alpha1 = gl.exp2((row_max0 - row_max1) * scale_log2)
-    p = probabilities(scores, row_max1, scale_log2)
+    alpha0 = gl.exp2(state.row_max - row_max0)
+    alpha1 = gl.exp2(row_max0 - row_max1)
+    p = probabilities(scores, row_max1, call.scale)
     p_rounded = p.to(k1_right.dtype)
-    shared.p1.index(opaque_zero).store(p_rounded)
+    tiles.p1.index(z).store(p_rounded)
     if LAST:
-        shared.row_sum1.store(attention.row_sum * alpha0 * alpha1 + gl.sum(p, 1))
+        tiles.row_sum1.store(state.row_sum * alpha0 * alpha1 + gl.sum(p, 1))
     fence_async_shared()
     arrive(P1_FULL, PAIR)
 
-    pending = warpgroup_mma(shared.p0.index(opaque_zero), k0_right, rescale(attention.out, alpha0), is_async=True)
-    row_sum = attention.row_sum * alpha0 * alpha1 + gl.sum(p, 1)
+    out = warpgroup_mma(tiles.p0.index(z), tiles.k0_right.index(z), rescale(state.out, alpha0), is_async=True)
+    row_sum = state.row_sum * alpha0 * alpha1 + gl.sum(p, 1)
     if LAST:
-        row_sum += shared.row_sum0.load(SCORE_ROWS) * alpha1
+        row_sum += tiles.row_sum0.load(SCORE_ROWS) * alpha1
         score_max = gl.maximum(score_max, shared.score_max0.load(SCORE_ROWS))
-    out = warpgroup_mma_wait(0, deps=[pending])
+    out = warpgroup_mma_wait(0, deps=[out])
     arrive(K0_RIGHT_EMPTY, PAIR)
 
-    pending = warpgroup_mma(gl.convert_layout(p_rounded, P_OPERAND), k1_right, rescale(out, alpha1), is_async=True)
-    out = warpgroup_mma_wait(0, deps=[pending])
+    out = warpgroup_mma(gl.convert_layout(p_rounded, _P_OPERAND), k1_right, rescale(out, alpha1), is_async=True)
+    out = warpgroup_mma_wait(0, deps=[out])
     if not LAST:
         arrive(K1_RIGHT_EMPTY, PAIR)
-    return Attention(out, row_max1, row_sum, score_max)
+    return State(out, row_max1, row_sum), score_max
 
 
 @gluon.jit
-def consume_even(output, problem, shared, HEAD_DIM: gl.constexpr):
+def consume_even(call, HEAD_DIM: gl.constexpr):
     arrive(K0_LEFT_EMPTY, PAIR)
     arrive(K1_LEFT_EMPTY, PAIR)
     arrive(Q_EMPTY, ALL)
+    tiles, shared, problem = call.tiles, call.shared, call.problem
+    q, k0 = q_of(tiles), block0_of(tiles)
     unused = gl.zeros([64, 64], gl.float32, SCORES)
-    step = 0  # pairs so far, over all tiles: its parity is the phase of the K barriers
+    step = 0  # over all tiles: its parity is the phase of the blocks' barriers
     q_phase = 0
     first = gl.program_id(0)
-    pairs = pairs_of(problem.selected(first))
+    steps = num_steps(num_selected(problem, first))
 
     mbarrier.wait(shared.q_full, q_phase)
-    q_held = hold_queries(shared.q, 0, HEAD_DIM)
-    pending = start_scores(shared.q, q_held, shared.k0, shared.full0, 0, 0, unused, HEAD_DIM)
+    q_held = hold_queries(q, 0, HEAD_DIM)
+    pending = start_scores(q, q_held, k0, shared.full0, 0, 0, unused, HEAD_DIM)
     scores = finish_scores(pending, shared.mask0, shared.full0, 0)
     for tile in range(first, problem.tiles, gl.num_programs(0)):
-        next_pairs = pairs_of(problem.selected(tile + gl.num_programs(0)))
-        attention = empty_attention()
-        for _ in range(opaque(pairs) - 1):
-            attention = _attend_even(attention, scores, shared, step, output.scale_log2, False)
+        next_steps = num_steps(num_selected(problem, tile + gl.num_programs(0)))
+        state = empty_state(OUTPUT)
+        score_max = _no_score()
+        for _ in range(opaque(steps) - 1):
+            state, score_max = _even_step(state, score_max, scores, call, step, False)
             step += 1
-            pending = start_scores(shared.q, q_held, shared.k0, shared.full0, step & 1, step >> 30, unused, HEAD_DIM)
+            pending = start_scores(q, q_held, k0, shared.full0, step & 1, step >> 30, unused, HEAD_DIM)
             scores = finish_scores(pending, shared.mask0, shared.full0, step & 1)
 
         arrive(Q_EMPTY, ALL)
-        attention = _attend_even(attention, scores, shared, step, output.scale_log2, True)
+        state, score_max = _even_step(state, score_max, scores, call, step, True)
         step += 1
         q_phase ^= 1
-        start_out(output, attention, problem, tile, shared.k1.left.index(step >> 30), shared.k1_offsets.left, 0)
+        start_out(call.output, state, problem, tile, tiles.k1_left.index(step >> 30), shared.k1_offsets.left, 0)
         # The next tile's first scores are under way while this one's output is copied. Block 1 is let go before they
         # wait for the rest of block 0, so that the two come from memory at the same time.
         mbarrier.wait(shared.q_full, q_phase)
-        q_held = hold_queries(shared.q, step >> 30, HEAD_DIM)
-        pending = start_left_scores(shared.q, shared.k0, shared.full0, step & 1, step >> 30, unused)
+        q_held = hold_queries(q, step >> 30, HEAD_DIM)
+        pending = start_left_scores(q, k0, shared.full0, step & 1, step >> 30, unused)
         tma.store_wait(0)
         arrive(K1_LEFT_EMPTY, PAIR)
-        pending = add_right_scores(pending, shared.q, q_held, shared.k0, shared.full0, step & 1, step >> 30, HEAD_DIM)
+        pending = add_right_scores(pending, q, q_held, k0, shared.full0, step & 1, step >> 30, HEAD_DIM)
         scores = finish_scores(pending, shared.mask0, shared.full0, step & 1)
-        pairs = next_pairs
+        steps = next_steps
 
 
 @gluon.jit
-def consume_odd(output, problem, shared, HEAD_DIM: gl.constexpr):
+def consume_odd(call, HEAD_DIM: gl.constexpr):
     arrive(K0_RIGHT_EMPTY, PAIR)
     arrive(K1_RIGHT_EMPTY, PAIR)
     arrive(Q_EMPTY, ALL)
+    tiles, shared, problem = call.tiles, call.shared, call.problem
     unused = gl.zeros([64, 64], gl.float32, SCORES)
     step = 0
     q_phase = 0
     first = gl.program_id(0)
-    pairs = pairs_of(problem.selected(first))
+    steps = num_steps(num_selected(problem, first))
     for tile in range(first, problem.tiles, gl.num_programs(0)):
-        next_pairs = pairs_of(problem.selected(tile + gl.num_programs(0)))
+        next_steps = num_steps(num_selected(problem, tile + gl.num_programs(0)))
         mbarrier.wait(shared.q_full, q_phase)
         q_phase ^= 1
-        q_held = hold_queries(shared.q, step >> 30, HEAD_DIM)
-        attention = empty_attention()
-        for _ in range(opaque(pairs) - 1):
-            attention = _attend_odd(attention, q_held, shared, step, unused, output.scale_log2, HEAD_DIM, False)
+        q_held = hold_queries(q_of(tiles), step >> 30, HEAD_DIM)
+        state = empty_state(OUTPUT)
+        score_max = _no_score()
+        for _ in range(opaque(steps) - 1):
+            state, score_max = _odd_step(state, score_max, q_held, call, step, unused, HEAD_DIM, False)
             step += 1
-        attention = _attend_odd(attention, q_held, shared, step, unused, output.scale_log2, HEAD_DIM, True)
+        state, score_max = _odd_step(state, score_max, q_held, call, step, unused, HEAD_DIM, True)
         step += 1
-        start_out(output, attention, problem, tile, shared.k1.right.index(step >> 30), shared.k1_offsets.right, 1)
-        store_statistics(output, attention, problem, tile)
+        start_out(call.output, state, problem, tile, tiles.k1_right.index(step >> 30), shared.k1_offsets.right, 1)
+        store_statistics(call.output, state, score_max, problem, tile)
         tma.store_wait(0)
         arrive(K1_RIGHT_EMPTY, PAIR)
-        pairs = next_pairs
+        steps = next_steps

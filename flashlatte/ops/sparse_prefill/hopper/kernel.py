@@ -4,7 +4,7 @@ import functools
 
 from triton.experimental.gluon import language as gl
 
-from flashlatte.ops.sparse_prefill.hopper.consumers import consume_even, consume_odd
+from flashlatte.ops.sparse_prefill.hopper.consumers import Call, consume_even, consume_odd
 from flashlatte.ops.sparse_prefill.hopper.epilogue import Output
 from flashlatte.ops.sparse_prefill.hopper.producer import Queries, produce
 from flashlatte.ops.sparse_prefill.hopper.state import Problem, allocate
@@ -44,15 +44,16 @@ def sparse_prefill_kernel(
     empty_lse: gl.float32,
     HEAD_DIM: gl.constexpr,
 ):
-    shared = allocate(kv.dtype.element_ty, HEAD_DIM)
+    shared_tiles, shared = allocate(kv.dtype.element_ty, HEAD_DIM)
     problem = Problem(indices, index_stride, lengths, length_stride, s_kv, topk, head_blocks, tiles)
     queries = Queries(q, q_token_stride, q_head_stride, heads)
-    output = Output(max_logits, lse, sinks, sink_stride, heads, softmax_scale, scale_log2, empty_lse)
+    output = Output(max_logits, lse, sinks, sink_stride, heads, softmax_scale, empty_lse)
+    call = Call(shared_tiles, shared, scale_log2, None, problem, output)
     gl.warp_specialize(
         [
-            (consume_even, (output, problem, shared, HEAD_DIM)),
-            (consume_odd, (output, problem, shared, HEAD_DIM)),
-            (produce, (queries, kv, kv_stride, problem, shared, HEAD_DIM)),
+            (consume_even, (call, HEAD_DIM)),
+            (consume_odd, (call, HEAD_DIM)),
+            (produce, (queries, kv, kv_stride, problem, shared_tiles, shared, HEAD_DIM)),
         ],
         [4, 4],
         [_ODD_REGISTERS, _PRODUCER_REGISTERS],

@@ -1,8 +1,12 @@
-"""The producer warpgroup: copies q, and gathers the selected rows of kv, into shared memory.
+"""The producer: copies q, and gathers the selected rows of kv, into shared memory.
 
 It refills a half of a K block as soon as the consumer that multiplied it last lets go, in the order in which that
 happens: block 0's left, block 0's right, block 1's left, block 1's right.
 """
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,42 +21,35 @@ from flashlatte.kernels.hopper.mla_tiles import (
     K1_RIGHT_EMPTY,
 )
 from flashlatte.kernels.hopper.ptx.memory import PIECE_ROWS, load_once
-from flashlatte.ops.sparse_prefill.hopper.state import Q_EMPTY, pairs_of
-from flashlatte.runtime.gluon_compat import aggregate, cp_async
+from flashlatte.ops.sparse_prefill.hopper.state import (
+    Q_EMPTY,
+    block0_of,
+    block1_of,
+    indices_of,
+    num_selected,
+    num_steps,
+)
+from flashlatte.runtime.gluon_compat import cp_async
 
 # A thread copies 16 bytes at a time, eight neighbours the 128 bytes of a swizzled line.
 _ROWS = gl.constexpr(gl.SliceLayout(1, COPY))
 _COLUMNS = gl.constexpr(gl.SliceLayout(0, COPY))
 
 
-@aggregate
-class Queries:
-    """q as it lies in global memory."""
+class Queries(NamedTuple):
+    """q as it lies in global memory; strides in units of 16 bytes."""
 
-    q: gl.tensor
-    token_stride: gl.tensor  # in units of 16 bytes, as the next
-    head_stride: gl.tensor
-    heads: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, q, token_stride, head_stride, heads):
-        self.q = q
-        self.token_stride = token_stride
-        self.head_stride = head_stride
-        self.heads = heads
+    q: Any
+    token_stride: Any
+    head_stride: Any
+    heads: Any
 
 
-@aggregate
-class Rows:
-    """The rows of kv that a block gathers."""
+class Selected(NamedTuple):
+    """The rows of kv that a block gathers: pointers to them, and which of them are selected, both [64]."""
 
-    pointers: gl.tensor  # [64]
-    valid: gl.tensor  # [64]
-
-    @gluon.constexpr_function
-    def __init__(self, pointers, valid):
-        self.pointers = pointers
-        self.valid = valid
+    pointers: Any
+    valid: Any
 
 
 @gluon.jit
@@ -73,7 +70,7 @@ def _rows(indices, kv, stride):
     # The stride comes in units of 16 bytes, so that the compiler knows the alignment that 16-byte copies need.
     ELEMENTS: gl.constexpr = 128 // kv.dtype.element_ty.primitive_bitwidth
     offsets = gl.where(valid, indices, 0).to(gl.int64) * stride * ELEMENTS
-    return Rows(kv + offsets, valid)
+    return Selected(kv + offsets, valid)
 
 
 @gluon.jit
@@ -140,26 +137,26 @@ def _announce_nothing(full):
 
 
 @gluon.jit
-def produce(queries, kv, kv_stride, problem, shared, HEAD_DIM: gl.constexpr):
-    k0 = shared.k0
-    k1 = shared.k1
+def produce(queries, kv, kv_stride, problem, tiles, shared, HEAD_DIM: gl.constexpr):
+    k0 = block0_of(tiles)
+    k1 = block1_of(tiles)
     full0 = shared.full0
     full1 = shared.full1
 
     first = gl.program_id(0)
-    row = problem.row(first)
-    count = problem.selected(first)
+    row = indices_of(problem, first)
+    count = num_selected(problem, first)
     indices0 = _valid_or_none(_load_indices(row, 0, count), problem.s_kv)
     indices1 = _valid_or_none(_load_indices(row, 64, count), problem.s_kv)
     for tile in range(first, problem.tiles, gl.num_programs(0)):
         next_tile = tile + gl.num_programs(0)
-        next_row = problem.row(next_tile)
-        next_count = problem.selected(next_tile)
-        pairs = pairs_of(count)
+        next_row = indices_of(problem, next_tile)
+        next_count = num_selected(problem, next_tile)
+        steps = num_steps(count)
 
         wait(Q_EMPTY, ALL)
         _load_q(queries, tile, problem.head_blocks, shared, HEAD_DIM)
-        for pair in range(pairs):
+        for step in range(steps):
             rows0 = _rows(indices0, kv, kv_stride)
             rows1 = _rows(indices1, kv, kv_stride)
             wait(K0_LEFT_EMPTY, PAIR)
@@ -167,9 +164,9 @@ def produce(queries, kv, kv_stride, problem, shared, HEAD_DIM: gl.constexpr):
             _publish_mask(rows0, shared.mask0, full0)
             wait(K0_RIGHT_EMPTY, PAIR)
             _copy_right(rows0, k0, full0, HEAD_DIM)
-            # Indices come from HBM: the next pair's, also across tiles, are asked for half a pair ahead.
-            last = pair == pairs - 1
-            ahead = gl.where(last, 0, (pair + 1) * 128)
+            # Indices come from HBM: the next step's, also across tiles, are asked for half a step ahead.
+            last = step == steps - 1
+            ahead = gl.where(last, 0, (step + 1) * 128)
             ahead_row = gl.where(last, next_row, row)
             ahead_count = gl.where(last, next_count, count)
             ahead0 = _load_indices(ahead_row, ahead, ahead_count)
@@ -184,7 +181,7 @@ def produce(queries, kv, kv_stride, problem, shared, HEAD_DIM: gl.constexpr):
         row = next_row
         count = next_count
 
-    # The left consumer runs one score ahead, also after the last tile: it gets a tile and a block of whatever is there.
+    # The even consumer runs one score ahead, also after the last tile: it gets a tile and a block of whatever is there.
     wait(Q_EMPTY, ALL)
     _signal(shared.q_full)
     wait(K0_LEFT_EMPTY, PAIR)

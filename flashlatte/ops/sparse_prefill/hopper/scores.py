@@ -1,0 +1,85 @@
+"""Scores of a block of selected tokens, which follow the block's arrival a quarter at a time."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from flashlatte.kernels.hopper.mla_tiles import Q_OPERAND, SCORE_COLS
+
+
+class HeldQueries(NamedTuple):
+    """The columns of q that a consumer keeps in registers.
+
+    A product of 64 x 64 with both operands in shared memory takes the tensor cores half as long again as with one.
+    """
+
+    last: Any  # [64, 64], columns 448 to 511
+    other: Any  # [64, 64], the RoPE columns; with head_dim 512, columns 384 to 447
+
+
+@gluon.jit
+def hold_queries(q, z, HEAD_DIM: gl.constexpr):
+    q_right = q.right.index(z)
+    last = q_right.slice(192, 64, dim=1).load(Q_OPERAND)
+    if HEAD_DIM == 576:
+        return HeldQueries(last, q.rope.index(z).load(Q_OPERAND))
+    else:
+        return HeldQueries(last, q_right.slice(128, 64, dim=1).load(Q_OPERAND))
+
+
+@gluon.jit
+def start_scores(q, q_held, k, full, phase, z, unused, HEAD_DIM: gl.constexpr):
+    """Start q · k, following the arrival of k, for ``finish_scores``.
+
+    ``unused`` is a [64, 64] tensor whose registers the scores may take.
+    """
+    pending = start_left_scores(q, k, full, phase, z, unused)
+    return add_right_scores(pending, q, q_held, k, full, phase, z, HEAD_DIM)
+
+
+@gluon.jit
+def start_left_scores(q, k, full, phase, z, unused):
+    """The share of columns 0 to 255 of ``start_scores``."""
+    q_left = q.left.index(z)
+    k_left = k.left.index(z)
+    mbarrier.wait(full.quarter0, phase)
+    scores = warpgroup_mma(
+        q_left.slice(0, 128, dim=1), k_left.slice(0, 128, dim=1).permute((1, 0)), unused, use_acc=False, is_async=True
+    )
+    mbarrier.wait(full.quarter1, phase)
+    return warpgroup_mma(
+        q_left.slice(128, 128, dim=1), k_left.slice(128, 128, dim=1).permute((1, 0)), scores, is_async=True
+    )
+
+
+@gluon.jit
+def add_right_scores(scores, q, q_held, k, full, phase, z, HEAD_DIM: gl.constexpr):
+    """The share of the other columns of ``start_scores``."""
+    q_right = q.right.index(z)
+    k_right = k.right.index(z)
+    mbarrier.wait(full.quarter2, phase)
+    if HEAD_DIM == 576:
+        scores = warpgroup_mma(q_held.other, k.rope.index(z).permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma(
+        q_right.slice(0, 128, dim=1), k_right.slice(0, 128, dim=1).permute((1, 0)), scores, is_async=True
+    )
+    mbarrier.wait(full.quarter3, phase)
+    k_third = k_right.slice(128, 64, dim=1).permute((1, 0))
+    if HEAD_DIM == 576:
+        scores = warpgroup_mma(q_right.slice(128, 64, dim=1), k_third, scores, is_async=True)
+    else:
+        scores = warpgroup_mma(q_held.other, k_third, scores, is_async=True)
+    return warpgroup_mma(q_held.last, k_right.slice(192, 64, dim=1).permute((1, 0)), scores, is_async=True)
+
+
+@gluon.jit
+def finish_scores(pending, mask, full, phase):
+    """The scores of the tokens that are selected, -inf for the others."""
+    mbarrier.wait(full.mask, phase)
+    selected = mask.load(SCORE_COLS) != 0
+    scores = warpgroup_mma_wait(0, deps=[pending])
+    return gl.where(selected[None, :], scores, float("-inf"))
