@@ -53,11 +53,13 @@ class Kernel:
     Attributes:
         jitted: Triton's ``JITFunction``.
         cluster: CTAs that are launched together.
+        arg_names: the kernel's parameters, constants too.
     """
 
     def __init__(self, jitted: Any, cluster: Cluster | None = None) -> None:
         self.jitted = jitted
         self.cluster = cluster
+        self.arg_names = jitted.arg_names
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self._launch, grid)

@@ -1,4 +1,4 @@
-"""The schedule that programs compute for themselves: every block in one part, in order, and the parts even."""
+"""The schedule that programs compute for themselves: every block in one range, in order, and the ranges even."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
@@ -19,16 +19,19 @@ LENGTHS = st.lists(st.sampled_from([-5, 0, 1, 16, 17, 100, 500, 3000]), min_size
 
 
 @kernel
-def shares_kernel(out, lengths, requests, tokens, limit, num_parts, BLOCK_N: tl.constexpr, OVERHEAD: tl.constexpr):
-    """out [parts, items, 2]: first and last block of each part's share of each item."""
+def splits_kernel(
+    out, metadata, lengths, requests, tokens, limit, num_ranges, BLOCK_N: tl.constexpr, OVERHEAD: tl.constexpr
+):
+    """out [ranges, items, 2]: first and last block of each range's split of each item; metadata [ranges]."""
     num_items = requests * tokens
-    lists = device.KeyLists(num_items, tokens, lengths, tokens, 1, limit, None, 0, 0, None)
+    lists = device.KeyLengths(num_items, tokens, lengths, tokens, 1, limit)
     number = tl.program_id(0)
-    part = device.find_part(number, num_parts, lists, BLOCK_N, OVERHEAD)
-    cost = part.first_cost
-    for item in range(part.first, part.stop):
+    cta_range = device.find_range(number, num_ranges, lists, BLOCK_N, OVERHEAD)
+    tl.store(metadata + number, device.continued_item(cta_range, OVERHEAD).to(tl.float32))
+    cost = cta_range.first_cost
+    for item in range(cta_range.first, cta_range.stop):
         blocks = device.item_blocks(item, lists, BLOCK_N)
-        begin, end = device.share(part, cost, blocks, OVERHEAD)
+        begin, end = device.split_of(cta_range, cost, blocks, OVERHEAD)
         if begin < end:
             tl.store(out + (number * num_items + item) * 2, begin)
             tl.store(out + (number * num_items + item) * 2 + 1, end)
@@ -36,36 +39,16 @@ def shares_kernel(out, lengths, requests, tokens, limit, num_parts, BLOCK_N: tl.
 
 
 @kernel
-def sharers_kernel(out, lengths, requests, tokens, limit, num_parts, BLOCK_N: tl.constexpr, OVERHEAD: tl.constexpr):
-    """out [items, 2]: the first part of each item, and how many parts it has."""
-    lists = device.KeyLists(requests * tokens, tokens, lengths, tokens, 1, limit, None, 0, 0, None)
-    item = tl.program_id(0)
-    first, count = device.parts_of_item(item, num_parts, lists, BLOCK_N, OVERHEAD)
-    tl.store(out + item * 2, first)
-    tl.store(out + item * 2 + 1, count)
-
-
-@kernel
-def boundaries_kernel(out, lengths, requests, tokens, limit, num_parts, BLOCK_N: tl.constexpr, OVERHEAD: tl.constexpr):
-    """out [parts - 1, 3]: of the boundary before each part but the first, the item first split there, and its parts."""
-    lists = device.KeyLists(requests * tokens, tokens, lengths, tokens, 1, limit, None, 0, 0, None)
-    boundary = tl.program_id(0) + 1
-    item, first, count = device.item_split_first_at(boundary, num_parts, lists, BLOCK_N, OVERHEAD)
-    tl.store(out + tl.program_id(0) * 3, item)
-    tl.store(out + tl.program_id(0) * 3 + 1, first)
-    tl.store(out + tl.program_id(0) * 3 + 2, count)
-
-
-@kernel
-def noted_kernel(items_out, boundaries_out, noted, items: tl.int32, num_parts: tl.int32):
-    """What ``sharers_kernel`` and ``boundaries_kernel`` write, from what the parts noted."""
+def metadata_kernel(items_out, boundaries_out, metadata, items: tl.int32, num_ranges: tl.int32):
+    """items_out [items, 2]: first range of each item, and its ranges. boundaries_out [ranges - 1, 3]: of the boundary
+    before each range but the first, the item first split there, its first range and its ranges."""
     item = tl.program_id(0)
     if item < items:
-        first, count = device.noted_parts_of_item(item, noted, num_parts)
+        first, count = device.ranges_of_item(item, metadata, num_ranges)
         tl.store(items_out + item * 2, first)
         tl.store(items_out + item * 2 + 1, count)
-    if item < num_parts - 1:
-        item, first, count = device.noted_item_split_first_at(item + 1, noted, num_parts)
+    if item < num_ranges - 1:
+        item, first, count = device.item_split_first_at(item + 1, metadata, num_ranges)
         row = boundaries_out + tl.program_id(0) * 3
         tl.store(row, item)
         tl.store(row + 1, first)
@@ -75,107 +58,88 @@ def noted_kernel(items_out, boundaries_out, noted, items: tl.int32, num_parts: t
 @kernel
 def counts_kernel(out, lengths, extra_lengths, BLOCK_N: tl.constexpr):
     """out [2, 3, 2]: blocks of 3 requests of 2 tokens, with lengths per request and an extra list per token."""
-    lists = device.KeyLists(6, 2, lengths, 1, 0, 100, extra_lengths, 2, 1, 40)
+    lists = device.KeyLengths(6, 2, lengths, 1, 0, 100, extra_lengths, 2, 1, 40)
     items = tl.arange(0, 8)
     tl.store(out + items, device.item_blocks(items, lists, BLOCK_N), mask=items < 6)
 
 
-def schedule(lengths, tokens, num_parts, overhead, limit=2000):
+def schedule(lengths, tokens, num_ranges, overhead, limit=2000):
+    """Blocks of each item, splits [ranges, items, 2] (-1 where a range has nothing of an item), and the metadata."""
     lengths = torch.tensor(lengths, dtype=torch.int32).repeat_interleave(tokens)
     items = len(lengths)
-    shares = torch.full((num_parts, items, 2), -1, dtype=torch.int32)
-    sharers = torch.full((items, 2), -1, dtype=torch.int32)
-    where = (lengths, items // tokens, tokens, limit, num_parts, BLOCK_N, overhead)
-    shares_kernel[(num_parts,)](shares, *where)
-    sharers_kernel[(items,)](sharers, *where)
+    splits = torch.full((num_ranges, items, 2), -1, dtype=torch.int32)
+    metadata = torch.full((num_ranges,), torch.nan)
+    splits_kernel[(num_ranges,)](
+        splits, metadata, lengths, items // tokens, tokens, limit, num_ranges, BLOCK_N, overhead
+    )
     blocks = -(-lengths.clamp(0, limit) // BLOCK_N)
-    return blocks.clamp_min(1).tolist(), shares.tolist(), sharers.tolist()
+    return blocks.clamp_min(1).tolist(), splits.tolist(), metadata
+
+
+def ranges_of(item, splits):
+    return [number for number, of_items in enumerate(splits) if of_items[item][0] >= 0]
 
 
 @settings(max_examples=8)
 @given(LENGTHS, st.integers(1, 2), st.integers(1, 24), st.integers(0, 3))
-def test_parts_cover_every_block_once_in_order(lengths, tokens, num_parts, overhead):
-    blocks, shares, sharers = schedule(lengths, tokens, num_parts, overhead)
+def test_ranges_cover_every_block_once_in_order(lengths, tokens, num_ranges, overhead):
+    blocks, splits, _ = schedule(lengths, tokens, num_ranges, overhead)
     for item, count in enumerate(blocks):
-        parts = [part for part in range(num_parts) if shares[part][item][0] >= 0]
-        ends = [0] + [shares[part][item][1] for part in parts]
-        assert [shares[part][item][0] for part in parts] == ends[:-1]
+        ranges = ranges_of(item, splits)
+        ends = [0] + [splits[number][item][1] for number in ranges]
+        assert [splits[number][item][0] for number in ranges] == ends[:-1]
         assert ends[-1] == count
-        assert sharers[item] == [parts[0], len(parts)]
-        assert parts == list(range(parts[0], parts[0] + len(parts)))
+        assert ranges == list(range(ranges[0], ranges[0] + len(ranges)))
 
 
-@settings(max_examples=8)
-@given(LENGTHS, st.integers(1, 2), st.integers(2, 24), st.integers(0, 3))
-def test_every_split_item_is_found_at_one_boundary(lengths, tokens, num_parts, overhead):
-    assert split_at_boundaries(lengths, tokens, num_parts, overhead) == split_by_item(
-        lengths, tokens, num_parts, overhead
-    )
-
-
-def test_split_items_beyond_one_scan_are_found():
-    lengths = [(i * 37) % 900 for i in range(device.SCAN.value + 50)]
-    found = split_at_boundaries(lengths, 1, 24, 1)
-    assert found == split_by_item(lengths, 1, 24, 1)
-    assert any(item >= device.SCAN.value for item, _, _ in found)
-
-
-def split_at_boundaries(lengths, tokens, num_parts, overhead, limit=2000):
-    """(item, first part, parts) of all split items, as the boundaries between parts have them."""
-    lengths = torch.tensor(lengths, dtype=torch.int32).repeat_interleave(tokens)
-    out = torch.full((num_parts - 1, 3), -1, dtype=torch.int32)
-    where = (lengths, len(lengths) // tokens, tokens, limit, num_parts, BLOCK_N, overhead)
-    boundaries_kernel[(num_parts - 1,)](out, *where)
-    return [tuple(row) for row in out.tolist() if row[2] > 0]
+def check_metadata(lengths, num_ranges, overhead):
+    _, splits, metadata = schedule(lengths, 1, num_ranges, overhead)
+    items = torch.full((len(lengths), 2), -1, dtype=torch.int32)
+    boundaries = torch.full((num_ranges - 1, 3), -1, dtype=torch.int32)
+    ctas = max(len(lengths), num_ranges - 1)
+    metadata_kernel[(ctas,)](items, boundaries, metadata, len(lengths), num_ranges)
+    found = [ranges_of(item, splits) for item in range(len(lengths))]
+    split = [(item, ranges[0], len(ranges)) for item, ranges in enumerate(found) if len(ranges) > 1]
+    assert [(item, *row) for item, row in enumerate(items.tolist()) if row[1] > 1] == split
+    assert [tuple(row) for row in boundaries.tolist() if row[2] > 0] == split
+    return split
 
 
 @settings(max_examples=8)
 @given(LENGTHS, st.integers(2, 24), st.integers(0, 3))
-def test_what_parts_note_tells_which_items_are_split(lengths, num_parts, overhead):
-    _, shares, sharers = schedule(lengths, 1, num_parts, overhead)
-    noted = [-1.0] * num_parts
-    for part, of_items in enumerate(shares):
-        noted[part] = next((float(item) for item, (begin, _) in enumerate(of_items) if begin > 0), -1.0)
-    items = torch.full((len(lengths), 2), -1, dtype=torch.int32)
-    boundaries = torch.full((num_parts - 1, 3), -1, dtype=torch.int32)
-    programs = max(len(lengths), num_parts - 1)
-    noted_kernel[(programs,)](items, boundaries, torch.tensor(noted), len(lengths), num_parts)
-    split = [(item, *sharer) for item, sharer in enumerate(sharers) if sharer[1] > 1]
-    assert [(item, *found) for item, found in enumerate(items.tolist()) if found[1] > 1] == split
-    assert [tuple(row) for row in boundaries.tolist() if row[2] > 0] == split
+def test_metadata_tell_which_items_are_split(lengths, num_ranges, overhead):
+    check_metadata(lengths, num_ranges, overhead)
 
 
-def split_by_item(lengths, tokens, num_parts, overhead):
-    """The same, as the items have them."""
-    _, _, sharers = schedule(lengths, tokens, num_parts, overhead)
-    return [(item, first, count) for item, (first, count) in enumerate(sharers) if count > 1]
+def test_split_items_beyond_one_scan_are_found():
+    split = check_metadata([(i * 37) % 900 for i in range(device.SCAN.value + 50)], 24, 1)
+    assert any(item >= device.SCAN.value for item, _, _ in split)
 
 
 @settings(max_examples=8)
 @given(LENGTHS, st.integers(1, 24), st.integers(0, 3))
-def test_parts_are_even_and_share_at_most_two_items(lengths, num_parts, overhead):
-    blocks, shares, _ = schedule(lengths, 1, num_parts, overhead)
+def test_ranges_are_even_and_share_at_most_two_items(lengths, num_ranges, overhead):
+    blocks, splits, _ = schedule(lengths, 1, num_ranges, overhead)
     total = sum(blocks) + overhead * len(blocks)
-    in_use = min(num_parts, max(total // (overhead + 1), 1))
-    for part, items in enumerate(shares):
+    in_use = min(num_ranges, max(total // (overhead + 1), 1))
+    for number, items in enumerate(splits):
         taken = [end - begin for begin, end in items if begin >= 0]
-        assert sum(taken) <= -(-total // in_use), part
+        assert sum(taken) <= -(-total // in_use), number
         assert sum(begin > 0 for begin, _ in items) <= 1
         assert sum(begin == 0 and end < count for (begin, end), count in zip(items, blocks, strict=True)) <= 1
 
 
-def test_one_length_and_as_many_parts_splits_nothing():
-    blocks, shares, sharers = schedule([100] * 12, 1, 4, 2)
-    assert [count for _, count in sharers] == [1] * 12
-    assert [sum(begin >= 0 for begin, _ in part) for part in shares] == [3] * 4
+def test_one_length_and_as_many_ranges_split_nothing():
+    _, splits, metadata = schedule([100] * 12, 1, 4, 2)
+    assert metadata.tolist() == [-1] * 4
+    assert [sum(begin >= 0 for begin, _ in of_items) for of_items in splits] == [3] * 4
 
 
 def test_more_items_than_one_scan_holds():
     lengths = [(i * 37) % 90 for i in range(device.SCAN.value + 50)]
-    out = torch.full((3, len(lengths), 2), -1, dtype=torch.int32)
-    shares_kernel[(3,)](out, torch.tensor(lengths), len(lengths), 1, 2000, 3, BLOCK_N, 1)
-    taken = (out[..., 1] - out[..., 0]).sum(dim=0)
-    assert taken.tolist() == [max(-(-length // BLOCK_N), 1) for length in lengths]
+    blocks, splits, _ = schedule(lengths, 1, 3, 1)
+    taken = [sum(of_items[item][1] - of_items[item][0] for of_items in splits) for item in range(len(lengths))]
+    assert taken == blocks
 
 
 def test_lengths_of_requests_and_of_tokens_and_two_lists():

@@ -1,13 +1,13 @@
 import pytest
 
-from flashlatte.split_kv import plan
-from flashlatte.split_kv.plan import balanced_parts, fixed_groups
+from flashlatte.split_kv import combine, plan
+from flashlatte.split_kv.plan import Partial, fixed_launches, num_ranges
 
-RECORD = 64 * 513 * 4
+PARTIAL = Partial(64, 512)
 
 
 @pytest.mark.parametrize(
-    ("items", "groups", "parts"),
+    ("items", "groups", "ranges"),
     [
         (1, 1, 128),  # as the merging takes them
         (1, 2, 64),
@@ -19,35 +19,60 @@ RECORD = 64 * 513 * 4
         (3, 33, 4),
     ],
 )
-def test_parts_of_long_items(items, groups, parts):
-    assert balanced_parts(items, groups, 132, 1000, RECORD) == parts
+def test_ranges_of_long_items(items, groups, ranges):
+    assert num_ranges(items, groups, 132, 1000, PARTIAL) == ranges
 
 
-def test_no_more_parts_than_blocks():
-    assert balanced_parts(2, 1, 132, 5, RECORD) == 10
+def test_no_more_ranges_than_blocks():
+    assert num_ranges(2, 1, 132, 5, PARTIAL) == 10
 
 
-def test_no_parts_where_programs_abound():
-    assert balanced_parts(5, 100, 132, 1000, RECORD) is None
-    assert balanced_parts(20000, 1, 132, 1000, RECORD) is None
-    assert balanced_parts(1000, 1, 132, 1000, RECORD, uniform=True) is None
-    assert balanced_parts(140, 1, 132, 1000, RECORD, uniform=True) is not None
+def test_no_ranges_where_programs_abound():
+    assert num_ranges(5, 100, 132, 1000, PARTIAL) is None
+    assert num_ranges(20000, 1, 132, 1000, PARTIAL) is None
+    assert num_ranges(1000, 1, 132, 1000, PARTIAL, uniform=True) is None
+    assert num_ranges(140, 1, 132, 1000, PARTIAL, uniform=True) is not None
 
 
 @pytest.mark.parametrize("resident", [16, 132, 264, 304])
 @pytest.mark.parametrize("items", [1, 7, 300, 5000])
 @pytest.mark.parametrize("groups", [1, 3, 8, 64, 150])
-@pytest.mark.parametrize("record", [16 * 513 * 4, RECORD, 4 * RECORD])
-def test_scratch_is_bounded(items, groups, resident, record):
-    parts = balanced_parts(items, groups, resident, 4096, record)
-    assert parts is None or 1 <= parts <= resident
-    assert 2 * (parts or 0) * groups * record <= plan.MAX_SCRATCH_BYTES
+@pytest.mark.parametrize("partial", [Partial(16, 512), PARTIAL, Partial(256, 512)])
+def test_scratch_is_bounded(items, groups, resident, partial):
+    ranges = num_ranges(items, groups, resident, 4096, partial)
+    assert ranges is None or 1 <= ranges <= resident
+    if ranges is not None:
+        split = plan.balanced(partial, items, 4096, groups, groups, ranges, 1)
+        assert 4 * split.scratch <= plan.MAX_SCRATCH_BYTES
 
 
-def test_fixed_groups_cover_all_items_within_the_scratch():
-    groups = fixed_groups(100, 3 << 20)
+def test_fixed_launches_cover_all_items_within_the_scratch():
+    groups = fixed_launches(100, 3 << 20)
     assert [first for first, _ in groups] == list(range(0, 100, 20))
     assert sum(count for _, count in groups) == 100
     assert max(count for _, count in groups) * (3 << 20) <= plan.MAX_SCRATCH_BYTES
-    assert fixed_groups(5, 1) == ((0, 5),)
-    assert fixed_groups(2, 1 << 30) == ((0, 1), (1, 1))
+    assert fixed_launches(5, 1) == ((0, 5),)
+    assert fixed_launches(2, 1 << 30) == ((0, 1), (1, 1))
+
+
+@pytest.mark.parametrize("items", [1, 7, 300, 5000])
+@pytest.mark.parametrize("item_blocks", [1, 16, 5000])
+def test_fixed_splits_fit_the_scratch(items, item_blocks):
+    split = plan.fixed(PARTIAL, items, item_blocks, groups=2, groups_per_head=2, split_blocks=16, max_splits=64)
+    assert 4 <= 4 * split.scratch <= plan.MAX_SCRATCH_BYTES
+    assert split.splits == min(max(item_blocks // 16, 1), 64)
+    assert sum(count for _, count in split.launches) == items
+    most = max(count for _, count in split.launches)
+    assert split.combines == (item_blocks > 16)
+    assert not split.combines or split.scratch == most * (2 * split.splits * PARTIAL.numbers + 1)
+    assert split.ctas(most) == most * 2 * split.splits
+
+
+@pytest.mark.parametrize("results", [1, 16, 132, 1000])
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("splits", [1, 4, 132])
+def test_tiles_of_the_combine_cover_a_result(results, rows, splits):
+    tile = combine.tile_for(PARTIAL, rows, results, splits)
+    assert tile.rows <= 64
+    assert tile.ctas(rows, 512) * tile.rows * tile.cols >= rows * 512
+    assert results * tile.ctas(rows, 512) <= 528 or tile.rows == 4

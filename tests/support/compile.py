@@ -119,15 +119,15 @@ class Recorder:
 
     def __init__(self, fn: Any) -> None:
         self.fn = jit_function(fn)
+        self.arg_names = [parameter.name for parameter in self.fn.params]
         self.launches: list[Launch] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return functools.partial(self._record, grid)
 
     def _record(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-        names = [parameter.name for parameter in self.fn.params]
-        arguments = dict(zip(names, args, strict=False))
-        options = {name: kwargs.pop(name) for name in list(kwargs) if name not in names}
+        arguments = dict(zip(self.arg_names, args, strict=False))
+        options = {name: kwargs.pop(name) for name in list(kwargs) if name not in self.arg_names}
         self.launches.append(Launch(grid, arguments | kwargs, options))
 
 

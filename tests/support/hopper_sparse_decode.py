@@ -10,14 +10,14 @@ import torch
 from support.compile import Launch, Recorder
 
 from flashlatte.kv_cache import get_format
-from flashlatte.ops.sparse_decode.hopper import even_records, launch
+from flashlatte.ops.sparse_decode.hopper import equal_splits, launch
 from flashlatte.runtime import dispatch
 from flashlatte.split_kv import combine
 
 KERNEL = launch.kernel
 PAIRED_KERNEL = launch.paired_kernel
 COMBINE = combine.combine_kernel
-MERGE_EVEN = even_records.merge_even
+COMBINE_EQUAL = equal_splits.combine_equal
 
 # Numbers that a token of a format has in q, and the width of its cache and its dtype.
 FORMATS = {
@@ -29,18 +29,18 @@ FORMATS = {
 LENGTHS: dict[str, Any] = {"extra_topk": 512, "lengths": True}
 CALLS: dict[str, dict[str, Any]] = {
     "v32, whole items": {"batch": 128},
-    "v32, parts": LENGTHS,
-    "v32, even parts": {},
-    "v32, equal parts": {"batch": 74, "s_q": 1},
+    "v32, ranges": LENGTHS,
+    "v32, equal splits": {},
+    "v32, ranges of one length": {"batch": 74, "s_q": 1},
     "v32, alone": {"batch": 128, "heads": 64},
-    "v32, even parts, alone": {"heads": 16},
+    "v32, equal splits, alone": {"heads": 16},
     "v32, blocks": {"batch": 2, "s_q": 1, "heads": 16},
-    "model1, parts": {"form": "model1", **LENGTHS},
-    "model1, parts, alone": {"form": "model1", "heads": 192, **LENGTHS},
+    "model1, ranges": {"form": "model1", **LENGTHS},
+    "model1, ranges, alone": {"form": "model1", "heads": 192, **LENGTHS},
     "model1, odd pages": {"form": "model1", "page_size": 61, "index_dtype": torch.int64, "out_pad": 1, **LENGTHS},
     "model1, blocks": {"form": "model1", "batch": 2, "heads": 64, "topk": 128, "extra_topk": 512},
     "bf16 576, whole items": {"form": "bf16", "batch": 128},
-    "bf16 512, parts": {"form": "bf16 512", **LENGTHS},
+    "bf16 512, ranges": {"form": "bf16 512", **LENGTHS},
 }
 
 
@@ -81,27 +81,27 @@ def decode(
 
 
 class Recording:
-    """Calls the launcher, and returns what it launched; knows what it launched for merging even parts."""
+    """Calls the launcher, and returns what it launched; knows what it launched to combine equal splits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._kernels, self._merge = [Recorder(KERNEL), Recorder(PAIRED_KERNEL)], Recorder(MERGE_EVEN)
+        self._kernels, self._combine = [Recorder(KERNEL), Recorder(PAIRED_KERNEL)], Recorder(COMBINE_EQUAL)
         monkeypatch.setattr(launch, "kernel", self._kernels[False])
         monkeypatch.setattr(launch, "paired_kernel", self._kernels[True])
         monkeypatch.setattr(launch, "clusters_fill", lambda *_: True)
-        monkeypatch.setattr(even_records, "merge_even", self._merge)
+        monkeypatch.setattr(equal_splits, "combine_equal", self._combine)
         monkeypatch.setattr(combine, "combine_kernel", Recorder(COMBINE))
         monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
 
     def __call__(self, **call: Any) -> Launch:
-        for recorder in (*self._kernels, self._merge):
+        for recorder in (*self._kernels, self._combine):
             recorder.launches.clear()
         decode(**call)
         (only,) = (launched for recorder in self._kernels for launched in recorder.launches)
         assert bool(self._kernels[True].launches) == only.arguments["PAIRED"]
         return only
 
-    def merges(self) -> list[Launch]:
-        return list(self._merge.launches)
+    def combines(self) -> list[Launch]:
+        return list(self._combine.launches)
 
 
 def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:

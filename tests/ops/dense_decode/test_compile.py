@@ -199,6 +199,8 @@ def test_scratch_is_bounded(recorded, batch_invariant):
 
 def test_grids_cover_every_program(recorded):
     kernel, merge = recorded(90, batch=100, s_q=2, h_q=128, max_pages=2048, batch_invariant=True)
-    requests = sum(one.grid[0] // (one.arguments["num_groups"] * one.arguments["parts"]) for one in kernel.launches)
+    requests = sum(
+        one.grid[0] // (one.arguments["num_groups"] * one.arguments["num_splits"]) for one in kernel.launches
+    )
     assert requests == 100
     assert len(kernel.launches) == len(merge.launches) > 1

@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton")
 
 from support import compile as support  # noqa: E402
 
-from flashlatte.ops.dense_decode.hopper import clear, launch, partial  # noqa: E402
+from flashlatte.ops.dense_decode.hopper import fixup, launch  # noqa: E402
 from flashlatte.runtime.strides import strides_in_use  # noqa: E402
 from flashlatte.split_kv import combine, plan  # noqa: E402
 
@@ -78,7 +78,7 @@ def record(monkeypatch):
     """Calls the launcher, and returns what it launched."""
     recorder, combiner = Recorder(KERNEL), Recorder(combine.combine_kernel)
     monkeypatch.setattr(launch, "kernel", recorder)
-    monkeypatch.setattr(launch, "clear_kernel", Recorder(clear.clear_kernel))
+    monkeypatch.setattr(launch, "clear_kernel", Recorder(fixup.clear_kernel))
     monkeypatch.setattr(combine, "combine_kernel", combiner)
     monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
 
@@ -131,7 +131,7 @@ def test_a_tile_is_freed_before_the_output_is_rescaled(compiled):
     assert sum(distance <= 20 for distance in after) >= 8
 
 
-def test_parts_wait_for_each_other(compiled):
+def test_ranges_wait_for_each_other(compiled):
     """A partial result is there before its flag is, and read after that, 16 bytes a thread at a time."""
     code = compiled("bf16 576, many requests").sass
     raised = code.split("STG.E.STRONG.GPU")
@@ -143,17 +143,18 @@ def test_parts_wait_for_each_other(compiled):
     assert len(re.findall(r"\bLDG\.E\.128\b", code)) == 2 * 32
 
 
-def test_requests_that_parts_share_need_no_combine(record, monkeypatch):
+def test_requests_that_ranges_share_need_no_combine(record, monkeypatch):
     """Flags are cleared first, by a kernel that waits for the one before it, as scratch may be in use."""
-    monkeypatch.setattr(launch, "clear_kernel", clearer := Recorder(clear.clear_kernel))
-    monkeypatch.setattr(launch.combine, "launch_combine", lambda *_, **__: pytest.fail("not to be launched"))
+    monkeypatch.setattr(launch, "clear_kernel", clearer := Recorder(fixup.clear_kernel))
+    monkeypatch.setattr(combine, "combine_kernel", combiner := Recorder(combine.combine_kernel.fn))
     call = record(batch=128).arguments
+    assert not combiner.launches
     (cleared,) = clearer.launches
     assert cleared.options["launch_pdl"] is True
-    assert call["PASSES_ON"] is True
-    assert cleared.arguments["records"] == call["parts"] * call["num_groups"]
-    assert call["scratch"].numel() == cleared.arguments["records"] * partial.RECORD.value
-    code = support.compile_launch(clear.clear_kernel, cleared, 90)
+    assert call["STREAM_K"] is True
+    assert cleared.arguments["partials"] == call["num_splits"] * call["num_groups"]
+    assert call["scratch"].numel() == cleared.arguments["partials"] * fixup.PARTIAL.value
+    code = support.compile_launch(fixup.clear_kernel, cleared, 90)
     assert code.spills == 0
     assert 0 < code.sass.index("ACQBULK") < code.sass.index("STG")
 
@@ -178,7 +179,7 @@ def test_lengths_and_strides_compile_once(record, heads):
                 ),
             )
         )
-    # Requests few and many: whether parts pass results on.
+    # Requests few and many: who finishes what is split.
     assert len(keys) <= 2
 
 
@@ -214,9 +215,10 @@ def test_queries_that_repeat_are_not_copied_by_tma():
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_scratch_is_bounded_and_the_gpu_filled(batch, rows, batch_invariant):
     made = launch.make_plan(132, batch, rows, 1, 1 << 17, batch_invariant)
-    assert 4 * made.scratch <= plan.MAX_SCRATCH_BYTES
+    split = made.split
+    assert 4 * split.scratch <= plan.MAX_SCRATCH_BYTES
     if not batch_invariant:
-        assert made.parts * made.num_groups * (batch if made.split_steps else 1) >= 120
+        assert split.ctas(batch) >= 120
 
 
 @functools.cache
@@ -273,7 +275,7 @@ def test_descriptors_are_made_once_a_cache():
     assert not isinstance(half.base, torch.Tensor)
 
 
-def test_the_combine_waits_for_what_it_merges(record, monkeypatch):
+def test_the_combine_waits_for_what_it_combines(record, monkeypatch):
     """On Hopper it is launched while the main kernel runs, and may not read before that has ended."""
     combiner = Recorder(combine_kernel := combine.combine_kernel.fn)
     monkeypatch.setattr(combine, "combine_kernel", combiner)

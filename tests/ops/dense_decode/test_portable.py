@@ -109,13 +109,13 @@ def test_batch_invariant_is_the_same_alone_and_in_any_launch(monkeypatch):
     monkeypatch.setattr(launch, "_SPLIT_KEYS", 48)
     monkeypatch.setattr(plan, "MAX_SCRATCH_BYTES", 40_000)
     launch.make_plan.cache_clear()
-    plan.fixed_groups.cache_clear()
+    plan.fixed_launches.cache_clear()
     arguments = replace(TOY, batch=4, s_k=200).inputs()
     together, together_lse = decode(arguments, batch_invariant=True)
     max_pages = arguments["block_table"].shape[1]
     made = launch.make_plan("interpreter", 4, 4, 8, 1, 48, 32, 16, max_pages, False, True)
-    assert len(made.launches) > 1
-    assert made.parts > 1
+    assert len(made.split.launches) > 1
+    assert made.split.splits > 1
     one = slice(2, 3)
     alone = {name: arguments[name][one] for name in ("q", "block_table", "cache_seqlens")}
     out, lse = decode(arguments | alone, batch_invariant=True)

@@ -83,7 +83,7 @@ def test_nothing_is_read_before_the_kernel_before_has_ended(compiled, name):
     assert not re.search(r"\b(?:LDG|LDGSTS|STG|BAR\.ARV 0x[5-9a-f])\b", after)
 
 
-@pytest.mark.parametrize("name", ["v32, alone", "model1, parts, alone", "bf16 576, whole items"])
+@pytest.mark.parametrize("name", ["v32, alone", "model1, ranges, alone", "bf16 576, whole items"])
 def test_the_producer_spills_nothing_that_it_loads(compiled, name):
     """A spilled word of a row would be waited for as soon as it is asked for."""
     assert producer_loop_spills(compiled(name).sass) == 0
@@ -98,7 +98,7 @@ def producer_loop_spills(sass: str) -> int:
     return sum(bool(re.search(r"\b(?:STL|LDL)\b", line)) for line in lines[first:last])
 
 
-@pytest.mark.parametrize("name", ["v32, alone", "model1, parts, alone", "v32, whole items", "model1, parts"])
+@pytest.mark.parametrize("name", ["v32, alone", "model1, ranges, alone", "v32, whole items", "model1, ranges"])
 def test_numbers_pass_16_bytes_at_a_time(compiled, name):
     code = compiled(name)
     loads = Counter(re.findall(r"\bLDG\.E(\.\w+)?", code.sass))
@@ -151,7 +151,7 @@ def test_lengths_and_strides_compile_once(record):
             **LENGTHS,
         )
         keys.add(variant_key(KERNEL, recorded))
-    # Items few and many: an item begun costs a part nothing, or two blocks. And programs alone and in pairs.
+    # Work items few and many: one begun costs a range nothing, or two blocks. And CTAs alone and in pairs.
     assert len(keys) <= 4
 
 
@@ -160,59 +160,56 @@ def test_lengths_and_strides_compile_once(record):
 @pytest.mark.parametrize("uniform", [False, True])
 def test_scratch_is_bounded_and_the_gpu_filled(batch, heads, uniform):
     made = launch.make_plan(132, batch, heads, 2048, 0, uniform)
-    assert 4 * made.scratch <= plan.MAX_SCRATCH_BYTES
-    assert made.programs % made.num_groups == 0
-    # A few programs may idle for the sake of whole items.
-    assert made.programs >= 0.93 * min(batch, 132 // made.num_groups) * made.num_groups
-    assert made.programs <= max(132, made.num_groups)
+    groups = made.split.groups
+    assert 4 * made.split.scratch <= plan.MAX_SCRATCH_BYTES
+    assert made.ctas % groups == 0
+    # A few CTAs may idle for the sake of whole items.
+    assert made.ctas >= 0.93 * min(batch, 132 // groups) * groups
+    assert made.ctas <= max(132, groups)
 
 
-def test_parts_note_what_they_continue(monkeypatch, record):
-    """Behind the records, for a combine kernel that is launched early."""
+def test_ranges_write_split_metadata(monkeypatch, record):
+    """Behind the partial outputs, for a combine kernel that is launched early."""
     combiner = Recorder(COMBINE)
     monkeypatch.setattr(combine, "combine_kernel", combiner)
     for call in ({"batch": 74, "s_q": 1}, {"batch": 37, **LENGTHS}):
         launched = record(**call)
-        (merged,) = combiner.launches
+        (combined,) = combiner.launches
         combiner.launches.clear()
         assert launched.options["launch_pdl"] is True
-        assert merged.arguments["NOTED"] is True
-        parts, groups = launched.arguments["parts"], launched.arguments["num_groups"]
-        records = 2 * parts * groups * combine.record_bytes(64, 512) // 4
-        assert launched.arguments["scratch"].numel() == records + parts
-        assert launched.arguments["scratch"] is merged.arguments["scratch"]
+        ranges, groups = launched.arguments["num_splits"], launched.arguments["num_groups"]
+        assert launched.arguments["scratch"].numel() == 2 * ranges * groups * plan.Partial(64, 512).numbers + ranges
+        assert launched.arguments["scratch"] is combined.arguments["scratch"]
 
 
-def test_items_of_one_length_are_split_evenly():
+def test_query_tokens_of_one_length_have_equal_splits():
     made = launch.make_plan(132, 4, 128, 2048, 0, True)
-    assert (made.parts, made.even) == (64, True)
-    assert not launch.make_plan(132, 4, 128, 2048, 0, False).even
-    assert not launch.make_plan(132, 74, 128, 2048, 0, True).even
+    assert (made.split.splits, made.equal_splits) == (64, 16)
+    assert launch.make_plan(132, 4, 128, 2048, 0, False).equal_splits is None
+    assert launch.make_plan(132, 74, 128, 2048, 0, True).equal_splits is None
 
 
-def test_small_calls_have_parts_of_one_block():
-    """As long as that leaves little to merge; not of bf16 caches, nor with lengths, nor for what fills the GPU."""
+def test_small_calls_have_splits_of_one_block():
+    """As long as that leaves little to combine; not of bf16 caches, nor with lengths, nor for what fills the GPU."""
     made = launch.make_plan(132, 4, 64, 128, 512, True)
-    assert (made.grain, made.even, made.parts, made.programs) == (1, True, 40, 40)
-    assert launch.make_plan(132, 2, 16, 2048, 0, True).parts == 64
-    assert launch.make_plan(132, 2, 48, 2048, 0, True).grain == 2
-    assert launch.make_plan(132, 5, 16, 2048, 0, True).grain == 2
-    assert launch.make_plan(132, 4, 64, 128, 0, True).grain == 2
-    assert launch.make_plan(132, 4, 64, 128, 512, False).grain == 2
-    assert launch.make_plan(132, 4, 64, 128, 512, True, has_scales=False).grain == 2
+    assert (made.granularity, made.equal_splits, made.split.splits, made.ctas) == (1, 10, 40, 40)
+    assert launch.make_plan(132, 2, 16, 2048, 0, True).split.splits == 64
+    assert launch.make_plan(132, 2, 48, 2048, 0, True).granularity == 2
+    assert launch.make_plan(132, 5, 16, 2048, 0, True).granularity == 2
+    assert launch.make_plan(132, 4, 64, 128, 0, True).granularity == 2
+    assert launch.make_plan(132, 4, 64, 128, 512, False).granularity == 2
+    assert launch.make_plan(132, 4, 64, 128, 512, True, has_scales=False).granularity == 2
 
 
-def test_no_part_is_longer_than_it_must_be():
-    """Of 74 items of 16 pairs in 66 parts: where starting on an item counted as a pair, a part would have 19."""
-    assert launch.make_plan(132, 74, 128, 2048, 0, True).overhead == 0
-    assert launch.make_plan(132, 74, 128, 2048, 0, False).overhead == 2
+def test_no_range_is_longer_than_it_must_be():
+    """Of 74 items of 16 pairs in 66 ranges: where starting on an item counted as a pair, a range would have 19."""
+    assert launch.make_plan(132, 74, 128, 2048, 0, True).split.overhead == 0
+    assert launch.make_plan(132, 74, 128, 2048, 0, False).split.overhead == 2
 
 
 @pytest.mark.parametrize("lengths", [{}, LENGTHS], ids=["one length", "lengths"])
 def test_new_batches_meet_few_variants(monkeypatch, record, lengths):
-    """Whole items, even parts, of blocks and of pairs, other parts with an overhead and without; tiles of the merge by
-    splits and merges.
-    """
+    """Whole items, equal splits, of blocks and of pairs, ranges with an overhead and without; tiles of the combine."""
     combiner = Recorder(COMBINE)
     monkeypatch.setattr(combine, "combine_kernel", combiner)
     calls = [record(batch=batch, topk=topk, **lengths) for batch in range(1, 71) for topk in (64, 192, 576, 1152, 2048)]
@@ -221,16 +218,16 @@ def test_new_batches_meet_few_variants(monkeypatch, record, lengths):
 
 
 def test_costs_that_32_bits_cannot_hold_are_not_balanced():
-    assert launch.make_plan(132, 3, 128, 2**30, 0, False).parts == 66
-    assert launch.make_plan(132, 16000, 128, 2**24, 0, False).parts is None
+    assert launch.make_plan(132, 3, 128, 2**30, 0, False).split.splits == 66
+    assert not launch.make_plan(132, 16000, 128, 2**24, 0, False).balanced
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 53, 61, 64, 69, 576, 2**20, 2**31 - 1])
 def test_pages_by_multiplication(page_size):
     """``selection.locate`` divides by the page size with these factors, in unsigned 32-bit integers."""
-    _, _, slots, _, magic, shift = launch._address_of(
+    (_, _, slots, _, magic, shift), _, _ = launch._address_of(
         0, 1, page_size, 0, 656, "k_cache", get_format("v32").tiling
-    ).arguments
+    )
     assert slots == page_size
     assert magic < 2**32
     rng = random.Random(0)
@@ -241,7 +238,7 @@ def test_pages_by_multiplication(page_size):
 
 
 @pytest.mark.parametrize(
-    ("page_bytes", "token_bytes", "form", "unit", "flat"),
+    ("page_bytes", "token_bytes", "form", "alignment", "flat"),
     [
         (64 * 656, 656, "v32", 16, True),
         (65 * 656, 656, "v32", 16, False),
@@ -251,10 +248,11 @@ def test_pages_by_multiplication(page_size):
         (64 * 2304, 2304, "bf16", 16, True),
     ],
 )
-def test_addresses(page_bytes, token_bytes, form, unit, flat):
-    page_size = 61 if unit == 8 else 64
-    address = launch._address_of(0, 8, page_size, page_bytes, token_bytes, "k_cache", form)
-    assert (address.unit, address.flat) == (unit, flat)
+def test_addresses(page_bytes, token_bytes, form, alignment, flat):
+    page_size = 61 if alignment == 8 else 64
+    tiling = get_format(form, 576 if form == "bf16" else None).tiling
+    address = launch._address_of(0, 8, page_size, page_bytes, token_bytes, "k_cache", tiling)
+    assert address[1:] == (alignment, flat)
 
 
 def test_what_it_cannot_address_is_an_error():

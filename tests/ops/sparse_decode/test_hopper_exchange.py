@@ -42,8 +42,8 @@ def test_neighbouring_groups_of_heads_are_paired(record, call, paired, batch):
     groups = launched.arguments["num_groups"]
     programs = launched.grid[0] * (2 if paired else 1)
     assert programs % groups == 0
-    if launched.arguments["BALANCED"] and not launched.arguments["EVEN"]:
-        assert programs == groups * launched.arguments["parts"]
+    if launched.arguments["BALANCED"] and not launched.arguments["EQUAL_SPLITS"]:
+        assert programs == groups * launched.arguments["num_splits"]
 
 
 def test_a_gpu_that_clusters_do_not_fill_has_none(record, monkeypatch):
@@ -51,7 +51,7 @@ def test_a_gpu_that_clusters_do_not_fill_has_none(record, monkeypatch):
     assert record().arguments["PAIRED"] is False
 
 
-@pytest.mark.parametrize("name", ["v32, whole items", "v32, parts", "model1, parts"])
+@pytest.mark.parametrize("name", ["v32, whole items", "v32, ranges", "model1, ranges"])
 def test_halves_go_to_the_peer_by_the_copy_engine(record, name):
     code = support.compile_gluon(KERNEL, record(**CALLS[name]))
     # Pieces of two blocks.
@@ -61,7 +61,7 @@ def test_halves_go_to_the_peer_by_the_copy_engine(record, name):
     assert not re.search(r"\bSTAS\b", code.sass)
 
 
-@pytest.mark.parametrize("name", ["v32, whole items", "v32, parts", "v32, equal parts", "model1, parts"])
+@pytest.mark.parametrize("name", ["v32, whole items", "v32, ranges", "v32, ranges of one length", "model1, ranges"])
 def test_the_producer_spills_nothing_that_it_loads(record, name):
     """A spilled word of a token would be waited for as soon as it is asked for."""
     lines = support.compile_gluon(KERNEL, record(**CALLS[name])).sass.splitlines()
@@ -69,7 +69,7 @@ def test_the_producer_spills_nothing_that_it_loads(record, name):
     assert not any(re.search(r"\b(?:STL|LDL)\b", line) for line in lines[sent[0] : sent[-1]])
 
 
-@pytest.mark.parametrize("name", ["v32, whole items", "v32, parts", "v32, equal parts", "model1, parts"])
+@pytest.mark.parametrize("name", ["v32, whole items", "v32, ranges", "v32, ranges of one length", "model1, ranges"])
 def test_tiles_lie_where_the_cluster_supposes(record, name):
     code = support.compile_gluon(KERNEL, record(**CALLS[name]))
     # Asynchronous copies that Triton has placed: q lies behind the four tiles.

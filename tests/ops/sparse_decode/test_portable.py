@@ -14,7 +14,7 @@ from flashlatte import kv_cache, sparse_decode
 from flashlatte.kernels.triton.config import Config, choose
 from flashlatte.ops.sparse_decode.portable import launch, tiles
 from flashlatte.runtime import dispatch
-from flashlatte.split_kv import merge_tiles
+from flashlatte.split_kv import combine
 from flashlatte.testing import compare
 from flashlatte.testing.cases import SparseDecodeCase
 
@@ -54,9 +54,9 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def few_merging_programs(monkeypatch):
+def few_combining_ctas(monkeypatch):
     """The interpreter takes long for each."""
-    monkeypatch.setattr(merge_tiles, "TILES", (merge_tiles.Tile(16, 512, 4),))
+    monkeypatch.setattr(combine, "_TILES", (combine.Tile(16, 512, 4),))
 
 
 @pytest.fixture

@@ -38,9 +38,9 @@ class Call(NamedTuple):
     """What stays the same over all requests of a CTA.
 
     Attributes:
-        lists: lengths of the requests (``device.KeyLists``).
+        lists: lengths of the requests (``device.KeyLengths``).
         table: their pages (``schedule.Table``).
-        place: the CTA's share of the work (``schedule.Place``).
+        work: what the CTA works on (``schedule.Work``).
         causal_offset: keys at a request's end that its first query token does not see.
         scale: softmax_scale · log2(e).
         tiles, full: shared memory.
@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
     lists: Any
     table: Any
-    place: Any
+    work: Any
     causal_offset: Any
     scale: Any
     tiles: Any
@@ -156,16 +156,16 @@ def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
     barriers.arrive(K0_LEFT_EMPTY, barriers.PAIR)
     barriers.arrive(K1_LEFT_EMPTY, barriers.PAIR)
     tiles = call.tiles
-    part = call.place.part
-    cost = part.first_cost
-    length = device.key_count(part.first, call.lists)
+    cta_range = call.work.range
+    cost = cta_range.first_cost
+    length = device.key_count(cta_range.first, call.lists)
     items_taken = 0
     steps_taken = 0
-    for item in range(part.first, part.stop):
+    for item in range(cta_range.first, cta_range.stop):
         steps = schedule.num_steps(length)
-        begin, end = device.share(part, cost, steps, PLAN.overhead)
+        begin, end = device.split_of(cta_range, cost, steps, PLAN.overhead)
         blocks = schedule.num_blocks(length)
-        mask = mask_of(length, call.causal_offset, call.results.outputs.heads, call.place.group.first_row)
+        mask = mask_of(length, call.causal_offset, call.results.outputs.heads, call.work.group.first_row)
         cost += PLAN.overhead + steps
         length = device.key_count(item + 1, call.lists)
         if end > begin:
@@ -195,8 +195,8 @@ def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
             steps_taken += 1
             items_taken += 1
             state = add_other_sum(state, tiles.row_sum0, tiles.row_sum1)
-            share = epilogue.Share(item, begin > 0, end == steps)
-            epilogue.write(state.out, state.row_max, state.row_sum, share, call.place, call.results, 0, PLAN, OUT_ALIGN)
+            split = epilogue.Split(item, begin > 0, end == steps)
+            epilogue.write(state.out, state.row_max, state.row_sum, split, call.work, call.results, 0, PLAN, OUT_ALIGN)
 
 
 @gluon.jit
@@ -205,16 +205,16 @@ def consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
     barriers.arrive(K0_RIGHT_EMPTY, barriers.PAIR)
     barriers.arrive(K1_RIGHT_EMPTY, barriers.PAIR)
     tiles = call.tiles
-    part = call.place.part
-    cost = part.first_cost
-    length = device.key_count(part.first, call.lists)
+    cta_range = call.work.range
+    cost = cta_range.first_cost
+    length = device.key_count(cta_range.first, call.lists)
     items_taken = 0
     steps_taken = 0
-    for item in range(part.first, part.stop):
+    for item in range(cta_range.first, cta_range.stop):
         steps = schedule.num_steps(length)
-        begin, end = device.share(part, cost, steps, PLAN.overhead)
+        begin, end = device.split_of(cta_range, cost, steps, PLAN.overhead)
         blocks = schedule.num_blocks(length)
-        mask = mask_of(length, call.causal_offset, call.results.outputs.heads, call.place.group.first_row)
+        mask = mask_of(length, call.causal_offset, call.results.outputs.heads, call.work.group.first_row)
         cost += PLAN.overhead + steps
         length = device.key_count(item + 1, call.lists)
         if end > begin:
@@ -237,7 +237,7 @@ def consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
             steps_taken += 1
             items_taken += 1
             state = add_other_sum(state, tiles.row_sum1, tiles.row_sum0)
-            share = epilogue.Share(item, begin > 0, end == steps)
+            split = epilogue.Split(item, begin > 0, end == steps)
             epilogue.write(
-                state.out, state.row_max, state.row_sum, share, call.place, call.results, HALF, PLAN, OUT_ALIGN
+                state.out, state.row_max, state.row_sum, split, call.work, call.results, HALF, PLAN, OUT_ALIGN
             )

@@ -6,9 +6,10 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from flashlatte.ops.dense_decode.hopper import consumers, epilogue, partial, producer, schedule, tiles
+from flashlatte.ops.dense_decode.hopper import consumers, epilogue, fixup, producer, schedule, tiles
 from flashlatte.runtime.triton_kernel import gluon_kernel
-from flashlatte.split_kv import device, output_rows
+from flashlatte.split_kv.device import KeyLengths
+from flashlatte.split_kv.outputs import Outputs
 
 # Of a consumer; what 12 warps leave of the register file, 24, is the producer's.
 CONSUMER_REGISTERS = gl.constexpr(240)
@@ -28,7 +29,7 @@ def dense_decode_kernel(
     num_pages: tl.int32,
     num_items: tl.int32,
     lengths,
-    lengths_stride: tl.int64,
+    lengths_stride_request: tl.int64,
     limit: tl.int32,
     out,
     out_stride_request: tl.int64,
@@ -44,21 +45,21 @@ def dense_decode_kernel(
     scratch,
     causal_offset: tl.int32,
     scale: tl.float32,
-    row_blocks: tl.int32,
+    groups_per_head: tl.int32,
     num_groups: tl.int32,
-    parts: tl.int32,
+    num_splits: tl.int32,
     first_item: tl.int32,
     BLOCKS_PER_PAGE: tl.constexpr,
     OUT_ALIGN: tl.constexpr,
     OVERHEAD: tl.constexpr,
     SPLIT_STEPS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
-    PASSES_ON: tl.constexpr,
+    STREAM_K: tl.constexpr,
 ):
-    """A CTA works on 64 query rows of a kv head and a part of all keys. Arguments as in ``launch``."""
-    lists = device.KeyLists(num_items, 1, lengths, lengths_stride, 0, limit, None, None, None, None)
+    """A CTA works on 64 query rows of a kv head, for a range of all keys. Arguments as in ``launch``."""
+    lists = KeyLengths(num_items, 1, lengths, lengths_stride_request, 0, limit)
     table = schedule.Table(pages, pages_stride, num_pages)
-    outputs = output_rows.Outputs(
+    outputs = Outputs(
         out,
         out_stride_request,
         out_stride_token,
@@ -77,24 +78,24 @@ def dense_decode_kernel(
     query = producer.Query(q, q_stride_request, q_stride_token, q_stride_head, heads, rows, query_half, query_rope)
     keys = producer.Keys(keys_half, keys_rope)
     plan: gl.constexpr = schedule.Plan(
-        keys_rope is not None, BLOCKS_PER_PAGE, OVERHEAD, SPLIT_STEPS, MAX_SPLITS, PASSES_ON
+        keys_rope is not None, BLOCKS_PER_PAGE, OVERHEAD, SPLIT_STEPS, MAX_SPLITS, STREAM_K
     )
     shared = tiles.allocate(q.dtype.element_ty, plan.has_rope)
     full = tiles.allocate_full()
     # The kernel before this one in the stream may still run.
     gdc_wait()
-    group = schedule.find_group(row_blocks, num_groups)
+    group = schedule.find_group(groups_per_head, num_groups)
     corner = producer.find_corner(query, group)
-    place = schedule.find_place(group, lists, parts, first_item, plan)
-    if PASSES_ON:
-        records = partial.Records(scratch, place.number, parts, group)
+    work = schedule.find_work(group, lists, num_splits, first_item, plan)
+    if STREAM_K:
+        partials = fixup.Partials(scratch, work.number, num_splits, group)
     else:
-        records: gl.constexpr = None
-    results = epilogue.Results(outputs, scratch, records)
-    call = consumers.Call(lists, table, place, causal_offset, scale, shared, full, None, results)
+        partials: gl.constexpr = None
+    results = epilogue.Results(outputs, scratch, partials)
+    call = consumers.Call(lists, table, work, causal_offset, scale, shared, full, None, results)
     gl.warp_specialize(
         [
-            (producer.produce, (query, corner, keys, table, lists, place, shared, full, scratch, plan)),
+            (producer.produce, (query, corner, keys, table, lists, work, shared, full, scratch, plan)),
             (consumers.consume_even, (call, plan, OUT_ALIGN)),
             (consumers.consume_odd, (call, plan, OUT_ALIGN)),
         ],

@@ -4,55 +4,68 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, LATENT, ROPE, ROWS
-from flashlatte.ops.dense_decode.hopper import clear
-from flashlatte.ops.dense_decode.hopper.clear import clear_kernel
+from flashlatte.ops.dense_decode.hopper import fixup
+from flashlatte.ops.dense_decode.hopper.fixup import clear_kernel
 from flashlatte.ops.dense_decode.hopper.kernel import kernel
-from flashlatte.ops.dense_decode.hopper.partial import RECORD
 from flashlatte.ops.dense_decode.hopper.tiles import PAIR
 from flashlatte.runtime import dispatch
+from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import strides_in_use
 from flashlatte.runtime.tma_descriptors import Address, describe
 from flashlatte.runtime.triton_kernel import launching_on
-from flashlatte.split_kv import combine, output_rows, plan
+from flashlatte.split_kv import combine, plan
+from flashlatte.split_kv.device import KeyLengths
+from flashlatte.split_kv.outputs import outputs_of
+from flashlatte.split_kv.plan import Partial, SplitPlan
 
 _LOG2_E = math.log2(math.e)
 # With batch_invariant, steps of a split, and the most splits of a request, over all groups of its query rows.
 _SPLIT_STEPS = 8
 _FIXED_SPLITS = 128
-# What a request begun costs a part of a balanced schedule, in steps.
+# What a request begun costs a balanced range, in steps.
 _OVERHEAD = 2
 # Numbers in 16 bytes, what the copies need rows to be aligned to.
 _ALIGN = 8
 
 
+_PARTIAL = Partial(ROWS.value, LATENT.value)
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What the launches of one shape have in common.
+    """What the launches of one shape have in common: how requests are split, in blocks of a step; and by which CTAs
+    what is split is finished (``schedule.Plan.stream_k``)."""
 
-    Attributes:
-        num_groups, row_blocks: programs that need all keys of a request; those of each kv head.
-        parts: of the balanced schedule, or splits of a request.
-        launches: (first request, requests) of each launch.
-        scratch: float32 numbers of a launch's partial results; 0 if no request is split.
-        overhead, split_steps, max_splits, passes_on: see ``schedule.Plan``.
-    """
+    split: SplitPlan
+    stream_k: bool
 
-    num_groups: int
-    row_blocks: int
-    parts: int
-    launches: tuple[tuple[int, int], ...]
-    scratch: int
-    overhead: int
-    split_steps: int | None
-    max_splits: int
-    passes_on: bool
+
+class Query(NamedTuple):
+    """q, TMA descriptors of it, and its strides in units of 16 bytes: see ``producer.Query``."""
+
+    query_half: TensorDescriptor | None
+    query_rope: TensorDescriptor | None
+    q: torch.Tensor
+    q_stride_request: int
+    q_stride_token: int
+    q_stride_head: int
+
+
+class Cache(NamedTuple):
+    """TMA descriptors of the cache, and the pages of each request: see ``producer.Keys`` and ``schedule.Table``."""
+
+    keys_half: TensorDescriptor
+    keys_rope: TensorDescriptor | None
+    pages: torch.Tensor
+    pages_stride: int
+    num_pages: int
 
 
 def dense_decode(
@@ -84,120 +97,70 @@ def dense_decode(
     if q.data_ptr() % 16 or any(stride % _ALIGN for stride in q_strides):
         q = q.clone(memory_format=torch.contiguous_format)
         q_strides = strides_in_use(q)
-    q_request, q_token, q_head = q_strides
     out_align = _ALIGN if out.data_ptr() % 16 == 0 and all(s % _ALIGN == 0 for s in strides_in_use(out)) else 1
-    query_half, query_rope = _query_descriptors(q, q_strides, heads)
+    query = Query(*_query_descriptors(q, q_strides, heads), q, *(stride // _ALIGN for stride in q_strides))
+    cache = Cache(keys_half, keys_rope, block_table, block_table.stride(0), num_pages)
     limit = min(max_pages * page_size, 2**31 - 1 - PAIR.value)
-    lists = (batch, 1, cache_seqlens, cache_seqlens.stride(0), 0, limit, None, 0, 0, None)
-    outputs = output_rows.output_arguments(out, lse, None, heads, rows, empty_lse, out_align)
+    lengths = KeyLengths(batch, 1, cache_seqlens, cache_seqlens.stride(0), 0, limit)
+    outputs = outputs_of(out, lse, None, tokens=1, heads=heads, rows=rows, empty_lse=empty_lse, row_align=out_align)
+    split = made.split
 
     with launching_on(device):
-        scratch = torch.empty(made.scratch, dtype=torch.float32, device=device) if made.scratch else None
-        if made.passes_on:
-            records = made.parts * made.num_groups
-            clear_kernel[(-(-records // clear.BLOCK),)](
-                scratch, records, RECORD=RECORD.value, BLOCK=clear.BLOCK, num_warps=4, launch_pdl=True
+        scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
+        if made.stream_k:
+            partials = split.splits * split.groups
+            clear_kernel[(-(-partials // fixup.CLEARED),)](
+                scratch, partials, PARTIAL=fixup.PARTIAL.value, CLEARED=fixup.CLEARED, num_warps=4, launch_pdl=True
             )
-        for first, count in made.launches:
-            programs = made.parts * made.num_groups * (1 if made.split_steps is None else count)
-            kernel[(programs,)](
-                keys_half,
-                keys_rope,
-                query_half,
-                query_rope,
-                q,
-                q_request // _ALIGN,
-                q_token // _ALIGN,
-                q_head // _ALIGN,
-                block_table,
-                block_table.stride(0),
-                num_pages,
-                batch,
-                cache_seqlens,
-                cache_seqlens.stride(0),
-                limit,
-                *outputs[:8],
-                heads,
-                rows,
-                empty_lse,
-                scratch,
-                s_q - 1 if causal else 0,
-                softmax_scale * _LOG2_E,
-                made.row_blocks,
-                made.num_groups,
-                made.parts,
-                first,
+        for first, count in split.launches:
+            kernel[(split.ctas(count),)](
+                *by_name(
+                    kernel,
+                    query,
+                    cache,
+                    lengths,
+                    outputs,
+                    scratch=scratch,
+                    causal_offset=s_q - 1 if causal else 0,
+                    scale=softmax_scale * _LOG2_E,
+                    groups_per_head=split.groups_per_head,
+                    num_groups=split.groups,
+                    num_splits=split.splits,
+                    first_item=first,
+                ),
                 BLOCKS_PER_PAGE=page_size // KEYS.value,
                 OUT_ALIGN=out_align,
-                OVERHEAD=made.overhead,
-                SPLIT_STEPS=made.split_steps,
-                MAX_SPLITS=made.max_splits,
-                PASSES_ON=made.passes_on,
+                OVERHEAD=split.overhead,
+                SPLIT_STEPS=split.split_blocks,
+                MAX_SPLITS=split.max_splits,
+                STREAM_K=made.stream_k,
                 num_warps=4,
                 enable_fp_fusion=True,
                 launch_pdl=True,
             )
-            if scratch is not None and not made.passes_on:
-                combine.launch_combine(
-                    scratch,
-                    lists,
-                    outputs,
-                    items=count,
-                    num_groups=made.num_groups,
-                    row_blocks=made.row_blocks,
-                    parts=made.parts,
-                    block_n=PAIR.value,
-                    block_h=ROWS.value,
-                    d_v=LATENT.value,
-                    overhead=made.overhead,
-                    row_align=out_align,
-                    first_item=first,
-                    split_blocks=made.split_steps,
-                    max_splits=made.max_splits,
-                    noted=made.split_steps is None,
-                )
+            if scratch is not None:
+                combine.launch_combine(split, scratch, outputs, out_align, first, count)
 
 
 @functools.lru_cache(maxsize=4096)
 def make_plan(multiprocessors: int, batch: int, rows: int, h_kv: int, max_keys: int, batch_invariant: bool) -> Plan:
-    row_blocks = -(-rows // ROWS.value)
-    groups = h_kv * row_blocks
+    groups_per_head = -(-rows // ROWS.value)
+    groups = h_kv * groups_per_head
     most_steps = -(-max_keys // PAIR.value)
-    record = combine.record_bytes(ROWS.value, LATENT.value)
-    split_steps: int | None
-    overhead = 0
-    passes_on = False
     if batch_invariant:
-        split_steps, max_splits = _SPLIT_STEPS, max(_FIXED_SPLITS // groups, 1)
-        parts = min(max_splits, -(-most_steps // split_steps))
-        launches = plan.fixed_groups(batch, groups * parts * record if parts > 1 else 1)
-        records = max(count for _, count in launches) * groups * parts if parts > 1 else 0
-    else:
-        balanced = plan.balanced_parts(batch, groups, multiprocessors, most_steps, record)
-        if batch * (most_steps + _OVERHEAD) > plan.MOST_COST:
-            balanced = None
-        split_steps, max_splits = (1, 1) if balanced is None else (None, 0)
-        parts = balanced or 1
-        # With few requests a part should be as short as can be; with many it shares few of them.
-        passes_on = balanced is not None and 2 * batch >= parts
-        overhead = _OVERHEAD if passes_on else 0
-        records = 0 if balanced is None else groups * parts * (1 if passes_on else 2)
-        launches = ((0, batch),)
-    return Plan(
-        num_groups=groups,
-        row_blocks=row_blocks,
-        parts=parts,
-        launches=launches,
-        # Behind the records of balanced parts, what they note for the merging. batch_invariant always has scratch: a
-        # kernel compiled without it might round otherwise.
-        scratch=records * RECORD.value
-        if passes_on
-        else max(records * record // 4 + (parts if records and split_steps is None else 0), int(batch_invariant)),
-        overhead=overhead,
-        split_steps=split_steps,
-        max_splits=max_splits,
-        passes_on=passes_on,
-    )
+        max_splits = max(_FIXED_SPLITS // groups, 1)
+        split = plan.fixed(_PARTIAL, batch, most_steps, groups, groups_per_head, _SPLIT_STEPS, max_splits)
+        return Plan(split, stream_k=False)
+    ranges = plan.num_ranges(batch, groups, multiprocessors, most_steps, _PARTIAL)
+    if ranges is None or batch * (most_steps + _OVERHEAD) > plan.MAX_COST:
+        return Plan(plan.whole(_PARTIAL, batch, groups, groups_per_head), stream_k=False)
+    # With few requests a range should be as short as can be; with many it shares few of them.
+    stream_k = 2 * batch >= ranges
+    overhead = _OVERHEAD if stream_k else 0
+    split = plan.balanced(_PARTIAL, batch, most_steps, groups, groups_per_head, ranges, overhead)
+    if stream_k:
+        split = replace(split, scratch=groups * ranges * fixup.PARTIAL.value, combines=False)
+    return Plan(split, stream_k)
 
 
 def _query_descriptors(q: torch.Tensor, strides: tuple[int, ...], heads: int) -> tuple[Any, Any]:

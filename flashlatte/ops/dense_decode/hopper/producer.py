@@ -66,25 +66,25 @@ def find_corner(query, group):
 
 
 @gluon.jit
-def _load_query(tiles, full, query, corner, request, place, HAS_ROPE: gl.constexpr):
+def _load_query(tiles, full, query, corner, request, work, HAS_ROPE: gl.constexpr):
     """Begin to load a query, without its rope."""
     if query.half is not None:
         mbarrier.expect(full, ROWS * (LATENT + (ROPE if HAS_ROPE else 0)) * 2)
         tma_load(query.half, [request, corner.token, corner.head, 0], full, tiles.q_left.index(0))
         tma_load(query.half, [request, corner.token, corner.head, HALF], full, tiles.q_right.index(0))
     else:
-        _copy_query(tiles.q_left, query, request, place, 0, HALF)
-        _copy_query(tiles.q_right, query, request, place, HALF, HALF)
+        _copy_query(tiles.q_left, query, request, work, 0, HALF)
+        _copy_query(tiles.q_right, query, request, work, HALF, HALF)
 
 
 @gluon.jit
-def _load_query_rope(tiles, full, query, corner, request, place, HAS_ROPE: gl.constexpr):
+def _load_query_rope(tiles, full, query, corner, request, work, HAS_ROPE: gl.constexpr):
     """Begin to load the rest of a query, if there is any."""
     if HAS_ROPE:
         if query.half is not None:
             tma_load(query.rope, [request, corner.token, corner.head, LATENT], full, tiles.q_rope.index(0))
         else:
-            _copy_query(tiles.q_rope, query, request, place, LATENT, ROPE)
+            _copy_query(tiles.q_rope, query, request, work, LATENT, ROPE)
 
 
 @gluon.jit
@@ -98,9 +98,9 @@ def _signal_query(full, query):
 
 
 @gluon.jit
-def _copy_query(tile, query, request, place, FIRST_COL: gl.constexpr, COLS: gl.constexpr):
-    row = place.group.first_row + gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
-    head = place.group.kv_head * query.heads + row % query.heads
+def _copy_query(tile, query, request, work, FIRST_COL: gl.constexpr, COLS: gl.constexpr):
+    row = work.group.first_row + gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
+    head = work.group.kv_head * query.heads + row % query.heads
     offset = (
         request.to(gl.int64) * query.stride_request
         + (row // query.heads).to(gl.int64) * query.stride_token
@@ -128,20 +128,20 @@ def _load_right(keys, tile, rope_tile, full, page, token, kv_head):
 
 
 @gluon.jit
-def produce(query, corner, keys, table, lists, place, tiles, full, scratch, PLAN: gl.constexpr):
-    part = place.part
-    cost = part.first_cost
-    length = device.key_count(part.first, lists)
-    for item in range(part.first, part.stop):
+def produce(query, corner, keys, table, lists, work, tiles, full, scratch, PLAN: gl.constexpr):
+    cta_range = work.range
+    cost = cta_range.first_cost
+    length = device.key_count(cta_range.first, lists)
+    for item in range(cta_range.first, cta_range.stop):
         steps = schedule.num_steps(length)
-        begin, end = device.share(part, cost, steps, PLAN.overhead)
+        begin, end = device.split_of(cta_range, cost, steps, PLAN.overhead)
         blocks = schedule.num_blocks(length)
         cost += PLAN.overhead + steps
         if end > begin:
             page0 = schedule.page_of(table, item, 2 * begin, blocks, PLAN)
             page1 = schedule.page_of(table, item, 2 * begin + 1, blocks, PLAN)
             barriers.wait(Q_EMPTY, barriers.ALL)
-            _load_query(tiles, full.q, query, corner, item, place, PLAN.has_rope)
+            _load_query(tiles, full.q, query, corner, item, work, PLAN.has_rope)
             for step in range(begin, end):
                 block = 2 * step
                 token0 = block % PLAN.blocks_per_page * KEYS
@@ -149,16 +149,16 @@ def produce(query, corner, keys, table, lists, place, tiles, full, scratch, PLAN
                 # Out of range, so that TMA writes zeros without reading.
                 page1 = gl.where(block + 1 < blocks, page1, -1)
                 barriers.wait(K0_LEFT_EMPTY, barriers.PAIR)
-                _load_left(keys, tiles.k0_left, full.k0_left, page0, token0, place.group.kv_head)
+                _load_left(keys, tiles.k0_left, full.k0_left, page0, token0, work.group.kv_head)
                 barriers.wait(K0_RIGHT_EMPTY, barriers.PAIR)
                 if step == begin:
                     # P that lay here was read with block 0's right half.
-                    _load_query_rope(tiles, full.q, query, corner, item, place, PLAN.has_rope)
-                _load_right(keys, tiles.k0_right, tiles.k0_rope, full.k0_right, page0, token0, place.group.kv_head)
+                    _load_query_rope(tiles, full.q, query, corner, item, work, PLAN.has_rope)
+                _load_right(keys, tiles.k0_right, tiles.k0_rope, full.k0_right, page0, token0, work.group.kv_head)
                 barriers.wait(K1_LEFT_EMPTY, barriers.PAIR)
-                _load_left(keys, tiles.k1_left, full.k1_left, page1, token1, place.group.kv_head)
+                _load_left(keys, tiles.k1_left, full.k1_left, page1, token1, work.group.kv_head)
                 barriers.wait(K1_RIGHT_EMPTY, barriers.PAIR)
-                _load_right(keys, tiles.k1_right, tiles.k1_rope, full.k1_right, page1, token1, place.group.kv_head)
+                _load_right(keys, tiles.k1_right, tiles.k1_rope, full.k1_right, page1, token1, work.group.kv_head)
                 if step == begin:
                     _signal_query(full.q, query)
                 # Not before this step's loads, which would wait for the numbers.
@@ -166,7 +166,7 @@ def produce(query, corner, keys, table, lists, place, tiles, full, scratch, PLAN
                 page1 = schedule.page_of(table, item, block + 3, blocks, PLAN)
         length = device.key_count(item + 1, lists)
     if scratch is not None:
-        schedule.note_continued(scratch, place, PLAN)
+        schedule.write_metadata(scratch, work, PLAN)
     # The consumers' last arrivals.
     barriers.wait(Q_EMPTY, barriers.ALL)
     barriers.wait(K0_LEFT_EMPTY, barriers.PAIR)

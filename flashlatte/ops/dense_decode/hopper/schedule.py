@@ -1,7 +1,4 @@
-"""Which steps of which requests a program takes: flashlatte.split_kv.device, as Gluon needs it.
-
-The partition and the places of partial results are those of ``device``, so that its combine kernel serves.
-"""
+"""Which steps of which requests a CTA takes: ``split_kv.device``, as this kernel needs it."""
 
 from __future__ import annotations
 
@@ -12,16 +9,17 @@ from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper.mla_tiles import KEYS, LATENT, ROWS
 from flashlatte.ops.dense_decode.hopper.tiles import PAIR
-from flashlatte.split_kv import device, gluon_parts
+from flashlatte.split_kv import device
+from flashlatte.split_kv.gluon import find_range
 
-# Numbers of a partial result's record: 64 rows and their lse.
-RECORD = gl.constexpr(ROWS.value * (LATENT.value + 1))
+# Numbers of a partial output: 64 rows and their lse.
+PARTIAL = gl.constexpr(ROWS.value * (LATENT.value + 1))
 # Of the producer, with which a kernel begins.
 _THREADS = gl.constexpr(128)
 
 
 class Group(NamedTuple):
-    """The rows of a program.
+    """The rows of a CTA.
 
     Attributes:
         number, count: of the group among the groups of a request, and how many those are.
@@ -35,19 +33,21 @@ class Group(NamedTuple):
     first_row: Any
 
 
-class Place(NamedTuple):
-    """What part of the work this program has.
+class Work(NamedTuple):
+    """What a CTA works on.
 
     Attributes:
-        part: its requests and costs (``device.Part``).
-        number: of the part; with fixed splits, launched item · parts + split.
-        parts: of the schedule; with fixed splits, records that each item and group has.
+        range: its requests and costs (``device.Range``).
+        number: of the range; with fixed splits, local request · num_splits + split.
+        num_splits: balanced ranges, or the most fixed splits of a request.
+        splits: fixed splits that the request has, 1 of balanced ranges.
         group: its rows (``Group``).
     """
 
-    part: Any
+    range: Any
     number: Any
-    parts: Any
+    num_splits: Any
+    splits: Any
     group: Any
 
 
@@ -58,9 +58,9 @@ class Plan(NamedTuple):
         has_rope: whether rows have 64 columns more than the 512 of a value.
         blocks_per_page: blocks of 64 keys.
         overhead: what starting on a request costs, in steps of two blocks.
-        split_steps: steps of a fixed split; None for a balanced schedule.
+        split_steps: steps of a fixed split; None for balanced ranges.
         max_splits: splits are longer if a request would have more than so many.
-        passes_on: whether parts merge the requests that they share (``partial``), or leave that to the combine kernel.
+        stream_k: whether a CTA finishes what another began (``fixup``), or leaves that to the combine kernel.
     """
 
     has_rope: Any
@@ -68,7 +68,7 @@ class Plan(NamedTuple):
     overhead: Any
     split_steps: Any
     max_splits: Any
-    passes_on: Any
+    stream_k: Any
 
 
 class Table(NamedTuple):
@@ -80,53 +80,58 @@ class Table(NamedTuple):
 
 
 @gluon.jit
-def find_split(item, split, lists, PLAN: gl.constexpr):
-    """Split number ``split`` of an item, as a part of a schedule that has no other item."""
-    steps = device.item_blocks(item, lists, PAIR)
-    size, splits = device.fixed_splits(steps, PLAN.split_steps, PLAN.max_splits)
-    begin = split * size
-    end = gl.minimum(begin + size, steps)
-    stop = gl.where(split < splits, item + 1, item)
-    return device.Part(begin + PLAN.overhead, end + PLAN.overhead, item, stop, 0)
-
-
-@gluon.jit
-def find_group(row_blocks, num_groups):
-    """The rows of this program. Programs of a part are neighbours, so that they read the same keys together."""
+def find_group(groups_per_head, num_groups):
+    """The rows of this CTA. CTAs of one range are neighbours, so that they read the same keys together."""
     group = gl.program_id(0) % num_groups
-    return Group(group, num_groups, group // row_blocks, (group % row_blocks) * ROWS)
+    return Group(group, num_groups, group // groups_per_head, (group % groups_per_head) * ROWS)
 
 
 @gluon.jit
-def find_place(group, lists, parts, first_item, PLAN: gl.constexpr):
-    """The place of this program, among those with the same rows."""
+def find_work(group, lists, num_splits, first_item, PLAN: gl.constexpr):
+    """The work of this CTA, among those with the same rows."""
     number = gl.program_id(0) // group.count
     if PLAN.split_steps is None:
-        # Who waits for another part's result (``partial``) is launched after that part.
-        number = parts - 1 - number
-        part = gluon_parts.find_part(number, parts, lists, PAIR, PLAN.overhead, _THREADS)
+        # Who waits for what another range has of a request (``fixup``) is launched after that range.
+        number = num_splits - 1 - number
+        cta_range = find_range(number, num_splits, lists, PAIR, PLAN.overhead, _THREADS)
+        return Work(cta_range, number, num_splits, 1, group)
     else:
-        part = find_split(first_item + number // parts, number % parts, lists, PLAN)
-    return Place(part, number, parts, group)
+        item = first_item + number // num_splits
+        split = number % num_splits
+        steps = device.item_blocks(item, lists, PAIR)
+        size, splits = device.fixed_splits(steps, PLAN.split_steps, PLAN.max_splits)
+        begin = split * size
+        end = gl.minimum(begin + size, steps)
+        # A range that has no other request.
+        stop = gl.where(split < splits, item + 1, item)
+        cta_range = device.Range(begin + PLAN.overhead, end + PLAN.overhead, item, stop, 0)
+        return Work(cta_range, number, num_splits, splits, group)
 
 
 @gluon.jit
-def note_continued(scratch, place, PLAN: gl.constexpr):
-    """Tell the combine kernel which item this part continues."""
-    if PLAN.split_steps is None and not PLAN.passes_on:
-        gluon_parts.note_continued(
-            scratch, place.part, place.number, place.parts, place.group.count, RECORD, PLAN.overhead
-        )
+def write_metadata(scratch, work, PLAN: gl.constexpr):
+    """Tell the combine kernel which request this range continues, or how many splits a request has."""
+    count = work.group.count
+    if PLAN.split_steps is not None:
+        item = work.number // work.num_splits
+        if (work.num_splits > 1) & (work.number % work.num_splits == 0):
+            items = gl.num_programs(0) // count // work.num_splits
+            metadata = device.item_metadata(scratch, items, count, work.num_splits, PARTIAL)
+            gl.store(metadata + item, work.splits.to(gl.float32))
+    elif not PLAN.stream_k:
+        metadata = device.range_metadata(scratch, work.num_splits, count, PARTIAL)
+        gl.store(metadata + work.number, device.continued_item(work.range, PLAN.overhead).to(gl.float32))
 
 
 @gluon.jit
-def record(place, continues_item, PLAN: gl.constexpr):
-    """Scratch record of this program's partial result."""
+def partial(work, continues_item, PLAN: gl.constexpr):
+    """Which partial output this CTA writes."""
+    group = work.group
     if PLAN.split_steps is None:
-        return device.part_record(place.number, place.group.number, place.group.count, continues_item)
+        return device.partial_of_range(work.number, group.number, group.count, continues_item)
     else:
-        item = place.number // place.parts
-        return device.fixed_record(item, place.number % place.parts, place.group.number, place.group.count, place.parts)
+        item = work.number // work.num_splits
+        return device.partial_of_split(item, work.number % work.num_splits, group.number, group.count, work.num_splits)
 
 
 @gluon.jit

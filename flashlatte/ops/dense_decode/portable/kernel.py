@@ -14,19 +14,29 @@ import triton.language as tl
 from flashlatte.kernels.triton.fp8 import e4m3_to_float
 from flashlatte.kernels.triton.online_softmax import LOG2_E, Tile, load_tile, no_keys, normalize, weigh
 from flashlatte.runtime.triton_kernel import kernel
-from flashlatte.split_kv import combine, device, output_rows
+from flashlatte.split_kv import combine, device
+from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
 
 
 class Cache(NamedTuple):
     """k_cache [pages, page_size, h_kv, d], strides in units of K_ALIGN numbers, and the pages of each request."""
 
     k_cache: Any
-    stride_page: Any
-    stride_token: Any
-    stride_head: Any
+    k_stride_page: Any
+    k_stride_token: Any
+    k_stride_head: Any
     num_pages: Any
     block_table: Any
     stride_table: Any
+
+
+class Query(NamedTuple):
+    """q [b, s_q, h_q, d], strides in units of Q_ALIGN numbers."""
+
+    q: Any
+    q_stride_request: Any
+    q_stride_token: Any
+    q_stride_head: Any
 
 
 @triton.jit
@@ -84,8 +94,8 @@ def _attend(
         exists = in_cache & (keys < length)
         visible = tl.where(exists, keys, 0x7FFFFFFF)[None, :] < row_length[:, None]
         token = start % PAGE_SIZE + in_block if PAGE_PER_BLOCK else keys % PAGE_SIZE
-        rows = tl.where(in_cache, pages, 0).to(tl.int64) * cache.stride_page + kv_head * cache.stride_head
-        rows += token * (cache.stride_token if TOKEN_STRIDE is None else TOKEN_STRIDE)
+        rows = tl.where(in_cache, pages, 0).to(tl.int64) * cache.k_stride_page + kv_head * cache.k_stride_head
+        rows += token * (cache.k_stride_token if TOKEN_STRIDE is None else TOKEN_STRIDE)
         tile = load_tile(cache.k_cache, rows * K_ALIGN, exists, step)
         # The next block's pages are fetched one block ahead: the addresses of its rows wait for them.
         following = start + BLOCK_N
@@ -111,8 +121,8 @@ def dense_decode_kernel(
     num_pages: tl.int32,
     block_table,
     stride_table: tl.int64,
-    cache_seqlens,
-    stride_seqlens: tl.int64,
+    lengths,
+    lengths_stride_request: tl.int64,
     limit: tl.int32,
     k_scale,
     k_scale_value: tl.float32,
@@ -128,13 +138,13 @@ def dense_decode_kernel(
     lse_stride_head: tl.int64,
     empty_lse: tl.float32,
     scratch,
-    requests: tl.int32,
+    num_items: tl.int32,
     heads: tl.int32,
     rows: tl.int32,
     num_groups: tl.int32,
-    row_blocks: tl.int32,
-    parts: tl.int32,
-    first_request: tl.int32,
+    groups_per_head: tl.int32,
+    num_splits: tl.int32,
+    first_item: tl.int32,
     STEP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
@@ -146,16 +156,16 @@ def dense_decode_kernel(
     MAX_SPLITS: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
 ):
-    """A program takes one part (SPLIT_BLOCKS None) or one of ``parts`` splits of a request, for one group of rows.
+    """A CTA takes, for one group, one of ``num_splits`` balanced ranges (SPLIT_BLOCKS None) or splits of a request.
 
-    A group is BLOCK_H of the ``rows`` = tokens · ``heads`` query rows of a kv head, which has ``row_blocks`` of them.
-    The programs that read the same keys have adjacent numbers, so that the L2 cache serves all but the first.
+    A group is BLOCK_H of the ``rows`` = tokens · ``heads`` query rows of a kv head, which has ``groups_per_head``.
+    The CTAs that read the same keys have adjacent numbers, so that the L2 cache serves all but the first.
     """
     BLOCK_H: tl.constexpr = STEP.block_h
     BLOCK_N: tl.constexpr = STEP.block_n
     cache = Cache(k_cache, k_stride_page, k_stride_token, k_stride_head, num_pages, block_table, stride_table)
-    lists = device.KeyLists(requests, 1, cache_seqlens, stride_seqlens, 0, limit, None, 0, 0, None)
-    outputs = output_rows.Outputs(
+    lists = device.KeyLengths(num_items, 1, lengths, lengths_stride_request, 0, limit)
+    outputs = Outputs(
         out,
         out_stride_request,
         out_stride_token,
@@ -171,11 +181,11 @@ def dense_decode_kernel(
         rows,
         empty_lse,
     )
-    program = tl.program_id(0)
-    group = program % num_groups
-    unit = program // num_groups
-    kv_head = group // row_blocks
-    first_row = (group % row_blocks) * BLOCK_H
+    cta = tl.program_id(0)
+    group = cta % num_groups
+    number = cta // num_groups
+    kv_head = group // groups_per_head
+    first_row = (group % groups_per_head) * BLOCK_H
     row = first_row + tl.arange(0, BLOCK_H)
     token = row // heads
     q_row = token * q_stride_token + (kv_head * heads + row % heads) * q_stride_head
@@ -185,23 +195,31 @@ def dense_decode_kernel(
         k_scale_value = tl.load(k_scale)
     scale = softmax_scale * k_scale_value * LOG2_E
 
+    PARTIAL: tl.constexpr = BLOCK_H * (STEP.latent_dim + 1)
     if SPLIT_BLOCKS is None:
-        part = device.find_part(unit, parts, lists, BLOCK_N, OVERHEAD)
-        first_item = part.first
-        stop_item = part.stop
-        cost = part.first_cost
+        cta_range = device.find_range(number, num_splits, lists, BLOCK_N, OVERHEAD)
+        first_item = cta_range.first
+        stop_item = cta_range.stop
+        cost = cta_range.first_cost
+        continued = device.continued_item(cta_range, OVERHEAD)
     else:
-        first_item = first_request + unit // parts
+        local_item = number // num_splits
+        split = number % num_splits
+        first_item += local_item
         stop_item = first_item + 1
     for item in range(first_item, stop_item):
         blocks = device.item_blocks(item, lists, BLOCK_N)
         if SPLIT_BLOCKS is None:
-            first_block, stop_block = device.share(part, cost, blocks, OVERHEAD)
+            first_block, stop_block = device.split_of(cta_range, cost, blocks, OVERHEAD)
             cost += blocks + OVERHEAD
         else:
-            split_size, _ = device.fixed_splits(blocks, SPLIT_BLOCKS, MAX_SPLITS)
-            first_block = (unit % parts) * split_size
+            split_size, splits = device.fixed_splits(blocks, SPLIT_BLOCKS, MAX_SPLITS)
+            first_block = split * split_size
             stop_block = tl.minimum(first_block + split_size, blocks)
+            if scratch is not None:
+                items = tl.num_programs(0) // num_groups // num_splits
+                metadata = device.item_metadata(scratch, items, num_groups, num_splits, PARTIAL)
+                tl.store(metadata + local_item, splits.to(tl.float32), mask=(num_splits > 1) & (split == 0))
         if first_block < stop_block:
             q_offset = (item * q_stride_request + q_row) * Q_ALIGN
             q_tile = load_tile(q, q_offset, in_rows, STEP)
@@ -225,13 +243,14 @@ def dense_decode_kernel(
             values *= k_scale_value
             cols = tl.arange(0, STEP.latent)
             if first_block == 0 and stop_block == blocks:
-                output_rows.write_out(
-                    outputs, item, kv_head, row, cols, values, lse2, STEP.latent_dim, OUT_ALIGN, STEP.interpreted
-                )
-                output_rows.write_lse(outputs, item, kv_head, row, lse2)
+                write_out(outputs, item, kv_head, row, cols, values, lse2, STEP.latent_dim, OUT_ALIGN, STEP.interpreted)
+                write_lse(outputs, item, kv_head, row, lse2)
             elif scratch is not None:
                 if SPLIT_BLOCKS is None:
-                    record = device.part_record(unit, group, num_groups, first_block > 0)
+                    partial = device.partial_of_range(number, group, num_groups, first_block > 0)
                 else:
-                    record = device.fixed_record(unit // parts, unit % parts, group, num_groups, parts)
-                combine.write_record(scratch, record, rows - first_row, values, lse2, cols, BLOCK_H, STEP.latent_dim)
+                    partial = device.partial_of_split(local_item, split, group, num_groups, num_splits)
+                combine.write_partial(scratch, partial, rows - first_row, values, lse2, cols, BLOCK_H, STEP.latent_dim)
+    if SPLIT_BLOCKS is None:
+        metadata = device.range_metadata(scratch, num_splits, num_groups, PARTIAL)
+        tl.store(metadata + number, continued.to(tl.float32))

@@ -59,8 +59,8 @@ class Call(NamedTuple):
 
     Attributes:
         query: all queries (``Query``).
-        lists: lengths of the items (``device.KeyLists``).
-        place: the CTA's share of the work (``schedule.Place``).
+        lists: lengths of the items (``device.KeyLengths``).
+        work: what the CTA works on (``schedule.Work``).
         scale: softmax_scale · log2(e).
         tiles, masks, full: shared memory.
         peer: the cluster with the peer CTA (``clusters.Cluster``), None where there is none.
@@ -69,7 +69,7 @@ class Call(NamedTuple):
 
     query: Any
     lists: Any
-    place: Any
+    work: Any
     scale: Any
     tiles: Any
     masks: Any
@@ -96,11 +96,11 @@ def copy_query(call, item, cost, PLAN: gl.constexpr):
 
     The even consumer does: it has time when they are asked for.
     """
-    if schedule.has_share(item, cost, call.place, PLAN):
+    if schedule.has_split(item, cost, call.work, PLAN):
         query = call.query
         tokens = call.lists.tokens
         # What follows from it would else be worked out before the main loop, and kept.
-        head = opaque(call.place.group * ROWS + gl.arange(0, ROWS, layouts.tokens_layout(False)))
+        head = opaque(call.work.group * ROWS + gl.arange(0, ROWS, layouts.tokens_layout(False)))
         offset = (
             (item // tokens).to(gl.int64) * query.stride_request
             + (item % tokens).to(gl.int64) * query.stride_token
@@ -231,15 +231,15 @@ def apply_mask(scores, mask):
 @gluon.jit
 def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
     _begin(call, K0_LEFT_EMPTY, K1_LEFT_EMPTY, PLAN)
-    part = call.place.part
-    copy_query(call, part.first, part.first_cost, PLAN)
-    cost = part.first_cost
+    cta_range = call.work.range
+    copy_query(call, cta_range.first, cta_range.first_cost, PLAN)
+    cost = cta_range.first_cost
     items_taken = 0
     steps_taken = 0
-    for item in range(part.first, part.stop, call.place.stride):
-        share = schedule.share_of(item, cost, call.place, call.lists, PLAN)
-        cost += PLAN.overhead + share.blocks
-        steps = schedule.pairs_of(share)
+    for item in range(cta_range.first, cta_range.stop, call.work.stride):
+        split = schedule.split_of(item, cost, call.work, call.lists, PLAN)
+        cost += PLAN.overhead + split.blocks
+        steps = schedule.pairs_of(split)
         if steps > 0:
             state = empty_state(OUTPUT)
             mbarrier.wait(call.full.q, items_taken & 1)
@@ -251,22 +251,22 @@ def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
                 steps_taken += 1
             items_taken += 1
             # The odd consumer, whose P has come, has no use for the present ones either.
-            copy_query(call, item + call.place.stride, cost, PLAN)
+            copy_query(call, item + call.work.stride, cost, PLAN)
             state = add_other_sum(state, call.tiles.row_sum0, call.tiles.row_sum1)
-            epilogue.write(state, item, share, call.place, call.results, 0, PLAN, OUT_ALIGN)
+            epilogue.write(state, item, split, call.work, call.results, 0, PLAN, OUT_ALIGN)
 
 
 @gluon.jit
 def consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
     _begin(call, K0_RIGHT_EMPTY, K1_RIGHT_EMPTY, PLAN)
-    part = call.place.part
-    cost = part.first_cost
+    cta_range = call.work.range
+    cost = cta_range.first_cost
     items_taken = 0
     steps_taken = 0
-    for item in range(part.first, part.stop, call.place.stride):
-        share = schedule.share_of(item, cost, call.place, call.lists, PLAN)
-        cost += PLAN.overhead + share.blocks
-        steps = schedule.pairs_of(share)
+    for item in range(cta_range.first, cta_range.stop, call.work.stride):
+        split = schedule.split_of(item, cost, call.work, call.lists, PLAN)
+        cost += PLAN.overhead + split.blocks
+        steps = schedule.pairs_of(split)
         if steps > 0:
             state = empty_state(OUTPUT)
             mbarrier.wait(call.full.q, items_taken & 1)
@@ -280,4 +280,4 @@ def consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
                 steps_taken += 1
             items_taken += 1
             state = add_other_sum(state, call.tiles.row_sum1, call.tiles.row_sum0)
-            epilogue.write(state, item, share, call.place, call.results, HALF, PLAN, OUT_ALIGN)
+            epilogue.write(state, item, split, call.work, call.results, HALF, PLAN, OUT_ALIGN)

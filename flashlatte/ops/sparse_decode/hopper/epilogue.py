@@ -1,4 +1,4 @@
-"""What a consumer does with its half of a finished output: the result, or a partial one to be merged."""
+"""What a consumer does with its half of a finished output: the result, or a partial output."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from triton.experimental.gluon import language as gl
 from flashlatte.kernels.hopper.mla_tiles import HALF, LATENT, ROWS
 from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.kernels.triton.online_softmax import LOG2_E
-from flashlatte.ops.sparse_decode.hopper import even_records
-from flashlatte.ops.sparse_decode.hopper.schedule import RECORD
+from flashlatte.ops.sparse_decode.hopper import equal_splits
+from flashlatte.ops.sparse_decode.hopper.schedule import PARTIAL
 from flashlatte.ops.sparse_decode.hopper.tiles import OUTPUT, OUTPUT_ROWS
-from flashlatte.split_kv import output_rows
+from flashlatte.split_kv.outputs import write_lse
 
 
 class Results(NamedTuple):
-    """``outputs``: ``output_rows.Outputs``. ``records``: of the program's partial results, None for whole items."""
+    """``outputs``: ``outputs.Outputs``. ``partials``: the CTA's partial outputs, None where it has whole work items."""
 
     outputs: Any
-    records: Any
+    partials: Any
 
 
 @gluon.constexpr_function
@@ -43,45 +43,45 @@ _STORE = gl.constexpr(_columns_layout([8, 16], [2, 4]))
 
 
 @gluon.jit
-def write(state, item, share, place, results, FIRST_COL: gl.constexpr, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
-    """Write columns from FIRST_COL of an item's heads; those from 0 bring the lse along."""
-    if PLAN.even:
-        even_records.write(state, results.records, results.outputs.heads - place.group * ROWS, FIRST_COL)
+def write(state, item, split, work, results, FIRST_COL: gl.constexpr, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
+    """Write columns from FIRST_COL of a work item's heads; those from 0 bring the lse along."""
+    if PLAN.equal_splits:
+        equal_splits.write(state, results.partials, results.outputs.heads - work.group * ROWS, FIRST_COL)
     else:
-        _write_normalised(state, item, share, place, results, FIRST_COL, OUT_ALIGN)
+        _write_normalised(state, item, split, work, results, FIRST_COL, OUT_ALIGN)
 
 
 @gluon.jit
-def _write_normalised(state, item, share, place, results, FIRST_COL: gl.constexpr, OUT_ALIGN: gl.constexpr):
+def _write_normalised(state, item, split, work, results, FIRST_COL: gl.constexpr, OUT_ALIGN: gl.constexpr):
     outputs = results.outputs
-    total = gl.convert_layout(state.row_sum, OUTPUT_ROWS, assert_trivial=True)
-    reference = gl.convert_layout(state.row_max, OUTPUT_ROWS, assert_trivial=True)
-    is_empty = total == 0
-    factor = gl.where(is_empty, 0.0, 1.0 / total)
-    lse2 = gl.where(is_empty, float("-inf"), reference + gl.log2(total))
+    row_sum = gl.convert_layout(state.row_sum, OUTPUT_ROWS, assert_trivial=True)
+    row_max = gl.convert_layout(state.row_max, OUTPUT_ROWS, assert_trivial=True)
+    is_empty = row_sum == 0
+    factor = gl.where(is_empty, 0.0, 1.0 / row_sum)
+    lse2 = gl.where(is_empty, float("-inf"), row_max + gl.log2(row_sum))
     # What follows from it would be worked out before the main loop, and kept.
     row = opaque(gl.arange(0, ROWS, OUTPUT_ROWS))
-    head = place.group * ROWS + row
-    if (share.begin == 0) & (share.end == share.blocks):
+    head = work.group * ROWS + row
+    if (split.begin == 0) & (split.end == split.blocks):
         if outputs.sink is not None:
             sink = gl.load(outputs.sink + head * outputs.sink_stride, mask=head < outputs.heads, other=0.0) * LOG2_E
             factor *= gl.where(is_empty, 0.0, 1.0 / (1.0 + gl.exp2(sink - lse2)))
-        _write_out(outputs, item, place.group * ROWS, state.out * factor[:, None], FIRST_COL, OUT_ALIGN)
+        _write_out(outputs, item, work.group * ROWS, state.out * factor[:, None], FIRST_COL, OUT_ALIGN)
         if FIRST_COL == 0:
-            output_rows.write_lse(outputs, item, 0, head, lse2)
-    elif results.records is not None:
-        _write_record(state.out * factor[:, None], lse2, row, head, share, results, FIRST_COL)
+            write_lse(outputs, item, 0, head, lse2)
+    elif results.partials is not None:
+        _write_partial(state.out * factor[:, None], lse2, row, head, split, results, FIRST_COL)
 
 
 @gluon.jit
-def _write_record(values, lse2, row, head, share, results, FIRST_COL: gl.constexpr):
-    # A part's first record is for an item begun before it, the second one for an item that it begins.
-    record = results.records + gl.where(share.begin > 0, 0, RECORD)
+def _write_partial(values, lse2, row, head, split, results, FIRST_COL: gl.constexpr):
+    # A range's first partial output is of an item begun before it, the second one of an item that it begins.
+    partial = results.partials + gl.where(split.begin > 0, 0, PARTIAL)
     col = FIRST_COL + gl.arange(0, HALF, gl.SliceLayout(0, OUTPUT))
     in_use = head < results.outputs.heads
-    gl.store(record + (row * LATENT)[:, None] + col[None, :], values, mask=in_use[:, None])
+    gl.store(partial + (row * LATENT)[:, None] + col[None, :], values, mask=in_use[:, None])
     if FIRST_COL == 0:
-        gl.store(record + ROWS * LATENT + row, lse2, mask=in_use)
+        gl.store(partial + ROWS * LATENT + row, lse2, mask=in_use)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""The kernel: find this program's place, then let the producer and the two consumers run."""
+"""The kernel: find this CTA's work, then let the producer and the two consumers run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashlatte.kernels.hopper import clusters
 from flashlatte.ops.sparse_decode.hopper import (
     consumers,
     epilogue,
-    even_records,
+    equal_splits,
     one_block,
     paired_producer,
     producer,
@@ -21,7 +21,8 @@ from flashlatte.ops.sparse_decode.hopper import (
 )
 from flashlatte.runtime.triton_internals import Cluster
 from flashlatte.runtime.triton_kernel import gluon_kernel
-from flashlatte.split_kv import device, output_rows
+from flashlatte.split_kv import device
+from flashlatte.split_kv.outputs import Outputs
 
 # Of a consumer. The producer has what is left: 120 with four warps, 64 with eight.
 _CONSUMER_REGISTERS = gl.constexpr(192)
@@ -57,11 +58,11 @@ def sparse_decode_kernel(
     lengths,
     lengths_stride_request: tl.int64,
     lengths_stride_token: tl.int64,
-    topk: tl.int32,
+    limit: tl.int32,
     extra_lengths,
     extra_lengths_stride_request: tl.int64,
     extra_lengths_stride_token: tl.int64,
-    extra_topk: tl.int32,
+    extra_limit: tl.int32,
     out,
     out_stride_request: tl.int64,
     out_stride_token: tl.int64,
@@ -77,19 +78,19 @@ def sparse_decode_kernel(
     scratch,
     scale: tl.float32,
     num_groups: tl.int32,
-    parts: tl.int32,
+    num_splits: tl.int32,
     FORMAT: tl.constexpr,
     HAS_ROPE: tl.constexpr,
-    UNIT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     FLAT: tl.constexpr,
     OUT_ALIGN: tl.constexpr,
     BALANCED: tl.constexpr,
-    EVEN: tl.constexpr,
+    EQUAL_SPLITS: tl.constexpr,
     OVERHEAD: tl.constexpr,
-    GRAIN: tl.constexpr,
+    GRANULARITY: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
-    """A program works on 64 heads, for a part of all items' keys or for whole items. Arguments as in ``launch``."""
+    """A CTA works on 64 heads, for a range of all keys or for whole work items. Arguments as in ``launch``."""
     HAS_EXTRA: gl.constexpr = extra_indices is not None
     HAS_LENGTHS: gl.constexpr = lengths is not None or extra_lengths is not None
     PRODUCER_THREADS: gl.constexpr = 32 * gl.num_warps()
@@ -111,19 +112,19 @@ def sparse_decode_kernel(
             extra_page_shift,
         )
         extra = selection.Indices(extra_indices, extra_indices_stride_request, extra_indices_stride_token)
-    lists = device.KeyLists(
+    lists = device.KeyLengths(
         num_items,
         tokens,
         lengths,
         lengths_stride_request,
         lengths_stride_token,
-        topk,
+        limit,
         extra_lengths,
         extra_lengths_stride_request,
         extra_lengths_stride_token,
-        extra_topk if HAS_EXTRA else None,
+        extra_limit if HAS_EXTRA else None,
     )
-    outputs = output_rows.Outputs(
+    outputs = Outputs(
         out,
         out_stride_request,
         out_stride_token,
@@ -143,7 +144,18 @@ def sparse_decode_kernel(
         q.to(gl.pointer_type(gl.int32), bitcast=True), q_stride_request, q_stride_token, q_stride_head, heads
     )
     plan: gl.constexpr = schedule.Plan(
-        FORMAT, PRODUCER_THREADS, HAS_ROPE, HAS_EXTRA, HAS_LENGTHS, UNIT, FLAT, BALANCED, EVEN, OVERHEAD, GRAIN, PAIRED
+        FORMAT,
+        PRODUCER_THREADS,
+        HAS_ROPE,
+        HAS_EXTRA,
+        HAS_LENGTHS,
+        ALIGNMENT,
+        FLAT,
+        BALANCED,
+        EQUAL_SPLITS,
+        OVERHEAD,
+        GRANULARITY,
+        PAIRED,
     )
     shared, masks = tiles.allocate(out.dtype.element_ty, HAS_ROPE, PAIRED)
     full = tiles.allocate_full(PRODUCER_THREADS)
@@ -153,15 +165,15 @@ def sparse_decode_kernel(
     # The kernel before this one in the stream may still run, and what it writes may be the lengths.
     if HAS_LENGTHS:
         gdc_wait()
-    place = schedule.find_place(lists, parts, num_groups, plan)
+    work = schedule.find_work(lists, num_splits, num_groups, plan)
     if not HAS_LENGTHS:
         gdc_wait()
-    records = None
-    if EVEN:
-        records = even_records.record_of(scratch, place.number, place.group, num_groups)
+    partials = None
+    if EQUAL_SPLITS:
+        partials = equal_splits.partial_of(scratch, work.number, work.group, num_groups)
     elif BALANCED:
-        records = scratch + device.part_record(place.number, place.group, num_groups, True) * schedule.RECORD
-    call = consumers.Call(queries, lists, place, scale, shared, masks, full, peer, epilogue.Results(outputs, records))
+        partials = scratch + device.partial_of_range(work.number, work.group, num_groups, True) * schedule.PARTIAL
+    call = consumers.Call(queries, lists, work, scale, shared, masks, full, peer, epilogue.Results(outputs, partials))
     caches = (cache, extra_cache)
     lists_of_indices = (own, extra)
     gl.warp_specialize(
@@ -177,7 +189,7 @@ def sparse_decode_kernel(
 
 @gluon.jit
 def _produce(caches, selection, call, scratch, PLAN: gl.constexpr):
-    if PLAN.grain == 1:
+    if PLAN.granularity == 1:
         one_block.produce(caches, selection, call, PLAN)
     elif PLAN.paired:
         paired_producer.produce(caches, selection, call, scratch, PLAN)
@@ -187,7 +199,7 @@ def _produce(caches, selection, call, scratch, PLAN: gl.constexpr):
 
 @gluon.jit
 def _consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
-    if PLAN.grain == 1:
+    if PLAN.granularity == 1:
         one_block.consume_even(call, PLAN, OUT_ALIGN)
     else:
         consumers.consume_even(call, PLAN, OUT_ALIGN)
@@ -195,7 +207,7 @@ def _consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
 
 @gluon.jit
 def _consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
-    if PLAN.grain == 1:
+    if PLAN.granularity == 1:
         one_block.consume_odd(call, PLAN, OUT_ALIGN)
     else:
         consumers.consume_odd(call, PLAN, OUT_ALIGN)

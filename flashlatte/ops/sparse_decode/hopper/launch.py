@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from flashlatte.kernels.hopper.mla_tiles import KEYS, LATENT, ROPE, ROWS
 from flashlatte.kv_cache.formats import CacheFormat, Tiling
-from flashlatte.ops.sparse_decode.hopper import even_records
+from flashlatte.ops.sparse_decode.hopper import equal_splits
 from flashlatte.ops.sparse_decode.hopper.kernel import kernel, paired_kernel
 from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, producer_warps
 from flashlatte.runtime import dispatch
+from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import stride_in_use, strides_in_use
 from flashlatte.runtime.triton_internals import clusters_fill
 from flashlatte.runtime.triton_kernel import launching_on
-from flashlatte.split_kv import combine, output_rows, plan
+from flashlatte.split_kv import combine, plan
+from flashlatte.split_kv.device import KeyLengths
+from flashlatte.split_kv.outputs import outputs_of
+from flashlatte.split_kv.plan import Partial, SplitPlan
 
 _LOG2_E = math.log2(math.e)
-# What starting on an item costs, in blocks, where there are many items.
+# What starting on a query token costs, in blocks, where there are many of them.
 _OVERHEAD = 2
-# Rows of partial results that parts of one block may leave to be merged: with more, longer parts take less time.
+# Rows of partial outputs that splits of one block may leave to be combined: with more, longer splits take less time.
 _MOST_BLOCK_ROWS = 3000
 # Numbers of bf16 in 16 bytes, what the copies of q need rows to be aligned to.
 _ALIGN = 8
+
+
+_PARTIAL = Partial(ROWS.value, LATENT.value)
 
 
 @dataclass(frozen=True)
@@ -33,31 +41,49 @@ class Plan:
     """What the calls of one shape have in common.
 
     Attributes:
-        num_groups: programs that each need all keys of an item.
-        parts: of the balanced schedule; None for whole items.
-        programs: of the launch.
-        scratch: float32 numbers of the partial results and what the parts note of them.
-        overhead: what starting on an item costs, in blocks.
-        even: whether all items are split into equally many parts.
-        grain: blocks that a program takes at a time: two, or one where each part is one block.
+        split: over how many CTAs query tokens are split.
+        ctas: of the launch. CTAs that take whole query tokens take several of them, one after the other.
+        equal_splits: splits of every query token, where all have equally many (``equal_splits``); else None.
+        granularity: blocks that a CTA takes at a time: two, or one where each split is one block (``one_block``).
     """
 
-    num_groups: int
-    parts: int | None
-    programs: int
-    scratch: int
-    overhead: int
-    even: bool
-    grain: int = 2
+    split: SplitPlan
+    ctas: int
+    equal_splits: int | None = None
+    granularity: int = 2
+
+    @property
+    def balanced(self) -> bool:
+        return self.split.split_blocks is None
 
 
-@dataclass(frozen=True)
-class Address:
-    """A cache, as the kernel takes it: see ``selection.Cache`` and ``schedule.Plan``."""
+class Query(NamedTuple):
+    """q, strides in units of 16 bytes."""
 
-    arguments: tuple[int, ...]
-    unit: int
-    flat: bool
+    q: torch.Tensor
+    q_stride_request: int
+    q_stride_token: int
+    q_stride_head: int
+
+
+class Address(NamedTuple):
+    """How tokens of a cache are found: see ``selection.Cache``."""
+
+    page_stride: int
+    token_stride: int
+    num_slots: int
+    page_size: int
+    page_magic: int
+    page_shift: int
+
+
+class Selection(NamedTuple):
+    """A cache, and the lists of indices into it."""
+
+    k_cache: torch.Tensor | None
+    indices: torch.Tensor | None
+    indices_stride_request: int
+    indices_stride_token: int
 
 
 def sparse_decode(
@@ -83,23 +109,25 @@ def sparse_decode(
     has_scales = layout.tiling is not None
     kind = (MODEL1 if layout.tiling.e8m0 else V32).value if layout.tiling is not None else PLAIN.value
     made = make_plan(dispatch.multiprocessors(device), batch * s_q, h_q, topk, extra_topk, is_uniform, has_scales)
-    address = _address(k_cache, "k_cache", layout)
-    unit, flat = address.unit, address.flat
+    address, alignment, flat = _address(k_cache, "k_cache", layout)
     extra_address = address
     if extra_k_cache is not None and extra_indices is not None:
-        extra_address = _address(extra_k_cache, "extra_k_cache", layout)
-        unit, flat = min(unit, extra_address.unit), flat and extra_address.flat
+        extra_address, extra_alignment, extra_flat = _address(extra_k_cache, "extra_k_cache", layout)
+        alignment, flat = min(alignment, extra_alignment), flat and extra_flat
         if extra_indices.dtype != indices.dtype:
             # The kernel takes blocks of both lists in turn.
             indices, extra_indices = indices.long(), extra_indices.long()
-    k_cache, extra_k_cache = _readable(k_cache), _readable(extra_k_cache)
+    own = Selection(_readable(k_cache), indices, indices.stride(0), indices.stride(1))
+    extra = Selection(None, None, 0, 0)
+    if extra_indices is not None:
+        extra = Selection(_readable(extra_k_cache), extra_indices, extra_indices.stride(0), extra_indices.stride(1))
     q_strides = strides_in_use(q)
     if q.data_ptr() % 16 or any(stride % _ALIGN or stride // _ALIGN >= 2**31 for stride in q_strides):
         q = q.clone(memory_format=torch.contiguous_format)
         q_strides = strides_in_use(q)
-    q_request, q_token, q_head = q_strides
+    query = Query(q, *(stride // _ALIGN for stride in q_strides))
     out_align = _ALIGN if out.data_ptr() % 16 == 0 and all(s % _ALIGN == 0 for s in strides_in_use(out)) else 1
-    lists = (
+    lengths = KeyLengths(
         batch * s_q,
         s_q,
         topk_length,
@@ -107,79 +135,53 @@ def sparse_decode(
         topk,
         extra_topk_length,
         *_length_strides(extra_topk_length),
-        None if extra_indices is None else extra_topk,
+        extra_topk,
     )
-    outputs = output_rows.output_arguments(out, lse, attn_sink, h_q, h_q, empty_lse, out_align)
+    outputs = outputs_of(out, lse, attn_sink, tokens=s_q, heads=h_q, rows=h_q, empty_lse=empty_lse, row_align=out_align)
+    split = made.split
 
     with launching_on(device):
-        # Two programs that need the same tokens share the work of widening them.
-        paired = has_scales and made.grain == 2 and made.num_groups % 2 == 0 and clusters_fill(device, 2)
-        launched = paired_kernel[(made.programs // 2,)] if paired else kernel[(made.programs,)]
-        splits = (made.parts or 1) // (batch * s_q)
-        scratch = torch.empty(made.scratch, dtype=torch.float32, device=device) if made.scratch else None
+        # Two CTAs that need the same tokens share the work of dequantizing them.
+        paired = has_scales and made.granularity == 2 and split.groups % 2 == 0 and clusters_fill(device, 2)
+        launched = paired_kernel[(made.ctas // 2,)] if paired else kernel[(made.ctas,)]
+        scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
         launched(
-            q,
-            q_request // _ALIGN,
-            q_token // _ALIGN,
-            q_head // _ALIGN,
-            k_cache,
-            *address.arguments,
-            indices,
-            indices.stride(0),
-            indices.stride(1),
-            extra_k_cache,
-            *extra_address.arguments,
-            extra_indices,
-            0 if extra_indices is None else extra_indices.stride(0),
-            0 if extra_indices is None else extra_indices.stride(1),
-            *lists[:-1],
-            extra_topk,
-            *outputs[:-3],
-            h_q,
-            empty_lse,
-            scratch,
-            softmax_scale * _LOG2_E,
-            made.num_groups,
-            splits if made.even else made.parts or 1,
+            *by_name(
+                kernel,
+                query,
+                own,
+                address,
+                lengths,
+                outputs,
+                **_extra(extra),
+                **_extra(extra_address),
+                scratch=scratch,
+                scale=softmax_scale * _LOG2_E,
+                num_groups=split.groups,
+                num_splits=made.equal_splits or split.splits,
+            ),
             FORMAT=kind,
             HAS_ROPE=head_dim == LATENT.value + ROPE.value,
-            UNIT=unit,
+            ALIGNMENT=alignment,
             FLAT=flat,
             OUT_ALIGN=out_align,
-            BALANCED=made.parts is not None,
-            EVEN=made.even,
-            OVERHEAD=made.overhead,
-            GRAIN=made.grain,
+            BALANCED=made.balanced,
+            EQUAL_SPLITS=made.equal_splits is not None,
+            OVERHEAD=split.overhead,
+            GRANULARITY=made.granularity,
             PAIRED=paired,
             num_warps=producer_warps(kind),
             enable_fp_fusion=True,
             launch_pdl=True,
         )
-        if made.even:
-            even_records.launch_merge(
-                scratch,
-                (*outputs[:-3], s_q, h_q, empty_lse),
-                items=batch * s_q,
-                heads=h_q,
-                splits=splits,
-                out_align=out_align,
-            )
+        if scratch is not None and made.equal_splits is not None:
+            equal_splits.launch_combine_equal(scratch, outputs, batch * s_q, made.equal_splits, out_align)
         elif scratch is not None:
-            combine.launch_combine(
-                scratch,
-                lists,
-                outputs,
-                items=batch * s_q,
-                num_groups=made.num_groups,
-                row_blocks=made.num_groups,
-                parts=made.parts,
-                block_n=KEYS.value,
-                block_h=ROWS.value,
-                d_v=LATENT.value,
-                overhead=made.overhead,
-                row_align=out_align,
-                noted=True,
-            )
+            combine.launch_combine(split, scratch, outputs, out_align, 0, batch * s_q)
+
+
+def _extra(group: NamedTuple) -> dict[str, Any]:
+    return {f"extra_{name}": value for name, value in group._asdict().items()}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -195,35 +197,40 @@ def make_plan(
     groups = -(-heads // ROWS.value)
     most_blocks = -(-topk // KEYS.value) + -(-extra_topk // KEYS.value)
     if is_uniform and has_scales and most_blocks > 2:
-        parts = items * most_blocks
-        if parts * groups <= multiprocessors and parts * heads <= _MOST_BLOCK_ROWS:
-            return Plan(groups, parts, parts * groups, parts * groups * even_records.RECORD.value, 0, True, grain=1)
-    # Else a program takes blocks in pairs: a part of less would only make more to merge.
+        ranges = items * most_blocks
+        # Wins "model1, b 2" by 15% (16.5 instead of 19.5 us; docs/hopper-sparse-decode-tried.md).
+        if ranges * groups <= multiprocessors and ranges * heads <= _MOST_BLOCK_ROWS:
+            return _with_equal_splits(items, most_blocks, groups, ranges, granularity=1)
+    # Else a CTA takes blocks in pairs: a split of less would only make more to combine.
     most_pairs = -(-most_blocks // 2)
-    record = combine.record_bytes(ROWS.value, LATENT.value)
-    parts = plan.balanced_parts(items, groups, multiprocessors, most_pairs, record, uniform=is_uniform)
-    # One item more than there are: what a part has not taken begins after the last one.
-    if parts is None or (items + 1) * (max(most_blocks, 1) + _OVERHEAD) > plan.MOST_COST:
-        # Every program has the same group for all of its items.
-        programs = min(items, max(multiprocessors // groups, 1)) * groups
-        return Plan(groups, None, programs, 0, 0, False)
-    # With few items a part should be as short as can be; with many, an item begun costs about two blocks.
-    overhead = _OVERHEAD * int(2 * items >= parts)
-    if is_uniform and _most_pairs(items, most_pairs, parts, 0) < _most_pairs(items, most_pairs, parts, overhead // 2):
+    ranges = plan.num_ranges(items, groups, multiprocessors, most_pairs, _PARTIAL, uniform=is_uniform)
+    # One item more than there are: what a range has not taken begins after the last one.
+    if ranges is None or (items + 1) * (max(most_blocks, 1) + _OVERHEAD) > plan.MAX_COST:
+        # Every CTA has the same group for all of its query tokens.
+        ctas = min(items, max(multiprocessors // groups, 1)) * groups
+        return Plan(plan.whole(_PARTIAL, items, groups, groups), ctas)
+    # With few items a range should be as short as can be; with many, an item begun costs about two blocks.
+    overhead = _OVERHEAD * int(2 * items >= ranges)
+    if is_uniform and _most_pairs(items, most_pairs, ranges, 0) < _most_pairs(items, most_pairs, ranges, overhead // 2):
         overhead = 0
-    if is_uniform and 2 * items < parts and parts % items == 0:
-        return Plan(groups, parts, parts * groups, parts * groups * even_records.RECORD.value, 0, True)
-    # Behind the records, what the parts note for the merging.
-    scratch = 2 * groups * parts * record // 4 + parts
-    return Plan(groups, parts, parts * groups, scratch, overhead, False)
+    if is_uniform and 2 * items < ranges and ranges % items == 0:
+        return _with_equal_splits(items, most_pairs, groups, ranges, granularity=2)
+    return Plan(plan.balanced(_PARTIAL, items, most_pairs, groups, groups, ranges, overhead), ranges * groups)
 
 
-def _most_pairs(items: int, pairs: int, parts: int, overhead: int) -> int:
-    """Pairs of the longest part, of items with equally many, where starting on an item costs ``overhead`` pairs."""
-    return -(-items * (pairs + overhead) // parts) - overhead
+def _with_equal_splits(items: int, item_blocks: int, groups: int, ranges: int, granularity: int) -> Plan:
+    split = plan.balanced(_PARTIAL, items, item_blocks, groups, groups, ranges, overhead=0)
+    split = replace(split, scratch=ranges * groups * equal_splits.PARTIAL.value, combines=False)
+    return Plan(split, ranges * groups, ranges // items, granularity)
 
 
-def _address(cache: torch.Tensor, name: str, layout: CacheFormat) -> Address:
+def _most_pairs(items: int, pairs: int, ranges: int, overhead: int) -> int:
+    """Pairs of the longest range, of items with equally many, where starting on one costs ``overhead`` pairs."""
+    return -(-items * (pairs + overhead) // ranges) - overhead
+
+
+def _address(cache: torch.Tensor, name: str, layout: CacheFormat) -> tuple[Address, int, bool]:
+    """``Address``, the alignment of tokens in bytes (16 at most), and whether they follow each other over all pages."""
     return _address_of(
         cache.data_ptr() % 16,
         cache.shape[0],
@@ -238,12 +245,12 @@ def _address(cache: torch.Tensor, name: str, layout: CacheFormat) -> Address:
 @functools.lru_cache(maxsize=4096)
 def _address_of(
     misalignment: int, pages: int, page_size: int, page_bytes: int, token_bytes: int, name: str, tiling: Tiling | None
-) -> Address:
+) -> tuple[Address, int, bool]:
     if tiling is not None:
         token_bytes = tiling.row_bytes
-    unit = math.gcd(16, misalignment, page_bytes, token_bytes)
-    if unit < 4:
-        raise ValueError(f"{name} must have tokens at multiples of 4 bytes for backend='hopper', got {unit}")
+    alignment = math.gcd(16, misalignment, page_bytes, token_bytes)
+    if alignment < 4:
+        raise ValueError(f"{name} must have tokens at multiples of 4 bytes for backend='hopper', got {alignment}")
     if max(page_bytes, token_bytes) >= 2**31:
         raise ValueError(f"{name} must have pages of less than 2^31 bytes for backend='hopper', got {page_bytes}")
     slots = pages * page_size
@@ -253,7 +260,7 @@ def _address_of(
     magic = -(-(1 << (31 + shift)) // page_size)
     has_scale_plane = tiling is not None and tiling.e8m0
     flat = not has_scale_plane and (pages == 1 or page_bytes == page_size * token_bytes)
-    return Address((page_bytes, token_bytes, slots, page_size, magic, shift), unit, flat)
+    return Address(page_bytes, token_bytes, slots, page_size, magic, shift), alignment, flat
 
 
 def _readable(cache: torch.Tensor | None) -> torch.Tensor | None:

@@ -54,7 +54,7 @@ def _own(x):
 def _load_piece(words, FIRST: gl.constexpr, PLAN: gl.constexpr):
     word = FIRST + gl.arange(0, 16, gl.SliceLayout(0, layouts.PIECE))
     # The compiler does not see that tokens are aligned through ``_own``.
-    return gl.load(gl.multiple_of(words[:, None] + word[None, :], [1, PLAN.unit]))
+    return gl.load(gl.multiple_of(words[:, None] + word[None, :], [1, PLAN.alignment]))
 
 
 @gluon.jit
@@ -62,7 +62,7 @@ def _load_v32_scales(words, valid, PLAN: gl.constexpr):
     tokens: gl.constexpr = gl.SliceLayout(1, layouts.OWN_SCALES)
     scale = producing.V32_SCALES + gl.arange(0, 4, gl.SliceLayout(0, layouts.OWN_SCALES))
     pointers = gl.convert_layout(words, tokens, assert_trivial=True)[:, None] + scale[None, :]
-    pointers = gl.multiple_of(pointers, [1, PLAN.unit])
+    pointers = gl.multiple_of(pointers, [1, PLAN.alignment])
     pointers, mask = gl.broadcast(pointers, gl.convert_layout(valid, tokens, assert_trivial=True)[:, None])
     first_and_third, second_and_fourth = gl.split(gl.load(pointers, mask=mask, other=0).reshape([OWN, 2, 2]))
     first, third = gl.split(first_and_third)
@@ -158,45 +158,45 @@ def _provide(
 
 
 @gluon.jit
-def _indices(cursor, block, place, lists, PLAN: gl.constexpr):
+def _indices(cursor, block, work, lists, PLAN: gl.constexpr):
     places = gl.arange(0, KEYS, layouts.tokens_layout(False))
     # The two programs of a pair have their halves of the tokens first.
-    turn = place.group % 2 * OWN
-    return load_indices(cursor.row, cursor.extra_row, block, places, cursor.share, lists, turn)
+    turn = work.group % 2 * OWN
+    return load_indices(cursor.row, cursor.extra_row, block, places, cursor.split, lists, turn)
 
 
 @gluon.jit
 def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
-    lists, place, shared, full, peer = call.lists, call.place, call.tiles, call.full, call.peer
+    lists, work, shared, full, peer = call.lists, call.work, call.tiles, call.full, call.peer
     ptx_clusters.arrive()
-    cursor = producing.cursor_at(place.part.first, place.part.first_cost, selection, place, lists, PLAN)
-    block0 = cursor.share.begin
-    indices0 = _indices(cursor, block0, place, lists, PLAN)
-    indices1 = _indices(cursor, block0 + 1, place, lists, PLAN)
-    rows0 = locate(indices0, is_extra(block0, cursor.share, lists), caches, PLAN)
+    cursor = producing.cursor_at(work.range.first, work.range.first_cost, selection, work, lists, PLAN)
+    block0 = cursor.split.begin
+    indices0 = _indices(cursor, block0, work, lists, PLAN)
+    indices1 = _indices(cursor, block0 + 1, work, lists, PLAN)
+    rows0 = locate(indices0, is_extra(block0, cursor.split, lists), caches, PLAN)
     own0 = _load_block(rows0, PLAN)
     if scratch is not None:
         # Here, under the first loads: later, what it takes would be kept or spilled until then.
-        schedule.note_continued(scratch, place, PLAN)
+        schedule.write_metadata(scratch, work, PLAN)
     places = clusters.places(peer, layouts.WIDE_PIECE)
     ptx_clusters.meet()
     # All tiles are free at first.
     phase = 1
     # True. Without these branches the compiler would move the wait for the next block before the arrival of this one.
     always = lists.num_items > 0
-    for item in range(place.part.first, place.part.stop, place.stride):
-        pairs = schedule.pairs_of(cursor.share)
+    for item in range(work.range.first, work.range.stop, work.stride):
+        pairs = schedule.pairs_of(cursor.split)
         for pair in range(pairs):
             own0 = _block_loaded(own0)
             # Not between the halves: then the second one's fence would wait for these loads, just asked for.
-            rows1 = locate(indices1, is_extra(block0 + 1, cursor.share, lists), caches, PLAN)
+            rows1 = locate(indices1, is_extra(block0 + 1, cursor.split, lists), caches, PLAN)
             own1 = _load_block(rows1, PLAN)
             block0 += 2
             if pair == pairs - 1:
-                cost = cursor.cost + PLAN.overhead + cursor.share.blocks
-                cursor = producing.cursor_at(item + place.stride, cost, selection, place, lists, PLAN)
-                block0 = cursor.share.begin
-            indices0 = _indices(cursor, block0, place, lists, PLAN)
+                cost = cursor.cost + PLAN.overhead + cursor.split.blocks
+                cursor = producing.cursor_at(item + work.stride, cost, selection, work, lists, PLAN)
+                block0 = cursor.split.begin
+            indices0 = _indices(cursor, block0, work, lists, PLAN)
             own0 = _with_first_scale(own0, _first_scale(own0, rows0, PLAN))
             scale1 = own1.scales[0]
             if always:
@@ -210,9 +210,9 @@ def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
                 _provide(own0, places, peer, clusters.K0_RIGHT, 1, tiles.K0_RIGHT_FULL, PLAN)
 
             own1 = _block_loaded(_with_first_scale(own1, scale1))
-            rows0 = locate(indices0, is_extra(block0, cursor.share, lists), caches, PLAN)
+            rows0 = locate(indices0, is_extra(block0, cursor.split, lists), caches, PLAN)
             next0 = _load_block(rows0, PLAN)
-            indices1 = _indices(cursor, block0 + 1, place, lists, PLAN)
+            indices1 = _indices(cursor, block0 + 1, work, lists, PLAN)
             if always:
                 clusters.wait(K1_RIGHT_EMPTY, peer, phase)
                 producing.publish(call.masks.block1, rows1)

@@ -134,7 +134,7 @@ def _provide(
 @gluon.jit
 def indices_of(cursor, block, lists, PLAN: gl.constexpr):
     places = gl.arange(0, KEYS, layouts.tokens_layout(PLAN.format == PLAIN))
-    return load_indices(cursor.row, cursor.extra_row, block, places, cursor.share, lists)
+    return load_indices(cursor.row, cursor.extra_row, block, places, cursor.split, lists)
 
 
 @gluon.jit
@@ -201,23 +201,23 @@ def _prefetch(rows, PLAN: gl.constexpr):
 
 @gluon.jit
 def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
-    lists, place, shared, full = call.lists, call.place, call.tiles, call.full
-    cursor = producing.cursor_at(place.part.first, place.part.first_cost, selection, place, lists, PLAN)
-    block0 = cursor.share.begin
+    lists, work, shared, full = call.lists, call.work, call.tiles, call.full
+    cursor = producing.cursor_at(work.range.first, work.range.first_cost, selection, work, lists, PLAN)
+    block0 = cursor.split.begin
     indices0 = indices_of(cursor, block0, lists, PLAN)
     indices1 = indices_of(cursor, block0 + 1, lists, PLAN)
-    left0 = load_half(locate(indices0, is_extra(block0, cursor.share, lists), caches, PLAN), 0, PLAN)
+    left0 = load_half(locate(indices0, is_extra(block0, cursor.split, lists), caches, PLAN), 0, PLAN)
     if scratch is not None:
         # Here, under the first loads: later, what it takes would be kept or spilled until then.
-        schedule.note_continued(scratch, place, PLAN)
+        schedule.write_metadata(scratch, work, PLAN)
     # True. Without these branches the compiler would move the wait for the next half before the arrival of this one.
     always = lists.num_items > 0
-    for item in range(place.part.first, place.part.stop, place.stride):
-        pairs = schedule.pairs_of(cursor.share)
+    for item in range(work.range.first, work.range.stop, work.stride):
+        pairs = schedule.pairs_of(cursor.split)
         for pair in range(pairs):
             left0 = half_loaded(left0, 0, PLAN)
-            extra0 = is_extra(block0, cursor.share, lists)
-            extra1 = is_extra(block0 + 1, cursor.share, lists)
+            extra0 = is_extra(block0, cursor.split, lists)
+            extra1 = is_extra(block0 + 1, cursor.split, lists)
             rows0 = locate(indices0, extra0, caches, PLAN)
             right0 = load_half(rows0, 1, PLAN)
             rows1 = locate(indices1, extra1, caches, PLAN)
@@ -232,9 +232,9 @@ def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
             right1 = load_half(rows1, 1, PLAN)
             block0 += 2
             if pair == pairs - 1:
-                cost = cursor.cost + PLAN.overhead + cursor.share.blocks
-                cursor = producing.cursor_at(item + place.stride, cost, selection, place, lists, PLAN)
-                block0 = cursor.share.begin
+                cost = cursor.cost + PLAN.overhead + cursor.split.blocks
+                cursor = producing.cursor_at(item + work.stride, cost, selection, work, lists, PLAN)
+                block0 = cursor.split.begin
             indices0 = indices_of(cursor, block0, lists, PLAN)
             right0 = with_nan(right0, rows0, 1, PLAN)
             if always:
@@ -244,7 +244,7 @@ def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
             right1 = half_loaded(right1, 1, PLAN)
             left1 = load_half(rows1, 0, PLAN)
             indices1 = indices_of(cursor, block0 + 1, lists, PLAN)
-            rows0 = locate(indices0, is_extra(block0, cursor.share, lists), caches, PLAN)
+            rows0 = locate(indices0, is_extra(block0, cursor.split, lists), caches, PLAN)
             _prefetch(rows0, PLAN)
             right1 = with_nan(right1, rows1, 1, PLAN)
             if always:

@@ -23,23 +23,23 @@ PLAIN_ROPE = gl.constexpr(1024 // 4)
 
 
 class Cursor(NamedTuple):
-    """An item's place on the line of costs, the program's share of it, and pointers to its lists of indices."""
+    """Where a work item begins on the line of costs, the CTA's split of it, and pointers to its lists of indices."""
 
     cost: Any
-    share: Any
+    split: Any
     row: Any
     extra_row: Any
 
 
 @gluon.jit
-def cursor_at(item, cost, selection, place, lists, PLAN: gl.constexpr):
+def cursor_at(item, cost, selection, work, lists, PLAN: gl.constexpr):
     own, extra = selection
-    share = schedule.share_of(item, cost, place, lists, PLAN)
+    split = schedule.split_of(item, cost, work, lists, PLAN)
     row = list_of(own, item, lists)
     extra_row = row
     if lists.extra_limit is not None:
         extra_row = list_of(extra, item, lists)
-    return Cursor(cost, share, row, extra_row)
+    return Cursor(cost, split, row, extra_row)
 
 
 @gluon.jit

@@ -1,8 +1,7 @@
-"""Which blocks of which items a program takes: flashlatte.split_kv.device, as Gluon needs it.
+"""Which blocks of which work items a CTA takes: ``split_kv.device``, as this kernel needs it.
 
-An item is a query token of a request; its blocks are those of its own list of 64 indices each, and after them those
-of its list into the extra cache. The partition and the places of partial results are those of ``device``, so that its
-combine kernel serves.
+A work item is a query token of a request; its blocks are those of its own list of 64 indices each, and after them those
+of its list into the extra cache.
 """
 
 from __future__ import annotations
@@ -14,28 +13,29 @@ from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper.mla_tiles import KEYS, LATENT, ROWS
 from flashlatte.kernels.hopper.ptx.registers import opaque
-from flashlatte.split_kv import device, gluon_parts
+from flashlatte.split_kv import device
+from flashlatte.split_kv.gluon import find_equal_range, find_range, round_up
 
-# Numbers of a partial result's record: 64 rows and their lse.
-RECORD = gl.constexpr(ROWS.value * (LATENT.value + 1))
+# Numbers of a partial output: 64 rows and their lse.
+PARTIAL = gl.constexpr(ROWS.value * (LATENT.value + 1))
 
 
-class Place(NamedTuple):
-    """What part of the work this program has.
+class Work(NamedTuple):
+    """What a CTA works on.
 
     Attributes:
-        part: its items and costs (``device.Part``).
-        stride: from item to item of the program.
-        number: of the part.
-        parts: of the schedule, or of an item.
-        group: number of its 64 heads among those of an item.
-        num_groups: groups of an item.
+        range: its work items and costs (``device.Range``).
+        stride: from item to item.
+        number: of the range.
+        num_splits: balanced ranges, or splits of a work item.
+        group: number of its 64 heads among those of a work item.
+        num_groups: groups of a work item.
     """
 
-    part: Any
+    range: Any
     stride: Any
     number: Any
-    parts: Any
+    num_splits: Any
     group: Any
     num_groups: Any
 
@@ -48,14 +48,14 @@ class Plan(NamedTuple):
         producer_threads: of the producer, with which a kernel begins.
         has_rope: whether rows have 64 columns more than the 512 of a value.
         has_extra: whether there is an extra cache.
-        has_lengths: whether items have lengths of their own, in memory.
-        unit: bytes that the distances of tokens in the cache are multiples of, 16 at most.
+        has_lengths: whether work items have lengths of their own, in memory.
+        alignment: bytes that the distances of tokens in the cache are multiples of, 16 at most.
         flat: whether tokens follow each other at one distance, over all pages.
-        balanced: whether programs take parts of equal cost; else whole items.
-        even: whether each item is split into as many parts as any other; ``parts`` are then those of an item.
-        overhead: what starting on an item costs, in blocks.
-        grain: blocks that a program takes at a time: two, or one where each part is one block (``one_block``).
-        paired: whether programs of neighbouring groups exchange what they widen (``clusters``).
+        balanced: whether CTAs take ranges of equal cost; else whole work items.
+        equal_splits: whether each work item has as many splits as any other; ``num_splits`` are then those of one.
+        overhead: what starting on a work item costs, in blocks.
+        granularity: blocks that a CTA takes at a time: two, or one where each split is one block (``one_block``).
+        paired: whether CTAs of neighbouring groups exchange what they dequantize (``clusters``).
     """
 
     format: Any
@@ -63,22 +63,22 @@ class Plan(NamedTuple):
     has_rope: Any
     has_extra: Any
     has_lengths: Any
-    unit: Any
+    alignment: Any
     flat: Any
     balanced: Any
-    even: Any
+    equal_splits: Any
     overhead: Any
-    grain: Any
+    granularity: Any
     paired: Any
 
 
-class Share(NamedTuple):
-    """What a program has of an item.
+class Split(NamedTuple):
+    """What a CTA has of a work item.
 
     Attributes:
         begin, end: blocks, end exclusive.
-        blocks: of the item; ``own`` of them are of the item's own list.
-        length, extra_length: of the item's lists.
+        blocks: of the work item; ``own`` of them are of its own list.
+        length, extra_length: of its lists.
     """
 
     begin: Any
@@ -90,37 +90,36 @@ class Share(NamedTuple):
 
 
 @gluon.jit
-def find_place(lists, parts, num_groups, PLAN: gl.constexpr):
-    """The place of this program. Those of a part are neighbours, so that the L2 cache serves all but the first."""
-    program = gl.program_id(0)
-    group = program % num_groups
-    number = program // num_groups
+def find_work(lists, num_splits, num_groups, PLAN: gl.constexpr):
+    """The work of this CTA. Those of one range are neighbours, so that the L2 cache serves all but the first."""
+    cta = gl.program_id(0)
+    group = cta % num_groups
+    number = cta // num_groups
     if PLAN.balanced:
-        if PLAN.even:
-            part = gluon_parts.find_even_part(number, parts, lists, KEYS, PLAN.grain)
-        elif PLAN.has_lengths:
-            part = gluon_parts.find_part(number, parts, lists, KEYS, PLAN.overhead, PLAN.producer_threads, PLAN.grain)
+        if PLAN.equal_splits:
+            cta_range = find_equal_range(number, num_splits, lists, KEYS, PLAN.granularity)
         else:
-            part = gluon_parts.find_part_alike(number, parts, lists, KEYS, PLAN.overhead, PLAN.grain)
-        return Place(part, 1, number, parts, group, num_groups)
+            cta_range = find_range(
+                number, num_splits, lists, KEYS, PLAN.overhead, PLAN.producer_threads, PLAN.granularity
+            )
+        return Work(cta_range, 1, number, num_splits, group, num_groups)
     else:
         nothing = gl.to_tensor(0)
-        part = device.Part(nothing, nothing, number, lists.num_items, nothing)
-        return Place(part, gl.num_programs(0) // num_groups, number, parts, group, num_groups)
+        cta_range = device.Range(nothing, nothing, number, lists.num_items, nothing)
+        return Work(cta_range, gl.num_programs(0) // num_groups, number, num_splits, group, num_groups)
 
 
 @gluon.jit
-def note_continued(scratch, place, PLAN: gl.constexpr):
-    """Tell the combine kernel which item this part continues, unless it knows."""
-    if PLAN.balanced and not PLAN.even:
-        gluon_parts.note_continued(
-            scratch, place.part, place.number, place.parts, place.num_groups, RECORD, PLAN.overhead
-        )
+def write_metadata(scratch, work, PLAN: gl.constexpr):
+    """Tell the combine kernel which work item this range continues, unless it knows."""
+    if PLAN.balanced and not PLAN.equal_splits:
+        metadata = device.range_metadata(scratch, work.num_splits, work.num_groups, PARTIAL)
+        gl.store(metadata + work.number, device.continued_item(work.range, PLAN.overhead).to(gl.float32))
 
 
 @gluon.jit
-def share_of(item, cost, place, lists, PLAN: gl.constexpr):
-    """The program's share of an item that starts at ``cost``."""
+def split_of(item, cost, work, lists, PLAN: gl.constexpr):
+    """The CTA's split of a work item that starts at ``cost``."""
     length = device.key_count(item, lists)
     own = (length + KEYS - 1) // KEYS
     blocks = own
@@ -128,24 +127,24 @@ def share_of(item, cost, place, lists, PLAN: gl.constexpr):
     if lists.extra_limit is not None:
         extra_length = device.extra_key_count(item, lists)
         blocks += (extra_length + KEYS - 1) // KEYS
-    blocks = gluon_parts.whole_grains(gl.maximum(blocks, 1), PLAN.grain)
+    blocks = round_up(gl.maximum(blocks, 1), PLAN.granularity)
     if PLAN.balanced:
-        begin, end = device.share(place.part, cost, blocks, PLAN.overhead)
-        return Share(begin, end, blocks, own, length, extra_length)
+        begin, end = device.split_of(work.range, cost, blocks, PLAN.overhead)
+        return Split(begin, end, blocks, own, length, extra_length)
     else:
-        return Share(blocks * 0, blocks, blocks, own, length, extra_length)
+        return Split(blocks * 0, blocks, blocks, own, length, extra_length)
 
 
 @gluon.jit
-def has_share(item, cost, place, PLAN: gl.constexpr):
-    """Whether the program has any of an item that starts at ``cost``: a part may end within an item's overhead."""
-    has = item < place.part.stop
-    if PLAN.balanced and not PLAN.even:
-        has = has & (place.part.end > cost + PLAN.overhead)
+def has_split(item, cost, work, PLAN: gl.constexpr):
+    """Whether the CTA has any of a work item that starts at ``cost``: a range may end within an item's overhead."""
+    has = item < work.range.stop
+    if PLAN.balanced and not PLAN.equal_splits:
+        has = has & (work.range.end > cost + PLAN.overhead)
     return has
 
 
 @gluon.jit
-def pairs_of(share):
-    """Pairs of blocks that cover a share; the last may lack its second block."""
-    return opaque((share.end - share.begin + 1) // 2)
+def pairs_of(split):
+    """Pairs of blocks that cover a split; the last may lack its second block."""
+    return opaque((split.end - split.begin + 1) // 2)

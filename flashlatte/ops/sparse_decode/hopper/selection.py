@@ -67,26 +67,26 @@ def list_of(indices, item, lists):
 
 
 @gluon.jit
-def load_indices(row, extra_row, block, places, share, lists, turn=0):
-    """Indices at ``places`` XOR ``turn`` of a block of an item with these lists, -1 beyond the list or the share."""
+def load_indices(row, extra_row, block, places, split, lists, turn=0):
+    """Indices at ``places`` XOR ``turn`` of a block of an item with these lists, -1 beyond the list or the split."""
     first = block * KEYS
-    length = share.length
+    length = split.length
     if lists.extra_limit is not None:
-        is_extra = block >= share.own
+        is_extra = block >= split.own
         row = gl.where(is_extra, extra_row, row)
-        first = gl.where(is_extra, first - share.own * KEYS, first)
-        length = gl.where(is_extra, share.extra_length, length)
-    length = gl.where(block < share.end, length, 0)
+        first = gl.where(is_extra, first - split.own * KEYS, first)
+        length = gl.where(is_extra, split.extra_length, length)
+    length = gl.where(block < split.end, length, 0)
     # A block begins at a multiple of 64. (places ^ turn would be kept in registers.)
     position = (first ^ turn) ^ places
     return gl.load(row + position, mask=position < length, other=-1)
 
 
 @gluon.jit
-def is_extra(block, share, lists):
+def is_extra(block, split, lists):
     """Whether a block is one of the extra list."""
     if lists.extra_limit is not None:
-        return block >= share.own
+        return block >= split.own
     else:
         return False
 
@@ -112,7 +112,7 @@ def _times(count, stride):
 
 @gluon.jit
 def _words(pointers, PLAN: gl.constexpr):
-    return gl.multiple_of(pointers.to(gl.pointer_type(gl.int32), bitcast=True), [PLAN.unit])
+    return gl.multiple_of(pointers.to(gl.pointer_type(gl.int32), bitcast=True), [PLAN.alignment])
 
 
 @gluon.jit

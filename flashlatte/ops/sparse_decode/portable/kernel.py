@@ -1,7 +1,7 @@
 """The kernel of sparse decode: an online softmax over the cache tokens that a query token selected.
 
-An item is a query token of a request; its keys are those of its list of indices, and after them those of its list
-into the extra cache. A program works on a block of an item's heads.
+A work item is a query token of a request; its keys are those of its list of indices, and after them those of its list
+into the extra cache. A CTA works on a group of a work item's heads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import triton.language as tl
 from flashlatte.kernels.triton.online_softmax import LOG2_E, load_tile, no_keys, normalize, weigh
 from flashlatte.ops.sparse_decode.portable.tiles import Cache, load_packed, locate_rows, unpack
 from flashlatte.runtime.triton_kernel import kernel
-from flashlatte.split_kv import combine, device, output_rows
+from flashlatte.split_kv import combine, device
+from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
 
 
 @triton.jit
@@ -86,11 +87,11 @@ def sparse_decode_kernel(
     lengths,
     lengths_stride_request: tl.int64,
     lengths_stride_token: tl.int64,
-    topk: tl.int32,
+    limit: tl.int32,
     extra_lengths,
     extra_lengths_stride_request: tl.int64,
     extra_lengths_stride_token: tl.int64,
-    extra_topk: tl.int32,
+    extra_limit: tl.int32,
     softmax_scale: tl.float32,
     out,
     out_stride_request: tl.int64,
@@ -100,13 +101,13 @@ def sparse_decode_kernel(
     lse_stride_request: tl.int64,
     lse_stride_token: tl.int64,
     lse_stride_head: tl.int64,
-    attn_sink,
+    sink,
     sink_stride: tl.int64,
     heads: tl.int32,
     empty_lse: tl.float32,
     scratch,
     num_groups: tl.int32,
-    parts: tl.int32,
+    num_ranges: tl.int32,
     PLACE: tl.constexpr,
     EXTRA_PLACE: tl.constexpr,
     STEP: tl.constexpr,
@@ -116,9 +117,9 @@ def sparse_decode_kernel(
     OVERHEAD: tl.constexpr,
     BALANCED: tl.constexpr,
 ):
-    """A program takes one part of all items' keys (BALANCED), or an item, for one group of heads.
+    """A CTA takes one of ``num_ranges`` balanced ranges (BALANCED), or a work item, for one group of heads.
 
-    A group is ``block_h`` heads. The programs of an item's groups have adjacent numbers, so that the L2 cache serves
+    A group is ``block_h`` heads. The CTAs of a work item's groups have adjacent numbers, so that the L2 cache serves
     all but the first.
     """
     HAS_EXTRA: tl.constexpr = extra_k_cache is not None
@@ -126,19 +127,19 @@ def sparse_decode_kernel(
     BLOCK_N: tl.constexpr = STEP.block_n
     cache = Cache(k_cache, k_stride_page, k_stride_token, num_slots)
     extra_cache = Cache(extra_k_cache, extra_k_stride_page, extra_k_stride_token, extra_num_slots)
-    lists = device.KeyLists(
+    lists = device.KeyLengths(
         num_items,
         tokens,
         lengths,
         lengths_stride_request,
         lengths_stride_token,
-        topk,
+        limit,
         extra_lengths,
         extra_lengths_stride_request,
         extra_lengths_stride_token,
-        extra_topk if HAS_EXTRA else None,
+        extra_limit if HAS_EXTRA else None,
     )
-    outputs = output_rows.Outputs(
+    outputs = Outputs(
         out,
         out_stride_request,
         out_stride_token,
@@ -147,7 +148,7 @@ def sparse_decode_kernel(
         lse_stride_request,
         lse_stride_token,
         lse_stride_head,
-        attn_sink,
+        sink,
         sink_stride,
         tokens,
         heads,
@@ -155,24 +156,25 @@ def sparse_decode_kernel(
         empty_lse,
     )
     group = tl.program_id(0) % num_groups
-    unit = tl.program_id(0) // num_groups
+    number = tl.program_id(0) // num_groups
     head = group * BLOCK_H + tl.arange(0, BLOCK_H)
     in_heads = head < heads
     scale = softmax_scale * LOG2_E
 
-    first_item = unit
-    stop_item = unit + 1
+    first_item = number
+    stop_item = number + 1
     if BALANCED:
-        part = device.find_part(unit, parts, lists, BLOCK_N, OVERHEAD)
-        first_item = part.first
-        stop_item = part.stop
-        cost = part.first_cost
+        cta_range = device.find_range(number, num_ranges, lists, BLOCK_N, OVERHEAD)
+        first_item = cta_range.first
+        stop_item = cta_range.stop
+        cost = cta_range.first_cost
+        continued = device.continued_item(cta_range, OVERHEAD)
     for item in range(first_item, stop_item):
         blocks = device.item_blocks(item, lists, BLOCK_N)
         first_block = 0
         stop_block = blocks
         if BALANCED:
-            first_block, stop_block = device.share(part, cost, blocks, OVERHEAD)
+            first_block, stop_block = device.split_of(cta_range, cost, blocks, OVERHEAD)
             cost += blocks + OVERHEAD
         if first_block < stop_block:
             request = item // tokens
@@ -195,8 +197,11 @@ def sparse_decode_kernel(
             values, lse2 = normalize(state, scale, STEP)
             cols = tl.arange(0, STEP.latent)
             if first_block == 0 and stop_block == blocks:
-                output_rows.write_out(outputs, item, 0, head, cols, values, lse2, D_V, OUT_ALIGN, STEP.interpreted)
-                output_rows.write_lse(outputs, item, 0, head, lse2)
+                write_out(outputs, item, 0, head, cols, values, lse2, D_V, OUT_ALIGN, STEP.interpreted)
+                write_lse(outputs, item, 0, head, lse2)
             elif scratch is not None:
-                record = device.part_record(unit, group, num_groups, first_block > 0)
-                combine.write_record(scratch, record, heads - group * BLOCK_H, values, lse2, cols, BLOCK_H, D_V)
+                partial = device.partial_of_range(number, group, num_groups, first_block > 0)
+                combine.write_partial(scratch, partial, heads - group * BLOCK_H, values, lse2, cols, BLOCK_H, D_V)
+    if BALANCED:
+        metadata = device.range_metadata(scratch, num_ranges, num_groups, BLOCK_H * (D_V + 1))
+        tl.store(metadata + number, continued.to(tl.float32))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,11 +16,15 @@ from flashlatte.ops.sparse_decode.portable.config import PACKED_TOKENS
 from flashlatte.ops.sparse_decode.portable.kernel import sparse_decode_kernel
 from flashlatte.ops.sparse_decode.portable.tiles import Place
 from flashlatte.runtime import dispatch
+from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import launching_on
-from flashlatte.split_kv import combine, output_rows, plan
+from flashlatte.split_kv import combine, plan
+from flashlatte.split_kv.device import KeyLengths
+from flashlatte.split_kv.outputs import outputs_of
+from flashlatte.split_kv.plan import Partial, SplitPlan
 
-# Starting on an item costs a program about as much as so many keys.
+# Starting on a work item costs a CTA about as much as so many keys.
 _OVERHEAD_KEYS = 64
 # Columns of the latent part of the formats with scales.
 _PACKED_LATENT = 512
@@ -32,18 +36,34 @@ class Plan:
 
     Attributes:
         config: tile sizes.
-        num_groups: programs that each need all keys of an item.
-        parts: of the balanced schedule; None for a program for each item and group.
-        scratch: float32 numbers of the partial results.
+        split: over how many CTAs query tokens are split.
         constants: what the kernel is compiled for, but for what depends on strides.
     """
 
     config: Config
-    num_groups: int
-    parts: int | None
-    scratch: int
-    overhead: int
+    split: SplitPlan
     constants: dict[str, Any]
+
+
+class Query(NamedTuple):
+    """q [b, s_q, h_q, d], strides in units of Q_ALIGN numbers."""
+
+    q: torch.Tensor
+    q_stride_request: int
+    q_stride_token: int
+    q_stride_head: int
+
+
+class Selection(NamedTuple):
+    """A cache, strides in units of its place's ``align``, and the lists of indices into it."""
+
+    k_cache: torch.Tensor | None
+    k_stride_page: int
+    k_stride_token: int
+    num_slots: int
+    indices: torch.Tensor | None
+    indices_stride_request: int
+    indices_stride_token: int
 
 
 def sparse_decode(
@@ -79,12 +99,12 @@ def sparse_decode(
         extra_topk or 0,
         is_uniform,
     )
-    place, cache = _cache_arguments(k_cache, indices, layout)
-    extra_place, extra_cache = _cache_arguments(extra_k_cache, extra_indices, layout)
+    place, own = _selection(k_cache, indices, layout)
+    extra_place, extra = _selection(extra_k_cache, extra_indices, layout)
     q_align = _row_align(q, 8)
     out_align = _row_align(out, 8)
-    q_request, q_token, q_head, _ = q.stride()
-    lists = (
+    query = Query(q, *(stride // q_align for stride in q.stride()[:3]))
+    lengths = KeyLengths(
         batch * s_q,
         s_q,
         topk_length,
@@ -92,49 +112,34 @@ def sparse_decode(
         topk,
         extra_topk_length,
         *_length_strides(extra_topk_length),
-        extra_topk,
+        extra_topk or 0,
     )
-    outputs = output_rows.output_arguments(out, lse, attn_sink, h_q, h_q, empty_lse, out_align)
+    outputs = outputs_of(out, lse, attn_sink, tokens=s_q, heads=h_q, rows=h_q, empty_lse=empty_lse, row_align=out_align)
+    split = made.split
 
     with launching_on(device):
-        scratch = torch.empty(made.scratch, dtype=torch.float32, device=device) if made.scratch else None
-        sparse_decode_kernel[((made.parts or batch * s_q) * made.num_groups,)](
-            q,
-            q_request // q_align,
-            q_token // q_align,
-            q_head // q_align,
-            *cache,
-            *extra_cache,
-            *lists[:-1],
-            extra_topk or 0,
-            softmax_scale,
-            *outputs[:-3],
-            h_q,
-            empty_lse,
-            scratch,
-            made.num_groups,
-            made.parts or 1,
+        scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
+        sparse_decode_kernel[(split.ctas(batch * s_q),)](
+            *by_name(
+                sparse_decode_kernel,
+                query,
+                own,
+                lengths,
+                outputs,
+                **{f"extra_{name}": value for name, value in extra._asdict().items()},
+                softmax_scale=softmax_scale,
+                scratch=scratch,
+                num_groups=split.groups,
+                num_ranges=split.splits,
+            ),
             PLACE=place,
             EXTRA_PLACE=extra_place,
             Q_ALIGN=q_align,
             OUT_ALIGN=out_align,
             **made.constants,
         )
-        if made.parts is not None and scratch is not None:
-            combine.launch_combine(
-                scratch,
-                lists,
-                outputs,
-                items=batch * s_q,
-                num_groups=made.num_groups,
-                row_blocks=made.num_groups,
-                parts=made.parts,
-                block_n=made.config.block_n,
-                block_h=made.config.block_h,
-                d_v=head_dim_v,
-                overhead=made.overhead,
-                row_align=out_align,
-            )
+        if scratch is not None:
+            combine.launch_combine(split, scratch, outputs, out_align, 0, batch * s_q)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -155,34 +160,33 @@ def make_plan(
     chosen, step = choose(table, gpu, heads, head_dim, latent_dim, in_place=not packed)
     groups = -(-heads // chosen.block_h)
     most_blocks = -(-topk // chosen.block_n) + -(-extra_topk // chosen.block_n)
-    overhead = -(-_OVERHEAD_KEYS // chosen.block_n)
-    record = combine.record_bytes(chosen.block_h, head_dim_v)
-    parts = plan.balanced_parts(
-        items, groups, multiprocessors * chosen.programs, most_blocks, record, uniform=is_uniform
-    )
+    partial = Partial(chosen.block_h, head_dim_v)
+    ranges = plan.num_ranges(items, groups, multiprocessors * chosen.programs, most_blocks, partial, uniform=is_uniform)
+    if ranges is None:
+        split = plan.whole(partial, items, groups, groups)
+    else:
+        overhead = -(-_OVERHEAD_KEYS // chosen.block_n)
+        split = plan.balanced(partial, items, most_blocks, groups, groups, ranges, overhead)
     return Plan(
         config=chosen,
-        num_groups=groups,
-        parts=parts,
-        scratch=0 if parts is None else 2 * groups * parts * record // 4,
-        overhead=overhead,
+        split=split,
         constants={
             "STEP": step,
             "D_V": head_dim_v,
-            "OVERHEAD": overhead,
-            "BALANCED": parts is not None,
+            "OVERHEAD": split.overhead,
+            "BALANCED": ranges is not None,
             "num_warps": chosen.num_warps,
             "enable_fp_fusion": True,
         },
     )
 
 
-def _cache_arguments(
+def _selection(
     cache: torch.Tensor | None, indices: torch.Tensor | None, layout: CacheFormat
-) -> tuple[Place | None, tuple[Any, ...]]:
+) -> tuple[Place | None, Selection]:
     """What the kernel is compiled for of a cache, and its arguments for it."""
     if cache is None or indices is None:
-        return None, (None, 0, 0, 0, None, 0, 0)
+        return None, Selection(None, 0, 0, 0, None, 0, 0)
     page_stride, token_stride = stride_in_use(cache, 0), stride_in_use(cache, 1)
     scales = None
     if layout.tiling is not None:
@@ -198,7 +202,9 @@ def _cache_arguments(
         slots = min(slots, 2**31)
     return (
         Place(scales=scales, page_size=cache.shape[1], wide=slots > 2**32, align=align),
-        (cache, page_stride // align, token_stride // align, slots, indices, indices.stride(0), indices.stride(1)),
+        Selection(
+            cache, page_stride // align, token_stride // align, slots, indices, indices.stride(0), indices.stride(1)
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""Where the rows of an item's result go, and writing them there."""
+"""Where the rows of a work item's result go, and writing them there."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
@@ -16,18 +16,19 @@ from flashlatte.kernels.triton.online_softmax import LN_2, LOG2_E
 
 
 class Outputs(NamedTuple):
-    """Where the rows of an item go: out [b, s_q, h_q, d_v] and lse [b, h_q, s_q].
+    """Where the rows of a work item go: out [b, s_q, h_q, d_v] and lse [b, h_q, s_q].
 
-    Row r of kv head k of item i is query token i % tokens + r // heads of request i // tokens, head
-    k · heads + r % heads: with tokens = 1 an item has the rows of all tokens of a request, with tokens = s_q
+    Row r of kv head k of work item i is query token i % tokens + r // heads of request i // tokens, head
+    k · heads + r % heads: with tokens = 1 a work item has the rows of all tokens of a request, with tokens = s_q
     those of one.
 
     Attributes:
-        out_strides, lse_strides: of request, token and head; out's in units of ROW_ALIGN numbers.
+        out_stride_request, out_stride_token, out_stride_head: in units of ROW_ALIGN numbers.
+        lse_stride_request, lse_stride_token, lse_stride_head: in numbers.
         sink: float32 [h_q] at sink_stride, or None: out is scaled by e^lse / (e^lse + e^sink).
-        tokens: items of a request.
+        tokens: work items of a request.
         heads: query heads of a kv head.
-        rows: query rows of a kv head in an item.
+        rows: query rows of a kv head in a work item.
         empty_lse: lse of a row that sees no key.
     """
 
@@ -47,6 +48,38 @@ class Outputs(NamedTuple):
     empty_lse: Any
 
 
+def outputs_of(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sink: torch.Tensor | None,
+    *,
+    tokens: int,
+    heads: int,
+    rows: int,
+    empty_lse: float,
+    row_align: int,
+) -> Outputs:
+    """``Outputs`` as a launch passes them, for out [b, s_q, h_q, d_v] and lse [b, h_q, s_q]."""
+    out_request, out_token, out_head, _ = out.stride()
+    lse_request, lse_head, lse_token = lse.stride()
+    return Outputs(
+        out,
+        out_request // row_align,
+        out_token // row_align,
+        out_head // row_align,
+        lse,
+        lse_request,
+        lse_token,
+        lse_head,
+        sink,
+        0 if sink is None else sink.stride(0),
+        tokens,
+        heads,
+        rows,
+        empty_lse,
+    )
+
+
 @triton.jit
 def _request_token_head(outputs, item, kv_head, rows):
     request = item // outputs.tokens
@@ -57,7 +90,7 @@ def _request_token_head(outputs, item, kv_head, rows):
 
 @triton.jit
 def row_pointers(outputs, item, kv_head, rows, ROW_ALIGN: tl.constexpr):
-    """Where rows of an item begin in ``out``."""
+    """Where rows of a work item begin in ``out``."""
     request, token, head = _request_token_head(outputs, item, kv_head, rows)
     offset = request * outputs.out_stride_request + token * outputs.out_stride_token + head * outputs.out_stride_head
     return outputs.out + offset * ROW_ALIGN
@@ -76,7 +109,7 @@ def write_out(
     ROW_ALIGN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Write normalised ``values`` [rows, cols] of an item; ``lse2`` [rows] is their base-2 lse."""
+    """Write normalised ``values`` [rows, cols] of a work item; ``lse2`` [rows] is their base-2 lse."""
     in_item = rows < outputs.rows
     if outputs.sink is not None:
         _, _, head = _request_token_head(outputs, item, kv_head, rows)
@@ -93,37 +126,8 @@ def write_out(
 
 @triton.jit
 def write_lse(outputs, item, kv_head, rows, lse2):
-    """Write the lse of rows of an item, given in base 2."""
+    """Write the lse of rows of a work item, given in base 2."""
     request, token, head = _request_token_head(outputs, item, kv_head, rows)
     lse = tl.where(lse2 == float("-inf"), outputs.empty_lse, lse2 * LN_2)
     offset = request * outputs.lse_stride_request + token * outputs.lse_stride_token + head * outputs.lse_stride_head
     tl.store(outputs.lse + offset, lse, mask=rows < outputs.rows)
-
-
-def output_arguments(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    sink: torch.Tensor | None,
-    heads: int,
-    rows: int,
-    empty_lse: float,
-    row_align: int,
-) -> tuple[Any, ...]:
-    """The arguments ``out`` to ``empty_lse`` of a kernel, for out [b, s_q, h_q, d_v] and lse [b, h_q, s_q]."""
-    out_request, out_token, out_head, _ = out.stride()
-    lse_request, lse_head, lse_token = lse.stride()
-    return (
-        out,
-        out_request // row_align,
-        out_token // row_align,
-        out_head // row_align,
-        lse,
-        lse_request,
-        lse_token,
-        lse_head,
-        sink,
-        0 if sink is None else sink.stride(0),
-        heads,
-        rows,
-        empty_lse,
-    )

@@ -1,0 +1,99 @@
+"""``device.find_range`` for Gluon kernels, in 32-bit sums, and for blocks that a CTA takes several at a time.
+
+The cut is that of ``device``; only what scans vectors of lengths is written again, since Gluon wants a layout where
+Triton infers one. All costs together must fit 32 bits (``plan.MAX_COST``), which are half as long to sum.
+GRANULARITY is how many blocks a CTA takes at a time: a work item's blocks are rounded up to it.
+"""
+
+# Triton's calls are not Python's.
+# pyright: reportCallIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashlatte.split_kv import device
+
+
+@gluon.constexpr_function
+def _one_each(THREADS):
+    return gl.BlockedLayout([1], [32], [THREADS // 32], [0])
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def round_up(blocks, GRANULARITY: gl.constexpr):
+    return (blocks + GRANULARITY - 1) // GRANULARITY * GRANULARITY
+
+
+@gluon.jit
+def _item_costs(items, lists, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr, GRANULARITY: gl.constexpr):
+    blocks = round_up(device.item_blocks(items, lists, BLOCK_N), GRANULARITY)
+    return gl.where(items < lists.num_items, blocks + OVERHEAD, 0)
+
+
+@gluon.jit
+def _cut(total, number, ranges, GRANULARITY: gl.constexpr):
+    """⌊number · total / ranges⌋ in whole granules, for number ≤ ranges, where the product may be too large."""
+    granules = total // GRANULARITY
+    whole = granules // ranges
+    return (number * whole + number * (granules - whole * ranges) // ranges) * GRANULARITY
+
+
+@gluon.jit
+def find_equal_range(number, splits, lists, BLOCK_N: gl.constexpr, GRANULARITY: gl.constexpr):
+    """A range where all work items are of one length and have ``splits`` ranges each, without any overhead."""
+    each = round_up(device.item_blocks(gl.to_tensor(0), lists, BLOCK_N), GRANULARITY)
+    item = number // splits
+    split = number - item * splits
+    begin = split * (each // GRANULARITY) // splits * GRANULARITY
+    end = (split + 1) * (each // GRANULARITY) // splits * GRANULARITY
+    return device.Range(item * each + begin, item * each + end, item, item + 1, item * each)
+
+
+@gluon.jit
+def find_range(
+    number,
+    num_ranges,
+    lists,
+    BLOCK_N: gl.constexpr,
+    OVERHEAD: gl.constexpr,
+    THREADS: gl.constexpr,
+    GRANULARITY: gl.constexpr = 1,
+):
+    """The ``device.Range`` that is number ``number`` of ``num_ranges``, found by all THREADS of a partition."""
+    items = gl.arange(0, THREADS, _one_each(THREADS))
+    costs = _item_costs(items, lists, BLOCK_N, OVERHEAD, GRANULARITY)
+    total = gl.sum(costs, 0)
+    for start in range(THREADS, lists.num_items, THREADS):
+        total += gl.sum(_item_costs(start + items, lists, BLOCK_N, OVERHEAD, GRANULARITY), 0)
+    in_use = gl.minimum(num_ranges, gl.maximum(total // (OVERHEAD + GRANULARITY), 1))
+    begin = _cut(total, gl.minimum(number, in_use), in_use, GRANULARITY)
+    end = _cut(total, gl.minimum(number + 1, in_use), in_use, GRANULARITY)
+
+    first, stop, first_cost = _count(items, 0, costs, lists, begin, end)
+    scanned = gl.to_tensor(0)
+    for start in range(THREADS, lists.num_items, THREADS):
+        scanned += gl.sum(costs, 0)
+        costs = _item_costs(start + items, lists, BLOCK_N, OVERHEAD, GRANULARITY)
+        before, begun, cost_before = _count(start + items, scanned, costs, lists, begin, end)
+        first += before
+        stop += begun
+        first_cost += cost_before
+    return device.Range(begin, end, first, stop, first_cost)
+
+
+@gluon.jit
+def _count(items, scanned, costs, lists, begin, end):
+    """Of the work items, how many end before ``begin``, how many begin before ``end``, and what the former cost."""
+    item_end = scanned + gl.associative_scan(costs, 0, _add)
+    is_before = (items < lists.num_items) & (item_end <= begin)
+    is_begun = (items < lists.num_items) & (item_end - costs < end)
+    # All in one sum: a reduction is what takes time here. No more than 1,024 threads count.
+    sums = gl.sum(gl.where(is_before, (costs.to(gl.int64) << 24) + 1, 0) + gl.where(is_begun, 0x1000, 0), 0)
+    return (sums & 0xFFF).to(gl.int32), (sums >> 12 & 0xFFF).to(gl.int32), (sums >> 24).to(gl.int32)
