@@ -128,6 +128,13 @@ INDEX_FORMATS: dict[str, type[IndexFormat]] = {
     cls.name: cls for cls in (IndexFp8Format, IndexBf16Format, IndexMxfp4Format)
 }
 
+# What the dtype of keys that were gathered from a cache tells of it.
+FORMAT_OF_KEYS: dict[torch.dtype, str] = {
+    torch.float8_e4m3fn: IndexFp8Format.name,
+    torch.bfloat16: IndexBf16Format.name,
+    torch.uint8: IndexMxfp4Format.name,
+}
+
 
 def quantize_rows(
     x: torch.Tensor, scale_rounding: str, smallest_amax: float = SMALLEST_AMAX

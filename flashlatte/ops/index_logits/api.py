@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kv_cache import fp4
-from flashlatte.kv_cache.index_formats import HEAD_DIMS, as_index_cache
+from flashlatte.kv_cache.index_formats import FORMAT_OF_KEYS, HEAD_DIMS, INDEX_FORMATS, as_index_cache
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.torch_op import register_op
 
@@ -13,10 +13,27 @@ RAGGED, PAGED = "index_logits", "paged_index_logits"
 QUERY_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
 LOGIT_DTYPES = (torch.float32, torch.bfloat16)
 MAX_HEADS = 128
+_FEWEST_HOPPER_HEADS = 8
+
+# Of the rows that TMA copies, and the pages that it copies boxes of.
+_HOPPER_ALIGNMENT, _HOPPER_PAGES = 16, 32
+
+
+def _refuses_hopper(call: dispatch.Call) -> str | None:
+    if reason := refusals.dtype(call, torch.float8_e4m3fn) or refusals.capability(call, 9, 0):
+        return reason
+    if call.cache_format is not None and INDEX_FORMATS[call.cache_format].encoding != "e4m3":
+        return f"takes keys in e4m3, not {call.cache_format}"
+    heads = call.h_q or _FEWEST_HOPPER_HEADS
+    if heads < _FEWEST_HOPPER_HEADS or heads & (heads - 1):
+        return f"takes 8, 16, 32, 64 or 128 heads, not {heads}"
+    return refusals.page_size(call, _HOPPER_PAGES) or refusals.unaligned(call, _HOPPER_ALIGNMENT)
+
 
 for _operation, _function in ((RAGGED, "ragged"), (PAGED, "paged")):
     dispatch.define(
         _operation,
+        dispatch.Implementation("hopper", f"flashlatte.ops.index_logits.hopper:{_function}", _refuses_hopper),
         dispatch.Implementation(
             "portable", f"flashlatte.ops.index_logits.portable.{_function}:{_function}", refusals.triton
         ),
@@ -79,7 +96,12 @@ def index_logits(
     if num_rows and num_keys == 0:
         return out.fill_(-torch.inf) if clean else out
     if num_rows:
-        call = dispatch.Call(RAGGED, device, q.dtype, head_dim=head_dim, h_q=heads)
+        aligned = _aligned(k) and all(_aligned(x) or not x.is_contiguous() for x in (q, weights))
+        if k_scale is not None:
+            aligned = aligned and _aligned(k_scale) and (num_keys == 1 or k_scale.stride(0) == 1)
+        call = dispatch.Call(
+            RAGGED, device, q.dtype, FORMAT_OF_KEYS.get(k.dtype), head_dim=head_dim, h_q=heads, rows_aligned=aligned
+        )
         backend = dispatch.select(call, backend)
         _index_logits(q, k, k_scale, weights, key_start, key_end, out, clean, max_keys is not None, backend)
     return out
@@ -125,7 +147,7 @@ def paged_index_logits(
         weights: float32 [b · next_n, H].
         cache_seqlens: int32 or int64 [b]: token t of a request sees keys 0 to cache_seqlens - next_n + t; or
             [b, next_n]: how many keys each token sees.
-        block_table: int32 or int64 [b, max_pages]. A key whose page is not in the cache has the logit -inf.
+        block_table: int32 or int64 [b, max_pages]. A key whose page is not in the cache counts as zeros.
         max_keys: columns of the result; max_pages · page_size if None. Keys beyond them are dropped.
         clean, dtype, out, backend: as for ``index_logits``; ``out`` is [b · next_n, max_keys].
 
@@ -153,7 +175,11 @@ def paged_index_logits(
     width = block_table.shape[1] * cache.shape[1] if max_keys is None else checks.positive_int("max_keys", max_keys)
     out = _output(out, batch * next_n, width, dtype, device)
     if batch:
-        call = dispatch.Call(PAGED, device, q.dtype, layout.name, cache.shape[1], head_dim, h_q=heads)
+        # Of a cache only pages lie at a stride: what is in them lies close.
+        aligned = _aligned(cache[:, 0, 0]) and all(_aligned(x) or not x.is_contiguous() for x in (q, weights))
+        call = dispatch.Call(
+            PAGED, device, q.dtype, layout.name, cache.shape[1], head_dim, h_q=heads, rows_aligned=aligned
+        )
         backend = dispatch.select(call, backend)
         _paged_index_logits(q, cache, weights, cache_seqlens, block_table, out, clean, backend)
     return out
@@ -198,6 +224,10 @@ def _check_keys(q: torch.Tensor, k: object, k_scale: object) -> int:
     elif k.dtype != torch.uint8 and k_scale is not None:
         raise ValueError(f"k_scale must be None for {checks.dtype_names([k.dtype])} keys")
     return num_keys
+
+
+def _aligned(x: torch.Tensor) -> bool:
+    return checks.rows_aligned(x, _HOPPER_ALIGNMENT)
 
 
 def _output(out: torch.Tensor | None, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -58,13 +58,13 @@ def paged(
     for request in range(batch):
         pages = page[request].where(in_cache[request], 0)
         keys = layout.decode(tuple(view[pages, position % page_size] for view in views), 1.0)
+        keys = keys.where(in_cache[request].unsqueeze(1), 0.0)
         if cache_seqlens.dim() == 1:
             limits = cache_seqlens[request].long() - next_n + 1 + torch.arange(next_n, device=q.device)
         else:
             limits = cache_seqlens[request].long()
         rows = slice(request * next_n, (request + 1) * next_n)
         scores = _scores(q[request], keys, weights[rows])
-        scores = scores.where(in_cache[request], -torch.inf)
         inside = position < limits.unsqueeze(1)
         target = logits[rows]
         _store(target[:, : len(position)], scores, inside, clean)

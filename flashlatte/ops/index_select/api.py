@@ -110,8 +110,8 @@ def paged_index_select(
         backend: as for ``index_select``.
 
     Returns:
-        int32 [b · next_n, num_selected]: positions, ascending, or their slots; then -1. A position whose page is not
-        in the cache has the logit -inf, so that it is selected only where others are too few, and its slot is -1.
+        int32 [b · next_n, num_selected]: positions, ascending, or their slots; then -1. A key whose page is not
+        in the cache counts as zeros, and its slot is -1.
 
     Raises:
         TypeError, ValueError: as ``paged_index_logits``, ``topk`` and ``index_convert``.

@@ -226,7 +226,6 @@ def paged_kernel(
             if ENCODING == "e4m3":
                 scale = load_words(scales, 0, tl.uint32, found, UNIT).to(tl.float32, bitcast=True)
                 scores *= scale[:, None]
-            scores = tl.where(found[:, None], scores, float("-inf"))
             value = narrow(scores, logits.dtype.element_ty, INTERPRETED)
             visible = key[:, None] < limit[None, :]
             tl.store(logits_row[None, :] + key[:, None], value, mask=visible)
