@@ -34,9 +34,18 @@ def _ramp(yarn: Yarn, theta: float, rope_dim: int) -> torch.Tensor:
     return ((torch.arange(rope_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
 
 
-@functools.lru_cache(maxsize=16)
 def table(rope: Rope, rope_dim: int, device: torch.device) -> torch.Tensor:
     """Cosines and sines of all positions, float32 [max_position, rope_dim]; one for all layers of a model."""
+    return _table(rope, rope_dim, device)
+
+
+# What torch.compiler.assume_constant_result sets, without importing torch._dynamo: a compiled layer holds the table as
+# a constant, where it would otherwise compute it at every call.
+table._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+@functools.lru_cache(maxsize=16)
+def _table(rope: Rope, rope_dim: int, device: torch.device) -> torch.Tensor:
     # A table made in inference mode could not serve a graph that is captured outside of it.
     with torch.inference_mode(False):
         angles = torch.arange(rope.max_position, dtype=torch.float32)[:, None] * inverse_frequencies(rope, rope_dim)

@@ -372,9 +372,15 @@ def test_saving_an_enabled_model(make_model, prompts, tmp_path):
     ("options", "message"),
     [
         ({"cache_format": "int4"}, "cache_format must be one of .*got 'int4'"),
-        ({"cache_format": "model1"}, "stores kv_lora_rank 448 .* the model has 512 and 64"),
+        (
+            {"cache_format": "model1"},
+            "stores kv_lora_rank 448 .* the model has 512 and 64: accepted for it are bf16 and fp16 and fp32 and fp8 "
+            "and v32$",
+        ),
         ({"page_size": 0}, "page_size must be at least 1"),
         ({"backend": "cuda"}, "backend must be one of .*got 'cuda'"),
+        ({"backend": "hopper"}, "backend='hopper' cannot serve this call of dense_decode: it (needs|takes)"),
+        ({"backend": "hopper", "cache_format": "v32"}, "backend='hopper' cannot serve this call of sparse_decode: it"),
         ({"k_scale": 2.0}, "k_scale belongs to cache_format 'fp8'"),
         ({"cache_format": "fp8", "k_scale": 0.0}, "k_scale must be a finite number above 0, got 0.0"),
     ],

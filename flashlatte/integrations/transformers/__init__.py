@@ -66,7 +66,8 @@ def enable(
         cache_format: "bf16", "fp16", "fp32", "fp8", "v32" or "model1"; None takes the model's dtype. ``v32`` needs
             kv_lora_rank 512, ``model1`` 448, and both qk_rope_head_dim 64.
         page_size: tokens in a page.
-        backend: "hopper", "portable" or "reference" for the decode operation; None chooses.
+        backend: "hopper", "portable" or "reference" for the decode operation; None chooses. It must serve the model
+            where the model is now.
         k_scale: the one scale of format ``fp8``, 1 if None.
 
     Returns:
@@ -89,7 +90,7 @@ def enable(
         scales.check("k_scale", checks.number("k_scale", k_scale))
     decoder, family = find_decoder(model)
     settings = hooks.Settings(cache_format, page_size, backend, k_scale)
-    hooks.new_latents(decoder, settings)
+    hooks.check_backend(decoder, hooks.new_latents(decoder, settings))
     modules = _attentions(decoder, family)
     for module in modules:
         attention.check_kv_b_proj(module)

@@ -14,6 +14,8 @@ from flashlatte.integrations.transformers.cache import PagedLatentCache
 from flashlatte.integrations.transformers.families import Family, attentions
 from flashlatte.integrations.transformers.padded import PagedLatents
 from flashlatte.kv_cache import CacheFormat
+from flashlatte.layers.cache import LatentCache
+from flashlatte.runtime import dispatch
 
 _FORMAT_OF_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -129,12 +131,43 @@ def new_latents(model: Any, settings: Settings) -> PagedLatents:
     elif (layout.latent_dim, layout.rope_dim) != (latent_dim, rope_dim):
         raise ValueError(
             f"cache_format {layout.name!r} stores kv_lora_rank {layout.latent_dim} and qk_rope_head_dim "
-            f"{layout.rope_dim}, and the model has {latent_dim} and {rope_dim}: accepted for it are bf16, fp16, fp32 "
-            "and fp8"
+            f"{layout.rope_dim}, and the model has {latent_dim} and {rope_dim}: accepted for it are "
+            f"{' and '.join(_fitting(latent_dim, rope_dim))}"
         )
     if settings.k_scale is not None and not layout.takes_scale:
         raise ValueError(f"k_scale belongs to cache_format 'fp8', got {layout.name!r}")
     return PagedLatents(layout, latent_dim, settings.page_size, settings.k_scale, settings.backend)
+
+
+def _fitting(latent_dim: int, rope_dim: int) -> list[str]:
+    """The names of the formats that have room for such rows."""
+    layouts = map(kv_cache.get_format, kv_cache.FORMAT_NAMES)
+    wanted = (latent_dim, rope_dim)
+    return [layout.name for layout in layouts if layout.plain or (layout.latent_dim, layout.rope_dim) == wanted]
+
+
+def check_backend(model: Any, latents: PagedLatents) -> None:
+    """Refuse now a backend that could not serve the model's decode steps where the model is.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    if latents.backend is None:
+        return
+    cache = LatentCache(torch.empty(0, device=model.device), latents.layout, latents.latent_dim)
+    operation = "dense_decode" if latents.layout.plain else "sparse_decode"
+    call = dispatch.Call(
+        operation,
+        model.device,
+        cache.query_dtype(model.dtype, reference=latents.backend == "reference"),
+        cache_format=latents.layout.name,
+        page_size=latents.page_size,
+        head_dim=latents.layout.head_dim,
+        head_dim_v=cache.value_dim,
+        h_q=model.config.num_attention_heads,
+        h_kv=1,
+    )
+    dispatch.select(call, latents.backend)
 
 
 def _argument_names(model: Any) -> list[str]:

@@ -48,3 +48,16 @@ def test_compile(name):
 
     cache = draw_cache(name)
     assert_compiles(write_and_gather, *({"cache": cache, "x": draw_rows(name, rows)} for rows in (3, 4, 5)))
+
+
+def test_gather_of_as_many_tokens_as_the_device_says_compiles_whole():
+    cache = kv_cache.pack(torch.randn(8, 3, 1, 576), "bf16")
+    table = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+    def gather(cu_seqlens):
+        return kv_cache.gather(cache, table, cu_seqlens) * 2
+
+    compiled = torch.compile(gather, fullgraph=True, backend="aot_eager")
+    for lengths in ((0, 5, 12), (0, 1, 3), (0, 0, 0)):
+        cu_seqlens = torch.tensor(lengths, dtype=torch.int32)
+        assert torch.equal(compiled(cu_seqlens), gather(cu_seqlens))

@@ -1,0 +1,49 @@
+"""``torch.compile`` of the layer: one graph without breaks, which serves other lengths too."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from layers.stock import Engine, assert_within, hidden_states, layer_like, stock
+from torch._dynamo.testing import CompileCounterWithBackend
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def run(engine, counter=None):
+    """Prefill, decode, and both in a batch; with how many graphs there were after each step."""
+    graphs = []
+    for news in ({0: 12, 1: 17}, *[{0: 1, 1: 1}] * 5, {0: 1, 1: 2, 2: 18}):
+        engine.step(news)
+        graphs.append(0 if counter is None else counter.frame_count)
+    return torch.cat(engine.results()), graphs
+
+
+# "aot_eager" traces through autograd and takes mutation out of the graph, as the default backend does, and spends no
+# time on machine code.
+@pytest.mark.parametrize(("cache_format", "rank", "rope"), [("fp32", 32, 8), ("v32", 512, 64)])
+def test_a_compiled_layer_is_one_graph(cache_format, rank, rope):
+    model = stock("v3", (("kv_lora_rank", rank), ("qk_rope_head_dim", rope)))
+    sequences = hidden_states((20, 30, 40))
+    expected, _ = run(Engine(layer_like(model), sequences, cache_format))
+    engine = Engine(layer_like(model), sequences, cache_format)
+    counter = CompileCounterWithBackend("aot_eager")
+    engine.layer = torch.compile(engine.layer, fullgraph=True, backend=counter)
+    with warnings.catch_warnings():
+        # Dynamo warns where it traces through a cache and so computes at every call what was computed once.
+        warnings.filterwarnings("error", message=".*lru_cache.*")
+        result, graphs = run(engine, counter)
+    assert_within(result, expected, 1e-6)
+    # One for prefill, one for the first decode step, perhaps one more whose lengths are free, then none.
+    assert graphs[0] == 1
+    assert graphs[2:6] == [graphs[2]] * 4
