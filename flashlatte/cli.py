@@ -1,4 +1,4 @@
-"""The command line: flashlatte demo | doctor | bench. Nothing here imports torch before a command runs."""
+"""The command line: flashlatte demo | generate | doctor | bench. Nothing here imports torch before a command runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="flashlatte", description="Multi-head Latent Attention in Python.")
     parser.add_argument("--version", action="version", version=f"flashlatte {flashlatte.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="demo | doctor | bench")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="demo | generate | doctor | bench")
 
     demo = commands.add_parser(
         "demo", help="a small DeepSeek-V3 decodes with stock transformers and through FlashLatte"
@@ -42,6 +42,18 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--new-tokens", type=int, default=64, help="tokens to generate, 64 to 1024 (default 64)")
     demo.add_argument("--device", help="where, cuda or cpu; a GPU if there is one")
     demo.set_defaults(run=_demo)
+
+    generate = commands.add_parser("generate", help="continue a text with a checkpoint, on the engine")
+    generate.add_argument("model", type=Path, help="a checkpoint's directory, with its tokenizer")
+    text = generate.add_mutually_exclusive_group(required=True)
+    text.add_argument("--prompt", help="the text")
+    text.add_argument("--file", type=Path, help="a file with the text")
+    generate.add_argument("--new-tokens", type=int, default=128, help="at most so many (default 128)")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
+    generate.add_argument("--top-p", type=float, default=1.0, help="draw from tokens of this probability (default 1)")
+    generate.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
+    generate.add_argument("--cache-format", help="of the cache; the model's dtype if not given")
+    generate.set_defaults(run=_generate)
 
     doctor = commands.add_parser("doctor", help="this machine, and which implementation serves each operation")
     doctor.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the queries")
@@ -62,6 +74,12 @@ def _demo(arguments: argparse.Namespace) -> int:
     from flashlatte.demo import run_demo
 
     return run_demo(prompt_file=arguments.prompt, new_tokens=arguments.new_tokens, device=arguments.device)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from flashlatte.engine.command import generate
+
+    return generate(arguments)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -11,6 +11,9 @@ from torch import nn
 from flashlatte import kv_cache
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata
 
+# Models whose decoder layers are norm, MLA, norm, MLP, each pair with a residual, and nothing else.
+MODEL_TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "youtu")
+
 
 class Model:
     """An MLA model that computes the logits of a flat batch over paged caches.
@@ -18,14 +21,14 @@ class Model:
     Its weights are those of the transformers model, not copies of them.
 
     Args:
-        model: a transformers model with DeepSeek-V3's decoder layer around its MLA, or the directory of a checkpoint.
+        model: a transformers model of one of ``MODEL_TYPES``, or the directory of its checkpoint.
         dtype, device: of a checkpoint's weights; by default as stored, and a GPU if there is one.
         backend: of the decode operation; None chooses.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
         OSError: no checkpoint can be read there.
-        ValueError: a model whose attention is not known to be MLA as this library computes it.
+        ValueError: a model of another type.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Model:
     ) -> None:
         if isinstance(model, (str, Path)):
             model = load(model, dtype, device)
+        _check_type(model.config)
         self.config = MLAConfig.from_transformers(model.config)
         self.name = f"{model.config.model_type}:{getattr(model.config, '_name_or_path', '')}"
         self.vocabulary: int = model.config.vocab_size
@@ -86,10 +90,17 @@ class Model:
 def load(path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Any:
     """The transformers model of a checkpoint directory, in evaluation mode."""
     try:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("the engine needs transformers: pip install 'flashlatte[transformers]'") from error
     if not Path(path).is_dir():
         raise FileNotFoundError(f"model must be the directory of a checkpoint, got {path}")
+    _check_type(AutoConfig.from_pretrained(path, local_files_only=True))
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True)
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+
+
+def _check_type(config: Any) -> None:
+    if config.model_type not in MODEL_TYPES:
+        known = ", ".join(MODEL_TYPES)
+        raise ValueError(f"model must be of a type that the engine knows ({known}), got {config.model_type!r}")

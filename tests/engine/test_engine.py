@@ -10,7 +10,7 @@ from support.engine_models import VOCABULARY, generated_by_transformers, model, 
 
 from flashlatte.engine import Engine, SamplingParams
 
-FAMILIES = ("DeepseekV3", "DeepseekV2", "Glm4MoeLite")
+FAMILIES = ("DeepseekV3", "DeepseekV2", "Glm4MoeLite", "Youtu", "AXK1")
 LENGTHS = (3, 17, 40, 1, 26)
 
 
@@ -151,6 +151,12 @@ def test_errors_name_the_argument(arguments, message):
     with pytest.raises(ValueError, match=message):
         served.add(**{"id": "a"} | arguments)
     assert served.unfinished == 0
+
+
+def test_a_model_with_other_layers_is_refused_by_name():
+    other = type("Other", (), {"config": type("Config", (), {"model_type": "minicpm3"})})
+    with pytest.raises(ValueError, match=r"deepseek_v3.*got 'minicpm3'"):
+        Engine(other)
 
 
 def test_an_id_in_use_is_refused_and_its_request_goes_on():

@@ -1,0 +1,43 @@
+"""``flashlatte generate``: streams a text, and ends with the engine's statistics."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from flashlatte.engine.engine import Engine
+from flashlatte.engine.model import Model
+from flashlatte.engine.sampling import SamplingParams
+
+
+def generate(arguments: argparse.Namespace) -> int:
+    """Continue the text of ``--prompt`` or ``--file``; returns the exit code."""
+    text = arguments.prompt if arguments.file is None else arguments.file.read_text()
+    sampling = SamplingParams(
+        arguments.new_tokens, temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed
+    )
+    model = Model(arguments.model)
+    engine = Engine(model, cache_format=arguments.cache_format, tokenizer=_tokenizer(arguments.model))
+    shown, tokens = "", []
+    for token in engine.stream(text, sampling):
+        tokens.append(token)
+        so_far = engine.tokenizer.decode(tokens)
+        # The bytes of a letter may come in several tokens.
+        if not so_far.endswith("\N{REPLACEMENT CHARACTER}"):
+            print(so_far[len(shown) :], end="", flush=True)
+            shown = so_far
+    statistics = engine.statistics()
+    print()
+    print(
+        f"{len(tokens)} tokens in {statistics['seconds']:.1f} s, {len(tokens) / statistics['seconds']:,.1f} a second; "
+        f"cache {engine.cache_format}, {engine.pool.num_pages} pages of {engine.pool.page_size} tokens",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _tokenizer(path: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
