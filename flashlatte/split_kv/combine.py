@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.triton_kernel import kernel
 from flashlatte.split_kv import device
@@ -225,7 +225,7 @@ def combine_kernel(
 @functools.cache
 def _overlaps(device: torch.device) -> bool:
     """Whether a kernel can be launched before the one that it depends on has ended."""
-    return device.type == "cuda" and torch.version.hip is None and dispatch.compute_capability(device) >= (9, 0)
+    return device.type == "cuda" and torch.version.hip is None and machine.compute_capability(device) >= (9, 0)
 
 
 def launch_combine(
@@ -267,7 +267,7 @@ def launch_combine(
         SPLITS=tile.splits,
         COLS=tile.cols,
         ROW_ALIGN=row_align,
-        INTERPRETED=dispatch.interpreting(),
+        INTERPRETED=machine.interpreting(),
         OVERLAPPED=overlapped,
         num_warps=_NUM_WARPS,
         enable_fp_fusion=True,

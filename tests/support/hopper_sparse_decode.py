@@ -11,7 +11,7 @@ from support.compile import Launch, Recorder
 
 from flashlatte.kv_cache import get_format
 from flashlatte.ops.sparse_decode.hopper import equal_splits, launch
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 from flashlatte.split_kv import combine
 
 KERNEL = launch.kernel
@@ -90,7 +90,7 @@ class Recording:
         monkeypatch.setattr(launch, "clusters_fill", lambda *_: True)
         monkeypatch.setattr(equal_splits, "combine_equal", self._combine)
         monkeypatch.setattr(combine, "combine_kernel", Recorder(COMBINE))
-        monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
+        monkeypatch.setattr(machine, "num_sms", lambda _: 132)
 
     def __call__(self, **call: Any) -> Launch:
         for recorder in (*self._kernels, self._combine):

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import narrow, widen
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 
 MAX_PARTS = 8  # of one launch
@@ -139,7 +139,7 @@ def _launch(states: Sequence[State], target: State, axes: Axes) -> None:
         UNIT=unit,
         CONTIGUOUS=contiguous,
         WIDE=num_rows >= 2**31,
-        INTERPRETED=dispatch.interpreting(),
+        INTERPRETED=machine.interpreting(),
         BLOCK_R=block_r,
         BLOCK_D=block_d,
         num_warps=NUM_WARPS,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.compile import SHARED_BYTES, Launch, Recorder, variant_key
 
-from flashlatte.runtime import checks, dispatch
+from flashlatte.runtime import checks, dispatch, machine
 
 triton = pytest.importorskip("triton")
 
@@ -80,7 +80,7 @@ def record(monkeypatch):
     monkeypatch.setattr(launch, "kernel", recorder)
     monkeypatch.setattr(launch, "clear_kernel", Recorder(fixup.clear_kernel))
     monkeypatch.setattr(combine, "combine_kernel", combiner)
-    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(machine, "num_sms", lambda _: 132)
 
     def record(**call: Any) -> Launch:
         recorder.launches.clear()

@@ -20,7 +20,7 @@ from support.compile import (
 
 from flashlatte import kv_cache
 from flashlatte.ops.sparse_decode.portable import launch
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import dispatch, machine
 from flashlatte.split_kv import combine
 
 pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
@@ -34,7 +34,7 @@ def record(monkeypatch):
     recorders = Recorder(launch.sparse_decode_kernel), Recorder(combine.combine_kernel)
     monkeypatch.setattr(launch, "sparse_decode_kernel", recorders[0])
     monkeypatch.setattr(combine, "combine_kernel", recorders[1])
-    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(machine, "num_sms", lambda _: 132)
 
     def call(
         arch: int | None = 90,

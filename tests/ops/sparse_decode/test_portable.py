@@ -13,7 +13,7 @@ import triton.language as tl
 from flashlatte import kv_cache, sparse_decode
 from flashlatte.kernels.triton.config import Config, choose
 from flashlatte.ops.sparse_decode.portable import launch, tiles
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 from flashlatte.split_kv import combine
 from flashlatte.testing import compare
 from flashlatte.testing.cases import SparseDecodeCase
@@ -61,7 +61,7 @@ def few_combining_ctas(monkeypatch):
 
 @pytest.fixture
 def many_parts(monkeypatch):
-    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 7)
+    monkeypatch.setattr(machine, "num_sms", lambda _: 7)
 
 
 def decode(arguments, **more):

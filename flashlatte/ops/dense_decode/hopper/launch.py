@@ -15,7 +15,7 @@ from flashlatte.ops.dense_decode.hopper import fixup
 from flashlatte.ops.dense_decode.hopper.fixup import clear_kernel
 from flashlatte.ops.dense_decode.hopper.kernel import kernel
 from flashlatte.ops.dense_decode.hopper.tiles import PAIR
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import strides_in_use
 from flashlatte.runtime.tma_descriptors import Address, describe
@@ -89,7 +89,7 @@ def dense_decode(
     device = q.device
     heads = h_q // h_kv
     rows = s_q * heads
-    made = make_plan(dispatch.multiprocessors(device), batch, rows, h_kv, max_pages * page_size, batch_invariant)
+    made = make_plan(machine.num_sms(device), batch, rows, h_kv, max_pages * page_size, batch_invariant)
     keys_half, keys_rope = _descriptors(
         k_cache.data_ptr(), k_cache.dtype, tuple(k_cache.shape), strides_in_use(k_cache), device
     )
@@ -143,7 +143,7 @@ def dense_decode(
 
 
 @functools.lru_cache(maxsize=4096)
-def make_plan(multiprocessors: int, batch: int, rows: int, h_kv: int, max_keys: int, batch_invariant: bool) -> Plan:
+def make_plan(num_sms: int, batch: int, rows: int, h_kv: int, max_keys: int, batch_invariant: bool) -> Plan:
     groups_per_head = -(-rows // ROWS.value)
     groups = h_kv * groups_per_head
     most_steps = -(-max_keys // PAIR.value)
@@ -151,7 +151,7 @@ def make_plan(multiprocessors: int, batch: int, rows: int, h_kv: int, max_keys: 
         max_splits = max(_FIXED_SPLITS // groups, 1)
         split = plan.fixed(_PARTIAL, batch, most_steps, groups, groups_per_head, _SPLIT_STEPS, max_splits)
         return Plan(split, stream_k=False)
-    ranges = plan.num_ranges(batch, groups, multiprocessors, most_steps, _PARTIAL)
+    ranges = plan.num_ranges(batch, groups, num_sms, most_steps, _PARTIAL)
     if ranges is None or batch * (most_steps + _OVERHEAD) > plan.MAX_COST:
         return Plan(plan.whole(_PARTIAL, batch, groups, groups_per_head), stream_k=False)
     # With few requests a range should be as short as can be; with many it shares few of them.

@@ -13,7 +13,7 @@ from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.ops.dense_decode.portable.config import FP8_TABLE, TABLE
 from flashlatte.ops.dense_decode.portable.kernel import Cache, Query, dense_decode_kernel
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import strides_in_use
 from flashlatte.runtime.triton_kernel import launching_on
@@ -67,7 +67,7 @@ def dense_decode(
     is_fp8 = k_cache.dtype != q.dtype
     made = make_plan(
         gpu_class(device),
-        dispatch.multiprocessors(device),
+        machine.num_sms(device),
         batch,
         s_q * (h_q // h_kv),
         h_kv,
@@ -129,7 +129,7 @@ def dense_decode(
 @functools.lru_cache(maxsize=4096)
 def make_plan(
     gpu: str,
-    multiprocessors: int,
+    num_sms: int,
     batch: int,
     rows: int,
     h_kv: int,
@@ -146,7 +146,7 @@ def make_plan(
     groups = h_kv * groups_per_head
     most_blocks = -(-max_pages * page_size // chosen.block_n)
     partial = Partial(chosen.block_h, head_dim_v)
-    ranges = plan.num_ranges(batch, groups, multiprocessors * chosen.programs, most_blocks, partial)
+    ranges = plan.num_ranges(batch, groups, num_sms * chosen.programs, most_blocks, partial)
     if batch_invariant:
         split_blocks, max_splits = -(-_SPLIT_KEYS * groups // chosen.block_n), max(_FIXED_SPLITS // groups, 1)
         split = plan.fixed(partial, batch, most_blocks, groups, groups_per_head, split_blocks, max_splits)

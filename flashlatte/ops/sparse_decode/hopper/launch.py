@@ -14,7 +14,7 @@ from flashlatte.kv_cache.formats import CacheFormat, Tiling
 from flashlatte.ops.sparse_decode.hopper import equal_splits
 from flashlatte.ops.sparse_decode.hopper.kernel import kernel, paired_kernel
 from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, producer_warps
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import stride_in_use, strides_in_use
 from flashlatte.runtime.triton_internals import clusters_fill
@@ -108,7 +108,7 @@ def sparse_decode(
     is_uniform = topk_length is None and extra_topk_length is None
     has_scales = layout.tiling is not None
     kind = (MODEL1 if layout.tiling.e8m0 else V32).value if layout.tiling is not None else PLAIN.value
-    made = make_plan(dispatch.multiprocessors(device), batch * s_q, h_q, topk, extra_topk, is_uniform, has_scales)
+    made = make_plan(machine.num_sms(device), batch * s_q, h_q, topk, extra_topk, is_uniform, has_scales)
     address, alignment, flat = _address(k_cache, "k_cache", layout)
     extra_address = address
     if extra_k_cache is not None and extra_indices is not None:
@@ -186,7 +186,7 @@ def _extra(group: NamedTuple) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=4096)
 def make_plan(
-    multiprocessors: int,
+    num_sms: int,
     items: int,
     heads: int,
     topk: int,
@@ -199,15 +199,15 @@ def make_plan(
     if is_uniform and has_scales and most_blocks > 2:
         ranges = items * most_blocks
         # Wins "model1, b 2" by 15% (16.5 instead of 19.5 us; docs/hopper-sparse-decode-tried.md).
-        if ranges * groups <= multiprocessors and ranges * heads <= _MOST_BLOCK_ROWS:
+        if ranges * groups <= num_sms and ranges * heads <= _MOST_BLOCK_ROWS:
             return _with_equal_splits(items, most_blocks, groups, ranges, granularity=1)
     # Else a CTA takes blocks in pairs: a split of less would only make more to combine.
     most_pairs = -(-most_blocks // 2)
-    ranges = plan.num_ranges(items, groups, multiprocessors, most_pairs, _PARTIAL, uniform=is_uniform)
+    ranges = plan.num_ranges(items, groups, num_sms, most_pairs, _PARTIAL, uniform=is_uniform)
     # One item more than there are: what a range has not taken begins after the last one.
     if ranges is None or (items + 1) * (max(most_blocks, 1) + _OVERHEAD) > plan.MAX_COST:
         # Every CTA has the same group for all of its query tokens.
-        ctas = min(items, max(multiprocessors // groups, 1)) * groups
+        ctas = min(items, max(num_sms // groups, 1)) * groups
         return Plan(plan.whole(_PARTIAL, items, groups, groups), ctas)
     # With few items a range should be as short as can be; with many, an item begun costs about two blocks.
     overhead = _OVERHEAD * int(2 * items >= ranges)

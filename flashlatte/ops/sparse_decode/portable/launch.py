@@ -15,7 +15,7 @@ from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.ops.sparse_decode.portable.config import PACKED_TOKENS
 from flashlatte.ops.sparse_decode.portable.kernel import sparse_decode_kernel
 from flashlatte.ops.sparse_decode.portable.tiles import Place
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import launching_on
@@ -89,7 +89,7 @@ def sparse_decode(
     is_uniform = topk_length is None and extra_topk_length is None
     made = make_plan(
         gpu_class(device),
-        dispatch.multiprocessors(device),
+        machine.num_sms(device),
         batch * s_q,
         h_q,
         head_dim,
@@ -145,7 +145,7 @@ def sparse_decode(
 @functools.lru_cache(maxsize=4096)
 def make_plan(
     gpu: str,
-    multiprocessors: int,
+    num_sms: int,
     items: int,
     heads: int,
     head_dim: int,
@@ -161,7 +161,7 @@ def make_plan(
     groups = -(-heads // chosen.block_h)
     most_blocks = -(-topk // chosen.block_n) + -(-extra_topk // chosen.block_n)
     partial = Partial(chosen.block_h, head_dim_v)
-    ranges = plan.num_ranges(items, groups, multiprocessors * chosen.programs, most_blocks, partial, uniform=is_uniform)
+    ranges = plan.num_ranges(items, groups, num_sms * chosen.programs, most_blocks, partial, uniform=is_uniform)
     if ranges is None:
         split = plan.whole(partial, items, groups, groups)
     else:
