@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._C import DisableTorchFunction
+from torch._C._dynamo import guards
 from torch._C._functorch import peek_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,7 +26,7 @@ _REMEMBERED = 4096
 # The tensors whose launches are repeated, and PyTorch's number for the first device; the CPU has -1.
 _DEVICE_TYPE, _FIRST_DEVICE = "cuda", 0
 # What programs of torch.compile allocate with, (shape, stride, dtype): a third of the time of torch.empty_strided.
-_allocate = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+_allocate = getattr(guards, "_empty_strided_cuda", None)
 _UNKNOWN: Any = object()
 _PLAIN_VALUES = frozenset({type(None), bool, int, float, str})
 # Other subclasses may mean something else by an operation.
@@ -66,11 +67,12 @@ def repeats_launches(function: _Function) -> _Function:
         with DisableTorchFunction():
             try:
                 addresses = _append(key, tensors, (*args, *kwargs.values()))
+                key.append(len(set(addresses)) == len(addresses))
                 repeat = known.get(tuple(key), _UNKNOWN)
             except (_NotRepeatable, TypeError, RuntimeError):
                 # TypeError: an argument without a hash; RuntimeError: a tensor without strides or an address.
                 repeat = None
-            if repeat is not None and repeat is not _UNKNOWN and repeat.can_run():
+            if repeat is not None and repeat is not _UNKNOWN and repeat.can_run(addresses):
                 return repeat(tensors, addresses)
         if repeat is not _UNKNOWN:
             return function(*args, **kwargs)
@@ -146,13 +148,13 @@ class _Recording:
     Attributes:
         launches: compiled kernel, grid and arguments of the launches that were noted.
         launched: how many Triton knows of, those of kernels that are not this package's too.
-        scratch: tensors that were allocated.
+        scratch: tensors that were allocated, and whether with zeros.
         only_launches: whether nothing else touched a tensor.
     """
 
     launches: list[tuple[Any, tuple[int, ...], Sequence[Any]]] = field(default_factory=list)
     launched: int = 0
-    scratch: list[torch.Tensor] = field(default_factory=list)
+    scratch: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
     only_launches: bool = True
 
     def count(self, _launch: object) -> None:
@@ -172,17 +174,19 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS:
-            self._recording.scratch.append(result)
+            self._recording.scratch.append((result, _ALLOCATIONS[func]))
         elif not func.is_view:
             self._recording.only_launches = False
         return result
 
 
-_ALLOCATIONS = (
-    torch.ops.aten.empty.memory_format,
-    torch.ops.aten.empty_strided.default,
-    torch.ops.aten.new_empty.default,
-)
+# What allocates, and whether it writes zeros.
+_ALLOCATIONS = {
+    torch.ops.aten.empty.memory_format: False,
+    torch.ops.aten.empty_strided.default: False,
+    torch.ops.aten.new_empty.default: False,
+    torch.ops.aten.zeros.default: True,
+}
 
 
 class _Repeat:
@@ -201,13 +205,20 @@ class _Repeat:
         if tensors[0].device.type != _DEVICE_TYPE:
             raise _NotRepeatable("another device than one of torch.cuda")
         given = {id(tensor) for tensor in tensors}
-        made = {tensor.data_ptr(): tensor for tensor in recording.scratch}
+        by_address: dict[int, int] = {}
+        for number, tensor in enumerate(tensors):
+            by_address.setdefault(tensor.data_ptr(), number)
+        # A tensor may be given twice, as lengths that are those of queries and of keys.
+        same = [(by_address[tensor.data_ptr()], number) for number, tensor in enumerate(tensors)]
+        self._aliases = [(first, number) for first, number in same if first != number]
+        made = {tensor.data_ptr(): tensor for tensor, _ in recording.scratch}
+        zeroed = {tensor.data_ptr() for tensor, is_zero in recording.scratch if is_zero}
         # A result may be a view of all of what was allocated.
         made |= {tensor.data_ptr(): tensor for tensor in results if id(tensor) not in given}
         every = [*tensors, *made.values()]
-        by_address = {tensor.data_ptr(): number for number, tensor in enumerate(every)}
-        if len(by_address) < len(every) or any(not _is_whole(tensor) for tensor in made.values()):
+        if not made.keys().isdisjoint(by_address) or not all(map(_is_whole, made.values())):
             raise _NotRepeatable("tensors that share memory")
+        by_address |= {address: number for number, address in enumerate(made, len(tensors))}
 
         def numbered(tensor: Any) -> int:
             if tensor.data_ptr() not in by_address:
@@ -219,32 +230,41 @@ class _Repeat:
                 return internals.Pointer(numbered(argument))
             if isinstance(argument, tuple) and any(isinstance(item, torch.Tensor) for item in argument):
                 return tuple(without_tensors(item) for item in argument)
-            if internals.is_descriptor(argument):
-                return internals.Descriptor(numbered(argument.base), internals.without_memory(argument))
-            return argument
+            if not internals.is_descriptor(argument):
+                return argument
+            descriptor: Any = argument
+            return internals.Descriptor(numbered(descriptor.base), internals.without_memory(descriptor))
 
         self._hooked = internals.hooked
         self._launches = [
             internals.RepeatableLaunch(compiled, grid, [without_tensors(argument) for argument in arguments])
             for compiled, grid, arguments in recording.launches
         ]
-        self._made = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in made.values()]
+        self._made = [
+            (tuple(tensor.shape), tensor.stride(), tensor.dtype, address in zeroed) for address, tensor in made.items()
+        ]
         self._results = [next(n for n, tensor in enumerate(every) if tensor is result) for result in results]
         self._device = tensors[0].device
 
-    def can_run(self) -> bool:
-        """Whether the current device is the recorded one, and nobody (a profiler) wants to be told of launches."""
+    def can_run(self, addresses: list[int]) -> bool:
+        """Whether the tensors share memory as they did, the current device is the recorded one, and nobody (a profiler)
+        wants to be told of launches.
+        """
+        if any(addresses[first] != addresses[second] for first, second in self._aliases):
+            return False
         return _current_device() == self._device.index and not self._hooked()
 
     def __call__(self, tensors: list[torch.Tensor], addresses: list[int]) -> tuple[torch.Tensor, ...] | None:
         """Run with ``tensors`` at ``addresses``; both lists are extended by what is allocated."""
         device = self._device
-        for shape, stride, dtype in self._made:
+        for shape, stride, dtype, zeroed in self._made:
             tensor = (
                 torch.empty_strided(shape, stride, dtype=dtype, device=device)
                 if _allocate is None
                 else _allocate(shape, stride, dtype)
             )
+            if zeroed:
+                tensor.zero_()
             tensors.append(tensor)
             addresses.append(tensor.data_ptr())
         stream = _current_stream(device.index)

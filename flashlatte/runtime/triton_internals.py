@@ -129,7 +129,7 @@ def hooked() -> bool:
 @contextlib.contextmanager
 def telling_of_launches(count: Callable[[object], None]) -> Iterator[None]:
     """Calls ``count`` at each launch, by whatever kernel; at none if Triton has no list of hooks."""
-    chain = knobs.runtime.launch_enter_hook
+    chain: Any = knobs.runtime.launch_enter_hook
     if not hasattr(chain, "add"):
         yield
         return

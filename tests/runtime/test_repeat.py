@@ -138,11 +138,24 @@ def test_equal_values_of_another_type_are_checked(add: Add) -> None:
 
 
 def test_tensors_that_share_memory_are_not_confused(add: Add) -> None:
-    call, _ = operation(add)
+    call, ran = operation(add)
     a, b = numbers(add, 4), numbers(add, 4)
-    call(a, a)
-    (result,) = call(a, b)
-    assert torch.equal(result, a + b)
+    for first, second in ((a, a), (b, b), (a, b), (b, a), (b, b)):
+        (result,) = call(first, second)
+        assert torch.equal(result, first + second)
+    assert len(ran) == 2
+
+
+def test_only_the_same_sharing_of_memory_is_repeated(add: Add) -> None:
+    call, ran = operation(add)
+    a, b = numbers(add, 4), numbers(add, 4)
+    call(a, b, out=a)
+    for first, second, out in ((a, b, b), (a, a, a), (b, a, b)):
+        expected = first + second
+        (result,) = call(first, second, out=out)
+        assert torch.equal(result, expected)
+    # Anew where the output is the second operand, and not the first.
+    assert len(ran) == 2
 
 
 def test_a_parameter_is_a_tensor(add: Add) -> None:
@@ -205,6 +218,19 @@ def test_scratch_is_allocated_at_every_call(add: Add) -> None:
         assert torch.equal(kept[-1][0], a + b + b)
     assert len(ran) == 1
     assert len(places) == 1
+
+
+def test_scratch_of_zeros_is_zero_at_every_call(add: Add) -> None:
+    def work(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, number: float) -> None:
+        scratch = torch.zeros(a.shape)
+        launch(add, scratch, scratch, a, number)
+        launch(add, out, scratch, b, 0.0)
+
+    call, ran = operation(add, work)
+    for _ in range(3):
+        a, b = numbers(add, 4), numbers(add, 4)
+        assert torch.equal(call(a, b)[0], a + b)
+    assert len(ran) == 1
 
 
 def test_a_launch_that_was_not_noted_is_never_left_out(add: Add) -> None:

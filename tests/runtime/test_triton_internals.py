@@ -1,5 +1,8 @@
 """What ``triton_internals`` assumes of Triton, and what is left where an assumption fails."""
 
+# Triton's annotations are not Python's.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from typing import Any
@@ -11,7 +14,6 @@ import torch
 pytest.importorskip("triton")
 
 from support import no_gpu
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.experimental.gluon import language as gl
@@ -126,26 +128,27 @@ def test_a_launcher_that_allocates_is_left_to_do_so(compiled: Any, attribute: st
 
 
 def test_triton_tells_of_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hook goes to the launcher that compiled code gets, and this is called for it."""
+    """The hooks go to the launcher that compiled code gets, by either way of launching."""
     told: list[Any] = []
-    made = no_gpu.use_without_compiling(monkeypatch)
-    with triton_internals.telling_of_launches(told.append):
-        gluon_kernel(_plain, [])[(2,)](*_plain_arguments(_tensors(4))[:-1], SIZE=64)
-        assert made.run.call_args.args[7] is knobs.runtime.launch_enter_hook
-        made.run.call_args.args[7]("launch")
-        assert triton_internals.hooked()
-    assert told == ["launch"]
+    no_gpu.use_without_compiling(monkeypatch)
+    kernels = [gluon_kernel(_plain, []), gluon_kernel(_plain, [], Cluster(2, 64))]
+    for kernel in kernels:
+        with triton_internals.telling_of_launches(told.append):
+            assert triton_internals.hooked()
+            kernel[(2,)](*_plain_arguments(_tensors(4))[:-1], SIZE=64)
     assert not triton_internals.hooked()
+    assert len(told) == 2
 
 
 def test_only_the_launch_knows_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = no_gpu.use_without_compiling(monkeypatch)
+    launches = no_gpu.use_without_compiling(monkeypatch)
     kernel = gluon_kernel(_plain, [], Cluster(2, 64))
+    arguments = _plain_arguments(_tensors(4))
     for _ in range(2):
-        kernel[(3,)](*_plain_arguments(_tensors(4))[:-1], SIZE=64)
-        made.__getitem__.assert_called_with((3, 1, 1))
-        assert made.packed_metadata == (12, 2, 1064)
-    made.run.assert_not_called()
+        kernel[(3,)](*arguments[:-1], SIZE=64)
+        (launch,) = launches
+        assert launch == ((3, 1, 1), no_gpu.STREAM, "_plain", (12, 2, 1064), *arguments)
+        launches.clear()
 
 
 def test_clusters_are_packed_as_assumed() -> None:

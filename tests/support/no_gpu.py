@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 
 STREAM = 77
-_DEVICE = 97
+# Triton keeps what it has compiled for a device.
+_DEVICES = itertools.count(100)
 
 
 class Hopper:
@@ -21,12 +23,13 @@ class Hopper:
 
     def __init__(self, **utils: Any) -> None:
         self.utils = SimpleNamespace(**utils)
+        self._device = next(_DEVICES)
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
-        return _DEVICE
+        return self._device
 
     def get_current_stream(self, _device: int) -> int:
         return STREAM
@@ -37,13 +40,35 @@ def use(monkeypatch: pytest.MonkeyPatch, **utils: Any) -> None:
     monkeypatch.setattr(triton.runtime.driver, "_active", Hopper(**utils))
 
 
-def use_without_compiling(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
-    """``use``, with a stand-in for every compiled kernel."""
+class Compiled:
+    """Stands in for a compiled kernel, and appends its launches to a list."""
+
+    packed_metadata = (12, 1, 1000)
+
+    def __init__(self, name: str, launches: list[tuple[Any, ...]]) -> None:
+        self.function = name
+        self._launches = launches
+
+    def launch_metadata(self, *_: Any) -> None:
+        return None
+
+    def run(self, x: int, y: int, z: int, stream: int, function: Any, packed_metadata: Any, *rest: Any) -> None:
+        _, enter_hook, _, *arguments = rest
+        if enter_hook is not None:
+            enter_hook(None)
+        self._launches.append(((x, y, z), stream, function, packed_metadata, *arguments))
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        hook = knobs.runtime.launch_enter_hook
+        return lambda *args: self.run(*grid, STREAM, self.function, self.packed_metadata, None, hook, None, *args)
+
+
+def use_without_compiling(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """``use``, with a stand-in for every compiled kernel, whose launches it returns."""
+    launches: list[tuple[Any, ...]] = []
     use(monkeypatch)
-    compiled = MagicMock(packed_metadata=(12, 1, 1000))
-    del compiled.result  # which would make it a kernel that is still being compiled
-    monkeypatch.setattr("triton.compiler.compile", lambda *_args, **_kwargs: compiled)
-    return compiled
+    monkeypatch.setattr("triton.compiler.compile", lambda source, **_: Compiled(source.fn.__name__, launches))
+    return launches
 
 
 def use_launcher(monkeypatch: pytest.MonkeyPatch, launch: Callable[..., None]) -> Callable[[Any], Any]:

@@ -1,0 +1,84 @@
+"""A repeat launches what the call itself would launch, for every operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flashlatte.runtime import machine, repeat
+
+pytest.importorskip("triton")
+
+from support import no_gpu
+from support.operation_calls import CALLS, use_hopper
+
+from flashlatte.runtime import triton_internals, triton_kernel
+
+pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
+
+
+class Memory:
+    """Numbers that stand for addresses: the first address that launches mention is 0, the next one 1."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+
+    def number(self, address: int) -> str:
+        return f"memory {self._numbers.setdefault(address, len(self._numbers))}"
+
+
+def _described(argument: Any, like: Any, memory: Memory) -> Any:
+    """An argument with numbers for addresses. ``like``: the same argument of a launch that was given tensors."""
+    if isinstance(like, torch.Tensor):
+        return memory.number(argument.data_ptr() if isinstance(argument, torch.Tensor) else argument)
+    if isinstance(like, tuple):
+        return tuple(_described(*pair, memory) for pair in zip(argument, like, strict=True))
+    if triton_internals.is_descriptor(like):
+        memory_of = memory.number(argument.base.data_ptr())
+        return memory_of, argument.base.dtype, argument.shape, argument.strides, argument.block_shape, argument.layout
+    return argument
+
+
+def _all_described(launches: list[Any], like: list[Any]) -> list[Any]:
+    memory = Memory()
+    return [_described(launch, other, memory) for launch, other in zip(launches, like, strict=True)]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_repeat_launches_what_the_call_would(monkeypatch: pytest.MonkeyPatch, call: Callable[[], None]) -> None:
+    launches = use_hopper(monkeypatch)
+    by_kernels: list[bool] = []
+    launch = triton_kernel.Kernel._launch
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        by_kernels.append(True)
+        launch(*args, **kwargs)
+
+    monkeypatch.setattr(triton_kernel.Kernel, "_launch", counted)
+    monkeypatch.setattr(repeat, "_DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(repeat, "_FIRST_DEVICE", -1)
+    monkeypatch.setattr(repeat, "_allocate", None)
+    monkeypatch.setattr(repeat, "_current_device", lambda: None)
+    monkeypatch.setattr(repeat, "_current_stream", lambda _: no_gpu.STREAM)
+    kept: list[Any] = []  # so that each address stands for one tensor
+    append = repeat._append
+
+    def keeping(key: list[Any], tensors: list[torch.Tensor], values: Any) -> list[int]:
+        kept.append(tensors)
+        return append(key, tensors, values)
+
+    monkeypatch.setattr(repeat, "_append", keeping)
+    repeat.forget()
+
+    call()
+    first = launches.copy()
+    launches.clear()
+    assert len(first) == len(by_kernels) > 0
+    by_kernels.clear()
+    call()
+    assert len(by_kernels) < len(first), "nothing was repeated"
+    assert _all_described(launches, first) == _all_described(first, first)
+    repeat.forget()

@@ -1,0 +1,112 @@
+"""Calls of operations that launch each of their kernels, with tensors on the CPU whose contents do not matter.
+
+What decides that there is no GPU is told otherwise (``use_hopper``), and nothing is compiled or run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import no_gpu
+
+import flashlatte
+from flashlatte.ops.norm_rope import latent_rows, rotate_heads
+from flashlatte.ops.norm_rope.rotary import Rotary
+from flashlatte.runtime import dispatch, machine
+
+BF16 = torch.bfloat16
+
+
+def use_hopper(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Returns a list of what is launched: grid, stream, kernel, packed metadata, and the kernel's arguments."""
+    # The named backend, though the tensors are on the CPU.
+    monkeypatch.setattr(dispatch, "select", lambda _, backend: backend)
+    monkeypatch.setattr(machine, "num_sms", lambda _: 132)
+    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132, raising=False)
+    monkeypatch.setattr("flashlatte.ops.sparse_decode.hopper.launch.clusters_fill", lambda *_: True)
+    return no_gpu.use_without_compiling(monkeypatch)
+
+
+def _rows(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def _ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def _dense_decode(backend: str, batch: int = 2, cache_dtype: torch.dtype = BF16) -> None:
+    cache = _rows(4, 64, 1, 576, dtype=cache_dtype)
+    flashlatte.dense_decode(_rows(batch, 1, 16, 576), cache, _ints(batch, 64), _ints(batch), backend=backend)
+
+
+def _sparse_decode(backend: str, form: str, heads: int = 16, extra: bool = False) -> None:
+    cache = flashlatte.kv_cache.allocate(form, 4, 64)
+    flashlatte.sparse_decode(
+        _rows(2, 1, heads, 512 if form == "model1" else 576),
+        cache,
+        _ints(2, 1, 512),
+        topk_length=_ints(2) if extra else None,
+        extra_k_cache=cache.clone() if extra else None,
+        extra_indices=_ints(2, 1, 64) if extra else None,
+        backend=backend,
+    )
+
+
+def _sparse_prefill(backend: str) -> None:
+    flashlatte.sparse_prefill(_rows(3, 128, 576), _rows(200, 1, 576), _ints(3, 1, 128), backend=backend)
+
+
+def _dense_prefill(backend: str) -> None:
+    q, k, v = (_rows(70, 2, d).requires_grad_() for d in (192, 192, 128))
+    for deterministic in (False, True):
+        begins = torch.tensor([0, 70], dtype=torch.int32)
+        out, _ = flashlatte.dense_prefill(q, k, v, begins, begins, 70, 70, deterministic=deterministic, backend=backend)
+        out.sum().backward()
+
+
+def _caches(form: str) -> None:
+    cache = flashlatte.kv_cache.allocate(form, 4, 64)
+    flashlatte.kv_cache.write(cache, _ints(3), _rows(3, 576 if form != "model1" else 512), backend="portable")
+    flashlatte.kv_cache.gather(cache, _ints(1, 4), _ints(2), total_tokens=9, backend="portable")
+
+
+def _norm_rope() -> None:
+    rotary = Rotary(torch.zeros(8, 64), _ints(3), interleaved=True)
+    latent_rows(_rows(3, 576), _rows(512), rotary, 1e-6, backend="portable")
+    rotate_heads(_rows(3, 2, 64), rotary, _rows(3, 2, 64), backend="portable")
+
+
+def _merge_states() -> None:
+    outs, lses = zip(*[(_rows(3, 4, 64), torch.zeros(3, 4)) for _ in range(2)], strict=True)
+    flashlatte.merge_states(list(outs), list(lses), backend="portable")
+
+
+OPERATIONS = (
+    "cache_gather",
+    "cache_write",
+    "dense_decode",
+    "dense_prefill",
+    "merge_states",
+    "norm_rope",
+    "sparse_decode",
+    "sparse_prefill",
+)
+CALLS: list[Callable[[], None]] = [
+    lambda: _dense_decode("portable"),
+    lambda: _dense_decode("portable", cache_dtype=torch.float8_e4m3fn),
+    lambda: _dense_decode("hopper"),
+    lambda: _dense_decode("hopper", batch=200),
+    *(functools.partial(_sparse_decode, "portable", form, extra=True) for form in ("v32", "model1", "bf16")),
+    *(functools.partial(_sparse_decode, "hopper", form) for form in ("v32", "model1", "bf16")),
+    lambda: _sparse_decode("hopper", "v32", heads=128, extra=True),
+    *(functools.partial(_sparse_prefill, backend) for backend in ("portable", "hopper")),
+    *(functools.partial(_dense_prefill, backend) for backend in ("portable", "hopper")),
+    *(functools.partial(_caches, form) for form in ("v32", "model1", "bf16")),
+    _norm_rope,
+    _merge_states,
+]
