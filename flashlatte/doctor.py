@@ -100,6 +100,9 @@ def typical_calls(device: torch.device, dtype: torch.dtype, model: MLAConfig | N
     for operation in ("cache_write", "cache_gather"):
         for name, width in widths.items():
             calls.append(dispatch.Call(operation, device, dtype, name, page_size=64, head_dim=width))
+    # The indexer of DeepSeek-V3.2.
+    for operation in ("index_logits", "paged_index_logits"):
+        calls.append(dispatch.Call(operation, device, torch.float8_e4m3fn, "index_fp8", 64, 128, h_q=64))
     known = {call.operation for call in calls}
     calls += [dispatch.Call(name, device, dtype) for name in dispatch.operations() if name not in known]
     return calls
