@@ -7,17 +7,23 @@ import triton.language as tl
 
 from flashlatte.runtime.triton_kernel import kernel
 
-# Columns of a program.
-BLOCK = 8192
+# Columns that are written at a time.
+BLOCK = 2048
+# Programs for each SM, so that there are some to wait for memory and some to write.
+_PER_SM = 8
+
+
+def programs_of_row(rows: int, width: int, num_sms: int) -> int:
+    """Programs that share a row."""
+    return max(1, min(-(-width // BLOCK), -(-_PER_SM * num_sms // rows)))
 
 
 @triton.jit
-def _fill_outside(logits, row, stride, width, start, end, BLOCK: tl.constexpr):
-    first = tl.program_id(1).to(tl.int64) * BLOCK
-    if (first < start) | (tl.minimum(first + BLOCK, width) > end):
-        column = first + tl.arange(0, BLOCK)
-        outside = (column < start) | (column >= end)
-        tl.store(logits + row * stride + column, float("-inf"), mask=outside & (column < width))
+def _fill(logits, first, last, BLOCK: tl.constexpr):
+    """-inf from column ``first`` to ``last``, by all programs of the row in turns."""
+    for block in range(first + tl.program_id(1) * BLOCK, last, tl.num_programs(1) * BLOCK):
+        column = block + tl.arange(0, BLOCK)
+        tl.store(logits + column, float("-inf"), mask=column < last)
 
 
 @kernel
@@ -38,7 +44,9 @@ def clean_ragged_kernel(
     end = tl.load(key_end + row * end_stride).to(tl.int64)
     start = tl.minimum(tl.maximum(start, 0), num_keys)
     end = tl.maximum(tl.minimum(end, num_keys), start)
-    _fill_outside(logits, row, stride, width, start - start * compressed, end - start * compressed, BLOCK)
+    shift = start * compressed
+    _fill(logits + row * stride, 0, start - shift, BLOCK)
+    _fill(logits + row * stride, end - shift, width, BLOCK)
 
 
 @kernel
@@ -58,4 +66,4 @@ def clean_paged_kernel(
     token = row % next_n
     length = tl.load(lengths + row // next_n * request_stride + token * token_stride).to(tl.int64)
     end = tl.minimum(length - shortened * (next_n - 1 - token), most_keys)
-    _fill_outside(logits, row, stride, width, 0, tl.maximum(end, 0), BLOCK)
+    _fill(logits + row * stride, tl.maximum(end, 0), width, BLOCK)

@@ -33,22 +33,21 @@ def ragged(
     logits: torch.Tensor,
     clean: bool,
     compressed: bool,
-    schedule: int = 0,
     item_keys: int | None = None,
 ) -> None:
     """Of q e4m3 [M, H, D] and keys e4m3 [N, D], H a power of two from 8 to 128."""
     num_queries, heads, head_dim = q.shape
     num_keys, width = k.shape[0], logits.shape[1]
     programs = num_sms(q.device)
-    queries = 2 * MOST_COLUMNS.value // heads
+    queries = 2 * ragged_kernel.COLUMNS.value // heads
     if item_keys is None:
         item_keys = keys_of_item(num_queries, num_keys, queries, programs)
     items = -(-num_queries // queries) * -(-num_keys // item_keys)
     ranges = (key_start, stride_in_use(key_start, 0), key_end, stride_in_use(key_end, 0))
     with launching_on(q.device):
         ragged_kernel.kernel[(min(items, programs),)](
-            _vectors("q", q.reshape(-1, head_dim), MOST_COLUMNS.value),
-            _numbers("weights", weights.reshape(-1), MOST_COLUMNS.value),
+            _vectors("q", q.reshape(-1, head_dim), ragged_kernel.COLUMNS.value),
+            _numbers("weights", weights.reshape(-1), ragged_kernel.COLUMNS.value),
             _vectors("k", k, KEYS.value),
             _numbers("k_scale", k_scale, KEYS.value),
             *ranges,
@@ -62,12 +61,11 @@ def ragged(
             int(compressed),
             HEADS=heads,
             HEAD_DIM=head_dim,
-            TURNS=schedule,
             num_warps=4,
             enable_fp_fusion=True,
         )
         if clean:
-            cleaning.clean_ragged_kernel[(num_queries, -(-width // cleaning.BLOCK))](
+            cleaning.clean_ragged_kernel[(num_queries, cleaning.programs_of_row(num_queries, width, programs))](
                 logits,
                 stride_in_use(logits, 0),
                 width,
@@ -96,10 +94,11 @@ def paged(
     box = math.gcd(page_size, KEYS.value)
     most_keys = min(width, block_table.shape[1] * page_size)
     # One length a request: each of its queries sees a key less than the next.
-    shortened = cache_seqlens.ndim == 1
-    strides = (stride_in_use(cache_seqlens, 0), 0 if shortened else stride_in_use(cache_seqlens, 1))
+    per_query = cache_seqlens.ndim == 2 and next_n > 1
+    strides = (stride_in_use(cache_seqlens, 0), stride_in_use(cache_seqlens, 1) if per_query else 0)
+    programs = num_sms(q.device)
     with launching_on(q.device):
-        paged_kernel.kernel[(num_sms(q.device),)](
+        paged_kernel.kernel[(programs,)](
             _vectors("q", q.reshape(-1, head_dim), columns),
             _numbers("weights", weights.reshape(-1), columns),
             *_pages(cache, head_dim, box),
@@ -110,8 +109,6 @@ def paged(
             block_table.shape[1],
             cache_seqlens,
             *strides,
-            1 if shortened else next_n,
-            int(shortened),
             most_keys,
             requests,
             next_n,
@@ -121,17 +118,19 @@ def paged(
             HEAD_DIM=head_dim,
             COLUMNS=columns,
             BOX=box,
+            PER_QUERY=per_query,
             num_warps=4,
             enable_fp_fusion=True,
         )
         if clean:
-            cleaning.clean_paged_kernel[(requests * next_n, -(-width // cleaning.BLOCK))](
+            rows = requests * next_n
+            cleaning.clean_paged_kernel[(rows, cleaning.programs_of_row(rows, width, programs))](
                 logits,
                 stride_in_use(logits, 0),
                 width,
                 cache_seqlens,
                 *strides,
-                int(shortened),
+                int(not per_query),
                 most_keys,
                 next_n,
                 BLOCK=cleaning.BLOCK,

@@ -9,11 +9,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from flashlatte.kernels.hopper.barriers import allocate_mbarrier
 from flashlatte.ops.index_logits.hopper import split
 from flashlatte.ops.index_logits.hopper.scores import Rows, logits_layout, store, sum_over_heads
 from flashlatte.ops.index_logits.hopper.tiles import (
     CONSUMER_REGISTERS,
     KEYS,
+    PRODUCER_REGISTERS,
     barriers,
     numbers_layout,
     scores_layout,
@@ -30,6 +32,7 @@ Q_SLOTS = gl.constexpr(2)
 
 # Boxes of keys whose pages the producer looks up at a time: one for each thread of a warp.
 _LOOKUP = gl.constexpr(32)
+_ONE_EACH = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 
 class Cache(NamedTuple):
@@ -69,31 +72,52 @@ class Shared(NamedTuple):
     k_scale: Any  # [SLOTS, 64]
     k_full: Any
     k_empty: Any
+    touched: Any
 
 
 @gluon.jit
-def _pages(cache, request, first_key, BOX: gl.constexpr):
-    """Pages of the next ``_LOOKUP`` boxes of keys; -1, which a TMA fills with 0, where there is none."""
-    box = gl.arange(0, _LOOKUP, gl.BlockedLayout([1], [32], [4], [0]))
-    column = (first_key + box * BOX) // cache.page_size
+def _look_up(cache, request, first_key, BOX: gl.constexpr):
+    """Entries of the block table for the next ``_LOOKUP`` boxes of keys, -1 where it ends: loaded, and not used yet."""
+    column = (first_key + gl.arange(0, _LOOKUP, _ONE_EACH) * BOX) // cache.page_size
     row = cache.block_table + request.to(gl.int64) * cache.table_stride
-    page = gl.load(row + column, mask=column < cache.table_columns, other=-1)
-    return gl.where((page >= 0) & (page < cache.pages), page, -1).to(gl.int32)
+    return gl.load(row + column, mask=column < cache.table_columns, other=-1)
 
 
 @gluon.jit
-def _page(pages, box):
-    mine = gl.arange(0, _LOOKUP, gl.BlockedLayout([1], [32], [4], [0])) == box
-    return gl.sum(gl.where(mine, pages, 0), 0)
+def _page(cache, entries, box):
+    """The page of a box, -1 where it is not in the cache: the copy engine fills in zeros."""
+    page = gl.where((entries >= 0) & (entries < cache.pages), entries, -1).to(gl.int32)
+    return gl.sum(gl.where(gl.arange(0, _LOOKUP, _ONE_EACH) == box, page, 0), 0)
 
 
 @gluon.jit
-def produce(queries, cache, work, segment, shared, BOX: gl.constexpr, HEADS: gl.constexpr):
+def _load_keys(cache, page, offset, full, vectors, numbers):
+    """A box of keys: vectors [BOX, D] and scales [BOX]."""
+    HEAD_DIM: gl.constexpr = vectors.shape[1]
+    tma_load(cache.k, [page, offset, 0], full, vectors)
+    tma_load(cache.k_scale, [page, cache.page_size * (HEAD_DIM // 4) + offset], full, numbers)
+
+
+@gluon.jit
+def touch_descriptors(cache, shared, BOX: gl.constexpr):
+    """Copy keys of no page into a slot that is long free again when its turn comes.
+
+    The first copy with a descriptor fetches it from memory. Here that happens while lengths are read.
+    """
+    HEAD_DIM: gl.constexpr = shared.q.shape[2]
+    mbarrier.expect(shared.touched, BOX * (HEAD_DIM + 4))
+    vectors, numbers = shared.k.index(SLOTS - 1).slice(0, BOX), shared.k_scale.index(SLOTS - 1).slice(0, BOX)
+    _load_keys(cache, -1, 0, shared.touched, vectors, numbers)
+
+
+@gluon.jit
+def produce(queries, cache, work, segment, shared, BOX: gl.constexpr, HEADS: gl.constexpr, PER_QUERY: gl.constexpr):
     COLUMNS: gl.constexpr = shared.q.shape[1]
     HEAD_DIM: gl.constexpr = shared.q.shape[2]
     BOXES: gl.constexpr = KEYS // BOX
     segments_done = 0
     step = 0
+    mbarrier.wait(shared.touched, 0)
     while segment.tiles > 0:
         wait_empty(shared.q_empty, segments_done, Q_SLOTS)
         full = shared.q_full.index(segments_done % Q_SLOTS)
@@ -103,43 +127,45 @@ def produce(queries, cache, work, segment, shared, BOX: gl.constexpr, HEADS: gl.
         tma_load(queries.weights, [row], full, shared.weights.index(segments_done % Q_SLOTS))
         segments_done += 1
 
-        upcoming = _pages(cache, segment.request, segment.key, BOX)
-        pages = upcoming
+        entries = _look_up(cache, segment.request, segment.key, BOX)
+        next_entries = entries
+        offset = segment.key % cache.page_size
         for tile in range(segment.tiles):
-            key = segment.key + tile * KEYS
             box = tile * BOXES % _LOOKUP
             if box == 0:
-                # One lookup ahead of what is being loaded.
-                pages = upcoming
-                upcoming = _pages(cache, segment.request, key + _LOOKUP * BOX, BOX)
+                entries = next_entries
+                next_entries = _look_up(cache, segment.request, segment.key + tile * KEYS + _LOOKUP * BOX, BOX)
             wait_empty(shared.k_empty, step, SLOTS)
             slot = step % SLOTS
             full = shared.k_full.index(slot)
             mbarrier.expect(full, KEYS * (HEAD_DIM + 4))
             for part in gl.static_range(BOXES):
-                page = _page(pages, box + part)
-                offset = (key + part * BOX) % cache.page_size
+                page = _page(cache, entries, box + part)
                 vectors = shared.k.index(slot).slice(part * BOX, BOX)
                 numbers = shared.k_scale.index(slot).slice(part * BOX, BOX)
-                tma_load(cache.k, [page, offset, 0], full, vectors)
-                tma_load(cache.k_scale, [page, cache.page_size * (HEAD_DIM // 4) + offset], full, numbers)
+                _load_keys(cache, page, offset, full, vectors, numbers)
+                offset += BOX
+                offset = gl.where(offset == cache.page_size, 0, offset)
             step += 1
-        segment = split.next_segment(work, segment)
+        segment = split.next_segment(work, segment, PER_QUERY)
 
 
 @gluon.jit
-def _rows(work, segment, logits, stride, QUERIES: gl.constexpr):
+def _rows(work, segment, logits, stride, QUERIES: gl.constexpr, PER_QUERY: gl.constexpr):
     token = segment.token + gl.arange(0, QUERIES, gl.SliceLayout(0, logits_layout(QUERIES)))
     is_query = token < work.next_n
+    # The stride of tokens is 0 where there is one length a request.
     length = work.lengths + segment.request.to(gl.int64) * work.request_stride + token.to(gl.int64) * work.token_stride
-    end = gl.load(length, mask=is_query, other=0) - work.shortened * (work.next_n - 1 - token)
+    end = gl.load(length, mask=is_query, other=0)
+    if not PER_QUERY:
+        end -= work.next_n - 1 - token
     end = gl.where(is_query, gl.minimum(gl.maximum(end, 0), work.most_keys), 0).to(gl.int32)
     row = segment.request.to(gl.int64) * work.next_n + token
     return Rows(gl.zeros_like(end), end, logits + row * stride)
 
 
 @gluon.jit
-def consume(work, segment, shared, logits, stride, WHICH: gl.constexpr, HEADS: gl.constexpr):
+def consume(work, segment, shared, logits, stride, WHICH: gl.constexpr, HEADS: gl.constexpr, PER_QUERY: gl.constexpr):
     """The logits of every second tile of keys."""
     COLUMNS: gl.constexpr = shared.q.shape[1]
     QUERIES: gl.constexpr = COLUMNS // HEADS
@@ -147,7 +173,7 @@ def consume(work, segment, shared, logits, stride, WHICH: gl.constexpr, HEADS: g
     segments_done = 0
     step = 0
     while segment.tiles > 0:
-        rows = _rows(work, segment, logits, stride, QUERIES)
+        rows = _rows(work, segment, logits, stride, QUERIES, PER_QUERY)
         q_slot = segments_done % Q_SLOTS
         wait_full(shared.q_full, segments_done, Q_SLOTS)
         weights = shared.weights.index(q_slot).load(gl.SliceLayout(0, SCORES))
@@ -160,14 +186,11 @@ def consume(work, segment, shared, logits, stride, WHICH: gl.constexpr, HEADS: g
             scale = shared.k_scale.index(at % SLOTS).load(gl.SliceLayout(1, logits_layout(QUERIES)))
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(shared.k_empty.index(at % SLOTS), count=1)
-            total = sum_over_heads(scores, weights, HEADS) * scale[:, None]
-            # A scale is above 0. It is 0 where the page is not in the cache.
-            total = gl.where(scale[:, None] == 0, float("-inf"), total)
-            store(total, segment.key + tile * KEYS, rows)
+            store(sum_over_heads(scores, weights, HEADS) * scale[:, None], segment.key + tile * KEYS, rows)
         mbarrier.arrive(shared.q_empty.index(q_slot), count=1)
         segments_done += 1
         step += segment.tiles
-        segment = split.next_segment(work, segment)
+        segment = split.next_segment(work, segment, PER_QUERY)
 
 
 def index_logits_paged_kernel(
@@ -183,8 +206,6 @@ def index_logits_paged_kernel(
     lengths,
     request_stride: tl.int64,
     token_stride: tl.int64,
-    length_columns: tl.int32,
-    shortened: tl.int32,
     most_keys: tl.int32,
     requests: tl.int32,
     next_n: tl.int32,
@@ -194,8 +215,19 @@ def index_logits_paged_kernel(
     HEAD_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     BOX: tl.constexpr,
+    PER_QUERY: tl.constexpr,
 ):
     """All tiles of all requests, one after the other, in equal parts to the programs. Arguments as in ``launch``."""
+    work = split.Work(
+        lengths,
+        request_stride,
+        token_stride,
+        most_keys,
+        requests,
+        next_n,
+        COLUMNS // HEADS,
+    )
+    first_lengths = split.read_first_lengths(work)
     shared = Shared(
         gl.allocate_shared_memory(gl.float8e4nv, [Q_SLOTS, COLUMNS, HEAD_DIM], vectors_layout(HEAD_DIM)),
         gl.allocate_shared_memory(gl.float32, [Q_SLOTS, COLUMNS], numbers_layout()),
@@ -205,28 +237,19 @@ def index_logits_paged_kernel(
         gl.allocate_shared_memory(gl.float32, [SLOTS, KEYS], numbers_layout()),
         barriers(SLOTS, 1),
         barriers(SLOTS, 1),
-    )
-    work = split.Work(
-        lengths,
-        request_stride,
-        token_stride,
-        length_columns,
-        shortened,
-        most_keys,
-        requests,
-        next_n,
-        COLUMNS // HEADS,
+        allocate_mbarrier(),
     )
     cache = Cache(k, k_scale, pages, page_size, block_table, table_stride, table_columns)
-    segment = split.first_segment(work)
+    touch_descriptors(cache, shared, BOX)
+    segment = split.first_segment(work, first_lengths, PER_QUERY)
     gl.warp_specialize(
         [
-            (produce, (Queries(q, weights), cache, work, segment, shared, BOX, HEADS)),
-            (consume, (work, segment, shared, logits, logits_stride, 0, HEADS)),
-            (consume, (work, segment, shared, logits, logits_stride, 1, HEADS)),
+            (consume, (work, segment, shared, logits, logits_stride, 0, HEADS, PER_QUERY)),
+            (consume, (work, segment, shared, logits, logits_stride, 1, HEADS, PER_QUERY)),
+            (produce, (Queries(q, weights), cache, work, segment, shared, BOX, HEADS, PER_QUERY)),
         ],
-        [4, 4],
-        [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 

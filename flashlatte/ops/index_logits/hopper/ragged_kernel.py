@@ -9,12 +9,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from flashlatte.kernels.hopper import barriers as named_barriers
 from flashlatte.ops.index_logits.hopper.scores import Rows, logits_layout, store, sum_over_heads
 from flashlatte.ops.index_logits.hopper.tiles import (
     CONSUMER_REGISTERS,
     KEYS,
-    MOST_COLUMNS,
+    PRODUCER_REGISTERS,
     barriers,
     numbers_layout,
     scores_layout,
@@ -28,8 +27,9 @@ from flashlatte.runtime.triton_kernel import gluon_kernel
 # Of the ring of keys, and of the ring of queries.
 SLOTS = gl.constexpr(8)
 Q_SLOTS = gl.constexpr(2)
-# A consumer's columns: the heads of its queries.
-COLUMNS = MOST_COLUMNS
+# A consumer's columns, the heads of its queries, of which a WGMMA takes one half.
+COLUMNS = gl.constexpr(256)
+HALF_COLUMNS = gl.constexpr(128)
 
 
 class Problem(NamedTuple):
@@ -104,7 +104,8 @@ def _item(problem, number, QUERIES: gl.constexpr):
     """
     num_blocks = (problem.num_queries + QUERIES - 1) // QUERIES
     query = (num_blocks - 1 - number % num_blocks) * QUERIES
-    start, end = _range(problem, query + gl.arange(0, QUERIES, gl.BlockedLayout([1], [32], [4], [0])))
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    start, end = _range(problem, query + gl.arange(0, QUERIES, LAYOUT))
     item_start = number // num_blocks * problem.item_keys
     first = gl.maximum(gl.min(gl.where(start < end, start, problem.num_keys), 0), item_start) // KEYS * KEYS
     last = gl.minimum(gl.max(end, 0), item_start + problem.item_keys)
@@ -112,13 +113,13 @@ def _item(problem, number, QUERIES: gl.constexpr):
 
 
 @gluon.jit
-def produce(inputs, problem, shared, QUERIES: gl.constexpr, HEADS: gl.constexpr):
-    """Fill the rings, for both consumers. ``QUERIES`` are both consumers'."""
+def produce(inputs, problem, shared, HEADS: gl.constexpr):
+    """Fill the rings, for both consumers."""
     HEAD_DIM: gl.constexpr = shared.k.shape[2]
     items_done = 0
     step = 0
     for number in range(gl.program_id(0), problem.num_items, gl.num_programs(0)):
-        item = _item(problem, number, QUERIES)
+        item = _item(problem, number, 2 * COLUMNS // HEADS)
         if item.tiles > 0:
             wait_empty(shared.q_empty, items_done, Q_SLOTS)
             full = shared.q_full.index(items_done % Q_SLOTS)
@@ -149,93 +150,47 @@ def _rows(problem, output, first_query, QUERIES: gl.constexpr):
 
 
 @gluon.jit
-def consume(
-    problem,
-    shared,
-    output,
-    WHICH: gl.constexpr,
-    QUERIES: gl.constexpr,
-    HEADS: gl.constexpr,
-    TURNS: gl.constexpr,
-):
-    """The logits of one half of an item's queries. ``QUERIES`` are one consumer's."""
-    SCORES: gl.constexpr = scores_layout(COLUMNS)
-    items_done = 0
-    step = 0
-    if TURNS and WHICH == 1:
-        named_barriers.arrive(8, 256)
-    for number in range(gl.program_id(0), problem.num_items, gl.num_programs(0)):
-        item = _item(problem, number, 2 * QUERIES)
-        if item.tiles > 0:
-            rows = _rows(problem, output, item.query + WHICH * QUERIES, QUERIES)
-            wait_full(shared.q_full, items_done, Q_SLOTS)
-            q_slot = items_done % Q_SLOTS * 2 + WHICH
-            weights = shared.weights.index(q_slot).load(gl.SliceLayout(0, SCORES))
-            for tile in range(item.tiles):
-                wait_full(shared.k_full, step, SLOTS)
-                if TURNS:
-                    named_barriers.wait(8 + WHICH, 256)
-                # An index that is not constant in the loop: the compiler would keep the descriptors, and spill.
-                q = shared.q.index(q_slot + (step >> 30)).permute((1, 0))
-                scores = gl.zeros([KEYS, COLUMNS], gl.float32, SCORES)
-                scores = warpgroup_mma(shared.k.index(step % SLOTS), q, scores, use_acc=False, is_async=True)
-                if TURNS:
-                    named_barriers.arrive(9 - WHICH, 256)
-                scale = shared.k_scale.index(step % SLOTS).load(gl.SliceLayout(1, logits_layout(QUERIES)))
-                scores = warpgroup_mma_wait(0, deps=[scores])
-                mbarrier.arrive(shared.k_empty.index(step % SLOTS), count=1)
-                logits = sum_over_heads(scores, weights, HEADS) * scale[:, None]
-                store(logits, item.key + tile * KEYS, rows)
-                step += 1
-            mbarrier.arrive(shared.q_empty.index(items_done % Q_SLOTS), count=1)
-            items_done += 1
-    if TURNS and WHICH == 0:
-        named_barriers.wait(8, 256)
-
-
-@gluon.jit
-def _start(shared, q_slot, step, scores, HALF: gl.constexpr):
-    q = shared.q.index(q_slot + (step >> 30)).slice(HALF * 128, 128).permute((1, 0))
+def _start_scores(shared, q_slot, step, HALF: gl.constexpr):
+    """Start keys · queries of one half of a consumer's columns: [64, 128]."""
+    # An index that is not constant in the loop: the compiler would keep the descriptors, and spill.
+    q = shared.q.index(q_slot + (step >> 30)).slice(HALF * HALF_COLUMNS, HALF_COLUMNS).permute((1, 0))
+    scores = gl.zeros([KEYS, HALF_COLUMNS], gl.float32, scores_layout(HALF_COLUMNS))
     return warpgroup_mma(shared.k.index(step % SLOTS), q, scores, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def consume_halves(
-    problem,
-    shared,
-    output,
-    WHICH: gl.constexpr,
-    QUERIES: gl.constexpr,
-    HEADS: gl.constexpr,
-):
-    """The logits of one half of an item's queries. ``QUERIES`` are one consumer's."""
-    SCORES: gl.constexpr = scores_layout(128)
-    HALF_QUERIES: gl.constexpr = QUERIES // 2
-    OUT: gl.constexpr = logits_layout(HALF_QUERIES)
+def _weights(shared, q_slot, HALF: gl.constexpr):
+    half = shared.weights.index(q_slot).slice(HALF * HALF_COLUMNS, HALF_COLUMNS)
+    return half.load(gl.SliceLayout(0, scores_layout(HALF_COLUMNS)))
+
+
+@gluon.jit
+def consume(problem, shared, output, WHICH: gl.constexpr, HEADS: gl.constexpr):
+    """The logits of one half of an item's queries, of two halves in turn: one is reduced while the other multiplies."""
+    QUERIES: gl.constexpr = HALF_COLUMNS // HEADS
     items_done = 0
     step = 0
     for number in range(gl.program_id(0), problem.num_items, gl.num_programs(0)):
-        item = _item(problem, number, 2 * QUERIES)
+        item = _item(problem, number, 4 * QUERIES)
         if item.tiles > 0:
-            first = item.query + WHICH * QUERIES
-            rows_a = _rows(problem, output, first, HALF_QUERIES)
-            rows_b = _rows(problem, output, first + HALF_QUERIES, HALF_QUERIES)
+            query = item.query + 2 * WHICH * QUERIES
+            rows_0 = _rows(problem, output, query, QUERIES)
+            rows_1 = _rows(problem, output, query + QUERIES, QUERIES)
             wait_full(shared.q_full, items_done, Q_SLOTS)
             q_slot = items_done % Q_SLOTS * 2 + WHICH
-            weights_a = shared.weights.index(q_slot).slice(0, 128).load(gl.SliceLayout(0, SCORES))
-            weights_b = shared.weights.index(q_slot).slice(128, 128).load(gl.SliceLayout(0, SCORES))
-            key = item.key
-            for _ in range(item.tiles):
+            weights_0 = _weights(shared, q_slot, 0)
+            weights_1 = _weights(shared, q_slot, 1)
+            for tile in range(item.tiles):
+                key = item.key + tile * KEYS
                 wait_full(shared.k_full, step, SLOTS)
-                a = _start(shared, q_slot, step, gl.zeros([KEYS, 128], gl.float32, SCORES), 0)
-                b = _start(shared, q_slot, step, gl.zeros([KEYS, 128], gl.float32, SCORES), 1)
-                scale = shared.k_scale.index(step % SLOTS).load(gl.SliceLayout(1, OUT))
-                a = warpgroup_mma_wait(1, deps=[a])
-                store(sum_over_heads(a, weights_a, HEADS) * scale[:, None], key, rows_a)
-                b = warpgroup_mma_wait(0, deps=[b])
+                scores_0 = _start_scores(shared, q_slot, step, 0)
+                scores_1 = _start_scores(shared, q_slot, step, 1)
+                scale = shared.k_scale.index(step % SLOTS).load(gl.SliceLayout(1, logits_layout(QUERIES)))[:, None]
+                scores_0 = warpgroup_mma_wait(1, deps=[scores_0])
+                store(sum_over_heads(scores_0, weights_0, HEADS) * scale, key, rows_0)
+                scores_1 = warpgroup_mma_wait(0, deps=[scores_1])
                 mbarrier.arrive(shared.k_empty.index(step % SLOTS), count=1)
-                store(sum_over_heads(b, weights_b, HEADS) * scale[:, None], key, rows_b)
-                key += KEYS
+                store(sum_over_heads(scores_1, weights_1, HEADS) * scale, key, rows_1)
                 step += 1
             mbarrier.arrive(shared.q_empty.index(items_done % Q_SLOTS), count=1)
             items_done += 1
@@ -260,10 +215,8 @@ def index_logits_ragged_kernel(
     compressed: tl.int32,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    TURNS: tl.constexpr,
 ):
     """A program takes every num_programs-th work item: 512 / HEADS queries and up to item_keys keys."""
-    QUERIES: gl.constexpr = COLUMNS // HEADS
     shared = Shared(
         gl.allocate_shared_memory(gl.float8e4nv, [2 * Q_SLOTS, COLUMNS, HEAD_DIM], vectors_layout(HEAD_DIM)),
         gl.allocate_shared_memory(gl.float32, [2 * Q_SLOTS, COLUMNS], numbers_layout()),
@@ -277,26 +230,15 @@ def index_logits_ragged_kernel(
     problem = Problem(key_start, start_stride, key_end, end_stride, num_queries, num_keys, item_keys, num_items)
     inputs = Inputs(q, weights, k, k_scale)
     output = Output(logits, logits_stride, width, compressed)
-    if TURNS == 2:
-        gl.warp_specialize(
-            [
-                (produce, (inputs, problem, shared, 2 * QUERIES, HEADS)),
-                (consume_halves, (problem, shared, output, 0, QUERIES, HEADS)),
-                (consume_halves, (problem, shared, output, 1, QUERIES, HEADS)),
-            ],
-            [4, 4],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (produce, (inputs, problem, shared, 2 * QUERIES, HEADS)),
-                (consume, (problem, shared, output, 0, QUERIES, HEADS, TURNS)),
-                (consume, (problem, shared, output, 1, QUERIES, HEADS, TURNS)),
-            ],
-            [4, 4],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (consume, (problem, shared, output, 0, HEADS)),
+            (consume, (problem, shared, output, 1, HEADS)),
+            (produce, (inputs, problem, shared, HEADS)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
 
 
 kernel = gluon_kernel(index_logits_ragged_kernel, by_element=["key_start", "key_end", "logits"])

@@ -24,9 +24,7 @@ class Work(NamedTuple):
 
     Attributes:
         lengths: keys of each request, [requests], or that each query sees, [requests, next_n].
-        request_stride, token_stride: of the lengths; 0 where there is one length a request.
-        length_columns: 1 or next_n.
-        shortened: 1 if a query sees a key less than the query behind it (one length a request), else 0.
+        request_stride, token_stride: of the lengths; token_stride is 0 where there is one length a request.
         most_keys: keys that fit the block table and the logits.
         next_n: queries of a request.
         group: queries that a tile takes.
@@ -35,8 +33,6 @@ class Work(NamedTuple):
     lengths: Any
     request_stride: Any
     token_stride: Any
-    length_columns: Any
-    shortened: Any
     most_keys: Any
     requests: Any
     next_n: Any
@@ -56,13 +52,18 @@ class Segment(NamedTuple):
 
 
 @gluon.jit
-def _tiles(work, request):
-    """Tiles of keys of requests; 0 behind the last one."""
-    keys = request * 0
-    row = work.lengths + request.to(gl.int64) * work.request_stride
-    for column in range(work.length_columns):
-        length = gl.load(row + column * work.token_stride, mask=request < work.requests, other=0)
-        keys = gl.maximum(keys, gl.minimum(length, work.most_keys).to(gl.int32))
+def _length(work, request, token):
+    address = work.lengths + request.to(gl.int64) * work.request_stride + token * work.token_stride
+    return gl.load(address, mask=request < work.requests, other=0)
+
+
+@gluon.jit
+def _tiles(work, request, length, PER_QUERY: gl.constexpr):
+    """Tiles of keys of requests, 0 behind the last one. ``length`` is the first of each request."""
+    keys = gl.minimum(gl.maximum(length, 0), work.most_keys).to(gl.int32)
+    if PER_QUERY:
+        for token in range(1, work.next_n):
+            keys = gl.maximum(keys, gl.minimum(_length(work, request, token), work.most_keys).to(gl.int32))
     return (keys + KEYS - 1) // KEYS
 
 
@@ -72,48 +73,52 @@ def _add(a, b):
 
 
 @gluon.jit
-def _segment(work, request, group, skipped, left):
-    """The segment of a group of queries behind ``skipped`` tiles."""
-    tiles = gl.minimum(_tiles(work, request) - skipped, left)
-    return Segment(request, group * work.group, skipped * KEYS, tiles, left)
+def read_first_lengths(work):
+    """Lengths of the first requests, which are on their way while other things are prepared."""
+    return _length(work, gl.arange(0, _SCAN, _SCANNED), 0)
 
 
 @gluon.jit
-def first_segment(work):
+def first_segment(work, first_lengths, PER_QUERY: gl.constexpr):
+    """Where the program's part of the list begins."""
     groups = (work.next_n + work.group - 1) // work.group
-    total = gl.to_tensor(0)
-    for start in range(0, work.requests, _SCAN):
-        total += gl.sum(_tiles(work, start + gl.arange(0, _SCAN, _SCANNED)), 0)
+    total = gl.sum(_tiles(work, gl.arange(0, _SCAN, _SCANNED), first_lengths, PER_QUERY), 0)
+    for start in range(_SCAN, work.requests, _SCAN):
+        candidates = start + gl.arange(0, _SCAN, _SCANNED)
+        total += gl.sum(_tiles(work, candidates, _length(work, candidates, 0), PER_QUERY), 0)
     total *= groups
-    share = (total + gl.num_programs(0) - 1) // gl.num_programs(0)
-    begin = gl.minimum(gl.program_id(0) * share, total)
-    left = gl.minimum(total - begin, share)
+    part = (total + gl.num_programs(0) - 1) // gl.num_programs(0)
+    begin = gl.minimum(gl.program_id(0) * part, total)
 
     request = gl.to_tensor(0)
     before = gl.to_tensor(0)
     scanned = gl.to_tensor(0)
     for start in range(0, work.requests, _SCAN):
         candidates = start + gl.arange(0, _SCAN, _SCANNED)
-        tiles = _tiles(work, candidates) * groups
+        tiles = _tiles(work, candidates, _length(work, candidates, 0), PER_QUERY) * groups
         ends = scanned + gl.associative_scan(tiles, 0, _add)
         passed = (candidates < work.requests) & (ends <= begin)
         request += gl.sum(passed.to(gl.int32), 0)
         before = gl.maximum(before, gl.max(gl.where(passed, ends, 0), 0))
         scanned += gl.sum(tiles, 0)
-    skipped = begin - before
-    tiles = gl.maximum(_tiles(work, request), 1)
-    return _segment(work, request, skipped // tiles, skipped % tiles, left)
+    tiles = gl.maximum(_tiles(work, request, _length(work, request, 0), PER_QUERY), 1)
+    left = gl.minimum(total - begin, part)
+    group = (begin - before) // tiles
+    skipped = (begin - before) % tiles
+    return Segment(request, group * work.group, skipped * KEYS, gl.minimum(tiles - skipped, left), left)
 
 
 @gluon.jit
-def next_segment(work, segment):
+def next_segment(work, segment, PER_QUERY: gl.constexpr):
+    """What the program takes next: the next group of the request, or the next request that has keys."""
     left = segment.left - segment.tiles
     request = segment.request
     token = segment.token + work.group
     if token >= work.next_n:
         token = 0
         request += 1
-        # Requests without keys have no tiles.
-        while (left > 0) & (request < work.requests) & (_tiles(work, request) <= 0):
-            request += 1
-    return _segment(work, request, token // work.group, 0, left)
+    tiles = _tiles(work, request, _length(work, request, 0), PER_QUERY)
+    while (tiles == 0) & (request < work.requests):
+        request += 1
+        tiles = _tiles(work, request, _length(work, request, 0), PER_QUERY)
+    return Segment(request, token, 0, gl.minimum(tiles, left), left)

@@ -10,8 +10,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 KEYS = gl.constexpr(64)
 # The most columns of a WGMMA, each a head of a query.
 MOST_COLUMNS = gl.constexpr(256)
-# Of a consumer; what 12 warps leave of the register file, 24, is the producer's.
+# Of a thread of a consumer and of the producer, whose one warp is counted as four.
 CONSUMER_REGISTERS = gl.constexpr(240)
+PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.constexpr_function
