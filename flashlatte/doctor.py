@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def typical_calls(device: torch.device, dtype: torch.dtype, model: MLAConfig | N
             calls.append(dispatch.Call(operation, device, dtype, name, page_size=64, head_dim=width))
     # The indexer of DeepSeek-V3.2.
     for operation in ("index_logits", "paged_index_logits"):
-        calls.append(dispatch.Call(operation, device, torch.float8_e4m3fn, "index_fp8", 64, 128, h_q=64))
+        calls.append(dispatch.Call(operation, device, torch.float8_e4m3fn, page_size=64, head_dim=128))
     known = {call.operation for call in calls}
     calls += [dispatch.Call(name, device, dtype) for name in dispatch.operations() if name not in known]
     return calls
@@ -158,9 +159,10 @@ def _what_a_gpu_adds(operations: list[dict[str, Any]]) -> str:
     hopper = dict.fromkeys(
         entry["operation"] for entry in operations if _exists(entry["refusals"].get("hopper", "has no "))
     )
-    return (
-        "A GPU adds the portable kernels (Triton) for all of them, and one of compute capability 9.0 (H100, H200)\n"
-        f"the hopper kernels of {', '.join(hopper)}."
+    return textwrap.fill(
+        "A GPU adds the portable kernels (Triton) for all of them, and one of compute capability 9.0 (H100, H200) "
+        f"the hopper kernels of {', '.join(hopper)}.",
+        width=118,
     )
 
 
