@@ -6,7 +6,6 @@ None of them reads a device tensor's values, so none synchronises.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -138,7 +137,10 @@ def choice(name: str, value: object, accepted: Sequence[str]) -> None:
 
 
 class naming:
-    """Errors raised within call arguments by other names: keys are the checks' names, values those of an interface."""
+    """Errors raised within call arguments by other names: keys are the checks' names, values those of an interface.
+
+    Messages hold an argument's name as a word of its own.
+    """
 
     def __init__(self, **names: str) -> None:
         self.names = names
@@ -148,7 +150,4 @@ class naming:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and type(error) in (TypeError, ValueError):
-            text = str(error)
-            for inner, outer in self.names.items():
-                text = re.sub(rf"\b{inner}\b", outer, text)
-            error.args = (text,)
+            error.args = (" ".join(self.names.get(word, word) for word in str(error).split(" ")),)
