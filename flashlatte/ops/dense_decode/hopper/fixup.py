@@ -1,6 +1,6 @@
 """Stream-K fixup: a CTA that begins a request finishes it, and adds what CTAs with later ranges have of it.
 
-Wins "b 128, s_q 1, 4,096 varlen" by 7% (286 instead of 308 us with a combine; docs/hopper-dense-decode.md).
+Wins "b 128, s_q 1, 4,096 varlen" by 7% (286 instead of 308 us with a combine; docs/notes/dense-decode.md).
 
 A CTA whose range continues a request works on it first, and who begins one is done with it last, so that there is
 little to wait for. What passes between them, of float32 numbers: a flag for each half of the output (0 until it is
