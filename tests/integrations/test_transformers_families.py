@@ -87,7 +87,7 @@ def stock(request) -> Any:
     return copy.deepcopy(_stock(request.param))
 
 
-def generate(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
+def generate(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
     torch.manual_seed(0)
     return model.generate(**inputs, **{"max_new_tokens": 16, "do_sample": False} | options)
 

@@ -38,7 +38,9 @@ def test_a_compiled_layer_is_one_graph(cache_format, rank, rope):
     expected, _ = run(Engine(layer_like(model), sequences, cache_format))
     engine = Engine(layer_like(model), sequences, cache_format)
     counter = CompileCounterWithBackend("aot_eager")
-    engine.layer = torch.compile(engine.layer, fullgraph=True, backend=counter)
+    engine.layer = torch.compile(  # pyright: ignore[reportAttributeAccessIssue]
+        engine.layer, fullgraph=True, backend=counter
+    )
     with warnings.catch_warnings():
         # Dynamo warns where it traces through a cache and so computes at every call what was computed once.
         warnings.filterwarnings("error", message=".*lru_cache.*")

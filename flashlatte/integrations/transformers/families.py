@@ -104,7 +104,7 @@ def _model_types(model: nn.Module) -> Iterator[str]:
             yield name
 
 
-def attentions(decoder: Any) -> list[tuple[int, nn.Module]]:
+def attentions(decoder: Any) -> list[tuple[int, Any]]:
     """The attention modules of a decoder, each with the number of its layer, in which there may be several."""
     found = []
     for index, layer in enumerate(decoder.layers):
