@@ -203,7 +203,7 @@ def _describe(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
     facts = [
         f"compute capability {properties.major}.{properties.minor}",
-        f"{properties.multi_processor_count} multiprocessors",
+        f"{properties.multi_processor_count} SMs",
         f"{properties.total_memory / 2**30:.0f} GiB",
     ]
     return {"type": "cuda", "name": properties.name, "facts": facts}

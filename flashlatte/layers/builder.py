@@ -67,8 +67,8 @@ class MLAMetadataBuilder:
             self._slots = torch.full((max_tokens,), -1, dtype=torch.int64)
             self._table = torch.zeros(max_requests, self.max_pages, dtype=torch.int32)
             self._seq_lens = torch.zeros(max_requests, dtype=torch.int32)
-            self._padded = torch.zeros(max_requests * max(max_decode_queries, 1), dtype=torch.int64)
-            self._places = torch.zeros(max_tokens, dtype=torch.int64)
+            self._pad_index = torch.zeros(max_requests * max(max_decode_queries, 1), dtype=torch.int64)
+            self._unpad_index = torch.zeros(max_tokens, dtype=torch.int64)
             self._seen = torch.zeros(max_requests * max(max_decode_queries, 1), dtype=torch.int32)
             width = self.max_pages * page_size if selects else 0
             self._every_slot = torch.zeros(max_requests, width, dtype=torch.int32)
@@ -152,9 +152,9 @@ class MLAMetadataBuilder:
     def _decode_part(self, query_lens: list[int]) -> DecodePart:
         requests, queries = len(query_lens), max(query_lens)
         table, seq_lens = self._table[:requests], self._seq_lens[:requests]
-        padded = places = every_slot = seen = None
+        pad_index = unpad_index = every_slot = seen = None
         if min(query_lens) < queries:
-            padded, places = self._ragged(query_lens, queries)
+            pad_index, unpad_index = self._ragged(query_lens, queries)
         if self._every_slot.shape[1]:
             position = torch.arange(self._every_slot.shape[1], device=self.device)
             every_slot = self._every_slot[:requests]
@@ -162,19 +162,19 @@ class MLAMetadataBuilder:
             seen = self._seen[: requests * queries].view(requests, queries)
             later = torch.arange(queries - 1, -1, -1, device=self.device)
             seen.copy_((seq_lens[:, None] - later).clamp(min=0))
-        return DecodePart(queries, table, seq_lens, padded, places, every_slot, seen)
+        return DecodePart(queries, table, seq_lens, pad_index, unpad_index, every_slot, seen)
 
     def _ragged(self, query_lens: list[int], queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """``DecodePart.padded`` and ``places``."""
-        padded, places, token = [], [], 0
+        """``DecodePart.pad_index`` and ``unpad_index``."""
+        pad_index, unpad_index, token = [], [], 0
         last = sum(query_lens) - 1
         for request, count in enumerate(query_lens):
-            padded += [min(token, last)] * (queries - count) + list(range(token, token + count))
-            places += range((request + 1) * queries - count, (request + 1) * queries)
+            pad_index += [min(token, last)] * (queries - count) + list(range(token, token + count))
+            unpad_index += range((request + 1) * queries - count, (request + 1) * queries)
             token += count
-        self._padded[: len(padded)].copy_(torch.tensor(padded))
-        self._places[:token].copy_(torch.tensor(places))
-        return self._padded[: len(padded)], self._places[:token]
+        self._pad_index[: len(pad_index)].copy_(torch.tensor(pad_index))
+        self._unpad_index[:token].copy_(torch.tensor(unpad_index))
+        return self._pad_index[: len(pad_index)], self._unpad_index[:token]
 
     def _prefill_part(self, query_lens: list[int], lengths: list[int], decoding: int) -> PrefillPart:
         query_lens, lengths = query_lens[decoding:], lengths[decoding:]

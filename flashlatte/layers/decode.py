@@ -102,11 +102,11 @@ def _attend_selected(
 
 def _by_request(query: torch.Tensor, part: DecodePart) -> torch.Tensor:
     """[requests, queries, h, head_dim]."""
-    if part.padded is not None:
-        query = query[part.padded]
+    if part.pad_index is not None:
+        query = query[part.pad_index]
     return query.view(part.requests, part.queries, *query.shape[1:])
 
 
 def _by_token(out: torch.Tensor, part: DecodePart) -> torch.Tensor:
     out = out.flatten(0, 1)
-    return out if part.places is None else out[part.places]
+    return out if part.unpad_index is None else out[part.unpad_index]

@@ -21,9 +21,9 @@ class DecodePart:
         queries: tokens of each request (of the longest, if they differ); the last of them is the request's last.
         block_table: int32 [n, max_pages], pages of each request.
         seq_lens: int32 [n], tokens of each request, those of this step included.
-        padded: if the requests have different numbers of tokens, int64 [n · queries]: the token that stands for each
-            of ``queries`` places a request; the missing ones are the first of theirs. None if all have ``queries``.
-        places: beside ``padded``, int64 [tokens], the place of each token.
+        pad_index: if the requests have different numbers of tokens, int64 [n · queries]: the token of each row of the
+            padded batch, where padding, before a request's tokens, repeats one of them. None if all have ``queries``.
+        unpad_index: beside ``pad_index``, int64 [tokens], the row of each token in the padded batch.
         every_slot: int32 [n, width], slots of a request's tokens in order, for cache formats of which there is no
             dense decode; None for the others.
         seen: beside ``every_slot``, int32 [n, queries], how many of them each query sees.
@@ -32,8 +32,8 @@ class DecodePart:
     queries: int
     block_table: torch.Tensor
     seq_lens: torch.Tensor
-    padded: torch.Tensor | None = None
-    places: torch.Tensor | None = None
+    pad_index: torch.Tensor | None = None
+    unpad_index: torch.Tensor | None = None
     every_slot: torch.Tensor | None = None
     seen: torch.Tensor | None = None
 

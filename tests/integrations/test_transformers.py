@@ -423,6 +423,15 @@ def test_other_caches_are_refused(make_model, prompts):
         generate(model, prompts((0,)), past_key_values=cache)
 
 
+def test_the_cache_of_another_model_is_refused(make_model, prompts):
+    first = enable(make_model(kv_lora_rank=32, qk_rope_head_dim=16))
+    second = enable(make_model(kv_lora_rank=40, qk_rope_head_dim=8))
+    with torch.no_grad():
+        cache = first(**prompts((0,))).past_key_values
+        with pytest.raises(ValueError, match=r"holds rows of kv_lora_rank 32 .* filled by another model"):
+            second(prompts((0,))["input_ids"][:, :1], past_key_values=cache)
+
+
 def test_transformers_is_imported_lazily():
     code = (
         "import sys, flashlatte, flashlatte.integrations, flashlatte.integrations.transformers; "

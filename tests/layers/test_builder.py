@@ -26,7 +26,7 @@ def test_parts_positions_and_slots():
     assert metadata.slot_mapping.tolist() == [5, 10, 11, 22, 23, 24, 25, 26, 27]
     decode, prefill = metadata.decode, metadata.prefill
     assert (decode.queries, decode.seq_lens.tolist(), decode.block_table.tolist()) == (2, [6, 12], TABLE[:2].tolist())
-    assert (decode.padded.tolist(), decode.places.tolist()) == ([0, 0, 1, 2], [1, 2, 3])
+    assert (decode.pad_index.tolist(), decode.unpad_index.tolist()) == ([0, 0, 1, 2], [1, 2, 3])
     assert (prefill.cu_seqlens.tolist(), prefill.max_queries) == ([0, 6], 6)
     (chunk,) = prefill.chunks
     assert (chunk.first, chunk.last, chunk.tokens, chunk.max_queries, chunk.max_keys) == (0, 6, 2, 6, 2)
@@ -174,7 +174,7 @@ def test_a_step_without_requests_fills_a_captured_batch(queries):
     assert metadata.positions.tolist() == [0] * 2 * count
     assert metadata.decode.seq_lens.tolist() == [0, 0]
     assert metadata.decode.seen.tolist() == [[0] * count] * 2
-    assert metadata.decode.padded is None
+    assert metadata.decode.pad_index is None
 
 
 def test_more_padding_tokens_than_decode_takes():
@@ -187,7 +187,7 @@ def test_requests_without_new_tokens():
     assert (metadata.num_tokens, metadata.num_decode_tokens) == (7, 2)
     assert metadata.positions.tolist() == [3, 4, 4, 5, 6, 7, 8]
     assert metadata.decode.seq_lens.tolist() == [0, 5, 0]
-    assert (metadata.decode.padded.tolist(), metadata.decode.places.tolist()) == ([0, 0, 0, 1, 1, 1], [2, 3])
+    assert (metadata.decode.pad_index.tolist(), metadata.decode.unpad_index.tolist()) == ([0, 0, 0, 1, 1, 1], [2, 3])
     metadata = make_builder().build([0, 0, 5, 5], [3, 9, 4], TABLE)
     assert metadata.decode is None
     assert metadata.prefill.cu_seqlens.tolist() == [0, 5, 5]

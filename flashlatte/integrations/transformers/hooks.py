@@ -71,6 +71,7 @@ class BeginForward:
                 cache.release()
             return None
         if isinstance(cache, PagedLatentCache):
+            _check_rows(cache.latents, model.config)
             return cache
         if cache is None:
             use_cache = call.get("use_cache")
@@ -168,6 +169,17 @@ def check_backend(model: Any, latents: PagedLatents) -> None:
         h_kv=1,
     )
     dispatch.select(call, latents.backend)
+
+
+def _check_rows(latents: PagedLatents, config: Any) -> None:
+    """A cache that another model filled may hold rows of other parts, as wide as this one's."""
+    held = latents.latent_dim, latents.layout.head_dim - latents.latent_dim
+    wanted = config.kv_lora_rank, config.qk_rope_head_dim
+    if held != wanted:
+        raise ValueError(
+            f"past_key_values holds rows of kv_lora_rank {held[0]} and qk_rope_head_dim {held[1]}, and the model's are "
+            f"{wanted[0]} and {wanted[1]}: it was filled by another model"
+        )
 
 
 def _argument_names(model: Any) -> list[str]:
