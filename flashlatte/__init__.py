@@ -1,8 +1,9 @@
 """Multi-head Latent Attention in Python: attention operations, cache formats, the layer, FlashMLA's interface.
 
 Names are imported when first asked for. Operations: ``dense_decode``, ``dense_prefill``, ``sparse_decode``,
-``sparse_prefill``, ``merge_states``. Caches: ``kv_cache``. The layer: ``layers``. FlashMLA's interface, argument for
-argument: ``flash_mla``. Models: ``integrations``.
+``sparse_prefill``, ``merge_states``; of the sparse-attention indexer ``index_select`` and what it is made of. Caches:
+``kv_cache``. The layer: ``layers``. FlashMLA's interface, argument for argument: ``flash_mla``; DeepGEMM's for the
+indexer: ``deep_gemm``. Models: ``integrations``.
 """
 
 from typing import TYPE_CHECKING
@@ -10,31 +11,56 @@ from typing import TYPE_CHECKING
 from flashlatte.runtime import lazy
 
 if TYPE_CHECKING:
-    from flashlatte import flash_mla, integrations, kv_cache, layers
+    from flashlatte import deep_gemm, flash_mla, integrations, kv_cache, layers
     from flashlatte.ops.dense_decode import dense_decode
     from flashlatte.ops.dense_prefill import dense_prefill
+    from flashlatte.ops.index_convert import index_convert
+    from flashlatte.ops.index_logits import index_logits, paged_index_logits
+    from flashlatte.ops.index_quantize import index_gather, index_quantize
+    from flashlatte.ops.index_query import index_query
+    from flashlatte.ops.index_select import index_select, paged_index_select
     from flashlatte.ops.merge_states import merge_states
     from flashlatte.ops.sparse_decode import sparse_decode
     from flashlatte.ops.sparse_prefill import sparse_prefill
+    from flashlatte.ops.topk import topk
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "deep_gemm",
     "dense_decode",
     "dense_prefill",
     "flash_mla",
+    "index_convert",
+    "index_gather",
+    "index_logits",
+    "index_quantize",
+    "index_query",
+    "index_select",
     "integrations",
     "kv_cache",
     "layers",
     "merge_states",
+    "paged_index_logits",
+    "paged_index_select",
     "sparse_decode",
     "sparse_prefill",
+    "topk",
 ]
 
-_OPERATIONS = ("dense_decode", "dense_prefill", "merge_states", "sparse_decode", "sparse_prefill")
-_PACKAGES = ("flash_mla", "integrations", "kv_cache", "layers")
+_OPERATIONS = (
+    *("dense_decode", "dense_prefill", "merge_states", "sparse_decode", "sparse_prefill", "topk"),
+    *("index_convert", "index_logits", "index_quantize", "index_query", "index_select"),
+)
+_BESIDE = {
+    "index_gather": "index_quantize",
+    "paged_index_logits": "index_logits",
+    "paged_index_select": "index_select",
+}
+_PACKAGES = ("deep_gemm", "flash_mla", "integrations", "kv_cache", "layers")
 
 lazy.declare(__name__, {name: f"flashlatte.ops.{name}:{name}" for name in _OPERATIONS})
+lazy.declare(__name__, {name: f"flashlatte.ops.{operation}:{name}" for name, operation in _BESIDE.items()})
 lazy.declare(__name__, {name: f"flashlatte.{name}" for name in _PACKAGES})
 # Operations over caches stand above the formats, and are found beside them.
 lazy.declare(

@@ -9,7 +9,7 @@ import pytest
 import flashlatte
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
-PACKAGES = ("flashlatte", "flashlatte.kv_cache", "flashlatte.flash_mla", "flashlatte.layers")
+PACKAGES = ("flashlatte", "flashlatte.kv_cache", "flashlatte.flash_mla", "flashlatte.deep_gemm", "flashlatte.layers")
 EXTRA = ("flashlatte.integrations.transformers",)
 
 
