@@ -1,4 +1,4 @@
-"""What a thread of the producer has of the rows that it loads, widens and stores, and of those that it copies."""
+"""What a thread of the producer has of the rows that it loads, dequantizes and stores, and of those that it copies."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ LINES = gl.constexpr(
 
 @gluon.constexpr_function
 def _own_layout(WIDTH, REGISTERS, LANES):
-    """Words [32, WIDTH] of the tokens that a program of a pair has to widen; the places of 8 tokens are a warp's."""
+    """Words [32, WIDTH] of the tokens that a CTA of a cluster dequantizes; 8 tokens are a warp's."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, word] for word in REGISTERS],
         lane_bases=[*([0, word] for word in LANES), [1, 0], [2, 0], [4, 0]],
