@@ -15,7 +15,7 @@ from flashlatte.runtime import machine
 from flashlatte.split_kv import combine
 
 KERNEL = launch.kernel
-PAIRED_KERNEL = launch.paired_kernel
+CLUSTER_KERNEL = launch.cluster_kernel
 COMBINE = combine.combine_kernel
 COMBINE_EQUAL = equal_splits.combine_equal
 
@@ -84,9 +84,9 @@ class Recording:
     """Calls the launcher, and returns what it launched; knows what it launched to combine equal splits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._kernels, self._combine = [Recorder(KERNEL), Recorder(PAIRED_KERNEL)], Recorder(COMBINE_EQUAL)
+        self._kernels, self._combine = [Recorder(KERNEL), Recorder(CLUSTER_KERNEL)], Recorder(COMBINE_EQUAL)
         monkeypatch.setattr(launch, "kernel", self._kernels[False])
-        monkeypatch.setattr(launch, "paired_kernel", self._kernels[True])
+        monkeypatch.setattr(launch, "cluster_kernel", self._kernels[True])
         monkeypatch.setattr(launch, "clusters_fill", lambda *_: True)
         monkeypatch.setattr(equal_splits, "combine_equal", self._combine)
         monkeypatch.setattr(combine, "combine_kernel", Recorder(COMBINE))
@@ -97,7 +97,7 @@ class Recording:
             recorder.launches.clear()
         decode(**call)
         (only,) = (launched for recorder in self._kernels for launched in recorder.launches)
-        assert bool(self._kernels[True].launches) == only.arguments["PAIRED"]
+        assert bool(self._kernels[True].launches) == only.arguments["CLUSTER"]
         return only
 
     def combines(self) -> list[Launch]:

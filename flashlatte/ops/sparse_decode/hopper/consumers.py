@@ -117,7 +117,7 @@ def copy_query(call, item, cost, PLAN: gl.constexpr):
 
 @gluon.jit
 def _begin(call, FIRST_EMPTY: gl.constexpr, SECOND_EMPTY: gl.constexpr, PLAN: gl.constexpr):
-    if PLAN.paired:
+    if PLAN.cluster:
         ptx_clusters.arrive()
         ptx_clusters.meet()
     else:
@@ -128,7 +128,7 @@ def _begin(call, FIRST_EMPTY: gl.constexpr, SECOND_EMPTY: gl.constexpr, PLAN: gl
 @gluon.jit
 def _wait_half(call, copied, phase, FULL: gl.constexpr, PLAN: gl.constexpr):
     barriers.wait(FULL, 128 + PLAN.producer_threads)
-    if PLAN.paired:
+    if PLAN.cluster:
         clusters.wait(FULL, call.peer, phase)
     if PLAN.format == PLAIN:
         mbarrier.wait(copied, phase)
@@ -239,7 +239,7 @@ def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
     for item in range(cta_range.first, cta_range.stop, call.work.stride):
         split = schedule.split_of(item, cost, call.work, call.lists, PLAN)
         cost += PLAN.overhead + split.blocks
-        steps = schedule.pairs_of(split)
+        steps = schedule.num_steps(split)
         if steps > 0:
             state = empty_state(OUTPUT)
             mbarrier.wait(call.full.q, items_taken & 1)
@@ -266,7 +266,7 @@ def consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
     for item in range(cta_range.first, cta_range.stop, call.work.stride):
         split = schedule.split_of(item, cost, call.work, call.lists, PLAN)
         cost += PLAN.overhead + split.blocks
-        steps = schedule.pairs_of(split)
+        steps = schedule.num_steps(split)
         if steps > 0:
             state = empty_state(OUTPUT)
             mbarrier.wait(call.full.q, items_taken & 1)

@@ -9,14 +9,14 @@ from triton.language.extra.cuda import gdc_wait
 
 from flashlatte.kernels.hopper import clusters
 from flashlatte.ops.sparse_decode.hopper import (
+    cluster_producer,
     consumers,
     epilogue,
     equal_splits,
     one_block,
-    paired_producer,
     producer,
+    rows,
     schedule,
-    selection,
     tiles,
 )
 from flashlatte.runtime.triton_internals import Cluster
@@ -88,21 +88,21 @@ def sparse_decode_kernel(
     EQUAL_SPLITS: tl.constexpr,
     OVERHEAD: tl.constexpr,
     GRANULARITY: tl.constexpr,
-    PAIRED: tl.constexpr,
+    CLUSTER: tl.constexpr,
 ):
     """A CTA works on 64 heads, for a range of all keys or for whole work items. Arguments as in ``launch``."""
     HAS_EXTRA: gl.constexpr = extra_indices is not None
     HAS_LENGTHS: gl.constexpr = lengths is not None or extra_lengths is not None
     PRODUCER_THREADS: gl.constexpr = 32 * gl.num_warps()
     BYTE: gl.constexpr = gl.pointer_type(gl.int8)
-    cache = selection.Cache(
+    cache = rows.Cache(
         k_cache.to(BYTE, bitcast=True), page_stride, token_stride, num_slots, page_size, page_magic, page_shift
     )
-    own = selection.Indices(indices, indices_stride_request, indices_stride_token)
+    own = rows.Indices(indices, indices_stride_request, indices_stride_token)
     extra_cache = cache
     extra = own
     if HAS_EXTRA:
-        extra_cache = selection.Cache(
+        extra_cache = rows.Cache(
             extra_k_cache.to(BYTE, bitcast=True),
             extra_page_stride,
             extra_token_stride,
@@ -111,7 +111,7 @@ def sparse_decode_kernel(
             extra_page_magic,
             extra_page_shift,
         )
-        extra = selection.Indices(extra_indices, extra_indices_stride_request, extra_indices_stride_token)
+        extra = rows.Indices(extra_indices, extra_indices_stride_request, extra_indices_stride_token)
     lists = device.KeyLengths(
         num_items,
         tokens,
@@ -155,12 +155,12 @@ def sparse_decode_kernel(
         EQUAL_SPLITS,
         OVERHEAD,
         GRANULARITY,
-        PAIRED,
+        CLUSTER,
     )
-    shared, masks = tiles.allocate(out.dtype.element_ty, HAS_ROPE, PAIRED)
+    shared, masks = tiles.allocate(out.dtype.element_ty, HAS_ROPE, CLUSTER)
     full = tiles.allocate_full(PRODUCER_THREADS)
     peer = None
-    if PAIRED:
+    if CLUSTER:
         peer = clusters.find_peer(shared.k0_left)
     # The kernel before this one in the stream may still run, and what it writes may be the lengths.
     if HAS_LENGTHS:
@@ -191,8 +191,8 @@ def sparse_decode_kernel(
 def _produce(caches, selection, call, scratch, PLAN: gl.constexpr):
     if PLAN.granularity == 1:
         one_block.produce(caches, selection, call, PLAN)
-    elif PLAN.paired:
-        paired_producer.produce(caches, selection, call, scratch, PLAN)
+    elif PLAN.cluster:
+        cluster_producer.produce(caches, selection, call, scratch, PLAN)
     else:
         producer.produce(caches, selection, call, scratch, PLAN)
 
@@ -216,5 +216,5 @@ def _consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
 _BY_ELEMENT = ["indices", "extra_indices", "lengths", "extra_lengths", "sink", "lse"]
 
 kernel = gluon_kernel(sparse_decode_kernel, _BY_ELEMENT)
-# For PAIRED: its grid counts pairs of programs.
-paired_kernel = gluon_kernel(sparse_decode_kernel, _BY_ELEMENT, Cluster(2, clusters.TAIL_BYTES.value))
+# For CLUSTER: its grid counts clusters.
+cluster_kernel = gluon_kernel(sparse_decode_kernel, _BY_ELEMENT, Cluster(2, clusters.TAIL_BYTES.value))

@@ -12,7 +12,7 @@ import torch
 from flashlatte.kernels.hopper.mla_tiles import KEYS, LATENT, ROPE, ROWS
 from flashlatte.kv_cache.formats import CacheFormat, Tiling
 from flashlatte.ops.sparse_decode.hopper import equal_splits
-from flashlatte.ops.sparse_decode.hopper.kernel import kernel, paired_kernel
+from flashlatte.ops.sparse_decode.hopper.kernel import cluster_kernel, kernel
 from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, producer_warps
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
@@ -67,7 +67,7 @@ class Query(NamedTuple):
 
 
 class Address(NamedTuple):
-    """How tokens of a cache are found: see ``selection.Cache``."""
+    """How tokens of a cache are found: see ``rows.Cache``."""
 
     page_stride: int
     token_stride: int
@@ -142,8 +142,8 @@ def sparse_decode(
 
     with launching_on(device):
         # Two CTAs that need the same tokens share the work of dequantizing them.
-        paired = has_scales and made.granularity == 2 and split.groups % 2 == 0 and clusters_fill(device, 2)
-        launched = paired_kernel[(made.ctas // 2,)] if paired else kernel[(made.ctas,)]
+        in_cluster = has_scales and made.granularity == 2 and split.groups % 2 == 0 and clusters_fill(device, 2)
+        launched = cluster_kernel[(made.ctas // 2,)] if in_cluster else kernel[(made.ctas,)]
         scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
         launched(
             *by_name(
@@ -169,7 +169,7 @@ def sparse_decode(
             EQUAL_SPLITS=made.equal_splits is not None,
             OVERHEAD=split.overhead,
             GRANULARITY=made.granularity,
-            PAIRED=paired,
+            CLUSTER=in_cluster,
             num_warps=producer_warps(kind),
             enable_fp_fusion=True,
             launch_pdl=True,

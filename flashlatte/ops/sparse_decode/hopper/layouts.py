@@ -99,7 +99,7 @@ def _own_layout(WIDTH, REGISTERS, LANES):
 
 # 64 columns, as words of e4m3, 16 bytes of them a thread, and as words of bf16; and the four scales of v32.
 PIECE = gl.constexpr(_own_layout(16, [1, 2], [4, 8]))
-WIDE_PIECE = gl.constexpr(_own_layout(32, [1, 2, 4], [8, 16]))
+BF16_PIECE = gl.constexpr(_own_layout(32, [1, 2, 4], [8, 16]))
 OWN_SCALES = gl.constexpr(_own_layout(4, [1, 2], [0, 0]))
 # The corner [8, 64] of a tile, by four warps.
 CORNER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))

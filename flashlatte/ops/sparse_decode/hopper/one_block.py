@@ -21,10 +21,10 @@ from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.mla_pipeline import empty_state
 from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, P0_FULL, ROWS, SCORE_ROWS, SCORES
 from flashlatte.kernels.hopper.softmax import State, probabilities, raise_row_max
-from flashlatte.ops.sparse_decode.hopper import epilogue, producing, schedule, tiles
+from flashlatte.ops.sparse_decode.hopper import epilogue, schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.consumers import copy_query, score0
 from flashlatte.ops.sparse_decode.hopper.producer import fill, half_loaded, indices_of, load_half, with_nan
-from flashlatte.ops.sparse_decode.hopper.selection import is_extra, locate
+from flashlatte.ops.sparse_decode.hopper.rows import arrive_full, copy_rope, cursor_at, is_extra, locate, publish_mask
 from flashlatte.ops.sparse_decode.hopper.tiles import OUTPUT
 
 _P_OPERAND = gl.constexpr(gl.DotOperandLayout(0, OUTPUT, 2))
@@ -33,24 +33,24 @@ _P_OPERAND = gl.constexpr(gl.DotOperandLayout(0, OUTPUT, 2))
 @gluon.jit
 def produce(caches, selection, call, PLAN: gl.constexpr):
     lists, work, shared, full = call.lists, call.work, call.tiles, call.full
-    cursor = producing.cursor_at(work.range.first, work.range.first_cost, selection, work, lists, PLAN)
+    cursor = cursor_at(work.range.first, work.range.first_cost, selection, work, lists, PLAN)
     block = cursor.split.begin
     indices = indices_of(cursor, block, lists, PLAN)
     rows = locate(indices, is_extra(block, cursor.split, lists), caches, PLAN)
     left = load_half(rows, 0, PLAN)
     right = load_half(rows, 1, PLAN)
-    producing.publish(call.masks.block0, rows)
-    producing.copy_rope(shared.k0_right, shared.k0_rope, rows, full.k0_right, PLAN)
-    # True: the compiler would else widen the right half before it passes the left one on.
+    publish_mask(call.masks.block0, rows)
+    copy_rope(shared.k0_right, shared.k0_rope, rows, full.k0_right, PLAN)
+    # True: the compiler would else dequantize the right half before it passes the left one on.
     always = lists.num_items > 0
     left = with_nan(half_loaded(left, 0, PLAN), rows, 0, PLAN)
     if always:
         fill(shared.k0_left, left, 0, PLAN)
-        producing.arrive(tiles.K0_LEFT_FULL, PLAN)
+        arrive_full(tiles.K0_LEFT_FULL, PLAN)
     right = with_nan(half_loaded(right, 1, PLAN), rows, 1, PLAN)
     if always:
         fill(shared.k0_right, right, 1, PLAN)
-        producing.arrive(tiles.K0_RIGHT_FULL, PLAN)
+        arrive_full(tiles.K0_RIGHT_FULL, PLAN)
     gdc_launch_dependents()
 
 

@@ -3,10 +3,10 @@
 A block passes in halves: the left 256 columns and the right ones, in the order in which they become empty: block 0's
 left, block 0's right, block 1's right, block 1's left. Tokens of caches with scales lie in registers from the moment
 they are asked for until their half of the tile is empty, are dequantized to bf16 there, and stored. The half after the
-one that is being filled is under way; what follows is being brought into the L2 cache. Indices are asked for a pair of
-blocks ahead. All that is bf16 in the cache is copied by cp.async.
+one that is being filled is under way; what follows is being brought into the L2 cache. Indices are asked for a step
+ahead. All that is bf16 in the cache is copied by cp.async.
 
-It is the partition that the program begins as, and so has the arguments of the kernel at hand, in constant memory:
+It is the partition that the kernel begins as, and so has the arguments of the kernel at hand, in constant memory:
 to the others they come in registers, which are what it lacks.
 """
 
@@ -27,8 +27,22 @@ from flashlatte.kernels.hopper.mla_tiles import (
 )
 from flashlatte.kernels.hopper.ptx import e4m3, memory
 from flashlatte.kernels.hopper.ptx.registers import loaded
-from flashlatte.ops.sparse_decode.hopper import layouts, producing, schedule, tiles
-from flashlatte.ops.sparse_decode.hopper.selection import is_extra, load_indices, locate, token_bytes
+from flashlatte.ops.sparse_decode.hopper import layouts, schedule, tiles
+from flashlatte.ops.sparse_decode.hopper.rows import (
+    PLAIN_ROPE,
+    V32_SCALES,
+    arrive_full,
+    copy_rope,
+    copy_words,
+    cursor_at,
+    is_extra,
+    load_indices,
+    locate,
+    publish_mask,
+    signal_copied,
+    token_bytes,
+    wait_empty,
+)
 from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, SWIZZLED_WORDS, V32
 from flashlatte.runtime.gluon_compat import reinterpret
 
@@ -68,7 +82,7 @@ def load_half(rows, SIDE: gl.constexpr, PLAN: gl.constexpr):
         LAYOUT: gl.constexpr = layouts.words_layout(2, 32)
         words = _load_words(rows, SIDE * 64, LAYOUT)
         group = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-        pointers = _per_group(rows.words, LAYOUT) + (producing.V32_SCALES + 2 * SIDE + group)[None, :]
+        pointers = _per_group(rows.words, LAYOUT) + (V32_SCALES + 2 * SIDE + group)[None, :]
         pointers, mask = gl.broadcast(pointers, _per_group(rows.valid, LAYOUT))
         return Half(words, rows.valid, gl.load(pointers, mask=mask, other=0))
     elif PLAN.format == MODEL1:
@@ -120,15 +134,15 @@ def _provide(
 ):
     """Fill half of a block, once it is empty, and say so. ``copied`` is the mbarrier of what comes by cp.async."""
     if PLAN.format == PLAIN:
-        producing.copy_words(tile, rows, SIDE * 128, 0, 128, PLAN)
+        copy_words(tile, rows, SIDE * 128, 0, 128, PLAN)
         if SIDE == 1 and PLAN.has_rope:
-            producing.copy_words(rope_tile, rows, producing.PLAIN_ROPE, 0, 32, PLAN)
-        producing.signal(copied)
+            copy_words(rope_tile, rows, PLAIN_ROPE, 0, 32, PLAN)
+        signal_copied(copied)
     else:
         if SIDE == 1:
-            producing.copy_rope(tile, rope_tile, rows, copied, PLAN)
+            copy_rope(tile, rope_tile, rows, copied, PLAN)
         fill(tile, half, SIDE, PLAN)
-    producing.arrive(FULL, PLAN)
+    arrive_full(FULL, PLAN)
 
 
 @gluon.jit
@@ -202,7 +216,7 @@ def _prefetch(rows, PLAN: gl.constexpr):
 @gluon.jit
 def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
     lists, work, shared, full = call.lists, call.work, call.tiles, call.full
-    cursor = producing.cursor_at(work.range.first, work.range.first_cost, selection, work, lists, PLAN)
+    cursor = cursor_at(work.range.first, work.range.first_cost, selection, work, lists, PLAN)
     block0 = cursor.split.begin
     indices0 = indices_of(cursor, block0, lists, PLAN)
     indices1 = indices_of(cursor, block0 + 1, lists, PLAN)
@@ -213,8 +227,8 @@ def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
     # True. Without these branches the compiler would move the wait for the next half before the arrival of this one.
     always = lists.num_items > 0
     for item in range(work.range.first, work.range.stop, work.stride):
-        pairs = schedule.pairs_of(cursor.split)
-        for pair in range(pairs):
+        steps = schedule.num_steps(cursor.split)
+        for step in range(steps):
             left0 = half_loaded(left0, 0, PLAN)
             extra0 = is_extra(block0, cursor.split, lists)
             extra1 = is_extra(block0 + 1, cursor.split, lists)
@@ -224,21 +238,21 @@ def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
             _prefetch(rows1, PLAN)
             left0 = with_nan(left0, rows0, 0, PLAN)
             if always:
-                producing.wait(K0_LEFT_EMPTY, PLAN)
-                producing.publish(call.masks.block0, rows0)
+                wait_empty(K0_LEFT_EMPTY, PLAN)
+                publish_mask(call.masks.block0, rows0)
                 _provide(shared.k0_left, shared.k0_rope, left0, rows0, full.k0_left, 0, tiles.K0_LEFT_FULL, PLAN)
 
             right0 = half_loaded(right0, 1, PLAN)
             right1 = load_half(rows1, 1, PLAN)
             block0 += 2
-            if pair == pairs - 1:
+            if step == steps - 1:
                 cost = cursor.cost + PLAN.overhead + cursor.split.blocks
-                cursor = producing.cursor_at(item + work.stride, cost, selection, work, lists, PLAN)
+                cursor = cursor_at(item + work.stride, cost, selection, work, lists, PLAN)
                 block0 = cursor.split.begin
             indices0 = indices_of(cursor, block0, lists, PLAN)
             right0 = with_nan(right0, rows0, 1, PLAN)
             if always:
-                producing.wait(K0_RIGHT_EMPTY, PLAN)
+                wait_empty(K0_RIGHT_EMPTY, PLAN)
                 _provide(shared.k0_right, shared.k0_rope, right0, rows0, full.k0_right, 1, tiles.K0_RIGHT_FULL, PLAN)
 
             right1 = half_loaded(right1, 1, PLAN)
@@ -248,21 +262,21 @@ def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
             _prefetch(rows0, PLAN)
             right1 = with_nan(right1, rows1, 1, PLAN)
             if always:
-                producing.wait(K1_RIGHT_EMPTY, PLAN)
-                producing.publish(call.masks.block1, rows1)
+                wait_empty(K1_RIGHT_EMPTY, PLAN)
+                publish_mask(call.masks.block1, rows1)
                 _provide(shared.k1_right, shared.k1_rope, right1, rows1, full.k1_right, 1, tiles.K1_RIGHT_FULL, PLAN)
 
             left1 = half_loaded(left1, 0, PLAN)
             left0 = load_half(rows0, 0, PLAN)
             left1 = with_nan(left1, rows1, 0, PLAN)
             if always:
-                producing.wait(K1_LEFT_EMPTY, PLAN)
+                wait_empty(K1_LEFT_EMPTY, PLAN)
                 _provide(shared.k1_left, shared.k1_rope, left1, rows1, full.k1_left, 0, tiles.K1_LEFT_FULL, PLAN)
     # The consumers' last arrivals.
-    producing.wait(K0_LEFT_EMPTY, PLAN)
-    producing.wait(K0_RIGHT_EMPTY, PLAN)
-    producing.wait(K1_RIGHT_EMPTY, PLAN)
-    producing.wait(K1_LEFT_EMPTY, PLAN)
-    # The combine may be launched, and waits for what the consumers still write. Earlier, its programs would crowd on
-    # the few SMs that are free first.
+    wait_empty(K0_LEFT_EMPTY, PLAN)
+    wait_empty(K0_RIGHT_EMPTY, PLAN)
+    wait_empty(K1_RIGHT_EMPTY, PLAN)
+    wait_empty(K1_LEFT_EMPTY, PLAN)
+    # The combine may be launched, and waits for what the consumers still write. Earlier, its CTAs would crowd on the
+    # few SMs that are free first.
     gdc_launch_dependents()

@@ -55,7 +55,7 @@ class Plan(NamedTuple):
         equal_splits: whether each work item has as many splits as any other; ``num_splits`` are then those of one.
         overhead: what starting on a work item costs, in blocks.
         granularity: blocks that a CTA takes at a time: two, or one where each split is one block (``one_block``).
-        paired: whether CTAs of neighbouring groups exchange what they dequantize (``clusters``).
+        cluster: whether CTAs of neighbouring groups exchange what they dequantize (``clusters``).
     """
 
     format: Any
@@ -69,7 +69,7 @@ class Plan(NamedTuple):
     equal_splits: Any
     overhead: Any
     granularity: Any
-    paired: Any
+    cluster: Any
 
 
 class Split(NamedTuple):
@@ -145,6 +145,6 @@ def has_split(item, cost, work, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def pairs_of(split):
-    """Pairs of blocks that cover a split; the last may lack its second block."""
+def num_steps(split):
+    """Steps of two blocks that cover a split; the last may lack its second block."""
     return opaque((split.end - split.begin + 1) // 2)

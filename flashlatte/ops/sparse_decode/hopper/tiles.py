@@ -52,8 +52,8 @@ class Masks(NamedTuple):
 
 
 @gluon.jit
-def allocate(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr, PAIRED: gl.constexpr):
-    if PAIRED:
+def allocate(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr, CLUSTER: gl.constexpr):
+    if CLUSTER:
         # In one allocation, so that ``clusters`` knows where they lie to each other.
         k = gl.allocate_shared_memory(DTYPE, [4, KEYS, HALF], SWIZZLED)
         k0_left = reinterpret(k.index(0), DTYPE, [1, KEYS, HALF], SWIZZLED)

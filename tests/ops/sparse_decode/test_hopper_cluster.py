@@ -1,4 +1,4 @@
-"""Programs in pairs: what the launch and the compiler make of them, without the GPU."""
+"""Clusters of two CTAs: what the launch and the compiler make of them, without the GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashlatte.runtime import dispatch
 
 pytest.importorskip("triton")
 
-from support.hopper_sparse_decode import CALLS, KERNEL, PAIRED_KERNEL, recording
+from support.hopper_sparse_decode import CALLS, CLUSTER_KERNEL, KERNEL, recording
 
 from flashlatte.kernels.hopper import clusters
 from flashlatte.ops.sparse_decode.hopper import launch
@@ -25,7 +25,7 @@ def record(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("call", "paired"),
+    ("call", "in_cluster"),
     [
         ({"heads": 128}, True),
         ({"heads": 65}, True),
@@ -36,11 +36,11 @@ def record(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("batch", [1, 37, 128])
-def test_neighbouring_groups_of_heads_are_paired(record, call, paired, batch):
+def test_neighbouring_groups_of_heads_form_a_cluster(record, call, in_cluster, batch):
     launched = record(batch=batch, **call)
-    assert launched.arguments["PAIRED"] is paired
+    assert launched.arguments["CLUSTER"] is in_cluster
     groups = launched.arguments["num_groups"]
-    programs = launched.grid[0] * (2 if paired else 1)
+    programs = launched.grid[0] * (2 if in_cluster else 1)
     assert programs % groups == 0
     if launched.arguments["BALANCED"] and not launched.arguments["EQUAL_SPLITS"]:
         assert programs == groups * launched.arguments["num_splits"]
@@ -48,7 +48,7 @@ def test_neighbouring_groups_of_heads_are_paired(record, call, paired, batch):
 
 def test_a_gpu_that_clusters_do_not_fill_has_none(record, monkeypatch):
     monkeypatch.setattr(launch, "clusters_fill", lambda *_: False)
-    assert record().arguments["PAIRED"] is False
+    assert record().arguments["CLUSTER"] is False
 
 
 @pytest.mark.parametrize("name", ["v32, whole items", "v32, ranges", "model1, ranges"])
@@ -86,5 +86,5 @@ def test_tiles_lie_where_the_cluster_supposes(record, name):
 
 
 def test_pairs_are_launched_as_clusters():
-    assert PAIRED_KERNEL.cluster == (2, clusters.TAIL_BYTES.value)
+    assert CLUSTER_KERNEL.cluster == (2, clusters.TAIL_BYTES.value)
     assert KERNEL.cluster is None

@@ -1,7 +1,7 @@
-"""The producer of a program that has a peer (``exchange``): half of a block's tokens, for two programs.
+"""The producer of a CTA that has a peer (``clusters``): half of a block's tokens, for two CTAs.
 
 A thread has one token of a block in registers, all of it, and the next block's under way. Else all is as in
-``producer``: only what is copied by cp.async, each program has to itself, for all 64 tokens.
+``producer``: only what is copied by cp.async, each CTA has to itself, for all 64 tokens.
 """
 
 from __future__ import annotations
@@ -24,15 +24,24 @@ from flashlatte.kernels.hopper.mla_tiles import (
 from flashlatte.kernels.hopper.ptx import clusters as ptx_clusters
 from flashlatte.kernels.hopper.ptx import e4m3
 from flashlatte.kernels.hopper.ptx.registers import loaded
-from flashlatte.ops.sparse_decode.hopper import layouts, producing, schedule, tiles
-from flashlatte.ops.sparse_decode.hopper.selection import is_extra, load_indices, locate
+from flashlatte.ops.sparse_decode.hopper import layouts, schedule, tiles
+from flashlatte.ops.sparse_decode.hopper.rows import (
+    V32_SCALES,
+    arrive_full,
+    copy_rope,
+    cursor_at,
+    is_extra,
+    load_indices,
+    locate,
+    publish_mask,
+)
 from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, V32
 
 _TOKENS = gl.constexpr(gl.SliceLayout(1, layouts.PIECE))
 
 
 class Block(NamedTuple):
-    """This program's tokens [32] of a block as they lie in the cache.
+    """This CTA's tokens [32] of a block as they lie in the cache.
 
     Attributes:
         pieces: words [32, 16] of 64 columns each.
@@ -60,7 +69,7 @@ def _load_piece(words, FIRST: gl.constexpr, PLAN: gl.constexpr):
 @gluon.jit
 def _load_v32_scales(words, valid, PLAN: gl.constexpr):
     tokens: gl.constexpr = gl.SliceLayout(1, layouts.OWN_SCALES)
-    scale = producing.V32_SCALES + gl.arange(0, 4, gl.SliceLayout(0, layouts.OWN_SCALES))
+    scale = V32_SCALES + gl.arange(0, 4, gl.SliceLayout(0, layouts.OWN_SCALES))
     pointers = gl.convert_layout(words, tokens, assert_trivial=True)[:, None] + scale[None, :]
     pointers = gl.multiple_of(pointers, [1, PLAN.alignment])
     pointers, mask = gl.broadcast(pointers, gl.convert_layout(valid, tokens, assert_trivial=True)[:, None])
@@ -72,7 +81,7 @@ def _load_v32_scales(words, valid, PLAN: gl.constexpr):
 
 @gluon.jit
 def _load_block(rows, PLAN: gl.constexpr):
-    """Ask for this program's tokens. Words of those that are not selected come from elsewhere, and get the scale 0."""
+    """Ask for this CTA's tokens. Words of those that are not selected come from elsewhere, and get the scale 0."""
     words = _own(rows.words)
     valid = _own(rows.valid)
     pieces = (
@@ -128,12 +137,12 @@ def _dequantize(words, factor):
     words = words.reshape([OWN, 1, 16])
     tokens: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words.type.layout))
     pairs = e4m3.dequantize(words, gl.convert_layout(factor, tokens, assert_trivial=True)[:, None])
-    return gl.convert_layout(pairs, layouts.WIDE_PIECE, assert_trivial=True)
+    return gl.convert_layout(pairs, layouts.BF16_PIECE, assert_trivial=True)
 
 
 @gluon.constexpr_function
 def _pieces(SIDE, FORMAT):
-    """Pieces of a half that are widened: the last one of model1 is bf16 in the cache."""
+    """Pieces of a half that are dequantized: the last one of model1 is bf16 in the cache."""
     return 3 if SIDE == 1 and FORMAT == MODEL1 else 4
 
 
@@ -153,14 +162,14 @@ def _provide(
     for piece in gl.static_range(PIECES):
         pairs = _dequantize(block.pieces[4 * SIDE + piece], _factor(block.scales, 4 * SIDE + piece, PLAN))
         clusters.store(pairs, places, TILE, piece)
-    producing.arrive(FULL, PLAN)
+    arrive_full(FULL, PLAN)
     clusters.send(TILE, PIECES, FULL, peer)
 
 
 @gluon.jit
 def _indices(cursor, block, work, lists, PLAN: gl.constexpr):
     places = gl.arange(0, KEYS, layouts.tokens_layout(False))
-    # The two programs of a pair have their halves of the tokens first.
+    # The two CTAs have their halves of the tokens first.
     turn = work.group % 2 * OWN
     return load_indices(cursor.row, cursor.extra_row, block, places, cursor.split, lists, turn)
 
@@ -169,7 +178,7 @@ def _indices(cursor, block, work, lists, PLAN: gl.constexpr):
 def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
     lists, work, shared, full, peer = call.lists, call.work, call.tiles, call.full, call.peer
     ptx_clusters.arrive()
-    cursor = producing.cursor_at(work.range.first, work.range.first_cost, selection, work, lists, PLAN)
+    cursor = cursor_at(work.range.first, work.range.first_cost, selection, work, lists, PLAN)
     block0 = cursor.split.begin
     indices0 = _indices(cursor, block0, work, lists, PLAN)
     indices1 = _indices(cursor, block0 + 1, work, lists, PLAN)
@@ -178,35 +187,35 @@ def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
     if scratch is not None:
         # Here, under the first loads: later, what it takes would be kept or spilled until then.
         schedule.write_metadata(scratch, work, PLAN)
-    places = clusters.places(peer, layouts.WIDE_PIECE)
+    places = clusters.places(peer, layouts.BF16_PIECE)
     ptx_clusters.meet()
     # All tiles are free at first.
     phase = 1
     # True. Without these branches the compiler would move the wait for the next block before the arrival of this one.
     always = lists.num_items > 0
     for item in range(work.range.first, work.range.stop, work.stride):
-        pairs = schedule.pairs_of(cursor.split)
-        for pair in range(pairs):
+        steps = schedule.num_steps(cursor.split)
+        for step in range(steps):
             own0 = _block_loaded(own0)
             # Not between the halves: then the second one's fence would wait for these loads, just asked for.
             rows1 = locate(indices1, is_extra(block0 + 1, cursor.split, lists), caches, PLAN)
             own1 = _load_block(rows1, PLAN)
             block0 += 2
-            if pair == pairs - 1:
+            if step == steps - 1:
                 cost = cursor.cost + PLAN.overhead + cursor.split.blocks
-                cursor = producing.cursor_at(item + work.stride, cost, selection, work, lists, PLAN)
+                cursor = cursor_at(item + work.stride, cost, selection, work, lists, PLAN)
                 block0 = cursor.split.begin
             indices0 = _indices(cursor, block0, work, lists, PLAN)
             own0 = _with_first_scale(own0, _first_scale(own0, rows0, PLAN))
             scale1 = own1.scales[0]
             if always:
                 clusters.wait(K0_LEFT_EMPTY, peer, phase)
-                producing.publish(call.masks.block0, rows0)
+                publish_mask(call.masks.block0, rows0)
                 _provide(own0, places, peer, clusters.K0_LEFT, 0, tiles.K0_LEFT_FULL, PLAN)
                 # Here, where the next half has to wait for the consumers, and the fence has waited for block 1.
                 scale1 = _first_scale(own1, rows1, PLAN)
                 clusters.wait(K0_RIGHT_EMPTY, peer, phase)
-                producing.copy_rope(shared.k0_right, shared.k0_rope, rows0, full.k0_right, PLAN)
+                copy_rope(shared.k0_right, shared.k0_rope, rows0, full.k0_right, PLAN)
                 _provide(own0, places, peer, clusters.K0_RIGHT, 1, tiles.K0_RIGHT_FULL, PLAN)
 
             own1 = _block_loaded(_with_first_scale(own1, scale1))
@@ -215,19 +224,19 @@ def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
             indices1 = _indices(cursor, block0 + 1, work, lists, PLAN)
             if always:
                 clusters.wait(K1_RIGHT_EMPTY, peer, phase)
-                producing.publish(call.masks.block1, rows1)
-                producing.copy_rope(shared.k1_right, shared.k1_rope, rows1, full.k1_right, PLAN)
+                publish_mask(call.masks.block1, rows1)
+                copy_rope(shared.k1_right, shared.k1_rope, rows1, full.k1_right, PLAN)
                 _provide(own1, places, peer, clusters.K1_RIGHT, 1, tiles.K1_RIGHT_FULL, PLAN)
                 clusters.wait(K1_LEFT_EMPTY, peer, phase)
                 _provide(own1, places, peer, clusters.K1_LEFT, 0, tiles.K1_LEFT_FULL, PLAN)
             own0 = next0
             phase ^= 1
-    # The last arrivals of both programs' consumers, after which nothing comes from the peer: it may leave, and so may
+    # The last arrivals of both CTAs' consumers, after which nothing comes from the peer: it may leave, and so may
     # this one.
     clusters.wait(K0_LEFT_EMPTY, peer, phase)
     clusters.wait(K0_RIGHT_EMPTY, peer, phase)
     clusters.wait(K1_RIGHT_EMPTY, peer, phase)
     clusters.wait(K1_LEFT_EMPTY, peer, phase)
-    # The combine may be launched, and waits for what the consumers still write. Earlier, its programs would crowd on
-    # the few SMs that are free first.
+    # The combine may be launched, and waits for what the consumers still write. Earlier, its CTAs would crowd on the
+    # few SMs that are free first.
     gdc_launch_dependents()
