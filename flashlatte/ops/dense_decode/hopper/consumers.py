@@ -60,8 +60,8 @@ class Call(NamedTuple):
 
 
 class Request(NamedTuple):
-    """The request at hand: its number, its blocks of keys, which of them are seen (``mask.Mask``), the rope of its
-    queries in registers (None without)."""
+    """The request at hand: its number, its blocks of keys, which of them are seen (``mask.Mask``), and the rope of its
+    queries in registers (without rope: anything)."""
 
     item: Any
     blocks: Any
@@ -77,17 +77,17 @@ def _score_left(q, k, k_full, phase, scores):
 
 
 @gluon.jit
-def _score_right(q, q_rope, k, k_rope, k_full, phase, scores):
-    """``scores`` plus the same of the right half, and of the rope if ``q_rope`` is not None."""
+def _score_right(q, q_rope, k, k_rope, k_full, phase, scores, HAS_ROPE: gl.constexpr):
+    """``scores`` plus the same of the right half, and of the rope if there is one."""
     mbarrier.wait(k_full, phase)
     scores = warpgroup_mma(q, k.permute((1, 0)), scores, is_async=True)
-    if q_rope is not None:
+    if HAS_ROPE:
         scores = warpgroup_mma(q_rope, k_rope.permute((1, 0)), scores, is_async=True)
     return scores
 
 
 @gluon.jit
-def _score0(call, request, phase, z, scores):
+def _score0(call, request, phase, z, scores, PLAN: gl.constexpr):
     """Block 0 begins with its left half, which the even consumer lets go itself, and first."""
     tiles, full = call.tiles, call.full
     scores = _score_left(tiles.q_left.index(z), tiles.k0_left.index(z), full.k0_left, phase, scores)
@@ -99,12 +99,13 @@ def _score0(call, request, phase, z, scores):
         full.k0_right,
         phase,
         scores,
+        PLAN.has_rope,
     )
     return warpgroup_mma_wait(0, deps=[scores])
 
 
 @gluon.jit
-def _begin_score1(call, request, phase, z, scores):
+def _begin_score1(call, request, phase, z, scores, PLAN: gl.constexpr):
     """Block 1 begins with its left half, too: the even consumer is done with it before the odd one with the right."""
     tiles, full = call.tiles, call.full
     scores = _score_left(tiles.q_left.index(z), tiles.k1_left.index(z), full.k1_left, phase, scores)
@@ -116,7 +117,18 @@ def _begin_score1(call, request, phase, z, scores):
         full.k1_right,
         phase,
         scores,
+        PLAN.has_rope,
     )
+
+
+@gluon.jit
+def _take_queries(call, item, blocks, mask, phase, PLAN: gl.constexpr):
+    """A request whose queries have come, with their rope in registers: P of block 0 will lie where that was."""
+    mbarrier.wait(call.full.q, phase)
+    if PLAN.has_rope:
+        return Request(item, blocks, mask, call.tiles.q_rope.index(0).load(Q_OPERAND))
+    else:
+        return Request(item, blocks, mask, call.tiles.q_rope)
 
 
 @gluon.jit
@@ -128,7 +140,7 @@ def _even_step(scores, state, call, request, page, step, phase, z, PLAN: gl.cons
     if not LAST:
         # Not before the fences of the step, which would wait for it.
         page = schedule.page_of(call.table, request.item, 2 * step + 2, request.blocks, PLAN)
-        scores = _score0(call, request, phase ^ 1, z, scores)
+        scores = _score0(call, request, phase ^ 1, z, scores, PLAN)
     return scores, page, state
 
 
@@ -137,7 +149,7 @@ def _odd_step(state, call, request, page, step, phase, z, PLAN: gl.constexpr, LA
     """A whole step, and the page of the next one, unless this is the last."""
     tiles = call.tiles
     scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-    scores = _begin_score1(call, request, phase, z, scores)
+    scores = _begin_score1(call, request, phase, z, scores, PLAN)
     out, row_max0 = begin_odd(state, call, z)
     scores = warpgroup_mma_wait(1, deps=[scores])
     if LAST:
@@ -174,13 +186,8 @@ def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
             scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
             phase = steps_taken & 1
             z = steps_taken >> 30
-            mbarrier.wait(call.full.q, items_taken & 1)
-            if PLAN.has_rope:
-                q_rope = tiles.q_rope.index(0).load(Q_OPERAND)
-            else:
-                q_rope: gl.constexpr = None
-            request = Request(item, blocks, mask, q_rope)
-            scores = _score0(call, request, phase, z, scores)
+            request = _take_queries(call, item, blocks, mask, items_taken & 1, PLAN)
+            scores = _score0(call, request, phase, z, scores, PLAN)
             if PLAN.has_rope:
                 barriers.wait(Q_ROPE_EMPTY, barriers.PAIR)
             for step in range(begin, end - 1):
@@ -220,14 +227,9 @@ def consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
         if end > begin:
             page = schedule.page_of(call.table, item, 2 * begin + 1, blocks, PLAN)
             state = empty_state(OUTPUT)
-            mbarrier.wait(call.full.q, items_taken & 1)
-            if PLAN.has_rope:
-                q_rope = tiles.q_rope.index(0).load(Q_OPERAND)
-            else:
-                q_rope: gl.constexpr = None
+            request = _take_queries(call, item, blocks, mask, items_taken & 1, PLAN)
             if PLAN.has_rope:
                 barriers.arrive(Q_ROPE_EMPTY, barriers.PAIR)
-            request = Request(item, blocks, mask, q_rope)
             for step in range(begin, end - 1):
                 page, state = _odd_step(
                     state, call, request, page, step, steps_taken & 1, steps_taken >> 30, PLAN, False
