@@ -38,14 +38,14 @@ def ragged(
     """Of q e4m3 [M, H, D] and keys e4m3 [N, D], H a power of two from 8 to 128."""
     num_queries, heads, head_dim = q.shape
     num_keys, width = k.shape[0], logits.shape[1]
-    programs = num_sms(q.device)
     queries = 2 * ragged_kernel.COLUMNS.value // heads
     if item_keys is None:
-        item_keys = keys_of_item(num_queries, num_keys, queries, programs)
+        item_keys = keys_of_item(num_queries, num_keys, queries, num_sms(q.device))
     items = -(-num_queries // queries) * -(-num_keys // item_keys)
+    programs = min(items, num_sms(q.device))
     ranges = (key_start, stride_in_use(key_start, 0), key_end, stride_in_use(key_end, 0))
     with launching_on(q.device):
-        ragged_kernel.kernel[(min(items, programs),)](
+        ragged_kernel.kernel[(programs,)](
             _vectors("q", q.reshape(-1, head_dim), ragged_kernel.COLUMNS.value),
             _numbers("weights", weights.reshape(-1), ragged_kernel.COLUMNS.value),
             _vectors("k", k, KEYS.value),
@@ -54,7 +54,7 @@ def ragged(
             num_queries,
             num_keys,
             item_keys,
-            items,
+            -(-items // programs),
             logits,
             stride_in_use(logits, 0),
             width,
@@ -65,7 +65,9 @@ def ragged(
             enable_fp_fusion=True,
         )
         if clean:
-            cleaning.clean_ragged_kernel[(num_queries, cleaning.programs_of_row(num_queries, width, programs))](
+            cleaning.clean_ragged_kernel[
+                (num_queries, cleaning.programs_of_row(num_queries, width, num_sms(q.device)))
+            ](
                 logits,
                 stride_in_use(logits, 0),
                 width,

@@ -33,7 +33,7 @@ HALF_COLUMNS = gl.constexpr(128)
 
 
 class Problem(NamedTuple):
-    """The queries, the keys that each sees, and how many keys a work item covers (a multiple of 64)."""
+    """The queries, the keys that each sees, how many keys a work item covers (a multiple of 64), and turns of work."""
 
     key_start: Any
     start_stride: Any
@@ -42,7 +42,7 @@ class Problem(NamedTuple):
     num_queries: Any
     num_keys: Any
     item_keys: Any
-    num_items: Any
+    num_turns: Any
 
 
 class Inputs(NamedTuple):
@@ -97,11 +97,15 @@ def _range(problem, query):
 
 
 @gluon.jit
-def _item(problem, number, QUERIES: gl.constexpr):
-    """Work item ``number``: all queries for the first keys, then for the next; the last queries, which see most, first.
+def _item(problem, turn, QUERIES: gl.constexpr):
+    """What the program works on in a turn.
 
-    So the keys that are at work at one time fit the L2 cache, and with a causal mask the short items come last.
+    In the list of items all queries take the first keys, then the next, so that the keys at work at one time fit the L2
+    cache; and the last queries come first, so that with a causal mask the short items come last. Programs take them in
+    order in one turn and in reverse in the next, so that who had a longer one gets a shorter one.
     """
+    program = gl.where(turn % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
+    number = turn * gl.num_programs(0) + program
     num_blocks = (problem.num_queries + QUERIES - 1) // QUERIES
     query = (num_blocks - 1 - number % num_blocks) * QUERIES
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -118,8 +122,8 @@ def produce(inputs, problem, shared, HEADS: gl.constexpr):
     HEAD_DIM: gl.constexpr = shared.k.shape[2]
     items_done = 0
     step = 0
-    for number in range(gl.program_id(0), problem.num_items, gl.num_programs(0)):
-        item = _item(problem, number, 2 * COLUMNS // HEADS)
+    for turn in range(problem.num_turns):
+        item = _item(problem, turn, 2 * COLUMNS // HEADS)
         if item.tiles > 0:
             wait_empty(shared.q_empty, items_done, Q_SLOTS)
             full = shared.q_full.index(items_done % Q_SLOTS)
@@ -170,8 +174,8 @@ def consume(problem, shared, output, WHICH: gl.constexpr, HEADS: gl.constexpr):
     QUERIES: gl.constexpr = HALF_COLUMNS // HEADS
     items_done = 0
     step = 0
-    for number in range(gl.program_id(0), problem.num_items, gl.num_programs(0)):
-        item = _item(problem, number, 4 * QUERIES)
+    for turn in range(problem.num_turns):
+        item = _item(problem, turn, 4 * QUERIES)
         if item.tiles > 0:
             query = item.query + 2 * WHICH * QUERIES
             rows_0 = _rows(problem, output, query, QUERIES)
@@ -208,7 +212,7 @@ def index_logits_ragged_kernel(
     num_queries: tl.int32,
     num_keys: tl.int32,
     item_keys: tl.int32,
-    num_items: tl.int32,
+    num_turns: tl.int32,
     logits,
     logits_stride: tl.int64,
     width: tl.int32,
@@ -216,7 +220,7 @@ def index_logits_ragged_kernel(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """A program takes every num_programs-th work item: 512 / HEADS queries and up to item_keys keys."""
+    """In each turn a program takes a work item: 512 / HEADS queries and up to item_keys keys."""
     shared = Shared(
         gl.allocate_shared_memory(gl.float8e4nv, [2 * Q_SLOTS, COLUMNS, HEAD_DIM], vectors_layout(HEAD_DIM)),
         gl.allocate_shared_memory(gl.float32, [2 * Q_SLOTS, COLUMNS], numbers_layout()),
@@ -227,7 +231,7 @@ def index_logits_ragged_kernel(
         barriers(SLOTS, 1),
         barriers(SLOTS, 2),
     )
-    problem = Problem(key_start, start_stride, key_end, end_stride, num_queries, num_keys, item_keys, num_items)
+    problem = Problem(key_start, start_stride, key_end, end_stride, num_queries, num_keys, item_keys, num_turns)
     inputs = Inputs(q, weights, k, k_scale)
     output = Output(logits, logits_stride, width, compressed)
     gl.warp_specialize(
