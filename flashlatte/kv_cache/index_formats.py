@@ -6,8 +6,9 @@
     bytes 128·B to 132·B - 1    for each token a float32 scale
 
 ``index_mxfp4``, 68 bytes (DeepSeek-V4's): 64 bytes of e2m1 pairs a token, then four E8M0 bytes a token, one for 32
-values. ``index_bf16``: the values as they are. Keys have no rope part: it is rotated and quantised with the rest. The
-cache tensor's row strides of 132 and 68 are nominal: a token's values and scales do not lie together.
+values. ``index_bf16`` and ``index_fp32``: the values as they are. Keys have no rope part: it is rotated and quantised
+with the rest. The cache tensor's row strides of 132 and 68 are nominal: a token's values and scales do not lie
+together.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class IndexFormat(CacheFormat):
     """A cache of index keys of ``head_dim`` values.
 
     Attributes:
-        encoding: how a value is stored: "e4m3", "bf16" or "e2m1".
+        encoding: how a value is stored: "e4m3", "bf16", "fp32" or "e2m1".
         value_bytes: of a token's values.
         scale_bytes: of a token's scales, behind all values of its page.
     """
@@ -103,6 +104,28 @@ class IndexBf16Format(IndexFormat):
 
 
 @dataclass(frozen=True)
+class IndexFp32Format(IndexFormat):
+    """The values in float32, without scales: for models in float32, and to compare others with."""
+
+    name = "index_fp32"
+    encoding = "fp32"
+    record_dtype = torch.float32
+    accepted_dtypes = (torch.float32,)
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return (Plane(self.head_dim, torch.float32),)
+
+    def encode(
+        self, latent: torch.Tensor, rope: torch.Tensor, scale: float | torch.Tensor, scale_rounding: str
+    ) -> tuple[torch.Tensor, ...]:
+        return (latent.float(),)
+
+    def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
+        return planes[0].float()
+
+
+@dataclass(frozen=True)
 class IndexMxfp4Format(IndexFormat):
     """e2m1 values, two a byte, with an E8M0 scale for each 32: head_dim / 2 + head_dim / 32 bytes."""
 
@@ -125,13 +148,14 @@ class IndexMxfp4Format(IndexFormat):
 
 
 INDEX_FORMATS: dict[str, type[IndexFormat]] = {
-    cls.name: cls for cls in (IndexFp8Format, IndexBf16Format, IndexMxfp4Format)
+    cls.name: cls for cls in (IndexFp8Format, IndexBf16Format, IndexFp32Format, IndexMxfp4Format)
 }
 
 # What the dtype of keys that were gathered from a cache tells of it.
 FORMAT_OF_KEYS: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: IndexFp8Format.name,
     torch.bfloat16: IndexBf16Format.name,
+    torch.float32: IndexFp32Format.name,
     torch.uint8: IndexMxfp4Format.name,
 }
 

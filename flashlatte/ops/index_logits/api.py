@@ -142,7 +142,8 @@ def paged_index_logits(
     Work is split over keys by the lengths, on the device: there is nothing to be planned beforehand.
 
     Args:
-        q: [b, next_n, H, head_dim], float8_e4m3fn or bf16; H from 1 to 128, head_dim 32, 64 or 128.
+        q: [b, next_n, H, head_dim], float8_e4m3fn or bf16, and float32 over ``index_fp32``; H from 1 to 128,
+            head_dim 32, 64 or 128.
         cache: [pages, page_size, 1, width] (or without the 1), as ``index_quantize`` wrote it; any page size.
         weights: float32 [b · next_n, H].
         cache_seqlens: int32 or int64 [b]: token t of a request sees keys 0 to cache_seqlens - next_n + t; or
@@ -158,13 +159,16 @@ def paged_index_logits(
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
     batch = 0 if isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[0] == 0 else "b"
-    checks.tensor("q", q, (batch, "next_n", "H", "head_dim"), QUERY_DTYPES[:2])
+    checks.tensor("q", q, (batch, "next_n", "H", "head_dim"), QUERY_DTYPES)
     batch, next_n, heads, head_dim = q.shape
     device = q.device
     _check_heads(heads, head_dim)
     cache, layout = as_index_cache(cache, head_dim)
     if cache.device != device:
         raise ValueError(f"cache must be on {device} like the other arguments, got {cache.device}")
+    if (q.dtype == torch.float32) != (layout.encoding == "fp32"):
+        got = f"{checks.dtype_names([q.dtype])} over {layout.name}"
+        raise TypeError(f"q must be float32 over index keys in float32, and only there, got {got}")
     checks.tensor("weights", weights, (batch * next_n, heads), (torch.float32,), device)
     lengths_shape = (
         (batch,) if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dim() == 1 else (batch, next_n)

@@ -33,7 +33,8 @@ def index_quantize(
 
     Args:
         cache: [pages, page_size, 1, width] (or without the 1) of the formats ``index_fp8`` (width head_dim + 4),
-            ``index_bf16`` (head_dim) or ``index_mxfp4`` (head_dim / 2 + head_dim / 32), told by dtype and width.
+            ``index_bf16`` or ``index_fp32`` (head_dim) or ``index_mxfp4`` (head_dim / 2 + head_dim / 32), told by dtype
+            and width.
         slot_mapping: int32 or int64 [n], page · page_size + offset of each token. A slot below 0 or beyond the cache
             skips its token. Slots must differ from each other.
         k: [T, head_dim], bf16, fp16 or float32, head_dim 32, 64 or 128; T ≥ n, tokens from n on are padding.
@@ -92,7 +93,7 @@ def index_gather(
 
     Returns:
         What ``index_logits`` takes as keys: float8_e4m3fn [total_tokens, head_dim] and float32 [total_tokens]
-        (``index_fp8``), bf16 [total_tokens, head_dim] and None (``index_bf16``), or uint8
+        (``index_fp8``), bf16 or float32 [total_tokens, head_dim] and None (``index_bf16``, ``index_fp32``), or uint8
         [total_tokens, head_dim / 2] and uint8 [total_tokens, head_dim / 32] (``index_mxfp4``). A token whose page is
         not in the table or not in the cache comes back as zeros; so do rows of no request in tensors made here.
 
@@ -144,8 +145,8 @@ def gathered_like(layout: IndexFormat, rows: int) -> tuple[torch.Tensor, torch.T
             torch.empty(rows, layout.head_dim, dtype=torch.float8_e4m3fn, device="meta"),
             torch.empty(rows, dtype=torch.float32, device="meta"),
         )
-    if layout.encoding == "bf16":
-        return torch.empty(rows, layout.head_dim, dtype=torch.bfloat16, device="meta"), None
+    if layout.scale_bytes == 0:
+        return torch.empty(rows, layout.head_dim, dtype=layout.record_dtype, device="meta"), None
     return (
         torch.empty(rows, layout.value_bytes, dtype=torch.uint8, device="meta"),
         torch.empty(rows, layout.scale_bytes, dtype=torch.uint8, device="meta"),

@@ -105,7 +105,7 @@ def index_quantize_kernel(
     INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """``page_stride`` counts elements of the cache: bytes, or bf16."""
+    """``page_stride`` counts elements of the cache: bytes, bf16 or float32."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     slots = Slots(slot_mapping, slot_stride, num_tokens, num_slots, page_size)
     valid, page, offset = locate_slots(slots, tokens, WIDE)
@@ -131,6 +131,8 @@ def index_quantize_kernel(
         row = page_start + offset * D
         if ENCODING == "bf16":
             tl.store(row[:, None] + column, narrow(x, tl.bfloat16, INTERPRETED), mask=valid[:, None])
+        elif ENCODING == "fp32":
+            tl.store(row[:, None] + column, x, mask=valid[:, None])
         else:
             scales = row_scales(x, 1e-4, POWER_OF_TWO)
             values = tl.div_rn(x, tl.broadcast_to(scales[:, None], x.shape))

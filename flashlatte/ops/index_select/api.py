@@ -119,7 +119,7 @@ def paged_index_select(
     workspace_bytes = checks.positive_int("workspace_bytes", workspace_bytes)
     checks.flag("slots", slots)
     batch = 0 if isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[0] == 0 else "b"
-    checks.tensor("q", q, (batch, "next_n", "H", "head_dim"), (torch.float8_e4m3fn, torch.bfloat16))
+    checks.tensor("q", q, (batch, "next_n", "H", "head_dim"), (torch.float8_e4m3fn, torch.bfloat16, torch.float32))
     requests, next_n = q.shape[:2]
     cache, _ = as_index_cache(cache, q.shape[3])
     checks.tensor("block_table", block_table, (requests, "max_pages"), checks.INDEX_DTYPES, q.device)

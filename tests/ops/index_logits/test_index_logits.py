@@ -48,11 +48,15 @@ def assert_logits(actual, expected, size, dtype):
     assert (error <= tolerance).all()
 
 
+def query_dtype(kind, fp8_queries):
+    if kind == "index_fp32":
+        return torch.float32
+    return torch.float8_e4m3fn if fp8_queries else torch.bfloat16
+
+
 def contiguous_keys(kind, num_keys, head_dim, seed):
     """(k, k_scale) as index_logits takes them, and the float64 values."""
     x = normal(num_keys, head_dim, seed=seed)
-    if kind == "fp32":
-        return x, None, x.double()
     layout = index_format(kind, head_dim)
     cache = kv_cache.allocate(layout, 1, num_keys)
     index_quantize(cache, torch.arange(num_keys), x, backend="reference")
@@ -74,7 +78,7 @@ def contiguous_keys(kind, num_keys, head_dim, seed):
     num_keys=st.integers(1, 90),
     heads=HEADS,
     head_dim=st.sampled_from([32, 64, 128]),
-    kind=st.sampled_from(["fp32", *INDEX_FORMATS]),
+    kind=st.sampled_from(list(INDEX_FORMATS)),
     fp8_queries=st.booleans(),
     max_keys=st.sampled_from([None, 1, 40, 200]),
     clean=st.booleans(),
@@ -84,8 +88,7 @@ def contiguous_keys(kind, num_keys, head_dim, seed):
 )
 def test_ragged(backend, rows, num_keys, heads, head_dim, kind, fp8_queries, max_keys, clean, dtype, index_dtype, seed):
     k, k_scale, keys = contiguous_keys(kind, num_keys, head_dim, seed)
-    query_dtype = torch.float32 if kind == "fp32" else torch.float8_e4m3fn if fp8_queries else torch.bfloat16
-    q = normal(rows, heads, head_dim, seed=seed + 1).to(query_dtype)
+    q = normal(rows, heads, head_dim, seed=seed + 1).to(query_dtype(kind, fp8_queries))
     weights = normal(rows, heads + 3, seed=seed + 2)[:, :heads]
     start = torch.randint(-5, num_keys + 5, (rows,), generator=generator(seed + 3))
     end = torch.randint(-5, num_keys + 5, (rows,), generator=generator(seed + 4))
@@ -190,7 +193,7 @@ def test_paged(
         shown[request, -(-max(length, 0) // page_size) :] = GARBAGE[seed % 4]
 
     q = normal(batch, next_n, heads, head_dim, seed=seed + 2)
-    q = q.to(torch.float8_e4m3fn if fp8_queries else torch.bfloat16)
+    q = q.to(query_dtype(kind, fp8_queries))
     weights = normal(batch * next_n, heads, seed=seed + 3)
     limits = torch.tensor(lengths).unsqueeze(1) - next_n + 1 + torch.arange(next_n)
     if per_token:
@@ -321,7 +324,7 @@ def paged_call(**change):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"q": torch.zeros(2, 1, 8, 128)}, TypeError, "q must be float8_e4m3fn or bfloat16, got float32"),
+        ({"q": torch.zeros(2, 1, 8, 128)}, TypeError, "q must be float32 over index keys in float32"),
         ({"cache": torch.zeros(4, 8, 1, 133, dtype=torch.uint8)}, ValueError, "cache must hold index keys of 128"),
         ({"weights": torch.zeros(1, 8)}, ValueError, r"weights must have shape \[2, 8\]"),
         (

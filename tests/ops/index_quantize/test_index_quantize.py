@@ -152,7 +152,7 @@ def test_gather_returns_what_was_written(backend, name, page_size, lengths, from
     lost = torch.zeros(total, dtype=torch.bool)
     lost[: lengths[0]] = (torch.arange(lengths[0]) + starts[0]) < page_size
     expected[lost | (slots < 0)] = 0
-    planes = [values.view(torch.uint8) if name != "index_bf16" else values]
+    planes = [values.view(layout.planes[0].dtype)]
     if scales is not None:
         planes.append(scales.view(torch.uint8).view(total + 2, -1))
     actual = layout.decode(tuple(plane[:total] for plane in planes), 1.0)
