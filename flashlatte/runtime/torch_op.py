@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from flashlatte.runtime.repeat import repeats_launches, watched
+from flashlatte.runtime.repeat import NAMESPACE, repeats_launches, watched
 
-NAMESPACE = "flashlatte"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _AUTOCAST = ("cpu", "cuda", "xpu")
 

@@ -201,6 +201,24 @@ def test_work_beside_launches_is_never_left_out(add: Add, beside: str) -> None:
     assert len(ran) == 2
 
 
+def test_work_around_the_implementation_is_never_left_out(add: Add) -> None:
+    run = repeat.watched(lambda *args: launch(add, *args))
+    ran: list[int] = []
+
+    @repeat.repeats_launches
+    def call(a: torch.Tensor, b: torch.Tensor) -> Any:
+        ran.append(1)
+        out = torch.empty_like(a)
+        run(out, a, b, 0.0)
+        out.mul_(2)
+        return (out,)
+
+    for _ in range(2):
+        a, b = numbers(add, 4), numbers(add, 4)
+        assert torch.equal(call(a, b)[0], 2 * (a + b))
+    assert len(ran) == 2
+
+
 def test_scratch_is_allocated_at_every_call(add: Add) -> None:
     places: list[int] = []
 
