@@ -23,11 +23,10 @@ from flashlatte.kernels.hopper.ptx.threads import bar_arrive_at as arrive_at
 from flashlatte.kernels.hopper.ptx.threads import bar_sync as wait
 from flashlatte.kernels.hopper.ptx.threads import bar_sync_at as wait_at
 
-__all__ = ["ALL", "FIRST_FREE", "LAST", "PAIR", "allocate_mbarrier", "arrive", "arrive_at", "wait", "wait_at"]
+__all__ = ["ALL", "FIRST_FREE", "PAIR", "allocate_mbarrier", "arrive", "arrive_at", "wait", "wait_at"]
 
-# Triton takes the numbers below for its own barriers.
+# Numbers are free from here to 15. Triton takes those below for its own barriers.
 FIRST_FREE = 5
-LAST = 15
 
 # Threads that meet: two partitions of four warps, or all three.
 PAIR = gl.constexpr(256)

@@ -87,6 +87,29 @@ class Full(NamedTuple):
     k1_right: Any
 
 
+class LatentTile(NamedTuple):
+    """64 rows of queries or keys in shared memory: tiles, or their offsets in bytes."""
+
+    left: Any
+    right: Any
+    rope: Any
+
+
+@gluon.jit
+def q_of(tiles):
+    return LatentTile(tiles.q_left, tiles.q_right, tiles.q_rope)
+
+
+@gluon.jit
+def k0_of(tiles):
+    return LatentTile(tiles.k0_left, tiles.k0_right, tiles.k0_rope)
+
+
+@gluon.jit
+def k1_of(tiles):
+    return LatentTile(tiles.k1_left, tiles.k1_right, tiles.k1_rope)
+
+
 @gluon.jit
 def allocate_half(DTYPE: gl.constexpr):
     """Half of 64 rows, [1, 64, 256]."""

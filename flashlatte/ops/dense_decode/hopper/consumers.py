@@ -24,6 +24,9 @@ from flashlatte.kernels.hopper.mla_tiles import (
     Q_OPERAND,
     ROWS,
     SCORES,
+    k0_of,
+    k1_of,
+    q_of,
 )
 from flashlatte.ops.dense_decode.hopper import epilogue, schedule
 from flashlatte.ops.dense_decode.hopper.mask import apply_mask, mask_of
@@ -70,55 +73,33 @@ class Request(NamedTuple):
 
 
 @gluon.jit
-def _score_left(q, k, k_full, phase, scores):
-    """Left half of queries · left half of keys, once those have come. ``scores``: registers for the result."""
-    mbarrier.wait(k_full, phase)
-    return warpgroup_mma(q, k.permute((1, 0)), scores, use_acc=False, is_async=True)
+def _begin_scores(request, q, k, left_full, right_full, phase, z, scores, HAS_ROPE: gl.constexpr):
+    """Scores [64, 64] of a block, under way: of each half as soon as it has come. ``scores``: registers for the result.
 
-
-@gluon.jit
-def _score_right(q, q_rope, k, k_rope, k_full, phase, scores, HAS_ROPE: gl.constexpr):
-    """``scores`` plus the same of the right half, and of the rope if there is one."""
-    mbarrier.wait(k_full, phase)
-    scores = warpgroup_mma(q, k.permute((1, 0)), scores, is_async=True)
+    The left half comes first, as the even consumer lets go of it before the odd one is done with the right.
+    """
+    q_left, k_left = q.left.index(z), k.left.index(z)
+    mbarrier.wait(left_full, phase)
+    scores = warpgroup_mma(q_left, k_left.permute((1, 0)), scores, use_acc=False, is_async=True)
+    q_right, k_right, k_rope = q.right.index(z), k.right.index(z), k.rope.index(z)
+    mbarrier.wait(right_full, phase)
+    scores = warpgroup_mma(q_right, k_right.permute((1, 0)), scores, is_async=True)
     if HAS_ROPE:
-        scores = warpgroup_mma(q_rope, k_rope.permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma(request.q_rope, k_rope.permute((1, 0)), scores, is_async=True)
     return scores
 
 
 @gluon.jit
 def _score0(call, request, phase, z, scores, PLAN: gl.constexpr):
-    """Block 0 begins with its left half, which the even consumer lets go itself, and first."""
-    tiles, full = call.tiles, call.full
-    scores = _score_left(tiles.q_left.index(z), tiles.k0_left.index(z), full.k0_left, phase, scores)
-    scores = _score_right(
-        tiles.q_right.index(z),
-        request.q_rope,
-        tiles.k0_right.index(z),
-        tiles.k0_rope.index(z),
-        full.k0_right,
-        phase,
-        scores,
-        PLAN.has_rope,
-    )
+    q, k, full = q_of(call.tiles), k0_of(call.tiles), call.full
+    scores = _begin_scores(request, q, k, full.k0_left, full.k0_right, phase, z, scores, PLAN.has_rope)
     return warpgroup_mma_wait(0, deps=[scores])
 
 
 @gluon.jit
 def _begin_score1(call, request, phase, z, scores, PLAN: gl.constexpr):
-    """Block 1 begins with its left half, too: the even consumer is done with it before the odd one with the right."""
-    tiles, full = call.tiles, call.full
-    scores = _score_left(tiles.q_left.index(z), tiles.k1_left.index(z), full.k1_left, phase, scores)
-    return _score_right(
-        tiles.q_right.index(z),
-        request.q_rope,
-        tiles.k1_right.index(z),
-        tiles.k1_rope.index(z),
-        full.k1_right,
-        phase,
-        scores,
-        PLAN.has_rope,
-    )
+    q, k, full = q_of(call.tiles), k1_of(call.tiles), call.full
+    return _begin_scores(request, q, k, full.k1_left, full.k1_right, phase, z, scores, PLAN.has_rope)
 
 
 @gluon.jit

@@ -38,6 +38,9 @@ from flashlatte.kernels.hopper.mla_tiles import (
     ROWS,
     SCORE_ROWS,
     SCORES,
+    k0_of,
+    k1_of,
+    q_of,
 )
 from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.kernels.hopper.softmax import NO_SCORE, State, probabilities, raise_row_max, rescale
@@ -51,11 +54,8 @@ from flashlatte.ops.sparse_prefill.hopper.scores import (
 )
 from flashlatte.ops.sparse_prefill.hopper.state import (
     Q_EMPTY,
-    block0_of,
-    block1_of,
     num_selected,
     num_steps,
-    q_of,
 )
 
 _P_OPERAND = gl.constexpr(gl.DotOperandLayout(0, OUTPUT, 2))
@@ -102,7 +102,7 @@ def _odd_step(state, score_max, q_held, call, step, unused, HEAD_DIM: gl.constex
     z = step >> 30
     tiles, shared = call.tiles, call.shared
     k1_right = tiles.k1_right.index(z)
-    pending = start_scores(q_of(tiles), q_held, block1_of(tiles), shared.full1, step & 1, z, unused, HEAD_DIM)
+    pending = start_scores(q_of(tiles), q_held, k1_of(tiles), shared.full1, step & 1, z, unused, HEAD_DIM)
     scores = finish_scores(pending, shared.mask1, shared.full1, step & 1)
     if LAST:
         arrive(Q_EMPTY, ALL)
@@ -143,7 +143,7 @@ def consume_even(call, HEAD_DIM: gl.constexpr):
     arrive(K1_LEFT_EMPTY, PAIR)
     arrive(Q_EMPTY, ALL)
     tiles, shared, problem = call.tiles, call.shared, call.problem
-    q, k0 = q_of(tiles), block0_of(tiles)
+    q, k0 = q_of(tiles), k0_of(tiles)
     unused = gl.zeros([64, 64], gl.float32, SCORES)
     step = 0  # over all tiles: its parity is the phase of the blocks' barriers
     q_phase = 0

@@ -8,22 +8,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper.barriers import allocate_mbarrier
-from flashlatte.kernels.hopper.mla_tiles import OWN_BARRIERS, Tiles, allocate_half, allocate_square, allocate_vector
+from flashlatte.kernels.hopper.mla_tiles import (
+    OWN_BARRIERS,
+    LatentTile,
+    Tiles,
+    allocate_half,
+    allocate_square,
+    allocate_vector,
+)
 from flashlatte.kernels.hopper.shared_memory import find_tiles, offset_of
 
 # The named barrier of the queries, which may be replaced: both consumers to the producer.
 Q_EMPTY = gl.constexpr(OWN_BARRIERS)
-
-
-class Rows(NamedTuple):
-    """64 rows of q or kv: tiles left, right [1, 64, 256] and rope [1, 64, 64] (nothing reads it with head_dim 512).
-
-    Or the offsets of these tiles, in bytes from the start of shared memory.
-    """
-
-    left: Any
-    right: Any
-    rope: Any
 
 
 class BlockFull(NamedTuple):
@@ -48,8 +44,8 @@ class Shared(NamedTuple):
     q_full: Any
     full0: BlockFull
     full1: BlockFull
-    q_offsets: Rows
-    k1_offsets: Rows
+    q_offsets: LatentTile
+    k1_offsets: LatentTile
 
 
 class Problem(NamedTuple):
@@ -94,26 +90,11 @@ def num_steps(count):
 
 
 @gluon.jit
-def q_of(tiles):
-    return Rows(tiles.q_left, tiles.q_right, tiles.q_rope)
-
-
-@gluon.jit
-def block0_of(tiles):
-    return Rows(tiles.k0_left, tiles.k0_right, tiles.k0_rope)
-
-
-@gluon.jit
-def block1_of(tiles):
-    return Rows(tiles.k1_left, tiles.k1_right, tiles.k1_rope)
-
-
-@gluon.jit
 def _allocate_rows(DTYPE: gl.constexpr, HEAD_DIM: gl.constexpr):
     left = allocate_half(DTYPE)
     right = allocate_half(DTYPE)
     rope = allocate_square(DTYPE) if HEAD_DIM == 576 else left
-    return Rows(left, right, rope)
+    return LatentTile(left, right, rope)
 
 
 @gluon.jit
@@ -136,8 +117,8 @@ def _find_offsets(q, k1, HEAD_DIM: gl.constexpr):
         )
     else:
         found = find_tiles((q.left.index(0), q.right.index(0), k1.left.index(0), k1.right.index(0)))
-    q_offsets = Rows(offset_of(0, found), offset_of(1, found), offset_of(4, found))
-    return q_offsets, Rows(offset_of(2, found), offset_of(3, found), offset_of(5, found))
+    q_offsets = LatentTile(offset_of(0, found), offset_of(1, found), offset_of(4, found))
+    return q_offsets, LatentTile(offset_of(2, found), offset_of(3, found), offset_of(5, found))
 
 
 @gluon.jit
