@@ -32,11 +32,19 @@ def pages() -> list:
     return params
 
 
+@pytest.fixture
+def registered_for_a_while():
+    """Takes back what a page has registered; what it has imported stays."""
+    yield
+    for implementations in dispatch._REGISTRY.values():
+        for name in set(implementations) - set(dispatch.BACKENDS):
+            del implementations[name]
+
+
+@pytest.mark.usefixtures("registered_for_a_while")
 @pytest.mark.parametrize("page", pages())
 def test_the_snippets_of_a_page_run(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    # A page may register an implementation.
-    monkeypatch.setattr(dispatch, "_REGISTRY", dict(dispatch._REGISTRY))
     names = {"__name__": "__main__"}
     for code, _ in snippets(page):
         exec(compile(code, str(page), "exec"), names)
