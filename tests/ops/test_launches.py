@@ -1,0 +1,93 @@
+"""What operations launch: scratch, grids, and what a kernel's safety rests on in the compiler's hands."""
+
+import importlib
+import re
+
+import pytest
+from support.calls import CALLS, FP8
+from support.compile import loop_spills
+from support.recording import Recording
+
+from flashlatte.runtime import dispatch
+
+pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
+
+MOST_SCRATCH = 64 << 20
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    record = Recording(monkeypatch)
+
+    def call(operation, backend, **arguments):
+        importlib.import_module(f"flashlatte.ops.{operation.removesuffix('_backward')}")
+        return CALLS[operation](record, backend, **arguments)
+
+    return call
+
+
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+@pytest.mark.parametrize(
+    ("operation", "call"),
+    [
+        ("dense_decode", {"columns": 2048}),
+        ("dense_decode", {"columns": 2048, "batch_invariant": True}),
+        ("sparse_decode", {"topk": 64}),
+        ("sparse_decode", {"topk": 2048, "lengths": True}),
+    ],
+    ids=str,
+)
+def test_scratch_is_bounded(launches, operation, backend, call):
+    sizes = []
+    for batch in (1, 5, 128, 1000):
+        for one in launches(operation, backend, batch=batch, **call):
+            scratch = one.launch.arguments.get("scratch")
+            sizes.append(0 if scratch is None else scratch.nbytes)
+    assert 0 < max(sizes) <= MOST_SCRATCH
+
+
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+@pytest.mark.parametrize(
+    ("operation", "call"), [("dense_decode", {"columns": 2048}), ("sparse_decode", {"topk": 16_384})]
+)
+def test_a_call_of_one_request_fills_the_gpu(launches, operation, backend, call):
+    (first, *_) = launches(operation, backend, batch=1, s_q=1, **call)
+    assert first.launch.grid[0] > 60
+
+
+@pytest.mark.parametrize("operation", ["sparse_prefill", "dense_prefill", "dense_prefill_backward"])
+def test_grids_of_many_tokens_have_one_axis(launches, operation):
+    """The other axes of a grid end at 65,535."""
+    tokens = "s_q" if operation == "sparse_prefill" else "tokens"
+    for one in launches(operation, "portable", **{tokens: 70_000}):
+        assert len(one.launch.grid) == 1
+
+
+@pytest.mark.parametrize(
+    ("operation", "call"),
+    [("dense_decode", {}), ("sparse_prefill", {}), ("sparse_decode", {"form": "bf16", "lengths": True})],
+    ids=str,
+)
+def test_a_tile_is_not_loaded_again_while_it_is_multiplied(launches, operation, call):
+    """Two buffers of tiles are enough as long as every product in the loop is waited for where it stands."""
+    code = launches(operation, "portable", heads=128, **call)[0].compile()
+    assert "memdesc<2x64x512xbf16" in code.ttgir
+    assert set(re.findall(r"warp_group_dot_wait .*?pendings = (\d+)", code.ttgir)) == {"0"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("call", [{"batch": 1}, {"batch": 64}, {"batch": 4, "cache_dtype": FP8}], ids=str)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_the_combine_spills_nothing(launches, call, batch_invariant):
+    found = launches("dense_decode", "portable", **call, batch_invariant=batch_invariant)
+    (combine,) = {one.variant: one for one in found if "combine" in one.name}.values()
+    assert combine.compile().spills == 0
+
+
+@pytest.mark.full
+def test_one_loop_whose_products_run_on(launches):
+    """Two loops in a row would make ptxas serialise all products: see docs/kernels/portable.md."""
+    (forward,) = launches("dense_prefill", "portable")
+    code = forward.compile()
+    assert loop_spills(code.sass) == 0
+    assert code.hgmma == (192 + 128) // 16, code

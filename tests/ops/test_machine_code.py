@@ -1,0 +1,300 @@
+"""What the compiler makes of every kernel, for GPUs that are not here: one suite for all operations.
+
+A kernel must fit the GPU's shared memory, multiply by tensor cores, and spill nothing in its main loop. How many
+instructions it has, or bytes of shared memory, is the compiler's business.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from support.calls import BF16, CALLS, FP8, FP16, UNLIMITED
+from support.compile import AMD_SHARED_BYTES, SHARED_BYTES, amd_shared_bytes, loop_spills
+from support.recording import Recorded, Recording
+
+from flashlatte.runtime import dispatch
+
+pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
+
+MODULES = {"dense_prefill_backward": "dense_prefill", "latent_rows": "norm_rope", "rotate_heads": "norm_rope"}
+# Kernels beside the one that attends: they merge, clear and convert rows.
+OTHERS = ("combine", "clear", "merge_even", "prepare", "finish", "row_sums")
+
+
+@pytest.fixture
+def record(monkeypatch):
+    return Recording(monkeypatch)
+
+
+def launches(record: Recording, operation: str, backend: str, **call: Any) -> list[Recorded]:
+    importlib.import_module(f"flashlatte.ops.{MODULES.get(operation, operation)}")
+    return CALLS[operation](record, backend, **call)
+
+
+def main_kernels(found: list[Recorded]) -> list[Recorded]:
+    return [one for one in found if not any(other in one.name for other in OTHERS)]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A call, and what its kernels may cost.
+
+    Attributes:
+        arch: compute capability, 90 for 9.0.
+        products: "hgmma" or "hmma", the tensor-core instructions that it must have, and no others; None for neither.
+        spills: instructions in the main loop that spill; in a kernel without products, anywhere.
+    """
+
+    operation: str
+    backend: str
+    call: dict[str, Any] = field(default_factory=dict)
+    arch: int = 90
+    products: str | None = "hgmma"
+    spills: int = 0
+
+    def __str__(self) -> str:
+        words = [f"{name} {getattr(value, '__name__', value)}" for name, value in self.call.items()]
+        return ", ".join([f"{self.operation} {self.backend} {self.arch}", *words]).replace("torch.", "")
+
+
+LENGTHS = {"extra_topk": 512, "lengths": True}
+HOPPER = [
+    Variant("dense_decode", "hopper", {"batch": 128}),
+    Variant("sparse_decode", "hopper", {"batch": 128}),
+    Variant("sparse_decode", "hopper", {"form": "model1", **LENGTHS}),
+    Variant("sparse_prefill", "hopper", {"lengths": True}),
+    Variant("dense_prefill", "hopper"),
+    # Loop counters and addresses; an accumulator would be 16 and more.
+    Variant("dense_prefill_backward", "hopper", spills=8),
+]
+PORTABLE = [
+    Variant("dense_decode", "portable", {"heads": 128}),
+    Variant("dense_decode", "portable", {"heads": 16, "cache_dtype": FP8}, products="hmma"),
+    # A packed tile waits in registers, of which it leaves few.
+    Variant("sparse_decode", "portable", {"form": "v32", "lengths": True}, spills=120),
+    Variant("sparse_prefill", "portable", {"lengths": True}, spills=8),
+    Variant("dense_prefill", "portable"),
+    Variant("merge_states", "portable", products=None),
+    Variant("cache_write", "portable", {"form": "v32"}, products=None),
+    Variant("cache_gather", "portable", {"form": "model1"}, products=None),
+    Variant("latent_rows", "portable", products=None),
+    Variant("rotate_heads", "portable", products=None),
+]
+MORE_HOPPER = [
+    *(
+        Variant("dense_decode", "hopper", call)
+        for call in (
+            {},
+            {"head_dim": 512},
+            {"dtype": FP16, "batch": 70, "heads": 8192},
+            {"batch_invariant": True, "out_pad": 1},
+            {"heads": 126},
+        )
+    ),
+    *(
+        Variant("sparse_decode", "hopper", call)
+        for call in (
+            LENGTHS,
+            {},
+            {"batch": 74, "s_q": 1},
+            {"batch": 128, "heads": 64},
+            {"heads": 16},
+            {"batch": 2, "s_q": 1, "heads": 16},
+            {"form": "model1", "heads": 192, **LENGTHS},
+            {"form": "model1", "page_size": 61, "out_pad": 1, **LENGTHS},
+            {"form": "model1", "batch": 2, "heads": 64, "topk": 128, "extra_topk": 512},
+            {"form": "bf16", "batch": 128},
+            {"form": "bf16", "head_dim": 512, **LENGTHS},
+        )
+    ),
+    Variant("sparse_prefill", "hopper"),
+    Variant("sparse_prefill", "hopper", {"head_dim": 512}),
+    Variant("sparse_prefill", "hopper", {"head_dim": 512, "dtype": FP16, "lengths": True}),
+    Variant("sparse_prefill", "hopper", {"sinks": False}),
+    Variant("dense_prefill", "hopper", {"head_dim": 128}),
+    Variant("dense_prefill", "hopper", {"dtype": FP16, "out_pad": 1}),
+    Variant("dense_prefill_backward", "hopper", {"head_dim": 128}),
+    Variant("dense_prefill_backward", "hopper", {"dtype": FP16, "deterministic": True, "dlse": True}, spills=8),
+    Variant("dense_prefill_backward", "hopper", {"head_dim": 128, "deterministic": True}),
+    Variant("dense_prefill_backward", "hopper", {"pad": 8}, spills=8),
+]
+MORE_PORTABLE = [
+    *(Variant("dense_decode", "portable", {"heads": heads}, products="hmma") for heads in (16, 32)),
+    *(Variant("dense_decode", "portable", {"heads": heads, "cache_dtype": FP8}) for heads in (32, 128)),
+    *(
+        Variant("sparse_decode", "portable", {"form": form, "extra_topk": extra}, spills=120 if form != "bf16" else 8)
+        for form in ("v32", "model1", "bf16")
+        for extra in (0, 1024)
+    ),
+    *(
+        Variant("sparse_decode", "portable", {"form": form, "heads": heads}, products="hmma")
+        for form in ("v32", "model1", "bf16")
+        for heads in (8, 32)
+    ),
+    Variant("sparse_prefill", "portable", {"head_dim": 512}, spills=8),
+    *(Variant("sparse_prefill", "portable", {"heads": heads}, products="hmma") for heads in (8, 16, 32)),
+    Variant("dense_prefill", "portable", {"head_dim": 128}),
+    # dK and dV of 128 keys leave few registers.
+    Variant("dense_prefill_backward", "portable", spills=24),
+    Variant("dense_prefill_backward", "portable", {"head_dim": 128}),
+    *(Variant("merge_states", "portable", {"parts": parts}, arch, None) for parts in (2, 8) for arch in (80, 90)),
+    *(
+        Variant(operation, "portable", {"form": form}, arch, None)
+        for operation in ("cache_write", "cache_gather")
+        for form in ("v32", "model1", "bf16", "fp8")
+        for arch in (80, 90)
+    ),
+    Variant("cache_write", "portable", {"form": "v32", "scale_rounding": "exact"}, products=None),
+    *(
+        Variant("latent_rows", "portable", {"interleaved": turn, "with_cache": cache}, arch, None)
+        for turn in (True, False)
+        for cache in (True, False)
+        for arch in (80, 90)
+    ),
+    Variant("rotate_heads", "portable", {"interleaved": False}, products=None),
+]
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *(pytest.param(one, id=str(one)) for one in (*HOPPER, *PORTABLE)),
+        *(pytest.param(one, id=str(one), marks=pytest.mark.full) for one in (*MORE_HOPPER, *MORE_PORTABLE)),
+    ],
+)
+def test_limits(record, variant):
+    found = main_kernels(launches(record, variant.operation, variant.backend, arch=variant.arch, **variant.call))
+    assert found
+    for one in found:
+        code = one.compile(variant.arch)
+        assert code.shared <= SHARED_BYTES[variant.arch], code
+        counts = {"hgmma": code.hgmma, "hmma": code.hmma}
+        wanted = counts.pop(variant.products, 1)
+        assert wanted > 0, code
+        assert not any(counts.values()), code
+        spills = loop_spills(code.sass) if variant.products else code.spills
+        assert spills <= variant.spills, code
+
+
+WIDE = {"heads": 64, "head_dim": 1024, "d_v": 1024}
+OTHER_GPUS = [
+    *(("dense_decode", arch, {"heads": heads}) for arch, heads in ((80, 16), (80, 128), (86, 16), (86, 128))),
+    *(("dense_decode", arch, {"heads": 128}) for arch in (100, 120)),
+    *(("dense_decode", arch, {"heads": 16, "cache_dtype": FP8}) for arch in (80, 89, 100)),
+    *(("dense_decode", arch, WIDE) for arch in (86, 90)),
+    *(("dense_decode", arch, {"head_dim": 1024, "d_v": 520}) for arch in (86, 90)),
+    *(("dense_decode", arch, {"heads": 100, "head_dim": 80, "d_v": 80}) for arch in (86, 90)),
+    *(
+        ("sparse_decode", arch, {"form": form, "heads": heads})
+        for form in ("v32", "model1", "bf16")
+        for arch, heads in ((80, 16), (80, 32), (80, 128), (86, 128), (100, 128), (120, 16))
+    ),
+    *(("sparse_decode", arch, {"form": "bf16", **WIDE}) for arch in (86, 90)),
+    *(("sparse_decode", arch, {"form": "bf16", "d_v": 576}) for arch in (86, 90)),
+    *(
+        ("sparse_decode", arch, {"form": "fp16", "head_dim": 48, "d_v": 32, "page_size": 1, "dtype": FP16})
+        for arch in (86, 90)
+    ),
+    *(("sparse_decode", arch, {"form": "v32", "dtype": FP16}) for arch in (86, 90)),
+    *(("sparse_decode", arch, {"form": "v32", "page_gap": 1}) for arch in (86, 90)),
+    *(("sparse_decode", arch, {"form": "model1", "page_gap": 4, "page_size": 61}) for arch in (86, 90)),
+    *(("sparse_prefill", arch, {"heads": heads}) for arch in (80, 86, 100) for heads in (16, 32, 128)),
+    *(("sparse_prefill", arch, WIDE) for arch in (86, 90)),
+    *(("sparse_prefill", arch, {"head_dim": 48, "d_v": 32, "dtype": FP16}) for arch in (86, 90)),
+    *((operation, arch, {}) for operation in ("dense_prefill", "dense_prefill_backward") for arch in (80, 86)),
+    *(
+        (operation, arch, {"head_dim": 256, "d_v": 256})
+        for operation in ("dense_prefill", "dense_prefill_backward")
+        for arch in (86, 90)
+    ),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("operation", "arch", "call"), OTHER_GPUS, ids=str)
+def test_fits_every_gpu(record, operation, arch, call):
+    for one in main_kernels(launches(record, operation, "portable", arch=arch, **call)):
+        code = one.compile(arch)
+        assert code.shared <= SHARED_BYTES[arch], code
+        assert code.hmma + code.hgmma > 0 or arch == 100, code
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("operation", "call"),
+    [
+        ("dense_decode", {"heads": 32}),
+        ("dense_decode", {"heads": 32, "cache_dtype": FP8}),
+        *(("sparse_decode", {"form": form, "heads": 32}) for form in ("v32", "model1", "bf16")),
+        ("sparse_prefill", {"heads": 32}),
+    ],
+    ids=str,
+)
+def test_fits_amd(record, operation, call):
+    for one in main_kernels(launches(record, operation, "portable", arch=None, **call)):
+        assert amd_shared_bytes(one.kernel, one.launch) <= AMD_SHARED_BYTES
+
+
+def some(rng: random.Random, **choices: list[Any]) -> dict[str, Any]:
+    return {name: rng.choice(values) for name, values in choices.items()}
+
+
+BATCHES = {"batch": [1, 4, 5, 16, 33, 200], "s_q": [1, 2, 5]}
+STRIDES = {"q_pad": [0, 8, 24], "out_pad": [0, 8, 16]}
+TOKENS = {"tokens": [1, 16, 100, 257], "requests": [1, 2, 16, 33], "heads": [8, 16, 32], "kv_heads": [1, 2, 8]}
+WINDOWS = {"window": [(UNLIMITED, 0), (UNLIMITED, UNLIMITED), (15, 0), (16, 1)]}
+PAGES = {"pages": [1, 7, 16], "page_size": [16, 64, 80], "tokens": [1, 3, 16, 100], "gap": [0, 8, 64]}
+# Calls that differ in numbers only, and how many variants their kernels may have: most together, of the main kernel.
+SAME_CODE = [
+    ("dense_decode", "hopper", {**BATCHES, **STRIDES, "pages": [1, 7], "columns": [33, 64, 3000]}, 2),
+    ("sparse_decode", "hopper", {**BATCHES, **STRIDES, "topk": [64, 100, 2048], "page_size": [2, 64, 576]}, 5),
+    (
+        "sparse_prefill",
+        "hopper",
+        {"s_q": [1, 3, 33], "heads": [1, 48, 128], "s_kv": [1, 100], "topk": [1, 17, 300], "kv_pad": [0, 8, 24]},
+        1,
+    ),
+    ("dense_prefill", "hopper", {**TOKENS, **WINDOWS, **STRIDES}, 1),
+    ("dense_prefill_backward", "hopper", {**TOKENS, "pad": [0, 8, 24]}, 1),
+    ("dense_decode", "portable", {**BATCHES, "columns": [1, 64, 3000]}, 2),
+    ("sparse_decode", "portable", {**BATCHES, "topk": [200, 2048, 4000], "pages": [2, 9]}, 2),
+    ("sparse_prefill", "portable", {"s_q": [1, 64, 200], "topk": [1, 300, 4000], "s_kv": [1, 100, 9000]}, 1),
+    ("dense_prefill", "portable", {**TOKENS, **WINDOWS}, 1),
+    ("dense_prefill_backward", "portable", {**TOKENS, **WINDOWS}, 1),
+    ("merge_states", "portable", {"tokens": [3, 6, 60], "heads": [2, 4, 40], "gap": [1, 2, 21]}, 1),
+    *(("cache_write", "portable", {"form": [form], **PAGES}, 1) for form in ("v32", "model1", "bf16", "fp8")),
+    *(
+        ("cache_gather", "portable", {"form": [form], "requests": [1, 4, 20], **PAGES}, 1)
+        for form in ("v32", "model1", "bf16", "fp8")
+    ),
+    ("latent_rows", "portable", {"tokens": [1, 2, 16, 77], "pages": [1, 3, 16]}, 1),
+    ("rotate_heads", "portable", {"tokens": [1, 2, 16, 77], "heads": [1, 16, 128]}, 1),
+]
+
+
+@pytest.mark.parametrize(("operation", "backend", "numbers", "most"), SAME_CODE, ids=str)
+def test_new_lengths_strides_and_batches_compile_nothing(record, operation, backend, numbers, most):
+    rng = random.Random(0)
+    variants: dict[str, set[str]] = {}
+    for _ in range(20):
+        for one in main_kernels(launches(record, operation, backend, **some(rng, **numbers))):
+            variants.setdefault(one.name, set()).add(one.variant)
+    assert variants
+    assert {name: len(found) for name, found in variants.items() if len(found) > most} == {}
+
+
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_batch_invariant_is_the_same_machine_code_for_all_batches_and_tables(record, backend, heads):
+    """Two variants of one kernel may round differently: the compiler joins products and sums as it sees fit."""
+    variants: dict[str, set[str]] = {}
+    for batch, columns in ((1, 1), (3, 5), (3, 45), (200, 63), (7, 3000)):
+        call = {"batch": batch, "heads": heads, "columns": columns, "batch_invariant": True, "dtype": BF16}
+        for one in launches(record, "dense_decode", backend, **call):
+            variants.setdefault(one.name, set()).add(one.variant)
+    assert variants
+    assert {name: len(found) for name, found in variants.items()} == dict.fromkeys(variants, 1)

@@ -1,0 +1,86 @@
+"""What an operation would launch on a GPU that is not here: its launches are recorded, and nothing runs."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from support.compile import Compiled, Launch, compile_gluon, compile_launch, variant_key
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.runtime.jit import KernelInterface
+
+from flashlatte.runtime import dispatch, machine, triton_kernel
+
+CLASSES = {80: "ampere", 86: "small", 89: "small", 90: "hopper", 100: "blackwell", 120: "small", None: "other"}
+NUM_SMS = 132
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One launch: the kernel as Triton's JITFunction, and its launch."""
+
+    kernel: Any
+    launch: Launch
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__
+
+    @property
+    def variant(self) -> str:
+        """What Triton's cache of compiled kernels distinguishes."""
+        return f"{self.name} {variant_key(self.kernel, self.launch)}"
+
+    def compile(self, arch: int = 90) -> Compiled:
+        if isinstance(self.kernel, GluonJITFunction):
+            return compile_gluon(self.kernel, self.launch)
+        return compile_launch(self.kernel, self.launch, arch)
+
+
+class Recording:
+    """Calls implementations as a GPU of a class would, and returns what they launched.
+
+    ``arch`` is a compute capability (90 for 9.0), or None for a GPU of AMD's.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+        self._found: list[Recorded] = []
+        for interface in {KernelInterface, getattr(triton_kernel, "Kernel", KernelInterface)}:
+            monkeypatch.setattr(interface, "__getitem__", lambda kernel, grid: self._subscript(kernel, grid))
+
+    def __call__(
+        self, operation: str, backend: str, *arguments: Any, arch: int | None = 90, **named: Any
+    ) -> list[Recorded]:
+        run = dispatch.implementation(operation, backend)
+        capability = (0, 0) if arch is None else divmod(arch, 10)
+        self._patch.setattr(machine, "_compute_capability", lambda _: capability)
+        for name, value in (
+            ("gpu_class", CLASSES[arch]),
+            ("converts_e4m3", arch is not None and arch >= 89),
+            ("num_sms", NUM_SMS),
+            ("multiprocessors", NUM_SMS),
+            ("clusters_fill", arch == 90),
+        ):
+            self._replace_everywhere(name, value)
+        self._found = []
+        run(*arguments, **named)
+        return self._found
+
+    def _replace_everywhere(self, name: str, value: Any) -> None:
+        """Facts about a GPU are functions of a device, which other modules import by name."""
+        for module_name, module in list(sys.modules.items()):
+            if module_name.startswith("flashlatte.") and name in vars(module):
+                self._patch.setattr(module, name, lambda *_: value)
+
+    def _subscript(self, kernel: Any, grid: tuple[int, ...]) -> Any:
+        return functools.partial(self._record, getattr(kernel, "jitted", kernel), grid)
+
+    def _record(self, kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        names = [parameter.name for parameter in kernel.params]
+        arguments = dict(zip(names, args, strict=False))
+        options = {name: kwargs.pop(name) for name in list(kwargs) if name not in names}
+        self._found.append(Recorded(kernel, Launch(grid, arguments | kwargs, options)))
