@@ -7,10 +7,11 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -42,6 +43,7 @@ class Compiled:
         spills: instructions that store to or load from local memory.
         shared: bytes of shared memory.
         hgmma, hmma: tensor-core instructions of a warpgroup (Hopper) and of a warp.
+        waits: for tensor cores, on Hopper.
         async_copies: 16-byte copies from global to shared memory that bypass registers.
         ttgir: the kernel in Triton's GPU dialect.
         sass: the disassembly.
@@ -52,6 +54,7 @@ class Compiled:
     shared: int
     hgmma: int
     hmma: int
+    waits: int
     async_copies: int
     ttgir: str = field(repr=False)
     sass: str = field(repr=False)
@@ -59,7 +62,7 @@ class Compiled:
     def __str__(self) -> str:
         return (
             f"registers {self.registers}, spills {self.spills}, shared {self.shared}, HGMMA {self.hgmma}, "
-            f"HMMA {self.hmma}, LDGSTS.128 {self.async_copies}"
+            f"HMMA {self.hmma}, waits {self.waits}, LDGSTS.128 {self.async_copies}"
         )
 
 
@@ -142,6 +145,11 @@ def compile_launch(fn: Any, launch: Launch, arch: int) -> Compiled:
     signature, constexprs = _arguments(fn, launch)
     options = {name: value for name, value in launch.options.items() if name != "enable_fp_fusion"}
     return compile_triton(fn, signature, constexprs, arch, **options)
+
+
+def mostly_full(names: Iterable[str], *quick: str) -> list[Any]:
+    """The names as parameters: those of ``quick`` run always, the others in ``make test-all`` only."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
 _GLUON_CODE: dict[str, Compiled] = {}
@@ -239,6 +247,7 @@ def _read(compiled: Any) -> Compiled:
         shared=compiled.metadata.shared,
         hgmma=len(re.findall(r"\bHGMMA\b", sass)),
         hmma=len(re.findall(r"\bHMMA\b", sass)),
+        waits=len(re.findall(r"\bWARPGROUP\.DEPBAR\b", sass)),
         async_copies=len(re.findall(r"\bLDGSTS\.E\.[A-Z.0-9]*128\b", sass)),
         ttgir=compiled.asm["ttgir"],
         sass=sass,

@@ -20,10 +20,15 @@ NUM_SMS = 132
 
 @dataclass(frozen=True)
 class Recorded:
-    """One launch: the kernel as Triton's JITFunction, and its launch."""
+    """One launch: the kernel as Triton's JITFunction, and its launch.
+
+    Attributes:
+        shared_beside: bytes of shared memory that a cluster takes beside Triton's.
+    """
 
     kernel: Any
     launch: Launch
+    shared_beside: int = 0
 
     @property
     def name(self) -> str:
@@ -77,10 +82,12 @@ class Recording:
                 self._patch.setattr(module, name, lambda *_: value)
 
     def _subscript(self, kernel: Any, grid: tuple[int, ...]) -> Any:
-        return functools.partial(self._record, getattr(kernel, "jitted", kernel), grid)
+        return functools.partial(self._record, kernel, grid)
 
-    def _record(self, kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+    def _record(self, launched: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        kernel = getattr(launched, "jitted", launched)
+        _, beside = getattr(launched, "cluster", None) or (1, 0)
         names = [parameter.name for parameter in kernel.params]
         arguments = dict(zip(names, args, strict=False))
         options = {name: kwargs.pop(name) for name in list(kwargs) if name not in names}
-        self._found.append(Recorded(kernel, Launch(grid, arguments | kwargs, options)))
+        self._found.append(Recorded(kernel, Launch(grid, arguments | kwargs, options), beside))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-import random
 import re
 from typing import Any
 
 import pytest
 import torch
-from support.compile import SHARED_BYTES, Launch, Recorder, variant_key
+from support.compile import Launch, Recorder
 
 from flashlatte.runtime import checks, dispatch, machine
 
@@ -25,10 +24,6 @@ from flashlatte.split_kv import combine, plan  # noqa: E402
 pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
 
 KERNEL = launch.kernel
-VERSION = ".".join(triton.__version__.split(".")[:2])
-
-# Bytes of shared memory, by Triton version and head_dim.
-SHARED = {"3.6": {576: 230_976, 512: 214_560}, "3.7": {576: 230_976, 512: 214_544}}
 
 CALLS: dict[str, dict[str, Any]] = {
     "bf16 576": {},
@@ -96,31 +91,7 @@ def compiled(record):
     return lambda name: support.compile_gluon(KERNEL, record(**CALLS[name]))
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_machine_code(compiled, name):
-    code = compiled(name)
-    head_dim = CALLS[name].get("head_dim", 576)
-
-    # At most a scalar that is kept over a whole item.
-    assert code.spills <= 2
-    assert support.loop_spills(code.sass) == 0
-    assert code.registers == 168  # what 12 warps allow at launch
-    assert code.shared <= SHARED_BYTES[90]
-    # Scores of a block: head_dim / 16 multiplications, at 4 places; output: 4 for each of 2 blocks, 2 x 2 places.
-    assert code.hgmma == 4 * head_dim // 16 + 32
-    assert code.hmma == 0
-    # Of queries that TMA cannot copy, 64 rows by 128 threads, 16 bytes each.
-    assert code.async_copies == (64 * head_dim // (8 * 128) if "no tile" in name else 0)
-    # Waits for tensor cores: 6 of each consumer. More of them mean that the compiler serialised multiplications.
-    assert len(re.findall(r"\bWARPGROUP\.DEPBAR\b", code.sass)) == 12
-
-
-@pytest.mark.skipif(VERSION not in SHARED, reason="no record of this Triton version")
-@pytest.mark.parametrize("head_dim", [576, 512])
-def test_shared_memory_as_on_record(compiled, head_dim):
-    assert compiled(f"bf16 {head_dim}").shared == SHARED[VERSION][head_dim]
-
-
+@pytest.mark.full
 def test_a_tile_is_freed_before_the_output_is_rescaled(compiled):
     """The rescaling may not delay the refill: nothing between the product that read a tile last and its barrier."""
     code = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", compiled("bf16 576").sass)
@@ -157,37 +128,6 @@ def test_requests_that_ranges_share_need_no_combine(record, monkeypatch):
     code = support.compile_launch(fixup.clear_kernel, cleared, 90)
     assert code.spills == 0
     assert 0 < code.sass.index("ACQBULK") < code.sass.index("STG")
-
-
-@pytest.mark.parametrize("heads", [1, 16, 48, 128])
-def test_lengths_and_strides_compile_once(record, heads):
-    rng = random.Random(0)
-    keys = set()
-    for _ in range(20):
-        keys.add(
-            variant_key(
-                KERNEL,
-                record(
-                    batch=rng.choice([4, 5, 16, 33]),
-                    s_q=rng.choice([1, 2, 5]),
-                    heads=heads,
-                    pages=rng.choice([1, 7, 16]),
-                    columns=rng.choice([33, 64, 100]),
-                    causal=rng.choice([False, True]),
-                    q_pad=rng.choice([0, 3, 8, 24]),
-                    out_pad=rng.choice([0, 8, 16]),
-                ),
-            )
-        )
-    # Requests few and many: who finishes what is split.
-    assert len(keys) <= 2
-
-
-def test_batch_invariant_is_the_same_machine_code_for_all_batches_and_tables(record):
-    """Two variants of one kernel may round differently: the compiler joins products and sums as it sees fit."""
-    calls = ({"batch": 1, "columns": 1}, {"columns": 5}, {"columns": 45}, {"batch": 200, "columns": 3000})
-    keys = {variant_key(KERNEL, record(**call, batch_invariant=True)) for call in calls}
-    assert len(keys) == 1
 
 
 @pytest.mark.parametrize(
@@ -275,6 +215,7 @@ def test_descriptors_are_made_once_a_cache():
     assert not isinstance(half.base, torch.Tensor)
 
 
+@pytest.mark.full
 def test_the_combine_waits_for_what_it_combines(record, monkeypatch):
     """On Hopper it is launched while the main kernel runs, and may not read before that has ended."""
     combiner = Recorder(combine_kernel := combine.combine_kernel.fn)

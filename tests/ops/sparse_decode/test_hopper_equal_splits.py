@@ -98,6 +98,7 @@ def test_what_is_no_number_stays_what_it_is():
     assert kept([largest, -largest, math.nan] + [1.0] * 5)[:2] == [math.inf, -math.inf]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", EQUAL)
 def test_stores_are_whole_lines(record, name):
     widths = Counter(re.findall(r"\bSTG\.E(\.\w+)?", support.compile_gluon(KERNEL, record(**CALLS[name])).sass))
@@ -120,6 +121,7 @@ def test_combining_is_lean(record):
     assert not re.search(r"\b(?:LDG|STG)\b", before)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", EQUAL)
 def test_both_kernels_stay_in_the_instruction_cache(record, name):
     """Of 128 KB, as it seems, from call to call: fetching code costs a small call more than its work."""
