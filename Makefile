@@ -3,16 +3,30 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --quiet
+# Tests of what Triton makes of the kernels.
+COMPILED := tests/ops tests/kernels tests/runtime tests/split_kv
 
 .PHONY: demo test test-all docs wheel gpu-test sanitize bench lint clean
 
 demo: $(READY)
 	@$(BIN)/flashlatte demo
 
+# What a contributor needs: at most 5 minutes of processor time.
 test: $(READY)
-	@$(PYTEST) -m "not gpu and not interpreter"
-	@TRITON_INTERPRET=1 $(PYTEST) -m interpreter
+	@echo "About 5 minutes of processor time, so 3 to 4 minutes on two cores: first Triton's interpreter, then all else."
+	@TRITON_INTERPRET=1 $(PYTEST) -m "interpreter and not full"
+	@$(PYTEST) -m "not interpreter and not full and not gpu"
+
+# The rest: every variant of every kernel, many more examples, and compilation by each other Triton that TRITONS names,
+# folders that hold a triton package (pip install --target FOLDER triton==3.6.0).
+test-all: $(READY)
+	@echo "About 25 minutes of processor time, and 10 more for each Triton of TRITONS (now: $(or $(TRITONS),none))"
+	@TRITON_INTERPRET=1 $(PYTEST) --hypothesis-profile full -m interpreter
+	@$(PYTEST) --hypothesis-profile full -m "not interpreter and not gpu"
+	@for folder in $(TRITONS); do \
+		echo "Triton in $$folder" && PYTHONPATH=$$folder $(PYTEST) -m "not interpreter and not gpu" $(COMPILED) || exit 1; \
+	done
 
 docs: $(VENV)/.docs-ready
 	@NO_MKDOCS_2_WARNING=1 PATH=$(BIN):$$PATH $(BIN)/mkdocs build --quiet --strict

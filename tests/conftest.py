@@ -6,8 +6,11 @@ import torch
 
 from flashlatte.runtime import dispatch
 
-hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=20, database=None)
-hypothesis.settings.load_profile("suite")
+# ``make test`` is quick; ``make test-all`` takes the other with --hypothesis-profile full.
+COMMON = hypothesis.settings(deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("quick", COMMON, max_examples=6)
+hypothesis.settings.register_profile("full", COMMON, max_examples=100)
+hypothesis.settings.load_profile("quick")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

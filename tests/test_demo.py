@@ -30,6 +30,7 @@ def rows_of(output):
     return {row[0].partition(",")[0]: row[1:] for row in cells}
 
 
+@pytest.mark.full
 def test_the_demo_succeeds_and_compares_every_cache(printed):
     output, errors, code = printed
     assert (code, errors) == (0, "")
@@ -49,11 +50,13 @@ def test_the_demo_succeeds_and_compares_every_cache(printed):
     assert 0 < differences[0] < differences[1] <= 2
 
 
+@pytest.mark.full
 def test_the_progress_bars_reach_their_end(printed):
     for line in ("stock transformers", "FlashLatte, fp32 cache", "FlashLatte, bf16 cache", "FlashLatte, v32 cache"):
         assert any(line in shown and "128/128" in shown for shown in printed[0].splitlines())
 
 
+@pytest.mark.full
 def test_the_text_is_readable_and_not_degenerate(printed):
     text = printed[0].partition("as random weights do:")[2].partition("DeepseekV3: stock")[0]
     written = "".join(line.strip() for line in text.split("\n"))
@@ -61,6 +64,7 @@ def test_the_text_is_readable_and_not_degenerate(printed):
     assert len(set(written)) > 15
 
 
+@pytest.mark.full
 def test_it_says_first_what_it_does(printed):
     assert printed[0].startswith("A small DeepseekV3 with random weights, in float32 on cpu, continues prompt.txt")
 

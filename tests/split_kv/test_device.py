@@ -6,7 +6,7 @@
 import pytest
 import torch
 import triton.language as tl
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flashlatte.runtime.triton_kernel import kernel
@@ -80,7 +80,6 @@ def ranges_of(item, splits):
     return [number for number, of_items in enumerate(splits) if of_items[item][0] >= 0]
 
 
-@settings(max_examples=8)
 @given(LENGTHS, st.integers(1, 2), st.integers(1, 24), st.integers(0, 3))
 def test_ranges_cover_every_block_once_in_order(lengths, tokens, num_ranges, overhead):
     blocks, splits, _ = schedule(lengths, tokens, num_ranges, overhead)
@@ -105,18 +104,17 @@ def check_metadata(lengths, num_ranges, overhead):
     return split
 
 
-@settings(max_examples=8)
 @given(LENGTHS, st.integers(2, 24), st.integers(0, 3))
 def test_metadata_tell_which_items_are_split(lengths, num_ranges, overhead):
     check_metadata(lengths, num_ranges, overhead)
 
 
+@pytest.mark.full
 def test_split_items_beyond_one_scan_are_found():
     split = check_metadata([(i * 37) % 900 for i in range(device.SCAN.value + 50)], 24, 1)
     assert any(item >= device.SCAN.value for item, _, _ in split)
 
 
-@settings(max_examples=8)
 @given(LENGTHS, st.integers(1, 24), st.integers(0, 3))
 def test_ranges_are_even_and_share_at_most_two_items(lengths, num_ranges, overhead):
     blocks, splits, _ = schedule(lengths, 1, num_ranges, overhead)

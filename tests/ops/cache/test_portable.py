@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flashlatte import kv_cache
@@ -62,7 +62,6 @@ def scale_of(name, seed):
     return None if name != "fp8" else (None, 0.037, torch.tensor([0.037]), torch.tensor(3.0))[seed % 4]
 
 
-@settings(max_examples=40)
 @given(
     name=NAMES,
     page_size=st.integers(1, 5),
@@ -98,7 +97,6 @@ def test_write(name, page_size, gap, shift, toy_dim, padding, apart, spread, dty
     assert actual.equal(expected)
 
 
-@settings(max_examples=40)
 @given(
     name=NAMES,
     page_size=st.integers(1, 5),

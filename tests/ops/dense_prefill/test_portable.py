@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::Runti
 
 TOY = DensePrefillCase(3, 30, 40, 2, 1, head_dim=24, d_v=16, varlen=True, unowned=2)
 CAUSAL = replace(TOY, causal=True)
+FULL = pytest.mark.full
 CASES = {
     "toy": TOY,
     "causal": CAUSAL,
@@ -57,7 +58,12 @@ def check(arguments, **more):
     return results
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+QUICK = ("toy", "causal", "more queries than keys", "views of packed rows", "zero lengths", "wide window", "mla")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name, marks=[] if name in QUICK else [FULL]) for name, case in CASES.items()]
+)
 def test_against_the_reference(case):
     check(case.inputs())
 
@@ -66,6 +72,7 @@ def test_empty_lse():
     check(CASES["more queries than keys"].inputs(), empty_lse=float("inf"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
 def test_any_boundaries_read_and_write_nothing_outside(name, monkeypatch):
     """As they could come on a device, where nobody checks them."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.torch_op import opcheck
 
@@ -72,7 +72,6 @@ def contiguous_keys(kind, num_keys, head_dim, seed):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=20)
 @given(
     rows=st.integers(1, 9),
     num_keys=st.integers(1, 90),
@@ -132,7 +131,6 @@ def test_ragged(backend, rows, num_keys, heads, head_dim, kind, fp8_queries, max
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=20)
 @given(
     lengths=st.lists(st.integers(-3, 60), min_size=1, max_size=5),
     next_n=st.integers(1, 5),

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.torch_op import opcheck
 
@@ -72,7 +72,6 @@ def test_bytes_of_a_page(name, rounding, backend):
 
 
 @pytest.mark.interpreter
-@settings(max_examples=30)
 @given(
     name=NAMES,
     head_dim=st.sampled_from([32, 64, 128]),
@@ -110,7 +109,6 @@ def test_portable_writes_the_references_bytes(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=20)
 @given(
     name=NAMES,
     page_size=st.integers(1, 20),

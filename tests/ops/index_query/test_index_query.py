@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.torch_op import opcheck
 
@@ -36,7 +36,6 @@ def oracle(q, weights, cos_sin, positions, rope_first, interleaved, hadamard, sm
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=25)
 @given(
     tokens=st.integers(1, 4),
     heads=st.sampled_from([1, 8, 20, 64]),

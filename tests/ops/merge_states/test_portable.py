@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flashlatte.ops.merge_states import merge_states, portable
@@ -45,7 +45,6 @@ def draw_parts(n, shape, dtype, seed, empty=0.3):
     return list(outs), list(lses)
 
 
-@settings(max_examples=40)
 @given(
     n=st.integers(2, 5),
     axes=st.lists(st.integers(1, 5), max_size=4),

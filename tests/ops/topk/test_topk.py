@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.torch_op import opcheck
 
@@ -96,7 +96,6 @@ def test_rows_of_every_kind(kind, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=25)
 @given(
     kind=st.sampled_from(KINDS),
     rows=st.integers(1, 6),
