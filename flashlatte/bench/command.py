@@ -146,7 +146,7 @@ def _check_backends(backends: Sequence[str] | None) -> None:
 def _need(*packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise Refused(f"this needs the extra 'bench' ({' and '.join(missing)} is missing): {EXTRA_HINT}")
+        raise Refused(f"this needs the extra 'bench' (missing: {', '.join(missing)}): {EXTRA_HINT}")
 
 
 def _in_checkout(folder: Path) -> Path:

@@ -257,7 +257,7 @@ def test_mistakes_in_the_call(arguments: tuple[str, ...], message: str, capsys: 
 def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     assert run("--case", "write-v32-65536") == 2
-    message = "this needs the extra 'bench' (rich is missing): pip install 'flashlatte[bench]'"
+    message = "this needs the extra 'bench' (missing: rich): pip install 'flashlatte[bench]'"
     assert message in capsys.readouterr().err
 
 

@@ -140,3 +140,22 @@ def test_a_captured_decode_step_replays_for_new_lengths(cache_format: str, queri
     expected = eager.run(fresh, eager.build([queries] * 2, lengths, table[:2]))
     assert_close(out[: 2 * queries], expected.float().cpu(), 0.01)
     assert_same_rows(machine.cache, eager.cache)
+    # No request at all, as on an idle rank of a data-parallel group: padding only, which leaves the pages alone.
+    before = machine.cache.clone()
+    machine.build([], [], table[:0], pad_requests_to=requests, pad_queries=queries)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert not out.isnan().any()
+    assert torch.equal(machine.cache.view(torch.uint8), before.view(torch.uint8))
+
+
+@pytest.mark.parametrize("cache_format", ["bf16", "v32"])
+def test_a_compiled_layer_is_one_graph_and_gives_what_the_eager_one_does(cache_format: str) -> None:
+    eager, compiled = (Machine(make_layer(), DEVICE, torch.bfloat16, cache_format) for _ in range(2))
+    compiled.layer = torch.compile(compiled.layer, fullgraph=True)  # pyright: ignore[reportAttributeAccessIssue]
+    table = tables(2)
+    steps = (([200, 30], [200, 30]), ([1, 1], [201, 31]), ([1, 1], [202, 32]), ([1, 1], [203, 33]))
+    for seed, (new, lengths) in enumerate(steps):
+        hidden = hidden_states(sum(new), seed)
+        expected, result = (m.run(hidden, m.build(new, lengths, table)) for m in (eager, compiled))
+        assert_close(result, expected.float().cpu(), 0.01)
