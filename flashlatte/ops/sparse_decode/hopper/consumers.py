@@ -36,6 +36,9 @@ from flashlatte.kernels.hopper.mla_tiles import (
     ROWS,
     SCORE_COLS,
     SCORES,
+    k0_of,
+    k1_of,
+    q_of,
 )
 from flashlatte.kernels.hopper.ptx import clusters as ptx_clusters
 from flashlatte.kernels.hopper.ptx.registers import opaque
@@ -126,7 +129,22 @@ def _begin(call, FIRST_EMPTY: gl.constexpr, SECOND_EMPTY: gl.constexpr, PLAN: gl
 
 
 @gluon.jit
-def _wait_half(call, copied, phase, FULL: gl.constexpr, PLAN: gl.constexpr):
+def _score_half(
+    call,
+    q,
+    k,
+    copied,
+    phase,
+    scores,
+    FULL: gl.constexpr,
+    IS_RIGHT: gl.constexpr,
+    USE_ACC: gl.constexpr,
+    PLAN: gl.constexpr,
+):
+    """Scores [64, 64] with half of a block, once that is there. ``copied``: the mbarrier of what comes by cp.async."""
+    if IS_RIGHT and PLAN.format == MODEL1:
+        # Its last 64 columns are copied.
+        mbarrier.wait(copied, phase)
     barriers.wait(FULL, 128 + PLAN.producer_threads)
     if PLAN.cluster:
         clusters.wait(FULL, call.peer, phase)
@@ -134,20 +152,6 @@ def _wait_half(call, copied, phase, FULL: gl.constexpr, PLAN: gl.constexpr):
         mbarrier.wait(copied, phase)
     # Here, and not before the producer's arrival: this fence waits for all loads of its thread.
     fence_async_shared()
-
-
-@gluon.jit
-def _score_left(call, q, k, copied, phase, scores, FULL: gl.constexpr, USE_ACC: gl.constexpr, PLAN: gl.constexpr):
-    _wait_half(call, copied, phase, FULL, PLAN)
-    return warpgroup_mma(q, k.permute((1, 0)), scores, use_acc=USE_ACC, is_async=True)
-
-
-@gluon.jit
-def _score_right(call, q, k, copied, phase, scores, FULL: gl.constexpr, USE_ACC: gl.constexpr, PLAN: gl.constexpr):
-    if PLAN.format == MODEL1:
-        # Its last 64 columns are copied.
-        mbarrier.wait(copied, phase)
-    _wait_half(call, copied, phase, FULL, PLAN)
     return warpgroup_mma(q, k.permute((1, 0)), scores, use_acc=USE_ACC, is_async=True)
 
 
@@ -164,62 +168,28 @@ def _score_rope(q_rope, k_rope, copied, phase, scores, PLAN: gl.constexpr):
 @gluon.jit
 def score0(call, phase, z, scores, PLAN: gl.constexpr):
     """Masked scores of block 0, which begins with its left half: that is empty first."""
-    shared = call.tiles
-    full = call.full
-    scores = _score_left(
-        call,
-        shared.q_left.index(z),
-        shared.k0_left.index(z),
-        full.k0_left,
-        phase,
-        scores,
-        tiles.K0_LEFT_FULL,
-        False,
-        PLAN,
-    )
-    scores = _score_right(
-        call,
-        shared.q_right.index(z),
-        shared.k0_right.index(z),
-        full.k0_right,
-        phase,
-        scores,
-        tiles.K0_RIGHT_FULL,
-        True,
-        PLAN,
-    )
-    scores = _score_rope(shared.q_rope.index(z), shared.k0_rope.index(z), full.k0_right, phase, scores, PLAN)
+    q, k, full = q_of(call.tiles), k0_of(call.tiles), call.full
+    LEFT: gl.constexpr = tiles.K0_LEFT_FULL
+    RIGHT: gl.constexpr = tiles.K0_RIGHT_FULL
+    q_left, k_left = q.left.index(z), k.left.index(z)
+    scores = _score_half(call, q_left, k_left, full.k0_left, phase, scores, LEFT, False, False, PLAN)
+    q_right, k_right = q.right.index(z), k.right.index(z)
+    scores = _score_half(call, q_right, k_right, full.k0_right, phase, scores, RIGHT, True, True, PLAN)
+    scores = _score_rope(q.rope.index(z), k.rope.index(z), full.k0_right, phase, scores, PLAN)
     return apply_mask(warpgroup_mma_wait(0, deps=[scores]), call.masks.block0)
 
 
 @gluon.jit
 def _begin_score1(call, phase, z, scores, PLAN: gl.constexpr):
     """Scores of block 1, under way; it begins with its right half."""
-    shared = call.tiles
-    full = call.full
-    scores = _score_right(
-        call,
-        shared.q_right.index(z),
-        shared.k1_right.index(z),
-        full.k1_right,
-        phase,
-        scores,
-        tiles.K1_RIGHT_FULL,
-        False,
-        PLAN,
-    )
-    scores = _score_left(
-        call,
-        shared.q_left.index(z),
-        shared.k1_left.index(z),
-        full.k1_left,
-        phase,
-        scores,
-        tiles.K1_LEFT_FULL,
-        True,
-        PLAN,
-    )
-    return _score_rope(shared.q_rope.index(z), shared.k1_rope.index(z), full.k1_right, phase, scores, PLAN)
+    q, k, full = q_of(call.tiles), k1_of(call.tiles), call.full
+    LEFT: gl.constexpr = tiles.K1_LEFT_FULL
+    RIGHT: gl.constexpr = tiles.K1_RIGHT_FULL
+    q_right, k_right = q.right.index(z), k.right.index(z)
+    scores = _score_half(call, q_right, k_right, full.k1_right, phase, scores, RIGHT, True, False, PLAN)
+    q_left, k_left = q.left.index(z), k.left.index(z)
+    scores = _score_half(call, q_left, k_left, full.k1_left, phase, scores, LEFT, False, True, PLAN)
+    return _score_rope(q.rope.index(z), k.rope.index(z), full.k1_right, phase, scores, PLAN)
 
 
 @gluon.jit
