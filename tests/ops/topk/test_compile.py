@@ -1,0 +1,75 @@
+"""The kernels of ``topk`` as machine code of GPUs that need not be there."""
+
+import pytest
+import torch
+from support.compile import SHARED_BYTES, Recorder, compile_launch, variant_key
+
+from flashlatte.ops.topk.portable import launch
+from flashlatte.runtime import machine
+
+pytestmark = pytest.mark.skipif(machine.interpreting(), reason="kernels are interpreted, not compiled")
+
+
+@pytest.fixture
+def recorders(monkeypatch):
+    """Kernels that record their launches: filter, finish."""
+    found = []
+    for name in ("filter_kernel", "finish_kernel"):
+        found.append(Recorder(getattr(launch, name)))
+        monkeypatch.setattr(launch, name, found[-1])
+    monkeypatch.setattr(machine, "num_sms", lambda device: 132)
+    return found
+
+
+def run(rows=64, width=131072, k=2048, with_start=False, next_n=1):
+    # Contents do not matter, nor is there so much memory.
+    logits = torch.empty(1, 1).expand(rows, width)
+    end = torch.empty(rows // next_n, dtype=torch.int32)
+    start = torch.empty(rows, dtype=torch.int32) if with_start else None
+    launch.topk(logits, start, end, next_n, None, torch.empty(rows, k, dtype=torch.int32), None)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_a_decode_steps_kernels_fit(arch, recorders):
+    run()
+    for recorder in recorders:
+        compiled = compile_launch(recorder.fn, recorder.launches[0], arch)
+        assert compiled.spills == 0
+        assert compiled.shared <= SHARED_BYTES[arch]
+        # Two programs of the filter must fit an SM's 65,536 registers.
+        assert compiled.registers * 32 * recorder.launches[0].options["num_warps"] <= 65_536
+
+
+def test_rows_are_divided_over_programs_by_their_number(recorders):
+    filter_recorder, finish_recorder = recorders
+    for rows, width, programs in ((1, 131072, 16), (64, 131072, 320), (300, 131072, 300), (1, 16384, 4)):
+        filter_recorder.launches.clear()
+        run(rows, width)
+        assert sum(recorded.grid[0] for recorded in filter_recorder.launches) == programs
+    finish_recorder.launches.clear()
+    filter_recorder.launches.clear()
+    run(5, 8192)  # rows that fit in registers are not filtered
+    assert not filter_recorder.launches
+    assert [recorded.grid for recorded in finish_recorder.launches] == [(5,)]
+
+
+def test_new_sizes_compile_nothing(recorders):
+    for rows, width, with_start in ((1, 8193, False), (16, 100_000, False), (4096, 131_072, False), (7, 2**18, False)):
+        run(rows, width, with_start=with_start)
+    for recorder in recorders:
+        assert len({variant_key(recorder.fn, recorded) for recorded in recorder.launches}) == 1
+
+
+def test_scratch_is_bounded(recorders, monkeypatch):
+    sizes = []
+    empty = torch.empty
+
+    def recorded(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        sizes.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    logits, indices = empty(1, 1).expand(4096, 2**17), empty(4096, 2048, dtype=torch.int32)
+    monkeypatch.setattr(torch, "empty", recorded)
+    launch.topk(logits, None, None, 1, None, indices, None)
+    assert sum(sizes) <= launch.SCRATCH_BYTES + 2**20
