@@ -53,7 +53,7 @@ class _NotRepeatable(Exception):
 
 
 def repeats_launches(function: _Function) -> _Function:
-    """Decorate an operation that launches kernels and returns a tuple of what they write, or None.
+    """Decorate an operation that launches kernels and returns what they write, a tensor or a tuple, or None.
 
     ``function`` itself runs at every call under torch.compile, a tracing mode or a transform, on the CPU, where a
     gradient is recorded, and where the work is more than launches. Modes of torch functions are not told of a repeat:
@@ -205,10 +205,13 @@ class _Repeat:
         self,
         internals: Any,
         tensors: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor],
+        results: torch.Tensor | Sequence[torch.Tensor],
         recording: _Recording,
     ) -> None:
         """Raises _NotRepeatable if the noted launches are not all there is to the call."""
+        self._is_single = isinstance(results, torch.Tensor)
+        if isinstance(results, torch.Tensor):
+            results = (results,)
         if not recording.only_launches or not 0 < recording.launched == len(recording.launches):
             raise _NotRepeatable("more than launches")
         if tensors[0].device.type != _DEVICE_TYPE:
@@ -263,7 +266,9 @@ class _Repeat:
             return False
         return _current_device() == self._device.index and not self._hooked()
 
-    def __call__(self, tensors: list[torch.Tensor], addresses: list[int]) -> tuple[torch.Tensor, ...] | None:
+    def __call__(
+        self, tensors: list[torch.Tensor], addresses: list[int]
+    ) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
         """Run with ``tensors`` at ``addresses``; both lists are extended by what is allocated."""
         device = self._device
         for shape, stride, dtype, zeroed in self._made:
@@ -279,6 +284,8 @@ class _Repeat:
         stream = _current_stream(device.index)
         for launch in self._launches:
             launch(stream, addresses)
+        if self._is_single:
+            return tensors[self._results[0]]
         return tuple([tensors[number] for number in self._results]) or None
 
 
@@ -297,7 +304,7 @@ def _recorded(
         _thread.recording = None
     try:
         with DisableTorchFunction():
-            return results, _Repeat(internals, tensors, results or (), recording)
+            return results, _Repeat(internals, tensors, () if results is None else results, recording)
     except _NotRepeatable:
         return results, None
 

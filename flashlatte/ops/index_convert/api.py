@@ -8,6 +8,7 @@ import torch
 
 from flashlatte.ops.index_convert.sharding import Sharding
 from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "index_convert"
@@ -79,6 +80,7 @@ def to_cache_indices(
     return torch.where(valid & (page >= 0) & fits, slot, -1).to(dtype)
 
 
+@repeats_launches
 def index_convert(
     indices: torch.Tensor | None,
     block_table: torch.Tensor,

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from flashlatte.ops.index_convert.sharding import Sharding
 from flashlatte.runtime.strides import stride_in_use
-from flashlatte.runtime.triton_kernel import kernel
+from flashlatte.runtime.triton_kernel import kernel, launching_on
 
 BLOCK, WARPS = 1024, 4
 
@@ -30,39 +30,40 @@ def index_convert(
     counts: torch.Tensor | None,
 ) -> None:
     requests, max_pages = block_table.shape
-    index_convert_kernel[(slots.shape[0],)](
-        indices,
-        block_table,
-        request_ids,
-        query_positions,
-        workspace_ids,
-        workspace_starts,
-        slots,
-        counts,
-        slots.shape[1],
-        sinks,
-        window,
-        page_size,
-        next_n,
-        requests,
-        max_pages,
-        0 if workspace_starts is None else workspace_starts.shape[0],
-        sharding.rank,
-        sharding.size,
-        sharding.interleave,
-        0 if indices is None else stride_in_use(indices, 0),
-        stride_in_use(block_table, 0),
-        0 if request_ids is None else request_ids.stride(0),
-        0 if query_positions is None else query_positions.stride(0),
-        0 if workspace_ids is None else workspace_ids.stride(0),
-        0 if workspace_starts is None else workspace_starts.stride(0),
-        stride_in_use(slots, 0),
-        sharding.size > 1,
-        compact,
-        torch.iinfo(slots.dtype).max,
-        BLOCK,
-        num_warps=WARPS,
-    )
+    with launching_on(slots.device):
+        index_convert_kernel[(slots.shape[0],)](
+            indices,
+            block_table,
+            request_ids,
+            query_positions,
+            workspace_ids,
+            workspace_starts,
+            slots,
+            counts,
+            slots.shape[1],
+            sinks,
+            window,
+            page_size,
+            next_n,
+            requests,
+            max_pages,
+            0 if workspace_starts is None else workspace_starts.shape[0],
+            sharding.rank,
+            sharding.size,
+            sharding.interleave,
+            0 if indices is None else stride_in_use(indices, 0),
+            stride_in_use(block_table, 0),
+            0 if request_ids is None else request_ids.stride(0),
+            0 if query_positions is None else query_positions.stride(0),
+            0 if workspace_ids is None else workspace_ids.stride(0),
+            0 if workspace_starts is None else workspace_starts.stride(0),
+            stride_in_use(slots, 0),
+            sharding.size > 1,
+            compact,
+            torch.iinfo(slots.dtype).max,
+            BLOCK,
+            num_warps=WARPS,
+        )
 
 
 @kernel

@@ -7,6 +7,7 @@ import torch
 from flashlatte.kv_cache import fp4
 from flashlatte.kv_cache.index_formats import FORMAT_OF_KEYS, HEAD_DIMS, INDEX_FORMATS, as_index_cache
 from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
 RAGGED, PAGED = "index_logits", "paged_index_logits"
@@ -41,6 +42,7 @@ for _operation, _function in ((RAGGED, "ragged"), (PAGED, "paged")):
     )
 
 
+@repeats_launches
 def index_logits(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -124,6 +126,7 @@ def _index_logits(
     run(q, k, k_scale, weights, key_start, key_end, logits, clean, compressed)
 
 
+@repeats_launches
 def paged_index_logits(
     q: torch.Tensor,
     cache: torch.Tensor,

@@ -7,6 +7,7 @@ import torch
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
 from flashlatte.kv_cache.index_formats import HEAD_DIMS, IndexFormat, as_index_cache
 from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
 QUANTIZE, GATHER = "index_quantize", "index_gather"
@@ -19,6 +20,7 @@ for _operation in (QUANTIZE, GATHER):
     )
 
 
+@repeats_launches
 def index_quantize(
     cache: torch.Tensor,
     slot_mapping: torch.Tensor,

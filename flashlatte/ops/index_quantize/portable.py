@@ -13,7 +13,7 @@ from flashlatte.kernels.triton.row_scales import row_scales
 from flashlatte.kv_cache.index_formats import as_index_cache
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
-from flashlatte.runtime.triton_kernel import kernel
+from flashlatte.runtime.triton_kernel import kernel, launching_on
 
 QUANTIZE_BLOCKING = Blocking(tokens=16, warps=4)
 GATHER_BLOCKING = Blocking(tokens=32, warps=4)
@@ -24,27 +24,28 @@ def index_quantize(cache: torch.Tensor, slot_mapping: torch.Tensor, k: torch.Ten
     cache = as_bytes(cache)
     page_stride = stride_in_use(cache, 0)
     tokens, num_slots = slot_mapping.shape[0], cache.shape[0] * cache.shape[1]
-    index_quantize_kernel[(blocks(tokens, QUANTIZE_BLOCKING.tokens),)](
-        cache,
-        slot_mapping,
-        k,
-        tokens,
-        num_slots,
-        cache.shape[1],
-        slot_mapping.stride(0),
-        page_stride,
-        stride_in_use(k, 0),
-        layout.head_dim,
-        layout.encoding,
-        scale_rounding == "power_of_two",
-        unit_bytes(cache, page_stride),
-        num_slots >= 2**31,
-        converts_e4m3(cache.device),
-        machine.interpreting(),
-        QUANTIZE_BLOCKING.tokens,
-        num_warps=QUANTIZE_BLOCKING.warps,
-        enable_fp_fusion=True,
-    )
+    with launching_on(cache.device):
+        index_quantize_kernel[(blocks(tokens, QUANTIZE_BLOCKING.tokens),)](
+            cache,
+            slot_mapping,
+            k,
+            tokens,
+            num_slots,
+            cache.shape[1],
+            slot_mapping.stride(0),
+            page_stride,
+            stride_in_use(k, 0),
+            layout.head_dim,
+            layout.encoding,
+            scale_rounding == "power_of_two",
+            unit_bytes(cache, page_stride),
+            num_slots >= 2**31,
+            converts_e4m3(cache.device),
+            machine.interpreting(),
+            QUANTIZE_BLOCKING.tokens,
+            num_warps=QUANTIZE_BLOCKING.warps,
+            enable_fp_fusion=True,
+        )
 
 
 def index_gather(
@@ -61,28 +62,29 @@ def index_gather(
     cache = cache.view(torch.uint8)
     rows = values.shape[0]
     requests, max_pages = block_table.shape
-    index_gather_kernel[(blocks(rows, GATHER_BLOCKING.tokens),)](
-        cache,
-        block_table,
-        cu_seqlens,
-        seq_starts,
-        values.view(torch.uint8),
-        None if scales is None else scales.view(torch.uint8),
-        rows,
-        requests,
-        max_pages,
-        num_pages,
-        page_size,
-        cu_seqlens.stride(0),
-        0 if seq_starts is None else stride_in_use(seq_starts, 0),
-        stride_in_use(block_table, 0),
-        stride_in_use(cache, 0),
-        layout.value_bytes,
-        layout.scale_bytes,
-        max_pages * page_size >= 2**31,
-        GATHER_BLOCKING.tokens,
-        num_warps=GATHER_BLOCKING.warps,
-    )
+    with launching_on(cache.device):
+        index_gather_kernel[(blocks(rows, GATHER_BLOCKING.tokens),)](
+            cache,
+            block_table,
+            cu_seqlens,
+            seq_starts,
+            values.view(torch.uint8),
+            None if scales is None else scales.view(torch.uint8),
+            rows,
+            requests,
+            max_pages,
+            num_pages,
+            page_size,
+            cu_seqlens.stride(0),
+            0 if seq_starts is None else stride_in_use(seq_starts, 0),
+            stride_in_use(block_table, 0),
+            stride_in_use(cache, 0),
+            layout.value_bytes,
+            layout.scale_bytes,
+            max_pages * page_size >= 2**31,
+            GATHER_BLOCKING.tokens,
+            num_warps=GATHER_BLOCKING.warps,
+        )
 
 
 @kernel

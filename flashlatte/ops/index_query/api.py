@@ -7,6 +7,7 @@ import torch
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
 from flashlatte.kv_cache.index_formats import HEAD_DIMS
 from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "index_query"
@@ -18,6 +19,7 @@ dispatch.define(
 )
 
 
+@repeats_launches
 def index_query(
     q: torch.Tensor,
     weights: torch.Tensor,

@@ -11,7 +11,7 @@ from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, 
 from flashlatte.kernels.triton.row_scales import row_scales
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
-from flashlatte.runtime.triton_kernel import kernel
+from flashlatte.runtime.triton_kernel import kernel, launching_on
 
 # Heads and warps of a program.
 HEADS, WARPS = 16, 4
@@ -34,34 +34,35 @@ def index_query(
     tokens, heads, head_dim = q.shape
     rope_dim = 0 if cos_sin is None else cos_sin.shape[1]
     head_blocks = blocks(heads, HEADS)
-    index_query_kernel[(tokens * head_blocks,)](
-        q,
-        weights,
-        cos_sin,
-        positions,
-        values,
-        folded,
-        smallest_amax,
-        weight_scale,
-        heads,
-        head_blocks,
-        1 if cos_sin is None else cos_sin.shape[0],
-        0 if positions is None else stride_in_use(positions, 0),
-        stride_in_use(q, 0),
-        stride_in_use(q, 1),
-        stride_in_use(weights, 0),
-        head_dim,
-        rope_dim,
-        0 if rope_first else head_dim - rope_dim,
-        interleaved,
-        hadamard,
-        scale_rounding == "power_of_two",
-        converts_e4m3(q.device),
-        machine.interpreting(),
-        HEADS,
-        num_warps=WARPS,
-        enable_fp_fusion=True,
-    )
+    with launching_on(q.device):
+        index_query_kernel[(tokens * head_blocks,)](
+            q,
+            weights,
+            cos_sin,
+            positions,
+            values,
+            folded,
+            smallest_amax,
+            weight_scale,
+            heads,
+            head_blocks,
+            1 if cos_sin is None else cos_sin.shape[0],
+            0 if positions is None else stride_in_use(positions, 0),
+            stride_in_use(q, 0),
+            stride_in_use(q, 1),
+            stride_in_use(weights, 0),
+            head_dim,
+            rope_dim,
+            0 if rope_first else head_dim - rope_dim,
+            interleaved,
+            hadamard,
+            scale_rounding == "power_of_two",
+            converts_e4m3(q.device),
+            machine.interpreting(),
+            HEADS,
+            num_warps=WARPS,
+            enable_fp_fusion=True,
+        )
 
 
 @kernel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "topk"
@@ -61,6 +62,29 @@ def topk(
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
+    checks.flag("sort", sort)
+    checks.flag("return_values", return_values)
+    with_values = return_values or values is not None
+    results = _unsorted(logits, k, start, end, next_n, previous, indices, values, with_values or sort, backend)
+    if sort:
+        _sort(*results)
+    return (results[0], results[1]) if with_values else results[0]
+
+
+@repeats_launches
+def _unsorted(
+    logits: torch.Tensor,
+    k: int,
+    start: torch.Tensor | None,
+    end: torch.Tensor | None,
+    next_n: int,
+    previous: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    values: torch.Tensor | None,
+    with_values: bool,
+    backend: str | None,
+) -> tuple[torch.Tensor, ...]:
+    """The indices, and the values if they are given or asked for."""
     rows = 0 if isinstance(logits, torch.Tensor) and logits.dim() == 2 and logits.shape[0] == 0 else "rows"
     checks.tensor("logits", logits, (rows, "width"), LOGIT_DTYPES)
     rows, width = logits.shape
@@ -78,23 +102,18 @@ def topk(
         checks.tensor("end", end, (ends,), checks.INDEX_DTYPES, device, unit_last_stride=False)
     if previous is not None:
         checks.tensor("previous", previous, (rows, "any"), (torch.int32,), device)
-    checks.flag("sort", sort)
-    checks.flag("return_values", return_values)
-    return_values = return_values or values is not None
     if indices is None:
         indices = torch.empty(rows, k, dtype=torch.int32, device=device)
     else:
         checks.output("indices", indices, (rows, k), (torch.int32,), device)
     if values is not None:
         checks.output("values", values, (rows, k), (torch.float32,), device)
-    elif return_values or sort:
+    elif with_values:
         values = torch.empty(rows, k, dtype=torch.float32, device=device)
     if rows:
         backend = dispatch.select(dispatch.Call(OPERATION, device, logits.dtype), backend)
         _topk(logits, start, end, next_n, previous, indices, values, backend)
-        if sort and values is not None:
-            _sort(indices, values)
-    return (indices, values) if return_values and values is not None else indices
+    return (indices,) if values is None else (indices, values)
 
 
 @register_op("topk", mutates=("indices", "values"))

@@ -17,7 +17,7 @@ from flashlatte.ops.index_logits.portable.config import PAGED, choose, padded_he
 from flashlatte.ops.index_logits.portable.score import compute_type, head_sums, load_keys, load_queries, row_unit
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
-from flashlatte.runtime.triton_kernel import kernel
+from flashlatte.runtime.triton_kernel import kernel, launching_on
 
 # Requests whose lengths are looked at together.
 REQUESTS = 128
@@ -45,46 +45,47 @@ def paged(
     max_keys = min(logits.shape[1], block_table.shape[1] * page_size)
     tiles = batch * blocks(max_keys, config.block_n)
     programs = min(tiles, config.programs * machine.num_sms(q.device))
-    paged_kernel[(programs, blocks(next_n, block_q))](
-        q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,
-        cache,
-        weights,
-        cache_seqlens,
-        block_table,
-        logits,
-        batch,
-        next_n,
-        heads,
-        max_keys,
-        num_pages,
-        page_size,
-        stride_in_use(q, 0) // q_unit,
-        stride_in_use(q, 1) // q_unit,
-        stride_in_use(q, 2) // q_unit,
-        stride_in_use(weights, 0),
-        cache_seqlens.stride(0),
-        0 if cache_seqlens.dim() == 1 else cache_seqlens.stride(1),
-        stride_in_use(block_table, 0),
-        stride_in_use(cache, 0) // unit,
-        stride_in_use(logits, 0),
-        head_dim,
-        layout.encoding,
-        compute_type(q, layout.encoding),
-        layout.planes[0].width,
-        layout.scale_bytes,
-        cache_seqlens.dim() == 2,
-        q_unit,
-        unit,
-        converts_e4m3(q.device),
-        machine.interpreting(),
-        block_q,
-        block_h,
-        config.block_n,
-        REQUESTS,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        enable_fp_fusion=True,
-    )
+    with launching_on(q.device):
+        paged_kernel[(programs, blocks(next_n, block_q))](
+            q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,
+            cache,
+            weights,
+            cache_seqlens,
+            block_table,
+            logits,
+            batch,
+            next_n,
+            heads,
+            max_keys,
+            num_pages,
+            page_size,
+            stride_in_use(q, 0) // q_unit,
+            stride_in_use(q, 1) // q_unit,
+            stride_in_use(q, 2) // q_unit,
+            stride_in_use(weights, 0),
+            cache_seqlens.stride(0),
+            0 if cache_seqlens.dim() == 1 else cache_seqlens.stride(1),
+            stride_in_use(block_table, 0),
+            stride_in_use(cache, 0) // unit,
+            stride_in_use(logits, 0),
+            head_dim,
+            layout.encoding,
+            compute_type(q, layout.encoding),
+            layout.planes[0].width,
+            layout.scale_bytes,
+            cache_seqlens.dim() == 2,
+            q_unit,
+            unit,
+            converts_e4m3(q.device),
+            machine.interpreting(),
+            block_q,
+            block_h,
+            config.block_n,
+            REQUESTS,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            enable_fp_fusion=True,
+        )
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from flashlatte.ops.index_logits.portable.config import RAGGED, choose, padded_h
 from flashlatte.ops.index_logits.portable.score import compute_type, head_sums, load_keys, load_queries, row_unit
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
-from flashlatte.runtime.triton_kernel import kernel
+from flashlatte.runtime.triton_kernel import kernel, launching_on
 
 ENCODINGS = {torch.float8_e4m3fn: "e4m3", torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "e2m1"}
 
@@ -37,43 +37,44 @@ def ragged(
     q_blocks = blocks(num_rows, block_q)
     key_blocks = blocks(k.shape[0], config.block_n * config.tiles)
     q_unit, k_unit = row_unit(q, 0, 1), row_unit(k, 0)
-    ragged_kernel[(q_blocks * key_blocks,)](
-        q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,
-        k.view(torch.uint8) if k.dtype == torch.float8_e4m3fn else k,
-        k_scale,
-        weights,
-        key_start,
-        key_end,
-        logits,
-        num_rows,
-        k.shape[0],
-        heads,
-        logits.shape[1],
-        q_blocks,
-        stride_in_use(q, 0) // q_unit,
-        stride_in_use(q, 1) // q_unit,
-        stride_in_use(k, 0) // k_unit,
-        0 if k_scale is None else stride_in_use(k_scale, 0),
-        stride_in_use(weights, 0),
-        key_start.stride(0),
-        key_end.stride(0),
-        stride_in_use(logits, 0),
-        head_dim,
-        encoding,
-        compute_type(q, encoding),
-        compressed,
-        q_unit,
-        k_unit,
-        converts_e4m3(q.device),
-        machine.interpreting(),
-        block_q,
-        block_h,
-        config.block_n,
-        config.tiles,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        enable_fp_fusion=True,
-    )
+    with launching_on(q.device):
+        ragged_kernel[(q_blocks * key_blocks,)](
+            q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,
+            k.view(torch.uint8) if k.dtype == torch.float8_e4m3fn else k,
+            k_scale,
+            weights,
+            key_start,
+            key_end,
+            logits,
+            num_rows,
+            k.shape[0],
+            heads,
+            logits.shape[1],
+            q_blocks,
+            stride_in_use(q, 0) // q_unit,
+            stride_in_use(q, 1) // q_unit,
+            stride_in_use(k, 0) // k_unit,
+            0 if k_scale is None else stride_in_use(k_scale, 0),
+            stride_in_use(weights, 0),
+            key_start.stride(0),
+            key_end.stride(0),
+            stride_in_use(logits, 0),
+            head_dim,
+            encoding,
+            compute_type(q, encoding),
+            compressed,
+            q_unit,
+            k_unit,
+            converts_e4m3(q.device),
+            machine.interpreting(),
+            block_q,
+            block_h,
+            config.block_n,
+            config.tiles,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            enable_fp_fusion=True,
+        )
 
 
 @kernel

@@ -9,6 +9,7 @@ from flashlatte.ops.topk.portable.filter import filter_kernel
 from flashlatte.ops.topk.portable.finish import finish_kernel
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
+from flashlatte.runtime.triton_kernel import launching_on
 
 SCRATCH_BYTES = 64 * 2**20
 # Candidates for each entry that is wanted: room for four times k, of which about half is to be filled.
@@ -43,39 +44,42 @@ def topk(
     per_row = blocks(PROGRAMS_PER_SM * machine.num_sms(logits.device), rows)
     chunks = max(1, min(per_row, MAX_CHUNKS, width // SMALLEST_CHUNK))
     at_a_time = max(1, min(rows, SCRATCH_BYTES // (8 * places * chunks)))
-    scratch = torch.empty(2, at_a_time * chunks, places, dtype=torch.int32, device=logits.device)
+    candidate_keys, candidate_columns = (
+        torch.empty(at_a_time * chunks, places, dtype=torch.int32, device=logits.device) for _ in range(2)
+    )
     counts = torch.empty(at_a_time * chunks, dtype=torch.int32, device=logits.device)
     for first_row in range(0, rows, at_a_time):
         count = min(at_a_time, rows - first_row)
-        filter_kernel[(count * chunks,)](
-            logits,
-            start,
-            end,
-            scratch[0],
-            scratch[1],
-            counts,
-            first_row,
-            width,
-            chunks,
-            places // 2,
-            next_n,
-            stride_in_use(logits, 0),
-            0 if start is None else start.stride(0),
-            0 if end is None else end.stride(0),
-            end is not None and end.shape[0] != rows,
-            places,
-            SAMPLE if width < WIDE_ROWS else WIDE_SAMPLE,
-            BLOCK,
-            machine.interpreting(),
-            num_warps=FILTER_WARPS,
-        )
+        with launching_on(logits.device):
+            filter_kernel[(count * chunks,)](
+                logits,
+                start,
+                end,
+                candidate_keys,
+                candidate_columns,
+                counts,
+                first_row,
+                width,
+                chunks,
+                places // 2,
+                next_n,
+                stride_in_use(logits, 0),
+                0 if start is None else start.stride(0),
+                0 if end is None else end.stride(0),
+                end is not None and end.shape[0] != rows,
+                places,
+                SAMPLE if width < WIDE_ROWS else WIDE_SAMPLE,
+                BLOCK,
+                machine.interpreting(),
+                num_warps=FILTER_WARPS,
+            )
         _finish(
             logits,
             start,
             end,
             next_n,
-            scratch[0],
-            scratch[1],
+            candidate_keys,
+            candidate_columns,
             counts,
             indices,
             values,
@@ -101,28 +105,29 @@ def _finish(
     chunks: int,
     places: int,
 ) -> None:
-    finish_kernel[(rows,)](
-        logits,
-        start,
-        end,
-        candidate_keys,
-        candidate_columns,
-        counts,
-        indices,
-        values,
-        first_row,
-        logits.shape[1],
-        chunks,
-        indices.shape[1],
-        next_n,
-        stride_in_use(logits, 0),
-        0 if start is None else start.stride(0),
-        0 if end is None else end.stride(0),
-        stride_in_use(indices, 0),
-        0 if values is None else stride_in_use(values, 0),
-        end is not None and end.shape[0] != logits.shape[0],
-        places,
-        places // 2,
-        machine.interpreting(),
-        num_warps=max(places // (32 * ENTRIES_PER_THREAD), 4),
-    )
+    with launching_on(logits.device):
+        finish_kernel[(rows,)](
+            logits,
+            start,
+            end,
+            candidate_keys,
+            candidate_columns,
+            counts,
+            indices,
+            values,
+            first_row,
+            logits.shape[1],
+            chunks,
+            indices.shape[1],
+            next_n,
+            stride_in_use(logits, 0),
+            0 if start is None else start.stride(0),
+            0 if end is None else end.stride(0),
+            stride_in_use(indices, 0),
+            0 if values is None else stride_in_use(values, 0),
+            end is not None and end.shape[0] != logits.shape[0],
+            places,
+            places // 2,
+            machine.interpreting(),
+            num_warps=max(places // (32 * ENTRIES_PER_THREAD), 4),
+        )
