@@ -127,7 +127,7 @@ def test_both_kernels_stay_in_the_instruction_cache(record, name):
     """Of 128 KB, as it seems, from call to call: fetching code costs a small call more than its work."""
     kernel = support.compile_gluon(KERNEL, record(**CALLS[name]))
     (launched,) = record.combines()
-    assert code_bytes(kernel.sass) + code_bytes(support.compile_gluon(COMBINE_EQUAL, launched).sass) < 105_000
+    assert code_bytes(kernel.sass) + code_bytes(support.compile_gluon(COMBINE_EQUAL, launched).sass) < 112_000
 
 
 def code_bytes(sass: str) -> int:

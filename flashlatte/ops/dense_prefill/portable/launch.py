@@ -13,6 +13,7 @@ from flashlatte.ops.dense_prefill.portable.backward import keys_kernel, queries_
 from flashlatte.ops.dense_prefill.portable.config import Config, Configs, choose, padded, parts
 from flashlatte.ops.dense_prefill.portable.forward import forward_kernel
 from flashlatte.ops.dense_prefill.portable.tiles import tile_slots
+from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.triton_kernel import launching_on
 
 _ROW_SUMS_BLOCK = 64
@@ -37,25 +38,29 @@ def forward(
     if total_q == 0:
         return
     configs, constants = _compiled_for(gpu_class(q.device), head_dim, v.shape[2])
-    align, strides = _aligned(q, k, v, out)
+    align, tensors = _by_name(q=q, k=k, v=v, out=out)
     requests = cu_seqlens_q.shape[0] - 1
     slots = tile_slots(total_q, requests, configs.forward.block_m)
     with launching_on(q.device):
         forward_kernel[(slots * heads,)](
-            *_with_strides((q, k, v, out), strides),
-            lse,
-            *lse.stride(),
-            cu_seqlens_q,
-            cu_seqlens_k,
-            requests,
-            total_q,
-            k.shape[0],
-            slots,
-            heads // k.shape[1],
-            window_left,
-            window_right,
-            softmax_scale,
-            empty_lse,
+            *by_name(
+                forward_kernel,
+                **tensors,
+                lse=lse,
+                lse_stride_token=lse.stride(0),
+                lse_stride_head=lse.stride(1),
+                cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_k=cu_seqlens_k,
+                requests=requests,
+                total_q=total_q,
+                total_k=k.shape[0],
+                slots=slots,
+                group=heads // k.shape[1],
+                window_left=window_left,
+                window_right=window_right,
+                softmax_scale=softmax_scale,
+                empty_lse=empty_lse,
+            ),
             ALIGN=align,
             **constants,
             **_options(configs.forward),
@@ -87,26 +92,34 @@ def backward(
     total_k, kv_heads, head_dim_v = v.shape
     gpu = gpu_class(q.device)
     configs, constants = _compiled_for(gpu, head_dim, head_dim_v)
-    align, strides = _aligned(q, k, v, dout, dq, dk, dv, out)
-    inputs = _with_strides((q, k, v, dout), strides[:8])
+    align, tensors = _by_name(q=q, k=k, v=v, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
     requests = cu_seqlens_q.shape[0] - 1
-    sums = torch.empty(heads, total_q, 2, dtype=torch.float32, device=q.device)
-
-    def lengths(slots: int) -> tuple[Any, ...]:
-        group = heads // kv_heads
-        return cu_seqlens_q, cu_seqlens_k, requests, total_q, total_k, slots, group, window_left, window_right
-
+    arguments = tensors | {
+        "sums": torch.empty(heads, total_q, 2, dtype=torch.float32, device=q.device),
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "requests": requests,
+        "total_q": total_q,
+        "total_k": total_k,
+        "group": heads // kv_heads,
+        "window_left": window_left,
+        "window_right": window_right,
+        "softmax_scale": softmax_scale,
+    }
     with launching_on(q.device):
         if total_q:
             row_sums_kernel[(triton.cdiv(total_q, _ROW_SUMS_BLOCK) * heads,)](
-                *_with_strides((out, dout), (*strides[14:16], *strides[6:8])),
-                lse,
-                *lse.stride(),
-                dlse,
-                *((0, 0) if dlse is None else dlse.stride()),
-                sums,
-                total_q,
-                heads,
+                *by_name(
+                    row_sums_kernel,
+                    **arguments,
+                    lse=lse,
+                    lse_stride_token=lse.stride(0),
+                    lse_stride_head=lse.stride(1),
+                    dlse=dlse,
+                    dlse_stride_token=0 if dlse is None else dlse.stride(0),
+                    dlse_stride_head=0 if dlse is None else dlse.stride(1),
+                    heads=heads,
+                ),
                 D_V=head_dim_v,
                 D_V_PADDED=padded(head_dim_v),
                 BLOCK=_ROW_SUMS_BLOCK,
@@ -118,11 +131,7 @@ def backward(
         if total_k:
             slots = tile_slots(total_k, requests, configs.keys.block_n)
             keys_kernel[(slots * kv_heads,)](
-                *inputs,
-                *_with_strides((dk, dv), strides[10:14]),
-                sums,
-                *lengths(slots),
-                softmax_scale,
+                *by_name(keys_kernel, **arguments, slots=slots),
                 ALIGN=align,
                 **constants,
                 **_options(configs.keys),
@@ -130,11 +139,7 @@ def backward(
         if total_q:
             slots = tile_slots(total_q, requests, configs.queries.block_m)
             queries_kernel[(slots * heads,)](
-                *inputs,
-                *_with_strides((dq,), strides[8:10]),
-                sums,
-                *lengths(slots),
-                softmax_scale,
+                *by_name(queries_kernel, **arguments, slots=slots),
                 ALIGN=align,
                 **constants,
                 **_options(configs.queries),
@@ -166,14 +171,13 @@ def _options(config: Config) -> dict[str, Any]:
     }
 
 
-def _aligned(*tensors: torch.Tensor) -> tuple[int, tuple[int, ...]]:
-    """The unit, of 16 bytes if all are multiples of it, in which to give the strides of tokens and heads, and these."""
-    strides = [stride for tensor in tensors for stride in tensor.stride()[:2]]
-    if any(stride % 8 for stride in strides):
-        return 1, tuple(strides)
-    return 8, tuple([stride // 8 for stride in strides])
-
-
-def _with_strides(tensors: tuple[torch.Tensor, ...], strides: tuple[int, ...]) -> list[Any]:
-    """Each tensor before its two strides."""
-    return [argument for i, tensor in enumerate(tensors) for argument in (tensor, *strides[2 * i : 2 * i + 2])]
+def _by_name(**tensors: torch.Tensor) -> tuple[int, dict[str, Any]]:
+    """The unit in which to give the strides of tokens and heads, of 16 bytes if all are multiples of it; and each
+    tensor and its two strides, as kernels name them."""
+    unit = 1 if any(stride % 8 for tensor in tensors.values() for stride in tensor.stride()[:2]) else 8
+    arguments: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        arguments[name] = tensor
+        arguments[f"{name}_stride_token"] = tensor.stride(0) // unit
+        arguments[f"{name}_stride_head"] = tensor.stride(1) // unit
+    return unit, arguments
