@@ -42,17 +42,15 @@ def add(monkeypatch: pytest.MonkeyPatch) -> Add:
     compiled = Add()
     monkeypatch.setattr(repeat, "_DEVICE_TYPE", "cpu")
     monkeypatch.setattr(repeat, "_FIRST_DEVICE", -1)
-    monkeypatch.setattr(repeat, "_allocate", None)
     monkeypatch.setattr(repeat, "_current_device", lambda: None)
     monkeypatch.setattr(repeat, "_current_stream", lambda device: STREAM)
-    allocate = torch.empty_strided
 
-    def remembered(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = allocate(*args, **kwargs)
+    def allocate(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.empty_strided(shape, stride, dtype=dtype)
         compiled.known(tensor)
         return tensor
 
-    monkeypatch.setattr(torch, "empty_strided", remembered)
+    monkeypatch.setattr(repeat, "_allocate", allocate)
     return compiled
 
 
