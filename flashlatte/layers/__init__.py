@@ -2,7 +2,8 @@
 
 from flashlatte.layers.attention import MLAAttention
 from flashlatte.layers.builder import MLAMetadataBuilder
-from flashlatte.layers.config import MLAConfig, Rope, Yarn
+from flashlatte.layers.config import IndexerConfig, MLAConfig, Rope, Yarn
+from flashlatte.layers.indexer import Indexer
 from flashlatte.layers.metadata import MLAMetadata
 
-__all__ = ["MLAAttention", "MLAConfig", "MLAMetadata", "MLAMetadataBuilder", "Rope", "Yarn"]
+__all__ = ["Indexer", "IndexerConfig", "MLAAttention", "MLAConfig", "MLAMetadata", "MLAMetadataBuilder", "Rope", "Yarn"]

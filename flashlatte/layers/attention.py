@@ -16,6 +16,7 @@ from flashlatte.layers.absorbed import up_projections
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.config import MLAConfig
 from flashlatte.layers.forward import forward
+from flashlatte.layers.indexer import Indexer, Indexing, make_indexing
 from flashlatte.layers.metadata import MLAMetadata
 from flashlatte.layers.rope import table
 from flashlatte.ops.norm_rope.rotary import Rotary
@@ -25,18 +26,22 @@ from flashlatte.runtime import checks, dispatch
 class MLAAttention(nn.Module):
     """Multi-head Latent Attention over a paged cache: prefill in multi-head form, decode absorbed, in one batch.
 
-    Parameters have transformers' names. For inference: no gradient flows through it.
+    Parameters have transformers' names. For inference: no gradient flows through it. With an indexer in the config, a
+    token attends to what the indexer selects (DeepSeek-V3.2's sparse attention).
 
     Args:
         config: sizes of the whole layer.
         heads: (first, last): only heads ``first`` to ``last`` - 1, a tensor-parallel shard. Its output is a partial
             one: those of all shards sum to the layer's. The part of each token that all heads share (the latent) is
             computed, and cached, by every shard.
-        backend: of the decode operation: "hopper", "portable" or "reference"; None chooses.
+        backend: of the operations that read the cache: "hopper", "portable" or "reference"; None chooses.
+        shares_selection: attend to what the layer before it selected, without an indexer of its own
+            (``config.indexer.shared_layers`` has the numbers of such layers).
         dtype, device: of the parameters, which are not initialised.
 
     Raises:
-        TypeError, ValueError: a head range that the layer does not have, or an unknown backend.
+        TypeError, ValueError: a head range that the layer does not have, an unknown backend, or a selection to share
+            without an indexer in the config.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class MLAAttention(nn.Module):
         *,
         heads: tuple[int, int] | None = None,
         backend: str | None = None,
+        shares_selection: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -56,6 +62,8 @@ class MLAAttention(nn.Module):
             )
         if backend is not None:
             checks.choice("backend", backend, dispatch.backends())
+        if checks.flag("shares_selection", shares_selection) and config.indexer is None:
+            raise ValueError("shares_selection needs a config with an indexer, got indexer None")
         self.config = config
         self.heads = (first, last)
         self.backend = backend
@@ -84,6 +92,9 @@ class MLAAttention(nn.Module):
         self.kv_b_proj = linear(config.kv_lora_rank, count * (config.qk_nope_head_dim + config.v_head_dim))
         # A bias is added once: by the first shard.
         self.o_proj = linear(count * config.v_head_dim, hidden, bias and first == 0)
+        self.indexer = None
+        if config.indexer is not None and not shares_selection and config.q_lora_rank is not None:
+            self.indexer = Indexer(config.indexer, hidden, config.q_lora_rank, dtype=dtype, device=device)
         self.requires_grad_(False)
 
     @property
@@ -104,8 +115,8 @@ class MLAAttention(nn.Module):
 
         Args:
             ignore: patterns (``*`` and ``?``) of names that may be there and that the layer has no use for. The
-                indexer of DeepSeek-V3.2 is ``"indexer.*"``: a layer without it attends to every token, unless its
-                forward pass is given ``indices``.
+                indexer of DeepSeek-V3.2 is ``"indexer.*"``: a layer whose config has none attends to every token,
+                unless its forward pass is given ``indices``.
 
         Raises:
             ValueError: a weight is missing, has another shape, or is one that the layer has no use for; names all that
@@ -114,7 +125,7 @@ class MLAAttention(nn.Module):
         checkpoint.load_weights(self, self.config, self.heads, weights, ignore)
 
     def load_checkpoint(self, path: str | Path, layer: int, *, ignore: Sequence[str] = ()) -> None:
-        """Load a layer of a DeepSeek-V2 or V3 checkpoint: a safetensors file, or a directory with such files.
+        """Load a layer of a DeepSeek-V2, V3 or V3.2 checkpoint: a safetensors file, or a directory with such files.
 
         Raises:
             FileNotFoundError, ModuleNotFoundError, ValueError: nothing to read, safetensors not installed, or as
@@ -132,8 +143,9 @@ class MLAAttention(nn.Module):
         cache_format: str | CacheFormat | None = None,
         k_scale: float | torch.Tensor | None = None,
         indices: torch.Tensor | None = None,
+        index_cache: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of a flat batch; its tokens' latents go into the cache.
+        """Attention of a flat batch; its tokens' latents, and index keys, go into the caches.
 
         Args:
             hidden: [tokens, hidden_size], tokens of decode requests first.
@@ -142,7 +154,11 @@ class MLAAttention(nn.Module):
             cache_format: inferred from the cache if None.
             k_scale: the scale of format ``fp8``.
             indices: int32 or int64 [tokens, topk], slots that each token attends to (sparse attention, not with
-                ``fp8``), which must be of its request's tokens up to its own; others select nothing. None: all.
+                ``fp8``), which must be of its request's tokens up to its own; others select nothing. None: what the
+                indexer selects, or all.
+            index_cache: [pages, page_size, 1, width] of ``index_fp8``, ``index_bf16``, ``index_fp32`` or
+                ``index_mxfp4``: this layer's index keys, with pages and slots as ``cache``; for a layer with an
+                indexer, and only there.
 
         Returns:
             [tokens, hidden_size]; of a shard, its part of the sum.
@@ -156,6 +172,7 @@ class MLAAttention(nn.Module):
         pages, layout = as_cache(cache, cache_format)
         self._check_cache(pages, layout, k_scale)
         _check_same_cache(metadata, pages)
+        self._check_selection(metadata, layout, indices)
         if metadata.max_seq_len > config.rope.max_position:
             raise ValueError(
                 f"metadata has a request of {metadata.max_seq_len} tokens, and the config's rope.max_position is "
@@ -169,7 +186,33 @@ class MLAAttention(nn.Module):
             table(config.rope, config.qk_rope_head_dim, device), metadata.positions, config.rope.layout == "interleaved"
         )
         latents = LatentCache(pages, layout, config.kv_lora_rank, k_scale)
-        return forward(self, hidden, latents, metadata, rotary, indices=indices, backend=self.backend)
+        indexing = self._indexing(index_cache, pages, rotary)
+        return forward(
+            self, hidden, latents, metadata, rotary, indices=indices, indexing=indexing, backend=self.backend
+        )
+
+    def _indexing(self, index_cache: torch.Tensor | None, pages: torch.Tensor, rotary: Rotary) -> Indexing | None:
+        config = self.config.indexer
+        if (self.indexer is None) != (index_cache is None):
+            has = "no indexer" if self.indexer is None else "an indexer"
+            raise ValueError(f"index_cache must be given to a layer with an indexer, and only there: this has {has}")
+        if self.indexer is None or index_cache is None or config is None:
+            return None
+        return make_indexing(self.indexer, config, index_cache, pages, rotary, self.backend)
+
+    def _check_selection(self, metadata: MLAMetadata, layout: CacheFormat, indices: torch.Tensor | None) -> None:
+        """A step that was planned for another choice would attend to other tokens, and no kernel could tell."""
+        selection, config = metadata.selection, self.config.indexer
+        topk = None if selection is None else selection.topk
+        if indices is None and topk != (None if config is None else config.topk):
+            wanted = "None, as the layer has no indexer" if config is None else f"the indexer's {config.topk}"
+            raise ValueError(f"metadata must be built for topk {wanted}, got {topk}: MLAMetadataBuilder(topk=…)")
+        if selection is None or indices is not None:
+            return
+        if selection.slots is not None and layout.takes_scale:
+            raise ValueError(f"cache of format {layout.name} cannot be read token by token, as an indexer needs it")
+        if self.indexer is None and not selection.made:
+            raise ValueError("metadata has no selection to share yet: a layer with an indexer must run before this one")
 
     def _check_cache(self, pages: torch.Tensor, layout: CacheFormat, k_scale: float | torch.Tensor | None) -> None:
         config = self.config

@@ -9,7 +9,15 @@ import torch
 
 from flashlatte.kv_cache import get_format
 from flashlatte.layers.absorbed import MAX_ABSORBED_QUERIES
-from flashlatte.layers.metadata import DecodePart, MLAMetadata, PrefillPart, plan_chunks, selects_every_token
+from flashlatte.layers.metadata import (
+    DecodePart,
+    MLAMetadata,
+    PrefillPart,
+    gathers_rows,
+    plan_chunks,
+    selects_every_token,
+)
+from flashlatte.layers.selection import GATHER_TOKENS, LOGIT_BYTES, Selection, plan_selection
 from flashlatte.ops.index_convert import to_cache_indices
 from flashlatte.runtime import checks
 
@@ -35,6 +43,10 @@ class MLAMetadataBuilder:
         workspace_tokens: cached tokens that prefill looks at together. A layer holds their rows, and their keys and
             values of all its heads: (nope + rope) + (nope + v) numbers a head and token.
         max_decode_queries: requests of at most so many new tokens, as far as they come first, are the decode part.
+        topk: for layers with an indexer, tokens that it selects at most.
+        logit_bytes: with ``topk``: of index logits that exist at once, at least those of one token.
+        gather_tokens: with ``topk``: cached tokens that prefill gathers at once: their index keys, and their rows if
+            the cache is quantised.
     """
 
     def __init__(
@@ -49,6 +61,9 @@ class MLAMetadataBuilder:
         num_pages: int | None = None,
         workspace_tokens: int = WORKSPACE_TOKENS,
         max_decode_queries: int = MAX_ABSORBED_QUERIES,
+        topk: int | None = None,
+        logit_bytes: int = LOGIT_BYTES,
+        gather_tokens: int = GATHER_TOKENS,
     ) -> None:
         self.page_size = checks.positive_int("page_size", page_size)
         self.max_requests = checks.positive_int("max_requests", max_requests)
@@ -60,7 +75,13 @@ class MLAMetadataBuilder:
             checks.positive_int("max_decode_queries", max_decode_queries)
         self.max_decode_queries = max_decode_queries
         self.max_pages = -(-max_seq_len // page_size)
+        self.topk = None if topk is None else checks.positive_int("topk", topk)
+        self.logit_bytes = checks.positive_int("logit_bytes", logit_bytes)
+        self.gather_tokens = checks.positive_int("gather_tokens", gather_tokens)
+        self._gathers = gathers_rows(cache_format)
         selects = selects_every_token(get_format(cache_format).name)
+        # Where every token is selected, layers attend as those without an indexer do.
+        sparse = topk is not None and topk < max_seq_len
         # Made in inference mode they could not be overwritten outside of it.
         with torch.inference_mode(False), torch.device(device):
             self._positions = torch.zeros(max_tokens, dtype=torch.int64)
@@ -70,7 +91,8 @@ class MLAMetadataBuilder:
             self._pad_index = torch.zeros(max_requests * max(max_decode_queries, 1), dtype=torch.int64)
             self._unpad_index = torch.zeros(max_tokens, dtype=torch.int64)
             self._seen = torch.zeros(max_requests * max(max_decode_queries, 1), dtype=torch.int32)
-            width = self.max_pages * page_size if selects else 0
+            self._selected = torch.full((max_tokens, topk), -1, dtype=torch.int32) if sparse else None
+            width = self.max_pages * page_size if selects and not sparse else 0
             self._every_slot = torch.zeros(max_requests, width, dtype=torch.int32)
 
     @property
@@ -137,6 +159,8 @@ class MLAMetadataBuilder:
         self._positions[tokens:total] = 0
         self._slots[tokens:total] = -1
         decode_lens = query_lens[:decoding] + pads * [queries]
+        selection = self._selection(query_lens, lengths, decoding, total)
+        sparse_prefill = selection is not None and selection.chunks is not None
         return MLAMetadata(
             num_tokens=total,
             num_decode_tokens=starts[decoding] + total - tokens,
@@ -146,8 +170,28 @@ class MLAMetadataBuilder:
             positions=self._positions[:total],
             slot_mapping=self._slots[:total],
             decode=self._decode_part(decode_lens) if any(decode_lens) else None,
-            prefill=self._prefill_part(query_lens, lengths, decoding) if decoding < requests else None,
+            prefill=self._prefill_part(query_lens, lengths, decoding, sparse_prefill) if decoding < requests else None,
+            selection=selection,
         )
+
+    def _selection(self, query_lens: list[int], lengths: list[int], decoding: int, total: int) -> Selection | None:
+        if self.topk is None:
+            return None
+        asked, lengths = query_lens[decoding:], lengths[decoding:]
+        longest = max((length for count, length in zip(asked, lengths, strict=True) if count), default=0)
+        chunks = None
+        if self._selected is not None and longest > self.topk:
+            first = sum(query_lens[:decoding])
+            chunks = plan_selection(
+                asked,
+                lengths,
+                self._positions[first:total],
+                self._table[decoding : decoding + len(lengths)],
+                gathers=self._gathers,
+                gather_tokens=self.gather_tokens,
+            )
+        slots = None if self._selected is None else self._selected[:total]
+        return Selection(self.topk, slots, chunks, self.logit_bytes)
 
     def _decode_part(self, query_lens: list[int]) -> DecodePart:
         requests, queries = len(query_lens), max(query_lens)
@@ -176,7 +220,7 @@ class MLAMetadataBuilder:
         self._unpad_index[:token].copy_(torch.tensor(unpad_index))
         return self._pad_index[: len(pad_index)], self._unpad_index[:token]
 
-    def _prefill_part(self, query_lens: list[int], lengths: list[int], decoding: int) -> PrefillPart:
+    def _prefill_part(self, query_lens: list[int], lengths: list[int], decoding: int, sparse: bool) -> PrefillPart:
         query_lens, lengths = query_lens[decoding:], lengths[decoding:]
         contexts = [length - count if count else 0 for length, count in zip(lengths, query_lens, strict=True)]
         starts = [0, *itertools.accumulate(query_lens)]
@@ -184,7 +228,7 @@ class MLAMetadataBuilder:
         return PrefillPart(
             torch.tensor(starts, dtype=torch.int32).to(self.device),
             max(query_lens),
-            plan_chunks(query_lens, contexts, table, self.workspace_tokens) if any(contexts) else (),
+            plan_chunks(query_lens, contexts, table, self.workspace_tokens) if any(contexts) and not sparse else (),
         )
 
     def _decode_requests(self, query_lens: list[int]) -> int:

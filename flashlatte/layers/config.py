@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
+from flashlatte.kv_cache.index_formats import HEAD_DIMS
 from flashlatte.layers import models
 from flashlatte.runtime import checks
 
@@ -80,6 +82,40 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class IndexerConfig:
+    """A model's lightning indexer (DeepSeek-V3.2, arXiv:2512.02556, §2.1).
+
+    Attributes:
+        num_heads, head_dim: of its queries; head_dim 32, 64 or 128.
+        topk: tokens that a query selects at most.
+        rope_layout: of the first dims of queries and keys, "half" (DeepSeek-V3.2) or "interleaved" (GLM-5).
+        hadamard: whether queries and keys are multiplied by a Hadamard matrix before they are rounded, as in DeepSeek's
+            own code. Scores are the same but for rounding.
+        scale_rounding: of the scales of quantised queries and keys: "exact", or "power_of_two" (DeepSeek's ue8m0).
+        shared_layers: the numbers of layers without an indexer, which attend to what the layer before them selected.
+    """
+
+    num_heads: int = 64
+    head_dim: int = 128
+    topk: int = 2048
+    rope_layout: str = models.HALF
+    hadamard: bool = False
+    scale_rounding: str = "exact"
+    shared_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "topk"):
+            checks.positive_int(name, getattr(self, name))
+        if self.head_dim not in HEAD_DIMS:
+            raise ValueError(f"head_dim of an indexer must be 32, 64 or 128, got {self.head_dim!r}")
+        checks.choice("rope_layout", self.rope_layout, LAYOUTS)
+        checks.choice("scale_rounding", self.scale_rounding, SCALE_ROUNDINGS)
+        checks.flag("hadamard", self.hadamard)
+        if 0 in self.shared_layers:
+            raise ValueError("shared_layers must be numbers from 1 on, since no layer is before the first, got 0")
+
+
+@dataclass(frozen=True)
 class MLAConfig:
     """Sizes of an MLA layer (DeepSeek-V2, arXiv:2405.04434, §2.1), under the names that transformers gives them.
 
@@ -94,6 +130,7 @@ class MLAConfig:
         norm_eps: of the two RMSNorms.
         attention_bias: whether q_a_proj, kv_a_proj_with_mqa and o_proj have a bias.
         query_factor, latent_factor: what queries, and latents once normalised, are multiplied by (LongCat-Flash).
+        indexer: selects the tokens that a query attends to; None: all up to its own.
     """
 
     hidden_size: int
@@ -108,6 +145,7 @@ class MLAConfig:
     attention_bias: bool = False
     query_factor: float = 1.0
     latent_factor: float = 1.0
+    indexer: IndexerConfig | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -127,6 +165,14 @@ class MLAConfig:
         for name in ("query_factor", "latent_factor"):
             if not checks.number(name, getattr(self, name)) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.indexer is not None:
+            if self.q_lora_rank is None:
+                raise ValueError("q_lora_rank must be given beside an indexer, whose queries come from it, got None")
+            if self.qk_rope_head_dim > self.indexer.head_dim:
+                raise ValueError(
+                    f"qk_rope_head_dim must be at most the indexer's head_dim {self.indexer.head_dim}, "
+                    f"got {self.qk_rope_head_dim}"
+                )
 
     @property
     def qk_head_dim(self) -> int:
@@ -165,6 +211,7 @@ class MLAConfig:
             attention_bias=bool(fields.get("attention_bias", False)),
             query_factor=_latent_factor(fields, "q_lora_rank") if traits.scales_latents else 1.0,
             latent_factor=_latent_factor(fields, "kv_lora_rank") if traits.scales_latents else 1.0,
+            indexer=_indexer(fields, traits) if traits.has_indexer else None,
         )
 
 
@@ -185,6 +232,20 @@ def _model_type(fields: Mapping[str, Any]) -> Any:
 def _latent_factor(fields: Mapping[str, Any], rank: str) -> float:
     """√(hidden_size / rank), and 1 where there is no such latent."""
     return (fields["hidden_size"] / fields[rank]) ** 0.5 if fields.get(rank) else 1.0
+
+
+def _indexer(fields: Mapping[str, Any], traits: models.Traits) -> IndexerConfig:
+    names = {"num_heads": "index_n_heads", "head_dim": "index_head_dim", "topk": "index_topk"}
+    missing = [name for name in names.values() if fields.get(name) is None]
+    if missing:
+        raise ValueError(f"config must have {', '.join(missing)}, got model_type {_model_type(fields)} without")
+    quantization = fields.get("quantization_config") or {}
+    return IndexerConfig(
+        **{ours: fields[theirs] for ours, theirs in names.items()},
+        rope_layout=traits.index_rope_layout,
+        scale_rounding="power_of_two" if quantization.get("scale_fmt") == "ue8m0" else "exact",
+        shared_layers=models.shared_selections(fields),
+    )
 
 
 def _rope(fields: Mapping[str, Any], traits: models.Traits) -> Rope:

@@ -26,7 +26,7 @@ def attend_pages(
         backend: of the operation that reads the pages.
     """
     if indices is not None:
-        return _attend_selected(query, cache, indices, softmax_scale, backend)
+        return attend_selected(query, cache, indices, softmax_scale, backend)
     if part is None:
         raise ValueError("metadata has no decode part, and there are queries that attend in absorbed form")
     if cache.layout.plain:
@@ -81,13 +81,14 @@ def _attend_every_slot(
     return _by_token(out, part)
 
 
-def _attend_selected(
+def attend_selected(
     query: torch.Tensor,
     cache: LatentCache,
     indices: torch.Tensor,
     softmax_scale: float,
     backend: str | None,
 ) -> torch.Tensor:
+    """Attention of queries [T, h, head_dim], each over the slots that it selected (int [T, topk])."""
     out, _ = sparse_decode(
         query[:, None],
         cache.pages,

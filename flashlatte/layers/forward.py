@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from flashlatte.layers.absorbed import fold_query, unfold_value, up_projections
 from flashlatte.layers.cache import LatentCache
+from flashlatte.layers.chosen import attend_chosen, chunk_rows, query_parts
 from flashlatte.layers.decode import attend_pages
+from flashlatte.layers.indexer import Indexing
 from flashlatte.layers.metadata import MLAMetadata
 from flashlatte.layers.prefill import Expansion, attend_heads
+from flashlatte.layers.selection import Selection, SelectionChunk
 from flashlatte.ops.norm_rope import latent_rows, rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
 
@@ -48,23 +53,41 @@ def forward(
     rotary: Rotary,
     *,
     indices: torch.Tensor | None = None,
+    indexing: Indexing | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Attention of a flat batch [T, hidden_size], written to the cache on the way: [T, hidden_size].
 
     Args:
         rotary: the rotation of the T tokens.
-        indices: int [T, topk], the slots that each token attends to, all in absorbed form; None: every token of its
-            request up to its own.
-        backend: of the decode operation.
+        indices: int [T, topk], the slots that each token attends to, all in absorbed form; None: what the metadata's
+            selection says, or every token of its request up to its own.
+        indexing: the module's indexer, which stores its keys and makes that selection; None for a module that shares
+            another's, or attends to every token.
+        backend: of the operations that read the cache.
     """
-    query, rows = project(module, hidden, rotary, cache, metadata.slot_mapping)
+    query, rows, q_latent = project(module, hidden, rotary, cache, metadata.slot_mapping)
+    selection = metadata.selection
+    if indexing is not None:
+        indexing.store_keys(hidden, metadata.slot_mapping)
+        if indices is None and selection is not None and q_latent is not None:
+            indexing.select(hidden, q_latent, metadata, selection)
     tokens, heads = query.shape[:2]
     out = query.new_empty(tokens, heads, module.v_head_dim)
     absorbed = tokens if indices is not None else metadata.num_decode_tokens
     if absorbed:
-        _attend_absorbed(module, query[:absorbed], cache, metadata, rotary, indices, backend, out[:absorbed])
-    if absorbed < tokens and metadata.prefill is not None:
+        if indices is None and selection is not None and selection.slots is not None:
+            indices = selection.slots[:absorbed]
+
+        def attend(folded: torch.Tensor) -> torch.Tensor:
+            return attend_pages(folded, cache, metadata.decode, indices, softmax_scale(module), backend)
+
+        _attend_absorbed(module, query[:absorbed], cache, rotary.part(0, absorbed), backend, attend, out[:absorbed])
+    if absorbed == tokens:
+        return module.o_proj(out.flatten(1))
+    if selection is not None and selection.chunks is not None:
+        _attend_chunks(module, query, cache, selection, selection.chunks, absorbed, rotary, backend, out)
+    elif metadata.prefill is not None:
         query = query[absorbed:]
         rotate_query(module, query, rotary.part(absorbed))
         expand = Expansion(
@@ -76,8 +99,10 @@ def forward(
 
 def project(
     module: Projections, hidden: torch.Tensor, rotary: Rotary, cache: LatentCache, slot_mapping: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries [T, h, nope + rope], not rotated yet, and the tokens' rows [T, latent + rope], in the cache by then."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Queries [T, h, nope + rope], not rotated yet, the tokens' rows [T, latent + rope], in the cache by then, and the
+    query's normalised latent [T, rank], if it has one.
+    """
     kv_norm = module.kv_a_layernorm
     query_latent: dict[str, Any] = {}
     if module.q_lora_rank is not None:
@@ -91,7 +116,7 @@ def project(
     if cache.is_quantised:
         cache.write(slot_mapping, rows)
     query = module.q_proj(hidden) if q_a is None else module.q_b_proj(q_a)
-    return query.unflatten(-1, (-1, module.qk_nope_head_dim + module.qk_rope_head_dim)), rows
+    return query.unflatten(-1, (-1, module.qk_nope_head_dim + module.qk_rope_head_dim)), rows, q_a
 
 
 def softmax_scale(module: Projections) -> float:
@@ -105,26 +130,53 @@ def rotate_query(module: Projections, query: torch.Tensor, rotary: Rotary) -> No
     rotate_heads(rope, rotary, out=rope)
 
 
+def _attend_chunks(
+    module: Projections,
+    query: torch.Tensor,
+    cache: LatentCache,
+    selection: Selection,
+    chunks: Sequence[SelectionChunk],
+    begin: int,
+    rotary: Rotary,
+    backend: str | None,
+    out: torch.Tensor,
+) -> None:
+    """Sparse attention of the prefill part, queries [T, h, nope + rope] from ``begin`` on, into ``out`` [T, h, v]."""
+    dtype = cache.query_dtype(query.dtype, reference=backend == "reference")
+    for chunk in chunks:
+        rows = chunk_rows(cache, chunk, dtype)
+        for part in query_parts(begin + chunk.first, begin + chunk.last, query):
+            chosen = selection.chosen(part.start, part.stop)
+            attend = functools.partial(
+                attend_chosen,
+                cache=cache,
+                rows=rows,
+                chosen=chosen,
+                softmax_scale=softmax_scale(module),
+                backend=backend,
+            )
+            rotation = rotary.part(part.start, part.stop)
+            _attend_absorbed(module, query[part], cache, rotation, backend, attend, out[part])
+
+
 def _attend_absorbed(
     module: Projections,
     query: torch.Tensor,
     cache: LatentCache,
-    metadata: MLAMetadata,
     rotary: Rotary,
-    indices: torch.Tensor | None,
     backend: str | None,
+    attend: Callable[[torch.Tensor], torch.Tensor],
     out: torch.Tensor,
 ) -> None:
-    """Attention of queries [T, h, nope + rope] over the cache, into ``out`` [T, h, v]."""
+    """Attention of queries [T, h, nope + rope], into ``out`` [T, h, v]; ``attend`` is that over latents."""
     tokens, heads = query.shape[:2]
     w_uk, w_uv = up_projections(module.kv_b_proj.weight, module.qk_nope_head_dim, module.v_head_dim)
     q_nope, q_rope = query.split((module.qk_nope_head_dim, module.qk_rope_head_dim), dim=-1)
     folded = query.new_empty(tokens, heads, module.kv_lora_rank + module.qk_rope_head_dim)
     fold_query(q_nope, w_uk, out=folded[..., : module.kv_lora_rank])
-    rotate_heads(q_rope, rotary.part(0, tokens), out=folded[..., module.kv_lora_rank :])
+    rotate_heads(q_rope, rotary, out=folded[..., module.kv_lora_rank :])
     folded = folded.to(cache.query_dtype(query.dtype, reference=backend == "reference"))
-    latent = attend_pages(folded, cache, metadata.decode, indices, softmax_scale(module), backend)
-    unfold_value(latent[..., : module.kv_lora_rank].to(query.dtype), w_uv, out)
+    unfold_value(attend(folded)[..., : module.kv_lora_rank].to(query.dtype), w_uv, out)
 
 
 def _eps(norm: Any) -> float:

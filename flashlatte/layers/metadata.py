@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from flashlatte.kv_cache import get_format
+from flashlatte.layers.selection import Selection
 
 _Part = TypeVar("_Part")
 
@@ -73,7 +74,7 @@ class PrefillPart:
     Attributes:
         cu_seqlens: int32 [m + 1], where each request's new tokens begin in the prefill part.
         max_queries: new tokens of the longest request.
-        chunks: the tokens that they have in the cache already, in order.
+        chunks: the tokens that they have in the cache already, in order. Empty where an indexer selects among them.
     """
 
     cu_seqlens: torch.Tensor
@@ -94,6 +95,7 @@ class MLAMetadata:
         positions: int [num_tokens], of each token in its request.
         slot_mapping: int [num_tokens], where each token goes in the cache; below 0 it is not stored.
         decode, prefill: the two parts; None if empty.
+        selection: for layers with an indexer: what it chose; None for layers without.
     """
 
     num_tokens: int
@@ -105,6 +107,7 @@ class MLAMetadata:
     slot_mapping: torch.Tensor
     decode: DecodePart | None
     prefill: PrefillPart | None
+    selection: Selection | None = None
 
     def to(self, device: torch.device) -> MLAMetadata:
         """The same on another device."""
@@ -126,6 +129,12 @@ def _moved(part: _Part, device: torch.device) -> _Part:
 def selects_every_token(cache_format: str) -> bool:
     """Whether decode over this format goes through ``sparse_decode`` with every token selected."""
     return not get_format(cache_format).plain
+
+
+def gathers_rows(cache_format: str) -> bool:
+    """Whether sparse prefill over this format goes over rows gathered from it: they are not numbers as they lie."""
+    layout = get_format(cache_format)
+    return not layout.plain or layout.takes_scale
 
 
 def plan_chunks(

@@ -21,13 +21,14 @@ class Traits:
             true where it is not given.
         scales_latents: whether the two normalised latents are multiplied by √(hidden_size / rank) (LongCat-Flash,
             arXiv:2509.01322, §2.1).
-        has_indexer: whether an indexer selects the tokens that a query attends to (DeepSeek-V3.2). The layer takes
-            the selection as ``indices``.
+        has_indexer: whether an indexer selects the tokens that a query attends to (DeepSeek-V3.2).
+        index_rope_layout: which rope dims are a pair in the indexer.
     """
 
     rope_layout: str | None = None
     scales_latents: bool = False
     has_indexer: bool = False
+    index_rope_layout: str = HALF
 
     def layout(self, rope_interleave: bool | None) -> str:
         if self.rope_layout is not None:
@@ -41,7 +42,7 @@ SERVED: dict[str, Traits] = {
     "deepseek_v3": Traits(),
     "deepseek_v32": Traits(has_indexer=True),
     "glm4_moe_lite": Traits(),
-    "glm_moe_dsa": Traits(has_indexer=True),
+    "glm_moe_dsa": Traits(has_indexer=True, index_rope_layout=INTERLEAVED),
     "kimi_k2": Traits(),
     "longcat_flash": Traits(rope_layout=INTERLEAVED, scales_latents=True),
     "minicpm3": Traits(rope_layout=HALF),
@@ -81,3 +82,19 @@ def traits(model_type: str | None) -> Traits:
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the language model inside a config of a model that also sees or hears."""
     return config.get("text_config") or config
+
+
+def shared_selections(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Layers that attend to what the layer before them selected (GLM-5's IndexCache, arXiv:2603.12201).
+
+    A config says it as ``indexer_types`` (transformers), as ``index_topk_pattern`` ("FSSF", S for shared), or as
+    ``index_topk_freq`` and ``index_skip_topk_offset``: then layers up to the offset, and every freq-th from there on,
+    have an indexer.
+    """
+    types = config.get("indexer_types") or config.get("index_topk_pattern")
+    if types is not None:
+        return tuple(layer for layer, kind in enumerate(types) if kind in ("S", "shared"))
+    freq = max(config.get("index_topk_freq") or 1, 1)
+    offset = config.get("index_skip_topk_offset")
+    offset = 2 if offset is None else offset
+    return tuple(layer for layer in range(config.get("num_hidden_layers") or 0) if max(layer - offset + 1, 0) % freq)

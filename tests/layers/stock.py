@@ -50,6 +50,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4MoeLite", {"qk_nope_head_dim": 24, "v_head_dim": 16}),
 }
 
+# Many heads, so that no two scores are both zero for want of a positive product.
+INDEXED = {"index_n_heads": 32, "index_head_dim": 32, "index_topk": 8, "num_hidden_layers": 4}
+INDEXED_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "v32": ("DeepseekV32", INDEXED),
+    "v32-yarn": ("DeepseekV32", INDEXED | {"rope_parameters": YARN}),
+    "glm5": ("GlmMoeDsa", INDEXED),
+}
+
 
 class Stock:
     """A transformers attention module in float32."""
@@ -68,7 +76,9 @@ class Stock:
         for name, weight in self.module.named_parameters():
             spread = 1.0 if weight.dim() < 2 else 2.0 / weight.shape[-1] ** 0.5
             weight.normal_(
-                1.0 if "layernorm" in name else 0.0, 0.2 if weight.dim() < 2 else spread, generator=generator
+                1.0 if "norm" in name and name.endswith("weight") else 0.0,
+                0.2 if weight.dim() < 2 else spread,
+                generator=generator,
             )
         self.rope = getattr(host, f"{family}RotaryEmbedding")(self.config)
 
@@ -83,7 +93,7 @@ class Stock:
 
 @functools.cache
 def stock(name: str, options: tuple[tuple[str, Any], ...] = ()) -> Stock:
-    family, chosen = MODELS[name]
+    family, chosen = (MODELS | INDEXED_MODELS)[name]
     return Stock(family, chosen | dict(options))
 
 
@@ -105,7 +115,7 @@ class Engine:
 
     Args:
         sequences: hidden states of each request.
-        pages_shuffled: give pages in random order.
+        index_format: of the index keys, if the layer has an indexer.
     """
 
     def __init__(
@@ -114,6 +124,7 @@ class Engine:
         sequences: Sequence[torch.Tensor],
         cache_format: str = "fp32",
         page_size: int = 4,
+        index_format: str = "index_fp32",
         **options: Any,
     ) -> None:
         self.layer, self.sequences = layer, [sequence.to(layer.o_proj.weight.dtype) for sequence in sequences]
@@ -126,13 +137,23 @@ class Engine:
         self.cache = kv_cache.allocate(cache_format, count * pages, page_size, head_dim=head_dim)
         if not cache_format.startswith(("v32", "model1", "fp8")):
             self.cache.fill_(torch.nan)
+        indexer = layer.config.indexer
+        self.index_cache = None
+        if layer.indexer is not None and indexer is not None:
+            self.index_cache = kv_cache.allocate(index_format, count * pages, page_size, head_dim=indexer.head_dim)
+            self.index_cache.view(torch.uint8).fill_(255)  # NaN
         self.builder = MLAMetadataBuilder(
             page_size,
             count,
             sum(map(len, sequences)),
             longest,
             "cpu",
-            **{"cache_format": cache_format, "num_pages": count * pages} | options,
+            **{
+                "cache_format": cache_format,
+                "num_pages": count * pages,
+                "topk": None if indexer is None else indexer.topk,
+            }
+            | options,
         )
         self.done = [0] * count
         self.outputs: list[list[torch.Tensor]] = [[] for _ in sequences]
@@ -146,7 +167,9 @@ class Engine:
             lengths.append(end)
             hidden.append(self.sequences[request][begin:end])
             self.done[request] = end
-        metadata = self.builder.build(starts, lengths, self.table[list(news)])
+        self.metadata = metadata = self.builder.build(starts, lengths, self.table[list(news)])
+        if self.index_cache is not None:
+            options["index_cache"] = self.index_cache
         out = self.layer(torch.cat(hidden), self.cache, metadata, cache_format=self.cache_format, **options)
         for request, part in zip(news, out.split(list(news.values())), strict=True):
             self.outputs[request].append(part)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 import torch
 
-from flashlatte.layers import MLAAttention, MLAConfig
+from flashlatte.layers import IndexerConfig, MLAAttention, MLAConfig
 from flashlatte.layers.checkpoint import dequantized
 
 CONFIG = MLAConfig(160, 2, 136, 8, 4, 8, q_lora_rank=24, attention_bias=True)
 LITE = MLAConfig(160, 2, 136, 8, 4, 8)
+INDEXED = dataclasses.replace(CONFIG, indexer=IndexerConfig(num_heads=6, head_dim=32, topk=8))
 
 
 def random_weights(config=CONFIG, seed=0):
@@ -61,22 +63,28 @@ def test_a_layer_over_several_files_with_an_index(save):
     assert_loaded(layer, weights)
 
 
-def test_float8_weights_are_scaled_by_the_block(save):
-    weights = random_weights()
+FLOAT8 = ("q_a_proj.weight", "kv_b_proj.weight", "o_proj.weight", "indexer.wq_b.weight", "indexer.wk.weight")
+
+
+@pytest.mark.parametrize("config", [CONFIG, INDEXED], ids=["v3", "v3.2"])
+def test_float8_weights_are_scaled_by_the_block(save, config):
+    weights = random_weights(config)
     stored = {}
     for name, weight in weights.items():
-        if not name.startswith(("q_a_proj.weight", "kv_b_proj.weight", "o_proj.weight")):
+        if not name.startswith(FLOAT8):
             stored[name] = weight
             continue
         blocks = [-(-size // 128) for size in weight.shape]
         stored[name] = weight.to(torch.float8_e4m3fn)
         stored[name + "_scale_inv"] = torch.rand(blocks) + 0.5
-    layer = MLAAttention(CONFIG, dtype=torch.bfloat16)
+    layer = MLAAttention(config, dtype=torch.bfloat16)
     layer.load_checkpoint(save(stored), 3)
     for name, weight in layer.named_parameters():
         scale = stored.get(name + "_scale_inv")
         expected = stored[name] if scale is None else dequantized(stored[name], scale)
-        assert torch.equal(weight, expected.bfloat16()), name
+        # The head weights of an indexer stay in float32.
+        dtype = torch.float32 if name == "indexer.weights_proj.weight" else torch.bfloat16
+        assert torch.equal(weight, expected.to(dtype)), name
 
 
 def test_dequantised_blocks():

@@ -1,0 +1,267 @@
+"""``MLAAttention`` with an indexer against transformers' own modules, in float32, and over quantised caches."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from layers.stock import (
+    INDEXED,
+    INDEXED_MODELS,
+    Engine,
+    assert_like_stock,
+    assert_within,
+    hidden_states,
+    layer_like,
+    stock,
+)
+
+from flashlatte.layers import IndexerConfig, MLAAttention, MLAConfig
+from flashlatte.layers.models import shared_selections
+
+TOPK = INDEXED["index_topk"]
+
+
+@pytest.fixture(params=INDEXED_MODELS)
+def model(request):
+    return stock(request.param)
+
+
+def engine_of(model, lengths, cache_format="fp32", **options):
+    return Engine(layer_like(model), hidden_states(lengths), cache_format, **options)
+
+
+def test_prefill(model):
+    engine = engine_of(model, (37, 1, TOPK, 20), max_decode_queries=0)
+    engine.step({0: 37, 1: 1, 2: TOPK, 3: 20})
+    assert_like_stock(model, engine)
+
+
+@pytest.mark.parametrize(("gather_tokens", "logit_bytes"), [(1, 700), (50, 1), (4096, 2**20)])
+def test_prefill_in_parts_in_any_workspace(model, gather_tokens, logit_bytes):
+    engine = engine_of(
+        model, (50, 9, 41), max_decode_queries=0, gather_tokens=gather_tokens, logit_bytes=logit_bytes, page_size=8
+    )
+    engine.step({0: 20, 2: 5})
+    engine.step({2: 16, 0: 17, 1: 9})
+    engine.step({0: 13, 2: 20})
+    assert_like_stock(model, engine)
+
+
+def test_decode_from_fewer_tokens_than_are_selected_to_more(model):
+    engine = engine_of(model, (33, 25, 21))
+    engine.step({0: 13, 1: 5, 2: 1})
+    for _ in range(20):
+        engine.step({0: 1, 1: 1, 2: 1})
+    assert_like_stock(model, engine)
+
+
+def test_mixed_batches_of_decode_and_prefill(model):
+    engine = engine_of(model, (40, 30, 60, 25), max_decode_queries=2, gather_tokens=40)
+    engine.step({0: 11})
+    engine.step({0: 1, 2: 25})
+    engine.step({0: 1, 1: 5, 2: 20})
+    engine.step({1: 0, 0: 1, 2: 3})
+    engine.step({2: 1, 0: 1, 3: 25, 1: 20})
+    engine.step({0: 2, 2: 2})
+    assert_like_stock(model, engine)
+
+
+@pytest.mark.parametrize("queries", [2, 4])
+def test_speculative_tokens_choose_each_for_itself(model, queries):
+    engine = engine_of(model, (30, 27), max_decode_queries=queries)
+    engine.step({0: 6, 1: 5})
+    for _ in range(5):
+        engine.step({0: queries, 1: queries})
+    engine.step({0: 1, 1: 2})
+    assert_like_stock(model, engine)
+
+
+def test_no_request_can_be_longer_than_what_is_selected(model):
+    engine = engine_of(model, (TOPK, 5))
+    engine.step({0: 6, 1: 4})
+    engine.step({0: 2, 1: 1})
+    assert engine.builder._selected is None
+    assert_like_stock(model, engine)
+
+
+def test_an_idle_step_and_padding_leave_the_caches_alone():
+    engine = engine_of(stock("v32"), (20, 9))
+    engine.step({0: 15, 1: 2})
+    before = engine.cache.clone(), engine.index_cache.clone()
+    for padded in (None, 2):
+        metadata = engine.builder.build([0], [], engine.table[:0], pad_requests_to=padded)
+        hidden = torch.zeros(metadata.num_tokens, 64)
+        out = engine.layer(hidden, engine.cache, metadata, index_cache=engine.index_cache)
+        assert out.shape == hidden.shape
+        assert not out.isnan().any()
+    for kept, now in zip(before, (engine.cache, engine.index_cache), strict=True):
+        torch.testing.assert_close(now, kept, rtol=0, atol=0, equal_nan=True)
+
+
+def test_shards_of_heads_sum_to_the_layer():
+    model, total = stock("v32"), 0.0
+    for heads in ((0, 1), (1, 4)):
+        engine = Engine(layer_like(model, heads=heads), hidden_states((30, 20)), max_decode_queries=1)
+        engine.step({0: 12, 1: 19})
+        engine.step({1: 1, 0: 18})
+        total = total + torch.cat(engine.results())
+    assert_within(total, torch.cat([model(sequence) for sequence in hidden_states((30, 20))]))
+
+
+def test_layers_that_share_a_choice_attend_to_the_same_tokens():
+    """The second layer is the first without its indexer, so that it must give the same."""
+    engine = engine_of(stock("glm5"), (30, 12), max_decode_queries=1)
+    first = engine.layer
+    second = MLAAttention(first.config, shares_selection=True, dtype=torch.float32)
+    assert second.indexer is None
+    second.load_weights(stock("glm5").module.state_dict(), ignore=("indexer.*",))
+    cache = engine.cache.clone()
+    for news in ({0: 21, 1: 11}, {1: 1, 0: 4}, {0: 1}):
+        begin = list(engine.done)
+        out = engine.step(news)
+        hidden = torch.cat([engine.sequences[r][begin[r] : begin[r] + count] for r, count in news.items()])
+        torch.testing.assert_close(second(hidden, cache, engine.metadata), out, rtol=0, atol=0)
+
+
+def test_hadamard_changes_rounding_only():
+    model = stock("v32")
+    plain = layer_like(model)
+    config = dataclasses.replace(plain.config, indexer=dataclasses.replace(plain.config.indexer, hadamard=True))
+    layer = MLAAttention(config, dtype=torch.float32)
+    layer.load_weights(model.module.state_dict())
+    engine = Engine(layer, hidden_states((30, 20)))
+    engine.step({0: 12, 1: 19})
+    engine.step({1: 1, 0: 18})
+    assert_like_stock(model, engine)
+
+
+@pytest.mark.parametrize("index_format", ["index_fp8", "index_bf16"])
+def test_v32_pages_and_quantised_keys(index_format):
+    """Rounded keys choose other tokens where scores are near, so only most outputs are near; none is not finite."""
+    model = stock("v32", (("kv_lora_rank", 512), ("qk_rope_head_dim", 64), ("index_head_dim", 128)))
+    engine = engine_of(model, (60, 44), "v32", index_format=index_format, max_decode_queries=2, page_size=64)
+    engine.step({0: 40, 1: 30})
+    for _ in range(7):
+        engine.step({0: 2, 1: 2})
+    errors = []
+    for request, result in enumerate(engine.results()):
+        expected = model(engine.sequences[request])[: len(result)]
+        errors += ((result - expected).abs().amax(dim=1) / expected.abs().max()).tolist()
+    near = sum(error < 0.05 for error in errors) / len(errors)
+    assert near > 0.5
+    assert max(errors) < 1.0
+
+
+def choice(index_format):
+    """What each of 1,024 random tokens selects: 64 at most."""
+    options = {"index_topk": 64, "index_head_dim": 128, "max_position_embeddings": 1024, "qk_rope_head_dim": 64}
+    layer, (hidden,) = layer_like(stock("v32", tuple(options.items()))), hidden_states((1024,))
+    engine = Engine(layer, (hidden,), max_decode_queries=0, index_format=index_format, page_size=64)
+    engine.step({0: 1024})
+    return [set(row.tolist()) for row in engine.metadata.selection.slots]
+
+
+def test_overlap_of_rounded_keys_with_the_choice_in_float32():
+    """Seen from the 65th token on, where there is a choice: 0.971 with e4m3 keys and queries, 0.998 with bf16."""
+    wanted = choice("index_fp32")[64:]
+    for index_format, least in (("index_fp8", 0.965), ("index_bf16", 0.995)):
+        chosen = choice(index_format)[64:]
+        overlap = sum(len(a & b) for a, b in zip(chosen, wanted, strict=True)) / (64 * len(wanted))
+        assert overlap >= least
+
+
+def test_given_indices_replace_the_choice_and_keys_are_stored():
+    engine = engine_of(stock("v32"), (24,))
+    slots = engine.table[0][torch.arange(24) // 4] * 4 + torch.arange(24) % 4
+    own = slots[:, None]
+    out = engine.step({0: 24}, indices=own)
+    assert not engine.index_cache[engine.table[0]].isnan().any()
+    values = engine.layer.kv_a_layernorm(engine.layer.kv_a_proj_with_mqa(engine.sequences[0])[:, :32])
+    expected = engine.layer.o_proj(torch.einsum("hvl,tl->thv", engine.layer.w_uv, values).flatten(1))
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_config_of_a_checkpoint():
+    fields = {
+        "model_type": "deepseek_v32",
+        "hidden_size": 7168,
+        "num_attention_heads": 128,
+        "num_hidden_layers": 61,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+        "quantization_config": {"scale_fmt": "ue8m0"},
+    }
+    assert MLAConfig.from_transformers(fields).indexer == IndexerConfig(scale_rounding="power_of_two")
+    with pytest.raises(ValueError, match="config must have index_topk, got model_type deepseek_v32 without"):
+        MLAConfig.from_transformers({name: value for name, value in fields.items() if name != "index_topk"})
+
+
+def test_layers_that_share_as_transformers_says():
+    transformers = pytest.importorskip("transformers")
+    for options in (
+        {"index_topk_freq": 4},
+        {"index_topk_freq": 3, "index_skip_topk_offset": 1},
+        {"index_topk_pattern": "FFSSFSSS"},
+        {},
+    ):
+        config = transformers.GlmMoeDsaConfig(num_hidden_layers=8, **options)
+        expected = tuple(layer for layer, kind in enumerate(config.indexer_types) if kind == "shared")
+        assert shared_selections({"num_hidden_layers": 8, **options}) == expected
+        assert MLAConfig.from_transformers(config).indexer.shared_layers == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"index_cache": None}, "index_cache must be given to a layer with an indexer, .*: this has an indexer"),
+        (
+            {"index_cache": torch.zeros(5, 4, 1, 32)},
+            r"index_cache must have cache's 10 pages of 4 tokens .* got 5 of 4",
+        ),
+        ({"index_cache": torch.zeros(10, 2, 1, 32)}, "got 10 of 2"),
+        ({"index_cache": torch.zeros(10, 4, 1, 33)}, "index_cache must hold index keys of 32 values"),
+        ({"topk": None}, r"metadata must be built for topk the indexer's 8, got None: MLAMetadataBuilder\(topk=…\)"),
+        ({"topk": 9}, "metadata must be built for topk the indexer's 8, got 9"),
+        (
+            {"cache": torch.zeros(10, 4, 1, 40).to(torch.float8_e4m3fn)},
+            "cache of format fp8 cannot be read token by token",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(change, message):
+    engine = engine_of(stock("v32"), (40,), **({"topk": change["topk"]} if "topk" in change else {}))
+    metadata = engine.builder.build([0, 20], [20], engine.table)
+    arguments = {"index_cache": engine.index_cache, "cache": engine.cache} | change
+    arguments.pop("topk", None)
+    with pytest.raises(ValueError, match=message):
+        engine.layer(engine.sequences[0][:20], arguments.pop("cache"), metadata, **arguments)
+
+
+def test_a_choice_to_share_must_have_been_made():
+    engine = engine_of(stock("v32"), (40,))
+    metadata = engine.builder.build([0, 20], [20], engine.table)
+    layer = MLAAttention(engine.layer.config, shares_selection=True, dtype=torch.float32)
+    with pytest.raises(ValueError, match="metadata has no selection to share yet"):
+        layer(engine.sequences[0][:20], engine.cache, metadata)
+    engine.step({0: 20})
+    with pytest.raises(ValueError, match="this has no indexer"):
+        layer(engine.sequences[0][:20], engine.cache, engine.metadata, index_cache=engine.index_cache)
+    with pytest.raises(ValueError, match="shares_selection needs a config with an indexer"):
+        MLAAttention(dataclasses.replace(engine.layer.config, indexer=None), shares_selection=True)
+
+
+def test_a_layer_without_an_indexer_refuses_a_step_with_a_choice():
+    engine = engine_of(stock("v3"), (20,), topk=8)
+    with pytest.raises(ValueError, match="metadata must be built for topk None, as the layer has no indexer, got 8"):
+        engine.step({0: 20})
