@@ -161,6 +161,7 @@ def test_the_language_model_inside_kimi_k25(prompts):
     assert torch.equal(out.sequences, generate(stock, inputs))
 
 
+@pytest.mark.full
 def test_every_mla_model_of_this_transformers_is_served_or_refused_by_name():
     """A new release's MLA model is neither: it has to be looked at."""
     unknown = []

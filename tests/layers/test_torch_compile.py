@@ -29,9 +29,12 @@ def run(engine, counter=None):
     return torch.cat(engine.results()), graphs
 
 
+CACHES = [("fp32", 32, 8), pytest.param("v32", 512, 64, marks=pytest.mark.full)]
+
+
 # "aot_eager" traces through autograd and takes mutation out of the graph, as the default backend does, and spends no
 # time on machine code.
-@pytest.mark.parametrize(("cache_format", "rank", "rope"), [("fp32", 32, 8), ("v32", 512, 64)])
+@pytest.mark.parametrize(("cache_format", "rank", "rope"), CACHES)
 def test_a_compiled_layer_is_one_graph(cache_format, rank, rope):
     model = stock("v3", (("kv_lora_rank", rank), ("qk_rope_head_dim", rope)))
     sequences = hidden_states((20, 30, 40))
