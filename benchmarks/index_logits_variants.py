@@ -1,4 +1,4 @@
-"""Variants of the paged kernel and of the ragged kernel's items, timed on a GPU in one run of about a minute.
+"""Variants of the paged and the ragged kernel, timed on a GPU in one run of about a minute.
 
 PYTHONPATH=.:benchmarks python benchmarks/index_logits_variants.py
 """
@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ragged_items
 import torch
 from index_logits import (
     CUDA,
@@ -20,12 +21,12 @@ from index_logits import (
     compare,
     fill,
     fp8_matmul,
-    microseconds,
     oracle,
     paged_arguments,
     paged_problem,
     values,
 )
+from triton import testing
 
 from flashlatte.ops.index_logits.hopper import launch
 
@@ -36,7 +37,6 @@ EDITS = {
         "    touch_descriptors(cache, shared, BOX)\n": "",
         "    mbarrier.wait(shared.touched, 0)\n": "",
     },
-    "24 slots": {"SLOTS = gl.constexpr(16)": "SLOTS = gl.constexpr(24)"},
     "8 slots": {"SLOTS = gl.constexpr(16)": "SLOTS = gl.constexpr(8)"},
 }
 BASE = launch.paged_kernel
@@ -61,15 +61,15 @@ def variant(name: str):
     return module
 
 
-def warm(name: str) -> None:
+def warm(job: str) -> None:
     """Compile what the run needs, to be found in Triton's cache."""
-    if name.startswith("ragged"):
-        heads = int(name.removeprefix("ragged"))
-        ragged_arguments(64, 128, heads)(True)
-        return
-    launch.paged_kernel = variant(name)
-    for next_n in (1, 2):
-        launch.paged(*paged_arguments(1, 128, next_n))
+    kind, _, number = job.rpartition(" ")
+    if kind in ("ragged", "items"):
+        ragged_arguments(64, 128, int(number))(kind == "ragged", 1024 if kind == "items" else None)
+    else:
+        launch.paged_kernel = variant(kind)
+        launch.paged(*paged_arguments(1, 128, int(number)))
+        launch.paged(*paged_arguments(1, 128, int(number))[:-1], True)
     torch.cuda.synchronize()
 
 
@@ -81,7 +81,33 @@ def ragged_arguments(m: int, n: int, heads: int):
     logits = torch.empty(m, n, device=CUDA)
 
     def call(clean: bool = False, item_keys: int | None = None) -> None:
-        launch.ragged(q, k, scale, weights, start, end, logits, clean, False, item_keys)
+        if item_keys is None:
+            launch.ragged(q, k, scale, weights, start, end, logits, clean, False)
+            return
+        items = -(-m // (512 // heads)) * -(-n // item_keys)
+        programs = min(items, launch.num_sms(CUDA))
+        ragged_items.kernel[(programs,)](
+            launch._vectors("q", q.reshape(-1, 128), 256),
+            launch._numbers("weights", weights.reshape(-1), 256),
+            launch._vectors("k", k, 64),
+            launch._numbers("k_scale", scale, 64),
+            start,
+            1,
+            end,
+            1,
+            m,
+            n,
+            item_keys,
+            -(-items // programs),
+            logits,
+            n,
+            n,
+            0,
+            HEADS=heads,
+            HEAD_DIM=128,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
 
     call.want = (q, k, scale, weights)
     call.seen = torch.arange(n, device=CUDA) < end[:, None]
@@ -90,37 +116,74 @@ def ragged_arguments(m: int, n: int, heads: int):
     return call
 
 
-def check() -> None:
-    for heads in (64, 32):
-        call = ragged_arguments(150, 3000, heads)
-        call.logits.fill_(torch.nan)
-        call(True)
-        difference = compare(f"ragged H{heads}", call.logits, oracle(*call.want), call.seen)
-        assert (call.logits[~call.seen] == -torch.inf).all()
-        print(f"ok ragged H{heads} {difference:.1e}")
-    for name in EDITS:
-        launch.paged_kernel = variant(name)
-        for batch, next_n, longest in ((1, 1, 20000), (5, 2, 900), (300, 1, 500), (3, 1, 5000)):
-            lengths = torch.randint(0, longest, (batch,), dtype=torch.int32)
-            lengths[0] = longest
-            q, cache, weights, table = paged_problem(batch, next_n, 64, 64, lengths)
-            logits = torch.full((batch * next_n, longest), torch.nan, device=CUDA)
-            launch_all = []
-            for request in range(batch):
-                count = int(lengths[request])
-                k, scale = values(count, 128), torch.rand(count, device=CUDA) + 0.5
-                fill(cache, k, scale, table[request, : -(-count // 64)].tolist())
-                launch_all.append((count, k, scale))
-            launch.paged(q, cache, weights, lengths.to(CUDA), table, logits, True)
-            for request in range(0, batch, max(batch // 20, 1)):
-                count, k, scale = launch_all[request]
-                for token in range(next_n):
-                    row, end = request * next_n + token, max(count - (next_n - 1 - token), 0)
-                    if end:
-                        want = oracle(q[request, token : token + 1], k, scale, weights[row : row + 1])[:, :end]
-                        compare(f"{name} b{batch} row {row}", logits[row : row + 1, :end], want, want == want)
-                    assert (logits[row, end:] == -torch.inf).all(), f"{name} b{batch} row {row}"
-        print(f"ok paged {name}")
+def quickly(call) -> float:
+    return testing.do_bench(call, warmup=10, rep=40, return_mode="median") * 1e3
+
+
+def check_ragged(heads: int, m: int, n: int) -> None:
+    call = ragged_arguments(m, n, heads)
+    call.logits.fill_(torch.nan)
+    call(True)
+    compare(f"ragged {m}x{n} H{heads}", call.logits, oracle(*call.want), call.seen)
+    assert (call.logits[~call.seen] == -torch.inf).all(), f"ragged {m}x{n} H{heads}: not cleaned"
+    first = call.logits.clone()
+    call(True)
+    assert torch.equal(first, call.logits), f"ragged {m}x{n} H{heads}: two runs differ"
+
+
+def check_paged(name: str, batch: int, next_n: int, longest: int) -> None:
+    launch.paged_kernel = variant(name)
+    lengths = torch.randint(0, longest, (batch,), dtype=torch.int32)
+    lengths[0] = longest
+    q, cache, weights, table = paged_problem(batch, next_n, 64, 64, lengths)
+    logits = torch.full((batch * next_n, longest), torch.nan, device=CUDA)
+    keys = []
+    for request in range(batch):
+        count = int(lengths[request])
+        k, scale = values(count, 128), torch.rand(count, device=CUDA) + 0.5
+        fill(cache, k, scale, table[request, : -(-count // 64)].tolist())
+        keys.append((count, k, scale))
+    launch.paged(q, cache, weights, lengths.to(CUDA), table, logits, True)
+    for request in range(0, batch, max(batch // 20, 1)):
+        count, k, scale = keys[request]
+        for token in range(next_n):
+            row, end = request * next_n + token, max(count - (next_n - 1 - token), 0)
+            if end:
+                want = oracle(q[request, token : token + 1], k, scale, weights[row : row + 1])[:, :end]
+                compare(f"{name} b{batch} row {row}", logits[row : row + 1, :end], want, want == want)
+            assert (logits[row, end:] == -torch.inf).all(), f"{name} b{batch} row {row}: not cleaned"
+
+
+def check(variants: list[str], heads: list[int]) -> None:
+    """Whatever is wrong is said, and timed all the same: there may be no other run."""
+    shapes = [(64, 150, 3000), (64, 2048, 2048), (32, 1500, 1600), (32, 7, 20000)]
+    checks = [functools.partial(check_ragged, *shape) for shape in shapes if shape[0] in heads]
+    for name in variants:
+        for problem in ((1, 1, 20000), (5, 2, 900), (300, 1, 500), (3, 1, 5000)):
+            checks.append(functools.partial(check_paged, name, *problem))
+    passed = 0
+    for one in checks:
+        try:
+            one()
+            passed += 1
+        except AssertionError as error:
+            print(f"WRONG {one.args}: {error}", flush=True)
+    print(f"{passed} of {len(checks)} checks passed", flush=True)
+
+
+def compiled() -> set[str]:
+    """Compile all at once; the jobs that went well."""
+    names = [f"{name} {next_n}" for name in EDITS for next_n in (1, 2)]
+    names += [f"{kind} {heads}" for kind in ("ragged", "items") for heads in (64, 32)]
+    jobs = {name: subprocess.Popen([sys.executable, __file__, name], stderr=subprocess.PIPE) for name in names}
+    done = set()
+    for name, job in jobs.items():
+        _, error = job.communicate(timeout=60)
+        if job.returncode:
+            print(f"left out: {name}: {error.decode().strip().splitlines()[-1:]}", flush=True)
+        else:
+            done.add(name)
+    return done
 
 
 def main() -> None:
@@ -129,34 +192,38 @@ def main() -> None:
         return
     for name in EDITS:
         variant(name)
-    jobs = [subprocess.Popen([sys.executable, __file__, name]) for name in (*EDITS, "ragged64", "ragged32")]
-    assert not any(job.wait() for job in jobs)
-    check()
+    done = compiled()
+    variants = [name for name in EDITS if {f"{name} 1", f"{name} 2"} <= done]
+    check(variants, [heads for heads in (64, 32) if f"ragged {heads}" in done])
     tiny = torch.zeros(1, device=CUDA)
-    print(f"an addition of one number: {microseconds(lambda: tiny.add_(1)):.1f} us")
-    for batch, keys, next_n, deep_gemm in [case for case in PAGED_CASES if case[2] == 1 or case[0] < 64]:
+    print(f"an addition of one number: {quickly(lambda: tiny.add_(1)):.1f} us")
+    for batch, keys, next_n, deep_gemm in PAGED_CASES:
         arguments = paged_arguments(batch, keys, next_n)
-        times = {name: [] for name in EDITS}
+        times = {name: [] for name in variants}
         for _ in range(2):
-            for name in EDITS:
+            for name in variants:
                 launch.paged_kernel = variant(name)
-                times[name].append(microseconds(functools.partial(launch.paged, *arguments)))
+                times[name].append(quickly(functools.partial(launch.paged, *arguments)))
         row = ", ".join(f"{name} {min(us):.1f}" for name, us in times.items())
         print(f"paged b{batch} {keys} next_n {next_n}: {row} (DeepGEMM {deep_gemm})", flush=True)
+    launch.paged_kernel = BASE
     matmul = fp8_matmul()
     for m, n, heads, deep_gemm, sizes in [
-        (2048, 8192, 64, 243, (None, 512, 2048, 4096)),
-        (2048, 8192, 32, 134, (None, 512, 2048, 4096)),
-        (4096, 32768, 64, 1968, (None, 1536, 8192)),
-        (4096, 32768, 32, 1149, (None, 8192)),
+        (2048, 2048, 64, None, (None, 1024)),
+        (2048, 8192, 64, 243, (None, 2048)),
+        (2048, 8192, 32, 134, (None, 3648)),
+        (4096, 32768, 64, 1968, (None, 4096)),
+        (4096, 32768, 32, 1149, (None, 4096)),
     ]:
         call = ragged_arguments(m, n, heads)
-        calls = {str(size or "auto"): functools.partial(call, False, size) for size in sizes}
+        calls = {f"items of {size}" if size else "even": functools.partial(call, False, size) for size in sizes}
+        if f"items {heads}" not in done:
+            calls.pop(f"items of {sizes[1]}")
         calls |= {"clean": functools.partial(call, True), "matmul": matmul}
         times = {name: [] for name in calls}
-        for _ in range(3):
+        for _ in range(4):
             for name, one in calls.items():
-                times[name].append(microseconds(one))
+                times[name].append(quickly(one))
         us = {name: statistics.median(each) for name, each in times.items()}
         ceiling = 2 * 8192**3 / us.pop("matmul") / 1e6
         row = ", ".join(f"{name} {each:.0f} ({call.flops / each / 1e6 / ceiling:.3f})" for name, each in us.items())
