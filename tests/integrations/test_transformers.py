@@ -79,12 +79,13 @@ def assert_same_logits(got, expected):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("pads", [(0,), (5, 0, 66)])
+@pytest.mark.parametrize("pads", [(0,), pytest.param((5, 0, 66), marks=pytest.mark.full)])
 def test_generate_gives_the_tokens_of_stock_attention(make_model, prompts, mode, pads):
     stock, enabled = pair(make_model())
     assert_same_tokens(stock, enabled, prompts(pads), **MODES[mode])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
@@ -104,7 +105,9 @@ def test_generate_of_other_models(make_model, prompts, options):
     assert_same_tokens(stock, enabled, prompts((3, 0)), do_sample=False)
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16, 128])
+@pytest.mark.parametrize(
+    "page_size", [pytest.param(1, marks=pytest.mark.full), 3, pytest.param(128, marks=pytest.mark.full)]
+)
 def test_generate_with_other_page_sizes(make_model, prompts, page_size):
     stock, enabled = pair(make_model(), page_size=page_size)
     assert_same_tokens(stock, enabled, prompts((0, 7)), do_sample=False)
@@ -148,6 +151,7 @@ def test_decode_of_tiled_formats_is_sparse_decode(make_model, prompts, calls, ca
     assert calls == {"dense_decode": 0, "sparse_decode": 14}
 
 
+@pytest.mark.full
 def test_several_calls_with_growing_and_shrinking_batches(make_model, prompts):
     stock, enabled = pair(make_model())
     for seed, pads in enumerate([(0,), (9, 0), (1, 2, 0, 30), (2,)]):

@@ -105,7 +105,7 @@ def logits(model: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("pads", [(0,), (5, 0, 33)])
+@pytest.mark.parametrize("pads", [pytest.param((0,), marks=pytest.mark.full), (5, 0, 33)])
 def test_every_token_and_logit_is_that_of_stock_attention(stock, prompts, pads):
     inputs = prompts(pads, length=40)
     enabled = enable(copy.deepcopy(stock))
@@ -135,6 +135,7 @@ def test_stock_attention_goes_on_with_a_paged_cache(stock, prompts):
         torch.testing.assert_close(got, stock(ids, attention_mask=mask).logits[:, 20:], rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.full
 def test_disable_and_pickle(stock, prompts):
     inputs = prompts((0, 2), length=20)
     enabled = pickle.loads(pickle.dumps(enable(copy.deepcopy(stock))))

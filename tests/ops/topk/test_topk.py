@@ -124,6 +124,7 @@ def test_against_sorting(backend, kind, rows, width, k, with_start, ends, index_
     check(logits, k, start, end, next_n, backend)
 
 
+@pytest.mark.full
 @pytest.mark.interpreter
 @pytest.mark.parametrize("chunks", [1, 3, 16])
 def test_chunks_and_scratch_do_not_change_the_result(chunks, monkeypatch):
