@@ -156,7 +156,7 @@ def check_paged(name: str, batch: int, next_n: int, longest: int) -> None:
 
 def check(variants: list[str], heads: list[int]) -> None:
     """Whatever is wrong is said, and timed all the same: there may be no other run."""
-    shapes = [(64, 150, 3000), (64, 2048, 2048), (32, 1500, 1600), (32, 7, 20000)]
+    shapes = [(64, 150, 3000), (64, 2048, 2048), (64, 3, 300_000), (32, 1500, 1600), (32, 7, 20000)]
     checks = [functools.partial(check_ragged, *shape) for shape in shapes if shape[0] in heads]
     for name in variants:
         for problem in ((1, 1, 20000), (5, 2, 900), (300, 1, 500), (3, 1, 5000)):
