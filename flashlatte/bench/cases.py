@@ -15,9 +15,12 @@ from flashlatte.bench.problems import (
     DenseDecode,
     DensePrefill,
     DensePrefillBackward,
+    IndexLogits,
+    PagedIndexLogits,
     Problem,
     SparseDecode,
     SparsePrefill,
+    TopK,
 )
 
 # The 8192³ bf16 matmul (780 to 800) and the device-to-device copy in the runs that FlashMLA was recorded in.
@@ -214,4 +217,13 @@ DENSE_PREFILL = (
 
 KV_CACHE = (Case(CacheWrite("v32", 65536)), Case(CacheGather("v32", 65536)))
 
-CASES = (*DENSE_DECODE, *SPARSE_DECODE, *SPARSE_PREFILL, *DENSE_PREFILL, *KV_CACHE)
+# What DeepGEMM and others' top-k kernels were recorded at stands in docs/notes/indexer.md: FlashMLA has none of these.
+INDEXER = (
+    *(Case(IndexLogits(*shape)) for shape in ((2048, 8192, 64), (4096, 32768, 64), (4096, 131072, 64))),
+    *(Case(IndexLogits(*shape)) for shape in ((2048, 8192, 32), (4096, 32768, 32))),
+    *(Case(PagedIndexLogits(*shape)) for shape in ((128, 8192), (64, 32768), (64, 32768, 2), (4, 131072), (1, 131072))),
+    *(Case(TopK(rows, width)) for rows in (1, 64, 4096) for width in (32768, 131072)),
+    Case(TopK(4096, 32768, 512)),
+)
+
+CASES = (*DENSE_DECODE, *SPARSE_DECODE, *SPARSE_PREFILL, *DENSE_PREFILL, *KV_CACHE, *INDEXER)

@@ -176,4 +176,74 @@ class CacheGather:
         return replace(self, tokens=min(self.tokens, SMALL_KEYS), requests=min(self.requests, SMALL_BATCH))
 
 
-Problem = DenseDecode | SparseDecode | SparsePrefill | DensePrefill | CacheWrite | CacheGather
+@dataclass(frozen=True)
+class IndexLogits:
+    """Index logits of e4m3 keys of 128 values: the last ``rows`` queries of ``keys`` tokens, each over the keys up to
+    its own.
+    """
+
+    rows: int
+    keys: int
+    heads: int
+    operation: ClassVar[str] = "index_logits"
+
+    @property
+    def name(self) -> str:
+        return f"q{self.rows}-k{self.keys}-h{self.heads}"
+
+    def scaled_down(self) -> IndexLogits:
+        return IndexLogits(min(self.rows, SMALL_QUERIES), min(self.keys, SMALL_KEYS), min(self.heads, SMALL_HEADS))
+
+
+@dataclass(frozen=True)
+class PagedIndexLogits:
+    """The same over a cache: ``next_n`` query tokens of each of ``batch`` requests of ``keys`` tokens."""
+
+    batch: int
+    keys: int
+    next_n: int = 1
+    heads: int = 64
+    page_size: int = 64
+    operation: ClassVar[str] = "paged_index_logits"
+
+    @property
+    def name(self) -> str:
+        return f"b{self.batch}-n{self.next_n}-k{self.keys}-h{self.heads}"
+
+    def scaled_down(self) -> PagedIndexLogits:
+        return replace(
+            self,
+            batch=min(self.batch, SMALL_BATCH),
+            keys=min(self.keys, SMALL_KEYS),
+            heads=min(self.heads, SMALL_HEADS),
+        )
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The ``k`` largest of normal random numbers, for ``rows`` rows of ``width``."""
+
+    rows: int
+    width: int
+    k: int = 2048
+    operation: ClassVar[str] = "topk"
+
+    @property
+    def name(self) -> str:
+        return f"r{self.rows}-w{self.width}-top{self.k}"
+
+    def scaled_down(self) -> TopK:
+        return TopK(min(self.rows, SMALL_BATCH), min(self.width, SMALL_KEYS), min(self.k, SMALL_TOPK))
+
+
+Problem = (
+    DenseDecode
+    | SparseDecode
+    | SparsePrefill
+    | DensePrefill
+    | CacheWrite
+    | CacheGather
+    | IndexLogits
+    | PagedIndexLogits
+    | TopK
+)

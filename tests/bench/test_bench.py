@@ -327,6 +327,9 @@ def test_plot_draws_a_picture_for_each_operation(tmp_path: Path) -> None:
         "bench-dense-prefill-backward.png",
         "bench-cache-write.png",
         "bench-cache-gather.png",
+        "bench-index-logits.png",
+        "bench-paged-index-logits.png",
+        "bench-topk.png",
     ]
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 

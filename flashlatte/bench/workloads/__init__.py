@@ -10,14 +10,18 @@ from flashlatte.bench.problems import (
     DenseDecode,
     DensePrefill,
     DensePrefillBackward,
+    IndexLogits,
+    PagedIndexLogits,
     Problem,
     SparseDecode,
     SparsePrefill,
+    TopK,
 )
 from flashlatte.bench.workloads.base import Workload, WrongResult
 from flashlatte.bench.workloads.cache import CacheGatherWorkload, CacheWriteWorkload
 from flashlatte.bench.workloads.dense_decode import DenseDecodeWorkload
 from flashlatte.bench.workloads.dense_prefill import DensePrefillBackwardWorkload, DensePrefillWorkload
+from flashlatte.bench.workloads.indexer import IndexLogitsWorkload, PagedIndexLogitsWorkload, TopKWorkload
 from flashlatte.bench.workloads.sparse_decode import SparseDecodeWorkload
 from flashlatte.bench.workloads.sparse_prefill import SparsePrefillWorkload
 
@@ -31,6 +35,9 @@ _WORKLOADS = {
     DensePrefillBackward: DensePrefillBackwardWorkload,
     CacheWrite: CacheWriteWorkload,
     CacheGather: CacheGatherWorkload,
+    IndexLogits: IndexLogitsWorkload,
+    PagedIndexLogits: PagedIndexLogitsWorkload,
+    TopK: TopKWorkload,
 }
 
 
