@@ -81,7 +81,7 @@ class MLAMetadataBuilder:
         self._gathers = gathers_rows(cache_format)
         selects = selects_every_token(get_format(cache_format).name)
         # Where every token is selected, layers attend as those without an indexer do.
-        sparse = topk is not None and topk < max_seq_len
+        room = 0 if topk is None or topk >= max_seq_len else topk
         # Made in inference mode they could not be overwritten outside of it.
         with torch.inference_mode(False), torch.device(device):
             self._positions = torch.zeros(max_tokens, dtype=torch.int64)
@@ -91,8 +91,8 @@ class MLAMetadataBuilder:
             self._pad_index = torch.zeros(max_requests * max(max_decode_queries, 1), dtype=torch.int64)
             self._unpad_index = torch.zeros(max_tokens, dtype=torch.int64)
             self._seen = torch.zeros(max_requests * max(max_decode_queries, 1), dtype=torch.int32)
-            self._selected = torch.full((max_tokens, topk), -1, dtype=torch.int32) if sparse else None
-            width = self.max_pages * page_size if selects and not sparse else 0
+            self._selected = torch.full((max_tokens, room), -1, dtype=torch.int32) if room else None
+            width = self.max_pages * page_size if selects and not room else 0
             self._every_slot = torch.zeros(max_requests, width, dtype=torch.int32)
 
     @property

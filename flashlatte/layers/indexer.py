@@ -177,15 +177,16 @@ class Indexing:
             workspace_bytes=selection.logit_bytes,
             backend=self.backend,
         )
-        gathered = {"workspace_ids": chunk.request_ids, "workspace_starts": chunk.cu_keys} if chunk.gathers else {}
         index_convert(
             positions,
             chunk.block_table,
             self.pages.shape[1],
             request_ids=chunk.request_ids,
+            # Rows that attention will gather lie request after request.
+            workspace_ids=chunk.request_ids if chunk.gathers else None,
+            workspace_starts=chunk.cu_keys if chunk.gathers else None,
             slots=slots,
             backend=self.backend,
-            **gathered,
         )
 
     def _rotate(self, x: torch.Tensor) -> None:

@@ -265,3 +265,45 @@ def test_a_layer_without_an_indexer_refuses_a_step_with_a_choice():
     engine = engine_of(stock("v3"), (20,), topk=8)
     with pytest.raises(ValueError, match="metadata must be built for topk None, as the layer has no indexer, got 8"):
         engine.step({0: 20})
+
+
+def oracle_scores(layer, hidden):
+    """The index scores of every pair of tokens, float64 [T, T], from the layer's weights; -inf for later keys."""
+    indexer, config = layer.indexer.double(), layer.config
+    hidden, rope_dim = hidden.double(), config.qk_rope_head_dim
+    latent = torch.nn.functional.linear(hidden, layer.q_a_proj.weight.double())
+    norm = layer.q_a_layernorm
+    latent = latent * (latent.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight.double()
+    angles = torch.arange(len(hidden)).double()[:, None] * 10000.0 ** -(torch.arange(0, rope_dim, 2) / rope_dim)
+
+    def turned(x):
+        a, b = x[..., : rope_dim // 2], x[..., rope_dim // 2 : rope_dim]
+        cosine, sine = (f(angles).view(-1, *[1] * (x.dim() - 2), rope_dim // 2) for f in (torch.cos, torch.sin))
+        return torch.cat((a * cosine - b * sine, b * cosine + a * sine, x[..., rope_dim:]), dim=-1)
+
+    q = turned(indexer.wq_b(latent).unflatten(-1, (-1, config.indexer.head_dim)))
+    k = turned(indexer.k_norm(indexer.wk(hidden)))
+    scores = torch.einsum("th,thk->tk", indexer.weights_proj(hidden), torch.einsum("thd,kd->thk", q, k).relu())
+    indexer.float()
+    return (scores * q[0].numel() ** -0.5).masked_fill(torch.ones(len(hidden), len(hidden)).triu(1).bool(), -torch.inf)
+
+
+@pytest.mark.parametrize("heads", [1, 32])
+def test_a_choice_differs_from_an_oracle_s_only_in_tied_scores(heads):
+    """Of one head half of the scores are zero."""
+    layer = layer_like(stock("v32", (("index_n_heads", heads),)))
+    (hidden,) = hidden_states((60,))
+    engine = Engine(layer, (hidden,), max_decode_queries=4)
+    scores, token, tied = oracle_scores(layer, hidden), 0, 0
+    for count in (30, 4, 1, 20, 3, 2):
+        engine.step({0: count})
+        slots = engine.metadata.selection.slots.long()
+        place = {int(page): column for column, page in enumerate(engine.table[0])}
+        for row in slots.tolist():
+            chosen = [place[slot // 4] * 4 + slot % 4 for slot in row if slot >= 0]
+            assert len(set(chosen)) == min(token + 1, TOPK)
+            got = scores[token, chosen].sort(descending=True).values
+            torch.testing.assert_close(got, scores[token].topk(len(chosen)).values, rtol=1e-5, atol=1e-6)
+            tied += int((scores[token] == got[-1]).sum() > 1)
+            token += 1
+    assert (tied > 10) == (heads == 1)

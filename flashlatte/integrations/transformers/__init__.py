@@ -39,18 +39,19 @@ def enable(
     page_size: int = 64,
     backend: str | None = None,
     k_scale: float | None = None,
+    index_format: str | None = None,
 ) -> Model:
     """Let FlashLatte keep the cache and compute the attention of a transformers MLA model, in place.
 
-    Served are the families AXK1, DeepseekV2, DeepseekV3 (with Kimi-K2), Glm4MoeLite, LongcatFlash, MiniCPM3 and Youtu,
-    and models that hold one of them as their language model, such as Kimi-K2.5.
+    Served are the families AXK1, DeepseekV2, DeepseekV3 (with Kimi-K2), DeepseekV32, Glm4MoeLite, GlmMoeDsa (GLM-5),
+    LongcatFlash, MiniCPM3 and Youtu, and models that hold one of them as their language model, such as Kimi-K2.5.
 
     A forward pass with a cache is then FlashLatte's MLA layer (``flashlatte.layers``) with the model's own projections.
     It writes the latent of its tokens into a paged cache. Prefill attends in multi-head form, by ``dense_prefill``;
     decode attends in absorbed form, by ``dense_decode``, or over all tokens by ``sparse_decode`` if the format is
-    ``v32`` or ``model1``. Tokens that the attention mask hides are not stored. ``generate`` works as before: greedy,
-    sampled, beams, assisted, prompt lookup, chunked prefill, and going on with the ``past_key_values`` of an earlier
-    call.
+    ``v32`` or ``model1``. Where an indexer selects tokens, both attend in absorbed form to those. Tokens that the
+    attention mask hides are not stored. ``generate`` works as before: greedy, sampled, beams, assisted, prompt lookup,
+    chunked prefill, and going on with the ``past_key_values`` of an earlier call.
 
     The model's own attention implementation computes a prefill over the paged cache where a mask tells more than which
     tokens are padding on the left, and where it was set to another than PyTorch's SDPA.
@@ -69,6 +70,8 @@ def enable(
         backend: "hopper", "portable" or "reference" for the decode operation; None chooses. It must serve the model
             where the model is now.
         k_scale: the one scale of format ``fp8``, 1 if None.
+        index_format: of the index keys of DeepseekV32 and GlmMoeDsa: "index_fp8", "index_bf16", "index_fp32" or
+            "index_mxfp4"; None takes ``index_fp8`` beside ``v32``, else that of the cache's dtype.
 
     Returns:
         ``model``.
@@ -89,7 +92,7 @@ def enable(
     if k_scale is not None:
         scales.check("k_scale", checks.number("k_scale", k_scale))
     decoder, family = find_decoder(model)
-    settings = hooks.Settings(cache_format, page_size, backend, k_scale)
+    settings = hooks.Settings(cache_format, page_size, backend, k_scale, index_format)
     hooks.check_backend(decoder, hooks.new_latents(decoder, settings))
     modules = _attentions(decoder, family)
     for module in modules:

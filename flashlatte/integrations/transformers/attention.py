@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from flashlatte.integrations.transformers import indexed
 from flashlatte.integrations.transformers.cache import PagedLatentCache
 from flashlatte.integrations.transformers.families import Family, cosines_and_sines
 from flashlatte.integrations.transformers.padded import PagedLatents
@@ -37,8 +38,11 @@ class PagedLatentAttention:
         module: Any = self
         chosen = module.config._attn_implementation != "sdpa"
         if metadata is None or (chosen and metadata.prefill is not None):
-            return masked_attention(module, hidden_states, embeddings, mask, latents, **kwargs), None
-        return flat_attention(module, hidden_states, embeddings, latents, metadata), None
+            out, choice = masked_attention(module, hidden_states, embeddings, mask, latents, **kwargs)
+        else:
+            # A choice that layers share lies in the metadata.
+            out, choice = flat_attention(module, hidden_states, embeddings, latents, metadata), None
+        return (out, None, choice) if module.family.returns_choice else (out, None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _blank, (self.family,), vars(self)
@@ -68,7 +72,9 @@ def flat_attention(
     if tokens is not None:
         flat = flat[tokens.to(flat.device)]
     cache = latents.cache(module.layer_idx, flat.device, flat.dtype)
-    out = forward(module, flat, cache, metadata, _rotary(module, latents, embeddings), backend=latents.backend)
+    rotary = _rotary(module, latents, embeddings)
+    indexing = indexed.indexing(module, latents, rotary, flat.device)
+    out = forward(module, flat, cache, metadata, rotary, indexing=indexing, backend=latents.backend)
     if tokens is not None:
         nothing = module.o_proj(flat.new_zeros(1, module.o_proj.in_features))
         out = nothing.repeat(hidden_states.shape[:2].numel(), 1).index_copy(0, tokens.to(out.device), out)
@@ -81,20 +87,34 @@ def masked_attention(
     embeddings: Any,
     attention_mask: torch.Tensor | None,
     latents: PagedLatents,
+    prev_topk_indices: torch.Tensor | None = None,
     **kwargs: Any,
-) -> torch.Tensor:
-    """Attention in multi-head form under a mask, by the model's attention implementation: [b, s, hidden_size]."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention in multi-head form under a mask, by the model's attention implementation: [b, s, hidden_size].
+
+    And what the model's indexer chose under the mask, if it has one, or ``prev_topk_indices``: int32 [b, s, topk].
+    """
     flat = hidden_states.flatten(0, 1)
     cache = latents.cache(module.layer_idx, flat.device, flat.dtype)
     history = latents.read_history(module.layer_idx) if latents.columns else None
     rotary = _rotary(module, latents, embeddings, every=True)
-    query, rows = project(module, flat, rotary, cache, latents.step.slots.flatten().to(flat.device))
+    query, rows, q_latent = project(module, flat, rotary, cache, latents.step.slots.flatten().to(flat.device))
     rotate_query(module, query, rotary)
     query, rows = (x.unflatten(0, hidden_states.shape[:2]) for x in (query, rows))
     if history is not None:
         rows = torch.cat((history, rows), dim=1)
+    chosen = None
+    if latents.indexer is not None and attention_mask is not None and q_latent is not None:
+        q_latent = q_latent.unflatten(0, hidden_states.shape[:2])
+        chosen = indexed.choose_under_mask(
+            module, hidden_states, q_latent, embeddings, attention_mask, latents, prev_topk_indices
+        )
+        if module.config._attn_implementation in ("eager", "sdpa"):
+            attention_mask = indexed.with_choice(attention_mask, chosen)
+        else:
+            kwargs["indices"] = chosen
     out = multi_head_attention(module, query, rows, attention_mask, **kwargs)
-    return module.o_proj(out.flatten(2))
+    return module.o_proj(out.flatten(2)), chosen
 
 
 def _rotary(module: Any, latents: PagedLatents, embeddings: Any, *, every: bool = False) -> Rotary:

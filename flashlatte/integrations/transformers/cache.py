@@ -7,6 +7,7 @@ from typing import Any, NoReturn, cast
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
+from flashlatte.integrations.transformers.indexed import stock_history
 from flashlatte.integrations.transformers.padded import PagedLatents
 
 
@@ -113,7 +114,13 @@ class PagedLatentLayer(CacheLayerMixin):
 
 
 def _dynamic_layer(latents: PagedLatents, index: int, parts_pairs: bool) -> DynamicLayer:
-    layer = DynamicLayer()
+    layer: Any = DynamicLayer()
+    if latents.indexer is not None:
+        from transformers.cache_utils import DynamicIndexedLayer
+
+        layer = DynamicIndexedLayer()
+        if latents.holds_index_keys(index):
+            layer.update_indexer(stock_history(latents, index, latents.dtype))
     if latents.holds(index):
         rows = latents.read_history(index).unsqueeze(1)
         latent, rope = rows[..., : latents.latent_dim], rows[..., latents.latent_dim :]

@@ -21,11 +21,13 @@ class Family:
         model_type: name of the package, and of the family in ``flashlatte.layers.models``.
         prefix: of its classes' names.
         attention: name of the attention class after the prefix.
+        returns_choice: whether an attention returns, third, which tokens its indexer chose, for layers that share it.
     """
 
     model_type: str
     prefix: str
     attention: str = "Attention"
+    returns_choice: bool = False
 
     @property
     def module(self) -> str:
@@ -61,7 +63,9 @@ FAMILIES = (
     Family("axk1", "AXK1"),
     Family("deepseek_v2", "DeepseekV2"),
     Family("deepseek_v3", "DeepseekV3"),
+    Family("deepseek_v32", "DeepseekV32"),
     Family("glm4_moe_lite", "Glm4MoeLite"),
+    Family("glm_moe_dsa", "GlmMoeDsa", returns_choice=True),
     Family("longcat_flash", "LongcatFlash", "MLA"),
     Family("minicpm3", "MiniCPM3"),
     Family("youtu", "Youtu"),
@@ -82,8 +86,6 @@ def find_decoder(model: nn.Module) -> tuple[Any, Family]:
         raise TypeError(f"model must have one decoder, and {name} has {len(found)}: enable each of them")
     for model_type in _model_types(model):
         reason = models.REFUSED.get(model_type)
-        if model_type in models.SERVED and models.SERVED[model_type].has_indexer:
-            reason = "an indexer selects the tokens of its attention, which this version's enable does not compute"
         if reason is not None:
             raise TypeError(f"model must be one that enable serves, and {name} ({model_type}) is not: {reason}")
     served = ", ".join(family.prefix for family in FAMILIES)

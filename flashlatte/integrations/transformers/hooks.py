@@ -10,10 +10,12 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from flashlatte import kv_cache
+from flashlatte.integrations.transformers import indexed
 from flashlatte.integrations.transformers.cache import PagedLatentCache
 from flashlatte.integrations.transformers.families import Family, attentions
 from flashlatte.integrations.transformers.padded import PagedLatents
 from flashlatte.kv_cache import CacheFormat
+from flashlatte.layers import IndexerConfig, MLAConfig, models
 from flashlatte.layers.cache import LatentCache
 from flashlatte.runtime import dispatch
 
@@ -28,6 +30,7 @@ class Settings:
     page_size: int
     backend: str | None
     k_scale: float | None
+    index_format: str | None = None
 
 
 class BeginForward:
@@ -137,7 +140,17 @@ def new_latents(model: Any, settings: Settings) -> PagedLatents:
         )
     if settings.k_scale is not None and not layout.takes_scale:
         raise ValueError(f"k_scale belongs to cache_format 'fp8', got {layout.name!r}")
-    return PagedLatents(layout, latent_dim, settings.page_size, settings.k_scale, settings.backend)
+    indexer = _indexer(config)
+    index_layout = indexed.index_layout(settings.index_format, layout, indexer)
+    return PagedLatents(
+        layout, latent_dim, settings.page_size, settings.k_scale, settings.backend, indexer, index_layout
+    )
+
+
+def _indexer(config: Any) -> IndexerConfig | None:
+    """Only of models that have one: others may have a config that no layer of this library could be made from."""
+    served = models.SERVED.get(config.model_type)
+    return MLAConfig.from_transformers(config).indexer if served is not None and served.has_indexer else None
 
 
 def _fitting(latent_dim: int, rope_dim: int) -> list[str]:
@@ -156,7 +169,7 @@ def check_backend(model: Any, latents: PagedLatents) -> None:
     if latents.backend is None:
         return
     cache = LatentCache(torch.empty(0, device=model.device), latents.layout, latents.latent_dim)
-    operation = "dense_decode" if latents.layout.plain else "sparse_decode"
+    operation = "dense_decode" if latents.layout.plain and latents.indexer is None else "sparse_decode"
     call = dispatch.Call(
         operation,
         model.device,
@@ -180,6 +193,8 @@ def _check_rows(latents: PagedLatents, config: Any) -> None:
             f"past_key_values holds rows of kv_lora_rank {held[0]} and qk_rope_head_dim {held[1]}, and the model's are "
             f"{wanted[0]} and {wanted[1]}: it was filled by another model"
         )
+    if latents.indexer != _indexer(config):
+        raise ValueError("past_key_values holds index keys of another indexer, or none: it was filled by another model")
 
 
 def _argument_names(model: Any) -> list[str]:

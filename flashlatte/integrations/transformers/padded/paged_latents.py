@@ -14,13 +14,24 @@ import torch
 
 from flashlatte import kv_cache
 from flashlatte.integrations.transformers.padded.columns import Columns
+from flashlatte.integrations.transformers.padded.growing_pages import GrowingPages
 from flashlatte.integrations.transformers.padded.page_table import PageTable
 from flashlatte.kv_cache import CacheFormat
 from flashlatte.layers.absorbed import MAX_ABSORBED_QUERIES
 from flashlatte.layers.builder import WORKSPACE_TOKENS
 from flashlatte.layers.cache import LatentCache
-from flashlatte.layers.metadata import DecodePart, MLAMetadata, PrefillPart, plan_chunks, selects_every_token
+from flashlatte.layers.config import IndexerConfig
+from flashlatte.layers.metadata import (
+    DecodePart,
+    MLAMetadata,
+    PrefillPart,
+    gathers_rows,
+    plan_chunks,
+    selects_every_token,
+)
+from flashlatte.layers.selection import Selection, plan_selection
 from flashlatte.ops.cache_copy import copy_blocks
+from flashlatte.ops.index_quantize import index_quantize
 from flashlatte.ops.norm_rope.rotary import Rotary
 
 # Kernels take selected tokens by the tile.
@@ -66,10 +77,21 @@ class PagedLatents:
         page_size: tokens in a page.
         scale: the scale of format ``fp8``, None for others.
         backend: as in ``dense_decode``.
+        indexer, index_layout: of a model whose layers have index keys: what selects, and the keys' format.
+
+    Attributes:
+        dtype: in which rows were written last.
     """
 
     def __init__(
-        self, layout: CacheFormat, latent_dim: int, page_size: int, scale: float | None, backend: str | None
+        self,
+        layout: CacheFormat,
+        latent_dim: int,
+        page_size: int,
+        scale: float | None,
+        backend: str | None,
+        indexer: IndexerConfig | None = None,
+        index_layout: CacheFormat | None = None,
     ) -> None:
         self.layout = layout
         self.latent_dim = latent_dim
@@ -78,8 +100,10 @@ class PagedLatents:
         self.backend = backend
         self._batch: Batch | None = None
         self._step: Step | None = None
-        self._pages: dict[int, torch.Tensor] = {}
-        self._dtype = torch.float32
+        self.indexer = indexer
+        self._pages = GrowingPages(layout, page_size)
+        self._index_pages = None if index_layout is None else GrowingPages(index_layout, page_size)
+        self.dtype = torch.float32
         self._history_slots: torch.Tensor | None = None
         self._metadata: dict[torch.device, MLAMetadata] = {}
         self._rotary: tuple[Any, Rotary] | None = None
@@ -87,7 +111,8 @@ class PagedLatents:
     def clear(self) -> None:
         """Forget all tokens, and the batch with them."""
         self._batch = self._step = None
-        self._pages = {}
+        for pages in self._all_pages():
+            pages.clear()
         self._forget()
 
     @property
@@ -182,34 +207,54 @@ class PagedLatents:
 
     def cache(self, layer: int, device: torch.device, dtype: torch.dtype) -> LatentCache:
         """The layer's cache, for a step of rows in ``dtype``."""
-        self._dtype = dtype
-        return LatentCache(self._pages_of(layer, device), self.layout, self.latent_dim, self.scale)
+        self.dtype = dtype
+        return LatentCache(self.pages(layer, device), self.layout, self.latent_dim, self.scale)
+
+    def pages(self, layer: int, device: torch.device) -> torch.Tensor:
+        """The layer's cache tensor, with as many pages as the table has come to."""
+        return self._pages.of(layer, device, self._current_batch().table.num_pages)
+
+    def index_pages(self, layer: int, device: torch.device) -> torch.Tensor:
+        """The layer's index keys, likewise."""
+        return self._indexed().of(layer, device, self._current_batch().table.num_pages)
 
     def write(self, layer: int, rows: torch.Tensor) -> None:
         """Store the step's rows [b, queries, head_dim]."""
         cache = self.cache(layer, rows.device, rows.dtype)
         cache.write(self.step.slots.flatten().to(rows.device), rows.flatten(0, 1))
 
+    def write_index_keys(self, layer: int, keys: torch.Tensor) -> None:
+        """Store the step's index keys [b, queries, head_dim], rotated."""
+        pages, slots = self.index_pages(layer, keys.device), self.step.slots.flatten().to(keys.device)
+        assert self.indexer is not None
+        index_quantize(pages, slots, keys.flatten(0, 1), scale_rounding=self.indexer.scale_rounding)
+
     def read_history(self, layer: int) -> torch.Tensor:
         """A layer's rows of all committed columns, [b, columns, head_dim], in the dtype in which rows were written.
 
         Where a token was hidden, they are zeros.
         """
+        return self._read_history(self._pages, layer, self.scale, self.dtype)
+
+    def read_index_history(self, layer: int) -> torch.Tensor:
+        """A layer's index keys of all committed columns, float32 [b, columns, head_dim]; zeros likewise."""
+        return self._read_history(self._indexed(), layer, None, torch.float32)
+
+    def _read_history(self, pages: GrowingPages, layer: int, scale: float | None, dtype: torch.dtype) -> torch.Tensor:
         if self._history_slots is None:
             batch = self._current_batch()
             self._history_slots = batch.table.slots(batch.columns.positions(), torch.int64)
-        pages = self._pages[layer]
-        return kv_cache.read(
-            pages,
-            self._history_slots.to(pages.device),
-            cache_format=self.layout,
-            scale=self.scale,
-            dtype=self._dtype,
-        )
+        cache = pages[layer]
+        slots = self._history_slots.to(cache.device)
+        return kv_cache.read(cache, slots, cache_format=pages.layout, scale=scale, dtype=dtype)
 
     def holds(self, layer: int) -> bool:
         """Whether there is a history of this layer to read."""
         return self.columns > 0 and layer in self._pages
+
+    def holds_index_keys(self, layer: int) -> bool:
+        """Whether there is one of its index keys."""
+        return self.columns > 0 and self._index_pages is not None and layer in self._index_pages
 
     def commit(self) -> None:
         """End the step: its tokens are history now."""
@@ -258,15 +303,17 @@ class PagedLatents:
     ) -> MLAMetadata:
         """Every token of the padded batch, in absorbed form. What a hidden one attends to is of no interest."""
         every_slot = seen = None
-        if selects_every_token(self.layout.name):
-            width = -(-(batch.columns.count + queries) // _SELECTION_MULTIPLE) * _SELECTION_MULTIPLE
+        total, longest = positions.numel(), batch.columns.count + queries
+        selection = self._selection(total, longest, positions.device)
+        chosen = selection is not None and selection.slots is not None
+        if selects_every_token(self.layout.name) and not chosen:
+            width = -(-longest // _SELECTION_MULTIPLE) * _SELECTION_MULTIPLE
             position = torch.arange(width, device=lengths.device)
             every_slot = batch.table.slots(position.expand(batch.table.requests, -1))
             later = torch.arange(queries - 1, -1, -1, device=lengths.device)
             seen = (lengths[:, None] - later).clamp(min=0).to(torch.int32)
         part = DecodePart(queries, batch.table.block_table, lengths, every_slot=every_slot, seen=seen)
-        total, longest = positions.numel(), batch.columns.count + queries
-        return self._metadata_of(total, total, longest, positions, slots, decode=part)
+        return self._metadata_of(total, total, longest, positions, slots, decode=part, selection=selection)
 
     def _prefill_step(
         self,
@@ -287,15 +334,31 @@ class PagedLatents:
         starts = [0]
         for count in counts:
             starts.append(starts[-1] + count)
+        longest = batch.columns.count + queries
+        selection = self._selection(starts[-1], longest, device)
+        lengths = batch.table.lengths.tolist() if batch.columns.count > 0 else [0] * requests
         chunks = ()
-        if batch.columns.count > 0:
-            lengths = batch.table.lengths.tolist()
+        if selection is not None and selection.slots is not None:
+            totals = [length + count for length, count in zip(lengths, counts, strict=True)]
+            selection.chunks = plan_selection(
+                counts, totals, positions.flatten(), batch.table.block_table, gathers=gathers_rows(self.layout.name)
+            )
+        elif batch.columns.count > 0:
             # A request without new tokens has nobody who looks at its history.
             contexts = [length if count else 0 for length, count in zip(lengths, counts, strict=True)]
             chunks = plan_chunks(counts, contexts, batch.table.block_table, WORKSPACE_TOKENS)
         part = PrefillPart(torch.tensor(starts, dtype=torch.int32, device=device), max(counts), chunks)
-        longest = batch.columns.count + queries
-        return self._metadata_of(starts[-1], 0, longest, positions, slots, prefill=part), tokens
+        metadata = self._metadata_of(starts[-1], 0, longest, positions, slots, prefill=part, selection=selection)
+        return metadata, tokens
+
+    def _selection(self, tokens: int, longest: int, device: torch.device) -> Selection | None:
+        """Room for a step's choice, if its model has an indexer; without slots if that would choose every token."""
+        if self.indexer is None:
+            return None
+        topk, slots = self.indexer.topk, None
+        if longest > topk:
+            slots = torch.empty(tokens, topk, dtype=torch.int32, device=device)
+        return Selection(topk, slots, None)
 
     def _metadata_of(
         self,
@@ -307,6 +370,7 @@ class PagedLatents:
         *,
         decode: DecodePart | None = None,
         prefill: PrefillPart | None = None,
+        selection: Selection | None = None,
     ) -> MLAMetadata:
         num_pages = self._current_batch().table.num_pages
         return MLAMetadata(
@@ -319,23 +383,21 @@ class PagedLatents:
             slots.flatten(),
             decode=decode,
             prefill=prefill,
+            selection=selection,
         )
 
-    def _pages_of(self, layer: int, device: torch.device) -> torch.Tensor:
-        """The layer's cache tensor, with as many pages as the table has come to."""
-        pages, wanted = self._pages.get(layer), self._current_batch().table.num_pages
-        if pages is None or pages.shape[0] < wanted:
-            # An inference tensor could not be written to outside of inference mode later.
-            with torch.inference_mode(False):
-                grown = kv_cache.allocate(self.layout, wanted, self.page_size, device=device)
-            if pages is not None:
-                grown[: pages.shape[0]].copy_(pages)
-            self._pages[layer] = pages = grown
-        return pages
-
     def _copy_pages(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        grown = [self._pages_of(layer, pages.device) for layer, pages in list(self._pages.items())]
+        num_pages = self._current_batch().table.num_pages
+        grown = [tensor for pages in self._all_pages() for tensor in pages.grown(num_pages)]
         copy_blocks(grown, source.tolist(), destination.tolist())
+
+    def _all_pages(self) -> list[GrowingPages]:
+        return [self._pages] if self._index_pages is None else [self._pages, self._index_pages]
+
+    def _indexed(self) -> GrowingPages:
+        if self._index_pages is None:
+            raise ValueError("this cache has no index keys: it was made for a model without an indexer")
+        return self._index_pages
 
     def _forget(self) -> None:
         self._history_slots = None

@@ -1,0 +1,47 @@
+"""Cache tensors of several layers, made when first needed and grown with the page table."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte import kv_cache
+from flashlatte.kv_cache import CacheFormat
+
+
+class GrowingPages:
+    """One paged tensor a layer, of one format.
+
+    Args:
+        layout: the format.
+        page_size: tokens in a page.
+    """
+
+    def __init__(self, layout: CacheFormat, page_size: int) -> None:
+        self.layout = layout
+        self._page_size = page_size
+        self._tensors: dict[int, torch.Tensor] = {}
+
+    def __contains__(self, layer: int) -> bool:
+        return layer in self._tensors
+
+    def __getitem__(self, layer: int) -> torch.Tensor:
+        return self._tensors[layer]
+
+    def clear(self) -> None:
+        self._tensors = {}
+
+    def of(self, layer: int, device: torch.device, num_pages: int) -> torch.Tensor:
+        """The layer's tensor, with at least so many pages; what it held it keeps."""
+        pages = self._tensors.get(layer)
+        if pages is None or pages.shape[0] < num_pages:
+            # An inference tensor could not be written to outside of inference mode later.
+            with torch.inference_mode(False):
+                grown = kv_cache.allocate(self.layout, num_pages, self._page_size, device=device)
+            if pages is not None:
+                grown[: pages.shape[0]].copy_(pages)
+            self._tensors[layer] = pages = grown
+        return pages
+
+    def grown(self, num_pages: int) -> list[torch.Tensor]:
+        """All tensors, with at least so many pages."""
+        return [self.of(layer, pages.device, num_pages) for layer, pages in list(self._tensors.items())]

@@ -1,0 +1,110 @@
+"""DeepseekV32 and GlmMoeDsa through ``enable``: what tells them from the other families."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from integrations.test_transformers_families import EXPERTS, GLM5, INDEXED, SIZES, generate
+
+from flashlatte.integrations.transformers import disable, enable
+
+transformers: Any = pytest.importorskip("transformers")
+V32_SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
+
+
+def make(family: str, options: dict[str, Any], implementation: str = "sdpa") -> Any:
+    if not hasattr(transformers, f"{family}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES | EXPERTS | options)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model.set_attn_implementation(implementation)
+    # Of the padding token's zeros every index score would be zero, and the choice anybody's.
+    model.get_input_embeddings().weight.data[0].normal_(0.0, 0.3)
+    return model
+
+
+FAMILIES = {"v32": ("DeepseekV32", INDEXED), "glm5": ("GlmMoeDsa", GLM5)}
+
+
+@pytest.fixture(params=FAMILIES)
+def stock(request) -> Any:
+    return make(*FAMILIES[request.param])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "temperature": 1.5},
+        {"num_beams": 3, "max_new_tokens": 8},
+        {"prefill_chunk_size": 11},
+        {"prompt_lookup_num_tokens": 3},
+    ],
+    ids=["sampled", "beams", "chunked prefill", "prompt lookup"],
+)
+def test_generate_gives_stock_attention_s_tokens(stock, prompts, options):
+    one = "prompt_lookup_num_tokens" in options
+    inputs = prompts((0,) if one else (5, 0, 13), length=40)
+    enabled = enable(copy.deepcopy(stock), page_size=16)
+    assert torch.equal(generate(enabled, inputs, **options), generate(stock, inputs, **options))
+
+
+def test_eager_attention_computes_prefill(prompts):
+    model = make(*FAMILIES["glm5"], implementation="eager")
+    inputs = prompts((5, 0), length=30)
+    expected = generate(model, inputs)
+    assert torch.equal(generate(enable(model), inputs), expected)
+
+
+def test_stock_attention_goes_on_with_index_keys(stock, prompts):
+    """A shared choice would come from another pass's keys if they were lost."""
+    inputs = prompts((3, 0), length=50)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    enabled = enable(copy.deepcopy(stock))
+    with torch.no_grad():
+        cache = enabled(ids[:, :40], attention_mask=mask[:, :40]).past_key_values
+        disable(enabled)
+        got = enabled(ids[:, 40:], attention_mask=mask, past_key_values=cache).logits
+        torch.testing.assert_close(got, stock(ids, attention_mask=mask).logits[:, 40:], rtol=1e-4, atol=2e-4)
+    assert type(cache.layers[0]).__name__ == "DynamicIndexedLayer"
+    assert cache.layers[0].indexer_keys.shape[:2] == (2, 50)
+
+
+# Of the logits' standard deviation, the median of tokens that choose; seen: 0.107, 0.041 and 0.245.
+BOUNDS = {None: 0.12, "index_bf16": 0.05, "index_mxfp4": 0.28}
+
+
+@pytest.mark.parametrize("index_format", BOUNDS)
+def test_v32_pages_with_quantised_index_keys(prompts, index_format):
+    stock = make("DeepseekV32", INDEXED | V32_SIZES | {"initializer_range": 0.1})
+    inputs = prompts((0, 0), length=60)
+    enabled = enable(copy.deepcopy(stock), cache_format="v32", index_format=index_format)
+    with torch.no_grad():
+        wanted = stock(**inputs).logits
+        difference = (enabled(**inputs, use_cache=True).logits - wanted).square().mean(dim=-1).sqrt() / wanted.std()
+    topk = INDEXED["index_topk"]
+    assert difference[:, :topk].max() < 0.05, "the first tokens choose all"
+    assert difference[:, topk:].median() < BOUNDS[index_format]
+
+
+def test_what_does_not_fit_is_refused(make_model):
+    model = make(*FAMILIES["v32"])
+    with pytest.raises(ValueError, match="cache_format 'fp8' cannot be read token by token"):
+        enable(model, cache_format="fp8")
+    with pytest.raises(ValueError, match="cache_format must be one of"):
+        enable(model, index_format="index_fp16")
+    with pytest.raises(ValueError, match=r"index_format must be index_fp8, .*, got 'bf16'"):
+        enable(model, index_format="bf16")
+    with pytest.raises(ValueError, match="index_format belongs to models with an indexer, got 'index_fp8'"):
+        enable(make_model(), index_format="index_fp8")
+
+
+def test_a_cache_of_another_indexer_is_refused(prompts):
+    inputs = prompts((0,), length=20)
+    with torch.no_grad():
+        cache = enable(make("DeepseekV3", {}))(**inputs).past_key_values
+        with pytest.raises(ValueError, match="past_key_values holds index keys of another indexer, or none"):
+            enable(make(*FAMILIES["v32"]))(**inputs, past_key_values=cache)
