@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flashlatte.ops.index_quantize import index_gather, index_quantize
     from flashlatte.ops.index_query import index_query
     from flashlatte.ops.index_select import index_select, paged_index_select
-    from flashlatte.ops.merge_states import merge_states
+    from flashlatte.ops.merge_states import merge_attn_states, merge_states
     from flashlatte.ops.sparse_decode import sparse_decode
     from flashlatte.ops.sparse_prefill import sparse_prefill
     from flashlatte.ops.topk import topk
@@ -40,6 +40,7 @@ __all__ = [
     "integrations",
     "kv_cache",
     "layers",
+    "merge_attn_states",
     "merge_states",
     "paged_index_logits",
     "paged_index_select",
@@ -54,6 +55,7 @@ _OPERATIONS = (
 )
 _BESIDE = {
     "index_gather": "index_quantize",
+    "merge_attn_states": "merge_states",
     "paged_index_logits": "index_logits",
     "paged_index_select": "index_select",
 }

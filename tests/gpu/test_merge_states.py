@@ -66,6 +66,34 @@ def test_more_than_2_31_elements() -> None:
     assert_right(out[some], lse[some], [part[some] for part in outs], [part[some] for part in lses])
 
 
+@pytest.mark.parametrize("parts", [2, 9])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_tokens_without_context_and_e4m3(parts: int, on_device: bool) -> None:
+    outs, lses = parts_of(parts=parts, shape=(301, 16), width=128, empty="some")
+    tensors = [torch.tensor(value, device=DEVICE) for value in (100, 0.25)]
+    context, scale = tensors if on_device else (100, 0.25)
+    out, lse = merge(outs, lses, context_tokens=context, out_scale=scale)
+    expected, expected_lse = flashlatte.merge_states(
+        outs, lses, context_tokens=context, out_scale=scale, backend="reference"
+    )
+    # Sums in another order may round to the neighbouring e4m3 number, of 3 bits.
+    compare.assert_close(out.float(), expected.float(), compare.Tolerance(2.0**-6, 0.126, 1e-5), "out")
+    compare.assert_close(lse, expected_lse, FLOAT32_LSE, "lse")
+    assert lse[100:].equal(torch.where(lses[-1].isinf(), -torch.inf, lses[-1])[100:])
+
+
+def test_graph_follows_its_context() -> None:
+    outs, lses = parts_of(parts=2, shape=(301, 16), width=128)
+    context = torch.tensor(301, device=DEVICE)
+    replay, (out, _) = harness.captured(lambda: merge(outs, lses, context_tokens=context))
+    for tokens in (0, 17, 301):
+        context.fill_(tokens)
+        replay()
+        assert out[tokens:].equal(outs[-1][tokens:])
+        expected, _ = flashlatte.merge_states(outs, lses, context_tokens=tokens, backend="reference")
+        compare.assert_close(out, expected, TOLERANCES[out.dtype], "out")
+
+
 def test_same_bits_run_after_run() -> None:
     outs, lses = parts_of(parts=7, shape=(300, 128), width=512)
     out, lse = merge(outs, lses)
@@ -130,7 +158,7 @@ def parts_of(
     return (outs, lses) if stacked else (list(outs.unbind(0)), list(lses.unbind(0)))
 
 
-def merge(*arguments: Any, **outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def merge(*arguments: Any, **outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     with harness.refusals_skip(BACKEND):
         return flashlatte.merge_states(*arguments, **outputs, backend=BACKEND)
 

@@ -149,6 +149,7 @@ MORE_PORTABLE = [
         for arch in (80, 90)
     ),
     Variant("cache_write", "portable", {"form": "v32", "scale_rounding": "exact"}, products=None),
+    Variant("merge_states", "portable", {"context_tokens": 7, "to_e4m3": True}, products=None),
     *(
         Variant("latent_rows", "portable", {"interleaved": turn, "with_cache": cache}, arch, None)
         for turn in (True, False)
@@ -268,6 +269,7 @@ SAME_CODE = [
     ("dense_prefill", "portable", {**TOKENS, **WINDOWS}, 1),
     ("dense_prefill_backward", "portable", {**TOKENS, **WINDOWS}, 1),
     ("merge_states", "portable", {"tokens": [3, 6, 60], "heads": [2, 4, 40], "gap": [1, 2, 21]}, 1),
+    ("merge_states", "portable", {"tokens": [3, 60], "to_e4m3": [True], "context_tokens": [0, 1, 5, 16, 1000]}, 1),
     *(("cache_write", "portable", {"form": [form], **PAGES}, 1) for form in ("v32", "model1", "bf16", "fp8")),
     *(
         ("cache_gather", "portable", {"form": [form], "requests": [1, 4, 20], **PAGES}, 1)

@@ -226,11 +226,16 @@ def merge_states(
     heads: int = 16,
     width: int = 512,
     gap: int = 0,
+    context_tokens: int | None = None,
+    to_e4m3: bool = False,
     arch: int | None = 90,
 ) -> list[Recorded]:
     outs = [torch.zeros(tokens, heads + gap, width, dtype=BF16)[:, :heads] for _ in range(parts)]
     lses = [torch.zeros(heads, tokens).T for _ in range(parts)]
-    return record("merge_states", backend, outs, lses, torch.zeros_like(outs[0]), torch.zeros(tokens, heads), arch=arch)
+    scale = torch.ones(()) if to_e4m3 else None
+    out = torch.zeros_like(outs[0], dtype=FP8 if to_e4m3 else BF16)
+    lse = torch.zeros(tokens, heads)
+    return record("merge_states", backend, outs, lses, out, lse, None, context_tokens, scale, 1.0, arch=arch)
 
 
 def cache_write(

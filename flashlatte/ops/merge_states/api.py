@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from flashlatte.kv_cache import scales
 from flashlatte.ops.merge_states import reference
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.repeat import repeats_launches
@@ -27,6 +28,8 @@ def merge_states(
     *,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    context_tokens: int | torch.Tensor | None = None,
+    out_scale: float | torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge attention results of the same queries over disjoint sets of keys into the result over all keys.
@@ -39,12 +42,18 @@ def merge_states(
             may be empty.
         lses: for each its natural-log float32 [...], or one [n, ...]. An infinite lse of either sign marks a part
             without keys, whose out is not looked at.
-        out: like one of ``outs``, to write into.
+        out: like one of ``outs``, to write into; float8_e4m3fn with ``out_scale``.
         lse: like one of ``lses``, to write into.
+        context_tokens: entries of the first axis from this one on take the last part alone, and no other is looked at:
+            requests without a context, say, whose tokens lie behind the others. A number, or a one-element int32 or
+            int64 tensor, whose value may change in a CUDA graph. None: every part counts everywhere.
+        out_scale: out is float8_e4m3fn, the result times 1 / out_scale, saturated at 448. A number, or a one-element
+            float32 tensor on the device of ``outs``.
         backend: "portable" or "reference"; None chooses, a name is obeyed or refused.
 
     Returns:
-        out in the dtype of ``outs``, and lse, natural logarithm, float32. Where every part is empty, 0 and -inf.
+        out in the dtype of ``outs`` (float8_e4m3fn with ``out_scale``), and lse, natural logarithm, float32. Where
+        every part is empty, 0 and -inf.
 
     Raises:
         TypeError, ValueError: fewer than two parts, parts that differ in shape, dtype or device, or an output of
@@ -70,25 +79,75 @@ def merge_states(
             first.device,
             unit_last_stride=False,
         )
+    context_tensor, context_number = _check_context(context_tokens, first)
     if records_gradient(*outs, *lses):
         if out is not None or lse is not None:
             raise ValueError("out and lse must be None where gradients are recorded, got tensors to write into")
+        if out_scale is not None:
+            raise ValueError("out_scale must be None where gradients are recorded: e4m3 has none")
         if backend not in (None, "reference"):
             raise ValueError(f"backend must be 'reference' or None where gradients are recorded, got {backend!r}")
-        return reference.merge_states(outs, lses)
+        return reference.merge_states(outs, lses, context_tokens)
+    scale_tensor, scale_value = scales.split("out_scale", out_scale, first.device)
+    out_dtype = first.dtype if out_scale is None else torch.float8_e4m3fn
     call = dispatch.Call(OPERATION, first.device, first.dtype, head_dim_v=first.shape[-1])
     backend = dispatch.select(call, backend)
     if out is None:
-        out = torch.empty_like(first, memory_format=torch.contiguous_format)
+        out = torch.empty_like(first, dtype=out_dtype, memory_format=torch.contiguous_format)
     else:
-        checks.output("out", out, tuple(first.shape), (first.dtype,), first.device, unit_last_stride=False)
+        checks.output("out", out, tuple(first.shape), (out_dtype,), first.device, unit_last_stride=False)
     if lse is None:
         lse = torch.empty(first.shape[:-1], dtype=torch.float32, device=first.device)
     else:
         checks.output("lse", lse, tuple(first.shape[:-1]), (torch.float32,), first.device, unit_last_stride=False)
     if lse.numel():
-        _merge_states(outs, lses, out, lse, backend)
+        _merge_states(outs, lses, out, lse, context_tensor, context_number, scale_tensor, scale_value, backend)
     return out, lse
+
+
+def merge_attn_states(
+    output: torch.Tensor,
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+    output_lse: torch.Tensor | None = None,
+    prefill_tokens_with_context: int | torch.Tensor | None = None,
+    output_scale: float | torch.Tensor | None = None,
+) -> None:
+    """``merge_states`` of two parts with vLLM's arguments.
+
+    Where both parts are empty the result is 0 and -inf, and an infinite lse of either sign marks an empty part, also
+    behind ``prefill_tokens_with_context``, where vLLM copies the suffix's lse as it is.
+
+    Args:
+        output: [tokens, heads, d], written; bf16, fp16 or float32 as the parts, or float8_e4m3fn with ``output_scale``.
+        prefix_output, suffix_output: [tokens, heads, d].
+        prefix_lse, suffix_lse: float32 [heads, tokens], natural logarithm, of any strides.
+        output_lse: float32 [heads, tokens], written if given.
+        prefill_tokens_with_context: tokens from this one on take the suffix alone.
+        output_scale: of an e4m3 output, which is the result times 1 / output_scale.
+
+    Raises:
+        TypeError, ValueError: as ``merge_states``.
+    """
+    checks.tensor("prefix_output", prefix_output, ("tokens", "heads", "d"), checks.FLOAT_DTYPES, may_be_empty=3)
+    tokens, heads = prefix_output.shape[:2]
+    lses = {"prefix_lse": prefix_lse, "suffix_lse": suffix_lse, "output_lse": output_lse}
+    for name, value in lses.items():
+        if name != "output_lse" or value is not None:
+            checks.tensor(name, value, (heads, tokens), (torch.float32,), unit_last_stride=False)
+    names = {"outs[1]": "suffix_output", "lses[0]": "prefix_lse", "lses[1]": "suffix_lse", "lse": "output_lse"}
+    given = {"out": "output", "context_tokens": "prefill_tokens_with_context", "out_scale": "output_scale"}
+    with checks.naming(**names, **given):
+        merge_states(
+            [prefix_output, suffix_output],
+            [prefix_lse.T, suffix_lse.T],
+            out=output,
+            lse=None if output_lse is None else output_lse.T,
+            context_tokens=prefill_tokens_with_context,
+            out_scale=output_scale,
+        )
 
 
 @register_op("merge_states", mutates=("out", "lse"))
@@ -97,9 +156,31 @@ def _merge_states(
     lses: Sequence[torch.Tensor],
     out: torch.Tensor,
     lse: torch.Tensor,
+    context_tensor: torch.Tensor | None,
+    context_tokens: int | None,
+    scale_tensor: torch.Tensor | None,
+    scale_value: float,
     backend: str,
 ) -> None:
-    dispatch.implementation(OPERATION, backend)(outs, lses, out, lse)
+    run = dispatch.implementation(OPERATION, backend)
+    run(outs, lses, out, lse, context_tensor, context_tokens, scale_tensor, scale_value)
+
+
+def _check_context(value: int | torch.Tensor | None, first: torch.Tensor) -> tuple[torch.Tensor | None, int | None]:
+    """context_tokens as a tensor or a number; both None where it is."""
+    if value is None:
+        return None, None
+    if first.dim() < 2:
+        raise ValueError(f"context_tokens must be None for outs without a leading axis, got {value!r}")
+    if not isinstance(value, torch.Tensor):
+        return None, checks.positive_int("context_tokens", value, or_zero=True)
+    if value.dtype not in checks.INDEX_DTYPES:
+        raise TypeError(f"context_tokens must be an int or an int32 or int64 tensor, got {value.dtype}")
+    if value.numel() != 1 or value.device != first.device:
+        raise ValueError(
+            f"context_tokens must hold one number on {first.device}, got shape {list(value.shape)} on {value.device}"
+        )
+    return value.reshape(()), None
 
 
 def _parts(name: str, value: Sequence[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:

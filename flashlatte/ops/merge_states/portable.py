@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.fp8 import narrow, widen
+from flashlatte.kernels.triton.cache_layout import as_bytes
+from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
 from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -24,10 +25,38 @@ NUM_WARPS = 4
 
 
 def merge_states_into(
-    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: torch.Tensor, lse: torch.Tensor
+    outs: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    context_tensor: torch.Tensor | None,
+    context_tokens: int | None,
+    scale_tensor: torch.Tensor | None,
+    scale_value: float,
 ) -> None:
     if lse.numel() > 0:
-        _merge([State(*state) for state in zip(outs, lses, strict=True)], State(out, lse))
+        states = [State(*state) for state in zip(outs, lses, strict=True)]
+        options = Options(context_tensor, context_tokens, scale_tensor, scale_value)
+        _merge(states, State(as_bytes(out), lse), options)
+
+
+class Options(NamedTuple):
+    """Which rows a merge takes, and how it writes them.
+
+    Attributes:
+        context_tensor, context_tokens: entries of the first axis from this one on take the last state alone: a number
+            on the device, or on the host. Both None: every state counts everywhere.
+        scale_tensor, scale_value: of an e4m3 output.
+        first_token: where the first axis at hand begins.
+        has_last: whether the last state at hand is the last of all.
+    """
+
+    context_tensor: torch.Tensor | None
+    context_tokens: int | None
+    scale_tensor: torch.Tensor | None
+    scale_value: float
+    first_token: int = 0
+    has_last: bool = True
 
 
 class State(NamedTuple):
@@ -45,28 +74,29 @@ class State(NamedTuple):
         return State(*(None if tensor is None else tensor.narrow(axis, start, length) for tensor in self))
 
 
-def _merge(states: Sequence[State], target: State) -> None:
+def _merge(states: Sequence[State], target: State, options: Options) -> None:
     """Merge into ``target``. The first state and the target may have a ``row_sum``, strided like their lse."""
     axes = _fused_axes([*states, target])
     numbers = target.out.numel() + 2 * target.lse.numel()
     if len(axes.sizes) > MAX_AXES:
         shape = target.lse.shape
-        _merge_halves(states, target, min((size, axis) for axis, size in enumerate(shape) if size > 1)[1])
+        _merge_halves(states, target, min((size, axis) for axis, size in enumerate(shape) if size > 1)[1], options)
     elif len(states) <= MAX_PARTS:
-        _launch(states, target, axes)
+        _launch(states, target, axes, options)
     elif target.lse.numel() > 1 and 4 * numbers > SCRATCH_BYTES:
-        _merge_halves(states, target, target.lse.shape.index(max(target.lse.shape)))
+        _merge_halves(states, target, target.lse.shape.index(max(target.lse.shape)), options)
     else:
-        _fold(states, target)
+        _fold(states, target, options)
 
 
-def _merge_halves(states: Sequence[State], target: State, axis: int) -> None:
+def _merge_halves(states: Sequence[State], target: State, axis: int, options: Options) -> None:
     half = target.lse.shape[axis] // 2
     for start, length in ((0, half), (half, target.lse.shape[axis] - half)):
-        _merge([state.narrow(axis, start, length) for state in states], target.narrow(axis, start, length))
+        part = options._replace(first_token=options.first_token + (start if axis == 0 else 0))
+        _merge([state.narrow(axis, start, length) for state in states], target.narrow(axis, start, length), part)
 
 
-def _fold(states: Sequence[State], target: State) -> None:
+def _fold(states: Sequence[State], target: State, options: Options) -> None:
     """More states than a launch takes: what is merged so far, in float32, is the first one of the next launch."""
     out, lse = target.out, target.lse
     merged = State(
@@ -74,10 +104,12 @@ def _fold(states: Sequence[State], target: State) -> None:
         torch.empty(lse.shape, dtype=torch.float32, device=out.device),
         torch.empty(lse.shape, dtype=torch.float32, device=out.device),
     )
-    _merge(states[:MAX_PARTS], merged)
+    before_last = options._replace(has_last=False)
+    _merge(states[:MAX_PARTS], merged, before_last)
     for start in range(MAX_PARTS, len(states), MAX_PARTS - 1):
         stop = start + MAX_PARTS - 1
-        _merge([merged, *states[start:stop]], merged if stop < len(states) else target)
+        ends = stop >= len(states)
+        _merge([merged, *states[start:stop]], target if ends else merged, options if ends else before_last)
 
 
 class Axes(NamedTuple):
@@ -106,7 +138,7 @@ def _fused_axes(states: Sequence[State]) -> Axes:
     return Axes(sizes, strides) if sizes else Axes([1], [[0] * (2 * len(states))])
 
 
-def _launch(states: Sequence[State], target: State, axes: Axes) -> None:
+def _launch(states: Sequence[State], target: State, axes: Axes, options: Options) -> None:
     every = [*states, target]
     d = target.out.shape[-1]
     columns = [state.out.stride(-1) for state in every] if d > 1 else [1] * len(every)
@@ -121,6 +153,7 @@ def _launch(states: Sequence[State], target: State, axes: Axes) -> None:
         walks += [axis[len(every) + number] for axis in axes.strides]
         walks.append(columns[number])
     num_rows = math.prod(axes.sizes)
+    num_tokens = target.lse.shape[0] if target.lse.dim() else 1
     block_d = min(1 << max(d - 1, 0).bit_length(), MAX_COLUMNS)
     block_r = max(TILE // block_d, 1)
     merge_kernel[(-(-num_rows // block_r),)](
@@ -128,17 +161,27 @@ def _launch(states: Sequence[State], target: State, axes: Axes) -> None:
         tuple(state.lse for state in every),
         states[0].row_sum,
         target.row_sum,
+        options.context_tensor,
+        options.scale_tensor,
         # Triton compiles anew for integers of a tuple that are 1 or divisible by 16; odd ones from 3 on are neither.
         tuple(2 * walk + 3 for walk in walks),
         num_rows,
         axes.sizes[1] if len(axes.sizes) > 1 else 1,
         axes.sizes[2] if len(axes.sizes) > 2 else 1,
+        options.context_tokens or 0,
+        options.first_token,
+        num_tokens,
+        num_rows // num_tokens,
+        options.scale_value,
         D=d,
         PARTS=len(states),
         AXES=len(axes.sizes),
         UNIT=unit,
         CONTIGUOUS=contiguous,
         WIDE=num_rows >= 2**31,
+        LIMITED=options.context_tensor is not None or options.context_tokens is not None,
+        HAS_LAST=options.has_last,
+        NATIVE=converts_e4m3(target.out.device),
         INTERPRETED=machine.interpreting(),
         BLOCK_R=block_r,
         BLOCK_D=block_d,
@@ -192,16 +235,26 @@ def merge_kernel(
     lses,
     first_row_sum,
     merged_row_sum,
+    context_tensor,
+    scale_tensor,
     walks,
     num_rows: tl.int64,
     size_1: tl.int64,
     size_2: tl.int64,
+    context_tokens: tl.int64,
+    first_token: tl.int64,
+    num_tokens: tl.int64,
+    rows_per_token: tl.int64,
+    scale_value: tl.float32,
     D: tl.constexpr,
     PARTS: tl.constexpr,
     AXES: tl.constexpr,
     UNIT: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
     WIDE: tl.constexpr,
+    LIMITED: tl.constexpr,
+    HAS_LAST: tl.constexpr,
+    NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -210,11 +263,19 @@ def merge_kernel(
     lie as their lses do, or are None (``State``).
 
     ``walks`` are, for each part and then for the outputs, 2s + 3 of the strides s of out's leading axes (in units
-    of UNIT numbers), of lse's axes and of out's last axis.
+    of UNIT numbers), of lse's axes and of out's last axis. LIMITED: tokens from ``context_tokens`` on, of
+    ``rows_per_token`` rows each, take the last of all parts alone, which is the last one here if HAS_LAST.
     """
     WALK: tl.constexpr = 2 * AXES + 1
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     in_use = rows < num_rows
+    has_context = in_use
+    if LIMITED:
+        if context_tensor is not None:
+            context_tokens = tl.load(context_tensor).to(tl.int64)
+        # Clamped before it is multiplied: what the device holds may be any number.
+        context_tokens = tl.minimum(tl.maximum(context_tokens, first_token) - first_token, num_tokens)
+        has_context = in_use & (rows < context_tokens * rows_per_token)
     if not WIDE:
         rows = rows.to(tl.int32)
         size_1 = size_1.to(tl.int32)
@@ -229,14 +290,16 @@ def merge_kernel(
     # [BLOCK_R]
     maximum = tl.full([BLOCK_R], float("-inf"), tl.float32)
     for part in tl.static_range(PARTS):
-        part_lse = _load_lse(lses[part], _offsets(index, walks, part * WALK + AXES, AXES), in_use)
+        counts = in_use if HAS_LAST and part == PARTS - 1 else has_context
+        part_lse = _load_lse(lses[part], _offsets(index, walks, part * WALK + AXES, AXES), counts)
         maximum = tl.maximum(maximum, part_lse)
     # With every part empty this keeps -inf - -inf from being NaN.
     maximum = tl.where(maximum == float("-inf"), 0.0, maximum)
     total = tl.zeros([BLOCK_R], tl.float32)
     for part in tl.static_range(PARTS):
         lse_offsets = _offsets(index, walks, part * WALK + AXES, AXES)
-        part_lse = _load_lse(lses[part], lse_offsets, in_use)
+        counts = in_use if HAS_LAST and part == PARTS - 1 else has_context
+        part_lse = _load_lse(lses[part], lse_offsets, counts)
         total += _weight(part_lse, maximum, first_row_sum, lse_offsets, in_use, part)
     all_empty = total == 0.0
     total = tl.where(all_empty, 1.0, total)
@@ -248,7 +311,8 @@ def merge_kernel(
         merged = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
         for part in tl.static_range(PARTS):
             lse_offsets = _offsets(index, walks, part * WALK + AXES, AXES)
-            part_lse = _load_lse(lses[part], lse_offsets, in_use)
+            counts = in_use if HAS_LAST and part == PARTS - 1 else has_context
+            part_lse = _load_lse(lses[part], lse_offsets, counts)
             weight = _weight(part_lse, maximum, first_row_sum, lse_offsets, in_use, part)
             offsets = _tile_offsets(index, columns, walks, part * WALK, AXES, UNIT, CONTIGUOUS)
             # An empty part's out is not looked at: it may be NaN.
@@ -257,7 +321,12 @@ def merge_kernel(
             merged += (weight / total)[:, None] * values
         offsets = _tile_offsets(index, columns, walks, OUT_WALK, AXES, UNIT, CONTIGUOUS)
         written = in_use[:, None] & (columns < D)
-        tl.store(outs[PARTS] + offsets, narrow(merged, OUT_TYPE, INTERPRETED), mask=written)
+        if outs[PARTS].dtype.element_ty == tl.uint8:
+            scale = scale_value if scale_tensor is None else tl.load(scale_tensor)
+            rounded = float_to_e4m3(merged * tl.div_rn(1.0, scale), NATIVE)
+        else:
+            rounded = narrow(merged, OUT_TYPE, INTERPRETED)
+        tl.store(outs[PARTS] + offsets, rounded, mask=written)
 
     # Another warp may still read the lse of these rows from where this one is about to write: merging in place.
     tl.debug_barrier()

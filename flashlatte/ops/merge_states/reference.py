@@ -6,10 +6,48 @@ from collections.abc import Sequence
 
 import torch
 
+from flashlatte.kv_cache.fp8 import to_e4m3
 
-def merge_states(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+
+def merge_states(
+    outs: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor],
+    context_tokens: torch.Tensor | int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Entries of the first axis from ``context_tokens`` on (all before it if None) take the last part alone."""
+    out, lse = _merge(outs, lses, context_tokens)
+    return out.to(outs[0].dtype), lse
+
+
+@torch.no_grad()
+def merge_states_into(
+    outs: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    context_tensor: torch.Tensor | None,
+    context_tokens: int | None,
+    scale_tensor: torch.Tensor | None,
+    scale_value: float,
+) -> None:
+    merged_out, merged_lse = _merge(outs, lses, context_tokens if context_tensor is None else context_tensor)
+    if out.dtype == torch.float8_e4m3fn:
+        scale = merged_out.new_tensor(scale_value) if scale_tensor is None else scale_tensor
+        merged_out = to_e4m3(merged_out * (1.0 / scale))
+    out.copy_(merged_out)
+    lse.copy_(merged_lse)
+
+
+def _merge(
+    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], context_tokens: torch.Tensor | int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     part_lse = torch.stack(tuple(lses))
     empty = part_lse.isinf()
+    if context_tokens is not None:
+        token = torch.arange(part_lse.shape[1], device=part_lse.device)
+        without_context = (token >= context_tokens).view(-1, *[1] * (part_lse.dim() - 2))
+        is_last = torch.arange(len(outs), device=part_lse.device) == len(outs) - 1
+        empty = empty | (without_context & ~is_last.view(-1, *[1] * (part_lse.dim() - 1)))
     part_lse = part_lse.masked_fill(empty, float("-inf"))
     all_empty = empty.all(dim=0)
     # A finite stand-in keeps -inf - -inf, and its gradient, from being NaN.
@@ -18,13 +56,4 @@ def merge_states(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> 
     weights = torch.softmax(part_lse, dim=0)
     parts = torch.stack(tuple(outs)).float().masked_fill(empty.unsqueeze(-1), 0.0)
     out = (weights.unsqueeze(-1) * parts).sum(dim=0)
-    return out.to(outs[0].dtype), lse.masked_fill(all_empty, float("-inf"))
-
-
-@torch.no_grad()
-def merge_states_into(
-    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: torch.Tensor, lse: torch.Tensor
-) -> None:
-    merged_out, merged_lse = merge_states(outs, lses)
-    out.copy_(merged_out)
-    lse.copy_(merged_lse)
+    return out, lse.masked_fill(all_empty, float("-inf"))

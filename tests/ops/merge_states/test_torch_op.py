@@ -9,12 +9,19 @@ OUTS, LSES = torch.randn(3, 5, 4, 8), torch.randn(3, 5, 4)
 
 def test_opcheck():
     opcheck(api, "merge_states", lambda: merge_states(OUTS, list(LSES)))
+    opcheck(api, "merge_states", lambda: merge_states(OUTS, list(LSES), context_tokens=3))
 
 
 def test_compile():
     outputs = {"out": torch.empty(5, 4, 8), "lse": torch.empty(4, 5).T}
     stacked = {"outs": OUTS, "lses": LSES}
-    assert_compiles(merge_states, stacked, {"outs": list(OUTS[:, :2]), "lses": list(LSES[:, :2])}, stacked | outputs)
+    assert_compiles(
+        merge_states,
+        stacked,
+        stacked | {"context_tokens": 2},
+        {"outs": list(OUTS[:, :2]), "lses": list(LSES[:, :2])},
+        stacked | outputs,
+    )
 
 
 def test_compile_with_gradients():
