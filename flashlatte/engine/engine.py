@@ -275,10 +275,7 @@ class Engine:
         return max(int(free * CACHE_SHARE) // self._page_bytes(page_size), 1)
 
     def _page_bytes(self, page_size: int) -> int:
-        layout = get_format(self.cache_format)
-        if layout.plain:
-            layout = get_format(self.cache_format, self.model.config.head_dim)
-        return layout.page_bytes(page_size) * self.model.num_layers
+        return sum(layout.page_bytes(page_size) for layout in self.model.formats(self.cache_format))
 
     def _allocate(self, num_pages: int, page_size: int) -> list[torch.Tensor]:
         try:

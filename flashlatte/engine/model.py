@@ -9,10 +9,20 @@ import torch
 from torch import nn
 
 from flashlatte import kv_cache
+from flashlatte.kv_cache.index_formats import index_format_beside
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata
 
 # Models whose decoder layers are norm, MLA, norm, MLP, each pair with a residual, and nothing else.
-MODEL_TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "youtu")
+MODEL_TYPES = (
+    "axk1",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "kimi_k2",
+    "youtu",
+)
 
 
 class Model:
@@ -47,7 +57,9 @@ class Model:
         self.vocabulary: int = model.config.vocab_size
         self.max_position = self.config.rope.max_position
         self._body, self._head = model.model, model.lm_head
-        self._attention = [self._adopt(layer.self_attn, backend) for layer in self._body.layers]
+        self._attention = [
+            self._adopt(number, layer.self_attn, backend) for number, layer in enumerate(self._body.layers)
+        ]
         weight = self._attention[0].kv_b_proj.weight
         self.dtype, self.device = weight.dtype, weight.device
 
@@ -55,16 +67,31 @@ class Model:
     def num_layers(self) -> int:
         return len(self._attention)
 
+    @property
+    def topk(self) -> int | None:
+        """Tokens that a query attends to at most; None: all."""
+        return None if self.config.indexer is None else self.config.indexer.topk
+
+    def formats(self, cache_format: str) -> list[kv_cache.CacheFormat]:
+        """The formats of the model's caches: every layer's latents, then index keys of each layer with an indexer."""
+        layout = kv_cache.get_format(cache_format)
+        if layout.plain:
+            layout = kv_cache.get_format(cache_format, self.config.head_dim)
+        indexer = self.config.indexer
+        if indexer is None:
+            return [layout] * self.num_layers
+        if layout.takes_scale:
+            raise ValueError(f"cache_format {cache_format!r} cannot be read token by token, as an indexer needs it")
+        keys = kv_cache.get_format(index_format_beside(layout), indexer.head_dim)
+        return [layout] * self.num_layers + [keys for layer in self._attention if layer.indexer is not None]
+
     def allocate(
         self, cache_format: str, num_pages: int, page_size: int, *, pinned: bool = False
     ) -> list[torch.Tensor]:
-        """An empty cache of every layer, on the model's device, or ``pinned`` on the host (if there is a GPU)."""
-        layout = kv_cache.get_format(cache_format)
-        head_dim = self.config.head_dim if layout.plain else None
+        """The empty caches of ``formats``, on the model's device, or ``pinned`` on the host (if there is a GPU)."""
         device = torch.device("cpu") if pinned else self.device
         caches = [
-            kv_cache.allocate(cache_format, num_pages, page_size, head_dim=head_dim, device=device)
-            for _ in range(self.num_layers)
+            kv_cache.allocate(layout, num_pages, page_size, device=device) for layout in self.formats(cache_format)
         ]
         return [cache.pin_memory() for cache in caches] if pinned and self.device.type == "cuda" else caches
 
@@ -74,15 +101,19 @@ class Model:
     ) -> torch.Tensor:
         """Logits [n, vocabulary] of the ``rows`` (int64 [n]) of a flat batch of ``tokens`` (int64 [T])."""
         hidden = self._body.embed_tokens(tokens)
-        for layer, attention, cache in zip(self._body.layers, self._attention, caches, strict=True):
-            hidden = hidden + attention(layer.input_layernorm(hidden), cache, metadata)
+        index_caches = iter(caches[self.num_layers :])
+        latents = caches[: self.num_layers]
+        for layer, attention, cache in zip(self._body.layers, self._attention, latents, strict=True):
+            index_cache = None if attention.indexer is None else next(index_caches)
+            hidden = hidden + attention(layer.input_layernorm(hidden), cache, metadata, index_cache=index_cache)
             # Mixtures of experts take [batch, tokens, hidden].
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden)[None])[0]
         return self._head(self._body.norm(hidden[rows]))
 
-    def _adopt(self, module: nn.Module, backend: str | None) -> MLAAttention:
+    def _adopt(self, number: int, module: nn.Module, backend: str | None) -> MLAAttention:
         """An attention layer on the weights of a transformers module."""
-        attention = MLAAttention(self.config, backend=backend, device="meta")
+        shares = self.config.indexer is not None and number in self.config.indexer.shared_layers
+        attention = MLAAttention(self.config, backend=backend, shares_selection=shares, device="meta")
         attention.load_state_dict(module.state_dict(), assign=True)
         return attention.requires_grad_(False)
 

@@ -75,6 +75,7 @@ class Runner:
             model.device,
             cache_format=cache_format,
             num_pages=num_pages,
+            topk=model.topk,
         )
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._use_graphs = graphs and model.device.type == "cuda"

@@ -185,6 +185,13 @@ def index_format(name: str, head_dim: int = 128) -> IndexFormat:
     return INDEX_FORMATS[name](head_dim=head_dim)
 
 
+def index_format_beside(latents: CacheFormat) -> str:
+    """The name of the format of index keys that is as exact as latents in this format."""
+    if not latents.plain:
+        return IndexFp8Format.name
+    return IndexFp32Format.name if latents.record_dtype == torch.float32 else IndexBf16Format.name
+
+
 def index_format_of(cache: torch.Tensor, head_dim: int, name: str = "cache") -> IndexFormat:
     """The format of index keys that a cache's dtype and last dimension tell, for keys of ``head_dim`` values."""
     for cls in INDEX_FORMATS.values():

@@ -10,7 +10,7 @@ from support.engine_models import VOCABULARY, generated_by_transformers, model, 
 
 from flashlatte.engine import Engine, SamplingParams
 
-FAMILIES = ("DeepseekV3", "DeepseekV2", "Glm4MoeLite", "Youtu", "AXK1")
+FAMILIES = ("DeepseekV3", "DeepseekV2", "Glm4MoeLite", "Youtu", "AXK1", "DeepseekV32", "GlmMoeDsa")
 LENGTHS = (3, 17, 40, 1, 26)
 
 
@@ -39,31 +39,33 @@ def test_every_chunk_size(max_tokens):
     check(engine(max_tokens=max_tokens))
 
 
+@pytest.mark.parametrize("family", ["DeepseekV3", "GlmMoeDsa"])
 @pytest.mark.parametrize("host_pages", [0, 12])
-def test_a_pool_so_small_that_requests_give_way(host_pages):
-    small = engine(num_pages=7, host_pages=host_pages, prefix_cache=False)
-    check(small)
+def test_a_pool_so_small_that_requests_give_way(host_pages, family):
+    small = engine(family, num_pages=7, host_pages=host_pages, prefix_cache=False)
+    check(small, family)
     statistics = small.statistics()
     assert statistics["swapped" if host_pages else "recomputed"] > 0
 
 
-@pytest.mark.parametrize("drafts", [1, 4])
-def test_drafts_change_no_token(drafts):
-    speculating = engine(drafts=drafts)
+@pytest.mark.parametrize(("family", "drafts"), [("DeepseekV3", 1), ("DeepseekV3", 4), ("DeepseekV32", 3)])
+def test_drafts_change_no_token(family, drafts):
+    speculating = engine(family, drafts=drafts)
     repeated = prompt(4) * 6
     (output,) = speculating.generate([repeated], SamplingParams(max_new_tokens=24))
-    assert output.tokens == generated_by_transformers("DeepseekV3", repeated, 24)
-    check(speculating)
+    assert output.tokens == generated_by_transformers(family, repeated, 24)
+    check(speculating, family)
 
 
-def test_a_prefix_is_computed_once():
+@pytest.mark.parametrize("family", ["DeepseekV3", "GlmMoeDsa"])
+def test_a_prefix_is_computed_once(family):
     shared = prompt(40)
-    served = engine()
+    served = engine(family)
     first, second = served.generate([[*shared, 1], [*shared, 2]], SamplingParams(max_new_tokens=3))
     later = served.generate([[*shared, 3]], SamplingParams(max_new_tokens=3))[0]
     assert later.cached_tokens == 40
     for output in (first, second, later):
-        assert output.tokens == generated_by_transformers("DeepseekV3", output.prompt, 3)
+        assert output.tokens == generated_by_transformers(family, output.prompt, 3)
     assert served.statistics()["cached_tokens"] >= 40
 
 

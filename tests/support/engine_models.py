@@ -31,6 +31,12 @@ SIZES = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+# Many index heads, so that no two scores are both zero for want of a positive product.
+INDEXED = {"index_n_heads": 32, "index_head_dim": 32, "index_topk": 8}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "DeepseekV32": INDEXED,
+    "GlmMoeDsa": INDEXED | {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
+}
 
 
 @functools.cache
@@ -38,7 +44,7 @@ def model(family: str = "DeepseekV3") -> Any:
     """A model in float32 whose greedy tokens vary and lead by a margin."""
     import transformers
 
-    config = getattr(transformers, f"{family}Config")(**SIZES)
+    config = getattr(transformers, f"{family}Config")(**SIZES | OPTIONS.get(family, {}))
     made = getattr(transformers, f"{family}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -8,17 +8,10 @@ import torch
 
 from flashlatte.integrations.transformers.padded import PagedLatents
 from flashlatte.kv_cache import CacheFormat, get_format
-from flashlatte.kv_cache.index_formats import INDEX_FORMATS, IndexFormat
+from flashlatte.kv_cache.index_formats import INDEX_FORMATS, IndexFormat, index_format_beside
 from flashlatte.layers import IndexerConfig, models
 from flashlatte.layers.indexer import Indexing, make_indexing
 from flashlatte.ops.norm_rope.rotary import Rotary
-
-
-def default_format(latents: CacheFormat) -> str:
-    """The format of index keys that goes with that of latents."""
-    if not latents.plain:
-        return "index_fp8"
-    return "index_fp32" if latents.record_dtype == torch.float32 else "index_bf16"
 
 
 def index_layout(name: str | None, latents: CacheFormat, indexer: IndexerConfig | None) -> CacheFormat | None:
@@ -36,7 +29,7 @@ def index_layout(name: str | None, latents: CacheFormat, indexer: IndexerConfig 
         raise ValueError(
             f"cache_format {latents.name!r} cannot be read token by token, as the model's indexer needs it"
         )
-    layout = get_format(name or default_format(latents), indexer.head_dim)
+    layout = get_format(name or index_format_beside(latents), indexer.head_dim)
     if not isinstance(layout, IndexFormat):
         raise ValueError(f"index_format must be {', '.join(INDEX_FORMATS)} or None, got {name!r}")
     return layout
