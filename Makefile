@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --quiet
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --quiet --progress
 # Tests of what Triton makes of the kernels.
 COMPILED := tests/ops tests/kernels tests/runtime tests/split_kv
 

@@ -6,6 +6,8 @@ import torch
 
 from flashlatte.runtime import dispatch
 
+pytest_plugins = ["support.progress"]
+
 # ``make test`` is quick; ``make test-all`` takes the other with --hypothesis-profile full.
 COMMON = hypothesis.settings(deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("quick", COMMON, max_examples=6)
