@@ -302,6 +302,7 @@ def test_decode_over_quantised_latents_is_that_of_stock_attention(
 
 # Bounds on the change of a logit by 16-bit rounding; the standard deviation of a logit is 2.3. The layers are dense,
 # since a rounding that changes the choice of an expert changes logits by any amount.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "cache_format", "bound"),
     [

@@ -65,7 +65,6 @@ LENGTHS = {"extra_topk": 512, "lengths": True}
 HOPPER = [
     Variant("dense_decode", "hopper", {"batch": 128}),
     Variant("sparse_decode", "hopper", {"batch": 128}),
-    Variant("sparse_decode", "hopper", {"form": "model1", **LENGTHS}),
     Variant("sparse_prefill", "hopper", {"lengths": True}),
     Variant("dense_prefill", "hopper"),
     # Loop counters and addresses; an accumulator would be 16 and more.
@@ -104,6 +103,7 @@ MORE_HOPPER = [
             {"batch": 128, "heads": 64},
             {"heads": 16},
             {"batch": 2, "s_q": 1, "heads": 16},
+            {"form": "model1", **LENGTHS},
             {"form": "model1", "heads": 192, **LENGTHS},
             {"form": "model1", "page_size": 61, "out_pad": 1, **LENGTHS},
             {"form": "model1", "batch": 2, "heads": 64, "topk": 128, "extra_topk": 512},

@@ -115,6 +115,7 @@ def test_split_items_beyond_one_scan_are_found():
     assert any(item >= device.SCAN.value for item, _, _ in split)
 
 
+@pytest.mark.full
 @given(LENGTHS, st.integers(1, 24), st.integers(0, 3))
 def test_ranges_are_even_and_share_at_most_two_items(lengths, num_ranges, overhead):
     blocks, splits, _ = schedule(lengths, 1, num_ranges, overhead)
@@ -133,6 +134,7 @@ def test_one_length_and_as_many_ranges_split_nothing():
     assert [sum(begin >= 0 for begin, _ in of_items) for of_items in splits] == [3] * 4
 
 
+@pytest.mark.full
 def test_more_items_than_one_scan_holds():
     lengths = [(i * 37) % 90 for i in range(device.SCAN.value + 50)]
     blocks, splits, _ = schedule(lengths, 1, 3, 1)

@@ -141,6 +141,7 @@ def test_gather(
     assert bytes_of(actual).equal(bytes_of(expected))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("name", ["fp8", "fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

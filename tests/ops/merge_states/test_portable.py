@@ -45,6 +45,7 @@ def draw_parts(n, shape, dtype, seed, empty=0.3):
     return list(outs), list(lses)
 
 
+@pytest.mark.full
 @given(
     n=st.integers(2, 5),
     axes=st.lists(st.integers(1, 5), max_size=4),

@@ -39,7 +39,7 @@ def compiled(record):
     return lambda name: support.compile_gluon(KERNEL, record(**CALLS[name]))
 
 
-@pytest.mark.parametrize("name", support.mostly_full(CALLS, "v32, whole items", "model1, ranges"))
+@pytest.mark.parametrize("name", support.mostly_full(CALLS, "v32, whole items"))
 def test_nothing_is_read_before_the_kernel_before_has_ended(compiled, name):
     code = compiled(name)
     assert code.sass.count("ACQBULK") == 1
