@@ -12,9 +12,9 @@ COMPILED := tests/ops tests/kernels tests/runtime tests/split_kv
 demo: $(READY)
 	@$(BIN)/flashlatte demo
 
-# What a contributor needs: at most 5 minutes of processor time.
+# What a contributor needs.
 test: $(READY)
-	@echo "About 5 minutes of processor time, so 3 to 4 minutes on two cores: first Triton's interpreter, then all else."
+	@echo "About 6 minutes of processor time (3 to 4 on two idle cores): Triton's interpreter first, then all else."
 	@TRITON_INTERPRET=1 $(PYTEST) -m "interpreter and not full"
 	@$(PYTEST) -m "not interpreter and not full and not gpu"
 

@@ -90,7 +90,8 @@ def test_doctor_of_what_is_no_mla_model(tmp_path, capsys, text, message):
 
 
 def test_doctor_of_a_model_with_an_indexer(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"model_type": "deepseek_v32"}))
+    indexer = {"model_type": "deepseek_v32", "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | indexer))
     assert cli.main(["doctor", "--model", str(tmp_path)]) == 0
     assert "Its indexer selects the tokens of its attention: MLAAttention takes" in capsys.readouterr().out
 
