@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 CUDA = torch.device("cuda")
-SECTIONS = {"check": 220, "topk": 150, "logits": 120, "rest": 90}
+SECTIONS = {"check": 220, "topk": 150, "logits": 120, "rest": 90, "final": 110}
 
 
 def median_us(call) -> float:
@@ -253,7 +253,6 @@ class Decode:
 
 def topk() -> None:
     from flashlatte.ops.topk import topk
-    from flashlatte.ops.topk.portable import launch
 
     cases = {
         (4096, 32768, 2048): (291, 330),
@@ -266,23 +265,10 @@ def topk() -> None:
         (128, 8192, 2048): (10.4, None),
         (4096, 131072, 2048): (976, 1050),
     }
-    variants = [
-        {},
-        {"FILTER_WARPS": 4, "BLOCK": 2048},
-        {"FILTER_WARPS": 16, "BLOCK": 8192},
-        {"ENTRIES_PER_THREAD": 8},
-        {"SAMPLE": 2048},
-        {"PROGRAMS_PER_SM": 4},
-        {"PLACES_PER_K": 2},
-    ]
     for (rows, width, k), (others, floor) in cases.items():
         x = torch.randn(rows, width, device=CUDA)
         out = torch.empty(rows, k, dtype=torch.int32, device=CUDA)
-        for variant in variants if (rows, k) != (128, 2048) else variants[:1]:
-            with mock.patch.multiple(launch, **variant):
-                us = median_us(partial(topk, x, k, indices=out))
-            text = " ".join(f"{name}={value}" for name, value in variant.items())
-            row(f"topk {rows} x {width} k {k}", us, others, floor, text)
+        row(f"topk {rows} x {width} k {k}", median_us(partial(topk, x, k, indices=out)), others, floor)
         del x
     for kind in ("concentrated", "equal", "mostly zero"):
         for rows, width in ((64, 32768), (4096, 32768)):
@@ -372,9 +358,87 @@ def rest() -> None:
         row(f"index_select b {batch} x {keys} to slots, graph", median_us(replay), None, floor)
 
 
+def final() -> None:
+    """What was changed last, checked and timed in a minute."""
+    from dataclasses import replace
+
+    from flashlatte import kv_cache
+    from flashlatte.ops.index_convert import index_convert
+    from flashlatte.ops.index_quantize import index_gather, index_quantize
+    from flashlatte.ops.index_query import index_query
+    from flashlatte.ops.index_select import index_select, paged_index_select
+    from flashlatte.ops.topk import topk
+    from flashlatte.ops.topk.portable import launch
+    from flashlatte.runtime import repeat
+
+    x = torch.randn(4096, 32768, device=CUDA)
+    some = torch.arange(0, 4096, 97, device=CUDA)
+    expected = topk(x[some], 2048, backend="reference")
+    out = torch.empty(4096, 2048, dtype=torch.int32, device=CUDA)
+    variants = (
+        {},
+        {"finish_entries": 16},
+        {"filter_entries": 32},
+        {"filter_warps": 8},
+        {"places_per_k": 4, "fill": 0.5},
+    )
+    for variant in variants:
+        repeat.forget()
+        with mock.patch.object(launch, "MANY_ROWS", replace(launch.MANY_ROWS, **variant)):
+            us = median_us(partial(topk, x, 2048, indices=out))
+        assert out[some].equal(expected), f"topk {variant}"
+        row("topk 4096 x 32768", us, 291, 330, " ".join(f"{name}={value}" for name, value in variant.items()))
+    repeat.forget()
+    for rows, width, others, floor in (
+        (64, 131072, 46.6, 48),
+        (64, 32768, 17.9, 19),
+        (1, 131072, 12.5, 16),
+        (1, 32768, 15.4, 14),
+    ):
+        x = torch.randn(rows, width, device=CUDA)
+        out = torch.empty(rows, 2048, dtype=torch.int32, device=CUDA)
+        variants = ({}, {"finish_entries": 8}) if width == 131072 else ({},)
+        for variant in variants:
+            repeat.forget()
+            with mock.patch.object(launch, "FEW_ROWS", replace(launch.FEW_ROWS, **variant)):
+                us = median_us(partial(topk, x, 2048, indices=out))
+            assert out.equal(topk(x, 2048, backend="reference")), f"topk {rows} x {width} {variant}"
+            row(f"topk {rows} x {width}", us, others, floor, " ".join(f"{n}={v}" for n, v in variant.items()))
+    repeat.forget()
+    k = torch.randn(65536, 128, device=CUDA, dtype=torch.bfloat16)
+    cache, other = (kv_cache.allocate("index_fp8", 1024, 64, device=CUDA) for _ in range(2))
+    slots = torch.randperm(65536, device=CUDA)
+    row("index_quantize 65,536 tokens", median_us(partial(index_quantize, cache, slots, k)), 24.8, 20)
+    index_quantize(other, slots, k, backend="reference")
+    assert cache.equal(other), "index_quantize"
+    table = torch.randperm(1024, device=CUDA).int().view(4, 256)
+    cu_seqlens = torch.arange(5, device=CUDA, dtype=torch.int32) * 16384
+    values = torch.empty(65536, 128, device=CUDA, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(65536, device=CUDA)
+    gather = partial(index_gather, cache, table, cu_seqlens, 65536, values=values, scales=scales)
+    row("index_gather 65,536 tokens", median_us(gather))
+    reference = index_gather(cache, table, cu_seqlens, 65536, backend="reference")[0]
+    assert values.view(torch.uint8).equal(reference.view(torch.uint8)), "index_gather"
+    q, weights = torch.randn(8192, 64, 128, device=CUDA, dtype=torch.bfloat16), torch.randn(8192, 64, device=CUDA)
+    cos_sin, positions = torch.randn(8192, 64, device=CUDA), torch.arange(8192, device=CUDA)
+    for hadamard in (False, True):
+        us = median_us(partial(index_query, q, weights, cos_sin, positions, hadamard=hadamard))
+        row("index_query 8,192 x 64 x 128", us, 321, None, f"hadamard={hadamard}")
+    indices = torch.randint(0, 16384, (128, 2048), device=CUDA).int()
+    tables = torch.zeros(128, 256, dtype=torch.int32, device=CUDA)
+    row("index_convert 128 x 2,048", median_us(partial(index_convert, indices, tables, 64)))
+    q, k, scale, weights, start, end = prefill(4096, 32768, 64)
+    us = median_us(partial(index_select, q, k, weights, start, end, 2048, k_scale=scale))
+    row("index_select 4096 x 32768", us, 2259, 2250)
+    case = Decode(64, 32768)
+    out = torch.empty(64, 2048, dtype=torch.int32, device=CUDA)
+    replay = captured(partial(paged_index_select, *case.arguments(), 2048, slots=True, indices=out))
+    row("index_select b 64 x 32768 to slots, graph", median_us(replay), None, 130)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--section", nargs="*", choices=list(SECTIONS), default=list(SECTIONS))
+    parser.add_argument("--section", nargs="*", choices=list(SECTIONS), default=list(SECTIONS)[:-1])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--here", action="store_true", help="run the sections in this process")
     options = parser.parse_args()

@@ -10,7 +10,7 @@ from flashlatte.ops.index_convert.sharding import Sharding
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel, launching_on
 
-BLOCK, WARPS = 1024, 4
+BLOCK, WARPS = 2048, 8
 
 
 def index_convert(
@@ -30,6 +30,8 @@ def index_convert(
     counts: torch.Tensor | None,
 ) -> None:
     requests, max_pages = block_table.shape
+    # Tokens that the table, and those of the other ranks, have room for.
+    reach = (max_pages * page_size + sharding.interleave) * sharding.size
     with launching_on(slots.device):
         index_convert_kernel[(slots.shape[0],)](
             indices,
@@ -61,6 +63,7 @@ def index_convert(
             sharding.size > 1,
             compact,
             torch.iinfo(slots.dtype).max,
+            reach < 2**31,
             BLOCK,
             num_warps=WARPS,
         )
@@ -97,6 +100,7 @@ def index_convert_kernel(
     SHARDED: tl.constexpr,
     COMPACT: tl.constexpr,
     LARGEST: tl.constexpr,
+    NARROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -111,6 +115,8 @@ def index_convert_kernel(
         workspace_start = tl.load(workspace_starts + workspace * start_stride, mask=known, other=0).to(tl.int64)
 
     largest = tl.full([], LARGEST, tl.int64)
+    if NARROW:
+        interleave, size, page_size = interleave.to(tl.int32), size.to(tl.int32), page_size.to(tl.int32)
     count = tl.zeros([], tl.int32)
     slot_row = slots + row * slot_stride
     for block in range(0, width, BLOCK):
@@ -119,8 +125,12 @@ def index_convert_kernel(
             indices, query_positions, row, column, width, sinks, window, index_stride, query_stride
         )
         exists = position >= 0
-        local = tl.where(exists, position, 0)
         owned = exists
+        if NARROW:  # a 64-bit division takes long; what lies beyond the table's reach needs none
+            owned = owned & (position < 0x7FFFFFFF)
+        local = tl.where(owned, position, 0)
+        if NARROW:
+            local = local.to(tl.int32)
         if SHARDED:
             owned = owned & ((local // interleave) % size == rank)
             local = local // (interleave * size) * interleave + local % interleave
@@ -129,7 +139,7 @@ def index_convert_kernel(
         page = tl.load(table + entry, mask=readable, other=-1).to(tl.int64)
         # A page so large that its slots would wrap is no page.
         valid = (page >= 0) & (page <= largest // page_size)
-        slot = tl.where(valid, page, 0) * page_size + local % page_size
+        slot = tl.where(valid, page, 0) * page_size + (local - entry * page_size)
         if workspace_ids is not None:
             slot = tl.where(workspace >= 0, workspace_start + position, slot)
             valid = tl.where(workspace >= 0, exists & (workspace < workspaces), valid)

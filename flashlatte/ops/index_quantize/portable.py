@@ -23,6 +23,8 @@ def index_quantize(cache: torch.Tensor, slot_mapping: torch.Tensor, k: torch.Ten
     cache, layout = as_index_cache(cache, k.shape[-1])
     cache = as_bytes(cache)
     page_stride = stride_in_use(cache, 0)
+    unit = max(unit_bytes(cache, page_stride) // cache.element_size(), 1)
+    k_unit = max(unit_bytes(k, stride_in_use(k, 0)) // k.element_size(), 1)
     tokens, num_slots = slot_mapping.shape[0], cache.shape[0] * cache.shape[1]
     with launching_on(cache.device):
         index_quantize_kernel[(blocks(tokens, QUANTIZE_BLOCKING.tokens),)](
@@ -33,12 +35,13 @@ def index_quantize(cache: torch.Tensor, slot_mapping: torch.Tensor, k: torch.Ten
             num_slots,
             cache.shape[1],
             slot_mapping.stride(0),
-            page_stride,
-            stride_in_use(k, 0),
+            page_stride // unit,
+            stride_in_use(k, 0) // k_unit,
             layout.head_dim,
             layout.encoding,
             scale_rounding == "power_of_two",
-            unit_bytes(cache, page_stride),
+            unit,
+            k_unit,
             num_slots >= 2**31,
             converts_e4m3(cache.device),
             machine.interpreting(),
@@ -60,6 +63,8 @@ def index_gather(
     cache, layout = as_index_cache(cache, head_dim)
     num_pages, page_size = cache.shape[:2]
     cache = cache.view(torch.uint8)
+    page_stride = stride_in_use(cache, 0)
+    unit = unit_bytes(cache, page_stride)
     rows = values.shape[0]
     requests, max_pages = block_table.shape
     with launching_on(cache.device):
@@ -78,9 +83,10 @@ def index_gather(
             cu_seqlens.stride(0),
             0 if seq_starts is None else stride_in_use(seq_starts, 0),
             stride_in_use(block_table, 0),
-            stride_in_use(cache, 0),
+            page_stride // unit,
             layout.value_bytes,
             layout.scale_bytes,
+            unit,
             max_pages * page_size >= 2**31,
             GATHER_BLOCKING.tokens,
             num_warps=GATHER_BLOCKING.warps,
@@ -102,6 +108,7 @@ def index_quantize_kernel(
     ENCODING: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     UNIT: tl.constexpr,
+    K_UNIT: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -111,8 +118,8 @@ def index_quantize_kernel(
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     slots = Slots(slot_mapping, slot_stride, num_tokens, num_slots, page_size)
     valid, page, offset = locate_slots(slots, tokens, WIDE)
-    page_start = cache + page * page_stride
-    k_row = k + tokens * k_stride
+    page_start = cache + page * page_stride * UNIT
+    k_row = k + tokens * k_stride * K_UNIT
     column = tl.arange(0, D)[None, :]
     if ENCODING == "e2m1":
         # [BLOCK_T, D / 32, 16]: the first and second values of each byte
@@ -185,6 +192,7 @@ def index_gather_kernel(
     page_stride: tl.int64,
     VALUE_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
+    UNIT: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
@@ -202,7 +210,7 @@ def index_gather_kernel(
         page_size,
     )
     inside, found, page, offset = locate_rows(where, rows, num_rows, WIDE)
-    page_start = cache + page * page_stride
+    page_start = cache + page * page_stride * UNIT
     column = tl.arange(0, VALUE_BYTES)[None, :]
     # [BLOCK_T, VALUE_BYTES]
     source = (page_start + offset * VALUE_BYTES)[:, None] + column

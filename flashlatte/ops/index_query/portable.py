@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_layout import blocks
+from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
 from flashlatte.kernels.triton.row_scales import row_scales
 from flashlatte.runtime import machine
@@ -15,6 +15,8 @@ from flashlatte.runtime.triton_kernel import kernel, launching_on
 
 # Heads and warps of a program.
 HEADS, WARPS = 16, 4
+# The matrix is made anew in each program.
+HADAMARD_HEADS = 64
 
 
 def index_query(
@@ -33,7 +35,10 @@ def index_query(
 ) -> None:
     tokens, heads, head_dim = q.shape
     rope_dim = 0 if cos_sin is None else cos_sin.shape[1]
-    head_blocks = blocks(heads, HEADS)
+    heads_at_once = HADAMARD_HEADS if hadamard else HEADS
+    head_blocks = blocks(heads, heads_at_once)
+    strides = stride_in_use(q, 0), stride_in_use(q, 1)
+    q_unit = max(unit_bytes(q, *strides) // q.element_size(), 1)
     with launching_on(q.device):
         index_query_kernel[(tokens * head_blocks,)](
             q,
@@ -48,8 +53,8 @@ def index_query(
             head_blocks,
             1 if cos_sin is None else cos_sin.shape[0],
             0 if positions is None else stride_in_use(positions, 0),
-            stride_in_use(q, 0),
-            stride_in_use(q, 1),
+            strides[0] // q_unit,
+            strides[1] // q_unit,
             stride_in_use(weights, 0),
             head_dim,
             rope_dim,
@@ -57,9 +62,10 @@ def index_query(
             interleaved,
             hadamard,
             scale_rounding == "power_of_two",
+            q_unit,
             converts_e4m3(q.device),
             machine.interpreting(),
-            HEADS,
+            heads_at_once,
             num_warps=WARPS,
             enable_fp_fusion=True,
         )
@@ -88,6 +94,7 @@ def index_query_kernel(
     INTERLEAVED: tl.constexpr,
     HADAMARD: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    Q_UNIT: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -96,7 +103,7 @@ def index_query_kernel(
     head = (tl.program_id(0) % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = head < heads
     column = tl.arange(0, D)
-    q_row = q + token * q_stride + head.to(tl.int64) * q_head_stride
+    q_row = q + (token * q_stride + head.to(tl.int64) * q_head_stride) * Q_UNIT
     # [BLOCK_H, D]
     x = widen(tl.load(q_row[:, None] + column[None, :], mask=inside[:, None], other=0.0), INTERPRETED)
     if cos_sin is not None:

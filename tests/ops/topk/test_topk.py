@@ -140,6 +140,15 @@ def test_chunks_and_scratch_do_not_change_the_result(chunks, monkeypatch):
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("kind", ["normal", "concentrated", "equal", "mostly zero"])
+def test_many_rows(kind, monkeypatch):
+    from flashlatte.ops.topk.portable import launch
+
+    monkeypatch.setattr(launch, "PROGRAMS_PER_SM", 0)
+    check(rows_of(kind, 3, 5000, 2), 100, None, torch.tensor([5000, 1500, 70]), 1, "portable")
+
+
+@pytest.mark.interpreter
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("equal", "zeros", "mostly zero", "infinite")])
 def test_a_sample_gives_candidates_that_will_do(kind, monkeypatch):
     """Rows without many ties are read once. (What a sample misses by design is read again.)"""

@@ -157,11 +157,13 @@ def ragged_kernel(
             scales = k_scale
             if ENCODING == "e2m1":
                 scales = k_scale + key * scale_stride
+            if ENCODING == "e4m3":  # before the product, behind which it is waited for
+                scale = tl.load(k_scale + key * scale_stride, mask=in_keys, other=0.0)
             keys = load_keys(k + key * k_stride * K_UNIT, scales, in_keys, D, ENCODING, COMPUTE, NATIVE)
             # [BLOCK_N, BLOCK_Q]
             scores = head_sums(keys, queries, half_weights, BLOCK_Q, ENCODING, COMPUTE)
             if ENCODING == "e4m3":
-                scores *= tl.load(k_scale + key * scale_stride, mask=in_keys, other=0.0)[:, None]
+                scores *= scale[:, None]
             visible = (key[:, None] >= start[None, :]) & (key[:, None] < end[None, :])
             value = narrow(scores, logits.dtype.element_ty, INTERPRETED)
             tl.store(logits_row[None, :] + key[:, None], value, mask=visible)

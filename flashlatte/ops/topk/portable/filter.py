@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from flashlatte.ops.topk.portable.order import LOWEST, load_keys, row_range, threshold
+from flashlatte.ops.topk.portable.order import LOWEST, load_values, ordered, row_range, threshold
 from flashlatte.runtime.triton_kernel import kernel
 
 # Neighbouring entries of a sample: what a cache line holds.
@@ -40,7 +40,7 @@ def filter_kernel(
     program = tl.program_id(0).to(tl.int64)
     row = first_row + program // chunks
     first, last = row_range(start, end, row, width, start_stride, end_stride, next_n, PER_REQUEST)
-    length = last - first
+    length = (last - first).to(tl.int32)
     entries = logits + row * logits_stride + first
 
     least = tl.full([], LOWEST, tl.int32)
@@ -48,21 +48,28 @@ def filter_kernel(
         spread = length // (SAMPLE // RUN)
         place = tl.arange(0, SAMPLE)
         place = (place // RUN) * spread + place % RUN
-        sample = load_keys(entries + place, place < length, INTERPRETED)
+        inside = place < length
+        sample = ordered(load_values(entries + place, inside, INTERPRETED), inside)
         least = threshold(sample, (wanted.to(tl.int64) * SAMPLE // length).to(tl.int32) + 1)
 
     chunk_length = tl.cdiv(tl.cdiv(length, chunks), RUN) * RUN
-    begin = (program % chunks) * chunk_length
+    begin = (program % chunks).to(tl.int32) * chunk_length
     stop = tl.minimum(begin + chunk_length, length)
+    key_places = candidate_keys + program * PLACES
+    column_places = candidate_columns + program * PLACES
     count = tl.zeros([], tl.int32)
+    column = begin + tl.arange(0, BLOCK)
+    values = load_values(entries + column, column < stop, INTERPRETED)
     for block in range(begin, stop, BLOCK):
         column = block + tl.arange(0, BLOCK)
-        keys = load_keys(entries + column, column < stop, INTERPRETED)
+        keys = ordered(values, column < stop)
+        # The next block is on its way while this one is counted.
+        values = load_values(entries + (column + BLOCK), column + BLOCK < stop, INTERPRETED)
         passes = (keys >= least).to(tl.int32)
         ranks = tl.cumsum(passes, axis=0)
         place = count + ranks - passes
         stored = (passes == 1) & (place < PLACES)
-        tl.store(candidate_keys + program * PLACES + place, keys, mask=stored)
-        tl.store(candidate_columns + program * PLACES + place, column.to(tl.int32), mask=stored)
-        count += tl.max(ranks, axis=0)
+        tl.store(key_places + place, keys, mask=stored)
+        tl.store(column_places + place, column, mask=stored)
+        count += tl.sum(passes, axis=0)
     tl.store(counts + program, count)

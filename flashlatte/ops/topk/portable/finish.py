@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import widen
-from flashlatte.ops.topk.portable.order import OUTSIDE, load_keys, row_range, threshold
+from flashlatte.ops.topk.portable.order import OUTSIDE, load_values, ordered, row_range, threshold
 from flashlatte.runtime.triton_kernel import kernel
 
 DIGITS = tl.constexpr(256)
@@ -36,15 +36,16 @@ def finish_kernel(
     index_stride: tl.int64,
     value_stride: tl.int64,
     PER_REQUEST: tl.constexpr,
+    SPLIT: tl.constexpr,
     PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Without candidates (None) rows have at most PLACES entries, which are taken as they are."""
+    """Without candidates (None), rows have at most PLACES entries. SPLIT: rows have several chunks of candidates."""
     program = tl.program_id(0).to(tl.int64)
     row = first_row + program
     first, last = row_range(start, end, row, width, start_stride, end_stride, next_n, PER_REQUEST)
-    length = last - first
+    length = (last - first).to(tl.int32)
     entries = logits + row * logits_stride + first
     index_row = indices + row * index_stride
     value_row = values
@@ -55,25 +56,28 @@ def finish_kernel(
     if length <= k:
         store_all(entries, index_row, value_row, place, length, k, INTERPRETED)
     elif candidate_keys is None:
-        keys = load_keys(entries + place, place < length, INTERPRETED)
-        store_largest(entries, index_row, value_row, keys, place, k, INTERPRETED)
+        keys = ordered(load_values(entries + place, place < length, INTERPRETED), place < length)
+        chosen, target = places_of_largest(keys, k)
+        store_chosen(entries, index_row, value_row, chosen, target, place, INTERPRETED)
     else:
-        total = tl.zeros([], tl.int32)
-        fits = tl.zeros([], tl.int32) + 1
         # [PLACES]: where the candidates of all chunks, one behind the other, lie
-        source = tl.zeros([PLACES], tl.int64)
-        for chunk in range(chunks):
-            count = tl.load(counts + program * chunks + chunk)
-            base = (program * chunks + chunk) * PLACES
-            source = tl.where((place >= total) & (place < total + count), base + place - total, source)
-            fits = fits & (count <= PLACES).to(tl.int32)
-            # Many chunks of many candidates must not pass 2^31.
-            total = tl.minimum(total + tl.minimum(count, PLACES + 1), PLACES + 1)
-        if (fits == 1) & (total >= k) & (total <= PLACES):
+        source = place
+        if SPLIT:
+            total = tl.zeros([], tl.int32)
+            for chunk in range(chunks):
+                source = tl.where(place >= total, chunk * PLACES + place - total, source)
+                # More than PLACES in a chunk are too many in all; many chunks of many must not pass 2^31.
+                count = tl.minimum(tl.load(counts + program * chunks + chunk), PLACES + 1)
+                total = tl.minimum(total + count, PLACES + 1)
+        else:
+            total = tl.load(counts + program)
+        if (total >= k) & (total <= PLACES):
             taken = place < total
-            keys = tl.load(candidate_keys + source, mask=taken, other=OUTSIDE)
-            columns = tl.load(candidate_columns + source, mask=taken, other=0)
-            store_largest(entries, index_row, value_row, keys, columns, k, INTERPRETED)
+            base = program * chunks * PLACES
+            keys = tl.load(candidate_keys + base + source, mask=taken, other=OUTSIDE)
+            chosen, target = places_of_largest(keys, k)
+            columns = tl.load(candidate_columns + base + source, mask=chosen, other=0)
+            store_chosen(entries, index_row, value_row, chosen, target, columns, INTERPRETED)
         else:
             store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK, INTERPRETED)
 
@@ -97,8 +101,8 @@ def store_chosen(entries, index_row, value_row, chosen, place, columns, INTERPRE
 
 
 @triton.jit
-def store_largest(entries, index_row, value_row, keys, columns, k, INTERPRETED: tl.constexpr):
-    """The k largest of more than k keys, whose columns ascend."""
+def places_of_largest(keys, k):
+    """Of at least k keys, whose columns ascend: which are the k largest, and their places among those."""
     least = threshold(keys, k)
     above = (keys > least).to(tl.int32)
     ties = (keys == least).to(tl.int32)
@@ -108,8 +112,7 @@ def store_largest(entries, index_row, value_row, keys, columns, k, INTERPRETED: 
     before = tl.cumsum(both, axis=0) - both
     above_before, ties_before = before >> 16, before & 0xFFFF
     chosen = (above == 1) | ((ties == 1) & (ties_before < ties_taken))
-    place = above_before + tl.minimum(ties_before, ties_taken)
-    store_chosen(entries, index_row, value_row, chosen, place, columns, INTERPRETED)
+    return chosen, above_before + tl.minimum(ties_before, ties_taken)
 
 
 @triton.jit
@@ -124,7 +127,7 @@ def store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK: tl.c
         for block in range(0, length, BLOCK):
             column = block + tl.arange(0, BLOCK)
             inside = column < length
-            keys = load_keys(entries + column, inside, INTERPRETED)
+            keys = ordered(load_values(entries + column, inside, INTERPRETED), inside)
             digits = (keys ^ OUTSIDE).to(tl.uint32, bitcast=True) >> shift
             undecided = inside & ((digits >> 8) == settled.to(tl.uint32))
             histogram += tl.histogram((digits & 255).to(tl.int32), DIGITS, mask=undecided)
@@ -140,7 +143,8 @@ def store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK: tl.c
     ties_before = tl.zeros([], tl.int32)
     for block in range(0, length, BLOCK):
         column = block + tl.arange(0, BLOCK)
-        keys = load_keys(entries + column, column < length, INTERPRETED)
+        inside = column < length
+        keys = ordered(load_values(entries + column, inside, INTERPRETED), inside)
         above = (keys > least).to(tl.int32)
         ties = (keys == least).to(tl.int32)
         above_ranks = above_before + tl.cumsum(above, axis=0) - above

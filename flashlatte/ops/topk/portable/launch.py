@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from flashlatte.kernels.triton.cache_layout import blocks
@@ -12,18 +14,44 @@ from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import launching_on
 
 SCRATCH_BYTES = 64 * 2**20
-# Candidates for each entry that is wanted: room for four times k, of which about half is to be filled.
-PLACES_PER_K = 4
 FEWEST_PLACES = 1024
-SAMPLE = 4096
-# From this width on, where fewer of a sample are candidates, it is larger.
-WIDE_ROWS, WIDE_SAMPLE = 2**19, 16384
-BLOCK = 4096
-MAX_CHUNKS = 16
 SMALLEST_CHUNK = 4096
-ENTRIES_PER_THREAD = 16
-FILTER_WARPS = 8
+MAX_CHUNKS = 16
 PROGRAMS_PER_SM = 2
+# More leave a thread fewer registers than it needs.
+MOST_WARPS = 16
+
+
+@dataclass(frozen=True)
+class Regime:
+    """How rows are worked on.
+
+    Attributes:
+        places_per_k: candidates that there is room for, for each entry that is wanted.
+        fill: the share of them that a row's threshold should let through.
+        filter_warps, filter_entries: of a program of the filter, and the entries a thread has of a block.
+        finish_entries: candidates of a thread of the finish.
+    """
+
+    places_per_k: int
+    fill: float
+    filter_warps: int
+    filter_entries: int
+    finish_entries: int
+
+    def sample(self, width: int, places: int) -> int:
+        """Entries of a sample: so many that the candidates are, nearly always, within a fifth of as many as they should
+        be; 4,096 to 16,384.
+        """
+        wanted = _LEAST_RANK * width / (self.fill * places)
+        return min(max(1 << max(int(wanted) - 1, 0).bit_length(), 4096), 16384)
+
+
+# A rank r in a sample is off by √r: a rank of 256 by a sixteenth, and five times that is rare.
+_LEAST_RANK = 256
+# Many rows keep the GPU busy with small programs. Few ones are divided, and each chunk takes a sample of its row.
+MANY_ROWS = Regime(places_per_k=2, fill=0.7, filter_warps=4, filter_entries=16, finish_entries=32)
+FEW_ROWS = Regime(places_per_k=4, fill=0.5, filter_warps=8, filter_entries=16, finish_entries=16)
 
 
 def topk(
@@ -37,12 +65,14 @@ def topk(
 ) -> None:
     rows, width = logits.shape
     k = indices.shape[1]
-    places = max(1 << (PLACES_PER_K * k - 1).bit_length(), FEWEST_PLACES)
+    programs = PROGRAMS_PER_SM * machine.num_sms(logits.device)
+    regime = MANY_ROWS if rows >= programs else FEW_ROWS
+    places = max(1 << (regime.places_per_k * k - 1).bit_length(), FEWEST_PLACES)
+    warps = min(max(places // (32 * regime.finish_entries), 4), MOST_WARPS)
     if width <= places:
-        _finish(logits, start, end, next_n, None, None, None, indices, values, 0, rows, 1, places)
+        _finish(logits, start, end, next_n, None, None, None, indices, values, 0, rows, 1, places, warps)
         return
-    per_row = blocks(PROGRAMS_PER_SM * machine.num_sms(logits.device), rows)
-    chunks = max(1, min(per_row, MAX_CHUNKS, width // SMALLEST_CHUNK))
+    chunks = 1 if regime is MANY_ROWS else max(1, min(blocks(programs, rows), MAX_CHUNKS, width // SMALLEST_CHUNK))
     at_a_time = max(1, min(rows, SCRATCH_BYTES // (8 * places * chunks)))
     candidate_keys, candidate_columns = (
         torch.empty(at_a_time * chunks, places, dtype=torch.int32, device=logits.device) for _ in range(2)
@@ -61,17 +91,17 @@ def topk(
                 first_row,
                 width,
                 chunks,
-                places // 2,
+                int(regime.fill * places),
                 next_n,
                 stride_in_use(logits, 0),
                 0 if start is None else start.stride(0),
                 0 if end is None else end.stride(0),
                 end is not None and end.shape[0] != rows,
                 places,
-                SAMPLE if width < WIDE_ROWS else WIDE_SAMPLE,
-                BLOCK,
+                4096 if chunks > 1 else regime.sample(width, places),
+                32 * regime.filter_warps * regime.filter_entries,
                 machine.interpreting(),
-                num_warps=FILTER_WARPS,
+                num_warps=regime.filter_warps,
             )
         _finish(
             logits,
@@ -87,6 +117,7 @@ def topk(
             count,
             chunks,
             places,
+            warps,
         )
 
 
@@ -104,6 +135,7 @@ def _finish(
     rows: int,
     chunks: int,
     places: int,
+    warps: int,
 ) -> None:
     with launching_on(logits.device):
         finish_kernel[(rows,)](
@@ -126,8 +158,9 @@ def _finish(
             stride_in_use(indices, 0),
             0 if values is None else stride_in_use(values, 0),
             end is not None and end.shape[0] != logits.shape[0],
+            chunks > 1,
             places,
-            places // 2,
+            places // 4,
             machine.interpreting(),
-            num_warps=max(places // (32 * ENTRIES_PER_THREAD), 4),
+            num_warps=warps,
         )

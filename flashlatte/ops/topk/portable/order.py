@@ -33,9 +33,14 @@ def row_range(start, end, row, width, start_stride, end_stride, next_n, PER_REQU
 
 
 @triton.jit
-def load_keys(pointers, inside, INTERPRETED: tl.constexpr):
-    """int32 that are ordered as entries are: NaN gives LOWEST, -0 what 0 does, and what is not inside OUTSIDE."""
-    x = widen(tl.load(pointers, mask=inside, other=0.0), INTERPRETED)
+def load_values(pointers, inside, INTERPRETED: tl.constexpr):
+    """float32 entries, 0 where not inside."""
+    return widen(tl.load(pointers, mask=inside, other=0.0), INTERPRETED)
+
+
+@triton.jit
+def ordered(x, inside):
+    """int32 that are ordered as float32 x is: NaN gives LOWEST, -0 what 0 does, and what is not inside OUTSIDE."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = tl.where(x == x, keys, LOWEST)
