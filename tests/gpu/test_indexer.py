@@ -202,7 +202,9 @@ def rows_of(kind: str, rows: int, width: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rows", "width", "k"), [(3, 131072, 2048), (150, 20000, 512), (2, 2**20, 4096), (40, 900, 1)])
+@pytest.mark.parametrize(
+    ("rows", "width", "k"), [(3, 131072, 2048), (150, 20000, 512), (700, 20000, 512), (2, 2**20, 4096), (40, 900, 1)]
+)
 def test_topk(kind: str, rows: int, width: int, k: int) -> None:
     logits = rows_of(kind, rows, width)
     end = integers(0, width + 5, rows)
