@@ -1,9 +1,9 @@
 """Multi-head Latent Attention in Python: attention operations, cache formats, the layer, FlashMLA's interface.
 
 Names are imported when first asked for. Operations: ``dense_decode``, ``dense_prefill``, ``sparse_decode``,
-``sparse_prefill``, ``merge_states``; of the sparse-attention indexer ``index_select`` and what it is made of. Caches:
-``kv_cache``. The layer: ``layers``. FlashMLA's interface, argument for argument: ``flash_mla``; DeepGEMM's for the
-indexer: ``deep_gemm``. Models: ``integrations``.
+``sparse_prefill``, ``merge_states``; over pages of keys and values ``paged_attention``; of the sparse-attention
+indexer ``index_select`` and what it is made of. Caches: ``kv_cache``. The layer: ``layers``. FlashMLA's interface,
+argument for argument: ``flash_mla``; DeepGEMM's for the indexer: ``deep_gemm``. Models: ``integrations``.
 """
 
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from flashlatte.ops.index_query import index_query
     from flashlatte.ops.index_select import index_select, paged_index_select
     from flashlatte.ops.merge_states import merge_attn_states, merge_states
+    from flashlatte.ops.paged_attention import paged_attention
     from flashlatte.ops.sparse_decode import sparse_decode
     from flashlatte.ops.sparse_prefill import sparse_prefill
     from flashlatte.ops.topk import topk
@@ -42,6 +43,7 @@ __all__ = [
     "layers",
     "merge_attn_states",
     "merge_states",
+    "paged_attention",
     "paged_index_logits",
     "paged_index_select",
     "sparse_decode",
@@ -50,7 +52,7 @@ __all__ = [
 ]
 
 _OPERATIONS = (
-    *("dense_decode", "dense_prefill", "merge_states", "sparse_decode", "sparse_prefill", "topk"),
+    *("dense_decode", "dense_prefill", "merge_states", "paged_attention", "sparse_decode", "sparse_prefill", "topk"),
     *("index_convert", "index_logits", "index_quantize", "index_query", "index_select"),
 )
 _BESIDE = {

@@ -101,6 +101,7 @@ def typical_calls(device: torch.device, dtype: torch.dtype, model: MLAConfig | N
     for operation in ("cache_write", "cache_gather"):
         for name, width in widths.items():
             calls.append(dispatch.Call(operation, device, dtype, name, page_size=64, head_dim=width))
+    calls.append(dispatch.Call("paged_attention", device, dtype, page_size=16, head_dim=128, head_dim_v=128))
     # The indexer of DeepSeek-V3.2.
     for operation in ("index_logits", "paged_index_logits"):
         calls.append(dispatch.Call(operation, device, torch.float8_e4m3fn, page_size=64, head_dim=128))

@@ -7,7 +7,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from flashlatte import dense_decode, dense_prefill, kv_cache, merge_states, ops, sparse_decode, sparse_prefill
+from flashlatte import (
+    dense_decode,
+    dense_prefill,
+    kv_cache,
+    merge_states,
+    ops,
+    paged_attention,
+    sparse_decode,
+    sparse_prefill,
+)
 from flashlatte.ops.cache_gather import cache_gather
 from flashlatte.ops.cache_write import cache_write
 from flashlatte.ops.norm_rope import latent_rows, rotate_heads
@@ -41,6 +50,11 @@ def empty_dense_prefill(batch: int = 0, keys: int = 0, **options):
     shapes = ((0, 4, 24), (keys, 2, 24), (keys, 2, 16))
     q, k, v = (torch.ones(shape, dtype=BF16) for shape in shapes)
     return dense_prefill(q, k, v, ints(batch + 1), ints(batch + 1), 0, keys, **options)
+
+
+def empty_paged_attention(batch: int = 0, **options):
+    q, cache = torch.ones(0, 4, 24, dtype=BF16), torch.ones(3, 8, 2, 24, dtype=BF16)
+    return paged_attention(q, cache, cache, ints(batch, 5), ints(batch), ints(batch + 1), **options)
 
 
 def empty_merge(*rows: int):
@@ -89,6 +103,8 @@ CALLS: dict[str, tuple[Callable, tuple[tuple[int, ...], ...]]] = {
     "sparse_prefill, no keys": (lambda: empty_sparse_prefill(0, 0), ((0, 4, 16), (0, 4), (0, 4))),
     "dense_prefill, no requests": (empty_dense_prefill, ((0, 4, 16), (0, 4))),
     "dense_prefill, no queries": (lambda: empty_dense_prefill(3, 5), ((0, 4, 16), (0, 4))),
+    "paged_attention, no requests": (empty_paged_attention, ((0, 4, 24), (0, 4))),
+    "paged_attention, no queries": (lambda: empty_paged_attention(3), ((0, 4, 24), (0, 4))),
     "merge_states": (lambda: empty_merge(0, 4), ((0, 4, 8), (0, 4))),
     "merge_states, no heads": (lambda: empty_merge(5, 0), ((5, 0, 8), (5, 0))),
     "cache_write": (empty_write, ((0, 8, 1, 656),)),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashlatte import dense_decode, sparse_decode, sparse_prefill
+from flashlatte import dense_decode, paged_attention, sparse_decode, sparse_prefill
 from flashlatte.ops.norm_rope import latent_rows
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime import gradients
@@ -25,6 +25,11 @@ def decode_selected(q: torch.Tensor) -> Any:
     return sparse_decode(q, torch.ones(1, 4, 1, 8), ZERO[None], head_dim_v=4)
 
 
+def attend_pages(q: torch.Tensor) -> Any:
+    cache = torch.ones(1, 4, 1, 8)
+    return paged_attention(q[0], cache, cache, ZERO, torch.tensor([3]), torch.tensor([0, 1]))
+
+
 def prefill_selected(q: torch.Tensor) -> Any:
     return sparse_prefill(q[0], torch.ones(4, 1, 8), ZERO[None], d_v=4)
 
@@ -36,6 +41,7 @@ def rows(q: torch.Tensor) -> Any:
 
 CALLS = {
     "dense_decode": decode,
+    "paged_attention": attend_pages,
     "sparse_decode": decode_selected,
     "sparse_prefill": prefill_selected,
     "latent_rows": rows,

@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 
-from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime import checks, dispatch, ragged, refusals
 from flashlatte.runtime.torch_op import records_gradient, register_differentiable_op, register_op
 
 OPERATION = "dense_prefill"
 BACKWARD = "dense_prefill_backward"
-# A window's side without a bound, for implementations.
-UNLIMITED = 2**31 - 1
 # A row is one tile in shared memory.
 _PORTABLE_MAX_HEAD_DIM = 256
 
@@ -114,11 +112,11 @@ def dense_prefill(
             f"got {list(cu_seqlens_q.shape)}"
         )
     checks.tensor("cu_seqlens_k", cu_seqlens_k, (cu_seqlens_q.shape[0],), checks.INDEX_DTYPES, device)
-    _check_host_values("cu_seqlens_q", cu_seqlens_q, total_q)
-    _check_host_values("cu_seqlens_k", cu_seqlens_k, total_k)
+    ragged.check_boundaries("cu_seqlens_q", cu_seqlens_q, total_q)
+    ragged.check_boundaries("cu_seqlens_k", cu_seqlens_k, total_k)
     checks.positive_int("max_seqlen_q", max_seqlen_q, or_zero=True)
     checks.positive_int("max_seqlen_k", max_seqlen_k, or_zero=True)
-    left, right = _window(window, checks.flag("causal", causal))
+    left, right = ragged.window_sides(window, checks.flag("causal", causal))
     recorded = records_gradient(q, k, v)
     if out is not None:
         checks.output("out", out, (total_q, h_q, head_dim_v), (q.dtype,), device)
@@ -323,29 +321,3 @@ def _dense_prefill_out(
 def _empty_lse(q: torch.Tensor) -> torch.Tensor:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(q.shape[1], q.shape[0], dtype=dtype).T
-
-
-def _check_host_values(name: str, cu_seqlens: torch.Tensor, total: int) -> None:
-    """Values on a device are for the kernels to check: reading them would wait for it."""
-    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    values = cu_seqlens.tolist()
-    if values != sorted(values):
-        raise ValueError(f"{name} must not decrease, got {values}")
-    if values[0] < 0 or values[-1] > total:
-        raise ValueError(f"{name} must lie between 0 and the {total} tokens there are, got {values}")
-
-
-def _window(window: int | Sequence[int] | None, causal: bool) -> tuple[int, int]:
-    """(left, right) for implementations."""
-    sides = list(window) if isinstance(window, Sequence) else [-1 if window is None else window] * 2
-    if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, int) for side in sides):
-        raise TypeError(f"window must be an int, a pair of ints or None, got {window!r}")
-    if isinstance(window, int):
-        if window < 1:
-            raise ValueError(f"window must be at least 1, or a pair, got {window}")
-        sides = [window - 1, 0]
-    if min(sides) < -1:
-        raise ValueError(f"window must hold lengths from 0, or -1 for no bound, got {window!r}")
-    left, right = (UNLIMITED if side == -1 else min(side, UNLIMITED) for side in sides)
-    return left, min(right, 0) if causal else right

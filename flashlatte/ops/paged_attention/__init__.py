@@ -1,0 +1,5 @@
+"""Attention over a paged cache of keys and values: decode, prefill, and batches of both."""
+
+from flashlatte.ops.paged_attention.api import paged_attention
+
+__all__ = ["paged_attention"]

@@ -1,0 +1,342 @@
+"""``paged_attention``: its arguments, their checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from flashlatte.kv_cache import scales
+from flashlatte.ops.paged_attention.problem import Problem
+from flashlatte.runtime import checks, dispatch, gradients, ragged
+from flashlatte.runtime.repeat import repeats_launches
+from flashlatte.runtime.torch_op import register_op
+
+OPERATION = "paged_attention"
+QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+# Positions and their sums with tile sizes fit 32 bits.
+_MOST_KEYS = 2**30
+
+dispatch.define(
+    OPERATION,
+    dispatch.Implementation("reference", "flashlatte.ops.paged_attention.reference:paged_attention"),
+)
+
+
+@repeats_launches
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seqused_k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window: int | Sequence[int] | None = None,
+    prefix_ranges: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    alibi_sqrt: bool = False,
+    qq_bias: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_scale: float | torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    empty_lse: float = -math.inf,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of packed queries over the pages of their requests: decode, prefill, chunks of it, and all at once.
+
+    Request i has queries cu_seqlens_q[i] to cu_seqlens_q[i + 1] - 1 and s_k keys: seqused_k[i] of its pages, and after
+    them, where ``k`` and ``v`` are given, those of its own queries. Its query j stands at position p = j + s_k - s_q
+    among them, the last query at the last key. Query head h reads key head h // (h_q / h_kv). The score of a key n is
+
+        softcap · tanh(q · K[n] · softmax_scale / softcap) - slope · |p - n| + qq_bias
+
+    of which a call takes what it names. No gradient flows through it: a warning, once, says so where gradients are
+    recorded and an input requires one.
+
+    Args:
+        q: [T, h_q, d], bf16, fp16, or float32 (reference only). T may be 0.
+        k_cache: [pages, page_size, h_kv, d], any strides, so either order of tokens and heads in memory; h_kv divides
+            h_q. Of q's dtype, float8_e4m3fn, float8_e5m2 or int8. Or [pages, page_size, h_kv, d / x, x]: the view
+            ``permute(0, 3, 1, 2, 4)`` of vLLM's [pages, h_kv, d / x, page_size, x].
+        v_cache: [pages, page_size, h_kv, d_v], any strides, in the dtype of k_cache.
+        block_table: int32 or int64 [b, max_pages], the pages of each request in order, at most 2^30 keys of one.
+            Entries that its length or window does not reach may hold anything.
+        seqused_k: int32 or int64 [b], keys of each request in its pages; clamped to what block_table has room for. A
+            key whose page is not in the cache is not seen.
+        cu_seqlens_q: int32 or int64 [b + 1], not decreasing, where requests begin and the last one ends. Tokens that
+            belong to no request get out 0.
+        k, v: [T, h_kv, d] and [T, h_kv, d_v] in q's dtype, last stride 1: keys and values of the queries' own tokens,
+            which are not in the cache yet. Both or neither.
+        softmax_scale: above 0; d^-0.5 if None.
+        causal: a query sees no key beyond its position.
+        window: None; an int w ≥ 1: a query sees its position and the w - 1 before it; or a pair (left, right): it sees
+            p - left to p + right, -1 for no bound. ``causal`` caps right at 0.
+        prefix_ranges: int32 or int64 [b, r, 2], first and last position of ranges, as of an image, within which every
+            query sees every key, whatever ``causal`` and ``window`` say. One whose last is before its first is none.
+        softcap: above 0, or 0 for none.
+        alibi_slopes: float32 [h_q].
+        alibi_sqrt: √|p - n| takes the place of |p - n|.
+        qq_bias: float32 [n, n], added where query i of a request meets the key of its query j, for i and j below n;
+            -inf hides, as between the branches of a tree of drafts.
+        attn_sink: float32 [h_q], the score of one more key, whose value is 0. lse does not include it.
+        k_scale: of a quantised k_cache: key = number · k_scale. A number, or float32 with one element, [h_kv], or
+            [pages, page_size, h_kv]; on q's device; default 1.
+        v_scale: the same of v_cache.
+        out: [T, h_q, d_v] to write into; last stride 1; in q's dtype, or float8_e4m3fn.
+        out_scale: out is float8_e4m3fn, and holds the result divided by it, saturated. A number or a one-element
+            float32 tensor. Without it, an ``out`` in float8_e4m3fn has scale 1.
+        lse: float32 [T, h_q] to write into, any strides.
+        empty_lse: lse of a query that sees no key, inf or -inf; its out is 0.
+        backend: "hopper", "portable" or "reference"; None chooses, a name is obeyed or refused.
+
+    Returns:
+        out [T, h_q, d_v], and lse, natural logarithm, float32 [T, h_q], a new one with strides (1, T).
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
+            other; cu_seqlens_q on the CPU that decreases or goes beyond T; a backend that cannot serve the call.
+    """
+    checks.tensor("q", q, ("T", "h_q", "d"), checks.FLOAT_DTYPES, may_be_empty=1)
+    tokens, h_q, head_dim = q.shape
+    device = q.device
+    k_cache = _check_k_cache(k_cache, q)
+    num_pages, page_size, h_kv = k_cache.shape[:3]
+    checks.tensor(
+        "v_cache", v_cache, (num_pages, page_size, h_kv, "d_v"), (k_cache.dtype,), device, unit_last_stride=False
+    )
+    head_dim_v = v_cache.shape[3]
+    _check_requests(block_table, seqused_k, cu_seqlens_q, page_size, q)
+    if (k is None) != (v is None):
+        raise ValueError(f"k and v must be given together, got {'no k' if k is None else 'no v'}")
+    if k is not None:
+        checks.tensor("k", k, (tokens, h_kv, head_dim), (q.dtype,), device)
+        checks.tensor("v", v, (tokens, h_kv, head_dim_v), (q.dtype,), device)
+    window_left, window_right = ragged.window_sides(window, checks.flag("causal", causal))
+    if not 0 <= checks.number("softcap", softcap) < math.inf:
+        raise ValueError(f"softcap must be a finite number from 0, got {softcap}")
+    _check_score_terms(q, cu_seqlens_q.shape[0] - 1, prefix_ranges, alibi_slopes, alibi_sqrt, qq_bias, attn_sink)
+    k_scale, k_scale_value = _cache_scale("k_scale", k_scale, k_cache)
+    v_scale, v_scale_value = _cache_scale("v_scale", v_scale, v_cache)
+    out, lse = _outputs(q, head_dim_v, out, out_scale, lse)
+    out_scale, out_scale_value = scales.split("out_scale", out_scale, device)
+    empty_lse = checks.empty_lse(empty_lse)
+    scale = checks.softmax_scale(softmax_scale, head_dim)
+
+    call = dispatch.Call(
+        OPERATION,
+        device,
+        q.dtype,
+        page_size=page_size,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        h_q=h_q,
+        h_kv=h_kv,
+        rows_aligned=checks.rows_aligned(q) and checks.rows_aligned(k_cache) and checks.rows_aligned(v_cache),
+    )
+    gradients.warn_if_dropped(OPERATION, q, k_cache, v_cache, k, v)
+    backend = dispatch.select(call, backend)
+    if tokens:
+        _paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            seqused_k,
+            cu_seqlens_q,
+            k,
+            v,
+            scale,
+            window_left,
+            window_right,
+            prefix_ranges,
+            float(softcap),
+            alibi_slopes,
+            alibi_sqrt,
+            qq_bias,
+            attn_sink,
+            k_scale,
+            k_scale_value,
+            v_scale,
+            v_scale_value,
+            out_scale,
+            out_scale_value,
+            empty_lse,
+            out,
+            lse,
+            backend,
+        )
+    return out, lse
+
+
+@register_op(OPERATION, mutates=("out", "lse"))
+def _paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seqused_k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    prefix_ranges: torch.Tensor | None,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    alibi_sqrt: bool,
+    qq_bias: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    k_scale_value: float,
+    v_scale: torch.Tensor | None,
+    v_scale_value: float,
+    out_scale: torch.Tensor | None,
+    out_scale_value: float,
+    empty_lse: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    backend: str,
+) -> None:
+    problem = Problem(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seqused_k,
+        cu_seqlens_q,
+        k,
+        v,
+        softmax_scale,
+        window_left,
+        window_right,
+        prefix_ranges,
+        softcap,
+        alibi_slopes,
+        alibi_sqrt,
+        qq_bias,
+        attn_sink,
+        k_scale,
+        k_scale_value,
+        v_scale,
+        v_scale_value,
+        out_scale,
+        out_scale_value,
+        empty_lse,
+        out,
+        lse,
+    )
+    dispatch.implementation(OPERATION, backend)(problem)
+
+
+def _check_k_cache(k_cache: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """The cache with its rows in one piece as a last axis, or in pieces as the last two."""
+    head_dim = q.shape[2]
+    dtypes = (q.dtype, *QUANTISED)
+    if isinstance(k_cache, torch.Tensor) and k_cache.dim() == 5:
+        x = max(k_cache.shape[4], 1)
+        shape = ("pages", "page_size", "h_kv", head_dim // x, x if head_dim % x == 0 else head_dim)
+        checks.tensor("k_cache", k_cache, shape, dtypes, q.device, unit_last_stride=False)
+    else:
+        shape = ("pages", "page_size", "h_kv", head_dim)
+        checks.tensor("k_cache", k_cache, shape, dtypes, q.device, unit_last_stride=False)
+        k_cache = k_cache.unsqueeze(3)
+    if q.shape[1] % k_cache.shape[2]:
+        raise ValueError(f"k_cache must have a number of heads that divides q's {q.shape[1]}, got {k_cache.shape[2]}")
+    return k_cache
+
+
+def _check_requests(
+    block_table: torch.Tensor, seqused_k: torch.Tensor, cu_seqlens_q: torch.Tensor, page_size: int, q: torch.Tensor
+) -> None:
+    tokens, device = q.shape[0], q.device
+    checks.tensor("cu_seqlens_q", cu_seqlens_q, ("b + 1",), checks.INDEX_DTYPES, device)
+    batch = cu_seqlens_q.shape[0] - 1
+    if batch < 1 and tokens:
+        raise ValueError(
+            f"cu_seqlens_q must have shape [b + 1] with b at least 1 for q's {tokens} tokens, "
+            f"got {list(cu_seqlens_q.shape)}"
+        )
+    ragged.check_boundaries("cu_seqlens_q", cu_seqlens_q, tokens)
+    # A request whose keys are all new has no page.
+    checks.tensor("block_table", block_table, (batch, "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=2)
+    if block_table.shape[1] * page_size > _MOST_KEYS:
+        raise ValueError(
+            f"block_table must have room for at most {_MOST_KEYS} keys of a request, got {block_table.shape[1]} pages "
+            f"of {page_size}"
+        )
+    checks.tensor("seqused_k", seqused_k, (batch,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+
+
+def _check_score_terms(
+    q: torch.Tensor,
+    batch: int,
+    prefix_ranges: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    alibi_sqrt: bool,
+    qq_bias: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+) -> None:
+    h_q, device, float32 = q.shape[1], q.device, (torch.float32,)
+    if prefix_ranges is not None:
+        checks.tensor("prefix_ranges", prefix_ranges, (batch, "r", 2), checks.INDEX_DTYPES, device, may_be_empty=2)
+    for name, per_head in (("alibi_slopes", alibi_slopes), ("attn_sink", attn_sink)):
+        if per_head is not None:
+            checks.tensor(name, per_head, (h_q,), float32, device, unit_last_stride=False)
+    if checks.flag("alibi_sqrt", alibi_sqrt) and alibi_slopes is None:
+        raise ValueError("alibi_sqrt belongs to alibi_slopes, and there are none")
+    if qq_bias is not None:
+        checks.tensor("qq_bias", qq_bias, ("n", "n"), float32, device)
+        if qq_bias.shape[0] != qq_bias.shape[1]:
+            raise ValueError(f"qq_bias must have shape [n, n], got {list(qq_bias.shape)}")
+
+
+def _cache_scale(
+    name: str, scale: float | torch.Tensor | None, cache: torch.Tensor
+) -> tuple[torch.Tensor | None, float]:
+    """The scale as one for each token and head of the cache, or None and a number."""
+    if scale is not None and cache.dtype not in QUANTISED:
+        accepted = checks.dtype_names(QUANTISED)
+        raise ValueError(
+            f"{name} belongs to a cache in {accepted}, and this one is {checks.dtype_names([cache.dtype])}"
+        )
+    if isinstance(scale, torch.Tensor) and scale.numel() != 1:
+        shape = cache.shape[:3]
+        if scale.shape not in (shape, shape[2:]):
+            raise ValueError(
+                f"{name} must have one element or shape [{shape[2]}] or {list(shape)}, got {list(scale.shape)}"
+            )
+        checks.tensor(name, scale, tuple(scale.shape), (torch.float32,), cache.device, unit_last_stride=False)
+        return scale.expand(shape), 1.0
+    tensor, value = scales.split(name, scale, cache.device)
+    return (None if tensor is None else tensor.expand(cache.shape[:3])), value
+
+
+def _outputs(
+    q: torch.Tensor,
+    head_dim_v: int,
+    out: torch.Tensor | None,
+    out_scale: float | torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (q.shape[0], q.shape[1], head_dim_v)
+    fp8 = torch.float8_e4m3fn
+    if out is None:
+        out = torch.empty(shape, dtype=q.dtype if out_scale is None else fp8, device=q.device)
+    else:
+        checks.output("out", out, shape, (fp8,) if out_scale is not None else (q.dtype, fp8), q.device)
+    if lse is None:
+        lse = torch.empty(shape[1::-1], dtype=torch.float32, device=q.device).T
+    else:
+        checks.output("lse", lse, shape[:2], (torch.float32,), q.device, unit_last_stride=False)
+    return out, lse

@@ -1,0 +1,53 @@
+"""A call of ``paged_attention`` as its implementations take it: checked, with every default filled in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The arguments of ``api.paged_attention``, with these differences.
+
+    Attributes:
+        k_cache: [pages, page_size, h_kv, d / x, x]; x is d where the caller's cache had four axes.
+        k_scale, v_scale: [pages, page_size, h_kv] or None. One for all tokens, or for all heads too, has strides 0.
+        k_scale_value, v_scale_value: in force where there is no tensor.
+        out_scale, out_scale_value: alike; the tensor has no axes.
+        window_left, window_right: ``ragged.UNLIMITED`` for no bound; causal attention has right 0.
+        softcap: 0 for none.
+    """
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_table: torch.Tensor
+    seqused_k: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    softmax_scale: float
+    window_left: int
+    window_right: int
+    prefix_ranges: torch.Tensor | None
+    softcap: float
+    alibi_slopes: torch.Tensor | None
+    alibi_sqrt: bool
+    qq_bias: torch.Tensor | None
+    attn_sink: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    k_scale_value: float
+    v_scale: torch.Tensor | None
+    v_scale_value: float
+    out_scale: torch.Tensor | None
+    out_scale_value: float
+    empty_lse: float
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    @property
+    def cached_keys(self) -> int:
+        """The most keys that the pages of a request can hold."""
+        return self.block_table.shape[1] * self.k_cache.shape[1]

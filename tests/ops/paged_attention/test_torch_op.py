@@ -1,0 +1,22 @@
+from dataclasses import replace
+
+import torch
+from support.torch_op import assert_compiles, opcheck
+
+from flashlatte import paged_attention
+from flashlatte.ops.paged_attention import api
+from flashlatte.testing.paged_attention_case import PagedAttentionCase
+
+CASE = PagedAttentionCase(2, 3, 6, 4, 2, head_dim=16, d_v=16, page_size=4, dtype=torch.float32, layout="split")
+EVERYTHING = replace(
+    CASE, prefix_ranges=2, qq_bias=3, sinks=True, alibi="linear", softcap=2.0, cache_dtype=torch.int8, scale_kind="head"
+)
+
+
+def test_opcheck():
+    opcheck(api, "paged_attention", lambda: paged_attention(**EVERYTHING.inputs()))
+
+
+def test_compile():
+    cases = [replace(CASE, batch=batch, context=context).inputs() for batch, context in ((2, 6), (3, 9))]
+    assert_compiles(paged_attention, *cases, EVERYTHING.inputs(), replace(CASE, new_keys=True, window=(3, 1)).inputs())
