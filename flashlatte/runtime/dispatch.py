@@ -45,6 +45,8 @@ class Call:
     h_kv: int | None = None
     # Whether the rows of every operand that is copied many bytes at a time, as by TMA, are aligned for that.
     rows_aligned: bool = True
+    # Whether pages that are copied whole lie in one piece each, in memory that the device can address.
+    pages_reachable: bool = True
 
 
 def serves_all(call: Call) -> str | None:

@@ -80,6 +80,7 @@ PORTABLE = [
     Variant("merge_states", "portable", products=None),
     Variant("cache_write", "portable", {"form": "v32"}, products=None),
     Variant("cache_gather", "portable", {"form": "model1"}, products=None),
+    Variant("cache_copy", "portable", {"disjoint": False}, products=None),
     Variant("latent_rows", "portable", products=None),
     Variant("rotate_heads", "portable", products=None),
 ]
@@ -275,6 +276,7 @@ SAME_CODE = [
         ("cache_gather", "portable", {"form": [form], "requests": [1, 4, 20], **PAGES}, 1)
         for form in ("v32", "model1", "bf16", "fp8")
     ),
+    ("cache_copy", "portable", {"pairs": [1, 2, 16], "pages": [1, 7, 16], "page_size": [1, 2, 64]}, 1),
     ("latent_rows", "portable", {"tokens": [1, 2, 16, 77], "pages": [1, 3, 16]}, 1),
     ("rotate_heads", "portable", {"tokens": [1, 2, 16, 77], "heads": [1, 16, 128]}, 1),
 ]

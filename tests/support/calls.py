@@ -275,6 +275,21 @@ def cache_gather(
     return record("cache_gather", backend, cache, table, starts, None, layout, None, 1.0, out, arch=arch)
 
 
+def cache_copy(
+    record: Recording,
+    backend: str,
+    form: str = "v32",
+    pairs: int = 3,
+    pages: int = 8,
+    page_size: int = 64,
+    disjoint: bool = True,
+    arch: int | None = 90,
+) -> list[Recorded]:
+    cache = kv_cache.allocate(form, pages, page_size)
+    lists = [torch.zeros(pairs, dtype=torch.int64) for _ in range(2)]
+    return record("cache_copy", backend, None, cache, *lists, disjoint, arch=arch)
+
+
 def latent_rows(
     record: Recording,
     backend: str,
@@ -332,6 +347,7 @@ CALLS: dict[str, Any] = {
         sparse_prefill,
         dense_prefill,
         dense_prefill_backward,
+        cache_copy,
         merge_states,
         cache_write,
         cache_gather,

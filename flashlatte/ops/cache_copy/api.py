@@ -1,4 +1,4 @@
-"""Whole pages: copied within a cache, and moved between caches."""
+"""``copy_blocks`` and ``swap_blocks``: their arguments, their checks, and the choice of implementation."""
 
 from __future__ import annotations
 
@@ -6,34 +6,75 @@ from collections.abc import Sequence
 
 import torch
 
-from flashlatte.kv_cache.fp8 import raw_view
-from flashlatte.runtime import checks
+from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime.torch_op import register_op
 
+OPERATION = "cache_copy"
 Pages = Sequence[int] | torch.Tensor
 
 
-def copy_blocks(caches: torch.Tensor | Sequence[torch.Tensor], src_pages: Pages, dst_pages: Pages) -> None:
+def _refuses_portable(call: dispatch.Call) -> str | None:
+    if reason := refusals.triton(call):
+        return reason
+    if call.pages_reachable:
+        return None
+    return "takes caches on one GPU or in pinned host memory, whose pages lie in one piece each"
+
+
+dispatch.define(
+    OPERATION,
+    dispatch.Implementation("portable", "flashlatte.ops.cache_copy.portable:copy_pages", _refuses_portable),
+    dispatch.Implementation("reference", "flashlatte.ops.cache_copy.reference:copy_pages"),
+)
+
+
+def copy_blocks(
+    caches: torch.Tensor | Sequence[torch.Tensor],
+    src_pages: Pages,
+    dst_pages: Pages,
+    *,
+    backend: str | None = None,
+) -> None:
     """Copy pages within each cache (one a layer, say): page dst_pages[i] becomes what src_pages[i] was.
 
-    Every source is read before any page is written, so a list may exchange pages. Page numbers are host data:
-    lists, or integer tensors, which are read back if they are on a GPU.
+    Every source is read before any page is written, so a list may exchange pages.
+
+    Args:
+        caches: [pages, page_size, …] of any format, one or several.
+        src_pages, dst_pages: lists of ints, or int32 or int64 tensors [n]. Lists and tensors on the CPU are checked.
+            Tensors on a GPU stay there and are not read back: a pair with a page that is not in the cache is skipped,
+            and pages in ``dst_pages`` must differ from each other. They may change between replays of a CUDA graph.
+        backend: "portable" or "reference"; None chooses.
 
     Raises:
         TypeError, ValueError: page numbers that are no integers, not in the cache, unequal in number, or a page
             written twice.
     """
-    all_caches = [caches] if isinstance(caches, torch.Tensor) else list(caches)
-    for cache in all_caches:
+    every = [caches] if isinstance(caches, torch.Tensor) else list(caches)
+    for cache in every:
         _check_paged("caches", cache)
+    for cache in every:
         source, target = _page_pairs(src_pages, dst_pages, cache.shape[0], cache.shape[0])
-        if target:
-            raw_view(cache)[target] = raw_view(cache)[source]
+        chosen = dispatch.select(_call(cache, cache), backend)
+        if len(source):
+            on_device = _on_device(source, cache.device), _on_device(target, cache.device)
+            _copy_pages(None, cache, *on_device, _are_disjoint(source, target), chosen)
 
 
-def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_pages: Pages, dst_pages: Pages) -> None:
+def swap_blocks(
+    src_cache: torch.Tensor,
+    dst_cache: torch.Tensor,
+    src_pages: Pages,
+    dst_pages: Pages,
+    *,
+    backend: str | None = None,
+) -> None:
     """Copy page src_pages[i] of one cache to page dst_pages[i] of another, on the same device or another.
 
-    Arguments and errors as ``copy_blocks``; the caches must have the same dtype and page shape.
+    Between a GPU and pinned host memory this is one launch, on the current stream, that the host does not wait for:
+    host memory may be read or given away when the stream is through. Unpinned host memory is waited for.
+
+    Arguments and errors as ``copy_blocks``; the caches must have the same dtype and page shape, and share no memory.
     """
     _check_paged("src_cache", src_cache)
     _check_paged("dst_cache", dst_cache)
@@ -47,8 +88,45 @@ def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_pages: Pag
             f"dst_cache must have src_cache's page shape {list(src_cache.shape[1:])}, got {list(dst_cache.shape[1:])}"
         )
     source, target = _page_pairs(src_pages, dst_pages, src_cache.shape[0], dst_cache.shape[0])
-    if target:
-        raw_view(dst_cache)[target] = raw_view(src_cache)[source].to(dst_cache.device)
+    call = _call(src_cache, dst_cache)
+    backend = dispatch.select(call, backend)
+    if len(source):
+        on_device = _on_device(source, call.device), _on_device(target, call.device)
+        _copy_pages(src_cache, dst_cache, *on_device, True, backend)
+
+
+@register_op("cache_copy", mutates=("dst_cache",))
+def _copy_pages(
+    src_cache: torch.Tensor | None,
+    dst_cache: torch.Tensor,
+    src_pages: torch.Tensor,
+    dst_pages: torch.Tensor,
+    disjoint: bool,
+    backend: str,
+) -> None:
+    """``src_cache`` None: the same cache. ``disjoint``: nothing that is read is written."""
+    dispatch.implementation(OPERATION, backend)(src_cache, dst_cache, src_pages, dst_pages, disjoint)
+
+
+def _call(src_cache: torch.Tensor, dst_cache: torch.Tensor) -> dispatch.Call:
+    device = dst_cache.device if src_cache.device.type == "cpu" else src_cache.device
+    reachable = _same_dense_pages(src_cache, dst_cache) and all(
+        cache.device == device or (cache.device.type == "cpu" and cache.is_pinned()) for cache in (src_cache, dst_cache)
+    )
+    return dispatch.Call(OPERATION, device, dst_cache.dtype, page_size=dst_cache.shape[1], pages_reachable=reachable)
+
+
+def _same_dense_pages(src_cache: torch.Tensor, dst_cache: torch.Tensor) -> bool:
+    """Whether the numbers of a page fill one piece of memory, in the same order in both caches."""
+    axes = [axis for axis in range(1, dst_cache.dim()) if dst_cache.shape[axis] > 1]
+    if any(src_cache.stride(axis) != dst_cache.stride(axis) for axis in axes):
+        return False
+    size = 1
+    for stride, length in sorted((dst_cache.stride(axis), dst_cache.shape[axis]) for axis in axes):
+        if stride != size:
+            return False
+        size *= length
+    return True
 
 
 def _check_paged(name: str, cache: object) -> None:
@@ -58,23 +136,28 @@ def _check_paged(name: str, cache: object) -> None:
         raise ValueError(f"{name} must have shape [pages, page_size, …], got {list(cache.shape)}")
 
 
-def _page_pairs(src_pages: Pages, dst_pages: Pages, src_count: int, dst_count: int) -> tuple[list[int], list[int]]:
-    source = _page_list("src_pages", src_pages, src_count)
-    target = _page_list("dst_pages", dst_pages, dst_count)
+def _page_pairs(
+    src_pages: Pages, dst_pages: Pages, src_count: int, dst_count: int
+) -> tuple[torch.Tensor | list[int], torch.Tensor | list[int]]:
+    source = _checked_pages("src_pages", src_pages, src_count)
+    target = _checked_pages("dst_pages", dst_pages, dst_count)
     if len(source) != len(target):
         raise ValueError(f"dst_pages must be as many as src_pages ({len(source)}), got {len(target)}")
-    if len(set(target)) != len(target):
+    if isinstance(target, list) and len(set(target)) != len(target):
         raise ValueError(f"dst_pages must differ from each other, got {target}")
     return source, target
 
 
-def _page_list(name: str, pages: Pages, count: int) -> list[int]:
+def _checked_pages(name: str, pages: Pages, count: int) -> torch.Tensor | list[int]:
+    """A tensor on a GPU as it is, anything else as a list of pages that exist."""
     if isinstance(pages, torch.Tensor):
         if pages.dtype not in checks.INDEX_DTYPES or pages.dim() != 1:
             raise TypeError(
                 f"{name} must be a list of ints or a 1-D int32 or int64 tensor, "
                 f"got {checks.dtype_names([pages.dtype])} {list(pages.shape)}"
             )
+        if pages.device.type != "cpu":
+            return pages
         pages = pages.tolist()
     result = list(pages)
     for page in result:
@@ -83,3 +166,14 @@ def _page_list(name: str, pages: Pages, count: int) -> list[int]:
         if not 0 <= page < count:
             raise ValueError(f"{name} must be pages from 0 to {count - 1}, got {page}")
     return result
+
+
+def _on_device(pages: torch.Tensor | list[int], device: torch.device) -> torch.Tensor:
+    if isinstance(pages, list):
+        pages = torch.tensor(pages, dtype=torch.int64, device="cpu")
+    return pages.to(device, non_blocking=device.type != "cpu")
+
+
+def _are_disjoint(source: torch.Tensor | list[int], target: torch.Tensor | list[int]) -> bool:
+    """Whether it is known that no page is both read and written."""
+    return isinstance(source, list) and isinstance(target, list) and set(source).isdisjoint(target)

@@ -1,0 +1,142 @@
+"""Pages copied in Triton: bytes of any format, in one launch, between whatever memories the GPU can address."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+
+from flashlatte.kernels.triton.cache_layout import as_bytes, blocks, unit_bytes
+from flashlatte.runtime.strides import stride_in_use
+from flashlatte.runtime.triton_kernel import kernel, launching_on
+
+SCRATCH_BYTES = 64 * 2**20
+BLOCK_BYTES = 8192
+NUM_WARPS = 4
+
+
+class Pages(NamedTuple):
+    """Pages in memory: bytes from one to the next, and how many of them there are."""
+
+    memory: torch.Tensor
+    stride: int
+    count: int
+
+
+def copy_pages(
+    src_cache: torch.Tensor | None,
+    dst_cache: torch.Tensor,
+    src_pages: torch.Tensor,
+    dst_pages: torch.Tensor,
+    disjoint: bool,
+) -> None:
+    source = _pages(dst_cache if src_cache is None else src_cache)
+    target = _pages(dst_cache)
+    page_bytes = math.prod(dst_cache.shape[1:]) * dst_cache.element_size()
+    lists = (src_pages, dst_pages)
+    # The lists are on the GPU, where one of the caches may not be.
+    with launching_on(src_pages.device):
+        if disjoint:
+            _launch(source, target, lists, 0, page_bytes)
+        else:
+            _copy_through_scratch(source, target, lists, page_bytes)
+
+
+def _copy_through_scratch(
+    source: Pages, target: Pages, lists: tuple[torch.Tensor, torch.Tensor], page_bytes: int
+) -> None:
+    # All pairs go through scratch, a slice of every page at a time, so that what is written was read before.
+    num_pairs = lists[0].shape[0]
+    slice_bytes = min(max(SCRATCH_BYTES // num_pairs // 16, 1) * 16, -(-page_bytes // 16) * 16)
+    memory = torch.empty(num_pairs * slice_bytes, dtype=torch.uint8, device=lists[0].device)
+    scratch = Pages(memory, slice_bytes, num_pairs)
+    for first in range(0, page_bytes, slice_bytes):
+        stop = min(first + slice_bytes, page_bytes)
+        _launch(source, target, lists, first, stop, scratch, to_scratch=True)
+        _launch(source, target, lists, first, stop, scratch, to_scratch=False)
+
+
+def _pages(cache: torch.Tensor) -> Pages:
+    return Pages(as_bytes(cache), stride_in_use(cache, 0) * cache.element_size(), cache.shape[0])
+
+
+def _launch(
+    source: Pages,
+    target: Pages,
+    lists: tuple[torch.Tensor, torch.Tensor],
+    first: int,
+    stop: int,
+    scratch: Pages | None = None,
+    to_scratch: bool = False,
+) -> None:
+    """Copy bytes ``first`` to ``stop`` of pages, one of the two sides being scratch if that is given."""
+    reads = source if scratch is None or to_scratch else scratch
+    writes = scratch if scratch is not None and to_scratch else target
+    src_first, dst_first = (0 if side is scratch else first for side in (reads, writes))
+    aligned = (unit_bytes(reads.memory), unit_bytes(writes.memory), reads.stride, writes.stride)
+    unit = math.gcd(*aligned, src_first, dst_first, stop - first)
+    num_blocks = blocks(stop - first, BLOCK_BYTES)
+    copy_pages_kernel[(lists[0].shape[0] * num_blocks,)](
+        reads.memory,
+        writes.memory,
+        *lists,
+        lists[0].stride(0),
+        lists[1].stride(0),
+        source.count,
+        target.count,
+        reads.stride // unit,
+        writes.stride // unit,
+        src_first // unit,
+        dst_first // unit,
+        (stop - first) // unit,
+        num_blocks,
+        UNIT=unit,
+        FROM_SCRATCH=reads is scratch,
+        TO_SCRATCH=writes is scratch,
+        BLOCK_BYTES=BLOCK_BYTES,
+        num_warps=NUM_WARPS,
+    )
+
+
+@kernel
+def copy_pages_kernel(
+    src,
+    dst,
+    src_pages,
+    dst_pages,
+    src_list_stride: tl.int64,
+    dst_list_stride: tl.int64,
+    src_count: tl.int64,
+    dst_count: tl.int64,
+    src_stride: tl.int64,
+    dst_stride: tl.int64,
+    src_first: tl.int64,
+    dst_first: tl.int64,
+    length: tl.int64,
+    num_blocks: tl.int64,
+    UNIT: tl.constexpr,
+    FROM_SCRATCH: tl.constexpr,
+    TO_SCRATCH: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+):
+    """A block of a pair's bytes. Strides, firsts and ``length`` count UNIT bytes; scratch has a place for each pair."""
+    WORD_BYTES: tl.constexpr = 4 if UNIT >= 4 else 1
+    WORD: tl.constexpr = tl.uint32 if UNIT >= 4 else tl.uint8
+    WORDS: tl.constexpr = UNIT // WORD_BYTES
+    BLOCK: tl.constexpr = BLOCK_BYTES // WORD_BYTES
+    program = tl.program_id(0).to(tl.int64)
+    pair = program // num_blocks
+    src_page = tl.load(src_pages + pair * src_list_stride).to(tl.int64)
+    dst_page = tl.load(dst_pages + pair * dst_list_stride).to(tl.int64)
+    exists = (src_page >= 0) & (src_page < src_count) & (dst_page >= 0) & (dst_page < dst_count)
+    if exists:
+        src_page = pair if FROM_SCRATCH else src_page
+        dst_page = pair if TO_SCRATCH else dst_page
+        src_words = src.to(tl.pointer_type(WORD)) + (src_page * src_stride + src_first) * WORDS
+        dst_words = dst.to(tl.pointer_type(WORD)) + (dst_page * dst_stride + dst_first) * WORDS
+        # [BLOCK]
+        word = (program % num_blocks) * BLOCK + tl.arange(0, BLOCK)
+        inside = word < length * WORDS
+        tl.store(dst_words + word, tl.load(src_words + word, mask=inside, other=0), mask=inside)
