@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from flashlatte.ops.index_convert.sharding import Sharding
+from flashlatte.kv_cache.sharding import Sharding, as_sharding
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
@@ -162,7 +162,7 @@ def index_convert(
         raise ValueError("workspace_ids and workspace_starts belong together, got one of them")
     if workspace_starts is not None:
         checks.tensor("workspace_starts", workspace_starts, ("n",), checks.INDEX_DTYPES, device, unit_last_stride=False)
-    _check_sharding(sharding)
+    as_sharding(sharding)
     checks.flag("compact", compact)
     checks.flag("return_counts", return_counts)
     width = sinks + window + chosen
@@ -229,14 +229,3 @@ def _index_convert(
         slots,
         counts,
     )
-
-
-def _check_sharding(sharding: tuple[int, int, int]) -> None:
-    if not isinstance(sharding, tuple) or len(sharding) != 3:
-        raise TypeError(f"sharding must be (rank, size, interleave), got {sharding!r}")
-    rank, size, interleave = sharding
-    checks.positive_int("sharding's rank", rank, or_zero=True)
-    checks.positive_int("sharding's size", size)
-    checks.positive_int("sharding's interleave", interleave)
-    if rank >= size:
-        raise ValueError(f"sharding's rank must be below its size {size}, got {rank}")

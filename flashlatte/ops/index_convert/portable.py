@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlatte.ops.index_convert.sharding import Sharding
+from flashlatte.kv_cache.sharding import Sharding
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel, launching_on
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.ops.index_convert.sharding import Sharding
+from flashlatte.kv_cache.sharding import Sharding
 
 
 def index_convert(
