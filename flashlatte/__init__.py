@@ -3,7 +3,8 @@
 Names are imported when first asked for. Operations: ``dense_decode``, ``dense_prefill``, ``sparse_decode``,
 ``sparse_prefill``, ``merge_states``; over pages of keys and values ``paged_attention``; of the sparse-attention
 indexer ``index_select`` and what it is made of. Caches: ``kv_cache``. The layer: ``layers``. FlashMLA's interface,
-argument for argument: ``flash_mla``; DeepGEMM's for the indexer: ``deep_gemm``. Models: ``integrations``.
+argument for argument: ``flash_mla``; DeepGEMM's for the indexer: ``deep_gemm``. Several GPUs: ``distributed``. Models:
+``integrations``.
 """
 
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 from flashlatte.runtime import lazy
 
 if TYPE_CHECKING:
-    from flashlatte import deep_gemm, flash_mla, integrations, kv_cache, layers
+    from flashlatte import deep_gemm, distributed, flash_mla, integrations, kv_cache, layers
     from flashlatte.ops.dense_decode import dense_decode
     from flashlatte.ops.dense_prefill import dense_prefill
     from flashlatte.ops.index_convert import index_convert
@@ -31,6 +32,7 @@ __all__ = [
     "deep_gemm",
     "dense_decode",
     "dense_prefill",
+    "distributed",
     "flash_mla",
     "index_convert",
     "index_gather",
@@ -61,7 +63,7 @@ _BESIDE = {
     "paged_index_logits": "index_logits",
     "paged_index_select": "index_select",
 }
-_PACKAGES = ("deep_gemm", "flash_mla", "integrations", "kv_cache", "layers")
+_PACKAGES = ("deep_gemm", "distributed", "flash_mla", "integrations", "kv_cache", "layers")
 
 lazy.declare(__name__, {name: f"flashlatte.ops.{name}:{name}" for name in _OPERATIONS})
 lazy.declare(__name__, {name: f"flashlatte.ops.{operation}:{name}" for name, operation in _BESIDE.items()})

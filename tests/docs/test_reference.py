@@ -10,7 +10,7 @@ import flashlatte
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 PACKAGES = ("flashlatte", "flashlatte.kv_cache", "flashlatte.flash_mla", "flashlatte.deep_gemm", "flashlatte.layers")
-EXTRA = ("flashlatte.integrations.transformers",)
+EXTRA = ("flashlatte.integrations.transformers", "flashlatte.distributed")
 
 
 def documented():

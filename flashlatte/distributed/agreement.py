@@ -1,0 +1,95 @@
+"""What ranks must have in common, compared before a collective would wait for ever; and who failed, and why.
+
+Both go over the store by which the process group was set up, not over the group: a rank that is missing, or runs
+something else, cannot be asked by a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+# All ranks make their objects in the same order, so that equal numbers are the same object.
+_made: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDictionary()
+_FAILURE = "flashlatte/failure"
+
+
+class Agreement:
+    """Compares facts over the ranks of a group, once for each new set of facts; afterwards it costs a look-up.
+
+    Args:
+        group: whose ranks all make their objects, and meet new facts, in the same order.
+        timeout: how long a rank waits for the others.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        number = next(_made.setdefault(group, itertools.count()))
+        self._prefix = f"flashlatte/agreement/{number}"
+        self._group, self._timeout = group, timeout
+        self._known: set[tuple[object, ...]] = set()
+        self._checks = itertools.count()
+
+    def check(self, call: str, facts: Mapping[str, object]) -> None:
+        """Raise ValueError, on all ranks, if the others do not make the same call with the same facts."""
+        key = (call, *facts.values())
+        if key in self._known:
+            return
+        rank, store = self._group.rank(), self._group.get_group_store()
+        place = f"{self._prefix}/{next(self._checks)}"
+        mine = {"call": call} | {name: str(value) for name, value in facts.items()}
+        store.set(f"{place}/{rank}", json.dumps(mine))
+        for other in range(self._group.size()):
+            try:
+                store.wait([f"{place}/{other}"], self._timeout)
+            except RuntimeError as error:
+                seconds = f"{self._timeout.total_seconds():g} s"
+                raise RuntimeError(
+                    f"rank {other} did not come to {call} with {_listed(mine)} within {seconds}, as rank {rank} did: "
+                    "it runs something else, or has ended"
+                ) from error
+            theirs = json.loads(store.get(f"{place}/{other}"))
+            if theirs != mine:
+                names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+                raise ValueError(
+                    f"{call} needs the same on all ranks: rank {rank} has {_listed(mine, names)}, and rank {other} "
+                    f"{_listed(theirs, names)}"
+                )
+        self._known.add(key)
+
+
+@contextlib.contextmanager
+def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Tell the other ranks of an error raised within; raise, where another rank's came first, that one.
+
+    A rank that waits in a collective learns of it when that fails: at once when the other process ends, and else after
+    the time-out that the group was made with (``torch.distributed.init_process_group(timeout=…)``).
+
+    Args:
+        group: of the ranks that run the same; all if None.
+
+    Raises:
+        RuntimeError: another rank failed first, with its number and its error; this rank's own is the cause.
+    """
+    group = group or dist.group.WORLD
+    if group is None:
+        raise ValueError("group must be a process group, and torch.distributed has none yet: init_process_group()")
+    try:
+        yield
+    except Exception as error:
+        rank, store = group.rank(), group.get_group_store()
+        for other in range(group.size()):
+            if other != rank and store.check([f"{_FAILURE}/{other}"]):
+                told = store.get(f"{_FAILURE}/{other}").decode()
+                raise RuntimeError(f"rank {other} failed, and so rank {rank} ends: {told}") from error
+        store.set(f"{_FAILURE}/{rank}", f"{type(error).__name__}: {error}")
+        raise
+
+
+def _listed(facts: Mapping[str, object], names: list[str] | None = None) -> str:
+    return ", ".join(f"{name} {facts.get(name)}" for name in (names or facts) if names or name != "call")

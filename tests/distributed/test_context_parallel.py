@@ -1,0 +1,193 @@
+"""Decode over keys on 1 to 4 ranks, processes with gloo, against attention over all keys in one process in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import rank_jobs
+from support.rank_jobs import Step
+from support.ranks import Failure, Ranks
+
+from flashlatte import kv_cache
+
+FORMS = ("all_to_all", "reduce_scatter", "all_reduce")
+# Of 3 ranks with interleave 1, 2, 8, 64: ranks without a key, a page begun, several pages, no key at all.
+LENGTHS = (0, 1, 2, 7, 40, 131)
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def ranks(request):
+    made = Ranks(request.param)
+    yield made
+    made.close()
+
+
+def expected(step: Step, *, causal: bool = True, sink: bool = False, chosen: torch.Tensor | None = None):
+    """out [b, s_q, h, v] and lse [b, h, s_q], in float64."""
+    lengths = torch.tensor(step.lengths).view(-1, 1, 1)
+    key = torch.arange(step.keys.shape[1])
+    last = lengths - step.queries + torch.arange(step.queries).view(1, -1, 1) if causal else lengths - 1
+    seen = (key <= last).expand(-1, step.queries, -1)
+    if chosen is not None:
+        seen = (chosen.unsqueeze(-1) == key).any(dim=2)
+    scores = torch.einsum("bshd,bkd->bhsk", step.q.double(), step.keys.double()) * 0.3
+    scores = scores.masked_fill(~seen.unsqueeze(1), -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
+    out = torch.einsum("bhsk,bkv->bshv", weights, step.keys.double()[..., : step.dims[1]])
+    if sink:
+        sinks = torch.linspace(-1, 2, step.heads)
+        out = out * torch.sigmoid(lse.transpose(1, 2) - sinks).unsqueeze(-1)
+    return out, lse
+
+
+def close(got, want, tolerance=1e-5):
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
+def joined(results, size, all_heads=False):
+    """The ranks' heads, or what all of them have."""
+    if all_heads:
+        for result in results[1:]:
+            rank_jobs.same_bits(result, results[0])
+        return results[0]
+    assert len(results) == size
+    outs, lses = zip(*results, strict=True)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=1)
+
+
+@pytest.mark.parametrize("interleave", [1, 8, 64])
+@pytest.mark.parametrize("form", FORMS)
+def test_decode(ranks, form, interleave):
+    for queries, seed in ((1, 0), (3, 1), (4, 2)):
+        step = Step(LENGTHS, heads=2 * ranks.size, queries=queries, seed=seed)
+        got = ranks.run(rank_jobs.decode, step, interleave=interleave, form=form, page_size=64)
+        out, lse = joined(got, ranks.size)
+        want_out, want_lse = expected(step)
+        close(out, want_out)
+        close(lse, want_lse)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_rank_may_have_all_heads(ranks, form):
+    step = Step((0, 3, 50), heads=2 * ranks.size, queries=2)
+    options = {"interleave": 2, "form": form, "all_heads": True, "causal": False, "sink": True}
+    out, lse = joined(ranks.run(rank_jobs.decode, step, **options), ranks.size, all_heads=True)
+    want_out, want_lse = expected(step, causal=False, sink=True)
+    close(out, want_out)
+    close(lse, want_lse)
+
+
+def test_heads_that_the_ranks_do_not_divide(ranks):
+    step = Step((9, 30), heads=ranks.size + 1)
+    options = {"interleave": 1, "form": None, "all_heads": True}
+    out, lse = joined(ranks.run(rank_jobs.decode, step, **options), ranks.size, all_heads=True)
+    close(out, expected(step)[0])
+    refused = ranks.outcomes(rank_jobs.decode, step, **options | {"form": "all_to_all"})
+    assert all("q must have a number of heads that the" in failure.message for failure in refused)
+
+
+def test_sink_of_this_ranks_heads(ranks):
+    step = Step((0, 12, 33), heads=ranks.size)
+    got = ranks.run(rank_jobs.decode, step, interleave=1, form=None, sink=True)
+    out, _ = joined(got, ranks.size)
+    close(out, expected(step, sink=True)[0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_half_precision_is_rounded_once(ranks, form):
+    """Each rank's outputs are rounded to bf16 where they travel so, and the merged one once more."""
+    step = Step((5, 200, 90), heads=ranks.size, queries=2, dtype=torch.bfloat16)
+    out, lse = joined(ranks.run(rank_jobs.decode, step, interleave=1, form=form), ranks.size)
+    want_out, want_lse = expected(step)
+    assert out.dtype == torch.bfloat16
+    # An ulp of bf16 is 2^-8 of the number at most; partial outputs are at most as large as the largest value.
+    largest = step.keys.double().abs().amax()
+    assert (out.double() - want_out).abs().max() <= 2**-8 * largest
+    close(lse, want_lse)
+
+
+def test_format_with_scales(ranks):
+    """Against one process over the same bytes, each query of which selects the keys up to its own."""
+    step = Step((0, 5, 37), heads=ranks.size, queries=3, cache_format="v32")
+    options = {"interleave": 1, "form": None, "page_size": 4}
+    out, lse = joined(ranks.run(rank_jobs.decode, step, **options), ranks.size)
+    want_out, want_lse = expected(rounded(step))
+    close(out, want_out)
+    close(lse, want_lse)
+
+
+def rounded(step: Step) -> Step:
+    """The step with the keys that its cache format makes of them."""
+    same = Step(step.lengths, step.heads, step.queries, step.dtype, step.cache_format, step.seed)
+    records = kv_cache.quantize(step.keys, step.cache_format or "bf16")
+    same.__dict__["keys"] = kv_cache.dequantize(records, step.cache_format, dtype=torch.float32)
+    return same
+
+
+@pytest.mark.parametrize("interleave", [1, 8])
+def test_sparse_decode_of_the_best_of_all_ranks(ranks, interleave):
+    step, topk = Step((0, 1, 6, 50, 90), heads=ranks.size, queries=2), 20
+    got = ranks.run(rank_jobs.sparse_decode, step, topk, interleave=interleave, form=None)
+    chosen = got[0][0]
+    assert all(choice.equal(chosen) for choice, _, _ in got)
+    assert chosen.tolist() == best(step, topk)
+    out, lse = joined([result[1:] for result in got], ranks.size)
+    want_out, want_lse = expected(step, chosen=chosen)
+    close(out, want_out)
+    close(lse, want_lse)
+
+
+def best(step: Step, topk: int) -> list[list[list[int]]]:
+    """Of the keys that each query sees the k best, NaN last, of equal ones the lower; in ascending order, then -1."""
+    rows = []
+    for length, logits in zip(step.lengths, rank_jobs.index_logits(step).tolist(), strict=True):
+        rows.append([])
+        for query in range(step.queries):
+            visible = range(max(length - step.queries + query + 1, 0))
+            value = {token: logits[query][token] for token in visible}
+            order = sorted(visible, key=lambda token: (value[token] != value[token], -value[token], token))[:topk]
+            rows[-1].append([*sorted(order), *[-1] * (topk - len(order))])
+    return rows
+
+
+def test_an_empty_step(ranks):
+    step = Step((), heads=ranks.size)
+    out, lse = joined(ranks.run(rank_jobs.decode, step, interleave=1, form=None), ranks.size)
+    assert out.shape == (0, 1, ranks.size, rank_jobs.VALUE)
+    assert lse.shape == (0, ranks.size, 1)
+
+
+def test_ranks_that_differ_are_told(ranks):
+    told = ranks.outcomes(rank_jobs.call_with, {1: {"interleave": 2}}, interleave=1)
+    assert all(isinstance(failure, Failure) for failure in told[:2])
+    assert told[0].message == (
+        "ValueError: ContextParallel needs the same on all ranks: rank 0 has interleave 1, and rank 1 interleave 2"
+    )
+    # Whoever asks is told, and nobody is left waiting in a collective.
+    assert all("needs the same on all ranks" in failure.message for failure in told)
+
+
+def test_shapes_that_differ_are_told_before_anybody_waits(ranks):
+    told = ranks.outcomes(rank_jobs.decode_heads, [2, *[1] * (ranks.size - 1)])
+    assert (
+        "decode needs the same on all ranks: rank 0 has q (2, 1, 2, 24), and rank 1 q (2, 1, 1, 24)" in told[0].message
+    )
+    assert all("needs the same on all ranks" in failure.message for failure in told)
+
+
+def test_a_rank_that_does_not_come_is_named(ranks):
+    told = ranks.outcomes(rank_jobs.only_rank_0_makes_one)
+    assert "rank 1 did not come to ContextParallel" in told[0].message
+    assert told[1:] == [None] * (ranks.size - 1)
+
+
+def test_a_failure_ends_all_ranks_with_its_reason():
+    made = Ranks(3, timeout=2)
+    try:
+        told = [failure.message for failure in made.outcomes(rank_jobs.fail_on, 1)]
+    finally:
+        made.close()
+    assert told[1] == "ValueError: cache of this rank is full"
+    assert told[0] == "RuntimeError: rank 1 failed, and so rank 0 ends: ValueError: cache of this rank is full"
+    assert told[2] == "RuntimeError: rank 1 failed, and so rank 2 ends: ValueError: cache of this rank is full"

@@ -1,0 +1,176 @@
+"""What tests of several ranks have each rank do. The whole problem is drawn by every rank from the same seed."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flashlatte import kv_cache
+from flashlatte.distributed import ContextParallel, Sharding, failing_together
+
+DIM, VALUE = 24, 16
+
+
+@dataclass(frozen=True)
+class Step:
+    """A decode step as one process would run it: b requests, their keys in order, and queries."""
+
+    lengths: tuple[int, ...]
+    heads: int
+    queries: int = 1
+    dtype: torch.dtype = torch.float32
+    cache_format: str | None = None
+    seed: int = 0
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        return (DIM, VALUE) if self.cache_format is None else (576, 512)
+
+    @functools.cached_property
+    def q(self) -> torch.Tensor:
+        return self._draw(0, len(self.lengths), self.queries, self.heads, self.dims[0])
+
+    @functools.cached_property
+    def keys(self) -> torch.Tensor:
+        """[b, longest, d], the longest a bit longer than any request."""
+        return self._draw(1, len(self.lengths), max(self.lengths, default=0) + 1, self.dims[0])
+
+    def _draw(self, stream: int, *shape: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(2 * self.seed + stream)
+        return torch.randn(*shape, generator=generator).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A step's pages as one rank has them, NaN where it has no key."""
+
+    cache: torch.Tensor
+    block_table: torch.Tensor
+    cache_seqlens: torch.Tensor
+    page_tokens: int
+
+
+def shard(step: Step, sharding: Sharding, page_size: int) -> Shard:
+    """Deal a step's keys into pages by slots of the whole cache, as a server would."""
+    page_tokens = page_size * sharding.size
+    batch, longest = step.keys.shape[:2]
+    columns = longest // page_tokens + 1
+    table = torch.randperm(batch * columns + 3, generator=torch.Generator().manual_seed(9))[: batch * columns]
+    table = table.view(batch, columns).to(torch.int32)
+    token = torch.arange(longest)
+    slots = table[:, token // page_tokens] * page_tokens + token % page_tokens
+    slots = torch.where(token < torch.tensor(step.lengths).unsqueeze(1), slots, -1)
+
+    layout = step.cache_format or kv_cache.infer_format(step.keys)
+    pages = batch * columns + 3
+    cache = kv_cache.allocate(layout, pages, page_size)
+    cache.view(torch.uint8).fill_(0xFF)  # NaN in every format
+    kv_cache.write(  # type: ignore[attr-defined]
+        cache, sharding.local_slots(slots, page_tokens).flatten(), step.keys.flatten(0, 1), cache_format=layout
+    )
+    return Shard(cache, table, torch.tensor(step.lengths, dtype=torch.int32), page_tokens)
+
+
+def own_heads(x: torch.Tensor, dim: int, context: ContextParallel) -> torch.Tensor:
+    if context.all_heads:
+        return x
+    return x.chunk(context.sharding.size, dim)[context.sharding.rank]
+
+
+@functools.lru_cache
+def context_parallel(interleave: int, form: str | None, all_heads: bool) -> ContextParallel:
+    return ContextParallel(interleave=interleave, form=form, all_heads=all_heads, timeout=timedelta(seconds=20))
+
+
+def decode(
+    step: Step,
+    *,
+    interleave: int,
+    form: str | None,
+    all_heads: bool = False,
+    page_size: int = 8,
+    causal: bool = True,
+    sink: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Twice, the second of which must be the same bits."""
+    context = context_parallel(interleave, form, all_heads)
+    mine = shard(step, context.sharding, page_size)
+    plan = context.plan(
+        mine.block_table,
+        mine.cache_seqlens,
+        page_tokens=mine.page_tokens,
+        queries=step.queries,
+        causal=causal,
+        cache_format=step.cache_format,
+    )
+    q, sinks = own_heads(step.q, 2, context), own_heads(torch.linspace(-1, 2, step.heads), 0, context)
+    results = [
+        context.decode(
+            q, mine.cache, plan, head_dim_v=step.dims[1], softmax_scale=0.3, attn_sink=sinks if sink else None
+        )
+        for _ in range(2)
+    ]
+    same_bits(*results)
+    return results[0]
+
+
+def sparse_decode(step: Step, topk: int, *, interleave: int, form: str | None, page_size: int = 8) -> Any:
+    """Logits of every key, the k best of all ranks, and attention to them; the choice is returned too."""
+    context = context_parallel(interleave, form, False)
+    mine = shard(step, context.sharding, page_size)
+    plan = context.plan(mine.block_table, mine.cache_seqlens, page_tokens=mine.page_tokens, queries=step.queries)
+    width = max(mine.block_table.shape[1] * page_size, 1)
+    positions = context.sharding.global_positions(torch.arange(width))
+    local = index_logits(step)[..., positions.clamp_max(max(step.lengths))].flatten(0, 1)
+    chosen = context.topk(local, topk, plan.query_lens.flatten()).view(len(step.lengths), step.queries, topk)
+    slots, counts = context.slots(chosen, plan)
+    q = own_heads(step.q, 2, context)
+    results = [
+        context.sparse_decode(q, mine.cache, slots, counts, head_dim_v=step.dims[1], softmax_scale=0.3)
+        for _ in range(2)
+    ]
+    same_bits(*results)
+    return chosen, *results[0]
+
+
+def index_logits(step: Step) -> torch.Tensor:
+    """[b, queries, longest], with many equal ones and some that are NaN."""
+    generator = torch.Generator().manual_seed(step.seed + 77)
+    shape = (len(step.lengths), step.queries, max(step.lengths, default=0) + 1)
+    logits = torch.randint(0, 12, shape, generator=generator).float()
+    return logits.masked_fill(logits == 11, torch.nan)
+
+
+def same_bits(first: tuple[torch.Tensor, ...], second: tuple[torch.Tensor, ...]) -> None:
+    for one, other in zip(first, second, strict=True):
+        one, other = (x.clone(memory_format=torch.contiguous_format).flatten() for x in (one, other))
+        assert one.view(torch.uint8).equal(other.view(torch.uint8))
+
+
+def call_with(changes: dict[int, dict[str, Any]], **common: Any) -> None:
+    """``ContextParallel`` whose arguments differ by rank."""
+    ContextParallel(timeout=timedelta(seconds=2), **common | changes.get(dist.get_rank(), {}))
+
+
+def decode_heads(heads_by_rank: list[int]) -> None:
+    """A decode whose number of heads differs by rank."""
+    step = Step((5, 9), heads_by_rank[dist.get_rank()] * len(heads_by_rank))
+    decode(step, interleave=1, form=None)
+
+
+def only_rank_0_makes_one() -> None:
+    if dist.get_rank() == 0:
+        ContextParallel(timeout=timedelta(seconds=0.5))
+
+
+def fail_on(rank: int) -> None:
+    """One rank fails, and the others wait for it in a collective."""
+    with failing_together():
+        if dist.get_rank() == rank:
+            raise ValueError("cache of this rank is full")
+        dist.all_reduce(torch.ones(1))

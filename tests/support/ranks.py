@@ -1,0 +1,87 @@
+"""Processes that are ranks of a gloo group, which stay and run one function after another."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+# One process imports torch, and the ranks are forked from it before it has a thread.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch.distributed", "flashlatte.distributed", "support.rank_jobs"])
+_PATIENCE = 60
+
+
+class Ranks:
+    """``size`` processes, each with this group as its default one."""
+
+    def __init__(self, size: int, timeout: float = _PATIENCE) -> None:
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory()
+        store = Path(self._folder.name) / "store"
+        pipes = [_CONTEXT.Pipe() for _ in range(size)]
+        self._pipes = [ours for ours, _ in pipes]
+        self._processes = [
+            _CONTEXT.Process(target=_serve, args=(rank, size, str(store), timeout, pipe), daemon=True)
+            for rank, (_, pipe) in enumerate(pipes)
+        ]
+        for process, (_, theirs) in zip(self._processes, pipes, strict=True):
+            process.start()
+            theirs.close()
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """What ``function`` returns on each rank; fails with the first rank's traceback."""
+        results = self.outcomes(function, *args, **kwargs)
+        for rank, result in enumerate(results):
+            if isinstance(result, Failure):
+                raise AssertionError(f"rank {rank}:\n{result.trace}")
+        return results
+
+    def outcomes(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """The same with a ``Failure`` for a rank that raised."""
+        for pipe in self._pipes:
+            pipe.send((function, args, kwargs))
+        results = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(_PATIENCE):
+                raise AssertionError(f"rank {rank} has not answered within {_PATIENCE} s")
+            results.append(pipe.recv())
+        return results
+
+    def close(self) -> None:
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.close()
+            process.join(1)
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+class Failure:
+    def __init__(self, error: Exception) -> None:
+        self.message = f"{type(error).__name__}: {error}"
+        self.trace = "".join(traceback.format_exception(error))
+
+
+def _serve(rank: int, size: int, store: str, timeout: float, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+    )
+    while True:
+        try:
+            function, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(function(*args, **kwargs))
+        except Exception as error:
+            pipe.send(Failure(error))
