@@ -9,8 +9,15 @@ import pytest
 import flashlatte
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
-PACKAGES = ("flashlatte", "flashlatte.kv_cache", "flashlatte.flash_mla", "flashlatte.deep_gemm", "flashlatte.layers")
-EXTRA = ("flashlatte.integrations.transformers", "flashlatte.distributed")
+PACKAGES = (
+    "flashlatte",
+    "flashlatte.kv_cache",
+    "flashlatte.flash_mla",
+    "flashlatte.deep_gemm",
+    "flashlatte.layers",
+    "flashlatte.distributed",
+)
+EXTRA = ("flashlatte.integrations.transformers",)
 
 
 def documented():
