@@ -1,0 +1,188 @@
+"""DeepSeek-V3.2's layer with its indexer, beside the same with dense attention: a decode step part by part, a prefill.
+
+    PYTHONPATH=. python benchmarks/dsa_layer.py [--what decode|lengths|prefill] [--json FILE]
+
+decode: 64 requests of 32,768 tokens, and 8 of 131,072, in a CUDA graph. lengths: steps of growing contexts, sparse over
+v32 and bf16 pages, dense over bf16. prefill: 32,768 tokens of one request in steps of 8,192.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import re
+from typing import Any
+
+import torch
+from mla_layer import V3, kernel_microseconds
+
+from flashlatte import kv_cache
+from flashlatte.bench import environment, timing
+from flashlatte.layers import IndexerConfig, MLAAttention, MLAConfig, MLAMetadataBuilder
+from flashlatte.ops.index_quantize import index_quantize
+
+DEVICE, DTYPE, PAGE_SIZE = torch.device("cuda"), torch.bfloat16, 64
+V32 = dataclasses.replace(V3, indexer=IndexerConfig(scale_rounding="power_of_two"))
+# The first whose pattern a kernel's name has; "rest" is what no pattern has.
+PARTS = {
+    "matmul": r"gemm|gemv|nvjet|cutlass|splitk|cublas|dot_kernel|reduce_1Block",
+    "logits": r"paged_kernel|ragged_kernel|paged_logits|ragged_logits|index_logits|clean_",
+    "topk": r"filter_kernel|finish_kernel|topk",
+    "convert": r"index_convert",
+    "quantise and write": r"index_quantize|index_query|write_tiles|write_rows|latent_rows|rotate_heads|layer_norm",
+    "gather": r"gather",
+    "attention": r"decode|combine|prefill|attention|forward_kernel|merge|schedule|plan|split",
+}
+DECODE = ((64, 32768), (8, 131072))
+LENGTHS = {64: (1024, 2048, 3072, 4096, 8192, 16384, 32768), 8: (2048, 4096, 8192, 16384, 32768, 65536, 131072)}
+PREFILL_TOKENS, PREFILL_STEP = 32768, 8192
+
+
+def part_of(kernel: str) -> str:
+    return next((part for part, names in PARTS.items() if re.search(names, kernel, re.IGNORECASE)), "rest")
+
+
+def random_layer(config: MLAConfig) -> MLAAttention:
+    layer = MLAAttention(config, dtype=DTYPE, device=DEVICE)
+    for name, weight in layer.named_parameters():
+        if weight.dim() > 1:
+            weight.normal_(0.0, weight.shape[-1] ** -0.5)
+        else:
+            weight.fill_(0.0 if name.endswith("bias") else 1.0)
+    return layer
+
+
+def random_caches(layer: MLAAttention, pages: int, cache_format: str) -> dict[str, Any]:
+    cache = kv_cache.allocate(cache_format, pages, PAGE_SIZE, device=DEVICE)
+    caches: dict[str, Any] = {"cache": cache, "cache_format": cache_format}
+    if layer.indexer is not None:
+        caches["index_cache"] = kv_cache.allocate("index_fp8", pages, PAGE_SIZE, head_dim=128, device=DEVICE)
+    # A slice at a time, since rows of all tokens in 16 bits may be more than the memory has.
+    for slots in torch.arange(pages * PAGE_SIZE, device=DEVICE).split(2**18):
+        kv_cache.write(
+            cache, slots, torch.randn(len(slots), 576, dtype=DTYPE, device=DEVICE), cache_format=cache_format
+        )
+        if layer.indexer is not None:
+            index_quantize(caches["index_cache"], slots, torch.randn(len(slots), 128, dtype=DTYPE, device=DEVICE))
+    return caches
+
+
+def builder_of(layer: MLAAttention, requests: int, tokens: int, keys: int, cache_format: str) -> MLAMetadataBuilder:
+    indexer = layer.config.indexer
+    return MLAMetadataBuilder(
+        PAGE_SIZE,
+        requests,
+        tokens,
+        keys,
+        DEVICE,
+        cache_format=cache_format,
+        topk=None if indexer is None else indexer.topk,
+    )
+
+
+def measure_decode(layer: MLAAttention, batch: int, keys: int, cache_format: str, parts: bool = True) -> dict[str, Any]:
+    pages_each = -(-keys // PAGE_SIZE)
+    caches = random_caches(layer, batch * pages_each, cache_format)
+    # Room for more tokens than are selected, so that a choice is made at every length.
+    builder = builder_of(layer, batch, batch, max(keys, 4096), cache_format)
+    table = torch.randperm(batch * pages_each).view(batch, pages_each)
+    metadata = builder.build(range(batch + 1), [keys] * batch, table)
+    hidden = torch.randn(batch, V3.hidden_size, dtype=DTYPE, device=DEVICE)
+    cache = caches.pop("cache")
+
+    def step() -> torch.Tensor:
+        return layer(hidden, cache, metadata, **caches)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    result: dict[str, Any] = {
+        "what": "decode",
+        "attention": "dense" if layer.indexer is None else "sparse",
+        "cache_format": cache_format,
+        "batch": batch,
+        "keys": keys,
+        "step_us": timing.device_microseconds(graph.replay),
+    }
+    if not parts:
+        return result
+    kernels = kernel_microseconds(graph)
+    times: dict[str, float] = collections.defaultdict(float)
+    for name, us in kernels.items():
+        times[part_of(name)] += us
+    total, named = sum(times.values()), ("matmul", "logits", "topk", "attention")
+    return result | {
+        "parts_us": {part: round(us, 2) for part, us in times.items()},
+        "other_share": 1 - sum(times[part] for part in named) / total,
+        "kernels": {name[:70]: round(us, 2) for name, us in sorted(kernels.items(), key=lambda item: -item[1])},
+    }
+
+
+def measure_prefill(layer: MLAAttention, cache_format: str) -> dict[str, Any]:
+    pages = PREFILL_TOKENS // PAGE_SIZE
+    caches = random_caches(layer, pages, cache_format)
+    cache = caches.pop("cache")
+    builder = builder_of(layer, 1, PREFILL_STEP, PREFILL_TOKENS, cache_format)
+    table, steps = torch.randperm(pages)[None], []
+    hidden = torch.randn(PREFILL_STEP, V3.hidden_size, dtype=DTYPE, device=DEVICE)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for last in range(PREFILL_STEP, PREFILL_TOKENS + 1, PREFILL_STEP):
+        metadata = builder.build([0, PREFILL_STEP], [last], table)
+        steps.append(timing.device_microseconds(lambda metadata=metadata: layer(hidden, cache, metadata, **caches)))
+    return {
+        "what": "prefill",
+        "attention": "dense" if layer.indexer is None else "sparse",
+        "cache_format": cache_format,
+        "tokens": PREFILL_TOKENS,
+        "steps_us": [round(us) for us in steps],
+        "total_us": sum(steps),
+        "peak_bytes": torch.cuda.max_memory_allocated() - before,
+    }
+
+
+def results(what: set[str]) -> Any:
+    sparse, dense = random_layer(V32), random_layer(V3)
+    choices = ((sparse, "v32"), (sparse, "bf16"), (dense, "bf16"))
+    if "decode" in what:
+        for batch, keys in DECODE:
+            for layer, cache_format in choices:
+                yield measure_decode(layer, batch, keys, cache_format)
+                torch.cuda.empty_cache()
+    if "lengths" in what:
+        for batch, lengths in LENGTHS.items():
+            for keys in lengths:
+                for layer, cache_format in choices:
+                    yield measure_decode(layer, batch, keys, cache_format, parts=False)
+                    torch.cuda.empty_cache()
+    if "prefill" in what:
+        for layer, cache_format in choices:
+            yield measure_prefill(layer, cache_format)
+            torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--what", choices=("decode", "lengths", "prefill"), action="append", help="all if not given")
+    parser.add_argument("--json", help="append one JSON line a result to this file")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    ceilings = timing.measure_ceilings(DEVICE)
+    facts = dataclasses.asdict(environment.describe(DEVICE)) | dataclasses.asdict(ceilings)
+    for result in results(set(arguments.what or ("decode", "lengths", "prefill"))):
+        for name, us in result.get("kernels", {}).items():
+            print(f"    {part_of(name):20}{us:9.2f} us  {name}")
+        print("  ".join(f"{key} {value}" for key, value in result.items() if key != "kernels"), flush=True)
+        if arguments.json:
+            with open(arguments.json, "a") as file:
+                file.write(json.dumps(result | facts) + "\n")
+
+
+if __name__ == "__main__":
+    main()
