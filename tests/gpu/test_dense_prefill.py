@@ -16,7 +16,7 @@ from gpu.harness import DEVICE, Arguments, Results
 
 import flashlatte
 from flashlatte.kernels.softmax import attend
-from flashlatte.ops.dense_prefill import api
+from flashlatte.runtime import ragged
 from flashlatte.testing import compare, oracles
 from flashlatte.testing.cases import DensePrefillCase
 from flashlatte.testing.draws import Draw
@@ -273,7 +273,7 @@ def rounded(arguments: Arguments, gradients: tuple[torch.Tensor, torch.Tensor], 
     The error of this is that of 16-bit operands: where a sum cancels, it exceeds any share of the result.
     """
     rows = [arguments[name] for name in ROWS]
-    left, right = api._window(arguments["window"], arguments["causal"])
+    left, right = ragged.window_sides(arguments["window"], arguments["causal"])
     scale, group = arguments["softmax_scale"], rows[0].shape[1] // rows[1].shape[1]
     out, dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (gradients[0], *rows))
 

@@ -1,5 +1,9 @@
 """``MLAAttention`` with an indexer against transformers' own modules, in float32, and over quantised caches."""
 
+# The drawn engines have an index cache and a selection.
+# pyright: reportOptionalMemberAccess=false, reportOptionalIterable=false, reportOptionalSubscript=false
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 import dataclasses

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 
@@ -78,6 +79,50 @@ def to_cache_indices(
     # A garbage page in the table must not wrap into a slot that exists.
     fits = slot <= torch.iinfo(dtype).max
     return torch.where(valid & (page >= 0) & fits, slot, -1).to(dtype)
+
+
+@overload
+def index_convert(
+    indices: torch.Tensor | None,
+    block_table: torch.Tensor,
+    page_size: int,
+    *,
+    request_ids: torch.Tensor | None = ...,
+    next_n: int = ...,
+    query_positions: torch.Tensor | None = ...,
+    sinks: int = ...,
+    window: int = ...,
+    workspace_ids: torch.Tensor | None = ...,
+    workspace_starts: torch.Tensor | None = ...,
+    sharding: tuple[int, int, int] = ...,
+    compact: bool = ...,
+    return_counts: Literal[False] = ...,
+    slots: torch.Tensor | None = ...,
+    dtype: torch.dtype = ...,
+    backend: str | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def index_convert(
+    indices: torch.Tensor | None,
+    block_table: torch.Tensor,
+    page_size: int,
+    *,
+    request_ids: torch.Tensor | None = ...,
+    next_n: int = ...,
+    query_positions: torch.Tensor | None = ...,
+    sinks: int = ...,
+    window: int = ...,
+    workspace_ids: torch.Tensor | None = ...,
+    workspace_starts: torch.Tensor | None = ...,
+    sharding: tuple[int, int, int] = ...,
+    compact: bool = ...,
+    return_counts: Literal[True],
+    slots: torch.Tensor | None = ...,
+    dtype: torch.dtype = ...,
+    backend: str | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @repeats_launches

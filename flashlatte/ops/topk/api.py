@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 
 from flashlatte.runtime import checks, dispatch, refusals
@@ -17,6 +19,57 @@ dispatch.define(
     dispatch.Implementation("portable", "flashlatte.ops.topk.portable.launch:topk", refusals.triton),
     dispatch.Implementation("reference", "flashlatte.ops.topk.reference:topk"),
 )
+
+
+@overload
+def topk(
+    logits: torch.Tensor,
+    k: int,
+    *,
+    start: torch.Tensor | None = ...,
+    end: torch.Tensor | None = ...,
+    next_n: int = ...,
+    previous: torch.Tensor | None = ...,
+    sort: bool = ...,
+    indices: torch.Tensor | None = ...,
+    values: None = ...,
+    return_values: Literal[False] = ...,
+    backend: str | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def topk(
+    logits: torch.Tensor,
+    k: int,
+    *,
+    start: torch.Tensor | None = ...,
+    end: torch.Tensor | None = ...,
+    next_n: int = ...,
+    previous: torch.Tensor | None = ...,
+    sort: bool = ...,
+    indices: torch.Tensor | None = ...,
+    values: torch.Tensor | None = ...,
+    return_values: Literal[True],
+    backend: str | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def topk(
+    logits: torch.Tensor,
+    k: int,
+    *,
+    start: torch.Tensor | None = ...,
+    end: torch.Tensor | None = ...,
+    next_n: int = ...,
+    previous: torch.Tensor | None = ...,
+    sort: bool = ...,
+    indices: torch.Tensor | None = ...,
+    values: torch.Tensor,
+    return_values: bool = ...,
+    backend: str | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def topk(

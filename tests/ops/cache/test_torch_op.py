@@ -43,7 +43,8 @@ def test_opcheck_gather(name):
 def test_compile(name):
     def write_and_gather(cache, x):
         kv_cache.write(cache, SLOTS, x)
-        known, counted = (kv_cache.gather(cache, TABLE, CU_SEQLENS, **more) for more in ({"total_tokens": 7}, {}))
+        known = kv_cache.gather(cache, TABLE, CU_SEQLENS, total_tokens=7)
+        counted = kv_cache.gather(cache, TABLE, CU_SEQLENS)
         return known, counted, kv_cache.read(cache, SLOTS)
 
     cache = draw_cache(name)

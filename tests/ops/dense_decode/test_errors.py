@@ -95,4 +95,4 @@ def test_a_cache_with_scales_is_pointed_to_sparse_decode(cache_format):
     with pytest.raises(
         ValueError, match=f"^k_cache .* is a cache of format {cache_format}, which sparse_decode reads$"
     ):
-        dense_decode(**(VALID | {"q": q, "k_cache": cache}))
+        dense_decode(q, cache, VALID["block_table"], VALID["cache_seqlens"])

@@ -1,5 +1,7 @@
 """Index logits, ragged and paged, against float64 over the dequantised numbers, on both backends."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -95,6 +97,7 @@ def test_ragged(backend, rows, num_keys, heads, head_dim, kind, fp8_queries, max
     seen = [set(range(max(s, 0), min(e, num_keys))) for s, e in zip(start.tolist(), end.tolist(), strict=True)]
     unseen = sorted(set(range(num_keys)) - set().union(*seen))
     if kind == "index_mxfp4":
+        assert k_scale is not None
         k_scale[unseen] = 255
     elif k.dtype.itemsize == 1:
         k.view(torch.uint8)[unseen] = 127
@@ -272,7 +275,7 @@ def test_empty_work(backend):
 
 
 def ragged_call(**change):
-    arguments = {
+    arguments: dict[str, Any] = {
         "q": torch.zeros(3, 8, 32, dtype=torch.bfloat16),
         "k": torch.zeros(5, 32, dtype=torch.bfloat16),
         "weights": torch.zeros(3, 8),
@@ -309,7 +312,7 @@ def test_ragged_errors_name_the_argument(change, error, message):
 
 
 def paged_call(**change):
-    arguments = {
+    arguments: dict[str, Any] = {
         "q": torch.zeros(2, 1, 8, 128, dtype=torch.bfloat16),
         "cache": torch.zeros(4, 8, 1, 132, dtype=torch.uint8),
         "weights": torch.zeros(2, 8),

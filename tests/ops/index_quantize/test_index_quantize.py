@@ -2,6 +2,7 @@
 
 import math
 import struct
+from typing import Any
 
 import pytest
 import torch
@@ -184,7 +185,7 @@ def test_no_tokens():
 
 
 def call(**change):
-    arguments = {
+    arguments: dict[str, Any] = {
         "cache": torch.zeros(2, 8, 1, 132, dtype=torch.uint8),
         "slot_mapping": torch.arange(4),
         "k": torch.zeros(4, 128),

@@ -1,6 +1,7 @@
 """Index queries against the formulas in float64, and both backends alike."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -101,7 +102,7 @@ def test_no_tokens():
 
 
 def call(**change):
-    arguments = {
+    arguments: dict[str, Any] = {
         "q": torch.zeros(3, 4, 128),
         "weights": torch.zeros(3, 4),
         "cos_sin": torch.ones(5, 64),
