@@ -14,7 +14,7 @@ import torch
 import flashlatte
 from flashlatte import ops
 from flashlatte.kv_cache import FORMAT_NAMES, get_format
-from flashlatte.layers import MLAConfig, models
+from flashlatte.layers import MLAConfig
 from flashlatte.runtime import dispatch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -47,7 +47,7 @@ def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, A
         },
         "device": _describe(device),
         "dtype": dtype,
-        "model": None if fields is None or config is None else _describe_model(config, fields),
+        "model": None if config is None else _describe_model(config),
         "operations": [_choices(call) for call in calls],
     }
 
@@ -102,9 +102,13 @@ def typical_calls(device: torch.device, dtype: torch.dtype, model: MLAConfig | N
         for name, width in widths.items():
             calls.append(dispatch.Call(operation, device, dtype, name, page_size=64, head_dim=width))
     calls.append(dispatch.Call("paged_attention", device, dtype, page_size=16, head_dim=128, head_dim_v=128))
-    # The indexer of DeepSeek-V3.2.
     for operation in ("index_logits", "paged_index_logits"):
-        calls.append(dispatch.Call(operation, device, torch.float8_e4m3fn, page_size=64, head_dim=128))
+        if config.indexer is None:
+            calls.append(dispatch.Call(operation, device, torch.float8_e4m3fn, page_size=64, head_dim=128))
+        else:
+            sizes: dict[str, Any] = {"head_dim": config.indexer.head_dim, "h_q": config.indexer.num_heads}
+            for name, query in (("index_fp8", torch.float8_e4m3fn), ("index_bf16", torch.bfloat16)):
+                calls.append(dispatch.Call(operation, device, query, name, 64, **sizes))
     known = {call.operation for call in calls}
     calls += [dispatch.Call(name, device, dtype) for name in dispatch.operations() if name not in known]
     return calls
@@ -179,18 +183,19 @@ def _choices(call: dispatch.Call) -> dict[str, Any]:
     }
 
 
-def _describe_model(config: MLAConfig, fields: dict[str, Any]) -> str:
+def _describe_model(config: MLAConfig) -> str:
     query = "no query latent" if config.q_lora_rank is None else f"query latent {config.q_lora_rank}"
     text = (
         f"model: {config.num_attention_heads} heads of {config.qk_nope_head_dim} + {config.qk_rope_head_dim} and "
         f"{config.v_head_dim}, rows of {config.kv_lora_rank} + {config.qk_rope_head_dim}, {query}, softmax scale "
         f"{config.softmax_scale:.5f}"
     )
-    if models.traits(models.text_config(fields).get("model_type")).has_indexer:
-        text += (
-            "\nIts indexer selects the tokens of its attention: MLAAttention takes the selection as indices, and the "
-            "transformers integration refuses the model."
-        )
+    if config.indexer is not None:
+        indexer = config.indexer
+        text += f"\nindexer: {indexer.num_heads} heads of {indexer.head_dim} select {indexer.topk} tokens"
+        if indexer.shared_layers:
+            text += f", in all but {len(indexer.shared_layers)} layers, which share what the layer before selected"
+        text += ". Steps go through sparse_decode and sparse_prefill, prefills of fewer tokens through dense_prefill."
     return text
 
 

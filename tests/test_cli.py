@@ -93,7 +93,9 @@ def test_doctor_of_a_model_with_an_indexer(tmp_path, capsys):
     indexer = {"model_type": "deepseek_v32", "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
     (tmp_path / "config.json").write_text(json.dumps(MODEL | indexer))
     assert cli.main(["doctor", "--model", str(tmp_path)]) == 0
-    assert "Its indexer selects the tokens of its attention: MLAAttention takes" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "indexer: 64 heads of 128 select 2048 tokens. Steps go through sparse_decode and sparse_prefill" in printed
+    assert re.search(r"^paged_index_logits over index_fp8 +\w+$", printed, re.MULTILINE)
 
 
 @needs_cpu

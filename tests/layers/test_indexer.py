@@ -39,6 +39,13 @@ def engine_of(model, lengths, cache_format="fp32", **options):
     return Engine(layer_like(model), hidden_states(lengths), cache_format, **options)
 
 
+def slots_of(engine):
+    selection = engine.metadata.selection
+    assert selection is not None
+    assert selection.slots is not None
+    return selection.slots.tolist()
+
+
 def test_prefill(model):
     engine = engine_of(model, (37, 1, TOPK, 20), max_decode_queries=0)
     engine.step({0: 37, 1: 1, 2: TOPK, 3: 20})
@@ -96,6 +103,7 @@ def test_no_request_can_be_longer_than_what_is_selected(model):
 def test_an_idle_step_and_padding_leave_the_caches_alone():
     engine = engine_of(stock("v32"), (20, 9))
     engine.step({0: 15, 1: 2})
+    assert engine.index_cache is not None
     before = engine.cache.clone(), engine.index_cache.clone()
     for padded in (None, 2):
         metadata = engine.builder.build([0], [], engine.table[:0], pad_requests_to=padded)
@@ -135,6 +143,7 @@ def test_layers_that_share_a_choice_attend_to_the_same_tokens():
 def test_hadamard_changes_rounding_only():
     model = stock("v32")
     plain = layer_like(model)
+    assert plain.config.indexer is not None
     config = dataclasses.replace(plain.config, indexer=dataclasses.replace(plain.config.indexer, hadamard=True))
     layer = MLAAttention(config, dtype=torch.float32)
     layer.load_weights(model.module.state_dict())
@@ -167,7 +176,7 @@ def choice(index_format):
     layer, (hidden,) = layer_like(stock("v32", tuple(options.items()))), hidden_states((1024,))
     engine = Engine(layer, (hidden,), max_decode_queries=0, index_format=index_format, page_size=64)
     engine.step({0: 1024})
-    return [set(row.tolist()) for row in engine.metadata.selection.slots]
+    return [set(row) for row in slots_of(engine)]
 
 
 def test_overlap_of_rounded_keys_with_the_choice_in_float32():
@@ -184,6 +193,7 @@ def test_given_indices_replace_the_choice_and_keys_are_stored():
     slots = engine.table[0][torch.arange(24) // 4] * 4 + torch.arange(24) % 4
     own = slots[:, None]
     out = engine.step({0: 24}, indices=own)
+    assert engine.index_cache is not None
     assert not engine.index_cache[engine.table[0]].isnan().any()
     values = engine.layer.kv_a_layernorm(engine.layer.kv_a_proj_with_mqa(engine.sequences[0])[:, :32])
     expected = engine.layer.o_proj(torch.einsum("hvl,tl->thv", engine.layer.w_uv, values).flatten(1))
@@ -222,7 +232,9 @@ def test_layers_that_share_as_transformers_says():
         config = transformers.GlmMoeDsaConfig(num_hidden_layers=8, **options)
         expected = tuple(layer for layer, kind in enumerate(config.indexer_types) if kind == "shared")
         assert shared_selections({"num_hidden_layers": 8, **options}) == expected
-        assert MLAConfig.from_transformers(config).indexer.shared_layers == expected
+        indexer = MLAConfig.from_transformers(config).indexer
+        assert indexer is not None
+        assert indexer.shared_layers == expected
 
 
 @pytest.mark.parametrize(
@@ -301,9 +313,8 @@ def test_a_choice_differs_from_an_oracle_s_only_in_tied_scores(heads):
     scores, token, tied = oracle_scores(layer, hidden), 0, 0
     for count in (30, 4, 1, 20, 3, 2):
         engine.step({0: count})
-        slots = engine.metadata.selection.slots.long()
         place = {int(page): column for column, page in enumerate(engine.table[0])}
-        for row in slots.tolist():
+        for row in slots_of(engine):
             chosen = [place[slot // 4] * 4 + slot % 4 for slot in row if slot >= 0]
             assert len(set(chosen)) == min(token + 1, TOPK)
             got = scores[token, chosen].sort(descending=True).values
