@@ -1,8 +1,9 @@
-"""Several GPUs, on torch.distributed: a request's keys spread over the ranks of a process group."""
+"""Several GPUs, on torch.distributed: a request's keys, and a layer's heads, over the ranks of a process group."""
 
 from flashlatte.distributed.agreement import failing_together
 from flashlatte.distributed.context_parallel import ContextParallel
+from flashlatte.distributed.layer import TensorParallelAttention, shard_metadata
 from flashlatte.distributed.plan import ShardPlan
 from flashlatte.kv_cache.sharding import Sharding
 
-__all__ = ["ContextParallel", "ShardPlan", "Sharding", "failing_together"]
+__all__ = ["ContextParallel", "ShardPlan", "Sharding", "TensorParallelAttention", "failing_together", "shard_metadata"]

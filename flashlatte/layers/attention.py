@@ -207,6 +207,8 @@ class MLAAttention(nn.Module):
         if indices is None and topk != (None if config is None else config.topk):
             wanted = "None, as the layer has no indexer" if config is None else f"the indexer's {config.topk}"
             raise ValueError(f"metadata must be built for topk {wanted}, got {topk}: MLAMetadataBuilder(topk=…)")
+        if indices is not None and metadata.sharding is not None:
+            raise ValueError("indices are slots of a whole cache, and metadata is for a rank's part of one")
         if selection is None or indices is not None:
             return
         if selection.slots is not None and layout.takes_scale:

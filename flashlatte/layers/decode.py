@@ -29,6 +29,8 @@ def attend_pages(
         return attend_selected(query, cache, indices, softmax_scale, backend)
     if part is None:
         raise ValueError("metadata has no decode part, and there are queries that attend in absorbed form")
+    if part.over_ranks is not None:
+        return _by_token(part.over_ranks(_by_request(query, part), cache, softmax_scale, backend), part)
     if cache.layout.plain:
         return _attend_dense(query, cache, part, softmax_scale, backend)
     # To read another format through dense_decode would take a dequantised copy of the whole history at every step;

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 from flashlatte.kv_cache import get_format
+from flashlatte.kv_cache.sharding import Sharding
+from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.selection import Selection
 
 _Part = TypeVar("_Part")
@@ -28,6 +31,8 @@ class DecodePart:
         every_slot: int32 [n, width], slots of a request's tokens in order, for cache formats of which there is no
             dense decode; None for the others.
         seen: beside ``every_slot``, int32 [n, queries], how many of them each query sees.
+        over_ranks: where other ranks have some of the keys: (queries [n, queries, h, head_dim], cache, softmax_scale,
+            backend) to [n, queries, h, value_dim] over all of them.
     """
 
     queries: int
@@ -37,6 +42,7 @@ class DecodePart:
     unpad_index: torch.Tensor | None = None
     every_slot: torch.Tensor | None = None
     seen: torch.Tensor | None = None
+    over_ranks: Callable[[torch.Tensor, LatentCache, float, str | None], torch.Tensor] | None = None
 
     @property
     def requests(self) -> int:
@@ -96,6 +102,7 @@ class MLAMetadata:
         slot_mapping: int [num_tokens], where each token goes in the cache; below 0 it is not stored.
         decode, prefill: the two parts; None if empty.
         selection: for layers with an indexer: what it chose; None for layers without.
+        sharding: which of the keys the cache has; None: all of them.
     """
 
     num_tokens: int
@@ -108,6 +115,7 @@ class MLAMetadata:
     decode: DecodePart | None
     prefill: PrefillPart | None
     selection: Selection | None = None
+    sharding: Sharding | None = None
 
     def to(self, device: torch.device) -> MLAMetadata:
         """The same on another device."""
@@ -121,7 +129,7 @@ def _moved(part: _Part, device: torch.device) -> _Part:
             values[name] = value.to(device)
         elif dataclasses.is_dataclass(value):
             values[name] = _moved(value, device)
-        elif isinstance(value, tuple):
+        elif isinstance(value, tuple) and not isinstance(value, Sharding):
             values[name] = tuple(_moved(item, device) for item in value)
     return type(part)(**values)
 

@@ -13,7 +13,9 @@ from typing import Any
 
 # One process imports torch, and the ranks are forked from it before it has a thread.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed", "flashlatte.distributed", "support.rank_jobs"])
+_CONTEXT.set_forkserver_preload(
+    ["torch.distributed", "flashlatte.distributed", "support.rank_jobs", "support.rank_layer_jobs"]
+)
 _PATIENCE = 60
 
 

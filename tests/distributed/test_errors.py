@@ -1,0 +1,64 @@
+"""What a single rank finds wrong."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashlatte.distributed import ContextParallel, TensorParallelAttention, shard_metadata
+from flashlatte.layers import MLAConfig, MLAMetadataBuilder
+
+TABLE, LENGTHS = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([9, 4], dtype=torch.int32)
+
+
+@pytest.fixture
+def context():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield ContextParallel(interleave=4)
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def metadata():
+    return MLAMetadataBuilder(16, 2, 32, 64, "cpu", num_pages=4).build([0, 1, 2], [9, 4], TABLE)
+
+
+def test_without_a_process_group():
+    for make in (ContextParallel, lambda: TensorParallelAttention(MLAConfig(64, 4))):
+        with pytest.raises(ValueError, match=r"torch\.distributed has none yet"):
+            make()
+
+
+def test_arguments(context):
+    with pytest.raises(ValueError, match="form must be one of all_to_all, reduce_scatter, all_reduce, got 'ring'"):
+        ContextParallel(form="ring")
+    with pytest.raises(ValueError, match="sharding's interleave must be at least 1, got 0"):
+        ContextParallel(interleave=0)
+    with pytest.raises(ValueError, match="page_tokens must be a multiple of the 4 tokens"):
+        context.plan(TABLE, LENGTHS, page_tokens=6)
+    with pytest.raises(TypeError, match="cache_seqlens must be int32 or int64"):
+        context.plan(TABLE, LENGTHS.float(), page_tokens=8)
+
+
+def test_a_plan_for_something_else(context):
+    plan = context.plan(TABLE, LENGTHS, page_tokens=8, queries=2)
+    q, cache = torch.zeros(2, 2, 1, 24), torch.zeros(3, 8, 1, 24)
+    with pytest.raises(ValueError, match="plan was made for pages of 8 tokens on a rank, and k_cache has 4"):
+        context.decode(q, cache[:, :4], plan, head_dim_v=16)
+    with pytest.raises(ValueError, match="q must have the plan's 2 requests of 2 queries"):
+        context.decode(q[:, :1], cache, plan, head_dim_v=16)
+    with pytest.raises(ValueError, match="plan must be made for Sharding\\(rank=0, size=1, interleave=1\\)"):
+        ContextParallel().decode(q, cache, plan, head_dim_v=16)
+    with pytest.raises(ValueError, match="plan must be made with cache_format 'v32'"):
+        context.decode(torch.zeros(2, 2, 1, 576), torch.zeros(3, 8, 1, 656, dtype=torch.uint8), plan)
+    with pytest.raises(ValueError, match="k_scale belongs to cache format fp8, got fp32"):
+        context.decode(q, cache, plan, head_dim_v=16, k_scale=2.0)
+
+
+def test_metadata(context, metadata):
+    divided = shard_metadata(metadata, context)
+    assert divided.to(torch.device("cpu")).sharding == context.sharding
+    with pytest.raises(ValueError, match="metadata must not be divided yet"):
+        shard_metadata(divided, context)
+    layer = TensorParallelAttention(MLAConfig(64, 4, kv_lora_rank=32, qk_rope_head_dim=8)).layer
+    with pytest.raises(ValueError, match="indices are slots of a whole cache"):
+        layer(torch.zeros(2, 64), torch.zeros(4, 16, 1, 40), divided, indices=torch.zeros(2, 1, dtype=torch.int32))

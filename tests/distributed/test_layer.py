@@ -1,0 +1,49 @@
+"""The MLA layer with heads, and keys, over 2 to 4 processes against the layer in one."""
+
+import pytest
+import torch
+from support import rank_layer_jobs
+from support.ranks import Ranks
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def ranks(request):
+    made = Ranks(request.param)
+    yield made
+    made.close()
+
+
+def assert_close(results, wanted):
+    for got, want in zip(results, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_heads_over_ranks(ranks):
+    """8 heads over 3 ranks are 2, 3 and 3; every rank stores every token."""
+    wanted = rank_layer_jobs.whole()
+    tokens = sum(sum(step.values()) for step in rank_layer_jobs.STEPS)
+    for results, stored in ranks.run(rank_layer_jobs.divided, 1):
+        assert_close(results, wanted)
+        assert stored == tokens
+
+
+def test_heads_and_keys_over_ranks(ranks):
+    """Each token is stored once in each group that divides the keys: all 2, 3 or 4 ranks, or 2 of 4."""
+    heads = 12
+    wanted = rank_layer_jobs.whole(heads)
+    tokens = sum(sum(step.values()) for step in rank_layer_jobs.STEPS)
+    for keys_over in {2: (2,), 3: (3,), 4: (2, 4)}[ranks.size]:
+        results = ranks.run(rank_layer_jobs.divided, keys_over, heads)
+        for got, _ in results:
+            assert_close(got, wanted)
+        assert sum(stored for _, stored in results) == ranks.size // keys_over * tokens
+
+
+def test_prefill_over_cached_tokens_is_refused(ranks):
+    told = ranks.outcomes(rank_layer_jobs.of_a_step_with_a_context)
+    assert all("metadata must have no prefill over cached tokens" in failure.message for failure in told)
+
+
+def test_fewer_heads_than_ranks(ranks):
+    told = ranks.outcomes(rank_layer_jobs.divided, 1, 1)
+    assert all("config must have at least as many heads as the" in failure.message for failure in told)
