@@ -219,11 +219,11 @@ def _check_keys(q: torch.Tensor, k: object, k_scale: object) -> int:
     head_dim, device = q.shape[2], q.device
     keys = 0 if isinstance(k, torch.Tensor) and k.dim() == 2 and k.shape[0] == 0 else "N"
     if isinstance(k, torch.Tensor) and k.dtype == torch.uint8:
-        num_keys = checks.tensor("k", k, (keys, head_dim // 2), (torch.uint8,), device).shape[0]
-        checks.tensor("k_scale", k_scale, (num_keys, head_dim // fp4.TILE), (torch.uint8,), device)
+        k = checks.tensor("k", k, (keys, head_dim // 2), (torch.uint8,), device)
+        checks.tensor("k_scale", k_scale, (k.shape[0], head_dim // fp4.TILE), (torch.uint8,), device)
     else:
-        num_keys = checks.tensor("k", k, (keys, head_dim), QUERY_DTYPES, device).shape[0]
-    assert isinstance(k, torch.Tensor)
+        k = checks.tensor("k", k, (keys, head_dim), QUERY_DTYPES, device)
+    num_keys = k.shape[0]
     if (q.dtype == torch.float32) != (k.dtype == torch.float32):
         raise TypeError(f"k must be float32 if q is, and only then, got {checks.dtype_names([k.dtype])}")
     if k.dtype == torch.float8_e4m3fn:
