@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support import rank_jobs
-from support.rank_jobs import Step
+from support.rank_jobs import Step, expected
 from support.ranks import Failure, Ranks
 
 from flashlatte import kv_cache
@@ -20,25 +20,6 @@ def ranks(request):
     made = Ranks(request.param)
     yield made
     made.close()
-
-
-def expected(step: Step, *, causal: bool = True, sink: bool = False, chosen: torch.Tensor | None = None):
-    """out [b, s_q, h, v] and lse [b, h, s_q], in float64."""
-    lengths = torch.tensor(step.lengths).view(-1, 1, 1)
-    key = torch.arange(step.keys.shape[1])
-    last = lengths - step.queries + torch.arange(step.queries).view(1, -1, 1) if causal else lengths - 1
-    seen = (key <= last).expand(-1, step.queries, -1)
-    if chosen is not None:
-        seen = (chosen.unsqueeze(-1) == key).any(dim=2)
-    scores = torch.einsum("bshd,bkd->bhsk", step.q.double(), step.keys.double()) * 0.3
-    scores = scores.masked_fill(~seen.unsqueeze(1), -torch.inf)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
-    out = torch.einsum("bhsk,bkv->bshv", weights, step.keys.double()[..., : step.dims[1]])
-    if sink:
-        sinks = torch.linspace(-1, 2, step.heads)
-        out = out * torch.sigmoid(lse.transpose(1, 2) - sinks).unsqueeze(-1)
-    return out, lse
 
 
 def close(got, want, tolerance=1e-5):

@@ -26,10 +26,16 @@ class Step:
     dtype: torch.dtype = torch.float32
     cache_format: str | None = None
     seed: int = 0
+    device: str = "cpu"
 
     @property
     def dims(self) -> tuple[int, int]:
-        return (DIM, VALUE) if self.cache_format is None else (576, 512)
+        """Of a key and of its value: small ones where there is a choice."""
+        return (DIM, VALUE) if self.cache_format is None and self.device == "cpu" else (576, 512)
+
+    @property
+    def scale(self) -> float:
+        return 1.5 / self.dims[0] ** 0.5
 
     @functools.cached_property
     def q(self) -> torch.Tensor:
@@ -42,7 +48,7 @@ class Step:
 
     def _draw(self, stream: int, *shape: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(2 * self.seed + stream)
-        return torch.randn(*shape, generator=generator).to(self.dtype)
+        return torch.randn(*shape, generator=generator).to(self.device, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -61,19 +67,19 @@ def shard(step: Step, sharding: Sharding, page_size: int) -> Shard:
     batch, longest = step.keys.shape[:2]
     columns = longest // page_tokens + 1
     table = torch.randperm(batch * columns + 3, generator=torch.Generator().manual_seed(9))[: batch * columns]
-    table = table.view(batch, columns).to(torch.int32)
-    token = torch.arange(longest)
+    table = table.view(batch, columns).to(step.device, torch.int32)
+    token, lengths = torch.arange(longest, device=step.device), torch.tensor(step.lengths, device=step.device)
     slots = table[:, token // page_tokens] * page_tokens + token % page_tokens
-    slots = torch.where(token < torch.tensor(step.lengths).unsqueeze(1), slots, -1)
+    slots = torch.where(token < lengths.unsqueeze(1), slots, -1)
 
     layout = step.cache_format or kv_cache.infer_format(step.keys)
     pages = batch * columns + 3
-    cache = kv_cache.allocate(layout, pages, page_size)
+    cache = kv_cache.allocate(layout, pages, page_size, device=step.device)
     cache.view(torch.uint8).fill_(0xFF)  # NaN in every format
     kv_cache.write(  # type: ignore[attr-defined]
         cache, sharding.local_slots(slots, page_tokens).flatten(), step.keys.flatten(0, 1), cache_format=layout
     )
-    return Shard(cache, table, torch.tensor(step.lengths, dtype=torch.int32), page_tokens)
+    return Shard(cache, table, lengths.to(torch.int32), page_tokens)
 
 
 def own_heads(x: torch.Tensor, dim: int, context: ContextParallel) -> torch.Tensor:
@@ -108,10 +114,10 @@ def decode(
         causal=causal,
         cache_format=step.cache_format,
     )
-    q, sinks = own_heads(step.q, 2, context), own_heads(torch.linspace(-1, 2, step.heads), 0, context)
+    q, sinks = own_heads(step.q, 2, context), own_heads(sinks_of(step), 0, context)
     results = [
         context.decode(
-            q, mine.cache, plan, head_dim_v=step.dims[1], softmax_scale=0.3, attn_sink=sinks if sink else None
+            q, mine.cache, plan, head_dim_v=step.dims[1], softmax_scale=step.scale, attn_sink=sinks if sink else None
         )
         for _ in range(2)
     ]
@@ -125,13 +131,13 @@ def sparse_decode(step: Step, topk: int, *, interleave: int, form: str | None, p
     mine = shard(step, context.sharding, page_size)
     plan = context.plan(mine.block_table, mine.cache_seqlens, page_tokens=mine.page_tokens, queries=step.queries)
     width = max(mine.block_table.shape[1] * page_size, 1)
-    positions = context.sharding.global_positions(torch.arange(width))
+    positions = context.sharding.global_positions(torch.arange(width, device=step.device))
     local = index_logits(step)[..., positions.clamp_max(max(step.lengths))].flatten(0, 1)
     chosen = context.topk(local, topk, plan.query_lens.flatten()).view(len(step.lengths), step.queries, topk)
     slots, counts = context.slots(chosen, plan)
     q = own_heads(step.q, 2, context)
     results = [
-        context.sparse_decode(q, mine.cache, slots, counts, head_dim_v=step.dims[1], softmax_scale=0.3)
+        context.sparse_decode(q, mine.cache, slots, counts, head_dim_v=step.dims[1], softmax_scale=step.scale)
         for _ in range(2)
     ]
     same_bits(*results)
@@ -143,7 +149,31 @@ def index_logits(step: Step) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step.seed + 77)
     shape = (len(step.lengths), step.queries, max(step.lengths, default=0) + 1)
     logits = torch.randint(0, 12, shape, generator=generator).float()
-    return logits.masked_fill(logits == 11, torch.nan)
+    return logits.masked_fill(logits == 11, torch.nan).to(step.device)
+
+
+def expected(
+    step: Step, *, causal: bool = True, sink: bool = False, chosen: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The step in one piece: out [b, s_q, h, v] and lse [b, h, s_q], in float64."""
+    lengths = torch.tensor(step.lengths, device=step.device).view(-1, 1, 1)
+    key, query = (torch.arange(count, device=step.device) for count in (step.keys.shape[1], step.queries))
+    last = lengths - step.queries + query.view(1, -1, 1) if causal else lengths - 1
+    seen = (key <= last).expand(-1, step.queries, -1)
+    if chosen is not None:
+        seen = (chosen.unsqueeze(-1) == key).any(dim=2)
+    scores = torch.einsum("bshd,bkd->bhsk", step.q.double(), step.keys.double()) * step.scale
+    scores = scores.masked_fill(~seen.unsqueeze(1), -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
+    out = torch.einsum("bhsk,bkv->bshv", weights, step.keys.double()[..., : step.dims[1]])
+    if sink:
+        out = out * torch.sigmoid(lse.transpose(1, 2) - sinks_of(step)).unsqueeze(-1)
+    return out, lse
+
+
+def sinks_of(step: Step) -> torch.Tensor:
+    return torch.linspace(-1, 2, step.heads, device=step.device)
 
 
 def same_bits(first: tuple[torch.Tensor, ...], second: tuple[torch.Tensor, ...]) -> None:
