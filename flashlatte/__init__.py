@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from flashlatte.ops.index_select import index_select, paged_index_select
     from flashlatte.ops.merge_states import merge_attn_states, merge_states
     from flashlatte.ops.paged_attention import paged_attention
+    from flashlatte.ops.reshape_and_cache import reshape_and_cache
     from flashlatte.ops.sparse_decode import sparse_decode
     from flashlatte.ops.sparse_prefill import sparse_prefill
     from flashlatte.ops.topk import topk
@@ -48,13 +49,15 @@ __all__ = [
     "paged_attention",
     "paged_index_logits",
     "paged_index_select",
+    "reshape_and_cache",
     "sparse_decode",
     "sparse_prefill",
     "topk",
 ]
 
 _OPERATIONS = (
-    *("dense_decode", "dense_prefill", "merge_states", "paged_attention", "sparse_decode", "sparse_prefill", "topk"),
+    *("dense_decode", "dense_prefill", "merge_states", "paged_attention", "reshape_and_cache"),
+    *("sparse_decode", "sparse_prefill", "topk"),
     *("index_convert", "index_logits", "index_quantize", "index_query", "index_select"),
 )
 _BESIDE = {

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 from support.calls import BF16, CALLS, FP8, FP16, UNLIMITED
 from support.compile import AMD_SHARED_BYTES, SHARED_BYTES, amd_shared_bytes, loop_spills
 from support.recording import Recorded, Recording
@@ -81,6 +82,7 @@ PORTABLE = [
     Variant("cache_write", "portable", {"form": "v32"}, products=None),
     Variant("cache_gather", "portable", {"form": "model1"}, products=None),
     Variant("cache_copy", "portable", {"disjoint": False}, products=None),
+    Variant("reshape_and_cache", "portable", {"cache_dtype": FP8, "per_token": True}, products=None),
     Variant("latent_rows", "portable", products=None),
     Variant("rotate_heads", "portable", products=None),
 ]
@@ -150,6 +152,13 @@ MORE_PORTABLE = [
         for arch in (80, 90)
     ),
     Variant("cache_write", "portable", {"form": "v32", "scale_rounding": "exact"}, products=None),
+    *(
+        Variant("reshape_and_cache", "portable", {"cache_dtype": dtype, "in_pieces": pieces}, arch, None)
+        for dtype in (BF16, FP8, torch.float8_e5m2, torch.int8)
+        for pieces in (False, True)
+        for arch in (80, 90)
+    ),
+    Variant("reshape_and_cache", "portable", {"widths": (192, 512)}, products=None),
     Variant("merge_states", "portable", {"context_tokens": 7, "to_e4m3": True}, products=None),
     *(
         Variant("latent_rows", "portable", {"interleaved": turn, "with_cache": cache}, arch, None)
@@ -277,6 +286,12 @@ SAME_CODE = [
         for form in ("v32", "model1", "bf16", "fp8")
     ),
     ("cache_copy", "portable", {"pairs": [1, 2, 16], "pages": [1, 7, 16], "page_size": [1, 2, 64]}, 1),
+    (
+        "reshape_and_cache",
+        "portable",
+        {**PAGES, "heads": [1, 2, 8], "cache_dtype": [FP8], "per_token": [True]},
+        1,
+    ),
     ("latent_rows", "portable", {"tokens": [1, 2, 16, 77], "pages": [1, 3, 16]}, 1),
     ("rotate_heads", "portable", {"tokens": [1, 2, 16, 77], "heads": [1, 16, 128]}, 1),
 ]

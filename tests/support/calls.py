@@ -290,6 +290,34 @@ def cache_copy(
     return record("cache_copy", backend, None, cache, *lists, disjoint, arch=arch)
 
 
+def reshape_and_cache(
+    record: Recording,
+    backend: str,
+    tokens: int = 100,
+    heads: int = 8,
+    widths: tuple[int, int] = (128, 128),
+    pages: int = 8,
+    page_size: int = 64,
+    gap: int = 0,
+    cache_dtype: torch.dtype = BF16,
+    in_pieces: bool = False,
+    per_token: bool = False,
+    arch: int | None = 90,
+) -> list[Recorded]:
+    def side(width: int) -> tuple[Any, ...]:
+        rows = torch.zeros(tokens, heads, width + gap, dtype=BF16)[..., :width]
+        shape = (pages, page_size, heads, width // 16, 16) if in_pieces else (pages, page_size, heads, 1, width)
+        scales = torch.zeros(pages, page_size, heads) if per_token else None
+        return rows, torch.zeros(shape, dtype=cache_dtype), scales
+
+    (key, k_cache, k_scale), (value, v_cache, v_scale) = map(side, widths)
+    if in_pieces:
+        k_cache = k_cache.permute(0, 2, 3, 1, 4).contiguous().permute(0, 3, 1, 2, 4)
+    slots = torch.zeros(tokens, dtype=torch.int64)
+    arguments = (key, k_cache, slots, k_scale, 1.0, value, v_cache, v_scale, 1.0)
+    return record("reshape_and_cache", backend, *arguments, arch=arch)
+
+
 def latent_rows(
     record: Recording,
     backend: str,
@@ -348,6 +376,7 @@ CALLS: dict[str, Any] = {
         dense_prefill,
         dense_prefill_backward,
         cache_copy,
+        reshape_and_cache,
         merge_states,
         cache_write,
         cache_gather,

@@ -76,6 +76,12 @@ def _caches(form: str) -> None:
     flashlatte.kv_cache.copy_blocks(cache, [0, 1], [1, 0], backend="portable")
 
 
+def _reshape_and_cache() -> None:
+    key, value = _rows(3, 2, 128), _rows(3, 2, 64)
+    caches = _rows(4, 16, 2, 128, dtype=torch.int8), _rows(4, 16, 2, 64, dtype=torch.int8)
+    flashlatte.reshape_and_cache(key, value, *caches, _ints(3), k_scale=torch.ones(4, 16, 2), backend="portable")
+
+
 def _norm_rope() -> None:
     rotary = Rotary(torch.zeros(8, 64), _ints(3), interleaved=True)
     latent_rows(_rows(3, 576), _rows(512), rotary, 1e-6, backend="portable")
@@ -95,6 +101,7 @@ OPERATIONS = (
     "dense_prefill",
     "merge_states",
     "norm_rope",
+    "reshape_and_cache",
     "sparse_decode",
     "sparse_prefill",
 )
@@ -110,5 +117,6 @@ CALLS: list[Callable[[], None]] = [
     *(functools.partial(_dense_prefill, backend) for backend in ("portable", "hopper")),
     *(functools.partial(_caches, form) for form in ("v32", "model1", "bf16")),
     _norm_rope,
+    _reshape_and_cache,
     _merge_states,
 ]

@@ -1,4 +1,4 @@
-"""e4m3, E8M0 and bf16 as bits, for Triton kernels: the same results on every GPU and in the interpreter.
+"""e4m3, e5m2, int8, E8M0 and bf16 as bits, for Triton kernels: the same results on every GPU and in the interpreter.
 
 ``NATIVE`` says that the GPU converts e4m3 in hardware (see ``converts_e4m3``); the integer arithmetic beside it gives
 the same bits. ``INTERPRETED`` says that the kernel runs in Triton's interpreter, whose float32 to bf16 cast truncates
@@ -40,6 +40,29 @@ def float_to_e4m3(x, NATIVE: tl.constexpr):
         code = tl.where(magnitude > 0x43E00000, 0x7E, code)
         code = tl.where(magnitude > 0x7F800000, 0x7F, code)
         return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def float_to_e5m2(x):
+    """The e5m2 bits, uint8, of float32 x: nearest even, saturating at 57344; NaN stays NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # As ``float_to_e4m3``: exponents are rebased from 127 to 15, and e5m2's smallest step is 2^-16.
+    normal = ((magnitude + 0xFFFFF + ((magnitude >> 21) & 1)) >> 21) - (112 << 2)
+    subnormal = (magnitude.to(tl.float32, bitcast=True) + 128.0).to(tl.int32, bitcast=True) - (134 << 23)
+    code = tl.where(magnitude < (113 << 23), subnormal, normal)
+    code = tl.where(magnitude > 0x47600000, 0x7B, code)
+    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def float_to_int8(x):
+    """The int8 bits, uint8, of float32 x: nearest even, saturating at 127 and -127; NaN becomes 0."""
+    x = tl.where(x == x, x, 0.0)
+    x = tl.where(x > 127.0, 127.0, tl.where(x < -127.0, -127.0, x))
+    # 1.5 · 2^23: the last bit of the sum is worth 1, and its low byte is the number's.
+    return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8)
 
 
 @triton.jit

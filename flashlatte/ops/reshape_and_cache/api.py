@@ -1,0 +1,150 @@
+"""``reshape_and_cache``: its arguments, their checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kv_cache import scales
+from flashlatte.kv_cache.one_byte import LARGEST
+from flashlatte.runtime import checks, dispatch, gradients, refusals
+from flashlatte.runtime.repeat import repeats_launches
+from flashlatte.runtime.torch_op import register_op
+
+OPERATION = "reshape_and_cache"
+# Numbers of a head that a program holds in registers.
+PORTABLE_MAX_WIDTH = 1024
+
+
+def _refuses_portable(call: dispatch.Call) -> str | None:
+    return refusals.triton(call) or refusals.too_wide(call, PORTABLE_MAX_WIDTH)
+
+
+dispatch.define(
+    OPERATION,
+    dispatch.Implementation(
+        "portable", "flashlatte.ops.reshape_and_cache.portable:reshape_and_cache", _refuses_portable
+    ),
+    dispatch.Implementation("reference", "flashlatte.ops.reshape_and_cache.reference:reshape_and_cache"),
+)
+
+
+@repeats_launches
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    backend: str | None = None,
+) -> None:
+    """Write new keys and values into the pages that ``paged_attention`` reads, in place, quantised to their dtype.
+
+    Caches and scales are as ``paged_attention`` takes them. vLLM's two layouts are views: of its pages
+    [pages, page_size, h_kv, d] as they are, whichever of tokens and heads comes first in memory; of
+    [pages, h_kv, d / x, page_size, x] and [pages, h_kv, d_v, page_size] ``k_cache.permute(0, 3, 1, 2, 4)`` and
+    ``v_cache.permute(0, 3, 1, 2)``.
+
+    Args:
+        key: [T, h_kv, d], bf16, fp16 or float32, last stride 1; T ≥ n, tokens from n on are padding and are not
+            looked at. T may be 0.
+        value: [T, h_kv, d_v] in key's dtype. d_v need not be d.
+        k_cache: [pages, page_size, h_kv, d], any strides, or [pages, page_size, h_kv, d / x, x] with last stride 1; in
+            key's dtype, float8_e4m3fn, float8_e5m2 or int8.
+        v_cache: [pages, page_size, h_kv, d_v], any strides, in k_cache's dtype.
+        slot_mapping: int32 or int64 [n], page · page_size + offset of each token. A slot below 0 or beyond the cache
+            skips its token. Slots must differ from each other.
+        k_scale: of a quantised k_cache, which holds key / k_scale, to nearest even and saturated. A number, or float32
+            with one element or [h_kv], on key's device; default 1. Or float32 [pages, page_size, h_kv], any strides,
+            to write into: the scale of each token and head, its largest magnitude / the largest number of the dtype
+            (448, 57344 or 127), at least 1e-6.
+        v_scale: the same of v_cache.
+        backend: "portable" or "reference"; None chooses.
+
+    A NaN stays one in fp8 and makes its token's and head's scale NaN; in int8 with a given scale it becomes 0.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each other.
+    """
+    checks.tensor("key", key, ("T", "h_kv", "d"), checks.FLOAT_DTYPES, may_be_empty=1)
+    tokens, heads, width = key.shape
+    device = key.device
+    checks.tensor("value", value, (tokens, heads, "d_v"), (key.dtype,), device)
+    k_cache = _check_cache("k_cache", k_cache, key, (key.dtype, *LARGEST), split=True)
+    v_cache = _check_cache("v_cache", v_cache, value, (k_cache.dtype,))
+    if v_cache.shape[:2] != k_cache.shape[:2]:
+        raise ValueError(
+            f"v_cache must have k_cache's {k_cache.shape[0]} pages of {k_cache.shape[1]} tokens, "
+            f"got {v_cache.shape[0]} of {v_cache.shape[1]}"
+        )
+    checks.tensor(
+        "slot_mapping", slot_mapping, ("n",), checks.INDEX_DTYPES, device, unit_last_stride=False, may_be_empty=1
+    )
+    if slot_mapping.shape[0] > tokens:
+        raise ValueError(f"slot_mapping must not be longer than key ({tokens} tokens), got {slot_mapping.shape[0]}")
+    k_scale, k_scale_value = _check_scale("k_scale", k_scale, k_cache)
+    v_scale, v_scale_value = _check_scale("v_scale", v_scale, v_cache)
+    call = dispatch.Call(
+        OPERATION, device, key.dtype, page_size=k_cache.shape[1], head_dim=width, head_dim_v=value.shape[2], h_kv=heads
+    )
+    gradients.warn_if_dropped(OPERATION, key, value)
+    backend = dispatch.select(call, backend)
+    if slot_mapping.shape[0]:
+        _reshape_and_cache(
+            key, value, k_cache, v_cache, slot_mapping, k_scale, k_scale_value, v_scale, v_scale_value, backend
+        )
+
+
+@register_op(OPERATION, mutates=("k_cache", "v_cache", "k_scale", "v_scale"))
+def _reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    k_scale_value: float,
+    v_scale: torch.Tensor | None,
+    v_scale_value: float,
+    backend: str,
+) -> None:
+    """Caches come with their rows in pieces, as the last two axes. Scales with three axes are written."""
+    run = dispatch.implementation(OPERATION, backend)
+    run(key, k_cache, slot_mapping, k_scale, k_scale_value, value, v_cache, v_scale, v_scale_value)
+
+
+def _check_cache(
+    name: str, cache: torch.Tensor, rows: torch.Tensor, dtypes: tuple[torch.dtype, ...], split: bool = False
+) -> torch.Tensor:
+    """The cache with its rows in pieces whose numbers lie side by side, as the last two axes."""
+    heads, width = rows.shape[1:]
+    if split and isinstance(cache, torch.Tensor) and cache.dim() == 5:
+        x = max(cache.shape[4], 1)
+        shape = ("pages", "page_size", heads, width // x, x if width % x == 0 else width)
+        return checks.output(name, cache, shape, dtypes, rows.device)
+    checks.output(name, cache, ("pages", "page_size", heads, width), dtypes, rows.device, unit_last_stride=False)
+    return cache.unsqueeze(3) if cache.stride(3) == 1 or width == 1 else cache.unsqueeze(4)
+
+
+def _check_scale(
+    name: str, scale: float | torch.Tensor | None, cache: torch.Tensor
+) -> tuple[torch.Tensor | None, float]:
+    """The scale as a tensor [1], [h_kv] or [pages, page_size, h_kv], or None and a number."""
+    if scale is not None and cache.dtype not in LARGEST:
+        raise ValueError(
+            f"{name} belongs to a cache in {checks.dtype_names(LARGEST)}, and this one is "
+            f"{checks.dtype_names([cache.dtype])}"
+        )
+    if isinstance(scale, torch.Tensor) and (scale.numel() != 1 or scale.dim() == 3):
+        shape = cache.shape[:3]
+        if scale.shape not in (shape, shape[2:]):
+            raise ValueError(
+                f"{name} must have one element or shape [{shape[2]}] or {list(shape)}, got {list(scale.shape)}"
+            )
+        check = checks.output if scale.dim() == 3 else checks.tensor
+        check(name, scale, tuple(scale.shape), (torch.float32,), cache.device, unit_last_stride=False)
+        return scale, 1.0
+    tensor, value = scales.split(name, scale, cache.device)
+    return (None if tensor is None else tensor.reshape(1)), value
