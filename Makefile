@@ -10,7 +10,7 @@ COMPILED := tests/ops tests/kernels tests/runtime tests/split_kv
 .PHONY: demo test test-all docs wheel gpu-test sanitize bench lint clean
 
 demo: $(READY)
-	@$(BIN)/flashlatte demo
+	@$(BIN)/flashlatte demo --model $(or $(MODEL),v3)
 
 # What a contributor needs.
 test: $(READY)

@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo", help="a small DeepSeek-V3 decodes with stock transformers and through FlashLatte"
     )
+    demo.add_argument("--model", default="v3", help="v3 (default), or v3.2, whose indexer selects tokens")
     demo.add_argument("--prompt", type=Path, help="a text file to continue; the package brings one")
     demo.add_argument("--new-tokens", type=int, default=64, help="tokens to generate, 64 to 1024 (default 64)")
     demo.add_argument("--device", help="where, cuda or cpu; a GPU if there is one")
@@ -73,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(arguments: argparse.Namespace) -> int:
     from flashlatte.demo import run_demo
 
-    return run_demo(prompt_file=arguments.prompt, new_tokens=arguments.new_tokens, device=arguments.device)
+    return run_demo(arguments.prompt, arguments.new_tokens, arguments.device, arguments.model)
 
 
 def _generate(arguments: argparse.Namespace) -> int:

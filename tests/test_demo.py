@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashlatte.demo import demo, run_demo
-from flashlatte.demo.runs import Run
+from flashlatte.demo.runs import Run, overlap
 from flashlatte.demo.tokenizer import ByteTokenizer
 
 
@@ -80,6 +80,32 @@ def test_a_comparison_that_fails_gives_exit_code_1(monkeypatch, capsys, same, di
     assert ("FAILED" in capsys.readouterr().out) == (code == 1)
 
 
+def test_a_selection_that_differs_too_much_fails():
+    run = Run(torch.arange(64), 10.0)
+    overlaps = (0.999, 0.96, 0.97, 1.0)
+    rows = [
+        demo.Row(demo.INDEXED_CHOICES[index], run, 64, 0.0, overlap)
+        for index, overlap in zip((0, 1, 1, 0), overlaps, strict=True)
+    ]
+    assert [row.passed for row in rows] == [False, False, True, True]
+
+
+def test_overlap_is_the_share_of_what_was_wanted():
+    made, wanted = [frozenset({1, 2, 3}), frozenset({4})], [frozenset({2, 3, 9}), frozenset({4})]
+    assert overlap(made, wanted) == 0.75
+
+
+@pytest.mark.full
+def test_the_demo_of_a_model_with_an_indexer(capsys):
+    pytest.importorskip("transformers")
+    pytest.importorskip("rich")
+    assert run_demo(device="cpu", model="v3.2") == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert rows["fp32"][0] == str(3 * (576 + 128) * 4)
+    assert rows["v32"][0] == str(3 * (656 + 132))
+    assert rows["fp32"][2].startswith("ok: 64 of 64 the same")
+
+
 def test_only_the_float32_cache_must_give_every_token():
     run = Run(torch.arange(64), 10.0)
     assert [demo.Row(choice, run, 3, 0.0).passed for choice in demo.CHOICES] == [False, True, True]
@@ -98,6 +124,7 @@ def test_mistakes_give_exit_code_2_and_one_line(capsys, tmp_path):
         ({"device": "abacus"}, "device 'abacus' cannot be used"),
         ({"device": "cuda:99"}, "device 'cuda:99' cannot be used"),
         ({"device": "meta"}, "device 'meta' cannot be used"),
+        ({"model": "v4"}, "the model must be v3 or v3.2, got v4"),
     )
     for arguments, message in cases:
         assert run_demo(**arguments) == 2

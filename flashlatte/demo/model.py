@@ -1,4 +1,4 @@
-"""The demo's model: a small DeepseekV3 with fixed random weights, stored and loaded by transformers' own code."""
+"""The demo's models: small ones with fixed random weights, stored and loaded by transformers' own code."""
 
 from __future__ import annotations
 
@@ -18,23 +18,30 @@ NOPE, ROPE, VALUE, LATENT = 128, 64, 128, 512
 # Chosen so that greedy decoding writes many different tokens, each well ahead of the next best: a query that is sharp,
 # and experts that matter little, since a rounding that changes the choice of an expert shows in full.
 SEED = 1
+# The indexer of DeepseekV32: a choice of a third of the tokens.
+INDEX_HEADS, INDEX_DIM, TOPK = 32, 128, 128
+FAMILIES = {"v3": "DeepseekV3", "v3.2": "DeepseekV32"}
 GAINS = {"embed_tokens": 1.0, "q_b_proj": 4.0, "o_proj": 4.0, "down_proj": 0.25, "lm_head": 2.0}
 
 
-def load_model(device: torch.device) -> Any:
-    """The demo's model in float32, after a round trip through safetensors in a temporary directory."""
-    from transformers import DeepseekV3ForCausalLM
+def load_model(device: torch.device, name: str = "v3") -> Any:
+    """The model of ``FAMILIES`` in float32, after a round trip through safetensors in a temporary directory."""
+    import transformers
 
     with tempfile.TemporaryDirectory() as directory, _quiet_transformers():
-        _random_model().save_pretrained(directory)
-        model: Any = DeepseekV3ForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        _random_model(name).save_pretrained(directory)
+        host: Any = getattr(transformers, f"{FAMILIES[name]}ForCausalLM")
+        model: Any = host.from_pretrained(directory, dtype=torch.float32)
     return model.to(device).eval()
 
 
-def _random_model() -> Any:
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+def _random_model(name: str) -> Any:
+    import transformers
 
-    config = DeepseekV3Config(
+    family = FAMILIES[name]
+    indexer = {} if name == "v3" else {"index_n_heads": INDEX_HEADS, "index_head_dim": INDEX_DIM, "index_topk": TOPK}
+    config = getattr(transformers, f"{family}Config")(
+        **indexer,
         vocab_size=ByteTokenizer.vocabulary,
         hidden_size=256,
         intermediate_size=512,
@@ -58,7 +65,7 @@ def _random_model() -> Any:
         eos_token_id=None,
         pad_token_id=ByteTokenizer.pad_token_id,
     )
-    model = DeepseekV3ForCausalLM(config)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for name, weight in model.named_parameters():

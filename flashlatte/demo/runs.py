@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,43 @@ def logits_along(model: Any, prompt: torch.Tensor, tokens: torch.Tensor, advance
         cache, ids = out.past_key_values, token.view(1, 1)
         advance()
     return torch.stack(rows)
+
+
+@contextlib.contextmanager
+def choices_made(model: Any) -> Iterator[list[frozenset[int]]]:
+    """The tokens that each layer's indexer chose for each single token decoded within, in order.
+
+    Of stock attention and of FlashLatte's, where a choice is slots, which are turned into positions.
+    """
+    made: list[frozenset[int]] = []
+
+    def stock(module: Any, args: Any, output: torch.Tensor) -> None:
+        if output.shape[1] == 1:
+            made.append(frozenset(output.flatten().tolist()))
+
+    def paged(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        latents = getattr(kwargs.get("past_key_values"), "latents", None)
+        metadata = None if latents is None else latents.metadata(output[0].device)
+        if metadata is None or metadata.decode is None or metadata.selection is None:
+            return
+        pages = {page: place for place, page in enumerate(metadata.decode.block_table[0].tolist())}
+        slots, size = metadata.selection.slots, metadata.page_size
+        made.append(frozenset(pages[slot // size] * size + slot % size for slot in slots[0].tolist() if slot >= 0))
+
+    attentions = [layer.self_attn for layer in model.model.layers]
+    hooks = [attention.indexer.register_forward_hook(stock) for attention in attentions]
+    hooks += [attention.register_forward_hook(paged, with_kwargs=True) for attention in attentions]
+    try:
+        yield made
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def overlap(made: Sequence[frozenset[int]], wanted: Sequence[frozenset[int]]) -> float:
+    """The share of ``wanted``'s tokens that ``made`` has too."""
+    both = sum(len(mine & other) for mine, other in zip(made, wanted, strict=True))
+    return both / sum(len(other) for other in wanted)
 
 
 def _synchronize(device: torch.device) -> None:
