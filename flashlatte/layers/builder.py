@@ -119,7 +119,8 @@ class MLAMetadataBuilder:
             block_table: int32 or int64 [n, pages], the pages of each request in order. On the CPU, the pages that a
                 request reaches are checked.
             slot_mapping: int32 or int64 [tokens], where each new token goes; below 0 it is not stored. By default,
-                where ``block_table`` has it. On the CPU, slots are checked.
+                where ``block_table`` has it. On the CPU, slots are checked. Where an indexer selects among a
+                prefill's tokens each of them needs one, since they are read from the cache.
             pad_requests_to: add empty requests of the decode part's number of tokens, whose slots are -1, up to so
                 many: for a captured graph of that size. Only for a step whose requests are all decode requests with
                 one number of tokens, or a step without requests.
@@ -141,6 +142,7 @@ class MLAMetadataBuilder:
         if requests:
             columns = min(block_table.shape[1], self.max_pages)
             self._table[:requests, :columns].copy_(block_table[:, :columns])
+        given = slot_mapping
         if slot_mapping is None and tokens:
             ids = torch.repeat_interleave(torch.arange(requests), torch.tensor(query_lens)).to(self.device)
             table = self._table[:requests]
@@ -161,6 +163,13 @@ class MLAMetadataBuilder:
         decode_lens = query_lens[:decoding] + pads * [queries]
         selection = self._selection(query_lens, lengths, decoding, total)
         sparse_prefill = selection is not None and selection.chunks is not None
+        if (
+            sparse_prefill
+            and given is not None
+            and given.device.type == "cpu"
+            and (given[starts[decoding] :] < 0).any()
+        ):
+            raise ValueError("slot_mapping must store every token of a prefill that an indexer selects from, got -1")
         return MLAMetadata(
             num_tokens=total,
             num_decode_tokens=starts[decoding] + total - tokens,

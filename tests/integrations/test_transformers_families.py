@@ -92,7 +92,10 @@ def _stock(name: str) -> Any:
     return model
 
 
-@pytest.fixture(params=SERVED)
+LONG = ("v32-yarn",)
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.full] * (name in LONG)) for name in SERVED])
 def stock(request) -> Any:
     return copy.deepcopy(_stock(request.param))
 

@@ -15,7 +15,6 @@ pytest.importorskip("transformers")
 
 from layers.stock import (
     INDEXED,
-    INDEXED_MODELS,
     Engine,
     assert_like_stock,
     assert_within,
@@ -30,7 +29,7 @@ from flashlatte.layers.models import shared_selections
 TOPK = INDEXED["index_topk"]
 
 
-@pytest.fixture(params=INDEXED_MODELS)
+@pytest.fixture(params=["v32", "glm5", pytest.param("v32-yarn", marks=pytest.mark.full)])
 def model(request):
     return stock(request.param)
 
@@ -262,6 +261,15 @@ def test_what_does_not_go_together_is_refused(change, message):
     arguments.pop("topk", None)
     with pytest.raises(ValueError, match=message):
         engine.layer(engine.sequences[0][:20], arguments.pop("cache"), metadata, **arguments)
+
+
+def test_a_token_that_is_not_stored_cannot_be_selected():
+    engine = engine_of(stock("v32"), (40,))
+    slots = torch.arange(20)
+    slots[13] = -1
+    with pytest.raises(ValueError, match="slot_mapping must store every token of a prefill that an indexer selects"):
+        engine.builder.build([0, 20], [20], engine.table, slots)
+    engine.builder.build([0, 8], [8], engine.table, slots[12:])
 
 
 def test_a_choice_to_share_must_have_been_made():

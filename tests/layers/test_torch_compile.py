@@ -29,14 +29,18 @@ def run(engine, counter=None):
     return torch.cat(engine.results()), graphs
 
 
-CACHES = [("fp32", 32, 8), pytest.param("v32", 512, 64, marks=pytest.mark.full)]
+LAYERS = [
+    ("v3", "fp32", 32, 8),
+    pytest.param("v3", "v32", 512, 64, marks=pytest.mark.full),
+    pytest.param("v32", "fp32", 32, 8, marks=pytest.mark.full),
+]
 
 
 # "aot_eager" traces through autograd and takes mutation out of the graph, as the default backend does, and spends no
 # time on machine code.
-@pytest.mark.parametrize(("cache_format", "rank", "rope"), CACHES)
-def test_a_compiled_layer_is_one_graph(cache_format, rank, rope):
-    model = stock("v3", (("kv_lora_rank", rank), ("qk_rope_head_dim", rope)))
+@pytest.mark.parametrize(("name", "cache_format", "rank", "rope"), LAYERS)
+def test_a_compiled_layer_is_one_graph(name, cache_format, rank, rope):
+    model = stock(name, (("kv_lora_rank", rank), ("qk_rope_head_dim", rope)))
     sequences = hidden_states((20, 30, 40))
     expected, _ = run(Engine(layer_like(model), sequences, cache_format))
     engine = Engine(layer_like(model), sequences, cache_format)
