@@ -4,6 +4,15 @@ from flashlatte.distributed.agreement import failing_together
 from flashlatte.distributed.context_parallel import ContextParallel
 from flashlatte.distributed.layer import TensorParallelAttention, shard_metadata
 from flashlatte.distributed.plan import ShardPlan
+from flashlatte.distributed.prefill import PrefillRing
 from flashlatte.kv_cache.sharding import Sharding
 
-__all__ = ["ContextParallel", "ShardPlan", "Sharding", "TensorParallelAttention", "failing_together", "shard_metadata"]
+__all__ = [
+    "ContextParallel",
+    "PrefillRing",
+    "ShardPlan",
+    "Sharding",
+    "TensorParallelAttention",
+    "failing_together",
+    "shard_metadata",
+]

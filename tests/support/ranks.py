@@ -14,7 +14,13 @@ from typing import Any
 # One process imports torch, and the ranks are forked from it before it has a thread.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["torch.distributed", "flashlatte.distributed", "support.rank_jobs", "support.rank_layer_jobs"]
+    [
+        "torch.distributed",
+        "flashlatte.distributed",
+        "support.rank_jobs",
+        "support.rank_layer_jobs",
+        "support.rank_prefill_jobs",
+    ]
 )
 _PATIENCE = 60
 
