@@ -15,13 +15,6 @@ FORMS = ("all_to_all", "reduce_scatter", "all_reduce")
 LENGTHS = (0, 1, 2, 7, 40, 131)
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
-def ranks(request):
-    made = Ranks(request.param)
-    yield made
-    made.close()
-
-
 def close(got, want, tolerance=1e-5):
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
 
@@ -161,6 +154,8 @@ def test_a_rank_that_does_not_come_is_named(ranks):
     told = ranks.outcomes(rank_jobs.only_rank_0_makes_one)
     assert "rank 1 did not come to ContextParallel" in told[0].message
     assert told[1:] == [None] * (ranks.size - 1)
+    # Those that come later find what it said.
+    assert ranks.run(rank_jobs.the_others_make_one) == [None] * ranks.size
 
 
 def test_a_failure_ends_all_ranks_with_its_reason():

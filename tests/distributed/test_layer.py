@@ -1,16 +1,7 @@
 """The MLA layer with heads, and keys, over 2 to 4 processes against the layer in one."""
 
-import pytest
 import torch
 from support import rank_layer_jobs
-from support.ranks import Ranks
-
-
-@pytest.fixture(scope="module", params=[2, 3, 4])
-def ranks(request):
-    made = Ranks(request.param)
-    yield made
-    made.close()
 
 
 def assert_close(results, wanted):

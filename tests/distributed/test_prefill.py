@@ -3,16 +3,8 @@
 import pytest
 import torch
 from support import rank_prefill_jobs
-from support.ranks import Ranks
 
 from flashlatte.distributed.prefill import zigzag_blocks
-
-
-@pytest.fixture(scope="module", params=[2, 3, 4])
-def ranks(request):
-    made = Ranks(request.param)
-    yield made
-    made.close()
 
 
 def expected(tokens, dtype):

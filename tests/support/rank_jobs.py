@@ -198,6 +198,11 @@ def only_rank_0_makes_one() -> None:
         ContextParallel(timeout=timedelta(seconds=0.5))
 
 
+def the_others_make_one() -> None:
+    if dist.get_rank() != 0:
+        ContextParallel()
+
+
 def fail_on(rank: int) -> None:
     """One rank fails, and the others wait for it in a collective."""
     with failing_together():

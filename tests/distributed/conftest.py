@@ -1,0 +1,12 @@
+from __future__ import annotations
+
+import pytest
+from support.ranks import Ranks
+
+
+@pytest.fixture(scope="session", params=[2, 3, 4])
+def ranks(request):
+    """So many processes, which all tests of a run share."""
+    made = Ranks(request.param)
+    yield made
+    made.close()
