@@ -318,6 +318,22 @@ def reshape_and_cache(
     return record("reshape_and_cache", backend, *arguments, arch=arch)
 
 
+def gather_records(
+    record: Recording,
+    backend: str,
+    form: str = "v32",
+    tokens: int = 100,
+    requests: int = 4,
+    pages: int = 8,
+    page_size: int = 64,
+    arch: int | None = 90,
+) -> list[Recorded]:
+    cache = kv_cache.allocate(form, pages, page_size)
+    out = torch.zeros(tokens, cache.shape[-1], dtype=cache.dtype)
+    table, starts = torch.zeros(requests, 8, dtype=torch.int32), torch.zeros(requests + 1, dtype=torch.int32)
+    return record("gather_records", backend, cache, table, starts, None, kv_cache.get_format(form), out, arch=arch)
+
+
 def latent_rows(
     record: Recording,
     backend: str,
@@ -376,6 +392,7 @@ CALLS: dict[str, Any] = {
         dense_prefill,
         dense_prefill_backward,
         cache_copy,
+        gather_records,
         reshape_and_cache,
         merge_states,
         cache_write,

@@ -73,6 +73,7 @@ def _caches(form: str) -> None:
     cache = flashlatte.kv_cache.allocate(form, 4, 64)
     flashlatte.kv_cache.write(cache, _ints(3), _rows(3, 576 if form != "model1" else 512), backend="portable")
     flashlatte.kv_cache.gather(cache, _ints(1, 4), _ints(2), total_tokens=9, backend="portable")
+    flashlatte.kv_cache.gather_records(cache, _ints(1, 4), _ints(2), 9, backend="portable")
     flashlatte.kv_cache.copy_blocks(cache, [0, 1], [1, 0], backend="portable")
 
 
@@ -99,6 +100,7 @@ OPERATIONS = (
     "cache_write",
     "dense_decode",
     "dense_prefill",
+    "gather_records",
     "merge_states",
     "norm_rope",
     "reshape_and_cache",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache import scales
+from flashlatte.kv_cache import requests, scales
 from flashlatte.kv_cache.codec import as_cache, one_scale
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format, format_class, names_of
@@ -70,14 +70,7 @@ def cache_gather(
     """
     cache, layout = as_cache(cache, cache_format)
     device = cache.device
-    may_be_empty = 2 if isinstance(block_table, torch.Tensor) and block_table.shape[:1] == (0,) else 0
-    checks.tensor(
-        "block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty
-    )
-    requests = block_table.shape[0]
-    checks.tensor("cu_seqlens", cu_seqlens, (requests + 1,), checks.INDEX_DTYPES, device, unit_last_stride=False)
-    if seq_starts is not None:
-        checks.tensor("seq_starts", seq_starts, (requests,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    requests.check(block_table, cu_seqlens, seq_starts, device)
     scale_tensor, scale_value = scales.split("scale", one_scale(layout, scale), device)
     if out is None:
         if dtype not in checks.FLOAT_DTYPES:

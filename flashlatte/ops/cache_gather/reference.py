@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.kv_cache import requests
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.slots import read_slots
 
@@ -18,22 +19,7 @@ def cache_gather(
     scale_value: float,
     out: torch.Tensor,
 ) -> None:
-    num_pages, page_size = cache.shape[:2]
-    rows = torch.arange(out.shape[0], device=out.device)
-    cu_seqlens = cu_seqlens.long()
-    requests = torch.searchsorted(cu_seqlens, rows, right=True) - 1
-    inside = (requests >= 0) & (requests < block_table.shape[0])
-    requests = requests.clamp(0, block_table.shape[0] - 1)
-
-    positions = rows - cu_seqlens[requests]
-    if seq_starts is not None:
-        positions = positions + seq_starts[requests]
-    table_column = positions // page_size
-    in_table = (positions >= 0) & (table_column < block_table.shape[1])
-    page = block_table[requests, table_column.clamp(0, block_table.shape[1] - 1)].long()
-    found = in_table & (page >= 0) & (page < num_pages)
-    slots = torch.where(found, page * page_size + positions % page_size, -1)
-
+    inside, slots = requests.slots_of_rows(cache, block_table, cu_seqlens, seq_starts, out.shape[0])
     scale = scale_value if scale_tensor is None else scale_tensor
     tokens = read_slots(cache, slots, layout, scale).to(out.dtype)
     out.copy_(torch.where(inside.unsqueeze(-1), tokens, out))

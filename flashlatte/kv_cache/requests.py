@@ -1,0 +1,46 @@
+"""Rows of a gather: which request each belongs to, and where its token lies."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.runtime import checks
+
+
+def check(
+    block_table: torch.Tensor, cu_seqlens: torch.Tensor, seq_starts: torch.Tensor | None, device: torch.device
+) -> None:
+    """block_table [b, max_pages], of which both axes may be empty if b is 0, cu_seqlens [b + 1], seq_starts [b]."""
+    may_be_empty = 2 if isinstance(block_table, torch.Tensor) and block_table.shape[:1] == (0,) else 0
+    checks.tensor(
+        "block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty
+    )
+    requests = block_table.shape[0]
+    checks.tensor("cu_seqlens", cu_seqlens, (requests + 1,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    if seq_starts is not None:
+        checks.tensor("seq_starts", seq_starts, (requests,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+
+
+def slots_of_rows(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seq_starts: torch.Tensor | None,
+    num_rows: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each row whether a request has it, and its token's slot, -1 where that is not in the cache."""
+    num_pages, page_size = cache.shape[:2]
+    rows = torch.arange(num_rows, device=cache.device)
+    cu_seqlens = cu_seqlens.long()
+    requests = torch.searchsorted(cu_seqlens, rows, right=True) - 1
+    inside = (requests >= 0) & (requests < block_table.shape[0])
+    requests = requests.clamp(0, block_table.shape[0] - 1)
+
+    positions = rows - cu_seqlens[requests]
+    if seq_starts is not None:
+        positions = positions + seq_starts[requests]
+    table_column = positions // page_size
+    in_table = (positions >= 0) & (table_column < block_table.shape[1])
+    page = block_table[requests, table_column.clamp(0, block_table.shape[1] - 1)].long()
+    found = in_table & (page >= 0) & (page < num_pages)
+    return inside, torch.where(found, page * page_size + positions % page_size, -1)

@@ -1,0 +1,85 @@
+"""``gather_records``: its arguments, their checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kv_cache import requests
+from flashlatte.kv_cache.codec import as_cache
+from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.kv_cache.registry import as_format
+from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime.repeat import repeats_launches
+from flashlatte.runtime.torch_op import register_op
+
+OPERATION = "gather_records"
+
+dispatch.define(
+    OPERATION,
+    dispatch.Implementation("portable", "flashlatte.ops.gather_records.portable:gather_records", refusals.triton),
+    dispatch.Implementation("reference", "flashlatte.ops.gather_records.reference:gather_records"),
+)
+
+
+@repeats_launches
+def gather_records(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    total_tokens: int,
+    *,
+    cache_format: str | CacheFormat | None = None,
+    seq_starts: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Copy the tokens of several requests out of a paged cache of any format, byte for byte.
+
+    ``kv_cache.gather`` without the conversion: what ranks exchange, or what ``kv_cache.dequantize`` takes later. The
+    parts of a token that lie apart in a page (data and scales of ``model1``) follow each other in its record.
+
+    Args:
+        cache: [pages, page_size, 1, width] (or without the 1).
+        block_table: int32 or int64 [b, max_pages], the pages of each request in order. b may be 0.
+        cu_seqlens: int32 or int64 [b + 1]: request i goes to rows cu_seqlens[i] to cu_seqlens[i + 1].
+        total_tokens: rows of the result.
+        cache_format: inferred from the cache if None.
+        seq_starts: int32 or int64 [b], the token of each request to begin with; 0 if None.
+        out: [total_tokens, width] in the cache's dtype with last stride 1, to write into. Rows from cu_seqlens[b] on
+            are left.
+        backend: "portable" or "reference"; None chooses.
+
+    Returns:
+        [total_tokens, width] in the cache's dtype, or ``out``. A token whose page is not in the table or not in the
+        cache comes back as zero bytes.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    cache, layout = as_cache(cache, cache_format)
+    requests.check(block_table, cu_seqlens, seq_starts, cache.device)
+    shape = (checks.positive_int("total_tokens", total_tokens, or_zero=True), layout.record_width)
+    if out is None:
+        out = torch.zeros(shape, dtype=cache.dtype, device=cache.device)
+    else:
+        checks.output("out", out, shape, (cache.dtype,), cache.device)
+    call = dispatch.Call(OPERATION, cache.device, cache.dtype, layout.name, cache.shape[1], layout.head_dim)
+    backend = dispatch.select(call, backend)
+    if total_tokens and block_table.shape[0]:
+        _gather_records(cache, block_table, cu_seqlens, seq_starts, layout.name, layout.head_dim, out, backend)
+    return out
+
+
+@register_op(OPERATION, mutates=("out",))
+def _gather_records(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seq_starts: torch.Tensor | None,
+    cache_format: str,
+    head_dim: int,
+    out: torch.Tensor,
+    backend: str,
+) -> None:
+    run = dispatch.implementation(OPERATION, backend)
+    run(cache, block_table, cu_seqlens, seq_starts, as_format(cache_format, head_dim), out)
