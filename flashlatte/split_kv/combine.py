@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.triton_kernel import kernel
@@ -148,6 +149,10 @@ def combine_kernel(
     heads: tl.int32,
     rows: tl.int32,
     empty_lse: tl.float32,
+    tiles,
+    tiles_stride: tl.int64,
+    out_scale,
+    out_scale_value: tl.float32,
     num_groups: tl.int32,
     groups_per_head: tl.int32,
     num_splits: tl.int32,
@@ -162,6 +167,7 @@ def combine_kernel(
     COLS: tl.constexpr,
     ROW_ALIGN: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     """A CTA combines CTA_ROWS rows of a work item, ROWS at a time, and COLS columns.
@@ -186,6 +192,10 @@ def combine_kernel(
         heads,
         rows,
         empty_lse,
+        tiles,
+        tiles_stride,
+        out_scale,
+        out_scale_value,
     )
     PARTIAL: tl.constexpr = BLOCK_H * (D_V + 1)
     col_tiles: tl.constexpr = (D_V + COLS - 1) // COLS
@@ -219,7 +229,9 @@ def combine_kernel(
         for start in range(first_row, tl.minimum(first_row + CTA_ROWS, rows_in_use), ROWS):
             row = start + tl.arange(0, ROWS)
             combined, lse2 = _combine(splits, row, cols, IS_FIXED, BLOCK_H, D_V, SPLITS)
-            write_out(outputs, item, kv_head, group_row + row, cols, combined, lse2, D_V, ROW_ALIGN, INTERPRETED)
+            write_out(
+                outputs, item, kv_head, group_row + row, cols, combined, lse2, D_V, ROW_ALIGN, INTERPRETED, NATIVE_FP8
+            )
             if cta % col_tiles == 0:
                 write_lse(outputs, item, kv_head, group_row + row, lse2)
 
@@ -270,6 +282,7 @@ def launch_combine(
         COLS=tile.cols,
         ROW_ALIGN=row_align,
         INTERPRETED=machine.interpreting(),
+        NATIVE_FP8=converts_e4m3(scratch.device),
         OVERLAPPED=overlapped,
         num_warps=_NUM_WARPS,
         enable_fp_fusion=True,

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.fp8 import narrow
+from flashlatte.kernels.triton.fp8 import float_to_e4m3, narrow
 from flashlatte.kernels.triton.online_softmax import LN_2, LOG2_E
 
 
@@ -30,6 +30,11 @@ class Outputs(NamedTuple):
         heads: query heads of a kv head.
         rows: query rows of a kv head in a work item.
         empty_lse: lse of a row that sees no key.
+        tiles: int32 [items, tiles_stride], or None. Where given, tokens are packed: out is [T, h_q, d_v] and lse
+            [T, h_q], a work item has the rows of as many tokens as its second number says, from the one that its first
+            number says, and ``rows`` is the most it can have.
+        out_scale: of an ``out`` of e4m3 bytes, which holds values divided by it: one float32, or None for
+            ``out_scale_value``.
     """
 
     out: Any
@@ -46,6 +51,10 @@ class Outputs(NamedTuple):
     heads: Any
     rows: Any
     empty_lse: Any
+    tiles: Any = None
+    tiles_stride: Any = 0
+    out_scale: Any = None
+    out_scale_value: Any = 1.0
 
 
 def outputs_of(
@@ -83,9 +92,21 @@ def outputs_of(
 @triton.jit
 def _request_token_head(outputs, item, kv_head, rows):
     request = item // outputs.tokens
-    token = item % outputs.tokens + rows // outputs.heads
+    if outputs.tiles is None:
+        token = item % outputs.tokens + rows // outputs.heads
+    else:
+        token = tl.load(outputs.tiles + item * outputs.tiles_stride) + rows // outputs.heads
     head = kv_head * outputs.heads + rows % outputs.heads
     return request, token, head
+
+
+@triton.jit
+def _in_item(outputs, item, rows):
+    in_item = rows < outputs.rows
+    if outputs.tiles is not None:
+        tokens = tl.load(outputs.tiles + item * outputs.tiles_stride + 1)
+        in_item = in_item & (rows < tokens * outputs.heads)
+    return in_item
 
 
 @triton.jit
@@ -108,20 +129,27 @@ def write_out(
     D_V: tl.constexpr,
     ROW_ALIGN: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    NATIVE_FP8: tl.constexpr = False,
 ):
-    """Write normalised ``values`` [rows, cols] of a work item; ``lse2`` [rows] is their base-2 lse."""
-    in_item = rows < outputs.rows
+    """Write normalised ``values`` [rows, cols] of a work item; ``lse2`` [rows] is their base-2 lse.
+
+    NATIVE_FP8: whether the GPU converts e4m3, where ``out`` may be such.
+    """
+    in_item = _in_item(outputs, item, rows)
     if outputs.sink is not None:
         _, _, head = _request_token_head(outputs, item, kv_head, rows)
         sink = tl.load(outputs.sink + head * outputs.sink_stride, mask=in_item, other=0.0) * LOG2_E
         kept = tl.where(lse2 == float("-inf"), 0.0, 1.0 / (1.0 + tl.exp2(sink - lse2)))
         values *= kept[:, None]
     pointers = row_pointers(outputs, item, kv_head, rows, ROW_ALIGN)
-    tl.store(
-        pointers[:, None] + cols[None, :],
-        narrow(values, outputs.out.dtype.element_ty, INTERPRETED),
-        mask=in_item[:, None] & (cols < D_V)[None, :],
-    )
+    if outputs.out.dtype.element_ty == tl.uint8:
+        scale = outputs.out_scale_value
+        if outputs.out_scale is not None:
+            scale = tl.load(outputs.out_scale)
+        stored = float_to_e4m3(values * (1.0 / scale), NATIVE_FP8)
+    else:
+        stored = narrow(values, outputs.out.dtype.element_ty, INTERPRETED)
+    tl.store(pointers[:, None] + cols[None, :], stored, mask=in_item[:, None] & (cols < D_V)[None, :])
 
 
 @triton.jit
@@ -130,4 +158,4 @@ def write_lse(outputs, item, kv_head, rows, lse2):
     request, token, head = _request_token_head(outputs, item, kv_head, rows)
     lse = tl.where(lse2 == float("-inf"), outputs.empty_lse, lse2 * LN_2)
     offset = request * outputs.lse_stride_request + token * outputs.lse_stride_token + head * outputs.lse_stride_head
-    tl.store(outputs.lse + offset, lse, mask=rows < outputs.rows)
+    tl.store(outputs.lse + offset, lse, mask=_in_item(outputs, item, rows))

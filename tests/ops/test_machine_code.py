@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which
 
 MODULES = {"dense_prefill_backward": "dense_prefill", "latent_rows": "norm_rope", "rotate_heads": "norm_rope"}
 # Kernels beside the one that attends: they merge, clear and convert rows.
-OTHERS = ("combine", "clear", "merge_even", "prepare", "finish", "row_sums")
+OTHERS = ("combine", "tiles_kernel", "clear", "merge_even", "prepare", "finish", "row_sums")
 
 
 @pytest.fixture
@@ -78,6 +78,8 @@ PORTABLE = [
     Variant("sparse_decode", "portable", {"form": "v32", "lengths": True}, spills=120),
     Variant("sparse_prefill", "portable", {"lengths": True}, spills=8),
     Variant("dense_prefill", "portable"),
+    Variant("paged_attention", "portable", {"tokens": 2048}),
+    Variant("paged_attention", "portable", {"tokens": 4, "requests": 4, "cache_dtype": FP8}, products="hmma"),
     Variant("merge_states", "portable", products=None),
     Variant("cache_write", "portable", {"form": "v32"}, products=None),
     Variant("cache_gather", "portable", {"form": "model1"}, products=None),
@@ -142,6 +144,28 @@ MORE_PORTABLE = [
     Variant("sparse_prefill", "portable", {"head_dim": 512}, spills=8),
     *(Variant("sparse_prefill", "portable", {"heads": heads}, products="hmma") for heads in (8, 16, 32)),
     Variant("dense_prefill", "portable", {"head_dim": 128}),
+    *(
+        Variant("paged_attention", "portable", {"tokens": 2048, **call})
+        for call in (
+            {"terms": "softcap, sink", "hnd": True},
+            {"head_dim": 192, "page_size": 256},
+            {"head_dim": 256, "d_v": 256},
+            {"head_dim": 80, "d_v": 80},
+            {"cache_dtype": torch.int8, "per_token": True},
+            {"cache_dtype": torch.float8_e5m2, "dtype": FP16, "out_dtype": FP8},
+            {"in_pieces": True},
+        )
+    ),
+    Variant("paged_attention", "portable", {"tokens": 16}),
+    *(
+        Variant("paged_attention", "portable", {"tokens": 2, **call}, products="hmma")
+        for call in (
+            {},
+            {"terms": "alibi, bias, prefix, sink, softcap", "window": (128, 0)},
+            {"head_dim": 72, "d_v": 72},
+            {"page_size": 64, "cache_dtype": torch.int8, "per_token": True},
+        )
+    ),
     # dK and dV of 128 keys leave few registers.
     Variant("dense_prefill_backward", "portable", spills=24),
     Variant("dense_prefill_backward", "portable", {"head_dim": 128}),
@@ -219,6 +243,13 @@ OTHER_GPUS = [
     *(("sparse_prefill", arch, {"heads": heads}) for arch in (80, 86, 100) for heads in (16, 32, 128)),
     *(("sparse_prefill", arch, WIDE) for arch in (86, 90)),
     *(("sparse_prefill", arch, {"head_dim": 48, "d_v": 32, "dtype": FP16}) for arch in (86, 90)),
+    *(("paged_attention", arch, {"tokens": tokens}) for arch in (80, 86, 100) for tokens in (2, 16, 2048)),
+    *(
+        ("paged_attention", arch, {"tokens": tokens, "head_dim": width, "d_v": width})
+        for arch in (86, 90)
+        for tokens in (2, 2048)
+        for width in (256, 512)
+    ),
     *((operation, arch, {}) for operation in ("dense_prefill", "dense_prefill_backward") for arch in (80, 86)),
     *(
         (operation, arch, {"head_dim": 256, "d_v": 256})
@@ -279,6 +310,12 @@ SAME_CODE = [
     ("sparse_prefill", "portable", {"s_q": [1, 64, 200], "topk": [1, 300, 4000], "s_kv": [1, 100, 9000]}, 1),
     ("dense_prefill", "portable", {**TOKENS, **WINDOWS}, 1),
     ("dense_prefill_backward", "portable", {**TOKENS, **WINDOWS}, 1),
+    (
+        "paged_attention",
+        "portable",
+        {"tokens": [2, 3, 17, 200], "requests": [1, 2, 40], "columns": [1, 7, 900], **STRIDES, **WINDOWS},
+        3,
+    ),
     ("merge_states", "portable", {"tokens": [3, 6, 60], "heads": [2, 4, 40], "gap": [1, 2, 21]}, 1),
     ("merge_states", "portable", {"tokens": [3, 60], "to_e4m3": [True], "context_tokens": [0, 1, 5, 16, 1000]}, 1),
     *(("cache_write", "portable", {"form": [form], **PAGES}, 1) for form in ("v32", "model1", "bf16", "fp8")),

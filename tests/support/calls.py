@@ -10,6 +10,7 @@ from support.recording import Recorded, Recording
 
 from flashlatte import kv_cache
 from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.ops.paged_attention.problem import Problem
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 UNLIMITED = 2**31 - 1
@@ -53,6 +54,79 @@ def dense_decode(
         torch.empty(batch, s_q, heads).transpose(1, 2),
         arch=arch,
     )
+
+
+def paged_attention(
+    record: Recording,
+    backend: str,
+    tokens: int = 64,
+    requests: int = 2,
+    heads: int = 32,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    d_v: int = 128,
+    pages: int = 8,
+    page_size: int = 16,
+    columns: int = 64,
+    hnd: bool = False,
+    in_pieces: bool = False,
+    new_keys: bool = False,
+    terms: str = "",
+    window: tuple[int, int] = (UNLIMITED, 0),
+    dtype: torch.dtype = BF16,
+    cache_dtype: torch.dtype | None = None,
+    per_token: bool = False,
+    out_dtype: torch.dtype | None = None,
+    index_dtype: torch.dtype = torch.int32,
+    q_pad: int = 0,
+    out_pad: int = 0,
+    arch: int | None = 90,
+) -> list[Recorded]:
+    cache_dtype = cache_dtype or dtype
+    piece = 16 // cache_dtype.itemsize if in_pieces else head_dim
+    if in_pieces:
+        k_cache = torch.empty(pages, kv_heads, head_dim // piece, page_size, piece, dtype=cache_dtype)
+        k_cache, v_cache = (
+            k_cache.permute(0, 3, 1, 2, 4),
+            torch.empty(pages, kv_heads, d_v, page_size, dtype=cache_dtype),
+        )
+        v_cache = v_cache.permute(0, 3, 1, 2)
+    else:
+        axes = (kv_heads, page_size) if hnd else (page_size, kv_heads)
+        k_cache, v_cache = (torch.empty(pages, *axes, width, dtype=cache_dtype) for width in (head_dim, d_v))
+        if hnd:
+            k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+        k_cache = k_cache.unsqueeze(3)
+    scale = torch.empty(pages, page_size, kv_heads) if per_token else None
+    problem = Problem(
+        q=torch.empty(tokens, heads, head_dim + q_pad, dtype=dtype)[..., :head_dim],
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_table=torch.empty(requests, columns, dtype=index_dtype),
+        seqused_k=torch.empty(requests, dtype=index_dtype),
+        cu_seqlens_q=torch.empty(requests + 1, dtype=index_dtype),
+        k=torch.empty(tokens, kv_heads, head_dim, dtype=dtype) if new_keys else None,
+        v=torch.empty(tokens, kv_heads, d_v, dtype=dtype) if new_keys else None,
+        softmax_scale=head_dim**-0.5,
+        window_left=window[0],
+        window_right=window[1],
+        prefix_ranges=torch.empty(requests, 4, 2, dtype=index_dtype) if "prefix" in terms else None,
+        softcap=30.0 if "softcap" in terms else 0.0,
+        alibi_slopes=torch.empty(heads) if "alibi" in terms else None,
+        alibi_sqrt=False,
+        qq_bias=torch.empty(16, 16) if "bias" in terms else None,
+        attn_sink=torch.empty(heads) if "sink" in terms else None,
+        k_scale=scale,
+        k_scale_value=0.5,
+        v_scale=scale,
+        v_scale_value=0.5,
+        out_scale=None,
+        out_scale_value=0.5,
+        empty_lse=-math.inf,
+        out=torch.empty(tokens, heads, d_v + out_pad, dtype=out_dtype or dtype)[..., :d_v],
+        lse=torch.empty(heads, tokens).T,
+    )
+    return record("paged_attention", backend, problem, arch=arch)
 
 
 def sparse_decode(
@@ -387,6 +461,7 @@ CALLS: dict[str, Any] = {
     function.__name__: function
     for function in (
         dense_decode,
+        paged_attention,
         sparse_decode,
         sparse_prefill,
         dense_prefill,

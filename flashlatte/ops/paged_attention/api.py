@@ -9,7 +9,7 @@ import torch
 
 from flashlatte.kv_cache import scales
 from flashlatte.ops.paged_attention.problem import Problem
-from flashlatte.runtime import checks, dispatch, gradients, ragged
+from flashlatte.runtime import checks, dispatch, gradients, ragged, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -18,8 +18,21 @@ QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 # Positions and their sums with tile sizes fit 32 bits.
 _MOST_KEYS = 2**30
 
+# A row is one tile in shared memory.
+_PORTABLE_MAX_HEAD_DIM = 512
+
+
+def _refuses_portable(call: dispatch.Call) -> str | None:
+    return (
+        refusals.dtype(call, torch.bfloat16, torch.float16)
+        or refusals.triton(call)
+        or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM)
+    )
+
+
 dispatch.define(
     OPERATION,
+    dispatch.Implementation("portable", "flashlatte.ops.paged_attention.portable:paged_attention", _refuses_portable),
     dispatch.Implementation("reference", "flashlatte.ops.paged_attention.reference:paged_attention"),
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kernels.softmax import attend, sink_weight
-from flashlatte.kv_cache.fp8 import divide, raw_view, to_e4m3
+from flashlatte.kv_cache.fp8 import raw_view, to_e4m3
 from flashlatte.ops.paged_attention.problem import Problem
 
 _SCORE_BYTES = 256 * 2**20
@@ -67,8 +67,8 @@ def _attend_rows(
     if problem.attn_sink is not None:
         out = out * sink_weight(lse, problem.attn_sink).unsqueeze(-1)
     if problem.out.dtype == torch.float8_e4m3fn:
-        out = divide(out, problem.out_scale_value if problem.out_scale is None else problem.out_scale)
-        raw_view(problem.out)[rows] = raw_view(to_e4m3(out))
+        scale = out.new_tensor(problem.out_scale_value) if problem.out_scale is None else problem.out_scale
+        raw_view(problem.out)[rows] = raw_view(to_e4m3(out * (1.0 / scale)))
     else:
         problem.out[rows] = out.to(problem.out.dtype)
     problem.lse[rows] = torch.where(lse.isneginf(), problem.empty_lse, lse)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-# The head dims that the table is for, and the shortest side of a matrix product in Triton.
+from flashlatte.kernels.triton.head_dims import SMALLEST
+
+# The head dims that the table is for.
 _TABLE_WIDTH = 192 + 128
-_SMALLEST = 16
 
 
 @dataclass(frozen=True)
@@ -56,17 +57,5 @@ def choose(gpu: str, width: int) -> Configs:
 
 
 def _smaller(config: Config) -> Config:
-    block_m, block_n = max(config.block_m // 2, _SMALLEST), max(config.block_n // 2, _SMALLEST)
+    block_m, block_n = max(config.block_m // 2, SMALLEST), max(config.block_n // 2, SMALLEST)
     return replace(config, block_m=block_m, block_n=block_n, num_stages=min(config.num_stages, 2))
-
-
-def parts(head_dim: int) -> tuple[int, int]:
-    """Widths, powers of two, of two tiles that hold a row of q or k; the second is 0 if the first holds all of it."""
-    whole = padded(head_dim)
-    rest = padded(head_dim - whole // 2)
-    return (whole, 0) if whole // 2 < _SMALLEST or whole // 2 + rest >= whole else (whole // 2, rest)
-
-
-def padded(width: int) -> int:
-    """The width of a tile that holds ``width`` columns."""
-    return max(1 << max(width - 1, 0).bit_length(), _SMALLEST)

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import triton
 
+from flashlatte.kernels.triton.head_dims import padded, parts
 from flashlatte.kernels.triton.online_softmax import gpu_class
+from flashlatte.kernels.triton.ragged_tiles import tile_slots
 from flashlatte.ops.dense_prefill.portable.backward import keys_kernel, queries_kernel, row_sums_kernel
-from flashlatte.ops.dense_prefill.portable.config import Config, Configs, choose, padded, parts
+from flashlatte.ops.dense_prefill.portable.config import Config, Configs, choose
 from flashlatte.ops.dense_prefill.portable.forward import forward_kernel
-from flashlatte.ops.dense_prefill.portable.tiles import tile_slots
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.triton_kernel import launching_on
 

@@ -12,38 +12,20 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import load_rows
-
-# Boundaries of requests that a program looks at together.
-_CHUNK = tl.constexpr(64)
+from flashlatte.kernels.triton.ragged_tiles import boundary, find_stretch
 
 
 @triton.jit
 def find_tile(slot, cu_rows, cu_others, requests, total_rows, total_others, BLOCK: tl.constexpr):
     """(tile of its request, tiles, first row, rows, first of the others, others) for one of ``tile_slots`` slots.
 
-    The stretch of rows between boundaries i - 1 and i begins at slot ``boundary // BLOCK + i``: that leaves room for
-    all its tiles, and sometimes for one more, which has tile >= tiles. The stretches before the first and after the
-    last boundary belong to no request and see none of the others.
+    A tile beyond the last is none; one of no request sees none of the others.
     """
-    stretch = 0
-    for first in range(0, requests + 1, _CHUNK):
-        index = first + tl.arange(0, _CHUNK)
-        begin = _boundary(cu_rows, index, requests, total_rows)
-        stretch += tl.sum(((index <= requests) & (begin // BLOCK + index + 1 <= slot)).to(tl.int32))
-    begin = _boundary(cu_rows, stretch - 1, requests, total_rows)
-    rows = tl.maximum(_boundary(cu_rows, stretch, requests, total_rows) - begin, 0)
-    others_begin = _boundary(cu_others, stretch - 1, requests, total_others)
-    others = tl.maximum(_boundary(cu_others, stretch, requests, total_others) - others_begin, 0)
+    stretch, tile, tiles, begin, rows = find_stretch(slot, cu_rows, requests, total_rows, BLOCK)
+    others_begin = boundary(cu_others, stretch - 1, requests, total_others)
+    others = tl.maximum(boundary(cu_others, stretch, requests, total_others) - others_begin, 0)
     others = tl.where((stretch > 0) & (stretch <= requests), others, 0)
-    return slot - (begin // BLOCK + stretch), tl.cdiv(rows, BLOCK), begin, rows, others_begin, others
-
-
-@triton.jit
-def _boundary(cu, index, requests, total):
-    """Where a request begins or the last one ends, whatever ``cu`` holds; 0 and ``total`` beyond the two ends."""
-    value = tl.load(cu + index, mask=(index >= 0) & (index <= requests), other=0).to(tl.int64)
-    value = tl.minimum(tl.maximum(value, 0), total.to(tl.int64)).to(tl.int32)
-    return tl.where(index > requests, total, tl.where(index < 0, 0, value))
+    return tile, tiles, begin, rows, others_begin, others
 
 
 @triton.jit
@@ -132,8 +114,3 @@ def load_parts_and_dot(
         y_rest = load_tile(base, stride, start, limit, WIDTH_A, COUNT - WIDTH_A, WIDTH_B, ROWS, ALIGN, INTERPRETED)
         product = tl.dot(x_rest, tl.trans(y_rest), product)
     return y, y_rest, product
-
-
-def tile_slots(total: int, requests: int, block: int) -> int:
-    """Slots that ``find_tile`` gives to ``total`` rows."""
-    return total // block + requests + 2

@@ -1,0 +1,61 @@
+"""Sizes of the kernel's tiles for each class of GPUs: by what fits registers and shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flashlatte.kernels.triton.head_dims import SMALLEST, padded
+
+# The head dims of keys and values, together, that the table is for.
+_TABLE_WIDTH = 128 + 128
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of a program's tiles.
+
+    Attributes:
+        block_m: query rows, which are some tokens of a request times the query heads of a key head.
+        block_n: keys of a step.
+        num_warps, num_stages: Triton's.
+        programs: of a multiprocessor at once.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs: int = 1
+
+
+# By class of GPU, by rows that a request has on average, the fewest first. "small" has 99 KiB of shared memory.
+TABLE: dict[str, tuple[Config, ...]] = {
+    "hopper": (Config(16, 64, 4, 3, programs=2), Config(64, 64, 4, 3), Config(128, 128, 8, 2)),
+    "blackwell": (Config(16, 64, 4, 3, programs=2), Config(64, 64, 4, 3), Config(128, 64, 8, 2)),
+    "ampere": (Config(16, 64, 4, 3), Config(64, 64, 4, 2), Config(128, 32, 8, 3)),
+    "small": (Config(16, 32, 4, 3), Config(64, 32, 4, 2)),
+    "other": (Config(16, 32, 4, 1), Config(64, 32, 4, 1)),
+    "interpreter": (Config(16, 16, 1, 1), Config(32, 16, 1, 1)),
+}
+
+
+def choose(gpu: str, rows: int, head_dim: int, head_dim_v: int, *, more_registers: bool) -> Config:
+    """What serves requests of about so many query rows of a key head.
+
+    ``more_registers``: a step holds more than scores, a tile of keys and one of values, such as biases of scores.
+    """
+    configs = TABLE[gpu]
+    config = next((config for config in configs if rows <= config.block_m), configs[-1])
+    if more_registers:
+        config = replace(config, block_n=max(config.block_n // 2, SMALLEST))
+    width = padded(head_dim) + padded(head_dim_v)
+    while width > _TABLE_WIDTH:
+        config = replace(
+            config,
+            block_m=max(config.block_m // 2, SMALLEST),
+            block_n=max(config.block_n // 2, SMALLEST),
+            num_stages=min(config.num_stages, 2),
+            programs=1,
+        )
+        width //= 2
+    return config

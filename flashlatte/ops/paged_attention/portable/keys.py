@@ -1,0 +1,114 @@
+"""Tiles of keys and values from pages, or from what is not in the pages yet."""
+
+# Triton's annotations and calls are not Python's.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashlatte.kernels.triton.fp8 import e4m3_to_float, widen
+from flashlatte.kernels.triton.online_softmax import load_rows
+
+# How the numbers of a cache are stored.
+PLAIN, E4M3, E5M2, INT8 = 0, 1, 2, 3
+
+
+class Form(NamedTuple):
+    """What loads of keys or values are compiled for.
+
+    Attributes:
+        kind: PLAIN or a quantised kind.
+        align: the unit of strides, in numbers.
+        piece: numbers of a row that lie together, with ``number_stride`` between two of them, None if known at run
+            time only.
+        native: whether the GPU converts e4m3.
+        ptx: whether the kernel may hold PTX.
+        interpreted: operands are float32.
+    """
+
+    kind: int
+    align: int
+    piece: int
+    number_stride: int | None
+    native: bool
+    ptx: bool
+    interpreted: bool
+
+
+class Rows(NamedTuple):
+    """Rows of keys or values of one key head: strides of the cache in units of Form.align numbers."""
+
+    cache: Any
+    stride_page: Any
+    stride_token: Any
+    stride_piece: Any
+    stride_number: Any
+    new: Any
+    new_stride_token: Any
+
+
+class Places(NamedTuple):
+    """Where the keys of a step lie.
+
+    Attributes:
+        page, offset: [keys] or one page; of those in the cache.
+        in_cache: [keys], which are read from there.
+        token: [keys], of the new ones in k and v.
+        is_new: [keys].
+    """
+
+    page: Any
+    offset: Any
+    in_cache: Any
+    token: Any
+    is_new: Any
+
+
+@triton.jit
+def load_operand(
+    rows, places, dtype: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, form: tl.constexpr
+):
+    """Columns FIRST to FIRST + COUNT of rows, [keys, WIDTH] in ``dtype``, without scales; 0 where there is no key."""
+    col = FIRST + tl.arange(0, WIDTH)
+    offsets = places.page.to(tl.int64) * rows.stride_page + places.offset * rows.stride_token
+    mask = places.in_cache[:, None]
+    if COUNT != WIDTH:
+        mask = mask & (col < FIRST + COUNT)[None, :]
+    number_stride = rows.stride_number if form.number_stride is None else form.number_stride
+    cols = (col % form.piece) * number_stride
+    pointers = rows.cache + (offsets * form.align)[:, None]
+    if form.piece < FIRST + COUNT:
+        cols = cols + (col // form.piece) * rows.stride_piece
+    x = tl.load(pointers + cols[None, :], mask=mask, other=0)
+    x = _converted(x, dtype, form)
+    if rows.new is not None:
+        new = load_rows(
+            rows.new, places.token * rows.new_stride_token, places.is_new, FIRST, COUNT, WIDTH, form.interpreted
+        )
+        x = tl.where(places.is_new[:, None], new, x)
+    return x
+
+
+@triton.jit
+def _converted(x, dtype: tl.constexpr, form: tl.constexpr):
+    """Numbers of a cache as an operand, exactly: ``dtype``, or float32 in the interpreter."""
+    if form.kind == 0:
+        return widen(x, True) if form.interpreted else x
+    else:
+        if form.kind == 1:
+            x = e4m3_to_float(x, form.native)
+        elif form.kind == 2:
+            # e5m2 is the upper half of fp16.
+            x = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+        else:
+            x = x.to(tl.float32)
+        if not form.interpreted:
+            x = x.to(dtype)
+        if form.ptx:
+            # A move that Triton cannot see through, as in dense decode: else it converts in the layout of the product.
+            x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+        return x

@@ -1,0 +1,273 @@
+"""From a problem to launches: all that a call settles on the host, from shapes alone."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from flashlatte.kernels.triton.fp8 import converts_e4m3
+from flashlatte.kernels.triton.head_dims import padded, parts
+from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
+from flashlatte.kernels.triton.ragged_tiles import tile_slots
+from flashlatte.ops.paged_attention.portable.config import Config, choose
+from flashlatte.ops.paged_attention.portable.kernel import Step, paged_attention_kernel
+from flashlatte.ops.paged_attention.portable.keys import E4M3, E5M2, INT8, PLAIN, Form
+from flashlatte.ops.paged_attention.portable.tiles import TILE_NUMBERS, tiles_kernel
+from flashlatte.ops.paged_attention.problem import Problem
+from flashlatte.runtime import machine
+from flashlatte.runtime.arguments import by_name
+from flashlatte.runtime.triton_kernel import launching_on
+from flashlatte.split_kv import combine, plan
+from flashlatte.split_kv.outputs import Outputs
+from flashlatte.split_kv.plan import Partial, SplitPlan
+
+# Starting on a tile costs a CTA about as much as so many keys.
+_OVERHEAD_KEYS = 64
+_KINDS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.int8: INT8}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the launches of one shape have in common.
+
+    Attributes:
+        config: tile sizes.
+        split: over how many CTAs the keys of tiles are split.
+        block_tokens: of a tile.
+        slots: tiles that there can be.
+    """
+
+    config: Config
+    split: SplitPlan
+    block_tokens: int
+    slots: int
+
+
+def paged_attention(problem: Problem) -> None:
+    q, k_cache, v_cache, out, lse = problem.q, problem.k_cache, problem.v_cache, problem.out, problem.lse
+    tokens, h_q, head_dim = q.shape
+    num_pages, page_size, h_kv = k_cache.shape[:3]
+    head_dim_v, heads, device = v_cache.shape[3], h_q // h_kv, q.device
+    requests = problem.cu_seqlens_q.shape[0] - 1
+    has_new = problem.k is not None
+    gpu = gpu_class(device)
+    has_terms = problem.softcap > 0 or problem.alibi_slopes is not None or problem.qq_bias is not None
+    is_quantised = k_cache.dtype != q.dtype
+    per_token = any(scale is not None and _is_per_token(scale) for scale in (problem.k_scale, problem.v_scale))
+    made = make_plan(
+        gpu,
+        machine.num_sms(device),
+        tokens,
+        requests,
+        heads,
+        h_kv,
+        head_dim,
+        head_dim_v,
+        problem.cached_keys + (tokens if has_new else 0),
+        has_terms or has_new or is_quantised or problem.prefix_ranges is not None or parts(head_dim)[1] > 0,
+    )
+    config, split = made.config, made.split
+    k_form, k_strides = _form(k_cache, gpu)
+    v_form, v_strides = _form(v_cache.unsqueeze(3), gpu)
+    first, rest = parts(head_dim)
+    step = Step(
+        block_m=config.block_m,
+        block_n=config.block_n,
+        head_dim=head_dim,
+        first=first,
+        rest=rest,
+        head_dim_v=head_dim_v,
+        width_v=padded(head_dim_v),
+        page_size=page_size,
+        num_stages=config.num_stages,
+        has_terms=has_terms,
+        scaled_keys=per_token or (is_quantised and has_new),
+        interpreted=gpu == "interpreter",
+    )
+    native = converts_e4m3(device)
+    q_align = 8 if all(stride % 8 == 0 for stride in q.stride()[:2]) else 1
+    out_align = 8 if all(stride % 8 == 0 for stride in out.stride()[:2]) else 1
+    ranges = problem.prefix_ranges
+    with launching_on(device):
+        tiles = torch.empty(made.slots, TILE_NUMBERS, dtype=torch.int32, device=device)
+        lengths = torch.empty(made.slots, dtype=torch.int32, device=device)
+        outputs = Outputs(
+            out if out.dtype == q.dtype else out.view(torch.uint8),
+            0,
+            out.stride(0) // out_align,
+            out.stride(1) // out_align,
+            lse,
+            0,
+            lse.stride(0),
+            lse.stride(1),
+            problem.attn_sink,
+            0 if problem.attn_sink is None else problem.attn_sink.stride(0),
+            1,
+            heads,
+            made.block_tokens * heads,
+            problem.empty_lse,
+            tiles,
+            TILE_NUMBERS,
+            problem.out_scale,
+            problem.out_scale_value,
+        )
+        tiles_kernel[(made.slots,)](
+            *by_name(
+                tiles_kernel,
+                tiles=tiles,
+                lengths=lengths,
+                cu_seqlens_q=problem.cu_seqlens_q,
+                seqused_k=problem.seqused_k,
+                seqused_stride=problem.seqused_k.stride(0),
+                requests=requests,
+                total_q=tokens,
+                capacity=problem.cached_keys,
+                window_left=problem.window_left,
+                window_right=problem.window_right,
+                prefix_ranges=ranges,
+                num_ranges=0 if ranges is None else ranges.shape[1],
+                stride_request=0 if ranges is None else ranges.stride(0),
+                stride_range=0 if ranges is None else ranges.stride(1),
+            ),
+            HAS_NEW=has_new,
+            BLOCK_TOKENS=made.block_tokens,
+            BLOCK_N=config.block_n,
+            num_warps=1,
+        )
+        scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
+        paged_attention_kernel[(split.ctas(made.slots),)](
+            *by_name(
+                paged_attention_kernel,
+                outputs,
+                q=q,
+                q_stride_token=q.stride(0) // q_align,
+                q_stride_head=q.stride(1) // q_align,
+                k_cache=_numbers(k_cache),
+                k_stride_page=k_strides[0],
+                k_stride_token=k_strides[1],
+                k_stride_head=k_strides[2],
+                k_stride_piece=k_strides[3],
+                k_stride_number=k_strides[4],
+                v_cache=_numbers(v_cache),
+                v_stride_page=v_strides[0],
+                v_stride_token=v_strides[1],
+                v_stride_head=v_strides[2],
+                v_stride_number=v_strides[4],
+                **_new_rows("k_new", problem.k),
+                **_new_rows("v_new", problem.v),
+                **_scales("k_scale", problem.k_scale, problem.k_scale_value),
+                **_scales("v_scale", problem.v_scale, problem.v_scale_value),
+                block_table=problem.block_table,
+                stride_table=problem.block_table.stride(0),
+                num_pages=num_pages,
+                softmax_scale=problem.softmax_scale,
+                window_left=problem.window_left,
+                window_right=problem.window_right,
+                prefix_ranges=ranges,
+                num_prefix_ranges=0 if ranges is None else ranges.shape[1],
+                prefix_stride_request=0 if ranges is None else ranges.stride(0),
+                prefix_stride_range=0 if ranges is None else ranges.stride(1),
+                softcap=problem.softcap or 1.0,
+                alibi_slopes=problem.alibi_slopes,
+                alibi_stride=0 if problem.alibi_slopes is None else problem.alibi_slopes.stride(0),
+                qq_bias=problem.qq_bias,
+                qq_bias_stride=0 if problem.qq_bias is None else problem.qq_bias.stride(0),
+                qq_bias_size=0 if problem.qq_bias is None else problem.qq_bias.shape[0],
+                lengths=lengths,
+                limit=2**31 - 1 - config.block_n,
+                scratch=scratch,
+                num_items=made.slots,
+                num_groups=split.groups,
+                groups_per_head=split.groups_per_head,
+                num_splits=split.splits,
+            ),
+            STEP=step,
+            K_FORM=k_form,
+            V_FORM=v_form,
+            HAS_SOFTCAP=problem.softcap > 0,
+            ALIBI_SQRT=problem.alibi_sqrt,
+            Q_ALIGN=q_align,
+            OUT_ALIGN=out_align,
+            NATIVE_FP8=native,
+            IS_WHOLE=split.split_blocks is not None,
+            OVERHEAD=split.overhead,
+            num_warps=config.num_warps,
+            enable_fp_fusion=True,
+        )
+        if scratch is not None:
+            combine.launch_combine(split, scratch, outputs, out_align, 0, made.slots)
+
+
+@functools.lru_cache(maxsize=4096)
+def make_plan(
+    gpu: str,
+    num_sms: int,
+    tokens: int,
+    requests: int,
+    heads: int,
+    h_kv: int,
+    head_dim: int,
+    head_dim_v: int,
+    most_keys: int,
+    more_registers: bool,
+) -> Plan:
+    """``heads``: query heads of a key head."""
+    config = choose(gpu, -(-tokens // requests) * heads, head_dim, head_dim_v, more_registers=more_registers)
+    block_tokens = max(config.block_m // heads, 1)
+    groups_per_head = -(-block_tokens * heads // config.block_m)
+    groups = h_kv * groups_per_head
+    slots = tile_slots(tokens, requests, block_tokens)
+    partial = Partial(config.block_m, head_dim_v)
+    most_blocks = -(-most_keys // config.block_n) + 1
+    ranges = plan.num_ranges(slots, groups, num_sms * config.programs, most_blocks, partial)
+    if ranges is None:
+        split = plan.whole(partial, slots, groups, groups_per_head)
+    else:
+        overhead = -(-_OVERHEAD_KEYS // config.block_n)
+        split = plan.balanced(partial, slots, most_blocks, groups, groups_per_head, ranges, overhead)
+    return Plan(config, split, block_tokens, slots)
+
+
+def _form(cache: torch.Tensor, gpu: str) -> tuple[Form, tuple[int, ...]]:
+    """How a cache [pages, page_size, heads, pieces, numbers] is read, and its strides as the kernel takes them."""
+    units = 16 // cache.element_size()
+    page, token, head, piece, number = cache.stride()
+    align = units if number == 1 and all(stride % units == 0 for stride in (page, token, head)) else 1
+    kind = _KINDS.get(cache.dtype, PLAIN)
+    form = Form(
+        kind=kind,
+        align=align,
+        piece=cache.shape[4],
+        number_stride=1 if number == 1 else None,
+        native=converts_e4m3(cache.device),
+        ptx=gpu in NVIDIA,
+        interpreted=gpu == "interpreter",
+    )
+    return form, (page // align, token // align, head // align, piece, number)
+
+
+def _numbers(cache: torch.Tensor) -> torch.Tensor:
+    """The cache with fp8 numbers as bytes."""
+    return cache.view(torch.uint8) if cache.dtype.itemsize == 1 and cache.dtype != torch.int8 else cache
+
+
+def _is_per_token(scale: torch.Tensor) -> bool:
+    return scale.stride()[:2] != (0, 0)
+
+
+def _new_rows(name: str, rows: torch.Tensor | None) -> dict[str, torch.Tensor | int | None]:
+    token, head = (0, 0) if rows is None else rows.stride()[:2]
+    return {name: rows, f"{name}_stride_token": token, f"{name}_stride_head": head}
+
+
+def _scales(name: str, scale: torch.Tensor | None, value: float) -> dict[str, torch.Tensor | int | float | None]:
+    page, token, head = (0, 0, 0) if scale is None else scale.stride()
+    return {
+        name: scale,
+        f"{name}_stride_page": page,
+        f"{name}_stride_token": token,
+        f"{name}_stride_head": head,
+        f"{name}_value": value,
+    }

@@ -1,0 +1,71 @@
+"""What is done to scores beside scaling them, and which of them count."""
+
+# Triton's annotations and calls are not Python's.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashlatte.kernels.triton.online_softmax import LN_2, LOG2_E
+
+
+class Terms(NamedTuple):
+    """The call's window, prefix ranges, softcap, ALiBi slopes (of each row) and bias between queries."""
+
+    window_left: Any
+    window_right: Any
+    prefix_ranges: Any
+    num_prefix_ranges: Any
+    prefix_stride_request: Any
+    prefix_stride_range: Any
+    softcap: Any
+    HAS_SOFTCAP: Any
+    HAS_ALIBI: Any
+    slopes: Any
+    ALIBI_SQRT: Any
+    qq_bias: Any
+    qq_bias_stride: Any
+    qq_bias_size: Any
+
+
+@triton.jit
+def add_terms(scores, terms, position, keys, context, query):
+    """Scores [rows, keys] with all terms, in base 2 before and after; ``query`` [rows] counts from the request's first.
+
+    tanh(x) = sign(x) (1 - t) / (1 + t) with t = e^(-2|x|), which cannot overflow.
+    """
+    if terms.HAS_SOFTCAP:
+        x = scores * (LN_2 / terms.softcap)
+        t = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+        tanh = (1.0 - t) / (1.0 + t)
+        scores = tl.where(x < 0, -tanh, tanh) * (terms.softcap * LOG2_E)
+    if terms.HAS_ALIBI:
+        distance = tl.abs(position[:, None] - keys[None, :]).to(tl.float32)
+        if terms.ALIBI_SQRT:
+            distance = tl.sqrt(distance)
+        scores -= (terms.slopes * LOG2_E)[:, None] * distance
+    if terms.qq_bias is not None:
+        column = keys - context
+        inside = (query < terms.qq_bias_size)[:, None] & ((column >= 0) & (column < terms.qq_bias_size))[None, :]
+        pointers = terms.qq_bias + query.to(tl.int64)[:, None] * terms.qq_bias_stride + column[None, :]
+        scores += tl.load(pointers, mask=inside, other=0.0) * LOG2_E
+    return scores
+
+
+@triton.jit
+def is_visible(terms, request, position, lower, upper, keys):
+    """Which keys rows see [rows, keys]: those of their window, lower to upper, and those of a range they are in."""
+    visible = (keys[None, :] >= lower[:, None]) & (keys[None, :] <= upper[:, None])
+    if terms.prefix_ranges is not None:
+        for number in range(0, terms.num_prefix_ranges):
+            place = terms.prefix_ranges + request * terms.prefix_stride_request + number * terms.prefix_stride_range
+            first = tl.load(place)
+            last = tl.load(place + 1)
+            row_inside = (position >= first) & (position <= last)
+            key_inside = (keys >= first) & (keys <= last)
+            visible = visible | (row_inside[:, None] & key_inside[None, :])
+    return visible

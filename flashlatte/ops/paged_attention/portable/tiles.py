@@ -1,0 +1,129 @@
+"""What each tile of queries is, and how many keys it sees: found on the device, for all lengths in one launch.
+
+A tile is a work item of ``split_kv``: some tokens of a request, with all query heads of a key head.
+"""
+
+# Triton's annotations and calls are not Python's.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashlatte.kernels.triton.ragged_tiles import find_stretch
+from flashlatte.runtime.triton_kernel import kernel
+
+# Numbers of a tile: those of ``Tile``, and to begin with the first two, which ``split_kv.outputs`` reads.
+TILE_NUMBERS = 8
+
+
+class Tile(NamedTuple):
+    """A tile of queries.
+
+    Attributes:
+        first_token, tokens: its queries, in q.
+        own: the first of them, counted from the request's first.
+        context: keys of the request before its queries, below 0 where it has fewer keys than queries; query i stands at
+            position context + i.
+        request: its number.
+        cached: keys of the request in its pages.
+        first_key, stop_key: all that any of its queries sees lies between; the steps begin at a multiple of BLOCK_N.
+    """
+
+    first_token: Any
+    tokens: Any
+    own: Any
+    context: Any
+    request: Any
+    cached: Any
+    first_key: Any
+    stop_key: Any
+
+
+@triton.jit
+def load_tile(tiles, tiles_stride, item):
+    """The tile of a work item."""
+    base = tiles + item * tiles_stride
+    return Tile(
+        tl.load(base),
+        tl.load(base + 1),
+        tl.load(base + 2),
+        tl.load(base + 3),
+        tl.load(base + 4),
+        tl.load(base + 5),
+        tl.load(base + 6),
+        tl.load(base + 7),
+    )
+
+
+@triton.jit
+def seen_by(position, stop, window_left, window_right):
+    """First and last key below ``stop`` that queries at positions see by their window, both from -1 to ``stop``."""
+    position = position.to(tl.int64)
+    lower = tl.minimum(tl.maximum(position - window_left, 0), stop)
+    upper = tl.maximum(tl.minimum(position + window_right, stop - 1), -1)
+    return lower.to(tl.int32), upper.to(tl.int32)
+
+
+@kernel
+def tiles_kernel(
+    tiles,
+    lengths,
+    cu_seqlens_q,
+    seqused_k,
+    seqused_stride: tl.int64,
+    requests: tl.int32,
+    total_q: tl.int32,
+    capacity: tl.int32,
+    window_left: tl.int32,
+    window_right: tl.int32,
+    prefix_ranges,
+    num_ranges: tl.int32,
+    stride_request: tl.int64,
+    stride_range: tl.int64,
+    HAS_NEW: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """A program writes the numbers of one slot's tile, and into ``lengths`` how many keys its steps go over.
+
+    A slot without a tile has no tokens. Those of no request see no keys.
+    """
+    slot = tl.program_id(0)
+    stretch, tile, count, begin, rows = find_stretch(slot, cu_seqlens_q, requests, total_q, BLOCK_TOKENS)
+    is_request = (stretch > 0) & (stretch <= requests)
+    request = tl.where(is_request, stretch - 1, 0)
+    own = tl.where((tile >= 0) & (tile < count), tile, 0) * BLOCK_TOKENS
+    tokens = tl.where((tile >= 0) & (tile < count), tl.minimum(rows - own, BLOCK_TOKENS), 0)
+
+    cached = tl.load(seqused_k + request * seqused_stride, mask=is_request, other=0).to(tl.int64)
+    cached = tl.minimum(tl.maximum(cached, 0), capacity.to(tl.int64)).to(tl.int32)
+    keys = cached + rows if HAS_NEW else cached
+    context = keys - rows
+    first_key, _ = seen_by(context + own, keys, window_left, window_right)
+    _, last_key = seen_by(context + own + tokens - 1, keys, window_left, window_right)
+    if prefix_ranges is not None:
+        for number in range(0, num_ranges):
+            place = prefix_ranges + request * stride_request + number * stride_range
+            first = tl.load(place, mask=is_request, other=0).to(tl.int64)
+            last = tl.load(place + 1, mask=is_request, other=-1).to(tl.int64)
+            if (first <= last) & (first < context + own + tokens) & (last >= context + own):
+                first_key = tl.minimum(first_key, tl.maximum(first, 0)).to(tl.int32)
+                last_key = tl.maximum(last_key, tl.minimum(last, keys - 1)).to(tl.int32)
+    sees_some = is_request & (tokens > 0) & (first_key <= last_key)
+    stop_key = tl.where(sees_some, last_key + 1, 0)
+    first_key = tl.where(sees_some, first_key, 0)
+
+    base = tiles + slot.to(tl.int64) * 8
+    tl.store(base, begin + own)
+    tl.store(base + 1, tokens)
+    tl.store(base + 2, own)
+    tl.store(base + 3, context)
+    tl.store(base + 4, request)
+    tl.store(base + 5, cached)
+    tl.store(base + 6, first_key)
+    tl.store(base + 7, stop_key)
+    tl.store(lengths + slot, stop_key - first_key // BLOCK_N * BLOCK_N)
