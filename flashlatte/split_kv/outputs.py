@@ -1,7 +1,7 @@
 """Where the rows of a work item's result go, and writing them there."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportArgumentType=false
 
 from __future__ import annotations
 

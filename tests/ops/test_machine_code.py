@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which
 
 MODULES = {"dense_prefill_backward": "dense_prefill", "latent_rows": "norm_rope", "rotate_heads": "norm_rope"}
 # Kernels beside the one that attends: they merge, clear and convert rows.
-OTHERS = ("combine", "tiles_kernel", "clear", "merge_even", "prepare", "finish", "row_sums")
+OTHERS = ("combine", "find_tiles", "clear", "merge_even", "prepare", "finish", "row_sums")
 
 
 @pytest.fixture

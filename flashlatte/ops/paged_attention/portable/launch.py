@@ -14,7 +14,7 @@ from flashlatte.kernels.triton.ragged_tiles import tile_slots
 from flashlatte.ops.paged_attention.portable.config import Config, choose
 from flashlatte.ops.paged_attention.portable.kernel import Step, paged_attention_kernel
 from flashlatte.ops.paged_attention.portable.keys import E4M3, E5M2, INT8, PLAIN, Form
-from flashlatte.ops.paged_attention.portable.tiles import TILE_NUMBERS, tiles_kernel
+from flashlatte.ops.paged_attention.portable.tiles import TILE_NUMBERS, find_tiles_kernel
 from flashlatte.ops.paged_attention.problem import Problem
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
@@ -113,9 +113,9 @@ def paged_attention(problem: Problem) -> None:
             problem.out_scale,
             problem.out_scale_value,
         )
-        tiles_kernel[(made.slots,)](
+        find_tiles_kernel[(made.slots,)](
             *by_name(
-                tiles_kernel,
+                find_tiles_kernel,
                 tiles=tiles,
                 lengths=lengths,
                 cu_seqlens_q=problem.cu_seqlens_q,

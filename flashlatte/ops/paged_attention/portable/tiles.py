@@ -69,7 +69,7 @@ def seen_by(position, stop, window_left, window_right):
 
 
 @kernel
-def tiles_kernel(
+def find_tiles_kernel(
     tiles,
     lengths,
     cu_seqlens_q,
