@@ -26,7 +26,8 @@ PAGES = 4096
 
 
 def milliseconds(call: Callable[[], object]) -> float:
-    return float(triton.testing.do_bench(call, warmup=50, rep=200, return_mode="median"))
+    median: Any = triton.testing.do_bench(call, warmup=50, rep=200, return_mode="median")
+    return median
 
 
 def nbytes(*tensors: torch.Tensor) -> int:
@@ -64,6 +65,14 @@ def merges(report: Report) -> None:
     report.line("the same, half of it without context", half, lambda: merge(out, *arguments, 4096))
     narrow, scale = torch.empty_like(out, dtype=torch.float8_e4m3fn), torch.tensor(0.1, device=CUDA)
     report.line("the same, to e4m3", every - nbytes(narrow), lambda: merge(narrow, *arguments, None, scale))
+
+
+def queries(report: Report) -> None:
+    latent, rope = (torch.randn(128, 8192, width, device=CUDA).bfloat16().transpose(0, 1) for width in (512, 64))
+    out = torch.empty(8192, 128, 576, dtype=torch.bfloat16, device=CUDA)
+    call = partial(flashlatte.concat_mla_q, latent, rope, out=out)
+    report.line("concat_mla_q, 8,192 x 128, heads first", 2 * nbytes(out), call)
+    assert out.equal(torch.cat((latent, rope), dim=-1))
 
 
 def writes(report: Report) -> None:
@@ -118,6 +127,7 @@ def main() -> None:
     host = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
     report = Report(cache, host)
     merges(report)
+    queries(report)
     writes(report)
     pages_moved(report, cache, host)
     small = cache[:64].clone()

@@ -86,6 +86,7 @@ PORTABLE = [
     Variant("cache_copy", "portable", {"disjoint": False}, products=None),
     Variant("reshape_and_cache", "portable", {"cache_dtype": FP8, "per_token": True}, products=None),
     Variant("gather_records", "portable", products=None),
+    Variant("concat_mla_q", "portable", products=None),
     Variant("latent_rows", "portable", products=None),
     Variant("rotate_heads", "portable", products=None),
 ]
@@ -331,6 +332,7 @@ SAME_CODE = [
         1,
     ),
     ("gather_records", "portable", {"requests": [1, 4], "tokens": [1, 16], "pages": [1, 16], "page_size": [1, 64]}, 1),
+    ("concat_mla_q", "portable", {"tokens": [1, 2, 16, 77], "heads": [1, 16, 128]}, 1),
     ("latent_rows", "portable", {"tokens": [1, 2, 16, 77], "pages": [1, 3, 16]}, 1),
     ("rotate_heads", "portable", {"tokens": [1, 2, 16, 77], "heads": [1, 16, 128]}, 1),
 ]

@@ -408,6 +408,13 @@ def gather_records(
     return record("gather_records", backend, cache, table, starts, None, kv_cache.get_format(form), out, arch=arch)
 
 
+def concat_mla_q(
+    record: Recording, backend: str, tokens: int = 100, heads: int = 16, arch: int | None = 90
+) -> list[Recorded]:
+    parts = [torch.zeros(heads, tokens, width, dtype=BF16).transpose(0, 1) for width in (512, 64)]
+    return record("concat_mla_q", backend, *parts, torch.zeros(tokens, heads, 576, dtype=BF16), arch=arch)
+
+
 def latent_rows(
     record: Recording,
     backend: str,
@@ -467,6 +474,7 @@ CALLS: dict[str, Any] = {
         dense_prefill,
         dense_prefill_backward,
         cache_copy,
+        concat_mla_q,
         gather_records,
         reshape_and_cache,
         merge_states,

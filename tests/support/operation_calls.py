@@ -77,6 +77,10 @@ def _caches(form: str) -> None:
     flashlatte.kv_cache.copy_blocks(cache, [0, 1], [1, 0], backend="portable")
 
 
+def _concat_mla_q() -> None:
+    flashlatte.concat_mla_q(_rows(3, 4, 512), _rows(3, 4, 64), backend="portable")
+
+
 def _reshape_and_cache() -> None:
     key, value = _rows(3, 2, 128), _rows(3, 2, 64)
     caches = _rows(4, 16, 2, 128, dtype=torch.int8), _rows(4, 16, 2, 64, dtype=torch.int8)
@@ -98,6 +102,7 @@ OPERATIONS = (
     "cache_copy",
     "cache_gather",
     "cache_write",
+    "concat_mla_q",
     "dense_decode",
     "dense_prefill",
     "gather_records",
@@ -120,5 +125,6 @@ CALLS: list[Callable[[], None]] = [
     *(functools.partial(_caches, form) for form in ("v32", "model1", "bf16")),
     _norm_rope,
     _reshape_and_cache,
+    _concat_mla_q,
     _merge_states,
 ]

@@ -1,0 +1,5 @@
+"""The two parts of absorbed queries side by side."""
+
+from flashlatte.ops.concat_mla_q.api import concat_mla_q
+
+__all__ = ["concat_mla_q"]
