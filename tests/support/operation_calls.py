@@ -93,6 +93,15 @@ def _norm_rope() -> None:
     rotate_heads(_rows(3, 2, 64), rotary, _rows(3, 2, 64), backend="portable")
 
 
+def _paged_attention(cache_dtype: torch.dtype = BF16, tokens: int = 4, **options: Any) -> None:
+    cache = _rows(4, 16, 2, 128, dtype=cache_dtype)
+    boundaries = torch.tensor([0, 1, tokens], dtype=torch.int32)
+    q = _rows(tokens, 8, 128)
+    flashlatte.paged_attention(
+        q, cache, cache.clone(), _ints(2, 64), _ints(2), boundaries, causal=True, backend="portable", **options
+    )
+
+
 def _merge_states() -> None:
     outs, lses = zip(*[(_rows(3, 4, 64), torch.zeros(3, 4)) for _ in range(2)], strict=True)
     flashlatte.merge_states(list(outs), list(lses), backend="portable")
@@ -124,6 +133,8 @@ CALLS: list[Callable[[], None]] = [
     *(functools.partial(_dense_prefill, backend) for backend in ("portable", "hopper")),
     *(functools.partial(_caches, form) for form in ("v32", "model1", "bf16")),
     _norm_rope,
+    _paged_attention,
+    lambda: _paged_attention(torch.int8, 300, k_scale=torch.ones(2), attn_sink=torch.ones(8)),
     _reshape_and_cache,
     _concat_mla_q,
     _merge_states,
