@@ -18,7 +18,7 @@ from flashlatte.layers.config import MLAConfig
 from flashlatte.layers.forward import forward
 from flashlatte.layers.indexer import Indexer, Indexing, make_indexing
 from flashlatte.layers.metadata import MLAMetadata
-from flashlatte.layers.rope import table
+from flashlatte.layers.rope import number, numbered_table
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime import checks, dispatch
 
@@ -73,6 +73,7 @@ class MLAAttention(nn.Module):
         self.qk_rope_head_dim = config.qk_rope_head_dim
         self.v_head_dim = config.v_head_dim
         self.scaling = config.softmax_scale
+        self._rope_number = number(config.rope, config.qk_rope_head_dim)
         # transformers' names in LongCat-Flash's attention.
         self.mla_scale_q_lora, self.mla_scale_kv_lora = config.query_factor, config.latent_factor
 
@@ -182,9 +183,8 @@ class MLAAttention(nn.Module):
             checks.tensor("indices", indices, (metadata.num_tokens, "topk"), checks.INDEX_DTYPES, device)
         if metadata.num_tokens == 0:
             return torch.empty_like(hidden)
-        rotary = Rotary(
-            table(config.rope, config.qk_rope_head_dim, device), metadata.positions, config.rope.layout == "interleaved"
-        )
+        cosines_and_sines = numbered_table(self._rope_number, device)
+        rotary = Rotary(cosines_and_sines, metadata.positions, config.rope.layout == "interleaved")
         latents = LatentCache(pages, layout, config.kv_lora_rank, k_scale)
         indexing = self._indexing(index_cache, pages, rotary)
         return forward(

@@ -34,18 +34,29 @@ def _ramp(yarn: Yarn, theta: float, rope_dim: int) -> torch.Tensor:
     return ((torch.arange(rope_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
 
 
-def table(rope: Rope, rope_dim: int, device: torch.device) -> torch.Tensor:
-    """Cosines and sines of all positions, float32 [max_position, rope_dim]; one for all layers of a model."""
-    return _table(rope, rope_dim, device)
+def number(rope: Rope, rope_dim: int) -> int:
+    """Which table of ``numbered_table`` these make: the same number for the same embedding."""
+    if (rope, rope_dim) not in _NUMBERED:
+        _NUMBERED.append((rope, rope_dim))
+    return _NUMBERED.index((rope, rope_dim))
 
+
+def numbered_table(number: int, device: torch.device) -> torch.Tensor:
+    """The ``table`` that has this number."""
+    return table(*_NUMBERED[number], device)
+
+
+_NUMBERED: list[tuple[Rope, int]] = []
 
 # What torch.compiler.assume_constant_result sets, without importing torch._dynamo: a compiled layer holds the table as
-# a constant, where it would otherwise compute it at every call.
-table._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+# a constant, where it would otherwise compute it at every call. PyTorch 2.11 takes no dataclass as an argument of such
+# a function, hence the numbers.
+numbered_table._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @functools.lru_cache(maxsize=16)
-def _table(rope: Rope, rope_dim: int, device: torch.device) -> torch.Tensor:
+def table(rope: Rope, rope_dim: int, device: torch.device) -> torch.Tensor:
+    """Cosines and sines of all positions, float32 [max_position, rope_dim]; one for all layers of a model."""
     # A table made in inference mode could not serve a graph that is captured outside of it.
     with torch.inference_mode(False):
         angles = torch.arange(rope.max_position, dtype=torch.float32)[:, None] * inverse_frequencies(rope, rope_dim)
