@@ -151,7 +151,6 @@ MORE_PORTABLE = [
             {"terms": "softcap, sink", "hnd": True},
             {"head_dim": 192, "page_size": 256},
             {"head_dim": 256, "d_v": 256},
-            {"head_dim": 80, "d_v": 80},
             {"cache_dtype": torch.int8, "per_token": True},
             {"cache_dtype": torch.float8_e5m2, "dtype": FP16, "out_dtype": FP8},
             {"in_pieces": True},
@@ -249,7 +248,7 @@ OTHER_GPUS = [
         ("paged_attention", arch, {"tokens": tokens, "head_dim": width, "d_v": width})
         for arch in (86, 90)
         for tokens in (2, 2048)
-        for width in (256, 512)
+        for width in (80, 256, 512)
     ),
     *((operation, arch, {}) for operation in ("dense_prefill", "dense_prefill_backward") for arch in (80, 86)),
     *(
