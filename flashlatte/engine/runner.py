@@ -82,6 +82,8 @@ class Runner:
         with torch.inference_mode(False), torch.device(model.device):
             self._tokens = torch.zeros(max(max_tokens, max_requests), dtype=torch.int64)
             self._last = torch.zeros(max_requests, dtype=torch.int64)
+            # What a graph reads must stay where it is.
+            self._rows = torch.arange(max_requests)
         self._seen: torch.Tensor | None = None
         self._places: dict[str, int] = {}
 
@@ -183,9 +185,12 @@ class Runner:
         None where the model cannot be captured: then no step runs as a graph any more.
         """
         if size not in self._graphs:
+            stream = torch.cuda.current_stream()
             try:
                 self._graphs[size] = self._capture(size, metadata)
             except RuntimeError as error:
+                # A capture that failed leaves its own stream the current one.
+                torch.cuda.set_stream(stream)
                 self._use_graphs = False
                 warnings.warn(f"decode steps run without CUDA graphs: {error}", stacklevel=2)
                 return None
@@ -194,7 +199,7 @@ class Runner:
         return logits
 
     def _capture(self, size: int, metadata: MLAMetadata) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        tokens, rows = self._tokens[:size], torch.arange(size, device=self._tokens.device)
+        tokens, rows = self._tokens[:size], self._rows[:size]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
