@@ -29,7 +29,7 @@ class Expansion:
     rope_dim: int
     v_dim: int
 
-    def __call__(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_and_values(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows [n, latent + rope] as keys [n, h, nope + rope] and values [n, h, v]."""
         latent, rope = rows.split((self.latent_dim, self.rope_dim), dim=-1)
         per_head = self.kv_b(latent).unflatten(-1, (-1, self.nope_dim + self.v_dim))
@@ -59,7 +59,7 @@ def attend_heads(
         query: [T, h, nope + rope], rotated.
         rows: [T, latent + rope], cache rows of the new tokens.
     """
-    keys, values = expand(rows)
+    keys, values = expand.keys_and_values(rows)
     _, lse = dense_prefill(
         query,
         keys,
@@ -96,7 +96,7 @@ def _attend_chunk(
         total_tokens=chunk.tokens,
         dtype=query.dtype,
     )
-    keys, values = expand(rows)
+    keys, values = expand.keys_and_values(rows)
     return dense_prefill(
         query,
         keys,

@@ -117,7 +117,7 @@ def choose(table: Table, gpu: str, rows: int, head_dim: int, latent_dim: int, *,
             config,
             block_h=max(config.block_h // 2, _SMALLEST),
             block_n=max(config.block_n // 2, _SMALLEST),
-            num_stages=stages if config.block_n > _SMALLEST else max(stages - 1, 1),
+            num_stages=stages if config.block_n > _SMALLEST else max(stages - 1, 2),
             programs=1,
         )
         width //= 2
