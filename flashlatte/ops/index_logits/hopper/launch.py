@@ -17,8 +17,9 @@ from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.tma_descriptors import Address
 from flashlatte.runtime.triton_kernel import launching_on
 
-# Keys that a launch of the ragged kernel goes over: 34 MB, which L2 holds while all programs read them. Whole tiles.
-RESIDENT_KEYS = 1 << 18
+# Work items that a program of the ragged kernel gets, if they keep the fewest keys: so that all end at about one time.
+_ITEMS_A_PROGRAM = 16
+_LEAST_ITEM_KEYS = 1024
 _SCALE_BYTES = 4
 
 
@@ -32,32 +33,37 @@ def ragged(
     logits: torch.Tensor,
     clean: bool,
     compressed: bool,
+    item_keys: int | None = None,
 ) -> None:
     """Of q e4m3 [M, H, D] and keys e4m3 [N, D], H a power of two from 8 to 128."""
     num_queries, heads, head_dim = q.shape
     num_keys, width = k.shape[0], logits.shape[1]
+    queries = 2 * ragged_kernel.COLUMNS.value // heads
+    if item_keys is None:
+        item_keys = keys_of_item(num_queries, num_keys, queries, num_sms(q.device))
+    items = -(-num_queries // queries) * -(-num_keys // item_keys)
+    programs = min(items, num_sms(q.device))
     ranges = (key_start, stride_in_use(key_start, 0), key_end, stride_in_use(key_end, 0))
     with launching_on(q.device):
-        for first_key in range(0, num_keys, RESIDENT_KEYS):
-            ragged_kernel.kernel[(num_sms(q.device),)](
-                _vectors("q", q.reshape(-1, head_dim), ragged_kernel.COLUMNS.value),
-                _numbers("weights", weights.reshape(-1), ragged_kernel.COLUMNS.value),
-                _vectors("k", k, KEYS.value),
-                _numbers("k_scale", k_scale, KEYS.value),
-                *ranges,
-                num_queries,
-                num_keys,
-                first_key,
-                min(first_key + RESIDENT_KEYS, num_keys),
-                logits,
-                stride_in_use(logits, 0),
-                width,
-                int(compressed),
-                HEADS=heads,
-                HEAD_DIM=head_dim,
-                num_warps=4,
-                enable_fp_fusion=True,
-            )
+        ragged_kernel.kernel[(programs,)](
+            _vectors("q", q.reshape(-1, head_dim), ragged_kernel.COLUMNS.value),
+            _numbers("weights", weights.reshape(-1), ragged_kernel.COLUMNS.value),
+            _vectors("k", k, KEYS.value),
+            _numbers("k_scale", k_scale, KEYS.value),
+            *ranges,
+            num_queries,
+            num_keys,
+            item_keys,
+            -(-items // programs),
+            logits,
+            stride_in_use(logits, 0),
+            width,
+            int(compressed),
+            HEADS=heads,
+            HEAD_DIM=head_dim,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
         if clean:
             cleaning.clean_ragged_kernel[
                 (num_queries, cleaning.programs_of_row(num_queries, width, num_sms(q.device)))
@@ -132,6 +138,15 @@ def paged(
                 BLOCK=cleaning.BLOCK,
                 num_warps=4,
             )
+
+
+@functools.lru_cache(maxsize=1024)
+def keys_of_item(num_queries: int, num_keys: int, queries: int, programs: int) -> int:
+    """Keys that a work item of the ragged kernel covers."""
+    blocks = -(-num_queries // queries)
+    wanted = -(-_ITEMS_A_PROGRAM * programs // blocks)
+    keys = -(-num_keys // (wanted * KEYS.value)) * KEYS.value
+    return max(keys, _LEAST_ITEM_KEYS)
 
 
 def columns_of_tile(next_n: int, heads: int) -> int:

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from flashlatte.kernels.hopper.barriers import allocate_mbarrier
-from flashlatte.ops.index_logits.hopper import paged_split as split
+from flashlatte.ops.index_logits.hopper import split
 from flashlatte.ops.index_logits.hopper.scores import Rows, logits_layout, store, sum_over_heads
 from flashlatte.ops.index_logits.hopper.tiles import (
     CONSUMER_REGISTERS,

@@ -9,13 +9,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from flashlatte.ops.index_logits.hopper.ragged_split import (
-    Problem,
-    first_segment,
-    key_range,
-    next_segment,
-    of_launch,
-)
 from flashlatte.ops.index_logits.hopper.scores import Rows, logits_layout, store, sum_over_heads
 from flashlatte.ops.index_logits.hopper.tiles import (
     CONSUMER_REGISTERS,
@@ -37,6 +30,19 @@ Q_SLOTS = gl.constexpr(2)
 # A consumer's columns, the heads of its queries, of which a WGMMA takes one half.
 COLUMNS = gl.constexpr(256)
 HALF_COLUMNS = gl.constexpr(128)
+
+
+class Problem(NamedTuple):
+    """The queries, the keys that each sees, how many keys a work item covers (a multiple of 64), and turns of work."""
+
+    key_start: Any
+    start_stride: Any
+    key_end: Any
+    end_stride: Any
+    num_queries: Any
+    num_keys: Any
+    item_keys: Any
+    num_turns: Any
 
 
 class Inputs(NamedTuple):
@@ -70,39 +76,80 @@ class Shared(NamedTuple):
     k_empty: Any
 
 
+class Item(NamedTuple):
+    """Queries from ``query`` on, and ``tiles`` tiles of keys from ``key`` on that hold what any of them sees."""
+
+    query: Any
+    key: Any
+    tiles: Any
+
+
 @gluon.jit
-def produce(inputs, problem, segment, shared, HEADS: gl.constexpr):
+def _range(problem, query):
+    """The first key that each query sees and the end, within the keys; an empty range for what is no query."""
+    is_query = query < problem.num_queries
+    row = query.to(gl.int64)
+    start = gl.load(problem.key_start + row * problem.start_stride, mask=is_query, other=0)
+    end = gl.load(problem.key_end + row * problem.end_stride, mask=is_query, other=0)
+    start = gl.minimum(gl.maximum(start, 0), problem.num_keys).to(gl.int32)
+    end = gl.minimum(gl.maximum(end, 0), problem.num_keys).to(gl.int32)
+    return start, end
+
+
+@gluon.jit
+def _item(problem, turn, QUERIES: gl.constexpr):
+    """What the program works on in a turn.
+
+    In the list of items all queries take the first keys, then the next, so that the keys at work at one time fit the L2
+    cache; and the last queries come first, so that with a causal mask the short items come last. Programs take them in
+    order in one turn and in reverse in the next, so that who had a longer one gets a shorter one.
+    """
+    program = gl.where(turn % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
+    number = turn * gl.num_programs(0) + program
+    num_blocks = (problem.num_queries + QUERIES - 1) // QUERIES
+    query = (num_blocks - 1 - number % num_blocks) * QUERIES
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    start, end = _range(problem, query + gl.arange(0, QUERIES, LAYOUT))
+    item_start = number // num_blocks * problem.item_keys
+    first = gl.maximum(gl.min(gl.where(start < end, start, problem.num_keys), 0), item_start) // KEYS * KEYS
+    last = gl.minimum(gl.max(end, 0), item_start + problem.item_keys)
+    return Item(query, first, gl.maximum(last - first + KEYS - 1, 0) // KEYS)
+
+
+@gluon.jit
+def produce(inputs, problem, shared, HEADS: gl.constexpr):
     """Fill the rings, for both consumers."""
     HEAD_DIM: gl.constexpr = shared.k.shape[2]
-    segments_done = 0
+    items_done = 0
     step = 0
-    while segment.tiles > 0:
-        wait_empty(shared.q_empty, segments_done, Q_SLOTS)
-        full = shared.q_full.index(segments_done % Q_SLOTS)
-        mbarrier.expect(full, 2 * COLUMNS * (HEAD_DIM + 4))
-        for which in gl.static_range(2):
-            slot = segments_done % Q_SLOTS * 2 + which
-            row = segment.block * (2 * COLUMNS) + which * COLUMNS
-            tma_load(inputs.q, [row, 0], full, shared.q.index(slot))
-            tma_load(inputs.weights, [row], full, shared.weights.index(slot))
-        segments_done += 1
-        for tile in range(segment.tiles):
+    for turn in range(problem.num_turns):
+        item = _item(problem, turn, 2 * COLUMNS // HEADS)
+        if item.tiles > 0:
+            wait_empty(shared.q_empty, items_done, Q_SLOTS)
+            full = shared.q_full.index(items_done % Q_SLOTS)
+            mbarrier.expect(full, 2 * COLUMNS * (HEAD_DIM + 4))
+            for which in gl.static_range(2):
+                slot = items_done % Q_SLOTS * 2 + which
+                row = item.query * HEADS + which * COLUMNS
+                tma_load(inputs.q, [row, 0], full, shared.q.index(slot))
+                tma_load(inputs.weights, [row], full, shared.weights.index(slot))
+            items_done += 1
+        for tile in range(item.tiles):
             wait_empty(shared.k_empty, step, SLOTS)
             slot = step % SLOTS
             full = shared.k_full.index(slot)
             mbarrier.expect(full, KEYS * (HEAD_DIM + 4))
-            tma_load(inputs.k, [segment.key + tile * KEYS, 0], full, shared.k.index(slot))
-            tma_load(inputs.k_scale, [segment.key + tile * KEYS], full, shared.k_scale.index(slot))
+            tma_load(inputs.k, [item.key + tile * KEYS, 0], full, shared.k.index(slot))
+            tma_load(inputs.k_scale, [item.key + tile * KEYS], full, shared.k_scale.index(slot))
             step += 1
-        segment = next_segment(problem, segment, 2 * COLUMNS // HEADS)
 
 
 @gluon.jit
 def _rows(problem, output, first_query, QUERIES: gl.constexpr):
     query = first_query + gl.arange(0, QUERIES, gl.SliceLayout(0, logits_layout(QUERIES)))
-    start, end = key_range(problem, query)
+    start, end = _range(problem, query)
     first = start * output.compressed
-    start, end = of_launch(problem, start, gl.minimum(end, first + output.width))
+    end = gl.minimum(end, first + output.width)
     return Rows(start, end, output.logits + (query.to(gl.int64) * output.stride - first))
 
 
@@ -122,34 +169,35 @@ def _weights(shared, q_slot, HALF: gl.constexpr):
 
 
 @gluon.jit
-def consume(problem, segment, shared, output, WHICH: gl.constexpr, HEADS: gl.constexpr):
-    """The logits of one half of a block's queries, of two halves in turn: one is reduced while the other multiplies."""
+def consume(problem, shared, output, WHICH: gl.constexpr, HEADS: gl.constexpr):
+    """The logits of one half of an item's queries, of two halves in turn: one is reduced while the other multiplies."""
     QUERIES: gl.constexpr = HALF_COLUMNS // HEADS
-    segments_done = 0
+    items_done = 0
     step = 0
-    while segment.tiles > 0:
-        query = (4 * segment.block + 2 * WHICH) * QUERIES
-        rows_0 = _rows(problem, output, query, QUERIES)
-        rows_1 = _rows(problem, output, query + QUERIES, QUERIES)
-        wait_full(shared.q_full, segments_done, Q_SLOTS)
-        q_slot = segments_done % Q_SLOTS * 2 + WHICH
-        weights_0 = _weights(shared, q_slot, 0)
-        weights_1 = _weights(shared, q_slot, 1)
-        for tile in range(segment.tiles):
-            key = segment.key + tile * KEYS
-            wait_full(shared.k_full, step, SLOTS)
-            scores_0 = _start_scores(shared, q_slot, step, 0)
-            scores_1 = _start_scores(shared, q_slot, step, 1)
-            scale = shared.k_scale.index(step % SLOTS).load(gl.SliceLayout(1, logits_layout(QUERIES)))[:, None]
-            scores_0 = warpgroup_mma_wait(1, deps=[scores_0])
-            store(sum_over_heads(scores_0, weights_0, HEADS) * scale, key, rows_0)
-            scores_1 = warpgroup_mma_wait(0, deps=[scores_1])
-            mbarrier.arrive(shared.k_empty.index(step % SLOTS), count=1)
-            store(sum_over_heads(scores_1, weights_1, HEADS) * scale, key, rows_1)
-            step += 1
-        mbarrier.arrive(shared.q_empty.index(segments_done % Q_SLOTS), count=1)
-        segments_done += 1
-        segment = next_segment(problem, segment, 4 * QUERIES)
+    for turn in range(problem.num_turns):
+        item = _item(problem, turn, 4 * QUERIES)
+        if item.tiles > 0:
+            query = item.query + 2 * WHICH * QUERIES
+            rows_0 = _rows(problem, output, query, QUERIES)
+            rows_1 = _rows(problem, output, query + QUERIES, QUERIES)
+            wait_full(shared.q_full, items_done, Q_SLOTS)
+            q_slot = items_done % Q_SLOTS * 2 + WHICH
+            weights_0 = _weights(shared, q_slot, 0)
+            weights_1 = _weights(shared, q_slot, 1)
+            for tile in range(item.tiles):
+                key = item.key + tile * KEYS
+                wait_full(shared.k_full, step, SLOTS)
+                scores_0 = _start_scores(shared, q_slot, step, 0)
+                scores_1 = _start_scores(shared, q_slot, step, 1)
+                scale = shared.k_scale.index(step % SLOTS).load(gl.SliceLayout(1, logits_layout(QUERIES)))[:, None]
+                scores_0 = warpgroup_mma_wait(1, deps=[scores_0])
+                store(sum_over_heads(scores_0, weights_0, HEADS) * scale, key, rows_0)
+                scores_1 = warpgroup_mma_wait(0, deps=[scores_1])
+                mbarrier.arrive(shared.k_empty.index(step % SLOTS), count=1)
+                store(sum_over_heads(scores_1, weights_1, HEADS) * scale, key, rows_1)
+                step += 1
+            mbarrier.arrive(shared.q_empty.index(items_done % Q_SLOTS), count=1)
+            items_done += 1
 
 
 def index_logits_ragged_kernel(
@@ -163,8 +211,8 @@ def index_logits_ragged_kernel(
     end_stride: tl.int64,
     num_queries: tl.int32,
     num_keys: tl.int32,
-    first_key: tl.int32,
-    last_key: tl.int32,
+    item_keys: tl.int32,
+    num_turns: tl.int32,
     logits,
     logits_stride: tl.int64,
     width: tl.int32,
@@ -172,7 +220,7 @@ def index_logits_ragged_kernel(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """All tiles of all blocks of 512 / HEADS queries, in equal parts to the programs. Arguments as in ``launch``."""
+    """In each turn a program takes a work item: 512 / HEADS queries and up to item_keys keys."""
     shared = Shared(
         gl.allocate_shared_memory(gl.float8e4nv, [2 * Q_SLOTS, COLUMNS, HEAD_DIM], vectors_layout(HEAD_DIM)),
         gl.allocate_shared_memory(gl.float32, [2 * Q_SLOTS, COLUMNS], numbers_layout()),
@@ -183,15 +231,14 @@ def index_logits_ragged_kernel(
         barriers(SLOTS, 1),
         barriers(SLOTS, 2),
     )
-    problem = Problem(key_start, start_stride, key_end, end_stride, num_queries, num_keys, first_key, last_key)
-    segment = first_segment(problem, 2 * COLUMNS // HEADS)
+    problem = Problem(key_start, start_stride, key_end, end_stride, num_queries, num_keys, item_keys, num_turns)
     inputs = Inputs(q, weights, k, k_scale)
     output = Output(logits, logits_stride, width, compressed)
     gl.warp_specialize(
         [
-            (consume, (problem, segment, shared, output, 0, HEADS)),
-            (consume, (problem, segment, shared, output, 1, HEADS)),
-            (produce, (inputs, problem, segment, shared, HEADS)),
+            (consume, (problem, shared, output, 0, HEADS)),
+            (consume, (problem, shared, output, 1, HEADS)),
+            (produce, (inputs, problem, shared, HEADS)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -1,4 +1,4 @@
-"""Which tiles of keys a program of the paged kernel takes: lengths are read on the device, tiles divided evenly.
+"""Which tiles of keys a program takes: lengths are read on the device, and all tiles divided evenly.
 
 The tiles of all requests stand in one list that exists only as arithmetic: request by request, and where a request has
 more queries than a tile, group by group of queries. A program takes a part of the list, segment by segment: tiles of
