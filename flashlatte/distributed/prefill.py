@@ -14,7 +14,7 @@ from flashlatte.ops.merge_states import merge_states
 from flashlatte.runtime import checks
 
 Expand = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-Store = Callable[[torch.Tensor, torch.Tensor], None]
+Store = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 def zigzag_blocks(tokens: int, rank: int, size: int) -> tuple[range, range]:

@@ -40,9 +40,8 @@ def test_one_prompt(tokens):
 
     keys, values = expand(rows)
     ends = torch.tensor([0, tokens], device="cuda", dtype=torch.int32)
-    want_out, want_lse = dense_prefill(
-        *(x.float() for x in (q, keys, values)), ends, ends, tokens, tokens, causal=True, backend="reference"
-    )
+    wide = q.float(), keys.float(), values.float()
+    want_out, want_lse = dense_prefill(*wide, ends, ends, tokens, tokens, causal=True, backend="reference")
     # Probabilities, parts and the result are each rounded to bf16, of which half an ulp is 2^-9.
     assert (out - want_out[here]).abs().max() <= 3 * 2**-9 * values.abs().amax()
     torch.testing.assert_close(lse, want_lse[here], rtol=1e-4, atol=1e-3)
