@@ -117,6 +117,7 @@ OPERATIONS = (
     "gather_records",
     "merge_states",
     "norm_rope",
+    "paged_attention",
     "reshape_and_cache",
     "sparse_decode",
     "sparse_prefill",
