@@ -10,21 +10,18 @@ slowest rank's. "communication" is the gathering of queries, the exchange and th
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from ranks import REPLAYS, captured, check, in_turns, report
 
 from flashlatte import dense_decode
 from flashlatte.distributed import ContextParallel, merge
 
 HEADS, DIM, VALUE, PAGE = 128, 576, 512, 64
 CASES = {"long": (4, 524_288), "wide": (64, 32_768)}
-ROUNDS, REPLAYS = 12, 10
 
 
 def main() -> None:
@@ -32,18 +29,8 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, action="append", help="default: all")
     parser.add_argument("--json", type=Path, help="append a line a figure to this file")
     arguments = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    try:
-        for name in arguments.case or CASES:
-            for line in figures(name):
-                if dist.get_rank() == 0:
-                    print(json.dumps(line), flush=True)
-                    if arguments.json is not None:
-                        with arguments.json.open("a") as file:
-                            file.write(json.dumps(line) + "\n")
-    finally:
-        dist.destroy_process_group()
+    names = arguments.case or CASES
+    report(lambda: (line for name in names for line in figures(name)), arguments.json)
 
 
 def figures(case: str) -> list[dict[str, object]]:
@@ -72,9 +59,8 @@ def figures(case: str) -> list[dict[str, object]]:
         calls[f"{form}, communication"] = communication_call(context, mine)
     times = in_turns({name: captured(call) for name, call in calls.items()})
     one = times["one GPU"]
-    about = {"case": case, "gpus": size, "device": torch.cuda.get_device_name()}
     return [
-        about | {"what": name, "us": round(time, 1), "times one GPU": round(one / time, 2)}
+        {"case": case, "what": name, "us": round(time * 1e3 / REPLAYS, 1), "times one GPU": round(one / time, 2)}
         for name, time in times.items()
     ]
 
@@ -99,41 +85,6 @@ def sharded(whole: torch.Tensor, table: torch.Tensor, size: int, rank: int) -> t
     """This rank's tokens of each request, one of ``size``, in pages one after the other."""
     shares = [whole[pages.long()].flatten(0, 1)[rank::size] for pages in table]
     return torch.cat(shares).unflatten(0, (-1, PAGE))
-
-
-def check(out: torch.Tensor, wanted: torch.Tensor, form: str) -> None:
-    worst = (out.float() - wanted.float()).abs().max().item()
-    # Outputs are averages of thousands of values: an ulp of bf16 is at most 2^-8 of the largest.
-    if not worst <= 2 * 2**-8 * wanted.float().abs().max().item():
-        raise SystemExit(f"{form} is wrong on rank {dist.get_rank()}: differs by {worst} from one GPU")
-
-
-def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(REPLAYS):
-            call()
-    return graph
-
-
-def in_turns(graphs: dict[str, torch.cuda.CUDAGraph]) -> dict[str, float]:
-    """Microseconds of each, of its slowest rank."""
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for turn in range(ROUNDS):
-        for name in list(graphs) if turn % 2 else reversed(list(graphs)):
-            dist.barrier()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graphs[name].replay()
-            end.record()
-            end.synchronize()
-            slowest = torch.tensor(begin.elapsed_time(end) * 1e3 / REPLAYS, device="cuda")
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            times[name].append(slowest.item())
-    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 if __name__ == "__main__":

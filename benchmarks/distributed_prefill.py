@@ -9,14 +9,11 @@ too; the result is checked against one GPU's. Times are medians of calls in turn
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from ranks import check, in_turns, report
 
 from flashlatte import dense_prefill
 from flashlatte.distributed import PrefillRing
@@ -31,17 +28,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=128)
     parser.add_argument("--json", type=Path, help="append a line to this file")
     arguments = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    try:
-        line = figures(arguments.tokens, arguments.heads)
-        if dist.get_rank() == 0:
-            print(json.dumps(line))
-            if arguments.json is not None:
-                with arguments.json.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-    finally:
-        dist.destroy_process_group()
+    report(lambda: [figures(arguments.tokens, arguments.heads)], arguments.json)
 
 
 def figures(tokens: int, heads: int) -> dict[str, object]:
@@ -68,37 +55,16 @@ def figures(tokens: int, heads: int) -> dict[str, object]:
         "ring": lambda: ring.attend(my_q, my_rows, expand, tokens=tokens)[0],
     }
     wanted = calls["one"]()[here]
-    worst = (calls["ring"]() - wanted).abs().max().item()
-    if not worst <= 2 * 2**-8 * wanted.abs().max().item():
-        raise SystemExit(f"the ring is wrong on rank {dist.get_rank()}: differs by {worst} from one GPU")
+    check(calls["ring"](), wanted, "the ring")
     del wanted
-    times = in_turns(calls)
+    times = in_turns(calls, ROUNDS)
     return {
         "tokens": tokens,
         "heads": heads,
-        "gpus": dist.get_world_size(),
-        "device": torch.cuda.get_device_name(),
         "one_ms": round(times["one"], 2),
         "ring_ms": round(times["ring"], 2),
         "times one GPU": round(times["one"] / times["ring"], 2),
     }
-
-
-def in_turns(calls: dict[str, Callable[[], torch.Tensor]]) -> dict[str, float]:
-    """Milliseconds of each, of its slowest rank."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(ROUNDS):
-        for name in list(calls) if turn % 2 else reversed(list(calls)):
-            dist.barrier()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            calls[name]()
-            end.record()
-            end.synchronize()
-            slowest = torch.tensor(begin.elapsed_time(end), device="cuda")
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            times[name].append(slowest.item())
-    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 if __name__ == "__main__":
