@@ -4,7 +4,7 @@ import hypothesis
 import pytest
 import torch
 
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 
 pytest_plugins = ["support.progress"]
 
@@ -18,7 +18,7 @@ hypothesis.settings.load_profile("quick")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     needs = {
         "gpu": (torch.cuda.is_available(), "needs a CUDA GPU"),
-        "interpreter": (dispatch.interpreting(), "needs TRITON_INTERPRET=1"),
+        "interpreter": (machine.interpreting(), "needs TRITON_INTERPRET=1"),
     }
     for item in items:
         for marker, (available, reason) in needs.items():

@@ -23,9 +23,6 @@ from typing import Any
 import torch
 
 from flashlatte.runtime import repeat
-from flashlatte.runtime.machine import compute_capability as compute_capability
-from flashlatte.runtime.machine import interpreting as interpreting
-from flashlatte.runtime.machine import num_sms as multiprocessors  # noqa: F401
 
 BACKENDS = ("hopper", "portable", "reference")
 

@@ -12,7 +12,7 @@ from flashlatte.kv_cache.formats import CacheFormat, Plane
 from flashlatte.kv_cache.registry import FORMATS
 from flashlatte.ops.cache_gather import cache_gather
 from flashlatte.ops.cache_write import cache_write
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import dispatch, machine
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def test_write_gather_and_decode():
     assert cache.shape == (3, 5, 1, 36)
     rows = torch.randn(7, 32)
     slots = torch.tensor([14, 0, 3, 9, 5, 2, 11])
-    backend = None if not dispatch.interpreting() else "reference"
+    backend = None if not machine.interpreting() else "reference"
     cache_write(cache, slots, rows, cache_format="int8", backend=backend)
     stored = kv_cache.read(cache, slots, cache_format="int8", dtype=torch.float32)
     torch.testing.assert_close(stored, rows, atol=0.02, rtol=0)

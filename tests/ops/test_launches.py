@@ -8,9 +8,9 @@ from support.calls import CALLS, FP8
 from support.compile import loop_spills
 from support.recording import Recording
 
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 
-pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
+pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
 MOST_SCRATCH = 64 << 20
 

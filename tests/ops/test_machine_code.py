@@ -17,9 +17,9 @@ from support.calls import BF16, CALLS, FP8, FP16, UNLIMITED
 from support.compile import AMD_SHARED_BYTES, SHARED_BYTES, amd_shared_bytes, loop_spills
 from support.recording import Recorded, Recording
 
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 
-pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
+pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
 MODULES = {"dense_prefill_backward": "dense_prefill", "latent_rows": "norm_rope", "rotate_heads": "norm_rope"}
 # Kernels beside the one that attends: they merge, clear and convert rows.

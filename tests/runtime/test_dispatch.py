@@ -221,7 +221,7 @@ def test_every_operation_has_a_reference_for_float32_on_the_cpu():
 
 @pytest.mark.parametrize(("value", "expected"), [("on", True), ("YES", True), ("0", False)])
 def test_interpreting_reads_what_triton_reads(value, expected):
-    script = "from flashlatte.runtime import dispatch; print(dispatch.interpreting())"
+    script = "from flashlatte.runtime import machine; print(machine.interpreting())"
     environment = os.environ | {"TRITON_INTERPRET": value}
     printed = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True

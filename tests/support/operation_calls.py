@@ -26,7 +26,6 @@ def use_hopper(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     # The named backend, though the tensors are on the CPU.
     monkeypatch.setattr(dispatch, "select", lambda _, backend: backend)
     monkeypatch.setattr(machine, "num_sms", lambda _: 132)
-    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132, raising=False)
     monkeypatch.setattr("flashlatte.ops.sparse_decode.hopper.launch.clusters_fill", lambda *_: True)
     return no_gpu.use_without_compiling(monkeypatch)
 

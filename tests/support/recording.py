@@ -67,7 +67,6 @@ class Recording:
             ("gpu_class", CLASSES[arch]),
             ("converts_e4m3", arch is not None and arch >= 89),
             ("num_sms", NUM_SMS),
-            ("multiprocessors", NUM_SMS),
             ("clusters_fill", arch == 90),
         ):
             self._replace_everywhere(name, value)

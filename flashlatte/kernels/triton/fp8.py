@@ -13,15 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 
 
 @functools.cache
 def converts_e4m3(device: torch.device) -> bool:
     """Whether Triton casts between float32 and e4m3fn in hardware on ``device``."""
-    if device.type != "cuda" or torch.version.hip is not None or dispatch.interpreting():
+    if device.type != "cuda" or torch.version.hip is not None or machine.interpreting():
         return False
-    return dispatch.compute_capability(device) >= (8, 9)
+    return machine.compute_capability(device) >= (8, 9)
 
 
 @triton.jit

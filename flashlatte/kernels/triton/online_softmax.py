@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import widen
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -32,7 +32,7 @@ def gpu_class(device: torch.device) -> str:
         return "interpreter"
     if device.type != "cuda" or torch.version.hip is not None:
         return "other"
-    capability = dispatch.compute_capability(device)
+    capability = machine.compute_capability(device)
     if capability[0] in (9, 10):
         return "hopper" if capability[0] == 9 else "blackwell"
     return "ampere" if capability == (8, 0) else "small"

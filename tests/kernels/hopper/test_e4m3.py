@@ -7,13 +7,13 @@ import re
 import pytest
 import torch
 
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 
 pytest.importorskip("triton")
 
 from flashlatte.kernels.hopper.ptx import e4m3
 
-pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="Gluon is not interpreted")
+pytestmark = pytest.mark.skipif(machine.interpreting(), reason="Gluon is not interpreted")
 
 
 def run(ptx: str, registers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -6,11 +6,11 @@ from support.torch_op import opcheck
 
 from flashlatte import concat_mla_q
 from flashlatte.ops.concat_mla_q import api
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 
-BACKEND = "portable" if dispatch.interpreting() else "reference"
+BACKEND = "portable" if machine.interpreting() else "reference"
 # Collected by both runs of the suite: the reference without the interpreter, the kernel within.
-pytestmark = [pytest.mark.interpreter] if dispatch.interpreting() else []
+pytestmark = [pytest.mark.interpreter] if machine.interpreting() else []
 
 
 @given(
@@ -60,6 +60,6 @@ def test_errors_name_the_argument(change, error, message):
         concat_mla_q(**({"ql_nope": LATENT, "q_pe": ROPE} | change))
 
 
-@pytest.mark.skipif(dispatch.interpreting(), reason="the reference's")
+@pytest.mark.skipif(machine.interpreting(), reason="the reference's")
 def test_opcheck():
     opcheck(api, "concat_mla_q", lambda: concat_mla_q(LATENT, ROPE))

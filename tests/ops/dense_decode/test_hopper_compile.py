@@ -21,7 +21,7 @@ from flashlatte.ops.dense_decode.hopper import fixup, launch  # noqa: E402
 from flashlatte.runtime.strides import strides_in_use  # noqa: E402
 from flashlatte.split_kv import combine, plan  # noqa: E402
 
-pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
+pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
 KERNEL = launch.kernel
 

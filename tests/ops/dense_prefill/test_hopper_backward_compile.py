@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.compile import Launch, Recorder
 
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 
 triton = pytest.importorskip("triton")
 
@@ -19,7 +19,7 @@ from flashlatte.ops.dense_prefill.hopper.backward import launch  # noqa: E402
 from flashlatte.ops.dense_prefill.hopper.backward.kernel import backward_kernel  # noqa: E402
 from flashlatte.ops.dense_prefill.hopper.backward.rows import finish_kernel, prepare_kernel  # noqa: E402
 
-pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
+pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
 UNLIMITED = 2**31 - 1
 KERNELS = {"prepare": prepare_kernel, "backward": backward_kernel, "finish": finish_kernel}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.compile import Launch, Recorder
 
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 
 triton = pytest.importorskip("triton")
 
@@ -19,7 +19,7 @@ from support import compile as support  # noqa: E402
 
 from flashlatte.ops.dense_prefill.hopper.forward import launch  # noqa: E402
 
-pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
+pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
 KERNEL = launch.kernel
 UNLIMITED = 2**31 - 1
@@ -67,7 +67,7 @@ def record(monkeypatch):
     """Calls the launcher, and returns what it launched."""
     recorder = Recorder(KERNEL)
     monkeypatch.setattr(launch, "kernel", recorder)
-    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(machine, "num_sms", lambda _: 132)
 
     def record(**call: Any) -> Launch:
         recorder.launches.clear()
@@ -169,7 +169,7 @@ def test_without_keys_nothing_is_launched(monkeypatch):
 @pytest.mark.parametrize("misaligned", ["q", "k", "v"])
 def test_a_misaligned_tensor_is_an_error(monkeypatch, misaligned):
     monkeypatch.setattr(launch, "kernel", Recorder(KERNEL))
-    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(machine, "num_sms", lambda _: 132)
     aligned = torch.empty(64, 2, 128, dtype=torch.bfloat16)
     tensors = dict.fromkeys("qkv", aligned) | {misaligned: torch.empty(64, 2, 132, dtype=torch.bfloat16)[..., :128]}
     cu_seqlens = torch.zeros(2, dtype=torch.int32)

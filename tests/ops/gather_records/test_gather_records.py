@@ -9,11 +9,11 @@ from support.torch_op import opcheck
 from flashlatte import kv_cache
 from flashlatte.kv_cache import gather_records
 from flashlatte.ops.gather_records import api
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 
-BACKEND = "portable" if dispatch.interpreting() else "reference"
+BACKEND = "portable" if machine.interpreting() else "reference"
 # Collected by both runs of the suite: the reference without the interpreter, the kernel within.
-pytestmark = [pytest.mark.interpreter] if dispatch.interpreting() else []
+pytestmark = [pytest.mark.interpreter] if machine.interpreting() else []
 
 
 def bits(x):
@@ -111,6 +111,6 @@ def test_errors_name_the_argument(change, error, message):
         gather_records(**(given | change))
 
 
-@pytest.mark.skipif(dispatch.interpreting(), reason="the reference's")
+@pytest.mark.skipif(machine.interpreting(), reason="the reference's")
 def test_opcheck():
     opcheck(api, "gather_records", lambda: gather_records(CACHE, TABLE, CU_SEQLENS, 3))

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashlatte import merge_attn_states, merge_states
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 from flashlatte.testing import compare, oracles
 from flashlatte.testing.compare import assert_close
 
-BACKEND = "portable" if dispatch.interpreting() else "reference"
+BACKEND = "portable" if machine.interpreting() else "reference"
 # Collected by both runs of the suite: the reference without the interpreter, the kernel within.
-pytestmark = [pytest.mark.interpreter] if dispatch.interpreting() else []
+pytestmark = [pytest.mark.interpreter] if machine.interpreting() else []
 EXACT = compare.Tolerance(1e-5, 2e-4, 1e-8)
 
 

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashlatte import paged_attention, reshape_and_cache
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 QUANTISED = (E4M3, E5M2, INT8)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-BACKEND = "portable" if dispatch.interpreting() else "reference"
+BACKEND = "portable" if machine.interpreting() else "reference"
 # Collected by both runs of the suite: the reference without the interpreter, the kernel within.
-pytestmark = [pytest.mark.interpreter] if dispatch.interpreting() else []
+pytestmark = [pytest.mark.interpreter] if machine.interpreting() else []
 
 # The numbers from 0 up, in the order of their codes. An e5m2 number is the upper byte of an fp16 one.
 POSITIVE = {

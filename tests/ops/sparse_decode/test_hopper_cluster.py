@@ -7,7 +7,7 @@ import re
 import pytest
 from support import compile as support
 
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 
 pytest.importorskip("triton")
 
@@ -16,7 +16,7 @@ from support.hopper_sparse_decode import CALLS, CLUSTER_KERNEL, KERNEL, recordin
 from flashlatte.kernels.hopper import clusters
 from flashlatte.ops.sparse_decode.hopper import launch
 
-pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
+pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
 CLUSTERS = ("v32, whole items", "v32, ranges", "v32, ranges of one length", "model1, ranges")
 

@@ -13,7 +13,7 @@ from support.compile import Recorder, variant_key
 
 from flashlatte.kv_cache import get_format
 from flashlatte.ops.sparse_decode import api
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import dispatch, machine
 
 triton = pytest.importorskip("triton")
 
@@ -23,7 +23,7 @@ from support.hopper_sparse_decode import CALLS, KERNEL, LENGTHS, recording  # no
 from flashlatte.ops.sparse_decode.hopper import launch  # noqa: E402
 from flashlatte.split_kv import combine, plan  # noqa: E402
 
-pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
+pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
 COMBINE = combine.combine_kernel
 

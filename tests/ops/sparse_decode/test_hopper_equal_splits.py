@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 from support import compile as support
 
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 
 pytest.importorskip("triton")
 
@@ -20,7 +20,7 @@ from support.hopper_sparse_decode import CALLS, COMBINE_EQUAL, KERNEL, recording
 from flashlatte.kernels.hopper.ptx import rounded
 from flashlatte.ops.sparse_decode.hopper import equal_splits, launch
 
-pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
+pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
 EQUAL = ["v32, equal splits", "v32, equal splits, alone", "model1, blocks"]
 

@@ -11,7 +11,7 @@ import torch
 from support.compile import Launch, Recorder, variant_key
 
 from flashlatte import sparse_prefill
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import dispatch, machine
 
 triton = pytest.importorskip("triton")
 
@@ -20,7 +20,7 @@ from support import compile as support  # noqa: E402
 from flashlatte.ops.sparse_prefill.hopper import launch  # noqa: E402
 from flashlatte.ops.sparse_prefill.hopper.kernel import sparse_prefill_kernel  # noqa: E402
 
-pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason="compiles, which the interpreter does not")
+pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
 
 def compiled(key: str) -> support.Compiled:
@@ -36,7 +36,7 @@ def recorded(monkeypatch):
     """Calls the launcher, and returns what it launched and the launch's variant key."""
     recorder = Recorder(sparse_prefill_kernel)
     monkeypatch.setattr(launch, "sparse_prefill_kernel", recorder)
-    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(machine, "num_sms", lambda _: 132)
 
     def record(**call: Any) -> tuple[Launch, str]:
         recorder.launches.clear()

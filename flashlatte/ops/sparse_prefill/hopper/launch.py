@@ -7,7 +7,7 @@ import math
 import torch
 
 from flashlatte.ops.sparse_prefill.hopper.kernel import sparse_prefill_kernel
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 from flashlatte.runtime.strides import strides_in_use
 from flashlatte.runtime.tma_descriptors import describe
 from flashlatte.runtime.triton_kernel import launching_on
@@ -38,7 +38,7 @@ def sparse_prefill(
     head_blocks = -(-heads // HEADS_PER_TILE)
     tiles = s_q * head_blocks
     with launching_on(q.device):
-        sparse_prefill_kernel[(min(tiles, dispatch.multiprocessors(q.device)),)](
+        sparse_prefill_kernel[(min(tiles, machine.num_sms(q.device)),)](
             describe(out, out.shape, strides_in_use(out), (1, HEADS_PER_TILE, 256)),
             q,
             q.stride(0) // ALIGNMENT,

@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlatte.ops.dense_prefill.hopper.forward.kernel import kernel
 from flashlatte.ops.dense_prefill.hopper.forward.tiles import CHUNK, KEYS, ROWS, TILE, VALUES
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 from flashlatte.runtime.strides import strides_in_use
 from flashlatte.runtime.tma_descriptors import Address, describe
 from flashlatte.runtime.triton_kernel import launching_on
@@ -57,7 +57,7 @@ def forward(
     out_strides = strides_in_use(out)
     unit = _ALIGN if out.data_ptr() % 16 == 0 and not any(stride % _ALIGN for stride in out_strides) else 1
     with launching_on(device):
-        kernel[(min(most_tiles, dispatch.multiprocessors(device)),)](
+        kernel[(min(most_tiles, machine.num_sms(device)),)](
             _descriptor_of("q", q, ROWS.value, CHUNK.value),
             _descriptor_of("k", k, KEYS.value, CHUNK.value),
             _descriptor_of("v", v, KEYS.value, VALUES.value),
