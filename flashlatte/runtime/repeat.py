@@ -12,9 +12,7 @@ facts of its tensors to be safe; and FlashMLA's callers, who have no such plan, 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -22,10 +20,9 @@ import torch
 from torch._C import DisableTorchFunction
 from torch._C._dynamo import guards
 from torch._C._functorch import peek_interpreter_stack
-from torch.utils._python_dispatch import TorchDispatchMode
 
-# Of the operations that PyTorch knows.
-NAMESPACE = "flashlatte"
+from flashlatte.runtime.recording import Recording, is_recording, record
+
 # Calls that an operation remembers.
 _REMEMBERED = 4096
 # The tensors whose launches are repeated, and PyTorch's number for the first device; the CPU has -1.
@@ -39,13 +36,6 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _forget: list[Callable[[], None]] = []
-
-
-class _Thread(threading.local):
-    recording: _Recording | None = None
-
-
-_thread = _Thread()
 
 
 class _NotRepeatable(Exception):
@@ -122,82 +112,6 @@ def forget() -> None:
         clear()
 
 
-def is_recording() -> bool:
-    """Whether launches are to be noted."""
-    return _thread.recording is not None
-
-
-def note_launch(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
-    """Tell the recording, if there is one, of a launch with all its arguments, constants too."""
-    if _thread.recording is not None:
-        _thread.recording.launches.append((compiled, grid, arguments))
-
-
-def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, with what it does beside launches told to the recording, if there is one."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if _thread.recording is None:
-            return function(*args, **kwargs)
-        with _Watch(_thread.recording):
-            return function(*args, **kwargs)
-
-    return run
-
-
-@dataclass(eq=False)
-class _Recording:
-    """What a call did.
-
-    Attributes:
-        launches: compiled kernel, grid and arguments of the launches that were noted.
-        launched: how many Triton knows of, those of kernels that are not this package's too.
-        scratch: tensors that were allocated, and whether with zeros.
-        only_launches: whether nothing else touched a tensor.
-    """
-
-    launches: list[tuple[Any, tuple[int, ...], Sequence[Any]]] = field(default_factory=list)
-    launched: int = 0
-    scratch: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
-    only_launches: bool = True
-
-    def count(self, _launch: object) -> None:
-        if _thread.recording is self:
-            self.launched += 1
-
-
-class _Watch(TorchDispatchMode):
-    """Sees the tensor operations of a call: what it allocates, views, and anything else."""
-
-    def __init__(self, recording: _Recording) -> None:
-        super().__init__()
-        self._recording = recording
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.namespace == NAMESPACE:  # an operation of this package is ``watched`` itself
-            return result
-        if func in _ALLOCATIONS:
-            self._recording.scratch.append((result, _ALLOCATIONS[func]))
-        elif not func.is_view:
-            self._recording.only_launches = False
-        return result
-
-
-# What allocates, and whether it writes zeros.
-_ALLOCATIONS = {
-    torch.ops.aten.empty.memory_format: False,
-    torch.ops.aten.empty_strided.default: False,
-    torch.ops.aten.empty_like.default: False,
-    torch.ops.aten.new_empty.default: False,
-    torch.ops.aten.new_empty_strided.default: False,
-    torch.ops.aten.zeros.default: True,
-}
-
-
 class _Repeat:
     """The launches of a call, for other tensors like the call's."""
 
@@ -206,7 +120,7 @@ class _Repeat:
         internals: Any,
         tensors: Sequence[torch.Tensor],
         results: torch.Tensor | Sequence[torch.Tensor],
-        recording: _Recording,
+        recording: Recording,
     ) -> None:
         """Raises _NotRepeatable if the noted launches are not all there is to the call."""
         self._is_single = isinstance(results, torch.Tensor)
@@ -296,12 +210,7 @@ def _recorded(
     internals = _internals()
     if internals is None:
         return function(*args, **kwargs), None
-    recording = _thread.recording = _Recording()
-    try:
-        with internals.telling_of_launches(recording.count), _Watch(recording):
-            results = function(*args, **kwargs)
-    finally:
-        _thread.recording = None
+    results, recording = record(function, args, kwargs, internals.telling_of_launches)
     try:
         with DisableTorchFunction():
             return results, _Repeat(internals, tensors, () if results is None else results, recording)
@@ -328,7 +237,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 def _eager() -> bool:
     """Whether a call runs here and now, and is not part of a recording already."""
-    return torch._C._len_torch_dispatch_stack() == 0 and peek_interpreter_stack() is None and _thread.recording is None
+    return torch._C._len_torch_dispatch_stack() == 0 and peek_interpreter_stack() is None and not is_recording()
 
 
 def _current_device() -> int:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from flashlatte.runtime.repeat import NAMESPACE, repeats_launches, watched
+from flashlatte.runtime.recording import NAMESPACE, watched
+from flashlatte.runtime.repeat import repeats_launches
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _AUTOCAST = ("cpu", "cuda", "xpu")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 
-from flashlatte.runtime import repeat
+from flashlatte.runtime.recording import is_recording, note_launch
 from flashlatte.runtime.triton_internals import Cluster, join
 
 _RUN_TIME_NUMBERS = ("int32", "int64", "float32")
@@ -67,7 +67,7 @@ class Kernel:
     def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         jitted, cluster = self.jitted, self.cluster
         compiled = jitted.run(*args, grid=grid, warmup=cluster is not None, **kwargs)
-        if cluster is None and not repeat.is_recording():
+        if cluster is None and not is_recording():
             return
         options = kwargs.keys() - set(jitted.arg_names)
         given = {name: value for name, value in kwargs.items() if name not in options}
@@ -75,7 +75,7 @@ class Kernel:
         if cluster is not None:
             join(compiled, cluster)
             compiled[(*grid, 1, 1)[:3]](*arguments)
-        repeat.note_launch(compiled, grid, arguments)
+        note_launch(compiled, grid, arguments)
 
 
 def _launched(jitted: Any, cluster: Cluster | None = None) -> Any:

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
 
-from flashlatte.runtime import repeat
+from flashlatte.runtime import recording, repeat
 from flashlatte.runtime.torch_op import register_op
 from flashlatte.runtime.triton_internals import telling_of_launches
 
@@ -60,13 +60,13 @@ def launch(compiled: Add, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, n
         3, 1, 1, STREAM, "function", "metadata", None, None, None, *(x.data_ptr() for x in (out, a, b)), number
     )
     knobs.runtime.launch_enter_hook(None)  # as Triton's launcher does
-    repeat.note_launch(compiled, (3,), (out, a, b, number))
+    recording.note_launch(compiled, (3,), (out, a, b, number))
 
 
 def operation(compiled: Add, implementation: Callable[..., None] | None = None) -> tuple[Any, list[int]]:
     """An operation over ``launch``, and a list that grows with every call that runs its Python."""
     ran: list[int] = []
-    work = repeat.watched(implementation or (lambda *args: launch(compiled, *args)))
+    work = recording.watched(implementation or (lambda *args: launch(compiled, *args)))
 
     @repeat.repeats_launches
     def add(a: torch.Tensor, b: torch.Tensor, *, number: float = 0.0, out: torch.Tensor | None = None) -> Any:
@@ -200,7 +200,7 @@ def test_work_beside_launches_is_never_left_out(add: Add, beside: str) -> None:
 
 
 def test_work_around_the_implementation_is_never_left_out(add: Add) -> None:
-    run = repeat.watched(lambda *args: launch(add, *args))
+    run = recording.watched(lambda *args: launch(add, *args))
     ran: list[int] = []
 
     @repeat.repeats_launches
@@ -276,7 +276,7 @@ def test_a_call_that_records_a_gradient_runs_anew(add: Add) -> None:
 
 def test_lists_of_tensors(add: Add) -> None:
     ran: list[int] = []
-    work = repeat.watched(lambda *args: launch(add, *args))
+    work = recording.watched(lambda *args: launch(add, *args))
 
     @repeat.repeats_launches
     def call(parts: list[torch.Tensor]) -> Any:
