@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+
+from flashlatte.runtime.strides import stride_in_use
 
 
 class Slots(NamedTuple):
@@ -22,14 +25,14 @@ class Requests(NamedTuple):
     """Which tokens a row stands for: request i has rows cu_seqlens[i] to cu_seqlens[i + 1].
 
     Attributes:
-        requests: entries of ``cu_seqlens`` less one.
+        num_requests: entries of ``cu_seqlens`` less one.
         seq_starts: token of each request's first row, or None: 0.
         block_table: [requests, max_pages].
     """
 
     cu_seqlens: Any
     cu_stride: Any
-    requests: Any
+    num_requests: Any
     seq_starts: Any
     start_stride: Any
     block_table: Any
@@ -37,6 +40,28 @@ class Requests(NamedTuple):
     max_pages: Any
     num_pages: Any
     page_size: Any
+
+
+def requests_of(
+    cu_seqlens: torch.Tensor,
+    seq_starts: torch.Tensor | None,
+    block_table: torch.Tensor,
+    num_pages: int,
+    page_size: int,
+) -> Requests:
+    """``Requests`` as a launch passes them."""
+    return Requests(
+        cu_seqlens,
+        cu_seqlens.stride(0),
+        block_table.shape[0],
+        seq_starts,
+        0 if seq_starts is None else seq_starts.stride(0),
+        block_table,
+        stride_in_use(block_table, 0),
+        block_table.shape[1],
+        num_pages,
+        page_size,
+    )
 
 
 @triton.jit
@@ -86,18 +111,18 @@ def request_of_row(requests, rows):
     """The request i with cu_seqlens[i] <= row < cu_seqlens[i + 1], or -1, and its cu_seqlens[i]."""
     request = tl.full(rows.shape, -1, tl.int64)
     start = tl.zeros(rows.shape, tl.int64)
-    span = requests.requests + 1
+    span = requests.num_requests + 1
     # A binary search for the last entry that the row reaches.
     while span > 0:
         step = (span + 1) // 2
         candidate = request + step
-        exists = candidate <= requests.requests
+        exists = candidate <= requests.num_requests
         value = tl.load(requests.cu_seqlens + candidate * requests.cu_stride, mask=exists, other=0).to(tl.int64)
         reached = exists & (value <= rows)
         request = tl.where(reached, candidate, request)
         start = tl.where(reached, value, start)
         span -= step
-    return tl.where(request < requests.requests, request, -1), start
+    return tl.where(request < requests.num_requests, request, -1), start
 
 
 @triton.jit

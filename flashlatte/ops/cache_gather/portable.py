@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_address import Requests, load_words, locate_rows
+from flashlatte.kernels.triton.cache_address import Requests, load_words, locate_rows, requests_of
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
 from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, e8m0_to_float, narrow, widen
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.runtime import machine
+from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -29,48 +30,39 @@ def cache_gather(
     out: torch.Tensor,
 ) -> None:
     cache = as_bytes(cache)
-    requests, max_pages = block_table.shape
     num_pages, page_size, _, width = cache.shape
     page_stride = stride_in_use(cache, 0)
     out_stride = stride_in_use(out, 0)
     out_align = unit_bytes(out, out_stride) // out.element_size()
     num_rows = out.shape[0]
-    where = (
-        cu_seqlens,
-        cu_seqlens.stride(0),
-        requests,
-        seq_starts,
-        0 if seq_starts is None else seq_starts.stride(0),
-        block_table,
-        stride_in_use(block_table, 0),
-        max_pages,
-        num_pages,
-        page_size,
-        num_rows,
-    )
-    wide = max_pages * page_size >= 2**31
+    requests = requests_of(cu_seqlens, seq_starts, block_table, num_pages, page_size)
+    wide = block_table.shape[1] * page_size >= 2**31
     native = converts_e4m3(cache.device)
     if layout.tiling is not None:
         tiled = layout.tiling
         align = unit_bytes(cache, page_stride)
         gather_tiles_kernel[(blocks(num_rows, TILED_BLOCKING.tokens),)](
-            out,
-            cache,
-            *where,
-            page_stride // align,
-            out_stride // out_align,
-            tiled.tile,
-            tiled.tiles,
-            tiled.scale_places,
-            tiled.row_bytes,
-            tiled.rope_offset,
-            tiled.e8m0,
-            align,
-            out_align,
-            wide,
-            native,
-            machine.interpreting(),
-            TILED_BLOCKING.tokens,
+            *by_name(
+                gather_tiles_kernel,
+                requests,
+                out=out,
+                cache=cache,
+                num_rows=num_rows,
+                page_stride=page_stride // align,
+                out_stride=out_stride // out_align,
+            ),
+            TILE=tiled.tile,
+            TILES=tiled.tiles,
+            SCALE_PLACES=tiled.scale_places,
+            ROW_BYTES=tiled.row_bytes,
+            ROPE_OFFSET=tiled.rope_offset,
+            E8M0=tiled.e8m0,
+            ALIGN=align,
+            OUT_ALIGN=out_align,
+            WIDE=wide,
+            NATIVE=native,
+            INTERPRETED=machine.interpreting(),
+            BLOCK_T=TILED_BLOCKING.tokens,
             num_warps=TILED_BLOCKING.warps,
             enable_fp_fusion=True,
         )
@@ -78,22 +70,26 @@ def cache_gather(
     row_stride = stride_in_use(cache, 1)
     align = unit_bytes(cache, page_stride, row_stride) // cache.element_size()
     gather_rows_kernel[(blocks(num_rows, ROWS_BLOCKING.tokens) * blocks(width, ROWS_COLUMNS),)](
-        out,
-        cache,
-        scale_tensor,
-        scale_value,
-        *where,
-        page_stride // align,
-        row_stride // align,
-        out_stride // out_align,
-        width,
-        align,
-        out_align,
-        wide,
-        native,
-        machine.interpreting(),
-        ROWS_BLOCKING.tokens,
-        ROWS_COLUMNS,
+        *by_name(
+            gather_rows_kernel,
+            requests,
+            out=out,
+            cache=cache,
+            scale_tensor=scale_tensor,
+            scale_value=scale_value,
+            num_rows=num_rows,
+            page_stride=page_stride // align,
+            row_stride=row_stride // align,
+            out_stride=out_stride // out_align,
+        ),
+        WIDTH=width,
+        ALIGN=align,
+        OUT_ALIGN=out_align,
+        WIDE=wide,
+        NATIVE=native,
+        INTERPRETED=machine.interpreting(),
+        BLOCK_T=ROWS_BLOCKING.tokens,
+        BLOCK_C=ROWS_COLUMNS,
         num_warps=ROWS_BLOCKING.warps,
         enable_fp_fusion=True,
     )

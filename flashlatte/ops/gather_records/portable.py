@@ -7,9 +7,10 @@ import math
 import torch
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_address import Requests, locate_rows
+from flashlatte.kernels.triton.cache_address import Requests, locate_rows, requests_of
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
 from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -42,31 +43,24 @@ def _gather_plane(
     """The rows of a plane [pages, page_size, width] into [rows, width]."""
     size = plane.element_size()
     num_pages, page_size, width = plane.shape
-    max_pages = block_table.shape[1]
     page_stride, row_stride = (stride_in_use(plane, axis) * size for axis in (0, 1))
     out_stride = stride_in_use(out, 0) * size
     unit = math.gcd(unit_bytes(plane), unit_bytes(out), page_stride, row_stride, out_stride, width * size)
     column_blocks = blocks(width * size, BLOCK_BYTES)
     gather_records_kernel[(blocks(out.shape[0], BLOCKING.tokens) * column_blocks,)](
-        as_bytes(out),
-        as_bytes(plane),
-        cu_seqlens,
-        cu_seqlens.stride(0),
-        block_table.shape[0],
-        seq_starts,
-        0 if seq_starts is None else seq_starts.stride(0),
-        block_table,
-        stride_in_use(block_table, 0),
-        max_pages,
-        num_pages,
-        page_size,
-        out.shape[0],
-        page_stride // unit,
-        row_stride // unit,
-        out_stride // unit,
+        *by_name(
+            gather_records_kernel,
+            requests_of(cu_seqlens, seq_starts, block_table, num_pages, page_size),
+            out=as_bytes(out),
+            plane=as_bytes(plane),
+            num_rows=out.shape[0],
+            page_stride=page_stride // unit,
+            row_stride=row_stride // unit,
+            out_stride=out_stride // unit,
+        ),
         WIDTH=width * size // unit,
         UNIT=unit,
-        WIDE=max_pages * page_size >= 2**31,
+        WIDE=block_table.shape[1] * page_size >= 2**31,
         BLOCK_T=BLOCKING.tokens,
         BLOCK_BYTES=BLOCK_BYTES,
         num_warps=BLOCKING.warps,
