@@ -24,6 +24,11 @@ def check_boundaries(name: str, cu_seqlens: torch.Tensor, total: int) -> None:
         raise ValueError(f"{name} must lie between 0 and the {total} tokens there are, got {values}")
 
 
+def boundaries_of(cu_seqlens: torch.Tensor, total: int) -> list[int]:
+    """The boundaries between 0 and ``total``, none before an earlier one, for references: as kernels read them."""
+    return cu_seqlens.clamp(0, total).cummax(0).values.tolist()
+
+
 def window_sides(window: int | Sequence[int] | None, causal: bool) -> tuple[int, int]:
     """(left, right): a query at position p sees keys p - left to p + right.
 

@@ -18,24 +18,37 @@ def find_stretch(slot, cu_rows, requests, total_rows, BLOCK: tl.constexpr):
 
     Stretch i is request i - 1, between boundaries i - 1 and i. It begins at slot ``boundary // BLOCK + i``: that leaves
     room for all its tiles, and sometimes for one more, which has tile >= tiles. The stretches before the first and
-    after the last boundary, 0 and requests + 1, belong to no request.
+    after the last boundary, 0 and requests + 1, belong to no request. So every row has one stretch and one tile,
+    whatever ``cu_rows`` holds.
     """
-    stretch = 0
+    # The stretch is the first i with max(boundaries up to i) // BLOCK + i >= slot: the least, over j, of the i >= j with
+    # boundary j // BLOCK + i >= slot.
+    stretch = requests + 1
     for first in range(0, requests + 1, _CHUNK):
         index = first + tl.arange(0, _CHUNK)
-        begin = boundary(cu_rows, index, requests, total_rows)
-        stretch += tl.sum(((index <= requests) & (begin // BLOCK + index + 1 <= slot)).to(tl.int32))
-    begin = boundary(cu_rows, stretch - 1, requests, total_rows)
-    rows = tl.maximum(boundary(cu_rows, stretch, requests, total_rows) - begin, 0)
+        from_here = tl.maximum(index, slot - _value(cu_rows, index, requests, total_rows) // BLOCK)
+        stretch = tl.minimum(stretch, tl.min(tl.where(index <= requests, from_here, requests + 1)))
+    begin, rows = find_rows(stretch, cu_rows, requests, total_rows)
     return stretch, slot - (begin // BLOCK + stretch), tl.cdiv(rows, BLOCK), begin, rows
 
 
 @triton.jit
-def boundary(cu, index, requests, total):
-    """Where a request begins or the last one ends, whatever ``cu`` holds; 0 and ``total`` beyond the two ends."""
+def find_rows(stretch, cu, requests, total):
+    """(first row, rows) of a stretch. A boundary is the largest value up to it, so that none lies before another."""
+    begin = 0
+    for first in range(0, stretch, _CHUNK):
+        index = first + tl.arange(0, _CHUNK)
+        value = _value(cu, index, requests, total)
+        begin = tl.maximum(begin, tl.max(tl.where(index < stretch, value, 0)))
+    end = tl.where(stretch > requests, total, _value(cu, stretch, requests, total))
+    return begin, tl.maximum(end - begin, 0)
+
+
+@triton.jit
+def _value(cu, index, requests, total):
+    """cu[index] between 0 and ``total``; 0 for an index that is none."""
     value = tl.load(cu + index, mask=(index >= 0) & (index <= requests), other=0).to(tl.int64)
-    value = tl.minimum(tl.maximum(value, 0), total.to(tl.int64)).to(tl.int32)
-    return tl.where(index > requests, total, tl.where(index < 0, 0, value))
+    return tl.minimum(tl.maximum(value, 0), total.to(tl.int64)).to(tl.int32)
 
 
 def tile_slots(total: int, requests: int, block: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from flashlatte.kernels.softmax import attend
+from flashlatte.runtime.ragged import boundaries_of
 
 SCORE_BYTES = 256 * 2**20
 
@@ -90,7 +91,7 @@ def _blocks(
     window_right: int,
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Some query rows of a request, its keys, and which of them each row sees [rows, keys]."""
-    starts_q, starts_k = cu_seqlens_q.clamp(0, q.shape[0]).tolist(), cu_seqlens_k.clamp(0, k.shape[0]).tolist()
+    starts_q, starts_k = boundaries_of(cu_seqlens_q, q.shape[0]), boundaries_of(cu_seqlens_k, k.shape[0])
     for request in range(len(starts_q) - 1):
         first_q, end_q = starts_q[request : request + 2]
         first_k, end_k = starts_k[request : request + 2]

@@ -7,6 +7,7 @@ import torch
 from flashlatte.kernels.softmax import attend, sink_weight
 from flashlatte.kv_cache.fp8 import raw_view, to_e4m3
 from flashlatte.ops.paged_attention.problem import Problem
+from flashlatte.runtime.ragged import boundaries_of
 
 _SCORE_BYTES = 256 * 2**20
 
@@ -16,7 +17,7 @@ def paged_attention(problem: Problem) -> None:
     problem.out.zero_()
     problem.lse.fill_(problem.empty_lse)
     tokens, h_q, _ = problem.q.shape
-    boundaries = problem.cu_seqlens_q.clamp(0, tokens).tolist()
+    boundaries = boundaries_of(problem.cu_seqlens_q, tokens)
     for request in range(len(boundaries) - 1):
         first, end = boundaries[request : request + 2]
         if first >= end:

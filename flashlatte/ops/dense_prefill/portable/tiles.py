@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import load_rows
-from flashlatte.kernels.triton.ragged_tiles import boundary, find_stretch
+from flashlatte.kernels.triton.ragged_tiles import find_rows, find_stretch
 
 
 @triton.jit
@@ -22,8 +22,7 @@ def find_tile(slot, cu_rows, cu_others, requests, total_rows, total_others, BLOC
     A tile beyond the last is none; one of no request sees none of the others.
     """
     stretch, tile, tiles, begin, rows = find_stretch(slot, cu_rows, requests, total_rows, BLOCK)
-    others_begin = boundary(cu_others, stretch - 1, requests, total_others)
-    others = tl.maximum(boundary(cu_others, stretch, requests, total_others) - others_begin, 0)
+    others_begin, others = find_rows(stretch, cu_others, requests, total_others)
     others = tl.where((stretch > 0) & (stretch <= requests), others, 0)
     return tile, tiles, begin, rows, others_begin, others
 
