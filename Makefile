@@ -16,7 +16,7 @@ demo: $(READY)
 test: $(READY)
 	@echo "About 6 minutes of processor time (3 to 4 on two idle cores): Triton's interpreter first, then all else."
 	@TRITON_INTERPRET=1 $(PYTEST) -m "interpreter and not full"
-	@$(PYTEST) -m "not interpreter and not full and not gpu"
+	@$(PYTEST) -m "not interpreter and not full and not gpu" --ignore=tests/gpu
 
 # The rest: every variant of every kernel, many more examples, and compilation by each other Triton that TRITONS names,
 # folders that hold a triton package (pip install --target FOLDER triton==3.6.0).

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import hypothesis
 import pytest
 import torch
@@ -13,6 +15,13 @@ COMMON = hypothesis.settings(deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("quick", COMMON, max_examples=6)
 hypothesis.settings.register_profile("full", COMMON, max_examples=100)
 hypothesis.settings.load_profile("quick")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Half of a run's start-up is imports that the interpreter's tests do not need."""
+    only_interpreted = config.option.markexpr.startswith("interpreter")
+    is_test = collection_path.name.startswith("test_")
+    return True if only_interpreted and is_test and "interpreter" not in collection_path.read_text() else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,9 +1,9 @@
 # Keyword arguments are put together in dicts of mixed values, positional ones in sequences of any length.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
+import importlib
 import inspect
 import math
-import subprocess
 import sys
 
 import pytest
@@ -319,19 +319,17 @@ def test_wrong_packed_tensors():
         flash_mla.flash_attn_varlen_qkvpacked_func(torch.zeros(9, 4, 56), torch.tensor([0, 6, 4]), 5, 24)
 
 
-def test_the_alias_forwards_the_top_level_name(tmp_path):
+def test_the_alias_forwards_the_top_level_name(tmp_path, monkeypatch):
     assert flash_mla.main(["--install-alias", str(tmp_path)]) == 0
     assert flash_mla.main(["--install-alias", str(tmp_path)]) == 0
-    script = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import flash_mla, flashlatte.flash_mla as ours
-from flash_mla.flash_mla_interface import FlashMLASchedMeta
-assert flash_mla.__file__.startswith(sys.argv[1])
-assert all(getattr(flash_mla, name) is getattr(ours, name) for name in ours.__all__)
-assert FlashMLASchedMeta is ours.FlashMLASchedMeta
-"""
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("flash_mla", "flash_mla.flash_mla_interface")
+    alias, interface = [importlib.import_module(name) for name in names]
+    for name in names:
+        sys.modules.pop(name)
+    assert str(alias.__file__).startswith(str(tmp_path))
+    assert all(getattr(alias, name) is getattr(flash_mla, name) for name in flash_mla.__all__)
+    assert interface.FlashMLASchedMeta is flash_mla.FlashMLASchedMeta
 
 
 def test_the_alias_replaces_nobody_elses_package(tmp_path, capsys):

@@ -207,4 +207,4 @@ class Serving(RuleBasedStateMachine):
 
 
 TestServing = Serving.TestCase
-TestServing.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestServing.settings = settings(stateful_step_count=60)

@@ -1,4 +1,4 @@
-import os
+import runpy
 import subprocess
 import sys
 
@@ -220,13 +220,9 @@ def test_every_operation_has_a_reference_for_float32_on_the_cpu():
 
 
 @pytest.mark.parametrize(("value", "expected"), [("on", True), ("YES", True), ("0", False)])
-def test_interpreting_reads_what_triton_reads(value, expected):
-    script = "from flashlatte.runtime import machine; print(machine.interpreting())"
-    environment = os.environ | {"TRITON_INTERPRET": value}
-    printed = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
-    )
-    assert printed.stdout.strip() == str(expected)
+def test_interpreting_reads_what_triton_reads(value, expected, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", value)
+    assert runpy.run_path(machine.__file__)["interpreting"]() is expected
 
 
 def test_the_reference_needs_no_triton():

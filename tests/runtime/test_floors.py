@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,10 +45,12 @@ def _docstrings(tree: ast.AST) -> set[ast.AST]:
     }
 
 
-def imports(module: str) -> Iterator[str]:
+@functools.cache
+def imports(module: str) -> frozenset[str]:
     """Modules of the library that a module names: in imports wherever they stand, and in strings that are targets."""
     tree = ast.parse(MODULES[module].read_text())
     prose = _docstrings(tree)
+    found: set[str] = set()
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -57,9 +59,8 @@ def imports(module: str) -> Iterator[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in prose:
             names = _NAME.findall(node.value)
-        for name in names:
-            if name.startswith("flashlatte") and (found := _module(name)) and found != module:
-                yield found
+        found |= {other for name in names if name.startswith("flashlatte") and (other := _module(name))}
+    return frozenset(found - {module})
 
 
 def _room(module: str) -> str:

@@ -21,8 +21,8 @@ def find_stretch(slot, cu_rows, requests, total_rows, BLOCK: tl.constexpr):
     after the last boundary, 0 and requests + 1, belong to no request. So every row has one stretch and one tile,
     whatever ``cu_rows`` holds.
     """
-    # The stretch is the first i with max(boundaries up to i) // BLOCK + i >= slot: the least, over j, of the i >= j with
-    # boundary j // BLOCK + i >= slot.
+    # The stretch is the first i with max(boundaries up to i) // BLOCK + i >= slot. For one boundary j that is the first
+    # i >= j with boundary j // BLOCK + i >= slot, and of these the least.
     stretch = requests + 1
     for first in range(0, requests + 1, _CHUNK):
         index = first + tl.arange(0, _CHUNK)

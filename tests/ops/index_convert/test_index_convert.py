@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.torch_op import opcheck
 
@@ -36,7 +36,6 @@ def walk(positions, query, sinks, window, request, table, page_size, workspace, 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=40)
 @given(
     requests=st.integers(1, 4),
     next_n=st.integers(1, 3),
