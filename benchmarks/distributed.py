@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -19,6 +20,10 @@ from ranks import REPLAYS, captured, check, in_turns, report
 
 from flashlatte import dense_decode
 from flashlatte.distributed import ContextParallel, merge
+from flashlatte.distributed.agreement import Agreement
+from flashlatte.distributed.context_parallel import FORMS
+from flashlatte.distributed.direct import Direct
+from flashlatte.distributed.peer_memory import PeerMemory
 
 HEADS, DIM, VALUE, PAGE = 128, 576, 512, 64
 CASES = {"long": (4, 524_288), "wide": (64, 32_768)}
@@ -47,7 +52,7 @@ def figures(case: str) -> list[dict[str, object]]:
     def alone() -> torch.Tensor:
         return dense_decode(q, whole, table, lengths)[0]
 
-    contexts = {form: ContextParallel(interleave=1, form=form) for form in merge.FORMS}
+    contexts = {form: ContextParallel(interleave=1, form=form) for form in FORMS}
     mine = q.chunk(size, 2)[rank].contiguous()
     share = sharded(whole, table, size, rank)
     shared_table = torch.arange(batch * columns // size, device="cuda", dtype=torch.int32).view(batch, -1)
@@ -70,15 +75,22 @@ def decode_call(context: ContextParallel, q: torch.Tensor, cache: torch.Tensor, 
 
 
 def communication_call(context: ContextParallel, q: torch.Tensor) -> Callable[[], object]:
-    form, tokens = context.form or "all_to_all", q.shape[0]
-    partial = merge.allocate(tokens, HEADS, VALUE, q.dtype, q.device, form)
+    form, flat = context.form or "", q.flatten(0, 1)
+    if form == "direct":
+        memory = PeerMemory.reach(context.group, q.device, Agreement(context.group, timedelta(seconds=60)))
+        if isinstance(memory, str):
+            raise SystemExit(memory)
+        direct = Direct.take(memory, flat, HEADS, VALUE)
+        fill(direct.partial)
+        return lambda: (direct.gather(flat, False), direct.merge(False))
+    partial = merge.allocate(flat.shape[0], HEADS, VALUE, q.dtype, q.device, form)
+    fill(partial)
+    return lambda: (merge.gather_heads(flat, context.group), merge.merge(partial, context.group, form))
+
+
+def fill(partial: merge.Partial) -> None:
     partial.out.normal_()
     partial.lse.normal_()
-
-    def run() -> object:
-        return merge.gather_heads(q.flatten(0, 1), context.group), merge.merge(partial, context.group, form)
-
-    return run
 
 
 def sharded(whole: torch.Tensor, table: torch.Tensor, size: int, rank: int) -> torch.Tensor:

@@ -40,9 +40,25 @@ class Agreement:
         key = (call, *facts.values())
         if key in self._known:
             return
+        rank = self._group.rank()
+        mine = {"call": call} | {name: str(value) for name, value in facts.items()}
+        for other, theirs in enumerate(self._of_every_rank(call, mine)):
+            if theirs != mine:
+                names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+                raise ValueError(
+                    f"{call} needs the same on all ranks: rank {rank} has {_listed(mine, names)}, and rank {other} "
+                    f"{_listed(theirs, names)}"
+                )
+        self._known.add(key)
+
+    def same(self, call: str, value: object) -> bool:
+        """Whether all ranks come with the same value."""
+        mine = {"call": call, "value": str(value)}
+        return all(theirs == mine for theirs in self._of_every_rank(call, mine))
+
+    def _of_every_rank(self, call: str, mine: dict[str, str]) -> Iterator[dict[str, str]]:
         rank, store = self._group.rank(), self._group.get_group_store()
         place = f"{self._prefix}/{next(self._checks)}"
-        mine = {"call": call} | {name: str(value) for name, value in facts.items()}
         store.set(f"{place}/{rank}", json.dumps(mine))
         for other in range(self._group.size()):
             try:
@@ -53,14 +69,7 @@ class Agreement:
                     f"rank {other} did not come to {call} with {_listed(mine)} within {seconds}, as rank {rank} did: "
                     "it runs something else, or has ended"
                 ) from error
-            theirs = json.loads(store.get(f"{place}/{other}"))
-            if theirs != mine:
-                names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
-                raise ValueError(
-                    f"{call} needs the same on all ranks: rank {rank} has {_listed(mine, names)}, and rank {other} "
-                    f"{_listed(theirs, names)}"
-                )
-        self._known.add(key)
+            yield json.loads(store.get(f"{place}/{other}"))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from flashlatte.distributed import merge
 from flashlatte.distributed.agreement import Agreement
+from flashlatte.distributed.direct import MAX_BYTES, Direct
+from flashlatte.distributed.peer_memory import PeerMemory
 from flashlatte.distributed.plan import ShardPlan, plan_shard
 from flashlatte.distributed.topk import global_topk
 from flashlatte.kernels.softmax import sink_weight
@@ -22,6 +24,8 @@ from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.runtime import checks
 
+FORMS = ("direct", *merge.FORMS)
+
 
 class ContextParallel:
     """Decode context parallelism: each rank holds a part of every request's keys, and attends to it with all heads.
@@ -32,9 +36,10 @@ class ContextParallel:
     Args:
         group: a process group of torch.distributed, NCCL for GPUs; all ranks if None.
         interleave: tokens in a row that lie on one rank: token t is on rank (t // interleave) % size.
-        form: how results are merged. "all_to_all" sends each rank its heads, out and lse in one buffer;
-            "reduce_scatter" and "all_reduce" gather lse and sum corrected outputs in float32. None is "all_to_all",
-            which sends the fewest bytes, or where the heads cannot be divided "all_reduce".
+        form: how results are merged. "direct" reads the other ranks' where they lie: GPUs of one host that reach each
+            other's memory. "all_to_all" sends each rank its heads, out and lse in one buffer; "reduce_scatter" and
+            "all_reduce" gather lse and sum corrected outputs in float32. None is "direct" where that can be, else
+            "all_to_all", which sends the fewest bytes, or where the heads cannot be divided "all_reduce".
         all_heads: every rank passes queries of all heads and gets the results of all heads. If False, each has its
             own, as many as every other: its shard of a layer whose heads are divided.
         timeout: how long a rank waits for the others to come to a call of new shapes.
@@ -57,11 +62,12 @@ class ContextParallel:
         if group is None:
             raise ValueError("group must be a process group, and torch.distributed has none yet: init_process_group()")
         if form is not None:
-            checks.choice("form", form, merge.FORMS)
+            checks.choice("form", form, FORMS)
         self.group, self.form = group, form
         self.all_heads = checks.flag("all_heads", all_heads)
         self.sharding = as_sharding((group.rank(), group.size(), interleave))
         self._agreement = Agreement(group, timeout)
+        self._peers: dict[torch.device, PeerMemory | str] = {}
         self._agreement.check(
             "ContextParallel", {"size": group.size(), "interleave": interleave, "form": form, "all_heads": all_heads}
         )
@@ -260,25 +266,47 @@ class ContextParallel:
         facts = {"q": (batch, queries, heads, dim), "dtype": q.dtype, "cache_format": layout.name}
         facts |= {"head_dim_v": checks.positive_int("head_dim_v", head_dim_v), "softmax_scale": softmax_scale}
         total = heads if self.all_heads else heads * size
-        form = self.form or ("all_reduce" if total % size else "all_to_all")
-        if total % size and form != "all_reduce":
-            raise ValueError(f"q must have a number of heads that the {size} ranks divide for {form!r}, got {heads}")
         self._agreement.check(call, facts)
 
         flat = q.flatten(0, 1)
-        if not self.all_heads and size > 1:
-            flat = merge.gather_heads(flat, self.group)
-        partial = merge.allocate(tokens, total, head_dim_v, q.dtype, q.device, form)
-        attend(flat, partial.out, partial.lse)
+        form = self._form(total, tokens * (heads * dim + total * (head_dim_v + 2)) * q.element_size(), q.device)
         if size == 1 or tokens == 0:
-            out, lse = partial.out[:, :heads], partial.lse[:, :heads]
-        elif self.all_heads:
-            out, lse = merge.merge_all_heads(partial, self.group, form)
+            partial = merge.allocate(tokens, heads, head_dim_v, q.dtype, q.device, form)
+            attend(flat, partial.out, partial.lse)
+            out, lse = partial.out, partial.lse
+        elif form == "direct":
+            memory = self._peers[q.device]
+            assert isinstance(memory, PeerMemory)
+            direct = Direct.take(memory, flat, total, head_dim_v)
+            flat, partial = direct.gather(flat, self.all_heads), direct.partial
+            attend(flat, partial.out, partial.lse)
+            out, lse = direct.merge(self.all_heads)
         else:
-            out, lse = merge.merge(partial, self.group, form)
+            if not self.all_heads:
+                flat = merge.gather_heads(flat, self.group)
+            partial = merge.allocate(tokens, total, head_dim_v, q.dtype, q.device, form)
+            attend(flat, partial.out, partial.lse)
+            into = merge.merge_all_heads if self.all_heads else merge.merge
+            out, lse = into(partial, self.group, form)
         if attn_sink is not None:
             out = (out * sink_weight(lse, attn_sink).unsqueeze(-1)).to(out.dtype)
         return out.unflatten(0, (batch, queries)), lse.unflatten(0, (batch, queries)).mT
+
+    def _form(self, heads: int, bytes_of_a_rank: int, device: torch.device) -> str:
+        """The form of a call whose results have so many heads of all ranks together."""
+        size = self.sharding.size
+        if size > 1 and self.form in (None, "direct"):
+            if device not in self._peers:
+                self._peers[device] = PeerMemory.reach(self.group, device, self._agreement)
+            peers = self._peers[device]
+            if self.form is None and isinstance(peers, PeerMemory) and bytes_of_a_rank <= MAX_BYTES:
+                return "direct"
+            if self.form == "direct" and isinstance(peers, str):
+                raise ValueError(f"form 'direct' cannot be: {peers}")
+        form = self.form or ("all_reduce" if heads % size else "all_to_all")
+        if heads % size and form not in ("all_reduce", "direct"):
+            raise ValueError(f"q must have a number of heads that the {size} ranks divide for {form!r}, got {heads}")
+        return form
 
     def _check_plan(self, q: torch.Tensor, pages: torch.Tensor, plan: ShardPlan) -> None:
         """A plan for other pages, other ranks or other queries gives wrong numbers, and no kernel could tell."""

@@ -10,7 +10,7 @@ from support.ranks import Failure, Ranks
 
 from flashlatte import kv_cache
 
-FORMS = ("all_to_all", "reduce_scatter", "all_reduce")
+FORMS = ("direct", "all_to_all", "reduce_scatter", "all_reduce")
 # Of 3 ranks with interleave 1, 2, 8, 64: ranks without a key, a page begun, several pages, no key at all.
 LENGTHS = (0, 1, 2, 7, 40, 131)
 
@@ -59,6 +59,11 @@ def test_heads_that_the_ranks_do_not_divide(ranks):
     close(out, expected(step)[0])
     refused = ranks.outcomes(rank_jobs.decode, step, **options | {"form": "all_to_all"})
     assert all("q must have a number of heads that the" in failure.message for failure in refused)
+
+
+def test_memory_that_cannot_be_reached_is_refused(ranks):
+    refused = ranks.outcomes(rank_jobs.out_of_reach, Step((9, 30), heads=ranks.size))
+    assert all("form 'direct' cannot be: it needs GPUs, got tensors on cpu" in failure.message for failure in refused)
 
 
 def test_sink_of_this_ranks_heads(ranks):

@@ -29,7 +29,7 @@ def test_without_a_process_group():
 
 
 def test_arguments(context):
-    with pytest.raises(ValueError, match="form must be one of all_to_all, reduce_scatter, all_reduce, got 'ring'"):
+    with pytest.raises(ValueError, match=r"form must be one of direct, all_to_all, .*, got 'ring'"):
         ContextParallel(form="ring")
     with pytest.raises(ValueError, match="sharding's interleave must be at least 1, got 0"):
         ContextParallel(interleave=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support import shared_files
 
 from flashlatte import kv_cache
 from flashlatte.distributed import ContextParallel, Sharding, failing_together
@@ -115,14 +117,18 @@ def decode(
         cache_format=step.cache_format,
     )
     q, sinks = own_heads(step.q, 2, context), own_heads(sinks_of(step), 0, context)
-    results = [
-        context.decode(
-            q, mine.cache, plan, head_dim_v=step.dims[1], softmax_scale=step.scale, attn_sink=sinks if sink else None
-        )
-        for _ in range(2)
-    ]
+    options = {"head_dim_v": step.dims[1], "softmax_scale": step.scale, "attn_sink": sinks if sink else None}
+    with shared_files.installed() if step.device == "cpu" and form == "direct" else contextlib.nullcontext():
+        results = [context.decode(q, mine.cache, plan, **options) for _ in range(2)]
     same_bits(*results)
     return results[0]
+
+
+def out_of_reach(step: Step) -> None:
+    context = ContextParallel(form="direct")
+    mine = shard(step, context.sharding, 8)
+    plan = context.plan(mine.block_table, mine.cache_seqlens, page_tokens=mine.page_tokens)
+    context.decode(own_heads(step.q, 2, context), mine.cache, plan, head_dim_v=step.dims[1])
 
 
 def sparse_decode(step: Step, topk: int, *, interleave: int, form: str | None, page_size: int = 8) -> Any:

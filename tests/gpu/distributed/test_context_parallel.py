@@ -9,7 +9,7 @@ from support.rank_jobs import Step, expected, own_heads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("group")]
 
-FORMS = ("all_to_all", "reduce_scatter", "all_reduce")
+FORMS = ("direct", "all_to_all", "reduce_scatter", "all_reduce")
 LENGTHS = (0, 1, 2, 63, 700, 3001)
 
 

@@ -1,0 +1,64 @@
+"""The form "direct": queries and partial results are read in the other GPUs' memory, by the kernels that need them.
+
+Two barriers a call keep writers from readers. The first comes after each rank has written its queries, the second after
+it has written its partial results. The next call may overwrite both: a rank writes queries after this call's second
+barrier, which all came to when they had gathered; and partial results after the next call's first barrier, which all
+came to when they had merged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flashlatte.distributed.merge import Partial
+from flashlatte.distributed.peer_memory import PeerMemory, Shared
+from flashlatte.ops.merge_states import merge_states
+
+# Beyond so many bytes a rank, where buffers that stay would cost more memory than they save time, the default form is
+# a collective.
+MAX_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Direct:
+    """A call's part of the peers' memory.
+
+    Attributes:
+        shared: queries [T, h, dim], out [T, H, d] and lse float32 [T, H] of every rank, H heads of all ranks together.
+        rank: this one.
+    """
+
+    shared: Shared
+    rank: int
+
+    @classmethod
+    def take(cls, memory: PeerMemory, q: torch.Tensor, heads: int, dim: int) -> Direct:
+        """For queries q [T, h, dim_q] of this rank and results of so many heads and numbers."""
+        tokens = q.shape[0]
+        queries, out = (tuple(q.shape), q.dtype), ((tokens, heads, dim), q.dtype)
+        return cls(memory.take(queries, out, ((tokens, heads), torch.float32)), memory.group.rank())
+
+    def gather(self, q: torch.Tensor, all_heads: bool) -> torch.Tensor:
+        """All heads' queries [T, H, dim], of which q are this rank's, or all."""
+        if all_heads:
+            self.shared.barrier()
+            return q
+        queries = self.shared.parts[0]
+        queries[self.rank].copy_(q)
+        self.shared.barrier()
+        return torch.cat(queries, dim=1)
+
+    @property
+    def partial(self) -> Partial:
+        _, outs, lses = self.shared.parts
+        return Partial(outs[self.rank], lses[self.rank], None)
+
+    def merge(self, all_heads: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """out [T, h, d] and lse [T, h] over the keys of all ranks, of this rank's heads or of all."""
+        self.shared.barrier()
+        _, outs, lses = self.shared.parts
+        if not all_heads:
+            outs, lses = ([x.chunk(len(x_by_rank), 1)[self.rank] for x in x_by_rank] for x_by_rank in (outs, lses))
+        return merge_states(outs, lses)

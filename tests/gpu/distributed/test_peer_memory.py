@@ -1,0 +1,82 @@
+"""Memory of the other GPUs: sums, and buffers that grow."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashlatte.distributed.agreement import Agreement
+from flashlatte.distributed.peer_memory import PeerMemory
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def memory(group) -> PeerMemory:
+    device = torch.device("cuda", torch.cuda.current_device())
+    reached = PeerMemory.reach(group, device, Agreement(group, timedelta(seconds=20)))
+    assert isinstance(reached, PeerMemory), reached
+    return reached
+
+
+def summands(dtype: torch.dtype, *shape: int) -> list[torch.Tensor]:
+    """Of every rank."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    return [torch.randn(shape, device="cuda", generator=generator).to(dtype) for _ in range(dist.get_world_size())]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 8), (7, 1000), (64, 7168), (128, 7168)])
+def test_sum(memory, shape, dtype):
+    ranks = summands(dtype, *shape)
+    mine = ranks[dist.get_rank()]
+    assert memory.sums(mine[:1])
+    total = memory.sum(mine)
+    wanted = torch.stack(ranks).double().sum(0)
+    # Each addition rounds by half an ulp of what is summed so far.
+    ulps = len(ranks) / 2 * torch.finfo(dtype).eps
+    assert ((total - wanted).abs() <= ulps * torch.stack(ranks).double().abs().sum(0)).all()
+    everyone = [torch.empty_like(total) for _ in ranks]
+    dist.all_gather(everyone, total)
+    assert all(one.equal(total) for one in everyone)
+
+
+def test_sum_in_a_graph(memory):
+    ranks = summands(torch.bfloat16, 64, 7168)
+    x = ranks[dist.get_rank()].clone()
+    memory.sum(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        total = memory.sum(memory.sum(x))
+    for factor in (1, 2, 3):
+        x.copy_(ranks[dist.get_rank()] * factor)
+        graph.replay()
+        assert total.equal(memory.sum(memory.sum(x)))
+
+
+def test_what_was_taken_stays_when_buffers_grow(memory):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    small = memory.take(((5,), torch.float32))
+    small.parts[0][rank].fill_(rank)
+    large = memory.take(((2**24,), torch.float32), ((3,), torch.int64))
+    large.parts[0][rank].fill_(rank + 10)
+    large.parts[1][rank].fill_(rank + 20)
+    small.barrier()
+    large.barrier()
+    for other in range(size):
+        assert small.parts[0][other].eq(other).all()
+        assert large.parts[0][other].eq(other + 10).all()
+        assert large.parts[1][other].eq(other + 20).all()
+    large.barrier()
+    assert memory.take(((5,), torch.float32)) is small
+
+
+def test_a_graph_is_not_the_first_to_need_more(memory):
+    with (
+        pytest.raises(RuntimeError, match="make the call once before capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        memory.take(((2**30,), torch.uint8))
