@@ -13,6 +13,7 @@ from flashlatte.runtime import lazy
 
 if TYPE_CHECKING:
     from flashlatte import deep_gemm, distributed, flash_mla, integrations, kv_cache, layers
+    from flashlatte.ops.compress import compress
     from flashlatte.ops.concat_mla_q import concat_mla_q
     from flashlatte.ops.dense_decode import dense_decode
     from flashlatte.ops.dense_prefill import dense_prefill
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "compress",
     "concat_mla_q",
     "deep_gemm",
     "dense_decode",
@@ -61,6 +63,7 @@ _OPERATIONS = (
     *("concat_mla_q", "dense_decode", "dense_prefill", "merge_states", "paged_attention", "reshape_and_cache"),
     *("sparse_decode", "sparse_prefill", "topk"),
     *("index_convert", "index_logits", "index_quantize", "index_query", "index_select"),
+    "compress",
 )
 _BESIDE = {
     "index_gather": "index_quantize",

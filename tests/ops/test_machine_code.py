@@ -86,6 +86,7 @@ PORTABLE = [
     Variant("cache_copy", "portable", {"disjoint": False}, products=None),
     Variant("reshape_and_cache", "portable", {"cache_dtype": FP8, "per_token": True}, products=None),
     Variant("gather_records", "portable", products=None),
+    Variant("compress", "portable", products=None),
     Variant("concat_mla_q", "portable", products=None),
     Variant("latent_rows", "portable", products=None),
     Variant("rotate_heads", "portable", products=None),
@@ -192,6 +193,13 @@ MORE_PORTABLE = [
         for arch in (80, 90)
     ),
     Variant("rotate_heads", "portable", {"interleaved": False}, products=None),
+    *(
+        Variant("compress", "portable", {"form": form, "ratio": ratio}, products=None)
+        for form in ("model1", "bf16", "index_fp8", "index_mxfp4")
+        for ratio in (4, 128)
+    ),
+    Variant("compress", "portable", {"ratio": 128, "dtype": BF16}, 80, None),
+    Variant("compress", "portable", {"with_state": False}, products=None),
 ]
 
 
@@ -293,6 +301,7 @@ STRIDES = {"q_pad": [0, 8, 24], "out_pad": [0, 8, 16]}
 TOKENS = {"tokens": [1, 16, 100, 257], "requests": [1, 2, 16, 33], "heads": [8, 16, 32], "kv_heads": [1, 2, 8]}
 WINDOWS = {"window": [(UNLIMITED, 0), (UNLIMITED, UNLIMITED), (15, 0), (16, 1)]}
 PAGES = {"pages": [1, 7, 16], "page_size": [16, 64, 80], "tokens": [1, 3, 16, 100], "gap": [0, 8, 64]}
+STEPS = {"tokens": [1, 2, 16, 600, 9000], "pages": [1, 3, 16]}
 # Calls that differ in numbers only, and how many variants their kernels may have: most together, of the main kernel.
 SAME_CODE = [
     ("dense_decode", "hopper", {**BATCHES, **STRIDES, "pages": [1, 7], "columns": [33, 64, 3000]}, 2),
@@ -331,6 +340,7 @@ SAME_CODE = [
         1,
     ),
     ("gather_records", "portable", {"requests": [1, 4], "tokens": [1, 16], "pages": [1, 16], "page_size": [1, 64]}, 1),
+    ("compress", "portable", {**STEPS, "columns": [1, 2, 16], "requests": [1, 2, 16], "page_size": [1, 64]}, 1),
     ("concat_mla_q", "portable", {"tokens": [1, 2, 16, 77], "heads": [1, 16, 128]}, 1),
     ("latent_rows", "portable", {"tokens": [1, 2, 16, 77], "pages": [1, 3, 16]}, 1),
     ("rotate_heads", "portable", {"tokens": [1, 2, 16, 77], "heads": [1, 16, 128]}, 1),

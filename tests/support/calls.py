@@ -10,6 +10,7 @@ from support.recording import Recorded, Recording
 
 from flashlatte import kv_cache
 from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.ops.compress.problem import Problem as CompressProblem
 from flashlatte.ops.paged_attention.problem import Problem
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -415,6 +416,42 @@ def concat_mla_q(
     return record("concat_mla_q", backend, *parts, torch.zeros(tokens, heads, 576, dtype=BF16), arch=arch)
 
 
+def compress(
+    record: Recording,
+    backend: str,
+    form: str = "model1",
+    ratio: int = 4,
+    tokens: int = 100,
+    requests: int = 4,
+    pages: int = 8,
+    page_size: int = 64,
+    columns: int = 4,
+    dtype: torch.dtype = torch.float32,
+    with_state: bool = True,
+    arch: int | None = 90,
+) -> list[Recorded]:
+    head_dim = 128 if form.startswith("index") else 512
+    width = head_dim * (2 if ratio == 4 else 1)
+    layout = kv_cache.get_format(form, head_dim)
+    problem = CompressProblem(
+        kv=torch.zeros(tokens, 2 * width, dtype=dtype)[:, :width],
+        score=torch.zeros(tokens, 2 * width, dtype=dtype)[:, width:],
+        ape=torch.zeros(ratio, width),
+        weight=torch.zeros(head_dim),
+        eps=1e-6,
+        cos_sin=torch.zeros(100, 64),
+        request_ids=torch.zeros(tokens, dtype=torch.int32),
+        positions=torch.zeros(tokens, dtype=torch.int64),
+        slot_mapping=torch.zeros(tokens, dtype=torch.int64),
+        cache=kv_cache.allocate(layout, pages, page_size),
+        layout=layout,
+        scale_rounding="power_of_two",
+        state_cache=torch.zeros(9, page_size, 2 * width) if with_state else None,
+        state_table=torch.zeros(requests, columns, dtype=torch.int32) if with_state else None,
+    )
+    return record("compress", backend, problem, arch=arch)
+
+
 def latent_rows(
     record: Recording,
     backend: str,
@@ -474,6 +511,7 @@ CALLS: dict[str, Any] = {
         dense_prefill,
         dense_prefill_backward,
         cache_copy,
+        compress,
         concat_mla_q,
         gather_records,
         reshape_and_cache,

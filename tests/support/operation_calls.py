@@ -76,6 +76,13 @@ def _caches(form: str) -> None:
     flashlatte.kv_cache.copy_blocks(cache, [0, 1], [1, 0], backend="portable")
 
 
+def _compress() -> None:
+    cache, states = flashlatte.kv_cache.allocate("model1", 4, 64), torch.zeros(4, 64, 2048)
+    parts = (torch.zeros(3, 1024), torch.zeros(3, 1024), torch.zeros(4, 1024), torch.zeros(512), torch.zeros(9, 64))
+    states_of = {"state_cache": states, "state_table": _ints(1, 4)}
+    flashlatte.compress(*parts, _ints(3), _ints(3), cache, _ints(3), **states_of, backend="portable")
+
+
 def _concat_mla_q() -> None:
     flashlatte.concat_mla_q(_rows(3, 4, 512), _rows(3, 4, 64), backend="portable")
 
@@ -110,6 +117,7 @@ OPERATIONS = (
     "cache_copy",
     "cache_gather",
     "cache_write",
+    "compress",
     "concat_mla_q",
     "dense_decode",
     "dense_prefill",
@@ -136,6 +144,7 @@ CALLS: list[Callable[[], None]] = [
     _paged_attention,
     lambda: _paged_attention(torch.int8, 300, k_scale=torch.ones(2), attn_sink=torch.ones(8)),
     _reshape_and_cache,
+    _compress,
     _concat_mla_q,
     _merge_states,
 ]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Requests, Slots, locate_rows, locate_slots, store_words
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
+from flashlatte.kernels.triton.fp4 import e2m1_code, mxfp4_scales
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
 from flashlatte.kernels.triton.row_scales import row_scales
 from flashlatte.kv_cache.index_formats import as_index_cache
@@ -148,29 +148,6 @@ def index_quantize_kernel(
             tl.store(row[:, None] + column, float_to_e4m3(values, NATIVE), mask=valid[:, None])
             scale_row = page_start + page_size * D + offset * 4
             store_words(scale_row, 0, scales.to(tl.int32, bitcast=True), valid, UNIT)
-
-
-@triton.jit
-def mxfp4_scales(low, high):
-    """E8M0 exponents and the reciprocals of the scales, of groups [tokens, groups, 16] of two halves each."""
-    low = tl.max(low.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
-    amax = tl.maximum(low, tl.max(high.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2))
-    # Of amax = m · 2^e, amax / 6 is (m / 1.5) · 2^(e - 2): a mantissa above 1.5 carries into the exponent.
-    exponents = tl.maximum(((amax + 0x3FFFFF) >> 23) - 2, 1)
-    finite = amax < 0x7F800000
-    # 2^(127 - exponent): subnormal, and exact, only of an exponent of 254, which no amax / 6 has.
-    reciprocals = ((254 - exponents) << 23).to(tl.float32, bitcast=True)
-    return tl.where(finite, exponents, 255), tl.where(finite, reciprocals, float("nan"))
-
-
-@triton.jit
-def e2m1_code(x):
-    """Codes 0 to 15, int32, of float32 x: nearest, the even code of two as near, saturating at 6; NaN gives 0."""
-    a = tl.abs(x)
-    code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32) + (a >= 1.75).to(tl.int32)
-    code += (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
-    sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
-    return tl.where(x == x, code | sign, 0)
 
 
 @kernel

@@ -1,0 +1,108 @@
+"""A row that a kernel has computed, in float32, into its slot of a paged cache: the bytes of the cache's format."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashlatte.kernels.triton.cache_address import store_words
+from flashlatte.kernels.triton.fp4 import e2m1_code, mxfp4_scales
+from flashlatte.kernels.triton.fp8 import float_to_e4m3, narrow
+from flashlatte.kernels.triton.row_scales import row_scales
+from flashlatte.kernels.triton.tile_scales import quantize_tiles
+from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.kv_cache.index_formats import SMALLEST_AMAX, IndexFormat
+
+
+class RowBytes(NamedTuple):
+    """How a row becomes bytes, as one constant of a kernel.
+
+    Attributes:
+        encoding: "plain" (the numbers in the cache's dtype), "tiles" (e4m3 with an E8M0 byte a tile, rope in bf16),
+            "e4m3" (with a float32 scale a row) or "e2m1" (with an E8M0 byte for each 32).
+        tile, tiles, scale_places, row_bytes, rope_offset: of "tiles", as in ``kv_cache.formats.Tiling``.
+        power_of_two: of "e4m3": scales are rounded up.
+    """
+
+    encoding: str
+    tile: int = 0
+    tiles: int = 0
+    scale_places: int = 0
+    row_bytes: int = 0
+    rope_offset: int = 0
+    power_of_two: bool = False
+
+
+class Place(NamedTuple):
+    """Where a row goes. Strides count elements of the cache, in units of its alignment."""
+
+    cache: Any
+    page_stride: Any
+    row_stride: Any
+    page_size: Any
+    page: Any
+    offset: Any
+    valid: Any
+
+
+def row_bytes(layout: CacheFormat, scale_rounding: str) -> RowBytes:
+    if isinstance(layout, IndexFormat) and layout.encoding in ("e4m3", "e2m1"):
+        return RowBytes(layout.encoding, power_of_two=scale_rounding == "power_of_two")
+    if layout.tiling is None:
+        return RowBytes("plain")
+    tiling = layout.tiling
+    return RowBytes("tiles", tiling.tile, tiling.tiles, tiling.scale_places, tiling.row_bytes, tiling.rope_offset)
+
+
+@triton.jit
+def store_row(
+    x,
+    place,
+    D: tl.constexpr,
+    FORMAT: tl.constexpr,
+    UNIT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Store float32 x [1, D] at ``place``, if that is valid. UNIT: elements of which the strides are multiples."""
+    column = tl.arange(0, D)[None, :]
+    page_start = place.cache + place.page * place.page_stride * UNIT
+    valid = place.valid & (column < D)  # [1, D]
+    if FORMAT.encoding == "plain":
+        row = page_start + place.offset * place.row_stride * UNIT
+        tl.store(row + column, narrow(x, place.cache.dtype.element_ty, INTERPRETED), mask=valid)
+    elif FORMAT.encoding == "tiles":
+        LATENT: tl.constexpr = FORMAT.tile * FORMAT.tiles
+        row = page_start + place.offset * FORMAT.row_bytes
+        values, scales = quantize_tiles(tl.reshape(x, [1, D // FORMAT.tile, FORMAT.tile]), True)
+        codes = tl.reshape(float_to_e4m3(values, NATIVE), [1, D])
+        tl.store(row + column, codes, mask=valid & (column < LATENT))
+        rope = narrow(x, tl.bfloat16, INTERPRETED).to(tl.uint16, bitcast=True)
+        store_words(row + FORMAT.rope_offset, column - LATENT, rope, valid & (column >= LATENT), UNIT)
+        tile = tl.arange(0, D // FORMAT.tile)[None, :]
+        # Behind the tiles' scales a token has bytes that are 0.
+        exponents = tl.where(tile < FORMAT.tiles, scales >> 23, 0).to(tl.uint8)
+        scale_row = page_start + place.page_size * FORMAT.row_bytes + place.offset * FORMAT.scale_places
+        tl.store(scale_row + tile, exponents, mask=place.valid & (tile < FORMAT.scale_places))
+    elif FORMAT.encoding == "e4m3":
+        scales = row_scales(x, SMALLEST, FORMAT.power_of_two)  # [1]
+        values = tl.div_rn(x, tl.broadcast_to(scales[:, None], x.shape))
+        tl.store(page_start + place.offset * D + column, float_to_e4m3(values, NATIVE), mask=valid)
+        scale_row = page_start + place.page_size * D + place.offset * 4
+        word = scales.to(tl.int32, bitcast=True)
+        store_words(scale_row, tl.arange(0, 1), word, place.valid & (tl.arange(0, 1) == 0), UNIT)
+    else:
+        low, high = tl.split(tl.reshape(x, [1, D // 32, 16, 2]))
+        exponents, reciprocals = mxfp4_scales(low, high)
+        codes = e2m1_code(low * reciprocals[:, :, None]) | (e2m1_code(high * reciprocals[:, :, None]) << 4)
+        byte = tl.arange(0, D // 2)[None, :]
+        packed = tl.reshape(codes, [1, D // 2]).to(tl.uint8)
+        tl.store(page_start + place.offset * (D // 2) + byte, packed, mask=place.valid & (byte < D // 2))
+        group = tl.arange(0, D // 32)[None, :]
+        scale_row = page_start + place.page_size * (D // 2) + place.offset * (D // 32)
+        tl.store(scale_row + group, exponents.to(tl.uint8), mask=place.valid & (group < D // 32))
+
+
+SMALLEST = tl.constexpr(SMALLEST_AMAX)

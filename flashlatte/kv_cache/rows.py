@@ -1,0 +1,59 @@
+"""Caches that take rows of a known width, of latents or of index keys alike."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kv_cache.codec import as_cache, check_scale_rounding
+from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.kv_cache.index_formats import HEAD_DIMS, INDEX_FORMATS, as_index_cache
+from flashlatte.kv_cache.registry import as_format, format_class, names_of
+from flashlatte.runtime.dispatch import Call
+
+
+def as_row_cache(
+    cache: object, cache_format: str | CacheFormat | None, head_dim: int, scale_rounding: str
+) -> tuple[torch.Tensor, CacheFormat]:
+    """Check a cache [pages, page_size, 1, width] (or without the 1) that takes rows of ``head_dim`` numbers.
+
+    Without a format, one-byte caches of rows of 32, 64 or 128 numbers are those of index keys.
+
+    Returns:
+        The cache with four axes, and its format.
+
+    Raises:
+        TypeError, ValueError: no such cache, a format of other rows, or one without scales of that rounding.
+    """
+    if isinstance(cache_format, str):
+        cache_format = as_format(cache_format, head_dim)
+    one_byte = isinstance(cache, torch.Tensor) and cache.dtype.itemsize == 1
+    if cache_format is None and one_byte and head_dim in HEAD_DIMS:
+        cache, layout = as_index_cache(cache, head_dim)
+    else:
+        cache, layout = as_cache(cache, cache_format)
+    if layout.head_dim != head_dim:
+        raise ValueError(f"cache of format {layout.name} must take rows of {head_dim}, got {layout.head_dim}")
+    check_scale_rounding(layout, scale_rounding)
+    return cache, layout
+
+
+def encode_rows(layout: CacheFormat, x: torch.Tensor, scale_rounding: str) -> tuple[torch.Tensor, ...]:
+    """Rows [..., head_dim] quantised: a tensor [..., width] for each of the format's planes."""
+    latent_dim = layout.latent_dim
+    return layout.encode(x[..., :latent_dim], x[..., latent_dim:], 1.0, scale_rounding)
+
+
+def refuses_rows(call: Call) -> str | None:
+    """Why ``kernels.triton.cache_row`` cannot write such rows into such a cache, or None."""
+    width = call.head_dim
+    if width is not None and (width & (width - 1) or not 16 <= width <= 1024):
+        return f"takes rows of 16 to 1024 numbers, a power of two, not {width}"
+    if call.cache_format is None or call.cache_format in INDEX_FORMATS or _is_stored(format_class(call.cache_format)):
+        return None
+    return f"takes caches in {names_of(_is_stored)} and those of index keys, not {call.cache_format}"
+
+
+def _is_stored(layout: type[CacheFormat]) -> bool:
+    if layout.tiling is None:
+        return layout.plain and not layout.takes_scale
+    return layout.tiling.e8m0

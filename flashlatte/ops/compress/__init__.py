@@ -1,0 +1,5 @@
+"""DeepSeek-V4's compressor: groups of tokens into one cache row each."""
+
+from flashlatte.ops.compress.api import compress
+
+__all__ = ["compress"]

@@ -1,0 +1,188 @@
+"""``compress``: its arguments, their checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.kv_cache.registry import as_format
+from flashlatte.kv_cache.rows import as_row_cache, refuses_rows
+from flashlatte.ops.compress.problem import Problem
+from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime.repeat import repeats_launches
+from flashlatte.runtime.torch_op import register_op
+
+OPERATION = "compress"
+
+
+def _refuses_portable(call: dispatch.Call) -> str | None:
+    return refusals.triton(call) or refuses_rows(call)
+
+
+dispatch.define(
+    OPERATION,
+    dispatch.Implementation("portable", "flashlatte.ops.compress.portable:compress", _refuses_portable),
+    dispatch.Implementation("reference", "flashlatte.ops.compress.reference:compress"),
+)
+
+
+@repeats_launches
+def compress(
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    ape: torch.Tensor,
+    weight: torch.Tensor,
+    cos_sin: torch.Tensor,
+    request_ids: torch.Tensor,
+    positions: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    state_cache: torch.Tensor | None = None,
+    state_table: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    cache_format: str | CacheFormat | None = None,
+    scale_rounding: str = "power_of_two",
+    backend: str | None = None,
+) -> None:
+    """Compress each group of ``ratio`` tokens that these tokens finish, and write the rows into a paged cache.
+
+    DeepSeek-V4's compressor. Group g of a request has its tokens g · ratio to (g + 1) · ratio - 1. In channel c its
+    row is Σ_t softmax_t(score[t, c] + ape[t mod ratio, c]) · kv[t, c], normalised (RMSNorm), its last rope_dim
+    numbers turned in pairs (2i, 2i + 1) by position g · ratio, and quantised: all in float32. Where kv is twice as
+    wide as a row (ratio 4), the sum runs over the group before as well: that one's tokens give the first half of
+    their numbers, the group's own the second half. Group 0 has none before it.
+
+    Tokens of a group may come in several calls. Those of earlier calls are read from ``state_cache``, into which each
+    call puts its last tokens, as float32 [kv, score + ape]. Page ``position // page_size`` of a request, modulo the
+    table's columns, is where a position lies: a short table is a ring, one as long as the request never wraps. The
+    ring has to hold (1 + overlap) · ratio - 1 tokens, and as many more as may be taken back (drafts that are
+    rejected): whoever comes again with a position overwrites what was there. So a row is bit for bit the same however
+    its tokens were divided into calls.
+
+    Args:
+        kv, score: [T, width], width being head_dim, or 2 · head_dim with overlap; bf16, fp16 or float32. T may be 0.
+        ape: float32 [ratio, width], added to the scores by place in the group.
+        weight: [head_dim], of the RMSNorm; bf16, fp16 or float32.
+        cos_sin: float32 [n, rope_dim], cosines and then sines of each frequency. A position beyond it takes the last.
+        request_ids: int32 or int64 [T], the row of ``state_table`` of each token. Tokens of a request stand together,
+            in order. A token with an id below 0, or without a row in the table, is padding.
+        positions: int32 or int64 [T], of each token in its request.
+        cache: [pages, page_size, 1, width] (or without the 1) that takes rows of head_dim, in a format of latents
+            (``model1``, ``bf16``, ``fp16``, ``fp32``) or of index keys.
+        slot_mapping: int32 or int64 [T]: the slot, page · page_size + offset, of the row of the group that the token
+            finishes; not looked at for other tokens. A slot below 0 or beyond the cache skips it.
+        state_cache: float32 [pages, page_size, 2 · width]; None if each request begins in this call, and leaves
+            nothing for a later one.
+        state_table: int32 or int64 [b, columns], beside ``state_cache``; a page outside the cache is not followed.
+        eps: of the RMSNorm.
+        cache_format: inferred from the cache if None.
+        scale_rounding: format ``index_fp8``: "power_of_two" (V4) or "exact".
+        backend: "portable" or "reference"; None chooses.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    checks.tensor("kv", kv, ("T", "width"), checks.FLOAT_DTYPES, may_be_empty=1)
+    tokens, width = kv.shape
+    device = kv.device
+    checks.tensor("score", score, (tokens, width), (kv.dtype,), device)
+    checks.tensor("ape", ape, ("ratio", width), (torch.float32,), device)
+    checks.tensor("weight", weight, ("head_dim",), checks.FLOAT_DTYPES, device)
+    head_dim = weight.shape[0]
+    if width not in (head_dim, 2 * head_dim):
+        raise ValueError(f"kv must be {head_dim} wide like weight, or twice that with overlap, got {width}")
+    checks.tensor("cos_sin", cos_sin, ("n", "rope_dim"), (torch.float32,), device)
+    if cos_sin.shape[1] % 2 or cos_sin.shape[1] > head_dim or not cos_sin.is_contiguous():
+        raise ValueError(
+            f"cos_sin must be contiguous and have an even width of at most {head_dim}, got shape "
+            f"{list(cos_sin.shape)} with strides {cos_sin.stride()}"
+        )
+    for name, value in (("request_ids", request_ids), ("positions", positions), ("slot_mapping", slot_mapping)):
+        checks.tensor(name, value, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    cache, layout = as_row_cache(cache, cache_format, head_dim, scale_rounding)
+    if cache.device != device:
+        raise ValueError(f"cache must be on {device} like the other arguments, got {cache.device}")
+    _check_state(state_cache, state_table, ape, width // head_dim, device)
+    eps = checks.number("eps", eps)
+    call = dispatch.Call(OPERATION, device, kv.dtype, layout.name, cache.shape[1], head_dim)
+    backend = dispatch.select(call, backend)
+    if tokens == 0:
+        return
+    _compress(
+        kv,
+        score,
+        ape,
+        weight,
+        eps,
+        cos_sin,
+        request_ids,
+        positions,
+        slot_mapping,
+        cache,
+        layout.name,
+        scale_rounding,
+        state_cache,
+        state_table,
+        backend,
+    )
+
+
+def _check_state(
+    state_cache: torch.Tensor | None,
+    state_table: torch.Tensor | None,
+    ape: torch.Tensor,
+    groups: int,
+    device: torch.device,
+) -> None:
+    if state_cache is None or state_table is None:
+        if state_cache is not state_table:
+            raise ValueError("state_cache and state_table belong together, got one of them")
+        return
+    ratio, width = ape.shape
+    checks.output("state_cache", state_cache, ("pages", "page_size", 2 * width), (torch.float32,), device)
+    checks.tensor("state_table", state_table, ("b", "columns"), checks.INDEX_DTYPES, device)
+    room, needed = state_table.shape[1] * state_cache.shape[1], groups * ratio - 1
+    if room < needed:
+        raise ValueError(
+            f"state_table must have room for {needed} tokens of a request, got {state_table.shape[1]} pages of "
+            f"{state_cache.shape[1]}"
+        )
+
+
+@register_op(OPERATION, mutates=("cache", "state_cache"))
+def _compress(
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    ape: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
+    request_ids: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cache: torch.Tensor,
+    cache_format: str,
+    scale_rounding: str,
+    state_cache: torch.Tensor | None,
+    state_table: torch.Tensor | None,
+    backend: str,
+) -> None:
+    dispatch.implementation(OPERATION, backend)(
+        Problem(
+            kv=kv,
+            score=score,
+            ape=ape,
+            weight=weight,
+            eps=eps,
+            cos_sin=cos_sin,
+            request_ids=request_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            cache=cache,
+            layout=as_format(cache_format, weight.shape[0]),
+            scale_rounding=scale_rounding,
+            state_cache=state_cache,
+            state_table=state_table,
+        )
+    )

@@ -1,0 +1,92 @@
+"""``compress`` in plain PyTorch: the specification."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kv_cache.rows import encode_rows
+from flashlatte.kv_cache.slots import write_slots
+from flashlatte.ops.compress.problem import Problem
+
+
+def compress(problem: Problem) -> None:
+    num_slots = problem.cache.shape[0] * problem.cache.shape[1]
+    slots, positions = problem.slot_mapping, problem.positions.long()
+    finishes = _known(problem) & ((positions + 1) % problem.ratio == 0) & (slots >= 0) & (slots < num_slots)
+    (tokens,) = torch.where(finishes)
+    values, scores = _gather(problem, tokens)
+    rows = (values * torch.softmax(scores, dim=1)).sum(dim=1)
+    rows = rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + problem.eps) * problem.weight.float()
+    rows = _rotated(rows, problem.cos_sin, positions[tokens] + 1 - problem.ratio)
+    planes = encode_rows(problem.layout, rows, problem.scale_rounding)
+    write_slots(problem.cache, slots[tokens].long(), planes, problem.layout)
+    _save_state(problem)
+
+
+def _known(problem: Problem) -> torch.Tensor:
+    """Which tokens are not padding."""
+    known = (problem.request_ids >= 0) & (problem.positions >= 0)
+    return known if problem.state_table is None else known & (problem.request_ids < problem.state_table.shape[0])
+
+
+def _gather(problem: Problem, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and scores, float32 [n, rows, head_dim], of what the groups that ``tokens`` [n] finish are made of."""
+    head_dim, ratio = problem.weight.shape[0], problem.ratio
+    rows = ratio * (1 + problem.overlaps)
+    back = torch.arange(rows - 1, -1, -1, device=tokens.device)
+    token = tokens[:, None] - back
+    position = problem.positions[tokens].long()[:, None] - back
+    request = problem.request_ids[tokens].long()[:, None]
+    is_new = (token >= 0) & (problem.request_ids[token.clamp_min(0)] == request)
+    token = token.where(is_new, 0)
+    values = problem.kv[token].float()  # [n, rows, width]
+    scores = problem.score[token].float() + problem.ape[position % ratio]
+    visible = is_new & (position >= 0)
+    if problem.state_cache is not None and problem.state_table is not None:
+        page, offset, found = _state_places(problem.state_cache, problem.state_table, request, position)
+        old_values, old_scores = problem.state_cache[page, offset].chunk(2, dim=-1)
+        values = torch.where(is_new[..., None], values, old_values)
+        scores = torch.where(is_new[..., None], scores, old_scores)
+        visible = (is_new | found) & (position >= 0)
+    values = values.masked_fill(~visible[..., None], 0.0)
+    scores = scores.masked_fill(~visible[..., None], -torch.inf)
+    if not problem.overlaps:
+        return values, scores
+    before, own = slice(0, head_dim), slice(head_dim, None)
+    return (
+        torch.cat((values[:, :ratio, before], values[:, ratio:, own]), dim=1),
+        torch.cat((scores[:, :ratio, before], scores[:, ratio:, own]), dim=1),
+    )
+
+
+def _state_places(
+    cache: torch.Tensor, table: torch.Tensor, request: torch.Tensor, position: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Page and offset of positions in the state cache, 0 and 0 where there are none, and whether there are."""
+    num_pages, page_size = cache.shape[:2]
+    requests, columns = table.shape
+    page = table[request.clamp(0, requests - 1), position // page_size % columns].long()
+    found = (request >= 0) & (request < requests) & (page >= 0) & (page < num_pages)
+    return page.where(found, 0), (position % page_size).where(found, 0), found
+
+
+def _save_state(problem: Problem) -> None:
+    """The last tokens of each request, as many as its pages have room for."""
+    if problem.state_cache is None or problem.state_table is None:
+        return
+    request, position = problem.request_ids.long(), problem.positions.long()
+    room = problem.state_table.shape[1] * problem.state_cache.shape[1]
+    page, offset, found = _state_places(problem.state_cache, problem.state_table, request, position)
+    later = torch.full_like(request, -1)
+    later[: max(len(request) - room, 0)] = request[room:]
+    saved = found & _known(problem) & (later != request)
+    state = torch.cat((problem.kv.float(), problem.score.float() + problem.ape[position % problem.ratio]), dim=-1)
+    problem.state_cache[page[saved], offset[saved]] = state[saved]
+
+
+def _rotated(x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """x [n, head_dim] with each pair (a, b) of its last numbers as (a cos - b sin, b cos + a sin)."""
+    cosine, sine = cos_sin[positions.clamp(0, cos_sin.shape[0] - 1)].chunk(2, dim=-1)
+    rest, tail = x[:, : x.shape[1] - cos_sin.shape[1]], x[:, x.shape[1] - cos_sin.shape[1] :]
+    a, b = tail[:, 0::2], tail[:, 1::2]
+    return torch.cat((rest, torch.stack((a * cosine - b * sine, b * cosine + a * sine), dim=-1).flatten(-2)), dim=-1)
