@@ -10,10 +10,12 @@ import pytest
 
 from flashlatte.kv_cache.index_formats import INDEX_FORMATS
 from flashlatte.kv_cache.registry import FORMATS
+from flashlatte.kv_cache.turboquant import TURBOQUANT_NAMES
 
 ROOT = Path(__file__).parents[2] / "flashlatte"
 # bf16, fp16, fp32 and fp8 are words for dtypes too.
 NAMES = {name for name, layout in (FORMATS | INDEX_FORMATS).items() if not layout.plain}
+NAMES |= set(TURBOQUANT_NAMES)
 # Rooms that users name formats to, or that name some to users: as options, cases of a benchmark or of a test.
 USERS = ("bench", "cli.py", "demo", "doctor.py", "integrations", "testing")
 FILES = [

@@ -1,0 +1,87 @@
+"""TurboQuant records in plain Python, a number at a time: what the format and its operations are checked against."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from itertools import pairwise
+
+from flashlatte.testing.byte_oracles import E4M3_VALUES, e4m3_encode, float32
+
+# Centroids above 0 for N(0, 1), as J. Max tabulated them (1960), to more digits.
+POSITIVE = {
+    3: (0.2450942, 0.7560050, 1.3439093, 2.1519457),
+    4: (0.1283950, 0.3880480, 0.6567590, 0.9423402, 1.2562310, 1.6180464, 2.0690172, 2.7325896),
+}
+
+
+def centroids(bits: int) -> list[float]:
+    return [*(-x for x in reversed(POSITIVE[bits])), *POSITIVE[bits]]
+
+
+def rotate(row: Sequence[float]) -> list[float]:
+    """Σ_j row[j] (-1)^(bits that i and j share) / √n for each i."""
+    n = len(row)
+    return [sum(x * (-1) ** bin(i & j).count("1") for j, x in enumerate(row)) / math.sqrt(n) for i in range(n)]
+
+
+def encode_record(key: Sequence[float], value: Sequence[float], key_bits: int, value_bits: int) -> bytes:
+    """The bytes of a token's head."""
+    if key_bits == 8:
+        record = bytes(map(e4m3_encode, key))
+    else:
+        codes = [sum(x >= middle for middle in _midpoints(key_bits)) for x in _normal(key)]
+        record = pack(codes, key_bits) + _half(math.sqrt(sum(x * x for x in key)))
+    largest, low = 2**value_bits - 1, min(value)
+    scale = max(float32((max(value) - low) / largest), 1e-8)
+    steps = [min(math.floor(float32(float32(x - low) / scale) + 0.5), largest) for x in value]
+    return record + pack(steps, value_bits) + _half(scale) + _half(low)
+
+
+def decode_record(record: bytes, head_dim: int, key_bits: int, value_bits: int) -> tuple[list[float], list[float]]:
+    """The key and the value of a record."""
+    at = head_dim * key_bits // 8
+    if key_bits == 8:
+        key = [E4M3_VALUES[byte] for byte in record[:at]]
+    else:
+        numbers = [centroids(key_bits)[code] for code in unpack(record[:at], key_bits)]
+        length = math.sqrt(sum(x * x for x in numbers))
+        (norm,) = struct.unpack("<e", record[at : at + 2])
+        key = [norm * x / length for x in rotate(numbers)]
+        at += 2
+    end = at + head_dim * value_bits // 8
+    scale, low = struct.unpack("<ee", record[end : end + 4])
+    return key, [step * scale + low for step in unpack(record[at:end], value_bits)]
+
+
+def key_margin(key: Sequence[float], bits: int) -> float:
+    """How far the nearest of the rotated numbers, in standard deviations, is from changing its code."""
+    if bits == 8:
+        return math.inf
+    return min(abs(x - middle) for x in _normal(key) for middle in _midpoints(bits))
+
+
+def pack(codes: Sequence[int], bits: int) -> bytes:
+    """As one long number, the first code lowest."""
+    number = sum(code << bits * place for place, code in enumerate(codes))
+    return number.to_bytes(len(codes) * bits // 8, "little")
+
+
+def unpack(data: bytes, bits: int) -> list[int]:
+    number = int.from_bytes(data, "little")
+    return [number >> bits * place & (1 << bits) - 1 for place in range(len(data) * 8 // bits)]
+
+
+def _normal(key: Sequence[float]) -> list[float]:
+    norm = math.sqrt(sum(x * x for x in key))
+    return [x * math.sqrt(len(key)) for x in rotate([x / (norm + 1e-8) for x in key])]
+
+
+def _midpoints(bits: int) -> list[float]:
+    levels = centroids(bits)
+    return [(a + b) / 2 for a, b in pairwise(levels)]
+
+
+def _half(x: float) -> bytes:
+    return struct.pack("<e", max(-65504.0, min(65504.0, x)))
