@@ -113,6 +113,34 @@ def _merge_states() -> None:
     flashlatte.merge_states(list(outs), list(lses), backend="portable")
 
 
+def _index_cache() -> None:
+    cache = _rows(4, 64, 132, dtype=torch.uint8)
+    flashlatte.index_quantize(cache, _ints(3), _rows(3, 128), backend="portable")
+    flashlatte.index_gather(cache, _ints(1, 4), _ints(2), total_tokens=9, backend="portable")
+
+
+def _index_query() -> None:
+    flashlatte.index_query(_rows(3, 64, 128), torch.zeros(3, 64), torch.zeros(8, 64), _ints(3), backend="portable")
+
+
+def _index_logits(backend: str) -> None:
+    # A Hopper kernel writes what no key reaches; elsewhere that is work of PyTorch's, which is not repeated.
+    clean = backend == "hopper"
+    q, weights = _rows(3, 1, 64, 128, dtype=torch.float8_e4m3fn), torch.zeros(3, 64)
+    keys, scales = _rows(200, 128, dtype=torch.float8_e4m3fn), torch.zeros(200)
+    flashlatte.index_logits(q[:, 0], keys, weights, _ints(3), _ints(3), k_scale=scales, clean=clean, backend=backend)
+    cache = _rows(4, 64, 1, 132, dtype=torch.uint8)
+    flashlatte.paged_index_logits(q, cache, weights, _ints(3), _ints(3, 4), clean=clean, backend=backend)
+
+
+def _topk(width: int) -> None:
+    flashlatte.topk(torch.zeros(2, width), 64, return_values=True, backend="portable")
+
+
+def _index_convert() -> None:
+    flashlatte.index_convert(_ints(3, 64), _ints(3, 4), 64, return_counts=True, backend="portable")
+
+
 OPERATIONS = (
     "cache_copy",
     "cache_gather",
@@ -122,12 +150,17 @@ OPERATIONS = (
     "dense_decode",
     "dense_prefill",
     "gather_records",
+    "index_convert",
+    "index_logits",
+    "index_quantize",
+    "index_query",
     "merge_states",
     "norm_rope",
     "paged_attention",
     "reshape_and_cache",
     "sparse_decode",
     "sparse_prefill",
+    "topk",
 )
 CALLS: list[Callable[[], None]] = [
     lambda: _dense_decode("portable"),
@@ -141,6 +174,11 @@ CALLS: list[Callable[[], None]] = [
     *(functools.partial(_dense_prefill, backend) for backend in ("portable", "hopper")),
     *(functools.partial(_caches, form) for form in ("v32", "model1", "bf16")),
     _norm_rope,
+    _index_cache,
+    _index_query,
+    *(functools.partial(_index_logits, backend) for backend in ("portable", "hopper")),
+    *(functools.partial(_topk, width) for width in (100, 100_000)),
+    _index_convert,
     _paged_attention,
     lambda: _paged_attention(torch.int8, 300, k_scale=torch.ones(2), attn_sink=torch.ones(8)),
     _reshape_and_cache,
