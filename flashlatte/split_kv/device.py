@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -55,6 +56,34 @@ class KeyLengths(NamedTuple):
     extra_lengths_stride_request: Any = None
     extra_lengths_stride_token: Any = None
     extra_limit: Any = None
+
+
+def key_lengths(
+    requests: int,
+    tokens: int,
+    lengths: torch.Tensor | None,
+    limit: int,
+    extra_lengths: torch.Tensor | None = None,
+    extra_limit: int | None = None,
+) -> KeyLengths:
+    """``KeyLengths`` as a launch passes them, for lengths [requests] or [requests, tokens]."""
+    return KeyLengths(
+        requests * tokens,
+        tokens,
+        lengths,
+        *_strides_of(lengths),
+        limit,
+        extra_lengths,
+        *_strides_of(extra_lengths),
+        extra_limit,
+    )
+
+
+def _strides_of(lengths: torch.Tensor | None) -> tuple[int, int]:
+    """Over requests and tokens."""
+    if lengths is None:
+        return 0, 0
+    return lengths.stride(0), lengths.stride(1) if lengths.dim() == 2 else 0
 
 
 class Range(NamedTuple):

@@ -20,6 +20,7 @@ from flashlatte.kernels.triton.online_softmax import (
     weigh,
     within,
 )
+from flashlatte.runtime.strides import row_align
 from flashlatte.runtime.triton_kernel import kernel, launching_on
 
 
@@ -107,16 +108,14 @@ def sparse_prefill(
     """``max_logits`` and ``lse`` are contiguous."""
     s_q, h_q, head_dim = q.shape
     config, constants = _compiled_for(gpu_class(q.device), h_q, head_dim, out.shape[2])
-    q_align, q_strides = _aligned(q.stride(0), q.stride(1))
-    kv_align, kv_strides = _aligned(kv.stride(0))
-    out_align, out_strides = _aligned(out.stride(0), out.stride(1))
+    q_align, kv_align, out_align = row_align(q), row_align(kv), row_align(out)
     with launching_on(q.device):
         sparse_prefill_kernel[(s_q * -(-h_q // config.block_h),)](
             q=q,
-            q_stride_token=q_strides[0],
-            q_stride_head=q_strides[1],
+            q_stride_token=q.stride(0) // q_align,
+            q_stride_head=q.stride(1) // q_align,
             kv=kv,
-            kv_stride=kv_strides[0],
+            kv_stride=kv.stride(0) // kv_align,
             s_kv=kv.shape[0],
             indices=indices,
             indices_stride=indices.stride(0),
@@ -128,8 +127,8 @@ def sparse_prefill(
             softmax_scale=softmax_scale,
             empty_lse=empty_lse,
             out=out,
-            out_stride_token=out_strides[0],
-            out_stride_head=out_strides[1],
+            out_stride_token=out.stride(0) // out_align,
+            out_stride_head=out.stride(1) // out_align,
             max_logits=max_logits,
             lse=lse,
             h_q=h_q,
@@ -149,11 +148,3 @@ def _compiled_for(gpu: str, h_q: int, head_dim: int, d_v: int) -> tuple[Config, 
         "num_warps": config.num_warps,
         "enable_fp_fusion": True,
     }
-
-
-def _aligned(*strides: int) -> tuple[int, tuple[int, ...]]:
-    """The unit, of 16 bytes if all are multiples of it, in which to give the strides of 2-byte numbers, and these."""
-    for stride in strides:
-        if stride % 8:
-            return 1, strides
-    return 8, tuple([stride // 8 for stride in strides])

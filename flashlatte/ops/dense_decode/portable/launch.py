@@ -15,10 +15,10 @@ from flashlatte.ops.dense_decode.portable.config import FP8_TABLE, TABLE
 from flashlatte.ops.dense_decode.portable.kernel import Cache, Query, dense_decode_kernel
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
-from flashlatte.runtime.strides import strides_in_use
+from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.runtime.triton_kernel import launching_on
 from flashlatte.split_kv import combine, plan
-from flashlatte.split_kv.device import KeyLengths
+from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import Partial, SplitPlan
 
@@ -80,16 +80,13 @@ def dense_decode(
     )
     if is_fp8:
         k_cache = k_cache.view(torch.uint8)
-    q_strides, k_strides = strides_in_use(q), strides_in_use(k_cache)
-    q_align = _row_align(q_strides, 8)
-    k_align = _row_align(k_strides, 16 if is_fp8 else 8)
-    out_align = _row_align(strides_in_use(out), 8)
+    q_align, k_align, out_align = row_align(q), row_align(k_cache, 16 if is_fp8 else 8), row_align(out)
     heads = h_q // h_kv
-    query = Query(q, *(stride // q_align for stride in q_strides))
-    k_page, k_token, k_head = (stride // k_align for stride in k_strides)
+    query = Query(q, *(stride // q_align for stride in strides_in_use(q)))
+    k_page, k_token, k_head = (stride // k_align for stride in strides_in_use(k_cache))
     cache = Cache(k_cache, k_page, k_token, k_head, num_pages, block_table, block_table.stride(0))
     limit = min(max_pages * page_size, 2**31 - 1 - made.config.block_n)
-    lengths = KeyLengths(batch, 1, cache_seqlens, cache_seqlens.stride(0), 0, limit)
+    lengths = key_lengths(batch, 1, cache_seqlens, limit)
     outputs = outputs_of(
         out, lse, None, tokens=1, heads=heads, rows=s_q * heads, empty_lse=empty_lse, row_align=out_align
     )
@@ -168,8 +165,3 @@ def make_plan(
             "enable_fp_fusion": True,
         },
     )
-
-
-def _row_align(strides: tuple[int, ...], units: int) -> int:
-    """``units`` if every row starts at a multiple of so many numbers, else 1."""
-    return units if all(stride % units == 0 for stride in strides) else 1

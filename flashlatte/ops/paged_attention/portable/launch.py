@@ -18,6 +18,7 @@ from flashlatte.ops.paged_attention.portable.tiles import TILE_NUMBERS, find_til
 from flashlatte.ops.paged_attention.problem import Problem
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
+from flashlatte.runtime.strides import row_align
 from flashlatte.runtime.triton_kernel import launching_on
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.outputs import Outputs
@@ -87,8 +88,7 @@ def paged_attention(problem: Problem) -> None:
         interpreted=gpu == "interpreter",
     )
     native = converts_e4m3(device)
-    q_align = 8 if all(stride % 8 == 0 for stride in q.stride()[:2]) else 1
-    out_align = 8 if all(stride % 8 == 0 for stride in out.stride()[:2]) else 1
+    q_align, out_align = row_align(q), row_align(out)
     ranges = problem.prefix_ranges
     with launching_on(device):
         tiles = torch.empty(made.slots, TILE_NUMBERS, dtype=torch.int32, device=device)

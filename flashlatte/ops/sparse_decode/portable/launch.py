@@ -17,10 +17,10 @@ from flashlatte.ops.sparse_decode.portable.kernel import sparse_decode_kernel
 from flashlatte.ops.sparse_decode.portable.tiles import Place
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
-from flashlatte.runtime.strides import stride_in_use
+from flashlatte.runtime.strides import row_align, stride_in_use
 from flashlatte.runtime.triton_kernel import launching_on
 from flashlatte.split_kv import combine, plan
-from flashlatte.split_kv.device import KeyLengths
+from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import Partial, SplitPlan
 
@@ -101,19 +101,9 @@ def sparse_decode(
     )
     place, own = _selection(k_cache, indices, layout)
     extra_place, extra = _selection(extra_k_cache, extra_indices, layout)
-    q_align = _row_align(q, 8)
-    out_align = _row_align(out, 8)
+    q_align, out_align = row_align(q), row_align(out)
     query = Query(q, *(stride // q_align for stride in q.stride()[:3]))
-    lengths = KeyLengths(
-        batch * s_q,
-        s_q,
-        topk_length,
-        *_length_strides(topk_length),
-        topk,
-        extra_topk_length,
-        *_length_strides(extra_topk_length),
-        extra_topk or 0,
-    )
+    lengths = key_lengths(batch, s_q, topk_length, topk, extra_topk_length, extra_topk or 0)
     outputs = outputs_of(out, lse, attn_sink, tokens=s_q, heads=h_q, rows=h_q, empty_lse=empty_lse, row_align=out_align)
     split = made.split
 
@@ -206,15 +196,3 @@ def _selection(
             cache, page_stride // align, token_stride // align, slots, indices, indices.stride(0), indices.stride(1)
         ),
     )
-
-
-def _length_strides(lengths: torch.Tensor | None) -> tuple[int, int]:
-    """Strides over requests and tokens of lengths [b] or [b, s_q]."""
-    if lengths is None:
-        return 0, 0
-    return lengths.stride(0), lengths.stride(1) if lengths.dim() == 2 else 0
-
-
-def _row_align(x: torch.Tensor, units: int) -> int:
-    """``units`` if every row starts at a multiple of so many numbers, else 1."""
-    return units if all(stride_in_use(x, axis) % units == 0 for axis in range(x.dim() - 1)) else 1

@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashlatte.ops.dense_prefill.hopper.forward.kernel import kernel
 from flashlatte.ops.dense_prefill.hopper.forward.tiles import CHUNK, KEYS, ROWS, TILE, VALUES
 from flashlatte.runtime import machine
-from flashlatte.runtime.strides import strides_in_use
+from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.runtime.tma_descriptors import Address, describe
 from flashlatte.runtime.triton_kernel import launching_on
 
@@ -55,7 +55,7 @@ def forward(
     group = heads_together(heads, group_kv, max_seqlen_k, head_dim)
     most_tiles = (-(-tokens_q // TILE.value) + requests + 2) * heads
     out_strides = strides_in_use(out)
-    unit = _ALIGN if out.data_ptr() % 16 == 0 and not any(stride % _ALIGN for stride in out_strides) else 1
+    unit = row_align(out)
     with launching_on(device):
         kernel[(min(most_tiles, machine.num_sms(device)),)](
             q=_descriptor_of("q", q, ROWS.value, CHUNK.value),
