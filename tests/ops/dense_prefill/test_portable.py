@@ -59,7 +59,7 @@ def check(arguments, **more):
     return results
 
 
-QUICK = ("toy", "causal", "more queries than keys", "views of packed rows", "zero lengths", "mla")
+QUICK = ("causal", "views of packed rows", "zero lengths", "mla")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from support.compile import mostly_full
 
 from flashlatte import kv_cache, sparse_decode
 from flashlatte.kernels.triton.config import Config, choose
@@ -81,13 +82,33 @@ def check(arguments, **more):
     return out, lse
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_against_the_reference(case):
-    check(case.inputs())
+QUICK = (
+    "v32",
+    "v32, fp16 queries",
+    "model1, extra and lengths",
+    "plain, odd sizes",
+    "plain, lengths of requests",
+    "plain, every token twice",
+    "plain, empty rows",
+    "plain, gaps",
+    "plain, int64 indices",
+    "plain, mla",
+)
 
 
-@pytest.mark.parametrize("column_sums", [False, True])
-@pytest.mark.parametrize("cache_format", ["v32", "model1", "bf16"])
+@pytest.mark.parametrize("name", mostly_full(CASES, *QUICK))
+def test_against_the_reference(name):
+    check(CASES[name].inputs())
+
+
+@pytest.mark.parametrize(
+    ("cache_format", "column_sums"),
+    [
+        ("v32", True),
+        ("bf16", False),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("v32", False), ("model1", True), ("bf16", True))),
+    ],
+)
 def test_laid_out_for_warp_groups(monkeypatch, cache_format, column_sums):
     config = Config(64, 32, num_warps=1, warpgroups=True, column_sums=column_sums)
     monkeypatch.setitem(launch.PACKED_TOKENS, "interpreter", (config,))
@@ -97,9 +118,11 @@ def test_laid_out_for_warp_groups(monkeypatch, cache_format, column_sums):
     launch.make_plan.cache_clear()
 
 
-@pytest.mark.parametrize("case", [replace(PLAIN, topk=200), replace(PLAIN, topk=130, **EXTRA, **LENGTHS)], ids=str)
-def test_split_over_parts(many_parts, case):
-    case = replace(case, batch=1, s_q=1)
+@pytest.mark.parametrize("more", mostly_full(["one list", "two lists"], "two lists"))
+def test_split_over_parts(many_parts, more):
+    case = replace(PLAIN, batch=1, s_q=1, topk=200)
+    if more == "two lists":
+        case = replace(case, topk=130, **EXTRA, **LENGTHS)
     arguments = case.inputs()
     first, second = check(arguments), decode(arguments)
     assert torch.equal(first[0], second[0])
@@ -140,7 +163,7 @@ def test_dtypes_of_bytes(cache_format, dtype):
     check(arguments | {"k_cache": arguments["k_cache"].view(dtype)})
 
 
-@pytest.mark.parametrize("gap", [656, 4, 1])
+@pytest.mark.parametrize("gap", [1, *(pytest.param(gap, marks=pytest.mark.full) for gap in (656, 4))])
 @pytest.mark.parametrize("cache_format", ["v32", "model1"])
 def test_gaps_between_pages(cache_format, gap):
     arguments = replace(V32, batch=1, cache_format=cache_format).inputs()
@@ -188,7 +211,7 @@ def test_nan_scale_of_a_selected_token(cache_format):
     assert torch.equal(out[~selected], expected[~selected])
 
 
-@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+@pytest.mark.parametrize("byte", [0x7F, pytest.param(0xFF, marks=pytest.mark.full)])
 @pytest.mark.parametrize("cache_format", ["v32", "model1"])
 def test_nan_number_of_a_selected_token(cache_format, byte):
     """e4m3's NaN under a finite scale, which this package's writers do not store."""
