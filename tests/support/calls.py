@@ -452,6 +452,24 @@ def compress(
     return record("compress", backend, problem, arch=arch)
 
 
+def index_combine(
+    record: Recording,
+    backend: str,
+    tokens: int = 100,
+    requests: int = 4,
+    topk: int = 512,
+    arch: int | None = 90,
+) -> list[Recorded]:
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    lengths = ints(requests + 1), ints(requests), ints(requests)
+    numbers = topk, 128, 4, 4096, 1024
+    return record(
+        "index_combine", backend, ints(tokens, topk), *lengths, *numbers, ints(tokens, 640), ints(tokens), arch=arch
+    )
+
+
 def latent_rows(
     record: Recording,
     backend: str,
@@ -514,6 +532,7 @@ CALLS: dict[str, Any] = {
         compress,
         concat_mla_q,
         gather_records,
+        index_combine,
         reshape_and_cache,
         merge_states,
         cache_write,

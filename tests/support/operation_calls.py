@@ -87,6 +87,11 @@ def _concat_mla_q() -> None:
     flashlatte.concat_mla_q(_rows(3, 4, 512), _rows(3, 4, 64), backend="portable")
 
 
+def _index_combine() -> None:
+    sizes = {"window": 128, "ratio": 4, "workspace_rows": 64, "window_row": 16}
+    flashlatte.index_combine(_ints(3, 512), _ints(2), _ints(1), 3, **sizes, backend="portable")
+
+
 def _reshape_and_cache() -> None:
     key, value = _rows(3, 2, 128), _rows(3, 2, 64)
     caches = _rows(4, 16, 2, 128, dtype=torch.int8), _rows(4, 16, 2, 64, dtype=torch.int8)
@@ -154,6 +159,7 @@ OPERATIONS = (
     "index_logits",
     "index_quantize",
     "index_query",
+    "index_workspace",
     "merge_states",
     "norm_rope",
     "paged_attention",
@@ -181,6 +187,7 @@ CALLS: list[Callable[[], None]] = [
     _index_convert,
     _paged_attention,
     lambda: _paged_attention(torch.int8, 300, k_scale=torch.ones(2), attn_sink=torch.ones(8)),
+    _index_combine,
     _reshape_and_cache,
     _compress,
     _concat_mla_q,

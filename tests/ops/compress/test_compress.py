@@ -17,12 +17,12 @@ from flashlatte import compress, kv_cache
 from flashlatte.kv_cache.codec import as_cache
 from flashlatte.kv_cache.registry import as_format
 from flashlatte.ops.compress import api
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import machine
 from flashlatte.testing.byte_oracles import model1_encode_page
 
-BACKEND = "portable" if dispatch.interpreting() else "reference"
+BACKEND = "portable" if machine.interpreting() else "reference"
 # Collected by both runs of the suite: the reference without the interpreter, the kernels within.
-pytestmark = [pytest.mark.interpreter] if dispatch.interpreting() else []
+pytestmark = [pytest.mark.interpreter] if machine.interpreting() else []
 PAGE_SIZE, STATE_PAGE_SIZE = 4, 3
 
 
@@ -157,7 +157,7 @@ def steps_of(lengths, seed, drafts):
     seed=st.integers(0, 1000),
 )
 def test_against_float64_however_divided(lengths, shape, dtype, drafts, seed):
-    case = Case.draw(lengths, *shape, dtype, drafts, seed)
+    case = Case.draw(lengths, *shape, dtype=dtype, drafts=drafts, seed=seed)
     # At once, where every token is of this call.
     whole = case.run([[(0, n) for n in lengths]])
     for request, rows in enumerate(case.rows(whole)):
@@ -301,6 +301,6 @@ def test_no_tokens():
     call(kv=torch.zeros(0, 32), score=torch.zeros(0, 32), request_ids=empty, positions=empty, slot_mapping=empty)
 
 
-@pytest.mark.skipif(dispatch.interpreting(), reason="the reference's")
+@pytest.mark.skipif(machine.interpreting(), reason="the reference's")
 def test_opcheck():
     opcheck(api, "compress", call)

@@ -1,0 +1,132 @@
+"""``index_combine``: its arguments, their checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime.repeat import repeats_launches
+from flashlatte.runtime.torch_op import register_op
+
+OPERATION = "index_combine"
+# What sparse prefill's tiles divide without a rest.
+ALIGNMENT = 128
+
+dispatch.define(
+    OPERATION,
+    dispatch.Implementation("portable", "flashlatte.ops.index_combine.portable:index_combine", refusals.triton),
+    dispatch.Implementation("reference", "flashlatte.ops.index_combine.reference:index_combine"),
+)
+
+
+@repeats_launches
+def index_combine(
+    indices: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    total_tokens: int,
+    *,
+    window: int,
+    ratio: int,
+    workspace_rows: int,
+    window_row: int,
+    topk: int | None = None,
+    gather_lens: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each query token the rows of a workspace that it sees: selected groups first, then its window.
+
+    Request i has ``workspace_rows`` rows of the workspace: row g holds its group g of ``ratio`` tokens, compressed,
+    and row ``window_row + p - (seq_lens[i] - gather_lens[i])`` its token p, of which the last gather_lens[i] are there.
+    A token at position p sees the first min((p + 1) // ratio, topk) entries of its row of ``indices`` and the tokens
+    p - window + 1 to p. The result is what ``sparse_prefill`` takes.
+
+    Args:
+        indices: int32 or int64 [T, topk], groups of the token's own request; below 0 for none. None: all groups, from
+            the first on, up to ``topk``.
+        cu_seqlens_q: int32 or int64 [b + 1]: request i has tokens cu_seqlens_q[i] to cu_seqlens_q[i + 1], counted from
+            cu_seqlens_q[0]. They are the last of its seq_lens[i].
+        seq_lens: int32 or int64 [b].
+        total_tokens: T. Tokens of no request see nothing.
+        window: tokens of the window, the query's own among them; 0 for none.
+        ratio: tokens of a group.
+        workspace_rows, window_row: of the workspace, see above.
+        topk: without ``indices``, the most groups that a token sees.
+        gather_lens: int32 or int64 [b], up to seq_lens; all tokens if None.
+        backend: "portable" or "reference"; None chooses.
+
+    Returns:
+        rows int32 [T, topk + window rounded up to a multiple of 128]; -1 behind a token's entries, and for an entry
+        below 0, a token that is not gathered and a row too large. And counts int32 [T]: a token's entries, which
+        ``sparse_prefill`` takes as topk_length.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    total_tokens = checks.positive_int("total_tokens", total_tokens, or_zero=True)
+    checks.tensor("seq_lens", seq_lens, ("b",), checks.INDEX_DTYPES, unit_last_stride=False)
+    requests, device = seq_lens.shape[0], seq_lens.device
+    checks.tensor("cu_seqlens_q", cu_seqlens_q, (requests + 1,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    if gather_lens is not None:
+        checks.tensor("gather_lens", gather_lens, (requests,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    if (indices is None) == (topk is None):
+        raise ValueError("indices or topk must be given, one of them")
+    if indices is not None:
+        checks.tensor("indices", indices, (total_tokens, "topk"), checks.INDEX_DTYPES, device)
+        topk = indices.shape[1]
+    topk = checks.positive_int("topk", topk)
+    window = checks.positive_int("window", window, or_zero=True)
+    ratio = checks.positive_int("ratio", ratio)
+    workspace_rows = checks.positive_int("workspace_rows", workspace_rows)
+    if checks.positive_int("window_row", window_row, or_zero=True) > workspace_rows:
+        raise ValueError(f"window_row must be one of the {workspace_rows} workspace_rows, got {window_row}")
+    width = -(-(topk + window) // ALIGNMENT) * ALIGNMENT
+    rows = torch.empty(total_tokens, width, dtype=torch.int32, device=device)
+    counts = torch.empty(total_tokens, dtype=torch.int32, device=device)
+    if total_tokens:
+        backend = dispatch.select(dispatch.Call(OPERATION, device, rows.dtype), backend)
+        _index_combine(
+            indices,
+            cu_seqlens_q,
+            seq_lens,
+            gather_lens,
+            topk,
+            window,
+            ratio,
+            workspace_rows,
+            window_row,
+            rows,
+            counts,
+            backend,
+        )
+    return rows, counts
+
+
+@register_op(OPERATION, mutates=("rows", "counts"))
+def _index_combine(
+    indices: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    gather_lens: torch.Tensor | None,
+    topk: int,
+    window: int,
+    ratio: int,
+    workspace_rows: int,
+    window_row: int,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    backend: str,
+) -> None:
+    dispatch.implementation(OPERATION, backend)(
+        indices,
+        cu_seqlens_q,
+        seq_lens,
+        gather_lens,
+        topk,
+        window,
+        ratio,
+        workspace_rows,
+        window_row,
+        rows,
+        counts,
+    )

@@ -1,0 +1,44 @@
+"""``index_combine`` in plain PyTorch: the specification."""
+
+from __future__ import annotations
+
+import torch
+
+
+def index_combine(
+    indices: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    gather_lens: torch.Tensor | None,
+    topk: int,
+    window: int,
+    ratio: int,
+    workspace_rows: int,
+    window_row: int,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+) -> None:
+    device = rows.device
+    starts = cu_seqlens_q.long() - cu_seqlens_q[0]
+    token = torch.arange(rows.shape[0], device=device)
+    request = torch.searchsorted(starts, token, right=True) - 1
+    known = (request >= 0) & (request < seq_lens.shape[0])
+    request = request.clamp(0, seq_lens.shape[0] - 1)
+    length = seq_lens.long()[request]
+    position = (length - starts[request + 1] + token).where(known, -1)[:, None]
+    known = known & (position[:, 0] >= 0)
+    gathered = length if gather_lens is None else gather_lens.long()[request]
+
+    groups = ((position + 1) // ratio).clamp(0, topk).where(known[:, None], 0)
+    seen = (position + 1).clamp(0, window).where(known[:, None], 0)
+    column = torch.arange(rows.shape[1], device=device)
+    chosen = column.expand_as(rows)
+    if indices is not None:
+        chosen = indices.long().gather(1, column.clamp_max(topk - 1).expand_as(rows))
+    recent = position + 1 - seen + column - groups
+    at = recent - (length - gathered)[:, None]
+    place = torch.where(column < groups, chosen, window_row + at)
+    valid = torch.where(column < groups, chosen >= 0, (column < groups + seen) & (at >= 0))
+    row = request[:, None] * workspace_rows + place
+    rows.copy_(row.where(valid & (row <= torch.iinfo(rows.dtype).max), -1))
+    counts.copy_((groups + seen)[:, 0])

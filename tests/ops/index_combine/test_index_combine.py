@@ -1,0 +1,122 @@
+"""Rows of a workspace against a walk in Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.torch_op import opcheck
+
+from flashlatte import index_combine
+from flashlatte.ops.index_combine import api
+from flashlatte.runtime import machine
+
+BACKEND = "portable" if machine.interpreting() else "reference"
+# Collected by both runs of the suite: the reference without the interpreter, the kernel within.
+pytestmark = [pytest.mark.interpreter] if machine.interpreting() else []
+
+
+def walk(chosen, begins, lengths, gathers, tokens, window, ratio, workspace_rows, window_row, topk):
+    """The rows of each token, without what fills them up."""
+    found: list[list[int]] = [[] for _ in range(tokens)]
+    for request, length in enumerate(lengths):
+        count = begins[request + 1] - begins[request]
+        for i in range(count):
+            token = begins[request] - begins[0] + i
+            position = length - count + i
+            if token >= tokens or position < 0:
+                continue
+            base = request * workspace_rows
+            for entry in range(min((position + 1) // ratio, topk)):
+                group = entry if chosen is None else chosen[token][entry]
+                found[token].append(base + group if group >= 0 and base + group < 2**31 else -1)
+            for p in range(max(0, position - window + 1), position + 1):
+                at = p - (length - gathers[request])
+                found[token].append(base + window_row + at if at >= 0 else -1)
+    return found
+
+
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40), st.integers(0, 12)), min_size=1, max_size=4),
+    window=st.sampled_from([0, 1, 5, 130]),
+    ratio=st.sampled_from([1, 4, 7]),
+    topk=st.sampled_from([1, 6, 125]),
+    first=st.sampled_from([0, 11]),
+    select=st.booleans(),
+    gather=st.booleans(),
+    padding=st.integers(0, 2),
+    workspace_rows=st.sampled_from([50, 2**30]),
+    dtype=st.sampled_from([torch.int32, torch.int64]),
+    seed=st.integers(0, 1000),
+)
+def test_against_a_walk(spans, window, ratio, topk, first, select, gather, padding, workspace_rows, dtype, seed):
+    begins = [first]
+    for count, _, _ in spans:
+        begins.append(begins[-1] + count)
+    # The last request's tokens may be more than it is long, which nobody should ask for.
+    lengths = [count + before - (3 if before == 13 else 0) for count, before, _ in spans]
+    gathers = [min(length, count + more) for (count, _, more), length in zip(spans, lengths, strict=True)]
+    tokens = begins[-1] - first + padding
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.randint(-2, 30, (tokens, topk + 1), generator=generator).to(dtype)[:, :topk] if select else None
+    rows, counts = index_combine(
+        indices,
+        torch.tensor(begins, dtype=dtype),
+        torch.tensor(lengths, dtype=dtype),
+        tokens,
+        window=window,
+        ratio=ratio,
+        workspace_rows=workspace_rows,
+        window_row=20,
+        topk=None if select else topk,
+        gather_lens=torch.tensor(gathers) if gather else None,
+        backend=BACKEND,
+    )
+    chosen = None if indices is None else indices.tolist()
+    gathers = gathers if gather else lengths
+    expected = walk(chosen, begins, lengths, gathers, tokens, window, ratio, workspace_rows, 20, topk)
+    assert rows.shape == (tokens, -(-(topk + window) // 128) * 128)
+    assert counts.tolist() == [len(row) for row in expected]
+    for row, wanted in zip(rows.tolist(), expected, strict=True):
+        assert row == wanted + [-1] * (len(row) - len(wanted))
+
+
+def call(**change):
+    arguments: dict[str, Any] = {
+        "indices": torch.zeros(3, 4, dtype=torch.int32),
+        "cu_seqlens_q": torch.tensor([0, 1, 3]),
+        "seq_lens": torch.tensor([8, 9]),
+        "total_tokens": 3,
+        "window": 4,
+        "ratio": 4,
+        "workspace_rows": 16,
+        "window_row": 4,
+    }
+    return index_combine(**(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"total_tokens": 4}, ValueError, r"^indices must have shape \[4, topk\]"),
+        ({"indices": torch.zeros(3, 4)}, TypeError, "^indices must be int32 or int64"),
+        ({"indices": None}, ValueError, "^indices or topk must be given, one of them$"),
+        ({"topk": 4}, ValueError, "^indices or topk must be given, one of them$"),
+        ({"cu_seqlens_q": torch.tensor([0, 3])}, ValueError, r"^cu_seqlens_q must have shape \[3\]"),
+        ({"gather_lens": torch.tensor([1])}, ValueError, r"^gather_lens must have shape \[2\]"),
+        ({"window": -1}, ValueError, "^window must be at least 0, got -1$"),
+        ({"ratio": 0}, ValueError, "^ratio must be at least 1, got 0$"),
+        ({"window_row": 17}, ValueError, "^window_row must be one of the 16 workspace_rows, got 17$"),
+    ],
+)
+def test_errors_name_the_argument(change, error, message):
+    with pytest.raises(error, match=message):
+        call(**change)
+
+
+@pytest.mark.skipif(machine.interpreting(), reason="the reference's")
+def test_opcheck():
+    opcheck(api, "index_combine", call)
