@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flashlatte.ops.concat_mla_q import concat_mla_q
     from flashlatte.ops.dense_decode import dense_decode
     from flashlatte.ops.dense_prefill import dense_prefill
-    from flashlatte.ops.index_combine import index_combine
+    from flashlatte.ops.index_workspace import index_workspace
     from flashlatte.ops.index_convert import index_convert
     from flashlatte.ops.index_logits import index_logits, paged_index_logits
     from flashlatte.ops.index_quantize import index_gather, index_quantize
@@ -40,7 +40,7 @@ __all__ = [
     "dense_prefill",
     "distributed",
     "flash_mla",
-    "index_combine",
+    "index_workspace",
     "index_convert",
     "index_gather",
     "index_logits",
@@ -65,7 +65,7 @@ _OPERATIONS = (
     *("concat_mla_q", "dense_decode", "dense_prefill", "merge_states", "paged_attention", "reshape_and_cache"),
     *("sparse_decode", "sparse_prefill", "topk"),
     *("index_convert", "index_logits", "index_quantize", "index_query", "index_select"),
-    *("compress", "index_combine"),
+    *("compress", "index_workspace"),
 )
 _BESIDE = {
     "index_gather": "index_quantize",

@@ -88,7 +88,7 @@ PORTABLE = [
     Variant("gather_records", "portable", products=None),
     Variant("compress", "portable", products=None),
     Variant("concat_mla_q", "portable", products=None),
-    Variant("index_combine", "portable", products=None),
+    Variant("index_workspace", "portable", products=None),
     Variant("latent_rows", "portable", products=None),
     Variant("rotate_heads", "portable", products=None),
 ]
@@ -343,7 +343,7 @@ SAME_CODE = [
     ("gather_records", "portable", {"requests": [1, 4], "tokens": [1, 16], "pages": [1, 16], "page_size": [1, 64]}, 1),
     ("compress", "portable", {**STEPS, "columns": [1, 2, 16], "requests": [1, 2, 16], "page_size": [1, 64]}, 1),
     ("concat_mla_q", "portable", {"tokens": [1, 2, 16, 77], "heads": [1, 16, 128]}, 1),
-    ("index_combine", "portable", {"tokens": [1, 2, 16, 77], "requests": [1, 2, 16], "topk": [1, 512]}, 1),
+    ("index_workspace", "portable", {"tokens": [1, 2, 16, 77], "requests": [1, 2, 16], "topk": [1, 512]}, 1),
     ("latent_rows", "portable", {"tokens": [1, 2, 16, 77], "pages": [1, 3, 16]}, 1),
     ("rotate_heads", "portable", {"tokens": [1, 2, 16, 77], "heads": [1, 16, 128]}, 1),
 ]

@@ -452,7 +452,7 @@ def compress(
     return record("compress", backend, problem, arch=arch)
 
 
-def index_combine(
+def index_workspace(
     record: Recording,
     backend: str,
     tokens: int = 100,
@@ -466,7 +466,7 @@ def index_combine(
     lengths = ints(requests + 1), ints(requests), ints(requests)
     numbers = topk, 128, 4, 4096, 1024
     return record(
-        "index_combine", backend, ints(tokens, topk), *lengths, *numbers, ints(tokens, 640), ints(tokens), arch=arch
+        "index_workspace", backend, ints(tokens, topk), *lengths, *numbers, ints(tokens, 640), ints(tokens), arch=arch
     )
 
 
@@ -532,7 +532,7 @@ CALLS: dict[str, Any] = {
         compress,
         concat_mla_q,
         gather_records,
-        index_combine,
+        index_workspace,
         reshape_and_cache,
         merge_states,
         cache_write,

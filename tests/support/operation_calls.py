@@ -87,9 +87,9 @@ def _concat_mla_q() -> None:
     flashlatte.concat_mla_q(_rows(3, 4, 512), _rows(3, 4, 64), backend="portable")
 
 
-def _index_combine() -> None:
+def _index_workspace() -> None:
     sizes = {"window": 128, "ratio": 4, "workspace_rows": 64, "window_row": 16}
-    flashlatte.index_combine(_ints(3, 512), _ints(2), _ints(1), 3, **sizes, backend="portable")
+    flashlatte.index_workspace(_ints(3, 512), _ints(2), _ints(1), 3, **sizes, backend="portable")
 
 
 def _reshape_and_cache() -> None:
@@ -187,7 +187,7 @@ CALLS: list[Callable[[], None]] = [
     _index_convert,
     _paged_attention,
     lambda: _paged_attention(torch.int8, 300, k_scale=torch.ones(2), attn_sink=torch.ones(8)),
-    _index_combine,
+    _index_workspace,
     _reshape_and_cache,
     _compress,
     _concat_mla_q,

@@ -187,7 +187,7 @@ def test_pages_outside_the_states_are_not_followed(page):
     case = Case.draw([8], 4, True, 16, 8, torch.float32, 0, 1)
     cache, states, table = case.caches("fp32")
     before = states.clone()
-    arguments = {
+    arguments: dict[str, Any] = {
         **call_arguments(case, range(7), cache),
         "state_cache": states,
         "state_table": torch.full_like(table, page),

@@ -1,4 +1,4 @@
-"""``index_combine`` in Triton: one program a token."""
+"""``index_workspace`` in Triton: one program a token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashlatte.runtime.triton_kernel import kernel, launching_on
 BLOCK, WARPS = 512, 4
 
 
-def index_combine(
+def index_workspace(
     indices: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -26,7 +26,7 @@ def index_combine(
     counts: torch.Tensor,
 ) -> None:
     with launching_on(rows.device):
-        index_combine_kernel[(rows.shape[0],)](
+        index_workspace_kernel[(rows.shape[0],)](
             indices,
             cu_seqlens_q,
             seq_lens,
@@ -50,7 +50,7 @@ def index_combine(
 
 
 @kernel
-def index_combine_kernel(
+def index_workspace_kernel(
     indices,
     cu_seqlens_q,
     seq_lens,

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.torch_op import opcheck
 
-from flashlatte import index_combine
-from flashlatte.ops.index_combine import api
+from flashlatte import index_workspace
+from flashlatte.ops.index_workspace import api
 from flashlatte.runtime import machine
 
 BACKEND = "portable" if machine.interpreting() else "reference"
@@ -62,7 +62,7 @@ def test_against_a_walk(spans, window, ratio, topk, first, select, gather, paddi
     tokens = begins[-1] - first + padding
     generator = torch.Generator().manual_seed(seed)
     indices = torch.randint(-2, 30, (tokens, topk + 1), generator=generator).to(dtype)[:, :topk] if select else None
-    rows, counts = index_combine(
+    rows, counts = index_workspace(
         indices,
         torch.tensor(begins, dtype=dtype),
         torch.tensor(lengths, dtype=dtype),
@@ -95,7 +95,7 @@ def call(**change):
         "workspace_rows": 16,
         "window_row": 4,
     }
-    return index_combine(**(arguments | change))
+    return index_workspace(**(arguments | change))
 
 
 @pytest.mark.parametrize(
@@ -119,4 +119,4 @@ def test_errors_name_the_argument(change, error, message):
 
 @pytest.mark.skipif(machine.interpreting(), reason="the reference's")
 def test_opcheck():
-    opcheck(api, "index_combine", call)
+    opcheck(api, "index_workspace", call)

@@ -1,11 +1,11 @@
-"""``index_combine`` in plain PyTorch: the specification."""
+"""``index_workspace`` in plain PyTorch: the specification."""
 
 from __future__ import annotations
 
 import torch
 
 
-def index_combine(
+def index_workspace(
     indices: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,

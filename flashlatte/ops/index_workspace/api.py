@@ -1,4 +1,4 @@
-"""``index_combine``: its arguments, their checks, and the choice of implementation."""
+"""``index_workspace``: its arguments, their checks, and the choice of implementation."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
-OPERATION = "index_combine"
+OPERATION = "index_workspace"
 # What sparse prefill's tiles divide without a rest.
 ALIGNMENT = 128
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.index_combine.portable:index_combine", refusals.triton),
-    dispatch.Implementation("reference", "flashlatte.ops.index_combine.reference:index_combine"),
+    dispatch.Implementation("portable", "flashlatte.ops.index_workspace.portable:index_workspace", refusals.triton),
+    dispatch.Implementation("reference", "flashlatte.ops.index_workspace.reference:index_workspace"),
 )
 
 
 @repeats_launches
-def index_combine(
+def index_workspace(
     indices: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -85,7 +85,7 @@ def index_combine(
     counts = torch.empty(total_tokens, dtype=torch.int32, device=device)
     if total_tokens:
         backend = dispatch.select(dispatch.Call(OPERATION, device, rows.dtype), backend)
-        _index_combine(
+        _index_workspace(
             indices,
             cu_seqlens_q,
             seq_lens,
@@ -103,7 +103,7 @@ def index_combine(
 
 
 @register_op(OPERATION, mutates=("rows", "counts"))
-def _index_combine(
+def _index_workspace(
     indices: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
