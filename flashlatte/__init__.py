@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from flashlatte.ops.concat_mla_q import concat_mla_q
     from flashlatte.ops.dense_decode import dense_decode
     from flashlatte.ops.dense_prefill import dense_prefill
-    from flashlatte.ops.index_workspace import index_workspace
     from flashlatte.ops.index_convert import index_convert
     from flashlatte.ops.index_logits import index_logits, paged_index_logits
     from flashlatte.ops.index_quantize import index_gather, index_quantize
     from flashlatte.ops.index_query import index_query
     from flashlatte.ops.index_select import index_select, paged_index_select
+    from flashlatte.ops.index_workspace import index_workspace
     from flashlatte.ops.merge_states import merge_attn_states, merge_states
     from flashlatte.ops.paged_attention import paged_attention
     from flashlatte.ops.reshape_and_cache import reshape_and_cache
@@ -40,13 +40,13 @@ __all__ = [
     "dense_prefill",
     "distributed",
     "flash_mla",
-    "index_workspace",
     "index_convert",
     "index_gather",
     "index_logits",
     "index_quantize",
     "index_query",
     "index_select",
+    "index_workspace",
     "integrations",
     "kv_cache",
     "layers",
