@@ -10,13 +10,15 @@ from flashlatte.runtime import checks
 def check(
     block_table: torch.Tensor, cu_seqlens: torch.Tensor, seq_starts: torch.Tensor | None, device: torch.device
 ) -> None:
-    """block_table [b, max_pages], of which both axes may be empty if b is 0, cu_seqlens [b + 1], seq_starts [b]."""
+    """block_table [b, max_pages], cu_seqlens [b + 1] or [b], seq_starts [b]; without requests max_pages may be 0 too."""
     may_be_empty = 2 if isinstance(block_table, torch.Tensor) and block_table.shape[:1] == (0,) else 0
     checks.tensor(
         "block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty
     )
     requests = block_table.shape[0]
-    checks.tensor("cu_seqlens", cu_seqlens, (requests + 1,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    open_end = requests > 0 and isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.shape == (requests,)
+    boundaries = requests if open_end else requests + 1
+    checks.tensor("cu_seqlens", cu_seqlens, (boundaries,), checks.INDEX_DTYPES, device, unit_last_stride=False)
     if seq_starts is not None:
         checks.tensor("seq_starts", seq_starts, (requests,), checks.INDEX_DTYPES, device, unit_last_stride=False)
 

@@ -17,7 +17,7 @@ PACKAGES = (
     "flashlatte.layers",
     "flashlatte.distributed",
 )
-EXTRA = ("flashlatte.integrations.transformers",)
+EXTRA = ("flashlatte.integrations.transformers", "flashlatte.integrations.vllm.ops")
 
 
 def documented():

@@ -22,16 +22,17 @@ class Slots(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """Which tokens a row stands for: request i has rows cu_seqlens[i] to cu_seqlens[i + 1].
+    """Which tokens a row stands for: request i has rows cu_seqlens[i] to cu_seqlens[i + 1], or to the end.
 
     Attributes:
-        num_requests: entries of ``cu_seqlens`` less one.
+        num_boundaries: entries of ``cu_seqlens``: one more than there are requests, or as many.
         seq_starts: token of each request's first row, or None: 0.
         block_table: [requests, max_pages].
     """
 
     cu_seqlens: Any
     cu_stride: Any
+    num_boundaries: Any
     num_requests: Any
     seq_starts: Any
     start_stride: Any
@@ -53,6 +54,7 @@ def requests_of(
     return Requests(
         cu_seqlens,
         cu_seqlens.stride(0),
+        cu_seqlens.shape[0],
         block_table.shape[0],
         seq_starts,
         0 if seq_starts is None else seq_starts.stride(0),
@@ -107,16 +109,24 @@ def locate_rows(requests, rows, num_rows, WIDE: tl.constexpr):
 
 
 @triton.jit
+def end_of_rows(requests, num_rows):
+    """The row behind the last request's."""
+    closed = requests.num_boundaries > requests.num_requests
+    end = tl.load(requests.cu_seqlens + requests.num_requests * requests.cu_stride, mask=closed, other=0).to(tl.int64)
+    return tl.where(closed, end, num_rows)
+
+
+@triton.jit
 def request_of_row(requests, rows):
     """The request i with cu_seqlens[i] <= row < cu_seqlens[i + 1], or -1, and its cu_seqlens[i]."""
     request = tl.full(rows.shape, -1, tl.int64)
     start = tl.zeros(rows.shape, tl.int64)
-    span = requests.num_requests + 1
+    span = requests.num_boundaries
     # A binary search for the last entry that the row reaches.
     while span > 0:
         step = (span + 1) // 2
         candidate = request + step
-        exists = candidate <= requests.num_requests
+        exists = candidate < requests.num_boundaries
         value = tl.load(requests.cu_seqlens + candidate * requests.cu_stride, mask=exists, other=0).to(tl.int64)
         reached = exists & (value <= rows)
         request = tl.where(reached, candidate, request)

@@ -51,7 +51,8 @@ def cache_gather(
     Args:
         cache: [pages, page_size, 1, width] (or without the 1).
         block_table: int32 or int64 [b, max_pages], the pages of each request in order. b may be 0.
-        cu_seqlens: int32 or int64 [b + 1]: request i goes to rows cu_seqlens[i] to cu_seqlens[i + 1].
+        cu_seqlens: int32 or int64 [b + 1]: request i goes to rows cu_seqlens[i] to cu_seqlens[i + 1]. Or [b], without
+            the end: the last request's rows go on to the end of the result.
         cache_format: inferred from the cache if None.
         scale: format ``fp8``: a number, or a one-element float32 tensor on the cache's device; default 1.
         seq_starts: int32 or int64 [b], the token of each request to begin with; 0 if None.
@@ -76,6 +77,11 @@ def cache_gather(
         if dtype not in checks.FLOAT_DTYPES:
             raise TypeError(f"dtype must be {checks.dtype_names(checks.FLOAT_DTYPES)}, got {dtype}")
         if total_tokens is None:
+            if cu_seqlens.shape[0] == block_table.shape[0]:
+                raise ValueError(
+                    f"cu_seqlens must have shape [{block_table.shape[0] + 1}] where neither total_tokens nor out says "
+                    f"where the last request ends, got {list(cu_seqlens.shape)}"
+                )
             total_tokens = int(cu_seqlens[-1])
             # torch.compile does not know the number, and so may not ask.
             torch._check_value(total_tokens >= 0, lambda: "cu_seqlens must end at 0 or above")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_address import Requests, load_words, locate_rows, requests_of
+from flashlatte.kernels.triton.cache_address import Requests, end_of_rows, load_words, locate_rows, requests_of
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
 from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, e8m0_to_float, narrow, widen
 from flashlatte.kv_cache.formats import CacheFormat
@@ -101,6 +101,7 @@ def gather_tiles_kernel(
     cache,
     cu_seqlens,
     cu_stride: tl.int64,
+    num_boundaries: tl.int64,
     num_requests: tl.int64,
     seq_starts,
     start_stride: tl.int64,
@@ -127,12 +128,11 @@ def gather_tiles_kernel(
 ):
     """Formats with a scale a tile. ``page_stride`` counts ALIGN bytes, ``out_stride`` OUT_ALIGN elements."""
     first_row = tl.program_id(0).to(tl.int64) * BLOCK_T
-    if first_row >= tl.load(cu_seqlens + num_requests * cu_stride):
-        return
     rows = first_row + tl.arange(0, BLOCK_T)
     requests = Requests(
         cu_seqlens,
         cu_stride,
+        num_boundaries,
         num_requests,
         seq_starts,
         start_stride,
@@ -142,6 +142,8 @@ def gather_tiles_kernel(
         num_pages,
         page_size,
     )
+    if first_row >= end_of_rows(requests, num_rows):
+        return
     inside, found, page, offset = locate_rows(requests, rows, num_rows, WIDE)
     page_start = cache + page * page_stride * ALIGN
     row = page_start + offset * ROW_BYTES
@@ -179,6 +181,7 @@ def gather_rows_kernel(
     scale_value: tl.float32,
     cu_seqlens,
     cu_stride: tl.int64,
+    num_boundaries: tl.int64,
     num_requests: tl.int64,
     seq_starts,
     start_stride: tl.int64,
@@ -204,13 +207,12 @@ def gather_rows_kernel(
     column_blocks: tl.constexpr = (WIDTH + BLOCK_C - 1) // BLOCK_C
     program = tl.program_id(0)
     first_row = (program // column_blocks).to(tl.int64) * BLOCK_T
-    if first_row >= tl.load(cu_seqlens + num_requests * cu_stride):
-        return
     rows = first_row + tl.arange(0, BLOCK_T)
     column = (program % column_blocks) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     requests = Requests(
         cu_seqlens,
         cu_stride,
+        num_boundaries,
         num_requests,
         seq_starts,
         start_stride,
@@ -220,6 +222,8 @@ def gather_rows_kernel(
         num_pages,
         page_size,
     )
+    if first_row >= end_of_rows(requests, num_rows):
+        return
     inside, found, page, offset = locate_rows(requests, rows, num_rows, WIDE)
     row = cache + (page * page_stride + offset * row_stride) * ALIGN
     # [BLOCK_T, BLOCK_C]

@@ -41,7 +41,8 @@ def gather_records(
     Args:
         cache: [pages, page_size, 1, width] (or without the 1).
         block_table: int32 or int64 [b, max_pages], the pages of each request in order. b may be 0.
-        cu_seqlens: int32 or int64 [b + 1]: request i goes to rows cu_seqlens[i] to cu_seqlens[i + 1].
+        cu_seqlens: int32 or int64 [b + 1]: request i goes to rows cu_seqlens[i] to cu_seqlens[i + 1]. Or [b], without
+            the end: the last request's rows go on to the end of the result.
         total_tokens: rows of the result.
         cache_format: inferred from the cache if None.
         seq_starts: int32 or int64 [b], the token of each request to begin with; 0 if None.

@@ -7,7 +7,7 @@ import math
 import torch
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_address import Requests, locate_rows, requests_of
+from flashlatte.kernels.triton.cache_address import Requests, end_of_rows, locate_rows, requests_of
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.runtime.arguments import by_name
@@ -73,6 +73,7 @@ def gather_records_kernel(
     plane,
     cu_seqlens,
     cu_stride: tl.int64,
+    num_boundaries: tl.int64,
     num_requests: tl.int64,
     seq_starts,
     start_stride: tl.int64,
@@ -99,11 +100,10 @@ def gather_records_kernel(
     column_blocks: tl.constexpr = (WIDTH * WORDS + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     first_row = (program // column_blocks).to(tl.int64) * BLOCK_T
-    if first_row >= tl.load(cu_seqlens + num_requests * cu_stride):
-        return
     requests = Requests(
         cu_seqlens,
         cu_stride,
+        num_boundaries,
         num_requests,
         seq_starts,
         start_stride,
@@ -113,6 +113,8 @@ def gather_records_kernel(
         num_pages,
         page_size,
     )
+    if first_row >= end_of_rows(requests, num_rows):
+        return
     rows = first_row + tl.arange(0, BLOCK_T)
     inside, found, page, offset = locate_rows(requests, rows, num_rows, WIDE)
     word = (program % column_blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]

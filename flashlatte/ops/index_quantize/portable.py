@@ -177,6 +177,7 @@ def index_gather_kernel(
     where = Requests(
         cu_seqlens,
         cu_stride,
+        requests + 1,
         requests,
         seq_starts,
         start_stride,

@@ -107,13 +107,27 @@ def test_write(name, page_size, gap, shift, toy_dim, padding, apart, spread, dty
     first=st.integers(0, 2),
     extra_rows=st.integers(1, 9),
     starts=st.booleans(),
+    open_end=st.booleans(),
     out_gap=st.sampled_from([0, 1, 8]),
     dtype=FLOAT_DTYPES,
     index_dtype=INDEX_DTYPES,
     seed=SEEDS,
 )
 def test_gather(
-    name, page_size, gap, shift, toy_dim, lengths, first, extra_rows, starts, out_gap, dtype, index_dtype, seed
+    name,
+    page_size,
+    gap,
+    shift,
+    toy_dim,
+    lengths,
+    first,
+    extra_rows,
+    starts,
+    open_end,
+    out_gap,
+    dtype,
+    index_dtype,
+    seed,
 ):
     head_dim = None if name in TILED else toy_dim
     layout = kv_cache.get_format(name, head_dim)
@@ -129,7 +143,7 @@ def test_gather(
     actual, expected = gather_both(
         cache,
         table,
-        cu_seqlens,
+        cu_seqlens[:-1] if open_end else cu_seqlens,
         seq_starts=begins if starts else None,
         cache_format=layout,
         scale=scale_of(name, seed),

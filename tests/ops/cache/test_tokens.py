@@ -165,6 +165,17 @@ def test_gather_lays_requests_one_after_the_other(
     assert result[total:].eq(7.0).all()
 
 
+def test_boundaries_without_an_end_give_the_last_request_the_rest():
+    cache = kv_cache.pack(torch.randn(3, 4, 1, 40, generator=generator(0)), "bf16")
+    table = torch.tensor([[1, -1], [0, 2]])
+    closed = kv_cache.gather(cache, table, torch.tensor([1, 3, 9]), total_tokens=9)
+    given = kv_cache.gather(cache, table, torch.tensor([1, 3]), total_tokens=9)
+    assert given[3:].eq(cache[[0, 2]].flatten(0, 2)[:6]).all()
+    assert given.equal(closed)
+    records = kv_cache.gather_records(cache, table, torch.tensor([1, 3]), 9)
+    assert records.equal(given)
+
+
 def test_gather_allocates_what_it_is_told_or_what_cu_seqlens_says():
     cache = kv_cache.pack(torch.randn(2, 3, 1, 40, generator=generator(0)), "bf16")
     table, cu_seqlens = torch.tensor([[1, 0]]), torch.tensor([0, 4])
@@ -240,7 +251,8 @@ TABLE, CU_SEQLENS = torch.tensor([[0, 1], [1, 0]]), torch.tensor([0, 2, 5])
         ({"block_table": TABLE.float()}, TypeError, "^block_table must be int32 or int64, got float32$"),
         ({"block_table": TABLE[0]}, ValueError, r"^block_table must have shape \[b, max_pages\]"),
         ({"block_table": TABLE.to(META)}, ValueError, "^block_table must be on cpu"),
-        ({"cu_seqlens": CU_SEQLENS[:2]}, ValueError, r"^cu_seqlens must have shape \[3\].*got \[2\]$"),
+        ({"cu_seqlens": CU_SEQLENS[:1]}, ValueError, r"^cu_seqlens must have shape \[3\].*got \[1\]$"),
+        ({"cu_seqlens": CU_SEQLENS[:2]}, ValueError, r"^cu_seqlens must have shape \[3\] where neither .*got \[2\]$"),
         ({"cu_seqlens": CU_SEQLENS.float()}, TypeError, "^cu_seqlens must be int32 or int64, got float32$"),
         ({"cu_seqlens": CU_SEQLENS.to(META)}, ValueError, "^cu_seqlens must be on cpu"),
         ({"seq_starts": CU_SEQLENS}, ValueError, r"^seq_starts must have shape \[2\].*got \[3\]$"),

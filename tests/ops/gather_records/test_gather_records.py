@@ -36,11 +36,12 @@ def draw_cache(name, pages, page_size, head_dim, seed):
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=3),
     starts=st.sampled_from([None, torch.int32, torch.int64]),
     padding=st.integers(0, 3),
+    open_end=st.booleans(),
     gap=st.sampled_from([0, 3, 16]),
     index_dtype=st.sampled_from([torch.int32, torch.int64]),
     seed=st.integers(0, 2**32),
 )
-def test_every_byte(name, width, page_size, lengths, starts, padding, gap, index_dtype, seed):
+def test_every_byte(name, width, page_size, lengths, starts, padding, open_end, gap, index_dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     plain = kv_cache.get_format(name).plain
     cache, layout, records = draw_cache(name, 4, page_size, width if plain else None, seed)
@@ -51,6 +52,9 @@ def test_every_byte(name, width, page_size, lengths, starts, padding, gap, index
     total = sum(lengths) + padding
     out = torch.full((total, layout.record_width + gap), 3).to(cache.dtype)[:, : layout.record_width]
     expected = out.clone()
+    boundaries = torch.tensor([0, *lengths]).cumsum(0).to(index_dtype)
+    if open_end:
+        boundaries, lengths = boundaries[:-1], [*lengths[:-1], lengths[-1] + padding]
     row = 0
     for request, length in enumerate(lengths):
         for position in range(firsts[request], firsts[request] + length):
@@ -62,7 +66,7 @@ def test_every_byte(name, width, page_size, lengths, starts, padding, gap, index
     given = gather_records(
         cache,
         table.to(index_dtype),
-        torch.tensor([0, *lengths]).cumsum(0).to(index_dtype),
+        boundaries,
         total,
         cache_format=layout,
         seq_starts=None if starts is None else torch.tensor(firsts, dtype=starts),
@@ -98,7 +102,7 @@ CACHE, TABLE, CU_SEQLENS = kv_cache.allocate("v32", 2, 4), torch.zeros(1, 2, dty
     [
         ({"cache": [0]}, TypeError, "^cache must be a tensor, got list$"),
         ({"block_table": TABLE.float()}, TypeError, "^block_table must be int32 or int64, got float32$"),
-        ({"cu_seqlens": CU_SEQLENS[:1]}, ValueError, r"^cu_seqlens must have shape \[2\]"),
+        ({"cu_seqlens": CU_SEQLENS.repeat(2)}, ValueError, r"^cu_seqlens must have shape \[2\]"),
         ({"seq_starts": torch.zeros(2, dtype=torch.int32)}, ValueError, r"^seq_starts must have shape \[1\]"),
         ({"total_tokens": -1}, ValueError, "^total_tokens must be at least 0, got -1$"),
         ({"out": torch.zeros(3, 656)}, TypeError, "^out must be uint8, got float32$"),

@@ -1,0 +1,1 @@
+"""FlashLatte inside vLLM."""

@@ -1,0 +1,59 @@
+"""vLLM's operations, argument for argument, over this library's.
+
+Names, order of arguments, layouts and outputs written in place are those of vLLM 0.26 (``vllm._custom_ops`` and
+``vllm.v1.attention.ops``), so that a program, a test or a plugin may take these functions instead. They need no
+vLLM, run wherever the operations run, and check their arguments by ValueError and TypeError. An index, slot or page
+that is out of range is skipped or reads as zeros, where vLLM's kernels follow it.
+"""
+
+from flashlatte.integrations.vllm.ops.dtypes import KV_CACHE_DTYPES
+from flashlatte.integrations.vllm.ops.indexer import (
+    cooperative_topk,
+    cp_gather_indexer_k_quant_cache,
+    indexer_k_quant_and_cache,
+    persistent_topk,
+    top_k_per_row_decode,
+    top_k_per_row_prefill,
+    triton_convert_req_index_to_global_index,
+    triton_filter_and_convert_dcp_index,
+)
+from flashlatte.integrations.vllm.ops.latents import (
+    concat_and_cache_mla,
+    concat_mla_q,
+    cp_gather_and_upconvert_fp8_kv_cache,
+    cp_gather_cache,
+    gather_and_maybe_dequant_cache,
+)
+from flashlatte.integrations.vllm.ops.pages import (
+    reshape_and_cache,
+    reshape_and_cache_flash,
+    swap_blocks,
+    triton_reshape_and_cache_flash,
+    triton_reshape_and_cache_flash_per_token_head_quant,
+)
+from flashlatte.integrations.vllm.ops.unified import unified_attention
+from flashlatte.ops.merge_states import merge_attn_states
+
+__all__ = [
+    "KV_CACHE_DTYPES",
+    "concat_and_cache_mla",
+    "concat_mla_q",
+    "cooperative_topk",
+    "cp_gather_and_upconvert_fp8_kv_cache",
+    "cp_gather_cache",
+    "cp_gather_indexer_k_quant_cache",
+    "gather_and_maybe_dequant_cache",
+    "indexer_k_quant_and_cache",
+    "merge_attn_states",
+    "persistent_topk",
+    "reshape_and_cache",
+    "reshape_and_cache_flash",
+    "swap_blocks",
+    "top_k_per_row_decode",
+    "top_k_per_row_prefill",
+    "triton_convert_req_index_to_global_index",
+    "triton_filter_and_convert_dcp_index",
+    "triton_reshape_and_cache_flash",
+    "triton_reshape_and_cache_flash_per_token_head_quant",
+    "unified_attention",
+]

@@ -1,0 +1,51 @@
+"""vLLM's names of cache contents, ``kv_cache_dtype``."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.runtime import checks
+
+FLOAT_NAMES = ("auto", "bfloat16", "float16", "half", "float", "float32")
+# Of one byte, with a scale beside the cache.
+ONE_BYTE = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+DS_MLA = "fp8_ds_mla"
+# What the functions for caches of keys and values take.
+KV_CACHE_DTYPES = (*FLOAT_NAMES, *ONE_BYTE)
+MLA_DTYPES = (*FLOAT_NAMES, "fp8", "fp8_e4m3", DS_MLA)
+
+
+def latent_format(kv_cache_dtype: str, cache: torch.Tensor, name: str) -> str | None:
+    """The format of a latent cache; None for that of its dtype."""
+    checks.choice("kv_cache_dtype", kv_cache_dtype, MLA_DTYPES)
+    if kv_cache_dtype in FLOAT_NAMES:
+        _check_float(kv_cache_dtype, cache, name)
+        return None
+    return "v32" if kv_cache_dtype == DS_MLA else "fp8"
+
+
+def numbers_of(kv_cache_dtype: str, cache: torch.Tensor, name: str) -> torch.Tensor:
+    """A cache of keys or values as the numbers that it holds: vLLM keeps fp8 as bytes."""
+    checks.choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
+    if kv_cache_dtype in FLOAT_NAMES:
+        _check_float(kv_cache_dtype, cache, name)
+        return cache
+    dtype = ONE_BYTE[kv_cache_dtype]
+    if not isinstance(cache, torch.Tensor) or cache.dtype not in (torch.uint8, torch.int8, dtype):
+        accepted = checks.dtype_names([torch.uint8, torch.int8, dtype])
+        got = checks.dtype_names([cache.dtype]) if isinstance(cache, torch.Tensor) else type(cache).__name__
+        raise TypeError(f"{name} must be {accepted} for kv_cache_dtype {kv_cache_dtype!r}, got {got}")
+    return cache.view(dtype)
+
+
+def scale_of(kv_cache_dtype: str, scale: float | torch.Tensor) -> float | torch.Tensor | None:
+    """The scale where it belongs to the cache: vLLM passes one with every cache."""
+    return scale if kv_cache_dtype in ONE_BYTE else None
+
+
+def _check_float(kv_cache_dtype: str, cache: torch.Tensor, name: str) -> None:
+    if isinstance(cache, torch.Tensor) and cache.dtype not in checks.FLOAT_DTYPES:
+        raise TypeError(
+            f"{name} must be {checks.dtype_names(checks.FLOAT_DTYPES)} for kv_cache_dtype {kv_cache_dtype!r}, "
+            f"got {checks.dtype_names([cache.dtype])}"
+        )

@@ -1,0 +1,283 @@
+"""What vLLM's sparse-attention indexer does around its logits: keys, the best of each row, and slots."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.ops.index_convert import index_convert
+from flashlatte.ops.index_quantize import index_gather, index_quantize
+from flashlatte.ops.topk import topk
+from flashlatte.runtime import checks
+
+
+def indexer_k_quant_and_cache(
+    k: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, quant_block_size: int, kv_cache_dtype: str
+) -> None:
+    """Write index keys into their paged cache, quantised to e4m3 with a scale a token: ``index_quantize``.
+
+    Args:
+        k: [T, head_dim], bf16, fp16 or float32.
+        kv_cache: uint8 [pages, page_size, head_dim + 4], written.
+        slot_mapping: int32 or int64 [n], n ≥ T, page · page_size + offset; one below 0 or beyond the cache skips its
+            token.
+        quant_block_size: head_dim.
+        kv_cache_dtype: of the scale: "ue8m0" rounds it up to a power of two, anything else keeps it.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    head_dim = k.shape[-1] if isinstance(k, torch.Tensor) and k.dim() else None
+    if quant_block_size != head_dim:
+        raise ValueError(f"quant_block_size must be k's head dim {head_dim}, one scale a token, got {quant_block_size}")
+    rounding = "power_of_two" if kv_cache_dtype == "ue8m0" else "exact"
+    with checks.naming(cache="kv_cache"):
+        index_quantize(kv_cache, slot_mapping[: k.shape[0]], k, scale_rounding=rounding)
+
+
+def cp_gather_indexer_k_quant_cache(
+    kv_cache: torch.Tensor,
+    dst_k: torch.Tensor,
+    dst_scale: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+) -> None:
+    """Gather the index keys of several requests, still quantised: ``index_gather``.
+
+    Args:
+        kv_cache: uint8 [pages, page_size, head_dim + 4].
+        dst_k: one byte each, [T, head_dim], contiguous, written; rows from cu_seq_lens[b] on are left.
+        dst_scale: uint8 [T, 4], or float32 [T] or [T, 1], contiguous, written.
+        block_table: int32 or int64 [b, max_pages].
+        cu_seq_lens: int32 or int64 [b + 1].
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    for name, value, dtypes in (
+        ("dst_k", dst_k, (torch.uint8, torch.int8, torch.float8_e4m3fn)),
+        ("dst_scale", dst_scale, (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float32)),
+    ):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+        if value.dtype not in dtypes:
+            accepted = checks.dtype_names(dtypes)
+            raise TypeError(f"{name} must be {accepted}, got {checks.dtype_names([value.dtype])}")
+        if not value.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {value.stride()}")
+    rows = dst_k.shape[0]
+    if dst_scale.numel() * dst_scale.element_size() != 4 * rows or dst_scale.shape[:1] != (rows,):
+        raise ValueError(
+            f"dst_scale must have 4 bytes for each of dst_k's {rows} rows, got {checks.dtype_names([dst_scale.dtype])} "
+            f"{list(dst_scale.shape)}"
+        )
+    with checks.naming(cache="kv_cache", cu_seqlens="cu_seq_lens", values="dst_k", scales="dst_scale"):
+        index_gather(
+            kv_cache,
+            block_table,
+            cu_seq_lens,
+            rows,
+            head_dim=dst_k.shape[-1],
+            values=dst_k.view(torch.float8_e4m3fn),
+            scales=dst_scale.view(torch.float32).view(rows),
+        )
+
+
+def top_k_per_row_prefill(
+    logits: torch.Tensor,
+    cu_seqlen_ks: torch.Tensor,
+    cu_seqlen_ke: torch.Tensor,
+    raw_topk_indices: torch.Tensor,
+    num_rows: int,
+    stride0: int,
+    stride1: int,
+    topk_tokens: int,
+) -> None:
+    """The best columns of each row between its two bounds: ``topk``, in ascending order of column.
+
+    Args:
+        logits: float32 or bf16 [T, width], T ≥ num_rows.
+        cu_seqlen_ks, cu_seqlen_ke: int32 or int64 [T], each row's first column and the one behind its last.
+        raw_topk_indices: int32 [T, k], k ≥ topk_tokens, written: relative to the row's first column, -1 behind a
+            row's last.
+        num_rows: rows to look at.
+        stride0, stride1: logits'; the second is 1.
+        topk_tokens: 1 to 4096.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device.
+    """
+    _check_strides(logits, stride0, stride1)
+    with checks.naming(start="cu_seqlen_ks", end="cu_seqlen_ke", indices="raw_topk_indices", k="topk_tokens"):
+        topk(
+            logits[:num_rows],
+            topk_tokens,
+            start=cu_seqlen_ks[:num_rows],
+            end=cu_seqlen_ke[:num_rows],
+            indices=raw_topk_indices[:num_rows, :topk_tokens],
+        )
+
+
+def top_k_per_row_decode(
+    logits: torch.Tensor,
+    next_n: int,
+    seq_lens: torch.Tensor,
+    raw_topk_indices: torch.Tensor,
+    num_rows: int,
+    stride0: int,
+    stride1: int,
+    topk_tokens: int,
+) -> None:
+    """The best columns of each row from its first on: ``topk``, in ascending order of column.
+
+    Args:
+        logits: float32 or bf16 [T, width], T ≥ num_rows, next_n rows a request.
+        next_n: rows of a request.
+        seq_lens: int32 or int64 [b], where a request's last row ends, and each other one a column before the next; or
+            [b, next_n], where each row ends.
+        raw_topk_indices, num_rows, stride0, stride1, topk_tokens: as ``top_k_per_row_prefill``.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device.
+    """
+    _check_strides(logits, stride0, stride1)
+    with checks.naming(end="seq_lens", indices="raw_topk_indices", k="topk_tokens"):
+        topk(
+            logits[:num_rows],
+            topk_tokens,
+            end=seq_lens.reshape(-1),
+            next_n=next_n,
+            indices=raw_topk_indices[:num_rows, :topk_tokens],
+        )
+
+
+def persistent_topk(
+    logits: torch.Tensor,
+    lengths: torch.Tensor,
+    output: torch.Tensor,
+    workspace: torch.Tensor | None,
+    k: int,
+    max_seq_len: int,
+) -> None:
+    """The best columns of each row from its first on: ``topk``, in ascending order of column.
+
+    Args:
+        logits: float32 or bf16 [rows, width].
+        lengths: int32 or int64, columns of each row, ``rows`` of them in any shape.
+        output: int32 [rows, k], written; -1 behind a row's last.
+        workspace: not needed.
+        k: 1 to 4096.
+        max_seq_len: not needed.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device.
+    """
+    rows = logits.shape[0]
+    if lengths.numel() != rows:
+        raise ValueError(f"lengths must hold one for each of the {rows} rows of logits, got {list(lengths.shape)}")
+    with checks.naming(end="lengths", indices="output"):
+        topk(logits, k, end=lengths.reshape(-1), indices=output)
+
+
+cooperative_topk = persistent_topk
+
+
+def triton_convert_req_index_to_global_index(
+    req_id: torch.Tensor,
+    block_table: torch.Tensor,
+    token_indices: torch.Tensor,
+    BLOCK_SIZE: int = 64,
+    NUM_TOPK_TOKENS: int = 2048,
+    BLOCK_N: int = 128,
+    HAS_PREFILL_WORKSPACE: bool = False,
+    prefill_workspace_request_ids: torch.Tensor | None = None,
+    prefill_workspace_starts: torch.Tensor | None = None,
+    return_valid_counts: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Slots of the tokens that each query selected: ``index_convert``.
+
+    Args:
+        req_id: int32 or int64 [T], each query's request.
+        block_table: int32 or int64 [b, max_pages].
+        token_indices: int32 or int64 [T, NUM_TOPK_TOKENS], positions within the request; below 0 for none.
+        BLOCK_SIZE: tokens in a page.
+        NUM_TOPK_TOKENS: columns of token_indices.
+        BLOCK_N: not needed.
+        HAS_PREFILL_WORKSPACE: whether the next two are looked at.
+        prefill_workspace_request_ids: int32 or int64 [T]: where it is 0 or more, the query's tokens lie one after the
+            other from prefill_workspace_starts[id] on, and position p is start + p.
+        prefill_workspace_starts: int32 or int64 [n].
+        return_valid_counts: also return how many of a row are valid.
+
+    Returns:
+        In token_indices' dtype and shape; -1 for no token and for one whose page is not in the table. With
+        ``return_valid_counts`` also int32 [T].
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    _check_width(token_indices, NUM_TOPK_TOKENS)
+    workspace = HAS_PREFILL_WORKSPACE
+    names = {"workspace_ids": "prefill_workspace_request_ids", "workspace_starts": "prefill_workspace_starts"}
+    with checks.naming(indices="token_indices", request_ids="req_id", page_size="BLOCK_SIZE", **names):
+        slots, counts = index_convert(
+            token_indices,
+            block_table,
+            BLOCK_SIZE,
+            request_ids=req_id,
+            workspace_ids=prefill_workspace_request_ids if workspace else None,
+            workspace_starts=prefill_workspace_starts if workspace else None,
+            return_counts=True,
+            dtype=token_indices.dtype,
+        )
+    return (slots, counts) if return_valid_counts else slots
+
+
+def triton_filter_and_convert_dcp_index(
+    req_id: torch.Tensor,
+    block_table: torch.Tensor,
+    token_indices: torch.Tensor,
+    dcp_size: int,
+    dcp_rank: int,
+    cp_kv_cache_interleave_size: int = 1,
+    BLOCK_SIZE: int = 64,
+    NUM_TOPK_TOKENS: int = 2048,
+    BLOCK_N: int = 128,
+    return_valid_counts: bool = False,
+    compact_valid_to_front: bool = True,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Slots of the selected tokens that this rank of a context-parallel group has: ``index_convert``.
+
+    Arguments and results as ``triton_convert_req_index_to_global_index``, and:
+
+    Args:
+        dcp_size, dcp_rank, cp_kv_cache_interleave_size: token t lies on rank (t // interleave) % size. The table is
+            that of this rank's tokens.
+        compact_valid_to_front: the valid slots of a row stand at its front, in their order; for one rank they stay
+            where they are.
+    """
+    _check_width(token_indices, NUM_TOPK_TOKENS)
+    with checks.naming(indices="token_indices", request_ids="req_id", page_size="BLOCK_SIZE"):
+        slots, counts = index_convert(
+            token_indices,
+            block_table,
+            BLOCK_SIZE,
+            request_ids=req_id,
+            sharding=(dcp_rank, dcp_size, cp_kv_cache_interleave_size),
+            compact=compact_valid_to_front and dcp_size > 1,
+            return_counts=True,
+            dtype=token_indices.dtype,
+        )
+    return (slots, counts) if return_valid_counts else slots
+
+
+def _check_strides(logits: torch.Tensor, stride0: int, stride1: int) -> None:
+    if not isinstance(logits, torch.Tensor):
+        raise TypeError(f"logits must be a tensor, got {type(logits).__name__}")
+    if (stride0, stride1) != logits.stride():
+        raise ValueError(f"stride0 and stride1 must be logits' {logits.stride()}, got {stride0} and {stride1}")
+
+
+def _check_width(token_indices: torch.Tensor, width: int) -> None:
+    got = list(token_indices.shape) if isinstance(token_indices, torch.Tensor) else type(token_indices).__name__
+    if not isinstance(got, list) or len(got) != 2 or got[1] != width:
+        raise ValueError(f"token_indices must have shape [T, {width}], as NUM_TOPK_TOKENS says, got {got}")

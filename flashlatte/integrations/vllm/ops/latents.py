@@ -1,0 +1,180 @@
+"""What vLLM does with caches of latents: writing, gathering, and queries of two parts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from flashlatte.integrations.vllm.ops.dtypes import latent_format, scale_of
+from flashlatte.ops.cache_gather import cache_gather
+from flashlatte.ops.cache_write import cache_write
+from flashlatte.ops.concat_mla_q import concat_mla_q as concat_queries
+from flashlatte.ops.gather_records import gather_records
+from flashlatte.runtime import checks
+
+
+def concat_and_cache_mla(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    scale: torch.Tensor,
+    *,
+    scale_rounding: str = "exact",
+) -> None:
+    """Write the latents of new tokens into a paged cache: ``kv_cache.write``.
+
+    Args:
+        kv_c: [T, kv_lora_rank], bf16, fp16 or float32; T ≥ n, tokens from n on are padding.
+        k_pe: [T, rope] in the same dtype, rotated.
+        kv_cache: [pages, page_size, width], written.
+        slot_mapping: int32 or int64 [n], page · page_size + offset; one below 0 or beyond the cache skips its token.
+        kv_cache_dtype: "auto", or the name of a float dtype: kv_cache's; "fp8" or "fp8_e4m3"; "fp8_ds_mla".
+        scale: of "fp8", one element, float32. Not looked at with others.
+        scale_rounding: of "fp8_ds_mla": "exact", as vLLM to 0.26, or "power_of_two", as 0.33. Either is read by all.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    with checks.naming(x="kv_c", rope="k_pe", cache="kv_cache"):
+        cache_write(
+            kv_cache,
+            slot_mapping,
+            kv_c,
+            rope=k_pe,
+            cache_format=latent_format(kv_cache_dtype, kv_cache, "kv_cache"),
+            scale=scale_of(kv_cache_dtype, scale),
+            scale_rounding=scale_rounding if kv_cache_dtype == "fp8_ds_mla" else "power_of_two",
+        )
+
+
+def gather_and_maybe_dequant_cache(
+    src_cache: torch.Tensor,
+    dst: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    token_to_seq: torch.Tensor,
+    num_tokens: int,
+    kv_cache_dtype: str,
+    scale: torch.Tensor,
+    seq_starts: torch.Tensor | None = None,
+) -> None:
+    """Gather the latents of several requests, dequantised: ``kv_cache.gather``.
+
+    Args:
+        src_cache: [pages, page_size, width].
+        dst: [T, kv_lora_rank + rope], bf16, fp16 or float32; its first rows are written.
+        block_table: int32 or int64 [b, max_pages].
+        cu_seq_lens: int32 or int64 [b + 1]: request i goes to rows cu_seq_lens[i] to cu_seq_lens[i + 1].
+        token_to_seq: not needed: ``cu_seq_lens`` says it.
+        num_tokens: rows to write, at most.
+        kv_cache_dtype, scale: as ``concat_and_cache_mla``.
+        seq_starts: int32 or int64 [b], the token of each request to begin with; 0 if None.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    with checks.naming(cache="src_cache", out="dst", cu_seqlens="cu_seq_lens"):
+        cache_gather(
+            src_cache,
+            block_table,
+            cu_seq_lens,
+            cache_format=latent_format(kv_cache_dtype, src_cache, "src_cache"),
+            scale=scale_of(kv_cache_dtype, scale),
+            seq_starts=seq_starts,
+            out=dst[:num_tokens],
+        )
+
+
+def cp_gather_cache(
+    src_cache: torch.Tensor,
+    dst: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    batch_size: int,
+    seq_starts: torch.Tensor | None = None,
+) -> None:
+    """Gather the tokens of several requests as they are, in whatever format: ``kv_cache.gather_records``.
+
+    Args:
+        src_cache: [pages, page_size, …], 32- or 16-bit floats or any one-byte dtype; a token's numbers in one piece.
+        dst: [T, …] in the same dtype, written; rows from cu_seq_lens[batch_size] on are left.
+        block_table: int32 or int64 [b, max_pages], b ≥ batch_size.
+        cu_seq_lens: int32 or int64 [batch_size + 1].
+        batch_size: requests to gather.
+        seq_starts: int32 or int64 [batch_size], the token of each request to begin with; 0 if None.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    rows, target = _rows("src_cache", src_cache, 2), _rows("dst", dst, 1)
+    if dst.dtype != src_cache.dtype:
+        raise TypeError(
+            f"dst must be {checks.dtype_names([src_cache.dtype])} like src_cache, got {checks.dtype_names([dst.dtype])}"
+        )
+    one_byte = rows.dtype.itemsize == 1
+    with checks.naming(cache="src_cache", out="dst", cu_seqlens="cu_seq_lens"):
+        gather_records(
+            rows.view(torch.uint8) if one_byte else rows,
+            block_table[:batch_size],
+            cu_seq_lens[: batch_size + 1],
+            target.shape[0],
+            # Bytes of any width.
+            cache_format="fp8" if one_byte else None,
+            seq_starts=None if seq_starts is None else seq_starts[:batch_size],
+            out=target.view(torch.uint8) if one_byte else target,
+        )
+
+
+def cp_gather_and_upconvert_fp8_kv_cache(
+    src_cache: torch.Tensor,
+    dst: torch.Tensor,
+    block_table: torch.Tensor,
+    workspace_starts: torch.Tensor,
+    batch_size: int,
+    seq_starts: torch.Tensor | None = None,
+) -> None:
+    """Gather the tokens of several requests out of an ``fp8_ds_mla`` cache as bf16 rows: ``kv_cache.gather``.
+
+    Args:
+        src_cache: [pages, page_size, 656], one byte each.
+        dst: bf16 [T, 576], written.
+        block_table: int32 or int64 [b, max_pages], b ≥ batch_size.
+        workspace_starts: int32 or int64 [b], the row where each request begins; the last one's go on to the end.
+        batch_size: requests to gather.
+        seq_starts: int32 or int64 [batch_size], the token of each request to begin with; 0 if None.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    if src_cache.dtype == torch.float8_e5m2:
+        src_cache = src_cache.view(torch.uint8)
+    with checks.naming(cache="src_cache", out="dst", cu_seqlens="workspace_starts"):
+        cache_gather(
+            src_cache,
+            block_table[:batch_size],
+            workspace_starts[:batch_size],
+            cache_format="v32",
+            seq_starts=None if seq_starts is None else seq_starts[:batch_size],
+            out=dst,
+        )
+
+
+def concat_mla_q(ql_nope: torch.Tensor, q_pe: torch.Tensor, q_out: torch.Tensor) -> None:
+    """Queries [T, H, latent + rope] of their two parts, into ``q_out``: ``flashlatte.concat_mla_q``."""
+    with checks.naming(out="q_out"):
+        concat_queries(ql_nope, q_pe, out=q_out)
+
+
+def _rows(name: str, x: torch.Tensor, axes: int) -> torch.Tensor:
+    """x with all axes after the first ``axes`` as one, which must not copy it."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.dim() <= axes:
+        raise ValueError(f"{name} must have more than {axes} axes, got shape {list(x.shape)}")
+    try:
+        return x.view(*x.shape[:axes], math.prod(x.shape[axes:]))
+    except RuntimeError:
+        raise ValueError(f"{name} must have a token's numbers in one piece, got strides {x.stride()}") from None

@@ -1,0 +1,172 @@
+"""What vLLM does with paged caches of keys and values: writing new tokens, and moving blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashlatte.integrations.vllm.ops.dtypes import numbers_of, scale_of
+from flashlatte.ops.cache_copy import swap_blocks as swap_pages
+from flashlatte.ops.reshape_and_cache import reshape_and_cache as write_pages
+from flashlatte.runtime import checks
+
+_NAMES = {"k_cache": "key_cache", "v_cache": "value_cache"}
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> None:
+    """Write keys and values into pages whose heads come before their tokens: ``flashlatte.reshape_and_cache``.
+
+    Args:
+        key, value: [T, h_kv, d] and [T, h_kv, d_v], bf16, fp16 or float32; T ≥ n, tokens from n on are padding.
+        key_cache: [pages, h_kv, d / x, page_size, x], written.
+        value_cache: [pages, h_kv, d_v, page_size], written.
+        slot_mapping: int32 or int64 [n], page · page_size + offset; one below 0 or beyond the cache skips its token.
+        kv_cache_dtype: "auto", or the name of a float dtype: key's; "fp8", "fp8_e4m3" or "fp8_e5m2".
+        k_scale, v_scale: of fp8 caches, float32 with one element or [h_kv]. Not looked at with others.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    for name, cache, axes in (("key_cache", key_cache, 5), ("value_cache", value_cache, 4)):
+        _check_axes(name, cache, axes)
+    keys, values = key_cache.permute(0, 3, 1, 2, 4), value_cache.permute(0, 3, 1, 2)
+    _write(key, value, keys, values, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+
+
+def reshape_and_cache_flash(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> None:
+    """Write keys and values into pages [pages, page_size, h_kv, d] of any strides; else as ``reshape_and_cache``."""
+    _write(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+
+
+def triton_reshape_and_cache_flash(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> None:
+    """``reshape_and_cache`` where key_cache has five axes, else ``reshape_and_cache_flash``."""
+    five = isinstance(key_cache, torch.Tensor) and key_cache.dim() == 5
+    write = reshape_and_cache if five else reshape_and_cache_flash
+    write(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+
+
+def triton_reshape_and_cache_flash_per_token_head_quant(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    k_scale_cache: torch.Tensor,
+    v_scale_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_quant_mode: Any,
+) -> None:
+    """Write keys and values with a scale for each token and head, into [pages, page_size, h_kv, d] of any strides.
+
+    Args:
+        key, value: as ``reshape_and_cache``.
+        key_cache, value_cache: int8, float8_e4m3fn or float8_e5m2, written.
+        k_scale_cache, v_scale_cache: float32 [pages, page_size, h_kv], written.
+        slot_mapping: as ``reshape_and_cache``.
+        kv_quant_mode: vLLM's KVQuantMode; the caches' dtype says the same. 4-bit modes are refused.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    if "INT4" in getattr(kv_quant_mode, "name", ""):
+        raise ValueError(f"kv_quant_mode must be one of 8 bits, got {kv_quant_mode.name}")
+    with checks.naming(k_scale="k_scale_cache", v_scale="v_scale_cache", **_NAMES):
+        write_pages(key, value, key_cache, value_cache, slot_mapping, k_scale=k_scale_cache, v_scale=v_scale_cache)
+
+
+def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_size_in_bytes: int, block_mapping: torch.Tensor) -> None:
+    """Copy blocks of bytes from one tensor to another, on the same device or another: ``kv_cache.swap_blocks``.
+
+    Args:
+        src, dst: any dtype and shape; their numbers in one piece, in whatever order of axes.
+        block_size_in_bytes: a divisor of both tensors' bytes.
+        block_mapping: int64 [n, 2] on the CPU: block block_mapping[i, 0] of src goes to block block_mapping[i, 1] of
+            dst.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or a block that a tensor lacks.
+    """
+    checks.positive_int("block_size_in_bytes", block_size_in_bytes)
+    if not isinstance(block_mapping, torch.Tensor) or block_mapping.dim() != 2 or block_mapping.shape[1] != 2:
+        got = list(block_mapping.shape) if isinstance(block_mapping, torch.Tensor) else type(block_mapping).__name__
+        raise ValueError(f"block_mapping must be a tensor of shape [n, 2], got {got}")
+    if block_mapping.device.type != "cpu":
+        raise ValueError(f"block_mapping must be on the CPU, got {block_mapping.device}")
+    names = {"src_cache": "src", "dst_cache": "dst", "src_pages": "block_mapping[:, 0]"}
+    with checks.naming(dst_pages="block_mapping[:, 1]", **names):
+        swap_pages(
+            _blocks("src", src, block_size_in_bytes),
+            _blocks("dst", dst, block_size_in_bytes),
+            block_mapping[:, 0],
+            block_mapping[:, 1],
+        )
+
+
+def _write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> None:
+    with checks.naming(**_NAMES):
+        write_pages(
+            key,
+            value,
+            numbers_of(kv_cache_dtype, key_cache, "key_cache"),
+            numbers_of(kv_cache_dtype, value_cache, "value_cache"),
+            slot_mapping,
+            k_scale=scale_of(kv_cache_dtype, k_scale),
+            v_scale=scale_of(kv_cache_dtype, v_scale),
+        )
+
+
+def _blocks(name: str, x: torch.Tensor, block_bytes: int) -> torch.Tensor:
+    """The bytes of a tensor as they lie in memory: uint8 [blocks, 1, block_bytes]."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    in_memory = x.permute(sorted(range(x.dim()), key=lambda axis: (-x.stride(axis), -x.shape[axis])))
+    if not in_memory.is_contiguous():
+        raise ValueError(f"{name} must have its numbers in one piece, got shape {list(x.shape)}, strides {x.stride()}")
+    if x.numel() * x.element_size() % block_bytes:
+        raise ValueError(
+            f"block_size_in_bytes must divide the {x.numel() * x.element_size()} bytes of {name}, got {block_bytes}"
+        )
+    return in_memory.reshape(-1).view(torch.uint8).view(-1, 1, block_bytes)
+
+
+def _check_axes(name: str, cache: torch.Tensor, axes: int) -> None:
+    if not isinstance(cache, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(cache).__name__}")
+    if cache.dim() != axes:
+        raise ValueError(f"{name} must have {axes} axes, got shape {list(cache.shape)}")

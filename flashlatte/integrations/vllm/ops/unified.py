@@ -1,0 +1,146 @@
+"""vLLM's unified attention: decode, prefill and both in one batch, over pages of keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flashlatte.ops.paged_attention import paged_attention
+from flashlatte.runtime import checks
+
+_BYTES = (torch.uint8,)
+_SCALED_BY_TOKEN = ("INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD")
+
+
+def unified_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int,
+    seqused_k: torch.Tensor,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    window_size: Sequence[int],
+    block_table: torch.Tensor,
+    softcap: float,
+    q_descale: torch.Tensor | None,
+    k_descale: torch.Tensor | None,
+    v_descale: torch.Tensor | None,
+    seq_threshold_3D: int | None = None,
+    num_par_softmax_segments: int | None = None,
+    softmax_segm_output: torch.Tensor | None = None,
+    softmax_segm_max: torch.Tensor | None = None,
+    softmax_segm_expsum: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    output_scale: float | torch.Tensor | None = None,
+    qq_bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    mm_prefix_range: torch.Tensor | None = None,
+    rswa_prefix_lens: torch.Tensor | None = None,
+    rswa_window: int | None = None,
+    use_alibi_sqrt: bool = False,
+    kv_quant_mode: Any = None,
+    k_scale_cache: torch.Tensor | None = None,
+    v_scale_cache: torch.Tensor | None = None,
+    chunk_lookback: int = -1,
+    use_td: bool = False,
+    mm_prefix_clamp_sliding_window: bool = False,
+) -> None:
+    """``flashlatte.paged_attention`` with vLLM's arguments; also without ``causal``, and with a window to the right.
+
+    Args:
+        q: [T, h_q, d], bf16 or fp16; or float8_e4m3fn, which is dequantised first.
+        k, v: the cache's [pages, page_size, h_kv, d] and [..., d_v], any strides; q's dtype (out's, or bf16, of an fp8
+            q), fp8 or int8.
+        out: [T, h_q, d_v], written; q's dtype, or float8_e4m3fn.
+        cu_seqlens_q: int32 or int64 [b + 1].
+        seqused_k: int32 or int64 [b], keys of each request in its pages, those of its queries among them.
+        softmax_scale: above 0.
+        causal: the last query of a request stands at its last key.
+        window_size: (left, right), -1 for no bound.
+        block_table: int32 or int64 [b, max_pages].
+        softcap: above 0, or 0 for none.
+        q_descale: of a float8_e4m3fn q, float32 with one element.
+        k_descale, v_descale: of an fp8 cache with one scale: float32, of which the first element counts.
+        alibi_slopes, sinks: [h_q].
+        output_scale: out is the result divided by it.
+        qq_bias: [n, n].
+        mm_prefix_range: int32 or int64 [b, r, 2].
+        kv_quant_mode: vLLM's KVQuantMode; 4-bit modes are refused.
+        k_scale_cache, v_scale_cache: float32 [pages, page_size, h_kv], with a mode of a scale for each token and head.
+        max_seqlen_q, max_seqlen_k, seq_threshold_3D, num_par_softmax_segments, softmax_segm_output, softmax_segm_max,
+            softmax_segm_expsum, use_td: not needed.
+        rswa_prefix_lens, rswa_window, chunk_lookback, mm_prefix_clamp_sliding_window: not served.
+
+    Raises:
+        TypeError, ValueError: as ``paged_attention``, and where an argument asks for what is not served.
+    """
+    _refuse(isinstance(causal, torch.Tensor), "causal must be True or False: one for each request is not served")
+    _refuse(rswa_window is not None or rswa_prefix_lens is not None, "rswa_window must be None: it is not served")
+    _refuse(chunk_lookback != -1, f"chunk_lookback must be -1: chunks are not served, got {chunk_lookback}")
+    _refuse(mm_prefix_clamp_sliding_window, "mm_prefix_clamp_sliding_window must be False: it is not served")
+    mode = getattr(kv_quant_mode, "name", "NONE")
+    modes = ("NONE", "FP8_PER_TENSOR", *_SCALED_BY_TOKEN)
+    _refuse(mode not in modes, f"kv_quant_mode must be {checks.either(modes)}, got {mode}")
+    if mode in _SCALED_BY_TOKEN:
+        k_scale, v_scale = k_scale_cache, v_scale_cache
+        _refuse(k_scale is None or v_scale is None, f"k_scale_cache and v_scale_cache belong to {mode}, got None")
+    else:
+        k_scale, v_scale = _first(k_descale, k), _first(v_descale, v)
+    names = {"k_cache": "k", "v_cache": "v", "window": "window_size", "prefix_ranges": "mm_prefix_range"}
+    more = {"alibi_sqrt": "use_alibi_sqrt", "attn_sink": "sinks", "out_scale": "output_scale"}
+    with checks.naming(k_scale="k_descale", v_scale="v_descale", **names, **more):
+        paged_attention(
+            _dequantized(q, q_descale, out),
+            _numbers(k),
+            _numbers(v),
+            block_table,
+            seqused_k,
+            cu_seqlens_q,
+            softmax_scale=softmax_scale,
+            causal=bool(causal),
+            window=tuple(window_size),
+            prefix_ranges=mm_prefix_range,
+            softcap=softcap,
+            alibi_slopes=_float32(alibi_slopes),
+            alibi_sqrt=use_alibi_sqrt,
+            qq_bias=_float32(qq_bias),
+            attn_sink=_float32(sinks),
+            k_scale=k_scale,
+            v_scale=v_scale,
+            out=out,
+            out_scale=output_scale,
+        )
+
+
+def _refuse(condition: bool, message: str) -> None:
+    if condition:
+        raise ValueError(message)
+
+
+def _dequantized(q: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    if not isinstance(q, torch.Tensor) or q.dtype != torch.float8_e4m3fn:
+        return q
+    dtype = out.dtype if out.dtype.itemsize == 2 else torch.bfloat16
+    return (q.float() if scale is None else q.float() * scale).to(dtype)
+
+
+def _numbers(cache: torch.Tensor) -> torch.Tensor:
+    """vLLM keeps fp8 as bytes."""
+    return cache.view(torch.float8_e4m3fn) if isinstance(cache, torch.Tensor) and cache.dtype in _BYTES else cache
+
+
+def _first(scale: torch.Tensor | None, cache: torch.Tensor) -> torch.Tensor | None:
+    """One element of vLLM's scales, an expanded [b, h_kv], which it passes with every cache."""
+    if scale is None or cache.dtype.itemsize > 1:
+        return None
+    return scale[(0,) * scale.dim()] if isinstance(scale, torch.Tensor) else scale
+
+
+def _float32(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.float()

@@ -1,0 +1,387 @@
+"""vLLM's operations over ours: layouts and quirks of vLLM's, against bytes and numbers that are worked out here."""
+
+import inspect
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flashlatte.integrations.vllm import ops
+
+E4M3 = torch.float8_e4m3fn
+ONE = torch.tensor(1.0)
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def e4m3(x):
+    """Saturated, as uint8."""
+    return x.clamp(-448, 448).to(E4M3).view(torch.uint8)
+
+
+@pytest.mark.parametrize("width", [320, 576])
+def test_concat_and_cache_mla_copies_or_quantises_the_whole_row(width):
+    kv_c, k_pe = draw(5, width - 64, dtype=torch.bfloat16), draw(5, 64, seed=1, dtype=torch.bfloat16)
+    slots = torch.tensor([6, -1, 0, 99])  # two tokens go nowhere, the fifth is padding
+    rows = torch.cat((kv_c, k_pe), dim=1)
+
+    cache = torch.full((2, 4, width), 7.0, dtype=torch.bfloat16)
+    ops.concat_and_cache_mla(kv_c, k_pe, cache, slots, "auto", ONE)
+    expected = torch.full_like(cache, 7.0)
+    expected[1, 2], expected[0, 0] = rows[0], rows[2]
+    assert cache.equal(expected)
+
+    cache = torch.full((2, 4, width), 7, dtype=torch.uint8)
+    ops.concat_and_cache_mla(kv_c, k_pe, cache, slots, "fp8", torch.tensor(0.25))
+    expected = torch.full_like(cache, 7)
+    expected[1, 2], expected[0, 0] = e4m3(rows[0].float() / 0.25), e4m3(rows[2].float() / 0.25)
+    assert cache.equal(expected)
+
+
+@pytest.mark.parametrize("rounding", ["exact", "power_of_two"])
+def test_fp8_ds_mla_is_four_tiles_their_scales_and_the_rope(rounding):
+    kv_c, k_pe = draw(1, 512, dtype=torch.bfloat16), draw(1, 64, seed=1, dtype=torch.bfloat16)
+    cache = torch.zeros(1, 2, 656, dtype=torch.uint8)
+    options: dict[str, Any] = {} if rounding == "exact" else {"scale_rounding": rounding}
+    ops.concat_and_cache_mla(kv_c, k_pe, cache, torch.tensor([1]), "fp8_ds_mla", ONE, **options)
+    tiles = kv_c.float().view(4, 128)
+    scales = tiles.abs().amax(dim=1) / 448
+    if rounding == "power_of_two":
+        scales = torch.tensor([2.0 ** math.ceil(math.log2(scale)) for scale in scales.tolist()])
+    record = cache[0, 1]
+    assert record[512:528].view(torch.float32).equal(scales)
+    assert record[:512].equal(e4m3(tiles / scales[:, None]).flatten())
+    assert record[528:].view(torch.bfloat16).equal(k_pe[0])
+    assert cache[0, 0].eq(0).all()
+
+    rows = torch.full((3, 576), 5.0, dtype=torch.bfloat16)
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    starts, firsts = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1, 0], dtype=torch.int32)
+    ops.cp_gather_and_upconvert_fp8_kv_cache(cache, rows, table, starts, 2, firsts)
+    values = (record[:512].view(E4M3).float().view(4, 128) * scales[:, None]).bfloat16().flatten()
+    assert rows[0].equal(torch.cat((values, k_pe[0])))
+    assert rows[1].eq(0).all()  # the second request begins at token 0, and has the rest of the rows
+    assert rows[2].equal(rows[0])
+
+
+@pytest.mark.parametrize("name", ["auto", "fp8"])
+def test_gathers_follow_the_table_from_each_requests_first_token(name):
+    width, lengths, firsts = 320, [3, 0, 5], [2, 1, 0]
+    rows = draw(6, 4, width)
+    cache = rows if name == "auto" else e4m3(rows)
+    values = rows if name == "auto" else cache.view(E4M3).float() * 0.5
+    table = torch.tensor([[5, 1], [0, 0], [2, 3]], dtype=torch.int32)
+    cu_seq_lens = torch.tensor([0, *lengths]).cumsum(0).int()
+    places = [
+        (int(table[request, position // 4]), position % 4)
+        for request, length in enumerate(lengths)
+        for position in range(firsts[request], firsts[request] + length)
+    ]
+    pages, offsets = (torch.tensor(part) for part in zip(*places, strict=True))
+    starts, token_to_seq = torch.tensor(firsts, dtype=torch.int32), torch.tensor([0] * 3 + [2] * 5)
+
+    dst = torch.full((10, width), 9.0)
+    given = (cache, dst, table, cu_seq_lens, token_to_seq, 8, name, torch.tensor(0.5), starts)
+    ops.gather_and_maybe_dequant_cache(*given)
+    assert dst[:8].equal(values[pages, offsets])
+    assert dst[8:].eq(9.0).all()
+
+    raw = torch.full((10, width), 9, dtype=cache.dtype)
+    ops.cp_gather_cache(cache, raw, table, cu_seq_lens, 3, starts)
+    assert raw[:8].equal(cache[pages, offsets])
+    assert raw[8:].eq(9).all()
+    first_two = torch.full((10, 5, 64), 9, dtype=cache.dtype)
+    ops.cp_gather_cache(cache.unflatten(2, (5, 64)), first_two, table, cu_seq_lens, 2, starts)
+    assert first_two[:3].flatten(1).equal(raw[:3])
+    assert first_two[3:].eq(9).all()
+
+
+def test_bytes_of_every_one_byte_dtype_are_gathered_as_they_are():
+    cache = torch.arange(256, dtype=torch.uint8).view(2, 1, 128)
+    for dtype in (torch.uint8, torch.int8, E4M3, torch.float8_e5m2):
+        dst = torch.zeros(2, 128, dtype=torch.uint8).view(dtype)
+        ops.cp_gather_cache(cache.view(dtype), dst, torch.tensor([[1, 0]]), torch.tensor([0, 2]), 1)
+        assert dst.view(torch.uint8).equal(cache.squeeze(1).flip(0))
+
+
+@pytest.mark.parametrize("scale_format", ["ue8m0", "fp8_e4m3"])
+def test_index_keys_lie_before_their_scales_in_a_page(scale_format):
+    k, cache = draw(3, 128, dtype=torch.bfloat16), torch.zeros(2, 4, 132, dtype=torch.uint8)
+    k[2] = 0
+    ops.indexer_k_quant_and_cache(k, cache, torch.tensor([5, -1, 0]), 128, scale_format)
+    expected = torch.zeros_like(cache)
+    for token, (page, offset) in ((0, (1, 1)), (2, (0, 0))):
+        scale = k[token].float().abs().amax().clamp_min(1e-4) / 448
+        if scale_format == "ue8m0":
+            scale = torch.tensor(2.0 ** math.ceil(math.log2(scale)))
+        page_bytes = expected[page].view(-1)
+        page_bytes[offset * 128 : offset * 128 + 128] = e4m3(k[token].float() / scale)
+        page_bytes[512 + offset * 4 : 516 + offset * 4] = scale.view(1).view(torch.uint8)
+    assert cache.equal(expected)
+
+    for scales in (torch.zeros(4, 4, dtype=torch.uint8), torch.zeros(4, 1), torch.zeros(4)):
+        values = torch.full((4, 128), 3, dtype=torch.uint8)
+        table, cu_seq_lens = torch.tensor([[1]], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)
+        ops.cp_gather_indexer_k_quant_cache(cache, values, scales, table, cu_seq_lens)
+        assert values[1].equal(expected[1].view(-1)[128:256])
+        assert scales.view(torch.uint8).view(4, 4)[1].equal(expected[1].view(-1)[516:520])
+        assert values[2:].eq(3).all()
+
+
+def test_top_k_per_row():
+    logits = draw(6, 40)
+    starts, ends = torch.tensor([0, 5, 3, 9]), torch.tensor([40, 30, 4, 9])
+    indices = torch.full((6, 9), 77, dtype=torch.int32)
+    ops.top_k_per_row_prefill(logits, starts, ends, indices, 4, 40, 1, 8)
+    for row in range(4):
+        inside = logits[row, starts[row] : ends[row]]
+        best = sorted(inside.topk(min(8, len(inside))).indices.tolist())
+        assert indices[row, :8].tolist() == best + [-1] * (8 - len(best))
+    assert indices[4:].eq(77).all()
+    assert indices[:, 8].eq(77).all()
+
+    by_row = torch.tensor([28, 29, 30, 5, 6, 7])
+    for seq_lens in (torch.tensor([30, 7]), by_row.view(2, 3)):
+        indices = torch.full((6, 8), 77, dtype=torch.int32)
+        ops.top_k_per_row_decode(logits, 3, seq_lens, indices, 6, 40, 1, 8)
+        assert [set(row) - {-1} for row in indices.tolist()] == [
+            set(logits[row, :length].topk(min(8, length)).indices.tolist())
+            for row, length in enumerate(by_row.tolist())
+        ]
+    again = torch.empty_like(indices)
+    ops.persistent_topk(logits, by_row.view(2, 3), again, None, 8, 40)
+    assert again.equal(indices)
+
+
+def test_selected_tokens_become_slots():
+    table = torch.tensor([[4, 2], [7, 0]], dtype=torch.int32)
+    chosen = torch.tensor([[5, -1, 63, 200], [0, 64, 127, -1]], dtype=torch.int32)
+    requests = torch.tensor([1, 0], dtype=torch.int32)
+    expected = [[7 * 64 + 5, -1, 7 * 64 + 63, -1], [4 * 64, 2 * 64, 2 * 64 + 63, -1]]
+    convert: Any = ops.triton_convert_req_index_to_global_index
+    assert convert(requests, table, chosen, NUM_TOPK_TOKENS=4, BLOCK_N=4).tolist() == expected
+    slots, counts = convert(requests, table, chosen, 64, 4, 4, return_valid_counts=True)
+    assert slots.tolist() == expected
+    assert counts.tolist() == [2, 3]
+
+    workspace = (torch.tensor([-1, 1], dtype=torch.int32), torch.tensor([0, 1000], dtype=torch.int32))
+    assert convert(requests, table, chosen, 64, 4, 4, True, *workspace)[1].tolist() == [1000, 1064, 1127, -1]
+
+    filtered, counts = ops.triton_filter_and_convert_dcp_index(
+        requests, table, chosen, 2, 1, NUM_TOPK_TOKENS=4, BLOCK_N=4, return_valid_counts=True
+    )
+    # Odd tokens lie on rank 1, token t as its token t // 2.
+    assert filtered.tolist() == [[7 * 64 + 2, 7 * 64 + 31, -1, -1], [4 * 64 + 63, -1, -1, -1]]
+    assert counts.tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("name", ["auto", "fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("layout", ["heads first", "NHD", "HND"])
+def test_reshape_and_cache(name, layout):
+    pages, page_size, heads, width = 3, 4, 2, 16
+    key, value = draw(4, heads, width), draw(4, heads, width, seed=1)
+    slots = torch.tensor([9, -1, 2])
+    scales = torch.tensor(0.5), torch.tensor(0.25)
+    dtype = torch.float32 if name == "auto" else torch.uint8
+    if layout == "heads first":
+        key_cache = torch.zeros(pages, heads, width // 4, page_size, 4, dtype=dtype)
+        value_cache = torch.zeros(pages, heads, width, page_size, dtype=dtype)
+        ops.reshape_and_cache(key, value, key_cache, value_cache, slots, name, *scales)
+        found = key_cache.permute(0, 3, 1, 2, 4).flatten(3), value_cache.permute(0, 3, 1, 2)
+        again = torch.zeros_like(key_cache), torch.zeros_like(value_cache)
+        ops.triton_reshape_and_cache_flash(key, value, *again, slots, name, *scales)
+        assert again[0].equal(key_cache)
+    else:
+        shape = (pages, page_size, heads, width) if layout == "NHD" else (pages, heads, page_size, width)
+        found = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        if layout == "HND":
+            found = found[0].transpose(1, 2), found[1].transpose(1, 2)
+        ops.reshape_and_cache_flash(key, value, *found, slots, name, *scales)
+    for cache, rows, scale in zip(found, (key, value), scales, strict=True):
+        expected = torch.zeros_like(cache)
+        if name == "auto":
+            written = rows
+        else:
+            kind = E4M3 if name == "fp8" else torch.float8_e5m2
+            written = (rows / scale).to(kind).view(torch.uint8)
+        expected[2, 1], expected[0, 2] = written[0], written[2]
+        assert cache.equal(expected)
+
+
+def test_a_scale_for_each_token_and_head():
+    key, value = draw(2, 2, 16), draw(2, 2, 24, seed=1)
+    caches = torch.zeros(1, 4, 2, 16, dtype=torch.int8), torch.zeros(1, 4, 2, 24, dtype=torch.int8)
+    scales = torch.zeros(1, 4, 2), torch.zeros(1, 4, 2)
+    mode = SimpleNamespace(name="INT8_PER_TOKEN_HEAD")
+    write = ops.triton_reshape_and_cache_flash_per_token_head_quant
+    write(key, value, *caches, *scales, torch.tensor([3, 1]), mode)
+    for rows, cache, scale in zip((key, value), caches, scales, strict=True):
+        for token, slot in ((0, 3), (1, 1)):
+            wanted = rows[token].abs().amax(dim=-1) / 127
+            assert torch.allclose(scale[0, slot], wanted)
+            assert cache[0, slot].equal((rows[token] / wanted[:, None]).round().to(torch.int8))
+    with pytest.raises(ValueError, match=r"^kv_quant_mode must be one of 8 bits, got INT4_PER_TOKEN_HEAD$"):
+        write(key, value, *caches, *scales, torch.tensor([3, 1]), SimpleNamespace(name="INT4_PER_TOKEN_HEAD"))
+
+
+def test_swap_blocks_moves_bytes_as_they_lie():
+    src, dst = draw(4, 3, 2, 8).transpose(1, 2), torch.zeros(5, 2, 3, 8).transpose(1, 2)
+    dst = dst.transpose(1, 2).contiguous().transpose(1, 2)
+    before = src.clone()
+    ops.swap_blocks(src, dst, 3 * 2 * 8 * 4, torch.tensor([[3, 0], [1, 4]]))
+    memory = dst.transpose(1, 2).reshape(5, -1)
+    assert memory[0].equal(before.transpose(1, 2)[3].flatten())
+    assert memory[4].equal(before.transpose(1, 2)[1].flatten())
+    assert memory[1:4].eq(0).all()
+
+
+def attention(q, k, v, lengths_q, lengths_k, table, page_size, scale):
+    """float64, bottom-right causal."""
+    outs, first = [], 0
+    for request, (s_q, s_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        slots = torch.tensor([int(table[request, p // page_size]) * page_size + p % page_size for p in range(s_k)])
+        keys, values = (x.flatten(0, 1)[slots].double() for x in (k, v))
+        keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", q[first : first + s_q].double() * scale, keys)
+        hidden = torch.ones(s_q, s_k).triu(s_k - s_q + 1).bool()
+        weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
+        outs.append(torch.einsum("hqk,khd->qhd", weights, values))
+        first += s_q
+    return torch.cat(outs)
+
+
+def test_unified_attention():
+    lengths_q, lengths_k, page_size = [1, 4], [9, 4], 4
+    q = draw(5, 4, 16, dtype=torch.bfloat16)
+    k, v = (draw(6, page_size, 2, 16, seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
+    table = torch.tensor([[4, 1, 0], [2, 5, 3]], dtype=torch.int32)
+    cu_seqlens_q, seqused_k = torch.tensor([0, 1, 5], dtype=torch.int32), torch.tensor(lengths_k, dtype=torch.int32)
+    given: dict[str, Any] = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "max_seqlen_q": 4,
+        "seqused_k": seqused_k,
+        "max_seqlen_k": 9,
+        "softmax_scale": 0.25,
+        "causal": True,
+        "window_size": (-1, -1),
+        "block_table": table,
+        "softcap": 0,
+        "q_descale": None,
+        "k_descale": torch.full((2, 2), 0.5),
+        "v_descale": torch.full((2, 2), 0.25),
+    }
+    out = torch.empty_like(q)
+    ops.unified_attention(q=q, k=k, v=v, out=out, **given)
+    expected = attention(q, k, v, lengths_q, lengths_k, table, page_size, 0.25)
+    assert torch.allclose(out.double(), expected, atol=2e-2)
+
+    fp8_q: dict[str, Any] = given | {"q_descale": torch.tensor(0.5)}
+    # One scale for all of an fp8 cache, kept as bytes; and an fp8 q.
+    k8, v8, q8 = e4m3(k.float() / 0.5), e4m3(v.float() / 0.25), (q.float() / 0.5).to(E4M3)
+    k_read, v_read = k8.view(E4M3).float() * 0.5, v8.view(E4M3).float() * 0.25
+    ops.unified_attention(q=q, k=k8, v=v8, out=out, **given)
+    expected = attention(q, k_read, v_read, lengths_q, lengths_k, table, page_size, 0.25)
+    assert torch.allclose(out.double(), expected, atol=2e-2)
+    ops.unified_attention(q=q8, k=k8, v=v8, out=out, **fp8_q)
+    expected = attention(q8.float() * 0.5, k_read, v_read, lengths_q, lengths_k, table, page_size, 0.25)
+    assert torch.allclose(out.double(), expected, atol=2e-2)
+
+    # A scale for each token and head, and an fp8 output.
+    scale_caches = {name: draw(6, page_size, 2, seed=seed).abs() for seed, name in enumerate(("k", "v"), 3)}
+    modes: dict[str, Any] = {"kv_quant_mode": SimpleNamespace(name="FP8_PER_TOKEN_HEAD")}
+    modes |= {f"{name}_scale_cache": cache for name, cache in scale_caches.items()}
+    fp8_out = torch.empty_like(q, dtype=E4M3)
+    ops.unified_attention(q=q, k=k8, v=v8, out=fp8_out, output_scale=torch.tensor(0.125), **given, **modes)
+    k_read, v_read = (x.view(E4M3).float() * scale_caches[name][..., None] for x, name in ((k8, "k"), (v8, "v")))
+    expected = attention(q, k_read, v_read, lengths_q, lengths_k, table, page_size, 0.25)
+    assert torch.allclose(fp8_out.double() * 0.125, expected, atol=2e-2, rtol=1 / 14)
+
+
+FP8_CACHE, LATENTS = torch.zeros(1, 2, 576, dtype=torch.uint8), torch.zeros(1, 512)
+SLOT, ROPES = torch.tensor([0]), torch.zeros(1, 64)
+LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: ops.concat_and_cache_mla(LATENTS, ROPES, FP8_CACHE, SLOT, "auto", ONE),
+            TypeError,
+            "^kv_cache must be bfloat16 or float16 or float32 for kv_cache_dtype 'auto', got uint8$",
+        ),
+        (
+            lambda: ops.concat_and_cache_mla(LATENTS, ROPES, FP8_CACHE, SLOT, "fp8_e5m2", ONE),
+            ValueError,
+            "^kv_cache_dtype must be one of .*fp8_ds_mla, got 'fp8_e5m2'$",
+        ),
+        (
+            lambda: ops.concat_and_cache_mla(LATENTS, ROPES[:, :32], FP8_CACHE, SLOT, "fp8", ONE),
+            ValueError,
+            "^kv_c and k_pe must be 512 and 64 wide",
+        ),
+        (
+            lambda: ops.cp_gather_cache(FP8_CACHE, ROPES, SLOT[None], torch.tensor([0, 1]), 1),
+            TypeError,
+            "^dst must be uint8 like src_cache, got float32$",
+        ),
+        (
+            lambda: ops.cp_gather_cache(FP8_CACHE[:, 0], FP8_CACHE[0], SLOT[None], torch.tensor([0, 1]), 1),
+            ValueError,
+            "^src_cache must have more than 2 axes",
+        ),
+        (
+            lambda: ops.indexer_k_quant_and_cache(LATENTS, FP8_CACHE, SLOT, 128, "ue8m0"),
+            ValueError,
+            "^quant_block_size must be k's head dim 512, one scale a token, got 128$",
+        ),
+        (
+            lambda: ops.top_k_per_row_prefill(LOGITS, SLOT, SLOT, INDICES, 1, 9, 1, 4),
+            ValueError,
+            r"^stride0 and stride1 must be logits' \(8, 1\), got 9 and 1$",
+        ),
+        (
+            lambda: ops.persistent_topk(LOGITS, torch.tensor([1, 2]), INDICES, None, 4, 8),
+            ValueError,
+            r"^lengths must hold one for each of the 1 rows of logits, got \[2\]$",
+        ),
+        (
+            lambda: ops.triton_convert_req_index_to_global_index(SLOT, SLOT[None], INDICES),
+            ValueError,
+            r"^token_indices must have shape \[T, 2048\], as NUM_TOPK_TOKENS says, got \[1, 4\]$",
+        ),
+        (
+            lambda: ops.swap_blocks(LOGITS, LOGITS, 24, torch.tensor([[0, 0]])),
+            ValueError,
+            "^block_size_in_bytes must divide the 32 bytes of src, got 24$",
+        ),
+        (
+            lambda: ops.swap_blocks(LATENTS[:, ::2], LOGITS, 32, torch.tensor([[0, 0]])),
+            ValueError,
+            "^src must have its numbers in one piece",
+        ),
+        (
+            lambda: ops.swap_blocks(LOGITS, torch.zeros(1, 8), 32, torch.tensor([[0, 1]])),
+            ValueError,
+            r"^block_mapping\[:, 1\] must be pages from 0 to 0, got 1$",
+        ),
+    ],
+)
+def test_errors_name_vllms_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_signatures_are_vllms():
+    """Those of the installed vLLM, where there is one: names and order, less what came later and has a default."""
+    custom_ops = pytest.importorskip("vllm._custom_ops")
+    known = [name for name in ops.__all__ if callable(getattr(custom_ops, name, None))]
+    assert len(known) > 8
+    for name in known:
+        theirs = list(inspect.signature(getattr(custom_ops, name)).parameters.values())
+        mine = [p for p in inspect.signature(getattr(ops, name)).parameters.values() if p.kind != p.KEYWORD_ONLY]
+        assert [p.name for p in theirs][: len(mine)] == [p.name for p in mine], name
