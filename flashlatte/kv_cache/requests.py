@@ -10,7 +10,7 @@ from flashlatte.runtime import checks
 def check(
     block_table: torch.Tensor, cu_seqlens: torch.Tensor, seq_starts: torch.Tensor | None, device: torch.device
 ) -> None:
-    """block_table [b, max_pages], cu_seqlens [b + 1] or [b], seq_starts [b]; without requests max_pages may be 0 too."""
+    """block_table [b, max_pages], cu_seqlens [b + 1] or [b], seq_starts [b]; without requests max_pages may be 0."""
     may_be_empty = 2 if isinstance(block_table, torch.Tensor) and block_table.shape[:1] == (0,) else 0
     checks.tensor(
         "block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty
