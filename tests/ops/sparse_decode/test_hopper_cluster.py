@@ -40,17 +40,17 @@ def record(monkeypatch):
 @pytest.mark.parametrize("batch", [1, 37, 128])
 def test_neighbouring_groups_of_heads_form_a_cluster(record, call, in_cluster, batch):
     launched = record(batch=batch, **call)
-    assert launched.arguments["CLUSTER"] is in_cluster
+    assert launched.arguments["PLAN"].cluster is in_cluster
     groups = launched.arguments["num_groups"]
     programs = launched.grid[0] * (2 if in_cluster else 1)
     assert programs % groups == 0
-    if launched.arguments["BALANCED"] and not launched.arguments["EQUAL_SPLITS"]:
+    if launched.arguments["PLAN"].balanced and not launched.arguments["PLAN"].equal_splits:
         assert programs == groups * launched.arguments["num_splits"]
 
 
 def test_a_gpu_that_clusters_do_not_fill_has_none(record, monkeypatch):
     monkeypatch.setattr(launch, "clusters_fill", lambda *_: False)
-    assert record().arguments["CLUSTER"] is False
+    assert record().arguments["PLAN"].cluster is False
 
 
 @pytest.mark.parametrize("name", support.mostly_full(CLUSTERS, "v32, whole items", "model1, ranges"))

@@ -146,8 +146,8 @@ def test_there_is_a_partial_output_for_each_split(record, call):
     launched = record(**call)
     (combined,) = record.combines()
     arguments = launched.arguments
-    assert arguments["EQUAL_SPLITS"] is True
-    programs = launched.grid[0] * (2 if arguments["CLUSTER"] else 1)
+    assert arguments["PLAN"].equal_splits is True
+    programs = launched.grid[0] * (2 if arguments["PLAN"].cluster else 1)
     assert arguments["scratch"].numel() == programs * equal_splits.PARTIAL.value
     assert combined.arguments["scratch"] is arguments["scratch"]
     assert combined.arguments["splits"] == arguments["num_splits"]

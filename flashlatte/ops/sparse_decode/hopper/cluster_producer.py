@@ -63,7 +63,8 @@ def _own(x):
 def _load_piece(words, FIRST: gl.constexpr, PLAN: gl.constexpr):
     word = FIRST + gl.arange(0, 16, gl.SliceLayout(0, layouts.PIECE))
     # The compiler does not see that tokens are aligned through ``_own``.
-    return gl.load(gl.multiple_of(words[:, None] + word[None, :], [1, PLAN.alignment]))
+    ALIGNMENT: gl.constexpr = PLAN.alignment
+    return gl.load(gl.multiple_of(words[:, None] + word[None, :], [1, ALIGNMENT]))
 
 
 @gluon.jit
@@ -71,7 +72,8 @@ def _load_v32_scales(words, valid, PLAN: gl.constexpr):
     tokens: gl.constexpr = gl.SliceLayout(1, layouts.OWN_SCALES)
     scale = V32_SCALES + gl.arange(0, 4, gl.SliceLayout(0, layouts.OWN_SCALES))
     pointers = gl.convert_layout(words, tokens, assert_trivial=True)[:, None] + scale[None, :]
-    pointers = gl.multiple_of(pointers, [1, PLAN.alignment])
+    ALIGNMENT: gl.constexpr = PLAN.alignment
+    pointers = gl.multiple_of(pointers, [1, ALIGNMENT])
     pointers, mask = gl.broadcast(pointers, gl.convert_layout(valid, tokens, assert_trivial=True)[:, None])
     first_and_third, second_and_fourth = gl.split(gl.load(pointers, mask=mask, other=0).reshape([OWN, 2, 2]))
     first, third = gl.split(first_and_third)

@@ -48,13 +48,12 @@ from flashlatte.runtime.gluon_compat import cp_async, reinterpret
 
 
 class Query(NamedTuple):
-    """The queries as words, their strides in units of 16 bytes."""
+    """The queries, in the kernel a pointer to words; strides in units of 16 bytes."""
 
     q: Any
-    stride_request: Any
-    stride_token: Any
-    stride_head: Any
-    heads: Any
+    q_stride_request: Any
+    q_stride_token: Any
+    q_stride_head: Any
 
 
 class Call(NamedTuple):
@@ -105,12 +104,12 @@ def copy_query(call, item, cost, PLAN: gl.constexpr):
         # What follows from it would else be worked out before the main loop, and kept.
         head = opaque(call.work.group * ROWS + gl.arange(0, ROWS, layouts.tokens_layout(False)))
         offset = (
-            (item // tokens).to(gl.int64) * query.stride_request
-            + (item % tokens).to(gl.int64) * query.stride_token
-            + head.to(gl.int64) * query.stride_head
+            (item // tokens).to(gl.int64) * query.q_stride_request
+            + (item % tokens).to(gl.int64) * query.q_stride_token
+            + head.to(gl.int64) * query.q_stride_head
         )
         rows = query.q + offset * 4
-        valid = head < query.heads
+        valid = head < call.results.outputs.heads
         _copy_columns(call.tiles.q_left, rows, valid, 0, 128)
         _copy_columns(call.tiles.q_right, rows, valid, 128, 128)
         if PLAN.has_rope:
@@ -199,7 +198,7 @@ def apply_mask(scores, mask):
 
 
 @gluon.jit
-def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
+def consume_even(call, PLAN: gl.constexpr):
     _begin(call, K0_LEFT_EMPTY, K1_LEFT_EMPTY, PLAN)
     cta_range = call.work.range
     copy_query(call, cta_range.first, cta_range.first_cost, PLAN)
@@ -223,11 +222,11 @@ def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
             # The odd consumer, whose P has come, has no use for the present ones either.
             copy_query(call, item + call.work.stride, cost, PLAN)
             state = add_other_sum(state, call.tiles.row_sum0, call.tiles.row_sum1)
-            epilogue.write(state, item, split, call.work, call.results, 0, PLAN, OUT_ALIGN)
+            epilogue.write(state, item, split, call.work, call.results, 0, PLAN)
 
 
 @gluon.jit
-def consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
+def consume_odd(call, PLAN: gl.constexpr):
     _begin(call, K0_RIGHT_EMPTY, K1_RIGHT_EMPTY, PLAN)
     cta_range = call.work.range
     cost = cta_range.first_cost
@@ -250,4 +249,4 @@ def consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
                 steps_taken += 1
             items_taken += 1
             state = add_other_sum(state, call.tiles.row_sum1, call.tiles.row_sum0)
-            epilogue.write(state, item, split, call.work, call.results, HALF, PLAN, OUT_ALIGN)
+            epilogue.write(state, item, split, call.work, call.results, HALF, PLAN)

@@ -43,12 +43,12 @@ _STORE = gl.constexpr(_columns_layout([8, 16], [2, 4]))
 
 
 @gluon.jit
-def write(state, item, split, work, results, FIRST_COL: gl.constexpr, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
+def write(state, item, split, work, results, FIRST_COL: gl.constexpr, PLAN: gl.constexpr):
     """Write columns from FIRST_COL of a work item's heads; those from 0 bring the lse along."""
     if PLAN.equal_splits:
         equal_splits.write(state, results.partials, results.outputs.heads - work.group * ROWS, FIRST_COL)
     else:
-        _write_normalised(state, item, split, work, results, FIRST_COL, OUT_ALIGN)
+        _write_normalised(state, item, split, work, results, FIRST_COL, PLAN.out_align)
 
 
 @gluon.jit

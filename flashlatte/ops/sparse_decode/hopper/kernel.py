@@ -79,21 +79,9 @@ def sparse_decode_kernel(
     scale: tl.float32,
     num_groups: tl.int32,
     num_splits: tl.int32,
-    FORMAT: tl.constexpr,
-    HAS_ROPE: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    FLAT: tl.constexpr,
-    OUT_ALIGN: tl.constexpr,
-    BALANCED: tl.constexpr,
-    EQUAL_SPLITS: tl.constexpr,
-    OVERHEAD: tl.constexpr,
-    GRANULARITY: tl.constexpr,
-    CLUSTER: tl.constexpr,
+    PLAN: tl.constexpr,
 ):
     """A CTA works on 64 heads, for a range of all keys or for whole work items. Arguments as in ``launch``."""
-    HAS_EXTRA: gl.constexpr = extra_indices is not None
-    HAS_LENGTHS: gl.constexpr = lengths is not None or extra_lengths is not None
-    PRODUCER_THREADS: gl.constexpr = 32 * gl.num_warps()
     BYTE: gl.constexpr = gl.pointer_type(gl.int8)
     cache = rows.Cache(
         k_cache.to(BYTE, bitcast=True), page_stride, token_stride, num_slots, page_size, page_magic, page_shift
@@ -101,7 +89,7 @@ def sparse_decode_kernel(
     own = rows.Indices(indices, indices_stride_request, indices_stride_token)
     extra_cache = cache
     extra = own
-    if HAS_EXTRA:
+    if PLAN.has_extra:
         extra_cache = rows.Cache(
             extra_k_cache.to(BYTE, bitcast=True),
             extra_page_stride,
@@ -122,7 +110,7 @@ def sparse_decode_kernel(
         extra_lengths,
         extra_lengths_stride_request,
         extra_lengths_stride_token,
-        extra_limit if HAS_EXTRA else None,
+        extra_limit if PLAN.has_extra else None,
     )
     outputs = Outputs(
         out,
@@ -141,46 +129,32 @@ def sparse_decode_kernel(
         empty_lse,
     )
     queries = consumers.Query(
-        q.to(gl.pointer_type(gl.int32), bitcast=True), q_stride_request, q_stride_token, q_stride_head, heads
+        q.to(gl.pointer_type(gl.int32), bitcast=True), q_stride_request, q_stride_token, q_stride_head
     )
-    plan: gl.constexpr = schedule.Plan(
-        FORMAT,
-        PRODUCER_THREADS,
-        HAS_ROPE,
-        HAS_EXTRA,
-        HAS_LENGTHS,
-        ALIGNMENT,
-        FLAT,
-        BALANCED,
-        EQUAL_SPLITS,
-        OVERHEAD,
-        GRANULARITY,
-        CLUSTER,
-    )
-    shared, masks = tiles.allocate(out.dtype.element_ty, HAS_ROPE, CLUSTER)
-    full = tiles.allocate_full(PRODUCER_THREADS)
+    shared, masks = tiles.allocate(out.dtype.element_ty, PLAN.has_rope, PLAN.cluster)
+    full = tiles.allocate_full(PLAN.producer_threads)
     peer = None
-    if CLUSTER:
+    if PLAN.cluster:
         peer = clusters.find_peer(shared.k0_left)
     # The kernel before this one in the stream may still run, and what it writes may be the lengths.
-    if HAS_LENGTHS:
+    if PLAN.has_lengths:
         gdc_wait()
-    work = schedule.find_work(lists, num_splits, num_groups, plan)
-    if not HAS_LENGTHS:
+    work = schedule.find_work(lists, num_splits, num_groups, PLAN)
+    if not PLAN.has_lengths:
         gdc_wait()
     partials = None
-    if EQUAL_SPLITS:
+    if PLAN.equal_splits:
         partials = equal_splits.partial_of(scratch, work.number, work.group, num_groups)
-    elif BALANCED:
+    elif PLAN.balanced:
         partials = scratch + device.partial_of_range(work.number, work.group, num_groups, True) * schedule.PARTIAL
     call = consumers.Call(queries, lists, work, scale, shared, masks, full, peer, epilogue.Results(outputs, partials))
     caches = (cache, extra_cache)
     lists_of_indices = (own, extra)
     gl.warp_specialize(
         [
-            (_produce, (caches, lists_of_indices, call, scratch, plan)),
-            (_consume_even, (call, plan, OUT_ALIGN)),
-            (_consume_odd, (call, plan, OUT_ALIGN)),
+            (_produce, (caches, lists_of_indices, call, scratch, PLAN)),
+            (_consume_even, (call, PLAN)),
+            (_consume_odd, (call, PLAN)),
         ],
         [4, 4],
         [_CONSUMER_REGISTERS, _CONSUMER_REGISTERS],
@@ -198,23 +172,23 @@ def _produce(caches, selection, call, scratch, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
+def _consume_even(call, PLAN: gl.constexpr):
     if PLAN.granularity == 1:
-        one_block.consume_even(call, PLAN, OUT_ALIGN)
+        one_block.consume_even(call, PLAN)
     else:
-        consumers.consume_even(call, PLAN, OUT_ALIGN)
+        consumers.consume_even(call, PLAN)
 
 
 @gluon.jit
-def _consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
+def _consume_odd(call, PLAN: gl.constexpr):
     if PLAN.granularity == 1:
-        one_block.consume_odd(call, PLAN, OUT_ALIGN)
+        one_block.consume_odd(call, PLAN)
     else:
-        consumers.consume_odd(call, PLAN, OUT_ALIGN)
+        consumers.consume_odd(call, PLAN)
 
 
 _BY_ELEMENT = ["indices", "extra_indices", "lengths", "extra_lengths", "sink", "lse"]
 
 kernel = gluon_kernel(sparse_decode_kernel, _BY_ELEMENT)
-# For CLUSTER: its grid counts clusters.
+# For PLAN.cluster: its grid counts clusters.
 cluster_kernel = gluon_kernel(sparse_decode_kernel, _BY_ELEMENT, Cluster(2, clusters.TAIL_BYTES.value))

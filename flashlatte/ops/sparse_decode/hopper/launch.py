@@ -11,29 +11,29 @@ import torch
 
 from flashlatte.kernels.hopper.mla_tiles import KEYS, LATENT, ROPE, ROWS
 from flashlatte.kv_cache.formats import CacheFormat, Tiling
-from flashlatte.ops.sparse_decode.hopper import equal_splits
+from flashlatte.ops.sparse_decode.hopper import equal_splits, schedule
+from flashlatte.ops.sparse_decode.hopper.consumers import Query
 from flashlatte.ops.sparse_decode.hopper.kernel import cluster_kernel, kernel
+from flashlatte.ops.sparse_decode.hopper.rows import Cache, Indices
 from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, producer_warps
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
-from flashlatte.runtime.strides import stride_in_use, strides_in_use
+from flashlatte.runtime.strides import row_align, stride_in_use, strides_in_use
 from flashlatte.runtime.triton_internals import clusters_fill
 from flashlatte.runtime.triton_kernel import launching_on
 from flashlatte.split_kv import combine, plan
-from flashlatte.split_kv.device import KeyLengths
+from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import Partial, SplitPlan
 
 _LOG2_E = math.log2(math.e)
+_PARTIAL = Partial(ROWS.value, LATENT.value)
 # What starting on a query token costs, in blocks, where there are many of them.
 _OVERHEAD = 2
 # Rows of partial outputs that splits of one block may leave to be combined: with more, longer splits take less time.
 _MOST_BLOCK_ROWS = 3000
 # Numbers of bf16 in 16 bytes, what the copies of q need rows to be aligned to.
 _ALIGN = 8
-
-
-_PARTIAL = Partial(ROWS.value, LATENT.value)
 
 
 @dataclass(frozen=True)
@@ -55,35 +55,6 @@ class Plan:
     @property
     def balanced(self) -> bool:
         return self.split.split_blocks is None
-
-
-class Query(NamedTuple):
-    """q, strides in units of 16 bytes."""
-
-    q: torch.Tensor
-    q_stride_request: int
-    q_stride_token: int
-    q_stride_head: int
-
-
-class Address(NamedTuple):
-    """How tokens of a cache are found: see ``rows.Cache``."""
-
-    page_stride: int
-    token_stride: int
-    num_slots: int
-    page_size: int
-    page_magic: int
-    page_shift: int
-
-
-class Selection(NamedTuple):
-    """A cache, and the lists of indices into it."""
-
-    k_cache: torch.Tensor | None
-    indices: torch.Tensor | None
-    indices_stride_request: int
-    indices_stride_token: int
 
 
 def sparse_decode(
@@ -109,34 +80,19 @@ def sparse_decode(
     has_scales = layout.tiling is not None
     kind = (MODEL1 if layout.tiling.e8m0 else V32).value if layout.tiling is not None else PLAIN.value
     made = make_plan(machine.num_sms(device), batch * s_q, h_q, topk, extra_topk, is_uniform, has_scales)
-    address, alignment, flat = _address(k_cache, "k_cache", layout)
-    extra_address = address
+    cache, alignment, flat = _cache(k_cache, "k_cache", layout)
+    extra_cache = cache._replace(k_cache=None)
     if extra_k_cache is not None and extra_indices is not None:
-        extra_address, extra_alignment, extra_flat = _address(extra_k_cache, "extra_k_cache", layout)
+        extra_cache, extra_alignment, extra_flat = _cache(extra_k_cache, "extra_k_cache", layout)
         alignment, flat = min(alignment, extra_alignment), flat and extra_flat
         if extra_indices.dtype != indices.dtype:
             # The kernel takes blocks of both lists in turn.
             indices, extra_indices = indices.long(), extra_indices.long()
-    own = Selection(_readable(k_cache), indices, indices.stride(0), indices.stride(1))
-    extra = Selection(None, None, 0, 0)
-    if extra_indices is not None:
-        extra = Selection(_readable(extra_k_cache), extra_indices, extra_indices.stride(0), extra_indices.stride(1))
-    q_strides = strides_in_use(q)
-    if q.data_ptr() % 16 or any(stride % _ALIGN or stride // _ALIGN >= 2**31 for stride in q_strides):
+    if row_align(q, _ALIGN) == 1 or any(stride // _ALIGN >= 2**31 for stride in strides_in_use(q)):
         q = q.clone(memory_format=torch.contiguous_format)
-        q_strides = strides_in_use(q)
-    query = Query(q, *(stride // _ALIGN for stride in q_strides))
-    out_align = _ALIGN if out.data_ptr() % 16 == 0 and all(s % _ALIGN == 0 for s in strides_in_use(out)) else 1
-    lengths = KeyLengths(
-        batch * s_q,
-        s_q,
-        topk_length,
-        *_length_strides(topk_length),
-        topk,
-        extra_topk_length,
-        *_length_strides(extra_topk_length),
-        extra_topk,
-    )
+    query = Query(q, *(stride // _ALIGN for stride in strides_in_use(q)))
+    out_align = row_align(out)
+    lengths = key_lengths(batch, s_q, topk_length, topk, extra_topk_length, extra_topk)
     outputs = outputs_of(out, lse, attn_sink, tokens=s_q, heads=h_q, rows=h_q, empty_lse=empty_lse, row_align=out_align)
     split = made.split
 
@@ -149,27 +105,32 @@ def sparse_decode(
             *by_name(
                 kernel,
                 query,
-                own,
-                address,
+                cache,
+                _indices(indices),
                 lengths,
                 outputs,
-                **_extra(extra),
-                **_extra(extra_address),
+                **_extra(extra_cache),
+                **_extra(_indices(extra_indices)),
                 scratch=scratch,
                 scale=softmax_scale * _LOG2_E,
                 num_groups=split.groups,
                 num_splits=made.equal_splits or split.splits,
             ),
-            FORMAT=kind,
-            HAS_ROPE=head_dim == LATENT.value + ROPE.value,
-            ALIGNMENT=alignment,
-            FLAT=flat,
-            OUT_ALIGN=out_align,
-            BALANCED=made.balanced,
-            EQUAL_SPLITS=made.equal_splits is not None,
-            OVERHEAD=split.overhead,
-            GRANULARITY=made.granularity,
-            CLUSTER=in_cluster,
+            PLAN=schedule.Plan(
+                format=kind,
+                producer_threads=32 * producer_warps(kind),
+                has_rope=head_dim == LATENT.value + ROPE.value,
+                has_extra=extra_indices is not None,
+                has_lengths=not is_uniform,
+                alignment=alignment,
+                flat=flat,
+                out_align=out_align,
+                balanced=made.balanced,
+                equal_splits=made.equal_splits is not None,
+                overhead=split.overhead,
+                granularity=made.granularity,
+                cluster=in_cluster,
+            ),
             num_warps=producer_warps(kind),
             enable_fp_fusion=True,
             launch_pdl=True,
@@ -229,9 +190,13 @@ def _most_pairs(items: int, pairs: int, ranges: int, overhead: int) -> int:
     return -(-items * (pairs + overhead) // ranges) - overhead
 
 
-def _address(cache: torch.Tensor, name: str, layout: CacheFormat) -> tuple[Address, int, bool]:
-    """``Address``, the alignment of tokens in bytes (16 at most), and whether they follow each other over all pages."""
-    return _address_of(
+def _indices(indices: torch.Tensor | None) -> Indices:
+    return Indices(None, 0, 0) if indices is None else Indices(indices, indices.stride(0), indices.stride(1))
+
+
+def _cache(cache: torch.Tensor, name: str, layout: CacheFormat) -> tuple[Cache, int, bool]:
+    """``Cache``, the alignment of tokens in bytes (16 at most), and whether they follow each other over all pages."""
+    address, alignment, flat = _address_of(
         cache.data_ptr() % 16,
         cache.shape[0],
         cache.shape[1],
@@ -240,12 +205,15 @@ def _address(cache: torch.Tensor, name: str, layout: CacheFormat) -> tuple[Addre
         name,
         layout.tiling,
     )
+    # A page that no index selects in place of no pages: rows are read before they are selected.
+    readable = cache if cache.shape[0] else cache.new_empty((1, *cache.shape[1:]))
+    return address._replace(k_cache=readable), alignment, flat
 
 
 @functools.lru_cache(maxsize=4096)
 def _address_of(
     misalignment: int, pages: int, page_size: int, page_bytes: int, token_bytes: int, name: str, tiling: Tiling | None
-) -> tuple[Address, int, bool]:
+) -> tuple[Cache, int, bool]:
     if tiling is not None:
         token_bytes = tiling.row_bytes
     alignment = math.gcd(16, misalignment, page_bytes, token_bytes)
@@ -260,18 +228,4 @@ def _address_of(
     magic = -(-(1 << (31 + shift)) // page_size)
     has_scale_plane = tiling is not None and tiling.e8m0
     flat = not has_scale_plane and (pages == 1 or page_bytes == page_size * token_bytes)
-    return Address(page_bytes, token_bytes, slots, page_size, magic, shift), alignment, flat
-
-
-def _readable(cache: torch.Tensor | None) -> torch.Tensor | None:
-    """The cache, or a page that no index selects in place of no pages: rows are read before they are selected."""
-    if cache is None or cache.shape[0]:
-        return cache
-    return cache.new_empty((1, *cache.shape[1:]))
-
-
-def _length_strides(lengths: torch.Tensor | None) -> tuple[int, int]:
-    """Strides over requests and tokens of lengths [b] or [b, s_q]."""
-    if lengths is None:
-        return 0, 0
-    return lengths.stride(0), lengths.stride(1) if lengths.dim() == 2 else 0
+    return Cache(None, page_bytes, token_bytes, slots, page_size, magic, shift), alignment, flat

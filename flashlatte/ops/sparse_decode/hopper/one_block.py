@@ -55,7 +55,7 @@ def produce(caches, selection, call, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
+def consume_even(call, PLAN: gl.constexpr):
     """The scores, and the left half of the output."""
     shared, cta_range = call.tiles, call.work.range
     split = schedule.split_of(cta_range.first, cta_range.first_cost, call.work, call.lists, PLAN)
@@ -78,11 +78,11 @@ def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
     out = warpgroup_mma(gl.convert_layout(p_rounded, _P_OPERAND), k0_left, state.out, is_async=True)
     out = warpgroup_mma_wait(0, deps=[out])
     state = State(out, row_max, row_sum)
-    epilogue.write(state, cta_range.first, split, call.work, call.results, 0, PLAN, OUT_ALIGN)
+    epilogue.write(state, cta_range.first, split, call.work, call.results, 0, PLAN)
 
 
 @gluon.jit
-def consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
+def consume_odd(call, PLAN: gl.constexpr):
     """The right half of the output."""
     shared, cta_range = call.tiles, call.work.range
     split = schedule.split_of(cta_range.first, cta_range.first_cost, call.work, call.lists, PLAN)
@@ -93,4 +93,4 @@ def consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
     out = warpgroup_mma(shared.p0.index(z), shared.k0_right.index(z), empty_state(OUTPUT).out, is_async=True)
     out = warpgroup_mma_wait(0, deps=[out])
     state = State(out, shared.row_max0.load(SCORE_ROWS), shared.row_sum0.load(SCORE_ROWS))
-    epilogue.write(state, cta_range.first, split, call.work, call.results, HALF, PLAN, OUT_ALIGN)
+    epilogue.write(state, cta_range.first, split, call.work, call.results, HALF, PLAN)

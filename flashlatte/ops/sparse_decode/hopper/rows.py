@@ -36,14 +36,14 @@ class Cache(NamedTuple):
     """A cache, and what its addresses are made of.
 
     Attributes:
-        tokens: pointer to bytes.
+        k_cache: in the kernel a pointer to bytes.
         page_stride, token_stride: in bytes.
         num_slots: the tokens; an index from there on is invalid.
         page_size: tokens of a page.
         page_magic, page_shift: slot // page_size = (2 · slot · page_magic) >> 32 >> page_shift.
     """
 
-    tokens: Any
+    k_cache: Any
     page_stride: Any
     token_stride: Any
     num_slots: Any
@@ -53,11 +53,11 @@ class Cache(NamedTuple):
 
 
 class Indices(NamedTuple):
-    """Lists of indices at [request · stride_request + token · stride_token]."""
+    """Lists of indices at [request · indices_stride_request + token · indices_stride_token]."""
 
     indices: Any
-    stride_request: Any
-    stride_token: Any
+    indices_stride_request: Any
+    indices_stride_token: Any
 
 
 class Rows(NamedTuple):
@@ -75,7 +75,7 @@ def list_of(indices, item, lists):
     item = gl.minimum(item, lists.num_items - 1)
     request = (item // lists.tokens).to(gl.int64)
     token = (item % lists.tokens).to(gl.int64)
-    return indices.indices + request * indices.stride_request + token * indices.stride_token
+    return indices.indices + request * indices.indices_stride_request + token * indices.indices_stride_token
 
 
 @gluon.jit
@@ -124,7 +124,8 @@ def _times(count, stride):
 
 @gluon.jit
 def _words(pointers, PLAN: gl.constexpr):
-    return gl.multiple_of(pointers.to(gl.pointer_type(gl.int32), bitcast=True), [PLAN.alignment])
+    ALIGNMENT: gl.constexpr = PLAN.alignment
+    return gl.multiple_of(pointers.to(gl.pointer_type(gl.int32), bitcast=True), [ALIGNMENT])
 
 
 @gluon.jit
@@ -133,12 +134,12 @@ def _locate(indices, cache, PLAN: gl.constexpr):
     slot = gl.where(valid, indices, 0).to(gl.int32)
     token_stride = cache.token_stride.to(gl.int64) if PLAN.format == PLAIN else token_bytes(PLAN.format)
     if PLAN.flat:
-        words = cache.tokens + _times(slot, token_stride)
+        words = cache.k_cache + _times(slot, token_stride)
         return Rows(_words(words, PLAN), slot, valid)
     else:
         page = (gl.umulhi((slot * 2).to(gl.uint32), cache.page_magic.to(gl.uint32)) >> cache.page_shift).to(gl.int32)
         in_page = slot - page * cache.page_size
-        page_start = cache.tokens + _times(page, cache.page_stride.to(gl.int64))
+        page_start = cache.k_cache + _times(page, cache.page_stride.to(gl.int64))
         scales = slot
         if PLAN.format == MODEL1:
             scales = page_start + _times(cache.page_size, token_bytes(MODEL1)) + _times(in_page, _MODEL1_SCALES)

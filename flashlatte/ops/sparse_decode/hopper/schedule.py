@@ -45,12 +45,14 @@ class Plan(NamedTuple):
 
     Attributes:
         format: ``tiles.PLAIN``, ``V32`` or ``MODEL1``.
-        producer_threads: of the producer, with which a kernel begins.
+        producer_threads: of the producer, with which the kernel begins.
         has_rope: whether rows have 64 columns more than the 512 of a value.
         has_extra: whether there is an extra cache.
         has_lengths: whether work items have lengths of their own, in memory.
         alignment: bytes that the distances of tokens in the cache are multiples of, 16 at most.
         flat: whether tokens follow each other at one distance, over all pages.
+        out_align: numbers that the strides of ``out`` are units of: 8 where its rows begin at multiples of 16 bytes,
+            else 1.
         balanced: whether CTAs take ranges of equal cost; else whole work items.
         equal_splits: whether each work item has as many splits as any other; ``num_splits`` are then those of one.
         overhead: what starting on a work item costs, in blocks.
@@ -65,6 +67,7 @@ class Plan(NamedTuple):
     has_lengths: Any
     alignment: Any
     flat: Any
+    out_align: Any
     balanced: Any
     equal_splits: Any
     overhead: Any
