@@ -139,8 +139,8 @@ def write_out(
     if outputs.sink is not None:
         _, _, head = _request_token_head(outputs, item, kv_head, rows)
         sink = tl.load(outputs.sink + head * outputs.sink_stride, mask=in_item, other=0.0) * LOG2_E
-        kept = tl.where(lse2 == float("-inf"), 0.0, 1.0 / (1.0 + tl.exp2(sink - lse2)))
-        values *= kept[:, None]
+        factor = tl.where(lse2 == float("-inf"), 0.0, 1.0 / (1.0 + tl.exp2(sink - lse2)))
+        values *= factor[:, None]
     pointers = row_pointers(outputs, item, kv_head, rows, ROW_ALIGN)
     if outputs.out.dtype.element_ty == tl.uint8:
         scale = outputs.out_scale_value

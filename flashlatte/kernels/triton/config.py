@@ -23,7 +23,7 @@ class Config:
         num_warps: Triton's.
         num_stages: of the loop over keys: 1 loads in place; of rows found by indices 3 has indices a step ahead of
             rows and rows a step ahead of use, 5 two steps each; of rows found by pages n has rows n - 1 steps ahead.
-        warpgroups: lay the step out for Hopper's warp groups (``triton_attention.weigh``).
+        warpgroups: lay the step out for Hopper's warp groups (``online_softmax_step``).
         programs: programs that an SM runs at once, by their registers and shared memory.
         column_sums: keep the sums of weights by columns of the tile, which saves three barriers a step and takes
             registers.
@@ -47,7 +47,7 @@ class Step(NamedTuple):
         head_dim, latent_dim: numbers of a row, and those of its latent part.
         latent, rope: columns of the tiles that hold the latent part and the rest; ``rope`` 0 if there is none.
         block_h, block_n, num_stages, warpgroups, column_sums: as in ``Config``.
-        values_first: the values are [latent, rows] (``triton_attention.weigh``).
+        values_first: the values are [latent, rows] (``online_softmax_step``).
         ptx, interpreted: the kernel may hold PTX; it runs in Triton's interpreter.
     """
 

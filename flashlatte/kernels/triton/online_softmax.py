@@ -1,6 +1,6 @@
 """Attention of query rows over tiles of keys, in Triton: loads of rows, and the step of an online softmax.
 
-``step`` is a ``portable_config.Step``.
+``step`` is a ``config.Step``.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -51,17 +51,17 @@ class Tile(NamedTuple):
 
 
 class State(NamedTuple):
-    """An online softmax over the keys so far: ``no_keys``, then ``weigh`` for each tile, then ``normalize``.
+    """An online softmax over the keys so far: ``empty_state``, ``online_softmax_step`` for each tile, ``normalize``.
 
     Attributes:
-        peak: [rows], the largest score.
-        total: [rows, keys of a tile], the sums of weights by columns; [rows] if not ``column_sums``.
-        weighted: [rows, latent], the sum of values by weight; [latent, rows] if ``values_first``.
+        row_max: [rows], the largest score.
+        row_sum: [rows, keys of a tile], the sums of P by columns; [rows] if not ``column_sums``.
+        out: [rows, latent], P · V; [latent, rows] if ``values_first``.
     """
 
-    peak: Any
-    total: Any
-    weighted: Any
+    row_max: Any
+    row_sum: Any
+    out: Any
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def load_tile(base, offsets, in_use, step: tl.constexpr):
 
 
 @triton.jit
-def no_keys(step: tl.constexpr):
+def empty_state(step: tl.constexpr):
     """The state before the first tile."""
     ROWS: tl.constexpr = step.block_h
     COLS: tl.constexpr = step.block_n
@@ -118,7 +118,7 @@ def no_keys(step: tl.constexpr):
 
 
 @triton.jit
-def weigh(state, q, keys, visible, scale, position, stop, step: tl.constexpr):
+def online_softmax_step(state, q, keys, visible, scale, position, stop, step: tl.constexpr):
     """The state after a tile of keys, of which a row sees those ``visible`` ([rows or 1, keys]). Others must be finite.
 
     ``scale`` includes log2(e). The tile is the one at ``position`` < ``stop`` of the loop it is in.
@@ -134,8 +134,8 @@ def weigh(state, q, keys, visible, scale, position, stop, step: tl.constexpr):
     ROWS: tl.constexpr = step.block_h
     COLS: tl.constexpr = step.block_n
     dtype: tl.constexpr = keys.latent.dtype
-    peak = state.peak
-    total = state.total
+    row_max = state.row_max
+    row_sum = state.row_sum
     if step.warpgroups:
         scores = tl.zeros([ROWS, COLS], tl.float32)
         if step.rope > 0:
@@ -144,42 +144,42 @@ def weigh(state, q, keys, visible, scale, position, stop, step: tl.constexpr):
                 scores = tl.dot(q.rope, tl.trans(keys.rope))
             else:
                 scores = tl.dot(q.rope, tl.trans(keys.rope), scores)
-        weights = tl.zeros([ROWS, COLS], dtype)
-        kept = tl.full([ROWS], 1.0, tl.float32)
+        p = tl.zeros([ROWS, COLS], dtype)
+        alpha = tl.full([ROWS], 1.0, tl.float32)
         # Always so, which Triton does not know.
         if position < stop:
             scores = tl.dot(q.latent, tl.trans(keys.latent), scores)
-            peak, total, kept, weights = _soften(peak, total, scores, visible, scale, dtype, step.column_sums)
+            row_max, row_sum, alpha, p = _softmax(row_max, row_sum, scores, visible, scale, dtype, step.column_sums)
     else:
         scores = tl.dot(q.latent, tl.trans(keys.latent))
         if step.rope > 0:
             scores = tl.dot(q.rope, tl.trans(keys.rope), scores)
-        peak, total, kept, weights = _soften(peak, total, scores, visible, scale, dtype, step.column_sums)
+        row_max, row_sum, alpha, p = _softmax(row_max, row_sum, scores, visible, scale, dtype, step.column_sums)
     if step.values_first:
-        weighted = tl.dot(tl.trans(keys.latent), tl.trans(weights), state.weighted * kept[None, :])
+        out = tl.dot(tl.trans(keys.latent), tl.trans(p), state.out * alpha[None, :])
     else:
-        weighted = tl.dot(weights, keys.latent, state.weighted * kept[:, None])
-    return State(peak, total, weighted)
+        out = tl.dot(p, keys.latent, state.out * alpha[:, None])
+    return State(row_max, row_sum, out)
 
 
 @triton.jit
-def _soften(peak, total, scores, visible, scale, dtype: tl.constexpr, COLUMN_SUMS: tl.constexpr):
-    """New peak and total, what is kept of the values so far, and the weights [rows, keys] of scores."""
+def _softmax(row_max, row_sum, scores, visible, scale, dtype: tl.constexpr, COLUMN_SUMS: tl.constexpr):
+    """New row_max and row_sum, the factor alpha [rows] for the output so far, and P [rows, keys] of scores."""
     scores = tl.where(visible, scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak) * scale
-    weights = tl.exp2(scores * scale - shift[:, None])
-    kept = tl.exp2(peak * scale - shift)
-    total = total * kept[:, None] + weights if COLUMN_SUMS else total * kept + tl.sum(weights, axis=1)
-    return new_peak, total, kept, weights.to(dtype)
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max) * scale
+    p = tl.exp2(scores * scale - shift[:, None])
+    alpha = tl.exp2(row_max * scale - shift)
+    row_sum = row_sum * alpha[:, None] + p if COLUMN_SUMS else row_sum * alpha + tl.sum(p, axis=1)
+    return new_max, row_sum, alpha, p.to(dtype)
 
 
 @triton.jit
 def normalize(state, scale, step: tl.constexpr):
     """(values [rows, latent], base-2 lse [rows]) of a state: 0 and -inf where a row has no key."""
-    total = tl.sum(state.total, axis=1) if step.column_sums else state.total
-    total = tl.where(total == 0, 1.0, total)
-    inverse = 1.0 / total
-    values = tl.trans(state.weighted * inverse[None, :]) if step.values_first else state.weighted * inverse[:, None]
+    row_sum = tl.sum(state.row_sum, axis=1) if step.column_sums else state.row_sum
+    row_sum = tl.where(row_sum == 0, 1.0, row_sum)
+    inverse = 1.0 / row_sum
+    values = tl.trans(state.out * inverse[None, :]) if step.values_first else state.out * inverse[:, None]
     # Said outright, or it depends on the rest of the kernel whether the product is rounded before the sum.
-    return values, tl.fma(state.peak, scale, tl.log2(total))
+    return values, tl.fma(state.row_max, scale, tl.log2(row_sum))

@@ -13,11 +13,11 @@ from flashlatte.kernels.triton.fp8 import narrow
 from flashlatte.kernels.triton.online_softmax import (
     LN_2,
     LOG2_E,
+    empty_state,
     gpu_class,
     load_tile,
-    no_keys,
     normalize,
-    weigh,
+    online_softmax_step,
     within,
 )
 from flashlatte.runtime.strides import row_align
@@ -68,14 +68,14 @@ def sparse_prefill_kernel(
         length = tl.minimum(tl.maximum(given, 0), topk).to(tl.int32)
     scale = softmax_scale * LOG2_E
 
-    state = no_keys(STEP)
+    state = empty_state(STEP)
     for start in tl.range(0, length, STEP.block_n, num_stages=STEP.num_stages):
         in_tile = tl.arange(0, STEP.block_n)
         index = tl.load(indices + token * indices_stride + tl.minimum(start + in_tile, length - 1))
         valid = within(index, s_kv) & (in_tile < length - start)
         offset = tl.where(valid, index, 0) * kv_stride * KV_ALIGN
         keys = load_tile(kv, offset, valid, STEP)
-        state = weigh(state, q_tile, keys, valid[None, :], scale, start, length, STEP)
+        state = online_softmax_step(state, q_tile, keys, valid[None, :], scale, start, length, STEP)
     values, lse2 = normalize(state, scale, STEP)
 
     if attn_sink is not None:
@@ -89,7 +89,7 @@ def sparse_prefill_kernel(
         mask=in_heads[:, None] & (cols < STEP.latent_dim)[None, :],
     )
     row = token * h_q + head
-    tl.store(max_logits + row, state.peak * softmax_scale, mask=in_heads)
+    tl.store(max_logits + row, state.row_max * softmax_scale, mask=in_heads)
     tl.store(lse + row, tl.where(lse2 == float("-inf"), empty_lse, lse2 * LN_2), mask=in_heads)
 
 

@@ -12,7 +12,14 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import e4m3_to_float
-from flashlatte.kernels.triton.online_softmax import LOG2_E, Tile, load_tile, no_keys, normalize, weigh
+from flashlatte.kernels.triton.online_softmax import (
+    LOG2_E,
+    Tile,
+    empty_state,
+    load_tile,
+    normalize,
+    online_softmax_step,
+)
 from flashlatte.runtime.triton_kernel import kernel
 from flashlatte.split_kv import combine, device
 from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
@@ -86,7 +93,7 @@ def _attend(
     in_block = tl.arange(0, BLOCK_N)
     begin = first_block * BLOCK_N
     stop = tl.minimum(stop_block * BLOCK_N, length)
-    state = no_keys(step)
+    state = empty_state(step)
     pages = _load_pages(cache, item, begin if PAGE_PER_BLOCK else begin + in_block, length, PAGE_SIZE)
     for start in tl.range(begin, stop, BLOCK_N, num_stages=step.num_stages):
         keys = start + in_block
@@ -104,7 +111,7 @@ def _attend(
         rope = latent
         if step.rope > 0:
             rope = _as_operand(tile.rope, q.latent.dtype, NATIVE_FP8, step)
-        state = weigh(state, q, Tile(latent, rope), visible, scale, start, stop, step)
+        state = online_softmax_step(state, q, Tile(latent, rope), visible, scale, start, stop, step)
     return normalize(state, scale, step)
 
 

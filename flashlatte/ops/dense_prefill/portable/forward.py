@@ -80,8 +80,8 @@ def forward_kernel(
     q_a, q_b = load_parts(q, q_stride_token, first, s_q, D, D_A, D_B, BLOCK_M, ALIGN, INTERPRETED)
     scale = softmax_scale * LOG2_E
 
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
     values = tl.zeros([BLOCK_M, D_V_PADDED], tl.float32)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         _, _, scores = load_parts_and_dot(
@@ -90,18 +90,18 @@ def forward_kernel(
         if (start < full) | (start >= partial):
             key = (start + tl.arange(0, BLOCK_N))[None, :]
             scores = tl.where((key >= lower[:, None]) & (key <= upper[:, None]), scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-        subtracted = tl.where(new_peak == float("-inf"), 0.0, new_peak * scale)
-        weights = tl.exp2(scores * scale - subtracted[:, None])
-        kept = tl.exp2(peak * scale - subtracted)
-        total = total * kept + tl.sum(weights, axis=1)
-        peak = new_peak
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+        subtracted = tl.where(new_max == float("-inf"), 0.0, new_max * scale)
+        p = tl.exp2(scores * scale - subtracted[:, None])
+        alpha = tl.exp2(row_max * scale - subtracted)
+        row_sum = row_sum * alpha + tl.sum(p, axis=1)
+        row_max = new_max
         value = load_tile(v, v_stride_token, start, s_k, 0, D_V, D_V_PADDED, BLOCK_N, ALIGN, INTERPRETED)
-        values = tl.dot(weights.to(value.dtype), value, values * kept[:, None])
+        values = tl.dot(p.to(value.dtype), value, values * alpha[:, None])
 
-    empty = total == 0
-    values *= (1.0 / tl.where(empty, 1.0, total))[:, None]
-    row_lse = tl.where(empty, empty_lse, (peak * scale + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
+    empty = row_sum == 0
+    values *= (1.0 / tl.where(empty, 1.0, row_sum))[:, None]
+    row_lse = tl.where(empty, empty_lse, (row_max * scale + tl.log2(tl.where(empty, 1.0, row_sum))) * LN_2)
     token = (q_begin + row).to(tl.int64)
     cols = tl.arange(0, D_V_PADDED)
     in_use = row < s_q

@@ -43,8 +43,8 @@ from flashlatte.kernels.hopper.mla_tiles import (
 from flashlatte.kernels.hopper.ptx import clusters as ptx_clusters
 from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.ops.sparse_decode.hopper import epilogue, layouts, schedule, tiles
-from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, OUTPUT, PLAIN, SWIZZLED_WORDS
-from flashlatte.runtime.gluon_compat import cp_async, reinterpret
+from flashlatte.ops.sparse_decode.hopper.rows import Rows, copy_words
+from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, OUTPUT, PLAIN
 
 
 class Query(NamedTuple):
@@ -81,18 +81,6 @@ class Call(NamedTuple):
 
 
 @gluon.jit
-def _copy_columns(tile, rows, valid, FIRST: gl.constexpr, WIDTH: gl.constexpr):
-    LAYOUT: gl.constexpr = layouts.copy_layout(WIDTH, False)
-    row_layout: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    target = reinterpret(tile.index(0), gl.int32, [ROWS, WIDTH], SWIZZLED_WORDS)
-    rows = gl.convert_layout(rows, row_layout, assert_trivial=True)[:, None]
-    valid = gl.convert_layout(valid, row_layout, assert_trivial=True)[:, None]
-    column = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    pointers, mask = gl.broadcast(rows + column[None, :], valid)
-    cp_async(target, pointers, mask=mask)
-
-
-@gluon.jit
 def copy_query(call, item, cost, PLAN: gl.constexpr):
     """Ask for the queries of an item that starts at ``cost``, if the CTA has something of it; 0 beyond the last head.
 
@@ -108,12 +96,13 @@ def copy_query(call, item, cost, PLAN: gl.constexpr):
             + (item % tokens).to(gl.int64) * query.q_stride_token
             + head.to(gl.int64) * query.q_stride_head
         )
-        rows = query.q + offset * 4
-        valid = head < call.results.outputs.heads
-        _copy_columns(call.tiles.q_left, rows, valid, 0, 128)
-        _copy_columns(call.tiles.q_right, rows, valid, 128, 128)
+        words = query.q + offset * 4
+        exists = head < call.results.outputs.heads
+        rows = Rows(words, exists, exists)
+        copy_words(call.tiles.q_left, rows, 0, 0, 128, False)
+        copy_words(call.tiles.q_right, rows, 128, 0, 128, False)
         if PLAN.has_rope:
-            _copy_columns(call.tiles.q_rope, rows, valid, 256, 32)
+            copy_words(call.tiles.q_rope, rows, 256, 0, 32, False)
         async_copy.mbarrier_arrive(call.full.q, increment_count=False)
 
 

@@ -67,12 +67,6 @@ def tokens_layout(IS_PLAIN):
     return gl.SliceLayout(1, copy_layout(32, IS_PLAIN))
 
 
-@gluon.constexpr_function
-def threads_layout(THREADS):
-    """One number a thread."""
-    return gl.BlockedLayout([1], [32], [THREADS // 32], [0])
-
-
 # Lines [64, 8] of 128 bytes of the rows of caches with scales.
 LINES = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -101,5 +95,3 @@ def _own_layout(WIDTH, REGISTERS, LANES):
 PIECE = gl.constexpr(_own_layout(16, [1, 2], [4, 8]))
 BF16_PIECE = gl.constexpr(_own_layout(32, [1, 2, 4], [8, 16]))
 OWN_SCALES = gl.constexpr(_own_layout(4, [1, 2], [0, 0]))
-# The corner [8, 64] of a tile, by four warps.
-CORNER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from flashlatte.kernels.hopper.mla_tiles import (
@@ -39,7 +40,6 @@ from flashlatte.ops.sparse_decode.hopper.rows import (
     load_indices,
     locate,
     publish_mask,
-    signal_copied,
     token_bytes,
     wait_empty,
 )
@@ -134,10 +134,10 @@ def _provide(
 ):
     """Fill half of a block, once it is empty, and say so. ``copied`` is the mbarrier of what comes by cp.async."""
     if PLAN.format == PLAIN:
-        copy_words(tile, rows, SIDE * 128, 0, 128, PLAN)
+        copy_words(tile, rows, SIDE * 128, 0, 128, True)
         if SIDE == 1 and PLAN.has_rope:
-            copy_words(rope_tile, rows, PLAIN_ROPE, 0, 32, PLAN)
-        signal_copied(copied)
+            copy_words(rope_tile, rows, PLAIN_ROPE, 0, 32, True)
+        async_copy.mbarrier_arrive(copied, increment_count=False)
     else:
         if SIDE == 1:
             copy_rope(tile, rope_tile, rows, copied, PLAN)

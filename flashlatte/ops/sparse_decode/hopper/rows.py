@@ -61,7 +61,8 @@ class Indices(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Tokens of a block: pointers to their words, to their scales (of model1), and which are selected."""
+    """Tokens of a block: pointers to their words, to their scales (of model1; else anything), and which are selected.
+    Or heads of a query: all that exist are."""
 
     words: Any
     scales: Any
@@ -178,9 +179,12 @@ def wait_empty(EMPTY: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def copy_words(tile, rows, FIRST: gl.constexpr, COLUMN: gl.constexpr, WIDTH: gl.constexpr, PLAN: gl.constexpr):
-    """Copy words from FIRST of the rows to words from COLUMN of a tile; 0 where a token is not selected."""
-    LAYOUT: gl.constexpr = layouts.copy_layout(WIDTH, PLAN.format == PLAIN)
+def copy_words(tile, rows, FIRST: gl.constexpr, COLUMN: gl.constexpr, WIDTH: gl.constexpr, IS_PLAIN: gl.constexpr):
+    """Copy words from FIRST of 64 rows to words from COLUMN of a tile; 0 where a row is not valid.
+
+    IS_PLAIN: the eight warps of a producer that only copies do, not four.
+    """
+    LAYOUT: gl.constexpr = layouts.copy_layout(WIDTH, IS_PLAIN)
     ALL: gl.constexpr = tile.shape[2] // 2
     target = reinterpret(tile.index(0), gl.int32, [ROWS, ALL], SWIZZLED_WORDS)
     if WIDTH != ALL:
@@ -194,19 +198,13 @@ def copy_words(tile, rows, FIRST: gl.constexpr, COLUMN: gl.constexpr, WIDTH: gl.
 
 
 @gluon.jit
-def signal_copied(barrier):
-    """Have an mbarrier complete when what has been copied is there."""
-    async_copy.mbarrier_arrive(barrier, increment_count=False)
-
-
-@gluon.jit
 def copy_rope(right_tile, rope_tile, rows, copied, PLAN: gl.constexpr):
     """Copy what a token of a format with scales has in bf16."""
     if PLAN.format == V32:
-        copy_words(rope_tile, rows, V32_ROPE, 0, 32, PLAN)
+        copy_words(rope_tile, rows, V32_ROPE, 0, 32, False)
     else:
-        copy_words(right_tile, rows, MODEL1_ROPE, 96, 32, PLAN)
-    signal_copied(copied)
+        copy_words(right_tile, rows, MODEL1_ROPE, 96, 32, False)
+    async_copy.mbarrier_arrive(copied, increment_count=False)
 
 
 @gluon.jit

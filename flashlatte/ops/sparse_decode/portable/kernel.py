@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.online_softmax import LOG2_E, load_tile, no_keys, normalize, weigh
+from flashlatte.kernels.triton.online_softmax import LOG2_E, empty_state, load_tile, normalize, online_softmax_step
 from flashlatte.ops.sparse_decode.portable.tiles import Cache, load_packed, locate_rows, unpack
 from flashlatte.runtime.triton_kernel import kernel
 from flashlatte.split_kv import combine, device
@@ -41,7 +41,7 @@ def _attend(
             valid, rows = locate_rows(cache, index, place)
             valid = valid & (in_tile < stop - start)
             keys = load_tile(cache.k_cache, rows, valid, step)
-            state = weigh(state, q, keys, valid[None, :], scale, start, stop, step)
+            state = online_softmax_step(state, q, keys, valid[None, :], scale, start, stop, step)
     else:
         # A tile passes through registers anyway, to be unpacked: there the next one waits, and no room in shared
         # memory is needed for it.
@@ -58,7 +58,7 @@ def _attend(
                 # Else the loads of the queries from shared memory, which wait for nothing, are all done before the
                 # barrier that the keys need, and fill the registers.
                 tl.debug_barrier()
-            state = weigh(state, q, keys, valid[None, :], scale, start, stop, step)
+            state = online_softmax_step(state, q, keys, valid[None, :], scale, start, stop, step)
     return state
 
 
@@ -183,7 +183,7 @@ def sparse_decode_kernel(
             q_tile = load_tile(q, q_offset, in_heads, STEP)
             length = device.key_count(item, lists)
             own = indices + request * indices_stride_request + token * indices_stride_token
-            state = no_keys(STEP)
+            state = empty_state(STEP)
             state = _attend(state, q_tile, cache, own, first_block, stop_block, length, scale, PLACE, STEP)
             if HAS_EXTRA:
                 before = tl.cdiv(length, BLOCK_N)
