@@ -81,11 +81,14 @@ class PrefillPart:
         cu_seqlens: int32 [m + 1], where each request's new tokens begin in the prefill part.
         max_queries: new tokens of the longest request.
         chunks: the tokens that they have in the cache already, in order. Empty where an indexer selects among them.
+        workspace: [rows, latent + rope], where the rows of a chunk go for a while; made for each chunk if None, or of
+            another dtype than the queries.
     """
 
     cu_seqlens: torch.Tensor
     max_queries: int
     chunks: tuple[ContextChunk, ...] = ()
+    workspace: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -76,16 +76,24 @@ def attend_heads(
     for chunk in part.chunks:
         if chunk.first == chunk.last:
             continue
-        new_out, new_lse = _attend_chunk(query[chunk.first : chunk.last], cache, chunk, expand, softmax_scale)
-        so_far, so_far_lse = out[chunk.first : chunk.last], lse[chunk.first : chunk.last]
-        merged, merged_lse = merge_states((so_far, new_out), (so_far_lse, new_lse))
-        so_far.copy_(merged)
-        so_far_lse.copy_(merged_lse)
+        tokens = slice(chunk.first, chunk.last)
+        context, context_lse = _attend_chunk(query[tokens], cache, chunk, expand, softmax_scale, part.workspace)
+        so_far, so_far_lse = out[tokens], lse[tokens]
+        merge_states((so_far, context), (so_far_lse, context_lse), out=so_far, lse=so_far_lse)
 
 
 def _attend_chunk(
-    query: torch.Tensor, cache: LatentCache, chunk: ContextChunk, expand: Expansion, softmax_scale: float
+    query: torch.Tensor,
+    cache: LatentCache,
+    chunk: ContextChunk,
+    expand: Expansion,
+    softmax_scale: float,
+    workspace: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if workspace is not None and workspace.dtype == query.dtype:
+        workspace = workspace[: chunk.tokens]
+    else:
+        workspace = None
     rows = cache_gather(
         cache.pages,
         chunk.block_table,
@@ -95,6 +103,7 @@ def _attend_chunk(
         seq_starts=chunk.starts,
         total_tokens=chunk.tokens,
         dtype=query.dtype,
+        out=workspace,
     )
     keys, values = expand.keys_and_values(rows)
     return dense_prefill(

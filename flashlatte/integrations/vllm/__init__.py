@@ -1,1 +1,61 @@
-"""FlashLatte inside vLLM."""
+"""FlashLatte inside vLLM: a plugin that vLLM finds by itself once both are installed.
+
+``vllm serve MODEL --attention-backend CUSTOM`` then serves multi-head latent attention with FlashLatte. With
+``FLASHLATTE_VLLM=auto`` in the environment no option is needed: what vLLM would choose itself is FlashLatte, for models
+with an indexer too. ``VLLM_PLUGINS`` without ``flashlatte`` leaves the plugin out.
+
+vLLM imports ``backends``; nothing else here imports vLLM before it is asked to.
+"""
+
+from __future__ import annotations
+
+import os
+
+from flashlatte.integrations.vllm import compat
+
+__all__ = ["cpu_platform", "register"]
+
+MODES = ("custom", "auto")
+DENSE = "flashlatte.integrations.vllm.backends.dense.FlashLatteMLABackend"
+PREFILL = "flashlatte.integrations.vllm.backends.prefill.FlashLattePrefillBackend"
+CPU_PLATFORM = "flashlatte.integrations.vllm.backends.cpu.FlashLatteCpuPlatform"
+
+
+def register() -> None:
+    """Make FlashLatte's backends known to vLLM: entry point ``flashlatte`` of group ``vllm.general_plugins``.
+
+    vLLM calls it in each of its processes, some more than once. ``FLASHLATTE_VLLM`` tells what is registered:
+
+    * ``custom``, the default: the name CUSTOM stands for FlashLatte's backends, of attention and of prefill.
+    * ``auto``: so do the names of vLLM's own MLA backends but TRITON_MLA. Whichever vLLM chooses is FlashLatte, or, if
+      FlashLatte refuses the model or an option, TRITON_MLA.
+
+    Where vLLM is missing or of a version that FlashLatte does not know, it says so once and registers nothing.
+
+    Raises:
+        ValueError: ``FLASHLATTE_VLLM`` is something else.
+    """
+    mode = os.environ.get("FLASHLATTE_VLLM") or MODES[0]
+    if mode not in MODES:
+        raise ValueError(f"FLASHLATTE_VLLM must be {' or '.join(MODES)}, got {mode!r}")
+    reason = compat.unknown()
+    if reason is not None:
+        compat.say_once("FlashLatte is not registered: %s", reason)
+        return
+    compat.register_attention("CUSTOM", DENSE)
+    compat.register_prefill("CUSTOM", PREFILL)
+    if mode == "auto":
+        for name in compat.AUTOMATIC_DENSE:
+            compat.register_attention(name, DENSE)
+
+
+def cpu_platform() -> str | None:
+    """The class of a vLLM platform for CPUs: entry point ``flashlatte_cpu`` of group ``vllm.platform_plugins``.
+
+    Only with ``FLASHLATTE_VLLM_CPU=1``, and a vLLM built for CPUs; else None, and vLLM looks for its own platform. It
+    computes with FlashLatte's reference implementations, to try and to test without a GPU: prefix caching, chunked
+    prefill and any page size, which vLLM's own MLA backend for CPUs does not have.
+    """
+    if os.environ.get("FLASHLATTE_VLLM_CPU") != "1" or compat.unknown() is not None:
+        return None
+    return CPU_PLATFORM

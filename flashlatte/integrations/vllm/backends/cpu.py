@@ -1,0 +1,52 @@
+"""A vLLM platform for CPUs whose MLA is FlashLatte's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from flashlatte.integrations.vllm import serves
+
+
+class FlashLatteCpuPlatform(CpuPlatform):
+    """vLLM's CPU platform without the limits that it sets for its own MLA: pages of 16 tokens, whole prompts only."""
+
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+        if attn_selector_config.use_mla and _is_ours(selected_backend):
+            return AttentionBackendEnum.CUSTOM.get_path()
+        return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+
+    @classmethod
+    def get_mla_prefill_backend_cls(cls, mla_selector_config: Any) -> type:
+        from vllm.config import get_current_vllm_config  # which imports the platform
+
+        if _is_ours(get_current_vllm_config().attention_config.backend):
+            return MLAPrefillBackendEnum.CUSTOM.get_class()
+        return super().get_mla_prefill_backend_cls(mla_selector_config)
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+        wanted = (
+            cache.block_size if cache.user_specified_block_size else serves.PAGE_SIZE,
+            cache.enable_prefix_caching,
+            scheduler.enable_chunked_prefill,
+            scheduler.max_num_batched_tokens,
+        )
+        super().check_and_update_config(vllm_config)
+        model = vllm_config.model_config
+        if model is not None and model.use_mla and _is_ours(vllm_config.attention_config.backend):
+            (
+                cache.block_size,
+                cache.enable_prefix_caching,
+                scheduler.enable_chunked_prefill,
+                scheduler.max_num_batched_tokens,
+            ) = wanted
+
+
+def _is_ours(backend: Any) -> bool:
+    return backend in (None, AttentionBackendEnum.CUSTOM)

@@ -1,0 +1,229 @@
+"""Dense MLA: the backend that vLLM chooses, what it makes for a batch, and what it runs in each layer."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm import envs
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
+
+from flashlatte.integrations.vllm import compat, serves
+from flashlatte.kv_cache.registry import plain_format
+from flashlatte.layers.cache import LatentCache
+from flashlatte.layers.prefill import Expansion, attend_heads
+from flashlatte.ops.cache_write import cache_write
+from flashlatte.ops.concat_mla_q import concat_mla_q
+from flashlatte.ops.dense_decode import dense_decode
+
+# Where all requests of a batch have as few new tokens as this, they attend in absorbed form: their keys and values are
+# read as they are cached, not expanded for every head.
+MOST_ABSORBED_QUERIES = 128
+
+
+class FlashLatteMLABackend(MLACommonBackend):
+    """FlashLatte as vLLM's attention backend for MLA without an indexer."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", *serves.CACHE_DTYPES]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        return FlashLatteMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        return FlashLatteMLAMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list:
+        return serves.page_sizes(None if kv_cache_spec is None else kv_cache_spec.block_size, MultipleOf)
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return serves.PAGE_SIZE
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return []  # any
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return tuple(capability) >= serves.OLDEST_CAPABILITY
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # how many queries a request has is told by the shape of the batch
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        *_: Any,
+        **__: Any,
+    ) -> str | None:
+        return serves.refuses_dense(current_platform.device_type, head_size, dtype, kv_cache_dtype, block_size)
+
+
+class FlashLatteMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
+    """vLLM's own metadata serves as it is: how work is split is decided on the device, in each call."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
+    # A batch-invariant request may not attend in another form because of what else is in the batch.
+    reorder_batch_threshold: int = 1 if envs.VLLM_BATCH_INVARIANT else MOST_ABSORBED_QUERIES
+
+
+class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
+    """One layer's attention over its paged latent cache."""
+
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **mla_args: Any,
+    ) -> None:
+        serves.check_layer(
+            kv_cache_dtype,
+            mla_args["qk_rope_head_dim"],
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            attn_type=None if attn_type == AttentionType.DECODER else attn_type,
+        )
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            **mla_args,
+        )
+        # Queries stay in 16 bits over an fp8 cache.
+        self.supports_quant_query_input = False
+        self.is_fp8 = kv_cache_dtype.startswith("fp8")
+        self.expansion = Expansion(
+            kv_b=lambda latent: self.kv_b_proj(latent)[0],
+            latent_dim=self.kv_lora_rank,
+            nope_dim=self.qk_nope_head_dim,
+            rope_dim=self.qk_rope_head_dim,
+            v_dim=self.v_head_dim,
+        )
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Write latents [T, latent] and rotated keys [T, 1, rope] of new tokens."""
+        if kv_cache.numel() == 0:  # vLLM measures memory, and there is no cache yet
+            return
+        cache = self._cache(kv_cache, k_scale)
+        cache_write(
+            cache.pages,
+            slot_mapping.flatten(),
+            kv_c_normed,
+            rope=k_pe.squeeze(1),
+            cache_format=cache.layout,
+            scale=cache.scale,
+        )
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: MLACommonMetadata,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention in absorbed form: [T, h, latent], and where vLLM merges ranks its lse [T, h]."""
+        decode = attn_metadata.decode
+        query = concat_mla_q(*q) if isinstance(q, tuple) else q
+        requests = decode.seq_lens.shape[0]
+        cache = self._cache(kv_c_and_k_pe_cache, layer._k_scale)
+        out, lse = dense_decode(
+            query.unflatten(0, (requests, query.shape[0] // requests)),
+            cache.pages,
+            decode.block_table,
+            decode.seq_lens,
+            head_dim_v=self.kv_lora_rank,
+            softmax_scale=self.scale,
+            causal=True,
+            k_scale=cache.scale,
+            batch_invariant=envs.VLLM_BATCH_INVARIANT,
+        )
+        merged = self.need_to_return_lse_for_decode
+        return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1) if merged else None
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: MLACommonMetadata,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Attention of prefill requests, in multi-head form, into ``output`` [T, h · v]."""
+        if output_scale is not None or self.dcp_world_size > 1:
+            # vLLM's prefill backend writes a quantised output, and vLLM collects what other ranks have of a context.
+            scale = {} if output_scale is None else {"output_scale": output_scale}
+            super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, **scale)
+            return
+        attend_heads(
+            q,
+            torch.cat((kv_c_normed, k_pe.squeeze(1)), dim=-1),
+            self._cache(kv_c_and_k_pe_cache, k_scale),
+            compat.prefill_part(attn_metadata.prefill, q.shape[0]),
+            self.expansion,
+            self.scale,
+            output.view(-1, self.num_heads, self.v_head_dim),
+        )
+
+    def _cache(self, kv_cache: torch.Tensor, k_scale: torch.Tensor) -> LatentCache:
+        """vLLM's cache [pages, page_size, latent + rope], whose e4m3 rows may come as bytes."""
+        if self.is_fp8:
+            kv_cache = kv_cache.view(torch.float8_e4m3fn)
+        layout = plain_format(kv_cache.dtype, kv_cache.shape[-1])
+        return LatentCache(kv_cache.unsqueeze(2), layout, self.kv_lora_rank, k_scale if self.is_fp8 else None)

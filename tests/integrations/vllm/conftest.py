@@ -1,0 +1,34 @@
+import importlib.util
+import os
+
+import pytest
+
+# Those that need vLLM: make test-vllm.
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*_engine.py"]
+else:
+    # Read when vLLM is first imported: FlashLatte's platform for CPUs, the engine in this process, no network.
+    os.environ |= {
+        "FLASHLATTE_VLLM_CPU": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """The path of a small random model: of a family, with changes to its configuration."""
+    from support import tiny_checkpoints
+
+    written = {}
+
+    def path(family, **changes):
+        key = (family, *sorted(changes.items()))
+        if key not in written:
+            written[key] = tiny_checkpoints.write(family, tmp_path_factory.mktemp(family), **changes)
+        return written[key]
+
+    return path
