@@ -4,10 +4,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --quiet --progress
+VLLM := build/vllm
 # Tests of what Triton makes of the kernels.
 COMPILED := tests/ops tests/kernels tests/runtime tests/split_kv
 
-.PHONY: demo test test-all docs wheel gpu-test sanitize bench lint clean
+.PHONY: demo test test-all test-vllm docs wheel gpu-test sanitize bench lint clean
 
 demo: $(READY)
 	@$(BIN)/flashlatte demo --model $(or $(MODEL),v3)
@@ -27,6 +28,12 @@ test-all: $(READY)
 	@for folder in $(TRITONS); do \
 		echo "Triton in $$folder" && PYTHONPATH=$$folder $(PYTEST) -m "not interpreter and not gpu" $(COMPILED) || exit 1; \
 	done
+
+# vLLM's engine on a CPU, in an environment of its own.
+test-vllm:
+	@$(PYTHON) .ci/vllm_environment.py $(VLLM)
+	@echo "About 3 minutes of processor time."
+	@PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --quiet --progress tests/integrations/vllm
 
 docs: $(VENV)/.docs-ready
 	@NO_MKDOCS_2_WARNING=1 PATH=$(BIN):$$PATH $(BIN)/mkdocs build --quiet --strict

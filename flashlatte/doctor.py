@@ -13,6 +13,7 @@ import torch
 
 import flashlatte
 from flashlatte import ops
+from flashlatte.integrations.vllm import examine as vllm
 from flashlatte.kv_cache import FORMAT_NAMES, get_format
 from flashlatte.layers import MLAConfig
 from flashlatte.runtime import dispatch
@@ -49,6 +50,7 @@ def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, A
         "dtype": dtype,
         "model": None if config is None else _describe_model(config),
         "operations": [_choices(call) for call in calls],
+        "vllm": vllm.examine(DTYPES[dtype], config),
     }
 
 
@@ -128,6 +130,8 @@ def report(facts: dict[str, Any], *, every_reason: bool = False) -> str:
     lines.append(", ".join([device["name"], *device["facts"]]))
     if facts["model"] is not None:
         lines.append(facts["model"])
+    if facts["vllm"]["version"] is not None:
+        lines += vllm.report(facts["vllm"])
     lines.append("")
     on_gpu = device["type"] != "cpu"
     for operation in facts["operations"] if every_reason else _without_repetition(facts["operations"]):

@@ -90,10 +90,9 @@ def _attend_chunk(
     softmax_scale: float,
     workspace: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    gathered = None
     if workspace is not None and workspace.dtype == query.dtype:
-        workspace = workspace[: chunk.tokens]
-    else:
-        workspace = None
+        gathered = workspace[: chunk.tokens]
     rows = cache_gather(
         cache.pages,
         chunk.block_table,
@@ -103,7 +102,7 @@ def _attend_chunk(
         seq_starts=chunk.starts,
         total_tokens=chunk.tokens,
         dtype=query.dtype,
-        out=workspace,
+        out=gathered,
     )
     keys, values = expand.keys_and_values(rows)
     return dense_prefill(

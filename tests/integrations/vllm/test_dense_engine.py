@@ -7,16 +7,29 @@ from support.vllm_engine import MIXED, NEW_TOKENS, Generated, engine, largest_di
 # Of logprobs, in float32.
 CLOSE = 5e-5
 OPERATIONS = {"cache_write", "dense_decode", "dense_prefill"}
-LONG = (300, 250, 410)
+# Prompts, and how many tokens are generated.
+PROMPTS = {
+    "long": (prompts((300, 250, 410)), NEW_TOKENS),
+    "shared": (prompts([200] * 4, shared=160), NEW_TOKENS),
+    "lasting": (prompts((100, 120, 110, 90)), 60),
+}
+LONG = PROMPTS["long"][0]
 
 
 @pytest.fixture(scope="module")
 def whole(checkpoint):
-    """What V3 generates of ``LONG`` prompts that are prefilled whole."""
-    with engine(checkpoint("v3"), enable_chunked_prefill=False, max_num_batched_tokens=1024) as vllm:
-        generated = vllm.generate(prompts(LONG))
-        assert OPERATIONS <= vllm.calls()[0].keys()
+    """What V3 generates when prompts are prefilled whole and nothing is shared: of the prompts, by name."""
+    with engine(checkpoint("v3"), enable_chunked_prefill=False, enable_prefix_caching=False) as vllm:
+        generated = {name: vllm.generate(given, new_tokens) for name, (given, new_tokens) in PROMPTS.items()}
+        assert vllm.calls()[0].keys() >= OPERATIONS
         return generated
+
+
+@pytest.fixture
+def own_process(monkeypatch):
+    """The engine runs in a process of its own."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 def same(ours, theirs):
@@ -31,7 +44,7 @@ def test_generates_what_transformers_and_vllm_do(family, checkpoint):
     given = prompts(MIXED)
     with engine(checkpoint(family)) as vllm:
         ours = vllm.generate(given)
-        assert OPERATIONS <= vllm.calls()[0].keys()
+        assert vllm.calls()[0].keys() >= OPERATIONS
     stock = [Generated(*tiny_checkpoints.greedy(checkpoint(family), ids, NEW_TOKENS)) for ids in given]
     same(ours, stock)
 
@@ -45,5 +58,73 @@ def test_generates_what_transformers_and_vllm_do(family, checkpoint):
 
 def test_prompts_in_chunks(checkpoint, whole):
     with engine(checkpoint("v3"), max_num_batched_tokens=96) as vllm:
-        same(vllm.generate(prompts(LONG)), whole)
+        same(vllm.generate(LONG), whole["long"])
         assert vllm.calls()[0]["merge_states"] > 0
+
+
+def test_context_in_many_pieces(checkpoint, whole, monkeypatch):
+    """A workspace that holds little of the context: several pieces of it for a request, of several requests."""
+    from flashlatte.integrations.vllm.backends.dense import FlashLatteMLAMetadataBuilder
+
+    rows = staticmethod(lambda config: 128)
+    monkeypatch.setattr(FlashLatteMLAMetadataBuilder, "determine_chunked_prefill_workspace_size", rows)
+    with engine(checkpoint("v3"), max_num_batched_tokens=96) as vllm:
+        same(vllm.generate(LONG), whole["long"])
+        assert vllm.calls()[0]["cache_gather"] > 20
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 128])
+def test_other_pages(checkpoint, whole, block_size):
+    with engine(checkpoint("v3"), block_size=block_size, max_num_batched_tokens=256) as vllm:
+        same(vllm.generate(LONG), whole["long"])
+
+
+def test_prefixes_that_are_cached(checkpoint, whole):
+    given, _ = PROMPTS["shared"]
+    with engine(checkpoint("v3"), enable_prefix_caching=True) as vllm:
+        ours = vllm.generate(given[:1]) + vllm.generate(given[1:])
+    assert [one.cached for one in ours] == [0, 128, 128, 128]
+    same(ours, whole["shared"])
+
+
+def test_requests_that_are_preempted(checkpoint, whole):
+    with engine(checkpoint("v3"), block_size=16, num_gpu_blocks_override=34, max_model_len=512) as vllm:
+        ours = vllm.generate(*PROMPTS["lasting"])
+        assert vllm.metric("num_preemptions") > 0
+    same(ours, whole["lasting"])
+
+
+def test_speculation(checkpoint, whole, own_process):
+    """Several queries of a request in one step. The model repeats itself, and prompt lookup finds what."""
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    with engine(checkpoint("v3"), speculative_config=speculation) as vllm:
+        ours = vllm.generate(*PROMPTS["lasting"])
+        assert vllm.metric("spec_decode_num_accepted_tokens") > 0
+    same(ours, whole["lasting"])
+
+
+# Largest difference from float32 of a logprob. Dense layers only: an expert chosen otherwise on a near tie is no error.
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [
+        ({"dtype": "bfloat16"}, 0.1),
+        ({"dtype": "float16"}, 0.02),
+        ({"dtype": "float32", "kv_cache_dtype": "fp8"}, 0.25),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"}, 0.25),
+    ],
+)
+def test_fewer_bits(checkpoint, options, bound):
+    model = checkpoint("v3", first_k_dense_replace=3)
+    given = prompts(MIXED)
+    expected = [Generated(*tiny_checkpoints.greedy(model, ids, NEW_TOKENS)) for ids in given]
+    with engine(model, max_num_batched_tokens=96, **options) as vllm:
+        assert 0 < largest_difference(vllm.generate(given), expected) < bound
+
+
+def test_heads_on_two_ranks(checkpoint, whole, own_process):
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with engine(checkpoint("v3"), max_num_batched_tokens=256, **options) as vllm:
+        same(vllm.generate(LONG), whole["long"])
+        counts = vllm.calls()
+    assert len(counts) == 2
+    assert all(one.keys() >= OPERATIONS for one in counts)

@@ -15,7 +15,9 @@ class FlashLatteCpuPlatform(CpuPlatform):
     """vLLM's CPU platform without the limits that it sets for its own MLA: pages of 16 tokens, whole prompts only."""
 
     @classmethod
-    def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
         if attn_selector_config.use_mla and _is_ours(selected_backend):
             return AttentionBackendEnum.CUSTOM.get_path()
         return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)

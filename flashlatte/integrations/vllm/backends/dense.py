@@ -92,6 +92,16 @@ class FlashLatteMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     # A batch-invariant request may not attend in another form because of what else is in the batch.
     reorder_batch_threshold: int = 1 if envs.VLLM_BATCH_INVARIANT else MOST_ABSORBED_QUERIES
 
+    def _build_decode(self, **batch: Any) -> Any:
+        """The decode requests, all of as many queries: without those that are padding and have none."""
+        starts = batch["query_start_loc_cpu"]
+        queries = int(starts[1] - starts[0])
+        if queries:
+            requests = batch["num_decode_tokens"] // queries
+            for name in ("block_table_tensor", "seq_lens_device"):
+                batch[name] = batch[name][:requests]
+        return super()._build_decode(**batch)
+
 
 class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
     """One layer's attention over its paged latent cache."""

