@@ -20,15 +20,12 @@ if TYPE_CHECKING:
     from flashlatte.ops.index_convert import index_convert
     from flashlatte.ops.index_logits import index_logits, paged_index_logits
     from flashlatte.ops.index_quantize import index_gather, index_quantize
-    from flashlatte.ops.index_query import index_query, index_query_mxfp4
+    from flashlatte.ops.index_query import index_query
     from flashlatte.ops.index_select import index_select, paged_index_select
     from flashlatte.ops.index_workspace import index_workspace
-    from flashlatte.ops.inverse_rope_quantize import inverse_rope_quantize
     from flashlatte.ops.merge_states import merge_attn_states, merge_states
     from flashlatte.ops.paged_attention import paged_attention
-    from flashlatte.ops.q_kv_norm import q_kv_norm
     from flashlatte.ops.reshape_and_cache import reshape_and_cache
-    from flashlatte.ops.rotate_and_cache import rotate_and_cache
     from flashlatte.ops.sparse_decode import sparse_decode
     from flashlatte.ops.sparse_prefill import sparse_prefill
     from flashlatte.ops.topk import topk
@@ -48,11 +45,9 @@ __all__ = [
     "index_logits",
     "index_quantize",
     "index_query",
-    "index_query_mxfp4",
     "index_select",
     "index_workspace",
     "integrations",
-    "inverse_rope_quantize",
     "kv_cache",
     "layers",
     "merge_attn_states",
@@ -60,9 +55,7 @@ __all__ = [
     "paged_attention",
     "paged_index_logits",
     "paged_index_select",
-    "q_kv_norm",
     "reshape_and_cache",
-    "rotate_and_cache",
     "sparse_decode",
     "sparse_prefill",
     "topk",
@@ -72,11 +65,10 @@ _OPERATIONS = (
     *("concat_mla_q", "dense_decode", "dense_prefill", "merge_states", "paged_attention", "reshape_and_cache"),
     *("sparse_decode", "sparse_prefill", "topk"),
     *("index_convert", "index_logits", "index_quantize", "index_query", "index_select"),
-    *("compress", "index_workspace", "inverse_rope_quantize", "q_kv_norm", "rotate_and_cache"),
+    *("compress", "index_workspace"),
 )
 _BESIDE = {
     "index_gather": "index_quantize",
-    "index_query_mxfp4": "index_query",
     "merge_attn_states": "merge_states",
     "paged_index_logits": "index_logits",
     "paged_index_select": "index_select",
