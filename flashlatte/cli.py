@@ -1,4 +1,4 @@
-"""The command line: flashlatte demo | generate | doctor | bench. Nothing here imports torch before a command runs."""
+"""The command line. Nothing here imports torch before a command runs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from flashlatte import ahead, bench
+
     parser = argparse.ArgumentParser(prog="flashlatte", description="Multi-head Latent Attention in Python.")
     parser.add_argument("--version", action="version", version=f"flashlatte {flashlatte.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="demo | generate | doctor | bench")
+    names = "demo | generate | doctor | compile | bench"
+    commands = parser.add_subparsers(dest="command", required=True, metavar=names)
 
     demo = commands.add_parser(
         "demo", help="a small DeepSeek-V3 decodes with stock transformers and through FlashLatte"
@@ -63,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=_doctor)
 
-    from flashlatte import bench
+    compile_parser = commands.add_parser("compile", help="compile the kernels of a model's steps ahead of time")
+    ahead.add_arguments(compile_parser)
+    compile_parser.set_defaults(run=ahead.main)
 
     bench_parser = commands.add_parser("bench", help="check and time operations on named cases")
     bench.add_arguments(bench_parser)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,7 @@ def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, A
         "model": None if config is None else _describe_model(config),
         "operations": [_choices(call) for call in calls],
         "vllm": vllm.examine(DTYPES[dtype], config),
+        "compiled": _compiled(model, dtype) if model and torch.cuda.is_available() and dtype != "fp32" else None,
     }
 
 
@@ -141,10 +144,25 @@ def report(facts: dict[str, Any], *, every_reason: bool = False) -> str:
         if every_reason or on_gpu:
             reasons = operation["refusals"].items()
             lines += [f"    not {name}: it {reason}" for name, reason in reasons if every_reason or _exists(reason)]
+    if facts["compiled"] is not None:
+        lines += ["", facts["compiled"]]
     if not every_reason:
         lines += ["", *([] if on_gpu else [_what_a_gpu_adds(facts["operations"])])]
         lines.append("flashlatte doctor --all gives the reason for every implementation that does not run.")
     return "\n".join(lines)
+
+
+def _compiled(model: str | Path, dtype: str) -> str:
+    """How many of the kernels that the model's steps launch are compiled, in words."""
+    # What looks for kernels can launch none: it has a process of its own.
+    command = [sys.executable, "-m", "flashlatte", "compile", "--list", "--json", "--model", str(model)]
+    done = subprocess.run([*command, "--dtype", dtype], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return f"Kernels cannot be compiled ahead: {done.stderr.strip()}"
+    facts = json.loads(done.stdout)
+    missing, all_kernels = len(facts["missing"]), len(facts["kernels"])
+    text = f"Of the {all_kernels} kernels that the model's steps launch, {missing} are not compiled yet"
+    return text + (f": flashlatte compile --model {model}" if missing else "")
 
 
 def _exists(refusal: str) -> bool:

@@ -8,6 +8,7 @@ import torch
 
 from flashlatte.kv_cache import CacheFormat
 from flashlatte.ops.cache_write import cache_write
+from flashlatte.runtime import machine
 
 
 @dataclass(frozen=True)
@@ -50,5 +51,5 @@ class LatentCache:
         """
         if not self.is_quantised:
             return self.layout.record_dtype
-        for_kernels = dtype == torch.float32 and self.pages.device.type != "cpu" and not reference
+        for_kernels = dtype == torch.float32 and machine.device_type(self.pages.device) != "cpu" and not reference
         return torch.bfloat16 if for_kernels else dtype

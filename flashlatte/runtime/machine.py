@@ -1,9 +1,10 @@
-"""What kernels run on: the GPU's compute capability and size, or Triton's interpreter."""
+"""What kernels run on: a GPU's compute capability and size, or Triton's interpreter."""
 
 from __future__ import annotations
 
 import functools
 import os
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,30 @@ _INTERPRETING = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true",
 def interpreting() -> bool:
     """Whether Triton kernels run in Triton's interpreter: settled by TRITON_INTERPRET when the kernels are imported."""
     return _INTERPRETING
+
+
+class GPU(NamedTuple):
+    """What calls are settled by: compute capability, (9, 0) for 9.0, and number of multiprocessors."""
+
+    capability: tuple[int, int]
+    num_sms: int
+
+
+_assumed: GPU | None = None
+
+
+def assume(gpu: GPU) -> None:
+    """From now on, calls with tensors on the CPU are settled in this process as if these were on ``gpu``.
+
+    For a process that looks at what would be launched (``runtime.ahead``), before its first call.
+    """
+    global _assumed
+    _assumed = gpu
+
+
+def device_type(device: torch.device) -> str:
+    """Of the device that kernels for tensors on ``device`` are for."""
+    return device.type if _assumed is None else "cuda"
 
 
 def compute_capability(device: torch.device) -> tuple[int, int]:
@@ -26,10 +51,14 @@ compute_capability._dynamo_marked_constant = True  # pyright: ignore[reportFunct
 
 @functools.cache
 def _compute_capability(device: torch.device) -> tuple[int, int]:
+    if _assumed is not None:
+        return _assumed.capability
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of a GPU; on the CPU, where Triton's interpreter runs one program after the other, a few."""
+    if _assumed is not None:
+        return _assumed.num_sms
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -27,10 +27,11 @@ def triton(call: Call) -> str | None:
     """Triton does not run there."""
     if not _TRITON_INSTALLED:
         return "needs Triton, which is not installed"
-    if call.device.type == "cpu" and not machine.interpreting():
+    device_type = machine.device_type(call.device)
+    if device_type == "cpu" and not machine.interpreting():
         return "runs on a GPU (or on the CPU in Triton's interpreter, with TRITON_INTERPRET=1)"
-    if call.device.type not in ("cpu", "cuda", "xpu"):
-        return f"runs on a GPU that Triton serves, not on {call.device.type}"
+    if device_type not in ("cpu", "cuda", "xpu"):
+        return f"runs on a GPU that Triton serves, not on {device_type}"
     return None
 
 
@@ -41,7 +42,7 @@ def capability(call: Call, major: int, minor: int) -> str | None:
         return "needs Triton, which is not installed"
     if machine.interpreting():
         return f"{wanted}, which Triton's interpreter (TRITON_INTERPRET=1) is not"
-    if call.device.type != "cuda" or torch.version.hip is not None:
+    if machine.device_type(call.device) != "cuda" or torch.version.hip is not None:
         return f"{wanted} (an NVIDIA GPU), and the tensors are on {call.device}"
     found = machine.compute_capability(call.device)
     return None if found == (major, minor) else f"{wanted}, and {call.device} has {found[0]}.{found[1]}"

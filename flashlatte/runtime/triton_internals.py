@@ -19,6 +19,7 @@ import torch
 import triton
 from triton import knobs
 
+from flashlatte.runtime import machine
 from flashlatte.runtime.tma_descriptors import Address
 
 # Argument lists that a launch remembers: one for each address of a TMA descriptor, as of the caches of all layers.
@@ -194,11 +195,13 @@ def join(compiled: Any, cluster: Cluster) -> None:
 
 def clusters_fill(device: torch.device, size: int) -> bool:
     """Whether clusters of CTAs that take an SM each can be launched, and fill all SMs of a GPU."""
-    return device.type == "cuda" and _clusters_fill(device, size)
+    return machine.device_type(device) == "cuda" and _clusters_fill(device, size)
 
 
 @functools.cache
 def _clusters_fill(device: torch.device, size: int) -> bool:
+    if device.type != "cuda":  # a GPU that is not here, taken for one whose SMs all work
+        return machine.compute_capability(device) == (9, 0)
     with torch.cuda.device(device):
         compiled = _nothing.warmup(grid=(1,))
         if not packs_clusters(triton.compiler.make_backend(compiled.metadata.target)):

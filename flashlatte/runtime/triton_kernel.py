@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,14 +17,25 @@ from flashlatte.runtime.triton_internals import Cluster, join
 _RUN_TIME_NUMBERS = ("int32", "int64", "float32")
 
 
-def kernel(function: Callable[..., None]) -> Any:
+def kernel(function: Callable[..., None] | None = None, *, by_element: Sequence[str] = ()) -> Any:
     """``triton.jit`` for a kernel whose numbers are all run-time values of the annotated type.
 
     Left alone, Triton compiles a kernel again for a number that is 1, that is divisible by 16, or that no longer
     fits 32 bits, so a new batch size or stride could cost a user seconds. What the generated code must know is a
     ``tl.constexpr``, passed by name.
+
+    Args:
+        by_element: pointers that may begin anywhere, as lengths that are a part of a buffer: their alignment would only
+            make more variants.
     """
-    return _launched(triton.jit(function, do_not_specialize=_run_time_numbers(function)))  # type: ignore[call-overload]
+    if function is None:
+        return functools.partial(kernel, by_element=by_element)
+    jitted = triton.jit(  # type: ignore[call-overload]
+        function,
+        do_not_specialize=_run_time_numbers(function),
+        do_not_specialize_on_alignment=list(by_element),
+    )
+    return _launched(jitted)
 
 
 def gluon_kernel(function: Callable[..., None], by_element: Sequence[str], cluster: Cluster | None = None) -> Any:
@@ -42,6 +53,20 @@ def gluon_kernel(function: Callable[..., None], by_element: Sequence[str], clust
         do_not_specialize_on_alignment=list(by_element),
     )
     return _launched(jitted, cluster)
+
+
+_instead: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None
+
+
+@contextlib.contextmanager
+def launching(instead: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+    """Inside, nothing is compiled or launched: ``instead`` is called with the JITFunction and its arguments."""
+    global _instead
+    before, _instead = _instead, instead
+    try:
+        yield
+    finally:
+        _instead = before
 
 
 class Kernel:
@@ -66,6 +91,8 @@ class Kernel:
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         jitted, cluster = self.jitted, self.cluster
+        if _instead is not None:
+            return _instead(jitted, args, kwargs)
         compiled = jitted.run(*args, grid=grid, warmup=cluster is not None, **kwargs)
         if cluster is None and not is_recording():
             return

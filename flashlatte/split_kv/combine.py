@@ -239,7 +239,8 @@ def combine_kernel(
 @functools.cache
 def _overlaps(device: torch.device) -> bool:
     """Whether a kernel can be launched before the one that it depends on has ended."""
-    return device.type == "cuda" and torch.version.hip is None and machine.compute_capability(device) >= (9, 0)
+    is_nvidia = machine.device_type(device) == "cuda" and torch.version.hip is None
+    return is_nvidia and machine.compute_capability(device) >= (9, 0)
 
 
 def launch_combine(

@@ -20,7 +20,7 @@ FLOORS = (
     ("engine", "distributed"),
     ("testing",),
     ("bench",),
-    ("integrations", "doctor"),
+    ("integrations", "doctor", "ahead"),
     ("demo",),
     ("cli", "__main__"),
 )

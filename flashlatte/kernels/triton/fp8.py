@@ -19,7 +19,7 @@ from flashlatte.runtime import machine
 @functools.cache
 def converts_e4m3(device: torch.device) -> bool:
     """Whether Triton casts between float32 and e4m3fn in hardware on ``device``."""
-    if device.type != "cuda" or torch.version.hip is not None or machine.interpreting():
+    if machine.device_type(device) != "cuda" or torch.version.hip is not None or machine.interpreting():
         return False
     return machine.compute_capability(device) >= (8, 9)
 

@@ -28,9 +28,10 @@ NVIDIA = frozenset({"hopper", "blackwell", "ampere", "small"})
 @functools.cache
 def gpu_class(device: torch.device) -> str:
     """The class of GPUs that tables of configurations are by."""
-    if device.type == "cpu":
+    device_type = machine.device_type(device)
+    if device_type == "cpu":
         return "interpreter"
-    if device.type != "cuda" or torch.version.hip is not None:
+    if device_type != "cuda" or torch.version.hip is not None:
         return "other"
     capability = machine.compute_capability(device)
     if capability[0] in (9, 10):

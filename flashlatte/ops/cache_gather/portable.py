@@ -95,7 +95,7 @@ def cache_gather(
     )
 
 
-@kernel
+@kernel(by_element=("cu_seqlens", "seq_starts"))
 def gather_tiles_kernel(
     out,
     cache,
@@ -173,7 +173,7 @@ def gather_tiles_kernel(
     tl.store(out_row[:, None] + (TILES * TILE + rope_column), ropes, mask=inside[:, None])
 
 
-@kernel
+@kernel(by_element=("cu_seqlens", "seq_starts"))
 def gather_rows_kernel(
     out,
     cache,

@@ -136,7 +136,7 @@ def _write_rows(
     )
 
 
-@kernel
+@kernel(by_element=("slot_mapping",))
 def write_tiles_kernel(
     cache,
     slot_mapping,
@@ -196,7 +196,7 @@ def write_tiles_kernel(
         store_words((row + TILES * TILE)[:, None], tile, scales, valid[:, None], ALIGN)
 
 
-@kernel
+@kernel(by_element=("slot_mapping",))
 def write_rows_kernel(
     cache,
     slot_mapping,

@@ -67,7 +67,7 @@ def _gather_plane(
     )
 
 
-@kernel
+@kernel(by_element=("cu_seqlens", "seq_starts"))
 def gather_records_kernel(
     out,
     plane,

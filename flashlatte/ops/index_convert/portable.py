@@ -69,7 +69,7 @@ def index_convert(
         )
 
 
-@kernel
+@kernel(by_element=("request_ids", "query_positions", "workspace_ids", "workspace_starts"))
 def index_convert_kernel(
     indices,
     block_table,

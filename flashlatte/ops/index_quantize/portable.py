@@ -93,7 +93,7 @@ def index_gather(
         )
 
 
-@kernel
+@kernel(by_element=("slot_mapping",))
 def index_quantize_kernel(
     cache,
     slot_mapping,
@@ -150,7 +150,7 @@ def index_quantize_kernel(
             store_words(scale_row, 0, scales.to(tl.int32, bitcast=True), valid, UNIT)
 
 
-@kernel
+@kernel(by_element=("cu_seqlens", "seq_starts"))
 def index_gather_kernel(
     cache,
     block_table,

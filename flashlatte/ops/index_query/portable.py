@@ -71,7 +71,7 @@ def index_query(
         )
 
 
-@kernel
+@kernel(by_element=("positions",))
 def index_query_kernel(
     q,
     weights,

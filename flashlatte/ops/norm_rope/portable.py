@@ -100,7 +100,7 @@ def rotate_heads(
     )
 
 
-@kernel
+@kernel(by_element=("positions", "slot_mapping"))
 def latent_rows_kernel(
     kv_a,
     weight,
@@ -203,7 +203,7 @@ def pair_columns(pair, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
         return pair, pair + PAIRS
 
 
-@kernel
+@kernel(by_element=("positions",))
 def rotate_heads_kernel(
     x,
     table,

@@ -159,7 +159,7 @@ def _store_rows(
     tl.store(cache_row[:, None] + within, numbers, mask=mask)
 
 
-@kernel
+@kernel(by_element=("slot_mapping",))
 def reshape_and_cache_kernel(
     slot_mapping,
     slot_mapping_stride: tl.int64,

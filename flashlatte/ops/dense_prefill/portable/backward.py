@@ -67,7 +67,7 @@ def row_sums_kernel(
     tl.store(pair + 1, tl.where(empty, 0.0, row_delta), mask=in_use)
 
 
-@kernel
+@kernel(by_element=("cu_seqlens_q", "cu_seqlens_k"))
 def keys_kernel(
     q,
     q_stride_token: tl.int64,
@@ -165,7 +165,7 @@ def keys_kernel(
     store_columns(dv + dv_offset, dvalue, in_use, 0, D_V, INTERPRETED)
 
 
-@kernel
+@kernel(by_element=("cu_seqlens_q", "cu_seqlens_k"))
 def queries_kernel(
     q,
     q_stride_token: tl.int64,

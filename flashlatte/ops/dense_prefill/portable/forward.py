@@ -20,7 +20,7 @@ from flashlatte.ops.dense_prefill.portable.tiles import (
 from flashlatte.runtime.triton_kernel import kernel
 
 
-@kernel
+@kernel(by_element=("cu_seqlens_q", "cu_seqlens_k"))
 def forward_kernel(
     q,
     q_stride_token: tl.int64,

@@ -68,7 +68,7 @@ def seen_by(position, stop, window_left, window_right):
     return lower.to(tl.int32), upper.to(tl.int32)
 
 
-@kernel
+@kernel(by_element=("cu_seqlens_q", "seqused_k"))
 def find_tiles_kernel(
     tiles,
     lengths,

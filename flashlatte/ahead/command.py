@@ -1,0 +1,115 @@
+"""Which kernels a model's steps launch on a GPU, which of them Triton's cache lacks, and the compilation of these."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import multiprocessing
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from flashlatte.doctor import DTYPES, read_fields
+from flashlatte.kv_cache import FORMAT_NAMES
+from flashlatte.layers import MLAConfig
+from flashlatte.layers.rehearsal import rehearse
+from flashlatte.runtime import ahead, machine
+
+# Multiprocessors of the largest GPU of a compute capability, for --target without --sms.
+NUM_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160, 120: 188}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; returns its exit code, 1 if a kernel does not compile."""
+    say = (lambda _: None) if arguments.json else functools.partial(print, flush=True)
+    gpu = _target(arguments.target, arguments.sms)
+    ahead.use(gpu)
+    variants = _variants(arguments)
+    missing = [variant for variant in variants if not variant.is_compiled()]
+    target = "sm_{}{}".format(*gpu.capability)
+    say(f"{len(variants)} kernels for {target}, of which {len(missing)} are not compiled yet")
+    errors: dict[str, str] = {}
+    if arguments.list:
+        for variant in variants:
+            say(f"  {variant.name:<40}{'missing' if variant in missing else 'compiled'}")
+    elif missing:
+        begin = time.perf_counter()
+        jobs = min(arguments.jobs or len(os.sched_getaffinity(0)), len(missing))
+        for done, (name, seconds, error) in enumerate(_compile(missing, jobs), 1):
+            if error is not None:
+                errors[name] = error
+            say(f"  {done:>3} of {len(missing)}  {name}: {error or f'{seconds:.1f} s'}")
+        say(f"{len(missing) - len(errors)} compiled in {time.perf_counter() - begin:.0f} s, {jobs} at a time")
+        missing = [variant for variant in missing if variant.name in errors]
+    if arguments.json:
+        names = {"kernels": variants, "missing": missing}
+        facts = {"target": target} | {name: [one.name for one in found] for name, found in names.items()}
+        print(json.dumps(facts | {"errors": errors}, indent=2))
+    return 1 if errors else 0
+
+
+def _target(name: str | None, sms: int | None) -> machine.GPU:
+    if name is None:
+        if not torch.cuda.is_available():
+            raise ValueError("--target must be given where there is no GPU: sm_90 for an H100, for example")
+        if torch.version.hip is not None:
+            raise ValueError("kernels can be compiled ahead for GPUs of NVIDIA's, and this is one of AMD's")
+        return machine.GPU(torch.cuda.get_device_capability(), machine.num_sms(torch.device("cuda")))
+    known = re.fullmatch(r"sm_(\d{2,3})a?", name)
+    if known is None or int(known[1]) not in NUM_SMS:
+        raise ValueError(f"--target must be one of {', '.join(f'sm_{known}' for known in NUM_SMS)}, got {name!r}")
+    number = int(known[1])
+    return machine.GPU(divmod(number, 10), sms or NUM_SMS[number])
+
+
+def _variants(arguments: argparse.Namespace) -> list[ahead.Variant]:
+    config = MLAConfig.from_transformers(read_fields(arguments.model))
+    heads, ranks = config.num_attention_heads, arguments.tensor_parallel
+    for name in ("max_batch", "max_queries", "page_size", "tensor_parallel"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+    if heads % ranks:
+        raise ValueError(f"--tensor-parallel must divide the model's {heads} heads, got {ranks}")
+    formats = arguments.cache_format or [arguments.dtype]
+    unknown = [name for name in formats if name not in FORMAT_NAMES]
+    if unknown:
+        raise ValueError(f"--cache-format must be one of {', '.join(FORMAT_NAMES)}, got {unknown[0]!r}")
+    # What a token is beside its attention makes no other kernels.
+    config = replace(config, hidden_size=min(config.hidden_size, 1024))
+    with ahead.collected() as found:
+        for cache_format in formats:
+            for _ in rehearse(
+                config,
+                cache_format=cache_format,
+                dtype=DTYPES[arguments.dtype],
+                heads=heads // ranks,
+                page_size=arguments.page_size,
+                max_batch=arguments.max_batch,
+                max_queries=arguments.max_queries,
+            ):
+                pass
+    return found
+
+
+_to_compile: list[ahead.Variant] = []
+
+
+def _compile(variants: list[ahead.Variant], jobs: int) -> Iterator[tuple[str, float, str | None]]:
+    """Name, seconds and error of each, as they are done. Processes are forked: they know the variants already."""
+    _to_compile[:] = variants
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        yield from pool.imap_unordered(_compile_one, range(len(variants)))
+
+
+def _compile_one(number: int) -> tuple[str, float, str | None]:
+    variant, begin = _to_compile[number], time.perf_counter()
+    try:
+        variant.compile()
+    except Exception as error:  # whatever Triton or ptxas has to say, the others go on
+        return variant.name, time.perf_counter() - begin, f"{type(error).__name__}: {error}"
+    return variant.name, time.perf_counter() - begin, None

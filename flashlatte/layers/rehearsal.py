@@ -1,0 +1,124 @@
+"""A model's attention gone through step by step, to see which kernels its steps launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashlatte import kv_cache
+from flashlatte.kv_cache.index_formats import index_format_beside
+from flashlatte.layers.attention import MLAAttention
+from flashlatte.layers.builder import MLAMetadataBuilder
+from flashlatte.layers.config import MLAConfig
+
+# Of a request whose whole history fits in few splits, and of a long one.
+_FEW_TOKENS, _MANY_TOKENS = 256, 32_768
+_NEW_TOKENS = 48
+
+
+def rehearse(
+    config: MLAConfig,
+    *,
+    cache_format: str = "bf16",
+    dtype: torch.dtype = torch.bfloat16,
+    heads: int | None = None,
+    page_size: int = 64,
+    max_batch: int = 256,
+    max_queries: int = 2,
+    device: str = "cpu",
+) -> Iterator[str]:
+    """Runs a layer's prefill and decode steps, and names each. Weights are not initialised, and results hold anything.
+
+    Args:
+        cache_format: of the cache.
+        dtype: of the weights.
+        heads: of this rank; None: all.
+        page_size: tokens in a page.
+        max_batch: requests of a decode step at most.
+        max_queries: new tokens of a request in a decode step at most, drafts among them.
+        device: where. On the CPU no GPU is needed, inside ``runtime.ahead.collected``.
+
+    Raises:
+        ValueError: a format that the layer cannot have, or more heads than it has.
+    """
+    longest = min(_MANY_TOKENS, config.rope.max_position)
+    config = replace(config, rope=replace(config.rope, max_position=longest))
+    layer = MLAAttention(config, heads=None if heads is None else (0, heads), dtype=dtype, device=device)
+    caches = _caches(config, cache_format, page_size, device)
+    for length in sorted({min(_FEW_TOKENS, longest), longest}):
+        builder = MLAMetadataBuilder(
+            page_size,
+            max(max_batch, 3),
+            max(max_batch * max_queries, _NEW_TOKENS),
+            length,
+            device,
+            cache_format=cache_format,
+            workspace_tokens=_FEW_TOKENS,
+            max_decode_queries=max_queries,
+            topk=None if config.indexer is None else config.indexer.topk,
+        )
+        for name, new, seen in _steps(length, max_batch, max_queries):
+            yield f"{name}, requests of {max(seen)} tokens"
+            starts = [0, *torch.tensor(new).cumsum(0).tolist()]
+            # All requests have the same pages: nothing is read from them.
+            table = torch.zeros(len(new), builder.max_pages, dtype=torch.int32, device=device)
+            metadata = builder.build(starts, seen, table)
+            hidden = torch.zeros(starts[-1], config.hidden_size, dtype=dtype, device=device)
+            with _NoArithmetic():
+                layer(hidden, caches[0], metadata, index_cache=caches[1])
+
+
+def _steps(length: int, max_batch: int, max_queries: int) -> Iterator[tuple[str, list[int], list[int]]]:
+    """(name, new tokens of each request, all tokens of each request)."""
+    yield "prefill", [_NEW_TOKENS], [_NEW_TOKENS]
+    yield "prefill with a prefix in the cache", [_NEW_TOKENS], [min(length, 3 * _FEW_TOKENS)]
+    if length > 3 * _FEW_TOKENS:
+        yield "prefill of a long request", [_NEW_TOKENS], [length]
+    # Their parts begin anywhere in the step's buffers.
+    yield "decode of 1 beside two prefills", [1, _NEW_TOKENS - 8, 7], [length, length, 7]
+    batches = {1 << exponent for exponent in range(max_batch.bit_length())} | {max_batch}
+    for queries in range(1, max_queries + 1):
+        for batch in sorted(batches):
+            yield f"decode of {batch} x {queries}", [queries] * batch, [length] * batch
+
+
+def _caches(
+    config: MLAConfig, cache_format: str, page_size: int, device: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Latents, and index keys of a layer with an indexer, of one page."""
+    layout = kv_cache.get_format(cache_format)
+    if layout.plain:
+        layout = kv_cache.get_format(cache_format, config.head_dim)
+    latents = kv_cache.allocate(layout, 1, page_size, device=device)
+    if config.indexer is None:
+        return latents, None
+    keys = kv_cache.get_format(index_format_beside(layout), config.indexer.head_dim)
+    return latents, kv_cache.allocate(keys, 1, page_size, device=device)
+
+
+class _NoArithmetic(TorchDispatchMode):
+    """Matrix products give tensors of the right shape and do not look at their operands."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _PRODUCTS:
+            first, second = args[-2:] if func is torch.ops.aten.addmm.default else args[:2]
+            width = second.shape[0] if func is torch.ops.aten.linear.default else second.shape[-1]
+            return first.new_empty(*first.shape[:-1], width)
+        if func in _PRODUCTS_INTO:
+            return (kwargs or {})["out"]
+        return func(*args, **(kwargs or {}))
+
+
+_PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.linear.default,
+}
+_PRODUCTS_INTO = {torch.ops.aten.mm.out, torch.ops.aten.bmm.out}

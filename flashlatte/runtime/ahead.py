@@ -1,0 +1,107 @@
+"""Kernels compiled before their first call: which variants calls would launch, and those in Triton's cache.
+
+A process that looks at this assumes a GPU (``use``), present or not, and runs nothing on any. What Triton is assumed to
+do: ``JITFunction.run(warmup=True)`` compiles as a launch would, unless ``jit_cache_hook`` returns True; and a variant
+that its cache lacks begins with ``make_ir`` of the function's ``ASTSource``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+
+from flashlatte.runtime import machine
+from flashlatte.runtime.triton_kernel import launching
+
+
+class _NotCompiled(Exception):
+    pass
+
+
+def _stop(*_args: object, **_options: object) -> None:
+    raise _NotCompiled
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+class _AbsentGPU:
+    """What Triton asks its driver before it compiles."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self._target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+def use(gpu: machine.GPU) -> None:
+    """From now on, calls of this process with tensors on the CPU are those of ``gpu``, for Triton too."""
+    machine.assume(gpu)
+    triton.runtime.driver.set_active(_AbsentGPU(gpu.capability))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """One kernel as it is compiled for some calls.
+
+    Attributes:
+        name: of the kernel.
+    """
+
+    name: str
+    _jitted: Any
+    _arguments: tuple[Any, ...]
+    _options: dict[str, Any]
+
+    def compile(self) -> None:
+        """Into Triton's cache, from which the first launch takes it."""
+        self._jitted.run(*self._arguments, grid=(1,), warmup=True, **self._options)
+
+    def is_compiled(self) -> bool:
+        """Whether Triton's cache has it. To find out, Triton is asked to compile, and stopped where it begins."""
+        with _replaced(self._jitted.ASTSource, "make_ir", _stop):
+            try:
+                self.compile()
+            except _NotCompiled:
+                return False
+        return True
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[Variant]]:
+    """The variants that calls inside would launch, each once. Nothing is launched, and results hold anything."""
+    found: list[Variant] = []
+    known: set[tuple[Any, str]] = set()
+
+    def note(jitted: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        def is_seen(key: Any, **_: Any) -> bool:
+            if (jitted, str(key)) not in known:
+                known.add((jitted, str(key)))
+                found.append(Variant(jitted.__name__, jitted, arguments, options))
+            return True  # which keeps Triton from compiling
+
+        with _replaced(knobs.runtime, "jit_cache_hook", is_seen):
+            jitted.run(*arguments, grid=(1,), warmup=True, **options)
+
+    with launching(note):
+        yield found

@@ -1,0 +1,82 @@
+"""``flashlatte compile`` for a GPU that is not here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from flashlatte import cli
+
+CONFIG = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 256,
+    "num_attention_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "q_lora_rank": 128,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.fixture
+def compile_ahead(tmp_path):
+    """Runs the command, in a process that takes itself for one on a GPU, with an empty cache of Triton's."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "flashlatte", "compile", "--model", str(tmp_path), "--json", *arguments]
+        environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+def test_kernels_are_listed_each_once(compile_ahead):
+    found = compile_ahead("--target", "sm_80", "--max-batch", "3", "--list")
+    assert found["target"] == "sm_80"
+    assert found["missing"] == found["kernels"]
+    # Lengths and positions that begin anywhere in a buffer make no more of them.
+    once = {"latent_rows_kernel", "rotate_heads_kernel", "forward_kernel", "gather_rows_kernel", "merge_kernel"}
+    counts = Counter(found["kernels"])
+    assert {name: counts[name] for name in once} == dict.fromkeys(once, 1)
+    assert counts["dense_decode_kernel"] >= 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("cache_format", ["bf16", "v32"])
+def test_what_is_compiled_is_found_in_the_cache(compile_ahead, target, cache_format):
+    options = ("--target", target, "--max-batch", "2", "--cache-format", cache_format)
+    compiled = compile_ahead(*options, "--jobs", "2")
+    assert compiled["errors"] == {}
+    assert compiled["missing"] == []
+    assert compile_ahead(*options, "--list") == compiled
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "H100"], "--target must be one of sm_80, .*, got 'H100'"),
+        (["--target", "sm_90", "--cache-format", "fp9"], "--cache-format must be one of bf16, .*, got 'fp9'"),
+        (["--target", "sm_90", "--tensor-parallel", "3"], "--tensor-parallel must divide the model's 16 heads, got 3"),
+        (["--target", "sm_90", "--max-batch", "0"], "--max-batch must be at least 1, got 0"),
+    ],
+)
+def test_mistakes_are_named(arguments, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("flashlatte.runtime.ahead.use", lambda gpu: None)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert cli.main(["compile", "--model", str(tmp_path), *arguments]) == cli.USER_ERROR
+    error = capsys.readouterr().err
+    assert error.startswith("flashlatte compile: ")
+    assert error.count("\n") == 1
+    assert re.search(message, error)
