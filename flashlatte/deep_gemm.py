@@ -9,7 +9,9 @@ module, for programs that import the top-level name. It has these functions only
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -76,7 +78,7 @@ def fp8_fp4_mqa_logits(
         backend: "hopper", "portable" or "reference"; None chooses.
 
     Returns:
-        [M, N], or [M, max_seqlen_k].
+        [M, N], or [M, max_seqlen_k]; rows begin at multiples of 16 bytes.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
@@ -87,6 +89,7 @@ def fp8_fp4_mqa_logits(
     if k.dtype.itemsize == 1 and k.dtype != torch.float8_e4m3fn:
         k, k_scale = k.view(torch.uint8), _scale_bytes("kv", k_scale)
     max_seqlen_k = checks.positive_int("max_seqlen_k", max_seqlen_k, or_zero=True)
+    width = max_seqlen_k or (k.shape[0] if isinstance(k, torch.Tensor) and k.dim() else 0)
     return index_logits(
         values,
         k,
@@ -97,6 +100,7 @@ def fp8_fp4_mqa_logits(
         clean=clean_logits,
         max_keys=max_seqlen_k or None,
         dtype=logits_dtype,
+        out=_aligned_rows(values.shape[:1], width, logits_dtype, values.device),
         backend=backend,
     )
 
@@ -157,13 +161,14 @@ def fp8_fp4_paged_mqa_logits(
         backend: "hopper", "portable" or "reference"; None chooses.
 
     Returns:
-        [b · next_n, max_context_len].
+        [b · next_n, max_context_len]; rows begin at multiples of 16 bytes.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
+    values = _query(q)
     return paged_index_logits(
-        _query(q),
+        values,
         kv_cache,
         weights,
         context_lens,
@@ -171,6 +176,7 @@ def fp8_fp4_paged_mqa_logits(
         max_keys=max_context_len,
         clean=clean_logits,
         dtype=logits_dtype,
+        out=_aligned_rows(values.shape[:2], max_context_len, logits_dtype, values.device),
         backend=backend,
     )
 
@@ -204,6 +210,14 @@ def _query(q: Query) -> torch.Tensor:
             f"{checks.dtype_names([values.dtype])} {list(values.shape)} with {list(scales.shape)}"
         )
     return fp4.dequantize_mxfp4(values.view(torch.uint8), bytes_of_scales).to(torch.bfloat16)
+
+
+def _aligned_rows(rows: Sequence[int], width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    """An output whose rows begin at multiples of 16 bytes, which top-k kernels ask for; None if they do anyway."""
+    align = 16 // dtype.itemsize
+    if not isinstance(width, int) or width % align == 0:
+        return None
+    return torch.empty(math.prod(rows), -(-width // align) * align, dtype=dtype, device=device)[:, :width]
 
 
 def _check_pair(name: str, value: object) -> None:

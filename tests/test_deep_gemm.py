@@ -58,6 +58,8 @@ def test_contiguous_fp8(fp8):
     q, kv, weights, exact, quantised = fp8
     clean = deep_gemm.fp8_mqa_logits(q, kv, weights, STARTS, ENDS)
     check(clean, exact, quantised, SEEN)
+    assert clean.shape == (M, N)
+    assert clean.stride() == (292, 1)  # rows begin at multiples of 16 bytes
     assert clean[~SEEN].eq(-torch.inf).all()
     unclean = deep_gemm.fp8_fp4_mqa_logits((q, None), kv, weights, STARTS, ENDS, clean_logits=False)
     assert unclean[SEEN].equal(clean[SEEN])

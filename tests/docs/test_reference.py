@@ -21,6 +21,7 @@ EXTRA = (
     "flashlatte.integrations.transformers",
     "flashlatte.integrations.vllm",
     "flashlatte.integrations.vllm.ops",
+    "flashlatte.integrations.sglang",
 )
 
 

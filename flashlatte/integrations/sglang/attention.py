@@ -1,0 +1,155 @@
+"""SGLang's FlashMLA functions: decode over paged latents, dense and sparse, and sparse prefill.
+
+Each is given SGLang's own function first, which keeps what is not served here: the cache formats of DeepSeek-V4.1 and
+of V3.2 without a rope part, and the kernels of ``use_legacy=False``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flashlatte import flash_mla
+
+# SGLang's names of the formats of sparse decode that are served.
+_FORMATS = (None, "V32", "V4", "MODEL1")
+# Bytes of a token in them.
+_RECORDS = (656, 584)
+_ROW_OF_SCHEDULE = 8
+_SCHEDULE = flash_mla.FlashMLASchedMeta()
+
+
+def get_mla_metadata(
+    original: Callable[..., Any],
+    cache_seqlens: torch.Tensor | None = None,
+    num_q_tokens_per_head_k: int | None = None,
+    num_heads_k: int | None = None,
+    num_heads_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+) -> tuple[Any, torch.Tensor | None]:
+    """A schedule that holds nothing, as work is split in the call itself.
+
+    Returns:
+        With ``cache_seqlens`` [b] zeros of a schedule's dtypes and axes, int32 [1, 8] and [b + 1], which SGLang copies
+        about; without, SGLang's own object, and None.
+    """
+    if cache_seqlens is None:
+        return original()
+    zeros = torch.zeros(_ROW_OF_SCHEDULE + cache_seqlens.shape[0] + 1, dtype=torch.int32, device=cache_seqlens.device)
+    return zeros[:_ROW_OF_SCHEDULE].view(1, _ROW_OF_SCHEDULE), zeros[_ROW_OF_SCHEDULE:]
+
+
+def flash_mla_with_kvcache(
+    original: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: Any,
+    num_splits: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    descale_q: torch.Tensor | None = None,
+    descale_k: torch.Tensor | None = None,
+    is_fp8_kvcache: bool = False,
+    indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    kv_format: str | None = None,
+    *,
+    use_legacy: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``flashlatte.flash_mla.flash_mla_with_kvcache``, to which schedules are nothing; lse is a natural logarithm."""
+    if not use_legacy or not _is_served(q, k_cache, indices, extra_k_cache, kv_format):
+        return original(
+            q,
+            k_cache,
+            block_table,
+            cache_seqlens,
+            head_dim_v,
+            tile_scheduler_metadata,
+            num_splits,
+            softmax_scale,
+            causal,
+            descale_q,
+            descale_k,
+            is_fp8_kvcache,
+            indices,
+            attn_sink,
+            extra_k_cache,
+            extra_indices_in_kvcache,
+            topk_length,
+            extra_topk_length,
+            kv_format,
+            use_legacy=use_legacy,
+        )
+    one_byte = k_cache.dtype.itemsize == 1
+    if indices is None and k_cache.dtype == torch.uint8:
+        k_cache = k_cache.view(torch.float8_e4m3fn)
+    return flash_mla.flash_mla_with_kvcache(
+        q,
+        k_cache,
+        block_table,
+        cache_seqlens,
+        head_dim_v,
+        _SCHEDULE,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        # SGLang's flag speaks of q where the schedule is tensors.
+        is_fp8_kvcache=one_byte,
+        indices=indices,
+        attn_sink=attn_sink,
+        extra_k_cache=extra_k_cache,
+        extra_indices_in_kvcache=extra_indices_in_kvcache,
+        topk_length=topk_length,
+        extra_topk_length=extra_topk_length,
+        descale_q=_one(descale_q) if q.dtype == torch.float8_e4m3fn else None,
+        descale_k=_one(descale_k) if one_byte and indices is None else None,
+    )
+
+
+def flash_mla_sparse_fwd(
+    original: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    *,
+    use_legacy: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``flashlatte.flash_mla.flash_mla_sparse_fwd``, whose max_logits and lse are base 2 here, as SGLang's are."""
+    if not use_legacy:
+        return original(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, use_legacy=False)
+    out, max_logits, lse = flash_mla.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
+    return out, max_logits * math.log2(math.e), lse * math.log2(math.e)
+
+
+def _is_served(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    indices: torch.Tensor | None,
+    extra_k_cache: torch.Tensor | None,
+    kv_format: str | None,
+) -> bool:
+    if indices is None:
+        return True
+    caches = [k_cache] if extra_k_cache is None else [k_cache, extra_k_cache]
+    return kv_format in _FORMATS and all(
+        cache.shape[-1] in _RECORDS if cache.dtype.itemsize == 1 else cache.shape[-1] == q.shape[-1] for cache in caches
+    )
+
+
+def _one(scale: torch.Tensor | None) -> torch.Tensor | None:
+    """The scale of a tensor, which SGLang may have for each of several heads: all the same."""
+    return scale if scale is None or scale.numel() == 1 else scale.flatten()[:1]

@@ -1,0 +1,115 @@
+"""SGLang's sparse-attention indexer: which logits it takes, and the best of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flashlatte import deep_gemm
+from flashlatte.ops.index_convert import index_convert
+from flashlatte.ops.topk import topk as best
+from flashlatte.runtime import checks
+
+_MOST = 4096
+
+
+def resolve_fp8_mqa_logits_fn() -> Callable[..., torch.Tensor]:
+    return deep_gemm.fp8_mqa_logits
+
+
+def resolve_fp8_paged_mqa_logits_fn() -> Callable[..., torch.Tensor]:
+    return deep_gemm.fp8_paged_mqa_logits
+
+
+def resolve_paged_mqa_logits_metadata_fn() -> Callable[..., torch.Tensor]:
+    return deep_gemm.get_paged_mqa_logits_metadata
+
+
+def topk_func(
+    original: Callable[..., torch.Tensor],
+    self: Any,
+    score: torch.Tensor,
+    lengths: torch.Tensor,
+    topk: int,
+    row_starts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Indices of the best of each row, in place of sgl-kernel's; a user who names another implementation keeps it.
+
+    Args:
+        score: float32 or bf16 [rows, width].
+        lengths: int32 or int64 [rows], entries of each row.
+        topk: how many to choose.
+        row_starts: int32 or int64 [rows], the column where each row begins; 0 if None.
+
+    Returns:
+        int32 [rows, topk], relative to the row's first column, -1 behind a row's last.
+    """
+    if not self.is_sgl_kernel() or topk > _MOST:
+        return original(self, score, lengths, topk, row_starts=row_starts)
+    with checks.naming(logits="score", end="lengths", start="row_starts", k="topk"):
+        return best(score, topk, start=row_starts, end=_ends(lengths, row_starts))
+
+
+def topk_transform_paged_v2(
+    original: Callable[..., None],
+    scores: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_tables: torch.Tensor | None,
+    out_page_indices: torch.Tensor,
+    page_size: int,
+    metadata: torch.Tensor | None,
+    out_raw_indices: torch.Tensor | None = None,
+) -> None:
+    """The best of each row as slots of its pages.
+
+    Args:
+        scores: float32 or bf16 [rows, width].
+        seq_lens: int32 or int64 [rows].
+        page_tables: int32 or int64 [rows, max_pages]; None for the chosen columns themselves.
+        out_page_indices: int32 [rows, k], written; -1 behind a row's last.
+        page_size: tokens in a page.
+        metadata: not needed.
+        out_raw_indices: int32 [rows, k], written with the chosen columns if given.
+    """
+    k = out_page_indices.shape[1]
+    if k > _MOST:
+        original(scores, seq_lens, page_tables, out_page_indices, page_size, metadata, out_raw_indices)
+        return
+    raw = out_page_indices if page_tables is None else out_raw_indices
+    with checks.naming(logits="scores", end="seq_lens", block_table="page_tables"):
+        chosen = best(scores, k, end=seq_lens, indices=raw)
+        if page_tables is not None:
+            index_convert(chosen, page_tables, page_size, slots=out_page_indices)
+
+
+def topk_transform_ragged_v2(
+    original: Callable[..., None],
+    scores: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    out_offsets: torch.Tensor,
+    out_indices: torch.Tensor,
+    row_starts: torch.Tensor | None = None,
+) -> None:
+    """The best of each row's columns row_starts to row_starts + seq_lens, as places in the batch's contiguous keys.
+
+    Args:
+        scores: float32 or bf16 [rows, width]; left as it is.
+        seq_lens: int32 or int64 [rows], columns of each row.
+        out_offsets: int32 or int64 [rows], added to what is chosen, which counts from the row's first column.
+        out_indices: int32 [rows, k], written; -1 behind a row's last.
+        row_starts: int32 or int64 [rows]; 0 if None.
+    """
+    k = out_indices.shape[1]
+    if k > _MOST:
+        original(scores, seq_lens, out_offsets=out_offsets, out_indices=out_indices, row_starts=row_starts)
+        return
+    with checks.naming(logits="scores", end="seq_lens", start="row_starts", indices="out_indices"):
+        best(scores, k, start=row_starts, end=_ends(seq_lens, row_starts), indices=out_indices)
+    out_indices.add_(torch.where(out_indices >= 0, out_offsets.unsqueeze(1), 0))
+
+
+def _ends(lengths: torch.Tensor, row_starts: torch.Tensor | None) -> torch.Tensor:
+    return lengths if row_starts is None else row_starts + lengths

@@ -1,0 +1,31 @@
+"""A module ``flash_mla`` where none can be imported: SGLang's interface to it is the place that is hooked."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+
+from flashlatte import flash_mla
+
+
+class _Missing(types.ModuleType):
+    def __getattr__(self, name: str) -> object:
+        raise AttributeError(f"{self.__name__}.{name} needs the package sgl-flash-mla, which cannot be imported here")
+
+
+def provide_flash_mla() -> None:
+    """Make ``import flash_mla`` work for SGLang: the installed package if it can be imported, else this library's."""
+    try:
+        importlib.import_module("flash_mla")
+    except (ImportError, OSError):
+        package = types.ModuleType("flash_mla", flash_mla.__doc__)
+        interface = types.ModuleType("flash_mla.flash_mla_interface", flash_mla.__doc__)
+        for module in (package, interface):
+            module.__dict__.update({name: getattr(flash_mla, name) for name in flash_mla.__all__})
+        package.__dict__["__path__"] = []
+        package.__dict__["flash_mla_interface"] = interface
+        # Attention fused with what stands around it, which SGLang imports whether or not it will be used.
+        fused = _Missing("flash_mla.fused_norm_rope_attn_rope_cast")
+        package.__dict__["fused_norm_rope_attn_rope_cast"] = fused
+        sys.modules |= {module.__name__: module for module in (package, interface, fused)}

@@ -1,0 +1,309 @@
+"""The functions that SGLang calls here, its conventions, and their registration."""
+
+import ast
+import importlib.util
+import inspect
+import logging
+import math
+import sys
+import types
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flashlatte import deep_gemm, flash_mla, kv_cache
+from flashlatte.integrations import sglang
+from flashlatte.integrations.sglang import attention, hooks, indexer
+from flashlatte.integrations.sglang.stand_in import provide_flash_mla
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def untouched(*args, **kwargs):
+    raise AssertionError("SGLang's own function was called")
+
+
+def test_dense_decode_takes_tensors_as_schedule():
+    q, rows = draw(2, 1, 4, 576).bfloat16(), draw(4, 64, 1, 576, seed=1)
+    table, lengths = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32), torch.tensor([70, 64], dtype=torch.int32)
+    schedule, splits = attention.get_mla_metadata(untouched, lengths, 4, 1)
+    assert splits is not None
+    assert (schedule.shape, splits.shape) == ((1, 8), (3,))
+    assert schedule.dtype == splits.dtype == torch.int32
+    call = {"block_table": table, "cache_seqlens": lengths, "head_dim_v": 512, "softmax_scale": 0.1, "causal": True}
+    meta = flash_mla.FlashMLASchedMeta()
+
+    cache = rows.bfloat16()
+    given = attention.flash_mla_with_kvcache(
+        untouched, q=q, k_cache=cache, tile_scheduler_metadata=schedule, num_splits=splits, **call
+    )
+    expected = flash_mla.flash_mla_with_kvcache(q, cache, tile_scheduler_metadata=meta, **call)
+    assert all(x.equal(y) for x, y in zip(given, expected, strict=True))
+
+    # fp8, which SGLang keeps as bytes or as numbers, with q in fp8 too.
+    fp8, q8, scale = rows.clamp(-448, 448).to(torch.float8_e4m3fn), q.to(torch.float8_e4m3fn), torch.full((4,), 0.5)
+    expected = flash_mla.flash_mla_with_kvcache(
+        (q8.float() * 0.5).bfloat16(),
+        fp8,
+        tile_scheduler_metadata=meta,
+        is_fp8_kvcache=True,
+        descale_k=torch.tensor([0.5]),
+        **call,
+    )
+    for cache in (fp8, fp8.view(torch.uint8)):
+        given = attention.flash_mla_with_kvcache(
+            untouched,
+            q=q8,
+            k_cache=cache,
+            tile_scheduler_metadata=schedule,
+            num_splits=splits,
+            descale_q=scale,
+            descale_k=scale,
+            **call,
+        )
+        assert all(x.equal(y) for x, y in zip(given, expected, strict=True))
+
+
+def test_sparse_decode_over_v32_with_an_empty_table():
+    q, cache = draw(2, 1, 4, 576).bfloat16(), kv_cache.pack(draw(2, 64, 1, 576, seed=1), "v32")
+    indices = torch.randint(-1, 128, (2, 1, 64), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
+    lengths, empty = torch.tensor([60, 64], dtype=torch.int32), torch.empty(2, 0, dtype=torch.int32)
+    schedule, splits = attention.get_mla_metadata(untouched, lengths, 4, 1, 4, True, 64)
+    given = attention.flash_mla_with_kvcache(
+        untouched,
+        q=q,
+        k_cache=cache,
+        cache_seqlens=lengths,
+        head_dim_v=512,
+        tile_scheduler_metadata=schedule,
+        num_splits=splits,
+        softmax_scale=0.1,
+        indices=indices,
+        block_table=empty,
+        is_fp8_kvcache=True,
+        kv_format="V32",
+    )
+    meta = flash_mla.FlashMLASchedMeta()
+    expected = flash_mla.flash_mla_with_kvcache(
+        q, cache, None, None, 512, meta, softmax_scale=0.1, is_fp8_kvcache=True, indices=indices
+    )
+    assert all(x.equal(y) for x, y in zip(given, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("width", "options"),
+    [
+        (528, {"kv_format": "V32_NO_ROPE"}),
+        (528, {}),
+        (656, {"kv_format": "V41"}),
+        (656, {"use_legacy": False}),
+        (656, {"extra_k_cache": torch.zeros(1, 64, 1, 528, dtype=torch.uint8)}),
+    ],
+)
+def test_what_is_not_served_stays_sglangs(width, options):
+    q, cache = torch.zeros(1, 1, 4, 576).bfloat16(), torch.zeros(1, 64, 1, width, dtype=torch.uint8)
+    indices = torch.zeros(1, 1, 64, dtype=torch.int32)
+    calls = []
+
+    def original(*args: Any, **kwargs: Any) -> Any:
+        calls.append(inspect.signature(attention.flash_mla_with_kvcache).bind(original, *args, **kwargs).arguments)
+        return "theirs"
+
+    given = {"q": q, "k_cache": cache, "indices": indices, "softmax_scale": 0.1, "topk_length": indices} | options
+    rest: dict[str, Any] = dict.fromkeys(POSITIONAL)
+    result = attention.flash_mla_with_kvcache(original, **given, **rest)
+    assert result == "theirs"
+    assert all(calls[0][name] is value for name, value in given.items())
+
+
+POSITIONAL = ("block_table", "cache_seqlens", "head_dim_v", "tile_scheduler_metadata")
+
+
+def test_a_schedule_without_lengths_is_sglangs_own():
+    assert attention.get_mla_metadata(lambda: "theirs") == "theirs"
+
+
+def test_sparse_prefill_gives_statistics_of_base_2():
+    q, kv = draw(3, 4, 576).bfloat16(), draw(40, 1, 576, seed=1).bfloat16()
+    indices = torch.tensor([[[0, 5, 39, -1]], [[7, 7, 8, 9]], [[-1, 40, -1, -1]]], dtype=torch.int32)
+    out, max_logits, lse = attention.flash_mla_sparse_fwd(untouched, q=q, kv=kv, indices=indices, sm_scale=0.05)
+    for row in range(2):
+        chosen = [index for index in indices[row, 0].tolist() if 0 <= index < 40]
+        scores = q[row].double() @ kv[chosen, 0].double().T * 0.05 / math.log(2)  # [heads, chosen], base 2
+        assert torch.allclose(max_logits[row].double(), scores.amax(dim=1), atol=1e-2)
+        assert torch.allclose(lse[row].double(), (2**scores).sum(dim=1).log2(), atol=1e-2)
+        weights = 2 ** (scores - lse[row].double()[:, None])
+        assert torch.allclose(out[row].double(), weights @ kv[chosen, 0, :512].double(), atol=3e-2)
+    assert lse[2].eq(math.inf).all()
+    assert max_logits[2].eq(-math.inf).all()
+    assert out[2].eq(0).all()
+    original: Any = lambda *args, **kwargs: kwargs  # noqa: E731
+    new = attention.flash_mla_sparse_fwd(original, q, kv, indices, 0.05, use_legacy=False)
+    assert new == {"use_legacy": False}
+
+
+def chosen_columns(scores, starts, lengths, k):
+    """Of each row the best columns, counted from its start, in ascending order and filled with -1."""
+    rows = []
+    for row, start, length in zip(scores, starts, lengths, strict=True):
+        taken = sorted(row[start : start + length].topk(min(k, length)).indices.tolist())
+        rows.append(taken + [-1] * (k - len(taken)))
+    return rows
+
+
+def test_top_k_of_rows_that_begin_anywhere():
+    scores, starts, lengths = draw(3, 50), [0, 7, 20], [50, 3, 30]
+    row_starts, row_lengths = torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
+    ours = SimpleNamespace(is_sgl_kernel=lambda: True)
+    indices = indexer.topk_func(untouched, ours, scores, row_lengths, 8, row_starts=row_starts)
+    expected = chosen_columns(scores, starts, lengths, 8)
+    assert indices.tolist() == expected
+    assert indexer.topk_func(untouched, ours, scores, row_lengths, 8).tolist() == chosen_columns(
+        scores, [0, 0, 0], lengths, 8
+    )
+    other = SimpleNamespace(is_sgl_kernel=lambda: False)
+    original: Any = lambda *args, **kwargs: "theirs"  # noqa: E731
+    assert indexer.topk_func(original, other, scores, row_lengths, 8) == "theirs"
+
+    out, offsets = torch.empty(3, 8, dtype=torch.int32), torch.tensor([0, 7, 100], dtype=torch.int32)
+    call = {"out_offsets": offsets, "out_indices": out, "row_starts": row_starts}
+    indexer.topk_transform_ragged_v2(untouched, scores, row_lengths, **call)
+    shifted = [[i + offset if i >= 0 else -1 for i in row] for row, offset in zip(expected, (0, 7, 100), strict=True)]
+    assert out.tolist() == shifted
+
+
+def test_top_k_as_slots_of_pages():
+    scores, lengths = draw(2, 12), [12, 3]
+    seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    table = torch.tensor([[9, 2, 5], [4, 0, 0]], dtype=torch.int32)
+    columns = chosen_columns(scores, [0, 0], lengths, 4)
+    slots = [
+        [int(table[row, i // 4]) * 4 + i % 4 if i >= 0 else -1 for i in taken] for row, taken in enumerate(columns)
+    ]
+    out, raw = torch.empty(2, 4, dtype=torch.int32), torch.empty(2, 4, dtype=torch.int32)
+    indexer.topk_transform_paged_v2(untouched, scores, seq_lens, table, out, 4, None)
+    assert out.tolist() == slots
+    indexer.topk_transform_paged_v2(untouched, scores, seq_lens, table, out, 4, None, raw)
+    assert (out.tolist(), raw.tolist()) == (slots, columns)
+    indexer.topk_transform_paged_v2(untouched, scores, seq_lens, None, out, 4, None)
+    assert out.tolist() == columns
+
+
+def test_more_than_our_top_k_takes_stays_sglangs():
+    called = []
+    out = torch.empty(1, 5000, dtype=torch.int32)
+    scores, lengths = torch.zeros(1, 6000), torch.tensor([6000])
+    indexer.topk_transform_paged_v2(lambda *args: called.append(args), scores, lengths, None, out, 1, None)
+    assert called[0][3] is out
+
+
+class Registry:
+    """SGLang's registry as a plugin sees it."""
+
+    def __init__(self):
+        self.hooks = {}
+
+    def register(self, target, hook, hook_type):
+        assert target not in self.hooks
+        self.hooks[target] = (hook, hook_type)
+
+
+HookType = Enum("HookType", ["BEFORE", "AFTER", "AROUND", "REPLACE"])
+
+
+@pytest.fixture
+def fake_sglang(monkeypatch):
+    """Modules with something at every place that is hooked, and without ``flash_mla``."""
+    monkeypatch.setattr(sglang, "_registered", set())
+    monkeypatch.setitem(sys.modules, "flash_mla", None)
+    for name in ("flash_mla.flash_mla_interface", "flash_mla.fused_norm_rope_attn_rope_cast"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for hook in hooks.HOOKS:
+        path, _, attribute = hook.target.rpartition(".")
+        parts = path.split(".")
+        for end in range(1, len(parts) + 1):
+            name = ".".join(parts[:end])
+            if name not in sys.modules:
+                module = types.ModuleType(name)
+                module.__path__ = []
+                monkeypatch.setitem(sys.modules, name, module)
+                if end > 1:
+                    setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], module)
+        setattr(sys.modules[path], attribute, untouched)
+
+
+def test_every_hook_is_registered_once(fake_sglang, caplog):
+    registry = Registry()
+    sglang.register_hooks(registry, HookType)
+    sglang.register_hooks(registry, HookType)
+    assert set(registry.hooks) == {hook.target for hook in hooks.HOOKS}
+    assert registry.hooks["deep_gemm.fp8_mqa_logits"] == (deep_gemm.fp8_mqa_logits, HookType.REPLACE)
+    decode = "sglang.kernels.ops.attention.flash_mla_interface.flash_mla_with_kvcache"
+    assert registry.hooks[decode] == (attention.flash_mla_with_kvcache, HookType.AROUND)
+    assert not caplog.records
+
+
+def test_what_an_sglang_lacks_is_passed_over_and_named(fake_sglang, monkeypatch, caplog):
+    monkeypatch.delattr(sys.modules["sglang.kernels.ops.attention.dsv4.topk"], "topk_transform_ragged_v2")
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    registry = Registry()
+    sglang.register_hooks(registry, HookType)
+    assert len(registry.hooks) == len(hooks.HOOKS) - 6
+    assert [record.getMessage() for record in caplog.records] == [
+        "FlashLatte: this SGLang does not have sglang.kernels.ops.attention.dsv4.topk.topk_transform_ragged_v2, "
+        "which is not served."
+    ]
+
+
+def test_without_sglang_nothing_happens(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    sglang.register()
+    assert "nothing is registered" in caplog.text
+
+
+def test_without_a_gpu_nothing_is_registered(fake_sglang, monkeypatch, caplog):
+    registry: Any = types.ModuleType("sglang.srt.plugins.hook_registry")
+    registry.HookRegistry, registry.HookType = Registry(), HookType
+    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins", types.ModuleType("sglang.srt.plugins"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    caplog.set_level(logging.INFO)
+    sglang.register()
+    assert not registry.HookRegistry.hooks
+    assert "no NVIDIA GPU" in caplog.text
+
+
+def test_a_missing_flash_mla_is_stood_in_for(fake_sglang):
+    provide_flash_mla()
+    module = importlib.import_module("flash_mla")
+    assert module.flash_mla_with_kvcache is flash_mla.flash_mla_with_kvcache
+    assert importlib.import_module("flash_mla.flash_mla_interface").FlashMLASchedMeta is flash_mla.FlashMLASchedMeta
+    with pytest.raises(AttributeError, match="prefill needs the package sgl-flash-mla"):
+        module.fused_norm_rope_attn_rope_cast.prefill  # noqa: B018
+
+
+@pytest.mark.parametrize("hook", [hook for hook in hooks.HOOKS if hook.around], ids=lambda hook: hook.target)
+def test_signatures_are_sglangs(hook):
+    """Those in the source of the installed SGLang, where there is one: it need not be importable."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("SGLang is not installed")
+    *modules, name = hook.target.split(".")[1:]
+    path = Path(spec.submodule_search_locations[0], *modules).with_suffix(".py")
+    path = path if path.exists() else path.parent.with_suffix(".py")
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    (theirs,) = [node.args for node in functions if node.name == name]
+    mine = list(inspect.signature(hook.function).parameters.values())[1:]
+    positional = [p.name for p in mine if p.kind == p.POSITIONAL_OR_KEYWORD]
+    assert [argument.arg for argument in theirs.args] == positional
+    assert sorted(argument.arg for argument in theirs.kwonlyargs) == sorted(
+        p.name for p in mine if p.kind == p.KEYWORD_ONLY
+    )
+    defaults = [p.default for p in mine if p.kind == p.POSITIONAL_OR_KEYWORD and p.default is not p.empty]
+    assert [ast.literal_eval(default) for default in theirs.defaults] == defaults
