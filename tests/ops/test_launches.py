@@ -65,7 +65,11 @@ def test_grids_of_many_tokens_have_one_axis(launches, operation):
 
 @pytest.mark.parametrize(
     ("operation", "call"),
-    [("dense_decode", {}), ("sparse_prefill", {}), ("sparse_decode", {"form": "bf16", "lengths": True})],
+    [
+        ("dense_decode", {}),
+        pytest.param("sparse_prefill", {}, marks=pytest.mark.full),
+        pytest.param("sparse_decode", {"form": "bf16", "lengths": True}, marks=pytest.mark.full),
+    ],
     ids=str,
 )
 def test_a_tile_is_not_loaded_again_while_it_is_multiplied(launches, operation, call):

@@ -53,7 +53,7 @@ def paged(name="index_fp8", requests=4, pages=8, page_size=64, heads=64, next_n=
     PAGED.paged(q, cache, weights, lengths, table, torch.zeros(requests * next_n, pages * page_size), False)
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.full), 90])
 @pytest.mark.parametrize("call", [ragged, paged], ids=["ragged", "paged"])
 def test_keys_come_in_16_byte_copies_and_the_loop_does_not_spill(call, arch, recorders, on):
     on(arch)

@@ -29,7 +29,7 @@ def run(rows=64, width=131072, k=2048, with_start=False, next_n=1):
     launch.topk(logits, start, end, next_n, None, torch.empty(rows, k, dtype=torch.int32), None)
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.full), 90])
 @pytest.mark.parametrize("rows", [64, 4096])
 def test_kernels_fit(rows, arch, recorders):
     run(rows)
