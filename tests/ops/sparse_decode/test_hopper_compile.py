@@ -178,7 +178,7 @@ def test_costs_that_32_bits_cannot_hold_are_not_balanced():
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 53, 61, 64, 69, 576, 2**20, 2**31 - 1])
 def test_pages_by_multiplication(page_size):
-    """``selection.locate`` divides by the page size with these factors, in unsigned 32-bit integers."""
+    """``rows.locate`` divides by the page size with these factors, in unsigned 32-bit integers."""
     (_, _, _, slots, _, magic, shift), _, _ = launch._address_of(
         0, 1, page_size, 0, 656, "k_cache", get_format("v32").tiling
     )
