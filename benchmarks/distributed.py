@@ -1,10 +1,11 @@
 """Decode over keys on several GPUs, beside the same on one: whole, in each form, and what is communication.
 
-    PYTHONPATH=. torchrun --nproc-per-node 4 benchmarks/distributed.py [--case long|wide] [--json FILE]
+    PYTHONPATH=. torchrun --nproc-per-node 4 benchmarks/distributed.py [--case long|wide|curve] [--json FILE]
 
-128 heads, bf16, one new token a request. long: 4 requests of 524,288 tokens; wide: 64 of 32,768. Each form is checked
-against the result of one GPU, then timed as a CUDA graph, the median of replays in turns with the others; a time is the
-slowest rank's. "communication" is the gathering of queries, the exchange and the merge, without attention.
+128 heads, bf16, one new token a request. long: 4 requests of 524,288 tokens; wide: 64 of 32,768; curve: one form only,
+4 requests of 8,192 to 1,048,576 tokens (``plot_distributed.py`` draws it). Each form is checked against the result
+of one GPU, then timed as a CUDA graph, the median of replays in turns with the others; a time is the slowest rank's.
+"communication" is the gathering of queries, the exchange and the merge, without attention.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from flashlatte.distributed.direct import Direct
 from flashlatte.distributed.peer_memory import PeerMemory
 
 HEADS, DIM, VALUE, PAGE = 128, 576, 512, 64
-CASES = {"long": (4, 524_288), "wide": (64, 32_768)}
+CASES = {"long": [(4, 524_288)], "wide": [(64, 32_768)], "curve": [(4, 2**power) for power in range(13, 21)]}
 
 
 def main() -> None:
@@ -35,11 +36,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append a line a figure to this file")
     arguments = parser.parse_args()
     names = arguments.case or CASES
-    report(lambda: (line for name in names for line in figures(name)), arguments.json)
+    problems = [(name, *sizes) for name in names for sizes in CASES[name]]
+    report(lambda: (line for problem in problems for line in figures(*problem)), arguments.json)
 
 
-def figures(case: str) -> list[dict[str, object]]:
-    batch, length = CASES[case]
+def figures(case: str, batch: int, length: int) -> list[dict[str, object]]:
     rank, size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator("cuda").manual_seed(0)
     columns = length // PAGE
@@ -52,7 +53,7 @@ def figures(case: str) -> list[dict[str, object]]:
     def alone() -> torch.Tensor:
         return dense_decode(q, whole, table, lengths)[0]
 
-    contexts = {form: ContextParallel(interleave=1, form=form) for form in FORMS}
+    contexts = {form: ContextParallel(interleave=1, form=form) for form in (FORMS[:1] if case == "curve" else FORMS)}
     mine = q.chunk(size, 2)[rank].contiguous()
     share = sharded(whole, table, size, rank)
     shared_table = torch.arange(batch * columns // size, device="cuda", dtype=torch.int32).view(batch, -1)
@@ -64,8 +65,9 @@ def figures(case: str) -> list[dict[str, object]]:
         calls[f"{form}, communication"] = communication_call(context, mine)
     times = in_turns({name: captured(call) for name, call in calls.items()})
     one = times["one GPU"]
+    about = {"case": case, "batch": batch, "keys": length}
     return [
-        {"case": case, "what": name, "us": round(time * 1e3 / REPLAYS, 1), "times one GPU": round(one / time, 2)}
+        about | {"what": name, "us": round(time * 1e3 / REPLAYS, 1), "times one GPU": round(one / time, 2)}
         for name, time in times.items()
     ]
 
