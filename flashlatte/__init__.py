@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from flashlatte.ops.index_select import index_select, paged_index_select
     from flashlatte.ops.index_workspace import index_workspace
     from flashlatte.ops.merge_states import merge_attn_states, merge_states
+    from flashlatte.ops.pack_seq import pack_seq, unpack_seq
     from flashlatte.ops.paged_attention import paged_attention
     from flashlatte.ops.reshape_and_cache import reshape_and_cache
     from flashlatte.ops.sparse_decode import sparse_decode
@@ -52,6 +53,7 @@ __all__ = [
     "layers",
     "merge_attn_states",
     "merge_states",
+    "pack_seq",
     "paged_attention",
     "paged_index_logits",
     "paged_index_select",
@@ -59,19 +61,21 @@ __all__ = [
     "sparse_decode",
     "sparse_prefill",
     "topk",
+    "unpack_seq",
 ]
 
 _OPERATIONS = (
     *("concat_mla_q", "dense_decode", "dense_prefill", "merge_states", "paged_attention", "reshape_and_cache"),
     *("sparse_decode", "sparse_prefill", "topk"),
     *("index_convert", "index_logits", "index_quantize", "index_query", "index_select"),
-    *("compress", "index_workspace"),
+    *("compress", "index_workspace", "pack_seq"),
 )
 _BESIDE = {
     "index_gather": "index_quantize",
     "merge_attn_states": "merge_states",
     "paged_index_logits": "index_logits",
     "paged_index_select": "index_select",
+    "unpack_seq": "pack_seq",
 }
 _PACKAGES = ("deep_gemm", "distributed", "flash_mla", "integrations", "kv_cache", "layers")
 

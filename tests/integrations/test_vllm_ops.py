@@ -301,6 +301,17 @@ def test_unified_attention():
     assert torch.allclose(fp8_out.double() * 0.125, expected, atol=2e-2, rtol=1 / 14)
 
 
+def test_requests_as_rows_and_back():
+    x, lengths = draw(6, 2, 3), torch.tensor([1, 0, 3, 2])
+    packed = ops.pack_seq_triton(x, lengths)
+    assert packed.shape == (4, 3, 2, 3)
+    assert packed[0, 0].equal(x[0])
+    assert packed[2].equal(x[1:4])
+    assert packed[1].eq(-math.inf).all()
+    assert ops.unpack_seq_triton(packed, lengths).equal(x)
+    assert ops.pack_seq_triton(x.to(torch.uint8), lengths, 255)[1].eq(255).all()
+
+
 FP8_CACHE, LATENTS = torch.zeros(1, 2, 576, dtype=torch.uint8), torch.zeros(1, 512)
 SLOT, ROPES = torch.tensor([0]), torch.zeros(1, 64)
 LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)

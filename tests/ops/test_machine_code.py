@@ -21,7 +21,12 @@ from flashlatte.runtime import machine
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
-MODULES = {"dense_prefill_backward": "dense_prefill", "latent_rows": "norm_rope", "rotate_heads": "norm_rope"}
+MODULES = {
+    "dense_prefill_backward": "dense_prefill",
+    "latent_rows": "norm_rope",
+    "rotate_heads": "norm_rope",
+    "unpack_seq": "pack_seq",
+}
 # Kernels beside the one that attends: they merge, clear and convert rows.
 OTHERS = ("combine", "find_tiles", "clear", "merge_even", "prepare", "finish", "row_sums")
 
@@ -89,6 +94,8 @@ PORTABLE = [
     Variant("compress", "portable", products=None),
     Variant("concat_mla_q", "portable", products=None),
     Variant("index_workspace", "portable", products=None),
+    Variant("pack_seq", "portable", products=None),
+    Variant("unpack_seq", "portable", products=None),
     Variant("latent_rows", "portable", products=None),
     Variant("rotate_heads", "portable", products=None),
 ]
@@ -344,6 +351,8 @@ SAME_CODE = [
     ("compress", "portable", {**STEPS, "columns": [1, 2, 16], "requests": [1, 2, 16], "page_size": [1, 64]}, 1),
     ("concat_mla_q", "portable", {"tokens": [1, 2, 16, 77], "heads": [1, 16, 128]}, 1),
     ("index_workspace", "portable", {"tokens": [1, 2, 16, 77], "requests": [1, 2, 16], "topk": [1, 512]}, 1),
+    ("pack_seq", "portable", {"tokens": [1, 2, 16, 77], "requests": [1, 2, 16]}, 1),
+    ("unpack_seq", "portable", {"tokens": [1, 2, 16, 77], "requests": [1, 2, 16]}, 1),
     ("latent_rows", "portable", {"tokens": [1, 2, 16, 77], "pages": [1, 3, 16]}, 1),
     ("rotate_heads", "portable", {"tokens": [1, 2, 16, 77], "heads": [1, 16, 128]}, 1),
 ]

@@ -409,6 +409,20 @@ def gather_records(
     return record("gather_records", backend, cache, table, starts, None, kv_cache.get_format(form), out, arch=arch)
 
 
+def pack_seq(
+    record: Recording, backend: str, tokens: int = 100, requests: int = 3, arch: int | None = 90
+) -> list[Recorded]:
+    x, starts = torch.zeros(tokens, 1024, dtype=BF16), torch.zeros(requests + 1, dtype=torch.int32)
+    return record("pack_seq", backend, x, starts, 0, torch.zeros(requests, tokens, 1024, dtype=BF16), arch=arch)
+
+
+def unpack_seq(
+    record: Recording, backend: str, tokens: int = 100, requests: int = 3, arch: int | None = 90
+) -> list[Recorded]:
+    packed, starts = torch.zeros(requests, tokens, 1024, dtype=BF16), torch.zeros(requests + 1, dtype=torch.int32)
+    return record("unpack_seq", backend, packed, starts, torch.zeros(tokens, 1024, dtype=BF16), arch=arch)
+
+
 def concat_mla_q(
     record: Recording, backend: str, tokens: int = 100, heads: int = 16, arch: int | None = 90
 ) -> list[Recorded]:
@@ -533,7 +547,9 @@ CALLS: dict[str, Any] = {
         concat_mla_q,
         gather_records,
         index_workspace,
+        pack_seq,
         reshape_and_cache,
+        unpack_seq,
         merge_states,
         cache_write,
         cache_gather,

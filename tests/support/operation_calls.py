@@ -87,6 +87,11 @@ def _concat_mla_q() -> None:
     flashlatte.concat_mla_q(_rows(3, 4, 512), _rows(3, 4, 64), backend="portable")
 
 
+def _pack_seq() -> None:
+    packed = flashlatte.pack_seq(_rows(3, 4, 64), _ints(3), 2, backend="portable")
+    flashlatte.unpack_seq(packed, _ints(3), 3, backend="portable")
+
+
 def _index_workspace() -> None:
     sizes = {"window": 128, "ratio": 4, "workspace_rows": 64, "window_row": 16}
     flashlatte.index_workspace(_ints(3, 512), _ints(2), _ints(1), 3, **sizes, backend="portable")
@@ -162,6 +167,7 @@ OPERATIONS = (
     "index_workspace",
     "merge_states",
     "norm_rope",
+    "pack_seq",
     "paged_attention",
     "reshape_and_cache",
     "sparse_decode",
@@ -191,5 +197,6 @@ CALLS: list[Callable[[], None]] = [
     _reshape_and_cache,
     _compress,
     _concat_mla_q,
+    _pack_seq,
     _merge_states,
 ]

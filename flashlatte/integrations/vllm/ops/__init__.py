@@ -24,6 +24,7 @@ from flashlatte.integrations.vllm.ops.latents import (
     cp_gather_cache,
     gather_and_maybe_dequant_cache,
 )
+from flashlatte.integrations.vllm.ops.packing import pack_seq_triton, unpack_seq_triton
 from flashlatte.integrations.vllm.ops.pages import (
     reshape_and_cache,
     reshape_and_cache_flash,
@@ -45,6 +46,7 @@ __all__ = [
     "gather_and_maybe_dequant_cache",
     "indexer_k_quant_and_cache",
     "merge_attn_states",
+    "pack_seq_triton",
     "persistent_topk",
     "reshape_and_cache",
     "reshape_and_cache_flash",
@@ -56,4 +58,5 @@ __all__ = [
     "triton_reshape_and_cache_flash",
     "triton_reshape_and_cache_flash_per_token_head_quant",
     "unified_attention",
+    "unpack_seq_triton",
 ]

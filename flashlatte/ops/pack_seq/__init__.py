@@ -1,0 +1,5 @@
+"""Requests one after the other as rows of equal length, and back."""
+
+from flashlatte.ops.pack_seq.api import pack_seq, unpack_seq
+
+__all__ = ["pack_seq", "unpack_seq"]

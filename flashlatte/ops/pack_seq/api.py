@@ -1,0 +1,162 @@
+"""``pack_seq`` and ``unpack_seq``: their arguments, the checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from flashlatte.runtime import checks, dispatch, gradients, refusals
+from flashlatte.runtime.repeat import repeats_launches
+from flashlatte.runtime.torch_op import register_op
+
+PACK, UNPACK = "pack_seq", "unpack_seq"
+DTYPES = (
+    *checks.FLOAT_DTYPES,
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8, torch.int32),
+)
+
+for _operation in (PACK, UNPACK):
+    dispatch.define(
+        _operation,
+        dispatch.Implementation("portable", f"flashlatte.ops.pack_seq.portable:{_operation}", refusals.triton),
+        dispatch.Implementation("reference", f"flashlatte.ops.pack_seq.reference:{_operation}"),
+    )
+
+
+@repeats_launches
+def pack_seq(
+    x: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    *,
+    pad_value: float = -math.inf,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Requests that lie one after the other, each as a row of ``max_seqlen`` tokens.
+
+    No gradient flows through it: a warning, once, says so where gradients are recorded and an input requires one.
+
+    Args:
+        x: [T, …], bf16, fp16, float32, e4m3, e5m2, uint8, int8 or int32; a token's numbers in one piece. T may be 0.
+        cu_seqlens: int32 or int64 [b + 1]: request i has tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1.
+        max_seqlen: tokens of a row, at least 0. Of a longer request the first ones are taken.
+        pad_value: a number that x's dtype holds (e4m3 makes NaN of an infinity): behind a request's tokens, and where
+            ``cu_seqlens`` points beyond T.
+        out: [b, max_seqlen, …] in x's dtype to write into, contiguous.
+        backend: "portable" or "reference"; None chooses.
+
+    Returns:
+        [b, max_seqlen, …].
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device.
+    """
+    rows = _rows("x", x, 1)
+    requests = _check_boundaries(cu_seqlens, x.device)
+    max_seqlen = checks.positive_int("max_seqlen", max_seqlen, or_zero=True)
+    pad = _bits(checks.number("pad_value", pad_value), x.dtype)
+    shape = (requests, max_seqlen, *x.shape[1:])
+    if out is None:
+        out = torch.empty(shape, dtype=x.dtype, device=x.device)
+    else:
+        checks.output("out", out, shape, (x.dtype,), x.device)
+        if not out.is_contiguous():
+            raise ValueError(f"out must be contiguous, got strides {out.stride()}")
+    gradients.warn_if_dropped(PACK, x)
+    backend = dispatch.select(dispatch.Call(PACK, x.device, x.dtype), backend)
+    if out.numel():
+        _pack_seq(_storage(rows), cu_seqlens, pad, _storage(out).flatten(2), backend)
+    return out
+
+
+@register_op(PACK, mutates=("out",))
+def _pack_seq(x: torch.Tensor, cu_seqlens: torch.Tensor, pad: int, out: torch.Tensor, backend: str) -> None:
+    dispatch.implementation(PACK, backend)(x, cu_seqlens, pad, out)
+
+
+@repeats_launches
+def unpack_seq(
+    packed: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    total_tokens: int,
+    *,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The inverse of ``pack_seq``: the tokens of each row's request, one request after the other.
+
+    Args:
+        packed: [b, max_seqlen, …] in one of ``pack_seq``'s dtypes; a token's numbers in one piece.
+        cu_seqlens: int32 or int64 [b + 1]: request i goes to tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1.
+        total_tokens: tokens of the result.
+        out: [total_tokens, …] in packed's dtype to write into, last axes in one piece. Tokens that no row has are left.
+        backend: "portable" or "reference"; None chooses.
+
+    Returns:
+        [total_tokens, …]. Tokens that no row has, as behind the ``max_seqlen`` first of a request, are 0 where ``out``
+        is not given.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device.
+    """
+    rows = _rows("packed", packed, 2)
+    requests = _check_boundaries(cu_seqlens, packed.device)
+    if packed.shape[0] != requests:
+        raise ValueError(f"packed must have a row for each of cu_seqlens' {requests} requests, got {packed.shape[0]}")
+    shape = (checks.positive_int("total_tokens", total_tokens, or_zero=True), *packed.shape[2:])
+    if out is None:
+        stored = torch.uint8 if packed.dtype.itemsize == 1 else packed.dtype
+        out = torch.zeros(shape, dtype=stored, device=packed.device).view(packed.dtype)
+    else:
+        checks.output("out", out, shape, (packed.dtype,), packed.device)
+    gradients.warn_if_dropped(UNPACK, packed)
+    backend = dispatch.select(dispatch.Call(UNPACK, packed.device, packed.dtype), backend)
+    if out.numel() and packed.numel():
+        _unpack_seq(_storage(rows), cu_seqlens, _storage(_rows("out", out, 1)), backend)
+    return out
+
+
+@register_op(UNPACK, mutates=("out",))
+def _unpack_seq(packed: torch.Tensor, cu_seqlens: torch.Tensor, out: torch.Tensor, backend: str) -> None:
+    dispatch.implementation(UNPACK, backend)(packed, cu_seqlens, out)
+
+
+def _rows(name: str, x: torch.Tensor, axes: int) -> torch.Tensor:
+    """x with the axes after the first ``axes`` as one, which has last stride 1."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name} must be {checks.dtype_names(DTYPES)}, got {checks.dtype_names([x.dtype])}")
+    if x.dim() <= axes or 0 in x.shape[axes:]:
+        raise ValueError(f"{name} must have numbers behind its first {axes} axes, got shape {list(x.shape)}")
+    try:
+        rows = x.view(*x.shape[:axes], math.prod(x.shape[axes:]))
+    except RuntimeError:
+        rows = None
+    if rows is None or (rows.shape[-1] > 1 and rows.stride(-1) != 1):
+        raise ValueError(f"{name} must have a token's numbers in one piece, got strides {x.stride()}")
+    return rows
+
+
+def _check_boundaries(cu_seqlens: torch.Tensor, device: torch.device) -> int:
+    """How many requests there are."""
+    checks.tensor("cu_seqlens", cu_seqlens, ("b + 1",), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    return cu_seqlens.shape[0] - 1
+
+
+def _storage(x: torch.Tensor) -> torch.Tensor:
+    """One-byte numbers as bytes: PyTorch's checks of operations cannot read float8 numbers."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
+@functools.lru_cache(maxsize=64)
+def _bits(value: float, dtype: torch.dtype) -> int:
+    """Four bytes of a number's bytes, repeated."""
+    integer = not dtype.is_floating_point
+    if integer and not (value.is_integer() and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max):
+        raise ValueError(f"pad_value must be a number that {checks.dtype_names([dtype])} holds, got {value}")
+    one = torch.tensor([value], dtype=torch.float64, device="cpu").to(dtype)
+    return int(one.view(torch.uint8).repeat(4 // dtype.itemsize).view(torch.int32).item())
