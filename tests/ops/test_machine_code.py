@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.calls import BF16, CALLS, FP8, FP16, UNLIMITED
+from support.attention_calls import UNLIMITED
+from support.calls import BF16, CALLS, FP8, FP16
 from support.compile import AMD_SHARED_BYTES, SHARED_BYTES, amd_shared_bytes, loop_spills
 from support.recording import Recorded, Recording
 
