@@ -20,13 +20,16 @@ if TYPE_CHECKING:
     from flashlatte.ops.index_convert import index_convert
     from flashlatte.ops.index_logits import index_logits, paged_index_logits
     from flashlatte.ops.index_quantize import index_gather, index_quantize
-    from flashlatte.ops.index_query import index_query
+    from flashlatte.ops.index_query import index_query, index_query_mxfp4
     from flashlatte.ops.index_select import index_select, paged_index_select
     from flashlatte.ops.index_workspace import index_workspace
+    from flashlatte.ops.inverse_rope_quantize import inverse_rope_quantize
     from flashlatte.ops.merge_states import merge_attn_states, merge_states
     from flashlatte.ops.pack_seq import pack_seq, unpack_seq
     from flashlatte.ops.paged_attention import paged_attention
+    from flashlatte.ops.q_kv_norm import q_kv_norm
     from flashlatte.ops.reshape_and_cache import reshape_and_cache
+    from flashlatte.ops.rotate_and_cache import rotate_and_cache
     from flashlatte.ops.sparse_decode import sparse_decode
     from flashlatte.ops.sparse_prefill import sparse_prefill
     from flashlatte.ops.topk import topk
@@ -46,9 +49,11 @@ __all__ = [
     "index_logits",
     "index_quantize",
     "index_query",
+    "index_query_mxfp4",
     "index_select",
     "index_workspace",
     "integrations",
+    "inverse_rope_quantize",
     "kv_cache",
     "layers",
     "merge_attn_states",
@@ -57,7 +62,9 @@ __all__ = [
     "paged_attention",
     "paged_index_logits",
     "paged_index_select",
+    "q_kv_norm",
     "reshape_and_cache",
+    "rotate_and_cache",
     "sparse_decode",
     "sparse_prefill",
     "topk",
@@ -69,9 +76,11 @@ _OPERATIONS = (
     *("sparse_decode", "sparse_prefill", "topk"),
     *("index_convert", "index_logits", "index_quantize", "index_query", "index_select"),
     *("compress", "index_workspace", "pack_seq"),
+    *("compress", "index_workspace", "inverse_rope_quantize", "q_kv_norm", "rotate_and_cache"),
 )
 _BESIDE = {
     "index_gather": "index_quantize",
+    "index_query_mxfp4": "index_query",
     "merge_attn_states": "merge_states",
     "paged_index_logits": "index_logits",
     "paged_index_select": "index_select",

@@ -97,7 +97,10 @@ PORTABLE = [
     Variant("index_workspace", "portable", products=None),
     Variant("pack_seq", "portable", products=None),
     Variant("unpack_seq", "portable", products=None),
+    Variant("inverse_rope_quantize", "portable", products=None),
     Variant("latent_rows", "portable", products=None),
+    Variant("q_kv_norm", "portable", products=None),
+    Variant("rotate_and_cache", "portable", products=None),
     Variant("rotate_heads", "portable", products=None),
 ]
 MORE_HOPPER = [
@@ -209,6 +212,13 @@ MORE_PORTABLE = [
     ),
     Variant("compress", "portable", {"ratio": 128, "dtype": BF16}, 80, None),
     Variant("compress", "portable", {"with_state": False}, products=None),
+    Variant("inverse_rope_quantize", "portable", {"packed": True}, products=None),
+    Variant("inverse_rope_quantize", "portable", {"dtype": torch.float32}, 80, None),
+    Variant("q_kv_norm", "portable", {"dtype": torch.float32}, 80, None),
+    *(
+        Variant("rotate_and_cache", "portable", {"form": form, "dtype": dtype}, arch, None)
+        for form, dtype, arch in (("bf16", BF16, 90), ("fp32", torch.float32, 90), ("model1", BF16, 80))
+    ),
 ]
 
 
@@ -354,6 +364,9 @@ SAME_CODE = [
     ("index_workspace", "portable", {"tokens": [1, 2, 16, 77], "requests": [1, 2, 16], "topk": [1, 512]}, 1),
     ("pack_seq", "portable", {"tokens": [1, 2, 16, 77], "requests": [1, 2, 16]}, 1),
     ("unpack_seq", "portable", {"tokens": [1, 2, 16, 77], "requests": [1, 2, 16]}, 1),
+    ("inverse_rope_quantize", "portable", {"tokens": [1, 2, 16, 77], "heads": [16, 32, 128], "groups": [1, 8]}, 1),
+    ("q_kv_norm", "portable", {"tokens": [1, 2, 16, 77]}, 1),
+    ("rotate_and_cache", "portable", {**STEPS, "heads": [1, 16, 128], "page_size": [1, 64]}, 1),
     ("latent_rows", "portable", {"tokens": [1, 2, 16, 77], "pages": [1, 3, 16]}, 1),
     ("rotate_heads", "portable", {"tokens": [1, 2, 16, 77], "heads": [1, 16, 128]}, 1),
 ]

@@ -213,6 +213,49 @@ def index_workspace(
     )
 
 
+def q_kv_norm(
+    record: Recording, backend: str, tokens: int = 100, dtype: torch.dtype = BF16, arch: int | None = 90
+) -> list[Recorded]:
+    both = torch.zeros(tokens, 1536, dtype=dtype)
+    rows, weights = both.split((1024, 512), dim=1), (torch.zeros(1024), torch.zeros(512))
+    return record("q_kv_norm", backend, *rows, *weights, 1e-6, *map(torch.empty_like, rows), arch=arch)
+
+
+def rotate_and_cache(
+    record: Recording,
+    backend: str,
+    form: str = "model1",
+    tokens: int = 100,
+    heads: int = 64,
+    pages: int = 8,
+    page_size: int = 64,
+    dtype: torch.dtype = BF16,
+    arch: int | None = 90,
+) -> list[Recorded]:
+    layout = kv_cache.get_format(form, 512)
+    q, cache = torch.zeros(tokens, heads, 512, dtype=dtype), kv_cache.allocate(layout, pages, page_size)
+    where = torch.zeros(tokens, dtype=torch.int64)
+    arguments = (q, q[:, 0], torch.zeros(100, 64), where, where, 1e-6, layout, "power_of_two", q, cache)
+    return record("rotate_and_cache", backend, *arguments, arch=arch)
+
+
+def inverse_rope_quantize(
+    record: Recording,
+    backend: str,
+    tokens: int = 100,
+    heads: int = 64,
+    groups: int = 8,
+    packed: bool = False,
+    dtype: torch.dtype = BF16,
+    arch: int | None = 90,
+) -> list[Recorded]:
+    o, where = torch.zeros(tokens, heads, 512, dtype=dtype), torch.zeros(tokens, dtype=torch.int64)
+    values = torch.zeros(groups, tokens, heads // groups * 512, dtype=torch.uint8)
+    columns, padded = heads // groups * (1 if packed else 4), -(-tokens // 4) * 4
+    scales = torch.zeros(groups, columns, padded, dtype=torch.int32 if packed else torch.float32)
+    return record("inverse_rope_quantize", backend, o, torch.zeros(100, 64), where, values, scales, arch=arch)
+
+
 def latent_rows(
     record: Recording,
     backend: str,
@@ -272,6 +315,9 @@ CALLS: dict[str, Any] = {
         gather_records,
         index_workspace,
         pack_seq,
+        inverse_rope_quantize,
+        q_kv_norm,
+        rotate_and_cache,
         reshape_and_cache,
         unpack_seq,
         merge_states,

@@ -97,6 +97,15 @@ def _index_workspace() -> None:
     flashlatte.index_workspace(_ints(3, 512), _ints(2), _ints(1), 3, **sizes, backend="portable")
 
 
+def _v4_rows() -> None:
+    q, table = _rows(3, 64, 512), torch.zeros(8, 64)
+    flashlatte.q_kv_norm(_rows(3, 1024), q[:, 0], torch.zeros(1024), torch.zeros(512), backend="portable")
+    cache = flashlatte.kv_cache.allocate("model1", 4, 64)
+    flashlatte.rotate_and_cache(q, q[:, 0], table, _ints(3), cache, _ints(3), backend="portable")
+    flashlatte.inverse_rope_quantize(q, table, _ints(3), 8, backend="portable")
+    flashlatte.index_query_mxfp4(_rows(3, 64, 128), torch.zeros(3, 64), table, _ints(3), backend="portable")
+
+
 def _reshape_and_cache() -> None:
     key, value = _rows(3, 2, 128), _rows(3, 2, 64)
     caches = _rows(4, 16, 2, 128, dtype=torch.int8), _rows(4, 16, 2, 64, dtype=torch.int8)
@@ -165,11 +174,14 @@ OPERATIONS = (
     "index_quantize",
     "index_query",
     "index_workspace",
+    "inverse_rope_quantize",
     "merge_states",
     "norm_rope",
     "pack_seq",
     "paged_attention",
+    "q_kv_norm",
     "reshape_and_cache",
+    "rotate_and_cache",
     "sparse_decode",
     "sparse_prefill",
     "topk",
@@ -194,6 +206,7 @@ CALLS: list[Callable[[], None]] = [
     _paged_attention,
     lambda: _paged_attention(torch.int8, 300, k_scale=torch.ones(2), attn_sink=torch.ones(8)),
     _index_workspace,
+    _v4_rows,
     _reshape_and_cache,
     _compress,
     _concat_mla_q,

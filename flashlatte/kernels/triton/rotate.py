@@ -7,13 +7,24 @@ import triton.language as tl
 
 
 @triton.jit
-def rotate_tail(x, cos_sin, position, num_positions, ROWS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr):
+def rotate_tail(
+    x,
+    cos_sin,
+    position,
+    num_positions,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+    INVERSE: tl.constexpr = False,
+):
     """Turn pairs (2i, 2i + 1) of the last ROPE numbers of float32 x [ROWS, D] by the table's row of ``position``.
 
-    The table has cosines, then sines. A position outside of it takes the nearest.
+    The table has cosines, then sines. A position outside of it takes the nearest. INVERSE turns back.
     """
     a, b = tl.split(tl.reshape(x, [ROWS, D // 2, 2]))  # [ROWS, D / 2]
     cosine, sine = load_tail(cos_sin, position, num_positions, D, ROPE)
+    if INVERSE:
+        sine = -sine
     return tl.reshape(tl.join(a * cosine - b * sine, b * cosine + a * sine), [ROWS, D])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.kernels import rope
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format
 from flashlatte.kv_cache.rows import as_row_cache, refuses_rows
@@ -92,12 +93,7 @@ def compress(
     head_dim = weight.shape[0]
     if width not in (head_dim, 2 * head_dim):
         raise ValueError(f"kv must be {head_dim} wide like weight, or twice that with overlap, got {width}")
-    checks.tensor("cos_sin", cos_sin, ("n", "rope_dim"), (torch.float32,), device)
-    if cos_sin.shape[1] % 2 or cos_sin.shape[1] > head_dim or not cos_sin.is_contiguous():
-        raise ValueError(
-            f"cos_sin must be contiguous and have an even width of at most {head_dim}, got shape "
-            f"{list(cos_sin.shape)} with strides {cos_sin.stride()}"
-        )
+    rope.check_table(cos_sin, head_dim, device)
     for name, value in (("request_ids", request_ids), ("positions", positions), ("slot_mapping", slot_mapping)):
         checks.tensor(name, value, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
     cache, layout = as_row_cache(cache, cache_format, head_dim, scale_rounding)

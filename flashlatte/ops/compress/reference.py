@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.kernels.rope import rotate_tail
 from flashlatte.kv_cache.rows import encode_rows
 from flashlatte.kv_cache.slots import write_slots
 from flashlatte.ops.compress.problem import Problem
@@ -17,7 +18,7 @@ def compress(problem: Problem) -> None:
     values, scores = _gather(problem, tokens)
     rows = (values * torch.softmax(scores, dim=1)).sum(dim=1)
     rows = rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + problem.eps) * problem.weight.float()
-    rows = _rotated(rows, problem.cos_sin, positions[tokens] + 1 - problem.ratio)
+    rows = rotate_tail(rows, problem.cos_sin, positions[tokens] + 1 - problem.ratio)
     planes = encode_rows(problem.layout, rows, problem.scale_rounding)
     write_slots(problem.cache, slots[tokens].long(), planes, problem.layout)
     _save_state(problem)
@@ -82,11 +83,3 @@ def _save_state(problem: Problem) -> None:
     saved = found & _known(problem) & (later != request)
     state = torch.cat((problem.kv.float(), problem.score.float() + problem.ape[position % problem.ratio]), dim=-1)
     problem.state_cache[page[saved], offset[saved]] = state[saved]
-
-
-def _rotated(x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """x [n, head_dim] with each pair (a, b) of its last numbers as (a cos - b sin, b cos + a sin)."""
-    cosine, sine = cos_sin[positions.clamp(0, cos_sin.shape[0] - 1)].chunk(2, dim=-1)
-    rest, tail = x[:, : x.shape[1] - cos_sin.shape[1]], x[:, x.shape[1] - cos_sin.shape[1] :]
-    a, b = tail[:, 0::2], tail[:, 1::2]
-    return torch.cat((rest, torch.stack((a * cosine - b * sine, b * cosine + a * sine), dim=-1).flatten(-2)), dim=-1)

@@ -1,5 +1,5 @@
 """Index queries: rotated, quantised, their scales folded into the heads' weights."""
 
-from flashlatte.ops.index_query.api import index_query
+from flashlatte.ops.index_query.api import index_query, index_query_mxfp4
 
-__all__ = ["index_query"]
+__all__ = ["index_query", "index_query_mxfp4"]

@@ -61,6 +61,73 @@ def index_query(
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
+    options = _check(q, weights, cos_sin, positions, rope_first, interleaved, hadamard, softmax_scale, head_scale)
+    checks.choice("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
+    if not checks.number("smallest_amax", smallest_amax) > 0:
+        raise ValueError(f"smallest_amax must be above 0, got {smallest_amax}")
+    values = torch.empty(q.shape, dtype=torch.uint8, device=q.device)
+    folded = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if q.shape[0]:
+        backend = _select(q, backend)
+        _index_query(
+            q, weights, cos_sin, positions, *options, smallest_amax, scale_rounding, values, None, folded, backend
+        )
+    return values.view(torch.float8_e4m3fn), folded
+
+
+@repeats_launches
+def index_query_mxfp4(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cos_sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    *,
+    rope_first: bool = False,
+    interleaved: bool = True,
+    hadamard: bool = False,
+    softmax_scale: float | None = None,
+    head_scale: float | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Index queries in fp4: rotate, transform, quantise each 32 values of a head to e2m1 with a scale of their own.
+
+    A scale is amax / 6 rounded up to a power of two, as in caches of format ``index_mxfp4``. It stays beside the
+    values; a head's weight becomes weight · softmax_scale · head_scale.
+
+    Args:
+        q, weights, cos_sin, positions, rope_first, interleaved, hadamard, softmax_scale, head_scale, backend: as for
+            ``index_query``. What turns is by default what does in DeepSeek-V4.
+
+    Returns:
+        uint8 [T, H, head_dim / 2], value 2i in a byte's low half and 2i + 1 in its high half; E8M0 bytes, uint8
+        [T, H, head_dim / 32]; and float32 weights [T, H].
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    options = _check(q, weights, cos_sin, positions, rope_first, interleaved, hadamard, softmax_scale, head_scale)
+    num_tokens, heads, head_dim = q.shape
+    values = torch.empty(num_tokens, heads, head_dim // 2, dtype=torch.uint8, device=q.device)
+    scales = torch.empty(num_tokens, heads, head_dim // 32, dtype=torch.uint8, device=q.device)
+    folded = torch.empty(num_tokens, heads, dtype=torch.float32, device=q.device)
+    if num_tokens:
+        backend = _select(q, backend)
+        _index_query(q, weights, cos_sin, positions, *options, 1.0, "power_of_two", values, scales, folded, backend)
+    return values, scales, folded
+
+
+def _check(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cos_sin: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    rope_first: bool,
+    interleaved: bool,
+    hadamard: bool,
+    softmax_scale: float | None,
+    head_scale: float | None,
+) -> tuple[bool, bool, bool, float]:
+    """The flags, and the one number that all weights are multiplied by."""
     tokens = 0 if isinstance(q, torch.Tensor) and q.dim() == 3 and q.shape[0] == 0 else "T"
     checks.tensor("q", q, (tokens, "H", "head_dim"), checks.FLOAT_DTYPES)
     num_tokens, heads, head_dim = q.shape
@@ -78,35 +145,18 @@ def index_query(
         checks.tensor("positions", positions, (num_tokens,), checks.INDEX_DTYPES, q.device, unit_last_stride=False)
     for name, value in (("rope_first", rope_first), ("interleaved", interleaved), ("hadamard", hadamard)):
         checks.flag(name, value)
-    checks.choice("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
-    if not checks.number("smallest_amax", smallest_amax) > 0:
-        raise ValueError(f"smallest_amax must be above 0, got {smallest_amax}")
     weight_scale = checks.softmax_scale(softmax_scale, head_dim) * (
         heads**-0.5 if head_scale is None else checks.number("head_scale", head_scale)
     )
-    values = torch.empty(num_tokens, heads, head_dim, dtype=torch.uint8, device=q.device)
-    folded = torch.empty(num_tokens, heads, dtype=torch.float32, device=q.device)
-    if num_tokens:
-        backend = dispatch.select(dispatch.Call(OPERATION, q.device, q.dtype, head_dim=head_dim, h_q=heads), backend)
-        _index_query(
-            q,
-            weights,
-            cos_sin,
-            positions,
-            rope_first,
-            interleaved,
-            hadamard,
-            smallest_amax,
-            scale_rounding,
-            weight_scale,
-            values,
-            folded,
-            backend,
-        )
-    return values.view(torch.float8_e4m3fn), folded
+    return rope_first, interleaved, hadamard, weight_scale
 
 
-@register_op("index_query", mutates=("values", "folded"))
+def _select(q: torch.Tensor, backend: str | None) -> str:
+    call = dispatch.Call(OPERATION, q.device, q.dtype, head_dim=q.shape[2], h_q=q.shape[1])
+    return dispatch.select(call, backend)
+
+
+@register_op("index_query", mutates=("values", "scales", "folded"))
 def _index_query(
     q: torch.Tensor,
     weights: torch.Tensor,
@@ -115,10 +165,11 @@ def _index_query(
     rope_first: bool,
     interleaved: bool,
     hadamard: bool,
+    weight_scale: float,
     smallest_amax: float,
     scale_rounding: str,
-    weight_scale: float,
     values: torch.Tensor,
+    scales: torch.Tensor | None,
     folded: torch.Tensor,
     backend: str,
 ) -> None:
@@ -130,9 +181,10 @@ def _index_query(
         rope_first,
         interleaved,
         hadamard,
+        weight_scale,
         smallest_amax,
         scale_rounding,
-        weight_scale,
         values,
+        scales,
         folded,
     )

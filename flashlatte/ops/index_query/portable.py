@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
+from flashlatte.kernels.triton.fp4 import e2m1_code, mxfp4_scales
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
 from flashlatte.kernels.triton.row_scales import row_scales
 from flashlatte.runtime import machine
@@ -27,10 +28,11 @@ def index_query(
     rope_first: bool,
     interleaved: bool,
     hadamard: bool,
+    weight_scale: float,
     smallest_amax: float,
     scale_rounding: str,
-    weight_scale: float,
     values: torch.Tensor,
+    scales: torch.Tensor | None,
     folded: torch.Tensor,
 ) -> None:
     tokens, heads, head_dim = q.shape
@@ -46,6 +48,7 @@ def index_query(
             cos_sin,
             positions,
             values,
+            scales,
             folded,
             smallest_amax,
             weight_scale,
@@ -78,6 +81,7 @@ def index_query_kernel(
     cos_sin,
     positions,
     values,
+    block_scales,
     folded,
     smallest_amax: tl.float32,
     weight_scale: tl.float32,
@@ -130,12 +134,22 @@ def index_query_kernel(
         else:
             x = tl.dot(rounded, signs.to(q.dtype.element_ty))
         x = x * D**-0.5
+    weight = widen(tl.load(weights + token * weight_stride + head, mask=inside, other=0.0), INTERPRETED)
+    out_head = token * heads + head
+    if block_scales is not None:
+        low, high = tl.split(tl.reshape(x, [BLOCK_H, D // 32, 16, 2]))
+        exponents, reciprocals = mxfp4_scales(low, high)
+        codes = e2m1_code(low * reciprocals[:, :, None]) | (e2m1_code(high * reciprocals[:, :, None]) << 4)
+        packed = tl.reshape(codes, [BLOCK_H, D // 2]).to(tl.uint8)
+        byte, group = tl.arange(0, D // 2)[None, :], tl.arange(0, D // 32)[None, :]
+        tl.store(values + out_head[:, None] * (D // 2) + byte, packed, mask=inside[:, None])
+        tl.store(block_scales + out_head[:, None] * (D // 32) + group, exponents.to(tl.uint8), mask=inside[:, None])
+        tl.store(folded + out_head, weight * weight_scale, mask=inside)
+        return
     scales = row_scales(x, smallest_amax, POWER_OF_TWO)
     codes = float_to_e4m3(tl.div_rn(x, tl.broadcast_to(scales[:, None], x.shape)), NATIVE)
-    out_row = (token * heads + head) * D
-    tl.store(values + out_row[:, None] + column[None, :], codes, mask=inside[:, None])
-    weight = widen(tl.load(weights + token * weight_stride + head, mask=inside, other=0.0), INTERPRETED)
-    tl.store(folded + token * heads + head, weight * scales * weight_scale, mask=inside)
+    tl.store(values + out_head[:, None] * D + column[None, :], codes, mask=inside[:, None])
+    tl.store(folded + out_head, weight * scales * weight_scale, mask=inside)
 
 
 @triton.jit

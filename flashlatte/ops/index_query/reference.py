@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.kv_cache.fp4 import quantize_mxfp4
 from flashlatte.kv_cache.index_formats import quantize_rows
 
 
@@ -15,10 +16,11 @@ def index_query(
     rope_first: bool,
     interleaved: bool,
     hadamard: bool,
+    weight_scale: float,
     smallest_amax: float,
     scale_rounding: str,
-    weight_scale: float,
     values: torch.Tensor,
+    scales: torch.Tensor | None,
     folded: torch.Tensor,
 ) -> None:
     head_dim = q.shape[-1]
@@ -30,9 +32,15 @@ def index_query(
     if hadamard:
         # Models round what they rotated to their dtype before they transform it.
         x = x.to(q.dtype).float() @ hadamard_matrix(head_dim, q.device) * head_dim**-0.5
-    codes, scales = quantize_rows(x, scale_rounding, smallest_amax)
+    if scales is not None:
+        codes, exponents = quantize_mxfp4(x)
+        values.copy_(codes)
+        scales.copy_(exponents)
+        folded.copy_(weights.float() * weight_scale)
+        return
+    codes, factors = quantize_rows(x, scale_rounding, smallest_amax)
     values.copy_(codes.view(torch.uint8))
-    folded.copy_(weights.float() * scales * weight_scale)
+    folded.copy_(weights.float() * factors * weight_scale)
 
 
 def _rotated(x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, interleaved: bool) -> torch.Tensor:

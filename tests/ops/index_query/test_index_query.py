@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.torch_op import opcheck
 
-from flashlatte.ops.index_query import api, index_query
+from flashlatte.ops.index_query import api, index_query, index_query_mxfp4
 
 BACKENDS = ["reference", pytest.param("portable", marks=pytest.mark.interpreter)]
 
@@ -131,3 +131,51 @@ def test_errors_name_the_argument(change, error, message):
 
 def test_opcheck():
     opcheck(api, "index_query", call)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(
+    heads=st.sampled_from([1, 5, 64]),
+    head_dim=st.sampled_from([32, 64, 128]),
+    hadamard=st.booleans(),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    seed=st.integers(0, 1000),
+)
+def test_mxfp4_against_float64(backend, heads, head_dim, hadamard, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(3, heads, head_dim, generator=generator).to(dtype)
+    weights = torch.randn(3, heads, generator=generator)
+    angles = torch.rand(9, 8, generator=generator) * 6
+    cos_sin, positions = torch.cat((angles.cos(), angles.sin()), dim=-1), torch.tensor([-1, 4, 20])
+    values, scales, folded = index_query_mxfp4(q, weights, cos_sin, positions, hadamard=hadamard, backend=backend)
+    torch.testing.assert_close(folded, weights * (head_dim * heads) ** -0.5)
+    exact, scale = oracle(q, weights, cos_sin, positions, False, True, hadamard, 1e-4, False)
+    tiles = (exact * scale.unsqueeze(-1)).unflatten(-1, (-1, 32))
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    codes = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2).unflatten(-1, (-1, 32)).long()
+    factors = torch.exp2(scales.double() - 127).unsqueeze(-1)
+    restored = magnitudes[codes & 7] * torch.where(codes > 7, -1.0, 1.0) * factors
+    slack = 8 * torch.finfo(dtype).eps if hadamard else 1e-6
+    # The largest of a tile is at most 6 steps, and above 3; no value is farther off than half the gap it lies in.
+    assert (tiles.abs().amax(dim=-1, keepdim=True) <= 6 * factors * (1 + slack)).all()
+    assert (tiles.abs().amax(dim=-1, keepdim=True) > 3 * factors * (1 - slack)).all()
+    assert ((restored - tiles).abs() <= (tiles.abs() / 5).clamp_min(0.25 * factors) * (1 + slack) + 6 * slack).all()
+
+
+def test_mxfp4_without_tokens():
+    values, scales, folded = index_query_mxfp4(torch.empty(0, 4, 64), torch.empty(0, 4))
+    assert values.shape == (0, 4, 32)
+    assert scales.shape == (0, 4, 2)
+    assert folded.shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"), [({"q": torch.zeros(3, 4, 96)}, ValueError, "q must have a h")]
+)
+def test_mxfp4_errors(change, error, message):
+    with pytest.raises(error, match=message):
+        index_query_mxfp4(**({"q": torch.zeros(3, 4, 128), "weights": torch.zeros(3, 4)} | change))
+
+
+def test_mxfp4_opcheck():
+    opcheck(api, "index_query", lambda: index_query_mxfp4(torch.zeros(3, 4, 128), torch.zeros(3, 4)))

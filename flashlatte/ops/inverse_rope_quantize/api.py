@@ -1,0 +1,100 @@
+"""``inverse_rope_quantize``: its arguments, their checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kernels import rope
+from flashlatte.runtime import checks, dispatch, gradients, refusals
+from flashlatte.runtime.repeat import repeats_launches
+from flashlatte.runtime.torch_op import register_op
+
+OPERATION = "inverse_rope_quantize"
+TILE = 128
+# TMA wants rows of scales to begin at multiples of 16 bytes.
+SCALE_ALIGNMENT = 4
+
+
+def _refuses_portable(call: dispatch.Call) -> str | None:
+    width = call.head_dim
+    if width is not None and width & (width - 1):
+        return f"takes heads of a power of two, not {width}"
+    return refusals.triton(call) or refusals.too_wide(call, 2048)
+
+
+dispatch.define(
+    OPERATION,
+    dispatch.Implementation(
+        "portable", "flashlatte.ops.inverse_rope_quantize.portable:inverse_rope_quantize", _refuses_portable
+    ),
+    dispatch.Implementation("reference", "flashlatte.ops.inverse_rope_quantize.reference:inverse_rope_quantize"),
+)
+
+
+@repeats_launches
+def inverse_rope_quantize(
+    o: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    groups: int,
+    *,
+    packed_scales: bool = False,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn the last numbers of attention's outputs back by their tokens' positions, and quantise to e4m3.
+
+    DeepSeek-V4's value is its rotated key, so an output is rotated too. What follows is a product for each group of
+    heads, and values and scales lie as DeepGEMM takes them. A scale is max(amax, 1e-10) / 448 of 128 numbers, rounded
+    up to a power of two.
+
+    Args:
+        o: [T, H, head_dim], bf16, fp16 or float32; head_dim a multiple of 128. T may be 0.
+        cos_sin: float32 [n, rope_dim], cosines and then sines of each frequency of the last rope_dim numbers, in pairs
+            (2i, 2i + 1).
+        positions: int32 or int64 [T], the table's row of each token. One outside it takes the nearest.
+        groups: of heads, each of H / groups that follow each other.
+        packed_scales: four scales' E8M0 bytes in an int32 (SM100) instead of float32 (SM90).
+        backend: "portable" or "reference"; None chooses.
+
+    Returns:
+        float8_e4m3fn [T, groups, d] with d = H / groups · head_dim, group after group in memory: strides (d, T · d, 1).
+        And scales, float32 [T, groups, d / 128] or int32 [T, groups, d / 512], tokens side by side in memory: strides
+        (1, columns · Ta, Ta), Ta being T rounded up to a multiple of 4; what is behind T is 0.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    checks.tensor("o", o, ("T", "H", "head_dim"), checks.FLOAT_DTYPES, may_be_empty=1)
+    tokens, heads, head_dim = o.shape
+    if head_dim % TILE:
+        raise ValueError(f"o must have a head dim that is a multiple of {TILE}, got {head_dim}")
+    rope.check_table(cos_sin, head_dim, o.device)
+    checks.tensor("positions", positions, (tokens,), checks.INDEX_DTYPES, o.device, unit_last_stride=False)
+    if heads % checks.positive_int("groups", groups):
+        raise ValueError(f"groups must divide o's {heads} heads, got {groups}")
+    checks.flag("packed_scales", packed_scales)
+    if packed_scales and head_dim % (4 * TILE):
+        raise ValueError(f"packed_scales needs a head dim that is a multiple of {4 * TILE}, got {head_dim}")
+    gradients.warn_if_dropped(OPERATION, o)
+    width = heads // groups * head_dim
+    columns = width // TILE // (4 if packed_scales else 1)
+    padded = -(-tokens // SCALE_ALIGNMENT) * SCALE_ALIGNMENT
+    values = torch.empty(groups, tokens, width, dtype=torch.uint8, device=o.device)
+    dtype = torch.int32 if packed_scales else torch.float32
+    scales = torch.empty(groups, columns, padded, dtype=dtype, device=o.device)
+    if tokens:
+        call = dispatch.Call(OPERATION, o.device, o.dtype, head_dim=head_dim, h_q=heads)
+        _inverse_rope_quantize(o, cos_sin, positions, values, scales, dispatch.select(call, backend))
+    return values.view(torch.float8_e4m3fn).transpose(0, 1), scales[:, :, :tokens].permute(2, 0, 1)
+
+
+@register_op(OPERATION, mutates=("values", "scales"))
+def _inverse_rope_quantize(
+    o: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    backend: str,
+) -> None:
+    dispatch.implementation(OPERATION, backend)(o, cos_sin, positions, values, scales)

@@ -1,0 +1,79 @@
+"""``q_kv_norm``: its arguments, their checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.runtime import checks, dispatch, gradients, refusals
+from flashlatte.runtime.repeat import repeats_launches
+from flashlatte.runtime.torch_op import register_op
+
+OPERATION = "q_kv_norm"
+# Widths of a row that a program holds in registers.
+_PORTABLE_MAX_WIDTH = 8192
+
+
+def _refuses_portable(call: dispatch.Call) -> str | None:
+    return refusals.triton(call) or refusals.too_wide(call, _PORTABLE_MAX_WIDTH)
+
+
+dispatch.define(
+    OPERATION,
+    dispatch.Implementation("portable", "flashlatte.ops.q_kv_norm.portable:q_kv_norm", _refuses_portable),
+    dispatch.Implementation("reference", "flashlatte.ops.q_kv_norm.reference:q_kv_norm"),
+)
+
+
+@repeats_launches
+def q_kv_norm(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    q_weight: torch.Tensor,
+    kv_weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The RMSNorms x / √(mean x² + eps) · weight (arXiv:1910.07467) of two tensors' rows.
+
+    Both may be columns of one projection's result. Computed in float32, and rounded once. No gradient flows through it:
+    a warning, once, says so where gradients are recorded and an input requires one.
+
+    Args:
+        q, kv: [T, rank] and [T, head_dim], bf16, fp16 or float32, both alike; last stride 1. T may be 0.
+        q_weight, kv_weight: [rank] and [head_dim], bf16, fp16 or float32, both alike.
+        eps: of both.
+        backend: "portable" or "reference"; None chooses.
+
+    Returns:
+        q and kv normalised, contiguous, in their dtype.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device.
+    """
+    checks.tensor("q", q, ("T", "rank"), checks.FLOAT_DTYPES, may_be_empty=1)
+    checks.tensor("kv", kv, (q.shape[0], "head_dim"), (q.dtype,), q.device)
+    checks.tensor("q_weight", q_weight, (q.shape[1],), checks.FLOAT_DTYPES, q.device)
+    checks.tensor("kv_weight", kv_weight, (kv.shape[1],), (q_weight.dtype,), q.device)
+    eps = checks.number("eps", eps)
+    gradients.warn_if_dropped(OPERATION, q, kv, q_weight, kv_weight)
+    width = max(q.shape[1], kv.shape[1])
+    backend = dispatch.select(dispatch.Call(OPERATION, q.device, q.dtype, head_dim=width), backend)
+    q_out, kv_out = torch.empty(q.shape, dtype=q.dtype, device=q.device), kv.new_empty(kv.shape)
+    if q.shape[0]:
+        _q_kv_norm(q, kv, q_weight, kv_weight, eps, q_out, kv_out, backend)
+    return q_out, kv_out
+
+
+@register_op(OPERATION, mutates=("q_out", "kv_out"))
+def _q_kv_norm(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    q_weight: torch.Tensor,
+    kv_weight: torch.Tensor,
+    eps: float,
+    q_out: torch.Tensor,
+    kv_out: torch.Tensor,
+    backend: str,
+) -> None:
+    dispatch.implementation(OPERATION, backend)(q, kv, q_weight, kv_weight, eps, q_out, kv_out)

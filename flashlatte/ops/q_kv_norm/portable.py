@@ -1,0 +1,91 @@
+"""``q_kv_norm`` in Triton: the first programs take a token's query latent each, those behind them its key."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlatte.kernels.triton.cache_layout import unit_bytes
+from flashlatte.kernels.triton.fp8 import narrow, widen
+from flashlatte.runtime import machine
+from flashlatte.runtime.strides import stride_in_use
+from flashlatte.runtime.triton_kernel import kernel, launching_on
+
+WARPS = 4
+
+
+def q_kv_norm(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    q_weight: torch.Tensor,
+    kv_weight: torch.Tensor,
+    eps: float,
+    q_out: torch.Tensor,
+    kv_out: torch.Tensor,
+) -> None:
+    strides = stride_in_use(q, 0), stride_in_use(kv, 0)
+    q_unit = unit_bytes(q, strides[0]) // q.element_size()
+    kv_unit = unit_bytes(kv, strides[1]) // kv.element_size()
+    tokens = q.shape[0]
+    with launching_on(q.device):
+        q_kv_norm_kernel[(2 * tokens,)](
+            q,
+            kv,
+            q_weight,
+            kv_weight,
+            q_out,
+            kv_out,
+            eps,
+            tokens,
+            strides[0] // q_unit,
+            strides[1] // kv_unit,
+            q.shape[1],
+            kv.shape[1],
+            triton.next_power_of_2(q.shape[1]),
+            triton.next_power_of_2(kv.shape[1]),
+            q_unit,
+            kv_unit,
+            machine.interpreting(),
+            num_warps=WARPS,
+        )
+
+
+@kernel
+def q_kv_norm_kernel(
+    q,
+    kv,
+    q_weight,
+    kv_weight,
+    q_out,
+    kv_out,
+    eps: tl.float32,
+    num_tokens: tl.int64,
+    q_stride: tl.int64,
+    kv_stride: tl.int64,
+    RANK: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    Q_UNIT: tl.constexpr,
+    KV_UNIT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    if program < num_tokens:
+        row = q + program * q_stride * Q_UNIT
+        store_norm(row, q_weight, q_out + program * RANK, eps, RANK, BLOCK_RANK, INTERPRETED)
+    else:
+        token = program - num_tokens
+        row = kv + token * kv_stride * KV_UNIT
+        store_norm(row, kv_weight, kv_out + token * D, eps, D, BLOCK_D, INTERPRETED)
+
+
+@triton.jit
+def store_norm(row, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    x = widen(tl.load(row + column, mask=inside, other=0.0), INTERPRETED)
+    gain = widen(tl.load(weight + column, mask=inside, other=0.0), INTERPRETED)
+    x = x * tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps) * gain
+    tl.store(out + column, narrow(x, out.dtype.element_ty, INTERPRETED), mask=inside)

@@ -1,0 +1,114 @@
+"""``rotate_and_cache``: its arguments, their checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kernels import rope
+from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.kv_cache.registry import as_format
+from flashlatte.kv_cache.rows import as_row_cache, refuses_rows
+from flashlatte.runtime import checks, dispatch, gradients, refusals
+from flashlatte.runtime.repeat import repeats_launches
+from flashlatte.runtime.torch_op import register_op
+
+OPERATION = "rotate_and_cache"
+
+
+def _refuses_portable(call: dispatch.Call) -> str | None:
+    return refusals.triton(call) or refuses_rows(call)
+
+
+dispatch.define(
+    OPERATION,
+    dispatch.Implementation("portable", "flashlatte.ops.rotate_and_cache.portable:rotate_and_cache", _refuses_portable),
+    dispatch.Implementation("reference", "flashlatte.ops.rotate_and_cache.reference:rotate_and_cache"),
+)
+
+
+@repeats_launches
+def rotate_and_cache(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    q_eps: float | None = 1e-6,
+    out: torch.Tensor | None = None,
+    cache_format: str | CacheFormat | None = None,
+    scale_rounding: str = "power_of_two",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Normalise and rotate the heads of queries; rotate keys and write them, quantised, into a paged cache.
+
+    What DeepSeek-V4 does between its projections and attention. A head of q becomes q / √(mean q² + q_eps), without a
+    weight; then the last rope_dim numbers of each head, and of each key, turn in pairs (2i, 2i + 1) by the token's
+    position. All in float32, rounded once. No gradient flows through it: a warning, once, says so where gradients
+    are recorded and an input requires one.
+
+    Args:
+        q: [T, H, head_dim] as projected, bf16, fp16 or float32. T may be 0.
+        kv: [T, head_dim], normalised already, in q's dtype.
+        cos_sin: float32 [n, rope_dim], cosines and then sines of each frequency.
+        positions: int32 or int64 [T], the table's row of each token. One outside it takes the nearest.
+        cache: [pages, page_size, 1, width] (or without the 1) that takes rows of head_dim: ``model1``, ``bf16``,
+            ``fp16`` or ``fp32``.
+        slot_mapping: int32 or int64 [T], page · page_size + offset of each token; one outside the cache is skipped.
+        q_eps: of the norm; None leaves q's length as it is.
+        out: [T, H, head_dim] in q's dtype to write into; it may be ``q`` itself.
+        cache_format: inferred from the cache if None.
+        scale_rounding: for formats that have a choice.
+        backend: "portable" or "reference"; None chooses.
+
+    Returns:
+        The queries [T, H, head_dim], or ``out``.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    checks.tensor("q", q, ("T", "H", "head_dim"), checks.FLOAT_DTYPES, may_be_empty=1)
+    tokens, heads, head_dim = q.shape
+    device = q.device
+    checks.tensor("kv", kv, (tokens, head_dim), (q.dtype,), device)
+    rope.check_table(cos_sin, head_dim, device)
+    for name, value in (("positions", positions), ("slot_mapping", slot_mapping)):
+        checks.tensor(name, value, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    cache, layout = as_row_cache(cache, cache_format, head_dim, scale_rounding)
+    if cache.device != device:
+        raise ValueError(f"cache must be on {device} like the other arguments, got {cache.device}")
+    if q_eps is not None:
+        q_eps = checks.number("q_eps", q_eps)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=device)
+    else:
+        checks.output("out", out, tuple(q.shape), (q.dtype,), device)
+    gradients.warn_if_dropped(OPERATION, q, kv)
+    call = dispatch.Call(OPERATION, device, q.dtype, layout.name, cache.shape[1], head_dim, h_q=heads)
+    backend = dispatch.select(call, backend)
+    if tokens:
+        # An operation may not write into what it also reads, so a call in place passes no q.
+        source = None if out is q else q
+        arguments = (kv, cos_sin, positions, slot_mapping, q_eps, layout.name, scale_rounding)
+        _rotate_and_cache(source, *arguments, out, cache, backend)
+    return out
+
+
+@register_op(OPERATION, mutates=("out", "cache"))
+def _rotate_and_cache(
+    q: torch.Tensor | None,
+    kv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    q_eps: float | None,
+    cache_format: str,
+    scale_rounding: str,
+    out: torch.Tensor,
+    cache: torch.Tensor,
+    backend: str,
+) -> None:
+    run, layout = dispatch.implementation(OPERATION, backend), as_format(cache_format, kv.shape[-1])
+    q = out if q is None else q
+    run(q, kv, cos_sin, positions, slot_mapping, q_eps, layout, scale_rounding, out, cache)

@@ -1,0 +1,152 @@
+"""``rotate_and_cache`` in Triton: the first programs take a token's key each, those behind them some of its heads."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from flashlatte.kernels.triton.cache_address import Slots, locate_slots
+from flashlatte.kernels.triton.cache_layout import as_bytes, blocks, unit_bytes
+from flashlatte.kernels.triton.cache_row import Place, row_bytes, store_row
+from flashlatte.kernels.triton.fp8 import converts_e4m3, narrow, widen
+from flashlatte.kernels.triton.rotate import rotate_tail
+from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.runtime import machine
+from flashlatte.runtime.strides import stride_in_use
+from flashlatte.runtime.triton_kernel import kernel, launching_on
+
+# Numbers of queries that a program takes, and its warps.
+NUMBERS, WARPS = 4096, 4
+
+
+def rotate_and_cache(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    q_eps: float | None,
+    layout: CacheFormat,
+    scale_rounding: str,
+    out: torch.Tensor,
+    cache: torch.Tensor,
+) -> None:
+    cache = as_bytes(cache)
+    tokens, heads, head_dim = q.shape
+    page_stride = stride_in_use(cache, 0)
+    # Formats of bytes have a distance of their own from token to token.
+    row_stride = 0 if cache.element_size() == 1 else stride_in_use(cache, 1)
+    unit = unit_bytes(cache, page_stride, row_stride) // cache.element_size()
+    q_strides = stride_in_use(q, 0), stride_in_use(q, 1)
+    out_strides = stride_in_use(out, 0), stride_in_use(out, 1)
+    q_unit = unit_bytes(q, *q_strides) // q.element_size()
+    out_unit = unit_bytes(out, *out_strides) // out.element_size()
+    kv_unit = unit_bytes(kv, stride_in_use(kv, 0)) // kv.element_size()
+    block = min(NUMBERS // head_dim, 32)
+    head_blocks = blocks(heads, block)
+    num_slots = cache.shape[0] * cache.shape[1]
+    with launching_on(q.device):
+        rotate_and_cache_kernel[(tokens * (1 + head_blocks),)](
+            q,
+            kv,
+            cos_sin,
+            positions,
+            slot_mapping,
+            out,
+            cache,
+            0.0 if q_eps is None else q_eps,
+            tokens,
+            heads,
+            head_blocks,
+            cos_sin.shape[0],
+            num_slots,
+            cache.shape[1],
+            positions.stride(0),
+            slot_mapping.stride(0),
+            q_strides[0] // q_unit,
+            q_strides[1] // q_unit,
+            out_strides[0] // out_unit,
+            out_strides[1] // out_unit,
+            stride_in_use(kv, 0) // kv_unit,
+            page_stride // unit,
+            row_stride // unit,
+            head_dim,
+            cos_sin.shape[1],
+            q_eps is not None,
+            row_bytes(layout, scale_rounding),
+            q_unit,
+            out_unit,
+            kv_unit,
+            unit,
+            num_slots >= 2**31,
+            converts_e4m3(cache.device),
+            machine.interpreting(),
+            block,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )
+
+
+@kernel
+def rotate_and_cache_kernel(
+    q,
+    kv,
+    cos_sin,
+    positions,
+    slot_mapping,
+    out,
+    cache,
+    q_eps: tl.float32,
+    num_tokens: tl.int64,
+    heads: tl.int32,
+    head_blocks: tl.int32,
+    num_positions: tl.int64,
+    num_slots: tl.int64,
+    page_size: tl.int64,
+    position_stride: tl.int64,
+    slot_stride: tl.int64,
+    q_stride: tl.int64,
+    q_head_stride: tl.int64,
+    out_stride: tl.int64,
+    out_head_stride: tl.int64,
+    kv_stride: tl.int64,
+    page_stride: tl.int64,
+    row_stride: tl.int64,
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+    NORM: tl.constexpr,
+    FORMAT: tl.constexpr,
+    Q_UNIT: tl.constexpr,
+    OUT_UNIT: tl.constexpr,
+    KV_UNIT: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """q and out may be the same: a program has read its heads before it writes them."""
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, D)[None, :]
+    if program < num_tokens:
+        slots = Slots(slot_mapping, slot_stride, num_tokens, num_slots, page_size)
+        valid, page, offset = locate_slots(slots, program, WIDE)
+        if valid:
+            position = tl.load(positions + program * position_stride).to(tl.int64)
+            x = widen(tl.load(kv + program * kv_stride * KV_UNIT + column), INTERPRETED)  # [1, D]
+            x = rotate_tail(x, cos_sin, position, num_positions, 1, D, ROPE)
+            place = Place(cache, page_stride, row_stride, page_size, page, offset, valid)
+            store_row(x, place, D, FORMAT, UNIT, NATIVE, INTERPRETED)
+    else:
+        program -= num_tokens
+        token = program // head_blocks
+        head = (program % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+        inside = (head < heads)[:, None] & (column < D)
+        position = tl.load(positions + token * position_stride).to(tl.int64)
+        q_row = q + (token * q_stride + head * q_head_stride) * Q_UNIT
+        x = widen(tl.load(q_row[:, None] + column, mask=inside, other=0.0), INTERPRETED)  # [BLOCK_H, D]
+        if NORM:
+            x = x * tl.rsqrt(tl.sum(x * x, axis=1) / D + q_eps)[:, None]
+        x = rotate_tail(x, cos_sin, position, num_positions, BLOCK_H, D, ROPE)
+        out_row = out + (token * out_stride + head * out_head_stride) * OUT_UNIT
+        tl.store(out_row[:, None] + column, narrow(x, out.dtype.element_ty, INTERPRETED), mask=inside)
