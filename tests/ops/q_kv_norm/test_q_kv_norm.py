@@ -31,7 +31,7 @@ def test_against_float64(tokens, widths, dtype, weight_dtype, eps, seed):
     both = torch.randn(tokens, sum(widths) + 5, generator=generator).to(dtype)
     rows = both[:, : widths[0]], both[:, widths[0] : sum(widths)]
     weights = [torch.randn(width, generator=generator).to(weight_dtype) for width in widths]
-    outs = q_kv_norm(*rows, *weights, eps, backend=BACKEND)
+    outs = q_kv_norm(*rows, weights[0], weights[1], eps, backend=BACKEND)
     for x, weight, out in zip(rows, weights, outs, strict=True):
         assert out.dtype == dtype
         assert out.is_contiguous()

@@ -32,7 +32,7 @@ def turn(row: list[float], table: torch.Tensor, position: int) -> list[float]:
     return result
 
 
-def draw(tokens, heads, head_dim, rope, dtype, seed):
+def draw(tokens, heads, head_dim, rope, dtype, seed) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     angles = torch.rand(9, rope // 2, generator=generator) * 6
     return {
@@ -61,7 +61,7 @@ def test_against_float64(tokens, heads, shape, dtype, q_eps, in_place, seed):
     given_out = arguments["q"] if in_place else None
     out = rotate_and_cache(**arguments, cache=cache, q_eps=q_eps, out=given_out, backend=BACKEND)
     assert (out is arguments["q"]) == in_place
-    tolerance = {"rtol": torch.finfo(dtype).eps, "atol": torch.finfo(dtype).eps}
+    eps = torch.finfo(dtype).eps
     expected_cache = torch.zeros(10, head_dim)
     for token in range(tokens):
         position, slot = int(arguments["positions"][token]), int(arguments["slot_mapping"][token])
@@ -70,7 +70,7 @@ def test_against_float64(tokens, heads, shape, dtype, q_eps, in_place, seed):
         for head, row in enumerate(q[token].tolist()):
             length = 1.0 if q_eps is None else math.sqrt(math.fsum(x * x for x in row) / head_dim + q_eps)
             exact = torch.tensor(turn([x / length for x in row], table, position))
-            torch.testing.assert_close(out[token, head].float(), exact, **tolerance)
+            torch.testing.assert_close(out[token, head].float(), exact, rtol=eps, atol=eps)
     torch.testing.assert_close(cache.view(10, head_dim), expected_cache, rtol=1e-6, atol=1e-6)
 
 

@@ -1,0 +1,160 @@
+"""DeepSeek-V4's attention over one step, and the module that holds its projections."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from flashlatte.layers import rope
+from flashlatte.layers.v4.cache import V4Cache
+from flashlatte.layers.v4.compressed import select_groups
+from flashlatte.layers.v4.config import V4Config
+from flashlatte.layers.v4.modules import LayerCompressor, NormWeight, linear
+from flashlatte.layers.v4.step import V4Step
+from flashlatte.ops.norm_rope import rotate_heads
+from flashlatte.ops.norm_rope.rotary import Rotary
+from flashlatte.ops.q_kv_norm import q_kv_norm
+from flashlatte.ops.rotate_and_cache import rotate_and_cache
+from flashlatte.ops.sparse_decode import sparse_decode
+from flashlatte.runtime import checks
+
+
+class V4Projections(Protocol):
+    """The parameters of a layer: this package's module, or transformers' ``DeepseekV4Attention``."""
+
+    q_a_proj: Any
+    q_a_norm: Any
+    q_b_proj: Any
+    kv_proj: Any
+    kv_norm: Any
+    o_a_proj: Any
+    o_b_proj: Any
+    sinks: Any
+    compressor: Any
+
+
+class V4Attention(nn.Module):
+    """A layer of DeepSeek-V4's attention over a step of prefill and decode tokens of several requests.
+
+    The parameters have transformers' names (``DeepseekV4Attention``), so that its state dict fits.
+
+    Args:
+        config: of the layer.
+        backend: of the operations, "portable" or "reference"; None chooses for each.
+        dtype, device: of the parameters, which are not initialised. Norms, sinks and the compressor's position bias are
+            float32 whatever the dtype.
+    """
+
+    def __init__(
+        self,
+        config: V4Config,
+        *,
+        backend: str | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.backend = config, backend
+        width = config.num_attention_heads * config.head_dim
+        groups, rank = config.o_groups, config.o_lora_rank
+        self.q_a_proj = linear(config.hidden_size, config.q_lora_rank, dtype, device)
+        self.q_a_norm = NormWeight(config.q_lora_rank, device)
+        self.q_b_proj = linear(config.q_lora_rank, width, dtype, device)
+        self.kv_proj = linear(config.hidden_size, config.head_dim, dtype, device)
+        self.kv_norm = NormWeight(config.head_dim, device)
+        self.o_a_proj = linear(width // groups, groups * rank, dtype, device)
+        self.o_b_proj = linear(groups * rank, config.hidden_size, dtype, device)
+        self.sinks = nn.Parameter(torch.empty(config.num_attention_heads, dtype=torch.float32, device=device))
+        self.compressor = None if config.ratio == 0 else LayerCompressor(config, dtype, device)
+        self.requires_grad_(False)
+
+    def forward(self, hidden: torch.Tensor, step: V4Step, cache: V4Cache) -> torch.Tensor:
+        """Attention's output [T, hidden_size] for hidden states [T, hidden_size]; the step's tokens go into ``cache``.
+
+        Raises:
+            TypeError, ValueError: arguments that do not fit the layer or each other.
+        """
+        return attend(self, self.config, hidden, step, cache, self.backend)
+
+
+def attend(
+    module: V4Projections,
+    config: V4Config,
+    hidden: torch.Tensor,
+    step: V4Step,
+    cache: V4Cache,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """``V4Attention.forward`` with the projections of ``module``."""
+    checks.tensor("hidden", hidden, (step.positions.shape[0], config.hidden_size), checks.FLOAT_DTYPES)
+    _check_step(config, step, cache)
+    heads, head_dim = config.num_attention_heads, config.head_dim
+    table = rope.table(config.rope, config.rope_dim, hidden.device)
+    q_latent, kv = q_kv_norm(
+        module.q_a_proj(hidden),
+        module.kv_proj(hidden),
+        module.q_a_norm.weight,
+        module.kv_norm.weight,
+        config.rms_norm_eps,
+        backend=backend,
+    )
+    q = module.q_b_proj(q_latent).view(-1, heads, head_dim)
+    q = rotate_and_cache(
+        q,
+        kv,
+        table,
+        step.positions,
+        cache.window,
+        step.slots,
+        q_eps=config.rms_norm_eps,
+        out=q,
+        backend=backend,
+    )
+    selected = select_groups(module.compressor, config, hidden, q_latent, step, cache, table, backend)
+    out, _ = sparse_decode(
+        q.unsqueeze(1),
+        cache.window,
+        step.window_slots.unsqueeze(1),
+        topk_length=step.window_counts,
+        attn_sink=module.sinks.float(),
+        extra_k_cache=None if selected is None else cache.groups,
+        extra_indices=None if selected is None else selected.slots.unsqueeze(1),
+        extra_topk_length=None if selected is None else selected.counts,
+        head_dim_v=head_dim,
+        backend=backend,
+    )
+    out = out.squeeze(1)  # [T, H, head_dim]
+    # A value is a rotated key: what was turned by the key's position is turned back by the query's.
+    tail = out[..., head_dim - config.rope_dim :]
+    back = Rotary(_inverse_table(config, hidden.device), step.positions, interleaved=True)
+    rotate_heads(tail, back, out=tail, backend=backend)
+    groups = config.o_groups
+    weight = module.o_a_proj.weight.view(groups, config.o_lora_rank, -1)
+    grouped = torch.bmm(out.view(-1, groups, heads // groups * head_dim).transpose(0, 1), weight.transpose(1, 2))
+    return module.o_b_proj(grouped.transpose(0, 1).flatten(1))
+
+
+def _check_step(config: V4Config, step: V4Step, cache: V4Cache) -> None:
+    """That a step, a layer and its caches are made for each other."""
+    if step.window != config.window:
+        raise ValueError(f"step must have the layer's window of {config.window} tokens, got {step.window}")
+    if config.ratio and config.ratio not in step.groups:
+        raise ValueError(f"step must have groups of the layer's {config.ratio} tokens, got {sorted(step.groups)}")
+    indexes = config.indexer is not None
+    for name, needed in (("groups", config.ratio), ("states", config.ratio), ("index_keys", indexes)):
+        if bool(needed) != (getattr(cache, name) is not None):
+            raise ValueError(f"cache.{name} must be {'there' if needed else 'None'} in this layer")
+    for name in ("window", "groups", "index_keys"):
+        pages = getattr(cache, name)
+        if pages is not None and pages.shape[1] != step.page_size:
+            raise ValueError(f"cache.{name} must have the step's pages of {step.page_size}, got {pages.shape[1]}")
+
+
+@functools.lru_cache(maxsize=16)
+def _inverse_table(config: V4Config, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        cosine, sine = rope.table(config.rope, config.rope_dim, device).chunk(2, dim=-1)
+        return torch.cat((cosine, -sine), dim=-1)

@@ -1,0 +1,84 @@
+"""What a layer of DeepSeek-V4's attention remembers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flashlatte.kv_cache.codec import allocate
+from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.kv_cache.index_formats import index_format, index_format_beside
+from flashlatte.kv_cache.registry import as_format
+from flashlatte.layers.v4.config import V4Config
+from flashlatte.runtime import checks
+
+
+@dataclass(frozen=True)
+class V4Cache:
+    """The caches of one layer, all paged. Those of groups are None in a layer without.
+
+    Attributes:
+        window: [pages, page_size, 1, width], the keys of tokens.
+        groups: [pages, page_size, 1, width], a row a group, in the same format.
+        states: float32 [pages, page_size, 2 · (1 + overlap) · head_dim], of groups that are not finished.
+        index_keys: [pages, page_size, 1, width], a key of the indexer a group, by the same tables as ``groups``.
+        index_states: as ``states`` for the indexer's keys, by the same tables.
+    """
+
+    window: torch.Tensor
+    groups: torch.Tensor | None = None
+    states: torch.Tensor | None = None
+    index_keys: torch.Tensor | None = None
+    index_states: torch.Tensor | None = None
+
+    @classmethod
+    def allocate(
+        cls,
+        config: V4Config,
+        pages: int,
+        page_size: int = 64,
+        *,
+        group_pages: int | None = None,
+        state_pages: int = 1,
+        state_page_size: int = 4,
+        cache_format: str | CacheFormat = "model1",
+        index_cache_format: str | None = None,
+        device: torch.device | str | None = None,
+    ) -> V4Cache:
+        """Caches of zeros for a layer.
+
+        Args:
+            config: the layer.
+            pages, page_size: of the window's cache, and of that of groups.
+            group_pages: of groups, ``pages`` if None.
+            state_pages, state_page_size: of states.
+            cache_format: "model1", or "bf16", "fp16" and "fp32" for any head_dim.
+            index_cache_format: of index keys; None takes ``index_fp8`` beside ``model1``, else the numbers.
+            device: where; torch's default device if None.
+
+        Raises:
+            TypeError, ValueError: as ``kv_cache.allocate``; a format that does not take rows of head_dim.
+        """
+        layout = as_format(cache_format, config.head_dim)
+        window = allocate(layout, pages, page_size, device=device)
+        if config.ratio == 0:
+            return cls(window)
+        shape = checks.positive_int("state_pages", state_pages), checks.positive_int("state_page_size", state_page_size)
+        count = pages if group_pages is None else group_pages
+
+        def states(head_dim: int) -> torch.Tensor:
+            return torch.zeros(*shape, 2 * (1 + config.overlap) * head_dim, dtype=torch.float32, device=device)
+
+        groups = allocate(layout, count, page_size, device=device)
+        if config.indexer is None:
+            return cls(window, groups, states(config.head_dim))
+        head_dim = config.indexer.head_dim
+        keys = index_format(index_cache_format or index_format_beside(layout), head_dim)
+        return cls(
+            window,
+            groups,
+            states(config.head_dim),
+            allocate(keys, count, page_size, device=device),
+            states(head_dim),
+        )

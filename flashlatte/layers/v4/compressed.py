@@ -1,0 +1,128 @@
+"""A layer's groups in a step: those that it finishes are written, and each token selects among those it sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashlatte.kv_cache.index_formats import as_index_cache
+from flashlatte.layers.v4.cache import V4Cache
+from flashlatte.layers.v4.config import V4Config, V4IndexerConfig
+from flashlatte.layers.v4.step import V4Groups, V4Step
+from flashlatte.ops.compress import compress
+from flashlatte.ops.index_query import index_query
+from flashlatte.ops.index_select import paged_index_select
+from flashlatte.ops.norm_rope import rotate_heads
+from flashlatte.ops.norm_rope.rotary import Rotary
+
+
+@dataclass(frozen=True)
+class SelectedGroups:
+    """Slots of groups, int32 [T, n], of which the first ``counts`` int32 [T] count."""
+
+    slots: torch.Tensor
+    counts: torch.Tensor
+
+
+def select_groups(
+    compressor: Any,
+    config: V4Config,
+    hidden: torch.Tensor,
+    q_latent: torch.Tensor,
+    step: V4Step,
+    cache: V4Cache,
+    table: torch.Tensor,
+    backend: str | None,
+) -> SelectedGroups | None:
+    """Write the groups that the step finishes, and select; None in a layer without groups.
+
+    Args:
+        compressor: kv_proj, gate_proj, position_bias, kv_norm, and an indexer where the layer has one.
+        hidden: [T, hidden_size].
+        q_latent: [T, q_lora_rank], normalised.
+        table: float32 cosines and sines of the layer.
+    """
+    if config.ratio == 0 or cache.groups is None or cache.states is None:
+        return None
+    groups = step.groups[config.ratio]
+    _compress(compressor, config, hidden, step, groups, cache.groups, cache.states, table, backend)
+    if config.indexer is None or cache.index_keys is None or cache.index_states is None:
+        return SelectedGroups(groups.all_slots, groups.seen)
+    indexer = compressor.indexer
+    _compress(indexer, config, hidden, step, groups, cache.index_keys, cache.index_states, table, backend)
+    q, weights = _index_queries(indexer, config.indexer, hidden, q_latent, cache.index_keys, table, step, backend)
+    topk = config.indexer.topk
+    slots = paged_index_select(
+        q.unsqueeze(1),
+        cache.index_keys,
+        weights,
+        groups.seen,
+        groups.table[step.request_ids.clamp(0, groups.table.shape[0] - 1)],
+        topk,
+        slots=True,
+        backend=backend,
+    )
+    return SelectedGroups(slots, groups.seen.clamp_max(topk))
+
+
+def _compress(
+    module: Any,
+    config: V4Config,
+    hidden: torch.Tensor,
+    step: V4Step,
+    groups: V4Groups,
+    cache: torch.Tensor,
+    states: torch.Tensor,
+    table: torch.Tensor,
+    backend: str | None,
+) -> None:
+    hidden = hidden.to(module.kv_proj.weight.dtype)
+    compress(
+        module.kv_proj(hidden),
+        module.gate_proj(hidden),
+        module.position_bias.float(),
+        module.kv_norm.weight,
+        table,
+        step.request_ids,
+        step.positions,
+        cache,
+        groups.slots,
+        state_cache=states,
+        state_table=groups.state_table,
+        eps=config.rms_norm_eps,
+        backend=backend,
+    )
+
+
+def _index_queries(
+    indexer: Any,
+    sizes: V4IndexerConfig,
+    hidden: torch.Tensor,
+    q_latent: torch.Tensor,
+    index_keys: torch.Tensor,
+    table: torch.Tensor,
+    step: V4Step,
+    backend: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries [T, H, head_dim] in the dtype that goes with the keys, and float32 head weights [T, H]."""
+    q = indexer.q_b_proj(q_latent).unflatten(-1, (-1, sizes.head_dim))
+    projection = indexer.scorer.weights_proj
+    weights = projection(hidden.to(projection.weight.dtype))
+    _, layout = as_index_cache(index_keys, sizes.head_dim, "cache.index_keys")
+    if layout.scale_bytes:
+        return index_query(
+            q,
+            weights,
+            table,
+            step.positions,
+            rope_first=False,
+            interleaved=True,
+            smallest_amax=1e-4,
+            scale_rounding="power_of_two",
+            backend=backend,
+        )
+    tail = q[..., sizes.head_dim - table.shape[1] :]
+    rotate_heads(tail, Rotary(table, step.positions, interleaved=True), out=tail, backend=backend)
+    return q.to(layout.record_dtype), weights.float() * (sizes.head_dim * sizes.num_heads) ** -0.5

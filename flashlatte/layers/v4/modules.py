@@ -1,0 +1,61 @@
+"""Parameters of DeepSeek-V4's layers, under transformers' names. None of them is initialised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from flashlatte.layers.v4.config import V4Config, V4IndexerConfig
+
+
+def linear(inputs: int, outputs: int, dtype: torch.dtype | None, device: torch.device | str | None) -> nn.Linear:
+    made: Any = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, dtype=dtype, device=device or "cpu")
+    return made
+
+
+class NormWeight(nn.Module):
+    """The float32 weight of an RMSNorm."""
+
+    def __init__(self, width: int, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, dtype=torch.float32, device=device))
+
+
+class Compressor(nn.Module):
+    """What makes rows of groups: ``head_dim`` wide, from twice as many numbers a token where groups overlap."""
+
+    def __init__(
+        self,
+        config: V4Config,
+        head_dim: int,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        width = (1 + config.overlap) * head_dim
+        self.kv_proj = linear(config.hidden_size, width, dtype, device)
+        self.gate_proj = linear(config.hidden_size, width, dtype, device)
+        self.position_bias = nn.Parameter(torch.empty(config.ratio, width, dtype=torch.float32, device=device))
+        self.kv_norm = NormWeight(head_dim, device)
+
+
+class LayerCompressor(Compressor):
+    """The compressor of attention's groups, and the indexer that selects among them."""
+
+    def __init__(self, config: V4Config, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+        super().__init__(config, config.head_dim, dtype, device)
+        self.indexer = None if config.indexer is None else Indexer(config, config.indexer, dtype, device)
+
+
+class Indexer(Compressor):
+    """The indexer: a compressor of its own keys, and its queries."""
+
+    def __init__(
+        self, config: V4Config, sizes: V4IndexerConfig, dtype: torch.dtype | None, device: torch.device | str | None
+    ) -> None:
+        super().__init__(config, sizes.head_dim, dtype, device)
+        self.q_b_proj = linear(config.q_lora_rank, sizes.num_heads * sizes.head_dim, dtype, device)
+        self.scorer = nn.Module()
+        self.scorer.weights_proj = linear(config.hidden_size, sizes.num_heads, dtype, device)

@@ -1,0 +1,139 @@
+"""A step of DeepSeek-V4's layers: its tokens, and where each layer finds what they attend to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from flashlatte.ops.index_convert import index_convert
+from flashlatte.runtime import checks
+
+
+@dataclass(frozen=True)
+class V4Groups:
+    """The groups of ``ratio`` tokens, as the step's tokens see them.
+
+    Attributes:
+        table: int32 or int64 [b, columns], pages of groups.
+        state_table: int32 or int64 [b, columns], pages of states (``compress``).
+        page_size: of groups.
+        slots: [T], the slot of the group that each token belongs to, -1 for none.
+        seen: int32 [T], how many groups each token sees.
+        all_slots: [T, columns · page_size], the slots of all groups that it sees, then -1.
+    """
+
+    ratio: int
+    table: torch.Tensor
+    state_table: torch.Tensor
+    page_size: int
+    slots: torch.Tensor
+    seen: torch.Tensor
+    all_slots: torch.Tensor
+
+
+@dataclass(frozen=True)
+class V4Step:
+    """Tokens of several requests, prefill and decode alike, and their places in the caches. All layers share it.
+
+    Attributes:
+        request_ids: int32 or int64 [T], the row of each token in the tables; below 0 for padding. Tokens of a request
+            stand together, in order.
+        positions: int32 or int64 [T], of each token in its request.
+        window, page_size: tokens that a token sees, and tokens of a page in their cache.
+        slots: [T], where each token's key goes.
+        window_slots: int32 [T, window], the slots of the tokens that each token sees, its own last, then -1.
+        window_counts: int32 [T], how many they are.
+        groups: by ratio.
+    """
+
+    request_ids: torch.Tensor
+    positions: torch.Tensor
+    window: int
+    page_size: int
+    slots: torch.Tensor
+    window_slots: torch.Tensor
+    window_counts: torch.Tensor
+    groups: Mapping[int, V4Groups]
+
+    @classmethod
+    def build(
+        cls,
+        request_ids: torch.Tensor,
+        positions: torch.Tensor,
+        window_table: torch.Tensor,
+        group_tables: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+        *,
+        window: int = 128,
+        page_size: int = 64,
+        backend: str | None = None,
+    ) -> V4Step:
+        """The step of these tokens. Nothing is read from the device, so that a CUDA graph may hold it.
+
+        Args:
+            request_ids, positions: int32 or int64 [T].
+            window_table: int32 or int64 [b, columns], pages of tokens, from each request's first on. A page that no
+                window reaches any more may be given back, and -1 put in its place.
+            group_tables: for each ratio pages of groups [b, columns] and of states [b, columns]. A short table of
+                states is a ring (``compress``).
+            window: of the layers.
+            page_size: of caches of tokens and of groups.
+            backend: "portable" or "reference"; None chooses.
+
+        Raises:
+            TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        """
+        checks.tensor("request_ids", request_ids, ("T",), checks.INDEX_DTYPES)
+        tokens, device = request_ids.shape[0], request_ids.device
+        checks.tensor("positions", positions, (tokens,), checks.INDEX_DTYPES, device)
+        checks.tensor("window_table", window_table, ("b", "columns"), checks.INDEX_DTYPES, device)
+        requests = window_table.shape[0]
+        window = checks.positive_int("window", window)
+        known = (request_ids >= 0) & (request_ids < requests)
+        positions = positions.where(known, -1)
+
+        def slots_of(indices: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+            found = index_convert(
+                indices.unsqueeze(1), table, page_size, request_ids=request_ids, dtype=torch.int64, backend=backend
+            )
+            return found.squeeze(1)
+
+        window_slots, window_counts = index_convert(
+            None,
+            window_table,
+            page_size,
+            request_ids=request_ids,
+            query_positions=positions,
+            window=window,
+            compact=True,
+            return_counts=True,
+            backend=backend,
+        )
+        groups = {}
+        for ratio, (table, state_table) in group_tables.items():
+            checks.positive_int("ratio", ratio)
+            checks.tensor(f"group_tables[{ratio}][0]", table, (requests, "columns"), checks.INDEX_DTYPES, device)
+            checks.tensor(f"group_tables[{ratio}][1]", state_table, (requests, "columns"), checks.INDEX_DTYPES, device)
+            seen = torch.div(positions + 1, ratio, rounding_mode="floor").to(torch.int32)
+            all_slots = index_convert(
+                None,
+                table,
+                page_size,
+                request_ids=request_ids,
+                query_positions=seen - 1,
+                sinks=table.shape[1] * page_size,
+                backend=backend,
+            )
+            own = torch.div(positions, ratio, rounding_mode="floor")
+            groups[ratio] = V4Groups(ratio, table, state_table, page_size, slots_of(own, table), seen, all_slots)
+        return cls(
+            request_ids,
+            positions,
+            window,
+            page_size,
+            slots_of(positions, window_table),
+            window_slots,
+            window_counts,
+            groups,
+        )

@@ -1,0 +1,76 @@
+"""A layer, its caches and a step must be made for each other."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from flashlatte.layers import Rope, V4Attention, V4Cache, V4Config, V4IndexerConfig, V4Step
+
+CONFIG = V4Config(
+    hidden_size=16,
+    q_lora_rank=8,
+    num_attention_heads=2,
+    head_dim=16,
+    rope_dim=4,
+    o_groups=1,
+    o_lora_rank=4,
+    window=4,
+    indexer=V4IndexerConfig(2, 32, 2),
+)
+TABLE = torch.arange(4).view(1, 4)
+
+
+def call(config=CONFIG, cache_config=CONFIG, page_size=4, ratio=4, window=4, hidden=16):
+    step = V4Step.build(
+        torch.zeros(3, dtype=torch.int32), torch.arange(3), TABLE, {ratio: (TABLE, TABLE)}, window=window, page_size=4
+    )
+    cache = V4Cache.allocate(cache_config, 4, page_size, state_pages=4, cache_format="fp32")
+    return V4Attention(config)(torch.zeros(3, hidden), step, cache)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": 8}, r"^hidden must have shape \[3, 16\]"),
+        ({"window": 5}, "^step must have the layer's window of 4 tokens, got 5$"),
+        ({"ratio": 8}, r"^step must have groups of the layer's 4 tokens, got \[8\]$"),
+        ({"page_size": 8}, "^cache.window must have the step's pages of 4, got 8$"),
+        (
+            {"cache_config": dataclasses.replace(CONFIG, ratio=0, indexer=None)},
+            "^cache.groups must be there in this layer$",
+        ),
+        ({"cache_config": dataclasses.replace(CONFIG, indexer=None)}, "^cache.index_keys must be there in this layer$"),
+        ({"config": dataclasses.replace(CONFIG, ratio=0, indexer=None)}, "^cache.groups must be None in this layer$"),
+    ],
+)
+def test_what_does_not_fit(change, message):
+    with pytest.raises(ValueError, match=message):
+        call(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ratio": 0}, "^indexer must be None in a layer with ratio 0"),
+        ({"rope_dim": 18}, "^rope_dim must be even and at most head_dim 16, got 18$"),
+        ({"o_groups": 3}, "^o_groups must divide 2 heads, got 3$"),
+        ({"rope": Rope(layout="half")}, "^rope.layout must be 'interleaved', got 'half'$"),
+        ({"indexer": V4IndexerConfig(2, 32, 2), "rope_dim": 64, "head_dim": 64}, "^indexer.head_dim must be at least"),
+    ],
+)
+def test_configs(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **change)
+
+
+def test_an_indexers_head_dim():
+    with pytest.raises(ValueError, match=r"^head_dim of an indexer must be 32, 64 or 128, got 48$"):
+        V4IndexerConfig(head_dim=48)
+
+
+def test_formats_of_other_rows_are_refused():
+    with pytest.raises(ValueError, match=r"^head_dim of format model1 is 512, got 16$"):
+        V4Cache.allocate(CONFIG, 4)
