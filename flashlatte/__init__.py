@@ -75,8 +75,7 @@ _OPERATIONS = (
     *("concat_mla_q", "dense_decode", "dense_prefill", "merge_states", "paged_attention", "reshape_and_cache"),
     *("sparse_decode", "sparse_prefill", "topk"),
     *("index_convert", "index_logits", "index_quantize", "index_query", "index_select"),
-    *("compress", "index_workspace", "pack_seq"),
-    *("compress", "index_workspace", "inverse_rope_quantize", "q_kv_norm", "rotate_and_cache"),
+    *("compress", "index_workspace", "inverse_rope_quantize", "pack_seq", "q_kv_norm", "rotate_and_cache"),
 )
 _BESIDE = {
     "index_gather": "index_quantize",
