@@ -271,17 +271,27 @@ def test_keys_are_written_and_gathered_as_the_reference_does(
 
 @pytest.mark.parametrize("options", [{}, {"rope_first": False, "interleaved": True, "smallest_amax": 1e-4}])
 def test_queries(options: dict[str, Any]) -> None:
-    q, weights = normal(70, 64, 128, dtype=BF16), normal(70, 64)
-    angles = torch.rand(100, 32, device=DEVICE) * 6
-    cos_sin, positions = torch.cat((angles.cos(), angles.sin()), dim=1), torch.arange(70, device=DEVICE)
-    (ours, folded), (expected, expected_folded) = (
-        index_query(q, weights, cos_sin, positions, backend=name, **options) for name in ("portable", "reference")
-    )
+    (ours, folded), (expected, expected_folded) = both_queries(**options)
     torch.testing.assert_close(folded, expected_folded, rtol=1e-6, atol=0)
     # What is multiplied and added in one step may round to the other neighbour.
     apart = (ours.view(torch.uint8).int() - expected.view(torch.uint8).int()).abs()
     assert apart.max() <= 1
     assert apart.float().mean() < 1e-3
+
+
+def test_queries_after_a_hadamard_transform() -> None:
+    """A product whose sums are in another order, of numbers rounded to bf16."""
+    (ours, folded), (expected, expected_folded) = both_queries(hadamard=True)
+    torch.testing.assert_close(folded, expected_folded, rtol=2e-2, atol=0)
+    assert (ours.view(torch.uint8) != expected.view(torch.uint8)).float().mean() < 0.2
+
+
+def both_queries(**options: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Portable and reference."""
+    q, weights = normal(70, 64, 128, dtype=BF16), normal(70, 64)
+    angles = torch.rand(100, 32, device=DEVICE) * 6
+    cos_sin, positions = torch.cat((angles.cos(), angles.sin()), dim=1), torch.arange(70, device=DEVICE)
+    return [index_query(q, weights, cos_sin, positions, backend=name, **options) for name in ("portable", "reference")]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
