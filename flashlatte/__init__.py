@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from flashlatte.ops.sparse_decode import sparse_decode
     from flashlatte.ops.sparse_prefill import sparse_prefill
     from flashlatte.ops.topk import topk
+    from flashlatte.ops.turboquant_decode import turboquant_decode
+    from flashlatte.ops.turboquant_gather import turboquant_gather
+    from flashlatte.ops.turboquant_store import turboquant_store
 
 __version__ = "0.1.0"
 
@@ -68,12 +71,16 @@ __all__ = [
     "sparse_decode",
     "sparse_prefill",
     "topk",
+    "turboquant_decode",
+    "turboquant_gather",
+    "turboquant_store",
     "unpack_seq",
 ]
 
 _OPERATIONS = (
     *("concat_mla_q", "dense_decode", "dense_prefill", "merge_states", "paged_attention", "reshape_and_cache"),
     *("sparse_decode", "sparse_prefill", "topk"),
+    *("turboquant_decode", "turboquant_gather", "turboquant_store"),
     *("index_convert", "index_logits", "index_quantize", "index_query", "index_select"),
     *("compress", "index_workspace", "inverse_rope_quantize", "pack_seq", "q_kv_norm", "rotate_and_cache"),
 )

@@ -107,6 +107,8 @@ def typical_calls(device: torch.device, dtype: torch.dtype, model: MLAConfig | N
         for name, width in widths.items():
             calls.append(dispatch.Call(operation, device, dtype, name, page_size=64, head_dim=width))
     calls.append(dispatch.Call("paged_attention", device, dtype, page_size=16, head_dim=128, head_dim_v=128))
+    for operation in ("turboquant_store", "turboquant_decode", "turboquant_gather"):
+        calls.append(dispatch.Call(operation, device, dtype, page_size=16, head_dim=128, head_dim_v=128))
     for operation in ("index_logits", "paged_index_logits"):
         if config.indexer is None:
             calls.append(dispatch.Call(operation, device, torch.float8_e4m3fn, page_size=64, head_dim=128))

@@ -77,6 +77,11 @@ class TurboQuantFormat:
         """The last dimension of a cache."""
         return self.scale_offset + 4
 
+    @property
+    def allocated_bytes(self) -> int:
+        """From head to head in a cache that ``allocate`` makes."""
+        return -(-self.record_bytes // _HEAD_ALIGNMENT) * _HEAD_ALIGNMENT
+
     def encode(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Records uint8 [..., record_bytes] of keys and values [..., head_dim].
 
@@ -154,13 +159,13 @@ def allocate(
     Raises:
         TypeError, ValueError: an unknown format, a size below 1, or a head_dim that the format does not have.
     """
-    width = turboquant_format(cache_format, checks.positive_int("head_dim", head_dim)).record_bytes
+    layout = turboquant_format(cache_format, checks.positive_int("head_dim", head_dim))
     shape = [
         checks.positive_int(name, size)
         for name, size in (("num_pages", num_pages), ("page_size", page_size), ("h_kv", h_kv))
     ]
-    stride = -(-width // _HEAD_ALIGNMENT) * _HEAD_ALIGNMENT
-    return torch.zeros(*shape, stride, dtype=torch.uint8, device=device)[..., :width]
+    storage = torch.zeros(*shape, layout.allocated_bytes, dtype=torch.uint8, device=device)
+    return storage[..., : layout.record_bytes]
 
 
 def as_turboquant_cache(

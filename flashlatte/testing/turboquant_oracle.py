@@ -7,6 +7,8 @@ import struct
 from collections.abc import Sequence
 from itertools import pairwise
 
+import torch
+
 from flashlatte.testing.byte_oracles import E4M3_VALUES, e4m3_encode, float32
 
 # Centroids above 0 for N(0, 1), as J. Max tabulated them (1960), to more digits.
@@ -85,3 +87,41 @@ def _midpoints(bits: int) -> list[float]:
 
 def _half(x: float) -> bytes:
     return struct.pack("<e", max(-65504.0, min(65504.0, x)))
+
+
+def attend(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    bits: tuple[int, int],
+    softmax_scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [b, s_q, h_q, d], lse [b, h_q, s_q]) in float64, a row at a time; lse of a row without keys is -inf."""
+    batch, s_q, h_q, head_dim = q.shape
+    num_pages, page_size, h_kv, _ = cache.shape
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    lse = torch.full((batch, h_q, s_q), -torch.inf, dtype=torch.float64)
+    for request in range(batch):
+        length = int(cache_seqlens[request])
+        for kv_head in range(h_kv):
+            numbers: list[int] = []
+            rows: list[tuple[list[float], list[float]]] = []
+            for number in range(min(length, block_table.shape[1] * page_size)):
+                page = int(block_table[request, number // page_size])
+                if 0 <= page < num_pages:
+                    numbers.append(number)
+                    record = bytes(cache[page, number % page_size, kv_head].tolist())
+                    rows.append(decode_record(record, head_dim, *bits))
+            for token in range(s_q):
+                last = length - s_q + token if causal else length - 1
+                seen = [row for number, row in zip(numbers, rows, strict=True) if number <= last]
+                if not seen:
+                    continue
+                keys, values = (torch.tensor(side, dtype=torch.float64) for side in zip(*seen, strict=True))
+                for head in range(kv_head * h_q // h_kv, (kv_head + 1) * h_q // h_kv):
+                    scores = keys @ q[request, token, head].double() * softmax_scale
+                    out[request, token, head] = scores.softmax(dim=0) @ values
+                    lse[request, head, token] = scores.logsumexp(dim=0)
+    return out, lse

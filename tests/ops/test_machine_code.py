@@ -29,7 +29,7 @@ MODULES = {
     "unpack_seq": "pack_seq",
 }
 # Kernels beside the one that attends: they merge, clear and convert rows.
-OTHERS = ("combine", "find_tiles", "clear", "merge_even", "prepare", "finish", "row_sums")
+OTHERS = ("combine", "find_tiles", "clear", "merge_even", "prepare", "finish", "row_sums", "rotate_queries")
 
 
 @pytest.fixture
@@ -102,6 +102,8 @@ PORTABLE = [
     Variant("q_kv_norm", "portable", products=None),
     Variant("rotate_and_cache", "portable", products=None),
     Variant("rotate_heads", "portable", products=None),
+    Variant("turboquant_decode", "portable", products="hmma"),
+    Variant("turboquant_gather", "portable", {"form": "turboquant_k8v4"}, products=None),
 ]
 MORE_HOPPER = [
     *(
@@ -205,6 +207,25 @@ MORE_PORTABLE = [
         for arch in (80, 90)
     ),
     Variant("rotate_heads", "portable", {"interleaved": False}, products=None),
+    *(
+        # Some addresses; an accumulator would be 16 and more.
+        Variant("turboquant_decode", "portable", {"form": f"turboquant_{form}", **call}, arch, "hmma", spills=8)
+        for form, arch, call in (
+            ("k8v4", 90, {}),
+            ("k3v4_nc", 90, {"dtype": FP16}),
+            ("3bit_nc", 90, {"s_q": 3, "causal": True}),
+            ("4bit_nc", 90, {"gap": 0, "page_size": 16}),
+            ("4bit_nc", 80, {}),
+            ("3bit_nc", 80, {"head_dim": 64}),
+            ("k8v4", 89, {}),
+        )
+    ),
+    *(
+        Variant("turboquant_store", "portable", {"form": f"turboquant_{form}", "dtype": dtype}, products=products)
+        for form, dtype, products in (("k8v4", BF16, None), ("3bit_nc", FP16, "hgmma"), ("4bit_nc", FP16, "hgmma"))
+    ),
+    Variant("turboquant_store", "portable"),
+    Variant("turboquant_gather", "portable", {"form": "turboquant_3bit_nc", "gap": 0}),
     *(
         Variant("compress", "portable", {"form": form, "ratio": ratio}, products=None)
         for form in ("model1", "bf16", "index_fp8", "index_mxfp4")
@@ -368,6 +389,9 @@ SAME_CODE = [
     ("q_kv_norm", "portable", {"tokens": [1, 2, 16, 77]}, 1),
     ("rotate_and_cache", "portable", {**STEPS, "heads": [1, 16, 128], "page_size": [1, 64]}, 1),
     ("latent_rows", "portable", {"tokens": [1, 2, 16, 77], "pages": [1, 3, 16]}, 1),
+    ("turboquant_decode", "portable", {**BATCHES, "columns": [1, 64, 3000], "pages": [1, 7], "gap": [10, 18]}, 2),
+    ("turboquant_store", "portable", {"tokens": [1, 16, 700], "heads": [1, 2, 8], "pages": [1, 16], "gap": [2, 10]}, 1),
+    ("turboquant_gather", "portable", {"tokens": [1, 16, 700], "requests": [1, 16], "gap": [2, 10]}, 1),
     ("rotate_heads", "portable", {"tokens": [1, 2, 16, 77], "heads": [1, 16, 128]}, 1),
 ]
 

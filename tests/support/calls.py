@@ -15,6 +15,7 @@ from support.attention_calls import (
     sparse_prefill,
 )
 from support.recording import Recorded, Recording
+from support.turboquant_calls import turboquant_decode, turboquant_gather, turboquant_store
 
 from flashlatte import kv_cache
 from flashlatte.ops.compress.problem import Problem as CompressProblem
@@ -325,5 +326,8 @@ CALLS: dict[str, Any] = {
         cache_gather,
         latent_rows,
         rotate_heads,
+        turboquant_decode,
+        turboquant_gather,
+        turboquant_store,
     )
 }

@@ -14,6 +14,7 @@ import torch
 from support import no_gpu
 
 import flashlatte
+from flashlatte.kv_cache import turboquant
 from flashlatte.ops.norm_rope import latent_rows, rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime import dispatch, machine
@@ -112,6 +113,14 @@ def _reshape_and_cache() -> None:
     flashlatte.reshape_and_cache(key, value, *caches, _ints(3), k_scale=torch.ones(4, 16, 2), backend="portable")
 
 
+def _turboquant() -> None:
+    rows, slots = _rows(3, 2, 64), _ints(3)
+    cache = turboquant.allocate("turboquant_4bit_nc", 4, 64, 2, 64)
+    flashlatte.turboquant_store(rows, rows, cache, slots, backend="portable")
+    flashlatte.turboquant_gather(cache, _ints(1, 4), _ints(2), 9, 64, backend="portable")
+    flashlatte.turboquant_decode(_rows(2, 1, 4, 64), cache, _ints(2, 64), _ints(2), backend="portable")
+
+
 def _norm_rope() -> None:
     rotary = Rotary(torch.zeros(8, 64), _ints(3), interleaved=True)
     latent_rows(_rows(3, 576), _rows(512), rotary, 1e-6, backend="portable")
@@ -185,6 +194,9 @@ OPERATIONS = (
     "sparse_decode",
     "sparse_prefill",
     "topk",
+    "turboquant_decode",
+    "turboquant_gather",
+    "turboquant_store",
 )
 CALLS: list[Callable[[], None]] = [
     lambda: _dense_decode("portable"),
@@ -212,4 +224,5 @@ CALLS: list[Callable[[], None]] = [
     _concat_mla_q,
     _pack_seq,
     _merge_states,
+    _turboquant,
 ]

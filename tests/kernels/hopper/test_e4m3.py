@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
+from support.ptx import bits, numbers, prmt, run
 
 from flashlatte.runtime import machine
 
@@ -16,74 +15,8 @@ from flashlatte.kernels.hopper.ptx import e4m3
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="Gluon is not interpreted")
 
 
-def run(ptx: str, registers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All registers after ``ptx``, 32-bit words in int64."""
-    registers = dict(registers)
-    some = next(iter(registers.values()))
-
-    def value(operand: str) -> torch.Tensor:
-        if operand in registers:
-            return registers[operand]
-        return torch.full_like(some, int(operand, 0))
-
-    for statement in ptx.strip("{}; \n").split(";"):
-        instruction, *operands = re.split(r"[\s,]+", statement.strip())
-        if instruction == ".reg":
-            continue
-        target, *sources = operands[0], *map(value, operands[1:])
-        name = instruction.split(".")[0]
-        if name == "mov":
-            result = sources[0]
-        elif name == "shr":
-            result = sources[0] >> sources[1]
-        elif name == "shl":
-            result = (sources[0] << sources[1]) & 0xFFFFFFFF
-        elif name == "and":
-            result = sources[0] & sources[1]
-        elif name == "add":
-            result = (sources[0] + sources[1]) & 0xFFFFFFFF
-        elif name == "lop3":
-            result = lop3(sources[0], sources[1], sources[2], int(operands[-1], 0))
-        elif name == "prmt":
-            result = prmt(sources[0], sources[1], int(operands[-1], 0))
-        else:
-            assert instruction == "mul.rn.bf16x2", instruction
-            halves = [numbers(sources[0], i) * numbers(sources[1], i) for i in range(2)]
-            result = bits(halves[0]) | bits(halves[1]) << 16
-        registers[target] = result
-    return registers
-
-
-def lop3(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: int) -> torch.Tensor:
-    """Bit by bit, the entry of ``table`` at a, b, c."""
-    result = torch.zeros_like(a)
-    for entry in range(8):
-        if table >> entry & 1:
-            chosen = [x if entry >> bit & 1 else x ^ 0xFFFFFFFF for x, bit in ((a, 2), (b, 1), (c, 0))]
-            result |= chosen[0] & chosen[1] & chosen[2]
-    return result
-
-
-def prmt(a: torch.Tensor, b: torch.Tensor, selector: int) -> torch.Tensor:
-    """Four of eight bytes; those whose place has bit 3 set give their sign, eight times."""
-    result = torch.zeros_like(a)
-    for i in range(4):
-        place = selector >> 4 * i & 15
-        byte = ((a | b << 32) >> 8 * (place & 7)) & 255
-        result |= (torch.where(byte > 127, 255, 0) if place & 8 else byte) << 8 * i
-    return result
-
-
-def numbers(word: torch.Tensor, half: int) -> torch.Tensor:
-    return ((word >> 16 * half) & 0xFFFF).to(torch.uint16).view(torch.bfloat16)
-
-
 def is_nan(code: torch.Tensor) -> torch.Tensor:
     return (code & 0x7F) == 0x7F
-
-
-def bits(numbers: torch.Tensor) -> torch.Tensor:
-    return numbers.view(torch.uint16).long()
 
 
 @pytest.mark.parametrize("scale", [1.0, -0.75, 2.0**-13, 0.0123, 300.0, 2.0**100, 3.3895313892515355e38, 0.0])

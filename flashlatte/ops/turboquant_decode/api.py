@@ -1,0 +1,151 @@
+"""``turboquant_decode``: its arguments, their checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from flashlatte.kv_cache.turboquant import as_turboquant_cache, turboquant_format
+from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals
+from flashlatte.runtime.repeat import repeats_launches
+from flashlatte.runtime.torch_op import register_op
+
+OPERATION = "turboquant_decode"
+# A rotation is one product, whose matrix a program holds.
+_PORTABLE_MAX_HEAD_DIM = 128
+# The kernel reads 32-bit words from the cache's beginning; records may begin in the middle of one.
+_WORD_BYTES, _RECORD_ALIGNMENT = 4, 2
+
+
+def _refuses_portable(call: dispatch.Call) -> str | None:
+    return (
+        refusals.dtype(call, torch.bfloat16, torch.float16)
+        or refusals.triton(call)
+        or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM)
+        or _unaligned(call)
+    )
+
+
+def _unaligned(call: dispatch.Call) -> str | None:
+    if call.rows_aligned:
+        return None
+    return "takes caches that begin at multiples of 4 bytes, with records at multiples of 2"
+
+
+dispatch.define(
+    OPERATION,
+    dispatch.Implementation(
+        "portable", "flashlatte.ops.turboquant_decode.portable:turboquant_decode", _refuses_portable
+    ),
+    dispatch.Implementation("reference", "flashlatte.ops.turboquant_decode.reference:turboquant_decode"),
+)
+
+
+@repeats_launches
+def turboquant_decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    cache_format: str | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    empty_lse: float = -math.inf,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a few query tokens a request over all tokens of its TurboQuant cache.
+
+    out = softmax(q · Kᵀ · softmax_scale) · V, where K and V are what ``turboquant_gather`` would read. Query head h
+    reads key head h // (h_q / h_kv). Keys are not rotated back: the queries are rotated instead. Results over other
+    keys, such as new tokens that are not in the cache, are joined with these by ``merge_states``.
+
+    Args:
+        q: [b, s_q, h_q, d], bf16, fp16, or float32 (reference only). b and s_q may be 0.
+        cache: uint8 [pages, page_size, h_kv, record_bytes], last stride 1, as ``turboquant_store`` fills it; h_kv
+            divides h_q.
+        block_table: int32 or int64 [b, max_pages], the pages of each request in order. Entries that its length
+            does not reach may hold anything.
+        cache_seqlens: int32 or int64 [b], keys of each request. 0 is allowed, below 0 counts as 0. A key whose
+            page is not in the table or not in the cache is not seen.
+        cache_format: one of ``kv_cache.turboquant.TURBOQUANT_NAMES``; what the width of a record tells if None.
+        softmax_scale: above 0; d^-0.5 if None.
+        causal: query token j sees keys 0 to cache_seqlens - s_q + j (bottom-right alignment).
+        out: [b, s_q, h_q, d] in q's dtype to write into; last stride 1.
+        lse: float32 [b, h_q, s_q] to write into, any strides.
+        empty_lse: lse of a query that sees no key, inf or -inf; its out is 0.
+        backend: "portable" or "reference"; None chooses, a name is obeyed or refused.
+
+    Returns:
+        out [b, s_q, h_q, d] in q's dtype, and lse, natural logarithm, float32 [b, h_q, s_q]. A new lse has strides
+        (s_q · h_q, 1, h_q).
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
+            other; a backend that cannot serve the call.
+    """
+    checks.tensor("q", q, ("b", "s_q", "h_q", "d"), checks.FLOAT_DTYPES, may_be_empty=2)
+    batch, s_q, h_q, head_dim = q.shape
+    device = q.device
+    layout = as_turboquant_cache(cache, cache_format, head_dim)
+    checks.tensor("cache", cache, ("pages", "page_size", "h_kv", layout.record_bytes), (torch.uint8,), device)
+    h_kv = cache.shape[2]
+    if h_q % h_kv:
+        raise ValueError(f"cache must have a number of heads that divides q's {h_q}, got {h_kv}")
+    may_be_empty = 0 if batch else 2
+    checks.tensor(
+        "block_table", block_table, (batch, "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty
+    )
+    checks.tensor("cache_seqlens", cache_seqlens, (batch,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    scale = checks.softmax_scale(softmax_scale, head_dim)
+    checks.flag("causal", causal)
+    out, lse = decode_outputs.prepare(q, head_dim, out, lse)
+    call = dispatch.Call(
+        OPERATION,
+        device,
+        q.dtype,
+        layout.name,
+        cache.shape[1],
+        head_dim,
+        head_dim,
+        h_q,
+        h_kv,
+        rows_aligned=_is_aligned(cache),
+    )
+    gradients.warn_if_dropped(OPERATION, q)
+    empty_lse = checks.empty_lse(empty_lse)
+    backend = dispatch.select(call, backend)
+    if batch and s_q:
+        _turboquant_decode(
+            q, cache, block_table, cache_seqlens, layout.name, scale, causal, empty_lse, out, lse, backend
+        )
+    return out, lse
+
+
+def _is_aligned(cache: torch.Tensor) -> bool:
+    # torch.compile does not trace storage_offset.
+    at_word = torch.compiler.is_dynamo_compiling() or cache.storage_offset() % _WORD_BYTES == 0
+    return at_word and checks.rows_aligned(cache, _RECORD_ALIGNMENT)
+
+
+@register_op(OPERATION, mutates=("out", "lse"))
+def _turboquant_decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    cache_format: str,
+    softmax_scale: float,
+    causal: bool,
+    empty_lse: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    backend: str,
+) -> None:
+    layout = turboquant_format(cache_format, q.shape[3])
+    dispatch.implementation(OPERATION, backend)(
+        q, cache, block_table, cache_seqlens, layout, softmax_scale, causal, empty_lse, out, lse
+    )

@@ -1,0 +1,174 @@
+"""From arguments to launches: all that a call settles on the host, from shapes alone."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
+from flashlatte.kernels.triton.fp8 import converts_e4m3
+from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
+from flashlatte.kv_cache.lloyd_max import lloyd_max
+from flashlatte.kv_cache.turboquant import TurboQuantFormat
+from flashlatte.ops.turboquant_decode.portable.config import TABLE, Config
+from flashlatte.ops.turboquant_decode.portable.kernel import Step, turboquant_decode_kernel
+from flashlatte.ops.turboquant_decode.portable.queries import rotate_queries_kernel
+from flashlatte.ops.turboquant_decode.portable.records import Form, first_of
+from flashlatte.runtime import machine
+from flashlatte.runtime.arguments import by_name
+from flashlatte.runtime.strides import stride_in_use, strides_in_use
+from flashlatte.runtime.triton_kernel import launching_on
+from flashlatte.split_kv import combine, plan
+from flashlatte.split_kv.outputs import outputs_of
+from flashlatte.split_kv.plan import Partial, SplitPlan
+
+_LOG2_E = 1.4426950408889634
+# Starting on a request costs a CTA about as much as so many keys.
+_OVERHEAD_KEYS = 64
+# Query rows of a program that rotates them, and its warps.
+_ROTATED_ROWS, _ROTATING_WARPS = 16, 4
+# The narrowest rows whose words fill the places of an operand that a thread of a warp holds.
+_SMALLEST_PACKED = 64
+
+
+class Plan(NamedTuple):
+    """Tile sizes, and over how many CTAs requests are split."""
+
+    config: Config
+    split: SplitPlan
+
+
+def turboquant_decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    layout: TurboQuantFormat,
+    softmax_scale: float,
+    causal: bool,
+    empty_lse: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    batch, s_q, h_q, head_dim = q.shape
+    num_pages, page_size, h_kv = cache.shape[:3]
+    heads, device = h_q // h_kv, q.device
+    max_pages = block_table.shape[1]
+    gpu = gpu_class(device)
+    made = make_plan(gpu, machine.num_sms(device), batch, s_q * heads, h_kv, head_dim, page_size, max_pages)
+    config, split = made.config, made.split
+    strides = [stride_in_use(cache, axis) for axis in range(3)]
+    align = min(unit_bytes(cache, *strides), 8)
+    codebook = lloyd_max(layout.key_bits) if layout.rotates else ()
+    packed, native = gpu in NVIDIA and head_dim >= _SMALLEST_PACKED, converts_e4m3(device)
+    form = Form(
+        head_dim=head_dim,
+        key_bits=layout.key_bits,
+        value_bits=layout.value_bits,
+        norm_offset=layout.norm_offset,
+        value_offset=layout.value_offset,
+        scale_offset=layout.scale_offset,
+        codebook=codebook[len(codebook) // 2 :],
+        align=align,
+        packed_keys=packed and (layout.rotates or native),
+        packed_values=packed,
+        native=native,
+        interpreted=gpu == "interpreter",
+    )
+    step = Step(
+        block_m=config.block_m,
+        block_n=config.block_n,
+        page_size=page_size,
+        num_stages=config.num_stages,
+        first_value=first_of(layout.value_offset, layout.value_bits, align) if packed else 0,
+        token_stride=strides[1] // align if strides[1] in _usual_token_strides(layout, h_kv) else None,
+    )
+    q_strides = strides_in_use(q)
+    q_align, out_align = (
+        8 if all(stride % 8 == 0 for stride in one) else 1 for one in (q_strides, strides_in_use(out))
+    )
+    outputs = outputs_of(
+        out, lse, None, tokens=1, heads=heads, rows=s_q * heads, empty_lse=empty_lse, row_align=out_align
+    )
+    with launching_on(device):
+        rotated = torch.empty(batch, s_q, h_q, head_dim, dtype=torch.float16, device=device)
+        row_scale = torch.empty(batch, s_q, h_q, dtype=torch.float32, device=device)
+        scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
+        rotate_queries_kernel[(blocks(batch * s_q * h_q, _ROTATED_ROWS),)](
+            q,
+            *(stride // q_align for stride in q_strides),
+            rotated,
+            row_scale,
+            softmax_scale * _LOG2_E * (head_dim**-0.5 if layout.rotates else 1.0),
+            batch * s_q * h_q,
+            s_q,
+            h_q,
+            D=head_dim,
+            ROTATES=layout.rotates,
+            Q_ALIGN=q_align,
+            INTERPRETED=form.interpreted,
+            BLOCK_R=_ROTATED_ROWS,
+            num_warps=_ROTATING_WARPS,
+            enable_fp_fusion=True,
+        )
+        turboquant_decode_kernel[(split.ctas(batch),)](
+            *by_name(
+                turboquant_decode_kernel,
+                outputs,
+                q=rotated,
+                row_scale=row_scale,
+                cache=cache,
+                page_stride=strides[0] // align,
+                token_stride=strides[1] // align,
+                head_stride=strides[2] // align,
+                block_table=block_table,
+                table_stride=stride_in_use(block_table, 0),
+                num_pages=num_pages,
+                lengths=cache_seqlens,
+                lengths_stride_request=cache_seqlens.stride(0),
+                limit=min(max_pages * page_size, 2**31 - 1 - config.block_n),
+                scratch=scratch,
+                num_items=batch,
+                num_groups=split.groups,
+                groups_per_head=split.groups_per_head,
+                num_splits=split.splits,
+                query_heads=h_q,
+                query_tokens=s_q,
+            ),
+            STEP=step,
+            FORM=form,
+            CAUSAL=causal and s_q > 1,
+            OUT_ALIGN=out_align,
+            IS_WHOLE=split.split_blocks is not None,
+            OVERHEAD=split.overhead,
+            num_warps=config.num_warps,
+            enable_fp_fusion=True,
+        )
+        if scratch is not None:
+            combine.launch_combine(split, scratch, outputs, out_align, 0, batch)
+
+
+def _usual_token_strides(layout: TurboQuantFormat, h_kv: int) -> tuple[int, int]:
+    """Bytes from token to token in caches as vLLM and as ``kv_cache.turboquant`` make them, for which to compile."""
+    return h_kv * layout.record_bytes, h_kv * layout.allocated_bytes
+
+
+@functools.lru_cache(maxsize=4096)
+def make_plan(
+    gpu: str, num_sms: int, batch: int, rows: int, h_kv: int, head_dim: int, page_size: int, max_pages: int
+) -> Plan:
+    """``rows``: query rows of a key head that a request has."""
+    config = TABLE[gpu]
+    groups_per_head = -(-rows // config.block_m)
+    groups = h_kv * groups_per_head
+    most_blocks = -(-max_pages * page_size // config.block_n)
+    partial = Partial(config.block_m, head_dim)
+    ranges = plan.num_ranges(batch, groups, num_sms * config.programs, most_blocks, partial)
+    if ranges is None:
+        split = plan.whole(partial, batch, groups, groups_per_head)
+    else:
+        overhead = -(-_OVERHEAD_KEYS // config.block_n)
+        split = plan.balanced(partial, batch, most_blocks, groups, groups_per_head, ranges, overhead)
+    return Plan(config, split)

@@ -1,0 +1,197 @@
+"""Records of a cache, read by 32-bit words, wherever they begin."""
+
+# Triton's annotations and calls are not Python's.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashlatte.kernels.triton.fp8 import e4m3_to_float
+from flashlatte.kernels.triton.turboquant import centroids_of, load_codes
+from flashlatte.ops.turboquant_decode.portable.words import key_operand, spread, value_operand
+
+
+class Form(NamedTuple):
+    """What a format's records are compiled for.
+
+    Attributes:
+        head_dim, key_bits, value_bits, norm_offset, value_offset, scale_offset: of the format.
+        codebook: centroids above 0.
+        align: bytes of which all strides are multiples: 8, 4 or 2.
+        packed_keys, packed_values: codes are unpacked by PTX.
+        native: the GPU converts e4m3.
+        interpreted: operands are float32.
+    """
+
+    head_dim: int
+    key_bits: int
+    value_bits: int
+    norm_offset: int
+    value_offset: int
+    scale_offset: int
+    codebook: tuple[float, ...]
+    align: int
+    packed_keys: bool
+    packed_values: bool
+    native: bool
+    interpreted: bool
+
+
+class Records(NamedTuple):
+    """Records of some keys.
+
+    Attributes:
+        words: [keys], where the 32-bit words are that they begin in.
+        shift: [keys], bits of that word before the record, 0 or 16; 0 if ``Form.align`` is 4 or more.
+    """
+
+    words: Any
+    shift: Any
+
+
+class Section(NamedTuple):
+    """How the words of a record's codes are made of words of memory, for all keys alike.
+
+    Attributes:
+        first, last: [words] of int32, the words of a record that one is made of.
+        shift: [words], where it begins in the first.
+        upper: [words], the bits that come from the record's word ``begin``.
+    """
+
+    first: Any
+    last: Any
+    shift: Any
+    upper: Any
+
+
+@triton.jit
+def records_at(cache, scalar_offset, offsets, form: tl.constexpr):
+    """Records that begin ``scalar_offset`` + ``offsets`` [keys] units of ``form.align`` bytes into a cache."""
+    words = cache.to(tl.pointer_type(tl.uint32))
+    if form.align >= 4:
+        return Records(words + scalar_offset * (form.align // 4) + offsets * (form.align // 4), 0)
+    else:
+        halves = offsets + scalar_offset
+        return Records(words + halves // 2, (halves % 2).to(tl.int32) * 16)
+
+
+@triton.jit
+def section(cache, never, BYTE: tl.constexpr, BITS: tl.constexpr, AXIS: tl.constexpr, form: tl.constexpr):
+    """The section from a byte of a record: [words, 1] if AXIS is 0, [1, words] if it is 1.
+
+    Where 4-bit codes begin in the middle of a word, the first word begins with code 4 and the last one ends with code
+    3 (``first_of``), so that only that one has parts from two places.
+    """
+    SIZE: tl.constexpr = 24 if BITS == 3 else 32
+    WORDS: tl.constexpr = form.head_dim // (4 if BITS == 8 else 8)
+    index = tl.expand_dims(tl.arange(0, WORDS), 1 - AXIS)
+    SKIPS: tl.constexpr = BITS != 3 and BYTE % 4 == 2 and form.align >= 4
+    bit = index * SIZE + BYTE * 8 + (16 if SKIPS else 0)
+    upper = tl.where(SKIPS & (index == WORDS - 1), 0xFFFF0000, 0)
+    return Section(
+        bit // 32,
+        (bit + SIZE - 1) // 32,
+        _pinned((bit % 32).to(tl.uint32), cache, never),
+        _pinned(upper.to(tl.uint32), cache, never),
+    )
+
+
+@triton.jit
+def _pinned(x, cache, never):
+    """x as if it were loaded. Triton gives an operand's layout to loads, but not where it finds an arange on the way.
+
+    ``never`` is false, which Triton does not know.
+    """
+    return tl.load(cache.to(tl.pointer_type(tl.uint32)) + x, mask=never, other=x)
+
+
+def first_of(byte: int, bits: int, align: int) -> int:
+    """The code that the first word of a ``section`` begins with."""
+    return 4 if bits == 4 and byte % 4 == 2 and align >= 4 else 0
+
+
+@triton.jit
+def _load_words(records, part, BYTE: tl.constexpr, BITS: tl.constexpr, AXIS: tl.constexpr, form: tl.constexpr):
+    """uint32 words of all keys, of 8 codes as nibbles or of 4 numbers in e4m3: [words, keys] or [keys, words].
+
+    The page of a record is in the cache: all of its words may be read.
+    """
+    base = tl.expand_dims(records.words, AXIS)
+    if form.align >= 4 and BITS != 3:
+        words = tl.load(base + part.first)
+        if BYTE % 4 == 2:
+            begin = tl.expand_dims(tl.load(records.words + BYTE // 4), AXIS)
+            words = words ^ ((words ^ begin) & part.upper)
+        return words
+    else:
+        low = tl.load(base + part.first)
+        high = tl.load(base + part.last)
+        shift = part.shift
+        if form.align < 4:
+            of_record = tl.expand_dims(records.shift, AXIS)
+            SIZE: tl.constexpr = 24 if BITS == 3 else 32
+            index = tl.expand_dims(tl.arange(0, form.head_dim // (4 if BITS == 8 else 8)), 1 - AXIS)
+            bit = index * SIZE + BYTE * 8 + of_record
+            low = tl.load(base + bit // 32)
+            high = tl.load(base + (bit + SIZE - 1) // 32)
+            shift = (bit % 32).to(tl.uint32)
+        words = (((high.to(tl.uint64) << 32) | low) >> shift.to(tl.uint64)).to(tl.uint32)
+        return spread(words & 0xFFFFFF) if BITS == 3 else words
+
+
+@triton.jit
+def _load_half(records, BYTE: tl.constexpr, form: tl.constexpr):
+    """float32 [keys] of the fp16 at an even byte of records."""
+    if form.align >= 4:
+        word = tl.load(records.words + BYTE // 4) >> (BYTE % 4 * 8)
+    else:
+        bit = records.shift + BYTE * 8
+        word = tl.load(records.words + bit // 32) >> (bit % 32).to(tl.uint32)
+    return (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _codes(records, BYTE: tl.constexpr, BITS: tl.constexpr, form: tl.constexpr):
+    first = records.words.to(tl.pointer_type(tl.uint8)) + (records.shift // 8 + BYTE)
+    exists = tl.full(records.words.shape, True, tl.int1)
+    if BITS == 8:
+        return tl.load(first[:, None] + tl.arange(0, form.head_dim)[None, :])
+    else:
+        return load_codes(first, exists, form.head_dim, BITS)
+
+
+@triton.jit
+def load_keys(records, part, form: tl.constexpr):
+    """The operand [D, keys] of N(0, 1)'s centroids, or of e4m3 keys."""
+    operand: tl.constexpr = tl.float32 if form.interpreted else tl.float16
+    if form.packed_keys:
+        return key_operand(_load_words(records, part, 0, form.key_bits, 0, form), form.key_bits)
+    else:
+        codes = _codes(records, 0, form.key_bits, form)
+        keys = e4m3_to_float(codes, form.native) if form.key_bits == 8 else centroids_of(codes, form.codebook)
+        return tl.trans(keys.to(operand))
+
+
+@triton.jit
+def load_norms(records, form: tl.constexpr):
+    """float32 [keys]."""
+    return _load_half(records, form.norm_offset, form)
+
+
+@triton.jit
+def load_values(records, part, form: tl.constexpr):
+    """(operand [keys, D] of steps from the middle, their scale [keys], the middle [keys])."""
+    CENTRE: tl.constexpr = 1 << (form.value_bits - 1)
+    if form.packed_values:
+        words = _load_words(records, part, form.value_offset, form.value_bits, 1, form)
+        steps = value_operand(words, form.value_bits)
+    else:
+        codes = _codes(records, form.value_offset, form.value_bits, form)
+        steps = (codes - CENTRE).to(tl.float32 if form.interpreted else tl.bfloat16)
+    scale = _load_half(records, form.scale_offset, form)
+    minimum = _load_half(records, form.scale_offset + 2, form)
+    return steps, scale, minimum + CENTRE * scale

@@ -1,0 +1,43 @@
+"""``turboquant_decode`` in plain PyTorch, one request at a time: the specification."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kernels.softmax import attend
+from flashlatte.kv_cache.turboquant import TurboQuantFormat
+
+
+@torch.no_grad()
+def turboquant_decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    layout: TurboQuantFormat,
+    softmax_scale: float,
+    causal: bool,
+    empty_lse: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    num_pages, page_size, h_kv = cache.shape[:3]
+    batch, s_q, h_q, _ = q.shape
+    query = torch.arange(s_q, device=q.device)
+    for request in range(batch):
+        length = cache_seqlens[request].clamp_min(0)
+        pages = block_table[request].long()
+        in_cache = (pages >= 0) & (pages < num_pages)
+        key = torch.arange(pages.shape[0] * page_size, device=q.device)
+        seen = ((key < length) & in_cache.repeat_interleave(page_size)).nonzero().squeeze(1)
+        keys, values = layout.decode(cache[pages[seen // page_size], seen % page_size])  # [keys, h_kv, d]
+
+        last_seen = length - s_q + query if causal else length.expand(s_q)
+        visible = seen <= last_seen[:, None]  # [s_q, keys]
+        values = torch.where(visible.any(dim=0)[:, None, None], values, 0.0)
+        queries = q[request].float().unflatten(1, (h_kv, h_q // h_kv))  # [s_q, h_kv, group, d]
+        scores = torch.einsum("skgd,nkd->skgn", queries, keys) * softmax_scale
+        weights, row_lse = attend(scores, visible[:, None, None, :])
+        out[request] = torch.einsum("skgn,nkd->skgd", weights, values).flatten(1, 2).to(out.dtype)
+        row_lse = torch.where(row_lse.isneginf(), empty_lse, row_lse)
+        lse[request] = row_lse.flatten(1, 2).transpose(0, 1)

@@ -1,0 +1,102 @@
+"""``turboquant_gather``: its arguments, their checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kv_cache import requests
+from flashlatte.kv_cache.turboquant import as_turboquant_cache, turboquant_format
+from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime.repeat import repeats_launches
+from flashlatte.runtime.torch_op import register_op
+
+OPERATION = "turboquant_gather"
+# A rotation is one product, whose matrix a program holds.
+_PORTABLE_MAX_HEAD_DIM = 128
+
+
+def _refuses_portable(call: dispatch.Call) -> str | None:
+    return refusals.triton(call) or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM)
+
+
+dispatch.define(
+    OPERATION,
+    dispatch.Implementation(
+        "portable", "flashlatte.ops.turboquant_gather.portable:turboquant_gather", _refuses_portable
+    ),
+    dispatch.Implementation("reference", "flashlatte.ops.turboquant_gather.reference:turboquant_gather"),
+)
+
+
+@repeats_launches
+def turboquant_gather(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    total_tokens: int,
+    head_dim: int,
+    *,
+    cache_format: str | None = None,
+    seq_starts: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of several requests out of a TurboQuant cache, dequantised and rotated back.
+
+    For prefill over a context that is in the cache: what comes back is what ``dense_prefill`` takes.
+
+    Args:
+        cache: uint8 [pages, page_size, h_kv, record_bytes], last stride 1.
+        block_table: int32 or int64 [b, max_pages], the pages of each request in order. b may be 0.
+        cu_seqlens: int32 or int64 [b + 1]: request i goes to rows cu_seqlens[i] to cu_seqlens[i + 1].
+        total_tokens: rows of the result.
+        head_dim: numbers of a key and of a value.
+        cache_format: one of ``kv_cache.turboquant.TURBOQUANT_NAMES``; what the width of a record tells if None.
+        seq_starts: int32 or int64 [b], the token of each request to begin with; 0 if None.
+        dtype: of the result: bf16, fp16 or float32.
+        key, value: [total_tokens, h_kv, head_dim] in ``dtype`` with last stride 1, to write into. Rows from
+            cu_seqlens[b] on are left.
+        backend: "portable" or "reference"; None chooses.
+
+    Returns:
+        key and value [total_tokens, h_kv, head_dim]. A token whose page is not in the table or not in the cache comes
+        back as zeros.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each other.
+    """
+    layout = as_turboquant_cache(cache, cache_format, checks.positive_int("head_dim", head_dim))
+    requests.check(block_table, cu_seqlens, seq_starts, cache.device)
+    if dtype not in checks.FLOAT_DTYPES:
+        raise TypeError(f"dtype must be {checks.dtype_names(checks.FLOAT_DTYPES)}, got {dtype}")
+    shape = (checks.positive_int("total_tokens", total_tokens, or_zero=True), cache.shape[2], head_dim)
+    key, value = (
+        torch.zeros(shape, dtype=dtype, device=cache.device)
+        if rows is None
+        else checks.output(name, rows, shape, (dtype,), cache.device)
+        for name, rows in (("key", key), ("value", value))
+    )
+    call = dispatch.Call(
+        OPERATION, cache.device, dtype, layout.name, cache.shape[1], head_dim, head_dim, h_kv=cache.shape[2]
+    )
+    backend = dispatch.select(call, backend)
+    if total_tokens and block_table.shape[0]:
+        _turboquant_gather(cache, block_table, cu_seqlens, seq_starts, layout.name, key, value, backend)
+    return key, value
+
+
+@register_op(OPERATION, mutates=("key", "value"))
+def _turboquant_gather(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seq_starts: torch.Tensor | None,
+    cache_format: str,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    backend: str,
+) -> None:
+    layout = turboquant_format(cache_format, key.shape[2])
+    dispatch.implementation(OPERATION, backend)(cache, block_table, cu_seqlens, seq_starts, layout, key, value)

@@ -1,0 +1,5 @@
+"""New keys and values into the pages of a TurboQuant cache."""
+
+from flashlatte.ops.turboquant_store.api import turboquant_store
+
+__all__ = ["turboquant_store"]

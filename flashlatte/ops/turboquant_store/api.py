@@ -1,0 +1,89 @@
+"""``turboquant_store``: its arguments, their checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kv_cache.turboquant import as_turboquant_cache, turboquant_format
+from flashlatte.runtime import checks, dispatch, gradients, refusals
+from flashlatte.runtime.repeat import repeats_launches
+from flashlatte.runtime.torch_op import register_op
+
+OPERATION = "turboquant_store"
+# A rotation is one product, whose matrix a program holds.
+_PORTABLE_MAX_HEAD_DIM = 128
+
+
+def _refuses_portable(call: dispatch.Call) -> str | None:
+    return refusals.triton(call) or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM)
+
+
+dispatch.define(
+    OPERATION,
+    dispatch.Implementation("portable", "flashlatte.ops.turboquant_store.portable:turboquant_store", _refuses_portable),
+    dispatch.Implementation("reference", "flashlatte.ops.turboquant_store.reference:turboquant_store"),
+)
+
+
+@repeats_launches
+def turboquant_store(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    cache_format: str | None = None,
+    backend: str | None = None,
+) -> None:
+    """Write new keys and values into the pages of a TurboQuant cache, in place.
+
+    A key is stored as its norm and the codes of its direction, rotated by a Hadamard matrix, in the Lloyd-Max codebook
+    for normally distributed numbers; a value in equal steps from its minimum to its maximum
+    (``kv_cache.turboquant``; arXiv:2504.19874).
+
+    Args:
+        key: [T, h_kv, d], bf16, fp16 or float32, last stride 1, d a power of two from 16 to 512; T ≥ n, tokens from n
+            on are padding and are not looked at. T may be 0.
+        value: [T, h_kv, d] in key's dtype.
+        cache: uint8 [pages, page_size, h_kv, record_bytes], last stride 1, as ``kv_cache.turboquant.allocate`` makes
+            it, or vLLM's.
+        slot_mapping: int32 or int64 [n], page · page_size + offset of each token. A slot below 0 or beyond the cache
+            skips its token. Slots must differ from each other.
+        cache_format: one of ``kv_cache.turboquant.TURBOQUANT_NAMES``; what the width of a record tells if None.
+        backend: "portable" or "reference"; None chooses.
+
+    What is beyond fp16 saturates: norms, and scales and minima of values. Those of a row with a NaN or an infinity are
+    NaN.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each other.
+    """
+    checks.tensor("key", key, ("T", "h_kv", "d"), checks.FLOAT_DTYPES, may_be_empty=1)
+    tokens, heads, head_dim = key.shape
+    device = key.device
+    checks.tensor("value", value, (tokens, heads, head_dim), (key.dtype,), device)
+    layout = as_turboquant_cache(cache, cache_format, head_dim, heads)
+    checks.output("cache", cache, ("pages", "page_size", heads, layout.record_bytes), (torch.uint8,), device)
+    checks.tensor(
+        "slot_mapping", slot_mapping, ("n",), checks.INDEX_DTYPES, device, unit_last_stride=False, may_be_empty=1
+    )
+    if slot_mapping.shape[0] > tokens:
+        raise ValueError(f"slot_mapping must not be longer than key ({tokens} tokens), got {slot_mapping.shape[0]}")
+    call = dispatch.Call(OPERATION, device, key.dtype, layout.name, cache.shape[1], head_dim, head_dim, h_kv=heads)
+    gradients.warn_if_dropped(OPERATION, key, value)
+    backend = dispatch.select(call, backend)
+    if slot_mapping.shape[0]:
+        _turboquant_store(key, value, cache, slot_mapping, layout.name, backend)
+
+
+@register_op(OPERATION, mutates=("cache",))
+def _turboquant_store(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cache_format: str,
+    backend: str,
+) -> None:
+    layout = turboquant_format(cache_format, key.shape[2])
+    dispatch.implementation(OPERATION, backend)(key, value, cache, slot_mapping, layout)

@@ -1,0 +1,17 @@
+"""``turboquant_store`` in plain PyTorch: the specification. The record itself is the format's."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kv_cache.turboquant import TurboQuantFormat
+
+
+@torch.no_grad()
+def turboquant_store(
+    key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, layout: TurboQuantFormat
+) -> None:
+    num_pages, page_size = cache.shape[:2]
+    (tokens,) = torch.where((slot_mapping >= 0) & (slot_mapping < num_pages * page_size))
+    slots = slot_mapping[tokens].long()
+    cache[slots // page_size, slots % page_size] = layout.encode(key[tokens], value[tokens])

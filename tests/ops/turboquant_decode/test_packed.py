@@ -1,0 +1,54 @@
+"""The kernel as NVIDIA's GPUs run it, with codes unpacked by PTX: in Triton's interpreter and an emulator of PTX."""
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from support.ptx import run
+from triton.runtime.interpreter import TensorHandle
+
+from flashlatte import turboquant_decode
+from flashlatte.kv_cache import turboquant
+from flashlatte.ops.turboquant_decode.portable import launch
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+
+def assembled(text, constraints, args, dtype, is_pure, pack):
+    """``tl.inline_asm_elementwise`` by the emulator, with float32 results."""
+    (words,) = args
+    # Neighbours of the last axis stand for those that a thread holds.
+    flat = torch.from_numpy(words.handle.data.astype(np.int64)).reshape(-1, pack)
+    outputs = constraints.count("=")
+    text = getattr(text, "value", text)
+    registers = run(text, {f"${outputs + place}": flat[:, place] for place in range(pack)})
+    results = []
+    for number, one in enumerate(getattr(dtype, "value", dtype)):
+        kind = torch.float16 if one == tl.float16 else torch.bfloat16
+        halves = torch.stack([registers[f"${number}"] >> 16 * place & 0xFFFF for place in range(pack)], dim=-1)
+        data = halves.to(torch.uint16).view(kind).float().reshape(words.handle.data.shape).numpy()
+        results.append(tl.tensor(TensorHandle(data, tl.float32), tl.block_type(tl.float32, list(data.shape))))
+    return tuple(results)
+
+
+@pytest.mark.parametrize("gap", [0, 2], ids=lambda gap: f"{gap} bytes between heads")
+@pytest.mark.parametrize("name", turboquant.TURBOQUANT_NAMES)
+def test_against_the_reference(monkeypatch, name, gap):
+    layout = turboquant.turboquant_format(name, 64)
+    generator = torch.Generator().manual_seed(gap)
+    key, value = torch.randn(2, 3, 16, 2, 64, generator=generator)
+    storage = torch.zeros(3, 16, 2, layout.record_bytes + gap, dtype=torch.uint8)
+    cache = storage[..., : layout.record_bytes]
+    cache.copy_(layout.encode(key, value))
+    q = torch.randn(1, 1, 4, 64, generator=generator).half()
+    arguments = (q, cache, torch.tensor([[2, 0]]), torch.tensor([21]))
+    expected = turboquant_decode(*arguments, backend="reference")
+
+    calls = []
+    monkeypatch.setattr(tl, "inline_asm_elementwise", lambda *a, **b: calls.append(a) or assembled(*a, **b))
+    monkeypatch.setattr(launch, "NVIDIA", {"interpreter"})
+    monkeypatch.setattr(launch, "converts_e4m3", lambda _: True)
+    out, lse = turboquant_decode(*arguments, backend="portable")
+    assert calls
+    torch.testing.assert_close(out, expected[0], rtol=4e-3, atol=4e-3)
+    torch.testing.assert_close(lse, expected[1], rtol=2e-3, atol=2e-3)

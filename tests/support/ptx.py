@@ -1,0 +1,98 @@
+"""What a few instructions of PTX do, on tensors of 32-bit words."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+
+def run(ptx: str, registers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All registers after ``ptx``, 32-bit words in int64."""
+    registers = dict(registers)
+    some = next(iter(registers.values()))
+
+    def value(operand: str) -> torch.Tensor:
+        if operand in registers:
+            return registers[operand]
+        return torch.full_like(some, int(operand, 0))
+
+    for statement in ptx.strip().removeprefix("{").removesuffix("}").strip("; \n").split(";"):
+        instruction, *operands = re.split(r"[\s,]+", statement.strip())
+        if instruction == ".reg":
+            continue
+        name = instruction.split(".")[0]
+        if name == "mov" and "{" in statement:
+            _move_halves(statement, registers)
+            continue
+        target, *sources = operands[0], *map(value, operands[1:])
+        if name == "mov":
+            result = sources[0]
+        elif name == "shr":
+            result = sources[0] >> sources[1]
+        elif name == "shl":
+            result = (sources[0] << sources[1]) & 0xFFFFFFFF
+        elif name == "and":
+            result = sources[0] & sources[1]
+        elif name == "not":
+            result = sources[0] ^ 0xFFFFFFFF
+        elif name == "add":
+            result = (sources[0] + sources[1]) & 0xFFFFFFFF
+        elif name == "sub":
+            result = (sources[0] - sources[1]) & 0xFFFFFFFF
+        elif name == "lop3":
+            result = lop3(sources[0], sources[1], sources[2], int(operands[-1], 0))
+        elif name == "prmt":
+            result = prmt(*sources)
+        elif instruction == "cvt.rn.f16x2.e4m3x2":
+            pair = torch.stack((sources[0] & 0xFF, sources[0] >> 8), dim=-1).to(torch.uint8)
+            halves = pair.view(torch.float8_e4m3fn).half().view(torch.uint16).long()
+            result = halves[..., 0] | halves[..., 1] << 16
+        elif instruction == "fma.rn.bf16x2":
+            halves = [
+                (numbers(sources[0], i).float() * numbers(sources[1], i) + numbers(sources[2], i)).bfloat16()
+                for i in range(2)
+            ]
+            result = bits(halves[0]) | bits(halves[1]) << 16
+        else:
+            assert instruction == "mul.rn.bf16x2", instruction
+            halves = [numbers(sources[0], i) * numbers(sources[1], i) for i in range(2)]
+            result = bits(halves[0]) | bits(halves[1]) << 16
+        registers[target] = result
+    return registers
+
+
+def lop3(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: int) -> torch.Tensor:
+    """Bit by bit, the entry of ``table`` at a, b, c."""
+    result = torch.zeros_like(a)
+    for entry in range(8):
+        if table >> entry & 1:
+            chosen = [x if entry >> bit & 1 else x ^ 0xFFFFFFFF for x, bit in ((a, 2), (b, 1), (c, 0))]
+            result |= chosen[0] & chosen[1] & chosen[2]
+    return result
+
+
+def prmt(a: torch.Tensor, b: torch.Tensor, selector: int | torch.Tensor) -> torch.Tensor:
+    """Four of eight bytes; those whose place has bit 3 set give their sign, eight times."""
+    result = torch.zeros_like(a)
+    for i in range(4):
+        place = selector >> 4 * i & 15
+        word = torch.where(torch.as_tensor(place & 4 != 0), b, a)
+        byte = (word >> 8 * (place & 3)) & 255
+        signs = torch.where(byte > 127, 255, 0)
+        result |= torch.where(torch.as_tensor(place & 8 != 0), signs, byte) << 8 * i
+    return result
+
+
+def numbers(word: torch.Tensor, half: int) -> torch.Tensor:
+    return ((word >> 16 * half) & 0xFFFF).to(torch.uint16).view(torch.bfloat16)
+
+
+def bits(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.view(torch.uint16).long()
+
+
+def _move_halves(statement: str, registers: dict[str, torch.Tensor]) -> None:
+    """mov.b32 {low, high}, word;"""
+    low, high, word = re.findall(r"[$\w]+", statement.split(None, 1)[1])
+    registers[low], registers[high] = registers[word] & 0xFFFF, registers[word] >> 16
