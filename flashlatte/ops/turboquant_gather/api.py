@@ -50,7 +50,8 @@ def turboquant_gather(
     Args:
         cache: uint8 [pages, page_size, h_kv, record_bytes], last stride 1.
         block_table: int32 or int64 [b, max_pages], the pages of each request in order. b may be 0.
-        cu_seqlens: int32 or int64 [b + 1]: request i goes to rows cu_seqlens[i] to cu_seqlens[i + 1].
+        cu_seqlens: int32 or int64 [b + 1]: request i goes to rows cu_seqlens[i] to cu_seqlens[i + 1]. Or [b], without
+            the end: the last request's rows go on to the end of the result.
         total_tokens: rows of the result.
         head_dim: numbers of a key and of a value.
         cache_format: one of ``kv_cache.turboquant.TURBOQUANT_NAMES``; what the width of a record tells if None.

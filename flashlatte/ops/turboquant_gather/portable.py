@@ -81,7 +81,7 @@ def turboquant_gather(
     )
 
 
-@kernel
+@kernel(by_element=("cu_seqlens", "seq_starts"))
 def turboquant_gather_kernel(
     key,
     k_token_stride: tl.int64,
@@ -95,6 +95,7 @@ def turboquant_gather_kernel(
     cache_head_stride: tl.int64,
     cu_seqlens,
     cu_stride: tl.int64,
+    num_boundaries: tl.int64,
     num_requests: tl.int64,
     seq_starts,
     start_stride: tl.int64,
@@ -125,6 +126,7 @@ def turboquant_gather_kernel(
     requests = Requests(
         cu_seqlens,
         cu_stride,
+        num_boundaries,
         num_requests,
         seq_starts,
         start_stride,

@@ -120,7 +120,7 @@ def _is_finite(rows):
     return tl.sum((rows - rows != 0).to(tl.int32), axis=1) == 0
 
 
-@kernel
+@kernel(by_element=("slot_mapping",))
 def turboquant_store_kernel(
     key,
     k_token_stride: tl.int64,

@@ -83,7 +83,7 @@ GIVEN = {
         ({"head_dim": 16.0}, TypeError, "^head_dim must be an int, got float$"),
         ({"cache_format": "turboquant_4bit_nc"}, ValueError, "^cache of format turboquant_4bit_nc must be 22 wide"),
         ({"block_table": torch.zeros(2, 2)}, TypeError, "^block_table must be int32 or int64, got float32$"),
-        ({"cu_seqlens": torch.tensor([0, 2])}, ValueError, r"^cu_seqlens must have shape \[3\]"),
+        ({"cu_seqlens": torch.tensor([0])}, ValueError, r"^cu_seqlens must have shape \[3\]"),
         ({"seq_starts": torch.tensor([0])}, ValueError, r"^seq_starts must have shape \[2\]"),
         ({"total_tokens": -1}, ValueError, "^total_tokens must be at least 0, got -1$"),
         ({"dtype": torch.int8}, TypeError, "^dtype must be bfloat16 or float16 or float32, got torch.int8$"),

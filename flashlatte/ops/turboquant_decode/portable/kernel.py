@@ -128,7 +128,7 @@ def _attend(
     return (values + middles[:, None]) * (1.0 / row_sum)[:, None], lse2
 
 
-@kernel
+@kernel(by_element=("lengths",))
 def turboquant_decode_kernel(
     q,
     row_scale,
