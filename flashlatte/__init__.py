@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from flashlatte.ops.compress import compress
     from flashlatte.ops.concat_mla_q import concat_mla_q
     from flashlatte.ops.dense_decode import dense_decode
-    from flashlatte.ops.dense_prefill import dense_prefill
+    from flashlatte.ops.dense_prefill import dense_prefill, vit_attention
     from flashlatte.ops.index_convert import index_convert
     from flashlatte.ops.index_logits import index_logits, paged_index_logits
     from flashlatte.ops.index_quantize import index_gather, index_quantize
@@ -75,6 +75,7 @@ __all__ = [
     "turboquant_gather",
     "turboquant_store",
     "unpack_seq",
+    "vit_attention",
 ]
 
 _OPERATIONS = (
@@ -91,6 +92,7 @@ _BESIDE = {
     "paged_index_logits": "index_logits",
     "paged_index_select": "index_select",
     "unpack_seq": "pack_seq",
+    "vit_attention": "dense_prefill",
 }
 _PACKAGES = ("deep_gemm", "distributed", "flash_mla", "integrations", "kv_cache", "layers")
 

@@ -312,6 +312,31 @@ def test_requests_as_rows_and_back():
     assert ops.pack_seq_triton(x.to(torch.uint8), lengths, 255)[1].eq(255).all()
 
 
+def test_vision_towers_attend_within_images():
+    q, k, v = (draw(1, 7, 2, 8, seed=seed) for seed in range(3))
+    boundaries = torch.tensor([0, 3, 7], dtype=torch.int32)
+    images = []
+    for part in (slice(0, 3), slice(3, 7)):
+        heads = [x[:, part].transpose(1, 2).double() for x in (q, k, v)]
+        attended = torch.nn.functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], scale=0.3)
+        images.append(attended.transpose(1, 2))
+    expected = torch.cat(images, dim=1)
+    longest = torch.tensor(4)
+    for given in (
+        ops.vit_flash_attn_wrapper(q, k, v, 1, False, None, 0.3, boundaries, longest),
+        ops.vit_triton_attn_wrapper(q, k, v, 1, 0.3, boundaries, longest),
+        ops.vit_torch_sdpa_wrapper(q, k, v, 0.3, boundaries),
+    ):
+        assert given.shape == q.shape
+        assert torch.allclose(given.double(), expected, atol=1e-5)
+    whole = ops.vit_torch_sdpa_wrapper(q, k[:, :, :1], v[:, :, :1], enable_gqa=True)
+    assert whole.shape == q.shape
+    with pytest.raises(ValueError, match=r"^k must have q's 2 heads without enable_gqa, got 1$"):
+        ops.vit_torch_sdpa_wrapper(q, k[:, :, :1], v[:, :, :1])
+    with pytest.raises(ValueError, match=r"^batch_size must be q's 1, got 2$"):
+        ops.vit_triton_attn_wrapper(q, k, v, 2)
+
+
 FP8_CACHE, LATENTS = torch.zeros(1, 2, 576, dtype=torch.uint8), torch.zeros(1, 512)
 SLOT, ROPES = torch.tensor([0]), torch.zeros(1, 64)
 LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)

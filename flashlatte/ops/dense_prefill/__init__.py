@@ -1,5 +1,6 @@
 """Many queries over keys and values of variable length, in multi-head form, forward and backward."""
 
 from flashlatte.ops.dense_prefill.api import dense_prefill
+from flashlatte.ops.dense_prefill.vision import vit_attention
 
-__all__ = ["dense_prefill"]
+__all__ = ["dense_prefill", "vit_attention"]

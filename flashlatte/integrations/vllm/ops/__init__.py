@@ -33,6 +33,11 @@ from flashlatte.integrations.vllm.ops.pages import (
     triton_reshape_and_cache_flash_per_token_head_quant,
 )
 from flashlatte.integrations.vllm.ops.unified import unified_attention
+from flashlatte.integrations.vllm.ops.vision import (
+    vit_flash_attn_wrapper,
+    vit_torch_sdpa_wrapper,
+    vit_triton_attn_wrapper,
+)
 from flashlatte.ops.merge_states import merge_attn_states
 
 __all__ = [
@@ -59,4 +64,7 @@ __all__ = [
     "triton_reshape_and_cache_flash_per_token_head_quant",
     "unified_attention",
     "unpack_seq_triton",
+    "vit_flash_attn_wrapper",
+    "vit_torch_sdpa_wrapper",
+    "vit_triton_attn_wrapper",
 ]

@@ -1,0 +1,70 @@
+"""What vLLM's vision towers call: [b, s, h, d], whose first two axes are one list of patches."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.ops.dense_prefill import vit_attention
+
+
+def vit_flash_attn_wrapper(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch_size: int,
+    is_rocm_aiter: bool,
+    fa_version: int | None,
+    scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``flashlatte.vit_attention``; ``max_seqlen`` is not read back.
+
+    Args:
+        q, k, v: [b, s, h, d], bf16 or fp16.
+        batch_size: b.
+        is_rocm_aiter, fa_version: not needed.
+        scale: above 0; d^-0.5 if None.
+        cu_seqlens: int32 or int64 [images + 1] over the b · s patches; None: b images of s.
+        max_seqlen: patches of the largest image, one integer.
+
+    Returns:
+        [b, s, h, d].
+
+    Raises:
+        TypeError, ValueError: as ``vit_attention``.
+    """
+    return vit_triton_attn_wrapper(q, k, v, batch_size, scale, cu_seqlens, max_seqlen)
+
+
+def vit_triton_attn_wrapper(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch_size: int,
+    scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``vit_flash_attn_wrapper`` without the arguments that are not needed."""
+    if q.shape[0] != batch_size:
+        raise ValueError(f"batch_size must be q's {q.shape[0]}, got {batch_size}")
+    return vit_attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale=scale)
+
+
+def vit_torch_sdpa_wrapper(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """``vit_flash_attn_wrapper`` with the arguments of PyTorch's attention; lengths are not read back.
+
+    Args:
+        enable_gqa: whether k and v may have fewer heads than q.
+    """
+    if not enable_gqa and k.shape[2] != q.shape[2]:
+        raise ValueError(f"k must have q's {q.shape[2]} heads without enable_gqa, got {k.shape[2]}")
+    return vit_attention(q, k, v, cu_seqlens, softmax_scale=scale)
