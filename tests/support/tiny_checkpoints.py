@@ -33,12 +33,24 @@ COMMON = {
     # Large enough for logits that lie far apart.
     "initializer_range": 0.08,
 }
+# With few heads many index scores are 0 exactly, and which of them top-k takes is chance.
+INDEXER = {"index_n_heads": 32, "index_head_dim": 128, "index_topk": 64}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "v2": (
         "DeepseekV2",
         {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "topk_method": "greedy", "routed_scaling_factor": 1.0},
     ),
     "v3": ("DeepseekV3", {"q_lora_rank": 96, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}),
+    "v32": (
+        "DeepseekV32",
+        {"q_lora_rank": 96, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, **INDEXER},
+    ),
+    "glm": (
+        "GlmMoeDsa",
+        {"q_lora_rank": 96, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, **INDEXER}
+        | {"num_hidden_layers": 4, "qk_nope_head_dim": 192, "v_head_dim": 256, "pad_token_id": 258}
+        | {"index_topk_freq": 2},
+    ),
 }
 # What transformers leaves out of config.json, and vLLM reads.
 BESIDE_V2 = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "num_nextn_predict_layers": 0}
@@ -58,7 +70,8 @@ def write(family: str, path: Path, **changes: Any) -> Path:
     model.save_pretrained(path)
     if family != "v2":
         file = path / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | BESIDE_V2))
+        beside = BESIDE_V2 | ({"indexer_rope_interleave": True} if family == "glm" else {})
+        file.write_text(json.dumps(json.loads(file.read_text()) | beside))
     return path
 
 
@@ -83,5 +96,7 @@ _loaded: dict[Path, Any] = {}
 
 def _load(path: Path) -> Any:
     if path not in _loaded:
-        _loaded[path] = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        # By its own class: vLLM changes what transformers' Auto classes make of a configuration.
+        (name,) = json.loads((path / "config.json").read_text())["architectures"]
+        _loaded[path] = getattr(transformers, name).from_pretrained(path, dtype=torch.float32).eval()
     return _loaded[path]

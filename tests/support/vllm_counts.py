@@ -6,12 +6,18 @@ import collections
 import importlib
 
 # Where the integration finds each operation.
+DENSE, SPARSE, INDEXER = (f"flashlatte.integrations.vllm.backends.{name}" for name in ("dense", "sparse", "indexer"))
 PLACES = {
-    "cache_write": "flashlatte.integrations.vllm.backends.dense",
-    "dense_decode": "flashlatte.integrations.vllm.backends.dense",
+    "cache_write": DENSE,
+    "dense_decode": DENSE,
     "dense_prefill": "flashlatte.layers.prefill",
     "cache_gather": "flashlatte.layers.prefill",
     "merge_states": "flashlatte.layers.prefill",
+    "attend_chosen": SPARSE,
+    "index_quantize": INDEXER,
+    "index_gather": INDEXER,
+    "index_select": INDEXER,
+    "paged_index_select": INDEXER,
 }
 
 

@@ -1,22 +1,25 @@
 """FlashLatte inside vLLM: a plugin that vLLM finds by itself once both are installed.
 
 ``vllm serve MODEL --attention-backend CUSTOM`` then serves multi-head latent attention with FlashLatte. With
-``FLASHLATTE_VLLM=auto`` in the environment no option is needed: what vLLM would choose itself is FlashLatte, for models
-with an indexer too. ``VLLM_PLUGINS`` without ``flashlatte`` leaves the plugin out.
+``FLASHLATTE_VLLM=auto`` in the environment no option is needed: what vLLM would choose itself is FlashLatte.
+``VLLM_PLUGINS`` without ``flashlatte`` leaves the plugin out.
 
 vLLM imports ``backends``; nothing else here imports vLLM before it is asked to.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 
 from flashlatte.integrations.vllm import compat
 
 __all__ = ["cpu_platform", "register"]
 
+ON_CPU = "FLASHLATTE_VLLM_CPU"
 MODES = ("custom", "auto")
 DENSE = "flashlatte.integrations.vllm.backends.dense.FlashLatteMLABackend"
+SPARSE = "flashlatte.integrations.vllm.backends.sparse.FlashLatteSparseMLABackend"
 PREFILL = "flashlatte.integrations.vllm.backends.prefill.FlashLattePrefillBackend"
 CPU_PLATFORM = "flashlatte.integrations.vllm.backends.cpu.FlashLatteCpuPlatform"
 
@@ -45,6 +48,8 @@ def register() -> None:
     if chosen == "auto":
         for name in compat.AUTOMATIC_DENSE:
             compat.register_attention(name, DENSE)
+    if os.environ.get(ON_CPU) == "1":
+        importlib.import_module("flashlatte.integrations.vllm.backends.indexer").install_for_cpu()
 
 
 def mode() -> str:
@@ -62,6 +67,6 @@ def cpu_platform() -> str | None:
     computes with FlashLatte's reference implementations, to try and to test without a GPU: prefix caching, chunked
     prefill and any page size, which vLLM's own MLA backend for CPUs does not have.
     """
-    if os.environ.get("FLASHLATTE_VLLM_CPU") != "1" or compat.unknown() is not None:
+    if os.environ.get(ON_CPU) != "1" or compat.unknown() is not None:
         return None
     return CPU_PLATFORM

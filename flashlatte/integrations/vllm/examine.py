@@ -26,9 +26,12 @@ def examine(dtype: torch.dtype, model: MLAConfig | None = None) -> dict[str, Any
     }
     if model is not None and facts["version"] is not None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        facts["option"] = (
+            "--attention-backend CUSTOM, or FLASHLATTE_VLLM=auto" if device_type == "cuda" else f"{vllm.ON_CPU}=1"
+        )
         facts["refusal"] = (
-            "it has an indexer"
-            if model.indexer is not None
+            "on a GPU, models with an indexer are vLLM's own"
+            if model.indexer is not None and device_type == "cuda"
             else serves.refuses_dense(device_type, model.head_dim, dtype, "auto", None)
         )
         facts["chosen"] = _chosen(dtype, model) if compat.unknown() is None else None
@@ -45,8 +48,8 @@ def report(facts: dict[str, Any]) -> list[str]:
         return lines
     if facts["refusal"] is not None:
         lines.append(f"    not served by FlashLatte: {facts['refusal']}")
-    elif facts["registered"] and facts["mode"] != "auto":
-        lines.append("    FlashLatte serves this model with --attention-backend CUSTOM, or FLASHLATTE_VLLM=auto")
+    elif facts["registered"]:
+        lines.append(f"    FlashLatte serves this model with {facts['option']}")
     if facts["chosen"] is not None:
         lines.append(f"    without an option vLLM takes {facts['chosen']}")
     return lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ CACHE_DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
 }
+# And those of caches that the attention of an indexer's choice reads; fp8_ds_mla is FlashLatte's v32.
+SPARSE_CACHES = ("auto", "bfloat16", "float16", "fp8_ds_mla")
 
 
 def page_sizes(block_size: int | None, multiple_of: Callable[[int], Any]) -> list[Any]:
@@ -52,17 +54,35 @@ def refuses_dense(
     return None
 
 
-def check_layer(kv_cache_dtype: str, qk_rope_head_dim: int, **unserved: Any) -> None:
+def check_layer(
+    kv_cache_dtype: str, qk_rope_head_dim: int, caches: Sequence[str] = ("auto", *CACHE_DTYPES), **unserved: Any
+) -> None:
     """Refuse a layer, as vLLM's own backends do, for what FlashLatte does not serve.
+
+    Args:
+        caches: the names of the dtypes of caches that are served.
 
     Raises:
         NotImplementedError: a cache of another dtype, keys without a rotated part, or one of ``unserved`` is given.
     """
-    if kv_cache_dtype not in ("auto", *CACHE_DTYPES):
-        known = ", ".join(("auto", *CACHE_DTYPES))
+    if kv_cache_dtype not in caches:
+        known = ", ".join(caches)
         raise NotImplementedError(f"FlashLatte serves MLA with kv_cache_dtype {known}, and it is {kv_cache_dtype}")
     if not qk_rope_head_dim:
         raise NotImplementedError("FlashLatte serves MLA whose keys have a rotated part, and qk_rope_head_dim is 0")
     for name, value in unserved.items():
         if value:
             raise NotImplementedError(f"FlashLatte serves MLA without {name}, and it is {value!r}")
+
+
+def check_indexer(*, compress_ratio: int = 1, **unserved: Any) -> None:
+    """Refuse an indexer for what FlashLatte's does not do: DeepSeek-V4's compression, fp4 keys, candidate blocks.
+
+    Raises:
+        NotImplementedError: ``compress_ratio`` is not 1, or one of ``unserved`` is given.
+    """
+    if compress_ratio != 1:
+        raise NotImplementedError(f"FlashLatte serves indexers without compress_ratio, and it is {compress_ratio}")
+    for name, value in unserved.items():
+        if isinstance(value, torch.Tensor) or value:
+            raise NotImplementedError(f"FlashLatte serves indexers without {name}, and it is {value!r}")

@@ -32,3 +32,10 @@ def checkpoint(tmp_path_factory):
         return written[key]
 
     return path
+
+
+@pytest.fixture
+def own_process(monkeypatch):
+    """The engine runs in a process of its own."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")

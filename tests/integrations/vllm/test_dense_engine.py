@@ -25,13 +25,6 @@ def whole(checkpoint):
         return generated
 
 
-@pytest.fixture
-def own_process(monkeypatch):
-    """The engine runs in a process of its own."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-
-
 def same(ours, theirs):
     assert [one.tokens for one in ours] == [other.tokens for other in theirs]
     assert largest_difference(ours, theirs) < CLOSE

@@ -1,5 +1,6 @@
 """What the plugin does before vLLM's classes are needed: without vLLM, and with a stand-in for its metadata."""
 
+import dataclasses
 import logging
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch
 from flashlatte.integrations import vllm
 from flashlatte.integrations.vllm import compat, examine, serves
 from flashlatte.layers import MLAConfig
+from flashlatte.layers.config import IndexerConfig
 
 V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536)
 
@@ -187,13 +189,45 @@ def test_doctor_when_the_plugin_is_left_out(monkeypatch):
     ]
 
 
-def test_doctor_of_a_model(monkeypatch):
+@pytest.mark.parametrize(
+    ("gpu", "option"),
+    [(True, "--attention-backend CUSTOM, or FLASHLATTE_VLLM=auto"), (False, "FLASHLATTE_VLLM_CPU=1")],
+)
+def test_doctor_of_a_model(monkeypatch, gpu, option):
     monkeypatch.setattr(compat, "version", lambda: "0.26.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(examine, "_absent", lambda: None)
     monkeypatch.setattr(examine, "_chosen", lambda dtype, model: "vllm.TritonMLABackend")
     monkeypatch.delenv("FLASHLATTE_VLLM", raising=False)
     assert examine.report(examine.examine(torch.bfloat16, V3)) == [
         "vLLM 0.26.0: FlashLatte's plugin is registered",
-        "    FlashLatte serves this model with --attention-backend CUSTOM, or FLASHLATTE_VLLM=auto",
+        f"    FlashLatte serves this model with {option}",
         "    without an option vLLM takes vllm.TritonMLABackend",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compress_ratio": 4}, "without compress_ratio, and it is 4"),
+        ({"use_fp4_cache": True}, "without use_fp4_cache, and it is True"),
+        ({"candidate_blocks": torch.zeros(2)}, "without candidate_blocks"),
+    ],
+)
+def test_indexers_that_are_refused(options, message):
+    serves.check_indexer(compress_ratio=1, use_fp4_cache=False, candidate_blocks=None, candidate_block_size=0)
+    with pytest.raises(NotImplementedError, match=message):
+        serves.check_indexer(**options)
+
+
+def test_doctor_of_a_model_with_an_indexer(monkeypatch):
+    monkeypatch.setattr(compat, "version", lambda: "0.26.0")
+    monkeypatch.setattr(examine, "_absent", lambda: None)
+    monkeypatch.setattr(examine, "_chosen", lambda dtype, model: "vllm.FlashMLASparseBackend")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    indexer = IndexerConfig(num_heads=64, head_dim=128, topk=2048)
+    lines = examine.report(examine.examine(torch.bfloat16, dataclasses.replace(V3, indexer=indexer)))
+    assert lines[1:] == [
+        "    not served by FlashLatte: on a GPU, models with an indexer are vLLM's own",
+        "    without an option vLLM takes vllm.FlashMLASparseBackend",
     ]

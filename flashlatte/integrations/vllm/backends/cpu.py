@@ -8,6 +8,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from flashlatte.integrations import vllm
 from flashlatte.integrations.vllm import serves
 
 
@@ -19,7 +20,7 @@ class FlashLatteCpuPlatform(CpuPlatform):
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
         if attn_selector_config.use_mla and _is_ours(selected_backend):
-            return AttentionBackendEnum.CUSTOM.get_path()
+            return vllm.SPARSE if attn_selector_config.use_sparse else vllm.DENSE
         return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
 
     @classmethod

@@ -1,0 +1,194 @@
+"""The indexer of DeepSeek-V3.2 and GLM-5 in vLLM's generic model: its keys' cache, and which tokens it chooses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
+from vllm.model_executor.models import deepseek_v2
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from flashlatte.integrations.vllm import serves
+from flashlatte.kv_cache.index_formats import quantize_rows
+from flashlatte.layers.selection import LOGIT_BYTES, SelectionChunk, plan_selection
+from flashlatte.ops.index_quantize import index_gather, index_quantize
+from flashlatte.ops.index_select import index_select, paged_index_select
+
+
+@dataclass
+class IndexerMetadata:
+    """A batch's tokens, those of decode requests first.
+
+    Attributes:
+        num_tokens, num_decode_tokens: in the batch, and of the decode requests.
+        slot_mapping: [num_tokens], where each token's key goes.
+        block_table, seq_lens: of the decode requests, which have as many tokens each.
+        chunks: how prefill requests choose.
+    """
+
+    num_tokens: int
+    num_decode_tokens: int
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    chunks: tuple[SelectionChunk, ...]
+
+
+class FlashLatteIndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    reorder_batch_threshold: int = 1
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> IndexerMetadata:
+        batch = common_attn_metadata
+        decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(
+            batch, decode_threshold=self.reorder_batch_threshold or 1, require_uniform=True
+        )
+        starts = batch.query_start_loc_cpu
+        if decodes and int(starts[1]):  # without requests that are padding and have no tokens
+            decodes = decode_tokens // int(starts[1])
+        return IndexerMetadata(
+            num_tokens=batch.num_actual_tokens,
+            num_decode_tokens=decode_tokens,
+            slot_mapping=batch.slot_mapping,
+            block_table=batch.block_table_tensor[:decodes],
+            seq_lens=batch.seq_lens[:decodes],
+            chunks=self._chunks(batch, batch.num_reqs - prefills) if prefills else (),
+        )
+
+    def _chunks(self, batch: Any, first: int) -> tuple[SelectionChunk, ...]:
+        query_lens = batch.query_start_loc_cpu.diff()[first : batch.num_reqs]
+        # Of prefill requests the bound is exact.
+        seq_lens = batch.seq_lens_cpu_upper_bound[first : batch.num_reqs]
+        positions = [torch.arange(int(end - count), int(end)) for count, end in zip(query_lens, seq_lens, strict=True)]
+        return plan_selection(
+            query_lens.tolist(),
+            seq_lens.tolist(),
+            torch.cat(positions).to(self.device, non_blocking=True),
+            batch.block_table_tensor[first : batch.num_reqs],
+            gathers=False,
+        )
+
+
+class FlashLatteIndexerBackend(AttentionBackend):
+    """What vLLM asks of a cache of index keys: its pages, and the metadata of a batch."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "DEEPSEEK_V32_INDEXER"
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        raise NotImplementedError("a cache of index keys has no attention of its own")
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        return FlashLatteIndexerMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list:
+        return serves.page_sizes(None if kv_cache_spec is None else kv_cache_spec.block_size, MultipleOf)
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+
+class FlashLatteSparseAttnIndexer(SparseAttnIndexer):
+    """Stores the index keys of new tokens, and chooses for each token among those of its request up to its own.
+
+    What it chose stands in ``topk_indices_buffer`` [tokens, topk]: positions within the request, then -1.
+    """
+
+    def __init__(
+        self,
+        k_cache: Any,
+        quant_block_size: int,
+        scale_fmt: str | None,
+        topk_tokens: int,
+        head_dim: int,
+        max_model_len: int,
+        max_total_seq_len: int,
+        topk_indices_buffer: torch.Tensor,
+        skip_k_cache_insert: bool = False,
+        use_fp4_cache: bool = False,
+        **others: Any,
+    ) -> None:
+        # Not vLLM's own, which wants DeepGEMM.
+        CustomOp.__init__(self)
+        serves.check_indexer(use_fp4_cache=use_fp4_cache, **others)
+        self.k_cache = k_cache
+        self.topk_tokens = topk_tokens
+        self.head_dim = head_dim
+        self.topk_indices_buffer = topk_indices_buffer
+        self.skip_k_cache_insert = skip_k_cache_insert
+        self.scale_rounding = "power_of_two" if scale_fmt == "ue8m0" else "exact"
+
+    def forward_native(
+        self, hidden_states: torch.Tensor, q_quant: torch.Tensor, k: torch.Tensor | None, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Choose for queries [T, H, head_dim] with head weights [T, H], after storing keys ``k`` [T, head_dim]."""
+        metadata = get_forward_context().attn_metadata
+        if not isinstance(metadata, dict):  # vLLM measures memory
+            return self.topk_indices_buffer
+        batch: IndexerMetadata = metadata[self.k_cache.prefix]
+        cache = self.k_cache.kv_cache
+        if not self.skip_k_cache_insert:
+            slots = batch.slot_mapping[: batch.num_tokens]
+            index_quantize(cache, slots, k, scale_rounding=self.scale_rounding)
+        chosen = self.topk_indices_buffer[:, : self.topk_tokens]
+        weights = weights.float()
+        decoding = batch.num_decode_tokens
+        if decoding:
+            requests = batch.seq_lens.shape[0]
+            paged_index_select(
+                q_quant[:decoding].unflatten(0, (requests, decoding // requests)),
+                cache,
+                weights[:decoding],
+                batch.seq_lens,
+                batch.block_table,
+                self.topk_tokens,
+                indices=chosen[:decoding],
+            )
+        for chunk in batch.chunks:
+            rows = slice(decoding + chunk.first, decoding + chunk.last)
+            keys, scales = index_gather(cache, chunk.block_table, chunk.cu_keys, chunk.keys, head_dim=self.head_dim)
+            index_select(
+                q_quant[rows],
+                keys,
+                weights[rows],
+                chunk.key_start,
+                chunk.key_end,
+                self.topk_tokens,
+                k_scale=scales,
+                workspace_bytes=LOGIT_BYTES,
+                indices=chosen[rows],
+            )
+        return self.topk_indices_buffer
+
+    forward_cpu = forward_native
+    forward_cuda = forward_native
+
+
+def quantize_queries(
+    x: torch.Tensor, group_size: int, eps: float = 1e-10, use_ue8m0: bool | None = None, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """vLLM's ``per_token_group_quant_fp8``, a Triton kernel, for rows [n, d]: e4m3, and scales [n, d / group_size]."""
+    rounding = "power_of_two" if use_ue8m0 else "exact"
+    values, scales = quantize_rows(x.unflatten(-1, (-1, group_size)), rounding, smallest_amax=eps)
+    return values.flatten(-2), scales
+
+
+def install_for_cpu() -> None:
+    """Let vLLM's generic model use all this. It looks classes up as it makes its layers."""
+    op_registry_oot["SparseAttnIndexer"] = FlashLatteSparseAttnIndexer
+    deepseek_v2.DeepseekV32IndexerCache.get_attn_backend = lambda self: FlashLatteIndexerBackend
+    deepseek_v2.per_token_group_quant_fp8 = quantize_queries

@@ -1,0 +1,193 @@
+"""Sparse MLA: attention over the tokens that an indexer chose (DeepSeek-V3.2, GLM-5)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.model_executor.layers.attention.mla_attention import MLACommonBaseImpl
+from vllm.model_executor.layers.attention.sparse_mla_attention import (
+    SharedTopkIndicesBuffer,
+    SparseMLACommonMetadata,
+    SparseMLACommonMetadataBuilder,
+)
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType, MultipleOf
+
+from flashlatte.integrations.vllm import serves
+from flashlatte.kv_cache.registry import as_format, plain_format
+from flashlatte.layers.cache import LatentCache
+from flashlatte.layers.chosen import attend_chosen
+from flashlatte.ops.cache_write import cache_write
+from flashlatte.ops.concat_mla_q import concat_mla_q
+from flashlatte.ops.index_convert import index_convert
+
+
+class FlashLatteSparseMLABackend(AttentionBackend):
+    """FlashLatte as vLLM's attention backend for MLA with an indexer."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(serves.SPARSE_CACHES)
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        return FlashLatteSparseMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        return FlashLatteSparseMLAMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list:
+        return serves.page_sizes(None if kv_cache_spec is None else kv_cache_spec.block_size, MultipleOf)
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return serves.PAGE_SIZE
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        return True
+
+
+class FlashLatteSparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLACommonMetadata]):
+    """vLLM's own metadata serves as it is: a token's request, and that request's pages."""
+
+    metadata_cls = SparseMLACommonMetadata
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    reorder_batch_threshold: int = 1
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # Queries of a speculation are decoded with the one before them.
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+
+    def _build_req_id_per_token(self, common_attn_metadata: Any) -> torch.Tensor:
+        if self.device.type != "cpu":
+            return super()._build_req_id_per_token(common_attn_metadata)
+        # vLLM's own is a Triton kernel.
+        starts = common_attn_metadata.query_start_loc_cpu
+        requests = torch.arange(len(starts) - 1, dtype=torch.int32)
+        return torch.repeat_interleave(requests, starts.diff())
+
+
+class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], SharedTopkIndicesBuffer):
+    """One layer's attention. All tokens, those of new prompts too, attend in absorbed form to what they chose."""
+
+    is_sparse = True
+    supports_dense_mha_prefill = False
+    masked_mha_available = False
+    dcp_world_size = 1
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        *,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: Any,
+        indexer: object | None = None,
+        topk_indices_buffer: torch.Tensor | None = None,
+        **_: Any,
+    ) -> None:
+        serves.check_layer(
+            kv_cache_dtype,
+            qk_rope_head_dim,
+            serves.SPARSE_CACHES,
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            attn_type=None if attn_type == AttentionType.DECODER else attn_type,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+        )
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            kv_cache_dtype,
+            kv_lora_rank,
+            qk_nope_head_dim,
+            qk_rope_head_dim,
+            qk_head_dim,
+            v_head_dim,
+            kv_b_proj,
+        )
+        self.supports_quant_query_input = False
+        self.init_topk_indices_buffer(indexer, topk_indices_buffer)
+
+    def record_logical_topk_ready(self) -> None:
+        """vLLM's own backends prefetch here what was chosen."""
+
+    def prepare_for_batch(self, attn_metadata: Any) -> None:
+        """vLLM's own backends convert here for several layers at once."""
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Write latents [T, latent] and rotated keys [T, 1, rope] of new tokens."""
+        if kv_cache.numel() == 0:  # vLLM measures memory, and there is no cache yet
+            return
+        cache = self._cache(kv_cache)
+        cache_write(cache.pages, slot_mapping.flatten(), kv_c_normed, rope=k_pe.squeeze(1), cache_format=cache.layout)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: SparseMLACommonMetadata,
+        layer: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attention of every token over what its indexer chose: [T, h, latent]."""
+        query = concat_mla_q(*q) if isinstance(q, tuple) else q
+        cache = self._cache(kv_c_and_k_pe_cache)
+        tokens, decoding = query.shape[0], min(attn_metadata.num_decode_tokens, query.shape[0])
+        slots = index_convert(
+            self.topk_indices_buffer[:tokens],
+            attn_metadata.block_table,
+            cache.page_size,
+            request_ids=attn_metadata.req_id_per_token[:tokens],
+        )
+        if decoding == tokens:
+            return attend_chosen(query, cache, None, slots, self.scale, None), None
+        out = query.new_empty(tokens, query.shape[1], self.kv_lora_rank)
+        # A prompt's tokens choose among the same rows: many queries over the cache where it lies, if it lies so.
+        rows = cache.pages.flatten(0, 1) if cache.layout.plain and cache.pages.is_contiguous() else None
+        for part, keys in ((slice(decoding), None), (slice(decoding, tokens), rows)):
+            if part.start != part.stop and query[part].shape[0]:
+                out[part] = attend_chosen(query[part], cache, keys, slots[part], self.scale, None)
+        return out, None
+
+    def _cache(self, kv_cache: torch.Tensor) -> LatentCache:
+        """vLLM's cache: numbers [pages, page_size, latent + rope], or DeepSeek's 656 bytes a token."""
+        if self.kv_cache_dtype == "fp8_ds_mla":
+            layout = as_format("v32")
+        else:
+            layout = plain_format(kv_cache.dtype, kv_cache.shape[-1])
+        return LatentCache(kv_cache.unsqueeze(2), layout, self.kv_lora_rank)

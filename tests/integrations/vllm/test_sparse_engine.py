@@ -1,0 +1,87 @@
+"""vLLM's engine over FlashLatte's sparse MLA and indexer, on a CPU: DeepSeek-V3.2 and GLM-5."""
+
+import pytest
+import torch
+from support import tiny_checkpoints
+from support.vllm_engine import MIXED, NEW_TOKENS, Generated, engine, largest_difference, prompts
+
+CLOSE = 5e-5
+SHARED = prompts((230, 200, 170), shared=160)
+OPERATIONS = {"index_quantize", "index_gather", "index_select", "paged_index_select", "attend_chosen"}
+
+
+@pytest.fixture
+def exact_indexer(monkeypatch):
+    """Index queries and keys in float32, as transformers has them."""
+    from vllm.model_executor.models import deepseek_v2
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    def spec(self, config):
+        size = self.cache_config.block_size
+        return MLAAttentionSpec(block_size=size, num_kv_heads=1, head_size=128, dtype=torch.float32)
+
+    def unquantized(x, group_size, **_):
+        return x.float(), torch.ones(x.shape[0], x.shape[1] // group_size)
+
+    load_general_plugins()
+    monkeypatch.setattr(deepseek_v2.DeepseekV32IndexerCache, "get_kv_cache_spec", spec)
+    monkeypatch.setattr(deepseek_v2, "per_token_group_quant_fp8", unquantized)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("v32", {}), ("v32", {"max_num_batched_tokens": 96, "block_size": 16}), ("glm", {"max_num_batched_tokens": 96})],
+)
+def test_generates_what_transformers_does(checkpoint, exact_indexer, family, options):
+    model, given = checkpoint(family), prompts(MIXED)
+    with engine(model, **options) as vllm:
+        ours = vllm.generate(given)
+        assert vllm.calls()[0].keys() >= OPERATIONS
+    stock = [Generated(*tiny_checkpoints.greedy(model, ids, NEW_TOKENS)) for ids in given]
+    assert [one.tokens for one in ours] == [other.tokens for other in stock]
+    assert largest_difference(ours, stock) < CLOSE
+
+
+@pytest.fixture(scope="module")
+def whole(checkpoint):
+    """What V3.2 generates with vLLM's e4m3 indexer: of prompts that are prefilled whole, by the cache's dtype.
+
+    All tokens are chosen: of two index logits of e4m3 keys that are as good as equal, another sum takes the other.
+    """
+    generated = {}
+    for cache in ("auto", "fp8_ds_mla"):
+        with engine(checkpoint("v32", index_topk=512), kv_cache_dtype=cache, enable_prefix_caching=False) as vllm:
+            generated[cache] = vllm.generate(SHARED)
+    return generated
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8_ds_mla"])
+def test_pieces_change_nothing(checkpoint, whole, cache):
+    """Prompts in chunks, prefixes from the cache, other pages: the cache holds the same bytes."""
+    model = checkpoint("v32", index_topk=512)
+    with engine(model, kv_cache_dtype=cache, max_num_batched_tokens=96, block_size=16) as vllm:
+        ours = vllm.generate(SHARED[:1]) + vllm.generate(SHARED[1:])
+    assert [one.cached for one in ours] == [0, 160, 160]
+    assert [one.tokens for one in ours] == [other.tokens for other in whole[cache]]
+    assert largest_difference(ours, whole[cache]) < CLOSE
+
+
+def test_speculation(checkpoint, whole, own_process):
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    with engine(checkpoint("v32", index_topk=512), speculative_config=speculation) as vllm:
+        ours = vllm.generate(SHARED)
+        assert vllm.metric("spec_decode_num_draft_tokens") > 0
+    assert [one.tokens for one in ours] == [other.tokens for other in whole["auto"]]
+
+
+# Largest difference from float32 of a logprob, where all tokens are chosen. Dense layers only, as for dense MLA.
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [({"dtype": "bfloat16"}, 0.15), ({"dtype": "bfloat16", "kv_cache_dtype": "fp8_ds_mla"}, 0.25)],
+)
+def test_fewer_bits(checkpoint, options, bound):
+    model = checkpoint("v32", first_k_dense_replace=3, index_topk=512)
+    expected = [Generated(*tiny_checkpoints.greedy(model, ids, NEW_TOKENS)) for ids in prompts(MIXED)]
+    with engine(model, max_num_batched_tokens=96, **options) as vllm:
+        assert 0 < largest_difference(vllm.generate(prompts(MIXED)), expected) < bound
