@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -42,89 +43,95 @@ def compress(problem: Problem) -> None:
     num_slots = cache.shape[0] * cache.shape[1]
     block = triton.next_power_of_2(min(problem.ratio * (1 + problem.overlaps), BLOCK_TOKENS))
     window = max(1, min(problem.ratio, MAX_WINDOW, tokens // TOKENS_OF_SMALL_STEPS))
-    state: tuple[Any, ...] = (state_cache, state_table, 0, 0, 1, 1, 1, 0)
-    state_unit = 1
-    if state_cache is not None and state_table is not None:
-        state_strides = stride_in_use(state_cache, 0), stride_in_use(state_cache, 1)
-        state_unit = unit_bytes(state_cache, *state_strides) // state_cache.element_size()
-        state = (
-            state_cache,
-            state_table,
-            *state_table.shape,
-            state_cache.shape[0],
-            state_cache.shape[1],
-            state_strides[0] // state_unit,
-            state_strides[1] // state_unit,
-        )
-    table_stride = 0 if state_table is None else stride_in_use(state_table, 0)
-    ids = problem.request_ids.stride(0), problem.positions.stride(0)
+    state, state_unit = _state(state_cache, state_table)
     with launching_on(kv.device):
         compress_kernel[(blocks(tokens, window),)](
-            kv,
-            score,
-            problem.ape,
-            problem.weight,
-            problem.cos_sin,
-            problem.request_ids,
-            problem.positions,
-            problem.slot_mapping,
-            cache,
-            *state,
-            table_stride,
-            problem.eps,
-            tokens,
-            window,
-            num_slots,
-            cache.shape[1],
-            problem.cos_sin.shape[0],
-            *ids,
-            problem.slot_mapping.stride(0),
-            stride_in_use(kv, 0) // kv_unit,
-            stride_in_use(score, 0) // score_unit,
-            stride_in_use(problem.ape, 0),
-            page_stride // unit,
-            row_stride // unit,
-            head_dim,
-            problem.cos_sin.shape[1],
-            problem.ratio,
-            problem.overlaps,
-            row_bytes(problem.layout, problem.scale_rounding),
-            kv_unit,
-            score_unit,
-            state_unit,
-            unit,
-            num_slots >= 2**31,
-            converts_e4m3(cache.device),
-            machine.interpreting(),
-            block,
-            MAX_WINDOW,
+            kv=kv,
+            score=score,
+            ape=problem.ape,
+            weight=problem.weight,
+            cos_sin=problem.cos_sin,
+            request_ids=problem.request_ids,
+            positions=problem.positions,
+            slot_mapping=problem.slot_mapping,
+            cache=cache,
+            **state,
+            eps=problem.eps,
+            num_tokens=tokens,
+            window=window,
+            num_slots=num_slots,
+            page_size=cache.shape[1],
+            num_positions=problem.cos_sin.shape[0],
+            id_stride=problem.request_ids.stride(0),
+            position_stride=problem.positions.stride(0),
+            slot_stride=problem.slot_mapping.stride(0),
+            kv_stride=stride_in_use(kv, 0) // kv_unit,
+            score_stride=stride_in_use(score, 0) // score_unit,
+            ape_stride=stride_in_use(problem.ape, 0),
+            page_stride=page_stride // unit,
+            row_stride=row_stride // unit,
+            D=head_dim,
+            ROPE=problem.cos_sin.shape[1],
+            RATIO=problem.ratio,
+            OVERLAPS=problem.overlaps,
+            FORMAT=row_bytes(problem.layout, problem.scale_rounding),
+            KV_UNIT=kv_unit,
+            SCORE_UNIT=score_unit,
+            STATE_UNIT=state_unit,
+            UNIT=unit,
+            WIDE=num_slots >= 2**31,
+            NATIVE=converts_e4m3(cache.device),
+            INTERPRETED=machine.interpreting(),
+            BLOCK_T=block,
+            MAX_WINDOW=MAX_WINDOW,
             num_warps=max(1, min(head_dim * block // NUMBERS_OF_A_WARP, 8)),
             enable_fp_fusion=False,
         )
         if state_cache is None or state_table is None:
             return
         save_state_kernel[(tokens, blocks(width, SAVE_BLOCK))](
-            kv,
-            score,
-            problem.ape,
-            problem.request_ids,
-            problem.positions,
-            *state,
-            table_stride,
-            tokens,
-            *ids,
-            stride_in_use(kv, 0) // kv_unit,
-            stride_in_use(score, 0) // score_unit,
-            stride_in_use(problem.ape, 0),
-            width,
-            problem.ratio,
-            kv_unit,
-            score_unit,
-            state_unit,
-            machine.interpreting(),
-            SAVE_BLOCK,
+            kv=kv,
+            score=score,
+            ape=problem.ape,
+            request_ids=problem.request_ids,
+            positions=problem.positions,
+            **state,
+            num_tokens=tokens,
+            id_stride=problem.request_ids.stride(0),
+            position_stride=problem.positions.stride(0),
+            kv_stride=stride_in_use(kv, 0) // kv_unit,
+            score_stride=stride_in_use(score, 0) // score_unit,
+            ape_stride=stride_in_use(problem.ape, 0),
+            WIDTH=width,
+            RATIO=problem.ratio,
+            KV_UNIT=kv_unit,
+            SCORE_UNIT=score_unit,
+            STATE_UNIT=state_unit,
+            INTERPRETED=machine.interpreting(),
+            BLOCK=SAVE_BLOCK,
             num_warps=SAVE_WARPS,
         )
+
+
+def _state(cache: torch.Tensor | None, table: torch.Tensor | None) -> tuple[dict[str, Any], int]:
+    """The paged states as kernels name them, and the unit of their strides in numbers."""
+    pages, page_size, page_stride, token_stride, unit = 1, 1, 1, 0, 1
+    if cache is not None:
+        pages, page_size = cache.shape[:2]
+        page_stride, token_stride = stride_in_use(cache, 0), stride_in_use(cache, 1)
+        unit = unit_bytes(cache, page_stride, token_stride) // cache.element_size()
+    requests, columns = (0, 0) if table is None else table.shape
+    return {
+        "state_cache": cache,
+        "state_table": table,
+        "requests": requests,
+        "columns": columns,
+        "table_stride": 0 if table is None else stride_in_use(table, 0),
+        "num_state_pages": pages,
+        "state_page_size": page_size,
+        "state_page_stride": page_stride // unit,
+        "state_token_stride": token_stride // unit,
+    }, unit
 
 
 class States(NamedTuple):

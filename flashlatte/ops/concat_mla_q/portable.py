@@ -24,10 +24,17 @@ def concat_mla_q(ql_nope: torch.Tensor, q_pe: torch.Tensor, out: torch.Tensor) -
     latent, width = ql_nope.shape[2] * size, width * size
     unit = math.gcd(*map(unit_bytes, tensors), *strides, latent, width)
     concat_mla_q_kernel[(blocks(tokens * heads, ROWS) * blocks(width, BLOCK_BYTES),)](
-        *map(as_bytes, tensors),
-        tokens * heads,
-        heads,
-        *(stride // unit for stride in strides),
+        ql_nope=as_bytes(ql_nope),
+        q_pe=as_bytes(q_pe),
+        out=as_bytes(out),
+        num_rows=tokens * heads,
+        heads=heads,
+        latent_token_stride=strides[0] // unit,
+        latent_head_stride=strides[1] // unit,
+        rope_token_stride=strides[2] // unit,
+        rope_head_stride=strides[3] // unit,
+        out_token_stride=strides[4] // unit,
+        out_head_stride=strides[5] // unit,
         LATENT=latent // unit,
         WIDTH=width // unit,
         UNIT=unit,

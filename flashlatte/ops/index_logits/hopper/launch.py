@@ -43,22 +43,27 @@ def ragged(
         item_keys = keys_of_item(num_queries, num_keys, queries, num_sms(q.device))
     items = -(-num_queries // queries) * -(-num_keys // item_keys)
     programs = min(items, num_sms(q.device))
-    ranges = (key_start, stride_in_use(key_start, 0), key_end, stride_in_use(key_end, 0))
+    ranges = {
+        "key_start": key_start,
+        "start_stride": stride_in_use(key_start, 0),
+        "key_end": key_end,
+        "end_stride": stride_in_use(key_end, 0),
+    }
     with launching_on(q.device):
         ragged_kernel.kernel[(programs,)](
-            _vectors("q", q.reshape(-1, head_dim), ragged_kernel.COLUMNS.value),
-            _numbers("weights", weights.reshape(-1), ragged_kernel.COLUMNS.value),
-            _vectors("k", k, KEYS.value),
-            _numbers("k_scale", k_scale, KEYS.value),
-            *ranges,
-            num_queries,
-            num_keys,
-            item_keys,
-            -(-items // programs),
-            logits,
-            stride_in_use(logits, 0),
-            width,
-            int(compressed),
+            q=_vectors("q", q.reshape(-1, head_dim), ragged_kernel.COLUMNS.value),
+            weights=_numbers("weights", weights.reshape(-1), ragged_kernel.COLUMNS.value),
+            k=_vectors("k", k, KEYS.value),
+            k_scale=_numbers("k_scale", k_scale, KEYS.value),
+            **ranges,
+            num_queries=num_queries,
+            num_keys=num_keys,
+            item_keys=item_keys,
+            num_turns=-(-items // programs),
+            logits=logits,
+            logits_stride=stride_in_use(logits, 0),
+            width=width,
+            compressed=int(compressed),
             HEADS=heads,
             HEAD_DIM=head_dim,
             num_warps=4,
@@ -68,12 +73,12 @@ def ragged(
             cleaning.clean_ragged_kernel[
                 (num_queries, cleaning.programs_of_row(num_queries, width, num_sms(q.device)))
             ](
-                logits,
-                stride_in_use(logits, 0),
-                width,
-                *ranges,
-                num_keys,
-                int(compressed),
+                logits=logits,
+                stride=stride_in_use(logits, 0),
+                width=width,
+                **ranges,
+                num_keys=num_keys,
+                compressed=int(compressed),
                 BLOCK=cleaning.BLOCK,
                 num_warps=4,
             )
@@ -97,25 +102,30 @@ def paged(
     most_keys = min(width, block_table.shape[1] * page_size)
     # One length a request: each of its queries sees a key less than the next.
     per_query = cache_seqlens.ndim == 2 and next_n > 1
-    strides = (stride_in_use(cache_seqlens, 0), stride_in_use(cache_seqlens, 1) if per_query else 0)
+    lengths = {
+        "lengths": cache_seqlens,
+        "request_stride": stride_in_use(cache_seqlens, 0),
+        "token_stride": stride_in_use(cache_seqlens, 1) if per_query else 0,
+    }
+    k, k_scale = _pages(cache, head_dim, box)
     programs = num_sms(q.device)
     with launching_on(q.device):
         paged_kernel.kernel[(programs,)](
-            _vectors("q", q.reshape(-1, head_dim), columns),
-            _numbers("weights", weights.reshape(-1), columns),
-            *_pages(cache, head_dim, box),
-            pages,
-            page_size,
-            block_table,
-            stride_in_use(block_table, 0),
-            block_table.shape[1],
-            cache_seqlens,
-            *strides,
-            most_keys,
-            requests,
-            next_n,
-            logits,
-            stride_in_use(logits, 0),
+            q=_vectors("q", q.reshape(-1, head_dim), columns),
+            weights=_numbers("weights", weights.reshape(-1), columns),
+            k=k,
+            k_scale=k_scale,
+            pages=pages,
+            page_size=page_size,
+            block_table=block_table,
+            table_stride=stride_in_use(block_table, 0),
+            table_columns=block_table.shape[1],
+            **lengths,
+            most_keys=most_keys,
+            requests=requests,
+            next_n=next_n,
+            logits=logits,
+            logits_stride=stride_in_use(logits, 0),
             HEADS=heads,
             HEAD_DIM=head_dim,
             COLUMNS=columns,
@@ -127,14 +137,13 @@ def paged(
         if clean:
             rows = requests * next_n
             cleaning.clean_paged_kernel[(rows, cleaning.programs_of_row(rows, width, programs))](
-                logits,
-                stride_in_use(logits, 0),
-                width,
-                cache_seqlens,
-                *strides,
-                int(not per_query),
-                most_keys,
-                next_n,
+                logits=logits,
+                stride=stride_in_use(logits, 0),
+                width=width,
+                **lengths,
+                shortened=int(not per_query),
+                most_keys=most_keys,
+                next_n=next_n,
                 BLOCK=cleaning.BLOCK,
                 num_warps=4,
             )
