@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,7 +44,9 @@ def enable(
 ) -> Model:
     """Let FlashLatte keep the cache and compute the attention of a transformers MLA model, in place.
 
-    Served are the families AXK1, DeepseekV2, DeepseekV3 (with Kimi-K2), DeepseekV32, Glm4MoeLite, GlmMoeDsa (GLM-5),
+    DeepSeek-V4's windows and compressed groups are kept likewise (``layers.V4Attention``): formats "model1" and that of
+    the model's dtype; masks that hide padding on the left; beams, but nothing that takes tokens back. Otherwise served
+    are the families AXK1, DeepseekV2, DeepseekV3 (with Kimi-K2), DeepseekV32, Glm4MoeLite, GlmMoeDsa (GLM-5),
     LongcatFlash, MiniCPM3 and Youtu, and models that hold one of them as their language model, such as Kimi-K2.5.
 
     A forward pass with a cache is then FlashLatte's MLA layer (``flashlatte.layers``) with the model's own projections.
@@ -91,8 +94,14 @@ def enable(
         checks.choice("backend", backend, dispatch.backends())
     if k_scale is not None:
         scales.check("k_scale", checks.number("k_scale", k_scale))
-    decoder, family = find_decoder(model)
     settings = hooks.Settings(cache_format, page_size, backend, k_scale, index_format)
+    if (v4_decoder := _v4_decoder(model)) is not None:
+        from flashlatte.integrations.transformers.v4 import attention as v4
+
+        disable(model)
+        v4_decoder._flashlatte = _Enabled(v4.enable(v4_decoder, settings))
+        return model
+    decoder, family = find_decoder(model)
     hooks.check_backend(decoder, hooks.new_latents(decoder, settings))
     modules = _attentions(decoder, family)
     for module in modules:
@@ -125,6 +134,14 @@ def disable(model: Model) -> Model:
     from flashlatte.integrations.transformers.attention import paged
     from flashlatte.integrations.transformers.families import attentions, find_decoder
 
+    if (v4_decoder := _v4_decoder(model)) is not None:
+        if "_flashlatte" in vars(v4_decoder):
+            from flashlatte.integrations.transformers.v4 import attention as v4
+
+            for hook in v4_decoder.__dict__.pop("_flashlatte").hooks:
+                hook.remove()
+            v4.disable(v4_decoder)
+        return model
     decoder, family = find_decoder(model)
     enabled = decoder.__dict__.pop("_flashlatte", None)
     if enabled is None:
@@ -135,6 +152,13 @@ def disable(model: Model) -> Model:
         if type(module) is paged(family):
             object.__setattr__(module, "__class__", family.attention_class)
     return model
+
+
+def _v4_decoder(model: nn.Module) -> Any:
+    """The DeepSeek-V4 decoder within a model, or None. Whoever holds one has imported its module."""
+    host = sys.modules.get("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    found = [] if host is None else [module for module in model.modules() if isinstance(module, host.DeepseekV4Model)]
+    return found[0] if len(found) == 1 else None
 
 
 def check_transformers() -> None:

@@ -46,7 +46,7 @@ class BeginForward:
     def __call__(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        call = dict(zip(_argument_names(model), args, strict=False)) | kwargs
+        call = dict(zip(argument_names(model), args, strict=False)) | kwargs
         tokens = call.get("input_ids")
         tokens = call.get("inputs_embeds") if tokens is None else tokens
         if tokens is None:
@@ -197,7 +197,7 @@ def _check_rows(latents: PagedLatents, config: Any) -> None:
         raise ValueError("past_key_values holds index keys of another indexer, or none: it was filled by another model")
 
 
-def _argument_names(model: Any) -> list[str]:
+def argument_names(model: Any) -> list[str]:
     return list(inspect.signature(type(model).forward).parameters)[1:]
 
 

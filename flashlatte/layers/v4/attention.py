@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from flashlatte.layers import rope
+from flashlatte.layers.config import Rope
 from flashlatte.layers.v4.cache import V4Cache
 from flashlatte.layers.v4.compressed import select_groups
 from flashlatte.layers.v4.config import V4Config
@@ -106,7 +107,7 @@ def attend(
         q,
         kv,
         table,
-        step.positions,
+        step.rotary_positions,
         cache.window,
         step.slots,
         q_eps=config.rms_norm_eps,
@@ -129,7 +130,7 @@ def attend(
     out = out.squeeze(1)  # [T, H, head_dim]
     # A value is a rotated key: what was turned by the key's position is turned back by the query's.
     tail = out[..., head_dim - config.rope_dim :]
-    back = Rotary(_inverse_table(config, hidden.device), step.positions, interleaved=True)
+    back = Rotary(_inverse_table(config.rope, config.rope_dim, hidden.device), step.rotary_positions, interleaved=True)
     rotate_heads(tail, back, out=tail, backend=backend)
     groups = config.o_groups
     weight = module.o_a_proj.weight.view(groups, config.o_lora_rank, -1)
@@ -154,7 +155,7 @@ def _check_step(config: V4Config, step: V4Step, cache: V4Cache) -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def _inverse_table(config: V4Config, device: torch.device) -> torch.Tensor:
+def _inverse_table(embedding: Rope, rope_dim: int, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
-        cosine, sine = rope.table(config.rope, config.rope_dim, device).chunk(2, dim=-1)
+        cosine, sine = rope.table(embedding, rope_dim, device).chunk(2, dim=-1)
         return torch.cat((cosine, -sine), dim=-1)

@@ -116,7 +116,7 @@ def _index_queries(
             q,
             weights,
             table,
-            step.positions,
+            step.rotary_positions,
             rope_first=False,
             interleaved=True,
             smallest_amax=1e-4,
@@ -124,5 +124,5 @@ def _index_queries(
             backend=backend,
         )
     tail = q[..., sizes.head_dim - table.shape[1] :]
-    rotate_heads(tail, Rotary(table, step.positions, interleaved=True), out=tail, backend=backend)
+    rotate_heads(tail, Rotary(table, step.rotary_positions, interleaved=True), out=tail, backend=backend)
     return q.to(layout.record_dtype), weights.float() * (sizes.head_dim * sizes.num_heads) ** -0.5

@@ -32,6 +32,38 @@ class V4Groups:
     seen: torch.Tensor
     all_slots: torch.Tensor
 
+    @classmethod
+    def build(
+        cls,
+        ratio: int,
+        request_ids: torch.Tensor,
+        positions: torch.Tensor,
+        seeing: torch.Tensor,
+        table: torch.Tensor,
+        state_table: torch.Tensor,
+        page_size: int,
+        backend: str | None,
+    ) -> V4Groups:
+        """``seeing`` int [T]: a token sees the groups that end at this position of its request or before it."""
+        checks.positive_int("ratio", ratio)
+        device = request_ids.device
+        checks.tensor(f"group_tables[{ratio}][0]", table, ("b", "columns"), checks.INDEX_DTYPES, device)
+        shape = (table.shape[0], "columns")
+        checks.tensor(f"group_tables[{ratio}][1]", state_table, shape, checks.INDEX_DTYPES, device)
+        seen = torch.div(seeing + 1, ratio, rounding_mode="floor").clamp_min(0).to(torch.int32)
+        all_slots = index_convert(
+            None,
+            table,
+            page_size,
+            request_ids=request_ids,
+            query_positions=seen - 1,
+            sinks=table.shape[1] * page_size,
+            backend=backend,
+        )
+        own = torch.div(positions, ratio, rounding_mode="floor")
+        slots = _slots(own, request_ids, table, page_size, backend)
+        return cls(ratio, table, state_table, page_size, slots, seen, all_slots)
+
 
 @dataclass(frozen=True)
 class V4Step:
@@ -40,16 +72,18 @@ class V4Step:
     Attributes:
         request_ids: int32 or int64 [T], the row of each token in the tables; below 0 for padding. Tokens of a request
             stand together, in order.
-        positions: int32 or int64 [T], of each token in its request.
+        positions: int32 or int64 [T], of each token in its request: its place in the caches.
+        rotary_positions: int32 or int64 [T], by which it is rotated, and which groups it sees.
         window, page_size: tokens that a token sees, and tokens of a page in their cache.
         slots: [T], where each token's key goes.
-        window_slots: int32 [T, window], the slots of the tokens that each token sees, its own last, then -1.
-        window_counts: int32 [T], how many they are.
+        window_slots: int32 [T, window], the slots of the tokens that each token sees; -1 for none.
+        window_counts: int32 [T], after how many of them there are none.
         groups: by ratio.
     """
 
     request_ids: torch.Tensor
     positions: torch.Tensor
+    rotary_positions: torch.Tensor
     window: int
     page_size: int
     slots: torch.Tensor
@@ -67,6 +101,8 @@ class V4Step:
         *,
         window: int = 128,
         page_size: int = 64,
+        rotary_positions: torch.Tensor | None = None,
+        first_tokens: torch.Tensor | None = None,
         backend: str | None = None,
     ) -> V4Step:
         """The step of these tokens. Nothing is read from the device, so that a CUDA graph may hold it.
@@ -79,25 +115,27 @@ class V4Step:
                 states is a ring (``compress``).
             window: of the layers.
             page_size: of caches of tokens and of groups.
+            rotary_positions: int32 or int64 [T], where they are others than ``positions``.
+            first_tokens: int32 or int64 [b], the first token of each request that windows see: those before it are
+                padding. Groups are made of padding too, as in transformers.
             backend: "portable" or "reference"; None chooses.
 
         Raises:
             TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
         """
-        checks.tensor("request_ids", request_ids, ("T",), checks.INDEX_DTYPES)
+        checks.tensor("request_ids", request_ids, ("T",), checks.INDEX_DTYPES, unit_last_stride=False)
         tokens, device = request_ids.shape[0], request_ids.device
-        checks.tensor("positions", positions, (tokens,), checks.INDEX_DTYPES, device)
+        checks.tensor("positions", positions, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
         checks.tensor("window_table", window_table, ("b", "columns"), checks.INDEX_DTYPES, device)
         requests = window_table.shape[0]
         window = checks.positive_int("window", window)
         known = (request_ids >= 0) & (request_ids < requests)
         positions = positions.where(known, -1)
-
-        def slots_of(indices: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-            found = index_convert(
-                indices.unsqueeze(1), table, page_size, request_ids=request_ids, dtype=torch.int64, backend=backend
-            )
-            return found.squeeze(1)
+        turned_by = positions
+        if rotary_positions is not None:
+            name, dtypes = "rotary_positions", checks.INDEX_DTYPES
+            checks.tensor(name, rotary_positions, (tokens,), dtypes, device, unit_last_stride=False)
+            turned_by = rotary_positions.where(known, -1)
 
         window_slots, window_counts = index_convert(
             None,
@@ -106,34 +144,44 @@ class V4Step:
             request_ids=request_ids,
             query_positions=positions,
             window=window,
-            compact=True,
+            # Hidden tokens leave gaps.
+            compact=first_tokens is None,
             return_counts=True,
             backend=backend,
         )
+        if first_tokens is not None:
+            checks.tensor("first_tokens", first_tokens, (requests,), checks.INDEX_DTYPES, device)
+            seen_from = positions.unsqueeze(1) - window + 1 + torch.arange(window, device=device)
+            first = first_tokens[request_ids.clamp(0, requests - 1)].unsqueeze(1)
+            window_slots = window_slots.masked_fill(seen_from < first, -1)
+            window_counts = torch.full_like(window_counts, window)
         groups = {}
         for ratio, (table, state_table) in group_tables.items():
-            checks.positive_int("ratio", ratio)
-            checks.tensor(f"group_tables[{ratio}][0]", table, (requests, "columns"), checks.INDEX_DTYPES, device)
-            checks.tensor(f"group_tables[{ratio}][1]", state_table, (requests, "columns"), checks.INDEX_DTYPES, device)
-            seen = torch.div(positions + 1, ratio, rounding_mode="floor").to(torch.int32)
-            all_slots = index_convert(
-                None,
-                table,
-                page_size,
-                request_ids=request_ids,
-                query_positions=seen - 1,
-                sinks=table.shape[1] * page_size,
-                backend=backend,
+            if table.shape[0] != requests:
+                raise ValueError(
+                    f"group_tables[{ratio}][0] must have window_table's {requests} requests, got {table.shape[0]}"
+                )
+            groups[ratio] = V4Groups.build(
+                ratio, request_ids, positions, turned_by, table, state_table, page_size, backend
             )
-            own = torch.div(positions, ratio, rounding_mode="floor")
-            groups[ratio] = V4Groups(ratio, table, state_table, page_size, slots_of(own, table), seen, all_slots)
         return cls(
             request_ids,
             positions,
+            turned_by,
             window,
             page_size,
-            slots_of(positions, window_table),
+            _slots(positions, request_ids, window_table, page_size, backend),
             window_slots,
             window_counts,
             groups,
         )
+
+
+def _slots(
+    indices: torch.Tensor, request_ids: torch.Tensor, table: torch.Tensor, page_size: int, backend: str | None
+) -> torch.Tensor:
+    """The slots [T] of one position a token."""
+    found = index_convert(
+        indices.unsqueeze(1), table, page_size, request_ids=request_ids, dtype=torch.int64, backend=backend
+    )
+    return found.squeeze(1)

@@ -1,0 +1,195 @@
+"""``DeepseekV4Attention`` over a ``V4Store``, and what happens around a pass. Importing this imports transformers."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, cast
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Attention, DeepseekV4Model
+
+from flashlatte.integrations.transformers import hooks
+from flashlatte.integrations.transformers.v4.store import V4Store
+from flashlatte.kv_cache.registry import as_format, plain_format
+from flashlatte.layers.v4 import V4Config
+from flashlatte.layers.v4.attention import attend
+
+Model, Attention = DeepseekV4Model, DeepseekV4Attention
+
+
+class PagedV4Cache(DynamicCache):
+    """A ``DynamicCache`` whose layers lie in a ``V4Store``. ``adopt`` makes one of a caller's empty cache, in place."""
+
+    store: V4Store
+
+    @staticmethod
+    def adopt(cache: DynamicCache, store: V4Store) -> PagedV4Cache:
+        object.__setattr__(cache, "__class__", PagedV4Cache)
+        paged = cast(PagedV4Cache, cache)
+        paged.store = store
+        paged.layers = [PagedV4Layer(store) for _ in store.configs]
+        paged.layer_class_to_replicate = None
+        return paged
+
+    @property
+    def batch_size(self) -> int:
+        return self.store.requests or -1
+
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError("past_key_values was filled by FlashLatte, whose pages stock DeepSeek-V4 cannot go on with")
+
+    def reset(self) -> None:
+        self.store.clear()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.store.select(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.store.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.store.select(torch.arange(self.store.requests).repeat_interleave(repeats))
+
+    def crop(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError("a DeepSeek-V4 cache cannot be cropped: groups are made of tokens that it no longer has")
+
+
+class PagedV4Layer(CacheLayerMixin):
+    """One layer of a ``PagedV4Cache``, for those who ask a layer and not the cache."""
+
+    is_sliding = True
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, store: V4Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def get_seq_length(self) -> int:
+        return self._store.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._store.columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Pages are allocated as tokens come."""
+
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError("the layers of a paged cache share their pages")
+
+    offload = prefetch = reset = reorder_cache = crop = update
+    batch_repeat_interleave = batch_select_indices = update
+
+
+class PagedV4Attention(DeepseekV4Attention):
+    """An attention whose history may be a ``PagedV4Cache``; with any other, or none, it is the original.
+
+    It adds no state: an instance is one of the model's attention modules whose class was changed, and changes back.
+    """
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        if args or not isinstance(past_key_values, PagedV4Cache):
+            return super().forward(hidden_states, *args, past_key_values=past_key_values, **kwargs)
+        store, layer = past_key_values.store, self.layer_idx
+        step = store.step(kwargs["position_ids"])
+        module: Any = self
+        rows = hidden_states.flatten(0, 1)
+        out = attend(module, store.configs[layer], rows, step, store.cache(layer), store.backend)
+        return out.view(hidden_states.shape), None
+
+
+class BeginForward:
+    """Pre-hook of the decoder: give the pass a paged cache, and plan its step. It keeps settings only."""
+
+    def __init__(self, settings: hooks.Settings) -> None:
+        self.settings = settings
+
+    def __call__(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        call = dict(zip(hooks.argument_names(model), args, strict=False)) | kwargs
+        tokens = call.get("input_ids")
+        tokens = call.get("inputs_embeds") if tokens is None else tokens
+        cache = None if tokens is None else self._cache_for(model, call)
+        if tokens is None or cache is None:
+            return None
+        mask = call.get("attention_mask")
+        if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
+            raise ValueError("attention_mask must be [b, columns], or None, over a cache that FlashLatte keeps")
+        cache.store.plan(tokens.shape[0], tokens.shape[1], tokens.device, mask)
+        # The model would make a mask that nobody reads.
+        return (), call | {"past_key_values": cache, "attention_mask": {"flashlatte": None}}
+
+    def _cache_for(self, model: Any, call: dict[str, Any]) -> PagedV4Cache | None:
+        """The paged cache of this pass; None if it is stock attention's."""
+        cache = call.get("past_key_values")
+        if hooks.needs_stock_attention(model, call):
+            return None
+        if isinstance(cache, PagedV4Cache):
+            return cache
+        if cache is None:
+            use_cache = call.get("use_cache")
+            if not (model.config.use_cache if use_cache is None else use_cache):
+                return None
+            cache = DynamicCache()
+        if type(cache) is not DynamicCache or cache.offloading:
+            raise ValueError(
+                "past_key_values must be a DynamicCache, not offloaded, or None, for a model whose cache FlashLatte "
+                f"keeps, got {type(cache).__name__}: leave cache_implementation unset, or disable(model) first"
+            )
+        return None if cache.get_seq_length() else PagedV4Cache.adopt(cache, new_store(model, self.settings))
+
+
+def end_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Hook after the decoder's forward: the pass succeeded, so its tokens are history."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, PagedV4Cache):
+        cache.store.commit()
+
+
+def new_store(model: Any, settings: hooks.Settings) -> V4Store:
+    """An empty store in the format that was asked for, or in that of the model's dtype.
+
+    Raises:
+        TypeError, ValueError: a format that the model's rows do not fit, or a setting that has no meaning here.
+    """
+    config = model.config
+    for name in ("k_scale", "index_format"):
+        if getattr(settings, name) is not None:
+            raise ValueError(f"{name} must be None for DeepSeek-V4, got {getattr(settings, name)!r}")
+    if settings.cache_format is None:
+        layout = plain_format(model.dtype, config.head_dim)
+    else:
+        layout = as_format(settings.cache_format, config.head_dim)
+    if layout.takes_scale or (layout.tiling is not None and not layout.tiling.e8m0):
+        raise ValueError(f"cache_format must be model1, bf16, fp16 or fp32 for DeepSeek-V4, got {layout.name!r}")
+    if layout.plain and layout.record_dtype != model.dtype:
+        raise ValueError(f"cache_format must be model1 or that of the model's {model.dtype}, got {layout.name!r}")
+    configs = [V4Config.from_transformers(config, layer) for layer in range(config.num_hidden_layers)]
+    return V4Store(configs, layout, settings.page_size, settings.backend)
+
+
+def enable(decoder: Any, settings: hooks.Settings) -> list[Any]:
+    """Change the classes of a decoder's attention modules; the hooks that were registered."""
+    new_store(decoder, settings)
+    modules = [layer.self_attn for layer in decoder.layers]
+    for index, module in enumerate(modules):
+        if type(module) not in (DeepseekV4Attention, PagedV4Attention):
+            raise TypeError(f"layer {index}'s attention must be a DeepseekV4Attention, got {type(module).__name__}")
+        if not module.o_a_proj.weight.is_floating_point() or module.o_a_proj.weight.dtype.itemsize < 2:
+            raise ValueError(f"layer {index}'s o_a_proj must have weights in 16 or 32 bits")
+    for module in modules:
+        module.__class__ = PagedV4Attention
+    return [
+        decoder.register_forward_pre_hook(BeginForward(settings), with_kwargs=True),
+        decoder.register_forward_hook(end_forward, with_kwargs=True),
+    ]
+
+
+def disable(decoder: Any) -> None:
+    for layer in decoder.layers:
+        if type(layer.self_attn) is PagedV4Attention:
+            object.__setattr__(layer.self_attn, "__class__", DeepseekV4Attention)

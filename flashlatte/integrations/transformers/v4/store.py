@@ -1,0 +1,169 @@
+"""The caches of a DeepSeek-V4 model's layers for one batch, growing by pages as its rows grow by columns."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import torch
+
+from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.layers.v4 import V4Cache, V4Config, V4Step
+from flashlatte.layers.v4.step import V4Groups
+
+_BY_GROUPS = ("groups", "index_keys")
+_STATES = ("states", "index_states")
+
+
+class V4Store:
+    """What the layers remember of a batch whose rows have equally many columns, padding on the left included.
+
+    A request's pages are column-major: page c of request r is c · requests + r, so that more columns are more pages at
+    the end, and requests are chosen by an axis.
+
+    Args:
+        configs: of the layers.
+        layout: of keys and groups.
+        page_size: of all pages but states'.
+        backend: of the layers' operations.
+    """
+
+    def __init__(self, configs: list[V4Config], layout: CacheFormat, page_size: int, backend: str | None) -> None:
+        self.configs = configs
+        self.layout = layout
+        self.page_size = page_size
+        self.backend = backend
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.requests = self.columns = self._pages = self._coming = 0
+        self._caches: dict[int, V4Cache] = {}
+        self._first: torch.Tensor | None = None
+        self._step: V4Step | None = None
+
+    def plan(self, requests: int, queries: int, device: torch.device, mask: torch.Tensor | None) -> None:
+        """A pass of ``queries`` new columns begins. ``mask`` [requests, columns] hides padding on the left.
+
+        Raises:
+            ValueError: another batch than before, or a mask that hides anything else.
+        """
+        if self.requests not in (0, requests):
+            raise ValueError(f"past_key_values holds {self.requests} requests, and the pass has {requests}")
+        self.requests, self._coming, self._step = requests, queries, None
+        if mask is not None:
+            total = self.columns + queries
+            hidden = mask.to(device) == 0
+            # Padding on the left: nothing is hidden behind a token that is seen.
+            if hidden.shape != (requests, total) or bool((hidden[:, 1:] & ~hidden[:, :-1]).any()):
+                raise ValueError(
+                    f"attention_mask must be [{requests}, {total}] and hide nothing but padding on the left, got "
+                    f"{list(mask.shape)}"
+                )
+            self._first = hidden.sum(dim=1) if bool(hidden.any()) else None
+        self._grow(device)
+
+    def commit(self) -> None:
+        """The pass succeeded: its columns are history."""
+        self.columns, self._coming, self._step = self.columns + self._coming, 0, None
+
+    def cache(self, layer: int) -> V4Cache:
+        return self._caches[layer]
+
+    def step(self, position_ids: torch.Tensor) -> V4Step:
+        """The pass as all layers see it; ``position_ids`` [requests or 1, queries] are those it is rotated by."""
+        if self._step is None:
+            device = position_ids.device
+            rows = torch.arange(self.requests, device=device)
+            columns = self.columns + torch.arange(self._coming, device=device)
+            request_ids, positions = rows.repeat_interleave(self._coming), columns.repeat(self.requests)
+            turned_by = position_ids.expand(self.requests, -1).flatten()
+            ratios = {config.ratio: config for config in self.configs if config.ratio}
+            step = V4Step.build(
+                request_ids,
+                positions,
+                self._table(self._pages, device),
+                {ratio: self._tables(ratio, device) for ratio in ratios},
+                window=self.configs[0].window,
+                page_size=self.page_size,
+                rotary_positions=turned_by,
+                first_tokens=self._first,
+                backend=self.backend,
+            )
+            if self._coming == 1:
+                # As in transformers a single query sees all groups that are there, where none selects among them.
+                groups = dict(step.groups)
+                for ratio, config in ratios.items():
+                    if config.indexer is None:
+                        groups[ratio] = V4Groups.build(
+                            ratio,
+                            request_ids,
+                            positions,
+                            positions,
+                            *self._tables(ratio, device),
+                            self.page_size,
+                            self.backend,
+                        )
+                step = replace(step, groups=groups)
+            self._step = step
+        return self._step
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Go on with these requests, in this order; one may be there several times."""
+        if self.requests == 0:
+            return
+        for layer, cache in self._caches.items():
+            chosen = {}
+            for field in fields(cache):
+                old = getattr(cache, field.name)
+                if old is not None:
+                    wanted = rows.to(old.device)
+                    pages = torch.arange(old.shape[0], device=old.device).view(-1, self.requests)[:, wanted].flatten()
+                    new = _like(old, len(pages))
+                    new.copy_(old[pages])
+                    chosen[field.name] = new
+            self._caches[layer] = V4Cache(**chosen)
+        if self._first is not None:
+            self._first = self._first[rows.to(self._first.device)]
+        self.requests = len(rows)
+
+    def _grow(self, device: torch.device) -> None:
+        needed = -(-(self.columns + self._coming) // self.page_size)
+        if needed <= self._pages:
+            return
+        self._pages = max(needed, 2 * self._pages)
+        for layer, config in enumerate(self.configs):
+            old, ratio = self._caches.get(layer), max(config.ratio, 1)
+            new = V4Cache.allocate(
+                config,
+                self._pages * self.requests,
+                self.page_size,
+                group_pages=self._group_pages(ratio) * self.requests,
+                state_pages=(1 + config.overlap) * self.requests,
+                state_page_size=ratio,
+                cache_format=self.layout,
+                device=device,
+            )
+            if old is not None:
+                for field in fields(old):
+                    before = getattr(old, field.name)
+                    if before is not None:
+                        getattr(new, field.name)[: before.shape[0]].copy_(before)
+            self._caches[layer] = new
+
+    def _group_pages(self, ratio: int) -> int:
+        return -(-self._pages // ratio)
+
+    def _table(self, pages: int, device: torch.device) -> torch.Tensor:
+        table = torch.arange(pages * self.requests, dtype=torch.int32, device=device)
+        return table.view(pages, self.requests).T.contiguous()
+
+    def _tables(self, ratio: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        overlap = max(config.overlap for config in self.configs if config.ratio == ratio)
+        return self._table(self._group_pages(ratio), device), self._table(1 + overlap, device)
+
+
+def _like(cache: torch.Tensor, pages: int) -> torch.Tensor:
+    """A cache of so many pages, laid out as this one."""
+    stride = cache.stride(0)
+    storage = torch.zeros(pages * stride, dtype=cache.dtype, device=cache.device)
+    return storage.as_strided((pages, *cache.shape[1:]), cache.stride())

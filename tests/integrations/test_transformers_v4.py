@@ -1,0 +1,192 @@
+"""DeepSeek-V4 models of transformers, enabled and not: the same logits for every token, in float32."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+
+from transformers.cache_utils import DynamicCache  # noqa: E402
+
+from flashlatte.integrations.transformers import disable, enable  # noqa: E402
+
+SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+
+
+@pytest.fixture(scope="module")
+def stock():
+    config = transformers.DeepseekV4Config(
+        vocab_size=97,
+        hidden_size=48,
+        num_hidden_layers=3,
+        layer_types=[HCA, CSA, SLIDING],
+        num_attention_heads=4,
+        head_dim=32,
+        partial_rotary_factor=0.25,
+        q_lora_rank=24,
+        o_groups=2,
+        o_lora_rank=16,
+        sliding_window=6,
+        compress_rates={CSA: 4, HCA: 8},
+        # With few heads, scores of 0 are ties, which stock breaks as it likes.
+        index_n_heads=16,
+        index_head_dim=32,
+        index_topk=3,
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        mlp_layer_types=["moe"] * 3,
+        hc_mult=2,
+        max_position_embeddings=256,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    model = transformers.DeepseekV4ForCausalLM(config).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 or "sinks" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+@pytest.fixture(scope="module")
+def enabled(stock):
+    return enable(copy.deepcopy(stock), page_size=4)
+
+
+def tokens(requests, columns):
+    return torch.randint(3, 97, (requests, columns), generator=torch.Generator().manual_seed(1))
+
+
+def logits_by_steps(model, ids, sizes, mask=None):
+    """Logits of all columns that come ``sizes`` at a time, and the cache."""
+    cache, found, at = None, [], 0
+    for size in sizes:
+        part = ids[:, at : at + size]
+        visible = None if mask is None else mask[:, : at + size]
+        # As generate does: padding does not count.
+        positions = None if visible is None else (visible.cumsum(1) - 1).clamp_min(0)[:, at:]
+        out = model(part, attention_mask=visible, position_ids=positions, past_key_values=cache, use_cache=True)
+        cache, at = out.past_key_values, at + size
+        found.append(out.logits)
+    return torch.cat(found, dim=1), cache
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param([41], id="whole"),
+        pytest.param([5, 1, 1, 1, 1, 13, 1, 18], id="chunks"),
+        pytest.param([1] * 41, id="tokens", marks=pytest.mark.full),
+    ],
+)
+def test_every_token(stock, enabled, sizes):
+    """Chunks end within groups, and single tokens cross their boundaries."""
+    ids = tokens(2, 41)
+    wanted, _ = logits_by_steps(stock, ids, sizes)
+    found, cache = logits_by_steps(enabled, ids, sizes)
+    assert cache is not None
+    assert type(cache).__name__ == "PagedV4Cache"
+    assert cache.get_seq_length() == 41
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param([41], id="whole"),
+        pytest.param([21, 1, 1, 1, 17], id="chunks"),
+        pytest.param([17] + [1] * 24, id="tokens", marks=pytest.mark.full),
+    ],
+)
+def test_padding_on_the_left(stock, enabled, sizes):
+    ids, mask = tokens(3, 41), torch.ones(3, 41, dtype=torch.int64)
+    mask[0, :7] = mask[2, :13] = 0
+    wanted, _ = logits_by_steps(stock, ids, sizes, mask)
+    found, _ = logits_by_steps(enabled, ids, sizes, mask)
+    torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="greedy"),
+        pytest.param({"num_beams": 3, "num_return_sequences": 2}, id="beams", marks=pytest.mark.full),
+    ],
+)
+def test_generate(stock, enabled, options):
+    ids = tokens(2, 11)
+    call = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **options}
+    assert enabled.generate(ids, **call).equal(stock.generate(ids, **call))
+
+
+def test_model1(stock):
+    """Over e4m3 keys logits stay near: rows of 512 numbers are model1's only."""
+    config = copy.deepcopy(stock.config)
+    config.head_dim, config.partial_rotary_factor, config.qk_rope_head_dim = 512, 0.125, 64
+    config.index_head_dim, config.index_topk = 128, 32
+    for parameters in config.rope_parameters.values():
+        parameters["partial_rotary_factor"] = 0.125
+    torch.manual_seed(0)
+    model = transformers.DeepseekV4ForCausalLM(config).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 or "sinks" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    ids, sizes = tokens(1, 30), [13, 1, 16]
+    wanted, _ = logits_by_steps(model, ids, sizes)
+    found, _ = logits_by_steps(enable(model, "model1"), ids, sizes)
+    error = (found - wanted).norm() / wanted.norm()
+    assert 1e-6 < error < 2.0**-4
+
+
+def test_what_is_stocks_stays_stocks(stock, enabled):
+    ids = tokens(1, 9)
+    torch.testing.assert_close(enabled(ids, use_cache=False).logits, stock(ids, use_cache=False).logits)
+    out = enabled(ids, output_attentions=True, use_cache=True)
+    assert out.attentions is not None
+    assert type(out.past_key_values) is DynamicCache
+
+
+def test_disable(stock, enabled):
+    model = enable(copy.deepcopy(stock))
+    ids = tokens(1, 9)
+    cache = model(ids).past_key_values
+    disable(model)
+    assert [type(layer.self_attn) for layer in model.model.layers] == [
+        type(layer.self_attn) for layer in stock.model.layers
+    ]
+    assert type(model(ids).past_key_values) is DynamicCache
+    with pytest.raises(ValueError, match=r"^past_key_values was filled by FlashLatte"):
+        model(ids, past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"cache_format": "fp8"}, ValueError, "^cache_format must be model1, bf16, fp16 or fp32 for DeepSeek-V4"),
+        ({"cache_format": "bf16"}, ValueError, "^cache_format must be model1 or that of the model's torch.float32"),
+        ({"cache_format": "model1"}, ValueError, "^head_dim of format model1 is 512, got 32$"),
+        ({"k_scale": 2.0}, ValueError, "^k_scale must be None for DeepSeek-V4, got 2.0$"),
+        ({"page_size": 0}, ValueError, "^page_size must be at least 1"),
+    ],
+)
+def test_settings_that_do_not_fit(stock, change, error, message):
+    with pytest.raises(error, match=message):
+        enable(stock, **change)
+    assert "_flashlatte" not in vars(stock.model)
+
+
+def test_passes_that_do_not_fit(enabled):
+    ids = tokens(2, 9)
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[0, 4] = 0
+    with pytest.raises(ValueError, match=r"^attention_mask must be .* hide nothing but padding on the left"):
+        enabled(ids, attention_mask=mask)
+    cache = enabled(ids).past_key_values
+    with pytest.raises(ValueError, match=r"^past_key_values holds 2 requests, and the pass has 1$"):
+        enabled(ids[:1], past_key_values=cache)
+    with pytest.raises(ValueError, match=r"^a DeepSeek-V4 cache cannot be cropped"):
+        cache.crop(-1)
