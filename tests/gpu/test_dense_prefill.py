@@ -42,6 +42,8 @@ KINDS = {
     "window": {"causal": True, "window": 100},
     "window on both sides": {"window": (64, 200), "head_dim": 128, "dtype": torch.float16},
     "odd widths": {"causal": True, "head_dim": 36, "d_v": 20, "index_dtype": torch.int64},
+    "narrow": {"causal": True, "head_dim": 24, "d_v": 12},
+    "narrow values": {"head_dim": 64, "d_v": 20},
 }
 SMALL_GRID = harness.pairwise(
     {

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from support.uniform_registers import read_before_written
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature, mangle_type
@@ -242,6 +243,7 @@ def loop_spills(sass: str) -> int:
 
 def _read(compiled: Any) -> Compiled:
     sass = _disassemble(compiled.asm["cubin"])
+    assert not read_before_written(sass), f"{compiled.name} reads registers that nothing has written"
     return Compiled(
         registers=_registers(compiled.asm["cubin"]),
         spills=len(re.findall(r"\b(?:STL|LDL)\b", sass)),

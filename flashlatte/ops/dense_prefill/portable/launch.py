@@ -38,8 +38,8 @@ def forward(
     total_q, heads, head_dim = q.shape
     if total_q == 0:
         return
-    configs, constants = _compiled_for(gpu_class(q.device), head_dim, v.shape[2])
     align, tensors = _by_name(q=q, k=k, v=v, out=out)
+    configs, constants = _compiled_for(gpu_class(q.device), head_dim, v.shape[2], align > 1)
     requests = cu_seqlens_q.shape[0] - 1
     slots = tile_slots(total_q, requests, configs.forward.block_m)
     with launching_on(q.device):
@@ -92,8 +92,8 @@ def backward(
     total_q, heads, head_dim = q.shape
     total_k, kv_heads, head_dim_v = v.shape
     gpu = gpu_class(q.device)
-    configs, constants = _compiled_for(gpu, head_dim, head_dim_v)
     align, tensors = _by_name(q=q, k=k, v=v, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
+    configs, constants = _compiled_for(gpu, head_dim, head_dim_v, align > 1)
     requests = cu_seqlens_q.shape[0] - 1
     arguments = tensors | {
         "sums": torch.empty(heads, total_q, 2, dtype=torch.float32, device=q.device),
@@ -148,11 +148,11 @@ def backward(
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled_for(gpu: str, head_dim: int, head_dim_v: int) -> tuple[Configs, dict[str, Any]]:
+def _compiled_for(gpu: str, head_dim: int, head_dim_v: int, aligned: bool) -> tuple[Configs, dict[str, Any]]:
     """The configurations for two head dims, and what all kernels are compiled for beside them."""
     first, second = parts(head_dim)
     width = padded(head_dim_v)
-    return choose(gpu, first + second + width), {
+    return choose(gpu, first + second + width, aligned), {
         "D": head_dim,
         "D_A": first,
         "D_B": second,

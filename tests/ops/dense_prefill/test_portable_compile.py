@@ -1,0 +1,51 @@
+"""The portable kernels as machine code of a Hopper GPU that need not be there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.compile import SHARED_BYTES, Recorder, compile_launch
+
+from flashlatte.ops.dense_prefill.portable import launch
+from flashlatte.runtime import machine
+
+pytestmark = pytest.mark.skipif(machine.interpreting(), reason="kernels are interpreted, not compiled")
+KERNELS = ("forward_kernel", "row_sums_kernel", "keys_kernel", "queries_kernel")
+
+
+@pytest.fixture
+def recorders(monkeypatch) -> list[Recorder]:
+    found = []
+    for name in KERNELS:
+        found.append(Recorder(getattr(launch, name)))
+        monkeypatch.setattr(launch, name, found[-1])
+    monkeypatch.setattr(launch, "by_name", lambda kernel, **named: [named.get(name) for name in _run_time(kernel)])
+    monkeypatch.setattr(launch, "gpu_class", lambda device: "hopper")
+    return found
+
+
+def _run_time(kernel: Recorder) -> list[str]:
+    return [parameter.name for parameter in kernel.fn.params if not parameter.is_constexpr]
+
+
+def run(head_dim: int, head_dim_v: int) -> None:
+    def rows(width: int) -> torch.Tensor:
+        return torch.empty(160, 4, width, dtype=torch.bfloat16)
+
+    q, k, v, out, lse = rows(head_dim), rows(head_dim), rows(head_dim_v), rows(head_dim_v), torch.empty(160, 4)
+    ends = torch.tensor([0, 40, 160], dtype=torch.int32)
+    what = (ends, ends, 120, 120, 0.2, 2**31 - 1, 0)
+    launch.forward(q, k, v, *what, float("-inf"), out, lse)
+    launch.backward(out, None, q, k, v, out, lse, *what, True, rows(head_dim), rows(head_dim), rows(head_dim_v))
+
+
+@pytest.mark.parametrize("dims", [(24, 12), pytest.param((64, 20), marks=pytest.mark.full)], ids=str)
+def test_rows_that_begin_anywhere_are_multiplied_by_single_warps(recorders, dims):
+    """What the compiler makes of a warp group's product is wrong there; ``compile_launch`` looks for it as well."""
+    run(*dims)
+    for recorder in recorders:
+        compiled = compile_launch(recorder.fn, recorder.launches[0], 90)
+        assert compiled.hgmma == 0
+        assert (compiled.hmma > 0) == (recorder.fn.__name__ != "row_sums_kernel")
+        assert compiled.shared <= SHARED_BYTES[90]
+        assert compiled.spills <= 32
