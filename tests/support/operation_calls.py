@@ -80,7 +80,7 @@ def _caches(form: str) -> None:
 def _compress() -> None:
     cache, states = flashlatte.kv_cache.allocate("model1", 4, 64), torch.zeros(4, 64, 2048)
     parts = (torch.zeros(3, 1024), torch.zeros(3, 1024), torch.zeros(4, 1024), torch.zeros(512), torch.zeros(9, 64))
-    states_of = {"state_cache": states, "state_table": _ints(1, 4)}
+    states_of: dict[str, Any] = {"state_cache": states, "state_table": _ints(1, 4)}
     flashlatte.compress(*parts, _ints(3), _ints(3), cache, _ints(3), **states_of, backend="portable")
 
 
@@ -94,7 +94,7 @@ def _pack_seq() -> None:
 
 
 def _index_workspace() -> None:
-    sizes = {"window": 128, "ratio": 4, "workspace_rows": 64, "window_row": 16}
+    sizes: dict[str, Any] = {"window": 128, "ratio": 4, "workspace_rows": 64, "window_row": 16}
     flashlatte.index_workspace(_ints(3, 512), _ints(2), _ints(1), 3, **sizes, backend="portable")
 
 
