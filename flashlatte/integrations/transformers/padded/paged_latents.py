@@ -7,7 +7,6 @@ and attend, and ``commit`` makes the tokens part of the history. A pass that fai
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,56 +15,17 @@ from flashlatte import kv_cache
 from flashlatte.integrations.transformers.padded.columns import Columns
 from flashlatte.integrations.transformers.padded.growing_pages import GrowingPages
 from flashlatte.integrations.transformers.padded.page_table import PageTable
+from flashlatte.integrations.transformers.padded.steps import Batch, FlatSteps, Step, hidden_ones_lead
 from flashlatte.kv_cache import CacheFormat
 from flashlatte.layers.absorbed import MAX_ABSORBED_QUERIES
-from flashlatte.layers.builder import WORKSPACE_TOKENS
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.config import IndexerConfig
-from flashlatte.layers.metadata import (
-    DecodePart,
-    MLAMetadata,
-    PrefillPart,
-    gathers_rows,
-    plan_chunks,
-    selects_every_token,
-)
-from flashlatte.layers.selection import Selection, plan_selection
+from flashlatte.layers.metadata import MLAMetadata
 from flashlatte.ops.cache_copy import copy_blocks
 from flashlatte.ops.index_quantize import index_quantize
 from flashlatte.ops.norm_rope.rotary import Rotary
 
-# Kernels take selected tokens by the tile.
-_SELECTION_MULTIPLE = 64
-
 Halves = tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Whose tokens they are: pages and columns of the same requests."""
-
-    table: PageTable
-    columns: Columns
-
-
-@dataclass(frozen=True)
-class Step:
-    """One forward pass over ``queries`` new columns.
-
-    Attributes:
-        slots: int64 [b, queries], where the new tokens go; −1 for hidden ones.
-        stored: bool [b, queries], which new tokens are stored; None for all.
-        lengths: int32 [b], tokens of each request once the step is done.
-        metadata: of the flat batch that is the step; None where only a mask tells what a token sees.
-        tokens: beside ``metadata``, int64 [T], which of the b · queries tokens the flat batch has; None for all.
-    """
-
-    queries: int
-    slots: torch.Tensor
-    stored: torch.Tensor | None
-    lengths: torch.Tensor
-    metadata: MLAMetadata | None
-    tokens: torch.Tensor | None
 
 
 class PagedLatents:
@@ -172,11 +132,12 @@ class PagedLatents:
         # stock attention it does if it comes after others. All else a mask tells.
         metadata = tokens = None
         slots = table.slots(positions, torch.int64)
+        flat = FlatSteps(self.layout.name, self.page_size, self.indexer)
         if agrees and not opaque_mask:
             if columns.count > 0 and queries <= MAX_ABSORBED_QUERIES and (queries == 1 or (causal and stored is None)):
-                metadata = self._decode_step(batch, queries, positions, slots, lengths)
-            elif causal and (stored is None or (columns.count == 0 and _hidden_ones_lead(stored))):
-                metadata, tokens = self._prefill_step(batch, queries, positions, slots, stored)
+                metadata = flat.decode_step(batch, queries, positions, slots, lengths)
+            elif causal and (stored is None or (columns.count == 0 and hidden_ones_lead(stored))):
+                metadata, tokens = flat.prefill_step(batch, queries, positions, slots, stored)
         self._step = Step(queries, slots, stored, lengths, metadata, tokens)
 
     def metadata(self, device: torch.device) -> MLAMetadata | None:
@@ -298,94 +259,6 @@ class PagedLatents:
             )
         return self._batch
 
-    def _decode_step(
-        self, batch: Batch, queries: int, positions: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor
-    ) -> MLAMetadata:
-        """Every token of the padded batch, in absorbed form. What a hidden one attends to is of no interest."""
-        every_slot = seen = None
-        total, longest = positions.numel(), batch.columns.count + queries
-        selection = self._selection(total, longest, positions.device)
-        chosen = selection is not None and selection.slots is not None
-        if selects_every_token(self.layout.name) and not chosen:
-            width = -(-longest // _SELECTION_MULTIPLE) * _SELECTION_MULTIPLE
-            position = torch.arange(width, device=lengths.device)
-            every_slot = batch.table.slots(position.expand(batch.table.requests, -1))
-            later = torch.arange(queries - 1, -1, -1, device=lengths.device)
-            seen = (lengths[:, None] - later).clamp(min=0).to(torch.int32)
-        part = DecodePart(queries, batch.table.block_table, lengths, every_slot=every_slot, seen=seen)
-        return self._metadata_of(total, total, longest, positions, slots, decode=part, selection=selection)
-
-    def _prefill_step(
-        self,
-        batch: Batch,
-        queries: int,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        stored: torch.Tensor | None,
-    ) -> tuple[MLAMetadata, torch.Tensor | None]:
-        """The tokens that are not hidden, in multi-head form, and which they are; reads lengths from the device."""
-        requests, device = batch.table.requests, positions.device
-        tokens = None
-        counts = [queries] * requests
-        if stored is not None:
-            tokens = stored.flatten().nonzero().flatten()
-            counts = stored.sum(dim=1).tolist()
-            positions, slots = positions.flatten()[tokens], slots.flatten()[tokens]
-        starts = [0]
-        for count in counts:
-            starts.append(starts[-1] + count)
-        longest = batch.columns.count + queries
-        selection = self._selection(starts[-1], longest, device)
-        lengths = batch.table.lengths.tolist() if batch.columns.count > 0 else [0] * requests
-        chunks = ()
-        if selection is not None and selection.slots is not None:
-            totals = [length + count for length, count in zip(lengths, counts, strict=True)]
-            selection.chunks = plan_selection(
-                counts, totals, positions.flatten(), batch.table.block_table, gathers=gathers_rows(self.layout.name)
-            )
-        elif batch.columns.count > 0:
-            # A request without new tokens has nobody who looks at its history.
-            contexts = [length if count else 0 for length, count in zip(lengths, counts, strict=True)]
-            chunks = plan_chunks(counts, contexts, batch.table.block_table, WORKSPACE_TOKENS)
-        part = PrefillPart(torch.tensor(starts, dtype=torch.int32, device=device), max(counts), chunks)
-        metadata = self._metadata_of(starts[-1], 0, longest, positions, slots, prefill=part, selection=selection)
-        return metadata, tokens
-
-    def _selection(self, tokens: int, longest: int, device: torch.device) -> Selection | None:
-        """Room for a step's choice, if its model has an indexer; without slots if that would choose every token."""
-        if self.indexer is None:
-            return None
-        topk, slots = self.indexer.topk, None
-        if longest > topk:
-            slots = torch.empty(tokens, topk, dtype=torch.int32, device=device)
-        return Selection(topk, slots, None)
-
-    def _metadata_of(
-        self,
-        total: int,
-        decoding: int,
-        longest: int,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        *,
-        decode: DecodePart | None = None,
-        prefill: PrefillPart | None = None,
-        selection: Selection | None = None,
-    ) -> MLAMetadata:
-        num_pages = self._current_batch().table.num_pages
-        return MLAMetadata(
-            total,
-            decoding,
-            longest,
-            self.page_size,
-            num_pages,
-            positions.flatten(),
-            slots.flatten(),
-            decode=decode,
-            prefill=prefill,
-            selection=selection,
-        )
-
     def _copy_pages(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         num_pages = self._current_batch().table.num_pages
         grown = [tensor for pages in self._all_pages() for tensor in pages.grown(num_pages)]
@@ -408,8 +281,3 @@ class PagedLatents:
         if self._batch is None:
             raise ValueError("past_key_values is empty")
         return self._batch
-
-
-def _hidden_ones_lead(stored: torch.Tensor) -> bool:
-    """Whether each row hides only tokens before its stored ones, of which there are; reads this from the device."""
-    return bool(stored[:, -1:].all() & (stored[:, :-1] <= stored[:, 1:]).all())
