@@ -1,0 +1,53 @@
+"""Draw cache_quantisation.jsonl: how far from bf16 attention over quantised caches is, by length."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+
+HERE = Path(__file__).parent
+COLOURS = {
+    "fp8": "#bdbdbd",
+    "fp8, token and head": "#757575",
+    "int8, token and head": "#212121",
+    "turboquant_k8v4": "#00695c",
+    "turboquant_4bit_nc": "#26a69a",
+    "turboquant_k3v4_nc": "#fb8c00",
+    "turboquant_3bit_nc": "#d84315",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--data", type=Path, default=HERE / "cache_quantisation.jsonl")
+    parser.add_argument("--picture", type=Path, default=HERE.parent / "docs" / "bench-cache-quantisation.png")
+    arguments = parser.parse_args()
+    lines = [json.loads(line) for line in arguments.data.read_text().splitlines()]
+    draw([line for line in lines if line["cache"] != "bf16"]).savefig(arguments.picture, dpi=110)
+
+
+def draw(lines: list[dict[str, Any]]) -> Figure:
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name, colour in COLOURS.items():
+        own = [line for line in lines if line["cache"] == name]
+        lengths, label = [line["length"] for line in own], f"{name} ({own[0]['bytes']} bytes)"
+        left.plot(lengths, [1 - line["cosine"] for line in own], "o-", color=colour, label=label)
+        right.plot(lengths, [line["largest_error"] for line in own], "o-", color=colour)
+    for axes, what in ((left, "1 − cosine similarity"), (right, "largest error / rms of the output")):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("tokens of a request")
+        axes.set_ylabel(what)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*left.get_legend_handles_labels(), frameon=False, loc="outside right center", fontsize=8)
+    return figure
+
+
+if __name__ == "__main__":
+    main()
