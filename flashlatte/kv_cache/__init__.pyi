@@ -15,6 +15,7 @@ from flashlatte.ops.cache_gather import cache_gather as gather
 from flashlatte.ops.cache_write import cache_write as write
 from flashlatte.ops.gather_records import gather_records as gather_records
 from flashlatte.ops.index_convert import to_cache_indices as to_cache_indices
+from flashlatte.ops.rope_cache_write import rope_cache_write as rope_write
 
 __all__ = [
     "FORMAT_NAMES",
@@ -30,6 +31,7 @@ __all__ = [
     "pack",
     "quantize",
     "read",
+    "rope_write",
     "swap_blocks",
     "to_cache_indices",
     "unpack",

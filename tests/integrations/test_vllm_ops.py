@@ -68,6 +68,23 @@ def test_fp8_ds_mla_is_four_tiles_their_scales_and_the_rope(rounding):
     assert rows[2].equal(rows[0])
 
 
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_concat_and_cache_mla_rope_fused_turns_pairs_in_place(is_neox):
+    kv_c, k_pe, q_pe = draw(2, 16), torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]]), torch.ones(2, 3, 4)
+    # A quarter turn of the first frequency, none of the second.
+    cos_sin, positions = torch.tensor([[1.0, 1, 0, 0], [0, 1, 1, 0]]), torch.tensor([1, 0])
+    cache = torch.zeros(1, 2, 20)
+    ops.concat_and_cache_mla_rope_fused(
+        positions, q_pe, k_pe, kv_c, cos_sin, is_neox, torch.tensor([1, 0]), cache, "auto", ONE
+    )
+    turned = [-3.0, 2, 1, 4] if is_neox else [-2.0, 1, 3, 4]
+    assert k_pe.tolist() == [turned, [5, 6, 7, 8]]
+    assert q_pe[0].tolist() == [[-1.0, 1, 1, 1]] * 3
+    assert q_pe[1].eq(1).all()
+    assert cache[0, 1].equal(torch.cat((kv_c[0], k_pe[0])))
+    assert cache[0, 0].equal(torch.cat((kv_c[1], k_pe[1])))
+
+
 @pytest.mark.parametrize("name", ["auto", "fp8"])
 def test_gathers_follow_the_table_from_each_requests_first_token(name):
     width, lengths, firsts = 320, [3, 0, 5], [2, 1, 0]

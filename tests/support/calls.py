@@ -139,6 +139,23 @@ def gather_records(
     return record("gather_records", backend, cache, table, starts, None, kv_cache.get_format(form), out, arch=arch)
 
 
+def rope_cache_write(
+    record: Recording,
+    backend: str,
+    form: str = "fp8",
+    tokens: int = 100,
+    heads: int = 16,
+    pages: int = 4,
+    page_size: int = 64,
+    arch: int | None = 90,
+) -> list[Recorded]:
+    cache, where = kv_cache.allocate(form, pages, page_size), torch.zeros(tokens, dtype=torch.int64)
+    rows = [torch.zeros(tokens, width, dtype=BF16) for width in (512, 64)]
+    q_rope, table = torch.zeros(tokens, heads, 192, dtype=BF16)[..., 128:], torch.zeros(100, 64, dtype=BF16)
+    arguments = (cache, where, *rows, q_rope, where, table, True, kv_cache.get_format(form), None, 1.0)
+    return record("rope_cache_write", backend, *arguments, arch=arch)
+
+
 def pack_seq(
     record: Recording, backend: str, tokens: int = 100, requests: int = 3, arch: int | None = 90
 ) -> list[Recorded]:
@@ -320,6 +337,7 @@ CALLS: dict[str, Any] = {
         q_kv_norm,
         rotate_and_cache,
         reshape_and_cache,
+        rope_cache_write,
         unpack_seq,
         merge_states,
         cache_write,

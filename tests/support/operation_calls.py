@@ -88,6 +88,12 @@ def _concat_mla_q() -> None:
     flashlatte.concat_mla_q(_rows(3, 4, 512), _rows(3, 4, 64), backend="portable")
 
 
+def _rope_cache_write() -> None:
+    cache, table = flashlatte.kv_cache.allocate("bf16", 4, 64), torch.zeros(9, 64)
+    rows = (_rows(3, 512), _rows(3, 64), _ints(3), table)
+    flashlatte.kv_cache.rope_write(cache, _ints(3), *rows, interleaved=True, q_rope=_rows(3, 4, 64), backend="portable")
+
+
 def _pack_seq() -> None:
     packed = flashlatte.pack_seq(_rows(3, 4, 64), _ints(3), 2, backend="portable")
     flashlatte.unpack_seq(packed, _ints(3), 3, backend="portable")
@@ -190,6 +196,7 @@ OPERATIONS = (
     "paged_attention",
     "q_kv_norm",
     "reshape_and_cache",
+    "rope_cache_write",
     "rotate_and_cache",
     "sparse_decode",
     "sparse_prefill",
@@ -223,6 +230,7 @@ CALLS: list[Callable[[], None]] = [
     _compress,
     _concat_mla_q,
     _pack_seq,
+    _rope_cache_write,
     _merge_states,
     _turboquant,
 ]

@@ -19,6 +19,7 @@ from flashlatte.integrations.vllm.ops.indexer import (
 )
 from flashlatte.integrations.vllm.ops.latents import (
     concat_and_cache_mla,
+    concat_and_cache_mla_rope_fused,
     concat_mla_q,
     cp_gather_and_upconvert_fp8_kv_cache,
     cp_gather_cache,
@@ -43,6 +44,7 @@ from flashlatte.ops.merge_states import merge_attn_states
 __all__ = [
     "KV_CACHE_DTYPES",
     "concat_and_cache_mla",
+    "concat_and_cache_mla_rope_fused",
     "concat_mla_q",
     "cooperative_topk",
     "cp_gather_and_upconvert_fp8_kv_cache",

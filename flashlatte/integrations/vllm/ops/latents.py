@@ -11,6 +11,7 @@ from flashlatte.ops.cache_gather import cache_gather
 from flashlatte.ops.cache_write import cache_write
 from flashlatte.ops.concat_mla_q import concat_mla_q as concat_queries
 from flashlatte.ops.gather_records import gather_records
+from flashlatte.ops.rope_cache_write import rope_cache_write
 from flashlatte.runtime import checks
 
 
@@ -47,6 +48,52 @@ def concat_and_cache_mla(
             cache_format=latent_format(kv_cache_dtype, kv_cache, "kv_cache"),
             scale=scale_of(kv_cache_dtype, scale),
             scale_rounding=scale_rounding if kv_cache_dtype == "fp8_ds_mla" else "power_of_two",
+        )
+
+
+def concat_and_cache_mla_rope_fused(
+    positions: torch.Tensor,
+    q_pe: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_c: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    slot_mapping: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_cache_dtype: str,
+    kv_cache_scale: torch.Tensor,
+) -> None:
+    """Rotate the rope parts of queries and keys in place, and write the keys: ``kv_cache.rope_write``.
+
+    Computed in float32 and rounded once, where vLLM computes in the tensors' dtype.
+
+    Args:
+        positions: int32 or int64 [T], cos_sin_cache's row of each token.
+        q_pe: [T, h, rope], written.
+        k_pe: [T, rope], written.
+        kv_c: [T, kv_lora_rank], all of the same dtype.
+        cos_sin_cache: [positions, rope], any float dtype, cosines and then sines.
+        is_neox: whether a frequency turns dims i and i + rope / 2; else 2i and 2i + 1.
+        slot_mapping, kv_cache, kv_cache_dtype, kv_cache_scale: as ``concat_and_cache_mla``. A token whose slot is
+            skipped is rotated all the same.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    checks.flag("is_neox", is_neox)
+    names = {"latent": "kv_c", "k_rope": "k_pe", "q_rope": "q_pe", "cos_sin": "cos_sin_cache", "cache": "kv_cache"}
+    with checks.naming(scale="kv_cache_scale", **names):
+        rope_cache_write(
+            kv_cache,
+            slot_mapping,
+            kv_c,
+            k_pe,
+            positions,
+            cos_sin_cache,
+            interleaved=not is_neox,
+            q_rope=q_pe,
+            cache_format=latent_format(kv_cache_dtype, kv_cache, "kv_cache"),
+            scale=scale_of(kv_cache_dtype, kv_cache_scale),
         )
 
 

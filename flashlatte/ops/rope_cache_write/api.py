@@ -1,0 +1,152 @@
+"""``rope_cache_write``: its arguments, their checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kv_cache import scales
+from flashlatte.kv_cache.codec import as_cache, format_for_rows, one_scale
+from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.kv_cache.registry import as_format, format_class, names_of
+from flashlatte.runtime import checks, dispatch, gradients, refusals
+from flashlatte.runtime.repeat import repeats_launches
+from flashlatte.runtime.torch_op import register_op
+
+OPERATION = "rope_cache_write"
+
+
+def _refuses_portable(call: dispatch.Call) -> str | None:
+    if reason := refusals.triton(call):
+        return reason
+    if call.cache_format is None or _is_written(format_class(call.cache_format)):
+        return None
+    return f"takes caches in {names_of(_is_written)}, not {call.cache_format}"
+
+
+def _is_written(layout: type[CacheFormat]) -> bool:
+    return layout.plain
+
+
+dispatch.define(
+    OPERATION,
+    dispatch.Implementation("portable", "flashlatte.ops.rope_cache_write.portable:rope_cache_write", _refuses_portable),
+    dispatch.Implementation("reference", "flashlatte.ops.rope_cache_write.reference:rope_cache_write"),
+)
+
+
+@repeats_launches
+def rope_cache_write(
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    *,
+    interleaved: bool,
+    q_rope: torch.Tensor | None = None,
+    cache_format: str | CacheFormat | None = None,
+    scale: float | torch.Tensor | None = None,
+    backend: str | None = None,
+) -> None:
+    """Rotate the rope part of new keys, and of their queries, in place, and write the keys into a paged cache.
+
+    A pair (a, b) becomes (a cos - b sin, b cos + a sin), in float32, rounded once; the cache takes the rounded numbers.
+    No gradient flows through it: a warning, once, says so where gradients are recorded and an input requires one.
+
+    Args:
+        cache: [pages, page_size, 1, width] (or without the 1), any format of latents, written.
+        slot_mapping: int32 or int64 [n], page · page_size + offset of each token. A slot below 0 or beyond the cache
+            is not written; its token is rotated all the same. Slots must differ from each other.
+        latent: [T, latent_dim], bf16, fp16 or float32; T ≥ n, tokens from n on are padding, and are left. T may be 0.
+        k_rope: [T, rope_dim] in latent's dtype, rotated in place.
+        positions: int32 or int64 [T], cos_sin's row of each token. One outside it takes the nearest.
+        cos_sin: [positions, rope_dim], bf16, fp16 or float32, cosines and then sines of each frequency.
+        interleaved: whether a frequency turns dims 2i and 2i + 1; else i and i + rope_dim / 2.
+        q_rope: [T, h, rope_dim] in latent's dtype, rotated in place; None for none.
+        cache_format: inferred from the cache if None.
+        scale: format ``fp8``: a number, or a one-element float32 tensor on the cache's device; default 1.
+        backend: "portable" or "reference"; None chooses.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each other.
+    """
+    cache, layout = as_cache(cache, cache_format)
+    device = cache.device
+    checks.tensor("latent", latent, ("T", "latent_dim"), checks.FLOAT_DTYPES, device, may_be_empty=1)
+    tokens, dtype = latent.shape[0], (latent.dtype,)
+    checks.output("k_rope", k_rope, (tokens, "rope_dim"), dtype, device)
+    rope_dim = k_rope.shape[1]
+    if rope_dim % 2:
+        raise ValueError(f"k_rope must have an even width, got {rope_dim}")
+    format_for_rows(layout, latent, k_rope)
+    width = latent.shape[1] + rope_dim
+    if width != layout.head_dim or (not layout.plain and rope_dim != layout.rope_dim):
+        raise ValueError(
+            f"latent and k_rope must be {layout.latent_dim} and {layout.rope_dim} wide for format {layout.name}, got "
+            f"{latent.shape[1]} and {rope_dim}"
+        )
+    if q_rope is not None:
+        checks.output("q_rope", q_rope, (tokens, "h", rope_dim), dtype, device)
+    checks.tensor("positions", positions, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    checks.tensor("cos_sin", cos_sin, ("positions", rope_dim), checks.FLOAT_DTYPES, device)
+    checks.tensor(
+        "slot_mapping", slot_mapping, ("n",), checks.INDEX_DTYPES, device, unit_last_stride=False, may_be_empty=1
+    )
+    if slot_mapping.shape[0] > tokens:
+        raise ValueError(f"slot_mapping must not be longer than latent ({tokens} tokens), got {slot_mapping.shape[0]}")
+    checks.flag("interleaved", interleaved)
+    scale_tensor, scale_value = scales.split("scale", one_scale(layout, scale), device)
+    gradients.warn_if_dropped(OPERATION, latent, k_rope, q_rope)
+    heads = 0 if q_rope is None else q_rope.shape[1]
+    call = dispatch.Call(OPERATION, device, latent.dtype, layout.name, cache.shape[1], layout.head_dim, h_q=heads)
+    backend = dispatch.select(call, backend)
+    if slot_mapping.shape[0]:
+        _rope_cache_write(
+            cache,
+            slot_mapping,
+            latent,
+            k_rope,
+            q_rope,
+            positions,
+            cos_sin,
+            interleaved,
+            layout.name,
+            layout.head_dim,
+            scale_tensor,
+            scale_value,
+            backend,
+        )
+
+
+@register_op(OPERATION, mutates=("cache", "k_rope", "q_rope"))
+def _rope_cache_write(
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    q_rope: torch.Tensor | None,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    interleaved: bool,
+    cache_format: str,
+    head_dim: int,
+    scale_tensor: torch.Tensor | None,
+    scale_value: float,
+    backend: str,
+) -> None:
+    run = dispatch.implementation(OPERATION, backend)
+    layout = as_format(cache_format, head_dim)
+    run(
+        cache,
+        slot_mapping,
+        latent,
+        k_rope,
+        q_rope,
+        positions,
+        cos_sin,
+        interleaved,
+        layout,
+        scale_tensor,
+        scale_value,
+    )
