@@ -42,6 +42,8 @@ def dense_decode() -> Iterator[tuple[str, Run, Tolerances]]:
         DenseDecodeCase(batch=2, s_q=3, s_k=65, h_q=3, page_size=61, strided=True, index_dtype=torch.int64),
         DenseDecodeCase(batch=2, s_q=1, s_k=65, h_q=6, h_kv=3, head_dim=48, head_dim_v=32, page_size=1),
         DenseDecodeCase(batch=2, s_q=1, s_k=130, h_q=128, cache_dtype=torch.float8_e4m3fn),
+        DenseDecodeCase(batch=2, s_q=1, s_k=130, h_q=128, page_size=16, strided=True),
+        DenseDecodeCase(batch=80, s_q=2, s_k=90, h_q=64, page_size=48, varlen=True, cache_dtype=torch.float8_e4m3fn),
     ):
         arguments = case.inputs(DEVICE)
         arguments["block_table"][0, -1] = -7

@@ -37,7 +37,7 @@ UNUSUAL_GRID = harness.pairwise(
         "s_k": (1, 63, 700),
         "h_q": (1, 16, 128),
         "head_dim, head_dim_v": ((576, 512), (512, 512), (192, 128), (48, 32)),
-        "page_size": (1, 2, 61, 64, 128),
+        "page_size": (1, 2, 8, 16, 48, 61, 64, 128),
         "cache_dtype": (None, torch.float8_e4m3fn),
         "index_dtype": (torch.int32, torch.int64),
         "varlen": (False, True),
@@ -50,6 +50,14 @@ ORACLE_CASES = (
     DenseDecodeCase(batch=3, s_q=2, s_k=900, h_q=16, varlen=True, causal=True),
     DenseDecodeCase(batch=2, s_q=1, s_k=2000, h_q=128, softmax_scale=0.3),
     DenseDecodeCase(batch=2, s_q=1, s_k=300, h_q=64, dtype=torch.float16),
+    DenseDecodeCase(batch=3, s_q=2, s_k=900, h_q=16, page_size=16, varlen=True, causal=True),
+    DenseDecodeCase(batch=2, s_q=1, s_k=2000, h_q=128, cache_dtype=torch.float8_e4m3fn),
+    DenseDecodeCase(
+        batch=2, s_q=1, s_k=300, h_q=64, page_size=32, dtype=torch.float16, cache_dtype=torch.float8_e4m3fn
+    ),
+)
+IN_EVERY_FORM = pytest.mark.parametrize(
+    "form", [{}, {"page_size": 16}, {"cache_dtype": torch.float8_e4m3fn}], ids=["pages of 64", "pages of 16", "e4m3"]
 )
 ON_EVERY_BACKEND = pytest.mark.parametrize("backend", harness.KERNEL_BACKENDS)
 # In additions of PyTorch's, whose time differs between hosts: a call takes about 5, and took 20 before its launches
@@ -73,10 +81,11 @@ def test_unusual_shapes(row: Arguments, backend: str) -> None:
 
 
 @ON_EVERY_BACKEND
+@IN_EVERY_FORM
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_many_empty_requests(causal: bool, varlen: bool, backend: str) -> None:
-    case = DenseDecodeCase(128, 2, 4096, 128, varlen=varlen, causal=causal, zero_lengths=True)
+def test_many_empty_requests(causal: bool, varlen: bool, form: Arguments, backend: str) -> None:
+    case = DenseDecodeCase(128, 2, 4096, 128, varlen=varlen, causal=causal, zero_lengths=True, **form)
     check(case.inputs(DEVICE), backend)
 
 
@@ -101,8 +110,26 @@ def test_garbage_in_the_table_and_lengths_beyond_it(backend: str) -> None:
 
 
 @ON_EVERY_BACKEND
-def test_same_bits_run_after_run(backend: str) -> None:
-    arguments = TYPICAL.inputs(DEVICE)
+@pytest.mark.parametrize("column", [3, 300, 575])
+def test_a_nan_of_an_e4m3_cache_is_seen(column: int, backend: str) -> None:
+    arguments = replace(TYPICAL, causal=False, cache_dtype=torch.float8_e4m3fn).inputs(DEVICE)
+    page = arguments["block_table"][1, 0].long()
+    arguments["k_cache"].view(torch.uint8)[page, 0, 0, column] = 0xFF
+    nan = decode(arguments, backend)["out"].isnan()
+    assert nan[1].any(dim=-1).all()
+    assert not nan[[0, *range(2, TYPICAL.batch)]].any()
+
+
+@ON_EVERY_BACKEND
+def test_a_scale_on_the_device(backend: str) -> None:
+    arguments = replace(TYPICAL, cache_dtype=torch.float8_e4m3fn).inputs(DEVICE)
+    check(harness.replaced(arguments, k_scale=torch.tensor([0.03], device=DEVICE)), backend)
+
+
+@ON_EVERY_BACKEND
+@IN_EVERY_FORM
+def test_same_bits_run_after_run(form: Arguments, backend: str) -> None:
+    arguments = replace(TYPICAL, **form).inputs(DEVICE)
     first = decode(arguments, backend)
     for _ in range(3):
         harness.assert_same_bits(first, decode(arguments, backend))
@@ -140,8 +167,9 @@ def test_calls_close_behind_each_other(backend: str) -> None:
 
 
 @ON_EVERY_BACKEND
-def test_batch_invariant_is_the_same_alone(backend: str) -> None:
-    arguments: Arguments = replace(TYPICAL, batch=19, s_k=3000).inputs(DEVICE) | {"batch_invariant": True}
+@IN_EVERY_FORM
+def test_batch_invariant_is_the_same_alone(form: Arguments, backend: str) -> None:
+    arguments: Arguments = replace(TYPICAL, batch=19, s_k=3000, **form).inputs(DEVICE) | {"batch_invariant": True}
     together = decode(arguments, backend)
     for request in (0, 7, 18):
         one = slice(request, request + 1)
@@ -184,9 +212,10 @@ def test_batch_invariant_in_any_table_and_batch(
 
 
 @ON_EVERY_BACKEND
+@IN_EVERY_FORM
 @pytest.mark.parametrize("h_q", [16, 128])
-def test_graph_follows_lengths_and_pages(h_q: int, backend: str) -> None:
-    arguments = replace(TYPICAL, batch=9, h_q=h_q, s_k=5000).inputs(DEVICE)
+def test_graph_follows_lengths_and_pages(h_q: int, form: Arguments, backend: str) -> None:
+    arguments = replace(TYPICAL, batch=9, h_q=h_q, s_k=5000, **form).inputs(DEVICE)
     lengths, table = arguments["cache_seqlens"].clone(), arguments["block_table"].clone()
     arguments["cache_seqlens"].fill_(1)
     outputs = harness.poisoned_decode_outputs(arguments)

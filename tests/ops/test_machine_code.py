@@ -71,6 +71,9 @@ class Variant:
 LENGTHS = {"extra_topk": 512, "lengths": True}
 HOPPER = [
     Variant("dense_decode", "hopper", {"batch": 128}),
+    Variant("dense_decode", "hopper", {"batch": 128, "page_size": 16}),
+    # An address of each consumer's.
+    Variant("dense_decode", "hopper", {"batch": 128, "cache_dtype": FP8}, spills=4),
     Variant("sparse_decode", "hopper", {"batch": 128}),
     Variant("sparse_prefill", "hopper", {"lengths": True}),
     Variant("dense_prefill", "hopper"),
@@ -115,6 +118,10 @@ MORE_HOPPER = [
             {"dtype": FP16, "batch": 70, "heads": 8192},
             {"batch_invariant": True, "out_pad": 1},
             {"heads": 126},
+            {"page_size": 48},
+            {"cache_dtype": FP8},
+            {"cache_dtype": FP8, "dtype": FP16, "page_size": 16, "batch_invariant": True},
+            {"cache_dtype": FP8, "head_dim": 512, "heads": 126},
         )
     ),
     *(

@@ -210,6 +210,7 @@ CALLS: list[Callable[[], None]] = [
     lambda: _dense_decode("portable", cache_dtype=torch.float8_e4m3fn),
     lambda: _dense_decode("hopper"),
     lambda: _dense_decode("hopper", batch=200),
+    lambda: _dense_decode("hopper", cache_dtype=torch.float8_e4m3fn),
     *(functools.partial(_sparse_decode, "portable", form, extra=True) for form in ("v32", "model1", "bf16")),
     *(functools.partial(_sparse_decode, "hopper", form) for form in ("v32", "model1", "bf16")),
     lambda: _sparse_decode("hopper", "v32", heads=128, extra=True),

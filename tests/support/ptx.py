@@ -55,8 +55,8 @@ def run(ptx: str, registers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
             ]
             result = bits(halves[0]) | bits(halves[1]) << 16
         else:
-            assert instruction == "mul.rn.bf16x2", instruction
-            halves = [numbers(sources[0], i) * numbers(sources[1], i) for i in range(2)]
+            dtype = {"mul.rn.bf16x2": torch.bfloat16, "mul.rn.f16x2": torch.float16}[instruction]
+            halves = [numbers(sources[0], i, dtype) * numbers(sources[1], i, dtype) for i in range(2)]
             result = bits(halves[0]) | bits(halves[1]) << 16
         registers[target] = result
     return registers
@@ -84,8 +84,8 @@ def prmt(a: torch.Tensor, b: torch.Tensor, selector: int | torch.Tensor) -> torc
     return result
 
 
-def numbers(word: torch.Tensor, half: int) -> torch.Tensor:
-    return ((word >> 16 * half) & 0xFFFF).to(torch.uint16).view(torch.bfloat16)
+def numbers(word: torch.Tensor, half: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return ((word >> 16 * half) & 0xFFFF).to(torch.uint16).view(dtype)
 
 
 def bits(numbers: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,8 @@ from flashlatte.runtime.torch_op import register_op
 OPERATION = "dense_decode"
 # A row is one tile in shared memory.
 _PORTABLE_MAX_HEAD_DIM = 1024
+# Pages come in boxes of 64 keys, or of as few as the swizzle of shared memory repeats after.
+_HOPPER_PAGE_SIZE = 8
 # Of the rows that TMA copies.
 _HOPPER_ALIGNMENT = 16
 
@@ -23,10 +25,10 @@ _HOPPER_ALIGNMENT = 16
 def _refuses_hopper(call: dispatch.Call) -> str | None:
     if reason := refusals.dtype(call, torch.bfloat16, torch.float16) or refusals.capability(call, 9, 0):
         return reason
-    if call.cache_format is not None and not _is_half(format_class(call.cache_format)):
-        return f"takes caches in {names_of(_is_half)}, not {call.cache_format}"
+    if call.cache_format is not None and not _hopper_reads(format_class(call.cache_format)):
+        return f"takes caches in {names_of(_hopper_reads)}, not {call.cache_format}"
     return (
-        refusals.page_size(call, 64)
+        refusals.page_size(call, _HOPPER_PAGE_SIZE)
         or refusals.head_dims(call, (576, 512), (512, 512))
         or refusals.unaligned(call, _HOPPER_ALIGNMENT)
     )
@@ -40,8 +42,8 @@ def _refuses_portable(call: dispatch.Call) -> str | None:
     )
 
 
-def _is_half(layout: type[CacheFormat]) -> bool:
-    return layout.plain and layout.record_dtype in (torch.bfloat16, torch.float16)
+def _hopper_reads(layout: type[CacheFormat]) -> bool:
+    return layout.plain and layout.record_dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
 dispatch.define(

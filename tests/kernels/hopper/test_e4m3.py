@@ -10,6 +10,8 @@ from flashlatte.runtime import machine
 
 pytest.importorskip("triton")
 
+from triton.experimental.gluon import language as gl
+
 from flashlatte.kernels.hopper.ptx import e4m3
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="Gluon is not interpreted")
@@ -35,6 +37,24 @@ def test_numbers_are_rounded_once_after_their_scale(scale: float) -> None:
         exact = code.to(torch.uint8).view(torch.float8_e4m3fn).double() * rounded.double()
         assert torch.equal(result, exact.float().bfloat16())
         assert torch.equal(result.signbit(), exact.signbit())
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, gl.bfloat16), (torch.float16, gl.float16)], ids=str)
+def test_expanded_numbers_are_exact(dtype: torch.dtype, name: gl.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.int64)
+    shuffled = [codes.roll(shift) for shift in (0, 1, 77, 130)]
+    word = torch.stack([code << 8 * i for i, code in enumerate(shuffled)]).sum(0)
+
+    def expanded(factor: int) -> list[torch.Tensor]:
+        pairs = run(str(e4m3._expand_asm(name)), {"$2": word, "$3": torch.full_like(word, factor)})
+        return [numbers(pairs[register], half, dtype) for register in ("$0", "$1") for half in range(2)]
+
+    for code, result in zip(shuffled, expanded(int(e4m3.exact_factor(name))), strict=True):
+        exact = code.to(torch.uint8).view(torch.float8_e4m3fn).to(dtype)
+        assert torch.equal(result[~is_nan(code)], exact[~is_nan(code)])
+        assert torch.equal(result.signbit()[~is_nan(code)], exact.signbit()[~is_nan(code)])
+    assert torch.stack(expanded(int(e4m3.nan_factor(name)))).isnan().all()
+    assert not torch.stack(expanded(0)).any()
 
 
 def test_exponents_become_scales() -> None:

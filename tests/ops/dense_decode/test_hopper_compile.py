@@ -144,6 +144,14 @@ def test_queries_come_as_tokens_by_heads(record, heads, h_kv, box):
         assert arguments["query_rope"].block_shape == [*box, 64]
 
 
+@pytest.mark.parametrize(("page_size", "box"), [(8, 8), (16, 16), (32, 32), (48, 16), (64, 64), (192, 64)])
+def test_a_box_lies_in_one_page(record, page_size, box):
+    arguments = record(page_size=page_size).arguments
+    assert arguments["BOX"] * arguments["BOXES_PER_PAGE"] == page_size
+    assert arguments["keys_half"].block_shape == [1, box, 1, 256]
+    assert arguments["keys_rope"].block_shape == [1, box, 1, 64]
+
+
 def test_queries_that_repeat_are_not_copied_by_tma():
     """A TMA descriptor cannot say that an axis has no stride."""
     q = torch.empty(1, 1, 128, 576, dtype=torch.bfloat16).expand(3, 2, 128, 576)
@@ -173,9 +181,13 @@ def call_of(**fields: Any) -> dispatch.Call:
         ({}, None),
         ({"page_size": 192}, None),
         ({"head_dim": 512}, None),
-        ({"page_size": 96}, "96"),
-        ({"page_size": 1}, "multiple of 64"),
-        ({"cache_format": "fp8"}, "fp8"),
+        ({"page_size": 16}, None),
+        ({"page_size": 24}, None),
+        ({"page_size": 100}, "100"),
+        ({"page_size": 1}, "multiple of 8"),
+        ({"cache_format": "fp8"}, None),
+        ({"cache_format": "fp8", "page_size": 16}, None),
+        ({"cache_format": "fp32"}, "bf16, fp16 or fp8, not fp32"),
         ({"head_dim": 192, "head_dim_v": 128}, "192 with 128"),
         ({"head_dim_v": 448}, "448"),
         ({"rows_aligned": False}, "16 bytes"),
@@ -205,7 +217,7 @@ def test_which_rows_are_aligned(strides, offset, aligned):
 def test_descriptors_are_made_once_a_cache():
     cache = torch.empty(3, 128, 2, 576, dtype=torch.bfloat16)
     make = functools.partial(
-        launch._descriptors, cache.data_ptr(), cache.dtype, tuple(cache.shape), strides_in_use(cache), cache.device
+        launch._descriptors, cache.data_ptr(), cache.dtype, tuple(cache.shape), strides_in_use(cache), 64, cache.device
     )
     half, rope = make()
     assert make()[0] is half

@@ -33,6 +33,48 @@ _DEQUANTIZE = gl.constexpr(
 )
 
 
+# What the moved bits lack, and NaN, as pairs of each type.
+_EXACT = {"bf16": (0x7B807B80, 0x7FC07FC0), "fp16": (0x5C005C00, 0x7E007E00)}
+
+
+@gluon.constexpr_function
+def exact_factor(DTYPE):
+    """For ``expand``: the factor that makes of numbers what they are."""
+    return _EXACT[str(DTYPE)][0]
+
+
+@gluon.constexpr_function
+def nan_factor(DTYPE):
+    """For ``expand``: the factor that makes all numbers NaN."""
+    return _EXACT[str(DTYPE)][1]
+
+
+@gluon.constexpr_function
+def _expand_asm(DTYPE):
+    # As above; in fp16 the bits are 2^-8 of the number, and lie three places higher.
+    shift, mask, pair = (4, "0x87F087F0", "bf16x2") if str(DTYPE) == "bf16" else (7, "0xBF80BF80", "f16x2")
+    moved = " ".join(
+        f"prmt.b32 ${i}, $2, 0, {bytes_}; shl.b32 ${i}, ${i}, {shift}; and.b32 ${i}, ${i}, {mask}; "
+        f"mul.rn.{pair} ${i}, ${i}, $3;"
+        for i, bytes_ in enumerate(("0x9180", "0xB3A2"))
+    )
+    return f"{{ {moved} }}"
+
+
+@gluon.jit
+def expand(words, factor, DTYPE: gl.constexpr):
+    """Numbers of ``words`` [tokens, n], four e4m3 each, exactly, as pairs of bf16 or fp16 [tokens, 2n].
+
+    ``factor`` [tokens]: ``exact_factor``, ``nan_factor``, or 0 for zeros whatever the words are.
+    """
+    asm: gl.constexpr = _expand_asm(DTYPE)
+    words, factor = gl.broadcast(words, factor[:, None])
+    low, high = gl.inline_asm_elementwise(
+        asm, "=&r,=&r,r,r", [words, factor], (gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    return gl.join(low, high).reshape([words.shape[0], words.shape[1] * 2])
+
+
 @gluon.jit
 def factor_of_float(scale):
     """float32 scales as pairs of bf16."""

@@ -24,6 +24,39 @@ def prefetch_l2(pointers):
     )
 
 
+@gluon.constexpr_function
+def _prefetch_boxes_asm(descriptor, first_column, columns):
+    return (
+        "{ .reg .pred one; .reg .b64 descriptor; .reg .b32 column; elect.sync _|one, -1; "
+        f"mov.b64 descriptor, {descriptor}; cvta.param.u64 descriptor, descriptor; "
+        f"mad.lo.u32 column, $1, 64, {first_column}; setp.lt.and.u32 one, column, {columns}, one; "
+        "@one cp.async.bulk.prefetch.tensor.4d.L2.global.tile [descriptor, {column, $2, $3, $4}]; "
+        "mov.u32 $0, 0; }"
+    )
+
+
+@gluon.jit
+def prefetch_boxes(DESCRIPTOR: gl.constexpr, page, token, head, COLUMNS: gl.constexpr):
+    """Have the copy engine bring COLUMNS numbers of some rows into the L2 cache, in boxes of 64 columns: each of four
+    warps asks for every fourth.
+
+    Args:
+        DESCRIPTOR: name in PTX of the descriptor of boxes [1, rows, 1, 64] of two-byte numbers, as in ``store_once``.
+        page, token, head: of the first row. Of what lies outside of the tensor nothing is read.
+    """
+    warp = gl.arange(0, 128, one_each(128)) // 32
+    zero = gl.zeros_like(warp)
+    for first in gl.static_range(0, COLUMNS, 256):
+        gl.inline_asm_elementwise(
+            _prefetch_boxes_asm(DESCRIPTOR, first, COLUMNS),
+            "=r,r,r,r,r",
+            [warp, zero + head, zero + token, zero + page],
+            gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
 @gluon.jit
 def _evict_first():
     return gl.inline_asm_elementwise(

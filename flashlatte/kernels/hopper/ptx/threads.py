@@ -52,6 +52,46 @@ def bar_sync_at(barrier, MEETING: gl.constexpr):
 
 
 @gluon.jit
+def lane():
+    """The thread's number in its warp: a scalar to the compiler, which does not know that it differs."""
+    return gl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def of_lane(x, LANE: gl.constexpr):
+    """What a lane of the warp has as the int32 scalar ``x``."""
+    return gl.inline_asm_elementwise(
+        f"shfl.sync.idx.b32 $0, $1, {LANE}, 31, -1;", "=r,r", [x], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def of_lanes(x, lanes):
+    """What the lanes ``lanes``, a tensor, have as the int32 scalar ``x``."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $2, $1, 31, -1;",
+        "=r,r,r",
+        [lanes, gl.zeros_like(lanes) + x],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def lanes_below_zero(x):
+    """A bit for each lane of the warp whose int32 scalar ``x`` is below 0."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred below; setp.lt.s32 below, $1, 0; vote.sync.ballot.b32 $0, below, -1; }",
+        "=r,r",
+        [x],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def warp_sync():
     """The threads of a warp meet. The compiler loads nothing ahead over this."""
     thread = gl.arange(0, 128, one_each(128))

@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.mla_pipeline import add_other_sum, attend_even, attend_odd, begin_odd, empty_state
@@ -63,65 +68,92 @@ class Call(NamedTuple):
 
 
 class Request(NamedTuple):
-    """The request at hand: its number, its blocks of keys, which of them are seen (``mask.Mask``), and the rope of its
+    """The request at hand: its number, its boxes of keys, which of them are seen (``mask.Mask``), and the rope of its
     queries in registers (without rope: anything)."""
 
     item: Any
-    blocks: Any
+    boxes: Any
     mask: Any
     q_rope: Any
 
 
 @gluon.jit
-def _begin_scores(request, q, k, left_full, right_full, phase, z, scores, HAS_ROPE: gl.constexpr):
+def _begin_scores(request, q, k, left_full, right_full, phase, z, scores, PLAN: gl.constexpr):
     """Scores [64, 64] of a block, under way: of each half as soon as it has come. ``scores``: registers for the result.
 
     The left half comes first, as the even consumer lets go of it before the odd one is done with the right.
     """
     q_left, k_left = q.left.index(z), k.left.index(z)
     mbarrier.wait(left_full, phase)
+    if PLAN.one_byte:
+        fence_async_shared()
     scores = warpgroup_mma(q_left, k_left.permute((1, 0)), scores, use_acc=False, is_async=True)
     q_right, k_right, k_rope = q.right.index(z), k.right.index(z), k.rope.index(z)
     mbarrier.wait(right_full, phase)
+    if PLAN.one_byte:
+        fence_async_shared()
     scores = warpgroup_mma(q_right, k_right.permute((1, 0)), scores, is_async=True)
-    if HAS_ROPE:
-        scores = warpgroup_mma(request.q_rope, k_rope.permute((1, 0)), scores, is_async=True)
+    if PLAN.has_rope:
+        q_rope = request.q_rope
+        if PLAN.one_byte:
+            q_rope = q.rope.index(z)
+        scores = warpgroup_mma(q_rope, k_rope.permute((1, 0)), scores, is_async=True)
     return scores
 
 
 @gluon.jit
-def _score0(call, request, phase, z, scores, PLAN: gl.constexpr):
+def _page_ahead(page, call, request, block, PLAN: gl.constexpr):
+    """The page of a block, asked for long before it is needed; ``page`` where ``_page_late`` does that."""
+    if PLAN.one_byte:
+        return page
+    else:
+        return schedule.page_of(call.table, request.item, block, request.boxes, PLAN)
+
+
+@gluon.jit
+def _page_late(page, call, request, block, PLAN: gl.constexpr):
+    """The page of a block whose scores are under way, if it was not asked for ahead: their fences would wait for it."""
+    if PLAN.one_byte:
+        return schedule.page_of(call.table, request.item, block, request.boxes, PLAN)
+    else:
+        return page
+
+
+@gluon.jit
+def _score0(call, request, page, block, phase, z, scores, PLAN: gl.constexpr):
     q, k, full = q_of(call.tiles), k0_of(call.tiles), call.full
-    scores = _begin_scores(request, q, k, full.k0_left, full.k0_right, phase, z, scores, PLAN.has_rope)
-    return warpgroup_mma_wait(0, deps=[scores])
+    scores = _begin_scores(request, q, k, full.k0_left, full.k0_right, phase, z, scores, PLAN)
+    page = _page_late(page, call, request, block, PLAN)
+    return warpgroup_mma_wait(0, deps=[scores]), page
 
 
 @gluon.jit
 def _begin_score1(call, request, phase, z, scores, PLAN: gl.constexpr):
     q, k, full = q_of(call.tiles), k1_of(call.tiles), call.full
-    return _begin_scores(request, q, k, full.k1_left, full.k1_right, phase, z, scores, PLAN.has_rope)
+    return _begin_scores(request, q, k, full.k1_left, full.k1_right, phase, z, scores, PLAN)
 
 
 @gluon.jit
-def _take_queries(call, item, blocks, mask, phase, PLAN: gl.constexpr):
-    """A request whose queries have come, with their rope in registers: P of block 0 will lie where that was."""
+def _take_queries(call, item, boxes, mask, phase, PLAN: gl.constexpr):
+    """A request whose queries have come, with their rope in registers (``tiles.allocate``)."""
     mbarrier.wait(call.full.q, phase)
-    if PLAN.has_rope:
-        return Request(item, blocks, mask, call.tiles.q_rope.index(0).load(Q_OPERAND))
+    if PLAN.has_rope and not PLAN.one_byte:
+        return Request(item, boxes, mask, call.tiles.q_rope.index(0).load(Q_OPERAND))
     else:
-        return Request(item, blocks, mask, call.tiles.q_rope)
+        return Request(item, boxes, mask, call.tiles.q_rope)
 
 
 @gluon.jit
 def _even_step(scores, state, call, request, page, step, phase, z, PLAN: gl.constexpr, LAST: gl.constexpr):
     """From the scores of block 0 to those of the next step's block 0 and its page, unless this step is the last."""
     tiles = call.tiles
-    scores = apply_mask(scores, request.mask, page, step * PAIR, tiles.k0_left.index(z), tiles.k0_right.index(z))
-    state = attend_even(scores, state, call, z, _PRODUCER, False)
+    left, right = tiles.k0_left.index(z), tiles.k0_right.index(z)
+    scores = apply_mask(scores, request.mask, page, step * PAIR, left, right, PLAN)
+    state = attend_even(scores, state, call, z, _PRODUCER, PLAN.one_byte)
     if not LAST:
         # Not before the fences of the step, which would wait for it.
-        page = schedule.page_of(call.table, request.item, 2 * step + 2, request.blocks, PLAN)
-        scores = _score0(call, request, phase ^ 1, z, scores, PLAN)
+        page = _page_ahead(page, call, request, 2 * step + 2, PLAN)
+        scores, page = _score0(call, request, page, 2 * step + 2, phase ^ 1, z, scores, PLAN)
     return scores, page, state
 
 
@@ -131,15 +163,17 @@ def _odd_step(state, call, request, page, step, phase, z, PLAN: gl.constexpr, LA
     tiles = call.tiles
     scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
     scores = _begin_score1(call, request, phase, z, scores, PLAN)
+    page = _page_late(page, call, request, 2 * step + 1, PLAN)
     out, row_max0 = begin_odd(state, call, z)
     scores = warpgroup_mma_wait(1, deps=[scores])
     if LAST:
         barriers.arrive(Q_EMPTY, barriers.ALL)
     first_key = step * PAIR + KEYS
-    scores = apply_mask(scores, request.mask, page, first_key, tiles.k1_left.index(z), tiles.k1_right.index(z))
-    state = attend_odd(scores, out, row_max0, state, call, z, _PRODUCER, False)
+    left, right = tiles.k1_left.index(z), tiles.k1_right.index(z)
+    scores = apply_mask(scores, request.mask, page, first_key, left, right, PLAN)
+    state = attend_odd(scores, out, row_max0, state, call, z, _PRODUCER, PLAN.one_byte)
     if not LAST:
-        page = schedule.page_of(call.table, request.item, 2 * step + 3, request.blocks, PLAN)
+        page = _page_ahead(page, call, request, 2 * step + 3, PLAN)
     return page, state
 
 
@@ -157,19 +191,19 @@ def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
     for item in range(cta_range.first, cta_range.stop):
         steps = schedule.num_steps(length)
         begin, end = device.split_of(cta_range, cost, steps, PLAN.overhead)
-        blocks = schedule.num_blocks(length)
+        boxes = schedule.num_boxes(length, PLAN)
         mask = mask_of(length, call.causal_offset, call.results.outputs.heads, call.work.group.first_row)
         cost += PLAN.overhead + steps
         length = device.key_count(item + 1, call.lists)
         if end > begin:
-            page = schedule.page_of(call.table, item, 2 * begin, blocks, PLAN)
+            page = schedule.page_of(call.table, item, 2 * begin, boxes, PLAN)
             state = empty_state(OUTPUT)
             scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
             phase = steps_taken & 1
             z = steps_taken >> 30
-            request = _take_queries(call, item, blocks, mask, items_taken & 1, PLAN)
-            scores = _score0(call, request, phase, z, scores, PLAN)
-            if PLAN.has_rope:
+            request = _take_queries(call, item, boxes, mask, items_taken & 1, PLAN)
+            scores, page = _score0(call, request, page, 2 * begin, phase, z, scores, PLAN)
+            if PLAN.has_rope and not PLAN.one_byte:
                 barriers.wait(Q_ROPE_EMPTY, barriers.PAIR)
             for step in range(begin, end - 1):
                 scores, page, state = _even_step(
@@ -201,15 +235,15 @@ def consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
     for item in range(cta_range.first, cta_range.stop):
         steps = schedule.num_steps(length)
         begin, end = device.split_of(cta_range, cost, steps, PLAN.overhead)
-        blocks = schedule.num_blocks(length)
+        boxes = schedule.num_boxes(length, PLAN)
         mask = mask_of(length, call.causal_offset, call.results.outputs.heads, call.work.group.first_row)
         cost += PLAN.overhead + steps
         length = device.key_count(item + 1, call.lists)
         if end > begin:
-            page = schedule.page_of(call.table, item, 2 * begin + 1, blocks, PLAN)
+            page = schedule.page_of(call.table, item, 2 * begin + 1, boxes, PLAN)
             state = empty_state(OUTPUT)
-            request = _take_queries(call, item, blocks, mask, items_taken & 1, PLAN)
-            if PLAN.has_rope:
+            request = _take_queries(call, item, boxes, mask, items_taken & 1, PLAN)
+            if PLAN.has_rope and not PLAN.one_byte:
                 barriers.arrive(Q_ROPE_EMPTY, barriers.PAIR)
             for step in range(begin, end - 1):
                 page, state = _odd_step(

@@ -19,11 +19,13 @@ class Results(NamedTuple):
     Attributes:
         outputs: ``outputs.Outputs``.
         scratch: partial outputs for the combine kernel, None where no request is split.
+        unit: what a number of the cache stands for, None for 1.
         partials: those of the stream-K fixup (``fixup.Partials``), None where the combine kernel combines.
     """
 
     outputs: Any
     scratch: Any
+    unit: Any
     partials: Any
 
 
@@ -62,7 +64,11 @@ def write(
     else:
         is_result = is_result & split.ends
     is_empty = row_sum == 0
-    values = out * gl.where(is_empty, 0.0, 1.0 / row_sum)[:, None]
+    weight = gl.where(is_empty, 0.0, 1.0 / row_sum)
+    if results.unit is not None:
+        # Partial outputs that ``fixup`` adds are sums of numbers as they are in the cache.
+        weight *= gl.where(is_result, results.unit, 1.0) if PLAN.stream_k else results.unit
+    values = out * weight[:, None]
     lse2 = gl.where(is_empty, float("-inf"), row_max + gl.log2(row_sum))
     row = gl.arange(0, ROWS, OUTPUT_ROWS)
     if PLAN.stream_k:

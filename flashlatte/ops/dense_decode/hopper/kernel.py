@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import triton.language as tl
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from flashlatte.ops.dense_decode.hopper import consumers, epilogue, fixup, producer, schedule, tiles
+from flashlatte.ops.dense_decode.hopper import (
+    consumers,
+    epilogue,
+    fixup,
+    one_byte_producer,
+    producer,
+    queries,
+    schedule,
+    tiles,
+)
 from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv.device import KeyLengths
 from flashlatte.split_kv.outputs import Outputs
 
-# Of a consumer; what 12 warps leave of the register file, 24, is the producer's.
-CONSUMER_REGISTERS = gl.constexpr(240)
+# Of a consumer. The producer has what 12 warps leave of the register file: 24, or 104 where it casts keys.
+_REGISTERS = gl.constexpr(240)
+_CAST_REGISTERS = gl.constexpr(200)
 
 
 def dense_decode_kernel(
@@ -49,7 +60,15 @@ def dense_decode_kernel(
     num_groups: tl.int32,
     num_splits: tl.int32,
     first_item: tl.int32,
-    BLOCKS_PER_PAGE: tl.constexpr,
+    k_cache,
+    k_stride_page: tl.int64,
+    k_stride_token: tl.int64,
+    k_stride_head: tl.int64,
+    k_scale_tensor,
+    k_scale: tl.float32,
+    HAS_ROPE: tl.constexpr,
+    BOX: tl.constexpr,
+    BOXES_PER_PAGE: tl.constexpr,
     OUT_ALIGN: tl.constexpr,
     OVERHEAD: tl.constexpr,
     SPLIT_STEPS: tl.constexpr,
@@ -75,27 +94,40 @@ def dense_decode_kernel(
         rows,
         empty_lse,
     )
-    query = producer.Query(q, q_stride_request, q_stride_token, q_stride_head, heads, rows, query_half, query_rope)
-    keys = producer.Keys(keys_half, keys_rope)
+    query = queries.Query(q, q_stride_request, q_stride_token, q_stride_head, heads, rows, query_half, query_rope)
+    ONE_BYTE: gl.constexpr = k_cache is not None
+    if ONE_BYTE:
+        words = k_cache.to(gl.pointer_type(gl.int32), bitcast=True)
+        keys = one_byte_producer.Keys(words, k_stride_page, k_stride_token, k_stride_head)
+    else:
+        keys = producer.Keys(keys_half, keys_rope)
     plan: gl.constexpr = schedule.Plan(
-        keys_rope is not None, BLOCKS_PER_PAGE, OVERHEAD, SPLIT_STEPS, MAX_SPLITS, STREAM_K
+        ONE_BYTE, HAS_ROPE, BOX, BOXES_PER_PAGE, OVERHEAD, SPLIT_STEPS, MAX_SPLITS, STREAM_K
     )
-    shared = tiles.allocate(q.dtype.element_ty, plan.has_rope)
+    shared = tiles.allocate(q.dtype.element_ty, plan)
     full = tiles.allocate_full()
     # The kernel before this one in the stream may still run.
     gdc_wait()
     group = schedule.find_group(groups_per_head, num_groups)
-    corner = producer.find_corner(query, group)
+    corner = queries.find_corner(query, group)
     work = schedule.find_work(group, lists, num_splits, first_item, plan)
     if STREAM_K:
         partials = fixup.Partials(scratch, work.number, num_splits, group)
     else:
         partials: gl.constexpr = None
-    results = epilogue.Results(outputs, scratch, partials)
+    if ONE_BYTE:
+        unit = k_scale
+        if k_scale_tensor is not None:
+            unit *= gl.load(k_scale_tensor)
+        scale *= unit
+    else:
+        unit: gl.constexpr = None
+    results = epilogue.Results(outputs, scratch, unit, partials)
     call = consumers.Call(lists, table, work, causal_offset, scale, shared, full, None, results)
+    CONSUMER_REGISTERS: gl.constexpr = _CAST_REGISTERS if ONE_BYTE else _REGISTERS
     gl.warp_specialize(
         [
-            (producer.produce, (query, corner, keys, table, lists, work, shared, full, scratch, plan)),
+            (_produce, (query, corner, keys, table, lists, work, shared, full, scratch, plan)),
             (consumers.consume_even, (call, plan, OUT_ALIGN)),
             (consumers.consume_odd, (call, plan, OUT_ALIGN)),
         ],
@@ -104,4 +136,12 @@ def dense_decode_kernel(
     )
 
 
-kernel = gluon_kernel(dense_decode_kernel, by_element=["pages", "lengths", "lse"])
+@gluon.jit
+def _produce(query, corner, keys, table, lists, work, tiles, full, scratch, PLAN: gl.constexpr):
+    if PLAN.one_byte:
+        one_byte_producer.produce(query, corner, keys, table, lists, work, tiles, full, scratch, PLAN)
+    else:
+        producer.produce(query, corner, keys, table, lists, work, tiles, full, scratch, PLAN)
+
+
+kernel = gluon_kernel(dense_decode_kernel, by_element=["pages", "lengths", "lse", "k_scale_tensor"])

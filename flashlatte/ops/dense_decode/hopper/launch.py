@@ -31,7 +31,8 @@ _SPLIT_STEPS = 8
 _FIXED_SPLITS = 128
 # What a request begun costs a balanced range, in steps.
 _OVERHEAD = 2
-# Numbers in 16 bytes, what the copies need rows to be aligned to.
+# What the copies need rows to be aligned to, in bytes and in two-byte numbers.
+_ALIGN_BYTES = 16
 _ALIGN = 8
 
 
@@ -59,10 +60,17 @@ class Query(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """TMA descriptors of the cache, and the pages of each request: see ``producer.Keys`` and ``schedule.Table``."""
+    """The cache, and the pages of each request: see ``producer.Keys`` (of one-byte numbers: ``one_byte_producer.Keys``;
+    ``keys_half`` is of its lines then) and ``schedule.Table``."""
 
     keys_half: TensorDescriptor
     keys_rope: TensorDescriptor | None
+    k_cache: torch.Tensor | None
+    k_stride_page: int
+    k_stride_token: int
+    k_stride_head: int
+    k_scale_tensor: torch.Tensor | None
+    k_scale: float
     pages: torch.Tensor
     pages_stride: int
     num_pages: int
@@ -82,24 +90,22 @@ def dense_decode(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """``k_scale_*`` belong to caches that this kernel refuses."""
     batch, s_q, h_q, head_dim = q.shape
     num_pages, page_size, h_kv, _ = k_cache.shape
     max_pages = block_table.shape[1]
     device = q.device
     heads = h_q // h_kv
     rows = s_q * heads
+    box = math.gcd(page_size, KEYS.value)
     made = make_plan(machine.num_sms(device), batch, rows, h_kv, max_pages * page_size, batch_invariant)
-    keys_half, keys_rope = _descriptors(
-        k_cache.data_ptr(), k_cache.dtype, tuple(k_cache.shape), strides_in_use(k_cache), device
-    )
     q_strides = strides_in_use(q)
     if q.data_ptr() % 16 or any(stride % _ALIGN for stride in q_strides):
         q = q.clone(memory_format=torch.contiguous_format)
         q_strides = strides_in_use(q)
     out_align = _ALIGN if out.data_ptr() % 16 == 0 and all(s % _ALIGN == 0 for s in strides_in_use(out)) else 1
     query = Query(*_query_descriptors(q, q_strides, heads), q, *(stride // _ALIGN for stride in q_strides))
-    cache = Cache(keys_half, keys_rope, block_table, block_table.stride(0), num_pages)
+    keys = _keys(k_cache, box)
+    cache = Cache(*keys, k_scale_tensor, k_scale_value, block_table, block_table.stride(0), num_pages)
     limit = min(max_pages * page_size, 2**31 - 1 - PAIR.value)
     lengths = KeyLengths(batch, 1, cache_seqlens, cache_seqlens.stride(0), 0, limit)
     outputs = outputs_of(out, lse, None, tokens=1, heads=heads, rows=rows, empty_lse=empty_lse, row_align=out_align)
@@ -128,7 +134,9 @@ def dense_decode(
                     num_splits=split.splits,
                     first_item=first,
                 ),
-                BLOCKS_PER_PAGE=page_size // KEYS.value,
+                HAS_ROPE=head_dim > LATENT.value,
+                BOX=box,
+                BOXES_PER_PAGE=page_size // box,
                 OUT_ALIGN=out_align,
                 OVERHEAD=split.overhead,
                 SPLIT_STEPS=split.split_blocks,
@@ -172,14 +180,40 @@ def _query_descriptors(q: torch.Tensor, strides: tuple[int, ...], heads: int) ->
     return _tiles(Address(q.data_ptr(), q.dtype), tuple(q.shape), strides, box)
 
 
+def _keys(k_cache: torch.Tensor, box: int) -> tuple[Any, ...]:
+    """What ``Cache`` begins with, up to the strides."""
+    strides = strides_in_use(k_cache)
+    if k_cache.dtype.itemsize > 1:
+        shape = tuple(k_cache.shape)
+        return *_descriptors(k_cache.data_ptr(), k_cache.dtype, shape, strides, box, k_cache.device), None, 0, 0, 0
+    lines = _lines(k_cache.data_ptr(), tuple(k_cache.shape), strides, box, k_cache.device)
+    return lines, None, k_cache, *(stride // _ALIGN_BYTES for stride in strides)
+
+
+@functools.lru_cache(maxsize=1024)
+def _lines(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: int, device: torch.device
+) -> TensorDescriptor:
+    """A TMA descriptor of 128 bytes of ``box`` keys of a cache of one-byte numbers, as numbers of two bytes."""
+    if address % _ALIGN_BYTES or any(stride % _ALIGN_BYTES for stride in strides):
+        raise ValueError(f"k_cache must have rows that begin at multiples of 16 bytes, got strides {(*strides, 1)}")
+    halves = [stride // 2 for stride in strides]
+    return describe(Address(address, torch.bfloat16), (*shape[:3], shape[3] // 2), halves, (1, box, 1, 64))
+
+
 @functools.lru_cache(maxsize=1024)
 def _descriptors(
-    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], device: torch.device
+    address: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: int,
+    device: torch.device,
 ) -> tuple[TensorDescriptor, TensorDescriptor | None]:
-    """TMA descriptors of a cache [pages, page_size, h_kv, d]: of 256 columns of a block of keys, and of its rope."""
+    """TMA descriptors of a cache [pages, page_size, h_kv, d]: of 256 columns of ``box`` keys, and of their rope."""
     if address % 16 or any(stride % _ALIGN for stride in strides):
         raise ValueError(f"k_cache must have rows that begin at multiples of 16 bytes, got strides {(*strides, 1)}")
-    return _tiles(Address(address, dtype), shape, strides, (1, KEYS.value, 1))
+    return _tiles(Address(address, dtype), shape, strides, (1, box, 1))
 
 
 def _tiles(

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flashlatte.kernels.hopper.mla_tiles import COPY, KEYS, ROWS, SCORE_COLS, SCORE_ROWS
+from flashlatte.kernels.hopper.ptx.threads import lanes_below_zero
 from flashlatte.runtime.gluon_compat import cta_barrier
 
 
@@ -34,20 +35,33 @@ def mask_of(length, causal_offset, heads, first_row):
 
 
 @gluon.jit
-def apply_mask(scores, mask, page, first_key, left, right):
-    """Scores [64, 64] of the block at ``first_key``, -inf where a row does not see the key.
+def apply_mask(scores, mask, page, first_key, left, right, PLAN: gl.constexpr):
+    """Scores [64, 64] of the block at ``first_key``, -inf where a row does not see the key. ``page``: its page or, of
+    each box, pages, as ``schedule.page_of`` has them.
 
     What lies in the cache beyond a request's end may be NaN, which P of zero would not hide: it is zeroed.
     """
-    if (first_key + KEYS > mask.seen_by_all) | (page < 0):
+    BOX: gl.constexpr = PLAN.box
+    absent = page < 0
+    if BOX < KEYS:
+        absent_boxes = lanes_below_zero(page)
+        absent = absent_boxes != 0
+    if (first_key + KEYS > mask.seen_by_all) | absent:
         key = first_key + gl.arange(0, KEYS, SCORE_COLS)
-        seen = gl.where(page < 0, 0, mask.seen)
+        seen = mask.seen
+        if BOX < KEYS:
+            box = gl.arange(0, KEYS, SCORE_COLS) // BOX
+            key = gl.where((absent_boxes >> box) & 1 == 0, key, 2**31 - 1)
+        else:
+            seen = gl.where(absent, 0, seen)
         scores = gl.where(key[None, :] < seen[:, None], scores, float("-inf"))
-        if first_key + KEYS > mask.length:
-            _zero_rows(left, mask.length - first_key)
-            _zero_rows(right, mask.length - first_key)
-            fence_async_shared()
-            cta_barrier()
+        # What is cast is zero there.
+        if not PLAN.one_byte:  # noqa: SIM102
+            if first_key + KEYS > mask.length:
+                _zero_rows(left, mask.length - first_key)
+                _zero_rows(right, mask.length - first_key)
+                fence_async_shared()
+                cta_barrier()
     return scores
 
 

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper.mla_tiles import KEYS, LATENT, ROWS
+from flashlatte.kernels.hopper.ptx.threads import lane
 from flashlatte.ops.dense_decode.hopper.tiles import PAIR
 from flashlatte.split_kv import device
 from flashlatte.split_kv.gluon import find_range
@@ -55,16 +56,20 @@ class Plan(NamedTuple):
     """What is settled when the kernel is compiled.
 
     Attributes:
+        one_byte: whether keys are one-byte numbers, which the producer casts.
         has_rope: whether rows have 64 columns more than the 512 of a value.
-        blocks_per_page: blocks of 64 keys.
+        box: keys that lie in one page, of the 64 of a block: 64, or 8, 16, 32 if no more divide a page.
+        boxes_per_page: so many of them.
         overhead: what starting on a request costs, in steps of two blocks.
         split_steps: steps of a fixed split; None for balanced ranges.
         max_splits: splits are longer if a request would have more than so many.
         stream_k: whether a CTA finishes what another began (``fixup``), or leaves that to the combine kernel.
     """
 
+    one_byte: Any
     has_rope: Any
-    blocks_per_page: Any
+    box: Any
+    boxes_per_page: Any
     overhead: Any
     split_steps: Any
     max_splits: Any
@@ -135,17 +140,28 @@ def partial(work, continues_item, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def page_of(table, request, block, num_blocks, PLAN: gl.constexpr):
-    """The page that holds a block of keys, -1 if it is not in the cache. Blocks beyond the last count as the last."""
-    column = gl.maximum(gl.minimum(block, num_blocks - 1), 0) // PLAN.blocks_per_page
+def page_of(table, request, block, num_boxes, PLAN: gl.constexpr):
+    """The page that holds a block of keys, -1 if it is not in the cache. Blocks beyond the last count as the last.
+
+    Where a block has several boxes each lane of a warp has the page of one of them, the last lanes that of the last
+    one; -1 also beyond the request's last box.
+    """
+    BOXES: gl.constexpr = KEYS // PLAN.box
+    box = block
+    if BOXES > 1:
+        box = block * BOXES + gl.minimum(lane(), BOXES - 1)
+    column = gl.maximum(gl.minimum(box, num_boxes - 1), 0) // PLAN.boxes_per_page
     page = gl.load(table.pages + request.to(gl.int64) * table.stride + column)
-    return gl.where((page >= 0) & (page < table.num_pages), page, -1).to(gl.int32)
+    inside = (page >= 0) & (page < table.num_pages)
+    if BOXES > 1:
+        inside = inside & (box < num_boxes)
+    return gl.where(inside, page, -1).to(gl.int32)
 
 
 @gluon.jit
-def num_blocks(length):
-    """Blocks of 64 keys."""
-    return (length + KEYS - 1) // KEYS
+def num_boxes(length, PLAN: gl.constexpr):
+    """Boxes that hold a request's keys."""
+    return (length + PLAN.box - 1) // PLAN.box
 
 
 @gluon.jit

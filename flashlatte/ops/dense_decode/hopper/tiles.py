@@ -25,7 +25,7 @@ Q_ROPE_EMPTY = gl.constexpr(OWN_BARRIERS + 1)
 
 
 @gluon.jit
-def allocate(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr):
+def allocate(DTYPE: gl.constexpr, PLAN: gl.constexpr):
     q_left = allocate_half(DTYPE)
     q_right = allocate_half(DTYPE)
     k0_left = allocate_half(DTYPE)
@@ -34,12 +34,16 @@ def allocate(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr):
     k1_right = allocate_half(DTYPE)
     p0 = allocate_square(DTYPE)
     p1 = allocate_square(DTYPE)
-    # The consumers take the rope of the queries into registers when an item begins, so P can lie on it.
+    # The consumers take the rope of the queries into registers when an item begins, so P can lie on it. Beside a
+    # producer that casts they have too few: P of block 0 lies on that block's rope, whose last reader writes it.
     q_rope = p0
     k0_rope = p0
     k1_rope = p0
-    if HAS_ROPE:
-        k0_rope = allocate_square(DTYPE)
+    if PLAN.has_rope:
+        if PLAN.one_byte:
+            q_rope = allocate_square(DTYPE)
+        else:
+            k0_rope = allocate_square(DTYPE)
         k1_rope = allocate_square(DTYPE)
     return Tiles(
         q_left,

@@ -24,6 +24,7 @@ from flashlatte.kernels.hopper.mla_tiles import (
 from flashlatte.kernels.hopper.ptx import clusters as ptx_clusters
 from flashlatte.kernels.hopper.ptx import e4m3
 from flashlatte.kernels.hopper.ptx.registers import loaded
+from flashlatte.kernels.hopper.word_layouts import THREADS
 from flashlatte.ops.sparse_decode.hopper import layouts, schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.rows import (
     V32_SCALES,
@@ -112,7 +113,7 @@ def _block_loaded(block):
 def _first_scale(block, rows, PLAN: gl.constexpr):
     """The first of each token's scales, or NaN if the token is selected and has a NaN, wherever."""
     scale = block.scales[0]
-    nan = e4m3.has_nan(block.pieces, 16 // layouts.THREADS) & _own(rows.valid)
+    nan = e4m3.has_nan(block.pieces, 16 // THREADS) & _own(rows.valid)
     nan = gl.convert_layout(nan, scale.type.layout, assert_trivial=True)
     return gl.where(nan, e4m3.NAN_FLOAT if PLAN.format == V32 else e4m3.NAN_EXPONENTS, scale)
 

@@ -1,46 +1,9 @@
-"""What a thread of the producer has of the rows that it loads, dequantizes and stores, and of those that it copies."""
+"""What a thread of the producer has of the rows that it copies, or dequantizes for a cluster; see ``word_layouts``."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-# Threads that have a token's words between them.
-THREADS = gl.constexpr(4)
-
-
-@gluon.constexpr_function
-def words_layout(GROUPS, WIDTH):
-    """Words [64, GROUPS, WIDTH] of 256 columns, or of 128 or 64: a thread has 16 bytes at a time of two tokens.
-
-    Eight threads that store together have two tokens' neighbouring 128 bytes of bf16, in different banks.
-    """
-    more = [[0, 0, 16]] if WIDTH == 32 else []
-    more += [[0, bit, 0] for bit in (1, 2) if bit < GROUPS]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 2], *more, [32, 0, 0]],
-        lane_bases=[[0, 0, 4], [0, 0, 8], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        warp_bases=[[8, 0, 0], [16, 0, 0]],
-        block_bases=[],
-        shape=[64, GROUPS, WIDTH],
-    )
-
-
-@gluon.constexpr_function
-def flat(LAYOUT):
-    """The layout of the same words as [64, GROUPS · WIDTH]."""
-    _, groups, width = LAYOUT.shape
-
-    def flattened(bases):
-        return [[token, group * width + word] for token, group, word in bases]
-
-    return gl.DistributedLinearLayout(
-        reg_bases=flattened(LAYOUT.reg_bases),
-        lane_bases=flattened(LAYOUT.lane_bases),
-        warp_bases=flattened(LAYOUT.warp_bases),
-        block_bases=[],
-        shape=[LAYOUT.shape[0], groups * width],
-    )
 
 
 @gluon.constexpr_function
@@ -65,18 +28,6 @@ def copy_layout(WIDTH, IS_PLAIN):
 @gluon.constexpr_function
 def tokens_layout(IS_PLAIN):
     return gl.SliceLayout(1, copy_layout(32, IS_PLAIN))
-
-
-# Lines [64, 8] of 128 bytes of the rows of caches with scales.
-LINES = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 4], [32, 0]],
-        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[8, 0], [16, 0]],
-        block_bases=[],
-        shape=[64, 8],
-    )
-)
 
 
 @gluon.constexpr_function

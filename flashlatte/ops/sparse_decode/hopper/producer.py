@@ -28,6 +28,7 @@ from flashlatte.kernels.hopper.mla_tiles import (
 )
 from flashlatte.kernels.hopper.ptx import e4m3, memory
 from flashlatte.kernels.hopper.ptx.registers import loaded
+from flashlatte.kernels.hopper.word_layouts import LINES, SWIZZLED_WORDS, THREADS, flat, words_layout
 from flashlatte.ops.sparse_decode.hopper import layouts, schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.rows import (
     PLAIN_ROPE,
@@ -43,7 +44,7 @@ from flashlatte.ops.sparse_decode.hopper.rows import (
     token_bytes,
     wait_empty,
 )
-from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, SWIZZLED_WORDS, V32
+from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32
 from flashlatte.runtime.gluon_compat import reinterpret
 
 
@@ -67,7 +68,7 @@ def _load_words(rows, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
     """Words from FIRST of all rows. Those of tokens that are not selected come from elsewhere, and get the scale 0."""
     GROUPS: gl.constexpr = LAYOUT.shape[1]
     WIDTH: gl.constexpr = LAYOUT.shape[2]
-    FLAT: gl.constexpr = layouts.flat(LAYOUT)
+    FLAT: gl.constexpr = flat(LAYOUT)
     tokens: gl.constexpr = gl.SliceLayout(1, FLAT)
     word = FIRST + gl.arange(0, GROUPS * WIDTH, gl.SliceLayout(0, FLAT))
     pointers = gl.convert_layout(rows.words, tokens, assert_trivial=True)[:, None] + word[None, :]
@@ -79,17 +80,17 @@ def _load_words(rows, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
 def load_half(rows, SIDE: gl.constexpr, PLAN: gl.constexpr):
     """Ask for half of the rows."""
     if PLAN.format == V32:
-        LAYOUT: gl.constexpr = layouts.words_layout(2, 32)
+        LAYOUT: gl.constexpr = words_layout(2, 32)
         words = _load_words(rows, SIDE * 64, LAYOUT)
         group = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
         pointers = _per_group(rows.words, LAYOUT) + (V32_SCALES + 2 * SIDE + group)[None, :]
         pointers, mask = gl.broadcast(pointers, _per_group(rows.valid, LAYOUT))
         return Half(words, rows.valid, gl.load(pointers, mask=mask, other=0))
     elif PLAN.format == MODEL1:
-        words = _load_words(rows, SIDE * 64, layouts.words_layout(4 - 2 * SIDE, 16))
+        words = _load_words(rows, SIDE * 64, words_layout(4 - 2 * SIDE, 16))
         tail = rows.valid
         if SIDE == 1:
-            tail = _load_words(rows, 96, layouts.words_layout(1, 16))
+            tail = _load_words(rows, 96, words_layout(1, 16))
         return Half(words, tail, gl.load(rows.scales + SIDE, mask=rows.valid, other=0))
     else:
         return rows
@@ -175,8 +176,8 @@ def _selected_nan(words, rows):
     """Which tokens are selected and have a NaN in ``words`` [64, groups, n]."""
     LAYOUT: gl.constexpr = words.type.layout
     NUMBER: gl.constexpr = words.shape[1] * words.shape[2]
-    words = gl.convert_layout(words.reshape([KEYS, NUMBER]), layouts.flat(LAYOUT), assert_trivial=True)
-    nan = e4m3.has_nan((words,), NUMBER // layouts.THREADS)
+    words = gl.convert_layout(words.reshape([KEYS, NUMBER]), flat(LAYOUT), assert_trivial=True)
+    nan = e4m3.has_nan((words,), NUMBER // THREADS)
     return gl.convert_layout(nan, rows.valid.type.layout, assert_trivial=True) & rows.valid
 
 
@@ -201,8 +202,8 @@ def _prefetch(rows, PLAN: gl.constexpr):
     """Bring rows with scales into the L2 cache."""
     if PLAN.format != PLAIN:
         LAST: gl.constexpr = (token_bytes(PLAN.format) - 1) // 128
-        tokens: gl.constexpr = gl.SliceLayout(1, layouts.LINES)
-        line = gl.arange(0, 8, gl.SliceLayout(0, layouts.LINES))
+        tokens: gl.constexpr = gl.SliceLayout(1, LINES)
+        line = gl.arange(0, 8, gl.SliceLayout(0, LINES))
         words = gl.convert_layout(rows.words, tokens, assert_trivial=True)[:, None]
         pointers = words + (gl.minimum(line, LAST) * (128 // 4))[None, :]
         if PLAN.format == MODEL1:

@@ -13,8 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.mla_tiles import KEYS, ROWS
+from flashlatte.kernels.hopper.word_layouts import SWIZZLED_WORDS
 from flashlatte.ops.sparse_decode.hopper import layouts, schedule
-from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, SWIZZLED_WORDS, V32
+from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32
 from flashlatte.runtime.gluon_compat import cp_async, reinterpret
 
 # Bytes of a token's scales in model1, which follow the tokens of a page.

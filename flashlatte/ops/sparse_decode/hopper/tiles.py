@@ -24,8 +24,6 @@ from flashlatte.runtime.gluon_compat import reinterpret
 
 OUTPUT = OUTPUT_128
 OUTPUT_ROWS = gl.constexpr(gl.SliceLayout(1, OUTPUT))
-# A tile as words of two bf16.
-SWIZZLED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 
 # Named barriers. Half of a block of keys is there: the producer to the consumer that scores it.
 K0_LEFT_FULL = gl.constexpr(OWN_BARRIERS)

@@ -1,0 +1,57 @@
+"""What a thread of a producer has of rows of one-byte numbers that it loads, casts to 16 bits and stores in a tile."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# A tile of 16-bit numbers as words of two.
+SWIZZLED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+# Threads that have a token's words between them.
+THREADS = gl.constexpr(4)
+
+
+@gluon.constexpr_function
+def words_layout(GROUPS, WIDTH):
+    """Words [64, GROUPS, WIDTH] of 256 columns, or of 128 or 64: a thread has 16 bytes at a time of two tokens.
+
+    Eight threads that store together have two tokens' neighbouring 128 bytes of bf16, in different banks.
+    """
+    more = [[0, 0, 16]] if WIDTH == 32 else []
+    more += [[0, bit, 0] for bit in (1, 2) if bit < GROUPS]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], *more, [32, 0, 0]],
+        lane_bases=[[0, 0, 4], [0, 0, 8], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=[[8, 0, 0], [16, 0, 0]],
+        block_bases=[],
+        shape=[64, GROUPS, WIDTH],
+    )
+
+
+@gluon.constexpr_function
+def flat(LAYOUT):
+    """The layout of the same words as [64, GROUPS · WIDTH]."""
+    _, groups, width = LAYOUT.shape
+
+    def flattened(bases):
+        return [[token, group * width + word] for token, group, word in bases]
+
+    return gl.DistributedLinearLayout(
+        reg_bases=flattened(LAYOUT.reg_bases),
+        lane_bases=flattened(LAYOUT.lane_bases),
+        warp_bases=flattened(LAYOUT.warp_bases),
+        block_bases=[],
+        shape=[LAYOUT.shape[0], groups * width],
+    )
+
+
+# Lines [64, 8] of 128 bytes of the rows.
+LINES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 4], [32, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[8, 0], [16, 0]],
+        block_bases=[],
+        shape=[64, 8],
+    )
+)

@@ -1,0 +1,226 @@
+"""The producer over a cache of one-byte numbers: four warps that cast keys to the queries' type on their way.
+
+A half of a block waits in registers until its tile is empty; the next half is under way by then, and the next step's
+blocks are being brought into the L2 cache. What threads store is fenced by the consumers: a fence waits for loads in
+flight, and they have none. Tiles hold the numbers as they are, exactly; their scale is applied to scores and output.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from flashlatte.kernels.hopper import barriers
+from flashlatte.kernels.hopper.mla_tiles import (
+    HALF,
+    K0_LEFT_EMPTY,
+    K0_RIGHT_EMPTY,
+    K1_LEFT_EMPTY,
+    K1_RIGHT_EMPTY,
+    KEYS,
+    LATENT,
+    ROPE,
+)
+from flashlatte.kernels.hopper.ptx import e4m3, memory
+from flashlatte.kernels.hopper.ptx.registers import loaded
+from flashlatte.kernels.hopper.ptx.threads import of_lane, of_lanes
+from flashlatte.kernels.hopper.word_layouts import SWIZZLED_WORDS, THREADS, flat, words_layout
+from flashlatte.ops.dense_decode.hopper import queries, schedule
+from flashlatte.ops.dense_decode.hopper.producer import finish
+from flashlatte.ops.dense_decode.hopper.tiles import Q_EMPTY
+from flashlatte.runtime.gluon_compat import reinterpret
+from flashlatte.split_kv import device
+
+# Of a block's rows as numbers of two bytes, to be prefetched: the kernel's first argument.
+_DESCRIPTOR = gl.constexpr("dense_decode_kernel_param_0")
+# Words of half a row, and of a rope.
+_HALF_WORDS = gl.constexpr(HALF.value // 4)
+_ROPE_WORDS = gl.constexpr(ROPE.value // 4)
+_HALF_LAYOUT = gl.constexpr(flat(words_layout(2, 32)))
+_ROPE_LAYOUT = gl.constexpr(flat(words_layout(1, 16)))
+_TOKENS = gl.constexpr(gl.SliceLayout(1, _HALF_LAYOUT))
+
+
+class Keys(NamedTuple):
+    """The cache [pages, page_size, h_kv, d] as int32, and its strides in units of 16 bytes."""
+
+    words: Any
+    stride_page: Any
+    stride_token: Any
+    stride_head: Any
+
+
+class Rows(NamedTuple):
+    """Keys of a block: pointers to their words [64], and which of them there are."""
+
+    words: Any
+    valid: Any
+
+
+class Half(NamedTuple):
+    """Words of half of a block, and of its rope; without rope, the half's once more."""
+
+    words: Any
+    rope: Any
+
+
+@gluon.jit
+def _rows_of(page, block, length, keys, kv_head, PLAN: gl.constexpr):
+    """A block's keys; ``page`` as ``schedule.page_of`` has it. Those that are not there are read from elsewhere."""
+    PAGE_SIZE: gl.constexpr = PLAN.box * PLAN.boxes_per_page
+    token = gl.arange(0, KEYS, _TOKENS)
+    valid = block * KEYS + token < length
+    if PLAN.box == KEYS:
+        valid = valid & (page >= 0)
+        first = gl.maximum(page, 0).to(gl.int64) * keys.stride_page
+        first += (block % PLAN.boxes_per_page * KEYS).to(gl.int64) * keys.stride_token
+    else:
+        page = of_lanes(page, token // PLAN.box)
+        valid = valid & (page >= 0)
+        first = gl.maximum(page, 0).to(gl.int64) * keys.stride_page
+        token = (block * KEYS % PAGE_SIZE + token) % PAGE_SIZE
+    offset = first + token.to(gl.int64) * keys.stride_token + kv_head * keys.stride_head
+    return Rows(keys.words + offset * 4, valid)
+
+
+@gluon.jit
+def _load_words(rows, FIRST: gl.constexpr, WORDS: gl.constexpr, LAYOUT: gl.constexpr):
+    tokens: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    word = FIRST + gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
+    return gl.load(gl.convert_layout(rows.words, tokens, assert_trivial=True)[:, None] + word[None, :])
+
+
+@gluon.jit
+def _load_left(rows):
+    words = _load_words(rows, 0, _HALF_WORDS, _HALF_LAYOUT)
+    return Half(words, words)
+
+
+@gluon.jit
+def _load_right(rows, HAS_ROPE: gl.constexpr):
+    words = _load_words(rows, _HALF_WORDS, _HALF_WORDS, _HALF_LAYOUT)
+    if HAS_ROPE:
+        return Half(words, _load_words(rows, LATENT // 4, _ROPE_WORDS, _ROPE_LAYOUT))
+    else:
+        return Half(words, words)
+
+
+@gluon.jit
+def _wait_loaded(half, HAS_ROPE: gl.constexpr):
+    """A half whose words have come."""
+    (words,) = loaded((half.words,), 2 * _HALF_WORDS // THREADS)
+    if HAS_ROPE:
+        (rope,) = loaded((half.rope,), 2 * _ROPE_WORDS // THREADS)
+        return Half(words, rope)
+    else:
+        return Half(words, words)
+
+
+@gluon.jit
+def _prefetch(page, block, kv_head, PLAN: gl.constexpr):
+    """Bring a block into the L2 cache, by the copy engine: lines that threads name take turns with all else in shared
+    memory, a cycle each."""
+    BOXES: gl.constexpr = KEYS // PLAN.box
+    NUMBERS: gl.constexpr = (LATENT + (ROPE if PLAN.has_rope else 0)) // 2
+    if BOXES == 1:
+        memory.prefetch_boxes(_DESCRIPTOR, page, block % PLAN.boxes_per_page * KEYS, kv_head, NUMBERS)
+    else:
+        for box in gl.static_range(BOXES):
+            token = (block * BOXES + box) % PLAN.boxes_per_page * PLAN.box
+            memory.prefetch_boxes(_DESCRIPTOR, of_lane(page, box), token, kv_head, NUMBERS)
+
+
+@gluon.jit
+def _factor(half, rows, HAS_ROPE: gl.constexpr, DTYPE: gl.constexpr):
+    """What each key is multiplied with: 0 if it is not there, NaN if it has one in this half."""
+    nan = e4m3.has_nan((half.words,), _HALF_WORDS // THREADS)
+    if HAS_ROPE:
+        rope_nan = e4m3.has_nan((half.rope,), _ROPE_WORDS // THREADS)
+        nan = nan | gl.convert_layout(rope_nan, nan.type.layout, assert_trivial=True)
+    factor = gl.where(nan, e4m3.nan_factor(DTYPE), e4m3.exact_factor(DTYPE))
+    return gl.where(rows.valid, gl.convert_layout(factor, _TOKENS, assert_trivial=True), 0)
+
+
+@gluon.jit
+def _store(tile, words, factor, DTYPE: gl.constexpr):
+    LAYOUT: gl.constexpr = words.type.layout
+    target = reinterpret(tile.index(0), gl.int32, [KEYS, words.shape[1] * 2], SWIZZLED_WORDS)
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    target.store(e4m3.expand(words, factor, DTYPE))
+
+
+@gluon.jit
+def _fill(tile, rope_tile, half, factor, full, HAS_ROPE: gl.constexpr):
+    """Fill half of a block, and say so."""
+    _store(tile, half.words, factor, tile.dtype)
+    if HAS_ROPE:
+        _store(rope_tile, half.rope, factor, tile.dtype)
+    mbarrier.arrive(full)
+
+
+@gluon.jit
+def produce(query, corner, keys, table, lists, work, tiles, full, scratch, PLAN: gl.constexpr):
+    HAS_ROPE: gl.constexpr = PLAN.has_rope
+    DTYPE: gl.constexpr = tiles.k0_left.dtype
+    kv_head = work.group.kv_head
+    cta_range = work.range
+    cost = cta_range.first_cost
+    length = device.key_count(cta_range.first, lists)
+    # True. Without these branches the compiler would move the wait for the next half before the arrival of this one.
+    always = lists.num_items > 0
+    for item in range(cta_range.first, cta_range.stop):
+        steps = schedule.num_steps(length)
+        begin, end = device.split_of(cta_range, cost, steps, PLAN.overhead)
+        boxes = schedule.num_boxes(length, PLAN)
+        cost += PLAN.overhead + steps
+        if end > begin:
+            page0 = schedule.page_of(table, item, 2 * begin, boxes, PLAN)
+            page1 = schedule.page_of(table, item, 2 * begin + 1, boxes, PLAN)
+            _prefetch(page1, 2 * begin + 1, kv_head, PLAN)
+            rows0 = _rows_of(page0, 2 * begin, length, keys, kv_head, PLAN)
+            left0 = _load_left(rows0)
+            barriers.wait(Q_EMPTY, barriers.ALL)
+            queries.load(tiles, full.q, query, corner, item, work, HAS_ROPE)
+            queries.load_rope(tiles, full.q, query, corner, item, work, HAS_ROPE)
+            for step in range(begin, end):
+                block = 2 * step
+                left0 = _wait_loaded(left0, False)
+                right0 = _load_right(rows0, HAS_ROPE)
+                page0 = schedule.page_of(table, item, block + 2, boxes, PLAN)
+                factor = _factor(left0, rows0, False, DTYPE)
+                if always:
+                    barriers.wait(K0_LEFT_EMPTY, barriers.PAIR)
+                    _fill(tiles.k0_left, tiles.k0_rope, left0, factor, full.k0_left, False)
+
+                right0 = _wait_loaded(right0, HAS_ROPE)
+                rows1 = _rows_of(page1, block + 1, length, keys, kv_head, PLAN)
+                left1 = _load_left(rows1)
+                _prefetch(page0, block + 2, kv_head, PLAN)
+                factor = _factor(right0, rows0, HAS_ROPE, DTYPE)
+                if always:
+                    barriers.wait(K0_RIGHT_EMPTY, barriers.PAIR)
+                    _fill(tiles.k0_right, tiles.k0_rope, right0, factor, full.k0_right, HAS_ROPE)
+                    if step == begin:
+                        queries.signal(full.q, query)
+
+                left1 = _wait_loaded(left1, False)
+                right1 = _load_right(rows1, HAS_ROPE)
+                page1 = schedule.page_of(table, item, block + 3, boxes, PLAN)
+                factor = _factor(left1, rows1, False, DTYPE)
+                if always:
+                    barriers.wait(K1_LEFT_EMPTY, barriers.PAIR)
+                    _fill(tiles.k1_left, tiles.k1_rope, left1, factor, full.k1_left, False)
+
+                right1 = _wait_loaded(right1, HAS_ROPE)
+                rows0 = _rows_of(page0, block + 2, length, keys, kv_head, PLAN)
+                left0 = _load_left(rows0)
+                _prefetch(page1, block + 3, kv_head, PLAN)
+                factor = _factor(right1, rows1, HAS_ROPE, DTYPE)
+                if always:
+                    barriers.wait(K1_RIGHT_EMPTY, barriers.PAIR)
+                    _fill(tiles.k1_right, tiles.k1_rope, right1, factor, full.k1_right, HAS_ROPE)
+        length = device.key_count(item + 1, lists)
+    finish(scratch, work, PLAN)
