@@ -230,7 +230,10 @@ class MLAAttention(nn.Module):
 
 
 def _check_same_cache(metadata: MLAMetadata, pages: torch.Tensor) -> None:
-    """Pages and slots mean something else in a cache of other pages, and no kernel could tell."""
+    """Pages and slots mean something else in a cache of other pages, or in another step, and no kernel could tell."""
+    # A compiled layer would be compiled again for each number.
+    if not torch.compiler.is_compiling() and metadata.is_overwritten:
+        raise ValueError("metadata must be the last that its builder built, whose buffers hold another step by now")
     if metadata.page_size != pages.shape[1]:
         raise ValueError(
             f"metadata was built for pages of {metadata.page_size} tokens, and the cache has pages of {pages.shape[1]}"

@@ -10,6 +10,7 @@ import torch
 from flashlatte.kv_cache import get_format
 from flashlatte.layers.absorbed import MAX_ABSORBED_QUERIES
 from flashlatte.layers.metadata import (
+    Buffers,
     DecodePart,
     MLAMetadata,
     PrefillPart,
@@ -31,7 +32,7 @@ class MLAMetadataBuilder:
 
     The decode part, positions and slots lie in buffers of this object, which ``build`` overwrites: a CUDA graph that
     was captured with the metadata of one decode step replays for the next step of as many requests and tokens, once
-    ``build`` was called for it. So only the last metadata built is valid.
+    ``build`` was called for it. So only the last metadata built is valid, and a layer refuses another.
 
     Args:
         page_size: tokens in a page.
@@ -82,6 +83,7 @@ class MLAMetadataBuilder:
         selects = selects_every_token(get_format(cache_format).name)
         # Where every token is selected, layers attend as those without an indexer do.
         room = 0 if topk is None or topk >= max_seq_len else topk
+        self._buffers = Buffers()
         # Made in inference mode they could not be overwritten outside of it.
         with torch.inference_mode(False), torch.device(device):
             self._positions = torch.zeros(max_tokens, dtype=torch.int64)
@@ -138,6 +140,7 @@ class MLAMetadataBuilder:
         pads, queries = self._pads(pad_requests_to, pad_queries, query_lens, decoding)
         spans = [range(length - count, length) for count, length in zip(query_lens, lengths, strict=True)]
         positions = list(itertools.chain.from_iterable(spans))
+        self._buffers.builds += 1
         self._positions[:tokens].copy_(torch.tensor(positions, dtype=torch.int64))
         if requests:
             columns = min(block_table.shape[1], self.max_pages)
@@ -181,6 +184,8 @@ class MLAMetadataBuilder:
             decode=self._decode_part(decode_lens) if any(decode_lens) else None,
             prefill=self._prefill_part(query_lens, lengths, decoding, sparse_prefill) if decoding < requests else None,
             selection=selection,
+            buffers=self._buffers,
+            build=self._buffers.builds,
         )
 
     def _selection(self, query_lens: list[int], lengths: list[int], decoding: int, total: int) -> Selection | None:

@@ -91,6 +91,17 @@ class PrefillPart:
     workspace: torch.Tensor | None = None
 
 
+@dataclass
+class Buffers:
+    """Of a builder.
+
+    Attributes:
+        builds: steps whose metadata it has held.
+    """
+
+    builds: int = 0
+
+
 @dataclass(frozen=True)
 class MLAMetadata:
     """A flat batch of tokens, those of decode requests first; one for all layers of a model.
@@ -106,6 +117,7 @@ class MLAMetadata:
         decode, prefill: the two parts; None if empty.
         selection: for layers with an indexer: what it chose; None for layers without.
         sharding: which of the keys the cache has; None: all of them.
+        buffers, build: what its tensors lie in, and its number among the steps built there; None if they are its own.
     """
 
     num_tokens: int
@@ -119,6 +131,13 @@ class MLAMetadata:
     prefill: PrefillPart | None
     selection: Selection | None = None
     sharding: Sharding | None = None
+    buffers: Buffers | None = None
+    build: int = 0
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether its buffers hold another step by now."""
+        return self.buffers is not None and self.buffers.builds != self.build
 
     def to(self, device: torch.device) -> MLAMetadata:
         """The same on another device."""

@@ -187,3 +187,11 @@ def test_w_uk_and_w_uv_are_views_of_kv_b():
 
 def test_softmax_scale_of_the_stock_module(model):
     assert MLAConfig.from_transformers(model.config).softmax_scale == pytest.approx(model.module.scaling, rel=1e-12)
+
+
+def test_metadata_whose_buffers_hold_another_step_is_refused():
+    engine = Engine(layer_like(stock("v3")), hidden_states((20, 30)), "fp32")
+    first = engine.builder.build([0, 2], [2], engine.table[:1])
+    engine.builder.build([0, 2], [2], engine.table[1:2])
+    with pytest.raises(ValueError, match=r"^metadata must be the last that its builder built"):
+        engine.layer(torch.zeros(2, engine.layer.config.hidden_size), engine.cache, first)

@@ -31,9 +31,10 @@ def forward(
     out.zero_()
     lse.fill_(empty_lse)
     for rows, keys, visible in _blocks(q, k, cu_seqlens_q, cu_seqlens_k, window_left, window_right):
-        scores = torch.einsum("skgd,nkd->kgsn", _grouped(q[rows], k), _wide(k[keys])) * softmax_scale
+        key, value = _seen(k[keys], visible), _seen(v[keys], visible)
+        scores = torch.einsum("skgd,nkd->kgsn", _grouped(q[rows], k), key) * softmax_scale
         weights, row_lse = attend(scores, visible)
-        out[rows] = torch.einsum("kgsn,nkd->skgd", weights, _wide(v[keys])).flatten(1, 2).to(out.dtype)
+        out[rows] = torch.einsum("kgsn,nkd->skgd", weights, value).flatten(1, 2).to(out.dtype)
         row_lse = row_lse.flatten(0, 1).T  # [rows, h]
         lse[rows] = torch.where(row_lse.isneginf(), empty_lse, row_lse)
 
@@ -65,7 +66,7 @@ def backward(
     dq.zero_()
     dk_sum, dv_sum = (torch.zeros_like(x, dtype=_wide(x).dtype) for x in (k, v))
     for rows, keys, visible in _blocks(q, k, cu_seqlens_q, cu_seqlens_k, window_left, window_right):
-        query, key, value = _grouped(q[rows], k), _wide(k[keys]), _wide(v[keys])
+        query, key, value = _grouped(q[rows], k), _seen(k[keys], visible), _seen(v[keys], visible)
         row_lse = torch.where(lse[rows].isinf(), 0.0, lse[rows])
         drow = (_wide(out[rows]) * _wide(dout[rows])).sum(dim=-1)
         if dlse is not None:
@@ -106,6 +107,11 @@ def _blocks(
             own = torch.arange(row - first_q, stop - first_q, device=q.device)[:, None] + shift
             visible = (position >= own - window_left) & (position <= own + window_right)
             yield slice(row, stop), slice(first_k, end_k), visible
+
+
+def _seen(x: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """The rows that some query sees, and zeros for the others, which may hold anything."""
+    return torch.where(visible.any(dim=0)[:, None, None], _wide(x), 0.0)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

@@ -96,6 +96,18 @@ def test_any_boundaries_leave_no_row_out(name, boundaries, monkeypatch):
     check(replace(TOY, unowned=0).inputs() | {name: torch.tensor(boundaries, dtype=torch.int64)})
 
 
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_keys_that_no_query_sees_may_be_nan(backend):
+    arguments = replace(TOY, batch=1, s_q=9, s_k=60, varlen=False, window=(11, 0), unowned=0).inputs()
+    first_seen = 60 - 9 - 11
+    clean = run(arguments, backend)
+    for name in ("k", "v"):
+        arguments[name] = arguments[name].clone()
+        arguments[name][:first_seen] = torch.nan
+    for result, expected in zip(run(arguments, backend), clean, strict=True):
+        assert torch.equal(result, expected)
+
+
 def test_output_with_gaps_between_its_rows():
     arguments = CAUSAL.inputs()
     tokens = arguments["q"].shape[0]

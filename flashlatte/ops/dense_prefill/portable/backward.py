@@ -18,6 +18,7 @@ from flashlatte.ops.dense_prefill.portable.tiles import (
     load_parts_and_dot,
     load_tile,
     phases,
+    seen_by_some,
     sees,
 )
 from flashlatte.runtime.triton_kernel import kernel
@@ -116,13 +117,15 @@ def keys_kernel(
     )
     first = tl.where(tile < tiles, tile * BLOCK_N, s_k)
     shift = s_q - s_k
-    begin, full, partial, end = phases(first, s_k, s_q, shift, window_right, window_left, BLOCK_N, BLOCK_M)
+    begin, _, full, partial, end = phases(first, s_k, s_q, shift, window_right, window_left, BLOCK_N, BLOCK_M)
     key = first + tl.arange(0, BLOCK_N)
     lower, upper = sees(key, s_q, shift, window_right, window_left)
     k += (k_begin.to(tl.int64) * k_stride_token + kv_head * k_stride_head) * ALIGN
     v += (k_begin.to(tl.int64) * v_stride_token + kv_head * v_stride_head) * ALIGN
-    k_a, k_b = load_parts(k, k_stride_token, first, s_k, D, D_A, D_B, BLOCK_N, ALIGN, INTERPRETED)
-    value = load_tile(v, v_stride_token, first, s_k, 0, D_V, D_V_PADDED, BLOCK_N, ALIGN, INTERPRETED)
+    # What no query sees has no gradient, even if it is NaN.
+    own_first, own_limit = seen_by_some(s_k, s_q, shift, window_right, window_left)
+    k_a, k_b = load_parts(k, k_stride_token, first, own_first, own_limit, D, D_A, D_B, BLOCK_N, ALIGN, INTERPRETED)
+    value = load_tile(v, v_stride_token, first, own_first, own_limit, 0, D_V, D_V_PADDED, BLOCK_N, ALIGN, INTERPRETED)
     scale = softmax_scale * LOG2_E
 
     dk_a = tl.zeros([BLOCK_N, D_A], tl.float32)
@@ -141,9 +144,11 @@ def keys_kernel(
             row_lse = tl.max(tl.where(of_pair == 0, pair, float("-inf")), axis=1)
             row_delta = tl.sum(tl.where(of_pair == 1, pair, 0.0), axis=1)
             q_a, q_b, scores = load_parts_and_dot(
-                k_a, k_b, head_q, q_stride_token, start, s_q, D, D_A, D_B, BLOCK_M, ALIGN, INTERPRETED
+                k_a, k_b, head_q, q_stride_token, start, None, s_q, D, D_A, D_B, BLOCK_M, ALIGN, INTERPRETED
             )  # scores [BLOCK_N, BLOCK_M]
-            drow = load_tile(head_dout, dout_stride_token, start, s_q, 0, D_V, D_V_PADDED, BLOCK_M, ALIGN, INTERPRETED)
+            drow = load_tile(
+                head_dout, dout_stride_token, start, None, s_q, 0, D_V, D_V_PADDED, BLOCK_M, ALIGN, INTERPRETED
+            )
             dweights = tl.dot(value, tl.trans(drow))  # [BLOCK_N, BLOCK_M]
             weights = tl.exp2(scores * scale - row_lse[None, :])
             if (start < full) | (start >= partial):
@@ -211,7 +216,7 @@ def queries_kernel(
     )
     first = tl.where(tile < tiles, (tiles - 1 - tile) * BLOCK_M, s_q)
     shift = s_k - s_q
-    begin, full, partial, end = phases(first, s_q, s_k, shift, window_left, window_right, BLOCK_M, BLOCK_N)
+    begin, seen, full, partial, end = phases(first, s_q, s_k, shift, window_left, window_right, BLOCK_M, BLOCK_N)
     row = first + tl.arange(0, BLOCK_M)
     in_use = row < s_q
     lower, upper = sees(row, s_k, shift, window_left, window_right)
@@ -221,8 +226,8 @@ def queries_kernel(
     dout += (q_begin.to(tl.int64) * dout_stride_token + head * dout_stride_head) * ALIGN
     k += (k_begin.to(tl.int64) * k_stride_token + kv_head * k_stride_head) * ALIGN
     v += (k_begin.to(tl.int64) * v_stride_token + kv_head * v_stride_head) * ALIGN
-    q_a, q_b = load_parts(q, q_stride_token, first, s_q, D, D_A, D_B, BLOCK_M, ALIGN, INTERPRETED)
-    drow = load_tile(dout, dout_stride_token, first, s_q, 0, D_V, D_V_PADDED, BLOCK_M, ALIGN, INTERPRETED)
+    q_a, q_b = load_parts(q, q_stride_token, first, None, s_q, D, D_A, D_B, BLOCK_M, ALIGN, INTERPRETED)
+    drow = load_tile(dout, dout_stride_token, first, None, s_q, 0, D_V, D_V_PADDED, BLOCK_M, ALIGN, INTERPRETED)
     pair = sums + (head * total_q + q_begin + row) * 2
     row_lse = tl.load(pair, mask=in_use, other=float("inf"))
     row_delta = tl.load(pair + 1, mask=in_use, other=0.0)
@@ -232,9 +237,9 @@ def queries_kernel(
     dq_b = tl.zeros([BLOCK_M, D_B if D_B > 0 else 1], tl.float32)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         k_a, k_b, scores = load_parts_and_dot(
-            q_a, q_b, k, k_stride_token, start, s_k, D, D_A, D_B, BLOCK_N, ALIGN, INTERPRETED
+            q_a, q_b, k, k_stride_token, start, seen, end, D, D_A, D_B, BLOCK_N, ALIGN, INTERPRETED
         )  # scores [BLOCK_M, BLOCK_N]
-        value = load_tile(v, v_stride_token, start, s_k, 0, D_V, D_V_PADDED, BLOCK_N, ALIGN, INTERPRETED)
+        value = load_tile(v, v_stride_token, start, seen, end, 0, D_V, D_V_PADDED, BLOCK_N, ALIGN, INTERPRETED)
         dweights = tl.dot(drow, tl.trans(value))  # [BLOCK_M, BLOCK_N]
         weights = tl.exp2(scores * scale - row_lse[:, None])
         if (start < full) | (start >= partial):

@@ -70,14 +70,14 @@ def forward_kernel(
     )
     first = tl.where(tile < tiles, (tiles - 1 - tile) * BLOCK_M, s_q)
     shift = s_k - s_q
-    begin, full, partial, end = phases(first, s_q, s_k, shift, window_left, window_right, BLOCK_M, BLOCK_N)
+    begin, seen, full, partial, end = phases(first, s_q, s_k, shift, window_left, window_right, BLOCK_M, BLOCK_N)
     row = first + tl.arange(0, BLOCK_M)
     lower, upper = sees(row, s_k, shift, window_left, window_right)
     kv_head = (head // group).to(tl.int64)
     q += (q_begin.to(tl.int64) * q_stride_token + head.to(tl.int64) * q_stride_head) * ALIGN
     k += (k_begin.to(tl.int64) * k_stride_token + kv_head * k_stride_head) * ALIGN
     v += (k_begin.to(tl.int64) * v_stride_token + kv_head * v_stride_head) * ALIGN
-    q_a, q_b = load_parts(q, q_stride_token, first, s_q, D, D_A, D_B, BLOCK_M, ALIGN, INTERPRETED)
+    q_a, q_b = load_parts(q, q_stride_token, first, None, s_q, D, D_A, D_B, BLOCK_M, ALIGN, INTERPRETED)
     scale = softmax_scale * LOG2_E
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -85,7 +85,7 @@ def forward_kernel(
     values = tl.zeros([BLOCK_M, D_V_PADDED], tl.float32)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         _, _, scores = load_parts_and_dot(
-            q_a, q_b, k, k_stride_token, start, s_k, D, D_A, D_B, BLOCK_N, ALIGN, INTERPRETED
+            q_a, q_b, k, k_stride_token, start, seen, end, D, D_A, D_B, BLOCK_N, ALIGN, INTERPRETED
         )  # scores [BLOCK_M, BLOCK_N]
         if (start < full) | (start >= partial):
             key = (start + tl.arange(0, BLOCK_N))[None, :]
@@ -96,7 +96,7 @@ def forward_kernel(
         alpha = tl.exp2(row_max * scale - subtracted)
         row_sum = row_sum * alpha + tl.sum(p, axis=1)
         row_max = new_max
-        value = load_tile(v, v_stride_token, start, s_k, 0, D_V, D_V_PADDED, BLOCK_N, ALIGN, INTERPRETED)
+        value = load_tile(v, v_stride_token, start, seen, end, 0, D_V, D_V_PADDED, BLOCK_N, ALIGN, INTERPRETED)
         values = tl.dot(p.to(value.dtype), value, values * alpha[:, None])
 
     empty = row_sum == 0

@@ -37,15 +37,24 @@ def sees(own, others, shift, before, after):
 
 
 @triton.jit
+def seen_by_some(rows, others, shift, before, after):
+    """(first, limit) of the rows that see any of the others."""
+    shift = shift.to(tl.int64)
+    first = tl.minimum(tl.maximum(-(shift + after), 0), rows)
+    limit = tl.minimum(tl.maximum(others - shift + before, 0), rows)
+    return first.to(tl.int32), limit.to(tl.int32)
+
+
+@triton.jit
 def phases(first, rows, others, shift, before, after, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """(begin, full, partial, end) of what a tile of rows sees, in steps of BLOCK from begin: some rows see some of
-    begin to end - 1, and all rows all of full to partial - 1.
+    """(begin, seen, full, partial, end) of what a tile of rows sees, in steps of BLOCK from begin: some row sees each
+    of seen to end - 1, and all rows all of full to partial - 1.
     """
     last = tl.minimum(first + BLOCK_ROWS, rows) - 1
-    begin, first_upper = sees(first, others, shift, before, after)
+    seen, first_upper = sees(first, others, shift, before, after)
     last_lower, last_upper = sees(last, others, shift, before, after)
     end = tl.where(first < rows, last_upper + 1, 0)
-    return begin // BLOCK * BLOCK, tl.cdiv(last_lower, BLOCK) * BLOCK, (first_upper + 1) // BLOCK * BLOCK, end
+    return seen // BLOCK * BLOCK, seen, tl.cdiv(last_lower, BLOCK) * BLOCK, (first_upper + 1) // BLOCK * BLOCK, end
 
 
 @triton.jit
@@ -53,6 +62,7 @@ def load_tile(
     base,
     stride,
     start,
+    seen,
     limit,
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
@@ -61,10 +71,15 @@ def load_tile(
     ALIGN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Columns FIRST to FIRST + COUNT of rows ``start`` to start + ROWS, [ROWS, WIDTH]; 0 from row ``limit`` on."""
+    """Columns FIRST to FIRST + COUNT of rows ``start`` to start + ROWS, [ROWS, WIDTH]; 0 from row ``limit`` on, and
+    before row ``seen`` if that is not None.
+    """
     row = tl.arange(0, ROWS)
     offsets = row.to(tl.int64) * stride * ALIGN
-    return load_rows(base + stride * start * ALIGN, offsets, row < limit - start, FIRST, COUNT, WIDTH, INTERPRETED)
+    in_use = row < limit - start
+    if seen is not None:
+        in_use = in_use & (row >= seen - start)
+    return load_rows(base + stride * start * ALIGN, offsets, in_use, FIRST, COUNT, WIDTH, INTERPRETED)
 
 
 @triton.jit
@@ -72,6 +87,7 @@ def load_parts(
     base,
     stride,
     start,
+    seen,
     limit,
     COUNT: tl.constexpr,
     WIDTH_A: tl.constexpr,
@@ -83,10 +99,12 @@ def load_parts(
     """COUNT columns of rows of q or k as two tiles, of widths that ``config.parts`` gives; with WIDTH_B 0 the second
     is the first once more.
     """
-    first = load_tile(base, stride, start, limit, 0, min(COUNT, WIDTH_A), WIDTH_A, ROWS, ALIGN, INTERPRETED)
+    first = load_tile(base, stride, start, seen, limit, 0, min(COUNT, WIDTH_A), WIDTH_A, ROWS, ALIGN, INTERPRETED)
     second = first
     if WIDTH_B > 0:
-        second = load_tile(base, stride, start, limit, WIDTH_A, COUNT - WIDTH_A, WIDTH_B, ROWS, ALIGN, INTERPRETED)
+        second = load_tile(
+            base, stride, start, seen, limit, WIDTH_A, COUNT - WIDTH_A, WIDTH_B, ROWS, ALIGN, INTERPRETED
+        )
     return first, second
 
 
@@ -97,6 +115,7 @@ def load_parts_and_dot(
     base,
     stride,
     start,
+    seen,
     limit,
     COUNT: tl.constexpr,
     WIDTH_A: tl.constexpr,
@@ -106,10 +125,12 @@ def load_parts_and_dot(
     INTERPRETED: tl.constexpr,
 ):
     """Rows y as by ``load_parts``, and x yᵀ; the second part is loaded when the first has been multiplied."""
-    y = load_tile(base, stride, start, limit, 0, min(COUNT, WIDTH_A), WIDTH_A, ROWS, ALIGN, INTERPRETED)
+    y = load_tile(base, stride, start, seen, limit, 0, min(COUNT, WIDTH_A), WIDTH_A, ROWS, ALIGN, INTERPRETED)
     product = tl.dot(x, tl.trans(y))
     y_rest = y
     if WIDTH_B > 0:
-        y_rest = load_tile(base, stride, start, limit, WIDTH_A, COUNT - WIDTH_A, WIDTH_B, ROWS, ALIGN, INTERPRETED)
+        y_rest = load_tile(
+            base, stride, start, seen, limit, WIDTH_A, COUNT - WIDTH_A, WIDTH_B, ROWS, ALIGN, INTERPRETED
+        )
         product = tl.dot(x_rest, tl.trans(y_rest), product)
     return y, y_rest, product
