@@ -17,21 +17,39 @@ _READ_ONLY = re.compile(r"UTMA|UBLK|USETMAXREG|UCGABAR|UPREFETCH|USTGR|UREDGR")
 
 
 def read_before_written(sass: str) -> list[str]:
-    """The instructions that do, in the order of the listing."""
+    """The instructions that do, in the order of the listing, but for those of functions that the kernel calls."""
+    kernel, *functions = re.split(r"^\s*\.weak\s", sass, flags=re.MULTILINE)
+    results = set().union(*(_written(match) for match in _INSTRUCTION.finditer("".join(functions))))
     written: set[int] = set()
     found = []
-    for instruction in _INSTRUCTION.finditer(sass):
-        opcode, operands = instruction[1], [operand.strip() for operand in _OPERANDS.split(instruction[2])]
-        name = opcode.split(".")[0]
-        target = None
-        if name in _WRITE_UNIFORM or (name.startswith("U") and not _READ_ONLY.match(name)):
-            # Predicates that are written stand before it.
-            target = next((operand for operand in operands if not re.fullmatch(r"!?U?P(?:T|\d+)", operand)), None)
+    for instruction in _INSTRUCTION.finditer(kernel):
+        target = _target(instruction)
         # A descriptor of a product names four registers, of which it may need two.
-        sources = [operand for operand in operands if operand is not target and "gdesc" not in operand]
+        sources = [operand for operand in _operands(instruction) if operand != target and "gdesc" not in operand]
+        if target is not None and _operands(instruction).count(target) > 1:
+            sources.append(target)
         if any(int(number) not in written for operand in sources for number in _REGISTER.findall(operand)):
             found.append(instruction[0])
-        if target is not None and (register := _REGISTER.fullmatch(target)):
-            count = 4 if ".128" in opcode else 2 if ".64" in opcode or "WIDE" in opcode else 1
-            written.update(range(int(register[1]), int(register[1]) + count))
+        written |= results if instruction[1].startswith("CALL") else _written(instruction)
     return found
+
+
+def _operands(instruction: re.Match[str]) -> list[str]:
+    return [operand.strip() for operand in _OPERANDS.split(instruction[2])]
+
+
+def _target(instruction: re.Match[str]) -> str | None:
+    name = instruction[1].split(".")[0]
+    if name not in _WRITE_UNIFORM and (not name.startswith("U") or _READ_ONLY.match(name)):
+        return None
+    # Predicates that are written stand before it.
+    return next((one for one in _operands(instruction) if not re.fullmatch(r"!?U?P(?:T|\d+)", one)), None)
+
+
+def _written(instruction: re.Match[str]) -> set[int]:
+    register = _REGISTER.fullmatch(_target(instruction) or "")
+    if register is None:
+        return set()
+    opcode = instruction[1]
+    count = 4 if ".128" in opcode else 2 if ".64" in opcode or "WIDE" in opcode else 1
+    return set(range(int(register[1]), int(register[1]) + count))
