@@ -99,10 +99,10 @@ class TurboQuantFormat:
             centroids = torch.tensor(lloyd_max(self.key_bits), dtype=torch.float32, device=records.device)
             rotated = centroids[unpack_codes(codes, self.key_bits).long()]
             unit = rotated / (rotated.square().sum(dim=-1, keepdim=True) + SQUARE_EPSILON).sqrt()
-            norm = from_bytes(records[..., self.norm_offset : self.value_offset], torch.float16).float()
+            norm = _halves(records[..., self.norm_offset : self.value_offset])
             key = norm * (unit @ hadamard(self.head_dim, records.device))
         steps = unpack_codes(records[..., self.value_offset : self.scale_offset], self.value_bits).float()
-        scale, minimum = from_bytes(records[..., self.scale_offset :], torch.float16).float().split(1, dim=-1)
+        scale, minimum = _halves(records[..., self.scale_offset :]).split(1, dim=-1)
         return key, steps * scale + minimum
 
     def _encode_key(self, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -219,4 +219,10 @@ def _hadamard(dim: int) -> torch.Tensor:
 
 def _half_bytes(x: torch.Tensor) -> torch.Tensor:
     saturated = torch.where(x.isfinite(), x.clamp(-LARGEST_HALF, LARGEST_HALF), torch.nan)
-    return as_bytes(saturated.to(torch.float16))
+    # Of an axis of one entry PyTorch keeps any stride, which a view in another dtype may refuse.
+    return saturated.to(torch.float16, memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def _halves(records: torch.Tensor) -> torch.Tensor:
+    """float32 [..., n] of n fp16 [..., 2n]."""
+    return records.clone(memory_format=torch.contiguous_format).view(torch.float16).float()

@@ -112,6 +112,17 @@ def test_read_keys_have_the_length_of_their_norm(name):
     assert (read - key).square().mean() < (0.012 if layout.key_bits == 4 else 0.04)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_one_record_of_any_strides(name):
+    layout = turboquant.turboquant_format(name, 16)
+    key, value = torch.arange(16.0).expand(2, 1, 1, 16)
+    record = layout.encode(key[:, :1].expand(1, 1, 16), value.as_strided((1, 1, 16), (3, 5, 1)))
+    within = torch.zeros(3, 7, 61, dtype=torch.uint8)[1:2, 3:4, 5 : 5 + layout.record_bytes]
+    within.copy_(record)
+    for side, expected in zip(layout.decode(within), layout.decode(record), strict=True):
+        assert side.equal(expected)
+
+
 def test_allocated_heads_begin_at_words():
     cache = turboquant.allocate("turboquant_4bit_nc", 3, 16, 2, 128)
     assert cache.shape == (3, 16, 2, 134)
