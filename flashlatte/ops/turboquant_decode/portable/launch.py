@@ -18,7 +18,7 @@ from flashlatte.ops.turboquant_decode.portable.queries import rotate_queries_ker
 from flashlatte.ops.turboquant_decode.portable.records import Form, first_of
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
-from flashlatte.runtime.strides import stride_in_use, strides_in_use
+from flashlatte.runtime.strides import row_align, stride_in_use, strides_in_use
 from flashlatte.runtime.triton_kernel import launching_on
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.outputs import outputs_of
@@ -85,10 +85,8 @@ def turboquant_decode(
         first_value=first_of(layout.value_offset, layout.value_bits, align) if packed else 0,
         token_stride=strides[1] // align if strides[1] in _usual_token_strides(layout, h_kv) else None,
     )
-    q_strides = strides_in_use(q)
-    q_align, out_align = (
-        8 if all(stride % 8 == 0 for stride in one) else 1 for one in (q_strides, strides_in_use(out))
-    )
+    q_align, out_align = row_align(q), row_align(out)
+    q_request, q_token, q_head = (stride // q_align for stride in strides_in_use(q))
     outputs = outputs_of(
         out, lse, None, tokens=1, heads=heads, rows=s_q * heads, empty_lse=empty_lse, row_align=out_align
     )
@@ -97,14 +95,16 @@ def turboquant_decode(
         row_scale = torch.empty(batch, s_q, h_q, dtype=torch.float32, device=device)
         scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
         rotate_queries_kernel[(blocks(batch * s_q * h_q, _ROTATED_ROWS),)](
-            q,
-            *(stride // q_align for stride in q_strides),
-            rotated,
-            row_scale,
-            softmax_scale * _LOG2_E * (head_dim**-0.5 if layout.rotates else 1.0),
-            batch * s_q * h_q,
-            s_q,
-            h_q,
+            q=q,
+            q_stride_request=q_request,
+            q_stride_token=q_token,
+            q_stride_head=q_head,
+            rotated=rotated,
+            row_scale=row_scale,
+            factor=softmax_scale * _LOG2_E * (head_dim**-0.5 if layout.rotates else 1.0),
+            rows=batch * s_q * h_q,
+            tokens=s_q,
+            heads=h_q,
             D=head_dim,
             ROTATES=layout.rotates,
             Q_ALIGN=q_align,
