@@ -3,7 +3,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --quiet --progress
+# Neighbours run in one process, which compiles once what several of them look at.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal --quiet --progress
 VLLM := build/vllm
 # Tests of what Triton makes of the kernels.
 COMPILED := tests/ops tests/kernels tests/runtime tests/split_kv
