@@ -21,6 +21,8 @@ from flashlatte.bench.problems import (
     SparseDecode,
     SparsePrefill,
     TopK,
+    TurboQuantDecode,
+    TurboQuantStore,
 )
 
 # The 8192³ bf16 matmul (780 to 800) and the device-to-device copy in the runs that FlashMLA was recorded in.
@@ -226,4 +228,11 @@ INDEXER = (
     Case(TopK(4096, 32768, 512)),
 )
 
-CASES = (*DENSE_DECODE, *SPARSE_DECODE, *SPARSE_PREFILL, *DENSE_PREFILL, *KV_CACHE, *INDEXER)
+_PRESETS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
+TURBOQUANT = (
+    *(Case(TurboQuantDecode(name, 64, 8192)) for name in _PRESETS),
+    Case(TurboQuantDecode("turboquant_4bit_nc", 1, 131072)),
+    *(Case(TurboQuantStore(name, 65536)) for name in _PRESETS),
+)
+
+CASES = (*DENSE_DECODE, *SPARSE_DECODE, *SPARSE_PREFILL, *DENSE_PREFILL, *KV_CACHE, *INDEXER, *TURBOQUANT)

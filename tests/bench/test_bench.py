@@ -22,6 +22,8 @@ from flashlatte.bench.problems import (
     DensePrefillBackward,
     SparseDecode,
     SparsePrefill,
+    TurboQuantDecode,
+    TurboQuantStore,
 )
 from flashlatte.bench.timing import Ceilings
 from flashlatte.bench.workloads import WrongResult, prepare
@@ -41,6 +43,8 @@ SMALL_PROBLEMS = (
     DensePrefillBackward(128, 2, 2, 30, deterministic=True),
     CacheWrite("v32", 70),
     CacheGather("v32", 128, requests=2),
+    TurboQuantDecode("turboquant_4bit_nc", 2, 40),
+    TurboQuantStore("turboquant_3bit_nc", 40),
 )
 FIELDS = {
     "op", "case", "backend", "method", "status", "message", "us", "tflops", "gbps", "share_of_matmul", "share_of_copy",
@@ -333,6 +337,8 @@ def test_plot_draws_a_picture_for_each_operation(tmp_path: Path) -> None:
         "bench-index-logits.png",
         "bench-paged-index-logits.png",
         "bench-topk.png",
+        "bench-turboquant-decode.png",
+        "bench-turboquant-store.png",
     ]
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 

@@ -16,6 +16,8 @@ from flashlatte.bench.problems import (
     SparseDecode,
     SparsePrefill,
     TopK,
+    TurboQuantDecode,
+    TurboQuantStore,
 )
 from flashlatte.bench.workloads.base import Workload, WrongResult
 from flashlatte.bench.workloads.cache import CacheGatherWorkload, CacheWriteWorkload
@@ -24,6 +26,7 @@ from flashlatte.bench.workloads.dense_prefill import DensePrefillBackwardWorkloa
 from flashlatte.bench.workloads.indexer import IndexLogitsWorkload, PagedIndexLogitsWorkload, TopKWorkload
 from flashlatte.bench.workloads.sparse_decode import SparseDecodeWorkload
 from flashlatte.bench.workloads.sparse_prefill import SparsePrefillWorkload
+from flashlatte.bench.workloads.turboquant import TurboQuantDecodeWorkload, TurboQuantStoreWorkload
 
 __all__ = ["Workload", "WrongResult", "prepare"]
 
@@ -38,6 +41,8 @@ _WORKLOADS = {
     IndexLogits: IndexLogitsWorkload,
     PagedIndexLogits: PagedIndexLogitsWorkload,
     TopK: TopKWorkload,
+    TurboQuantDecode: TurboQuantDecodeWorkload,
+    TurboQuantStore: TurboQuantStoreWorkload,
 }
 
 

@@ -1,0 +1,115 @@
+"""TurboQuant caches: one query token of each request over one, and new tokens into one."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.bench.problems import TurboQuantDecode, TurboQuantStore
+from flashlatte.bench.workloads import draw
+from flashlatte.bench.workloads.base import Outputs, Results, Workload, nan_like, spread
+from flashlatte.kv_cache import turboquant
+from flashlatte.ops.turboquant_decode import turboquant_decode
+from flashlatte.ops.turboquant_store import turboquant_store
+from flashlatte.runtime import dispatch
+from flashlatte.testing.compare import Tolerance
+
+HEAD_DIM = 128
+NUMBER_BYTES = 2
+STORED_AT_ONCE = 65536
+KEYS_COMPARED = 2**16
+# The kernel's queries are fp16 after their rotation, and its weights bf16.
+DECODE_OUT, DECODE_LSE = Tolerance(1e-3, 8.01 / 128, 5e-5), Tolerance(1e-3, 1e-4, 1e-6)
+# One number in many may lie within float32's rounding of a midpoint, and be given either of two codes.
+STORED = Tolerance(0.1, 0.0, 1e-6)
+
+
+class TurboQuantDecodeWorkload(Workload):
+    def __init__(self, problem: TurboQuantDecode, device: torch.device) -> None:
+        rng = draw.generator(device)
+        layout = turboquant.turboquant_format(problem.cache_format, HEAD_DIM)
+        batch, h_q, h_kv = problem.batch, problem.h_q, problem.h_kv
+        pages_each = -(-problem.keys // problem.page_size)
+        self.cache = turboquant.allocate(
+            layout.name, batch * pages_each, problem.page_size, h_kv, HEAD_DIM, device=device
+        )
+        slots = torch.arange(batch * pages_each * problem.page_size, device=device)
+        for some in slots.split(STORED_AT_ONCE):
+            key, value = (draw.normal((len(some), h_kv, HEAD_DIM), torch.bfloat16, rng) for _ in range(2))
+            turboquant_store(key, value, self.cache, some)
+        self.block_table = draw.block_table(batch, pages_each, rng)
+        self.cache_seqlens = torch.full((batch,), problem.keys, dtype=torch.int32, device=device)
+        self.q = draw.normal((batch, 1, h_q, HEAD_DIM), torch.bfloat16, rng) * 10
+
+        self.flops = 4 * h_q * HEAD_DIM * batch * problem.keys
+        records = batch * problem.keys * h_kv * layout.record_bytes
+        self.bytes_moved = 2 * NUMBER_BYTES * batch * h_q * HEAD_DIM + records
+        self.requests_compared = spread(batch, KEYS_COMPARED // problem.keys, device)
+        self.tolerances = {"out": DECODE_OUT, "lse": DECODE_LSE}
+        self.call = dispatch.Call(
+            problem.operation, device, self.q.dtype, layout.name, problem.page_size, HEAD_DIM, HEAD_DIM, h_q, h_kv
+        )
+
+    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
+        out, lse = turboquant_decode(
+            self.q, self.cache, self.block_table, self.cache_seqlens, backend=backend, **(outputs or {})
+        )
+        return {"out": out, "lse": lse}
+
+    def poisoned_outputs(self) -> Outputs:
+        lse = self.q.new_full(self.q.shape[:3], torch.nan, dtype=torch.float32)
+        return {"out": nan_like(self.q), "lse": lse.transpose(1, 2)}
+
+    def compared(self, results: Results) -> Results:
+        return {name: result[self.requests_compared] for name, result in results.items()}
+
+    def reference(self) -> Results:
+        chosen = self.requests_compared
+        out, lse = turboquant_decode(
+            self.q[chosen], self.cache, self.block_table[chosen], self.cache_seqlens[chosen], backend="reference"
+        )
+        return {"out": out, "lse": lse}
+
+
+class TurboQuantStoreWorkload(Workload):
+    def __init__(self, problem: TurboQuantStore, device: torch.device) -> None:
+        rng = draw.generator(device)
+        self.layout = turboquant.turboquant_format(problem.cache_format, HEAD_DIM)
+        shape = (problem.tokens, problem.h_kv, HEAD_DIM)
+        pages = -(-problem.tokens // problem.page_size)
+        self.key, self.value = (draw.normal(shape, torch.bfloat16, rng) for _ in range(2))
+        self.cache = turboquant.allocate(
+            self.layout.name, pages, problem.page_size, problem.h_kv, HEAD_DIM, device=device
+        )
+        self.slot_mapping = torch.randperm(pages * problem.page_size, generator=rng, device=device)[: problem.tokens]
+        self.tokens_compared = spread(problem.tokens, KEYS_COMPARED // HEAD_DIM, device)
+
+        self.flops = None
+        self.bytes_moved = problem.tokens * problem.h_kv * (2 * HEAD_DIM * NUMBER_BYTES + self.layout.record_bytes)
+        self.tolerances = {"records": STORED}
+        self.call = dispatch.Call(
+            problem.operation, device, self.key.dtype, self.layout.name, problem.page_size, HEAD_DIM, HEAD_DIM
+        )
+
+    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
+        self._store(self.cache, backend)
+        return {"records": self.cache}
+
+    def poisoned_outputs(self) -> Outputs:
+        self.cache.fill_(0xFF)
+        return {}
+
+    def compared(self, results: Results) -> Results:
+        return self._read(results["records"])
+
+    def reference(self) -> Results:
+        cache = torch.zeros_like(self.cache)
+        self._store(cache, "reference")
+        return self._read(cache)
+
+    def _store(self, cache: torch.Tensor, backend: str) -> None:
+        turboquant_store(self.key, self.value, cache, self.slot_mapping, backend=backend)
+
+    def _read(self, cache: torch.Tensor) -> Results:
+        slots = self.slot_mapping[self.tokens_compared]
+        sides = self.layout.decode(cache[slots // cache.shape[1], slots % cache.shape[1]])
+        return {"records": torch.stack(sides)}
