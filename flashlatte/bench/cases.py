@@ -128,6 +128,9 @@ DENSE_DECODE = (
     *_dense(1, 1, 16, 131072, 95.8, 48, 1576),
     *_dense(2, 1, 128, 131072, 144.6, 505, 2092),
     Case(DenseDecode(1, 1, 128, 4096), "host"),
+    # FlashMLA takes pages of 64 tokens, in two bytes.
+    *(Case(DenseDecode(128, 1, 128, 4096, page_size=page_size)) for page_size in (16, 32)),
+    *(Case(DenseDecode(128, 1, h_q, 4096, cache_format="fp8")) for h_q in (16, 128)),
 )
 
 

@@ -11,7 +11,9 @@ SMALL_BATCH, SMALL_HEADS, SMALL_KEYS, SMALL_TOPK, SMALL_QUERIES = 2, 16, 256, 64
 
 @dataclass(frozen=True)
 class DenseDecode:
-    """Attributes: ``keys`` of every request, or their mean if ``varlen``; ``dtype`` "bf16" or "fp16"."""
+    """Attributes: ``keys`` of every request, or their mean if ``varlen``; ``dtype`` "bf16" or "fp16", also of the cache
+    unless ``cache_format`` is "fp8".
+    """
 
     batch: int
     s_q: int
@@ -22,13 +24,16 @@ class DenseDecode:
     dtype: str = "bf16"
     page_size: int = 64
     head_dim: int = 576
+    cache_format: str | None = None
     operation: ClassVar[str] = "dense_decode"
 
     @property
     def name(self) -> str:
         flags = [flag for flag in ("varlen", "causal") if getattr(self, flag)]
         dtype = [self.dtype] if self.dtype != "bf16" else []
-        return "-".join([f"b{self.batch}-sq{self.s_q}-h{self.h_q}-k{self.keys}", *flags, *dtype])
+        cache = [self.cache_format] if self.cache_format else []
+        pages = [f"p{self.page_size}"] if self.page_size != 64 else []
+        return "-".join([f"b{self.batch}-sq{self.s_q}-h{self.h_q}-k{self.keys}", *flags, *dtype, *cache, *pages])
 
     def scaled_down(self) -> DenseDecode:
         return replace(

@@ -13,6 +13,7 @@ from flashlatte.testing import compare
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD_DIM_V = 512
+FP8_SCALE = 0.002
 KEYS_COMPARED = 2**20
 
 
@@ -30,20 +31,25 @@ class DenseDecodeWorkload(Workload):
         self.block_table = draw.block_table(batch, pages_each, rng)
         self.q = draw.normal((batch, s_q, h_q, head_dim), dtype, rng)
         self.k_cache = draw.normal((batch * pages_each, problem.page_size, 1, head_dim), dtype, rng)
+        self.k_scale = None
+        if problem.cache_format == "fp8":
+            self.k_cache = (self.k_cache / FP8_SCALE).to(torch.float8_e4m3fn)
+            self.k_scale = FP8_SCALE
         self.causal = problem.causal
 
         hidden = s_q * (s_q - 1) // 2 if problem.causal else 0
         attended = sum(s_q * length - hidden for length in lengths)
         self.flops = 2 * h_q * (head_dim + HEAD_DIM_V) * attended
         rows = batch * s_q * h_q
-        self.bytes_moved = dtype.itemsize * (rows * (head_dim + HEAD_DIM_V) + sum(lengths) * head_dim)
+        cache_bytes = self.k_cache.dtype.itemsize * sum(lengths) * head_dim
+        self.bytes_moved = dtype.itemsize * rows * (head_dim + HEAD_DIM_V) + cache_bytes
         self.requests_compared = spread(batch, KEYS_COMPARED // problem.keys, device)
         self.tolerances = {"out": compare.DENSE_DECODE_OUT, "lse": compare.DECODE_LSE}
         self.call = dispatch.Call(
             problem.operation,
             device,
             dtype,
-            cache_format=problem.dtype,
+            cache_format=problem.cache_format or problem.dtype,
             page_size=problem.page_size,
             head_dim=head_dim,
             head_dim_v=HEAD_DIM_V,
@@ -58,6 +64,7 @@ class DenseDecodeWorkload(Workload):
             self.block_table,
             self.cache_seqlens,
             causal=self.causal,
+            k_scale=self.k_scale,
             backend=backend,
             **(outputs or {}),
         )
@@ -79,6 +86,7 @@ class DenseDecodeWorkload(Workload):
             self.block_table[chosen],
             self.cache_seqlens[chosen],
             causal=self.causal,
+            k_scale=self.k_scale,
             backend="reference",
         )
         return {"out": out, "lse": lse}
