@@ -148,7 +148,7 @@ class States(NamedTuple):
     table_stride: Any
 
 
-@kernel
+@kernel(by_element=("request_ids", "positions", "slot_mapping", "state_table"))
 def compress_kernel(
     kv,
     score,
@@ -338,7 +338,7 @@ def locate_state(states, request, position, wanted, STATE_UNIT: tl.constexpr):
     return (page * states.page_stride + offset * states.token_stride) * STATE_UNIT, found
 
 
-@kernel
+@kernel(by_element=("request_ids", "positions", "state_table"))
 def save_state_kernel(
     kv,
     score,

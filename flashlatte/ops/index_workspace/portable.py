@@ -49,7 +49,7 @@ def index_workspace(
         )
 
 
-@kernel
+@kernel(by_element=("cu_seqlens_q", "seq_lens", "gather_lens"))
 def index_workspace_kernel(
     indices,
     cu_seqlens_q,

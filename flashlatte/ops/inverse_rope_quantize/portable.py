@@ -57,7 +57,7 @@ def inverse_rope_quantize(
         )
 
 
-@kernel
+@kernel(by_element=("positions",))
 def inverse_rope_quantize_kernel(
     o,
     cos_sin,

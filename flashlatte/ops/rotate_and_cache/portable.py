@@ -87,7 +87,7 @@ def rotate_and_cache(
         )
 
 
-@kernel
+@kernel(by_element=("positions", "slot_mapping"))
 def rotate_and_cache_kernel(
     q,
     kv,
