@@ -40,6 +40,10 @@ class Call:
     head_dim_v: int | None = None
     h_q: int | None = None
     h_kv: int | None = None
+    # Of a selection: rows, their columns, and how many of those are chosen.
+    rows: int | None = None
+    columns: int | None = None
+    k: int | None = None
     # Whether the rows of every operand that is copied many bytes at a time, as by TMA, are aligned for that.
     rows_aligned: bool = True
     # Whether pages that are copied whole lie in one piece each, in memory that the device can address.

@@ -17,7 +17,9 @@ from flashlatte.runtime.triton_internals import Cluster, join
 _RUN_TIME_NUMBERS = ("int32", "int64", "float32")
 
 
-def kernel(function: Callable[..., None] | None = None, *, by_element: Sequence[str] = ()) -> Any:
+def kernel(
+    function: Callable[..., None] | None = None, *, by_element: Sequence[str] = (), cluster: Cluster | None = None
+) -> Any:
     """``triton.jit`` for a kernel whose numbers are all run-time values of the annotated type.
 
     Left alone, Triton compiles a kernel again for a number that is 1, that is divisible by 16, or that no longer
@@ -27,15 +29,16 @@ def kernel(function: Callable[..., None] | None = None, *, by_element: Sequence[
     Args:
         by_element: pointers that may begin anywhere, as lengths that are a part of a buffer: their alignment would only
             make more variants.
+        cluster: CTAs that are launched together, if any are.
     """
     if function is None:
-        return functools.partial(kernel, by_element=by_element)
+        return functools.partial(kernel, by_element=by_element, cluster=cluster)
     jitted = triton.jit(  # type: ignore[call-overload]
         function,
         do_not_specialize=_run_time_numbers(function),
         do_not_specialize_on_alignment=list(by_element),
     )
-    return _launched(jitted)
+    return _launched(jitted, cluster)
 
 
 def gluon_kernel(function: Callable[..., None], by_element: Sequence[str], cluster: Cluster | None = None) -> Any:

@@ -203,17 +203,37 @@ def rows_of(kind: str, rows: int, width: int) -> torch.Tensor:
     }.get(kind, lambda: x)()
 
 
+TOPK_SHAPES = {
+    "portable": [(3, 131072, 2048), (150, 20000, 512), (700, 20000, 512), (2, 2**20, 4096), (40, 900, 1)],
+    # Clusters of 8 and of 2 CTAs, one of 16 warps, and one of 8; a shorter list.
+    "hopper": [(3, 131072, 2048), (50, 40000, 2048), (90, 20001, 2048), (700, 30000, 2048), (300, 900, 1)],
+}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("rows", "width", "k"), [(3, 131072, 2048), (150, 20000, 512), (700, 20000, 512), (2, 2**20, 4096), (40, 900, 1)]
+    ("backend", "rows", "width", "k"),
+    [(backend, *shape) for backend, shapes in TOPK_SHAPES.items() for shape in shapes],
 )
-def test_topk(kind: str, rows: int, width: int, k: int) -> None:
-    logits = rows_of(kind, rows, width)
+def test_topk(kind: str, backend: str, rows: int, width: int, k: int) -> None:
+    # Rows of hopper's begin between multiples of 16 bytes.
+    gap = 3 if backend == "hopper" else 0
+    check_topk(rows_of(kind, rows, width + gap)[:, :width], k, backend)
+
+
+def test_topk_of_bf16_on_hopper() -> None:
+    check_topk(normal(700, 30005, dtype=BF16)[:, :30000], 2048, "hopper")
+
+
+def check_topk(logits: torch.Tensor, k: int, backend: str) -> None:
+    rows, width = logits.shape
+    start = integers(-2, 9, rows) if backend == "hopper" else None
     end = integers(0, width + 5, rows)
     end[0] = width
-    expected = topk(logits, k, end=end, return_values=True, backend="reference")
+    expected = topk(logits, k, start=start, end=end, return_values=True, backend="reference")
     for _ in range(2):
-        indices, values = topk(logits, k, end=end, return_values=True, backend="portable")
+        with harness.refusals_skip(backend):
+            indices, values = topk(logits, k, start=start, end=end, return_values=True, backend=backend)
         assert indices.equal(expected[0])
         assert harness.bits(values).equal(harness.bits(expected[1]))
 
@@ -224,18 +244,22 @@ def chosen(logits: torch.Tensor, k: int, **options: Any) -> torch.Tensor:
     return indices
 
 
-def test_topk_beyond_2_31_entries() -> None:
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+def test_topk_beyond_2_31_entries(backend: str) -> None:
     rows, width = 2100, 2**20
     logits = torch.zeros(rows, width, device=DEVICE, dtype=BF16)
     columns = integers(0, width, rows)
     logits[torch.arange(rows, device=DEVICE), columns.long()] = 1.0
-    assert chosen(logits, 1, backend="portable")[:, 0].equal(columns)
+    with harness.refusals_skip(backend):
+        assert chosen(logits, 1, backend=backend)[:, 0].equal(columns)
 
 
-def test_topk_in_a_graph_follows_lengths_and_logits() -> None:
-    logits = normal(64, 40000)
-    end = torch.full((64,), 40000, device=DEVICE, dtype=torch.int32)
-    replay, indices = harness.captured(lambda: topk(logits, 2048, end=end, backend="portable"))
+@pytest.mark.parametrize(("backend", "rows"), [("portable", 64), ("hopper", 64), ("hopper", 600)])
+def test_topk_in_a_graph_follows_lengths_and_logits(backend: str, rows: int) -> None:
+    logits = normal(rows, 40000)
+    end = torch.full((rows,), 40000, device=DEVICE, dtype=torch.int32)
+    with harness.refusals_skip(backend):
+        replay, indices = harness.captured(lambda: topk(logits, 2048, end=end, backend=backend))
     assert isinstance(indices, torch.Tensor)
     for length in (40000, 3, 2048, 2049, 9000, 0):
         end.fill_(length)

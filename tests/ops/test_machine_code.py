@@ -110,6 +110,10 @@ PORTABLE = [
     Variant("turboquant_gather", "portable", {"form": "turboquant_k8v4"}, products=None),
 ]
 MORE_HOPPER = [
+    *(Variant("topk", "hopper", {"rows": rows}, products=None) for rows in (1, 64, 4096)),
+    # Outside of the innermost loops.
+    Variant("topk", "hopper", {"rows": 4096, "dtype": BF16, "with_start": True}, products=None, spills=64),
+    Variant("topk", "hopper", {"rows": 4096, "with_values": True, "k": 1024}, products=None, spills=64),
     *(
         Variant("dense_decode", "hopper", call)
         for call in (
@@ -362,6 +366,8 @@ SAME_CODE = [
     ),
     ("dense_prefill", "hopper", {**TOKENS, **WINDOWS, **STRIDES}, 1),
     ("dense_prefill_backward", "hopper", {**TOKENS, "pad": [0, 8, 24]}, 1),
+    # One for each number of CTAs and of warps.
+    ("topk", "hopper", {"rows": [1, 16, 60, 100, 300], "width": [9, 4097, 2**18], "k": [1100, 2048]}, 4),
     ("dense_decode", "portable", {**BATCHES, "columns": [1, 64, 3000]}, 2),
     ("sparse_decode", "portable", {**BATCHES, "topk": [200, 2048, 4000], "pages": [2, 9]}, 2),
     ("sparse_prefill", "portable", {"s_q": [1, 64, 200], "topk": [1, 300, 4000], "s_kv": [1, 100, 9000]}, 1),

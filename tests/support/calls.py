@@ -274,6 +274,24 @@ def inverse_rope_quantize(
     return record("inverse_rope_quantize", backend, o, torch.zeros(100, 64), where, values, scales, arch=arch)
 
 
+def topk(
+    record: Recording,
+    backend: str,
+    rows: int = 64,
+    width: int = 131_072,
+    k: int = 2048,
+    dtype: torch.dtype = torch.float32,
+    with_start: bool = False,
+    with_values: bool = False,
+    arch: int | None = 90,
+) -> list[Recorded]:
+    ends = torch.empty(rows, dtype=torch.int32)
+    logits = torch.empty(1, 1, dtype=dtype).expand(rows, width)
+    indices, values = torch.empty(rows, k, dtype=torch.int32), torch.empty(rows, k) if with_values else None
+    start = ends if with_start else None
+    return record("topk", backend, logits, start, ends, 1, None, indices, values, arch=arch)
+
+
 def latent_rows(
     record: Recording,
     backend: str,
@@ -340,6 +358,7 @@ CALLS: dict[str, Any] = {
         rope_cache_write,
         unpack_seq,
         merge_states,
+        topk,
         cache_write,
         cache_gather,
         latent_rows,

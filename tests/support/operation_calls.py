@@ -167,8 +167,8 @@ def _index_logits(backend: str) -> None:
     flashlatte.paged_index_logits(q, cache, weights, _ints(3), _ints(3, 4), clean=clean, backend=backend)
 
 
-def _topk(width: int) -> None:
-    flashlatte.topk(torch.zeros(2, width), 64, return_values=True, backend="portable")
+def _topk(backend: str, rows: int, width: int) -> None:
+    flashlatte.topk(torch.zeros(rows, width), 64, return_values=True, backend=backend)
 
 
 def _index_convert() -> None:
@@ -221,7 +221,8 @@ CALLS: list[Callable[[], None]] = [
     _index_cache,
     _index_query,
     *(functools.partial(_index_logits, backend) for backend in ("portable", "hopper")),
-    *(functools.partial(_topk, width) for width in (100, 100_000)),
+    *(functools.partial(_topk, "portable", 2, width) for width in (100, 100_000)),
+    *(functools.partial(_topk, "hopper", rows, 100) for rows in (2, 60, 100, 200)),
     _index_convert,
     _paged_attention,
     lambda: _paged_attention(torch.int8, 300, k_scale=torch.ones(2), attn_sink=torch.ones(8)),

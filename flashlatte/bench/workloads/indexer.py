@@ -118,7 +118,9 @@ class TopKWorkload(Workload):
         self.flops = None
         self.bytes_moved = 4 * problem.rows * (problem.width + problem.k)
         self.tolerances = {"indices": EQUAL}
-        self.call = dispatch.Call(problem.operation, device, self.logits.dtype)
+        self.call = dispatch.Call(
+            problem.operation, device, self.logits.dtype, rows=problem.rows, columns=problem.width, k=problem.k
+        )
 
     def run(self, backend: str, outputs: Outputs | None = None) -> Results:
         indices = topk(self.logits, self.k, indices=outputs["indices"] if outputs else None, backend=backend)

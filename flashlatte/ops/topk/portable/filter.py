@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from flashlatte.ops.topk.portable.order import LOWEST, load_values, ordered, row_range, threshold
+from flashlatte.ops.topk.order import LOWEST, load_values, ordered, row_range
+from flashlatte.ops.topk.portable.threshold import threshold
 from flashlatte.runtime.triton_kernel import kernel
 
 # Neighbouring entries of a sample: what a cache line holds.

@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.fp8 import widen
-from flashlatte.ops.topk.portable.order import OUTSIDE, load_values, ordered, row_range, threshold
+from flashlatte.ops.topk.order import OUTSIDE, load_values, ordered, row_range, store_all, store_chosen
+from flashlatte.ops.topk.portable.threshold import threshold
 from flashlatte.runtime.triton_kernel import kernel
 
 DIGITS = tl.constexpr(256)
@@ -80,24 +80,6 @@ def finish_kernel(
             store_chosen(entries, index_row, value_row, chosen, target, columns, INTERPRETED)
         else:
             store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK, INTERPRETED)
-
-
-@triton.jit
-def store_all(entries, index_row, value_row, place, length, k, INTERPRETED: tl.constexpr):
-    """All ``length`` <= k entries, and padding behind them."""
-    inside = place < length
-    tl.store(index_row + place, tl.where(inside, place, -1), mask=place < k)
-    if value_row is not None:
-        value = widen(tl.load(entries + place, mask=inside, other=0.0), INTERPRETED)
-        tl.store(value_row + place, tl.where(inside, value, float("-inf")), mask=place < k)
-
-
-@triton.jit
-def store_chosen(entries, index_row, value_row, chosen, place, columns, INTERPRETED: tl.constexpr):
-    tl.store(index_row + place, columns.to(tl.int32), mask=chosen)
-    if value_row is not None:
-        value = widen(tl.load(entries + columns, mask=chosen, other=0.0), INTERPRETED)
-        tl.store(value_row + place, value, mask=chosen)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Entries as ordered integers, and the k-th largest of those that a program holds in registers."""
+"""Rows and their entries, as every kernel of ``topk`` reads them: entries are compared as ordered integers."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
@@ -48,22 +48,18 @@ def ordered(x, inside):
 
 
 @triton.jit
-def threshold(keys, k):
-    """A key that exactly k of ``keys`` reach, if there is one, else the k-th largest. At least k are not OUTSIDE."""
-    # As offsets from the least int32, so that bits can be settled from the top.
-    low = tl.min(tl.where(keys == OUTSIDE, HIGHEST, keys), axis=0).to(tl.int64) + 0x80000000
-    high = tl.max(keys, axis=0).to(tl.int64) + 0x80000000
-    different = low ^ high
-    bit = tl.zeros([], tl.int32) + 31
-    while (bit >= 0) & ((different >> tl.maximum(bit, 0)) == 0):
-        bit -= 1
-    # Bits above are the same in all keys.
-    settled = (low >> (bit + 1)) << (bit + 1)
-    reached = k + 1
-    while (bit >= 0) & (reached != k):
-        candidate = settled | (tl.full([], 1, tl.int64) << bit)
-        count = tl.sum((keys >= (candidate - 0x80000000).to(tl.int32)).to(tl.int32), axis=0)
-        settled = tl.where(count >= k, candidate, settled)
-        reached = tl.where(count >= k, count, reached)
-        bit -= 1
-    return (settled - 0x80000000).to(tl.int32)
+def store_all(entries, index_row, value_row, place, length, k, INTERPRETED: tl.constexpr):
+    """All ``length`` <= k entries, and padding behind them."""
+    inside = place < length
+    tl.store(index_row + place, tl.where(inside, place, -1), mask=place < k)
+    if value_row is not None:
+        value = widen(tl.load(entries + place, mask=inside, other=0.0), INTERPRETED)
+        tl.store(value_row + place, tl.where(inside, value, float("-inf")), mask=place < k)
+
+
+@triton.jit
+def store_chosen(entries, index_row, value_row, chosen, place, columns, INTERPRETED: tl.constexpr):
+    tl.store(index_row + place, columns.to(tl.int32), mask=chosen)
+    if value_row is not None:
+        value = widen(tl.load(entries + columns, mask=chosen, other=0.0), INTERPRETED)
+        tl.store(value_row + place, value, mask=chosen)

@@ -1,0 +1,262 @@
+"""Words of shared memory that a Triton kernel addresses itself: lists, counters and bits, with atomic operations.
+
+The words are a variable of PTX, beside what Triton allocates, which knows nothing of them: whoever reads what other
+threads have written puts ``tl.debug_barrier`` between. Tensors must have an element for each thread at least, as a
+shorter one is held by several threads, each of which would count for itself.
+
+INTERPRETED: the kernel runs in Triton's interpreter, and ``memory`` is a pointer to words of global memory.
+"""
+
+# Triton's annotations and calls are not Python's.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Elements that a thread appends at once.
+APPENDED_AT_ONCE = tl.constexpr(16)
+
+
+@triton.constexpr_function
+def _allocate_asm(words):
+    # A variable of this scope is one of the program's all the same.
+    return f"{{ .shared .align 16 .b32 words[{words}]; mov.u32 $0, words; }}"
+
+
+@triton.jit
+def allocate(WORDS: tl.constexpr):
+    """Address of the first of WORDS words, at most 12,288 with all others. To be called once, where a kernel begins."""
+    return tl.inline_asm_elementwise(
+        _allocate_asm(WORDS), "=r,r", [tl.zeros([], tl.int32)], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def of_first_cta(memory):
+    """Address of the memory of the cluster's first CTA, which runs the same kernel."""
+    return tl.inline_asm_elementwise(
+        "mapa.shared::cluster.u32 $0, $1, 0;", "=r,r", [memory], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def cluster_arrive():
+    """What a thread has written is seen by those of the cluster's that meet."""
+    tl.inline_asm_elementwise(
+        "barrier.cluster.arrive.release; mov.b32 $0, $1;",
+        "=r,r",
+        [tl.full([], 0, tl.int32)],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def cluster_meet():
+    """Wait until all threads of the cluster have arrived."""
+    tl.inline_asm_elementwise(
+        "barrier.cluster.wait.acquire; mov.b32 $0, $1;",
+        "=r,r",
+        [tl.full([], 0, tl.int32)],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+_LOAD = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p ld.shared.b32 $0, [$1]; }")
+_LOAD_TWO = tl.constexpr(
+    "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.shared.v2.b32 {$0, $1}, [$2]; }"
+)
+_STORE = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.shared.b32 [$1], $2; mov.b32 $0, 0; }")
+_STORE_TWO = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $4, 0; @p st.shared.v2.b32 [$1], {$2, $3}; mov.b32 $0, 0; }")
+_COUNT = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $2, 0; @p red.shared.add.u32 [$1], 1; mov.b32 $0, 0; }")
+_SET = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $3, 0; @p red.shared.or.b32 [$1], $2; mov.b32 $0, 0; }")
+
+
+@triton.jit
+def load(memory, place, mask, INTERPRETED: tl.constexpr):
+    """int32 words, 0 where not ``mask``."""
+    if INTERPRETED:
+        return tl.load(memory + place, mask=mask, other=0)
+    else:
+        return tl.inline_asm_elementwise(
+            _LOAD, "=&r,r,r", [memory + place * 4, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def load_two(memory, place, mask, INTERPRETED: tl.constexpr):
+    """Two neighbouring words, of which the first has an even place; 0 where not ``mask``."""
+    if INTERPRETED:
+        return tl.load(memory + place, mask=mask, other=0), tl.load(memory + place + 1, mask=mask, other=0)
+    else:
+        return tl.inline_asm_elementwise(
+            _LOAD_TWO,
+            "=&r,=&r,r,r",
+            [memory + place * 4, mask.to(tl.int32)],
+            (tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def store(memory, place, words, mask, INTERPRETED: tl.constexpr):
+    if INTERPRETED:
+        tl.store(memory + place, words, mask=mask)
+    else:
+        tl.inline_asm_elementwise(
+            _STORE, "=r,r,r,r", [memory + place * 4, words, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def store_two(memory, place, first, second, mask, INTERPRETED: tl.constexpr):
+    """Two neighbouring words, of which the first has an even place."""
+    if INTERPRETED:
+        tl.store(memory + place, first, mask=mask)
+        tl.store(memory + place + 1, second, mask=mask)
+    else:
+        tl.inline_asm_elementwise(
+            _STORE_TWO,
+            "=r,r,r,r,r",
+            [memory + place * 4, first, second, mask.to(tl.int32)],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def count(memory, place, mask, INTERPRETED: tl.constexpr):
+    """Add 1 to a word for each element."""
+    if INTERPRETED:
+        tl.atomic_add(memory + place, 1, mask=mask)
+    else:
+        tl.inline_asm_elementwise(
+            _COUNT, "=r,r,r", [memory + place * 4, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def set_bits(memory, place, bits, mask, INTERPRETED: tl.constexpr):
+    """Set these bits of words."""
+    if INTERPRETED:
+        tl.atomic_or(memory + place, bits, mask=mask)
+    else:
+        tl.inline_asm_elementwise(
+            _SET, "=r,r,r,r", [memory + place * 4, bits, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.constexpr_function
+def _append_asm(entries, capacity, space):
+    # So many results, values and columns, and as many times the threshold, the counter's address and the list's.
+    values = [f"${entries + i}" for i in range(entries)]
+    columns = [f"${2 * entries + i}" for i in range(entries)]
+    threshold, counter, places = (f"${n * entries}" for n in (3, 4, 5))
+    return " ".join(
+        [
+            "{ .reg .b32 own, upto, other, place; .reg .f32 least; .reg .pred p;",
+            "mov.b32 own, 0;",
+            *(f"setp.ge.f32 p, {value}, {threshold}; @p add.s32 own, own, 1;" for value in values),
+            "mov.b32 upto, own;",
+            *(
+                f"shfl.sync.up.b32 other|p, upto, {distance}, 0, -1; @p add.s32 upto, upto, other;"
+                for distance in (1, 2, 4, 8, 16)
+            ),
+            # The last lane adds for its warp.
+            "mov.u32 place, %laneid; setp.eq.s32 p, place, 31; mov.b32 place, 0;",
+            f"@p atom.{space}.add.u32 place, [{counter}], upto;",
+            "shfl.sync.idx.b32 place, place, 31, 31, -1;",
+            "add.s32 upto, upto, place; sub.s32 place, upto, own;",
+            # Nothing reaches NaN.
+            f"setp.le.s32 p, upto, {capacity}; selp.f32 least, {threshold}, 0f7FFFFFFF, p;",
+            f"mad.lo.s32 place, place, 8, {places};",
+            *(
+                f"setp.ge.f32 p, {value}, least; @p st.{space}.v2.b32 [place], {{{value}, {column}}}; "
+                "@p add.s32 place, place, 8;"
+                for value, column in zip(values, columns, strict=True)
+            ),
+            *(f"mov.b32 ${i}, 0;" for i in range(entries)),
+            "}",
+        ]
+    )
+
+
+@triton.constexpr_function
+def _append_constraints(entries):
+    return ",".join(["=&r"] * entries + ["f"] * entries + ["r"] * entries + ["f"] * entries + ["r"] * (2 * entries))
+
+
+@triton.jit
+def append_reaching(
+    memory,
+    counter,
+    place,
+    values,
+    column,
+    threshold,
+    CAPACITY: tl.constexpr,
+    IN_CLUSTER: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Append the float32 ``values`` >= ``threshold``, in any order, to a list of pairs of a value's bits and a column.
+
+    The list begins at word ``place``, and the word at ``counter`` is how many entries it has. That is counted on when
+    there are more than CAPACITY; those of a thread that would pass it are not stored. Each thread has a multiple of
+    APPENDED_AT_ONCE elements. IN_CLUSTER: ``memory`` is that of a CTA of the cluster (``of_first_cta``).
+    """
+    if INTERPRETED:
+        passes = (values >= threshold).to(tl.int32)
+        before = tl.load(memory + counter)
+        tl.store(memory + counter, before + tl.sum(passes, axis=0))
+        entry = before + tl.cumsum(passes, axis=0) - passes
+        stored = (passes == 1) & (entry < CAPACITY)
+        tl.store(memory + place + 2 * entry, values.to(tl.int32, bitcast=True), mask=stored)
+        tl.store(memory + place + 2 * entry + 1, column, mask=stored)
+    else:
+        zero = tl.zeros_like(column)
+        tl.inline_asm_elementwise(
+            _append_asm(APPENDED_AT_ONCE, CAPACITY, "shared::cluster" if IN_CLUSTER else "shared"),
+            _append_constraints(APPENDED_AT_ONCE),
+            [
+                values,
+                column,
+                zero.to(tl.float32) + threshold,
+                zero + (memory + counter * 4),
+                zero + (memory + place * 4),
+            ],
+            tl.int32,
+            is_pure=False,
+            pack=APPENDED_AT_ONCE,
+        )
+
+
+@triton.jit
+def ones_in(words, INTERPRETED: tl.constexpr):
+    """How many bits of each word are set."""
+    if INTERPRETED:
+        ones = tl.zeros_like(words)
+        for bit in tl.static_range(32):
+            ones += (words >> bit) & 1
+        return ones
+    else:
+        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [words], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def bits_of(number, INTERPRETED: tl.constexpr):
+    """How many bits a number from 0 to 2^32 - 1, given as int32, takes."""
+    if INTERPRETED:
+        bits = tl.zeros_like(number)
+        for bit in tl.static_range(32):
+            bits = tl.where(((number >> bit) & 1) != 0, bit + 1, bits)
+        return bits
+    else:
+        zeros = tl.inline_asm_elementwise("clz.b32 $0, $1;", "=r,r", [number], tl.int32, is_pure=True, pack=1)
+        return 32 - zeros

@@ -1,0 +1,76 @@
+"""What is special to top-k on Hopper: which calls it takes, and how it works on rows."""
+
+import pytest
+import torch
+from ops.topk.test_topk import check, generator, rows_of
+from support.compile import mostly_full
+
+from flashlatte.ops.topk import api
+from flashlatte.ops.topk.hopper import kernel, launch, memory
+from flashlatte.runtime import dispatch, machine
+
+
+@pytest.mark.skipif(machine.interpreting(), reason="the interpreter is no Hopper")
+@pytest.mark.parametrize(
+    ("rows", "columns", "k", "capability", "reason"),
+    [
+        (4096, 32_768, 2048, (9, 0), None),
+        (1, 262_144, 1, (9, 0), None),
+        (33, 1_048_576, 2048, (9, 0), None),
+        (None, None, None, (9, 0), None),
+        (32, 262_145, 2048, (9, 0), "takes up to 262144 columns of at most 32 rows"),
+        (4096, 32_768, 2049, (9, 0), "takes k up to 2048, not 2049"),
+        (4096, 32_768, 2048, (10, 0), "needs compute capability 9.0"),
+    ],
+)
+def test_calls_that_it_takes(rows, columns, k, capability, reason, monkeypatch):
+    monkeypatch.setattr(machine, "_compute_capability", lambda _: capability)
+    call = dispatch.Call(api.OPERATION, torch.device("cuda", 0), torch.float32, rows=rows, columns=columns, k=k)
+    (choice,) = (one for one in dispatch.explain(call) if one.backend == "hopper")
+    assert choice.refusal is None if reason is None else str(choice.refusal).startswith(reason)
+    assert dispatch.select(call) == ("hopper" if reason is None else "portable")
+
+
+@pytest.mark.parametrize(("rows", "ctas"), [(1, 8), (16, 8), (17, 2), (66, 2), (67, 1), (132, 1), (133, 1)])
+def test_ctas_of_a_row(rows, ctas):
+    found, warps, registers = launch._threads(rows, 132)
+    assert found == ctas
+    assert (warps, registers) == ((8, 80) if rows > 132 else (16, None))
+    assert rows * ctas <= 132 or ctas == 1
+
+
+def test_the_list_of_the_largest_k_fits_what_ptx_declares():
+    assert memory.words(2 * api._HOPPER_MAX_K) <= 12_288
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How many rows were counted because their list would not do."""
+    rows = []
+    store = kernel.store_largest_of_row
+    monkeypatch.setattr(kernel, "store_largest_of_row", lambda *args: rows.append(True) or store(*args))
+    return rows
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kind", mostly_full(["normal", "one bin", "concentrated", "sorted", "nan"], "normal"))
+def test_rows_without_many_ties_are_read_once(kind, counted):
+    check(rows_of(kind, 2, 9000, 1), 64, None, None, 1, "hopper")
+    assert not counted
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kind", ["equal", "low where the sample is"])
+def test_rows_whose_list_will_not_do_are_counted(kind, counted):
+    logits = rows_of(kind, 2, 9000, 1)
+    if kind != "equal":
+        runs = 4096 // 32
+        logits[:, torch.arange(9000) % (9000 // runs) < 32] -= 20
+    check(logits, 64, None, None, 1, "hopper")
+    assert len(counted) == 2
+
+
+@pytest.mark.interpreter
+def test_a_row_of_several_segments_of_the_bitmap():
+    logits = torch.randn(1, 70_000, generator=generator(3))
+    check(logits, 2000, torch.tensor([3]), None, 1, "hopper")
