@@ -105,6 +105,7 @@ lazy.declare(
     {
         "copy_blocks": "flashlatte.ops.cache_copy:copy_blocks",
         "gather": "flashlatte.ops.cache_gather:cache_gather",
+        "gather_last": "flashlatte.ops.cache_gather:gather_last",
         "gather_records": "flashlatte.ops.gather_records:gather_records",
         "rope_write": "flashlatte.ops.rope_cache_write:rope_cache_write",
         "swap_blocks": "flashlatte.ops.cache_copy:swap_blocks",

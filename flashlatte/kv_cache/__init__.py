@@ -1,7 +1,7 @@
 """Paged latent caches: named formats and allocation; what writes and reads them is found here too.
 
-``write``, ``rope_write``, ``gather``, ``gather_records``, ``copy_blocks``, ``swap_blocks`` and ``to_cache_indices`` are
-operations of ``flashlatte.ops``.
+``write``, ``rope_write``, ``gather``, ``gather_last``, ``gather_records``, ``copy_blocks``, ``swap_blocks`` and
+``to_cache_indices`` are operations of ``flashlatte.ops``.
 """
 
 from flashlatte.kv_cache.codec import allocate, dequantize, pack, quantize, unpack

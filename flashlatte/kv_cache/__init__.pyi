@@ -12,6 +12,7 @@ from flashlatte.kv_cache.slots import read as read
 from flashlatte.ops.cache_copy import copy_blocks as copy_blocks
 from flashlatte.ops.cache_copy import swap_blocks as swap_blocks
 from flashlatte.ops.cache_gather import cache_gather as gather
+from flashlatte.ops.cache_gather import gather_last as gather_last
 from flashlatte.ops.cache_write import cache_write as write
 from flashlatte.ops.gather_records import gather_records as gather_records
 from flashlatte.ops.index_convert import to_cache_indices as to_cache_indices
@@ -25,6 +26,7 @@ __all__ = [
     "copy_blocks",
     "dequantize",
     "gather",
+    "gather_last",
     "gather_records",
     "get_format",
     "infer_format",

@@ -29,8 +29,12 @@ def slots_of_rows(
     cu_seqlens: torch.Tensor,
     seq_starts: torch.Tensor | None,
     num_rows: int,
+    seq_ends: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row whether a request has it, and its token's slot, -1 where that is not in the cache."""
+    """For each row whether a request has it, and its token's slot, -1 where that is not in the cache.
+
+    With ``seq_ends`` a request has the rows of tokens before that one only.
+    """
     num_pages, page_size = cache.shape[:2]
     rows = torch.arange(num_rows, device=cache.device)
     cu_seqlens = cu_seqlens.long()
@@ -41,6 +45,8 @@ def slots_of_rows(
     positions = rows - cu_seqlens[requests]
     if seq_starts is not None:
         positions = positions + seq_starts[requests]
+    if seq_ends is not None:
+        inside = inside & (positions < seq_ends[requests])
     table_column = positions // page_size
     in_table = (positions >= 0) & (table_column < block_table.shape[1])
     page = block_table[requests, table_column.clamp(0, block_table.shape[1] - 1)].long()

@@ -113,8 +113,8 @@ def test_inverse_rope_quantize(packed: bool) -> None:
 
 def test_norms_and_index_queries() -> None:
     both, weights = torch.randn(77, 1536, device=DEVICE).to(BF16), torch.rand(1536, device=DEVICE)
-    rows = both.split((1024, 512), dim=1), weights.split((1024, 512))
-    found = [flashlatte.q_kv_norm(*rows[0], *rows[1], backend=backend) for backend in BACKENDS]
+    (q_rows, kv_rows), (q_weight, kv_weight) = both.split((1024, 512), dim=1), weights.split((1024, 512))
+    found = [flashlatte.q_kv_norm(q_rows, kv_rows, q_weight, kv_weight, backend=backend) for backend in BACKENDS]
     for part, wanted in zip(*found, strict=True):
         torch.testing.assert_close(part, wanted, rtol=2.0**-7, atol=2.0**-7)
     q, head_weights = torch.randn(77, 64, 128, device=DEVICE).to(BF16), torch.randn(77, 64, device=DEVICE)

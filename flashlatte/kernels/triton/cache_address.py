@@ -109,6 +109,19 @@ def locate_rows(requests, rows, num_rows, WIDE: tl.constexpr):
 
 
 @triton.jit
+def before_ends(requests, rows, inside, seq_ends, end_stride):
+    """Of rows of requests those whose token stands before ``seq_ends`` of its request."""
+    request, start = request_of_row(requests, rows)
+    request = tl.where(inside, request, 0).to(tl.int64)
+    position = rows - start
+    if requests.seq_starts is not None:
+        first = tl.load(requests.seq_starts + request * requests.start_stride, mask=inside, other=0)
+        position += first.to(tl.int64)
+    end = tl.load(seq_ends + request * end_stride, mask=inside, other=0).to(tl.int64)
+    return inside & (position < end)
+
+
+@triton.jit
 def end_of_rows(requests, num_rows):
     """The row behind the last request's."""
     closed = requests.num_boundaries > requests.num_requests

@@ -41,6 +41,7 @@ def cache_gather(
     cache_format: str | CacheFormat | None = None,
     scale: float | torch.Tensor | None = None,
     seq_starts: torch.Tensor | None = None,
+    seq_ends: torch.Tensor | None = None,
     total_tokens: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
@@ -56,6 +57,7 @@ def cache_gather(
         cache_format: inferred from the cache if None.
         scale: format ``fp8``: a number, or a one-element float32 tensor on the cache's device; default 1.
         seq_starts: int32 or int64 [b], the token of each request to begin with; 0 if None.
+        seq_ends: int32 or int64 [b], the token of each request to end before; rows from it on are left.
         total_tokens: rows of the result. If None and ``out`` is None, cu_seqlens[b] is read from the device,
             which synchronises.
         dtype: of the result, if ``out`` is None.
@@ -72,6 +74,9 @@ def cache_gather(
     cache, layout = as_cache(cache, cache_format)
     device = cache.device
     requests.check(block_table, cu_seqlens, seq_starts, device)
+    if seq_ends is not None:
+        shape = (block_table.shape[0],)
+        checks.tensor("seq_ends", seq_ends, shape, checks.INDEX_DTYPES, device, unit_last_stride=False)
     scale_tensor, scale_value = scales.split("scale", one_scale(layout, scale), device)
     if out is None:
         if dtype not in checks.FLOAT_DTYPES:
@@ -104,7 +109,63 @@ def cache_gather(
         scale_tensor,
         scale_value,
         out,
+        seq_ends,
         backend,
+    )
+    return out
+
+
+def gather_last(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    gather_lens: torch.Tensor | None = None,
+    offset: int = 0,
+    cache_format: str | CacheFormat | None = None,
+    scale: float | torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """``gather`` of the last tokens of each request into its part of a workspace, from row ``offset`` of it on.
+
+    Args:
+        cache, block_table, cache_format, scale, backend: as for ``gather``.
+        seq_lens: int32 or int64 [b], tokens of each request.
+        out: [b, rows, head_dim], bf16, fp16 or float32, with last stride 1 and no gap between requests. Other rows are
+            left as they are, and tokens that there is no room for.
+        gather_lens: int32 or int64 [b], how many tokens of each request; all if None.
+        offset: 0 to ``rows``.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    checks.tensor("seq_lens", seq_lens, ("b",), checks.INDEX_DTYPES, unit_last_stride=False)
+    requests, device = seq_lens.shape[0], seq_lens.device
+    checks.output("out", out, (requests, "rows", "head_dim"), checks.FLOAT_DTYPES, device)
+    rows = out.shape[1]
+    if requests > 1 and rows > 1 and out.stride(0) != rows * out.stride(1):
+        raise ValueError(f"out must have no gap between requests, got strides {out.stride()}")
+    if checks.positive_int("offset", offset, or_zero=True) > rows:
+        raise ValueError(f"offset must be at most out's {rows} rows, got {offset}")
+    lengths = seq_lens.long()
+    starts = torch.zeros_like(lengths)
+    if gather_lens is not None:
+        checks.tensor("gather_lens", gather_lens, (requests,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+        starts = (lengths - gather_lens.clamp_min(0)).clamp_min(0)
+    cache_gather(
+        cache,
+        block_table,
+        torch.arange(requests, device=device) * rows + offset,
+        cache_format=cache_format,
+        scale=scale,
+        seq_starts=starts,
+        seq_ends=torch.minimum(lengths, starts + rows - offset),
+        out=out.view(requests * rows, out.shape[2]),
+        backend=backend,
     )
     return out
 
@@ -120,10 +181,11 @@ def _cache_gather(
     scale_tensor: torch.Tensor | None,
     scale_value: float,
     out: torch.Tensor,
+    seq_ends: torch.Tensor | None,
     backend: str,
 ) -> None:
     if out.shape[0] == 0 or block_table.shape[0] == 0:
         return
     run = dispatch.implementation(OPERATION, backend)
     layout = as_format(cache_format, head_dim)
-    run(cache, block_table, cu_seqlens, seq_starts, layout, scale_tensor, scale_value, out)
+    run(cache, block_table, cu_seqlens, seq_starts, layout, scale_tensor, scale_value, out, seq_ends)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_address import Requests, end_of_rows, load_words, locate_rows, requests_of
+from flashlatte.kernels.triton.cache_address import (
+    Requests,
+    before_ends,
+    end_of_rows,
+    load_words,
+    locate_rows,
+    requests_of,
+)
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
 from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, e8m0_to_float, narrow, widen
 from flashlatte.kv_cache.formats import CacheFormat
@@ -28,6 +35,7 @@ def cache_gather(
     scale_tensor: torch.Tensor | None,
     scale_value: float,
     out: torch.Tensor,
+    seq_ends: torch.Tensor | None = None,
 ) -> None:
     cache = as_bytes(cache)
     num_pages, page_size, _, width = cache.shape
@@ -48,6 +56,8 @@ def cache_gather(
                 out=out,
                 cache=cache,
                 num_rows=num_rows,
+                seq_ends=seq_ends,
+                end_stride=0 if seq_ends is None else seq_ends.stride(0),
                 page_stride=page_stride // align,
                 out_stride=out_stride // out_align,
             ),
@@ -78,6 +88,8 @@ def cache_gather(
             scale_tensor=scale_tensor,
             scale_value=scale_value,
             num_rows=num_rows,
+            seq_ends=seq_ends,
+            end_stride=0 if seq_ends is None else seq_ends.stride(0),
             page_stride=page_stride // align,
             row_stride=row_stride // align,
             out_stride=out_stride // out_align,
@@ -95,7 +107,7 @@ def cache_gather(
     )
 
 
-@kernel(by_element=("cu_seqlens", "seq_starts"))
+@kernel(by_element=("cu_seqlens", "seq_starts", "seq_ends"))
 def gather_tiles_kernel(
     out,
     cache,
@@ -111,6 +123,8 @@ def gather_tiles_kernel(
     num_pages: tl.int64,
     page_size: tl.int64,
     num_rows: tl.int64,
+    seq_ends,
+    end_stride: tl.int64,
     page_stride: tl.int64,
     out_stride: tl.int64,
     TILE: tl.constexpr,
@@ -145,6 +159,9 @@ def gather_tiles_kernel(
     if first_row >= end_of_rows(requests, num_rows):
         return
     inside, found, page, offset = locate_rows(requests, rows, num_rows, WIDE)
+    if seq_ends is not None:
+        inside = before_ends(requests, rows, inside, seq_ends, end_stride)
+        found = found & inside
     page_start = cache + page * page_stride * ALIGN
     row = page_start + offset * ROW_BYTES
 
@@ -173,7 +190,7 @@ def gather_tiles_kernel(
     tl.store(out_row[:, None] + (TILES * TILE + rope_column), ropes, mask=inside[:, None])
 
 
-@kernel(by_element=("cu_seqlens", "seq_starts"))
+@kernel(by_element=("cu_seqlens", "seq_starts", "seq_ends"))
 def gather_rows_kernel(
     out,
     cache,
@@ -191,6 +208,8 @@ def gather_rows_kernel(
     num_pages: tl.int64,
     page_size: tl.int64,
     num_rows: tl.int64,
+    seq_ends,
+    end_stride: tl.int64,
     page_stride: tl.int64,
     row_stride: tl.int64,
     out_stride: tl.int64,
@@ -225,6 +244,9 @@ def gather_rows_kernel(
     if first_row >= end_of_rows(requests, num_rows):
         return
     inside, found, page, offset = locate_rows(requests, rows, num_rows, WIDE)
+    if seq_ends is not None:
+        inside = before_ends(requests, rows, inside, seq_ends, end_stride)
+        found = found & inside
     row = cache + (page * page_stride + offset * row_stride) * ALIGN
     # [BLOCK_T, BLOCK_C]
     found_columns = found[:, None] & (column < WIDTH)

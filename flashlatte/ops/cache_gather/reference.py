@@ -18,8 +18,9 @@ def cache_gather(
     scale_tensor: torch.Tensor | None,
     scale_value: float,
     out: torch.Tensor,
+    seq_ends: torch.Tensor | None = None,
 ) -> None:
-    inside, slots = requests.slots_of_rows(cache, block_table, cu_seqlens, seq_starts, out.shape[0])
+    inside, slots = requests.slots_of_rows(cache, block_table, cu_seqlens, seq_starts, out.shape[0], seq_ends)
     scale = scale_value if scale_tensor is None else scale_tensor
     tokens = read_slots(cache, slots, layout, scale).to(out.dtype)
     out.copy_(torch.where(inside.unsqueeze(-1), tokens, out))
