@@ -48,7 +48,7 @@ def register() -> None:
     if chosen == "auto":
         for name in compat.AUTOMATIC_DENSE:
             compat.register_attention(name, DENSE)
-    if os.environ.get(ON_CPU) == "1":
+    if os.environ.get(ON_CPU) == "1" and compat.serves_indexers():
         importlib.import_module("flashlatte.integrations.vllm.backends.indexer").install_for_cpu()
 
 

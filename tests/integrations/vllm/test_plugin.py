@@ -231,3 +231,12 @@ def test_doctor_of_a_model_with_an_indexer(monkeypatch):
         "    not served by FlashLatte: on a GPU, models with an indexer are vLLM's own",
         "    without an option vLLM takes vllm.FlashMLASparseBackend",
     ]
+
+
+@pytest.mark.parametrize(
+    ("version", "serves_indexers"),
+    [(None, False), ("dev", False), ("0.26.0", False), ("0.32.0", True), ("0.33.0", True)],
+)
+def test_versions_whose_indexers_are_served(monkeypatch, version, serves_indexers):
+    monkeypatch.setattr(compat, "version", lambda: version)
+    assert compat.serves_indexers() is serves_indexers

@@ -11,8 +11,9 @@ from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.head_dims import padded, parts
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kernels.triton.ragged_tiles import tile_slots
+from flashlatte.ops.paged_attention.portable.attend import Step
 from flashlatte.ops.paged_attention.portable.config import Config, choose
-from flashlatte.ops.paged_attention.portable.kernel import Step, paged_attention_kernel
+from flashlatte.ops.paged_attention.portable.kernel import paged_attention_kernel
 from flashlatte.ops.paged_attention.portable.keys import E4M3, E5M2, INT8, PLAIN, Form
 from flashlatte.ops.paged_attention.portable.tiles import TILE_NUMBERS, find_tiles_kernel
 from flashlatte.ops.paged_attention.problem import Problem
