@@ -1,6 +1,7 @@
 """Attention over TurboQuant pages: the reference, and the kernel as Triton's interpreter runs it, against an oracle."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -120,7 +121,7 @@ def test_parts_of_the_keys_merge():
 
 
 LAYOUT = turboquant.turboquant_format("turboquant_3bit_nc", 16)
-GIVEN = {
+GIVEN: dict[str, Any] = {
     "q": torch.zeros(2, 1, 4, 16).bfloat16(),
     "cache": torch.zeros(4, 3, 2, LAYOUT.record_bytes, dtype=torch.uint8),
     "block_table": torch.zeros(2, 2, dtype=torch.int32),
@@ -156,14 +157,16 @@ def test_errors(change, error, message):
 @pytest.mark.skipif(not machine.interpreting(), reason="Triton does not run on the CPU but in its interpreter")
 def test_the_kernel_refuses_records_at_odd_bytes():
     storage = torch.zeros(4, 3, 2, LAYOUT.record_bytes + 1, dtype=torch.uint8)
+    change: dict[str, Any] = {"cache": storage[..., :-1]}
     with pytest.raises(ValueError, match="takes caches that begin at multiples of 4 bytes, with records at"):
-        turboquant_decode(**(GIVEN | {"cache": storage[..., :-1]}), backend="portable")
-    turboquant_decode(**(GIVEN | {"cache": storage[..., :-1]}))
+        turboquant_decode(**(GIVEN | change), backend="portable")
+    turboquant_decode(**(GIVEN | change))
 
 
 def test_no_requests():
-    given = {"q": GIVEN["q"][:0], "block_table": GIVEN["block_table"][:0, :0], "cache_seqlens": torch.zeros(0).int()}
-    out, lse = turboquant_decode(**(GIVEN | given))
+    change: dict[str, Any] = {"q": GIVEN["q"][:0], "block_table": GIVEN["block_table"][:0, :0]}
+    change["cache_seqlens"] = torch.zeros(0).int()
+    out, lse = turboquant_decode(**(GIVEN | change))
     assert out.shape == (0, 1, 4, 16)
     assert lse.shape == (0, 4, 1)
 

@@ -1,5 +1,7 @@
 """Keys and values read out of TurboQuant pages: every number against the oracle in Python."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -44,7 +46,7 @@ def test_every_number(name, dtype, head_dim, heads, gap, starts, index, seed):
     table = torch.tensor([[2, 0], [-1, 3], [1, PAGES]], dtype=index)
     boundaries = torch.tensor([0, 5, 5, 9], dtype=index)
     first = None if starts is None else torch.tensor(starts, dtype=index)
-    out = {side: torch.full((11, heads, head_dim), 7.0, dtype=dtype) for side in ("key", "value")}
+    out: dict[str, Any] = {side: torch.full((11, heads, head_dim), 7.0, dtype=dtype) for side in ("key", "value")}
     turboquant_gather(cache, table, boundaries, 11, head_dim, seq_starts=first, dtype=dtype, **out, backend=BACKEND)
     for row in range(11):
         request = sum(row >= int(boundary) for boundary in boundaries) - 1
@@ -66,7 +68,7 @@ def test_every_number(name, dtype, head_dim, heads, gap, starts, index, seed):
 
 
 LAYOUT = turboquant.turboquant_format("turboquant_3bit_nc", 16)
-GIVEN = {
+GIVEN: dict[str, Any] = {
     "cache": filled(LAYOUT, 2, 0, 0),
     "block_table": torch.zeros(2, 2, dtype=torch.int32),
     "cu_seqlens": torch.tensor([0, 2, 4]),
@@ -97,8 +99,8 @@ def test_errors(change, error, message):
 
 
 def test_no_requests():
-    given = {"block_table": torch.zeros(0, 0, dtype=torch.int32), "cu_seqlens": torch.zeros(1, dtype=torch.int32)}
-    key, value = turboquant_gather(**(GIVEN | given))
+    change: dict[str, Any] = {"block_table": torch.zeros(0, 0).int(), "cu_seqlens": torch.zeros(1).int()}
+    key, value = turboquant_gather(**(GIVEN | change))
     assert not key.any()
     assert not value.any()
 
