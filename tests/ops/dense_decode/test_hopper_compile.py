@@ -122,7 +122,7 @@ def test_requests_that_ranges_share_need_no_combine(record, monkeypatch):
     assert not combiner.launches
     (cleared,) = clearer.launches
     assert cleared.options["launch_pdl"] is True
-    assert call["STREAM_K"] is True
+    assert call["PLAN"].stream_k is True
     assert cleared.arguments["partials"] == call["num_splits"] * call["num_groups"]
     assert call["scratch"].numel() == cleared.arguments["partials"] * fixup.PARTIAL.value
     code = support.compile_launch(fixup.clear_kernel, cleared, 90)
@@ -147,7 +147,7 @@ def test_queries_come_as_tokens_by_heads(record, heads, h_kv, box):
 @pytest.mark.parametrize(("page_size", "box"), [(8, 8), (16, 16), (32, 32), (48, 16), (64, 64), (192, 64)])
 def test_a_box_lies_in_one_page(record, page_size, box):
     arguments = record(page_size=page_size).arguments
-    assert arguments["BOX"] * arguments["BOXES_PER_PAGE"] == page_size
+    assert arguments["PLAN"].box * arguments["PLAN"].boxes_per_page == page_size
     assert arguments["keys_half"].block_shape == [1, box, 1, 256]
     assert arguments["keys_rope"].block_shape == [1, box, 1, 64]
 

@@ -178,7 +178,7 @@ def _odd_step(state, call, request, page, step, phase, z, PLAN: gl.constexpr, LA
 
 
 @gluon.jit
-def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
+def consume_even(call, PLAN: gl.constexpr):
     barriers.arrive(Q_EMPTY, barriers.ALL)
     barriers.arrive(K0_LEFT_EMPTY, barriers.PAIR)
     barriers.arrive(K1_LEFT_EMPTY, barriers.PAIR)
@@ -218,11 +218,11 @@ def consume_even(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
             items_taken += 1
             state = add_other_sum(state, tiles.row_sum0, tiles.row_sum1)
             split = epilogue.Split(item, begin > 0, end == steps)
-            epilogue.write(state.out, state.row_max, state.row_sum, split, call.work, call.results, 0, PLAN, OUT_ALIGN)
+            epilogue.write(state.out, state.row_max, state.row_sum, split, call.work, call.results, 0, PLAN)
 
 
 @gluon.jit
-def consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
+def consume_odd(call, PLAN: gl.constexpr):
     barriers.arrive(Q_EMPTY, barriers.ALL)
     barriers.arrive(K0_RIGHT_EMPTY, barriers.PAIR)
     barriers.arrive(K1_RIGHT_EMPTY, barriers.PAIR)
@@ -255,6 +255,4 @@ def consume_odd(call, PLAN: gl.constexpr, OUT_ALIGN: gl.constexpr):
             items_taken += 1
             state = add_other_sum(state, tiles.row_sum1, tiles.row_sum0)
             split = epilogue.Split(item, begin > 0, end == steps)
-            epilogue.write(
-                state.out, state.row_max, state.row_sum, split, call.work, call.results, HALF, PLAN, OUT_ALIGN
-            )
+            epilogue.write(state.out, state.row_max, state.row_sum, split, call.work, call.results, HALF, PLAN)

@@ -38,21 +38,12 @@ class Split(NamedTuple):
 
 
 @gluon.jit
-def write(
-    out,
-    row_max,
-    row_sum,
-    split,
-    work,
-    results,
-    FIRST_COL: gl.constexpr,
-    PLAN: gl.constexpr,
-    OUT_ALIGN: gl.constexpr,
-):
+def write(out, row_max, row_sum, split, work, results, FIRST_COL: gl.constexpr, PLAN: gl.constexpr):
     """Normalise and write columns from FIRST_COL of a request's rows; those from 0 bring the lse along.
 
     ``row_max`` and ``row_sum`` [64] are in the scores' layout, row_max in base 2.
     """
+    OUT_ALIGN: gl.constexpr = PLAN.out_align
     row_sum = gl.convert_layout(row_sum, OUTPUT_ROWS)
     row_max = gl.convert_layout(row_max, OUTPUT_ROWS)
     is_result = split.continues == 0

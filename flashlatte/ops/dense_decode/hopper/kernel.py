@@ -66,14 +66,7 @@ def dense_decode_kernel(
     k_stride_head: tl.int64,
     k_scale_tensor,
     k_scale: tl.float32,
-    HAS_ROPE: tl.constexpr,
-    BOX: tl.constexpr,
-    BOXES_PER_PAGE: tl.constexpr,
-    OUT_ALIGN: tl.constexpr,
-    OVERHEAD: tl.constexpr,
-    SPLIT_STEPS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    STREAM_K: tl.constexpr,
+    PLAN: tl.constexpr,
 ):
     """A CTA works on 64 query rows of a kv head, for a range of all keys. Arguments as in ``launch``."""
     lists = KeyLengths(num_items, 1, lengths, lengths_stride_request, 0, limit)
@@ -94,28 +87,24 @@ def dense_decode_kernel(
         rows,
         empty_lse,
     )
-    query = queries.Query(q, q_stride_request, q_stride_token, q_stride_head, heads, rows, query_half, query_rope)
-    ONE_BYTE: gl.constexpr = k_cache is not None
-    if ONE_BYTE:
+    query = queries.Query(query_half, query_rope, q, q_stride_request, q_stride_token, q_stride_head, heads, rows)
+    if PLAN.one_byte:
         words = k_cache.to(gl.pointer_type(gl.int32), bitcast=True)
         keys = one_byte_producer.Keys(words, k_stride_page, k_stride_token, k_stride_head)
     else:
         keys = producer.Keys(keys_half, keys_rope)
-    plan: gl.constexpr = schedule.Plan(
-        ONE_BYTE, HAS_ROPE, BOX, BOXES_PER_PAGE, OVERHEAD, SPLIT_STEPS, MAX_SPLITS, STREAM_K
-    )
-    shared = tiles.allocate(q.dtype.element_ty, plan)
+    shared = tiles.allocate(q.dtype.element_ty, PLAN)
     full = tiles.allocate_full()
     # The kernel before this one in the stream may still run.
     gdc_wait()
     group = schedule.find_group(groups_per_head, num_groups)
     corner = queries.find_corner(query, group)
-    work = schedule.find_work(group, lists, num_splits, first_item, plan)
-    if STREAM_K:
+    work = schedule.find_work(group, lists, num_splits, first_item, PLAN)
+    if PLAN.stream_k:
         partials = fixup.Partials(scratch, work.number, num_splits, group)
     else:
         partials: gl.constexpr = None
-    if ONE_BYTE:
+    if PLAN.one_byte:
         unit = k_scale
         if k_scale_tensor is not None:
             unit *= gl.load(k_scale_tensor)
@@ -124,12 +113,12 @@ def dense_decode_kernel(
         unit: gl.constexpr = None
     results = epilogue.Results(outputs, scratch, unit, partials)
     call = consumers.Call(lists, table, work, causal_offset, scale, shared, full, None, results)
-    CONSUMER_REGISTERS: gl.constexpr = _CAST_REGISTERS if ONE_BYTE else _REGISTERS
+    CONSUMER_REGISTERS: gl.constexpr = _CAST_REGISTERS if PLAN.one_byte else _REGISTERS
     gl.warp_specialize(
         [
-            (_produce, (query, corner, keys, table, lists, work, shared, full, scratch, plan)),
-            (consumers.consume_even, (call, plan, OUT_ALIGN)),
-            (consumers.consume_odd, (call, plan, OUT_ALIGN)),
+            (_produce, (query, corner, keys, table, lists, work, shared, full, scratch, PLAN)),
+            (consumers.consume_even, (call, PLAN)),
+            (consumers.consume_odd, (call, PLAN)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, CONSUMER_REGISTERS],

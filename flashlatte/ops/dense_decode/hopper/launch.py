@@ -5,27 +5,32 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, LATENT, ROPE, ROWS
-from flashlatte.ops.dense_decode.hopper import fixup
+from flashlatte.ops.dense_decode.hopper import fixup, schedule
 from flashlatte.ops.dense_decode.hopper.fixup import clear_kernel
 from flashlatte.ops.dense_decode.hopper.kernel import kernel
+from flashlatte.ops.dense_decode.hopper.one_byte_producer import Keys as OneByteKeys
+from flashlatte.ops.dense_decode.hopper.producer import Keys
+from flashlatte.ops.dense_decode.hopper.queries import Query
+from flashlatte.ops.dense_decode.hopper.schedule import Table
 from flashlatte.ops.dense_decode.hopper.tiles import PAIR
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
-from flashlatte.runtime.strides import strides_in_use
+from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.runtime.tma_descriptors import Address, describe
 from flashlatte.runtime.triton_kernel import launching_on
 from flashlatte.split_kv import combine, plan
-from flashlatte.split_kv.device import KeyLengths
+from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import Partial, SplitPlan
 
 _LOG2_E = math.log2(math.e)
+_PARTIAL = Partial(ROWS.value, LATENT.value)
 # With batch_invariant, steps of a split, and the most splits of a request, over all groups of its query rows.
 _SPLIT_STEPS = 8
 _FIXED_SPLITS = 128
@@ -36,9 +41,6 @@ _ALIGN_BYTES = 16
 _ALIGN = 8
 
 
-_PARTIAL = Partial(ROWS.value, LATENT.value)
-
-
 @dataclass(frozen=True)
 class Plan:
     """What the launches of one shape have in common: how requests are split, in blocks of a step; and by which CTAs
@@ -46,34 +48,6 @@ class Plan:
 
     split: SplitPlan
     stream_k: bool
-
-
-class Query(NamedTuple):
-    """q, TMA descriptors of it, and its strides in units of 16 bytes: see ``producer.Query``."""
-
-    query_half: TensorDescriptor | None
-    query_rope: TensorDescriptor | None
-    q: torch.Tensor
-    q_stride_request: int
-    q_stride_token: int
-    q_stride_head: int
-
-
-class Cache(NamedTuple):
-    """The cache, and the pages of each request: see ``producer.Keys`` (of one-byte numbers: ``one_byte_producer.Keys``;
-    ``keys_half`` is of its lines then) and ``schedule.Table``."""
-
-    keys_half: TensorDescriptor
-    keys_rope: TensorDescriptor | None
-    k_cache: torch.Tensor | None
-    k_stride_page: int
-    k_stride_token: int
-    k_stride_head: int
-    k_scale_tensor: torch.Tensor | None
-    k_scale: float
-    pages: torch.Tensor
-    pages_stride: int
-    num_pages: int
 
 
 def dense_decode(
@@ -98,16 +72,16 @@ def dense_decode(
     rows = s_q * heads
     box = math.gcd(page_size, KEYS.value)
     made = make_plan(machine.num_sms(device), batch, rows, h_kv, max_pages * page_size, batch_invariant)
-    q_strides = strides_in_use(q)
-    if q.data_ptr() % 16 or any(stride % _ALIGN for stride in q_strides):
+    if row_align(q, _ALIGN) == 1:
         q = q.clone(memory_format=torch.contiguous_format)
-        q_strides = strides_in_use(q)
-    out_align = _ALIGN if out.data_ptr() % 16 == 0 and all(s % _ALIGN == 0 for s in strides_in_use(out)) else 1
-    query = Query(*_query_descriptors(q, q_strides, heads), q, *(stride // _ALIGN for stride in q_strides))
+    q_strides = strides_in_use(q)
+    out_align = row_align(out)
+    q_units = (stride // _ALIGN for stride in q_strides)
+    query = Query(*_query_descriptors(q, q_strides, heads), q, *q_units, heads, rows)
     keys = _keys(k_cache, box)
-    cache = Cache(*keys, k_scale_tensor, k_scale_value, block_table, block_table.stride(0), num_pages)
+    table = Table(block_table, block_table.stride(0), num_pages)
     limit = min(max_pages * page_size, 2**31 - 1 - PAIR.value)
-    lengths = KeyLengths(batch, 1, cache_seqlens, cache_seqlens.stride(0), 0, limit)
+    lengths = key_lengths(batch, 1, cache_seqlens, limit)
     outputs = outputs_of(out, lse, None, tokens=1, heads=heads, rows=rows, empty_lse=empty_lse, row_align=out_align)
     split = made.split
 
@@ -123,9 +97,12 @@ def dense_decode(
                 *by_name(
                     kernel,
                     query,
-                    cache,
+                    *keys,
+                    table,
                     lengths,
                     outputs,
+                    k_scale_tensor=k_scale_tensor,
+                    k_scale=k_scale_value,
                     scratch=scratch,
                     causal_offset=s_q - 1 if causal else 0,
                     scale=softmax_scale * _LOG2_E,
@@ -134,14 +111,17 @@ def dense_decode(
                     num_splits=split.splits,
                     first_item=first,
                 ),
-                HAS_ROPE=head_dim > LATENT.value,
-                BOX=box,
-                BOXES_PER_PAGE=page_size // box,
-                OUT_ALIGN=out_align,
-                OVERHEAD=split.overhead,
-                SPLIT_STEPS=split.split_blocks,
-                MAX_SPLITS=split.max_splits,
-                STREAM_K=made.stream_k,
+                PLAN=schedule.Plan(
+                    one_byte=k_cache.dtype.itemsize == 1,
+                    has_rope=head_dim > LATENT.value,
+                    box=box,
+                    boxes_per_page=page_size // box,
+                    out_align=out_align,
+                    overhead=split.overhead,
+                    split_steps=split.split_blocks,
+                    max_splits=split.max_splits,
+                    stream_k=made.stream_k,
+                ),
                 num_warps=4,
                 enable_fp_fusion=True,
                 launch_pdl=True,
@@ -180,14 +160,14 @@ def _query_descriptors(q: torch.Tensor, strides: tuple[int, ...], heads: int) ->
     return _tiles(Address(q.data_ptr(), q.dtype), tuple(q.shape), strides, box)
 
 
-def _keys(k_cache: torch.Tensor, box: int) -> tuple[Any, ...]:
-    """What ``Cache`` begins with, up to the strides."""
+def _keys(k_cache: torch.Tensor, box: int) -> tuple[Keys, OneByteKeys]:
+    """The cache as each producer takes it; ``keys_half`` is of lines of 128 bytes where numbers have one byte."""
     strides = strides_in_use(k_cache)
+    address, shape, device = k_cache.data_ptr(), tuple(k_cache.shape), k_cache.device
     if k_cache.dtype.itemsize > 1:
-        shape = tuple(k_cache.shape)
-        return *_descriptors(k_cache.data_ptr(), k_cache.dtype, shape, strides, box, k_cache.device), None, 0, 0, 0
-    lines = _lines(k_cache.data_ptr(), tuple(k_cache.shape), strides, box, k_cache.device)
-    return lines, None, k_cache, *(stride // _ALIGN_BYTES for stride in strides)
+        return Keys(*_descriptors(address, k_cache.dtype, shape, strides, box, device)), OneByteKeys(None, 0, 0, 0)
+    lines = _lines(address, shape, strides, box, device)
+    return Keys(lines, None), OneByteKeys(k_cache, *(stride // _ALIGN_BYTES for stride in strides))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -45,12 +45,12 @@ _TOKENS = gl.constexpr(gl.SliceLayout(1, _HALF_LAYOUT))
 
 
 class Keys(NamedTuple):
-    """The cache [pages, page_size, h_kv, d] as int32, and its strides in units of 16 bytes."""
+    """The cache [pages, page_size, h_kv, d], in the kernel as int32, and its strides in units of 16 bytes."""
 
-    words: Any
-    stride_page: Any
-    stride_token: Any
-    stride_head: Any
+    k_cache: Any
+    k_stride_page: Any
+    k_stride_token: Any
+    k_stride_head: Any
 
 
 class Rows(NamedTuple):
@@ -75,15 +75,15 @@ def _rows_of(page, block, length, keys, kv_head, PLAN: gl.constexpr):
     valid = block * KEYS + token < length
     if PLAN.box == KEYS:
         valid = valid & (page >= 0)
-        first = gl.maximum(page, 0).to(gl.int64) * keys.stride_page
-        first += (block % PLAN.boxes_per_page * KEYS).to(gl.int64) * keys.stride_token
+        first = gl.maximum(page, 0).to(gl.int64) * keys.k_stride_page
+        first += (block % PLAN.boxes_per_page * KEYS).to(gl.int64) * keys.k_stride_token
     else:
         page = of_lanes(page, token // PLAN.box)
         valid = valid & (page >= 0)
-        first = gl.maximum(page, 0).to(gl.int64) * keys.stride_page
+        first = gl.maximum(page, 0).to(gl.int64) * keys.k_stride_page
         token = (block * KEYS % PAGE_SIZE + token) % PAGE_SIZE
-    offset = first + token.to(gl.int64) * keys.stride_token + kv_head * keys.stride_head
-    return Rows(keys.words + offset * 4, valid)
+    offset = first + token.to(gl.int64) * keys.k_stride_token + kv_head * keys.k_stride_head
+    return Rows(keys.k_cache + offset * 4, valid)
 
 
 @gluon.jit

@@ -30,8 +30,8 @@ from flashlatte.split_kv import device
 class Keys(NamedTuple):
     """Descriptors of the cache [pages, page_size, h_kv, d]: of boxes 256 wide, and of the rope (None without)."""
 
-    half: Any
-    rope: Any
+    keys_half: Any
+    keys_rope: Any
 
 
 @gluon.jit
@@ -51,17 +51,17 @@ def _load_boxes(descriptor, tile, full, page, block, kv_head, COL: gl.constexpr,
 @gluon.jit
 def _load_left(keys, tile, full, page, block, kv_head, PLAN: gl.constexpr):
     mbarrier.expect(full, KEYS * HALF * 2)
-    _load_boxes(keys.half, tile, full, page, block, kv_head, 0, PLAN)
+    _load_boxes(keys.keys_half, tile, full, page, block, kv_head, 0, PLAN)
 
 
 @gluon.jit
 def _load_right(keys, tile, rope_tile, full, page, block, kv_head, PLAN: gl.constexpr):
-    if keys.rope is not None:
+    if keys.keys_rope is not None:
         mbarrier.expect(full, KEYS * (HALF + ROPE) * 2)
-        _load_boxes(keys.rope, rope_tile, full, page, block, kv_head, LATENT, PLAN)
+        _load_boxes(keys.keys_rope, rope_tile, full, page, block, kv_head, LATENT, PLAN)
     else:
         mbarrier.expect(full, KEYS * HALF * 2)
-    _load_boxes(keys.half, tile, full, page, block, kv_head, HALF, PLAN)
+    _load_boxes(keys.keys_half, tile, full, page, block, kv_head, HALF, PLAN)
 
 
 @gluon.jit

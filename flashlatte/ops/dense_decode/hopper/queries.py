@@ -15,17 +15,18 @@ from flashlatte.runtime.gluon_compat import cp_async, tma_load
 class Query(NamedTuple):
     """The queries, their strides in units of 8 numbers (16 bytes); ``heads`` rows a token, ``rows`` a kv head.
 
-    ``half`` and ``rope`` are descriptors of q, of boxes of tokens and heads that make 64 rows; None where none do.
+    ``query_half`` and ``query_rope`` are descriptors of q, of boxes of tokens and heads that make 64 rows; None where
+    none do.
     """
 
+    query_half: Any
+    query_rope: Any
     q: Any
-    stride_request: Any
-    stride_token: Any
-    stride_head: Any
+    q_stride_request: Any
+    q_stride_token: Any
+    q_stride_head: Any
     heads: Any
     rows: Any
-    half: Any
-    rope: Any
 
 
 class Corner(NamedTuple):
@@ -45,10 +46,10 @@ def find_corner(query, group):
 @gluon.jit
 def load(tiles, full, query, corner, request, work, HAS_ROPE: gl.constexpr):
     """Begin to load a query, without its rope."""
-    if query.half is not None:
+    if query.query_half is not None:
         mbarrier.expect(full, ROWS * (LATENT + (ROPE if HAS_ROPE else 0)) * 2)
-        tma_load(query.half, [request, corner.token, corner.head, 0], full, tiles.q_left.index(0))
-        tma_load(query.half, [request, corner.token, corner.head, HALF], full, tiles.q_right.index(0))
+        tma_load(query.query_half, [request, corner.token, corner.head, 0], full, tiles.q_left.index(0))
+        tma_load(query.query_half, [request, corner.token, corner.head, HALF], full, tiles.q_right.index(0))
     else:
         _copy(tiles.q_left, query, request, work, 0, HALF)
         _copy(tiles.q_right, query, request, work, HALF, HALF)
@@ -58,8 +59,8 @@ def load(tiles, full, query, corner, request, work, HAS_ROPE: gl.constexpr):
 def load_rope(tiles, full, query, corner, request, work, HAS_ROPE: gl.constexpr):
     """Begin to load the rest of a query, if there is any."""
     if HAS_ROPE:
-        if query.half is not None:
-            tma_load(query.rope, [request, corner.token, corner.head, LATENT], full, tiles.q_rope.index(0))
+        if query.query_half is not None:
+            tma_load(query.query_rope, [request, corner.token, corner.head, LATENT], full, tiles.q_rope.index(0))
         else:
             _copy(tiles.q_rope, query, request, work, LATENT, ROPE)
 
@@ -67,7 +68,7 @@ def load_rope(tiles, full, query, corner, request, work, HAS_ROPE: gl.constexpr)
 @gluon.jit
 def signal(full, query):
     """Signal a query when it has come, where TMA does not."""
-    if query.half is None:
+    if query.query_half is None:
         async_copy.commit_group()
         async_copy.wait_group(0)
         fence_async_shared()
@@ -79,9 +80,9 @@ def _copy(tile, query, request, work, FIRST_COL: gl.constexpr, COLS: gl.constexp
     row = work.group.first_row + gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
     head = work.group.kv_head * query.heads + row % query.heads
     offset = (
-        request.to(gl.int64) * query.stride_request
-        + (row // query.heads).to(gl.int64) * query.stride_token
-        + head.to(gl.int64) * query.stride_head
+        request.to(gl.int64) * query.q_stride_request
+        + (row // query.heads).to(gl.int64) * query.q_stride_token
+        + head.to(gl.int64) * query.q_stride_head
     )
     col = FIRST_COL + gl.arange(0, COLS, gl.SliceLayout(0, COPY))
     pointers = query.q + (offset * 8)[:, None] + col[None, :]

@@ -60,6 +60,8 @@ class Plan(NamedTuple):
         has_rope: whether rows have 64 columns more than the 512 of a value.
         box: keys that lie in one page, of the 64 of a block: 64, or 8, 16, 32 if no more divide a page.
         boxes_per_page: so many of them.
+        out_align: numbers that the strides of ``out`` are units of: 8 where its rows begin at multiples of 16 bytes,
+            else 1.
         overhead: what starting on a request costs, in steps of two blocks.
         split_steps: steps of a fixed split; None for balanced ranges.
         max_splits: splits are longer if a request would have more than so many.
@@ -70,6 +72,7 @@ class Plan(NamedTuple):
     has_rope: Any
     box: Any
     boxes_per_page: Any
+    out_align: Any
     overhead: Any
     split_steps: Any
     max_splits: Any
@@ -77,10 +80,10 @@ class Plan(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The block table: ``pages`` at [request · stride], of a cache of ``num_pages``."""
+    """The block table: ``pages`` at [request · pages_stride], of a cache of ``num_pages``."""
 
     pages: Any
-    stride: Any
+    pages_stride: Any
     num_pages: Any
 
 
@@ -151,7 +154,7 @@ def page_of(table, request, block, num_boxes, PLAN: gl.constexpr):
     if BOXES > 1:
         box = block * BOXES + gl.minimum(lane(), BOXES - 1)
     column = gl.maximum(gl.minimum(box, num_boxes - 1), 0) // PLAN.boxes_per_page
-    page = gl.load(table.pages + request.to(gl.int64) * table.stride + column)
+    page = gl.load(table.pages + request.to(gl.int64) * table.pages_stride + column)
     inside = (page >= 0) & (page < table.num_pages)
     if BOXES > 1:
         inside = inside & (box < num_boxes)
