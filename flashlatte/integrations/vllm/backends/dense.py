@@ -27,6 +27,7 @@ from flashlatte.ops.dense_decode import dense_decode
 # Where all requests of a batch have as few new tokens as this, they attend in absorbed form: their keys and values are
 # read as they are cached, not expanded for every head.
 MOST_ABSORBED_QUERIES = 128
+BATCH_INVARIANT = bool(envs.VLLM_BATCH_INVARIANT)
 
 
 class FlashLatteMLABackend(MLACommonBackend):
@@ -90,7 +91,7 @@ class FlashLatteMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
     # A batch-invariant request may not attend in another form because of what else is in the batch.
-    reorder_batch_threshold: int = 1 if envs.VLLM_BATCH_INVARIANT else MOST_ABSORBED_QUERIES
+    reorder_batch_threshold: int = 1 if BATCH_INVARIANT else MOST_ABSORBED_QUERIES
 
     def _build_decode(self, **batch: Any) -> Any:
         """The decode requests, all of as many queries: without those that are padding and have none."""
@@ -199,7 +200,7 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
             softmax_scale=self.scale,
             causal=True,
             k_scale=cache.scale,
-            batch_invariant=envs.VLLM_BATCH_INVARIANT,
+            batch_invariant=BATCH_INVARIANT,
         )
         merged = self.need_to_return_lse_for_decode
         return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1) if merged else None
