@@ -38,16 +38,16 @@ def refuses_dense(
     device_type: str, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int | None
 ) -> str | None:
     """Why no kernel serves dense decode in these sizes, or None. The reference is for CPUs."""
-    call = dispatch.Call(
-        "dense_decode",
-        torch.device(device_type),
-        dtype,
-        cache_format=plain_format(CACHE_DTYPES.get(kv_cache_dtype or "auto", dtype)).name,
-        page_size=block_size or PAGE_SIZE,
-        head_dim=head_size,
-        h_kv=1,
-    )
     try:
+        call = dispatch.Call(
+            "dense_decode",
+            torch.device(device_type),
+            dtype,
+            cache_format=plain_format(CACHE_DTYPES.get(kv_cache_dtype or "auto", dtype)).name,
+            page_size=block_size or PAGE_SIZE,
+            head_dim=head_size,
+            h_kv=1,
+        )
         dispatch.select(call, "reference" if device_type == "cpu" else "portable")
     except ValueError as error:
         return f"FlashLatte: {error}"
