@@ -10,6 +10,7 @@ import torch
 from flashlatte.kv_cache.registry import plain_format
 from flashlatte.ops import dense_decode as _dense_decode  # noqa: F401  (states the operation's implementations)
 from flashlatte.runtime import dispatch
+from flashlatte.runtime.checks import dtype_names
 
 # The pages that Hopper's kernels read; the portable ones read any.
 PAGE_SIZE = 64
@@ -38,12 +39,15 @@ def refuses_dense(
     device_type: str, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int | None
 ) -> str | None:
     """Why no kernel serves dense decode in these sizes, or None. The reference is for CPUs."""
+    cache_dtype = CACHE_DTYPES.get(kv_cache_dtype or "auto", dtype)
+    if cache_dtype not in (dtype, torch.float8_e4m3fn):
+        return f"FlashLatte: a {kv_cache_dtype} cache takes queries of its own dtype, not {dtype_names([dtype])}"
     try:
         call = dispatch.Call(
             "dense_decode",
             torch.device(device_type),
             dtype,
-            cache_format=plain_format(CACHE_DTYPES.get(kv_cache_dtype or "auto", dtype)).name,
+            cache_format=plain_format(cache_dtype).name,
             page_size=block_size or PAGE_SIZE,
             head_dim=head_size,
             h_kv=1,

@@ -149,6 +149,8 @@ def test_pages(block_size, sizes):
 def test_what_kernels_refuse():
     assert serves.refuses_dense("cpu", 576, torch.float32, "auto", 64) is None
     assert serves.refuses_dense("cuda", 576, torch.bfloat16, "fp8", 16) is None
+    mixed = serves.refuses_dense("cuda", 576, torch.float16, "bfloat16", None)
+    assert mixed == "FlashLatte: a bfloat16 cache takes queries of its own dtype, not float16"
     reason = serves.refuses_dense("cuda", 576, torch.float32, None, None)
     assert reason is not None
     assert "it takes bfloat16, float16, not float32" in reason
