@@ -25,7 +25,7 @@ from flashlatte.runtime.triton_kernel import kernel, launching_on
 MAX_WINDOW = 16
 TOKENS_OF_SMALL_STEPS = 512
 # Tokens that a program holds at once, and numbers of them that a warp holds.
-BLOCK_TOKENS, NUMBERS_OF_A_WARP = 16, 1024
+BLOCK_TOKENS, NUMBERS_OF_A_WARP = 8, 512
 SAVE_BLOCK, SAVE_WARPS = 1024, 4
 
 

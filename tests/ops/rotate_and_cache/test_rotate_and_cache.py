@@ -61,7 +61,7 @@ def test_against_float64(tokens, heads, shape, dtype, q_eps, in_place, seed):
     given_out = arguments["q"] if in_place else None
     out = rotate_and_cache(**arguments, cache=cache, q_eps=q_eps, out=given_out, backend=BACKEND)
     assert (out is arguments["q"]) == in_place
-    eps = torch.finfo(dtype).eps
+    eps = torch.finfo(dtype).eps + 1e-6  # what float32 rounds before the result is rounded
     expected_cache = torch.zeros(10, head_dim)
     for token in range(tokens):
         position, slot = int(arguments["positions"][token]), int(arguments["slot_mapping"][token])
