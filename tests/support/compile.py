@@ -243,7 +243,8 @@ def loop_spills(sass: str) -> int:
 
 def _read(compiled: Any) -> Compiled:
     sass = _disassemble(compiled.asm["cubin"])
-    assert not read_before_written(sass), f"{compiled.name} reads registers that nothing has written"
+    unwritten = read_before_written(sass)
+    assert not unwritten, f"{compiled.name} reads registers that nothing has written: {unwritten[:4]}"
     return Compiled(
         registers=_registers(compiled.asm["cubin"]),
         spills=len(re.findall(r"\b(?:STL|LDL)\b", sass)),
