@@ -107,6 +107,7 @@ PORTABLE = [
     Variant("rotate_and_cache", "portable", products=None),
     Variant("rotate_heads", "portable", products=None),
     Variant("turboquant_decode", "portable", products="hmma"),
+    Variant("turboquant_decode", "portable", {"form": "turboquant_3bit_nc", "head_dim": 32}, products="hmma"),
     Variant("turboquant_gather", "portable", {"form": "turboquant_k8v4"}, products=None),
 ]
 MORE_HOPPER = [

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashlatte.kernels.triton.cache_address import load_words
+
 
 @triton.jit
 def hadamard(D: tl.constexpr, dtype: tl.constexpr):
@@ -47,6 +49,6 @@ def centroids_of(codes, CODEBOOK: tl.constexpr):
 
 
 @triton.jit
-def load_half(address, mask):
-    """float32 of the fp16 at even byte addresses; 0 where not ``mask``."""
-    return tl.load(address.to(tl.pointer_type(tl.float16)), mask=mask, other=0.0).to(tl.float32)
+def load_half(address, mask, ALIGN: tl.constexpr):
+    """float32 of the fp16 at byte addresses, which are multiples of ALIGN; 0 where not ``mask``."""
+    return load_words(address, 0, tl.uint16, mask, ALIGN).to(tl.float16, bitcast=True).to(tl.float32)

@@ -123,6 +123,7 @@ def turboquant_gather_kernel(
 ):
     """Strides count the ALIGN of what they belong to. CODEBOOK: centroids above 0, for N(0, 1)."""
     operand: tl.constexpr = tl.float32 if INTERPRETED else tl.float16
+    HALF_ALIGN: tl.constexpr = min(CACHE_ALIGN, 2)
     requests = Requests(
         cu_seqlens,
         cu_stride,
@@ -154,7 +155,7 @@ def turboquant_gather_kernel(
             # [BLOCK_R, D]
             rotated = centroids_of(load_codes(record, found, D, KEY_BITS), CODEBOOK)
             length = tl.sqrt_rn(tl.sum(rotated * rotated, axis=1))
-            norm = load_half(record + NORM_OFFSET, found)
+            norm = load_half(record + NORM_OFFSET, found, HALF_ALIGN)
             # Once more by the matrix, which is D times its own inverse.
             k = tl.dot(rotated.to(operand), rotation, input_precision="ieee")
             k *= (norm / length * (1.0 / D**0.5))[:, None]
@@ -162,8 +163,8 @@ def turboquant_gather_kernel(
         tl.store(k_row[:, None] + col, narrow(k, key.dtype.element_ty, INTERPRETED), mask=inside[:, None])
 
         steps = load_codes(record + VALUE_OFFSET, found, D, VALUE_BITS).to(tl.float32)
-        scale = load_half(record + SCALE_OFFSET, found)
-        minimum = load_half(record + SCALE_OFFSET + 2, found)
+        scale = load_half(record + SCALE_OFFSET, found, HALF_ALIGN)
+        minimum = load_half(record + SCALE_OFFSET + 2, found, HALF_ALIGN)
         v = steps * scale[:, None] + minimum[:, None]
         v_row = value + (token * v_token_stride + head * v_head_stride) * V_ALIGN
         tl.store(v_row[:, None] + col, narrow(v, value.dtype.element_ty, INTERPRETED), mask=inside[:, None])

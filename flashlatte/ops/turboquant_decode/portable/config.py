@@ -24,7 +24,7 @@ class Config(NamedTuple):
 
 
 TABLE: dict[str, Config] = {
-    "hopper": Config(16, 32, 1, 3, 8),
+    "hopper": Config(16, 32, 1, 2, 8),
     "blackwell": Config(16, 32, 1, 3, 8),
     "ampere": Config(16, 32, 1, 3, 7),
     "small": Config(16, 32, 1, 2, 6),

@@ -172,7 +172,9 @@ def load_keys(records, part, form: tl.constexpr):
         return key_operand(_load_words(records, part, 0, form.key_bits, 0, form), form.key_bits)
     else:
         codes = _codes(records, 0, form.key_bits, form)
-        keys = e4m3_to_float(codes, form.native) if form.key_bits == 8 else centroids_of(codes, form.codebook)
+        # Triton 3.6 does not take a constexpr's tuple for a constexpr.
+        CODEBOOK: tl.constexpr = form.codebook
+        keys = e4m3_to_float(codes, form.native) if form.key_bits == 8 else centroids_of(codes, CODEBOOK)
         return tl.trans(keys.to(operand))
 
 
