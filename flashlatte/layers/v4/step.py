@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,7 +22,8 @@ class V4Groups:
         page_size: of groups.
         slots: [T], the slot of the group that each token belongs to, -1 for none.
         seen: int32 [T], how many groups each token sees.
-        all_slots: [T, columns · page_size], the slots of all groups that it sees, then -1.
+        request_ids: [T], the row of each token in the tables.
+        backend: of ``all_slots``.
     """
 
     ratio: int
@@ -30,7 +32,24 @@ class V4Groups:
     page_size: int
     slots: torch.Tensor
     seen: torch.Tensor
-    all_slots: torch.Tensor
+    request_ids: torch.Tensor
+    backend: str | None
+
+    @functools.cached_property
+    def all_slots(self) -> torch.Tensor:
+        """int32 [T, columns · page_size], the slots of all groups that each token sees, then -1.
+
+        Made when first asked for: layers that select among groups have no use for it, and it may be large.
+        """
+        return index_convert(
+            None,
+            self.table,
+            self.page_size,
+            request_ids=self.request_ids,
+            query_positions=self.seen - 1,
+            sinks=self.table.shape[1] * self.page_size,
+            backend=self.backend,
+        )
 
     @classmethod
     def build(
@@ -51,18 +70,9 @@ class V4Groups:
         shape = (table.shape[0], "columns")
         checks.tensor(f"group_tables[{ratio}][1]", state_table, shape, checks.INDEX_DTYPES, device)
         seen = torch.div(seeing + 1, ratio, rounding_mode="floor").clamp_min(0).to(torch.int32)
-        all_slots = index_convert(
-            None,
-            table,
-            page_size,
-            request_ids=request_ids,
-            query_positions=seen - 1,
-            sinks=table.shape[1] * page_size,
-            backend=backend,
-        )
         own = torch.div(positions, ratio, rounding_mode="floor")
         slots = _slots(own, request_ids, table, page_size, backend)
-        return cls(ratio, table, state_table, page_size, slots, seen, all_slots)
+        return cls(ratio, table, state_table, page_size, slots, seen, request_ids, backend)
 
 
 @dataclass(frozen=True)
