@@ -206,7 +206,9 @@ def test_pages_outside_the_states_are_not_followed(page):
 def test_slots_outside_the_cache_are_skipped(slot):
     case = Case.draw([8], 4, False, 16, 8, torch.float32, 0, 1)
     cache, _, _ = case.caches("fp32")
-    compress(**(call_arguments(case, range(8), cache) | {"slot_mapping": torch.full((8,), slot)}))
+    arguments = call_arguments(case, range(8), cache)
+    arguments["slot_mapping"] = torch.full((8,), slot)
+    compress(**arguments)
     assert not cache.any()
 
 
