@@ -10,7 +10,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.cache_address import store_words
 from flashlatte.kernels.triton.fp4 import e2m1_code, mxfp4_scales
 from flashlatte.kernels.triton.fp8 import float_to_e4m3, narrow
-from flashlatte.kernels.triton.row_scales import row_scales
+from flashlatte.kernels.triton.row_scales import scale_rows
 from flashlatte.kernels.triton.tile_scales import quantize_tiles
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.index_formats import SMALLEST_AMAX, IndexFormat
@@ -87,8 +87,7 @@ def store_row(
         scale_row = page_start + place.page_size * FORMAT.row_bytes + place.offset * FORMAT.scale_places
         tl.store(scale_row + tile, exponents, mask=place.valid & (tile < FORMAT.scale_places))
     elif FORMAT.encoding == "e4m3":
-        scales = row_scales(x, SMALLEST, FORMAT.power_of_two)  # [1]
-        values = tl.div_rn(x, tl.broadcast_to(scales[:, None], x.shape))
+        values, scales = scale_rows(x, SMALLEST, FORMAT.power_of_two)  # [1, D], [1]
         tl.store(page_start + place.offset * D + column, float_to_e4m3(values, NATIVE), mask=valid)
         scale_row = page_start + place.page_size * D + place.offset * 4
         word = scales.to(tl.int32, bitcast=True)

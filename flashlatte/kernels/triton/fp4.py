@@ -22,8 +22,11 @@ def mxfp4_scales(low, high):
 @triton.jit
 def e2m1_code(x):
     """Codes 0 to 15, int32, of float32 x: nearest, the even code of two as near, saturating at 6; NaN gives 0."""
-    a = tl.abs(x)
-    code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32) + (a >= 1.75).to(tl.int32)
-    code += (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
-    sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
-    return tl.where(x == x, code | sign, 0)
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # Exponents are rebased from 127 to 1; adding half a unit, less one if even, rounds to nearest even.
+    normal = (magnitude + ((bits >> 22) & 1) + (0x1FFFFF - (126 << 23))) >> 22
+    # The last bit of floats from 2^22 on is worth 1/2, the smallest step: the addition rounds.
+    subnormal = (tl.abs(x) + 4194304.0).to(tl.int32, bitcast=True) & 3
+    code = tl.where(magnitude < 0x3F800000, subnormal, tl.minimum(normal, 7))
+    return tl.where(x == x, code | ((bits >> 28) & 8), 0)

@@ -1,4 +1,4 @@
-"""The scale of each row that is quantised to e4m3 as a whole."""
+"""The scale of each row that is quantised to e4m3 as a whole, and the row divided by it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,25 @@ import triton.language as tl
 
 
 @triton.jit
-def row_scales(x, smallest_amax, POWER_OF_TWO: tl.constexpr):
-    """max(amax, smallest_amax) / 448 of each row of float32 x, or that rounded up; NaN of a row with a NaN."""
+def scale_rows(x, smallest_amax, POWER_OF_TWO: tl.constexpr):
+    """Float32 x / scale and the scale of each row: max(amax, smallest_amax) / 448, or that rounded up.
+
+    NaN of a row with a NaN. ``kv_cache.index_formats.quantize_rows`` in bits.
+    """
     # As integers, magnitudes keep their order and NaN is the largest: a float maximum would lose it.
     amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
-    scales = tl.div_rn(tl.where(amax < smallest_amax, smallest_amax, amax), 448.0)
+    amax = tl.where(amax < smallest_amax, smallest_amax, amax)
     if POWER_OF_TWO:
-        bits = scales.to(tl.int32, bitcast=True)
-        rounded = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-        scales = tl.where(bits < 0x7F800000, rounded, scales)
-    return scales
+        bits = amax.to(tl.int32, bitcast=True)
+        # Of amax = m · 2^e, amax / 448 is (m / 1.75) · 2^(e - 8): a mantissa above 1.75 carries into the exponent.
+        rounded = tl.maximum(((bits + 0x1FFFFF) & 0x7F800000) - (8 << 23), 1 << 23)
+        finite = bits < 0x7F800000
+        scales = tl.where(finite, rounded.to(tl.float32, bitcast=True), amax)
+        # The reciprocal of a power of two is exact, so that the product is the quotient: a division a number takes
+        # longer than everything else.
+        reciprocals = ((254 << 23) - rounded).to(tl.float32, bitcast=True)
+        reciprocals = tl.where(finite, reciprocals, tl.where(bits == 0x7F800000, 0.0, amax))
+        return x * reciprocals[:, None], scales
+    else:
+        scales = tl.div_rn(amax, 448.0)
+        return tl.div_rn(x, tl.broadcast_to(scales[:, None], x.shape)), scales

@@ -9,7 +9,7 @@ from flashlatte.kernels.triton.cache_address import Requests, Slots, locate_rows
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
 from flashlatte.kernels.triton.fp4 import e2m1_code, mxfp4_scales
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
-from flashlatte.kernels.triton.row_scales import row_scales
+from flashlatte.kernels.triton.row_scales import scale_rows
 from flashlatte.kv_cache.index_formats import as_index_cache
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
@@ -143,8 +143,7 @@ def index_quantize_kernel(
         elif ENCODING == "fp32":
             tl.store(row[:, None] + column, x, mask=valid[:, None])
         else:
-            scales = row_scales(x, 1e-4, POWER_OF_TWO)
-            values = tl.div_rn(x, tl.broadcast_to(scales[:, None], x.shape))
+            values, scales = scale_rows(x, 1e-4, POWER_OF_TWO)
             tl.store(row[:, None] + column, float_to_e4m3(values, NATIVE), mask=valid[:, None])
             scale_row = page_start + page_size * D + offset * 4
             store_words(scale_row, 0, scales.to(tl.int32, bitcast=True), valid, UNIT)

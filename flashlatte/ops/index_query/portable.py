@@ -9,7 +9,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
 from flashlatte.kernels.triton.fp4 import e2m1_code, mxfp4_scales
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
-from flashlatte.kernels.triton.row_scales import row_scales
+from flashlatte.kernels.triton.row_scales import scale_rows
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel, launching_on
@@ -111,19 +111,27 @@ def index_query_kernel(
     # [BLOCK_H, D]
     x = widen(tl.load(q_row[:, None] + column[None, :], mask=inside[:, None], other=0.0), INTERPRETED)
     if cos_sin is not None:
-        turns = (column >= ROPE_AT) & (column < ROPE_AT + ROPE)
-        place = column - ROPE_AT
         pairs: tl.constexpr = ROPE // 2
-        if INTERLEAVED:
-            first, partner, pair = place % 2 == 0, place ^ 1, place // 2
-        else:
-            first, partner, pair = place < pairs, (place + pairs) % ROPE, place % pairs
         position = tl.load(positions + token * position_stride).to(tl.int64)
         row = cos_sin + tl.minimum(tl.maximum(position, 0), num_positions - 1) * ROPE
-        cosine = tl.load(row + pair, mask=turns, other=1.0)
-        sine = tl.load(row + pairs + pair, mask=turns, other=0.0)
-        other = tl.load(q_row[:, None] + (ROPE_AT + partner)[None, :], mask=inside[:, None] & turns[None, :], other=0.0)
-        x = x * cosine[None, :] + widen(other, INTERPRETED) * tl.where(first, -sine, sine)[None, :]
+        if INTERLEAVED:
+            # Neighbours are in one thread's registers.
+            a, b = tl.split(tl.reshape(x, [BLOCK_H, D // 2, 2]))  # [BLOCK_H, D / 2]
+            pair = tl.arange(0, D // 2) - ROPE_AT // 2
+            turns = (pair >= 0) & (pair < pairs)
+            cosine = tl.load(row + pair, mask=turns, other=1.0)[None, :]
+            sine = tl.load(row + pairs + pair, mask=turns, other=0.0)[None, :]
+            turned_a = tl.where(turns[None, :], a * cosine - b * sine, a)
+            turned_b = tl.where(turns[None, :], b * cosine + a * sine, b)
+            x = tl.reshape(tl.join(turned_a, turned_b), [BLOCK_H, D])
+        else:
+            place = column - ROPE_AT
+            turns = (place >= 0) & (place < ROPE)
+            partner = ROPE_AT + (place + pairs) % ROPE
+            cosine = tl.load(row + place % pairs, mask=turns, other=1.0)
+            sine = tl.load(row + pairs + place % pairs, mask=turns, other=0.0)
+            other = tl.load(q_row[:, None] + partner[None, :], mask=inside[:, None] & turns[None, :], other=0.0)
+            x = x * cosine[None, :] + widen(other, INTERPRETED) * tl.where(place < pairs, -sine, sine)[None, :]
     if HADAMARD:
         rounded = narrow(x, q.dtype.element_ty, INTERPRETED)
         signs = tl.where(parity(column[:, None] & column[None, :]) == 1, -1.0, 1.0)
@@ -146,8 +154,8 @@ def index_query_kernel(
         tl.store(block_scales + out_head[:, None] * (D // 32) + group, exponents.to(tl.uint8), mask=inside[:, None])
         tl.store(folded + out_head, weight * weight_scale, mask=inside)
         return
-    scales = row_scales(x, smallest_amax, POWER_OF_TWO)
-    codes = float_to_e4m3(tl.div_rn(x, tl.broadcast_to(scales[:, None], x.shape)), NATIVE)
+    scaled, scales = scale_rows(x, smallest_amax, POWER_OF_TWO)
+    codes = float_to_e4m3(scaled, NATIVE)
     tl.store(values + out_head[:, None] * D + column[None, :], codes, mask=inside[:, None])
     tl.store(folded + out_head, weight * scales * weight_scale, mask=inside)
 

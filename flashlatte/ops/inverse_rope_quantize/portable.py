@@ -8,7 +8,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, widen
 from flashlatte.kernels.triton.rotate import rotate_tail
-from flashlatte.kernels.triton.row_scales import row_scales
+from flashlatte.kernels.triton.row_scales import scale_rows
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel, launching_on
@@ -96,8 +96,8 @@ def inverse_rope_quantize_kernel(
     x = rotate_tail(x, cos_sin, position, num_positions, BLOCK_H, D, ROPE, INVERSE=True)
 
     rows = tl.reshape(x, [BLOCK_H * TILES, TILE])
-    factors = row_scales(rows, smallest_amax, True)
-    codes = float_to_e4m3(tl.div_rn(rows, tl.broadcast_to(factors[:, None], rows.shape)), NATIVE)
+    scaled, factors = scale_rows(rows, smallest_amax, True)
+    codes = float_to_e4m3(scaled, NATIVE)
     # The heads of a group stand side by side, the groups one after the other.
     group = head // group_heads
     place = (group * num_tokens + token) * group_heads + head % group_heads

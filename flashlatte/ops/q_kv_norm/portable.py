@@ -12,7 +12,7 @@ from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel, launching_on
 
-WARPS = 4
+WARPS = 2
 
 
 def q_kv_norm(

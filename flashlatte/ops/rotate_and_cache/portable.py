@@ -16,7 +16,7 @@ from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel, launching_on
 
 # Numbers of queries that a program takes, and its warps.
-NUMBERS, WARPS = 4096, 4
+NUMBERS, WARPS = 1024, 1
 
 
 def rotate_and_cache(
