@@ -123,9 +123,11 @@ class Runner:
             return
         assert sources is not None
         assert targets is not None
-        first, second = ([pair[side] for pair in pairs] for side in (0, 1))
+        # Sent to the device once, for the caches of all layers.
+        listed = torch.tensor(pairs, dtype=torch.int64).to(self._tokens.device, non_blocking=True)
+        from_pages, to_pages = listed.unbind(1)
         for source, target in zip(sources, targets, strict=True):
-            swap_blocks(source, target, first, second)
+            swap_blocks(source, target, from_pages, to_pages)
 
     def _free_place(self) -> int:
         """Where the last token of a request is kept on the device."""
