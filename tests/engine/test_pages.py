@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.engine_machine import run_long
 
 from flashlatte.engine.pages import PagePool
 
@@ -127,3 +128,8 @@ class Pool(RuleBasedStateMachine):
 
 TestPool = Pool.TestCase
 TestPool.settings = settings(stateful_step_count=30)
+
+
+@pytest.mark.full
+def test_a_hundred_thousand_steps():
+    run_long(Pool, 100_000, examples=900)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.engine_machine import Machine, next_token
+from support.engine_machine import Machine, next_token, run_long
 
 from flashlatte.engine.pages import PagePool
 from flashlatte.engine.request import Request
@@ -208,3 +208,8 @@ class Serving(RuleBasedStateMachine):
 
 TestServing = Serving.TestCase
 TestServing.settings = settings(stateful_step_count=60)
+
+
+@pytest.mark.full
+def test_a_hundred_thousand_steps():
+    run_long(Serving, 100_000, examples=600)

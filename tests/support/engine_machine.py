@@ -6,6 +6,9 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, run_state_machine_as_test
+
 from flashlatte.engine.pages import PagePool
 from flashlatte.engine.request import Request
 from flashlatte.engine.scheduler import Scheduler
@@ -113,3 +116,19 @@ class Machine:
         if self.host is not None:
             held = [page for request in self.scheduler._waiting for page in request.host_pages]
             assert len(held) == len(set(held)) == self.host.in_use
+
+
+def run_long(machine: type[RuleBasedStateMachine], steps: int, examples: int) -> None:
+    """Run a state machine for at least so many steps, spread over so many long examples."""
+    done = 0
+
+    class Counted(machine):
+        @invariant()
+        def counted(self) -> None:
+            nonlocal done
+            done += 1
+
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    long = settings(max_examples=examples, stateful_step_count=250, suppress_health_check=slow)
+    run_state_machine_as_test(Counted, settings=long)
+    assert done >= steps
