@@ -7,8 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-
+from flashlatte.engine import memory
 from flashlatte.engine.drafts import look_up
 from flashlatte.engine.model import Model
 from flashlatte.engine.outputs import Output, accepted_tokens, progress_bar, until_stop
@@ -18,11 +17,7 @@ from flashlatte.engine.runner import Runner, Sampled
 from flashlatte.engine.sampling import SamplingParams
 from flashlatte.engine.scheduler import Scheduler
 from flashlatte.engine.step import Step
-from flashlatte.kv_cache import FORMAT_NAMES, get_format
 from flashlatte.runtime import checks
-
-# Of a GPU's free memory, what the cache takes when ``num_pages`` is not given; a cache on the CPU has so many tokens.
-CACHE_SHARE, CPU_TOKENS = 0.8, 16384
 
 
 class Engine:
@@ -66,13 +61,14 @@ class Engine:
         for name, value in (("host_pages", host_pages), ("drafts", drafts)):
             checks.positive_int(name, value, or_zero=True)
         self.model = model if isinstance(model, Model) else Model(model)
-        self.cache_format = cache_format or _plain_format(self.model.dtype)
+        self.cache_format = cache_format or memory.plain_format(self.model.dtype)
         if num_pages is None:
-            num_pages = self._pages_that_fit(page_size)
-        caches = self._allocate(checks.positive_int("num_pages", num_pages), page_size)
+            num_pages = memory.default_pages(self.model, self.cache_format, page_size)
+        checks.positive_int("num_pages", num_pages)
+        caches = memory.allocate(self.model, self.cache_format, num_pages, page_size)
         host_caches = None
         if host_pages:
-            host_caches = self.model.allocate(self.cache_format, host_pages, page_size, pinned=True)
+            host_caches = memory.allocate(self.model, self.cache_format, host_pages, page_size, on_host=True)
         identity = f"{self.model.name}:{self.cache_format}"
         self.pool = PagePool(num_pages, page_size, identity=identity)
         self.scheduler = Scheduler(
@@ -121,6 +117,9 @@ class Engine:
         tokens = self._encode(prompt)
         if sampling.stop and self.tokenizer is None:
             raise ValueError("stop needs an engine with a tokenizer; stop_tokens does not")
+        suppressed = self._checked_tokens("suppress_tokens", sampling.suppress_tokens)
+        if len(set(suppressed)) == self.model.vocabulary:
+            raise ValueError("suppress_tokens must leave a token to choose, got all of them")
         name = f"request-{next(self._names)}" if id is None else id
         request = Request(name, tokens, sampling.max_new_tokens, priority=priority, salt=salt)
         if request.most_cached + 1 > self.model.max_position:
@@ -178,7 +177,15 @@ class Engine:
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"sampling must be one for all or one for each of {len(prompts)} prompts, got {len(each)}")
-        names = [self.add(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
+        names: list[str] = []
+        try:
+            for prompt, one in zip(prompts, each, strict=True):
+                names.append(self.add(prompt, one))
+        except (TypeError, ValueError):
+            # Who gets an error here asks for none of them any more.
+            for name in names:
+                self.abort(name)
+            raise
         done: dict[str, Output] = {}
         with progress_bar(len(names), progress) as advance:
             while len(done) < len(names):
@@ -262,35 +269,11 @@ class Engine:
             if self.tokenizer is None:
                 raise TypeError("prompt must be tokens, as the engine has no tokenizer, got a text")
             prompt = self.tokenizer.encode(prompt)
-        tokens = [int(token) for token in prompt]
+        return self._checked_tokens("prompt", prompt)
+
+    def _checked_tokens(self, name: str, values: Sequence[Any]) -> list[int]:
+        tokens = [int(token) for token in values]
         wrong = next((token for token in tokens if not 0 <= token < self.model.vocabulary), None)
         if wrong is not None:
-            raise ValueError(f"prompt must hold tokens from 0 to {self.model.vocabulary - 1}, got {wrong}")
+            raise ValueError(f"{name} must hold tokens from 0 to {self.model.vocabulary - 1}, got {wrong}")
         return tokens
-
-    def _pages_that_fit(self, page_size: int) -> int:
-        if self.model.device.type != "cuda":
-            return -(-CPU_TOKENS // page_size)
-        free, _ = torch.cuda.mem_get_info(self.model.device)
-        return max(int(free * CACHE_SHARE) // self._page_bytes(page_size), 1)
-
-    def _page_bytes(self, page_size: int) -> int:
-        return sum(layout.page_bytes(page_size) for layout in self.model.formats(self.cache_format))
-
-    def _allocate(self, num_pages: int, page_size: int) -> list[torch.Tensor]:
-        try:
-            return self.model.allocate(self.cache_format, num_pages, page_size)
-        except torch.OutOfMemoryError as error:
-            fit = self._pages_that_fit(page_size)
-            raise ValueError(
-                f"num_pages must fit the GPU's free memory: of {num_pages} pages of {page_size} tokens about {fit} do"
-            ) from error
-
-
-def _plain_format(dtype: torch.dtype) -> str:
-    """The format that keeps rows as they are."""
-    for name in FORMAT_NAMES:
-        layout = get_format(name)
-        if layout.plain and layout.record_dtype == dtype:
-            return name
-    raise ValueError(f"cache_format must be given for a model in {dtype}")

@@ -28,7 +28,7 @@ MODEL_TYPES = (
 class Model:
     """An MLA model that computes the logits of a flat batch over paged caches.
 
-    Its weights are those of the transformers model, not copies of them.
+    Its weights are those of the transformers model, not copies of them. ``attention`` are its layers' attentions.
 
     Args:
         model: a transformers model of one of ``MODEL_TYPES``, or the directory of its checkpoint.
@@ -57,15 +57,15 @@ class Model:
         self.vocabulary: int = model.config.vocab_size
         self.max_position = self.config.rope.max_position
         self._body, self._head = model.model, model.lm_head
-        self._attention = [
+        self.attention = [
             self._adopt(number, layer.self_attn, backend) for number, layer in enumerate(self._body.layers)
         ]
-        weight = self._attention[0].kv_b_proj.weight
+        weight = self.attention[0].kv_b_proj.weight
         self.dtype, self.device = weight.dtype, weight.device
 
     @property
     def num_layers(self) -> int:
-        return len(self._attention)
+        return len(self.attention)
 
     @property
     def topk(self) -> int | None:
@@ -83,7 +83,7 @@ class Model:
         if layout.takes_scale:
             raise ValueError(f"cache_format {cache_format!r} cannot be read token by token, as an indexer needs it")
         keys = kv_cache.get_format(index_format_beside(layout), indexer.head_dim)
-        return [layout] * self.num_layers + [keys for layer in self._attention if layer.indexer is not None]
+        return [layout] * self.num_layers + [keys for layer in self.attention if layer.indexer is not None]
 
     def allocate(
         self, cache_format: str, num_pages: int, page_size: int, *, pinned: bool = False
@@ -103,7 +103,7 @@ class Model:
         hidden = self._body.embed_tokens(tokens)
         index_caches = iter(caches[self.num_layers :])
         latents = caches[: self.num_layers]
-        for layer, attention, cache in zip(self._body.layers, self._attention, latents, strict=True):
+        for layer, attention, cache in zip(self._body.layers, self.attention, latents, strict=True):
             index_cache = None if attention.indexer is None else next(index_caches)
             hidden = hidden + attention(layer.input_layernorm(hidden), cache, metadata, index_cache=index_cache)
             # Mixtures of experts take [batch, tokens, hidden].

@@ -25,6 +25,7 @@ class SamplingParams:
         min_p: draw from tokens at least so likely, relative to the likeliest one; 0 to 1.
         repetition_penalty: logits of tokens that occurred are divided by it if positive, multiplied if negative.
         seed: of the draw, 0 to 2^63 - 1.
+        suppress_tokens: are never chosen.
         stop_tokens: end the request, and are part of what it returns.
         stop: texts that end the request (an engine with a tokenizer), cut from the text that it returns.
         logprobs: whether to return each token's log-probability before temperature and filters.
@@ -40,6 +41,7 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
+    suppress_tokens: tuple[int, ...] = ()
     stop_tokens: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     logprobs: bool = False
@@ -77,6 +79,7 @@ def sample(
     if seen is not None and any(one.repetition_penalty != 1 for one in params):
         penalty = _column([one.repetition_penalty for one in params], logits)
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    logits = _suppressed(logits, params)
     if all(one.temperature == 0 for one in params):
         return logits.argmax(-1)
     temperature = _column([one.temperature or 1.0 for one in params], logits)
@@ -90,6 +93,15 @@ def sample(
 def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Natural log-probability of each row's token: float32 [rows]."""
     return logits.float().log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def _suppressed(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Logits, -inf where a row suppresses a token."""
+    places = [(row, token) for row, one in enumerate(params) for token in one.suppress_tokens]
+    if not places:
+        return logits
+    rows, tokens = torch.tensor(places, dtype=torch.int64).to(logits.device, non_blocking=True).unbind(1)
+    return logits.index_put((rows, tokens), logits.new_full((), -math.inf))
 
 
 def _filtered(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

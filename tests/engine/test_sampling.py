@@ -31,6 +31,7 @@ def expected(weights: list[float]) -> torch.Tensor:
         ({"top_p": 1e-9}, [1, 0, 0, 0, 0]),
         ({"min_p": 0.25}, [0.5, 0.25, 0.15, 0, 0]),
         ({"top_k": 4, "top_p": 0.9}, [0.5, 0.25, 0.15, 0, 0]),
+        ({"suppress_tokens": (0, 3)}, [0, 0.25, 0.15, 0, 0.04]),
     ],
 )
 def test_draws_have_the_filtered_frequencies(options, weights):
@@ -43,6 +44,11 @@ def test_a_greedy_row_among_drawn_ones_is_greedy():
     tokens = sample(LOGITS.expand(200, -1), params * 100, torch.arange(200))
     assert tokens[::2].tolist() == [0] * 100
     assert len(set(tokens[1::2].tolist())) > 2
+
+
+def test_a_token_is_suppressed_in_the_rows_that_ask_for_it():
+    params = [SamplingParams(), SamplingParams(suppress_tokens=(0, 1)), SamplingParams(suppress_tokens=(1,))]
+    assert sample(LOGITS.expand(3, -1), params, torch.arange(3)).tolist() == [0, 2, 0]
 
 
 def test_seeds_and_positions_decide_and_nothing_else():

@@ -1,0 +1,161 @@
+"""What requests do to each other: nothing, whoever comes, fails, is more urgent or is aborted."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.engine_models import VOCABULARY, generated_by_transformers, model, prompt
+
+from flashlatte.engine import Engine, SamplingParams, runner
+
+NEW = 6
+PROMPTS = [prompt(length, seed) for seed, length in enumerate((3, 20, 33, 1, 14))]
+
+
+def engine(**options: Any) -> Engine:
+    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_tokens": 16, "max_requests": 3}
+    return Engine(model(), **settings | options)
+
+
+@functools.cache
+def expected(number: int) -> list[int]:
+    return generated_by_transformers("DeepseekV3", PROMPTS[number], NEW)
+
+
+def finished(served: Engine) -> dict[str, list[int]]:
+    done = {}
+    while served.unfinished:
+        done |= {output.id: output.tokens for output in served.step() if output.finish_reason is not None}
+    return done
+
+
+@given(
+    events=st.lists(
+        st.tuples(st.integers(0, 4), st.sampled_from(["add", "add", "step", "step", "abort"])), max_size=10
+    ),
+    options=st.fixed_dictionaries(
+        {"num_pages": st.sampled_from([10, 64]), "host_pages": st.sampled_from([0, 8]), "drafts": st.integers(0, 2)}
+    ),
+)
+def test_any_arrivals_and_aborts_leave_the_others_tokens_as_they_are(events, options):
+    served = engine(page_size=4, **options)
+    numbers: dict[str, int] = {}
+    done: dict[str, list[int]] = {}
+    for number, event in events:
+        running = [name for name in numbers if name not in done]
+        if event == "add":
+            numbers[served.add(PROMPTS[number], SamplingParams(NEW))] = number
+        elif event == "step":
+            done |= {output.id: output.tokens for output in served.step() if output.finish_reason is not None}
+        elif running:
+            gone = running[number % len(running)]
+            got = served.abort(gone).tokens
+            assert got == expected(numbers.pop(gone))[: len(got)]
+    done |= finished(served)
+    assert done == {name: expected(number) for name, number in numbers.items()}
+    assert served.pool.in_use == 0
+
+
+def test_other_salts_share_no_page():
+    served = engine()
+    for salt, cached in (("a", 0), ("b", 0), ("a", 16), ("", 0)):
+        served.add(PROMPTS[1], SamplingParams(NEW), id="one", salt=salt)
+        output = None
+        while served.unfinished:
+            (output,) = served.step() or [output]
+        assert output is not None
+        assert (output.cached_tokens, output.tokens) == (cached, expected(1))
+
+
+def test_pages_of_a_shared_prefix_are_counted_once():
+    served = engine(max_tokens=64)
+    shared = prompt(40, 9)
+    served.generate([shared], SamplingParams(1))
+    for last in range(3):
+        served.add([*shared, last], SamplingParams(4))
+    served.step()
+    # Five pages of the prefix, and one of each request's own.
+    assert served.pool.in_use == 5 + 3
+    finished(served)
+
+
+def test_an_urgent_request_ends_before_one_that_came_first():
+    served = engine(max_requests=1)
+    served.add(PROMPTS[0], SamplingParams(NEW), id="running")
+    served.step()
+    served.add(PROMPTS[1], SamplingParams(NEW), id="usual")
+    served.add(PROMPTS[2], SamplingParams(NEW), id="urgent", priority=-1)
+    assert list(finished(served)) == ["running", "urgent", "usual"]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error"),
+    [
+        ([], ValueError),
+        ([VOCABULARY], ValueError),
+        ([1] * 600, ValueError),
+        ("a text", TypeError),
+    ],
+)
+def test_of_prompts_with_a_mistake_none_is_queued_and_others_go_on(mistake, error):
+    served = engine()
+    served.add(PROMPTS[1], SamplingParams(NEW), id="other")
+    served.step()
+    with pytest.raises(error):
+        served.generate([PROMPTS[0], mistake], SamplingParams(NEW))
+    assert served.unfinished == 1
+    assert finished(served) == {"other": expected(1)}
+
+
+def test_an_id_may_be_used_again_when_its_request_has_ended():
+    served = engine()
+    for number in (0, 1):
+        served.add(PROMPTS[number], SamplingParams(NEW), id="again")
+        assert finished(served) == {"again": expected(number)}
+
+
+def test_suppressed_tokens_are_transformers():
+    suppressed = (*expected(0)[:2], 5)
+    wanted = generated_by_transformers("DeepseekV3", PROMPTS[0], NEW, suppress_tokens=list(suppressed))
+    with_others = engine().generate(
+        [PROMPTS[0], PROMPTS[1]], [SamplingParams(NEW, suppress_tokens=suppressed), SamplingParams(NEW)]
+    )
+    assert [output.tokens for output in with_others] == [wanted, expected(1)]
+
+
+@pytest.mark.parametrize(
+    ("suppressed", "message"),
+    [
+        ((VOCABULARY,), "suppress_tokens must hold tokens from 0 to 96, got 97"),
+        (tuple(range(VOCABULARY)), "suppress_tokens must leave a token to choose"),
+    ],
+)
+def test_suppressed_tokens_must_be_the_models_and_not_all(suppressed, message):
+    with pytest.raises(ValueError, match=message):
+        engine().add([1], SamplingParams(suppress_tokens=suppressed))
+
+
+def test_lists_of_pages_that_move_are_made_once_for_all_layers(monkeypatch):
+    swapped = []
+    swap_blocks = runner.swap_blocks
+    monkeypatch.setattr(runner, "swap_blocks", lambda *args: [swapped.append(args), swap_blocks(*args)])
+    served = engine(page_size=4, num_pages=12, host_pages=12, prefix_cache=False)
+    served.generate(PROMPTS, SamplingParams(12))
+    assert len(swapped) > served.model.num_layers > 1
+    for layer in range(0, len(swapped), served.model.num_layers):
+        lists = [pages for call in swapped[layer : layer + served.model.num_layers] for pages in call[2:]]
+        assert all(isinstance(pages, torch.Tensor) for pages in lists)
+        assert len({pages.data_ptr() for pages in lists}) == 2
+
+
+@pytest.mark.parametrize("name", ["num_pages", "host_pages"])
+def test_a_cache_that_does_not_fit_names_what_to_change(name):
+    with pytest.raises(
+        ValueError, match=rf"{name} must fit the host's free memory: of 10000000000000 pages .* about \d+ do"
+    ):
+        engine(**{name: 10**13})
