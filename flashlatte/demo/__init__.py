@@ -1,4 +1,4 @@
-"""``flashlatte demo``: a small DeepseekV3 in transformers, with stock attention and with FlashLatte's."""
+"""``flashlatte demo``: a small model by stock transformers and by FlashLatte's engine."""
 
 from flashlatte.demo.demo import run_demo
 

@@ -1,11 +1,12 @@
-"""The demo: stock attention and FlashLatte's side by side, as a table and an exit code."""
+"""The demo: stock transformers and FlashLatte's engine side by side, as a table and an exit code."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,7 +89,7 @@ class Mistake(Exception):
 def run_demo(
     prompt_file: str | Path | None = None, new_tokens: int = 64, device: str | None = None, model: str = "v3"
 ) -> int:
-    """Generate with a small DeepseekV3 or V3.2 by stock transformers and by FlashLatte, and print how they compare.
+    """Let stock transformers and FlashLatte's engine write with a small DeepseekV3 or V3.2, and print how they compare.
 
     Args:
         prompt_file: a text file of at most 2048 bytes; FlashLatte's own if None.
@@ -124,13 +125,13 @@ def _run(prompt_file: str | Path | None, new_tokens: int, device: str | None, na
     console = Console()
     console.print(
         f"A small {FAMILIES[name]} with random weights, in float32 on {where}, continues {prompt_path.name} "
-        f"({len(data)} bytes, a token each) by {new_tokens} tokens: with transformers' own attention, and with "
-        "FlashLatte's over three formats of its cache.",
+        f"({len(data)} bytes, a token each) by {new_tokens} tokens: with stock transformers, and with "
+        "FlashLatte's engine over three formats of its cache.",
         highlight=False,
     )
     model = load_model(where, name)
     tokenizer = ByteTokenizer()
-    prompt = torch.tensor([tokenizer.encode(data)], device=where)
+    prompt = tokenizer.encode(data)
     with _one_thread() if where.type == "cpu" else contextlib.nullcontext():
         stock, rows = _compare(console, model, prompt, new_tokens)
 
@@ -194,36 +195,39 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _compare(console: Console, model: Any, prompt: torch.Tensor, new_tokens: int) -> tuple[Run, list[Row]]:
-    """Stock attention's run, and FlashLatte's with each cache, under a progress bar."""
+def _compare(console: Console, model: Any, prompt: list[int], new_tokens: int) -> tuple[Run, list[Row]]:
+    """Stock transformers' run, and the engine's with each cache, under a progress bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from flashlatte.demo.runs import choices_made, generate, logits_along, overlap
-    from flashlatte.integrations.transformers import disable, enable
+    from flashlatte.demo import runs
+    from flashlatte.engine import Model
 
     columns = (TextColumn("{task.description:30}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    unreadable = ByteTokenizer.unreadable
     with Progress(*columns, console=console) as progress:
 
         def advance() -> None:
             progress.advance(task)
 
-        def along(tokens: torch.Tensor) -> tuple[torch.Tensor, list[frozenset[int]]]:
-            recording = choices_made(model) if has_indexer(model.config) else contextlib.nullcontext([])
-            with recording as made:
-                return logits_along(model, prompt, tokens, advance), made
+        def recording(
+            record: Callable[[Any], AbstractContextManager[list[frozenset[int]]]], model: Any
+        ) -> AbstractContextManager[list[frozenset[int]]]:
+            return record(model) if has_indexer(config) else contextlib.nullcontext([])
 
+        config = model.config
         task = progress.add_task("stock transformers", total=2 * new_tokens)
-        stock = generate(model, prompt, new_tokens, ByteTokenizer.unreadable, advance)
-        expected, wanted = along(stock.tokens)
+        stock = runs.generate_by_transformers(model, prompt, new_tokens, unreadable, advance)
+        with recording(runs.choices_of_transformers, model) as wanted:
+            expected = runs.logits_of_transformers(model, prompt, stock.tokens, advance)
+        served = Model(model)
         rows = []
-        for choice in choices_of(model.config):
+        for choice in choices_of(config):
             task = progress.add_task(f"FlashLatte, {choice.cache_format} cache", total=2 * new_tokens)
-            enable(model, choice.cache_format)
-            run = generate(model, prompt, new_tokens, ByteTokenizer.unreadable, advance)
-            got, made = along(stock.tokens)
-            disable(model)
+            run = runs.generate_by_engine(served, choice.cache_format, prompt, new_tokens, unreadable, advance)
+            with recording(runs.choices_of_engine, served) as made:
+                got = runs.logits_of_engine(served, choice.cache_format, prompt, stock.tokens, advance)
             same = int((run.tokens == stock.tokens).sum())
-            shared = overlap(made, wanted) if wanted else None
+            shared = runs.overlap(made, wanted) if wanted else None
             rows.append(Row(choice, run, same, (got - expected).abs().max().item(), shared))
     return stock, rows
 

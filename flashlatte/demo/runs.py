@@ -1,4 +1,4 @@
-"""One run of the demo: generate, time it, and take the logits along given tokens."""
+"""A run of the demo by transformers and by the engine: generate, time it, take the logits along given tokens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from typing import Any
 
 import torch
 
+from flashlatte.engine import Engine, Model, SamplingParams
+from flashlatte.layers import MLAMetadata, MLAMetadataBuilder
+
+PAGE_SIZE = 64
+
 
 @dataclass(frozen=True)
 class Run:
     """Attributes:
-    tokens: int64 [n], what ``generate`` wrote.
+    tokens: int64 [n], what was written, on the CPU.
     tokens_per_second: n over the time of the whole call, prefill included.
     """
 
@@ -22,10 +27,10 @@ class Run:
     tokens_per_second: float
 
 
-def generate(
-    model: Any, prompt: torch.Tensor, count: int, suppressed: Sequence[int], advance: Callable[[], None]
+def generate_by_transformers(
+    model: Any, prompt: Sequence[int], count: int, suppressed: Sequence[int], advance: Callable[[], None]
 ) -> Run:
-    """Greedy generation of ``count`` tokens after ``prompt`` [1, n], none of ``suppressed``, after a warm-up."""
+    """Greedy generation of ``count`` tokens after ``prompt``, none of ``suppressed``, after a warm-up."""
     from transformers.generation.streamers import BaseStreamer
 
     class Progress(BaseStreamer):
@@ -40,25 +45,53 @@ def generate(
         def end(self) -> None:
             pass
 
+    ids = torch.tensor([prompt], device=model.device)
     options = {
-        "attention_mask": torch.ones_like(prompt),
+        "attention_mask": torch.ones_like(ids),
         "do_sample": False,
         "suppress_tokens": list(suppressed),
     }
-    model.generate(prompt, max_new_tokens=2, **options)
-    _synchronize(prompt.device)
+    model.generate(ids, max_new_tokens=2, **options)
+    _synchronize(ids.device)
     start = time.perf_counter()
-    sequence = model.generate(prompt, max_new_tokens=count, streamer=Progress(), **options)
-    _synchronize(prompt.device)
+    sequence = model.generate(ids, max_new_tokens=count, streamer=Progress(), **options)
+    _synchronize(ids.device)
     seconds = time.perf_counter() - start
-    return Run(sequence[0, prompt.shape[1] :], count / seconds)
+    return Run(sequence[0, len(prompt) :].cpu(), count / seconds)
+
+
+def generate_by_engine(
+    model: Model,
+    cache_format: str,
+    prompt: Sequence[int],
+    count: int,
+    suppressed: Sequence[int],
+    advance: Callable[[], None],
+) -> Run:
+    """The same by the engine, over a cache of this format."""
+    # The warm-up must not leave the prompt's pages behind, and a model in float32 cannot be captured as a graph.
+    pages = -(-(len(prompt) + count) // PAGE_SIZE)
+    engine = Engine(
+        model, cache_format=cache_format, num_pages=pages, page_size=PAGE_SIZE, prefix_cache=False, graphs=False
+    )
+    engine.generate([prompt], SamplingParams(2, suppress_tokens=tuple(suppressed)))
+    _synchronize(model.device)
+    start = time.perf_counter()
+    tokens = []
+    for token in engine.stream(prompt, SamplingParams(count, suppress_tokens=tuple(suppressed))):
+        tokens.append(token)
+        advance()
+    seconds = time.perf_counter() - start
+    return Run(torch.tensor(tokens), count / seconds)
 
 
 @torch.no_grad()
-def logits_along(model: Any, prompt: torch.Tensor, tokens: torch.Tensor, advance: Callable[[], None]) -> torch.Tensor:
+def logits_of_transformers(
+    model: Any, prompt: Sequence[int], tokens: torch.Tensor, advance: Callable[[], None]
+) -> torch.Tensor:
     """The logits [n, vocabulary] from which each of ``tokens`` [n] would be chosen, decoded one by one."""
-    rows, cache, ids = [], None, prompt
-    for token in tokens:
+    rows, cache, ids = [], None, torch.tensor([prompt], device=model.device)
+    for token in tokens.to(model.device):
         out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         rows.append(out.logits[0, -1].float())
         cache, ids = out.past_key_values, token.view(1, 1)
@@ -66,32 +99,69 @@ def logits_along(model: Any, prompt: torch.Tensor, tokens: torch.Tensor, advance
     return torch.stack(rows)
 
 
-@contextlib.contextmanager
-def choices_made(model: Any) -> Iterator[list[frozenset[int]]]:
-    """The tokens that each layer's indexer chose for each single token decoded within, in order.
+def logits_of_engine(
+    model: Model, cache_format: str, prompt: Sequence[int], tokens: torch.Tensor, advance: Callable[[], None]
+) -> torch.Tensor:
+    """The same by the engine's model, over a cache of this format."""
+    longest = len(prompt) + len(tokens)
+    pages = -(-longest // PAGE_SIZE)
+    caches = model.allocate(cache_format, pages, PAGE_SIZE)
+    builder = MLAMetadataBuilder(
+        PAGE_SIZE,
+        1,
+        len(prompt),
+        longest,
+        model.device,
+        cache_format=cache_format,
+        num_pages=pages,
+        topk=model.topk,
+    )
+    table = torch.arange(pages, dtype=torch.int32)[None]
+    rows, ids, length = [], list(prompt), len(prompt)
+    for token in tokens.tolist():
+        metadata = builder.build([0, len(ids)], [length], table)
+        last = torch.tensor([len(ids) - 1], device=model.device)
+        rows.append(model(torch.tensor(ids, device=model.device), caches, metadata, last)[0].float())
+        ids, length = [token], length + 1
+        advance()
+    return torch.stack(rows)
 
-    Of stock attention and of FlashLatte's, where a choice is slots, which are turned into positions.
-    """
+
+@contextlib.contextmanager
+def choices_of_transformers(model: Any) -> Iterator[list[frozenset[int]]]:
+    """The tokens that each layer's indexer chose for each single token decoded within, in order."""
     made: list[frozenset[int]] = []
 
-    def stock(module: Any, args: Any, output: torch.Tensor) -> None:
+    def record(module: Any, args: Any, output: torch.Tensor) -> None:
         if output.shape[1] == 1:
             made.append(frozenset(output.flatten().tolist()))
 
-    def paged(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        latents = getattr(kwargs.get("past_key_values"), "latents", None)
-        metadata = None if latents is None else latents.metadata(output[0].device)
-        if metadata is None or metadata.decode is None or metadata.selection is None:
-            return
-        pages = {page: place for place, page in enumerate(metadata.decode.block_table[0].tolist())}
-        slots, size = metadata.selection.slots, metadata.page_size
-        made.append(frozenset(pages[slot // size] * size + slot % size for slot in slots[0].tolist() if slot >= 0))
-
-    attentions = [layer.self_attn for layer in model.model.layers]
-    hooks = [attention.indexer.register_forward_hook(stock) for attention in attentions]
-    hooks += [attention.register_forward_hook(paged, with_kwargs=True) for attention in attentions]
-    try:
+    hooks = [layer.self_attn.indexer.register_forward_hook(record) for layer in model.model.layers]
+    with _removed(hooks):
         yield made
+
+
+@contextlib.contextmanager
+def choices_of_engine(model: Model) -> Iterator[list[frozenset[int]]]:
+    """The same of ``logits_of_engine``, whose slots are positions."""
+    made: list[frozenset[int]] = []
+
+    def record(module: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        metadata: MLAMetadata = args[2]
+        if metadata.num_tokens > 1 or metadata.selection is None:
+            return
+        slots = metadata.selection.slots
+        chosen = range(metadata.max_seq_len) if slots is None else [slot for slot in slots[0].tolist() if slot >= 0]
+        made.append(frozenset(chosen))
+
+    with _removed([layer.register_forward_hook(record) for layer in model.attention]):
+        yield made
+
+
+@contextlib.contextmanager
+def _removed(hooks: Sequence[Any]) -> Iterator[None]:
+    try:
+        yield
     finally:
         for hook in hooks:
             hook.remove()
