@@ -62,7 +62,7 @@ def write(out, row_max, row_sum, split, work, results, FIRST_COL: gl.constexpr, 
     values = out * weight[:, None]
     lse2 = gl.where(is_empty, float("-inf"), row_max + gl.log2(row_sum))
     row = gl.arange(0, ROWS, OUTPUT_ROWS)
-    if PLAN.stream_k:
+    if PLAN.stream_k or PLAN.one_byte:
         # As if it depended on the request, or what follows from it would lie in registers over all steps.
         row += split.item >> 31
     col = FIRST_COL + gl.arange(0, HALF, OUTPUT_COLS)
