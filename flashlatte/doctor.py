@@ -25,6 +25,8 @@ PACKAGES = ("torch", "triton", "transformers")
 # DeepSeek-V3's layer, and DeepSeek-V4's row for the format that is made for it.
 DEEPSEEK_V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536)
 MODEL1_HEAD_DIM = 512
+# Columns of the names of operations.
+NAMES_WIDTH = 48
 
 
 def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, Any]:
@@ -141,11 +143,11 @@ def report(facts: dict[str, Any], *, every_reason: bool = False) -> str:
     on_gpu = device["type"] != "cpu"
     for operation in facts["operations"] if every_reason else _without_repetition(facts["operations"]):
         what = operation["operation"] + (f" over {operation['cache_format']}" if operation["cache_format"] else "")
-        lines.append(f"{what:<48}{operation['runs'] or 'nothing can run it here'}")
+        lines.append(f"{what:<{NAMES_WIDTH}}{operation['runs'] or 'nothing can run it here'}")
         # Without a GPU one reason holds for all.
         if every_reason or on_gpu:
-            reasons = operation["refusals"].items()
-            lines += [f"    not {name}: it {reason}" for name, reason in reasons if every_reason or _exists(reason)]
+            reasons = operation["refusals"] if every_reason else _reasons(operation)
+            lines += [f"    not {name}: it {reason}" for name, reason in reasons.items()]
     if facts["compiled"] is not None:
         lines += ["", facts["compiled"]]
     if not every_reason:
@@ -173,7 +175,8 @@ def _exists(refusal: str) -> bool:
 
 
 def _without_repetition(operations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Entries that differ in the cache format only become one, which names the formats."""
+    """Entries that differ in the cache format only become one, which names the formats; and so do neighbours without
+    one that differ in the name only, as many as fit a line."""
     merged: dict[Any, dict[str, Any]] = {}
     for entry in operations:
         key = (entry["operation"], entry["runs"], *entry["refusals"].items())
@@ -181,7 +184,26 @@ def _without_repetition(operations: list[dict[str, Any]]) -> list[dict[str, Any]
             merged[key]["cache_format"] += f", {entry['cache_format']}"
         else:
             merged[key] = dict(entry)
-    return list(merged.values())
+    lines: list[dict[str, Any]] = []
+    for entry in merged.values():
+        if lines and _share_a_line(lines[-1], entry):
+            lines[-1]["operation"] += f", {entry['operation']}"
+        else:
+            lines.append(entry)
+    return lines
+
+
+def _reasons(entry: dict[str, Any]) -> dict[str, str]:
+    """Why implementations that exist do not run."""
+    return {name: reason for name, reason in entry["refusals"].items() if _exists(reason)}
+
+
+def _share_a_line(before: dict[str, Any], entry: dict[str, Any]) -> bool:
+    if before["cache_format"] or entry["cache_format"]:
+        return False
+    if before["runs"] != entry["runs"] or _reasons(before) != _reasons(entry):
+        return False
+    return len(before["operation"]) + len(", ") + len(entry["operation"]) < NAMES_WIDTH
 
 
 def _what_a_gpu_adds(operations: list[dict[str, Any]]) -> str:

@@ -105,6 +105,8 @@ def test_doctor_without_a_gpu_is_one_screen(capsys):
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 120
     assert any(re.match(r"cache_write over bf16, fp8, v32, model1 +reference$", line) for line in lines)
+    named = [name for line in lines if line.endswith(" reference") for name in re.findall(r"\w+", line)]
+    assert set(doctor.dispatch.operations()) <= set(named)
     assert sum("compute capability 9.0" in line for line in lines) == 1
     assert not any("not hopper" in line for line in lines)
 
