@@ -234,10 +234,10 @@ MORE_PORTABLE = [
         )
     ),
     *(
-        Variant("turboquant_store", "portable", {"form": f"turboquant_{form}", "dtype": dtype}, products=products)
+        Variant("turboquant_store", "portable", {"form": f"turboquant_{form}", "dtype": dtype}, 90, products, spills=4)
         for form, dtype, products in (("k8v4", BF16, None), ("3bit_nc", FP16, "hgmma"), ("4bit_nc", FP16, "hgmma"))
     ),
-    Variant("turboquant_store", "portable"),
+    Variant("turboquant_store", "portable", spills=4),
     Variant("turboquant_gather", "portable", {"form": "turboquant_3bit_nc", "gap": 0}),
     *(
         Variant("compress", "portable", {"form": form, "ratio": ratio}, products=None)

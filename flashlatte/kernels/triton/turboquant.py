@@ -24,16 +24,25 @@ def hadamard(D: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def load_codes(row, mask, D: tl.constexpr, BITS: tl.constexpr):
-    """int32 codes [rows, D] at byte addresses ``row`` [rows]; 0 where not ``mask`` [rows]."""
+def load_codes(row, mask, D: tl.constexpr, BITS: tl.constexpr, ALIGN: tl.constexpr):
+    """int32 codes [rows, D] at byte addresses ``row`` [rows], multiples of ALIGN; 0 where not ``mask`` [rows]."""
     # [rows, D / 8], of 8 codes each
-    first = row[:, None] + (tl.arange(0, D // 8) * BITS)[None, :]
-    word = tl.load(first, mask=mask[:, None], other=0).to(tl.int32)
-    for byte in tl.static_range(1, BITS):
-        word |= tl.load(first + byte, mask=mask[:, None], other=0).to(tl.int32) << (8 * byte)
-    shifts = (tl.arange(0, 8) * BITS)[None, None, :]
-    codes = (word[:, :, None] >> shifts) & ((1 << BITS) - 1)
-    return tl.reshape(codes, [row.shape[0], D])
+    group = tl.arange(0, D // 8)[None, :]
+    if BITS == 4 and ALIGN >= 4:
+        word = load_words(row[:, None], group, tl.uint32, mask[:, None], ALIGN)
+    elif BITS == 4:
+        word = load_words(row[:, None], group * 2, tl.uint16, mask[:, None], ALIGN).to(tl.uint32)
+        word |= load_words(row[:, None], group * 2 + 1, tl.uint16, mask[:, None], ALIGN).to(tl.uint32) << 16
+    else:
+        first = row[:, None] + group * BITS
+        word = tl.load(first, mask=mask[:, None], other=0).to(tl.uint32)
+        for byte in tl.static_range(1, BITS):
+            word |= tl.load(first + byte, mask=mask[:, None], other=0).to(tl.uint32) << (8 * byte)
+    # Joined, not broadcast: a thread keeps all codes of a word that it loaded.
+    codes = tl.join(word, word >> (4 * BITS))
+    codes = tl.join(codes, codes >> (2 * BITS))
+    codes = tl.join(codes, codes >> BITS) & ((1 << BITS) - 1)
+    return tl.reshape(codes, [row.shape[0], D]).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -41,11 +50,20 @@ def centroids_of(codes, CODEBOOK: tl.constexpr):
     """float32 centroids of int32 codes; CODEBOOK has those above 0, rising, and a code counts from the lowest."""
     HALF: tl.constexpr = len(CODEBOOK)
     is_positive = codes >= HALF
-    place = tl.where(is_positive, codes - HALF, HALF - 1 - codes)
-    magnitude = tl.full(codes.shape, CODEBOOK[0], tl.float32)
-    for index in tl.static_range(1, HALF):
-        magnitude = tl.where(place >= index, CODEBOOK[index], magnitude)
+    # Of code HALF + i, and of HALF - 1 - i, the lower bits count from 0.
+    place = codes ^ tl.where(is_positive, HALF, HALF - 1)
+    first, second = (place & 1) != 0, (place & 2) != 0
+    magnitude = _one_of_4(first, second, CODEBOOK[0], CODEBOOK[1], CODEBOOK[2], CODEBOOK[3])
+    if HALF == 8:
+        upper = _one_of_4(first, second, CODEBOOK[4], CODEBOOK[5], CODEBOOK[6], CODEBOOK[7])
+        magnitude = tl.where((place & 4) != 0, upper, magnitude)
     return tl.where(is_positive, magnitude, -magnitude)
+
+
+@triton.jit
+def _one_of_4(first, second, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
+    """float32: the number whose place has the bits ``first`` and ``second``."""
+    return tl.where(second, tl.where(first, D, C), tl.where(first, B, A))
 
 
 @triton.jit

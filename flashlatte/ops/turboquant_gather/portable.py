@@ -1,4 +1,7 @@
-"""``turboquant_gather`` in Triton: tiles of rows, each the key and the value of a token's head."""
+"""``turboquant_gather`` in Triton: tiles of rows, each the key or the value of a token's head.
+
+A program takes several tiles of one side: keys and values together would take the registers of two programs.
+"""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
@@ -11,6 +14,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.cache_address import Requests, locate_rows, requests_of
 from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
 from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, narrow
+from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kernels.triton.turboquant import centroids_of, hadamard, load_codes, load_half
 from flashlatte.kv_cache.lloyd_max import lloyd_max
 from flashlatte.kv_cache.turboquant import TurboQuantFormat
@@ -21,8 +25,9 @@ from flashlatte.runtime.triton_kernel import kernel
 
 BLOCK_R = 64
 NUM_WARPS = 8
-# Programs of a multiprocessor at once, of which each makes the matrix.
+# Programs of a multiprocessor at once, of which each makes the matrix, and the registers that leaves to a thread.
 PROGRAMS = 2
+REGISTERS = 128
 
 
 def turboquant_gather(
@@ -45,7 +50,7 @@ def turboquant_gather(
     )
     programs = min(blocks(tokens * heads, block), machine.num_sms(cache.device) * PROGRAMS)
     codebook = lloyd_max(layout.key_bits) if layout.rotates else ()
-    turboquant_gather_kernel[(programs,)](
+    turboquant_gather_kernel[(programs, 2)](
         *by_name(
             turboquant_gather_kernel,
             requests_of(cu_seqlens, seq_starts, block_table, num_pages, page_size),
@@ -78,6 +83,7 @@ def turboquant_gather(
         BLOCK_R=block,
         num_warps=NUM_WARPS,
         enable_fp_fusion=True,
+        **({"maxnreg": REGISTERS} if gpu_class(cache.device) in NVIDIA else {}),
     )
 
 
@@ -124,6 +130,7 @@ def turboquant_gather_kernel(
     """Strides count the ALIGN of what they belong to. CODEBOOK: centroids above 0, for N(0, 1)."""
     operand: tl.constexpr = tl.float32 if INTERPRETED else tl.float16
     HALF_ALIGN: tl.constexpr = min(CACHE_ALIGN, 2)
+    VALUE_ALIGN: tl.constexpr = CACHE_ALIGN if VALUE_OFFSET % 4 == 0 else HALF_ALIGN
     requests = Requests(
         cu_seqlens,
         cu_stride,
@@ -137,6 +144,7 @@ def turboquant_gather_kernel(
         num_pages,
         page_size,
     )
+    side = tl.program_id(1)
     col = tl.arange(0, D)[None, :]
     if KEY_BITS < 8:
         rotation = hadamard(D, operand)
@@ -149,22 +157,23 @@ def turboquant_gather_kernel(
         inside, found, page, offset = locate_rows(requests, token, num_tokens, WIDE)
         record = cache + (page * page_stride + offset * slot_stride + head * cache_head_stride) * CACHE_ALIGN
 
-        if KEY_BITS == 8:
-            k = e4m3_to_float(tl.load(record[:, None] + col, mask=found[:, None], other=0), NATIVE)
+        if side == 0:
+            if KEY_BITS == 8:
+                k = e4m3_to_float(tl.load(record[:, None] + col, mask=found[:, None], other=0), NATIVE)
+            else:
+                # [BLOCK_R, D]
+                rotated = centroids_of(load_codes(record, found, D, KEY_BITS, CACHE_ALIGN), CODEBOOK)
+                length = tl.sqrt_rn(tl.sum(rotated * rotated, axis=1))
+                norm = load_half(record + NORM_OFFSET, found, HALF_ALIGN)
+                # Once more by the matrix, which is D times its own inverse.
+                k = tl.dot(rotated.to(operand), rotation, input_precision="ieee")
+                k *= (norm / length * (1.0 / D**0.5))[:, None]
+            k_row = key + (token * k_token_stride + head * k_head_stride) * K_ALIGN
+            tl.store(k_row[:, None] + col, narrow(k, key.dtype.element_ty, INTERPRETED), mask=inside[:, None])
         else:
-            # [BLOCK_R, D]
-            rotated = centroids_of(load_codes(record, found, D, KEY_BITS), CODEBOOK)
-            length = tl.sqrt_rn(tl.sum(rotated * rotated, axis=1))
-            norm = load_half(record + NORM_OFFSET, found, HALF_ALIGN)
-            # Once more by the matrix, which is D times its own inverse.
-            k = tl.dot(rotated.to(operand), rotation, input_precision="ieee")
-            k *= (norm / length * (1.0 / D**0.5))[:, None]
-        k_row = key + (token * k_token_stride + head * k_head_stride) * K_ALIGN
-        tl.store(k_row[:, None] + col, narrow(k, key.dtype.element_ty, INTERPRETED), mask=inside[:, None])
-
-        steps = load_codes(record + VALUE_OFFSET, found, D, VALUE_BITS).to(tl.float32)
-        scale = load_half(record + SCALE_OFFSET, found, HALF_ALIGN)
-        minimum = load_half(record + SCALE_OFFSET + 2, found, HALF_ALIGN)
-        v = steps * scale[:, None] + minimum[:, None]
-        v_row = value + (token * v_token_stride + head * v_head_stride) * V_ALIGN
-        tl.store(v_row[:, None] + col, narrow(v, value.dtype.element_ty, INTERPRETED), mask=inside[:, None])
+            steps = load_codes(record + VALUE_OFFSET, found, D, VALUE_BITS, VALUE_ALIGN).to(tl.float32)
+            scale = load_half(record + SCALE_OFFSET, found, HALF_ALIGN)
+            minimum = load_half(record + SCALE_OFFSET + 2, found, HALF_ALIGN)
+            v = steps * scale[:, None] + minimum[:, None]
+            v_row = value + (token * v_token_stride + head * v_head_stride) * V_ALIGN
+            tl.store(v_row[:, None] + col, narrow(v, value.dtype.element_ty, INTERPRETED), mask=inside[:, None])

@@ -1,7 +1,8 @@
-"""``turboquant_store`` in Triton: tiles of rows, each the key and the value of a token's head.
+"""``turboquant_store`` in Triton: tiles of rows, each the key or the value of a token's head.
 
 A tile of keys is rotated by one product with the Hadamard matrix, whose entries are 1 and -1: every summand is exact.
-The matrix is made once by a program, which then takes several tiles.
+The matrix is made once by a program, which then takes several tiles of one side: keys and values together would take
+the registers of two programs.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -16,6 +17,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots, store_words
 from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, widen
+from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kernels.triton.turboquant import hadamard
 from flashlatte.kv_cache.lloyd_max import midpoints
 from flashlatte.kv_cache.turboquant import LARGEST_HALF, NORM_EPSILON, SMALLEST_VALUE_SCALE, TurboQuantFormat
@@ -26,8 +28,9 @@ from flashlatte.runtime.triton_kernel import kernel
 
 BLOCK_R = 64
 NUM_WARPS = 8
-# Programs of a multiprocessor at once, of which each makes the matrix.
+# Programs of a multiprocessor at once, of which each makes the matrix, and the registers that leaves to a thread.
 PROGRAMS = 2
+REGISTERS = 128
 
 
 def turboquant_store(
@@ -45,7 +48,7 @@ def turboquant_store(
     # Records are of an even number of bytes: whole halves lie at even addresses, if heads begin at such.
     cache_align = min(unit_bytes(cache, *cache_strides), 4)
     programs = min(blocks(num_rows, block), machine.num_sms(key.device) * PROGRAMS)
-    turboquant_store_kernel[(programs,)](
+    turboquant_store_kernel[(programs, 2)](
         *by_name(
             turboquant_store_kernel,
             key=key,
@@ -84,6 +87,7 @@ def turboquant_store(
         BLOCK_R=block,
         num_warps=NUM_WARPS,
         enable_fp_fusion=True,
+        **({"maxnreg": REGISTERS} if gpu_class(key.device) in NVIDIA else {}),
     )
 
 
@@ -115,9 +119,43 @@ def _store_half(address, x, is_finite, valid, LARGEST_HALF: tl.constexpr, ALIGN:
 
 
 @triton.jit
+def _codes_of(x, MIDPOINTS: tl.constexpr):
+    """int32 codes of normal numbers, by bisection. MIDPOINTS are the 3 or 7 above 0, rising."""
+    HALF: tl.constexpr = len(MIDPOINTS) + 1
+    size = tl.abs(x)
+    upper = size >= MIDPOINTS[HALF // 2 - 1]
+    code = tl.where(upper, HALF + HALF // 2, HALF)
+    if HALF == 4:
+        last = size >= tl.where(upper, MIDPOINTS[2], MIDPOINTS[0])
+    else:
+        second = size >= tl.where(upper, MIDPOINTS[5], MIDPOINTS[1])
+        code += tl.where(second, 2, 0)
+        above, below = tl.where(second, MIDPOINTS[6], MIDPOINTS[4]), tl.where(second, MIDPOINTS[2], MIDPOINTS[0])
+        last = size >= tl.where(upper, above, below)
+    code += tl.where(last, 1, 0)
+    # The code of -x has all bits turned over.
+    return code ^ tl.where(x >= 0, 0, 2 * HALF - 1)
+
+
+@triton.jit
+def _quotient(x, scale, INTERPRETED: tl.constexpr):
+    """x / scale of float32 x [BLOCK_R, D] and scale [BLOCK_R, 1], rounded as a division is.
+
+    By the scale's reciprocal, and what that leaves of x once more: two fused products for the eight instructions and
+    a branch of a division. Triton's interpreter does not fuse them.
+    """
+    if INTERPRETED:
+        return tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    else:
+        reciprocal = tl.div_rn(1.0, scale)
+        quotient = x * reciprocal
+        return tl.fma(tl.fma(-quotient, scale, x), reciprocal, quotient)
+
+
+@triton.jit
 def _is_finite(rows):
-    """Whether all numbers of each row are: x - x is 0, or NaN."""
-    return tl.sum((rows - rows != 0).to(tl.int32), axis=1) == 0
+    """Whether all numbers of each row are: x · 0 is 0, or NaN."""
+    return tl.sum(rows * 0.0, axis=1) == 0
 
 
 @kernel(by_element=("slot_mapping",))
@@ -160,6 +198,7 @@ def turboquant_store_kernel(
     CODE_ALIGN: tl.constexpr = min(CACHE_ALIGN, 2)
     number: tl.constexpr = tl.float32 if INTERPRETED else key.dtype.element_ty
     slots = Slots(slot_mapping, mapping_stride, num_tokens, num_slots, page_size)
+    side = tl.program_id(1)
     col = tl.arange(0, D)[None, :]
     if KEY_BITS < 8:
         rotation = hadamard(D, number)
@@ -172,34 +211,30 @@ def turboquant_store_kernel(
         valid, page, offset = locate_slots(slots, token, WIDE)
         record = cache + (page * page_stride + offset * slot_stride + head * cache_head_stride) * CACHE_ALIGN
 
-        k_row = key + (token * k_token_stride + head * k_head_stride) * K_ALIGN
-        k = tl.load(k_row[:, None] + col, mask=valid[:, None], other=0.0)  # [BLOCK_R, D]
-        k32 = widen(k, INTERPRETED)
-        if KEY_BITS == 8:
-            tl.store(record[:, None] + col, float_to_e4m3(k32, NATIVE), mask=valid[:, None])
+        if side == 0:
+            k_row = key + (token * k_token_stride + head * k_head_stride) * K_ALIGN
+            k = tl.load(k_row[:, None] + col, mask=valid[:, None], other=0.0)  # [BLOCK_R, D]
+            k32 = widen(k, INTERPRETED)
+            if KEY_BITS == 8:
+                tl.store(record[:, None] + col, float_to_e4m3(k32, NATIVE), mask=valid[:, None])
+            else:
+                norm = tl.sqrt_rn(tl.sum(k32 * k32, axis=1))
+                # Rotated by a matrix of 1 and -1 the direction of a key has variance 1 in each place.
+                rotated = tl.dot(k32 if INTERPRETED else k, rotation, input_precision="ieee")
+                rotated *= tl.div_rn(1.0, norm + NORM_EPSILON)[:, None]
+                _store_codes(record, _codes_of(rotated, MIDPOINTS), valid, D, KEY_BITS, CACHE_ALIGN)
+                _store_half(record + NORM_OFFSET, norm, norm - norm == 0, valid, LARGEST_HALF, CODE_ALIGN)
         else:
-            norm = tl.sqrt_rn(tl.sum(k32 * k32, axis=1))
-            # Rotated by a matrix of 1 and -1 the direction of a key has variance 1 in each place.
-            rotated = tl.dot(k32 if INTERPRETED else k, rotation, input_precision="ieee")
-            rotated *= tl.div_rn(1.0, norm + NORM_EPSILON)[:, None]
-            place = tl.zeros(rotated.shape, tl.int32)
-            for index in tl.static_range(len(MIDPOINTS)):
-                place += (tl.abs(rotated) >= MIDPOINTS[index]).to(tl.int32)
-            HALF: tl.constexpr = 1 << (KEY_BITS - 1)
-            codes = tl.where(rotated >= 0, HALF + place, HALF - 1 - place)
-            _store_codes(record, codes, valid, D, KEY_BITS, CACHE_ALIGN)
-            _store_half(record + NORM_OFFSET, norm, norm - norm == 0, valid, LARGEST_HALF, CODE_ALIGN)
-
-        v_row = value + (token * v_token_stride + head * v_head_stride) * V_ALIGN
-        v = widen(tl.load(v_row[:, None] + col, mask=valid[:, None], other=0.0), INTERPRETED)
-        LARGEST: tl.constexpr = (1 << VALUE_BITS) - 1
-        minimum = tl.min(v, axis=1)
-        scale = tl.maximum(tl.div_rn(tl.max(v, axis=1) - minimum, LARGEST * 1.0), SMALLEST_VALUE_SCALE)
-        steps = tl.div_rn(v - minimum[:, None], tl.broadcast_to(scale[:, None], v.shape)) + 0.5
-        # A row that is not finite may give any number here.
-        steps = tl.minimum(tl.maximum(tl.where(steps < LARGEST + 1.0, steps, LARGEST * 1.0).to(tl.int32), 0), LARGEST)
-        V_ALIGNMENT: tl.constexpr = CACHE_ALIGN if VALUE_OFFSET % 4 == 0 else CODE_ALIGN
-        _store_codes(record + VALUE_OFFSET, steps, valid, D, VALUE_BITS, V_ALIGNMENT)
-        is_finite = _is_finite(v)
-        _store_half(record + SCALE_OFFSET, scale, is_finite, valid, LARGEST_HALF, CODE_ALIGN)
-        _store_half(record + SCALE_OFFSET + 2, minimum, is_finite, valid, LARGEST_HALF, CODE_ALIGN)
+            v_row = value + (token * v_token_stride + head * v_head_stride) * V_ALIGN
+            v = widen(tl.load(v_row[:, None] + col, mask=valid[:, None], other=0.0), INTERPRETED)
+            LARGEST: tl.constexpr = (1 << VALUE_BITS) - 1
+            minimum = tl.min(v, axis=1)
+            scale = tl.maximum(tl.div_rn(tl.max(v, axis=1) - minimum, LARGEST * 1.0), SMALLEST_VALUE_SCALE)
+            steps = _quotient(v - minimum[:, None], scale[:, None], INTERPRETED)
+            # A row that is not finite may give any number here.
+            steps = (tl.minimum(tl.maximum(steps, 0.0), LARGEST * 1.0) + 0.5).to(tl.int32)
+            V_ALIGNMENT: tl.constexpr = CACHE_ALIGN if VALUE_OFFSET % 4 == 0 else CODE_ALIGN
+            _store_codes(record + VALUE_OFFSET, steps, valid, D, VALUE_BITS, V_ALIGNMENT)
+            is_finite = _is_finite(v)
+            _store_half(record + SCALE_OFFSET, scale, is_finite, valid, LARGEST_HALF, CODE_ALIGN)
+            _store_half(record + SCALE_OFFSET + 2, minimum, is_finite, valid, LARGEST_HALF, CODE_ALIGN)

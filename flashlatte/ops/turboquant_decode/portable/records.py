@@ -161,7 +161,7 @@ def _codes(records, BYTE: tl.constexpr, BITS: tl.constexpr, form: tl.constexpr):
     if BITS == 8:
         return tl.load(first[:, None] + tl.arange(0, form.head_dim)[None, :])
     else:
-        return load_codes(first, exists, form.head_dim, BITS)
+        return load_codes(first, exists, form.head_dim, BITS, 2)
 
 
 @triton.jit
