@@ -1,9 +1,11 @@
-"""The engine beside transformers' ``generate`` on a DeepSeek-V2-Lite-shaped model with random weights, on a GPU.
+"""The engine beside transformers on a DeepSeek-V2-Lite-shaped model with random weights, on a GPU.
 
-    PYTHONPATH=. python benchmarks/engine.py [--layers 27] [--requests 256] [--json FILE]
+    PYTHONPATH=. python benchmarks/engine.py [--cases generate generate_batch …] [--layers 27] [--json FILE]
 
-Loads: requests of 512 tokens in and 128 out; and 64 requests that share a prefix of 8,192 tokens, with and without the
-prefix cache. Tokens a second count what is generated, over the whole time.
+Requests of 512 tokens in and 128 out: by transformers' ``generate`` and its continuous batching (``generate_batch``),
+by the engine with and without CUDA graphs. 64 requests that share a prefix of 8,192 tokens, with and without the prefix
+cache. And a decode step of 64 requests: how long, what of it the GPU is idle, what attention and the cache take.
+Tokens a second count what is generated, over the whole time.
 """
 
 from __future__ import annotations
@@ -11,57 +13,100 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import engine_profile
+import engine_stock
 import torch
 
+from flashlatte.bench.environment import describe
 from flashlatte.engine import Engine, SamplingParams
 
 PROMPT, NEW, SHARED, SHARING = 512, 128, 8192, 64
+Result = dict[str, Any]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="all if not given")
     parser.add_argument("--layers", type=int, default=27, help="of the model (default 27)")
-    parser.add_argument("--requests", type=int, default=256, help="of the first load (default 256)")
-    parser.add_argument("--transformers-batch", type=int, default=64, help="requests that generate() takes at once")
+    parser.add_argument("--requests", type=int, default=256, help="of the engine's load (default 256)")
+    parser.add_argument(
+        "--transformers-batch", type=int, default=64, help="requests of transformers' load (default 64)"
+    )
     parser.add_argument("--json", type=Path, help="append a line a measurement to this file")
     options = parser.parse_args()
+    import transformers
+
+    about = describe(torch.device("cuda"))
+    known = {"device": about.device, "commit": about.commit, "transformers": transformers.__version__}
     model = v2_lite(options.layers)
-    results: list[dict[str, Any]] = []
-
-    def report(name: str, seconds: float, tokens: int, **more: Any) -> None:
-        results.append({"case": name, "seconds": seconds, "tokens_per_second": tokens / seconds, **more})
-        print(f"{name:44s} {seconds:8.2f} s {tokens / seconds:10,.0f} tokens/s  {more or ''}", flush=True)
-
-    prompts = [random_prompt(PROMPT, seed) for seed in range(options.requests)]
-    batch = prompts[: options.transformers_batch]
-    report("transformers generate", generate(model, batch), len(batch) * NEW, batch=len(batch))
-    for graphs in (True, False):
-        served = Engine(model, max_requests=256, max_tokens=8192, num_pages=8192, graphs=graphs)
-        seconds = serve(served, prompts)
-        report(f"engine, graphs {'on' if graphs else 'off'}", seconds, len(prompts) * NEW, **steps(served))
-        del served
+    for name in options.cases:
+        result = CASES[name](model, options)
         torch.cuda.empty_cache()
+        print(name, json.dumps(result, indent=2), flush=True)
+        if options.json:
+            with options.json.open("a") as file:
+                file.write(json.dumps({**known, "layers": options.layers, "case": name, **result}) + "\n")
+
+
+def by_generate(model: Any, options: argparse.Namespace) -> Result:
+    prompts = random_prompts(options.transformers_batch)
+    return rate(engine_stock.generate(model, prompts, NEW), len(prompts))
+
+
+def by_generate_batch(model: Any, options: argparse.Namespace) -> Result:
+    """As many requests as ``generate`` has: it chooses itself how many of them run at a time."""
+    engine_stock.generate_batch(model, random_prompts(options.transformers_batch, seed=10**6), 4)
+    prompts = random_prompts(options.transformers_batch)
+    seconds, tokens = engine_stock.generate_batch(model, prompts, NEW)
+    assert all(len(one) == NEW for one in tokens)
+    return rate(seconds, len(prompts))
+
+
+def by_engine(model: Any, options: argparse.Namespace, *, graphs: bool = True) -> Result:
+    served = Engine(model, max_requests=256, max_tokens=8192, num_pages=8192, graphs=graphs)
+    prompts = random_prompts(options.requests)
+    return rate(serve(served, prompts), len(prompts))
+
+
+def by_engine_without_graphs(model: Any, options: argparse.Namespace) -> Result:
+    return by_engine(model, options, graphs=False)
+
+
+def shared_prefix(model: Any, options: argparse.Namespace, *, cached: bool = True) -> Result:
     prefix = random_prompt(SHARED, 1)
     sharing = [[*prefix, *random_prompt(16, seed)] for seed in range(SHARING)]
-    for cached in (True, False):
-        served = Engine(model, max_requests=64, max_tokens=8192, num_pages=10240, prefix_cache=cached)
-        served.generate([[*prefix, 1]], SamplingParams(max_new_tokens=1))
-        before = served.statistics()
-        seconds = serve(served, sharing, warm=False)
-        computed = served.statistics()["computed_tokens"] - before["computed_tokens"]
-        name = f"shared prefix, cache {'on' if cached else 'off'}"
-        report(name, seconds, SHARING * NEW, computed_tokens=int(computed))
-        del served
-        torch.cuda.empty_cache()
-    if options.json:
-        with options.json.open("a") as file:
-            for line in results:
-                file.write(
-                    json.dumps({"device": torch.cuda.get_device_name(), "layers": options.layers, **line}) + "\n"
-                )
+    served = Engine(model, max_requests=64, max_tokens=8192, num_pages=10240, prefix_cache=cached)
+    served.generate([[*prefix, 1]], SamplingParams(max_new_tokens=1))
+    before = served.statistics()["computed_tokens"]
+    seconds = serve(served, sharing, warm=False)
+    return rate(seconds, SHARING, computed_tokens=int(served.statistics()["computed_tokens"] - before))
+
+
+def shared_prefix_without_cache(model: Any, options: argparse.Namespace) -> Result:
+    return shared_prefix(model, options, cached=False)
+
+
+def decode_step(model: Any, options: argparse.Namespace) -> Result:
+    return engine_profile.decode_step(model, random_prompts(64))
+
+
+CASES: dict[str, Callable[[Any, argparse.Namespace], Result]] = {
+    "generate": by_generate,
+    "generate_batch": by_generate_batch,
+    "engine": by_engine,
+    "engine_without_graphs": by_engine_without_graphs,
+    "shared_prefix": shared_prefix,
+    "shared_prefix_without_cache": shared_prefix_without_cache,
+    "decode_step": decode_step,
+}
+
+
+def rate(seconds: float, requests: int, **more: Any) -> Result:
+    return {"requests": requests, "seconds": seconds, "tokens_per_second": requests * NEW / seconds, **more}
 
 
 def v2_lite(layers: int) -> Any:
@@ -96,35 +141,23 @@ def v2_lite(layers: int) -> Any:
     return model.eval()
 
 
+def random_prompts(count: int, seed: int = 0) -> list[list[int]]:
+    return [random_prompt(PROMPT, seed + number) for number in range(count)]
+
+
 def random_prompt(length: int, seed: int) -> list[int]:
     return torch.randint(1, 102400, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def generate(model: Any, prompts: list[list[int]]) -> float:
-    """Seconds that transformers takes, after a short warm-up."""
-    ids = torch.tensor(prompts, device="cuda")
-    options = {"attention_mask": torch.ones_like(ids), "do_sample": False}
-    model.generate(ids, max_new_tokens=2, **options)
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    model.generate(ids, max_new_tokens=NEW, **options)
-    torch.cuda.synchronize()
-    return time.perf_counter() - begin
 
 
 def serve(served: Engine, prompts: list[list[int]], *, warm: bool = True) -> float:
     """Seconds that the engine takes; ``warm`` compiles and captures beforehand with other prompts."""
     if warm:
-        served.generate([random_prompt(PROMPT, 10**6 + seed) for seed in range(len(prompts))], SamplingParams(16))
+        served.generate(random_prompts(len(prompts), seed=10**6), SamplingParams(16))
     torch.cuda.synchronize()
     begin = time.perf_counter()
     served.generate(prompts, SamplingParams(max_new_tokens=NEW))
     torch.cuda.synchronize()
     return time.perf_counter() - begin
-
-
-def steps(served: Engine) -> dict[str, int]:
-    return {"pages_used": served.pool.num_pages - served.pool.available}
 
 
 if __name__ == "__main__":
