@@ -223,6 +223,19 @@ def variant_key(fn: Any, launch: Launch, arch: int = 90) -> str:
 
 def loop_spills(sass: str) -> int:
     """Spill instructions in the innermost loop that multiplies matrices."""
+    bodies = [body for body in _loops(sass) if any("MMA" in one for one in body)]
+    return _spills(min(bodies, key=len))
+
+
+def cast_loop_spills(sass: str) -> int:
+    """Spill instructions in the innermost loop that has all products of pairs: that which casts e4m3."""
+    bodies = [(sum("HMUL2" in one for one in body), body) for body in _loops(sass)]
+    most = max(count for count, _ in bodies)
+    assert most, "no loop casts"
+    return _spills(min((body for count, body in bodies if count == most), key=len))
+
+
+def _loops(sass: str) -> Iterator[list[str]]:
     labels: dict[str, int] = {}
     code: list[str] = []
     for line in sass.splitlines():
@@ -230,15 +243,14 @@ def loop_spills(sass: str) -> int:
             labels[label.group(1)] = len(code)
         if instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
             code.append(instruction.group(1))
-    bodies = []
     for end, instruction in enumerate(code):
         jump = re.search(r"\bBRA\b.*?`\((\.L_x_\d+)\)", instruction)
         if jump and labels.get(jump.group(1), end + 1) <= end:
-            body = code[labels[jump.group(1)] : end + 1]
-            if any("MMA" in one for one in body):
-                bodies.append(body)
-    innermost = min(bodies, key=len)
-    return sum(bool(re.search(r"\b(?:STL|LDL)\b", one)) for one in innermost)
+            yield code[labels[jump.group(1)] : end + 1]
+
+
+def _spills(body: list[str]) -> int:
+    return sum(bool(re.search(r"\b(?:STL|LDL)\b", one)) for one in body)
 
 
 def _read(compiled: Any) -> Compiled:

@@ -32,6 +32,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "bf16 576, batch invariant, misaligned out": {"batch_invariant": True, "out_pad": 1, "index_dtype": torch.int64},
     "bf16 576, rows that are no tile": {"heads": 126},
     "bf16 576, many requests": {"batch": 128},
+    "e4m3": {"cache_dtype": torch.float8_e4m3fn},
+    "e4m3, many requests": {"batch": 128, "cache_dtype": torch.float8_e4m3fn},
+    "e4m3, many requests, pages of 16": {"batch": 128, "page_size": 16, "cache_dtype": torch.float8_e4m3fn},
 }
 
 
@@ -45,6 +48,7 @@ def decode(
     page_size: int = 64,
     columns: int = 64,
     dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
     index_dtype: torch.dtype = torch.int32,
     causal: bool = False,
     batch_invariant: bool = False,
@@ -54,7 +58,7 @@ def decode(
     """A call of the implementation with tensors whose contents do not matter."""
     launch.dense_decode(
         torch.empty(batch, s_q, heads, head_dim + q_pad, dtype=dtype)[..., :head_dim],
-        torch.empty(pages, page_size, h_kv, head_dim, dtype=dtype),
+        torch.empty(pages, page_size, h_kv, head_dim, dtype=cache_dtype or dtype),
         torch.empty(batch, columns, dtype=index_dtype),
         torch.empty(batch, dtype=index_dtype),
         None,
@@ -112,6 +116,12 @@ def test_ranges_wait_for_each_other(compiled):
     for before in raised[:-1]:
         assert before.rindex("MEMBAR") > before.rindex("STG.E.128") > 0
     assert len(re.findall(r"\bLDG\.E\.128\b", code)) == 2 * 32
+
+
+@pytest.mark.parametrize("name", support.mostly_full((name for name in CALLS if "e4m3" in name), "e4m3, many requests"))
+def test_keys_on_their_way_stay_in_registers(compiled, name):
+    """A word that is spilled is waited for as soon as it has been asked for. An address may be, with small pages."""
+    assert support.cast_loop_spills(compiled(name).sass) <= ("pages of 16" in name)
 
 
 def test_requests_that_ranges_share_need_no_combine(record, monkeypatch):
