@@ -24,9 +24,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PACKAGES = ("torch", "triton", "transformers")
 # DeepSeek-V3's layer, and DeepSeek-V4's row for the format that is made for it.
 DEEPSEEK_V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536)
-MODEL1_HEAD_DIM = 512
+# Latent and rotated dims of DeepSeek-V4's rows.
+V4_ROW = (448, 64)
 # Columns of the names of operations.
-NAMES_WIDTH = 48
+NAMES_WIDTH = 72
 
 
 def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, Any]:
@@ -75,14 +76,14 @@ def read_fields(path: str | Path) -> dict[str, Any]:
 def typical_calls(device: torch.device, dtype: torch.dtype, model: MLAConfig | None = None) -> list[dispatch.Call]:
     """One call of every operation, over every cache format that it reads.
 
-    They are in the shape of ``model``, over formats that fit it; without one, in DeepSeek-V3's (for ``model1``, V4's).
+    They are in the shape of ``model``, over formats that fit it; without one, in DeepSeek-V3's, and V4's over its own.
     """
     config = model or DEEPSEEK_V3
     plain = next(name for name, known in DTYPES.items() if known == dtype)
     heads: dict[str, Any] = {"h_q": config.num_attention_heads, "h_kv": 1}
-    widths = dict.fromkeys((plain, "fp8", *_tiled_formats(config)), config.head_dim)
+    widths = dict.fromkeys((plain, "fp8", *_formats_of(config.kv_lora_rank, config.qk_rope_head_dim)), config.head_dim)
     if model is None:
-        widths["model1"] = MODEL1_HEAD_DIM
+        widths |= dict.fromkeys(_formats_of(*V4_ROW), sum(V4_ROW))
 
     def over(operation: str, cache_format: str) -> dispatch.Call:
         width = widths[cache_format]
@@ -123,11 +124,10 @@ def typical_calls(device: torch.device, dtype: torch.dtype, model: MLAConfig | N
     return calls
 
 
-def _tiled_formats(config: MLAConfig) -> list[str]:
-    """The formats that are made for rows like the model's."""
-    layouts = [layout for layout in map(get_format, FORMAT_NAMES) if layout.tiling is not None]
-    wanted = (config.kv_lora_rank, config.qk_rope_head_dim)
-    return [layout.name for layout in layouts if (layout.latent_dim, layout.rope_dim) == wanted]
+def _formats_of(latent_dim: int, rope_dim: int) -> list[str]:
+    """The formats that are made for such rows."""
+    layouts = [layout for layout in map(get_format, FORMAT_NAMES) if not layout.plain]
+    return [layout.name for layout in layouts if (layout.latent_dim, layout.rope_dim) == (latent_dim, rope_dim)]
 
 
 def report(facts: dict[str, Any], *, every_reason: bool = False) -> str:

@@ -66,7 +66,7 @@ def test_doctor_of_a_model_counts_its_heads(tmp_path):
     config = MLAConfig.from_transformers(doctor.read_fields(tmp_path))
     calls = doctor.typical_calls(torch.device("cpu"), torch.bfloat16, config)
     assert {call.h_q for call in calls} == {20, None}
-    assert {call.cache_format for call in calls} == {"bf16", "fp8", "v32", None}
+    assert {call.cache_format for call in calls} == {"bf16", "fp8", "v32", "nvfp4_ds_mla", None}
     prefill = next(call for call in calls if call.operation == "dense_prefill")
     assert (prefill.head_dim, prefill.head_dim_v, prefill.h_kv) == (256, 256, 20)
 
@@ -104,7 +104,10 @@ def test_doctor_without_a_gpu_is_one_screen(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 120
-    assert any(re.match(r"cache_write over bf16, fp8, v32, model1 +reference$", line) for line in lines)
+    assert any(
+        re.match(r"cache_write over bf16, fp8, v32, nvfp4_ds_mla, model1, v41, v41_fp4 +reference$", line)
+        for line in lines
+    )
     named = [name for line in lines if line.endswith(" reference") for name in re.findall(r"\w+", line)]
     assert set(doctor.dispatch.operations()) <= set(named)
     assert sum("compute capability 9.0" in line for line in lines) == 1

@@ -22,15 +22,18 @@ def allocate(
     """A zeroed paged cache.
 
     Args:
-        cache_format: "bf16", "fp16", "fp32", "fp8", "v32", "model1", or a ``CacheFormat``.
+        cache_format: "bf16", "fp16", "fp32", "fp8", "v32", "model1", "v41", "v41_fp4", "nvfp4_ds_mla", or a
+            ``CacheFormat``.
         num_pages: pages in the cache.
         page_size: tokens in a page, any number from 1.
-        head_dim: width of a row; 576 by default (512 for ``model1``), free in the formats without tiles.
+        head_dim: width of a row; 576 by default (512 for ``model1``, ``v41`` and ``v41_fp4``), free in the formats
+            without scales of their own.
         device: where; torch's default device if None.
 
     Returns:
-        [num_pages, page_size, 1, width] in the format's dtype (uint8 for ``v32``, 656 wide, and ``model1``, 584
-        wide). Pages of ``model1`` are padded to a multiple of 576 bytes, so its page stride is wider than a page.
+        [num_pages, page_size, 1, width] in the format's dtype (uint8 for those with scales: ``v32`` is 656 wide,
+        ``model1`` 584, ``v41`` 528, ``v41_fp4`` 288, ``nvfp4_ds_mla`` 352). Pages of ``model1`` are padded to
+        a multiple of 576 bytes, so its page stride is wider than a page.
 
     Raises:
         TypeError, ValueError: an unknown format, a size below 1, or a head_dim that the format does not have.
@@ -60,7 +63,7 @@ def quantize(
         rope: [..., 64] rotated dims, stored as bf16 bit for bit by ``v32`` and ``model1``.
         scale: the one scale of format ``fp8`` (default 1); an error for the others.
         scale_rounding: ``v32`` only: "power_of_two" rounds scales up as FlashMLA's quantiser does, "exact" keeps
-            amax / 448. ``model1`` has no exact scales.
+            amax / 448. The other formats round in one way.
 
     Returns:
         [..., width] in the format's dtype.
@@ -209,7 +212,7 @@ def split_rows(layout: CacheFormat, x: torch.Tensor, rope: torch.Tensor | None) 
 def check_scale_rounding(layout: CacheFormat, scale_rounding: str) -> None:
     checks.choice("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
     if scale_rounding == "exact" and not layout.has_exact_scales:
-        raise ValueError(f"scale_rounding='exact' cannot be had in format {layout.name}: its scales are powers of two")
+        raise ValueError(f"scale_rounding='exact' cannot be had in format {layout.name}: its scales are rounded")
 
 
 def one_scale(layout: CacheFormat, value: float | torch.Tensor | None) -> float | torch.Tensor:

@@ -46,11 +46,38 @@ class Tiling:
 
 
 @dataclass(frozen=True)
+class BlockScaling:
+    """Where the bytes of a token lie that stand together: numbers in blocks that share a scale of one byte.
+
+    The numbers of a row that have scales, ``block`` · ``blocks`` of them, stand first; what a row has beyond them is
+    e4m3 without a scale.
+
+    Attributes:
+        fp4: numbers are e2m1, two a byte with the even one in the low half, and scales e4m3; else e4m3 and E8M0.
+        block: numbers that share a scale.
+        blocks: scales of a token.
+        scale_offset: of the scales' bytes in a token.
+        token_bytes: from token to token.
+        scale_lanes: the scale of block s is byte blocks / scale_lanes · (s % scale_lanes) + s // scale_lanes.
+        rounds_up: an e4m3 scale is no less than amax / 6, where there is one; else the nearest.
+    """
+
+    fp4: bool
+    block: int
+    blocks: int
+    scale_offset: int
+    token_bytes: int
+    scale_lanes: int = 1
+    rounds_up: bool = False
+
+
+@dataclass(frozen=True)
 class CacheFormat(abc.ABC):
     """A cache format. Rows have ``head_dim`` = ``latent_dim`` + ``rope_dim`` values.
 
     A new format is a subclass with ``planes``, ``encode`` and ``decode``, and its place in ``registry``: allocation
-    and the reference operations then serve it. Kernels ask for ``plain`` and ``tiling`` and refuse what is neither.
+    and the reference operations then serve it. Kernels ask for ``plain``, ``tiling`` and ``block_scaling`` and refuse
+    what is none that they know.
 
     Attributes:
         name: the format's public name.
@@ -61,6 +88,8 @@ class CacheFormat(abc.ABC):
         takes_scale: one float32 scale, given beside the cache, holds for all of it.
         plain: a row is ``head_dim`` numbers of ``record_dtype``, as many as one likes.
         tiling: where kernels find the parts of a token with a scale a tile; None for other formats.
+        block_scaling: where kernels find the parts of a token with a scale byte a block; None for other formats.
+        inferred_dtypes: of cache tensors whose width alone tells this format; None: all ``accepted_dtypes``.
         has_exact_scales: scales need not be powers of two.
         head_dim: values in a token's key row (576 = 512 latent + 64 rope; 512 = 448 + 64 for ``model1``).
     """
@@ -73,6 +102,8 @@ class CacheFormat(abc.ABC):
     takes_scale: ClassVar[bool] = False
     plain: ClassVar[bool] = False
     tiling: ClassVar[Tiling | None] = None
+    block_scaling: ClassVar[BlockScaling | None] = None
+    inferred_dtypes: ClassVar[tuple[torch.dtype, ...] | None] = None
     has_exact_scales: ClassVar[bool] = True
 
     head_dim: int = 576
@@ -109,6 +140,10 @@ class CacheFormat(abc.ABC):
     @property
     def bytes_per_token(self) -> int:
         return self.record_width * self.record_dtype.itemsize
+
+    def beside(self, width: int) -> CacheFormat:
+        """The format of a second cache, ``width`` wide, that joins one of this format: this one, but for ``v41``."""
+        return self
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes from one page to the next in a cache that ``allocate`` made."""

@@ -1,12 +1,16 @@
-"""mxfp4: e2m1 values, two a byte, with one E8M0 scale for each 32 of a row (OCP Microscaling 1.0)."""
+"""e2m1 values, two a byte, with a scale a block of a row.
+
+mxfp4 has an E8M0 scale for each 32 (OCP Microscaling 1.0), nvfp4 an e4m3 scale for each 16.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache.fp8 import as_bytes, from_bytes, round_up_to_power_of_two
+from flashlatte.kv_cache.fp8 import E4M3_MAX, as_bytes, divide, from_bytes, round_up_to_power_of_two, to_e4m3
 
 TILE = 32
+NVFP4_BLOCK = 16
 E2M1_MAX = 6.0
 # Magnitudes by code; bit 3 is the sign.
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -14,6 +18,9 @@ E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 # The smallest scale is a normal number, so that its reciprocal is one.
 SMALLEST_SCALE = 2.0**-126
+# e4m3's smallest number above 0, and the byte of its largest.
+SMALLEST_E4M3 = 2.0**-9
+_LARGEST_E4M3_BYTE = 0x7E
 
 
 def to_e2m1(x: torch.Tensor) -> torch.Tensor:
@@ -31,6 +38,16 @@ def from_e2m1(codes: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32, device=codes.device)[codes.long()]
 
 
+def pack_pairs(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., n] of codes [..., 2n]: code 2i in the low half of byte i, code 2i + 1 in its high half."""
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def unpack_pairs(packed: torch.Tensor) -> torch.Tensor:
+    """Inverse of ``pack_pairs``."""
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+
+
 def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise [..., n · 32] to packed bytes [..., n · 16] and E8M0 bytes [..., n], both uint8.
 
@@ -42,11 +59,36 @@ def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = round_up_to_power_of_two((amax / torch.full_like(amax, E2M1_MAX)).clamp_min(SMALLEST_SCALE))
     scales = torch.where(amax.isfinite(), scales, torch.nan)
     codes = to_e2m1(tiles / scales.unsqueeze(-1)).flatten(-2)
-    return codes[..., 0::2] | codes[..., 1::2] << 4, as_bytes(scales.to(torch.float8_e8m0fnu))
+    return pack_pairs(codes), as_bytes(scales.to(torch.float8_e8m0fnu))
 
 
 def dequantize_mxfp4(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """float32 [..., n · 32] of packed bytes [..., n · 16] and E8M0 bytes [..., n]."""
-    values = from_e2m1(torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2))
+    values = from_e2m1(unpack_pairs(packed))
     factors = from_bytes(scales, torch.float8_e8m0fnu).float()
     return (values.unflatten(-1, (-1, TILE)) * factors.unsqueeze(-1)).flatten(-2)
+
+
+def quantize_nvfp4(x: torch.Tensor, rounds_up: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise [..., n · 16] to packed bytes [..., n · 8] and e4m3 bytes [..., n], both uint8.
+
+    The scale is amax / 6, at least 2^-9 and at most 448, in e4m3: the nearest number, or the next one that is no less.
+    So values beyond 2,688 saturate. A block with a NaN or an infinity has a NaN scale.
+    """
+    blocks = x.float().unflatten(-1, (-1, NVFP4_BLOCK))
+    amax = blocks.abs().amax(dim=-1)
+    wanted = divide(amax.unsqueeze(-1), E2M1_MAX).squeeze(-1).clamp(SMALLEST_E4M3, E4M3_MAX)
+    scales = as_bytes(to_e4m3(wanted))
+    if rounds_up:
+        # Bytes of positive e4m3 numbers are in order.
+        scales = (scales + (from_bytes(scales, torch.float8_e4m3fn).float() < wanted)).clamp_max(_LARGEST_E4M3_BYTE)
+    scales = torch.where(amax.isfinite(), scales, 0x7F)
+    codes = to_e2m1(blocks / from_bytes(scales, torch.float8_e4m3fn).float().unsqueeze(-1)).flatten(-2)
+    return pack_pairs(codes), scales
+
+
+def dequantize_nvfp4(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float32 [..., n · 16] of packed bytes [..., n · 8] and e4m3 bytes [..., n]."""
+    values = from_e2m1(unpack_pairs(packed))
+    factors = from_bytes(scales, torch.float8_e4m3fn).float()
+    return (values.unflatten(-1, (-1, NVFP4_BLOCK)) * factors.unsqueeze(-1)).flatten(-2)

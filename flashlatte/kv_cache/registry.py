@@ -9,12 +9,25 @@ import torch
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.index_formats import INDEX_FORMATS
 from flashlatte.kv_cache.model1 import Model1Format
+from flashlatte.kv_cache.nvfp4 import Nvfp4Format
 from flashlatte.kv_cache.plain import Bf16Format, Fp8Format, Fp16Format, Fp32Format
 from flashlatte.kv_cache.v32 import V32Format
+from flashlatte.kv_cache.v41 import V41Format, V41Fp4Format
 from flashlatte.runtime import checks
 
 FORMATS: dict[str, type[CacheFormat]] = {
-    cls.name: cls for cls in (Bf16Format, Fp16Format, Fp32Format, Fp8Format, V32Format, Model1Format)
+    cls.name: cls
+    for cls in (
+        Bf16Format,
+        Fp16Format,
+        Fp32Format,
+        Fp8Format,
+        V32Format,
+        Model1Format,
+        V41Format,
+        V41Fp4Format,
+        Nvfp4Format,
+    )
 }
 FORMAT_NAMES = tuple(FORMATS)
 _PLAIN_BY_DTYPE = {cls.record_dtype: cls for cls in FORMATS.values() if cls.plain}
@@ -45,7 +58,8 @@ def infer_format(cache: torch.Tensor, name: str = "cache") -> CacheFormat:
     """The format that a cache tensor's dtype and last dimension tell.
 
     16- and 32-bit floats are the untiled formats with that row width; one-byte caches are ``v32`` (656 wide),
-    ``model1`` (584) or, as float8_e4m3fn of any other width, ``fp8``.
+    ``model1`` (584), ``v41`` (528), as uint8 or int8 ``v41_fp4`` (288) and ``nvfp4_ds_mla`` (352), or, as
+    float8_e4m3fn of any other width, ``fp8``.
     """
     width = cache.shape[-1]
     layout = format_of_width(cache)
@@ -55,14 +69,16 @@ def infer_format(cache: torch.Tensor, name: str = "cache") -> CacheFormat:
         return plain_format(cache.dtype, width)
     raise ValueError(
         f"{name} must be a bfloat16, float16 or float32 cache, a float8_e4m3fn cache (fp8), or a one-byte cache "
-        f"656 (v32) or 584 (model1) wide; got {str(cache.dtype).removeprefix('torch.')} {width} wide"
+        f"656 (v32), 584 (model1), 528 (v41), 288 (v41_fp4) or 352 (nvfp4_ds_mla) wide; "
+        f"got {str(cache.dtype).removeprefix('torch.')} {width} wide"
     )
 
 
 def format_of_width(cache: torch.Tensor) -> CacheFormat | None:
     """The format with tokens of as many bytes as this cache's, if there is one that has them for no other reason."""
     for layout in _OF_FIXED_WIDTH:
-        if cache.shape[-1] == layout.record_width and cache.dtype in layout.accepted_dtypes:
+        dtypes = layout.accepted_dtypes if layout.inferred_dtypes is None else layout.inferred_dtypes
+        if cache.shape[-1] == layout.record_width and cache.dtype in dtypes:
             return layout
     return None
 

@@ -12,6 +12,7 @@ SMALLEST_SCALE_INPUT = 1e-4
 
 V32_TILE, V32_LATENT, V32_ROPE = 128, 512, 64
 MODEL1_TILE, MODEL1_LATENT, MODEL1_ROPE = 64, 448, 64
+V41_BLOCK, NVFP4_BLOCK = 32, 16
 
 
 def e4m3_decode(byte: int) -> float:
@@ -114,6 +115,75 @@ def model1_decode_page(page: bytes, page_size: int) -> list[list[float]]:
         latent = [E4M3_VALUES[byte] * scales[i // MODEL1_TILE] for i, byte in enumerate(data[:MODEL1_LATENT])]
         rows.append(latent + bf16_values(data[MODEL1_LATENT:]))
     return rows
+
+
+E2M1_VALUES = [sign * magnitude for sign in (1.0, -1.0) for magnitude in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+
+
+def e2m1_encode(x: float) -> int:
+    """The code of the nearest value, the even one of two as near; beyond ±6 saturates, NaN is 0."""
+    if math.isnan(x):
+        return 0
+    code = min(range(8), key=lambda code: (abs(E2M1_VALUES[code] - min(abs(x), 6.0)), code % 2))
+    return code | (8 if math.copysign(1.0, x) < 0 else 0)
+
+
+def nvfp4_scale(block: Sequence[float], rounds_up: bool) -> int:
+    """The e4m3 byte of amax / 6, at least 2^-9: the nearest, or the next that is no less; NaN of a NaN or infinity."""
+    if not all(math.isfinite(x) for x in block):
+        return 0x7F
+    wanted = min(max(float32(max(abs(x) for x in block) / 6.0), 2.0**-9), E4M3_MAX)
+    if rounds_up:
+        return bisect_left(_POSITIVE, wanted)
+    return e4m3_encode(wanted)
+
+
+def v41_encode(row: Sequence[float]) -> bytes:
+    """The 528 bytes of 512 float32 values: all e4m3, then sixteen E8M0 scales."""
+    values, scales = _quantize(row, V41_BLOCK, "power_of_two")
+    return values + bytes(e8m0_encode(scale) for scale in scales)
+
+
+def v41_decode(record: bytes) -> list[float]:
+    scales = [e8m0_decode(byte) for byte in record[512:528]]
+    return [E4M3_VALUES[byte] * scales[i // V41_BLOCK] for i, byte in enumerate(record[:512])]
+
+
+def v41_fp4_encode(row: Sequence[float]) -> bytes:
+    """The 288 bytes of 512 float32 values: e2m1 pairs, then 32 e4m3 scales."""
+    values, scales = _quantize_fp4(row, rounds_up=False)
+    return values + bytes(scales)
+
+
+def v41_fp4_decode(record: bytes) -> list[float]:
+    return _dequantize_fp4(record[:256], record[256:288])
+
+
+def nvfp4_encode(row: Sequence[float]) -> bytes:
+    """The 352 bytes of 576 float32 values: 512 in e2m1 pairs, 64 e4m3, and the 32 e4m3 scales four by four."""
+    values, scales = _quantize_fp4(row[:512], rounds_up=True)
+    rope = bytes(map(e4m3_encode, row[512:]))
+    # Byte p is the scale of block 4 · (p % 8) + p // 8.
+    return values + rope + bytes(scales[4 * (place % 8) + place // 8] for place in range(32))
+
+
+def nvfp4_decode(record: bytes) -> list[float]:
+    scales = bytes(record[320 + 8 * (block % 4) + block // 4] for block in range(32))
+    return _dequantize_fp4(record[:256], scales) + [E4M3_VALUES[byte] for byte in record[256:320]]
+
+
+def _quantize_fp4(row: Sequence[float], rounds_up: bool) -> tuple[bytes, list[int]]:
+    codes, scales = [], []
+    for begin in range(0, len(row), NVFP4_BLOCK):
+        block = row[begin : begin + NVFP4_BLOCK]
+        scales.append(nvfp4_scale(block, rounds_up))
+        codes += [e2m1_encode(float32(x / E4M3_VALUES[scales[-1]])) for x in block]
+    return bytes(low | high << 4 for low, high in zip(codes[0::2], codes[1::2], strict=True)), scales
+
+
+def _dequantize_fp4(pairs: bytes, scales: bytes) -> list[float]:
+    codes = [code for byte in pairs for code in (byte & 0xF, byte >> 4)]
+    return [E2M1_VALUES[code] * E4M3_VALUES[scales[i // NVFP4_BLOCK]] for i, code in enumerate(codes)]
 
 
 def _quantize(row: Sequence[float], tile: int, scale_rounding: str) -> tuple[bytes, list[float]]:

@@ -3,7 +3,7 @@ import torch
 
 from flashlatte import kv_cache
 
-NAMES = ("bf16", "fp16", "fp32", "fp8", "v32", "model1")
+NAMES = ("bf16", "fp16", "fp32", "fp8", "v32", "model1", "v41", "v41_fp4", "nvfp4_ds_mla")
 
 
 def test_the_names():
@@ -19,6 +19,9 @@ def test_the_names():
         ("fp8", 576, 512, 576),
         ("v32", 576, 512, 656),
         ("model1", 512, 448, 584),
+        ("v41", 512, 448, 528),
+        ("v41_fp4", 512, 448, 288),
+        ("nvfp4_ds_mla", 576, 512, 352),
     ],
 )
 def test_widths(name, head_dim, latent_dim, bytes_per_token):
@@ -60,10 +63,13 @@ def test_a_format_is_returned_as_it_is():
         (
             "int4",
             None,
-            "^cache_format must be one of bf16, fp16, fp32, fp8, v32, model1, index_fp8, .*, got 'int4'$",
+            "^cache_format must be one of bf16, .*, model1, v41, v41_fp4, nvfp4_ds_mla, index_fp8, .*, got 'int4'$",
         ),
         ("v32", 512, "^head_dim of format v32 is 576, got 512$"),
         ("model1", 576, "^head_dim of format model1 is 512, got 576$"),
+        ("v41", 576, "^head_dim of format v41 is 512, got 576$"),
+        ("v41_fp4", 576, "^head_dim of format v41_fp4 is 512, got 576$"),
+        ("nvfp4_ds_mla", 512, "^head_dim of format nvfp4_ds_mla is 576, got 512$"),
         ("bf16", 0, "^head_dim of format bf16 must be an int of at least 1, got 0$"),
         ("bf16", True, "^head_dim of format bf16 must be an int of at least 1, got True$"),
         (kv_cache.get_format("bf16", 48), 64, "^head_dim must be 48 as in the given bf16 format, got 64$"),
@@ -87,6 +93,12 @@ def test_what_is_no_format(name, head_dim, message):
         (torch.uint8, 584, "model1", 512),
         (torch.int8, 584, "model1", 512),
         (torch.float8_e4m3fn, 584, "model1", 512),
+        (torch.uint8, 528, "v41", 512),
+        (torch.float8_e4m3fn, 528, "v41", 512),
+        (torch.uint8, 288, "v41_fp4", 512),
+        (torch.float8_e4m3fn, 288, "fp8", 288),
+        (torch.uint8, 352, "nvfp4_ds_mla", 576),
+        (torch.float8_e4m3fn, 352, "fp8", 352),
     ],
 )
 def test_infer_format(dtype, width, name, head_dim):

@@ -71,7 +71,9 @@ def _dense_prefill(backend: str) -> None:
 
 def _caches(form: str) -> None:
     cache = flashlatte.kv_cache.allocate(form, 4, 64)
-    flashlatte.kv_cache.write(cache, _ints(3), _rows(3, 576 if form != "model1" else 512), backend="portable")
+    flashlatte.kv_cache.write(
+        cache, _ints(3), _rows(3, flashlatte.kv_cache.get_format(form).head_dim), backend="portable"
+    )
     flashlatte.kv_cache.gather(cache, _ints(1, 4), _ints(2), total_tokens=9, backend="portable")
     flashlatte.kv_cache.gather_records(cache, _ints(1, 4), _ints(2), 9, backend="portable")
     flashlatte.kv_cache.copy_blocks(cache, [0, 1], [1, 0], backend="portable")
@@ -216,7 +218,7 @@ CALLS: list[Callable[[], None]] = [
     lambda: _sparse_decode("hopper", "v32", heads=128, extra=True),
     *(functools.partial(_sparse_prefill, backend) for backend in ("portable", "hopper")),
     *(functools.partial(_dense_prefill, backend) for backend in ("portable", "hopper")),
-    *(functools.partial(_caches, form) for form in ("v32", "model1", "bf16")),
+    *(functools.partial(_caches, form) for form in ("v32", "model1", "v41", "nvfp4_ds_mla", "bf16")),
     _norm_rope,
     _index_cache,
     _index_query,

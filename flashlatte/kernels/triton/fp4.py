@@ -1,9 +1,11 @@
-"""e2m1 codes and their E8M0 scales from float32, for Triton kernels; ``kv_cache.fp4`` in bits."""
+"""e2m1 codes and their scales, from float32 and to it, for Triton kernels; ``kv_cache.fp4`` in bits."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from flashlatte.kernels.triton.fp8 import e4m3_to_float, float_to_e4m3
 
 
 @triton.jit
@@ -20,6 +22,20 @@ def mxfp4_scales(low, high):
 
 
 @triton.jit
+def nvfp4_scales(low, high, ROUNDS_UP: tl.constexpr, NATIVE: tl.constexpr):
+    """e4m3 bytes of the scales of blocks [tokens, blocks, 8] of two halves each."""
+    low = tl.max(low.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
+    amax = tl.maximum(low, tl.max(high.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2))
+    wanted = tl.div_rn(amax.to(tl.float32, bitcast=True), 6.0)
+    wanted = tl.minimum(tl.maximum(wanted, 0.001953125), 448.0)
+    codes = float_to_e4m3(wanted, NATIVE)
+    if ROUNDS_UP:
+        # Bytes of positive e4m3 numbers are in order; the largest is not below what is wanted.
+        codes += (e4m3_to_float(codes, NATIVE) < wanted).to(tl.uint8)
+    return tl.where(amax < 0x7F800000, codes, 0x7F).to(tl.uint8)
+
+
+@triton.jit
 def e2m1_code(x):
     """Codes 0 to 15, int32, of float32 x: nearest, the even code of two as near, saturating at 6; NaN gives 0."""
     bits = x.to(tl.int32, bitcast=True)
@@ -30,3 +46,10 @@ def e2m1_code(x):
     subnormal = (tl.abs(x) + 4194304.0).to(tl.int32, bitcast=True) & 3
     code = tl.where(magnitude < 0x3F800000, subnormal, tl.minimum(normal, 7))
     return tl.where(x == x, code | ((bits >> 28) & 8), 0)
+
+
+@triton.jit
+def e2m1_to_float(codes):
+    """float32 of codes 0 to 15 (int32), exactly."""
+    # As float32 bits this is 2^-126 of the value, the subnormal 0.5 included.
+    return (((codes & 7) << 22) | ((codes & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37

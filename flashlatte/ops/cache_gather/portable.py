@@ -16,6 +16,7 @@ from flashlatte.kernels.triton.cache_address import (
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
 from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, e8m0_to_float, narrow, widen
 from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.ops.cache_gather.portable_blocks import gather_blocks_kernel
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import stride_in_use
@@ -67,6 +68,38 @@ def cache_gather(
             ROW_BYTES=tiled.row_bytes,
             ROPE_OFFSET=tiled.rope_offset,
             E8M0=tiled.e8m0,
+            ALIGN=align,
+            OUT_ALIGN=out_align,
+            WIDE=wide,
+            NATIVE=native,
+            INTERPRETED=machine.interpreting(),
+            BLOCK_T=TILED_BLOCKING.tokens,
+            num_warps=TILED_BLOCKING.warps,
+            enable_fp_fusion=True,
+        )
+        return
+    if layout.block_scaling is not None:
+        scaled = layout.block_scaling
+        align = unit_bytes(cache, page_stride)
+        gather_blocks_kernel[(blocks(num_rows, TILED_BLOCKING.tokens),)](
+            *by_name(
+                gather_blocks_kernel,
+                requests,
+                out=out,
+                cache=cache,
+                num_rows=num_rows,
+                seq_ends=seq_ends,
+                end_stride=0 if seq_ends is None else seq_ends.stride(0),
+                page_stride=page_stride // align,
+                out_stride=out_stride // out_align,
+            ),
+            FP4=scaled.fp4,
+            BLOCK=scaled.block,
+            BLOCKS=scaled.blocks,
+            SCALE_OFFSET=scaled.scale_offset,
+            TOKEN_BYTES=scaled.token_bytes,
+            SCALE_LANES=scaled.scale_lanes,
+            TAIL=layout.head_dim - scaled.block * scaled.blocks,
             ALIGN=align,
             OUT_ALIGN=out_align,
             WIDE=wide,

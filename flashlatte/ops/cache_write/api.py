@@ -24,7 +24,7 @@ def _refuses_portable(call: dispatch.Call) -> str | None:
 
 
 def _is_read(layout: type[CacheFormat]) -> bool:
-    return layout.plain or layout.tiling is not None
+    return layout.plain or layout.tiling is not None or layout.block_scaling is not None
 
 
 dispatch.define(

@@ -10,6 +10,7 @@ from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, u
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
 from flashlatte.kernels.triton.tile_scales import quantize_tiles
 from flashlatte.kv_cache.formats import CacheFormat, Tiling
+from flashlatte.ops.cache_write.portable_blocks import write_blocks
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
@@ -32,6 +33,8 @@ def cache_write(
     cache = as_bytes(cache)
     if layout.tiling is not None:
         _write_tiles(cache, slot_mapping, x, rope, layout.tiling, scale_rounding)
+    elif layout.block_scaling is not None:
+        write_blocks(cache, slot_mapping, x, rope, layout.block_scaling, layout.head_dim)
     else:
         _write_rows(cache, slot_mapping, x, rope, scale_tensor, scale_value)
 

@@ -164,7 +164,7 @@ def new_store(model: Any, settings: hooks.Settings) -> V4Store:
         layout = plain_format(model.dtype, config.head_dim)
     else:
         layout = as_format(settings.cache_format, config.head_dim)
-    if layout.takes_scale or (layout.tiling is not None and not layout.tiling.e8m0):
+    if layout.takes_scale or not (layout.plain or (layout.tiling is not None and layout.tiling.e8m0)):
         raise ValueError(f"cache_format must be model1, bf16, fp16 or fp32 for DeepSeek-V4, got {layout.name!r}")
     if layout.plain and layout.record_dtype != model.dtype:
         raise ValueError(f"cache_format must be model1 or that of the model's {model.dtype}, got {layout.name!r}")

@@ -1,0 +1,113 @@
+"""``v41`` and ``v41_fp4``: DeepSeek-V4.1's caches, all 512 values of a row quantised, the rotated ones too.
+
+``v41``, 528 bytes a token (mxfp8):
+
+    bytes 0 to 511    448 latent values and 64 rotated ones, e4m3
+    bytes 512 to 527  sixteen E8M0 scales, one for 32 values
+
+``v41_fp4``, 288 bytes a token (nvfp4 without a scale for the whole tensor), FlashMLA's second cache beside ``v41``:
+
+    bytes 0 to 255    the 512 values, e2m1, two a byte, the even one in the low half
+    bytes 256 to 287  thirty-two e4m3 scales, one for 16 values
+
+A token's bytes lie together, as FlashMLA's tests/quant.py has them. Its first release for V4.1, and the vLLM and SGLang
+of that time, put all scales of a page behind all of its values instead: those pages are as long, and are not these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flashlatte.kv_cache.formats import BlockScaling, CacheFormat, Plane
+from flashlatte.kv_cache.fp4 import NVFP4_BLOCK, dequantize_nvfp4, quantize_nvfp4
+from flashlatte.kv_cache.fp8 import as_bytes, dequantize_tiles, from_bytes, quantize_tiles
+
+ROW = 512
+BLOCK = 32
+
+
+@dataclass(frozen=True)
+class V41Row(CacheFormat):
+    """What the two have in common: rows and values of 512 numbers, 448 latent and 64 rotated ones."""
+
+    record_dtype = torch.uint8
+    accepted_dtypes = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+    has_exact_scales = False
+
+    head_dim: int = ROW
+
+    def __post_init__(self) -> None:
+        if self.head_dim != ROW:
+            raise ValueError(f"head_dim of format {self.name} is {ROW}, got {self.head_dim}")
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+
+@dataclass(frozen=True)
+class V41Format(V41Row):
+    """528 bytes a token: e4m3 with an E8M0 scale for each 32.
+
+    Within half a step of e4m3 at the block's scale: 2^-4 of a value, or 2^-10 of the scale where that is more. The
+    scale is less than amax / 224 (and no less than 2^-13).
+    """
+
+    name = "v41"
+    block_scaling = BlockScaling(
+        fp4=False, block=BLOCK, blocks=ROW // BLOCK, scale_offset=ROW, token_bytes=ROW + ROW // BLOCK
+    )
+
+    def beside(self, width: int) -> CacheFormat:
+        fp4 = V41Fp4Format()
+        return fp4 if width == fp4.record_width else self
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return (Plane(ROW + ROW // BLOCK, torch.uint8),)
+
+    def encode(
+        self, latent: torch.Tensor, rope: torch.Tensor, scale: float | torch.Tensor, scale_rounding: str
+    ) -> tuple[torch.Tensor, ...]:
+        values, scales = quantize_tiles(torch.cat((latent, rope), dim=-1), BLOCK, "power_of_two")
+        return (torch.cat((as_bytes(values), as_bytes(scales.to(torch.float8_e8m0fnu))), dim=-1),)
+
+    def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
+        values, exponents = planes[0].split((ROW, ROW // BLOCK), dim=-1)
+        scales = from_bytes(exponents, torch.float8_e8m0fnu).float()
+        return dequantize_tiles(from_bytes(values, torch.float8_e4m3fn), scales, BLOCK)
+
+
+@dataclass(frozen=True)
+class V41Fp4Format(V41Row):
+    """288 bytes a token: e2m1 with an e4m3 scale for each 16, the nearest to amax / 6.
+
+    In a block whose largest value amax is from 6 · 2^-6 to 2,688, values are within 17/96 of amax: half of e2m1's
+    longest step, which is 1 of 6, of a scale that is a sixteenth too large at most. In a block of smaller values they
+    are within 2^-6. Values beyond 2,688 saturate.
+    """
+
+    name = "v41_fp4"
+    # A float8_e4m3fn cache may be 288 wide because its rows are.
+    inferred_dtypes = (torch.uint8, torch.int8)
+    block_scaling = BlockScaling(
+        fp4=True,
+        block=NVFP4_BLOCK,
+        blocks=ROW // NVFP4_BLOCK,
+        scale_offset=ROW // 2,
+        token_bytes=ROW // 2 + ROW // NVFP4_BLOCK,
+    )
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return (Plane(ROW // 2 + ROW // NVFP4_BLOCK, torch.uint8),)
+
+    def encode(
+        self, latent: torch.Tensor, rope: torch.Tensor, scale: float | torch.Tensor, scale_rounding: str
+    ) -> tuple[torch.Tensor, ...]:
+        return (torch.cat(quantize_nvfp4(torch.cat((latent, rope), dim=-1), rounds_up=False), dim=-1),)
+
+    def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
+        return dequantize_nvfp4(*planes[0].split((ROW // 2, ROW // NVFP4_BLOCK), dim=-1))

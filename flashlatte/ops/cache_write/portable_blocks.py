@@ -1,0 +1,146 @@
+"""``cache_write`` into formats with a scale byte a block: e4m3 or e2m1 numbers, and a token's bytes together."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlatte.kernels.triton.cache_address import Slots, locate_slots
+from flashlatte.kernels.triton.cache_layout import Blocking, blocks, unit_bytes
+from flashlatte.kernels.triton.fp4 import e2m1_code, nvfp4_scales
+from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, float_to_e4m3, widen
+from flashlatte.kernels.triton.tile_scales import quantize_tiles
+from flashlatte.kv_cache.formats import BlockScaling
+from flashlatte.runtime import machine
+from flashlatte.runtime.strides import stride_in_use
+from flashlatte.runtime.triton_kernel import kernel
+
+BLOCKING = Blocking(tokens=8, warps=4)
+
+
+def write_blocks(
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    x: torch.Tensor,
+    rope: torch.Tensor | None,
+    scaling: BlockScaling,
+    head_dim: int,
+) -> None:
+    page_stride = stride_in_use(cache, 0)
+    x_stride = stride_in_use(x, 0)
+    rope_stride = 0 if rope is None else stride_in_use(rope, 0)
+    align = unit_bytes(cache, page_stride)
+    x_align = unit_bytes(x, x_stride) // x.element_size()
+    rope_align = 1 if rope is None else unit_bytes(rope, rope_stride) // rope.element_size()
+    num_tokens = slot_mapping.shape[0]
+    num_slots = cache.shape[0] * cache.shape[1]
+    write_blocks_kernel[(blocks(num_tokens, BLOCKING.tokens),)](
+        cache=cache,
+        slot_mapping=slot_mapping,
+        x=x,
+        rope=rope,
+        num_tokens=num_tokens,
+        num_slots=num_slots,
+        page_size=cache.shape[1],
+        slot_stride=slot_mapping.stride(0),
+        page_stride=page_stride // align,
+        x_stride=x_stride // x_align,
+        rope_stride=rope_stride // rope_align,
+        FP4=scaling.fp4,
+        BLOCK=scaling.block,
+        BLOCKS=scaling.blocks,
+        SCALE_OFFSET=scaling.scale_offset,
+        TOKEN_BYTES=scaling.token_bytes,
+        SCALE_LANES=scaling.scale_lanes,
+        ROUNDS_UP=scaling.rounds_up,
+        TAIL=head_dim - scaling.block * scaling.blocks,
+        X_WIDTH=x.shape[1],
+        ALIGN=align,
+        X_ALIGN=x_align,
+        ROPE_ALIGN=rope_align,
+        WIDE=num_slots >= 2**31,
+        NATIVE=converts_e4m3(cache.device),
+        INTERPRETED=machine.interpreting(),
+        BLOCK_T=BLOCKING.tokens,
+        num_warps=BLOCKING.warps,
+        enable_fp_fusion=True,
+    )
+
+
+@triton.jit
+def _load_columns(x_row, rope_row, column, valid, X_WIDTH: tl.constexpr):
+    """Numbers at columns of rows that come in one part or in two; 0 where not valid."""
+    numbers = tl.load(x_row[:, None] + column, mask=valid[:, None] & (column < X_WIDTH), other=0.0)
+    if rope_row is not None:
+        in_rope = column >= X_WIDTH
+        ropes = tl.load(rope_row[:, None] + (column - X_WIDTH), mask=valid[:, None] & in_rope, other=0.0)
+        numbers = tl.where(in_rope, ropes, numbers)
+    return numbers
+
+
+@kernel(by_element=("slot_mapping",))
+def write_blocks_kernel(
+    cache,
+    slot_mapping,
+    x,
+    rope,
+    num_tokens: tl.int64,
+    num_slots: tl.int64,
+    page_size: tl.int64,
+    slot_stride: tl.int64,
+    page_stride: tl.int64,
+    x_stride: tl.int64,
+    rope_stride: tl.int64,
+    FP4: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+    TOKEN_BYTES: tl.constexpr,
+    SCALE_LANES: tl.constexpr,
+    ROUNDS_UP: tl.constexpr,
+    TAIL: tl.constexpr,
+    X_WIDTH: tl.constexpr,
+    ALIGN: tl.constexpr,
+    X_ALIGN: tl.constexpr,
+    ROPE_ALIGN: tl.constexpr,
+    WIDE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Numbers from column X_WIDTH on come from ``rope``, the TAIL of them gets no scale. Strides come divided by their
+    alignment; that of pages counts bytes."""
+    SCALED: tl.constexpr = BLOCK * BLOCKS
+    VALUE_BYTES: tl.constexpr = SCALED // 2 if FP4 else SCALED
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    slots = Slots(slot_mapping, slot_stride, num_tokens, num_slots, page_size)
+    valid, page, offset = locate_slots(slots, tokens, WIDE)
+    row = cache + page * page_stride * ALIGN + offset * TOKEN_BYTES
+    x_row = x + tokens * x_stride * X_ALIGN
+    rope_row = None
+    if rope is not None:
+        rope_row = rope + tokens * rope_stride * ROPE_ALIGN
+
+    column = tl.arange(0, SCALED)[None, :]
+    numbers = widen(_load_columns(x_row, rope_row, column, valid, X_WIDTH), INTERPRETED)  # [BLOCK_T, SCALED]
+    block = tl.arange(0, BLOCKS)[None, :]
+    if FP4:
+        # [BLOCK_T, BLOCKS, BLOCK / 2]
+        low, high = tl.split(tl.reshape(numbers, [BLOCK_T, BLOCKS, BLOCK // 2, 2]))
+        scales = nvfp4_scales(low, high, ROUNDS_UP, NATIVE)
+        divisors = tl.broadcast_to(e4m3_to_float(scales, NATIVE)[:, :, None], low.shape)
+        codes = e2m1_code(tl.div_rn(low, divisors)) | (e2m1_code(tl.div_rn(high, divisors)) << 4)
+        values = tl.reshape(codes, [BLOCK_T, VALUE_BYTES]).to(tl.uint8)
+    else:
+        scaled, scale_bits = quantize_tiles(tl.reshape(numbers, [BLOCK_T, BLOCKS, BLOCK]), True)
+        scales = (scale_bits >> 23).to(tl.uint8)
+        values = float_to_e4m3(tl.reshape(scaled, [BLOCK_T, SCALED]), NATIVE)
+    tl.store(row[:, None] + tl.arange(0, VALUE_BYTES)[None, :], values, mask=valid[:, None])
+    place = BLOCKS // SCALE_LANES * (block % SCALE_LANES) + block // SCALE_LANES
+    tl.store(row[:, None] + SCALE_OFFSET + place, scales, mask=valid[:, None])
+    if TAIL > 0:
+        column = SCALED + tl.arange(0, TAIL)[None, :]
+        tail = widen(_load_columns(x_row, rope_row, column, valid, X_WIDTH), INTERPRETED)  # [BLOCK_T, TAIL]
+        tail_bytes = row[:, None] + VALUE_BYTES + tl.arange(0, TAIL)[None, :]
+        tl.store(tail_bytes, float_to_e4m3(tail, NATIVE), mask=valid[:, None])
