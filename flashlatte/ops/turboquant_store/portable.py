@@ -142,7 +142,8 @@ def _quotient(x, scale, INTERPRETED: tl.constexpr):
     """x / scale of float32 x [BLOCK_R, D] and scale [BLOCK_R, 1], rounded as a division is.
 
     By the scale's reciprocal, and what that leaves of x once more: two fused products for the eight instructions and
-    a branch of a division. Triton's interpreter does not fuse them.
+    a branch of a division. Triton's interpreter does not fuse them. (Markstein, 1990; where all bits of a scale are 1
+    the last bit may differ, which moves no number over a half step.)
     """
     if INTERPRETED:
         return tl.div_rn(x, tl.broadcast_to(scale, x.shape))
