@@ -24,8 +24,9 @@ from flashlatte.runtime.triton_kernel import kernel, launching_on
 # A program looks for finished groups among so many tokens, fewer where there are few programs.
 MAX_WINDOW = 16
 TOKENS_OF_SMALL_STEPS = 512
-# Tokens that a program holds at once, and numbers of them that a warp holds.
-BLOCK_TOKENS, NUMBERS_OF_A_WARP = 8, 512
+# Rows are dealt to lanes of warps, which meet once, when all have been read. A thread holds so many numbers of kv at
+# once, as many columns as it loads together, of several rows: all of a short group, or what fits the registers.
+SHORT_GROUP, NUMBERS_OF_SHORT, NUMBERS_OF_LONG, MAX_WARPS = 8, 32, 16, 8
 SAVE_BLOCK, SAVE_WARPS = 1024, 4
 
 
@@ -41,7 +42,10 @@ def compress(problem: Problem) -> None:
     kv_unit = unit_bytes(kv, stride_in_use(kv, 0)) // kv.element_size()
     score_unit = unit_bytes(score, stride_in_use(score, 0)) // score.element_size()
     num_slots = cache.shape[0] * cache.shape[1]
-    block = triton.next_power_of_2(min(problem.ratio * (1 + problem.overlaps), BLOCK_TOKENS))
+    rows = triton.next_power_of_2(problem.ratio * (1 + problem.overlaps))
+    together = 16 // kv.element_size()
+    block = min(rows, (NUMBERS_OF_SHORT if rows <= SHORT_GROUP else NUMBERS_OF_LONG) // together)
+    lanes = min(rows // block, max(32 * MAX_WARPS * together // head_dim, 1))
     window = max(1, min(problem.ratio, MAX_WINDOW, tokens // TOKENS_OF_SMALL_STEPS))
     state, state_unit = _state(state_cache, state_table)
     with launching_on(kv.device):
@@ -83,8 +87,9 @@ def compress(problem: Problem) -> None:
             NATIVE=converts_e4m3(cache.device),
             INTERPRETED=machine.interpreting(),
             BLOCK_T=block,
+            LANES=lanes,
             MAX_WINDOW=MAX_WINDOW,
-            num_warps=max(1, min(head_dim * block // NUMBERS_OF_A_WARP, 8)),
+            num_warps=max(1, lanes * head_dim // (32 * together)),
             enable_fp_fusion=False,
         )
         if state_cache is None or state_table is None:
@@ -195,6 +200,7 @@ def compress_kernel(
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    LANES: tl.constexpr,
     MAX_WINDOW: tl.constexpr,
 ):
     """The groups that end among ``window`` tokens, one after the other: of consecutive tokens hardly more than one."""
@@ -217,6 +223,7 @@ def compress_kernel(
     finishes = looked_at & (ends >= 0) & ((ends + 1) % RATIO == 0)
     found = tl.min(tl.where(finishes, lane, MAX_WINDOW), axis=0)
     column = tl.arange(0, D)
+    dealt = tl.arange(0, LANES)[:, None] + tl.arange(0, BLOCK_T)[None, :] * LANES  # [LANES, BLOCK_T]
     while found < MAX_WINDOW:
         token = first + found
         end = tl.load(positions + token * position_stride).to(tl.int64)
@@ -226,11 +233,11 @@ def compress_kernel(
         if state_table is not None:
             valid = valid & (request < requests)
         if valid:
-            largest = tl.full([D], float("-inf"), tl.float32)
-            total = tl.zeros([D], tl.float32)
-            acc = tl.zeros([D], tl.float32)
-            for begin in range(0, ROWS, BLOCK_T):
-                row = begin + tl.arange(0, BLOCK_T)
+            largest = tl.full([LANES, D], float("-inf"), tl.float32)
+            total = tl.zeros([LANES, D], tl.float32)
+            acc = tl.zeros([LANES, D], tl.float32)
+            for begin in range(0, ROWS, BLOCK_T * LANES):
+                row = begin + dealt
                 values, scores = load_rows(
                     kv,
                     score,
@@ -255,14 +262,17 @@ def compress_kernel(
                     INTERPRETED,
                 )
                 # The softmax of a channel over its rows; a block without any row leaves all as it is.
-                new_largest = tl.maximum(largest, tl.max(scores, axis=0))
+                new_largest = tl.maximum(largest, tl.max(scores, axis=1))
                 base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
                 alpha = tl.exp(largest - base)
-                weights = tl.exp(scores - base[None, :])
-                total = total * alpha + tl.sum(weights, axis=0)
-                acc = acc * alpha + tl.sum(weights * values, axis=0)
+                weights = tl.exp(scores - base[:, None, :])
+                total = total * alpha + tl.sum(weights, axis=1)
+                acc = acc * alpha + tl.sum(weights * values, axis=1)
                 largest = new_largest
-            x = acc / total
+            base = tl.max(largest, axis=0)
+            base = tl.where(base == float("-inf"), 0.0, base)
+            alpha = tl.exp(largest - base[None, :])
+            x = tl.sum(acc * alpha, axis=0) / tl.sum(total * alpha, axis=0)
             gain = widen(tl.load(weight + column), INTERPRETED)
             x = x * tl.rsqrt(tl.sum(x * x, axis=0) / D + eps) * gain
             x = rotate_tail(x[None, :], cos_sin, end + 1 - RATIO, num_positions, 1, D, ROPE)
@@ -296,7 +306,7 @@ def load_rows(
     STATE_UNIT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Values and scores [BLOCK_T, D] of these rows of a group's sum; 0 and -inf of a row that is not there."""
+    """Values and scores [LANES, BLOCK_T, D] of these rows of a group's sum; 0 and -inf of a row that is not there."""
     ROWS: tl.constexpr = RATIO * (1 + OVERLAPS)
     WIDTH: tl.constexpr = D * (1 + OVERLAPS)
     back = ROWS - 1 - row
@@ -307,17 +317,17 @@ def load_rows(
     is_new = there & (tl.load(request_ids + its_token * id_stride, mask=there, other=-1).to(tl.int64) == request)
     # The group before gives the first half of its numbers, the group itself the second.
     half = tl.where(row >= RATIO, D, 0) if OVERLAPS else row * 0
-    at = half[:, None] + column[None, :]
-    new = is_new[:, None] & (column < D)[None, :]
-    values = tl.load(kv + (its_token * kv_stride)[:, None] * KV_UNIT + at, mask=new, other=0.0)
-    scores = tl.load(score + (its_token * score_stride)[:, None] * SCORE_UNIT + at, mask=new, other=0.0)
-    bias = tl.load(ape + (row % RATIO)[:, None] * ape_stride + at, mask=new, other=0.0)
+    at = half[:, :, None] + column[None, None, :]
+    new = is_new[:, :, None] & (column < D)[None, None, :]
+    values = tl.load(kv + (its_token * kv_stride)[:, :, None] * KV_UNIT + at, mask=new, other=0.0)
+    scores = tl.load(score + (its_token * score_stride)[:, :, None] * SCORE_UNIT + at, mask=new, other=0.0)
+    bias = tl.load(ape + (row % RATIO)[:, :, None] * ape_stride + at, mask=new, other=0.0)
     values, scores = widen(values, INTERPRETED), widen(scores, INTERPRETED) + bias
     if states.cache is not None:
         wanted = visible & (is_new == 0)
         address, found = locate_state(states, request, position, wanted, STATE_UNIT)
-        old = found[:, None] & (column < D)[None, :]
-        source = states.cache + address[:, None] + at
+        old = found[:, :, None] & (column < D)[None, None, :]
+        source = states.cache + address[:, :, None] + at
         values = tl.where(new, values, tl.load(source, mask=old, other=0.0))
         scores = tl.where(new, scores, tl.load(source + WIDTH, mask=old, other=float("-inf")))
     else:
@@ -328,13 +338,16 @@ def load_rows(
 @triton.jit
 def locate_state(states, request, position, wanted, STATE_UNIT: tl.constexpr):
     """Where in the cache the states of these positions begin, and which of those that are wanted are there."""
-    position = tl.where(wanted, position, 0)
-    column = position // states.page_size
-    offset = position - column * states.page_size
-    entry = states.table + request * states.table_stride + column % states.columns
+    wanted = wanted & (position < 2**31)
+    # Divisions of 64 bits took longer than the row's bytes.
+    short, page_size = tl.where(wanted, position, 0).to(tl.uint32), states.page_size.to(tl.uint32)
+    column = short // page_size
+    offset = (short - column * page_size).to(tl.int64)
+    entry = states.table + request * states.table_stride + (column % states.columns.to(tl.uint32)).to(tl.int64)
     page = tl.load(entry, mask=wanted, other=-1).to(tl.int64)
     found = wanted & (page >= 0) & (page < states.num_pages)
-    page = tl.where(found, page, 0)
+    # A selection by ``found`` here is one that Triton 3.6 fails to lay out.
+    page = tl.minimum(tl.maximum(page, 0), states.num_pages - 1)
     return (page * states.page_stride + offset * states.token_stride) * STATE_UNIT, found
 
 
@@ -386,10 +399,11 @@ def save_state_kernel(
         state_token_stride,
         table_stride,
     )
-    address, found = locate_state(states, request, position, saved, STATE_UNIT)
-    if found:
+    # Of a long prefill hardly any token is saved: the others leave before they look for their place.
+    if saved:
+        address, found = locate_state(states, request, position, saved, STATE_UNIT)
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = column < WIDTH
+        inside = found & (column < WIDTH)
         values = tl.load(kv + token * kv_stride * KV_UNIT + column, mask=inside, other=0.0)
         scores = tl.load(score + token * score_stride * SCORE_UNIT + column, mask=inside, other=0.0)
         bias = tl.load(ape + (position % RATIO) * ape_stride + column, mask=inside, other=0.0)
