@@ -144,14 +144,27 @@ def _check_step(config: V4Config, step: V4Step, cache: V4Cache) -> None:
         raise ValueError(f"step must have the layer's window of {config.window} tokens, got {step.window}")
     if config.ratio and config.ratio not in step.groups:
         raise ValueError(f"step must have groups of the layer's {config.ratio} tokens, got {sorted(step.groups)}")
-    indexes = config.indexer is not None
-    for name, needed in (("groups", config.ratio), ("states", config.ratio), ("index_keys", indexes)):
-        if bool(needed) != (getattr(cache, name) is not None):
+    grouped, indexes = config.ratio > 0, config.indexer is not None
+    for name, needed in (
+        ("groups", grouped),
+        ("states", grouped),
+        ("index_keys", indexes),
+        ("index_states", indexes),
+    ):
+        if needed != (getattr(cache, name) is not None):
             raise ValueError(f"cache.{name} must be {'there' if needed else 'None'} in this layer")
     for name in ("window", "groups", "index_keys"):
         pages = getattr(cache, name)
         if pages is not None and pages.shape[1] != step.page_size:
             raise ValueError(f"cache.{name} must have the step's pages of {step.page_size}, got {pages.shape[1]}")
+    # One table leads to both of each pair.
+    for name, beside in (("index_keys", "groups"), ("index_states", "states")):
+        pages, others = getattr(cache, name), getattr(cache, beside)
+        if pages is not None and pages.shape[:2] != others.shape[:2]:
+            raise ValueError(
+                f"cache.{name} must have cache.{beside}'s {others.shape[0]} pages of {others.shape[1]}, got "
+                f"{pages.shape[0]} of {pages.shape[1]}"
+            )
 
 
 @functools.lru_cache(maxsize=16)

@@ -23,11 +23,13 @@ CONFIG = V4Config(
 TABLE = torch.arange(4).view(1, 4)
 
 
-def call(config=CONFIG, cache_config=CONFIG, page_size=4, ratio=4, window=4, hidden=16):
+def call(config=CONFIG, cache_config=CONFIG, page_size=4, ratio=4, window=4, hidden=16, other_caches=()):
+    """The layer's output; ``other_caches`` are names of caches, and how many of their pages are left, or None."""
     step = V4Step.build(
         torch.zeros(3, dtype=torch.int32), torch.arange(3), TABLE, {ratio: (TABLE, TABLE)}, window=window, page_size=4
     )
     cache = V4Cache.allocate(cache_config, 4, page_size, state_pages=4, cache_format="fp32")
+    cache = dataclasses.replace(cache, **{name: pages and getattr(cache, name)[:pages] for name, pages in other_caches})
     return V4Attention(config)(torch.zeros(3, hidden), step, cache)
 
 
@@ -44,6 +46,15 @@ def call(config=CONFIG, cache_config=CONFIG, page_size=4, ratio=4, window=4, hid
         ),
         ({"cache_config": dataclasses.replace(CONFIG, indexer=None)}, "^cache.index_keys must be there in this layer$"),
         ({"config": dataclasses.replace(CONFIG, ratio=0, indexer=None)}, "^cache.groups must be None in this layer$"),
+        ({"other_caches": [("index_states", None)]}, "^cache.index_states must be there in this layer$"),
+        (
+            {"other_caches": [("index_keys", 3)]},
+            "^cache.index_keys must have cache.groups's 4 pages of 4, got 3 of 4$",
+        ),
+        (
+            {"other_caches": [("index_states", 2)]},
+            "^cache.index_states must have cache.states's 4 pages of 4, got 2 of 4$",
+        ),
     ],
 )
 def test_what_does_not_fit(change, message):
