@@ -3,7 +3,8 @@
 Two barriers a call keep writers from readers. The first comes after each rank has written its queries, the second after
 it has written its partial results. The next call may overwrite both: a rank writes queries after this call's second
 barrier, which all came to when they had gathered; and partial results after the next call's first barrier, which all
-came to when they had merged.
+came to when they had merged. Queries and results lie in pools of their own: those of a next call of other shapes would
+else be queries where the others still read results.
 """
 
 from __future__ import annotations
@@ -26,39 +27,42 @@ class Direct:
     """A call's part of the peers' memory.
 
     Attributes:
-        shared: queries [T, h, dim], out [T, H, d] and lse float32 [T, H] of every rank, H heads of all ranks together.
+        queries: [T, h, dim] of every rank.
+        results: out [T, H, d] and lse float32 [T, H] of every rank, H heads of all ranks together.
         rank: this one.
     """
 
-    shared: Shared
+    queries: Shared
+    results: Shared
     rank: int
 
     @classmethod
     def take(cls, memory: PeerMemory, q: torch.Tensor, heads: int, dim: int) -> Direct:
         """For queries q [T, h, dim_q] of this rank and results of so many heads and numbers."""
         tokens = q.shape[0]
-        queries, out = (tuple(q.shape), q.dtype), ((tokens, heads, dim), q.dtype)
-        return cls(memory.take(queries, out, ((tokens, heads), torch.float32)), memory.group.rank())
+        queries = memory.take((tuple(q.shape), q.dtype), pool="queries")
+        results = memory.take(((tokens, heads, dim), q.dtype), ((tokens, heads), torch.float32), pool="results")
+        return cls(queries, results, memory.group.rank())
 
     def gather(self, q: torch.Tensor, all_heads: bool) -> torch.Tensor:
         """All heads' queries [T, H, dim], of which q are this rank's, or all."""
         if all_heads:
-            self.shared.barrier()
+            self.results.barrier()
             return q
-        queries = self.shared.parts[0]
+        (queries,) = self.queries.parts
         queries[self.rank].copy_(q)
-        self.shared.barrier()
+        self.results.barrier()
         return torch.cat(queries, dim=1)
 
     @property
     def partial(self) -> Partial:
-        _, outs, lses = self.shared.parts
+        outs, lses = self.results.parts
         return Partial(outs[self.rank], lses[self.rank], None)
 
     def merge(self, all_heads: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """out [T, h, d] and lse [T, h] over the keys of all ranks, of this rank's heads or of all."""
-        self.shared.barrier()
-        _, outs, lses = self.shared.parts
+        self.results.barrier()
+        outs, lses = self.results.parts
         if not all_heads:
             outs, lses = ([x.chunk(len(x_by_rank), 1)[self.rank] for x in x_by_rank] for x_by_rank in (outs, lses))
         return merge_states(outs, lses)

@@ -21,6 +21,7 @@ from flashlatte.distributed.agreement import Agreement
 # Parts of a buffer begin at multiples of it.
 _ALIGNMENT = 256
 _SMALLEST = 1 << 20
+_SUMMANDS = "summands"
 # A rank that does not come to a barrier ends the others' kernels after as long as NCCL would wait.
 _BARRIER_MILLISECONDS = 600_000
 
@@ -45,16 +46,16 @@ class Shared:
 class PeerMemory:
     """Buffers on every rank's GPU. All ranks take the same parts in the same order.
 
-    A buffer that became too small stays, since CUDA graphs may have it; sizes are powers of two, so all of them
+    A buffer that became too small stays, since CUDA graphs may have it; sizes are powers of two, so all of a pool
     together are at most twice the largest.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
-        self._buffers: list[tuple[torch.Tensor, Any]] = []
-        self._size = 0
-        self._taken: dict[tuple[Part, ...], Shared] = {}
-        self._grow(_SMALLEST)
+        self._buffers: dict[str, tuple[torch.Tensor, Any]] = {}
+        self._made: list[tuple[torch.Tensor, Any]] = []
+        self._taken: dict[tuple[str, tuple[Part, ...]], Shared] = {}
+        self._buffer(_SMALLEST, _SUMMANDS)
 
     @classmethod
     def reach(cls, group: dist.ProcessGroup, device: torch.device, agreement: Agreement) -> PeerMemory | str:
@@ -70,11 +71,14 @@ class PeerMemory:
         reached = agreement.same("PeerMemory", isinstance(memory, cls))
         return memory if reached else "some GPUs do not reach the others' memory"
 
-    def take(self, *parts: Part) -> Shared:
-        """Parts of the given shapes and dtypes, the same ones whenever they are asked for again."""
-        if parts not in self._taken:
-            self._taken[parts] = self._place(parts)
-        return self._taken[parts]
+    def take(self, *parts: Part, pool: str) -> Shared:
+        """Parts of the given shapes and dtypes, the same ones whenever they are asked for again.
+
+        What is taken of one pool by two calls may overlap; of two pools it never does.
+        """
+        if (pool, parts) not in self._taken:
+            self._taken[pool, parts] = self._place(parts, pool)
+        return self._taken[pool, parts]
 
     def sums(self, x: torch.Tensor) -> bool:
         """Whether ``sum`` takes such an x, and before a collective would have begun."""
@@ -82,33 +86,35 @@ class PeerMemory:
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's x, all of one shape, in one order and so the same bits on all ranks."""
-        if x.nbytes > self._size:
-            self._grow(1 << (x.nbytes - 1).bit_length())
-        mine = self._buffers[-1][0][: x.nbytes].view(x.dtype).view(x.shape)
+        buffer, _ = self._buffer(x.nbytes, _SUMMANDS)
+        mine = buffer[: x.nbytes].view(x.dtype).view(x.shape)
         reduce = torch.ops.symm_mem.one_shot_all_reduce_copy
         return reduce(mine, x.contiguous(), "sum", self.group.group_name)
 
-    def _place(self, parts: Sequence[Part]) -> Shared:
+    def _place(self, parts: Sequence[Part], pool: str) -> Shared:
         starts, end = [], 0
         for shape, dtype in parts:
             starts.append(end)
             end += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        if end > self._size:
-            self._grow(1 << (end - 1).bit_length())
-        handle = self._buffers[-1][1]
+        _, handle = self._buffer(end, pool)
         views = tuple(
             tuple(handle.get_buffer(rank, shape, dtype, start // dtype.itemsize) for rank in range(self.group.size()))
             for (shape, dtype), start in zip(parts, starts, strict=True)
         )
         return Shared(views, handle)
 
-    def _grow(self, size: int) -> None:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a CUDA graph cannot be the first to exchange results of this size: make the call once before capture"
-            )
-        self._buffers.append(rendezvous(size, self.device, self.group))
-        self._size = size
+    def _buffer(self, size: int, pool: str) -> tuple[torch.Tensor, Any]:
+        """The pool's buffer, a larger one if it has less than ``size`` bytes."""
+        if pool not in self._buffers or size > self._buffers[pool][0].nbytes:
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "a CUDA graph cannot be the first to exchange results of this size: make the call once before "
+                    "capture"
+                )
+            made = rendezvous(max(_SMALLEST, 1 << (size - 1).bit_length()), self.device, self.group)
+            self._made.append(made)
+            self._buffers[pool] = made
+        return self._buffers[pool]
 
 
 def rendezvous(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:

@@ -42,6 +42,15 @@ def test_decode(ranks, form, interleave):
         close(lse, want_lse)
 
 
+def test_a_next_step_of_more_queries_waits_for_who_still_reads(ranks):
+    step = Step((5, 40, 9), heads=2 * ranks.size)
+    other = Step(step.lengths, step.heads, queries=4, seed=1)
+    out, lse = joined(ranks.run(rank_jobs.decode_before, step, other), ranks.size)
+    want_out, want_lse = expected(step)
+    close(out, want_out)
+    close(lse, want_lse)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_every_rank_may_have_all_heads(ranks, form):
     step = Step((0, 3, 50), heads=2 * ranks.size, queries=2)

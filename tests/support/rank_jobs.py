@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from support import shared_files
 
 from flashlatte import kv_cache
-from flashlatte.distributed import ContextParallel, Sharding, failing_together
+from flashlatte.distributed import ContextParallel, Sharding, direct, failing_together
+from flashlatte.ops.merge_states import merge_states
 
 DIM, VALUE = 24, 16
 
@@ -122,6 +125,21 @@ def decode(
         results = [context.decode(q, mine.cache, plan, **options) for _ in range(2)]
     same_bits(*results)
     return results[0]
+
+
+def decode_before(step: Step, other: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """``step`` by "direct", where rank 0 still merges when the others have begun with ``other``."""
+
+    def late(*partials: Any) -> Any:
+        time.sleep(0.2)
+        return merge_states(*partials)
+
+    calls = [functools.partial(decode, each, interleave=1, form="direct") for each in (step, other)]
+    for call in calls:  # At their first call of a shape the ranks wait for each other.
+        call()
+    with mock.patch.object(direct, "merge_states", late) if dist.get_rank() == 0 else contextlib.nullcontext():
+        result, _ = (call() for call in calls)
+    return result
 
 
 def out_of_reach(step: Step) -> None:

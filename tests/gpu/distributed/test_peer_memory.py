@@ -59,9 +59,9 @@ def test_sum_in_a_graph(memory):
 
 def test_what_was_taken_stays_when_buffers_grow(memory):
     rank, size = dist.get_rank(), dist.get_world_size()
-    small = memory.take(((5,), torch.float32))
+    small = memory.take(((5,), torch.float32), pool="queries")
     small.parts[0][rank].fill_(rank)
-    large = memory.take(((2**24,), torch.float32), ((3,), torch.int64))
+    large = memory.take(((2**24,), torch.float32), ((3,), torch.int64), pool="queries")
     large.parts[0][rank].fill_(rank + 10)
     large.parts[1][rank].fill_(rank + 20)
     small.barrier()
@@ -71,7 +71,7 @@ def test_what_was_taken_stays_when_buffers_grow(memory):
         assert large.parts[0][other].eq(other + 10).all()
         assert large.parts[1][other].eq(other + 20).all()
     large.barrier()
-    assert memory.take(((5,), torch.float32)) is small
+    assert memory.take(((5,), torch.float32), pool="queries") is small
 
 
 def test_a_graph_is_not_the_first_to_need_more(memory):
@@ -79,4 +79,4 @@ def test_a_graph_is_not_the_first_to_need_more(memory):
         pytest.raises(RuntimeError, match="make the call once before capture"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
-        memory.take(((2**30,), torch.uint8))
+        memory.take(((2**30,), torch.uint8), pool="queries")
