@@ -12,7 +12,8 @@ from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel, launching_on
 
-WARPS = 2
+# For each byte of a number, so that a thread holds as many bytes.
+WARPS_OF_A_BYTE = 1
 
 
 def q_kv_norm(
@@ -47,7 +48,7 @@ def q_kv_norm(
             Q_UNIT=q_unit,
             KV_UNIT=kv_unit,
             INTERPRETED=machine.interpreting(),
-            num_warps=WARPS,
+            num_warps=WARPS_OF_A_BYTE * q.element_size(),
         )
 
 
