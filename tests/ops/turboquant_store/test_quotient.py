@@ -1,5 +1,7 @@
 """The kernel's quotient as GPUs compute it, from a reciprocal and fused products: it gives the division's steps."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -50,7 +52,8 @@ def test_the_quotient_is_the_divisions(monkeypatch):
 
     monkeypatch.setattr(tl, "fma", fma)
     out = torch.empty_like(x)
-    quotient_kernel[(1,)](x, scale.contiguous(), out, ROWS, COLUMNS)
+    launch: Any = quotient_kernel[(1,)]
+    launch(x, scale.contiguous(), out, ROWS, COLUMNS)
     assert (out + 0.5).floor().equal((x / scale + 0.5).floor())
     ones = scale[:, 0].view(torch.int32) & 0x7FFFFF == 0x7FFFFF
     assert ones.sum() == 1
