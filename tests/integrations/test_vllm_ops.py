@@ -368,6 +368,11 @@ LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
             "^kv_cache must be bfloat16 or float16 or float32 for kv_cache_dtype 'auto', got uint8$",
         ),
         (
+            lambda: ops.concat_and_cache_mla(LATENTS, ROPES, FP8_CACHE.half(), SLOT, "bfloat16", ONE),
+            TypeError,
+            "^kv_cache must be bfloat16 for kv_cache_dtype 'bfloat16', got float16$",
+        ),
+        (
             lambda: ops.concat_and_cache_mla(LATENTS, ROPES, FP8_CACHE, SLOT, "fp8_e5m2", ONE),
             ValueError,
             "^kv_cache_dtype must be one of .*fp8_ds_mla, got 'fp8_e5m2'$",

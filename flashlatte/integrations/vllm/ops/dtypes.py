@@ -6,19 +6,27 @@ import torch
 
 from flashlatte.runtime import checks
 
-FLOAT_NAMES = ("auto", "bfloat16", "float16", "half", "float", "float32")
+# "auto" is whichever the cache has.
+_FLOATS = {
+    "auto": checks.FLOAT_DTYPES,
+    "bfloat16": (torch.bfloat16,),
+    "float16": (torch.float16,),
+    "half": (torch.float16,),
+    "float": (torch.float32,),
+    "float32": (torch.float32,),
+}
 # Of one byte, with a scale beside the cache.
 ONE_BYTE = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 DS_MLA = "fp8_ds_mla"
 # What the functions for caches of keys and values take.
-KV_CACHE_DTYPES = (*FLOAT_NAMES, *ONE_BYTE)
-MLA_DTYPES = (*FLOAT_NAMES, "fp8", "fp8_e4m3", DS_MLA)
+KV_CACHE_DTYPES = (*_FLOATS, *ONE_BYTE)
+MLA_DTYPES = (*_FLOATS, "fp8", "fp8_e4m3", DS_MLA)
 
 
 def latent_format(kv_cache_dtype: str, cache: torch.Tensor, name: str) -> str | None:
     """The format of a latent cache; None for that of its dtype."""
     checks.choice("kv_cache_dtype", kv_cache_dtype, MLA_DTYPES)
-    if kv_cache_dtype in FLOAT_NAMES:
+    if kv_cache_dtype in _FLOATS:
         _check_float(kv_cache_dtype, cache, name)
         return None
     return "v32" if kv_cache_dtype == DS_MLA else "fp8"
@@ -27,7 +35,7 @@ def latent_format(kv_cache_dtype: str, cache: torch.Tensor, name: str) -> str | 
 def numbers_of(kv_cache_dtype: str, cache: torch.Tensor, name: str) -> torch.Tensor:
     """A cache of keys or values as the numbers that it holds: vLLM keeps fp8 as bytes."""
     checks.choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
-    if kv_cache_dtype in FLOAT_NAMES:
+    if kv_cache_dtype in _FLOATS:
         _check_float(kv_cache_dtype, cache, name)
         return cache
     dtype = ONE_BYTE[kv_cache_dtype]
@@ -44,8 +52,9 @@ def scale_of(kv_cache_dtype: str, scale: float | torch.Tensor) -> float | torch.
 
 
 def _check_float(kv_cache_dtype: str, cache: torch.Tensor, name: str) -> None:
-    if isinstance(cache, torch.Tensor) and cache.dtype not in checks.FLOAT_DTYPES:
+    accepted = _FLOATS[kv_cache_dtype]
+    if isinstance(cache, torch.Tensor) and cache.dtype not in accepted:
         raise TypeError(
-            f"{name} must be {checks.dtype_names(checks.FLOAT_DTYPES)} for kv_cache_dtype {kv_cache_dtype!r}, "
+            f"{name} must be {checks.dtype_names(accepted)} for kv_cache_dtype {kv_cache_dtype!r}, "
             f"got {checks.dtype_names([cache.dtype])}"
         )
