@@ -83,8 +83,8 @@ def index_workspace(
     width = -(-(topk + window) // ALIGNMENT) * ALIGNMENT
     rows = torch.empty(total_tokens, width, dtype=torch.int32, device=device)
     counts = torch.empty(total_tokens, dtype=torch.int32, device=device)
+    backend = dispatch.select(dispatch.Call(OPERATION, device, rows.dtype), backend)
     if total_tokens:
-        backend = dispatch.select(dispatch.Call(OPERATION, device, rows.dtype), backend)
         _index_workspace(
             indices,
             cu_seqlens_q,

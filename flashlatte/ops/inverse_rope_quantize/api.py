@@ -82,9 +82,10 @@ def inverse_rope_quantize(
     values = torch.empty(groups, tokens, width, dtype=torch.uint8, device=o.device)
     dtype = torch.int32 if packed_scales else torch.float32
     scales = torch.empty(groups, columns, padded, dtype=dtype, device=o.device)
+    call = dispatch.Call(OPERATION, o.device, o.dtype, head_dim=head_dim, h_q=heads)
+    backend = dispatch.select(call, backend)
     if tokens:
-        call = dispatch.Call(OPERATION, o.device, o.dtype, head_dim=head_dim, h_q=heads)
-        _inverse_rope_quantize(o, cos_sin, positions, values, scales, dispatch.select(call, backend))
+        _inverse_rope_quantize(o, cos_sin, positions, values, scales, backend)
     return values.view(torch.float8_e4m3fn).transpose(0, 1), scales[:, :, :tokens].permute(2, 0, 1)
 
 
