@@ -166,7 +166,8 @@ def _compiled(model: str | Path, dtype: str) -> str:
     facts = json.loads(done.stdout)
     missing, all_kernels = len(facts["missing"]), len(facts["kernels"])
     text = f"Of the {all_kernels} kernels that the model's steps launch, {missing} are not compiled yet"
-    return text + (f": flashlatte compile --model {model}" if missing else "")
+    option = "" if dtype == "bf16" else f" --dtype {dtype}"
+    return text + (f": flashlatte compile --model {model}{option}" if missing else "")
 
 
 def _exists(refusal: str) -> bool:

@@ -10,9 +10,6 @@ from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.layers.v4 import V4Cache, V4Config, V4Step
 from flashlatte.layers.v4.step import V4Groups
 
-_BY_GROUPS = ("groups", "index_keys")
-_STATES = ("states", "index_states")
-
 
 class V4Store:
     """What the layers remember of a batch whose rows have equally many columns, padding on the left included.
