@@ -1,10 +1,10 @@
 """Multi-head Latent Attention in Python: attention operations, cache formats, the layer, FlashMLA's interface.
 
 Names are imported when first asked for. Operations: ``dense_decode``, ``dense_prefill``, ``sparse_decode``,
-``sparse_prefill``, ``merge_states``; over pages of keys and values ``paged_attention``; of the sparse-attention
-indexer ``index_select`` and what it is made of. Caches: ``kv_cache``. The layer: ``layers``. FlashMLA's interface,
-argument for argument: ``flash_mla``; DeepGEMM's for the indexer: ``deep_gemm``. Several GPUs: ``distributed``. Models:
-``integrations``.
+``sparse_prefill``, ``merge_states``; over pages of keys and values ``paged_attention``, ``turboquant_decode``; of the
+sparse-attention indexer ``index_select`` and what it is made of; of DeepSeek-V4 ``compress`` and what goes with it.
+Caches: ``kv_cache``. Layers: ``layers``. FlashMLA's interface, argument for argument: ``flash_mla``; DeepGEMM's for the
+indexer: ``deep_gemm``. Several GPUs: ``distributed``. Models and servers: ``integrations``.
 """
 
 from typing import TYPE_CHECKING
