@@ -16,15 +16,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "wheel"
+# Where servers look for plugins, and the shell for a command.
+ENTRY_POINTS = ("console_scripts", "sglang.srt.plugins", "vllm.general_plugins", "vllm.platform_plugins")
 EXPECTED = ("flashlatte/py.typed", "flashlatte/kv_cache/__init__.pyi", "flashlatte/demo/prompt.txt")
 
-USE = """
-import contextlib, importlib.util, io, torch, flashlatte
+USE = f"""
+import contextlib, importlib.metadata, importlib.util, io, torch, flashlatte
+entry_points = importlib.metadata.distribution("flashlatte").entry_points
+assert sorted(entry_points.groups) == {sorted(ENTRY_POINTS)}, entry_points
+for entry_point in entry_points:
+    assert callable(entry_point.load()), entry_point
 for name in flashlatte.__all__:
     getattr(flashlatte, name)
 import flashlatte.integrations.transformers
-absent = [name for name in ("transformers", "rich", "pandas") if importlib.util.find_spec(name) is not None]
-assert not absent, f"{absent} are here, and should not be"
+extras = ("transformers", "rich", "pandas", "vllm", "sglang")
+absent = [name for name in extras if importlib.util.find_spec(name) is not None]
+assert not absent, f"{{absent}} are here, and should not be"
 cache = flashlatte.kv_cache.allocate("bf16", num_pages=2, page_size=64)
 q = torch.randn(1, 1, 16, 576).bfloat16()
 out, _ = flashlatte.dense_decode(q, cache, torch.tensor([[1]]), torch.tensor([64]))
