@@ -24,6 +24,7 @@ from flashlatte.flash_attn_varlen import (
     flash_attn_varlen_qkvpacked_func,
 )
 from flashlatte.kv_cache import scales
+from flashlatte.kv_cache.registry import format_of_width
 from flashlatte.ops.dense_decode import dense_decode
 from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.ops.sparse_prefill import sparse_prefill
@@ -106,8 +107,8 @@ def flash_mla_with_kvcache(
     Args:
         q: [b, s_q, h_q, d], bf16 or fp16 (float32 on the reference); dense also float8_e4m3fn; d 576 or 512.
         k_cache: dense: [pages, page_size, h_kv, d] in q's dtype, or float8_e4m3fn with ``is_fp8_kvcache``; sparse:
-            [pages, page_size, 1, 656 or 584] one-byte with ``is_fp8_kvcache``, or [pages, page_size, 1, d] in q's
-            dtype without.
+            [pages, page_size, 1, 656 or 584] one-byte with ``is_fp8_kvcache``, 528 (DeepSeek-V4.1) with or without, or
+            [pages, page_size, 1, d] in q's dtype without.
         block_table: dense: int32 or int64 [b, max_pages]. Sparse indices are cache positions already, so sparse
             decode has no use for it, whatever it is.
         cache_seqlens: dense: int32 or int64 [b]. No use in sparse decode, as ``block_table``.
@@ -120,7 +121,8 @@ def flash_mla_with_kvcache(
         indices: sparse: int32 or int64 [b, s_q, topk], page · page_size + offset; values outside the cache (FlashMLA
             knows only -1) select nothing.
         attn_sink: sparse: float32 [h_q]; out is scaled by e^lse / (e^lse + e^sink), lse is not.
-        extra_k_cache, extra_indices_in_kvcache: sparse: a second cache in the same format, and its indices.
+        extra_k_cache, extra_indices_in_kvcache: sparse: a second cache in the same format, or 288 wide beside 528, and
+            its indices.
         topk_length, extra_topk_length: sparse: int32 or int64 [b] or [b, s_q], how many indices count.
         descale_q: dense with a float8_e4m3fn q: query = byte · descale_q, rounded to bf16; a number or a one-element
             float32 tensor; default 1.
@@ -260,6 +262,10 @@ def _check_fp8_flag(k_cache: object, is_fp8_kvcache: bool, descale_k: object) ->
     if not isinstance(k_cache, torch.Tensor):
         return
     one_byte = k_cache.dtype.itemsize == 1
+    layout = format_of_width(k_cache) if k_cache.dim() else None
+    if layout is not None and layout.block_scaling is not None:
+        # FlashMLA for DeepSeek-V4.1, which brought such caches, has no such argument.
+        return
     if one_byte != is_fp8_kvcache and not (one_byte and descale_k is not None):
         raise ValueError(
             f"is_fp8_kvcache must say whether k_cache holds one-byte numbers: it is {is_fp8_kvcache}, and k_cache is "

@@ -5,11 +5,12 @@ import importlib
 import inspect
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from flashlatte import dense_decode, dense_prefill, flash_mla, sparse_decode, sparse_prefill
+from flashlatte import dense_decode, dense_prefill, flash_mla, kv_cache, sparse_decode, sparse_prefill
 from flashlatte.testing.cases import DenseDecodeCase, SparseDecodeCase, SparsePrefillCase
 from flashlatte.testing.compare import DECODE_LSE, DENSE_DECODE_OUT, assert_close
 from flashlatte.testing.oracles import dense_decode as dense_oracle
@@ -44,6 +45,35 @@ def decode(inputs, **changes):
         "extra_topk_length": inputs.get("extra_topk_length"),
     }
     return flash_mla.flash_mla_with_kvcache(**(arguments | changes))
+
+
+def fp4_beside_fp8():
+    """DeepSeek-V4.1's two caches, and the same numbers in bf16."""
+    inputs = replace(SPARSE, cache_format="v41", attn_sink=True).inputs()
+    rows = torch.randn(*inputs["extra_k_cache"].shape[:2], 1, 512, generator=torch.Generator().manual_seed(0))
+    inputs["extra_k_cache"] = kv_cache.pack(rows, "v41_fp4")
+    plain = inputs | {"cache_format": None}
+    for name in ("k_cache", "extra_k_cache"):
+        plain[name] = kv_cache.unpack(inputs[name])
+    return inputs, plain
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("says_fp8", [False, True])
+def test_the_caches_of_v41(dtype, says_fp8):
+    inputs, plain = fp4_beside_fp8()
+    caches = {name: inputs[name].view(dtype) for name in ("k_cache", "extra_k_cache")}
+    results = decode(inputs | caches, is_fp8_kvcache=says_fp8, backend="reference")
+    expected = sparse_decode(**plain, backend="reference", empty_lse=math.inf)
+    for result, wanted in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, wanted)
+
+
+def test_only_v41_takes_another_format_beside_it():
+    inputs, _ = fp4_beside_fp8()
+    v32 = SPARSE.inputs() | {"extra_k_cache": inputs["extra_k_cache"]}
+    with pytest.raises(ValueError, match=r"^extra_k_cache of format v32 must be 656 wide, got 288$"):
+        decode(v32)
 
 
 def assert_same(results, expected):

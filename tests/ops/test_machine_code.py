@@ -167,7 +167,7 @@ MORE_PORTABLE = [
     ),
     *(
         Variant("sparse_decode", "portable", {"form": form, "heads": heads}, products="hmma")
-        for form in ("v32", "model1", "bf16")
+        for form in ("v32", "model1", "v41", "v41_fp4", "bf16")
         for heads in (8, 32)
     ),
     Variant("sparse_prefill", "portable", {"head_dim": 512}, spills=8),
@@ -289,7 +289,7 @@ OTHER_GPUS = [
     *(("dense_decode", arch, {"heads": 100, "head_dim": 80, "d_v": 80}) for arch in (86, 90)),
     *(
         ("sparse_decode", arch, {"form": form, "heads": heads})
-        for form in ("v32", "model1", "bf16")
+        for form in ("v32", "model1", "v41_fp4", "bf16")
         for arch, heads in ((80, 16), (80, 32), (80, 128), (86, 128), (100, 128), (120, 16))
     ),
     *(("sparse_decode", arch, {"form": "bf16", **WIDE}) for arch in (86, 90)),

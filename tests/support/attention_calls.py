@@ -9,6 +9,7 @@ from support.recording import Recorded, Recording
 
 from flashlatte import kv_cache
 from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.kv_cache.registry import format_class
 from flashlatte.ops.paged_attention.problem import Problem
 
 BF16 = torch.bfloat16
@@ -293,4 +294,4 @@ def dense_prefill_backward(
 
 def row_format(form: str, head_dim: int) -> CacheFormat:
     """The format of a name; with rows of this width, if they may have any."""
-    return kv_cache.get_format(form, None if form in ("v32", "model1") else head_dim)
+    return kv_cache.get_format(form, head_dim if format_class(form).plain else None)

@@ -47,7 +47,7 @@ def _dense_decode(backend: str, batch: int = 2, cache_dtype: torch.dtype = BF16)
 def _sparse_decode(backend: str, form: str, heads: int = 16, extra: bool = False) -> None:
     cache = flashlatte.kv_cache.allocate(form, 4, 64)
     flashlatte.sparse_decode(
-        _rows(2, 1, heads, 512 if form == "model1" else 576),
+        _rows(2, 1, heads, 576 if form == "bf16" else flashlatte.kv_cache.get_format(form).head_dim),
         cache,
         _ints(2, 1, 512),
         topk_length=_ints(2) if extra else None,
@@ -213,7 +213,7 @@ CALLS: list[Callable[[], None]] = [
     lambda: _dense_decode("hopper"),
     lambda: _dense_decode("hopper", batch=200),
     lambda: _dense_decode("hopper", cache_dtype=torch.float8_e4m3fn),
-    *(functools.partial(_sparse_decode, "portable", form, extra=True) for form in ("v32", "model1", "bf16")),
+    *(functools.partial(_sparse_decode, "portable", form, extra=True) for form in ("v32", "model1", "v41", "bf16")),
     *(functools.partial(_sparse_decode, "hopper", form) for form in ("v32", "model1", "bf16")),
     lambda: _sparse_decode("hopper", "v32", heads=128, extra=True),
     *(functools.partial(_sparse_prefill, backend) for backend in ("portable", "hopper")),

@@ -21,6 +21,8 @@ _PORTABLE_MAX_HEAD_DIM = 1024
 
 # Formats with scales that kernels unpack: latent numbers that share a scale, and scales of a token.
 _TILES = ((128, 4), (64, 7))
+# Those whose scales stand with the token, and that have no numbers but those: likewise, and the bytes of a token.
+_BLOCKS = ((32, 16, 528), (16, 32, 288))
 
 
 def _refuses_hopper(call: dispatch.Call) -> str | None:
@@ -55,12 +57,17 @@ def _is_unpacked(layout: type[CacheFormat]) -> bool:
     return layout.tiling is not None and (layout.tiling.tile, layout.tiling.tiles) in _TILES
 
 
+def _has_blocks(layout: type[CacheFormat]) -> bool:
+    scaling = layout.block_scaling
+    return scaling is not None and (scaling.block, scaling.blocks, scaling.token_bytes) in _BLOCKS
+
+
 def _hopper_reads(layout: type[CacheFormat]) -> bool:
     return _is_unpacked(layout) or (layout.plain and layout.record_dtype == torch.bfloat16)
 
 
 def _portable_reads(layout: type[CacheFormat]) -> bool:
-    return _is_unpacked(layout) or (layout.plain and not layout.takes_scale)
+    return _is_unpacked(layout) or _has_blocks(layout) or (layout.plain and not layout.takes_scale)
 
 
 def _reference_reads(layout: type[CacheFormat]) -> bool:
@@ -107,16 +114,16 @@ def sparse_decode(
 
     Args:
         q: [b, s_q, h_q, d], bf16, fp16, or float32 (reference only). d is the format's: 576 for ``v32``, 512 for
-            ``model1``, the row width for the others. b and s_q may be 0.
-        k_cache: [pages, page_size, 1, width] of any page size, in format ``v32``, ``model1``, ``bf16``, ``fp16``
-            or ``fp32``.
+            ``model1``, ``v41`` and ``v41_fp4``, the row width for the others. b and s_q may be 0.
+        k_cache: [pages, page_size, 1, width] of any page size, in format ``v32``, ``model1``, ``v41``, ``v41_fp4``,
+            ``bf16``, ``fp16`` or ``fp32``; on the reference also ``nvfp4_ds_mla``.
         indices: int32 or int64 [b, s_q, topk], topk ≥ 1: page · page_size + offset. Any value outside the cache
             (-1, say) selects nothing; a token selected twice counts twice.
-        cache_format: of both caches; inferred from k_cache if None.
+        cache_format: of k_cache; inferred from it if None.
         topk_length: int32 or int64 [b] or [b, s_q]: only the first so many indices count; all if None.
         attn_sink: float32 [h_q]: out is scaled by e^lse / (e^lse + e^sink). lse does not include it. -inf is no
             sink, +inf gives 0.
-        extra_k_cache: a second cache in the same format, with its own page size.
+        extra_k_cache: a second cache in the same format, or in ``v41_fp4`` beside ``v41``, with its own page size.
         extra_indices, extra_topk_length: as ``indices`` and ``topk_length``, for the second cache.
         softmax_scale: above 0; d^-0.5 if None.
         head_dim_v: width of a value, at most d.
@@ -147,8 +154,11 @@ def sparse_decode(
     else:
         if extra_indices is None:
             raise ValueError("extra_k_cache needs extra_indices beside it, got None")
-        extra_k_cache, _ = as_cache(extra_k_cache, layout, "extra_k_cache")
-        _check_cache("extra_k_cache", extra_k_cache, layout, q)
+        extra_layout = layout
+        if isinstance(extra_k_cache, torch.Tensor) and extra_k_cache.dim():
+            extra_layout = layout.beside(extra_k_cache.shape[-1])
+        extra_k_cache, _ = as_cache(extra_k_cache, extra_layout, "extra_k_cache")
+        _check_cache("extra_k_cache", extra_k_cache, extra_layout, q)
         _check_selection("extra_indices", extra_indices, "extra_topk_length", extra_topk_length, q)
     if attn_sink is not None:
         checks.tensor("attn_sink", attn_sink, (h_q,), (torch.float32,), q.device, unit_last_stride=False)

@@ -25,20 +25,20 @@ def sparse_decode(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    scopes = [(k_cache, indices, topk_length)]
+    scopes = [(k_cache, layout, indices, topk_length)]
     if extra_k_cache is not None and extra_indices is not None:
-        scopes.append((extra_k_cache, extra_indices, extra_topk_length))
+        scopes.append((extra_k_cache, layout.beside(extra_k_cache.shape[-1]), extra_indices, extra_topk_length))
 
     for request in range(q.shape[0]):
         rows, visible = [], []
-        for cache, selected, length in scopes:
+        for cache, cache_layout, selected, length in scopes:
             slots = selected[request].long()  # [s_q, topk]
             counted = torch.ones_like(slots, dtype=torch.bool)
             if length is not None:
                 counted &= torch.arange(slots.shape[-1], device=q.device) < length[request].view(-1, 1)
             in_cache = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
             visible.append(in_cache & counted)
-            rows.append(read_slots(cache, torch.where(visible[-1], slots, -1), layout))
+            rows.append(read_slots(cache, torch.where(visible[-1], slots, -1), cache_layout))
         keys = torch.cat(rows, dim=1)  # [s_q, topk + extra_topk, d]
         seen = torch.cat(visible, dim=1)
 

@@ -1,7 +1,7 @@
 """Sparse decode's Triton kernel against the reference, in Triton's interpreter."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 from dataclasses import replace
 
@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::Runti
 
 V32 = SparseDecodeCase(batch=2, s_q=2, s_k=60, h_q=4, topk=37, page_size=7)
 MODEL1 = replace(V32, cache_format="model1")
+V41 = replace(V32, cache_format="v41")
 PLAIN = replace(V32, cache_format="bf16", head_dim=48, head_dim_v=32)
 LENGTHS = {"topk_lengths": "token", "extra_topk_lengths": "request"}
 EXTRA = {"extra_topk": 20, "extra_s_k": 30, "extra_page_size": 3}
@@ -36,6 +37,11 @@ CASES = {
     "model1": MODEL1,
     "model1, extra and lengths": replace(MODEL1, **EXTRA, **LENGTHS),
     "model1, gaps": replace(MODEL1, batch=1, strided=True),
+    "v41": V41,
+    "v41, extra and lengths": replace(V41, **EXTRA, **LENGTHS),
+    "v41, fp16 queries": replace(V41, dtype=torch.float16),
+    "v41_fp4": replace(V41, cache_format="v41_fp4"),
+    "v41_fp4, gaps": replace(V41, cache_format="v41_fp4", batch=1, strided=True),
     "plain": PLAIN,
     "plain, no rope": replace(PLAIN, head_dim=32),
     "plain, odd sizes": replace(PLAIN, head_dim=37, head_dim_v=20, h_q=3),
@@ -86,6 +92,8 @@ QUICK = (
     "v32",
     "v32, fp16 queries",
     "model1, extra and lengths",
+    "v41",
+    "v41_fp4",
     "plain, odd sizes",
     "plain, lengths of requests",
     "plain, every token twice",
@@ -99,6 +107,24 @@ QUICK = (
 @pytest.mark.parametrize("name", mostly_full(CASES, *QUICK))
 def test_against_the_reference(name):
     check(CASES[name].inputs())
+
+
+def test_fp4_beside_fp8(many_parts):
+    """DeepSeek-V4.1's two caches: one softmax over both, as over their rows in bf16, which holds them exactly."""
+    case = replace(V41, batch=1, topk=100, **EXTRA, **LENGTHS)
+    arguments = case.inputs()
+    arguments["extra_k_cache"] = kv_cache.allocate("v41_fp4", *arguments["extra_k_cache"].shape[:2]).fill_(0xFF)
+    slots = arguments["extra_indices"].unique()
+    slots = slots[(slots >= 0) & (slots < arguments["extra_k_cache"].shape[0] * 3)]
+    rows = torch.randn(len(slots), 512, generator=torch.Generator().manual_seed(0)) / 10
+    kv_cache.write(arguments["extra_k_cache"], slots, rows, backend="reference")
+
+    out, lse = check(arguments)
+    forms = (("k_cache", "v41"), ("extra_k_cache", "v41_fp4"))
+    plain = {name: kv_cache.unpack(arguments[name], form) for name, form in forms}
+    expected_out, expected_lse = sparse_decode(**arguments | plain | {"cache_format": "bf16"}, backend="reference")
+    compare.assert_close(out, expected_out, compare.SPARSE_DECODE_OUT, "out")
+    compare.assert_close(lse, expected_lse, compare.DECODE_LSE, "lse")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +190,7 @@ def test_dtypes_of_bytes(cache_format, dtype):
 
 
 @pytest.mark.parametrize("gap", [1, *(pytest.param(gap, marks=pytest.mark.full) for gap in (656, 4))])
-@pytest.mark.parametrize("cache_format", ["v32", "model1"])
+@pytest.mark.parametrize("cache_format", ["v32", "model1", "v41", "v41_fp4"])
 def test_gaps_between_pages(cache_format, gap):
     arguments = replace(V32, batch=1, cache_format=cache_format).inputs()
     cache = arguments["k_cache"]
@@ -197,7 +223,7 @@ def test_any_scale_is_honoured():
     compare.assert_close(lse, expected_lse, compare.DECODE_LSE, "lse")
 
 
-@pytest.mark.parametrize("cache_format", ["v32", "model1"])
+@pytest.mark.parametrize("cache_format", ["v32", "model1", "v41", "v41_fp4"])
 def test_nan_scale_of_a_selected_token(cache_format):
     arguments = replace(V32, cache_format=cache_format, attn_sink=False, invalid_share=0.0).inputs()
     expected, _ = decode(arguments)
@@ -212,14 +238,14 @@ def test_nan_scale_of_a_selected_token(cache_format):
 
 
 @pytest.mark.parametrize("byte", [0x7F, pytest.param(0xFF, marks=pytest.mark.full)])
-@pytest.mark.parametrize("cache_format", ["v32", "model1"])
+@pytest.mark.parametrize("cache_format", ["v32", "model1", "v41"])
 def test_nan_number_of_a_selected_token(cache_format, byte):
     """e4m3's NaN under a finite scale, which this package's writers do not store."""
     arguments = replace(V32, cache_format=cache_format, attn_sink=False, invalid_share=0.0).inputs()
     slot = int(arguments["indices"][0, 1, 5])
     selected = (arguments["indices"] == slot).any(dim=-1)
     page, offset = divmod(slot, arguments["k_cache"].shape[1])
-    row_bytes = {"v32": 656, "model1": 576}[cache_format]
+    row_bytes = {"v32": 656, "model1": 576, "v41": 528}[cache_format]
     arguments["k_cache"][page].view(torch.uint8).flatten()[offset * row_bytes + 101] = byte
     expected, expected_lse = sparse_decode(**arguments, backend="reference")
     out, lse = decode(arguments)
@@ -230,16 +256,17 @@ def test_nan_number_of_a_selected_token(cache_format, byte):
 
 
 @triton.jit
-def _unpack(words, scales, rope, latent, STEP: tl.constexpr, MODEL1: tl.constexpr, TILES: tl.constexpr):
+def _unpack(words, scales, rope, latent, STEP: tl.constexpr, SCALES: tl.constexpr, TILES: tl.constexpr):
     rows = tl.arange(0, 16)[:, None]
-    word, scale, number = tl.arange(0, 128)[None, :], tl.arange(0, TILES)[None, :], tl.arange(0, 64)[None, :]
+    WORDS: tl.constexpr = 64 if SCALES == "nvfp4" else 128
+    word, scale, number = tl.arange(0, WORDS)[None, :], tl.arange(0, TILES)[None, :], tl.arange(0, 64)[None, :]
     packed = tiles.Packed(
-        tl.load(words + rows * 128 + word),
+        tl.load(words + rows * WORDS + word),
         tl.load(scales + rows * TILES + scale),
         tl.load(rope + rows * 64 + number),
         None,
     )
-    unpacked = tiles.unpack(packed, tl.bfloat16, MODEL1, STEP)
+    unpacked = tiles.unpack(packed, tl.bfloat16, SCALES, STEP)
     tl.store(latent + rows * 512 + tl.arange(0, 512)[None, :], unpacked.latent)
 
 
@@ -257,12 +284,29 @@ def test_unpacks_every_number_exactly(model1):
         scales = torch.randint(-100, 100, (16, 4)).float().exp2()
         factors = scales.repeat_interleave(128, dim=1)
     latent = torch.full((16, 512), torch.nan)
+    form = "e8m0" if model1 else "float32"
     _, step = choose(launch.PACKED_TOKENS, "interpreter", 16, 512 if model1 else 576, 512, in_place=False)
-    _unpack[(1,)](numbers.view(torch.int32), scales, rope.view(torch.uint16), latent, step, model1, scales.shape[1])
+    _unpack[(1,)](numbers.view(torch.int32), scales, rope.view(torch.uint16), latent, step, form, scales.shape[1])
     expected = numbers.view(torch.float8_e4m3fn).float() * factors
     if model1:
         expected[:, 448:] = rope.float()
     torch.testing.assert_close(latent, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
+def test_unpacks_every_number_of_every_scale_exactly(form):
+    numbers = torch.arange(256, dtype=torch.uint8).repeat(16, 1 if form == "nvfp4" else 2)
+    if form == "nvfp4":
+        scales = torch.arange(512).remainder(256).to(torch.uint8).view(16, 32)
+        rows = kv_cache.dequantize(torch.cat((numbers, scales), dim=1), "v41_fp4", dtype=torch.float32)
+    else:
+        scales = torch.arange(256).clamp(20, 240).to(torch.uint8).view(16, 16)
+        rows = kv_cache.dequantize(torch.cat((numbers, scales), dim=1), "v41", dtype=torch.float32)
+    latent = torch.full((16, 512), torch.nan)
+    _, step = choose(launch.PACKED_TOKENS, "interpreter", 16, 512, 512, in_place=False)
+    rope = torch.zeros(16, 64, dtype=torch.uint16)
+    _unpack[(1,)](numbers.view(torch.int32), scales, rope, latent, step, form, scales.shape[1])
+    torch.testing.assert_close(latent, rows, rtol=0, atol=0, equal_nan=True)
 
 
 def test_refusals():

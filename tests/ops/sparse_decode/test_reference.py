@@ -15,13 +15,14 @@ from flashlatte.testing.compare import assert_accurate, assert_close
 from flashlatte.testing.draws import BEYOND_INT32, INT32_LIMITS
 
 INF = math.inf
+SCALED = ("v32", "model1", "v41", "v41_fp4", "nvfp4_ds_mla")
 LENGTHS = st.sampled_from(["all", "request", "token"])
 
 
 def small_case(dims, formats, **fields):
     """A case in one of the formats: a float format with its own dtype and free width, or one with tiles."""
     name, dtype = formats
-    if name in ("v32", "model1"):
+    if name in SCALED:
         return SparseDecodeCase(cache_format=name, dtype=dtype, **fields)
     head_dim, head_dim_v = dims
     return SparseDecodeCase(cache_format=name, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, **fields)
@@ -34,7 +35,7 @@ CASES = st.builds(
     s_k=st.integers(1, 30),
     h_q=st.integers(1, 5),
     topk=st.integers(1, 20),
-    formats=st.sampled_from([("fp32", torch.float32), ("v32", torch.float32), ("model1", torch.float32)]),
+    formats=st.sampled_from([("fp32", torch.float32), *((name, torch.float32) for name in SCALED)]),
     dims=st.sampled_from([(24, 16), (7, 7), (5, 1)]),
     page_size=st.integers(1, 9),
     extra_topk=st.sampled_from([0, 1, 6]),

@@ -31,7 +31,6 @@ def _attend(
 ):
     """The state after blocks first to stop (exclusive) of a list of ``length`` indices."""
     BLOCK_N: tl.constexpr = step.block_n
-    E8M0: tl.constexpr = place.scales == "e8m0"
     in_tile = tl.arange(0, BLOCK_N)
     begin = first_block * BLOCK_N
     stop = tl.minimum(stop_block * BLOCK_N, length)
@@ -46,12 +45,12 @@ def _attend(
         # A tile passes through registers anyway, to be unpacked: there the next one waits, and no room in shared
         # memory is needed for it.
         index = tl.load(indices + begin + in_tile, mask=begin + in_tile < stop, other=-1)
-        packed = load_packed(cache, index, place, E8M0)
+        packed = load_packed(cache, index, place)
         index = tl.load(indices + begin + BLOCK_N + in_tile, mask=begin + BLOCK_N + in_tile < stop, other=-1)
         for start in tl.range(begin, stop, BLOCK_N, num_stages=1):
-            keys = unpack(packed, q.latent.dtype, E8M0, step)
+            keys = unpack(packed, q.latent.dtype, place.scales, step)
             valid = packed.valid
-            packed = load_packed(cache, index, place, E8M0)
+            packed = load_packed(cache, index, place)
             position = start + 2 * BLOCK_N + in_tile
             index = tl.load(indices + position, mask=position < stop, other=-1)
             if not step.warpgroups:

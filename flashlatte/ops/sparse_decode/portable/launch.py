@@ -94,13 +94,14 @@ def sparse_decode(
         h_q,
         head_dim,
         head_dim_v,
-        layout.tiling is not None,
+        not layout.plain,
         topk,
         extra_topk or 0,
         is_uniform,
     )
     place, own = _selection(k_cache, indices, layout)
-    extra_place, extra = _selection(extra_k_cache, extra_indices, layout)
+    extra_layout = layout if extra_k_cache is None else layout.beside(extra_k_cache.shape[-1])
+    extra_place, extra = _selection(extra_k_cache, extra_indices, extra_layout)
     q_align, out_align = row_align(q), row_align(out)
     query = Query(q, *(stride // q_align for stride in q.stride()[:3]))
     lengths = key_lengths(batch, s_q, topk_length, topk, extra_topk_length, extra_topk or 0)
@@ -171,6 +172,12 @@ def make_plan(
     )
 
 
+def _scales(layout: CacheFormat) -> str:
+    if layout.block_scaling is not None:
+        return "nvfp4" if layout.block_scaling.fp4 else "mxfp8"
+    return "e8m0" if layout.tiling is not None and layout.tiling.e8m0 else "float32"
+
+
 def _selection(
     cache: torch.Tensor | None, indices: torch.Tensor | None, layout: CacheFormat
 ) -> tuple[Place | None, Selection]:
@@ -179,8 +186,8 @@ def _selection(
         return None, Selection(None, 0, 0, 0, None, 0, 0)
     page_stride, token_stride = stride_in_use(cache, 0), stride_in_use(cache, 1)
     scales = None
-    if layout.tiling is not None:
-        scales = "e8m0" if layout.tiling.e8m0 else "float32"
+    if not layout.plain:
+        scales = _scales(layout)
         # The rows and planes of a page are of multiples of 16 bytes, but for scales that are bytes.
         cache = as_bytes(cache)
         align = unit_bytes(cache, page_stride)

@@ -1,8 +1,8 @@
 """Selected cache tokens as tiles of keys.
 
 A key is a latent part, which is its value too, and a rope part, which may be empty. In ``v32`` the latent part is
-512 e4m3 numbers; in ``model1`` it is the whole row, 448 e4m3 numbers and 64 bf16 ones. Tokens that are not valid
-read as zeros, whatever their bytes are.
+512 e4m3 numbers; in ``model1`` it is the whole row, 448 e4m3 numbers and 64 bf16 ones, in ``v41`` 512 e4m3 ones, in
+``v41_fp4`` 512 e2m1 ones. Tokens that are not valid read as zeros, whatever their bytes are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import load_words
-from flashlatte.kernels.triton.fp8 import e8m0_to_float, narrow, widen
+from flashlatte.kernels.triton.fp8 import e4m3_to_float, e8m0_to_float, narrow, widen
 from flashlatte.kernels.triton.online_softmax import Tile
 
 # Bytes of a token in its plane, and of what is in it; numbers that share a scale.
@@ -27,6 +27,14 @@ _MODEL1_SCALE_BYTES = tl.constexpr(8)
 _WORDS = tl.constexpr(128)
 _ROPE_DIM = tl.constexpr(64)
 _TWO_120 = tl.constexpr(1.329227995784916e36)
+_TWO_126 = tl.constexpr(8.507059173023462e37)
+# Of the formats whose scales stand with the token, a byte for each 32 (v41) or 16 numbers (v41_fp4).
+_V41_ROW = tl.constexpr(528)
+_V41_SCALES = tl.constexpr(512)
+_V41_BLOCKS = tl.constexpr(16)
+_V41_FP4_ROW = tl.constexpr(288)
+_V41_FP4_SCALES = tl.constexpr(256)
+_V41_FP4_BLOCKS = tl.constexpr(32)
 
 
 class Cache(NamedTuple):
@@ -49,7 +57,8 @@ class Place(NamedTuple):
     """What finding a token is compiled for: one constant of the kernel, which Triton writes down as JSON.
 
     Attributes:
-        scales: "float32" (format ``v32``), "e8m0" (``model1``), or None: rows of numbers in q's dtype.
+        scales: "float32" (format ``v32``), "e8m0" (``model1``), "mxfp8" (``v41``), "nvfp4" (``v41_fp4``), or None: rows
+            of numbers in q's dtype.
         page_size: tokens of a page.
         wide: valid indices may pass 2^32, which costs a 64-bit division.
         align: unit of a cache's strides.
@@ -65,9 +74,11 @@ class Packed(NamedTuple):
     """Tokens as they lie in a cache with scales.
 
     Attributes:
-        words: int32 [tokens, 128], four e4m3 numbers each; zeros beyond the 448 numbers of ``model1``.
-        scales: float32 [tokens, 4] (``v32``), or E8M0 bytes [tokens, 8].
-        rope: bf16 bits [tokens, 64].
+        words: int32 [tokens, 128], four e4m3 numbers each; zeros beyond the 448 numbers of ``model1``. Or [tokens, 64],
+            eight e2m1 numbers each (``v41_fp4``).
+        scales: float32 [tokens, 4] (``v32``), E8M0 bytes [tokens, 8] (``model1``) or [tokens, 16] (``v41``), or e4m3
+            bytes [tokens, 32].
+        rope: bf16 bits [tokens, 64]; None in ``v41`` and ``v41_fp4``.
         valid: which tokens are.
     """
 
@@ -96,8 +107,37 @@ def locate_rows(cache, index, place: tl.constexpr):
 
 
 @triton.jit
-def load_packed(cache, index, place: tl.constexpr, E8M0: tl.constexpr):
+def load_packed(cache, index, place: tl.constexpr):
     """Tokens of a cache with scales, for ``unpack``."""
+    if place.scales == "mxfp8":
+        return _load_blocks(cache, index, place, _V41_ROW, 512 // 4, _V41_SCALES, _V41_BLOCKS)
+    elif place.scales == "nvfp4":
+        return _load_blocks(cache, index, place, _V41_FP4_ROW, 512 // 8, _V41_FP4_SCALES, _V41_FP4_BLOCKS)
+    else:
+        return _load_tiles(cache, index, place, place.scales == "e8m0")
+
+
+@triton.jit
+def _load_blocks(
+    cache,
+    index,
+    place: tl.constexpr,
+    ROW: tl.constexpr,
+    WORDS: tl.constexpr,
+    SCALES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Tokens of ROW bytes: WORDS, and from byte SCALES on one for each of BLOCKS."""
+    valid, page, offset = locate(cache, index, place)
+    in_use = valid[:, None]
+    rows = cache.k_cache + (page * cache.stride_page * place.align + offset * ROW)[:, None]
+    words = load_words(rows, tl.arange(0, WORDS)[None, :], tl.int32, in_use, place.align)
+    scales = tl.load(rows + SCALES + tl.arange(0, BLOCKS)[None, :], mask=in_use, other=0)
+    return Packed(words, scales, None, valid)
+
+
+@triton.jit
+def _load_tiles(cache, index, place: tl.constexpr, E8M0: tl.constexpr):
     valid, page, offset = locate(cache, index, place)
     in_use = valid[:, None]
     row_bytes: tl.constexpr = _MODEL1_ROW if E8M0 else _V32_ROW
@@ -120,8 +160,47 @@ def load_packed(cache, index, place: tl.constexpr, E8M0: tl.constexpr):
 
 
 @triton.jit
-def unpack(packed, dtype: tl.constexpr, E8M0: tl.constexpr, step: tl.constexpr):
-    """The numbers of tokens in ``dtype``, 512 latent ones and, but for ``model1``, 64 of rope.
+def unpack(packed, dtype: tl.constexpr, SCALES: tl.constexpr, step: tl.constexpr):
+    """The numbers of tokens in ``dtype``, 512 latent ones and, of ``v32``, 64 of rope. SCALES: as in ``Place``."""
+    if SCALES == "mxfp8" or SCALES == "nvfp4":
+        return _unpack_blocks(packed, dtype, SCALES == "nvfp4", step)
+    else:
+        return _unpack_tiles(packed, dtype, SCALES == "e8m0", step)
+
+
+@triton.jit
+def _unpack_blocks(packed, dtype: tl.constexpr, FP4: tl.constexpr, step: tl.constexpr):
+    """Exact: a number has four bits at most, a scale of a power of two one, an e4m3 scale four to e2m1's two."""
+    BLOCK_N: tl.constexpr = packed.words.shape[0]
+    BLOCKS: tl.constexpr = packed.scales.shape[1]
+    if FP4:
+        bits = _e2m1_to_bf16_bits(packed.words)
+        factors = e4m3_to_float(packed.scales, False)
+    else:
+        bits = _e4m3_to_bf16_bits(packed.words)
+        factors = e8m0_to_float(packed.scales)
+    POWER: tl.constexpr = _TWO_126 if FP4 else _TWO_120
+    bits = tl.reshape(bits, [BLOCK_N, BLOCKS, 4 * _WORDS // BLOCKS]).to(tl.bfloat16, bitcast=True)
+    numbers = widen(bits, True) * POWER if step.interpreted else bits * POWER
+    factors = tl.broadcast_to(factors.to(numbers.dtype)[:, :, None], numbers.shape)
+    latent = tl.reshape(numbers * factors, [BLOCK_N, 4 * _WORDS])
+    latent = widen(narrow(latent, tl.bfloat16, True), True) if step.interpreted else latent.to(dtype)
+    return Tile(_opaque(latent, step), None)
+
+
+@triton.jit
+def _opaque(latent, step: tl.constexpr):
+    """A move that Triton cannot see through. Else it converts the numbers once for each of the two products."""
+    if step.ptx and not step.warpgroups:
+        latent = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [latent], dtype=latent.dtype, is_pure=False, pack=2
+        )
+    return latent
+
+
+@triton.jit
+def _unpack_tiles(packed, dtype: tl.constexpr, E8M0: tl.constexpr, step: tl.constexpr):
+    """512 latent numbers and 64 of rope, which are the last of the latent ones in ``model1``.
 
     A number is rounded to bf16 once. It is computed in bf16, where float32 would take twice the instructions: high is
     the scale's nearest bf16, and what the number times the rest of the scale is rounded by is too small to matter.
@@ -151,12 +230,7 @@ def unpack(packed, dtype: tl.constexpr, E8M0: tl.constexpr, step: tl.constexpr):
     else:
         latent = latent.to(dtype)
         rope = rope.to(dtype)
-    if step.ptx and not step.warpgroups:
-        # A move that Triton cannot see through. Else it converts the numbers once for each of the two products.
-        latent = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [latent], dtype=latent.dtype, is_pure=False, pack=2
-        )
-    return Tile(latent, rope)
+    return Tile(_opaque(latent, step), rope)
 
 
 @triton.jit
@@ -174,3 +248,24 @@ def _e4m3_to_bf16_bits(words):
     first = tl.join(even.to(tl.int16), (even >> 16).to(tl.int16))  # [tokens, 128, 2]: numbers 0 and 2 of a word
     second = tl.join(odd.to(tl.int16), (odd >> 16).to(tl.int16))  # numbers 1 and 3
     return tl.reshape(tl.join(first, second), [words.shape[0], 4 * _WORDS])
+
+
+@triton.jit
+def _e2m1_to_bf16_bits(words):
+    """The bits, int16 [tokens, 512], of bf16 numbers that are 2^-126 of the e2m1 ones; the subnormal 0.5 is exact.
+
+    A sign bit and the three bits behind it move to bf16's places, in numbers k and k + 4 of a word's eight at once.
+    """
+    zero = ((words << 12) & -0x7FFF8000) | ((words << 6) & 0x01C001C0)
+    one = ((words << 8) & -0x7FFF8000) | ((words << 2) & 0x01C001C0)
+    two = ((words << 4) & -0x7FFF8000) | ((words >> 2) & 0x01C001C0)
+    three = (words & -0x7FFF8000) | ((words >> 6) & 0x01C001C0)
+    # [tokens, 64, 2, 2]: numbers 0, 2, 4, 6 of a word, and 1, 3, 5, 7.
+    even = tl.join(_halves(zero), _halves(two))
+    odd = tl.join(_halves(one), _halves(three))
+    return tl.reshape(tl.join(even, odd), [words.shape[0], 8 * words.shape[1]])
+
+
+@triton.jit
+def _halves(pairs):
+    return tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
