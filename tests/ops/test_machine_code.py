@@ -201,7 +201,7 @@ MORE_PORTABLE = [
     *(
         Variant(operation, "portable", {"form": form}, arch, None)
         for operation in ("cache_write", "cache_gather")
-        for form in ("v32", "model1", "bf16", "fp8")
+        for form in ("v32", "model1", "v41", "v41_fp4", "nvfp4_ds_mla", "bf16", "fp8")
         for arch in (80, 90)
     ),
     Variant("cache_write", "portable", {"form": "v32", "scale_rounding": "exact"}, products=None),
