@@ -21,6 +21,7 @@ from flashlatte.distributed.agreement import Agreement
 # Parts of a buffer begin at multiples of it.
 _ALIGNMENT = 256
 _SMALLEST = 1 << 20
+# The pool that a sum is copied into.
 _SUMMANDS = "summands"
 # A rank that does not come to a barrier ends the others' kernels after as long as NCCL would wait.
 _BARRIER_MILLISECONDS = 600_000

@@ -131,7 +131,10 @@ def decode_before(step: Step, other: Step) -> tuple[torch.Tensor, torch.Tensor]:
     """``step`` by "direct", where rank 0 still merges when the others have begun with ``other``."""
 
     def late(*partials: Any) -> Any:
-        time.sleep(0.2)
+        if step.device == "cpu":
+            time.sleep(0.2)
+        else:
+            torch.cuda._sleep(100_000_000)  # cycles, of the stream
         return merge_states(*partials)
 
     calls = [functools.partial(decode, each, interleave=1, form="direct") for each in (step, other)]

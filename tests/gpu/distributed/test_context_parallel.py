@@ -32,6 +32,13 @@ def test_decode(form, queries, interleave):
     assert_close(step, out, lse, rank_jobs.context_parallel(interleave, form, False))
 
 
+def test_a_next_step_of_more_queries_waits_for_who_still_reads():
+    step = Step(LENGTHS, heads=128, dtype=torch.bfloat16, device="cuda")
+    other = Step(LENGTHS, heads=128, queries=4, dtype=torch.bfloat16, seed=1, device="cuda")
+    out, lse = rank_jobs.decode_before(step, other)
+    assert_close(step, out, lse, rank_jobs.context_parallel(1, "direct", False))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_all_heads_on_every_rank(form):
     step = Step(LENGTHS, heads=64, dtype=torch.bfloat16, device="cuda")
