@@ -31,6 +31,7 @@ def _attend(
 ):
     """The state after blocks first to stop (exclusive) of a list of ``length`` indices."""
     BLOCK_N: tl.constexpr = step.block_n
+    SCALES: tl.constexpr = place.scales
     in_tile = tl.arange(0, BLOCK_N)
     begin = first_block * BLOCK_N
     stop = tl.minimum(stop_block * BLOCK_N, length)
@@ -48,7 +49,7 @@ def _attend(
         packed = load_packed(cache, index, place)
         index = tl.load(indices + begin + BLOCK_N + in_tile, mask=begin + BLOCK_N + in_tile < stop, other=-1)
         for start in tl.range(begin, stop, BLOCK_N, num_stages=1):
-            keys = unpack(packed, q.latent.dtype, place.scales, step)
+            keys = unpack(packed, q.latent.dtype, SCALES, step)
             valid = packed.valid
             packed = load_packed(cache, index, place)
             position = start + 2 * BLOCK_N + in_tile

@@ -78,7 +78,7 @@ class Packed(NamedTuple):
             eight e2m1 numbers each (``v41_fp4``).
         scales: float32 [tokens, 4] (``v32``), E8M0 bytes [tokens, 8] (``model1``) or [tokens, 16] (``v41``), or e4m3
             bytes [tokens, 32].
-        rope: bf16 bits [tokens, 64]; None in ``v41`` and ``v41_fp4``.
+        rope: bf16 bits [tokens, 64]; anything in ``v41`` and ``v41_fp4``, which have none.
         valid: which tokens are.
     """
 
@@ -114,7 +114,8 @@ def load_packed(cache, index, place: tl.constexpr):
     elif place.scales == "nvfp4":
         return _load_blocks(cache, index, place, _V41_FP4_ROW, 512 // 8, _V41_FP4_SCALES, _V41_FP4_BLOCKS)
     else:
-        return _load_tiles(cache, index, place, place.scales == "e8m0")
+        E8M0: tl.constexpr = place.scales == "e8m0"
+        return _load_tiles(cache, index, place, E8M0)
 
 
 @triton.jit
@@ -133,7 +134,8 @@ def _load_blocks(
     rows = cache.k_cache + (page * cache.stride_page * place.align + offset * ROW)[:, None]
     words = load_words(rows, tl.arange(0, WORDS)[None, :], tl.int32, in_use, place.align)
     scales = tl.load(rows + SCALES + tl.arange(0, BLOCKS)[None, :], mask=in_use, other=0)
-    return Packed(words, scales, None, valid)
+    # There is no rope, and Triton 3.6 returns no None.
+    return Packed(words, scales, scales, valid)
 
 
 @triton.jit
@@ -185,7 +187,8 @@ def _unpack_blocks(packed, dtype: tl.constexpr, FP4: tl.constexpr, step: tl.cons
     factors = tl.broadcast_to(factors.to(numbers.dtype)[:, :, None], numbers.shape)
     latent = tl.reshape(numbers * factors, [BLOCK_N, 4 * _WORDS])
     latent = widen(narrow(latent, tl.bfloat16, True), True) if step.interpreted else latent.to(dtype)
-    return Tile(_opaque(latent, step), None)
+    latent = _opaque(latent, step)
+    return Tile(latent, latent)
 
 
 @triton.jit
