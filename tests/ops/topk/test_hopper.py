@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ops.topk.test_topk import check, generator, rows_of
-from support.compile import mostly_full
+from support.compile import Recorder, compile_launch, mostly_full
 
 from flashlatte.ops.topk import api
 from flashlatte.ops.topk.hopper import kernel, launch, memory
@@ -33,14 +33,30 @@ def test_calls_that_it_takes(rows, columns, k, capability, reason, monkeypatch):
 
 @pytest.mark.parametrize(("rows", "ctas"), [(1, 8), (16, 8), (17, 2), (66, 2), (67, 1), (132, 1), (133, 1)])
 def test_ctas_of_a_row(rows, ctas):
-    found, warps, registers = launch._threads(rows, 132)
+    found, warps, registers = launch._threads(rows, 132, False)
     assert found == ctas
     assert (warps, registers) == ((8, 80) if rows > 132 else (16, None))
+    assert launch._threads(rows, 132, True) == (ctas, 16, None)
     assert rows * ctas <= 132 or ctas == 1
 
 
 def test_the_list_of_the_largest_k_fits_what_ptx_declares():
     assert memory.words(2 * api._HOPPER_MAX_K) <= 12_288
+
+
+@pytest.mark.skipif(machine.interpreting(), reason="kernels are interpreted, not compiled")
+@pytest.mark.parametrize("with_values", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", mostly_full([torch.float32, torch.bfloat16], torch.bfloat16), ids=str)
+def test_shared_memory_is_what_a_launch_without_more_ado_may_have(dtype, with_values, monkeypatch):
+    """Triton's own and the list's words together."""
+    recorder = Recorder(kernel.kernel_of_one)
+    monkeypatch.setitem(launch.KERNELS, 1, recorder)
+    monkeypatch.setattr(machine, "num_sms", lambda device: 132)
+    logits, indices = torch.empty(1, 1, dtype=dtype).expand(700, 30_000), torch.empty(700, 2048, dtype=torch.int32)
+    launch.topk(logits, None, None, 1, None, indices, indices.to(dtype) if with_values else None)
+    (launched,) = recorder.launches
+    own = 4 * memory.words(launched.arguments["CAPACITY"])
+    assert compile_launch(recorder.fn, launched, 90).shared + own <= 48 * 1024
 
 
 @pytest.fixture

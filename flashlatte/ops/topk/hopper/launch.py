@@ -32,7 +32,8 @@ def topk(
     k = indices.shape[1]
     places = max(1 << (2 * k - 1).bit_length(), FEWEST_PLACES)
     interpreting = machine.interpreting()
-    ctas, warps, registers = _threads(rows, 0 if interpreting else machine.num_sms(logits.device))
+    sms = 0 if interpreting else machine.num_sms(logits.device)
+    ctas, warps, registers = _threads(rows, sms, values is not None)
     with launching_on(logits.device):
         KERNELS[ctas][(rows,)](
             logits,
@@ -63,11 +64,12 @@ def topk(
         )
 
 
-def _threads(rows: int, sms: int) -> tuple[int, int, int | None]:
+def _threads(rows: int, sms: int, with_values: bool) -> tuple[int, int, int | None]:
     """CTAs of a row, warps of a CTA, and the registers that a thread may have, if they are limited."""
     if rows > sms:
-        # Three programs on an SM: 4,096 x 32,768 takes 252 µs, and 310 with 16 warps.
-        return 1, 8, 80
+        # Three programs on an SM: 4,096 x 32,768 takes 252 µs, and 310 with 16 warps. Eight warps that store values
+        # exchange them through shared memory, of which a program's own words leave too little.
+        return (1, 16, None) if with_values else (1, 8, 80)
     # Clusters while no row waits for another: 1 x 131,072 takes 27 µs with 8 CTAs and 36 with one, 64 x 131,072 takes
     # 38 with 2 and 41 with one.
     return next(ctas for ctas in sorted(KERNELS, reverse=True) if rows * ctas <= sms), 16, None
