@@ -15,7 +15,7 @@ def main() -> None:
     slots = kv_cache.to_cache_indices(torch.arange(TOKENS, device=device)[None], block_table, PAGE)[0]
     starts = torch.tensor([0, TOKENS], dtype=torch.int32, device=device)
 
-    print("format   bytes a token   relative error")
+    print("format         bytes a token   relative error")
     for name in kv_cache.FORMAT_NAMES:
         layout = kv_cache.get_format(name)
         rows = torch.randn(TOKENS, layout.head_dim, device=device)
@@ -23,8 +23,9 @@ def main() -> None:
         kv_cache.write(cache, slots, rows, cache_format=name)
         back = kv_cache.gather(cache, block_table, starts, cache_format=name, total_tokens=TOKENS, dtype=torch.float32)
         error = ((back - rows).norm() / rows.norm()).item()
-        print(f"{name:<8} {layout.bytes_per_token:>13}   {error:.1e}")
-        assert error < 0.04
+        print(f"{name:<14} {layout.bytes_per_token:>13}   {error:.1e}")
+        # Four bits a number, or eight and more.
+        assert error < (0.12 if layout.bytes_per_token < 400 else 0.04)
 
 
 if __name__ == "__main__":

@@ -378,7 +378,7 @@ def test_saving_an_enabled_model(make_model, prompts, tmp_path):
         (
             {"cache_format": "model1"},
             "stores kv_lora_rank 448 .* the model has 512 and 64: accepted for it are bf16 and fp16 and fp32 and fp8 "
-            "and v32$",
+            "and v32 and nvfp4_ds_mla$",
         ),
         ({"page_size": 0}, "page_size must be at least 1"),
         ({"backend": "cuda"}, "backend must be one of .*got 'cuda'"),
