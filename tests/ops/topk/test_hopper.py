@@ -46,7 +46,7 @@ def test_the_list_of_the_largest_k_fits_what_ptx_declares():
 
 @pytest.mark.skipif(machine.interpreting(), reason="kernels are interpreted, not compiled")
 @pytest.mark.parametrize("with_values", [True, pytest.param(False, marks=pytest.mark.full)])
-@pytest.mark.parametrize("dtype", mostly_full([torch.float32, torch.bfloat16], torch.bfloat16), ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16], ids=str)
 def test_shared_memory_is_what_a_launch_without_more_ado_may_have(dtype, with_values, monkeypatch):
     """Triton's own and the list's words together."""
     recorder = Recorder(kernel.kernel_of_one)
