@@ -51,5 +51,5 @@ def _written(instruction: re.Match[str]) -> set[int]:
     if register is None:
         return set()
     opcode = instruction[1]
-    count = 4 if ".128" in opcode else 2 if ".64" in opcode or "WIDE" in opcode else 1
+    count = 4 if ".128" in opcode else 2 if "64" in opcode or "WIDE" in opcode else 1
     return set(range(int(register[1]), int(register[1]) + count))
