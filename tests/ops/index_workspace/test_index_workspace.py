@@ -32,11 +32,11 @@ def walk(chosen, begins, lengths, gathers, tokens, window, ratio, workspace_rows
             base = request * workspace_rows
             for entry in range(min((position + 1) // ratio, topk)):
                 group = entry if chosen is None else chosen[token][entry]
-                found[token].append(base + group if group >= 0 and base + group < 2**31 else -1)
+                found[token].append(base + group if group >= 0 else -1)
             for p in range(max(0, position - window + 1), position + 1):
                 at = p - (length - gathers[request])
                 found[token].append(base + window_row + at if at >= 0 else -1)
-    return found
+    return [[row if row < 2**31 else -1 for row in rows] for rows in found]
 
 
 @given(
