@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2] / "flashlatte"
-PATHS = [path for path in sorted(ROOT.rglob("*.py")) if "kernel[(" in path.read_text()]
+# ``some_kernel[(programs,)](…)``, ``KERNELS[ctas][(rows,)](…)``
+LAUNCHED = re.compile(r"kernel\w*(\[\w+\])?\[\(", re.IGNORECASE)
+PATHS = [path for path in sorted(ROOT.rglob("*.py")) if LAUNCHED.search(path.read_text())]
 MOST_WITHOUT_NAMES = 2
 
 
 def launches(path: Path) -> list[ast.Call]:
     """Calls like ``some_kernel[grid](...)``."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    return [call for call in calls if isinstance(call.func, ast.Subscript) and "kernel" in ast.unparse(call.func.value)]
+    return [
+        call
+        for call in calls
+        if isinstance(call.func, ast.Subscript) and "kernel" in ast.unparse(call.func.value).lower()
+    ]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(ROOT)))
