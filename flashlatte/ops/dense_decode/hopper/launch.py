@@ -177,8 +177,9 @@ def _lines(
     """A TMA descriptor of 128 bytes of ``box`` keys of a cache of one-byte numbers, as numbers of two bytes."""
     if address % _ALIGN_BYTES or any(stride % _ALIGN_BYTES for stride in strides):
         raise ValueError(f"k_cache must have rows that begin at multiples of 16 bytes, got strides {(*strides, 1)}")
-    halves = [stride // 2 for stride in strides]
-    return describe(Address(address, torch.bfloat16), (*shape[:3], shape[3] // 2), halves, (1, box, 1, 64))
+    pages, page_size, heads, width = shape
+    in_pairs = [stride // 2 for stride in strides]
+    return describe(Address(address, torch.bfloat16), (pages, page_size, heads, width // 2), in_pairs, (1, box, 1, 64))
 
 
 @functools.lru_cache(maxsize=1024)
