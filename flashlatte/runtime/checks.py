@@ -114,6 +114,14 @@ def number(name: str, value: object) -> float:
     return float(value)
 
 
+def epsilon(name: str, value: object) -> float:
+    """What is added to a mean square before its root: NaN or less than 0 would be NaN in every number."""
+    eps = number(name, value)
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value}")
+    return eps
+
+
 def softmax_scale(value: float | None, head_dim: int, name: str = "softmax_scale") -> float:
     """The given scale, or head_dim^-0.5. Zero and below are refused: the running maximum is kept unscaled."""
     if value is None:

@@ -96,3 +96,10 @@ def test_an_output_has_a_place_for_every_element():
     checks.output("out", torch.empty(2, 1, 3).expand(2, 1, 3), (2, 1, 3), (torch.float32,))
     with pytest.raises(ValueError, match=r"^out must not be an expanded tensor, got strides \(0, 1\)$"):
         checks.output("out", torch.empty(1, 3).expand(2, 3), (2, 3), (torch.float32,))
+
+
+@pytest.mark.parametrize("value", [-1e-6, math.inf, math.nan])
+def test_epsilon(value):
+    assert checks.epsilon("eps", 0) == 0.0
+    with pytest.raises(ValueError, match=r"^eps must be a finite number of at least 0, got"):
+        checks.epsilon("eps", value)

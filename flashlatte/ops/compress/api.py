@@ -100,7 +100,7 @@ def compress(
     if cache.device != device:
         raise ValueError(f"cache must be on {device} like the other arguments, got {cache.device}")
     _check_state(state_cache, state_table, ape, width // head_dim, device)
-    eps = checks.number("eps", eps)
+    eps = checks.epsilon("eps", eps)
     call = dispatch.Call(OPERATION, device, kv.dtype, layout.name, cache.shape[1], head_dim)
     backend = dispatch.select(call, backend)
     if tokens == 0:

@@ -55,7 +55,7 @@ def q_kv_norm(
     checks.tensor("kv", kv, (q.shape[0], "head_dim"), (q.dtype,), q.device)
     checks.tensor("q_weight", q_weight, (q.shape[1],), checks.FLOAT_DTYPES, q.device)
     checks.tensor("kv_weight", kv_weight, (kv.shape[1],), (q_weight.dtype,), q.device)
-    eps = checks.number("eps", eps)
+    eps = checks.epsilon("eps", eps)
     gradients.warn_if_dropped(OPERATION, q, kv, q_weight, kv_weight)
     width = max(q.shape[1], kv.shape[1])
     backend = dispatch.select(dispatch.Call(OPERATION, q.device, q.dtype, head_dim=width), backend)

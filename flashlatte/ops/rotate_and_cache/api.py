@@ -79,7 +79,7 @@ def rotate_and_cache(
     if cache.device != device:
         raise ValueError(f"cache must be on {device} like the other arguments, got {cache.device}")
     if q_eps is not None:
-        q_eps = checks.number("q_eps", q_eps)
+        q_eps = checks.epsilon("q_eps", q_eps)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=device)
     else:
