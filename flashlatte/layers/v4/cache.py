@@ -9,6 +9,7 @@ import torch
 from flashlatte.kv_cache.codec import allocate
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.index_formats import index_format, index_format_beside
+from flashlatte.kv_cache.model1 import Model1Format
 from flashlatte.kv_cache.registry import as_format
 from flashlatte.layers.v4.config import V4Config
 from flashlatte.runtime import checks
@@ -42,7 +43,7 @@ class V4Cache:
         group_pages: int | None = None,
         state_pages: int = 1,
         state_page_size: int = 4,
-        cache_format: str | CacheFormat = "model1",
+        cache_format: str | CacheFormat = Model1Format.name,
         index_cache_format: str | None = None,
         device: torch.device | str | None = None,
     ) -> V4Cache:
@@ -53,8 +54,8 @@ class V4Cache:
             pages, page_size: of the window's cache, and of that of groups.
             group_pages: of groups, ``pages`` if None.
             state_pages, state_page_size: of states.
-            cache_format: "model1", or "bf16", "fp16" and "fp32" for any head_dim.
-            index_cache_format: of index keys; None takes ``index_fp8`` beside ``model1``, else the numbers.
+            cache_format: by default DeepSeek-V4's own, of rows of 512 numbers; a plain one for any head_dim.
+            index_cache_format: of index keys; None takes the one that is as exact as cache_format.
             device: where; torch's default device if None.
 
         Raises:

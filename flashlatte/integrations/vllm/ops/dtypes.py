@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.kv_cache.plain import Fp8Format
+from flashlatte.kv_cache.v32 import V32Format
 from flashlatte.runtime import checks
 
 # "auto" is whichever the cache has.
@@ -17,7 +19,7 @@ _FLOATS = {
 }
 # Of one byte, with a scale beside the cache.
 ONE_BYTE = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-DS_MLA = "fp8_ds_mla"
+DS_MLA, DS_MLA_FORMAT = "fp8_ds_mla", V32Format.name
 # What the functions for caches of keys and values take.
 KV_CACHE_DTYPES = (*_FLOATS, *ONE_BYTE)
 MLA_DTYPES = (*_FLOATS, "fp8", "fp8_e4m3", DS_MLA)
@@ -29,7 +31,7 @@ def latent_format(kv_cache_dtype: str, cache: torch.Tensor, name: str) -> str | 
     if kv_cache_dtype in _FLOATS:
         _check_float(kv_cache_dtype, cache, name)
         return None
-    return "v32" if kv_cache_dtype == DS_MLA else "fp8"
+    return DS_MLA_FORMAT if kv_cache_dtype == DS_MLA else Fp8Format.name
 
 
 def numbers_of(kv_cache_dtype: str, cache: torch.Tensor, name: str) -> torch.Tensor:

@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from flashlatte.integrations.vllm.ops.dtypes import latent_format, scale_of
+from flashlatte.integrations.vllm.ops.dtypes import DS_MLA, DS_MLA_FORMAT, latent_format, scale_of
+from flashlatte.kv_cache.plain import Fp8Format
 from flashlatte.ops.cache_gather import cache_gather
 from flashlatte.ops.cache_write import cache_write
 from flashlatte.ops.concat_mla_q import concat_mla_q as concat_queries
@@ -47,7 +48,7 @@ def concat_and_cache_mla(
             rope=k_pe,
             cache_format=latent_format(kv_cache_dtype, kv_cache, "kv_cache"),
             scale=scale_of(kv_cache_dtype, scale),
-            scale_rounding=scale_rounding if kv_cache_dtype == "fp8_ds_mla" else "power_of_two",
+            scale_rounding=scale_rounding if kv_cache_dtype == DS_MLA else "power_of_two",
         )
 
 
@@ -169,7 +170,7 @@ def cp_gather_cache(
             cu_seq_lens[: batch_size + 1],
             target.shape[0],
             # Bytes of any width.
-            cache_format="fp8" if one_byte else None,
+            cache_format=Fp8Format.name if one_byte else None,
             seq_starts=None if seq_starts is None else seq_starts[:batch_size],
             out=target.view(torch.uint8) if one_byte else target,
         )
@@ -203,7 +204,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
             src_cache,
             block_table[:batch_size],
             workspace_starts[:batch_size],
-            cache_format="v32",
+            cache_format=DS_MLA_FORMAT,
             seq_starts=None if seq_starts is None else seq_starts[:batch_size],
             out=dst,
         )
