@@ -14,9 +14,10 @@ from vllm.model_executor.layers.attention.mla_attention import (
     QueryLenSupport,
 )
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 from flashlatte.integrations.vllm import compat, serves
+from flashlatte.integrations.vllm.backends.pages import AnyPageSize
 from flashlatte.kv_cache.registry import plain_format
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.prefill import Expansion, attend_heads
@@ -30,7 +31,7 @@ MOST_ABSORBED_QUERIES = 128
 BATCH_INVARIANT = bool(envs.VLLM_BATCH_INVARIANT)
 
 
-class FlashLatteMLABackend(MLACommonBackend):
+class FlashLatteMLABackend(AnyPageSize, MLACommonBackend):
     """FlashLatte as vLLM's attention backend for MLA without an indexer."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
@@ -47,14 +48,6 @@ class FlashLatteMLABackend(MLACommonBackend):
     @staticmethod
     def get_builder_cls() -> type:
         return FlashLatteMLAMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list:
-        return serves.page_sizes(None if kv_cache_spec is None else kv_cache_spec.block_size, MultipleOf)
-
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return serves.PAGE_SIZE
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

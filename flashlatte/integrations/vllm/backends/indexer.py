@@ -10,10 +10,11 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
 from vllm.model_executor.models import deepseek_v2
-from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from flashlatte.integrations.vllm import serves
+from flashlatte.integrations.vllm.backends.pages import AnyPageSize
 from flashlatte.kv_cache.index_formats import quantize_rows
 from flashlatte.layers.selection import LOGIT_BYTES, SelectionChunk, plan_selection
 from flashlatte.ops.index_quantize import index_gather, index_quantize
@@ -78,7 +79,7 @@ class FlashLatteIndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]
         )
 
 
-class FlashLatteIndexerBackend(AttentionBackend):
+class FlashLatteIndexerBackend(AnyPageSize, AttentionBackend):
     """What vLLM asks of a cache of index keys: its pages, and the metadata of a batch."""
 
     @staticmethod
@@ -92,10 +93,6 @@ class FlashLatteIndexerBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type:
         return FlashLatteIndexerMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list:
-        return serves.page_sizes(None if kv_cache_spec is None else kv_cache_spec.block_size, MultipleOf)
 
     @classmethod
     def is_mla(cls) -> bool:

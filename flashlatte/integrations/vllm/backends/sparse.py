@@ -11,9 +11,11 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonMetadata,
     SparseMLACommonMetadataBuilder,
 )
-from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType, MultipleOf
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType
 
 from flashlatte.integrations.vllm import serves
+from flashlatte.integrations.vllm.backends.pages import AnyPageSize
+from flashlatte.integrations.vllm.ops.dtypes import DS_MLA, DS_MLA_FORMAT
 from flashlatte.kv_cache.registry import as_format, plain_format
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.chosen import attend_chosen
@@ -22,7 +24,7 @@ from flashlatte.ops.concat_mla_q import concat_mla_q
 from flashlatte.ops.index_convert import index_convert
 
 
-class FlashLatteSparseMLABackend(AttentionBackend):
+class FlashLatteSparseMLABackend(AnyPageSize, AttentionBackend):
     """FlashLatte as vLLM's attention backend for MLA with an indexer."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
@@ -39,14 +41,6 @@ class FlashLatteSparseMLABackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type:
         return FlashLatteSparseMLAMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list:
-        return serves.page_sizes(None if kv_cache_spec is None else kv_cache_spec.block_size, MultipleOf)
-
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return serves.PAGE_SIZE
 
     @classmethod
     def is_mla(cls) -> bool:
@@ -186,8 +180,6 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
 
     def _cache(self, kv_cache: torch.Tensor) -> LatentCache:
         """vLLM's cache: numbers [pages, page_size, latent + rope], or DeepSeek's 656 bytes a token."""
-        if self.kv_cache_dtype == "fp8_ds_mla":
-            layout = as_format("v32")
-        else:
-            layout = plain_format(kv_cache.dtype, kv_cache.shape[-1])
+        ds_mla = self.kv_cache_dtype == DS_MLA
+        layout = as_format(DS_MLA_FORMAT) if ds_mla else plain_format(kv_cache.dtype, kv_cache.shape[-1])
         return LatentCache(kv_cache.unsqueeze(2), layout, self.kv_lora_rank)

@@ -1,0 +1,21 @@
+"""What all of FlashLatte's caches in vLLM say of their pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.attention.backend import MultipleOf
+
+from flashlatte.integrations.vllm import serves
+
+
+class AnyPageSize:
+    """A mixin, before vLLM's backend: pages of any size, best of 64 tokens."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list:
+        return serves.page_sizes(None if kv_cache_spec is None else kv_cache_spec.block_size, MultipleOf)
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return serves.PAGE_SIZE
