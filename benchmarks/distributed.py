@@ -82,9 +82,9 @@ def communication_call(context: ContextParallel, q: torch.Tensor) -> Callable[[]
         memory = PeerMemory.reach(context.group, q.device, Agreement(context.group, timedelta(seconds=60)))
         if isinstance(memory, str):
             raise SystemExit(memory)
-        direct = Direct.take(memory, flat, HEADS, VALUE)
+        direct = Direct.take(memory, flat, HEADS, VALUE, all_heads=False)
         fill(direct.partial)
-        return lambda: (direct.gather(flat, False), direct.merge(False))
+        return lambda: (direct.gather(flat), direct.merge())
     partial = merge.allocate(flat.shape[0], HEADS, VALUE, q.dtype, q.device, form)
     fill(partial)
     return lambda: (merge.gather_heads(flat, context.group), merge.merge(partial, context.group, form))

@@ -277,10 +277,10 @@ class ContextParallel:
         elif form == "direct":
             memory = self._peers[q.device]
             assert isinstance(memory, PeerMemory)
-            direct = Direct.take(memory, flat, total, head_dim_v)
-            flat, partial = direct.gather(flat, self.all_heads), direct.partial
+            direct = Direct.take(memory, flat, total, head_dim_v, self.all_heads)
+            flat, partial = direct.gather(flat), direct.partial
             attend(flat, partial.out, partial.lse)
-            out, lse = direct.merge(self.all_heads)
+            out, lse = direct.merge()
         else:
             if not self.all_heads:
                 flat = merge.gather_heads(flat, self.group)

@@ -27,26 +27,30 @@ class Direct:
     """A call's part of the peers' memory.
 
     Attributes:
-        queries: [T, h, dim] of every rank.
+        queries: [T, h, dim] of every rank; None where each has those of all heads.
         results: out [T, H, d] and lse float32 [T, H] of every rank, H heads of all ranks together.
         rank: this one.
     """
 
-    queries: Shared
+    queries: Shared | None
     results: Shared
     rank: int
 
     @classmethod
-    def take(cls, memory: PeerMemory, q: torch.Tensor, heads: int, dim: int) -> Direct:
-        """For queries q [T, h, dim_q] of this rank and results of so many heads and numbers."""
+    def take(cls, memory: PeerMemory, q: torch.Tensor, heads: int, dim: int, all_heads: bool) -> Direct:
+        """For queries q [T, h, dim_q] of this rank and results of so many heads and numbers.
+
+        Args:
+            all_heads: q are of all heads, and the results of all are wanted.
+        """
         tokens = q.shape[0]
-        queries = memory.take((tuple(q.shape), q.dtype), pool="queries")
+        queries = None if all_heads else memory.take((tuple(q.shape), q.dtype), pool="queries")
         results = memory.take(((tokens, heads, dim), q.dtype), ((tokens, heads), torch.float32), pool="results")
         return cls(queries, results, memory.group.rank())
 
-    def gather(self, q: torch.Tensor, all_heads: bool) -> torch.Tensor:
+    def gather(self, q: torch.Tensor) -> torch.Tensor:
         """All heads' queries [T, H, dim], of which q are this rank's, or all."""
-        if all_heads:
+        if self.queries is None:
             self.results.barrier()
             return q
         (queries,) = self.queries.parts
@@ -59,10 +63,10 @@ class Direct:
         outs, lses = self.results.parts
         return Partial(outs[self.rank], lses[self.rank], None)
 
-    def merge(self, all_heads: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def merge(self) -> tuple[torch.Tensor, torch.Tensor]:
         """out [T, h, d] and lse [T, h] over the keys of all ranks, of this rank's heads or of all."""
         self.results.barrier()
         outs, lses = self.results.parts
-        if not all_heads:
+        if self.queries is not None:
             outs, lses = ([x.chunk(len(x_by_rank), 1)[self.rank] for x in x_by_rank] for x_by_rank in (outs, lses))
         return merge_states(outs, lses)
