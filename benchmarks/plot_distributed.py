@@ -22,6 +22,8 @@ def main() -> None:
     for line in lines:
         if line.get("case") == "curve" and line["what"] == "direct":
             curves.setdefault(line["gpus"], {})[line["keys"]] = line["times one GPU"]
+    if not curves:
+        raise SystemExit(f"{arguments.data} has no lines of benchmarks/distributed.py --case curve")
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()
     for gpus, curve in sorted(curves.items()):
