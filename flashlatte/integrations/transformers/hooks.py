@@ -76,18 +76,8 @@ class BeginForward:
         if isinstance(cache, PagedLatentCache):
             _check_rows(cache.latents, model.config)
             return cache
+        cache = cache_to_adopt(model, call)
         if cache is None:
-            use_cache = call.get("use_cache")
-            if not (model.config.use_cache if use_cache is None else use_cache):
-                return None
-            cache = DynamicCache()
-        if type(cache) is not DynamicCache or cache.offloading:
-            raise ValueError(
-                "past_key_values must be a DynamicCache, not offloaded, or None, for a model whose cache FlashLatte "
-                f"keeps, got {_describe(cache)}: leave cache_implementation unset, or disable(model) first"
-            )
-        if cache.get_seq_length() > 0:
-            # Stock attention began it (before enable, or to compute gradients) and goes on with it.
             return None
         latents = new_latents(model, self.settings)
         layers = 1 + max(module.layer_idx for _, module in attentions(model))
@@ -199,6 +189,23 @@ def _check_rows(latents: PagedLatents, config: Any) -> None:
 
 def argument_names(model: Any) -> list[str]:
     return list(inspect.signature(type(model).forward).parameters)[1:]
+
+
+def cache_to_adopt(model: Any, call: dict[str, Any]) -> DynamicCache | None:
+    """The empty cache of this pass that FlashLatte may keep; None if the pass has none, or stock attention keeps it."""
+    cache = call.get("past_key_values")
+    if cache is None:
+        use_cache = call.get("use_cache")
+        if not (model.config.use_cache if use_cache is None else use_cache):
+            return None
+        cache = DynamicCache()
+    if type(cache) is not DynamicCache or cache.offloading:
+        raise ValueError(
+            "past_key_values must be a DynamicCache, not offloaded, or None, for a model whose cache FlashLatte "
+            f"keeps, got {_describe(cache)}: leave cache_implementation unset, or disable(model) first"
+        )
+    # Stock attention began it (before enable, or to compute gradients) and goes on with it.
+    return None if cache.get_seq_length() else cache
 
 
 def _describe(cache: Any) -> str:

@@ -130,17 +130,8 @@ class BeginForward:
             return None
         if isinstance(cache, PagedV4Cache):
             return cache
-        if cache is None:
-            use_cache = call.get("use_cache")
-            if not (model.config.use_cache if use_cache is None else use_cache):
-                return None
-            cache = DynamicCache()
-        if type(cache) is not DynamicCache or cache.offloading:
-            raise ValueError(
-                "past_key_values must be a DynamicCache, not offloaded, or None, for a model whose cache FlashLatte "
-                f"keeps, got {type(cache).__name__}: leave cache_implementation unset, or disable(model) first"
-            )
-        return None if cache.get_seq_length() else PagedV4Cache.adopt(cache, new_store(model, self.settings))
+        cache = hooks.cache_to_adopt(model, call)
+        return None if cache is None else PagedV4Cache.adopt(cache, new_store(model, self.settings))
 
 
 def end_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
