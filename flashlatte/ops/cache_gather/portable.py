@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton.language as tl
 
@@ -45,69 +47,29 @@ def cache_gather(
     out_align = unit_bytes(out, out_stride) // out.element_size()
     num_rows = out.shape[0]
     requests = requests_of(cu_seqlens, seq_starts, block_table, num_pages, page_size)
-    wide = block_table.shape[1] * page_size >= 2**31
-    native = converts_e4m3(cache.device)
-    if layout.tiling is not None:
-        tiled = layout.tiling
+    spans = {
+        "num_rows": num_rows,
+        "seq_ends": seq_ends,
+        "end_stride": 0 if seq_ends is None else seq_ends.stride(0),
+        "out_stride": out_stride // out_align,
+    }
+    variant = {
+        "OUT_ALIGN": out_align,
+        "WIDE": block_table.shape[1] * page_size >= 2**31,
+        "NATIVE": converts_e4m3(cache.device),
+        "INTERPRETED": machine.interpreting(),
+        "enable_fp_fusion": True,
+    }
+    if layout.tiling is not None or layout.block_scaling is not None:
+        gather, form = _scaled_form(layout)
         align = unit_bytes(cache, page_stride)
-        gather_tiles_kernel[(blocks(num_rows, TILED_BLOCKING.tokens),)](
-            *by_name(
-                gather_tiles_kernel,
-                requests,
-                out=out,
-                cache=cache,
-                num_rows=num_rows,
-                seq_ends=seq_ends,
-                end_stride=0 if seq_ends is None else seq_ends.stride(0),
-                page_stride=page_stride // align,
-                out_stride=out_stride // out_align,
-            ),
-            TILE=tiled.tile,
-            TILES=tiled.tiles,
-            SCALE_PLACES=tiled.scale_places,
-            ROW_BYTES=tiled.row_bytes,
-            ROPE_OFFSET=tiled.rope_offset,
-            E8M0=tiled.e8m0,
+        gather[(blocks(num_rows, TILED_BLOCKING.tokens),)](
+            *by_name(gather, requests, out=out, cache=cache, page_stride=page_stride // align, **spans),
+            **form,
+            **variant,
             ALIGN=align,
-            OUT_ALIGN=out_align,
-            WIDE=wide,
-            NATIVE=native,
-            INTERPRETED=machine.interpreting(),
             BLOCK_T=TILED_BLOCKING.tokens,
             num_warps=TILED_BLOCKING.warps,
-            enable_fp_fusion=True,
-        )
-        return
-    if layout.block_scaling is not None:
-        scaled = layout.block_scaling
-        align = unit_bytes(cache, page_stride)
-        gather_blocks_kernel[(blocks(num_rows, TILED_BLOCKING.tokens),)](
-            *by_name(
-                gather_blocks_kernel,
-                requests,
-                out=out,
-                cache=cache,
-                num_rows=num_rows,
-                seq_ends=seq_ends,
-                end_stride=0 if seq_ends is None else seq_ends.stride(0),
-                page_stride=page_stride // align,
-                out_stride=out_stride // out_align,
-            ),
-            FP4=scaled.fp4,
-            BLOCK=scaled.block,
-            BLOCKS=scaled.blocks,
-            SCALE_OFFSET=scaled.scale_offset,
-            TOKEN_BYTES=scaled.token_bytes,
-            SCALE_LANES=scaled.scale_lanes,
-            TAIL=layout.head_dim - scaled.block * scaled.blocks,
-            ALIGN=align,
-            OUT_ALIGN=out_align,
-            WIDE=wide,
-            NATIVE=native,
-            INTERPRETED=machine.interpreting(),
-            BLOCK_T=TILED_BLOCKING.tokens,
-            num_warps=TILED_BLOCKING.warps,
-            enable_fp_fusion=True,
         )
         return
     row_stride = stride_in_use(cache, 1)
@@ -120,24 +82,41 @@ def cache_gather(
             cache=cache,
             scale_tensor=scale_tensor,
             scale_value=scale_value,
-            num_rows=num_rows,
-            seq_ends=seq_ends,
-            end_stride=0 if seq_ends is None else seq_ends.stride(0),
             page_stride=page_stride // align,
             row_stride=row_stride // align,
-            out_stride=out_stride // out_align,
+            **spans,
         ),
+        **variant,
         WIDTH=width,
         ALIGN=align,
-        OUT_ALIGN=out_align,
-        WIDE=wide,
-        NATIVE=native,
-        INTERPRETED=machine.interpreting(),
         BLOCK_T=ROWS_BLOCKING.tokens,
         BLOCK_C=ROWS_COLUMNS,
         num_warps=ROWS_BLOCKING.warps,
-        enable_fp_fusion=True,
     )
+
+
+def _scaled_form(layout: CacheFormat) -> tuple[Any, dict[str, int | bool]]:
+    """The kernel of a format with a scale a tile or a block, and what that format is to it."""
+    if layout.tiling is not None:
+        tiled = layout.tiling
+        return gather_tiles_kernel, {
+            "TILE": tiled.tile,
+            "TILES": tiled.tiles,
+            "SCALE_PLACES": tiled.scale_places,
+            "ROW_BYTES": tiled.row_bytes,
+            "ROPE_OFFSET": tiled.rope_offset,
+            "E8M0": tiled.e8m0,
+        }
+    scaled = layout.block_scaling
+    return gather_blocks_kernel, {
+        "FP4": scaled.fp4,
+        "BLOCK": scaled.block,
+        "BLOCKS": scaled.blocks,
+        "SCALE_OFFSET": scaled.scale_offset,
+        "TOKEN_BYTES": scaled.token_bytes,
+        "SCALE_LANES": scaled.scale_lanes,
+        "TAIL": layout.head_dim - scaled.block * scaled.blocks,
+    }
 
 
 @kernel(by_element=("cu_seqlens", "seq_starts", "seq_ends"))
