@@ -11,6 +11,7 @@ from flashlatte.runtime.torch_op import register_op
 OPERATION = "index_workspace"
 # What sparse prefill's tiles divide without a rest.
 ALIGNMENT = 128
+MOST_ROWS = 2**31 - 1
 
 dispatch.define(
     OPERATION,
@@ -56,9 +57,9 @@ def index_workspace(
         backend: "portable" or "reference"; None chooses.
 
     Returns:
-        rows int32 [T, topk + window rounded up to a multiple of 128]; -1 behind a token's entries, and for an entry
-        below 0, a token that is not gathered and a row too large. And counts int32 [T]: a token's entries, which
-        ``sparse_prefill`` takes as topk_length.
+        rows int32 [T, topk + window rounded up to a multiple of 128]; -1 behind a token's entries, for a token that is
+        not gathered, and for what is none of its request's ``workspace_rows`` or beyond int32. And counts int32 [T]:
+        a token's entries, which ``sparse_prefill`` takes as topk_length.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
@@ -78,6 +79,8 @@ def index_workspace(
     window = checks.positive_int("window", window, or_zero=True)
     ratio = checks.positive_int("ratio", ratio)
     workspace_rows = checks.positive_int("workspace_rows", workspace_rows)
+    if workspace_rows > MOST_ROWS:
+        raise ValueError(f"workspace_rows must be at most {MOST_ROWS}, as rows are int32, got {workspace_rows}")
     if checks.positive_int("window_row", window_row, or_zero=True) > workspace_rows:
         raise ValueError(f"window_row must be one of the {workspace_rows} workspace_rows, got {window_row}")
     width = -(-(topk + window) // ALIGNMENT) * ALIGNMENT

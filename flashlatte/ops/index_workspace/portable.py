@@ -94,6 +94,8 @@ def index_workspace_kernel(
         recent = position + 1 - seen + (column - groups)
         at = recent - (length - gathered)
         valid = tl.where(selects, chosen >= 0, (column < groups + seen) & (at >= 0))
-        row = request * workspace_rows + tl.where(selects, chosen, window_row + at)
+        place = tl.where(selects, chosen, window_row + at)
+        valid = valid & (place < workspace_rows)
+        row = request * workspace_rows + place
         row = tl.where(valid & (row <= 0x7FFFFFFF), row, -1).to(tl.int32)
         tl.store(rows + token * width + column, row, mask=column < width)

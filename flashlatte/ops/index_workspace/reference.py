@@ -38,7 +38,7 @@ def index_workspace(
     recent = position + 1 - seen + column - groups
     at = recent - (length - gathered)[:, None]
     place = torch.where(column < groups, chosen, window_row + at)
-    valid = torch.where(column < groups, chosen >= 0, (column < groups + seen) & (at >= 0))
+    valid = torch.where(column < groups, chosen >= 0, (column < groups + seen) & (at >= 0)) & (place < workspace_rows)
     row = request[:, None] * workspace_rows + place
     rows.copy_(row.where(valid & (row <= torch.iinfo(rows.dtype).max), -1))
     counts.copy_((groups + seen)[:, 0])

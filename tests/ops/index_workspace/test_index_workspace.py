@@ -32,10 +32,10 @@ def walk(chosen, begins, lengths, gathers, tokens, window, ratio, workspace_rows
             base = request * workspace_rows
             for entry in range(min((position + 1) // ratio, topk)):
                 group = entry if chosen is None else chosen[token][entry]
-                found[token].append(base + group if group >= 0 else -1)
+                found[token].append(base + group if 0 <= group < workspace_rows else -1)
             for p in range(max(0, position - window + 1), position + 1):
                 at = p - (length - gathers[request])
-                found[token].append(base + window_row + at if at >= 0 else -1)
+                found[token].append(base + window_row + at if 0 <= at < workspace_rows - window_row else -1)
     return [[row if row < 2**31 else -1 for row in rows] for rows in found]
 
 
@@ -48,7 +48,7 @@ def walk(chosen, begins, lengths, gathers, tokens, window, ratio, workspace_rows
     select=st.booleans(),
     gather=st.booleans(),
     padding=st.integers(0, 2),
-    workspace_rows=st.sampled_from([50, 2**30]),
+    workspace_rows=st.sampled_from([22, 50, 2**30]),
     dtype=st.sampled_from([torch.int32, torch.int64]),
     seed=st.integers(0, 1000),
 )
@@ -84,6 +84,17 @@ def test_against_a_walk(spans, window, ratio, topk, first, select, gather, paddi
         assert row == wanted + [-1] * (len(row) - len(wanted))
 
 
+@pytest.mark.parametrize("entry", [16, 2**31 - 1, 2**63 - 1])
+def test_rows_of_another_request_are_none(entry):
+    indices = torch.tensor([[entry, 15]])
+    cu_seqlens, lengths = torch.tensor([0, 0, 1]), torch.tensor([0, 40])
+    sizes = {"window": 20, "ratio": 1, "workspace_rows": 16, "window_row": 4}
+    rows, counts = index_workspace(indices, cu_seqlens, lengths, 1, gather_lens=lengths, **sizes, backend=BACKEND)
+    assert rows[0, :2].tolist() == [-1, 16 + 15]
+    assert rows[0, 2:].tolist() == [-1] * 126
+    assert counts.tolist() == [22]
+
+
 def call(**change):
     arguments: dict[str, Any] = {
         "indices": torch.zeros(3, 4, dtype=torch.int32),
@@ -110,6 +121,7 @@ def call(**change):
         ({"window": -1}, ValueError, "^window must be at least 0, got -1$"),
         ({"ratio": 0}, ValueError, "^ratio must be at least 1, got 0$"),
         ({"window_row": 17}, ValueError, "^window_row must be one of the 16 workspace_rows, got 17$"),
+        ({"workspace_rows": 2**31}, ValueError, "^workspace_rows must be at most 2147483647, as rows are int32"),
     ],
 )
 def test_errors_name_the_argument(change, error, message):
