@@ -128,9 +128,14 @@ def append_text(path: Path, text: str) -> None:
 
 
 def read_newest(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """The newest right line of each (case, backend, device), in the order of their first appearance."""
+    """The newest right line of each (case, backend, device), in the order of their first appearance.
+
+    Lines of other benchmarks, which may lie beside them, have no ``problem``.
+    """
     newest: dict[tuple[str, str, str], dict[str, Any]] = {}
     for line in _lines(paths):
+        if "problem" not in line:
+            continue
         key = (line["case"], line["backend"], line["device"])
         if line["status"] == "ok" and (key not in newest or line["date"] >= newest[key]["date"]):
             newest[key] = line

@@ -379,6 +379,24 @@ def test_plot_without_results(
     assert "line 1: not a JSON line" in capsys.readouterr().err
 
 
+RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.jsonl"))
+
+
+def test_results_of_other_benchmarks_are_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    own = result_line(cases.CASES[0], "hopper", 20.0)
+    results.append_text(file, own + '\n{"op": "topk", "case": "another benchmark\'s", "us": 1.0, "device": "x"}\n')
+    assert results.read_newest([file]) == [json.loads(own)]
+    assert {line["case"] for line in results.read_newest(RESULTS)} > {case.name for case in cases.SPARSE_DECODE[:3]}
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.name)
+def test_every_line_that_is_kept_says_on_what_and_of_which_commit(file: Path) -> None:
+    for line in lines(file):
+        assert line["device"].startswith("NVIDIA ")
+        assert line["commit"]
+
+
 @pytest.mark.parametrize(
     ("device", "slug"),
     [
