@@ -2,7 +2,8 @@
 
 from flashlatte.distributed.agreement import failing_together
 from flashlatte.distributed.context_parallel import ContextParallel
-from flashlatte.distributed.layer import TensorParallelAttention, shard_metadata
+from flashlatte.distributed.layer import TensorParallelAttention
+from flashlatte.distributed.metadata import shard_metadata
 from flashlatte.distributed.plan import ShardPlan
 from flashlatte.distributed.prefill import PrefillRing
 from flashlatte.kv_cache.sharding import Sharding

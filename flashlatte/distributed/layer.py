@@ -1,9 +1,7 @@
-"""The MLA layer over several ranks: heads divided (tensor parallelism), and keys too (with ``ContextParallel``)."""
+"""The MLA layer with its heads divided over ranks: tensor parallelism."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -13,11 +11,8 @@ from torch import nn
 
 from flashlatte.distributed import collectives
 from flashlatte.distributed.agreement import Agreement
-from flashlatte.distributed.context_parallel import ContextParallel
 from flashlatte.distributed.peer_memory import PeerMemory
-from flashlatte.distributed.plan import ShardPlan
 from flashlatte.layers import MLAAttention, MLAConfig
-from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.metadata import MLAMetadata
 
 
@@ -81,73 +76,3 @@ class TensorParallelAttention(nn.Module):
         if isinstance(self._peers, PeerMemory) and self._peers.sums(part):
             return self._peers.sum(part)
         return collectives.all_reduce(part, self.group)
-
-
-@dataclass(frozen=True)
-class DecodeOverRanks:
-    """Attention of a step's decode part over the keys of all ranks, as ``DecodePart`` holds it."""
-
-    context: ContextParallel
-    plan: ShardPlan
-
-    def __call__(
-        self, query: torch.Tensor, cache: LatentCache, softmax_scale: float, backend: str | None
-    ) -> torch.Tensor:
-        out, _ = self.context.decode(
-            query,
-            cache.pages,
-            self.plan,
-            cache_format=cache.layout,
-            head_dim_v=cache.value_dim,
-            softmax_scale=softmax_scale,
-            k_scale=cache.scale,
-            backend=backend,
-        )
-        return out
-
-
-def shard_metadata(metadata: MLAMetadata, context: ContextParallel, *, cache_format: str | None = None) -> MLAMetadata:
-    """A step's metadata for a rank whose cache has a part of every request's keys.
-
-    It runs on the device: inside a CUDA graph it follows what ``MLAMetadataBuilder.build`` wrote since.
-
-    Args:
-        metadata: built for pages of as many tokens as all ranks hold of a page: a multiple of size · interleave.
-        context: whose ranks divide the keys. They are the ranks of the layer's tensor parallelism, or some of them, and
-            have equally many heads.
-        cache_format: of the cache, by name, needed for those with scales.
-
-    Returns:
-        Metadata for pages of ``page_size`` / size tokens, of which this rank stores its own.
-
-    Raises:
-        ValueError: pages that cannot be divided so; metadata that is divided already, has an indexer's selection, or
-            has prefill over cached tokens, which have no such form yet (prefill of whole prompts has).
-    """
-    if metadata.sharding is not None:
-        raise ValueError(f"metadata must not be divided yet, got a part for {metadata.sharding}")
-    if metadata.selection is not None:
-        raise ValueError("metadata must be without a selection: layers with an indexer are not divided by keys yet")
-    if metadata.prefill is not None and metadata.prefill.chunks:
-        raise ValueError(
-            "metadata must have no prefill over cached tokens, whose keys lie on other ranks too; whole prompts, and "
-            "steps within the builder's max_decode_queries, may be divided"
-        )
-    page_tokens, decode = metadata.page_size, metadata.decode
-    slots = context.sharding.local_slots(metadata.slot_mapping, page_tokens)
-    if decode is not None:
-        plan = context.plan(
-            decode.block_table,
-            decode.seq_lens,
-            page_tokens=page_tokens,
-            queries=decode.queries,
-            cache_format=cache_format,
-        )
-        decode = dataclasses.replace(decode, over_ranks=DecodeOverRanks(context, plan))
-    return dataclasses.replace(
-        metadata,
-        page_size=page_tokens // context.sharding.size,
-        slot_mapping=slots,
-        decode=decode,
-        sharding=context.sharding,
-    )

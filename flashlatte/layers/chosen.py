@@ -30,6 +30,8 @@ def chunk_rows(cache: LatentCache, chunk: SelectionChunk, dtype: torch.dtype) ->
 
     None if neither can be had: then its slots are read one by one.
     """
+    if chunk.over_ranks is not None:
+        return chunk.over_ranks.latents(cache, dtype).unsqueeze(1)
     if chunk.gathers:
         rows = cache_gather(
             cache.pages,

@@ -25,12 +25,14 @@ def attend_pages(
         indices: int [T, topk], the slots that each query attends to; None: all of its request up to its own.
         backend: of the operation that reads the pages.
     """
+    over_ranks = None if part is None else part.over_ranks
     if indices is not None:
-        return attend_selected(query, cache, indices, softmax_scale, backend)
+        attend = attend_selected if over_ranks is None else over_ranks.attend_selected
+        return attend(query, cache, indices, softmax_scale, backend)
     if part is None:
         raise ValueError("metadata has no decode part, and there are queries that attend in absorbed form")
-    if part.over_ranks is not None:
-        return _by_token(part.over_ranks(_by_request(query, part), cache, softmax_scale, backend), part)
+    if over_ranks is not None:
+        return _by_token(over_ranks.attend(_by_request(query, part), cache, softmax_scale, backend), part)
     if cache.layout.plain:
         return _attend_dense(query, cache, part, softmax_scale, backend)
     # To read another format through dense_decode would take a dequantised copy of the whole history at every step;

@@ -139,8 +139,14 @@ class Indexing:
         rows = selection.chosen(0, q.shape[0])
         if part.pad_index is not None:
             q, weights = q[part.pad_index], weights[part.pad_index]
+        q = q.unflatten(0, (part.requests, part.queries))
+        if part.over_ranks is not None:
+            limits = selection.topk, selection.logit_bytes
+            chosen = part.over_ranks.select(q, self.pages, weights, *limits, self.backend)
+            rows.copy_(chosen if part.unpad_index is None else chosen[part.unpad_index])
+            return
         chosen = paged_index_select(
-            q.unflatten(0, (part.requests, part.queries)),
+            q,
             self.pages,
             weights,
             part.seq_lens,
@@ -163,9 +169,12 @@ class Indexing:
         slots: torch.Tensor,
     ) -> None:
         head_dim = self.config.head_dim
-        keys, scales = index_gather(
-            self.pages, chunk.block_table, chunk.cu_keys, chunk.keys, head_dim=head_dim, backend=self.backend
-        )
+        if chunk.over_ranks is not None:
+            keys, scales = chunk.over_ranks.index_keys(self.pages, head_dim, self.backend)
+        else:
+            keys, scales = index_gather(
+                self.pages, chunk.block_table, chunk.cu_keys, chunk.keys, head_dim=head_dim, backend=self.backend
+            )
         positions = index_select(
             q,
             keys,

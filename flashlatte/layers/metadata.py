@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,7 +10,7 @@ import torch
 
 from flashlatte.kv_cache import get_format
 from flashlatte.kv_cache.sharding import Sharding
-from flashlatte.layers.cache import LatentCache
+from flashlatte.layers.over_ranks import DecodeOverRanks, RowsOverRanks
 from flashlatte.layers.selection import Selection
 
 _Part = TypeVar("_Part")
@@ -31,8 +30,7 @@ class DecodePart:
         every_slot: int32 [n, width], slots of a request's tokens in order, for cache formats of which there is no
             dense decode; None for the others.
         seen: beside ``every_slot``, int32 [n, queries], how many of them each query sees.
-        over_ranks: where other ranks have some of the keys: (queries [n, queries, h, head_dim], cache, softmax_scale,
-            backend) to [n, queries, h, value_dim] over all of them.
+        over_ranks: attention over the keys of all ranks, where other ranks have some of them; None where this has all.
     """
 
     queries: int
@@ -42,7 +40,7 @@ class DecodePart:
     unpad_index: torch.Tensor | None = None
     every_slot: torch.Tensor | None = None
     seen: torch.Tensor | None = None
-    over_ranks: Callable[[torch.Tensor, LatentCache, float, str | None], torch.Tensor] | None = None
+    over_ranks: DecodeOverRanks | None = None
 
     @property
     def requests(self) -> int:
@@ -60,6 +58,7 @@ class ContextChunk:
         cu_queries, cu_keys: int32 [m + 1], where each request's queries and keys begin.
         starts: int32 [m], the first cached token of each request that is in the chunk.
         block_table: int32 [m, max_pages].
+        over_ranks: the rows, where other ranks have some of them; None where this has all.
     """
 
     first: int
@@ -71,6 +70,7 @@ class ContextChunk:
     cu_keys: torch.Tensor
     starts: torch.Tensor
     block_table: torch.Tensor
+    over_ranks: RowsOverRanks | None = None
 
 
 @dataclass(frozen=True)

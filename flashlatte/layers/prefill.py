@@ -90,21 +90,7 @@ def _attend_chunk(
     softmax_scale: float,
     workspace: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    gathered = None
-    if workspace is not None and workspace.dtype == query.dtype:
-        gathered = workspace[: chunk.tokens]
-    rows = cache_gather(
-        cache.pages,
-        chunk.block_table,
-        chunk.cu_keys,
-        cache_format=cache.layout,
-        scale=cache.scale,
-        seq_starts=chunk.starts,
-        total_tokens=chunk.tokens,
-        dtype=query.dtype,
-        out=gathered,
-    )
-    keys, values = expand.keys_and_values(rows)
+    keys, values = expand.keys_and_values(_cached_rows(cache, chunk, query.dtype, workspace))
     return dense_prefill(
         query,
         keys,
@@ -114,4 +100,23 @@ def _attend_chunk(
         chunk.max_queries,
         chunk.max_keys,
         softmax_scale=softmax_scale,
+    )
+
+
+def _cached_rows(
+    cache: LatentCache, chunk: ContextChunk, dtype: torch.dtype, workspace: torch.Tensor | None
+) -> torch.Tensor:
+    """Rows [tokens, latent + rope] of the chunk."""
+    if chunk.over_ranks is not None:
+        return chunk.over_ranks.latents(cache, dtype)
+    return cache_gather(
+        cache.pages,
+        chunk.block_table,
+        chunk.cu_keys,
+        cache_format=cache.layout,
+        scale=cache.scale,
+        seq_starts=chunk.starts,
+        total_tokens=chunk.tokens,
+        dtype=dtype,
+        out=workspace[: chunk.tokens] if workspace is not None and workspace.dtype == dtype else None,
     )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from flashlatte.layers.over_ranks import RowsOverRanks
+
 # Index logits that exist at once, and tokens whose rows are gathered at once: 302 MB in bf16.
 LOGIT_BYTES, GATHER_TOKENS = 2**29, 2**18
 
@@ -24,6 +26,7 @@ class SelectionChunk:
         request_ids: int32 [last - first], the request of each token among the m.
         block_table: int32 [m, max_pages].
         gathers: whether attention reads gathered rows, to which the choice then points, and not the cache's slots.
+        over_ranks: the rows and index keys, where other ranks have some of them; None where this has all.
     """
 
     first: int
@@ -35,6 +38,7 @@ class SelectionChunk:
     request_ids: torch.Tensor
     block_table: torch.Tensor
     gathers: bool
+    over_ranks: RowsOverRanks | None = None
 
 
 @dataclass
@@ -44,7 +48,8 @@ class Selection:
     Attributes:
         topk: tokens that a query selects at most.
         slots: int32 [num_tokens, topk], where the chosen tokens lie in the cache (or among gathered rows, as the chunk
-            says), then -1. None if no request can come to more than ``topk`` tokens, so that all are selected.
+            says), then -1; those that another rank's cache has are not among them. None if no request can come to more
+            than ``topk`` tokens, so that all are selected.
         chunks: of the prefill part; None if its requests have at most ``topk`` tokens, so that all are selected.
         logit_bytes: of index logits that may exist at once.
         made: whether an indexer has chosen in this step. It tells a layer that would share a choice from none.

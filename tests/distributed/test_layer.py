@@ -1,5 +1,6 @@
 """The MLA layer with heads, and keys, over 2 to 4 processes against the layer in one."""
 
+import pytest
 import torch
 from support import rank_layer_jobs
 
@@ -18,21 +19,20 @@ def test_heads_over_ranks(ranks):
         assert stored == tokens
 
 
-def test_heads_and_keys_over_ranks(ranks):
-    """Each token is stored once in each group that divides the keys: all 2, 3 or 4 ranks, or 2 of 4."""
+@pytest.mark.parametrize("index_format", [None, "index_fp32", "index_fp8"])
+def test_heads_and_keys_over_ranks(ranks, index_format):
+    """Each token is stored once in each group that divides the keys: all 2, 3 or 4 ranks, or 2 of 4.
+
+    Steps have prefill over cached tokens. An indexer selects among all of them, 8 for each query.
+    """
     heads = 12
-    wanted = rank_layer_jobs.whole(heads)
+    wanted = rank_layer_jobs.whole(heads, index_format)
     tokens = sum(sum(step.values()) for step in rank_layer_jobs.STEPS)
     for keys_over in {2: (2,), 3: (3,), 4: (2, 4)}[ranks.size]:
-        results = ranks.run(rank_layer_jobs.divided, keys_over, heads)
+        results = ranks.run(rank_layer_jobs.divided, keys_over, heads, index_format)
         for got, _ in results:
             assert_close(got, wanted)
         assert sum(stored for _, stored in results) == ranks.size // keys_over * tokens
-
-
-def test_prefill_over_cached_tokens_is_refused(ranks):
-    told = ranks.outcomes(rank_layer_jobs.of_a_step_with_a_context)
-    assert all("metadata must have no prefill over cached tokens" in failure.message for failure in told)
 
 
 def test_fewer_heads_than_ranks(ranks):
