@@ -26,6 +26,7 @@ PACKAGES = ("torch", "triton", "transformers")
 DEEPSEEK_V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536)
 # Latent and rotated dims of DeepSeek-V4's rows.
 V4_ROW = (448, 64)
+V4_MODEL = "model: DeepSeek-V4's. Operations are those of the layers of DeepSeek-V3, and V4's over its own caches."
 # Columns of the names of operations.
 NAMES_WIDTH = 72
 
@@ -43,7 +44,9 @@ def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, A
     ops.load()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     fields = None if model is None else read_fields(model)
-    config = None if fields is None else MLAConfig.from_transformers(fields)
+    # Also V4.1.
+    v4 = fields is not None and str(fields.get("model_type")).startswith("deepseek_v4")
+    config = None if fields is None or v4 else MLAConfig.from_transformers(fields)
     calls = typical_calls(device, DTYPES[dtype], config)
     return {
         "versions": {
@@ -53,9 +56,9 @@ def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, A
         },
         "device": _describe(device),
         "dtype": dtype,
-        "model": None if config is None else _describe_model(config),
+        "model": V4_MODEL if v4 else None if config is None else _describe_model(config),
         "operations": [_choices(call) for call in calls],
-        "vllm": vllm.examine(DTYPES[dtype], config),
+        "vllm": vllm.examine(DTYPES[dtype], config, v4=v4),
         "compiled": _compiled(model, dtype) if model and torch.cuda.is_available() and dtype != "fp32" else None,
     }
 

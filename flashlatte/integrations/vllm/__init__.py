@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 
-from flashlatte.integrations.vllm import compat
+from flashlatte.integrations.vllm import compat, serves
 
 __all__ = ["cpu_platform", "register"]
 
@@ -33,6 +33,8 @@ def register() -> None:
     * ``auto``: so do the names of vLLM's own MLA backends but TRITON_MLA. Whichever vLLM chooses is FlashLatte, or, if
       FlashLatte refuses the model or an option, TRITON_MLA.
 
+    DeepSeek-V4's models, which take no attention backend, are refused where CUSTOM is named for them.
+
     Where vLLM is missing or of a version that FlashLatte does not know, it says so once and registers nothing.
 
     Raises:
@@ -45,6 +47,7 @@ def register() -> None:
         return
     compat.register_attention("CUSTOM", DENSE)
     compat.register_prefill("CUSTOM", PREFILL)
+    compat.check_models(serves.V4_MODELS, serves.check_v4)
     if chosen == "auto":
         for name in compat.AUTOMATIC_DENSE:
             compat.register_attention(name, DENSE)

@@ -9,6 +9,7 @@ import functools
 import importlib.metadata
 import logging
 import re
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from flashlatte.layers.metadata import ContextChunk, PrefillPart
@@ -86,6 +87,33 @@ def register_prefill(name: str, path: str) -> None:
     except ImportError:
         return
     register_mla_prefill_backend(MLAPrefillBackendEnum[name], path)
+
+
+def check_models(architectures: Iterable[str], check: Callable[[str | None], None]) -> None:
+    """Let vLLM call ``check`` with the name of the chosen backend when it configures one of these models.
+
+    That is before weights load. The models are those whose layers look at no backend's own reasons. What vLLM itself
+    does for such a model is done as before, and a second call changes nothing.
+    """
+    from vllm.model_executor.models.config import (  # pyright: ignore[reportMissingImports]
+        MODELS_CONFIG_MAP,
+        VerifyAndUpdateConfig,
+    )
+
+    for architecture in architectures:
+        known = MODELS_CONFIG_MAP.get(architecture, VerifyAndUpdateConfig)
+        if not hasattr(known, "checked_by_flashlatte"):
+            MODELS_CONFIG_MAP[architecture] = _checked(known, check)
+
+
+def _checked(known: type, check: Callable[[str | None], None]) -> type:
+    def verify(vllm_config: Any) -> None:
+        backend = vllm_config.attention_config.backend
+        check(None if backend is None else backend.name)
+        known.verify_and_update_config(vllm_config)
+
+    members = {"checked_by_flashlatte": True, "verify_and_update_config": staticmethod(verify)}
+    return type(known.__name__, (known,), members)
 
 
 def automatic_choice(head_dim: int, dtype: torch.dtype, num_heads: int, sparse: bool) -> str:

@@ -15,8 +15,12 @@ from flashlatte.layers.config import MLAConfig
 GROUP, PLUGIN = "vllm.general_plugins", "flashlatte"
 
 
-def examine(dtype: torch.dtype, model: MLAConfig | None = None) -> dict[str, Any]:
-    """Versions and choices as plain data. vLLM is imported only if there is a ``model``."""
+def examine(dtype: torch.dtype, model: MLAConfig | None = None, *, v4: bool = False) -> dict[str, Any]:
+    """Versions and choices as plain data. vLLM is imported only if there is a ``model``.
+
+    Args:
+        v4: the model is DeepSeek-V4, which is no ``model``.
+    """
     absent = _absent()
     facts: dict[str, Any] = {
         "version": compat.version(),
@@ -24,13 +28,17 @@ def examine(dtype: torch.dtype, model: MLAConfig | None = None) -> dict[str, Any
         "reason": absent,
         "mode": vllm.mode(),
     }
-    if model is not None and facts["version"] is not None:
+    if facts["version"] is None:
+        return facts
+    if v4:
+        facts |= {"refusal": serves.V4_IS_VLLMS, "chosen": None}
+    elif model is not None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         facts["option"] = (
             "--attention-backend CUSTOM, or FLASHLATTE_VLLM=auto" if device_type == "cuda" else f"{vllm.ON_CPU}=1"
         )
         facts["refusal"] = (
-            "on a GPU, models with an indexer are vLLM's own"
+            serves.INDEXERS_ON_GPUS
             if model.indexer is not None and device_type == "cuda"
             else serves.refuses_dense(device_type, model.head_dim, dtype, "auto", None)
         )

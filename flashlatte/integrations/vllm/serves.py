@@ -28,12 +28,34 @@ CACHE_DTYPES = {
 # And those of caches that the attention of an indexer's choice reads; fp8_ds_mla is FlashLatte's v32.
 SPARSE_CACHES = ("auto", "bfloat16", "float16", "fp8_ds_mla")
 
+# DeepSeek-V4's architectures in vLLM, whose attention is layers of their own: they take no attention backend.
+V4_MODELS = ("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepseekV41ForCausalLM")
+# Why FlashLatte does not serve a kind of model inside vLLM.
+V4_IS_VLLMS = (
+    "DeepSeek-V4 is vLLM's own: its attention is layers of the model, which take no attention backend and would run "
+    "as if none had been named"
+)
+INDEXERS_ON_GPUS = (
+    "on a GPU, models with an indexer are vLLM's own: their layers write both caches and choose tokens in kernels of "
+    "their own"
+)
+
 
 def page_sizes(block_size: int | None, multiple_of: Callable[[int], Any]) -> list[Any]:
     """The sizes of the pages that vLLM's blocks are read in: 64 where they can be split so, else any."""
     if block_size is not None and block_size % PAGE_SIZE == 0:
         return [PAGE_SIZE]
     return [multiple_of(1)]
+
+
+def check_v4(backend: str | None) -> None:
+    """Refuse DeepSeek-V4 where FlashLatte is named for it.
+
+    Raises:
+        ValueError: ``backend``, vLLM's attention backend, is CUSTOM.
+    """
+    if backend == "CUSTOM":
+        raise ValueError(f"attention backend CUSTOM is FlashLatte, and {V4_IS_VLLMS}. Leave the option out")
 
 
 def refuses_dense(

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flashlatte.integrations.vllm import serves
+
 LATENT, ROPE, HEADS, PAGE = 512, 64, 2, 16
 
 
@@ -62,6 +64,10 @@ def test_what_is_served(changes):
 )
 def test_what_is_refused(changes, reason):
     assert reason in reasons(**changes)
+
+
+def test_indexers_are_refused_with_the_reason():
+    assert f"FlashLatte: {serves.INDEXERS_ON_GPUS}" in reasons(use_sparse=True)
 
 
 def test_kernels_refuse_in_their_own_words(monkeypatch):

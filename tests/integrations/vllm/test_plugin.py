@@ -4,11 +4,13 @@ import dataclasses
 import logging
 import subprocess
 import sys
+import types
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from flashlatte import doctor
 from flashlatte.integrations import vllm
 from flashlatte.integrations.vllm import compat, examine, serves
 from flashlatte.layers import MLAConfig
@@ -23,6 +25,7 @@ def installed(monkeypatch):
     registered = []
     monkeypatch.setattr(compat, "register_attention", lambda name, path: registered.append((name, path)))
     monkeypatch.setattr(compat, "register_prefill", lambda name, path: registered.append((name, path)))
+    monkeypatch.setattr(compat, "check_models", lambda architectures, check: None)
     monkeypatch.delenv("FLASHLATTE_VLLM", raising=False)
     compat.say_once.cache_clear()
 
@@ -75,6 +78,60 @@ def test_a_mode_that_does_not_exist(installed, monkeypatch):
     monkeypatch.setenv("FLASHLATTE_VLLM", "on")
     with pytest.raises(ValueError, match="FLASHLATTE_VLLM must be custom or auto, got 'on'"):
         vllm.register()
+
+
+@pytest.fixture
+def configurations(monkeypatch):
+    """vLLM's table of what it does to the configuration of a model, and what was done."""
+    done = []
+
+    class VerifyAndUpdateConfig:
+        @staticmethod
+        def verify_and_update_config(vllm_config):
+            done.append("base")
+
+    class OfV4(VerifyAndUpdateConfig):
+        @classmethod
+        def verify_and_update_config(cls, vllm_config):
+            done.append(cls.__name__)
+
+        @staticmethod
+        def verify_and_update_model_config(model_config):
+            done.append(model_config)
+
+    path = "vllm.model_executor.models.config"
+    for end in range(1, 5):
+        monkeypatch.setitem(sys.modules, ".".join(path.split(".")[:end]), types.ModuleType("stand_in"))
+    table = {"DeepseekV4ForCausalLM": OfV4, "Other": VerifyAndUpdateConfig}
+    vars(sys.modules[path]).update(VerifyAndUpdateConfig=VerifyAndUpdateConfig, MODELS_CONFIG_MAP=table)
+    return table, done
+
+
+def _with_backend(name):
+    backend = None if name is None else SimpleNamespace(name=name)
+    return SimpleNamespace(attention_config=SimpleNamespace(backend=backend))
+
+
+def test_models_that_take_no_backend_are_refused_with_ours(configurations):
+    table, done = configurations
+    compat.check_models(serves.V4_MODELS, serves.check_v4)
+    assert table.keys() == {*serves.V4_MODELS, "Other"}
+    for architecture in serves.V4_MODELS:
+        with pytest.raises(ValueError, match="CUSTOM is FlashLatte, and DeepSeek-V4 is vLLM's own"):
+            table[architecture].verify_and_update_config(_with_backend("CUSTOM"))
+    assert done == []
+
+
+def test_what_vllm_does_to_a_configuration_is_done_once(configurations):
+    table, done = configurations
+    compat.check_models(serves.V4_MODELS, serves.check_v4)
+    before = dict(table)
+    compat.check_models(serves.V4_MODELS, serves.check_v4)
+    assert table == before
+    table["DeepseekV4ForCausalLM"].verify_and_update_config(_with_backend(None))
+    table["DeepseekV41ForCausalLM"].verify_and_update_config(_with_backend("FLASHMLA_SPARSE"))
+    table["DeepseekV4ForCausalLM"].verify_and_update_model_config("of the model")
+    assert done == ["OfV4", "base", "of the model"]
 
 
 def test_the_platform_is_asked_for(installed, monkeypatch):
@@ -230,8 +287,19 @@ def test_doctor_of_a_model_with_an_indexer(monkeypatch):
     indexer = IndexerConfig(num_heads=64, head_dim=128, topk=2048)
     lines = examine.report(examine.examine(torch.bfloat16, dataclasses.replace(V3, indexer=indexer)))
     assert lines[1:] == [
-        "    not served by FlashLatte: on a GPU, models with an indexer are vLLM's own",
+        f"    not served by FlashLatte: {serves.INDEXERS_ON_GPUS}",
         "    without an option vLLM takes vllm.FlashMLASparseBackend",
+    ]
+
+
+def test_doctor_of_deepseek_v4(monkeypatch, tmp_path):
+    monkeypatch.setattr(compat, "version", lambda: "0.33.0")
+    monkeypatch.setattr(examine, "_absent", lambda: None)
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v4", "head_dim": 512}')
+    assert doctor.examine(model=tmp_path)["vllm"]["refusal"] == serves.V4_IS_VLLMS
+    assert examine.report(examine.examine(torch.bfloat16, v4=True)) == [
+        "vLLM 0.33.0: FlashLatte's plugin is registered",
+        f"    not served by FlashLatte: {serves.V4_IS_VLLMS}",
     ]
 
 

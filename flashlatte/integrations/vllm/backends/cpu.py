@@ -44,7 +44,9 @@ class FlashLatteCpuPlatform(CpuPlatform):
         )
         super().check_and_update_config(vllm_config)
         model = vllm_config.model_config
-        if model is not None and model.use_mla and _is_ours(vllm_config.attention_config.backend):
+        if model is None or model.architecture in serves.V4_MODELS:  # which vLLM counts as MLA too
+            return
+        if model.use_mla and _is_ours(vllm_config.attention_config.backend):
             (
                 cache.block_size,
                 cache.enable_prefix_caching,

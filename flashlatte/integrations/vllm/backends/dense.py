@@ -72,9 +72,14 @@ class FlashLatteMLABackend(AnyPageSize, MLACommonBackend):
         dtype: torch.dtype,
         kv_cache_dtype: str | None,
         block_size: int | None,
+        use_mla: bool = True,
+        has_sink: bool = False,
+        use_sparse: bool = False,
         *_: Any,
         **__: Any,
     ) -> str | None:
+        if use_sparse:
+            return f"FlashLatte: {serves.INDEXERS_ON_GPUS}"
         return serves.refuses_dense(current_platform.device_type, head_size, dtype, kv_cache_dtype, block_size)
 
 
