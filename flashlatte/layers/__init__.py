@@ -8,7 +8,7 @@ from flashlatte.layers.builder import MLAMetadataBuilder
 from flashlatte.layers.config import IndexerConfig, MLAConfig, Rope, Yarn
 from flashlatte.layers.indexer import Indexer
 from flashlatte.layers.metadata import MLAMetadata
-from flashlatte.layers.v4 import V4Attention, V4Cache, V4Config, V4IndexerConfig, V4Step
+from flashlatte.layers.v4 import V4Attention, V4Cache, V4Config, V4IndexerConfig, V4Step, WorkspaceLimits
 
 __all__ = [
     "Indexer",
@@ -23,5 +23,6 @@ __all__ = [
     "V4Config",
     "V4IndexerConfig",
     "V4Step",
+    "WorkspaceLimits",
     "Yarn",
 ]

@@ -11,7 +11,7 @@ from gpu.harness import DEVICE, bits
 import flashlatte
 from flashlatte import kv_cache
 from flashlatte.kv_cache.registry import as_format
-from flashlatte.layers import V4Attention, V4Cache, V4Config, V4IndexerConfig, V4Step
+from flashlatte.layers import V4Attention, V4Cache, V4Config, V4IndexerConfig, V4Step, WorkspaceLimits
 
 pytestmark = pytest.mark.gpu
 
@@ -154,16 +154,17 @@ def clone(cache: V4Cache) -> V4Cache:
 
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])
-def test_layer(ratio: int) -> None:
+@pytest.mark.parametrize("over_workspace", [False, True])
+def test_layer(ratio: int, over_workspace: bool) -> None:
+    """Prefill and a few tokens, all over pages, or those of prefill over a workspace."""
+    limits = WorkspaceLimits(queries=90) if over_workspace else None
     layer, cache, pages, groups = layer_of(ratio)
     hidden, outs = torch.randn(390, 1024, device=DEVICE).to(BF16), []
     for backend in (None, "reference"):
         layer.backend, own, parts = backend, clone(cache), []
         for spans in ([(0, 300), (0, 90)], [(300, 303), (90, 97)]):
-            ids = torch.cat([torch.full((end - begin,), i) for i, (begin, end) in enumerate(spans)]).to(DEVICE)
-            positions = torch.cat([torch.arange(begin, end) for begin, end in spans]).to(DEVICE)
-            step = V4Step.build(ids, positions, pages, groups)
-            parts.append(layer(hidden[-len(positions) :], step, own).float())
+            step = V4Step.of_spans(spans, pages, groups, limits=None if backend else limits)
+            parts.append(layer(hidden[-len(step.positions) :], step, own).float())
         outs.append(torch.cat(parts))
     error = (outs[0] - outs[1]).norm() / outs[1].norm()
     # An index key that is rounded otherwise may select another group.

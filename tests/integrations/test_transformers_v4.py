@@ -13,6 +13,7 @@ pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
 from transformers.cache_utils import DynamicCache  # noqa: E402
 
 from flashlatte.integrations.transformers import disable, enable  # noqa: E402
+from flashlatte.ops.sparse_prefill import sparse_prefill  # noqa: E402
 
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 
@@ -41,7 +42,7 @@ def stock():
         num_experts_per_tok=2,
         mlp_layer_types=["moe"] * 3,
         hc_mult=2,
-        max_position_embeddings=256,
+        max_position_embeddings=512,
         attn_implementation="eager",
     )
     torch.manual_seed(0)
@@ -108,6 +109,26 @@ def test_padding_on_the_left(stock, enabled, sizes):
     wanted, _ = logits_by_steps(stock, ids, sizes, mask)
     found, _ = logits_by_steps(enabled, ids, sizes, mask)
     torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("padding", [0, 9])
+def test_a_prefill_over_a_workspace(stock, enabled, padding, monkeypatch):
+    """Of so many tokens what they see is gathered first, behind a prefix too, and never padding."""
+    over_workspaces = []
+
+    def counted(q, *args, **kwargs):
+        over_workspaces.append(q.shape[0])
+        return sparse_prefill(q, *args, **kwargs)
+
+    monkeypatch.setattr("flashlatte.layers.v4.rows.sparse_prefill", counted)
+    ids, mask = tokens(2, 290), torch.ones(2, 290, dtype=torch.int64)
+    mask[1, :padding] = 0
+    sizes, mask_or_none = [139, 3, 147, 1], mask if padding else None
+    wanted, _ = logits_by_steps(stock, ids, sizes, mask_or_none)
+    found, cache = logits_by_steps(enabled, ids, sizes, mask_or_none)
+    torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], rtol=1e-3, atol=1e-3)
+    assert cache.get_seq_length() == 290
+    assert over_workspaces == [2 * 139] * 3 + [2 * 147] * 3
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ from flashlatte.layers.v4.cache import V4Cache
 from flashlatte.layers.v4.compressed import select_groups
 from flashlatte.layers.v4.config import V4Config
 from flashlatte.layers.v4.modules import LayerCompressor, NormWeight, linear
+from flashlatte.layers.v4.rows import attend_rows
 from flashlatte.layers.v4.step import V4Step
 from flashlatte.ops.norm_rope import rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.ops.q_kv_norm import q_kv_norm
 from flashlatte.ops.rotate_and_cache import rotate_and_cache
-from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.runtime import checks
 
 
@@ -115,19 +115,7 @@ def attend(
         backend=backend,
     )
     selected = select_groups(module.compressor, config, hidden, q_latent, step, cache, table, backend)
-    out, _ = sparse_decode(
-        q.unsqueeze(1),
-        cache.window,
-        step.window_slots.unsqueeze(1),
-        topk_length=step.window_counts,
-        attn_sink=module.sinks.float(),
-        extra_k_cache=None if selected is None else cache.groups,
-        extra_indices=None if selected is None else selected.slots.unsqueeze(1),
-        extra_topk_length=None if selected is None else selected.counts,
-        head_dim_v=head_dim,
-        backend=backend,
-    )
-    out = out.squeeze(1)  # [T, H, head_dim]
+    out = attend_rows(q, config, step, cache, selected, module.sinks.float(), backend)
     # A value is a rotated key: what was turned by the key's position is turned back by the query's.
     tail = out[..., head_dim - config.rope_dim :]
     back = Rotary(_inverse_table(config.rope, config.rope_dim, hidden.device), step.rotary_positions, interleaved=True)

@@ -12,6 +12,7 @@ from flashlatte.layers.v4.cache import V4Cache
 from flashlatte.layers.v4.config import V4Config, V4IndexerConfig
 from flashlatte.layers.v4.step import V4Groups, V4Step
 from flashlatte.ops.compress import compress
+from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.index_query import index_query
 from flashlatte.ops.index_select import paged_index_select
 from flashlatte.ops.norm_rope import rotate_heads
@@ -20,10 +21,39 @@ from flashlatte.ops.norm_rope.rotary import Rotary
 
 @dataclass(frozen=True)
 class SelectedGroups:
-    """Slots of groups, int32 [T, n], of which the first ``counts`` int32 [T] count."""
+    """The groups that tokens attend to.
 
-    slots: torch.Tensor
+    Attributes:
+        numbers: int32 [T, topk], of groups of the token's own request, ascending, then -1. None: all that it sees.
+        counts: int32 [T], how many.
+        groups: of the step.
+        backend: of conversions.
+    """
+
+    numbers: torch.Tensor | None
     counts: torch.Tensor
+    groups: V4Groups
+    backend: str | None
+
+    def slots(self, tokens: slice) -> torch.Tensor:
+        """int32 [n, any], the slots of some tokens' groups, then -1."""
+        if self.numbers is None:
+            return self.groups.all_slots[tokens]
+        groups = self.groups
+        return index_convert(
+            self.numbers[tokens],
+            groups.table,
+            groups.page_size,
+            request_ids=groups.request_ids[tokens],
+            backend=self.backend,
+        )
+
+    def numbers_below(self, most: int, tokens: slice) -> torch.Tensor:
+        """int32 [n, any], the groups of some tokens, of which none is ``most`` or above, then -1."""
+        if self.numbers is not None:
+            return self.numbers[tokens]
+        every = torch.arange(most, dtype=torch.int32, device=self.counts.device)
+        return every.where(every < self.counts[tokens].unsqueeze(1), -1)
 
 
 def select_groups(
@@ -49,22 +79,21 @@ def select_groups(
     groups = step.groups[config.ratio]
     _compress(compressor, config, hidden, step, groups, cache.groups, cache.states, table, backend)
     if config.indexer is None or cache.index_keys is None or cache.index_states is None:
-        return SelectedGroups(groups.all_slots, groups.seen)
+        return SelectedGroups(None, groups.seen, groups, backend)
     indexer = compressor.indexer
     _compress(indexer, config, hidden, step, groups, cache.index_keys, cache.index_states, table, backend)
     q, weights = _index_queries(indexer, config.indexer, hidden, q_latent, cache.index_keys, table, step, backend)
     topk = config.indexer.topk
-    slots = paged_index_select(
+    numbers = paged_index_select(
         q.unsqueeze(1),
         cache.index_keys,
         weights,
         groups.seen,
         groups.table[step.request_ids.clamp(0, groups.table.shape[0] - 1)],
         topk,
-        slots=True,
         backend=backend,
     )
-    return SelectedGroups(slots, groups.seen.clamp_max(topk))
+    return SelectedGroups(numbers, groups.seen.clamp_max(topk), groups, backend)
 
 
 def _compress(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from flashlatte.layers.v4.workspace import DEFAULT_LIMITS, V4Prefill, WorkspaceLimits
 from flashlatte.ops.index_convert import index_convert
 from flashlatte.runtime import checks
 
@@ -85,10 +87,12 @@ class V4Step:
         positions: int32 or int64 [T], of each token in its request: its place in the caches.
         rotary_positions: int32 or int64 [T], by which it is rotated, and which groups it sees.
         window, page_size: tokens that a token sees, and tokens of a page in their cache.
+        window_table: [b, columns], pages of tokens.
         slots: [T], where each token's key goes.
         window_slots: int32 [T, window], the slots of the tokens that each token sees; -1 for none.
         window_counts: int32 [T], after how many of them there are none.
         groups: by ratio.
+        prefill: which requests attend over a workspace. None: none of them.
     """
 
     request_ids: torch.Tensor
@@ -96,10 +100,65 @@ class V4Step:
     rotary_positions: torch.Tensor
     window: int
     page_size: int
+    window_table: torch.Tensor
     slots: torch.Tensor
     window_slots: torch.Tensor
     window_counts: torch.Tensor
     groups: Mapping[int, V4Groups]
+    prefill: V4Prefill | None = None
+
+    @classmethod
+    def of_spans(
+        cls,
+        spans: Sequence[tuple[int, int]],
+        window_table: torch.Tensor,
+        group_tables: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+        *,
+        window: int = 128,
+        page_size: int = 64,
+        rotary_positions: torch.Tensor | None = None,
+        first_tokens: torch.Tensor | None = None,
+        limits: WorkspaceLimits | None = DEFAULT_LIMITS,
+        backend: str | None = None,
+    ) -> V4Step:
+        """The step of new tokens that the host knows, among which requests of many attend over a workspace.
+
+        What is planned here are this step's tokens: a CUDA graph, which serves other steps, holds one of ``build``.
+
+        Args:
+            spans: for each row of ``window_table`` the positions of its request's new tokens, (first, end); none if
+                the two are equal.
+            limits: which requests attend over a workspace; None: none.
+            window_table, group_tables, window, page_size, rotary_positions, first_tokens, backend: as for ``build``.
+
+        Raises:
+            TypeError, ValueError: as ``build``; spans that are not of window_table's requests, or run backwards.
+        """
+        checks.tensor("window_table", window_table, ("b", "columns"), checks.INDEX_DTYPES)
+        device = window_table.device
+        spans = tuple((operator.index(begin), operator.index(end)) for begin, end in spans)
+        if len(spans) != window_table.shape[0]:
+            raise ValueError(f"spans must be of window_table's {window_table.shape[0]} requests, got {len(spans)}")
+        for begin, end in spans:
+            if not 0 <= begin <= end:
+                raise ValueError(f"spans must be (first, end) with 0 <= first <= end, got {(begin, end)}")
+        ids = [request for request, (begin, end) in enumerate(spans) for _ in range(begin, end)]
+        positions = [position for begin, end in spans for position in range(begin, end)]
+        both = torch.tensor([ids, positions], dtype=torch.int64).to(device)
+        step = cls.build(
+            both[0],
+            both[1],
+            window_table,
+            group_tables,
+            window=window,
+            page_size=page_size,
+            rotary_positions=rotary_positions,
+            first_tokens=first_tokens,
+            backend=backend,
+        )
+        if limits is None:
+            return step
+        return replace(step, prefill=V4Prefill(spans, window, limits, device, first_tokens))
 
     @classmethod
     def build(
@@ -125,7 +184,8 @@ class V4Step:
                 states is a ring (``compress``).
             window: of the layers.
             page_size: of caches of tokens and of groups.
-            rotary_positions: int32 or int64 [T], where they are others than ``positions``.
+            rotary_positions: int32 or int64 [T], where they are others than ``positions``. A token sees no group that
+                ends after its own position, whatever they are.
             first_tokens: int32 or int64 [b], the first token of each request that windows see: those before it are
                 padding. Groups are made of padding too, as in transformers.
             backend: "portable" or "reference"; None chooses.
@@ -141,11 +201,12 @@ class V4Step:
         window = checks.positive_int("window", window)
         known = (request_ids >= 0) & (request_ids < requests)
         positions = positions.where(known, -1)
-        turned_by = positions
+        turned_by = seeing = positions
         if rotary_positions is not None:
             name, dtypes = "rotary_positions", checks.INDEX_DTYPES
             checks.tensor(name, rotary_positions, (tokens,), dtypes, device, unit_last_stride=False)
             turned_by = rotary_positions.where(known, -1)
+            seeing = turned_by.minimum(positions)
 
         window_slots, window_counts = index_convert(
             None,
@@ -172,7 +233,7 @@ class V4Step:
                     f"group_tables[{ratio}][0] must have window_table's {requests} requests, got {table.shape[0]}"
                 )
             groups[ratio] = V4Groups.build(
-                ratio, request_ids, positions, turned_by, table, state_table, page_size, backend
+                ratio, request_ids, positions, seeing, table, state_table, page_size, backend
             )
         return cls(
             request_ids,
@@ -180,6 +241,7 @@ class V4Step:
             turned_by,
             window,
             page_size,
+            window_table,
             _slots(positions, request_ids, window_table, page_size, backend),
             window_slots,
             window_counts,

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from flashlatte.layers.v4 import V4Attention, V4Cache, V4Config, V4Step
+from flashlatte.layers.v4 import V4Attention, V4Cache, V4Config, V4Step, WorkspaceLimits
 
 transformers = pytest.importorskip("transformers")
 modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
@@ -77,8 +77,11 @@ def steps_of(lengths, seed):
     return steps
 
 
-def run(attention, hidden, steps, cache_format="fp32", padding=0):
-    """Outputs of the requests whose hidden states these are, with requests' pages interleaved."""
+def run(attention, hidden, steps, cache_format="fp32", padding=0, limits=None):
+    """Outputs of the requests whose hidden states these are, with requests' pages interleaved.
+
+    With ``limits`` some attend over a workspace; without, batches may have padding.
+    """
     config = attention.config
     requests, longest = len(hidden), max(len(h) for h in hidden)
     columns = -(-longest // PAGE_SIZE)
@@ -98,14 +101,12 @@ def run(attention, hidden, steps, cache_format="fp32", padding=0):
         spans = [range(begin, end) for begin, end in step]
         ids = [request for request, span in enumerate(spans) for _ in span] + [-1] * padding
         positions = [position for span in spans for position in span] + [7] * padding
-        built = V4Step.build(
-            torch.tensor(ids),
-            torch.tensor(positions),
-            table,
-            {config.ratio: (table, state_table)} if config.ratio else {},
-            window=config.window,
-            page_size=PAGE_SIZE,
-        )
+        groups = {config.ratio: (table, state_table)} if config.ratio else {}
+        sizes = {"window": config.window, "page_size": PAGE_SIZE}
+        if limits is None:
+            built = V4Step.build(torch.tensor(ids), torch.tensor(positions), table, groups, **sizes)
+        else:
+            built = V4Step.of_spans(step, table, groups, **sizes, limits=limits)
         rows = [h[begin:end] for h, (begin, end) in zip(hidden, step, strict=True)]
         out = attention(torch.cat([*rows, torch.randn(padding, config.hidden_size)]), built, cache)
         for request, part in enumerate(out[: len(ids) - padding].split([len(span) for span in spans])):
@@ -124,6 +125,32 @@ def test_every_token_of_mixed_batches(kind, seed):
     expected = [stock_output(stock, config, h) for h in hidden]
     for steps in ([[(0, 43), (0, 1), (0, 30)]], steps_of([43, 1, 30], seed)):
         for out, wanted in zip(run(attention, hidden, steps, padding=2), expected, strict=True):
+            torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
+
+
+# As large as they come; few in a workspace; cut by their indices; long ones, or those with few tokens, in pages.
+LIMITS = (
+    WorkspaceLimits(queries=2),
+    WorkspaceLimits(queries=2, rows=70),
+    WorkspaceLimits(queries=1, indices=30),
+    WorkspaceLimits(queries=2, rows=20),
+    WorkspaceLimits(queries=2, rows_a_query=4),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("limits", LIMITS)
+def test_every_token_over_a_workspace(kind, seed, limits):
+    """Chunks end within groups, and decode tokens stand between them."""
+    config = stock_config(kind)
+    stock = stock_layer(config, seed)
+    attention = V4Attention(V4Config.from_transformers(config, 0))
+    attention.load_state_dict({k: v for k, v in stock.state_dict().items() if "rotary_emb" not in k})
+    hidden = [torch.randn(n, 48) for n in (43, 1, 30)]
+    expected = [stock_output(stock, config, h) for h in hidden]
+    for steps in ([[(0, 43), (0, 1), (0, 30)]], steps_of([43, 1, 30], seed)):
+        for out, wanted in zip(run(attention, hidden, steps, limits=limits), expected, strict=True):
             torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
 
 

@@ -70,14 +70,10 @@ class V4Store:
         """The pass as all layers see it; ``position_ids`` [requests or 1, queries] are those it is rotated by."""
         if self._step is None:
             device = position_ids.device
-            rows = torch.arange(self.requests, device=device)
-            columns = self.columns + torch.arange(self._coming, device=device)
-            request_ids, positions = rows.repeat_interleave(self._coming), columns.repeat(self.requests)
             turned_by = position_ids.expand(self.requests, -1).flatten()
             ratios = {config.ratio: config for config in self.configs if config.ratio}
-            step = V4Step.build(
-                request_ids,
-                positions,
+            step = V4Step.of_spans(
+                [(self.columns, self.columns + self._coming)] * self.requests,
                 self._table(self._pages, device),
                 {ratio: self._tables(ratio, device) for ratio in ratios},
                 window=self.configs[0].window,
@@ -93,9 +89,9 @@ class V4Store:
                     if config.indexer is None:
                         groups[ratio] = V4Groups.build(
                             ratio,
-                            request_ids,
-                            positions,
-                            positions,
+                            step.request_ids,
+                            step.positions,
+                            step.positions,
                             *self._tables(ratio, device),
                             self.page_size,
                             self.backend,

@@ -1,0 +1,119 @@
+"""Attention of a step's queries over rows of the caches: where they lie, or gathered into a workspace first."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.layers.v4.cache import V4Cache
+from flashlatte.layers.v4.compressed import SelectedGroups
+from flashlatte.layers.v4.config import V4Config
+from flashlatte.layers.v4.step import V4Step
+from flashlatte.layers.v4.workspace import WorkspaceChunk, paged_parts
+from flashlatte.ops.cache_gather import gather_last
+from flashlatte.ops.index_workspace import index_workspace
+from flashlatte.ops.sparse_decode import sparse_decode
+from flashlatte.ops.sparse_prefill import sparse_prefill
+
+# Tokens of a group, in a layer without groups: no request has so many.
+_UNREACHED = 2**31 - 1
+
+
+def attend_rows(
+    q: torch.Tensor,
+    config: V4Config,
+    step: V4Step,
+    cache: V4Cache,
+    selected: SelectedGroups | None,
+    sinks: torch.Tensor,
+    backend: str | None,
+) -> torch.Tensor:
+    """Attention of queries [T, H, head_dim] over their windows and ``selected`` groups: [T, H, head_dim].
+
+    Args:
+        sinks: float32 [H].
+    """
+    topk = None if config.indexer is None else config.indexer.topk
+    chunks = () if step.prefill is None else step.prefill.plan(config.ratio, topk)
+    out = torch.empty_like(q)
+    for tokens in paged_parts(chunks, q.shape[0]):
+        _attend_pages(q, tokens, step, cache, selected, sinks, out, backend)
+    for chunk in chunks:
+        _attend_workspace(q, chunk, config, step, cache, selected, sinks, out, backend)
+    return out
+
+
+def _attend_pages(
+    q: torch.Tensor,
+    tokens: slice,
+    step: V4Step,
+    cache: V4Cache,
+    selected: SelectedGroups | None,
+    sinks: torch.Tensor,
+    out: torch.Tensor,
+    backend: str | None,
+) -> None:
+    sparse_decode(
+        q[tokens].unsqueeze(1),
+        cache.window,
+        step.window_slots[tokens].unsqueeze(1),
+        topk_length=step.window_counts[tokens],
+        attn_sink=sinks,
+        extra_k_cache=None if selected is None else cache.groups,
+        extra_indices=None if selected is None else selected.slots(tokens).unsqueeze(1),
+        extra_topk_length=None if selected is None else selected.counts[tokens],
+        head_dim_v=q.shape[2],
+        out=out[tokens].unsqueeze(1),
+        backend=backend,
+    )
+
+
+def _attend_workspace(
+    q: torch.Tensor,
+    chunk: WorkspaceChunk,
+    config: V4Config,
+    step: V4Step,
+    cache: V4Cache,
+    selected: SelectedGroups | None,
+    sinks: torch.Tensor,
+    out: torch.Tensor,
+    backend: str | None,
+) -> None:
+    requests, head_dim = len(chunk.requests), q.shape[2]
+    workspace = q.new_empty(requests, chunk.rows, head_dim)
+    numbers = None
+    if selected is not None and cache.groups is not None and chunk.group_rows:
+        table = selected.groups.table[chunk.requests]
+        gather_last(cache.groups, table, chunk.seq_lens // config.ratio, workspace, backend=backend)
+        numbers = selected.numbers_below(chunk.group_rows, chunk.tokens)
+    gather_last(
+        cache.window,
+        step.window_table[chunk.requests],
+        chunk.seq_lens,
+        workspace,
+        gather_lens=chunk.gather_lens,
+        offset=chunk.group_rows,
+        backend=backend,
+    )
+    indices, counts = index_workspace(
+        numbers,
+        chunk.cu_queries,
+        chunk.seq_lens,
+        chunk.tokens.stop - chunk.tokens.start,
+        window=config.window,
+        ratio=_UNREACHED if numbers is None else config.ratio,
+        topk=1 if numbers is None else None,
+        workspace_rows=chunk.rows,
+        window_row=chunk.group_rows,
+        gather_lens=chunk.gather_lens,
+        backend=backend,
+    )
+    sparse_prefill(
+        q[chunk.tokens],
+        workspace.view(-1, 1, head_dim),
+        indices.unsqueeze(1),
+        d_v=head_dim,
+        attn_sink=sinks,
+        topk_length=counts,
+        out=out[chunk.tokens],
+        backend=backend,
+    )
