@@ -10,6 +10,7 @@ from torch import nn
 
 from flashlatte import kv_cache
 from flashlatte.kv_cache.index_formats import index_format_beside
+from flashlatte.kv_cache.registry import format_of_rows
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata
 
 # Models whose decoder layers are norm, MLA, norm, MLP, each pair with a residual, and nothing else.
@@ -74,9 +75,7 @@ class Model:
 
     def formats(self, cache_format: str) -> list[kv_cache.CacheFormat]:
         """The formats of the model's caches: every layer's latents, then index keys of each layer with an indexer."""
-        layout = kv_cache.get_format(cache_format)
-        if layout.plain:
-            layout = kv_cache.get_format(cache_format, self.config.head_dim)
+        layout = format_of_rows(cache_format, self.config.kv_lora_rank, self.config.qk_rope_head_dim)
         indexer = self.config.indexer
         if indexer is None:
             return [layout] * self.num_layers

@@ -46,6 +46,26 @@ def as_format(cache_format: str | CacheFormat, head_dim: int | None = None) -> C
     return cls() if head_dim is None else cls(head_dim=head_dim)
 
 
+def format_of_rows(cache_format: str | CacheFormat, latent_dim: int, rope_dim: int) -> CacheFormat:
+    """The format for a model's rows [latent | rope].
+
+    Raises:
+        ValueError: an unknown format, or one of other rows; says which take these.
+    """
+    layout = as_format(cache_format)
+    if layout.plain:
+        return as_format(layout.name, latent_dim + rope_dim)
+    if (layout.latent_dim, layout.rope_dim) != (latent_dim, rope_dim):
+        fixed = (one.name for one in _OF_FIXED_WIDTH if (one.latent_dim, one.rope_dim) == (latent_dim, rope_dim))
+        fitting = [*(name for name, cls in FORMATS.items() if cls.plain), *fixed]
+        raise ValueError(
+            f"cache_format {layout.name!r} stores kv_lora_rank {layout.latent_dim} and qk_rope_head_dim "
+            f"{layout.rope_dim}, and the model has {latent_dim} and {rope_dim}: accepted for it are "
+            f"{' and '.join(fitting)}"
+        )
+    return layout
+
+
 def format_class(name: str) -> type[CacheFormat]:
     """The class of the format of this name, which knows all that does not depend on a head_dim."""
     cls = FORMATS.get(name) or INDEX_FORMATS.get(name)

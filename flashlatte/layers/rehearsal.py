@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashlatte import kv_cache
 from flashlatte.kv_cache.index_formats import index_format_beside
+from flashlatte.kv_cache.registry import format_of_rows
 from flashlatte.layers.attention import MLAAttention
 from flashlatte.layers.builder import MLAMetadataBuilder
 from flashlatte.layers.config import MLAConfig
@@ -90,9 +91,7 @@ def _caches(
     config: MLAConfig, cache_format: str, page_size: int, device: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Latents, and index keys of a layer with an indexer, of one page."""
-    layout = kv_cache.get_format(cache_format)
-    if layout.plain:
-        layout = kv_cache.get_format(cache_format, config.head_dim)
+    layout = format_of_rows(cache_format, config.kv_lora_rank, config.qk_rope_head_dim)
     latents = kv_cache.allocate(layout, 1, page_size, device=device)
     if config.indexer is None:
         return latents, None

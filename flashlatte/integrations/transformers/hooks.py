@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from flashlatte import kv_cache
 from flashlatte.integrations.transformers import indexed
 from flashlatte.integrations.transformers.cache import PagedLatentCache
 from flashlatte.integrations.transformers.families import Family, attentions
 from flashlatte.integrations.transformers.padded import PagedLatents
 from flashlatte.kv_cache import CacheFormat
+from flashlatte.kv_cache.registry import format_of_rows
 from flashlatte.layers import IndexerConfig, MLAConfig, models
 from flashlatte.layers.cache import LatentCache
 from flashlatte.runtime import dispatch
@@ -119,15 +119,7 @@ def new_latents(model: Any, settings: Settings) -> PagedLatents:
         wanted = _FORMAT_OF_DTYPE.get(model.dtype)
         if wanted is None:
             raise ValueError(f"model must be bfloat16, float16 or float32, got {model.dtype}")
-    layout = kv_cache.get_format(wanted)
-    if layout.plain:
-        layout = kv_cache.get_format(layout.name, latent_dim + rope_dim)
-    elif (layout.latent_dim, layout.rope_dim) != (latent_dim, rope_dim):
-        raise ValueError(
-            f"cache_format {layout.name!r} stores kv_lora_rank {layout.latent_dim} and qk_rope_head_dim "
-            f"{layout.rope_dim}, and the model has {latent_dim} and {rope_dim}: accepted for it are "
-            f"{' and '.join(_fitting(latent_dim, rope_dim))}"
-        )
+    layout = format_of_rows(wanted, latent_dim, rope_dim)
     if settings.k_scale is not None and not layout.takes_scale:
         raise ValueError(f"k_scale belongs to cache_format 'fp8', got {layout.name!r}")
     indexer = _indexer(config)
@@ -141,13 +133,6 @@ def _indexer(config: Any) -> IndexerConfig | None:
     """Only of models that have one: others may have a config that no layer of this library could be made from."""
     served = models.SERVED.get(config.model_type)
     return MLAConfig.from_transformers(config).indexer if served is not None and served.has_indexer else None
-
-
-def _fitting(latent_dim: int, rope_dim: int) -> list[str]:
-    """The names of the formats that have room for such rows."""
-    layouts = map(kv_cache.get_format, kv_cache.FORMAT_NAMES)
-    wanted = (latent_dim, rope_dim)
-    return [layout.name for layout in layouts if layout.plain or (layout.latent_dim, layout.rope_dim) == wanted]
 
 
 def check_backend(model: Any, latents: PagedLatents) -> None:
