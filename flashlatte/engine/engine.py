@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flashlatte.engine import memory
@@ -14,7 +15,7 @@ from flashlatte.engine.outputs import Output, accepted_tokens, progress_bar, unt
 from flashlatte.engine.pages import PagePool
 from flashlatte.engine.request import Request
 from flashlatte.engine.runner import Runner, Sampled
-from flashlatte.engine.sampling import SamplingParams
+from flashlatte.engine.sampling import SamplingParams, token_ids
 from flashlatte.engine.scheduler import Scheduler
 from flashlatte.engine.step import Step
 from flashlatte.runtime import checks
@@ -56,12 +57,19 @@ class Engine:
         graphs: bool = True,
         tokenizer: Any = None,
     ) -> None:
-        for name, value in (("page_size", page_size), ("max_tokens", max_tokens), ("max_requests", max_requests)):
+        for name, value in (
+            ("page_size", page_size),
+            ("max_tokens", max_tokens),
+            ("max_requests", max_requests),
+            ("patience", patience),
+        ):
             checks.positive_int(name, value)
+        for name, value in (("prefix_cache", prefix_cache), ("graphs", graphs)):
+            checks.flag(name, value)
         for name, value in (("host_pages", host_pages), ("drafts", drafts)):
             checks.positive_int(name, value, or_zero=True)
         self.model = model if isinstance(model, Model) else Model(model)
-        self.cache_format = cache_format or memory.plain_format(self.model.dtype)
+        self.cache_format = memory.plain_format(self.model.dtype) if cache_format is None else cache_format
         if num_pages is None:
             num_pages = memory.default_pages(self.model, self.cache_format, page_size)
         checks.positive_int("num_pages", num_pages)
@@ -95,6 +103,8 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._outputs: dict[str, Output] = {}
         self._under_way: tuple[Step, Sampled] | None = None
+        # What steps of ``stream`` and ``generate`` changed of requests that are not theirs, and tokens told before.
+        self._untold: dict[int, tuple[Output, int]] = {}
         self._names = itertools.count()
         self._seconds = 0.0
 
@@ -113,7 +123,14 @@ class Engine:
             TypeError, ValueError: a prompt that is empty, or with tokens that the model does not have; more tokens
                 than the model or the cache has room for; an id that is in use.
         """
-        sampling = sampling or SamplingParams()
+        sampling = SamplingParams() if sampling is None else sampling
+        if not isinstance(sampling, SamplingParams):
+            raise TypeError(f"sampling must be SamplingParams or None, got {type(sampling).__name__}")
+        for what, value in (("id", "" if id is None else id), ("salt", salt)):
+            if not isinstance(value, str):
+                raise TypeError(f"{what} must be a text, got {value!r}")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise TypeError(f"priority must be an int, got {priority!r}")
         tokens = self._encode(prompt)
         if sampling.stop and self.tokenizer is None:
             raise ValueError("stop needs an engine with a tokenizer; stop_tokens does not")
@@ -135,8 +152,17 @@ class Engine:
     def step(self) -> list[Output]:
         """Run a step; returns the requests that it gave tokens to, or that ended.
 
-        Without drafts the next step is planned and launched before the tokens of the last are waited for.
+        So it does of steps that ``stream`` and ``generate`` ran meanwhile for others. Without drafts the next step is
+        planned and launched before the tokens of the last are waited for.
         """
+        untold, self._untold = self._untold, {}
+        for output in self._step():
+            untold.setdefault(id(output), (output, len(output.tokens) - len(output.new)))
+        for output, told in untold.values():
+            output.new = output.tokens[told:]
+        return [output for output, _ in untold.values()]
+
+    def _step(self) -> list[Output]:
         begin = time.perf_counter()
         changed: list[Output] = []
         if self.drafts:
@@ -159,12 +185,14 @@ class Engine:
         request = self.scheduler.abort(request_id)
         if request is None:
             raise ValueError(f"request_id must be of an unfinished request, got {request_id!r}")
-        return self._end(request, "abort")
+        output = self._end(request, "abort")
+        self._untold.pop(id(output), None)
+        return output
 
     @property
     def unfinished(self) -> int:
-        """Requests that have not ended."""
-        return len(self.scheduler)
+        """Requests that have not ended, or of whose end ``step`` is still to tell."""
+        return len(self.scheduler) + sum(output.finish_reason is not None for output, _ in self._untold.values())
 
     def generate(
         self,
@@ -186,28 +214,29 @@ class Engine:
             for name in names:
                 self.abort(name)
             raise
-        done: dict[str, Output] = {}
-        with progress_bar(len(names), progress) as advance:
-            while len(done) < len(names):
-                for output in self.step():
-                    if output.finish_reason is not None and output.id in names:
-                        done[output.id] = output
-                        advance()
-        return [done[name] for name in names]
+        outputs = [self._outputs[name] for name in names]
+        with progress_bar(len(names), progress) as advance, self._stepping_for(outputs) as step:
+            running = len(outputs)
+            while running:
+                step()
+                left = sum(output.finish_reason is None for output in outputs)
+                for _ in range(running - left):
+                    advance()
+                running = left
+        return outputs
 
     def stream(self, prompt: str | Sequence[int], sampling: SamplingParams | None = None) -> Iterator[int]:
         """The tokens of one request as they come; other requests go on beside it."""
         name = self.add(prompt, sampling)
-        finished = False
-        try:
-            while not finished:
-                for output in self.step():
-                    if output.id == name:
-                        yield from output.new
-                        finished = output.finish_reason is not None
-        finally:
-            if not finished and name in self._requests:
-                self.abort(name)
+        output, given = self._outputs[name], 0
+        with self._stepping_for([output]) as step:
+            # Steps that others run in between give tokens to this request too.
+            while given < len(output.tokens) or output.finish_reason is None:
+                if given == len(output.tokens):
+                    step()
+                new = output.tokens[given:]
+                given += len(new)
+                yield from new
 
     def statistics(self) -> dict[str, float]:
         """Counts since the start.
@@ -227,6 +256,26 @@ class Engine:
             "seconds": self._seconds,
             "tokens_per_second": counts.computed_tokens / self._seconds if self._seconds else 0.0,
         }
+
+    @contextlib.contextmanager
+    def _stepping_for(self, outputs: Sequence[Output]) -> Iterator[Callable[[], None]]:
+        """Yields what runs a step on behalf of these requests; those that are left at the end, by an error too, are
+        aborted.
+        """
+        own = {id(output) for output in outputs}
+
+        def step() -> None:
+            for output in self._step():
+                if id(output) not in own:
+                    self._untold.setdefault(id(output), (output, len(output.tokens) - len(output.new)))
+
+        try:
+            yield step
+        finally:
+            for output in outputs:
+                self._untold.pop(id(output), None)
+                if output.finish_reason is None:
+                    self.abort(output.id)
 
     def _collect(self) -> list[Output]:
         """Wait for the tokens of the step under way and hand them out."""
@@ -272,7 +321,7 @@ class Engine:
         return self._checked_tokens("prompt", prompt)
 
     def _checked_tokens(self, name: str, values: Sequence[Any]) -> list[int]:
-        tokens = [int(token) for token in values]
+        tokens = token_ids(name, values)
         wrong = next((token for token in tokens if not 0 <= token < self.model.vocabulary), None)
         if wrong is not None:
             raise ValueError(f"{name} must hold tokens from 0 to {self.model.vocabulary - 1}, got {wrong}")

@@ -7,10 +7,19 @@ tokens whatever else is in the batch, and a guess that is verified later is veri
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from flashlatte.runtime import checks
+
+# Temperatures that float32 cannot divide by are the nearest that it can, and so far a penalty moves a logit at most:
+# the order of tokens is the same beyond, and no logit becomes infinite or NaN.
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_STRONGEST_PENALTY = 2.0**64
 
 
 @dataclass(frozen=True)
@@ -27,11 +36,11 @@ class SamplingParams:
         seed: of the draw, 0 to 2^63 - 1.
         suppress_tokens: are never chosen.
         stop_tokens: end the request, and are part of what it returns.
-        stop: texts that end the request (an engine with a tokenizer), cut from the text that it returns.
+        stop: texts that end the request (an engine with a tokenizer); their tokens are part of what it returns.
         logprobs: whether to return each token's log-probability before temperature and filters.
 
     Raises:
-        ValueError: a value out of range.
+        TypeError, ValueError: a value of a wrong type or out of range.
     """
 
     max_new_tokens: int = 64
@@ -47,18 +56,46 @@ class SamplingParams:
     logprobs: bool = False
 
     def __post_init__(self) -> None:
+        checks.positive_int("max_new_tokens", self.max_new_tokens)
+        checks.positive_int("top_k", self.top_k, or_zero=True)
+        checks.flag("logprobs", self.logprobs)
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            checks.number(name, getattr(self, name))
         ranges = {
-            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
             "temperature": (0 <= self.temperature < math.inf, "a finite number from 0"),
-            "top_k": (self.top_k >= 0, "at least 0"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
             "repetition_penalty": (0 < self.repetition_penalty < math.inf, "a finite number above 0"),
-            "seed": (0 <= self.seed < 2**63, "from 0 to 2^63 - 1"),
+            "seed": (checks.positive_int("seed", self.seed, or_zero=True) < 2**63, "from 0 to 2^63 - 1"),
         }
         for name, (fits, accepted) in ranges.items():
             if not fits:
                 raise ValueError(f"{name} must be {accepted}, got {getattr(self, name)}")
+        for name in ("suppress_tokens", "stop_tokens"):
+            token_ids(name, getattr(self, name))
+        # The letters of a text would each be a stop.
+        if isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop):
+            raise TypeError(f"stop must hold texts, got {self.stop!r}")
+        if "" in self.stop:
+            raise ValueError(f"stop must hold texts that are not empty, got {self.stop!r}")
+
+
+def token_ids(name: str, values: Iterable[Any]) -> list[int]:
+    """The ints of a list, a tuple or a 1-D tensor of tokens.
+
+    Raises:
+        TypeError: something that is no int, or a text.
+    """
+    if isinstance(values, torch.Tensor):
+        values = values.tolist()
+    if not isinstance(values, Iterable) or isinstance(values, (str, bytes)):
+        raise TypeError(f"{name} must hold ints, got {values!r}")
+    tokens = []
+    for value in values:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} must hold ints, got {value!r}")
+        tokens.append(operator.index(value))
+    return tokens
 
 
 def sample(
@@ -78,12 +115,13 @@ def sample(
     logits = logits.float()
     if seen is not None and any(one.repetition_penalty != 1 for one in params):
         penalty = _column([one.repetition_penalty for one in params], logits)
+        penalty = penalty.clamp(1 / _STRONGEST_PENALTY, _STRONGEST_PENALTY)
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
     logits = _suppressed(logits, params)
     if all(one.temperature == 0 for one in params):
         return logits.argmax(-1)
-    temperature = _column([one.temperature or 1.0 for one in params], logits)
-    drawn = _filtered(logits / temperature, params)
+    temperature = _column([one.temperature or 1.0 for one in params], logits).clamp(_SMALLEST, _LARGEST)
+    drawn = _filtered((logits - logits.amax(-1, keepdim=True)) / temperature, params)
     seeds = torch.tensor([one.seed for one in params], dtype=torch.int64).to(logits.device)
     drawn = (drawn + _gumbel(seeds, positions, logits.shape[-1])).argmax(-1)
     greedy = torch.tensor([one.temperature == 0 for one in params]).to(logits.device)

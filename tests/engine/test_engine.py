@@ -148,13 +148,41 @@ def test_logprobs_are_the_models():
         ({"prompt": [1] * 600}, "must not pass the model's 512 positions"),
         ({"prompt": [1] * 100, "sampling": SamplingParams(max_new_tokens=400)}, "the cache has 128"),
         ({"prompt": [1], "sampling": SamplingParams(stop=("x",))}, "stop needs an engine with a tokenizer"),
+        ({"prompt": [1.5]}, "prompt must hold ints, got 1.5"),
+        ({"prompt": [[1, 2]]}, r"prompt must hold ints, got \[1, 2\]"),
+        ({"prompt": 5}, "prompt must hold ints, got 5"),
+        ({"prompt": [1], "sampling": {"temperature": 1.0}}, "sampling must be SamplingParams or None, got dict"),
+        ({"prompt": [1], "id": 5}, "id must be a text, got 5"),
+        ({"prompt": [1], "salt": None}, "salt must be a text, got None"),
+        ({"prompt": [1], "priority": 0.5}, "priority must be an int, got 0.5"),
     ],
 )
 def test_errors_name_the_argument(arguments, message):
     served = engine(num_pages=16)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         served.add(**{"id": "a"} | arguments)
     assert served.unfinished == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_format": "v32"}, "'v32' stores kv_lora_rank 512 and qk_rope_head_dim 64, and the model has 32 and 8"),
+        ({"cache_format": "index_fp8"}, "accepted for it are bf16 and fp16 and fp32 and fp8$"),
+        ({"cache_format": ""}, "cache_format must be one of bf16, "),
+        ({"patience": 1.5}, "patience must be an int, got float"),
+        ({"prefix_cache": 2}, "prefix_cache must be True or False, got 2"),
+        ({"graphs": "no"}, "graphs must be True or False, got 'no'"),
+    ],
+)
+def test_an_engine_that_could_not_run_is_not_made(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        engine(**options)
+
+
+def test_a_prompt_may_be_a_tensor():
+    (output,) = engine().generate([torch.tensor(prompt(5))], SamplingParams(max_new_tokens=2))
+    assert output.tokens == generated_by_transformers("DeepseekV3", prompt(5), 2)
 
 
 def test_a_model_with_other_layers_is_refused_by_name():

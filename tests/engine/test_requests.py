@@ -112,6 +112,74 @@ def test_of_prompts_with_a_mistake_none_is_queued_and_others_go_on(mistake, erro
     assert finished(served) == {"other": expected(1)}
 
 
+def test_streams_side_by_side_lose_no_token():
+    served = engine()
+    numbers = (0, 3, 1)
+    streams = {number: served.stream(PROMPTS[number], SamplingParams(NEW)) for number in numbers}
+    got: dict[int, list[int]] = {number: [] for number in numbers}
+    while streams:
+        for number in list(streams):
+            token = next(streams[number], None)
+            if token is None:
+                del streams[number]
+            else:
+                got[number].append(token)
+    assert got == {number: expected(number) for number in numbers}
+    assert served.unfinished == served.pool.in_use == 0
+
+
+def test_a_stream_goes_on_after_others_stepped():
+    served = engine()
+    stream = served.stream(PROMPTS[0], SamplingParams(NEW))
+    got = [next(stream)]
+    assert served.generate([PROMPTS[1]], SamplingParams(NEW))[0].tokens == expected(1)
+    served.step()
+    assert [*got, *stream] == expected(0)
+
+
+def test_a_stream_whose_request_is_aborted_ends():
+    served = engine()
+    served.add(PROMPTS[1], SamplingParams(NEW), id="other")
+    stream = served.stream(PROMPTS[0], SamplingParams(NEW))
+    got = [next(stream)]
+    output = served.abort("request-0")
+    assert [*got, *stream] == output.tokens == expected(0)[: len(output.tokens)]
+    assert finished(served) == {"other": expected(1)}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_step_tells_what_a_stream_and_a_batch_gave_to_others(alone):
+    served = engine()
+    served.add(PROMPTS[0], SamplingParams(2), id="ends meanwhile")
+    if not alone:
+        served.add(PROMPTS[1], SamplingParams(NEW), id="goes on")
+    list(served.stream(PROMPTS[3], SamplingParams(NEW)))
+    served.generate([PROMPTS[3]], SamplingParams(2))
+    new: dict[str, list[int]] = {}
+    while served.unfinished:
+        for output in served.step():
+            new[output.id] = new.get(output.id, []) + output.new
+            assert new[output.id] == output.tokens
+    assert new == {"ends meanwhile": expected(0)[:2]} | ({} if alone else {"goes on": expected(1)})
+
+
+def test_a_batch_that_is_interrupted_leaves_nothing(monkeypatch):
+    served = engine()
+    served.add(PROMPTS[0], SamplingParams(NEW), id="other")
+    run, calls = served.runner.run, []
+
+    def interrupted(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return run(*args)
+
+    monkeypatch.setattr(served.runner, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        served.generate([PROMPTS[1], PROMPTS[2]], SamplingParams(NEW))
+    assert served.unfinished == 1
+
+
 def test_an_id_may_be_used_again_when_its_request_has_ended():
     served = engine()
     for number in (0, 1):

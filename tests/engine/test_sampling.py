@@ -39,6 +39,28 @@ def test_draws_have_the_filtered_frequencies(options, weights):
     assert torch.allclose(frequencies(params), expected(weights), atol=0.015)
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 1e-320, 1e-38])
+def test_a_temperature_near_0_takes_the_likeliest_token(temperature):
+    params = SamplingParams(temperature=temperature, suppress_tokens=(0,))
+    logits = torch.tensor([[1e4, 0.5, 3.5, 3.25, -2e4], [9.0, 0.0, -0.25, -1.0, -4.0]])
+    assert sample(logits, [params, params], torch.arange(2)).tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e39, 1e308])
+def test_a_huge_temperature_draws_evenly_from_what_is_not_suppressed(temperature):
+    params = SamplingParams(temperature=temperature, suppress_tokens=(0, 3))
+    assert torch.allclose(frequencies(params), expected([0, 1, 1, 0, 1]), atol=0.015)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-9])
+@pytest.mark.parametrize(("penalty", "token"), [(1e-320, 2), (1e-39, 2), (1e39, 4), (1e300, 4)])
+def test_a_penalty_beyond_float32_keeps_the_order_of_tokens(temperature, penalty, token):
+    logits = torch.tensor([[4.0, 2.0, 5.0, 0.0, 1.0]])
+    seen = torch.tensor([[True, True, True, True, False]])
+    params = SamplingParams(temperature=temperature, repetition_penalty=penalty)
+    assert sample(logits, [params], torch.arange(1), seen).item() == token
+
+
 def test_a_greedy_row_among_drawn_ones_is_greedy():
     params = [SamplingParams(), SamplingParams(temperature=5.0)]
     tokens = sample(LOGITS.expand(200, -1), params * 100, torch.arange(200))
@@ -72,8 +94,17 @@ def test_seeds_and_positions_decide_and_nothing_else():
         ({"min_p": 1.5}, "min_p"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"seed": -1}, "seed"),
+        ({"seed": 2**63}, "seed"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be an int, got float"),
+        ({"top_k": 1.5}, "top_k must be an int, got float"),
+        ({"temperature": "1"}, "temperature must be a number, got str"),
+        ({"logprobs": 5}, "logprobs must be True or False, got 5"),
+        ({"stop_tokens": 5}, "stop_tokens must hold ints, got 5"),
+        ({"suppress_tokens": (1.5,)}, "suppress_tokens must hold ints, got 1.5"),
+        ({"stop": "end"}, "stop must hold texts, got 'end'"),
+        ({"stop": ("",)}, "stop must hold texts that are not empty"),
     ],
 )
 def test_errors_name_the_parameter(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         SamplingParams(**options)
