@@ -75,10 +75,11 @@ def to_cache_indices(
     column = positions // page_size
     valid = (positions >= 0) & (column < max_pages) & (request >= 0) & (request < requests)
     page = block_table[request.clamp(0, requests - 1), column.clamp(0, max_pages - 1)].long()
-    slot = page * page_size + positions % page_size
+    largest = torch.iinfo(dtype).max
     # A garbage page in the table must not wrap into a slot that exists.
-    fits = slot <= torch.iinfo(dtype).max
-    return torch.where(valid & (page >= 0) & fits, slot, -1).to(dtype)
+    valid = valid & (page >= 0) & (page <= largest // page_size)
+    slot = page * page_size + positions % page_size
+    return torch.where(valid & (slot >= 0) & (slot <= largest), slot, -1).to(dtype)
 
 
 @overload

@@ -97,6 +97,14 @@ def test_an_index_that_does_not_fit_the_dtype_is_invalid_rather_than_wrapped(pag
     assert kv_cache.to_cache_indices(positions, table, page_size).tolist() == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_page_whose_slots_would_wrap_round_64_bits_is_none(dtype):
+    table = torch.tensor([[2**62, 2**61, 2**63 - 1, 3]])
+    assert kv_cache.to_cache_indices(torch.tensor([[0, 4, 11, 13]]), table, 4, dtype=dtype).tolist() == [
+        [-1, -1, -1, 13]
+    ]
+
+
 CACHE, OTHER = draw_cache("v32"), draw_cache("v32", pages=2)
 
 
