@@ -30,8 +30,7 @@ def ragged(
     rows_at_a_time = max(1, PRODUCTS // (q.shape[1] * keys.shape[0]))
     for begin in range(0, q.shape[0], rows_at_a_time):
         rows = slice(begin, begin + rows_at_a_time)
-        start, end = key_start[rows].long().unsqueeze(1), key_end[rows].long().clamp(max=keys.shape[0]).unsqueeze(1)
-        start = start.clamp(min=0)
+        start, end = (limit[rows].long().clamp(0, keys.shape[0]).unsqueeze(1) for limit in (key_start, key_end))
         scores = _scores(q[rows], keys, weights[rows])
         position = columns + start if compressed else columns.expand(scores.shape[0], -1)
         inside = (position >= start) & (position < end)

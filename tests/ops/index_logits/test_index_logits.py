@@ -234,6 +234,18 @@ def test_paged(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("max_keys", [None, 2])
+def test_ranges_that_begin_or_end_far_outside(backend, max_keys):
+    far = 2**63 - 1
+    start, end = torch.tensor([far, -far, far, -far]), torch.tensor([far, far, 0, -far])
+    q, k, weights = torch.ones(4, 1, 32), torch.ones(3, 32), torch.ones(4, 1)
+    logits = index_logits(q, k, weights, start, end, max_keys=max_keys, backend=backend)
+    expected = torch.full_like(logits, -torch.inf)
+    expected[1] = 32.0
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_key_that_is_nan_has_a_logit_that_is_nan(backend):
     q, k = torch.ones(1, 8, 32, dtype=torch.bfloat16), torch.ones(4, 32, dtype=torch.bfloat16)
     k[2, 5] = torch.nan
