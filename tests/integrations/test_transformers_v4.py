@@ -144,6 +144,17 @@ def test_generate(stock, enabled, options):
     assert enabled.generate(ids, **call).equal(stock.generate(ids, **call))
 
 
+def test_inference_mode_then_no_grad(stock, enabled):
+    ids = tokens(2, 30)
+    wanted = stock(ids).logits[:, 11:]
+    with torch.inference_mode():
+        cache = enabled(ids[:, :9]).past_key_values
+        cache.reorder_cache(torch.arange(2))
+        enabled(ids[:, 9:11], past_key_values=cache)
+    found = enabled(ids[:, 11:], past_key_values=cache).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
 def test_model1(stock):
     """Over e4m3 keys logits stay near: rows of 512 numbers are model1's only."""
     config = copy.deepcopy(stock.config)

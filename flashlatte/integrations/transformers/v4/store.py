@@ -126,16 +126,18 @@ class V4Store:
         self._pages = max(needed, 2 * self._pages)
         for layer, config in enumerate(self.configs):
             old, ratio = self._caches.get(layer), max(config.ratio, 1)
-            new = V4Cache.allocate(
-                config,
-                self._pages * self.requests,
-                self.page_size,
-                group_pages=self._group_pages(ratio) * self.requests,
-                state_pages=(1 + config.overlap) * self.requests,
-                state_page_size=ratio,
-                cache_format=self.layout,
-                device=device,
-            )
+            # An inference tensor could not be written to outside of inference mode later.
+            with torch.inference_mode(False):
+                new = V4Cache.allocate(
+                    config,
+                    self._pages * self.requests,
+                    self.page_size,
+                    group_pages=self._group_pages(ratio) * self.requests,
+                    state_pages=(1 + config.overlap) * self.requests,
+                    state_page_size=ratio,
+                    cache_format=self.layout,
+                    device=device,
+                )
             if old is not None:
                 for field in fields(old):
                     before = getattr(old, field.name)
@@ -158,5 +160,6 @@ class V4Store:
 def _like(cache: torch.Tensor, pages: int) -> torch.Tensor:
     """A cache of so many pages, laid out as this one."""
     stride = cache.stride(0)
-    storage = torch.zeros(pages * stride, dtype=cache.dtype, device=cache.device)
-    return storage.as_strided((pages, *cache.shape[1:]), cache.stride())
+    with torch.inference_mode(False):
+        storage = torch.zeros(pages * stride, dtype=cache.dtype, device=cache.device)
+        return storage.as_strided((pages, *cache.shape[1:]), cache.stride())
