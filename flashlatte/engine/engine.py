@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+
+import torch
 
 from flashlatte.engine import memory
 from flashlatte.engine.drafts import look_up
@@ -19,6 +21,9 @@ from flashlatte.engine.sampling import SamplingParams, token_ids
 from flashlatte.engine.scheduler import Scheduler
 from flashlatte.engine.step import Step
 from flashlatte.runtime import checks
+
+# A text, for an engine with a tokenizer, or its tokens: ints, or a tensor [n] of them.
+Prompt = str | Sequence[int] | torch.Tensor
 
 
 class Engine:
@@ -110,7 +115,7 @@ class Engine:
 
     def add(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         sampling: SamplingParams | None = None,
         *,
         id: str | None = None,
@@ -177,15 +182,18 @@ class Engine:
         return changed
 
     def abort(self, request_id: str) -> Output:
-        """End a request now.
+        """End a request now; one that has ended, of which ``step`` is still to tell, stays as it is.
 
         Raises:
             ValueError: there is no unfinished request of this id.
         """
         request = self.scheduler.abort(request_id)
-        if request is None:
+        if request is not None:
+            output = self._end(request, "abort")
+        else:
+            output = next((one for one, _ in self._untold.values() if one.id == request_id), None)
+        if output is None:
             raise ValueError(f"request_id must be of an unfinished request, got {request_id!r}")
-        output = self._end(request, "abort")
         self._untold.pop(id(output), None)
         return output
 
@@ -196,7 +204,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
@@ -225,7 +233,7 @@ class Engine:
                 running = left
         return outputs
 
-    def stream(self, prompt: str | Sequence[int], sampling: SamplingParams | None = None) -> Iterator[int]:
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[int]:
         """The tokens of one request as they come; other requests go on beside it."""
         name = self.add(prompt, sampling)
         output, given = self._outputs[name], 0
@@ -313,14 +321,14 @@ class Engine:
         output.finish_reason, output.cached_tokens = reason, request.cached
         return output
 
-    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
+    def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise TypeError("prompt must be tokens, as the engine has no tokenizer, got a text")
             prompt = self.tokenizer.encode(prompt)
         return self._checked_tokens("prompt", prompt)
 
-    def _checked_tokens(self, name: str, values: Sequence[Any]) -> list[int]:
+    def _checked_tokens(self, name: str, values: Iterable[Any]) -> list[int]:
         tokens = token_ids(name, values)
         wrong = next((token for token in tokens if not 0 <= token < self.model.vocabulary), None)
         if wrong is not None:

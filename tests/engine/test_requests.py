@@ -163,6 +163,16 @@ def test_step_tells_what_a_stream_and_a_batch_gave_to_others(alone):
     assert new == {"ends meanwhile": expected(0)[:2]} | ({} if alone else {"goes on": expected(1)})
 
 
+def test_a_request_that_ended_untold_may_be_aborted():
+    served = engine()
+    served.add(PROMPTS[0], SamplingParams(2), id="ends meanwhile")
+    list(served.stream(PROMPTS[3], SamplingParams(NEW)))
+    output = served.abort("ends meanwhile")
+    assert (output.tokens, output.finish_reason, served.unfinished) == (expected(0)[:2], "length", 0)
+    with pytest.raises(ValueError, match="unfinished request, got 'ends meanwhile'"):
+        served.abort("ends meanwhile")
+
+
 def test_a_batch_that_is_interrupted_leaves_nothing(monkeypatch):
     served = engine()
     served.add(PROMPTS[0], SamplingParams(NEW), id="other")
