@@ -1,10 +1,10 @@
-"""Time the sparse-attention indexer's operations on a GPU, and variants of its portable kernels.
+"""Time the sparse-attention indexer's operations on a GPU, and variants of its portable logits; top-k: ``topk.py``.
 
     python benchmarks/indexer.py [--section NAME ...] [--out DIRECTORY]
 
 Each section runs in a process of its own with a time limit. A table comes last; the directory gets the whole output.
 Beside our times stand the best of others' on one H100 and the floor that was set. That results are right is for
-``tests/gpu/test_indexer.py`` and ``flashlatte bench``; only those of top-k are looked at here.
+``tests/gpu/test_indexer.py`` and ``flashlatte bench``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 CUDA = torch.device("cuda")
-SECTIONS = {"topk": 150, "logits": 120, "rest": 90}
+SECTIONS = {"logits": 120, "rest": 90}
 
 
 def median_us(call) -> float:
@@ -32,15 +32,6 @@ def row(name: str, us: float, others: float | None = None, floor: float | None =
     parts = [f"ROW {name:<44}{us:>9.1f} µs"]
     parts += [f"others {others:g}" if others else "", f"floor {floor:g}" if floor else "", note]
     print("  ".join(part for part in parts if part), flush=True)
-
-
-def rows_of(kind: str, rows: int, width: int) -> torch.Tensor:
-    x = torch.randn(rows, width, device=CUDA)
-    if kind == "equal":
-        return torch.full_like(x, 0.25)
-    if kind == "concentrated":
-        return 7.0 * (1 + 1e-3 * x.sigmoid())
-    return x.masked_fill(x < 1.5, 0.0)  # mostly zero
 
 
 def captured(call):
@@ -81,33 +72,6 @@ class Decode:
         from flashlatte.ops.index_logits import paged_index_logits
 
         return paged_index_logits(*self.arguments(), **options)
-
-
-def topk() -> None:
-    from flashlatte.ops.topk import topk
-
-    cases = {
-        (4096, 32768, 2048): (291, 330),
-        (64, 131072, 2048): (46.6, 48),
-        (64, 32768, 2048): (17.9, 19),
-        (1, 131072, 2048): (12.5, 16),
-        (1, 32768, 2048): (15.4, 14),
-        (4096, 8192, 2048): (97.8, None),
-        (4096, 32768, 512): (251, None),
-        (128, 8192, 2048): (10.4, None),
-        (4096, 131072, 2048): (976, 1050),
-    }
-    for (rows, width, k), (others, floor) in cases.items():
-        x = torch.randn(rows, width, device=CUDA)
-        out = torch.empty(rows, k, dtype=torch.int32, device=CUDA)
-        row(f"topk {rows} x {width} k {k}", median_us(partial(topk, x, k, indices=out)), others, floor)
-        assert out[:4].equal(topk(x[:4], k, backend="reference")), f"topk {rows} x {width} k {k}"
-        del x
-    for kind in ("concentrated", "equal", "mostly zero"):
-        for rows, width in ((64, 32768), (4096, 32768)):
-            x = rows_of(kind, rows, width)
-            out = torch.empty(rows, 2048, dtype=torch.int32, device=CUDA)
-            row(f"topk {rows} x {width} {kind}", median_us(partial(topk, x, 2048, indices=out)))
 
 
 def logits() -> None:

@@ -14,6 +14,7 @@ from flashlatte.bench.problems import Problem
 from flashlatte.bench.results import Result
 from flashlatte.bench.timing import Ceilings
 from flashlatte.bench.workloads import Workload, WrongResult, prepare
+from flashlatte.bench.workloads.base import Results
 from flashlatte.runtime import dispatch
 
 NO_KERNEL = "no kernel serves this case on this machine; --backend reference times the reference"
@@ -79,22 +80,30 @@ def _outcome(case: Case, backend: str, workload: Workload) -> dict[str, Any]:
     }
 
 
-def _microseconds(case: Case, backend: str, workload: Workload) -> float:
-    def call() -> dict[str, torch.Tensor]:
-        return workload.run(backend)
+def timer(
+    method: str, call: Callable[[], Results], check: Callable[[Results], None], device: torch.device
+) -> Callable[[], float]:
+    """What times ``call`` as a case's ``method`` says, in µs; on the CPU a call is a call.
 
-    if workload.call.device.type != "cuda":
-        return timing.cpu_microseconds(call)
-    if case.method == "host":
-        return timing.host_microseconds(call)
-    if case.method == "graph":
+    Raises:
+        WrongResult: if ``check`` finds a CUDA graph's results wrong.
+    """
+    if device.type != "cuda":
+        return lambda: timing.cpu_microseconds(call)
+    if method == "host":
+        return lambda: timing.host_microseconds(call)
+    if method == "graph":
         graph, results = timing.capture(call)
         for result in results.values():
-            result.fill_(torch.nan)
+            result.fill_(torch.nan if result.is_floating_point() else torch.iinfo(result.dtype).max)
         graph.replay()
-        workload.check(results)
-        return timing.device_microseconds(graph.replay) / timing.CALLS_IN_GRAPH
-    return timing.device_microseconds(call)
+        check(results)
+        return lambda: timing.device_microseconds(graph.replay) / timing.CALLS_IN_GRAPH
+    return lambda: timing.device_microseconds(call)
+
+
+def _microseconds(case: Case, backend: str, workload: Workload) -> float:
+    return timer(case.method, lambda: workload.run(backend), workload.check, workload.call.device)()
 
 
 def _default_backends(device: torch.device) -> Sequence[str]:

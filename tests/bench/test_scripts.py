@@ -1,0 +1,108 @@
+"""The scripts in ``benchmarks/`` that check what they time, scaled down on a machine without a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from flashlatte.bench.workloads import WrongResult
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+OPERATIONS = {
+    "deepseek_v4": {
+        "compress",
+        "q_kv_norm",
+        "rotate_and_cache",
+        "inverse_rope_quantize",
+        "index_query",
+        "index_query_mxfp4",
+    },
+    "dense_decode_caches": {"dense_decode"},
+    "topk": {"topk", "index_select", "paged_index_select"},
+    "turboquant": {"paged_attention", "turboquant_decode", "turboquant_store", "turboquant_gather"},
+}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.syspath_prepend(BENCHMARKS)
+
+
+def script(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_script_checks_times_and_keeps_all_of_its_cases(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "lines.jsonl"
+    assert script("checked").main(script(name).__doc__, script(name).SECTIONS, ["--json", str(file)]) == 0
+    lines = [json.loads(text) for text in file.read_text(encoding="utf-8").splitlines()]
+    assert {line["op"] for line in lines} == OPERATIONS[name]
+    for line in lines:
+        assert line["us"] > 0
+        assert line["scaled_down"] is True
+        assert line["backend"] == "reference"
+        assert {"case", "method", "gbps", "device", "commit", "date"} <= set(line)
+    output = capsys.readouterr()
+    assert "the cases are scaled down" in output.out
+    assert len(output.out.splitlines()) == 1 + len(lines)
+    assert not output.err
+
+
+def first_cases() -> list[tuple[str, str]]:
+    sections = {"deepseek_v4": ("compressor", "elementwise"), "dense_decode_caches": ("decode",)}
+    sections |= {"topk": ("topk", "select"), "turboquant": ("decode", "store", "gather")}
+    return [(name, section) for name, found in sections.items() for section in found]
+
+
+@pytest.mark.parametrize(("name", "section"), first_cases())
+def test_a_result_that_is_not_written_is_noticed(name: str, section: str) -> None:
+    known = set()
+    for group in script(name).SECTIONS[section](CPU):
+        for case in group:
+            if case.op in known:
+                continue
+            known.add(case.op)
+            for result in case.run("reference"):
+                results = case.run("reference")
+                case.check(results)
+                spoiled = results[result].clone()
+                spoiled.fill_(torch.nan if spoiled.is_floating_point() else torch.iinfo(spoiled.dtype).max)
+                with pytest.raises(WrongResult):
+                    case.check(results | {result: spoiled})
+
+
+def test_wrong_results_have_no_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checked = script("checked")
+    calls = []
+
+    def unsteady(_: str) -> dict[str, torch.Tensor]:
+        calls.append(None)
+        return {"out": torch.ones(2) + len(calls) * 1e-4}
+
+    def case(op: str, run: Any) -> Any:
+        return checked.Case(op, "c", run, checked.against(lambda: {"out": torch.ones(2)}, {"out": checked.ROUNDED}), 1)
+
+    group = [
+        case("wrong", lambda _: {"out": torch.zeros(2)}),
+        case("unsteady", unsteady),
+        case("right", lambda _: {"out": torch.ones(2)}),
+    ]
+    file = tmp_path / "lines.jsonl"
+    with pytest.raises(SystemExit):
+        checked.main("x", {}, ["--section", "none"])
+    assert checked.main("x", {"all": lambda _: [group]}, ["--json", str(file)]) == 1
+    assert [json.loads(text)["op"] for text in file.read_text().splitlines()] == ["right"]
+    error = capsys.readouterr().err
+    assert "wrong c is wrong: out: 2 of 2 elements differ" in error
+    assert "unsteady c is wrong: out: two runs differ" in error
