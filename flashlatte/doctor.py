@@ -8,6 +8,8 @@ import platform
 import subprocess
 import sys
 import textwrap
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ import flashlatte
 from flashlatte import ops
 from flashlatte.integrations.vllm import examine as vllm
 from flashlatte.kv_cache import FORMAT_NAMES, get_format
-from flashlatte.layers import MLAConfig
+from flashlatte.layers import MLAConfig, V4Config
+from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE
+from flashlatte.layers.v4.workspace import DEFAULT_LIMITS
 from flashlatte.runtime import dispatch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -26,7 +30,7 @@ PACKAGES = ("torch", "triton", "transformers")
 DEEPSEEK_V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536)
 # Latent and rotated dims of DeepSeek-V4's rows.
 V4_ROW = (448, 64)
-V4_MODEL = "model: DeepSeek-V4's. Operations are those of the layers of DeepSeek-V3, and V4's over its own caches."
+V41_MODEL = "model: DeepSeek-V4.1's. Operations are those of the layers of DeepSeek-V3, and V4's over its own caches."
 # Columns of the names of operations.
 NAMES_WIDTH = 72
 
@@ -44,10 +48,14 @@ def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, A
     ops.load()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     fields = None if model is None else read_fields(model)
-    # Also V4.1.
-    v4 = fields is not None and str(fields.get("model_type")).startswith("deepseek_v4")
+    # V4.1's is deepseek_v41: vLLM has it, and no layer here.
+    v4 = fields is not None and str(fields.get("model_type")).startswith(V4_MODEL_TYPE)
     config = None if fields is None or v4 else MLAConfig.from_transformers(fields)
-    calls = typical_calls(device, DTYPES[dtype], config)
+    layers = V4Config.layers(fields) if fields is not None and fields.get("model_type") == V4_MODEL_TYPE else ()
+    calls = v4_calls(device, DTYPES[dtype], layers) if layers else typical_calls(device, DTYPES[dtype], config)
+    described = None if config is None else _describe_model(config)
+    if v4:
+        described = _describe_v4(layers) if layers else V41_MODEL
     return {
         "versions": {
             "flashlatte": flashlatte.__version__,
@@ -56,7 +64,7 @@ def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, A
         },
         "device": _describe(device),
         "dtype": dtype,
-        "model": V4_MODEL if v4 else None if config is None else _describe_model(config),
+        "model": described,
         "operations": [_choices(call) for call in calls],
         "vllm": vllm.examine(DTYPES[dtype], config, v4=v4),
         "compiled": _compiled(model, dtype) if model and torch.cuda.is_available() and dtype != "fp32" else None,
@@ -124,6 +132,36 @@ def typical_calls(device: torch.device, dtype: torch.dtype, model: MLAConfig | N
                 calls.append(dispatch.Call(operation, device, query, name, 64, **sizes))
     known = {call.operation for call in calls}
     calls += [dispatch.Call(name, device, dtype) for name in dispatch.operations() if name not in known]
+    return calls
+
+
+def v4_calls(device: torch.device, dtype: torch.dtype, layers: Sequence[V4Config]) -> list[dispatch.Call]:
+    """One call of every operation of DeepSeek-V4's layers, over every cache format that it takes."""
+    config, indexer = layers[0], next((layer.indexer for layer in layers if layer.indexer is not None), None)
+    width, heads = config.head_dim, config.num_attention_heads
+    plain = next(name for name, known in DTYPES.items() if known == dtype)
+    formats = [plain, *_formats_of(width - config.rope_dim, config.rope_dim)]
+    attention: dict[str, Any] = {"head_dim": width, "head_dim_v": width, "h_q": heads, "h_kv": 1}
+
+    def over(operation: str, names: Sequence[str], **sizes: Any) -> list[dispatch.Call]:
+        return [dispatch.Call(operation, device, dtype, name, 64, **sizes) for name in names]
+
+    calls = [dispatch.Call("q_kv_norm", device, dtype, head_dim=max(width, config.q_lora_rank))]
+    calls += over("rotate_and_cache", formats, head_dim=width, h_q=heads)
+    calls += over("compress", formats, head_dim=width)
+    if indexer is not None:
+        index: dict[str, Any] = {"head_dim": indexer.head_dim, "h_q": indexer.num_heads}
+        calls += over("compress", ("index_fp8", "index_bf16"), head_dim=indexer.head_dim)
+        calls.append(dispatch.Call("index_query", device, dtype, **index))
+        for name, query in (("index_fp8", torch.float8_e4m3fn), ("index_bf16", torch.bfloat16)):
+            calls.append(dispatch.Call("paged_index_logits", device, query, name, 64, **index))
+        calls.append(dispatch.Call("topk", device, torch.float32))
+    calls.append(dispatch.Call("index_convert", device, torch.int32))
+    calls += over("sparse_decode", formats, **attention)
+    calls += over("cache_gather", formats, head_dim=width)
+    calls.append(dispatch.Call("index_workspace", device, torch.int32))
+    calls.append(dispatch.Call("sparse_prefill", device, dtype, **attention))
+    calls.append(dispatch.Call("rotate_heads", device, dtype, head_dim=config.rope_dim, h_q=heads))
     return calls
 
 
@@ -247,6 +285,25 @@ def _describe_model(config: MLAConfig) -> str:
             text += f", in all but {len(indexer.shared_layers)} layers, which share what the layer before selected"
         text += ". Steps go through sparse_decode and sparse_prefill, prefills of fewer tokens through dense_prefill."
     return text
+
+
+def _describe_v4(layers: Sequence[V4Config]) -> str:
+    first, lines = layers[0], []
+    for (ratio, indexer), count in Counter((layer.ratio, layer.indexer) for layer in layers).items():
+        sees = "and no more"
+        if indexer is not None:
+            sees = f"and {indexer.topk} groups of {ratio}, which {indexer.num_heads} heads of {indexer.head_dim} select"
+        elif ratio:
+            sees = f"and all groups of {ratio}"
+        lines.append(f"    in {count} of {len(layers)} layers a window of {first.window} tokens {sees}")
+    return "\n".join(
+        (
+            f"model: {first.num_attention_heads} heads, rows of {first.head_dim - first.rope_dim} + {first.rope_dim}",
+            *lines,
+            f"Requests of {DEFAULT_LIMITS.queries} new tokens and more go through sparse_prefill over a workspace, "
+            "others through sparse_decode.",
+        )
+    )
 
 
 def _describe(device: torch.device) -> dict[str, Any]:

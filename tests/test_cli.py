@@ -77,6 +77,7 @@ def test_doctor_of_a_model_counts_its_heads(tmp_path):
         ("{", "model must be a config.json, and .* is not JSON"),
         ("[]", "model must be a config.json, and .* holds no object"),
         ('{"model_type": "llama"}', "config must be an MLA model's, with kv_lora_rank, got model_type llama"),
+        ('{"model_type": "deepseek_v4", "head_dim": 512}', "config must have num_hidden_layers, .* without"),
         ('{"model_type": "kimi_linear", "kv_lora_rank": 512}', "model_type 'kimi_linear' is not served: most of its"),
         (None, "No such file"),
     ],
@@ -96,6 +97,42 @@ def test_doctor_of_a_model_with_an_indexer(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "indexer: 64 heads of 128 select 2048 tokens. Steps go through sparse_decode and sparse_prefill" in printed
     assert re.search(r"^paged_index_logits over index_fp8 +\w+$", printed, re.MULTILINE)
+
+
+V4_MODEL = {
+    "model_type": "deepseek_v4",
+    "num_hidden_layers": 5,
+    "hidden_size": 256,
+    "q_lora_rank": 64,
+    "num_attention_heads": 16,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "o_groups": 4,
+    "o_lora_rank": 64,
+    "sliding_window": 128,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "compress_ratios": [0, 0, 4, 128, 4],
+}
+
+
+def test_doctor_of_deepseek_v4(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(V4_MODEL))
+    assert cli.main(["doctor", "--model", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "model: 16 heads, rows of 448 + 64" in printed
+    assert "in 2 of 5 layers a window of 128 tokens and no more" in printed
+    assert "in 2 of 5 layers a window of 128 tokens and 512 groups of 4, which 32 heads of 128 select" in printed
+    assert "in 1 of 5 layers a window of 128 tokens and all groups of 128" in printed
+    assert re.search(r"^(sparse_decode|cache_gather) over bf16, model1, v41, v41_fp4 +\w+$", printed, re.MULTILINE)
+    assert "dense_decode" not in printed
+
+
+def test_doctor_of_deepseek_v41_says_that_no_layer_is_its(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v41"}')
+    assert cli.main(["doctor", "--model", str(tmp_path)]) == 0
+    assert "model: DeepSeek-V4.1's. Operations are those of the layers of DeepSeek-V3" in capsys.readouterr().out
 
 
 @needs_cpu

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache-format",
         action="append",
         metavar="FORMAT",
-        help="of the cache (may be repeated); default: the dtype",
+        help="of the cache (may be repeated); default: the dtype, or model1 for DeepSeek-V4",
     )
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="of the weights (default bf16)")
     parser.add_argument("--max-batch", type=int, default=256, help="requests of a decode step at most (default 256)")

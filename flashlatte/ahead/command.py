@@ -9,15 +9,19 @@ import multiprocessing
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from flashlatte.doctor import DTYPES, read_fields
 from flashlatte.kv_cache import FORMAT_NAMES
-from flashlatte.layers import MLAConfig
+from flashlatte.kv_cache.model1 import Model1Format
+from flashlatte.layers import MLAConfig, V4Config
 from flashlatte.layers.rehearsal import rehearse
+from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE
+from flashlatte.layers.v4.rehearsal import rehearse as rehearse_v4
 from flashlatte.runtime import ahead, machine
 
 # Multiprocessors of the largest GPU of a compute capability, for --target without --sms.
@@ -68,32 +72,48 @@ def _target(name: str | None, sms: int | None) -> machine.GPU:
 
 
 def _variants(arguments: argparse.Namespace) -> list[ahead.Variant]:
-    config = MLAConfig.from_transformers(read_fields(arguments.model))
-    heads, ranks = config.num_attention_heads, arguments.tensor_parallel
     for name in ("max_batch", "max_queries", "page_size", "tensor_parallel"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
-    if heads % ranks:
-        raise ValueError(f"--tensor-parallel must divide the model's {heads} heads, got {ranks}")
-    formats = arguments.cache_format or [arguments.dtype]
+    fields = read_fields(arguments.model)
+    is_v4 = fields.get("model_type") == V4_MODEL_TYPE
+    formats = arguments.cache_format or [Model1Format.name if is_v4 else arguments.dtype]
     unknown = [name for name in formats if name not in FORMAT_NAMES]
     if unknown:
         raise ValueError(f"--cache-format must be one of {', '.join(FORMAT_NAMES)}, got {unknown[0]!r}")
-    # What a token is beside its attention makes no other kernels.
-    config = replace(config, hidden_size=min(config.hidden_size, 1024))
+    steps = (_v4_steps if is_v4 else _mla_steps)(fields, arguments.tensor_parallel)
     with ahead.collected() as found:
         for cache_format in formats:
-            for _ in rehearse(
-                config,
+            for _ in steps(
                 cache_format=cache_format,
                 dtype=DTYPES[arguments.dtype],
-                heads=heads // ranks,
                 page_size=arguments.page_size,
                 max_batch=arguments.max_batch,
                 max_queries=arguments.max_queries,
             ):
                 pass
     return found
+
+
+def _mla_steps(fields: dict[str, Any], ranks: int) -> Callable[..., Iterator[str]]:
+    """What rehearses the steps of a rank, given the other options."""
+    config = MLAConfig.from_transformers(fields)
+    _check_ranks("heads", config.num_attention_heads, ranks)
+    # What a token is beside its attention makes no other kernels.
+    config = replace(config, hidden_size=min(config.hidden_size, 1024))
+    return functools.partial(rehearse, config, heads=config.num_attention_heads // ranks)
+
+
+def _v4_steps(fields: dict[str, Any], ranks: int) -> Callable[..., Iterator[str]]:
+    layers = V4Config.layers(fields)
+    _check_ranks("heads", layers[0].num_attention_heads, ranks)
+    _check_ranks("groups of heads", layers[0].o_groups, ranks)
+    return functools.partial(rehearse_v4, layers, ranks=ranks)
+
+
+def _check_ranks(what: str, count: int, ranks: int) -> None:
+    if count % ranks:
+        raise ValueError(f"--tensor-parallel must divide the model's {count} {what}, got {ranks}")
 
 
 _to_compile: list[ahead.Variant] = []

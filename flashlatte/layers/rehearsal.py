@@ -17,7 +17,7 @@ from flashlatte.layers.builder import MLAMetadataBuilder
 from flashlatte.layers.config import MLAConfig
 
 # Of a request whose whole history fits in few splits, and of a long one.
-_FEW_TOKENS, _MANY_TOKENS = 256, 32_768
+FEW_TOKENS, MANY_TOKENS = 256, 32_768
 _NEW_TOKENS = 48
 
 
@@ -46,11 +46,11 @@ def rehearse(
     Raises:
         ValueError: a format that the layer cannot have, or more heads than it has.
     """
-    longest = min(_MANY_TOKENS, config.rope.max_position)
+    longest = min(MANY_TOKENS, config.rope.max_position)
     config = replace(config, rope=replace(config.rope, max_position=longest))
     layer = MLAAttention(config, heads=None if heads is None else (0, heads), dtype=dtype, device=device)
     caches = _caches(config, cache_format, page_size, device)
-    for length in sorted({min(_FEW_TOKENS, longest), longest}):
+    for length in sorted({min(FEW_TOKENS, longest), longest}):
         builder = MLAMetadataBuilder(
             page_size,
             max(max_batch, 3),
@@ -58,7 +58,7 @@ def rehearse(
             length,
             device,
             cache_format=cache_format,
-            workspace_tokens=_FEW_TOKENS,
+            workspace_tokens=FEW_TOKENS,
             max_decode_queries=max_queries,
             topk=None if config.indexer is None else config.indexer.topk,
         )
@@ -69,22 +69,26 @@ def rehearse(
             table = torch.zeros(len(new), builder.max_pages, dtype=torch.int32, device=device)
             metadata = builder.build(starts, seen, table)
             hidden = torch.zeros(starts[-1], config.hidden_size, dtype=dtype, device=device)
-            with _NoArithmetic():
+            with NoArithmetic():
                 layer(hidden, caches[0], metadata, index_cache=caches[1])
 
 
 def _steps(length: int, max_batch: int, max_queries: int) -> Iterator[tuple[str, list[int], list[int]]]:
     """(name, new tokens of each request, all tokens of each request)."""
     yield "prefill", [_NEW_TOKENS], [_NEW_TOKENS]
-    yield "prefill with a prefix in the cache", [_NEW_TOKENS], [min(length, 3 * _FEW_TOKENS)]
-    if length > 3 * _FEW_TOKENS:
+    yield "prefill with a prefix in the cache", [_NEW_TOKENS], [min(length, 3 * FEW_TOKENS)]
+    if length > 3 * FEW_TOKENS:
         yield "prefill of a long request", [_NEW_TOKENS], [length]
     # Their parts begin anywhere in the step's buffers.
     yield "decode of 1 beside two prefills", [1, _NEW_TOKENS - 8, 7], [length, length, 7]
-    batches = {1 << exponent for exponent in range(max_batch.bit_length())} | {max_batch}
     for queries in range(1, max_queries + 1):
-        for batch in sorted(batches):
+        for batch in batches_up_to(max_batch):
             yield f"decode of {batch} x {queries}", [queries] * batch, [length] * batch
+
+
+def batches_up_to(max_batch: int) -> list[int]:
+    """Sizes of decode steps between which nothing is chosen otherwise: powers of two, and the largest."""
+    return sorted({1 << exponent for exponent in range(max_batch.bit_length())} | {max_batch})
 
 
 def _caches(
@@ -99,7 +103,7 @@ def _caches(
     return latents, kv_cache.allocate(keys, 1, page_size, device=device)
 
 
-class _NoArithmetic(TorchDispatchMode):
+class NoArithmetic(TorchDispatchMode):
     """Matrix products give tensors of the right shape and do not look at their operands."""
 
     def __torch_dispatch__(

@@ -25,13 +25,31 @@ CONFIG = {
     "max_position_embeddings": 4096,
 }
 
+V4_CONFIG = {
+    "model_type": "deepseek_v4",
+    "num_hidden_layers": 3,
+    "hidden_size": 256,
+    "q_lora_rank": 64,
+    "num_attention_heads": 16,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "o_groups": 4,
+    "o_lora_rank": 64,
+    "sliding_window": 128,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 64,
+    "compress_ratios": [0, 4, 128],
+    "max_position_embeddings": 2048,
+}
+
 
 @pytest.fixture
 def compile_ahead(tmp_path):
     """Runs the command, in a process that takes itself for one on a GPU, with an empty cache of Triton's."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
 
-    def run(*arguments):
+    def run(*arguments, config=CONFIG):
+        (tmp_path / "config.json").write_text(json.dumps(config))
         command = [sys.executable, "-m", "flashlatte", "compile", "--model", str(tmp_path), "--json", *arguments]
         environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -52,6 +70,25 @@ def test_kernels_are_listed_each_once(compile_ahead):
     assert counts["dense_decode_kernel"] >= 1
 
 
+def test_kernels_of_deepseek_v4(compile_ahead):
+    found = compile_ahead("--target", "sm_90", "--max-batch", "3", "--list", config=V4_CONFIG)
+    counts = Counter(found["kernels"])
+    # One for windows alone and those of groups; for each of two ratios and the indexer's keys.
+    assert counts["compress_kernel"] == 3
+    once = ("q_kv_norm_kernel", "rotate_and_cache_kernel", "gather_tiles_kernel", "sparse_prefill_kernel")
+    assert [counts[name] for name in once] == [1] * 4
+    for name in ("sparse_decode_kernel", "index_workspace_kernel", "index_logits_paged_kernel", "topk_kernel"):
+        assert counts[name] >= 1
+    # Over a plain cache others gather, and the indexer's products are in bf16.
+    plain = Counter(
+        compile_ahead("--target", "sm_90", "--max-batch", "3", "--list", "--cache-format", "bf16", config=V4_CONFIG)[
+            "kernels"
+        ]
+    )
+    assert plain["gather_tiles_kernel"] == 0
+    assert plain["gather_rows_kernel"] == 1
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("cache_format", ["bf16", "v32"])
@@ -61,6 +98,14 @@ def test_what_is_compiled_is_found_in_the_cache(compile_ahead, target, cache_for
     assert compiled["errors"] == {}
     assert compiled["missing"] == []
     assert compile_ahead(*options, "--list") == compiled
+
+
+def test_ranks_of_deepseek_v4(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("flashlatte.runtime.ahead.use", lambda gpu: None)
+    (tmp_path / "config.json").write_text(json.dumps(V4_CONFIG))
+    arguments = ["compile", "--model", str(tmp_path), "--target", "sm_90", "--tensor-parallel", "8"]
+    assert cli.main(arguments) == cli.USER_ERROR
+    assert "--tensor-parallel must divide the model's 4 groups of heads, got 8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

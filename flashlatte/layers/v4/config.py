@@ -10,7 +10,13 @@ from flashlatte.kv_cache.index_formats import HEAD_DIMS
 from flashlatte.layers.config import Rope, Yarn
 from flashlatte.runtime import checks
 
-_RATIO_NAMES = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
+MODEL_TYPE = "deepseek_v4"
+# Transformers' names of a layer with a window only, of one that selects among its groups, and of one that sees all.
+SLIDING, SELECTING, COMPRESSING = _KINDS = (
+    "sliding_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+)
 
 
 @dataclass(frozen=True)
@@ -86,29 +92,93 @@ class V4Config:
 
     @classmethod
     def from_transformers(cls, config: Any, layer: int) -> V4Config:
-        """Of layer number ``layer`` of a transformers ``DeepseekV4Config``.
+        """Of layer number ``layer``; ``config`` as for ``layers``.
 
         Raises:
-            ValueError: a kind of layer or of rotary embedding that is not known.
+            ValueError: as ``layers``.
         """
-        kind = config.layer_types[layer]
-        checks.choice(f"layer_types[{layer}]", kind, _RATIO_NAMES)
-        sliding, selects = kind == _RATIO_NAMES[0], kind == _RATIO_NAMES[1]
-        indexer = V4IndexerConfig(config.index_n_heads, config.index_head_dim, config.index_topk)
-        return cls(
-            hidden_size=config.hidden_size,
-            q_lora_rank=config.q_lora_rank,
-            num_attention_heads=config.num_attention_heads,
-            head_dim=config.head_dim,
-            rope_dim=config.qk_rope_head_dim,
-            o_groups=config.o_groups,
-            o_lora_rank=config.o_lora_rank,
-            window=config.sliding_window,
-            ratio=0 if sliding else config.compress_rates[kind],
-            indexer=indexer if selects else None,
-            rope=_rope(config.rope_parameters["main" if sliding else "compress"], config.max_position_embeddings),
-            rms_norm_eps=config.rms_norm_eps,
-        )
+        return cls.layers(config)[layer]
+
+    @classmethod
+    def layers(cls, config: Any) -> tuple[V4Config, ...]:
+        """All layers of a transformers ``DeepseekV4Config``, or of a checkpoint's ``config.json`` as a mapping.
+
+        Raises:
+            ValueError: another model; sizes that are missing; a kind of layer or of rotary embedding that is not known.
+        """
+        fields = dict(config) if isinstance(config, Mapping) else config.to_dict()
+        if fields.get("model_type") != MODEL_TYPE:
+            raise ValueError(f"model_type must be {MODEL_TYPE!r}, got {fields.get('model_type')!r}")
+        missing = [name for name in (*_SIZES, *_INDEXER_SIZES) if fields.get(name) is None]
+        if missing:
+            raise ValueError(f"config must have {', '.join(missing)}, got a {MODEL_TYPE} without")
+        kinds, ratios, ropes = _kinds(fields), _ratios(fields), _ropes(fields)
+        indexer = V4IndexerConfig(*(fields[name] for name in _INDEXER_SIZES))
+        rope_dim = fields.get("qk_rope_head_dim")
+        if rope_dim is None:
+            rope_dim = int(fields["head_dim"] * (fields.get("partial_rotary_factor") or 0.125))
+        shared = {
+            **{name: fields[name] for name in _SIZES if name not in ("sliding_window", "num_hidden_layers")},
+            "window": fields["sliding_window"],
+            "rope_dim": rope_dim,
+            "rms_norm_eps": fields.get("rms_norm_eps", 1e-6),
+        }
+
+        def layer(kind: str) -> V4Config:
+            sliding, selects = kind == SLIDING, kind == SELECTING
+            return cls(
+                **shared,
+                ratio=0 if sliding else ratios[kind],
+                indexer=indexer if selects else None,
+                rope=ropes["main" if sliding else "compress"],
+            )
+
+        return tuple(layer(kind) for kind in kinds)
+
+
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "q_lora_rank",
+    "num_attention_heads",
+    "head_dim",
+    "o_groups",
+    "o_lora_rank",
+    "sliding_window",
+)
+_INDEXER_SIZES = ("index_n_heads", "index_head_dim", "index_topk")
+
+
+def _kinds(fields: Mapping[str, Any]) -> list[str]:
+    """What each layer is: ``layer_types`` (transformers) or ``compress_ratios`` (checkpoints)."""
+    count, ratios = fields["num_hidden_layers"], fields.get("compress_ratios")
+    kinds = fields.get("layer_types")
+    if kinds is None and ratios is not None:
+        known = dict(zip((0, 4, 128), _KINDS, strict=True))
+        if unknown := [ratio for ratio in ratios if ratio not in known]:
+            raise ValueError(f"compress_ratios must be 0, 4 or 128, got {unknown[0]!r}")
+        kinds = [known[ratio] for ratio in ratios]
+    if kinds is None or len(kinds) < count:
+        raise ValueError(f"config must have layer_types or compress_ratios for its {count} layers")
+    for layer, kind in enumerate(kinds[:count]):
+        checks.choice(f"layer_types[{layer}]", kind, _KINDS)
+    return list(kinds[:count])
+
+
+def _ratios(fields: Mapping[str, Any]) -> dict[str, int]:
+    """Tokens of a group, by the kind of layer."""
+    return {SELECTING: 4, COMPRESSING: 128} | dict(fields.get("compress_rates") or {})
+
+
+def _ropes(fields: Mapping[str, Any]) -> dict[str, Rope]:
+    """The rotations of layers without groups ("main") and of those with groups ("compress")."""
+    scaling = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
+    if "main" not in scaling or "compress" not in scaling:
+        scaling.setdefault("rope_type", scaling.get("type", "default"))
+        main = {"rope_theta": fields.get("rope_theta", 10000.0)}
+        scaling = {"main": main, "compress": scaling | {"rope_theta": fields.get("compress_rope_theta", 160000.0)}}
+    longest = fields.get("max_position_embeddings", 1048576)
+    return {name: _rope(scaling[name], longest) for name in ("main", "compress")}
 
 
 def _rope(fields: Mapping[str, Any], max_position: int) -> Rope:

@@ -1,0 +1,98 @@
+"""DeepSeek-V4's attention gone through step by step, to see which kernels its steps launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from flashlatte.layers.rehearsal import FEW_TOKENS, MANY_TOKENS, NoArithmetic, batches_up_to
+from flashlatte.layers.v4.attention import V4Attention
+from flashlatte.layers.v4.cache import V4Cache
+from flashlatte.layers.v4.config import V4Config
+from flashlatte.layers.v4.step import V4Step
+from flashlatte.layers.v4.workspace import DEFAULT_LIMITS
+
+
+def rehearse(
+    layers: Sequence[V4Config],
+    *,
+    cache_format: str = "model1",
+    dtype: torch.dtype = torch.bfloat16,
+    ranks: int = 1,
+    page_size: int = 64,
+    max_batch: int = 256,
+    max_queries: int = 2,
+    device: str = "cpu",
+) -> Iterator[str]:
+    """Runs prefill and decode steps of each kind of layer, and names each. Results hold anything.
+
+    Args:
+        layers: of the model; those that are equal run once.
+        cache_format, dtype, page_size, max_batch, max_queries, device: as for ``layers.rehearsal.rehearse``.
+        ranks: that heads and groups of heads are divided over, without a rest.
+
+    Raises:
+        ValueError: a format that the layers cannot have.
+    """
+    for config in dict.fromkeys(layers):
+        longest = min(MANY_TOKENS, config.rope.max_position)
+        # What a token is beside its attention makes no other kernels.
+        config = replace(
+            config,
+            hidden_size=min(config.hidden_size, 1024),
+            num_attention_heads=config.num_attention_heads // ranks,
+            o_groups=config.o_groups // ranks,
+            rope=replace(config.rope, max_position=longest),
+        )
+        layer = V4Attention(config, dtype=dtype, device=device)
+        state_page_size = max(config.ratio, 1)
+        cache = V4Cache.allocate(
+            config, 1, page_size, state_page_size=state_page_size, cache_format=cache_format, device=device
+        )
+        for length in sorted({min(FEW_TOKENS, longest), longest}):
+            for name, step in _steps(config, length, page_size, max_batch, max_queries, device):
+                yield f"ratio {config.ratio}, {name}, requests of {length} tokens"
+                hidden = torch.zeros(len(step.positions), config.hidden_size, dtype=dtype, device=device)
+                with NoArithmetic():
+                    layer(hidden, step, cache)
+
+
+def _steps(
+    config: V4Config, length: int, page_size: int, max_batch: int, max_queries: int, device: str
+) -> Iterator[tuple[str, V4Step]]:
+    many = min(DEFAULT_LIMITS.queries, length)
+    prefills: dict[str, list[tuple[int, int]]] = {
+        "prefill": [(0, many)],
+        "prefill behind a prefix": [(length - many, length)],
+        "prefill of few tokens": [(length - min(48, length), length)],
+        # Their parts begin anywhere in the step's tensors.
+        "prefills beside a decode of 1": [(length - 1, length), (0, many), (length - 7, length)],
+    }
+    for name, spans in prefills.items():
+        yield name, _step(config, spans, length, page_size, device, as_graph=False)
+    for queries in range(1, max_queries + 1):
+        for batch in batches_up_to(max_batch):
+            spans = [(length - queries, length)] * batch
+            yield f"decode of {batch} x {queries}", _step(config, spans, length, page_size, device, as_graph=True)
+
+
+def _step(
+    config: V4Config, spans: list[tuple[int, int]], length: int, page_size: int, device: str, *, as_graph: bool
+) -> V4Step:
+    """All requests have the same pages: nothing is read from them."""
+
+    def table(pages: int) -> torch.Tensor:
+        return torch.zeros(len(spans), pages, dtype=torch.int32, device=device)
+
+    group_pages = -(-length // max(config.ratio, 1) // page_size)
+    groups = {config.ratio: (table(max(group_pages, 1)), table(1 + config.overlap))} if config.ratio else {}
+    return V4Step.of_spans(
+        spans,
+        table(-(-length // page_size)),
+        groups,
+        window=config.window,
+        page_size=page_size,
+        limits=None if as_graph else DEFAULT_LIMITS,
+    )
