@@ -83,7 +83,7 @@ def attend_even(
     """
     tiles = call.tiles
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, state.out.type.layout, 2)
-    k0_left = tiles.k0_left.index(z)
+    k0_left = tiles.k0.left.index(z)
     row_max0 = raise_row_max(state.row_max, scores, call.scale)
     tiles.row_max0.store(row_max0)
     p = probabilities(scores, row_max0, call.scale)
@@ -110,7 +110,7 @@ def attend_even(
     row_sum = row_sum * alpha
     out = rescale(out, alpha)
     barriers.wait(P1_FULL, barriers.PAIR)
-    out = warpgroup_mma(tiles.p1.index(z), tiles.k1_left.index(z), out, is_async=True)
+    out = warpgroup_mma(tiles.p1.index(z), tiles.k1.left.index(z), out, is_async=True)
     if LAST:
         row_sum += tiles.row_sum1.load(SCORE_ROWS)
     out = warpgroup_mma_wait(0, deps=[out])
@@ -129,7 +129,7 @@ def begin_odd(state, call, z):
     barriers.wait(P0_FULL, barriers.PAIR)
     row_max0 = tiles.row_max0.load(SCORE_ROWS)
     out = rescale(state.out, gl.exp2(state.row_max - row_max0))
-    return warpgroup_mma(tiles.p0.index(z), tiles.k0_right.index(z), out, is_async=True), row_max0
+    return warpgroup_mma(tiles.p0.index(z), tiles.k0.right.index(z), out, is_async=True), row_max0
 
 
 @gluon.jit
@@ -137,7 +137,7 @@ def attend_odd(scores, out, row_max0, state, call, z, PRODUCER_THREADS: gl.const
     """From masked ``scores`` [64, 64] of block 1, and what ``begin_odd`` returned, to the right half of the output."""
     tiles = call.tiles
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, state.out.type.layout, 2)
-    k1_right = tiles.k1_right.index(z)
+    k1_right = tiles.k1.right.index(z)
     row_max1 = raise_row_max(row_max0, scores, call.scale)
     tiles.row_max1.store(row_max1)
     barriers.arrive(ROW_MAX1_FULL, barriers.PAIR)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.barriers import FIRST_FREE
+from flashlatte.kernels.hopper.barriers import FIRST_FREE, allocate_mbarrier
 
 # Query rows of a CTA, and keys of a block: what one WGMMA takes.
 ROWS = gl.constexpr(64)
@@ -21,6 +21,9 @@ KEYS = gl.constexpr(64)
 LATENT = gl.constexpr(512)
 HALF = gl.constexpr(256)
 ROPE = gl.constexpr(64)
+# Halves of a row, for ``half_of``.
+LEFT = gl.constexpr(0)
+RIGHT = gl.constexpr(1)
 
 # Layouts of scores [64, 64] and of half an output [64, 256], and of their rows and columns.
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -53,22 +56,24 @@ ROW_MAX1_FULL = gl.constexpr(FIRST_FREE + 9)
 P1_FULL = gl.constexpr(FIRST_FREE + 10)
 
 
-class Tiles(NamedTuple):
-    """Tiles in shared memory; some other tile stands for a rope that rows do not have.
+class LatentTile(NamedTuple):
+    """64 rows of queries or keys in shared memory: tiles, or their offsets in bytes."""
 
-    Each tile has a leading axis of 1, to be indexed by a zero that the compiler cannot see through: it would hoist
-    the descriptors of all tiles out of the main loop and spill them.
+    left: Any  # [1, 64, 256]
+    right: Any
+    rope: Any  # [1, 64, 64]; where rows have no rope, some other tile
+
+
+class Tiles(NamedTuple):
+    """Tiles in shared memory.
+
+    Each tile of two-byte numbers has a leading axis of 1, to be indexed by a zero that the compiler cannot see through:
+    it would hoist the descriptors of all tiles out of the main loop and spill them.
     """
 
-    q_left: Any  # [1, 64, 256]
-    q_right: Any
-    q_rope: Any  # [1, 64, 64]
-    k0_left: Any  # [1, 64, 256]
-    k0_right: Any
-    k0_rope: Any  # [1, 64, 64]
-    k1_left: Any
-    k1_right: Any
-    k1_rope: Any
+    q: LatentTile
+    k0: LatentTile
+    k1: LatentTile
     p0: Any  # [1, 64, 64], P of block 0
     p1: Any
     row_max0: Any  # float32 [64], what p0 and p1 are relative to
@@ -77,37 +82,28 @@ class Tiles(NamedTuple):
     row_sum1: Any
 
 
-class Full(NamedTuple):
-    """mbarriers on which copies of the queries, and of halves of blocks, complete."""
-
-    q: Any
-    k0_left: Any
-    k0_right: Any
-    k1_left: Any
-    k1_right: Any
-
-
-class LatentTile(NamedTuple):
-    """64 rows of queries or keys in shared memory: tiles, or their offsets in bytes."""
+class HalvesFull(NamedTuple):
+    """mbarriers on which copies of a block's halves complete."""
 
     left: Any
     right: Any
-    rope: Any
+
+
+class Full(NamedTuple):
+    """mbarriers on which copies of the queries, and of blocks, complete."""
+
+    q: Any
+    k0: HalvesFull
+    k1: HalvesFull
 
 
 @gluon.jit
-def q_of(tiles):
-    return LatentTile(tiles.q_left, tiles.q_right, tiles.q_rope)
-
-
-@gluon.jit
-def k0_of(tiles):
-    return LatentTile(tiles.k0_left, tiles.k0_right, tiles.k0_rope)
-
-
-@gluon.jit
-def k1_of(tiles):
-    return LatentTile(tiles.k1_left, tiles.k1_right, tiles.k1_rope)
+def half_of(block, SIDE: gl.constexpr):
+    """The left or the right half of a ``LatentTile`` or of ``HalvesFull``."""
+    if SIDE == LEFT:
+        return block.left
+    else:
+        return block.right
 
 
 @gluon.jit
@@ -126,3 +122,28 @@ def allocate_square(DTYPE: gl.constexpr):
 def allocate_vector(DTYPE: gl.constexpr):
     """A number for each row, [64]."""
     return gl.allocate_shared_memory(DTYPE, [ROWS], _VECTOR)
+
+
+@gluon.jit
+def allocate_tiles(q, k0, k1, p0, p1):
+    """``Tiles`` of these, with the vectors that pass between the consumers."""
+    return Tiles(
+        q,
+        k0,
+        k1,
+        p0,
+        p1,
+        allocate_vector(gl.float32),
+        allocate_vector(gl.float32),
+        allocate_vector(gl.float32),
+        allocate_vector(gl.float32),
+    )
+
+
+@gluon.jit
+def allocate_full(Q_COUNT: gl.constexpr, HALF_COUNT: gl.constexpr):
+    """``Full``, of so many arrivals for the queries and for a half of a block."""
+    q = allocate_mbarrier(Q_COUNT)
+    k0 = HalvesFull(allocate_mbarrier(HALF_COUNT), allocate_mbarrier(HALF_COUNT))
+    k1 = HalvesFull(allocate_mbarrier(HALF_COUNT), allocate_mbarrier(HALF_COUNT))
+    return Full(q, k0, k1)

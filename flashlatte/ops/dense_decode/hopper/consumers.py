@@ -29,9 +29,6 @@ from flashlatte.kernels.hopper.mla_tiles import (
     Q_OPERAND,
     ROWS,
     SCORES,
-    k0_of,
-    k1_of,
-    q_of,
 )
 from flashlatte.ops.dense_decode.hopper import epilogue, schedule
 from flashlatte.ops.dense_decode.hopper.mask import apply_mask, mask_of
@@ -46,6 +43,8 @@ class Call(NamedTuple):
     """What stays the same over all requests of a CTA.
 
     Attributes:
+        query: all queries (``producer.Query``); ``corner`` where the CTA's rows begin (``producer.Corner``).
+        keys: of the producer (``producer.Keys`` or ``one_byte_producer.Keys``).
         lists: lengths of the requests (``device.KeyLengths``).
         table: their pages (``schedule.Table``).
         work: what the CTA works on (``schedule.Work``).
@@ -56,6 +55,9 @@ class Call(NamedTuple):
         results: where results go (``epilogue.Results``).
     """
 
+    query: Any
+    corner: Any
+    keys: Any
     lists: Any
     table: Any
     work: Any
@@ -68,28 +70,28 @@ class Call(NamedTuple):
 
 
 class Request(NamedTuple):
-    """The request at hand: its number, its boxes of keys, which of them are seen (``mask.Mask``), and the rope of its
-    queries in registers (without rope: anything)."""
+    """The request at hand: what the CTA has of it (``schedule.Split``), which keys are seen (``mask.Mask``), and the
+    rope of its queries in registers (without rope: anything)."""
 
-    item: Any
-    boxes: Any
+    split: Any
     mask: Any
     q_rope: Any
 
 
 @gluon.jit
-def _begin_scores(request, q, k, left_full, right_full, phase, z, scores, PLAN: gl.constexpr):
+def _begin_scores(call, request, k, full, phase, z, scores, PLAN: gl.constexpr):
     """Scores [64, 64] of a block, under way: of each half as soon as it has come. ``scores``: registers for the result.
 
     The left half comes first, as the even consumer lets go of it before the odd one is done with the right.
     """
+    q = call.tiles.q
     q_left, k_left = q.left.index(z), k.left.index(z)
-    mbarrier.wait(left_full, phase)
+    mbarrier.wait(full.left, phase)
     if PLAN.one_byte:
         fence_async_shared()
     scores = warpgroup_mma(q_left, k_left.permute((1, 0)), scores, use_acc=False, is_async=True)
     q_right, k_right, k_rope = q.right.index(z), k.right.index(z), k.rope.index(z)
-    mbarrier.wait(right_full, phase)
+    mbarrier.wait(full.right, phase)
     if PLAN.one_byte:
         fence_async_shared()
     scores = warpgroup_mma(q_right, k_right.permute((1, 0)), scores, is_async=True)
@@ -102,78 +104,57 @@ def _begin_scores(request, q, k, left_full, right_full, phase, z, scores, PLAN: 
 
 
 @gluon.jit
-def _page_ahead(page, call, request, block, PLAN: gl.constexpr):
-    """The page of a block, asked for long before it is needed; ``page`` where ``_page_late`` does that."""
-    if PLAN.one_byte:
-        return page
-    else:
-        return schedule.page_of(call.table, request.item, block, request.boxes, PLAN)
-
-
-@gluon.jit
-def _page_late(page, call, request, block, PLAN: gl.constexpr):
-    """The page of a block whose scores are under way, if it was not asked for ahead: their fences would wait for it."""
-    if PLAN.one_byte:
-        return schedule.page_of(call.table, request.item, block, request.boxes, PLAN)
-    else:
-        return page
-
-
-@gluon.jit
 def _score0(call, request, page, block, phase, z, scores, PLAN: gl.constexpr):
-    q, k, full = q_of(call.tiles), k0_of(call.tiles), call.full
-    scores = _begin_scores(request, q, k, full.k0_left, full.k0_right, phase, z, scores, PLAN)
-    page = _page_late(page, call, request, block, PLAN)
+    """Scores of block 0, and its page, if that was not asked for ahead: their fences would have waited for it."""
+    scores = _begin_scores(call, request, call.tiles.k0, call.full.k0, phase, z, scores, PLAN)
+    if PLAN.one_byte:
+        page = schedule.page_of(call.table, request.split, block, PLAN)
     return warpgroup_mma_wait(0, deps=[scores]), page
 
 
 @gluon.jit
-def _begin_score1(call, request, phase, z, scores, PLAN: gl.constexpr):
-    q, k, full = q_of(call.tiles), k1_of(call.tiles), call.full
-    return _begin_scores(request, q, k, full.k1_left, full.k1_right, phase, z, scores, PLAN)
-
-
-@gluon.jit
-def _take_queries(call, item, boxes, mask, phase, PLAN: gl.constexpr):
+def _take_queries(call, split, mask, phase, PLAN: gl.constexpr):
     """A request whose queries have come, with their rope in registers (``tiles.allocate``)."""
     mbarrier.wait(call.full.q, phase)
     if PLAN.has_rope and not PLAN.one_byte:
-        return Request(item, boxes, mask, call.tiles.q_rope.index(0).load(Q_OPERAND))
+        return Request(split, mask, call.tiles.q.rope.index(0).load(Q_OPERAND))
     else:
-        return Request(item, boxes, mask, call.tiles.q_rope)
+        return Request(split, mask, call.tiles.q.rope)
 
 
 @gluon.jit
-def _even_step(scores, state, call, request, page, step, phase, z, PLAN: gl.constexpr, LAST: gl.constexpr):
+def _even_step(scores, state, call, request, page, step, steps_taken, PLAN: gl.constexpr, LAST: gl.constexpr):
     """From the scores of block 0 to those of the next step's block 0 and its page, unless this step is the last."""
-    tiles = call.tiles
-    left, right = tiles.k0_left.index(z), tiles.k0_right.index(z)
-    scores = apply_mask(scores, request.mask, page, step * PAIR, left, right, PLAN)
+    k0 = call.tiles.k0
+    phase, z = steps_taken & 1, steps_taken >> 30
+    scores = apply_mask(scores, request.mask, page, step * PAIR, k0.left.index(z), k0.right.index(z), PLAN)
     state = attend_even(scores, state, call, z, _PRODUCER, PLAN.one_byte)
     if not LAST:
-        # Not before the fences of the step, which would wait for it.
-        page = _page_ahead(page, call, request, 2 * step + 2, PLAN)
+        if not PLAN.one_byte:
+            # Not before the fences of the step, which would wait for it.
+            page = schedule.page_of(call.table, request.split, 2 * step + 2, PLAN)
         scores, page = _score0(call, request, page, 2 * step + 2, phase ^ 1, z, scores, PLAN)
     return scores, page, state
 
 
 @gluon.jit
-def _odd_step(state, call, request, page, step, phase, z, PLAN: gl.constexpr, LAST: gl.constexpr):
+def _odd_step(state, call, request, page, step, steps_taken, PLAN: gl.constexpr, LAST: gl.constexpr):
     """A whole step, and the page of the next one, unless this is the last."""
-    tiles = call.tiles
+    k1 = call.tiles.k1
+    phase, z = steps_taken & 1, steps_taken >> 30
     scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-    scores = _begin_score1(call, request, phase, z, scores, PLAN)
-    page = _page_late(page, call, request, 2 * step + 1, PLAN)
+    scores = _begin_scores(call, request, k1, call.full.k1, phase, z, scores, PLAN)
+    if PLAN.one_byte:
+        page = schedule.page_of(call.table, request.split, 2 * step + 1, PLAN)
     out, row_max0 = begin_odd(state, call, z)
     scores = warpgroup_mma_wait(1, deps=[scores])
     if LAST:
         barriers.arrive(Q_EMPTY, barriers.ALL)
     first_key = step * PAIR + KEYS
-    left, right = tiles.k1_left.index(z), tiles.k1_right.index(z)
-    scores = apply_mask(scores, request.mask, page, first_key, left, right, PLAN)
+    scores = apply_mask(scores, request.mask, page, first_key, k1.left.index(z), k1.right.index(z), PLAN)
     state = attend_odd(scores, out, row_max0, state, call, z, _PRODUCER, PLAN.one_byte)
-    if not LAST:
-        page = _page_ahead(page, call, request, 2 * step + 3, PLAN)
+    if not LAST and not PLAN.one_byte:
+        page = schedule.page_of(call.table, request.split, 2 * step + 3, PLAN)
     return page, state
 
 
@@ -189,36 +170,29 @@ def consume_even(call, PLAN: gl.constexpr):
     items_taken = 0
     steps_taken = 0
     for item in range(cta_range.first, cta_range.stop):
-        steps = schedule.num_steps(length)
-        begin, end = device.split_of(cta_range, cost, steps, PLAN.overhead)
-        boxes = schedule.num_boxes(length, PLAN)
-        mask = mask_of(length, call.causal_offset, call.results.outputs.heads, call.work.group.first_row)
-        cost += PLAN.overhead + steps
+        split = schedule.split_of(item, length, cost, call.work, PLAN)
+        mask = mask_of(length, call.causal_offset, call.query.heads, call.work.group.first_row)
+        cost += PLAN.overhead + split.steps
         length = device.key_count(item + 1, call.lists)
+        begin, end = split.begin, split.end
         if end > begin:
-            page = schedule.page_of(call.table, item, 2 * begin, boxes, PLAN)
+            page = schedule.page_of(call.table, split, 2 * begin, PLAN)
             state = empty_state(OUTPUT)
             scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-            phase = steps_taken & 1
-            z = steps_taken >> 30
-            request = _take_queries(call, item, boxes, mask, items_taken & 1, PLAN)
+            phase, z = steps_taken & 1, steps_taken >> 30
+            request = _take_queries(call, split, mask, items_taken & 1, PLAN)
             scores, page = _score0(call, request, page, 2 * begin, phase, z, scores, PLAN)
             if PLAN.has_rope and not PLAN.one_byte:
                 barriers.wait(Q_ROPE_EMPTY, barriers.PAIR)
             for step in range(begin, end - 1):
-                scores, page, state = _even_step(
-                    scores, state, call, request, page, step, steps_taken & 1, steps_taken >> 30, PLAN, False
-                )
+                scores, page, state = _even_step(scores, state, call, request, page, step, steps_taken, PLAN, False)
                 steps_taken += 1
             barriers.arrive(Q_EMPTY, barriers.ALL)
-            scores, page, state = _even_step(
-                scores, state, call, request, page, end - 1, steps_taken & 1, steps_taken >> 30, PLAN, True
-            )
+            scores, page, state = _even_step(scores, state, call, request, page, end - 1, steps_taken, PLAN, True)
             steps_taken += 1
             items_taken += 1
             state = add_other_sum(state, tiles.row_sum0, tiles.row_sum1)
-            split = epilogue.Split(item, begin > 0, end == steps)
-            epilogue.write(state.out, state.row_max, state.row_sum, split, call.work, call.results, 0, PLAN)
+            epilogue.write(state, split, call.work, call.results, 0, PLAN)
 
 
 @gluon.jit
@@ -233,26 +207,22 @@ def consume_odd(call, PLAN: gl.constexpr):
     items_taken = 0
     steps_taken = 0
     for item in range(cta_range.first, cta_range.stop):
-        steps = schedule.num_steps(length)
-        begin, end = device.split_of(cta_range, cost, steps, PLAN.overhead)
-        boxes = schedule.num_boxes(length, PLAN)
-        mask = mask_of(length, call.causal_offset, call.results.outputs.heads, call.work.group.first_row)
-        cost += PLAN.overhead + steps
+        split = schedule.split_of(item, length, cost, call.work, PLAN)
+        mask = mask_of(length, call.causal_offset, call.query.heads, call.work.group.first_row)
+        cost += PLAN.overhead + split.steps
         length = device.key_count(item + 1, call.lists)
+        begin, end = split.begin, split.end
         if end > begin:
-            page = schedule.page_of(call.table, item, 2 * begin + 1, boxes, PLAN)
+            page = schedule.page_of(call.table, split, 2 * begin + 1, PLAN)
             state = empty_state(OUTPUT)
-            request = _take_queries(call, item, boxes, mask, items_taken & 1, PLAN)
+            request = _take_queries(call, split, mask, items_taken & 1, PLAN)
             if PLAN.has_rope and not PLAN.one_byte:
                 barriers.arrive(Q_ROPE_EMPTY, barriers.PAIR)
             for step in range(begin, end - 1):
-                page, state = _odd_step(
-                    state, call, request, page, step, steps_taken & 1, steps_taken >> 30, PLAN, False
-                )
+                page, state = _odd_step(state, call, request, page, step, steps_taken, PLAN, False)
                 steps_taken += 1
-            page, state = _odd_step(state, call, request, page, end - 1, steps_taken & 1, steps_taken >> 30, PLAN, True)
+            page, state = _odd_step(state, call, request, page, end - 1, steps_taken, PLAN, True)
             steps_taken += 1
             items_taken += 1
             state = add_other_sum(state, tiles.row_sum1, tiles.row_sum0)
-            split = epilogue.Split(item, begin > 0, end == steps)
-            epilogue.write(state.out, state.row_max, state.row_sum, split, call.work, call.results, HALF, PLAN)
+            epilogue.write(state, split, call.work, call.results, HALF, PLAN)

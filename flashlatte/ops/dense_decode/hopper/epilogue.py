@@ -29,31 +29,23 @@ class Results(NamedTuple):
     partials: Any
 
 
-class Split(NamedTuple):
-    """What a CTA had of a request: whether a range before began it, and whether it had its last keys."""
-
-    item: Any
-    continues: Any
-    ends: Any
-
-
 @gluon.jit
-def write(out, row_max, row_sum, split, work, results, FIRST_COL: gl.constexpr, PLAN: gl.constexpr):
-    """Normalise and write columns from FIRST_COL of a request's rows; those from 0 bring the lse along.
-
-    ``row_max`` and ``row_sum`` [64] are in the scores' layout, row_max in base 2.
-    """
+def write(state, split, work, results, FIRST_COL: gl.constexpr, PLAN: gl.constexpr):
+    """Normalise and write columns from FIRST_COL of a request's rows; those from 0 bring the lse along."""
     OUT_ALIGN: gl.constexpr = PLAN.out_align
-    row_sum = gl.convert_layout(row_sum, OUTPUT_ROWS)
-    row_max = gl.convert_layout(row_max, OUTPUT_ROWS)
-    is_result = split.continues == 0
-    goes_on = split.ends == 0
+    continues = split.begin > 0
+    ends = split.end == split.steps
+    out = state.out
+    row_sum = gl.convert_layout(state.row_sum, OUTPUT_ROWS)
+    row_max = gl.convert_layout(state.row_max, OUTPUT_ROWS)
+    is_result = continues == 0
+    goes_on = ends == 0
     if PLAN.stream_k:
         out, row_max, row_sum, goes_on = fixup.add_later_splits(
             out, row_max, row_sum, is_result, goes_on, results.partials, FIRST_COL
         )
     else:
-        is_result = is_result & split.ends
+        is_result = is_result & ends
     is_empty = row_sum == 0
     weight = gl.where(is_empty, 0.0, 1.0 / row_sum)
     if results.unit is not None:
@@ -84,7 +76,7 @@ def write(out, row_max, row_sum, split, work, results, FIRST_COL: gl.constexpr, 
     elif PLAN.stream_k:
         fixup.leave(results.partials, values, lse2, goes_on, FIRST_COL)
     elif results.scratch is not None:
-        partial = results.scratch + schedule.partial(work, split.continues, PLAN) * schedule.PARTIAL
+        partial = results.scratch + schedule.partial(work, continues, PLAN) * schedule.PARTIAL
         in_use = item_row < results.outputs.rows
         gl.store(partial + (row * LATENT)[:, None] + col[None, :], values, mask=in_use[:, None])
         if FIRST_COL == 0:

@@ -7,13 +7,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
+from flashlatte.kernels.hopper.mla_tiles import allocate_full
 from flashlatte.ops.dense_decode.hopper import (
     consumers,
     epilogue,
     fixup,
     one_byte_producer,
     producer,
-    queries,
     schedule,
     tiles,
 )
@@ -89,18 +89,18 @@ def dense_decode_kernel(
         rows,
         empty_lse,
     )
-    query = queries.Query(query_half, query_rope, q, q_stride_request, q_stride_token, q_stride_head, heads, rows)
+    query = producer.Query(query_half, query_rope, q, q_stride_request, q_stride_token, q_stride_head, heads, rows)
     if PLAN.one_byte:
         words = k_cache.to(gl.pointer_type(gl.int32), bitcast=True)
         keys = one_byte_producer.Keys(words, k_stride_page, k_stride_token, k_stride_head)
     else:
         keys = producer.Keys(keys_half, keys_rope)
     shared = tiles.allocate(q.dtype.element_ty, PLAN)
-    full = tiles.allocate_full()
+    full = allocate_full(1, 1)
     # The kernel before this one in the stream may still run.
     gdc_wait()
     group = schedule.find_group(groups_per_head, num_groups)
-    corner = queries.find_corner(query, group)
+    corner = producer.find_corner(query, group)
     work = schedule.find_work(group, lists, num_splits, first_item, PLAN)
     if PLAN.stream_k:
         partials = fixup.Partials(scratch, work.number, num_splits, group)
@@ -114,11 +114,11 @@ def dense_decode_kernel(
     else:
         unit: gl.constexpr = None
     results = epilogue.Results(outputs, scratch, unit, partials)
-    call = consumers.Call(lists, table, work, causal_offset, scale, shared, full, None, results)
+    call = consumers.Call(query, corner, keys, lists, table, work, causal_offset, scale, shared, full, None, results)
     CONSUMER_REGISTERS: gl.constexpr = _CAST_REGISTERS if PLAN.one_byte else _REGISTERS
     gl.warp_specialize(
         [
-            (_produce, (query, corner, keys, table, lists, work, shared, full, scratch, PLAN)),
+            (_produce, (call, PLAN)),
             (consumers.consume_even, (call, PLAN)),
             (consumers.consume_odd, (call, PLAN)),
         ],
@@ -128,11 +128,11 @@ def dense_decode_kernel(
 
 
 @gluon.jit
-def _produce(query, corner, keys, table, lists, work, tiles, full, scratch, PLAN: gl.constexpr):
+def _produce(call, PLAN: gl.constexpr):
     if PLAN.one_byte:
-        one_byte_producer.produce(query, corner, keys, table, lists, work, tiles, full, scratch, PLAN)
+        one_byte_producer.produce(call, PLAN)
     else:
-        producer.produce(query, corner, keys, table, lists, work, tiles, full, scratch, PLAN)
+        producer.produce(call, PLAN)
 
 
 kernel = gluon_kernel(dense_decode_kernel, by_element=["pages", "lengths", "lse", "k_scale_tensor"])

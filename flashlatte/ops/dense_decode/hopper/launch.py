@@ -15,8 +15,7 @@ from flashlatte.ops.dense_decode.hopper import fixup, schedule
 from flashlatte.ops.dense_decode.hopper.fixup import clear_kernel
 from flashlatte.ops.dense_decode.hopper.kernel import kernel
 from flashlatte.ops.dense_decode.hopper.one_byte_producer import Keys as OneByteKeys
-from flashlatte.ops.dense_decode.hopper.producer import Keys
-from flashlatte.ops.dense_decode.hopper.queries import Query
+from flashlatte.ops.dense_decode.hopper.producer import Keys, Query
 from flashlatte.ops.dense_decode.hopper.schedule import Table
 from flashlatte.ops.dense_decode.hopper.tiles import PAIR
 from flashlatte.runtime import machine

@@ -28,8 +28,8 @@ from flashlatte.kernels.hopper.ptx import e4m3, memory
 from flashlatte.kernels.hopper.ptx.registers import loaded
 from flashlatte.kernels.hopper.ptx.threads import of_lane, of_lanes
 from flashlatte.kernels.hopper.word_layouts import SWIZZLED_WORDS, THREADS, flat, words_layout
-from flashlatte.ops.dense_decode.hopper import queries, schedule
-from flashlatte.ops.dense_decode.hopper.producer import finish
+from flashlatte.ops.dense_decode.hopper import schedule
+from flashlatte.ops.dense_decode.hopper.producer import finish, load_queries, load_query_ropes, signal_queries
 from flashlatte.ops.dense_decode.hopper.tiles import Q_EMPTY
 from flashlatte.runtime.gluon_compat import reinterpret
 from flashlatte.split_kv import device
@@ -68,11 +68,12 @@ class Half(NamedTuple):
 
 
 @gluon.jit
-def _rows_of(page, block, length, keys, kv_head, PLAN: gl.constexpr):
+def _rows_of(call, split, page, block, PLAN: gl.constexpr):
     """A block's keys; ``page`` as ``schedule.page_of`` has it. Those that are not there are read from elsewhere."""
+    keys = call.keys
     PAGE_SIZE: gl.constexpr = PLAN.box * PLAN.boxes_per_page
     token = gl.arange(0, KEYS, _TOKENS)
-    valid = block * KEYS + token < length
+    valid = block * KEYS + token < split.length
     if PLAN.box == KEYS:
         valid = valid & (page >= 0)
         first = gl.maximum(page, 0).to(gl.int64) * keys.k_stride_page
@@ -82,7 +83,7 @@ def _rows_of(page, block, length, keys, kv_head, PLAN: gl.constexpr):
         valid = valid & (page >= 0)
         first = gl.maximum(page, 0).to(gl.int64) * keys.k_stride_page
         token = (block * KEYS % PAGE_SIZE + token) % PAGE_SIZE
-    offset = first + token.to(gl.int64) * keys.k_stride_token + kv_head * keys.k_stride_head
+    offset = first + token.to(gl.int64) * keys.k_stride_token + call.work.group.kv_head * keys.k_stride_head
     return Rows(keys.k_cache + offset * 4, valid)
 
 
@@ -120,11 +121,12 @@ def _wait_loaded(half, HAS_ROPE: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch(page, block, kv_head, PLAN: gl.constexpr):
+def _prefetch(call, page, block, PLAN: gl.constexpr):
     """Bring a block into the L2 cache, by the copy engine: lines that threads name take turns with all else in shared
     memory, a cycle each."""
     BOXES: gl.constexpr = KEYS // PLAN.box
     NUMBERS: gl.constexpr = (LATENT + (ROPE if PLAN.has_rope else 0)) // 2
+    kv_head = call.work.group.kv_head
     if BOXES == 1:
         memory.prefetch_boxes(_DESCRIPTOR, page, block % PLAN.boxes_per_page * KEYS, kv_head, NUMBERS)
     else:
@@ -162,65 +164,63 @@ def _fill(tile, rope_tile, half, factor, full, HAS_ROPE: gl.constexpr):
 
 
 @gluon.jit
-def produce(query, corner, keys, table, lists, work, tiles, full, scratch, PLAN: gl.constexpr):
+def produce(call, PLAN: gl.constexpr):
+    table, k0, k1, full = call.table, call.tiles.k0, call.tiles.k1, call.full
     HAS_ROPE: gl.constexpr = PLAN.has_rope
-    DTYPE: gl.constexpr = tiles.k0_left.dtype
-    kv_head = work.group.kv_head
-    cta_range = work.range
+    DTYPE: gl.constexpr = k0.left.dtype
+    cta_range = call.work.range
     cost = cta_range.first_cost
-    length = device.key_count(cta_range.first, lists)
+    length = device.key_count(cta_range.first, call.lists)
     # True. Without these branches the compiler would move the wait for the next half before the arrival of this one.
-    always = lists.num_items > 0
+    always = call.lists.num_items > 0
     for item in range(cta_range.first, cta_range.stop):
-        steps = schedule.num_steps(length)
-        begin, end = device.split_of(cta_range, cost, steps, PLAN.overhead)
-        boxes = schedule.num_boxes(length, PLAN)
-        cost += PLAN.overhead + steps
-        if end > begin:
-            page0 = schedule.page_of(table, item, 2 * begin, boxes, PLAN)
-            page1 = schedule.page_of(table, item, 2 * begin + 1, boxes, PLAN)
-            _prefetch(page1, 2 * begin + 1, kv_head, PLAN)
-            rows0 = _rows_of(page0, 2 * begin, length, keys, kv_head, PLAN)
+        split = schedule.split_of(item, length, cost, call.work, PLAN)
+        cost += PLAN.overhead + split.steps
+        if split.end > split.begin:
+            page0 = schedule.page_of(table, split, 2 * split.begin, PLAN)
+            page1 = schedule.page_of(table, split, 2 * split.begin + 1, PLAN)
+            _prefetch(call, page1, 2 * split.begin + 1, PLAN)
+            rows0 = _rows_of(call, split, page0, 2 * split.begin, PLAN)
             left0 = _load_left(rows0)
             barriers.wait(Q_EMPTY, barriers.ALL)
-            queries.load(tiles, full.q, query, corner, item, work, HAS_ROPE)
-            queries.load_rope(tiles, full.q, query, corner, item, work, HAS_ROPE)
-            for step in range(begin, end):
+            load_queries(call, item, PLAN)
+            load_query_ropes(call, item, PLAN)
+            for step in range(split.begin, split.end):
                 block = 2 * step
                 left0 = _wait_loaded(left0, False)
                 right0 = _load_right(rows0, HAS_ROPE)
-                page0 = schedule.page_of(table, item, block + 2, boxes, PLAN)
+                page0 = schedule.page_of(table, split, block + 2, PLAN)
                 factor = _factor(left0, rows0, False, DTYPE)
                 if always:
                     barriers.wait(K0_LEFT_EMPTY, barriers.PAIR)
-                    _fill(tiles.k0_left, tiles.k0_rope, left0, factor, full.k0_left, False)
+                    _fill(k0.left, k0.rope, left0, factor, full.k0.left, False)
 
                 right0 = _wait_loaded(right0, HAS_ROPE)
-                rows1 = _rows_of(page1, block + 1, length, keys, kv_head, PLAN)
+                rows1 = _rows_of(call, split, page1, block + 1, PLAN)
                 left1 = _load_left(rows1)
-                _prefetch(page0, block + 2, kv_head, PLAN)
+                _prefetch(call, page0, block + 2, PLAN)
                 factor = _factor(right0, rows0, HAS_ROPE, DTYPE)
                 if always:
                     barriers.wait(K0_RIGHT_EMPTY, barriers.PAIR)
-                    _fill(tiles.k0_right, tiles.k0_rope, right0, factor, full.k0_right, HAS_ROPE)
-                    if step == begin:
-                        queries.signal(full.q, query)
+                    _fill(k0.right, k0.rope, right0, factor, full.k0.right, HAS_ROPE)
+                    if step == split.begin:
+                        signal_queries(call)
 
                 left1 = _wait_loaded(left1, False)
                 right1 = _load_right(rows1, HAS_ROPE)
-                page1 = schedule.page_of(table, item, block + 3, boxes, PLAN)
+                page1 = schedule.page_of(table, split, block + 3, PLAN)
                 factor = _factor(left1, rows1, False, DTYPE)
                 if always:
                     barriers.wait(K1_LEFT_EMPTY, barriers.PAIR)
-                    _fill(tiles.k1_left, tiles.k1_rope, left1, factor, full.k1_left, False)
+                    _fill(k1.left, k1.rope, left1, factor, full.k1.left, False)
 
                 right1 = _wait_loaded(right1, HAS_ROPE)
-                rows0 = _rows_of(page0, block + 2, length, keys, kv_head, PLAN)
+                rows0 = _rows_of(call, split, page0, block + 2, PLAN)
                 left0 = _load_left(rows0)
-                _prefetch(page1, block + 3, kv_head, PLAN)
+                _prefetch(call, page1, block + 3, PLAN)
                 factor = _factor(right1, rows1, HAS_ROPE, DTYPE)
                 if always:
                     barriers.wait(K1_RIGHT_EMPTY, barriers.PAIR)
-                    _fill(tiles.k1_right, tiles.k1_rope, right1, factor, full.k1_right, HAS_ROPE)
-        length = device.key_count(item + 1, lists)
-    finish(scratch, work, PLAN)
+                    _fill(k1.right, k1.rope, right1, factor, full.k1.right, HAS_ROPE)
+        length = device.key_count(item + 1, call.lists)
+    finish(call, PLAN)

@@ -1,4 +1,4 @@
-"""The producer: four warps that keep the tiles filled, by TMA."""
+"""The producer: four warps that keep the tiles filled, by TMA; queries by cp.async where TMA cannot copy them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.mla_tiles import (
+    COPY,
     HALF,
     K0_LEFT_EMPTY,
     K0_RIGHT_EMPTY,
@@ -19,12 +20,92 @@ from flashlatte.kernels.hopper.mla_tiles import (
     KEYS,
     LATENT,
     ROPE,
+    ROWS,
 )
 from flashlatte.kernels.hopper.ptx.threads import of_lane
-from flashlatte.ops.dense_decode.hopper import queries, schedule
+from flashlatte.ops.dense_decode.hopper import schedule
 from flashlatte.ops.dense_decode.hopper.tiles import Q_EMPTY
-from flashlatte.runtime.gluon_compat import tma_load
+from flashlatte.runtime.gluon_compat import cp_async, tma_load
 from flashlatte.split_kv import device
+
+
+class Query(NamedTuple):
+    """The queries, their strides in units of 8 numbers (16 bytes); ``heads`` rows a token, ``rows`` a kv head.
+
+    ``query_half`` and ``query_rope`` are descriptors of q, of boxes of tokens and heads that make 64 rows; None where
+    none do.
+    """
+
+    query_half: Any
+    query_rope: Any
+    q: Any
+    q_stride_request: Any
+    q_stride_token: Any
+    q_stride_head: Any
+    heads: Any
+    rows: Any
+
+
+class Corner(NamedTuple):
+    """Token and head of the first of a program's 64 rows."""
+
+    token: Any
+    head: Any
+
+
+@gluon.jit
+def find_corner(query, group):
+    """Found early, while lengths are on their way."""
+    token = group.first_row // query.heads
+    return Corner(token, group.kv_head * query.heads + group.first_row - token * query.heads)
+
+
+@gluon.jit
+def load_queries(call, request, PLAN: gl.constexpr):
+    """Begin to load the queries of a request, without their rope."""
+    query, corner, q, full = call.query, call.corner, call.tiles.q, call.full.q
+    if query.query_half is not None:
+        mbarrier.expect(full, ROWS * (LATENT + (ROPE if PLAN.has_rope else 0)) * 2)
+        tma_load(query.query_half, [request, corner.token, corner.head, 0], full, q.left.index(0))
+        tma_load(query.query_half, [request, corner.token, corner.head, HALF], full, q.right.index(0))
+    else:
+        _copy(q.left, query, request, call.work, 0, HALF)
+        _copy(q.right, query, request, call.work, HALF, HALF)
+
+
+@gluon.jit
+def load_query_ropes(call, request, PLAN: gl.constexpr):
+    """Begin to load the rest of the queries, if there is any."""
+    query, corner, rope = call.query, call.corner, call.tiles.q.rope
+    if PLAN.has_rope:
+        if query.query_half is not None:
+            tma_load(query.query_rope, [request, corner.token, corner.head, LATENT], call.full.q, rope.index(0))
+        else:
+            _copy(rope, query, request, call.work, LATENT, ROPE)
+
+
+@gluon.jit
+def signal_queries(call):
+    """Say that the queries have come, where TMA does not."""
+    if call.query.query_half is None:
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+        fence_async_shared()
+        mbarrier.arrive(call.full.q)
+
+
+@gluon.jit
+def _copy(tile, query, request, work, FIRST_COL: gl.constexpr, COLS: gl.constexpr):
+    row = work.group.first_row + gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
+    head = work.group.kv_head * query.heads + row % query.heads
+    offset = (
+        request.to(gl.int64) * query.q_stride_request
+        + (row // query.heads).to(gl.int64) * query.q_stride_token
+        + head.to(gl.int64) * query.q_stride_head
+    )
+    col = FIRST_COL + gl.arange(0, COLS, gl.SliceLayout(0, COPY))
+    pointers = query.q + (offset * 8)[:, None] + col[None, :]
+    cp_async(tile.index(0), pointers, mask=(row < query.rows)[:, None])
 
 
 class Keys(NamedTuple):
@@ -49,26 +130,27 @@ def _load_boxes(descriptor, tile, full, page, block, kv_head, COL: gl.constexpr,
 
 
 @gluon.jit
-def _load_left(keys, tile, full, page, block, kv_head, PLAN: gl.constexpr):
-    mbarrier.expect(full, KEYS * HALF * 2)
-    _load_boxes(keys.keys_half, tile, full, page, block, kv_head, 0, PLAN)
+def _load_left(call, k, full, page, block, PLAN: gl.constexpr):
+    mbarrier.expect(full.left, KEYS * HALF * 2)
+    _load_boxes(call.keys.keys_half, k.left, full.left, page, block, call.work.group.kv_head, 0, PLAN)
 
 
 @gluon.jit
-def _load_right(keys, tile, rope_tile, full, page, block, kv_head, PLAN: gl.constexpr):
+def _load_right(call, k, full, page, block, PLAN: gl.constexpr):
+    keys, kv_head = call.keys, call.work.group.kv_head
     if keys.keys_rope is not None:
-        mbarrier.expect(full, KEYS * (HALF + ROPE) * 2)
-        _load_boxes(keys.keys_rope, rope_tile, full, page, block, kv_head, LATENT, PLAN)
+        mbarrier.expect(full.right, KEYS * (HALF + ROPE) * 2)
+        _load_boxes(keys.keys_rope, k.rope, full.right, page, block, kv_head, LATENT, PLAN)
     else:
-        mbarrier.expect(full, KEYS * HALF * 2)
-    _load_boxes(keys.keys_half, tile, full, page, block, kv_head, HALF, PLAN)
+        mbarrier.expect(full.right, KEYS * HALF * 2)
+    _load_boxes(keys.keys_half, k.right, full.right, page, block, kv_head, HALF, PLAN)
 
 
 @gluon.jit
-def finish(scratch, work, PLAN: gl.constexpr):
+def finish(call, PLAN: gl.constexpr):
     """When the last block is under way: what the combine kernel needs, and the consumers' last arrivals."""
-    if scratch is not None:
-        schedule.write_metadata(scratch, work, PLAN)
+    if call.results.scratch is not None:
+        schedule.write_metadata(call.results.scratch, call.work, PLAN)
     barriers.wait(Q_EMPTY, barriers.ALL)
     barriers.wait(K0_LEFT_EMPTY, barriers.PAIR)
     barriers.wait(K0_RIGHT_EMPTY, barriers.PAIR)
@@ -80,42 +162,38 @@ def finish(scratch, work, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def produce(query, corner, keys, table, lists, work, tiles, full, scratch, PLAN: gl.constexpr):
-    kv_head = work.group.kv_head
-    cta_range = work.range
+def produce(call, PLAN: gl.constexpr):
+    table, k0, k1, full = call.table, call.tiles.k0, call.tiles.k1, call.full
+    cta_range = call.work.range
     cost = cta_range.first_cost
-    length = device.key_count(cta_range.first, lists)
+    length = device.key_count(cta_range.first, call.lists)
     for item in range(cta_range.first, cta_range.stop):
-        steps = schedule.num_steps(length)
-        begin, end = device.split_of(cta_range, cost, steps, PLAN.overhead)
-        boxes = schedule.num_boxes(length, PLAN)
-        cost += PLAN.overhead + steps
-        if end > begin:
-            page0 = schedule.page_of(table, item, 2 * begin, boxes, PLAN)
-            page1 = schedule.page_of(table, item, 2 * begin + 1, boxes, PLAN)
+        split = schedule.split_of(item, length, cost, call.work, PLAN)
+        cost += PLAN.overhead + split.steps
+        if split.end > split.begin:
+            page0 = schedule.page_of(table, split, 2 * split.begin, PLAN)
+            page1 = schedule.page_of(table, split, 2 * split.begin + 1, PLAN)
             barriers.wait(Q_EMPTY, barriers.ALL)
-            queries.load(tiles, full.q, query, corner, item, work, PLAN.has_rope)
-            for step in range(begin, end):
+            load_queries(call, item, PLAN)
+            for step in range(split.begin, split.end):
                 block = 2 * step
                 if PLAN.box == KEYS:
-                    page1 = gl.where(block + 1 < boxes, page1, -1)
+                    page1 = gl.where(block + 1 < split.boxes, page1, -1)
                 barriers.wait(K0_LEFT_EMPTY, barriers.PAIR)
-                _load_left(keys, tiles.k0_left, full.k0_left, page0, block, kv_head, PLAN)
+                _load_left(call, k0, full.k0, page0, block, PLAN)
                 barriers.wait(K0_RIGHT_EMPTY, barriers.PAIR)
-                if step == begin:
+                if step == split.begin:
                     # P that lay here was read with block 0's right half.
-                    queries.load_rope(tiles, full.q, query, corner, item, work, PLAN.has_rope)
-                _load_right(keys, tiles.k0_right, tiles.k0_rope, full.k0_right, page0, block, kv_head, PLAN)
+                    load_query_ropes(call, item, PLAN)
+                _load_right(call, k0, full.k0, page0, block, PLAN)
                 barriers.wait(K1_LEFT_EMPTY, barriers.PAIR)
-                _load_left(keys, tiles.k1_left, full.k1_left, page1, block + 1, kv_head, PLAN)
+                _load_left(call, k1, full.k1, page1, block + 1, PLAN)
                 barriers.wait(K1_RIGHT_EMPTY, barriers.PAIR)
-                _load_right(
-                    keys, tiles.k1_right, tiles.k1_rope, full.k1_right, page1, block + 1, work.group.kv_head, PLAN
-                )
-                if step == begin:
-                    queries.signal(full.q, query)
+                _load_right(call, k1, full.k1, page1, block + 1, PLAN)
+                if step == split.begin:
+                    signal_queries(call)
                 # Not before this step's loads, which would wait for the numbers.
-                page0 = schedule.page_of(table, item, block + 2, boxes, PLAN)
-                page1 = schedule.page_of(table, item, block + 3, boxes, PLAN)
-        length = device.key_count(item + 1, lists)
-    finish(scratch, work, PLAN)
+                page0 = schedule.page_of(table, split, block + 2, PLAN)
+                page1 = schedule.page_of(table, split, block + 3, PLAN)
+        length = device.key_count(item + 1, call.lists)
+    finish(call, PLAN)

@@ -79,6 +79,25 @@ class Plan(NamedTuple):
     stream_k: Any
 
 
+class Split(NamedTuple):
+    """What a CTA has of a request.
+
+    Attributes:
+        item: the request.
+        begin, end: steps, end exclusive: none if its range ends within what starting on the request costs.
+        steps: of the request, at least 1: some CTA must write the empty result.
+        length: its keys.
+        boxes: so many hold these.
+    """
+
+    item: Any
+    begin: Any
+    end: Any
+    steps: Any
+    length: Any
+    boxes: Any
+
+
 class Table(NamedTuple):
     """The block table: ``pages`` at [request · pages_stride], of a cache of ``num_pages``."""
 
@@ -117,6 +136,14 @@ def find_work(group, lists, num_splits, first_item, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def split_of(item, length, cost, work, PLAN: gl.constexpr):
+    """The CTA's split of a request with ``length`` keys that starts at ``cost``."""
+    steps = gl.maximum((length + PAIR - 1) // PAIR, 1)
+    begin, end = device.split_of(work.range, cost, steps, PLAN.overhead)
+    return Split(item, begin, end, steps, length, (length + PLAN.box - 1) // PLAN.box)
+
+
+@gluon.jit
 def write_metadata(scratch, work, PLAN: gl.constexpr):
     """Tell the combine kernel which request this range continues, or how many splits a request has."""
     count = work.group.count
@@ -143,8 +170,8 @@ def partial(work, continues_item, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def page_of(table, request, block, num_boxes, PLAN: gl.constexpr):
-    """The page that holds a block of keys, -1 if it is not in the cache. Blocks beyond the last count as the last.
+def page_of(table, split, block, PLAN: gl.constexpr):
+    """The page that holds a block of a request, -1 if it is not in the cache. Blocks beyond the last count as the last.
 
     Where a block has several boxes each lane of a warp has the page of one of them, the last lanes that of the last
     one; -1 also beyond the request's last box.
@@ -153,21 +180,9 @@ def page_of(table, request, block, num_boxes, PLAN: gl.constexpr):
     box = block
     if BOXES > 1:
         box = block * BOXES + gl.minimum(lane(), BOXES - 1)
-    column = gl.maximum(gl.minimum(box, num_boxes - 1), 0) // PLAN.boxes_per_page
-    page = gl.load(table.pages + request.to(gl.int64) * table.pages_stride + column)
+    column = gl.maximum(gl.minimum(box, split.boxes - 1), 0) // PLAN.boxes_per_page
+    page = gl.load(table.pages + split.item.to(gl.int64) * table.pages_stride + column)
     inside = (page >= 0) & (page < table.num_pages)
     if BOXES > 1:
-        inside = inside & (box < num_boxes)
+        inside = inside & (box < split.boxes)
     return gl.where(inside, page, -1).to(gl.int32)
-
-
-@gluon.jit
-def num_boxes(length, PLAN: gl.constexpr):
-    """Boxes that hold a request's keys."""
-    return (length + PLAN.box - 1) // PLAN.box
-
-
-@gluon.jit
-def num_steps(length):
-    """Steps of 128 keys, at least 1: some program must write the empty result."""
-    return gl.maximum((length + PAIR - 1) // PAIR, 1)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.barriers import allocate_mbarrier
 from flashlatte.kernels.hopper.mla_tiles import (
     OWN_BARRIERS,
-    Full,
-    Tiles,
+    LatentTile,
     allocate_half,
     allocate_square,
-    allocate_vector,
+    allocate_tiles,
 )
 
 # Keys of a step, which takes two blocks.
@@ -45,25 +43,10 @@ def allocate(DTYPE: gl.constexpr, PLAN: gl.constexpr):
         else:
             k0_rope = allocate_square(DTYPE)
         k1_rope = allocate_square(DTYPE)
-    return Tiles(
-        q_left,
-        q_right,
-        q_rope,
-        k0_left,
-        k0_right,
-        k0_rope,
-        k1_left,
-        k1_right,
-        k1_rope,
+    return allocate_tiles(
+        LatentTile(q_left, q_right, q_rope),
+        LatentTile(k0_left, k0_right, k0_rope),
+        LatentTile(k1_left, k1_right, k1_rope),
         p0,
         p1,
-        allocate_vector(gl.float32),
-        allocate_vector(gl.float32),
-        allocate_vector(gl.float32),
-        allocate_vector(gl.float32),
     )
-
-
-@gluon.jit
-def allocate_full():
-    return Full(allocate_mbarrier(), allocate_mbarrier(), allocate_mbarrier(), allocate_mbarrier(), allocate_mbarrier())

@@ -14,31 +14,41 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from flashlatte.kernels.hopper import clusters
 from flashlatte.kernels.hopper.clusters import OWN
-from flashlatte.kernels.hopper.mla_tiles import (
-    K0_LEFT_EMPTY,
-    K0_RIGHT_EMPTY,
-    K1_LEFT_EMPTY,
-    K1_RIGHT_EMPTY,
-    KEYS,
-)
+from flashlatte.kernels.hopper.mla_tiles import K0_LEFT_EMPTY, K0_RIGHT_EMPTY, K1_LEFT_EMPTY, K1_RIGHT_EMPTY
 from flashlatte.kernels.hopper.ptx import clusters as ptx_clusters
 from flashlatte.kernels.hopper.ptx import e4m3
 from flashlatte.kernels.hopper.ptx.registers import loaded
 from flashlatte.kernels.hopper.word_layouts import THREADS
-from flashlatte.ops.sparse_decode.hopper import layouts, schedule, tiles
+from flashlatte.ops.sparse_decode.hopper import schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.rows import (
     V32_SCALES,
     arrive_full,
     copy_rope,
     cursor_at,
-    is_extra,
     load_indices,
     locate,
     publish_mask,
 )
 from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, V32
 
-_TOKENS = gl.constexpr(gl.SliceLayout(1, layouts.PIECE))
+
+@gluon.constexpr_function
+def _own_layout(WIDTH, REGISTERS, LANES):
+    """Words [32, WIDTH] of the tokens that a CTA of a cluster dequantizes; 8 tokens are a warp's."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, word] for word in REGISTERS],
+        lane_bases=[*([0, word] for word in LANES), [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[8, 0], [16, 0]],
+        block_bases=[],
+        shape=[32, WIDTH],
+    )
+
+
+# 64 columns, as words of e4m3, 16 bytes of them a thread, and as words of bf16; and the four scales of v32.
+_PIECE = gl.constexpr(_own_layout(16, [1, 2], [4, 8]))
+_BF16_PIECE = gl.constexpr(_own_layout(32, [1, 2, 4], [8, 16]))
+_OWN_SCALES = gl.constexpr(_own_layout(4, [1, 2], [0, 0]))
+_TOKENS = gl.constexpr(gl.SliceLayout(1, _PIECE))
 
 
 class Block(NamedTuple):
@@ -62,7 +72,7 @@ def _own(x):
 
 @gluon.jit
 def _load_piece(words, FIRST: gl.constexpr, PLAN: gl.constexpr):
-    word = FIRST + gl.arange(0, 16, gl.SliceLayout(0, layouts.PIECE))
+    word = FIRST + gl.arange(0, 16, gl.SliceLayout(0, _PIECE))
     # The compiler does not see that tokens are aligned through ``_own``.
     ALIGNMENT: gl.constexpr = PLAN.alignment
     return gl.load(gl.multiple_of(words[:, None] + word[None, :], [1, ALIGNMENT]))
@@ -70,8 +80,8 @@ def _load_piece(words, FIRST: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def _load_v32_scales(words, valid, PLAN: gl.constexpr):
-    tokens: gl.constexpr = gl.SliceLayout(1, layouts.OWN_SCALES)
-    scale = V32_SCALES + gl.arange(0, 4, gl.SliceLayout(0, layouts.OWN_SCALES))
+    tokens: gl.constexpr = gl.SliceLayout(1, _OWN_SCALES)
+    scale = V32_SCALES + gl.arange(0, 4, gl.SliceLayout(0, _OWN_SCALES))
     pointers = gl.convert_layout(words, tokens, assert_trivial=True)[:, None] + scale[None, :]
     ALIGNMENT: gl.constexpr = PLAN.alignment
     pointers = gl.multiple_of(pointers, [1, ALIGNMENT])
@@ -140,7 +150,7 @@ def _dequantize(words, factor):
     words = words.reshape([OWN, 1, 16])
     tokens: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words.type.layout))
     pairs = e4m3.dequantize(words, gl.convert_layout(factor, tokens, assert_trivial=True)[:, None])
-    return gl.convert_layout(pairs, layouts.BF16_PIECE, assert_trivial=True)
+    return gl.convert_layout(pairs, _BF16_PIECE, assert_trivial=True)
 
 
 @gluon.constexpr_function
@@ -159,7 +169,7 @@ def _provide(
     FULL: gl.constexpr,
     PLAN: gl.constexpr,
 ):
-    """Widen half of a block, here and for the peer."""
+    """Dequantize half of a block, here and for the peer."""
     PIECES: gl.constexpr = _pieces(SIDE, PLAN.format)
     clusters.expect(FULL, PIECES, peer)
     for piece in gl.static_range(PIECES):
@@ -170,45 +180,37 @@ def _provide(
 
 
 @gluon.jit
-def _indices(cursor, block, work, lists, PLAN: gl.constexpr):
-    places = gl.arange(0, KEYS, layouts.tokens_layout(False))
-    # The two CTAs have their halves of the tokens first.
-    turn = work.group % 2 * OWN
-    return load_indices(cursor.row, cursor.extra_row, block, places, cursor.split, lists, turn)
-
-
-@gluon.jit
-def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
-    lists, work, shared, full, peer = call.lists, call.work, call.tiles, call.full, call.peer
+def produce(call, PLAN: gl.constexpr):
+    work, k0, k1, full, peer = call.work, call.tiles.k0, call.tiles.k1, call.full, call.peer
     ptx_clusters.arrive()
-    cursor = cursor_at(work.range.first, work.range.first_cost, selection, work, lists, PLAN)
+    cursor = cursor_at(work.range.first, work.range.first_cost, call, PLAN)
     block0 = cursor.split.begin
-    indices0 = _indices(cursor, block0, work, lists, PLAN)
-    indices1 = _indices(cursor, block0 + 1, work, lists, PLAN)
-    rows0 = locate(indices0, is_extra(block0, cursor.split, lists), caches, PLAN)
+    indices0 = load_indices(cursor, block0, call, PLAN)
+    indices1 = load_indices(cursor, block0 + 1, call, PLAN)
+    rows0 = locate(indices0, block0, cursor.split, call, PLAN)
     own0 = _load_block(rows0, PLAN)
-    if scratch is not None:
+    if call.results.scratch is not None:
         # Here, under the first loads: later, what it takes would be kept or spilled until then.
-        schedule.write_metadata(scratch, work, PLAN)
-    places = clusters.places(peer, layouts.BF16_PIECE)
+        schedule.write_metadata(call.results.scratch, work, PLAN)
+    places = clusters.places(peer, _BF16_PIECE)
     ptx_clusters.meet()
     # All tiles are free at first.
     phase = 1
     # True. Without these branches the compiler would move the wait for the next block before the arrival of this one.
-    always = lists.num_items > 0
+    always = call.lists.num_items > 0
     for item in range(work.range.first, work.range.stop, work.stride):
         steps = schedule.num_steps(cursor.split)
         for step in range(steps):
             own0 = _block_loaded(own0)
             # Not between the halves: then the second one's fence would wait for these loads, just asked for.
-            rows1 = locate(indices1, is_extra(block0 + 1, cursor.split, lists), caches, PLAN)
+            rows1 = locate(indices1, block0 + 1, cursor.split, call, PLAN)
             own1 = _load_block(rows1, PLAN)
             block0 += 2
             if step == steps - 1:
                 cost = cursor.cost + PLAN.overhead + cursor.split.blocks
-                cursor = cursor_at(item + work.stride, cost, selection, work, lists, PLAN)
+                cursor = cursor_at(item + work.stride, cost, call, PLAN)
                 block0 = cursor.split.begin
-            indices0 = _indices(cursor, block0, work, lists, PLAN)
+            indices0 = load_indices(cursor, block0, call, PLAN)
             own0 = _with_first_scale(own0, _first_scale(own0, rows0, PLAN))
             scale1 = own1.scales[0]
             if always:
@@ -218,17 +220,17 @@ def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
                 # Here, where the next half has to wait for the consumers, and the fence has waited for block 1.
                 scale1 = _first_scale(own1, rows1, PLAN)
                 clusters.wait(K0_RIGHT_EMPTY, peer, phase)
-                copy_rope(shared.k0_right, shared.k0_rope, rows0, full.k0_right, PLAN)
+                copy_rope(k0, full.k0, rows0, PLAN)
                 _provide(own0, places, peer, clusters.K0_RIGHT, 1, tiles.K0_RIGHT_FULL, PLAN)
 
             own1 = _block_loaded(_with_first_scale(own1, scale1))
-            rows0 = locate(indices0, is_extra(block0, cursor.split, lists), caches, PLAN)
+            rows0 = locate(indices0, block0, cursor.split, call, PLAN)
             next0 = _load_block(rows0, PLAN)
-            indices1 = _indices(cursor, block0 + 1, work, lists, PLAN)
+            indices1 = load_indices(cursor, block0 + 1, call, PLAN)
             if always:
                 clusters.wait(K1_RIGHT_EMPTY, peer, phase)
                 publish_mask(call.masks.block1, rows1)
-                copy_rope(shared.k1_right, shared.k1_rope, rows1, full.k1_right, PLAN)
+                copy_rope(k1, full.k1, rows1, PLAN)
                 _provide(own1, places, peer, clusters.K1_RIGHT, 1, tiles.K1_RIGHT_FULL, PLAN)
                 clusters.wait(K1_LEFT_EMPTY, peer, phase)
                 _provide(own1, places, peer, clusters.K1_LEFT, 0, tiles.K1_LEFT_FULL, PLAN)

@@ -33,17 +33,17 @@ from flashlatte.kernels.hopper.mla_tiles import (
     K1_LEFT_EMPTY,
     K1_RIGHT_EMPTY,
     KEYS,
+    LEFT,
+    RIGHT,
     ROWS,
     SCORE_COLS,
     SCORES,
-    k0_of,
-    k1_of,
-    q_of,
+    half_of,
 )
 from flashlatte.kernels.hopper.ptx import clusters as ptx_clusters
 from flashlatte.kernels.hopper.ptx.registers import opaque
-from flashlatte.ops.sparse_decode.hopper import epilogue, layouts, schedule, tiles
-from flashlatte.ops.sparse_decode.hopper.rows import Rows, copy_words
+from flashlatte.ops.sparse_decode.hopper import epilogue, schedule, tiles
+from flashlatte.ops.sparse_decode.hopper.rows import Rows, copy_words, tokens_layout
 from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, OUTPUT, PLAIN
 
 
@@ -61,6 +61,8 @@ class Call(NamedTuple):
 
     Attributes:
         query: all queries (``Query``).
+        caches: the cache and the extra one (``rows.Cache``); without that, the cache once more.
+        selection: lists of indices into either (``rows.Indices``).
         lists: lengths of the items (``device.KeyLengths``).
         work: what the CTA works on (``schedule.Work``).
         scale: softmax_scale · log2(e).
@@ -70,6 +72,8 @@ class Call(NamedTuple):
     """
 
     query: Any
+    caches: Any
+    selection: Any
     lists: Any
     work: Any
     scale: Any
@@ -90,7 +94,7 @@ def copy_query(call, item, cost, PLAN: gl.constexpr):
         query = call.query
         tokens = call.lists.tokens
         # What follows from it would else be worked out before the main loop, and kept.
-        head = opaque(call.work.group * ROWS + gl.arange(0, ROWS, layouts.tokens_layout(False)))
+        head = opaque(call.work.group * ROWS + gl.arange(0, ROWS, tokens_layout(False)))
         offset = (
             (item // tokens).to(gl.int64) * query.q_stride_request
             + (item % tokens).to(gl.int64) * query.q_stride_token
@@ -99,10 +103,10 @@ def copy_query(call, item, cost, PLAN: gl.constexpr):
         words = query.q + offset * 4
         exists = head < call.results.outputs.heads
         rows = Rows(words, exists, exists)
-        copy_words(call.tiles.q_left, rows, 0, 0, 128, False)
-        copy_words(call.tiles.q_right, rows, 128, 0, 128, False)
+        copy_words(call.tiles.q.left, rows, 0, 0, 128, False)
+        copy_words(call.tiles.q.right, rows, 128, 0, 128, False)
         if PLAN.has_rope:
-            copy_words(call.tiles.q_rope, rows, 256, 0, 32, False)
+            copy_words(call.tiles.q.rope, rows, 256, 0, 32, False)
         async_copy.mbarrier_arrive(call.full.q, increment_count=False)
 
 
@@ -119,18 +123,19 @@ def _begin(call, FIRST_EMPTY: gl.constexpr, SECOND_EMPTY: gl.constexpr, PLAN: gl
 @gluon.jit
 def _score_half(
     call,
-    q,
     k,
-    copied,
+    full,
     phase,
+    z,
     scores,
+    SIDE: gl.constexpr,
     FULL: gl.constexpr,
-    IS_RIGHT: gl.constexpr,
     USE_ACC: gl.constexpr,
     PLAN: gl.constexpr,
 ):
-    """Scores [64, 64] with half of a block, once that is there. ``copied``: the mbarrier of what comes by cp.async."""
-    if IS_RIGHT and PLAN.format == MODEL1:
+    """Scores [64, 64] with half of a block, once that is there. ``full``: the mbarriers of what comes by cp.async."""
+    q_half, k_half, copied = half_of(call.tiles.q, SIDE).index(z), half_of(k, SIDE).index(z), half_of(full, SIDE)
+    if SIDE == RIGHT and PLAN.format == MODEL1:
         # Its last 64 columns are copied.
         mbarrier.wait(copied, phase)
     barriers.wait(FULL, 128 + PLAN.producer_threads)
@@ -140,14 +145,15 @@ def _score_half(
         mbarrier.wait(copied, phase)
     # Here, and not before the producer's arrival: this fence waits for all loads of its thread.
     fence_async_shared()
-    return warpgroup_mma(q, k.permute((1, 0)), scores, use_acc=USE_ACC, is_async=True)
+    return warpgroup_mma(q_half, k_half.permute((1, 0)), scores, use_acc=USE_ACC, is_async=True)
 
 
 @gluon.jit
-def _score_rope(q_rope, k_rope, copied, phase, scores, PLAN: gl.constexpr):
+def _score_rope(call, k, full, phase, z, scores, PLAN: gl.constexpr):
     if PLAN.has_rope:
+        q_rope, k_rope = call.tiles.q.rope.index(z), k.rope.index(z)
         if PLAN.format != PLAIN:
-            mbarrier.wait(copied, phase)
+            mbarrier.wait(full.right, phase)
             fence_async_shared()
         scores = warpgroup_mma(q_rope, k_rope.permute((1, 0)), scores, is_async=True)
     return scores
@@ -156,28 +162,20 @@ def _score_rope(q_rope, k_rope, copied, phase, scores, PLAN: gl.constexpr):
 @gluon.jit
 def score0(call, phase, z, scores, PLAN: gl.constexpr):
     """Masked scores of block 0, which begins with its left half: that is empty first."""
-    q, k, full = q_of(call.tiles), k0_of(call.tiles), call.full
-    LEFT: gl.constexpr = tiles.K0_LEFT_FULL
-    RIGHT: gl.constexpr = tiles.K0_RIGHT_FULL
-    q_left, k_left = q.left.index(z), k.left.index(z)
-    scores = _score_half(call, q_left, k_left, full.k0_left, phase, scores, LEFT, False, False, PLAN)
-    q_right, k_right = q.right.index(z), k.right.index(z)
-    scores = _score_half(call, q_right, k_right, full.k0_right, phase, scores, RIGHT, True, True, PLAN)
-    scores = _score_rope(q.rope.index(z), k.rope.index(z), full.k0_right, phase, scores, PLAN)
+    k, full = call.tiles.k0, call.full.k0
+    scores = _score_half(call, k, full, phase, z, scores, LEFT, tiles.K0_LEFT_FULL, False, PLAN)
+    scores = _score_half(call, k, full, phase, z, scores, RIGHT, tiles.K0_RIGHT_FULL, True, PLAN)
+    scores = _score_rope(call, k, full, phase, z, scores, PLAN)
     return apply_mask(warpgroup_mma_wait(0, deps=[scores]), call.masks.block0)
 
 
 @gluon.jit
 def _begin_score1(call, phase, z, scores, PLAN: gl.constexpr):
     """Scores of block 1, under way; it begins with its right half."""
-    q, k, full = q_of(call.tiles), k1_of(call.tiles), call.full
-    LEFT: gl.constexpr = tiles.K1_LEFT_FULL
-    RIGHT: gl.constexpr = tiles.K1_RIGHT_FULL
-    q_right, k_right = q.right.index(z), k.right.index(z)
-    scores = _score_half(call, q_right, k_right, full.k1_right, phase, scores, RIGHT, True, False, PLAN)
-    q_left, k_left = q.left.index(z), k.left.index(z)
-    scores = _score_half(call, q_left, k_left, full.k1_left, phase, scores, LEFT, False, True, PLAN)
-    return _score_rope(q.rope.index(z), k.rope.index(z), full.k1_right, phase, scores, PLAN)
+    k, full = call.tiles.k1, call.full.k1
+    scores = _score_half(call, k, full, phase, z, scores, RIGHT, tiles.K1_RIGHT_FULL, False, PLAN)
+    scores = _score_half(call, k, full, phase, z, scores, LEFT, tiles.K1_LEFT_FULL, True, PLAN)
+    return _score_rope(call, k, full, phase, z, scores, PLAN)
 
 
 @gluon.jit
@@ -211,7 +209,7 @@ def consume_even(call, PLAN: gl.constexpr):
             # The odd consumer, whose P has come, has no use for the present ones either.
             copy_query(call, item + call.work.stride, cost, PLAN)
             state = add_other_sum(state, call.tiles.row_sum0, call.tiles.row_sum1)
-            epilogue.write(state, item, split, call.work, call.results, 0, PLAN)
+            epilogue.write(state, item, split, call, 0, PLAN)
 
 
 @gluon.jit
@@ -238,4 +236,4 @@ def consume_odd(call, PLAN: gl.constexpr):
                 steps_taken += 1
             items_taken += 1
             state = add_other_sum(state, call.tiles.row_sum1, call.tiles.row_sum0)
-            epilogue.write(state, item, split, call.work, call.results, HALF, PLAN)
+            epilogue.write(state, item, split, call, HALF, PLAN)

@@ -17,9 +17,15 @@ from flashlatte.split_kv.outputs import write_lse
 
 
 class Results(NamedTuple):
-    """``outputs``: ``outputs.Outputs``. ``partials``: the CTA's partial outputs, None where it has whole work items."""
+    """Where they go.
+
+    Attributes:
+        outputs: ``outputs.Outputs``.
+        scratch: all partial outputs, None where no work item is split; ``partials`` those of the CTA.
+    """
 
     outputs: Any
+    scratch: Any
     partials: Any
 
 
@@ -43,16 +49,17 @@ _STORE = gl.constexpr(_columns_layout([8, 16], [2, 4]))
 
 
 @gluon.jit
-def write(state, item, split, work, results, FIRST_COL: gl.constexpr, PLAN: gl.constexpr):
+def write(state, item, split, call, FIRST_COL: gl.constexpr, PLAN: gl.constexpr):
     """Write columns from FIRST_COL of a work item's heads; those from 0 bring the lse along."""
+    results, first_head = call.results, call.work.group * ROWS
     if PLAN.equal_splits:
-        equal_splits.write(state, results.partials, results.outputs.heads - work.group * ROWS, FIRST_COL)
+        equal_splits.write(state, results.partials, results.outputs.heads - first_head, FIRST_COL)
     else:
-        _write_normalised(state, item, split, work, results, FIRST_COL, PLAN.out_align)
+        _write_normalised(state, item, split, first_head, results, FIRST_COL, PLAN.out_align)
 
 
 @gluon.jit
-def _write_normalised(state, item, split, work, results, FIRST_COL: gl.constexpr, OUT_ALIGN: gl.constexpr):
+def _write_normalised(state, item, split, first_head, results, FIRST_COL: gl.constexpr, OUT_ALIGN: gl.constexpr):
     outputs = results.outputs
     row_sum = gl.convert_layout(state.row_sum, OUTPUT_ROWS, assert_trivial=True)
     row_max = gl.convert_layout(state.row_max, OUTPUT_ROWS, assert_trivial=True)
@@ -61,12 +68,12 @@ def _write_normalised(state, item, split, work, results, FIRST_COL: gl.constexpr
     lse2 = gl.where(is_empty, float("-inf"), row_max + gl.log2(row_sum))
     # What follows from it would be worked out before the main loop, and kept.
     row = opaque(gl.arange(0, ROWS, OUTPUT_ROWS))
-    head = work.group * ROWS + row
+    head = first_head + row
     if (split.begin == 0) & (split.end == split.blocks):
         if outputs.sink is not None:
             sink = gl.load(outputs.sink + head * outputs.sink_stride, mask=head < outputs.heads, other=0.0) * LOG2_E
             factor *= gl.where(is_empty, 0.0, 1.0 / (1.0 + gl.exp2(sink - lse2)))
-        _write_out(outputs, item, work.group * ROWS, state.out * factor[:, None], FIRST_COL, OUT_ALIGN)
+        _write_out(outputs, item, first_head, state.out * factor[:, None], FIRST_COL, OUT_ALIGN)
         if FIRST_COL == 0:
             write_lse(outputs, item, 0, head, lse2)
     elif results.partials is not None:

@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from flashlatte.kernels.hopper import clusters
+from flashlatte.kernels.hopper.mla_tiles import allocate_full
 from flashlatte.ops.sparse_decode.hopper import (
     cluster_producer,
     consumers,
@@ -132,10 +133,11 @@ def sparse_decode_kernel(
         q.to(gl.pointer_type(gl.int32), bitcast=True), q_stride_request, q_stride_token, q_stride_head
     )
     shared, masks = tiles.allocate(out.dtype.element_ty, PLAN.has_rope, PLAN.cluster)
-    full = tiles.allocate_full(PLAN.producer_threads)
+    # The even consumer copies the queries.
+    full = allocate_full(128, PLAN.producer_threads)
     peer = None
     if PLAN.cluster:
-        peer = clusters.find_peer(shared.k0_left)
+        peer = clusters.find_peer(shared.k0.left)
     # The kernel before this one in the stream may still run, and what it writes may be the lengths.
     if PLAN.has_lengths:
         gdc_wait()
@@ -147,12 +149,13 @@ def sparse_decode_kernel(
         partials = equal_splits.partial_of(scratch, work.number, work.group, num_groups)
     elif PLAN.balanced:
         partials = scratch + device.partial_of_range(work.number, work.group, num_groups, True) * schedule.PARTIAL
-    call = consumers.Call(queries, lists, work, scale, shared, masks, full, peer, epilogue.Results(outputs, partials))
-    caches = (cache, extra_cache)
-    lists_of_indices = (own, extra)
+    results = epilogue.Results(outputs, scratch, partials)
+    call = consumers.Call(
+        queries, (cache, extra_cache), (own, extra), lists, work, scale, shared, masks, full, peer, results
+    )
     gl.warp_specialize(
         [
-            (_produce, (caches, lists_of_indices, call, scratch, PLAN)),
+            (_produce, (call, PLAN)),
             (_consume_even, (call, PLAN)),
             (_consume_odd, (call, PLAN)),
         ],
@@ -162,13 +165,13 @@ def sparse_decode_kernel(
 
 
 @gluon.jit
-def _produce(caches, selection, call, scratch, PLAN: gl.constexpr):
+def _produce(call, PLAN: gl.constexpr):
     if PLAN.granularity == 1:
-        one_block.produce(caches, selection, call, PLAN)
+        one_block.produce(call, PLAN)
     elif PLAN.cluster:
-        cluster_producer.produce(caches, selection, call, scratch, PLAN)
+        cluster_producer.produce(call, PLAN)
     else:
-        producer.produce(caches, selection, call, scratch, PLAN)
+        producer.produce(call, PLAN)
 
 
 @gluon.jit

@@ -19,37 +19,44 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.mla_pipeline import empty_state
-from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, P0_FULL, ROWS, SCORE_ROWS, SCORES
+from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, LEFT, P0_FULL, RIGHT, ROWS, SCORE_ROWS, SCORES
 from flashlatte.kernels.hopper.softmax import State, probabilities, raise_row_max
 from flashlatte.ops.sparse_decode.hopper import epilogue, schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.consumers import copy_query, score0
-from flashlatte.ops.sparse_decode.hopper.producer import fill, half_loaded, indices_of, load_half, with_nan
-from flashlatte.ops.sparse_decode.hopper.rows import arrive_full, copy_rope, cursor_at, is_extra, locate, publish_mask
+from flashlatte.ops.sparse_decode.hopper.producer import fill, half_loaded, load_half, with_nan
+from flashlatte.ops.sparse_decode.hopper.rows import (
+    arrive_full,
+    copy_rope,
+    cursor_at,
+    load_indices,
+    locate,
+    publish_mask,
+)
 from flashlatte.ops.sparse_decode.hopper.tiles import OUTPUT
 
 _P_OPERAND = gl.constexpr(gl.DotOperandLayout(0, OUTPUT, 2))
 
 
 @gluon.jit
-def produce(caches, selection, call, PLAN: gl.constexpr):
-    lists, work, shared, full = call.lists, call.work, call.tiles, call.full
-    cursor = cursor_at(work.range.first, work.range.first_cost, selection, work, lists, PLAN)
+def produce(call, PLAN: gl.constexpr):
+    k0, work = call.tiles.k0, call.work
+    cursor = cursor_at(work.range.first, work.range.first_cost, call, PLAN)
     block = cursor.split.begin
-    indices = indices_of(cursor, block, lists, PLAN)
-    rows = locate(indices, is_extra(block, cursor.split, lists), caches, PLAN)
-    left = load_half(rows, 0, PLAN)
-    right = load_half(rows, 1, PLAN)
+    indices = load_indices(cursor, block, call, PLAN)
+    rows = locate(indices, block, cursor.split, call, PLAN)
+    left = load_half(rows, LEFT, PLAN)
+    right = load_half(rows, RIGHT, PLAN)
     publish_mask(call.masks.block0, rows)
-    copy_rope(shared.k0_right, shared.k0_rope, rows, full.k0_right, PLAN)
+    copy_rope(k0, call.full.k0, rows, PLAN)
     # True: the compiler would else dequantize the right half before it passes the left one on.
-    always = lists.num_items > 0
-    left = with_nan(half_loaded(left, 0, PLAN), rows, 0, PLAN)
+    always = call.lists.num_items > 0
+    left = with_nan(half_loaded(left, LEFT, PLAN), rows, LEFT, PLAN)
     if always:
-        fill(shared.k0_left, left, 0, PLAN)
+        fill(k0.left, left, LEFT, PLAN)
         arrive_full(tiles.K0_LEFT_FULL, PLAN)
-    right = with_nan(half_loaded(right, 1, PLAN), rows, 1, PLAN)
+    right = with_nan(half_loaded(right, RIGHT, PLAN), rows, RIGHT, PLAN)
     if always:
-        fill(shared.k0_right, right, 1, PLAN)
+        fill(k0.right, right, RIGHT, PLAN)
         arrive_full(tiles.K0_RIGHT_FULL, PLAN)
     gdc_launch_dependents()
 
@@ -70,7 +77,7 @@ def consume_even(call, PLAN: gl.constexpr):
     p = probabilities(scores, row_max, call.scale)
     row_sum = gl.sum(p, 1)
     shared.row_sum0.store(row_sum)
-    k0_left = shared.k0_left.index(z)
+    k0_left = shared.k0.left.index(z)
     p_rounded = p.to(k0_left.dtype)
     shared.p0.index(z).store(p_rounded)
     fence_async_shared()
@@ -78,7 +85,7 @@ def consume_even(call, PLAN: gl.constexpr):
     out = warpgroup_mma(gl.convert_layout(p_rounded, _P_OPERAND), k0_left, state.out, is_async=True)
     out = warpgroup_mma_wait(0, deps=[out])
     state = State(out, row_max, row_sum)
-    epilogue.write(state, cta_range.first, split, call.work, call.results, 0, PLAN)
+    epilogue.write(state, cta_range.first, split, call, 0, PLAN)
 
 
 @gluon.jit
@@ -90,7 +97,7 @@ def consume_odd(call, PLAN: gl.constexpr):
     # The even consumer has had both halves before.
     barriers.wait(P0_FULL, barriers.PAIR)
     fence_async_shared()
-    out = warpgroup_mma(shared.p0.index(z), shared.k0_right.index(z), empty_state(OUTPUT).out, is_async=True)
+    out = warpgroup_mma(shared.p0.index(z), shared.k0.right.index(z), empty_state(OUTPUT).out, is_async=True)
     out = warpgroup_mma_wait(0, deps=[out])
     state = State(out, shared.row_max0.load(SCORE_ROWS), shared.row_sum0.load(SCORE_ROWS))
-    epilogue.write(state, cta_range.first, split, call.work, call.results, HALF, PLAN)
+    epilogue.write(state, cta_range.first, split, call, HALF, PLAN)

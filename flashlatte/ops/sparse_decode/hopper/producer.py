@@ -25,11 +25,14 @@ from flashlatte.kernels.hopper.mla_tiles import (
     K1_LEFT_EMPTY,
     K1_RIGHT_EMPTY,
     KEYS,
+    LEFT,
+    RIGHT,
+    half_of,
 )
 from flashlatte.kernels.hopper.ptx import e4m3, memory
 from flashlatte.kernels.hopper.ptx.registers import loaded
 from flashlatte.kernels.hopper.word_layouts import LINES, SWIZZLED_WORDS, THREADS, flat, words_layout
-from flashlatte.ops.sparse_decode.hopper import layouts, schedule, tiles
+from flashlatte.ops.sparse_decode.hopper import schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.rows import (
     PLAIN_ROPE,
     V32_SCALES,
@@ -37,7 +40,6 @@ from flashlatte.ops.sparse_decode.hopper.rows import (
     copy_rope,
     copy_words,
     cursor_at,
-    is_extra,
     load_indices,
     locate,
     publish_mask,
@@ -89,7 +91,7 @@ def load_half(rows, SIDE: gl.constexpr, PLAN: gl.constexpr):
     elif PLAN.format == MODEL1:
         words = _load_words(rows, SIDE * 64, words_layout(4 - 2 * SIDE, 16))
         tail = rows.valid
-        if SIDE == 1:
+        if SIDE == RIGHT:
             tail = _load_words(rows, 96, words_layout(1, 16))
         return Half(words, tail, gl.load(rows.scales + SIDE, mask=rows.valid, other=0))
     else:
@@ -115,7 +117,7 @@ def fill(tile, half, SIDE: gl.constexpr, PLAN: gl.constexpr):
     scales = half.scales
     if PLAN.format == MODEL1:
         scales = e4m3.split_exponents(scales)
-    if SIDE == 1 and PLAN.format == MODEL1:
+    if SIDE == RIGHT and PLAN.format == MODEL1:
         target.slice(0, 64, dim=1).store(_dequantize(half.words, scales, 0, PLAN))
         target.slice(64, 32, dim=1).store(_dequantize(half.tail, scales, 2, PLAN))
     else:
@@ -123,33 +125,19 @@ def fill(tile, half, SIDE: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _provide(
-    tile,
-    rope_tile,
-    half,
-    rows,
-    copied,
-    SIDE: gl.constexpr,
-    FULL: gl.constexpr,
-    PLAN: gl.constexpr,
-):
-    """Fill half of a block, once it is empty, and say so. ``copied`` is the mbarrier of what comes by cp.async."""
+def _provide(k, full, half, rows, SIDE: gl.constexpr, FULL: gl.constexpr, PLAN: gl.constexpr):
+    """Fill half of a block, once it is empty, and say so. ``full``: the mbarriers of what comes by cp.async."""
+    tile = half_of(k, SIDE)
     if PLAN.format == PLAIN:
         copy_words(tile, rows, SIDE * 128, 0, 128, True)
-        if SIDE == 1 and PLAN.has_rope:
-            copy_words(rope_tile, rows, PLAIN_ROPE, 0, 32, True)
-        async_copy.mbarrier_arrive(copied, increment_count=False)
+        if SIDE == RIGHT and PLAN.has_rope:
+            copy_words(k.rope, rows, PLAIN_ROPE, 0, 32, True)
+        async_copy.mbarrier_arrive(half_of(full, SIDE), increment_count=False)
     else:
-        if SIDE == 1:
-            copy_rope(tile, rope_tile, rows, copied, PLAN)
+        if SIDE == RIGHT:
+            copy_rope(k, full, rows, PLAN)
         fill(tile, half, SIDE, PLAN)
     arrive_full(FULL, PLAN)
-
-
-@gluon.jit
-def indices_of(cursor, block, lists, PLAN: gl.constexpr):
-    places = gl.arange(0, KEYS, layouts.tokens_layout(PLAN.format == PLAIN))
-    return load_indices(cursor.row, cursor.extra_row, block, places, cursor.split, lists)
 
 
 @gluon.jit
@@ -163,7 +151,7 @@ def half_loaded(half, SIDE: gl.constexpr, PLAN: gl.constexpr):
     if PLAN.format == V32:
         return Half(_loaded(half.words, 32), half.tail, _loaded(half.scales, 4))
     elif PLAN.format == MODEL1:
-        if SIDE == 1:
+        if SIDE == RIGHT:
             return Half(_loaded(half.words, 16), _loaded(half.tail, 8), _loaded(half.scales, 2))
         else:
             return Half(_loaded(half.words, 32), half.tail, _loaded(half.scales, 2))
@@ -190,7 +178,7 @@ def with_nan(half, rows, SIDE: gl.constexpr, PLAN: gl.constexpr):
         return Half(half.words, half.tail, gl.where(nan, e4m3.NAN_FLOAT, scales))
     elif PLAN.format == MODEL1:
         nan = _selected_nan(half.words, rows)
-        if SIDE == 1:
+        if SIDE == RIGHT:
             nan = nan | _selected_nan(half.tail, rows)
         return Half(half.words, half.tail, gl.where(nan, e4m3.NAN_EXPONENTS, half.scales))
     else:
@@ -215,64 +203,62 @@ def _prefetch(rows, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def produce(caches, selection, call, scratch, PLAN: gl.constexpr):
-    lists, work, shared, full = call.lists, call.work, call.tiles, call.full
-    cursor = cursor_at(work.range.first, work.range.first_cost, selection, work, lists, PLAN)
+def produce(call, PLAN: gl.constexpr):
+    work, k0, k1, full = call.work, call.tiles.k0, call.tiles.k1, call.full
+    cursor = cursor_at(work.range.first, work.range.first_cost, call, PLAN)
     block0 = cursor.split.begin
-    indices0 = indices_of(cursor, block0, lists, PLAN)
-    indices1 = indices_of(cursor, block0 + 1, lists, PLAN)
-    left0 = load_half(locate(indices0, is_extra(block0, cursor.split, lists), caches, PLAN), 0, PLAN)
-    if scratch is not None:
+    indices0 = load_indices(cursor, block0, call, PLAN)
+    indices1 = load_indices(cursor, block0 + 1, call, PLAN)
+    left0 = load_half(locate(indices0, block0, cursor.split, call, PLAN), LEFT, PLAN)
+    if call.results.scratch is not None:
         # Here, under the first loads: later, what it takes would be kept or spilled until then.
-        schedule.write_metadata(scratch, work, PLAN)
+        schedule.write_metadata(call.results.scratch, work, PLAN)
     # True. Without these branches the compiler would move the wait for the next half before the arrival of this one.
-    always = lists.num_items > 0
+    always = call.lists.num_items > 0
     for item in range(work.range.first, work.range.stop, work.stride):
         steps = schedule.num_steps(cursor.split)
         for step in range(steps):
-            left0 = half_loaded(left0, 0, PLAN)
-            extra0 = is_extra(block0, cursor.split, lists)
-            extra1 = is_extra(block0 + 1, cursor.split, lists)
-            rows0 = locate(indices0, extra0, caches, PLAN)
-            right0 = load_half(rows0, 1, PLAN)
-            rows1 = locate(indices1, extra1, caches, PLAN)
+            left0 = half_loaded(left0, LEFT, PLAN)
+            rows0 = locate(indices0, block0, cursor.split, call, PLAN)
+            right0 = load_half(rows0, RIGHT, PLAN)
+            rows1 = locate(indices1, block0 + 1, cursor.split, call, PLAN)
             _prefetch(rows1, PLAN)
-            left0 = with_nan(left0, rows0, 0, PLAN)
+            left0 = with_nan(left0, rows0, LEFT, PLAN)
             if always:
                 wait_empty(K0_LEFT_EMPTY, PLAN)
                 publish_mask(call.masks.block0, rows0)
-                _provide(shared.k0_left, shared.k0_rope, left0, rows0, full.k0_left, 0, tiles.K0_LEFT_FULL, PLAN)
+                _provide(k0, full.k0, left0, rows0, LEFT, tiles.K0_LEFT_FULL, PLAN)
 
-            right0 = half_loaded(right0, 1, PLAN)
-            right1 = load_half(rows1, 1, PLAN)
+            right0 = half_loaded(right0, RIGHT, PLAN)
+            right1 = load_half(rows1, RIGHT, PLAN)
             block0 += 2
             if step == steps - 1:
                 cost = cursor.cost + PLAN.overhead + cursor.split.blocks
-                cursor = cursor_at(item + work.stride, cost, selection, work, lists, PLAN)
+                cursor = cursor_at(item + work.stride, cost, call, PLAN)
                 block0 = cursor.split.begin
-            indices0 = indices_of(cursor, block0, lists, PLAN)
-            right0 = with_nan(right0, rows0, 1, PLAN)
+            indices0 = load_indices(cursor, block0, call, PLAN)
+            right0 = with_nan(right0, rows0, RIGHT, PLAN)
             if always:
                 wait_empty(K0_RIGHT_EMPTY, PLAN)
-                _provide(shared.k0_right, shared.k0_rope, right0, rows0, full.k0_right, 1, tiles.K0_RIGHT_FULL, PLAN)
+                _provide(k0, full.k0, right0, rows0, RIGHT, tiles.K0_RIGHT_FULL, PLAN)
 
-            right1 = half_loaded(right1, 1, PLAN)
-            left1 = load_half(rows1, 0, PLAN)
-            indices1 = indices_of(cursor, block0 + 1, lists, PLAN)
-            rows0 = locate(indices0, is_extra(block0, cursor.split, lists), caches, PLAN)
+            right1 = half_loaded(right1, RIGHT, PLAN)
+            left1 = load_half(rows1, LEFT, PLAN)
+            indices1 = load_indices(cursor, block0 + 1, call, PLAN)
+            rows0 = locate(indices0, block0, cursor.split, call, PLAN)
             _prefetch(rows0, PLAN)
-            right1 = with_nan(right1, rows1, 1, PLAN)
+            right1 = with_nan(right1, rows1, RIGHT, PLAN)
             if always:
                 wait_empty(K1_RIGHT_EMPTY, PLAN)
                 publish_mask(call.masks.block1, rows1)
-                _provide(shared.k1_right, shared.k1_rope, right1, rows1, full.k1_right, 1, tiles.K1_RIGHT_FULL, PLAN)
+                _provide(k1, full.k1, right1, rows1, RIGHT, tiles.K1_RIGHT_FULL, PLAN)
 
-            left1 = half_loaded(left1, 0, PLAN)
-            left0 = load_half(rows0, 0, PLAN)
-            left1 = with_nan(left1, rows1, 0, PLAN)
+            left1 = half_loaded(left1, LEFT, PLAN)
+            left0 = load_half(rows0, LEFT, PLAN)
+            left1 = with_nan(left1, rows1, LEFT, PLAN)
             if always:
                 wait_empty(K1_LEFT_EMPTY, PLAN)
-                _provide(shared.k1_left, shared.k1_rope, left1, rows1, full.k1_left, 0, tiles.K1_LEFT_FULL, PLAN)
+                _provide(k1, full.k1, left1, rows1, LEFT, tiles.K1_LEFT_FULL, PLAN)
     # The consumers' last arrivals.
     wait_empty(K0_LEFT_EMPTY, PLAN)
     wait_empty(K0_RIGHT_EMPTY, PLAN)

@@ -12,9 +12,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from flashlatte.kernels.hopper import barriers
+from flashlatte.kernels.hopper.clusters import OWN
 from flashlatte.kernels.hopper.mla_tiles import KEYS, ROWS
 from flashlatte.kernels.hopper.word_layouts import SWIZZLED_WORDS
-from flashlatte.ops.sparse_decode.hopper import layouts, schedule
+from flashlatte.ops.sparse_decode.hopper import schedule
 from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32
 from flashlatte.runtime.gluon_compat import cp_async, reinterpret
 
@@ -31,6 +32,30 @@ PLAIN_ROPE = gl.constexpr(1024 // 4)
 def token_bytes(FORMAT):
     """Bytes from token to token of a format with scales."""
     return 656 if FORMAT == V32 else 576
+
+
+@gluon.constexpr_function
+def copy_layout(WIDTH, IS_PLAIN):
+    """Words [64, WIDTH] of 16-byte copies.
+
+    For caches with scales a thread has the tokens of ``words_layout``. For others, which are copied whole, eight
+    threads have a token's 128 bytes, of different banks.
+    """
+    more = [[0, 32], [0, 64]] if WIDTH == 128 else []
+    if IS_PLAIN:
+        reg_bases = [[0, 1], [0, 2], [16, 0], *more]
+        lane_bases = [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]]
+        warp_bases = [[4, 0], [8, 0], [32, 0]]
+    else:
+        reg_bases = [[0, 1], [0, 2], [0, 16], *more, [32, 0]]
+        lane_bases = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+        warp_bases = [[8, 0], [16, 0]]
+    return gl.DistributedLinearLayout(reg_bases, lane_bases, warp_bases, block_bases=[], shape=[64, WIDTH])
+
+
+@gluon.constexpr_function
+def tokens_layout(IS_PLAIN):
+    return gl.SliceLayout(1, copy_layout(32, IS_PLAIN))
 
 
 class Cache(NamedTuple):
@@ -71,7 +96,7 @@ class Rows(NamedTuple):
 
 
 @gluon.jit
-def list_of(indices, item, lists):
+def _list_of(indices, item, lists):
     """Pointer to an item's list."""
     # Beyond the last item nothing is read, but nor should an address be.
     item = gl.minimum(item, lists.num_items - 1)
@@ -81,13 +106,18 @@ def list_of(indices, item, lists):
 
 
 @gluon.jit
-def load_indices(row, extra_row, block, places, split, lists, turn=0):
-    """Indices at ``places`` XOR ``turn`` of a block of an item with these lists, -1 beyond the list or the split."""
+def load_indices(cursor, block, call, PLAN: gl.constexpr):
+    """Indices [64] of a block, -1 beyond the list or the split. Of a cluster, each CTA has its half of them first."""
+    places = gl.arange(0, KEYS, tokens_layout(PLAN.format == PLAIN))
+    turn = 0
+    if PLAN.cluster:
+        turn = call.work.group % 2 * OWN
+    split, row = cursor.split, cursor.row
     first = block * KEYS
     length = split.length
-    if lists.extra_limit is not None:
+    if PLAN.has_extra:
         is_extra = block >= split.own
-        row = gl.where(is_extra, extra_row, row)
+        row = gl.where(is_extra, cursor.extra_row, row)
         first = gl.where(is_extra, first - split.own * KEYS, first)
         length = gl.where(is_extra, split.extra_length, length)
     length = gl.where(block < split.end, length, 0)
@@ -97,20 +127,11 @@ def load_indices(row, extra_row, block, places, split, lists, turn=0):
 
 
 @gluon.jit
-def is_extra(block, split, lists):
-    """Whether a block is one of the extra list."""
-    if lists.extra_limit is not None:
-        return block >= split.own
-    else:
-        return False
-
-
-@gluon.jit
-def locate(indices, is_extra, caches, PLAN: gl.constexpr):
-    """Addresses of the tokens; those of indices outside the cache are of token 0, and not valid."""
-    own, extra = caches
+def locate(indices, block, split, call, PLAN: gl.constexpr):
+    """Addresses of a block's tokens; those of indices outside the cache are of token 0, and not valid."""
+    own, extra = call.caches
     if PLAN.has_extra:
-        if is_extra:  # noqa: SIM108
+        if block >= split.own:  # noqa: SIM108
             rows = _locate(indices, extra, PLAN)
         else:
             rows = _locate(indices, own, PLAN)
@@ -159,13 +180,13 @@ class Cursor(NamedTuple):
 
 
 @gluon.jit
-def cursor_at(item, cost, selection, work, lists, PLAN: gl.constexpr):
-    own, extra = selection
-    split = schedule.split_of(item, cost, work, lists, PLAN)
-    row = list_of(own, item, lists)
+def cursor_at(item, cost, call, PLAN: gl.constexpr):
+    own, extra = call.selection
+    split = schedule.split_of(item, cost, call.work, call.lists, PLAN)
+    row = _list_of(own, item, call.lists)
     extra_row = row
-    if lists.extra_limit is not None:
-        extra_row = list_of(extra, item, lists)
+    if PLAN.has_extra:
+        extra_row = _list_of(extra, item, call.lists)
     return Cursor(cost, split, row, extra_row)
 
 
@@ -185,7 +206,7 @@ def copy_words(tile, rows, FIRST: gl.constexpr, COLUMN: gl.constexpr, WIDTH: gl.
 
     IS_PLAIN: the eight warps of a producer that only copies do, not four.
     """
-    LAYOUT: gl.constexpr = layouts.copy_layout(WIDTH, IS_PLAIN)
+    LAYOUT: gl.constexpr = copy_layout(WIDTH, IS_PLAIN)
     ALL: gl.constexpr = tile.shape[2] // 2
     target = reinterpret(tile.index(0), gl.int32, [ROWS, ALL], SWIZZLED_WORDS)
     if WIDTH != ALL:
@@ -199,13 +220,13 @@ def copy_words(tile, rows, FIRST: gl.constexpr, COLUMN: gl.constexpr, WIDTH: gl.
 
 
 @gluon.jit
-def copy_rope(right_tile, rope_tile, rows, copied, PLAN: gl.constexpr):
-    """Copy what a token of a format with scales has in bf16."""
+def copy_rope(k, full, rows, PLAN: gl.constexpr):
+    """Copy what a token of a format with scales has in bf16, and count it to the right half."""
     if PLAN.format == V32:
-        copy_words(rope_tile, rows, V32_ROPE, 0, 32, False)
+        copy_words(k.rope, rows, V32_ROPE, 0, 32, False)
     else:
-        copy_words(right_tile, rows, MODEL1_ROPE, 96, 32, False)
-    async_copy.mbarrier_arrive(copied, increment_count=False)
+        copy_words(k.right, rows, MODEL1_ROPE, 96, 32, False)
+    async_copy.mbarrier_arrive(full.right, increment_count=False)
 
 
 @gluon.jit

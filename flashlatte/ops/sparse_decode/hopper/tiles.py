@@ -7,17 +7,16 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.barriers import allocate_mbarrier
 from flashlatte.kernels.hopper.mla_tiles import (
     HALF,
     KEYS,
     OUTPUT_128,
     OWN_BARRIERS,
     SWIZZLED,
-    Full,
-    Tiles,
+    LatentTile,
     allocate_half,
     allocate_square,
+    allocate_tiles,
     allocate_vector,
 )
 from flashlatte.runtime.gluon_compat import reinterpret
@@ -75,35 +74,7 @@ def allocate(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr, CLUSTER: gl.constexpr)
         q_rope = allocate_square(DTYPE)
         k1_rope = allocate_square(DTYPE)
     masks = Masks(allocate_vector(gl.int32), allocate_vector(gl.int32))
-    tiles = Tiles(
-        q_left,
-        q_right,
-        q_rope,
-        k0_left,
-        k0_right,
-        k0_rope,
-        k1_left,
-        k1_right,
-        k1_rope,
-        p0,
-        p1,
-        allocate_vector(gl.float32),
-        allocate_vector(gl.float32),
-        allocate_vector(gl.float32),
-        allocate_vector(gl.float32),
-    )
-    return tiles, masks
-
-
-@gluon.jit
-def allocate_full(THREADS: gl.constexpr):
-    """mbarriers of what THREADS threads of the producer copy by cp.async: a half of a block of a cache without scales,
-    or
-    the rope of a block of a cache with scales (right). The queries are copied by the even consumer."""
-    return Full(
-        allocate_mbarrier(128),
-        allocate_mbarrier(THREADS),
-        allocate_mbarrier(THREADS),
-        allocate_mbarrier(THREADS),
-        allocate_mbarrier(THREADS),
-    )
+    q = LatentTile(q_left, q_right, q_rope)
+    k0 = LatentTile(k0_left, k0_right, k0_rope)
+    k1 = LatentTile(k1_left, k1_right, k1_rope)
+    return allocate_tiles(q, k0, k1, p0, p1), masks

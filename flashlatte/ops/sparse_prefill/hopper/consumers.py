@@ -38,9 +38,6 @@ from flashlatte.kernels.hopper.mla_tiles import (
     ROWS,
     SCORE_ROWS,
     SCORES,
-    k0_of,
-    k1_of,
-    q_of,
 )
 from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.kernels.hopper.softmax import NO_SCORE, State, probabilities, raise_row_max, rescale
@@ -101,8 +98,8 @@ def _odd_step(state, score_max, q_held, call, step, unused, HEAD_DIM: gl.constex
     """A step, from block 1's scores on. After the last one of a tile block 1's right half is not let go."""
     z = step >> 30
     tiles, shared = call.tiles, call.shared
-    k1_right = tiles.k1_right.index(z)
-    pending = start_scores(q_of(tiles), q_held, k1_of(tiles), shared.full1, step & 1, z, unused, HEAD_DIM)
+    k1_right = tiles.k1.right.index(z)
+    pending = start_scores(tiles.q, q_held, tiles.k1, shared.full1, step & 1, z, unused, HEAD_DIM)
     scores = finish_scores(pending, shared.mask1, shared.full1, step & 1)
     if LAST:
         arrive(Q_EMPTY, ALL)
@@ -122,7 +119,7 @@ def _odd_step(state, score_max, q_held, call, step, unused, HEAD_DIM: gl.constex
     fence_async_shared()
     arrive(P1_FULL, PAIR)
 
-    out = warpgroup_mma(tiles.p0.index(z), tiles.k0_right.index(z), rescale(state.out, alpha0), is_async=True)
+    out = warpgroup_mma(tiles.p0.index(z), tiles.k0.right.index(z), rescale(state.out, alpha0), is_async=True)
     row_sum = state.row_sum * alpha0 * alpha1 + gl.sum(p, 1)
     if LAST:
         row_sum += tiles.row_sum0.load(SCORE_ROWS) * alpha1
@@ -143,7 +140,7 @@ def consume_even(call, HEAD_DIM: gl.constexpr):
     arrive(K1_LEFT_EMPTY, PAIR)
     arrive(Q_EMPTY, ALL)
     tiles, shared, problem = call.tiles, call.shared, call.problem
-    q, k0 = q_of(tiles), k0_of(tiles)
+    q, k0 = tiles.q, tiles.k0
     unused = gl.zeros([64, 64], gl.float32, SCORES)
     step = 0  # over all tiles: its parity is the phase of the blocks' barriers
     q_phase = 0
@@ -168,7 +165,7 @@ def consume_even(call, HEAD_DIM: gl.constexpr):
         state, score_max = _even_step(state, score_max, scores, call, step, True)
         step += 1
         q_phase ^= 1
-        start_out(call.output, state, problem, tile, tiles.k1_left.index(step >> 30), shared.k1_offsets.left, 0)
+        start_out(call.output, state, problem, tile, tiles.k1.left.index(step >> 30), shared.k1_offsets.left, 0)
         # The next tile's first scores are under way while this one's output is copied. Block 1 is let go before they
         # wait for the rest of block 0, so that the two come from memory at the same time.
         mbarrier.wait(shared.q_full, q_phase)
@@ -196,7 +193,7 @@ def consume_odd(call, HEAD_DIM: gl.constexpr):
         next_steps = num_steps(num_selected(problem, tile + gl.num_programs(0)))
         mbarrier.wait(shared.q_full, q_phase)
         q_phase ^= 1
-        q_held = hold_queries(q_of(tiles), step >> 30, HEAD_DIM)
+        q_held = hold_queries(tiles.q, step >> 30, HEAD_DIM)
         state = empty_state(OUTPUT)
         score_max = _no_score()
         for _ in range(opaque(steps) - 1):
@@ -204,7 +201,7 @@ def consume_odd(call, HEAD_DIM: gl.constexpr):
             step += 1
         state, score_max = _odd_step(state, score_max, q_held, call, step, unused, HEAD_DIM, True)
         step += 1
-        start_out(call.output, state, problem, tile, tiles.k1_right.index(step >> 30), shared.k1_offsets.right, 1)
+        start_out(call.output, state, problem, tile, tiles.k1.right.index(step >> 30), shared.k1_offsets.right, 1)
         store_statistics(call.output, state, score_max, problem, tile)
         tma.store_wait(0)
         arrive(K1_RIGHT_EMPTY, PAIR)

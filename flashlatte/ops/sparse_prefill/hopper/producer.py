@@ -19,8 +19,6 @@ from flashlatte.kernels.hopper.mla_tiles import (
     K0_RIGHT_EMPTY,
     K1_LEFT_EMPTY,
     K1_RIGHT_EMPTY,
-    k0_of,
-    k1_of,
 )
 from flashlatte.kernels.hopper.ptx.memory import PIECE_ROWS, load_once
 from flashlatte.ops.sparse_prefill.hopper.state import (
@@ -138,8 +136,8 @@ def _announce_nothing(full):
 
 @gluon.jit
 def produce(queries, kv, kv_stride, problem, tiles, shared, HEAD_DIM: gl.constexpr):
-    k0 = k0_of(tiles)
-    k1 = k1_of(tiles)
+    k0 = tiles.k0
+    k1 = tiles.k1
     full0 = shared.full0
     full1 = shared.full1
 

@@ -11,9 +11,9 @@ from flashlatte.kernels.hopper.barriers import allocate_mbarrier
 from flashlatte.kernels.hopper.mla_tiles import (
     OWN_BARRIERS,
     LatentTile,
-    Tiles,
     allocate_half,
     allocate_square,
+    allocate_tiles,
     allocate_vector,
 )
 from flashlatte.kernels.hopper.shared_memory import find_tiles, offset_of
@@ -135,21 +135,5 @@ def allocate(DTYPE: gl.constexpr, HEAD_DIM: gl.constexpr):
     q_full = allocate_mbarrier(128)
     full0 = _allocate_block_full()
     full1 = _allocate_block_full()
-    tiles = Tiles(
-        q.left,
-        q.right,
-        q.rope,
-        k0.left,
-        k0.right,
-        k0.rope,
-        k1.left,
-        k1.right,
-        k1.rope,
-        p0,
-        p1,
-        allocate_vector(gl.float32),
-        allocate_vector(gl.float32),
-        allocate_vector(gl.float32),
-        allocate_vector(gl.float32),
-    )
+    tiles = allocate_tiles(q, k0, k1, p0, p1)
     return tiles, Shared(mask0, mask1, allocate_vector(gl.float32), q_full, full0, full1, q_offsets, k1_offsets)
