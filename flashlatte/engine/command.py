@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from flashlatte.engine.engine import Engine
@@ -13,7 +14,7 @@ from flashlatte.engine.sampling import SamplingParams
 
 def generate(arguments: argparse.Namespace) -> int:
     """Continue the text of ``--prompt`` or ``--file``; returns the exit code."""
-    text = arguments.prompt if arguments.file is None else arguments.file.read_text()
+    text = arguments.prompt if arguments.file is None else _text_of(arguments.file)
     sampling = SamplingParams(
         arguments.new_tokens, temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed
     )
@@ -28,13 +29,20 @@ def generate(arguments: argparse.Namespace) -> int:
             print(so_far[len(shown) :], end="", flush=True)
             shown = so_far
     statistics = engine.statistics()
-    print()
+    print(engine.tokenizer.decode(tokens)[len(shown) :])
     print(
         f"{len(tokens)} tokens in {statistics['seconds']:.1f} s, {len(tokens) / statistics['seconds']:,.1f} a second; "
         f"cache {engine.cache_format}, {engine.pool.num_pages} pages of {engine.pool.page_size} tokens",
         file=sys.stderr,
     )
     return 0
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--file must be a text in UTF-8, and {file} is not: {error}") from None
 
 
 def _tokenizer(path: Any) -> Any:

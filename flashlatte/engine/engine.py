@@ -134,8 +134,7 @@ class Engine:
         for what, value in (("id", "" if id is None else id), ("salt", salt)):
             if not isinstance(value, str):
                 raise TypeError(f"{what} must be a text, got {value!r}")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise TypeError(f"priority must be an int, got {priority!r}")
+        checks.integer("priority", priority)
         tokens = self._encode(prompt)
         if sampling.stop and self.tokenizer is None:
             raise ValueError("stop needs an engine with a tokenizer; stop_tokens does not")

@@ -38,6 +38,17 @@ class Yarn:
     attention_factor: float | None = None
     truncate: bool = True
 
+    def __post_init__(self) -> None:
+        checks.positive_int("original_max_position", self.original_max_position)
+        for name in ("factor", "beta_fast", "beta_slow"):
+            checks.positive_number(name, getattr(self, name))
+        for name in ("mscale", "mscale_all_dim"):
+            if not math.isfinite(checks.number(name, getattr(self, name))):
+                raise ValueError(f"{name} must be a finite number, got {getattr(self, name)}")
+        if self.attention_factor is not None:
+            checks.positive_number("attention_factor", self.attention_factor)
+        checks.flag("truncate", self.truncate)
+
     @property
     def rotation_scale(self) -> float:
         """What cos and sin are multiplied by."""
@@ -77,8 +88,8 @@ class Rope:
     def __post_init__(self) -> None:
         checks.choice("layout", self.layout, LAYOUTS)
         checks.positive_int("max_position", self.max_position)
-        if not checks.number("theta", self.theta) > 1:
-            raise ValueError(f"theta must be above 1, got {self.theta}")
+        if not 1 < checks.number("theta", self.theta) < math.inf:
+            raise ValueError(f"theta must be a finite number above 1, got {self.theta}")
 
 
 @dataclass(frozen=True)
@@ -111,8 +122,11 @@ class IndexerConfig:
         checks.choice("rope_layout", self.rope_layout, LAYOUTS)
         checks.choice("scale_rounding", self.scale_rounding, SCALE_ROUNDINGS)
         checks.flag("hadamard", self.hadamard)
-        if 0 in self.shared_layers:
-            raise ValueError("shared_layers must be numbers from 1 on, since no layer is before the first, got 0")
+        for layer in self.shared_layers:
+            if checks.integer("shared_layers", layer) < 1:
+                raise ValueError(
+                    f"shared_layers must be numbers from 1 on, since no layer is before the first, got {layer}"
+                )
 
 
 @dataclass(frozen=True)
@@ -162,9 +176,9 @@ class MLAConfig:
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim must be even, got {self.qk_rope_head_dim}")
         checks.flag("attention_bias", self.attention_bias)
+        checks.epsilon("norm_eps", self.norm_eps)
         for name in ("query_factor", "latent_factor"):
-            if not checks.number(name, getattr(self, name)) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+            checks.positive_number(name, getattr(self, name))
         if self.indexer is not None:
             if self.q_lora_rank is None:
                 raise ValueError("q_lora_rank must be given beside an indexer, whose queries come from it, got None")
@@ -194,8 +208,9 @@ class MLAConfig:
         """The config of a transformers model, or the content of a checkpoint's ``config.json`` as a mapping.
 
         Raises:
-            ValueError: it has no ``kv_lora_rank`` (another attention), lacks a size, is of a model whose attention
-                is not known to be this one, or has a rope_type other than "default" and "yarn".
+            TypeError, ValueError: it has no ``kv_lora_rank`` (another attention), lacks a size, is of a model whose
+                attention is not known to be this one, has a rope_type other than "default" and "yarn", or something
+                else than a number or an object where there must be one.
         """
         fields = models.text_config(dict(config) if isinstance(config, Mapping) else config.to_dict())
         if fields.get("kv_lora_rank") is None:
@@ -208,7 +223,7 @@ class MLAConfig:
             **{name: fields[name] for name in _REQUIRED},
             q_lora_rank=fields.get("q_lora_rank"),
             rope=_rope(fields, traits),
-            attention_bias=bool(fields.get("attention_bias", False)),
+            attention_bias=fields.get("attention_bias") or False,
             query_factor=_latent_factor(fields, "q_lora_rank") if traits.scales_latents else 1.0,
             latent_factor=_latent_factor(fields, "kv_lora_rank") if traits.scales_latents else 1.0,
             indexer=_indexer(fields, traits) if traits.has_indexer else None,
@@ -239,7 +254,7 @@ def _indexer(fields: Mapping[str, Any], traits: models.Traits) -> IndexerConfig:
     missing = [name for name in names.values() if fields.get(name) is None]
     if missing:
         raise ValueError(f"config must have {', '.join(missing)}, got model_type {_model_type(fields)} without")
-    quantization = fields.get("quantization_config") or {}
+    quantization = models.inner(fields, "quantization_config")
     return IndexerConfig(
         **{ours: fields[theirs] for ours, theirs in names.items()},
         rope_layout=traits.index_rope_layout,
@@ -250,13 +265,13 @@ def _indexer(fields: Mapping[str, Any], traits: models.Traits) -> IndexerConfig:
 
 def _rope(fields: Mapping[str, Any], traits: models.Traits) -> Rope:
     """RoPE from ``rope_parameters`` (transformers 5) or from ``rope_theta`` and ``rope_scaling`` (checkpoints)."""
-    scaling = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
+    scaling = models.inner(fields, "rope_parameters") or models.inner(fields, "rope_scaling")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "yarn"):
         raise ValueError(f"rope_type must be default or yarn, got {kind!r}")
     max_position = fields.get("max_position_embeddings", 4096)
     return Rope(
-        theta=float(scaling.get("rope_theta", fields.get("rope_theta", 10000.0))),
+        theta=checks.number("rope_theta", scaling.get("rope_theta", fields.get("rope_theta", 10000.0))),
         layout=traits.layout(fields.get("rope_interleave")),
         max_position=max_position,
         yarn=_yarn(scaling, max_position) if kind == "yarn" else None,
@@ -267,9 +282,10 @@ def _yarn(scaling: Mapping[str, Any], max_position: int) -> Yarn:
     original = scaling.get("original_max_position_embeddings")
     if original is None:
         raise ValueError("rope_type yarn must have original_max_position_embeddings, got none")
+    original = checks.positive_int("original_max_position_embeddings", original)
     factor = scaling.get("factor")
     return Yarn(
-        factor=float(max_position / original if factor is None else factor),
+        factor=max_position / original if factor is None else checks.number("factor", factor),
         original_max_position=original,
         beta_fast=scaling.get("beta_fast") or 32.0,
         beta_slow=scaling.get("beta_slow") or 1.0,

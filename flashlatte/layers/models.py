@@ -69,6 +69,8 @@ def traits(model_type: str | None) -> Traits:
     """
     if model_type is None:
         return Traits()
+    if not isinstance(model_type, str):
+        raise TypeError(f"model_type must be a text, got {model_type!r}")
     if model_type in REFUSED:
         raise ValueError(f"model_type {model_type!r} is not served: {REFUSED[model_type]}")
     if model_type not in SERVED:
@@ -81,7 +83,15 @@ def traits(model_type: str | None) -> Traits:
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the language model inside a config of a model that also sees or hears."""
-    return config.get("text_config") or config
+    return inner(config, "text_config") or config
+
+
+def inner(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """An object inside a config, empty if there is none."""
+    value = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} of a config must be an object, got {value!r}")
+    return value
 
 
 def shared_selections(config: Mapping[str, Any]) -> tuple[int, ...]:

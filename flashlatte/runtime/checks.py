@@ -93,9 +93,14 @@ def rows_aligned(x: torch.Tensor, alignment: int = 16) -> bool:
     )
 
 
-def positive_int(name: str, value: object, *, or_zero: bool = False) -> int:
+def integer(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    return value
+
+
+def positive_int(name: str, value: object, *, or_zero: bool = False) -> int:
+    value = integer(name, value)
     least = 0 if or_zero else 1
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
@@ -114,6 +119,13 @@ def number(name: str, value: object) -> float:
     return float(value)
 
 
+def positive_number(name: str, value: object) -> float:
+    result = number(name, value)
+    if not 0 < result < math.inf:
+        raise ValueError(f"{name} must be a finite number above 0, got {value}")
+    return result
+
+
 def epsilon(name: str, value: object) -> float:
     """What is added to a mean square before its root: NaN or less than 0 would be NaN in every number."""
     eps = number(name, value)
@@ -126,10 +138,7 @@ def softmax_scale(value: float | None, head_dim: int, name: str = "softmax_scale
     """The given scale, or head_dim^-0.5. Zero and below are refused: the running maximum is kept unscaled."""
     if value is None:
         return head_dim**-0.5
-    scale = number(name, value)
-    if not 0 < scale < math.inf:
-        raise ValueError(f"{name} must be a finite number above 0, got {value}")
-    return scale
+    return positive_number(name, value)
 
 
 def empty_lse(value: float) -> float:

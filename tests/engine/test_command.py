@@ -43,6 +43,9 @@ def test_mistakes_are_errors_with_words(checkpoint, capsys):
     assert "temperature must be" in capsys.readouterr().err
     assert cli.main(["generate", str(checkpoint), "--prompt", "x", "--cache-format", "fp99"]) == 2
     assert "cache_format must be one of" in capsys.readouterr().err
+    (checkpoint / "binary").write_bytes(b"\xff\xfe")
+    assert cli.main(["generate", str(checkpoint), "--file", str(checkpoint / "binary")]) == 2
+    assert f"--file must be a text in UTF-8, and {checkpoint / 'binary'} is not" in capsys.readouterr().err
     config = json.loads((checkpoint / "config.json").read_text()) | {"model_type": "llama"}
     (checkpoint / "config.json").write_text(json.dumps(config))
     assert cli.main(["generate", str(checkpoint), "--prompt", "x"]) == 2

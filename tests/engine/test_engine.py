@@ -154,7 +154,7 @@ def test_logprobs_are_the_models():
         ({"prompt": [1], "sampling": {"temperature": 1.0}}, "sampling must be SamplingParams or None, got dict"),
         ({"prompt": [1], "id": 5}, "id must be a text, got 5"),
         ({"prompt": [1], "salt": None}, "salt must be a text, got None"),
-        ({"prompt": [1], "priority": 0.5}, "priority must be an int, got 0.5"),
+        ({"prompt": [1], "priority": 0.5}, "priority must be an int, got float"),
     ],
 )
 def test_errors_name_the_argument(arguments, message):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 
 import pytest
 import torch
 
-from flashlatte.layers.config import MLAConfig, Rope, Yarn
+from flashlatte.layers.config import IndexerConfig, MLAConfig, Rope, Yarn
 from flashlatte.layers.rope import inverse_frequencies, table
 
 # What deepseek-ai/DeepSeek-V3's config.json says of attention.
@@ -34,6 +35,8 @@ V3_JSON = {
     },
     "attention_bias": False,
 }
+
+YARN = V3_JSON["rope_scaling"]
 
 
 def test_from_a_checkpoints_json():
@@ -71,12 +74,46 @@ def test_a_text_config_inside():
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, "must have original_max_position_embeddings"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim must be even, got 63"),
         ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
-        ({"rope_theta": 1.0}, "theta must be above 1, got 1.0"),
+        ({"rope_theta": 1.0}, "theta must be a finite number above 1, got 1.0"),
+        ({"rope_theta": "10000"}, "rope_theta must be a number, got str"),
+        ({"rope_scaling": 5}, "rope_scaling of a config must be an object, got 5"),
+        ({"rope_scaling": YARN | {"factor": 0}}, "factor must be a finite number above 0, got 0"),
+        ({"rope_scaling": YARN | {"factor": "4"}}, "factor must be a number, got str"),
+        ({"rope_scaling": YARN | {"beta_fast": -1}}, "beta_fast must be a finite number above 0, got -1"),
+        (
+            {"rope_scaling": YARN | {"original_max_position_embeddings": 0}},
+            "original_max_position_embeddings must be at least 1, got 0",
+        ),
+        ({"attention_bias": "no"}, "attention_bias must be True or False, got 'no'"),
+        ({"text_config": 5}, "text_config of a config must be an object, got 5"),
+        ({"model_type": ["deepseek_v3"]}, "model_type must be a text"),
     ],
 )
 def test_what_is_no_mla_config_is_named(changes, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         MLAConfig.from_transformers(V3_JSON | changes)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, 0.0, -1.0])
+@pytest.mark.parametrize("name", ["factor", "beta_fast", "beta_slow", "attention_factor"])
+def test_yarn_of_no_numbers_is_refused(name, number):
+    with pytest.raises(ValueError, match=f"{name} must be a finite number above 0, got {number}"):
+        Yarn(**{"factor": 4.0, "original_max_position": 64} | {name: number})
+
+
+@pytest.mark.parametrize(
+    "options", [{"norm_eps": math.nan}, {"norm_eps": -1e-6}, {"query_factor": math.inf}, {"latent_factor": math.nan}]
+)
+def test_numbers_that_would_make_every_output_nan_are_refused(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"{name} must be a finite number"):
+        MLAConfig(64, 4, **options)
+
+
+@pytest.mark.parametrize(("layer", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError)])
+def test_layers_that_cannot_share_a_selection(layer, error):
+    with pytest.raises(error, match="shared_layers must be"):
+        IndexerConfig(shared_layers=(2, layer))
 
 
 def test_a_layout_that_does_not_exist():

@@ -74,6 +74,7 @@ class V4Config:
         for name in sizes:
             checks.positive_int(name, getattr(self, name))
         checks.positive_int("ratio", self.ratio, or_zero=True)
+        checks.epsilon("rms_norm_eps", self.rms_norm_eps)
         if checks.positive_int("rope_dim", self.rope_dim) % 2 or self.rope_dim > self.head_dim:
             raise ValueError(f"rope_dim must be even and at most head_dim {self.head_dim}, got {self.rope_dim}")
         if self.num_attention_heads % self.o_groups:
