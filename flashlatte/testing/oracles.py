@@ -39,10 +39,11 @@ def dense_decode(
     lse = torch.full((batch, h_q, s_q), empty_lse, dtype=torch.float64, device=q.device)
 
     for request, (table, length) in enumerate(zip(tables, lengths, strict=True)):
+        length = min(length, len(table) * page_size)
         for token in range(s_q):
             seen = length - s_q + token + 1 if causal else length
             pages, offsets = [], []
-            for position in range(min(seen, len(table) * page_size)):
+            for position in range(seen):
                 page = table[position // page_size]
                 if 0 <= page < num_pages:
                     pages.append(page)

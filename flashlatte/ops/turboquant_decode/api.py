@@ -69,8 +69,8 @@ def turboquant_decode(
             divides h_q.
         block_table: int32 or int64 [b, max_pages], the pages of each request in order. Entries that its length
             does not reach may hold anything.
-        cache_seqlens: int32 or int64 [b], keys of each request. 0 is allowed, below 0 counts as 0. A key whose
-            page is not in the table or not in the cache is not seen.
+        cache_seqlens: int32 or int64 [b], keys of each request; clamped to 0 and to what block_table has room for. A
+            key whose page is not in the cache is not seen.
         cache_format: one of ``kv_cache.turboquant.TURBOQUANT_NAMES``; what the width of a record tells if None.
         softmax_scale: above 0; d^-0.5 if None.
         causal: query token j sees keys 0 to cache_seqlens - s_q + j (bottom-right alignment).

@@ -115,8 +115,9 @@ def test_a_page_that_does_not_exist_hides_its_keys(page):
     assert not actual[0][0].equal(dense_decode(**inputs)[0][0])
 
 
-def test_keys_beyond_the_table_are_not_seen():
-    inputs = two_requests()
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_request_is_no_longer_than_its_table(causal):
+    inputs = two_requests(causal=causal)
     narrow = inputs | {"block_table": inputs["block_table"][:, :2]}
     fourteen = inputs | {"cache_seqlens": torch.tensor([14, 14])}
     for result, expected in zip(dense_decode(**narrow), dense_decode(**fourteen), strict=True):

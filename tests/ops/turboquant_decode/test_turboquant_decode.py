@@ -92,6 +92,20 @@ def test_large_and_small_queries_and_a_given_scale():
         check(row_q, cache, table, torch.tensor([30, 12]), layout, softmax_scale=factor)
 
 
+def test_a_request_is_no_longer_than_its_table():
+    layout = turboquant.turboquant_format("turboquant_4bit_nc", 16)
+    generator = torch.Generator().manual_seed(0)
+    cache, table = paged(layout, 16, [32], 1, 0, generator)
+    q = torch.randn(1, 2, 1, 16, generator=generator).half()
+    given = {"causal": True, "backend": BACKEND}
+    expected = turboquant_decode(q, cache, table, torch.tensor([32]), **given)
+    for length in (34, 2**31 - 1):
+        for result, wanted in zip(
+            turboquant_decode(q, cache, table, torch.tensor([length]), **given), expected, strict=True
+        ):
+            assert torch.equal(result, wanted)
+
+
 def test_nan_in_a_key_that_is_seen_comes_out_and_no_other():
     layout = turboquant.turboquant_format("turboquant_4bit_nc", 16)
     key = torch.randn(3, 1, 16, generator=torch.Generator().manual_seed(0))
