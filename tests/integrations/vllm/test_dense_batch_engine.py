@@ -99,18 +99,24 @@ def test_padding_without_tokens_is_no_request(tokens, requests):
     assert made.seq_lens.shape == (requests,)
 
 
+def decoding(merged):
+    """A layer's implementation without vLLM's configuration: only what decode reads."""
+    from flashlatte.integrations.vllm.backends.dense import FlashLatteMLAImpl
+
+    impl = object.__new__(FlashLatteMLAImpl)
+    impl.kv_lora_rank, impl.scale, impl.is_fp8 = LATENT, 192**-0.5, False
+    impl.need_to_return_lse_for_decode = merged
+    return impl
+
+
 @pytest.mark.parametrize("merged", [True, False])
 def test_decode_of_two_queries_and_its_lse(merged):
     """What vLLM merges over ranks: out [T, h, latent] and natural-log lse [T, h]."""
-    from flashlatte.integrations.vllm.backends.dense import FlashLatteMLAImpl
-
     generator = torch.Generator().manual_seed(0)
     cache = torch.randn(4, PAGE, LATENT + ROPE, generator=generator)
     parts = torch.randn(4, HEADS, LATENT, generator=generator), torch.randn(4, HEADS, ROPE, generator=generator)
     table, lengths = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32), torch.tensor([20, 5], dtype=torch.int32)
-    impl = object.__new__(FlashLatteMLAImpl)
-    impl.kv_lora_rank, impl.scale, impl.is_fp8 = LATENT, 192**-0.5, False
-    impl.need_to_return_lse_for_decode = merged
+    impl = decoding(merged)
     metadata = SimpleNamespace(decode=SimpleNamespace(block_table=table, seq_lens=lengths))
     out, lse = impl.forward_mqa(parts, cache, metadata, SimpleNamespace(_k_scale=None))
 
@@ -124,3 +130,37 @@ def test_decode_of_two_queries_and_its_lse(merged):
         if merged:
             torch.testing.assert_close(lse[token].double(), scores.logsumexp(-1), atol=1e-5, rtol=0)
     assert (lse is None) == (not merged)
+
+
+@pytest.mark.parametrize(("ranks", "interleave"), [(2, 1), (3, 1), (2, 16), (8, 4)])
+def test_ranks_that_share_a_context(ranks, interleave):
+    """Decode context parallelism: each rank has some tokens of a request, or none, and vLLM merges what they made."""
+    from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
+    from vllm.v1.attention.ops.dcp import _lse_weighted_combine
+
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([1, 2, 17, 61], dtype=torch.int32)
+    query = torch.randn(len(lengths), HEADS, LATENT + ROPE, generator=generator)
+    rows = torch.randn(len(lengths), 64, LATENT + ROPE, generator=generator)
+    pages = 64 // PAGE
+    table = torch.arange(len(lengths) * pages, dtype=torch.int32).view(-1, pages).flip(0)
+    impl, partial = decoding(merged=True), []
+    for rank in range(ranks):
+        local = get_dcp_local_seq_lens(lengths, ranks, rank, interleave)
+        cache = torch.full((len(lengths) * pages, PAGE, LATENT + ROPE), float("nan"))
+        for request, length in enumerate(lengths.tolist()):
+            mine = [token for token in range(length) if token // interleave % ranks == rank]
+            assert len(mine) == int(local[request])
+            for place, token in enumerate(mine):
+                cache[table[request, place // PAGE], place % PAGE] = rows[request, token]
+        metadata = SimpleNamespace(decode=SimpleNamespace(block_table=table, seq_lens=local))
+        partial.append(impl.forward_mqa(query, cache, metadata, SimpleNamespace(_k_scale=None)))
+
+    outs, lses = (torch.stack(parts) for parts in zip(*partial, strict=True))
+    out, lse = _lse_weighted_combine(outs, lses, return_lse=True, is_lse_base_on_e=impl.lse_base_on_e)
+    for request, length in enumerate(lengths.tolist()):
+        keys = rows[request, :length].double()
+        scores = query[request].double() @ keys.T * impl.scale
+        expected = scores.softmax(-1) @ keys[:, :LATENT]
+        torch.testing.assert_close(out[request].double(), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(lse[request].double(), scores.logsumexp(-1), atol=1e-5, rtol=0)

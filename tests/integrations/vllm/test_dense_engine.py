@@ -121,3 +121,18 @@ def test_heads_on_two_ranks(checkpoint, whole, own_process):
         counts = vllm.calls()
     assert len(counts) == 2
     assert all(one.keys() >= OPERATIONS for one in counts)
+
+
+def test_context_on_two_ranks(checkpoint, whole, own_process):
+    """Each rank has every other token of a context: vLLM merges decode by lse, and gathers the context of a prefill."""
+    options = {
+        "tensor_parallel_size": 2,
+        "decode_context_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "worker_extension_cls": "support.vllm_ranks.SharesContext",
+    }
+    with engine(checkpoint("v3"), max_num_batched_tokens=256, **options) as vllm:
+        same(vllm.generate(LONG), whole["long"])
+        counts = vllm.calls()
+    assert len(counts) == 2
+    assert all(one.keys() >= {"cache_write", "dense_decode"} for one in counts)

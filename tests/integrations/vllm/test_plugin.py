@@ -140,8 +140,24 @@ def test_the_platform_is_asked_for(installed, monkeypatch):
     assert vllm.cpu_platform() is None
     monkeypatch.setenv("FLASHLATTE_VLLM_CPU", "1")
     assert vllm.cpu_platform() == vllm.CPU_PLATFORM
-    installed("0.40.0")
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        ("0.20.2", "its platform for CPUs is for vLLM 0.32 and later, and 0.20.2 is installed"),
+        ("0.26.0", "its platform for CPUs is for vLLM 0.32 and later, and 0.26.0 is installed"),
+        ("0.40.0", "it knows vLLM 0.20 to 0.33, and 0.40.0 is installed"),
+        (None, "vLLM is not installed"),
+    ],
+)
+def test_older_vllms_keep_their_platform(installed, monkeypatch, version, message):
+    installed(version)
+    monkeypatch.setenv("FLASHLATTE_VLLM_CPU", "1")
+    said = []
+    monkeypatch.setattr(compat, "say_once", lambda *words: said.append(words))
     assert vllm.cpu_platform() is None
+    assert said == [("FlashLatte has no platform for CPUs: %s", message)]
 
 
 def test_entry_points_import_neither_vllm_nor_triton():
@@ -301,12 +317,3 @@ def test_doctor_of_deepseek_v4(monkeypatch, tmp_path):
         "vLLM 0.33.0: FlashLatte's plugin is registered",
         f"    not served by FlashLatte: {serves.V4_IS_VLLMS}",
     ]
-
-
-@pytest.mark.parametrize(
-    ("version", "serves_indexers"),
-    [(None, False), ("dev", False), ("0.26.0", False), ("0.32.0", True), ("0.33.0", True)],
-)
-def test_versions_whose_indexers_are_served(monkeypatch, version, serves_indexers):
-    monkeypatch.setattr(compat, "version", lambda: version)
-    assert compat.serves_indexers() is serves_indexers

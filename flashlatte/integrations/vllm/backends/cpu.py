@@ -9,7 +9,7 @@ from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnu
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from flashlatte.integrations import vllm
-from flashlatte.integrations.vllm import compat, serves
+from flashlatte.integrations.vllm import serves
 
 
 class FlashLatteCpuPlatform(CpuPlatform):
@@ -19,8 +19,6 @@ class FlashLatteCpuPlatform(CpuPlatform):
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
-        if attn_selector_config.use_sparse and not compat.serves_indexers():
-            raise NotImplementedError("FlashLatte serves models with an indexer in vLLM 0.32 and later")
         if attn_selector_config.use_mla and _is_ours(selected_backend):
             return vllm.SPARSE if attn_selector_config.use_sparse else vllm.DENSE
         return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
