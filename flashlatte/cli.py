@@ -47,7 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--device", help="where, cuda or cpu; a GPU if there is one")
     demo.set_defaults(run=_demo)
 
-    generate = commands.add_parser("generate", help="continue a text with a checkpoint, on the engine")
+    generate = commands.add_parser(
+        "generate", help="continue a text with a checkpoint, on the engine; under torchrun on several GPUs"
+    )
     generate.add_argument("model", type=Path, help="a checkpoint's directory, with its tokenizer")
     text = generate.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt", help="the text")
@@ -57,6 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=float, default=1.0, help="draw from tokens of this probability (default 1)")
     generate.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
     generate.add_argument("--cache-format", help="of the cache; the model's dtype if not given")
+    generate.add_argument(
+        "--context-parallel", type=int, default=1, help="under torchrun: ranks that keys are divided over"
+    )
     generate.set_defaults(run=_generate)
 
     doctor = commands.add_parser("doctor", help="this machine, and which implementation serves each operation")

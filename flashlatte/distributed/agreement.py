@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -18,6 +19,8 @@ import torch.distributed as dist
 # All ranks make their objects in the same order, so that equal numbers are the same object.
 _made: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDictionary()
 _FAILURE = "flashlatte/failure"
+# Of a wait, until it is asked whether whom it is for has failed.
+_GLANCE = timedelta(seconds=1)
 
 
 class Agreement:
@@ -60,15 +63,17 @@ class Agreement:
         rank, store = self._group.rank(), self._group.get_group_store()
         place = f"{self._prefix}/{next(self._checks)}"
         store.set(f"{place}/{rank}", json.dumps(mine))
+        until = time.monotonic() + self._timeout.total_seconds()
         for other in range(self._group.size()):
-            try:
-                store.wait([f"{place}/{other}"], self._timeout)
-            except RuntimeError as error:
-                seconds = f"{self._timeout.total_seconds():g} s"
-                raise RuntimeError(
-                    f"rank {other} did not come to {call} with {_listed(mine)} within {seconds}, as rank {rank} did: "
-                    "it runs something else, or has ended"
-                ) from error
+            while not _comes(store, f"{place}/{other}", until - time.monotonic()):
+                if store.check([f"{_FAILURE}/{other}"]):
+                    raise RuntimeError(f"rank {other} did not come to {call}: it failed")
+                if time.monotonic() > until:
+                    seconds = f"{self._timeout.total_seconds():g} s"
+                    raise RuntimeError(
+                        f"rank {other} did not come to {call} with {_listed(mine)} within {seconds}, as rank {rank} "
+                        "did: it runs something else, or has ended"
+                    )
             yield json.loads(store.get(f"{place}/{other}"))
 
 
@@ -98,6 +103,15 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
                 raise RuntimeError(f"rank {other} failed, and so rank {rank} ends: {told}") from error
         store.set(f"{_FAILURE}/{rank}", f"{type(error).__name__}: {error}")
         raise
+
+
+def _comes(store: dist.Store, key: str, seconds: float) -> bool:
+    """Whether a key comes within so many seconds, and within a short time."""
+    try:
+        store.wait([key], min(timedelta(seconds=max(seconds, 0)), _GLANCE))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _listed(facts: Mapping[str, object], names: list[str] | None = None) -> str:

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flashlatte.distributed import collectives
 from flashlatte.distributed.agreement import Agreement
-from flashlatte.distributed.peer_memory import PeerMemory
+from flashlatte.distributed.summing import RankSum
 from flashlatte.layers import MLAAttention, MLAConfig
 from flashlatte.layers.metadata import MLAMetadata
 
@@ -55,7 +54,7 @@ class TensorParallelAttention(nn.Module):
             raise ValueError(f"config must have at least as many heads as the {size} ranks of group, got {heads}")
         self.group = group
         self._agreement = Agreement(group, timeout)
-        self._peers: PeerMemory | str | None = None
+        self._sum = RankSum(group, self._agreement)
         self._agreement.check("TensorParallelAttention", {"config": config})
         self.layer = MLAAttention(config, heads=(rank * heads // size, (rank + 1) * heads // size), **options)
 
@@ -67,12 +66,3 @@ class TensorParallelAttention(nn.Module):
         if isinstance(hidden, torch.Tensor):
             self._agreement.check("forward", {"hidden": tuple(hidden.shape), "dtype": hidden.dtype})
         return self._sum(self.layer(hidden, cache, metadata, **options))
-
-    def _sum(self, part: torch.Tensor) -> torch.Tensor:
-        if part.numel() == 0 or self.group.size() == 1:
-            return part
-        if self._peers is None:
-            self._peers = PeerMemory.reach(self.group, part.device, self._agreement)
-        if isinstance(self._peers, PeerMemory) and self._peers.sums(part):
-            return self._peers.sum(part)
-        return collectives.all_reduce(part, self.group)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from flashlatte.engine.engine import Engine
-from flashlatte.engine.model import Model
 from flashlatte.engine.sampling import SamplingParams
 
 
@@ -18,8 +18,23 @@ def generate(arguments: argparse.Namespace) -> int:
     sampling = SamplingParams(
         arguments.new_tokens, temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed
     )
-    model = Model(arguments.model)
-    engine = Engine(model, cache_format=arguments.cache_format, tokenizer=_tokenizer(arguments.model))
+    engine = Engine(
+        arguments.model,
+        cache_format=arguments.cache_format,
+        tokenizer=_tokenizer(arguments.model),
+        # As many processes as torchrun started.
+        tensor_parallel=int(os.environ.get("WORLD_SIZE", "1")),
+        context_parallel=arguments.context_parallel,
+    )
+    if not engine.leads:
+        engine.follow()
+        return 0
+    with engine:
+        _stream(engine, text, sampling)
+    return 0
+
+
+def _stream(engine: Engine, text: str, sampling: SamplingParams) -> None:
     shown, tokens = "", []
     for token in engine.stream(text, sampling):
         tokens.append(token)
@@ -35,7 +50,6 @@ def generate(arguments: argparse.Namespace) -> int:
         f"cache {engine.cache_format}, {engine.pool.num_pages} pages of {engine.pool.page_size} tokens",
         file=sys.stderr,
     )
-    return 0
 
 
 def _text_of(file: Path) -> str:

@@ -5,45 +5,47 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-
-from flashlatte.engine import memory
+from flashlatte.engine import asked, memory
+from flashlatte.engine.asked import Prompt
 from flashlatte.engine.drafts import look_up
-from flashlatte.engine.model import Model
-from flashlatte.engine.outputs import Output, accepted_tokens, progress_bar, until_stop
+from flashlatte.engine.member import Member
+from flashlatte.engine.model import model_over_ranks
+from flashlatte.engine.outputs import Output, Untold, progress_bar
 from flashlatte.engine.pages import PagePool
 from flashlatte.engine.request import Request
 from flashlatte.engine.runner import Runner, Sampled
-from flashlatte.engine.sampling import SamplingParams, token_ids
+from flashlatte.engine.sampling import SamplingParams
 from flashlatte.engine.scheduler import Scheduler
 from flashlatte.engine.step import Step
 from flashlatte.runtime import checks
 
-# A text, for an engine with a tokenizer, or its tokens: ints, or a tensor [n] of them.
-Prompt = str | Sequence[int] | torch.Tensor
 
+class Engine(Member):
+    """Continuous batching over a paged cache with prefix sharing, for one model on one device, or on several ranks.
 
-class Engine:
-    """Continuous batching over a paged cache with prefix sharing, for one model on one device.
+    Of several ranks, one process each, rank 0 takes the requests and closes it at the end; the others ``follow``.
 
     Args:
         model: a ``Model``, a transformers model, or a checkpoint's directory.
         cache_format: of the pages; by default plain rows in the model's dtype.
         num_pages: of the cache; by default what fits 0.8 of a GPU's free memory, or 16,384 tokens on a CPU.
-        page_size: tokens in a page.
-        host_pages: pages of a copy on the host, to which requests that give way are swapped; 0: they are computed
-            again.
+        page_size: tokens in a page, on each rank.
+        host_pages: pages of a copy on the host, to which requests that give way are swapped; 0: computed again.
         max_tokens: of a step. max_requests: that run at a time. patience: see ``Scheduler``.
         prefix_cache: whether requests that begin alike share pages.
         drafts: tokens to guess from the request's own text and verify in one step (prompt lookup); 0: none.
         graphs: whether decode steps run as CUDA graphs (on a GPU).
         tokenizer: with ``encode`` and ``decode``, for prompts and stops that are texts.
+        tensor_parallel: ranks that heads and MLPs are divided over: as many as ``torchrun`` started processes.
+        context_parallel: ranks that keys are divided over, a divisor of ``tensor_parallel``; 1: each stores all.
 
     Raises:
-        TypeError, ValueError: a limit below 1, an unknown or unfit cache format, a cache that does not fit the memory.
+        TypeError, ValueError: a limit below 1, an unknown or unfit cache format, a cache that does not fit the memory;
+            ranks that the processes or heads do not go into, or that make the engine differently.
+        RuntimeError: a rank that does not come; in ``step``, one that failed, with its reason.
     """
 
     def __init__(
@@ -61,38 +63,39 @@ class Engine:
         drafts: int = 0,
         graphs: bool = True,
         tokenizer: Any = None,
+        tensor_parallel: int = 1,
+        context_parallel: int = 1,
     ) -> None:
-        for name, value in (
-            ("page_size", page_size),
-            ("max_tokens", max_tokens),
-            ("max_requests", max_requests),
-            ("patience", patience),
-        ):
-            checks.positive_int(name, value)
+        sizes = {"page_size": page_size, "max_tokens": max_tokens, "max_requests": max_requests, "patience": patience}
+        for name, value in (sizes | {"host_pages": host_pages, "drafts": drafts}).items():
+            checks.positive_int(name, value, or_zero=name not in sizes)
         for name, value in (("prefix_cache", prefix_cache), ("graphs", graphs)):
             checks.flag(name, value)
-        for name, value in (("host_pages", host_pages), ("drafts", drafts)):
-            checks.positive_int(name, value, or_zero=True)
-        self.model = model if isinstance(model, Model) else Model(model)
+        self.model = model_over_ranks(model, tensor_parallel, context_parallel)
+        self.ranks = self.model.ranks
         self.cache_format = memory.plain_format(self.model.dtype) if cache_format is None else cache_format
         if num_pages is None:
             num_pages = memory.default_pages(self.model, self.cache_format, page_size)
         checks.positive_int("num_pages", num_pages)
+        if self.ranks is not None:
+            facts = {"model": self.model.config, "dtype": self.model.dtype, "cache_format": self.cache_format}
+            self.ranks.agree(facts | sizes | {"num_pages": num_pages, "host_pages": host_pages, "graphs": graphs})
         caches = memory.allocate(self.model, self.cache_format, num_pages, page_size)
-        host_caches = None
+        host_caches = host_pool = None
+        identity, page_tokens = f"{self.model.name}:{self.cache_format}", page_size * self.model.keys_over
+        self.pool = PagePool(num_pages, page_tokens, identity=identity)
         if host_pages:
             host_caches = memory.allocate(self.model, self.cache_format, host_pages, page_size, on_host=True)
-        identity = f"{self.model.name}:{self.cache_format}"
-        self.pool = PagePool(num_pages, page_size, identity=identity)
+            host_pool = PagePool(host_pages, page_tokens, identity=identity)
         self.scheduler = Scheduler(
             self.pool,
-            host_pool=PagePool(host_pages, page_size, identity=identity) if host_pages else None,
+            host_pool=host_pool,
             max_tokens=max_tokens,
             max_requests=max_requests,
             patience=patience,
             prefix_cache=prefix_cache,
         )
-        self.max_seq_len = min(self.model.max_position, num_pages * page_size)
+        self.max_seq_len = min(self.model.max_position, num_pages * page_tokens)
         self.runner = Runner(
             self.model,
             self.cache_format,
@@ -108,8 +111,8 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._outputs: dict[str, Output] = {}
         self._under_way: tuple[Step, Sampled] | None = None
-        # What steps of ``stream`` and ``generate`` changed of requests that are not theirs, and tokens told before.
-        self._untold: dict[int, tuple[Output, int]] = {}
+        # What steps of ``stream`` and ``generate`` changed of requests that are not theirs.
+        self._untold = Untold()
         self._names = itertools.count()
         self._seconds = 0.0
 
@@ -128,26 +131,14 @@ class Engine:
             TypeError, ValueError: a prompt that is empty, or with tokens that the model does not have; more tokens
                 than the model or the cache has room for; an id that is in use.
         """
-        sampling = SamplingParams() if sampling is None else sampling
-        if not isinstance(sampling, SamplingParams):
-            raise TypeError(f"sampling must be SamplingParams or None, got {type(sampling).__name__}")
-        for what, value in (("id", "" if id is None else id), ("salt", salt)):
-            if not isinstance(value, str):
-                raise TypeError(f"{what} must be a text, got {value!r}")
+        self.check_leads("add")
+        asked.check_names(id="" if id is None else id, salt=salt)
         checks.integer("priority", priority)
-        tokens = self._encode(prompt)
-        if sampling.stop and self.tokenizer is None:
-            raise ValueError("stop needs an engine with a tokenizer; stop_tokens does not")
-        suppressed = self._checked_tokens("suppress_tokens", sampling.suppress_tokens)
-        if len(set(suppressed)) == self.model.vocabulary:
-            raise ValueError("suppress_tokens must leave a token to choose, got all of them")
+        tokens = asked.prompt_tokens(prompt, self.model, self.tokenizer)
+        sampling = asked.checked_sampling(sampling, self.model, self.tokenizer)
         name = f"request-{next(self._names)}" if id is None else id
         request = Request(name, tokens, sampling.max_new_tokens, priority=priority, salt=salt)
-        if request.most_cached + 1 > self.model.max_position:
-            raise ValueError(
-                f"prompt of {len(tokens)} tokens and max_new_tokens {sampling.max_new_tokens} of request {name!r} "
-                f"must not pass the model's {self.model.max_position} positions"
-            )
+        asked.check_length(request, self.model)
         self.scheduler.add(request)
         self._requests[name], self._params[name] = request, sampling
         self._outputs[name] = Output(name, tokens)
@@ -159,18 +150,15 @@ class Engine:
         So it does of steps that ``stream`` and ``generate`` ran meanwhile for others. Without drafts the next step is
         planned and launched before the tokens of the last are waited for.
         """
-        untold, self._untold = self._untold, {}
         for output in self._step():
-            untold.setdefault(id(output), (output, len(output.tokens) - len(output.new)))
-        for output, told in untold.values():
-            output.new = output.tokens[told:]
-        return [output for output, _ in untold.values()]
+            self._untold.add(output)
+        return self._untold.tell()
 
     def _step(self) -> list[Output]:
+        self.check_leads("step")
         begin = time.perf_counter()
-        changed: list[Output] = []
+        changed = self._collect() if self.drafts else []
         if self.drafts:
-            changed += self._collect()
             for request in self._requests.values():
                 request.drafts = look_up(request.tokens, self.drafts)
         step = self.scheduler.schedule()
@@ -187,19 +175,16 @@ class Engine:
             ValueError: there is no unfinished request of this id.
         """
         request = self.scheduler.abort(request_id)
-        if request is not None:
-            output = self._end(request, "abort")
-        else:
-            output = next((one for one, _ in self._untold.values() if one.id == request_id), None)
+        output = self._untold.find(request_id) if request is None else self._end(request, "abort")
         if output is None:
             raise ValueError(f"request_id must be of an unfinished request, got {request_id!r}")
-        self._untold.pop(id(output), None)
+        self._untold.drop(output)
         return output
 
     @property
     def unfinished(self) -> int:
         """Requests that have not ended, or of whose end ``step`` is still to tell."""
-        return len(self.scheduler) + sum(output.finish_reason is not None for output, _ in self._untold.values())
+        return len(self.scheduler) + self._untold.ended
 
     def generate(
         self,
@@ -248,9 +233,8 @@ class Engine:
     def statistics(self) -> dict[str, float]:
         """Counts since the start.
 
-        ``computed_tokens`` and ``cached_tokens`` (which the prefix cache had), requests ``swapped`` and
-        ``recomputed`` when pages ran out, ``pages_in_use`` of ``pages``, ``seconds`` spent in steps, and
-        ``tokens_per_second`` computed in them.
+        ``computed_tokens`` and ``cached_tokens`` (which the prefix cache had), requests ``swapped`` and ``recomputed``
+        when pages ran out, ``pages_in_use`` of ``pages``, ``seconds`` in steps, ``tokens_per_second`` computed in them.
         """
         counts = self.scheduler.statistics
         return {
@@ -266,21 +250,19 @@ class Engine:
 
     @contextlib.contextmanager
     def _stepping_for(self, outputs: Sequence[Output]) -> Iterator[Callable[[], None]]:
-        """Yields what runs a step on behalf of these requests; those that are left at the end, by an error too, are
-        aborted.
-        """
+        """Yields what runs a step for these requests; those left at the end, also by an error, are aborted."""
         own = {id(output) for output in outputs}
 
         def step() -> None:
             for output in self._step():
                 if id(output) not in own:
-                    self._untold.setdefault(id(output), (output, len(output.tokens) - len(output.new)))
+                    self._untold.add(output)
 
         try:
             yield step
         finally:
             for output in outputs:
-                self._untold.pop(id(output), None)
+                self._untold.drop(output)
                 if output.finish_reason is None:
                     self.abort(output.id)
 
@@ -295,19 +277,15 @@ class Engine:
         accepted: dict[str, list[int]] = {}
         changed, stopped = [], []
         for work in step.work:
-            request = work.request
-            if not work.samples or request.finished:
+            name = work.request.id
+            if not work.samples or work.request.finished:
                 continue
-            first, count = sampled.rows[request.id]
-            new = accepted_tokens(values[first : first + count], request.drafts[: work.drafts])
-            output, params = self._outputs[request.id], self._params[request.id]
-            new, stops = until_stop(output.tokens, new, params, self.tokenizer)
-            accepted[request.id] = output.new = new
-            output.tokens = output.tokens + new
-            if params.logprobs and logprobs is not None:
-                output.logprobs = output.logprobs + logprobs[first : first + len(new)]
-            if stops:
-                stopped.append(request.id)
+            first, count = sampled.rows[name]
+            rows, output = slice(first, first + count), self._outputs[name]
+            drafts, beside = work.request.drafts[: work.drafts], None if logprobs is None else logprobs[rows]
+            if output.extend(values[rows], beside, drafts, self._params[name], self.tokenizer):
+                stopped.append(name)
+            accepted[name] = output.new
             changed.append(output)
         for request in self.scheduler.update(step, accepted, stopped):
             self._end(request, "stop" if request.id in stopped else "length")
@@ -319,17 +297,3 @@ class Engine:
         output = self._outputs.pop(request.id)
         output.finish_reason, output.cached_tokens = reason, request.cached
         return output
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise TypeError("prompt must be tokens, as the engine has no tokenizer, got a text")
-            prompt = self.tokenizer.encode(prompt)
-        return self._checked_tokens("prompt", prompt)
-
-    def _checked_tokens(self, name: str, values: Iterable[Any]) -> list[int]:
-        tokens = token_ids(name, values)
-        wrong = next((token for token in tokens if not 0 <= token < self.model.vocabulary), None)
-        if wrong is not None:
-            raise ValueError(f"{name} must hold tokens from 0 to {self.model.vocabulary - 1}, got {wrong}")
-        return tokens

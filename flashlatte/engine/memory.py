@@ -14,10 +14,11 @@ CACHE_SHARE, CPU_TOKENS = 0.8, 16384
 
 
 def default_pages(model: Model, cache_format: str, page_size: int) -> int:
-    """Pages of a cache whose size nobody chose."""
+    """Pages of a cache whose size nobody chose; the same on all ranks."""
     if model.device.type != "cuda":
         return -(-CPU_TOKENS // page_size)
-    return max(_pages_that_fit(model, cache_format, page_size, model.device), 1)
+    pages = max(_pages_that_fit(model, cache_format, page_size, model.device), 1)
+    return pages if model.ranks is None else model.ranks.least(pages)
 
 
 def allocate(

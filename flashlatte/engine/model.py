@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from flashlatte import kv_cache
+from flashlatte.engine.ranks import Ranks
+from flashlatte.engine.shards import divide_mlp, own_heads
 from flashlatte.kv_cache.index_formats import index_format_beside
 from flashlatte.kv_cache.registry import format_of_rows
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata
@@ -30,11 +32,14 @@ class Model:
     """An MLA model that computes the logits of a flat batch over paged caches.
 
     Its weights are those of the transformers model, not copies of them. ``attention`` are its layers' attentions.
+    Of several ranks each has some of the heads and of every MLP's inner numbers (of a transformers model a copy of
+    them), and all of the rest.
 
     Args:
         model: a transformers model of one of ``MODEL_TYPES``, or the directory of its checkpoint.
-        dtype, device: of a checkpoint's weights; by default as stored, and a GPU if there is one.
+        dtype, device: of a checkpoint's weights; by default as stored, and a GPU if there is one (that of the rank).
         backend: of the decode operation; None chooses.
+        ranks: that compute it together; None: this process alone.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
@@ -49,24 +54,35 @@ class Model:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         backend: str | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        if isinstance(model, (str, Path)):
-            model = load(model, dtype, device)
+        of_checkpoint = isinstance(model, (str, Path))
+        if of_checkpoint:
+            # What is divided goes to a GPU in parts: the whole may be larger than one.
+            model = load(model, dtype, device if ranks is None else "cpu")
         _check_type(model.config)
+        if ranks is not None and not of_checkpoint:
+            model = copy.deepcopy(model)
+        self.ranks = ranks
         self.config = MLAConfig.from_transformers(model.config)
         self.name = f"{model.config.model_type}:{getattr(model.config, '_name_or_path', '')}"
         self.vocabulary: int = model.config.vocab_size
         self.max_position = self.config.rope.max_position
         self._body, self._head = model.model, model.lm_head
-        self.attention = [
-            self._adopt(number, layer.self_attn, backend) for number, layer in enumerate(self._body.layers)
-        ]
+        self.attention = [self._adopt(number, layer, backend) for number, layer in enumerate(self._body.layers)]
+        if ranks is not None and of_checkpoint:
+            model.to(device or ranks.device)
         weight = self.attention[0].kv_b_proj.weight
         self.dtype, self.device = weight.dtype, weight.device
 
     @property
     def num_layers(self) -> int:
         return len(self.attention)
+
+    @property
+    def keys_over(self) -> int:
+        """Ranks that a request's keys are divided over."""
+        return 1 if self.ranks is None else self.ranks.keys_over
 
     @property
     def topk(self) -> int | None:
@@ -104,17 +120,39 @@ class Model:
         latents = caches[: self.num_layers]
         for layer, attention, cache in zip(self._body.layers, self.attention, latents, strict=True):
             index_cache = None if attention.indexer is None else next(index_caches)
-            hidden = hidden + attention(layer.input_layernorm(hidden), cache, metadata, index_cache=index_cache)
+            attended = attention(layer.input_layernorm(hidden), cache, metadata, index_cache=index_cache)
+            hidden = hidden + (attended if self.ranks is None else self.ranks.sum(attended))
             # Mixtures of experts take [batch, tokens, hidden].
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden)[None])[0]
         return self._head(self._body.norm(hidden[rows]))
 
-    def _adopt(self, number: int, module: nn.Module, backend: str | None) -> MLAAttention:
-        """An attention layer on the weights of a transformers module."""
+    def _adopt(self, number: int, layer: Any, backend: str | None) -> MLAAttention:
+        """An attention layer on the weights of a decoder layer's module, or with this rank's part of them."""
         shares = self.config.indexer is not None and number in self.config.indexer.shared_layers
+        module = layer.self_attn
+        if self.ranks is not None:
+            divide_mlp(layer.mlp, self.ranks)
+            # In the module's place, so that the whole one can be forgotten.
+            layer.self_attn = own_heads(self.config, module, self.ranks, backend=backend, shares_selection=shares)
+            return layer.self_attn
         attention = MLAAttention(self.config, backend=backend, shares_selection=shares, device="meta")
         attention.load_state_dict(module.state_dict(), assign=True)
         return attention.requires_grad_(False)
+
+
+def model_over_ranks(model: Any, tensor_parallel: int = 1, context_parallel: int = 1) -> Model:
+    """A ``Model`` as it is, or one of a transformers model or checkpoint, over so many ranks."""
+    asked = tensor_parallel, context_parallel
+    if isinstance(model, Model):
+        made_for = (1, 1) if model.ranks is None else (model.ranks.size, model.ranks.keys_over)
+        if made_for != asked:
+            raise ValueError(
+                f"tensor_parallel and context_parallel must be {made_for}, which the Model was made for, got {asked}"
+            )
+        return model
+    if asked == (1, 1):
+        return Model(model)
+    return Model(model, ranks=Ranks(*asked))
 
 
 def load(path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Any:

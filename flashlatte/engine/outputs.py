@@ -32,6 +32,16 @@ class Output:
     cached_tokens: int = 0
     new: list[int] = field(default_factory=list)
 
+    def extend(
+        self, tokens: list[int], logprobs: list[float] | None, drafts: list[int], params: SamplingParams, tokenizer: Any
+    ) -> bool:
+        """Add what was sampled, up to the first token that its draft was not; whether the request stops with it."""
+        self.new, stops = until_stop(self.tokens, accepted_tokens(tokens, drafts), params, tokenizer)
+        self.tokens = self.tokens + self.new
+        if params.logprobs and logprobs is not None:
+            self.logprobs = self.logprobs + logprobs[: len(self.new)]
+        return stops
+
 
 def accepted_tokens(sampled: list[int], drafts: list[int]) -> list[int]:
     """What was sampled up to and including the first token that its draft was not."""
@@ -52,6 +62,35 @@ def until_stop(before: Sequence[int], new: list[int], params: SamplingParams, to
             if any(stop in text for stop in params.stop):
                 return new[:count], True
     return new, False
+
+
+class Untold:
+    """Outputs that were changed in steps run for others, of which ``Engine.step`` is still to tell."""
+
+    def __init__(self) -> None:
+        # Each with the number of its tokens that were told before.
+        self._outputs: dict[int, tuple[Output, int]] = {}
+
+    @property
+    def ended(self) -> int:
+        return sum(output.finish_reason is not None for output, _ in self._outputs.values())
+
+    def add(self, output: Output) -> None:
+        """A step has changed it; its first change counts."""
+        self._outputs.setdefault(id(output), (output, len(output.tokens) - len(output.new)))
+
+    def drop(self, output: Output) -> None:
+        self._outputs.pop(id(output), None)
+
+    def find(self, request_id: str) -> Output | None:
+        return next((output for output, _ in self._outputs.values() if output.id == request_id), None)
+
+    def tell(self) -> list[Output]:
+        """All of them, with the tokens of every change as new ones, and forget them."""
+        outputs, self._outputs = self._outputs, {}
+        for output, told in outputs.values():
+            output.new = output.tokens[told:]
+        return [output for output, _ in outputs.values()]
 
 
 @contextlib.contextmanager

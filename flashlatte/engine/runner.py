@@ -6,12 +6,15 @@ yet is taken, on the device, from where its step put it.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from flashlatte.engine.batch import Batch, make_batch
 from flashlatte.engine.model import Model
 from flashlatte.engine.request import Request
 from flashlatte.engine.sampling import SamplingParams, log_probabilities, sample
@@ -65,7 +68,9 @@ class Runner:
         graphs: bool,
     ) -> None:
         self.model, self.caches, self.host_caches = model, caches, host_caches
-        num_pages, page_size = caches[0].shape[:2]
+        self.ranks, self._cache_format = model.ranks, cache_format
+        # Of a page of the scheduler's each rank that has some of the keys has a page.
+        num_pages, page_size = caches[0].shape[0], caches[0].shape[1] * model.keys_over
         self._sizes = [size for size in GRAPH_SIZES if size < max_requests] + [max_requests]
         self._builder = MLAMetadataBuilder(
             page_size,
@@ -88,22 +93,30 @@ class Runner:
         self._places: dict[str, int] = {}
 
     def run(self, step: Step, params: Mapping[str, SamplingParams]) -> Sampled:
-        """Execute a step."""
-        self._move_pages(step.swap_out, self.caches, self.host_caches)
-        self._move_pages(step.swap_in, self.host_caches, self.caches)
+        """Execute a step, on all ranks.
+
+        Raises:
+            RuntimeError: another rank failed; says which, and why.
+        """
+        with self._failing_together():
+            return self._run(step, params)
+
+    def _run(self, step: Step, params: Mapping[str, SamplingParams]) -> Sampled:
         for work in step.work:
             if work.request.id not in self._places:
                 self._places[work.request.id] = self._free_place()
-        self._put_tokens(step)
-        rows, sampling = _sampled_rows(step)
-        logits = self._forward(step, rows)
+        batch = make_batch(step, self._places)
+        if self.ranks is not None:
+            self.ranks.send(batch)
+        logits = self.compute(batch)
+        sampling = [work for work in step.work if work.samples]
         chosen = [params[work.request.id] for work in sampling for _ in range(1 + work.drafts)]
         positions = _device_ints(
             [work.start + work.count - work.drafts + draft for work in sampling for draft in range(1 + work.drafts)],
             logits,
         )
         tokens = sample(logits, chosen, positions, self._seen_rows(sampling, chosen))
-        self._keep(sampling, tokens)
+        self.keep(batch, tokens)
         wanted = any(one.logprobs for one in chosen)
         logprobs = log_probabilities(logits, tokens) if wanted else None
         spans, first = {}, 0
@@ -112,9 +125,41 @@ class Runner:
             first += 1 + work.drafts
         return _to_host(tokens, logprobs, spans)
 
+    def follow(self) -> None:
+        """Execute what rank 0 executes, until it has nothing more."""
+        assert self.ranks is not None
+        with self._failing_together():
+            while (batch := self.ranks.receive()) is not None:
+                self.compute(batch)
+                self.keep(batch, torch.empty(len(batch.rows), dtype=torch.int64, device=self._last.device))
+
+    def compute(self, batch: Batch) -> torch.Tensor:
+        """Move pages, then the forward pass: logits [rows, vocabulary] of the sampled rows."""
+        self._move_pages(batch.swap_out, self.caches, self.host_caches)
+        self._move_pages(batch.swap_in, self.host_caches, self.caches)
+        if not batch.counts:
+            return torch.empty(0, self.model.vocabulary, device=self._last.device)
+        self._put_tokens(batch)
+        return self._forward(batch)
+
+    def keep(self, batch: Batch, tokens: torch.Tensor) -> None:
+        """Put each request's sampled token, rank 0's, where its next step finds it."""
+        if not batch.kept:
+            return
+        if self.ranks is not None:
+            self.ranks.share_tokens(tokens)
+        self._make_places(max(batch.kept) + 1)
+        places = _device_ints(batch.kept, tokens)
+        self._last[places] = tokens
+        if self._seen is not None:
+            self._seen[places, tokens] = True
+
     def forget(self, request: Request) -> None:
         """A request has ended."""
         self._places.pop(request.id, None)
+
+    def _failing_together(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.ranks is None else self.ranks.failing_together()
 
     def _move_pages(
         self, pairs: Copies, sources: list[torch.Tensor] | None, targets: list[torch.Tensor] | None
@@ -132,54 +177,48 @@ class Runner:
     def _free_place(self) -> int:
         """Where the last token of a request is kept on the device."""
         taken = set(self._places.values())
-        place = next((number for number in range(self._last.shape[0]) if number not in taken), None)
-        if place is None:
-            # Requests that gave way keep theirs: more places than requests that run.
-            place = self._last.shape[0]
+        # Requests that gave way keep theirs: more places than requests that run.
+        place = next(number for number in itertools.count() if number not in taken)
+        self._make_places(place + 1)
+        return place
+
+    def _make_places(self, count: int) -> None:
+        """Room for the last tokens of so many requests."""
+        while self._last.shape[0] < count:
             self._last = torch.cat((self._last, torch.zeros_like(self._last)))
             if self._seen is not None:
                 self._seen = torch.cat((self._seen, torch.zeros_like(self._seen)))
-        return place
 
-    def _put_tokens(self, step: Step) -> None:
+    def _put_tokens(self, batch: Batch) -> None:
         """The flat batch's token ids, those that only the device knows from where their step put them."""
-        ids, unknown, places = [], [], []
-        for work in step.work:
-            request = work.request
-            known = [*request.tokens, *request.drafts] if work.drafts else request.tokens
-            for position in range(work.start, work.start + work.count):
-                if position < len(known):
-                    ids.append(known[position])
-                else:
-                    unknown.append(len(ids))
-                    places.append(self._places[request.id])
-                    ids.append(0)
-        self._tokens[: len(ids)].copy_(torch.tensor(ids, dtype=torch.int64), non_blocking=True)
-        if unknown:
-            self._tokens[_device_ints(unknown, self._tokens)] = self._last[_device_ints(places, self._tokens)]
+        ids = torch.tensor(batch.tokens, dtype=torch.int64)
+        self._tokens[: len(ids)].copy_(ids, non_blocking=True)
+        if batch.unknown:
+            places = _device_ints(batch.origins, self._tokens)
+            self._tokens[_device_ints(batch.unknown, self._tokens)] = self._last[places]
 
-    def _metadata(self, step: Step, pad_to: int | None) -> MLAMetadata:
-        starts, lengths, pages = [0], [], []
-        for work in step.work:
-            starts.append(starts[-1] + work.count)
-            lengths.append(work.start + work.count)
-            pages.append(work.request.pages)
-        table = torch.full((len(pages), max(map(len, pages))), -1, dtype=torch.int32)
-        for row, numbers in enumerate(pages):
+    def _metadata(self, batch: Batch, pad_to: int | None) -> MLAMetadata:
+        table = torch.full((len(batch.pages), max(map(len, batch.pages))), -1, dtype=torch.int32)
+        for row, numbers in enumerate(batch.pages):
             table[row, : len(numbers)] = torch.tensor(numbers, dtype=torch.int32)
-        return self._builder.build(starts, lengths, table, pad_requests_to=pad_to)
+        starts = [0, *itertools.accumulate(batch.counts)]
+        return self._builder.build(starts, batch.lengths, table, pad_requests_to=pad_to)
 
-    def _forward(self, step: Step, rows: list[int]) -> torch.Tensor:
-        requests = len(step.work)
-        if self._use_graphs and all(work.count == 1 and work.samples for work in step.work):
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        requests = len(batch.counts)
+        if self._use_graphs and batch.generates:
             size = next(size for size in self._sizes if size >= requests)
-            metadata = self._metadata(step, size)
+            metadata = self._metadata(batch, size)
             logits = self._replay(size, metadata)
             if logits is not None:
                 return logits[:requests]
-        metadata = self._metadata(step, None)
-        tokens = self._tokens[: metadata.num_tokens]
-        return self.model(tokens, self.caches, metadata, _device_ints(rows, self._tokens))
+        metadata = self._metadata(batch, None)
+        return self._logits(self._tokens[: metadata.num_tokens], metadata, _device_ints(batch.rows, self._tokens))
+
+    def _logits(self, tokens: torch.Tensor, metadata: MLAMetadata, rows: torch.Tensor) -> torch.Tensor:
+        if self.ranks is not None:
+            metadata = self.ranks.shard(metadata, self._cache_format)
+        return self.model(tokens, self.caches, metadata, rows)
 
     def _replay(self, size: int, metadata: MLAMetadata) -> torch.Tensor | None:
         """Logits of a decode step of ``size`` requests from its graph, which is captured when first needed.
@@ -205,21 +244,12 @@ class Runner:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self.model(tokens, self.caches, metadata, rows)
+            self._logits(tokens, metadata, rows)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            logits = self.model(tokens, self.caches, metadata, rows)
+            logits = self._logits(tokens, metadata, rows)
         return graph, logits
-
-    def _keep(self, sampling: Sequence[Work], tokens: torch.Tensor) -> None:
-        """Put each request's sampled token where its next step finds it. Drafts are verified on the host first."""
-        if not sampling or any(work.drafts for work in sampling):
-            return
-        places = _device_ints([self._places[work.request.id] for work in sampling], tokens)
-        self._last[places] = tokens
-        if self._seen is not None:
-            self._seen[places, tokens] = True
 
     def _seen_rows(self, sampling: Sequence[Work], chosen: Sequence[SamplingParams]) -> torch.Tensor | None:
         """Which tokens occurred before each sampled one; None if no request asks for it."""
@@ -240,17 +270,6 @@ class Runner:
                 row[_device_ints(request.drafts[:count], seen)] = True
                 rows.append(row)
         return torch.stack(rows)
-
-
-def _sampled_rows(step: Step) -> tuple[list[int], list[Work]]:
-    """Rows of the flat batch whose logits are sampled, and the work that they belong to."""
-    rows, sampling, begin = [], [], 0
-    for work in step.work:
-        begin += work.count
-        if work.samples:
-            rows += range(begin - 1 - work.drafts, begin)
-            sampling.append(work)
-    return rows, sampling
 
 
 def _to_host(tokens: torch.Tensor, logprobs: torch.Tensor | None, rows: Mapping[str, tuple[int, int]]) -> Sampled:

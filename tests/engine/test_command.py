@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from support.engine_models import generated_by_transformers, model
@@ -50,3 +52,29 @@ def test_mistakes_are_errors_with_words(checkpoint, capsys):
     (checkpoint / "config.json").write_text(json.dumps(config))
     assert cli.main(["generate", str(checkpoint), "--prompt", "x"]) == 2
     assert "got 'llama'" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_torchrun_divides_the_model(tmp_path):
+    """Two processes of ``flashlatte generate``, of which the first writes."""
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    letters = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(30 + token): token for token in range(97)}, " "))
+    letters.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    letters.decoder = tokenizers.decoders.Fuse()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(tmp_path)
+    model("DeepseekV3").save_pretrained(tmp_path)
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "flashlatte",
+    ]
+    arguments = ["generate", str(tmp_path), "--prompt", "Hello", "--new-tokens", "9", "--context-parallel", "2"]
+    done = subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=300)
+    expected = Letters().decode(generated_by_transformers("DeepseekV3", Letters().encode("Hello"), 9))
+    assert (done.returncode, done.stdout) == (0, expected + "\n"), done.stderr
+    assert done.stderr.count("9 tokens in") == 1

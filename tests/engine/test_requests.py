@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.engine_models import VOCABULARY, generated_by_transformers, model, prompt
 
 from flashlatte.engine import Engine, SamplingParams, runner
+from flashlatte.engine.step import Step
 
 NEW = 6
 PROMPTS = [prompt(length, seed) for seed, length in enumerate((3, 20, 33, 1, 14))]
@@ -229,6 +230,14 @@ def test_lists_of_pages_that_move_are_made_once_for_all_layers(monkeypatch):
         lists = [pages for call in swapped[layer : layer + served.model.num_layers] for pages in call[2:]]
         assert all(isinstance(pages, torch.Tensor) for pages in lists)
         assert len({pages.data_ptr() for pages in lists}) == 2
+
+
+def test_a_step_may_move_pages_and_compute_nothing():
+    served = engine(host_pages=2)
+    served.runner.caches[0][3].fill_(7.0)
+    served.runner.run(Step(swap_out=[(3, 1)]), {}).wait()
+    assert served.runner.host_caches is not None
+    assert (served.runner.host_caches[0][1] == 7.0).all()
 
 
 @pytest.mark.parametrize("name", ["num_pages", "host_pages"])

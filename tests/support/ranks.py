@@ -16,9 +16,11 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
         "torch.distributed",
+        "transformers.models.deepseek_v3.modeling_deepseek_v3",
         "flashlatte.distributed",
         "support.rank_jobs",
         "support.rank_layer_jobs",
+        "support.rank_engine_jobs",
         "support.rank_prefill_jobs",
     ]
 )

@@ -1,0 +1,168 @@
+"""The processes of an engine on several GPUs: who has what of the model and the keys, and how plans travel.
+
+Rank 0 schedules. Each step's numbers go to the others over a gloo group of the hosts, and every rank computes its part;
+the collectives in between are those of the model's group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from flashlatte.distributed import ContextParallel, failing_together, shard_metadata
+from flashlatte.distributed.agreement import Agreement
+from flashlatte.distributed.summing import RankSum
+from flashlatte.engine.batch import Batch
+from flashlatte.layers import MLAMetadata
+from flashlatte.runtime import checks
+
+# Ranks load a checkpoint, and compile kernels, at their own pace.
+_PATIENCE = timedelta(minutes=10)
+# Rank 0 may have nothing to do for long. When it ends, its connections end, and so the wait of the others.
+_IDLE = timedelta(days=7)
+
+
+class Ranks:
+    """The ranks that compute one model together, started by ``torchrun``, one process each.
+
+    Args:
+        tensor_parallel: ranks that heads and MLPs are divided over: as many as there are processes.
+        context_parallel: ranks that the keys are divided over, a divisor of ``tensor_parallel``; that many neighbours
+            store a token once.
+
+    Attributes:
+        rank, size: this process's, and how many there are.
+        device: of this process: the GPU of its number on the host (``LOCAL_RANK``), or the CPU.
+        keys_over: ``context_parallel``.
+
+    Raises:
+        TypeError, ValueError: numbers below 1, or that do not go with the processes that there are.
+        RuntimeError: a rank that does not come.
+    """
+
+    def __init__(self, tensor_parallel: int, context_parallel: int = 1) -> None:
+        self.size = checks.positive_int("tensor_parallel", tensor_parallel)
+        self.keys_over = checks.positive_int("context_parallel", context_parallel)
+        if self.size % self.keys_over:
+            raise ValueError(
+                f"context_parallel must divide tensor_parallel {tensor_parallel}, over whose ranks keys are divided, "
+                f"got {context_parallel}"
+            )
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(self.device)
+        _join(tensor_parallel)
+        self.rank = dist.get_rank()
+        # Groups of its own, which it can close when it fails, so that nobody waits for it.
+        self._group = _group(range(self.size))
+        self._plans = _group(range(self.size), backend="gloo", timeout=_IDLE)
+        self._agreement = Agreement(self._plans, _PATIENCE)
+        self._context: ContextParallel | None = None
+        firsts = range(0, self.size, self.keys_over) if self.keys_over > 1 else ()
+        sharing = [_group(range(first, first + self.keys_over)) for first in firsts]
+        if sharing:
+            self._context = ContextParallel(sharing[self.rank // self.keys_over], timeout=_PATIENCE)
+        self._groups = [self._plans, self._group, *([self._context.group] if self._context else [])]
+        self.sum = RankSum(self._group, self._agreement)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which takes requests and schedules."""
+        return self.rank == 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether the ranks have parted."""
+        return not self._groups
+
+    def share(self, count: int) -> tuple[int, int]:
+        """(first, end) of the heads, or of an MLP's inner numbers, that this rank has of ``count``."""
+        return self.rank * count // self.size, (self.rank + 1) * count // self.size
+
+    def agree(self, facts: Mapping[str, object]) -> None:
+        """Raise ValueError, on all ranks, where the engines were not made alike."""
+        self._agreement.check("Engine", facts)
+
+    def least(self, number: int) -> int:
+        """The smallest of the ranks' numbers."""
+        numbers = torch.tensor([number])
+        dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self._plans)
+        return int(numbers)
+
+    def shard(self, metadata: MLAMetadata, cache_format: str) -> MLAMetadata:
+        """A step's metadata for the keys that this rank has."""
+        if self._context is None:
+            return metadata
+        return shard_metadata(metadata, self._context, cache_format=cache_format)
+
+    def send(self, batch: Batch | None) -> None:
+        """Tell the others what to compute; None: that there is nothing more to come."""
+        dist.broadcast_object_list([batch], 0, group=self._plans)
+
+    def receive(self) -> Batch | None:
+        """What rank 0 sends, whenever that is.
+
+        Raises:
+            RuntimeError: rank 0 ended without a word.
+        """
+        told: list[Batch | None] = [None]
+        try:
+            dist.broadcast_object_list(told, 0, group=self._plans)
+        except RuntimeError as error:
+            raise RuntimeError(
+                "rank 0 ended before its engine was closed: Engine.close(), or `with engine:`"
+            ) from error
+        return told[0]
+
+    def share_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Rank 0's tokens on every rank, in place: what was sampled is the same on all, whatever the last bits are."""
+        dist.broadcast(tokens, 0, group=self._group)
+        return tokens
+
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Where this rank fails, the others do, with its error; where another did first, this one with that."""
+        try:
+            with contextlib.ExitStack() as told:
+                # A rank may wait for this one by any of the groups.
+                for group in self._groups:
+                    told.enter_context(failing_together(group))
+                yield
+        except BaseException:
+            self.part()
+            raise
+
+    def part(self) -> None:
+        """Leave the others. Whoever waits for this rank gets an error at once."""
+        for group in self._groups:
+            # One of NCCL would wait for what is under way; that of the hosts tells the others.
+            if dist.get_backend(group) == "gloo":
+                dist.destroy_process_group(group)
+        self._groups = []
+
+
+def _join(tensor_parallel: int) -> None:
+    """Make sure that there are so many processes, and that they know each other."""
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            raise ValueError(
+                f"tensor_parallel {tensor_parallel} needs as many processes: start with torchrun --nproc-per-node "
+                f"{tensor_parallel}"
+            )
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if tensor_parallel != dist.get_world_size():
+        raise ValueError(
+            f"tensor_parallel must be the number of processes, {dist.get_world_size()}, got {tensor_parallel}"
+        )
+
+
+def _group(ranks: range, **options: object) -> dist.ProcessGroup:
+    made = dist.new_group(list(ranks), **options)  # type: ignore[arg-type]
+    assert made is not None
+    return made  # type: ignore[return-value]

@@ -1,0 +1,145 @@
+"""The engine over 2 and 4 processes against transformers' own ``generate``, in float32, on every token."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from support import rank_engine_jobs
+from support.engine_models import generated_by_transformers, model, prompt
+from support.ranks import Ranks
+
+from flashlatte.engine import Engine, SamplingParams
+from flashlatte.engine.model import Model
+
+NEW = 8
+# The second and later ones come when the first has ended. Two begin like it.
+PROMPTS = [prompt(40), [*prompt(40)[:37], 5, 6], prompt(3, 1), prompt(26, 2), [*prompt(40), *[9] * 20]]
+GREEDY = SamplingParams(max_new_tokens=NEW, logprobs=True)
+
+
+@pytest.fixture(scope="module")
+def two():
+    made = Ranks(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def four():
+    made = Ranks(4)
+    yield made
+    made.close()
+
+
+def check(results, family):
+    """Rank 0's outputs are transformers'; returns its statistics."""
+    outputs, statistics = results[0]
+    for tokens, (got, logprobs, _) in zip(PROMPTS, outputs, strict=True):
+        assert got == generated_by_transformers(family, tokens, NEW)
+        with torch.no_grad():
+            logits = model(family).forward(torch.tensor([[*tokens, *got]])).logits[0, len(tokens) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(got)[:, None]).squeeze(-1)
+        torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=1e-4)
+    return statistics
+
+
+@pytest.mark.parametrize("family", ["DeepseekV3", "GlmMoeDsa", "AXK1"])
+def test_heads_over_two_and_keys_over_two(four, family):
+    """Four ranks have a head each; two and two share the keys. Of what ends in a page a later request takes it."""
+    results = four.run(rank_engine_jobs.generate, family, PROMPTS, GREEDY, context_parallel=2)
+    check(results, family)
+    cached = [cached for _, _, cached in results[0][0]]
+    # A page is 4 tokens on each of two ranks.
+    assert cached == [0, 32, 0, 0, 40]
+    whole = {name: weight.numel() for name, weight in model(family).model.layers[-1].named_parameters()}
+    for weights, page in results[1:]:
+        assert page == 4 * 40
+        for part in ("self_attn.q_b_proj", "self_attn.kv_b_proj", "self_attn.o_proj", "mlp.shared_experts.up_proj"):
+            assert weights[f"{part}.weight"] * 4 == whole[f"{part}.weight"]
+        assert weights["mlp.experts.down_proj"] * 4 == whole["mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("DeepseekV3", {}),
+        ("DeepseekV32", {"context_parallel": 2, "max_tokens": 20}),
+        ("DeepseekV3", {"context_parallel": 2, "drafts": 3, "cache_format": "fp32"}),
+        ("Youtu", {"context_parallel": 2}),
+    ],
+)
+def test_two_ranks(two, family, options):
+    check(two.run(rank_engine_jobs.generate, family, PROMPTS, GREEDY, **options), family)
+
+
+@pytest.mark.parametrize("host_pages", [0, 16])
+def test_requests_give_way_on_all_ranks(two, host_pages):
+    options = {"context_parallel": 2, "num_pages": 11, "host_pages": host_pages, "prefix_cache": False}
+    statistics = check(two.run(rank_engine_jobs.generate, "DeepseekV3", PROMPTS, GREEDY, **options), "DeepseekV3")
+    assert statistics["swapped" if host_pages else "recomputed"] > 0
+
+
+def test_draws_are_those_of_one_process(two):
+    drawn = SamplingParams(max_new_tokens=NEW, temperature=0.9, top_p=0.9, repetition_penalty=1.3, seed=3)
+    outputs, _ = two.run(rank_engine_jobs.generate, "DeepseekV3", PROMPTS, drawn)[0]
+    alone = Engine(model("DeepseekV3"), **rank_engine_jobs.SIZES).generate(PROMPTS, drawn)
+    assert [tokens for tokens, _, _ in outputs] == [output.tokens for output in alone]
+
+
+def test_a_checkpoint_is_divided(two, tmp_path):
+    model("DeepseekV3").save_pretrained(tmp_path)
+    check(two.run(rank_engine_jobs.generate, tmp_path, PROMPTS, GREEDY), "DeepseekV3")
+
+
+def test_engines_that_differ_are_told_on_all_ranks(two):
+    told = two.outcomes(rank_engine_jobs.options_by_rank, [{"num_pages": 8}, {"num_pages": 9}])
+    assert "Engine needs the same on all ranks: rank 0 has num_pages 8, and rank 1 num_pages 9" in told[0].message
+    assert "rank 1 has num_pages 9, and rank 0 num_pages 8" in told[1].message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel": 3}, "tensor_parallel must be the number of processes, 2, got 3"),
+        ({"context_parallel": 3}, "context_parallel must divide tensor_parallel 2, .* got 3"),
+        ({"tensor_parallel": 0}, "tensor_parallel must be at least 1, got 0"),
+    ],
+)
+def test_numbers_that_do_not_fit_the_processes(two, options, message):
+    for failure in two.outcomes(rank_engine_jobs.options_by_rank, [options, options]):
+        assert failure.message.startswith("ValueError")
+        with pytest.raises(AssertionError, match=message):
+            raise AssertionError(failure.message)
+
+
+def test_without_processes():
+    with pytest.raises(ValueError, match="tensor_parallel 2 needs as many processes: start with torchrun"):
+        Engine(model(), tensor_parallel=2)
+    with pytest.raises(ValueError, match=r"must be \(1, 1\), which the Model was made for, got \(2, 1\)"):
+        Engine(Model(model()), tensor_parallel=2)
+
+
+def test_each_rank_is_told_what_it_is_not_for(two):
+    leader, follower = two.run(rank_engine_jobs.misuse)
+    assert "follow() is for ranks other than 0" in leader
+    assert "add() is for rank 0" in follower
+
+
+@pytest.mark.parametrize(("rank", "at_step"), [(0, 3), (1, 1), (1, 4)])
+def test_a_rank_that_fails_ends_the_others_at_once(two, rank, at_step):
+    begin = time.monotonic()
+    told = [failure.message for failure in two.outcomes(rank_engine_jobs.fail, rank, at_step)]
+    assert time.monotonic() - begin < 30  # the groups' own time-out is 60
+    assert told[rank] == "ValueError: this rank has no memory left"
+    other = 1 - rank
+    assert told[other] == (
+        f"RuntimeError: rank {rank} failed, and so rank {other} ends: ValueError: this rank has no memory left"
+    )
+
+
+def test_a_leader_that_leaves_ends_the_others(two):
+    leader, follower = two.outcomes(rank_engine_jobs.leave)
+    assert leader is None
+    assert follower.message.startswith("RuntimeError: rank 0 ended before its engine was closed")

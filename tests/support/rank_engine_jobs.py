@@ -1,0 +1,93 @@
+"""An engine over several ranks: rank 0 takes the requests, the others follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.engine_models import model
+
+from flashlatte.engine import Engine, SamplingParams
+from flashlatte.engine.model import Model
+
+SIZES: dict[str, Any] = {"page_size": 4, "num_pages": 64, "max_tokens": 32, "max_requests": 4}
+
+
+def made(source: Any, options: dict[str, Any]) -> Engine:
+    """Of a model's family, or of a checkpoint."""
+    settings: dict[str, Any] = SIZES | {"tensor_parallel": dist.get_world_size()} | options
+    return Engine(source if isinstance(source, Path) else model(source), **settings)
+
+
+def generate(source: Any, prompts: list[list[int]], sampling: SamplingParams, **options: Any) -> Any:
+    """Rank 0: tokens, log-probabilities and cached tokens of every request, and the statistics. Others: numbers that
+    they have of each weight matrix of a layer, and of a page.
+    """
+    engine = made(source, options)
+    if not engine.leads:
+        engine.follow()
+        layer = engine.model._body.layers[-1]
+        weights = {name: weight.numel() for name, weight in layer.named_parameters()}
+        return weights, engine.runner.caches[0][0].numel()
+    with engine:
+        first = engine.generate(prompts[:1], sampling)
+        outputs = [*first, *engine.generate(prompts[1:], sampling)]
+        assert engine.pool.in_use == 0
+        return [(output.tokens, output.logprobs, output.cached_tokens) for output in outputs], engine.statistics()
+
+
+def options_by_rank(options: list[dict[str, Any]]) -> None:
+    """Engines that are made differently."""
+    made("DeepseekV3", options[dist.get_rank()])
+
+
+def misuse() -> str:
+    """Ask a rank for what another does."""
+    engine = made("DeepseekV3", {})
+    wrong = engine.follow if engine.leads else lambda: engine.add([1, 2])
+    try:
+        wrong()
+    except ValueError as error:
+        told = str(error)
+    else:
+        told = "nothing"
+    if engine.leads:
+        engine.close()
+    else:
+        engine.follow()
+    return told
+
+
+def fail(rank: int, at_step: int) -> None:
+    """One rank fails within a step, and then stays alive, as a process that hangs would."""
+    engine = made("DeepseekV3", {})
+    steps = 0
+    compute = Model.__call__
+
+    def failing(self: Model, *args: Any) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        if dist.get_rank() == rank and steps == at_step:
+            raise ValueError("this rank has no memory left")
+        return compute(self, *args)
+
+    Model.__call__ = failing  # type: ignore[method-assign]
+    try:
+        if engine.leads:
+            with engine:
+                engine.generate([[1, 2, 3]], SamplingParams(8))
+        else:
+            engine.follow()
+    finally:
+        Model.__call__ = compute  # type: ignore[method-assign]
+
+
+def leave() -> None:
+    """Rank 0 is done and does not close the engine."""
+    engine = made("DeepseekV3", {})
+    if engine.leads:
+        engine.ranks.part()  # type: ignore[union-attr]
+    else:
+        engine.follow()
