@@ -144,6 +144,18 @@ def test_generate(stock, enabled, options):
     assert enabled.generate(ids, **call).equal(stock.generate(ids, **call))
 
 
+def test_positions_beyond_the_configs(stock, enabled):
+    """transformers rotates by any position, whatever max_position_embeddings says."""
+    short = copy.deepcopy(stock)
+    short.config.max_position_embeddings = 16
+    paged, ids = enable(short, page_size=4), tokens(2, 40)
+    wanted, _ = logits_by_steps(stock, ids, [9, 1, 29, 1])
+    found, _ = logits_by_steps(paged, ids, [9, 1, 29, 1])
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    far = torch.arange(300, 340)[None]
+    assert paged(ids, position_ids=far).logits.equal(enabled(ids, position_ids=far).logits)
+
+
 def test_inference_mode_then_no_grad(stock, enabled):
     ids = tokens(2, 30)
     wanted = stock(ids).logits[:, 11:]

@@ -132,6 +132,11 @@ def _check_step(config: V4Config, step: V4Step, cache: V4Cache) -> None:
         raise ValueError(f"step must have the layer's window of {config.window} tokens, got {step.window}")
     if config.ratio and config.ratio not in step.groups:
         raise ValueError(f"step must have groups of the layer's {config.ratio} tokens, got {sorted(step.groups)}")
+    if step.longest is not None and step.longest > config.rope.max_position:
+        raise ValueError(
+            f"step rotates by position {step.longest - 1}, and the config's rope.max_position is "
+            f"{config.rope.max_position}"
+        )
     grouped, indexes = config.ratio > 0, config.indexer is not None
     for name, needed in (
         ("groups", grouped),

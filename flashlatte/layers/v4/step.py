@@ -92,6 +92,7 @@ class V4Step:
         window_slots: int32 [T, window], the slots of the tokens that each token sees; -1 for none.
         window_counts: int32 [T], after how many of them there are none.
         groups: by ratio.
+        longest: all rotary positions are below it; None if the host does not know.
         prefill: which requests attend over a workspace. None: none of them.
     """
 
@@ -105,6 +106,7 @@ class V4Step:
     window_slots: torch.Tensor
     window_counts: torch.Tensor
     groups: Mapping[int, V4Groups]
+    longest: int | None = None
     prefill: V4Prefill | None = None
 
     @classmethod
@@ -156,6 +158,8 @@ class V4Step:
             first_tokens=first_tokens,
             backend=backend,
         )
+        if rotary_positions is None:
+            step = replace(step, longest=max(end for _, end in spans))
         if limits is None:
             return step
         return replace(step, prefill=V4Prefill(spans, window, limits, device, first_tokens))
@@ -246,6 +250,7 @@ class V4Step:
             window_slots,
             window_counts,
             groups,
+            int(turned_by.max()) + 1 if device.type == "cpu" and not torch.compiler.is_compiling() else None,
         )
 
 

@@ -77,6 +77,24 @@ def test_configs(change, message):
         dataclasses.replace(CONFIG, **change)
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_positions_beyond_the_rotary_embedding(known):
+    config = dataclasses.replace(CONFIG, rope=Rope(max_position=7))
+    cache = V4Cache.allocate(config, 4, 4, state_pages=4, cache_format="fp32")
+    attention, groups = V4Attention(config), {4: (TABLE, TABLE)}
+    for last in (6, 7):
+        if known:
+            step = V4Step.of_spans([(last - 1, last + 1)], TABLE, groups, window=4, page_size=4)
+        else:
+            ids = torch.zeros(2, dtype=torch.int32)
+            step = V4Step.build(ids, torch.tensor([last - 1, last]), TABLE, groups, window=4, page_size=4)
+        if last == 6:
+            attention(torch.zeros(2, 16), step, cache)
+            continue
+        with pytest.raises(ValueError, match=r"^step rotates by position 7, and the config's rope.max_position is 7$"):
+            attention(torch.zeros(2, 16), step, cache)
+
+
 def test_an_indexers_head_dim():
     with pytest.raises(ValueError, match=r"^head_dim of an indexer must be 32, 64 or 128, got 48$"):
         V4IndexerConfig(head_dim=48)

@@ -119,7 +119,7 @@ class BeginForward:
         mask = call.get("attention_mask")
         if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
             raise ValueError("attention_mask must be [b, columns], or None, over a cache that FlashLatte keeps")
-        cache.store.plan(tokens.shape[0], tokens.shape[1], tokens.device, mask)
+        cache.store.plan(tokens.shape[0], tokens.shape[1], tokens.device, mask, call.get("position_ids"))
         # The model would make a mask that nobody reads.
         return (), call | {"past_key_values": cache, "attention_mask": {"flashlatte": None}}
 

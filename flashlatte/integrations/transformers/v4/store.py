@@ -38,8 +38,18 @@ class V4Store:
         self._first: torch.Tensor | None = None
         self._step: V4Step | None = None
 
-    def plan(self, requests: int, queries: int, device: torch.device, mask: torch.Tensor | None) -> None:
+    def plan(
+        self,
+        requests: int,
+        queries: int,
+        device: torch.device,
+        mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None = None,
+    ) -> None:
         """A pass of ``queries`` new columns begins. ``mask`` [requests, columns] hides padding on the left.
+
+        Args:
+            position_ids: by which the columns are rotated, where the caller chose them; read from the device.
 
         Raises:
             ValueError: another batch than before, or a mask that hides anything else.
@@ -57,6 +67,10 @@ class V4Store:
                     f"{list(mask.shape)}"
                 )
             self._first = hidden.sum(dim=1) if bool(hidden.any()) else None
+        positions = self.columns + queries
+        if position_ids is not None and position_ids.numel():
+            positions = max(positions, int(position_ids.max()) + 1)
+        self._rotate_up_to(positions)
         self._grow(device)
 
     def commit(self) -> None:
@@ -118,6 +132,14 @@ class V4Store:
         if self._first is not None:
             self._first = self._first[rows.to(self._first.device)]
         self.requests = len(rows)
+
+    def _rotate_up_to(self, positions: int) -> None:
+        """As transformers does, go on beyond the positions that the model's config names."""
+        longest = min(config.rope.max_position for config in self.configs)
+        if positions > longest:
+            longest = max(positions, 2 * longest)
+            ropes = [replace(config.rope, max_position=longest) for config in self.configs]
+            self.configs = [replace(config, rope=rope) for config, rope in zip(self.configs, ropes, strict=True)]
 
     def _grow(self, device: torch.device) -> None:
         needed = -(-(self.columns + self._coming) // self.page_size)
