@@ -18,6 +18,7 @@ import torch
 
 from flashlatte.kv_cache import fp4
 from flashlatte.ops.index_logits import index_logits, paged_index_logits
+from flashlatte.ops.index_logits.api import LOGIT_DTYPES
 from flashlatte.runtime import alias, checks, machine
 
 __all__ = [
@@ -83,6 +84,7 @@ def fp8_fp4_mqa_logits(
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
+    _check_dtype(logits_dtype)
     _check_pair("kv", kv)
     k, k_scale = kv
     values = _query(q)
@@ -90,19 +92,21 @@ def fp8_fp4_mqa_logits(
         k, k_scale = k.view(torch.uint8), _scale_bytes("kv", k_scale)
     max_seqlen_k = checks.positive_int("max_seqlen_k", max_seqlen_k, or_zero=True)
     width = max_seqlen_k or (k.shape[0] if isinstance(k, torch.Tensor) and k.dim() else 0)
-    return index_logits(
-        values,
-        k,
-        weights,
-        cu_seq_len_k_start,
-        cu_seq_len_k_end,
-        k_scale=k_scale,
-        clean=clean_logits,
-        max_keys=max_seqlen_k or None,
-        dtype=logits_dtype,
-        out=_aligned_rows(values.shape[:1], width, logits_dtype, values.device),
-        backend=backend,
-    )
+    names = {"k": "kv[0]", "k_scale": "kv[1]", "key_start": "cu_seq_len_k_start", "key_end": "cu_seq_len_k_end"}
+    with checks.naming(**names, clean="clean_logits"):
+        return index_logits(
+            values,
+            k,
+            weights,
+            cu_seq_len_k_start,
+            cu_seq_len_k_end,
+            k_scale=k_scale,
+            clean=clean_logits,
+            max_keys=max_seqlen_k or None,
+            dtype=logits_dtype,
+            out=_aligned_rows(values.shape[:1], width, logits_dtype, values.device),
+            backend=backend,
+        )
 
 
 def fp8_paged_mqa_logits(
@@ -166,19 +170,22 @@ def fp8_fp4_paged_mqa_logits(
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
+    _check_dtype(logits_dtype)
+    max_context_len = checks.positive_int("max_context_len", max_context_len)
     values = _query(q)
-    return paged_index_logits(
-        values,
-        kv_cache,
-        weights,
-        context_lens,
-        block_table,
-        max_keys=max_context_len,
-        clean=clean_logits,
-        dtype=logits_dtype,
-        out=_aligned_rows(values.shape[:2], max_context_len, logits_dtype, values.device),
-        backend=backend,
-    )
+    with checks.naming(cache="kv_cache", cache_seqlens="context_lens", clean="clean_logits"):
+        return paged_index_logits(
+            values,
+            kv_cache,
+            weights,
+            context_lens,
+            block_table,
+            max_keys=max_context_len,
+            clean=clean_logits,
+            dtype=logits_dtype,
+            out=_aligned_rows(values.shape[:2], max_context_len, logits_dtype, values.device),
+            backend=backend,
+        )
 
 
 def get_paged_mqa_logits_metadata(
@@ -215,9 +222,14 @@ def _query(q: Query) -> torch.Tensor:
 def _aligned_rows(rows: Sequence[int], width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
     """An output whose rows begin at multiples of 16 bytes, which top-k kernels ask for; None if they do anyway."""
     align = 16 // dtype.itemsize
-    if not isinstance(width, int) or width % align == 0:
+    if width % align == 0:
         return None
     return torch.empty(math.prod(rows), -(-width // align) * align, dtype=dtype, device=device)[:, :width]
+
+
+def _check_dtype(logits_dtype: object) -> None:
+    if not isinstance(logits_dtype, torch.dtype) or logits_dtype not in LOGIT_DTYPES:
+        raise TypeError(f"logits_dtype must be {checks.dtype_names(LOGIT_DTYPES)}, got {logits_dtype}")
 
 
 def _check_pair(name: str, value: object) -> None:

@@ -86,7 +86,7 @@ def flash_attn_varlen_qkvpacked_func(
     """``flash_attn_varlen_func`` on q, k and v packed along the last axis: [T, h, 2 · head_dim_qk + d_v]."""
     _check_packed("qkv", qkv, 2 * checks.positive_int("head_dim_qk", head_dim_qk), "2 · head_dim_qk")
     q, k, v = qkv.split((head_dim_qk, head_dim_qk, qkv.shape[-1] - 2 * head_dim_qk), dim=-1)
-    names = {"cu_seqlens_qo": "cu_seqlens", "cu_seqlens_kv": "cu_seqlens"}
+    names = {"cu_seqlens_qo": "cu_seqlens", "cu_seqlens_kv": "cu_seqlens", "q": "qkv", "k": "qkv", "v": "qkv"}
     with checks.naming(**names, max_seqlen_qo="max_seqlen", max_seqlen_kv="max_seqlen"):
         return flash_attn_varlen_func(
             q,
@@ -124,21 +124,22 @@ def flash_attn_varlen_kvpacked_func(
     """``flash_attn_varlen_func`` on k and v packed along the last axis: [T_k, h_k, head_dim_qk + d_v]."""
     _check_packed("kv", kv, checks.positive_int("head_dim_qk", head_dim_qk), "head_dim_qk")
     k, v = kv.split((head_dim_qk, kv.shape[-1] - head_dim_qk), dim=-1)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_qo,
-        cu_seqlens_kv,
-        max_seqlen_qo,
-        max_seqlen_kv,
-        dropout_p,
-        softmax_scale,
-        causal,
-        deterministic,
-        is_varlen,
-        backend=backend,
-    )
+    with checks.naming(k="kv", v="kv"):
+        return flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_qo,
+            cu_seqlens_kv,
+            max_seqlen_qo,
+            max_seqlen_kv,
+            dropout_p,
+            softmax_scale,
+            causal,
+            deterministic,
+            is_varlen,
+            backend=backend,
+        )
 
 
 def _check_packed(name: str, value: object, least: int, keys: str) -> None:

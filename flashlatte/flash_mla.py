@@ -176,7 +176,7 @@ def flash_mla_with_kvcache(
                 empty_lse=math.inf,
                 backend=backend,
             )
-    if causal:
+    if checks.flag("causal", causal):
         raise ValueError("causal must be False in sparse decode (with indices), whose mask is the indices; got True")
     for name, value in (("descale_q", descale_q), ("descale_k", descale_k)):
         if value is not None:

@@ -143,6 +143,47 @@ def test_errors(fp8):
         deep_gemm.fp8_fp4_mqa_logits((q, torch.zeros(M, 3, dtype=torch.int32)), kv, weights, STARTS, ENDS)
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"kv": (torch.zeros(N, 128), None)}, TypeError, r"^kv\[0\] must be float32 if q is, and only then"),
+        ({"cu_seq_len_k_start": STARTS.float()}, TypeError, "^cu_seq_len_k_start must be int32 or int64, got float32$"),
+        ({"cu_seq_len_k_end": ENDS[1:]}, ValueError, r"^cu_seq_len_k_end must have shape \["),
+        ({"clean_logits": 1}, TypeError, "^clean_logits must be True or False, got 1$"),
+        ({"logits_dtype": torch.float16}, TypeError, "^logits_dtype must be float32 or bfloat16, got torch.float16$"),
+        ({"logits_dtype": None}, TypeError, "^logits_dtype must be float32 or bfloat16, got None$"),
+    ],
+)
+def test_errors_use_deep_gemms_names(fp8, change, error, message):
+    q, kv, weights, _, _ = fp8
+    arguments = {"kv": kv, "weights": weights, "cu_seq_len_k_start": STARTS, "cu_seq_len_k_end": ENDS}
+    with pytest.raises(error, match=message):
+        deep_gemm.fp8_fp4_mqa_logits((q, None), **(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"kv_cache": [0]}, TypeError, "^kv_cache must be a tensor, got list$"),
+        ({"context_lens": torch.zeros(3).int()}, ValueError, r"^context_lens must have shape \[2\]"),
+        ({"max_context_len": None}, TypeError, "^max_context_len must be an int, got NoneType$"),
+        ({"logits_dtype": 4}, TypeError, "^logits_dtype must be float32 or bfloat16, got 4$"),
+    ],
+)
+def test_errors_of_paged_logits_use_deep_gemms_names(change, error, message):
+    arguments = {
+        "q": (torch.zeros(2, 1, 8, 128).to(torch.float8_e4m3fn), None),
+        "kv_cache": torch.zeros(3, 4, 1, 132, dtype=torch.uint8),
+        "weights": torch.zeros(2, 8),
+        "context_lens": torch.zeros(2, dtype=torch.int32),
+        "block_table": torch.zeros(2, 1, dtype=torch.int32),
+        "schedule_meta": None,
+        "max_context_len": 5,
+    }
+    with pytest.raises(error, match=message):
+        deep_gemm.fp8_fp4_paged_mqa_logits(**(arguments | change))
+
+
 def test_the_alias_forwards_the_top_level_name(tmp_path, monkeypatch):
     assert deep_gemm.main(["--install-alias", str(tmp_path)]) == 0
     assert deep_gemm.main(["--install-alias", str(tmp_path)]) == 0

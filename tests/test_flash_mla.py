@@ -259,6 +259,7 @@ FP8_QUERY = DENSE.inputs()["q"].to(torch.float8_e4m3fn)
         (DENSE, {"q": FP8_QUERY, "descale_q": -1.0}, ValueError, "^descale_q must be a finite number above 0, got -1"),
         (DENSE, {"q": FP8_QUERY, "descale_q": SINK}, ValueError, r"^descale_q must hold one value, got shape \[4\]$"),
         (SPARSE, {"causal": True}, ValueError, "^causal must be False in sparse decode .* got True$"),
+        (SPARSE, {"causal": 0}, TypeError, "^causal must be True or False, got 0$"),
         (SPARSE, {"is_fp8_kvcache": False}, ValueError, "^is_fp8_kvcache must .* is False, and k_cache is uint8$"),
         (SPARSE, {"descale_k": 1.0}, ValueError, "^descale_k belongs to dense decode over an fp8 cache"),
         (SPARSE, {"descale_q": 1.0}, ValueError, "^descale_q belongs to dense decode over an fp8 cache"),
@@ -347,6 +348,12 @@ def test_wrong_packed_tensors():
         flash_mla.flash_attn_varlen_kvpacked_func(torch.zeros(9, 4, 24), [], *LENGTHS, 5, 7, 24)
     with pytest.raises(ValueError, match=r"^cu_seqlens must not decrease"):
         flash_mla.flash_attn_varlen_qkvpacked_func(torch.zeros(9, 4, 56), torch.tensor([0, 6, 4]), 5, 24)
+    with pytest.raises(TypeError, match=r"^qkv must be .*, got int32$"):
+        flash_mla.flash_attn_varlen_qkvpacked_func(torch.zeros(9, 4, 56).int(), LENGTHS[0], 5, 24)
+    with pytest.raises(TypeError, match=r"^kv must be float32, got float16$"):
+        flash_mla.flash_attn_varlen_kvpacked_func(
+            torch.zeros(9, 4, 24), torch.zeros(9, 4, 32).half(), *LENGTHS, 5, 7, 24
+        )
 
 
 def test_the_alias_forwards_the_top_level_name(tmp_path, monkeypatch):

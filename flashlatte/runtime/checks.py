@@ -68,9 +68,14 @@ def output(
 ) -> torch.Tensor:
     """``tensor`` for what a call writes into, whose elements must each have a place of their own."""
     value = tensor(name, value, shape, dtypes, device, unit_last_stride=unit_last_stride, may_be_empty=may_be_empty)
+    not_expanded(name, value)
+    return value
+
+
+def not_expanded(name: str, value: torch.Tensor) -> None:
+    """What is written into has no two elements in one place."""
     if any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
         raise ValueError(f"{name} must not be an expanded tensor, got strides {value.stride()}")
-    return value
 
 
 def _has_shape(actual: torch.Size, wanted: Sequence[int | str], may_be_empty: int) -> bool:
@@ -123,6 +128,13 @@ def positive_number(name: str, value: object) -> float:
     result = number(name, value)
     if not 0 < result < math.inf:
         raise ValueError(f"{name} must be a finite number above 0, got {value}")
+    return result
+
+
+def finite(name: str, value: object) -> float:
+    result = number(name, value)
+    if not math.isfinite(result):
+        raise ValueError(f"{name} must be a finite number, got {value}")
     return result
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -50,9 +50,12 @@ def copy_blocks(
         TypeError, ValueError: page numbers that are no integers, not in the cache, unequal in number, or a page
             written twice.
     """
+    if not isinstance(caches, Iterable):
+        raise TypeError(f"caches must be a tensor or several tensors, got {type(caches).__name__}")
     every = [caches] if isinstance(caches, torch.Tensor) else list(caches)
     for cache in every:
         _check_paged("caches", cache)
+        checks.not_expanded("caches", cache)
     for cache in every:
         source, target = _page_pairs(src_pages, dst_pages, cache.shape[0], cache.shape[0])
         chosen = dispatch.select(_call(cache, cache), backend)
@@ -78,6 +81,7 @@ def swap_blocks(
     """
     _check_paged("src_cache", src_cache)
     _check_paged("dst_cache", dst_cache)
+    checks.not_expanded("dst_cache", dst_cache)
     if src_cache.dtype != dst_cache.dtype:
         raise TypeError(
             f"dst_cache must have src_cache's dtype {checks.dtype_names([src_cache.dtype])}, "
@@ -159,6 +163,8 @@ def _checked_pages(name: str, pages: Pages, count: int) -> torch.Tensor | list[i
         if pages.device.type != "cpu":
             return pages
         pages = pages.tolist()
+    if not isinstance(pages, Iterable):
+        raise TypeError(f"{name} must be a list of ints or a 1-D int32 or int64 tensor, got {type(pages).__name__}")
     result = list(pages)
     for page in result:
         if isinstance(page, bool) or not isinstance(page, int):

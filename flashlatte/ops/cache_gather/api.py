@@ -90,8 +90,8 @@ def cache_gather(
             total_tokens = int(cu_seqlens[-1])
             # torch.compile does not know the number, and so may not ask.
             torch._check_value(total_tokens >= 0, lambda: "cu_seqlens must end at 0 or above")
-        elif total_tokens < 0:
-            raise ValueError(f"total_tokens must be at least 0, got {total_tokens}")
+        else:
+            checks.positive_int("total_tokens", total_tokens, or_zero=True)
         out = torch.zeros(total_tokens, layout.head_dim, dtype=dtype, device=device)
     else:
         checks.output("out", out, ("rows", layout.head_dim), checks.FLOAT_DTYPES, device, may_be_empty=1)
@@ -145,6 +145,7 @@ def gather_last(
     """
     checks.tensor("seq_lens", seq_lens, ("b",), checks.INDEX_DTYPES, unit_last_stride=False)
     requests, device = seq_lens.shape[0], seq_lens.device
+    checks.tensor("block_table", block_table, (requests, "max_pages"), checks.INDEX_DTYPES, device)
     checks.output("out", out, (requests, "rows", "head_dim"), checks.FLOAT_DTYPES, device)
     rows = out.shape[1]
     if requests > 1 and rows > 1 and out.stride(0) != rows * out.stride(1):

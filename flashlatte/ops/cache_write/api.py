@@ -64,6 +64,7 @@ def cache_write(
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
     cache, layout = as_cache(cache, cache_format)
+    checks.not_expanded("cache", cache)
     device = cache.device
     checks.tensor("x", x, ("T", "width"), checks.FLOAT_DTYPES, device, may_be_empty=1)
     if rope is not None:

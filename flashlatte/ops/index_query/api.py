@@ -63,7 +63,7 @@ def index_query(
     """
     options = _check(q, weights, cos_sin, positions, rope_first, interleaved, hadamard, softmax_scale, head_scale)
     checks.choice("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
-    if not checks.number("smallest_amax", smallest_amax) > 0:
+    if not checks.finite("smallest_amax", smallest_amax) > 0:
         raise ValueError(f"smallest_amax must be above 0, got {smallest_amax}")
     values = torch.empty(q.shape, dtype=torch.uint8, device=q.device)
     folded = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -146,7 +146,7 @@ def _check(
     for name, value in (("rope_first", rope_first), ("interleaved", interleaved), ("hadamard", hadamard)):
         checks.flag(name, value)
     weight_scale = checks.softmax_scale(softmax_scale, head_dim) * (
-        heads**-0.5 if head_scale is None else checks.number("head_scale", head_scale)
+        heads**-0.5 if head_scale is None else checks.finite("head_scale", head_scale)
     )
     return rope_first, interleaved, hadamard, weight_scale
 

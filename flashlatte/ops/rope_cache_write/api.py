@@ -72,6 +72,7 @@ def rope_cache_write(
         TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each other.
     """
     cache, layout = as_cache(cache, cache_format)
+    checks.not_expanded("cache", cache)
     device = cache.device
     checks.tensor("latent", latent, ("T", "latent_dim"), checks.FLOAT_DTYPES, device, may_be_empty=1)
     tokens, dtype = latent.shape[0], (latent.dtype,)

@@ -76,6 +76,7 @@ def rotate_and_cache(
     for name, value in (("positions", positions), ("slot_mapping", slot_mapping)):
         checks.tensor(name, value, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
     cache, layout = as_row_cache(cache, cache_format, head_dim, scale_rounding)
+    checks.not_expanded("cache", cache)
     if cache.device != device:
         raise ValueError(f"cache must be on {device} like the other arguments, got {cache.device}")
     if q_eps is not None:

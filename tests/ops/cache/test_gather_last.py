@@ -59,13 +59,15 @@ def test_against_a_loop(lengths, rows, offset, some, form, seed):
         ({"out": torch.zeros(3, 4, 576)}, ValueError, r"^out must have shape \[2, rows, head_dim\]"),
         ({"offset": 5}, ValueError, "^offset must be at most out's 4 rows, got 5$"),
         ({"gather_lens": torch.zeros(3, dtype=torch.int32)}, ValueError, r"^gather_lens must have shape \[2\]"),
+        ({"block_table": torch.zeros(3, 1).int()}, ValueError, r"^block_table must have shape \[2, max_pages\]"),
     ],
 )
 def test_errors_name_the_argument(change, error, message):
     lengths = torch.tensor([3, 2])
-    arguments = {"seq_lens": lengths, "out": torch.zeros(2, 4, 576), **change}
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    arguments = {"block_table": table, "seq_lens": lengths, "out": torch.zeros(2, 4, 576), **change}
     with pytest.raises(error, match=message):
-        kv_cache.gather_last(kv_cache.allocate("bf16", 2, 4), torch.zeros(2, 1, dtype=torch.int32), **arguments)
+        kv_cache.gather_last(kv_cache.allocate("bf16", 2, 4), **arguments)
 
 
 def test_ends_must_fit():

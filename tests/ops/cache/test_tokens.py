@@ -208,6 +208,7 @@ META = torch.device("meta")
         ({"cache": [0]}, TypeError, "^cache must be a tensor, got list$"),
         ({"cache": CACHE[..., :500]}, ValueError, "^cache must be a .*500 wide$"),
         ({"cache_format": "v33"}, ValueError, "^cache_format must be one of"),
+        ({"cache": FP8_CACHE[:1].expand(4, -1, -1, -1)}, ValueError, "^cache must not be an expanded tensor"),
         ({"x": [0]}, TypeError, "^x must be a tensor, got list$"),
         ({"x": X.int()}, TypeError, "^x must be bfloat16 or float16 or float32, got int32$"),
         ({"x": X[0]}, ValueError, r"^x must have shape \[T, width\]"),
@@ -260,6 +261,7 @@ TABLE, CU_SEQLENS = torch.tensor([[0, 1], [1, 0]]), torch.tensor([0, 2, 5])
         ({"scale": 1.0}, ValueError, "^scale belongs to format fp8"),
         ({"dtype": torch.int32}, TypeError, "^dtype must be bfloat16 or float16 or float32, got"),
         ({"total_tokens": -1}, ValueError, "^total_tokens must be at least 0, got -1$"),
+        ({"total_tokens": 2.0}, TypeError, "^total_tokens must be an int, got float$"),
         ({"total_tokens": None, "cu_seqlens": -CU_SEQLENS}, ValueError, "^cu_seqlens must end at 0 or above$"),
         (
             {"total_tokens": 4, "out": torch.zeros(5, 576)},

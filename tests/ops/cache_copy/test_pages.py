@@ -106,12 +106,17 @@ def test_a_page_whose_slots_would_wrap_round_64_bits_is_none(dtype):
 
 
 CACHE, OTHER = draw_cache("v32"), draw_cache("v32", pages=2)
+ONE_PAGE = OTHER[:1].expand(2, -1, -1, -1)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (lambda: kv_cache.copy_blocks([[0]], [0], [1]), TypeError, "^caches must be a tensor, got list$"),
+        (lambda: kv_cache.copy_blocks(3, [0], [1]), TypeError, "^caches must be a tensor or several tensors, got int$"),
+        (lambda: kv_cache.copy_blocks(ONE_PAGE, [0], [1]), ValueError, "^caches must not be an expanded tensor"),
+        (lambda: kv_cache.swap_blocks(OTHER, ONE_PAGE, [0], [1]), ValueError, "^dst_cache must not be an expanded"),
+        (lambda: kv_cache.copy_blocks(CACHE, 0, [1]), TypeError, "^src_pages must be a list of ints or .*, got int$"),
         (lambda: kv_cache.copy_blocks(torch.zeros(3), [0], [1]), ValueError, r"^caches must have shape .* got \[3\]$"),
         (
             lambda: kv_cache.copy_blocks(CACHE, [0, 1], [2]),

@@ -282,6 +282,11 @@ def call(**change):
         ({"cos_sin": torch.ones(5, 7)}, ValueError, "^cos_sin must be contiguous and have an even width of at most 16"),
         ({"positions": torch.arange(5)}, ValueError, r"^positions must have shape \[6\]"),
         ({"cache": torch.zeros(2, 4, 1, 24)}, ValueError, "^cache of format fp32 must take rows of 16, got 24$"),
+        (
+            {"cache": torch.zeros(1, 4, 1, 16).expand(2, -1, -1, -1)},
+            ValueError,
+            "^cache must not be an expanded tensor",
+        ),
         ({"cache_format": "bf16"}, TypeError, "^cache of format bf16 must be bfloat16"),
         ({"state_table": None}, ValueError, "^state_cache and state_table belong together"),
         ({"state_cache": torch.zeros(5, 3, 63)}, ValueError, r"^state_cache must have shape \[pages, page_size, 64\]"),

@@ -121,6 +121,8 @@ def call(**change):
         ({"cos_sin": torch.ones(5, 256)}, ValueError, "cos_sin must have an even width of at most 128"),
         ({"hadamard": 1}, TypeError, "hadamard must be True or False"),
         ({"smallest_amax": 0.0}, ValueError, "smallest_amax must be above 0"),
+        ({"smallest_amax": math.inf}, ValueError, "smallest_amax must be a finite number, got inf"),
+        ({"head_scale": math.nan}, ValueError, "head_scale must be a finite number, got nan"),
         ({"scale_rounding": "down"}, ValueError, "scale_rounding must be one of"),
     ],
 )

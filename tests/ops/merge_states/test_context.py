@@ -144,6 +144,7 @@ def test_a_context_needs_an_axis_of_tokens():
     ("change", "error", "message"),
     [
         ({"prefix_output": [1]}, TypeError, "^prefix_output must be a tensor, got list$"),
+        ({"suffix_output": None}, TypeError, "^suffix_output must be a tensor, got NoneType$"),
         ({"suffix_output": OUTS[0][:2]}, ValueError, r"^suffix_output must have shape \[3, 4, 8\]"),
         ({"prefix_lse": LSES[0]}, ValueError, r"^prefix_lse must have shape \[4, 3\] .* got \[3, 4\]$"),
         ({"suffix_lse": LSES[0].T.half()}, TypeError, "^suffix_lse must be float32, got float16$"),

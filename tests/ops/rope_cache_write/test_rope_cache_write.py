@@ -106,6 +106,7 @@ SLOTS = torch.arange(3)
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
+        ({"cache": CACHE[:, :1].expand(-1, 4, -1, -1)}, ValueError, "^cache must not be an expanded tensor"),
         ({"latent": LATENT.int()}, TypeError, "^latent must be bfloat16 or float16 or float32, got int32$"),
         ({"latent": LATENT[:, :39]}, ValueError, "^latent and k_rope must be .* wide for format fp32, got 39 and 8$"),
         ({"k_rope": K_ROPE.half()}, TypeError, "^k_rope must be float32, got float16$"),

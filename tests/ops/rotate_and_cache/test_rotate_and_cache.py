@@ -118,6 +118,11 @@ def call(**change):
         ({"positions": torch.arange(2)}, ValueError, r"^positions must have shape \[3\]"),
         ({"slot_mapping": torch.zeros(3)}, TypeError, "^slot_mapping must be int32 or int64"),
         ({"cache": torch.zeros(2, 4, 1, 8)}, ValueError, "^cache of format fp32 must take rows of 16, got 8$"),
+        (
+            {"cache": torch.zeros(1, 4, 1, 16).expand(2, -1, -1, -1)},
+            ValueError,
+            "^cache must not be an expanded tensor",
+        ),
         ({"q_eps": "1"}, TypeError, "^q_eps must be a number"),
         ({"out": torch.zeros(3, 2, 8)}, ValueError, r"^out must have shape \[3, 2, 16\]"),
     ],
