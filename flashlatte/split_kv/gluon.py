@@ -1,4 +1,5 @@
-"""``device.find_range`` for Gluon kernels, in 32-bit sums, and for blocks that a CTA takes several at a time.
+"""``device.find_range`` for Gluon kernels, in 32-bit sums, and for blocks that a CTA takes several at a time; and the
+partial outputs of absorbed MLA.
 
 The cut is that of ``device``; only what scans vectors of lengths is written again, since Gluon wants a layout where
 Triton infers one. All costs together must fit 32 bits (``plan.MAX_COST``), which are half as long to sum.
@@ -13,7 +14,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashlatte.kernels.hopper.mla_tiles import LATENT, ROWS
 from flashlatte.split_kv import device
+from flashlatte.split_kv.plan import Partial
+
+# What a CTA leaves that has not all of a work item, and how many numbers that are.
+MLA_PARTIAL = Partial(ROWS.value, LATENT.value)
+PARTIAL = gl.constexpr(MLA_PARTIAL.numbers)
 
 
 @gluon.constexpr_function
@@ -97,3 +104,13 @@ def _count(items, scanned, costs, lists, begin, end):
     # All in one sum: a reduction is what takes time here. No more than 1,024 threads count.
     sums = gl.sum(gl.where(is_before, (costs.to(gl.int64) << 24) + 1, 0) + gl.where(is_begun, 0x1000, 0), 0)
     return (sums & 0xFFF).to(gl.int32), (sums >> 12 & 0xFFF).to(gl.int32), (sums >> 24).to(gl.int32)
+
+
+@gluon.jit
+def write_partial(partial, row, in_use, values, lse2, FIRST_COL: gl.constexpr):
+    """Write normalised ``values`` [64, columns] of ``row`` [64] from FIRST_COL on as a partial output, as
+    ``combine.write_partial`` does; the columns from 0 bring the base-2 ``lse2`` [64] along."""
+    col = FIRST_COL + gl.arange(0, values.shape[1], gl.SliceLayout(0, values.type.layout))
+    gl.store(partial + (row * LATENT)[:, None] + col[None, :], values, mask=in_use[:, None])
+    if FIRST_COL == 0:
+        gl.store(partial + ROWS * LATENT + row, lse2, mask=in_use)

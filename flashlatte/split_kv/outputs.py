@@ -118,6 +118,17 @@ def row_pointers(outputs, item, kv_head, rows, ROW_ALIGN: tl.constexpr):
 
 
 @triton.jit
+def head_pointers(outputs, item, heads, ROW_ALIGN: tl.constexpr):
+    """``row_pointers`` where the rows of a work item are the heads of one token."""
+    offset = (
+        (item // outputs.tokens).to(tl.int64) * outputs.out_stride_request
+        + (item % outputs.tokens).to(tl.int64) * outputs.out_stride_token
+        + heads.to(tl.int64) * outputs.out_stride_head
+    )
+    return outputs.out + offset * ROW_ALIGN
+
+
+@triton.jit
 def write_out(
     outputs,
     item,

@@ -31,6 +31,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from flashlatte.kernels.hopper import barriers, clusters
 from flashlatte.kernels.hopper.mla_tiles import (
@@ -65,6 +66,26 @@ def release(call, EMPTY: gl.constexpr, PRODUCER_THREADS: gl.constexpr):
         clusters.release(EMPTY, call.peer)
     else:
         barriers.arrive(EMPTY, 128 + PRODUCER_THREADS)
+
+
+@gluon.jit
+def wait_empty(EMPTY: gl.constexpr, PRODUCER_THREADS: gl.constexpr):
+    """Wait until half of a block may be filled again, in a CTA without a peer."""
+    barriers.wait(EMPTY, 128 + PRODUCER_THREADS, PRODUCER_THREADS)
+
+
+@gluon.jit
+def finish_producing(PRODUCER_THREADS: gl.constexpr):
+    """When the last block is under way: wait for the consumers' last arrivals, and let the next kernel be launched.
+
+    It is the one that combines, and waits for what the consumers still write. Earlier, its CTAs would crowd on the few
+    SMs that are free first.
+    """
+    wait_empty(K0_LEFT_EMPTY, PRODUCER_THREADS)
+    wait_empty(K0_RIGHT_EMPTY, PRODUCER_THREADS)
+    wait_empty(K1_RIGHT_EMPTY, PRODUCER_THREADS)
+    wait_empty(K1_LEFT_EMPTY, PRODUCER_THREADS)
+    gdc_launch_dependents()
 
 
 @gluon.jit

@@ -41,6 +41,18 @@ def probabilities(scores, row_max, scale):
 
 
 @gluon.jit
+def inverse(row_sum):
+    """What the output of rows is multiplied with in the end; 0 where a row has seen no key."""
+    return gl.where(row_sum == 0, 0.0, 1.0 / row_sum)
+
+
+@gluon.jit
+def lse2_of(row_max, row_sum):
+    """The base-2 lse of rows; -inf where a row has seen no key."""
+    return gl.where(row_sum == 0, float("-inf"), row_max + gl.log2(row_sum))
+
+
+@gluon.jit
 def rescale(out, alpha):
     """``out`` [64, columns] times ``alpha`` [64], skipped by warps whose rows all have alpha 1."""
     ROWS: gl.constexpr = gl.SliceLayout(1, out.type.layout)

@@ -1,12 +1,13 @@
-"""What a thread of a producer has of rows of one-byte numbers that it loads, casts to 16 bits and stores in a tile."""
+"""Rows of one-byte numbers that a producer loads, casts to 16 bits and stores in a tile: what a thread has of them."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# A tile of 16-bit numbers as words of two.
-SWIZZLED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+from flashlatte.runtime.gluon_compat import reinterpret
+
+_SWIZZLED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 # Threads that have a token's words between them.
 THREADS = gl.constexpr(4)
 
@@ -55,3 +56,16 @@ LINES = gl.constexpr(
         shape=[64, 8],
     )
 )
+
+
+@gluon.jit
+def words_of(tile):
+    """A tile [1, 64, n] of 16-bit numbers as words [64, n / 2] of two."""
+    return reinterpret(tile.index(0), gl.int32, [tile.shape[1], tile.shape[2] // 2], _SWIZZLED_WORDS)
+
+
+@gluon.jit
+def load_words(rows, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
+    """Words [64, n] of a flat LAYOUT from FIRST of rows, ``rows`` [64] being pointers to their first words."""
+    word = FIRST + gl.arange(0, LAYOUT.shape[1], gl.SliceLayout(0, LAYOUT))
+    return gl.load(gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None] + word[None, :])

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.mla_pipeline import add_other_sum, attend_even, attend_odd, begin_odd, empty_state
 from flashlatte.kernels.hopper.mla_tiles import (
+    COPY,
     HALF,
     K0_LEFT_EMPTY,
     K0_RIGHT_EMPTY,
@@ -28,11 +29,14 @@ from flashlatte.kernels.hopper.mla_tiles import (
     OUTPUT,
     Q_OPERAND,
     ROWS,
+    SCORE_COLS,
+    SCORE_ROWS,
     SCORES,
 )
+from flashlatte.kernels.hopper.ptx.threads import lanes_below_zero
 from flashlatte.ops.dense_decode.hopper import epilogue, schedule
-from flashlatte.ops.dense_decode.hopper.mask import apply_mask, mask_of
 from flashlatte.ops.dense_decode.hopper.tiles import PAIR, Q_EMPTY, Q_ROPE_EMPTY
+from flashlatte.runtime.gluon_compat import cta_barrier
 from flashlatte.split_kv import device
 
 # Of the producer.
@@ -48,7 +52,7 @@ class Call(NamedTuple):
         lists: lengths of the requests (``device.KeyLengths``).
         table: their pages (``schedule.Table``).
         work: what the CTA works on (``schedule.Work``).
-        causal_offset: keys at a request's end that its first query token does not see.
+        causal_offset: keys at a request's end that its first query token does not see: s_q - 1 if causal, else 0.
         scale: softmax_scale · log2(e).
         tiles, full: shared memory.
         peer: None, for ``mla_pipeline``.
@@ -69,13 +73,76 @@ class Call(NamedTuple):
     results: Any
 
 
+class Mask(NamedTuple):
+    """Which keys the rows of a request see.
+
+    Attributes:
+        length: keys of the request.
+        seen_by_all: keys that every row of the tile sees, if their pages are in the cache.
+        seen: [64], keys that each row sees.
+    """
+
+    length: Any
+    seen_by_all: Any
+    seen: Any
+
+
 class Request(NamedTuple):
-    """The request at hand: what the CTA has of it (``schedule.Split``), which keys are seen (``mask.Mask``), and the
+    """The request at hand: what the CTA has of it (``schedule.Split``), which keys are seen (``Mask``), and the
     rope of its queries in registers (without rope: anything)."""
 
     split: Any
     mask: Any
     q_rope: Any
+
+
+@gluon.jit
+def _mask_of(length, call):
+    """The mask of a request with ``length`` keys."""
+    token = (call.work.group.first_row + gl.arange(0, ROWS, SCORE_ROWS)) // call.query.heads
+    seen_by_all = length - call.causal_offset
+    return Mask(length, seen_by_all, gl.minimum(seen_by_all + token, length))
+
+
+@gluon.jit
+def _apply_mask(scores, mask, page, first_key, left, right, PLAN: gl.constexpr):
+    """Scores [64, 64] of the block at ``first_key``, -inf where a row does not see the key. ``page``: its page or, of
+    each box, pages, as ``schedule.page_of`` has them.
+
+    What lies in the cache beyond a request's end may be NaN, which P of zero would not hide: it is zeroed.
+    """
+    BOX: gl.constexpr = PLAN.box
+    absent = page < 0
+    if BOX < KEYS:
+        absent_boxes = lanes_below_zero(page)
+        absent = absent_boxes != 0
+    if (first_key + KEYS > mask.seen_by_all) | absent:
+        key = first_key + gl.arange(0, KEYS, SCORE_COLS)
+        seen = mask.seen
+        if BOX < KEYS:
+            box = gl.arange(0, KEYS, SCORE_COLS) // BOX
+            key = gl.where((absent_boxes >> box) & 1 == 0, key, 2**31 - 1)
+        else:
+            seen = gl.where(absent, 0, seen)
+        scores = gl.where(key[None, :] < seen[:, None], scores, float("-inf"))
+        # What is cast is zero there.
+        if not PLAN.one_byte:  # noqa: SIM102
+            if first_key + KEYS > mask.length:
+                _zero_rows(left, mask.length - first_key)
+                _zero_rows(right, mask.length - first_key)
+                fence_async_shared()
+                cta_barrier()
+    return scores
+
+
+@gluon.jit
+def _zero_rows(tile, first):
+    """Zero the rows of a tile [64, 256] from row ``first`` on."""
+    row = gl.arange(0, KEYS, gl.SliceLayout(1, COPY))
+    for col in gl.static_range(0, 256, 64):
+        part = tile.slice(col, 64, dim=1)  # [64, 64]
+        values = part.load(COPY)
+        part.store(gl.where((row < first)[:, None], values, 0.0).to(values.dtype))
 
 
 @gluon.jit
@@ -127,7 +194,7 @@ def _even_step(scores, state, call, request, page, step, steps_taken, PLAN: gl.c
     """From the scores of block 0 to those of the next step's block 0 and its page, unless this step is the last."""
     k0 = call.tiles.k0
     phase, z = steps_taken & 1, steps_taken >> 30
-    scores = apply_mask(scores, request.mask, page, step * PAIR, k0.left.index(z), k0.right.index(z), PLAN)
+    scores = _apply_mask(scores, request.mask, page, step * PAIR, k0.left.index(z), k0.right.index(z), PLAN)
     state = attend_even(scores, state, call, z, _PRODUCER, PLAN.one_byte)
     if not LAST:
         if not PLAN.one_byte:
@@ -151,7 +218,7 @@ def _odd_step(state, call, request, page, step, steps_taken, PLAN: gl.constexpr,
     if LAST:
         barriers.arrive(Q_EMPTY, barriers.ALL)
     first_key = step * PAIR + KEYS
-    scores = apply_mask(scores, request.mask, page, first_key, k1.left.index(z), k1.right.index(z), PLAN)
+    scores = _apply_mask(scores, request.mask, page, first_key, k1.left.index(z), k1.right.index(z), PLAN)
     state = attend_odd(scores, out, row_max0, state, call, z, _PRODUCER, PLAN.one_byte)
     if not LAST and not PLAN.one_byte:
         page = schedule.page_of(call.table, request.split, 2 * step + 3, PLAN)
@@ -171,7 +238,7 @@ def consume_even(call, PLAN: gl.constexpr):
     steps_taken = 0
     for item in range(cta_range.first, cta_range.stop):
         split = schedule.split_of(item, length, cost, call.work, PLAN)
-        mask = mask_of(length, call.causal_offset, call.query.heads, call.work.group.first_row)
+        mask = _mask_of(length, call)
         cost += PLAN.overhead + split.steps
         length = device.key_count(item + 1, call.lists)
         begin, end = split.begin, split.end
@@ -192,7 +259,7 @@ def consume_even(call, PLAN: gl.constexpr):
             steps_taken += 1
             items_taken += 1
             state = add_other_sum(state, tiles.row_sum0, tiles.row_sum1)
-            epilogue.write(state, split, call.work, call.results, 0, PLAN)
+            epilogue.write(state, split, call, 0, PLAN)
 
 
 @gluon.jit
@@ -208,7 +275,7 @@ def consume_odd(call, PLAN: gl.constexpr):
     steps_taken = 0
     for item in range(cta_range.first, cta_range.stop):
         split = schedule.split_of(item, length, cost, call.work, PLAN)
-        mask = mask_of(length, call.causal_offset, call.query.heads, call.work.group.first_row)
+        mask = _mask_of(length, call)
         cost += PLAN.overhead + split.steps
         length = device.key_count(item + 1, call.lists)
         begin, end = split.begin, split.end
@@ -225,4 +292,4 @@ def consume_odd(call, PLAN: gl.constexpr):
             steps_taken += 1
             items_taken += 1
             state = add_other_sum(state, tiles.row_sum1, tiles.row_sum0)
-            epilogue.write(state, split, call.work, call.results, HALF, PLAN)
+            epilogue.write(state, split, call, HALF, PLAN)

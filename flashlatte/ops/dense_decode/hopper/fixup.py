@@ -13,8 +13,6 @@ consumers' registers.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -50,19 +48,11 @@ def clear_kernel(scratch, partials: tl.int32, PARTIAL: tl.constexpr, CLEARED: tl
     tl.store(flags, 0.0, mask=(number < partials)[:, None])
 
 
-class Partials(NamedTuple):
-    """At ``scratch``, one for each range and group; the CTA's range is number ``number`` of ``ranges``."""
-
-    scratch: Any
-    number: Any
-    ranges: Any
-    group: Any
-
-
 @gluon.jit
-def _partial(partials, number):
-    """That of a range, for the CTA's group of rows."""
-    return partials.scratch + (number * partials.group.count + partials.group.number).to(gl.int64) * PARTIAL
+def _partial(call, number):
+    """The partial output of a range, for the CTA's group of rows."""
+    group = call.work.group
+    return call.results.scratch + (number * group.count + group.number).to(gl.int64) * PARTIAL
 
 
 @gluon.jit
@@ -73,17 +63,18 @@ def _half(partial, FIRST_COL: gl.constexpr):
 
 
 @gluon.jit
-def add_later_splits(out, row_max, row_sum, begins, goes_on, partials, FIRST_COL: gl.constexpr):
+def add_later_splits(out, row_max, row_sum, begins, goes_on, call, FIRST_COL: gl.constexpr):
     """Add what the next ranges have of a request, and tell whether it goes on still.
 
     Who begins a request adds all of it; the others gather for it, as in a Fenwick tree: range r those up to r plus the
     lowest bit of r, so that of a request over many ranges nobody has much to add. Which ones depends on their numbers
     alone, whatever the order in which they come: results are the same bit for bit.
     """
-    number = partials.number + 1
-    stop = gl.where(begins, partials.ranges, partials.number + (partials.number & -partials.number))
+    own = call.work.number
+    number = own + 1
+    stop = gl.where(begins, call.work.num_splits, own + (own & -own))
     while goes_on & (number < stop):
-        partial = _partial(partials, number)
+        partial = _partial(call, number)
         ptx.wait_for_flags(partial)
         goes_on = gl.load(partial, volatile=True) == _GOES_ON
         lse2 = gl.load(partial + _LSE + gl.arange(0, ROWS, OUTPUT_ROWS))
@@ -98,9 +89,9 @@ def add_later_splits(out, row_max, row_sum, begins, goes_on, partials, FIRST_COL
 
 
 @gluon.jit
-def leave(partials, values, lse2, goes_on, FIRST_COL: gl.constexpr):
+def leave(values, lse2, goes_on, call, FIRST_COL: gl.constexpr):
     """Leave half of a partial output ``values`` [64, 256]; the half from column 0 brings ``lse2`` [64] along."""
-    partial = _partial(partials, partials.number)
+    partial = _partial(call, call.work.number)
     ptx.store_registers(_half(partial, FIRST_COL), values)
     if FIRST_COL == 0:
         gl.store(partial + _LSE + gl.arange(0, ROWS, OUTPUT_ROWS), lse2)

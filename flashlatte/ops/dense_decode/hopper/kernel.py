@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import triton.language as tl
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
@@ -11,7 +10,6 @@ from flashlatte.kernels.hopper.mla_tiles import allocate_full
 from flashlatte.ops.dense_decode.hopper import (
     consumers,
     epilogue,
-    fixup,
     one_byte_producer,
     producer,
     schedule,
@@ -102,10 +100,6 @@ def dense_decode_kernel(
     group = schedule.find_group(groups_per_head, num_groups)
     corner = producer.find_corner(query, group)
     work = schedule.find_work(group, lists, num_splits, first_item, PLAN)
-    if PLAN.stream_k:
-        partials = fixup.Partials(scratch, work.number, num_splits, group)
-    else:
-        partials: gl.constexpr = None
     if PLAN.one_byte:
         unit = k_scale
         if k_scale_tensor is not None:
@@ -113,26 +107,18 @@ def dense_decode_kernel(
         scale *= unit
     else:
         unit: gl.constexpr = None
-    results = epilogue.Results(outputs, scratch, unit, partials)
+    results = epilogue.Results(outputs, scratch, unit)
     call = consumers.Call(query, corner, keys, lists, table, work, causal_offset, scale, shared, full, None, results)
     CONSUMER_REGISTERS: gl.constexpr = _CAST_REGISTERS if PLAN.one_byte else _REGISTERS
     gl.warp_specialize(
         [
-            (_produce, (call, PLAN)),
+            (one_byte_producer.produce if PLAN.one_byte else producer.produce, (call, PLAN)),
             (consumers.consume_even, (call, PLAN)),
             (consumers.consume_odd, (call, PLAN)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
     )
-
-
-@gluon.jit
-def _produce(call, PLAN: gl.constexpr):
-    if PLAN.one_byte:
-        one_byte_producer.produce(call, PLAN)
-    else:
-        producer.produce(call, PLAN)
 
 
 kernel = gluon_kernel(dense_decode_kernel, by_element=["pages", "lengths", "lse", "k_scale_tensor"])

@@ -25,11 +25,11 @@ from flashlatte.runtime.tma_descriptors import Address, describe
 from flashlatte.runtime.triton_kernel import launching_on
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.device import key_lengths
+from flashlatte.split_kv.gluon import MLA_PARTIAL
 from flashlatte.split_kv.outputs import outputs_of
-from flashlatte.split_kv.plan import Partial, SplitPlan
+from flashlatte.split_kv.plan import SplitPlan
 
 _LOG2_E = math.log2(math.e)
-_PARTIAL = Partial(ROWS.value, LATENT.value)
 # With batch_invariant, steps of a split, and the most splits of a request, over all groups of its query rows.
 _SPLIT_STEPS = 8
 _FIXED_SPLITS = 128
@@ -136,15 +136,15 @@ def make_plan(num_sms: int, batch: int, rows: int, h_kv: int, max_keys: int, bat
     most_steps = -(-max_keys // PAIR.value)
     if batch_invariant:
         max_splits = max(_FIXED_SPLITS // groups, 1)
-        split = plan.fixed(_PARTIAL, batch, most_steps, groups, groups_per_head, _SPLIT_STEPS, max_splits)
+        split = plan.fixed(MLA_PARTIAL, batch, most_steps, groups, groups_per_head, _SPLIT_STEPS, max_splits)
         return Plan(split, stream_k=False)
-    ranges = plan.num_ranges(batch, groups, num_sms, most_steps, _PARTIAL)
+    ranges = plan.num_ranges(batch, groups, num_sms, most_steps, MLA_PARTIAL)
     if ranges is None or batch * (most_steps + _OVERHEAD) > plan.MAX_COST:
-        return Plan(plan.whole(_PARTIAL, batch, groups, groups_per_head), stream_k=False)
+        return Plan(plan.whole(MLA_PARTIAL, batch, groups, groups_per_head), stream_k=False)
     # With few requests a range should be as short as can be; with many it shares few of them.
     stream_k = 2 * batch >= ranges
     overhead = _OVERHEAD if stream_k else 0
-    split = plan.balanced(_PARTIAL, batch, most_steps, groups, groups_per_head, ranges, overhead)
+    split = plan.balanced(MLA_PARTIAL, batch, most_steps, groups, groups_per_head, ranges, overhead)
     if stream_k:
         split = replace(split, scratch=groups * ranges * fixup.PARTIAL.value, combines=False)
     return Plan(split, stream_k)
@@ -160,25 +160,12 @@ def _query_descriptors(q: torch.Tensor, strides: tuple[int, ...], heads: int) ->
 
 
 def _keys(k_cache: torch.Tensor, box: int) -> tuple[Keys, OneByteKeys]:
-    """The cache as each producer takes it; ``keys_half`` is of lines of 128 bytes where numbers have one byte."""
+    """The cache as each producer takes it."""
     strides = strides_in_use(k_cache)
-    address, shape, device = k_cache.data_ptr(), tuple(k_cache.shape), k_cache.device
+    keys = Keys(*_descriptors(k_cache.data_ptr(), k_cache.dtype, tuple(k_cache.shape), strides, box, k_cache.device))
     if k_cache.dtype.itemsize > 1:
-        return Keys(*_descriptors(address, k_cache.dtype, shape, strides, box, device)), OneByteKeys(None, 0, 0, 0)
-    lines = _lines(address, shape, strides, box, device)
-    return Keys(lines, None), OneByteKeys(k_cache, *(stride // _ALIGN_BYTES for stride in strides))
-
-
-@functools.lru_cache(maxsize=1024)
-def _lines(
-    address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: int, device: torch.device
-) -> TensorDescriptor:
-    """A TMA descriptor of 128 bytes of ``box`` keys of a cache of one-byte numbers, as numbers of two bytes."""
-    if address % _ALIGN_BYTES or any(stride % _ALIGN_BYTES for stride in strides):
-        raise ValueError(f"k_cache must have rows that begin at multiples of 16 bytes, got strides {(*strides, 1)}")
-    pages, page_size, heads, width = shape
-    in_pairs = [stride // 2 for stride in strides]
-    return describe(Address(address, torch.bfloat16), (pages, page_size, heads, width // 2), in_pairs, (1, box, 1, 64))
+        return keys, OneByteKeys(None, 0, 0, 0)
+    return keys, OneByteKeys(k_cache, *(stride // _ALIGN_BYTES for stride in strides))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -190,10 +177,16 @@ def _descriptors(
     box: int,
     device: torch.device,
 ) -> tuple[TensorDescriptor, TensorDescriptor | None]:
-    """TMA descriptors of a cache [pages, page_size, h_kv, d]: of 256 columns of ``box`` keys, and of their rope."""
-    if address % 16 or any(stride % _ALIGN for stride in strides):
+    """TMA descriptors of a cache [pages, page_size, h_kv, d]: of 256 columns of ``box`` keys, and of their rope.
+
+    Of numbers of one byte: of lines of 128 bytes of ``box`` keys, as numbers of two bytes.
+    """
+    if address % _ALIGN_BYTES or any(stride * dtype.itemsize % _ALIGN_BYTES for stride in strides):
         raise ValueError(f"k_cache must have rows that begin at multiples of 16 bytes, got strides {(*strides, 1)}")
-    return _tiles(Address(address, dtype), shape, strides, (1, box, 1))
+    if dtype.itemsize > 1:
+        return _tiles(Address(address, dtype), shape, strides, (1, box, 1))
+    in_pairs = [stride // 2 for stride in strides]
+    return describe(Address(address, torch.bfloat16), (*shape[:3], shape[3] // 2), in_pairs, (1, box, 1, 64)), None
 
 
 def _tiles(

@@ -27,11 +27,10 @@ from flashlatte.kernels.hopper.mla_tiles import (
 from flashlatte.kernels.hopper.ptx import e4m3, memory
 from flashlatte.kernels.hopper.ptx.registers import loaded
 from flashlatte.kernels.hopper.ptx.threads import of_lane, of_lanes
-from flashlatte.kernels.hopper.word_layouts import SWIZZLED_WORDS, THREADS, flat, words_layout
+from flashlatte.kernels.hopper.word_layouts import THREADS, flat, load_words, words_layout, words_of
 from flashlatte.ops.dense_decode.hopper import schedule
 from flashlatte.ops.dense_decode.hopper.producer import finish, load_queries, load_query_ropes, signal_queries
 from flashlatte.ops.dense_decode.hopper.tiles import Q_EMPTY
-from flashlatte.runtime.gluon_compat import reinterpret
 from flashlatte.split_kv import device
 
 # Of a block's rows as numbers of two bytes, to be prefetched: the kernel's first argument.
@@ -88,23 +87,16 @@ def _rows_of(call, split, page, block, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _load_words(rows, FIRST: gl.constexpr, WORDS: gl.constexpr, LAYOUT: gl.constexpr):
-    tokens: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    word = FIRST + gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
-    return gl.load(gl.convert_layout(rows.words, tokens, assert_trivial=True)[:, None] + word[None, :])
-
-
-@gluon.jit
 def _load_left(rows):
-    words = _load_words(rows, 0, _HALF_WORDS, _HALF_LAYOUT)
+    words = load_words(rows.words, 0, _HALF_LAYOUT)
     return Half(words, words)
 
 
 @gluon.jit
 def _load_right(rows, HAS_ROPE: gl.constexpr):
-    words = _load_words(rows, _HALF_WORDS, _HALF_WORDS, _HALF_LAYOUT)
+    words = load_words(rows.words, _HALF_WORDS, _HALF_LAYOUT)
     if HAS_ROPE:
-        return Half(words, _load_words(rows, LATENT // 4, _ROPE_WORDS, _ROPE_LAYOUT))
+        return Half(words, load_words(rows.words, LATENT // 4, _ROPE_LAYOUT))
     else:
         return Half(words, words)
 
@@ -149,9 +141,8 @@ def _factor(half, rows, HAS_ROPE: gl.constexpr, DTYPE: gl.constexpr):
 @gluon.jit
 def _store(tile, words, factor, DTYPE: gl.constexpr):
     LAYOUT: gl.constexpr = words.type.layout
-    target = reinterpret(tile.index(0), gl.int32, [KEYS, words.shape[1] * 2], SWIZZLED_WORDS)
     factor = gl.convert_layout(factor, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
-    target.store(e4m3.expand(words, factor, DTYPE))
+    words_of(tile).store(e4m3.expand(words, factor, DTYPE))
 
 
 @gluon.jit

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from flashlatte.kernels.hopper import barriers
+from flashlatte.kernels.hopper.mla_pipeline import finish_producing
 from flashlatte.kernels.hopper.mla_tiles import (
     COPY,
     HALF,
@@ -152,13 +152,7 @@ def finish(call, PLAN: gl.constexpr):
     if call.results.scratch is not None:
         schedule.write_metadata(call.results.scratch, call.work, PLAN)
     barriers.wait(Q_EMPTY, barriers.ALL)
-    barriers.wait(K0_LEFT_EMPTY, barriers.PAIR)
-    barriers.wait(K0_RIGHT_EMPTY, barriers.PAIR)
-    barriers.wait(K1_RIGHT_EMPTY, barriers.PAIR)
-    barriers.wait(K1_LEFT_EMPTY, barriers.PAIR)
-    # The combine may be launched, and waits for what the consumers still write. Earlier, its programs would crowd on
-    # the few SMs that are free first.
-    gdc_launch_dependents()
+    finish_producing(128)
 
 
 @gluon.jit

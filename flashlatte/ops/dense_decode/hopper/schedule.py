@@ -7,14 +7,12 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.mla_tiles import KEYS, LATENT, ROWS
+from flashlatte.kernels.hopper.mla_tiles import KEYS, ROWS
 from flashlatte.kernels.hopper.ptx.threads import lane
 from flashlatte.ops.dense_decode.hopper.tiles import PAIR
 from flashlatte.split_kv import device
-from flashlatte.split_kv.gluon import find_range
+from flashlatte.split_kv.gluon import PARTIAL, find_range
 
-# Numbers of a partial output: 64 rows and their lse.
-PARTIAL = gl.constexpr(ROWS.value * (LATENT.value + 1))
 # Of the producer, with which a kernel begins.
 _THREADS = gl.constexpr(128)
 

@@ -97,17 +97,10 @@ def _load_block(rows, PLAN: gl.constexpr):
     """Ask for this CTA's tokens. Words of those that are not selected come from elsewhere, and get the scale 0."""
     words = _own(rows.words)
     valid = _own(rows.valid)
-    pieces = (
-        _load_piece(words, 0, PLAN),
-        _load_piece(words, 16, PLAN),
-        _load_piece(words, 32, PLAN),
-        _load_piece(words, 48, PLAN),
-        _load_piece(words, 64, PLAN),
-        _load_piece(words, 80, PLAN),
-        _load_piece(words, 96, PLAN),
-    )
+    pieces = ()
+    for piece in gl.static_range(8 if PLAN.format == V32 else 7):
+        pieces += (_load_piece(words, 16 * piece, PLAN),)
     if PLAN.format == V32:
-        pieces += (_load_piece(words, 112, PLAN),)
         return Block(pieces, _load_v32_scales(words, valid, PLAN))
     else:
         scales = _own(rows.scales)

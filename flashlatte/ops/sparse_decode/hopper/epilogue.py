@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.mla_tiles import HALF, LATENT, ROWS
+from flashlatte.kernels.hopper.mla_tiles import HALF, ROWS
 from flashlatte.kernels.hopper.ptx.registers import opaque
+from flashlatte.kernels.hopper.softmax import inverse, lse2_of
 from flashlatte.kernels.triton.online_softmax import LOG2_E
 from flashlatte.ops.sparse_decode.hopper import equal_splits
-from flashlatte.ops.sparse_decode.hopper.schedule import PARTIAL
-from flashlatte.ops.sparse_decode.hopper.tiles import OUTPUT, OUTPUT_ROWS
-from flashlatte.split_kv.outputs import write_lse
+from flashlatte.ops.sparse_decode.hopper.tiles import OUTPUT_ROWS
+from flashlatte.split_kv.gluon import PARTIAL, write_partial
+from flashlatte.split_kv.outputs import head_pointers, write_lse
 
 
 class Results(NamedTuple):
@@ -63,32 +64,22 @@ def _write_normalised(state, item, split, first_head, results, FIRST_COL: gl.con
     outputs = results.outputs
     row_sum = gl.convert_layout(state.row_sum, OUTPUT_ROWS, assert_trivial=True)
     row_max = gl.convert_layout(state.row_max, OUTPUT_ROWS, assert_trivial=True)
-    is_empty = row_sum == 0
-    factor = gl.where(is_empty, 0.0, 1.0 / row_sum)
-    lse2 = gl.where(is_empty, float("-inf"), row_max + gl.log2(row_sum))
+    factor = inverse(row_sum)
+    lse2 = lse2_of(row_max, row_sum)
     # What follows from it would be worked out before the main loop, and kept.
     row = opaque(gl.arange(0, ROWS, OUTPUT_ROWS))
     head = first_head + row
     if (split.begin == 0) & (split.end == split.blocks):
         if outputs.sink is not None:
             sink = gl.load(outputs.sink + head * outputs.sink_stride, mask=head < outputs.heads, other=0.0) * LOG2_E
-            factor *= gl.where(is_empty, 0.0, 1.0 / (1.0 + gl.exp2(sink - lse2)))
+            factor *= gl.where(row_sum == 0, 0.0, 1.0 / (1.0 + gl.exp2(sink - lse2)))
         _write_out(outputs, item, first_head, state.out * factor[:, None], FIRST_COL, OUT_ALIGN)
         if FIRST_COL == 0:
             write_lse(outputs, item, 0, head, lse2)
     elif results.partials is not None:
-        _write_partial(state.out * factor[:, None], lse2, row, head, split, results, FIRST_COL)
-
-
-@gluon.jit
-def _write_partial(values, lse2, row, head, split, results, FIRST_COL: gl.constexpr):
-    # A range's first partial output is of an item begun before it, the second one of an item that it begins.
-    partial = results.partials + gl.where(split.begin > 0, 0, PARTIAL)
-    col = FIRST_COL + gl.arange(0, HALF, gl.SliceLayout(0, OUTPUT))
-    in_use = head < results.outputs.heads
-    gl.store(partial + (row * LATENT)[:, None] + col[None, :], values, mask=in_use[:, None])
-    if FIRST_COL == 0:
-        gl.store(partial + ROWS * LATENT + row, lse2, mask=in_use)
+        # A range's first partial output is of an item begun before it, the second one of an item that it begins.
+        partial = results.partials + gl.where(split.begin > 0, 0, PARTIAL)
+        write_partial(partial, row, head < outputs.heads, state.out * factor[:, None], lse2, FIRST_COL)
 
 
 @gluon.jit
@@ -97,9 +88,5 @@ def _write_out(outputs, item, first_head, values, FIRST_COL: gl.constexpr, OUT_A
     values = gl.convert_layout(gl.convert_layout(values, _HALFWAY), _STORE)
     head = first_head + opaque(gl.arange(0, ROWS, gl.SliceLayout(1, _STORE)))
     col = FIRST_COL + gl.arange(0, HALF, gl.SliceLayout(0, _STORE))
-    offset = (
-        (item // outputs.tokens).to(gl.int64) * outputs.out_stride_request
-        + (item % outputs.tokens).to(gl.int64) * outputs.out_stride_token
-        + head.to(gl.int64) * outputs.out_stride_head
-    ) * OUT_ALIGN
-    gl.store(outputs.out + offset[:, None] + col[None, :], values, mask=(head < outputs.heads)[:, None])
+    pointers = head_pointers(outputs, item, head, OUT_ALIGN)[:, None] + col[None, :]
+    gl.store(pointers, values, mask=(head < outputs.heads)[:, None])

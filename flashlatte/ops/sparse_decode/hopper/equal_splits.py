@@ -17,11 +17,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashlatte.kernels.hopper.mla_tiles import HALF, LATENT, ROWS
 from flashlatte.kernels.hopper.ptx import rounded
+from flashlatte.kernels.hopper.softmax import inverse, lse2_of
 from flashlatte.kernels.triton.online_softmax import LOG2_E
 from flashlatte.ops.sparse_decode.hopper.tiles import OUTPUT
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.triton_kernel import gluon_kernel
-from flashlatte.split_kv.outputs import Outputs, write_lse
+from flashlatte.split_kv.outputs import Outputs, head_pointers, write_lse
 
 # Bytes of 16 columns: 16 for each of 128 threads, and 8.
 _STEP_BYTES = gl.constexpr(rounded.FIRST_BYTES + 1024)
@@ -166,19 +167,13 @@ def combine_equal_kernel(
             combined += weight[:, None] * loaded[i]
         row_max = new_max
 
-    is_empty = row_sum == 0
-    factor = gl.where(is_empty, 0.0, 1.0 / row_sum)
-    lse2 = gl.where(is_empty, float("-inf"), row_max + gl.log2(row_sum))
+    factor = inverse(row_sum)
+    lse2 = lse2_of(row_max, row_sum)
     head = group * ROWS + row
     if sink is not None:
         sink2 = gl.load(sink + head * sink_stride, mask=head < heads, other=0.0) * LOG2_E
-        factor *= gl.where(is_empty, 0.0, 1.0 / (1.0 + gl.exp2(sink2 - lse2)))
-    offset = (
-        (item // tokens).to(gl.int64) * out_stride_request
-        + (item % tokens).to(gl.int64) * out_stride_token
-        + head.to(gl.int64) * out_stride_head
-    ) * OUT_ALIGN
-    pointers = (out + offset)[:, None] + (first_col + col)[None, :]
+        factor *= gl.where(row_sum == 0, 0.0, 1.0 / (1.0 + gl.exp2(sink2 - lse2)))
+    pointers = head_pointers(outputs, item, head, OUT_ALIGN)[:, None] + (first_col + col)[None, :]
     gl.store(pointers, (combined * factor[:, None]).to(out.dtype.element_ty), mask=(head < heads)[:, None])
     if first_col == 0:
         write_lse(outputs, item, 0, head, lse2)

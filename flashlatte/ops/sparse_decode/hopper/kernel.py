@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import triton.language as tl
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
@@ -23,6 +22,7 @@ from flashlatte.ops.sparse_decode.hopper import (
 from flashlatte.runtime.triton_internals import Cluster
 from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv import device
+from flashlatte.split_kv.gluon import PARTIAL
 from flashlatte.split_kv.outputs import Outputs
 
 # Of a consumer. The producer has what is left: 120 with four warps, 64 with eight.
@@ -148,46 +148,24 @@ def sparse_decode_kernel(
     if PLAN.equal_splits:
         partials = equal_splits.partial_of(scratch, work.number, work.group, num_groups)
     elif PLAN.balanced:
-        partials = scratch + device.partial_of_range(work.number, work.group, num_groups, True) * schedule.PARTIAL
+        partials = scratch + device.partial_of_range(work.number, work.group, num_groups, True) * PARTIAL
     results = epilogue.Results(outputs, scratch, partials)
     call = consumers.Call(
         queries, (cache, extra_cache), (own, extra), lists, work, scale, shared, masks, full, peer, results
     )
+    ONE_BLOCK: gl.constexpr = PLAN.granularity == 1
     gl.warp_specialize(
         [
-            (_produce, (call, PLAN)),
-            (_consume_even, (call, PLAN)),
-            (_consume_odd, (call, PLAN)),
+            (
+                one_block.produce if ONE_BLOCK else (cluster_producer.produce if PLAN.cluster else producer.produce),
+                (call, PLAN),
+            ),
+            (one_block.consume_even if ONE_BLOCK else consumers.consume_even, (call, PLAN)),
+            (one_block.consume_odd if ONE_BLOCK else consumers.consume_odd, (call, PLAN)),
         ],
         [4, 4],
         [_CONSUMER_REGISTERS, _CONSUMER_REGISTERS],
     )
-
-
-@gluon.jit
-def _produce(call, PLAN: gl.constexpr):
-    if PLAN.granularity == 1:
-        one_block.produce(call, PLAN)
-    elif PLAN.cluster:
-        cluster_producer.produce(call, PLAN)
-    else:
-        producer.produce(call, PLAN)
-
-
-@gluon.jit
-def _consume_even(call, PLAN: gl.constexpr):
-    if PLAN.granularity == 1:
-        one_block.consume_even(call, PLAN)
-    else:
-        consumers.consume_even(call, PLAN)
-
-
-@gluon.jit
-def _consume_odd(call, PLAN: gl.constexpr):
-    if PLAN.granularity == 1:
-        one_block.consume_odd(call, PLAN)
-    else:
-        consumers.consume_odd(call, PLAN)
 
 
 _BY_ELEMENT = ["indices", "extra_indices", "lengths", "extra_lengths", "sink", "lse"]

@@ -23,11 +23,11 @@ from flashlatte.runtime.triton_internals import clusters_fill
 from flashlatte.runtime.triton_kernel import launching_on
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.device import key_lengths
+from flashlatte.split_kv.gluon import MLA_PARTIAL
 from flashlatte.split_kv.outputs import outputs_of
-from flashlatte.split_kv.plan import Partial, SplitPlan
+from flashlatte.split_kv.plan import SplitPlan
 
 _LOG2_E = math.log2(math.e)
-_PARTIAL = Partial(ROWS.value, LATENT.value)
 # What starting on a query token costs, in blocks, where there are many of them.
 _OVERHEAD = 2
 # Rows of partial outputs that splits of one block may leave to be combined: with more, longer splits take less time.
@@ -164,23 +164,23 @@ def make_plan(
             return _with_equal_splits(items, most_blocks, groups, ranges, granularity=1)
     # Else a CTA takes blocks in pairs: a split of less would only make more to combine.
     most_pairs = -(-most_blocks // 2)
-    ranges = plan.num_ranges(items, groups, num_sms, most_pairs, _PARTIAL, uniform=is_uniform)
+    ranges = plan.num_ranges(items, groups, num_sms, most_pairs, MLA_PARTIAL, uniform=is_uniform)
     # One item more than there are: what a range has not taken begins after the last one.
     if ranges is None or (items + 1) * (max(most_blocks, 1) + _OVERHEAD) > plan.MAX_COST:
         # Every CTA has the same group for all of its query tokens.
         ctas = min(items, max(num_sms // groups, 1)) * groups
-        return Plan(plan.whole(_PARTIAL, items, groups, groups), ctas)
+        return Plan(plan.whole(MLA_PARTIAL, items, groups, groups), ctas)
     # With few items a range should be as short as can be; with many, an item begun costs about two blocks.
     overhead = _OVERHEAD * int(2 * items >= ranges)
     if is_uniform and _most_pairs(items, most_pairs, ranges, 0) < _most_pairs(items, most_pairs, ranges, overhead // 2):
         overhead = 0
     if is_uniform and 2 * items < ranges and ranges % items == 0:
         return _with_equal_splits(items, most_pairs, groups, ranges, granularity=2)
-    return Plan(plan.balanced(_PARTIAL, items, most_pairs, groups, groups, ranges, overhead), ranges * groups)
+    return Plan(plan.balanced(MLA_PARTIAL, items, most_pairs, groups, groups, ranges, overhead), ranges * groups)
 
 
 def _with_equal_splits(items: int, item_blocks: int, groups: int, ranges: int, granularity: int) -> Plan:
-    split = plan.balanced(_PARTIAL, items, item_blocks, groups, groups, ranges, overhead=0)
+    split = plan.balanced(MLA_PARTIAL, items, item_blocks, groups, groups, ranges, overhead=0)
     split = replace(split, scratch=ranges * groups * equal_splits.PARTIAL.value, combines=False)
     return Plan(split, ranges * groups, ranges // items, granularity)
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
-from triton.language.extra.cuda import gdc_launch_dependents
 
+from flashlatte.kernels.hopper.mla_pipeline import finish_producing, wait_empty
 from flashlatte.kernels.hopper.mla_tiles import (
     K0_LEFT_EMPTY,
     K0_RIGHT_EMPTY,
@@ -31,7 +31,7 @@ from flashlatte.kernels.hopper.mla_tiles import (
 )
 from flashlatte.kernels.hopper.ptx import e4m3, memory
 from flashlatte.kernels.hopper.ptx.registers import loaded
-from flashlatte.kernels.hopper.word_layouts import LINES, SWIZZLED_WORDS, THREADS, flat, words_layout
+from flashlatte.kernels.hopper.word_layouts import LINES, THREADS, flat, load_words, words_layout, words_of
 from flashlatte.ops.sparse_decode.hopper import schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.rows import (
     PLAIN_ROPE,
@@ -44,10 +44,8 @@ from flashlatte.ops.sparse_decode.hopper.rows import (
     locate,
     publish_mask,
     token_bytes,
-    wait_empty,
 )
 from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32
-from flashlatte.runtime.gluon_compat import reinterpret
 
 
 class Half(NamedTuple):
@@ -68,13 +66,7 @@ def _per_group(x, LAYOUT: gl.constexpr):
 @gluon.jit
 def _load_words(rows, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
     """Words from FIRST of all rows. Those of tokens that are not selected come from elsewhere, and get the scale 0."""
-    GROUPS: gl.constexpr = LAYOUT.shape[1]
-    WIDTH: gl.constexpr = LAYOUT.shape[2]
-    FLAT: gl.constexpr = flat(LAYOUT)
-    tokens: gl.constexpr = gl.SliceLayout(1, FLAT)
-    word = FIRST + gl.arange(0, GROUPS * WIDTH, gl.SliceLayout(0, FLAT))
-    pointers = gl.convert_layout(rows.words, tokens, assert_trivial=True)[:, None] + word[None, :]
-    words = gl.load(pointers).reshape([rows.words.shape[0], GROUPS, WIDTH])
+    words = load_words(rows.words, FIRST, flat(LAYOUT)).reshape(LAYOUT.shape)
     return gl.convert_layout(words, LAYOUT, assert_trivial=True)
 
 
@@ -113,7 +105,7 @@ def _dequantize(words, scales, FIRST_GROUP: gl.constexpr, PLAN: gl.constexpr):
 @gluon.jit
 def fill(tile, half, SIDE: gl.constexpr, PLAN: gl.constexpr):
     """Dequantize half of a block into its tile."""
-    target = reinterpret(tile.index(0), gl.int32, [KEYS, 128], SWIZZLED_WORDS)
+    target = words_of(tile)
     scales = half.scales
     if PLAN.format == MODEL1:
         scales = e4m3.split_exponents(scales)
@@ -225,7 +217,7 @@ def produce(call, PLAN: gl.constexpr):
             _prefetch(rows1, PLAN)
             left0 = with_nan(left0, rows0, LEFT, PLAN)
             if always:
-                wait_empty(K0_LEFT_EMPTY, PLAN)
+                wait_empty(K0_LEFT_EMPTY, PLAN.producer_threads)
                 publish_mask(call.masks.block0, rows0)
                 _provide(k0, full.k0, left0, rows0, LEFT, tiles.K0_LEFT_FULL, PLAN)
 
@@ -239,7 +231,7 @@ def produce(call, PLAN: gl.constexpr):
             indices0 = load_indices(cursor, block0, call, PLAN)
             right0 = with_nan(right0, rows0, RIGHT, PLAN)
             if always:
-                wait_empty(K0_RIGHT_EMPTY, PLAN)
+                wait_empty(K0_RIGHT_EMPTY, PLAN.producer_threads)
                 _provide(k0, full.k0, right0, rows0, RIGHT, tiles.K0_RIGHT_FULL, PLAN)
 
             right1 = half_loaded(right1, RIGHT, PLAN)
@@ -249,7 +241,7 @@ def produce(call, PLAN: gl.constexpr):
             _prefetch(rows0, PLAN)
             right1 = with_nan(right1, rows1, RIGHT, PLAN)
             if always:
-                wait_empty(K1_RIGHT_EMPTY, PLAN)
+                wait_empty(K1_RIGHT_EMPTY, PLAN.producer_threads)
                 publish_mask(call.masks.block1, rows1)
                 _provide(k1, full.k1, right1, rows1, RIGHT, tiles.K1_RIGHT_FULL, PLAN)
 
@@ -257,13 +249,6 @@ def produce(call, PLAN: gl.constexpr):
             left0 = load_half(rows0, LEFT, PLAN)
             left1 = with_nan(left1, rows1, LEFT, PLAN)
             if always:
-                wait_empty(K1_LEFT_EMPTY, PLAN)
+                wait_empty(K1_LEFT_EMPTY, PLAN.producer_threads)
                 _provide(k1, full.k1, left1, rows1, LEFT, tiles.K1_LEFT_FULL, PLAN)
-    # The consumers' last arrivals.
-    wait_empty(K0_LEFT_EMPTY, PLAN)
-    wait_empty(K0_RIGHT_EMPTY, PLAN)
-    wait_empty(K1_RIGHT_EMPTY, PLAN)
-    wait_empty(K1_LEFT_EMPTY, PLAN)
-    # The combine may be launched, and waits for what the consumers still write. Earlier, its CTAs would crowd on the
-    # few SMs that are free first.
-    gdc_launch_dependents()
+    finish_producing(PLAN.producer_threads)

@@ -13,11 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.clusters import OWN
-from flashlatte.kernels.hopper.mla_tiles import KEYS, ROWS
-from flashlatte.kernels.hopper.word_layouts import SWIZZLED_WORDS
+from flashlatte.kernels.hopper.mla_tiles import KEYS
+from flashlatte.kernels.hopper.word_layouts import words_of
 from flashlatte.ops.sparse_decode.hopper import schedule
 from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32
-from flashlatte.runtime.gluon_compat import cp_async, reinterpret
+from flashlatte.runtime.gluon_compat import cp_async
 
 # Bytes of a token's scales in model1, which follow the tokens of a page.
 _MODEL1_SCALES = gl.constexpr(8)
@@ -196,20 +196,14 @@ def arrive_full(FULL: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def wait_empty(EMPTY: gl.constexpr, PLAN: gl.constexpr):
-    barriers.wait(EMPTY, 128 + PLAN.producer_threads, PLAN.producer_threads)
-
-
-@gluon.jit
 def copy_words(tile, rows, FIRST: gl.constexpr, COLUMN: gl.constexpr, WIDTH: gl.constexpr, IS_PLAIN: gl.constexpr):
     """Copy words from FIRST of 64 rows to words from COLUMN of a tile; 0 where a row is not valid.
 
     IS_PLAIN: the eight warps of a producer that only copies do, not four.
     """
     LAYOUT: gl.constexpr = copy_layout(WIDTH, IS_PLAIN)
-    ALL: gl.constexpr = tile.shape[2] // 2
-    target = reinterpret(tile.index(0), gl.int32, [ROWS, ALL], SWIZZLED_WORDS)
-    if WIDTH != ALL:
+    target = words_of(tile)
+    if target.shape[1] != WIDTH:
         target = target.slice(COLUMN, WIDTH, dim=1)
     tokens: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     words = gl.convert_layout(rows.words, tokens, assert_trivial=True)[:, None]

@@ -11,13 +11,10 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.mla_tiles import KEYS, LATENT, ROWS
+from flashlatte.kernels.hopper.mla_tiles import KEYS
 from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.split_kv import device
-from flashlatte.split_kv.gluon import find_equal_range, find_range, round_up
-
-# Numbers of a partial output: 64 rows and their lse.
-PARTIAL = gl.constexpr(ROWS.value * (LATENT.value + 1))
+from flashlatte.split_kv.gluon import PARTIAL, find_equal_range, find_range, round_up
 
 
 class Work(NamedTuple):
