@@ -39,6 +39,7 @@ class Model:
         model: a transformers model of one of ``MODEL_TYPES``, or the directory of its checkpoint.
         dtype, device: of a checkpoint's weights; by default as stored, and a GPU if there is one (that of the rank).
         backend: of the decode operation; None chooses.
+        batch_invariant: of every attention layer, see ``MLAAttention``; not over several ranks.
         ranks: that compute it together; None: this process alone.
 
     Raises:
@@ -54,8 +55,11 @@ class Model:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         backend: str | None = None,
+        batch_invariant: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
+        if batch_invariant and ranks is not None:
+            raise ValueError("batch_invariant needs a model on one device: sums over ranks do not promise it")
         of_checkpoint = isinstance(model, (str, Path))
         if of_checkpoint:
             # What is divided goes to a GPU in parts: the whole may be larger than one.
@@ -69,7 +73,9 @@ class Model:
         self.vocabulary: int = model.config.vocab_size
         self.max_position = self.config.rope.max_position
         self._body, self._head = model.model, model.lm_head
-        self.attention = [self._adopt(number, layer, backend) for number, layer in enumerate(self._body.layers)]
+        self.attention = [
+            self._adopt(number, layer, backend, batch_invariant) for number, layer in enumerate(self._body.layers)
+        ]
         if ranks is not None and of_checkpoint:
             model.to(device or ranks.device)
         weight = self.attention[0].kv_b_proj.weight
@@ -126,7 +132,7 @@ class Model:
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden)[None])[0]
         return self._head(self._body.norm(hidden[rows]))
 
-    def _adopt(self, number: int, layer: Any, backend: str | None) -> MLAAttention:
+    def _adopt(self, number: int, layer: Any, backend: str | None, batch_invariant: bool) -> MLAAttention:
         """An attention layer on the weights of a decoder layer's module, or with this rank's part of them."""
         shares = self.config.indexer is not None and number in self.config.indexer.shared_layers
         module = layer.self_attn
@@ -135,7 +141,9 @@ class Model:
             # In the module's place, so that the whole one can be forgotten.
             layer.self_attn = own_heads(self.config, module, self.ranks, backend=backend, shares_selection=shares)
             return layer.self_attn
-        attention = MLAAttention(self.config, backend=backend, shares_selection=shares, device="meta")
+        attention = MLAAttention(
+            self.config, backend=backend, batch_invariant=batch_invariant, shares_selection=shares, device="meta"
+        )
         attention.load_state_dict(module.state_dict(), assign=True)
         return attention.requires_grad_(False)
 

@@ -35,13 +35,16 @@ class MLAAttention(nn.Module):
             one: those of all shards sum to the layer's. The part of each token that all heads share (the latent) is
             computed, and cached, by every shard.
         backend: of the operations that read the cache: "hopper", "portable" or "reference"; None chooses.
+        batch_invariant: make decode attention of a request independent, bit for bit, of what else is in a step whose
+            requests have as many new tokens each. Projections are PyTorch's, whose bits may depend on the number of
+            tokens. For layers without an indexer, over plain caches and ``fp8`` that are whole.
         shares_selection: attend to what the layer before it selected, without an indexer of its own
             (``config.indexer.shared_layers`` has the numbers of such layers).
         dtype, device: of the parameters, which are not initialised.
 
     Raises:
         TypeError, ValueError: a head range that the layer does not have, an unknown backend, or a selection to share
-            without an indexer in the config.
+            without an indexer in the config, ``batch_invariant`` beside one.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class MLAAttention(nn.Module):
         *,
         heads: tuple[int, int] | None = None,
         backend: str | None = None,
+        batch_invariant: bool = False,
         shares_selection: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -64,7 +68,10 @@ class MLAAttention(nn.Module):
             checks.choice("backend", backend, dispatch.backends())
         if checks.flag("shares_selection", shares_selection) and config.indexer is None:
             raise ValueError("shares_selection needs a config with an indexer, got indexer None")
+        if checks.flag("batch_invariant", batch_invariant) and config.indexer is not None:
+            raise ValueError("batch_invariant needs a config without an indexer: sparse decode does not promise it")
         self.config = config
+        self.batch_invariant = batch_invariant
         self.heads = (first, last)
         self.backend = backend
         self.q_lora_rank = config.q_lora_rank
@@ -174,6 +181,12 @@ class MLAAttention(nn.Module):
         self._check_cache(pages, layout, k_scale)
         _check_same_cache(metadata, pages)
         self._check_selection(metadata, layout, indices)
+        if self.batch_invariant and (indices is not None or not layout.plain or metadata.sharding is not None):
+            raise ValueError(
+                "batch_invariant needs a whole cache of a plain format, or fp8, and no indices: nothing else promises "
+                f"it, got format {layout.name}, sharding {metadata.sharding} and indices "
+                f"{'given' if indices is not None else None}"
+            )
         if metadata.max_seq_len > config.rope.max_position:
             raise ValueError(
                 f"metadata has a request of {metadata.max_seq_len} tokens, and the config's rope.max_position is "
@@ -188,7 +201,15 @@ class MLAAttention(nn.Module):
         latents = LatentCache(pages, layout, config.kv_lora_rank, k_scale)
         indexing = self._indexing(index_cache, pages, rotary)
         return forward(
-            self, hidden, latents, metadata, rotary, indices=indices, indexing=indexing, backend=self.backend
+            self,
+            hidden,
+            latents,
+            metadata,
+            rotary,
+            indices=indices,
+            indexing=indexing,
+            backend=self.backend,
+            batch_invariant=self.batch_invariant,
         )
 
     def _indexing(self, index_cache: torch.Tensor | None, pages: torch.Tensor, rotary: Rotary) -> Indexing | None:

@@ -17,6 +17,7 @@ def attend_pages(
     indices: torch.Tensor | None,
     softmax_scale: float,
     backend: str | None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Attention of queries [T, h, head_dim] over cached tokens, their own among them: [T, h, value_dim].
 
@@ -24,6 +25,7 @@ def attend_pages(
         part: whose the queries are; None beside ``indices``.
         indices: int [T, topk], the slots that each query attends to; None: all of its request up to its own.
         backend: of the operation that reads the pages.
+        batch_invariant: as for ``dense_decode``; where this is no dense decode, it has no effect.
     """
     over_ranks = None if part is None else part.over_ranks
     if indices is not None:
@@ -34,7 +36,7 @@ def attend_pages(
     if over_ranks is not None:
         return _by_token(over_ranks.attend(_by_request(query, part), cache, softmax_scale, backend), part)
     if cache.layout.plain:
-        return _attend_dense(query, cache, part, softmax_scale, backend)
+        return _attend_dense(query, cache, part, softmax_scale, backend, batch_invariant)
     # To read another format through dense_decode would take a dequantised copy of the whole history at every step;
     # sparse_decode reads its bytes, given the slots of every token.
     return _attend_every_slot(query, cache, part, softmax_scale, backend)
@@ -46,6 +48,7 @@ def _attend_dense(
     part: DecodePart,
     softmax_scale: float,
     backend: str | None,
+    batch_invariant: bool,
 ) -> torch.Tensor:
     out, _ = dense_decode(
         _by_request(query, part),
@@ -56,6 +59,7 @@ def _attend_dense(
         softmax_scale=softmax_scale,
         causal=part.queries > 1,
         k_scale=cache.scale,
+        batch_invariant=batch_invariant,
         backend=backend,
     )
     return _by_token(out, part)

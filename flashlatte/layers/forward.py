@@ -55,6 +55,7 @@ def forward(
     indices: torch.Tensor | None = None,
     indexing: Indexing | None = None,
     backend: str | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Attention of a flat batch [T, hidden_size], written to the cache on the way: [T, hidden_size].
 
@@ -65,6 +66,7 @@ def forward(
         indexing: the module's indexer, which stores its keys and makes that selection; None for a module that shares
             another's, or attends to every token.
         backend: of the operations that read the cache.
+        batch_invariant: of dense decode.
     """
     query, rows, q_latent = project(module, hidden, rotary, cache, metadata.slot_mapping)
     selection = metadata.selection
@@ -80,7 +82,9 @@ def forward(
             indices = selection.slots[:absorbed]
 
         def attend(folded: torch.Tensor) -> torch.Tensor:
-            return attend_pages(folded, cache, metadata.decode, indices, softmax_scale(module), backend)
+            return attend_pages(
+                folded, cache, metadata.decode, indices, softmax_scale(module), backend, batch_invariant
+            )
 
         _attend_absorbed(module, query[:absorbed], cache, rotary.part(0, absorbed), backend, attend, out[:absorbed])
     if absorbed == tokens:

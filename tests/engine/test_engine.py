@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.engine_models import VOCABULARY, generated_by_transformers, model, prompt
 
-from flashlatte.engine import Engine, SamplingParams
+from flashlatte.engine import Engine, Model, SamplingParams
 
 FAMILIES = ("DeepseekV3", "DeepseekV2", "Glm4MoeLite", "Youtu", "AXK1", "DeepseekV32", "GlmMoeDsa")
 LENGTHS = (3, 17, 40, 1, 26)
@@ -83,6 +83,12 @@ def test_arrivals_and_aborts_leave_the_others_alone():
         done |= {output.id: output.tokens for output in served.step() if output.finish_reason == "length"}
     assert done == {name: generated_by_transformers("DeepseekV3", tokens, 6) for name, tokens in wanted.items()}
     assert served.pool.in_use == 0
+
+
+def test_batch_invariant_attention_changes_no_token():
+    invariant = Model(model(), batch_invariant=True)
+    assert all(attention.batch_invariant for attention in invariant.attention)
+    check(Engine(invariant, page_size=8, num_pages=64, max_tokens=32, max_requests=4))
 
 
 def test_stop_tokens_end_a_request():

@@ -11,7 +11,7 @@ import itertools
 
 from layers.stock import MODELS, Engine, assert_like_stock, assert_within, hidden_states, layer_like, stock
 
-from flashlatte.layers import MLAConfig
+from flashlatte.layers import IndexerConfig, MLAAttention, MLAConfig, decode
 
 
 @pytest.fixture(params=MODELS)
@@ -195,3 +195,31 @@ def test_metadata_whose_buffers_hold_another_step_is_refused():
     engine.builder.build([0, 2], [2], engine.table[1:2])
     with pytest.raises(ValueError, match=r"^metadata must be the last that its builder built"):
         engine.layer(torch.zeros(2, engine.layer.config.hidden_size), engine.cache, first)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_batch_invariance_is_asked_of_decode(asked, monkeypatch):
+    """What it then promises, the operation's own tests say."""
+    told = []
+    dense_decode = decode.dense_decode
+    monkeypatch.setattr(
+        decode, "dense_decode", lambda *args, **kwargs: [told.append(kwargs), dense_decode(*args, **kwargs)][1]
+    )
+    model = stock("v3")
+    engine = Engine(layer_like(model, batch_invariant=asked), hidden_states((9, 4)))
+    engine.step({0: 8, 1: 3})
+    engine.step({0: 1, 1: 1})
+    assert_like_stock(model, engine)
+    assert [one["batch_invariant"] for one in told] == [asked] * len(told)
+    assert told
+
+
+def test_batch_invariance_of_what_does_not_promise_it_is_refused():
+    indexed = MLAConfig(64, 4, q_lora_rank=24, indexer=IndexerConfig(num_heads=4, head_dim=64, topk=8))
+    with pytest.raises(ValueError, match="batch_invariant needs a config without an indexer"):
+        MLAAttention(indexed, batch_invariant=True)
+    engine = Engine(layer_like(stock("v3"), batch_invariant=True), hidden_states((4,)))
+    with pytest.raises(ValueError, match=r"batch_invariant needs a whole cache .* indices given"):
+        engine.step({0: 4}, indices=torch.zeros(4, 1, dtype=torch.int32))
+    with pytest.raises(TypeError, match="batch_invariant must be"):
+        MLAAttention(MLAConfig(64, 4), batch_invariant=1)  # type: ignore[arg-type]
