@@ -311,7 +311,7 @@ def test_doctor_of_a_model_with_an_indexer(monkeypatch):
 def test_doctor_of_deepseek_v4(monkeypatch, tmp_path):
     monkeypatch.setattr(compat, "version", lambda: "0.33.0")
     monkeypatch.setattr(examine, "_absent", lambda: None)
-    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v4", "head_dim": 512}')
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v41"}')
     assert doctor.examine(model=tmp_path)["vllm"]["refusal"] == serves.V4_IS_VLLMS
     assert examine.report(examine.examine(torch.bfloat16, v4=True)) == [
         "vLLM 0.33.0: FlashLatte's plugin is registered",
