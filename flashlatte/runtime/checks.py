@@ -133,7 +133,7 @@ def positive_number(name: str, value: object) -> float:
 
 def finite(name: str, value: object) -> float:
     result = number(name, value)
-    if not math.isfinite(result):
+    if not -math.inf < result < math.inf:
         raise ValueError(f"{name} must be a finite number, got {value}")
     return result
 

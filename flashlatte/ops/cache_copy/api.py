@@ -153,14 +153,14 @@ def _page_pairs(
 
 
 def _checked_pages(name: str, pages: Pages, count: int) -> torch.Tensor | list[int]:
-    """A tensor on a GPU as it is, anything else as a list of pages that exist."""
+    """A tensor on a GPU, or in a compiled program, as it is; anything else as a list of pages that exist."""
     if isinstance(pages, torch.Tensor):
         if pages.dtype not in checks.INDEX_DTYPES or pages.dim() != 1:
             raise TypeError(
                 f"{name} must be a list of ints or a 1-D int32 or int64 tensor, "
                 f"got {checks.dtype_names([pages.dtype])} {list(pages.shape)}"
             )
-        if pages.device.type != "cpu":
+        if pages.device.type != "cpu" or torch.compiler.is_compiling():
             return pages
         pages = pages.tolist()
     if not isinstance(pages, Iterable):

@@ -180,7 +180,9 @@ def index_convert(
     sinks = checks.positive_int("sinks", sinks, or_zero=True)
     window = checks.positive_int("window", window, or_zero=True)
     next_n = checks.positive_int("next_n", next_n)
-    if (query_positions is not None) != (sinks + window > 0):
+    # Where torch.compile does not know a number, a comparison may decide a branch but is no bool to compare again.
+    unmatched = sinks + window > 0 if query_positions is None else sinks + window == 0
+    if unmatched:
         raise ValueError("query_positions belongs to sinks and window, got one without the other")
     known = query_positions if indices is None else indices
     if known is None:

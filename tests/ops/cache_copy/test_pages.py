@@ -154,6 +154,13 @@ def test_page_errors_name_the_argument(call, error, message):
         call()
 
 
+def test_pages_in_tensors_may_be_copied_in_a_compiled_program():
+    cache = torch.arange(12.0).view(3, 4, 1, 1)
+    copy = torch.compile(kv_cache.copy_blocks, fullgraph=True, backend="eager")
+    copy(cache, torch.tensor([0, 1]), torch.tensor([1, 0]))
+    assert cache[:2, :, 0, 0].tolist() == [[4.0, 5.0, 6.0, 7.0], [0.0, 1.0, 2.0, 3.0]]
+
+
 POSITIONS, TABLE = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
 
 

@@ -183,5 +183,13 @@ def test_errors_name_the_argument(change, error, message):
         call(**change)
 
 
+def test_sinks_and_window_may_change_in_a_compiled_program():
+    table, query = torch.arange(4).view(1, 4), torch.tensor([6])
+    compiled = torch.compile(index_convert, fullgraph=True, dynamic=True, backend="eager")
+    for sinks in (1, 2):
+        given = {"request_ids": torch.tensor([0]), "query_positions": query, "sinks": sinks, "window": 3}
+        assert torch.equal(compiled(None, table, 2, **given), index_convert(None, table, 2, **given))
+
+
 def test_opcheck():
     opcheck(api, "index_convert", call)

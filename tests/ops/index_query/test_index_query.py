@@ -131,6 +131,14 @@ def test_errors_name_the_argument(change, error, message):
         call(**change)
 
 
+def test_scales_may_change_in_a_compiled_program():
+    q, weights = torch.randn(2, 3, 32), torch.randn(2, 3)
+    compiled = torch.compile(index_query, fullgraph=True, dynamic=True, backend="eager")
+    for head_scale in (0.5, 2.0):
+        expected = index_query(q, weights, head_scale=head_scale)[1]
+        assert torch.equal(compiled(q, weights, head_scale=head_scale)[1], expected)
+
+
 def test_opcheck():
     opcheck(api, "index_query", call)
 
