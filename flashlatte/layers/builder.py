@@ -72,9 +72,7 @@ class MLAMetadataBuilder:
         self.max_seq_len = checks.positive_int("max_seq_len", max_seq_len)
         self.workspace_tokens = checks.positive_int("workspace_tokens", workspace_tokens)
         self.num_pages = None if num_pages is None else checks.positive_int("num_pages", num_pages)
-        if max_decode_queries != 0:
-            checks.positive_int("max_decode_queries", max_decode_queries)
-        self.max_decode_queries = max_decode_queries
+        self.max_decode_queries = checks.positive_int("max_decode_queries", max_decode_queries, or_zero=True)
         self.max_pages = -(-max_seq_len // page_size)
         self.topk = None if topk is None else checks.positive_int("topk", topk)
         self.logit_bytes = checks.positive_int("logit_bytes", logit_bytes)
