@@ -39,9 +39,14 @@ class Member:
         self.ranks.part()
 
     def close(self) -> None:
-        """Let the other ranks go; of one process, nothing."""
+        """Let the other ranks go; of one process, nothing.
+
+        Raises:
+            RuntimeError: one has failed since the last step; says which, and why.
+        """
         if self.ranks is not None and self.leads and not self.ranks.closed:
-            self.ranks.send(None)
+            with self.ranks.failing_together():
+                self.ranks.send(None)
             self.ranks.part()
 
     def __enter__(self: _Member) -> _Member:
