@@ -16,6 +16,7 @@ class Batch:
         swap_out, swap_in: pages to copy first, as in ``Step``.
         counts, lengths: of each request its new tokens, and all its tokens with them.
         pages: of each request, in order.
+        places: of each request, a number that no other has while it lives.
         tokens: ids of the flat batch; 0 where only the device knows it.
         unknown: places in the flat batch of tokens that only the device knows; origins: where each was kept.
         rows: of the flat batch, whose logits are sampled.
@@ -28,6 +29,7 @@ class Batch:
     counts: list[int]
     lengths: list[int]
     pages: list[list[int]]
+    places: list[int]
     tokens: list[int]
     unknown: list[int]
     origins: list[int]
@@ -62,6 +64,7 @@ def make_batch(step: Step, places: Mapping[str, int]) -> Batch:
         [work.count for work in step.work],
         [work.start + work.count for work in step.work],
         [list(work.request.pages) for work in step.work],
+        [places[work.request.id] for work in step.work],
         tokens,
         unknown,
         origins,

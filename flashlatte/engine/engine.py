@@ -12,7 +12,7 @@ from flashlatte.engine import asked, memory
 from flashlatte.engine.asked import Prompt
 from flashlatte.engine.drafts import look_up
 from flashlatte.engine.member import Member
-from flashlatte.engine.model import model_over_ranks
+from flashlatte.engine.models import as_model
 from flashlatte.engine.outputs import Output, Untold, progress_bar
 from flashlatte.engine.pages import PagePool
 from flashlatte.engine.request import Request
@@ -32,10 +32,12 @@ class Engine(Member):
         model: a ``Model``, a transformers model, or a checkpoint's directory.
         cache_format: of the pages; by default plain rows in the model's dtype.
         num_pages: of the cache; by default what fits 0.8 of a GPU's free memory, or 16,384 tokens on a CPU.
-        page_size: tokens in a page, on each rank.
+        page_size: tokens in a page, on each rank; by default 64, or for DeepSeek-V4 those of 64 groups.
         host_pages: pages of a copy on the host, to which requests that give way are swapped; 0: computed again.
+            DeepSeek-V4 takes neither these nor drafts.
         max_tokens: of a step. max_requests: that run at a time. patience: see ``Scheduler``.
-        prefix_cache: whether requests that begin alike share pages.
+        prefix_cache: whether requests that begin alike share pages. DeepSeek-V4's never do: going on behind a page
+            takes states that are not in it.
         drafts: tokens to guess from the request's own text and verify in one step (prompt lookup); 0: none.
         graphs: whether decode steps run as CUDA graphs (on a GPU).
         tokenizer: with ``encode`` and ``decode``, for prompts and stops that are texts.
@@ -54,7 +56,7 @@ class Engine(Member):
         *,
         cache_format: str | None = None,
         num_pages: int | None = None,
-        page_size: int = 64,
+        page_size: int | None = None,
         host_pages: int = 0,
         max_tokens: int = 2048,
         max_requests: int = 64,
@@ -66,12 +68,15 @@ class Engine(Member):
         tensor_parallel: int = 1,
         context_parallel: int = 1,
     ) -> None:
+        self.model = as_model(model, tensor_parallel, context_parallel)
+        page_size = self.model.page_size if page_size is None else page_size
         sizes = {"page_size": page_size, "max_tokens": max_tokens, "max_requests": max_requests, "patience": patience}
         for name, value in (sizes | {"host_pages": host_pages, "drafts": drafts}).items():
             checks.positive_int(name, value, or_zero=name not in sizes)
+            if value and name not in sizes and not self.model.moves_pages:
+                raise ValueError(f"{name} must be 0 for {self.model.name}, whose pages hold no states, got {value}")
         for name, value in (("prefix_cache", prefix_cache), ("graphs", graphs)):
             checks.flag(name, value)
-        self.model = model_over_ranks(model, tensor_parallel, context_parallel)
         self.ranks = self.model.ranks
         self.cache_format = memory.plain_format(self.model.dtype) if cache_format is None else cache_format
         if num_pages is None:
@@ -93,7 +98,7 @@ class Engine(Member):
             max_tokens=max_tokens,
             max_requests=max_requests,
             patience=patience,
-            prefix_cache=prefix_cache,
+            prefix_cache=prefix_cache and self.model.moves_pages,
         )
         self.max_seq_len = min(self.model.max_position, num_pages * page_tokens)
         self.runner = Runner(

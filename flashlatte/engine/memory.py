@@ -6,14 +6,14 @@ import os
 
 import torch
 
-from flashlatte.engine.model import Model
+from flashlatte.engine.model import AnyModel
 from flashlatte.kv_cache import FORMAT_NAMES, get_format
 
 # Of a GPU's free memory, what the cache takes when ``num_pages`` is not given; a cache on the CPU has so many tokens.
 CACHE_SHARE, CPU_TOKENS = 0.8, 16384
 
 
-def default_pages(model: Model, cache_format: str, page_size: int) -> int:
+def default_pages(model: AnyModel, cache_format: str, page_size: int) -> int:
     """Pages of a cache whose size nobody chose; the same on all ranks."""
     if model.device.type != "cuda":
         return -(-CPU_TOKENS // page_size)
@@ -22,7 +22,7 @@ def default_pages(model: Model, cache_format: str, page_size: int) -> int:
 
 
 def allocate(
-    model: Model, cache_format: str, num_pages: int, page_size: int, *, on_host: bool = False
+    model: AnyModel, cache_format: str, num_pages: int, page_size: int, *, on_host: bool = False
 ) -> list[torch.Tensor]:
     """The caches of all layers, on the model's device, or their copies ``on_host``.
 
@@ -51,9 +51,8 @@ def plain_format(dtype: torch.dtype) -> str:
     raise ValueError(f"cache_format must be given for a model in {dtype}")
 
 
-def _pages_that_fit(model: Model, cache_format: str, page_size: int, device: torch.device) -> int:
-    page_bytes = sum(layout.page_bytes(page_size) for layout in model.formats(cache_format))
-    return int(_free_bytes(device) * CACHE_SHARE) // page_bytes
+def _pages_that_fit(model: AnyModel, cache_format: str, page_size: int, device: torch.device) -> int:
+    return int(_free_bytes(device) * CACHE_SHARE) // model.page_bytes(cache_format, page_size)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from flashlatte import kv_cache
+from flashlatte.engine.planner import MLAPlanner, Planner
 from flashlatte.engine.ranks import Ranks
 from flashlatte.engine.shards import divide_mlp, own_heads
 from flashlatte.kv_cache.index_formats import index_format_beside
 from flashlatte.kv_cache.registry import format_of_rows
-from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata
+from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata, MLAMetadataBuilder
 
 # Models whose decoder layers are norm, MLA, norm, MLP, each pair with a residual, and nothing else.
 MODEL_TYPES = (
@@ -26,6 +28,45 @@ MODEL_TYPES = (
     "kimi_k2",
     "youtu",
 )
+
+
+class AnyModel(Protocol):
+    """What an engine asks of a model; methods as ``Model``'s.
+
+    Attributes:
+        config, name, vocabulary, max_position, dtype, device: of the model.
+        ranks, keys_over: that compute it together, and that its keys are divided over.
+        page_size: of its caches, where nobody chose one.
+        moves_pages: whether a page holds all that later steps need of its tokens: such pages may be shared and swapped,
+            and tokens may be taken back.
+    """
+
+    config: Any
+    name: str
+    vocabulary: int
+    max_position: int
+    dtype: torch.dtype
+    device: torch.device
+    ranks: Ranks | None
+    page_size: int
+    moves_pages: bool
+
+    @property
+    def keys_over(self) -> int: ...
+
+    def page_bytes(self, cache_format: str, page_size: int) -> int: ...
+
+    def planner(
+        self, cache_format: str, num_pages: int, page_size: int, *, max_requests: int, max_tokens: int, max_seq_len: int
+    ) -> Planner: ...
+
+    def allocate(
+        self, cache_format: str, num_pages: int, page_size: int, *, pinned: bool = False
+    ) -> list[torch.Tensor]: ...
+
+    def __call__(
+        self, tokens: torch.Tensor, caches: list[torch.Tensor], metadata: Any, rows: torch.Tensor
+    ) -> torch.Tensor: ...
 
 
 class Model:
@@ -48,6 +89,9 @@ class Model:
         ValueError: a model of another type.
     """
 
+    page_size = 64
+    moves_pages = True
+
     def __init__(
         self,
         model: Any,
@@ -64,7 +108,7 @@ class Model:
         if of_checkpoint:
             # What is divided goes to a GPU in parts: the whole may be larger than one.
             model = load(model, dtype, device if ranks is None else "cpu")
-        _check_type(model.config)
+        check_type(model.config, MODEL_TYPES)
         if ranks is not None and not of_checkpoint:
             model = copy.deepcopy(model)
         self.ranks = ranks
@@ -105,6 +149,26 @@ class Model:
             raise ValueError(f"cache_format {cache_format!r} cannot be read token by token, as an indexer needs it")
         keys = kv_cache.get_format(index_format_beside(layout), indexer.head_dim)
         return [layout] * self.num_layers + [keys for layer in self.attention if layer.indexer is not None]
+
+    def page_bytes(self, cache_format: str, page_size: int) -> int:
+        """Bytes of a page in all caches together."""
+        return sum(layout.page_bytes(page_size) for layout in self.formats(cache_format))
+
+    def planner(
+        self, cache_format: str, num_pages: int, page_size: int, *, max_requests: int, max_tokens: int, max_seq_len: int
+    ) -> MLAPlanner:
+        """What makes the metadata of steps over caches of ``allocate``; page_size is that of all ranks together."""
+        builder = MLAMetadataBuilder(
+            page_size,
+            max_requests,
+            max(max_tokens, max_requests),
+            max_seq_len,
+            self.device,
+            cache_format=cache_format,
+            num_pages=num_pages,
+            topk=self.topk,
+        )
+        return MLAPlanner(builder)
 
     def allocate(
         self, cache_format: str, num_pages: int, page_size: int, *, pinned: bool = False
@@ -148,35 +212,33 @@ class Model:
         return attention.requires_grad_(False)
 
 
-def model_over_ranks(model: Any, tensor_parallel: int = 1, context_parallel: int = 1) -> Model:
-    """A ``Model`` as it is, or one of a transformers model or checkpoint, over so many ranks."""
-    asked = tensor_parallel, context_parallel
-    if isinstance(model, Model):
-        made_for = (1, 1) if model.ranks is None else (model.ranks.size, model.ranks.keys_over)
-        if made_for != asked:
-            raise ValueError(
-                f"tensor_parallel and context_parallel must be {made_for}, which the Model was made for, got {asked}"
-            )
-        return model
-    if asked == (1, 1):
-        return Model(model)
-    return Model(model, ranks=Ranks(*asked))
+def load(
+    path: str | Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    known: Sequence[str] = MODEL_TYPES,
+) -> Any:
+    """The transformers model of a checkpoint directory, in evaluation mode, if it is of a ``known`` type."""
+    check_type(model_config(path), known)
+    from transformers import AutoModelForCausalLM
 
-
-def load(path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Any:
-    """The transformers model of a checkpoint directory, in evaluation mode."""
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the engine needs transformers: pip install 'flashlatte[transformers]'") from error
-    if not Path(path).is_dir():
-        raise FileNotFoundError(f"model must be the directory of a checkpoint, got {path}")
-    _check_type(AutoConfig.from_pretrained(path, local_files_only=True))
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True)
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
 
 
-def _check_type(config: Any) -> None:
-    if config.model_type not in MODEL_TYPES:
-        known = ", ".join(MODEL_TYPES)
-        raise ValueError(f"model must be of a type that the engine knows ({known}), got {config.model_type!r}")
+def model_config(path: str | Path) -> Any:
+    """The transformers config of a checkpoint directory."""
+    try:
+        from transformers import AutoConfig
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("the engine needs transformers: pip install 'flashlatte[transformers]'") from error
+    if not Path(path).is_dir():
+        raise FileNotFoundError(f"model must be the directory of a checkpoint, got {path}")
+    return AutoConfig.from_pretrained(path, local_files_only=True)
+
+
+def check_type(config: Any, known: Sequence[str]) -> None:
+    if config.model_type not in known:
+        raise ValueError(
+            f"model must be of a type that the engine knows ({', '.join(known)}), got {config.model_type!r}"
+        )

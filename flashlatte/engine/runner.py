@@ -11,15 +11,15 @@ import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from flashlatte.engine.batch import Batch, make_batch
-from flashlatte.engine.model import Model
+from flashlatte.engine.model import AnyModel
 from flashlatte.engine.request import Request
 from flashlatte.engine.sampling import SamplingParams, log_probabilities, sample
 from flashlatte.engine.step import Copies, Step, Work
-from flashlatte.layers import MLAMetadata, MLAMetadataBuilder
 from flashlatte.ops.cache_copy import swap_blocks
 
 # Batches of so many requests, each generating one token, have a CUDA graph each; others in between are padded.
@@ -57,7 +57,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Model,
+        model: AnyModel,
         cache_format: str,
         caches: list[torch.Tensor],
         host_caches: list[torch.Tensor] | None,
@@ -72,18 +72,16 @@ class Runner:
         # Of a page of the scheduler's each rank that has some of the keys has a page.
         num_pages, page_size = caches[0].shape[0], caches[0].shape[1] * model.keys_over
         self._sizes = [size for size in GRAPH_SIZES if size < max_requests] + [max_requests]
-        self._builder = MLAMetadataBuilder(
+        self._planner = model.planner(
+            cache_format,
+            num_pages,
             page_size,
-            max_requests,
-            max(max_tokens, max_requests),
-            max_seq_len,
-            model.device,
-            cache_format=cache_format,
-            num_pages=num_pages,
-            topk=model.topk,
+            max_requests=max_requests,
+            max_tokens=max_tokens,
+            max_seq_len=max_seq_len,
         )
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self._use_graphs = graphs and model.device.type == "cuda"
+        self._use_graphs = graphs and self._planner.fits_graphs and model.device.type == "cuda"
         with torch.inference_mode(False), torch.device(model.device):
             self._tokens = torch.zeros(max(max_tokens, max_requests), dtype=torch.int64)
             self._last = torch.zeros(max_requests, dtype=torch.int64)
@@ -197,30 +195,23 @@ class Runner:
             places = _device_ints(batch.origins, self._tokens)
             self._tokens[_device_ints(batch.unknown, self._tokens)] = self._last[places]
 
-    def _metadata(self, batch: Batch, pad_to: int | None) -> MLAMetadata:
-        table = torch.full((len(batch.pages), max(map(len, batch.pages))), -1, dtype=torch.int32)
-        for row, numbers in enumerate(batch.pages):
-            table[row, : len(numbers)] = torch.tensor(numbers, dtype=torch.int32)
-        starts = [0, *itertools.accumulate(batch.counts)]
-        return self._builder.build(starts, batch.lengths, table, pad_requests_to=pad_to)
-
     def _forward(self, batch: Batch) -> torch.Tensor:
         requests = len(batch.counts)
         if self._use_graphs and batch.generates:
             size = next(size for size in self._sizes if size >= requests)
-            metadata = self._metadata(batch, size)
+            metadata = self._planner.plan(batch, size)
             logits = self._replay(size, metadata)
             if logits is not None:
                 return logits[:requests]
-        metadata = self._metadata(batch, None)
+        metadata = self._planner.plan(batch, None)
         return self._logits(self._tokens[: metadata.num_tokens], metadata, _device_ints(batch.rows, self._tokens))
 
-    def _logits(self, tokens: torch.Tensor, metadata: MLAMetadata, rows: torch.Tensor) -> torch.Tensor:
+    def _logits(self, tokens: torch.Tensor, metadata: Any, rows: torch.Tensor) -> torch.Tensor:
         if self.ranks is not None:
             metadata = self.ranks.shard(metadata, self._cache_format)
         return self.model(tokens, self.caches, metadata, rows)
 
-    def _replay(self, size: int, metadata: MLAMetadata) -> torch.Tensor | None:
+    def _replay(self, size: int, metadata: Any) -> torch.Tensor | None:
         """Logits of a decode step of ``size`` requests from its graph, which is captured when first needed.
 
         None where the model cannot be captured: then no step runs as a graph any more.
@@ -239,7 +230,7 @@ class Runner:
         graph.replay()
         return logits
 
-    def _capture(self, size: int, metadata: MLAMetadata) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    def _capture(self, size: int, metadata: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         tokens, rows = self._tokens[:size], self._rows[:size]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -37,6 +37,33 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "DeepseekV32": INDEXED,
     "GlmMoeDsa": INDEXED | {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
 }
+# Groups of 4 tokens, of which an indexer selects, and of 8, beside a window of 6.
+V4_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "partial_rotary_factor": 0.25,
+    "q_lora_rank": 24,
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "sliding_window": 6,
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "index_n_heads": 32,
+    "index_head_dim": 32,
+    "index_topk": 3,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "hc_mult": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 
 
 @functools.cache
@@ -44,7 +71,8 @@ def model(family: str = "DeepseekV3") -> Any:
     """A model in float32 whose greedy tokens vary and lead by a margin."""
     import transformers
 
-    config = getattr(transformers, f"{family}Config")(**SIZES | OPTIONS.get(family, {}))
+    sizes = V4_SIZES if family == "DeepseekV4" else SIZES | OPTIONS.get(family, {})
+    config = getattr(transformers, f"{family}Config")(**sizes)
     made = getattr(transformers, f"{family}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -146,10 +146,11 @@ def _check_step(config: V4Config, step: V4Step, cache: V4Cache) -> None:
     ):
         if needed != (getattr(cache, name) is not None):
             raise ValueError(f"cache.{name} must be {'there' if needed else 'None'} in this layer")
-    for name in ("window", "groups", "index_keys"):
+    rows = step.groups[config.ratio].page_size if grouped else step.page_size
+    for name, size in (("window", step.page_size), ("groups", rows), ("index_keys", rows)):
         pages = getattr(cache, name)
-        if pages is not None and pages.shape[1] != step.page_size:
-            raise ValueError(f"cache.{name} must have the step's pages of {step.page_size}, got {pages.shape[1]}")
+        if pages is not None and pages.shape[1] != size:
+            raise ValueError(f"cache.{name} must have the step's pages of {size}, got {pages.shape[1]}")
     # One table leads to both of each pair.
     for name, beside in (("index_keys", "groups"), ("index_states", "states")):
         pages, others = getattr(cache, name), getattr(cache, beside)

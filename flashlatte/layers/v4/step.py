@@ -109,6 +109,10 @@ class V4Step:
     longest: int | None = None
     prefill: V4Prefill | None = None
 
+    @property
+    def num_tokens(self) -> int:
+        return self.positions.shape[0]
+
     @classmethod
     def of_spans(
         cls,
@@ -118,6 +122,7 @@ class V4Step:
         *,
         window: int = 128,
         page_size: int = 64,
+        group_page_sizes: Mapping[int, int] | None = None,
         rotary_positions: torch.Tensor | None = None,
         first_tokens: torch.Tensor | None = None,
         limits: WorkspaceLimits | None = DEFAULT_LIMITS,
@@ -131,7 +136,8 @@ class V4Step:
             spans: for each row of ``window_table`` the positions of its request's new tokens, (first, end); none if
                 the two are equal.
             limits: which requests attend over a workspace; None: none.
-            window_table, group_tables, window, page_size, rotary_positions, first_tokens, backend: as for ``build``.
+            window_table, group_tables, window, page_size, group_page_sizes, rotary_positions, first_tokens, backend: as
+                for ``build``.
 
         Raises:
             TypeError, ValueError: as ``build``; spans that are not of window_table's requests, or run backwards.
@@ -154,6 +160,7 @@ class V4Step:
             group_tables,
             window=window,
             page_size=page_size,
+            group_page_sizes=group_page_sizes,
             rotary_positions=rotary_positions,
             first_tokens=first_tokens,
             backend=backend,
@@ -174,6 +181,7 @@ class V4Step:
         *,
         window: int = 128,
         page_size: int = 64,
+        group_page_sizes: Mapping[int, int] | None = None,
         rotary_positions: torch.Tensor | None = None,
         first_tokens: torch.Tensor | None = None,
         backend: str | None = None,
@@ -187,7 +195,9 @@ class V4Step:
             group_tables: for each ratio pages of groups [b, columns] and of states [b, columns]. A short table of
                 states is a ring (``compress``).
             window: of the layers.
-            page_size: of caches of tokens and of groups.
+            page_size: of caches of tokens.
+            group_page_sizes: of caches of groups, by ratio; page_size where there is none. With page_size // ratio one
+                table can be that of tokens and of groups.
             rotary_positions: int32 or int64 [T], where they are others than ``positions``. A token sees no group that
                 ends after its own position, whatever they are.
             first_tokens: int32 or int64 [b], the first token of each request that windows see: those before it are
@@ -236,9 +246,8 @@ class V4Step:
                 raise ValueError(
                     f"group_tables[{ratio}][0] must have window_table's {requests} requests, got {table.shape[0]}"
                 )
-            groups[ratio] = V4Groups.build(
-                ratio, request_ids, positions, seeing, table, state_table, page_size, backend
-            )
+            rows = checks.positive_int(f"group_page_sizes[{ratio}]", (group_page_sizes or {}).get(ratio, page_size))
+            groups[ratio] = V4Groups.build(ratio, request_ids, positions, seeing, table, state_table, rows, backend)
         return cls(
             request_ids,
             positions,
