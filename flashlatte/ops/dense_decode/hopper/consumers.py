@@ -194,7 +194,8 @@ def _even_step(scores, state, call, request, page, step, steps_taken, PLAN: gl.c
     """From the scores of block 0 to those of the next step's block 0 and its page, unless this step is the last."""
     k0 = call.tiles.k0
     phase, z = steps_taken & 1, steps_taken >> 30
-    scores = _apply_mask(scores, request.mask, page, step * PAIR, k0.left.index(z), k0.right.index(z), PLAN)
+    left, right = k0.left.index(z), k0.right.index(z)
+    scores = _apply_mask(scores, request.mask, page, step * PAIR, left, right, PLAN)
     state = attend_even(scores, state, call, z, _PRODUCER, PLAN.one_byte)
     if not LAST:
         if not PLAN.one_byte:
