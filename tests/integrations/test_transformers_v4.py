@@ -127,6 +127,7 @@ def test_a_prefill_over_a_workspace(stock, enabled, padding, monkeypatch):
     wanted, _ = logits_by_steps(stock, ids, sizes, mask_or_none)
     found, cache = logits_by_steps(enabled, ids, sizes, mask_or_none)
     torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], rtol=1e-3, atol=1e-3)
+    assert cache is not None
     assert cache.get_seq_length() == 290
     assert over_workspaces == [2 * 139] * 3 + [2 * 147] * 3
 
