@@ -325,7 +325,7 @@ def _cache_scale(
         )
     if isinstance(scale, torch.Tensor) and scale.numel() != 1:
         shape = cache.shape[:3]
-        if scale.shape not in (shape, shape[2:]):
+        if scale.shape != shape and scale.shape != shape[2:]:
             raise ValueError(
                 f"{name} must have one element or shape [{shape[2]}] or {list(shape)}, got {list(scale.shape)}"
             )

@@ -20,3 +20,11 @@ def test_opcheck():
 def test_compile():
     cases = [replace(CASE, batch=batch, context=context).inputs() for batch, context in ((2, 6), (3, 9))]
     assert_compiles(paged_attention, *cases, EVERYTHING.inputs(), replace(CASE, new_keys=True, window=(3, 1)).inputs())
+
+
+def test_a_scale_for_each_head_in_a_program_for_any_sizes():
+    inputs = EVERYTHING.inputs()
+    torch.compiler.reset()
+    actual = torch.compile(paged_attention, backend="eager", fullgraph=True, dynamic=True)(**inputs)
+    for result, expected in zip(actual, paged_attention(**inputs), strict=True):
+        assert result.equal(expected)
