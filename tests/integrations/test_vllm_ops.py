@@ -443,3 +443,14 @@ def test_signatures_are_vllms():
         theirs = list(inspect.signature(getattr(custom_ops, name)).parameters.values())
         mine = [p for p in inspect.signature(getattr(ops, name)).parameters.values() if p.kind != p.KEYWORD_ONLY]
         assert [p.name for p in theirs][: len(mine)] == [p.name for p in mine], name
+
+
+def test_queries_into_an_output_with_more_heads():
+    """vLLM pads heads to what a kernel takes: those beyond are left as they are."""
+    latent, rope = torch.randn(3, 8, 512).bfloat16(), torch.randn(3, 8, 64).bfloat16()
+    padded = torch.full((3, 64, 576), 7.0, dtype=torch.bfloat16)
+    ops.concat_mla_q(latent, rope, padded)
+    assert padded[:, :8].equal(torch.cat((latent, rope), dim=-1))
+    assert padded[:, 8:].eq(7).all()
+    with pytest.raises(ValueError, match="q_out must have shape"):
+        ops.concat_mla_q(latent, rope, padded[:, :4])

@@ -35,7 +35,7 @@ def concat_and_cache_mla(
         slot_mapping: int32 or int64 [n], page · page_size + offset; one below 0 or beyond the cache skips its token.
         kv_cache_dtype: "auto", or the name of a float dtype: kv_cache's; "fp8" or "fp8_e4m3"; "fp8_ds_mla".
         scale: of "fp8", one element, float32. Not looked at with others.
-        scale_rounding: of "fp8_ds_mla": "exact", as vLLM to 0.26, or "power_of_two", as 0.33. Either is read by all.
+        scale_rounding: of "fp8_ds_mla": "exact", as vLLM to 0.26, or "power_of_two", as 0.32. Either is read by all.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
@@ -211,9 +211,13 @@ def cp_gather_and_upconvert_fp8_kv_cache(
 
 
 def concat_mla_q(ql_nope: torch.Tensor, q_pe: torch.Tensor, q_out: torch.Tensor) -> None:
-    """Queries [T, H, latent + rope] of their two parts, into ``q_out``: ``flashlatte.concat_mla_q``."""
+    """Queries [T, H, latent + rope] of their two parts, into ``q_out``: ``flashlatte.concat_mla_q``.
+
+    ``q_out`` may have more heads, to pad them: the first H are written.
+    """
+    heads = q_out[:, : ql_nope.shape[1]] if q_out.dim() == ql_nope.dim() == 3 else q_out
     with checks.naming(out="q_out"):
-        concat_queries(ql_nope, q_pe, out=q_out)
+        concat_queries(ql_nope, q_pe, out=heads)
 
 
 def _rows(name: str, x: torch.Tensor, axes: int) -> torch.Tensor:
