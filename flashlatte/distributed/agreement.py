@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -105,7 +106,7 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         raise
 
 
-def _comes(store: dist.Store, key: str, seconds: float) -> bool:
+def _comes(store: Any, key: str, seconds: float) -> bool:
     """Whether a key comes within so many seconds, and within a short time."""
     try:
         store.wait([key], min(timedelta(seconds=max(seconds, 0)), _GLANCE))

@@ -225,9 +225,10 @@ def test_lists_of_pages_that_move_are_made_once_for_all_layers(monkeypatch):
     monkeypatch.setattr(runner, "swap_blocks", lambda *args: [swapped.append(args), swap_blocks(*args)])
     served = engine(page_size=4, num_pages=12, host_pages=12, prefix_cache=False)
     served.generate(PROMPTS, SamplingParams(12))
-    assert len(swapped) > served.model.num_layers > 1
-    for layer in range(0, len(swapped), served.model.num_layers):
-        lists = [pages for call in swapped[layer : layer + served.model.num_layers] for pages in call[2:]]
+    layers = len(served.runner.caches)
+    assert len(swapped) > layers > 1
+    for first in range(0, len(swapped), layers):
+        lists = [pages for call in swapped[first : first + layers] for pages in call[2:]]
         assert all(isinstance(pages, torch.Tensor) for pages in lists)
         assert len({pages.data_ptr() for pages in lists}) == 2
 

@@ -28,8 +28,8 @@ def generate(source: Any, prompts: list[list[int]], sampling: SamplingParams, **
     engine = made(source, options)
     if not engine.leads:
         engine.follow()
-        layer = engine.model._body.layers[-1]
-        weights = {name: weight.numel() for name, weight in layer.named_parameters()}
+        served: Any = engine.model
+        weights = {name: weight.numel() for name, weight in served._body.layers[-1].named_parameters()}
         return weights, engine.runner.caches[0][0].numel()
     with engine:
         first = engine.generate(prompts[:1], sampling)

@@ -6,6 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashlatte import kv_cache
+from flashlatte.kv_cache.registry import as_format
+from flashlatte.ops.cache_write.portable import cache_write
 from flashlatte.testing.draws import BEYOND_INT32, INT32_LIMITS, UNREACHED_PAGE
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -317,7 +319,8 @@ def test_slots_beyond_2_to_the_31(pages, page_size):
     cache = storage.as_strided((pages, page_size, 1, 8), strides)
     last = pages * page_size - 1
     x = torch.randn(3, 8, generator=generator(0))
-    kv_cache.write(cache, torch.tensor([last, last + 1, -(2**33)]), x, backend="portable")
+    # Below the checks: a cache of that many slots in memory of two is an expanded one.
+    cache_write(cache, torch.tensor([last, last + 1, -(2**33)]), x, None, as_format("fp32", 8), None, 1.0, "exact")
     assert storage[1].equal(x[0])
     assert storage[0].eq(0).all()
     gathered = kv_cache.gather(
