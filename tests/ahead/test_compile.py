@@ -70,6 +70,7 @@ def test_kernels_are_listed_each_once(compile_ahead):
     assert counts["dense_decode_kernel"] >= 1
 
 
+@pytest.mark.full
 def test_kernels_of_deepseek_v4(compile_ahead):
     found = compile_ahead("--target", "sm_90", "--max-batch", "3", "--list", config=V4_CONFIG)
     counts = Counter(found["kernels"])

@@ -19,7 +19,7 @@ def test_heads_over_ranks(ranks):
         assert stored == tokens
 
 
-@pytest.mark.parametrize("index_format", [None, "index_fp32", "index_fp8"])
+@pytest.mark.parametrize("index_format", [None, "index_fp32", pytest.param("index_fp8", marks=pytest.mark.full)])
 def test_heads_and_keys_over_ranks(ranks, index_format):
     """Each token is stored once in each group that divides the keys: all 2, 3 or 4 ranks, or 2 of 4.
 
