@@ -45,7 +45,9 @@ def check(results, family):
     return statistics
 
 
-@pytest.mark.parametrize("family", ["DeepseekV3", "GlmMoeDsa", pytest.param("AXK1", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "family", ["DeepseekV3", *(pytest.param(name, marks=pytest.mark.full) for name in ("GlmMoeDsa", "AXK1"))]
+)
 def test_heads_over_two_and_keys_over_two(four, family):
     """Four ranks have a head each; two and two share the keys. Of what ends in a page a later request takes it."""
     results = four.run(rank_engine_jobs.generate, family, PROMPTS, GREEDY, context_parallel=2)

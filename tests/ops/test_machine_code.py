@@ -82,7 +82,6 @@ HOPPER = [
 ]
 PORTABLE = [
     Variant("dense_decode", "portable", {"heads": 128}),
-    Variant("dense_decode", "portable", {"heads": 16, "cache_dtype": FP8}, products="hmma"),
     # A packed tile waits in registers, of which it leaves few.
     Variant("sparse_decode", "portable", {"form": "v32", "lengths": True}, spills=120),
     Variant("sparse_prefill", "portable", {"lengths": True}, spills=8),
@@ -159,6 +158,7 @@ MORE_HOPPER = [
     Variant("dense_prefill_backward", "hopper", {"pad": 8}, spills=8),
 ]
 MORE_PORTABLE = [
+    Variant("dense_decode", "portable", {"heads": 16, "cache_dtype": FP8}, products="hmma"),
     *(Variant("dense_decode", "portable", {"heads": heads}, products="hmma") for heads in (16, 32)),
     *(Variant("dense_decode", "portable", {"heads": heads, "cache_dtype": FP8}) for heads in (32, 128)),
     *(
