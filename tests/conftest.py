@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -33,3 +35,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, (available, reason) in needs.items():
             if item.get_closest_marker(marker) and not available:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def compiler_forgets() -> Iterator[None]:
+    """torch.compile compiles a function a few times in a process, and then no more: tests must not add up."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()

@@ -13,13 +13,6 @@ from layers.stock import Engine, assert_within, hidden_states, layer_like, stock
 from torch._dynamo.testing import CompileCounterWithBackend
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def run(engine, counter=None):
     """Prefill, decode, and both in a batch; with how many graphs there were after each step."""
     graphs = []
