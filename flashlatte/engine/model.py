@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from flashlatte import kv_cache
+from flashlatte.engine.checkpoint import Slices
 from flashlatte.engine.planner import MLAPlanner, Planner
 from flashlatte.engine.ranks import Ranks
 from flashlatte.engine.shards import divide_mlp, own_heads
@@ -104,10 +105,13 @@ class Model:
     ) -> None:
         if batch_invariant and ranks is not None:
             raise ValueError("batch_invariant needs a model on one device: sums over ranks do not promise it")
-        of_checkpoint = isinstance(model, (str, Path))
+        of_checkpoint, slices = isinstance(model, (str, Path)), None
         if of_checkpoint:
+            if ranks is not None:
+                check_type(config := model_config(model), MODEL_TYPES)
+                slices = Slices.of(model, config, dtype)
             # What is divided goes to a GPU in parts: the whole may be larger than one.
-            model = load(model, dtype, device if ranks is None else "cpu")
+            model = slices.model if slices else load(model, dtype, device if ranks is None else "cpu")
         check_type(model.config, MODEL_TYPES)
         if ranks is not None and not of_checkpoint:
             model = copy.deepcopy(model)
@@ -120,7 +124,9 @@ class Model:
         self.attention = [
             self._adopt(number, layer, backend, batch_invariant) for number, layer in enumerate(self._body.layers)
         ]
-        if ranks is not None and of_checkpoint:
+        if slices is not None and ranks is not None:
+            slices.fill(ranks, self.config.num_attention_heads, device or ranks.device)
+        elif ranks is not None and of_checkpoint:
             model.to(device or ranks.device)
         weight = self.attention[0].kv_b_proj.weight
         self.dtype, self.device = weight.dtype, weight.device
