@@ -97,13 +97,22 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        rank, store = group.rank(), group.get_group_store()
-        for other in range(group.size()):
-            if other != rank and store.check([f"{_FAILURE}/{other}"]):
-                told = store.get(f"{_FAILURE}/{other}").decode()
-                raise RuntimeError(f"rank {other} failed, and so rank {rank} ends: {told}") from error
-        store.set(f"{_FAILURE}/{rank}", f"{type(error).__name__}: {error}")
+        check_others(group, error)
+        group.get_group_store().set(f"{_FAILURE}/{group.rank()}", f"{type(error).__name__}: {error}")
         raise
+
+
+def check_others(group: dist.ProcessGroup, cause: Exception | None = None) -> None:
+    """Raise RuntimeError where another rank has told of a failure, by ``failing_together``.
+
+    Args:
+        cause: this rank's own error, if that is why it asks.
+    """
+    rank, store = group.rank(), group.get_group_store()
+    for other in range(group.size()):
+        if other != rank and store.check([f"{_FAILURE}/{other}"]):
+            told = store.get(f"{_FAILURE}/{other}").decode()
+            raise RuntimeError(f"rank {other} failed, and so rank {rank} ends: {told}") from cause
 
 
 def _comes(store: Any, key: str, seconds: float) -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from flashlatte.distributed import ContextParallel, failing_together, shard_metadata
-from flashlatte.distributed.agreement import Agreement
+from flashlatte.distributed.agreement import Agreement, check_others
 from flashlatte.distributed.summing import RankSum
 from flashlatte.engine.batch import Batch
 from flashlatte.layers import MLAMetadata
@@ -102,7 +102,13 @@ class Ranks:
         return shard_metadata(metadata, self._context, cache_format=cache_format)
 
     def send(self, batch: Batch | None) -> None:
-        """Tell the others what to compute; None: that there is nothing more to come."""
+        """Tell the others what to compute; None: that there is nothing more to come.
+
+        Raises:
+            RuntimeError: there is nothing more, and another rank has failed, which a message may not notice.
+        """
+        if batch is None:
+            check_others(self._plans)
         dist.broadcast_object_list([batch], 0, group=self._plans)
 
     def receive(self) -> Batch | None:

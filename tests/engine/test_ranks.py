@@ -141,6 +141,12 @@ def test_a_rank_that_fails_ends_the_others_at_once(two, rank, at_step):
     )
 
 
+def test_closing_tells_of_a_rank_that_failed_since(two):
+    leader, follower = two.outcomes(rank_engine_jobs.fail_when_done)
+    assert leader == "rank 1 failed, and so rank 0 ends: ValueError: this rank has no time left"
+    assert follower.message == "ValueError: this rank has no time left"
+
+
 def test_a_leader_that_leaves_ends_the_others(two):
     leader, follower = two.outcomes(rank_engine_jobs.leave)
     assert leader is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,29 @@ def leave() -> None:
         engine.ranks.part()  # type: ignore[union-attr]
     else:
         engine.follow()
+
+
+def fail_when_done() -> str | None:
+    """Rank 1 fails after the last step, and rank 0, which has all its tokens, closes the engine: what it is told."""
+    engine = made("DeepseekV3", {})
+    assert engine.ranks is not None
+    if not engine.leads:
+        receive, steps = engine.ranks.receive, iter(range(3))
+
+        def failing() -> Any:
+            if next(steps, None) is None:
+                raise ValueError("this rank has no time left")
+            return receive()
+
+        engine.ranks.receive = failing  # type: ignore[method-assign]
+        engine.follow()
+        return None
+    (output,) = engine.generate([[1, 2, 3]], SamplingParams(3))
+    assert len(output.tokens) == 3
+    engine.ranks._plans.get_group_store().wait(["flashlatte/failure/1"], timedelta(seconds=20))
+    try:
+        engine.close()
+    except RuntimeError as error:
+        engine.close()  # there is nobody left to tell
+        return str(error)
+    return None
