@@ -17,6 +17,7 @@ import torch
 
 import flashlatte
 from flashlatte import ops
+from flashlatte.distributed import examine as ranks
 from flashlatte.integrations.vllm import examine as vllm
 from flashlatte.kv_cache import FORMAT_NAMES, get_format
 from flashlatte.layers import MLAConfig, V4Config
@@ -63,6 +64,7 @@ def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, A
             **{name: _version(name) for name in PACKAGES},
         },
         "device": _describe(device),
+        "ranks": ranks.examine(),
         "dtype": dtype,
         "model": described,
         "operations": [_choices(call) for call in calls],
@@ -175,7 +177,7 @@ def report(facts: dict[str, Any], *, every_reason: bool = False) -> str:
     """The facts as text for a terminal: one screen, or with the reason for every implementation that does not run."""
     device = facts["device"]
     lines = ["  ".join(f"{name} {version or 'not installed'}" for name, version in facts["versions"].items())]
-    lines.append(", ".join([device["name"], *device["facts"]]))
+    lines += [", ".join([device["name"], *device["facts"]]), ranks.report(facts["ranks"])]
     if facts["model"] is not None:
         lines.append(facts["model"])
     if facts["vllm"]["version"] is not None:

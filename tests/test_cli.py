@@ -2,11 +2,13 @@ import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from flashlatte import cli, doctor
+from flashlatte.distributed import examine as ranks
 from flashlatte.layers import MLAConfig
 from flashlatte.runtime import dispatch
 
@@ -133,6 +135,21 @@ def test_doctor_of_deepseek_v41_says_that_no_layer_is_its(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v41"}')
     assert cli.main(["doctor", "--model", str(tmp_path)]) == 0
     assert "model: DeepSeek-V4.1's. Operations are those of the layers of DeepSeek-V3" in capsys.readouterr().out
+
+
+def test_doctor_of_several_gpus(monkeypatch, capsys):
+    assert cli.main(["doctor"]) == 0
+    assert re.search("^several GPUs: torch.distributed has .*gloo; ", capsys.readouterr().out, re.MULTILINE)
+    links = torch.tensor([[0, 18], [18, 0]])
+    found = SimpleNamespace(matrix=links)
+    monkeypatch.setattr("torch._C._distributed_c10d._detect_dma_connectivity", lambda *_: found)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert ranks.report(ranks.examine()).endswith("; 2 GPUs here, all joined by NVLink")
+    links[1, 0] = 0
+    assert ranks.report(ranks.examine()).endswith("; 2 GPUs here, not all joined by NVLink")
+    monkeypatch.delattr("torch._C._distributed_c10d._detect_dma_connectivity")
+    assert ranks.report(ranks.examine()).endswith("; 2 GPUs here")
 
 
 @needs_cpu
