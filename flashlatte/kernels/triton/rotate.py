@@ -22,17 +22,14 @@ def rotate_tail(
     The table has cosines, then sines. A position outside of it takes the nearest. INVERSE turns back.
     """
     a, b = tl.split(tl.reshape(x, [ROWS, D // 2, 2]))  # [ROWS, D / 2]
-    cosine, sine = load_tail(cos_sin, position, num_positions, D, ROPE)
+    pair = (tl.arange(0, D // 2) - (D - ROPE) // 2)[None, :]
+    turned = pair >= 0
+    row = cos_sin + tl.minimum(tl.maximum(position, 0), num_positions - 1).to(tl.int64) * ROPE
+    cosine = tl.load(row + pair, mask=turned, other=1.0)
+    sine = tl.load(row + ROPE // 2 + pair, mask=turned, other=0.0)
     if INVERSE:
         sine = -sine
-    return tl.reshape(tl.join(a * cosine - b * sine, b * cosine + a * sine), [ROWS, D])
-
-
-@triton.jit
-def load_tail(cos_sin, position, num_positions, D: tl.constexpr, ROPE: tl.constexpr):
-    """Cosines and sines [1, D / 2] of each pair of a row; 1 and 0 before the last ROPE numbers."""
-    pair = tl.arange(0, D // 2) - (D - ROPE) // 2
-    row = cos_sin + tl.minimum(tl.maximum(position, 0), num_positions - 1).to(tl.int64) * ROPE
-    cosine = tl.load(row + pair, mask=pair >= 0, other=1.0)
-    sine = tl.load(row + ROPE // 2 + pair, mask=pair >= 0, other=0.0)
-    return cosine[None, :], sine[None, :]
+    # Selected, as an angle of 0 would make NaN of an infinity's neighbour.
+    first = tl.where(turned, a * cosine - b * sine, a)
+    second = tl.where(turned, b * cosine + a * sine, b)
+    return tl.reshape(tl.join(first, second), [ROWS, D])

@@ -74,6 +74,17 @@ def test_against_float64(tokens, heads, shape, dtype, q_eps, in_place, seed):
     torch.testing.assert_close(cache.view(10, head_dim), expected_cache, rtol=1e-6, atol=1e-6)
 
 
+def test_an_infinity_that_is_not_turned_leaves_its_neighbour_alone():
+    arguments = draw(2, 3, 16, 4, torch.float32, 1)
+    arguments["slot_mapping"] = torch.tensor([0, 1])
+    arguments["q"][:, 1, 6], arguments["kv"][:, 3] = math.inf, -math.inf
+    cache = torch.zeros(2, 1, 1, 16)
+    out = rotate_and_cache(**arguments, cache=cache, q_eps=None, backend=BACKEND)
+    assert out[..., :12].equal(arguments["q"][..., :12])
+    assert cache[:, 0, 0, :12].equal(arguments["kv"][:, :12])
+    assert not out[..., 12:].isnan().any()
+
+
 def test_model1_bytes():
     arguments = draw(4, 2, 512, 64, torch.bfloat16, 5)
     arguments["slot_mapping"] = torch.tensor([1, 0, 3, 2])
