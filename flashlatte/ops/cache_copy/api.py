@@ -126,10 +126,13 @@ def _same_dense_pages(src_cache: torch.Tensor, dst_cache: torch.Tensor) -> bool:
     if any(src_cache.stride(axis) != dst_cache.stride(axis) for axis in axes):
         return False
     size = 1
-    for stride, length in sorted((dst_cache.stride(axis), dst_cache.shape[axis]) for axis in axes):
-        if stride != size:
+    while axes:
+        # Not by sorting strides, which torch.compile cannot where they are symbols.
+        inner = next((axis for axis in axes if dst_cache.stride(axis) == size), None)
+        if inner is None:
             return False
-        size *= length
+        size *= dst_cache.shape[inner]
+        axes.remove(inner)
     return True
 
 
