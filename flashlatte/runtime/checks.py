@@ -72,6 +72,15 @@ def output(
     return value
 
 
+def apart(name: str, value: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """What is written into does not begin where something that is read does."""
+    if torch.compiler.is_compiling() or value.numel() == 0:
+        return
+    for other_name, other in others.items():
+        if other is not None and other.device == value.device and other.data_ptr() == value.data_ptr() != 0:
+            raise ValueError(f"{name} must share no memory with {other_name}, and both begin at one address")
+
+
 def not_expanded(name: str, value: torch.Tensor) -> None:
     """What is written into has no two elements in one place."""
     if any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
@@ -158,6 +167,18 @@ def empty_lse(value: float) -> float:
     if number("empty_lse", value) not in (math.inf, -math.inf):
         raise ValueError(f"empty_lse must be float('inf') or float('-inf'), got {value}")
     return float(value)
+
+
+def device(name: str, value: object) -> torch.device | None:
+    """The device that a name, a number or a ``torch.device`` stands for; None stays None."""
+    if value is None or isinstance(value, torch.device):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise TypeError(f"{name} must be a torch.device or its name, got {type(value).__name__}")
+    try:
+        return torch.device(value)
+    except RuntimeError as error:
+        raise ValueError(f"{name} must be a device that PyTorch knows, as 'cpu' or 'cuda:0', got {value!r}") from error
 
 
 def choice(name: str, value: object, accepted: Sequence[str]) -> None:

@@ -105,7 +105,8 @@ def paged_attention(
         k_scale: of a quantised k_cache: key = number · k_scale. A number, or float32 with one element, [h_kv], or
             [pages, page_size, h_kv]; on q's device; default 1.
         v_scale: the same of v_cache.
-        out: [T, h_q, d_v] to write into; last stride 1; in q's dtype, or float8_e4m3fn.
+        out: [T, h_q, d_v] to write into; last stride 1; in q's dtype, or float8_e4m3fn. It shares no memory with what
+            is read.
         out_scale: out is float8_e4m3fn, and holds the result divided by it, saturated. A number or a one-element
             float32 tensor. Without it, an ``out`` in float8_e4m3fn has scale 1.
         lse: float32 [T, h_q] to write into, any strides.
@@ -141,6 +142,7 @@ def paged_attention(
     k_scale, k_scale_value = _cache_scale("k_scale", k_scale, k_cache)
     v_scale, v_scale_value = _cache_scale("v_scale", v_scale, v_cache)
     out, lse = _outputs(q, head_dim_v, out, out_scale, lse)
+    checks.apart("out", out, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     out_scale, out_scale_value = scales.split("out_scale", out_scale, device)
     empty_lse = checks.empty_lse(empty_lse)
     scale = checks.softmax_scale(softmax_scale, head_dim)
