@@ -36,14 +36,15 @@ def allocate(
         a multiple of 576 bytes, so its page stride is wider than a page.
 
     Raises:
-        TypeError, ValueError: an unknown format, a size below 1, or a head_dim that the format does not have.
+        TypeError, ValueError: an unknown format, a size below 1, or a head_dim that the format does not have;
+            a device that there is none of.
     """
     layout = as_format(cache_format, head_dim)
     num_pages = checks.positive_int("num_pages", num_pages)
     page_size = checks.positive_int("page_size", page_size)
     page_stride = layout.page_bytes(page_size) // layout.record_dtype.itemsize
     width = layout.record_width
-    storage = torch.zeros(num_pages * page_stride, dtype=layout.record_dtype, device=device)
+    storage = torch.zeros(num_pages * page_stride, dtype=layout.record_dtype, device=checks.device("device", device))
     return storage.as_strided((num_pages, page_size, 1, width), (page_stride, width, width, 1))
 
 

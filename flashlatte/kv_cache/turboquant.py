@@ -167,7 +167,7 @@ def allocate(
         checks.positive_int(name, size)
         for name, size in (("num_pages", num_pages), ("page_size", page_size), ("h_kv", h_kv))
     ]
-    storage = torch.zeros(*shape, layout.allocated_bytes, dtype=torch.uint8, device=device)
+    storage = torch.zeros(*shape, layout.allocated_bytes, dtype=torch.uint8, device=checks.device("device", device))
     return storage[..., : layout.record_bytes]
 
 

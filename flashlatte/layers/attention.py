@@ -59,6 +59,7 @@ class MLAAttention(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        device = checks.device("device", device)
         first, last = (0, config.num_attention_heads) if heads is None else heads
         if not 0 <= first < last <= config.num_attention_heads:
             raise ValueError(
@@ -176,6 +177,8 @@ class MLAAttention(nn.Module):
         """
         config = self.config
         dtype, device = self.kv_b_proj.weight.dtype, self.kv_b_proj.weight.device
+        if not isinstance(metadata, MLAMetadata):
+            raise TypeError(f"metadata must be an MLAMetadata, got {type(metadata).__name__}")
         checks.tensor("hidden", hidden, (metadata.num_tokens, config.hidden_size), (dtype,), device)
         pages, layout = as_cache(cache, cache_format)
         self._check_cache(pages, layout, k_scale)
@@ -253,8 +256,14 @@ class MLAAttention(nn.Module):
 def _check_same_cache(metadata: MLAMetadata, pages: torch.Tensor) -> None:
     """Pages and slots mean something else in a cache of other pages, or in another step, and no kernel could tell."""
     # A compiled layer would be compiled again for each number.
-    if not torch.compiler.is_compiling() and metadata.is_overwritten:
-        raise ValueError("metadata must be the last that its builder built, whose buffers hold another step by now")
+    if not torch.compiler.is_compiling():
+        if metadata.is_overwritten:
+            raise ValueError("metadata must be the last that its builder built, whose buffers hold another step by now")
+        if metadata.pages_reached > pages.shape[0]:
+            raise ValueError(
+                f"metadata has a request or a slot in page {metadata.pages_reached - 1}, and the cache has "
+                f"{pages.shape[0]} pages"
+            )
     if metadata.page_size != pages.shape[1]:
         raise ValueError(
             f"metadata was built for pages of {metadata.page_size} tokens, and the cache has pages of {pages.shape[1]}"

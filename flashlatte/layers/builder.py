@@ -40,7 +40,8 @@ class MLAMetadataBuilder:
         max_seq_len: tokens that a request may come to.
         device: of the cache.
         cache_format: of the cache; ``v32`` and ``model1`` need the slots of every token.
-        num_pages: pages of the cache, to find pages and slots beyond it; None to not look.
+        num_pages: pages of the cache, to find pages and slots beyond it when a step is built. If None, a layer finds
+            them when it is given the step and its cache.
         workspace_tokens: cached tokens that prefill looks at together. A layer holds their rows, and their keys and
             values of all its heads: (nope + rope) + (nope + v) numbers a head and token.
         max_decode_queries: requests of at most so many new tokens, as far as they come first, are the decode part.
@@ -83,7 +84,10 @@ class MLAMetadataBuilder:
         room = 0 if topk is None or topk >= max_seq_len else topk
         self._buffers = Buffers()
         # Made in inference mode they could not be overwritten outside of it.
-        with torch.inference_mode(False), torch.device(device):
+        place = checks.device("device", device)
+        if place is None:
+            raise TypeError("device must be a torch.device or its name, got None")
+        with torch.inference_mode(False), place:
             self._positions = torch.zeros(max_tokens, dtype=torch.int64)
             self._slots = torch.full((max_tokens,), -1, dtype=torch.int64)
             self._table = torch.zeros(max_requests, self.max_pages, dtype=torch.int32)
@@ -116,8 +120,8 @@ class MLAMetadataBuilder:
                 first.
             seq_lens: n ints, tokens of each request, new ones included. Both are read on the host: a tensor on a GPU
                 costs a synchronisation.
-            block_table: int32 or int64 [n, pages], the pages of each request in order. On the CPU, the pages that a
-                request reaches are checked.
+            block_table: int32 or int64 [n, pages], the pages of each request in order. Those that a request reaches
+                are checked if they are on the CPU.
             slot_mapping: int32 or int64 [tokens], where each new token goes; below 0 it is not stored. By default,
                 where ``block_table`` has it. On the CPU, slots are checked. Where an indexer selects among a
                 prefill's tokens each of them needs one, since they are read from the cache.
@@ -132,7 +136,7 @@ class MLAMetadataBuilder:
         """
         starts, lengths = _ints("query_start_loc", query_start_loc), _ints("seq_lens", seq_lens)
         query_lens = self._check_lengths(starts, lengths)
-        self._check_block_table(block_table, lengths)
+        reached = self._check_block_table(block_table, lengths)
         tokens, requests = starts[-1], len(lengths)
         decoding = self._decode_requests(query_lens)
         pads, queries = self._pads(pad_requests_to, pad_queries, query_lens, decoding)
@@ -151,7 +155,7 @@ class MLAMetadataBuilder:
                 self._positions[:tokens], table, self.page_size, request_ids=ids, dtype=torch.int64
             )
         elif slot_mapping is not None:
-            self._check_slots(slot_mapping, tokens)
+            reached = max(reached, self._check_slots(slot_mapping, tokens))
         if slot_mapping is not None:
             self._slots[:tokens].copy_(slot_mapping)
         # Who asks nothing sees nothing.
@@ -184,6 +188,7 @@ class MLAMetadataBuilder:
             selection=selection,
             buffers=self._buffers,
             build=self._buffers.builds,
+            pages_reached=reached,
         )
 
     def _selection(self, query_lens: list[int], lengths: list[int], decoding: int, total: int) -> Selection | None:
@@ -305,9 +310,10 @@ class MLAMetadataBuilder:
             raise ValueError(f"query_start_loc must end at most at max_tokens {self.max_tokens}, got {starts[-1]}")
         return query_lens
 
-    def _check_block_table(self, block_table: torch.Tensor, lengths: list[int]) -> None:
+    def _check_block_table(self, block_table: torch.Tensor, lengths: list[int]) -> int:
+        """Pages that the cache must have, as far as they can be seen here."""
         if not lengths:
-            return
+            return 0
         checks.tensor("block_table", block_table, (len(lengths), "pages"), checks.INDEX_DTYPES, unit_last_stride=False)
         needed = [-(-length // self.page_size) for length in lengths]
         if max(needed) > block_table.shape[1]:
@@ -316,29 +322,33 @@ class MLAMetadataBuilder:
                 f"block_table must have {max(needed)} pages for the {lengths[request]} tokens of request {request}, "
                 f"got {block_table.shape[1]}"
             )
-        if block_table.device.type != "cpu" or self.num_pages is None:
-            return
+        if block_table.device.type != "cpu" or not max(needed):
+            return 0
         reached = torch.arange(block_table.shape[1]) < torch.tensor(needed)[:, None]
-        wrong = (reached & ((block_table < 0) | (block_table >= self.num_pages))).nonzero()
-        if wrong.numel():
-            request, column = wrong[0].tolist()
+        lowest, highest = map(int, block_table[reached].aminmax())
+        most = highest if self.num_pages is None else self.num_pages - 1
+        if lowest < 0 or highest > most:
+            request, column = (reached & ((block_table < 0) | (block_table > most))).nonzero()[0].tolist()
             raise ValueError(
-                f"block_table must hold pages from 0 to {self.num_pages - 1}, request {request} has "
-                f"{int(block_table[request, column])} at {column}"
+                f"block_table must hold pages from 0{'' if self.num_pages is None else f' to {most}'}, request "
+                f"{request} has {int(block_table[request, column])} at {column}"
             )
+        return highest + 1
 
-    def _check_slots(self, slot_mapping: torch.Tensor, tokens: int) -> None:
+    def _check_slots(self, slot_mapping: torch.Tensor, tokens: int) -> int:
+        """Pages that the cache must have, as far as they can be seen here."""
         checks.tensor("slot_mapping", slot_mapping, (tokens,), checks.INDEX_DTYPES, unit_last_stride=False)
-        if slot_mapping.device.type != "cpu" or self.num_pages is None:
-            return
-        slots = self.num_pages * self.page_size
-        wrong = (slot_mapping >= slots).nonzero()
-        if wrong.numel():
-            token = int(wrong[0])
+        if slot_mapping.device.type != "cpu" or not tokens:
+            return 0
+        highest = int(slot_mapping.max())
+        if self.num_pages is not None and highest >= self.num_pages * self.page_size:
+            slots = self.num_pages * self.page_size
+            token = int((slot_mapping >= slots).nonzero()[0])
             raise ValueError(
                 f"slot_mapping must hold slots of the cache, below {slots}, or negative ones for tokens that are not "
                 f"stored, got {int(slot_mapping[token])} for token {token}"
             )
+        return highest // self.page_size + 1
 
 
 def _ints(name: str, values: Numbers) -> list[int]:

@@ -112,6 +112,7 @@ class MLAMetadata:
         max_seq_len: tokens of the longest request, or a bound.
         page_size: tokens in a page of the cache whose pages and slots these are.
         num_pages: pages that the cache has at least; None if that is not known.
+        pages_reached: pages that it must have for this step, as far as they were on the host; 0 if none was.
         positions: int [num_tokens], of each token in its request.
         slot_mapping: int [num_tokens], where each token goes in the cache; below 0 it is not stored.
         decode, prefill: the two parts; None if empty.
@@ -133,6 +134,7 @@ class MLAMetadata:
     sharding: Sharding | None = None
     buffers: Buffers | None = None
     build: int = 0
+    pages_reached: int = 0
 
     @property
     def is_overwritten(self) -> bool:

@@ -136,7 +136,7 @@ def select(call: Call, backend: str | None = None) -> str:
                 return name
         reasons = "; ".join(f"{choice.backend} {choice.refusal}" for choice in explain(call))
         raise ValueError(f"no implementation of {call.operation} can serve this call: {reasons}")
-    if backend not in known and backend not in BACKENDS:
+    if not isinstance(backend, str) or (backend not in known and backend not in BACKENDS):
         raise ValueError(f"backend must be one of {', '.join(_names(call.operation))} or None, got {backend!r}")
     refusal = _refusal(call, backend)
     if refusal is not None:

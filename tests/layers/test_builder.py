@@ -256,6 +256,45 @@ def test_a_cache_of_fewer_pages_is_refused():
         MLAAttention(SMALL)(torch.zeros(4, 32), torch.zeros(9, 4, 1, 20), metadata)
 
 
+def test_pages_beyond_the_cache_are_found_when_both_meet():
+    """A builder that was not told of the cache's pages knows which ones a step reaches."""
+    layer, builder = MLAAttention(SMALL), MLAMetadataBuilder(4, 4, 64, 12, "cpu")
+    cache = torch.zeros(5, 4, 1, 20)
+    for table, slots, page in ((TABLE[:1], None, 7), (TABLE[1:2], torch.tensor([0, 1, 22, -1]), 5)):
+        metadata = builder.build([0, 4], [12 if slots is None else 8], table, slots)
+        with pytest.raises(ValueError, match=f"^metadata has a request or a slot in page {page}, and the cache has 5"):
+            layer(torch.zeros(4, 32), cache, metadata)
+    # What no request reaches may be anything.
+    layer(torch.zeros(4, 32), cache, builder.build([0, 4], [8], TABLE[:1]))
+
+
+def test_a_page_below_0_is_named():
+    with pytest.raises(ValueError, match="^block_table must hold pages from 0, request 0 has -1 at 1$"):
+        MLAMetadataBuilder(4, 4, 64, 12, "cpu").build([0, 4], [8], torch.tensor([[4, -1, 7]]))
+
+
+def test_no_metadata():
+    with pytest.raises(TypeError, match="^metadata must be an MLAMetadata, got NoneType$"):
+        MLAAttention(SMALL)(torch.zeros(4, 32), torch.zeros(5, 4, 1, 20), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda device: MLAMetadataBuilder(4, 4, 64, 12, device),
+        lambda device: MLAAttention(SMALL, device=device),
+        lambda device: kv_cache.allocate("bf16", 1, 4, device=device),
+        lambda device: kv_cache.turboquant.allocate("turboquant_k8v4", 1, 4, 1, 64, device=device),
+    ],
+    ids=["builder", "layer", "cache", "TurboQuant cache"],
+)
+def test_an_unknown_device_is_named(make):
+    with pytest.raises(ValueError, match="^device must be a device that PyTorch knows, .* got 'nope'$"):
+        make("nope")
+    with pytest.raises(TypeError, match=r"^device must be a torch\.device or its name, got list$"):
+        make([])
+
+
 def test_metadata_on_another_device_is_refused():
     metadata = MLAMetadataBuilder(4, 4, 64, 12, "cpu").build([0, 4], [8], TABLE[:1])
     with pytest.raises(ValueError, match="metadata must be on cpu like the cache, got meta"):

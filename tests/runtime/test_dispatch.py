@@ -62,7 +62,7 @@ def test_a_named_backend_that_cannot_serve_is_refused_with_the_reason(operation,
         dispatch.select(Call("toy", CPU, F32, h_q=9), "portable")
 
 
-@pytest.mark.parametrize("backend", ["cuda", "Reference", ""])
+@pytest.mark.parametrize("backend", ["cuda", "Reference", "", 3, ["portable"]])
 def test_an_unknown_backend_is_an_error(operation, backend):
     operation(Implementation("reference", "m:f", takes(F32)))
     with pytest.raises(ValueError, match=r"^backend must be one of hopper, portable, reference or None, got"):
