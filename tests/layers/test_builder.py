@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flashlatte import kv_cache
+from flashlatte.kv_cache import turboquant
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadataBuilder, Rope
 from flashlatte.layers.metadata import plan_chunks
 
@@ -269,12 +270,12 @@ def test_pages_beyond_the_cache_are_found_when_both_meet():
 
 
 def test_a_page_below_0_is_named():
-    with pytest.raises(ValueError, match="^block_table must hold pages from 0, request 0 has -1 at 1$"):
+    with pytest.raises(ValueError, match=r"^block_table must hold pages from 0, request 0 has -1 at 1$"):
         MLAMetadataBuilder(4, 4, 64, 12, "cpu").build([0, 4], [8], torch.tensor([[4, -1, 7]]))
 
 
 def test_no_metadata():
-    with pytest.raises(TypeError, match="^metadata must be an MLAMetadata, got NoneType$"):
+    with pytest.raises(TypeError, match=r"^metadata must be an MLAMetadata, got NoneType$"):
         MLAAttention(SMALL)(torch.zeros(4, 32), torch.zeros(5, 4, 1, 20), None)  # type: ignore[arg-type]
 
 
@@ -284,12 +285,12 @@ def test_no_metadata():
         lambda device: MLAMetadataBuilder(4, 4, 64, 12, device),
         lambda device: MLAAttention(SMALL, device=device),
         lambda device: kv_cache.allocate("bf16", 1, 4, device=device),
-        lambda device: kv_cache.turboquant.allocate("turboquant_k8v4", 1, 4, 1, 64, device=device),
+        lambda device: turboquant.allocate("turboquant_k8v4", 1, 4, 1, 64, device=device),
     ],
     ids=["builder", "layer", "cache", "TurboQuant cache"],
 )
 def test_an_unknown_device_is_named(make):
-    with pytest.raises(ValueError, match="^device must be a device that PyTorch knows, .* got 'nope'$"):
+    with pytest.raises(ValueError, match=r"^device must be a device that PyTorch knows, .* got 'nope'$"):
         make("nope")
     with pytest.raises(TypeError, match=r"^device must be a torch\.device or its name, got list$"):
         make([])

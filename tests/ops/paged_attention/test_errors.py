@@ -88,7 +88,11 @@ def test_the_arguments_that_the_errors_start_from_are_right():
         ({"out": torch.empty(6, 4, 16)}, TypeError, "^out must be bfloat16 or float8_e4m3fn, got float32$"),
         ({"out": torch.empty(6, 4, 16, dtype=BF16), "out_scale": 1.0}, TypeError, "^out must be float8_e4m3fn"),
         ({"out": torch.empty(6, 1, 16, dtype=BF16).expand(6, 4, 16)}, ValueError, "^out must not be an expanded"),
-        ({"q": Q[..., :16], "k_cache": K[..., :16], "out": Q[..., :16]}, ValueError, "^out must share no memory with q"),
+        (
+            {"q": Q[..., :16], "k_cache": K[..., :16], "out": Q[..., :16]},
+            ValueError,
+            "^out must share no memory with q",
+        ),
         ({"out_scale": torch.ones(2)}, ValueError, r"^out_scale must hold one value, got shape \[2\]$"),
         ({"out_scale": -1.0}, ValueError, "^out_scale must be a finite number above 0, got -1.0$"),
         ({"lse": torch.empty(4, 6)}, ValueError, r"^lse must have shape \[6, 4\]"),
