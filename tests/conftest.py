@@ -6,9 +6,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-import torch
 
-from flashlatte.runtime import machine
+# PyTorch is imported where tests are collected: the process that only hands them out to workers needs none.
 
 pytest_plugins = ["support.progress"]
 
@@ -27,6 +26,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    from flashlatte.runtime import machine
+
+    if machine.interpreting():
+        from support import quick_interpreter
+
+        quick_interpreter.install()
     needs = {
         "gpu": (torch.cuda.is_available(), "needs a CUDA GPU"),
         "interpreter": (machine.interpreting(), "needs TRITON_INTERPRET=1"),
