@@ -54,6 +54,7 @@ class Recording:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch = monkeypatch
         self._found: list[Recorded] = []
+        self._replaced: tuple[int | None, int] | None = None
         for interface in {KernelInterface, getattr(triton_kernel, "Kernel", KernelInterface)}:
             monkeypatch.setattr(interface, "__getitem__", lambda kernel, grid: self._subscript(kernel, grid))
 
@@ -61,24 +62,26 @@ class Recording:
         self, operation: str, backend: str, *arguments: Any, arch: int | None = 90, **named: Any
     ) -> list[Recorded]:
         run = dispatch.implementation(operation, backend)
-        capability = (0, 0) if arch is None else divmod(arch, 10)
-        self._patch.setattr(machine, "_compute_capability", lambda _: capability)
-        for name, value in (
-            ("gpu_class", CLASSES[arch]),
-            ("converts_e4m3", arch is not None and arch >= 89),
-            ("num_sms", NUM_SMS),
-            ("clusters_fill", arch == 90),
-        ):
-            self._replace_everywhere(name, value)
+        if self._replaced != (arch, len(sys.modules)):
+            self._replace_facts(arch)
+            self._replaced = (arch, len(sys.modules))
         self._found = []
         run(*arguments, **named)
         return self._found
 
-    def _replace_everywhere(self, name: str, value: Any) -> None:
+    def _replace_facts(self, arch: int | None) -> None:
         """Facts about a GPU are functions of a device, which other modules import by name."""
-        for module_name, module in list(sys.modules.items()):
-            if module_name.startswith("flashlatte.") and name in vars(module):
-                self._patch.setattr(module, name, lambda *_: value)
+        capability = (0, 0) if arch is None else divmod(arch, 10)
+        facts = {
+            "_compute_capability": capability,
+            "gpu_class": CLASSES[arch],
+            "converts_e4m3": arch is not None and arch >= 89,
+            "num_sms": NUM_SMS,
+            "clusters_fill": arch == 90,
+        }
+        for module in [module for name, module in sys.modules.items() if name.startswith("flashlatte.")]:
+            for name in facts.keys() & vars(module):
+                self._patch.setattr(module, name, lambda *_, value=facts[name]: value)
 
     def _subscript(self, kernel: Any, grid: tuple[int, ...]) -> Any:
         return functools.partial(self._record, kernel, grid)
