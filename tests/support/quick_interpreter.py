@@ -24,7 +24,7 @@ def install() -> None:
 
 
 def patch_lang(function: Any) -> Any:
-    """``_patch_lang``, which does nothing for modules whose functions are replaced already: a kernel's, in its calls."""
+    """``_patch_lang``, which does nothing where the functions are replaced already: in what a kernel calls."""
     if function not in _modules:
         _modules[function] = [one for one in (tl, tl.core) if any(one is it for it in function.__globals__.values())]
     if _modules[function] and not any(tl.core.is_builtin(module.load) for module in _modules[function]):

@@ -12,7 +12,7 @@ from support.compile import Compiled, Launch, compile_gluon, compile_launch, var
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import KernelInterface
 
-from flashlatte.runtime import dispatch, machine, triton_kernel
+from flashlatte.runtime import dispatch, triton_kernel
 
 CLASSES = {80: "ampere", 86: "small", 89: "small", 90: "hopper", 100: "blackwell", 120: "small", None: "other"}
 NUM_SMS = 132
