@@ -36,17 +36,36 @@ def integers(low, high, *shape, seed):
 @given(
     rows=st.integers(1, 9),
     num_keys=st.sampled_from([1, 50, 300]),
+    heads=st.sampled_from([1, 8]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float8_e4m3fn]),
+    bounds=st.sampled_from([torch.int32, torch.int64]),
     selected=st.sampled_from([1, 16, 100]),
     workspace=st.sampled_from([1, 4000, 2**26]),
     seed=st.integers(0, 1000),
 )
-def test_ragged(backend, rows, num_keys, selected, workspace, seed):
-    q = integers(-2, 3, rows, 8, 32, seed=seed).bfloat16()
-    k = integers(-2, 3, num_keys, 32, seed=seed + 1).bfloat16()
-    weights = integers(-3, 4, rows, 8, seed=seed + 2).float()
+def test_ragged(backend, rows, num_keys, heads, dtype, bounds, selected, workspace, seed):
+    q = integers(-2, 3, rows, heads, 32, seed=seed).to(dtype)
+    k = integers(-2, 3, num_keys, 48, seed=seed + 1).float()[:, :32]
+    weights = integers(-3, 4, rows, heads, seed=seed + 2).float()
     start = integers(-3, num_keys, rows, seed=seed + 3)
     end = integers(0, num_keys + 4, rows, seed=seed + 4)
-    actual = index_select(q, k, weights, start, end, selected, workspace_bytes=workspace, backend=backend)
+    place = torch.arange(num_keys)
+    k[~((place >= start[:, None]) & (place < end[:, None])).any(0)] = torch.nan
+    keys, k_scale = k.to(dtype), None
+    if dtype == torch.float8_e4m3fn:
+        k_scale = 2.0 ** integers(-2, 3, num_keys, seed=seed + 5)
+        k = k * k_scale[:, None]
+    actual = index_select(
+        q,
+        keys,
+        weights,
+        start.to(bounds),
+        end.to(bounds),
+        selected,
+        k_scale=k_scale,
+        workspace_bytes=workspace,
+        backend=backend,
+    )
     logits = scores(q, k, weights)
     for row in range(rows):
         first, last = max(int(start[row]), 0), min(int(end[row]), num_keys)
@@ -58,22 +77,34 @@ def test_ragged(backend, rows, num_keys, selected, workspace, seed):
 @given(
     lengths=st.lists(st.integers(0, 50), min_size=1, max_size=3),
     next_n=st.integers(1, 2),
+    kind=st.sampled_from(["index_bf16", "index_fp8"]),
     page_size=st.sampled_from([1, 16, 33]),
+    no_page=st.sampled_from([None, -1, 2**30]),
     per_token=st.booleans(),
     slots=st.booleans(),
     guess=st.booleans(),
     workspace=st.sampled_from([1, 2**26]),
     seed=st.integers(0, 1000),
 )
-def test_paged(backend, lengths, next_n, page_size, per_token, slots, guess, workspace, seed):
+def test_paged(backend, lengths, next_n, kind, page_size, no_page, per_token, slots, guess, workspace, seed):
     requests, selected = len(lengths), 20
     columns = max(1, *(-(-length // page_size) for length in lengths))
-    layout = index_format("index_bf16", 32)
-    cache = kv_cache.allocate(layout, requests * columns, page_size)
+    num_slots = requests * columns * page_size
     table = torch.randperm(requests * columns, generator=generator(seed)).view(requests, columns).int()
-    k = integers(-2, 3, requests * columns * page_size, 32, seed=seed + 1)
-    index_quantize(cache, torch.arange(len(k)), k.float(), backend="reference")
-    q = integers(-2, 3, requests, next_n, 8, 32, seed=seed + 2).bfloat16()
+    position = torch.arange(columns * page_size)
+    places = table[:, position // page_size].long() * page_size + position % page_size
+    k = integers(-2, 3, num_slots, 32, seed=seed + 1).float()
+    k[places[position >= torch.tensor(lengths)[:, None]]] = torch.nan
+    cache = kv_cache.allocate(index_format(kind, 32), requests * columns, page_size)
+    index_quantize(cache, torch.arange(num_slots), k, scale_rounding="power_of_two", backend="reference")
+    if no_page is not None:
+        table[:, columns // 2] = no_page
+        # Its keys count as zeros, and have no slots.
+        gone = position // page_size == columns // 2
+        places[:, gone] = num_slots
+    k = torch.cat((k, torch.zeros(1, 32)))
+    q = integers(-2, 3, requests, next_n, 8, 32, seed=seed + 2)
+    q = q.to(torch.bfloat16 if kind == "index_bf16" else torch.float8_e4m3fn)
     weights = integers(-3, 4, requests * next_n, 8, seed=seed + 3).float()
     limits = torch.tensor(lengths).unsqueeze(1) - next_n + 1 + torch.arange(next_n)
     actual = paged_index_select(
@@ -89,14 +120,14 @@ def test_paged(backend, lengths, next_n, page_size, per_token, slots, guess, wor
         backend=backend,
     )
     for request in range(requests):
-        position = torch.arange(columns * page_size)
-        places = table[request, position // page_size].long() * page_size + position % page_size
         rows = slice(request * next_n, (request + 1) * next_n)
-        logits = scores(q[request], k[places], weights[rows])
+        logits = scores(q[request], k[places[request]], weights[rows])
         for token in range(next_n):
             limit = max(int(limits[request, token]), 0)
             chosen = largest(logits[token, :limit].tolist(), selected)
-            expected = places[chosen].tolist() if slots else chosen
+            expected = chosen
+            if slots:
+                expected = [-1 if slot == num_slots else slot for slot in places[request, chosen].tolist()]
             assert actual[request * next_n + token].tolist() == expected + [-1] * (selected - len(expected))
 
 
