@@ -111,7 +111,7 @@ def paged_index_select(
 
     Returns:
         int32 [b · next_n, num_selected]: positions, ascending, or their slots; then -1. A key whose page is not
-        in the cache counts as zeros, and its slot is -1.
+        in the cache counts as zeros, and its slot is none of the cache's: -1, or one beyond it.
 
     Raises:
         TypeError, ValueError: as ``paged_index_logits``, ``topk`` and ``index_convert``.

@@ -99,7 +99,7 @@ def test_paged(backend, lengths, next_n, kind, page_size, no_page, per_token, sl
     index_quantize(cache, torch.arange(num_slots), k, scale_rounding="power_of_two", backend="reference")
     if no_page is not None:
         table[:, columns // 2] = no_page
-        # Its keys count as zeros, and have no slots.
+        # Its keys count as zeros, and have no slots in the cache.
         gone = position // page_size == columns // 2
         places[:, gone] = num_slots
     k = torch.cat((k, torch.zeros(1, 32)))
@@ -125,10 +125,12 @@ def test_paged(backend, lengths, next_n, kind, page_size, no_page, per_token, sl
         for token in range(next_n):
             limit = max(int(limits[request, token]), 0)
             chosen = largest(logits[token, :limit].tolist(), selected)
-            expected = chosen
+            result = actual[request * next_n + token]
             if slots:
-                expected = [-1 if slot == num_slots else slot for slot in places[request, chosen].tolist()]
-            assert actual[request * next_n + token].tolist() == expected + [-1] * (selected - len(expected))
+                result = torch.where((result < 0) | (result >= num_slots), -1, result)
+            places_of = torch.where(places[request] < num_slots, places[request], -1)
+            expected = places_of[chosen].tolist() if slots else chosen
+            assert result.tolist() == expected + [-1] * (selected - len(expected))
 
 
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
