@@ -5,6 +5,8 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flashlatte import deep_gemm, kv_cache
 from flashlatte.kv_cache import fp4
@@ -129,6 +131,110 @@ def test_paged(kind, per_token, next_n):
     if kind == "index_fp8":
         earlier = deep_gemm.fp8_paged_mqa_logits(query[0], cache, weights, context_lens, table, None, 400, True)
         assert earlier.equal(logits)
+
+
+def drawn_query(q, mxfp4):
+    """What DeepGEMM's callers pass for q, and the numbers that it stands for."""
+    if not mxfp4:
+        values = q.to(torch.float8_e4m3fn)
+        return (values, None), values.double()
+    values, scales = fp4.quantize_mxfp4(q)
+    return (values.view(torch.int8), scales.view(torch.int32).squeeze(-1)), fp4.dequantize_mxfp4(
+        values, scales
+    ).double()
+
+
+def assert_near(logits, expected, bound, dtype):
+    """Rounded to float32 in sums of ``bound``, the same of absolute values, and then once to ``dtype``."""
+    allowed = 1e-5 * bound + (torch.finfo(dtype).eps * expected.abs() if dtype == torch.bfloat16 else 0)
+    assert logits.dtype == dtype
+    assert ((logits.double() - expected).abs() <= allowed).all()
+
+
+@given(
+    rows=st.integers(1, 9),
+    num_keys=st.sampled_from([1, 7, 60]),
+    heads=st.sampled_from([1, 5, 64]),
+    mxfp4=st.booleans(),
+    clean=st.booleans(),
+    compressed=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**32),
+)
+def test_drawn_calls_against_float64(rows, num_keys, heads, mxfp4, clean, compressed, dtype, seed):
+    q, k, weights = draw(rows, heads, D, seed=seed), draw(num_keys, D, seed=seed + 1), draw(rows, heads, seed=seed + 2)
+    start = torch.randint(0, num_keys + 1, (rows,), generator=generator(seed + 3)).int()
+    end = torch.randint(0, num_keys + 3, (rows,), generator=generator(seed + 4)).int()
+    query, q_known = drawn_query(q, mxfp4)
+    if mxfp4:
+        values, scales = fp4.quantize_mxfp4(k)
+        kv, k_known = (
+            (values.view(torch.int8), scales.view(torch.int32).squeeze(-1)),
+            fp4.dequantize_mxfp4(values, scales),
+        )
+    else:
+        kv = quantize_rows(k, "exact")
+        k_known = kv[0].double() * kv[1].double().unsqueeze(1)
+    exact = logits_of(q_known, k_known, weights)
+    bound = logits_of(q_known.abs(), k_known.abs(), weights.abs())
+    width = int((end.clamp(max=num_keys) - start).max().clamp(min=1)) if compressed else 0
+    logits = deep_gemm.fp8_fp4_mqa_logits(
+        query, kv, weights, start, end, clean_logits=clean, max_seqlen_k=width, logits_dtype=dtype, backend="reference"
+    )
+    assert logits.shape == (rows, width or num_keys)
+    assert logits.stride(0) * dtype.itemsize % 16 == 0
+    for row, (first, last) in enumerate(zip(start.tolist(), end.clamp(max=num_keys).tolist(), strict=True)):
+        at = 0 if compressed else first
+        seen = logits[row, at : at + max(last - first, 0)]
+        assert_near(seen, exact[row, first : max(last, first)], bound[row, first : max(last, first)], dtype)
+        if clean:
+            assert logits[row].isneginf().sum() == logits.shape[1] - len(seen)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=3),
+    next_n=st.integers(1, 3),
+    heads=st.sampled_from([1, 5, 64]),
+    page_size=st.sampled_from([1, 16, 64]),
+    mxfp4=st.booleans(),
+    per_token=st.booleans(),
+    width=st.sampled_from([1, 40, 50]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**32),
+)
+def test_drawn_paged_calls_against_float64(lengths, next_n, heads, page_size, mxfp4, per_token, width, dtype, seed):
+    batch, columns = len(lengths), -(-40 // page_size)
+    q, weights = draw(batch, next_n, heads, D, seed=seed), draw(batch * next_n, heads, seed=seed + 1)
+    kind = "index_mxfp4" if mxfp4 else "index_fp8"
+    cache = kv_cache.allocate(kind, batch * columns, page_size)
+    table = torch.randperm(batch * columns, generator=generator(seed + 2)).int().view(batch, columns)
+    k = draw(batch * columns * page_size, D, seed=seed + 3)
+    index_quantize(cache, torch.arange(len(k)), k)
+    stored = kv_cache.unpack(cache, kind, dtype=torch.float32)[:, :, 0]
+    query, q_known = drawn_query(q, mxfp4)
+    limits = torch.tensor(lengths).unsqueeze(1) - next_n + 1 + torch.arange(next_n)
+    logits = deep_gemm.fp8_fp4_paged_mqa_logits(
+        query,
+        cache,
+        weights,
+        (limits if per_token else torch.tensor(lengths)).int(),
+        table,
+        None,
+        width,
+        clean_logits=True,
+        logits_dtype=dtype,
+        backend="reference",
+    )
+    assert logits.shape == (batch * next_n, width)
+    for request in range(batch):
+        keys = stored[table[request].long()].flatten(0, 1)
+        mine = slice(request * next_n, (request + 1) * next_n)
+        exact = logits_of(q_known[request], keys, weights[mine])
+        bound = logits_of(q_known[request].abs(), keys.abs(), weights[mine].abs())
+        for token, row in enumerate(range(mine.start, mine.stop)):
+            seen = min(max(int(limits[request, token]), 0), width)
+            assert_near(logits[row, :seen], exact[token, :seen], bound[token, :seen], dtype)
+            assert logits[row, seen:].isneginf().all()
 
 
 def test_errors(fp8):
