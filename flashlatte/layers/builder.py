@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from flashlatte.kv_cache import get_format
 from flashlatte.layers.absorbed import MAX_ABSORBED_QUERIES
@@ -21,6 +22,7 @@ from flashlatte.layers.metadata import (
 from flashlatte.layers.selection import GATHER_TOKENS, LOGIT_BYTES, Selection, plan_selection
 from flashlatte.ops.index_convert import to_cache_indices
 from flashlatte.runtime import checks
+from flashlatte.runtime.transfer import to_device
 
 WORKSPACE_TOKENS = 4096
 
@@ -141,30 +143,21 @@ class MLAMetadataBuilder:
         decoding = self._decode_requests(query_lens)
         pads, queries = self._pads(pad_requests_to, pad_queries, query_lens, decoding)
         spans = [range(length - count, length) for count, length in zip(query_lens, lengths, strict=True)]
-        positions = list(itertools.chain.from_iterable(spans))
+        positions = torch.tensor(list(itertools.chain.from_iterable(spans)), dtype=torch.int64)
         self._buffers.builds += 1
-        self._positions[:tokens].copy_(torch.tensor(positions, dtype=torch.int64))
-        if requests:
-            columns = min(block_table.shape[1], self.max_pages)
-            self._table[:requests, :columns].copy_(block_table[:, :columns])
+        table = block_table[:, : self.max_pages] if requests else self._table[:0]
         given = slot_mapping
-        if slot_mapping is None and tokens:
-            ids = torch.repeat_interleave(torch.arange(requests), torch.tensor(query_lens)).to(self.device)
-            table = self._table[:requests]
-            slot_mapping = to_cache_indices(
-                self._positions[:tokens], table, self.page_size, request_ids=ids, dtype=torch.int64
-            )
-        elif slot_mapping is not None:
+        if slot_mapping is None:
+            slot_mapping = self._slots_of(positions, query_lens, table)
+        else:
             reached = max(reached, self._check_slots(slot_mapping, tokens))
-        if slot_mapping is not None:
-            self._slots[:tokens].copy_(slot_mapping)
         # Who asks nothing sees nothing.
         seen = [length if count else 0 for count, length in zip(query_lens, lengths, strict=True)]
-        self._seq_lens[:requests].copy_(torch.tensor(seen, dtype=torch.int32))
         total = tokens + pads * queries
-        self._seq_lens[requests : requests + pads] = 0
-        self._positions[tokens:total] = 0
-        self._slots[tokens:total] = -1
+        self._put(self._table[:requests, : table.shape[1]], table)
+        self._put(self._positions[:total], nn.functional.pad(positions, (0, total - tokens)))
+        self._put(self._slots[:total], nn.functional.pad(slot_mapping, (0, total - tokens), value=-1))
+        self._put(self._seq_lens[: requests + pads], seen + [0] * pads)
         decode_lens = query_lens[:decoding] + pads * [queries]
         selection = self._selection(query_lens, lengths, decoding, total)
         sparse_prefill = selection is not None and selection.chunks is not None
@@ -190,6 +183,19 @@ class MLAMetadataBuilder:
             build=self._buffers.builds,
             pages_reached=reached,
         )
+
+    def _slots_of(self, positions: torch.Tensor, query_lens: list[int], table: torch.Tensor) -> torch.Tensor:
+        """The slots of new tokens, on the table's device: int64 [tokens]."""
+        if not len(positions):
+            return positions
+        ids = torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens))
+        positions, ids = to_device(positions, table.device), to_device(ids, table.device)
+        return to_cache_indices(positions, table, self.page_size, request_ids=ids, dtype=torch.int64)
+
+    def _put(self, buffer: torch.Tensor, values: Sequence[int] | torch.Tensor) -> None:
+        """Overwrite a part of a buffer when the steps before are done, without waiting for them."""
+        if buffer.numel():
+            buffer.copy_(to_device(values, buffer.device, buffer.dtype))
 
     def _selection(self, query_lens: list[int], lengths: list[int], decoding: int, total: int) -> Selection | None:
         if self.topk is None:
@@ -233,8 +239,8 @@ class MLAMetadataBuilder:
             pad_index += [min(token, last)] * (queries - count) + list(range(token, token + count))
             unpad_index += range((request + 1) * queries - count, (request + 1) * queries)
             token += count
-        self._pad_index[: len(pad_index)].copy_(torch.tensor(pad_index))
-        self._unpad_index[:token].copy_(torch.tensor(unpad_index))
+        self._put(self._pad_index[: len(pad_index)], pad_index)
+        self._put(self._unpad_index[:token], unpad_index)
         return self._pad_index[: len(pad_index)], self._unpad_index[:token]
 
     def _prefill_part(self, query_lens: list[int], lengths: list[int], decoding: int, sparse: bool) -> PrefillPart:
@@ -243,7 +249,7 @@ class MLAMetadataBuilder:
         starts = [0, *itertools.accumulate(query_lens)]
         table = self._table[decoding : decoding + len(lengths)]
         return PrefillPart(
-            torch.tensor(starts, dtype=torch.int32).to(self.device),
+            to_device(starts, self.device, torch.int32),
             max(query_lens),
             plan_chunks(query_lens, contexts, table, self.workspace_tokens) if any(contexts) and not sparse else (),
         )

@@ -12,6 +12,7 @@ from flashlatte.kv_cache import get_format
 from flashlatte.kv_cache.sharding import Sharding
 from flashlatte.layers.over_ranks import DecodeOverRanks, RowsOverRanks
 from flashlatte.layers.selection import Selection
+from flashlatte.runtime.transfer import to_device
 
 _Part = TypeVar("_Part")
 
@@ -195,7 +196,7 @@ def plan_chunks(
         plans.append((first, last, cu_keys[-1], max(query_lens[first:last]), max(lengths)))
         numbers += cu_queries + cu_keys + starts
     # One copy to the device for the whole plan.
-    on_device = torch.tensor(numbers, dtype=torch.int32).to(block_table.device)
+    on_device = to_device(numbers, block_table.device, torch.int32)
     chunks, place = [], 0
     for first, last, tokens, max_queries, max_keys in plans:
         count = last - first

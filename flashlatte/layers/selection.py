@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from flashlatte.layers.over_ranks import RowsOverRanks
+from flashlatte.runtime.transfer import to_device
 
 # Index logits that exist at once, and tokens whose rows are gathered at once: 302 MB in bf16.
 LOGIT_BYTES, GATHER_TOKENS = 2**29, 2**18
@@ -98,7 +99,7 @@ def plan_selection(
         ids = torch.repeat_interleave(torch.arange(last - first, dtype=torch.int32), counts)
         tokens, keys = len(ids), sum(lengths)
         if tokens:
-            cu_keys, ids = cu_keys.to(device), ids.to(device)
+            cu_keys, ids = to_device(cu_keys, device, torch.int32), to_device(ids, device, torch.int32)
             start = cu_keys[ids.long()]
             end = (start + positions[token : token + tokens] + 1).to(torch.int32)
             table, gathered = block_table[first:last], gathers and keys <= gather_tokens
