@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flashlatte.engine.model import AnyModel
+from flashlatte.engine.paged import PagedModel
 from flashlatte.engine.request import Request
 from flashlatte.engine.sampling import SamplingParams, token_ids
 
@@ -15,7 +15,7 @@ from flashlatte.engine.sampling import SamplingParams, token_ids
 Prompt = str | Sequence[int] | torch.Tensor
 
 
-def prompt_tokens(prompt: Prompt, model: AnyModel, tokenizer: Any) -> list[int]:
+def prompt_tokens(prompt: Prompt, model: PagedModel, tokenizer: Any) -> list[int]:
     """A prompt's tokens; TypeError, ValueError if the model does not have them."""
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -24,7 +24,7 @@ def prompt_tokens(prompt: Prompt, model: AnyModel, tokenizer: Any) -> list[int]:
     return _checked_tokens("prompt", prompt, model)
 
 
-def checked_sampling(sampling: SamplingParams | None, model: AnyModel, tokenizer: Any) -> SamplingParams:
+def checked_sampling(sampling: SamplingParams | None, model: PagedModel, tokenizer: Any) -> SamplingParams:
     """The parameters, or the usual ones; ValueError for stops that cannot be read, and where no token is left."""
     sampling = SamplingParams() if sampling is None else sampling
     if not isinstance(sampling, SamplingParams):
@@ -44,16 +44,16 @@ def check_names(**names: str) -> None:
             raise TypeError(f"{name} must be a text, got {value!r}")
 
 
-def check_length(request: Request, model: AnyModel) -> None:
+def check_length(request: Request, model: PagedModel) -> None:
     """Raise ValueError for a request longer than the model's texts."""
-    if request.most_cached + 1 > model.max_position:
+    if request.most_tokens > model.max_position:
         raise ValueError(
             f"prompt of {len(request.prompt)} tokens and max_new_tokens {request.max_new_tokens} of request "
             f"{request.id!r} must not pass the model's {model.max_position} positions"
         )
 
 
-def _checked_tokens(name: str, values: Iterable[Any], model: AnyModel) -> list[int]:
+def _checked_tokens(name: str, values: Iterable[Any], model: PagedModel) -> list[int]:
     tokens = token_ids(name, values)
     wrong = next((token for token in tokens if not 0 <= token < model.vocabulary), None)
     if wrong is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flashlatte.engine.step import Copies, Step
+import torch
+
+from flashlatte.engine.request import Copies, Request, Step
 
 
 @dataclass(frozen=True)
@@ -16,12 +17,10 @@ class Batch:
         swap_out, swap_in: pages to copy first, as in ``Step``.
         counts, lengths: of each request its new tokens, and all its tokens with them.
         pages: of each request, in order.
-        places: of each request, a number that no other has while it lives.
-        tokens: ids of the flat batch; 0 where only the device knows it.
-        unknown: places in the flat batch of tokens that only the device knows; origins: where each was kept.
+        places: of each request (``Request.place``).
+        tokens: ids of the flat batch; -1 - p for the token that was last kept at place p, as the device alone knows it.
         rows: of the flat batch, whose logits are sampled.
-        kept: where each sampled token is kept on the device; empty if the host verifies them first.
-        generates: whether each request computes the one token that a new one follows.
+        kept: the place where each sampled token is kept; empty if the host verifies them first.
     """
 
     swap_out: Copies
@@ -31,44 +30,45 @@ class Batch:
     pages: list[list[int]]
     places: list[int]
     tokens: list[int]
-    unknown: list[int]
-    origins: list[int]
     rows: list[int]
     kept: list[int]
-    generates: bool
+
+    @classmethod
+    def of(cls, step: Step) -> Batch:
+        """The numbers of a step whose requests have their places."""
+        tokens: list[int] = []
+        rows: list[int] = []
+        for work in step.work:
+            known = [*work.request.tokens, *work.request.drafts] if work.drafts else work.request.tokens
+            new = known[work.start : work.start + work.count]
+            tokens += new + [-1 - _place(work.request)] * (work.count - len(new))
+            if work.samples:
+                rows += range(len(tokens) - 1 - work.drafts, len(tokens))
+        sampling = [work for work in step.work if work.samples]
+        return cls(
+            step.swap_out,
+            step.swap_in,
+            [work.count for work in step.work],
+            [work.start + work.count for work in step.work],
+            [work.request.pages for work in step.work],
+            [_place(work.request) for work in step.work],
+            tokens,
+            rows,
+            [] if any(work.drafts for work in sampling) else [_place(work.request) for work in sampling],
+        )
+
+    @property
+    def generates(self) -> bool:
+        """Whether each request computes one token, as where all of them generate."""
+        return all(count == 1 for count in self.counts)
+
+    def page_table(self) -> torch.Tensor:
+        """int32 [requests, most pages] on the host, the pages of each request in order, then -1."""
+        width = max(map(len, self.pages))
+        rows = [numbers + [-1] * (width - len(numbers)) for numbers in self.pages]
+        return torch.tensor(rows, dtype=torch.int32)
 
 
-def make_batch(step: Step, places: Mapping[str, int]) -> Batch:
-    """The numbers of a step.
-
-    Args:
-        places: by id of each request, where its last sampled token is kept on the device.
-    """
-    tokens: list[int] = []
-    unknown, origins, rows, kept = [], [], [], []
-    for work in step.work:
-        request = work.request
-        known = [*request.tokens, *request.drafts] if work.drafts else request.tokens
-        end = work.start + work.count
-        for position in range(max(work.start, len(known)), end):
-            unknown.append(len(tokens) + position - work.start)
-            origins.append(places[request.id])
-        tokens += known[work.start : end]
-        tokens += [0] * max(end - max(work.start, len(known)), 0)
-        if work.samples:
-            rows += range(len(tokens) - 1 - work.drafts, len(tokens))
-            kept.append(places[request.id])
-    return Batch(
-        step.swap_out,
-        step.swap_in,
-        [work.count for work in step.work],
-        [work.start + work.count for work in step.work],
-        [list(work.request.pages) for work in step.work],
-        [places[work.request.id] for work in step.work],
-        tokens,
-        unknown,
-        origins,
-        rows,
-        [] if any(work.drafts for work in step.work if work.samples) else kept,
-        all(work.count == 1 and work.samples for work in step.work),
-    )
+def _place(request: Request) -> int:
+    assert request.place is not None
+    return request.place

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flashlatte.engine import asked, memory
+from flashlatte.engine import asked
 from flashlatte.engine.asked import Prompt
 from flashlatte.engine.drafts import look_up
-from flashlatte.engine.member import Member
 from flashlatte.engine.models import as_model
-from flashlatte.engine.outputs import Output, Untold, progress_bar
+from flashlatte.engine.outputs import Output, progress_bar
 from flashlatte.engine.pages import PagePool
-from flashlatte.engine.request import Request
+from flashlatte.engine.request import Request, Step
 from flashlatte.engine.runner import Runner, Sampled
 from flashlatte.engine.sampling import SamplingParams
 from flashlatte.engine.scheduler import Scheduler
-from flashlatte.engine.step import Step
 from flashlatte.runtime import checks
 
 
-class Engine(Member):
+class Engine:
     """Continuous batching over a paged cache with prefix sharing, for one model on one device, or on several ranks.
 
     Of several ranks, one process each, rank 0 takes the requests and closes it at the end; the others ``follow``.
+    ``with engine:`` ends with ``close``.
 
     Args:
         model: a ``Model``, a transformers model, or a checkpoint's directory.
@@ -69,55 +69,55 @@ class Engine(Member):
         context_parallel: int = 1,
     ) -> None:
         self.model = as_model(model, tensor_parallel, context_parallel)
+        self.ranks = self.model.ranks
+        self.cache_format = self.model.plain_format if cache_format is None else cache_format
         page_size = self.model.page_size if page_size is None else page_size
         sizes = {"page_size": page_size, "max_tokens": max_tokens, "max_requests": max_requests, "patience": patience}
         for name, value in (sizes | {"host_pages": host_pages, "drafts": drafts}).items():
             checks.positive_int(name, value, or_zero=name not in sizes)
             if value and name not in sizes and not self.model.moves_pages:
                 raise ValueError(f"{name} must be 0 for {self.model.name}, whose pages hold no states, got {value}")
+        if drafts and self.model.batch_invariant:
+            raise ValueError(f"drafts must be 0 for a batch_invariant model, as their number varies, got {drafts}")
         for name, value in (("prefix_cache", prefix_cache), ("graphs", graphs)):
             checks.flag(name, value)
-        self.ranks = self.model.ranks
-        self.cache_format = memory.plain_format(self.model.dtype) if cache_format is None else cache_format
         if num_pages is None:
-            num_pages = memory.default_pages(self.model, self.cache_format, page_size)
+            num_pages = self.model.default_pages(self.cache_format, page_size)
         checks.positive_int("num_pages", num_pages)
         if self.ranks is not None:
             facts = {"model": self.model.config, "dtype": self.model.dtype, "cache_format": self.cache_format}
             self.ranks.agree(facts | sizes | {"num_pages": num_pages, "host_pages": host_pages, "graphs": graphs})
-        caches = memory.allocate(self.model, self.cache_format, num_pages, page_size)
-        host_caches = host_pool = None
-        identity, page_tokens = f"{self.model.name}:{self.cache_format}", page_size * self.model.keys_over
-        self.pool = PagePool(num_pages, page_tokens, identity=identity)
-        if host_pages:
-            host_caches = memory.allocate(self.model, self.cache_format, host_pages, page_size, on_host=True)
-            host_pool = PagePool(host_pages, page_tokens, identity=identity)
-        self.scheduler = Scheduler(
-            self.pool,
-            host_pool=host_pool,
-            max_tokens=max_tokens,
-            max_requests=max_requests,
-            patience=patience,
-            prefix_cache=prefix_cache and self.model.moves_pages,
-        )
+        page_tokens = page_size * self.model.keys_over
         self.max_seq_len = min(self.model.max_position, num_pages * page_tokens)
         self.runner = Runner(
             self.model,
             self.cache_format,
-            caches,
-            host_caches,
+            num_pages,
+            page_size,
+            host_pages=host_pages,
             max_requests=max_requests,
             max_tokens=max_tokens,
             max_seq_len=self.max_seq_len,
             graphs=graphs,
         )
+        identity = f"{self.model.name}:{self.cache_format}"
+        self.pool = PagePool(num_pages, page_tokens, identity=identity)
+        self.scheduler = Scheduler(
+            self.pool,
+            host_pool=PagePool(host_pages, page_tokens, identity=identity) if host_pages else None,
+            max_tokens=max_tokens,
+            max_requests=max_requests,
+            patience=patience,
+            prefix_cache=prefix_cache and self.model.moves_pages,
+            apart=self.model.batch_invariant,
+        )
         self.drafts, self.tokenizer = drafts, tokenizer
-        self._params: dict[str, SamplingParams] = {}
-        self._requests: dict[str, Request] = {}
-        self._outputs: dict[str, Output] = {}
+        self._live: dict[str, tuple[Request, Output]] = {}
         self._under_way: tuple[Step, Sampled] | None = None
-        # What steps of ``stream`` and ``generate`` changed of requests that are not theirs.
-        self._untold = Untold()
+        # By id(): outputs that changed since ``step`` told of them, each with its tokens that it told of; and those of
+        # ``stream`` and ``generate``, which it is not to tell.
+        self._untold: dict[int, tuple[Output, int]] = {}
+        self._told_elsewhere: set[int] = set()
         self._names = itertools.count()
         self._seconds = 0.0
 
@@ -136,17 +136,16 @@ class Engine(Member):
             TypeError, ValueError: a prompt that is empty, or with tokens that the model does not have; more tokens
                 than the model or the cache has room for; an id that is in use.
         """
-        self.check_leads("add")
+        self._check_leads("add")
         asked.check_names(id="" if id is None else id, salt=salt)
         checks.integer("priority", priority)
         tokens = asked.prompt_tokens(prompt, self.model, self.tokenizer)
         sampling = asked.checked_sampling(sampling, self.model, self.tokenizer)
         name = f"request-{next(self._names)}" if id is None else id
-        request = Request(name, tokens, sampling.max_new_tokens, priority=priority, salt=salt)
+        request = Request(name, tokens, sampling.max_new_tokens, priority=priority, salt=salt, sampling=sampling)
         asked.check_length(request, self.model)
         self.scheduler.add(request)
-        self._requests[name], self._params[name] = request, sampling
-        self._outputs[name] = Output(name, tokens)
+        self._live[name] = request, Output(name, tokens)
         return name
 
     def step(self) -> list[Output]:
@@ -155,23 +154,11 @@ class Engine(Member):
         So it does of steps that ``stream`` and ``generate`` ran meanwhile for others. Without drafts the next step is
         planned and launched before the tokens of the last are waited for.
         """
-        for output in self._step():
-            self._untold.add(output)
-        return self._untold.tell()
-
-    def _step(self) -> list[Output]:
-        self.check_leads("step")
-        begin = time.perf_counter()
-        changed = self._collect() if self.drafts else []
-        if self.drafts:
-            for request in self._requests.values():
-                request.drafts = look_up(request.tokens, self.drafts)
-        step = self.scheduler.schedule()
-        launched = None if step is None else (step, self.runner.run(step, self._params))
-        changed += self._collect()
-        self._under_way = launched
-        self._seconds += time.perf_counter() - begin
-        return changed
+        self._step()
+        untold, self._untold = self._untold, {}
+        for output, told in untold.values():
+            output.new = output.tokens[told:]
+        return [output for output, _ in untold.values()]
 
     def abort(self, request_id: str) -> Output:
         """End a request now; one that has ended, of which ``step`` is still to tell, stays as it is.
@@ -180,16 +167,19 @@ class Engine(Member):
             ValueError: there is no unfinished request of this id.
         """
         request = self.scheduler.abort(request_id)
-        output = self._untold.find(request_id) if request is None else self._end(request, "abort")
+        if request is None:
+            output = next((output for output, _ in self._untold.values() if output.id == request_id), None)
+        else:
+            output = self._end(request, "abort")
         if output is None:
             raise ValueError(f"request_id must be of an unfinished request, got {request_id!r}")
-        self._untold.drop(output)
+        self._untold.pop(id(output), None)
         return output
 
     @property
     def unfinished(self) -> int:
         """Requests that have not ended, or of whose end ``step`` is still to tell."""
-        return len(self.scheduler) + self._untold.ended
+        return len(self.scheduler) + sum(output.finish_reason is not None for output, _ in self._untold.values())
 
     def generate(
         self,
@@ -202,20 +192,12 @@ class Engine(Member):
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"sampling must be one for all or one for each of {len(prompts)} prompts, got {len(each)}")
-        names: list[str] = []
-        try:
+        with self._telling() as outputs, progress_bar(len(prompts), progress) as advance:
             for prompt, one in zip(prompts, each, strict=True):
-                names.append(self.add(prompt, one))
-        except (TypeError, ValueError):
-            # Who gets an error here asks for none of them any more.
-            for name in names:
-                self.abort(name)
-            raise
-        outputs = [self._outputs[name] for name in names]
-        with progress_bar(len(names), progress) as advance, self._stepping_for(outputs) as step:
+                self._add_to(outputs, prompt, one)
             running = len(outputs)
             while running:
-                step()
+                self._step()
                 left = sum(output.finish_reason is None for output in outputs)
                 for _ in range(running - left):
                     advance()
@@ -224,13 +206,12 @@ class Engine(Member):
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[int]:
         """The tokens of one request as they come; other requests go on beside it."""
-        name = self.add(prompt, sampling)
-        output, given = self._outputs[name], 0
-        with self._stepping_for([output]) as step:
+        with self._telling() as outputs:
+            output, given = self._add_to(outputs, prompt, sampling), 0
             # Steps that others run in between give tokens to this request too.
             while given < len(output.tokens) or output.finish_reason is None:
                 if given == len(output.tokens):
-                    step()
+                    self._step()
                 new = output.tokens[given:]
                 given += len(new)
                 yield from new
@@ -241,64 +222,115 @@ class Engine(Member):
         ``computed_tokens`` and ``cached_tokens`` (which the prefix cache had), requests ``swapped`` and ``recomputed``
         when pages ran out, ``pages_in_use`` of ``pages``, ``seconds`` in steps, ``tokens_per_second`` computed in them.
         """
-        counts = self.scheduler.statistics
+        computed = self.scheduler.statistics.computed_tokens
         return {
-            "computed_tokens": counts.computed_tokens,
-            "cached_tokens": counts.cached_tokens,
-            "swapped": counts.swapped,
-            "recomputed": counts.recomputed,
+            **dataclasses.asdict(self.scheduler.statistics),
             "pages": self.pool.num_pages,
             "pages_in_use": self.pool.in_use,
             "seconds": self._seconds,
-            "tokens_per_second": counts.computed_tokens / self._seconds if self._seconds else 0.0,
+            "tokens_per_second": computed / self._seconds if self._seconds else 0.0,
         }
 
+    @property
+    def leads(self) -> bool:
+        """Whether this process takes requests: rank 0, or the only one."""
+        return self.ranks is None or self.ranks.leads
+
+    def follow(self) -> None:
+        """Compute this rank's part of what rank 0 schedules, until that closes its engine.
+
+        Raises:
+            ValueError: on rank 0.
+            RuntimeError: another rank failed; says which, and why.
+        """
+        if self.ranks is None or self.leads:
+            raise ValueError("follow() is for ranks other than 0, which schedules and closes the engine")
+        self.runner.follow()
+        self.ranks.part()
+
+    def close(self) -> None:
+        """Let the other ranks go; of one process, nothing.
+
+        Raises:
+            RuntimeError: one has failed since the last step; says which, and why.
+        """
+        if self.ranks is not None and self.leads and not self.ranks.closed:
+            with self.ranks.failing_together():
+                self.ranks.send(None)
+            self.ranks.part()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _check_leads(self, call: str) -> None:
+        """Raise ValueError where ``call`` would do nothing, or schedule what nobody follows."""
+        if self.ranks is not None and (not self.leads or self.ranks.closed):
+            raise ValueError(f"{call}() is for rank 0 of an engine that is not closed; other ranks follow()")
+
     @contextlib.contextmanager
-    def _stepping_for(self, outputs: Sequence[Output]) -> Iterator[Callable[[], None]]:
-        """Yields what runs a step for these requests; those left at the end, also by an error, are aborted."""
-        own = {id(output) for output in outputs}
-
-        def step() -> None:
-            for output in self._step():
-                if id(output) not in own:
-                    self._untold.add(output)
-
+    def _telling(self) -> Iterator[list[Output]]:
+        """Yields a list for outputs that ``step`` is not to tell of; what is unfinished at the end is aborted."""
+        outputs: list[Output] = []
         try:
-            yield step
+            yield outputs
         finally:
             for output in outputs:
-                self._untold.drop(output)
+                self._told_elsewhere.discard(id(output))
                 if output.finish_reason is None:
                     self.abort(output.id)
 
-    def _collect(self) -> list[Output]:
+    def _add_to(self, outputs: list[Output], prompt: Prompt, sampling: SamplingParams | None) -> Output:
+        _, output = self._live[self.add(prompt, sampling)]
+        self._told_elsewhere.add(id(output))
+        outputs.append(output)
+        return output
+
+    def _step(self) -> None:
+        self._check_leads("step")
+        begin = time.perf_counter()
+        if self.drafts:
+            self._collect()
+            for request, _ in self._live.values():
+                request.drafts = look_up(request.tokens, self.drafts)
+        step = self.scheduler.schedule()
+        launched = None if step is None else (step, self.runner.run(step))
+        self._collect()
+        self._under_way = launched
+        self._seconds += time.perf_counter() - begin
+
+    def _collect(self) -> None:
         """Wait for the tokens of the step under way and hand them out."""
         if self._under_way is None:
-            return []
+            return
         (step, sampled), self._under_way = self._under_way, None
         sampled.wait()
         values = sampled.tokens.tolist()
         logprobs = None if sampled.logprobs is None else sampled.logprobs.tolist()
         accepted: dict[str, list[int]] = {}
-        changed, stopped = [], []
+        stopped, first = [], 0
         for work in step.work:
-            name = work.request.id
-            if not work.samples or work.request.finished:
+            if not work.samples:
                 continue
-            first, count = sampled.rows[name]
-            rows, output = slice(first, first + count), self._outputs[name]
-            drafts, beside = work.request.drafts[: work.drafts], None if logprobs is None else logprobs[rows]
-            if output.extend(values[rows], beside, drafts, self._params[name], self.tokenizer):
-                stopped.append(name)
-            accepted[name] = output.new
-            changed.append(output)
+            rows = slice(first, first + 1 + work.drafts)
+            first = rows.stop
+            if work.request.finished:
+                continue
+            request, output = self._live[work.request.id]
+            drafts, beside = request.drafts[: work.drafts], None if logprobs is None else logprobs[rows]
+            told = len(output.tokens)
+            if output.extend(values[rows], beside, drafts, request.sampling, self.tokenizer):
+                stopped.append(request.id)
+            accepted[request.id] = output.new
+            if id(output) not in self._told_elsewhere:
+                self._untold.setdefault(id(output), (output, told))
         for request in self.scheduler.update(step, accepted, stopped):
             self._end(request, "stop" if request.id in stopped else "length")
-        return changed
 
     def _end(self, request: Request, reason: str) -> Output:
         self.runner.forget(request)
-        del self._requests[request.id], self._params[request.id]
-        output = self._outputs.pop(request.id)
+        _, output = self._live.pop(request.id)
         output.finish_reason, output.cached_tokens = reason, request.cached
         return output

@@ -1,8 +1,11 @@
-"""A request as the scheduler sees it: tokens, pages, and how far it has come."""
+"""A request as the scheduler sees it, and a step: which pages move, and which tokens of which requests are computed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+Copies = list[tuple[int, int]]
 
 
 @dataclass(eq=False)
@@ -15,13 +18,16 @@ class Request:
         max_new_tokens: tokens to generate, at least one.
         priority: 0 is usual, lower comes first (see ``Scheduler``).
         salt: only requests with the same salt share cached pages.
+        sampling: how its tokens are chosen, which the scheduler need not know.
         tokens: the prompt and what was generated and is known.
         pending: tokens that steps under way will add.
         computed: tokens from the start that are in the cache, or will be when the steps under way have run.
         pages: device pages of the computed tokens, in order; host_pages: their copies while it is swapped out.
         sealed: pages that were offered to the prefix cache; chain: the key behind them.
         cached: tokens that did not have to be computed, as the prefix cache had them.
-        drafts: guesses of the tokens to come, which the next step verifies.
+        drafts: guesses of the tokens to come, which the next step verifies; verifying: a step that does is under way.
+        order: by which requests are served.
+        place: a number that no other has while it lives: where the runner keeps its last token.
     """
 
     id: str
@@ -29,6 +35,7 @@ class Request:
     max_new_tokens: int
     priority: int = 0
     salt: str = ""
+    sampling: Any = None
     tokens: list[int] = field(default_factory=list)
     pending: int = 0
     computed: int = 0
@@ -41,6 +48,7 @@ class Request:
     verifying: bool = False
     finished: bool = False
     order: tuple[int, int] = (0, 0)
+    place: int | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -59,11 +67,45 @@ class Request:
         return self.tokens[len(self.prompt) :]
 
     @property
-    def to_generate(self) -> int:
-        """Tokens that no step was made for yet."""
-        return len(self.prompt) + self.max_new_tokens - self.length
+    def most_tokens(self) -> int:
+        return len(self.prompt) + self.max_new_tokens
 
     @property
     def most_cached(self) -> int:
         """Tokens that it can come to have in the cache: its last one never goes there."""
-        return len(self.prompt) + self.max_new_tokens - 1
+        return self.most_tokens - 1
+
+
+@dataclass(frozen=True)
+class Work:
+    """``count`` tokens of a request from position ``start``, the last ``drafts`` of them guesses to be verified.
+
+    ``samples``: the last token is the request's last one, so that a new one follows.
+    """
+
+    request: Request
+    start: int
+    count: int
+    drafts: int
+    samples: bool
+
+
+@dataclass
+class Step:
+    """What a step does, in this order.
+
+    Attributes:
+        swap_out: (device page, host page) to copy.
+        swap_in: (host page, device page) to copy.
+        work: requests that generate first, then chunks of prompts.
+        left: tokens that there is room for beside them.
+    """
+
+    swap_out: Copies = field(default_factory=list)
+    swap_in: Copies = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
+    left: int = 0
+
+    def add(self, work: Work) -> None:
+        self.work.append(work)
+        self.left -= work.count

@@ -7,20 +7,19 @@ yet is taken, on the device, from where its step put it.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from flashlatte.engine.batch import Batch, make_batch
-from flashlatte.engine.model import AnyModel
-from flashlatte.engine.request import Request
+from flashlatte.engine.batch import Batch
+from flashlatte.engine.paged import PagedModel
+from flashlatte.engine.request import Copies, Request, Step, Work
 from flashlatte.engine.sampling import SamplingParams, log_probabilities, sample
-from flashlatte.engine.step import Copies, Step, Work
 from flashlatte.ops.cache_copy import swap_blocks
+from flashlatte.runtime.transfer import to_device
 
 # Batches of so many requests, each generating one token, have a CUDA graph each; others in between are padded.
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -31,13 +30,12 @@ class Sampled:
     """What a step sampled, on its way to the host.
 
     Attributes:
-        tokens, logprobs: [rows], on the host as soon as ``arrived`` is done; logprobs None if nobody asked.
-        rows: of each request that sampled: its first row and how many it has.
+        tokens, logprobs: [rows], on the host as soon as ``arrived`` is done; logprobs None if nobody asked. Of each
+            work of the step that samples one row, and one for each of its drafts.
     """
 
     tokens: torch.Tensor
     logprobs: torch.Tensor | None
-    rows: Mapping[str, tuple[int, int]]
     arrived: torch.cuda.Event | None
 
     def wait(self) -> None:
@@ -46,177 +44,163 @@ class Sampled:
 
 
 class Runner:
-    """Executes steps of a scheduler.
+    """Executes steps of a scheduler, over caches of its own.
 
     Args:
-        caches, host_caches: of every layer; host_caches is None if nothing is swapped.
+        num_pages, page_size, host_pages: of the caches, and pages of their copies on the host.
         max_requests, max_tokens: of a step.
         max_seq_len: tokens that a request may come to.
         graphs: whether steps that only generate run as CUDA graphs.
+
+    Raises:
+        ValueError: an unfit cache format, or caches that do not fit the memory.
     """
 
     def __init__(
         self,
-        model: AnyModel,
+        model: PagedModel,
         cache_format: str,
-        caches: list[torch.Tensor],
-        host_caches: list[torch.Tensor] | None,
+        num_pages: int,
+        page_size: int,
         *,
+        host_pages: int,
         max_requests: int,
         max_tokens: int,
         max_seq_len: int,
         graphs: bool,
     ) -> None:
-        self.model, self.caches, self.host_caches = model, caches, host_caches
-        self.ranks, self._cache_format = model.ranks, cache_format
-        # Of a page of the scheduler's each rank that has some of the keys has a page.
-        num_pages, page_size = caches[0].shape[0], caches[0].shape[1] * model.keys_over
-        self._sizes = [size for size in GRAPH_SIZES if size < max_requests] + [max_requests]
-        self._planner = model.planner(
+        self.model, self.ranks, self._cache_format = model, model.ranks, cache_format
+        self.caches = model.allocate(cache_format, num_pages, page_size)
+        self.host_caches = model.allocate(cache_format, host_pages, page_size, on_host=True) if host_pages else []
+        self._plan = model.planner(
             cache_format,
             num_pages,
-            page_size,
+            # Of a page of the scheduler's each rank that has some of the keys has a page.
+            page_size * model.keys_over,
             max_requests=max_requests,
             max_tokens=max_tokens,
             max_seq_len=max_seq_len,
         )
+        # Of one size, all steps that generate go through the same kernels.
+        smaller = () if model.batch_invariant else GRAPH_SIZES
+        self._sizes = [size for size in smaller if size < max_requests] + [max_requests]
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self._use_graphs = graphs and self._planner.fits_graphs and model.device.type == "cuda"
+        self._use_graphs = graphs and model.fits_graphs and model.device.type == "cuda"
         with torch.inference_mode(False), torch.device(model.device):
             self._tokens = torch.zeros(max(max_tokens, max_requests), dtype=torch.int64)
-            self._last = torch.zeros(max_requests, dtype=torch.int64)
             # What a graph reads must stay where it is.
             self._rows = torch.arange(max_requests)
+            # By place: each request's last token, and which tokens occurred in it, once a penalty asks.
+            self._last = torch.zeros(max_requests, dtype=torch.int64)
         self._seen: torch.Tensor | None = None
-        self._places: dict[str, int] = {}
+        self._free_places = list(range(max_requests - 1, -1, -1))
 
-    def run(self, step: Step, params: Mapping[str, SamplingParams]) -> Sampled:
+    def run(self, step: Step) -> Sampled:
         """Execute a step, on all ranks.
 
         Raises:
             RuntimeError: another rank failed; says which, and why.
         """
         with self._failing_together():
-            return self._run(step, params)
-
-    def _run(self, step: Step, params: Mapping[str, SamplingParams]) -> Sampled:
-        for work in step.work:
-            if work.request.id not in self._places:
-                self._places[work.request.id] = self._free_place()
-        batch = make_batch(step, self._places)
-        if self.ranks is not None:
-            self.ranks.send(batch)
-        logits = self.compute(batch)
-        sampling = [work for work in step.work if work.samples]
-        chosen = [params[work.request.id] for work in sampling for _ in range(1 + work.drafts)]
-        positions = _device_ints(
-            [work.start + work.count - work.drafts + draft for work in sampling for draft in range(1 + work.drafts)],
-            logits,
-        )
-        tokens = sample(logits, chosen, positions, self._seen_rows(sampling, chosen))
-        self.keep(batch, tokens)
-        wanted = any(one.logprobs for one in chosen)
-        logprobs = log_probabilities(logits, tokens) if wanted else None
-        spans, first = {}, 0
-        for work in sampling:
-            spans[work.request.id] = first, 1 + work.drafts
-            first += 1 + work.drafts
-        return _to_host(tokens, logprobs, spans)
+            return self._run(step)
 
     def follow(self) -> None:
         """Execute what rank 0 executes, until it has nothing more."""
         assert self.ranks is not None
         with self._failing_together():
             while (batch := self.ranks.receive()) is not None:
-                self.compute(batch)
-                self.keep(batch, torch.empty(len(batch.rows), dtype=torch.int64, device=self._last.device))
+                self._compute(batch)
+                self._keep(batch, torch.empty(len(batch.rows), dtype=torch.int64, device=self._last.device))
 
-    def compute(self, batch: Batch) -> torch.Tensor:
+    def forget(self, request: Request) -> None:
+        """A request has ended."""
+        if request.place is not None:
+            self._free_places.append(request.place)
+
+    def _failing_together(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.ranks is None else self.ranks.failing_together()
+
+    def _run(self, step: Step) -> Sampled:
+        for work in step.work:
+            if work.request.place is None:
+                work.request.place = self._free_place()
+        batch = Batch.of(step)
+        if self.ranks is not None:
+            self.ranks.send(batch)
+        logits = self._compute(batch)
+        sampling = [work for work in step.work if work.samples]
+        chosen = [work.request.sampling for work in sampling for _ in range(1 + work.drafts)]
+        positions = [work.start + work.count - work.drafts + row for work in sampling for row in range(1 + work.drafts)]
+        tokens = sample(logits, chosen, positions, self._seen_rows(sampling, chosen))
+        self._keep(batch, tokens)
+        logprobs = log_probabilities(logits, tokens) if any(one.logprobs for one in chosen) else None
+        return _to_host(tokens, logprobs)
+
+    def _free_place(self) -> int:
+        """Where the last token of a request is to be kept."""
+        if not self._free_places:
+            # Requests that gave way keep theirs: more places than requests that run.
+            self._make_places(len(self._last) + 1)
+            self._free_places += range(len(self._last) - 1, len(self._last) // 2 - 1, -1)
+        return self._free_places.pop()
+
+    def _make_places(self, count: int) -> None:
+        while len(self._last) < count:
+            self._last = torch.cat((self._last, torch.zeros_like(self._last)))
+            if self._seen is not None:
+                self._seen = torch.cat((self._seen, torch.zeros_like(self._seen)))
+
+    def _compute(self, batch: Batch) -> torch.Tensor:
         """Move pages, then the forward pass: logits [rows, vocabulary] of the sampled rows."""
         self._move_pages(batch.swap_out, self.caches, self.host_caches)
         self._move_pages(batch.swap_in, self.host_caches, self.caches)
         if not batch.counts:
             return torch.empty(0, self.model.vocabulary, device=self._last.device)
-        self._put_tokens(batch)
-        return self._forward(batch)
+        ids = to_device(batch.tokens, self._tokens.device)
+        if min(batch.tokens) < 0:
+            ids = torch.where(ids < 0, self._last[(-1 - ids).clamp(min=0)], ids)
+        self._tokens[: len(ids)].copy_(ids)
+        requests = len(batch.counts)
+        if not batch.generates or not (self._use_graphs or self.model.batch_invariant):
+            metadata = self._plan(batch, None)
+            return self._logits(metadata, to_device(batch.rows, self._tokens.device))
+        size = next(size for size in self._sizes if size >= requests)
+        logits = self._padded(size, self._plan(batch, size))
+        if len(batch.rows) == requests:
+            return logits[:requests]
+        return logits[to_device(batch.rows, logits.device)]
 
-    def keep(self, batch: Batch, tokens: torch.Tensor) -> None:
+    def _keep(self, batch: Batch, tokens: torch.Tensor) -> None:
         """Put each request's sampled token, rank 0's, where its next step finds it."""
         if not batch.kept:
             return
         if self.ranks is not None:
             self.ranks.share_tokens(tokens)
         self._make_places(max(batch.kept) + 1)
-        places = _device_ints(batch.kept, tokens)
+        places = to_device(batch.kept, tokens.device)
         self._last[places] = tokens
         if self._seen is not None:
             self._seen[places, tokens] = True
 
-    def forget(self, request: Request) -> None:
-        """A request has ended."""
-        self._places.pop(request.id, None)
-
-    def _failing_together(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.ranks is None else self.ranks.failing_together()
-
-    def _move_pages(
-        self, pairs: Copies, sources: list[torch.Tensor] | None, targets: list[torch.Tensor] | None
-    ) -> None:
+    def _move_pages(self, pairs: Copies, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
         if not pairs:
             return
-        assert sources is not None
-        assert targets is not None
         # Sent to the device once, for the caches of all layers.
-        listed = torch.tensor(pairs, dtype=torch.int64).to(self._tokens.device, non_blocking=True)
-        from_pages, to_pages = listed.unbind(1)
+        from_pages, to_pages = to_device(pairs, self._tokens.device).unbind(1)
         for source, target in zip(sources, targets, strict=True):
             swap_blocks(source, target, from_pages, to_pages)
 
-    def _free_place(self) -> int:
-        """Where the last token of a request is kept on the device."""
-        taken = set(self._places.values())
-        # Requests that gave way keep theirs: more places than requests that run.
-        place = next(number for number in itertools.count() if number not in taken)
-        self._make_places(place + 1)
-        return place
-
-    def _make_places(self, count: int) -> None:
-        """Room for the last tokens of so many requests."""
-        while self._last.shape[0] < count:
-            self._last = torch.cat((self._last, torch.zeros_like(self._last)))
-            if self._seen is not None:
-                self._seen = torch.cat((self._seen, torch.zeros_like(self._seen)))
-
-    def _put_tokens(self, batch: Batch) -> None:
-        """The flat batch's token ids, those that only the device knows from where their step put them."""
-        ids = torch.tensor(batch.tokens, dtype=torch.int64)
-        self._tokens[: len(ids)].copy_(ids, non_blocking=True)
-        if batch.unknown:
-            places = _device_ints(batch.origins, self._tokens)
-            self._tokens[_device_ints(batch.unknown, self._tokens)] = self._last[places]
-
-    def _forward(self, batch: Batch) -> torch.Tensor:
-        requests = len(batch.counts)
-        if self._use_graphs and batch.generates:
-            size = next(size for size in self._sizes if size >= requests)
-            metadata = self._planner.plan(batch, size)
-            logits = self._replay(size, metadata)
-            if logits is not None:
-                return logits[:requests]
-        metadata = self._planner.plan(batch, None)
-        return self._logits(self._tokens[: metadata.num_tokens], metadata, _device_ints(batch.rows, self._tokens))
-
-    def _logits(self, tokens: torch.Tensor, metadata: Any, rows: torch.Tensor) -> torch.Tensor:
+    def _logits(self, metadata: Any, rows: torch.Tensor) -> torch.Tensor:
         if self.ranks is not None:
             metadata = self.ranks.shard(metadata, self._cache_format)
-        return self.model(tokens, self.caches, metadata, rows)
+        return self.model(self._tokens[: metadata.num_tokens], self.caches, metadata, rows)
 
-    def _replay(self, size: int, metadata: Any) -> torch.Tensor | None:
-        """Logits of a decode step of ``size`` requests from its graph, which is captured when first needed.
+    def _padded(self, size: int, metadata: Any) -> torch.Tensor:
+        """Logits of a step of ``size`` requests of one token, from its graph, which is captured when first needed.
 
-        None where the model cannot be captured: then no step runs as a graph any more.
+        A model that cannot be captured runs without graphs from then on.
         """
-        if size not in self._graphs:
+        if self._use_graphs and size not in self._graphs:
             stream = torch.cuda.current_stream()
             try:
                 self._graphs[size] = self._capture(size, metadata)
@@ -225,53 +209,50 @@ class Runner:
                 torch.cuda.set_stream(stream)
                 self._use_graphs = False
                 warnings.warn(f"decode steps run without CUDA graphs: {error}", stacklevel=2)
-                return None
+        if not self._use_graphs:
+            return self._logits(metadata, self._rows[:size])
         graph, logits = self._graphs[size]
         graph.replay()
         return logits
 
     def _capture(self, size: int, metadata: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        tokens, rows = self._tokens[:size], self._rows[:size]
+        rows = self._rows[:size]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._logits(tokens, metadata, rows)
+            self._logits(metadata, rows)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            logits = self._logits(tokens, metadata, rows)
+            logits = self._logits(metadata, rows)
         return graph, logits
 
     def _seen_rows(self, sampling: Sequence[Work], chosen: Sequence[SamplingParams]) -> torch.Tensor | None:
         """Which tokens occurred before each sampled one; None if no request asks for it."""
         if all(one.repetition_penalty == 1 for one in chosen):
             return None
+        device = self._last.device
         if self._seen is None:
-            shape = self._last.shape[0], self.model.vocabulary
-            self._seen = torch.zeros(shape, dtype=torch.bool, device=self._last.device)
+            self._seen = torch.zeros(len(self._last), self.model.vocabulary, dtype=torch.bool, device=device)
         rows = []
         for work in sampling:
-            request, seen = work.request, self._seen[self._places[work.request.id]]
+            request, seen = work.request, self._seen[work.request.place]
             if request.pending == 1:
                 # All its tokens are known here; what is not was marked when it was sampled.
                 seen.zero_()
-                seen[_device_ints(request.tokens, seen)] = True
+                seen[to_device(request.tokens, device)] = True
             for count in range(1 + work.drafts):
                 row = seen.clone()
-                row[_device_ints(request.drafts[:count], seen)] = True
+                row[to_device(request.drafts[:count], device)] = True
                 rows.append(row)
         return torch.stack(rows)
 
 
-def _to_host(tokens: torch.Tensor, logprobs: torch.Tensor | None, rows: Mapping[str, tuple[int, int]]) -> Sampled:
+def _to_host(tokens: torch.Tensor, logprobs: torch.Tensor | None) -> Sampled:
     if tokens.device.type != "cuda":
-        return Sampled(tokens, logprobs, rows, None)
+        return Sampled(tokens, logprobs, None)
     host = tokens.to("cpu", non_blocking=True)
     host_logprobs = None if logprobs is None else logprobs.to("cpu", non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
-    return Sampled(host, host_logprobs, rows, arrived)
-
-
-def _device_ints(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64).to(like.device, non_blocking=True)
+    return Sampled(host, host_logprobs, arrived)

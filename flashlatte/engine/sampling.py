@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from flashlatte.runtime import checks
+from flashlatte.runtime.transfer import to_device
 
 # Temperatures that float32 cannot divide by are the nearest that it can, and so far a penalty moves a logit at most:
 # the order of tokens is the same beyond, and no logit becomes infinite or NaN.
@@ -101,7 +102,7 @@ def token_ids(name: str, values: Iterable[Any]) -> list[int]:
 def sample(
     logits: torch.Tensor,
     params: Sequence[SamplingParams],
-    positions: torch.Tensor,
+    positions: Sequence[int],
     seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A token for each row: int64 [rows].
@@ -109,7 +110,7 @@ def sample(
     Args:
         logits: float [rows, vocabulary].
         params: of each row.
-        positions: int64 [rows], of the token to be chosen, in its request.
+        positions: of the token that each row chooses, in its request.
         seen: bool [rows, vocabulary], which tokens occurred; needed where a repetition_penalty is not 1.
     """
     logits = logits.float()
@@ -122,9 +123,9 @@ def sample(
         return logits.argmax(-1)
     temperature = _column([one.temperature or 1.0 for one in params], logits).clamp(_SMALLEST, _LARGEST)
     drawn = _filtered((logits - logits.amax(-1, keepdim=True)) / temperature, params)
-    seeds = torch.tensor([one.seed for one in params], dtype=torch.int64).to(logits.device)
-    drawn = (drawn + _gumbel(seeds, positions, logits.shape[-1])).argmax(-1)
-    greedy = torch.tensor([one.temperature == 0 for one in params]).to(logits.device)
+    seeds, places = to_device([[one.seed for one in params], list(positions)], logits.device)
+    drawn = (drawn + _gumbel(seeds, places, logits.shape[-1])).argmax(-1)
+    greedy = to_device([one.temperature == 0 for one in params], logits.device, torch.bool)
     return torch.where(greedy, logits.argmax(-1), drawn)
 
 
@@ -138,7 +139,7 @@ def _suppressed(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch
     places = [(row, token) for row, one in enumerate(params) for token in one.suppress_tokens]
     if not places:
         return logits
-    rows, tokens = torch.tensor(places, dtype=torch.int64).to(logits.device, non_blocking=True).unbind(1)
+    rows, tokens = to_device(places, logits.device).unbind(1)
     return logits.index_put((rows, tokens), logits.new_full((), -math.inf))
 
 
@@ -182,4 +183,4 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32).to(like.device, non_blocking=True)[:, None]
+    return to_device(values, like.device, torch.float32)[:, None]

@@ -11,12 +11,12 @@ order can always take the pages of the others: nobody starves, and nothing deadl
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from flashlatte.engine.pages import PagePool
-from flashlatte.engine.request import Request
-from flashlatte.engine.step import Copies, Step, Work
+from flashlatte.engine.request import Request, Step, Work
 
 
 @dataclass
@@ -42,6 +42,9 @@ class Scheduler:
         max_requests: that run at a time.
         patience: steps that a priority lower by one is worth.
         prefix_cache: whether requests that begin alike share pages.
+        apart: whether what a step computes of a prompt depends on that request alone: its chunks are of ``max_tokens``,
+            each a step of its own, and come before the tokens of those who generate. Only pages of whole chunks are
+            shared, and what was generated is computed token by token, also when it is computed again.
 
     Raises:
         ValueError: a limit below 1.
@@ -56,13 +59,14 @@ class Scheduler:
         max_requests: int = 64,
         patience: int = 64,
         prefix_cache: bool = True,
+        apart: bool = False,
     ) -> None:
         for name, value in (("max_tokens", max_tokens), ("max_requests", max_requests), ("patience", patience)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.pool, self.host_pool = pool, host_pool
         self.max_tokens, self.max_requests, self.patience = max_tokens, max_requests, patience
-        self.prefix_cache = prefix_cache
+        self.prefix_cache, self.apart = prefix_cache, apart
         self.statistics = Statistics()
         self._running: list[Request] = []
         self._waiting: list[Request] = []
@@ -89,7 +93,7 @@ class Scheduler:
             )
         self._arrivals += 1
         request.order = (self._steps + self.patience * request.priority, self._arrivals)
-        self._wait(request)
+        _insert(self._waiting, request)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now; None if there is none of this id."""
@@ -101,25 +105,17 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next step; None if there is nothing that could be computed now."""
-        step = Step()
-        budget = self.max_tokens
-        gave_way = False
-        for generates in (True, False):
-            for request in list(self._running):
-                if request not in self._running or self._generates(request) != generates:
-                    continue
-                count = min(self._wanted(request), budget)
-                if count < 1:
-                    continue
-                fits, displaced = self._make_room(request, request.computed + count, step)
-                gave_way |= displaced
-                if fits:
-                    budget -= self._assign(request, count, step)
-        while not gave_way and budget > 0 and self._waiting and len(self._running) < self.max_requests:
-            count = self._admit(self._waiting[0], budget, step)
-            if count == 0:
-                break
-            budget -= count
+        step = Step(left=self.max_tokens)
+        if self.apart:
+            gave_way = self._continue(step, generating=False)
+            if not gave_way and not step.work:
+                self._admit(step)
+            if not step.work:
+                self._continue(step, generating=True)
+        else:
+            gave_way = self._continue(step, generating=True) | self._continue(step, generating=False)
+            while not gave_way and self._admit(step):
+                pass
         if not step.work and not step.swap_out:
             return None
         step.work.sort(key=lambda work: not work.samples or work.count > 1 + work.drafts)
@@ -146,41 +142,60 @@ class Scheduler:
                 new = list(tokens[request.id])
                 if not 1 <= len(new) <= 1 + work.drafts:
                     raise ValueError(f"tokens of request {request.id!r} must be 1 to {1 + work.drafts}, got {len(new)}")
-                request.tokens += new[: request.max_new_tokens - len(request.generated)]
+                request.tokens += new[: request.most_tokens - len(request.tokens)]
                 request.pending -= 1
                 if request.verifying:
                     request.computed, request.verifying = work.start + len(new), False
             if request.pages and self.prefix_cache:
                 self._seal(request)
-            done = len(request.generated) >= request.max_new_tokens
-            if work.samples and (done or request.id in stopped):
+            if work.samples and (len(request.tokens) >= request.most_tokens or request.id in stopped):
                 self._finish(request)
                 ended.append(request)
         return ended
 
+    def _continue(self, step: Step, generating: bool) -> bool:
+        """Add running requests that generate, or those whose prompt is not done; whether somebody gave way for it."""
+        gave_way = False
+        for request in list(self._running):
+            if (gave_way and request not in self._running) or self._generates(request) != generating:
+                continue
+            count = min(self._wanted(request), step.left)
+            if count < 1:
+                continue
+            fits, displaced = self._make_room(request, request.computed + count, step)
+            gave_way |= displaced
+            if fits:
+                self._assign(request, count, step)
+                if self.apart and not generating:
+                    break
+        return gave_way
+
     def _generates(self, request: Request) -> bool:
-        return request.length - request.computed == 1
+        missing = request.length - request.computed
+        return missing == 1 or (self.apart and request.computed >= len(request.prompt))
 
     def _wanted(self, request: Request) -> int:
         """Tokens that could be computed of a running request."""
-        ends_under_way = request.to_generate < 1 and request.computed >= request.length - 1
+        missing = request.length - request.computed
+        to_generate = request.most_tokens - request.length
+        ends_under_way = to_generate < 1 and missing <= 1
         if ends_under_way or request.verifying:
             return 0
-        missing = request.length - request.computed
         if missing == 1 and request.drafts and not request.pending:
-            return 1 + min(len(request.drafts), request.to_generate - 1)
+            return 1 + min(len(request.drafts), to_generate - 1)
+        if self.apart and missing > 1:
+            of_prompt = len(request.prompt) - request.computed
+            return min(of_prompt, self.max_tokens - request.computed % self.max_tokens) if of_prompt > 0 else 1
         return missing
 
-    def _assign(self, request: Request, count: int, step: Step) -> int:
+    def _assign(self, request: Request, count: int, step: Step) -> None:
         """Give the step ``count`` tokens of a request that has the pages for them."""
-        start, missing = request.computed, request.length - request.computed
-        samples = count >= missing
-        drafts = max(count - missing, 0)
-        step.work.append(Work(request, start, count, drafts, samples))
+        missing = request.length - request.computed
+        samples, drafts = count >= missing, max(count - missing, 0)
+        step.add(Work(request, request.computed, count, drafts, samples))
         request.computed += count
         request.pending += samples
         request.verifying = drafts > 0
-        return count
 
     def _make_room(self, request: Request, tokens: int, step: Step) -> tuple[bool, bool]:
         """Whether a running request has pages for so many tokens now, and whether somebody gave way for it.
@@ -188,8 +203,7 @@ class Scheduler:
         One that finds nobody to give way keeps what it has and waits: those who hold the pages are in this step, or
         before it in order.
         """
-        missing = max(-(-tokens // self.pool.page_size) - len(request.pages), 0)
-        gave_way = False
+        missing, gave_way = self._missing_pages(request, tokens), False
         while (pages := self.pool.allocate(missing)) is None:
             scheduled = {id(work.request) for work in step.work}
             later = [other for other in self._running if other.order > request.order and id(other) not in scheduled]
@@ -199,6 +213,9 @@ class Scheduler:
             gave_way = True
         request.pages += pages
         return True, gave_way
+
+    def _missing_pages(self, request: Request, tokens: int) -> int:
+        return max(-(-tokens // self.pool.page_size) - len(request.pages), 0)
 
     def _give_way(self, request: Request, step: Step) -> None:
         host = None if self.host_pool is None else self.host_pool.allocate(len(request.pages))
@@ -211,54 +228,55 @@ class Scheduler:
             self.statistics.recomputed += 1
         self._drop_pages(request)
         self._running.remove(request)
-        self._wait(request)
+        _insert(self._waiting, request)
 
-    def _admit(self, request: Request, budget: int, step: Step) -> int:
-        """Let the first that waits run, if there is room for some of its tokens; how many the step took."""
+    def _admit(self, step: Step) -> bool:
+        """Let the first that waits run, if there is room for some of its tokens; whether it does."""
+        if not self._waiting or len(self._running) >= self.max_requests or step.left < 1:
+            return False
+        request = self._waiting[0]
         if request.pending:
-            return 0  # its last token is not known yet
-        if request.host_pages:
-            pages = self.pool.allocate(len(request.host_pages))
-            if pages is None:
-                return 0
-            swapped: Copies = list(zip(request.host_pages, pages, strict=True))
-        else:
-            pages, swapped = self._cached_pages(request), []
-            request.computed = len(pages) * self.pool.page_size
+            return False  # its last token is not known yet
+        hosted = request.host_pages
+        pages = self.pool.allocate(len(hosted)) if hosted else self._cached_pages(request)
+        if pages is None:
+            return False
         request.pages = pages
-        count = min(self._wanted(request), budget)
-        more = self.pool.allocate(max(-(-(request.computed + count) // self.pool.page_size) - len(pages), 0))
-        if count < 1 or more is None:
+        if not hosted:
+            request.computed = len(pages) * self.pool.page_size
+        count = min(self._wanted(request), step.left)
+        more = self.pool.allocate(self._missing_pages(request, request.computed + count))
+        if more is None:
             self._drop_pages(request)
-            if not request.host_pages:
-                request.computed = 0
-            return 0
-        if swapped:
-            step.swap_in += swapped
-            assert self.host_pool is not None
-            self.host_pool.release(request.host_pages)
-            request.host_pages = []
+            request.computed = request.computed if hosted else 0
+            return False
+        if hosted:
+            step.swap_in += zip(hosted, pages, strict=True)
+            self._drop_host_pages(request)
         else:
             request.cached += request.computed
             request.sealed, request.chain = 0, self.pool.root(request.salt)
             self.statistics.cached_tokens += request.computed
         request.pages += more
-        self._waiting.remove(request)
-        self._insert(self._running, request)
-        return self._assign(request, count, step)
+        _insert(self._running, self._waiting.pop(0))
+        self._assign(request, count, step)
+        return True
 
     def _cached_pages(self, request: Request) -> list[int]:
         """Pages that hold the start of a request already, referenced for it; never all its tokens."""
         if not self.prefix_cache:
             return []
         found = self.pool.match(request.tokens[: request.length - 1], request.salt)
+        while self.apart and len(found) * self.pool.page_size % self.max_tokens:
+            found.pop()
         self.pool.take(found)
         return found
 
     def _seal(self, request: Request) -> None:
         """Offer the pages that are full of known, computed tokens to the prefix cache."""
-        size = self.pool.page_size
-        full = min(request.computed, len(request.tokens)) // size
+        size, prompt = self.pool.page_size, len(request.prompt)
+        known = prompt - prompt % self.max_tokens if self.apart else len(request.tokens)
+        full = min(request.computed, known) // size
         while request.sealed < min(full, len(request.pages)):
             begin = request.sealed * size
             chunk = request.tokens[begin : begin + size]
@@ -268,10 +286,7 @@ class Scheduler:
     def _finish(self, request: Request) -> None:
         request.finished = True
         self._drop_pages(request)
-        if request.host_pages:
-            assert self.host_pool is not None
-            self.host_pool.release(request.host_pages)
-            request.host_pages = []
+        self._drop_host_pages(request)
         for queue in (self._running, self._waiting):
             if request in queue:
                 queue.remove(request)
@@ -280,15 +295,12 @@ class Scheduler:
         self.pool.release(request.pages)
         request.pages = []
 
-    def _wait(self, request: Request) -> None:
-        self._insert(self._waiting, request)
-
-    @staticmethod
-    def _insert(queue: list[Request], request: Request) -> None:
-        """Keep the queue in order."""
-        queue.append(request)
-        queue.sort(key=_order)
+    def _drop_host_pages(self, request: Request) -> None:
+        if self.host_pool is not None:
+            self.host_pool.release(request.host_pages)
+        request.host_pages = []
 
 
-def _order(request: Request) -> tuple[int, int]:
-    return request.order
+def _insert(queue: list[Request], request: Request) -> None:
+    """Keep the queue in order."""
+    bisect.insort(queue, request, key=lambda one: one.order)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from flashlatte import kv_cache
 from flashlatte.engine.batch import Batch
-from flashlatte.engine.planner import page_table
-from flashlatte.engine.ranks import Ranks
+from flashlatte.engine.loading import load
+from flashlatte.engine.paged import PagedModel, Planner
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.index_formats import index_format, index_format_beside
 from flashlatte.kv_cache.registry import as_format
 from flashlatte.layers.v4 import V4Cache, V4Config, V4Step
 from flashlatte.layers.v4.attention import attend
+from flashlatte.runtime.transfer import to_device
 
 # Groups of the lowest ratio that a page holds, where nobody chose its size: what kernels of the indexer are made for.
 _GROUPS_OF_A_PAGE = 64
@@ -38,14 +39,14 @@ class V4Metadata:
         return self.step.num_tokens
 
 
-class V4Model:
-    """A DeepSeek-V4 that computes the logits of a flat batch over paged caches, as ``engine.Model`` does.
+class V4Model(PagedModel):
+    """A DeepSeek-V4 that computes the logits of a flat batch over paged caches.
 
     A page of ``page_size`` tokens holds the groups of each ratio that these tokens finish, page_size // ratio of them,
     so that one table leads to all. Windows' keys stay as long as their request.
 
     Args:
-        model: a transformers ``DeepseekV4ForCausalLM``, whose weights it uses.
+        model: a transformers ``DeepseekV4ForCausalLM``, whose weights it uses, or the directory of its checkpoint.
         backend: of the layers' operations; None chooses.
 
     Raises:
@@ -54,71 +55,23 @@ class V4Model:
 
     # What unfinished groups need is no page's: it goes with the request.
     moves_pages = False
-    ranks: Ranks | None = None
-    keys_over = 1
+    # Plans of workspaces and tables of states are a step's own.
+    fits_graphs = False
 
     def __init__(self, model: Any, *, backend: str | None = None) -> None:
+        if isinstance(model, (str, Path)):
+            model = load(model)
+        super().__init__(model, model.model.embed_tokens.weight.device)
         self.layers = self.config = V4Config.layers(model.config)
-        self.name = f"{model.config.model_type}:{getattr(model.config, '_name_or_path', '')}"
-        self.vocabulary: int = model.config.vocab_size
-        self.max_position: int = model.config.max_position_embeddings
         self.backend = backend
         self._streams: int = model.config.hc_mult
-        self._body, self._head = model.model, model.lm_head
-        weight = self._body.embed_tokens.weight
-        self.dtype, self.device = weight.dtype, weight.device
         ratios = sorted({config.ratio for config in self.layers} - {0})
         self._tokens_of_groups = math.lcm(*ratios) if ratios else 1
         least = _GROUPS_OF_A_PAGE * (ratios[0] if ratios else 1)
         self.page_size = -(-least // self._tokens_of_groups) * self._tokens_of_groups
 
-    def page_bytes(self, cache_format: str, page_size: int) -> int:
-        """Bytes of a page in all caches together."""
-        return sum(layout.page_bytes(rows) for layout, rows in self._layouts(cache_format, page_size))
-
-    def allocate(
-        self, cache_format: str, num_pages: int, page_size: int, *, pinned: bool = False
-    ) -> list[torch.Tensor]:
-        """The empty caches, on the model's device: each layer's window, and its groups and index keys if it has them.
-
-        Raises:
-            ValueError: a format that the rows do not fit, a page that ends within a group, or pages on the host.
-        """
-        if pinned:
-            raise ValueError("host_pages must be 0 for DeepSeek-V4: states of unfinished groups are in no page")
-        layouts = self._layouts(cache_format, page_size)
-        return [kv_cache.allocate(layout, num_pages, rows, device=self.device) for layout, rows in layouts]
-
-    def planner(
-        self, cache_format: str, num_pages: int, page_size: int, *, max_requests: int, max_tokens: int, max_seq_len: int
-    ) -> V4Planner:
-        """What makes the metadata of steps over caches of ``allocate``."""
-        return V4Planner(self.layers, page_size, max_requests, self.device, self.backend)
-
-    @torch.inference_mode()
-    def __call__(
-        self, tokens: torch.Tensor, caches: list[torch.Tensor], metadata: V4Metadata, rows: torch.Tensor
-    ) -> torch.Tensor:
-        """Logits [n, vocabulary] of the ``rows`` (int64 [n]) of a flat batch of ``tokens`` (int64 [T])."""
-        embedded = self._body.embed_tokens(tokens)
-        hidden = embedded[None, :, None].repeat(1, 1, self._streams, 1)  # [1, T, streams, hidden_size]
-        remaining = iter(caches)
-        for layer, config, states in zip(self._body.layers, self.layers, metadata.states, strict=True):
-            cache = _cache_of(config, remaining, states)
-            hidden = _around(layer.attn_hc, hidden, self._attention(layer, config, metadata.step, cache))
-            hidden = _around(layer.ffn_hc, hidden, _experts(layer, tokens))
-        return self._head(self._body.norm(self._body.hc_head(hidden[:, rows]))[0])
-
-    def _attention(
-        self, layer: Any, config: V4Config, step: V4Step, cache: V4Cache
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        def run(x: torch.Tensor) -> torch.Tensor:
-            return attend(layer.self_attn, config, layer.input_layernorm(x)[0], step, cache, self.backend)[None]
-
-        return run
-
-    def _layouts(self, cache_format: str, page_size: int) -> list[tuple[CacheFormat, int]]:
-        """Format and rows of a page of each cache."""
+    def layouts(self, cache_format: str, page_size: int) -> list[tuple[CacheFormat, int]]:
+        """Each layer's window, and its groups and index keys if it has them."""
         if page_size % self._tokens_of_groups:
             raise ValueError(
                 f"page_size must be a multiple of {self._tokens_of_groups}, so that groups end with it, got {page_size}"
@@ -136,9 +89,33 @@ class V4Model:
                 found.append((keys, page_size // config.ratio))
         return found
 
+    def planner(
+        self, cache_format: str, num_pages: int, page_size: int, *, max_requests: int, max_tokens: int, max_seq_len: int
+    ) -> Planner:
+        return V4Planner(self.layers, page_size, max_requests, self.device, self.backend).plan
+
+    @torch.inference_mode()
+    def __call__(
+        self, tokens: torch.Tensor, caches: list[torch.Tensor], metadata: V4Metadata, rows: torch.Tensor
+    ) -> torch.Tensor:
+        embedded = self._body.embed_tokens(tokens)
+        hidden = embedded[None, :, None].repeat(1, 1, self._streams, 1)  # [1, T, streams, hidden_size]
+        remaining = iter(caches)
+        for layer, config, states in zip(self._body.layers, self.layers, metadata.states, strict=True):
+            cache = _cache_of(config, remaining, states)
+            shares, mixture, seen = layer.attn_hc(hidden)
+            seen = layer.input_layernorm(seen)[0]
+            attended = attend(layer.self_attn, config, seen, metadata.step, cache, self.backend)[None]
+            hidden = _joined_by(shares, mixture, hidden, attended)
+            shares, mixture, seen = layer.ffn_hc(hidden)
+            # The first layers choose experts by the token itself.
+            fed = layer.mlp(layer.post_attention_layernorm(seen), input_ids=tokens[None])
+            hidden = _joined_by(shares, mixture, hidden, fed)
+        return self._head(self._body.norm(self._body.hc_head(hidden[:, rows]))[0])
+
 
 class V4Planner:
-    """Steps of DeepSeek-V4's layers, and the states of requests.
+    """Makes steps of DeepSeek-V4's layers, and keeps the states of requests.
 
     Args:
         layers: of the model.
@@ -146,9 +123,6 @@ class V4Planner:
         requests: that states have room for at first; who gave way keeps its place, so that more may come.
         device, backend: of the steps.
     """
-
-    # Plans of workspaces and tables of states are a step's own.
-    fits_graphs = False
 
     def __init__(
         self, layers: tuple[V4Config, ...], page_size: int, requests: int, device: torch.device, backend: str | None
@@ -165,12 +139,12 @@ class V4Planner:
     def plan(self, batch: Batch, pad_to: int | None) -> V4Metadata:
         self._make_room(max(batch.places) + 1)
         spans = [(length - count, length) for count, length in zip(batch.counts, batch.lengths, strict=True)]
-        table = page_table(batch).to(self._device)
+        table = to_device(batch.page_table(), self._device, torch.int32)
         places = torch.tensor(batch.places, dtype=torch.int32)
         groups, sizes = {}, {}
         for ratio, pages in self._rings.items():
             ring = places[:, None] * pages + torch.arange(pages, dtype=torch.int32)
-            groups[ratio] = table, ring.to(self._device)
+            groups[ratio] = table, to_device(ring, self._device, torch.int32)
             sizes[ratio] = self._page_size // ratio
         step = V4Step.of_spans(
             spans,
@@ -217,16 +191,10 @@ def _cache_of(config: V4Config, caches: Iterator[torch.Tensor], states: States) 
     return V4Cache(window, groups, states[0], keys, states[1])
 
 
-def _experts(layer: Any, tokens: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    # The first layers choose experts by the token itself.
-    return lambda x: layer.mlp(layer.post_attention_layernorm(x), input_ids=tokens[None])
+def _joined_by(shares: torch.Tensor, mixture: torch.Tensor, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """What a hyper-connection (DeepSeek-V4's mHC) makes of streams [1, T, n, hidden_size] and the result of a layer.
 
-
-def _around(connection: Any, hidden: torch.Tensor, inner: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A hyper-connection (DeepSeek-V4's mHC) around ``inner``: streams [1, T, n, hidden_size] to the same.
-
-    ``inner`` sees one mixture of the streams, and each stream becomes a mixture of all, plus its share of the result.
+    The layer saw one mixture of the streams. Each becomes a mixture of all, plus its share of the result.
     """
-    shares, mixture, seen = connection(hidden)
     mixed = mixture.to(hidden.dtype).transpose(-1, -2) @ hidden
-    return mixed + shares.to(hidden.dtype).unsqueeze(-1) * inner(seen).unsqueeze(-2)
+    return mixed + shares.to(hidden.dtype).unsqueeze(-1) * result.unsqueeze(-2)

@@ -37,7 +37,7 @@ class MLAAttention(nn.Module):
         backend: of the operations that read the cache: "hopper", "portable" or "reference"; None chooses.
         batch_invariant: make decode attention of a request independent, bit for bit, of what else is in a step whose
             requests have as many new tokens each. Projections are PyTorch's, whose bits may depend on the number of
-            tokens. For layers without an indexer, over plain caches and ``fp8`` that are whole.
+            tokens. For layers without an indexer, over whole caches.
         shares_selection: attend to what the layer before it selected, without an indexer of its own
             (``config.indexer.shared_layers`` has the numbers of such layers).
         dtype, device: of the parameters, which are not initialised.
@@ -70,7 +70,7 @@ class MLAAttention(nn.Module):
         if checks.flag("shares_selection", shares_selection) and config.indexer is None:
             raise ValueError("shares_selection needs a config with an indexer, got indexer None")
         if checks.flag("batch_invariant", batch_invariant) and config.indexer is not None:
-            raise ValueError("batch_invariant needs a config without an indexer: sparse decode does not promise it")
+            raise ValueError("batch_invariant needs a config without an indexer, whose selection does not promise it")
         self.config = config
         self.batch_invariant = batch_invariant
         self.heads = (first, last)
@@ -184,12 +184,8 @@ class MLAAttention(nn.Module):
         self._check_cache(pages, layout, k_scale)
         _check_same_cache(metadata, pages)
         self._check_selection(metadata, layout, indices)
-        if self.batch_invariant and (indices is not None or not layout.plain or metadata.sharding is not None):
-            raise ValueError(
-                "batch_invariant needs a whole cache of a plain format, or fp8, and no indices: nothing else promises "
-                f"it, got format {layout.name}, sharding {metadata.sharding} and indices "
-                f"{'given' if indices is not None else None}"
-            )
+        if self.batch_invariant and metadata.sharding is not None:
+            raise ValueError(f"batch_invariant needs a whole cache, got metadata for {metadata.sharding}")
         if metadata.max_seq_len > config.rope.max_position:
             raise ValueError(
                 f"metadata has a request of {metadata.max_seq_len} tokens, and the config's rope.max_position is "

@@ -25,12 +25,13 @@ def attend_pages(
         part: whose the queries are; None beside ``indices``.
         indices: int [T, topk], the slots that each query attends to; None: all of its request up to its own.
         backend: of the operation that reads the pages.
-        batch_invariant: as for ``dense_decode``; where this is no dense decode, it has no effect.
+        batch_invariant: of the operation; over ranks it has no effect.
     """
     over_ranks = None if part is None else part.over_ranks
     if indices is not None:
-        attend = attend_selected if over_ranks is None else over_ranks.attend_selected
-        return attend(query, cache, indices, softmax_scale, backend)
+        if over_ranks is not None:
+            return over_ranks.attend_selected(query, cache, indices, softmax_scale, backend)
+        return attend_selected(query, cache, indices, softmax_scale, backend, batch_invariant)
     if part is None:
         raise ValueError("metadata has no decode part, and there are queries that attend in absorbed form")
     if over_ranks is not None:
@@ -39,7 +40,7 @@ def attend_pages(
         return _attend_dense(query, cache, part, softmax_scale, backend, batch_invariant)
     # To read another format through dense_decode would take a dequantised copy of the whole history at every step;
     # sparse_decode reads its bytes, given the slots of every token.
-    return _attend_every_slot(query, cache, part, softmax_scale, backend)
+    return _attend_every_slot(query, cache, part, softmax_scale, backend, batch_invariant)
 
 
 def _attend_dense(
@@ -71,6 +72,7 @@ def _attend_every_slot(
     part: DecodePart,
     softmax_scale: float,
     backend: str | None,
+    batch_invariant: bool,
 ) -> torch.Tensor:
     if part.every_slot is None:
         raise ValueError(
@@ -84,6 +86,7 @@ def _attend_every_slot(
         topk_length=part.seen,
         softmax_scale=softmax_scale,
         head_dim_v=cache.value_dim,
+        batch_invariant=batch_invariant,
         backend=backend,
     )
     return _by_token(out, part)
@@ -95,6 +98,7 @@ def attend_selected(
     indices: torch.Tensor,
     softmax_scale: float,
     backend: str | None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Attention of queries [T, h, head_dim], each over the slots that it selected (int [T, topk])."""
     out, _ = sparse_decode(
@@ -104,6 +108,7 @@ def attend_selected(
         cache_format=cache.layout,
         softmax_scale=softmax_scale,
         head_dim_v=cache.value_dim,
+        batch_invariant=batch_invariant,
         backend=backend,
     )
     return out.squeeze(1)

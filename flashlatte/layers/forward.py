@@ -66,7 +66,7 @@ def forward(
         indexing: the module's indexer, which stores its keys and makes that selection; None for a module that shares
             another's, or attends to every token.
         backend: of the operations that read the cache.
-        batch_invariant: of dense decode.
+        batch_invariant: of the operation that decodes.
     """
     query, rows, q_latent = project(module, hidden, rotary, cache, metadata.slot_mapping)
     selection = metadata.selection

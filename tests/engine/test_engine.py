@@ -85,10 +85,41 @@ def test_arrivals_and_aborts_leave_the_others_alone():
     assert served.pool.in_use == 0
 
 
-def test_batch_invariant_attention_changes_no_token():
-    invariant = Model(model(), batch_invariant=True)
-    assert all(attention.batch_invariant for attention in invariant.attention)
-    check(Engine(invariant, page_size=8, num_pages=64, max_tokens=32, max_requests=4))
+@pytest.mark.parametrize("options", [{}, {"num_pages": 12, "host_pages": 8, "prefix_cache": False}])
+def test_batch_invariance_changes_no_token(options):
+    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_tokens": 32, "max_requests": 4}
+    check(Engine(Model(model(), batch_invariant=True), **settings | options))
+
+
+@pytest.mark.parametrize(
+    ("earlier", "beside", "options"),
+    [
+        ([], [prompt(5, 1)], {}),
+        ([], [prompt(20, 2), prompt(9, 3), prompt(31, 4)], {}),
+        ([], [prompt(20, 2), prompt(9, 3), prompt(31, 4)], {"num_pages": 11, "prefix_cache": False}),
+        ([prompt(37)[:20], prompt(37)], [prompt(8, 4)], {}),
+    ],
+    ids=["one other", "three others", "computed again", "a prefix that is there"],
+)
+def test_batch_invariant_bits_do_not_depend_on_other_requests(earlier, beside, options):
+    """Of a model without experts: on a CPU an expert's product has as many rows as tokens that chose it."""
+    sampling = SamplingParams(max_new_tokens=12, logprobs=True)
+
+    def generated(earlier: list[list[int]], beside: list[list[int]], **options: Any) -> Any:
+        settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_tokens": 16, "max_requests": 4}
+        served = Engine(Model(model("Youtu"), batch_invariant=True), **settings | options)
+        served.generate(earlier, sampling)
+        output = served.generate([*beside, prompt(37)], sampling)[-1]
+        assert (served.statistics()["recomputed"] > 0) == ("num_pages" in options)
+        assert output.cached_tokens == (32 if earlier else 0)
+        return output.tokens, output.logprobs
+
+    assert generated(earlier, beside, **options) == generated([], [])
+
+
+def test_batch_invariance_takes_no_drafts():
+    with pytest.raises(ValueError, match=r"drafts must be 0 for a batch_invariant model, .* got 2"):
+        Engine(Model(model(), batch_invariant=True), drafts=2)
 
 
 def test_stop_tokens_end_a_request():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.engine_models import VOCABULARY, generated_by_transformers, model, prompt
 
 from flashlatte.engine import Engine, SamplingParams, runner
-from flashlatte.engine.step import Step
+from flashlatte.engine.request import Step
 
 NEW = 6
 PROMPTS = [prompt(length, seed) for seed, length in enumerate((3, 20, 33, 1, 14))]
@@ -236,7 +236,7 @@ def test_lists_of_pages_that_move_are_made_once_for_all_layers(monkeypatch):
 def test_a_step_may_move_pages_and_compute_nothing():
     served = engine(host_pages=2)
     served.runner.caches[0][3].fill_(7.0)
-    served.runner.run(Step(swap_out=[(3, 1)]), {}).wait()
+    served.runner.run(Step(swap_out=[(3, 1)])).wait()
     assert served.runner.host_caches is not None
     assert (served.runner.host_caches[0][1] == 7.0).all()
 

@@ -118,6 +118,41 @@ def test_who_waits_is_served_however_many_urgent_ones_keep_coming():
     assert "patient" in machine.ended
 
 
+@pytest.mark.parametrize("host_pages", [0, 8])
+def test_apart_what_is_computed_of_a_request_depends_on_it_alone(host_pages):
+    """Its prompt in chunks of 4 by itself, then token by token, whoever comes and gives way."""
+    requests = [Request(f"r{i}", [1] * (3 + 4 * i), 6) for i in range(4)]
+    machine = Machine(11, 2, host_pages, max_tokens=4, prefix_cache=False, apart=True)
+    for request in requests:
+        machine.add(request)
+    while machine.scheduler:
+        ran = machine.run_step()
+        work = machine.under_way[-1][0].work if ran else []
+        for one in work:
+            prompt = len(one.request.prompt)
+            assert one.start % 4 == 0 or one.start >= prompt
+            assert one.count == (min(4, prompt - one.start) if one.start < prompt else 1)
+            assert len(work) == 1 or one.count == 1
+        if not ran or len(machine.under_way) > 1:
+            machine.update()
+    for request in requests:
+        assert request.generated == generated_alone(request.prompt, 6)
+    statistics = machine.scheduler.statistics
+    assert (statistics.swapped if host_pages else statistics.recomputed) > 0
+
+
+def test_apart_whole_chunks_of_a_prompt_are_shared_and_nothing_else():
+    machine = Machine(40, 2, 0, max_tokens=4, apart=True)
+    cached = []
+    for name, prompt in (("short", [1] * 3), ("a", [1] * 11), ("b", [1] * 11), ("ends", [1] * 9), ("later", [1] * 8)):
+        request = Request(name, prompt, 6)
+        machine.add(request)
+        machine.finish()
+        cached.append(request.cached)
+    # Two chunks of four; of the last prompt, a token must be left to compute.
+    assert cached == [0, 0, 8, 8, 4]
+
+
 def test_errors_name_the_argument():
     scheduler = Scheduler(PagePool(2, 4))
     scheduler.add(Request("a", [1], 1))
@@ -143,6 +178,7 @@ class Serving(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         max_requests=st.integers(1, 5),
         prefix_cache=st.booleans(),
+        apart=st.booleans(),
     )
     def start(self, pages, page_size, host_pages, **limits):
         self.machine = Machine(pages, page_size, host_pages, **limits)
@@ -170,7 +206,7 @@ class Serving(RuleBasedStateMachine):
 
     @rule(guesses=st.lists(st.integers(0, 2), min_size=1, max_size=3))
     def draft(self, guesses):
-        if not self.machine.under_way:
+        if not self.machine.under_way and not self.machine.scheduler.apart:
             for request in self.requests.values():
                 request.drafts = list(guesses)
 

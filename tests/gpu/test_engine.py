@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.engine_models import generated_by_transformers, model, prompt
 
-from flashlatte.engine import Engine, SamplingParams
+from flashlatte.engine import Engine, Model, SamplingParams
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (3, 70, 140, 1, 26, 64, 65)
@@ -62,6 +62,23 @@ def test_graphs_give_what_eager_steps_give():
         return [(output.tokens, output.logprobs) for output in sorted(done, key=lambda output: output.id)]
 
     assert generate(True) == generate(False)
+
+
+@pytest.mark.filterwarnings("error:decode steps run without CUDA graphs")
+def test_batch_invariant_bits_do_not_depend_on_other_requests():
+    half = copy.deepcopy(model("DeepseekV3").cpu()).to("cuda", torch.bfloat16)
+    sampling = SamplingParams(max_new_tokens=40, logprobs=True)
+
+    def generated(others: list[list[int]], **options: Any) -> tuple[list[int], list[float]]:
+        served = Engine(Model(half, batch_invariant=True), max_requests=6, max_tokens=96, **options)
+        output = served.generate([*others, prompt(140)], sampling)[-1]
+        return output.tokens, output.logprobs
+
+    others = [prompt(length, seed) for seed, length in enumerate(LENGTHS, 1)]
+    alone = generated([], num_pages=64)
+    assert generated(others, num_pages=64) == alone
+    assert generated(others[:2], num_pages=64, graphs=False) == alone
+    assert generated(others, num_pages=7, prefix_cache=False) == alone
 
 
 @pytest.mark.parametrize("host_pages", [0, 16])

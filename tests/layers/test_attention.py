@@ -198,18 +198,20 @@ def test_metadata_whose_buffers_hold_another_step_is_refused():
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_batch_invariance_is_asked_of_decode(asked, monkeypatch):
-    """What it then promises, the operation's own tests say."""
+@pytest.mark.parametrize("operation", ["dense_decode", "sparse_decode"])
+def test_batch_invariance_is_asked_of_decode(asked, operation, monkeypatch):
+    """What it then promises, the operations' own tests say."""
     told = []
-    dense_decode = decode.dense_decode
-    monkeypatch.setattr(
-        decode, "dense_decode", lambda *args, **kwargs: [told.append(kwargs), dense_decode(*args, **kwargs)][1]
-    )
+    run = getattr(decode, operation)
+    monkeypatch.setattr(decode, operation, lambda *args, **kwargs: [told.append(kwargs), run(*args, **kwargs)][1])
     model = stock("v3")
     engine = Engine(layer_like(model, batch_invariant=asked), hidden_states((9, 4)))
-    engine.step({0: 8, 1: 3})
-    engine.step({0: 1, 1: 1})
-    assert_like_stock(model, engine)
+    if operation == "dense_decode":
+        engine.step({0: 8, 1: 3})
+        engine.step({0: 1, 1: 1})
+        assert_like_stock(model, engine)
+    else:
+        engine.step({0: 4, 1: 2}, indices=torch.zeros(6, 1, dtype=torch.int32))
     assert [one["batch_invariant"] for one in told] == [asked] * len(told)
     assert told
 
@@ -218,8 +220,5 @@ def test_batch_invariance_of_what_does_not_promise_it_is_refused():
     indexed = MLAConfig(64, 4, q_lora_rank=24, indexer=IndexerConfig(num_heads=4, head_dim=64, topk=8))
     with pytest.raises(ValueError, match="batch_invariant needs a config without an indexer"):
         MLAAttention(indexed, batch_invariant=True)
-    engine = Engine(layer_like(stock("v3"), batch_invariant=True), hidden_states((4,)))
-    with pytest.raises(ValueError, match=r"batch_invariant needs a whole cache .* indices given"):
-        engine.step({0: 4}, indices=torch.zeros(4, 1, dtype=torch.int32))
     with pytest.raises(TypeError, match="batch_invariant must be"):
         MLAAttention(MLAConfig(64, 4), batch_invariant=1)  # type: ignore[arg-type]

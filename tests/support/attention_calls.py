@@ -149,6 +149,7 @@ def sparse_decode(
     index_dtype: torch.dtype = torch.int32,
     q_pad: int = 0,
     out_pad: int = 0,
+    batch_invariant: bool = False,
     arch: int | None = 90,
 ) -> list[Recorded]:
     layout = row_format(form, head_dim)
@@ -171,6 +172,7 @@ def sparse_decode(
         length if extra_topk else None,
         layout.head_dim**-0.5,
         -math.inf,
+        batch_invariant,
         torch.empty(batch, s_q, heads, d_v + out_pad, dtype=dtype)[..., :d_v],
         torch.empty(batch, s_q, heads).transpose(1, 2),
         arch=arch,

@@ -10,9 +10,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, run_state_machine_as_test
 
 from flashlatte.engine.pages import PagePool
-from flashlatte.engine.request import Request
+from flashlatte.engine.request import Request, Step, Work
 from flashlatte.engine.scheduler import Scheduler
-from flashlatte.engine.step import Step, Work
 
 EMPTY = None
 
@@ -45,7 +44,9 @@ class Machine:
         step = self.scheduler.schedule()
         if step is None:
             return False
-        assert step.num_tokens <= self.scheduler.max_tokens
+        assert (
+            sum(work.count for work in step.work) == self.scheduler.max_tokens - step.left <= self.scheduler.max_tokens
+        )
         for source, target in step.swap_out:
             self.host_memory[target] = list(self.device_memory[source])
         for source, target in step.swap_in:

@@ -75,6 +75,7 @@ def decode(
         length if extra_topk else None,
         head_dim**-0.5,
         -math.inf,
+        False,
         torch.empty(batch, s_q, heads, 512 + out_pad, dtype=torch.bfloat16)[..., :512],
         torch.empty(batch, heads, s_q),
     )

@@ -99,6 +99,7 @@ def sparse_decode(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     empty_lse: float = -math.inf,
+    batch_invariant: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a few query tokens a request over the cache tokens that each of them selected.
@@ -130,6 +131,8 @@ def sparse_decode(
         out: [b, s_q, h_q, head_dim_v] in q's dtype to write into; last stride 1.
         lse: float32 [b, h_q, s_q] to write into, any strides.
         empty_lse: lse of a query that selects nothing, inf or -inf; its out is 0, whatever the sink.
+        batch_invariant: make a query token's result independent, bit for bit, of what else is in the batch: its keys
+            are not split, which takes longer where there are few query tokens.
         backend: "hopper", "portable" or "reference"; None chooses, a name is obeyed or refused.
 
     Returns:
@@ -164,6 +167,7 @@ def sparse_decode(
         checks.tensor("attn_sink", attn_sink, (h_q,), (torch.float32,), q.device, unit_last_stride=False)
     if checks.positive_int("head_dim_v", head_dim_v) > head_dim:
         raise ValueError(f"head_dim_v must be at most q's last dimension {head_dim}, got {head_dim_v}")
+    checks.flag("batch_invariant", batch_invariant)
     scale = checks.softmax_scale(softmax_scale, head_dim)
     out, lse = decode_outputs.prepare(q, head_dim_v, out, lse)
 
@@ -198,6 +202,7 @@ def sparse_decode(
         extra_topk_length,
         scale,
         empty_lse,
+        batch_invariant,
         out,
         lse,
         backend,
@@ -218,6 +223,7 @@ def _sparse_decode(
     extra_topk_length: torch.Tensor | None,
     softmax_scale: float,
     empty_lse: float,
+    batch_invariant: bool,
     out: torch.Tensor,
     lse: torch.Tensor,
     backend: str,
@@ -234,6 +240,7 @@ def _sparse_decode(
         extra_topk_length,
         softmax_scale,
         empty_lse,
+        batch_invariant,
         out,
         lse,
     )

@@ -22,6 +22,7 @@ def sparse_decode(
     extra_topk_length: torch.Tensor | None,
     softmax_scale: float,
     empty_lse: float,
+    batch_invariant: bool,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:

@@ -105,6 +105,7 @@ def test_the_arguments_that_the_errors_start_from_are_right():
         ({"head_dim_v": None}, TypeError, "^head_dim_v must be an int, got NoneType$"),
         ({"softmax_scale": 0.0}, ValueError, "^softmax_scale must be a finite number above 0, got 0.0$"),
         ({"softmax_scale": math.inf}, ValueError, "^softmax_scale must be a finite number above 0, got inf$"),
+        ({"batch_invariant": None}, TypeError, "^batch_invariant must be True or False, got None$"),
         ({"empty_lse": 1.0}, ValueError, r"^empty_lse must be float\('inf'\) or float\('-inf'\), got 1.0$"),
         ({"out": torch.empty(2, 3, 4, 512)}, TypeError, "^out must be bfloat16, got float32$"),
         ({"out": torch.empty(2, 3, 4, 500, dtype=BF16)}, ValueError, r"^out must have shape \[2, 3, 4, 512\]"),

@@ -136,6 +136,14 @@ def test_ranges_write_split_metadata(monkeypatch, record):
         assert launched.arguments["scratch"] is combined.arguments["scratch"]
 
 
+@pytest.mark.parametrize("batch", [1, 4, 74, 20000])
+@pytest.mark.parametrize("uniform", [False, True])
+def test_batch_invariant_splits_no_query_token(batch, uniform):
+    made = launch.make_plan(132, batch, 128, 2048, 0, uniform, batch_invariant=True)
+    assert not made.balanced
+    assert (made.split.scratch, made.split.combines, made.equal_splits, made.granularity) == (0, False, None, 2)
+
+
 def test_query_tokens_of_one_length_have_equal_splits():
     made = launch.make_plan(132, 4, 128, 2048, 0, True)
     assert (made.split.splits, made.equal_splits) == (64, 16)

@@ -156,6 +156,17 @@ def test_split_over_parts(many_parts, more):
     check(replace(case, empty_rows=1.0).inputs(), empty_lse=float("inf"))
 
 
+def test_batch_invariant_is_the_same_alone_and_among_others(many_parts):
+    arguments = replace(PLAIN, batch=3, topk=130, topk_lengths="request").inputs()
+    together = check(arguments, batch_invariant=True)
+    by_request = [name for name in ("q", "indices", "topk_length") if arguments[name] is not None]
+    for request in range(3):
+        one = slice(request, request + 1)
+        alone = decode(arguments | {name: arguments[name][one] for name in by_request}, batch_invariant=True)
+        for result, wanted in zip(alone, together, strict=True):
+            assert torch.equal(result, wanted[one])
+
+
 def test_lengths_outside_the_list(many_parts):
     arguments = PLAIN.inputs()
     lengths = torch.tensor([[-5, 2**31 - 1], [0, 3]], dtype=torch.int32)

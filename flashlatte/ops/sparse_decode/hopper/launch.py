@@ -69,6 +69,7 @@ def sparse_decode(
     extra_topk_length: torch.Tensor | None,
     softmax_scale: float,
     empty_lse: float,
+    batch_invariant: bool,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
@@ -79,7 +80,9 @@ def sparse_decode(
     is_uniform = topk_length is None and extra_topk_length is None
     has_scales = layout.tiling is not None
     kind = (MODEL1 if layout.tiling.e8m0 else V32).value if layout.tiling is not None else PLAIN.value
-    made = make_plan(machine.num_sms(device), batch * s_q, h_q, topk, extra_topk, is_uniform, has_scales)
+    made = make_plan(
+        machine.num_sms(device), batch * s_q, h_q, topk, extra_topk, is_uniform, has_scales, batch_invariant
+    )
     cache, alignment, flat = _cache(k_cache, "k_cache", layout)
     extra_cache = cache._replace(k_cache=None)
     if extra_k_cache is not None and extra_indices is not None:
@@ -154,10 +157,11 @@ def make_plan(
     extra_topk: int,
     is_uniform: bool,
     has_scales: bool = True,
+    batch_invariant: bool = False,
 ) -> Plan:
     groups = -(-heads // ROWS.value)
     most_blocks = -(-topk // KEYS.value) + -(-extra_topk // KEYS.value)
-    if is_uniform and has_scales and most_blocks > 2:
+    if is_uniform and has_scales and most_blocks > 2 and not batch_invariant:
         ranges = items * most_blocks
         # Wins "model1, b 2" by 15% (16.5 instead of 19.5 us; docs/notes/sparse-decode.md).
         if ranges * groups <= num_sms and ranges * heads <= _MOST_BLOCK_ROWS:
@@ -166,7 +170,7 @@ def make_plan(
     most_pairs = -(-most_blocks // 2)
     ranges = plan.num_ranges(items, groups, num_sms, most_pairs, MLA_PARTIAL, uniform=is_uniform)
     # One item more than there are: what a range has not taken begins after the last one.
-    if ranges is None or (items + 1) * (max(most_blocks, 1) + _OVERHEAD) > plan.MAX_COST:
+    if ranges is None or batch_invariant or (items + 1) * (max(most_blocks, 1) + _OVERHEAD) > plan.MAX_COST:
         # Every CTA has the same group for all of its query tokens.
         ctas = min(items, max(num_sms // groups, 1)) * groups
         return Plan(plan.whole(MLA_PARTIAL, items, groups, groups), ctas)

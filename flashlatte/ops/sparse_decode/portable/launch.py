@@ -78,6 +78,7 @@ def sparse_decode(
     extra_topk_length: torch.Tensor | None,
     softmax_scale: float,
     empty_lse: float,
+    batch_invariant: bool,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
@@ -98,6 +99,7 @@ def sparse_decode(
         topk,
         extra_topk or 0,
         is_uniform,
+        batch_invariant,
     )
     place, own = _selection(k_cache, indices, layout)
     extra_layout = layout if extra_k_cache is None else layout.beside(extra_k_cache.shape[-1])
@@ -145,6 +147,7 @@ def make_plan(
     topk: int,
     extra_topk: int,
     is_uniform: bool,
+    batch_invariant: bool,
 ) -> Plan:
     latent_dim = _PACKED_LATENT if packed else head_dim_v
     table = PACKED_TOKENS if packed else SELECTED_ROWS
@@ -153,7 +156,7 @@ def make_plan(
     most_blocks = -(-topk // chosen.block_n) + -(-extra_topk // chosen.block_n)
     partial = Partial(chosen.block_h, head_dim_v)
     ranges = plan.num_ranges(items, groups, num_sms * chosen.programs, most_blocks, partial, uniform=is_uniform)
-    if ranges is None:
+    if ranges is None or batch_invariant:
         split = plan.whole(partial, items, groups, groups)
     else:
         overhead = -(-_OVERHEAD_KEYS // chosen.block_n)
@@ -165,7 +168,7 @@ def make_plan(
             "STEP": step,
             "D_V": head_dim_v,
             "OVERHEAD": split.overhead,
-            "BALANCED": ranges is not None,
+            "BALANCED": split.split_blocks is None,
             "num_warps": chosen.num_warps,
             "enable_fp_fusion": True,
         },

@@ -1,0 +1,124 @@
+"""What an engine asks of a model: logits of flat batches over paged caches, and the caches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flashlatte import kv_cache
+from flashlatte.engine.batch import Batch
+from flashlatte.engine.ranks import Ranks
+from flashlatte.kv_cache import CacheFormat
+
+# Makes the metadata of a step, whose ``num_tokens`` it has, with padding up to so many requests if a number is given.
+Planner = Callable[[Batch, int | None], Any]
+
+# Of a GPU's free memory, what the cache takes when nobody chose its size; a cache on the CPU has so many tokens.
+CACHE_SHARE, CPU_TOKENS = 0.8, 16384
+
+
+class PagedModel:
+    """A transformers model's facts, and its caches. Subclasses compute.
+
+    Args:
+        model: of transformers.
+        device: of its weights, and of the caches.
+        ranks: that compute it together; None: this process alone.
+
+    Attributes:
+        config, name, vocabulary, max_position, dtype, device: of the model.
+        page_size: of its caches, where nobody chose one.
+        moves_pages: whether a page holds all that later steps need of its tokens: such pages may be shared and swapped,
+            and tokens may be taken back.
+        fits_graphs: whether steps that generate may be captured: their metadata lies where the last one's did.
+        batch_invariant: whether what a request gets is to depend on it alone.
+    """
+
+    config: Any
+    page_size = 64
+    moves_pages = True
+    fits_graphs = True
+    batch_invariant = False
+
+    def __init__(self, model: Any, device: torch.device, ranks: Ranks | None = None) -> None:
+        self.ranks, self.device = ranks, device
+        self.name = f"{model.config.model_type}:{getattr(model.config, '_name_or_path', '')}"
+        self.vocabulary: int = model.config.vocab_size
+        self.max_position: int = model.config.max_position_embeddings
+        self._body, self._head = model.model, model.lm_head
+        self.dtype: torch.dtype = self._body.embed_tokens.weight.dtype
+
+    def layouts(self, cache_format: str, page_size: int) -> list[tuple[CacheFormat, int]]:
+        """Of each cache its format, and the rows of a page.
+
+        Raises:
+            ValueError: a format or a page that the model's rows do not fit.
+        """
+        raise NotImplementedError
+
+    def planner(
+        self, cache_format: str, num_pages: int, page_size: int, *, max_requests: int, max_tokens: int, max_seq_len: int
+    ) -> Planner:
+        """What makes the metadata of steps over caches of ``allocate``; page_size is that of all ranks together."""
+        raise NotImplementedError
+
+    def __call__(
+        self, tokens: torch.Tensor, caches: list[torch.Tensor], metadata: Any, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits [n, vocabulary] of the ``rows`` (int64 [n]) of a flat batch of ``tokens`` (int64 [T])."""
+        raise NotImplementedError
+
+    @property
+    def keys_over(self) -> int:
+        """Ranks that a request's keys are divided over."""
+        return 1 if self.ranks is None else self.ranks.keys_over
+
+    @property
+    def plain_format(self) -> str:
+        """The cache format that keeps rows as they are."""
+        for name in kv_cache.FORMAT_NAMES:
+            layout = kv_cache.get_format(name)
+            if layout.plain and layout.record_dtype == self.dtype:
+                return name
+        raise ValueError(f"cache_format must be given for a model in {self.dtype}")
+
+    def default_pages(self, cache_format: str, page_size: int) -> int:
+        """Pages of a cache whose size nobody chose; the same on all ranks."""
+        if self.device.type != "cuda":
+            return -(-CPU_TOKENS // page_size)
+        pages = max(self._pages_that_fit(cache_format, page_size, self.device), 1)
+        return pages if self.ranks is None else self.ranks.least(pages)
+
+    def allocate(
+        self, cache_format: str, num_pages: int, page_size: int, *, on_host: bool = False
+    ) -> list[torch.Tensor]:
+        """The empty caches of ``layouts``, or their copies on the host, in pinned memory if there is a GPU.
+
+        Raises:
+            ValueError: they do not fit; says how many pages do.
+        """
+        device = torch.device("cpu") if on_host else self.device
+        # Asked before the attempt, whose memory may not be free again when it has failed.
+        fit = self._pages_that_fit(cache_format, page_size, device)
+        try:
+            caches = [
+                kv_cache.allocate(layout, num_pages, rows, device=device)
+                for layout, rows in self.layouts(cache_format, page_size)
+            ]
+            return [cache.pin_memory() for cache in caches] if device != self.device else caches
+        except RuntimeError as error:
+            name = "host_pages" if on_host else "num_pages"
+            memory = "the host's" if device.type == "cpu" else "the GPU's"
+            raise ValueError(
+                f"{name} must fit {memory} free memory: of {num_pages} pages of {page_size} tokens about {fit} do"
+            ) from error
+
+    def _pages_that_fit(self, cache_format: str, page_size: int, device: torch.device) -> int:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0]
+        page_bytes = sum(layout.page_bytes(rows) for layout, rows in self.layouts(cache_format, page_size))
+        return int(free * CACHE_SHARE) // page_bytes
