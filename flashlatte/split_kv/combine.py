@@ -10,13 +10,18 @@ read from the split metadata (``device``).
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from flashlatte.kernels.triton.dependent_launch import (
+    gdc_launch_dependents,
+    gdc_wait,
+    launch_options,
+    launches_overlap,
+)
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
@@ -24,11 +29,6 @@ from flashlatte.runtime.triton_kernel import kernel
 from flashlatte.split_kv import device
 from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
 from flashlatte.split_kv.plan import Partial, SplitPlan
-
-try:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # a Triton without NVIDIA's backend, where no kernel is OVERLAPPED
-    gdc_launch_dependents = gdc_wait = None
 
 _NUM_WARPS = 4
 
@@ -236,13 +236,6 @@ def combine_kernel(
                 write_lse(outputs, item, kv_head, group_row + row, lse2)
 
 
-@functools.cache
-def _overlaps(device: torch.device) -> bool:
-    """Whether a kernel can be launched before the one that it depends on has ended."""
-    is_nvidia = machine.device_type(device) == "cuda" and torch.version.hip is None
-    return is_nvidia and machine.compute_capability(device) >= (9, 0)
-
-
 def launch_combine(
     plan: SplitPlan, scratch: torch.Tensor, outputs: Outputs, row_align: int, first_item: int, items: int
 ) -> None:
@@ -261,8 +254,7 @@ def launch_combine(
         tile = _BOUNDARY_TILE.within(rows, cols)
     else:
         tile = tile_for(plan.partial, rows_in_use, results, -(-plan.splits // items))
-    overlapped = _overlaps(scratch.device)
-    options = {"launch_pdl": True} if overlapped else {}
+    overlapped = launches_overlap(scratch.device)
     combine_kernel[(results * tile.ctas(rows_in_use, cols),)](
         *by_name(
             combine_kernel,
@@ -287,7 +279,7 @@ def launch_combine(
         OVERLAPPED=overlapped,
         num_warps=_NUM_WARPS,
         enable_fp_fusion=True,
-        **options,
+        **launch_options(overlapped),
     )
 
 

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashlatte.kernels.triton.dependent_launch import gdc_wait, launch_options, launches_overlap
 from flashlatte.kv_cache.sharding import Sharding
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel, launching_on
@@ -32,6 +33,7 @@ def index_convert(
     requests, max_pages = block_table.shape
     # Tokens that the table, and those of the other ranks, have room for.
     reach = (max_pages * page_size + sharding.interleave) * sharding.size
+    overlapped = launches_overlap(slots.device)
     with launching_on(slots.device):
         index_convert_kernel[(slots.shape[0],)](
             indices=indices,
@@ -65,7 +67,9 @@ def index_convert(
             LARGEST=torch.iinfo(slots.dtype).max,
             NARROW=reach < 2**31,
             BLOCK=BLOCK,
+            OVERLAPPED=overlapped,
             num_warps=WARPS,
+            **launch_options(overlapped),
         )
 
 
@@ -102,7 +106,10 @@ def index_convert_kernel(
     LARGEST: tl.constexpr,
     NARROW: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
+    if OVERLAPPED:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     request = row // next_n if request_ids is None else tl.load(request_ids + row * request_stride).to(tl.int64)
     in_table = (request >= 0) & (request < requests)

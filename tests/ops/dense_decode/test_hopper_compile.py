@@ -242,7 +242,7 @@ def test_the_combine_waits_for_what_it_combines(record, monkeypatch):
     """On Hopper it is launched while the main kernel runs, and may not read before that has ended."""
     combiner = Recorder(combine_kernel := combine.combine_kernel.fn)
     monkeypatch.setattr(combine, "combine_kernel", combiner)
-    monkeypatch.setattr(combine, "_overlaps", lambda _: True)
+    monkeypatch.setattr(combine, "launches_overlap", lambda _: True)
     for call in ({"batch": 1, "heads": 16, "columns": 2048}, {"batch_invariant": True}):
         record(**call)
         launched = combiner.launches.pop()

@@ -4,9 +4,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.compile import Recorder, compile_launch
 from support.torch_op import opcheck
 
-from flashlatte.ops.index_convert import api, index_convert
+from flashlatte.kv_cache.sharding import Sharding
+from flashlatte.ops.index_convert import api, index_convert, portable
+from flashlatte.runtime import machine
 
 BACKENDS = ["reference", pytest.param("portable", marks=pytest.mark.interpreter)]
 GARBAGE = (-1, -(2**31), 2**31 - 1, 2**30)
@@ -193,3 +196,18 @@ def test_sinks_and_window_may_change_in_a_compiled_program():
 
 def test_opcheck():
     opcheck(api, "index_convert", call)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(machine.interpreting(), reason="the kernel is interpreted, not compiled")
+def test_nothing_is_read_before_the_kernel_ahead_has_ended(monkeypatch):
+    monkeypatch.setattr(portable, "launches_overlap", lambda device: True)
+    monkeypatch.setattr(portable, "index_convert_kernel", recorder := Recorder(portable.index_convert_kernel))
+    chosen, table = torch.zeros(3, 64, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int32)
+    portable.index_convert(
+        chosen, table, 64, None, 1, None, 0, 0, None, None, Sharding(0, 1, 1), False, torch.empty_like(chosen), None
+    )
+    (launched,) = recorder.launches
+    assert launched.options["launch_pdl"] is True
+    sass = compile_launch(recorder.fn, launched, 90).sass
+    assert 0 < sass.index("ACQBULK") < sass.index("LDG")
