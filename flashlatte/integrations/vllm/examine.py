@@ -34,14 +34,8 @@ def examine(dtype: torch.dtype, model: MLAConfig | None = None, *, v4: bool = Fa
         facts |= {"refusal": serves.V4_IS_VLLMS, "chosen": None}
     elif model is not None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        facts["option"] = (
-            "--attention-backend CUSTOM, or FLASHLATTE_VLLM=auto" if device_type == "cuda" else f"{vllm.ON_CPU}=1"
-        )
-        facts["refusal"] = (
-            serves.INDEXERS_ON_GPUS
-            if model.indexer is not None and device_type == "cuda"
-            else serves.refuses_dense(device_type, model.head_dim, dtype, "auto", None)
-        )
+        facts["option"] = _option(device_type, model)
+        facts["refusal"] = _refusal(device_type, dtype, model)
         facts["chosen"] = _chosen(dtype, model) if compat.unknown() is None else None
     return facts
 
@@ -73,6 +67,18 @@ def _absent() -> str | None:
     if allowed is not None and PLUGIN not in allowed.split(","):
         return f"VLLM_PLUGINS is {allowed!r}, without {PLUGIN}"
     return None
+
+
+def _option(device_type: str, model: MLAConfig) -> str:
+    if device_type == "cpu":
+        return f"{vllm.ON_CPU}=1"
+    return "--attention-backend CUSTOM" + (", or FLASHLATTE_VLLM=auto" if model.indexer is None else "")
+
+
+def _refusal(device_type: str, dtype: torch.dtype, model: MLAConfig) -> str | None:
+    if model.indexer is None:
+        return serves.refuses_dense(device_type, model.head_dim, dtype, "auto", None)
+    return compat.unknown_for_indexers() or serves.refuses_sparse(device_type, model.head_dim, dtype, "auto", None)
 
 
 def _chosen(dtype: torch.dtype, model: MLAConfig) -> str:

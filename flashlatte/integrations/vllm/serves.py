@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from flashlatte.kv_cache.registry import plain_format
+from flashlatte.kv_cache.v32 import V32Format
 from flashlatte.ops import dense_decode as _dense_decode  # noqa: F401  (states the operation's implementations)
+from flashlatte.ops import sparse_decode as _sparse_decode  # noqa: F401
 from flashlatte.runtime import dispatch
 from flashlatte.runtime.checks import dtype_names
 
@@ -35,10 +37,10 @@ V4_IS_VLLMS = (
     "DeepSeek-V4 is vLLM's own: its attention is layers of the model, which take no attention backend and would run "
     "as if none had been named"
 )
-INDEXERS_ON_GPUS = (
-    "on a GPU, models with an indexer are vLLM's own: their layers write both caches and choose tokens in kernels of "
-    "their own"
-)
+OTHER_INDEXERS = "of models with an indexer, it serves DeepSeek-V3.2 and GLM-5"
+
+# Their architectures in vLLM.
+INDEXER_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 
 
 def page_sizes(block_size: int | None, multiple_of: Callable[[int], Any]) -> list[Any]:
@@ -48,13 +50,19 @@ def page_sizes(block_size: int | None, multiple_of: Callable[[int], Any]) -> lis
     return [multiple_of(1)]
 
 
-def check_v4(backend: str | None) -> None:
+def named(vllm_config: Any) -> bool:
+    """Whether this configuration names FlashLatte."""
+    backend = vllm_config.attention_config.backend
+    return backend is not None and backend.name == "CUSTOM"
+
+
+def check_v4(vllm_config: Any, architecture: str) -> None:
     """Refuse DeepSeek-V4 where FlashLatte is named for it.
 
     Raises:
-        ValueError: ``backend``, vLLM's attention backend, is CUSTOM.
+        ValueError: vLLM's attention backend is CUSTOM.
     """
-    if backend == "CUSTOM":
+    if named(vllm_config):
         raise ValueError(f"attention backend CUSTOM is FlashLatte, and {V4_IS_VLLMS}. Leave the option out")
 
 
@@ -63,14 +71,44 @@ def refuses_dense(
 ) -> str | None:
     """Why no kernel serves dense decode in these sizes, or None. The reference is for CPUs."""
     cache_dtype = CACHE_DTYPES.get(kv_cache_dtype or "auto", dtype)
-    if cache_dtype not in (dtype, torch.float8_e4m3fn):
-        return f"FlashLatte: a {kv_cache_dtype} cache takes queries of its own dtype, not {dtype_names([dtype])}"
+    if cache_dtype != torch.float8_e4m3fn and (reason := _refuses_dtypes(dtype, kv_cache_dtype, cache_dtype)):
+        return reason
+    return _refuses("dense_decode", device_type, head_size, dtype, cache_dtype, block_size)
+
+
+def refuses_sparse(
+    device_type: str, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int | None
+) -> str | None:
+    """Why no kernel serves the attention of an indexer's choice in these sizes, or None."""
+    if kv_cache_dtype == "fp8_ds_mla":
+        return _refuses("sparse_decode", device_type, head_size, dtype, V32Format.name, block_size)
+    cache_dtype = CACHE_DTYPES.get(kv_cache_dtype or "auto", dtype)
+    if reason := _refuses_dtypes(dtype, kv_cache_dtype, cache_dtype):
+        return reason
+    return _refuses("sparse_decode", device_type, head_size, dtype, cache_dtype, block_size)
+
+
+def _refuses_dtypes(dtype: torch.dtype, kv_cache_dtype: str | None, cache_dtype: torch.dtype) -> str | None:
+    if cache_dtype == dtype:
+        return None
+    return f"FlashLatte: a {kv_cache_dtype} cache takes queries of its own dtype, not {dtype_names([dtype])}"
+
+
+def _refuses(
+    operation: str,
+    device_type: str,
+    head_size: int,
+    dtype: torch.dtype,
+    cache: torch.dtype | str,
+    block_size: int | None,
+) -> str | None:
+    """Why no kernel serves the operation over a cache of these numbers, or in this format."""
     try:
         call = dispatch.Call(
-            "dense_decode",
+            operation,
             torch.device(device_type),
             dtype,
-            cache_format=plain_format(cache_dtype).name,
+            cache_format=cache if isinstance(cache, str) else plain_format(cache).name,
             page_size=block_size or PAGE_SIZE,
             head_dim=head_size,
             h_kv=1,

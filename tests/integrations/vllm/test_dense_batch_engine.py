@@ -67,7 +67,7 @@ def test_what_is_refused(changes, reason):
 
 
 def test_indexers_are_refused_with_the_reason():
-    assert f"FlashLatte: {serves.INDEXERS_ON_GPUS}" in reasons(use_sparse=True)
+    assert f"FlashLatte: {serves.OTHER_INDEXERS}" in reasons(use_sparse=True)
 
 
 def test_kernels_refuse_in_their_own_words(monkeypatch):

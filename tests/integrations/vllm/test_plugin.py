@@ -22,10 +22,10 @@ V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536)
 @pytest.fixture
 def installed(monkeypatch):
     """Says which vLLM is installed, and collects what is registered with it."""
-    registered = []
+    registered, configured = [], []
     monkeypatch.setattr(compat, "register_attention", lambda name, path: registered.append((name, path)))
     monkeypatch.setattr(compat, "register_prefill", lambda name, path: registered.append((name, path)))
-    monkeypatch.setattr(compat, "check_models", lambda architectures, check: None)
+    monkeypatch.setattr(compat, "configure_models", lambda architectures, **hooks: configured.extend(architectures))
     monkeypatch.delenv("FLASHLATTE_VLLM", raising=False)
     compat.say_once.cache_clear()
 
@@ -41,7 +41,7 @@ def test_registers_with_versions_that_it_knows(installed, version):
     registered = installed(version)
     vllm.register()
     vllm.register()
-    assert set(registered) == {("CUSTOM", vllm.DENSE), ("CUSTOM", vllm.PREFILL)}
+    assert set(registered) == {("CUSTOM", vllm.CUSTOM), ("CUSTOM", vllm.PREFILL)}
 
 
 def test_takes_over_the_automatic_choice(installed, monkeypatch):
@@ -49,7 +49,7 @@ def test_takes_over_the_automatic_choice(installed, monkeypatch):
     monkeypatch.setenv("FLASHLATTE_VLLM", "auto")
     vllm.register()
     names = {name for name, path in registered if path == vllm.DENSE}
-    assert names == {"CUSTOM", *compat.AUTOMATIC_DENSE}
+    assert names == set(compat.AUTOMATIC_DENSE)
     assert "TRITON_MLA" not in names
 
 
@@ -114,7 +114,7 @@ def _with_backend(name):
 
 def test_models_that_take_no_backend_are_refused_with_ours(configurations):
     table, done = configurations
-    compat.check_models(serves.V4_MODELS, serves.check_v4)
+    compat.configure_models(serves.V4_MODELS, before=serves.check_v4)
     assert table.keys() == {*serves.V4_MODELS, "Other"}
     for architecture in serves.V4_MODELS:
         with pytest.raises(ValueError, match="CUSTOM is FlashLatte, and DeepSeek-V4 is vLLM's own"):
@@ -124,9 +124,9 @@ def test_models_that_take_no_backend_are_refused_with_ours(configurations):
 
 def test_what_vllm_does_to_a_configuration_is_done_once(configurations):
     table, done = configurations
-    compat.check_models(serves.V4_MODELS, serves.check_v4)
+    compat.configure_models(serves.V4_MODELS, before=serves.check_v4)
     before = dict(table)
-    compat.check_models(serves.V4_MODELS, serves.check_v4)
+    compat.configure_models(serves.V4_MODELS, before=serves.check_v4)
     assert table == before
     table["DeepseekV4ForCausalLM"].verify_and_update_config(_with_backend(None))
     table["DeepseekV41ForCausalLM"].verify_and_update_config(_with_backend("FLASHMLA_SPARSE"))
@@ -229,6 +229,44 @@ def test_what_kernels_refuse():
     assert "it takes bfloat16, float16, not float32" in reason
 
 
+def test_what_kernels_refuse_of_sparse_attention():
+    assert serves.refuses_sparse("cpu", 576, torch.float32, "auto", 64) is None
+    assert serves.refuses_sparse("cuda", 576, torch.bfloat16, "fp8_ds_mla", 64) is None
+    assert serves.refuses_sparse("cuda", 576, torch.float16, "auto", None) is None
+    mixed = serves.refuses_sparse("cuda", 576, torch.float16, "bfloat16", None)
+    assert mixed == "FlashLatte: a bfloat16 cache takes queries of its own dtype, not float16"
+    reason = serves.refuses_sparse("cuda", 576, torch.float32, None, None)
+    assert reason is not None
+    assert "it takes bfloat16, float16, not float32" in reason
+
+
+def _indexer_config(backend, cache_dtype="auto", **overrides):
+    return SimpleNamespace(
+        attention_config=_with_backend(backend).attention_config,
+        model_config=SimpleNamespace(model_class_overrides=overrides),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+    )
+
+
+@pytest.mark.parametrize(("given", "taken"), [("auto", "auto"), ("fp8", "fp8_ds_mla"), ("fp8_e5m2", "fp8_e5m2")])
+def test_models_with_an_indexer_are_ours_where_named(given, taken):
+    for other in (None, "FLASHMLA_SPARSE"):
+        config = _indexer_config(other, given)
+        vllm.take_indexer_model(config, "DeepseekV32ForCausalLM")
+        assert (config.model_config.model_class_overrides, config.cache_config.cache_dtype) == ({}, given)
+    config = _indexer_config("CUSTOM", given)
+    vllm.take_indexer_model(config, "DeepseekV32ForCausalLM")
+    name = f"{vllm.MODELS}:DeepseekV32ForCausalLM"
+    assert config.model_config.model_class_overrides == {"DeepseekV32ForCausalLM": name}
+    assert config.cache_config.cache_dtype == taken
+
+
+def test_a_class_that_the_user_names_stays():
+    config = _indexer_config("CUSTOM", GlmMoeDsaForCausalLM="mine:Model")
+    vllm.take_indexer_model(config, "GlmMoeDsaForCausalLM")
+    assert config.model_config.model_class_overrides == {"GlmMoeDsaForCausalLM": "mine:Model"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -295,17 +333,24 @@ def test_indexers_that_are_refused(options, message):
         serves.check_indexer(**options)
 
 
-def test_doctor_of_a_model_with_an_indexer(monkeypatch):
-    monkeypatch.setattr(compat, "version", lambda: "0.26.0")
+@pytest.mark.parametrize(
+    ("version", "line"),
+    [
+        (
+            "0.26.0",
+            "not served by FlashLatte: models with an indexer are served in vLLM 0.32 and later, not in 0.26.0",
+        ),
+        ("0.33.0", "FlashLatte serves this model with --attention-backend CUSTOM"),
+    ],
+)
+def test_doctor_of_a_model_with_an_indexer(monkeypatch, version, line):
+    monkeypatch.setattr(compat, "version", lambda: version)
     monkeypatch.setattr(examine, "_absent", lambda: None)
     monkeypatch.setattr(examine, "_chosen", lambda dtype, model: "vllm.FlashMLASparseBackend")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     indexer = IndexerConfig(num_heads=64, head_dim=128, topk=2048)
     lines = examine.report(examine.examine(torch.bfloat16, dataclasses.replace(V3, indexer=indexer)))
-    assert lines[1:] == [
-        f"    not served by FlashLatte: {serves.INDEXERS_ON_GPUS}",
-        "    without an option vLLM takes vllm.FlashMLASparseBackend",
-    ]
+    assert lines[1:] == [f"    {line}", "    without an option vLLM takes vllm.FlashMLASparseBackend"]
 
 
 def test_doctor_of_deepseek_v4(monkeypatch, tmp_path):

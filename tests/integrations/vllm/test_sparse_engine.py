@@ -1,12 +1,25 @@
 """vLLM's engine over FlashLatte's sparse MLA and indexer, on a CPU: DeepSeek-V3.2 and GLM-5."""
 
+import sys
+import types
+
 import pytest
 import torch
 from support import tiny_checkpoints
 from support.vllm_engine import MIXED, NEW_TOKENS, Generated, engine, largest_difference, prompts
 
+from flashlatte.integrations import vllm as plugin
+from flashlatte.integrations.vllm import serves
+
 CLOSE = 5e-5
 SHARED = prompts((230, 200, 170), shared=160)
+# vLLM's model for CUDA, with PyTorch functions in place of its fused kernels.
+FUSED = {
+    "model_class_overrides": {
+        name: f"support.vllm_fused_model:{name}" for name in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+    }
+}
+FUSED_AWAY = {"index_quantize"}
 OPERATIONS = {"index_quantize", "index_gather", "index_select", "paged_index_select", "attend_chosen"}
 
 
@@ -25,19 +38,30 @@ def exact_indexer(monkeypatch):
         return x.float(), torch.ones(x.shape[0], x.shape[1] // group_size)
 
     load_general_plugins()
-    monkeypatch.setattr(deepseek_v2.DeepseekV32IndexerCache, "get_kv_cache_spec", spec)
+    from flashlatte.integrations.vllm.backends.indexer import FlashLatteIndexerCache
+
+    monkeypatch.setattr(FlashLatteIndexerCache, "get_kv_cache_spec", spec)
     monkeypatch.setattr(deepseek_v2, "per_token_group_quant_fp8", unquantized)
+    from support import vllm_fused_model
+
+    monkeypatch.setattr(vllm_fused_model, "quantize_queries", lambda x: (x, torch.ones_like(x[..., :1])))
 
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("v32", {}), ("v32", {"max_num_batched_tokens": 96, "block_size": 16}), ("glm", {"max_num_batched_tokens": 96})],
+    [
+        ("v32", {}),
+        ("v32", {"max_num_batched_tokens": 96, "block_size": 16}),
+        ("glm", {"max_num_batched_tokens": 96}),
+        ("v32", FUSED),
+        ("glm", FUSED | {"max_num_batched_tokens": 96, "block_size": 16}),
+    ],
 )
 def test_generates_what_transformers_does(checkpoint, exact_indexer, family, options):
     model, given = checkpoint(family), prompts(MIXED)
     with engine(model, **options) as vllm:
         ours = vllm.generate(given)
-        assert vllm.calls()[0].keys() >= OPERATIONS
+        assert vllm.calls()[0].keys() >= OPERATIONS - (FUSED_AWAY if FUSED.items() <= options.items() else set())
     stock = [Generated(*tiny_checkpoints.greedy(model, ids, NEW_TOKENS)) for ids in given]
     assert [one.tokens for one in ours] == [other.tokens for other in stock]
     assert largest_difference(ours, stock) < CLOSE
@@ -78,10 +102,64 @@ def test_speculation(checkpoint, whole, own_process):
 # Largest difference from float32 of a logprob, where all tokens are chosen. Dense layers only, as for dense MLA.
 @pytest.mark.parametrize(
     ("options", "bound"),
-    [({"dtype": "bfloat16"}, 0.15), ({"dtype": "bfloat16", "kv_cache_dtype": "fp8_ds_mla"}, 0.25)],
+    [
+        ({"dtype": "bfloat16"}, 0.15),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "fp8_ds_mla"}, 0.25),
+        ({"dtype": "bfloat16"} | FUSED, 0.15),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "fp8_ds_mla"} | FUSED, 0.25),
+    ],
 )
 def test_fewer_bits(checkpoint, options, bound):
     model = checkpoint("v32", first_k_dense_replace=3, index_topk=512)
     expected = [Generated(*tiny_checkpoints.greedy(model, ids, NEW_TOKENS)) for ids in prompts(MIXED)]
     with engine(model, max_num_batched_tokens=96, **options) as vllm:
         assert 0 < largest_difference(vllm.generate(prompts(MIXED)), expected) < bound
+
+
+V32, BF16 = "DeepseekV32ForCausalLM", torch.bfloat16
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """What vLLM takes on a Hopper GPU for CUSTOM, by the architecture."""
+    import vllm.config
+
+    monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", types.ModuleType("stand_in"))
+    from vllm.platforms import current_platform
+    from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    load_general_plugins()
+    monkeypatch.setattr(CudaPlatformBase, "get_device_capability", lambda *_: DeviceCapability(9, 0))
+    monkeypatch.setattr(type(current_platform), "device_type", "cuda")
+
+    def choose(architecture, dtype=BF16, cache="auto", use_sparse=True):
+        config = types.SimpleNamespace(model_config=types.SimpleNamespace(architecture=architecture))
+        monkeypatch.setattr(vllm.config, "get_current_vllm_config_or_none", lambda: config)
+        wanted = AttentionSelectorConfig(576, dtype, cache, None, use_mla=True, use_sparse=use_sparse)
+        return CudaPlatformBase.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, wanted, num_heads=128)
+
+    return choose
+
+
+def test_custom_is_by_the_model(cuda):
+    assert cuda("DeepseekV3ForCausalLM", use_sparse=False) == plugin.DENSE
+    for architecture in serves.INDEXER_MODELS:
+        for cache in ("auto", "bfloat16", "fp8_ds_mla"):
+            assert cuda(architecture, cache=cache) == plugin.SPARSE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"architecture": "Dots3NoteForCausalLM"}, serves.OTHER_INDEXERS),
+        ({"architecture": V32, "dtype": torch.float32}, "it takes bfloat16, float16, not float32"),
+        ({"architecture": V32, "cache": "fp8_e5m2"}, "kv_cache_dtype not supported"),
+    ],
+)
+def test_what_is_refused_on_a_gpu(cuda, arguments, reason):
+    with pytest.raises(ValueError, match=reason):
+        cuda(**arguments)

@@ -79,7 +79,7 @@ class FlashLatteMLABackend(AnyPageSize, MLACommonBackend):
         **__: Any,
     ) -> str | None:
         if use_sparse:
-            return f"FlashLatte: {serves.INDEXERS_ON_GPUS}"
+            return f"FlashLatte: {compat.unknown_for_indexers() or serves.OTHER_INDEXERS}"
         return serves.refuses_dense(current_platform.device_type, head_size, dtype, kv_cache_dtype, block_size)
 
 

@@ -1,15 +1,19 @@
-"""The indexer of DeepSeek-V3.2 and GLM-5 in vLLM's generic model: its keys' cache, and which tokens it chooses."""
+"""The indexer of DeepSeek-V3.2 and GLM-5 in vLLM's models: its keys' cache, and which tokens it chooses."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
 from vllm.model_executor.models import deepseek_v2
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
@@ -99,6 +103,13 @@ class FlashLatteIndexerBackend(AnyPageSize, AttentionBackend):
         return True
 
 
+class FlashLatteIndexerCache(deepseek_v2.DeepseekV32IndexerCache):
+    """vLLM's cache of index keys [pages, page_size, head_dim + 4], as FlashLatte reads it."""
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return FlashLatteIndexerBackend
+
+
 class FlashLatteSparseAttnIndexer(SparseAttnIndexer):
     """Stores the index keys of new tokens, and chooses for each token among those of its request up to its own.
 
@@ -121,13 +132,19 @@ class FlashLatteSparseAttnIndexer(SparseAttnIndexer):
     ) -> None:
         # Not vLLM's own, which wants DeepGEMM.
         CustomOp.__init__(self)
-        serves.check_indexer(use_fp4_cache=use_fp4_cache, **others)
+        config = get_current_vllm_config()
+        shared = config.parallel_config.prefill_context_parallel_size
+        serves.check_indexer(
+            use_fp4_cache=use_fp4_cache, prefill_context_parallel_size=shared if shared > 1 else None, **others
+        )
         self.k_cache = k_cache
         self.topk_tokens = topk_tokens
         self.head_dim = head_dim
         self.topk_indices_buffer = topk_indices_buffer
         self.skip_k_cache_insert = skip_k_cache_insert
         self.scale_rounding = "power_of_two" if scale_fmt == "ue8m0" else "exact"
+        # vLLM's layers for CUDA hand it on.
+        self.topk_backend = config.kernel_config.sparse_indexer_topk_backend
 
     def forward_native(
         self, hidden_states: torch.Tensor, q_quant: torch.Tensor, k: torch.Tensor | None, weights: torch.Tensor
@@ -141,38 +158,91 @@ class FlashLatteSparseAttnIndexer(SparseAttnIndexer):
         if not self.skip_k_cache_insert:
             slots = batch.slot_mapping[: batch.num_tokens]
             index_quantize(cache, slots, k, scale_rounding=self.scale_rounding)
-        chosen = self.topk_indices_buffer[:, : self.topk_tokens]
-        weights = weights.float()
-        decoding = batch.num_decode_tokens
-        if decoding:
-            requests = batch.seq_lens.shape[0]
-            paged_index_select(
-                q_quant[:decoding].unflatten(0, (requests, decoding // requests)),
-                cache,
-                weights[:decoding],
-                batch.seq_lens,
-                batch.block_table,
-                self.topk_tokens,
-                indices=chosen[:decoding],
-            )
-        for chunk in batch.chunks:
-            rows = slice(decoding + chunk.first, decoding + chunk.last)
-            keys, scales = index_gather(cache, chunk.block_table, chunk.cu_keys, chunk.keys, head_dim=self.head_dim)
-            index_select(
-                q_quant[rows],
-                keys,
-                weights[rows],
-                chunk.key_start,
-                chunk.key_end,
-                self.topk_tokens,
-                k_scale=scales,
-                workspace_bytes=LOGIT_BYTES,
-                indices=chosen[rows],
-            )
+        choose(batch, cache, q_quant, weights, self.topk_indices_buffer[:, : self.topk_tokens])
         return self.topk_indices_buffer
 
     forward_cpu = forward_native
     forward_cuda = forward_native
+
+
+def choose(
+    batch: IndexerMetadata, cache: torch.Tensor, queries: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
+) -> None:
+    """Choose for queries [T, H, head_dim] with head weights [T, H], into ``chosen`` [≥ T, topk]."""
+    weights = weights.float()
+    topk, decoding = chosen.shape[1], batch.num_decode_tokens
+    if decoding:
+        requests = batch.seq_lens.shape[0]
+        paged_index_select(
+            queries[:decoding].unflatten(0, (requests, decoding // requests)),
+            cache,
+            weights[:decoding],
+            batch.seq_lens,
+            batch.block_table,
+            topk,
+            indices=chosen[:decoding],
+        )
+    for chunk in batch.chunks:
+        rows = slice(decoding + chunk.first, decoding + chunk.last)
+        head_dim = queries.shape[-1]
+        keys, scales = index_gather(cache, chunk.block_table, chunk.cu_keys, chunk.keys, head_dim=head_dim)
+        index_select(
+            queries[rows],
+            keys,
+            weights[rows],
+            chunk.key_start,
+            chunk.key_end,
+            topk,
+            k_scale=scales,
+            workspace_bytes=LOGIT_BYTES,
+            indices=chosen[rows],
+        )
+
+
+def choose_or(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """vLLM's function ``sparse_attn_indexer``, whose layers for CUDA have stored the keys, for FlashLatte's caches.
+
+    Over another cache it is ``stock``.
+    """
+
+    def sparse_attn_indexer(
+        hidden_states: torch.Tensor,
+        k_cache_prefix: str,
+        kv_cache: torch.Tensor,
+        q_quant: torch.Tensor,
+        q_scale: torch.Tensor | None,
+        k: torch.Tensor | None,
+        weights: torch.Tensor,
+        quant_block_size: int,
+        scale_fmt: str | None,
+        topk_tokens: int,
+        head_dim: int,
+        max_model_len: int,
+        total_seq_lens: int,
+        topk_indices_buffer: torch.Tensor,
+        **others: Any,
+    ) -> torch.Tensor:
+        context = get_forward_context()
+        if not isinstance(context.no_compile_layers[k_cache_prefix], FlashLatteIndexerCache):
+            before = (
+                hidden_states,
+                k_cache_prefix,
+                kv_cache,
+                q_quant,
+                q_scale,
+                k,
+                weights,
+                quant_block_size,
+                scale_fmt,
+            )
+            sizes = (topk_tokens, head_dim, max_model_len, total_seq_lens)
+            return stock(*before, *sizes, topk_indices_buffer, **others)
+        if isinstance(context.attn_metadata, dict):
+            batch = context.attn_metadata[k_cache_prefix]
+            choose(batch, kv_cache, q_quant, weights, topk_indices_buffer[:, :topk_tokens])
+        return topk_indices_buffer
+
+    return sparse_attn_indexer
 
 
 def quantize_queries(
@@ -184,8 +254,31 @@ def quantize_queries(
     return values.flatten(-2), scales
 
 
+@functools.cache
+def install() -> None:
+    """Have vLLM's models for CUDA use all this where FlashLatte is named for them."""
+    from vllm.models.deepseek_v32 import attention
+
+    layer = attention.DeepseekV32Indexer
+    layer.indexer_cache_cls = staticmethod(_where_named(FlashLatteIndexerCache, layer.indexer_cache_cls))
+    attention.SparseAttnIndexer = _where_named(FlashLatteSparseAttnIndexer, attention.SparseAttnIndexer)
+    attention.sparse_attn_indexer = choose_or(attention.sparse_attn_indexer)
+
+
+@functools.cache
 def install_for_cpu() -> None:
-    """Let vLLM's generic model use all this. It looks classes up as it makes its layers."""
-    op_registry_oot["SparseAttnIndexer"] = FlashLatteSparseAttnIndexer
-    deepseek_v2.DeepseekV32IndexerCache.get_attn_backend = lambda self: FlashLatteIndexerBackend
+    """Have vLLM's generic model use all this. It looks classes up as it makes its layers."""
+    deepseek_v2.SparseAttnIndexer = _where_named(FlashLatteSparseAttnIndexer, deepseek_v2.SparseAttnIndexer)
+    deepseek_v2.DeepseekV32IndexerCache = _where_named(FlashLatteIndexerCache, deepseek_v2.DeepseekV32IndexerCache)
     deepseek_v2.per_token_group_quant_fp8 = quantize_queries
+
+
+def _where_named(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a part of the model that vLLM is configuring: on a CPU FlashLatte is named if nothing is."""
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        config = get_current_vllm_config()
+        unnamed = config.attention_config.backend is None
+        return (ours if serves.named(config) or (unnamed and current_platform.is_cpu()) else stock)(*args, **kwargs)
+
+    return make

@@ -11,6 +11,7 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonMetadata,
     SparseMLACommonMetadataBuilder,
 )
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType
 
 from flashlatte.integrations.vllm import serves
@@ -49,6 +50,22 @@ class FlashLatteSparseMLABackend(AnyPageSize, AttentionBackend):
     @classmethod
     def is_sparse(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return tuple(capability) >= serves.OLDEST_CAPABILITY
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        *_: Any,
+        **__: Any,
+    ) -> str | None:
+        return serves.refuses_sparse(current_platform.device_type, head_size, dtype, kv_cache_dtype, block_size)
 
 
 class FlashLatteSparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLACommonMetadata]):
