@@ -26,7 +26,7 @@ class Plane:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Where the bytes of a token lie whose e4m3 latent has a scale for each tile, and whose rope is bf16.
+    """Where a token's bytes lie in a format whose e4m3 latent has a scale for each tile and whose rope is bf16.
 
     Attributes:
         tile: latent values that share a scale.
@@ -47,7 +47,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class BlockScaling:
-    """Where the bytes of a token lie that stand together: numbers in blocks that share a scale of one byte.
+    """Where a token's bytes lie in a format that keeps them together: numbers in blocks that share a one-byte scale.
 
     The numbers of a row that have scales, ``block`` · ``blocks`` of them, stand first; what a row has beyond them is
     e4m3 without a scale.
@@ -76,8 +76,8 @@ class CacheFormat(abc.ABC):
     """A cache format. Rows have ``head_dim`` = ``latent_dim`` + ``rope_dim`` values.
 
     A new format is a subclass with ``planes``, ``encode`` and ``decode``, and its place in ``registry``: allocation
-    and the reference operations then serve it. Kernels ask for ``plain``, ``tiling`` and ``block_scaling`` and refuse
-    what is none that they know.
+    and the reference operations then serve it. Kernels look at ``plain``, ``tiling`` and ``block_scaling``, and refuse
+    a format that none of them describes.
 
     Attributes:
         name: the format's public name.

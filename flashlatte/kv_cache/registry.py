@@ -68,7 +68,7 @@ def format_of_rows(cache_format: str | CacheFormat, latent_dim: int, rope_dim: i
 
 def format_class(name: str) -> type[CacheFormat]:
     """The class of the format of this name, which knows all that does not depend on a head_dim."""
-    cls = FORMATS.get(name) or INDEX_FORMATS.get(name)
+    cls = FORMATS.get(name) or INDEX_FORMATS.get(name) if isinstance(name, str) else None
     if cls is None:
         raise ValueError(f"cache_format must be one of {', '.join((*FORMATS, *INDEX_FORMATS))}, got {name!r}")
     return cls
@@ -95,7 +95,7 @@ def infer_format(cache: torch.Tensor, name: str = "cache") -> CacheFormat:
 
 
 def format_of_width(cache: torch.Tensor) -> CacheFormat | None:
-    """The format with tokens of as many bytes as this cache's, if there is one that has them for no other reason."""
+    """The format that a cache's width tells; None where rows of plain numbers may be as wide, or no format is."""
     for layout in _OF_FIXED_WIDTH:
         dtypes = layout.accepted_dtypes if layout.inferred_dtypes is None else layout.inferred_dtypes
         if cache.shape[-1] == layout.record_width and cache.dtype in dtypes:

@@ -59,8 +59,14 @@ class MLAAttention(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(config, MLAConfig):
+            raise TypeError(f"config must be an MLAConfig, got {type(config).__name__}")
         device = checks.device("device", device)
-        first, last = (0, config.num_attention_heads) if heads is None else heads
+        if heads is None:
+            heads = (0, config.num_attention_heads)
+        if not isinstance(heads, Sequence) or [type(head) for head in heads] != [int, int]:
+            raise TypeError(f"heads must be a pair of ints (first, last), got {heads!r}")
+        first, last = heads
         if not 0 <= first < last <= config.num_attention_heads:
             raise ValueError(
                 f"heads must be a range within the layer's {config.num_attention_heads} heads, got {heads}"

@@ -151,7 +151,7 @@ class MLAMetadataBuilder:
             slot_mapping = self._slots_of(positions, query_lens, table)
         else:
             reached = max(reached, self._check_slots(slot_mapping, tokens))
-        # Who asks nothing sees nothing.
+        # A request without new tokens attends to nothing.
         seen = [length if count else 0 for count, length in zip(query_lens, lengths, strict=True)]
         total = tokens + pads * queries
         self._put(self._table[:requests, : table.shape[1]], table)

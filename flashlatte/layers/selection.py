@@ -84,14 +84,14 @@ def plan_selection(
         query_lens, seq_lens: new tokens and all tokens of each request.
         positions: int [tokens], of each new token in its request, on the device.
         block_table: int32 [m, max_pages] on the device.
-        gathers: whether attention cannot read the cache where it lies. Of a request with more than ``gather_tokens``
-            it does so nevertheless, slower.
+        gathers: whether attention reads gathered rows, which it does faster than the cache where it lies. A request
+            with more than ``gather_tokens`` is read where it lies nevertheless.
     """
     device = positions.device
     chunks, token = [], 0
     for first, last in _spans(query_lens, seq_lens, gather_tokens):
         counts = torch.tensor(query_lens[first:last])
-        # Whoever asks nothing needs no keys.
+        # A request without new tokens needs no keys.
         lengths = [
             length if count else 0 for count, length in zip(query_lens[first:last], seq_lens[first:last], strict=True)
         ]

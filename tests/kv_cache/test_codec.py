@@ -176,6 +176,7 @@ V32_CACHE = kv_cache.allocate("v32", 2, 3)
     ("call", "error", "message"),
     [
         (lambda: kv_cache.allocate("v33", 1, 1), ValueError, "^cache_format must be one of bf16,.* got 'v33'$"),
+        (lambda: kv_cache.allocate(["v32"], 1, 1), ValueError, r"^cache_format must be one of bf16,.* got \['v32'\]$"),
         (lambda: kv_cache.allocate("v32", 0, 1), ValueError, "^num_pages must be at least 1, got 0$"),
         (lambda: kv_cache.allocate("v32", 1, -1), ValueError, "^page_size must be at least 1, got -1$"),
         (lambda: kv_cache.allocate("v32", 1, 1.0), TypeError, "^page_size must be an int, got float$"),

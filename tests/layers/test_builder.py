@@ -238,6 +238,17 @@ def test_heads_that_the_layer_does_not_have(heads):
         MLAAttention(SMALL, heads=heads)
 
 
+@pytest.mark.parametrize("heads", ["ab", (0, 1, 2), (0.0, 1), 2])
+def test_heads_that_are_no_pair_of_ints(heads):
+    with pytest.raises(TypeError, match=r"^heads must be a pair of ints \(first, last\), got"):
+        MLAAttention(SMALL, heads=heads)
+
+
+def test_no_config():
+    with pytest.raises(TypeError, match=r"^config must be an MLAConfig, got NoneType$"):
+        MLAAttention(None)  # type: ignore[arg-type]
+
+
 def test_an_unknown_backend():
     with pytest.raises(ValueError, match=r"backend must be one of hopper, portable, reference.*got 'cuda'"):
         MLAAttention(SMALL, backend="cuda")

@@ -18,12 +18,12 @@ OPERATION = "cache_write"
 def _refuses_portable(call: dispatch.Call) -> str | None:
     if reason := refusals.triton(call):
         return reason
-    if call.cache_format is None or _is_read(format_class(call.cache_format)):
+    if call.cache_format is None or _is_written(format_class(call.cache_format)):
         return None
-    return f"takes caches in {names_of(_is_read)}, not {call.cache_format}"
+    return f"takes caches in {names_of(_is_written)}, not {call.cache_format}"
 
 
-def _is_read(layout: type[CacheFormat]) -> bool:
+def _is_written(layout: type[CacheFormat]) -> bool:
     return layout.plain or layout.tiling is not None or layout.block_scaling is not None
 
 

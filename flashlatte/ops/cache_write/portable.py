@@ -168,7 +168,7 @@ def write_tiles_kernel(
     INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Formats with a scale a tile. ``page_stride`` is in bytes; all strides come divided by their alignment."""
+    """Formats with a scale a tile. Strides come divided by their alignment; that of pages counts bytes."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     slots = Slots(slot_mapping, slot_stride, num_tokens, num_slots, page_size)
     valid, page, offset = locate_slots(slots, tokens, WIDE)
