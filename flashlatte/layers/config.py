@@ -199,7 +199,7 @@ class MLAConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """qk_head_dim^-0.5 times YaRN's factor, without ``query_factor``, which multiplies queries or scores besides."""
+        """qk_head_dim^-0.5 times YaRN's factor; ``query_factor`` multiplies queries, or scores, besides."""
         scale = self.qk_head_dim**-0.5
         return scale if self.rope.yarn is None else scale * self.rope.yarn.softmax_factor
 
