@@ -39,9 +39,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar=names)
 
     demo = commands.add_parser(
-        "demo", help="a small DeepSeek-V3 decodes with stock transformers and through FlashLatte"
+        "demo", help="a small DeepSeek model decodes with stock transformers and through FlashLatte"
     )
-    demo.add_argument("--model", default="v3", help="v3 (default), or v3.2, whose indexer selects tokens")
+    demo.add_argument("--model", default="v3", help="v3 (default), v3.2, whose indexer selects tokens, or v4")
     demo.add_argument("--prompt", type=Path, help="a text file to continue; the package brings one")
     demo.add_argument("--new-tokens", type=int, default=64, help="tokens to generate, 64 to 1024 (default 64)")
     demo.add_argument("--device", help="where, cuda or cpu; a GPU if there is one")

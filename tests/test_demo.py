@@ -106,6 +106,23 @@ def test_the_demo_of_a_model_with_an_indexer(capsys):
     assert rows["fp32"][2].startswith("ok: 64 of 64 the same")
 
 
+@pytest.mark.full
+def test_the_demo_of_deepseek_v4(capsys):
+    pytest.importorskip("transformers")
+    pytest.importorskip("rich")
+    assert run_demo(device="cpu", model="v4") == 0
+    output = capsys.readouterr().out
+    rows = rows_of(output)
+    assert list(rows) == ["stock", "fp32", "model1"]
+    # A row for the window in each of three layers, and of the two ratios a 128th and a fourth with its index key.
+    assert rows["fp32"][0] == str(3 * 2048 + 2048 // 128 + (2048 + 128 * 4) // 4)
+    assert rows["model1"][0] == str(round(3 * 584 + 584 / 128 + (584 + 132) / 4))
+    assert rows["fp32"][2] == "ok: 64 of 64 the same"
+    assert 0 < float(rows["model1"][2].removeprefix("ok: logits within ")) <= 2
+    text = output.partition("as random weights do:")[2].partition("DeepseekV4: stock")[0]
+    assert len(set("".join(line.strip() for line in text.split("\n")))) > 15
+
+
 def test_only_the_float32_cache_must_give_every_token():
     run = Run(torch.arange(64), 10.0)
     assert [demo.Row(choice, run, 3, 0.0).passed for choice in demo.CHOICES] == [False, True, True]
@@ -124,7 +141,7 @@ def test_mistakes_give_exit_code_2_and_one_line(capsys, tmp_path):
         ({"device": "abacus"}, "device 'abacus' cannot be used"),
         ({"device": "cuda:99"}, "device 'cuda:99' cannot be used"),
         ({"device": "meta"}, "device 'meta' cannot be used"),
-        ({"model": "v4"}, "the model must be v3 or v3.2, got v4"),
+        ({"model": "v5"}, "the model must be one of v3, v3.2, v4, got v5"),
     )
     for arguments, message in cases:
         assert run_demo(**arguments) == 2

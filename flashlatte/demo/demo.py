@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from flashlatte.demo.runs import Run
+    from flashlatte.engine.paged import PagedModel
 
 OK, CHECK_FAILED, MISTAKE = 0, 1, 2
 
@@ -62,6 +63,12 @@ INDEXED_CHOICES = (
     CacheChoice("bf16", "16 bits", math.inf, 2, least_overlap=0.97),
     CacheChoice("v32", "8 bits", math.inf, 2, least_overlap=0.88),
 )
+# All groups are selected here.
+V4_CHOICES = (
+    CacheChoice("fp32", "exact", 0.001, 4, same_tokens=True),
+    CacheChoice("model1", "8 bits", 2.0, 2),
+)
+CHOICES_OF = {"v3": CHOICES, "v3.2": INDEXED_CHOICES, "v4": V4_CHOICES}
 
 
 @dataclass(frozen=True)
@@ -89,13 +96,14 @@ class Mistake(Exception):
 def run_demo(
     prompt_file: str | Path | None = None, new_tokens: int = 64, device: str | None = None, model: str = "v3"
 ) -> int:
-    """Let stock transformers and FlashLatte's engine write with a small DeepseekV3 or V3.2, and print how they compare.
+    """Let stock transformers and FlashLatte's engine write with a small DeepSeek model, and print how they compare.
 
     Args:
         prompt_file: a text file of at most 2048 bytes; FlashLatte's own if None.
         new_tokens: tokens to generate, 64 to 1024.
         device: as torch names it; the GPU if there is one, else the CPU, if None.
-        model: "v3", or "v3.2", whose indexer selects the tokens that a query attends to.
+        model: "v3", "v3.2", whose indexer selects the tokens that a query attends to, or "v4", which attends to a
+            window of tokens and to groups of those before it.
 
     Returns:
         An exit code: 0 if every comparison is within its bound, 1 if one is not, 2 if an argument is not accepted or
@@ -115,30 +123,32 @@ def _run(prompt_file: str | Path | None, new_tokens: int, device: str | None, na
     if not 64 <= new_tokens <= MAX_NEW_TOKENS:
         raise Mistake(f"the number of new tokens must be from 64 to {MAX_NEW_TOKENS}, got {new_tokens}")
     if name not in FAMILIES:
-        raise Mistake(f"the model must be {' or '.join(FAMILIES)}, got {name}")
+        raise Mistake(f"the model must be one of {', '.join(FAMILIES)}, got {name}")
     where = _device(device)
 
     from rich.console import Console
 
     from flashlatte.demo.model import load_model
+    from flashlatte.engine.models import as_model
 
     console = Console()
     console.print(
         f"A small {FAMILIES[name]} with random weights, in float32 on {where}, continues {prompt_path.name} "
         f"({len(data)} bytes, a token each) by {new_tokens} tokens: with stock transformers, and with "
-        "FlashLatte's engine over three formats of its cache.",
+        f"FlashLatte's engine over {len(CHOICES_OF[name])} formats of its cache.",
         highlight=False,
     )
     model = load_model(where, name)
+    served = as_model(model)
     tokenizer = ByteTokenizer()
     prompt = tokenizer.encode(data)
     with _one_thread() if where.type == "cpu" else contextlib.nullcontext():
-        stock, rows = _compare(console, model, prompt, new_tokens)
+        stock, rows = _compare(console, name, model, served, prompt, new_tokens)
 
     written = tokenizer.decode(stock.tokens.tolist()).decode("ascii")
     console.print(f"Stock attention wrote, as random weights do: {written}", markup=False, highlight=False)
-    console.print(_table(model.config, stock, rows))
-    console.print(_explanation(model.config), highlight=False)
+    console.print(_table(name, model.config, served, stock, rows))
+    console.print(_explanation(name, model.config), highlight=False)
     for row in rows:
         if not row.passed:
             console.print(_failure(row), style="bold red")
@@ -195,12 +205,13 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _compare(console: Console, model: Any, prompt: list[int], new_tokens: int) -> tuple[Run, list[Row]]:
+def _compare(
+    console: Console, name: str, model: Any, served: Any, prompt: list[int], new_tokens: int
+) -> tuple[Run, list[Row]]:
     """Stock transformers' run, and the engine's with each cache, under a progress bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from flashlatte.demo import runs
-    from flashlatte.engine import Model
 
     columns = (TextColumn("{task.description:30}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     unreadable = ByteTokenizer.unreadable
@@ -212,16 +223,14 @@ def _compare(console: Console, model: Any, prompt: list[int], new_tokens: int) -
         def recording(
             record: Callable[[Any], AbstractContextManager[list[frozenset[int]]]], model: Any
         ) -> AbstractContextManager[list[frozenset[int]]]:
-            return record(model) if has_indexer(config) else contextlib.nullcontext([])
+            return record(model) if name == "v3.2" else contextlib.nullcontext([])
 
-        config = model.config
         task = progress.add_task("stock transformers", total=2 * new_tokens)
         stock = runs.generate_by_transformers(model, prompt, new_tokens, unreadable, advance)
         with recording(runs.choices_of_transformers, model) as wanted:
             expected = runs.logits_of_transformers(model, prompt, stock.tokens, advance)
-        served = Model(model)
         rows = []
-        for choice in choices_of(config):
+        for choice in CHOICES_OF[name]:
             task = progress.add_task(f"FlashLatte, {choice.cache_format} cache", total=2 * new_tokens)
             run = runs.generate_by_engine(served, choice.cache_format, prompt, new_tokens, unreadable, advance)
             with recording(runs.choices_of_engine, served) as made:
@@ -232,32 +241,16 @@ def _compare(console: Console, model: Any, prompt: list[int], new_tokens: int) -
     return stock, rows
 
 
-def has_indexer(config: Any) -> bool:
-    return hasattr(config, "index_topk")
+def _token_bytes(served: PagedModel, cache_format: str) -> int:
+    """Bytes of a token in all layers' caches."""
+    layouts = served.layouts(cache_format, served.page_size)
+    return round(sum(layout.bytes_per_token * rows for layout, rows in layouts) / served.page_size)
 
 
-def choices_of(config: Any) -> tuple[CacheChoice, ...]:
-    return INDEXED_CHOICES if has_indexer(config) else CHOICES
-
-
-def _token_bytes(config: Any, cache_format: str) -> int:
-    """Bytes of a token in one layer's caches."""
-    from flashlatte import kv_cache
-    from flashlatte.kv_cache.index_formats import index_format_beside
-
-    layout = kv_cache.get_format(cache_format)
-    if not has_indexer(config):
-        return layout.bytes_per_token
-    keys = kv_cache.get_format(index_format_beside(layout), config.index_head_dim)
-    return layout.bytes_per_token + keys.bytes_per_token
-
-
-def _table(config: Any, stock: Run, rows: list[Row]) -> Any:
+def _table(name: str, config: Any, served: PagedModel, stock: Run, rows: list[Row]) -> Any:
     from rich.table import Table
 
-    layers = config.num_hidden_layers
-    family = FAMILIES["v3.2" if has_indexer(config) else "v3"]
-    table = Table(title=f"{family}: stock attention, and FlashLatte's by cache format")
+    table = Table(title=f"{FAMILIES[name]}: stock attention, and FlashLatte's by cache format")
     table.add_column("attention, cache")
     table.add_column("bytes a\ntoken", justify="right")
     table.add_column("of keys\nand values", justify="right")
@@ -265,8 +258,8 @@ def _table(config: Any, stock: Run, rows: list[Row]) -> Any:
     table.add_column("tokens/s", justify="right")
     table.add_row("stock", "", "", "", f"{stock.tokens_per_second:.1f}")
     for row in rows:
-        cache_bytes = layers * _token_bytes(config, row.choice.cache_format)
-        expanded = layers * _expanded_numbers(config) * row.choice.expanded_itemsize
+        cache_bytes = _token_bytes(served, row.choice.cache_format)
+        expanded = config.num_hidden_layers * _expanded_numbers(name, config) * row.choice.expanded_itemsize
         table.add_row(
             f"{row.choice.cache_format}, {row.choice.meaning}",
             f"{cache_bytes}",
@@ -284,9 +277,9 @@ def _comparison(row: Row) -> str:
     return f"logits within {row.logit_difference:.2g}" if row.overlap is None else f"{row.overlap:.1%} of the selection"
 
 
-def _explanation(config: Any) -> str:
-    rounding = [choice for choice in choices_of(config) if not choice.same_tokens]
-    if has_indexer(config):
+def _explanation(name: str, config: Any) -> str:
+    rounding = [choice for choice in CHOICES_OF[name] if not choice.same_tokens]
+    if name == "v3.2":
         least = " and ".join(f"{choice.least_overlap:.0%} with {choice.cache_format}" for choice in rounding)
         rounded = (
             f"Each layer's indexer selects {config.index_topk} tokens for a query, by index keys cached beside the "
@@ -299,15 +292,18 @@ def _explanation(config: Any) -> str:
             "A cache that rounds writes another text as soon as two tokens are nearly as likely, so its logits are "
             f"compared along stock attention's text. Their standard deviation is 2; allowed are {allowed}."
         )
+    held = "its key, and its part of the groups' keys and index keys" if name == "v4" else "what is cached"
     return (
-        f"Bytes a token: in all {config.num_hidden_layers} layers. Of keys and values: beside a cache that holds them "
-        f"for every head, {_expanded_numbers(config)} numbers a layer, of 4 bytes beside fp32 and of 2 beside the "
-        f"others. {rounded}"
+        f"Bytes a token: {held} in all {config.num_hidden_layers} layers. Of keys and values: beside a cache that "
+        f"holds them for every head, {_expanded_numbers(name, config)} numbers a layer, of 4 bytes beside fp32 and of "
+        f"2 beside the others. {rounded}"
     )
 
 
-def _expanded_numbers(config: Any) -> int:
+def _expanded_numbers(name: str, config: Any) -> int:
     """Numbers of a token that a layer holds if it caches the keys and values of every head."""
+    if name == "v4":
+        return config.num_attention_heads * 2 * config.head_dim
     key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     return config.num_attention_heads * (key + value)
 

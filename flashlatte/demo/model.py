@@ -20,8 +20,18 @@ NOPE, ROPE, VALUE, LATENT = 128, 64, 128, 512
 SEED = 1
 # The indexer of DeepseekV32: a choice of a third of the tokens.
 INDEX_HEADS, INDEX_DIM, TOPK = 32, 128, 128
-FAMILIES = {"v3": "DeepseekV3", "v3.2": "DeepseekV32"}
-GAINS = {"embed_tokens": 1.0, "q_b_proj": 4.0, "o_proj": 4.0, "down_proj": 0.25, "lm_head": 2.0}
+FAMILIES = {"v3": "DeepseekV3", "v3.2": "DeepseekV32", "v4": "DeepseekV4"}
+GAINS = {
+    "embed_tokens": 1.0,
+    "q_b_proj": 4.0,
+    "o_proj": 4.0,
+    "o_b_proj": 4.0,
+    "down_proj": 0.25,
+    "_hc.fn": 0.1,
+    "lm_head": 2.0,
+}
+# DeepSeek-V4's queries are normed behind their projection: there it is the keys' norm that makes attention sharp.
+KEY_GAIN = 4.0
 
 
 def load_model(device: torch.device, name: str = "v3") -> Any:
@@ -39,27 +49,17 @@ def _random_model(name: str) -> Any:
     import transformers
 
     family = FAMILIES[name]
-    indexer = {} if name == "v3" else {"index_n_heads": INDEX_HEADS, "index_head_dim": INDEX_DIM, "index_topk": TOPK}
     config = getattr(transformers, f"{family}Config")(
-        **indexer,
+        **_attention(name),
         vocab_size=ByteTokenizer.vocabulary,
         hidden_size=256,
-        intermediate_size=512,
         moe_intermediate_size=128,
         num_hidden_layers=LAYERS,
-        first_k_dense_replace=1,
         num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
         n_routed_experts=8,
         num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
         routed_scaling_factor=1.0,
         q_lora_rank=128,
-        kv_lora_rank=LATENT,
-        qk_nope_head_dim=NOPE,
-        qk_rope_head_dim=ROPE,
-        v_head_dim=VALUE,
         bos_token_id=ByteTokenizer.bos_token_id,
         # No end, so that every run writes as many tokens as asked.
         eos_token_id=None,
@@ -70,11 +70,43 @@ def _random_model(name: str) -> Any:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() < 2:
+                if name.endswith(("self_attn.kv_norm.weight", "compressor.kv_norm.weight")):
+                    weight.fill_(KEY_GAIN)
                 continue
             gain = next((gain for part, gain in GAINS.items() if part in name), 1.0)
             fan_in = 1 if "embed_tokens" in name else weight.shape[-1]
             weight.normal_(0.0, gain / math.sqrt(fan_in), generator=generator)
     return model
+
+
+def _attention(name: str) -> dict[str, Any]:
+    """What the families' configs say otherwise."""
+    if name == "v4":
+        return {
+            "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
+            "head_dim": LATENT,
+            "o_groups": 2,
+            "o_lora_rank": 128,
+            "hc_mult": 2,
+            "index_n_heads": INDEX_HEADS,
+            "index_head_dim": INDEX_DIM,
+            # More than the groups of the longest text: with random weights every group matters.
+            "index_topk": 1024,
+        }
+    mla = {
+        "intermediate_size": 512,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": HEADS,
+        "n_group": 2,
+        "topk_group": 1,
+        "kv_lora_rank": LATENT,
+        "qk_nope_head_dim": NOPE,
+        "qk_rope_head_dim": ROPE,
+        "v_head_dim": VALUE,
+    }
+    if name == "v3":
+        return mla
+    return mla | {"index_n_heads": INDEX_HEADS, "index_head_dim": INDEX_DIM, "index_topk": TOPK}
 
 
 @contextlib.contextmanager

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from flashlatte.engine import Engine, Model, SamplingParams
-from flashlatte.layers import MLAMetadata, MLAMetadataBuilder
-
-PAGE_SIZE = 64
+from flashlatte.engine.batch import Batch
+from flashlatte.engine.paged import PagedModel
+from flashlatte.layers import MLAMetadata
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def generate_by_transformers(
 
 
 def generate_by_engine(
-    model: Model,
+    model: PagedModel,
     cache_format: str,
     prompt: Sequence[int],
     count: int,
@@ -70,10 +70,8 @@ def generate_by_engine(
 ) -> Run:
     """The same by the engine, over a cache of this format."""
     # The warm-up must not leave the prompt's pages behind, and a model in float32 cannot be captured as a graph.
-    pages = -(-(len(prompt) + count) // PAGE_SIZE)
-    engine = Engine(
-        model, cache_format=cache_format, num_pages=pages, page_size=PAGE_SIZE, prefix_cache=False, graphs=False
-    )
+    pages = -(-(len(prompt) + count) // model.page_size)
+    engine = Engine(model, cache_format=cache_format, num_pages=pages, prefix_cache=False, graphs=False)
     engine.generate([prompt], SamplingParams(2, suppress_tokens=tuple(suppressed)))
     _synchronize(model.device)
     start = time.perf_counter()
@@ -100,28 +98,19 @@ def logits_of_transformers(
 
 
 def logits_of_engine(
-    model: Model, cache_format: str, prompt: Sequence[int], tokens: torch.Tensor, advance: Callable[[], None]
+    model: PagedModel, cache_format: str, prompt: Sequence[int], tokens: torch.Tensor, advance: Callable[[], None]
 ) -> torch.Tensor:
     """The same by the engine's model, over a cache of this format."""
-    longest = len(prompt) + len(tokens)
-    pages = -(-longest // PAGE_SIZE)
-    caches = model.allocate(cache_format, pages, PAGE_SIZE)
-    builder = MLAMetadataBuilder(
-        PAGE_SIZE,
-        1,
-        len(prompt),
-        longest,
-        model.device,
-        cache_format=cache_format,
-        num_pages=pages,
-        topk=model.topk,
-    )
-    table = torch.arange(pages, dtype=torch.int32)[None]
+    longest, page_size = len(prompt) + len(tokens), model.page_size
+    pages = -(-longest // page_size)
+    caches = model.allocate(cache_format, pages, page_size)
+    plan = model.planner(cache_format, pages, page_size, max_requests=1, max_tokens=len(prompt), max_seq_len=longest)
     rows, ids, length = [], list(prompt), len(prompt)
     for token in tokens.tolist():
-        metadata = builder.build([0, len(ids)], [length], table)
-        last = torch.tensor([len(ids) - 1], device=model.device)
-        rows.append(model(torch.tensor(ids, device=model.device), caches, metadata, last)[0].float())
+        last = len(ids) - 1
+        metadata = plan(Batch([], [], [len(ids)], [length], [list(range(pages))], [0], ids, [last], [0]), None)
+        flat = torch.tensor(ids, device=model.device)
+        rows.append(model(flat, caches, metadata, torch.tensor([last], device=model.device))[0].float())
         ids, length = [token], length + 1
         advance()
     return torch.stack(rows)
