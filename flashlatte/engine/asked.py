@@ -1,8 +1,8 @@
-"""What may be asked of an engine: tokens that its model has, and no more of them than it has positions."""
+"""What may be asked of an engine: tokens that its model has, no more of them than it has positions, limits from 1."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,47 +10,56 @@ import torch
 from flashlatte.engine.paged import PagedModel
 from flashlatte.engine.request import Request
 from flashlatte.engine.sampling import SamplingParams, token_ids
+from flashlatte.runtime import checks
 
 # A text, for an engine with a tokenizer, or its tokens: ints, or a tensor [n] of them.
 Prompt = str | Sequence[int] | torch.Tensor
 
 
-def prompt_tokens(prompt: Prompt, model: PagedModel, tokenizer: Any) -> list[int]:
-    """A prompt's tokens; TypeError, ValueError if the model does not have them."""
+def new_request(
+    name: str,
+    prompt: Prompt,
+    sampling: SamplingParams | None,
+    priority: int,
+    salt: str,
+    model: PagedModel,
+    tokenizer: Any,
+) -> Request:
+    """The request, if the model can serve it; TypeError or ValueError that says why not."""
+    for argument, text in (("id", name), ("salt", salt)):
+        if not isinstance(text, str):
+            raise TypeError(f"{argument} must be a text, got {text!r}")
+    checks.integer("priority", priority)
     if isinstance(prompt, str):
         if tokenizer is None:
             raise TypeError("prompt must be tokens, as the engine has no tokenizer, got a text")
         prompt = tokenizer.encode(prompt)
-    return _checked_tokens("prompt", prompt, model)
-
-
-def checked_sampling(sampling: SamplingParams | None, model: PagedModel, tokenizer: Any) -> SamplingParams:
-    """The parameters, or the usual ones; ValueError for stops that cannot be read, and where no token is left."""
+    tokens = _checked_tokens("prompt", prompt, model)
     sampling = SamplingParams() if sampling is None else sampling
     if not isinstance(sampling, SamplingParams):
         raise TypeError(f"sampling must be SamplingParams or None, got {type(sampling).__name__}")
     if sampling.stop and tokenizer is None:
         raise ValueError("stop needs an engine with a tokenizer; stop_tokens does not")
-    suppressed = _checked_tokens("suppress_tokens", sampling.suppress_tokens, model)
-    if len(set(suppressed)) == model.vocabulary:
+    if len(set(_checked_tokens("suppress_tokens", sampling.suppress_tokens, model))) == model.vocabulary:
         raise ValueError("suppress_tokens must leave a token to choose, got all of them")
-    return sampling
-
-
-def check_names(**names: str) -> None:
-    """Raise TypeError for what is no text."""
-    for name, value in names.items():
-        if not isinstance(value, str):
-            raise TypeError(f"{name} must be a text, got {value!r}")
-
-
-def check_length(request: Request, model: PagedModel) -> None:
-    """Raise ValueError for a request longer than the model's texts."""
+    request = Request(name, tokens, sampling.max_new_tokens, priority, salt, sampling)
     if request.most_tokens > model.max_position:
         raise ValueError(
-            f"prompt of {len(request.prompt)} tokens and max_new_tokens {request.max_new_tokens} of request "
-            f"{request.id!r} must not pass the model's {model.max_position} positions"
+            f"prompt of {len(tokens)} tokens and max_new_tokens {request.max_new_tokens} of request {name!r} must not "
+            f"pass the model's {model.max_position} positions"
         )
+    return request
+
+
+def check_limits(model: PagedModel, sizes: Mapping[str, int], options: Mapping[str, int]) -> None:
+    """Raise TypeError, ValueError for sizes below 1, and options below 0 or that the model does not take."""
+    for name, value in sizes.items():
+        checks.positive_int(name, value)
+    for name, value in options.items():
+        if checks.positive_int(name, value, or_zero=True) and not model.moves_pages:
+            raise ValueError(f"{name} must be 0 for {model.name}, whose pages hold no states, got {value}")
+    if (drafts := options["drafts"]) and model.batch_invariant:
+        raise ValueError(f"drafts must be 0 for a batch_invariant model, as their number varies, got {drafts}")
 
 
 def _checked_tokens(name: str, values: Iterable[Any], model: PagedModel) -> list[int]:

@@ -9,8 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flashlatte.engine import asked
-from flashlatte.engine.asked import Prompt
+from flashlatte.engine.asked import Prompt, check_limits, new_request
 from flashlatte.engine.drafts import look_up
 from flashlatte.engine.models import as_model
 from flashlatte.engine.outputs import Output, progress_bar
@@ -73,12 +72,7 @@ class Engine:
         self.cache_format = self.model.plain_format if cache_format is None else cache_format
         page_size = self.model.page_size if page_size is None else page_size
         sizes = {"page_size": page_size, "max_tokens": max_tokens, "max_requests": max_requests, "patience": patience}
-        for name, value in (sizes | {"host_pages": host_pages, "drafts": drafts}).items():
-            checks.positive_int(name, value, or_zero=name not in sizes)
-            if value and name not in sizes and not self.model.moves_pages:
-                raise ValueError(f"{name} must be 0 for {self.model.name}, whose pages hold no states, got {value}")
-        if drafts and self.model.batch_invariant:
-            raise ValueError(f"drafts must be 0 for a batch_invariant model, as their number varies, got {drafts}")
+        check_limits(self.model, sizes, {"host_pages": host_pages, "drafts": drafts})
         for name, value in (("prefix_cache", prefix_cache), ("graphs", graphs)):
             checks.flag(name, value)
         if num_pages is None:
@@ -88,7 +82,6 @@ class Engine:
             facts = {"model": self.model.config, "dtype": self.model.dtype, "cache_format": self.cache_format}
             self.ranks.agree(facts | sizes | {"num_pages": num_pages, "host_pages": host_pages, "graphs": graphs})
         page_tokens = page_size * self.model.keys_over
-        self.max_seq_len = min(self.model.max_position, num_pages * page_tokens)
         self.runner = Runner(
             self.model,
             self.cache_format,
@@ -97,7 +90,6 @@ class Engine:
             host_pages=host_pages,
             max_requests=max_requests,
             max_tokens=max_tokens,
-            max_seq_len=self.max_seq_len,
             graphs=graphs,
         )
         identity = f"{self.model.name}:{self.cache_format}"
@@ -114,10 +106,8 @@ class Engine:
         self.drafts, self.tokenizer = drafts, tokenizer
         self._live: dict[str, tuple[Request, Output]] = {}
         self._under_way: tuple[Step, Sampled] | None = None
-        # By id(): outputs that changed since ``step`` told of them, each with its tokens that it told of; and those of
-        # ``stream`` and ``generate``, which it is not to tell.
-        self._untold: dict[int, tuple[Output, int]] = {}
-        self._told_elsewhere: set[int] = set()
+        # By id(): outputs that changed since ``step`` told of them.
+        self._untold: dict[int, Output] = {}
         self._names = itertools.count()
         self._seconds = 0.0
 
@@ -137,15 +127,10 @@ class Engine:
                 than the model or the cache has room for; an id that is in use.
         """
         self._check_leads("add")
-        asked.check_names(id="" if id is None else id, salt=salt)
-        checks.integer("priority", priority)
-        tokens = asked.prompt_tokens(prompt, self.model, self.tokenizer)
-        sampling = asked.checked_sampling(sampling, self.model, self.tokenizer)
         name = f"request-{next(self._names)}" if id is None else id
-        request = Request(name, tokens, sampling.max_new_tokens, priority=priority, salt=salt, sampling=sampling)
-        asked.check_length(request, self.model)
+        request = new_request(name, prompt, sampling, priority, salt, self.model, self.tokenizer)
         self.scheduler.add(request)
-        self._live[name] = request, Output(name, tokens)
+        self._live[name] = request, Output(name, request.prompt)
         return name
 
     def step(self) -> list[Output]:
@@ -155,10 +140,10 @@ class Engine:
         planned and launched before the tokens of the last are waited for.
         """
         self._step()
-        untold, self._untold = self._untold, {}
-        for output, told in untold.values():
-            output.new = output.tokens[told:]
-        return [output for output, _ in untold.values()]
+        changed, self._untold = list(self._untold.values()), {}
+        for output in changed:
+            output.new, output.told = output.tokens[output.told :], len(output.tokens)
+        return changed
 
     def abort(self, request_id: str) -> Output:
         """End a request now; one that has ended, of which ``step`` is still to tell, stays as it is.
@@ -167,10 +152,8 @@ class Engine:
             ValueError: there is no unfinished request of this id.
         """
         request = self.scheduler.abort(request_id)
-        if request is None:
-            output = next((output for output, _ in self._untold.values() if output.id == request_id), None)
-        else:
-            output = self._end(request, "abort")
+        ended = (output for output in self._untold.values() if output.id == request_id)
+        output = next(ended, None) if request is None else self._end(request, "abort")
         if output is None:
             raise ValueError(f"request_id must be of an unfinished request, got {request_id!r}")
         self._untold.pop(id(output), None)
@@ -179,7 +162,7 @@ class Engine:
     @property
     def unfinished(self) -> int:
         """Requests that have not ended, or of whose end ``step`` is still to tell."""
-        return len(self.scheduler) + sum(output.finish_reason is not None for output, _ in self._untold.values())
+        return len(self.scheduler) + sum(output.finish_reason is not None for output in self._untold.values())
 
     def generate(
         self,
@@ -192,22 +175,21 @@ class Engine:
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"sampling must be one for all or one for each of {len(prompts)} prompts, got {len(each)}")
-        with self._telling() as outputs, progress_bar(len(prompts), progress) as advance:
+        outputs: list[Output] = []
+        with self._aborting(outputs), progress_bar(len(prompts), progress) as show:
             for prompt, one in zip(prompts, each, strict=True):
-                self._add_to(outputs, prompt, one)
-            running = len(outputs)
-            while running:
+                outputs.append(self._own(prompt, one))
+            done = 0
+            while done < len(outputs):
                 self._step()
-                left = sum(output.finish_reason is None for output in outputs)
-                for _ in range(running - left):
-                    advance()
-                running = left
+                done = sum(output.finish_reason is not None for output in outputs)
+                show(done)
         return outputs
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[int]:
         """The tokens of one request as they come; other requests go on beside it."""
-        with self._telling() as outputs:
-            output, given = self._add_to(outputs, prompt, sampling), 0
+        output, given = self._own(prompt, sampling), 0
+        with self._aborting([output]):
             # Steps that others run in between give tokens to this request too.
             while given < len(output.tokens) or output.finish_reason is None:
                 if given == len(output.tokens):
@@ -243,10 +225,7 @@ class Engine:
             ValueError: on rank 0.
             RuntimeError: another rank failed; says which, and why.
         """
-        if self.ranks is None or self.leads:
-            raise ValueError("follow() is for ranks other than 0, which schedules and closes the engine")
         self.runner.follow()
-        self.ranks.part()
 
     def close(self) -> None:
         """Let the other ranks go; of one process, nothing.
@@ -254,10 +233,8 @@ class Engine:
         Raises:
             RuntimeError: one has failed since the last step; says which, and why.
         """
-        if self.ranks is not None and self.leads and not self.ranks.closed:
-            with self.ranks.failing_together():
-                self.ranks.send(None)
-            self.ranks.part()
+        if self.ranks is not None:
+            self.ranks.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -270,23 +247,21 @@ class Engine:
         if self.ranks is not None and (not self.leads or self.ranks.closed):
             raise ValueError(f"{call}() is for rank 0 of an engine that is not closed; other ranks follow()")
 
+    def _own(self, prompt: Prompt, sampling: SamplingParams | None) -> Output:
+        """The output of a new request, of which ``step`` is not to tell."""
+        _, output = self._live[self.add(prompt, sampling)]
+        output.told = None
+        return output
+
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[list[Output]]:
-        """Yields a list for outputs that ``step`` is not to tell of; what is unfinished at the end is aborted."""
-        outputs: list[Output] = []
+    def _aborting(self, outputs: Sequence[Output]) -> Iterator[None]:
+        """Those that have not ended within, also by an error, are aborted."""
         try:
-            yield outputs
+            yield
         finally:
             for output in outputs:
-                self._told_elsewhere.discard(id(output))
                 if output.finish_reason is None:
                     self.abort(output.id)
-
-    def _add_to(self, outputs: list[Output], prompt: Prompt, sampling: SamplingParams | None) -> Output:
-        _, output = self._live[self.add(prompt, sampling)]
-        self._told_elsewhere.add(id(output))
-        outputs.append(output)
-        return output
 
     def _step(self) -> None:
         self._check_leads("step")
@@ -320,12 +295,11 @@ class Engine:
                 continue
             request, output = self._live[work.request.id]
             drafts, beside = request.drafts[: work.drafts], None if logprobs is None else logprobs[rows]
-            told = len(output.tokens)
             if output.extend(values[rows], beside, drafts, request.sampling, self.tokenizer):
                 stopped.append(request.id)
             accepted[request.id] = output.new
-            if id(output) not in self._told_elsewhere:
-                self._untold.setdefault(id(output), (output, told))
+            if output.told is not None:
+                self._untold[id(output)] = output
         for request in self.scheduler.update(step, accepted, stopped):
             self._end(request, "stop" if request.id in stopped else "length")
 

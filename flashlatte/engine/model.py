@@ -13,13 +13,24 @@ from torch import nn
 from flashlatte import kv_cache
 from flashlatte.engine.batch import Batch
 from flashlatte.engine.checkpoint import Slices
-from flashlatte.engine.loading import MODEL_TYPES, check_type, config_of, load
-from flashlatte.engine.paged import PagedModel, Planner
+from flashlatte.engine.paged import PagedModel, Planner, check_type, config_of, load
 from flashlatte.engine.ranks import Ranks
 from flashlatte.engine.shards import divide_mlp, own_heads
 from flashlatte.kv_cache.index_formats import index_format_beside
 from flashlatte.kv_cache.registry import format_of_rows
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata, MLAMetadataBuilder
+
+# Models whose decoder layers are norm, MLA, norm, MLP, each pair with a residual, and nothing else.
+MODEL_TYPES = (
+    "axk1",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "kimi_k2",
+    "youtu",
+)
 
 
 class Model(PagedModel):
@@ -91,13 +102,13 @@ class Model(PagedModel):
         return [(cache, page_size) for cache in caches]
 
     def planner(
-        self, cache_format: str, num_pages: int, page_size: int, *, max_requests: int, max_tokens: int, max_seq_len: int
+        self, cache_format: str, num_pages: int, page_size: int, *, max_requests: int, max_tokens: int
     ) -> Planner:
         builder = MLAMetadataBuilder(
             page_size,
             max_requests,
             max(max_tokens, max_requests),
-            max_seq_len,
+            min(self.max_position, num_pages * page_size),
             self.device,
             cache_format=cache_format,
             num_pages=num_pages,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashlatte.engine.loading import MODEL_TYPES, check_type, config_of
-from flashlatte.engine.model import Model
-from flashlatte.engine.paged import PagedModel
+from flashlatte.engine.model import MODEL_TYPES, Model
+from flashlatte.engine.paged import PagedModel, check_type, config_of
 from flashlatte.engine.ranks import Ranks
 from flashlatte.engine.v4 import V4Model
 from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE

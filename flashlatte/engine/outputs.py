@@ -22,6 +22,7 @@ class Output:
         finish_reason: "length", "stop", "abort", or None while it runs.
         cached_tokens: tokens of the prompt that the prefix cache had.
         new: tokens that the last step added.
+        told: how many of ``tokens`` ``Engine.step`` has told of; None where it is not to.
     """
 
     id: str
@@ -31,6 +32,7 @@ class Output:
     finish_reason: str | None = None
     cached_tokens: int = 0
     new: list[int] = field(default_factory=list)
+    told: int | None = field(default=0, repr=False)
 
     def extend(
         self,
@@ -60,10 +62,10 @@ class Output:
 
 
 @contextlib.contextmanager
-def progress_bar(total: int, shown: bool) -> Iterator[Callable[[], None]]:
-    """A bar of finished requests, if ``shown``; yields what advances it."""
+def progress_bar(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A bar of finished requests, if ``shown``; yields what is told how many they are."""
     if not shown:
-        yield lambda: None
+        yield lambda done: None
         return
     try:
         from rich.progress import Progress
@@ -71,4 +73,4 @@ def progress_bar(total: int, shown: bool) -> Iterator[Callable[[], None]]:
         raise ModuleNotFoundError("progress needs rich: pip install 'flashlatte[transformers]'") from error
     with Progress() as bar:
         task = bar.add_task("requests", total=total)
-        yield lambda: bar.advance(task)
+        yield lambda done: bar.update(task, completed=done)

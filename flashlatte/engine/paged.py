@@ -1,9 +1,10 @@
-"""What an engine asks of a model: logits of flat batches over paged caches, and the caches."""
+"""What an engine asks of a model: logits of flat batches over paged caches, and the caches; models of checkpoints."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class PagedModel:
         raise NotImplementedError
 
     def planner(
-        self, cache_format: str, num_pages: int, page_size: int, *, max_requests: int, max_tokens: int, max_seq_len: int
+        self, cache_format: str, num_pages: int, page_size: int, *, max_requests: int, max_tokens: int
     ) -> Planner:
         """What makes the metadata of steps over caches of ``allocate``; page_size is that of all ranks together."""
         raise NotImplementedError
@@ -122,3 +123,31 @@ class PagedModel:
             free = torch.cuda.mem_get_info(device)[0]
         page_bytes = sum(layout.page_bytes(rows) for layout, rows in self.layouts(cache_format, page_size))
         return int(free * CACHE_SHARE) // page_bytes
+
+
+def load(path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Any:
+    """The transformers model of a checkpoint directory, in evaluation mode."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True)
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+
+
+def config_of(model: Any) -> Any:
+    """The transformers config of a model, or of a checkpoint directory."""
+    if not isinstance(model, (str, Path)):
+        return model.config
+    try:
+        from transformers import AutoConfig
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("the engine needs transformers: pip install 'flashlatte[transformers]'") from error
+    if not Path(model).is_dir():
+        raise FileNotFoundError(f"model must be the directory of a checkpoint, got {model}")
+    return AutoConfig.from_pretrained(model, local_files_only=True)
+
+
+def check_type(config: Any, known: Sequence[str]) -> None:
+    if config.model_type not in known:
+        raise ValueError(
+            f"model must be of a type that the engine knows ({', '.join(known)}), got {config.model_type!r}"
+        )

@@ -144,6 +144,17 @@ class Ranks:
             self.part()
             raise
 
+    def close(self) -> None:
+        """On rank 0: let the others go; elsewhere, and again, nothing.
+
+        Raises:
+            RuntimeError: one has failed since the last batch; says which, and why.
+        """
+        if self.leads and not self.closed:
+            with self.failing_together():
+                self.send(None)
+            self.part()
+
     def part(self) -> None:
         """Leave the others. Whoever waits for this rank gets an error at once."""
         for group in self._groups:

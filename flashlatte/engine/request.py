@@ -99,12 +99,14 @@ class Step:
         swap_in: (host page, device page) to copy.
         work: requests that generate first, then chunks of prompts.
         left: tokens that there is room for beside them.
+        gave_way: whether somebody gave way for it.
     """
 
     swap_out: Copies = field(default_factory=list)
     swap_in: Copies = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
     left: int = 0
+    gave_way: bool = False
 
     def add(self, work: Work) -> None:
         self.work.append(work)

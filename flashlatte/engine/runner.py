@@ -49,7 +49,6 @@ class Runner:
     Args:
         num_pages, page_size, host_pages: of the caches, and pages of their copies on the host.
         max_requests, max_tokens: of a step.
-        max_seq_len: tokens that a request may come to.
         graphs: whether steps that only generate run as CUDA graphs.
 
     Raises:
@@ -66,7 +65,6 @@ class Runner:
         host_pages: int,
         max_requests: int,
         max_tokens: int,
-        max_seq_len: int,
         graphs: bool,
     ) -> None:
         self.model, self.ranks, self._cache_format = model, model.ranks, cache_format
@@ -79,7 +77,6 @@ class Runner:
             page_size * model.keys_over,
             max_requests=max_requests,
             max_tokens=max_tokens,
-            max_seq_len=max_seq_len,
         )
         # Of one size, all steps that generate go through the same kernels.
         smaller = () if model.batch_invariant else GRAPH_SIZES
@@ -105,12 +102,18 @@ class Runner:
             return self._run(step)
 
     def follow(self) -> None:
-        """Execute what rank 0 executes, until it has nothing more."""
-        assert self.ranks is not None
+        """Execute what rank 0 executes, until it has nothing more.
+
+        Raises:
+            ValueError: on rank 0.
+        """
+        if self.ranks is None or self.ranks.leads:
+            raise ValueError("follow() is for ranks other than 0, which schedules and closes the engine")
         with self._failing_together():
             while (batch := self.ranks.receive()) is not None:
                 self._compute(batch)
                 self._keep(batch, torch.empty(len(batch.rows), dtype=torch.int64, device=self._last.device))
+        self.ranks.part()
 
     def forget(self, request: Request) -> None:
         """A request has ended."""

@@ -107,14 +107,15 @@ class Scheduler:
         """The next step; None if there is nothing that could be computed now."""
         step = Step(left=self.max_tokens)
         if self.apart:
-            gave_way = self._continue(step, generating=False)
-            if not gave_way and not step.work:
+            self._continue(step, generating=False)
+            if not step.work:
                 self._admit(step)
             if not step.work:
                 self._continue(step, generating=True)
         else:
-            gave_way = self._continue(step, generating=True) | self._continue(step, generating=False)
-            while not gave_way and self._admit(step):
+            self._continue(step, generating=True)
+            self._continue(step, generating=False)
+            while self._admit(step):
                 pass
         if not step.work and not step.swap_out:
             return None
@@ -153,22 +154,16 @@ class Scheduler:
                 ended.append(request)
         return ended
 
-    def _continue(self, step: Step, generating: bool) -> bool:
-        """Add running requests that generate, or those whose prompt is not done; whether somebody gave way for it."""
-        gave_way = False
+    def _continue(self, step: Step, generating: bool) -> None:
+        """Add running requests that generate, or those whose prompt is not done."""
         for request in list(self._running):
-            if (gave_way and request not in self._running) or self._generates(request) != generating:
+            if (step.gave_way and request not in self._running) or self._generates(request) != generating:
                 continue
             count = min(self._wanted(request), step.left)
-            if count < 1:
-                continue
-            fits, displaced = self._make_room(request, request.computed + count, step)
-            gave_way |= displaced
-            if fits:
+            if count > 0 and self._make_room(request, request.computed + count, step):
                 self._assign(request, count, step)
                 if self.apart and not generating:
-                    break
-        return gave_way
+                    return
 
     def _generates(self, request: Request) -> bool:
         missing = request.length - request.computed
@@ -197,27 +192,27 @@ class Scheduler:
         request.pending += samples
         request.verifying = drafts > 0
 
-    def _make_room(self, request: Request, tokens: int, step: Step) -> tuple[bool, bool]:
-        """Whether a running request has pages for so many tokens now, and whether somebody gave way for it.
+    def _make_room(self, request: Request, tokens: int, step: Step) -> bool:
+        """Whether a running request has pages for so many tokens now.
 
         One that finds nobody to give way keeps what it has and waits: those who hold the pages are in this step, or
         before it in order.
         """
-        missing, gave_way = self._missing_pages(request, tokens), False
+        missing = self._missing_pages(request, tokens)
         while (pages := self.pool.allocate(missing)) is None:
             scheduled = {id(work.request) for work in step.work}
             later = [other for other in self._running if other.order > request.order and id(other) not in scheduled]
             if not later:
-                return False, gave_way
+                return False
             self._give_way(later[-1], step)
-            gave_way = True
         request.pages += pages
-        return True, gave_way
+        return True
 
     def _missing_pages(self, request: Request, tokens: int) -> int:
         return max(-(-tokens // self.pool.page_size) - len(request.pages), 0)
 
     def _give_way(self, request: Request, step: Step) -> None:
+        step.gave_way = True
         host = None if self.host_pool is None else self.host_pool.allocate(len(request.pages))
         if host is not None:
             step.swap_out += zip(request.pages, host, strict=True)
@@ -232,7 +227,7 @@ class Scheduler:
 
     def _admit(self, step: Step) -> bool:
         """Let the first that waits run, if there is room for some of its tokens; whether it does."""
-        if not self._waiting or len(self._running) >= self.max_requests or step.left < 1:
+        if not self._waiting or len(self._running) >= self.max_requests or step.left < 1 or step.gave_way:
             return False
         request = self._waiting[0]
         if request.pending:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from flashlatte.engine.batch import Batch
-from flashlatte.engine.loading import load
-from flashlatte.engine.paged import PagedModel, Planner
+from flashlatte.engine.paged import PagedModel, Planner, load
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.index_formats import index_format, index_format_beside
 from flashlatte.kv_cache.registry import as_format
@@ -90,7 +89,7 @@ class V4Model(PagedModel):
         return found
 
     def planner(
-        self, cache_format: str, num_pages: int, page_size: int, *, max_requests: int, max_tokens: int, max_seq_len: int
+        self, cache_format: str, num_pages: int, page_size: int, *, max_requests: int, max_tokens: int
     ) -> Planner:
         return V4Planner(self.layers, page_size, max_requests, self.device, self.backend).plan
 
