@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         from support import quick_interpreter
 
         quick_interpreter.install()
+    items.sort(key=_compiles, reverse=True)
     needs = {
         "gpu": (torch.cuda.is_available(), "needs a CUDA GPU"),
         "interpreter": (machine.interpreting(), "needs TRITON_INTERPRET=1"),
@@ -42,6 +44,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, (available, reason) in needs.items():
             if item.get_closest_marker(marker) and not available:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _compiles(item: pytest.Item) -> bool:
+    """Tests that read machine code stand together: the worker that begins with them compiles each kernel once."""
+    return item.path.stem in ("test_launches", "test_machine_code") or bool(re.search("hopper|compile", item.path.stem))
 
 
 @pytest.fixture(autouse=True)

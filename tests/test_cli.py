@@ -196,6 +196,7 @@ def test_unknown_commands_exit_with_2():
         cli.main(["brew"])
 
 
+@pytest.mark.full
 def test_a_reader_that_has_enough_is_no_error():
     command = f"{sys.executable} -m flashlatte.cli doctor --json | true"
     finished = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)

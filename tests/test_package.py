@@ -76,6 +76,7 @@ dense_decode(1, 2, 3, 4)
 """
 
 
+@pytest.mark.full
 def test_type_checkers_see_the_package(tmp_path):
     pyright = pytest.importorskip("pyright", reason="pyright is in the extra 'dev'")
     (tmp_path / "right.py").write_text(USER_SCRIPT)

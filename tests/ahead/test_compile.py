@@ -59,6 +59,7 @@ def compile_ahead(tmp_path):
     return run
 
 
+@pytest.mark.full
 def test_kernels_are_listed_each_once(compile_ahead):
     found = compile_ahead("--target", "sm_80", "--max-batch", "3", "--list")
     assert found["target"] == "sm_80"

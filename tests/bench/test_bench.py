@@ -314,6 +314,7 @@ def test_newest_line_counts(tmp_path: Path) -> None:
     assert [(line["backend"], line["us"]) for line in newest] == [("hopper", 200.0), ("portable", 400.0)]
 
 
+@pytest.mark.full
 def test_plot_draws_a_picture_for_each_operation(tmp_path: Path) -> None:
     pytest.importorskip("pandas")
     pytest.importorskip("matplotlib")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.engine_models import VOCABULARY, generated_by_transformers, model, prompt
+from support.marks import mostly_full
 
 from flashlatte.engine import Engine, Model, SamplingParams
 
@@ -29,12 +30,12 @@ def check(engine: Engine, family: str = "DeepseekV3", new: int = 9) -> list[Any]
     return outputs
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_full(FAMILIES, "DeepseekV3", "Glm4MoeLite", "GlmMoeDsa"))
 def test_mixed_lengths(family):
     check(engine(family), family)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 5, 64])
+@pytest.mark.parametrize("max_tokens", [5, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 64))])
 def test_every_chunk_size(max_tokens):
     check(engine(max_tokens=max_tokens))
 
@@ -50,7 +51,9 @@ def test_a_pool_so_small_that_requests_give_way(family, host_pages):
     assert statistics["swapped" if host_pages else "recomputed"] > 0
 
 
-@pytest.mark.parametrize(("family", "drafts"), [("DeepseekV3", 1), ("DeepseekV3", 4), ("DeepseekV32", 3)])
+@pytest.mark.parametrize(
+    ("family", "drafts"), [("DeepseekV3", 4), pytest.param("DeepseekV3", 1, marks=pytest.mark.full), ("DeepseekV32", 3)]
+)
 def test_drafts_change_no_token(family, drafts):
     speculating = engine(family, drafts=drafts)
     repeated = prompt(4) * 6

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from support.marks import mostly_full
 
 from flashlatte.integrations.transformers import disable, enable
 from flashlatte.layers import decode as decode_module
@@ -77,7 +78,9 @@ def assert_same_logits(got, expected):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", mostly_full(MODES, "greedy", "top_p", "several_beams", "prefill_by_chunks", "repetition_penalty")
+)
 @pytest.mark.parametrize("pads", [(0,), pytest.param((5, 0, 66), marks=pytest.mark.full)])
 def test_generate_gives_the_tokens_of_stock_attention(make_model, prompts, mode, pads):
     stock, enabled = pair(make_model())

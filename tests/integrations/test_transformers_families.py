@@ -131,6 +131,7 @@ def test_every_token_and_logit_is_that_of_stock_attention(stock, prompts, pads):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.full
 def test_a_mask_that_only_the_model_s_own_attention_applies(stock, prompts):
     inputs = prompts((4, 0), length=30, side="right")
     enabled = enable(copy.deepcopy(stock))

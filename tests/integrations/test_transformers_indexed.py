@@ -38,9 +38,9 @@ def stock(request) -> Any:
 @pytest.mark.parametrize(
     "options",
     [
-        {"do_sample": True, "temperature": 1.5},
+        pytest.param({"do_sample": True, "temperature": 1.5}, marks=pytest.mark.full),
         {"num_beams": 3, "max_new_tokens": 8},
-        {"prefill_chunk_size": 11},
+        pytest.param({"prefill_chunk_size": 11}, marks=pytest.mark.full),
         {"prompt_lookup_num_tokens": 3},
     ],
     ids=["sampled", "beams", "chunked prefill", "prompt lookup"],

@@ -24,13 +24,14 @@ def run(engine, counter=None):
 
 LAYERS = [
     ("v3", "fp32", 32, 8),
-    pytest.param("v3", "v32", 512, 64, marks=pytest.mark.full),
-    pytest.param("v32", "fp32", 32, 8, marks=pytest.mark.full),
+    ("v3", "v32", 512, 64),
+    ("v32", "fp32", 32, 8),
 ]
 
 
 # "aot_eager" traces through autograd and takes mutation out of the graph, as the default backend does, and spends no
 # time on machine code.
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "cache_format", "rank", "rope"), LAYERS)
 def test_a_compiled_layer_is_one_graph(name, cache_format, rank, rope):
     model = stock(name, (("kv_lora_rank", rank), ("qk_rope_head_dim", rope)))

@@ -225,6 +225,7 @@ def test_interpreting_reads_what_triton_reads(value, expected, monkeypatch):
     assert runpy.run_path(machine.__file__)["interpreting"]() is expected
 
 
+@pytest.mark.full
 def test_the_reference_needs_no_triton():
     script = """
 import sys

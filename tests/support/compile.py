@@ -7,13 +7,13 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 import triton
+from support.loops import loops
 from support.uniform_registers import read_before_written
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -149,11 +149,6 @@ def compile_launch(fn: Any, launch: Launch, arch: int) -> Compiled:
     return compile_triton(fn, signature, constexprs, arch, **options)
 
 
-def mostly_full(names: Iterable[str], *quick: str) -> list[Any]:
-    """The names as parameters: those of ``quick`` run always, the others in ``make test-all`` only."""
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.full) for name in names]
-
-
 _GLUON_CODE: dict[str, Compiled] = {}
 
 
@@ -223,30 +218,16 @@ def variant_key(fn: Any, launch: Launch, arch: int = 90) -> str:
 
 def loop_spills(sass: str) -> int:
     """Spill instructions in the innermost loop that multiplies matrices."""
-    bodies = [body for body in _loops(sass) if any("MMA" in one for one in body)]
+    bodies = [body for body in loops(sass) if any("MMA" in one for one in body)]
     return _spills(min(bodies, key=len))
 
 
 def cast_loop_spills(sass: str) -> int:
     """Spill instructions in the innermost loop that has all products of pairs: that which casts e4m3."""
-    bodies = [(sum("HMUL2" in one for one in body), body) for body in _loops(sass)]
+    bodies = [(sum("HMUL2" in one for one in body), body) for body in loops(sass)]
     most = max(count for count, _ in bodies)
     assert most, "no loop casts"
     return _spills(min((body for count, body in bodies if count == most), key=len))
-
-
-def _loops(sass: str) -> Iterator[list[str]]:
-    labels: dict[str, int] = {}
-    code: list[str] = []
-    for line in sass.splitlines():
-        if label := re.match(r"^\s*(\.L_x_\d+):", line):
-            labels[label.group(1)] = len(code)
-        if instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            code.append(instruction.group(1))
-    for end, instruction in enumerate(code):
-        jump = re.search(r"\bBRA\b.*?`\((\.L_x_\d+)\)", instruction)
-        if jump and labels.get(jump.group(1), end + 1) <= end:
-            yield code[labels[jump.group(1)] : end + 1]
 
 
 def _spills(body: list[str]) -> int:

@@ -160,6 +160,7 @@ def test_older_vllms_keep_their_platform(installed, monkeypatch, version, messag
     assert said == [("FlashLatte has no platform for CPUs: %s", message)]
 
 
+@pytest.mark.full
 def test_entry_points_import_neither_vllm_nor_triton():
     """vLLM loads them in every process, also where nothing of FlashLatte is used."""
     code = (

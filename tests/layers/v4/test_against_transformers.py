@@ -140,7 +140,9 @@ LIMITS = (
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
-@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize(
+    "limits", [LIMITS[1], LIMITS[2], *(pytest.param(LIMITS[i], marks=pytest.mark.full) for i in (0, 3, 4))]
+)
 def test_every_token_over_a_workspace(kind, seed, limits):
     """Chunks end within groups, and decode tokens stand between them."""
     config = stock_config(kind)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.compile import Launch, Recorder
+from support.marks import mostly_full
 
 from flashlatte.runtime import checks, dispatch, machine
 
@@ -118,7 +119,7 @@ def test_ranges_wait_for_each_other(compiled):
     assert len(re.findall(r"\bLDG\.E\.128\b", code)) == 2 * 32
 
 
-@pytest.mark.parametrize("name", support.mostly_full((name for name in CALLS if "e4m3" in name), "e4m3, many requests"))
+@pytest.mark.parametrize("name", mostly_full((name for name in CALLS if "e4m3" in name), "e4m3, many requests"))
 def test_keys_on_their_way_stay_in_registers(compiled, name):
     """A word that is spilled is waited for as soon as it has been asked for. An address may be, with small pages."""
     assert support.cast_loop_spills(compiled(name).sass) <= ("pages of 16" in name)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.compile import mostly_full
+from support.marks import mostly_full
 
 from flashlatte import dense_decode
 from flashlatte.kernels.triton import config as portable_config

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support.compile import Launch, Recorder
+from support.loops import loops
+from support.marks import mostly_full
 
 from flashlatte.runtime import machine
 
@@ -85,22 +87,10 @@ def compiled(record):
 
 def _main_loops(sass: str) -> list[list[str]]:
     """The instructions of the main loop of each consumer: of all loops that multiply, the two shortest."""
-    labels: dict[str, int] = {}
-    code: list[str] = []
-    for line in sass.splitlines():
-        if label := re.match(r"^\s*(\.L_x_\d+):", line):
-            labels[label.group(1)] = len(code)
-        if instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            code.append(instruction.group(1))
-    loops = []
-    for end, instruction in enumerate(code):
-        jump = re.search(r"\bBRA\b.*?`\((\.L_x_\d+)\)", instruction)
-        if jump and labels.get(jump.group(1), end + 1) <= end:
-            loops.append(code[labels[jump.group(1)] : end + 1])
-    return sorted((loop for loop in loops if any("HGMMA" in one for one in loop)), key=len)[:2]
+    return sorted((loop for loop in loops(sass) if any("HGMMA" in one for one in loop)), key=len)[:2]
 
 
-@pytest.mark.parametrize("name", support.mostly_full(["bf16 192", "bf16 128"], "bf16 192"))
+@pytest.mark.parametrize("name", mostly_full(["bf16 192", "bf16 128"], "bf16 192"))
 def test_main_loop(compiled, name):
     chunks = CALLS[name].get("head_dim", 192) // 64
     for loop in _main_loops(compiled(name).sass):

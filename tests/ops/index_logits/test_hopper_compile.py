@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.compile import SHARED_BYTES, Launch, Recorder, variant_key
+from support.marks import mostly_full
 
 from flashlatte.runtime import machine
 
@@ -117,7 +118,7 @@ PAGED = {
 }
 
 
-@pytest.mark.parametrize("name", support.mostly_full(RAGGED, next(iter(RAGGED))))
+@pytest.mark.parametrize("name", mostly_full(RAGGED, next(iter(RAGGED))))
 def test_machine_code_of_ragged(record, name):
     code = support.compile_gluon(KERNELS["ragged"], record(ragged, **RAGGED[name])["ragged"])
     head_dim = RAGGED[name].get("head_dim", 128)
@@ -136,7 +137,7 @@ def test_machine_code_of_ragged(record, name):
     assert len(re.findall(r"\b(?:FFMA|FMUL|FADD)\b", code.sass)) <= 2 * SCORES * 1.6
 
 
-@pytest.mark.parametrize("name", support.mostly_full(PAGED, next(iter(PAGED))))
+@pytest.mark.parametrize("name", mostly_full(PAGED, next(iter(PAGED))))
 def test_machine_code_of_paged(record, name):
     code = support.compile_gluon(KERNELS["paged"], record(paged, **PAGED[name])["paged"])
 

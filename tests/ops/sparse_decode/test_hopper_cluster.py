@@ -6,6 +6,7 @@ import re
 
 import pytest
 from support import compile as support
+from support.marks import mostly_full
 
 from flashlatte.runtime import machine
 
@@ -53,7 +54,7 @@ def test_a_gpu_that_clusters_do_not_fill_has_none(record, monkeypatch):
     assert record().arguments["PLAN"].cluster is False
 
 
-@pytest.mark.parametrize("name", support.mostly_full(CLUSTERS, "v32, whole items"))
+@pytest.mark.parametrize("name", mostly_full(CLUSTERS, "v32, whole items"))
 def test_halves_go_to_the_peer_by_the_copy_engine(record, name):
     code = support.compile_gluon(KERNEL, record(**CALLS[name]))
     # Pieces of two blocks.
@@ -63,7 +64,7 @@ def test_halves_go_to_the_peer_by_the_copy_engine(record, name):
     assert not re.search(r"\bSTAS\b", code.sass)
 
 
-@pytest.mark.parametrize("name", support.mostly_full(CLUSTERS, "v32, whole items"))
+@pytest.mark.parametrize("name", mostly_full(CLUSTERS, "v32, whole items"))
 def test_the_producer_spills_nothing_that_it_loads(record, name):
     """A spilled word of a token would be waited for as soon as it is asked for."""
     lines = support.compile_gluon(KERNEL, record(**CALLS[name])).sass.splitlines()
@@ -71,7 +72,7 @@ def test_the_producer_spills_nothing_that_it_loads(record, name):
     assert not any(re.search(r"\b(?:STL|LDL)\b", line) for line in lines[sent[0] : sent[-1]])
 
 
-@pytest.mark.parametrize("name", support.mostly_full(CLUSTERS, "v32, whole items"))
+@pytest.mark.parametrize("name", mostly_full(CLUSTERS, "v32, whole items"))
 def test_tiles_lie_where_the_cluster_supposes(record, name):
     code = support.compile_gluon(KERNEL, record(**CALLS[name]))
     # Asynchronous copies that Triton has placed: q lies behind the four tiles.

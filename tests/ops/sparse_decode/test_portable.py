@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support.compile import mostly_full
+from support.marks import mostly_full
 
 from flashlatte import kv_cache, sparse_decode
 from flashlatte.kernels.triton.config import Config, choose

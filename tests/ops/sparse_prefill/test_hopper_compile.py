@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.compile import Launch, Recorder, variant_key
+from support.marks import mostly_full
 
 from flashlatte import sparse_prefill
 from flashlatte.runtime import dispatch, machine
@@ -105,7 +106,7 @@ def test_out_is_stored_by_the_copy_engine(recorded):
     assert len(re.findall(r"\bSTG\b", code)) <= 4
 
 
-@pytest.mark.parametrize("name", support.mostly_full(CALLS, "bf16 576, lengths"))
+@pytest.mark.parametrize("name", mostly_full(CALLS, "bf16 576, lengths"))
 def test_copies_of_q_are_encoded_right(recorded, name):
     """ptxas makes illegal instructions of copies that have a cache policy, and a uniform register in their address.
 

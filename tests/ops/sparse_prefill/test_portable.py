@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.compile import mostly_full
+from support.marks import mostly_full
 
 from flashlatte import sparse_prefill
 from flashlatte.ops.sparse_prefill import portable

@@ -30,7 +30,7 @@ def run(rows=64, width=131072, k=2048, with_start=False, next_n=1):
 
 
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.full), 90])
-@pytest.mark.parametrize("rows", [64, 4096])
+@pytest.mark.parametrize("rows", [pytest.param(64, marks=pytest.mark.full), 4096])
 def test_kernels_fit(rows, arch, recorders):
     run(rows)
     for recorder in recorders:

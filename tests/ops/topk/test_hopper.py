@@ -3,7 +3,8 @@
 import pytest
 import torch
 from ops.topk.test_topk import check, generator, rows_of
-from support.compile import Recorder, compile_launch, mostly_full
+from support.compile import Recorder, compile_launch
+from support.marks import mostly_full
 
 from flashlatte.ops.topk import api
 from flashlatte.ops.topk.hopper import kernel, launch, memory
