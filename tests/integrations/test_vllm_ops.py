@@ -23,9 +23,9 @@ def e4m3(x):
     return x.clamp(-448, 448).to(E4M3).view(torch.uint8)
 
 
-@pytest.mark.parametrize("width", [320, 576])
-def test_concat_and_cache_mla_copies_or_quantises_the_whole_row(width):
-    kv_c, k_pe = draw(5, width - 64, dtype=torch.bfloat16), draw(5, 64, seed=1, dtype=torch.bfloat16)
+@pytest.mark.parametrize(("width", "rope"), [(320, 64), (576, 64), (512, 0)])
+def test_concat_and_cache_mla_copies_or_quantises_the_whole_row(width, rope):
+    kv_c, k_pe = draw(5, width - rope, dtype=torch.bfloat16), draw(5, rope, seed=1, dtype=torch.bfloat16)
     slots = torch.tensor([6, -1, 0, 99])  # two tokens go nowhere, the fifth is padding
     rows = torch.cat((kv_c, k_pe), dim=1)
 

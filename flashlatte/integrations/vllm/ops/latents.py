@@ -30,7 +30,7 @@ def concat_and_cache_mla(
 
     Args:
         kv_c: [T, kv_lora_rank], bf16, fp16 or float32; T ≥ n, tokens from n on are padding.
-        k_pe: [T, rope] in the same dtype, rotated.
+        k_pe: [T, rope] in the same dtype, rotated; rope may be 0, of a model whose keys have no rotated part.
         kv_cache: [pages, page_size, width], written.
         slot_mapping: int32 or int64 [n], page · page_size + offset; one below 0 or beyond the cache skips its token.
         kv_cache_dtype: "auto", or the name of a float dtype: kv_cache's; "fp8" or "fp8_e4m3"; "fp8_ds_mla".
@@ -40,12 +40,13 @@ def concat_and_cache_mla(
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
+    without_rope = isinstance(k_pe, torch.Tensor) and k_pe.dim() == 2 and k_pe.shape[1] == 0
     with checks.naming(x="kv_c", rope="k_pe", cache="kv_cache"):
         cache_write(
             kv_cache,
             slot_mapping,
             kv_c,
-            rope=k_pe,
+            rope=None if without_rope else k_pe,
             cache_format=latent_format(kv_cache_dtype, kv_cache, "kv_cache"),
             scale=scale_of(kv_cache_dtype, scale),
             scale_rounding=scale_rounding if kv_cache_dtype == DS_MLA else "power_of_two",
