@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,3 +109,32 @@ def test_wrong_results_have_no_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     error = capsys.readouterr().err
     assert "wrong c is wrong: out: 2 of 2 elements differ" in error
     assert "unsteady c is wrong: out: two runs differ" in error
+
+
+def test_vllm_runs_in_turns_with_us_and_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns, command = script("vllm_in_turns"), []
+
+    def run(arguments: list[str], env: dict[str, str], **_: Any) -> SimpleNamespace:
+        command.append(arguments)
+        assert "FLASHLATTE_VLLM" not in env
+        ours = arguments[arguments.index("--output-json") + 2 :][:2] == ["--attention-backend", "CUSTOM"]
+        result = {"num_requests": 8, "elapsed_time": 2.0 if ours else 3.0}
+        Path(arguments[arguments.index("--output-json") + 1]).write_text(json.dumps(result), encoding="utf-8")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setenv("FLASHLATTE_VLLM", "auto")
+    monkeypatch.setattr(turns.subprocess, "run", run)
+    turns.main(["model", "--lengths", "64,128", "--output", "30", "--prompts", "8", "--", "--block-size", "64"])
+    assert ["CUSTOM" in one for one in command] == [False, True, True, False] * 2
+    assert all(one[-2:] == ["--block-size", "64"] for one in command)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert rows == [[length, "8", "80", "120", "3.00", "2.00", "1.50"] for length in ("64", "128")]
+
+
+def test_vllm_that_fails_ends_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = script("vllm_in_turns")
+    monkeypatch.setattr(turns.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=3))
+    with pytest.raises(SystemExit, match="vLLM ended with 3: vllm bench throughput --model model"):
+        turns.main(["model"])
