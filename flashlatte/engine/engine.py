@@ -21,7 +21,7 @@ from flashlatte.engine.scheduler import Scheduler
 from flashlatte.runtime import checks
 
 
-class Engine:
+class Engine(contextlib.AbstractContextManager["Engine"]):
     """Continuous batching over a paged cache with prefix sharing, for one model on one device, or on several ranks.
 
     Of several ranks, one process each, rank 0 takes the requests and closes it at the end; the others ``follow``.
@@ -46,7 +46,7 @@ class Engine:
     Raises:
         TypeError, ValueError: a limit below 1, an unknown or unfit cache format, a cache that does not fit the memory;
             ranks that the processes or heads do not go into, or that make the engine differently.
-        RuntimeError: a rank that does not come; in ``step``, one that failed, with its reason.
+        RuntimeError: a rank that does not come; in ``step``, ``follow`` and ``close`` one that failed, with its reason.
     """
 
     def __init__(
@@ -75,9 +75,8 @@ class Engine:
         check_limits(self.model, sizes, {"host_pages": host_pages, "drafts": drafts})
         for name, value in (("prefix_cache", prefix_cache), ("graphs", graphs)):
             checks.flag(name, value)
-        if num_pages is None:
-            num_pages = self.model.default_pages(self.cache_format, page_size)
-        checks.positive_int("num_pages", num_pages)
+        default = self.model.default_pages(self.cache_format, page_size) if num_pages is None else num_pages
+        num_pages = checks.positive_int("num_pages", default)
         if self.ranks is not None:
             facts = {"model": self.model.config, "dtype": self.model.dtype, "cache_format": self.cache_format}
             self.ranks.agree(facts | sizes | {"num_pages": num_pages, "host_pages": host_pages, "graphs": graphs})
@@ -223,21 +222,13 @@ class Engine:
 
         Raises:
             ValueError: on rank 0.
-            RuntimeError: another rank failed; says which, and why.
         """
         self.runner.follow()
 
     def close(self) -> None:
-        """Let the other ranks go; of one process, nothing.
-
-        Raises:
-            RuntimeError: one has failed since the last step; says which, and why.
-        """
+        """Let the other ranks go; of one process, nothing."""
         if self.ranks is not None:
             self.ranks.close()
-
-    def __enter__(self) -> Engine:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -281,9 +272,7 @@ class Engine:
         if self._under_way is None:
             return
         (step, sampled), self._under_way = self._under_way, None
-        sampled.wait()
-        values = sampled.tokens.tolist()
-        logprobs = None if sampled.logprobs is None else sampled.logprobs.tolist()
+        values, logprobs = sampled.wait()
         accepted: dict[str, list[int]] = {}
         stopped, first = [], 0
         for work in step.work:

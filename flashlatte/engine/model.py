@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from flashlatte import kv_cache
+from flashlatte.distributed.model.checkpoint import Slices
+from flashlatte.distributed.model.ranks import Ranks
+from flashlatte.distributed.model.shards import divide_mlp, own_heads
 from flashlatte.engine.batch import Batch
-from flashlatte.engine.checkpoint import Slices
 from flashlatte.engine.paged import PagedModel, Planner, check_type, config_of, load
-from flashlatte.engine.ranks import Ranks
-from flashlatte.engine.shards import divide_mlp, own_heads
 from flashlatte.kv_cache.index_formats import index_format_beside
 from flashlatte.kv_cache.registry import format_of_rows
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata, MLAMetadataBuilder

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.engine.model import MODEL_TYPES, Model
 from flashlatte.engine.paged import PagedModel, check_type, config_of
-from flashlatte.engine.ranks import Ranks
 from flashlatte.engine.v4 import V4Model
 from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE
 

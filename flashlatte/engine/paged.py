@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from flashlatte import kv_cache
+from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.engine.batch import Batch
-from flashlatte.engine.ranks import Ranks
 from flashlatte.kv_cache import CacheFormat
 
 # Makes the metadata of a step, whose ``num_tokens`` it has, with padding up to so many requests if a number is given.

@@ -38,9 +38,10 @@ class Sampled:
     logprobs: torch.Tensor | None
     arrived: torch.cuda.Event | None
 
-    def wait(self) -> None:
+    def wait(self) -> tuple[list[int], list[float] | None]:
         if self.arrived is not None:
             self.arrived.synchronize()
+        return self.tokens.tolist(), None if self.logprobs is None else self.logprobs.tolist()
 
 
 class Runner:

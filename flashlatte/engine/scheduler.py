@@ -38,8 +38,7 @@ class Scheduler:
     Args:
         pool: pages of the cache.
         host_pool: pages of its copy on the host; None: what gives way is computed again.
-        max_tokens: of a step.
-        max_requests: that run at a time.
+        max_tokens: of a step. max_requests: that run at a time.
         patience: steps that a priority lower by one is worth.
         prefix_cache: whether requests that begin alike share pages.
         apart: whether what a step computes of a prompt depends on that request alone: its chunks are of ``max_tokens``,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +14,12 @@ from flashlatte.engine.paged import PagedModel, Planner, load
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.index_formats import index_format, index_format_beside
 from flashlatte.kv_cache.registry import as_format
-from flashlatte.layers.v4 import V4Cache, V4Config, V4Step
+from flashlatte.layers.v4 import V4Cache, V4Config
 from flashlatte.layers.v4.attention import attend
-from flashlatte.runtime.transfer import to_device
+from flashlatte.layers.v4.builder import States, V4Builder, V4Metadata
 
 # Groups of the lowest ratio that a page holds, where nobody chose its size: what kernels of the indexer are made for.
 _GROUPS_OF_A_PAGE = 64
-
-# Of a layer: those of groups, and those of index keys; None where there are none.
-States = tuple[torch.Tensor | None, torch.Tensor | None]
-
-
-@dataclass(frozen=True)
-class V4Metadata:
-    """A step, and the states of its layers."""
-
-    step: V4Step
-    states: list[States]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.step.num_tokens
 
 
 class V4Model(PagedModel):
@@ -91,7 +75,13 @@ class V4Model(PagedModel):
     def planner(
         self, cache_format: str, num_pages: int, page_size: int, *, max_requests: int, max_tokens: int
     ) -> Planner:
-        return V4Planner(self.layers, page_size, max_requests, self.device, self.backend).plan
+        builder = V4Builder(self.layers, page_size, max_requests, self.device, backend=self.backend)
+
+        def plan(batch: Batch, pad_to: int | None) -> V4Metadata:
+            spans = [(length - count, length) for count, length in zip(batch.counts, batch.lengths, strict=True)]
+            return builder.build(spans, batch.page_table(), batch.places)
+
+        return plan
 
     @torch.inference_mode()
     def __call__(
@@ -111,75 +101,6 @@ class V4Model(PagedModel):
             fed = layer.mlp(layer.post_attention_layernorm(seen), input_ids=tokens[None])
             hidden = _joined_by(shares, mixture, hidden, fed)
         return self._head(self._body.norm(self._body.hc_head(hidden[:, rows]))[0])
-
-
-class V4Planner:
-    """Makes steps of DeepSeek-V4's layers, and keeps the states of requests.
-
-    Args:
-        layers: of the model.
-        page_size: tokens in a page.
-        requests: that states have room for at first; who gave way keeps its place, so that more may come.
-        device, backend: of the steps.
-    """
-
-    def __init__(
-        self, layers: tuple[V4Config, ...], page_size: int, requests: int, device: torch.device, backend: str | None
-    ) -> None:
-        self._layers, self._page_size, self._device, self._backend = layers, page_size, device, backend
-        # A ring of so many pages of ratio tokens for each request: what a group is made of.
-        self._rings: dict[int, int] = {}
-        for config in layers:
-            if config.ratio:
-                self._rings[config.ratio] = max(1 + config.overlap, self._rings.get(config.ratio, 0))
-        self._room = requests
-        self._states = [self._empty_states(config, requests) for config in layers]
-
-    def plan(self, batch: Batch, pad_to: int | None) -> V4Metadata:
-        self._make_room(max(batch.places) + 1)
-        spans = [(length - count, length) for count, length in zip(batch.counts, batch.lengths, strict=True)]
-        table = to_device(batch.page_table(), self._device, torch.int32)
-        places = torch.tensor(batch.places, dtype=torch.int32)
-        groups, sizes = {}, {}
-        for ratio, pages in self._rings.items():
-            ring = places[:, None] * pages + torch.arange(pages, dtype=torch.int32)
-            groups[ratio] = table, to_device(ring, self._device, torch.int32)
-            sizes[ratio] = self._page_size // ratio
-        step = V4Step.of_spans(
-            spans,
-            table,
-            groups,
-            window=self._layers[0].window,
-            page_size=self._page_size,
-            group_page_sizes=sizes,
-            backend=self._backend,
-        )
-        return V4Metadata(step, self._states)
-
-    def _make_room(self, requests: int) -> None:
-        more = max(requests - self._room, 0)
-        if more == 0:
-            return
-        added = [self._empty_states(config, more) for config in self._layers]
-        self._states = [
-            (_joined(old[0], new[0]), _joined(old[1], new[1])) for old, new in zip(self._states, added, strict=True)
-        ]
-        self._room += more
-
-    def _empty_states(self, config: V4Config, requests: int) -> States:
-        if not config.ratio:
-            return None, None
-        pages = requests * self._rings[config.ratio]
-
-        def states(head_dim: int) -> torch.Tensor:
-            width = 2 * (1 + config.overlap) * head_dim
-            return torch.zeros(pages, config.ratio, width, dtype=torch.float32, device=self._device)
-
-        return states(config.head_dim), None if config.indexer is None else states(config.indexer.head_dim)
-
-
-def _joined(old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:
-    return None if old is None or new is None else torch.cat((old, new))
 
 
 def _cache_of(config: V4Config, caches: Iterator[torch.Tensor], states: States) -> V4Cache:

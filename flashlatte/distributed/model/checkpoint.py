@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashlatte.engine.ranks import Ranks
+from flashlatte.distributed.model.ranks import Ranks
 
 _INDEX = "model.safetensors.index.json"
 _STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

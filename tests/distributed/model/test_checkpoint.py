@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.engine_models import model
 
-from flashlatte.engine.checkpoint import Slices
+from flashlatte.distributed.model.checkpoint import Slices
+from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.engine.model import Model
-from flashlatte.engine.ranks import Ranks
 
 
 def ranks(rank: int, size: int) -> Ranks:

@@ -10,14 +10,15 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from flashlatte.distributed import ContextParallel, failing_together, shard_metadata
-from flashlatte.distributed.agreement import Agreement, check_others
+from flashlatte.distributed.agreement import Agreement, check_others, failing_together
+from flashlatte.distributed.context_parallel import ContextParallel
+from flashlatte.distributed.metadata import shard_metadata
 from flashlatte.distributed.summing import RankSum
-from flashlatte.engine.batch import Batch
 from flashlatte.layers import MLAMetadata
 from flashlatte.runtime import checks
 
@@ -101,8 +102,8 @@ class Ranks:
             return metadata
         return shard_metadata(metadata, self._context, cache_format=cache_format)
 
-    def send(self, batch: Batch | None) -> None:
-        """Tell the others what to compute; None: that there is nothing more to come.
+    def send(self, batch: Any) -> None:
+        """Tell the others what to compute, in plain numbers; None: that there is nothing more to come.
 
         Raises:
             RuntimeError: there is nothing more, and another rank has failed, which a message may not notice.
@@ -111,13 +112,13 @@ class Ranks:
             check_others(self._plans)
         dist.broadcast_object_list([batch], 0, group=self._plans)
 
-    def receive(self) -> Batch | None:
+    def receive(self) -> Any:
         """What rank 0 sends, whenever that is.
 
         Raises:
             RuntimeError: rank 0 ended without a word.
         """
-        told: list[Batch | None] = [None]
+        told = [None]
         try:
             dist.broadcast_object_list(told, 0, group=self._plans)
         except RuntimeError as error:

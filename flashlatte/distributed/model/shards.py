@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flashlatte.engine.ranks import Ranks
+from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.layers import MLAAttention, MLAConfig
 
 
