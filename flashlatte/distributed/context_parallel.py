@@ -36,10 +36,11 @@ class ContextParallel:
     Args:
         group: a process group of torch.distributed, NCCL for GPUs; all ranks if None.
         interleave: tokens in a row that lie on one rank: token t is on rank (t // interleave) % size.
-        form: how results are merged. "direct" reads the other ranks' where they lie: GPUs of one host that reach each
-            other's memory. "all_to_all" sends each rank its heads, out and lse in one buffer; "reduce_scatter" and
-            "all_reduce" gather lse and sum corrected outputs in float32. None is "direct" where that can be, else
-            "all_to_all", which sends the fewest bytes, or where the heads cannot be divided "all_reduce".
+        form: how results are merged. "direct" writes queries to all ranks and reads results where they lie: GPUs of one
+            host that reach each other's memory. "all_to_all" sends each rank its heads, out and lse in one buffer;
+            "reduce_scatter" and "all_reduce" gather lse and sum corrected outputs in float32. None is "direct" where
+            that can be, else "all_to_all", which sends the fewest bytes, or where the heads cannot be divided
+            "all_reduce".
         all_heads: every rank passes queries of all heads and gets the results of all heads. If False, each has its
             own, as many as every other: its shard of a layer whose heads are divided.
         timeout: how long a rank waits for the others to come to a call of new shapes.
@@ -269,7 +270,7 @@ class ContextParallel:
         self._agreement.check(call, facts)
 
         flat = q.flatten(0, 1)
-        form = self._form(total, tokens * (heads * dim + total * (head_dim_v + 2)) * q.element_size(), q.device)
+        form = self._form(total, tokens * total * (dim + head_dim_v + 2) * q.element_size(), q.device)
         if size == 1 or tokens == 0:
             partial = merge.allocate(tokens, heads, head_dim_v, q.dtype, q.device, form)
             attend(flat, partial.out, partial.lse)

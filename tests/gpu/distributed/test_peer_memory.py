@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from flashlatte.distributed.agreement import Agreement
 from flashlatte.distributed.peer_memory import PeerMemory
+from flashlatte.distributed.push import push
 
 pytestmark = pytest.mark.gpu
 
@@ -80,3 +81,17 @@ def test_a_graph_is_not_the_first_to_need_more(memory):
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         memory.take(((2**30,), torch.uint8), pool="queries")
+
+
+@pytest.mark.parametrize(("tokens", "heads", "dim"), [(64, 32, 576), (3, 2, 576), (1, 1, 5), (7, 3, 33)])
+def test_what_is_pushed_lies_on_every_rank(memory, tokens, heads, dim):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    taken = memory.take(((tokens, size * heads, dim), torch.bfloat16), pool="queries")
+    (everywhere,) = taken.parts
+    everywhere[rank].fill_(torch.nan)
+    taken.barrier()
+    ranks = summands(torch.bfloat16, tokens, heads, dim)
+    push(ranks[rank], [whole.chunk(size, 1)[rank] for whole in (*everywhere[rank + 1 :], *everywhere[: rank + 1])])
+    taken.barrier()
+    assert everywhere[rank].equal(torch.cat(ranks, dim=1))
+    taken.barrier()
