@@ -178,8 +178,7 @@ class Scheduler:
         if missing == 1 and request.drafts and not request.pending:
             return 1 + min(len(request.drafts), to_generate - 1)
         if self.apart and missing > 1:
-            of_prompt = len(request.prompt) - request.computed
-            return min(of_prompt, self.max_tokens - request.computed % self.max_tokens) if of_prompt > 0 else 1
+            return max(len(request.prompt) - request.computed, 1)
         return missing
 
     def _assign(self, request: Request, count: int, step: Step) -> None:

@@ -47,6 +47,8 @@ class Machine:
         assert (
             sum(work.count for work in step.work) == self.scheduler.max_tokens - step.left <= self.scheduler.max_tokens
         )
+        if self.scheduler.apart and any(work.count > 1 for work in step.work):
+            assert len(step.work) == 1
         for source, target in step.swap_out:
             self.host_memory[target] = list(self.device_memory[source])
         for source, target in step.swap_in:
