@@ -76,7 +76,7 @@ def test_kernels_of_deepseek_v4(compile_ahead):
     found = compile_ahead("--target", "sm_90", "--max-batch", "3", "--list", config=V4_CONFIG)
     counts = Counter(found["kernels"])
     # One for windows alone and those of groups; for each of two ratios and the indexer's keys.
-    assert counts["compress_kernel"] == 3
+    assert counts["compress_sum_kernel"] == 3
     once = ("q_kv_norm_kernel", "rotate_and_cache_kernel", "gather_tiles_kernel", "sparse_prefill_kernel")
     assert [counts[name] for name in once] == [1] * 4
     for name in ("sparse_decode_kernel", "index_workspace_kernel", "index_logits_paged_kernel", "topk_kernel"):

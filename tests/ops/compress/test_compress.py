@@ -150,7 +150,14 @@ def steps_of(lengths, seed, drafts):
 @given(
     lengths=st.lists(st.integers(0, 25), min_size=1, max_size=2),
     shape=st.sampled_from(
-        [(4, True, 16, 8), (4, True, 32, 32), (8, False, 16, 4), (5, False, 32, 8), (1, True, 16, 2)]
+        [
+            (4, True, 16, 8),
+            (4, True, 32, 32),
+            (8, False, 16, 4),
+            (5, False, 32, 8),
+            (1, True, 16, 2),
+            (12, False, 64, 8),
+        ]
     ),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     drafts=st.integers(0, 3),
@@ -167,6 +174,17 @@ def test_against_float64_however_divided(lengths, shape, dtype, drafts, seed):
     assert int((whole != 0).any(dim=-1).sum()) == sum(n // shape[0] for n in lengths)
     divided = case.run(steps_of(lengths, seed, drafts))
     assert divided.equal(whole)
+
+
+@pytest.mark.skipif(not machine.interpreting(), reason="the kernels'")
+def test_sums_of_many_tokens_take_several_launches(monkeypatch):
+    from flashlatte.ops.compress.portable import launch
+
+    case = Case.draw([13, 12], 12, False, 64, 8, torch.float32, 0, 1)
+    steps = [[(0, 13), (0, 12)]]
+    at_once = case.run(steps)
+    monkeypatch.setattr(launch, "MAX_SUMS_BYTES", 4 * 64 * 9)
+    assert case.run(steps).equal(at_once)
 
 
 def test_without_states():

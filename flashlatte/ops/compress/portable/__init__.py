@@ -1,0 +1,5 @@
+"""``compress`` in Triton."""
+
+from flashlatte.ops.compress.portable.launch import compress
+
+__all__ = ["compress"]

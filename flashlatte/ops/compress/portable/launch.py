@@ -1,0 +1,167 @@
+"""``compress`` in Triton: one launch sums rows, the next saves what later calls will need.
+
+In this order a ring of states is read before it is written, whatever its length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from flashlatte.kernels.triton.cache_layout import as_bytes, blocks, unit_bytes
+from flashlatte.kernels.triton.cache_row import row_bytes
+from flashlatte.kernels.triton.fp8 import converts_e4m3
+from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
+from flashlatte.ops.compress.portable.finish import compress_finish_kernel
+from flashlatte.ops.compress.portable.states import Units
+from flashlatte.ops.compress.portable.sums import compress_sum_kernel
+from flashlatte.ops.compress.problem import Problem
+from flashlatte.runtime import machine
+from flashlatte.runtime.strides import stride_in_use
+from flashlatte.runtime.triton_kernel import launching_on
+
+# A thread holds so many numbers of kv at once: of neighbouring columns so many, of several rows.
+NUMBERS, TOGETHER, MAX_WARPS = 32, 4, 4
+# Up to so many rows one program sums all columns, and each thread has all rows of its own; of more rows a program
+# takes some columns, and sums go through memory to the launch that finishes them.
+SHORT_GROUP, COLUMNS_OF_LONG = 8, 32
+# Without the limit a multiprocessor has three programs of short groups at a time, not four: 36.5 us instead of 34.2.
+REGISTERS_OF_SHORT = 128
+# A program looks for finished groups among so many tokens at most, and among fewer rather than that there are fewer
+# programs than these.
+MAX_WINDOW, PROGRAMS = 16, 512
+MAX_WINDOW_OF_LONG, PROGRAMS_OF_LONG = 128, 16
+SAVE_BLOCK, SAVE_WARPS = 1024, 4
+MAX_SUMS_BYTES = 64 << 20
+
+
+def compress(problem: Problem) -> None:
+    kv, cache = problem.kv, as_bytes(problem.cache)
+    tokens, width = kv.shape
+    head_dim = problem.weight.shape[0]
+    rows = triton.next_power_of_2(problem.ratio * (1 + problem.overlaps))
+    columns = head_dim if rows <= SHORT_GROUP else min(head_dim, COLUMNS_OF_LONG)
+    in_parts = columns < head_dim
+    block = min(rows, NUMBERS // TOGETHER)
+    lanes = min(rows // block, max(32 * MAX_WARPS * TOGETHER // columns, 1))
+    largest, programs = (MAX_WINDOW_OF_LONG, PROGRAMS_OF_LONG) if in_parts else (MAX_WINDOW, PROGRAMS)
+    window = max(1, min(problem.ratio, largest, tokens // programs))
+
+    limited = rows <= SHORT_GROUP and gpu_class(kv.device) in NVIDIA
+    registers = {"maxnreg": REGISTERS_OF_SHORT} if limited else {}
+
+    save_blocks, finish_window = 0, max(1, min(MAX_WINDOW, tokens // PROGRAMS))
+    if problem.state_cache is not None and problem.state_table is not None:
+        save_blocks = blocks(width, SAVE_BLOCK)
+        if problem.state_table.shape[1] * problem.state_cache.shape[1] >= tokens:
+            # A table with room for the whole step may keep all of its tokens.
+            finish_window = 1
+    at_once = min(tokens, MAX_SUMS_BYTES // (4 * head_dim)) if in_parts else tokens
+    sums = torch.empty((at_once, head_dim), dtype=torch.float32, device=kv.device) if in_parts else None
+    inputs = _inputs(problem)
+    destination = _destination(problem, cache)
+    with launching_on(kv.device):
+        for first in range(0, tokens, at_once):
+            stop = min(first + at_once, tokens)
+            compress_sum_kernel[(blocks(stop - first, window), head_dim // columns)](
+                **inputs,
+                **destination,
+                sums=sums,
+                first_token=first,
+                num_tokens=stop,
+                window=window,
+                COLUMNS=columns,
+                BLOCK_T=block,
+                LANES=lanes,
+                TOGETHER=TOGETHER,
+                MAX_WINDOW=largest,
+                num_warps=max(1, lanes * columns // (32 * TOGETHER)),
+                **registers,
+                enable_fp_fusion=False,
+            )
+            # The states of all tokens, once all sums are there.
+            save_now = save_blocks if stop == tokens else 0
+            if save_now + in_parts == 0:
+                continue
+            compress_finish_kernel[(blocks(stop, finish_window), save_now + in_parts)](
+                **inputs,
+                **destination,
+                sums=sums,
+                first_token=first,
+                num_tokens=stop,
+                window=finish_window,
+                save_blocks=save_now,
+                MAX_WINDOW=MAX_WINDOW,
+                BLOCK=SAVE_BLOCK,
+                num_warps=SAVE_WARPS,
+                enable_fp_fusion=False,
+            )
+
+
+def _inputs(problem: Problem) -> dict[str, Any]:
+    """Tokens and states, as both kernels name them."""
+    kv, score, cache, table = problem.kv, problem.score, problem.state_cache, problem.state_table
+    kv_unit = unit_bytes(kv, stride_in_use(kv, 0)) // kv.element_size()
+    score_unit = unit_bytes(score, stride_in_use(score, 0)) // score.element_size()
+    ape_unit = unit_bytes(problem.ape, stride_in_use(problem.ape, 0)) // problem.ape.element_size()
+    pages, page_size, page_stride, token_stride, unit = 1, 1, 1, 0, 1
+    if cache is not None:
+        pages, page_size = cache.shape[:2]
+        page_stride, token_stride = stride_in_use(cache, 0), stride_in_use(cache, 1)
+        unit = unit_bytes(cache, page_stride, token_stride) // cache.element_size()
+    requests, columns = (0, 0) if table is None else table.shape
+    return {
+        "kv": kv,
+        "score": score,
+        "ape": problem.ape,
+        "request_ids": problem.request_ids,
+        "positions": problem.positions,
+        "slot_mapping": problem.slot_mapping,
+        "state_cache": cache,
+        "state_table": table,
+        "requests": requests,
+        "columns": columns,
+        "table_stride": 0 if table is None else stride_in_use(table, 0),
+        "num_state_pages": pages,
+        "state_page_size": page_size,
+        "state_page_stride": page_stride // unit,
+        "state_token_stride": token_stride // unit,
+        "id_stride": problem.request_ids.stride(0),
+        "position_stride": problem.positions.stride(0),
+        "slot_stride": problem.slot_mapping.stride(0),
+        "kv_stride": stride_in_use(kv, 0) // kv_unit,
+        "score_stride": stride_in_use(score, 0) // score_unit,
+        "ape_stride": stride_in_use(problem.ape, 0) // ape_unit,
+        "RATIO": problem.ratio,
+        "OVERLAPS": problem.overlaps,
+        "UNITS": Units(kv_unit, score_unit, ape_unit, unit),
+        "INTERPRETED": machine.interpreting(),
+    }
+
+
+def _destination(problem: Problem, cache: torch.Tensor) -> dict[str, Any]:
+    """Norm, rotation and cache, as both kernels name them."""
+    page_stride = stride_in_use(cache, 0)
+    # Formats of bytes have a distance of their own from token to token.
+    row_stride = 0 if cache.element_size() == 1 else stride_in_use(cache, 1)
+    unit = unit_bytes(cache, page_stride, row_stride) // cache.element_size()
+    num_slots = cache.shape[0] * cache.shape[1]
+    return {
+        "weight": problem.weight,
+        "cos_sin": problem.cos_sin,
+        "cache": cache,
+        "eps": problem.eps,
+        "num_slots": num_slots,
+        "page_size": cache.shape[1],
+        "num_positions": problem.cos_sin.shape[0],
+        "page_stride": page_stride // unit,
+        "row_stride": row_stride // unit,
+        "D": problem.weight.shape[0],
+        "ROPE": problem.cos_sin.shape[1],
+        "FORMAT": row_bytes(problem.layout, problem.scale_rounding),
+        "UNIT": unit,
+        "WIDE": num_slots >= 2**31,
+        "NATIVE": converts_e4m3(cache.device),
+    }

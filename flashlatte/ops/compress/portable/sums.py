@@ -1,0 +1,258 @@
+"""The groups that a step's tokens finish: a softmax over their rows in each channel, and the weighted sum."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashlatte.kernels.triton.fp8 import widen
+from flashlatte.ops.compress.portable.finish import finish_row, finished_in
+from flashlatte.ops.compress.portable.states import States, locate_state
+from flashlatte.runtime.triton_kernel import kernel
+
+
+class Source(NamedTuple):
+    """What a group's sum is made of.
+
+    Attributes:
+        kv, score: of the group's last token.
+        ape: added to scores of new tokens; those of states have it.
+        request, end: the last token's request and position.
+        num_new: the last rows of the group, which are tokens of this call.
+    """
+
+    kv: Any
+    score: Any
+    ape: Any
+    states: Any
+    kv_stride: Any
+    score_stride: Any
+    ape_stride: Any
+    request: Any
+    end: Any
+    num_new: Any
+
+
+@kernel(by_element=("request_ids", "positions", "slot_mapping", "state_table"))
+def compress_sum_kernel(
+    kv,
+    score,
+    ape,
+    weight,
+    cos_sin,
+    request_ids,
+    positions,
+    slot_mapping,
+    cache,
+    state_cache,
+    state_table,
+    sums,
+    requests: tl.int64,
+    columns: tl.int64,
+    num_state_pages: tl.int64,
+    state_page_size: tl.int64,
+    state_page_stride: tl.int64,
+    state_token_stride: tl.int64,
+    table_stride: tl.int64,
+    eps: tl.float32,
+    first_token: tl.int64,
+    num_tokens: tl.int64,
+    window: tl.int32,
+    num_slots: tl.int64,
+    page_size: tl.int64,
+    num_positions: tl.int64,
+    id_stride: tl.int64,
+    position_stride: tl.int64,
+    slot_stride: tl.int64,
+    kv_stride: tl.int64,
+    score_stride: tl.int64,
+    ape_stride: tl.int64,
+    page_stride: tl.int64,
+    row_stride: tl.int64,
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+    RATIO: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    UNITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    LANES: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    MAX_WINDOW: tl.constexpr,
+):
+    """Some columns of the groups that end among ``window`` tokens, one group after the other.
+
+    Of consecutive tokens hardly more than one ends a group. A program that has all columns finishes the row; else
+    sums go to ``sums``, float32 [tokens from first_token on, D].
+    """
+    states = States(
+        state_cache,
+        state_table,
+        requests,
+        columns,
+        num_state_pages,
+        state_page_size,
+        state_page_stride,
+        state_token_stride,
+        table_stride,
+    )
+    ROWS: tl.constexpr = RATIO * (1 + OVERLAPS)
+    lane = tl.arange(0, MAX_WINDOW)
+    first = first_token + tl.program_id(0).to(tl.int64) * window
+    finishes = finished_in(
+        first,
+        (lane < window) & (first + lane < num_tokens),
+        lane,
+        request_ids,
+        positions,
+        slot_mapping,
+        states,
+        num_slots,
+        id_stride,
+        position_stride,
+        slot_stride,
+        RATIO,
+    )
+    found = tl.min(tl.where(finishes, lane, MAX_WINDOW), axis=0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.max_contiguous(tl.multiple_of(column, TOGETHER), TOGETHER)
+    dealt = tl.arange(0, LANES)[:, None] + tl.arange(0, BLOCK_T)[None, :] * LANES  # [LANES, BLOCK_T]
+    while found < MAX_WINDOW:
+        token = first + found
+        end = tl.load(positions + token * position_stride).to(tl.int64)
+        request = tl.load(request_ids + token * id_stride).to(tl.int64)
+        source = Source(
+            kv + token * kv_stride * UNITS.kv,
+            score + token * score_stride * UNITS.score,
+            ape,
+            states,
+            kv_stride,
+            score_stride,
+            ape_stride,
+            request,
+            end,
+            count_new(request_ids, token, request, end, id_stride, ROWS),
+        )
+        largest, total, acc = weigh(source, dealt, column, D, RATIO, OVERLAPS, UNITS, INTERPRETED)
+        for begin in range(BLOCK_T * LANES, ROWS, BLOCK_T * LANES):
+            # A block without any row leaves all as it is.
+            its_largest, its_total, its_acc = weigh(
+                source, begin + dealt, column, D, RATIO, OVERLAPS, UNITS, INTERPRETED
+            )
+            before, largest = largest, tl.maximum(largest, its_largest)
+            base = tl.where(largest == float("-inf"), 0.0, largest)
+            alpha, its_alpha = tl.exp(before - base), tl.exp(its_largest - base)
+            total = total * alpha + its_total * its_alpha
+            acc = acc * alpha + its_acc * its_alpha
+        if LANES > 1:
+            base = tl.max(largest, axis=0)
+            base = tl.where(base == float("-inf"), 0.0, base)
+            alpha = tl.exp(largest - base[None, :])
+            total *= alpha
+            acc *= alpha
+        x = tl.sum(acc, axis=0) / tl.sum(total, axis=0)
+        if sums is None:
+            finish_row(
+                x,
+                token,
+                end,
+                weight,
+                cos_sin,
+                slot_mapping,
+                cache,
+                eps,
+                slot_stride,
+                num_positions,
+                page_size,
+                page_stride,
+                row_stride,
+                D,
+                ROPE,
+                RATIO,
+                FORMAT,
+                UNIT,
+                WIDE,
+                NATIVE,
+                INTERPRETED,
+            )
+        else:
+            tl.store(sums + (token - first_token) * D + column, x)
+        found = tl.min(tl.where(finishes & (lane > found), lane, MAX_WINDOW), axis=0)
+
+
+@triton.jit
+def count_new(request_ids, token, request, end, id_stride, ROWS: tl.constexpr):
+    """Rows of the group that ends with ``token`` that are tokens of this call: the last ones, as a request's tokens
+    stand together. The others are in the states."""
+    back = tl.arange(0, triton.next_power_of_2(ROWS))
+    there = (back < ROWS) & (back <= end) & (back <= token)
+    its_request = tl.load(request_ids + (token - back) * id_stride, mask=there, other=-1).to(tl.int64)
+    return tl.min(tl.where(there & (its_request == request), ROWS, back), axis=0)
+
+
+@triton.jit
+def weigh(
+    source,
+    row,
+    column,
+    D: tl.constexpr,
+    RATIO: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+    UNITS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Of rows [LANES, BLOCK_T] of a group's sum, each lane's largest score, and its sums of weights and of weighted
+    values [LANES, COLUMNS]; -inf, 0 and 0 of a lane without any."""
+    ROWS: tl.constexpr = RATIO * (1 + OVERLAPS)
+    WIDTH: tl.constexpr = D * (1 + OVERLAPS)
+    back = ROWS - 1 - row
+    is_new = (row < ROWS) & (back < source.num_new)
+    # The group before gives the first half of its numbers, the group itself the second.
+    half = tl.where(row >= RATIO, D, 0) if OVERLAPS else row * 0
+    at = half[:, :, None] + column[None, None, :]
+    exists = (column < D)[None, None, :]
+    kv_rows = source.kv - back * source.kv_stride * UNITS.kv
+    score_rows = source.score - back * source.score_stride * UNITS.score
+    bias_rows = source.ape + (row % RATIO) * source.ape_stride * UNITS.ape
+    new = is_new[:, :, None] & exists
+    bias = tl.load(bias_rows[:, :, None] + at, mask=new, other=0.0)
+    # One load from either place keeps more of them under way than two and a selection, where types allow it.
+    ALIKE: tl.constexpr = source.kv.dtype.element_ty == tl.float32
+    here = is_new
+    if source.states.cache is not None and ALIKE:
+        # Hardly any group of a prefill does.
+        needs_states = source.num_new < tl.minimum(source.end + 1, ROWS)
+        if needs_states:
+            states, is_old = state_rows(source, row, back, is_new, ROWS, UNITS)
+            kv_rows = tl.where(is_old, states, kv_rows)
+            score_rows = tl.where(is_old, states + WIDTH, score_rows)
+            here = is_new | is_old
+    there = here[:, :, None] & exists
+    values = widen(tl.load(kv_rows[:, :, None] + at, mask=there, other=0.0), INTERPRETED)
+    scores = widen(tl.load(score_rows[:, :, None] + at, mask=there, other=float("-inf")), INTERPRETED) + bias
+    if source.states.cache is not None and not ALIKE:
+        needs_states = source.num_new < tl.minimum(source.end + 1, ROWS)
+        if needs_states:
+            states, is_old = state_rows(source, row, back, is_new, ROWS, UNITS)
+            old = is_old[:, :, None] & exists
+            values = tl.where(old, tl.load(states[:, :, None] + at, mask=old, other=0.0), values)
+            scores = tl.where(old, tl.load(states[:, :, None] + WIDTH + at, mask=old, other=0.0), scores)
+    largest = tl.max(scores, axis=1)
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    weights = tl.exp(scores - base[:, None, :])
+    return largest, tl.sum(weights, axis=1), tl.sum(weights * values, axis=1)
+
+
+@triton.jit
+def state_rows(source, row, back, is_new, ROWS: tl.constexpr, UNITS: tl.constexpr):
+    """Where the states of rows that are not tokens of this call begin, and which of them are there."""
+    wanted = (row < ROWS) & (back <= source.end) & (is_new == 0)
+    address, found = locate_state(source.states, source.request, source.end - back, wanted, UNITS.state)
+    return source.states.cache + address, found
