@@ -15,7 +15,7 @@ from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel, launching_on
 
 # Heads and warps of a program.
-HEADS, WARPS = 16, 4
+HEADS, WARPS = 32, 4
 # The matrix is made anew in each program.
 HADAMARD_HEADS = 64
 

@@ -15,7 +15,7 @@ from flashlatte.runtime.triton_kernel import kernel, launching_on
 
 TILE, SMALLEST_AMAX = 128, 1e-10
 # Numbers that a program takes, and its warps.
-NUMBERS, WARPS = 4096, 4
+NUMBERS, WARPS = 2048, 2
 
 
 def inverse_rope_quantize(
