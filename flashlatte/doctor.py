@@ -31,7 +31,8 @@ PACKAGES = ("torch", "triton", "transformers")
 DEEPSEEK_V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536)
 # Latent and rotated dims of DeepSeek-V4's rows.
 V4_ROW = (448, 64)
-V41_MODEL = "model: DeepSeek-V4.1's. Operations are those of the layers of DeepSeek-V3, and V4's over its own caches."
+V41_MODEL = "model: DeepSeek-V4.1's, of which no layer is here. Operations are those over its caches."
+V41_HEADS = 64
 # Columns of the names of operations.
 NAMES_WIDTH = 72
 
@@ -53,10 +54,13 @@ def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, A
     v4 = fields is not None and str(fields.get("model_type")).startswith(V4_MODEL_TYPE)
     config = None if fields is None or v4 else MLAConfig.from_transformers(fields)
     layers = V4Config.layers(fields) if fields is not None and fields.get("model_type") == V4_MODEL_TYPE else ()
-    calls = v4_calls(device, DTYPES[dtype], layers) if layers else typical_calls(device, DTYPES[dtype], config)
     described = None if config is None else _describe_model(config)
-    if v4:
-        described = _describe_v4(layers) if layers else V41_MODEL
+    if layers:
+        described, calls = _describe_v4(layers), v4_calls(device, DTYPES[dtype], layers)
+    elif v4:
+        described, calls = V41_MODEL, v41_calls(device, DTYPES[dtype])
+    else:
+        calls = typical_calls(device, DTYPES[dtype], config)
     return {
         "versions": {
             "flashlatte": flashlatte.__version__,
@@ -167,6 +171,23 @@ def v4_calls(device: torch.device, dtype: torch.dtype, layers: Sequence[V4Config
     return calls
 
 
+def v41_calls(device: torch.device, dtype: torch.dtype) -> list[dispatch.Call]:
+    """One call of every operation that reads or writes DeepSeek-V4.1's caches."""
+    width = sum(V4_ROW)
+    formats = [name for name in _formats_of(*V4_ROW) if get_format(name).block_scaling is not None]
+    attention: dict[str, Any] = {"head_dim": width, "head_dim_v": width, "h_q": V41_HEADS, "h_kv": 1}
+    calls = [dispatch.Call("sparse_decode", device, dtype, name, 64, **attention) for name in formats]
+    for name in formats:
+        beside = get_format(name).beside(get_format(formats[-1]).record_width).name
+        if beside != name:
+            calls.append(
+                dispatch.Call("sparse_decode", device, dtype, name, 64, **attention, extra_cache_format=beside)
+            )
+    for operation in ("cache_write", "cache_gather"):
+        calls += [dispatch.Call(operation, device, dtype, name, page_size=64, head_dim=width) for name in formats]
+    return calls
+
+
 def _formats_of(latent_dim: int, rope_dim: int) -> list[str]:
     """The formats that are made for such rows."""
     layouts = [layout for layout in map(get_format, FORMAT_NAMES) if not layout.plain]
@@ -264,9 +285,10 @@ def _what_a_gpu_adds(operations: list[dict[str, Any]]) -> str:
 def _choices(call: dispatch.Call) -> dict[str, Any]:
     choices = dispatch.explain(call)
     able = [choice.backend for choice in choices if choice.refusal is None]
+    beside = "" if call.extra_cache_format is None else f" with {call.extra_cache_format}"
     return {
         "operation": call.operation,
-        "cache_format": call.cache_format,
+        "cache_format": None if call.cache_format is None else call.cache_format + beside,
         "runs": able[0] if able else None,
         "also": able[1:],
         "refusals": {choice.backend: choice.refusal for choice in choices if choice.refusal is not None},

@@ -134,7 +134,11 @@ def test_doctor_of_deepseek_v4(tmp_path, capsys):
 def test_doctor_of_deepseek_v41_says_that_no_layer_is_its(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v41"}')
     assert cli.main(["doctor", "--model", str(tmp_path)]) == 0
-    assert "model: DeepSeek-V4.1's. Operations are those of the layers of DeepSeek-V3" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "model: DeepSeek-V4.1's, of which no layer is here." in printed
+    assert re.search(r"^sparse_decode over v41, v41_fp4, v41 with v41_fp4 +\w+$", printed, re.MULTILINE)
+    assert re.search(r"^cache_gather over v41, v41_fp4 +\w+$", printed, re.MULTILINE)
+    assert "dense_decode" not in printed
 
 
 def test_doctor_of_several_gpus(monkeypatch, capsys):

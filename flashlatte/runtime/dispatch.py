@@ -48,6 +48,8 @@ class Call:
     rows_aligned: bool = True
     # Whether pages that are copied whole lie in one piece each, in memory that the device can address.
     pages_reachable: bool = True
+    # Of a second cache beside the first.
+    extra_cache_format: str | None = None
 
 
 def serves_all(call: Call) -> str | None:

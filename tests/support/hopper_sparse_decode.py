@@ -23,6 +23,7 @@ COMBINE_EQUAL = equal_splits.combine_equal
 FORMATS = {
     "v32": (576, 656, torch.uint8),
     "model1": (512, 584, torch.uint8),
+    "v41": (512, 528, torch.uint8),
     "bf16": (576, 576, torch.bfloat16),
     "bf16 512": (512, 512, torch.bfloat16),
 }
@@ -39,6 +40,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "model1, ranges, alone": {"form": "model1", "heads": 192, **LENGTHS},
     "model1, odd pages": {"form": "model1", "page_size": 61, "index_dtype": torch.int64, "out_pad": 1, **LENGTHS},
     "model1, blocks": {"form": "model1", "batch": 2, "heads": 64, "topk": 128, "extra_topk": 512},
+    "v41, ranges": {"form": "v41", **LENGTHS},
+    "v41, ranges, alone": {"form": "v41", "heads": 192, **LENGTHS},
+    "v41, blocks": {"form": "v41", "batch": 2, "heads": 64, "topk": 128, "extra_topk": 512},
     "bf16 576, whole items": {"form": "bf16", "batch": 128},
     "bf16 512, ranges": {"form": "bf16 512", **LENGTHS},
 }

@@ -30,6 +30,8 @@ def _refuses_hopper(call: dispatch.Call) -> str | None:
         return reason
     if reason := _refuses_format(call, _hopper_reads):
         return reason
+    if call.extra_cache_format not in (None, call.cache_format):
+        return f"takes a second cache in the first one's format {call.cache_format}, not {call.extra_cache_format}"
     alignment = (
         CacheFormat.row_alignment if call.cache_format is None else format_class(call.cache_format).row_alignment
     )
@@ -63,7 +65,10 @@ def _has_blocks(layout: type[CacheFormat]) -> bool:
 
 
 def _hopper_reads(layout: type[CacheFormat]) -> bool:
-    return _is_unpacked(layout) or (layout.plain and layout.record_dtype == torch.bfloat16)
+    unpacked = _is_unpacked(layout) or (
+        _has_blocks(layout) and layout.block_scaling is not None and not layout.block_scaling.fp4
+    )
+    return unpacked or (layout.plain and layout.record_dtype == torch.bfloat16)
 
 
 def _portable_reads(layout: type[CacheFormat]) -> bool:
@@ -154,6 +159,7 @@ def sparse_decode(
         for name, value in (("extra_indices", extra_indices), ("extra_topk_length", extra_topk_length)):
             if value is not None:
                 raise ValueError(f"{name} needs extra_k_cache beside it, got {name} alone")
+        extra_layout = None
     else:
         if extra_indices is None:
             raise ValueError("extra_k_cache needs extra_indices beside it, got None")
@@ -176,6 +182,7 @@ def sparse_decode(
         q.device,
         q.dtype,
         cache_format=layout.name,
+        extra_cache_format=None if extra_layout is None else extra_layout.name,
         page_size=k_cache.shape[1],
         head_dim=head_dim,
         head_dim_v=head_dim_v,

@@ -73,12 +73,15 @@ def producer_loop_spills(sass: str) -> int:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["v32, alone", "model1, ranges, alone", "v32, whole items", "model1, ranges"])
+@pytest.mark.parametrize(
+    "name",
+    ["v32, alone", "model1, ranges, alone", "v41, ranges, alone", "v32, whole items", "model1, ranges", "v41, ranges"],
+)
 def test_numbers_pass_16_bytes_at_a_time(compiled, name):
     code = compiled(name)
     loads = Counter(re.findall(r"\bLDG\.E(\.\w+)?", code.sass))
     stores = Counter(re.findall(r"\bSTS(\.\w+)?", code.sass))
-    row = {"v32": 512, "model1": 448}[name.split(",")[0]]
+    row = {"v32": 512, "model1": 448, "v41": 512}[name.split(",")[0]]
     if name.endswith("alone"):
         # 64 tokens by 128 threads: for two blocks, and the first half of all. Twice as many when dequantized.
         assert loads[".128"] >= (2 * row + 256) * 64 // (16 * 128)
@@ -208,6 +211,8 @@ def test_pages_by_multiplication(page_size):
         (65 * 656, 656, "v32", 16, False),
         (64 * 584, 584, "model1", 16, False),
         (61 * 584, 584, "model1", 8, False),
+        (64 * 528, 528, "v41", 16, True),
+        (65 * 528, 528, "v41", 16, False),
         (64 * 1152, 1152, "bf16", 16, True),
         (64 * 2304, 2304, "bf16", 16, True),
     ],
@@ -226,7 +231,9 @@ def test_what_it_cannot_address_is_an_error():
         launch._address_of(0, 2**25, 64, 64 * 656, 656, "k_cache", get_format("v32").tiling)
 
 
-def refusal(cache_format: str, head_dim: int, head_dim_v: int = 512, rows_aligned: bool = True) -> str | None:
+def refusal(
+    cache_format: str, head_dim: int, head_dim_v: int = 512, rows_aligned: bool = True, extra: str | None = None
+) -> str | None:
     call = dispatch.Call(
         api.OPERATION,
         torch.device("cuda", 0),
@@ -235,18 +242,22 @@ def refusal(cache_format: str, head_dim: int, head_dim_v: int = 512, rows_aligne
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         rows_aligned=rows_aligned,
+        extra_cache_format=extra,
     )
     return {choice.backend: choice.refusal for choice in dispatch.explain(call)}["hopper"]
 
 
 def test_refuses_what_it_does_not_take(monkeypatch):
     monkeypatch.setattr("flashlatte.runtime.machine.compute_capability", lambda _: (9, 0))
-    for cache_format, head_dim in (("v32", 576), ("model1", 512), ("bf16", 576), ("bf16", 512)):
+    for cache_format, head_dim in (("v32", 576), ("model1", 512), ("v41", 512), ("bf16", 576), ("bf16", 512)):
         assert refusal(cache_format, head_dim) is None
+        assert refusal(cache_format, head_dim, extra=cache_format) is None
     assert "not 576 with 256" in (refusal("v32", 576, 256) or "")
     assert "not 48 with 32" in (refusal("bf16", 48, 32) or "")
     assert refusal("bf16", 576, rows_aligned=False) == "takes tensors whose rows begin at multiples of 16 bytes"
     assert refusal("v32", 576, rows_aligned=False) == "takes tensors whose rows begin at multiples of 4 bytes"
+    assert "not v41_fp4" in (refusal("v41_fp4", 512) or "")
+    assert refusal("v41", 512, extra="v41_fp4") == ("takes a second cache in the first one's format v41, not v41_fp4")
 
 
 @pytest.mark.parametrize(("first_byte", "aligned"), [(0, True), (4, True), (2, False)])

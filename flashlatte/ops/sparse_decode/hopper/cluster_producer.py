@@ -21,7 +21,7 @@ from flashlatte.kernels.hopper.ptx.registers import loaded
 from flashlatte.kernels.hopper.word_layouts import THREADS
 from flashlatte.ops.sparse_decode.hopper import schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.rows import (
-    V32_SCALES,
+    SCALES,
     arrive_full,
     copy_rope,
     cursor_at,
@@ -29,7 +29,7 @@ from flashlatte.ops.sparse_decode.hopper.rows import (
     locate,
     publish_mask,
 )
-from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, V32
+from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, V32, V41
 
 
 @gluon.constexpr_function
@@ -44,7 +44,8 @@ def _own_layout(WIDTH, REGISTERS, LANES):
     )
 
 
-# 64 columns, as words of e4m3, 16 bytes of them a thread, and as words of bf16; and the four scales of v32.
+# 64 columns, as words of e4m3, 16 bytes of them a thread, and as words of bf16; and the four words of v32's or
+# v41's scales.
 _PIECE = gl.constexpr(_own_layout(16, [1, 2], [4, 8]))
 _BF16_PIECE = gl.constexpr(_own_layout(32, [1, 2, 4], [8, 16]))
 _OWN_SCALES = gl.constexpr(_own_layout(4, [1, 2], [0, 0]))
@@ -79,9 +80,9 @@ def _load_piece(words, FIRST: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _load_v32_scales(words, valid, PLAN: gl.constexpr):
+def _load_four_scales(words, valid, PLAN: gl.constexpr):
     tokens: gl.constexpr = gl.SliceLayout(1, _OWN_SCALES)
-    scale = V32_SCALES + gl.arange(0, 4, gl.SliceLayout(0, _OWN_SCALES))
+    scale = SCALES + gl.arange(0, 4, gl.SliceLayout(0, _OWN_SCALES))
     pointers = gl.convert_layout(words, tokens, assert_trivial=True)[:, None] + scale[None, :]
     ALIGNMENT: gl.constexpr = PLAN.alignment
     pointers = gl.multiple_of(pointers, [1, ALIGNMENT])
@@ -98,10 +99,10 @@ def _load_block(rows, PLAN: gl.constexpr):
     words = _own(rows.words)
     valid = _own(rows.valid)
     pieces = ()
-    for piece in gl.static_range(8 if PLAN.format == V32 else 7):
+    for piece in gl.static_range(7 if PLAN.format == MODEL1 else 8):
         pieces += (_load_piece(words, 16 * piece, PLAN),)
-    if PLAN.format == V32:
-        return Block(pieces, _load_v32_scales(words, valid, PLAN))
+    if PLAN.format != MODEL1:
+        return Block(pieces, _load_four_scales(words, valid, PLAN))
     else:
         scales = _own(rows.scales)
         return Block(pieces, (gl.load(scales, mask=valid, other=0), gl.load(scales + 1, mask=valid, other=0)))
@@ -138,11 +139,28 @@ def _factor(scales, PIECE: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _dequantize(words, factor):
-    """Words [32, 16] to pairs of bf16 [32, 32]."""
-    words = words.reshape([OWN, 1, 16])
-    tokens: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words.type.layout))
-    pairs = e4m3.dequantize(words, gl.convert_layout(factor, tokens, assert_trivial=True)[:, None])
+def _two_factors(scales, PIECE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The two scales of a piece of v41 as pairs of bf16, [32, 2]."""
+    low, high = e4m3.split_exponents(scales[PIECE // 2])
+    tokens: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    low = gl.convert_layout(low, tokens, assert_trivial=True)[:, None]
+    high = gl.convert_layout(high, tokens, assert_trivial=True)[:, None]
+    number = 2 * (PIECE % 2) + gl.arange(0, 2, gl.SliceLayout(0, LAYOUT))
+    return e4m3.factor_of_exponent(low, high, number[None, :])
+
+
+@gluon.jit
+def _dequantize(words, scales, PIECE: gl.constexpr, PLAN: gl.constexpr):
+    """Words [32, 16] of a piece to pairs of bf16 [32, 32]."""
+    GROUPS: gl.constexpr = 2 if PLAN.format == V41 else 1
+    words = words.reshape([OWN, GROUPS, 16 // GROUPS])
+    groups: gl.constexpr = gl.SliceLayout(2, words.type.layout)
+    if PLAN.format == V41:
+        factor = _two_factors(scales, PIECE, groups)
+    else:
+        factor = _factor(scales, PIECE, PLAN)
+        factor = gl.convert_layout(factor, gl.SliceLayout(1, groups), assert_trivial=True)[:, None]
+    pairs = e4m3.dequantize(words, factor)
     return gl.convert_layout(pairs, _BF16_PIECE, assert_trivial=True)
 
 
@@ -166,7 +184,7 @@ def _provide(
     PIECES: gl.constexpr = _pieces(SIDE, PLAN.format)
     clusters.expect(FULL, PIECES, peer)
     for piece in gl.static_range(PIECES):
-        pairs = _dequantize(block.pieces[4 * SIDE + piece], _factor(block.scales, 4 * SIDE + piece, PLAN))
+        pairs = _dequantize(block.pieces[4 * SIDE + piece], block.scales, 4 * SIDE + piece, PLAN)
         clusters.store(pairs, places, TILE, piece)
     arrive_full(FULL, PLAN)
     clusters.send(TILE, PIECES, FULL, peer)

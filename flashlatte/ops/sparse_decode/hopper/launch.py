@@ -15,7 +15,7 @@ from flashlatte.ops.sparse_decode.hopper import equal_splits, schedule
 from flashlatte.ops.sparse_decode.hopper.consumers import Query
 from flashlatte.ops.sparse_decode.hopper.kernel import cluster_kernel, kernel
 from flashlatte.ops.sparse_decode.hopper.rows import Cache, Indices
-from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, producer_warps
+from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, V41, producer_warps
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align, stride_in_use, strides_in_use
@@ -78,8 +78,8 @@ def sparse_decode(
     topk = indices.shape[2]
     extra_topk = 0 if extra_indices is None else extra_indices.shape[2]
     is_uniform = topk_length is None and extra_topk_length is None
-    has_scales = layout.tiling is not None
-    kind = (MODEL1 if layout.tiling.e8m0 else V32).value if layout.tiling is not None else PLAIN.value
+    kind = _kind(layout)
+    has_scales = kind != PLAIN.value
     made = make_plan(
         machine.num_sms(device), batch * s_q, h_q, topk, extra_topk, is_uniform, has_scales, batch_invariant
     )
@@ -142,6 +142,12 @@ def sparse_decode(
             equal_splits.launch_combine_equal(scratch, outputs, batch * s_q, made.equal_splits, out_align)
         elif scratch is not None:
             combine.launch_combine(split, scratch, outputs, out_align, 0, batch * s_q)
+
+
+def _kind(layout: CacheFormat) -> int:
+    if layout.tiling is not None:
+        return (MODEL1 if layout.tiling.e8m0 else V32).value
+    return (PLAIN if layout.block_scaling is None else V41).value
 
 
 def _extra(group: NamedTuple) -> dict[str, Any]:

@@ -30,12 +30,12 @@ from flashlatte.kernels.hopper.mla_tiles import (
     half_of,
 )
 from flashlatte.kernels.hopper.ptx import e4m3, memory
-from flashlatte.kernels.hopper.ptx.registers import loaded
+from flashlatte.kernels.hopper.ptx.registers import loaded, opaque
 from flashlatte.kernels.hopper.word_layouts import LINES, THREADS, flat, load_words, words_layout, words_of
 from flashlatte.ops.sparse_decode.hopper import schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.rows import (
     PLAIN_ROPE,
-    V32_SCALES,
+    SCALES,
     arrive_full,
     copy_rope,
     copy_words,
@@ -45,7 +45,7 @@ from flashlatte.ops.sparse_decode.hopper.rows import (
     publish_mask,
     token_bytes,
 )
-from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32
+from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, V41
 
 
 class Half(NamedTuple):
@@ -73,11 +73,11 @@ def _load_words(rows, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def load_half(rows, SIDE: gl.constexpr, PLAN: gl.constexpr):
     """Ask for half of the rows."""
-    if PLAN.format == V32:
+    if PLAN.format == V32 or PLAN.format == V41:
         LAYOUT: gl.constexpr = words_layout(2, 32)
         words = _load_words(rows, SIDE * 64, LAYOUT)
         group = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-        pointers = _per_group(rows.words, LAYOUT) + (V32_SCALES + 2 * SIDE + group)[None, :]
+        pointers = _per_group(rows.words, LAYOUT) + (SCALES + 2 * SIDE + group)[None, :]
         pointers, mask = gl.broadcast(pointers, _per_group(rows.valid, LAYOUT))
         return Half(words, rows.valid, gl.load(pointers, mask=mask, other=0))
     elif PLAN.format == MODEL1:
@@ -91,10 +91,25 @@ def load_half(rows, SIDE: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def _of_four(x, LAYOUT: gl.constexpr):
+    """[64, 2] per token and four groups as [64, 8] for the words of a ``LAYOUT``."""
+    first, last = gl.split(x)
+    group = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :]
+    return gl.where(group < 4, _per_group(first, LAYOUT), _per_group(last, LAYOUT))
+
+
+@gluon.jit
 def _dequantize(words, scales, FIRST_GROUP: gl.constexpr, PLAN: gl.constexpr):
+    if PLAN.format == V41:
+        # Eight words, or 32 columns, have a scale, and four scales are a word.
+        words = words.reshape([KEYS, 8, 8])
     LAYOUT: gl.constexpr = words.type.layout
     if PLAN.format == V32:
         factor = e4m3.factor_of_float(scales.to(gl.float32, bitcast=True))
+    elif PLAN.format == V41:
+        # Opaque: what follows from the group's number alone would be kept in registers.
+        number = opaque(gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))) % 4)[None, :]
+        factor = e4m3.factor_of_exponent(_of_four(scales[0], LAYOUT), _of_four(scales[1], LAYOUT), number)
     else:
         group = FIRST_GROUP + gl.arange(0, words.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
         low, high = scales
@@ -107,7 +122,7 @@ def fill(tile, half, SIDE: gl.constexpr, PLAN: gl.constexpr):
     """Dequantize half of a block into its tile."""
     target = words_of(tile)
     scales = half.scales
-    if PLAN.format == MODEL1:
+    if PLAN.format == MODEL1 or PLAN.format == V41:
         scales = e4m3.split_exponents(scales)
     if SIDE == RIGHT and PLAN.format == MODEL1:
         target.slice(0, 64, dim=1).store(_dequantize(half.words, scales, 0, PLAN))
@@ -140,7 +155,7 @@ def _loaded(words, COUNT: gl.constexpr):
 
 @gluon.jit
 def half_loaded(half, SIDE: gl.constexpr, PLAN: gl.constexpr):
-    if PLAN.format == V32:
+    if PLAN.format == V32 or PLAN.format == V41:
         return Half(_loaded(half.words, 32), half.tail, _loaded(half.scales, 4))
     elif PLAN.format == MODEL1:
         if SIDE == RIGHT:
@@ -164,10 +179,12 @@ def _selected_nan(words, rows):
 @gluon.jit
 def with_nan(half, rows, SIDE: gl.constexpr, PLAN: gl.constexpr):
     """Half of a block, with NaN as the scale of selected tokens that have a NaN in it."""
-    if PLAN.format == V32:
+    if PLAN.format == V32 or PLAN.format == V41:
         LAYOUT: gl.constexpr = half.words.type.layout
         nan, scales = gl.broadcast(_per_group(_selected_nan(half.words, rows), LAYOUT), half.scales)
-        return Half(half.words, half.tail, gl.where(nan, e4m3.NAN_FLOAT, scales))
+        return Half(
+            half.words, half.tail, gl.where(nan, e4m3.NAN_FLOAT if PLAN.format == V32 else e4m3.NAN_EXPONENTS, scales)
+        )
     elif PLAN.format == MODEL1:
         nan = _selected_nan(half.words, rows)
         if SIDE == RIGHT:

@@ -16,13 +16,13 @@ from flashlatte.kernels.hopper.clusters import OWN
 from flashlatte.kernels.hopper.mla_tiles import KEYS
 from flashlatte.kernels.hopper.word_layouts import words_of
 from flashlatte.ops.sparse_decode.hopper import schedule
-from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32
+from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, V41
 from flashlatte.runtime.gluon_compat import cp_async
 
 # Bytes of a token's scales in model1, which follow the tokens of a page.
 _MODEL1_SCALES = gl.constexpr(8)
-# Words from a token's begin to its scales (v32) and its rope.
-V32_SCALES = gl.constexpr(512 // 4)
+# Words from a token's begin to its scales (v32, v41) and its rope.
+SCALES = gl.constexpr(512 // 4)
 V32_ROPE = gl.constexpr(528 // 4)
 MODEL1_ROPE = gl.constexpr(448 // 4)
 PLAIN_ROPE = gl.constexpr(1024 // 4)
@@ -31,7 +31,7 @@ PLAIN_ROPE = gl.constexpr(1024 // 4)
 @gluon.constexpr_function
 def token_bytes(FORMAT):
     """Bytes from token to token of a format with scales."""
-    return 656 if FORMAT == V32 else 576
+    return {V32.value: 656, MODEL1.value: 576, V41.value: 528}[int(FORMAT)]
 
 
 @gluon.constexpr_function
@@ -215,12 +215,13 @@ def copy_words(tile, rows, FIRST: gl.constexpr, COLUMN: gl.constexpr, WIDTH: gl.
 
 @gluon.jit
 def copy_rope(k, full, rows, PLAN: gl.constexpr):
-    """Copy what a token of a format with scales has in bf16, and count it to the right half."""
+    """Copy what a token of a format with scales has in bf16, if anything, and count it to the right half."""
     if PLAN.format == V32:
         copy_words(k.rope, rows, V32_ROPE, 0, 32, False)
-    else:
+    elif PLAN.format == MODEL1:
         copy_words(k.right, rows, MODEL1_ROPE, 96, 32, False)
-    async_copy.mbarrier_arrive(full.right, increment_count=False)
+    if PLAN.format != V41:
+        async_copy.mbarrier_arrive(full.right, increment_count=False)
 
 
 @gluon.jit

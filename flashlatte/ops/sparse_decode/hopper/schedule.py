@@ -41,7 +41,7 @@ class Plan(NamedTuple):
     """What is settled when the kernel is compiled.
 
     Attributes:
-        format: ``tiles.PLAIN``, ``V32`` or ``MODEL1``.
+        format: ``tiles.PLAIN``, ``V32``, ``MODEL1`` or ``V41``.
         producer_threads: of the producer, with which the kernel begins.
         has_rope: whether rows have 64 columns more than the 512 of a value.
         has_extra: whether there is an extra cache.

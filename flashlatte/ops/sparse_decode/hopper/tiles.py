@@ -34,6 +34,7 @@ K1_LEFT_FULL = gl.constexpr(OWN_BARRIERS + 3)
 PLAIN = gl.constexpr(0)
 V32 = gl.constexpr(1)
 MODEL1 = gl.constexpr(2)
+V41 = gl.constexpr(3)
 
 
 def producer_warps(cache_format: int) -> int:
