@@ -24,6 +24,7 @@ OPERATIONS = {
         "index_query_mxfp4",
     },
     "dense_decode_caches": {"dense_decode"},
+    "paged_attention": {"paged_attention"},
     "topk": {"topk", "index_select", "paged_index_select"},
     "turboquant": {"paged_attention", "turboquant_decode", "turboquant_store", "turboquant_gather"},
 }
@@ -64,7 +65,8 @@ def test_a_script_checks_times_and_keeps_all_of_its_cases(
 
 def first_cases() -> list[tuple[str, str]]:
     sections = {"deepseek_v4": ("compressor", "elementwise"), "dense_decode_caches": ("decode",)}
-    sections |= {"topk": ("topk", "select"), "turboquant": ("decode", "store", "gather")}
+    sections |= {"paged_attention": ("decode", "mixed"), "topk": ("topk", "select")}
+    sections |= {"turboquant": ("decode", "store", "gather")}
     return [(name, section) for name, found in sections.items() for section in found]
 
 
