@@ -50,6 +50,8 @@ class Call:
     pages_reachable: bool = True
     # Of a second cache beside the first.
     extra_cache_format: str | None = None
+    # What the call asks for that not every implementation has, in words.
+    asks_for: str | None = None
 
 
 def serves_all(call: Call) -> str | None:

@@ -11,6 +11,7 @@ from gpu import harness
 from gpu.harness import DEVICE, Arguments
 
 import flashlatte
+from flashlatte.ops.paged_attention import choice
 from flashlatte.testing import compare
 from flashlatte.testing.paged_attention_case import PagedAttentionCase
 from flashlatte.testing.paged_attention_oracle import paged_attention as oracle
@@ -34,8 +35,10 @@ KINDS = {
     },
     "new keys": {"new_keys": True, "alibi": "linear"},
     "e4m3": {"cache_dtype": E4M3, "scale_kind": "head", "fp8_out": True},
+    "e5m2": {"cache_dtype": E5M2, "scale_kind": "tensor", "sinks": True},
+    "int8, a scale a head": {"cache_dtype": INT8, "scale_kind": "head"},
     "e5m2, new keys": {"cache_dtype": E5M2, "scale_kind": "tensor", "new_keys": True, "dtype": torch.float16},
-    "int8": {"cache_dtype": INT8, "scale_kind": "token", "index_dtype": torch.int64},
+    "int8, a scale a token": {"cache_dtype": INT8, "scale_kind": "token", "index_dtype": torch.int64},
 }
 GRID = harness.pairwise(
     {
@@ -49,7 +52,34 @@ GRID = harness.pairwise(
         "unowned": (0, 3),
     }
 )
+# What only the Gluon kernel has: packs of heads, boxes that are parts of pages and of blocks, its widths.
+LONG = PagedAttentionCase(1, 700, 300, 32, 8, page_size=64)
+SEVERAL = PagedAttentionCase(3, 150, 500, 32, 8, page_size=64, varlen=True, decodes=5, unowned=3)
+HOPPER: dict[str, PagedAttentionCase] = {
+    f"{name}, {kind}": replace(case, **fields)
+    for kind, case in (("one", LONG), ("several", SEVERAL))
+    for name, fields in {
+        "page 16": {"page_size": 16, "layout": "hnd"},
+        "page 128": {"page_size": 128, "causal": False},
+        "page 256": {"page_size": 256, "window": 100},
+        "page 48": {"page_size": 48, "h_q": 40, "sinks": True, "index_dtype": torch.int64},
+        "window": {"window": (37, 20), "causal": False, "page_size": 16},
+        "64": {"page_size": 16, "h_q": 64, "head_dim": 64, "d_v": 64, "sinks": True, "window": 128},
+        "96 and 80": {"head_dim": 96, "d_v": 80, "dtype": torch.float16, "strided": True},
+        "192 and 128": {"h_q": 16, "h_kv": 16, "head_dim": 192},
+        "many heads of one key head": {"h_q": 64, "h_kv": 1},
+        "six heads of a key head": {"h_q": 12, "h_kv": 2, "page_size": 32},
+        "more queries than keys": {"s_k": 100},
+        "long context": {"context": 9000},
+    }.items()
+}
 TYPICAL = PagedAttentionCase(4, 100, 500, 32, 8, varlen=True, decodes=8, unowned=2)
+
+
+@pytest.fixture(autouse=True)
+def _small_calls_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Gluon kernel is for calls with more rows than these; it is right for all."""
+    monkeypatch.setattr(choice, "HOPPER_LEAST_ROWS", -(2**31))
 
 
 def attend(arguments: Arguments, backend: str, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,6 +114,26 @@ def test_grid(row: Arguments, backend: str) -> None:
         out.fill_(torch.nan)
     results = attend(arguments, backend, out=out, lse=lse.fill_(torch.nan))
     check(arguments, backend, results)
+
+
+@pytest.mark.parametrize("name", HOPPER)
+def test_hopper(name: str) -> None:
+    arguments = HOPPER[name].inputs(DEVICE)
+    out, lse = flashlatte.paged_attention(**arguments, backend="reference")
+    results = attend(arguments, "hopper", out=out.fill_(torch.nan), lse=lse.fill_(torch.nan))
+    check(arguments, "hopper", results)
+    again = attend(arguments, "hopper")
+    harness.assert_same_bits({"out": results[0], "lse": results[1]}, {"out": again[0], "lse": again[1]})
+
+
+def test_hopper_takes_long_requests_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    arguments = replace(SEVERAL, s_q=400).inputs(DEVICE)
+    chosen = flashlatte.paged_attention(**arguments)
+    harness.assert_same_bits(
+        dict(zip(("out", "lse"), chosen, strict=True)),
+        dict(zip(("out", "lse"), attend(arguments, "hopper"), strict=True)),
+    )
 
 
 @ON_EVERY_BACKEND

@@ -152,6 +152,17 @@ MORE_HOPPER = [
     Variant("sparse_prefill", "hopper", {"sinks": False}),
     Variant("dense_prefill", "hopper", {"head_dim": 128}),
     Variant("dense_prefill", "hopper", {"dtype": FP16, "out_pad": 1}),
+    *(
+        Variant("paged_attention", "hopper", {"tokens": 2048, "requests": 1, **call})
+        for call in (
+            {},
+            {"page_size": 64, "dtype": FP16, "out_pad": 1},
+            {"page_size": 48, "heads": 40, "terms": "sink", "index_dtype": torch.int64},
+            {"head_dim": 96, "d_v": 80, "hnd": True},
+            {"head_dim": 64, "d_v": 64, "heads": 64},
+            {"head_dim": 192, "heads": 8, "page_size": 128},
+        )
+    ),
     Variant("dense_prefill_backward", "hopper", {"head_dim": 128}),
     Variant("dense_prefill_backward", "hopper", {"dtype": FP16, "deterministic": True, "dlse": True}, spills=8),
     Variant("dense_prefill_backward", "hopper", {"head_dim": 128, "deterministic": True}),

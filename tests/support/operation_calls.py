@@ -135,12 +135,14 @@ def _norm_rope() -> None:
     rotate_heads(_rows(3, 2, 64), rotary, _rows(3, 2, 64), backend="portable")
 
 
-def _paged_attention(cache_dtype: torch.dtype = BF16, tokens: int = 4, **options: Any) -> None:
+def _paged_attention(
+    cache_dtype: torch.dtype = BF16, tokens: int = 4, backend: str = "portable", **options: Any
+) -> None:
     cache = _rows(4, 16, 2, 128, dtype=cache_dtype)
     boundaries = torch.tensor([0, 1, tokens], dtype=torch.int32)
     q = _rows(tokens, 8, 128)
     flashlatte.paged_attention(
-        q, cache, cache.clone(), _ints(2, 64), _ints(2), boundaries, causal=True, backend="portable", **options
+        q, cache, cache.clone(), _ints(2, 64), _ints(2), boundaries, causal=True, backend=backend, **options
     )
 
 
@@ -227,6 +229,7 @@ CALLS: list[Callable[[], None]] = [
     *(functools.partial(_topk, "hopper", rows, 100) for rows in (2, 60, 100, 200)),
     _index_convert,
     _paged_attention,
+    lambda: _paged_attention(tokens=1100, backend="hopper"),
     lambda: _paged_attention(torch.int8, 300, k_scale=torch.ones(2), attn_sink=torch.ones(8)),
     _index_workspace,
     _v4_rows,

@@ -8,33 +8,15 @@ from collections.abc import Sequence
 import torch
 
 from flashlatte.kv_cache import scales
+from flashlatte.ops.paged_attention.choice import OPERATION, not_everywhere
 from flashlatte.ops.paged_attention.problem import Problem
-from flashlatte.runtime import checks, dispatch, gradients, ragged, refusals
+from flashlatte.runtime import checks, dispatch, gradients, ragged
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
-OPERATION = "paged_attention"
 QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 # Positions and their sums with tile sizes fit 32 bits.
 _MOST_KEYS = 2**30
-
-# A row is one tile in shared memory.
-_PORTABLE_MAX_HEAD_DIM = 512
-
-
-def _refuses_portable(call: dispatch.Call) -> str | None:
-    return (
-        refusals.dtype(call, torch.bfloat16, torch.float16)
-        or refusals.triton(call)
-        or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM)
-    )
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.paged_attention.portable:paged_attention", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.paged_attention.reference:paged_attention"),
-)
 
 
 @repeats_launches
@@ -156,6 +138,9 @@ def paged_attention(
         head_dim_v=head_dim_v,
         h_q=h_q,
         h_kv=h_kv,
+        # Of one request, beside one of each other.
+        rows=(tokens - cu_seqlens_q.shape[0] + 2) * h_q,
+        asks_for=not_everywhere(q, k_cache, v_cache, k, prefix_ranges, softcap, alibi_slopes, qq_bias, out),
         rows_aligned=checks.rows_aligned(q) and checks.rows_aligned(k_cache) and checks.rows_aligned(v_cache),
     )
     gradients.warn_if_dropped(OPERATION, q, k_cache, v_cache, k, v)

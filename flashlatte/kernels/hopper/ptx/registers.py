@@ -126,6 +126,31 @@ def mask_columns(scores, begin, end):
     )
 
 
+@gluon.constexpr_function
+def _mask_eights_asm():
+    # Operands: 0 to 63 the scores, also 64 to 127; 128 the word, as are those after it. A thread has two columns of
+    # each eight in two rows.
+    mask = []
+    for eight in range(16):
+        mask.append(f"and.b32 bit, $128, {1 << eight}; setp.eq.s32 there, bit, 0;")
+        mask += [f"selp.f32 ${i}, ${i}, 0fFF800000, there;" for i in range(4 * eight, 4 * eight + 4)]
+    return " ".join(["{ .reg .pred there; .reg .b32 bit;", *mask, "}"])
+
+
+@gluon.constexpr_function
+def _mask_eights_constraints():
+    return ",".join([in_place("f", 64)] + ["r"] * 64)
+
+
+@gluon.jit
+def mask_eights(scores, bits):
+    """``scores`` [64, 128] of a WGMMA, -inf in columns 8 i to 8 i + 7 where bit i is set in ``bits`` [64, 128], which
+    is one number everywhere."""
+    return gl.inline_asm_elementwise(
+        _mask_eights_asm(), _mask_eights_constraints(), [scores, bits], gl.float32, is_pure=True, pack=64
+    )
+
+
 @gluon.jit
 def round_here(tile, DTYPE: gl.constexpr):
     """float32 numbers in bf16 or fp16, rounded where this stands and not later."""

@@ -38,16 +38,16 @@ def bar_sync(BARRIER: gl.constexpr, MEETING: gl.constexpr, THREADS: gl.constexpr
 
 
 @gluon.jit
-def bar_arrive_at(barrier, MEETING: gl.constexpr):
-    """``bar_arrive`` of four warps at a barrier whose number is known at run time."""
-    numbers = gl.full([128], 0, gl.int32, one_each(128)) + barrier
+def bar_arrive_at(barrier, MEETING: gl.constexpr, THREADS: gl.constexpr = 128):
+    """``bar_arrive`` of a partition at a barrier whose number is known at run time."""
+    numbers = gl.full([THREADS], 0, gl.int32, one_each(THREADS)) + barrier
     gl.inline_asm_elementwise(_bar("bar.arrive", "$1", MEETING), "=r,r", [numbers], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def bar_sync_at(barrier, MEETING: gl.constexpr):
-    """``bar_sync`` of four warps at a barrier whose number is known at run time."""
-    numbers = gl.full([128], 0, gl.int32, one_each(128)) + barrier
+def bar_sync_at(barrier, MEETING: gl.constexpr, THREADS: gl.constexpr = 128):
+    """``bar_sync`` of a partition at a barrier whose number is known at run time."""
+    numbers = gl.full([THREADS], 0, gl.int32, one_each(THREADS)) + barrier
     gl.inline_asm_elementwise(_bar("bar.sync", "$1", MEETING), "=r,r", [numbers], gl.int32, is_pure=False, pack=1)
 
 
@@ -62,6 +62,14 @@ def of_lane(x, LANE: gl.constexpr):
     """What a lane of the warp has as the int32 scalar ``x``."""
     return gl.inline_asm_elementwise(
         f"shfl.sync.idx.b32 $0, $1, {LANE}, 31, -1;", "=r,r", [x], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def of_lane_at(x, lane):
+    """``of_lane`` of a lane whose number, the same for the warp, is known at run time."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "=r,r,r", [x, lane], gl.int32, is_pure=False, pack=1
     )
 
 

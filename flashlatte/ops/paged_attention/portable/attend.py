@@ -18,6 +18,9 @@ from flashlatte.ops.paged_attention.portable.keys import Places, load_operand
 from flashlatte.ops.paged_attention.portable.scores import add_terms, is_visible
 from flashlatte.ops.paged_attention.portable.tiles import seen_by
 
+# P as fp16 is relative to 2^-14 of its maximum, so that the smallest that counts is 2^-39 of it, and not 2^-25.
+P_SHIFT = tl.constexpr(14)
+
 
 class Step(NamedTuple):
     """What a step over a block of keys is compiled for.
@@ -29,6 +32,7 @@ class Step(NamedTuple):
         page_size, num_stages: of pages, and of Triton's pipeline.
         has_terms: whether more is done to scores than scaling them.
         scaled_keys: whether each key and value has a scale of its own.
+        halves: operands are fp16, and not q's dtype. Rows of q come scaled to fit it; P is, by 2^P_SHIFT.
         interpreted: Triton's interpreter runs it.
     """
 
@@ -43,6 +47,7 @@ class Step(NamedTuple):
     num_stages: int
     has_terms: bool
     scaled_keys: bool
+    halves: bool
     interpreted: bool
 
 
@@ -81,9 +86,26 @@ def _scales_of(scale, places):
 
 
 @triton.jit
+def fit_halves(q, q_rest, HAS_REST: tl.constexpr):
+    """Rows of q, times powers of two that make their largest number 2^14 to 2^15, and the inverse of those [rows].
+
+    So fp16 has them exactly, but for numbers below 2^-29 of the largest, of which bits are lost.
+    """
+    largest = tl.max(tl.abs(q.to(tl.float32)), axis=1)
+    if HAS_REST:
+        largest = tl.maximum(largest, tl.max(tl.abs(q_rest.to(tl.float32)), axis=1))
+    exponent = largest.to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 15), 253)
+    factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    inverse = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return q.to(tl.float32) * factor[:, None], q_rest.to(tl.float32) * factor[:, None], inverse
+
+
+@triton.jit
 def attend(
     q,
     q_rest,
+    q_inverse,
     keys_of,
     values_of,
     k_scale,
@@ -102,7 +124,8 @@ def attend(
 ):
     """(values [BLOCK_M, width_v], base-2 lse [BLOCK_M]) of a tile over some of its blocks of keys.
 
-    ``row_token`` [BLOCK_M]: which query of the tile a row belongs to. ``scale`` includes log2(e).
+    ``row_token`` [BLOCK_M]: which query of the tile a row belongs to. ``q_inverse`` [BLOCK_M]: what scores of halves
+    are multiplied with. ``scale`` includes log2(e).
     """
     BLOCK_M: tl.constexpr = step.block_m
     BLOCK_N: tl.constexpr = step.block_n
@@ -137,6 +160,8 @@ def attend(
             scores = tl.dot(q_rest, tl.trans(k), scores)
         if step.scaled_keys:
             scores *= _scales_of(k_scale, places)[None, :]
+        if step.halves:
+            scores *= q_inverse[:, None]
         factor = scale
         if step.has_terms:
             scores = add_terms(scores * scale, terms, position, keys, tile.context, tile.own + row_token)
@@ -147,8 +172,10 @@ def attend(
 
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max * factor)
-        p = tl.exp2(scores * factor - shift[:, None])
         alpha = tl.exp2(row_max * factor - shift)
+        if step.halves:
+            shift -= P_SHIFT
+        p = tl.exp2(scores * factor - shift[:, None])
         row_sum = row_sum * alpha + tl.sum(p, axis=1)
         row_max = new_max
         if step.scaled_keys:
@@ -161,4 +188,6 @@ def attend(
     is_empty = row_sum == 0
     row_sum = tl.where(is_empty, 1.0, row_sum)
     lse2 = tl.where(is_empty, float("-inf"), row_max * (1.0 if step.has_terms else scale) + tl.log2(row_sum))
+    if step.halves:
+        lse2 -= P_SHIFT
     return values * (1.0 / row_sum)[:, None], lse2

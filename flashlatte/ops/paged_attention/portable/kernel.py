@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import LOG2_E, load_rows
-from flashlatte.ops.paged_attention.portable.attend import Scale, Table, attend
+from flashlatte.ops.paged_attention.portable.attend import Scale, Table, attend, fit_halves
 from flashlatte.ops.paged_attention.portable.keys import Rows
 from flashlatte.ops.paged_attention.portable.scores import Terms
 from flashlatte.ops.paged_attention.portable.tiles import load_tile
@@ -223,9 +223,16 @@ def paged_attention_kernel(
                 q_rest = load_rows(
                     q, q_rows * Q_ALIGN, in_tile, STEP.first, STEP.head_dim - STEP.first, STEP.rest, STEP.interpreted
                 )
+            q_inverse = 1.0
+            if STEP.halves:
+                q_tile, q_rest, q_inverse = fit_halves(q_tile, q_rest, STEP.rest > 0)
+                if not STEP.interpreted:
+                    q_tile = q_tile.to(tl.float16)
+                    q_rest = q_rest.to(tl.float16)
             values, lse2 = attend(
                 q_tile,
                 q_rest,
+                q_inverse,
                 keys_of,
                 values_of,
                 key_scale,
@@ -240,7 +247,7 @@ def paged_attention_kernel(
                 K_FORM,
                 V_FORM,
                 STEP,
-                q.dtype.element_ty,
+                tl.float16 if STEP.halves else q.dtype.element_ty,
             )
             if not STEP.scaled_keys:
                 values *= v_scale_value

@@ -39,15 +39,23 @@ class Plan:
         split: over how many CTAs the keys of tiles are split.
         block_tokens: of a tile.
         slots: tiles that there can be.
+        tiles_each: that a request can have, where those of few queries alone are attended; else 0.
     """
 
     config: Config
     split: SplitPlan
     block_tokens: int
     slots: int
+    tiles_each: int
 
 
 def paged_attention(problem: Problem) -> None:
+    attend(problem)
+
+
+def attend(problem: Problem, most_queries: int = 0) -> None:
+    """Attend all requests, or only those of up to ``most_queries`` queries, a few; tokens of no request get out 0 in
+    the first case and nothing in the second."""
     q, k_cache, v_cache, out, lse = problem.q, problem.k_cache, problem.v_cache, problem.out, problem.lse
     tokens, h_q, head_dim = q.shape
     num_pages, page_size, h_kv = k_cache.shape[:3]
@@ -58,6 +66,7 @@ def paged_attention(problem: Problem) -> None:
     has_terms = problem.softcap > 0 or problem.alibi_slopes is not None or problem.qq_bias is not None
     is_quantised = k_cache.dtype != q.dtype
     per_token = any(scale is not None and _is_per_token(scale) for scale in (problem.k_scale, problem.v_scale))
+    halves = multiplies_halves(problem)
     made = make_plan(
         gpu,
         machine.num_sms(device),
@@ -68,7 +77,12 @@ def paged_attention(problem: Problem) -> None:
         head_dim,
         head_dim_v,
         problem.cached_keys + (tokens if has_new else 0),
-        has_terms or has_new or is_quantised or problem.prefix_ranges is not None or parts(head_dim)[1] > 0,
+        has_terms
+        or has_new
+        or (is_quantised and not halves)
+        or problem.prefix_ranges is not None
+        or parts(head_dim)[1] > 0,
+        most_queries,
     )
     config, split = made.config, made.split
     k_form, k_strides = _form(k_cache, gpu)
@@ -86,6 +100,7 @@ def paged_attention(problem: Problem) -> None:
         num_stages=config.num_stages,
         has_terms=has_terms,
         scaled_keys=per_token or (is_quantised and has_new),
+        halves=halves,
         interpreted=gpu == "interpreter",
     )
     native = converts_e4m3(device)
@@ -131,7 +146,9 @@ def paged_attention(problem: Problem) -> None:
                 num_ranges=0 if ranges is None else ranges.shape[1],
                 stride_request=0 if ranges is None else ranges.stride(0),
                 stride_range=0 if ranges is None else ranges.stride(1),
+                most_queries=most_queries,
             ),
+            TILES_EACH=made.tiles_each,
             HAS_NEW=has_new,
             BLOCK_TOKENS=made.block_tokens,
             BLOCK_N=config.block_n,
@@ -213,13 +230,16 @@ def make_plan(
     head_dim_v: int,
     most_keys: int,
     more_registers: bool,
+    most_queries: int = 0,
 ) -> Plan:
-    """``heads``: query heads of a key head."""
-    config = choose(gpu, -(-tokens // requests) * heads, head_dim, head_dim_v, more_registers=more_registers)
+    """``heads``: query heads of a key head. ``most_queries`` as for ``attend``: most of those requests are decodes."""
+    queries = 1 if most_queries else -(-tokens // requests)
+    config = choose(gpu, queries * heads, head_dim, head_dim_v, more_registers=more_registers)
     block_tokens = max(config.block_m // heads, 1)
     groups_per_head = -(-block_tokens * heads // config.block_m)
     groups = h_kv * groups_per_head
-    slots = tile_slots(tokens, requests, block_tokens)
+    tiles_each = -(-most_queries // block_tokens)
+    slots = requests * tiles_each or tile_slots(tokens, requests, block_tokens)
     partial = Partial(config.block_m, head_dim_v)
     most_blocks = -(-most_keys // config.block_n) + 1
     ranges = plan.num_ranges(slots, groups, num_sms * config.programs, most_blocks, partial)
@@ -228,7 +248,7 @@ def make_plan(
     else:
         overhead = -(-_OVERHEAD_KEYS // config.block_n)
         split = plan.balanced(partial, slots, most_blocks, groups, groups_per_head, ranges, overhead)
-    return Plan(config, split, block_tokens, slots)
+    return Plan(config, split, block_tokens, slots, tiles_each)
 
 
 def _form(cache: torch.Tensor, gpu: str) -> tuple[Form, tuple[int, ...]]:
@@ -247,6 +267,16 @@ def _form(cache: torch.Tensor, gpu: str) -> tuple[Form, tuple[int, ...]]:
         interpreted=gpu == "interpreter",
     )
     return form, (page // align, token // align, head // align, piece, number)
+
+
+def multiplies_halves(problem: Problem) -> bool:
+    """Whether operands are fp16, for numbers of one byte, which convert to it in fewer instructions than to bf16.
+
+    New keys are bf16, and a scale of each value may be beyond fp16.
+    """
+    scales = (problem.k_scale, problem.v_scale)
+    per_token = any(scale is not None and _is_per_token(scale) for scale in scales)
+    return problem.k_cache.dtype.itemsize == 1 and problem.k is None and not per_token
 
 
 def _numbers(cache: torch.Tensor) -> torch.Tensor:

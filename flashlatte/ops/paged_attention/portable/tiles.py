@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.ragged_tiles import find_stretch
+from flashlatte.kernels.triton.ragged_tiles import find_rows, find_stretch
 from flashlatte.runtime.triton_kernel import kernel
 
 # Numbers of a tile: those of ``Tile``, and to begin with the first two, which ``split_kv.outputs`` reads.
@@ -84,16 +84,25 @@ def find_tiles_kernel(
     num_ranges: tl.int32,
     stride_request: tl.int64,
     stride_range: tl.int64,
+    most_queries: tl.int32,
+    TILES_EACH: tl.constexpr,
     HAS_NEW: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """A program writes the numbers of one slot's tile, and into ``lengths`` how many keys its steps go over.
 
-    A slot without a tile has no tokens. Those of no request see no keys.
+    A slot without a tile has no tokens. Those of no request see no keys. With TILES_EACH each request has so many
+    slots, and tiles if it has up to ``most_queries`` queries.
     """
     slot = tl.program_id(0)
-    stretch, tile, count, begin, rows = find_stretch(slot, cu_seqlens_q, requests, total_q, BLOCK_TOKENS)
+    if TILES_EACH > 0:
+        stretch = slot // TILES_EACH + 1
+        tile = slot % TILES_EACH
+        begin, rows = find_rows(stretch, cu_seqlens_q, requests, total_q)
+        count = tl.where(rows <= most_queries, tl.cdiv(rows, BLOCK_TOKENS), 0)
+    else:
+        stretch, tile, count, begin, rows = find_stretch(slot, cu_seqlens_q, requests, total_q, BLOCK_TOKENS)
     is_request = (stretch > 0) & (stretch <= requests)
     request = tl.where(is_request, stretch - 1, 0)
     own = tl.where((tile >= 0) & (tile < count), tile, 0) * BLOCK_TOKENS

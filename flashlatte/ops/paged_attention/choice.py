@@ -1,0 +1,86 @@
+"""Which implementation serves a call of ``paged_attention``."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.runtime import dispatch, refusals
+
+OPERATION = "paged_attention"
+_HALVES = (torch.bfloat16, torch.float16)
+# A row is one tile in shared memory.
+_PORTABLE_MAX_HEAD_DIM = 512
+# What fits shared memory of keys, and a consumer's registers of values.
+_HOPPER_MAX_HEAD_DIM, _HOPPER_MAX_HEAD_DIM_V = 192, 128
+# The least box of a copy, of whose boxes a page is made.
+_HOPPER_PAGE_SIZE = 16
+# With fewer query rows for one request, more than half of an H100's multiprocessors would have no tile of 128 rows;
+# the portable kernel splits keys.
+HOPPER_LEAST_ROWS = 8192
+
+
+def _refuses_hopper(call: dispatch.Call) -> str | None:
+    return (
+        refusals.dtype(call, *_HALVES)
+        or refusals.capability(call, 9, 0)
+        or refusals.page_size(call, _HOPPER_PAGE_SIZE)
+        or _refuses_head_dims(call)
+        or refusals.unaligned(call)
+        or (call.asks_for and f"does not take {call.asks_for}")
+        or _refuses_few_rows(call)
+    )
+
+
+def _refuses_head_dims(call: dispatch.Call) -> str | None:
+    head_dim, head_dim_v = call.head_dim or 0, call.head_dim_v or 0
+    if head_dim <= _HOPPER_MAX_HEAD_DIM and head_dim_v <= _HOPPER_MAX_HEAD_DIM_V:
+        return None
+    return (
+        f"takes head dims up to {_HOPPER_MAX_HEAD_DIM} with {_HOPPER_MAX_HEAD_DIM_V}, not {head_dim} with {head_dim_v}"
+    )
+
+
+def _refuses_few_rows(call: dispatch.Call) -> str | None:
+    if call.rows is None or call.rows >= HOPPER_LEAST_ROWS:
+        return None
+    return (
+        f"takes calls in which one request can have {HOPPER_LEAST_ROWS} query rows (tokens times heads) beside one "
+        f"token of each other request; here it can have {max(call.rows, 0)}"
+    )
+
+
+def _refuses_portable(call: dispatch.Call) -> str | None:
+    return refusals.dtype(call, *_HALVES) or refusals.triton(call) or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM)
+
+
+dispatch.define(
+    OPERATION,
+    dispatch.Implementation("hopper", "flashlatte.ops.paged_attention.by_length:paged_attention", _refuses_hopper),
+    dispatch.Implementation("portable", "flashlatte.ops.paged_attention.portable:paged_attention", _refuses_portable),
+    dispatch.Implementation("reference", "flashlatte.ops.paged_attention.reference:paged_attention"),
+)
+
+
+def not_everywhere(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None,
+    prefix_ranges: torch.Tensor | None,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    qq_bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> str | None:
+    """What a call asks for that some implementation lacks, in words, or None."""
+    asked = {
+        "a quantised cache": k_cache.dtype != q.dtype,
+        "rows of a cache in pieces": k_cache.shape[3] > 1 or k_cache.stride(4) != 1 or v_cache.stride(3) != 1,
+        "k and v beside the cache": k is not None,
+        "prefix_ranges": prefix_ranges is not None,
+        "softcap": softcap > 0,
+        "alibi_slopes": alibi_slopes is not None,
+        "qq_bias": qq_bias is not None,
+        "out in float8_e4m3fn": out.dtype != q.dtype,
+    }
+    return ", ".join(words for words, is_asked in asked.items() if is_asked) or None

@@ -1,0 +1,80 @@
+"""The kernel: shared memory, and the two consumers and the producer that run in it."""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental.gluon import language as gl
+
+from flashlatte.ops.paged_attention.hopper import consumers, epilogue, producer, schedule, tiles
+from flashlatte.runtime.triton_kernel import gluon_kernel
+
+# Of the 512 that a thread of three warpgroups has in all: the producer's one warp counts as four.
+CONSUMER_REGISTERS = gl.constexpr(240)
+PRODUCER_REGISTERS = gl.constexpr(24)
+
+
+def paged_prefill_kernel(
+    q,
+    k,
+    v,
+    block_table,
+    table_stride: tl.int64,
+    num_pages: tl.int32,
+    boxes: tl.int32,
+    cu_q,
+    seqused_k,
+    seqused_stride: tl.int64,
+    capacity: tl.int32,
+    requests: tl.int32,
+    tokens: tl.int32,
+    fewest: tl.int32,
+    window_left: tl.int32,
+    window_right: tl.int32,
+    packs: tl.int32,
+    packs_each: tl.int32,
+    taken,
+    out,
+    out_stride_token: tl.int64,
+    out_stride_head: tl.int64,
+    lse,
+    lse_stride_token: tl.int64,
+    lse_stride_head: tl.int64,
+    sink,
+    sink_stride: tl.int64,
+    scale_log2: tl.float32,
+    empty_lse: tl.float32,
+    PLAN: tl.constexpr,
+):
+    """A program works on tiles of 128 query rows, until there are none left. Arguments as in ``launch``."""
+    shared = tiles.allocate(out.dtype.element_ty, PLAN)
+    problem = schedule.Problem(
+        cu_q,
+        seqused_k,
+        seqused_stride,
+        capacity,
+        requests,
+        tokens,
+        fewest,
+        window_left,
+        window_right,
+        packs,
+        packs_each,
+        taken,
+    )
+    inputs = producer.Inputs(q, k, v, block_table, table_stride, num_pages, boxes)
+    results = epilogue.Results(
+        out, out_stride_token, out_stride_head, lse, lse_stride_token, lse_stride_head, sink, sink_stride, empty_lse
+    )
+    call = consumers.Call(shared, consumers.Window(window_left, window_right), scale_log2, results)
+    gl.warp_specialize(
+        [
+            (consumers.consume_first, (call, PLAN)),
+            (consumers.consume_second, (call, PLAN)),
+            (producer.produce, (inputs, problem, shared, PLAN)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+kernel = gluon_kernel(paged_prefill_kernel, by_element=["block_table", "cu_q", "seqused_k", "taken", "lse", "sink"])

@@ -1,0 +1,92 @@
+"""A consumer's share of the softmax: which keys a row sees, and P."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from flashlatte.kernels.hopper.ptx.registers import mask_columns, mask_eights
+from flashlatte.kernels.hopper.softmax import HEADROOM, NO_SCORE
+from flashlatte.ops.paged_attention.hopper.tiles import COPY, KEYS, ROWS, SCORE_COLS, SCORE_ROWS, SCORES
+from flashlatte.runtime.gluon_compat import cta_barrier
+
+
+class Mask(NamedTuple):
+    """Which keys the rows of a consumer see.
+
+    Attributes:
+        seen_by_all_from, seen_by_all_to: the keys that all rows see.
+        position: of the first row.
+        keys: of the request.
+        left, right: the window.
+    """
+
+    seen_by_all_from: Any
+    seen_by_all_to: Any
+    position: Any
+    keys: Any
+    left: Any
+    right: Any
+
+
+class State(NamedTuple):
+    """Statistics of the rows, [64]: the raw score whose P is 1, and the sum of P."""
+
+    row_max: Any
+    row_sum: Any
+
+
+@gluon.jit
+def mask_of(ticket, window, FIRST_ROW: gl.constexpr, PACK: gl.constexpr):
+    position = ticket.position + FIRST_ROW // PACK
+    seen_by_all_from = position + (ROWS - 1) // PACK - window.left
+    seen_by_all_to = gl.minimum(position + window.right + 1, ticket.keys)
+    return Mask(seen_by_all_from, seen_by_all_to, position, ticket.keys, window.left, window.right)
+
+
+@gluon.jit
+def apply_mask(scores, mask, first_key, absent, PACK: gl.constexpr):
+    """Scores [64, 128] of the block at ``first_key``, -inf where a row does not see the key, or its page is absent."""
+    if (first_key < mask.seen_by_all_from) | (first_key + KEYS > mask.seen_by_all_to):
+        position = mask.position - first_key + gl.arange(0, ROWS, SCORE_ROWS) // PACK
+        seen_from = position - mask.left
+        seen_to = gl.minimum(position + mask.right + 1, mask.keys - first_key)
+        key = gl.arange(0, KEYS, SCORE_COLS)[None, :]
+        scores = mask_columns(scores, seen_from[:, None] - key, seen_to[:, None] - key)
+    if absent != 0:
+        scores = mask_eights(scores, gl.full([ROWS, KEYS], 0, gl.int32, SCORES) + absent)
+    return scores
+
+
+@gluon.jit
+def zero_values(tile, first, stop):
+    """Zero the values [v_chunks * 128, 64] of a block outside of keys ``first`` to ``stop`` - 1.
+
+    They belong to another request or to none, and may be NaN, which P of zero would not hide. Both consumers do
+    so, each before its own product: what they write is the same.
+    """
+    row = gl.arange(0, KEYS, gl.SliceLayout(1, COPY))
+    for chunk in gl.static_range(tile.shape[0] // KEYS):
+        part = tile.slice(chunk * KEYS, KEYS, dim=0)
+        values = part.load(COPY)
+        part.store(gl.where(((row >= first) & (row < stop))[:, None], values, 0.0).to(values.dtype))
+    fence_async_shared()
+    cta_barrier()
+
+
+@gluon.jit
+def empty_state():
+    return State(gl.full([ROWS], NO_SCORE, gl.float32, SCORE_ROWS), gl.zeros([ROWS], gl.float32, SCORE_ROWS))
+
+
+@gluon.jit
+def attend(state, scores, scale_log2):
+    """P of a block [64, 128], the statistics with it, and alpha [64], by which what was summed before is rescaled."""
+    block_max = gl.max(scores, 1)
+    row_max = gl.where((block_max - state.row_max) * scale_log2 > HEADROOM, block_max, state.row_max)
+    p = gl.exp2(scores * scale_log2 - (row_max * scale_log2)[:, None])
+    alpha = gl.exp2((state.row_max - row_max) * scale_log2)
+    return p, State(row_max, state.row_sum * alpha + gl.sum(p, 1)), alpha

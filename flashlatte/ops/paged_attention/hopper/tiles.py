@@ -1,0 +1,212 @@
+"""What the warps of a program share: tiles in shared memory, and the barriers that pass them on."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from flashlatte.kernels.hopper.barriers import FIRST_FREE
+from flashlatte.kernels.hopper.ptx.registers import opaque
+from flashlatte.runtime.gluon_compat import reinterpret
+
+# Query rows of a consumer, and of a program's tile (two consumers).
+ROWS = gl.constexpr(64)
+TILE = gl.constexpr(128)
+# Keys of a block.
+KEYS = gl.constexpr(128)
+# Columns that a copy takes: 128 bytes, the width of a swizzled line.
+CHUNK = gl.constexpr(64)
+# Of the rings of blocks; a power of two.
+STAGES = gl.constexpr(2)
+
+# Layout of scores [64, 128], with its rows and columns.
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES))
+SCORE_COLS = gl.constexpr(gl.SliceLayout(0, SCORES))
+# Threads of four warps over a tile [n, 64], 16 bytes each.
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+_NUMBER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_SAME_IN_ALL = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+_SAME_IN_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+
+# Threads of the producer, and of those that meet at barriers: it and one consumer, it and both.
+PRODUCER = gl.constexpr(32)
+WITH_ONE = gl.constexpr(160)
+WITH_BOTH = gl.constexpr(288)
+
+# Named barriers. A consumer's queries may be replaced (that consumer to the producer).
+Q_EMPTY_FIRST = gl.constexpr(FIRST_FREE)
+Q_EMPTY_SECOND = gl.constexpr(FIRST_FREE + 1)
+# A consumer may start its multiplications (the other one to it).
+TURN_FIRST = gl.constexpr(FIRST_FREE + 2)
+TURN_SECOND = gl.constexpr(FIRST_FREE + 3)
+# A stage may be refilled (both consumers to the producer); a barrier for each stage.
+K_EMPTY = gl.constexpr(FIRST_FREE + 4)
+V_EMPTY = gl.constexpr(FIRST_FREE + 6)
+
+
+class Plan(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        pack: query heads that are rows of one tile, row r being head r % pack of token r // pack; a power of two.
+        chunks, v_chunks: of 64 columns of a key and of a value.
+        head_dim_v: columns of out.
+        page_size, box: tokens of a page, and of the copies that it is read by.
+        align: unit of the strides of out, in numbers.
+    """
+
+    pack: Any
+    chunks: Any
+    v_chunks: Any
+    head_dim_v: Any
+    page_size: Any
+    box: Any
+    align: Any
+
+
+class Ticket(NamedTuple):
+    """A tile of the work: rows of one pack of heads, and the blocks of keys that they see.
+
+    Attributes:
+        blocks: of keys, at least 1; 0 means that there is no more work.
+        last: number of the last block; they are taken from the last to the first.
+        pack: which heads.
+        token: first query token, of all.
+        tokens: query tokens of the tile.
+        position: of the first query among its request's keys (may be negative).
+        first_key, keys: the first key that any of the queries sees, and how many the request has.
+    """
+
+    blocks: Any
+    last: Any
+    pack: Any
+    token: Any
+    tokens: Any
+    position: Any
+    first_key: Any
+    keys: Any
+
+
+class Consumer(NamedTuple):
+    """What belongs to one of the two consumers: its queries, the ticket, and the barrier on which both have come.
+
+    The leading axis of ``q`` is the chunk of columns.
+    """
+
+    q: Any  # [chunks, 64, 64]
+    ticket: Any  # int32 [8, 1]
+    full: Any
+
+
+class Shared(NamedTuple):
+    """The rings of blocks, of 2 stages each, in which a stage's chunks of columns come one after the other.
+
+    ``absent`` has a bit for each 8 keys of a block of K: whether their page is not in the cache.
+    """
+
+    first: Consumer
+    second: Consumer
+    k: Any  # [2 * chunks, 128, 64]
+    v: Any  # [2, v_chunks * 128, 64]
+    absent: Any  # int32 [2, 1]
+    k_full: Any  # [2, 1]
+    v_full: Any
+
+
+@gluon.constexpr_function
+def output_layout(V_CHUNKS):
+    """Of a consumer's output [64, 64 * V_CHUNKS]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64 * V_CHUNKS, 16])
+
+
+@gluon.jit
+def stage_of(step):
+    """Stage of the block that is taken as number ``step``, over all tiles."""
+    return step & (STAGES - 1)
+
+
+@gluon.jit
+def phase_of(step):
+    """Phase of its stage's mbarrier."""
+    return (step // STAGES) & 1
+
+
+@gluon.jit
+def values_of(shared, step):
+    """The values [128, 64 * v_chunks] of a step."""
+    stage = shared.v.index(stage_of(step))
+    COLUMNS: gl.constexpr = stage.shape[0] // KEYS * CHUNK
+    return reinterpret(stage, stage.dtype, [KEYS, COLUMNS], SWIZZLED)
+
+
+@gluon.jit
+def _mbarriers(COUNT: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(index), count=1)
+    return barriers
+
+
+@gluon.jit
+def _consumer(DTYPE: gl.constexpr, CHUNKS: gl.constexpr):
+    return Consumer(
+        gl.allocate_shared_memory(DTYPE, [CHUNKS, ROWS, CHUNK], SWIZZLED),
+        gl.allocate_shared_memory(gl.int32, [8, 1], _NUMBER),
+        _mbarriers(1),
+    )
+
+
+@gluon.jit
+def allocate(DTYPE: gl.constexpr, PLAN: gl.constexpr):
+    return Shared(
+        _consumer(DTYPE, PLAN.chunks),
+        _consumer(DTYPE, PLAN.chunks),
+        gl.allocate_shared_memory(DTYPE, [STAGES * PLAN.chunks, KEYS, CHUNK], SWIZZLED),
+        gl.allocate_shared_memory(DTYPE, [STAGES, PLAN.v_chunks * KEYS, CHUNK], SWIZZLED),
+        gl.allocate_shared_memory(gl.int32, [STAGES, 1], _NUMBER),
+        _mbarriers(STAGES),
+        _mbarriers(STAGES),
+    )
+
+
+@gluon.jit
+def write_number(box, index, number):
+    box.index(index).store(gl.full([1], 0, gl.int32, _SAME_IN_WARP) + number)
+
+
+@gluon.jit
+def read_number(box, index):
+    """What stands there now: left alone, the compiler reads it behind the barrier that lets it be overwritten."""
+    return opaque(gl.max(box.index(index).load(_SAME_IN_ALL), 0))
+
+
+@gluon.jit
+def write_ticket(box, ticket):
+    write_number(box, 0, ticket.blocks)
+    write_number(box, 1, ticket.last)
+    write_number(box, 2, ticket.pack)
+    write_number(box, 3, ticket.token)
+    write_number(box, 4, ticket.tokens)
+    write_number(box, 5, ticket.position)
+    write_number(box, 6, ticket.first_key)
+    write_number(box, 7, ticket.keys)
+
+
+@gluon.jit
+def read_ticket(box):
+    return Ticket(
+        read_number(box, 0),
+        read_number(box, 1),
+        read_number(box, 2),
+        read_number(box, 3),
+        read_number(box, 4),
+        read_number(box, 5),
+        read_number(box, 6),
+        read_number(box, 7),
+    )
