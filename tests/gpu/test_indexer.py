@@ -185,7 +185,19 @@ def test_no_new_variants(backend: str) -> None:
             call(requests, keys)
 
 
-KINDS = ("normal", "equal", "one bin", "concentrated", "subnormal", "zeros", "sorted", "reversed", "mostly zero", "nan")
+KINDS = (
+    "normal",
+    "equal",
+    "one bin",
+    "concentrated",
+    "subnormal",
+    "zeros",
+    "sorted",
+    "reversed",
+    "mostly zero",
+    "nan",
+    "in one place",
+)
 
 
 def rows_of(kind: str, rows: int, width: int) -> torch.Tensor:
@@ -200,6 +212,8 @@ def rows_of(kind: str, rows: int, width: int) -> torch.Tensor:
         "reversed": lambda: x.sort(dim=1, descending=True).values,
         "mostly zero": lambda: x.masked_fill(x < 1.5, 0.0),
         "nan": lambda: x.masked_fill(x > 1.0, torch.nan),
+        # More than the few that samples of it lead to expect.
+        "in one place": lambda: x + 6.0 * (torch.arange(width, device=DEVICE) < width // 40),
     }.get(kind, lambda: x)()
 
 
@@ -338,6 +352,20 @@ def test_converted_indices(dtype: torch.dtype, compact: bool) -> None:
         index_convert(**arguments, backend="portable"), index_convert(**arguments, backend="reference"), strict=True
     ):
         assert ours.equal(expected)
+
+
+@pytest.mark.parametrize("requests", [1, 20])
+def test_slots_in_a_graph_follow_lengths(requests: int) -> None:
+    """Each of the three kernels is launched before the one ahead of it has ended."""
+    arguments = paged_arguments(requests, 1, 64, 64, "index_fp8", E4M3, longest=40000)
+    lengths = arguments["cache_seqlens"]
+    replay, slots = harness.captured(lambda: paged_index_select(**arguments, num_selected=2048, slots=True))
+    for length in (40000, 3, 2049, 30011):
+        lengths.fill_(length)
+        replay()
+        positions = topk(paged_index_logits(**arguments), 2048, end=lengths, backend="reference")
+        assert isinstance(positions, torch.Tensor)
+        assert slots.equal(index_convert(positions, arguments["block_table"], 64, backend="reference"))
 
 
 def test_selection_is_that_of_its_logits() -> None:

@@ -1,5 +1,7 @@
 """What is special to top-k on Hopper: which calls it takes, and how it works on rows."""
 
+import functools
+
 import pytest
 import torch
 from ops.topk.test_topk import check, generator, rows_of
@@ -45,19 +47,33 @@ def test_the_list_of_the_largest_k_fits_what_ptx_declares():
     assert memory.words(2 * api._HOPPER_MAX_K) <= 12_288
 
 
+@functools.cache
+def compiled(dtype, with_values):
+    """The kernel of many rows, and the launch."""
+    logits, indices = torch.empty(1, 1, dtype=dtype).expand(700, 30_000), torch.empty(700, 2048, dtype=torch.int32)
+    recorder = Recorder(kernel.kernel_of_one)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(launch.KERNELS, 1, recorder)
+        patch.setattr(machine, "num_sms", lambda device: 132)
+        launch.topk(logits, None, None, 1, None, indices, indices.to(dtype) if with_values else None)
+    (launched,) = recorder.launches
+    return compile_launch(recorder.fn, launched, 90), launched
+
+
 @pytest.mark.skipif(machine.interpreting(), reason="kernels are interpreted, not compiled")
 @pytest.mark.parametrize("with_values", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16], ids=str)
-def test_shared_memory_is_what_a_launch_without_more_ado_may_have(dtype, with_values, monkeypatch):
+def test_shared_memory_is_what_a_launch_without_more_ado_may_have(dtype, with_values):
     """Triton's own and the list's words together."""
-    recorder = Recorder(kernel.kernel_of_one)
-    monkeypatch.setitem(launch.KERNELS, 1, recorder)
-    monkeypatch.setattr(machine, "num_sms", lambda device: 132)
-    logits, indices = torch.empty(1, 1, dtype=dtype).expand(700, 30_000), torch.empty(700, 2048, dtype=torch.int32)
-    launch.topk(logits, None, None, 1, None, indices, indices.to(dtype) if with_values else None)
-    (launched,) = recorder.launches
-    own = 4 * memory.words(launched.arguments["CAPACITY"])
-    assert compile_launch(recorder.fn, launched, 90).shared + own <= 48 * 1024
+    code, launched = compiled(dtype, with_values)
+    assert code.shared + 4 * memory.words(launched.arguments["CAPACITY"]) <= 48 * 1024
+
+
+@pytest.mark.skipif(machine.interpreting(), reason="kernels are interpreted, not compiled")
+def test_nothing_is_read_before_the_kernel_ahead_has_ended():
+    code, launched = compiled(torch.bfloat16, True)
+    assert launched.options["launch_pdl"] is True
+    assert 0 < code.sass.index("ACQBULK") < min(code.sass.index(access) for access in ("LDG", "STG"))
 
 
 @pytest.fixture
@@ -85,6 +101,22 @@ def test_rows_whose_list_will_not_do_are_counted(kind, counted):
         logits[:, torch.arange(9000) % (9000 // runs) < 32] -= 20
     check(logits, 64, None, None, 1, "hopper")
     assert len(counted) == 2
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("change", [-20, 20])
+def test_a_small_sample_that_misleads_is_followed_by_a_larger_one(change, counted, monkeypatch):
+    listed = []
+    reach = kernel.places_of_listed
+    monkeypatch.setattr(kernel, "places_of_listed", lambda *args: listed.append(True) or reach(*args))
+    monkeypatch.setattr(launch, "ANY_SAMPLE", 64)
+    logits = rows_of("normal", 2, 9000, 1)
+    # The two runs of which the small sample consists.
+    logits[0, :32] += change
+    logits[0, 4500:4532] += change
+    check(logits[:1], 300, None, None, 1, "hopper")
+    assert len(listed) == 2
+    assert not counted
 
 
 @pytest.mark.interpreter

@@ -34,10 +34,10 @@ def allocate(WORDS: tl.constexpr):
 
 
 @triton.jit
-def of_first_cta(memory):
-    """Address of the memory of the cluster's first CTA, which runs the same kernel."""
+def of_cta(memory, rank):
+    """Address of the memory of a CTA of the cluster, all of which run the same kernel."""
     return tl.inline_asm_elementwise(
-        "mapa.shared::cluster.u32 $0, $1, 0;", "=r,r", [memory], tl.int32, is_pure=False, pack=1
+        "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", [memory, rank], tl.int32, is_pure=False, pack=1
     )
 
 
@@ -71,6 +71,9 @@ _LOAD = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p ld
 _LOAD_TWO = tl.constexpr(
     "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.shared.v2.b32 {$0, $1}, [$2]; }"
 )
+_LOAD_TWO_OF_CLUSTER = tl.constexpr(
+    "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.shared::cluster.v2.b32 {$0, $1}, [$2]; }"
+)
 _STORE = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.shared.b32 [$1], $2; mov.b32 $0, 0; }")
 _STORE_TWO = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $4, 0; @p st.shared.v2.b32 [$1], {$2, $3}; mov.b32 $0, 0; }")
 _COUNT = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $2, 0; @p red.shared.add.u32 [$1], 1; mov.b32 $0, 0; }")
@@ -102,6 +105,27 @@ def load_two(memory, place, mask, INTERPRETED: tl.constexpr):
             is_pure=False,
             pack=1,
         )
+
+
+@triton.jit
+def load_of_cluster(address):
+    """The int32 word at an address from ``of_cta``."""
+    return tl.inline_asm_elementwise(
+        "ld.shared::cluster.b32 $0, [$1];", "=r,r", [address], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def load_two_of_cluster(address, mask):
+    """Two neighbouring int32 words, at addresses made of ``of_cta``'s; 0 where not ``mask``."""
+    return tl.inline_asm_elementwise(
+        _LOAD_TWO_OF_CLUSTER,
+        "=&r,=&r,r,r",
+        [address, mask.to(tl.int32)],
+        (tl.int32, tl.int32),
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -154,7 +178,7 @@ def set_bits(memory, place, bits, mask, INTERPRETED: tl.constexpr):
 
 
 @triton.constexpr_function
-def _append_asm(entries, capacity, space):
+def _append_asm(entries, capacity):
     # So many results, values and columns, and as many times the threshold, the counter's address and the list's.
     values = [f"${entries + i}" for i in range(entries)]
     columns = [f"${2 * entries + i}" for i in range(entries)]
@@ -171,14 +195,14 @@ def _append_asm(entries, capacity, space):
             ),
             # The last lane adds for its warp.
             "mov.u32 place, %laneid; setp.eq.s32 p, place, 31; mov.b32 place, 0;",
-            f"@p atom.{space}.add.u32 place, [{counter}], upto;",
+            f"@p atom.shared.add.u32 place, [{counter}], upto;",
             "shfl.sync.idx.b32 place, place, 31, 31, -1;",
             "add.s32 upto, upto, place; sub.s32 place, upto, own;",
             # Nothing reaches NaN.
             f"setp.le.s32 p, upto, {capacity}; selp.f32 least, {threshold}, 0f7FFFFFFF, p;",
             f"mad.lo.s32 place, place, 8, {places};",
             *(
-                f"setp.ge.f32 p, {value}, least; @p st.{space}.v2.b32 [place], {{{value}, {column}}}; "
+                f"setp.ge.f32 p, {value}, least; @p st.shared.v2.b32 [place], {{{value}, {column}}}; "
                 "@p add.s32 place, place, 8;"
                 for value, column in zip(values, columns, strict=True)
             ),
@@ -202,14 +226,13 @@ def append_reaching(
     column,
     threshold,
     CAPACITY: tl.constexpr,
-    IN_CLUSTER: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Append the float32 ``values`` >= ``threshold``, in any order, to a list of pairs of a value's bits and a column.
 
     The list begins at word ``place``, and the word at ``counter`` is how many entries it has. That is counted on when
     there are more than CAPACITY; those of a thread that would pass it are not stored. Each thread has a multiple of
-    APPENDED_AT_ONCE elements. IN_CLUSTER: ``memory`` is that of a CTA of the cluster (``of_first_cta``).
+    APPENDED_AT_ONCE elements.
     """
     if INTERPRETED:
         passes = (values >= threshold).to(tl.int32)
@@ -222,7 +245,7 @@ def append_reaching(
     else:
         zero = tl.zeros_like(column)
         tl.inline_asm_elementwise(
-            _append_asm(APPENDED_AT_ONCE, CAPACITY, "shared::cluster" if IN_CLUSTER else "shared"),
+            _append_asm(APPENDED_AT_ONCE, CAPACITY),
             _append_constraints(APPENDED_AT_ONCE),
             [
                 values,
@@ -260,3 +283,43 @@ def bits_of(number, INTERPRETED: tl.constexpr):
     else:
         zeros = tl.inline_asm_elementwise("clz.b32 $0, $1;", "=r,r", [number], tl.int32, is_pure=True, pack=1)
         return 32 - zeros
+
+
+_ONES_BEFORE = tl.constexpr(
+    " ".join(
+        [
+            "{ .reg .pred p; .reg .b32 pair, address, lower, upper, below;",
+            "setp.ne.s32 p, $4, 0; mov.b32 $0, 0; mov.b32 lower, 0; mov.b32 upper, 0;",
+            "shr.u32 pair, $3, 6; shl.b32 pair, pair, 2;",
+            "add.s32 address, pair, $2; @p ld.shared.b32 $0, [address];",
+            "shl.b32 pair, pair, 1; add.s32 address, pair, $1; @p ld.shared.v2.b32 {lower, upper}, [address];",
+            "bmsk.wrap.b32 below, 0, $3; and.b32 address, $3, 32; setp.ne.s32 p, address, 0;",
+            "@p and.b32 upper, upper, below; @!p and.b32 lower, lower, below; @!p mov.b32 upper, 0;",
+            "popc.b32 lower, lower; popc.b32 upper, upper; add.s32 $0, $0, lower; add.s32 $0, $0, upper; }",
+        ]
+    )
+)
+
+
+@triton.jit
+def ones_before(memory, bitmap, sums, bit, mask, INTERPRETED: tl.constexpr):
+    """How many bits of the bitmap at word ``bitmap`` (even) are set before ``bit``; 0 where not ``mask``. The words at
+    ``sums`` say how many are before each 64.
+    """
+    if INTERPRETED:
+        lower, upper = load_two(memory, bitmap + 2 * (bit >> 6), mask, INTERPRETED)
+        below = (tl.zeros_like(bit) + 1 << (bit & 31)) - 1
+        in_upper = (bit & 32) != 0
+        ones = load(memory, sums + (bit >> 6), mask, INTERPRETED)
+        ones += ones_in(tl.where(in_upper, lower, lower & below), INTERPRETED)
+        return ones + ones_in(tl.where(in_upper, upper & below, 0), INTERPRETED)
+    else:
+        zero = tl.zeros_like(bit)
+        return tl.inline_asm_elementwise(
+            _ONES_BEFORE,
+            "=&r,r,r,r,r",
+            [zero + (memory + bitmap * 4), zero + (memory + sums * 4), bit, mask.to(tl.int32)],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )

@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.hopper.ptx import shared_words
-from flashlatte.ops.topk.hopper.memory import BINS
+from flashlatte.kernels.hopper.ptx import shared_ranks, shared_words
+from flashlatte.ops.topk.hopper.memory import BINS, SCRATCH
 
 
 @triton.jit
@@ -40,14 +40,7 @@ def settle_digit(low, bits, wanted, memory, DIGIT: tl.constexpr, INTERPRETED: tl
 
     Returns ``low``, ``bits`` and ``wanted`` among the keys with that digit, and how many those are.
     """
-    tl.debug_barrier()
-    place = tl.arange(0, 1 << DIGIT)
-    reaching = tl.cumsum(shared_words.load(memory, BINS + place, place >= 0, INTERPRETED), axis=0)
-    # The last bin that does not get there. A rank, and so what is above it, fits 16 bits.
-    short = tl.max(tl.where(reaching < wanted, ((place + 1) << 16) | reaching, 0), axis=0)
-    position, above = short >> 16, short & 0xFFFF
-    inside = shared_words.load(memory, BINS + position, position >= 0, INTERPRETED)
-    tl.debug_barrier()
+    position, above, inside = shared_ranks.bin_of_rank(memory, BINS, SCRATCH, wanted, 1 << DIGIT, INTERPRETED)
     shift = tl.maximum(bits - DIGIT, 0)
     digit = (1 << (bits - shift)) - 1 - position
     return low + (digit.to(tl.int64) << shift), shift, wanted - above, inside

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.kernels.triton.dependent_launch import launch_options
 from flashlatte.ops.topk.hopper.kernel import kernel_of_eight, kernel_of_one, kernel_of_two
 from flashlatte.ops.topk.hopper.memory import words
 from flashlatte.runtime import machine
@@ -15,8 +16,11 @@ KERNELS = {1: kernel_of_one, 2: kernel_of_two, 8: kernel_of_eight}
 FEWEST_PLACES = 2048
 # Of the places of the list, how many should be taken: k is five standard deviations below, and all places are above.
 FILL = 0.7
-# Entries that a thread has of a block: of the row, of its sample, of what is counted without one, and of the list.
-ENTRIES, SAMPLE_ENTRIES, MASKED_ENTRIES, LIST_ENTRIES = 16, 16, 4, 4
+# Entries that a thread has of a block: of the row, and of what is counted without a sample.
+ENTRIES, MASKED_ENTRIES = 16, 4
+# Entries of a sample that are looked at at once, and those of a row's first sample. A row that others do not wait for
+# is done earlier with a small sample, though one of 700 then needs another.
+SAMPLE_BLOCK, SMALL_SAMPLE, ANY_SAMPLE = 4096, 4096, 16384
 
 
 def topk(
@@ -54,13 +58,15 @@ def topk(
             PER_REQUEST=end is not None and end.shape[0] != rows,
             CAPACITY=places,
             BLOCK=32 * warps * ENTRIES,
-            SAMPLE_BLOCK=32 * warps * SAMPLE_ENTRIES,
+            SAMPLE_BLOCK=SAMPLE_BLOCK,
             MASKED_BLOCK=32 * warps * MASKED_ENTRIES,
-            GROUP=32 * warps * LIST_ENTRIES,
+            FIRST_SAMPLE=SMALL_SAMPLE if rows <= sms else ANY_SAMPLE,
+            EARLY=rows <= sms,
             CTAS=ctas,
             INTERPRETED=interpreting,
             num_warps=warps,
             maxnreg=registers,
+            **launch_options(not interpreting),
         )
 
 

@@ -20,12 +20,19 @@ ALL = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def suggested_threshold(entries, length, wanted, memory, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
-    """A key, int64 and at least that of -inf, that about ``wanted`` entries of a row should reach.
+def entries_of_sample(length, wanted):
+    """How many entries of a row to sample for a rank that about ``wanted`` reach.
 
     A rank r in a sample is off by √r: the sample is so large that the rank is 256 or more, a sixteenth.
     """
-    sample = tl.minimum(tl.maximum(256 * (length // wanted + 1), 4096), 16384)
+    return tl.minimum(tl.maximum(256 * (length // wanted + 1), 4096), 16384)
+
+
+@triton.jit
+def suggested_threshold(entries, length, wanted, sample, memory, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
+    """A key, int64 and at least that of -inf, that about ``wanted`` entries of a row should reach; ``sample``: how many
+    of them are looked at.
+    """
     sample = tl.minimum(tl.cdiv(sample, RUN), length // RUN) * RUN
     rank = (wanted.to(tl.int64) * sample // length).to(tl.int32) + 1
     low, _ = kth_largest(entries, sample, length // (sample // RUN), rank, rank // 16, memory, 10, BLOCK, INTERPRETED)
