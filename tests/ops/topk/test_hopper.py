@@ -109,7 +109,7 @@ def test_a_small_sample_that_misleads_is_followed_by_a_larger_one(change, counte
     listed = []
     reach = kernel.places_of_listed
     monkeypatch.setattr(kernel, "places_of_listed", lambda *args: listed.append(True) or reach(*args))
-    monkeypatch.setattr(launch, "ANY_SAMPLE", 64)
+    monkeypatch.setitem(launch.FIRST_SAMPLE, 1, 64)
     logits = rows_of("normal", 2, 9000, 1)
     # The two runs of which the small sample consists.
     logits[0, :32] += change

@@ -68,7 +68,6 @@ def ragged(
             HEAD_DIM=head_dim,
             num_warps=4,
             enable_fp_fusion=True,
-            launch_pdl=True,
         )
         if clean:
             cleaning.clean_ragged_kernel[
@@ -134,7 +133,6 @@ def paged(
             PER_QUERY=per_query,
             num_warps=4,
             enable_fp_fusion=True,
-            launch_pdl=True,
         )
         if clean:
             rows = requests * next_n

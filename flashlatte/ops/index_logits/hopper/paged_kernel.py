@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from flashlatte.kernels.hopper.barriers import allocate_mbarrier
 from flashlatte.ops.index_logits.hopper import split
@@ -219,8 +219,7 @@ def index_logits_paged_kernel(
     PER_QUERY: tl.constexpr,
 ):
     """All tiles of all requests, one after the other, in equal parts to the programs. Arguments as in ``launch``."""
-    # The kernel before this one in the stream may still run, and so may this one when the next is launched.
-    gdc_wait()
+    # What reads the logits may be launched now, and waits.
     gdc_launch_dependents()
     work = split.Work(
         lengths,

@@ -8,7 +8,6 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashlatte.ops.index_logits.hopper.scores import Rows, logits_layout, store, sum_over_heads
 from flashlatte.ops.index_logits.hopper.tiles import (
@@ -222,9 +221,6 @@ def index_logits_ragged_kernel(
     HEAD_DIM: tl.constexpr,
 ):
     """In each turn a program takes a work item: 512 / HEADS queries and up to item_keys keys."""
-    # The kernel before this one in the stream may still run, and so may this one when the next is launched.
-    gdc_wait()
-    gdc_launch_dependents()
     shared = Shared(
         gl.allocate_shared_memory(gl.float8e4nv, [2 * Q_SLOTS, COLUMNS, HEAD_DIM], vectors_layout(HEAD_DIM)),
         gl.allocate_shared_memory(gl.float32, [2 * Q_SLOTS, COLUMNS], numbers_layout()),

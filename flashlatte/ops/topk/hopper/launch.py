@@ -18,9 +18,11 @@ FEWEST_PLACES = 2048
 FILL = 0.7
 # Entries that a thread has of a block: of the row, and of what is counted without a sample.
 ENTRIES, MASKED_ENTRIES = 16, 4
-# Entries of a sample that are looked at at once, and those of a row's first sample. A row that others do not wait for
-# is done earlier with a small sample, though one of 700 then needs another.
-SAMPLE_BLOCK, SMALL_SAMPLE, ANY_SAMPLE = 4096, 4096, 16384
+# Entries of a sample that are looked at at once.
+SAMPLE_BLOCK = 4096
+# Of a row's first sample, by the number of CTAs that work on a row. A small one that misleads is followed by a larger:
+# of 131,072 columns one row in 600 with 4,096 entries, and one in 100,000 with 8,192. A row of many would delay all.
+FIRST_SAMPLE = {8: 4096, 2: 8192, 1: 16384}
 
 
 def topk(
@@ -60,13 +62,14 @@ def topk(
             BLOCK=32 * warps * ENTRIES,
             SAMPLE_BLOCK=SAMPLE_BLOCK,
             MASKED_BLOCK=32 * warps * MASKED_ENTRIES,
-            FIRST_SAMPLE=SMALL_SAMPLE if rows <= sms else ANY_SAMPLE,
+            FIRST_SAMPLE=FIRST_SAMPLE[ctas],
             EARLY=rows <= sms,
             CTAS=ctas,
             INTERPRETED=interpreting,
             num_warps=warps,
             maxnreg=registers,
-            **launch_options(not interpreting),
+            # With 64 rows behind their logits it would cost 3 µs of 70; with one row it saves 1 of 22.
+            **launch_options(ctas == max(KERNELS)),
         )
 
 
