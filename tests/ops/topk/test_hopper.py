@@ -71,9 +71,19 @@ def test_shared_memory_is_what_a_launch_without_more_ado_may_have(dtype, with_va
 
 @pytest.mark.skipif(machine.interpreting(), reason="kernels are interpreted, not compiled")
 def test_nothing_is_read_before_the_kernel_ahead_has_ended():
-    code, launched = compiled(torch.bfloat16, True)
-    assert launched.options["launch_pdl"] is True
+    code, _ = compiled(torch.bfloat16, True)
     assert 0 < code.sass.index("ACQBULK") < min(code.sass.index(access) for access in ("LDG", "STG"))
+
+
+@pytest.mark.parametrize(("rows", "overlaps"), [(16, True), (17, False), (700, False)])
+def test_few_rows_are_launched_while_their_logits_end(rows, overlaps, monkeypatch):
+    recorders = {ctas: Recorder(fn) for ctas, fn in launch.KERNELS.items()}
+    monkeypatch.setattr(launch, "KERNELS", recorders)
+    monkeypatch.setattr(machine, "num_sms", lambda device: 132)
+    monkeypatch.setattr(machine, "interpreting", lambda: False)
+    launch.topk(torch.empty(rows, 9), None, None, 1, None, torch.empty(rows, 4, dtype=torch.int32), None)
+    (launched,) = (one for recorder in recorders.values() for one in recorder.launches)
+    assert launched.options.get("launch_pdl", False) is overlaps
 
 
 @pytest.fixture
