@@ -59,6 +59,7 @@ def test_what_is_served(changes):
         ({"has_sink": True}, "attention sinks not supported"),
         ({"capability": (7, 5)}, "compute capability not supported"),
         ({"use_non_causal": True}, "non-causal attention not supported"),
+        ({"use_pcp": True}, "PCP not supported"),
         ({"dtype": torch.float64}, "dtype not supported"),
     ],
 )

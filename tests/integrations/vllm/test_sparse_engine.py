@@ -136,10 +136,10 @@ def cuda(monkeypatch):
     monkeypatch.setattr(CudaPlatformBase, "get_device_capability", lambda *_: DeviceCapability(9, 0))
     monkeypatch.setattr(type(current_platform), "device_type", "cuda")
 
-    def choose(architecture, dtype=BF16, cache="auto", use_sparse=True):
+    def choose(architecture, dtype=BF16, cache="auto", use_sparse=True, **more):
         config = types.SimpleNamespace(model_config=types.SimpleNamespace(architecture=architecture))
         monkeypatch.setattr(vllm.config, "get_current_vllm_config_or_none", lambda: config)
-        wanted = AttentionSelectorConfig(576, dtype, cache, None, use_mla=True, use_sparse=use_sparse)
+        wanted = AttentionSelectorConfig(576, dtype, cache, None, use_mla=True, use_sparse=use_sparse, **more)
         return CudaPlatformBase.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, wanted, num_heads=128)
 
     return choose
@@ -158,6 +158,9 @@ def test_custom_is_by_the_model(cuda):
         ({"architecture": "Dots3NoteForCausalLM"}, serves.OTHER_INDEXERS),
         ({"architecture": V32, "dtype": torch.float32}, "it takes bfloat16, float16, not float32"),
         ({"architecture": V32, "cache": "fp8_e5m2"}, "kv_cache_dtype not supported"),
+        ({"architecture": V32, "use_dcp": True}, "DCP not supported"),
+        ({"architecture": V32, "use_pcp": True}, "PCP not supported"),
+        ({"architecture": V32, "use_batch_invariant": True}, "batch invariance not supported"),
     ],
 )
 def test_what_is_refused_on_a_gpu(cuda, arguments, reason):

@@ -107,6 +107,7 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
 
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = True
+    supports_pcp: bool = False  # vLLM takes it for granted of any MLA, and it has not been tried
 
     def __init__(
         self,

@@ -95,6 +95,7 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
     is_sparse = True
     supports_dense_mha_prefill = False
     masked_mha_available = False
+    supports_pcp = False
     dcp_world_size = 1
 
     def __init__(
