@@ -58,9 +58,6 @@ def test_doctor_of_a_model(tmp_path, capsys, folder):
     printed = capsys.readouterr().out
     assert "model: 20 heads of 192 + 64 and 256, rows of 512 + 64, query latent 768, softmax scale 0.06250" in printed
     assert "over model1" not in printed
-    assert "not hopper: it takes head dims 192 with 128 and 128 with 128, not 256 with 256" in printed or (
-        "needs compute capability 9.0" in printed or "runs on a GPU" in printed
-    )
 
 
 def test_doctor_of_a_model_counts_its_heads(tmp_path):

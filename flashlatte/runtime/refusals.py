@@ -58,6 +58,14 @@ def head_dims(call: Call, *accepted: tuple[int, int]) -> str | None:
     return f"takes head dims {pairs}, not {call.head_dim} with {call.head_dim_v}"
 
 
+def head_dim_in(call: Call, accepted: range) -> str | None:
+    """A head dim, of keys or of values, is not of this range."""
+    other = next((one for one in (call.head_dim, call.head_dim_v) if one is not None and one not in accepted), None)
+    if other is None:
+        return None
+    return f"takes head dims from {accepted[0]} to {accepted[-1]} by {accepted.step}, not {other}"
+
+
 def too_wide(call: Call, most: int) -> str | None:
     """A head dim, of keys or of values, is above ``most``."""
     widest = max(call.head_dim or 0, call.head_dim_v or 0)

@@ -15,15 +15,21 @@ OPERATION = "dense_prefill"
 BACKWARD = "dense_prefill_backward"
 # A row is one tile in shared memory.
 _PORTABLE_MAX_HEAD_DIM = 256
+# From what fills a swizzled line to what fits registers and shared memory.
+_HOPPER_HEAD_DIMS = range(64, 256 + 1, 8)
 
 
 def _refuses_hopper(call: dispatch.Call) -> str | None:
     return (
         refusals.dtype(call, torch.bfloat16, torch.float16)
         or refusals.capability(call, 9, 0)
-        or refusals.head_dims(call, (192, 128), (128, 128))
+        or refusals.head_dim_in(call, _HOPPER_HEAD_DIMS)
         or refusals.unaligned(call)
     )
+
+
+def _refuses_hopper_backward(call: dispatch.Call) -> str | None:
+    return refusals.head_dims(call, (192, 128), (128, 128)) or _refuses_hopper(call)
 
 
 def _refuses_portable(call: dispatch.Call) -> str | None:
@@ -34,11 +40,14 @@ def _refuses_portable(call: dispatch.Call) -> str | None:
     )
 
 
-for _operation, _function in ((OPERATION, "forward"), (BACKWARD, "backward")):
+for _operation, _function, _refuses in (
+    (OPERATION, "forward", _refuses_hopper),
+    (BACKWARD, "backward", _refuses_hopper_backward),
+):
     _room = "flashlatte.ops.dense_prefill"
     dispatch.define(
         _operation,
-        dispatch.Implementation("hopper", f"{_room}.hopper.{_function}:{_function}", _refuses_hopper),
+        dispatch.Implementation("hopper", f"{_room}.hopper.{_function}:{_function}", _refuses),
         dispatch.Implementation("portable", f"{_room}.portable:{_function}", _refuses_portable),
         dispatch.Implementation("reference", f"{_room}.reference:{_function}"),
     )

@@ -77,5 +77,5 @@ def test_other_head_dims_are_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr("flashlatte.runtime.machine.compute_capability", lambda _: (9, 0))
     call = dispatch.Call("dense_prefill", torch.device("cuda"), BF16, head_dim=576, head_dim_v=512)
     reasons = {choice.backend: choice.refusal for choice in dispatch.explain(call)}
-    assert reasons["hopper"] == "takes head dims 192 with 128 or 128 with 128, not 576 with 512"
+    assert reasons["hopper"] == "takes head dims from 64 to 256 by 8, not 576"
     assert reasons["portable"] == "takes head dims up to 256, not 576"

@@ -29,6 +29,9 @@ UNLIMITED = 2**31 - 1
 CALLS: dict[str, dict[str, Any]] = {
     "bf16 192": {},
     "bf16 128": {"head_dim": 128},
+    "bf16 64": {"head_dim": 64, "head_dim_v": 64},
+    "bf16 72": {"head_dim": 72, "head_dim_v": 72},
+    "bf16 256": {"head_dim": 256, "head_dim_v": 256},
     "fp16 192, misaligned out": {"dtype": torch.float16, "out_pad": 1, "index_dtype": torch.int64},
 }
 
@@ -38,6 +41,7 @@ def prefill(
     heads: int = 8,
     heads_kv: int = 8,
     head_dim: int = 192,
+    head_dim_v: int = 128,
     requests: int = 2,
     max_seqlen: int = 512,
     window: tuple[int, int] = (UNLIMITED, 0),
@@ -51,7 +55,7 @@ def prefill(
     launch.forward(
         torch.empty(tokens, heads, head_dim + q_pad, dtype=dtype)[..., :head_dim],
         torch.empty(tokens, heads_kv, head_dim, dtype=dtype),
-        torch.empty(tokens, heads_kv, 128, dtype=dtype),
+        torch.empty(tokens, heads_kv, head_dim_v, dtype=dtype),
         cu_seqlens,
         cu_seqlens,
         max_seqlen,
@@ -59,7 +63,7 @@ def prefill(
         head_dim**-0.5,
         *window,
         -math.inf,
-        torch.empty(tokens, heads, 128 + out_pad, dtype=dtype)[..., :128],
+        torch.empty(tokens, heads, head_dim_v + out_pad, dtype=dtype)[..., :head_dim_v],
         torch.empty(heads, tokens).t(),
     )
 
@@ -90,20 +94,31 @@ def _main_loops(sass: str) -> list[list[str]]:
     return sorted((loop for loop in loops(sass) if any("HGMMA" in one for one in loop)), key=len)[:2]
 
 
-@pytest.mark.parametrize("name", mostly_full(["bf16 192", "bf16 128"], "bf16 192"))
+# Of each call, keys of a block, and products of the loop: 16 columns of keys and 16 values at a time, the values in two
+# tiles where 72 columns are 64 and 16.
+LOOPS = {
+    "bf16 192": (128, 12 + 8),
+    "bf16 128": (128, 8 + 8),
+    "bf16 64": (128, 4 + 8),
+    "bf16 72": (128, 5 + 2 * 8),
+    "bf16 256": (64, 16 + 4),
+}
+
+
+@pytest.mark.parametrize("name", mostly_full(LOOPS, "bf16 192"))
 def test_main_loop(compiled, name):
-    chunks = CALLS[name].get("head_dim", 192) // 64
+    keys, products = LOOPS[name]
     for loop in _main_loops(compiled(name).sass):
         count = Counter(re.sub(r"^@!?U?P\w+\s+", "", one).split()[0].split(".")[0] for one in loop)
         assert count["STL"] == count["LDL"] == 0
-        assert 0 < count["HGMMA"] <= 4 * chunks + 8
+        assert 0 < count["HGMMA"] <= products
         # The output and the weights stay where they are.
         assert count["MOV"] + sum("IMAD.MOV" in one for one in loop) <= 4
-        # 64 weights, and the change of reference of two rows.
-        assert count["MUFU"] <= 66
+        # The weights, and the change of reference of two rows.
+        assert count["MUFU"] <= keys // 2 + 2
         # The softmax runs under the second product: that one is awaited after all exponentials but the last few.
         awaited = next(index for index, one in enumerate(loop) if "WARPGROUP.DEPBAR.LE gsb0, 0x0" in one)
-        assert sum("MUFU.EX2" in one for one in loop[:awaited]) >= 64
+        assert sum("MUFU.EX2" in one for one in loop[:awaited]) >= keys // 2
         # The weights are rounded before the scores that take their registers.
         rounded = [index for index, one in enumerate(loop) if "F2FP" in one]
         started = next(index for index, one in enumerate(loop) if "HGMMA" in one)
@@ -139,7 +154,7 @@ def test_grid_is_no_larger_than_the_work(record, tokens, heads, requests, grid):
     ],
 )
 def test_heads_together_divide_the_heads(heads, group_kv, max_seqlen_k, together):
-    assert launch.heads_together(heads, group_kv, max_seqlen_k, 192) == together
+    assert launch.heads_together(heads, group_kv, max_seqlen_k, 192 + 128) == together
     assert heads % together == 0
 
 

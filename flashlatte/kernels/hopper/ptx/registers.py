@@ -25,8 +25,9 @@ def opaque(x):
 
 @gluon.jit
 def computed_here(tile):
-    """The same tile [64, 128] of a WGMMA's result, computed before any volatile text that follows."""
-    return gl.inline_asm_elementwise("", in_place("f", 64), [tile], gl.float32, is_pure=False, pack=64)
+    """The same tile [64, columns] of a WGMMA's result, computed before any volatile text that follows."""
+    NUMBERS: gl.constexpr = tile.shape[0] * tile.shape[1] // 128
+    return gl.inline_asm_elementwise("", in_place("f", NUMBERS), [tile], gl.float32, is_pure=False, pack=NUMBERS)
 
 
 @gluon.constexpr_function
@@ -94,35 +95,37 @@ def rescale(tile, factor):
 
 
 @gluon.constexpr_function
-def _mask_asm():
-    # Operands: 0 to 63 the scores, also 64 to 127; 128 to 191 and 192 to 255, how far behind the thread's first column
-    # the row's first key that counts is, and the first one that does not count any more.
+def _mask_asm(numbers):
+    # Operands: the scores, the same again, and of each how far behind the thread's first column the row's first key
+    # that counts is, and the first one that does not count any more.
+    begin, end = 2 * numbers, 3 * numbers
     mask = []
-    for i in range(64):
+    for i in range(numbers):
         column = (i & 1) + (i >> 2) * 8
         row = i & 2
         mask += [
-            f"setp.le.s32 seen, ${128 + row}, {column};",
-            f"setp.gt.and.s32 seen, ${192 + row}, {column}, seen;",
+            f"setp.le.s32 seen, ${begin + row}, {column};",
+            f"setp.gt.and.s32 seen, ${end + row}, {column}, seen;",
             f"selp.f32 ${i}, ${i}, 0fFF800000, seen;",
         ]
     return " ".join(["{ .reg .pred seen;", *mask, "}"])
 
 
 @gluon.constexpr_function
-def _mask_constraints():
-    return ",".join([in_place("f", 64)] + ["r"] * 128)
+def _mask_constraints(numbers):
+    return ",".join([in_place("f", numbers)] + ["r"] * (2 * numbers))
 
 
 @gluon.jit
 def mask_columns(scores, begin, end):
-    """``scores`` [64, 128] of a WGMMA, -inf where a column c is not in ``begin + c0`` <= c < ``end + c0``, with c0 the
-    thread's first column: ``begin`` and ``end`` [64, 128] come with the number of their column subtracted.
+    """``scores`` [64, columns] of a WGMMA, -inf where a column c is not in ``begin + c0`` <= c < ``end + c0``, with c0 the
+    thread's first column: ``begin`` and ``end`` [64, columns] come with the number of their column subtracted.
 
     Columns are constants here; the compiler would keep them in registers, also outside of the branch that masks.
     """
+    NUMBERS: gl.constexpr = scores.shape[0] * scores.shape[1] // 128
     return gl.inline_asm_elementwise(
-        _mask_asm(), _mask_constraints(), [scores, begin, end], gl.float32, is_pure=True, pack=64
+        _mask_asm(NUMBERS), _mask_constraints(NUMBERS), [scores, begin, end], gl.float32, is_pure=True, pack=NUMBERS
     )
 
 

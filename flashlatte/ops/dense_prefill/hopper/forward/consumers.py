@@ -10,13 +10,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.ptx.registers import computed_here, opaque, round_here
-from flashlatte.kernels.hopper.softmax import rescale
-from flashlatte.ops.dense_prefill.hopper.forward import epilogue, softmax
+from flashlatte.ops.dense_prefill.hopper.forward import epilogue, out_tiles, softmax
 from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
-    ACCUMULATOR,
+    CHUNK,
     K_EMPTY,
-    KEYS,
-    P_OPERAND,
     Q_EMPTY_FIRST,
     Q_EMPTY_SECOND,
     ROWS,
@@ -24,8 +21,10 @@ from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
     TURN_FIRST,
     TURN_SECOND,
     V_EMPTY,
-    VALUES,
+    accumulator,
+    chunks_of,
     phase_of,
+    product_columns,
     read_ticket,
     stage_of,
 )
@@ -58,28 +57,31 @@ def _wait_v(shared, step):
 
 
 @gluon.jit
-def _start_scores(mine, shared, step, unused, CHUNKS: gl.constexpr):
-    """Start q · k of the block of a step, which has come. ``unused`` [64, 128] lends its registers."""
+def _multiplied(tile, COLUMNS: gl.constexpr):
+    if COLUMNS == CHUNK:
+        return tile
+    else:
+        return tile.slice(0, COLUMNS, dim=1)
+
+
+@gluon.jit
+def _start_scores(mine, shared, step, unused, D_QK: gl.constexpr):
+    """Start q · k of the block of a step, which has come. ``unused`` [64, keys] lends its registers."""
     # Not a constant to the compiler, which would hoist the descriptors of all chunks out of the loop, and spill them.
     zero = step >> 30
     scores = unused
+    CHUNKS: gl.constexpr = chunks_of(D_QK)
     for chunk in gl.static_range(CHUNKS):
-        q = mine.q.index(chunk + zero)
-        k = shared.k.index(stage_of(step) * CHUNKS + chunk)
+        q = _multiplied(mine.q.index(chunk + zero), product_columns(D_QK, chunk))
+        k = _multiplied(shared.k.index(stage_of(step) * CHUNKS + chunk), product_columns(D_QK, chunk))
         scores = warpgroup_mma(q, k.permute((1, 0)), scores, use_acc=chunk > 0, is_async=True)
     return scores
 
 
 @gluon.jit
-def _start_output(shared, step, p, output):
-    """Start P · v of the block of a step, which has come."""
-    return warpgroup_mma(p, shared.v.index(stage_of(step)), output, is_async=True)
-
-
-@gluon.jit
 def _operand(p, DTYPE: gl.constexpr):
     """P as an operand. Rounded here and not later, as scores take its registers next."""
-    return gl.convert_layout(round_here(p, DTYPE), P_OPERAND)
+    return gl.convert_layout(round_here(p, DTYPE), gl.DotOperandLayout(0, p.type.layout, 2))
 
 
 @gluon.jit
@@ -90,10 +92,12 @@ def _consume(
     OTHER_TURN: gl.constexpr,
     Q_EMPTY: gl.constexpr,
     FIRST_ROW: gl.constexpr,
-    CHUNKS: gl.constexpr,
+    D_QK: gl.constexpr,
+    D_V: gl.constexpr,
     UNIT: gl.constexpr,
 ):
     shared = call.shared
+    KEYS: gl.constexpr = shared.v.shape[1]
     DTYPE: gl.constexpr = shared.v.dtype
     scale_log2 = call.scale_log2
     barriers.arrive(Q_EMPTY, barriers.PAIR)
@@ -105,8 +109,8 @@ def _consume(
     tiles_taken = 0
     mbarrier.wait(mine.full.index(0), 0)
     _wait_k(shared, step)
-    scores = gl.zeros([ROWS, KEYS], gl.float32, ACCUMULATOR)
-    scores = _start_scores(mine, shared, step, scores, CHUNKS)
+    scores = gl.zeros([ROWS, KEYS], gl.float32, accumulator(KEYS))
+    scores = _start_scores(mine, shared, step, scores, D_QK)
     scores = warpgroup_mma_wait(0, deps=[scores])
     barriers.arrive_at(K_EMPTY, barriers.ALL)
     ticket = read_ticket(mine.ticket)
@@ -116,8 +120,8 @@ def _consume(
         mask = softmax.mask_of(ticket, call.window, FIRST_ROW)
         first_key = ticket.last * KEYS
         scores = softmax.apply_mask(scores, mask, first_key)
-        p, state, alpha = softmax.attend(softmax.empty_state(), scores, scale_log2)
-        output = gl.zeros([ROWS, VALUES], gl.float32, ACCUMULATOR)
+        p, state, alpha = softmax.attend(softmax.empty_state(KEYS), scores, scale_log2)
+        output = out_tiles.zeros(D_V)
         _wait_v(shared, step)
         if first_key + KEYS > ticket.keys:
             softmax.zero_values(shared.v.index(stage_of(step)), ticket.keys - first_key)
@@ -129,10 +133,10 @@ def _consume(
             operand = _operand(p, DTYPE)
             _wait_k(shared, step + 1)
             barriers.wait(MY_TURN, barriers.PAIR)
-            scores = _start_scores(mine, shared, step + 1, p, CHUNKS)
-            output = _start_output(shared, step, operand, output)
+            scores = _start_scores(mine, shared, step + 1, p, D_QK)
+            output = out_tiles.start(shared, step, operand, output)
             barriers.arrive(OTHER_TURN, barriers.PAIR)
-            scores = warpgroup_mma_wait(1, deps=[scores])
+            scores = warpgroup_mma_wait(len(output), deps=[scores])
             barriers.arrive_at(K_EMPTY + stage_of(step + 1), barriers.ALL)
             if block == blocks - 1:
                 barriers.arrive(Q_EMPTY, barriers.PAIR)
@@ -140,32 +144,31 @@ def _consume(
             p, state, alpha = softmax.attend(state, scores, scale_log2)
             p = computed_here(p)
             _wait_v(shared, step + 1)
-            # With P, so that it is not rounded before: the operand of the product would have to be kept.
-            output, p = warpgroup_mma_wait(0, deps=[output, p])
+            output, p = out_tiles.wait_with(output, p)
             barriers.arrive_at(V_EMPTY + stage_of(step), barriers.ALL)
-            output = rescale(output, alpha)
+            output = out_tiles.rescale(output, alpha)
             step += 1
 
         tiles_taken += 1
         operand = _operand(p, DTYPE)
         barriers.wait(MY_TURN, barriers.PAIR)
-        output = _start_output(shared, step, operand, output)
+        output = out_tiles.start(shared, step, operand, output)
         # The next tile's first scores are under way while this one's output is stored.
         mbarrier.wait(mine.full.index(0), tiles_taken & 1)
         _wait_k(shared, step + 1)
-        scores = _start_scores(mine, shared, step + 1, p, CHUNKS)
+        scores = _start_scores(mine, shared, step + 1, p, D_QK)
         barriers.arrive(OTHER_TURN, barriers.PAIR)
-        output = warpgroup_mma_wait(CHUNKS, deps=[output])
+        output = out_tiles.wait(chunks_of(D_QK), output)
         barriers.arrive_at(V_EMPTY + stage_of(step), barriers.ALL)
         step += 1
-        epilogue.store(output, state, ticket, call.results, scale_log2, FIRST_ROW, UNIT)
+        epilogue.store(output, state, ticket, call.results, scale_log2, FIRST_ROW, D_V, UNIT)
         scores = warpgroup_mma_wait(0, deps=[scores])
         barriers.arrive_at(K_EMPTY + stage_of(step), barriers.ALL)
         blocks = opaque(read_ticket(mine.ticket).blocks)
 
 
 @gluon.jit
-def consume_first(call, CHUNKS: gl.constexpr, UNIT: gl.constexpr):
+def consume_first(call, D_QK: gl.constexpr, D_V: gl.constexpr, UNIT: gl.constexpr):
     _consume(
         call,
         call.shared.first,
@@ -173,7 +176,8 @@ def consume_first(call, CHUNKS: gl.constexpr, UNIT: gl.constexpr):
         TURN_SECOND,
         Q_EMPTY_FIRST,
         0,
-        CHUNKS,
+        D_QK,
+        D_V,
         UNIT,
     )
     # The other one's last arrival.
@@ -181,7 +185,7 @@ def consume_first(call, CHUNKS: gl.constexpr, UNIT: gl.constexpr):
 
 
 @gluon.jit
-def consume_second(call, CHUNKS: gl.constexpr, UNIT: gl.constexpr):
+def consume_second(call, D_QK: gl.constexpr, D_V: gl.constexpr, UNIT: gl.constexpr):
     barriers.arrive(TURN_FIRST, barriers.PAIR)
     _consume(
         call,
@@ -190,6 +194,7 @@ def consume_second(call, CHUNKS: gl.constexpr, UNIT: gl.constexpr):
         TURN_FIRST,
         Q_EMPTY_SECOND,
         ROWS,
-        CHUNKS,
+        D_QK,
+        D_V,
         UNIT,
     )

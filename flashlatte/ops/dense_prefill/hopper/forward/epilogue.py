@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.ops.dense_prefill.hopper.forward.tiles import ACC_ROWS, ROWS, VALUES
+from flashlatte.ops.dense_prefill.hopper.forward.tiles import ROWS
 
 _LN2 = gl.constexpr(0.6931471805599453)
 
@@ -25,37 +25,60 @@ class Results(NamedTuple):
 
 
 @gluon.constexpr_function
-def _columns_layout(lane_columns, register_columns):
-    """The accumulator's layout with other column bits in a thread's lane and registers."""
+def _columns_layout(columns, lane_columns):
+    """The layout of a product [64, columns] with other column bits in a thread's lane; the others are in registers."""
+    bits = [1 << i for i in range(columns.bit_length() - 1) if 1 << i not in lane_columns]
+    narrow, wide = [[0, bit] for bit in bits if bit < 32], [[0, bit] for bit in bits if bit >= 32]
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], *([0, bit] for bit in register_columns), [8, 0], [0, 32], [0, 64]],
+        reg_bases=[*narrow, [8, 0], *wide],
         lane_bases=[*([0, bit] for bit in lane_columns), [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
-        shape=[64, 128],
+        shape=[64, columns],
     )
 
 
-# Stores are 16 bytes wide if a thread has eight neighbouring columns; the accumulator has two. Each step exchanges
-# one bit between the four threads of a row, which takes shuffles only.
-_HALFWAY = gl.constexpr(_columns_layout([8, 4], [2, 16]))
-_STORE = gl.constexpr(_columns_layout([8, 16], [2, 4]))
+@gluon.jit
+def _neighbours(tile):
+    """``tile`` with eight neighbouring columns in a thread, or four of 16: the accumulator has two.
+
+    Each step exchanges one bit between the four threads of a row, which takes shuffles only.
+    """
+    COLUMNS: gl.constexpr = tile.shape[1]
+    tile = gl.convert_layout(tile, _columns_layout(COLUMNS, (8, 4)))
+    if COLUMNS > 16:
+        tile = gl.convert_layout(tile, _columns_layout(COLUMNS, (8, 16)))
+    return tile
 
 
 @gluon.jit
-def store(output, state, ticket, results, scale_log2, FIRST_ROW: gl.constexpr, UNIT: gl.constexpr):
-    """``output`` [64, 128] and ``state``, of the ticket's rows from FIRST_ROW on."""
-    is_empty = state.row_sum == 0
-    inverse = gl.where(is_empty, 0.0, 1.0 / state.row_sum)
-    values = (output * inverse[:, None]).to(results.out.dtype.element_ty)
-    values = gl.convert_layout(gl.convert_layout(values, _HALFWAY), _STORE)
-    row = FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, _STORE))
-    col = gl.arange(0, VALUES, gl.SliceLayout(0, _STORE))
+def _store_tile(tile, inverse, ticket, results, FIRST_ROW: gl.constexpr, FIRST: gl.constexpr, D_V: gl.constexpr, UNIT: gl.constexpr):
+    """Of a tile [64, columns] that begins at column FIRST, those before D_V."""
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, tile.type.layout), assert_trivial=True)
+    values = _neighbours((tile * inverse[:, None]).to(results.out.dtype.element_ty))
+    row = FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, values.type.layout))
+    COLUMNS: gl.constexpr = tile.shape[1]
+    col = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, values.type.layout))
     base = ticket.token.to(gl.int64) * results.out_stride_token + ticket.head.to(gl.int64) * results.out_stride_head
     offset = (base + row.to(gl.int64) * results.out_stride_token) * UNIT
-    gl.store(results.out + offset[:, None] + col[None, :], values, mask=(row < ticket.rows)[:, None])
+    in_use = (row < ticket.rows)[:, None]
+    if FIRST + COLUMNS > D_V:
+        in_use = in_use & (col < D_V)[None, :]
+    gl.store(results.out + offset[:, None] + col[None, :], values, mask=in_use)
+
+
+@gluon.jit
+def store(
+    output, state, ticket, results, scale_log2, FIRST_ROW: gl.constexpr, D_V: gl.constexpr, UNIT: gl.constexpr
+):
+    """The tiles of ``output`` and ``state``, of the ticket's rows from FIRST_ROW on."""
+    is_empty = state.row_sum == 0
+    inverse = gl.where(is_empty, 0.0, 1.0 / state.row_sum)
+    _store_tile(output[0], inverse, ticket, results, FIRST_ROW, 0, D_V, UNIT)
+    if len(output) == 2:
+        _store_tile(output[1], inverse, ticket, results, FIRST_ROW, output[0].shape[1], D_V, UNIT)
 
     lse = gl.where(is_empty, results.empty_lse, (state.row_max * scale_log2 + gl.log2(state.row_sum)) * _LN2)
-    row = FIRST_ROW + gl.arange(0, ROWS, ACC_ROWS)
+    row = FIRST_ROW + gl.arange(0, ROWS, lse.type.layout)
     base = ticket.token.to(gl.int64) * results.lse_stride_token + ticket.head.to(gl.int64) * results.lse_stride_head
     gl.store(results.lse + base + row.to(gl.int64) * results.lse_stride_token, lse, mask=row < ticket.rows)

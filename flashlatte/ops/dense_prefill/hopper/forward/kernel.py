@@ -35,13 +35,13 @@ def dense_prefill_forward_kernel(
     lse_stride_head: tl.int64,
     scale_log2: tl.float32,
     empty_lse: tl.float32,
-    HEAD_DIM: tl.constexpr,
+    D_QK: tl.constexpr,
+    D_V: tl.constexpr,
     OUT_UNIT: tl.constexpr,
 ):
     """A program works on tiles of 128 query rows of a head, until there are none left. Arguments as in ``launch``."""
-    CHUNKS: gl.constexpr = HEAD_DIM // 64
     UNIT: gl.constexpr = OUT_UNIT
-    shared = tiles.allocate(out.dtype.element_ty, CHUNKS)
+    shared = tiles.allocate(out.dtype.element_ty, D_QK, D_V)
     problem = schedule.Problem(
         cu_q, cu_k, requests, tokens_q, tokens_k, window_left, window_right, heads, group, group_kv, taken
     )
@@ -52,9 +52,9 @@ def dense_prefill_forward_kernel(
     call = consumers.Call(shared, consumers.Window(window_left, window_right), scale_log2, results)
     gl.warp_specialize(
         [
-            (producer.produce, (inputs, problem, shared, CHUNKS)),
-            (consumers.consume_first, (call, CHUNKS, UNIT)),
-            (consumers.consume_second, (call, CHUNKS, UNIT)),
+            (producer.produce, (inputs, problem, shared)),
+            (consumers.consume_first, (call, D_QK, D_V, UNIT)),
+            (consumers.consume_second, (call, D_QK, D_V, UNIT)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, CONSUMER_REGISTERS],

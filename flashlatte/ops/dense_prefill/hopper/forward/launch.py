@@ -10,7 +10,7 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlatte.ops.dense_prefill.hopper.forward.kernel import kernel
-from flashlatte.ops.dense_prefill.hopper.forward.tiles import CHUNK, KEYS, ROWS, TILE, VALUES
+from flashlatte.ops.dense_prefill.hopper.forward.tiles import CHUNK, ROWS, TILE, keys_of, value_columns
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.runtime.tma_descriptors import Address, describe
@@ -42,7 +42,7 @@ def forward(
 ) -> None:
     """``max_seqlen_k`` only sets how many heads are worked on together."""
     tokens_q, heads, head_dim = q.shape
-    tokens_k, heads_kv, _ = k.shape
+    tokens_k, heads_kv, head_dim_v = v.shape
     if not (tokens_q and heads):
         return
     if not tokens_k:
@@ -52,15 +52,16 @@ def forward(
     requests = cu_seqlens_q.shape[0] - 1
     device = q.device
     group_kv = heads // heads_kv
-    group = heads_together(heads, group_kv, max_seqlen_k, head_dim)
+    group = heads_together(heads, group_kv, max_seqlen_k, head_dim + head_dim_v)
     most_tiles = (-(-tokens_q // TILE.value) + requests + 2) * heads
+    keys = keys_of(head_dim, head_dim_v)
     out_strides = strides_in_use(out)
     unit = row_align(out)
     with launching_on(device):
         kernel[(min(most_tiles, machine.num_sms(device)),)](
             q=_descriptor_of("q", q, ROWS.value, CHUNK.value),
-            k=_descriptor_of("k", k, KEYS.value, CHUNK.value),
-            v=_descriptor_of("v", v, KEYS.value, VALUES.value),
+            k=_descriptor_of("k", k, keys, CHUNK.value),
+            v=_descriptor_of("v", v, keys, value_columns(head_dim_v)),
             cu_q=cu_seqlens_q.contiguous(),
             cu_k=cu_seqlens_k.contiguous(),
             requests=requests,
@@ -80,7 +81,8 @@ def forward(
             lse_stride_head=lse.stride(1),
             scale_log2=softmax_scale * _LOG2_E,
             empty_lse=empty_lse,
-            HEAD_DIM=head_dim,
+            D_QK=head_dim,
+            D_V=head_dim_v,
             OUT_UNIT=unit,
             num_warps=4,
             enable_fp_fusion=True,
@@ -88,9 +90,12 @@ def forward(
 
 
 @functools.lru_cache(maxsize=1024)
-def heads_together(heads: int, group_kv: int, max_seqlen_k: int, head_dim: int) -> int:
-    """Query heads whose keys and values fit the cache: a divisor of ``heads``, whole groups of a key head or a part."""
-    bytes_of_head = max(max_seqlen_k, 1) * (head_dim + VALUES.value) * 2
+def heads_together(heads: int, group_kv: int, max_seqlen_k: int, numbers: int) -> int:
+    """Query heads whose keys and values fit the cache: a divisor of ``heads``, whole groups of a key head or a part.
+
+    ``numbers`` is how many a key and its value have together.
+    """
+    bytes_of_head = max(max_seqlen_k, 1) * numbers * 2
     kv_heads = heads // group_kv
     fitting = max(min(_RESIDENT // bytes_of_head, kv_heads), 1)
     return group_kv * max(n for n in range(1, fitting + 1) if kv_heads % n == 0)

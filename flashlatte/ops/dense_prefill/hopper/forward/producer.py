@@ -13,13 +13,11 @@ from flashlatte.ops.dense_prefill.hopper.forward import schedule
 from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
     CHUNK,
     K_EMPTY,
-    KEYS,
     Q_EMPTY_FIRST,
     Q_EMPTY_SECOND,
     ROWS,
     STAGES,
     V_EMPTY,
-    VALUES,
     Ticket,
     stage_of,
     write_ticket,
@@ -28,7 +26,10 @@ from flashlatte.runtime.gluon_compat import cta_barrier, tma_load
 
 
 class Inputs(NamedTuple):
-    """TMA descriptors of q, k and v [tokens, heads, d], for boxes of 64 x 64, 128 x 64 and 128 x 128."""
+    """TMA descriptors of q, k and v [tokens, heads, d], for boxes of 64 x 64, keys x 64 and keys x d_v.
+
+    Columns that a row does not have arrive as zeros.
+    """
 
     q: Any
     k: Any
@@ -36,7 +37,8 @@ class Inputs(NamedTuple):
 
 
 @gluon.jit
-def _load_q(inputs, consumer, ticket, ROW: gl.constexpr, CHUNKS: gl.constexpr):
+def _load_q(inputs, consumer, ticket, ROW: gl.constexpr):
+    CHUNKS: gl.constexpr = consumer.q.shape[0]
     write_ticket(consumer.ticket, ticket)
     cta_barrier()
     full = consumer.full.index(0)
@@ -46,7 +48,9 @@ def _load_q(inputs, consumer, ticket, ROW: gl.constexpr, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def _load_k(inputs, shared, step, token, head, CHUNKS: gl.constexpr):
+def _load_k(inputs, shared, step, token, head):
+    KEYS: gl.constexpr = shared.v.shape[1]
+    CHUNKS: gl.constexpr = shared.first.q.shape[0]
     stage = stage_of(step)
     barriers.wait_at(K_EMPTY + stage, barriers.ALL)
     full = shared.k_full.index(stage)
@@ -60,7 +64,7 @@ def _load_v(inputs, shared, step, token, head):
     stage = stage_of(step)
     barriers.wait_at(V_EMPTY + stage, barriers.ALL)
     full = shared.v_full.index(stage)
-    mbarrier.expect(full, KEYS * VALUES * 2)
+    mbarrier.expect(full, shared.v.shape[1] * shared.v.shape[2] * 2)
     tma_load(inputs.v, [token, head, 0], full, shared.v.index(stage))
 
 
@@ -72,26 +76,27 @@ def _announce(consumer, ticket):
 
 
 @gluon.jit
-def produce(inputs, problem, shared, CHUNKS: gl.constexpr):
+def produce(inputs, problem, shared):
+    KEYS: gl.constexpr = shared.v.shape[1]
     num_blocks = schedule.count_blocks(problem)
     num_tiles = num_blocks * problem.heads
     tile = gl.program_id(0)
     step = 0
     while tile < num_tiles:
-        ticket, first_key = schedule.find(problem, tile, num_blocks)
+        ticket, first_key = schedule.find(problem, tile, num_blocks, KEYS)
         head = ticket.head // problem.group_kv
         token = first_key + ticket.last * KEYS
         # The stage is empty before the queries are: those serve until the last product of the tile before.
-        _load_k(inputs, shared, step, token, head, CHUNKS)
+        _load_k(inputs, shared, step, token, head)
         barriers.wait(Q_EMPTY_FIRST, barriers.PAIR)
-        _load_q(inputs, shared.first, ticket, 0, CHUNKS)
+        _load_q(inputs, shared.first, ticket, 0)
         barriers.wait(Q_EMPTY_SECOND, barriers.PAIR)
-        _load_q(inputs, shared.second, ticket, ROWS, CHUNKS)
+        _load_q(inputs, shared.second, ticket, ROWS)
         _load_v(inputs, shared, step, token, head)
         step += 1
         for _ in range(1, ticket.blocks):
             token -= KEYS
-            _load_k(inputs, shared, step, token, head, CHUNKS)
+            _load_k(inputs, shared, step, token, head)
             _load_v(inputs, shared, step, token, head)
             step += 1
         tile = schedule.take(problem)

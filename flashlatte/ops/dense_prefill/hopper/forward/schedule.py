@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.ops.dense_prefill.hopper.forward.tiles import KEYS, TILE, Ticket
+from flashlatte.ops.dense_prefill.hopper.forward.tiles import TILE, Ticket
 
 # Requests that the producer scans at a time, one a thread.
 _SCAN = gl.constexpr(128)
@@ -77,8 +77,8 @@ def count_blocks(problem):
 
 
 @gluon.jit
-def find(problem, tile, num_blocks):
-    """The ticket of a tile, and the first token of its keys."""
+def find(problem, tile, num_blocks, KEYS: gl.constexpr):
+    """The ticket of a tile, in blocks of KEYS keys, and the first token of its keys."""
     in_group = num_blocks * problem.group
     block = tile % in_group // problem.group
     head = tile // in_group * problem.group + tile % problem.group

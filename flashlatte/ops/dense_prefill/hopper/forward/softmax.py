@@ -10,14 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flashlatte.kernels.hopper.ptx.registers import mask_columns
 from flashlatte.kernels.hopper.softmax import HEADROOM, NO_SCORE
-from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
-    ACC_COLS,
-    ACC_ROWS,
-    COPY,
-    KEYS,
-    ROWS,
-    VALUES,
-)
+from flashlatte.ops.dense_prefill.hopper.forward.tiles import CHUNK, COPY, ROWS, accumulator
 from flashlatte.runtime.gluon_compat import cta_barrier
 
 
@@ -56,26 +49,28 @@ def mask_of(ticket, window, FIRST_ROW: gl.constexpr):
 
 @gluon.jit
 def apply_mask(scores, mask, first_key):
-    """Scores [64, 128] of the block at ``first_key``, -inf where a row does not see the key."""
+    """Scores [64, keys] of the block at ``first_key``, -inf where a row does not see the key."""
+    KEYS: gl.constexpr = scores.shape[1]
     if (first_key < mask.seen_by_all_from) | (first_key + KEYS > mask.seen_by_all_to):
-        position = mask.position - first_key + gl.arange(0, ROWS, ACC_ROWS)
+        position = mask.position - first_key + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(KEYS)))
         seen_from = position - mask.left
         seen_to = gl.minimum(position + mask.right + 1, mask.keys - first_key)
-        key = gl.arange(0, KEYS, ACC_COLS)[None, :]
+        key = gl.arange(0, KEYS, gl.SliceLayout(0, accumulator(KEYS)))[None, :]
         scores = mask_columns(scores, seen_from[:, None] - key, seen_to[:, None] - key)
     return scores
 
 
 @gluon.jit
 def zero_values(tile, first):
-    """Zero the values [128, 128] from row ``first`` on.
+    """Zero the values [keys, d_v] from row ``first`` on.
 
     They belong to another request or to none, and may be NaN, which P of zero would not hide. Both consumers do
     so, each before its own product: what they write is the same.
     """
-    row = gl.arange(0, KEYS, gl.SliceLayout(1, COPY))
-    for col in gl.static_range(0, VALUES, 64):
-        part = tile.slice(col, 64, dim=1)
+    row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, COPY))
+    COLUMNS: gl.constexpr = tile.shape[1]
+    for col in gl.static_range(0, COLUMNS, CHUNK):
+        part = tile.slice(col, CHUNK, dim=1)
         values = part.load(COPY)
         part.store(gl.where((row < first)[:, None], values, 0.0).to(values.dtype))
     fence_async_shared()
@@ -83,13 +78,14 @@ def zero_values(tile, first):
 
 
 @gluon.jit
-def empty_state():
-    return State(gl.full([ROWS], NO_SCORE, gl.float32, ACC_ROWS), gl.zeros([ROWS], gl.float32, ACC_ROWS))
+def empty_state(KEYS: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator(KEYS))
+    return State(gl.full([ROWS], NO_SCORE, gl.float32, LAYOUT), gl.zeros([ROWS], gl.float32, LAYOUT))
 
 
 @gluon.jit
 def attend(state, scores, scale_log2):
-    """P of a block [64, 128], the statistics with it, and alpha [64], by which what was summed before is rescaled."""
+    """P of a block [64, keys], the statistics with it, and alpha [64], by which what was summed before is rescaled."""
     block_max = gl.max(scores, 1)
     row_max = gl.where((block_max - state.row_max) * scale_log2 > HEADROOM, block_max, state.row_max)
     p = gl.exp2(scores * scale_log2 - (row_max * scale_log2)[:, None])

@@ -13,19 +13,11 @@ from flashlatte.kernels.hopper.barriers import FIRST_FREE
 # Query rows of a consumer, and of a program's tile (two consumers).
 ROWS = gl.constexpr(64)
 TILE = gl.constexpr(128)
-# Keys of a block.
-KEYS = gl.constexpr(128)
 # Columns of q and k that a copy and a multiplication take: 128 bytes, the width of a swizzled line.
 CHUNK = gl.constexpr(64)
-VALUES = gl.constexpr(128)
 # Of the rings of blocks; a power of two.
 STAGES = gl.constexpr(2)
 
-# Layout of scores and of a consumer's output, both [64, 128], with its rows and columns.
-ACCUMULATOR = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-ACC_ROWS = gl.constexpr(gl.SliceLayout(1, ACCUMULATOR))
-ACC_COLS = gl.constexpr(gl.SliceLayout(0, ACCUMULATOR))
-P_OPERAND = gl.constexpr(gl.DotOperandLayout(0, ACCUMULATOR, 2))
 # Threads of four warps over a tile [n, 64], 16 bytes each.
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
@@ -79,14 +71,48 @@ class Consumer(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The rings of blocks, of 2 stages each; ``k`` has a stage's chunks of columns one after the other."""
+    """The rings of blocks, of 2 stages each; ``k`` has a stage's chunks of columns one after the other.
+
+    d_qk and d_v are rounded up with zeros: d_qk to a multiple of 64, d_v to 64, 128 or 256.
+    """
 
     first: Consumer
     second: Consumer
-    k: Any  # [2 * d_qk / 64, 128, 64]
-    v: Any  # [2, 128, 128]
+    k: Any  # [2 * d_qk / 64, keys, 64]
+    v: Any  # [2, keys, d_v]
     k_full: Any  # [2, 1]
     v_full: Any
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """The layout of a consumer's product [64, columns]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def keys_of(d_qk, d_v):
+    """Keys of a block: of wide rows fewer, as an output of 256 columns leaves few registers for scores."""
+    return 128 if d_qk <= 192 and d_v <= 128 else 64
+
+
+@gluon.constexpr_function
+def chunks_of(columns):
+    """Chunks that hold a row of q, k or v."""
+    return -(-columns // CHUNK.value)
+
+
+@gluon.constexpr_function
+def product_columns(columns, chunk):
+    """How many columns of a chunk are multiplied: a power of two from 16 on, which of the last one is not always all."""
+    rest = min(max(columns - chunk * CHUNK.value, 0), CHUNK.value)
+    return max(16, 1 << (rest - 1).bit_length()) if rest else 0
+
+
+@gluon.constexpr_function
+def value_columns(d_v):
+    """Columns of a row of values in shared memory."""
+    return max(CHUNK.value, 1 << (d_v - 1).bit_length())
 
 
 @gluon.jit
@@ -119,12 +145,14 @@ def _consumer(DTYPE: gl.constexpr, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def allocate(DTYPE: gl.constexpr, CHUNKS: gl.constexpr):
+def allocate(DTYPE: gl.constexpr, D_QK: gl.constexpr, D_V: gl.constexpr):
+    CHUNKS: gl.constexpr = chunks_of(D_QK)
+    KEYS: gl.constexpr = keys_of(D_QK, D_V)
     return Shared(
         _consumer(DTYPE, CHUNKS),
         _consumer(DTYPE, CHUNKS),
         gl.allocate_shared_memory(DTYPE, [STAGES * CHUNKS, KEYS, CHUNK], _SWIZZLED),
-        gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, VALUES], _SWIZZLED),
+        gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, value_columns(D_V)], _SWIZZLED),
         _mbarriers(STAGES),
         _mbarriers(STAGES),
     )

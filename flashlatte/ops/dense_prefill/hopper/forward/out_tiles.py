@@ -1,0 +1,88 @@
+"""A consumer's output [64, d_v] in registers: a tuple of one tile of columns, or of two where one would be mostly padding.
+
+Tiles have a power of two of columns: those of 72 and 80 have 64 and 16, those of 96 have 64 and 32.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from flashlatte.kernels.hopper import softmax
+from flashlatte.ops.dense_prefill.hopper.forward.tiles import ROWS, accumulator, stage_of
+
+
+@gluon.constexpr_function
+def first_columns(d_v):
+    whole = 1 << (d_v - 1).bit_length()
+    return whole // 2 if second_columns(d_v) else whole
+
+
+@gluon.constexpr_function
+def second_columns(d_v):
+    """0 if there is one tile."""
+    half = 1 << (d_v - 1).bit_length() >> 1
+    rest = max(16, 1 << (d_v - half - 1).bit_length())
+    return rest if rest < half else 0
+
+
+@gluon.jit
+def zeros(D_V: gl.constexpr):
+    first = _zeros(first_columns(D_V))
+    if second_columns(D_V) == 0:
+        return (first,)
+    else:
+        return first, _zeros(second_columns(D_V))
+
+
+@gluon.jit
+def _zeros(COLUMNS: gl.constexpr):
+    return gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS))
+
+
+@gluon.jit
+def start(shared, step, p, output):
+    """Start P · v of the block of a step, which has come. As many products as ``output`` has tiles."""
+    v = shared.v.index(stage_of(step))
+    if len(output) == 1:
+        return (_start_product(p, v, output[0]),)
+    else:
+        FIRST: gl.constexpr = output[0].shape[1]
+        first = _start_product(p, v.slice(0, FIRST, dim=1), output[0])
+        return first, _start_product(p, v.slice(FIRST, output[1].shape[1], dim=1), output[1])
+
+
+@gluon.jit
+def _start_product(p, v, tile):
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(v.shape[1]), 2)
+    return warpgroup_mma(gl.convert_layout(p, OPERAND, assert_trivial=True), v, tile, is_async=True)
+
+
+@gluon.jit
+def wait(pending: gl.constexpr, output):
+    """The output, once no more than ``pending`` products are under way."""
+    if len(output) == 1:
+        return (warpgroup_mma_wait(pending, deps=[output[0]]),)
+    else:
+        return warpgroup_mma_wait(pending, deps=[output[0], output[1]])
+
+
+@gluon.jit
+def wait_with(output, p):
+    """The output and ``p``, once no product is under way. P goes through the wait so that it is not rounded before: the
+    operand of the product would have to be kept."""
+    if len(output) == 1:
+        tile, p = warpgroup_mma_wait(0, deps=[output[0], p])
+        return (tile,), p
+    else:
+        first, second, p = warpgroup_mma_wait(0, deps=[output[0], output[1], p])
+        return (first, second), p
+
+
+@gluon.jit
+def rescale(output, alpha):
+    if len(output) == 1:
+        return (softmax.rescale(output[0], alpha),)
+    else:
+        return softmax.rescale(output[0], alpha), softmax.rescale(output[1], alpha)
