@@ -22,7 +22,7 @@ def vit_attention(
     """Attention of the patches of each image to all patches of the same image; differentiable.
 
     Images of any sizes lie one after the other. Head dims need be no powers of two: 72, 80 and 96 are filled up within
-    the kernel.
+    the kernel. On Hopper the backward pass is the portable one, but for a head dim of 128.
 
     Args:
         q: [T, h, d], or [b, s, h, d], whose first two axes are one list of patches; bf16, fp16 (float32 and float64 on

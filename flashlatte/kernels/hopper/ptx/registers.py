@@ -118,8 +118,8 @@ def _mask_constraints(numbers):
 
 @gluon.jit
 def mask_columns(scores, begin, end):
-    """``scores`` [64, columns] of a WGMMA, -inf where a column c is not in ``begin + c0`` <= c < ``end + c0``, with c0 the
-    thread's first column: ``begin`` and ``end`` [64, columns] come with the number of their column subtracted.
+    """``scores`` [64, columns] of a WGMMA, -inf where a column c is not in ``begin + c0`` <= c < ``end + c0``, with c0
+    the thread's first column: ``begin`` and ``end`` [64, columns] come with the number of their column subtracted.
 
     Columns are constants here; the compiler would keep them in registers, also outside of the branch that masks.
     """

@@ -52,7 +52,9 @@ def _neighbours(tile):
 
 
 @gluon.jit
-def _store_tile(tile, inverse, ticket, results, FIRST_ROW: gl.constexpr, FIRST: gl.constexpr, D_V: gl.constexpr, UNIT: gl.constexpr):
+def _store_tile(
+    tile, inverse, ticket, results, FIRST_ROW: gl.constexpr, FIRST: gl.constexpr, D_V: gl.constexpr, UNIT: gl.constexpr
+):
     """Of a tile [64, columns] that begins at column FIRST, those before D_V."""
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, tile.type.layout), assert_trivial=True)
     values = _neighbours((tile * inverse[:, None]).to(results.out.dtype.element_ty))
@@ -68,9 +70,7 @@ def _store_tile(tile, inverse, ticket, results, FIRST_ROW: gl.constexpr, FIRST: 
 
 
 @gluon.jit
-def store(
-    output, state, ticket, results, scale_log2, FIRST_ROW: gl.constexpr, D_V: gl.constexpr, UNIT: gl.constexpr
-):
+def store(output, state, ticket, results, scale_log2, FIRST_ROW: gl.constexpr, D_V: gl.constexpr, UNIT: gl.constexpr):
     """The tiles of ``output`` and ``state``, of the ticket's rows from FIRST_ROW on."""
     is_empty = state.row_sum == 0
     inverse = gl.where(is_empty, 0.0, 1.0 / state.row_sum)

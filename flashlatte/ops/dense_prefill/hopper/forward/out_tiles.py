@@ -1,6 +1,6 @@
-"""A consumer's output [64, d_v] in registers: a tuple of one tile of columns, or of two where one would be mostly padding.
+"""A consumer's output [64, d_v] in registers: a tuple of one tile, or of two where one would be mostly padding.
 
-Tiles have a power of two of columns: those of 72 and 80 have 64 and 16, those of 96 have 64 and 32.
+Tiles have a power of two of columns: 72 and 80 columns are tiles of 64 and 16, 96 are 64 and 32.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def chunks_of(columns):
 
 @gluon.constexpr_function
 def product_columns(columns, chunk):
-    """How many columns of a chunk are multiplied: a power of two from 16 on, which of the last one is not always all."""
+    """How many columns of a chunk are multiplied: of the last one a power of two from 16 on."""
     rest = min(max(columns - chunk * CHUNK.value, 0), CHUNK.value)
     return max(16, 1 << (rest - 1).bit_length()) if rest else 0
 
