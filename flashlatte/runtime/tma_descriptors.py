@@ -24,7 +24,7 @@ class Address:
 
 
 def describe(base: torch.Tensor | Address, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> Any:
-    """Of boxes whose rows are swizzled by 128 bytes in shared memory.
+    """Of boxes whose rows are swizzled in shared memory by 128 bytes, or all of a row that is narrower.
 
     Args:
         strides: of all axes but the last, in numbers; 0 for an axis of one entry (``strides.strides_in_use``).
@@ -32,9 +32,9 @@ def describe(base: torch.Tensor | Address, shape: Sequence[int], strides: Sequen
     """
     # An axis of 1 has no stride that matters, but the hardware wants one above 0.
     wide = [stride or shape[-1] for stride in strides]
-    return TensorDescriptor(base, list(shape), [*wide, 1], list(box), _layout(len(shape)))
+    return TensorDescriptor(base, list(shape), [*wide, 1], list(box), _layout(len(shape), min(2 * box[-1], 128)))
 
 
 @functools.cache
-def _layout(rank: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+def _layout(rank: int, swizzle: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=rank)

@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton")
 
 from support import compile as support  # noqa: E402
 
-from flashlatte.ops.dense_prefill.hopper.forward import launch  # noqa: E402
+from flashlatte.ops.dense_prefill.hopper.forward import launch, tiles  # noqa: E402
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
@@ -124,6 +124,30 @@ def test_main_loop(compiled, name):
         started = next(index for index, one in enumerate(loop) if "HGMMA" in one)
         assert rounded
         assert max(rounded) < started
+
+
+def test_tiles_hold_every_head_dim_and_little_more():
+    for head_dim in range(64, 256 + 1, 8):
+        keys = tiles.chunks_of(head_dim) * 64 + tiles.rest_of(head_dim)
+        values = tiles.first_columns(head_dim) + tiles.second_columns(head_dim)
+        assert 0 <= keys - head_dim < 32
+        assert 0 <= values - head_dim < 64
+    assert [tiles.rest_of(head_dim) for head_dim in (64, 72, 80, 96, 104, 128, 192)] == [0, 16, 16, 32, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "boxes", "rests"),
+    [
+        (128, [[64, 1, 64], [128, 1, 64], [128, 1, 128]], [None, None, None]),
+        (72, [[64, 1, 64], [128, 1, 64], [128, 1, 64]], [[64, 1, 16], [128, 1, 16], [128, 1, 16]]),
+        (192, [[64, 1, 64], [64, 1, 64], [64, 1, 128]], [None, None, [64, 1, 64]]),
+    ],
+)
+def test_boxes_of_rows(record, head_dim, boxes, rests):
+    arguments = record(head_dim=head_dim, head_dim_v=head_dim).arguments
+    assert [list(arguments[name].block_shape) for name in "qkv"] == boxes
+    found = [arguments[f"{name}_rest"] for name in "qkv"]
+    assert [one if one is None else list(one.block_shape) for one in found] == rests
 
 
 def test_stores_are_16_bytes_wide(compiled):

@@ -12,7 +12,6 @@ from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.ptx.registers import computed_here, opaque, round_here
 from flashlatte.ops.dense_prefill.hopper.forward import epilogue, out_tiles, softmax
 from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
-    CHUNK,
     K_EMPTY,
     Q_EMPTY_FIRST,
     Q_EMPTY_SECOND,
@@ -24,7 +23,6 @@ from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
     accumulator,
     chunks_of,
     phase_of,
-    product_columns,
     read_ticket,
     stage_of,
 )
@@ -57,14 +55,6 @@ def _wait_v(shared, step):
 
 
 @gluon.jit
-def _multiplied(tile, COLUMNS: gl.constexpr):
-    if COLUMNS == CHUNK:
-        return tile
-    else:
-        return tile.slice(0, COLUMNS, dim=1)
-
-
-@gluon.jit
 def _start_scores(mine, shared, step, unused, D_QK: gl.constexpr):
     """Start q · k of the block of a step, which has come. ``unused`` [64, keys] lends its registers."""
     # Not a constant to the compiler, which would hoist the descriptors of all chunks out of the loop, and spill them.
@@ -72,9 +62,12 @@ def _start_scores(mine, shared, step, unused, D_QK: gl.constexpr):
     scores = unused
     CHUNKS: gl.constexpr = chunks_of(D_QK)
     for chunk in gl.static_range(CHUNKS):
-        q = _multiplied(mine.q.index(chunk + zero), product_columns(D_QK, chunk))
-        k = _multiplied(shared.k.index(stage_of(step) * CHUNKS + chunk), product_columns(D_QK, chunk))
+        q = mine.q[0].index(chunk + zero)
+        k = shared.k[0].index(stage_of(step) * CHUNKS + chunk)
         scores = warpgroup_mma(q, k.permute((1, 0)), scores, use_acc=chunk > 0, is_async=True)
+    if len(shared.k) == 2:
+        k = shared.k[1].index(stage_of(step))
+        scores = warpgroup_mma(mine.q[1].index(zero), k.permute((1, 0)), scores, is_async=True)
     return scores
 
 
@@ -97,8 +90,8 @@ def _consume(
     UNIT: gl.constexpr,
 ):
     shared = call.shared
-    KEYS: gl.constexpr = shared.v.shape[1]
-    DTYPE: gl.constexpr = shared.v.dtype
+    KEYS: gl.constexpr = shared.v[0].shape[1]
+    DTYPE: gl.constexpr = shared.v[0].dtype
     scale_log2 = call.scale_log2
     barriers.arrive(Q_EMPTY, barriers.PAIR)
     for stage in gl.static_range(STAGES):
@@ -124,7 +117,7 @@ def _consume(
         output = out_tiles.zeros(D_V)
         _wait_v(shared, step)
         if first_key + KEYS > ticket.keys:
-            softmax.zero_values(shared.v.index(stage_of(step)), ticket.keys - first_key)
+            softmax.zero_values(shared.v, stage_of(step), ticket.keys - first_key)
 
         if blocks == 1:
             barriers.arrive(Q_EMPTY, barriers.PAIR)
@@ -158,7 +151,7 @@ def _consume(
         _wait_k(shared, step + 1)
         scores = _start_scores(mine, shared, step + 1, p, D_QK)
         barriers.arrive(OTHER_TURN, barriers.PAIR)
-        output = out_tiles.wait(chunks_of(D_QK), output)
+        output = out_tiles.wait(chunks_of(D_QK) + len(shared.k) - 1, output)
         barriers.arrive_at(V_EMPTY + stage_of(step), barriers.ALL)
         step += 1
         epilogue.store(output, state, ticket, call.results, scale_log2, FIRST_ROW, D_V, UNIT)

@@ -16,6 +16,9 @@ def dense_prefill_forward_kernel(
     q,
     k,
     v,
+    q_rest,
+    k_rest,
+    v_rest,
     cu_q,
     cu_k,
     requests: tl.int32,
@@ -45,7 +48,7 @@ def dense_prefill_forward_kernel(
     problem = schedule.Problem(
         cu_q, cu_k, requests, tokens_q, tokens_k, window_left, window_right, heads, group, group_kv, taken
     )
-    inputs = producer.Inputs(q, k, v)
+    inputs = producer.Inputs(producer.both(q, q_rest), producer.both(k, k_rest), producer.both(v, v_rest))
     results = epilogue.Results(
         out, out_stride_token, out_stride_head, lse, lse_stride_token, lse_stride_head, empty_lse
     )

@@ -10,7 +10,15 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlatte.ops.dense_prefill.hopper.forward.kernel import kernel
-from flashlatte.ops.dense_prefill.hopper.forward.tiles import CHUNK, ROWS, TILE, keys_of, value_columns
+from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
+    CHUNK,
+    ROWS,
+    TILE,
+    first_columns,
+    keys_of,
+    rest_of,
+    second_columns,
+)
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.runtime.tma_descriptors import Address, describe
@@ -61,7 +69,10 @@ def forward(
         kernel[(min(most_tiles, machine.num_sms(device)),)](
             q=_descriptor_of("q", q, ROWS.value, CHUNK.value),
             k=_descriptor_of("k", k, keys, CHUNK.value),
-            v=_descriptor_of("v", v, keys, value_columns(head_dim_v)),
+            v=_descriptor_of("v", v, keys, first_columns(head_dim_v)),
+            q_rest=_rest_of("q", q, ROWS.value, rest_of(head_dim)),
+            k_rest=_rest_of("k", k, keys, rest_of(head_dim)),
+            v_rest=_rest_of("v", v, keys, second_columns(head_dim_v)),
             cu_q=cu_seqlens_q.contiguous(),
             cu_k=cu_seqlens_k.contiguous(),
             requests=requests,
@@ -103,6 +114,10 @@ def heads_together(heads: int, group_kv: int, max_seqlen_k: int, numbers: int) -
 
 def _descriptor_of(name: str, x: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
     return _descriptor(name, x.data_ptr(), x.dtype, tuple(x.shape), strides_in_use(x), rows, cols)
+
+
+def _rest_of(name: str, x: torch.Tensor, rows: int, cols: int) -> TensorDescriptor | None:
+    return _descriptor_of(name, x, rows, cols) if cols else None
 
 
 @functools.lru_cache(maxsize=1024)

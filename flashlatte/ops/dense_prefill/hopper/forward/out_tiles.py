@@ -10,21 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from flashlatte.kernels.hopper import softmax
-from flashlatte.ops.dense_prefill.hopper.forward.tiles import ROWS, accumulator, stage_of
-
-
-@gluon.constexpr_function
-def first_columns(d_v):
-    whole = 1 << (d_v - 1).bit_length()
-    return whole // 2 if second_columns(d_v) else whole
-
-
-@gluon.constexpr_function
-def second_columns(d_v):
-    """0 if there is one tile."""
-    half = 1 << (d_v - 1).bit_length() >> 1
-    rest = max(16, 1 << (d_v - half - 1).bit_length())
-    return rest if rest < half else 0
+from flashlatte.ops.dense_prefill.hopper.forward.tiles import ROWS, accumulator, first_columns, second_columns, stage_of
 
 
 @gluon.jit
@@ -44,13 +30,11 @@ def _zeros(COLUMNS: gl.constexpr):
 @gluon.jit
 def start(shared, step, p, output):
     """Start P · v of the block of a step, which has come. As many products as ``output`` has tiles."""
-    v = shared.v.index(stage_of(step))
+    first = _start_product(p, shared.v[0].index(stage_of(step)), output[0])
     if len(output) == 1:
-        return (_start_product(p, v, output[0]),)
+        return (first,)
     else:
-        FIRST: gl.constexpr = output[0].shape[1]
-        first = _start_product(p, v.slice(0, FIRST, dim=1), output[0])
-        return first, _start_product(p, v.slice(FIRST, output[1].shape[1], dim=1), output[1])
+        return first, _start_product(p, shared.v[1].index(stage_of(step)), output[1])
 
 
 @gluon.jit

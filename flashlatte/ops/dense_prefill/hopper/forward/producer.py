@@ -11,7 +11,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from flashlatte.kernels.hopper import barriers
 from flashlatte.ops.dense_prefill.hopper.forward import schedule
 from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
-    CHUNK,
     K_EMPTY,
     Q_EMPTY_FIRST,
     Q_EMPTY_SECOND,
@@ -26,7 +25,7 @@ from flashlatte.runtime.gluon_compat import cta_barrier, tma_load
 
 
 class Inputs(NamedTuple):
-    """TMA descriptors of q, k and v [tokens, heads, d], for boxes of 64 x 64, keys x 64 and keys x d_v.
+    """TMA descriptors of q, k and v [tokens, heads, d], for the tiles of each in shared memory: tuples of one or two.
 
     Columns that a row does not have arrive as zeros.
     """
@@ -37,26 +36,45 @@ class Inputs(NamedTuple):
 
 
 @gluon.jit
+def both(first, rest):
+    if rest is None:
+        return (first,)
+    else:
+        return first, rest
+
+
+@gluon.jit
+def _load(descriptors, tiles, CHUNKS: gl.constexpr, first, stage, token, head, full):
+    for chunk in gl.static_range(CHUNKS):
+        tma_load(descriptors[0], [token, head, chunk * tiles[0].shape[2]], full, tiles[0].index(first + chunk))
+    if len(tiles) == 2:
+        tma_load(descriptors[1], [token, head, CHUNKS * tiles[0].shape[2]], full, tiles[1].index(stage))
+
+
+@gluon.constexpr_function
+def _copied_bytes(tiles, chunks):
+    first, *rest = tiles
+    return 2 * first.shape[1] * (chunks * first.shape[2] + sum(tile.shape[2] for tile in rest))
+
+
+@gluon.jit
 def _load_q(inputs, consumer, ticket, ROW: gl.constexpr):
-    CHUNKS: gl.constexpr = consumer.q.shape[0]
+    CHUNKS: gl.constexpr = consumer.q[0].shape[0]
     write_ticket(consumer.ticket, ticket)
     cta_barrier()
     full = consumer.full.index(0)
-    mbarrier.expect(full, ROWS * CHUNKS * CHUNK * 2)
-    for chunk in gl.static_range(CHUNKS):
-        tma_load(inputs.q, [ticket.token + ROW, ticket.head, chunk * CHUNK], full, consumer.q.index(chunk))
+    mbarrier.expect(full, _copied_bytes(consumer.q, CHUNKS))
+    _load(inputs.q, consumer.q, CHUNKS, 0, 0, ticket.token + ROW, ticket.head, full)
 
 
 @gluon.jit
 def _load_k(inputs, shared, step, token, head):
-    KEYS: gl.constexpr = shared.v.shape[1]
-    CHUNKS: gl.constexpr = shared.first.q.shape[0]
+    CHUNKS: gl.constexpr = shared.first.q[0].shape[0]
     stage = stage_of(step)
     barriers.wait_at(K_EMPTY + stage, barriers.ALL)
     full = shared.k_full.index(stage)
-    mbarrier.expect(full, KEYS * CHUNKS * CHUNK * 2)
-    for chunk in gl.static_range(CHUNKS):
-        tma_load(inputs.k, [token, head, chunk * CHUNK], full, shared.k.index(stage * CHUNKS + chunk))
+    mbarrier.expect(full, _copied_bytes(shared.k, CHUNKS))
+    _load(inputs.k, shared.k, CHUNKS, stage * CHUNKS, stage, token, head, full)
 
 
 @gluon.jit
@@ -64,8 +82,8 @@ def _load_v(inputs, shared, step, token, head):
     stage = stage_of(step)
     barriers.wait_at(V_EMPTY + stage, barriers.ALL)
     full = shared.v_full.index(stage)
-    mbarrier.expect(full, shared.v.shape[1] * shared.v.shape[2] * 2)
-    tma_load(inputs.v, [token, head, 0], full, shared.v.index(stage))
+    mbarrier.expect(full, _copied_bytes(shared.v, 1))
+    _load(inputs.v, shared.v, 1, stage, stage, token, head, full)
 
 
 @gluon.jit
@@ -77,7 +95,7 @@ def _announce(consumer, ticket):
 
 @gluon.jit
 def produce(inputs, problem, shared):
-    KEYS: gl.constexpr = shared.v.shape[1]
+    KEYS: gl.constexpr = shared.v[0].shape[1]
     num_blocks = schedule.count_blocks(problem)
     num_tiles = num_blocks * problem.heads
     tile = gl.program_id(0)

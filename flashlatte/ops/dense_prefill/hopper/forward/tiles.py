@@ -21,7 +21,6 @@ STAGES = gl.constexpr(2)
 # Threads of four warps over a tile [n, 64], 16 bytes each.
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
-_SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _NUMBER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _SAME_IN_ALL = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
@@ -62,24 +61,21 @@ class Ticket(NamedTuple):
 class Consumer(NamedTuple):
     """What belongs to one of the two consumers: its queries, the ticket, and the barrier on which both have come.
 
-    The leading axis of ``q`` is the chunk of columns.
+    The leading axis of ``q`` is the chunk of columns. What is left of 72 columns, say, is a tile of its own.
     """
 
-    q: Any  # [d_qk / 64, 64, 64]
+    q: Any  # ([d_qk / 64, 64, 64]), and maybe [1, 64, rest]
     ticket: Any  # int32 [7, 1]
     full: Any
 
 
 class Shared(NamedTuple):
-    """The rings of blocks, of 2 stages each; ``k`` has a stage's chunks of columns one after the other.
-
-    d_qk and d_v are rounded up with zeros: d_qk to a multiple of 64, d_v to 64, 128 or 256.
-    """
+    """The rings of blocks, of 2 stages each; ``k`` has a stage's chunks of columns one after the other."""
 
     first: Consumer
     second: Consumer
-    k: Any  # [2 * d_qk / 64, keys, 64]
-    v: Any  # [2, keys, d_v]
+    k: Any  # ([2 * d_qk / 64, keys, 64]), and maybe [2, keys, rest]
+    v: Any  # ([2, keys, columns]), and maybe [2, keys, rest]
     k_full: Any  # [2, 1]
     v_full: Any
 
@@ -97,22 +93,40 @@ def keys_of(d_qk, d_v):
 
 
 @gluon.constexpr_function
-def chunks_of(columns):
-    """Chunks that hold a row of q, k or v."""
-    return -(-columns // CHUNK.value)
+def padded(columns):
+    """Columns of a tile: a power of two from 16 on."""
+    return max(16, 1 << (columns - 1).bit_length())
 
 
 @gluon.constexpr_function
-def product_columns(columns, chunk):
-    """How many columns of a chunk are multiplied: of the last one a power of two from 16 on."""
-    rest = min(max(columns - chunk * CHUNK.value, 0), CHUNK.value)
-    return max(16, 1 << (rest - 1).bit_length()) if rest else 0
+def rest_of(d_qk):
+    """Columns of the tile that follows the chunks of q and k; 0 if there is none."""
+    rest = padded(d_qk % CHUNK.value) if d_qk % CHUNK.value else 0
+    return 0 if rest == CHUNK.value else rest
 
 
 @gluon.constexpr_function
-def value_columns(d_v):
-    """Columns of a row of values in shared memory."""
-    return max(CHUNK.value, 1 << (d_v - 1).bit_length())
+def chunks_of(d_qk):
+    return d_qk // CHUNK.value if rest_of(d_qk) else -(-d_qk // CHUNK.value)
+
+
+@gluon.constexpr_function
+def first_columns(d_v):
+    """Columns of the first tile of values."""
+    return padded(d_v) // 2 if second_columns(d_v) else padded(d_v)
+
+
+@gluon.constexpr_function
+def second_columns(d_v):
+    """Columns of the second tile of values; 0 if there is one."""
+    half = padded(d_v) // 2
+    rest = padded(d_v - half)
+    return rest if rest < half else 0
+
+
+@gluon.constexpr_function
+def _swizzled(columns):
+    return gl.NVMMASharedLayout(min(2 * columns, 128), 16, 2)
 
 
 @gluon.jit
@@ -136,9 +150,33 @@ def _mbarriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(DTYPE: gl.constexpr, CHUNKS: gl.constexpr):
+def _tiles(DTYPE: gl.constexpr, COUNT: gl.constexpr, ROW_COUNT: gl.constexpr, COLUMNS: gl.constexpr):
+    return gl.allocate_shared_memory(DTYPE, [COUNT, ROW_COUNT, COLUMNS], _swizzled(COLUMNS))
+
+
+@gluon.jit
+def _rows_of_keys(DTYPE: gl.constexpr, COUNT: gl.constexpr, ROW_COUNT: gl.constexpr, D_QK: gl.constexpr):
+    """COUNT tiles of rows of q or k: their chunks, and what is left of a row behind them."""
+    chunks = _tiles(DTYPE, COUNT * chunks_of(D_QK), ROW_COUNT, CHUNK)
+    if rest_of(D_QK) == 0:
+        return (chunks,)
+    else:
+        return chunks, _tiles(DTYPE, COUNT, ROW_COUNT, rest_of(D_QK))
+
+
+@gluon.jit
+def _values(DTYPE: gl.constexpr, KEYS: gl.constexpr, D_V: gl.constexpr):
+    first = _tiles(DTYPE, STAGES, KEYS, first_columns(D_V))
+    if second_columns(D_V) == 0:
+        return (first,)
+    else:
+        return first, _tiles(DTYPE, STAGES, KEYS, second_columns(D_V))
+
+
+@gluon.jit
+def _consumer(DTYPE: gl.constexpr, D_QK: gl.constexpr):
     return Consumer(
-        gl.allocate_shared_memory(DTYPE, [CHUNKS, ROWS, CHUNK], _SWIZZLED),
+        _rows_of_keys(DTYPE, 1, ROWS, D_QK),
         gl.allocate_shared_memory(gl.int32, [7, 1], _NUMBER),
         _mbarriers(1),
     )
@@ -146,13 +184,12 @@ def _consumer(DTYPE: gl.constexpr, CHUNKS: gl.constexpr):
 
 @gluon.jit
 def allocate(DTYPE: gl.constexpr, D_QK: gl.constexpr, D_V: gl.constexpr):
-    CHUNKS: gl.constexpr = chunks_of(D_QK)
     KEYS: gl.constexpr = keys_of(D_QK, D_V)
     return Shared(
-        _consumer(DTYPE, CHUNKS),
-        _consumer(DTYPE, CHUNKS),
-        gl.allocate_shared_memory(DTYPE, [STAGES * CHUNKS, KEYS, CHUNK], _SWIZZLED),
-        gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, value_columns(D_V)], _SWIZZLED),
+        _consumer(DTYPE, D_QK),
+        _consumer(DTYPE, D_QK),
+        _rows_of_keys(DTYPE, STAGES, KEYS, D_QK),
+        _values(DTYPE, KEYS, D_V),
         _mbarriers(STAGES),
         _mbarriers(STAGES),
     )
