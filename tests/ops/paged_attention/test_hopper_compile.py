@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from support.calls import BF16, CALLS, FP16
-from support.compile import _loops
+from support.loops import loops
 from support.recording import NUM_SMS, Recorded, Recording
 
 from flashlatte import paged_attention
@@ -118,8 +118,8 @@ def test_main_loop(launched, call):
     code = launched(tokens=2048, requests=1, **call)[0].compile()
     chunks, v_chunks = call.get("head_dim", 128) // 64, call.get("d_v", 128) // 64
     # Jumps back to what was moved to the end make others that multiply, and have no softmax.
-    loops = [body for body in _loops(code.sass) if sum("MUFU.EX2" in one for one in body) >= 64]
-    for loop in sorted(loops, key=len)[:2]:
+    main = [body for body in loops(code.sass) if sum("MUFU.EX2" in one for one in body) >= 64]
+    for loop in sorted(main, key=len)[:2]:
         count = Counter(re.sub(r"^@!?U?P\w+\s+", "", one).split()[0].split(".")[0] for one in loop)
         assert count["STL"] == count["LDL"] == 0
         assert 0 < count["HGMMA"] <= 4 * chunks + 8
