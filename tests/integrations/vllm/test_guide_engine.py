@@ -1,26 +1,44 @@
-"""The guide's commands, as vLLM reads them."""
+"""The guide's measurement, as vLLM reads what the script runs."""
 
+import importlib.util
+import json
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
-GUIDE = Path(__file__).resolve().parents[3] / "docs" / "guide" / "vllm.md"
-COMMAND = "vllm bench throughput "
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = "benchmarks/vllm_in_turns.py"
+COMMAND = f"python {SCRIPT} "
 
 
-def test_what_is_measured_is_what_the_guide_says():
+def test_what_is_measured_is_what_the_guide_says(monkeypatch):
     from vllm.benchmarks.throughput import add_cli_args, validate_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
-    backends = []
-    for line in GUIDE.read_text().splitlines():
-        if line.startswith(COMMAND):
-            arguments = parser.parse_args(shlex.split(line.removeprefix(COMMAND)))
-            validate_args(arguments)
-            assert arguments.dataset_name == "random"
-            assert (arguments.random_input_len, arguments.random_output_len) == (4096, 256)
-            # Where both are given, vLLM takes the other.
-            assert (arguments.input_len, arguments.output_len) == (None, None)
-            backends.append(arguments.attention_backend)
-    assert [str(backend) for backend in backends] == ["CUSTOM", "None"]
+    runs = []
+
+    def run(command, **_):
+        assert command[:3] == ["vllm", "bench", "throughput"]
+        arguments = parser.parse_args(command[3:])
+        validate_args(arguments)
+        runs.append(arguments)
+        result = {"num_requests": arguments.num_prompts, "elapsed_time": 1.0}
+        Path(arguments.output_json).write_text(json.dumps(result))
+        return SimpleNamespace(returncode=0)
+
+    spec = importlib.util.spec_from_file_location("vllm_in_turns", ROOT / SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(script.subprocess, "run", run)
+    lines = (ROOT / "docs" / "guide" / "vllm.md").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(COMMAND))
+    script.main(shlex.split(line.removeprefix(COMMAND)))
+
+    assert [str(run.attention_backend) for run in runs] == ["None", "CUSTOM", "CUSTOM", "None"] * 2
+    assert [run.random_input_len for run in runs] == [4096] * 4 + [32768] * 4
+    for one in runs:
+        assert (one.dataset_name, one.random_output_len, one.num_prompts, one.max_num_seqs) == ("random", 256, 64, 64)
+        # Where both are given, vLLM takes the other.
+        assert (one.input_len, one.output_len) == (None, None)
