@@ -104,7 +104,7 @@ def logits_of_engine(
     longest, page_size = len(prompt) + len(tokens), model.page_size
     pages = -(-longest // page_size)
     caches = model.allocate(cache_format, pages, page_size)
-    plan = model.planner(cache_format, pages, page_size, max_requests=1, max_tokens=len(prompt), max_seq_len=longest)
+    plan = model.planner(cache_format, pages, page_size, max_requests=1, max_tokens=len(prompt))
     rows, ids, length = [], list(prompt), len(prompt)
     for token in tokens.tolist():
         last = len(ids) - 1
