@@ -159,6 +159,17 @@ def test_paged_logits(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("backend", harness.KERNEL_BACKENDS)
+@pytest.mark.parametrize("page_size", [32, 64, 256])
+@pytest.mark.parametrize("next_n", [1, 2])
+def test_paged_logits_of_long_requests(next_n: int, page_size: int, backend: str) -> None:
+    """More keys for each SM than the entries of a block table that are read at once."""
+    arguments = paged_arguments(16, next_n, 64, page_size, "index_fp8", E4M3, longest=40000)
+    arguments["cache_seqlens"].clamp_(min=30000)
+    expected = paged_index_logits(**arguments, backend="reference")
+    assert_logits(paged_index_logits(**arguments, backend=backend), expected)
+
+
+@pytest.mark.parametrize("backend", harness.KERNEL_BACKENDS)
 def test_a_graph_follows_lengths(backend: str) -> None:
     arguments = paged_arguments(8, 2, 64, 64, "index_fp8", E4M3, longest=6000)
     out = torch.empty(16, arguments["block_table"].shape[1] * 64, device=DEVICE)

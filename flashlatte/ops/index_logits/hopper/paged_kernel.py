@@ -128,8 +128,9 @@ def produce(queries, cache, work, segment, shared, BOX: gl.constexpr, HEADS: gl.
         tma_load(queries.weights, [row], full, shared.weights.index(segments_done % Q_SLOTS))
         segments_done += 1
 
-        entries = _look_up(cache, segment.request, segment.key, BOX)
-        next_entries = entries
+        next_entries = _look_up(cache, segment.request, segment.key, BOX)
+        # A value of its own: Gluon takes two names of one value for one variable of the loop.
+        entries = gl.zeros_like(next_entries)
         offset = segment.key % cache.page_size
         for tile in range(segment.tiles):
             box = tile * BOXES % _LOOKUP
