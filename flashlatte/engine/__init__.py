@@ -1,7 +1,8 @@
 """A serving engine small enough to read: pages with a prefix cache, a scheduler, a runner.
 
 From the top: ``Engine`` (engine.py) asks the ``Scheduler`` (scheduler.py, over pages.py) for a step, lets the
-``Runner`` (runner.py) execute it on a ``Model`` (model.py), and hands out the tokens.
+``Runner`` (runner.py) execute it on a ``Model`` (model.py), and hands out the tokens. request.py has what the scheduler
+plans with, batch.py the same in numbers, paged.py what every model has in common.
 """
 
 from typing import TYPE_CHECKING
