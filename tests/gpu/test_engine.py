@@ -64,6 +64,23 @@ def test_graphs_give_what_eager_steps_give():
     assert generate(True) == generate(False)
 
 
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2}])
+def test_a_step_that_generates_waits_for_nothing_but_the_last_ones_tokens(sampling):
+    half = copy.deepcopy(model("DeepseekV3").cpu()).to("cuda", torch.bfloat16)
+    served = Engine(half, max_requests=4, num_pages=64)
+    for seed in range(4):
+        served.add(prompt(48, seed), SamplingParams(max_new_tokens=40, **sampling))
+    for _ in range(10):
+        served.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        # Over the end of a page.
+        for _ in range(10):
+            assert len(served.step()) == 4
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.filterwarnings("error:decode steps run without CUDA graphs")
 def test_batch_invariant_bits_do_not_depend_on_other_requests():
     half = copy.deepcopy(model("DeepseekV3").cpu()).to("cuda", torch.bfloat16)
