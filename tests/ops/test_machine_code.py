@@ -17,6 +17,7 @@ import torch
 from support.attention_calls import UNLIMITED
 from support.calls import BF16, CALLS, FP8, FP16
 from support.compile import AMD_SHARED_BYTES, SHARED_BYTES, amd_shared_bytes, loop_spills
+from support.later_spills import allowed
 from support.recording import Recorded, Recording
 
 from flashlatte.runtime import machine
@@ -289,7 +290,7 @@ def test_limits(record, variant):
         # A compiler that is short of registers serialises products: it waits after each of them.
         assert code.waits <= code.hgmma / 4, code
         spills = loop_spills(code.sass) if variant.products else code.spills
-        assert spills <= variant.spills, code
+        assert spills <= allowed(str(variant), variant.spills), code
 
 
 WIDE = {"heads": 64, "head_dim": 1024, "d_v": 1024}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.compile import Launch, Recorder
+from support.later_spills import allowed
 from support.marks import mostly_full
 
 from flashlatte.runtime import checks, dispatch, machine
@@ -122,7 +123,8 @@ def test_ranges_wait_for_each_other(compiled):
 @pytest.mark.parametrize("name", mostly_full((name for name in CALLS if "e4m3" in name), "e4m3, many requests"))
 def test_keys_on_their_way_stay_in_registers(compiled, name):
     """A word that is spilled is waited for as soon as it has been asked for. An address may be, with small pages."""
-    assert support.cast_loop_spills(compiled(name).sass) <= ("pages of 16" in name)
+    most = allowed(f"dense_decode casts {name}", int("pages of 16" in name))
+    assert support.cast_loop_spills(compiled(name).sass) <= most
 
 
 def test_requests_that_ranges_share_need_no_combine(record, monkeypatch):

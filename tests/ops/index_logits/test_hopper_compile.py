@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.compile import SHARED_BYTES, Launch, Recorder, variant_key
+from support.later_spills import allowed
 from support.marks import mostly_full
 
 from flashlatte.runtime import machine
@@ -124,8 +125,9 @@ def test_machine_code_of_ragged(record, name):
     head_dim = RAGGED[name].get("head_dim", 128)
 
     # Of 16 queries at a time the addresses of rows do not all fit.
-    assert support.loop_spills(code.sass) <= (2 if RAGGED[name].get("heads") == 8 else 0)
-    assert code.spills <= 8
+    in_loop = 2 if RAGGED[name].get("heads") == 8 else 0
+    assert support.loop_spills(code.sass) <= allowed(f"index_logits loop, {name}", in_loop)
+    assert code.spills <= allowed(f"index_logits, {name}", 8)
     assert code.registers <= 168
     assert code.shared <= SHARED_BYTES[90]
     multiplications = re.findall(r"\bQGMMA\.64x128x32\.F32\.E4M3\.E4M3\b", code.sass)

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from support import compile as support
+from support.later_spills import allowed
 from support.marks import mostly_full
 
 from flashlatte.runtime import machine
@@ -69,7 +70,8 @@ def test_the_producer_spills_nothing_that_it_loads(record, name):
     """A spilled word of a token would be waited for as soon as it is asked for."""
     lines = support.compile_gluon(KERNEL, record(**CALLS[name])).sass.splitlines()
     sent = [i for i, line in enumerate(lines) if "UBLKCP" in line]
-    assert not any(re.search(r"\b(?:STL|LDL)\b", line) for line in lines[sent[0] : sent[-1]])
+    spills = sum(bool(re.search(r"\b(?:STL|LDL)\b", line)) for line in lines[sent[0] : sent[-1]])
+    assert spills <= allowed(f"sparse_decode producer {name}", 0)
 
 
 @pytest.mark.parametrize("name", mostly_full(CLUSTERS, "v32, whole items"))
