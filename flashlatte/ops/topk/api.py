@@ -15,9 +15,9 @@ LOGIT_DTYPES = (torch.float32, torch.bfloat16)
 MAX_K = 4096
 # Of a list that fits shared memory.
 _HOPPER_MAX_K = 2048
-# A cluster is all that reads a row: of more columns in fewer rows than keep the GPU busy portable is faster, 62 µs at
-# 4 x 1,048,576 against 103.
-_HOPPER_FEW_ROWS, _HOPPER_MOST_COLUMNS = 32, 262_144
+# Of so many rows two CTAs read each, and of more columns portable is faster. Of fewer rows eight do; more rows keep the
+# GPU busy.
+_HOPPER_TWO_CTAS, _HOPPER_MOST_COLUMNS = range(9, 33), 262_144
 
 
 def _refuses_hopper(call: dispatch.Call) -> str | None:
@@ -25,12 +25,12 @@ def _refuses_hopper(call: dispatch.Call) -> str | None:
         return reason
     if call.k is not None and call.k > _HOPPER_MAX_K:
         return f"takes k up to {_HOPPER_MAX_K}, not {call.k}"
-    if call.rows is None or call.columns is None or call.rows > _HOPPER_FEW_ROWS:
+    if call.rows is None or call.columns is None or call.rows not in _HOPPER_TWO_CTAS:
         return None
     if call.columns > _HOPPER_MOST_COLUMNS:
         return (
-            f"takes up to {_HOPPER_MOST_COLUMNS} columns of at most {_HOPPER_FEW_ROWS} rows (portable is faster with "
-            f"more), not {call.columns} of {call.rows}"
+            f"takes up to {_HOPPER_MOST_COLUMNS} columns of {_HOPPER_TWO_CTAS[0]} to {_HOPPER_TWO_CTAS[-1]} rows "
+            f"(portable is faster with more), not {call.columns} of {call.rows}"
         )
     return None
 
@@ -121,8 +121,8 @@ def topk(
             next_n rows the last ends there and each other one a column before the next. The width if None. What lies
             outside a row is not looked at.
         next_n: rows of a request.
-        previous: int32 [rows, any], a guess at the result, as the one of the step before: it can make the call
-            faster and does not change the result.
+        previous: int32 [rows, any], a guess at the result, as the one of the step before. It does not change the
+            result, and no implementation looks at it yet: a sample of the row is had in less time.
         sort: in descending order of value (of equal ones, in ascending order of index) instead of in ascending order
             of index.
         indices: int32 [rows, k] with last stride 1 to write into.

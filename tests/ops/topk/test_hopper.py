@@ -20,8 +20,9 @@ from flashlatte.runtime import dispatch, machine
         (4096, 32_768, 2048, (9, 0), None),
         (1, 262_144, 1, (9, 0), None),
         (33, 1_048_576, 2048, (9, 0), None),
+        (8, 1_048_576, 2048, (9, 0), None),
         (None, None, None, (9, 0), None),
-        (32, 262_145, 2048, (9, 0), "takes up to 262144 columns of at most 32 rows"),
+        (32, 262_145, 2048, (9, 0), "takes up to 262144 columns of 9 to 32 rows"),
         (4096, 32_768, 2049, (9, 0), "takes k up to 2048, not 2049"),
         (4096, 32_768, 2048, (10, 0), "needs compute capability 9.0"),
     ],
@@ -34,7 +35,7 @@ def test_calls_that_it_takes(rows, columns, k, capability, reason, monkeypatch):
     assert dispatch.select(call) == ("hopper" if reason is None else "portable")
 
 
-@pytest.mark.parametrize(("rows", "ctas"), [(1, 8), (16, 8), (17, 2), (66, 2), (67, 1), (132, 1), (133, 1)])
+@pytest.mark.parametrize(("rows", "ctas"), [(1, 8), (8, 8), (9, 2), (66, 2), (67, 1), (132, 1), (133, 1)])
 def test_ctas_of_a_row(rows, ctas):
     found, warps, registers = launch._threads(rows, 132, False)
     assert found == ctas
@@ -69,13 +70,19 @@ def test_shared_memory_is_what_a_launch_without_more_ado_may_have(dtype, with_va
     assert code.shared + 4 * memory.words(launched.arguments["CAPACITY"]) <= 48 * 1024
 
 
+@pytest.mark.full
 @pytest.mark.skipif(machine.interpreting(), reason="kernels are interpreted, not compiled")
-def test_nothing_is_read_before_the_kernel_ahead_has_ended():
-    code, _ = compiled(torch.bfloat16, True)
-    assert 0 < code.sass.index("ACQBULK") < min(code.sass.index(access) for access in ("LDG", "STG"))
+def test_nothing_is_read_before_the_kernel_ahead_has_ended(monkeypatch):
+    recorder = Recorder(kernel.kernel_of_eight)
+    monkeypatch.setitem(launch.KERNELS, 8, recorder)
+    monkeypatch.setattr(machine, "num_sms", lambda device: 132)
+    end, indices = torch.empty(1, dtype=torch.int32), torch.empty(1, 64, dtype=torch.int32)
+    launch.topk(torch.empty(1, 9000), None, end, 1, None, indices, None)
+    sass = compile_launch(recorder.fn, recorder.launches[0], 90).sass
+    assert 0 < sass.index("ACQBULK") < min(sass.index(access) for access in ("LDG", "STG"))
 
 
-@pytest.mark.parametrize(("rows", "overlaps"), [(16, True), (17, False), (700, False)])
+@pytest.mark.parametrize(("rows", "overlaps"), [(8, True), (9, False), (700, False)])
 def test_few_rows_are_launched_while_their_logits_end(rows, overlaps, monkeypatch):
     recorders = {ctas: Recorder(fn) for ctas, fn in launch.KERNELS.items()}
     monkeypatch.setattr(launch, "KERNELS", recorders)
@@ -83,7 +90,7 @@ def test_few_rows_are_launched_while_their_logits_end(rows, overlaps, monkeypatc
     monkeypatch.setattr(machine, "interpreting", lambda: False)
     launch.topk(torch.empty(rows, 9), None, None, 1, None, torch.empty(rows, 4, dtype=torch.int32), None)
     (launched,) = (one for recorder in recorders.values() for one in recorder.launches)
-    assert launched.options.get("launch_pdl", False) is overlaps
+    assert launched.options.get("launch_pdl", False) is launched.arguments["OVERLAPPED"] is overlaps
 
 
 @pytest.fixture

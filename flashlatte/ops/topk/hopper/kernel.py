@@ -48,6 +48,7 @@ def topk_kernel(
     FIRST_SAMPLE: tl.constexpr,
     EARLY: tl.constexpr,
     CTAS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """A row by each cluster of CTAS, or by each CTA.
@@ -56,9 +57,10 @@ def topk_kernel(
     that are sampled at first, at most. EARLY: load the first block meanwhile. ``interpreted_memory``: int32 that stand
     for shared memory in Triton's interpreter, else None.
     """
-    if not INTERPRETED:
+    if OVERLAPPED:
         # The kernel before this one in the stream may still run.
         gdc_wait()
+        gdc_launch_dependents()
     program = tl.program_id(0)
     row = (program // CTAS).to(tl.int64)
     cta = program % CTAS
@@ -101,9 +103,6 @@ def topk_kernel(
                 shared_words.cluster_arrive()
             keys = ordered(bits.to(tl.float32, bitcast=True), there)
             chosen = are_largest(keys, column, there, low, length, k, count, memory, INTERPRETED)
-            if not INTERPRETED:
-                # Not before: where few SMs are free, all of the next kernel would crowd there.
-                gdc_launch_dependents()
             store_in_order(index_row, value_row, chosen, bits, column, begin, stop, memory, CTAS, INTERPRETED)
             if CTAS > 1:
                 # A CTA is there until all have read its list.
