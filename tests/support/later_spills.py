@@ -10,33 +10,55 @@ import triton
 
 # By kernel, or by operation and what is looked at: with 3.8, with 3.9; None where as many as before are enough.
 _SPILLS: dict[str, tuple[int | None, int | None]] = {
-    "dense_decode hopper 90, batch 128": (None, 1),
+    "compress portable 90, form bf16, ratio 4": (None, 20),
+    "compress portable 90, form index_fp8, ratio 4": (None, 8),
+    "compress portable 90, form index_mxfp4, ratio 4": (None, 8),
+    "compress portable 90, form model1, ratio 4": (None, 8),
     "dense_decode casts e4m3, many requests": (None, 2),
     "dense_decode casts e4m3, many requests, pages of 16": (4, None),
+    "dense_decode hopper 90": (None, 1),
+    "dense_decode hopper 90, batch 128": (None, 1),
+    "dense_decode hopper 90, batch 128, page_size 16": (None, 1),
+    "dense_decode hopper 90, batch_invariant True, out_pad 1": (None, 1),
+    "dense_decode hopper 90, cache_dtype float8_e4m3fn": (None, 1),
+    "dense_decode hopper 90, cache_dtype float8_e4m3fn, head_dim 512, heads 126": (None, 8),
+    "dense_decode hopper 90, dtype float16, batch 70, heads 8192": (None, 1),
+    "dense_decode hopper 90, heads 126": (None, 1),
+    "dense_decode hopper 90, page_size 48": (None, 1),
+    "dense_decode portable 90, heads 128": (46, 62),
+    "dense_decode portable 90, heads 128, cache_dtype float8_e4m3fn": (21, 19),
+    "dense_decode portable 90, heads 32, cache_dtype float8_e4m3fn": (21, 19),
+    "dense_prefill portable 90": (None, 1),
     "dense_prefill_backward hopper 90": (None, 23),
+    "dense_prefill_backward hopper 90, dtype float16, deterministic True, dlse True": (None, 21),
+    "dense_prefill_backward hopper 90, head_dim 128": (None, 1),
+    "dense_prefill_backward hopper 90, head_dim 128, deterministic True": (None, 1),
+    "dense_prefill_backward hopper 90, pad 8": (None, 23),
+    "dense_prefill_backward portable 90": (73, 99),
+    "dense_prefill_backward portable 90, head_dim 128": (12, 18),
     "index_logits loop, 8 heads of 64, bf16 logits": (6, None),
     "index_logits, 8 heads of 64, bf16 logits": (38, None),
-    "sparse_decode producer v32, ranges": (9, 12),
+    "paged_attention portable 90, tokens 2048": (28, 27),
+    "paged_attention portable 90, tokens 2048, cache_dtype float8_e5m2, dtype float16, out_dtype float8_e4m3fn": (
+        None,
+        12,
+    ),
+    "paged_attention portable 90, tokens 2048, in_pieces True": (None, 101),
+    "sparse_decode portable 90, form bf16, extra_topk 0": (43, 11),
+    "sparse_decode portable 90, form bf16, extra_topk 1024": (44, 65),
+    "sparse_decode portable 90, form model1, extra_topk 0": (154, 133),
+    "sparse_decode portable 90, form model1, extra_topk 1024": (154, 155),
+    "sparse_decode portable 90, form model1, heads 32": (None, 13),
     "sparse_decode producer model1, ranges": (2, 13),
     "sparse_decode producer model1, ranges, alone": (2, None),
+    "sparse_decode producer v32, ranges": (9, 12),
     "sparse_prefill hopper 90, head_dim 512": (4, None),
-    "dense_decode portable 90, heads 128": (46, 62),
-    "dense_decode portable 90, heads 32, cache_dtype float8_e4m3fn": (21, None),
-    "dense_decode portable 90, heads 128, cache_dtype float8_e4m3fn": (21, None),
-    "sparse_decode portable 90, form model1, extra_topk 0": (154, None),
-    "sparse_decode portable 90, form model1, extra_topk 1024": (154, None),
-    "sparse_decode portable 90, form bf16, extra_topk 0": (43, None),
-    "sparse_decode portable 90, form bf16, extra_topk 1024": (44, None),
-    "dense_prefill portable 90": (None, 1),
-    "dense_prefill_backward portable 90": (73, None),
-    "dense_prefill_backward portable 90, head_dim 128": (12, None),
-    "paged_attention portable 90, tokens 2048": (28, 27),
 }
-_VERSION = tuple(int(number) for number in triton.__version__.split(".")[:2])
+_VERSION = ".".join(triton.__version__.split(".")[:2])
 
 
 def allowed(name: str, spills: int) -> int:
     """How many spill instructions may be there, with this Triton, where earlier ones have ``spills`` at most."""
     with_3_8, with_3_9 = _SPILLS.get(name, (None, None))
-    known = {(3, 8): with_3_8, (3, 9): with_3_9}.get(_VERSION)
+    known = {"3.8": with_3_8, "3.9": with_3_9}.get(_VERSION)
     return spills if known is None else known
