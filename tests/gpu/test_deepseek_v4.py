@@ -70,8 +70,10 @@ def test_compress(form: str, ratio: int, dtype: torch.dtype) -> None:
         assert share_that_differs(found[1]["cache"], found[2]["cache"]) < 5e-3
 
 
-def test_compress_however_divided() -> None:
-    arguments = compress_arguments("model1", 4, [(0, 400)], BF16)
+@pytest.mark.parametrize("ratio", [4, 128])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_compress_however_divided(ratio: int, dtype: torch.dtype) -> None:
+    arguments = compress_arguments("model1", ratio, [(0, 400)], dtype)
     whole, divided, at = arguments["cache"].clone(), arguments["cache"].clone(), 0
     flashlatte.compress(**{**arguments, "cache": whole}, backend="portable")
     of_tokens = ("kv", "score", "request_ids", "positions", "slot_mapping")

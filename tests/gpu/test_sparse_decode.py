@@ -41,6 +41,7 @@ UNUSUAL_GRID = harness.pairwise(
             ("v32", None, torch.bfloat16),
             ("v32", None, torch.float16),
             ("model1", None, torch.bfloat16),
+            ("v41", None, torch.bfloat16),
             ("bf16", 576, torch.bfloat16),
             ("bf16", 512, torch.bfloat16),
             ("bf16", 48, torch.bfloat16),
@@ -65,6 +66,7 @@ UNUSUAL_GRID = harness.pairwise(
 ORACLE_CASES = (
     SparseDecodeCase(batch=3, s_q=2, s_k=900, h_q=64, topk=256),
     SparseDecodeCase(batch=2, s_q=2, s_k=900, h_q=128, topk=128, cache_format="model1", extra_topk=300, extra_s_k=700),
+    SparseDecodeCase(batch=2, s_q=2, s_k=900, h_q=128, topk=128, cache_format="v41", extra_topk=300, extra_s_k=700),
     SparseDecodeCase(batch=2, s_q=1, s_k=700, h_q=16, topk=500, cache_format="bf16"),
 )
 # Few query tokens with few blocks.
@@ -90,6 +92,7 @@ SMALL_CASES = (
     SparseDecodeCase(batch=1, s_q=2, s_k=900, h_q=64, topk=512, invalid_share=1.0),
     SparseDecodeCase(batch=2, s_q=2, s_k=3000, h_q=96, topk=2000, cache_format="bf16", strided=True),
     SparseDecodeCase(batch=2, s_q=2, s_k=3000, h_q=128, topk=2048, empty_rows=0.3),
+    SparseDecodeCase(batch=2, s_q=1, s_k=900, h_q=64, topk=128, cache_format="v41", extra_topk=512, extra_s_k=900),
 )
 ON_EVERY_BACKEND = pytest.mark.parametrize("backend", harness.KERNEL_BACKENDS)
 TYPICAL = SparseDecodeCase(batch=16, s_q=2, s_k=3000, h_q=128, topk=1024, varlen=True)
@@ -103,7 +106,10 @@ WITH_EXTRA = replace(
     extra_s_k=2000,
     extra_topk_lengths="request",
 )
-ON_BOTH_FORMATS = pytest.mark.parametrize("typical", [TYPICAL, WITH_EXTRA], ids=["v32", "model1"])
+V41_WITH_EXTRA = replace(WITH_EXTRA, cache_format="v41")
+ON_EVERY_FORMAT = pytest.mark.parametrize(
+    "typical", [TYPICAL, WITH_EXTRA, V41_WITH_EXTRA], ids=["v32", "model1", "v41"]
+)
 
 
 @ON_EVERY_BACKEND
@@ -131,7 +137,7 @@ def test_queries_that_select_nothing(
 ) -> None:
     shape: Arguments = {"batch": 6, "s_q": 3, "h_q": 64, "scope": scope, "extra": scope}
     pages: Arguments = {"page_size": page_size, "extra_page_size": page_size}
-    for cache_format in ("v32", "model1"):
+    for cache_format in ("v32", "model1", "v41"):
         row = shape | pages | nothing | {"attn_sink": attn_sink, "cache_format": cache_format}
         check(case_of(row).inputs(DEVICE), backend)
 
@@ -161,14 +167,14 @@ def test_columns_of_all_sizes_in_a_small_call(h_q: int, backend: str) -> None:
 
 @ON_EVERY_BACKEND
 @pytest.mark.parametrize("column", [0, 255, 256, 447])
-@pytest.mark.parametrize("case", SMALL_CASES[::2], ids=str)
+@pytest.mark.parametrize("case", [*SMALL_CASES[::2], SMALL_CASES[-1]], ids=str)
 def test_nan_number_in_a_small_call(case: SparseDecodeCase, column: int, backend: str) -> None:
     arguments = replace(case, invalid_share=0.0).inputs(DEVICE)
     indices = arguments["indices"]
     slot = int(indices[0, 0, 5])
     selected = (indices == slot).any(dim=-1)
     page, offset = divmod(slot, case.page_size)
-    row_bytes = {"v32": 656, "model1": 576}[case.cache_format]
+    row_bytes = {"v32": 656, "model1": 576, "v41": 528}[case.cache_format]
     arguments["k_cache"][page].view(torch.uint8).flatten()[offset * row_bytes + column] = 0xFF
     out = decode(arguments, backend)["out"]
     assert out[selected].isnan().all()
@@ -202,10 +208,10 @@ def test_scales_that_are_no_powers_of_two(backend: str) -> None:
 
 @ON_EVERY_BACKEND
 @pytest.mark.parametrize("h_q", [16, 128])
-@ON_BOTH_FORMATS
+@ON_EVERY_FORMAT
 def test_nan_numbers_under_finite_scales(typical: SparseDecodeCase, h_q: int, backend: str) -> None:
     """A NaN for each place in a token, one in each request: who selects it is NaN, and nobody else changes."""
-    numbers, row_bytes = {"v32": (512, 656), "model1": (448, 576)}[typical.cache_format]
+    numbers, row_bytes = {"v32": (512, 656), "model1": (448, 576), "v41": (512, 528)}[typical.cache_format]
     case = replace(typical, batch=numbers, s_k=300, topk=128, h_q=h_q, extra_page_size=61, attn_sink=False)
     arguments = case.inputs(DEVICE)
     clean = decode(arguments, backend)
@@ -233,7 +239,7 @@ def test_nan_numbers_under_finite_scales(typical: SparseDecodeCase, h_q: int, ba
 
 
 @ON_EVERY_BACKEND
-@ON_BOTH_FORMATS
+@ON_EVERY_FORMAT
 def test_same_bits_run_after_run(typical: SparseDecodeCase, backend: str) -> None:
     arguments = typical.inputs(DEVICE)
     first = decode(arguments, backend)
@@ -242,7 +248,7 @@ def test_same_bits_run_after_run(typical: SparseDecodeCase, backend: str) -> Non
 
 
 @ON_EVERY_BACKEND
-@ON_BOTH_FORMATS
+@ON_EVERY_FORMAT
 def test_graph_follows_indices_and_lengths(typical: SparseDecodeCase, backend: str) -> None:
     arguments = replace(typical, topk_lengths="request").inputs(DEVICE)
     varying = [name for name in arguments if name.endswith(("indices", "topk_length")) and arguments[name] is not None]
@@ -288,7 +294,7 @@ def test_cache_beyond_2_31_elements(cache_format: str, backend: str) -> None:
 
 
 @ON_EVERY_BACKEND
-@ON_BOTH_FORMATS
+@ON_EVERY_FORMAT
 def test_new_batches_and_lengths_compile_nothing(typical: SparseDecodeCase, backend: str) -> None:
     rng = random.Random(0)
     cases = [
@@ -307,7 +313,7 @@ def test_new_batches_and_lengths_compile_nothing(typical: SparseDecodeCase, back
 
 
 @ON_EVERY_BACKEND
-@ON_BOTH_FORMATS
+@ON_EVERY_FORMAT
 def test_compiles_as_one_graph(typical: SparseDecodeCase, backend: str) -> None:
     arguments = replace(typical, batch=3).inputs(DEVICE)
     decode(arguments, backend)
