@@ -10,13 +10,9 @@ import math
 from collections.abc import Sequence
 
 import torch
-import triton.language as tl
 
 from flashlatte.runtime import machine
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.triton_kernel import kernel
-
-# pyright: reportInvalidTypeForm=false
 
 VECTOR_BYTES = 16
 # Bytes of a row that a program copies.
@@ -38,10 +34,13 @@ def push(x: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
 
 
 def _launch(x: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    # Here, as Triton comes with it.
+    from flashlatte.distributed import push_kernel
+
     rows, row, target_row = x.shape[0], x[0].numel(), targets[0].stride(0)
     unit = math.gcd(VECTOR_BYTES // x.element_size(), row, target_row)
     block = BLOCK_BYTES // x.element_size()
-    push_kernel[(rows * -(-row // block),)](
+    push_kernel.push_kernel[(rows * -(-row // block),)](
         x,
         tuple(targets),
         row_units=row // unit,
@@ -51,25 +50,3 @@ def _launch(x: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
         BLOCK=block,
         num_warps=NUM_WARPS,
     )
-
-
-@kernel
-def push_kernel(
-    x,
-    targets,
-    row_units: tl.int64,
-    target_row_units: tl.int64,
-    TARGETS: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Rows of ``row_units`` times UNIT numbers, one after the other in x, and apart in each of targets[TARGETS]."""
-    row_size = row_units * UNIT
-    blocks = tl.cdiv(row_size, BLOCK)
-    program = tl.program_id(0).to(tl.int64)
-    row, first = program // blocks, program % blocks * BLOCK
-    columns = first + tl.arange(0, BLOCK)
-    in_row = columns < row_size
-    values = tl.load(x + row * row_size + columns, mask=in_row)  # [BLOCK]
-    for target in tl.static_range(TARGETS):
-        tl.store(targets[target] + row * target_row_units * UNIT + columns, values, mask=in_row)

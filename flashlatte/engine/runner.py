@@ -184,7 +184,7 @@ class Runner:
         places = to_device(batch.kept, tokens.device)
         self._last[places] = tokens
         if self._seen is not None:
-            self._seen[places, tokens] = True
+            self._seen[places, tokens] = torch.ones_like(tokens, dtype=torch.bool)
 
     def _move_pages(self, pairs: Copies, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
         if not pairs:
@@ -232,7 +232,10 @@ class Runner:
         return graph, logits
 
     def _seen_rows(self, sampling: Sequence[Work], chosen: Sequence[SamplingParams]) -> torch.Tensor | None:
-        """Which tokens occurred before each sampled one; None if no request asks for it."""
+        """Which tokens occurred before each sampled one; None if no request asks for it.
+
+        A number of Python that is assigned to chosen places would wait for the GPU: they are filled.
+        """
         if all(one.repetition_penalty == 1 for one in chosen):
             return None
         device = self._last.device
@@ -244,10 +247,10 @@ class Runner:
             if request.pending == 1:
                 # All its tokens are known here; what is not was marked when it was sampled.
                 seen.zero_()
-                seen[to_device(request.tokens, device)] = True
+                seen.index_fill_(0, to_device(request.tokens, device), True)
             for count in range(1 + work.drafts):
                 row = seen.clone()
-                row[to_device(request.drafts[:count], device)] = True
+                row.index_fill_(0, to_device(request.drafts[:count], device), True)
                 rows.append(row)
         return torch.stack(rows)
 

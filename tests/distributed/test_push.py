@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.compile import Recorder, compile_launch
 
-from flashlatte.distributed import push
+from flashlatte.distributed import push, push_kernel
 from flashlatte.runtime import machine
 
 
@@ -29,8 +29,8 @@ def test_every_rank_gets_every_ranks_heads(tokens, heads, dim, dtype):
 def test_numbers_travel_16_bytes_at_a_time(monkeypatch):
     whole = torch.empty(4, 64, 128, 576, dtype=torch.bfloat16)
     targets = [queries[:, 32:64] for queries in whole]
-    recorder = Recorder(push.push_kernel)
-    monkeypatch.setattr(push, "push_kernel", recorder)
+    recorder = Recorder(push_kernel.push_kernel)
+    monkeypatch.setattr(push_kernel, "push_kernel", recorder)
     push._launch(torch.empty(128, 32, 576, dtype=torch.bfloat16), targets)
     (launch,) = recorder.launches
     compiled = compile_launch(recorder.fn, launch, 90)
