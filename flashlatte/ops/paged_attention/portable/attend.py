@@ -30,7 +30,7 @@ class Step(NamedTuple):
         head_dim, first, rest: numbers of a key, and widths of the two tiles that hold it; rest 0 if one does.
         head_dim_v, width_v: numbers of a value, and the width of its tile.
         page_size, num_stages: of pages, and of Triton's pipeline.
-        has_terms: whether more is done to scores than scaling them.
+        has_terms: whether more is done to scores than scaling them; softcap, alibi, alibi_sqrt: some of it.
         scaled_keys: whether each key and value has a scale of its own.
         halves: operands are fp16, and not q's dtype. Rows of q come scaled to fit it; P is, by 2^P_SHIFT.
         interpreted: Triton's interpreter runs it.
@@ -46,6 +46,9 @@ class Step(NamedTuple):
     page_size: int
     num_stages: int
     has_terms: bool
+    softcap: bool
+    alibi: bool
+    alibi_sqrt: bool
     scaled_keys: bool
     halves: bool
     interpreted: bool
@@ -164,7 +167,17 @@ def attend(
             scores *= q_inverse[:, None]
         factor = scale
         if step.has_terms:
-            scores = add_terms(scores * scale, terms, position, keys, tile.context, tile.own + row_token)
+            scores = add_terms(
+                scores * scale,
+                terms,
+                position,
+                keys,
+                tile.context,
+                tile.own + row_token,
+                step.softcap,
+                step.alibi,
+                step.alibi_sqrt,
+            )
             factor = 1.0
         exists = in_cache | is_new if keys_of.new is not None else in_cache
         visible = is_visible(terms, request, position, lower, upper, keys) & exists[None, :]

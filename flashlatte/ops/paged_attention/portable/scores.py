@@ -23,29 +23,28 @@ class Terms(NamedTuple):
     prefix_stride_request: Any
     prefix_stride_range: Any
     softcap: Any
-    HAS_SOFTCAP: Any
-    HAS_ALIBI: Any
     slopes: Any
-    ALIBI_SQRT: Any
     qq_bias: Any
     qq_bias_stride: Any
     qq_bias_size: Any
 
 
 @triton.jit
-def add_terms(scores, terms, position, keys, context, query):
+def add_terms(
+    scores, terms, position, keys, context, query, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, ALIBI_SQRT: tl.constexpr
+):
     """Scores [rows, keys] with all terms, in base 2 before and after; ``query`` [rows] counts from the request's first.
 
     tanh(x) = sign(x) (1 - t) / (1 + t) with t = e^(-2|x|), which cannot overflow.
     """
-    if terms.HAS_SOFTCAP:
+    if SOFTCAP:
         x = scores * (LN_2 / terms.softcap)
         t = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
         tanh = (1.0 - t) / (1.0 + t)
         scores = tl.where(x < 0, -tanh, tanh) * (terms.softcap * LOG2_E)
-    if terms.HAS_ALIBI:
+    if ALIBI:
         distance = tl.abs(position[:, None] - keys[None, :]).to(tl.float32)
-        if terms.ALIBI_SQRT:
+        if ALIBI_SQRT:
             distance = tl.sqrt(distance)
         scores -= (terms.slopes * LOG2_E)[:, None] * distance
     if terms.qq_bias is not None:
