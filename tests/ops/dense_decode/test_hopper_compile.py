@@ -122,8 +122,11 @@ def test_ranges_wait_for_each_other(compiled):
 
 @pytest.mark.parametrize("name", mostly_full((name for name in CALLS if "e4m3" in name), "e4m3, many requests"))
 def test_keys_on_their_way_stay_in_registers(compiled, name):
-    """A word that is spilled is waited for as soon as it has been asked for. An address may be, with small pages."""
-    most = allowed(f"dense_decode casts {name}", int("pages of 16" in name))
+    """A word that is spilled is waited for as soon as it has been asked for. With small pages an address may be.
+
+    It is loaded again once in the loop, and once where the lanes of a warp have parted.
+    """
+    most = allowed(f"dense_decode casts {name}", 2 if "pages of 16" in name else 0)
     assert support.cast_loop_spills(compiled(name).sass) <= most
 
 
