@@ -74,7 +74,8 @@ LENGTHS = {"extra_topk": 512, "lengths": True}
 HOPPER = [
     Variant("dense_decode", "hopper", {"batch": 128}),
     # An address of each consumer's.
-    Variant("dense_decode", "hopper", {"batch": 128, "cache_dtype": FP8}, spills=4),
+    # With Triton 3.6 one is in the path of a warp whose lanes have parted.
+    Variant("dense_decode", "hopper", {"batch": 128, "cache_dtype": FP8}, spills=5),
     Variant("sparse_decode", "hopper", {"batch": 128}),
     Variant("sparse_prefill", "hopper", {"lengths": True}),
     Variant("dense_prefill", "hopper"),
