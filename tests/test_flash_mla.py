@@ -9,13 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from support.flash_mla_calls import assert_same, decode
 
-from flashlatte import dense_decode, dense_prefill, flash_mla, kv_cache, sparse_decode, sparse_prefill
+from flashlatte import dense_decode, flash_mla, kv_cache, sparse_decode, sparse_prefill
 from flashlatte.testing import oracles
-from flashlatte.testing.cases import DenseDecodeCase, DensePrefillCase, SparseDecodeCase, SparsePrefillCase
-from flashlatte.testing.compare import DECODE_LSE, DENSE_DECODE_OUT, FLOAT32, Tolerance, assert_close
+from flashlatte.testing.cases import DenseDecodeCase, SparseDecodeCase, SparsePrefillCase
+from flashlatte.testing.compare import DECODE_LSE, DENSE_DECODE_OUT, assert_close
 
 DENSE = DenseDecodeCase(3, 2, 100, 4, varlen=True, causal=True, seed=1)
 SPARSE = SparseDecodeCase(
@@ -23,30 +22,6 @@ SPARSE = SparseDecodeCase(
 )
 PREFILL = SparsePrefillCase(5, 90, 4, 64, topk_lengths=True, empty_rows=0.3)
 POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
-
-
-def decode(inputs, **changes):
-    """Dense or sparse decode with these arguments of flashlatte's operation, by FlashMLA's names."""
-    schedule, num_splits = flash_mla.get_mla_metadata()
-    arguments = {
-        "q": inputs["q"],
-        "k_cache": inputs["k_cache"],
-        "block_table": inputs.get("block_table"),
-        "cache_seqlens": inputs.get("cache_seqlens"),
-        "head_dim_v": inputs["head_dim_v"],
-        "tile_scheduler_metadata": schedule,
-        "num_splits": num_splits,
-        "softmax_scale": inputs["softmax_scale"],
-        "causal": inputs.get("causal", False),
-        "is_fp8_kvcache": inputs["k_cache"].dtype.itemsize == 1,
-        "indices": inputs.get("indices"),
-        "attn_sink": inputs.get("attn_sink"),
-        "extra_k_cache": inputs.get("extra_k_cache"),
-        "extra_indices_in_kvcache": inputs.get("extra_indices"),
-        "topk_length": inputs.get("topk_length"),
-        "extra_topk_length": inputs.get("extra_topk_length"),
-    }
-    return flash_mla.flash_mla_with_kvcache(**(arguments | changes))
 
 
 def fp4_beside_fp8():
@@ -76,12 +51,6 @@ def test_only_v41_takes_another_format_beside_it():
     v32 = SPARSE.inputs() | {"extra_k_cache": inputs["extra_k_cache"]}
     with pytest.raises(ValueError, match=r"^extra_k_cache of format v32 must be 656 wide, got 288$"):
         decode(v32)
-
-
-def assert_same(results, expected):
-    for result, wanted in zip(results, expected, strict=True):
-        assert result.equal(wanted)
-        assert result.stride() == wanted.stride()
 
 
 @pytest.mark.parametrize(
@@ -210,109 +179,6 @@ def test_dense_decode_of_fp8_queries(descale_q, flag):
     assert_same((out, lse), dense_decode(**expected, empty_lse=math.inf))
 
 
-FLOATS = st.sampled_from([(torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")])
-COMMON = {
-    "batch": st.integers(1, 3),
-    "s_q": st.integers(1, 3),
-    "s_k": st.integers(1, 40),
-    "h_q": st.sampled_from([1, 4]),
-    "page_size": st.sampled_from([1, 5, 16]),
-    "varlen": st.booleans(),
-    "zero_lengths": st.booleans(),
-    "strided": st.booleans(),
-    "softmax_scale": st.sampled_from([None, 0.03]),
-    "index_dtype": st.sampled_from([torch.int32, torch.int64]),
-    "seed": st.integers(0, 2**32),
-}
-
-
-@given(case=st.builds(DenseDecodeCase, **COMMON, causal=st.booleans()), kind=FLOATS)
-def test_dense_decode_against_the_oracle(case, kind):
-    inputs = replace(case, dtype=kind[0]).inputs()
-    assert_near(decode(inputs, backend="reference"), oracles.dense_decode(**inputs, empty_lse=math.inf), kind[0])
-
-
-@given(
-    case=st.builds(
-        SparseDecodeCase,
-        **COMMON,
-        topk=st.integers(1, 20),
-        head_dim=st.sampled_from([512, 576]),
-        extra_topk=st.sampled_from([0, 6]),
-        extra_s_k=st.integers(1, 9),
-        extra_page_size=st.integers(1, 4),
-        topk_lengths=st.sampled_from(["all", "request", "token"]),
-        extra_topk_lengths=st.sampled_from(["all", "request", "token"]),
-        attn_sink=st.booleans(),
-        empty_rows=st.sampled_from([0.0, 0.5]),
-    ),
-    kind=FLOATS,
-    scaled=st.sampled_from([None, "v32", "model1"]),
-)
-def test_sparse_decode_against_the_oracle(case, kind, scaled):
-    case = replace(case, dtype=kind[0], cache_format=scaled or kind[1], head_dim=None if scaled else case.head_dim)
-    inputs = case.inputs()
-    assert_near(decode(inputs, backend="reference"), oracles.sparse_decode(**inputs, empty_lse=math.inf), kind[0])
-
-
-@given(
-    case=st.builds(
-        SparsePrefillCase,
-        **{name: COMMON[name] for name in ("s_q", "h_q", "strided", "index_dtype", "seed")},
-        s_kv=st.integers(1, 60),
-        topk=st.integers(1, 30),
-        head_dim=st.sampled_from([512, 576]),
-        topk_lengths=st.booleans(),
-        attn_sink=st.booleans(),
-        empty_rows=st.sampled_from([0.0, 0.5]),
-        softmax_scale=st.sampled_from([0.03, 0.5]),
-    ),
-    kind=FLOATS,
-)
-def test_sparse_prefill_against_the_oracle(case, kind):
-    inputs = replace(case, dtype=kind[0]).inputs()
-    renamed = {("sm_scale" if name == "softmax_scale" else name): value for name, value in inputs.items()}
-    out, max_logits, lse = flash_mla.flash_mla_sparse_fwd(**renamed, backend="reference")
-    expected, expected_max, expected_lse = oracles.sparse_prefill(**inputs, empty_lse=math.inf)
-    assert_near((out, lse), (expected, expected_lse), kind[0])
-    assert_close(max_logits, expected_max, FLOAT32)
-
-
-@given(
-    case=st.builds(
-        DensePrefillCase,
-        batch=st.integers(1, 3),
-        s_q=st.integers(1, 20),
-        s_k=st.integers(1, 20),
-        h_q=st.sampled_from([2, 4]),
-        h_kv=st.sampled_from([1, 2]),
-        head_dim=st.sampled_from([24, 192]),
-        causal=st.booleans(),
-        varlen=st.booleans(),
-        zero_lengths=st.booleans(),
-        strided=st.booleans(),
-        seed=st.integers(0, 2**32),
-    ),
-    kind=FLOATS,
-)
-def test_varlen_attention_against_the_oracle(case, kind):
-    inputs = replace(case, dtype=kind[0]).inputs()
-    expected = oracles.dense_prefill(**inputs)
-    del inputs["window"]
-    names = {"cu_seqlens_q": "cu_seqlens_qo", "cu_seqlens_k": "cu_seqlens_kv", "max_seqlen_q": "max_seqlen_qo",
-             "max_seqlen_k": "max_seqlen_kv"}  # fmt: skip
-    renamed = {names.get(name, name): value for name, value in inputs.items()}
-    assert_near(flash_mla.flash_attn_varlen_func(**renamed, backend="reference"), expected, kind[0])
-
-
-def assert_near(results, expected, dtype):
-    """out within one rounding to ``dtype`` of what float32 keeps, and lse as float32 keeps it."""
-    (out, lse), (expected_out, expected_lse) = results, expected
-    assert out.dtype == dtype
-    assert_close(lse, expected_lse, FLOAT32)
-    assert_close(out, expected_out, Tolerance(2e-6, FLOAT32.rel + torch.finfo(dtype).eps, 1e-4))
-
-
 def test_no_descale_is_for_any_cache():
     inputs = DENSE.inputs()
     assert_same(decode(inputs, descale_q=None, descale_k=None), decode(inputs))
@@ -376,89 +242,6 @@ FP8_QUERY = DENSE.inputs()["q"].to(torch.float8_e4m3fn)
 def test_contradictions_are_errors(case, change, error, message):
     with pytest.raises(error, match=message):
         decode(case.inputs(), **change)
-
-
-LENGTHS = torch.tensor([0, 5, 5, 9], dtype=torch.int32), torch.tensor([0, 7, 9, 9], dtype=torch.int32)
-
-
-def prefill_rows(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(9, heads, width, generator=generator).to(dtype) for heads, width in ((4, 24), (2, 24), (2, 16))]
-
-
-def test_varlen_attention_by_position():
-    q, k, v = prefill_rows()
-    results = flash_mla.flash_attn_varlen_func(q, k, v, *LENGTHS, 5, 7, 0.0, 0.2, True, True, True)
-    assert_same(results, dense_prefill(q, k, v, *LENGTHS, 5, 7, softmax_scale=0.2, causal=True, deterministic=True))
-    out, lse = results
-    assert lse.stride() == (1, 9)
-    # The third request has no key.
-    assert out[5:].eq(0).all()
-    assert lse[5:].eq(-math.inf).all()
-
-
-def test_packed_varlen_attention_is_that_of_its_parts():
-    q, k, v = prefill_rows()
-    k, v = k.repeat(1, 2, 1), v.repeat(1, 2, 1)
-    cu_seqlens = LENGTHS[0]
-    expected = flash_mla.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 5, 5, causal=True)
-    qkv = torch.cat((q, k, v), dim=-1)
-    assert_same(flash_mla.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 5, 24, causal=True), expected)
-    kv = torch.cat((k, v), dim=-1)
-    packed = flash_mla.flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens, cu_seqlens, 5, 5, 24, causal=True)
-    assert_same(packed, expected)
-
-
-def test_varlen_attention_has_gradients_for_grouped_heads_and_packed_tensors():
-    q, k, v = (x.requires_grad_() for x in prefill_rows())
-    kv = torch.cat((k, v), dim=-1).detach().requires_grad_()
-    out, _ = flash_mla.flash_attn_varlen_func(q, k, v, *LENGTHS, 5, 7, causal=True)
-    expected = torch.autograd.grad(out.square().sum(), (q, k, v))
-    out, _ = flash_mla.flash_attn_varlen_kvpacked_func(q, kv, *LENGTHS, 5, 7, 24, causal=True)
-    dq, dkv = torch.autograd.grad(out.square().sum(), (q, kv))
-    assert dq.equal(expected[0])
-    assert dkv.equal(torch.cat(expected[1:], dim=-1))
-    assert expected[1].abs().sum() > 0
-
-
-def test_equal_lengths_need_no_cu_seqlens():
-    q, k, v = prefill_rows()
-    equal = torch.tensor([0, 3, 6, 9])
-    results = flash_mla.flash_attn_varlen_func(q, k, v, *LENGTHS, 3, 3, is_varlen=False)
-    assert_same(results, flash_mla.flash_attn_varlen_func(q, k, v, equal, equal, 3, 3))
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"dropout_p": 0.1}, ValueError, "^dropout_p must be 0, as there is no dropout, got 0.1$"),
-        ({"cu_seqlens_qo": torch.tensor([0, 5, 9])}, ValueError, r"^cu_seqlens_kv must have shape \[3\]"),
-        ({"cu_seqlens_kv": torch.tensor([0, 5, 4, 9])}, ValueError, "^cu_seqlens_kv must not decrease"),
-        ({"max_seqlen_qo": -1}, ValueError, "^max_seqlen_qo must be at least 0, got -1$"),
-        ({"is_varlen": 0}, TypeError, "^is_varlen must be True or False"),
-        ({"is_varlen": False, "q": torch.zeros(8, 4, 24)}, ValueError, "^q must have as many tokens for each of 3"),
-    ],
-)
-def test_wrong_arguments_of_varlen_attention(change, error, message):
-    arguments = dict(zip(("q", "k", "v", "cu_seqlens_qo", "cu_seqlens_kv"), (*prefill_rows(), *LENGTHS), strict=True))
-    arguments |= {"max_seqlen_qo": 5, "max_seqlen_kv": 7}
-    with pytest.raises(error, match=message):
-        flash_mla.flash_attn_varlen_func(**(arguments | change))
-
-
-def test_wrong_packed_tensors():
-    with pytest.raises(ValueError, match=r"^qkv must have shape .* more than 48 wide, got \[9, 4, 48\]$"):
-        flash_mla.flash_attn_varlen_qkvpacked_func(torch.zeros(9, 4, 48), LENGTHS[0], 5, 24)
-    with pytest.raises(TypeError, match=r"^kv must be a tensor, got list$"):
-        flash_mla.flash_attn_varlen_kvpacked_func(torch.zeros(9, 4, 24), [], *LENGTHS, 5, 7, 24)
-    with pytest.raises(ValueError, match=r"^cu_seqlens must not decrease"):
-        flash_mla.flash_attn_varlen_qkvpacked_func(torch.zeros(9, 4, 56), torch.tensor([0, 6, 4]), 5, 24)
-    with pytest.raises(TypeError, match=r"^qkv must be .*, got int32$"):
-        flash_mla.flash_attn_varlen_qkvpacked_func(torch.zeros(9, 4, 56).int(), LENGTHS[0], 5, 24)
-    with pytest.raises(TypeError, match=r"^kv must be float32, got float16$"):
-        flash_mla.flash_attn_varlen_kvpacked_func(
-            torch.zeros(9, 4, 24), torch.zeros(9, 4, 32).half(), *LENGTHS, 5, 7, 24
-        )
 
 
 def test_the_alias_forwards_the_top_level_name(tmp_path, monkeypatch):

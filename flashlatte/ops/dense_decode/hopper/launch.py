@@ -185,8 +185,9 @@ def _descriptors(
         raise ValueError(f"k_cache must have rows that begin at multiples of 16 bytes, got strides {(*strides, 1)}")
     if dtype.itemsize > 1:
         return _tiles(Address(address, dtype), shape, strides, (1, box, 1))
-    in_pairs = [stride // 2 for stride in strides]
-    return describe(Address(address, torch.bfloat16), (*shape[:3], shape[3] // 2), in_pairs, (1, box, 1, 64)), None
+    pages, page_size, heads, width = shape
+    pairs, strides_in_pairs = (pages, page_size, heads, width // 2), [stride // 2 for stride in strides]
+    return describe(Address(address, torch.bfloat16), pairs, strides_in_pairs, (1, box, 1, 64)), None
 
 
 def _tiles(

@@ -1,0 +1,86 @@
+"""vLLM's operations over ours: what is wrong with a call is said by vLLM's names."""
+
+import pytest
+import torch
+
+from flashlatte.integrations.vllm import ops
+
+ONE = torch.tensor(1.0)
+FP8_CACHE, LATENTS = torch.zeros(1, 2, 576, dtype=torch.uint8), torch.zeros(1, 512)
+SLOT, ROPES = torch.tensor([0]), torch.zeros(1, 64)
+LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: ops.concat_and_cache_mla(LATENTS, ROPES, FP8_CACHE, SLOT, "auto", ONE),
+            TypeError,
+            "^kv_cache must be bfloat16 or float16 or float32 for kv_cache_dtype 'auto', got uint8$",
+        ),
+        (
+            lambda: ops.concat_and_cache_mla(LATENTS, ROPES, FP8_CACHE.half(), SLOT, "bfloat16", ONE),
+            TypeError,
+            "^kv_cache must be bfloat16 for kv_cache_dtype 'bfloat16', got float16$",
+        ),
+        (
+            lambda: ops.concat_and_cache_mla(LATENTS, ROPES, FP8_CACHE, SLOT, "fp8_e5m2", ONE),
+            ValueError,
+            "^kv_cache_dtype must be one of .*fp8_ds_mla, got 'fp8_e5m2'$",
+        ),
+        (
+            lambda: ops.concat_and_cache_mla(LATENTS, ROPES[:, :32], FP8_CACHE, SLOT, "fp8", ONE),
+            ValueError,
+            "^kv_c and k_pe must be 512 and 64 wide",
+        ),
+        (
+            lambda: ops.cp_gather_cache(FP8_CACHE, ROPES, SLOT[None], torch.tensor([0, 1]), 1),
+            TypeError,
+            "^dst must be uint8 like src_cache, got float32$",
+        ),
+        (
+            lambda: ops.cp_gather_cache(FP8_CACHE[:, 0], FP8_CACHE[0], SLOT[None], torch.tensor([0, 1]), 1),
+            ValueError,
+            "^src_cache must have more than 2 axes",
+        ),
+        (
+            lambda: ops.indexer_k_quant_and_cache(LATENTS, FP8_CACHE, SLOT, 128, "ue8m0"),
+            ValueError,
+            "^quant_block_size must be k's head dim 512, one scale a token, got 128$",
+        ),
+        (
+            lambda: ops.top_k_per_row_prefill(LOGITS, SLOT, SLOT, INDICES, 1, 9, 1, 4),
+            ValueError,
+            r"^stride0 and stride1 must be logits' \(8, 1\), got 9 and 1$",
+        ),
+        (
+            lambda: ops.persistent_topk(LOGITS, torch.tensor([1, 2]), INDICES, None, 4, 8),
+            ValueError,
+            r"^lengths must hold one for each of the 1 rows of logits, got \[2\]$",
+        ),
+        (
+            lambda: ops.triton_convert_req_index_to_global_index(SLOT, SLOT[None], INDICES),
+            ValueError,
+            r"^token_indices must have shape \[T, 2048\], as NUM_TOPK_TOKENS says, got \[1, 4\]$",
+        ),
+        (
+            lambda: ops.swap_blocks(LOGITS, LOGITS, 24, torch.tensor([[0, 0]])),
+            ValueError,
+            "^block_size_in_bytes must divide the 32 bytes of src, got 24$",
+        ),
+        (
+            lambda: ops.swap_blocks(LATENTS[:, ::2], LOGITS, 32, torch.tensor([[0, 0]])),
+            ValueError,
+            "^src must have its numbers in one piece",
+        ),
+        (
+            lambda: ops.swap_blocks(LOGITS, torch.zeros(1, 8), 32, torch.tensor([[0, 1]])),
+            ValueError,
+            r"^block_mapping\[:, 1\] must be pages from 0 to 0, got 1$",
+        ),
+    ],
+)
+def test_errors_name_vllms_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

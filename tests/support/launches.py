@@ -1,0 +1,27 @@
+"""What an operation launches, recorded."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from support.calls import CALLS
+from support.recording import Recorded, Recording
+
+MODULES = {
+    "dense_prefill_backward": "dense_prefill",
+    "latent_rows": "norm_rope",
+    "rotate_heads": "norm_rope",
+    "unpack_seq": "pack_seq",
+}
+# Kernels beside the one that attends: they merge, clear and convert rows.
+OTHERS = ("combine", "find_tiles", "clear", "merge_even", "prepare", "finish", "row_sums", "rotate_queries")
+
+
+def launches(record: Recording, operation: str, backend: str, **call: Any) -> list[Recorded]:
+    importlib.import_module(f"flashlatte.ops.{MODULES.get(operation, operation)}")
+    return CALLS[operation](record, backend, **call)
+
+
+def main_kernels(found: list[Recorded]) -> list[Recorded]:
+    return [one for one in found if not any(other in one.name for other in OTHERS)]
