@@ -20,12 +20,18 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=HERE.parent / "docs" / "bench-dsa-layer.png")
     arguments = parser.parse_args()
     lines = [json.loads(line) for line in arguments.data.read_text().splitlines()]
-    steps = [line for line in lines if line["what"] == "decode"]
+    steps = latest_run([line for line in lines if line["what"] == "decode"])
     for batch, curves in curves_of(steps).items():
         dense = curves["dense", "bf16"]
         for kind in (("sparse", "v32"), ("sparse", "bf16")):
             print(f"batch {batch}: {' over '.join(kind)} wins from {crossing(curves[kind], dense)} tokens on")
     draw(curves_of(steps), steps[0]).savefig(arguments.picture, dpi=110)
+
+
+def latest_run(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of the last run: times of two runs, or of two GPUs, do not make one curve."""
+    run = ("device", "commit", "date")
+    return [line for line in steps if all(line[fact] == steps[-1][fact] for fact in run)]
 
 
 def curves_of(steps: list[dict[str, Any]]) -> dict[int, dict[tuple[str, str], Curve]]:
