@@ -27,35 +27,32 @@ def kernel(
     ``tl.constexpr``, passed by name.
 
     Args:
-        by_element: pointers that may begin anywhere, as lengths that are a part of a buffer: their alignment would only
-            make more variants.
+        by_element: pointers that may begin anywhere, as lengths that are a part of a buffer, and are read and written
+            by the element: their alignment would only make more variants.
         cluster: CTAs that are launched together, if any are.
     """
-    if function is None:
-        return functools.partial(kernel, by_element=by_element, cluster=cluster)
-    jitted = triton.jit(  # type: ignore[call-overload]
-        function,
-        do_not_specialize=_run_time_numbers(function),
-        do_not_specialize_on_alignment=list(by_element),
-    )
-    return _launched(jitted, cluster)
+    return _compiled_by(triton.jit, function, by_element, cluster)
 
 
-def gluon_kernel(function: Callable[..., None], by_element: Sequence[str], cluster: Cluster | None = None) -> Any:
-    """``kernel`` for Gluon.
-
-    Args:
-        by_element: pointers that are read and written by the element, whose alignment would only make more variants.
-        cluster: CTAs that are launched together, if any are.
-    """
+def gluon_kernel(
+    function: Callable[..., None] | None = None, *, by_element: Sequence[str] = (), cluster: Cluster | None = None
+) -> Any:
+    """``kernel`` for Gluon."""
     from triton.experimental import gluon
 
-    jitted = gluon.jit(
-        function,
-        do_not_specialize=_run_time_numbers(function),
-        do_not_specialize_on_alignment=list(by_element),
+    return _compiled_by(gluon.jit, function, by_element, cluster)
+
+
+def _compiled_by(
+    jit: Callable[..., Any], function: Callable[..., None] | None, by_element: Sequence[str], cluster: Cluster | None
+) -> Any:
+    """A ``Kernel``, or in Triton's interpreter its function as it is; without ``function`` what decorates one."""
+    if function is None:
+        return lambda given: _compiled_by(jit, given, by_element, cluster)
+    jitted = jit(
+        function, do_not_specialize=_run_time_numbers(function), do_not_specialize_on_alignment=list(by_element)
     )
-    return _launched(jitted, cluster)
+    return Kernel(jitted, cluster) if isinstance(jitted, triton.JITFunction) else jitted
 
 
 _instead: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None
@@ -106,11 +103,6 @@ class Kernel:
             join(compiled, cluster)
             compiled[(*grid, 1, 1)[:3]](*arguments)
         note_launch(compiled, grid, arguments)
-
-
-def _launched(jitted: Any, cluster: Cluster | None = None) -> Any:
-    """A ``Kernel``, or in Triton's interpreter its function as it is."""
-    return Kernel(jitted, cluster) if isinstance(jitted, triton.JITFunction) else jitted
 
 
 def _run_time_numbers(function: Callable[..., None]) -> list[str]:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import float_to_e4m3, narrow
-from flashlatte.kernels.triton.online_softmax import LN_2, LOG2_E
+from flashlatte.kernels.triton.online_softmax import LN_2, sink_weight
 
 
 class Outputs(NamedTuple):
@@ -149,9 +149,7 @@ def write_out(
     in_item = _in_item(outputs, item, rows)
     if outputs.sink is not None:
         _, _, head = _request_token_head(outputs, item, kv_head, rows)
-        sink = tl.load(outputs.sink + head * outputs.sink_stride, mask=in_item, other=0.0) * LOG2_E
-        factor = tl.where(lse2 == float("-inf"), 0.0, 1.0 / (1.0 + tl.exp2(sink - lse2)))
-        values *= factor[:, None]
+        values *= sink_weight(outputs.sink, outputs.sink_stride, head, in_item, lse2, lse2 == float("-inf"))[:, None]
     pointers = row_pointers(outputs, item, kv_head, rows, ROW_ALIGN)
     if outputs.out.dtype.element_ty == tl.uint8:
         scale = outputs.out_scale_value

@@ -85,7 +85,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def compiled(monkeypatch: pytest.MonkeyPatch, launched: list[Any], function: Any) -> Any:
     load = no_gpu.use_launcher(monkeypatch, lambda *arguments: launched.append(_addresses(arguments)))
     *positional, size = ARGUMENTS[function](_tensors(4))
-    return load(gluon_kernel(function, []).jitted.warmup(*positional, SIZE=size, grid=(1,)))
+    return load(gluon_kernel(function).jitted.warmup(*positional, SIZE=size, grid=(1,)))
 
 
 @pytest.mark.parametrize("function", [_plain, _described])
@@ -131,7 +131,7 @@ def test_triton_tells_of_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hooks go to the launcher that compiled code gets, by either way of launching."""
     told: list[Any] = []
     no_gpu.use_without_compiling(monkeypatch)
-    kernels = [gluon_kernel(_plain, []), gluon_kernel(_plain, [], Cluster(2, 64))]
+    kernels = [gluon_kernel(_plain), gluon_kernel(_plain, cluster=Cluster(2, 64))]
     for kernel in kernels:
         with triton_internals.telling_of_launches(told.append):
             assert triton_internals.hooked()
@@ -142,7 +142,7 @@ def test_triton_tells_of_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_the_launch_knows_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = no_gpu.use_without_compiling(monkeypatch)
-    kernel = gluon_kernel(_plain, [], Cluster(2, 64))
+    kernel = gluon_kernel(_plain, cluster=Cluster(2, 64))
     arguments = _plain_arguments(_tensors(4))
     for _ in range(2):
         kernel[(3,)](*arguments[:-1], SIZE=64)

@@ -17,7 +17,7 @@ from flashlatte.split_kv import combine
 KERNEL = launch.kernel
 CLUSTER_KERNEL = launch.cluster_kernel
 COMBINE = combine.combine_kernel
-COMBINE_EQUAL = equal_splits.combine_equal
+COMBINE_EQUAL = equal_splits.combine_equal_kernel
 
 # Numbers that a token of a format has in q, and the width of its cache and its dtype.
 FORMATS = {
@@ -93,7 +93,7 @@ class Recording:
         monkeypatch.setattr(launch, "kernel", self._kernels[False])
         monkeypatch.setattr(launch, "cluster_kernel", self._kernels[True])
         monkeypatch.setattr(launch, "clusters_fill", lambda *_: True)
-        monkeypatch.setattr(equal_splits, "combine_equal", self._combine)
+        monkeypatch.setattr(equal_splits, "combine_equal_kernel", self._combine)
         monkeypatch.setattr(combine, "combine_kernel", Recorder(COMBINE))
         monkeypatch.setattr(machine, "num_sms", lambda _: 132)
 

@@ -28,6 +28,7 @@ class Requests(NamedTuple):
         num_boundaries: entries of ``cu_seqlens``: one more than there are requests, or as many.
         seq_starts: token of each request's first row, or None: 0.
         block_table: [requests, max_pages].
+        seq_ends: the token before which each request's rows end, or None: all rows count.
     """
 
     cu_seqlens: Any
@@ -41,6 +42,8 @@ class Requests(NamedTuple):
     max_pages: Any
     num_pages: Any
     page_size: Any
+    seq_ends: Any = None
+    end_stride: Any = 0
 
 
 def requests_of(
@@ -49,6 +52,7 @@ def requests_of(
     block_table: torch.Tensor,
     num_pages: int,
     page_size: int,
+    seq_ends: torch.Tensor | None = None,
 ) -> Requests:
     """``Requests`` as a launch passes them."""
     return Requests(
@@ -63,6 +67,8 @@ def requests_of(
         block_table.shape[1],
         num_pages,
         page_size,
+        seq_ends,
+        0 if seq_ends is None else seq_ends.stride(0),
     )
 
 
@@ -92,7 +98,7 @@ def locate_slots(slots, tokens, WIDE: tl.constexpr):
 
 @triton.jit
 def locate_rows(requests, rows, num_rows, WIDE: tl.constexpr):
-    """For each row whether it belongs to a request, whether its token is in the cache, and its page and offset."""
+    """For each row whether it counts for a request, whether its token is in the cache, and its page and offset."""
     request, start = request_of_row(requests, rows)
     inside = (request >= 0) & (rows < num_rows)
     request = tl.where(inside, request, 0).to(tl.int64)
@@ -100,25 +106,15 @@ def locate_rows(requests, rows, num_rows, WIDE: tl.constexpr):
     if requests.seq_starts is not None:
         first = tl.load(requests.seq_starts + request * requests.start_stride, mask=inside, other=0)
         position += first.to(tl.int64)
+    if requests.seq_ends is not None:
+        end = tl.load(requests.seq_ends + request * requests.end_stride, mask=inside, other=0).to(tl.int64)
+        inside = inside & (position < end)
     in_table = inside & (position >= 0) & (position < requests.max_pages * requests.page_size)
     column, offset = page_and_offset(position, in_table, requests.page_size, WIDE)
     entry = requests.block_table + request * requests.table_stride + column
     page = tl.load(entry, mask=in_table, other=-1).to(tl.int64)
     found = in_table & (page >= 0) & (page < requests.num_pages)
     return inside, found, tl.where(found, page, 0), offset
-
-
-@triton.jit
-def before_ends(requests, rows, inside, seq_ends, end_stride):
-    """Of rows of requests those whose token stands before ``seq_ends`` of its request."""
-    request, start = request_of_row(requests, rows)
-    request = tl.where(inside, request, 0).to(tl.int64)
-    position = rows - start
-    if requests.seq_starts is not None:
-        first = tl.load(requests.seq_starts + request * requests.start_stride, mask=inside, other=0)
-        position += first.to(tl.int64)
-    end = tl.load(seq_ends + request * end_stride, mask=inside, other=0).to(tl.int64)
-    return inside & (position < end)
 
 
 @triton.jit

@@ -184,3 +184,10 @@ def normalize(state, scale, step: tl.constexpr):
     values = tl.trans(state.out * inverse[None, :]) if step.values_first else state.out * inverse[:, None]
     # Said outright, or it depends on the rest of the kernel whether the product is rounded before the sum.
     return values, tl.fma(state.row_max, scale, tl.log2(row_sum))
+
+
+@triton.jit
+def sink_weight(sink, stride, heads, in_use, lse2, is_empty):
+    """e^lse / (e^lse + e^sink) of rows with base-2 lse ``lse2`` and their ``heads``' sinks; 0 where a row is empty."""
+    sink2 = tl.load(sink + heads * stride, mask=in_use, other=0.0) * LOG2_E
+    return tl.where(is_empty, 0.0, 1.0 / (1.0 + tl.exp2(sink2 - lse2)))

@@ -9,7 +9,6 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import (
     Requests,
-    before_ends,
     end_of_rows,
     load_words,
     locate_rows,
@@ -46,13 +45,8 @@ def cache_gather(
     out_stride = stride_in_use(out, 0)
     out_align = unit_bytes(out, out_stride) // out.element_size()
     num_rows = out.shape[0]
-    requests = requests_of(cu_seqlens, seq_starts, block_table, num_pages, page_size)
-    spans = {
-        "num_rows": num_rows,
-        "seq_ends": seq_ends,
-        "end_stride": 0 if seq_ends is None else seq_ends.stride(0),
-        "out_stride": out_stride // out_align,
-    }
+    requests = requests_of(cu_seqlens, seq_starts, block_table, num_pages, page_size, seq_ends)
+    rows = {"out": out, "num_rows": num_rows, "out_stride": out_stride // out_align}
     variant = {
         "OUT_ALIGN": out_align,
         "WIDE": block_table.shape[1] * page_size >= 2**31,
@@ -64,7 +58,7 @@ def cache_gather(
         gather, form = _scaled_form(layout)
         align = unit_bytes(cache, page_stride)
         gather[(blocks(num_rows, TILED_BLOCKING.tokens),)](
-            *by_name(gather, requests, out=out, cache=cache, page_stride=page_stride // align, **spans),
+            *by_name(gather, requests, cache=cache, page_stride=page_stride // align, **rows),
             **form,
             **variant,
             ALIGN=align,
@@ -78,13 +72,12 @@ def cache_gather(
         *by_name(
             gather_rows_kernel,
             requests,
-            out=out,
             cache=cache,
             scale_tensor=scale_tensor,
             scale_value=scale_value,
             page_stride=page_stride // align,
             row_stride=row_stride // align,
-            **spans,
+            **rows,
         ),
         **variant,
         WIDTH=width,
@@ -134,9 +127,9 @@ def gather_tiles_kernel(
     max_pages: tl.int64,
     num_pages: tl.int64,
     page_size: tl.int64,
-    num_rows: tl.int64,
     seq_ends,
     end_stride: tl.int64,
+    num_rows: tl.int64,
     page_stride: tl.int64,
     out_stride: tl.int64,
     TILE: tl.constexpr,
@@ -167,13 +160,12 @@ def gather_tiles_kernel(
         max_pages,
         num_pages,
         page_size,
+        seq_ends,
+        end_stride,
     )
     if first_row >= end_of_rows(requests, num_rows):
         return
     inside, found, page, offset = locate_rows(requests, rows, num_rows, WIDE)
-    if seq_ends is not None:
-        inside = before_ends(requests, rows, inside, seq_ends, end_stride)
-        found = found & inside
     page_start = cache + page * page_stride * ALIGN
     row = page_start + offset * ROW_BYTES
 
@@ -219,9 +211,9 @@ def gather_rows_kernel(
     max_pages: tl.int64,
     num_pages: tl.int64,
     page_size: tl.int64,
-    num_rows: tl.int64,
     seq_ends,
     end_stride: tl.int64,
+    num_rows: tl.int64,
     page_stride: tl.int64,
     row_stride: tl.int64,
     out_stride: tl.int64,
@@ -252,13 +244,12 @@ def gather_rows_kernel(
         max_pages,
         num_pages,
         page_size,
+        seq_ends,
+        end_stride,
     )
     if first_row >= end_of_rows(requests, num_rows):
         return
     inside, found, page, offset = locate_rows(requests, rows, num_rows, WIDE)
-    if seq_ends is not None:
-        inside = before_ends(requests, rows, inside, seq_ends, end_stride)
-        found = found & inside
     row = cache + (page * page_stride + offset * row_stride) * ALIGN
     # [BLOCK_T, BLOCK_C]
     found_columns = found[:, None] & (column < WIDTH)

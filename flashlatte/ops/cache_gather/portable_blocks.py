@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_address import Requests, before_ends, end_of_rows, locate_rows
+from flashlatte.kernels.triton.cache_address import Requests, end_of_rows, locate_rows
 from flashlatte.kernels.triton.fp4 import e2m1_to_float
 from flashlatte.kernels.triton.fp8 import e4m3_to_float, e8m0_to_float, narrow
 from flashlatte.runtime.triton_kernel import kernel
@@ -25,9 +25,9 @@ def gather_blocks_kernel(
     max_pages: tl.int64,
     num_pages: tl.int64,
     page_size: tl.int64,
-    num_rows: tl.int64,
     seq_ends,
     end_stride: tl.int64,
+    num_rows: tl.int64,
     page_stride: tl.int64,
     out_stride: tl.int64,
     FP4: tl.constexpr,
@@ -61,13 +61,12 @@ def gather_blocks_kernel(
         max_pages,
         num_pages,
         page_size,
+        seq_ends,
+        end_stride,
     )
     if first_row >= end_of_rows(requests, num_rows):
         return
     inside, found, page, offset = locate_rows(requests, rows, num_rows, WIDE)
-    if seq_ends is not None:
-        inside = before_ends(requests, rows, inside, seq_ends, end_stride)
-        found = found & inside
     row = (cache + page * page_stride * ALIGN + offset * TOKEN_BYTES)[:, None]
     found = found[:, None]
 

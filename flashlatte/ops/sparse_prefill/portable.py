@@ -18,6 +18,7 @@ from flashlatte.kernels.triton.online_softmax import (
     load_tile,
     normalize,
     online_softmax_step,
+    sink_weight,
     within,
 )
 from flashlatte.runtime.strides import row_align
@@ -79,8 +80,7 @@ def sparse_prefill_kernel(
     values, lse2 = normalize(state, scale, STEP)
 
     if attn_sink is not None:
-        sink = tl.load(attn_sink + head * sink_stride, mask=in_heads, other=0.0) * LOG2_E
-        values *= tl.where(lse2 == float("-inf"), 0.0, 1.0 / (1.0 + tl.exp2(sink - lse2)))[:, None]
+        values *= sink_weight(attn_sink, sink_stride, head, in_heads, lse2, lse2 == float("-inf"))[:, None]
     cols = tl.arange(0, STEP.latent)
     out_offset = (token * out_stride_token + head * out_stride_head) * OUT_ALIGN
     tl.store(

@@ -17,9 +17,6 @@ from triton.language.extra.cuda import num_warps
 
 from flashlatte.kernels.hopper.ptx import shared_words
 
-# Words of scratch that both functions take: one for each warp.
-SCRATCH_WORDS = tl.constexpr(32)
-
 
 @triton.constexpr_function
 def _scan(steps):
@@ -91,7 +88,7 @@ def _bin_asm(bins, warps):
 def bin_of_rank(memory, bins, scratch, wanted, BINS: tl.constexpr, INTERPRETED: tl.constexpr):
     """The first of BINS counters, from word ``bins`` on, with which their sum gets to ``wanted``, which it does.
 
-    ``bins`` is a multiple of 4, BINS a power of two of 64 for each warp at least.
+    ``bins`` is a multiple of 4, BINS a power of two of 64 for each warp at least; ``scratch`` has a word for each warp.
 
     Returns its number, the sum of those before it, and what it counted.
     """
@@ -147,7 +144,8 @@ def _ones_asm(words, warps):
 def sum_ones(memory, bitmap, sums, scratch, before, WORDS: tl.constexpr, INTERPRETED: tl.constexpr):
     """Store at word ``sums`` how many bits of a bitmap of WORDS words are set before each two words, plus ``before``.
 
-    ``bitmap`` is a multiple of 4, WORDS a power of two of 64 for each warp at least.
+    ``bitmap`` is a multiple of 4, WORDS a power of two of 64 for each warp at least; ``scratch`` has a word for each
+    warp.
 
     Returns ``before`` and all bits that are set.
     """

@@ -75,7 +75,6 @@ _LOAD_TWO_OF_CLUSTER = tl.constexpr(
     "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.shared::cluster.v2.b32 {$0, $1}, [$2]; }"
 )
 _STORE = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.shared.b32 [$1], $2; mov.b32 $0, 0; }")
-_STORE_TWO = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $4, 0; @p st.shared.v2.b32 [$1], {$2, $3}; mov.b32 $0, 0; }")
 _COUNT = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $2, 0; @p red.shared.add.u32 [$1], 1; mov.b32 $0, 0; }")
 _SET = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $3, 0; @p red.shared.or.b32 [$1], $2; mov.b32 $0, 0; }")
 
@@ -135,23 +134,6 @@ def store(memory, place, words, mask, INTERPRETED: tl.constexpr):
     else:
         tl.inline_asm_elementwise(
             _STORE, "=r,r,r,r", [memory + place * 4, words, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def store_two(memory, place, first, second, mask, INTERPRETED: tl.constexpr):
-    """Two neighbouring words, of which the first has an even place."""
-    if INTERPRETED:
-        tl.store(memory + place, first, mask=mask)
-        tl.store(memory + place + 1, second, mask=mask)
-    else:
-        tl.inline_asm_elementwise(
-            _STORE_TWO,
-            "=r,r,r,r,r",
-            [memory + place * 4, first, second, mask.to(tl.int32)],
-            tl.int32,
-            is_pure=False,
-            pack=1,
         )
 
 

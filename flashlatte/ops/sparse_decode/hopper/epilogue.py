@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from flashlatte.kernels.hopper.mla_tiles import HALF, ROWS
 from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.kernels.hopper.softmax import inverse, lse2_of
-from flashlatte.kernels.triton.online_softmax import LOG2_E
+from flashlatte.kernels.triton.online_softmax import sink_weight
 from flashlatte.ops.sparse_decode.hopper import equal_splits
 from flashlatte.ops.sparse_decode.hopper.tiles import OUTPUT_ROWS
 from flashlatte.split_kv.gluon import PARTIAL, write_partial
@@ -71,8 +71,7 @@ def _write_normalised(state, item, split, first_head, results, FIRST_COL: gl.con
     head = first_head + row
     if (split.begin == 0) & (split.end == split.blocks):
         if outputs.sink is not None:
-            sink = gl.load(outputs.sink + head * outputs.sink_stride, mask=head < outputs.heads, other=0.0) * LOG2_E
-            factor *= gl.where(row_sum == 0, 0.0, 1.0 / (1.0 + gl.exp2(sink - lse2)))
+            factor *= sink_weight(outputs.sink, outputs.sink_stride, head, head < outputs.heads, lse2, row_sum == 0)
         _write_out(outputs, item, first_head, state.out * factor[:, None], FIRST_COL, OUT_ALIGN)
         if FIRST_COL == 0:
             write_lse(outputs, item, 0, head, lse2)

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from flashlatte.kernels.hopper.mla_tiles import HALF, LATENT, ROWS
 from flashlatte.kernels.hopper.ptx import rounded
 from flashlatte.kernels.hopper.softmax import inverse, lse2_of
-from flashlatte.kernels.triton.online_softmax import LOG2_E
+from flashlatte.kernels.triton.online_softmax import sink_weight
 from flashlatte.ops.sparse_decode.hopper.tiles import OUTPUT
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.triton_kernel import gluon_kernel
@@ -88,6 +88,7 @@ def _load_sums(sums, exists):
     return rounded.load_two(sums, gl.zeros([_TILE_ROWS], gl.int32, _ROWS) + exists)
 
 
+@gluon_kernel(by_element=("sink", "lse"))
 def combine_equal_kernel(
     scratch,
     out,
@@ -171,23 +172,21 @@ def combine_equal_kernel(
     lse2 = lse2_of(row_max, row_sum)
     head = group * ROWS + row
     if sink is not None:
-        sink2 = gl.load(sink + head * sink_stride, mask=head < heads, other=0.0) * LOG2_E
-        factor *= gl.where(row_sum == 0, 0.0, 1.0 / (1.0 + gl.exp2(sink2 - lse2)))
+        factor *= sink_weight(sink, sink_stride, head, head < heads, lse2, row_sum == 0)
     pointers = head_pointers(outputs, item, head, OUT_ALIGN)[:, None] + (first_col + col)[None, :]
     gl.store(pointers, (combined * factor[:, None]).to(out.dtype.element_ty), mask=(head < heads)[:, None])
     if first_col == 0:
         write_lse(outputs, item, 0, head, lse2)
 
 
-combine_equal = gluon_kernel(combine_equal_kernel, ["sink", "lse"])
-
-
 def launch_combine_equal(scratch: torch.Tensor, outputs: Outputs, items: int, splits: int, out_align: int) -> None:
     """Combine the partial outputs in ``scratch`` of ``items`` work items with ``splits`` splits each."""
     num_groups = -(-outputs.heads // ROWS.value)
     row_tiles = -(-min(outputs.heads, ROWS.value) // _TILE_ROWS.value)
-    combine_equal[(items * num_groups * row_tiles * _COL_TILES.value,)](
-        *by_name(combine_equal, outputs, scratch=scratch, num_groups=num_groups, row_tiles=row_tiles, splits=splits),
+    combine_equal_kernel[(items * num_groups * row_tiles * _COL_TILES.value,)](
+        *by_name(
+            combine_equal_kernel, outputs, scratch=scratch, num_groups=num_groups, row_tiles=row_tiles, splits=splits
+        ),
         OUT_ALIGN=out_align,
         num_warps=4,
         enable_fp_fusion=True,

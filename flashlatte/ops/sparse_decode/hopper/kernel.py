@@ -170,6 +170,8 @@ def sparse_decode_kernel(
 
 _BY_ELEMENT = ["indices", "extra_indices", "lengths", "extra_lengths", "sink", "lse"]
 
-kernel = gluon_kernel(sparse_decode_kernel, _BY_ELEMENT)
+kernel = gluon_kernel(sparse_decode_kernel, by_element=_BY_ELEMENT)
 # For PLAN.cluster: its grid counts clusters.
-cluster_kernel = gluon_kernel(sparse_decode_kernel, _BY_ELEMENT, Cluster(2, clusters.TAIL_BYTES.value))
+cluster_kernel = gluon_kernel(
+    sparse_decode_kernel, by_element=_BY_ELEMENT, cluster=Cluster(2, clusters.TAIL_BYTES.value)
+)

@@ -10,11 +10,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flashlatte.kernels.hopper.mla_tiles import OUTPUT_ROWS, SCORE_ROWS
 from flashlatte.kernels.hopper.ptx.memory import store_once
+from flashlatte.kernels.triton.online_softmax import LN_2, LOG2_E
 from flashlatte.ops.sparse_prefill.hopper.state import token_of
 from flashlatte.runtime.gluon_compat import cta_barrier
 
-LN2 = gl.constexpr(0.6931471805599453)
-LOG2E = gl.constexpr(1.4426950408889634)
 # PTX's name of the kernel's first argument.
 _OUT_DESCRIPTOR = gl.constexpr("sparse_prefill_kernel_param_0")
 
@@ -42,7 +41,7 @@ def start_out(output, state, problem, tile, staging, offset, SIDE: gl.constexpr)
     if output.sinks is not None:
         head = head0 + gl.arange(0, 64, SCORE_ROWS)
         sink = gl.load(output.sinks + head * output.sink_stride, mask=head < output.heads, other=float("-inf"))
-        denominator += gl.exp2(sink * LOG2E - state.row_max)
+        denominator += gl.exp2(sink * LOG2_E - state.row_max)
     inverse = gl.where(state.row_sum != 0, 1.0 / denominator, 0.0)
     out = state.out * gl.convert_layout(inverse, OUTPUT_ROWS, assert_trivial=True)[:, None]
     staging.store(out.to(staging.dtype))
@@ -59,7 +58,7 @@ def store_statistics(output, state, score_max, problem, tile):
     # Not "> 0": the statistics of a row with a NaN among its keys are NaN.
     seen = state.row_sum != 0
     max_logits = gl.where(seen, score_max * output.softmax_scale, float("-inf"))
-    log_sum = (state.row_max + gl.log2(state.row_sum)) * LN2
+    log_sum = (state.row_max + gl.log2(state.row_sum)) * LN_2
     lse = gl.where(seen, log_sum, output.empty_lse)
     inside = head < output.heads
     gl.store(output.max_logits + row, max_logits, mask=inside)

@@ -1,7 +1,5 @@
 """The kernel: shared memory, and the three warpgroups that run in it."""
 
-import functools
-
 from triton.experimental.gluon import language as gl
 
 from flashlatte.ops.sparse_prefill.hopper.consumers import Call, consume_even, consume_odd
@@ -14,11 +12,8 @@ from flashlatte.runtime.triton_kernel import gluon_kernel
 _ODD_REGISTERS = gl.constexpr(232)
 _PRODUCER_REGISTERS = gl.constexpr(40)
 
-# Copied by the element: their alignment would only multiply the compiled variants.
-_ELEMENTWISE = ("indices", "lengths", "sinks", "max_logits", "lse")
 
-
-@functools.partial(gluon_kernel, by_element=_ELEMENTWISE)
+@gluon_kernel(by_element=("indices", "lengths", "sinks", "max_logits", "lse"))
 def sparse_prefill_kernel(
     out_desc,  # the first argument, as ``epilogue`` expects
     q,
