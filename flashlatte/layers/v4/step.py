@@ -12,6 +12,7 @@ import torch
 from flashlatte.layers.v4.workspace import DEFAULT_LIMITS, V4Prefill, WorkspaceLimits
 from flashlatte.ops.index_convert import index_convert
 from flashlatte.runtime import checks
+from flashlatte.runtime.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class V4Step:
                 raise ValueError(f"spans must be (first, end) with 0 <= first <= end, got {(begin, end)}")
         ids = [request for request, (begin, end) in enumerate(spans) for _ in range(begin, end)]
         positions = [position for begin, end in spans for position in range(begin, end)]
-        both = torch.tensor([ids, positions], dtype=torch.int64).to(device)
+        both = to_device([ids, positions], device)
         step = cls.build(
             both[0],
             both[1],

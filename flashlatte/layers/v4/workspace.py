@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from flashlatte.runtime import checks
+from flashlatte.runtime.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,9 @@ class V4Prefill:
         queries = starts[-1] + spans[-1].queries
         count = len(spans)
         # One copy to the device for all.
-        numbers = torch.tensor([*starts, queries, *ends, *gathered], dtype=torch.int32).to(self.device)
+        numbers = to_device([*starts, queries, *ends, *gathered], self.device, torch.int32)
         cu_queries, seq_lens, gather_lens = numbers.split((count + 1, count, count))
-        requests = torch.tensor([span.request for span in spans]).to(self.device)
+        requests = to_device([span.request for span in spans], self.device)
         if self.first_tokens is not None:
             gather_lens = gather_lens.minimum(seq_lens - self.first_tokens[requests]).clamp_min(0)
         group_rows = max(_groups(span, ratio) for span in spans)
