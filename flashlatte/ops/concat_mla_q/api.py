@@ -34,6 +34,9 @@ def concat_mla_q(
         out: [T, H, latent + rope] to write into, last stride 1. It may not overlap the parts.
         backend: "portable" or "reference"; None chooses.
 
+    Returns:
+        ``out``, in the parts' dtype: the latent part of each head, then its rotated one.
+
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device.
     """

@@ -41,6 +41,9 @@ def to_cache_indices(
     Returns:
         The shape of ``positions``. A position below 0 or beyond the table, a negative page, a request id that is
         not in the table, and an index too large for ``dtype`` give −1.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
     page_size = checks.positive_int("page_size", page_size)
     if dtype not in checks.INDEX_DTYPES:

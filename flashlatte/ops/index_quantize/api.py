@@ -116,7 +116,7 @@ def index_gather(
     if scales_like is not None:
         scales = _gathered("scales", scales, scales_like, device)
     elif scales is not None:
-        raise ValueError(f"scales must be None for format {layout.name}, which has none")
+        raise ValueError(f"scales must be None for format {layout.name}, which has none, got a tensor")
     if rows:
         backend = dispatch.select(dispatch.Call(GATHER, device, torch.bfloat16, head_dim=head_dim), backend)
         # PyTorch's checks of operations cannot read float8 numbers.

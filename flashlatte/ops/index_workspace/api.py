@@ -71,7 +71,7 @@ def index_workspace(
     if gather_lens is not None:
         checks.tensor("gather_lens", gather_lens, (requests,), checks.INDEX_DTYPES, device, unit_last_stride=False)
     if (indices is None) == (topk is None):
-        raise ValueError("indices or topk must be given, one of them")
+        raise ValueError(f"indices or topk must be given, one of them, got {'neither' if topk is None else 'both'}")
     if indices is not None:
         checks.tensor("indices", indices, (total_tokens, "topk"), checks.INDEX_DTYPES, device)
         topk = indices.shape[1]

@@ -84,7 +84,7 @@ def merge_states(
         if out is not None or lse is not None:
             raise ValueError("out and lse must be None where gradients are recorded, got tensors to write into")
         if out_scale is not None:
-            raise ValueError("out_scale must be None where gradients are recorded: e4m3 has none")
+            raise ValueError("out_scale must be None where gradients are recorded, as e4m3 has none, got one")
         if backend not in (None, "reference"):
             raise ValueError(f"backend must be 'reference' or None where gradients are recorded, got {backend!r}")
         return reference.merge_states(outs, lses, context_tokens)

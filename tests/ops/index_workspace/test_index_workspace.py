@@ -114,8 +114,8 @@ def call(**change):
     [
         ({"total_tokens": 4}, ValueError, r"^indices must have shape \[4, topk\]"),
         ({"indices": torch.zeros(3, 4)}, TypeError, "^indices must be int32 or int64"),
-        ({"indices": None}, ValueError, "^indices or topk must be given, one of them$"),
-        ({"topk": 4}, ValueError, "^indices or topk must be given, one of them$"),
+        ({"indices": None}, ValueError, "^indices or topk must be given, one of them, got neither$"),
+        ({"topk": 4}, ValueError, "^indices or topk must be given, one of them, got both$"),
         ({"cu_seqlens_q": torch.tensor([0, 3])}, ValueError, r"^cu_seqlens_q must have shape \[3\]"),
         ({"gather_lens": torch.tensor([1])}, ValueError, r"^gather_lens must have shape \[2\]"),
         ({"window": -1}, ValueError, "^window must be at least 0, got -1$"),
