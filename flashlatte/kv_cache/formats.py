@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -24,9 +24,10 @@ class Plane:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
-class Tiling:
+class Tiling(NamedTuple):
     """Where a token's bytes lie in a format whose e4m3 latent has a scale for each tile and whose rope is bf16.
+
+    Kernels take it as one constant.
 
     Attributes:
         tile: latent values that share a scale.
@@ -45,12 +46,11 @@ class Tiling:
     e8m0: bool
 
 
-@dataclass(frozen=True)
-class BlockScaling:
+class BlockScaling(NamedTuple):
     """Where a token's bytes lie in a format that keeps them together: numbers in blocks that share a one-byte scale.
 
     The numbers of a row that have scales, ``block`` · ``blocks`` of them, stand first; what a row has beyond them is
-    e4m3 without a scale.
+    e4m3 without a scale. Kernels take it as one constant.
 
     Attributes:
         fp4: numbers are e2m1, two a byte with the even one in the low half, and scales e4m3; else e4m3 and E8M0.

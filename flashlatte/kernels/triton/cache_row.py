@@ -12,7 +12,7 @@ from flashlatte.kernels.triton.fp4 import e2m1_code, mxfp4_scales
 from flashlatte.kernels.triton.fp8 import float_to_e4m3, narrow
 from flashlatte.kernels.triton.row_scales import scale_rows
 from flashlatte.kernels.triton.tile_scales import quantize_tiles
-from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.kv_cache.formats import CacheFormat, Tiling
 from flashlatte.kv_cache.index_formats import SMALLEST_AMAX, IndexFormat
 
 
@@ -22,16 +22,12 @@ class RowBytes(NamedTuple):
     Attributes:
         encoding: "plain" (the numbers in the cache's dtype), "tiles" (e4m3 with an E8M0 byte a tile, rope in bf16),
             "e4m3" (with a float32 scale a row) or "e2m1" (with an E8M0 byte for each 32).
-        tile, tiles, scale_places, row_bytes, rope_offset: of "tiles", as in ``kv_cache.formats.Tiling``.
+        tiling: of "tiles".
         power_of_two: of "e4m3": scales are rounded up.
     """
 
     encoding: str
-    tile: int = 0
-    tiles: int = 0
-    scale_places: int = 0
-    row_bytes: int = 0
-    rope_offset: int = 0
+    tiling: Tiling | None = None
     power_of_two: bool = False
 
 
@@ -52,8 +48,7 @@ def row_bytes(layout: CacheFormat, scale_rounding: str) -> RowBytes:
         return RowBytes(layout.encoding, power_of_two=scale_rounding == "power_of_two")
     if layout.tiling is None:
         return RowBytes("plain")
-    tiling = layout.tiling
-    return RowBytes("tiles", tiling.tile, tiling.tiles, tiling.scale_places, tiling.row_bytes, tiling.rope_offset)
+    return RowBytes("tiles", layout.tiling)
 
 
 @triton.jit
@@ -74,18 +69,19 @@ def store_row(
         row = page_start + place.offset * place.row_stride * UNIT
         tl.store(row + column, narrow(x, place.cache.dtype.element_ty, INTERPRETED), mask=valid)
     elif FORMAT.encoding == "tiles":
-        LATENT: tl.constexpr = FORMAT.tile * FORMAT.tiles
-        row = page_start + place.offset * FORMAT.row_bytes
-        values, scales = quantize_tiles(tl.reshape(x, [1, D // FORMAT.tile, FORMAT.tile]), True)
+        TILING: tl.constexpr = FORMAT.tiling
+        LATENT: tl.constexpr = TILING.tile * TILING.tiles
+        row = page_start + place.offset * TILING.row_bytes
+        values, scales = quantize_tiles(tl.reshape(x, [1, D // TILING.tile, TILING.tile]), True)
         codes = tl.reshape(float_to_e4m3(values, NATIVE), [1, D])
         tl.store(row + column, codes, mask=valid & (column < LATENT))
         rope = narrow(x, tl.bfloat16, INTERPRETED).to(tl.uint16, bitcast=True)
-        store_words(row + FORMAT.rope_offset, column - LATENT, rope, valid & (column >= LATENT), UNIT)
-        tile = tl.arange(0, D // FORMAT.tile)[None, :]
+        store_words(row + TILING.rope_offset, column - LATENT, rope, valid & (column >= LATENT), UNIT)
+        tile = tl.arange(0, D // TILING.tile)[None, :]
         # Behind the tiles' scales a token has bytes that are 0.
-        exponents = tl.where(tile < FORMAT.tiles, scales >> 23, 0).to(tl.uint8)
-        scale_row = page_start + place.page_size * FORMAT.row_bytes + place.offset * FORMAT.scale_places
-        tl.store(scale_row + tile, exponents, mask=place.valid & (tile < FORMAT.scale_places))
+        exponents = tl.where(tile < TILING.tiles, scales >> 23, 0).to(tl.uint8)
+        scale_row = page_start + place.page_size * TILING.row_bytes + place.offset * TILING.scale_places
+        tl.store(scale_row + tile, exponents, mask=place.valid & (tile < TILING.scale_places))
     elif FORMAT.encoding == "e4m3":
         values, scales = scale_rows(x, SMALLEST, FORMAT.power_of_two)  # [1, D], [1]
         tl.store(page_start + place.offset * D + column, float_to_e4m3(values, NATIVE), mask=valid)

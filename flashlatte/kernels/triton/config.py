@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from flashlatte.kernels.triton.head_dims import SMALLEST, padded
 from flashlatte.kernels.triton.online_softmax import NVIDIA
 
-# The rows that tables are for, the tiles of Hopper's warp groups, and the shortest side of a matrix product in Triton.
+# The rows that tables are for, and the tiles of Hopper's warp groups.
 _TABLE_WIDTH = 576
 _WARPGROUP_TILES = ((512, 0), (512, 64))
-_SMALLEST = 16
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ def choose(table: Table, gpu: str, rows: int, head_dim: int, latent_dim: int, *,
 
     ``in_place``: a tile of keys is multiplied as it comes from memory, not converted in registers first.
     """
-    latent = _padded(latent_dim)
-    rope = _padded(head_dim - latent_dim) if head_dim > latent_dim else 0
+    latent = padded(latent_dim)
+    rope = padded(head_dim - latent_dim) if head_dim > latent_dim else 0
     configs = table[gpu]
     config = next((config for config in configs if rows <= config.block_h), configs[-1])
     if config.warpgroups and (latent, rope) not in _WARPGROUP_TILES:
@@ -115,9 +115,9 @@ def choose(table: Table, gpu: str, rows: int, head_dim: int, latent_dim: int, *,
         stages = min(config.num_stages, 3)
         config = replace(
             config,
-            block_h=max(config.block_h // 2, _SMALLEST),
-            block_n=max(config.block_n // 2, _SMALLEST),
-            num_stages=stages if config.block_n > _SMALLEST else max(stages - 1, 2),
+            block_h=max(config.block_h // 2, SMALLEST),
+            block_n=max(config.block_n // 2, SMALLEST),
+            num_stages=stages if config.block_n > SMALLEST else max(stages - 1, 2),
             programs=1,
         )
         width //= 2
@@ -136,8 +136,3 @@ def choose(table: Table, gpu: str, rows: int, head_dim: int, latent_dim: int, *,
         interpreted=gpu == "interpreter",
     )
     return config, step
-
-
-def _padded(width: int) -> int:
-    """The width of a tile that holds ``width`` columns."""
-    return max(1 << (width - 1).bit_length(), _SMALLEST)

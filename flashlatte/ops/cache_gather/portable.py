@@ -88,28 +88,12 @@ def cache_gather(
     )
 
 
-def _scaled_form(layout: CacheFormat) -> tuple[Any, dict[str, int | bool]]:
+def _scaled_form(layout: CacheFormat) -> tuple[Any, dict[str, Any]]:
     """The kernel of a format with a scale a tile or a block, and what that format is to it."""
     if layout.tiling is not None:
-        tiled = layout.tiling
-        return gather_tiles_kernel, {
-            "TILE": tiled.tile,
-            "TILES": tiled.tiles,
-            "SCALE_PLACES": tiled.scale_places,
-            "ROW_BYTES": tiled.row_bytes,
-            "ROPE_OFFSET": tiled.rope_offset,
-            "E8M0": tiled.e8m0,
-        }
-    scaled = layout.block_scaling
-    return gather_blocks_kernel, {
-        "FP4": scaled.fp4,
-        "BLOCK": scaled.block,
-        "BLOCKS": scaled.blocks,
-        "SCALE_OFFSET": scaled.scale_offset,
-        "TOKEN_BYTES": scaled.token_bytes,
-        "SCALE_LANES": scaled.scale_lanes,
-        "TAIL": layout.head_dim - scaled.block * scaled.blocks,
-    }
+        return gather_tiles_kernel, {"TILING": layout.tiling}
+    scaling = layout.block_scaling
+    return gather_blocks_kernel, {"SCALING": scaling, "TAIL": layout.head_dim - scaling.block * scaling.blocks}
 
 
 @kernel(by_element=("cu_seqlens", "seq_starts", "seq_ends"))
@@ -132,12 +116,7 @@ def gather_tiles_kernel(
     num_rows: tl.int64,
     page_stride: tl.int64,
     out_stride: tl.int64,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    SCALE_PLACES: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    ROPE_OFFSET: tl.constexpr,
-    E8M0: tl.constexpr,
+    TILING: tl.constexpr,
     ALIGN: tl.constexpr,
     OUT_ALIGN: tl.constexpr,
     WIDE: tl.constexpr,
@@ -146,6 +125,7 @@ def gather_tiles_kernel(
     BLOCK_T: tl.constexpr,
 ):
     """Formats with a scale a tile. ``page_stride`` counts ALIGN bytes, ``out_stride`` OUT_ALIGN elements."""
+    LATENT: tl.constexpr = TILING.tiles * TILING.tile
     first_row = tl.program_id(0).to(tl.int64) * BLOCK_T
     rows = first_row + tl.arange(0, BLOCK_T)
     requests = Requests(
@@ -167,21 +147,21 @@ def gather_tiles_kernel(
         return
     inside, found, page, offset = locate_rows(requests, rows, num_rows, WIDE)
     page_start = cache + page * page_stride * ALIGN
-    row = page_start + offset * ROW_BYTES
+    row = page_start + offset * TILING.row_bytes
 
-    tile = tl.arange(0, SCALE_PLACES)[None, :]
-    column = tile[:, :, None] * TILE + tl.arange(0, TILE)[None, None, :]
+    tile = tl.arange(0, TILING.scale_places)[None, :]
+    column = tile[:, :, None] * TILING.tile + tl.arange(0, TILING.tile)[None, None, :]
     rope_column = tl.arange(0, 64)[None, :]
-    used = tile[:, :, None] < TILES
-    # [BLOCK_T, SCALE_PLACES, TILE], [BLOCK_T, 64], [BLOCK_T, SCALE_PLACES]
+    used = tile[:, :, None] < TILING.tiles
+    # [BLOCK_T, scale_places, tile], [BLOCK_T, 64], [BLOCK_T, scale_places]
     latent_bits = tl.load(row[:, None, None] + column, mask=found[:, None, None] & used, other=0)
-    rope_bits = load_words((row + ROPE_OFFSET)[:, None], rope_column, tl.uint16, found[:, None], ALIGN)
-    if E8M0:
-        scale_row = page_start + page_size * ROW_BYTES + offset * SCALE_PLACES
+    rope_bits = load_words((row + TILING.rope_offset)[:, None], rope_column, tl.uint16, found[:, None], ALIGN)
+    if TILING.e8m0:
+        scale_row = page_start + page_size * TILING.row_bytes + offset * TILING.scale_places
         exponents = tl.load(scale_row[:, None] + tile, mask=found[:, None], other=0)
         scales = e8m0_to_float(exponents)
     else:
-        scale_bits = load_words((row + TILES * TILE)[:, None], tile, tl.uint32, found[:, None], ALIGN)
+        scale_bits = load_words((row + LATENT)[:, None], tile, tl.uint32, found[:, None], ALIGN)
         scales = scale_bits.to(tl.float32, bitcast=True)
 
     OUT_TYPE: tl.constexpr = out.dtype.element_ty
@@ -191,7 +171,7 @@ def gather_tiles_kernel(
     ropes = rope_bits.to(tl.bfloat16, bitcast=True)
     if ropes.dtype != OUT_TYPE:
         ropes = narrow(widen(ropes, INTERPRETED), OUT_TYPE, INTERPRETED)
-    tl.store(out_row[:, None] + (TILES * TILE + rope_column), ropes, mask=inside[:, None])
+    tl.store(out_row[:, None] + (LATENT + rope_column), ropes, mask=inside[:, None])
 
 
 @kernel(by_element=("cu_seqlens", "seq_starts", "seq_ends"))

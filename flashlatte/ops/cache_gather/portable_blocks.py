@@ -30,12 +30,7 @@ def gather_blocks_kernel(
     num_rows: tl.int64,
     page_stride: tl.int64,
     out_stride: tl.int64,
-    FP4: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SCALE_OFFSET: tl.constexpr,
-    TOKEN_BYTES: tl.constexpr,
-    SCALE_LANES: tl.constexpr,
+    SCALING: tl.constexpr,
     TAIL: tl.constexpr,
     ALIGN: tl.constexpr,
     OUT_ALIGN: tl.constexpr,
@@ -45,8 +40,8 @@ def gather_blocks_kernel(
     BLOCK_T: tl.constexpr,
 ):
     """The TAIL of a row has no scale. ``page_stride`` counts ALIGN bytes, ``out_stride`` OUT_ALIGN elements."""
-    SCALED: tl.constexpr = BLOCK * BLOCKS
-    VALUE_BYTES: tl.constexpr = SCALED // 2 if FP4 else SCALED
+    SCALED: tl.constexpr = SCALING.block * SCALING.blocks
+    VALUE_BYTES: tl.constexpr = SCALED // 2 if SCALING.fp4 else SCALED
     first_row = tl.program_id(0).to(tl.int64) * BLOCK_T
     rows = first_row + tl.arange(0, BLOCK_T)
     requests = Requests(
@@ -67,21 +62,21 @@ def gather_blocks_kernel(
     if first_row >= end_of_rows(requests, num_rows):
         return
     inside, found, page, offset = locate_rows(requests, rows, num_rows, WIDE)
-    row = (cache + page * page_stride * ALIGN + offset * TOKEN_BYTES)[:, None]
+    row = (cache + page * page_stride * ALIGN + offset * SCALING.token_bytes)[:, None]
     found = found[:, None]
 
-    block = tl.arange(0, BLOCKS)[None, :]
-    place = BLOCKS // SCALE_LANES * (block % SCALE_LANES) + block // SCALE_LANES
-    scale_bytes = tl.load(row + SCALE_OFFSET + place, mask=found, other=0)  # [BLOCK_T, BLOCKS]
+    block = tl.arange(0, SCALING.blocks)[None, :]
+    place = SCALING.blocks // SCALING.scale_lanes * (block % SCALING.scale_lanes) + block // SCALING.scale_lanes
+    scale_bytes = tl.load(row + SCALING.scale_offset + place, mask=found, other=0)  # [BLOCK_T, blocks]
     codes = tl.load(row + tl.arange(0, VALUE_BYTES)[None, :], mask=found, other=0)  # [BLOCK_T, VALUE_BYTES]
-    if FP4:
+    if SCALING.fp4:
         pairs = codes.to(tl.int32)
         values = tl.reshape(tl.join(e2m1_to_float(pairs & 15), e2m1_to_float(pairs >> 4)), [BLOCK_T, SCALED])
         scales = e4m3_to_float(scale_bytes, NATIVE)
     else:
         values = e4m3_to_float(codes, NATIVE)
         scales = e8m0_to_float(scale_bytes)
-    values = tl.reshape(values, [BLOCK_T, BLOCKS, BLOCK]) * scales[:, :, None]
+    values = tl.reshape(values, [BLOCK_T, SCALING.blocks, SCALING.block]) * scales[:, :, None]
 
     OUT_TYPE: tl.constexpr = out.dtype.element_ty
     out_row = (out + rows * out_stride * OUT_ALIGN)[:, None]

@@ -44,14 +44,14 @@ def _write_tiles(
     slot_mapping: torch.Tensor,
     x: torch.Tensor,
     rope: torch.Tensor | None,
-    layout: Tiling,
+    tiling: Tiling,
     scale_rounding: str,
 ) -> None:
     page_stride = stride_in_use(cache, 0)
     x_stride = stride_in_use(x, 0)
     rope_column = 0
     if rope is None:
-        rope, rope_column = x, layout.tiles * layout.tile
+        rope, rope_column = x, tiling.tiles * tiling.tile
     rope_stride = stride_in_use(rope, 0)
     align = unit_bytes(cache, page_stride)
     x_align = unit_bytes(x, x_stride) // x.element_size()
@@ -70,13 +70,8 @@ def _write_tiles(
         page_stride=page_stride // align,
         x_stride=x_stride // x_align,
         rope_stride=rope_stride // rope_align,
-        TILE=layout.tile,
-        TILES=layout.tiles,
-        SCALE_PLACES=layout.scale_places,
-        ROW_BYTES=layout.row_bytes,
-        ROPE_OFFSET=layout.rope_offset,
-        E8M0=layout.e8m0,
-        POWER_OF_TWO=scale_rounding == "power_of_two" or layout.e8m0,
+        TILING=tiling,
+        POWER_OF_TWO=scale_rounding == "power_of_two" or tiling.e8m0,
         ALIGN=align,
         ROPE_COLUMN=rope_column,
         X_ALIGN=x_align,
@@ -152,12 +147,7 @@ def write_tiles_kernel(
     page_stride: tl.int64,
     x_stride: tl.int64,
     rope_stride: tl.int64,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    SCALE_PLACES: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    ROPE_OFFSET: tl.constexpr,
-    E8M0: tl.constexpr,
+    TILING: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     ALIGN: tl.constexpr,
     ROPE_COLUMN: tl.constexpr,
@@ -173,15 +163,15 @@ def write_tiles_kernel(
     slots = Slots(slot_mapping, slot_stride, num_tokens, num_slots, page_size)
     valid, page, offset = locate_slots(slots, tokens, WIDE)
     page_start = cache + page * page_stride * ALIGN
-    row = page_start + offset * ROW_BYTES
+    row = page_start + offset * TILING.row_bytes
 
-    tile = tl.arange(0, SCALE_PLACES)[None, :]
-    column = tile[:, :, None] * TILE + tl.arange(0, TILE)[None, None, :]
+    tile = tl.arange(0, TILING.scale_places)[None, :]
+    column = tile[:, :, None] * TILING.tile + tl.arange(0, TILING.tile)[None, None, :]
     rope_index = tl.arange(0, 64)[None, :]
-    latent_mask = valid[:, None, None] & (tile[:, :, None] < TILES)
+    latent_mask = valid[:, None, None] & (tile[:, :, None] < TILING.tiles)
     x_row = x + tokens * x_stride * X_ALIGN
     rope_row = rope + tokens * rope_stride * ROPE_ALIGN
-    # [BLOCK_T, SCALE_PLACES, TILE] and [BLOCK_T, 64]
+    # [BLOCK_T, scale_places, tile] and [BLOCK_T, 64]
     latents = tl.load(x_row[:, None, None] + column, mask=latent_mask, other=0.0)
     ropes = tl.load(rope_row[:, None] + (ROPE_COLUMN + rope_index), mask=valid[:, None], other=0.0)
 
@@ -190,13 +180,13 @@ def write_tiles_kernel(
     if ropes.dtype != tl.bfloat16:
         ropes = narrow(widen(ropes, INTERPRETED), tl.bfloat16, INTERPRETED)
     rope_bits = ropes.to(tl.uint16, bitcast=True)
-    store_words((row + ROPE_OFFSET)[:, None], rope_index, rope_bits, valid[:, None], ALIGN)
-    if E8M0:
-        exponents = tl.where(tile < TILES, scales >> 23, 0).to(tl.uint8)
-        scale_row = page_start + page_size * ROW_BYTES + offset * SCALE_PLACES
+    store_words((row + TILING.rope_offset)[:, None], rope_index, rope_bits, valid[:, None], ALIGN)
+    if TILING.e8m0:
+        exponents = tl.where(tile < TILING.tiles, scales >> 23, 0).to(tl.uint8)
+        scale_row = page_start + page_size * TILING.row_bytes + offset * TILING.scale_places
         tl.store(scale_row[:, None] + tile, exponents, mask=valid[:, None])
     else:
-        store_words((row + TILES * TILE)[:, None], tile, scales, valid[:, None], ALIGN)
+        store_words((row + TILING.tiles * TILING.tile)[:, None], tile, scales, valid[:, None], ALIGN)
 
 
 @kernel(by_element=("slot_mapping",))

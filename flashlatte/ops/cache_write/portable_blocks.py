@@ -47,13 +47,7 @@ def write_blocks(
         page_stride=page_stride // align,
         x_stride=x_stride // x_align,
         rope_stride=rope_stride // rope_align,
-        FP4=scaling.fp4,
-        BLOCK=scaling.block,
-        BLOCKS=scaling.blocks,
-        SCALE_OFFSET=scaling.scale_offset,
-        TOKEN_BYTES=scaling.token_bytes,
-        SCALE_LANES=scaling.scale_lanes,
-        ROUNDS_UP=scaling.rounds_up,
+        SCALING=scaling,
         TAIL=head_dim - scaling.block * scaling.blocks,
         X_WIDTH=x.shape[1],
         ALIGN=align,
@@ -92,13 +86,7 @@ def write_blocks_kernel(
     page_stride: tl.int64,
     x_stride: tl.int64,
     rope_stride: tl.int64,
-    FP4: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SCALE_OFFSET: tl.constexpr,
-    TOKEN_BYTES: tl.constexpr,
-    SCALE_LANES: tl.constexpr,
-    ROUNDS_UP: tl.constexpr,
+    SCALING: tl.constexpr,
     TAIL: tl.constexpr,
     X_WIDTH: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -111,12 +99,12 @@ def write_blocks_kernel(
 ):
     """Numbers from column X_WIDTH on come from ``rope``, the TAIL of them gets no scale. Strides come divided by their
     alignment; that of pages counts bytes."""
-    SCALED: tl.constexpr = BLOCK * BLOCKS
-    VALUE_BYTES: tl.constexpr = SCALED // 2 if FP4 else SCALED
+    SCALED: tl.constexpr = SCALING.block * SCALING.blocks
+    VALUE_BYTES: tl.constexpr = SCALED // 2 if SCALING.fp4 else SCALED
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     slots = Slots(slot_mapping, slot_stride, num_tokens, num_slots, page_size)
     valid, page, offset = locate_slots(slots, tokens, WIDE)
-    row = cache + page * page_stride * ALIGN + offset * TOKEN_BYTES
+    row = cache + page * page_stride * ALIGN + offset * SCALING.token_bytes
     x_row = x + tokens * x_stride * X_ALIGN
     rope_row = None
     if rope is not None:
@@ -124,21 +112,21 @@ def write_blocks_kernel(
 
     column = tl.arange(0, SCALED)[None, :]
     numbers = widen(_load_columns(x_row, rope_row, column, valid, X_WIDTH), INTERPRETED)  # [BLOCK_T, SCALED]
-    block = tl.arange(0, BLOCKS)[None, :]
-    if FP4:
-        # [BLOCK_T, BLOCKS, BLOCK / 2]
-        low, high = tl.split(tl.reshape(numbers, [BLOCK_T, BLOCKS, BLOCK // 2, 2]))
-        scales = nvfp4_scales(low, high, ROUNDS_UP, NATIVE)
+    block = tl.arange(0, SCALING.blocks)[None, :]
+    if SCALING.fp4:
+        # [BLOCK_T, blocks, block / 2]
+        low, high = tl.split(tl.reshape(numbers, [BLOCK_T, SCALING.blocks, SCALING.block // 2, 2]))
+        scales = nvfp4_scales(low, high, SCALING.rounds_up, NATIVE)
         divisors = tl.broadcast_to(e4m3_to_float(scales, NATIVE)[:, :, None], low.shape)
         codes = e2m1_code(tl.div_rn(low, divisors)) | (e2m1_code(tl.div_rn(high, divisors)) << 4)
         values = tl.reshape(codes, [BLOCK_T, VALUE_BYTES]).to(tl.uint8)
     else:
-        scaled, scale_bits = quantize_tiles(tl.reshape(numbers, [BLOCK_T, BLOCKS, BLOCK]), True)
+        scaled, scale_bits = quantize_tiles(tl.reshape(numbers, [BLOCK_T, SCALING.blocks, SCALING.block]), True)
         scales = (scale_bits >> 23).to(tl.uint8)
         values = float_to_e4m3(tl.reshape(scaled, [BLOCK_T, SCALED]), NATIVE)
     tl.store(row[:, None] + tl.arange(0, VALUE_BYTES)[None, :], values, mask=valid[:, None])
-    place = BLOCKS // SCALE_LANES * (block % SCALE_LANES) + block // SCALE_LANES
-    tl.store(row[:, None] + SCALE_OFFSET + place, scales, mask=valid[:, None])
+    place = SCALING.blocks // SCALING.scale_lanes * (block % SCALING.scale_lanes) + block // SCALING.scale_lanes
+    tl.store(row[:, None] + SCALING.scale_offset + place, scales, mask=valid[:, None])
     if TAIL > 0:
         column = SCALED + tl.arange(0, TAIL)[None, :]
         tail = widen(_load_columns(x_row, rope_row, column, valid, X_WIDTH), INTERPRETED)  # [BLOCK_T, TAIL]

@@ -267,9 +267,10 @@ def test_nan_number_of_a_selected_token(cache_format, byte):
 
 
 @triton.jit
-def _unpack(words, scales, rope, latent, STEP: tl.constexpr, SCALES: tl.constexpr, TILES: tl.constexpr):
+def _unpack(
+    words, scales, rope, latent, STEP: tl.constexpr, PLACE: tl.constexpr, WORDS: tl.constexpr, TILES: tl.constexpr
+):
     rows = tl.arange(0, 16)[:, None]
-    WORDS: tl.constexpr = 64 if SCALES == "nvfp4" else 128
     word, scale, number = tl.arange(0, WORDS)[None, :], tl.arange(0, TILES)[None, :], tl.arange(0, 64)[None, :]
     packed = tiles.Packed(
         tl.load(words + rows * WORDS + word),
@@ -277,8 +278,19 @@ def _unpack(words, scales, rope, latent, STEP: tl.constexpr, SCALES: tl.constexp
         tl.load(rope + rows * 64 + number),
         None,
     )
-    unpacked = tiles.unpack(packed, tl.bfloat16, SCALES, STEP)
+    unpacked = tiles.unpack(packed, tl.bfloat16, PLACE, STEP)
     tl.store(latent + rows * 512 + tl.arange(0, 512)[None, :], unpacked.latent)
+
+
+def unpacked(cache_format: str, numbers: torch.Tensor, scales: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """The latent numbers [16, 512] that the kernel makes of a format's bytes."""
+    layout = kv_cache.get_format(cache_format)
+    _, step = choose(launch.PACKED_TOKENS, "interpreter", 16, layout.head_dim, 512, in_place=False)
+    place = tiles.Place(layout.tiling, layout.block_scaling, page_size=64, wide=False, align=16)
+    latent = torch.full((16, 512), torch.nan)
+    words = numbers.view(torch.int32)
+    _unpack[(1,)](words, scales, rope.view(torch.uint16), latent, step, place, words.shape[1], scales.shape[1])
+    return latent
 
 
 @pytest.mark.parametrize("model1", [False, True])
@@ -294,29 +306,22 @@ def test_unpacks_every_number_exactly(model1):
     else:
         scales = torch.randint(-100, 100, (16, 4)).float().exp2()
         factors = scales.repeat_interleave(128, dim=1)
-    latent = torch.full((16, 512), torch.nan)
-    form = "e8m0" if model1 else "float32"
-    _, step = choose(launch.PACKED_TOKENS, "interpreter", 16, 512 if model1 else 576, 512, in_place=False)
-    _unpack[(1,)](numbers.view(torch.int32), scales, rope.view(torch.uint16), latent, step, form, scales.shape[1])
+    latent = unpacked("model1" if model1 else "v32", numbers, scales, rope)
     expected = numbers.view(torch.float8_e4m3fn).float() * factors
     if model1:
         expected[:, 448:] = rope.float()
     torch.testing.assert_close(latent, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("form", ["v41", "v41_fp4"])
 def test_unpacks_every_number_of_every_scale_exactly(form):
-    numbers = torch.arange(256, dtype=torch.uint8).repeat(16, 1 if form == "nvfp4" else 2)
-    if form == "nvfp4":
+    numbers = torch.arange(256, dtype=torch.uint8).repeat(16, 1 if form == "v41_fp4" else 2)
+    if form == "v41_fp4":
         scales = torch.arange(512).remainder(256).to(torch.uint8).view(16, 32)
-        rows = kv_cache.dequantize(torch.cat((numbers, scales), dim=1), "v41_fp4", dtype=torch.float32)
     else:
         scales = torch.arange(256).clamp(20, 240).to(torch.uint8).view(16, 16)
-        rows = kv_cache.dequantize(torch.cat((numbers, scales), dim=1), "v41", dtype=torch.float32)
-    latent = torch.full((16, 512), torch.nan)
-    _, step = choose(launch.PACKED_TOKENS, "interpreter", 16, 512, 512, in_place=False)
-    rope = torch.zeros(16, 64, dtype=torch.uint16)
-    _unpack[(1,)](numbers.view(torch.int32), scales, rope, latent, step, form, scales.shape[1])
+    rows = kv_cache.dequantize(torch.cat((numbers, scales), dim=1), form, dtype=torch.float32)
+    latent = unpacked(form, numbers, scales, torch.zeros(16, 64, dtype=torch.bfloat16))
     torch.testing.assert_close(latent, rows, rtol=0, atol=0, equal_nan=True)
 
 

@@ -31,11 +31,10 @@ def _attend(
 ):
     """The state after blocks first to stop (exclusive) of a list of ``length`` indices."""
     BLOCK_N: tl.constexpr = step.block_n
-    SCALES: tl.constexpr = place.scales
     in_tile = tl.arange(0, BLOCK_N)
     begin = first_block * BLOCK_N
     stop = tl.minimum(stop_block * BLOCK_N, length)
-    if place.scales is None:
+    if place.tiling is None and place.scaling is None:
         for start in tl.range(begin, stop, BLOCK_N, num_stages=step.num_stages):
             index = tl.load(indices + tl.minimum(start + in_tile, stop - 1))
             valid, rows = locate_rows(cache, index, place)
@@ -49,7 +48,7 @@ def _attend(
         packed = load_packed(cache, index, place)
         index = tl.load(indices + begin + BLOCK_N + in_tile, mask=begin + BLOCK_N + in_tile < stop, other=-1)
         for start in tl.range(begin, stop, BLOCK_N, num_stages=1):
-            keys = unpack(packed, q.latent.dtype, SCALES, step)
+            keys = unpack(packed, q.latent.dtype, place, step)
             valid = packed.valid
             packed = load_packed(cache, index, place)
             position = start + 2 * BLOCK_N + in_tile

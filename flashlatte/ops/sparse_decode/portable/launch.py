@@ -175,12 +175,6 @@ def make_plan(
     )
 
 
-def _scales(layout: CacheFormat) -> str:
-    if layout.block_scaling is not None:
-        return "nvfp4" if layout.block_scaling.fp4 else "mxfp8"
-    return "e8m0" if layout.tiling is not None and layout.tiling.e8m0 else "float32"
-
-
 def _selection(
     cache: torch.Tensor | None, indices: torch.Tensor | None, layout: CacheFormat
 ) -> tuple[Place | None, Selection]:
@@ -188,9 +182,7 @@ def _selection(
     if cache is None or indices is None:
         return None, Selection(None, 0, 0, 0, None, 0, 0)
     page_stride, token_stride = stride_in_use(cache, 0), stride_in_use(cache, 1)
-    scales = None
     if not layout.plain:
-        scales = _scales(layout)
         # The rows and planes of a page are of multiples of 16 bytes, but for scales that are bytes.
         cache = as_bytes(cache)
         align = unit_bytes(cache, page_stride)
@@ -201,7 +193,7 @@ def _selection(
     if indices.dtype == torch.int32:
         slots = min(slots, 2**31)
     return (
-        Place(scales=scales, page_size=cache.shape[1], wide=slots > 2**32, align=align),
+        Place(layout.tiling, layout.block_scaling, page_size=cache.shape[1], wide=slots > 2**32, align=align),
         Selection(
             cache, page_stride // align, token_stride // align, slots, indices, indices.stride(0), indices.stride(1)
         ),

@@ -15,26 +15,13 @@ import triton.language as tl
 from flashlatte.kernels.triton.cache_address import load_words
 from flashlatte.kernels.triton.fp8 import e4m3_to_float, e8m0_to_float, narrow, widen
 from flashlatte.kernels.triton.online_softmax import Tile
+from flashlatte.kv_cache.formats import BlockScaling, Tiling
 
-# Bytes of a token in its plane, and of what is in it; numbers that share a scale.
-_V32_ROW = tl.constexpr(656)
-_V32_SCALES = tl.constexpr(512)
-_V32_ROPE = tl.constexpr(528)
-_MODEL1_ROW = tl.constexpr(576)
-_MODEL1_ROPE = tl.constexpr(448)
-_MODEL1_SCALES = tl.constexpr(7)
-_MODEL1_SCALE_BYTES = tl.constexpr(8)
+# Words of four latent numbers, whatever they are made of.
 _WORDS = tl.constexpr(128)
 _ROPE_DIM = tl.constexpr(64)
 _TWO_120 = tl.constexpr(1.329227995784916e36)
 _TWO_126 = tl.constexpr(8.507059173023462e37)
-# Of the formats whose scales stand with the token, a byte for each 32 (v41) or 16 numbers (v41_fp4).
-_V41_ROW = tl.constexpr(528)
-_V41_SCALES = tl.constexpr(512)
-_V41_BLOCKS = tl.constexpr(16)
-_V41_FP4_ROW = tl.constexpr(288)
-_V41_FP4_SCALES = tl.constexpr(256)
-_V41_FP4_BLOCKS = tl.constexpr(32)
 
 
 class Cache(NamedTuple):
@@ -57,14 +44,15 @@ class Place(NamedTuple):
     """What finding a token is compiled for: one constant of the kernel, which Triton writes down as JSON.
 
     Attributes:
-        scales: "float32" (format ``v32``), "e8m0" (``model1``), "mxfp8" (``v41``), "nvfp4" (``v41_fp4``), or None: rows
-            of numbers in q's dtype.
+        tiling: of ``v32`` and ``model1``, else None.
+        scaling: of ``v41`` and ``v41_fp4``, else None. Without either, rows are numbers in q's dtype.
         page_size: tokens of a page.
         wide: valid indices may pass 2^32, which costs a 64-bit division.
         align: unit of a cache's strides.
     """
 
-    scales: str | None
+    tiling: Tiling | None
+    scaling: BlockScaling | None
     page_size: int
     wide: bool
     align: int
@@ -109,65 +97,56 @@ def locate_rows(cache, index, place: tl.constexpr):
 @triton.jit
 def load_packed(cache, index, place: tl.constexpr):
     """Tokens of a cache with scales, for ``unpack``."""
-    if place.scales == "mxfp8":
-        return _load_blocks(cache, index, place, _V41_ROW, 512 // 4, _V41_SCALES, _V41_BLOCKS)
-    elif place.scales == "nvfp4":
-        return _load_blocks(cache, index, place, _V41_FP4_ROW, 512 // 8, _V41_FP4_SCALES, _V41_FP4_BLOCKS)
+    if place.scaling is not None:
+        SCALING: tl.constexpr = place.scaling
+        return _load_blocks(cache, index, place, SCALING)
     else:
-        E8M0: tl.constexpr = place.scales == "e8m0"
-        return _load_tiles(cache, index, place, E8M0)
+        TILING: tl.constexpr = place.tiling
+        return _load_tiles(cache, index, place, TILING)
 
 
 @triton.jit
-def _load_blocks(
-    cache,
-    index,
-    place: tl.constexpr,
-    ROW: tl.constexpr,
-    WORDS: tl.constexpr,
-    SCALES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """Tokens of ROW bytes: WORDS, and from byte SCALES on one for each of BLOCKS."""
+def _load_blocks(cache, index, place: tl.constexpr, SCALING: tl.constexpr):
     valid, page, offset = locate(cache, index, place)
     in_use = valid[:, None]
-    rows = cache.k_cache + (page * cache.stride_page * place.align + offset * ROW)[:, None]
-    words = load_words(rows, tl.arange(0, WORDS)[None, :], tl.int32, in_use, place.align)
-    scales = tl.load(rows + SCALES + tl.arange(0, BLOCKS)[None, :], mask=in_use, other=0)
+    rows = cache.k_cache + (page * cache.stride_page * place.align + offset * SCALING.token_bytes)[:, None]
+    words = load_words(rows, tl.arange(0, SCALING.scale_offset // 4)[None, :], tl.int32, in_use, place.align)
+    scales = tl.load(rows + SCALING.scale_offset + tl.arange(0, SCALING.blocks)[None, :], mask=in_use, other=0)
     # There is no rope, and Triton 3.6 returns no None.
     return Packed(words, scales, scales, valid)
 
 
 @triton.jit
-def _load_tiles(cache, index, place: tl.constexpr, E8M0: tl.constexpr):
+def _load_tiles(cache, index, place: tl.constexpr, TILING: tl.constexpr):
+    LATENT: tl.constexpr = TILING.tile * TILING.tiles
     valid, page, offset = locate(cache, index, place)
     in_use = valid[:, None]
-    row_bytes: tl.constexpr = _MODEL1_ROW if E8M0 else _V32_ROW
     page_start = page * cache.stride_page * place.align
-    rows = cache.k_cache + (page_start + offset * row_bytes)[:, None]
+    rows = cache.k_cache + (page_start + offset * TILING.row_bytes)[:, None]
     word = tl.arange(0, _WORDS)[None, :]
     rope_number = tl.arange(0, _ROPE_DIM)[None, :]
-    if E8M0:
-        words = load_words(rows, word, tl.int32, in_use & (word < _MODEL1_ROPE // 4), place.align)
-        rope = load_words(rows + _MODEL1_ROPE, rope_number, tl.uint16, in_use, place.align)
-        scale_rows = cache.k_cache + (page_start + place.page_size * row_bytes + offset * _MODEL1_SCALE_BYTES)[:, None]
-        scale_number = tl.arange(0, _MODEL1_SCALE_BYTES)[None, :]
-        scales = tl.load(scale_rows + scale_number, mask=in_use & (scale_number < _MODEL1_SCALES), other=0)
+    scale_number = tl.arange(0, TILING.scale_places)[None, :]
+    if TILING.e8m0:
+        words = load_words(rows, word, tl.int32, in_use & (word < LATENT // 4), place.align)
+        rope = load_words(rows + TILING.rope_offset, rope_number, tl.uint16, in_use, place.align)
+        scale_row = page_start + place.page_size * TILING.row_bytes + offset * TILING.scale_places
+        scale_rows = cache.k_cache + scale_row[:, None]
+        scales = tl.load(scale_rows + scale_number, mask=in_use & (scale_number < TILING.tiles), other=0)
     else:
         words = load_words(rows, word, tl.int32, in_use, place.align)
-        rope = load_words(rows + _V32_ROPE, rope_number, tl.uint16, in_use, place.align)
-        bits = load_words(rows + _V32_SCALES, tl.arange(0, 4)[None, :], tl.int32, in_use, place.align)
+        rope = load_words(rows + TILING.rope_offset, rope_number, tl.uint16, in_use, place.align)
+        bits = load_words(rows + LATENT, scale_number, tl.int32, in_use, place.align)
         scales = bits.to(tl.float32, bitcast=True)
     return Packed(words, scales, rope, valid)
 
 
 @triton.jit
-def unpack(packed, dtype: tl.constexpr, SCALES: tl.constexpr, step: tl.constexpr):
-    """The numbers of tokens in ``dtype``, 512 latent ones and, of ``v32``, 64 of rope. SCALES: as in ``Place``."""
-    if SCALES == "mxfp8" or SCALES == "nvfp4":
-        return _unpack_blocks(packed, dtype, SCALES == "nvfp4", step)
+def unpack(packed, dtype: tl.constexpr, place: tl.constexpr, step: tl.constexpr):
+    """The numbers of tokens in ``dtype``, 512 latent ones and, of ``v32``, 64 of rope."""
+    if place.scaling is not None:
+        return _unpack_blocks(packed, dtype, place.scaling.fp4, step)
     else:
-        return _unpack_tiles(packed, dtype, SCALES == "e8m0", step)
+        return _unpack_tiles(packed, dtype, place.tiling.e8m0, step)
 
 
 @triton.jit
