@@ -8,6 +8,7 @@ import pytest
 import torch
 from gpu import harness
 from gpu.harness import DEVICE
+from support.topk_rows import KINDS, rows_of
 
 from flashlatte import kv_cache
 from flashlatte.kv_cache.fp4 import quantize_mxfp4
@@ -196,38 +197,6 @@ def test_no_new_variants(backend: str) -> None:
             call(requests, keys)
 
 
-KINDS = (
-    "normal",
-    "equal",
-    "one bin",
-    "concentrated",
-    "subnormal",
-    "zeros",
-    "sorted",
-    "reversed",
-    "mostly zero",
-    "nan",
-    "in one place",
-)
-
-
-def rows_of(kind: str, rows: int, width: int) -> torch.Tensor:
-    x = normal(rows, width)
-    return {
-        "equal": lambda: torch.full_like(x, 0.25),
-        "one bin": lambda: integers(0x3F800000, 0x40000000, rows, width).view(torch.float32),
-        "concentrated": lambda: 7.0 * (1 + 1e-3 * x.sigmoid()),
-        "subnormal": lambda: integers(0, 2**22, rows, width).view(torch.float32) * x.sign(),
-        "zeros": lambda: torch.where(x > 0, 0.0, -0.0),
-        "sorted": lambda: x.sort(dim=1).values,
-        "reversed": lambda: x.sort(dim=1, descending=True).values,
-        "mostly zero": lambda: x.masked_fill(x < 1.5, 0.0),
-        "nan": lambda: x.masked_fill(x > 1.0, torch.nan),
-        # More than the few that samples of it lead to expect.
-        "in one place": lambda: x + 6.0 * (torch.arange(width, device=DEVICE) < width // 40),
-    }.get(kind, lambda: x)()
-
-
 TOPK_SHAPES = {
     "portable": [(3, 131072, 2048), (150, 20000, 512), (700, 20000, 512), (2, 2**20, 4096), (40, 900, 1)],
     # Clusters of 8 and of 2 CTAs, one of 16 warps, and one of 8; a shorter list.
@@ -243,7 +212,7 @@ TOPK_SHAPES = {
 def test_topk(kind: str, backend: str, rows: int, width: int, k: int) -> None:
     # Rows of hopper's begin between multiples of 16 bytes.
     gap = 3 if backend == "hopper" else 0
-    check_topk(rows_of(kind, rows, width + gap)[:, :width], k, backend)
+    check_topk(rows_of(kind, rows, width + gap, 0, DEVICE)[:, :width], k, backend)
 
 
 def test_topk_of_bf16_on_hopper() -> None:

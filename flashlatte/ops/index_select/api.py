@@ -104,7 +104,7 @@ def paged_index_select(
         q, cache, weights, cache_seqlens, block_table: as for ``paged_index_logits``.
         num_selected: 1 to 4096.
         slots: return slots (page · page_size + offset) of this block table instead of positions.
-        previous: int32 [b · next_n, any], positions that are a guess at the result: as ``topk``'s.
+        previous: int32 [b · next_n, any], positions that are a guess at the result; as ``topk``'s, not looked at.
         workspace_bytes: of the logits that exist at once, at least one request's.
         indices: int32 [b · next_n, num_selected] to write into.
         backend: as for ``index_select``.

@@ -122,7 +122,7 @@ def topk(
             outside a row is not looked at.
         next_n: rows of a request.
         previous: int32 [rows, any], a guess at the result, as the one of the step before. It does not change the
-            result, and no implementation looks at it yet: a sample of the row is had in less time.
+            result, and no implementation looks at it: a sample of the row is had in less time (docs/notes/indexer.md).
         sort: in descending order of value (of equal ones, in ascending order of index) instead of in ascending order
             of index.
         indices: int32 [rows, k] with last stride 1 to write into.

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.marks import mostly_full
+from support.topk_rows import KINDS, rows_of
 from support.torch_op import opcheck
 
 from flashlatte.ops.topk import api, topk
@@ -24,50 +25,6 @@ def oracle(row, first, last, k):
     nan = [i for i in range(len(entries)) if entries[i] != entries[i]]
     numbers = [i for i in order if entries[i] == entries[i]]
     return sorted((numbers + nan)[:k])
-
-
-def rows_of(kind, rows, width, seed):
-    x = torch.randn(rows, width, generator=generator(seed))
-    draw = torch.randint(0, 2**31, (rows, width), generator=generator(seed + 1))
-    if kind == "equal":
-        return torch.full_like(x, 0.25)
-    if kind == "one bin":  # float32 of one exponent
-        return (0x3F800000 + draw % 2**23).int().view(torch.float32)
-    if kind == "concentrated":
-        return 7.0 * (1 + 1e-3 * x.sigmoid())
-    if kind == "subnormal":
-        return (draw % 300).int().view(torch.float32) * (1 - 2 * (draw >> 20 & 1))
-    if kind == "zeros":
-        return torch.where(draw % 2 == 0, 0.0, -0.0)
-    if kind == "sorted":
-        return x.sort(dim=1).values
-    if kind == "reversed":
-        return x.sort(dim=1, descending=True).values
-    if kind == "infinite":
-        return torch.tensor([-torch.inf, torch.inf, 1.0, -1.0])[draw % 4]
-    if kind == "nan":
-        return x.masked_fill(draw % 3 == 0, torch.nan)
-    if kind == "mostly zero":
-        return x.masked_fill(draw % 10 != 0, 0.0)
-    if kind == "spikes where the sample is not":
-        return torch.where((torch.arange(width) % 64 < 32).expand(rows, -1), x - 20, x)
-    return x
-
-
-KINDS = [
-    "normal",
-    "equal",
-    "one bin",
-    "concentrated",
-    "subnormal",
-    "zeros",
-    "sorted",
-    "reversed",
-    "infinite",
-    "nan",
-    "mostly zero",
-    "spikes where the sample is not",
-]
 
 
 def run(logits, k, start, end, next_n, backend):
