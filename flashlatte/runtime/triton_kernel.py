@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,8 @@ class Kernel:
     Triton finds the compiled kernel of a launch by all of its arguments, which takes it 50 µs. Operations that must
     take less time repeat what an earlier call launched (``repeat``), and so come by here once for a shape.
 
+    Triton launches on the current device, whichever its arguments are on; this makes theirs the current one.
+
     Attributes:
         jitted: Triton's ``JITFunction``.
         cluster: CTAs that are launched together.
@@ -93,15 +95,16 @@ class Kernel:
         jitted, cluster = self.jitted, self.cluster
         if _instead is not None:
             return _instead(jitted, args, kwargs)
-        compiled = jitted.run(*args, grid=grid, warmup=cluster is not None, **kwargs)
-        if cluster is None and not is_recording():
-            return
-        options = kwargs.keys() - set(jitted.arg_names)
-        given = {name: value for name, value in kwargs.items() if name not in options}
-        arguments = list(jitted.signature.bind(*args, **given).arguments.values())
-        if cluster is not None:
-            join(compiled, cluster)
-            compiled[(*grid, 1, 1)[:3]](*arguments)
+        with _current(_device_of((*args, *kwargs.values()))):
+            compiled = jitted.run(*args, grid=grid, warmup=cluster is not None, **kwargs)
+            if cluster is None and not is_recording():
+                return
+            options = kwargs.keys() - set(jitted.arg_names)
+            given = {name: value for name, value in kwargs.items() if name not in options}
+            arguments = list(jitted.signature.bind(*args, **given).arguments.values())
+            if cluster is not None:
+                join(compiled, cluster)
+                compiled[(*grid, 1, 1)[:3]](*arguments)
         note_launch(compiled, grid, arguments)
 
 
@@ -111,11 +114,14 @@ def _run_time_numbers(function: Callable[..., None]) -> list[str]:
     return [item.name for item in parameters if str(item.annotation).rpartition(".")[2] in _RUN_TIME_NUMBERS]
 
 
-_NOTHING = contextlib.nullcontext()
+def _device_of(arguments: Iterable[Any]) -> torch.device | None:
+    """The GPU that a kernel's tensors are on; some may be the host's memory, pinned."""
+    devices = (argument.device for argument in arguments if isinstance(argument, torch.Tensor))
+    return next((device for device in devices if device.type == "cuda"), None)
 
 
-def launching_on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Makes ``device`` current where it is not: Triton launches on the current device."""
-    if device.type != "cuda" or torch.cuda.current_device() == device.index:
-        return _NOTHING
+def _current(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
+    """Makes ``device`` the current one where it is not."""
+    if device is None or torch.cuda.current_device() == device.index:
+        return contextlib.nullcontext()
     return torch.cuda.device(device)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import as_bytes, blocks, unit_bytes
 from flashlatte.runtime.strides import stride_in_use
-from flashlatte.runtime.triton_kernel import kernel, launching_on
+from flashlatte.runtime.triton_kernel import kernel
 
 SCRATCH_BYTES = 64 * 2**20
 BLOCK_BYTES = 8192
@@ -36,12 +36,10 @@ def copy_pages(
     target = _pages(dst_cache)
     page_bytes = math.prod(dst_cache.shape[1:]) * dst_cache.element_size()
     lists = (src_pages, dst_pages)
-    # The lists are on the GPU, where one of the caches may not be.
-    with launching_on(src_pages.device):
-        if disjoint:
-            _launch(source, target, lists, 0, page_bytes)
-        else:
-            _copy_through_scratch(source, target, lists, page_bytes)
+    if disjoint:
+        _launch(source, target, lists, 0, page_bytes)
+    else:
+        _copy_through_scratch(source, target, lists, page_bytes)
 
 
 def _copy_through_scratch(

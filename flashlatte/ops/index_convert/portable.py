@@ -9,7 +9,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.dependent_launch import gdc_wait, launch_options, launches_overlap
 from flashlatte.kv_cache.sharding import Sharding
 from flashlatte.runtime.strides import stride_in_use
-from flashlatte.runtime.triton_kernel import kernel, launching_on
+from flashlatte.runtime.triton_kernel import kernel
 
 BLOCK, WARPS = 2048, 8
 
@@ -34,43 +34,42 @@ def index_convert(
     # Tokens that the table, and those of the other ranks, have room for.
     reach = (max_pages * page_size + sharding.interleave) * sharding.size
     overlapped = launches_overlap(slots.device)
-    with launching_on(slots.device):
-        index_convert_kernel[(slots.shape[0],)](
-            indices=indices,
-            block_table=block_table,
-            request_ids=request_ids,
-            query_positions=query_positions,
-            workspace_ids=workspace_ids,
-            workspace_starts=workspace_starts,
-            slots=slots,
-            counts=counts,
-            width=slots.shape[1],
-            sinks=sinks,
-            window=window,
-            page_size=page_size,
-            next_n=next_n,
-            requests=requests,
-            max_pages=max_pages,
-            workspaces=0 if workspace_starts is None else workspace_starts.shape[0],
-            rank=sharding.rank,
-            size=sharding.size,
-            interleave=sharding.interleave,
-            index_stride=0 if indices is None else stride_in_use(indices, 0),
-            table_stride=stride_in_use(block_table, 0),
-            request_stride=0 if request_ids is None else request_ids.stride(0),
-            query_stride=0 if query_positions is None else query_positions.stride(0),
-            workspace_stride=0 if workspace_ids is None else workspace_ids.stride(0),
-            start_stride=0 if workspace_starts is None else workspace_starts.stride(0),
-            slot_stride=stride_in_use(slots, 0),
-            SHARDED=sharding.size > 1,
-            COMPACT=compact,
-            LARGEST=torch.iinfo(slots.dtype).max,
-            NARROW=reach < 2**31,
-            BLOCK=BLOCK,
-            OVERLAPPED=overlapped,
-            num_warps=WARPS,
-            **launch_options(overlapped),
-        )
+    index_convert_kernel[(slots.shape[0],)](
+        indices=indices,
+        block_table=block_table,
+        request_ids=request_ids,
+        query_positions=query_positions,
+        workspace_ids=workspace_ids,
+        workspace_starts=workspace_starts,
+        slots=slots,
+        counts=counts,
+        width=slots.shape[1],
+        sinks=sinks,
+        window=window,
+        page_size=page_size,
+        next_n=next_n,
+        requests=requests,
+        max_pages=max_pages,
+        workspaces=0 if workspace_starts is None else workspace_starts.shape[0],
+        rank=sharding.rank,
+        size=sharding.size,
+        interleave=sharding.interleave,
+        index_stride=0 if indices is None else stride_in_use(indices, 0),
+        table_stride=stride_in_use(block_table, 0),
+        request_stride=0 if request_ids is None else request_ids.stride(0),
+        query_stride=0 if query_positions is None else query_positions.stride(0),
+        workspace_stride=0 if workspace_ids is None else workspace_ids.stride(0),
+        start_stride=0 if workspace_starts is None else workspace_starts.stride(0),
+        slot_stride=stride_in_use(slots, 0),
+        SHARDED=sharding.size > 1,
+        COMPACT=compact,
+        LARGEST=torch.iinfo(slots.dtype).max,
+        NARROW=reach < 2**31,
+        BLOCK=BLOCK,
+        OVERLAPPED=overlapped,
+        num_warps=WARPS,
+        **launch_options(overlapped),
+    )
 
 
 @kernel(by_element=("request_ids", "query_positions", "workspace_ids", "workspace_starts"))

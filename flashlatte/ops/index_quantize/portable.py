@@ -13,7 +13,7 @@ from flashlatte.kernels.triton.row_scales import scale_rows
 from flashlatte.kv_cache.index_formats import as_index_cache
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
-from flashlatte.runtime.triton_kernel import kernel, launching_on
+from flashlatte.runtime.triton_kernel import kernel
 
 QUANTIZE_BLOCKING = Blocking(tokens=16, warps=4)
 GATHER_BLOCKING = Blocking(tokens=32, warps=4)
@@ -26,29 +26,28 @@ def index_quantize(cache: torch.Tensor, slot_mapping: torch.Tensor, k: torch.Ten
     unit = max(unit_bytes(cache, page_stride) // cache.element_size(), 1)
     k_unit = max(unit_bytes(k, stride_in_use(k, 0)) // k.element_size(), 1)
     tokens, num_slots = slot_mapping.shape[0], cache.shape[0] * cache.shape[1]
-    with launching_on(cache.device):
-        index_quantize_kernel[(blocks(tokens, QUANTIZE_BLOCKING.tokens),)](
-            cache=cache,
-            slot_mapping=slot_mapping,
-            k=k,
-            num_tokens=tokens,
-            num_slots=num_slots,
-            page_size=cache.shape[1],
-            slot_stride=slot_mapping.stride(0),
-            page_stride=page_stride // unit,
-            k_stride=stride_in_use(k, 0) // k_unit,
-            D=layout.head_dim,
-            ENCODING=layout.encoding,
-            POWER_OF_TWO=scale_rounding == "power_of_two",
-            UNIT=unit,
-            K_UNIT=k_unit,
-            WIDE=num_slots >= 2**31,
-            NATIVE=converts_e4m3(cache.device),
-            INTERPRETED=machine.interpreting(),
-            BLOCK_T=QUANTIZE_BLOCKING.tokens,
-            num_warps=QUANTIZE_BLOCKING.warps,
-            enable_fp_fusion=True,
-        )
+    index_quantize_kernel[(blocks(tokens, QUANTIZE_BLOCKING.tokens),)](
+        cache=cache,
+        slot_mapping=slot_mapping,
+        k=k,
+        num_tokens=tokens,
+        num_slots=num_slots,
+        page_size=cache.shape[1],
+        slot_stride=slot_mapping.stride(0),
+        page_stride=page_stride // unit,
+        k_stride=stride_in_use(k, 0) // k_unit,
+        D=layout.head_dim,
+        ENCODING=layout.encoding,
+        POWER_OF_TWO=scale_rounding == "power_of_two",
+        UNIT=unit,
+        K_UNIT=k_unit,
+        WIDE=num_slots >= 2**31,
+        NATIVE=converts_e4m3(cache.device),
+        INTERPRETED=machine.interpreting(),
+        BLOCK_T=QUANTIZE_BLOCKING.tokens,
+        num_warps=QUANTIZE_BLOCKING.warps,
+        enable_fp_fusion=True,
+    )
 
 
 def index_gather(
@@ -67,30 +66,29 @@ def index_gather(
     unit = unit_bytes(cache, page_stride)
     rows = values.shape[0]
     requests, max_pages = block_table.shape
-    with launching_on(cache.device):
-        index_gather_kernel[(blocks(rows, GATHER_BLOCKING.tokens),)](
-            cache=cache,
-            block_table=block_table,
-            cu_seqlens=cu_seqlens,
-            seq_starts=seq_starts,
-            values=values.view(torch.uint8),
-            scales=None if scales is None else scales.view(torch.uint8),
-            num_rows=rows,
-            requests=requests,
-            max_pages=max_pages,
-            num_pages=num_pages,
-            page_size=page_size,
-            cu_stride=cu_seqlens.stride(0),
-            start_stride=0 if seq_starts is None else stride_in_use(seq_starts, 0),
-            table_stride=stride_in_use(block_table, 0),
-            page_stride=page_stride // unit,
-            VALUE_BYTES=layout.value_bytes,
-            SCALE_BYTES=layout.scale_bytes,
-            UNIT=unit,
-            WIDE=max_pages * page_size >= 2**31,
-            BLOCK_T=GATHER_BLOCKING.tokens,
-            num_warps=GATHER_BLOCKING.warps,
-        )
+    index_gather_kernel[(blocks(rows, GATHER_BLOCKING.tokens),)](
+        cache=cache,
+        block_table=block_table,
+        cu_seqlens=cu_seqlens,
+        seq_starts=seq_starts,
+        values=values.view(torch.uint8),
+        scales=None if scales is None else scales.view(torch.uint8),
+        num_rows=rows,
+        requests=requests,
+        max_pages=max_pages,
+        num_pages=num_pages,
+        page_size=page_size,
+        cu_stride=cu_seqlens.stride(0),
+        start_stride=0 if seq_starts is None else stride_in_use(seq_starts, 0),
+        table_stride=stride_in_use(block_table, 0),
+        page_stride=page_stride // unit,
+        VALUE_BYTES=layout.value_bytes,
+        SCALE_BYTES=layout.scale_bytes,
+        UNIT=unit,
+        WIDE=max_pages * page_size >= 2**31,
+        BLOCK_T=GATHER_BLOCKING.tokens,
+        num_warps=GATHER_BLOCKING.warps,
+    )
 
 
 @kernel(by_element=("slot_mapping",))

@@ -12,7 +12,7 @@ from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, 
 from flashlatte.kernels.triton.row_scales import scale_rows
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
-from flashlatte.runtime.triton_kernel import kernel, launching_on
+from flashlatte.runtime.triton_kernel import kernel
 
 # Heads and warps of a program.
 HEADS, WARPS = 32, 4
@@ -41,37 +41,36 @@ def index_query(
     head_blocks = blocks(heads, heads_at_once)
     strides = stride_in_use(q, 0), stride_in_use(q, 1)
     q_unit = max(unit_bytes(q, *strides) // q.element_size(), 1)
-    with launching_on(q.device):
-        index_query_kernel[(tokens * head_blocks,)](
-            q=q,
-            weights=weights,
-            cos_sin=cos_sin,
-            positions=positions,
-            values=values,
-            block_scales=scales,
-            folded=folded,
-            smallest_amax=smallest_amax,
-            weight_scale=weight_scale,
-            heads=heads,
-            head_blocks=head_blocks,
-            num_positions=1 if cos_sin is None else cos_sin.shape[0],
-            position_stride=0 if positions is None else stride_in_use(positions, 0),
-            q_stride=strides[0] // q_unit,
-            q_head_stride=strides[1] // q_unit,
-            weight_stride=stride_in_use(weights, 0),
-            D=head_dim,
-            ROPE=rope_dim,
-            ROPE_AT=0 if rope_first else head_dim - rope_dim,
-            INTERLEAVED=interleaved,
-            HADAMARD=hadamard,
-            POWER_OF_TWO=scale_rounding == "power_of_two",
-            Q_UNIT=q_unit,
-            NATIVE=converts_e4m3(q.device),
-            INTERPRETED=machine.interpreting(),
-            BLOCK_H=heads_at_once,
-            num_warps=WARPS,
-            enable_fp_fusion=True,
-        )
+    index_query_kernel[(tokens * head_blocks,)](
+        q=q,
+        weights=weights,
+        cos_sin=cos_sin,
+        positions=positions,
+        values=values,
+        block_scales=scales,
+        folded=folded,
+        smallest_amax=smallest_amax,
+        weight_scale=weight_scale,
+        heads=heads,
+        head_blocks=head_blocks,
+        num_positions=1 if cos_sin is None else cos_sin.shape[0],
+        position_stride=0 if positions is None else stride_in_use(positions, 0),
+        q_stride=strides[0] // q_unit,
+        q_head_stride=strides[1] // q_unit,
+        weight_stride=stride_in_use(weights, 0),
+        D=head_dim,
+        ROPE=rope_dim,
+        ROPE_AT=0 if rope_first else head_dim - rope_dim,
+        INTERLEAVED=interleaved,
+        HADAMARD=hadamard,
+        POWER_OF_TWO=scale_rounding == "power_of_two",
+        Q_UNIT=q_unit,
+        NATIVE=converts_e4m3(q.device),
+        INTERPRETED=machine.interpreting(),
+        BLOCK_H=heads_at_once,
+        num_warps=WARPS,
+        enable_fp_fusion=True,
+    )
 
 
 @kernel(by_element=("positions",))

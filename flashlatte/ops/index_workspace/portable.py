@@ -7,7 +7,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Requests, request_of_row
 from flashlatte.runtime.strides import stride_in_use
-from flashlatte.runtime.triton_kernel import kernel, launching_on
+from flashlatte.runtime.triton_kernel import kernel
 
 BLOCK, WARPS = 512, 4
 
@@ -25,28 +25,27 @@ def index_workspace(
     rows: torch.Tensor,
     counts: torch.Tensor,
 ) -> None:
-    with launching_on(rows.device):
-        index_workspace_kernel[(rows.shape[0],)](
-            indices=indices,
-            cu_seqlens_q=cu_seqlens_q,
-            seq_lens=seq_lens,
-            gather_lens=gather_lens,
-            rows=rows,
-            counts=counts,
-            requests=seq_lens.shape[0],
-            topk=topk,
-            window=window,
-            ratio=ratio,
-            workspace_rows=workspace_rows,
-            window_row=window_row,
-            width=rows.shape[1],
-            index_stride=0 if indices is None else stride_in_use(indices, 0),
-            cu_stride=cu_seqlens_q.stride(0),
-            length_stride=seq_lens.stride(0),
-            gather_stride=0 if gather_lens is None else gather_lens.stride(0),
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-        )
+    index_workspace_kernel[(rows.shape[0],)](
+        indices=indices,
+        cu_seqlens_q=cu_seqlens_q,
+        seq_lens=seq_lens,
+        gather_lens=gather_lens,
+        rows=rows,
+        counts=counts,
+        requests=seq_lens.shape[0],
+        topk=topk,
+        window=window,
+        ratio=ratio,
+        workspace_rows=workspace_rows,
+        window_row=window_row,
+        width=rows.shape[1],
+        index_stride=0 if indices is None else stride_in_use(indices, 0),
+        cu_stride=cu_seqlens_q.stride(0),
+        length_stride=seq_lens.stride(0),
+        gather_stride=0 if gather_lens is None else gather_lens.stride(0),
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
 
 
 @kernel(by_element=("cu_seqlens_q", "seq_lens", "gather_lens"))

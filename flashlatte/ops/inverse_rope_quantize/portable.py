@@ -11,7 +11,7 @@ from flashlatte.kernels.triton.rotate import rotate_tail
 from flashlatte.kernels.triton.row_scales import scale_rows
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
-from flashlatte.runtime.triton_kernel import kernel, launching_on
+from flashlatte.runtime.triton_kernel import kernel
 
 TILE, SMALLEST_AMAX = 128, 1e-10
 # Numbers that a program takes, and its warps.
@@ -27,34 +27,33 @@ def inverse_rope_quantize(
     unit = unit_bytes(o, *strides) // o.element_size()
     block = max(min(NUMBERS // head_dim, 32), 1)
     head_blocks = blocks(heads, block)
-    with launching_on(o.device):
-        inverse_rope_quantize_kernel[(padded * head_blocks,)](
-            o=o,
-            cos_sin=cos_sin,
-            positions=positions,
-            values=values,
-            scales=scales,
-            smallest_amax=SMALLEST_AMAX,
-            num_tokens=tokens,
-            padded=padded,
-            heads=heads,
-            group_heads=heads // groups,
-            head_blocks=head_blocks,
-            num_positions=cos_sin.shape[0],
-            position_stride=positions.stride(0),
-            o_stride=strides[0] // unit,
-            o_head_stride=strides[1] // unit,
-            D=head_dim,
-            ROPE=cos_sin.shape[1],
-            TILE=TILE,
-            PACKED=scales.dtype == torch.int32,
-            UNIT=unit,
-            NATIVE=converts_e4m3(o.device),
-            INTERPRETED=machine.interpreting(),
-            BLOCK_H=block,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
+    inverse_rope_quantize_kernel[(padded * head_blocks,)](
+        o=o,
+        cos_sin=cos_sin,
+        positions=positions,
+        values=values,
+        scales=scales,
+        smallest_amax=SMALLEST_AMAX,
+        num_tokens=tokens,
+        padded=padded,
+        heads=heads,
+        group_heads=heads // groups,
+        head_blocks=head_blocks,
+        num_positions=cos_sin.shape[0],
+        position_stride=positions.stride(0),
+        o_stride=strides[0] // unit,
+        o_head_stride=strides[1] // unit,
+        D=head_dim,
+        ROPE=cos_sin.shape[1],
+        TILE=TILE,
+        PACKED=scales.dtype == torch.int32,
+        UNIT=unit,
+        NATIVE=converts_e4m3(o.device),
+        INTERPRETED=machine.interpreting(),
+        BLOCK_H=block,
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+    )
 
 
 @kernel(by_element=("positions",))

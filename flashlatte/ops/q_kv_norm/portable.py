@@ -10,7 +10,7 @@ from flashlatte.kernels.triton.cache_layout import unit_bytes
 from flashlatte.kernels.triton.fp8 import narrow, widen
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
-from flashlatte.runtime.triton_kernel import kernel, launching_on
+from flashlatte.runtime.triton_kernel import kernel
 
 # For each byte of a number, so that a thread holds as many bytes.
 WARPS_OF_A_BYTE = 1
@@ -29,27 +29,26 @@ def q_kv_norm(
     q_unit = unit_bytes(q, strides[0]) // q.element_size()
     kv_unit = unit_bytes(kv, strides[1]) // kv.element_size()
     tokens = q.shape[0]
-    with launching_on(q.device):
-        q_kv_norm_kernel[(2 * tokens,)](
-            q=q,
-            kv=kv,
-            q_weight=q_weight,
-            kv_weight=kv_weight,
-            q_out=q_out,
-            kv_out=kv_out,
-            eps=eps,
-            num_tokens=tokens,
-            q_stride=strides[0] // q_unit,
-            kv_stride=strides[1] // kv_unit,
-            RANK=q.shape[1],
-            D=kv.shape[1],
-            BLOCK_RANK=triton.next_power_of_2(q.shape[1]),
-            BLOCK_D=triton.next_power_of_2(kv.shape[1]),
-            Q_UNIT=q_unit,
-            KV_UNIT=kv_unit,
-            INTERPRETED=machine.interpreting(),
-            num_warps=WARPS_OF_A_BYTE * q.element_size(),
-        )
+    q_kv_norm_kernel[(2 * tokens,)](
+        q=q,
+        kv=kv,
+        q_weight=q_weight,
+        kv_weight=kv_weight,
+        q_out=q_out,
+        kv_out=kv_out,
+        eps=eps,
+        num_tokens=tokens,
+        q_stride=strides[0] // q_unit,
+        kv_stride=strides[1] // kv_unit,
+        RANK=q.shape[1],
+        D=kv.shape[1],
+        BLOCK_RANK=triton.next_power_of_2(q.shape[1]),
+        BLOCK_D=triton.next_power_of_2(kv.shape[1]),
+        Q_UNIT=q_unit,
+        KV_UNIT=kv_unit,
+        INTERPRETED=machine.interpreting(),
+        num_warps=WARPS_OF_A_BYTE * q.element_size(),
+    )
 
 
 @kernel

@@ -14,7 +14,7 @@ from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import stride_in_use
-from flashlatte.runtime.triton_kernel import kernel, launching_on
+from flashlatte.runtime.triton_kernel import kernel
 
 HEADS, WARPS = 16, 4
 
@@ -37,47 +37,46 @@ def rope_cache_write(
     heads = 0 if q_rope is None else q_rope.shape[1]
     head_blocks = blocks(heads, HEADS)
     num_slots = cache.shape[0] * cache.shape[1]
-    with launching_on(cache.device):
-        rope_cache_write_kernel[(num_tokens * (1 + head_blocks),)](
-            *by_name(
-                rope_cache_write_kernel,
-                cache=cache,
-                slot_mapping=slot_mapping,
-                latent=latent,
-                k_rope=k_rope,
-                q_rope=q_rope,
-                positions=positions,
-                cos_sin=cos_sin,
-                scale_tensor=scale_tensor,
-                scale_value=scale_value,
-                num_tokens=num_tokens,
-                heads=heads,
-                head_blocks=head_blocks,
-                num_positions=cos_sin.shape[0],
-                num_slots=num_slots,
-                page_size=cache.shape[1],
-                slot_stride=slot_mapping.stride(0),
-                position_stride=positions.stride(0),
-                table_stride=stride_in_use(cos_sin, 0),
-                latent_stride=stride_in_use(latent, 0),
-                k_stride=stride_in_use(k_rope, 0),
-                q_stride=0 if q_rope is None else stride_in_use(q_rope, 0),
-                q_head_stride=0 if q_rope is None else stride_in_use(q_rope, 1),
-                page_stride=stride_in_use(cache, 0),
-                row_stride=stride_in_use(cache, 1),
-            ),
-            LATENT=latent.shape[1],
-            PAIRS=rope_dim // 2,
-            BLOCK_LATENT=padded(latent.shape[1]),
-            BLOCK_PAIRS=padded(rope_dim // 2),
-            BLOCK_H=HEADS,
-            INTERLEAVED=interleaved,
-            WIDE=num_slots >= 2**31,
-            NATIVE=converts_e4m3(cache.device),
-            INTERPRETED=machine.interpreting(),
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
+    rope_cache_write_kernel[(num_tokens * (1 + head_blocks),)](
+        *by_name(
+            rope_cache_write_kernel,
+            cache=cache,
+            slot_mapping=slot_mapping,
+            latent=latent,
+            k_rope=k_rope,
+            q_rope=q_rope,
+            positions=positions,
+            cos_sin=cos_sin,
+            scale_tensor=scale_tensor,
+            scale_value=scale_value,
+            num_tokens=num_tokens,
+            heads=heads,
+            head_blocks=head_blocks,
+            num_positions=cos_sin.shape[0],
+            num_slots=num_slots,
+            page_size=cache.shape[1],
+            slot_stride=slot_mapping.stride(0),
+            position_stride=positions.stride(0),
+            table_stride=stride_in_use(cos_sin, 0),
+            latent_stride=stride_in_use(latent, 0),
+            k_stride=stride_in_use(k_rope, 0),
+            q_stride=0 if q_rope is None else stride_in_use(q_rope, 0),
+            q_head_stride=0 if q_rope is None else stride_in_use(q_rope, 1),
+            page_stride=stride_in_use(cache, 0),
+            row_stride=stride_in_use(cache, 1),
+        ),
+        LATENT=latent.shape[1],
+        PAIRS=rope_dim // 2,
+        BLOCK_LATENT=padded(latent.shape[1]),
+        BLOCK_PAIRS=padded(rope_dim // 2),
+        BLOCK_H=HEADS,
+        INTERLEAVED=interleaved,
+        WIDE=num_slots >= 2**31,
+        NATIVE=converts_e4m3(cache.device),
+        INTERPRETED=machine.interpreting(),
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+    )
 
 
 @kernel(by_element=("slot_mapping", "positions"))

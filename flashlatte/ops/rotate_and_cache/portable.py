@@ -13,7 +13,7 @@ from flashlatte.kernels.triton.rotate import rotate_tail
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
-from flashlatte.runtime.triton_kernel import kernel, launching_on
+from flashlatte.runtime.triton_kernel import kernel
 
 # Numbers of queries that a program takes, and its warps.
 NUMBERS, WARPS = 1024, 1
@@ -45,46 +45,45 @@ def rotate_and_cache(
     block = min(NUMBERS // head_dim, 32)
     head_blocks = blocks(heads, block)
     num_slots = cache.shape[0] * cache.shape[1]
-    with launching_on(q.device):
-        rotate_and_cache_kernel[(tokens * (1 + head_blocks),)](
-            q=q,
-            kv=kv,
-            cos_sin=cos_sin,
-            positions=positions,
-            slot_mapping=slot_mapping,
-            out=out,
-            cache=cache,
-            q_eps=0.0 if q_eps is None else q_eps,
-            num_tokens=tokens,
-            heads=heads,
-            head_blocks=head_blocks,
-            num_positions=cos_sin.shape[0],
-            num_slots=num_slots,
-            page_size=cache.shape[1],
-            position_stride=positions.stride(0),
-            slot_stride=slot_mapping.stride(0),
-            q_stride=q_strides[0] // q_unit,
-            q_head_stride=q_strides[1] // q_unit,
-            out_stride=out_strides[0] // out_unit,
-            out_head_stride=out_strides[1] // out_unit,
-            kv_stride=stride_in_use(kv, 0) // kv_unit,
-            page_stride=page_stride // unit,
-            row_stride=row_stride // unit,
-            D=head_dim,
-            ROPE=cos_sin.shape[1],
-            NORM=q_eps is not None,
-            FORMAT=row_bytes(layout, scale_rounding),
-            Q_UNIT=q_unit,
-            OUT_UNIT=out_unit,
-            KV_UNIT=kv_unit,
-            UNIT=unit,
-            WIDE=num_slots >= 2**31,
-            NATIVE=converts_e4m3(cache.device),
-            INTERPRETED=machine.interpreting(),
-            BLOCK_H=block,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
+    rotate_and_cache_kernel[(tokens * (1 + head_blocks),)](
+        q=q,
+        kv=kv,
+        cos_sin=cos_sin,
+        positions=positions,
+        slot_mapping=slot_mapping,
+        out=out,
+        cache=cache,
+        q_eps=0.0 if q_eps is None else q_eps,
+        num_tokens=tokens,
+        heads=heads,
+        head_blocks=head_blocks,
+        num_positions=cos_sin.shape[0],
+        num_slots=num_slots,
+        page_size=cache.shape[1],
+        position_stride=positions.stride(0),
+        slot_stride=slot_mapping.stride(0),
+        q_stride=q_strides[0] // q_unit,
+        q_head_stride=q_strides[1] // q_unit,
+        out_stride=out_strides[0] // out_unit,
+        out_head_stride=out_strides[1] // out_unit,
+        kv_stride=stride_in_use(kv, 0) // kv_unit,
+        page_stride=page_stride // unit,
+        row_stride=row_stride // unit,
+        D=head_dim,
+        ROPE=cos_sin.shape[1],
+        NORM=q_eps is not None,
+        FORMAT=row_bytes(layout, scale_rounding),
+        Q_UNIT=q_unit,
+        OUT_UNIT=out_unit,
+        KV_UNIT=kv_unit,
+        UNIT=unit,
+        WIDE=num_slots >= 2**31,
+        NATIVE=converts_e4m3(cache.device),
+        INTERPRETED=machine.interpreting(),
+        BLOCK_H=block,
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+    )
 
 
 @kernel(by_element=("positions", "slot_mapping"))

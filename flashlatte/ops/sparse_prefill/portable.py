@@ -22,7 +22,7 @@ from flashlatte.kernels.triton.online_softmax import (
     within,
 )
 from flashlatte.runtime.strides import row_align
-from flashlatte.runtime.triton_kernel import kernel, launching_on
+from flashlatte.runtime.triton_kernel import kernel
 
 
 @kernel
@@ -109,34 +109,33 @@ def sparse_prefill(
     s_q, h_q, head_dim = q.shape
     config, constants = _compiled_for(gpu_class(q.device), h_q, head_dim, out.shape[2])
     q_align, kv_align, out_align = row_align(q), row_align(kv), row_align(out)
-    with launching_on(q.device):
-        sparse_prefill_kernel[(s_q * -(-h_q // config.block_h),)](
-            q=q,
-            q_stride_token=q.stride(0) // q_align,
-            q_stride_head=q.stride(1) // q_align,
-            kv=kv,
-            kv_stride=kv.stride(0) // kv_align,
-            s_kv=kv.shape[0],
-            indices=indices,
-            indices_stride=indices.stride(0),
-            topk=indices.shape[2],
-            topk_length=topk_length,
-            length_stride=0 if topk_length is None else topk_length.stride(0),
-            attn_sink=attn_sink,
-            sink_stride=0 if attn_sink is None else attn_sink.stride(0),
-            softmax_scale=softmax_scale,
-            empty_lse=empty_lse,
-            out=out,
-            out_stride_token=out.stride(0) // out_align,
-            out_stride_head=out.stride(1) // out_align,
-            max_logits=max_logits,
-            lse=lse,
-            h_q=h_q,
-            Q_ALIGN=q_align,
-            KV_ALIGN=kv_align,
-            OUT_ALIGN=out_align,
-            **constants,
-        )
+    sparse_prefill_kernel[(s_q * -(-h_q // config.block_h),)](
+        q=q,
+        q_stride_token=q.stride(0) // q_align,
+        q_stride_head=q.stride(1) // q_align,
+        kv=kv,
+        kv_stride=kv.stride(0) // kv_align,
+        s_kv=kv.shape[0],
+        indices=indices,
+        indices_stride=indices.stride(0),
+        topk=indices.shape[2],
+        topk_length=topk_length,
+        length_stride=0 if topk_length is None else topk_length.stride(0),
+        attn_sink=attn_sink,
+        sink_stride=0 if attn_sink is None else attn_sink.stride(0),
+        softmax_scale=softmax_scale,
+        empty_lse=empty_lse,
+        out=out,
+        out_stride_token=out.stride(0) // out_align,
+        out_stride_head=out.stride(1) // out_align,
+        max_logits=max_logits,
+        lse=lse,
+        h_q=h_q,
+        Q_ALIGN=q_align,
+        KV_ALIGN=kv_align,
+        OUT_ALIGN=out_align,
+        **constants,
+    )
 
 
 @functools.lru_cache(maxsize=256)

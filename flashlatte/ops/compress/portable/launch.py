@@ -20,7 +20,6 @@ from flashlatte.ops.compress.portable.sums import compress_sum_kernel
 from flashlatte.ops.compress.problem import Problem
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
-from flashlatte.runtime.triton_kernel import launching_on
 
 # A thread holds so many numbers of kv at once: of neighbouring columns so many, of several rows.
 NUMBERS, TOGETHER, MAX_WARPS = 32, 4, 4
@@ -62,42 +61,41 @@ def compress(problem: Problem) -> None:
     sums = torch.empty((at_once, head_dim), dtype=torch.float32, device=kv.device) if in_parts else None
     inputs = _inputs(problem)
     destination = _destination(problem, cache)
-    with launching_on(kv.device):
-        for first in range(0, tokens, at_once):
-            stop = min(first + at_once, tokens)
-            compress_sum_kernel[(blocks(stop - first, window), head_dim // columns)](
-                **inputs,
-                **destination,
-                sums=sums,
-                first_token=first,
-                num_tokens=stop,
-                window=window,
-                COLUMNS=columns,
-                BLOCK_T=block,
-                LANES=lanes,
-                TOGETHER=TOGETHER,
-                MAX_WINDOW=largest,
-                num_warps=max(1, lanes * columns // (32 * TOGETHER)),
-                **registers,
-                enable_fp_fusion=False,
-            )
-            # The states of all tokens, once all sums are there.
-            save_now = save_blocks if stop == tokens else 0
-            if save_now + in_parts == 0:
-                continue
-            compress_finish_kernel[(blocks(stop, finish_window), save_now + in_parts)](
-                **inputs,
-                **destination,
-                sums=sums,
-                first_token=first,
-                num_tokens=stop,
-                window=finish_window,
-                save_blocks=save_now,
-                MAX_WINDOW=MAX_WINDOW,
-                BLOCK=SAVE_BLOCK,
-                num_warps=SAVE_WARPS,
-                enable_fp_fusion=False,
-            )
+    for first in range(0, tokens, at_once):
+        stop = min(first + at_once, tokens)
+        compress_sum_kernel[(blocks(stop - first, window), head_dim // columns)](
+            **inputs,
+            **destination,
+            sums=sums,
+            first_token=first,
+            num_tokens=stop,
+            window=window,
+            COLUMNS=columns,
+            BLOCK_T=block,
+            LANES=lanes,
+            TOGETHER=TOGETHER,
+            MAX_WINDOW=largest,
+            num_warps=max(1, lanes * columns // (32 * TOGETHER)),
+            **registers,
+            enable_fp_fusion=False,
+        )
+        # The states of all tokens, once all sums are there.
+        save_now = save_blocks if stop == tokens else 0
+        if save_now + in_parts == 0:
+            continue
+        compress_finish_kernel[(blocks(stop, finish_window), save_now + in_parts)](
+            **inputs,
+            **destination,
+            sums=sums,
+            first_token=first,
+            num_tokens=stop,
+            window=finish_window,
+            save_blocks=save_now,
+            MAX_WINDOW=MAX_WINDOW,
+            BLOCK=SAVE_BLOCK,
+            num_warps=SAVE_WARPS,
+            enable_fp_fusion=False,
+        )
 
 
 def _inputs(problem: Problem) -> dict[str, Any]:

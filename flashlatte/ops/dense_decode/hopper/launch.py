@@ -22,7 +22,6 @@ from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.runtime.tma_descriptors import Address, describe
-from flashlatte.runtime.triton_kernel import launching_on
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.gluon import MLA_PARTIAL
@@ -84,49 +83,48 @@ def dense_decode(
     outputs = outputs_of(out, lse, None, tokens=1, heads=heads, rows=rows, empty_lse=empty_lse, row_align=out_align)
     split = made.split
 
-    with launching_on(device):
-        scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
-        if made.stream_k:
-            partials = split.splits * split.groups
-            clear_kernel[(-(-partials // fixup.CLEARED),)](
-                scratch, partials, PARTIAL=fixup.PARTIAL.value, CLEARED=fixup.CLEARED, num_warps=4, launch_pdl=True
-            )
-        for first, count in split.launches:
-            kernel[(split.ctas(count),)](
-                *by_name(
-                    kernel,
-                    query,
-                    *keys,
-                    table,
-                    lengths,
-                    outputs,
-                    k_scale_tensor=k_scale_tensor,
-                    k_scale=k_scale_value,
-                    scratch=scratch,
-                    causal_offset=s_q - 1 if causal else 0,
-                    scale=softmax_scale * _LOG2_E,
-                    groups_per_head=split.groups_per_head,
-                    num_groups=split.groups,
-                    num_splits=split.splits,
-                    first_item=first,
-                ),
-                PLAN=schedule.Plan(
-                    one_byte=k_cache.dtype.itemsize == 1,
-                    has_rope=head_dim > LATENT.value,
-                    box=box,
-                    boxes_per_page=page_size // box,
-                    out_align=out_align,
-                    overhead=split.overhead,
-                    split_steps=split.split_blocks,
-                    max_splits=split.max_splits,
-                    stream_k=made.stream_k,
-                ),
-                num_warps=4,
-                enable_fp_fusion=True,
-                launch_pdl=True,
-            )
-            if scratch is not None:
-                combine.launch_combine(split, scratch, outputs, out_align, first, count)
+    scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
+    if made.stream_k:
+        partials = split.splits * split.groups
+        clear_kernel[(-(-partials // fixup.CLEARED),)](
+            scratch, partials, PARTIAL=fixup.PARTIAL.value, CLEARED=fixup.CLEARED, num_warps=4, launch_pdl=True
+        )
+    for first, count in split.launches:
+        kernel[(split.ctas(count),)](
+            *by_name(
+                kernel,
+                query,
+                *keys,
+                table,
+                lengths,
+                outputs,
+                k_scale_tensor=k_scale_tensor,
+                k_scale=k_scale_value,
+                scratch=scratch,
+                causal_offset=s_q - 1 if causal else 0,
+                scale=softmax_scale * _LOG2_E,
+                groups_per_head=split.groups_per_head,
+                num_groups=split.groups,
+                num_splits=split.splits,
+                first_item=first,
+            ),
+            PLAN=schedule.Plan(
+                one_byte=k_cache.dtype.itemsize == 1,
+                has_rope=head_dim > LATENT.value,
+                box=box,
+                boxes_per_page=page_size // box,
+                out_align=out_align,
+                overhead=split.overhead,
+                split_steps=split.split_blocks,
+                max_splits=split.max_splits,
+                stream_k=made.stream_k,
+            ),
+            num_warps=4,
+            enable_fp_fusion=True,
+            launch_pdl=True,
+        )
+        if scratch is not None:
+            combine.launch_combine(split, scratch, outputs, out_align, first, count)
 
 
 @functools.lru_cache(maxsize=4096)

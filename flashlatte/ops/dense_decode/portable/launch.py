@@ -16,7 +16,6 @@ from flashlatte.ops.dense_decode.portable.kernel import Cache, Query, dense_deco
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align, strides_in_use
-from flashlatte.runtime.triton_kernel import launching_on
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.outputs import outputs_of
@@ -92,35 +91,34 @@ def dense_decode(
     )
     split = made.split
 
-    with launching_on(device):
-        scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
-        for first, count in split.launches:
-            dense_decode_kernel[(split.ctas(count),)](
-                *by_name(
-                    dense_decode_kernel,
-                    query,
-                    cache,
-                    lengths,
-                    outputs,
-                    k_scale=k_scale_tensor,
-                    k_scale_value=k_scale_value,
-                    softmax_scale=softmax_scale,
-                    causal=int(causal),
-                    scratch=scratch,
-                    num_groups=split.groups,
-                    groups_per_head=split.groups_per_head,
-                    num_splits=split.splits,
-                    first_item=first,
-                ),
-                TOKEN_STRIDE=k_token if k_token * k_align == h_kv * head_dim else None,
-                Q_ALIGN=q_align,
-                K_ALIGN=k_align,
-                OUT_ALIGN=out_align,
-                NATIVE_FP8=is_fp8 and converts_e4m3(device),
-                **made.constants,
-            )
-            if scratch is not None:
-                combine.launch_combine(split, scratch, outputs, out_align, first, count)
+    scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
+    for first, count in split.launches:
+        dense_decode_kernel[(split.ctas(count),)](
+            *by_name(
+                dense_decode_kernel,
+                query,
+                cache,
+                lengths,
+                outputs,
+                k_scale=k_scale_tensor,
+                k_scale_value=k_scale_value,
+                softmax_scale=softmax_scale,
+                causal=int(causal),
+                scratch=scratch,
+                num_groups=split.groups,
+                groups_per_head=split.groups_per_head,
+                num_splits=split.splits,
+                first_item=first,
+            ),
+            TOKEN_STRIDE=k_token if k_token * k_align == h_kv * head_dim else None,
+            Q_ALIGN=q_align,
+            K_ALIGN=k_align,
+            OUT_ALIGN=out_align,
+            NATIVE_FP8=is_fp8 and converts_e4m3(device),
+            **made.constants,
+        )
+        if scratch is not None:
+            combine.launch_combine(split, scratch, outputs, out_align, first, count)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -15,7 +15,6 @@ from flashlatte.ops.dense_prefill.portable.backward import keys_kernel, queries_
 from flashlatte.ops.dense_prefill.portable.config import Config, Configs, choose
 from flashlatte.ops.dense_prefill.portable.forward import forward_kernel
 from flashlatte.runtime.arguments import by_name
-from flashlatte.runtime.triton_kernel import launching_on
 
 _ROW_SUMS_BLOCK = 64
 
@@ -42,30 +41,29 @@ def forward(
     configs, constants = _compiled_for(gpu_class(q.device), head_dim, v.shape[2], align > 1)
     requests = cu_seqlens_q.shape[0] - 1
     slots = tile_slots(total_q, requests, configs.forward.block_m)
-    with launching_on(q.device):
-        forward_kernel[(slots * heads,)](
-            *by_name(
-                forward_kernel,
-                **tensors,
-                lse=lse,
-                lse_stride_token=lse.stride(0),
-                lse_stride_head=lse.stride(1),
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k=cu_seqlens_k,
-                requests=requests,
-                total_q=total_q,
-                total_k=k.shape[0],
-                slots=slots,
-                group=heads // k.shape[1],
-                window_left=window_left,
-                window_right=window_right,
-                softmax_scale=softmax_scale,
-                empty_lse=empty_lse,
-            ),
-            ALIGN=align,
-            **constants,
-            **_options(configs.forward),
-        )
+    forward_kernel[(slots * heads,)](
+        *by_name(
+            forward_kernel,
+            **tensors,
+            lse=lse,
+            lse_stride_token=lse.stride(0),
+            lse_stride_head=lse.stride(1),
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            requests=requests,
+            total_q=total_q,
+            total_k=k.shape[0],
+            slots=slots,
+            group=heads // k.shape[1],
+            window_left=window_left,
+            window_right=window_right,
+            softmax_scale=softmax_scale,
+            empty_lse=empty_lse,
+        ),
+        ALIGN=align,
+        **constants,
+        **_options(configs.forward),
+    )
 
 
 def backward(
@@ -107,44 +105,43 @@ def backward(
         "window_right": window_right,
         "softmax_scale": softmax_scale,
     }
-    with launching_on(q.device):
-        if total_q:
-            row_sums_kernel[(triton.cdiv(total_q, _ROW_SUMS_BLOCK) * heads,)](
-                *by_name(
-                    row_sums_kernel,
-                    **arguments,
-                    lse=lse,
-                    lse_stride_token=lse.stride(0),
-                    lse_stride_head=lse.stride(1),
-                    dlse=dlse,
-                    dlse_stride_token=0 if dlse is None else dlse.stride(0),
-                    dlse_stride_head=0 if dlse is None else dlse.stride(1),
-                    heads=heads,
-                ),
-                D_V=head_dim_v,
-                D_V_PADDED=padded(head_dim_v),
-                BLOCK=_ROW_SUMS_BLOCK,
-                ALIGN=align,
-                INTERPRETED=gpu == "interpreter",
-                num_warps=4,
-                enable_fp_fusion=True,
-            )
-        if total_k:
-            slots = tile_slots(total_k, requests, configs.keys.block_n)
-            keys_kernel[(slots * kv_heads,)](
-                *by_name(keys_kernel, **arguments, slots=slots),
-                ALIGN=align,
-                **constants,
-                **_options(configs.keys),
-            )
-        if total_q:
-            slots = tile_slots(total_q, requests, configs.queries.block_m)
-            queries_kernel[(slots * heads,)](
-                *by_name(queries_kernel, **arguments, slots=slots),
-                ALIGN=align,
-                **constants,
-                **_options(configs.queries),
-            )
+    if total_q:
+        row_sums_kernel[(triton.cdiv(total_q, _ROW_SUMS_BLOCK) * heads,)](
+            *by_name(
+                row_sums_kernel,
+                **arguments,
+                lse=lse,
+                lse_stride_token=lse.stride(0),
+                lse_stride_head=lse.stride(1),
+                dlse=dlse,
+                dlse_stride_token=0 if dlse is None else dlse.stride(0),
+                dlse_stride_head=0 if dlse is None else dlse.stride(1),
+                heads=heads,
+            ),
+            D_V=head_dim_v,
+            D_V_PADDED=padded(head_dim_v),
+            BLOCK=_ROW_SUMS_BLOCK,
+            ALIGN=align,
+            INTERPRETED=gpu == "interpreter",
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    if total_k:
+        slots = tile_slots(total_k, requests, configs.keys.block_n)
+        keys_kernel[(slots * kv_heads,)](
+            *by_name(keys_kernel, **arguments, slots=slots),
+            ALIGN=align,
+            **constants,
+            **_options(configs.keys),
+        )
+    if total_q:
+        slots = tile_slots(total_q, requests, configs.queries.block_m)
+        queries_kernel[(slots * heads,)](
+            *by_name(queries_kernel, **arguments, slots=slots),
+            ALIGN=align,
+            **constants,
+            **_options(configs.queries),
+        )
 
 
 @functools.lru_cache(maxsize=64)

@@ -15,7 +15,6 @@ from flashlatte.ops.index_logits.hopper.tiles import KEYS, MOST_COLUMNS, numbers
 from flashlatte.runtime.machine import num_sms
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.tma_descriptors import Address
-from flashlatte.runtime.triton_kernel import launching_on
 
 # Work items that a program of the ragged kernel gets, if they keep the fewest keys: so that all end at about one time.
 _ITEMS_A_PROGRAM = 16
@@ -49,39 +48,36 @@ def ragged(
         "key_end": key_end,
         "end_stride": stride_in_use(key_end, 0),
     }
-    with launching_on(q.device):
-        ragged_kernel.kernel[(programs,)](
-            q=_vectors("q", q.reshape(-1, head_dim), ragged_kernel.COLUMNS.value),
-            weights=_numbers("weights", weights.reshape(-1), ragged_kernel.COLUMNS.value),
-            k=_vectors("k", k, KEYS.value),
-            k_scale=_numbers("k_scale", k_scale, KEYS.value),
-            **ranges,
-            num_queries=num_queries,
-            num_keys=num_keys,
-            item_keys=item_keys,
-            num_turns=-(-items // programs),
+    ragged_kernel.kernel[(programs,)](
+        q=_vectors("q", q.reshape(-1, head_dim), ragged_kernel.COLUMNS.value),
+        weights=_numbers("weights", weights.reshape(-1), ragged_kernel.COLUMNS.value),
+        k=_vectors("k", k, KEYS.value),
+        k_scale=_numbers("k_scale", k_scale, KEYS.value),
+        **ranges,
+        num_queries=num_queries,
+        num_keys=num_keys,
+        item_keys=item_keys,
+        num_turns=-(-items // programs),
+        logits=logits,
+        logits_stride=stride_in_use(logits, 0),
+        width=width,
+        compressed=int(compressed),
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    if clean:
+        cleaning.clean_ragged_kernel[(num_queries, cleaning.programs_of_row(num_queries, width, num_sms(q.device)))](
             logits=logits,
-            logits_stride=stride_in_use(logits, 0),
+            stride=stride_in_use(logits, 0),
             width=width,
+            **ranges,
+            num_keys=num_keys,
             compressed=int(compressed),
-            HEADS=heads,
-            HEAD_DIM=head_dim,
+            BLOCK=cleaning.BLOCK,
             num_warps=4,
-            enable_fp_fusion=True,
         )
-        if clean:
-            cleaning.clean_ragged_kernel[
-                (num_queries, cleaning.programs_of_row(num_queries, width, num_sms(q.device)))
-            ](
-                logits=logits,
-                stride=stride_in_use(logits, 0),
-                width=width,
-                **ranges,
-                num_keys=num_keys,
-                compressed=int(compressed),
-                BLOCK=cleaning.BLOCK,
-                num_warps=4,
-            )
 
 
 def paged(
@@ -109,44 +105,43 @@ def paged(
     }
     k, k_scale = _pages(cache, head_dim, box)
     programs = num_sms(q.device)
-    with launching_on(q.device):
-        paged_kernel.kernel[(programs,)](
-            q=_vectors("q", q.reshape(-1, head_dim), columns),
-            weights=_numbers("weights", weights.reshape(-1), columns),
-            k=k,
-            k_scale=k_scale,
-            pages=pages,
-            page_size=page_size,
-            block_table=block_table,
-            table_stride=stride_in_use(block_table, 0),
-            table_columns=block_table.shape[1],
-            **lengths,
-            most_keys=most_keys,
-            requests=requests,
-            next_n=next_n,
+    paged_kernel.kernel[(programs,)](
+        q=_vectors("q", q.reshape(-1, head_dim), columns),
+        weights=_numbers("weights", weights.reshape(-1), columns),
+        k=k,
+        k_scale=k_scale,
+        pages=pages,
+        page_size=page_size,
+        block_table=block_table,
+        table_stride=stride_in_use(block_table, 0),
+        table_columns=block_table.shape[1],
+        **lengths,
+        most_keys=most_keys,
+        requests=requests,
+        next_n=next_n,
+        logits=logits,
+        logits_stride=stride_in_use(logits, 0),
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        COLUMNS=columns,
+        BOX=box,
+        PER_QUERY=per_query,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    if clean:
+        rows = requests * next_n
+        cleaning.clean_paged_kernel[(rows, cleaning.programs_of_row(rows, width, programs))](
             logits=logits,
-            logits_stride=stride_in_use(logits, 0),
-            HEADS=heads,
-            HEAD_DIM=head_dim,
-            COLUMNS=columns,
-            BOX=box,
-            PER_QUERY=per_query,
+            stride=stride_in_use(logits, 0),
+            width=width,
+            **lengths,
+            shortened=int(not per_query),
+            most_keys=most_keys,
+            next_n=next_n,
+            BLOCK=cleaning.BLOCK,
             num_warps=4,
-            enable_fp_fusion=True,
         )
-        if clean:
-            rows = requests * next_n
-            cleaning.clean_paged_kernel[(rows, cleaning.programs_of_row(rows, width, programs))](
-                logits=logits,
-                stride=stride_in_use(logits, 0),
-                width=width,
-                **lengths,
-                shortened=int(not per_query),
-                most_keys=most_keys,
-                next_n=next_n,
-                BLOCK=cleaning.BLOCK,
-                num_warps=4,
-            )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -17,7 +17,7 @@ from flashlatte.ops.index_logits.portable.config import PAGED, choose, padded_he
 from flashlatte.ops.index_logits.portable.score import compute_type, head_sums, load_keys, load_queries, row_unit
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
-from flashlatte.runtime.triton_kernel import kernel, launching_on
+from flashlatte.runtime.triton_kernel import kernel
 
 # Requests whose lengths are looked at together.
 REQUESTS = 128
@@ -45,47 +45,46 @@ def paged(
     max_keys = min(logits.shape[1], block_table.shape[1] * page_size)
     tiles = batch * blocks(max_keys, config.block_n)
     programs = min(tiles, config.programs * machine.num_sms(q.device))
-    with launching_on(q.device):
-        paged_kernel[(programs, blocks(next_n, block_q))](
-            q=q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,
-            cache=cache,
-            weights=weights,
-            cache_seqlens=cache_seqlens,
-            block_table=block_table,
-            logits=logits,
-            batch=batch,
-            next_n=next_n,
-            heads=heads,
-            max_keys=max_keys,
-            num_pages=num_pages,
-            page_size=page_size,
-            q_stride=stride_in_use(q, 0) // q_unit,
-            q_token_stride=stride_in_use(q, 1) // q_unit,
-            q_head_stride=stride_in_use(q, 2) // q_unit,
-            weight_stride=stride_in_use(weights, 0),
-            length_stride=cache_seqlens.stride(0),
-            token_stride=0 if cache_seqlens.dim() == 1 else cache_seqlens.stride(1),
-            table_stride=stride_in_use(block_table, 0),
-            page_stride=stride_in_use(cache, 0) // unit,
-            logits_stride=stride_in_use(logits, 0),
-            D=head_dim,
-            ENCODING=layout.encoding,
-            COMPUTE=compute_type(q, layout.encoding),
-            VALUE_WIDTH=layout.planes[0].width,
-            SCALE_BYTES=layout.scale_bytes,
-            PER_TOKEN=cache_seqlens.dim() == 2,
-            Q_UNIT=q_unit,
-            UNIT=unit,
-            NATIVE=converts_e4m3(q.device),
-            INTERPRETED=machine.interpreting(),
-            BLOCK_Q=block_q,
-            BLOCK_H=block_h,
-            BLOCK_N=config.block_n,
-            BLOCK_B=REQUESTS,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            enable_fp_fusion=True,
-        )
+    paged_kernel[(programs, blocks(next_n, block_q))](
+        q=q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,
+        cache=cache,
+        weights=weights,
+        cache_seqlens=cache_seqlens,
+        block_table=block_table,
+        logits=logits,
+        batch=batch,
+        next_n=next_n,
+        heads=heads,
+        max_keys=max_keys,
+        num_pages=num_pages,
+        page_size=page_size,
+        q_stride=stride_in_use(q, 0) // q_unit,
+        q_token_stride=stride_in_use(q, 1) // q_unit,
+        q_head_stride=stride_in_use(q, 2) // q_unit,
+        weight_stride=stride_in_use(weights, 0),
+        length_stride=cache_seqlens.stride(0),
+        token_stride=0 if cache_seqlens.dim() == 1 else cache_seqlens.stride(1),
+        table_stride=stride_in_use(block_table, 0),
+        page_stride=stride_in_use(cache, 0) // unit,
+        logits_stride=stride_in_use(logits, 0),
+        D=head_dim,
+        ENCODING=layout.encoding,
+        COMPUTE=compute_type(q, layout.encoding),
+        VALUE_WIDTH=layout.planes[0].width,
+        SCALE_BYTES=layout.scale_bytes,
+        PER_TOKEN=cache_seqlens.dim() == 2,
+        Q_UNIT=q_unit,
+        UNIT=unit,
+        NATIVE=converts_e4m3(q.device),
+        INTERPRETED=machine.interpreting(),
+        BLOCK_Q=block_q,
+        BLOCK_H=block_h,
+        BLOCK_N=config.block_n,
+        BLOCK_B=REQUESTS,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=True,
+    )
 
 
 @triton.jit

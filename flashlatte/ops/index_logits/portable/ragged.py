@@ -11,7 +11,7 @@ from flashlatte.ops.index_logits.portable.config import RAGGED, choose, padded_h
 from flashlatte.ops.index_logits.portable.score import compute_type, head_sums, load_keys, load_queries, row_unit
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
-from flashlatte.runtime.triton_kernel import kernel, launching_on
+from flashlatte.runtime.triton_kernel import kernel
 
 ENCODINGS = {torch.float8_e4m3fn: "e4m3", torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "e2m1"}
 
@@ -37,44 +37,43 @@ def ragged(
     q_blocks = blocks(num_rows, block_q)
     key_blocks = blocks(k.shape[0], config.block_n * config.tiles)
     q_unit, k_unit = row_unit(q, 0, 1), row_unit(k, 0)
-    with launching_on(q.device):
-        ragged_kernel[(q_blocks * key_blocks,)](
-            q=q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,
-            k=k.view(torch.uint8) if k.dtype == torch.float8_e4m3fn else k,
-            k_scale=k_scale,
-            weights=weights,
-            key_start=key_start,
-            key_end=key_end,
-            logits=logits,
-            num_rows=num_rows,
-            num_keys=k.shape[0],
-            heads=heads,
-            width=logits.shape[1],
-            q_blocks=q_blocks,
-            q_stride=stride_in_use(q, 0) // q_unit,
-            q_head_stride=stride_in_use(q, 1) // q_unit,
-            k_stride=stride_in_use(k, 0) // k_unit,
-            scale_stride=0 if k_scale is None else stride_in_use(k_scale, 0),
-            weight_stride=stride_in_use(weights, 0),
-            start_stride=key_start.stride(0),
-            end_stride=key_end.stride(0),
-            logits_stride=stride_in_use(logits, 0),
-            D=head_dim,
-            ENCODING=encoding,
-            COMPUTE=compute_type(q, encoding),
-            COMPRESSED=compressed,
-            Q_UNIT=q_unit,
-            K_UNIT=k_unit,
-            NATIVE=converts_e4m3(q.device),
-            INTERPRETED=machine.interpreting(),
-            BLOCK_Q=block_q,
-            BLOCK_H=block_h,
-            BLOCK_N=config.block_n,
-            TILES=config.tiles,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            enable_fp_fusion=True,
-        )
+    ragged_kernel[(q_blocks * key_blocks,)](
+        q=q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,
+        k=k.view(torch.uint8) if k.dtype == torch.float8_e4m3fn else k,
+        k_scale=k_scale,
+        weights=weights,
+        key_start=key_start,
+        key_end=key_end,
+        logits=logits,
+        num_rows=num_rows,
+        num_keys=k.shape[0],
+        heads=heads,
+        width=logits.shape[1],
+        q_blocks=q_blocks,
+        q_stride=stride_in_use(q, 0) // q_unit,
+        q_head_stride=stride_in_use(q, 1) // q_unit,
+        k_stride=stride_in_use(k, 0) // k_unit,
+        scale_stride=0 if k_scale is None else stride_in_use(k_scale, 0),
+        weight_stride=stride_in_use(weights, 0),
+        start_stride=key_start.stride(0),
+        end_stride=key_end.stride(0),
+        logits_stride=stride_in_use(logits, 0),
+        D=head_dim,
+        ENCODING=encoding,
+        COMPUTE=compute_type(q, encoding),
+        COMPRESSED=compressed,
+        Q_UNIT=q_unit,
+        K_UNIT=k_unit,
+        NATIVE=converts_e4m3(q.device),
+        INTERPRETED=machine.interpreting(),
+        BLOCK_Q=block_q,
+        BLOCK_H=block_h,
+        BLOCK_N=config.block_n,
+        TILES=config.tiles,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=True,
+    )
 
 
 @kernel

@@ -14,7 +14,6 @@ from flashlatte.ops.paged_attention.problem import Problem
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.runtime.tma_descriptors import Address, describe
-from flashlatte.runtime.triton_kernel import launching_on
 
 _LOG2_E = math.log2(math.e)
 # Wider than any request, and small enough for sums of positions and windows to fit 32 bits.
@@ -43,41 +42,40 @@ def attend_long(problem: Problem, fewest: int) -> None:
     most_tiles = (tokens * pack // TILE.value + requests + 2) * (heads // pack)
     out_strides = strides_in_use(out)
     sink = problem.attn_sink
-    with launching_on(device):
-        kernel[(min(most_tiles, machine.num_sms(device)),)](
-            q=_packed(q, pack),
-            k=_paged(k_cache.squeeze(3), box),
-            v=_paged(v_cache, box),
-            block_table=problem.block_table,
-            table_stride=problem.block_table.stride(0),
-            num_pages=num_pages,
-            boxes=KEYS.value // box,
-            cu_q=problem.cu_seqlens_q,
-            seqused_k=problem.seqused_k,
-            seqused_stride=problem.seqused_k.stride(0),
-            capacity=problem.cached_keys,
-            requests=requests,
-            tokens=tokens,
-            fewest=fewest,
-            window_left=min(problem.window_left, _WIDEST),
-            window_right=min(problem.window_right, _WIDEST),
-            packs=heads // pack,
-            packs_each=heads // h_kv // pack,
-            taken=torch.zeros(1, dtype=torch.int32, device=device),
-            out=out,
-            out_stride_token=out_strides[0] // align,
-            out_stride_head=out_strides[1] // align,
-            lse=lse,
-            lse_stride_token=lse.stride(0),
-            lse_stride_head=lse.stride(1),
-            sink=sink,
-            sink_stride=0 if sink is None else sink.stride(0),
-            scale_log2=problem.softmax_scale * _LOG2_E,
-            empty_lse=problem.empty_lse,
-            PLAN=plan,
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
+    kernel[(min(most_tiles, machine.num_sms(device)),)](
+        q=_packed(q, pack),
+        k=_paged(k_cache.squeeze(3), box),
+        v=_paged(v_cache, box),
+        block_table=problem.block_table,
+        table_stride=problem.block_table.stride(0),
+        num_pages=num_pages,
+        boxes=KEYS.value // box,
+        cu_q=problem.cu_seqlens_q,
+        seqused_k=problem.seqused_k,
+        seqused_stride=problem.seqused_k.stride(0),
+        capacity=problem.cached_keys,
+        requests=requests,
+        tokens=tokens,
+        fewest=fewest,
+        window_left=min(problem.window_left, _WIDEST),
+        window_right=min(problem.window_right, _WIDEST),
+        packs=heads // pack,
+        packs_each=heads // h_kv // pack,
+        taken=torch.zeros(1, dtype=torch.int32, device=device),
+        out=out,
+        out_stride_token=out_strides[0] // align,
+        out_stride_head=out_strides[1] // align,
+        lse=lse,
+        lse_stride_token=lse.stride(0),
+        lse_stride_head=lse.stride(1),
+        sink=sink,
+        sink_stride=0 if sink is None else sink.stride(0),
+        scale_log2=problem.softmax_scale * _LOG2_E,
+        empty_lse=problem.empty_lse,
+        PLAN=plan,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
 
 
 def heads_of_tile(heads: int) -> int:

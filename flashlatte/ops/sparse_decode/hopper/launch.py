@@ -20,7 +20,6 @@ from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align, stride_in_use, strides_in_use
 from flashlatte.runtime.triton_internals import clusters_fill
-from flashlatte.runtime.triton_kernel import launching_on
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.gluon import MLA_PARTIAL
@@ -99,49 +98,48 @@ def sparse_decode(
     outputs = outputs_of(out, lse, attn_sink, tokens=s_q, heads=h_q, rows=h_q, empty_lse=empty_lse, row_align=out_align)
     split = made.split
 
-    with launching_on(device):
-        # Two CTAs that need the same tokens share the work of dequantizing them.
-        in_cluster = has_scales and made.granularity == 2 and split.groups % 2 == 0 and clusters_fill(device, 2)
-        launched = cluster_kernel[(made.ctas // 2,)] if in_cluster else kernel[(made.ctas,)]
-        scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
-        launched(
-            *by_name(
-                kernel,
-                query,
-                cache,
-                _indices(indices),
-                lengths,
-                outputs,
-                **_extra(extra_cache),
-                **_extra(_indices(extra_indices)),
-                scratch=scratch,
-                scale=softmax_scale * _LOG2_E,
-                num_groups=split.groups,
-                num_splits=made.equal_splits or split.splits,
-            ),
-            PLAN=schedule.Plan(
-                format=kind,
-                producer_threads=32 * producer_warps(kind),
-                has_rope=head_dim == LATENT.value + ROPE.value,
-                has_extra=extra_indices is not None,
-                has_lengths=not is_uniform,
-                alignment=alignment,
-                flat=flat,
-                out_align=out_align,
-                balanced=made.balanced,
-                equal_splits=made.equal_splits is not None,
-                overhead=split.overhead,
-                granularity=made.granularity,
-                cluster=in_cluster,
-            ),
-            num_warps=producer_warps(kind),
-            enable_fp_fusion=True,
-            launch_pdl=True,
-        )
-        if scratch is not None and made.equal_splits is not None:
-            equal_splits.launch_combine_equal(scratch, outputs, batch * s_q, made.equal_splits, out_align)
-        elif scratch is not None:
-            combine.launch_combine(split, scratch, outputs, out_align, 0, batch * s_q)
+    # Two CTAs that need the same tokens share the work of dequantizing them.
+    in_cluster = has_scales and made.granularity == 2 and split.groups % 2 == 0 and clusters_fill(device, 2)
+    launched = cluster_kernel[(made.ctas // 2,)] if in_cluster else kernel[(made.ctas,)]
+    scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
+    launched(
+        *by_name(
+            kernel,
+            query,
+            cache,
+            _indices(indices),
+            lengths,
+            outputs,
+            **_extra(extra_cache),
+            **_extra(_indices(extra_indices)),
+            scratch=scratch,
+            scale=softmax_scale * _LOG2_E,
+            num_groups=split.groups,
+            num_splits=made.equal_splits or split.splits,
+        ),
+        PLAN=schedule.Plan(
+            format=kind,
+            producer_threads=32 * producer_warps(kind),
+            has_rope=head_dim == LATENT.value + ROPE.value,
+            has_extra=extra_indices is not None,
+            has_lengths=not is_uniform,
+            alignment=alignment,
+            flat=flat,
+            out_align=out_align,
+            balanced=made.balanced,
+            equal_splits=made.equal_splits is not None,
+            overhead=split.overhead,
+            granularity=made.granularity,
+            cluster=in_cluster,
+        ),
+        num_warps=producer_warps(kind),
+        enable_fp_fusion=True,
+        launch_pdl=True,
+    )
+    if scratch is not None and made.equal_splits is not None:
+        equal_splits.launch_combine_equal(scratch, outputs, batch * s_q, made.equal_splits, out_align)
+    elif scratch is not None:
+        combine.launch_combine(split, scratch, outputs, out_align, 0, batch * s_q)
 
 
 def _kind(layout: CacheFormat) -> int:

@@ -18,7 +18,6 @@ from flashlatte.ops.sparse_decode.portable.tiles import Place
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align, stride_in_use
-from flashlatte.runtime.triton_kernel import launching_on
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.outputs import outputs_of
@@ -110,29 +109,28 @@ def sparse_decode(
     outputs = outputs_of(out, lse, attn_sink, tokens=s_q, heads=h_q, rows=h_q, empty_lse=empty_lse, row_align=out_align)
     split = made.split
 
-    with launching_on(device):
-        scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
-        sparse_decode_kernel[(split.ctas(batch * s_q),)](
-            *by_name(
-                sparse_decode_kernel,
-                query,
-                own,
-                lengths,
-                outputs,
-                **{f"extra_{name}": value for name, value in extra._asdict().items()},
-                softmax_scale=softmax_scale,
-                scratch=scratch,
-                num_groups=split.groups,
-                num_ranges=split.splits,
-            ),
-            PLACE=place,
-            EXTRA_PLACE=extra_place,
-            Q_ALIGN=q_align,
-            OUT_ALIGN=out_align,
-            **made.constants,
-        )
-        if scratch is not None:
-            combine.launch_combine(split, scratch, outputs, out_align, 0, batch * s_q)
+    scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
+    sparse_decode_kernel[(split.ctas(batch * s_q),)](
+        *by_name(
+            sparse_decode_kernel,
+            query,
+            own,
+            lengths,
+            outputs,
+            **{f"extra_{name}": value for name, value in extra._asdict().items()},
+            softmax_scale=softmax_scale,
+            scratch=scratch,
+            num_groups=split.groups,
+            num_ranges=split.splits,
+        ),
+        PLACE=place,
+        EXTRA_PLACE=extra_place,
+        Q_ALIGN=q_align,
+        OUT_ALIGN=out_align,
+        **made.constants,
+    )
+    if scratch is not None:
+        combine.launch_combine(split, scratch, outputs, out_align, 0, batch * s_q)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,7 +9,6 @@ from flashlatte.ops.topk.hopper.kernel import kernel_of_eight, kernel_of_one, ke
 from flashlatte.ops.topk.hopper.memory import words
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
-from flashlatte.runtime.triton_kernel import launching_on
 
 # By the number of CTAs that work on a row.
 KERNELS = {1: kernel_of_one, 2: kernel_of_two, 8: kernel_of_eight}
@@ -42,37 +41,36 @@ def topk(
     ctas, warps, registers = _threads(rows, sms, values is not None)
     # One row between its logits and its slots is 1 µs of 22 faster then, and 64 rows are 3 of 70 slower.
     overlapped = ctas == max(KERNELS)
-    with launching_on(logits.device):
-        KERNELS[ctas][(rows,)](
-            logits=logits,
-            start=start,
-            end=end,
-            indices=indices,
-            values=values,
-            interpreted_memory=torch.empty(words(places), dtype=torch.int32) if interpreting else None,
-            width=width,
-            k=k,
-            wanted=int(FILL * places),
-            next_n=next_n,
-            logits_stride=stride_in_use(logits, 0),
-            start_stride=0 if start is None else start.stride(0),
-            end_stride=0 if end is None else end.stride(0),
-            index_stride=stride_in_use(indices, 0),
-            value_stride=0 if values is None else stride_in_use(values, 0),
-            PER_REQUEST=end is not None and end.shape[0] != rows,
-            CAPACITY=places,
-            BLOCK=32 * warps * ENTRIES,
-            SAMPLE_BLOCK=SAMPLE_BLOCK,
-            MASKED_BLOCK=32 * warps * MASKED_ENTRIES,
-            FIRST_SAMPLE=FIRST_SAMPLE[ctas],
-            EARLY=rows <= sms,
-            CTAS=ctas,
-            OVERLAPPED=overlapped,
-            INTERPRETED=interpreting,
-            num_warps=warps,
-            maxnreg=registers,
-            **launch_options(overlapped),
-        )
+    KERNELS[ctas][(rows,)](
+        logits=logits,
+        start=start,
+        end=end,
+        indices=indices,
+        values=values,
+        interpreted_memory=torch.empty(words(places), dtype=torch.int32) if interpreting else None,
+        width=width,
+        k=k,
+        wanted=int(FILL * places),
+        next_n=next_n,
+        logits_stride=stride_in_use(logits, 0),
+        start_stride=0 if start is None else start.stride(0),
+        end_stride=0 if end is None else end.stride(0),
+        index_stride=stride_in_use(indices, 0),
+        value_stride=0 if values is None else stride_in_use(values, 0),
+        PER_REQUEST=end is not None and end.shape[0] != rows,
+        CAPACITY=places,
+        BLOCK=32 * warps * ENTRIES,
+        SAMPLE_BLOCK=SAMPLE_BLOCK,
+        MASKED_BLOCK=32 * warps * MASKED_ENTRIES,
+        FIRST_SAMPLE=FIRST_SAMPLE[ctas],
+        EARLY=rows <= sms,
+        CTAS=ctas,
+        OVERLAPPED=overlapped,
+        INTERPRETED=interpreting,
+        num_warps=warps,
+        maxnreg=registers,
+        **launch_options(overlapped),
+    )
 
 
 def _threads(rows: int, sms: int, with_values: bool) -> tuple[int, int, int | None]:

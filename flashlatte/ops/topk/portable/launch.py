@@ -11,7 +11,6 @@ from flashlatte.ops.topk.portable.filter import filter_kernel
 from flashlatte.ops.topk.portable.finish import finish_kernel
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
-from flashlatte.runtime.triton_kernel import launching_on
 
 SCRATCH_BYTES = 64 * 2**20
 FEWEST_PLACES = 1024
@@ -80,29 +79,28 @@ def topk(
     counts = torch.empty(at_a_time * chunks, dtype=torch.int32, device=logits.device)
     for first_row in range(0, rows, at_a_time):
         count = min(at_a_time, rows - first_row)
-        with launching_on(logits.device):
-            filter_kernel[(count * chunks,)](
-                logits=logits,
-                start=start,
-                end=end,
-                candidate_keys=candidate_keys,
-                candidate_columns=candidate_columns,
-                counts=counts,
-                first_row=first_row,
-                width=width,
-                chunks=chunks,
-                wanted=int(regime.fill * places),
-                next_n=next_n,
-                logits_stride=stride_in_use(logits, 0),
-                start_stride=0 if start is None else start.stride(0),
-                end_stride=0 if end is None else end.stride(0),
-                PER_REQUEST=end is not None and end.shape[0] != rows,
-                PLACES=places,
-                SAMPLE=4096 if chunks > 1 else regime.sample(width, places),
-                BLOCK=32 * regime.filter_warps * regime.filter_entries,
-                INTERPRETED=machine.interpreting(),
-                num_warps=regime.filter_warps,
-            )
+        filter_kernel[(count * chunks,)](
+            logits=logits,
+            start=start,
+            end=end,
+            candidate_keys=candidate_keys,
+            candidate_columns=candidate_columns,
+            counts=counts,
+            first_row=first_row,
+            width=width,
+            chunks=chunks,
+            wanted=int(regime.fill * places),
+            next_n=next_n,
+            logits_stride=stride_in_use(logits, 0),
+            start_stride=0 if start is None else start.stride(0),
+            end_stride=0 if end is None else end.stride(0),
+            PER_REQUEST=end is not None and end.shape[0] != rows,
+            PLACES=places,
+            SAMPLE=4096 if chunks > 1 else regime.sample(width, places),
+            BLOCK=32 * regime.filter_warps * regime.filter_entries,
+            INTERPRETED=machine.interpreting(),
+            num_warps=regime.filter_warps,
+        )
         _finish(
             logits,
             start,
@@ -137,30 +135,29 @@ def _finish(
     places: int,
     warps: int,
 ) -> None:
-    with launching_on(logits.device):
-        finish_kernel[(rows,)](
-            logits=logits,
-            start=start,
-            end=end,
-            candidate_keys=candidate_keys,
-            candidate_columns=candidate_columns,
-            counts=counts,
-            indices=indices,
-            values=values,
-            first_row=first_row,
-            width=logits.shape[1],
-            chunks=chunks,
-            k=indices.shape[1],
-            next_n=next_n,
-            logits_stride=stride_in_use(logits, 0),
-            start_stride=0 if start is None else start.stride(0),
-            end_stride=0 if end is None else end.stride(0),
-            index_stride=stride_in_use(indices, 0),
-            value_stride=0 if values is None else stride_in_use(values, 0),
-            PER_REQUEST=end is not None and end.shape[0] != logits.shape[0],
-            SPLIT=chunks > 1,
-            PLACES=places,
-            BLOCK=places // 4,
-            INTERPRETED=machine.interpreting(),
-            num_warps=warps,
-        )
+    finish_kernel[(rows,)](
+        logits=logits,
+        start=start,
+        end=end,
+        candidate_keys=candidate_keys,
+        candidate_columns=candidate_columns,
+        counts=counts,
+        indices=indices,
+        values=values,
+        first_row=first_row,
+        width=logits.shape[1],
+        chunks=chunks,
+        k=indices.shape[1],
+        next_n=next_n,
+        logits_stride=stride_in_use(logits, 0),
+        start_stride=0 if start is None else start.stride(0),
+        end_stride=0 if end is None else end.stride(0),
+        index_stride=stride_in_use(indices, 0),
+        value_stride=0 if values is None else stride_in_use(values, 0),
+        PER_REQUEST=end is not None and end.shape[0] != logits.shape[0],
+        SPLIT=chunks > 1,
+        PLACES=places,
+        BLOCK=places // 4,
+        INTERPRETED=machine.interpreting(),
+        num_warps=warps,
+    )

@@ -19,7 +19,6 @@ from flashlatte.ops.turboquant_decode.portable.records import Form, first_of
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align, stride_in_use, strides_in_use
-from flashlatte.runtime.triton_kernel import launching_on
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import Partial, SplitPlan
@@ -90,64 +89,63 @@ def turboquant_decode(
     outputs = outputs_of(
         out, lse, None, tokens=1, heads=heads, rows=s_q * heads, empty_lse=empty_lse, row_align=out_align
     )
-    with launching_on(device):
-        rotated = torch.empty(batch, s_q, h_q, head_dim, dtype=torch.float16, device=device)
-        row_scale = torch.empty(batch, s_q, h_q, dtype=torch.float32, device=device)
-        scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
-        rotate_queries_kernel[(blocks(batch * s_q * h_q, _ROTATED_ROWS),)](
-            q=q,
-            q_stride_request=q_request,
-            q_stride_token=q_token,
-            q_stride_head=q_head,
-            rotated=rotated,
+    rotated = torch.empty(batch, s_q, h_q, head_dim, dtype=torch.float16, device=device)
+    row_scale = torch.empty(batch, s_q, h_q, dtype=torch.float32, device=device)
+    scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
+    rotate_queries_kernel[(blocks(batch * s_q * h_q, _ROTATED_ROWS),)](
+        q=q,
+        q_stride_request=q_request,
+        q_stride_token=q_token,
+        q_stride_head=q_head,
+        rotated=rotated,
+        row_scale=row_scale,
+        factor=softmax_scale * _LOG2_E * (head_dim**-0.5 if layout.rotates else 1.0),
+        rows=batch * s_q * h_q,
+        tokens=s_q,
+        heads=h_q,
+        D=head_dim,
+        ROTATES=layout.rotates,
+        Q_ALIGN=q_align,
+        INTERPRETED=form.interpreted,
+        BLOCK_R=_ROTATED_ROWS,
+        num_warps=_ROTATING_WARPS,
+        enable_fp_fusion=True,
+    )
+    turboquant_decode_kernel[(split.ctas(batch),)](
+        *by_name(
+            turboquant_decode_kernel,
+            outputs,
+            q=rotated,
             row_scale=row_scale,
-            factor=softmax_scale * _LOG2_E * (head_dim**-0.5 if layout.rotates else 1.0),
-            rows=batch * s_q * h_q,
-            tokens=s_q,
-            heads=h_q,
-            D=head_dim,
-            ROTATES=layout.rotates,
-            Q_ALIGN=q_align,
-            INTERPRETED=form.interpreted,
-            BLOCK_R=_ROTATED_ROWS,
-            num_warps=_ROTATING_WARPS,
-            enable_fp_fusion=True,
-        )
-        turboquant_decode_kernel[(split.ctas(batch),)](
-            *by_name(
-                turboquant_decode_kernel,
-                outputs,
-                q=rotated,
-                row_scale=row_scale,
-                cache=cache,
-                page_stride=strides[0] // align,
-                token_stride=strides[1] // align,
-                head_stride=strides[2] // align,
-                block_table=block_table,
-                table_stride=stride_in_use(block_table, 0),
-                num_pages=num_pages,
-                lengths=cache_seqlens,
-                lengths_stride_request=cache_seqlens.stride(0),
-                limit=min(max_pages * page_size, 2**31 - 1 - config.block_n),
-                scratch=scratch,
-                num_items=batch,
-                num_groups=split.groups,
-                groups_per_head=split.groups_per_head,
-                num_splits=split.splits,
-                query_heads=h_q,
-                query_tokens=s_q,
-            ),
-            STEP=step,
-            FORM=form,
-            CAUSAL=causal and s_q > 1,
-            OUT_ALIGN=out_align,
-            IS_WHOLE=split.split_blocks is not None,
-            OVERHEAD=split.overhead,
-            num_warps=config.num_warps,
-            enable_fp_fusion=True,
-        )
-        if scratch is not None:
-            combine.launch_combine(split, scratch, outputs, out_align, 0, batch)
+            cache=cache,
+            page_stride=strides[0] // align,
+            token_stride=strides[1] // align,
+            head_stride=strides[2] // align,
+            block_table=block_table,
+            table_stride=stride_in_use(block_table, 0),
+            num_pages=num_pages,
+            lengths=cache_seqlens,
+            lengths_stride_request=cache_seqlens.stride(0),
+            limit=min(max_pages * page_size, 2**31 - 1 - config.block_n),
+            scratch=scratch,
+            num_items=batch,
+            num_groups=split.groups,
+            groups_per_head=split.groups_per_head,
+            num_splits=split.splits,
+            query_heads=h_q,
+            query_tokens=s_q,
+        ),
+        STEP=step,
+        FORM=form,
+        CAUSAL=causal and s_q > 1,
+        OUT_ALIGN=out_align,
+        IS_WHOLE=split.split_blocks is not None,
+        OVERHEAD=split.overhead,
+        num_warps=config.num_warps,
+        enable_fp_fusion=True,
+    )
+    if scratch is not None:
+        combine.launch_combine(split, scratch, outputs, out_align, 0, batch)
 
 
 def _usual_token_strides(layout: TurboQuantFormat, h_kv: int) -> tuple[int, int]:

@@ -15,7 +15,6 @@ from flashlatte.ops.dense_prefill.hopper.backward.schedule import KEYS, QUERIES
 from flashlatte.runtime import checks
 from flashlatte.runtime.strides import strides_in_use
 from flashlatte.runtime.tma_descriptors import describe
-from flashlatte.runtime.triton_kernel import launching_on
 
 # Numbers of a two-byte type in 16 bytes, what copies to and from global memory move at a time.
 ALIGNMENT = 8
@@ -61,90 +60,89 @@ def backward(
     slots = k_total // KEYS.value + requests + 2
     blocks = -(-q_total // TOKENS.value)
     turns_per_head = q_total // QUERIES.value + requests + 2
-    with launching_on(q.device):
-        dq_sums = torch.empty(heads, q_total, d_qk, dtype=torch.float32, device=q.device)
-        row_lse = torch.empty(heads, q_total, dtype=torch.float32, device=q.device)
-        delta = torch.empty_like(row_lse)
-        turns = torch.empty(heads, turns_per_head, dtype=torch.int32, device=q.device) if deterministic else None
-        prepare_kernel[(heads * blocks,)](
-            out=out,
-            **_strides("out", out),
-            dout=dout,
-            **_strides("dout", dout),
-            lse=lse,
-            lse_token_stride=lse.stride(0),
-            lse_head_stride=lse.stride(1),
-            dlse=dlse,
-            dlse_token_stride=0 if dlse is None else dlse.stride(0),
-            dlse_head_stride=0 if dlse is None else dlse.stride(1),
-            row_lse=row_lse,
-            delta=delta,
-            dq_sums=dq_sums,
-            turns=turns,
-            tokens=q_total,
-            heads=heads,
-            turns_per_head=turns_per_head,
-            OUT_UNIT=_unit(out),
-            DOUT_UNIT=_unit(dout),
-            V_DIM=d_v,
-            QK_DIM=d_qk,
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
-        q_main, k_main = _descriptor(q, 128), _descriptor(k, 128)
-        backward_kernel[(slots * kv_heads,)](
-            q_main=q_main,
-            q_rope=_descriptor(q, 64) if has_rope else q_main,
-            q=q,
-            **_strides("q", q),
-            dout_desc=_descriptor(dout, 128),
-            dout=dout,
-            **_strides("dout", dout),
-            k_main=k_main,
-            k_rope=_descriptor(k, 64) if has_rope else k_main,
-            k=k,
-            **_strides("k", k),
-            v_desc=_descriptor(v, 128),
-            v=v,
-            **_strides("v", v),
-            lse=row_lse,
-            delta=delta,
-            dq_sums=TensorDescriptor.from_tensor(dq_sums, [1, QUERIES.value, SUM_COLUMNS.value], _SUMS_LAYOUT),
-            dq_turns=turns,
-            dk=dk,
-            **_strides("dk", dk),
-            dv=dv,
-            **_strides("dv", dv),
-            cu_q=cu_seqlens_q,
-            cu_k=cu_seqlens_k,
-            q_total=q_total,
-            k_total=k_total,
-            requests=requests,
-            bisections=(requests + 1).bit_length(),
-            slots=slots,
-            turns_per_head=turns_per_head,
-            group=heads // kv_heads,
-            window_left=window_left,
-            window_right=window_right,
-            scale_log2=softmax_scale * math.log2(math.e),
-            HAS_ROPE=has_rope,
-            DK_UNIT=_unit(dk),
-            DV_UNIT=_unit(dv),
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
-        finish_kernel[(heads * blocks,)](
-            dq_sums=dq_sums,
-            dq=dq,
-            **_strides("dq", dq),
-            tokens=q_total,
-            heads=heads,
-            softmax_scale=softmax_scale,
-            DQ_UNIT=_unit(dq),
-            QK_DIM=d_qk,
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
+    dq_sums = torch.empty(heads, q_total, d_qk, dtype=torch.float32, device=q.device)
+    row_lse = torch.empty(heads, q_total, dtype=torch.float32, device=q.device)
+    delta = torch.empty_like(row_lse)
+    turns = torch.empty(heads, turns_per_head, dtype=torch.int32, device=q.device) if deterministic else None
+    prepare_kernel[(heads * blocks,)](
+        out=out,
+        **_strides("out", out),
+        dout=dout,
+        **_strides("dout", dout),
+        lse=lse,
+        lse_token_stride=lse.stride(0),
+        lse_head_stride=lse.stride(1),
+        dlse=dlse,
+        dlse_token_stride=0 if dlse is None else dlse.stride(0),
+        dlse_head_stride=0 if dlse is None else dlse.stride(1),
+        row_lse=row_lse,
+        delta=delta,
+        dq_sums=dq_sums,
+        turns=turns,
+        tokens=q_total,
+        heads=heads,
+        turns_per_head=turns_per_head,
+        OUT_UNIT=_unit(out),
+        DOUT_UNIT=_unit(dout),
+        V_DIM=d_v,
+        QK_DIM=d_qk,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    q_main, k_main = _descriptor(q, 128), _descriptor(k, 128)
+    backward_kernel[(slots * kv_heads,)](
+        q_main=q_main,
+        q_rope=_descriptor(q, 64) if has_rope else q_main,
+        q=q,
+        **_strides("q", q),
+        dout_desc=_descriptor(dout, 128),
+        dout=dout,
+        **_strides("dout", dout),
+        k_main=k_main,
+        k_rope=_descriptor(k, 64) if has_rope else k_main,
+        k=k,
+        **_strides("k", k),
+        v_desc=_descriptor(v, 128),
+        v=v,
+        **_strides("v", v),
+        lse=row_lse,
+        delta=delta,
+        dq_sums=TensorDescriptor.from_tensor(dq_sums, [1, QUERIES.value, SUM_COLUMNS.value], _SUMS_LAYOUT),
+        dq_turns=turns,
+        dk=dk,
+        **_strides("dk", dk),
+        dv=dv,
+        **_strides("dv", dv),
+        cu_q=cu_seqlens_q,
+        cu_k=cu_seqlens_k,
+        q_total=q_total,
+        k_total=k_total,
+        requests=requests,
+        bisections=(requests + 1).bit_length(),
+        slots=slots,
+        turns_per_head=turns_per_head,
+        group=heads // kv_heads,
+        window_left=window_left,
+        window_right=window_right,
+        scale_log2=softmax_scale * math.log2(math.e),
+        HAS_ROPE=has_rope,
+        DK_UNIT=_unit(dk),
+        DV_UNIT=_unit(dv),
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    finish_kernel[(heads * blocks,)](
+        dq_sums=dq_sums,
+        dq=dq,
+        **_strides("dq", dq),
+        tokens=q_total,
+        heads=heads,
+        softmax_scale=softmax_scale,
+        DQ_UNIT=_unit(dq),
+        QK_DIM=d_qk,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
 
 
 def _unit(x: torch.Tensor) -> int:

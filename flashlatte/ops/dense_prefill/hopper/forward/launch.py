@@ -22,7 +22,6 @@ from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.runtime.tma_descriptors import Address, describe
-from flashlatte.runtime.triton_kernel import launching_on
 
 _LOG2_E = math.log2(math.e)
 # Numbers in 16 bytes, what the copies need rows to be aligned to.
@@ -65,39 +64,38 @@ def forward(
     keys = keys_of(head_dim, head_dim_v)
     out_strides = strides_in_use(out)
     unit = row_align(out)
-    with launching_on(device):
-        kernel[(min(most_tiles, machine.num_sms(device)),)](
-            q=_descriptor_of("q", q, ROWS.value, CHUNK.value),
-            k=_descriptor_of("k", k, keys, CHUNK.value),
-            v=_descriptor_of("v", v, keys, first_columns(head_dim_v)),
-            q_rest=_rest_of("q", q, ROWS.value, rest_of(head_dim)),
-            k_rest=_rest_of("k", k, keys, rest_of(head_dim)),
-            v_rest=_rest_of("v", v, keys, second_columns(head_dim_v)),
-            cu_q=cu_seqlens_q.contiguous(),
-            cu_k=cu_seqlens_k.contiguous(),
-            requests=requests,
-            tokens_q=tokens_q,
-            tokens_k=tokens_k,
-            window_left=max(min(window_left, _WIDEST), -_WIDEST),
-            window_right=max(min(window_right, _WIDEST), -_WIDEST),
-            heads=heads,
-            group=group,
-            group_kv=group_kv,
-            taken=torch.zeros(1, dtype=torch.int32, device=device),
-            out=out,
-            out_stride_token=out_strides[0] // unit,
-            out_stride_head=out_strides[1] // unit,
-            lse=lse,
-            lse_stride_token=lse.stride(0),
-            lse_stride_head=lse.stride(1),
-            scale_log2=softmax_scale * _LOG2_E,
-            empty_lse=empty_lse,
-            D_QK=head_dim,
-            D_V=head_dim_v,
-            OUT_UNIT=unit,
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
+    kernel[(min(most_tiles, machine.num_sms(device)),)](
+        q=_descriptor_of("q", q, ROWS.value, CHUNK.value),
+        k=_descriptor_of("k", k, keys, CHUNK.value),
+        v=_descriptor_of("v", v, keys, first_columns(head_dim_v)),
+        q_rest=_rest_of("q", q, ROWS.value, rest_of(head_dim)),
+        k_rest=_rest_of("k", k, keys, rest_of(head_dim)),
+        v_rest=_rest_of("v", v, keys, second_columns(head_dim_v)),
+        cu_q=cu_seqlens_q.contiguous(),
+        cu_k=cu_seqlens_k.contiguous(),
+        requests=requests,
+        tokens_q=tokens_q,
+        tokens_k=tokens_k,
+        window_left=max(min(window_left, _WIDEST), -_WIDEST),
+        window_right=max(min(window_right, _WIDEST), -_WIDEST),
+        heads=heads,
+        group=group,
+        group_kv=group_kv,
+        taken=torch.zeros(1, dtype=torch.int32, device=device),
+        out=out,
+        out_stride_token=out_strides[0] // unit,
+        out_stride_head=out_strides[1] // unit,
+        lse=lse,
+        lse_stride_token=lse.stride(0),
+        lse_stride_head=lse.stride(1),
+        scale_log2=softmax_scale * _LOG2_E,
+        empty_lse=empty_lse,
+        D_QK=head_dim,
+        D_V=head_dim_v,
+        OUT_UNIT=unit,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,0 +1,36 @@
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+pytest.importorskip("triton")
+
+from flashlatte.runtime.triton_kernel import Kernel
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_launch_is_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch, device: str, by_name: bool) -> None:
+    current = [0]
+    launched: list[int] = []
+
+    @contextlib.contextmanager
+    def made_current(wanted: torch.device) -> Any:
+        before, current[0] = current[0], wanted.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", made_current)
+    jitted = SimpleNamespace(arg_names=["count", "host", "x"], run=lambda *_, **__: launched.append(current[0]))
+    with FakeTensorMode():
+        host, x = torch.empty(4), torch.empty(4, device=device)
+    if by_name:
+        Kernel(jitted)[(1,)](count=3, host=host, x=x)
+    else:
+        Kernel(jitted)[(1,)](3, host, x)
+    assert launched == [torch.device(device).index]
+    assert current == [0]
