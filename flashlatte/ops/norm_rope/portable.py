@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots
-from flashlatte.kernels.triton.cache_layout import blocks
+from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
 from flashlatte.kernels.triton.fp8 import narrow, widen
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
@@ -78,6 +78,7 @@ def rotate_heads(
 ) -> None:
     tokens, heads, rope_dim = x.shape
     head_blocks = blocks(heads, HEADS)
+    x_unit, out_unit = _unit(x), _unit(out)
     rotate_heads_kernel[(tokens * head_blocks,)](
         x=x,
         table=table,
@@ -86,18 +87,25 @@ def rotate_heads(
         heads=heads,
         head_blocks=head_blocks,
         num_positions=table.shape[0],
-        x_stride=stride_in_use(x, 0),
-        x_head_stride=stride_in_use(x, 1),
-        out_stride=stride_in_use(out, 0),
-        out_head_stride=stride_in_use(out, 1),
+        x_stride=stride_in_use(x, 0) // x_unit,
+        x_head_stride=stride_in_use(x, 1) // x_unit,
+        out_stride=stride_in_use(out, 0) // out_unit,
+        out_head_stride=stride_in_use(out, 1) // out_unit,
         PAIRS=rope_dim // 2,
         BLOCK_PAIRS=triton.next_power_of_2(rope_dim // 2),
         BLOCK_H=HEADS,
+        X_UNIT=x_unit,
+        OUT_UNIT=out_unit,
         INTERLEAVED=interleaved,
         INTERPRETED=machine.interpreting(),
         num_warps=HEADS_WARPS,
         enable_fp_fusion=True,
     )
+
+
+def _unit(x: torch.Tensor) -> int:
+    """The elements, as many as 16 bytes hold at most, at multiples of which the rows of x [T, h, n] begin."""
+    return max(unit_bytes(x, stride_in_use(x, 0), stride_in_use(x, 1)) // x.element_size(), 1)
 
 
 @kernel(by_element=("positions", "slot_mapping"))
@@ -219,21 +227,36 @@ def rotate_heads_kernel(
     PAIRS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    X_UNIT: tl.constexpr,
+    OUT_UNIT: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """BLOCK_H heads of a token. x and out may be the same: both numbers of a pair are read before one is written."""
+    """BLOCK_H heads of a token. x and out may be the same: each number is read before it is written.
+
+    Strides count units of so many elements, so that Triton knows how rows are aligned.
+    """
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = (tl.program_id(0) % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-    pair = tl.arange(0, BLOCK_PAIRS)[None, :]
     cosine, sine = load_rotation(table, positions, token, num_positions, PAIRS, BLOCK_PAIRS)
-    first, second = pair_columns(pair, PAIRS, INTERLEAVED)
-    mask = (head < heads) & (pair < PAIRS)
-    # [BLOCK_H, BLOCK_PAIRS]
-    x_row = x + token * x_stride + head * x_head_stride
-    a = widen(tl.load(x_row + first, mask=mask, other=0.0), INTERPRETED)
-    b = widen(tl.load(x_row + second, mask=mask, other=0.0), INTERPRETED)
     cosine, sine = cosine[None, :], sine[None, :]
-    out_row = out + token * out_stride + head * out_head_stride
-    tl.store(out_row + first, narrow(a * cosine - b * sine, out.dtype.element_ty, INTERPRETED), mask=mask)
-    tl.store(out_row + second, narrow(b * cosine + a * sine, out.dtype.element_ty, INTERPRETED), mask=mask)
+    x_row = x + (token * x_stride + head * x_head_stride) * X_UNIT
+    out_row = out + (token * out_stride + head * out_head_stride) * OUT_UNIT
+    if INTERLEAVED:
+        # Whole rows: the two numbers of a pair apart would each be read and written by steps, 32 rows at a time.
+        column = tl.arange(0, 2 * BLOCK_PAIRS)[None, :]
+        mask = (head < heads) & (column < 2 * PAIRS)
+        # [BLOCK_H, BLOCK_PAIRS, 2]
+        pairs = tl.reshape(tl.load(x_row + column, mask=mask, other=0.0), [BLOCK_H, BLOCK_PAIRS, 2])
+        a, b = tl.split(widen(pairs, INTERPRETED))
+        turned = tl.join(a * cosine - b * sine, b * cosine + a * sine)
+        turned = tl.reshape(narrow(turned, out.dtype.element_ty, INTERPRETED), [BLOCK_H, 2 * BLOCK_PAIRS])
+        tl.store(out_row + column, turned, mask=mask)
+    else:
+        pair = tl.arange(0, BLOCK_PAIRS)[None, :]
+        mask = (head < heads) & (pair < PAIRS)
+        # [BLOCK_H, BLOCK_PAIRS]
+        a = widen(tl.load(x_row + pair, mask=mask, other=0.0), INTERPRETED)
+        b = widen(tl.load(x_row + PAIRS + pair, mask=mask, other=0.0), INTERPRETED)
+        tl.store(out_row + pair, narrow(a * cosine - b * sine, out.dtype.element_ty, INTERPRETED), mask=mask)
+        tl.store(out_row + PAIRS + pair, narrow(b * cosine + a * sine, out.dtype.element_ty, INTERPRETED), mask=mask)
