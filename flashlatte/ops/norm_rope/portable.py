@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots
-from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
+from flashlatte.kernels.triton.cache_layout import blocks
 from flashlatte.kernels.triton.fp8 import narrow, widen
+from flashlatte.kernels.triton.rotation import rotate_rows, unit_of_rows
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
@@ -78,7 +79,7 @@ def rotate_heads(
 ) -> None:
     tokens, heads, rope_dim = x.shape
     head_blocks = blocks(heads, HEADS)
-    x_unit, out_unit = _unit(x), _unit(out)
+    x_unit, out_unit = unit_of_rows(x), unit_of_rows(out)
     rotate_heads_kernel[(tokens * head_blocks,)](
         x=x,
         table=table,
@@ -101,11 +102,6 @@ def rotate_heads(
         num_warps=HEADS_WARPS,
         enable_fp_fusion=True,
     )
-
-
-def _unit(x: torch.Tensor) -> int:
-    """The elements, as many as 16 bytes hold at most, at multiples of which the rows of x [T, h, n] begin."""
-    return max(unit_bytes(x, stride_in_use(x, 0), stride_in_use(x, 1)) // x.element_size(), 1)
 
 
 @kernel(by_element=("positions", "slot_mapping"))
@@ -232,31 +228,21 @@ def rotate_heads_kernel(
     INTERLEAVED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """BLOCK_H heads of a token. x and out may be the same: each number is read before it is written.
-
-    Strides count units of so many elements, so that Triton knows how rows are aligned.
-    """
+    """BLOCK_H heads of a token. x and out may be the same. Strides count units of X_UNIT and OUT_UNIT elements."""
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = (tl.program_id(0) % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     cosine, sine = load_rotation(table, positions, token, num_positions, PAIRS, BLOCK_PAIRS)
-    cosine, sine = cosine[None, :], sine[None, :]
-    x_row = x + (token * x_stride + head * x_head_stride) * X_UNIT
-    out_row = out + (token * out_stride + head * out_head_stride) * OUT_UNIT
-    if INTERLEAVED:
-        # Whole rows: the two numbers of a pair apart would each be read and written by steps, 32 rows at a time.
-        column = tl.arange(0, 2 * BLOCK_PAIRS)[None, :]
-        mask = (head < heads) & (column < 2 * PAIRS)
-        # [BLOCK_H, BLOCK_PAIRS, 2]
-        pairs = tl.reshape(tl.load(x_row + column, mask=mask, other=0.0), [BLOCK_H, BLOCK_PAIRS, 2])
-        a, b = tl.split(widen(pairs, INTERPRETED))
-        turned = tl.join(a * cosine - b * sine, b * cosine + a * sine)
-        turned = tl.reshape(narrow(turned, out.dtype.element_ty, INTERPRETED), [BLOCK_H, 2 * BLOCK_PAIRS])
-        tl.store(out_row + column, turned, mask=mask)
-    else:
-        pair = tl.arange(0, BLOCK_PAIRS)[None, :]
-        mask = (head < heads) & (pair < PAIRS)
-        # [BLOCK_H, BLOCK_PAIRS]
-        a = widen(tl.load(x_row + pair, mask=mask, other=0.0), INTERPRETED)
-        b = widen(tl.load(x_row + PAIRS + pair, mask=mask, other=0.0), INTERPRETED)
-        tl.store(out_row + pair, narrow(a * cosine - b * sine, out.dtype.element_ty, INTERPRETED), mask=mask)
-        tl.store(out_row + PAIRS + pair, narrow(b * cosine + a * sine, out.dtype.element_ty, INTERPRETED), mask=mask)
+    x_rows = x + (token * x_stride + head * x_head_stride) * X_UNIT
+    out_rows = out + (token * out_stride + head * out_head_stride) * OUT_UNIT
+    rotate_rows(
+        x_rows,
+        out_rows,
+        head < heads,
+        cosine[None, :],
+        sine[None, :],
+        PAIRS,
+        BLOCK_H,
+        BLOCK_PAIRS,
+        INTERLEAVED,
+        INTERPRETED,
+    )

@@ -10,6 +10,7 @@ from flashlatte.kernels.triton.cache_address import Slots, locate_slots
 from flashlatte.kernels.triton.cache_layout import as_bytes, blocks
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
 from flashlatte.kernels.triton.head_dims import padded
+from flashlatte.kernels.triton.rotation import rotate_rows, unit_of_rows
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
@@ -36,6 +37,7 @@ def rope_cache_write(
     num_tokens, rope_dim = slot_mapping.shape[0], k_rope.shape[1]
     heads = 0 if q_rope is None else q_rope.shape[1]
     head_blocks = blocks(heads, HEADS)
+    q_unit = 1 if q_rope is None else unit_of_rows(q_rope)
     num_slots = cache.shape[0] * cache.shape[1]
     rope_cache_write_kernel[(num_tokens * (1 + head_blocks),)](
         *by_name(
@@ -60,8 +62,8 @@ def rope_cache_write(
             table_stride=stride_in_use(cos_sin, 0),
             latent_stride=stride_in_use(latent, 0),
             k_stride=stride_in_use(k_rope, 0),
-            q_stride=0 if q_rope is None else stride_in_use(q_rope, 0),
-            q_head_stride=0 if q_rope is None else stride_in_use(q_rope, 1),
+            q_stride=0 if q_rope is None else stride_in_use(q_rope, 0) // q_unit,
+            q_head_stride=0 if q_rope is None else stride_in_use(q_rope, 1) // q_unit,
             page_stride=stride_in_use(cache, 0),
             row_stride=stride_in_use(cache, 1),
         ),
@@ -70,6 +72,7 @@ def rope_cache_write(
         BLOCK_LATENT=padded(latent.shape[1]),
         BLOCK_PAIRS=padded(rope_dim // 2),
         BLOCK_H=HEADS,
+        Q_UNIT=q_unit,
         INTERLEAVED=interleaved,
         WIDE=num_slots >= 2**31,
         NATIVE=converts_e4m3(cache.device),
@@ -110,12 +113,16 @@ def rope_cache_write_kernel(
     BLOCK_LATENT: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    Q_UNIT: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Programs of one token's key, then programs of BLOCK_H heads of one token's query."""
+    """Programs of one token's key, then programs of BLOCK_H heads of one token's query.
+
+    Strides of the query count units of Q_UNIT elements.
+    """
     program = tl.program_id(0).to(tl.int64)
     is_key = program < num_tokens
     behind = tl.maximum(program - num_tokens, 0)
@@ -149,8 +156,8 @@ def rope_cache_write_kernel(
         store_numbers(cache_row + column, numbers, scale, inside, NATIVE, INTERPRETED)
     elif q_rope is not None:
         head = (behind - of_query * head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-        rows = q_rope + token * q_stride + head * q_head_stride
-        rotate_in_place(rows, first, second, cosine, sine, (head < heads) & in_rope, INTERPRETED)
+        rows = q_rope + (token * q_stride + head * q_head_stride) * Q_UNIT
+        rotate_rows(rows, rows, head < heads, cosine, sine, PAIRS, BLOCK_H, BLOCK_PAIRS, INTERLEAVED, INTERPRETED)
 
 
 @triton.jit
