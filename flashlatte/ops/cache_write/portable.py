@@ -9,13 +9,14 @@ from flashlatte.kernels.triton.cache_address import Slots, locate_slots, store_w
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
 from flashlatte.kernels.triton.tile_scales import quantize_tiles
-from flashlatte.kv_cache.formats import CacheFormat, Tiling
-from flashlatte.ops.cache_write.portable_blocks import write_blocks
+from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.ops.cache_write.portable_blocks import write_blocks_kernel
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
 TILED_BLOCKING = Blocking(tokens=8, warps=2)
+SCALED_BLOCKING = Blocking(tokens=8, warps=4)
 ROWS_BLOCKING = Blocking(tokens=32, warps=4)
 ROWS_COLUMNS = 64
 
@@ -31,107 +32,74 @@ def cache_write(
     scale_rounding: str,
 ) -> None:
     cache = as_bytes(cache)
-    if layout.tiling is not None:
-        _write_tiles(cache, slot_mapping, x, rope, layout.tiling, scale_rounding)
-    elif layout.block_scaling is not None:
-        write_blocks(cache, slot_mapping, x, rope, layout.block_scaling, layout.head_dim)
-    else:
-        _write_rows(cache, slot_mapping, x, rope, scale_tensor, scale_value)
-
-
-def _write_tiles(
-    cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    x: torch.Tensor,
-    rope: torch.Tensor | None,
-    tiling: Tiling,
-    scale_rounding: str,
-) -> None:
-    page_stride = stride_in_use(cache, 0)
-    x_stride = stride_in_use(x, 0)
+    tiling, scaling = layout.tiling, layout.block_scaling
     rope_column = 0
-    if rope is None:
+    if tiling is not None and rope is None:
         rope, rope_column = x, tiling.tiles * tiling.tile
-    rope_stride = stride_in_use(rope, 0)
-    align = unit_bytes(cache, page_stride)
-    x_align = unit_bytes(x, x_stride) // x.element_size()
-    rope_align = unit_bytes(rope, rope_stride) // rope.element_size()
-    num_tokens = slot_mapping.shape[0]
-    num_slots = cache.shape[0] * cache.shape[1]
-    write_tiles_kernel[(blocks(num_tokens, TILED_BLOCKING.tokens),)](
-        cache=cache,
-        slot_mapping=slot_mapping,
-        x=x,
-        rope=rope,
-        num_tokens=num_tokens,
-        num_slots=num_slots,
-        page_size=cache.shape[1],
-        slot_stride=slot_mapping.stride(0),
-        page_stride=page_stride // align,
-        x_stride=x_stride // x_align,
-        rope_stride=rope_stride // rope_align,
-        TILING=tiling,
-        POWER_OF_TWO=scale_rounding == "power_of_two" or tiling.e8m0,
-        ALIGN=align,
-        ROPE_COLUMN=rope_column,
-        X_ALIGN=x_align,
-        ROPE_ALIGN=rope_align,
-        WIDE=num_slots >= 2**31,
-        NATIVE=converts_e4m3(cache.device),
-        INTERPRETED=machine.interpreting(),
-        BLOCK_T=TILED_BLOCKING.tokens,
-        num_warps=TILED_BLOCKING.warps,
-        enable_fp_fusion=True,
-    )
-
-
-def _write_rows(
-    cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    x: torch.Tensor,
-    rope: torch.Tensor | None,
-    scale_tensor: torch.Tensor | None,
-    scale_value: float,
-) -> None:
-    page_stride = stride_in_use(cache, 0)
-    row_stride = stride_in_use(cache, 1)
-    x_stride = stride_in_use(x, 0)
+    page_stride, x_stride = stride_in_use(cache, 0), stride_in_use(x, 0)
+    row_stride = stride_in_use(cache, 1) if tiling is None and scaling is None else 0
     rope_stride = 0 if rope is None else stride_in_use(rope, 0)
     align = unit_bytes(cache, page_stride, row_stride) // cache.element_size()
     x_align = unit_bytes(x, x_stride) // x.element_size()
     rope_align = 1 if rope is None else unit_bytes(rope, rope_stride) // rope.element_size()
     num_tokens = slot_mapping.shape[0]
     num_slots = cache.shape[0] * cache.shape[1]
-    width = cache.shape[-1]
-    column_blocks = blocks(width, ROWS_COLUMNS)
-    write_rows_kernel[(blocks(num_tokens, ROWS_BLOCKING.tokens) * column_blocks,)](
-        cache=cache,
-        slot_mapping=slot_mapping,
-        x=x,
-        rope=rope,
-        scale_tensor=scale_tensor,
-        scale_value=scale_value,
-        num_tokens=num_tokens,
-        num_slots=num_slots,
-        page_size=cache.shape[1],
-        slot_stride=slot_mapping.stride(0),
-        page_stride=page_stride // align,
-        row_stride=row_stride // align,
-        x_stride=x_stride // x_align,
-        rope_stride=rope_stride // rope_align,
-        WIDTH=width,
-        X_WIDTH=x.shape[1],
-        ALIGN=align,
-        X_ALIGN=x_align,
-        ROPE_ALIGN=rope_align,
-        WIDE=num_slots >= 2**31,
-        NATIVE=converts_e4m3(cache.device),
-        INTERPRETED=machine.interpreting(),
-        BLOCK_T=ROWS_BLOCKING.tokens,
-        BLOCK_C=ROWS_COLUMNS,
-        num_warps=ROWS_BLOCKING.warps,
-        enable_fp_fusion=True,
-    )
+    tokens = {
+        "cache": cache,
+        "slot_mapping": slot_mapping,
+        "x": x,
+        "rope": rope,
+        "num_tokens": num_tokens,
+        "num_slots": num_slots,
+        "page_size": cache.shape[1],
+        "slot_stride": slot_mapping.stride(0),
+        "page_stride": page_stride // align,
+        "x_stride": x_stride // x_align,
+        "rope_stride": rope_stride // rope_align,
+    }
+    variant = {
+        "ALIGN": align,
+        "X_ALIGN": x_align,
+        "ROPE_ALIGN": rope_align,
+        "WIDE": num_slots >= 2**31,
+        "NATIVE": converts_e4m3(cache.device),
+        "INTERPRETED": machine.interpreting(),
+        "enable_fp_fusion": True,
+    }
+    if tiling is not None:
+        write_tiles_kernel[(blocks(num_tokens, TILED_BLOCKING.tokens),)](
+            **tokens,
+            **variant,
+            TILING=tiling,
+            POWER_OF_TWO=scale_rounding == "power_of_two" or tiling.e8m0,
+            ROPE_COLUMN=rope_column,
+            BLOCK_T=TILED_BLOCKING.tokens,
+            num_warps=TILED_BLOCKING.warps,
+        )
+    elif scaling is not None:
+        write_blocks_kernel[(blocks(num_tokens, SCALED_BLOCKING.tokens),)](
+            **tokens,
+            **variant,
+            SCALING=scaling,
+            TAIL=layout.head_dim - scaling.block * scaling.blocks,
+            X_WIDTH=x.shape[1],
+            BLOCK_T=SCALED_BLOCKING.tokens,
+            num_warps=SCALED_BLOCKING.warps,
+        )
+    else:
+        width = cache.shape[-1]
+        write_rows_kernel[(blocks(num_tokens, ROWS_BLOCKING.tokens) * blocks(width, ROWS_COLUMNS),)](
+            **tokens,
+            **variant,
+            row_stride=row_stride // align,
+            scale_tensor=scale_tensor,
+            scale_value=scale_value,
+            WIDTH=width,
+            X_WIDTH=x.shape[1],
+            BLOCK_T=ROWS_BLOCKING.tokens,
+            BLOCK_C=ROWS_COLUMNS,
+            num_warps=ROWS_BLOCKING.warps,
+        )
 
 
 @kernel(by_element=("slot_mapping",))

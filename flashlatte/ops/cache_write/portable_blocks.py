@@ -2,64 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots
-from flashlatte.kernels.triton.cache_layout import Blocking, blocks, unit_bytes
 from flashlatte.kernels.triton.fp4 import e2m1_code, nvfp4_scales
-from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, float_to_e4m3, widen
+from flashlatte.kernels.triton.fp8 import e4m3_to_float, float_to_e4m3, widen
 from flashlatte.kernels.triton.tile_scales import quantize_tiles
-from flashlatte.kv_cache.formats import BlockScaling
-from flashlatte.runtime import machine
-from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
-
-BLOCKING = Blocking(tokens=8, warps=4)
-
-
-def write_blocks(
-    cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    x: torch.Tensor,
-    rope: torch.Tensor | None,
-    scaling: BlockScaling,
-    head_dim: int,
-) -> None:
-    page_stride = stride_in_use(cache, 0)
-    x_stride = stride_in_use(x, 0)
-    rope_stride = 0 if rope is None else stride_in_use(rope, 0)
-    align = unit_bytes(cache, page_stride)
-    x_align = unit_bytes(x, x_stride) // x.element_size()
-    rope_align = 1 if rope is None else unit_bytes(rope, rope_stride) // rope.element_size()
-    num_tokens = slot_mapping.shape[0]
-    num_slots = cache.shape[0] * cache.shape[1]
-    write_blocks_kernel[(blocks(num_tokens, BLOCKING.tokens),)](
-        cache=cache,
-        slot_mapping=slot_mapping,
-        x=x,
-        rope=rope,
-        num_tokens=num_tokens,
-        num_slots=num_slots,
-        page_size=cache.shape[1],
-        slot_stride=slot_mapping.stride(0),
-        page_stride=page_stride // align,
-        x_stride=x_stride // x_align,
-        rope_stride=rope_stride // rope_align,
-        SCALING=scaling,
-        TAIL=head_dim - scaling.block * scaling.blocks,
-        X_WIDTH=x.shape[1],
-        ALIGN=align,
-        X_ALIGN=x_align,
-        ROPE_ALIGN=rope_align,
-        WIDE=num_slots >= 2**31,
-        NATIVE=converts_e4m3(cache.device),
-        INTERPRETED=machine.interpreting(),
-        BLOCK_T=BLOCKING.tokens,
-        num_warps=BLOCKING.warps,
-        enable_fp_fusion=True,
-    )
 
 
 @triton.jit

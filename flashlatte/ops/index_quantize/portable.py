@@ -5,13 +5,21 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_address import Requests, Slots, locate_rows, locate_slots, store_words
+from flashlatte.kernels.triton.cache_address import (
+    Requests,
+    Slots,
+    locate_rows,
+    locate_slots,
+    requests_of,
+    store_words,
+)
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
 from flashlatte.kernels.triton.fp4 import e2m1_code, mxfp4_scales
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
 from flashlatte.kernels.triton.row_scales import scale_rows
 from flashlatte.kv_cache.index_formats import as_index_cache
 from flashlatte.runtime import machine
+from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -65,27 +73,20 @@ def index_gather(
     page_stride = stride_in_use(cache, 0)
     unit = unit_bytes(cache, page_stride)
     rows = values.shape[0]
-    requests, max_pages = block_table.shape
     index_gather_kernel[(blocks(rows, GATHER_BLOCKING.tokens),)](
-        cache=cache,
-        block_table=block_table,
-        cu_seqlens=cu_seqlens,
-        seq_starts=seq_starts,
-        values=values.view(torch.uint8),
-        scales=None if scales is None else scales.view(torch.uint8),
-        num_rows=rows,
-        requests=requests,
-        max_pages=max_pages,
-        num_pages=num_pages,
-        page_size=page_size,
-        cu_stride=cu_seqlens.stride(0),
-        start_stride=0 if seq_starts is None else stride_in_use(seq_starts, 0),
-        table_stride=stride_in_use(block_table, 0),
-        page_stride=page_stride // unit,
+        *by_name(
+            index_gather_kernel,
+            requests_of(cu_seqlens, seq_starts, block_table, num_pages, page_size),
+            cache=cache,
+            values=values.view(torch.uint8),
+            scales=None if scales is None else scales.view(torch.uint8),
+            num_rows=rows,
+            page_stride=page_stride // unit,
+        ),
         VALUE_BYTES=layout.value_bytes,
         SCALE_BYTES=layout.scale_bytes,
         UNIT=unit,
-        WIDE=max_pages * page_size >= 2**31,
+        WIDE=block_table.shape[1] * page_size >= 2**31,
         BLOCK_T=GATHER_BLOCKING.tokens,
         num_warps=GATHER_BLOCKING.warps,
     )
@@ -150,19 +151,20 @@ def index_quantize_kernel(
 @kernel(by_element=("cu_seqlens", "seq_starts"))
 def index_gather_kernel(
     cache,
-    block_table,
-    cu_seqlens,
-    seq_starts,
     values,
     scales,
-    num_rows: tl.int64,
-    requests: tl.int64,
+    cu_seqlens,
+    cu_stride: tl.int64,
+    num_boundaries: tl.int64,
+    num_requests: tl.int64,
+    seq_starts,
+    start_stride: tl.int64,
+    block_table,
+    table_stride: tl.int64,
     max_pages: tl.int64,
     num_pages: tl.int64,
     page_size: tl.int64,
-    cu_stride: tl.int64,
-    start_stride: tl.int64,
-    table_stride: tl.int64,
+    num_rows: tl.int64,
     page_stride: tl.int64,
     VALUE_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
@@ -171,11 +173,11 @@ def index_gather_kernel(
     BLOCK_T: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    where = Requests(
+    requests = Requests(
         cu_seqlens,
         cu_stride,
-        requests + 1,
-        requests,
+        num_boundaries,
+        num_requests,
         seq_starts,
         start_stride,
         block_table,
@@ -184,7 +186,7 @@ def index_gather_kernel(
         num_pages,
         page_size,
     )
-    inside, found, page, offset = locate_rows(where, rows, num_rows, WIDE)
+    inside, found, page, offset = locate_rows(requests, rows, num_rows, WIDE)
     page_start = cache + page * page_stride * UNIT
     column = tl.arange(0, VALUE_BYTES)[None, :]
     # [BLOCK_T, VALUE_BYTES]
