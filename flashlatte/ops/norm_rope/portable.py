@@ -9,7 +9,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots
 from flashlatte.kernels.triton.cache_layout import blocks
 from flashlatte.kernels.triton.fp8 import narrow, widen
-from flashlatte.kernels.triton.rotation import rotate_rows, unit_of_rows
+from flashlatte.kernels.triton.rotate import rotate_rows, unit_of_rows
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel

@@ -10,7 +10,7 @@ from flashlatte.kernels.triton.cache_address import Slots, locate_slots
 from flashlatte.kernels.triton.cache_layout import as_bytes, blocks
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
 from flashlatte.kernels.triton.head_dims import padded
-from flashlatte.kernels.triton.rotation import rotate_rows, unit_of_rows
+from flashlatte.kernels.triton.rotate import rotate_rows, unit_of_rows
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
