@@ -165,7 +165,8 @@ def main(description: str, sections: Sections, arguments: list[str] | None = Non
     wrong: list[str] = []
     for name in options.section or sections:
         for line in lines(sections[name](device), device, ceilings, wrong):
-            share = "" if ceilings is None else f"{line['share_of_copy']:>6.2f} of copy"
+            ceiling = "matmul" if "share_of_matmul" in line else "copy"
+            share = "" if ceilings is None else f"{line[f'share_of_{ceiling}']:>6.2f} of {ceiling}"
             more = " ".join(str(line[key]) for key in ("rows", "variant") if key in line)
             what = f"{line['op']} {line['case']} {more}"
             print(f"{what:<72}{line['backend']:>10}{line['us']:>11.1f} µs{share}", flush=True)
