@@ -97,58 +97,63 @@ class Range(NamedTuple):
 
 
 @triton.jit
-def key_count(item, lists):
+def key_count(item, key_lengths):
     """Keys in the first list of a work item, or of a vector of work items (0 beyond the last one)."""
     return _clamped_length(
-        item, lists, lists.lengths, lists.lengths_stride_request, lists.lengths_stride_token, lists.limit
+        item,
+        key_lengths,
+        key_lengths.lengths,
+        key_lengths.lengths_stride_request,
+        key_lengths.lengths_stride_token,
+        key_lengths.limit,
     )
 
 
 @triton.jit
-def extra_key_count(item, lists):
+def extra_key_count(item, key_lengths):
     """Keys in the second list of a work item."""
     return _clamped_length(
         item,
-        lists,
-        lists.extra_lengths,
-        lists.extra_lengths_stride_request,
-        lists.extra_lengths_stride_token,
-        lists.extra_limit,
+        key_lengths,
+        key_lengths.extra_lengths,
+        key_lengths.extra_lengths_stride_request,
+        key_lengths.extra_lengths_stride_token,
+        key_lengths.extra_limit,
     )
 
 
 @triton.jit
-def _clamped_length(item, lists, lengths, stride_request, stride_token, limit):
-    in_batch = item < lists.num_items
+def _clamped_length(item, key_lengths, lengths, stride_request, stride_token, limit):
+    in_batch = item < key_lengths.num_items
     if lengths is None:
         return tl.where(in_batch, limit, 0).to(tl.int32)
     else:
-        offset = (item // lists.tokens) * stride_request + (item % lists.tokens) * stride_token
+        offset = (item // key_lengths.tokens) * stride_request + (item % key_lengths.tokens) * stride_token
         length = tl.load(lengths + offset, mask=in_batch, other=0).to(tl.int64)
         return tl.minimum(tl.maximum(length, 0), limit).to(tl.int32)
 
 
 @triton.jit
-def item_blocks(item, lists, BLOCK_N: tl.constexpr):
+def item_blocks(item, key_lengths, BLOCK_N: tl.constexpr):
     """Blocks of a work item, or of a vector of work items: at least 1."""
-    blocks = tl.cdiv(key_count(item, lists), BLOCK_N)
-    if lists.extra_limit is not None:
-        blocks += tl.cdiv(extra_key_count(item, lists), BLOCK_N)
+    blocks = tl.cdiv(key_count(item, key_lengths), BLOCK_N)
+    if key_lengths.extra_limit is not None:
+        blocks += tl.cdiv(extra_key_count(item, key_lengths), BLOCK_N)
     return tl.maximum(blocks, 1)
 
 
 @triton.jit
-def _item_costs(items, lists, BLOCK_N: tl.constexpr, OVERHEAD: tl.constexpr):
-    blocks = item_blocks(items, lists, BLOCK_N)
-    return tl.where(items < lists.num_items, blocks + OVERHEAD, 0).to(tl.int64)
+def _item_costs(items, key_lengths, BLOCK_N: tl.constexpr, OVERHEAD: tl.constexpr):
+    blocks = item_blocks(items, key_lengths, BLOCK_N)
+    return tl.where(items < key_lengths.num_items, blocks + OVERHEAD, 0).to(tl.int64)
 
 
 @triton.jit
-def find_range(number, num_ranges, lists, BLOCK_N: tl.constexpr, OVERHEAD: tl.constexpr):
+def find_range(number, num_ranges, key_lengths, BLOCK_N: tl.constexpr, OVERHEAD: tl.constexpr):
     """Range ``number`` of ``num_ranges``. One without work has first = stop."""
     total = tl.zeros([], tl.int64)
-    for start in range(0, lists.num_items, SCAN):
-        total += tl.sum(_item_costs(start + tl.arange(0, SCAN), lists, BLOCK_N, OVERHEAD))
+    for start in range(0, key_lengths.num_items, SCAN):
+        total += tl.sum(_item_costs(start + tl.arange(0, SCAN), key_lengths, BLOCK_N, OVERHEAD))
     # As many ranges get work as there are, and no more than leaves each a block and its overhead.
     in_use = tl.minimum(num_ranges.to(tl.int64), tl.maximum(total // (OVERHEAD + 1), 1))
     begin = tl.minimum(number * total // in_use, total)
@@ -158,12 +163,12 @@ def find_range(number, num_ranges, lists, BLOCK_N: tl.constexpr, OVERHEAD: tl.co
     first_cost = tl.zeros([], tl.int64)
     first = tl.zeros([], tl.int32)
     stop = tl.zeros([], tl.int32)
-    for start in range(0, lists.num_items, SCAN):
+    for start in range(0, key_lengths.num_items, SCAN):
         items = start + tl.arange(0, SCAN)
-        costs = _item_costs(items, lists, BLOCK_N, OVERHEAD)
+        costs = _item_costs(items, key_lengths, BLOCK_N, OVERHEAD)
         item_end = scanned + tl.cumsum(costs)
-        is_before = (items < lists.num_items) & (item_end <= begin)
-        is_begun = (items < lists.num_items) & (item_end - costs < end)
+        is_before = (items < key_lengths.num_items) & (item_end <= begin)
+        is_begun = (items < key_lengths.num_items) & (item_end - costs < end)
         # Both counts in one sum: a reduction is what takes time here.
         counts = tl.sum(tl.where(is_before, 1, 0) + tl.where(is_begun, 0x10000, 0))
         first += counts & 0xFFFF

@@ -39,9 +39,9 @@ def round_up(blocks, GRANULARITY: gl.constexpr):
 
 
 @gluon.jit
-def _item_costs(items, lists, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr, GRANULARITY: gl.constexpr):
-    blocks = round_up(device.item_blocks(items, lists, BLOCK_N), GRANULARITY)
-    return gl.where(items < lists.num_items, blocks + OVERHEAD, 0)
+def _item_costs(items, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr, GRANULARITY: gl.constexpr):
+    blocks = round_up(device.item_blocks(items, key_lengths, BLOCK_N), GRANULARITY)
+    return gl.where(items < key_lengths.num_items, blocks + OVERHEAD, 0)
 
 
 @gluon.jit
@@ -53,9 +53,9 @@ def _cut(total, number, ranges, GRANULARITY: gl.constexpr):
 
 
 @gluon.jit
-def find_equal_range(number, splits, lists, BLOCK_N: gl.constexpr, GRANULARITY: gl.constexpr):
+def find_equal_range(number, splits, key_lengths, BLOCK_N: gl.constexpr, GRANULARITY: gl.constexpr):
     """A range where all work items are of one length and have ``splits`` ranges each, without any overhead."""
-    each = round_up(device.item_blocks(gl.to_tensor(0), lists, BLOCK_N), GRANULARITY)
+    each = round_up(device.item_blocks(gl.to_tensor(0), key_lengths, BLOCK_N), GRANULARITY)
     item = number // splits
     split = number - item * splits
     begin = split * (each // GRANULARITY) // splits * GRANULARITY
@@ -67,7 +67,7 @@ def find_equal_range(number, splits, lists, BLOCK_N: gl.constexpr, GRANULARITY: 
 def find_range(
     number,
     num_ranges,
-    lists,
+    key_lengths,
     BLOCK_N: gl.constexpr,
     OVERHEAD: gl.constexpr,
     THREADS: gl.constexpr,
@@ -75,20 +75,20 @@ def find_range(
 ):
     """The ``device.Range`` that is number ``number`` of ``num_ranges``, found by all THREADS of a partition."""
     items = gl.arange(0, THREADS, _one_each(THREADS))
-    costs = _item_costs(items, lists, BLOCK_N, OVERHEAD, GRANULARITY)
+    costs = _item_costs(items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
     total = gl.sum(costs, 0)
-    for start in range(THREADS, lists.num_items, THREADS):
-        total += gl.sum(_item_costs(start + items, lists, BLOCK_N, OVERHEAD, GRANULARITY), 0)
+    for start in range(THREADS, key_lengths.num_items, THREADS):
+        total += gl.sum(_item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY), 0)
     in_use = gl.minimum(num_ranges, gl.maximum(total // (OVERHEAD + GRANULARITY), 1))
     begin = _cut(total, gl.minimum(number, in_use), in_use, GRANULARITY)
     end = _cut(total, gl.minimum(number + 1, in_use), in_use, GRANULARITY)
 
-    first, stop, first_cost = _count(items, 0, costs, lists, begin, end)
+    first, stop, first_cost = _count(items, 0, costs, key_lengths, begin, end)
     scanned = gl.to_tensor(0)
-    for start in range(THREADS, lists.num_items, THREADS):
+    for start in range(THREADS, key_lengths.num_items, THREADS):
         scanned += gl.sum(costs, 0)
-        costs = _item_costs(start + items, lists, BLOCK_N, OVERHEAD, GRANULARITY)
-        before, begun, cost_before = _count(start + items, scanned, costs, lists, begin, end)
+        costs = _item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
+        before, begun, cost_before = _count(start + items, scanned, costs, key_lengths, begin, end)
         first += before
         stop += begun
         first_cost += cost_before
@@ -96,11 +96,11 @@ def find_range(
 
 
 @gluon.jit
-def _count(items, scanned, costs, lists, begin, end):
+def _count(items, scanned, costs, key_lengths, begin, end):
     """Of the work items, how many end before ``begin``, how many begin before ``end``, and what the former cost."""
     item_end = scanned + gl.associative_scan(costs, 0, _add)
-    is_before = (items < lists.num_items) & (item_end <= begin)
-    is_begun = (items < lists.num_items) & (item_end - costs < end)
+    is_before = (items < key_lengths.num_items) & (item_end <= begin)
+    is_begun = (items < key_lengths.num_items) & (item_end - costs < end)
     # All in one sum: a reduction is what takes time here. No more than 1,024 threads count.
     sums = gl.sum(gl.where(is_before, (costs.to(gl.int64) << 24) + 1, 0) + gl.where(is_begun, 0x1000, 0), 0)
     return (sums & 0xFFF).to(gl.int32), (sums >> 12 & 0xFFF).to(gl.int32), (sums >> 24).to(gl.int32)

@@ -15,7 +15,7 @@ from flashlatte.split_kv import device
 pytestmark = pytest.mark.interpreter
 
 BLOCK_N = 16
-LENGTHS = st.lists(st.sampled_from([-5, 0, 1, 16, 17, 100, 500, 3000]), min_size=1, max_size=20)
+LENGTHS = st.key_lengths(st.sampled_from([-5, 0, 1, 16, 17, 100, 500, 3000]), min_size=1, max_size=20)
 
 
 @kernel
@@ -24,13 +24,13 @@ def splits_kernel(
 ):
     """out [ranges, items, 2]: first and last block of each range's split of each item; metadata [ranges]."""
     num_items = requests * tokens
-    lists = device.KeyLengths(num_items, tokens, lengths, tokens, 1, limit)
+    key_lengths = device.KeyLengths(num_items, tokens, lengths, tokens, 1, limit)
     number = tl.program_id(0)
-    cta_range = device.find_range(number, num_ranges, lists, BLOCK_N, OVERHEAD)
+    cta_range = device.find_range(number, num_ranges, key_lengths, BLOCK_N, OVERHEAD)
     tl.store(metadata + number, device.continued_item(cta_range, OVERHEAD).to(tl.float32))
     cost = cta_range.first_cost
     for item in range(cta_range.first, cta_range.stop):
-        blocks = device.item_blocks(item, lists, BLOCK_N)
+        blocks = device.item_blocks(item, key_lengths, BLOCK_N)
         begin, end = device.split_of(cta_range, cost, blocks, OVERHEAD)
         if begin < end:
             tl.store(out + (number * num_items + item) * 2, begin)
@@ -58,9 +58,9 @@ def metadata_kernel(items_out, boundaries_out, metadata, items: tl.int32, num_ra
 @kernel
 def counts_kernel(out, lengths, extra_lengths, BLOCK_N: tl.constexpr):
     """out [2, 3, 2]: blocks of 3 requests of 2 tokens, with lengths per request and an extra list per token."""
-    lists = device.KeyLengths(6, 2, lengths, 1, 0, 100, extra_lengths, 2, 1, 40)
+    key_lengths = device.KeyLengths(6, 2, lengths, 1, 0, 100, extra_lengths, 2, 1, 40)
     items = tl.arange(0, 8)
-    tl.store(out + items, device.item_blocks(items, lists, BLOCK_N), mask=items < 6)
+    tl.store(out + items, device.item_blocks(items, key_lengths, BLOCK_N), mask=items < 6)
 
 
 def schedule(lengths, tokens, num_ranges, overhead, limit=2000):

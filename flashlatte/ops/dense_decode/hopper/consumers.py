@@ -49,7 +49,7 @@ class Call(NamedTuple):
     Attributes:
         query: all queries (``producer.Query``); ``corner`` where the CTA's rows begin (``producer.Corner``).
         keys: of the producer (``producer.Keys`` or ``one_byte_producer.Keys``).
-        lists: lengths of the requests (``device.KeyLengths``).
+        key_lengths: of the requests (``device.KeyLengths``).
         table: their pages (``schedule.Table``).
         work: what the CTA works on (``schedule.Work``).
         causal_offset: keys at a request's end that its first query token does not see: s_q - 1 if causal, else 0.
@@ -62,7 +62,7 @@ class Call(NamedTuple):
     query: Any
     corner: Any
     keys: Any
-    lists: Any
+    key_lengths: Any
     table: Any
     work: Any
     causal_offset: Any
@@ -234,14 +234,14 @@ def consume_even(call, PLAN: gl.constexpr):
     tiles = call.tiles
     cta_range = call.work.range
     cost = cta_range.first_cost
-    length = device.key_count(cta_range.first, call.lists)
+    length = device.key_count(cta_range.first, call.key_lengths)
     items_taken = 0
     steps_taken = 0
     for item in range(cta_range.first, cta_range.stop):
         split = schedule.split_of(item, length, cost, call.work, PLAN)
         mask = _mask_of(length, call)
         cost += PLAN.overhead + split.steps
-        length = device.key_count(item + 1, call.lists)
+        length = device.key_count(item + 1, call.key_lengths)
         begin, end = split.begin, split.end
         if end > begin:
             page = schedule.page_of(call.table, split, 2 * begin, PLAN)
@@ -271,14 +271,14 @@ def consume_odd(call, PLAN: gl.constexpr):
     tiles = call.tiles
     cta_range = call.work.range
     cost = cta_range.first_cost
-    length = device.key_count(cta_range.first, call.lists)
+    length = device.key_count(cta_range.first, call.key_lengths)
     items_taken = 0
     steps_taken = 0
     for item in range(cta_range.first, cta_range.stop):
         split = schedule.split_of(item, length, cost, call.work, PLAN)
         mask = _mask_of(length, call)
         cost += PLAN.overhead + split.steps
-        length = device.key_count(item + 1, call.lists)
+        length = device.key_count(item + 1, call.key_lengths)
         begin, end = split.begin, split.end
         if end > begin:
             page = schedule.page_of(call.table, split, 2 * begin + 1, PLAN)

@@ -69,7 +69,7 @@ def dense_decode_kernel(
     PLAN: tl.constexpr,
 ):
     """A CTA works on 64 query rows of a kv head, for a range of all keys. Arguments as in ``launch``."""
-    lists = KeyLengths(num_items, 1, lengths, lengths_stride_request, 0, limit)
+    key_lengths = KeyLengths(num_items, 1, lengths, lengths_stride_request, 0, limit)
     table = schedule.Table(pages, pages_stride, num_pages)
     outputs = Outputs(
         out,
@@ -99,7 +99,7 @@ def dense_decode_kernel(
     gdc_wait()
     group = schedule.find_group(groups_per_head, num_groups)
     corner = producer.find_corner(query, group)
-    work = schedule.find_work(group, lists, num_splits, first_item, PLAN)
+    work = schedule.find_work(group, key_lengths, num_splits, first_item, PLAN)
     if PLAN.one_byte:
         unit = k_scale
         if k_scale_tensor is not None:
@@ -108,7 +108,9 @@ def dense_decode_kernel(
     else:
         unit: gl.constexpr = None
     results = epilogue.Results(outputs, scratch, unit)
-    call = consumers.Call(query, corner, keys, lists, table, work, causal_offset, scale, shared, full, None, results)
+    call = consumers.Call(
+        query, corner, keys, key_lengths, table, work, causal_offset, scale, shared, full, None, results
+    )
     CONSUMER_REGISTERS: gl.constexpr = _CAST_REGISTERS if PLAN.one_byte else _REGISTERS
     gl.warp_specialize(
         [

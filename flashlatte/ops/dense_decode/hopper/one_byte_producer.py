@@ -161,9 +161,9 @@ def produce(call, PLAN: gl.constexpr):
     DTYPE: gl.constexpr = k0.left.dtype
     cta_range = call.work.range
     cost = cta_range.first_cost
-    length = device.key_count(cta_range.first, call.lists)
+    length = device.key_count(cta_range.first, call.key_lengths)
     # True. Without these branches the compiler would move the wait for the next half before the arrival of this one.
-    always = call.lists.num_items > 0
+    always = call.key_lengths.num_items > 0
     for item in range(cta_range.first, cta_range.stop):
         split = schedule.split_of(item, length, cost, call.work, PLAN)
         cost += PLAN.overhead + split.steps
@@ -213,5 +213,5 @@ def produce(call, PLAN: gl.constexpr):
                 if always:
                     barriers.wait(K1_RIGHT_EMPTY, barriers.PAIR)
                     _fill(k1.right, k1.rope, right1, factor, full.k1.right, HAS_ROPE)
-        length = device.key_count(item + 1, call.lists)
+        length = device.key_count(item + 1, call.key_lengths)
     finish(call, PLAN)

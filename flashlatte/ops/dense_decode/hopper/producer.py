@@ -160,7 +160,7 @@ def produce(call, PLAN: gl.constexpr):
     table, k0, k1, full = call.table, call.tiles.k0, call.tiles.k1, call.full
     cta_range = call.work.range
     cost = cta_range.first_cost
-    length = device.key_count(cta_range.first, call.lists)
+    length = device.key_count(cta_range.first, call.key_lengths)
     for item in range(cta_range.first, cta_range.stop):
         split = schedule.split_of(item, length, cost, call.work, PLAN)
         cost += PLAN.overhead + split.steps
@@ -189,5 +189,5 @@ def produce(call, PLAN: gl.constexpr):
                 # Not before this step's loads, which would wait for the numbers.
                 page0 = schedule.page_of(table, split, block + 2, PLAN)
                 page1 = schedule.page_of(table, split, block + 3, PLAN)
-        length = device.key_count(item + 1, call.lists)
+        length = device.key_count(item + 1, call.key_lengths)
     finish(call, PLAN)

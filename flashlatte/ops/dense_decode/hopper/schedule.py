@@ -112,18 +112,18 @@ def find_group(groups_per_head, num_groups):
 
 
 @gluon.jit
-def find_work(group, lists, num_splits, first_item, PLAN: gl.constexpr):
+def find_work(group, key_lengths, num_splits, first_item, PLAN: gl.constexpr):
     """The work of this CTA, among those with the same rows."""
     number = gl.program_id(0) // group.count
     if PLAN.split_steps is None:
         # Who waits for what another range has of a request (``fixup``) is launched after that range.
         number = num_splits - 1 - number
-        cta_range = find_range(number, num_splits, lists, PAIR, PLAN.overhead, _THREADS)
+        cta_range = find_range(number, num_splits, key_lengths, PAIR, PLAN.overhead, _THREADS)
         return Work(cta_range, number, num_splits, 1, group)
     else:
         item = first_item + number // num_splits
         split = number % num_splits
-        steps = device.item_blocks(item, lists, PAIR)
+        steps = device.item_blocks(item, key_lengths, PAIR)
         size, splits = device.fixed_splits(steps, PLAN.split_steps, PLAN.max_splits)
         begin = split * size
         end = gl.minimum(begin + size, steps)

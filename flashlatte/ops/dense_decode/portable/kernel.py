@@ -171,7 +171,7 @@ def dense_decode_kernel(
     BLOCK_H: tl.constexpr = STEP.block_h
     BLOCK_N: tl.constexpr = STEP.block_n
     cache = Cache(k_cache, k_stride_page, k_stride_token, k_stride_head, num_pages, block_table, stride_table)
-    lists = device.KeyLengths(num_items, 1, lengths, lengths_stride_request, 0, limit)
+    key_lengths = device.KeyLengths(num_items, 1, lengths, lengths_stride_request, 0, limit)
     outputs = Outputs(
         out,
         out_stride_request,
@@ -204,7 +204,7 @@ def dense_decode_kernel(
 
     PARTIAL: tl.constexpr = BLOCK_H * (STEP.latent_dim + 1)
     if SPLIT_BLOCKS is None:
-        cta_range = device.find_range(number, num_splits, lists, BLOCK_N, OVERHEAD)
+        cta_range = device.find_range(number, num_splits, key_lengths, BLOCK_N, OVERHEAD)
         first_item = cta_range.first
         stop_item = cta_range.stop
         cost = cta_range.first_cost
@@ -215,7 +215,7 @@ def dense_decode_kernel(
         first_item += local_item
         stop_item = first_item + 1
     for item in range(first_item, stop_item):
-        blocks = device.item_blocks(item, lists, BLOCK_N)
+        blocks = device.item_blocks(item, key_lengths, BLOCK_N)
         if SPLIT_BLOCKS is None:
             first_block, stop_block = device.split_of(cta_range, cost, blocks, OVERHEAD)
             cost += blocks + OVERHEAD
@@ -230,7 +230,7 @@ def dense_decode_kernel(
         if first_block < stop_block:
             q_offset = (item * q_stride_request + q_row) * Q_ALIGN
             q_tile = load_tile(q, q_offset, in_rows, STEP)
-            length = device.key_count(item, lists)
+            length = device.key_count(item, key_lengths)
             values, lse2 = _attend(
                 q_tile,
                 cache,

@@ -108,7 +108,7 @@ def paged_attention_kernel(
     """
     BLOCK_M: tl.constexpr = STEP.block_m
     BLOCK_N: tl.constexpr = STEP.block_n
-    lists = device.KeyLengths(num_items, 1, lengths, 1, 0, limit)
+    key_lengths = device.KeyLengths(num_items, 1, lengths, 1, 0, limit)
     outputs = Outputs(
         out,
         out_stride_request,
@@ -195,12 +195,12 @@ def paged_attention_kernel(
         first_item = number
         stop_item = number + 1
     else:
-        cta_range = device.find_range(number, num_splits, lists, BLOCK_N, OVERHEAD)
+        cta_range = device.find_range(number, num_splits, key_lengths, BLOCK_N, OVERHEAD)
         first_item = cta_range.first
         stop_item = cta_range.stop
         cost = cta_range.first_cost
     for item in range(first_item, stop_item):
-        blocks = device.item_blocks(item, lists, BLOCK_N)
+        blocks = device.item_blocks(item, key_lengths, BLOCK_N)
         first_block = 0
         stop_block = blocks
         if not IS_WHOLE:

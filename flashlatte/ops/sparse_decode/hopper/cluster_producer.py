@@ -208,7 +208,7 @@ def produce(call, PLAN: gl.constexpr):
     # All tiles are free at first.
     phase = 1
     # True. Without these branches the compiler would move the wait for the next block before the arrival of this one.
-    always = call.lists.num_items > 0
+    always = call.key_lengths.num_items > 0
     for item in range(work.range.first, work.range.stop, work.stride):
         steps = schedule.num_steps(cursor.split)
         for step in range(steps):

@@ -63,7 +63,7 @@ class Call(NamedTuple):
         query: all queries (``Query``).
         caches: the cache and the extra one (``rows.Cache``); without that, the cache once more.
         selection: lists of indices into either (``rows.Indices``).
-        lists: lengths of the items (``device.KeyLengths``).
+        key_lengths: of the items (``device.KeyLengths``).
         work: what the CTA works on (``schedule.Work``).
         scale: softmax_scale · log2(e).
         tiles, masks, full: shared memory.
@@ -74,7 +74,7 @@ class Call(NamedTuple):
     query: Any
     caches: Any
     selection: Any
-    lists: Any
+    key_lengths: Any
     work: Any
     scale: Any
     tiles: Any
@@ -92,7 +92,7 @@ def copy_query(call, item, cost, PLAN: gl.constexpr):
     """
     if schedule.has_split(item, cost, call.work, PLAN):
         query = call.query
-        tokens = call.lists.tokens
+        tokens = call.key_lengths.tokens
         # What follows from it would else be worked out before the main loop, and kept.
         head = opaque(call.work.group * ROWS + gl.arange(0, ROWS, tokens_layout(False)))
         offset = (
@@ -193,7 +193,7 @@ def consume_even(call, PLAN: gl.constexpr):
     items_taken = 0
     steps_taken = 0
     for item in range(cta_range.first, cta_range.stop, call.work.stride):
-        split = schedule.split_of(item, cost, call.work, call.lists, PLAN)
+        split = schedule.split_of(item, cost, call.work, call.key_lengths, PLAN)
         cost += PLAN.overhead + split.blocks
         steps = schedule.num_steps(split)
         if steps > 0:
@@ -220,7 +220,7 @@ def consume_odd(call, PLAN: gl.constexpr):
     items_taken = 0
     steps_taken = 0
     for item in range(cta_range.first, cta_range.stop, call.work.stride):
-        split = schedule.split_of(item, cost, call.work, call.lists, PLAN)
+        split = schedule.split_of(item, cost, call.work, call.key_lengths, PLAN)
         cost += PLAN.overhead + split.blocks
         steps = schedule.num_steps(split)
         if steps > 0:

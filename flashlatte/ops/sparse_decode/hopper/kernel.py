@@ -101,7 +101,7 @@ def sparse_decode_kernel(
             extra_page_shift,
         )
         extra = rows.Indices(extra_indices, extra_indices_stride_request, extra_indices_stride_token)
-    lists = device.KeyLengths(
+    key_lengths = device.KeyLengths(
         num_items,
         tokens,
         lengths,
@@ -141,7 +141,7 @@ def sparse_decode_kernel(
     # The kernel before this one in the stream may still run, and what it writes may be the lengths.
     if PLAN.has_lengths:
         gdc_wait()
-    work = schedule.find_work(lists, num_splits, num_groups, PLAN)
+    work = schedule.find_work(key_lengths, num_splits, num_groups, PLAN)
     if not PLAN.has_lengths:
         gdc_wait()
     partials = None
@@ -151,7 +151,7 @@ def sparse_decode_kernel(
         partials = scratch + device.partial_of_range(work.number, work.group, num_groups, True) * PARTIAL
     results = epilogue.Results(outputs, scratch, partials)
     call = consumers.Call(
-        queries, (cache, extra_cache), (own, extra), lists, work, scale, shared, masks, full, peer, results
+        queries, (cache, extra_cache), (own, extra), key_lengths, work, scale, shared, masks, full, peer, results
     )
     ONE_BLOCK: gl.constexpr = PLAN.granularity == 1
     gl.warp_specialize(

@@ -49,7 +49,7 @@ def produce(call, PLAN: gl.constexpr):
     publish_mask(call.masks.block0, rows)
     copy_rope(k0, call.full.k0, rows, PLAN)
     # True: the compiler would else dequantize the right half before it passes the left one on.
-    always = call.lists.num_items > 0
+    always = call.key_lengths.num_items > 0
     left = with_nan(half_loaded(left, LEFT, PLAN), rows, LEFT, PLAN)
     if always:
         fill(k0.left, left, LEFT, PLAN)
@@ -65,7 +65,7 @@ def produce(call, PLAN: gl.constexpr):
 def consume_even(call, PLAN: gl.constexpr):
     """The scores, and the left half of the output."""
     shared, cta_range = call.tiles, call.work.range
-    split = schedule.split_of(cta_range.first, cta_range.first_cost, call.work, call.lists, PLAN)
+    split = schedule.split_of(cta_range.first, cta_range.first_cost, call.work, call.key_lengths, PLAN)
     copy_query(call, cta_range.first, cta_range.first_cost, PLAN)
     state = empty_state(OUTPUT)
     # A zero that the compiler cannot see through, for ``tiles.Tiles``.
@@ -92,7 +92,7 @@ def consume_even(call, PLAN: gl.constexpr):
 def consume_odd(call, PLAN: gl.constexpr):
     """The right half of the output."""
     shared, cta_range = call.tiles, call.work.range
-    split = schedule.split_of(cta_range.first, cta_range.first_cost, call.work, call.lists, PLAN)
+    split = schedule.split_of(cta_range.first, cta_range.first_cost, call.work, call.key_lengths, PLAN)
     z = cta_range.first >> 30
     # The even consumer has had both halves before.
     barriers.wait(P0_FULL, barriers.PAIR)

@@ -223,7 +223,7 @@ def produce(call, PLAN: gl.constexpr):
         # Here, under the first loads: later, what it takes would be kept or spilled until then.
         schedule.write_metadata(call.results.scratch, work, PLAN)
     # True. Without these branches the compiler would move the wait for the next half before the arrival of this one.
-    always = call.lists.num_items > 0
+    always = call.key_lengths.num_items > 0
     for item in range(work.range.first, work.range.stop, work.stride):
         steps = schedule.num_steps(cursor.split)
         for step in range(steps):

@@ -96,12 +96,12 @@ class Rows(NamedTuple):
 
 
 @gluon.jit
-def _list_of(indices, item, lists):
+def _list_of(indices, item, key_lengths):
     """Pointer to an item's list."""
     # Beyond the last item nothing is read, but nor should an address be.
-    item = gl.minimum(item, lists.num_items - 1)
-    request = (item // lists.tokens).to(gl.int64)
-    token = (item % lists.tokens).to(gl.int64)
+    item = gl.minimum(item, key_lengths.num_items - 1)
+    request = (item // key_lengths.tokens).to(gl.int64)
+    token = (item % key_lengths.tokens).to(gl.int64)
     return indices.indices + request * indices.indices_stride_request + token * indices.indices_stride_token
 
 
@@ -182,11 +182,11 @@ class Cursor(NamedTuple):
 @gluon.jit
 def cursor_at(item, cost, call, PLAN: gl.constexpr):
     own, extra = call.selection
-    split = schedule.split_of(item, cost, call.work, call.lists, PLAN)
-    row = _list_of(own, item, call.lists)
+    split = schedule.split_of(item, cost, call.work, call.key_lengths, PLAN)
+    row = _list_of(own, item, call.key_lengths)
     extra_row = row
     if PLAN.has_extra:
-        extra_row = _list_of(extra, item, call.lists)
+        extra_row = _list_of(extra, item, call.key_lengths)
     return Cursor(cost, split, row, extra_row)
 
 

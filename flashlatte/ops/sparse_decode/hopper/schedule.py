@@ -91,22 +91,22 @@ class Split(NamedTuple):
 
 
 @gluon.jit
-def find_work(lists, num_splits, num_groups, PLAN: gl.constexpr):
+def find_work(key_lengths, num_splits, num_groups, PLAN: gl.constexpr):
     """The work of this CTA. Those of one range are neighbours, so that the L2 cache serves all but the first."""
     cta = gl.program_id(0)
     group = cta % num_groups
     number = cta // num_groups
     if PLAN.balanced:
         if PLAN.equal_splits:
-            cta_range = find_equal_range(number, num_splits, lists, KEYS, PLAN.granularity)
+            cta_range = find_equal_range(number, num_splits, key_lengths, KEYS, PLAN.granularity)
         else:
             cta_range = find_range(
-                number, num_splits, lists, KEYS, PLAN.overhead, PLAN.producer_threads, PLAN.granularity
+                number, num_splits, key_lengths, KEYS, PLAN.overhead, PLAN.producer_threads, PLAN.granularity
             )
         return Work(cta_range, 1, number, num_splits, group, num_groups)
     else:
         nothing = gl.to_tensor(0)
-        cta_range = device.Range(nothing, nothing, number, lists.num_items, nothing)
+        cta_range = device.Range(nothing, nothing, number, key_lengths.num_items, nothing)
         return Work(cta_range, gl.num_programs(0) // num_groups, number, num_splits, group, num_groups)
 
 
@@ -119,14 +119,14 @@ def write_metadata(scratch, work, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def split_of(item, cost, work, lists, PLAN: gl.constexpr):
+def split_of(item, cost, work, key_lengths, PLAN: gl.constexpr):
     """The CTA's split of a work item that starts at ``cost``."""
-    length = device.key_count(item, lists)
+    length = device.key_count(item, key_lengths)
     own = (length + KEYS - 1) // KEYS
     blocks = own
     extra_length = length
-    if lists.extra_limit is not None:
-        extra_length = device.extra_key_count(item, lists)
+    if key_lengths.extra_limit is not None:
+        extra_length = device.extra_key_count(item, key_lengths)
         blocks += (extra_length + KEYS - 1) // KEYS
     blocks = round_up(gl.maximum(blocks, 1), PLAN.granularity)
     if PLAN.balanced:

@@ -126,7 +126,7 @@ def sparse_decode_kernel(
     BLOCK_N: tl.constexpr = STEP.block_n
     cache = Cache(k_cache, k_stride_page, k_stride_token, num_slots)
     extra_cache = Cache(extra_k_cache, extra_k_stride_page, extra_k_stride_token, extra_num_slots)
-    lists = device.KeyLengths(
+    key_lengths = device.KeyLengths(
         num_items,
         tokens,
         lengths,
@@ -163,13 +163,13 @@ def sparse_decode_kernel(
     first_item = number
     stop_item = number + 1
     if BALANCED:
-        cta_range = device.find_range(number, num_ranges, lists, BLOCK_N, OVERHEAD)
+        cta_range = device.find_range(number, num_ranges, key_lengths, BLOCK_N, OVERHEAD)
         first_item = cta_range.first
         stop_item = cta_range.stop
         cost = cta_range.first_cost
         continued = device.continued_item(cta_range, OVERHEAD)
     for item in range(first_item, stop_item):
-        blocks = device.item_blocks(item, lists, BLOCK_N)
+        blocks = device.item_blocks(item, key_lengths, BLOCK_N)
         first_block = 0
         stop_block = blocks
         if BALANCED:
@@ -180,7 +180,7 @@ def sparse_decode_kernel(
             token = item % tokens
             q_offset = (request * q_stride_request + token * q_stride_token + head * q_stride_head) * Q_ALIGN
             q_tile = load_tile(q, q_offset, in_heads, STEP)
-            length = device.key_count(item, lists)
+            length = device.key_count(item, key_lengths)
             own = indices + request * indices_stride_request + token * indices_stride_token
             state = empty_state(STEP)
             state = _attend(state, q_tile, cache, own, first_block, stop_block, length, scale, PLACE, STEP)
@@ -189,7 +189,7 @@ def sparse_decode_kernel(
                 first_extra = tl.maximum(first_block - before, 0)
                 stop_extra = tl.maximum(stop_block - before, 0)
                 own = extra_indices + request * extra_indices_stride_request + token * extra_indices_stride_token
-                length = device.extra_key_count(item, lists)
+                length = device.extra_key_count(item, key_lengths)
                 state = _attend(
                     state, q_tile, extra_cache, own, first_extra, stop_extra, length, scale, EXTRA_PLACE, STEP
                 )

@@ -178,7 +178,7 @@ def turboquant_decode_kernel(
     M: tl.constexpr = STEP.block_m
     N: tl.constexpr = STEP.block_n
     D: tl.constexpr = FORM.head_dim
-    lists = device.KeyLengths(num_items, 1, lengths, lengths_stride_request, 0, limit)
+    key_lengths = device.KeyLengths(num_items, 1, lengths, lengths_stride_request, 0, limit)
     outputs = Outputs(
         out,
         out_stride_request,
@@ -216,12 +216,12 @@ def turboquant_decode_kernel(
         first_item = number
         stop_item = number + 1
     else:
-        cta_range = device.find_range(number, num_splits, lists, N, OVERHEAD)
+        cta_range = device.find_range(number, num_splits, key_lengths, N, OVERHEAD)
         first_item = cta_range.first
         stop_item = cta_range.stop
         cost = cta_range.first_cost
     for item in range(first_item, stop_item):
-        blocks = device.item_blocks(item, lists, N)
+        blocks = device.item_blocks(item, key_lengths, N)
         first_block = 0
         stop_block = blocks
         if not IS_WHOLE:
@@ -229,7 +229,7 @@ def turboquant_decode_kernel(
             cost += blocks + OVERHEAD
         if first_block < stop_block:
             item64 = tl.zeros([], tl.int64) + item
-            length = device.key_count(item, lists)
+            length = device.key_count(item, key_lengths)
             request_rows = item64 * query_tokens * query_heads + query_row
             q_tile = tl.load(q + (request_rows * D)[:, None] + q_dims[None, :], mask=in_rows[:, None], other=0.0)
             if FORM.interpreted:
