@@ -112,6 +112,15 @@ def register_prefill(name: str, path: str) -> None:
     register_mla_prefill_backend(MLAPrefillBackendEnum[name], path)
 
 
+def names_another_prefill() -> bool:
+    """Whether the configuration that vLLM is applying names an MLA prefill backend that is not CUSTOM."""
+    from vllm.config import get_current_vllm_config_or_none  # pyright: ignore[reportMissingImports]
+
+    config = get_current_vllm_config_or_none()
+    named = getattr(config.attention_config, "mla_prefill_backend", None) if config is not None else None
+    return named is not None and named.name != "CUSTOM"
+
+
 def configure_models(
     architectures: Iterable[str],
     before: Callable[[Any, str], None] | None = None,

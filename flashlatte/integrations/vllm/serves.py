@@ -42,6 +42,9 @@ OTHER_INDEXERS = "of models with an indexer, it serves DeepSeek-V3.2 and GLM-5"
 # Their architectures in vLLM.
 INDEXER_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 
+# vLLM's name of the caches of MLA without a sliding window, for which a configuration can name a backend of its own.
+MLA_KIND = "mla_attention"
+
 
 def page_sizes(block_size: int | None, multiple_of: Callable[[int], Any]) -> list[Any]:
     """The sizes of the pages that vLLM's blocks are read in: 64 where they can be split so, else any."""
@@ -50,10 +53,17 @@ def page_sizes(block_size: int | None, multiple_of: Callable[[int], Any]) -> lis
     return [multiple_of(1)]
 
 
+def backend(vllm_config: Any) -> str | None:
+    """The attention backend that this configuration names for MLA, or None: one for the kind before one for all."""
+    attention = vllm_config.attention_config
+    of_kind = getattr(attention, "backend_per_kind", {}).get(MLA_KIND)  # vLLM 0.26 and later
+    chosen = of_kind or attention.backend
+    return None if chosen is None else chosen.name
+
+
 def named(vllm_config: Any) -> bool:
     """Whether this configuration names FlashLatte."""
-    backend = vllm_config.attention_config.backend
-    return backend is not None and backend.name == "CUSTOM"
+    return backend(vllm_config) == "CUSTOM"
 
 
 def check_v4(vllm_config: Any, architecture: str) -> None:

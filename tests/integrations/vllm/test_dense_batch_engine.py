@@ -60,6 +60,8 @@ def test_what_is_served(changes):
         ({"capability": (7, 5)}, "compute capability not supported"),
         ({"use_non_causal": True}, "non-causal attention not supported"),
         ({"use_pcp": True}, "PCP not supported"),
+        ({"has_sliding_window": True}, "sliding window not supported"),
+        ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
         ({"dtype": torch.float64}, "dtype not supported"),
     ],
 )

@@ -262,6 +262,23 @@ def test_models_with_an_indexer_are_ours_where_named(given, taken):
     assert config.cache_config.cache_dtype == taken
 
 
+@pytest.mark.parametrize(
+    ("backend", "kinds", "ours"),
+    [
+        (None, {"mla_attention": "CUSTOM"}, True),
+        ("FLASHMLA_SPARSE", {"mla_attention": "CUSTOM"}, True),
+        ("CUSTOM", {"mla_attention": "FLASHMLA_SPARSE"}, False),
+        ("CUSTOM", {"sliding_window": "FLASH_ATTN"}, True),
+        (None, {"sliding_window": "CUSTOM"}, False),
+    ],
+)
+def test_a_backend_for_the_kind_goes_before_that_for_all(backend, kinds, ours):
+    config = _indexer_config(backend)
+    config.attention_config.backend_per_kind = {kind: SimpleNamespace(name=name) for kind, name in kinds.items()}
+    vllm.take_indexer_model(config, "DeepseekV32ForCausalLM")
+    assert bool(config.model_config.model_class_overrides) == ours
+
+
 def test_a_class_that_the_user_names_stays():
     config = _indexer_config("CUSTOM", GlmMoeDsaForCausalLM="mine:Model")
     vllm.take_indexer_model(config, "GlmMoeDsaForCausalLM")

@@ -161,6 +161,7 @@ def test_custom_is_by_the_model(cuda):
         ({"architecture": V32, "use_dcp": True}, "DCP not supported"),
         ({"architecture": V32, "use_pcp": True}, "PCP not supported"),
         ({"architecture": V32, "use_batch_invariant": True}, "batch invariance not supported"),
+        ({"architecture": V32, "use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
     ],
 )
 def test_what_is_refused_on_a_gpu(cuda, arguments, reason):

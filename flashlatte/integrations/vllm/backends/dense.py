@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 from flashlatte.integrations.vllm import compat, serves
-from flashlatte.integrations.vllm.backends.pages import AnyPageSize
+from flashlatte.integrations.vllm.backends.common import CommonAnswers
 from flashlatte.kv_cache.registry import plain_format
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.prefill import Expansion, attend_heads
@@ -31,7 +31,7 @@ MOST_ABSORBED_QUERIES = 128
 BATCH_INVARIANT = bool(envs.VLLM_BATCH_INVARIANT)
 
 
-class FlashLatteMLABackend(AnyPageSize, MLACommonBackend):
+class FlashLatteMLABackend(CommonAnswers, MLACommonBackend):
     """FlashLatte as vLLM's attention backend for MLA without an indexer."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
@@ -62,10 +62,6 @@ class FlashLatteMLABackend(AnyPageSize, MLACommonBackend):
         return True
 
     @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return False  # how many queries a request has is told by the shape of the batch
-
-    @classmethod
     def supports_combination(
         cls,
         head_size: int,
@@ -90,6 +86,12 @@ class FlashLatteMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
     # A batch-invariant request may not attend in another form because of what else is in the batch.
     reorder_batch_threshold: int = 1 if BATCH_INVARIANT else MOST_ABSORBED_QUERIES
+
+    @staticmethod
+    def determine_prefill_query_data_type(vllm_config: Any, model_dtype: torch.dtype) -> torch.dtype:
+        if vllm_config.attention_config.use_prefill_query_quantization:
+            compat.say_once("FlashLatte ignores use_prefill_query_quantization: queries of a prefill keep their dtype")
+        return model_dtype
 
     def _build_decode(self, **batch: Any) -> Any:
         """The decode requests, all of as many queries: without those that are padding and have none."""
@@ -147,6 +149,7 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
         # Queries stay in 16 bits over an fp8 cache.
         self.supports_quant_query_input = False
         self.is_fp8 = kv_cache_dtype.startswith("fp8")
+        self.prefills_elsewhere = compat.names_another_prefill()
         self.expansion = Expansion(
             kv_b=lambda latent: self.kv_b_proj(latent)[0],
             latent_dim=self.kv_lora_rank,
@@ -216,8 +219,9 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
         output_scale: torch.Tensor | None = None,
     ) -> None:
         """Attention of prefill requests, in multi-head form, into ``output`` [T, h · v]."""
-        if output_scale is not None or self.dcp_world_size > 1:
+        if output_scale is not None or self.dcp_world_size > 1 or self.prefills_elsewhere:
             # vLLM's prefill backend writes a quantised output, and vLLM collects what other ranks have of a context.
+            # And whoever names another prefill backend gets it.
             scale = {} if output_scale is None else {"output_scale": output_scale}
             super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, **scale)
             return

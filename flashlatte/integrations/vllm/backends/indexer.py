@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from flashlatte.integrations.vllm import serves
-from flashlatte.integrations.vllm.backends.pages import AnyPageSize
+from flashlatte.integrations.vllm.backends.common import CommonAnswers
 from flashlatte.kv_cache.index_formats import quantize_rows
 from flashlatte.layers.selection import LOGIT_BYTES, SelectionChunk, plan_selection
 from flashlatte.ops.index_quantize import index_gather, index_quantize
@@ -83,7 +83,7 @@ class FlashLatteIndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]
         )
 
 
-class FlashLatteIndexerBackend(AnyPageSize, AttentionBackend):
+class FlashLatteIndexerBackend(CommonAnswers, AttentionBackend):
     """What vLLM asks of a cache of index keys: its pages, and the metadata of a batch."""
 
     @staticmethod
@@ -278,7 +278,7 @@ def _where_named(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callabl
 
     def make(*args: Any, **kwargs: Any) -> Any:
         config = get_current_vllm_config()
-        unnamed = config.attention_config.backend is None
+        unnamed = serves.backend(config) is None
         return (ours if serves.named(config) or (unnamed and current_platform.is_cpu()) else stock)(*args, **kwargs)
 
     return make

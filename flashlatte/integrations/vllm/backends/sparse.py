@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBaseImpl
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SharedTopkIndicesBuffer,
@@ -15,7 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType
 
 from flashlatte.integrations.vllm import serves
-from flashlatte.integrations.vllm.backends.pages import AnyPageSize
+from flashlatte.integrations.vllm.backends.common import CommonAnswers
 from flashlatte.integrations.vllm.ops.dtypes import DS_MLA, DS_MLA_FORMAT
 from flashlatte.kv_cache.registry import as_format, plain_format
 from flashlatte.layers.cache import LatentCache
@@ -25,7 +26,7 @@ from flashlatte.ops.concat_mla_q import concat_mla_q
 from flashlatte.ops.index_convert import index_convert
 
 
-class FlashLatteSparseMLABackend(AnyPageSize, AttentionBackend):
+class FlashLatteSparseMLABackend(CommonAnswers, AttentionBackend):
     """FlashLatte as vLLM's attention backend for MLA with an indexer."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
@@ -130,6 +131,7 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
             logits_soft_cap=logits_soft_cap,
             attn_type=None if attn_type == AttentionType.DECODER else attn_type,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+            hisparse_config=getattr(get_current_vllm_config().attention_config, "hisparse_config", None),
         )
         super().__init__(
             num_heads,

@@ -1,0 +1,92 @@
+"""Options of vLLM that reach FlashLatte's classes: they are honoured, refused, or said to be ignored."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+
+def configured(**options):
+    """What vLLM's classes read of a configuration with these attention options."""
+    return SimpleNamespace(
+        attention_config=SimpleNamespace(**{"use_prefill_query_quantization": False, "hisparse_config": None} | options)
+    )
+
+
+@pytest.mark.parametrize(("named", "elsewhere"), [(None, False), ("CUSTOM", False), ("FLASH_ATTN", True)])
+def test_whoever_names_another_prefill_gets_it(monkeypatch, named, elsewhere):
+    import vllm.config
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
+
+    from flashlatte.integrations.vllm import compat
+    from flashlatte.integrations.vllm.backends import dense
+
+    backend = None if named is None else SimpleNamespace(name=named)
+    monkeypatch.setattr(vllm.config, "get_current_vllm_config_or_none", lambda: configured(mla_prefill_backend=backend))
+    assert compat.names_another_prefill() == elsewhere
+    ran = []
+    monkeypatch.setattr(MLACommonImpl, "forward_mha", lambda *_, **__: ran.append("vllm"))
+    monkeypatch.setattr(dense, "attend_heads", lambda *_: ran.append("flashlatte"))
+    impl = object.__new__(dense.FlashLatteMLAImpl)
+    impl.prefills_elsewhere, impl.dcp_world_size, impl.is_fp8 = compat.names_another_prefill(), 1, False
+    impl.expansion, impl.scale, impl.num_heads, impl.v_head_dim, impl.kv_lora_rank = None, 1.0, 2, 128, 512
+    query = torch.zeros(1, 2, 192)
+    metadata = SimpleNamespace(prefill=SimpleNamespace(chunked_context=None, query_start_loc=None, max_query_len=1))
+    cache = torch.zeros(1, 16, 576)
+    impl.forward_mha(
+        query, torch.zeros(1, 512), torch.zeros(1, 1, 64), cache, metadata, torch.ones(1), torch.zeros(1, 256)
+    )
+    assert ran == ["vllm" if elsewhere else "flashlatte"]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_queries_of_a_prefill_are_not_quantised(caplog, monkeypatch, asked):
+    from flashlatte.integrations.vllm import compat
+    from flashlatte.integrations.vllm.backends.dense import FlashLatteMLAMetadataBuilder
+
+    compat.say_once.cache_clear()
+    monkeypatch.setattr(compat._logger, "propagate", True)
+    config = configured(use_prefill_query_quantization=asked)
+    with caplog.at_level(logging.WARNING, logger=compat._logger.name):
+        dtype = FlashLatteMLAMetadataBuilder.determine_prefill_query_data_type(config, torch.bfloat16)
+    assert dtype == torch.bfloat16
+    assert len(caplog.messages) == asked
+    assert all("ignores use_prefill_query_quantization" in message for message in caplog.messages)
+
+
+def test_no_backend_takes_query_lengths_that_the_device_alone_knows():
+    from flashlatte.integrations.vllm.backends import dense, indexer, sparse
+
+    for backend in (
+        dense.FlashLatteMLABackend,
+        sparse.FlashLatteSparseMLABackend,
+        indexer.FlashLatteIndexerBackend,
+    ):
+        assert not backend.supports_device_cpu_query_lens_mismatch()
+
+
+def test_a_context_on_the_host_is_refused(monkeypatch):
+    from flashlatte.integrations.vllm.backends import sparse
+
+    layer = {
+        "num_heads": 2,
+        "head_size": 576,
+        "scale": 1.0,
+        "num_kv_heads": 1,
+        "alibi_slopes": None,
+        "sliding_window": None,
+        "kv_cache_dtype": "auto",
+        "logits_soft_cap": None,
+        "attn_type": "decoder",
+        "kv_sharing_target_layer_name": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "qk_head_dim": 192,
+        "v_head_dim": 128,
+        "kv_b_proj": None,
+    }
+    monkeypatch.setattr(sparse, "get_current_vllm_config", lambda: configured(hisparse_config="given"))
+    with pytest.raises(NotImplementedError, match="without hisparse_config, and it is 'given'"):
+        sparse.FlashLatteSparseMLAImpl(**layer)
