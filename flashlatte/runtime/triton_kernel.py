@@ -115,9 +115,15 @@ def _run_time_numbers(function: Callable[..., None]) -> list[str]:
 
 
 def _device_of(arguments: Iterable[Any]) -> torch.device | None:
-    """The GPU that a kernel's tensors are on; some may be the host's memory, pinned."""
-    devices = (argument.device for argument in arguments if isinstance(argument, torch.Tensor))
-    return next((device for device in devices if device.type == "cuda"), None)
+    """The GPU that a kernel's tensors, also those in tuples, are on; some may be the host's memory, pinned."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            device = argument.device if argument.device.type == "cuda" else None
+        else:
+            device = _device_of(argument) if isinstance(argument, tuple) else None
+        if device is not None:
+            return device
+    return None
 
 
 def _current(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:

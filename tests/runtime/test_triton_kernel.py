@@ -11,8 +11,8 @@ from flashlatte.runtime.triton_kernel import Kernel
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
-@pytest.mark.parametrize("by_name", [False, True])
-def test_a_launch_is_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch, device: str, by_name: bool) -> None:
+@pytest.mark.parametrize("form", ["in order", "by name", "in a tuple"])
+def test_a_launch_is_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch, device: str, form: str) -> None:
     current = [0]
     launched: list[int] = []
 
@@ -27,9 +27,9 @@ def test_a_launch_is_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch, devi
     jitted = SimpleNamespace(arg_names=["count", "host", "x"], run=lambda *_, **__: launched.append(current[0]))
     gpus_tensor = type("GPUsTensor", (torch.Tensor,), {"device": torch.device(device)})
     host, x = torch.empty(4), torch.empty(4).as_subclass(gpus_tensor)
-    if by_name:
+    if form == "by name":
         Kernel(jitted)[(1,)](count=3, host=host, x=x)
     else:
-        Kernel(jitted)[(1,)](3, host, x)
+        Kernel(jitted)[(1,)](3, host, (0, x) if form == "in a tuple" else x)
     assert launched == [torch.device(device).index]
     assert current == [0]
