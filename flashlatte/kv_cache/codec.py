@@ -68,6 +68,9 @@ def quantize(
 
     Returns:
         [..., width] in the format's dtype.
+
+    Raises:
+        TypeError, ValueError: an unknown format or rounding, or rows of a dtype or width that the format does not take.
     """
     layout = format_for_rows(cache_format, x, rope)
     check_scale_rounding(layout, scale_rounding)
@@ -83,7 +86,16 @@ def dequantize(
     scale: float | torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """Rows [..., head_dim] in ``dtype`` of the token records that ``quantize`` returns."""
+    """Rows [..., head_dim] of the token records [..., width] that ``quantize`` returns.
+
+    Args:
+        cache_format: of the records; inferred from their dtype and width if None.
+        scale: that ``quantize`` had, of format ``fp8``.
+        dtype: of the rows.
+
+    Raises:
+        TypeError, ValueError: an unknown format, or records of another dtype or width than its own.
+    """
     layout = format_of_records(records, cache_format, "records")
     planes = records.view(layout.record_dtype).split([plane.width for plane in layout.planes], dim=-1)
     return layout.decode(tuple(planes), one_scale(layout, scale)).to(dtype)
@@ -96,7 +108,10 @@ def pack(
     scale: float | torch.Tensor | None = None,
     scale_rounding: str = "power_of_two",
 ) -> torch.Tensor:
-    """A new cache that holds rows [pages, page_size, 1, head_dim]; arguments as for ``quantize``."""
+    """A new cache [pages, page_size, 1, width] of rows [pages, page_size, 1, head_dim].
+
+    Arguments and errors as for ``quantize``.
+    """
     checks.tensor("rows", rows, ("pages", "page_size", 1, "head_dim"), checks.FLOAT_DTYPES)
     layout = format_for_rows(cache_format, rows, None)
     check_scale_rounding(layout, scale_rounding)
@@ -115,7 +130,7 @@ def unpack(
     scale: float | torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """The rows of a whole cache: [pages, page_size, 1, head_dim] in ``dtype``."""
+    """The rows of a whole cache: [pages, page_size, 1, head_dim] in ``dtype``. Arguments as for ``dequantize``."""
     cache, layout = as_cache(cache, cache_format)
     rows = layout.decode(layout.page_views(cache), one_scale(layout, scale))
     return rows.to(dtype).unsqueeze(2)

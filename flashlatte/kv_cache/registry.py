@@ -89,7 +89,7 @@ def infer_format(cache: torch.Tensor, name: str = "cache") -> CacheFormat:
         return plain_format(cache.dtype, width)
     raise ValueError(
         f"{name} must be a bfloat16, float16 or float32 cache, a float8_e4m3fn cache (fp8), or a one-byte cache "
-        f"656 (v32), 584 (model1), 528 (v41), 288 (v41_fp4) or 352 (nvfp4_ds_mla) wide; "
+        f"{checks.either(f'{one.record_width} ({one.name})' for one in _OF_FIXED_WIDTH)} wide; "
         f"got {str(cache.dtype).removeprefix('torch.')} {width} wide"
     )
 
