@@ -4,8 +4,8 @@
 
 BEFORE and AFTER are checkouts of this repository. Each has a process of its own, which draws a case, checks its result
 against the reference, and then times it when told: B A, A B, and so on. Prints a line a case with the ratio of the
-medians (above 1: AFTER is faster), and their geometric mean; exits with 1 if a result was wrong or a case got slower
-than ``--least``.
+medians (above 1: AFTER is faster), and their geometric mean; exits with 1 if a result was wrong, also while processes
+compile side by side, or a case got slower than ``--least``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def main() -> int:
         workers = {name: stack.enter_context(worker(path)) for name, path in checkouts.items()}
         common = [name for name in workers["before"].ask("list") if name in set(workers["after"].ask("list"))]
         wanted = [(name, backend) for name in common for backend in backends if chosen(name, arguments.case)]
-        compile_beforehand(checkouts, wanted, arguments.warm)
+        failures = compile_beforehand(checkouts, wanted, arguments.warm)
+        for failure in failures:
+            print(f"beside other processes: {failure}", file=sys.stderr)
         lines = []
         for name, backend in wanted:
             line = compare(workers, name, backend, arguments.rounds)
@@ -59,7 +61,7 @@ def main() -> int:
     if ratios:
         mean = math.exp(statistics.fmean(map(math.log, ratios)))
         print(f"{len(ratios)} cases, geometric mean {mean:.4f}, {len(slower)} wrong or below {arguments.least}")
-    return 1 if slower or not ratios else 0
+    return 1 if slower or failures or not ratios else 0
 
 
 def chosen(name: str, wanted: list[str] | None) -> bool:
@@ -82,17 +84,21 @@ def compare(workers: dict[str, Worker], name: str, backend: str, rounds: int) ->
     return {"case": name, "backend": backend, "ratio": ratio, **median, "note": note}
 
 
-def compile_beforehand(checkouts: dict[str, Path], wanted: list[tuple[str, str]], processes: int) -> None:
-    """Let several processes fill Triton's cache, each with a share of the cases."""
+def compile_beforehand(checkouts: dict[str, Path], wanted: list[tuple[str, str]], processes: int) -> list[str]:
+    """Let several processes fill Triton's cache, each with a share of the cases; what failed there, in words."""
 
-    def warm(number: int) -> None:
-        path = list(checkouts.values())[number % 2]
+    def warm(number: int) -> list[str]:
+        side, path = list(checkouts.items())[number % 2]
+        failures = []
         with worker(path) as one:
             for name, backend in wanted[number // 2 :: max(processes // 2, 1)]:
-                one.ask("prepare", name, backend)
+                state = one.ask("prepare", name, backend)
+                if state not in ("ok", "refused"):
+                    failures.append(f"{name} {backend}, {side}: {state}")
+        return failures
 
     with ThreadPoolExecutor(max(processes, 1)) as pool:
-        list(pool.map(warm, range(processes // 2 * 2)))
+        return [failure for failures in pool.map(warm, range(processes // 2 * 2)) for failure in failures]
 
 
 class Worker:
