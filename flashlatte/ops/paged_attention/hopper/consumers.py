@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
@@ -11,54 +9,35 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.ptx.registers import computed_here, opaque, round_here
 from flashlatte.kernels.hopper.softmax import rescale
-from flashlatte.ops.paged_attention.hopper import epilogue, softmax
-from flashlatte.ops.paged_attention.hopper.tiles import (
+from flashlatte.kernels.hopper.two_consumers import (
     CHUNK,
     K_EMPTY,
-    KEYS,
     Q_EMPTY_FIRST,
     Q_EMPTY_SECOND,
     ROWS,
-    SCORES,
     STAGES,
     TURN_FIRST,
     TURN_SECOND,
     V_EMPTY,
+    apply_mask,
+    attend,
+    empty_state,
+    mask_of,
+    stage_of,
+    wait_k,
+    wait_v,
+)
+from flashlatte.ops.paged_attention.hopper import epilogue, foreign_keys
+from flashlatte.ops.paged_attention.hopper.tiles import (
+    KEYS,
+    SCORES,
     WITH_BOTH,
     WITH_ONE,
     output_layout,
-    phase_of,
     read_number,
     read_ticket,
-    stage_of,
     values_of,
 )
-
-
-class Window(NamedTuple):
-    """Keys before and behind its own position that a query sees."""
-
-    left: Any
-    right: Any
-
-
-class Call(NamedTuple):
-    """What stays the same over all tiles. ``scale_log2`` is softmax_scale · log2(e)."""
-
-    shared: Any
-    window: Any
-    scale_log2: Any
-    results: Any
-
-
-@gluon.jit
-def _wait_k(shared, step):
-    mbarrier.wait(shared.k_full.index(stage_of(step)), phase_of(step))
-
-
-@gluon.jit
-def _wait_v(shared, step):
-    mbarrier.wait(shared.v_full.index(stage_of(step)), phase_of(step))
 
 
 @gluon.jit
@@ -91,7 +70,7 @@ def _hide_foreign_values(shared, step, ticket, first_key):
     """Zero what a block has outside of the keys that the tile's queries see."""
     if (first_key < ticket.first_key) | (first_key + KEYS > ticket.keys):
         tile = shared.v.index(stage_of(step))
-        softmax.zero_values(tile, ticket.first_key - first_key, ticket.keys - first_key)
+        foreign_keys.zero_values(tile, ticket.first_key - first_key, ticket.keys - first_key)
 
 
 @gluon.jit
@@ -117,7 +96,7 @@ def _consume(
     step = 0
     tiles_taken = 0
     mbarrier.wait(mine.full.index(0), 0)
-    _wait_k(shared, step)
+    wait_k(shared, step)
     scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
     scores = _start_scores(mine, shared, step, scores, CHUNKS)
     absent = read_number(shared.absent, stage_of(step))
@@ -126,12 +105,12 @@ def _consume(
     blocks = read_number(mine.ticket, 0)
     while blocks > 0:
         ticket = read_ticket(mine.ticket)
-        mask = softmax.mask_of(ticket, call.window, FIRST_ROW, PLAN.pack)
+        mask = mask_of(ticket, call.window, FIRST_ROW, PLAN.pack)
         first_key = ticket.last * KEYS
-        scores = softmax.apply_mask(scores, mask, first_key, absent, PLAN.pack)
-        p, state, alpha = softmax.attend(softmax.empty_state(), scores, scale_log2)
+        scores = foreign_keys.hide_absent(apply_mask(scores, mask, first_key, PLAN.pack), absent)
+        p, state, alpha = attend(empty_state(SCORES), scores, scale_log2)
         output = gl.zeros([ROWS, PLAN.v_chunks * CHUNK], gl.float32, OUTPUT)
-        _wait_v(shared, step)
+        wait_v(shared, step)
         _hide_foreign_values(shared, step, ticket, first_key)
 
         if blocks == 1:
@@ -139,7 +118,7 @@ def _consume(
         for block in range(1, opaque(blocks)):
             first_key -= KEYS
             operand = _operand(p, DTYPE, OUTPUT)
-            _wait_k(shared, step + 1)
+            wait_k(shared, step + 1)
             barriers.wait(MY_TURN, barriers.PAIR)
             scores = _start_scores(mine, shared, step + 1, p, CHUNKS)
             output = _start_output(shared, step, operand, output)
@@ -149,10 +128,10 @@ def _consume(
             barriers.arrive_at(K_EMPTY + stage_of(step + 1), WITH_BOTH)
             if block == blocks - 1:
                 barriers.arrive(Q_EMPTY, WITH_ONE)
-            scores = softmax.apply_mask(scores, mask, first_key, absent, PLAN.pack)
-            p, state, alpha = softmax.attend(state, scores, scale_log2)
+            scores = foreign_keys.hide_absent(apply_mask(scores, mask, first_key, PLAN.pack), absent)
+            p, state, alpha = attend(state, scores, scale_log2)
             p = computed_here(p)
-            _wait_v(shared, step + 1)
+            wait_v(shared, step + 1)
             # With P, so that it is not rounded before: the operand of the product would have to be kept.
             output, p = warpgroup_mma_wait(0, deps=[output, p])
             barriers.arrive_at(V_EMPTY + stage_of(step), WITH_BOTH)
@@ -166,7 +145,7 @@ def _consume(
         output = _start_output(shared, step, operand, output)
         # The next tile's first scores are under way while this one's output is stored.
         mbarrier.wait(mine.full.index(0), tiles_taken & 1)
-        _wait_k(shared, step + 1)
+        wait_k(shared, step + 1)
         scores = _start_scores(mine, shared, step + 1, p, CHUNKS)
         barriers.arrive(OTHER_TURN, barriers.PAIR)
         absent = read_number(shared.absent, stage_of(step + 1))

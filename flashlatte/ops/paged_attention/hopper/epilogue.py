@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.ops.paged_attention.hopper.tiles import CHUNK, ROWS, SCORE_ROWS
+from flashlatte.kernels.hopper.two_consumers import CHUNK, ROWS
+from flashlatte.ops.paged_attention.hopper.tiles import SCORE_ROWS
 
 _LN2 = gl.constexpr(0.6931471805599453)
 _LOG2_E = gl.constexpr(1.4426950408889634)

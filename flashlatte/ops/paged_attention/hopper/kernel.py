@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
+from flashlatte.kernels.hopper.two_consumers import Call, Window
 from flashlatte.ops.paged_attention.hopper import consumers, epilogue, producer, schedule, tiles
 from flashlatte.runtime.triton_kernel import gluon_kernel
 
@@ -65,7 +66,7 @@ def paged_prefill_kernel(
     results = epilogue.Results(
         out, out_stride_token, out_stride_head, lse, lse_stride_token, lse_stride_head, sink, sink_stride, empty_lse
     )
-    call = consumers.Call(shared, consumers.Window(window_left, window_right), scale_log2, results)
+    call = Call(shared, Window(window_left, window_right), scale_log2, results)
     gl.warp_specialize(
         [
             (consumers.consume_first, (call, PLAN)),

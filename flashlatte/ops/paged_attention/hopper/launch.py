@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from flashlatte.kernels.hopper.two_consumers import CHUNK, ROWS, TILE
 from flashlatte.ops.paged_attention.hopper.kernel import kernel
-from flashlatte.ops.paged_attention.hopper.tiles import CHUNK, KEYS, ROWS, TILE, Plan
+from flashlatte.ops.paged_attention.hopper.tiles import KEYS, Plan
 from flashlatte.ops.paged_attention.problem import Problem
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use

@@ -13,22 +13,24 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.ptx.threads import lane, lanes_below_zero, of_lane_at
-from flashlatte.ops.paged_attention.hopper import schedule
-from flashlatte.ops.paged_attention.hopper.tiles import (
+from flashlatte.kernels.hopper.two_consumers import (
     CHUNK,
     K_EMPTY,
-    KEYS,
-    PRODUCER,
     Q_EMPTY_FIRST,
     Q_EMPTY_SECOND,
     ROWS,
     STAGES,
-    SWIZZLED,
     V_EMPTY,
+    stage_of,
+)
+from flashlatte.ops.paged_attention.hopper import schedule
+from flashlatte.ops.paged_attention.hopper.tiles import (
+    KEYS,
+    PRODUCER,
+    SWIZZLED,
     WITH_BOTH,
     WITH_ONE,
     Ticket,
-    stage_of,
     write_number,
     write_ticket,
 )

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.ops.paged_attention.hopper.tiles import KEYS, TILE, Ticket
+from flashlatte.kernels.hopper.two_consumers import TILE
+from flashlatte.ops.paged_attention.hopper.tiles import KEYS, Ticket
 
 # Requests that the producer scans at a time, one a thread.
 _SCAN = gl.constexpr(32)

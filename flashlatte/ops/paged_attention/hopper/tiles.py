@@ -6,48 +6,23 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flashlatte.kernels.hopper.barriers import FIRST_FREE
 from flashlatte.kernels.hopper.ptx.registers import opaque
+from flashlatte.kernels.hopper.two_consumers import CHUNK, NUMBER, ROWS, SAME_IN_ALL, STAGES, mbarriers, stage_of
 from flashlatte.runtime.gluon_compat import reinterpret
 
-# Query rows of a consumer, and of a program's tile (two consumers).
-ROWS = gl.constexpr(64)
-TILE = gl.constexpr(128)
 # Keys of a block.
 KEYS = gl.constexpr(128)
-# Columns that a copy takes: 128 bytes, the width of a swizzled line.
-CHUNK = gl.constexpr(64)
-# Of the rings of blocks; a power of two.
-STAGES = gl.constexpr(2)
-
-# Layout of scores [64, 128], with its rows and columns.
+# Layout of scores [64, 128], and of its rows.
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES))
-SCORE_COLS = gl.constexpr(gl.SliceLayout(0, SCORES))
-# Threads of four warps over a tile [n, 64], 16 bytes each.
-COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-_NUMBER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_SAME_IN_ALL = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _SAME_IN_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 # Threads of the producer, and of those that meet at barriers: it and one consumer, it and both.
 PRODUCER = gl.constexpr(32)
 WITH_ONE = gl.constexpr(160)
 WITH_BOTH = gl.constexpr(288)
-
-# Named barriers. A consumer's queries may be replaced (that consumer to the producer).
-Q_EMPTY_FIRST = gl.constexpr(FIRST_FREE)
-Q_EMPTY_SECOND = gl.constexpr(FIRST_FREE + 1)
-# A consumer may start its multiplications (the other one to it).
-TURN_FIRST = gl.constexpr(FIRST_FREE + 2)
-TURN_SECOND = gl.constexpr(FIRST_FREE + 3)
-# A stage may be refilled (both consumers to the producer); a barrier for each stage.
-K_EMPTY = gl.constexpr(FIRST_FREE + 4)
-V_EMPTY = gl.constexpr(FIRST_FREE + 6)
 
 
 class Plan(NamedTuple):
@@ -126,18 +101,6 @@ def output_layout(V_CHUNKS):
 
 
 @gluon.jit
-def stage_of(step):
-    """Stage of the block that is taken as number ``step``, over all tiles."""
-    return step & (STAGES - 1)
-
-
-@gluon.jit
-def phase_of(step):
-    """Phase of its stage's mbarrier."""
-    return (step // STAGES) & 1
-
-
-@gluon.jit
 def values_of(shared, step):
     """The values [128, 64 * v_chunks] of a step."""
     stage = shared.v.index(stage_of(step))
@@ -146,19 +109,11 @@ def values_of(shared, step):
 
 
 @gluon.jit
-def _mbarriers(COUNT: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(index), count=1)
-    return barriers
-
-
-@gluon.jit
 def _consumer(DTYPE: gl.constexpr, CHUNKS: gl.constexpr):
     return Consumer(
         gl.allocate_shared_memory(DTYPE, [CHUNKS, ROWS, CHUNK], SWIZZLED),
-        gl.allocate_shared_memory(gl.int32, [8, 1], _NUMBER),
-        _mbarriers(1),
+        gl.allocate_shared_memory(gl.int32, [8, 1], NUMBER),
+        mbarriers(1),
     )
 
 
@@ -169,9 +124,9 @@ def allocate(DTYPE: gl.constexpr, PLAN: gl.constexpr):
         _consumer(DTYPE, PLAN.chunks),
         gl.allocate_shared_memory(DTYPE, [STAGES * PLAN.chunks, KEYS, CHUNK], SWIZZLED),
         gl.allocate_shared_memory(DTYPE, [STAGES, PLAN.v_chunks * KEYS, CHUNK], SWIZZLED),
-        gl.allocate_shared_memory(gl.int32, [STAGES, 1], _NUMBER),
-        _mbarriers(STAGES),
-        _mbarriers(STAGES),
+        gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER),
+        mbarriers(STAGES),
+        mbarriers(STAGES),
     )
 
 
@@ -183,7 +138,7 @@ def write_number(box, index, number):
 @gluon.jit
 def read_number(box, index):
     """What stands there now: left alone, the compiler reads it behind the barrier that lets it be overwritten."""
-    return opaque(gl.max(box.index(index).load(_SAME_IN_ALL), 0))
+    return opaque(gl.max(box.index(index).load(SAME_IN_ALL), 0))
 
 
 @gluon.jit

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.ptx.registers import computed_here, opaque, round_here
-from flashlatte.ops.dense_prefill.hopper.forward import epilogue, out_tiles, softmax
-from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
+from flashlatte.kernels.hopper.two_consumers import (
     K_EMPTY,
     Q_EMPTY_FIRST,
     Q_EMPTY_SECOND,
@@ -20,38 +17,16 @@ from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
     TURN_FIRST,
     TURN_SECOND,
     V_EMPTY,
-    accumulator,
-    chunks_of,
-    phase_of,
-    read_ticket,
+    apply_mask,
+    attend,
+    empty_state,
+    mask_of,
     stage_of,
+    wait_k,
+    wait_v,
 )
-
-
-class Window(NamedTuple):
-    """Keys before and behind its own position that a query sees."""
-
-    left: Any
-    right: Any
-
-
-class Call(NamedTuple):
-    """What stays the same over all tiles. ``scale_log2`` is softmax_scale · log2(e)."""
-
-    shared: Any
-    window: Any
-    scale_log2: Any
-    results: Any
-
-
-@gluon.jit
-def _wait_k(shared, step):
-    mbarrier.wait(shared.k_full.index(stage_of(step)), phase_of(step))
-
-
-@gluon.jit
-def _wait_v(shared, step):
-    mbarrier.wait(shared.v_full.index(stage_of(step)), phase_of(step))
+from flashlatte.ops.dense_prefill.hopper.forward import epilogue, foreign_keys, out_tiles
+from flashlatte.ops.dense_prefill.hopper.forward.tiles import accumulator, chunks_of, read_ticket
 
 
 @gluon.jit
@@ -101,7 +76,7 @@ def _consume(
     step = 0
     tiles_taken = 0
     mbarrier.wait(mine.full.index(0), 0)
-    _wait_k(shared, step)
+    wait_k(shared, step)
     scores = gl.zeros([ROWS, KEYS], gl.float32, accumulator(KEYS))
     scores = _start_scores(mine, shared, step, scores, D_QK)
     scores = warpgroup_mma_wait(0, deps=[scores])
@@ -110,21 +85,21 @@ def _consume(
     blocks = ticket.blocks
     while blocks > 0:
         ticket = read_ticket(mine.ticket)
-        mask = softmax.mask_of(ticket, call.window, FIRST_ROW)
+        mask = mask_of(ticket, call.window, FIRST_ROW, 1)
         first_key = ticket.last * KEYS
-        scores = softmax.apply_mask(scores, mask, first_key)
-        p, state, alpha = softmax.attend(softmax.empty_state(KEYS), scores, scale_log2)
+        scores = apply_mask(scores, mask, first_key, 1)
+        p, state, alpha = attend(empty_state(accumulator(KEYS)), scores, scale_log2)
         output = out_tiles.zeros(D_V)
-        _wait_v(shared, step)
+        wait_v(shared, step)
         if first_key + KEYS > ticket.keys:
-            softmax.zero_values(shared.v, stage_of(step), ticket.keys - first_key)
+            foreign_keys.zero_values(shared.v, stage_of(step), ticket.keys - first_key)
 
         if blocks == 1:
             barriers.arrive(Q_EMPTY, barriers.PAIR)
         for block in range(1, opaque(blocks)):
             first_key -= KEYS
             operand = _operand(p, DTYPE)
-            _wait_k(shared, step + 1)
+            wait_k(shared, step + 1)
             barriers.wait(MY_TURN, barriers.PAIR)
             scores = _start_scores(mine, shared, step + 1, p, D_QK)
             output = out_tiles.start(shared, step, operand, output)
@@ -133,10 +108,10 @@ def _consume(
             barriers.arrive_at(K_EMPTY + stage_of(step + 1), barriers.ALL)
             if block == blocks - 1:
                 barriers.arrive(Q_EMPTY, barriers.PAIR)
-            scores = softmax.apply_mask(scores, mask, first_key)
-            p, state, alpha = softmax.attend(state, scores, scale_log2)
+            scores = apply_mask(scores, mask, first_key, 1)
+            p, state, alpha = attend(state, scores, scale_log2)
             p = computed_here(p)
-            _wait_v(shared, step + 1)
+            wait_v(shared, step + 1)
             output, p = out_tiles.wait_with(output, p)
             barriers.arrive_at(V_EMPTY + stage_of(step), barriers.ALL)
             output = out_tiles.rescale(output, alpha)
@@ -148,7 +123,7 @@ def _consume(
         output = out_tiles.start(shared, step, operand, output)
         # The next tile's first scores are under way while this one's output is stored.
         mbarrier.wait(mine.full.index(0), tiles_taken & 1)
-        _wait_k(shared, step + 1)
+        wait_k(shared, step + 1)
         scores = _start_scores(mine, shared, step + 1, p, D_QK)
         barriers.arrive(OTHER_TURN, barriers.PAIR)
         output = out_tiles.wait(chunks_of(D_QK) + len(shared.k) - 1, output)

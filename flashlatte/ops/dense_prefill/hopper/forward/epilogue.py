@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.ops.dense_prefill.hopper.forward.tiles import ROWS
+from flashlatte.kernels.hopper.two_consumers import ROWS
 
 _LN2 = gl.constexpr(0.6931471805599453)
 

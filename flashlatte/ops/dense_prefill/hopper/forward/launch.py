@@ -9,16 +9,9 @@ from typing import Any
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flashlatte.kernels.hopper.two_consumers import CHUNK, ROWS, TILE
 from flashlatte.ops.dense_prefill.hopper.forward.kernel import kernel
-from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
-    CHUNK,
-    ROWS,
-    TILE,
-    first_columns,
-    keys_of,
-    rest_of,
-    second_columns,
-)
+from flashlatte.ops.dense_prefill.hopper.forward.tiles import first_columns, keys_of, rest_of, second_columns
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.runtime.tma_descriptors import Address, describe

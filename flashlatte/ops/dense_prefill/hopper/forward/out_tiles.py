@@ -10,7 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from flashlatte.kernels.hopper import softmax
-from flashlatte.ops.dense_prefill.hopper.forward.tiles import ROWS, accumulator, first_columns, second_columns, stage_of
+from flashlatte.kernels.hopper.two_consumers import ROWS, stage_of
+from flashlatte.ops.dense_prefill.hopper.forward.tiles import accumulator, first_columns, second_columns
 
 
 @gluon.jit

@@ -9,18 +9,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashlatte.kernels.hopper import barriers
-from flashlatte.ops.dense_prefill.hopper.forward import schedule
-from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
+from flashlatte.kernels.hopper.two_consumers import (
     K_EMPTY,
     Q_EMPTY_FIRST,
     Q_EMPTY_SECOND,
     ROWS,
     STAGES,
     V_EMPTY,
-    Ticket,
     stage_of,
-    write_ticket,
 )
+from flashlatte.ops.dense_prefill.hopper.forward import schedule
+from flashlatte.ops.dense_prefill.hopper.forward.tiles import Ticket, write_ticket
 from flashlatte.runtime.gluon_compat import cta_barrier, tma_load
 
 

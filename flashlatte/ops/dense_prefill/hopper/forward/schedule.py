@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.ops.dense_prefill.hopper.forward.tiles import TILE, Ticket
+from flashlatte.kernels.hopper.two_consumers import TILE
+from flashlatte.ops.dense_prefill.hopper.forward.tiles import Ticket
 
 # Requests that the producer scans at a time, one a thread.
 _SCAN = gl.constexpr(128)

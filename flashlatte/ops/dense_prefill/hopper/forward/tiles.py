@@ -6,34 +6,8 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flashlatte.kernels.hopper.barriers import FIRST_FREE
-
-# Query rows of a consumer, and of a program's tile (two consumers).
-ROWS = gl.constexpr(64)
-TILE = gl.constexpr(128)
-# Columns of q and k that a copy and a multiplication take: 128 bytes, the width of a swizzled line.
-CHUNK = gl.constexpr(64)
-# Of the rings of blocks; a power of two.
-STAGES = gl.constexpr(2)
-
-# Threads of four warps over a tile [n, 64], 16 bytes each.
-COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-
-_NUMBER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_SAME_IN_ALL = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-
-
-# Named barriers. A consumer's queries may be replaced (that consumer to the producer).
-Q_EMPTY_FIRST = gl.constexpr(FIRST_FREE)
-Q_EMPTY_SECOND = gl.constexpr(FIRST_FREE + 1)
-# A consumer may start its multiplications (the other one to it).
-TURN_FIRST = gl.constexpr(FIRST_FREE + 2)
-TURN_SECOND = gl.constexpr(FIRST_FREE + 3)
-# A stage may be refilled (both consumers to the producer); a barrier for each stage.
-K_EMPTY = gl.constexpr(FIRST_FREE + 4)
-V_EMPTY = gl.constexpr(FIRST_FREE + 6)
+from flashlatte.kernels.hopper.two_consumers import CHUNK, NUMBER, ROWS, SAME_IN_ALL, STAGES, mbarriers
 
 
 class Ticket(NamedTuple):
@@ -130,26 +104,6 @@ def _swizzled(columns):
 
 
 @gluon.jit
-def stage_of(step):
-    """Stage of the block that is taken as number ``step``, over all tiles."""
-    return step & (STAGES - 1)
-
-
-@gluon.jit
-def phase_of(step):
-    """Phase of its stage's mbarrier."""
-    return (step // STAGES) & 1
-
-
-@gluon.jit
-def _mbarriers(COUNT: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(index), count=1)
-    return barriers
-
-
-@gluon.jit
 def _tiles(DTYPE: gl.constexpr, COUNT: gl.constexpr, ROW_COUNT: gl.constexpr, COLUMNS: gl.constexpr):
     return gl.allocate_shared_memory(DTYPE, [COUNT, ROW_COUNT, COLUMNS], _swizzled(COLUMNS))
 
@@ -177,8 +131,8 @@ def _values(DTYPE: gl.constexpr, KEYS: gl.constexpr, D_V: gl.constexpr):
 def _consumer(DTYPE: gl.constexpr, D_QK: gl.constexpr):
     return Consumer(
         _rows_of_keys(DTYPE, 1, ROWS, D_QK),
-        gl.allocate_shared_memory(gl.int32, [7, 1], _NUMBER),
-        _mbarriers(1),
+        gl.allocate_shared_memory(gl.int32, [7, 1], NUMBER),
+        mbarriers(1),
     )
 
 
@@ -190,19 +144,19 @@ def allocate(DTYPE: gl.constexpr, D_QK: gl.constexpr, D_V: gl.constexpr):
         _consumer(DTYPE, D_QK),
         _rows_of_keys(DTYPE, STAGES, KEYS, D_QK),
         _values(DTYPE, KEYS, D_V),
-        _mbarriers(STAGES),
-        _mbarriers(STAGES),
+        mbarriers(STAGES),
+        mbarriers(STAGES),
     )
 
 
 @gluon.jit
 def _write_number(box, INDEX: gl.constexpr, number):
-    box.index(INDEX).store(gl.full([1], 0, gl.int32, _SAME_IN_ALL) + number)
+    box.index(INDEX).store(gl.full([1], 0, gl.int32, SAME_IN_ALL) + number)
 
 
 @gluon.jit
 def _read_number(box, INDEX: gl.constexpr):
-    return gl.max(box.index(INDEX).load(_SAME_IN_ALL), 0)
+    return gl.max(box.index(INDEX).load(SAME_IN_ALL), 0)
 
 
 @gluon.jit
