@@ -18,6 +18,7 @@ from flashlatte.ops.index_logits import index_logits, paged_index_logits
 from flashlatte.ops.index_quantize import index_gather, index_quantize
 from flashlatte.ops.index_query import index_query
 from flashlatte.ops.index_select import index_select, paged_index_select
+from flashlatte.ops.index_weights import index_weights
 from flashlatte.ops.topk import topk
 
 pytestmark = pytest.mark.gpu
@@ -195,6 +196,16 @@ def test_no_new_variants(backend: str) -> None:
     with harness.no_compilation():
         for requests, keys in ((1, 4500), (2, 64 * 100), (16, 4999), (77, 5121)):
             call(requests, keys)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64, 130])
+@pytest.mark.parametrize(("heads", "width"), [(64, 7168), (32, 6144), (5, 1001)])
+def test_index_weights(tokens: int, heads: int, width: int) -> None:
+    hidden, weight = normal(tokens, width, dtype=BF16), normal(heads, width) * width**-0.5
+    result = index_weights(hidden, weight, backend="portable")
+    expected = hidden.double() @ weight.double().T
+    assert (result - expected).abs().max() < 1e-5
+    assert result.equal(index_weights(hidden, weight, backend="portable"))
 
 
 TOPK_SHAPES = {

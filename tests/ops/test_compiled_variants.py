@@ -74,6 +74,8 @@ SAME_CODE = [
     ("gather_records", "portable", {"requests": [1, 4], "tokens": [1, 16], "pages": [1, 16], "page_size": [1, 64]}, 1),
     ("compress", "portable", {**STEPS, "columns": [1, 2, 16], "requests": [1, 2, 16], "page_size": [1, 64]}, 1),
     ("concat_mla_q", "portable", {"tokens": [1, 2, 16, 77], "heads": [1, 16, 128]}, 1),
+    # One for each size of block.
+    ("index_weights", "portable", {"tokens": [1, 4, 5, 16, 17, 128], "heads": [1, 32, 64], "gap": [0, 8, 64]}, 3),
     ("index_workspace", "portable", {"tokens": [1, 2, 16, 77], "requests": [1, 2, 16], "topk": [1, 512]}, 1),
     (
         "rope_cache_write",

@@ -20,6 +20,7 @@ from flashlatte import (
 )
 from flashlatte.ops.cache_gather import cache_gather
 from flashlatte.ops.cache_write import cache_write
+from flashlatte.ops.index_weights import index_weights
 from flashlatte.ops.norm_rope import latent_rows, rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime import dispatch
@@ -112,6 +113,7 @@ CALLS: dict[str, tuple[Callable, tuple[tuple[int, ...], ...]]] = {
     "cache_gather, no requests": (lambda: empty_gather(0), ((0, 512),)),
     "cache_gather, no tokens": (lambda: empty_gather(2), ((0, 512),)),
     "index_convert": (empty_conversion, ((0, 6),)),
+    "index_weights": (lambda: (index_weights(torch.ones(0, 8), torch.ones(4, 8)),), ((0, 4),)),
     "norm_rope": (empty_rows, ((0, 32), (0, 40), (0, 4, 8))),
 }
 

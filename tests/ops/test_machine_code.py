@@ -77,6 +77,7 @@ PORTABLE = [
     Variant("gather_records", "portable", products=None),
     Variant("compress", "portable", products=None),
     Variant("concat_mla_q", "portable", products=None),
+    Variant("index_weights", "portable", {"tokens": 64}, products=None),
     Variant("index_workspace", "portable", products=None),
     Variant("pack_seq", "portable", products=None),
     Variant("rope_cache_write", "portable", products=None),

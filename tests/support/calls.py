@@ -336,6 +336,13 @@ def rotate_heads(
     return record("rotate_heads", backend, query[..., 128:], table, where, interleaved, folded[..., 512:], arch=arch)
 
 
+def index_weights(
+    record: Recording, backend: str, tokens: int = 8, heads: int = 64, gap: int = 0, arch: int | None = 90
+) -> list[Recorded]:
+    hidden = torch.zeros(tokens, 7168 + gap, dtype=BF16)[:, :7168]
+    return record("index_weights", backend, hidden, torch.zeros(heads, 7168), torch.zeros(tokens, heads), arch=arch)
+
+
 CALLS: dict[str, Any] = {
     function.__name__: function
     for function in (
@@ -349,6 +356,7 @@ CALLS: dict[str, Any] = {
         compress,
         concat_mla_q,
         gather_records,
+        index_weights,
         index_workspace,
         pack_seq,
         inverse_rope_quantize,

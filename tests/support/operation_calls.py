@@ -15,6 +15,7 @@ from support import no_gpu
 
 import flashlatte
 from flashlatte.kv_cache import turboquant
+from flashlatte.ops.index_weights import index_weights
 from flashlatte.ops.norm_rope import latent_rows, rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime import dispatch, machine
@@ -157,6 +158,10 @@ def _index_cache() -> None:
     flashlatte.index_gather(cache, _ints(1, 4), _ints(2), total_tokens=9, backend="portable")
 
 
+def _index_weights() -> None:
+    index_weights(_rows(3, 512), torch.zeros(64, 512), backend="portable")
+
+
 def _index_query() -> None:
     flashlatte.index_query(_rows(3, 64, 128), torch.zeros(3, 64), torch.zeros(8, 64), _ints(3), backend="portable")
 
@@ -192,6 +197,7 @@ OPERATIONS = (
     "index_logits",
     "index_quantize",
     "index_query",
+    "index_weights",
     "index_workspace",
     "inverse_rope_quantize",
     "merge_states",
@@ -224,6 +230,7 @@ CALLS: list[Callable[[], None]] = [
     _norm_rope,
     _index_cache,
     _index_query,
+    _index_weights,
     *(functools.partial(_index_logits, backend) for backend in ("portable", "hopper")),
     *(functools.partial(_topk, "portable", 2, width) for width in (100, 100_000)),
     *(functools.partial(_topk, "hopper", rows, 100) for rows in (2, 60, 100, 200)),
