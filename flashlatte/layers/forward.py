@@ -12,6 +12,7 @@ from flashlatte.layers.absorbed import fold_query, unfold_value, up_projections
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.chosen import attend_chosen, chunk_rows, query_parts
 from flashlatte.layers.decode import attend_pages
+from flashlatte.layers.index_step import IndexStep
 from flashlatte.layers.indexer import Indexing
 from flashlatte.layers.metadata import MLAMetadata
 from flashlatte.layers.prefill import Expansion, attend_heads
@@ -68,12 +69,15 @@ def forward(
         backend: of the operations that read the cache.
         batch_invariant: of the operation that decodes.
     """
-    query, rows, q_latent = project(module, hidden, rotary, cache, metadata.slot_mapping)
     selection = metadata.selection
+    indexer = None
     if indexing is not None:
-        indexing.store_keys(hidden, metadata.slot_mapping)
-        if indices is None and selection is not None and q_latent is not None:
-            indexing.select(hidden, q_latent, metadata, selection)
+        indexer = IndexStep(indexing, hidden, metadata, selection if indices is None else None)
+        indexer.start()
+    rows, q_latent = store_latents(module, hidden, rotary, cache, metadata.slot_mapping)
+    if indexer is not None:
+        indexer.select(q_latent)
+    query = project_query(module, hidden, q_latent)
     tokens, heads = query.shape[:2]
     out = query.new_empty(tokens, heads, module.v_head_dim)
     absorbed = tokens if indices is not None else metadata.num_decode_tokens
@@ -82,6 +86,8 @@ def forward(
             indices = selection.slots[:absorbed]
 
         def attend(folded: torch.Tensor) -> torch.Tensor:
+            if indexer is not None:
+                indexer.join()
             return attend_pages(
                 folded, cache, metadata.decode, indices, softmax_scale(module), backend, batch_invariant
             )
@@ -104,8 +110,16 @@ def forward(
 def project(
     module: Projections, hidden: torch.Tensor, rotary: Rotary, cache: LatentCache, slot_mapping: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Queries [T, h, nope + rope], not rotated yet, the tokens' rows [T, latent + rope], in the cache by then, and the
-    query's normalised latent [T, rank], if it has one.
+    """``project_query`` and ``store_latents``: queries, rows and the query's latent."""
+    rows, q_latent = store_latents(module, hidden, rotary, cache, slot_mapping)
+    return project_query(module, hidden, q_latent), rows, q_latent
+
+
+def store_latents(
+    module: Projections, hidden: torch.Tensor, rotary: Rotary, cache: LatentCache, slot_mapping: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The tokens' rows [T, latent + rope], in the cache by then, and the query's normalised latent [T, rank], if it has
+    one.
     """
     kv_norm = module.kv_a_layernorm
     query_latent: dict[str, Any] = {}
@@ -119,8 +133,13 @@ def project(
     rows, q_a = latent_rows(module.kv_a_proj_with_mqa(hidden), weight, rotary, _eps(kv_norm), **query_latent, **target)
     if cache.is_quantised:
         cache.write(slot_mapping, rows)
-    query = module.q_proj(hidden) if q_a is None else module.q_b_proj(q_a)
-    return query.unflatten(-1, (-1, module.qk_nope_head_dim + module.qk_rope_head_dim)), rows, q_a
+    return rows, q_a
+
+
+def project_query(module: Projections, hidden: torch.Tensor, q_latent: torch.Tensor | None) -> torch.Tensor:
+    """Queries [T, h, nope + rope], not rotated yet."""
+    query = module.q_proj(hidden) if q_latent is None else module.q_b_proj(q_latent)
+    return query.unflatten(-1, (-1, module.qk_nope_head_dim + module.qk_rope_head_dim))
 
 
 def softmax_scale(module: Projections) -> float:

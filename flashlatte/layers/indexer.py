@@ -19,6 +19,7 @@ from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.index_quantize import index_gather, index_quantize
 from flashlatte.ops.index_query import index_query
 from flashlatte.ops.index_select import index_select, paged_index_select
+from flashlatte.ops.index_weights import MOST_ROWS, index_weights
 from flashlatte.ops.norm_rope import rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
 
@@ -97,12 +98,21 @@ class Indexing:
         rounding = self.config.scale_rounding
         index_quantize(self.pages, slot_mapping, keys, scale_rounding=rounding, backend=self.backend)
 
-    def queries(self, hidden: torch.Tensor, q_latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Index queries [T, H, head_dim] in the dtype that goes with the cache, and float32 head weights [T, H]."""
+    def head_weights(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Weights [T, H] of the heads of index queries, of hidden states [T, hidden_size]."""
+        projection = self.module.weights_proj
+        # A linear layer as it is loaded, and not one that something wraps.
+        plain = type(projection) is nn.Linear and projection.bias is None and projection.weight.dtype == torch.float32
+        if plain and hidden.shape[0] <= MOST_ROWS:
+            return index_weights(hidden, projection.weight, backend=self.backend)
+        return projection(hidden.to(projection.weight.dtype))
+
+    def queries(self, q_latent: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Index queries [T, H, head_dim] in the dtype that goes with the cache, and float32 head weights [T, H], of
+        the queries' normalised latents [T, q_lora_rank] and their ``head_weights``.
+        """
         config = self.config
         q = self.module.wq_b(q_latent).unflatten(-1, (-1, config.head_dim))
-        projection = self.module.weights_proj
-        weights = projection(hidden.to(projection.weight.dtype))
         if self.layout.scale_bytes:
             return index_query(
                 q,
@@ -119,16 +129,26 @@ class Indexing:
             q = q @ _hadamard(config.head_dim, q.dtype, q.device)
         return q.to(self.layout.record_dtype), weights.float() * (config.head_dim * config.num_heads) ** -0.5
 
-    def select(self, hidden: torch.Tensor, q_latent: torch.Tensor, metadata: MLAMetadata, selection: Selection) -> None:
-        """Choose for every token of the step, into ``selection``; the step's keys must be stored by then."""
-        selection.made = True
+    def num_choosing(self, metadata: MLAMetadata, selection: Selection) -> int:
+        """How many of the step's tokens, from the first on, choose: the others attend to every token."""
         if selection.slots is None:
+            return 0
+        return metadata.num_decode_tokens if selection.chunks is None else metadata.num_tokens
+
+    def select(
+        self, q_latent: torch.Tensor, weights: torch.Tensor, metadata: MLAMetadata, selection: Selection
+    ) -> None:
+        """Choose for every token of the step, into ``selection``; the step's keys must be stored by then.
+
+        Args:
+            q_latent: [T, q_lora_rank], normalised.
+            weights: [num_choosing, H], the ``head_weights``.
+        """
+        selection.made = True
+        tokens, decoding = weights.shape[0], metadata.num_decode_tokens
+        if tokens == 0 or selection.slots is None:
             return
-        decoding = metadata.num_decode_tokens
-        tokens = decoding if selection.chunks is None else metadata.num_tokens
-        if tokens == 0:
-            return
-        q, weights = self.first(tokens).queries(hidden[:tokens], q_latent[:tokens])
+        q, weights = self.first(tokens).queries(q_latent[:tokens], weights)
         if metadata.decode is not None and decoding:
             self._select_decode(q[:decoding], weights[:decoding], metadata.decode, selection)
         for chunk in selection.chunks or ():

@@ -16,7 +16,9 @@ from gpu.harness import DEVICE
 
 from flashlatte import kv_cache
 from flashlatte.layers import IndexerConfig, MLAAttention, MLAConfig, MLAMetadata, MLAMetadataBuilder, Rope
+from flashlatte.layers.index_step import MOST_TOKENS_BESIDE
 from flashlatte.ops.index_quantize import index_quantize
+from flashlatte.runtime.side_stream import SideStream
 
 pytestmark = pytest.mark.gpu
 
@@ -214,3 +216,50 @@ def test_a_captured_decode_step_replays_across_2048_tokens(cache_format: str, in
         assert_same_choice(chosen, slots_of(plan), 0.99)
         # cuBLAS may choose another kernel inside of a graph.
         assert_close(out, eager.run(fresh, plan, chosen), 0.01)
+
+
+@pytest.mark.parametrize("requests", [2, MOST_TOKENS_BESIDE])
+def test_a_graph_whose_indexer_runs_beside_the_layer_gives_the_bits_of_one_in_order(
+    requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers over one choice's buffers: what the second chooses must wait for the first's attention."""
+    layer, table = make_layer(topk=128), tables(requests, 16)
+    shape: dict[str, Any] = {"pages": table.numel(), "max_seq_len": 1024}
+    machine = Machine(layer, DEVICE, torch.bfloat16, "v32", "index_fp8", **shape)
+    machine.builder = MLAMetadataBuilder(
+        PAGE_SIZE, requests, requests, 1024, DEVICE, cache_format="v32", topk=128, num_pages=table.numel()
+    )
+    index_quantize(
+        machine.index_cache,
+        torch.arange(table.numel() * PAGE_SIZE, device=DEVICE),
+        torch.randn(table.numel() * PAGE_SIZE, 128, device=DEVICE),
+    )
+    hidden = torch.zeros(requests, CONFIG.hidden_size, device=DEVICE, dtype=torch.bfloat16)
+    metadata = machine.build([1] * requests, [900] * requests, table)
+
+    def step() -> torch.Tensor:
+        first = machine.run(hidden, metadata)
+        return first + machine.run(hidden + first, metadata)
+
+    def captured() -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = step()
+        return graph, out
+
+    step()
+    torch.cuda.synchronize()
+    beside, result = captured()
+    # Where nothing is captured, all runs in one stream.
+    monkeypatch.setattr(SideStream, "__init__", lambda self, *_: setattr(self, "_stream", None))
+    in_order, expected = captured()
+    for seed in range(30):
+        hidden.copy_(hidden_states(requests, seed))
+        machine.build([1] * requests, [100 + 25 * seed + request for request in range(requests)], table)
+        for graph in (beside, in_order):
+            slots_of(metadata).fill_(-1)
+            graph.replay()
+            if graph is beside:
+                chosen = slots_of(metadata).clone()
+        assert slots_of(metadata).equal(chosen)
+        assert result.equal(expected)

@@ -70,6 +70,36 @@ def test_decode_from_fewer_tokens_than_are_selected_to_more(model):
     assert_like_stock(model, engine)
 
 
+def test_a_decode_step_may_choose_as_late_as_its_attention_begins(model, monkeypatch):
+    class Latest:
+        """The side stream of a graph, where it is last to run."""
+
+        def __init__(self, device, wanted):
+            self.wanted, self.waiting = wanted, []
+
+        def run(self, work):
+            if self.wanted:
+                self.waiting.append(work)
+            else:
+                work()
+
+        def join(self):
+            assert not self.wanted or self.waiting
+            for work in self.waiting:
+                work()
+            self.waiting.clear()
+
+    steps = [{0: 13, 1: 5}, {0: 1, 1: 1}, {1: 2, 0: 1}, {0: 1, 1: TOPK}, {1: 1, 0: 1}]
+    wanted, engine = (engine_of(model, (33, 40)) for _ in range(2))
+    for step in steps:
+        wanted.step(step)
+    monkeypatch.setattr("flashlatte.layers.index_step.SideStream", Latest)
+    for step in steps:
+        engine.step(step)
+    for result, expected in zip(engine.results(), wanted.results(), strict=True):
+        assert result.equal(expected)
+
+
 def test_mixed_batches_of_decode_and_prefill(model):
     engine = engine_of(model, (40, 30, 60, 25), max_decode_queries=2, gather_tokens=40)
     engine.step({0: 11})
