@@ -73,8 +73,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         page_size = self.model.page_size if page_size is None else page_size
         sizes = {"page_size": page_size, "max_tokens": max_tokens, "max_requests": max_requests, "patience": patience}
         check_limits(self.model, sizes, {"host_pages": host_pages, "drafts": drafts})
-        for name, value in (("prefix_cache", prefix_cache), ("graphs", graphs)):
-            checks.flag(name, value)
+        checks.flag("prefix_cache", prefix_cache)
+        checks.flag("graphs", graphs)
         default = self.model.default_pages(self.cache_format, page_size) if num_pages is None else num_pages
         num_pages = checks.positive_int("num_pages", default)
         if self.ranks is not None:
@@ -91,11 +91,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             max_tokens=max_tokens,
             graphs=graphs,
         )
-        identity = f"{self.model.name}:{self.cache_format}"
-        self.pool = PagePool(num_pages, page_tokens, identity=identity)
+        self.pool = PagePool(num_pages, page_tokens)
         self.scheduler = Scheduler(
             self.pool,
-            host_pool=PagePool(host_pages, page_tokens, identity=identity) if host_pages else None,
+            host_pool=PagePool(host_pages, page_tokens) if host_pages else None,
             max_tokens=max_tokens,
             max_requests=max_requests,
             patience=patience,
@@ -136,7 +135,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """Run a step; returns the requests that it gave tokens to, or that ended.
 
         So it does of steps that ``stream`` and ``generate`` ran meanwhile for others. Without drafts the next step is
-        planned and launched before the tokens of the last are waited for.
+        planned and launched before the tokens of the last are waited for. A step that raises, in whichever of the
+        calls, aborts all requests: what it had planned is not in the cache.
         """
         self._step()
         changed, self._untold = list(self._untold.values()), {}
@@ -257,14 +257,20 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _step(self) -> None:
         self._check_leads("step")
         begin = time.perf_counter()
-        if self.drafts:
+        try:
+            if self.drafts:
+                self._collect()
+                for request, _ in self._live.values():
+                    request.drafts = look_up(request.tokens, self.drafts)
+            step = self.scheduler.schedule()
+            launched = None if step is None else (step, self.runner.run(step))
             self._collect()
-            for request, _ in self._live.values():
-                request.drafts = look_up(request.tokens, self.drafts)
-        step = self.scheduler.schedule()
-        launched = None if step is None else (step, self.runner.run(step))
-        self._collect()
-        self._under_way = launched
+            self._under_way = launched
+        except BaseException:
+            self._under_way = None
+            for request_id in list(self._live):
+                self.abort(request_id)
+            raise
         self._seconds += time.perf_counter() - begin
 
     def _collect(self) -> None:

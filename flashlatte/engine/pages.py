@@ -25,25 +25,16 @@ class _Page:
 
 
 class PagePool:
-    """The pages of one cache (or of one copy of it, on the host).
+    """The pages of one cache (or of one copy of it, on the host): one model's, in one format.
 
     Args:
         num_pages: pages of the cache.
         page_size: tokens in a page.
-        identity: what else decides a page's bytes: the model, the cache format. Pools that share pages (a cache and
-            its copy on the host) have the same.
-
-    Raises:
-        ValueError: a size below 1.
     """
 
-    def __init__(self, num_pages: int, page_size: int, *, identity: str = "") -> None:
-        for name, value in (("num_pages", num_pages), ("page_size", page_size)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+    def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        self.identity = identity
         self._pages = [_Page() for _ in range(num_pages)]
         self._blank = list(range(num_pages - 1, -1, -1))  # without references, not known
         self._idle: OrderedDict[int, None] = OrderedDict()  # without references, known: the first is forgotten first
@@ -64,7 +55,7 @@ class PagePool:
 
     def root(self, salt: str = "") -> bytes:
         """The key before a request's first page. Requests with different salts never share a page."""
-        return hashlib.sha256(repr((self.identity, self.page_size, salt)).encode()).digest()
+        return hashlib.sha256(repr(salt).encode()).digest()
 
     def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
         """The known pages that hold the longest start of ``tokens``, in order. They are not referenced yet."""

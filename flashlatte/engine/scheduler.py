@@ -44,9 +44,6 @@ class Scheduler:
         apart: whether what a step computes of a prompt depends on that request alone: its chunks are of ``max_tokens``,
             each a step of its own, and come before the tokens of those who generate. Only pages of whole chunks are
             shared, and what was generated is computed token by token, also when it is computed again.
-
-    Raises:
-        ValueError: a limit below 1.
     """
 
     def __init__(
@@ -60,9 +57,6 @@ class Scheduler:
         prefix_cache: bool = True,
         apart: bool = False,
     ) -> None:
-        for name, value in (("max_tokens", max_tokens), ("max_requests", max_requests), ("patience", patience)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
         self.pool, self.host_pool = pool, host_pool
         self.max_tokens, self.max_requests, self.patience = max_tokens, max_requests, patience
         self.prefix_cache, self.apart = prefix_cache, apart

@@ -35,11 +35,11 @@ def test_the_longest_known_start_is_found():
     assert pool.match([3, 4]) == []
 
 
-def test_other_salts_and_identities_match_nothing():
-    pool = PagePool(8, 2, identity="bf16")
+def test_other_salts_match_nothing():
+    pool = PagePool(8, 2)
     fill(pool, [1, 2], salt="a")
     assert pool.match([1, 2], salt="b") == []
-    assert PagePool(8, 2, identity="v32").root() != pool.root()
+    assert len(pool.match([1, 2], salt="a")) == 1
 
 
 def test_the_page_let_go_longest_ago_is_forgotten_first_and_a_chain_from_its_end():
@@ -67,8 +67,6 @@ def test_a_key_that_two_chains_share_serves_neither_the_others_tokens(monkeypatc
 
 
 def test_errors_name_the_argument():
-    with pytest.raises(ValueError, match="num_pages must be at least 1, got 0"):
-        PagePool(0, 1)
     pool = PagePool(2, 2)
     with pytest.raises(ValueError, match="pages must be in use, got 1"):
         pool.release([1])

@@ -176,7 +176,6 @@ def test_a_request_that_ended_untold_may_be_aborted():
 
 def test_a_batch_that_is_interrupted_leaves_nothing(monkeypatch):
     served = engine()
-    served.add(PROMPTS[0], SamplingParams(NEW), id="other")
     run, calls = served.runner.run, []
 
     def interrupted(*args: Any) -> Any:
@@ -188,7 +187,31 @@ def test_a_batch_that_is_interrupted_leaves_nothing(monkeypatch):
     monkeypatch.setattr(served.runner, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         served.generate([PROMPTS[1], PROMPTS[2]], SamplingParams(NEW))
-    assert served.unfinished == 1
+    assert served.unfinished == served.pool.in_use == 0
+
+
+@pytest.mark.parametrize("raises_in", ["run", "wait"])
+@pytest.mark.parametrize("host_pages", [0, 8])
+def test_a_step_that_fails_ends_all_requests_and_spoils_no_page(raises_in, host_pages, monkeypatch):
+    """Their first pages were planned and not computed: a request that begins like them must not find them."""
+    served = engine(page_size=4, host_pages=host_pages, max_tokens=8)
+    names = [served.add(PROMPTS[number], SamplingParams(NEW)) for number in (1, 2)]
+    served.step()
+    outputs = [output for _, output in served._live.values()]
+
+    def failing(*arguments: Any) -> Any:
+        raise RuntimeError("no memory left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*((served.runner, "_compute") if raises_in == "run" else (runner.Sampled, "wait")), failing)
+        with pytest.raises(RuntimeError, match="no memory left"):
+            served.step()
+    assert [output.id for output in outputs] == names
+    assert all(output.finish_reason == "abort" for output in outputs)
+    assert served.unfinished == served.pool.in_use == 0
+    assert [output.tokens for output in served.generate(PROMPTS, SamplingParams(NEW))] == [
+        expected(number) for number in range(len(PROMPTS))
+    ]
 
 
 def test_an_id_may_be_used_again_when_its_request_has_ended():

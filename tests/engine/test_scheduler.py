@@ -163,8 +163,6 @@ def test_errors_name_the_argument():
         Request("c", [], 1)
     with pytest.raises(ValueError, match="max_new_tokens of request 'c' must be at least 1, got 0"):
         Request("c", [1], 0)
-    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
-        Scheduler(PagePool(2, 4), max_tokens=0)
 
 
 class Serving(RuleBasedStateMachine):
