@@ -14,7 +14,8 @@ from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.engine.batch import Batch
 from flashlatte.kv_cache import CacheFormat
 
-# Makes the metadata of a step, whose ``num_tokens`` it has, with padding up to so many requests if a number is given.
+# Makes the metadata of a step, whose ``num_tokens`` it has, with padding up to so many requests if a number is given:
+# then it lies where that of the last such step did, until its ``buffers`` is another object.
 Planner = Callable[[Batch, int | None], Any]
 
 # Of a GPU's free memory, what the cache takes when nobody chose its size; a cache on the CPU has so many tokens.
@@ -34,14 +35,12 @@ class PagedModel:
         page_size: of its caches, where nobody chose one.
         moves_pages: whether a page holds all that later steps need of its tokens: such pages may be shared and swapped,
             and tokens may be taken back.
-        fits_graphs: whether steps that generate may be captured: their metadata lies where the last one's did.
         batch_invariant: whether what a request gets is to depend on it alone.
     """
 
     config: Any
     page_size = 64
     moves_pages = True
-    fits_graphs = True
     batch_invariant = False
 
     def __init__(self, model: Any, device: torch.device, ranks: Ranks | None = None) -> None:

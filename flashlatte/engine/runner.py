@@ -83,7 +83,8 @@ class Runner:
         smaller = () if model.batch_invariant else GRAPH_SIZES
         self._sizes = [size for size in smaller if size < max_requests] + [max_requests]
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self._use_graphs = graphs and model.fits_graphs and model.device.type == "cuda"
+        self._buffers_of_graphs: object = None
+        self._use_graphs = graphs and model.device.type == "cuda"
         with torch.inference_mode(False), torch.device(model.device):
             self._tokens = torch.zeros(max(max_tokens, max_requests), dtype=torch.int64)
             # What a graph reads must stay where it is.
@@ -204,6 +205,9 @@ class Runner:
 
         A model that cannot be captured runs without graphs from then on.
         """
+        if metadata.buffers is not self._buffers_of_graphs:
+            self._graphs.clear()
+            self._buffers_of_graphs = metadata.buffers
         if self._use_graphs and size not in self._graphs:
             stream = torch.cuda.current_stream()
             try:

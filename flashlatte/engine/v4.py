@@ -38,8 +38,6 @@ class V4Model(PagedModel):
 
     # What unfinished groups need is no page's: it goes with the request.
     moves_pages = False
-    # Plans of workspaces and tables of states are a step's own.
-    fits_graphs = False
 
     def __init__(self, model: Any, *, backend: str | None = None) -> None:
         if isinstance(model, (str, Path)):
@@ -75,11 +73,12 @@ class V4Model(PagedModel):
     def planner(
         self, cache_format: str, num_pages: int, page_size: int, *, max_requests: int, max_tokens: int
     ) -> Planner:
-        builder = V4Builder(self.layers, page_size, max_requests, self.device, backend=self.backend)
+        max_pages = min(num_pages, -(-self.max_position // page_size))
+        builder = V4Builder(self.layers, page_size, max_requests, max_pages, self.device, backend=self.backend)
 
         def plan(batch: Batch, pad_to: int | None) -> V4Metadata:
             spans = [(length - count, length) for count, length in zip(batch.counts, batch.lengths, strict=True)]
-            return builder.build(spans, batch.page_table(), batch.places)
+            return builder.build(spans, batch.page_table(), batch.places, pad_requests_to=pad_to)
 
         return plan
 
@@ -87,6 +86,7 @@ class V4Model(PagedModel):
     def __call__(
         self, tokens: torch.Tensor, caches: list[torch.Tensor], metadata: V4Metadata, rows: torch.Tensor
     ) -> torch.Tensor:
+        step = metadata.step()
         embedded = self._body.embed_tokens(tokens)
         hidden = embedded[None, :, None].repeat(1, 1, self._streams, 1)  # [1, T, streams, hidden_size]
         remaining = iter(caches)
@@ -94,7 +94,7 @@ class V4Model(PagedModel):
             cache = _cache_of(config, remaining, states)
             shares, mixture, seen = layer.attn_hc(hidden)
             seen = layer.input_layernorm(seen)[0]
-            attended = attend(layer.self_attn, config, seen, metadata.step, cache, self.backend)[None]
+            attended = attend(layer.self_attn, config, seen, step, cache, self.backend)[None]
             hidden = _joined_by(shares, mixture, hidden, attended)
             shares, mixture, seen = layer.ffn_hc(hidden)
             # The first layers choose experts by the token itself.

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
 
 from support.engine_models import generated_by_transformers, model, prompt
 
 from flashlatte.engine import Engine, SamplingParams
-from flashlatte.layers.v4.workspace import DEFAULT_LIMITS
+from flashlatte.layers.v4.builder import V4Metadata
+from flashlatte.layers.v4.step import V4Step
+from flashlatte.layers.v4.workspace import WorkspaceLimits
 
 FAMILY, LENGTHS = "DeepseekV4", (1, 5, 31, 19)
 
@@ -45,8 +48,27 @@ def test_more_requests_than_run_at_a_time():
     check(engine(max_requests=2, max_tokens=30), lengths=(9, 21, 4, 13, 7), new=4)
 
 
-def test_a_prompt_over_a_workspace():
-    assert DEFAULT_LIMITS.queries <= 141
+def replayed(served: Engine) -> Engine:
+    """Steps that generate run as graphs do: what the first of a size said of its tokens is called again."""
+    runner, first, buffers = served.runner, {}, []
+
+    def padded(size: int, metadata: V4Metadata) -> torch.Tensor:
+        if not any(metadata.buffers is known for known in buffers):
+            first.clear()
+            buffers.append(metadata.buffers)
+        return runner._logits(first.setdefault(size, metadata), runner._rows[:size])
+
+    runner._padded, runner._use_graphs = padded, True
+    return served
+
+
+@pytest.mark.parametrize("options", [{}, {"num_pages": 7, "max_requests": 3}], ids=["at ease", "giving way"])
+def test_steps_that_generate_as_graphs(options):
+    check(replayed(engine(**options)))
+
+
+def test_a_prompt_over_a_workspace(monkeypatch):
+    monkeypatch.setitem(V4Step.of_spans.__func__.__kwdefaults__, "limits", WorkspaceLimits(queries=141))
     check(engine(max_tokens=150, num_pages=40), lengths=(141, 6), new=3)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,14 +18,23 @@ States = tuple[torch.Tensor | None, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class V4Metadata:
-    """A step, and each layer's states."""
+    """What a step is made from, and each layer's states.
 
-    step: V4Step
+    Attributes:
+        num_tokens: of the step, padding included.
+        step: makes the step. Of a padded one each call derives all from the builder's buffers, so that a CUDA graph
+            that holds the call serves the steps that are put there later.
+        states: of each layer. A list of its own for each place where they have lain.
+    """
+
+    num_tokens: int
+    step: Callable[[], V4Step]
     states: list[States]
 
     @property
-    def num_tokens(self) -> int:
-        return self.step.num_tokens
+    def buffers(self) -> object:
+        """Another object once what a captured step reads has moved."""
+        return self.states
 
 
 class V4Builder:
@@ -33,7 +43,8 @@ class V4Builder:
     Args:
         layers: of the model.
         page_size: tokens in a page, which holds the groups that they finish: a multiple of every layer's ratio.
-        requests: that states have room for at first.
+        requests: that states have room for at first, and the most of a padded step.
+        max_pages: of a request.
         device: of the caches.
         backend: of the steps' operations; None chooses.
     """
@@ -43,6 +54,7 @@ class V4Builder:
         layers: Sequence[V4Config],
         page_size: int,
         requests: int,
+        max_pages: int,
         device: torch.device,
         *,
         backend: str | None = None,
@@ -54,44 +66,102 @@ class V4Builder:
             if config.ratio:
                 self._rings[config.ratio] = max(1 + config.overlap, self._rings.get(config.ratio, 0))
         self._room = requests
-        self._states = [self._empty_states(config, requests) for config in layers]
+        with torch.inference_mode(False):
+            self._states = [self._empty_states(config, requests) for config in layers]
+            # Of a padded step: each token's request and position, each request's place, and its pages.
+            self._numbers = torch.zeros(3, requests, dtype=torch.int64, device=device)
+            self._table = torch.zeros(requests, max_pages, dtype=torch.int32, device=device)
 
-    def build(self, spans: Sequence[tuple[int, int]], block_table: torch.Tensor, places: Sequence[int]) -> V4Metadata:
+    def build(
+        self,
+        spans: Sequence[tuple[int, int]],
+        block_table: torch.Tensor,
+        places: Sequence[int],
+        *,
+        pad_requests_to: int | None = None,
+    ) -> V4Metadata:
         """The metadata of a step of n requests.
 
         Args:
             spans: positions of each request's new tokens, (first, end).
             block_table: int [n, pages], the pages of each request in order.
             places: of each request, a number that no other has from its first step to its last, from 0: where its
-                states lie. Those of larger numbers than before get room.
+                states lie. Those of larger numbers than before get room, which moves all states.
+            pad_requests_to: add tokens of no request up to so many, for a captured graph of that size. Only for a step
+                whose requests have one new token each.
+
+        Raises:
+            ValueError: a padded step of other requests, or larger than the builder's buffers.
         """
         self._make_room(max(places) + 1)
+        if pad_requests_to is not None:
+            self._put(spans, block_table, places, pad_requests_to)
+            return V4Metadata(pad_requests_to, functools.partial(self._padded_step, pad_requests_to), self._states)
         table = to_device(block_table, self._device, torch.int32)
-        firsts = torch.tensor(places, dtype=torch.int32)[:, None]
-        groups, sizes = {}, {}
-        for ratio, pages in self._rings.items():
-            ring = firsts * pages + torch.arange(pages, dtype=torch.int32)
-            groups[ratio] = table, to_device(ring, self._device, torch.int32)
-            sizes[ratio] = self._page_size // ratio
         step = V4Step.of_spans(
             spans,
             table,
-            groups,
+            self._groups(table, to_device(places, self._device)),
             window=self._layers[0].window,
             page_size=self._page_size,
-            group_page_sizes=sizes,
+            group_page_sizes=self._group_page_sizes,
             backend=self._backend,
         )
-        return V4Metadata(step, self._states)
+        return V4Metadata(step.num_tokens, lambda: step, self._states)
+
+    def _put(
+        self, spans: Sequence[tuple[int, int]], block_table: torch.Tensor, places: Sequence[int], size: int
+    ) -> None:
+        """Overwrite the buffers when the steps before are done, without waiting for them."""
+        requests, width = block_table.shape
+        if any(end - begin != 1 for begin, end in spans):
+            raise ValueError(f"pad_requests_to needs a step of one new token a request, got spans {list(spans)}")
+        if not requests <= size <= len(self._table):
+            raise ValueError(f"pad_requests_to must be from {requests} to {len(self._table)}, got {size}")
+        if width > self._table.shape[1]:
+            raise ValueError(f"block_table must have at most {self._table.shape[1]} pages, got {width}")
+        nobody = [-1] * (size - requests)
+        positions = [begin for begin, _ in spans]
+        numbers = [[*range(requests), *nobody], positions + nobody, [*places, *(0 for _ in nobody)]]
+        self._numbers[:, :size].copy_(to_device(numbers, self._device))
+        self._table[:requests, :width].copy_(to_device(block_table, self._device, torch.int32))
+
+    def _padded_step(self, size: int) -> V4Step:
+        """The step in the buffers. Nothing of it is known on the host but its size."""
+        request_ids, positions, places = self._numbers[:, :size]
+        table = self._table[:size]
+        return V4Step.build(
+            request_ids,
+            positions,
+            table,
+            self._groups(table, places),
+            window=self._layers[0].window,
+            page_size=self._page_size,
+            group_page_sizes=self._group_page_sizes,
+            backend=self._backend,
+        )
+
+    def _groups(self, table: torch.Tensor, places: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Of each ratio the tables of groups and of states."""
+        return {
+            ratio: (table, (places[:, None] * pages + torch.arange(pages, device=self._device)).to(torch.int32))
+            for ratio, pages in self._rings.items()
+        }
+
+    @property
+    def _group_page_sizes(self) -> dict[int, int]:
+        return {ratio: self._page_size // ratio for ratio in self._rings}
 
     def _make_room(self, requests: int) -> None:
-        more = max(requests - self._room, 0)
-        if more == 0:
+        if requests <= self._room:
             return
-        added = [self._empty_states(config, more) for config in self._layers]
-        self._states = [
-            (_joined(old[0], new[0]), _joined(old[1], new[1])) for old, new in zip(self._states, added, strict=True)
-        ]
+        # Seldom, as all is copied, and graphs are captured anew.
+        more = max(requests - self._room, self._room // 4)
+        with torch.inference_mode(False):
+            added = [self._empty_states(config, more) for config in self._layers]
+            self._states = [
+                (_joined(old[0], new[0]), _joined(old[1], new[1])) for old, new in zip(self._states, added, strict=True)
+            ]
         self._room += more
 
     def _empty_states(self, config: V4Config, requests: int) -> States:

@@ -1,0 +1,87 @@
+"""DeepSeek-V4's decode steps in the engine: replayed CUDA graphs against the same steps run eagerly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.engine_models import V4_SIZES, VOCABULARY, prompt
+
+from flashlatte.engine import Engine, SamplingParams
+from flashlatte.engine.batch import Batch
+
+pytestmark = pytest.mark.gpu
+# Generating 40 tokens each ends groups of 4 and of 128, and pages of 256.
+LENGTHS = (3, 100, 240, 500)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "num_attention_heads": 64, "head_dim": 512, "partial_rotary_factor": 0.125}
+    sizes |= {"q_lora_rank": 128, "o_groups": 8, "o_lora_rank": 64, "sliding_window": 128}
+    sizes |= {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}}
+    sizes |= {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 64, "moe_intermediate_size": 64}
+    made = DeepseekV4ForCausalLM(DeepseekV4Config(**V4_SIZES | sizes | {"max_position_embeddings": 4096}))
+    for weight in made.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+    for name, table in made.named_buffers():
+        if name.endswith("tid2eid"):
+            table.copy_(torch.randint(4, table.shape))
+    return made.to("cuda", torch.bfloat16).eval()
+
+
+@pytest.mark.parametrize("cache_format", ["model1", "bf16"])
+@pytest.mark.filterwarnings("error:decode steps run without CUDA graphs")
+def test_replayed_steps_are_eager_ones(model: Any, cache_format: str) -> None:
+    served = Engine(model, cache_format=cache_format, num_pages=12, max_requests=4, max_tokens=512)
+    runner, steps, batches, apart = served.runner, 0, [], []
+    graphed, plan = runner._padded, runner._plan
+
+    def planned(batch: Batch, pad_to: int | None) -> Any:
+        batches.append(batch)
+        return plan(batch, pad_to)
+
+    def padded(size: int, metadata: Any) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        requests = len(batches[-1].counts)
+        # Each runs the step again: what it writes is the same.
+        eager = runner._logits(metadata, runner._rows[:size]).clone()
+        new = runner._logits(plan(batches[-1], None), runner._rows[:requests]).clone()
+        replayed = graphed(size, metadata)
+        assert replayed.equal(eager)
+        if size == requests:
+            apart.append(((new - replayed).norm() / new.norm()).item())
+        return replayed
+
+    runner._padded, runner._plan = padded, planned
+    sampling = SamplingParams(max_new_tokens=40)
+    # The second time at places beyond the first ones: the states move, and graphs are captured anew.
+    for places in ([3, 2, 1, 0], [7, 6, 5, 4]):
+        runner._free_places, before = places, steps
+        outputs = served.generate([prompt(length, seed) for seed, length in enumerate(LENGTHS)], sampling)
+        assert all(len(output.tokens) == 40 and max(output.tokens) < VOCABULARY for output in outputs)
+        assert steps >= before + 39
+        assert 4 in runner._graphs
+    # A step of its own has narrower tables, so that keys are split otherwise.
+    assert max(apart) < 0.05
+
+
+def test_a_step_that_generates_waits_for_nothing_but_the_last_ones_tokens(model: Any) -> None:
+    served = Engine(model, cache_format="model1", num_pages=12, max_requests=4)
+    for seed in range(4):
+        served.add(prompt(245, seed), SamplingParams(max_new_tokens=40))
+    for _ in range(8):
+        served.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        # Over the end of a page, and of groups.
+        for _ in range(10):
+            assert len(served.step()) == 4
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
