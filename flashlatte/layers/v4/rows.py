@@ -8,8 +8,8 @@ from flashlatte.layers.v4.cache import V4Cache
 from flashlatte.layers.v4.compressed import SelectedGroups
 from flashlatte.layers.v4.config import V4Config
 from flashlatte.layers.v4.step import V4Step
-from flashlatte.layers.v4.workspace import WorkspaceChunk, paged_parts
-from flashlatte.ops.cache_gather import gather_last
+from flashlatte.layers.v4.workspace import Gathered, RowsSeen, WorkspaceChunk, paged_parts
+from flashlatte.ops.cache_gather import cache_gather
 from flashlatte.ops.index_workspace import index_workspace
 from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.ops.sparse_prefill import sparse_prefill
@@ -78,23 +78,54 @@ def _attend_workspace(
     out: torch.Tensor,
     backend: str | None,
 ) -> None:
-    requests, head_dim = len(chunk.requests), q.shape[2]
-    workspace = q.new_empty(requests, chunk.rows, head_dim)
-    numbers = None
+    head_dim = q.shape[2]
+    workspace = q.new_empty(chunk.num_requests * chunk.rows, 1, head_dim)
     if selected is not None and cache.groups is not None and chunk.group_rows:
-        table = selected.groups.table[chunk.requests]
-        gather_last(cache.groups, table, chunk.seq_lens // config.ratio, workspace, backend=backend)
-        numbers = selected.numbers_below(chunk.group_rows, chunk.tokens)
-    gather_last(
-        cache.window,
-        step.window_table[chunk.requests],
-        chunk.seq_lens,
+        _gather(cache.groups, selected.groups.table, chunk, chunk.groups, workspace, backend)
+    _gather(cache.window, step.window_table, chunk, chunk.window, workspace, backend)
+    indices, counts = _rows_seen(config, chunk, selected, backend)
+    sparse_prefill(
+        q[chunk.tokens],
         workspace,
-        gather_lens=chunk.gather_lens,
-        offset=chunk.group_rows,
+        indices.unsqueeze(1),
+        d_v=head_dim,
+        attn_sink=sinks,
+        topk_length=counts,
+        out=out[chunk.tokens],
         backend=backend,
     )
-    indices, counts = index_workspace(
+
+
+def _gather(
+    cache: torch.Tensor,
+    table: torch.Tensor,
+    chunk: WorkspaceChunk,
+    gathered: Gathered,
+    workspace: torch.Tensor,
+    backend: str | None,
+) -> None:
+    cache_gather(
+        cache,
+        table[chunk.requests],
+        gathered.rows,
+        seq_starts=gathered.starts,
+        seq_ends=gathered.ends,
+        out=workspace.squeeze(1),
+        backend=backend,
+    )
+
+
+def _rows_seen(
+    config: V4Config, chunk: WorkspaceChunk, selected: SelectedGroups | None, backend: str | None
+) -> RowsSeen:
+    """What the chunk's tokens see of the workspace."""
+    kept = chunk.seen if selected is None or selected.numbers is None else None
+    if kept:
+        return kept[0]
+    numbers = None
+    if selected is not None and chunk.group_rows:
+        numbers = selected.numbers_below(chunk.group_rows, chunk.tokens)
+    seen = index_workspace(
         numbers,
         chunk.cu_queries,
         chunk.seq_lens,
@@ -107,13 +138,6 @@ def _attend_workspace(
         gather_lens=chunk.gather_lens,
         backend=backend,
     )
-    sparse_prefill(
-        q[chunk.tokens],
-        workspace.view(-1, 1, head_dim),
-        indices.unsqueeze(1),
-        d_v=head_dim,
-        attn_sink=sinks,
-        topk_length=counts,
-        out=out[chunk.tokens],
-        backend=backend,
-    )
+    if kept is not None:
+        kept.append(seen)
+    return seen

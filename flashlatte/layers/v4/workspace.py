@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -15,10 +16,11 @@ from flashlatte.runtime.transfer import to_device
 class WorkspaceLimits:
     """Which requests attend over a workspace, and how much of it there is at a time.
 
-    The defaults follow from cases recorded on an H100 at commit 1f05b34; no layer was timed with them. A key costs a
-    query 0.49 ns in ``sparse_decode`` (model1-b128-sq2-h64-top128+512) and 0.31 ns in ``sparse_prefill``
-    (d512-h64-top512-kv65536). For 640 keys that is 0.11 µs less, as much as 150 rows cost in ``cache_gather``
-    (gather-v32-65536); launches besides, taken for 10 µs, are as much as 90 queries gain.
+    On an H200 a layer's prefill takes as long either way with 256 new tokens, and over a workspace 9% less with 1,024
+    and 15% with 4,096 (``docs/notes/deepseek-v4.md``). Of fewer the host's launches take longer than the GPU, and a workspace
+    needs more of them. A key costs a query 0.49 ns in ``sparse_decode`` (H100, model1-b128-sq2-h64-top128+512) and
+    0.31 ns in ``sparse_prefill`` (d512-h64-top512-kv65536). For 640 keys that is 0.11 µs less, as much as 150 rows cost
+    in ``cache_gather`` (gather-v32-65536).
 
     Attributes:
         queries: new tokens of a request, from which on it attends over a workspace.
@@ -27,7 +29,7 @@ class WorkspaceLimits:
         indices: numbers that say which rows the tokens see, at most: 64 MiB. More tokens come one part after the other.
     """
 
-    queries: int = 128
+    queries: int = 1024
     rows_a_query: int = 128
     rows: int = 2**16
     indices: int = 2**24
@@ -40,26 +42,49 @@ class WorkspaceLimits:
 DEFAULT_LIMITS = WorkspaceLimits()
 
 
+# Of each token the rows that it sees, int32 [n, any], and how many, int32 [n].
+RowsSeen = tuple[torch.Tensor, torch.Tensor]
+
+
+class Gathered(NamedTuple):
+    """What is gathered of m requests, int64 [m] each: from which row of the workspace on, and which rows of a cache."""
+
+    rows: torch.Tensor
+    starts: torch.Tensor
+    ends: torch.Tensor
+
+
 @dataclass(frozen=True)
 class WorkspaceChunk:
-    """Tokens of consecutive requests that attend together. Each request has as many rows: its groups, then its tokens.
+    """Tokens of m consecutive requests that attend together. Each request has as many rows: its groups, then its
+    tokens.
 
     Attributes:
         tokens: of the step.
-        requests: int64 [m], their rows in the step's tables.
+        requests: their rows in the step's tables: a range, or int64 [m] if they do not follow each other one by one.
         cu_queries: int32 [m + 1], where each request's tokens begin among these.
         seq_lens: int32 [m], tokens of each request up to the last of these.
         gather_lens: int32 [m], how many of them windows reach.
+        groups, window: what is gathered.
         group_rows, rows: of each request.
+        seen: what tokens see, kept by the first layer that selects nothing for those behind it. None in all chunks of a
+            plan but one, as it may be large.
     """
 
     tokens: slice
-    requests: torch.Tensor
+    requests: slice | torch.Tensor
     cu_queries: torch.Tensor
     seq_lens: torch.Tensor
     gather_lens: torch.Tensor
+    groups: Gathered
+    window: Gathered
     group_rows: int
     rows: int
+    seen: list[RowsSeen] | None
+
+    @property
+    def num_requests(self) -> int:
+        return self.seq_lens.shape[0]
 
 
 @dataclass(frozen=True)
@@ -99,7 +124,9 @@ class V4Prefill:
         """The chunks of layers with groups of ``ratio`` tokens (0: none) of which ``topk`` are selected (None: all)."""
         if (ratio, topk) not in self._plans:
             packed = _packed(list(self._parts(ratio, topk)), ratio, topk, self.window, self.limits)
-            self._plans[ratio, topk] = tuple(self._chunk(spans, ratio) for spans in packed)
+            self._plans[ratio, topk] = tuple(
+                self._chunk(spans, ratio, seen=None if number else []) for number, spans in enumerate(packed)
+            )
         return self._plans[ratio, topk]
 
     def _parts(self, ratio: int, topk: int | None) -> Iterator[_Span]:
@@ -117,28 +144,39 @@ class V4Prefill:
             for at in range(begin, end, count):
                 yield _Span(request, whole.first + at - begin, at, min(at + count, end))
 
-    def _chunk(self, spans: Sequence[_Span], ratio: int) -> WorkspaceChunk:
+    def _chunk(self, spans: Sequence[_Span], ratio: int, seen: list[RowsSeen] | None) -> WorkspaceChunk:
         starts = [span.first - spans[0].first for span in spans]
         ends = [span.end for span in spans]
         gathered = [_tokens(span, self.window) for span in spans]
+        groups = [_groups(span, ratio) for span in spans]
+        requests = [span.request for span in spans]
         queries = starts[-1] + spans[-1].queries
-        count = len(spans)
-        # One copy to the device for all.
-        numbers = to_device([*starts, queries, *ends, *gathered], self.device, torch.int32)
-        cu_queries, seq_lens, gather_lens = numbers.split((count + 1, count, count))
-        requests = to_device([span.request for span in spans], self.device)
+        count, group_rows = len(spans), max(groups)
+        rows = group_rows + max(gathered)
+        firsts = [number * rows for number in range(count)]
+        # One copy to the device for all of a type.
+        lengths = to_device([*starts, queries, *ends, *gathered], self.device, torch.int32)
+        cu_queries, seq_lens, gather_lens = lengths.split((count + 1, count, count))
+        begins = [end - tokens for end, tokens in zip(ends, gathered, strict=True)]
+        window_rows = [first + group_rows for first in firsts]
+        numbers = to_device([firsts, [0] * count, groups, window_rows, begins, ends, requests], self.device)
+        window = Gathered(*numbers[3:6])
         if self.first_tokens is not None:
-            gather_lens = gather_lens.minimum(seq_lens - self.first_tokens[requests]).clamp_min(0)
-        group_rows = max(_groups(span, ratio) for span in spans)
+            gather_lens = gather_lens.minimum(seq_lens - self.first_tokens[numbers[6]]).clamp_min(0)
+            window = window._replace(starts=window.ends - gather_lens)
+        rows_of_tables = range(requests[0], requests[0] + count)
         first = spans[0].first
         return WorkspaceChunk(
             slice(first, first + queries),
-            requests,
+            slice(rows_of_tables.start, rows_of_tables.stop) if requests == list(rows_of_tables) else numbers[6],
             cu_queries,
             seq_lens,
             gather_lens,
+            Gathered(*numbers[:3]),
+            window,
             group_rows,
-            group_rows + max(gathered),
+            rows,
+            seen,
         )
 
 

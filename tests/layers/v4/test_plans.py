@@ -40,7 +40,7 @@ def test_plans(spans, ratio, topk, window, queries, rows_a_query, rows, indices)
             wanted |= {(request, position) for position in range(begin, end)}
     found = []
     for chunk in chunks:
-        requests, begins = chunk.requests.tolist(), chunk.cu_queries.tolist()
+        requests, begins = torch.arange(len(spans))[chunk.requests].tolist(), chunk.cu_queries.tolist()
         first = chunk.tokens.start
         assert chunk.tokens.stop - first == begins[-1]
         assert len(requests) * chunk.rows <= rows
@@ -56,6 +56,13 @@ def test_plans(spans, ratio, topk, window, queries, rows_a_query, rows, indices)
             groups = length // ratio if ratio else 0
             assert chunk.group_rows >= groups
             assert chunk.group_rows + gathered <= chunk.rows
+            # Groups from the request's first row on, and the last tokens behind them.
+            assert [part[i].item() for part in chunk.groups] == [i * chunk.rows, 0, groups]
+            assert [part[i].item() for part in chunk.window] == [
+                i * chunk.rows + chunk.group_rows,
+                length - gathered,
+                length,
+            ]
             width = max(width, window + (groups if topk is None else min(topk, groups)))
         assert width * begins[-1] <= indices or begins[-1] == 1
     assert len(found) == len(set(found))
@@ -72,6 +79,7 @@ def test_padding_is_not_gathered():
     prefill = V4Prefill(((0, 50), (10, 60), (0, 50)), 8, WorkspaceLimits(queries=10), torch.device("cpu"), first_tokens)
     (chunk,) = prefill.plan(4, None)
     assert chunk.gather_lens.tolist() == [47, 57, 0]
+    assert chunk.window.starts.tolist() == [3, 3, 50]
 
 
 @pytest.mark.parametrize(
