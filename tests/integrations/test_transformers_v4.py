@@ -13,6 +13,7 @@ pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
 from transformers.cache_utils import DynamicCache  # noqa: E402
 
 from flashlatte.integrations.transformers import disable, enable  # noqa: E402
+from flashlatte.layers.v4 import V4Step, WorkspaceLimits  # noqa: E402
 from flashlatte.ops.sparse_prefill import sparse_prefill  # noqa: E402
 
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -121,6 +122,7 @@ def test_a_prefill_over_a_workspace(stock, enabled, padding, monkeypatch):
         return sparse_prefill(q, *args, **kwargs)
 
     monkeypatch.setattr("flashlatte.layers.v4.rows.sparse_prefill", counted)
+    monkeypatch.setitem(V4Step.of_spans.__func__.__kwdefaults__, "limits", WorkspaceLimits(queries=100))
     ids, mask = tokens(2, 290), torch.ones(2, 290, dtype=torch.int64)
     mask[1, :padding] = 0
     sizes, mask_or_none = [139, 3, 147, 1], mask if padding else None
@@ -235,3 +237,22 @@ def test_passes_that_do_not_fit(enabled):
         enabled(ids[:1], past_key_values=cache)
     with pytest.raises(ValueError, match=r"^a DeepSeek-V4 cache cannot be cropped"):
         cache.crop(-1)
+
+
+def test_a_history_that_a_failed_pass_has_spoiled(enabled, monkeypatch):
+    """Half of the layers have put new tokens' states in the place of those that the next group needs."""
+    ids = tokens(1, 30)
+    cache = enabled(ids[:, :10]).past_key_values
+    with pytest.raises(ValueError, match=r"^attention_mask must be"):
+        enabled(ids[:, 10:], attention_mask=torch.zeros(1, 7), past_key_values=cache)
+    enabled(ids[:, 10:12], past_key_values=cache)
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(enabled.model.layers[1].mlp, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            enabled(ids[:, 12:], past_key_values=cache)
+    with pytest.raises(ValueError, match=r"^past_key_values must be new: the pass before failed"):
+        enabled(ids[:, 12:], past_key_values=cache)

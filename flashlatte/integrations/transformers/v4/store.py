@@ -52,11 +52,16 @@ class V4Store:
             position_ids: by which the columns are rotated, where the caller chose them; read from the device.
 
         Raises:
-            ValueError: another batch than before, or a mask that hides anything else.
+            ValueError: another batch than before, a mask that hides anything else, or a history that a pass which
+                failed has spoiled.
         """
         if self.requests not in (0, requests):
             raise ValueError(f"past_key_values holds {self.requests} requests, and the pass has {requests}")
-        self.requests, self._coming, self._step = requests, queries, None
+        if self.columns and self._coming:
+            raise ValueError(
+                "past_key_values must be new: the pass before failed, and has overwritten what unfinished groups need"
+            )
+        first = self._first
         if mask is not None:
             total = self.columns + queries
             hidden = mask.to(device) == 0
@@ -66,7 +71,8 @@ class V4Store:
                     f"attention_mask must be [{requests}, {total}] and hide nothing but padding on the left, got "
                     f"{list(mask.shape)}"
                 )
-            self._first = hidden.sum(dim=1) if bool(hidden.any()) else None
+            first = hidden.sum(dim=1) if bool(hidden.any()) else None
+        self.requests, self._coming, self._first, self._step = requests, queries, first, None
         positions = self.columns + queries
         if position_ids is not None and position_ids.numel():
             positions = max(positions, int(position_ids.max()) + 1)
