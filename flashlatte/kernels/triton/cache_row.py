@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import store_words
-from flashlatte.kernels.triton.fp4 import e2m1_code, mxfp4_scales
+from flashlatte.kernels.triton.fp4 import to_mxfp4
 from flashlatte.kernels.triton.fp8 import float_to_e4m3, narrow
 from flashlatte.kernels.triton.row_scales import scale_rows
 from flashlatte.kernels.triton.tile_scales import quantize_tiles
@@ -89,15 +89,12 @@ def store_row(
         word = scales.to(tl.int32, bitcast=True)
         store_words(scale_row, tl.arange(0, 1), word, place.valid & (tl.arange(0, 1) == 0), UNIT)
     else:
-        low, high = tl.split(tl.reshape(x, [1, D // 32, 16, 2]))
-        exponents, reciprocals = mxfp4_scales(low, high)
-        codes = e2m1_code(low * reciprocals[:, :, None]) | (e2m1_code(high * reciprocals[:, :, None]) << 4)
+        packed, exponents = to_mxfp4(x, 1, D)
         byte = tl.arange(0, D // 2)[None, :]
-        packed = tl.reshape(codes, [1, D // 2]).to(tl.uint8)
         tl.store(page_start + place.offset * (D // 2) + byte, packed, mask=place.valid & (byte < D // 2))
         group = tl.arange(0, D // 32)[None, :]
         scale_row = page_start + place.page_size * (D // 2) + place.offset * (D // 32)
-        tl.store(scale_row + group, exponents.to(tl.uint8), mask=place.valid & (group < D // 32))
+        tl.store(scale_row + group, exponents, mask=place.valid & (group < D // 32))
 
 
 SMALLEST = tl.constexpr(SMALLEST_AMAX)

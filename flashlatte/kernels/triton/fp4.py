@@ -9,16 +9,40 @@ from flashlatte.kernels.triton.fp8 import e4m3_to_float, float_to_e4m3
 
 
 @triton.jit
-def mxfp4_scales(low, high):
-    """E8M0 exponents and the reciprocals of the scales, of groups [tokens, groups, 16] of two halves each."""
-    low = tl.max(low.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
-    amax = tl.maximum(low, tl.max(high.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2))
+def to_mxfp4(x, ROWS: tl.constexpr, D: tl.constexpr):
+    """float32 x [ROWS, D] in groups of 32: bytes [ROWS, D // 2] of two codes each, and E8M0 exponents [ROWS, D // 32].
+
+    A group with a number that is not finite has the exponent 255, and zeros.
+    """
+    low, high = tl.split(tl.reshape(x, [ROWS, D // 32, 16, 2]))  # [ROWS, D // 32, 16]
+    low, high = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
+    signs = ((low >> 28) & 8) | ((high >> 24) & 0x80)
+    low, high = low & 0x7FFFFFFF, high & 0x7FFFFFFF
+    amax = tl.max(tl.maximum(low, high), axis=2)
     # Of amax = m · 2^e, amax / 6 is (m / 1.5) · 2^(e - 2): a mantissa above 1.5 carries into the exponent.
     exponents = tl.maximum(((amax + 0x3FFFFF) >> 23) - 2, 1)
     finite = amax < 0x7F800000
-    # 2^(127 - exponent): subnormal, and exact, only of an exponent of 254, which no amax / 6 has.
-    reciprocals = ((254 - exponents) << 23).to(tl.float32, bitcast=True)
-    return tl.where(finite, exponents, 255), tl.where(finite, reciprocals, float("nan"))
+    # 2^(127 - exponent). A group that is not finite is anything here, and zeros below.
+    reciprocals = ((254 - exponents) << 23).to(tl.float32, bitcast=True)[:, :, None]
+    low = _magnitude_code(low.to(tl.float32, bitcast=True), reciprocals)
+    high = _magnitude_code(high.to(tl.float32, bitcast=True), reciprocals)
+    # What is above a code in its word is gone in the byte.
+    codes = tl.where(finite[:, :, None], (low + (high << 4)) | signs, 0)
+    return tl.reshape(codes.to(tl.uint8), [ROWS, D // 2]), tl.where(finite, exponents, 255).to(tl.uint8)
+
+
+@triton.jit
+def _magnitude_code(magnitude, reciprocal):
+    """Codes 0 to 7 of y = magnitude · reciprocal, a power of two, of which none is above 6: nearest even.
+
+    In the low bits of an int32, whose low byte has no others.
+    """
+    # Codes are 2y up to 2, y + 2 up to 4 and y / 2 + 4 from there on: the least of the three. The last bit of floats
+    # from 2^23 on is worth 1, so that each sum rounds, once.
+    code = tl.fma(magnitude, reciprocal * 2.0, 8388608.0)
+    code = tl.minimum(code, tl.fma(magnitude, reciprocal, 8388610.0))
+    code = tl.minimum(code, tl.fma(magnitude, reciprocal * 0.5, 8388612.0))
+    return code.to(tl.int32, bitcast=True)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from flashlatte.kernels.triton.cache_address import (
     store_words,
 )
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
-from flashlatte.kernels.triton.fp4 import e2m1_code, mxfp4_scales
+from flashlatte.kernels.triton.fp4 import to_mxfp4
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
 from flashlatte.kernels.triton.row_scales import scale_rows
 from flashlatte.kv_cache.index_formats import as_index_cache
@@ -120,22 +120,15 @@ def index_quantize_kernel(
     page_start = cache + page * page_stride * UNIT
     k_row = k + tokens * k_stride * K_UNIT
     column = tl.arange(0, D)[None, :]
+    # [BLOCK_T, D]
+    x = widen(tl.load(k_row[:, None] + column, mask=valid[:, None], other=0.0), INTERPRETED)
     if ENCODING == "e2m1":
-        # [BLOCK_T, D / 32, 16]: the first and second values of each byte
-        group = tl.arange(0, D // 32)
-        byte = group[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
-        pair = k_row[:, None, None] + 2 * byte
-        low = widen(tl.load(pair, mask=valid[:, None, None], other=0.0), INTERPRETED)
-        high = widen(tl.load(pair + 1, mask=valid[:, None, None], other=0.0), INTERPRETED)
-        exponents, reciprocals = mxfp4_scales(low, high)
-        codes = e2m1_code(low * reciprocals[:, :, None]) | (e2m1_code(high * reciprocals[:, :, None]) << 4)
+        packed, exponents = to_mxfp4(x, BLOCK_T, D)
         row = page_start + offset * (D // 2)
-        tl.store(row[:, None, None] + byte, codes.to(tl.uint8), mask=valid[:, None, None])
+        tl.store(row[:, None] + tl.arange(0, D // 2)[None, :], packed, mask=valid[:, None])
         scale_row = page_start + page_size * (D // 2) + offset * (D // 32)
-        tl.store(scale_row[:, None] + group[None, :], exponents.to(tl.uint8), mask=valid[:, None])
+        tl.store(scale_row[:, None] + tl.arange(0, D // 32)[None, :], exponents, mask=valid[:, None])
     else:
-        # [BLOCK_T, D]
-        x = widen(tl.load(k_row[:, None] + column, mask=valid[:, None], other=0.0), INTERPRETED)
         row = page_start + offset * D
         if ENCODING == "bf16":
             tl.store(row[:, None] + column, narrow(x, tl.bfloat16, INTERPRETED), mask=valid[:, None])

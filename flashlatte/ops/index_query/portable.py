@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
-from flashlatte.kernels.triton.fp4 import e2m1_code, mxfp4_scales
+from flashlatte.kernels.triton.fp4 import to_mxfp4
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
 from flashlatte.kernels.triton.row_scales import scale_rows
 from flashlatte.runtime import machine
@@ -144,13 +144,10 @@ def index_query_kernel(
     weight = widen(tl.load(weights + token * weight_stride + head, mask=inside, other=0.0), INTERPRETED)
     out_head = token * heads + head
     if block_scales is not None:
-        low, high = tl.split(tl.reshape(x, [BLOCK_H, D // 32, 16, 2]))
-        exponents, reciprocals = mxfp4_scales(low, high)
-        codes = e2m1_code(low * reciprocals[:, :, None]) | (e2m1_code(high * reciprocals[:, :, None]) << 4)
-        packed = tl.reshape(codes, [BLOCK_H, D // 2]).to(tl.uint8)
+        packed, exponents = to_mxfp4(x, BLOCK_H, D)
         byte, group = tl.arange(0, D // 2)[None, :], tl.arange(0, D // 32)[None, :]
         tl.store(values + out_head[:, None] * (D // 2) + byte, packed, mask=inside[:, None])
-        tl.store(block_scales + out_head[:, None] * (D // 32) + group, exponents.to(tl.uint8), mask=inside[:, None])
+        tl.store(block_scales + out_head[:, None] * (D // 32) + group, exponents, mask=inside[:, None])
         tl.store(folded + out_head, weight * weight_scale, mask=inside)
         return
     scaled, scales = scale_rows(x, smallest_amax, POWER_OF_TWO)
