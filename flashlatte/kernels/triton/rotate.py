@@ -29,18 +29,27 @@ def rotate_tail(
 
     The table has cosines, then sines. A position outside of it takes the nearest. INVERSE turns back.
     """
-    a, b = tl.split(tl.reshape(x, [ROWS, D // 2, 2]))  # [ROWS, D / 2]
     pair = (tl.arange(0, D // 2) - (D - ROPE) // 2)[None, :]
-    turned = pair >= 0
+    cosine, sine = angles(cos_sin, position, num_positions, pair, ROPE)
+    return turn_tail(x, cosine, -sine if INVERSE else sine, D - ROPE, ROWS, D)
+
+
+@triton.jit
+def angles(cos_sin, position, num_positions, pair, ROPE: tl.constexpr):
+    """Cosines and sines of a tensor of pairs; 1 and 0 of pairs below 0."""
     row = cos_sin + tl.minimum(tl.maximum(position, 0), num_positions - 1).to(tl.int64) * ROPE
-    cosine = tl.load(row + pair, mask=turned, other=1.0)
-    sine = tl.load(row + ROPE // 2 + pair, mask=turned, other=0.0)
-    if INVERSE:
-        sine = -sine
+    cosine = tl.load(row + pair, mask=pair >= 0, other=1.0)
+    return cosine, tl.load(row + ROPE // 2 + pair, mask=pair >= 0, other=0.0)
+
+
+@triton.jit
+def turn_tail(x, cosine, sine, first, ROWS: tl.constexpr, D: tl.constexpr):
+    """Turn pairs of x [ROWS, D] from column ``first`` on by cosines and sines [1, D // 2]."""
+    a, b = tl.split(tl.reshape(x, [ROWS, D // 2, 2]))  # [ROWS, D / 2]
+    turned = (tl.arange(0, D // 2) >= first // 2)[None, :]
     # Selected, as an angle of 0 would make NaN of an infinity's neighbour.
-    first = tl.where(turned, a * cosine - b * sine, a)
-    second = tl.where(turned, b * cosine + a * sine, b)
-    return tl.reshape(tl.join(first, second), [ROWS, D])
+    a, b = tl.where(turned, a * cosine - b * sine, a), tl.where(turned, b * cosine + a * sine, b)
+    return tl.reshape(tl.join(a, b), [ROWS, D])
 
 
 def unit_of_rows(x: torch.Tensor) -> int:

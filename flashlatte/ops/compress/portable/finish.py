@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import page_and_offset
 from flashlatte.kernels.triton.cache_row import Place, store_row
+from flashlatte.kernels.triton.dependent_launch import gdc_wait
 from flashlatte.kernels.triton.fp8 import widen
-from flashlatte.kernels.triton.rotate import rotate_tail
+from flashlatte.kernels.triton.rotate import angles, turn_tail
 from flashlatte.ops.compress.portable.states import States, locate_state
 from flashlatte.runtime.triton_kernel import kernel
+
+
+class Finish(NamedTuple):
+    """What a row is multiplied and turned by: gain [D], cosine and sine [1, D // 2]."""
+
+    gain: Any
+    cosine: Any
+    sine: Any
 
 
 @kernel(by_element=("request_ids", "positions", "slot_mapping", "state_table"))
@@ -62,6 +73,7 @@ def compress_finish_kernel(
     INTERPRETED: tl.constexpr,
     MAX_WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """Of ``window`` tokens, programs before ``save_blocks`` save as many numbers of the states each; that one finishes
     rows whose ``sums`` the launch before has left."""
@@ -88,6 +100,8 @@ def compress_finish_kernel(
             later_request = tl.load(request_ids + later * id_stride, mask=later < num_tokens, other=-1).to(tl.int64)
             saved = (request >= 0) & (request < requests) & (position >= 0) & (later_request != request)
             column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+            if OVERLAPPED:
+                gdc_wait()
             found = tl.min(tl.where(saved, lane, MAX_WINDOW), axis=0)
             while found < MAX_WINDOW:
                 save_state(
@@ -126,25 +140,25 @@ def compress_finish_kernel(
             RATIO,
         )
         found = tl.min(tl.where(finishes, lane, MAX_WINDOW), axis=0)
+        if OVERLAPPED:
+            gdc_wait()
         while found < MAX_WINDOW:
             token = first + found
+            end = tl.load(positions + token * position_stride).to(tl.int64)
+            finish = load_finish(weight, cos_sin, end, num_positions, D, ROPE, RATIO, INTERPRETED)
             finish_row(
                 tl.load(sums + (token - first_token) * D + tl.arange(0, D)),
                 token,
-                tl.load(positions + token * position_stride).to(tl.int64),
-                weight,
-                cos_sin,
+                finish,
                 slot_mapping,
                 cache,
                 eps,
                 slot_stride,
-                num_positions,
                 page_size,
                 page_stride,
                 row_stride,
                 D,
                 ROPE,
-                RATIO,
                 FORMAT,
                 UNIT,
                 WIDE,
@@ -181,23 +195,37 @@ def finished_in(
 
 
 @triton.jit
+def load_finish(
+    weight,
+    cos_sin,
+    end,
+    num_positions,
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+    RATIO: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Of the group that ends at position ``end``."""
+    gain = widen(tl.load(weight + tl.arange(0, D)), INTERPRETED)
+    pair = (tl.arange(0, D // 2) - (D - ROPE) // 2)[None, :]
+    cosine, sine = angles(cos_sin, end + 1 - RATIO, num_positions, pair, ROPE)
+    return Finish(gain, cosine, sine)
+
+
+@triton.jit
 def finish_row(
     x,
     token,
-    end,
-    weight,
-    cos_sin,
+    finish,
     slot_mapping,
     cache,
     eps,
     slot_stride,
-    num_positions,
     page_size,
     page_stride,
     row_stride,
     D: tl.constexpr,
     ROPE: tl.constexpr,
-    RATIO: tl.constexpr,
     FORMAT: tl.constexpr,
     UNIT: tl.constexpr,
     WIDE: tl.constexpr,
@@ -206,9 +234,8 @@ def finish_row(
 ):
     """Norm, turn and store the sum x [D] of the group that ends with ``token``, whose slot is in the cache."""
     slot = tl.load(slot_mapping + token * slot_stride).to(tl.int64)
-    gain = widen(tl.load(weight + tl.arange(0, D)), INTERPRETED)
-    x = x * tl.rsqrt(tl.sum(x * x, axis=0) / D + eps) * gain
-    x = rotate_tail(x[None, :], cos_sin, end + 1 - RATIO, num_positions, 1, D, ROPE)
+    x = x * tl.rsqrt(tl.sum(x * x, axis=0) / D + eps) * finish.gain
+    x = turn_tail(x[None, :], finish.cosine, finish.sine, D - ROPE, 1, D)
     page, offset = page_and_offset(slot, slot >= 0, page_size, WIDE)
     place = Place(cache, page_stride, row_stride, page_size, page, offset, slot >= 0)
     store_row(x, place, D, FORMAT, UNIT, NATIVE, INTERPRETED)

@@ -12,6 +12,7 @@ import triton
 
 from flashlatte.kernels.triton.cache_layout import as_bytes, blocks, unit_bytes
 from flashlatte.kernels.triton.cache_row import row_bytes
+from flashlatte.kernels.triton.dependent_launch import launch_options, launches_overlap
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.ops.compress.portable.finish import compress_finish_kernel
@@ -26,8 +27,8 @@ NUMBERS, TOGETHER, MAX_WARPS = 32, 4, 4
 # Up to so many rows one program sums all columns, and each thread has all rows of its own; of more rows a program
 # takes some columns, and sums go through memory to the launch that finishes them.
 SHORT_GROUP, COLUMNS_OF_LONG = 8, 32
-# Without the limit a multiprocessor has three programs of short groups at a time, not four: 36.5 us instead of 34.2.
-REGISTERS_OF_SHORT = 128
+# So that a multiprocessor has four programs of short groups at a time, and three of long ones.
+REGISTERS_OF_SHORT, REGISTERS_OF_LONG = 128, 168
 # A program looks for finished groups among so many tokens at most, and among fewer rather than that there are fewer
 # programs than these.
 MAX_WINDOW, PROGRAMS = 16, 512
@@ -48,8 +49,8 @@ def compress(problem: Problem) -> None:
     largest, programs = (MAX_WINDOW_OF_LONG, PROGRAMS_OF_LONG) if in_parts else (MAX_WINDOW, PROGRAMS)
     window = max(1, min(problem.ratio, largest, tokens // programs))
 
-    limited = rows <= SHORT_GROUP and gpu_class(kv.device) in NVIDIA
-    registers = {"maxnreg": REGISTERS_OF_SHORT} if limited else {}
+    most = REGISTERS_OF_LONG if in_parts else REGISTERS_OF_SHORT
+    registers = {"maxnreg": most} if gpu_class(kv.device) in NVIDIA else {}
 
     save_blocks, finish_window = 0, max(1, min(MAX_WINDOW, tokens // PROGRAMS))
     if problem.state_cache is not None and problem.state_table is not None:
@@ -59,6 +60,8 @@ def compress(problem: Problem) -> None:
             finish_window = 1
     at_once = min(tokens, MAX_SUMS_BYTES // (4 * head_dim)) if in_parts else tokens
     sums = torch.empty((at_once, head_dim), dtype=torch.float32, device=kv.device) if in_parts else None
+    # The second launch looks for its tokens while the first one ends.
+    overlapped = launches_overlap(kv.device)
     inputs = _inputs(problem)
     destination = _destination(problem, cache)
     for first in range(0, tokens, at_once):
@@ -75,6 +78,7 @@ def compress(problem: Problem) -> None:
             LANES=lanes,
             TOGETHER=TOGETHER,
             MAX_WINDOW=largest,
+            OVERLAPPED=overlapped,
             num_warps=max(1, lanes * columns // (32 * TOGETHER)),
             **registers,
             enable_fp_fusion=False,
@@ -93,8 +97,10 @@ def compress(problem: Problem) -> None:
             save_blocks=save_now,
             MAX_WINDOW=MAX_WINDOW,
             BLOCK=SAVE_BLOCK,
+            OVERLAPPED=overlapped,
             num_warps=SAVE_WARPS,
             enable_fp_fusion=False,
+            **launch_options(overlapped),
         )
 
 

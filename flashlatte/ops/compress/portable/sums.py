@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashlatte.kernels.triton.dependent_launch import gdc_launch_dependents
 from flashlatte.kernels.triton.fp8 import widen
-from flashlatte.ops.compress.portable.finish import finish_row, finished_in
+from flashlatte.ops.compress.portable.finish import finish_row, finished_in, load_finish
 from flashlatte.ops.compress.portable.states import States, locate_state
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -86,12 +87,15 @@ def compress_sum_kernel(
     LANES: tl.constexpr,
     TOGETHER: tl.constexpr,
     MAX_WINDOW: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """Some columns of the groups that end among ``window`` tokens, one group after the other.
 
     Of consecutive tokens hardly more than one ends a group. A program that has all columns finishes the row; else
     sums go to ``sums``, float32 [tokens from first_token on, D].
     """
+    if OVERLAPPED:
+        gdc_launch_dependents()
     states = States(
         state_cache,
         state_table,
@@ -140,6 +144,9 @@ def compress_sum_kernel(
             end,
             count_new(request_ids, token, request, end, id_stride, ROWS),
         )
+        if sums is None:
+            # On their way before the rows: asked for behind them, they would be waited for once more.
+            finish = load_finish(weight, cos_sin, end, num_positions, D, ROPE, RATIO, INTERPRETED)
         largest, total, acc = weigh(source, dealt, column, D, RATIO, OVERLAPS, UNITS, INTERPRETED)
         for begin in range(BLOCK_T * LANES, ROWS, BLOCK_T * LANES):
             # A block without any row leaves all as it is.
@@ -162,20 +169,16 @@ def compress_sum_kernel(
             finish_row(
                 x,
                 token,
-                end,
-                weight,
-                cos_sin,
+                finish,
                 slot_mapping,
                 cache,
                 eps,
                 slot_stride,
-                num_positions,
                 page_size,
                 page_stride,
                 row_stride,
                 D,
                 ROPE,
-                RATIO,
                 FORMAT,
                 UNIT,
                 WIDE,
@@ -217,12 +220,9 @@ def weigh(
     # The group before gives the first half of its numbers, the group itself the second.
     half = tl.where(row >= RATIO, D, 0) if OVERLAPS else row * 0
     at = half[:, :, None] + column[None, None, :]
-    exists = (column < D)[None, None, :]
     kv_rows = source.kv - back * source.kv_stride * UNITS.kv
     score_rows = source.score - back * source.score_stride * UNITS.score
     bias_rows = source.ape + (row % RATIO) * source.ape_stride * UNITS.ape
-    new = is_new[:, :, None] & exists
-    bias = tl.load(bias_rows[:, :, None] + at, mask=new, other=0.0)
     # One load from either place keeps more of them under way than two and a selection, where types allow it.
     ALIKE: tl.constexpr = source.kv.dtype.element_ty == tl.float32
     here = is_new
@@ -234,14 +234,15 @@ def weigh(
             kv_rows = tl.where(is_old, states, kv_rows)
             score_rows = tl.where(is_old, states + WIDTH, score_rows)
             here = is_new | is_old
-    there = here[:, :, None] & exists
+    there = here[:, :, None]
     values = widen(tl.load(kv_rows[:, :, None] + at, mask=there, other=0.0), INTERPRETED)
-    scores = widen(tl.load(score_rows[:, :, None] + at, mask=there, other=float("-inf")), INTERPRETED) + bias
+    scores = widen(tl.load(score_rows[:, :, None] + at, mask=there, other=float("-inf")), INTERPRETED)
+    scores += tl.load(bias_rows[:, :, None] + at, mask=is_new[:, :, None], other=0.0)
     if source.states.cache is not None and not ALIKE:
         needs_states = source.num_new < tl.minimum(source.end + 1, ROWS)
         if needs_states:
             states, is_old = state_rows(source, row, back, is_new, ROWS, UNITS)
-            old = is_old[:, :, None] & exists
+            old = is_old[:, :, None]
             values = tl.where(old, tl.load(states[:, :, None] + at, mask=old, other=0.0), values)
             scores = tl.where(old, tl.load(states[:, :, None] + WIDTH + at, mask=old, other=0.0), scores)
     largest = tl.max(scores, axis=1)
