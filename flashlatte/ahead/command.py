@@ -17,7 +17,7 @@ import torch
 
 from flashlatte.doctor import DTYPES, read_fields
 from flashlatte.kv_cache import FORMAT_NAMES
-from flashlatte.kv_cache.model1 import Model1Format
+from flashlatte.kv_cache.registry import DEEPSEEK_V4_FORMAT
 from flashlatte.layers import MLAConfig, V4Config
 from flashlatte.layers.rehearsal import rehearse
 from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE
@@ -77,7 +77,7 @@ def _variants(arguments: argparse.Namespace) -> list[ahead.Variant]:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
     fields = read_fields(arguments.model)
     is_v4 = fields.get("model_type") == V4_MODEL_TYPE
-    formats = arguments.cache_format or [Model1Format.name if is_v4 else arguments.dtype]
+    formats = arguments.cache_format or [DEEPSEEK_V4_FORMAT if is_v4 else arguments.dtype]
     unknown = [name for name in formats if name not in FORMAT_NAMES]
     if unknown:
         raise ValueError(f"--cache-format must be one of {', '.join(FORMAT_NAMES)}, got {unknown[0]!r}")

@@ -15,6 +15,7 @@ import torch
 
 from flashlatte.demo.model import FAMILIES
 from flashlatte.demo.tokenizer import ByteTokenizer
+from flashlatte.kv_cache.registry import DEEPSEEK_V4_FORMAT
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,7 +67,7 @@ INDEXED_CHOICES = (
 # All groups are selected here.
 V4_CHOICES = (
     CacheChoice("fp32", "exact", 0.001, 4, same_tokens=True),
-    CacheChoice("model1", "8 bits", 2.0, 2),
+    CacheChoice(DEEPSEEK_V4_FORMAT, "8 bits", 2.0, 2),
 )
 CHOICES_OF = {"v3": CHOICES, "v3.2": INDEXED_CHOICES, "v4": V4_CHOICES}
 

@@ -9,8 +9,7 @@ import torch
 from flashlatte.kv_cache.codec import allocate
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.index_formats import index_format, index_format_beside
-from flashlatte.kv_cache.model1 import Model1Format
-from flashlatte.kv_cache.registry import as_format
+from flashlatte.kv_cache.registry import DEEPSEEK_V4_FORMAT, as_format
 from flashlatte.layers.v4.config import V4Config
 from flashlatte.runtime import checks
 
@@ -43,7 +42,7 @@ class V4Cache:
         group_pages: int | None = None,
         state_pages: int = 1,
         state_page_size: int = 4,
-        cache_format: str | CacheFormat = Model1Format.name,
+        cache_format: str | CacheFormat = DEEPSEEK_V4_FORMAT,
         index_cache_format: str | None = None,
         device: torch.device | str | None = None,
     ) -> V4Cache:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from flashlatte.kv_cache.registry import DEEPSEEK_V4_FORMAT
 from flashlatte.layers.rehearsal import FEW_TOKENS, MANY_TOKENS, NoArithmetic, batches_up_to
 from flashlatte.layers.v4.attention import V4Attention
 from flashlatte.layers.v4.cache import V4Cache
@@ -18,7 +19,7 @@ from flashlatte.layers.v4.workspace import DEFAULT_LIMITS
 def rehearse(
     layers: Sequence[V4Config],
     *,
-    cache_format: str = "model1",
+    cache_format: str = DEEPSEEK_V4_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
     ranks: int = 1,
     page_size: int = 64,

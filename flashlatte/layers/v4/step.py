@@ -167,7 +167,7 @@ class V4Step:
             backend=backend,
         )
         if rotary_positions is None:
-            step = replace(step, longest=max(end for _, end in spans))
+            step = replace(step, longest=max((end for _, end in spans), default=0))
         if limits is None:
             return step
         return replace(step, prefill=V4Prefill(spans, window, limits, device, first_tokens))
