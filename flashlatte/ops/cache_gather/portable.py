@@ -96,7 +96,7 @@ def _scaled_form(layout: CacheFormat) -> tuple[Any, dict[str, Any]]:
     return gather_blocks_kernel, {"SCALING": scaling, "TAIL": layout.head_dim - scaling.block * scaling.blocks}
 
 
-@kernel(by_element=("cu_seqlens", "seq_starts", "seq_ends"))
+@kernel(by_element=("block_table", "cu_seqlens", "seq_starts", "seq_ends"))
 def gather_tiles_kernel(
     out,
     cache,
@@ -174,7 +174,7 @@ def gather_tiles_kernel(
     tl.store(out_row[:, None] + (LATENT + rope_column), ropes, mask=inside[:, None])
 
 
-@kernel(by_element=("cu_seqlens", "seq_starts", "seq_ends"))
+@kernel(by_element=("block_table", "cu_seqlens", "seq_starts", "seq_ends"))
 def gather_rows_kernel(
     out,
     cache,

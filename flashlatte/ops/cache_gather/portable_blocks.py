@@ -10,7 +10,7 @@ from flashlatte.kernels.triton.fp8 import e4m3_to_float, e8m0_to_float, narrow
 from flashlatte.runtime.triton_kernel import kernel
 
 
-@kernel(by_element=("cu_seqlens", "seq_starts", "seq_ends"))
+@kernel(by_element=("block_table", "cu_seqlens", "seq_starts", "seq_ends"))
 def gather_blocks_kernel(
     out,
     cache,
