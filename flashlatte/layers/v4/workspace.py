@@ -16,11 +16,11 @@ from flashlatte.runtime.transfer import to_device
 class WorkspaceLimits:
     """Which requests attend over a workspace, and how much of it there is at a time.
 
-    On an H200 a layer's prefill takes as long either way with 256 new tokens, and over a workspace 9% less with 1,024
-    and 15% with 4,096 (``docs/notes/deepseek-v4.md``). Of fewer the host's launches take longer than the GPU, and a workspace
-    needs more of them. A key costs a query 0.49 ns in ``sparse_decode`` (H100, model1-b128-sq2-h64-top128+512) and
-    0.31 ns in ``sparse_prefill`` (d512-h64-top512-kv65536). For 640 keys that is 0.11 µs less, as much as 150 rows cost
-    in ``cache_gather`` (gather-v32-65536).
+    On an H200 a layer's prefill takes 9% less over a workspace with 1,024 new tokens, and 15% less with 4,096
+    (``docs/notes/deepseek-v4.md``). With fewer the host's launches take longer than the GPU, and a workspace needs more
+    of them. A key costs a query 0.49 ns in ``sparse_decode`` (H100, model1-b128-sq2-h64-top128+512) and 0.31 ns in
+    ``sparse_prefill`` (d512-h64-top512-kv65536). For 640 keys that is 0.11 µs less, as much as 150 rows cost in
+    ``cache_gather`` (gather-v32-65536).
 
     Attributes:
         queries: new tokens of a request, from which on it attends over a workspace.

@@ -27,7 +27,8 @@ NUMBERS, TOGETHER, MAX_WARPS = 32, 4, 4
 # Up to so many rows one program sums all columns, and each thread has all rows of its own; of more rows a program
 # takes some columns, and sums go through memory to the launch that finishes them.
 SHORT_GROUP, COLUMNS_OF_LONG = 8, 32
-# So that a multiprocessor has four programs of short groups at a time, and three of long ones.
+# So that a multiprocessor has four programs of short groups at a time, and on Hopper three of long ones, which spill
+# elsewhere.
 REGISTERS_OF_SHORT, REGISTERS_OF_LONG = 128, 168
 # A program looks for finished groups among so many tokens at most, and among fewer rather than that there are fewer
 # programs than these.
@@ -49,8 +50,11 @@ def compress(problem: Problem) -> None:
     largest, programs = (MAX_WINDOW_OF_LONG, PROGRAMS_OF_LONG) if in_parts else (MAX_WINDOW, PROGRAMS)
     window = max(1, min(problem.ratio, largest, tokens // programs))
 
-    most = REGISTERS_OF_LONG if in_parts else REGISTERS_OF_SHORT
-    registers = {"maxnreg": most} if gpu_class(kv.device) in NVIDIA else {}
+    registers = {}
+    if in_parts and gpu_class(kv.device) == "hopper":
+        registers["maxnreg"] = REGISTERS_OF_LONG
+    elif not in_parts and gpu_class(kv.device) in NVIDIA:
+        registers["maxnreg"] = REGISTERS_OF_SHORT
 
     save_blocks, finish_window = 0, max(1, min(MAX_WINDOW, tokens // PROGRAMS))
     if problem.state_cache is not None and problem.state_table is not None:
