@@ -20,7 +20,7 @@ class Output:
         tokens: generated, in order.
         logprobs: natural logarithms, of each of ``tokens``, if the request asked for them.
         finish_reason: "length", "stop", "abort", or None while it runs.
-        cached_tokens: tokens of the prompt that the prefix cache had.
+        cached_tokens: that the prefix cache had, of the prompt, or of all its tokens where it gave way and began again.
         new: tokens that the last step added.
         told: how many of ``tokens`` ``Engine.step`` has told of; None where it is not to.
     """

@@ -24,7 +24,7 @@ class Request:
         computed: tokens from the start that are in the cache, or will be when the steps under way have run.
         pages: device pages of the computed tokens, in order; host_pages: their copies while it is swapped out.
         sealed: pages that were offered to the prefix cache; chain: the key behind them.
-        cached: tokens that did not have to be computed, as the prefix cache had them.
+        cached: tokens that the prefix cache had whenever it began or began again.
         drafts: guesses of the tokens to come, which the next step verifies; verifying: a step that does is under way.
         order: by which requests are served.
         place: a number that no other has while it lives: where the runner keeps its last token.
@@ -53,18 +53,12 @@ class Request:
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError(f"prompt of request {self.id!r} must have at least one token, got none")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens of request {self.id!r} must be at least 1, got {self.max_new_tokens}")
         self.tokens = list(self.prompt)
 
     @property
     def length(self) -> int:
         """Tokens, those under way included."""
         return len(self.tokens) + self.pending
-
-    @property
-    def generated(self) -> list[int]:
-        return self.tokens[len(self.prompt) :]
 
     @property
     def most_tokens(self) -> int:

@@ -20,13 +20,17 @@ def generated_alone(prompt, max_new_tokens):
     return tokens[len(prompt) :]
 
 
+def generated(request):
+    return request.tokens[len(request.prompt) :]
+
+
 def run(requests, pages=8, page_size=4, host_pages=0, **limits):
     machine = Machine(pages, page_size, host_pages, **limits)
     for request in requests:
         machine.add(request)
     machine.finish()
     for request in requests:
-        assert request.generated == generated_alone(request.prompt, request.max_new_tokens)
+        assert generated(request) == generated_alone(request.prompt, request.max_new_tokens)
     machine.check_pages()
     assert machine.pool.in_use == 0
     return machine
@@ -135,7 +139,7 @@ def test_apart_what_is_computed_of_a_request_depends_on_it_alone(host_pages):
         if not ran or len(machine.under_way) > 1:
             machine.update()
     for request in requests:
-        assert request.generated == generated_alone(request.prompt, 6)
+        assert generated(request) == generated_alone(request.prompt, 6)
     statistics = machine.scheduler.statistics
     assert (statistics.swapped if host_pages else statistics.recomputed) > 0
 
@@ -161,8 +165,6 @@ def test_errors_name_the_argument():
         scheduler.add(Request("b", [1] * 5, 5))
     with pytest.raises(ValueError, match="prompt of request 'c' must have at least one token"):
         Request("c", [], 1)
-    with pytest.raises(ValueError, match="max_new_tokens of request 'c' must be at least 1, got 0"):
-        Request("c", [1], 0)
 
 
 class Serving(RuleBasedStateMachine):
@@ -236,7 +238,7 @@ class Serving(RuleBasedStateMachine):
         self.machine.finish()
         assert self.machine.pool.in_use == 0
         for request in self.requests.values():
-            assert request.generated == generated_alone(request.prompt, request.max_new_tokens)
+            assert generated(request) == generated_alone(request.prompt, request.max_new_tokens)
 
 
 TestServing = Serving.TestCase
