@@ -102,7 +102,7 @@ def compress_finish_kernel(
             column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
             if OVERLAPPED:
                 gdc_wait()
-            found = tl.min(tl.where(saved, lane, MAX_WINDOW), axis=0)
+            found = next_of(saved, lane, -1, MAX_WINDOW)
             while found < MAX_WINDOW:
                 save_state(
                     kv,
@@ -123,7 +123,7 @@ def compress_finish_kernel(
                     UNITS,
                     INTERPRETED,
                 )
-                found = tl.min(tl.where(saved & (lane > found), lane, MAX_WINDOW), axis=0)
+                found = next_of(saved, lane, found, MAX_WINDOW)
     elif sums is not None:
         finishes = finished_in(
             first,
@@ -139,7 +139,7 @@ def compress_finish_kernel(
             slot_stride,
             RATIO,
         )
-        found = tl.min(tl.where(finishes, lane, MAX_WINDOW), axis=0)
+        found = next_of(finishes, lane, -1, MAX_WINDOW)
         if OVERLAPPED:
             gdc_wait()
         while found < MAX_WINDOW:
@@ -165,7 +165,7 @@ def compress_finish_kernel(
                 NATIVE,
                 INTERPRETED,
             )
-            found = tl.min(tl.where(finishes & (lane > found), lane, MAX_WINDOW), axis=0)
+            found = next_of(finishes, lane, found, MAX_WINDOW)
 
 
 @triton.jit
@@ -192,6 +192,12 @@ def finished_in(
     if states.table is not None:
         finishes = finishes & (request < states.requests)
     return finishes
+
+
+@triton.jit
+def next_of(chosen, lane, after, MAX_WINDOW: tl.constexpr):
+    """The first lane behind ``after`` that is chosen; MAX_WINDOW if none is."""
+    return tl.min(tl.where(chosen & (lane > after), lane, MAX_WINDOW), axis=0)
 
 
 @triton.jit

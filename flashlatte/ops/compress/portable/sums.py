@@ -9,7 +9,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.dependent_launch import gdc_launch_dependents
 from flashlatte.kernels.triton.fp8 import widen
-from flashlatte.ops.compress.portable.finish import finish_row, finished_in, load_finish
+from flashlatte.ops.compress.portable.finish import finish_row, finished_in, load_finish, next_of
 from flashlatte.ops.compress.portable.states import States, locate_state
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -124,7 +124,7 @@ def compress_sum_kernel(
         slot_stride,
         RATIO,
     )
-    found = tl.min(tl.where(finishes, lane, MAX_WINDOW), axis=0)
+    found = next_of(finishes, lane, -1, MAX_WINDOW)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column = tl.max_contiguous(tl.multiple_of(column, TOGETHER), TOGETHER)
     dealt = tl.arange(0, LANES)[:, None] + tl.arange(0, BLOCK_T)[None, :] * LANES  # [LANES, BLOCK_T]
@@ -187,7 +187,7 @@ def compress_sum_kernel(
             )
         else:
             tl.store(sums + (token - first_token) * D + column, x)
-        found = tl.min(tl.where(finishes & (lane > found), lane, MAX_WINDOW), axis=0)
+        found = next_of(finishes, lane, found, MAX_WINDOW)
 
 
 @triton.jit
