@@ -179,7 +179,7 @@ MORE_PORTABLE = [
             {"in_pieces": True},
         )
     ),
-    Variant("paged_attention", "portable", {"tokens": 16}),
+    *(Variant("paged_attention", "portable", {"tokens": 16, "in_pieces": pieces}) for pieces in (False, True)),
     *(
         Variant("paged_attention", "portable", {"tokens": 2, **call}, products="hmma")
         for call in (
@@ -187,6 +187,7 @@ MORE_PORTABLE = [
             {"terms": "alibi, bias, prefix, sink, softcap", "window": (128, 0)},
             {"head_dim": 72, "d_v": 72},
             {"page_size": 64, "cache_dtype": torch.int8, "per_token": True},
+            {"in_pieces": True},
         )
     ),
     # dK and dV of 128 keys leave few registers.

@@ -43,7 +43,6 @@ _SPILLS: dict[str, tuple[int | None, int | None]] = {
         None,
         12,
     ),
-    "paged_attention portable 90, tokens 2048, in_pieces True": (None, 101),
     "sparse_decode portable 90, form bf16, extra_topk 0": (43, 11),
     "sparse_decode portable 90, form bf16, extra_topk 1024": (44, 65),
     "sparse_decode portable 90, form model1, extra_topk 0": (154, 133),

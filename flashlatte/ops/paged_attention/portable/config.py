@@ -39,15 +39,21 @@ TABLE: dict[str, tuple[Config, ...]] = {
 }
 
 
-def choose(gpu: str, rows: int, head_dim: int, head_dim_v: int, *, more_registers: bool) -> Config:
+def choose(
+    gpu: str, rows: int, head_dim: int, head_dim_v: int, *, more_registers: bool, scattered: bool = False
+) -> Config:
     """What serves requests of about so many query rows of a key head.
 
     ``more_registers``: a step holds more than scores, a tile of keys and one of values, such as biases of scores.
+    ``scattered``: numbers of a row do not lie together, so that each has an address.
     """
     configs = TABLE[gpu]
     config = next((config for config in configs if rows <= config.block_m), configs[-1])
     if more_registers:
         config = replace(config, block_n=max(config.block_n // 2, SMALLEST))
+    if scattered and gpu == "hopper":
+        # With 128 rows and keys 20 instructions of the loop spill with Triton 3.6, with 16 rows and 64 keys 109.
+        config = replace(config, block_n=min(config.block_n, 32), num_warps=8, programs=1)
     width = padded(head_dim) + padded(head_dim_v)
     while width > _TABLE_WIDTH:
         config = replace(

@@ -82,6 +82,7 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
         or problem.prefix_ranges is not None
         or parts(head_dim)[1] > 0,
         most_queries,
+        k_cache.shape[3] > 1 or k_cache.stride(4) != 1 or v_cache.stride(3) != 1,
     )
     config, split = made.config, made.split
     k_form, k_strides = _form(k_cache, gpu)
@@ -230,10 +231,11 @@ def make_plan(
     most_keys: int,
     more_registers: bool,
     most_queries: int = 0,
+    scattered: bool = False,
 ) -> Plan:
     """``heads``: query heads of a key head. ``most_queries`` as for ``attend``: most of those requests are decodes."""
     queries = 1 if most_queries else -(-tokens // requests)
-    config = choose(gpu, queries * heads, head_dim, head_dim_v, more_registers=more_registers)
+    config = choose(gpu, queries * heads, head_dim, head_dim_v, more_registers=more_registers, scattered=scattered)
     block_tokens = max(config.block_m // heads, 1)
     groups_per_head = -(-block_tokens * heads // config.block_m)
     groups = h_kv * groups_per_head
