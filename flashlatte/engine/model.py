@@ -84,11 +84,6 @@ class Model(PagedModel):
         super().__init__(model, self.attention[0].kv_b_proj.weight.device, ranks)
         self.max_position = self.config.rope.max_position
 
-    @property
-    def topk(self) -> int | None:
-        """Tokens that a query attends to at most; None: all."""
-        return None if self.config.indexer is None else self.config.indexer.topk
-
     def layouts(self, cache_format: str, page_size: int) -> list[tuple[kv_cache.CacheFormat, int]]:
         """Every layer's latents, then index keys of each layer with an indexer."""
         layout = format_of_rows(cache_format, self.config.kv_lora_rank, self.config.qk_rope_head_dim)
@@ -112,7 +107,7 @@ class Model(PagedModel):
             self.device,
             cache_format=cache_format,
             num_pages=num_pages,
-            topk=self.topk,
+            topk=None if self.config.indexer is None else self.config.indexer.topk,
         )
 
         def plan(batch: Batch, pad_to: int | None) -> MLAMetadata:

@@ -62,6 +62,43 @@ def test_any_arrivals_and_aborts_leave_the_others_tokens_as_they_are(events, opt
     assert served.pool.in_use == 0
 
 
+@functools.cache
+def drawn_alone(number: int, sampling: SamplingParams) -> tuple[list[int], list[float], str | None]:
+    (output,) = engine().generate([PROMPTS[number]], sampling)
+    return output.tokens, output.logprobs, output.finish_reason
+
+
+@given(
+    samplings=st.tuples(
+        *[
+            st.builds(
+                SamplingParams,
+                max_new_tokens=st.just(NEW),
+                temperature=st.sampled_from([0.0, 0.9]),
+                repetition_penalty=st.sampled_from([1.0, 1.4]),
+                seed=st.integers(0, 1),
+                stop_tokens=st.sampled_from([(), tuple(range(12))]),
+                logprobs=st.just(True),
+            )
+        ]
+        * 3
+    ),
+    options=st.fixed_dictionaries(
+        {
+            "num_pages": st.sampled_from([10, 12]),
+            "host_pages": st.sampled_from([0, 8]),
+            "drafts": st.sampled_from([0, 3]),
+        }
+    ),
+)
+def test_draws_penalties_stops_and_logprobs_are_those_of_a_request_alone(samplings, options):
+    outputs = engine(page_size=4, max_requests=2, **options).generate(PROMPTS[:3], samplings)
+    for number, (output, sampling) in enumerate(zip(outputs, samplings, strict=True)):
+        tokens, logprobs, reason = drawn_alone(number, sampling)
+        assert (output.tokens, output.finish_reason) == (tokens, reason)
+        assert output.logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
 def test_other_salts_share_no_page():
     served = engine()
     for salt, cached in (("a", 0), ("b", 0), ("a", 16), ("", 0)):
