@@ -44,9 +44,10 @@ def merge_states(
             without keys, whose out is not looked at.
         out: like one of ``outs``, to write into; float8_e4m3fn with ``out_scale``.
         lse: like one of ``lses``, to write into.
-        context_tokens: entries of the first axis from this one on take the last part alone, and no other is looked at:
-            requests without a context, say, whose tokens lie behind the others. A number, or a one-element int32 or
-            int64 tensor, whose value may change in a CUDA graph. None: every part counts everywhere.
+        context_tokens: entries of the first axis from this one on are the last part as it is, an infinite lse too, and
+            no other is looked at: requests without a context, say, whose tokens lie behind the others. A number, or a
+            one-element int32 or int64 tensor, whose value may change in a CUDA graph. None: every part counts
+            everywhere.
         out_scale: out is float8_e4m3fn, the result times 1 / out_scale, saturated at 448. A number, or a one-element
             float32 tensor on the device of ``outs``.
         backend: "portable" or "reference"; None chooses, a name is obeyed or refused.
@@ -117,15 +118,14 @@ def merge_attn_states(
 ) -> None:
     """``merge_states`` of two parts with vLLM's arguments.
 
-    Where both parts are empty the result is 0 and -inf, and an infinite lse of either sign marks an empty part, also
-    behind ``prefill_tokens_with_context``, where vLLM copies the suffix's lse as it is.
+    An infinite lse of either sign marks an empty part; where both are empty the result is 0 and -inf.
 
     Args:
         output: [tokens, heads, d], written; bf16, fp16 or float32 as the parts, or float8_e4m3fn with ``output_scale``.
         prefix_output, suffix_output: [tokens, heads, d].
         prefix_lse, suffix_lse: float32 [heads, tokens], natural logarithm, of any strides.
         output_lse: float32 [heads, tokens], written if given.
-        prefill_tokens_with_context: tokens from this one on take the suffix alone.
+        prefill_tokens_with_context: tokens from this one on are the suffix, and their lse its lse, as they are.
         output_scale: of an e4m3 output, which is the result times 1 / output_scale.
 
     Raises:

@@ -44,8 +44,8 @@ class Options(NamedTuple):
     """Which rows a merge takes, and how it writes them.
 
     Attributes:
-        context_tensor, context_tokens: entries of the first axis from this one on take the last state alone: a number
-            on the device, or on the host. Both None: every state counts everywhere.
+        context_tensor, context_tokens: entries of the first axis from this one on are the last state as it is: a
+            number on the device, or on the host. Both None: every state counts everywhere.
         scale_tensor, scale_value: of an e4m3 output.
         first_token: where the first axis at hand begins.
         has_last: whether the last state at hand is the last of all.
@@ -264,7 +264,7 @@ def merge_kernel(
 
     ``walks`` are, for each part and then for the outputs, 2s + 3 of the strides s of out's leading axes (in units
     of UNIT numbers), of lse's axes and of out's last axis. LIMITED: tokens from ``context_tokens`` on, of
-    ``rows_per_token`` rows each, take the last of all parts alone, which is the last one here if HAS_LAST.
+    ``rows_per_token`` rows each, are the last of all parts as it is, which is the last one here if HAS_LAST.
     """
     WALK: tl.constexpr = 2 * AXES + 1
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -276,6 +276,8 @@ def merge_kernel(
         # Clamped before it is multiplied: what the device holds may be any number.
         context_tokens = tl.minimum(tl.maximum(context_tokens, first_token) - first_token, num_tokens)
         has_context = in_use & (rows < context_tokens * rows_per_token)
+    # Rows [BLOCK_R] that are the last part's, as it has them.
+    copied = in_use & ~has_context if LIMITED and HAS_LAST else in_use & False
     if not WIDE:
         rows = rows.to(tl.int32)
         size_1 = size_1.to(tl.int32)
@@ -302,7 +304,7 @@ def merge_kernel(
         part_lse = _load_lse(lses[part], lse_offsets, counts)
         total += _weight(part_lse, maximum, first_row_sum, lse_offsets, in_use, part)
     all_empty = total == 0.0
-    total = tl.where(all_empty, 1.0, total)
+    total = tl.where(all_empty | copied, 1.0, total)
 
     OUT_WALK: tl.constexpr = PARTS * WALK
     OUT_TYPE: tl.constexpr = outs[PARTS].dtype.element_ty
@@ -316,7 +318,11 @@ def merge_kernel(
             weight = _weight(part_lse, maximum, first_row_sum, lse_offsets, in_use, part)
             offsets = _tile_offsets(index, columns, walks, part * WALK, AXES, UNIT, CONTIGUOUS)
             # An empty part's out is not looked at: it may be NaN.
-            used = (in_use & (part_lse != float("-inf")))[:, None] & (columns < D)
+            used = in_use & (part_lse != float("-inf"))
+            if LIMITED and HAS_LAST and part == PARTS - 1:
+                weight = tl.where(copied, 1.0, weight)
+                used |= copied
+            used = used[:, None] & (columns < D)
             values = widen(tl.load(outs[part] + offsets, mask=used, other=0.0), INTERPRETED)
             merged += (weight / total)[:, None] * values
         offsets = _tile_offsets(index, columns, walks, OUT_WALK, AXES, UNIT, CONTIGUOUS)
@@ -328,6 +334,9 @@ def merge_kernel(
             rounded = narrow(merged, OUT_TYPE, INTERPRETED)
         tl.store(outs[PARTS] + offsets, rounded, mask=written)
 
+    if LIMITED and HAS_LAST:
+        last_offsets = _offsets(index, walks, (PARTS - 1) * WALK + AXES, AXES)
+        last_lse = tl.load(lses[PARTS - 1] + last_offsets, mask=copied, other=0.0)
     # Another warp may still read the lse of these rows from where this one is about to write: merging in place.
     tl.debug_barrier()
     lse_offsets = _offsets(index, walks, OUT_WALK + AXES, AXES)
@@ -335,4 +344,7 @@ def merge_kernel(
         maximum += tl.log(total)
     else:
         tl.store(merged_row_sum + lse_offsets, total, mask=in_use)
-    tl.store(lses[PARTS] + lse_offsets, tl.where(all_empty, float("-inf"), maximum), mask=in_use)
+    merged_lse = tl.where(all_empty, float("-inf"), maximum)
+    if LIMITED and HAS_LAST:
+        merged_lse = tl.where(copied, last_lse, merged_lse)
+    tl.store(lses[PARTS] + lse_offsets, merged_lse, mask=in_use)

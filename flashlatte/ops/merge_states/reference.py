@@ -14,7 +14,7 @@ def merge_states(
     lses: Sequence[torch.Tensor],
     context_tokens: torch.Tensor | int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entries of the first axis from ``context_tokens`` on (all before it if None) take the last part alone."""
+    """Entries of the first axis from ``context_tokens`` on (all before it if None) are the last part as it is."""
     out, lse = _merge(outs, lses, context_tokens)
     return out.to(outs[0].dtype), lse
 
@@ -43,11 +43,11 @@ def _merge(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     part_lse = torch.stack(tuple(lses))
     empty = part_lse.isinf()
+    copied = None
     if context_tokens is not None:
         token = torch.arange(part_lse.shape[1], device=part_lse.device)
-        without_context = (token >= context_tokens).view(-1, *[1] * (part_lse.dim() - 2))
-        is_last = torch.arange(len(outs), device=part_lse.device) == len(outs) - 1
-        empty = empty | (without_context & ~is_last.view(-1, *[1] * (part_lse.dim() - 1)))
+        copied = (token >= context_tokens).view(-1, *[1] * (part_lse.dim() - 2))
+        empty = empty | copied
     part_lse = part_lse.masked_fill(empty, float("-inf"))
     all_empty = empty.all(dim=0)
     # A finite stand-in keeps -inf - -inf, and its gradient, from being NaN.
@@ -56,4 +56,7 @@ def _merge(
     weights = torch.softmax(part_lse, dim=0)
     parts = torch.stack(tuple(outs)).float().masked_fill(empty.unsqueeze(-1), 0.0)
     out = (weights.unsqueeze(-1) * parts).sum(dim=0)
-    return out, lse.masked_fill(all_empty, float("-inf"))
+    lse = lse.masked_fill(all_empty, float("-inf"))
+    if copied is None:
+        return out, lse
+    return torch.where(copied.unsqueeze(-1), outs[-1].float(), out), torch.where(copied, lses[-1], lse)
