@@ -187,6 +187,8 @@ MORE_PORTABLE = [
             {"terms": "alibi, bias, prefix, sink, softcap", "window": (128, 0)},
             {"head_dim": 72, "d_v": 72},
             {"page_size": 64, "cache_dtype": torch.int8, "per_token": True},
+            {"page_size": 64, "cache_dtype": torch.int8, "heads": 128},
+            {"page_size": 64, "cache_dtype": torch.float8_e5m2, "head_dim": 64, "d_v": 64},
             {"in_pieces": True},
         )
     ),

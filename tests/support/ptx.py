@@ -38,6 +38,11 @@ def run(ptx: str, registers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
             result = sources[0] ^ 0xFFFFFFFF
         elif name == "add":
             result = (sources[0] + sources[1]) & 0xFFFFFFFF
+        elif instruction == "sub.f16x2":
+            halves = [numbers(sources[0], i, torch.float16) - numbers(sources[1], i, torch.float16) for i in range(2)]
+            result = bits(halves[0]) | bits(halves[1]) << 16
+        elif name == "xor":
+            result = sources[0] ^ sources[1]
         elif name == "sub":
             result = (sources[0] - sources[1]) & 0xFFFFFFFF
         elif name == "lop3":

@@ -33,6 +33,7 @@ class Step(NamedTuple):
         has_terms: whether more is done to scores than scaling them; softcap, alibi, alibi_sqrt: some of it.
         scaled_keys: whether each key and value has a scale of its own.
         halves: operands are fp16, and not q's dtype. Rows of q come scaled to fit it; P is, by 2^P_SHIFT.
+        in_words: both caches hold bytes, which ``attend_bytes`` reads by words.
         interpreted: Triton's interpreter runs it.
     """
 
@@ -51,6 +52,7 @@ class Step(NamedTuple):
     alibi_sqrt: bool
     scaled_keys: bool
     halves: bool
+    in_words: bool
     interpreted: bool
 
 
@@ -72,7 +74,7 @@ class Scale(NamedTuple):
 
 
 @triton.jit
-def _load_pages(table, request, keys, tile, PAGE_SIZE: tl.constexpr):
+def load_pages(table, request, keys, tile, PAGE_SIZE: tl.constexpr):
     """Pages of ``keys`` (one key or a vector) as the block table has them; -1 for those that are not read there."""
     stop = tl.minimum(tile.stop_key, tile.cached)
     return tl.load(table.entries + request * table.stride + keys // PAGE_SIZE, mask=keys < stop, other=-1)
@@ -147,7 +149,7 @@ def attend(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     values = tl.zeros([BLOCK_M, WIDTH_V], tl.float32)
-    pages = _load_pages(table, request, begin if PAGE_PER_BLOCK else begin + in_block, tile, PAGE_SIZE)
+    pages = load_pages(table, request, begin if PAGE_PER_BLOCK else begin + in_block, tile, PAGE_SIZE)
     for start in tl.range(begin, stop, BLOCK_N, num_stages=step.num_stages):
         keys = start + in_block
         needed = (keys >= tile.first_key) & (keys < tile.stop_key)
@@ -196,7 +198,7 @@ def attend(
         v = load_operand(values_of, places, dtype, 0, step.head_dim_v, step.width_v, V_FORM)
         # The next block's pages are fetched one block ahead: the addresses of its rows wait for them.
         following = start + BLOCK_N
-        pages = _load_pages(table, request, following if PAGE_PER_BLOCK else following + in_block, tile, PAGE_SIZE)
+        pages = load_pages(table, request, following if PAGE_PER_BLOCK else following + in_block, tile, PAGE_SIZE)
         values = tl.dot(p.to(v.dtype), v, values * alpha[:, None])
     is_empty = row_sum == 0
     row_sum = tl.where(is_empty, 1.0, row_sum)

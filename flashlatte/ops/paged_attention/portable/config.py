@@ -19,6 +19,7 @@ class Config:
         block_n: keys of a step.
         num_warps, num_stages: Triton's.
         programs: of a multiprocessor at once.
+        registers: of a thread, at most, where so many programs need them limited.
     """
 
     block_m: int
@@ -26,6 +27,7 @@ class Config:
     num_warps: int
     num_stages: int
     programs: int = 1
+    registers: int | None = None
 
 
 # By class of GPU, by rows that a request has on average, the fewest first. "small" has 99 KiB of shared memory.
@@ -37,6 +39,18 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "other": (Config(16, 32, 4, 1), Config(64, 32, 4, 1)),
     "interpreter": (Config(16, 16, 1, 1), Config(32, 16, 1, 1)),
 }
+
+
+# For few query rows over caches of one byte a number, read by words: a warp keeps a step to itself.
+IN_WORDS: dict[str, tuple[Config, ...]] = {
+    "hopper": (Config(8, 32, 1, 2, programs=12, registers=168), Config(16, 32, 1, 2, programs=8)),
+    "interpreter": (Config(8, 16, 1, 1), Config(16, 16, 1, 1)),
+}
+
+
+def choose_in_words(gpu: str, rows: int) -> Config | None:
+    """What reads caches by words for requests of about so many query rows of a key head, None where nothing does."""
+    return next((config for config in IN_WORDS.get(gpu, ()) if rows <= config.block_m), None)
 
 
 def choose(

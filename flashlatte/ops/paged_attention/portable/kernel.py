@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import triton.language as tl
 
+from flashlatte.kernels.triton.fp8 import widen
 from flashlatte.kernels.triton.online_softmax import LOG2_E, load_rows
 from flashlatte.ops.paged_attention.portable.attend import Scale, Table, attend, fit_halves
+from flashlatte.ops.paged_attention.portable.attend_bytes import attend_bytes
+from flashlatte.ops.paged_attention.portable.byte_operands import key_dims, value_dims
 from flashlatte.ops.paged_attention.portable.keys import Rows
 from flashlatte.ops.paged_attention.portable.scores import Terms
 from flashlatte.ops.paged_attention.portable.tiles import load_tile
@@ -210,9 +213,15 @@ def paged_attention_kernel(
         if first_block < stop_block:
             in_tile = in_rows & (row_token < tile.tokens)
             q_rows = (tile.first_token + row_token).to(tl.int64) * q_stride_token + head * q_stride_head
-            q_tile = load_rows(
-                q, q_rows * Q_ALIGN, in_tile, 0, min(STEP.head_dim, STEP.first), STEP.first, STEP.interpreted
-            )
+            if STEP.in_words:
+                pointers = q + (q_rows * Q_ALIGN)[:, None] + key_dims(STEP.head_dim)[None, :]
+                q_tile = tl.load(pointers, mask=in_tile[:, None], other=0.0)
+                if STEP.interpreted:
+                    q_tile = widen(q_tile, True)
+            else:
+                q_tile = load_rows(
+                    q, q_rows * Q_ALIGN, in_tile, 0, min(STEP.head_dim, STEP.first), STEP.first, STEP.interpreted
+                )
             q_rest = q_tile
             if STEP.rest > 0:
                 q_rest = load_rows(
@@ -224,29 +233,48 @@ def paged_attention_kernel(
                 if not STEP.interpreted:
                     q_tile = q_tile.to(tl.float16)
                     q_rest = q_rest.to(tl.float16)
-            values, lse2 = attend(
-                q_tile,
-                q_rest,
-                q_inverse,
-                keys_of,
-                values_of,
-                key_scale,
-                value_scale,
-                table,
-                terms,
-                tile,
-                row_token,
-                first_block,
-                stop_block,
-                scale,
-                K_FORM,
-                V_FORM,
-                STEP,
-                tl.float16 if STEP.halves else q.dtype.element_ty,
-            )
+            cols = tl.arange(0, STEP.width_v)
+            if STEP.in_words:
+                cols = value_dims(STEP.width_v)
+                values, lse2 = attend_bytes(
+                    q_tile,
+                    q_inverse,
+                    keys_of,
+                    values_of,
+                    table,
+                    terms,
+                    tile,
+                    row_token,
+                    first_block,
+                    stop_block,
+                    scale,
+                    K_FORM,
+                    V_FORM,
+                    STEP,
+                )
+            else:
+                values, lse2 = attend(
+                    q_tile,
+                    q_rest,
+                    q_inverse,
+                    keys_of,
+                    values_of,
+                    key_scale,
+                    value_scale,
+                    table,
+                    terms,
+                    tile,
+                    row_token,
+                    first_block,
+                    stop_block,
+                    scale,
+                    K_FORM,
+                    V_FORM,
+                    STEP,
+                    tl.float16 if STEP.halves else q.dtype.element_ty,
+                )
             if not STEP.scaled_keys:
                 values *= v_scale_value
-            cols = tl.arange(0, STEP.width_v)
             if first_block == 0 and stop_block == blocks:
                 write_out(
                     outputs,

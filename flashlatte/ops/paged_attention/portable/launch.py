@@ -12,7 +12,7 @@ from flashlatte.kernels.triton.head_dims import padded, parts
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kernels.triton.ragged_tiles import tile_slots
 from flashlatte.ops.paged_attention.portable.attend import Step
-from flashlatte.ops.paged_attention.portable.config import Config, choose
+from flashlatte.ops.paged_attention.portable.config import Config, choose, choose_in_words
 from flashlatte.ops.paged_attention.portable.kernel import paged_attention_kernel
 from flashlatte.ops.paged_attention.portable.keys import E4M3, E5M2, INT8, PLAIN, Form
 from flashlatte.ops.paged_attention.portable.tiles import TILE_NUMBERS, find_tiles_kernel
@@ -26,6 +26,10 @@ from flashlatte.split_kv.plan import Partial, SplitPlan
 
 # Starting on a tile costs a CTA about as much as so many keys.
 _OVERHEAD_KEYS = 64
+# Widths of which 4 threads have a fourth and 8 threads an eighth, in words, of keys and values.
+_IN_WORDS_HEAD_DIMS = (64, 128)
+# From token to token, below which the rows of a step are less than 2^31 words apart.
+_IN_WORDS_STRIDE = 2**26
 _KINDS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.int8: INT8}
 
 
@@ -66,6 +70,8 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
     is_quantised = k_cache.dtype != q.dtype
     per_token = any(scale is not None and _is_per_token(scale) for scale in (problem.k_scale, problem.v_scale))
     halves = multiplies_halves(problem)
+    rows = (1 if most_queries else -(-tokens // requests)) * heads
+    in_words = halves and choose_in_words(gpu, rows) is not None and _in_words(problem)
     made = make_plan(
         gpu,
         machine.num_sms(device),
@@ -82,6 +88,7 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
         or problem.prefix_ranges is not None
         or parts(head_dim)[1] > 0,
         most_queries,
+        in_words,
         k_cache.shape[3] > 1 or k_cache.stride(4) != 1 or v_cache.stride(3) != 1,
     )
     config, split = made.config, made.split
@@ -104,6 +111,7 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
         alibi_sqrt=problem.alibi_sqrt,
         scaled_keys=per_token or (is_quantised and has_new),
         halves=halves,
+        in_words=in_words,
         interpreted=gpu == "interpreter",
     )
     native = converts_e4m3(device)
@@ -213,6 +221,7 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
         OVERHEAD=split.overhead,
         num_warps=config.num_warps,
         enable_fp_fusion=True,
+        **({} if config.registers is None else {"maxnreg": config.registers}),
     )
     if scratch is not None:
         combine.launch_combine(split, scratch, outputs, out_align, 0, made.slots)
@@ -231,11 +240,14 @@ def make_plan(
     most_keys: int,
     more_registers: bool,
     most_queries: int = 0,
+    in_words: bool = False,
     scattered: bool = False,
 ) -> Plan:
     """``heads``: query heads of a key head. ``most_queries`` as for ``attend``: most of those requests are decodes."""
-    queries = 1 if most_queries else -(-tokens // requests)
-    config = choose(gpu, queries * heads, head_dim, head_dim_v, more_registers=more_registers, scattered=scattered)
+    rows = (1 if most_queries else -(-tokens // requests)) * heads
+    config = choose_in_words(gpu, rows) if in_words else None
+    if config is None:
+        config = choose(gpu, rows, head_dim, head_dim_v, more_registers=more_registers, scattered=scattered)
     block_tokens = max(config.block_m // heads, 1)
     groups_per_head = -(-block_tokens * heads // config.block_m)
     groups = h_kv * groups_per_head
@@ -254,9 +266,8 @@ def make_plan(
 
 def _form(cache: torch.Tensor, gpu: str) -> tuple[Form, tuple[int, ...]]:
     """How a cache [pages, page_size, heads, pieces, numbers] is read, and its strides as the kernel takes them."""
-    units = 16 // cache.element_size()
     page, token, head, piece, number = cache.stride()
-    align = units if number == 1 and all(stride % units == 0 for stride in (page, token, head)) else 1
+    align = _units(cache)
     kind = _KINDS.get(cache.dtype, PLAIN)
     form = Form(
         kind=kind,
@@ -270,6 +281,13 @@ def _form(cache: torch.Tensor, gpu: str) -> tuple[Form, tuple[int, ...]]:
     return form, (page // align, token // align, head // align, piece, number)
 
 
+def _units(cache: torch.Tensor) -> int:
+    """Of how many numbers strides of pages, tokens and heads are multiples: 16 bytes of them, or 1."""
+    units = 16 // cache.element_size()
+    page, token, head, _, number = cache.stride()
+    return units if number == 1 and all(stride % units == 0 for stride in (page, token, head)) else 1
+
+
 def multiplies_halves(problem: Problem) -> bool:
     """Whether operands are fp16, for numbers of one byte, which convert to it in fewer instructions than to bf16.
 
@@ -278,6 +296,28 @@ def multiplies_halves(problem: Problem) -> bool:
     scales = (problem.k_scale, problem.v_scale)
     per_token = any(scale is not None and _is_per_token(scale) for scale in scales)
     return problem.k_cache.dtype.itemsize == 1 and problem.k is None and not per_token
+
+
+def _in_words(problem: Problem) -> bool:
+    """Whether ``attend_bytes`` can read the caches, by words at multiples of 16 bytes, and does all that is asked."""
+    k_cache, v_cache = problem.k_cache, problem.v_cache.unsqueeze(3)
+    asks_for_more = (
+        problem.softcap > 0
+        or problem.alibi_slopes is not None
+        or problem.qq_bias is not None
+        or problem.prefix_ranges is not None
+    )
+    return (
+        not asks_for_more
+        and k_cache.shape[3] == 1
+        and all(
+            cache.shape[4] in _IN_WORDS_HEAD_DIMS
+            and cache.data_ptr() % 16 == 0
+            and _units(cache) == 16
+            and cache.stride(1) < _IN_WORDS_STRIDE
+            for cache in (k_cache, v_cache)
+        )
+    )
 
 
 def _numbers(cache: torch.Tensor) -> torch.Tensor:

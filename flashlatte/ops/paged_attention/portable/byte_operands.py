@@ -1,0 +1,116 @@
+"""Numbers of one byte to operands of tensor cores, in registers: a thread unpacks the words that it loaded.
+
+A product sums over a key's dims in any order, as long as the query has them in the same; and a value's dims may come
+out in any order. So a number goes where tensor cores want the thread that loaded its word to hold it, and none goes
+through shared memory. ``key_dims`` and ``value_dims`` say which dim stands where.
+
+Triton gives the layout of an operand to the loads that it comes from if there are but loads, constants, arithmetic
+and views on the way. Of a product's sides a thread of 4 holds each fourth group of 4 numbers of those that are summed
+over, and of 8 each eighth of the others.
+"""
+
+# Triton's annotations and calls are not Python's.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashlatte.kernels.triton.fp8 import e4m3_to_float
+from flashlatte.ops.paged_attention.portable.keys import E4M3, E5M2, INT8
+
+# Four bytes x to two pairs y of fp16, in turn. e5m2 is the upper half of fp16, and int8 + 128 the lowest bits of 1024
+# and more.
+_TO_HALVES = {
+    E4M3: ("mov.b32 {low, high}, x; cvt.rn.f16x2.e4m3x2 y, low;", "cvt.rn.f16x2.e4m3x2 y, high;"),
+    E5M2: ("prmt.b32 y, x, 0, 0x1404;", "prmt.b32 y, x, 0, 0x3424;"),
+    INT8: (
+        "xor.b32 x, x, 0x80808080; mov.b32 t, 0x64806480; prmt.b32 y, x, 0x64, 0x4140; sub.f16x2 y, y, t;",
+        "prmt.b32 y, x, 0x64, 0x4342; sub.f16x2 y, y, t;",
+    ),
+}
+_REGISTERS = ".reg .b32 x, y, t; .reg .b16 low, high;"
+
+
+def _word_text(kind: int) -> str:
+    """A word to its four numbers, each fp16."""
+    first, second = _TO_HALVES[kind]
+    return f"{{ {_REGISTERS} mov.b32 x, $4; {first} mov.b32 {{$0, $1}}, y; {second} mov.b32 {{$2, $3}}, y; }}"
+
+
+def _two_words_text(kind: int) -> str:
+    """Two words to four pairs of fp16, each of one number of the first and the same of the second."""
+    first, second = _TO_HALVES[kind]
+    return (
+        f"{{ {_REGISTERS} prmt.b32 x, $4, $5, 0x5140; {first} mov.b32 $0, y; {second} mov.b32 $1, y; "
+        f"prmt.b32 x, $4, $5, 0x7362; {first} mov.b32 $2, y; {second} mov.b32 $3, y; }}"
+    )
+
+
+_WORD = tl.constexpr(tuple(_word_text(kind) for kind in (E4M3, E5M2, INT8)))
+_TWO_WORDS = tl.constexpr(tuple(_two_words_text(kind) for kind in (E4M3, E5M2, INT8)))
+
+
+@triton.jit
+def _number(words, NUMBER: tl.constexpr, form: tl.constexpr):
+    """A byte of each word as fp16, or as float32 in the interpreter."""
+    byte = (words >> (8 * NUMBER)) & 0xFF
+    if form.kind == 1:
+        x = e4m3_to_float(byte.to(tl.uint8), form.native)
+    elif form.kind == 2:
+        x = (byte.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        x = byte.to(tl.uint8).to(tl.int8, bitcast=True).to(tl.float32)
+    return x if form.interpreted else x.to(tl.float16)
+
+
+@triton.jit
+def _numbers(words, TEXT: tl.constexpr, WORDS: tl.constexpr, form: tl.constexpr):
+    """The four numbers of each word, [rows, words, 2, 2] with the lower bit of a number's place before the upper."""
+    if form.ptx:
+        CODE: tl.constexpr = TEXT[form.kind - 1]
+        if WORDS == 1:
+            x = tl.inline_asm_elementwise(CODE, "=h,=h,=h,=h,r", [words], dtype=(tl.float16,) * 4, is_pure=True, pack=1)
+        else:
+            x = tl.inline_asm_elementwise(
+                CODE, "=r,=r,=r,=r,r,r", [words], dtype=(tl.float16,) * 4, is_pure=True, pack=2
+            )
+        return tl.join(tl.join(x[0], x[1]), tl.join(x[2], x[3]))
+    else:
+        return tl.join(
+            tl.join(_number(words, 0, form), _number(words, 1, form)),
+            tl.join(_number(words, 2, form), _number(words, 3, form)),
+        )
+
+
+@triton.jit
+def key_operand(words, form: tl.constexpr):
+    """[keys, D] of words [keys, D / 4], dims in the order of ``key_dims``."""
+    KEYS: tl.constexpr = words.shape[0]
+    WORDS: tl.constexpr = words.shape[1]
+    numbers = tl.reshape(_numbers(words, _WORD, 1, form), [KEYS, 4, WORDS // 4, 2, 2])
+    return tl.reshape(tl.permute(numbers, (0, 2, 1, 4, 3)), [KEYS, WORDS * 4])
+
+
+@triton.jit
+def key_dims(D: tl.constexpr):
+    """The dim in each place of ``key_operand`` [D]: a thread of 4 has a fourth of a row, in a row."""
+    place = tl.arange(0, D)
+    return place // 4 % 4 * (D // 4) + place // 16 * 4 + place % 4
+
+
+@triton.jit
+def value_operand(words, form: tl.constexpr):
+    """[D, keys] of words [keys, D / 4], dims in the order of ``value_dims``."""
+    KEYS: tl.constexpr = words.shape[0]
+    WORDS: tl.constexpr = words.shape[1]
+    numbers = tl.reshape(_numbers(words, _TWO_WORDS, 2, form), [KEYS, 8, WORDS // 8, 2, 2])
+    return tl.reshape(tl.permute(numbers, (2, 4, 3, 1, 0)), [WORDS * 4, KEYS])
+
+
+@triton.jit
+def value_dims(D: tl.constexpr):
+    """The dim in each place of ``value_operand`` [D]: a thread of 8 has an eighth of a row, in a row."""
+    place = tl.arange(0, D)
+    return place % 8 * (D // 8) + place // 8
