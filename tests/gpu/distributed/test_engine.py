@@ -11,6 +11,7 @@ import torch.distributed as dist
 from support.engine_models import generated_by_transformers, model, prompt
 
 from flashlatte.engine import Engine, SamplingParams
+from flashlatte.engine.runner import Runner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("group")]
 
@@ -60,4 +61,20 @@ def test_graphs_give_what_eager_steps_give(keys_over_all):
     if eager is not None and replayed is not None:
         assert replayed[0] == eager[0]
         assert eager[1] == 0
+        assert replayed[1] > 0
+
+
+@pytest.mark.filterwarnings("error:decode steps run without CUDA graphs")
+@pytest.mark.parametrize("keys_over_all", [False, True])
+def test_graphs_of_more_requests_than_a_step_has(keys_over_all, monkeypatch):
+    """Three requests replay the graph of four: bit for bit what the same padded steps give eagerly."""
+    source = copy.deepcopy(model("DeepseekV3")).to("cuda", torch.bfloat16)
+    sampling = SamplingParams(80, logprobs=True)
+    context_parallel = dist.get_world_size() if keys_over_all else 1
+    replayed = generate(source, [PROMPTS[1:]], sampling, context_parallel=context_parallel)
+    monkeypatch.setattr(Runner, "_padded", lambda runner, size, metadata: runner._logits(metadata, runner._rows[:size]))
+    padded = generate(source, [PROMPTS[1:]], sampling, context_parallel=context_parallel)
+    if padded is not None and replayed is not None:
+        assert replayed[0] == padded[0]
+        assert padded[1] == 0
         assert replayed[1] > 0
