@@ -60,11 +60,17 @@ def _length(work, request, token):
 @gluon.jit
 def _tiles(work, request, length, PER_QUERY: gl.constexpr):
     """Tiles of keys of requests, 0 behind the last one. ``length`` is the first of each request."""
-    keys = gl.minimum(gl.maximum(length, 0), work.most_keys).to(gl.int32)
+    keys = _keys(work, length)
     if PER_QUERY:
         for token in range(1, work.next_n):
-            keys = gl.maximum(keys, gl.minimum(_length(work, request, token), work.most_keys).to(gl.int32))
+            keys = gl.maximum(keys, _keys(work, _length(work, request, token)))
     return (keys + KEYS - 1) // KEYS
+
+
+@gluon.jit
+def _keys(work, length):
+    """Both bounds ahead of the cast: of int64 lengths far below 0 it would leave any number."""
+    return gl.minimum(gl.maximum(length, 0), work.most_keys).to(gl.int32)
 
 
 @gluon.jit
