@@ -267,6 +267,8 @@ def merge_kernel(
     ``rows_per_token`` rows each, are the last of all parts as it is, which is the last one here if HAS_LAST.
     """
     WALK: tl.constexpr = 2 * AXES + 1
+    LAST: tl.constexpr = PARTS - 1
+    COPIES: tl.constexpr = LIMITED and HAS_LAST
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     in_use = rows < num_rows
     has_context = in_use
@@ -277,7 +279,7 @@ def merge_kernel(
         context_tokens = tl.minimum(tl.maximum(context_tokens, first_token) - first_token, num_tokens)
         has_context = in_use & (rows < context_tokens * rows_per_token)
     # Rows [BLOCK_R] that are the last part's, as it has them.
-    copied = in_use & ~has_context if LIMITED and HAS_LAST else in_use & False
+    copied = in_use & ~has_context
     if not WIDE:
         rows = rows.to(tl.int32)
         size_1 = size_1.to(tl.int32)
@@ -292,7 +294,7 @@ def merge_kernel(
     # [BLOCK_R]
     maximum = tl.full([BLOCK_R], float("-inf"), tl.float32)
     for part in tl.static_range(PARTS):
-        counts = in_use if HAS_LAST and part == PARTS - 1 else has_context
+        counts = in_use if HAS_LAST and part == LAST else has_context
         part_lse = _load_lse(lses[part], _offsets(index, walks, part * WALK + AXES, AXES), counts)
         maximum = tl.maximum(maximum, part_lse)
     # With every part empty this keeps -inf - -inf from being NaN.
@@ -300,11 +302,13 @@ def merge_kernel(
     total = tl.zeros([BLOCK_R], tl.float32)
     for part in tl.static_range(PARTS):
         lse_offsets = _offsets(index, walks, part * WALK + AXES, AXES)
-        counts = in_use if HAS_LAST and part == PARTS - 1 else has_context
+        counts = in_use if HAS_LAST and part == LAST else has_context
         part_lse = _load_lse(lses[part], lse_offsets, counts)
         total += _weight(part_lse, maximum, first_row_sum, lse_offsets, in_use, part)
     all_empty = total == 0.0
-    total = tl.where(all_empty | copied, 1.0, total)
+    total = tl.where(all_empty, 1.0, total)
+    if COPIES:
+        total = tl.where(copied, 1.0, total)
 
     OUT_WALK: tl.constexpr = PARTS * WALK
     OUT_TYPE: tl.constexpr = outs[PARTS].dtype.element_ty
@@ -313,13 +317,13 @@ def merge_kernel(
         merged = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
         for part in tl.static_range(PARTS):
             lse_offsets = _offsets(index, walks, part * WALK + AXES, AXES)
-            counts = in_use if HAS_LAST and part == PARTS - 1 else has_context
+            counts = in_use if HAS_LAST and part == LAST else has_context
             part_lse = _load_lse(lses[part], lse_offsets, counts)
             weight = _weight(part_lse, maximum, first_row_sum, lse_offsets, in_use, part)
             offsets = _tile_offsets(index, columns, walks, part * WALK, AXES, UNIT, CONTIGUOUS)
             # An empty part's out is not looked at: it may be NaN.
             used = in_use & (part_lse != float("-inf"))
-            if LIMITED and HAS_LAST and part == PARTS - 1:
+            if COPIES and part == LAST:
                 weight = tl.where(copied, 1.0, weight)
                 used |= copied
             used = used[:, None] & (columns < D)
@@ -334,9 +338,8 @@ def merge_kernel(
             rounded = narrow(merged, OUT_TYPE, INTERPRETED)
         tl.store(outs[PARTS] + offsets, rounded, mask=written)
 
-    if LIMITED and HAS_LAST:
-        last_offsets = _offsets(index, walks, (PARTS - 1) * WALK + AXES, AXES)
-        last_lse = tl.load(lses[PARTS - 1] + last_offsets, mask=copied, other=0.0)
+    if COPIES:
+        last_lse = tl.load(lses[LAST] + _offsets(index, walks, LAST * WALK + AXES, AXES), mask=copied, other=0.0)
     # Another warp may still read the lse of these rows from where this one is about to write: merging in place.
     tl.debug_barrier()
     lse_offsets = _offsets(index, walks, OUT_WALK + AXES, AXES)
@@ -345,6 +348,6 @@ def merge_kernel(
     else:
         tl.store(merged_row_sum + lse_offsets, total, mask=in_use)
     merged_lse = tl.where(all_empty, float("-inf"), maximum)
-    if LIMITED and HAS_LAST:
+    if COPIES:
         merged_lse = tl.where(copied, last_lse, merged_lse)
     tl.store(lses[PARTS] + lse_offsets, merged_lse, mask=in_use)

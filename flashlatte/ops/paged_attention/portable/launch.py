@@ -39,6 +39,7 @@ class Plan:
 
     Attributes:
         config: tile sizes.
+        in_words: whether it is one of ``attend_bytes``.
         split: over how many CTAs the keys of tiles are split.
         block_tokens: of a tile.
         slots: tiles that there can be.
@@ -46,6 +47,7 @@ class Plan:
     """
 
     config: Config
+    in_words: bool
     split: SplitPlan
     block_tokens: int
     slots: int
@@ -70,8 +72,6 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
     is_quantised = k_cache.dtype != q.dtype
     per_token = any(scale is not None and _is_per_token(scale) for scale in (problem.k_scale, problem.v_scale))
     halves = multiplies_halves(problem)
-    rows = (1 if most_queries else -(-tokens // requests)) * heads
-    in_words = halves and choose_in_words(gpu, rows) is not None and _in_words(problem)
     made = make_plan(
         gpu,
         machine.num_sms(device),
@@ -88,7 +88,7 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
         or problem.prefix_ranges is not None
         or parts(head_dim)[1] > 0,
         most_queries,
-        in_words,
+        halves and not has_terms and problem.prefix_ranges is None and _lie_in_words(k_cache, v_cache.unsqueeze(3)),
         k_cache.shape[3] > 1 or k_cache.stride(4) != 1 or v_cache.stride(3) != 1,
     )
     config, split = made.config, made.split
@@ -111,7 +111,7 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
         alibi_sqrt=problem.alibi_sqrt,
         scaled_keys=per_token or (is_quantised and has_new),
         halves=halves,
-        in_words=in_words,
+        in_words=made.in_words,
         interpreted=gpu == "interpreter",
     )
     native = converts_e4m3(device)
@@ -243,9 +243,11 @@ def make_plan(
     in_words: bool = False,
     scattered: bool = False,
 ) -> Plan:
-    """``heads``: query heads of a key head. ``most_queries`` as for ``attend``: most of those requests are decodes."""
+    """``heads``: query heads of a key head. ``most_queries`` as for ``attend``: most of those requests are decodes.
+    ``in_words``: ``attend_bytes`` can do what is asked, if a request has few rows. ``scattered`` as for ``choose``."""
     rows = (1 if most_queries else -(-tokens // requests)) * heads
-    config = choose_in_words(gpu, rows) if in_words else None
+    of_words = choose_in_words(gpu, rows) if in_words else None
+    config = of_words
     if config is None:
         config = choose(gpu, rows, head_dim, head_dim_v, more_registers=more_registers, scattered=scattered)
     block_tokens = max(config.block_m // heads, 1)
@@ -261,7 +263,7 @@ def make_plan(
     else:
         overhead = -(-_OVERHEAD_KEYS // config.block_n)
         split = plan.balanced(partial, slots, most_blocks, groups, groups_per_head, ranges, overhead)
-    return Plan(config, split, block_tokens, slots, tiles_each)
+    return Plan(config, of_words is not None, split, block_tokens, slots, tiles_each)
 
 
 def _form(cache: torch.Tensor, gpu: str) -> tuple[Form, tuple[int, ...]]:
@@ -298,25 +300,16 @@ def multiplies_halves(problem: Problem) -> bool:
     return problem.k_cache.dtype.itemsize == 1 and problem.k is None and not per_token
 
 
-def _in_words(problem: Problem) -> bool:
-    """Whether ``attend_bytes`` can read the caches, by words at multiples of 16 bytes, and does all that is asked."""
-    k_cache, v_cache = problem.k_cache, problem.v_cache.unsqueeze(3)
-    asks_for_more = (
-        problem.softcap > 0
-        or problem.alibi_slopes is not None
-        or problem.qq_bias is not None
-        or problem.prefix_ranges is not None
-    )
-    return (
-        not asks_for_more
-        and k_cache.shape[3] == 1
-        and all(
-            cache.shape[4] in _IN_WORDS_HEAD_DIMS
-            and cache.data_ptr() % 16 == 0
-            and _units(cache) == 16
-            and cache.stride(1) < _IN_WORDS_STRIDE
-            for cache in (k_cache, v_cache)
-        )
+def _lie_in_words(*caches: torch.Tensor) -> bool:
+    """Whether ``attend_bytes`` can read caches [pages, page_size, heads, pieces, numbers] of bytes: by words, at
+    multiples of 16 bytes."""
+    return all(
+        cache.shape[3] == 1
+        and cache.shape[4] in _IN_WORDS_HEAD_DIMS
+        and cache.data_ptr() % 16 == 0
+        and _units(cache) == 16
+        and cache.stride(1) < _IN_WORDS_STRIDE
+        for cache in caches
     )
 
 
