@@ -50,6 +50,9 @@ class Call:
     pages_reachable: bool = True
     # Of a second cache beside the first.
     extra_cache_format: str | None = None
+    # Of the larger of both caches: its tokens, and the most bytes from page to page or from token to token.
+    slots: int | None = None
+    stride_bytes: int | None = None
     # What the call asks for that not every implementation has, in words.
     asks_for: str | None = None
 

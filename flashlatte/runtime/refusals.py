@@ -79,6 +79,15 @@ def page_size(call: Call, multiple: int) -> str | None:
     return f"takes pages of a multiple of {multiple} tokens, not {call.page_size}"
 
 
+def cache_size(call: Call, limit: int = 2**31) -> str | None:
+    """A cache's tokens are too many, or its pages too far apart, for a kernel's numbers."""
+    if (call.slots or 0) >= limit:
+        return f"takes caches of less than {limit} tokens, not {call.slots}"
+    if (call.stride_bytes or 0) >= limit:
+        return f"takes caches whose pages and tokens are less than {limit} bytes apart, not {call.stride_bytes}"
+    return None
+
+
 def unaligned(call: Call, alignment: int = 16) -> str | None:
     """Rows do not begin at multiples of so many bytes."""
     return None if call.rows_aligned else f"takes tensors whose rows begin at multiples of {alignment} bytes"

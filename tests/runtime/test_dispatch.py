@@ -193,8 +193,14 @@ def test_registering_for_an_operation_that_does_not_exist_is_an_error(operation)
             "takes head dims up to 576, not 1024",
         ),
         (refusals.unaligned, {"rows_aligned": False}, "takes tensors whose rows begin at multiples of 16 bytes"),
+        (refusals.cache_size, {"slots": 2**31}, "takes caches of less than 2147483648 tokens, not 2147483648"),
+        (
+            refusals.cache_size,
+            {"slots": 9, "stride_bytes": 2**32},
+            "takes caches whose pages and tokens are less than 2147483648 bytes apart, not 4294967296",
+        ),
     ],
-    ids=["page_size", "head_dims", "too_wide", "unaligned"],
+    ids=["page_size", "head_dims", "too_wide", "unaligned", "slots", "stride_bytes"],
 )
 def test_common_reasons(reason, call, text):
     assert reason(Call("toy", CPU, F32, **call)) == text

@@ -12,6 +12,7 @@ from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format, format_class, names_of
 from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
+from flashlatte.runtime.strides import strides_in_use
 from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "sparse_decode"
@@ -35,7 +36,11 @@ def _refuses_hopper(call: dispatch.Call) -> str | None:
     alignment = (
         CacheFormat.row_alignment if call.cache_format is None else format_class(call.cache_format).row_alignment
     )
-    return refusals.head_dims(call, (576, 512), (512, 512)) or refusals.unaligned(call, alignment)
+    return (
+        refusals.head_dims(call, (576, 512), (512, 512))
+        or refusals.unaligned(call, alignment)
+        or refusals.cache_size(call)
+    )
 
 
 def _refuses_portable(call: dispatch.Call) -> str | None:
@@ -177,6 +182,7 @@ def sparse_decode(
     scale = checks.softmax_scale(softmax_scale, head_dim)
     out, lse = decode_outputs.prepare(q, head_dim_v, out, lse)
 
+    caches = [cache for cache in (k_cache, extra_k_cache) if cache is not None]
     call = dispatch.Call(
         OPERATION,
         q.device,
@@ -188,9 +194,9 @@ def sparse_decode(
         head_dim_v=head_dim_v,
         h_q=h_q,
         h_kv=1,
-        rows_aligned=all(
-            cache is None or checks.rows_aligned(cache, layout.row_alignment) for cache in (k_cache, extra_k_cache)
-        ),
+        rows_aligned=all(checks.rows_aligned(cache, layout.row_alignment) for cache in caches),
+        slots=max(cache.shape[0] * cache.shape[1] for cache in caches),
+        stride_bytes=max(stride * cache.element_size() for cache in caches for stride in strides_in_use(cache)),
     )
     gradients.warn_if_dropped(OPERATION, q, k_cache, extra_k_cache, attn_sink)
     empty_lse = checks.empty_lse(empty_lse)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -228,24 +229,16 @@ def test_addresses(page_bytes, token_bytes, form, alignment, flat):
 def test_what_it_cannot_address_is_an_error():
     with pytest.raises(ValueError, match=r"^k_cache must have tokens at multiples of 4 bytes .*, got 2$"):
         launch._address_of(2, 8, 64, 64 * 656, 656, "k_cache", get_format("v32").tiling)
-    with pytest.raises(ValueError, match=r"^k_cache must have less than 2\^31 tokens .*, got 2147483648$"):
-        launch._address_of(0, 2**25, 64, 64 * 656, 656, "k_cache", get_format("v32").tiling)
 
 
-def refusal(
-    cache_format: str, head_dim: int, head_dim_v: int = 512, rows_aligned: bool = True, extra: str | None = None
-) -> str | None:
-    call = dispatch.Call(
-        api.OPERATION,
-        torch.device("cuda", 0),
-        torch.bfloat16,
-        cache_format=cache_format,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        rows_aligned=rows_aligned,
-        extra_cache_format=extra,
-    )
-    return {choice.backend: choice.refusal for choice in dispatch.explain(call)}["hopper"]
+def call(cache_format: str, head_dim: int, head_dim_v: int = 512, **facts: Any) -> dispatch.Call:
+    sizes: dict[str, Any] = {"head_dim": head_dim, "head_dim_v": head_dim_v, "cache_format": cache_format}
+    return dispatch.Call(api.OPERATION, torch.device("cuda", 0), torch.bfloat16, **sizes, **facts)
+
+
+def refusal(*shape: Any, extra: str | None = None, **facts: Any) -> str | None:
+    asked = call(*shape, extra_cache_format=extra, **facts)
+    return {choice.backend: choice.refusal for choice in dispatch.explain(asked)}["hopper"]
 
 
 def test_refuses_what_it_does_not_take(monkeypatch):
@@ -259,6 +252,26 @@ def test_refuses_what_it_does_not_take(monkeypatch):
     assert refusal("v32", 576, rows_aligned=False) == "takes tensors whose rows begin at multiples of 4 bytes"
     assert "not v41_fp4" in (refusal("v41_fp4", 512) or "")
     assert refusal("v41", 512, extra="v41_fp4") == ("takes a second cache in the first one's format v41, not v41_fp4")
+
+
+def test_caches_too_large_for_its_numbers_are_left_to_others(monkeypatch):
+    monkeypatch.setattr("flashlatte.runtime.machine.compute_capability", lambda _: (9, 0))
+    assert refusal("v32", 576, slots=2**31 - 1, stride_bytes=2**31 - 1) is None
+    assert "less than 2147483648 tokens, not 2147483648" in (refusal("v32", 576, slots=2**31) or "")
+    assert "less than 2147483648 bytes apart, not 2147483648" in (refusal("v32", 576, stride_bytes=2**31) or "")
+    assert dispatch.select(call("v32", 576, stride_bytes=2**31)) == "portable"
+
+
+@pytest.mark.parametrize("large", ["k_cache", "extra_k_cache"])
+def test_says_how_large_the_larger_cache_is(monkeypatch, large):
+    calls = []
+    monkeypatch.setattr(dispatch, "select", lambda asked, _: calls.append(asked) or "reference")
+    caches = {name: torch.zeros(2, 4, 1, 656, dtype=torch.uint8) for name in ("k_cache", "extra_k_cache")}
+    caches[large] = torch.zeros(3, 2, 4, 1, 656, dtype=torch.uint8)[:, 0]
+    indices = torch.zeros(1, 1, 3, dtype=torch.int32)
+    q = torch.zeros(1, 1, 8, 576)
+    api.sparse_decode(q, indices=indices, extra_indices=indices, cache_format="v32", **caches)
+    assert [(asked.slots, asked.stride_bytes) for asked in calls] == [(12, 8 * 656)]
 
 
 @pytest.mark.parametrize(("first_byte", "aligned"), [(0, True), (4, True), (2, False)])

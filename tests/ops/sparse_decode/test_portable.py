@@ -180,6 +180,14 @@ def test_indices_that_no_int32_holds():
     check(arguments)
 
 
+def test_pages_2_to_the_31_bytes_apart():
+    arguments = replace(V32, s_k=14).inputs()
+    pages = arguments["k_cache"][:2]
+    storage = torch.empty(2**31 + pages[0].numel(), dtype=torch.uint8)
+    arguments["k_cache"] = storage.as_strided(pages.shape, (2**31, *pages.stride()[1:])).copy_(pages)
+    check(arguments)
+
+
 def test_lengths_and_sinks_that_are_not_neighbours():
     arguments = replace(PLAIN, topk_lengths="token").inputs()
     apart = {name: arguments[name].repeat_interleave(2, dim=-1)[..., ::2] for name in ("topk_length", "attn_sink")}

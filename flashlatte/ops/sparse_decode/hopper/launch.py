@@ -227,11 +227,7 @@ def _address_of(
     alignment = math.gcd(16, misalignment, page_bytes, token_bytes)
     if alignment < 4:
         raise ValueError(f"{name} must have tokens at multiples of 4 bytes for backend='hopper', got {alignment}")
-    if max(page_bytes, token_bytes) >= 2**31:
-        raise ValueError(f"{name} must have pages of less than 2^31 bytes for backend='hopper', got {page_bytes}")
     slots = pages * page_size
-    if slots >= 2**31:
-        raise ValueError(f"{name} must have less than 2^31 tokens for backend='hopper', got {slots}")
     shift = (page_size - 1).bit_length()
     magic = -(-(1 << (31 + shift)) // page_size)
     has_scale_plane = tiling is not None and tiling.e8m0
