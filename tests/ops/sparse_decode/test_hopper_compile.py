@@ -194,7 +194,7 @@ def test_costs_that_32_bits_cannot_hold_are_not_balanced():
 @pytest.mark.parametrize("page_size", [1, 2, 3, 53, 61, 64, 69, 576, 2**20, 2**31 - 1])
 def test_pages_by_multiplication(page_size):
     """``rows.locate`` divides by the page size with these factors, in unsigned 32-bit integers."""
-    (_, _, _, slots, _, magic, shift), _, _ = launch._address_of(
+    (_, _, slots, _, magic, shift), _, _ = launch._address_of(
         0, 1, page_size, 0, 656, "k_cache", get_format("v32").tiling
     )
     assert slots == page_size
@@ -266,7 +266,9 @@ def test_caches_too_large_for_its_numbers_are_left_to_others(monkeypatch):
 def test_says_how_large_the_larger_cache_is(monkeypatch, large):
     calls = []
     monkeypatch.setattr(dispatch, "select", lambda asked, _: calls.append(asked) or "reference")
-    caches = {name: torch.zeros(2, 4, 1, 656, dtype=torch.uint8) for name in ("k_cache", "extra_k_cache")}
+    caches: dict[str, Any] = {
+        name: torch.zeros(2, 4, 1, 656, dtype=torch.uint8) for name in ("k_cache", "extra_k_cache")
+    }
     caches[large] = torch.zeros(3, 2, 4, 1, 656, dtype=torch.uint8)[:, 0]
     indices = torch.zeros(1, 1, 3, dtype=torch.int32)
     q = torch.zeros(1, 1, 8, 576)

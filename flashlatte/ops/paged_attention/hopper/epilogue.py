@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashlatte.kernels.hopper.neighbours import neighbours
 from flashlatte.kernels.hopper.two_consumers import CHUNK, ROWS
 from flashlatte.ops.paged_attention.hopper.tiles import SCORE_ROWS
 
@@ -31,30 +32,6 @@ class Results(NamedTuple):
     empty_lse: Any
 
 
-@gluon.constexpr_function
-def _columns_layout(lane_columns, register_columns, V_CHUNKS):
-    """The accumulator's layout with other column bits in a thread's lane and registers."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], *([0, bit] for bit in register_columns), [8, 0], [0, 32], *[[0, 64]] * (V_CHUNKS - 1)],
-        lane_bases=[*([0, bit] for bit in lane_columns), [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 64 * V_CHUNKS],
-    )
-
-
-# Stores are 16 bytes wide if a thread has eight neighbouring columns; the accumulator has two. Each step exchanges
-# one bit between the four threads of a row, which takes shuffles only.
-@gluon.constexpr_function
-def _halfway(V_CHUNKS):
-    return _columns_layout([8, 4], [2, 16], V_CHUNKS)
-
-
-@gluon.constexpr_function
-def _stored(V_CHUNKS):
-    return _columns_layout([8, 16], [2, 4], V_CHUNKS)
-
-
 @gluon.jit
 def _rows_of(ticket, row, stride_token, stride_head, PACK: gl.constexpr):
     token = (ticket.token + row // PACK).to(gl.int64)
@@ -77,11 +54,9 @@ def store(output, state, ticket, results, scale_log2, FIRST_ROW: gl.constexpr, P
         total += gl.exp2(sink - state.row_max * scale_log2)
     inverse = gl.where(is_empty, 0.0, 1.0 / total)
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, output.type.layout), assert_trivial=True)
-    values = (output * inverse[:, None]).to(results.out.dtype.element_ty)
-    STORED: gl.constexpr = _stored(PLAN.v_chunks)
-    values = gl.convert_layout(gl.convert_layout(values, _halfway(PLAN.v_chunks)), STORED)
-    out_row = FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
-    col = gl.arange(0, PLAN.v_chunks * CHUNK, gl.SliceLayout(0, STORED))
+    values = neighbours((output * inverse[:, None]).to(results.out.dtype.element_ty))
+    out_row = FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, values.type.layout))
+    col = gl.arange(0, PLAN.v_chunks * CHUNK, gl.SliceLayout(0, values.type.layout))
     offset = _rows_of(ticket, out_row, results.out_stride_token, results.out_stride_head, PACK) * PLAN.align
     is_out = (out_row < ticket.tokens * PACK)[:, None]
     if PLAN.head_dim_v != PLAN.v_chunks * CHUNK:

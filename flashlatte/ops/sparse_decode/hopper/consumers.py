@@ -61,8 +61,7 @@ class Call(NamedTuple):
 
     Attributes:
         query: all queries (``Query``).
-        caches: the cache and the extra one (``rows.Cache``); without that, the cache once more.
-        selection: lists of indices into either (``rows.Indices``).
+        own, extra: tokens of the cache and of the extra one (``rows.Selection``); without that, the former once more.
         key_lengths: of the items (``device.KeyLengths``).
         work: what the CTA works on (``schedule.Work``).
         scale: softmax_scale · log2(e).
@@ -72,8 +71,8 @@ class Call(NamedTuple):
     """
 
     query: Any
-    caches: Any
-    selection: Any
+    own: Any
+    extra: Any
     key_lengths: Any
     work: Any
     scale: Any

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper.mla_tiles import HALF, ROWS
+from flashlatte.kernels.hopper.neighbours import neighbours
 from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.kernels.hopper.softmax import inverse, lse2_of
 from flashlatte.kernels.triton.online_softmax import sink_weight
@@ -28,25 +29,6 @@ class Results(NamedTuple):
     outputs: Any
     scratch: Any
     partials: Any
-
-
-@gluon.constexpr_function
-def _columns_layout(lane_columns, register_columns):
-    """The accumulator's layout with other column bits in a thread's lane and registers."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], *([0, bit] for bit in register_columns), [8, 0], [0, 32], [0, 64], [0, 128]],
-        lane_bases=[*([0, bit] for bit in lane_columns), [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 256],
-    )
-
-
-# Stores are 16 bytes wide if a thread has eight neighbouring columns; the accumulator has two. Each step exchanges
-# one bit between the four threads of a row, which takes shuffles only: for both at once the compiler would go
-# through shared memory, and there is none to spare.
-_HALFWAY = gl.constexpr(_columns_layout([8, 4], [2, 16]))
-_STORE = gl.constexpr(_columns_layout([8, 16], [2, 4]))
 
 
 @gluon.jit
@@ -83,9 +65,9 @@ def _write_normalised(state, item, split, first_head, results, FIRST_COL: gl.con
 
 @gluon.jit
 def _write_out(outputs, item, first_head, values, FIRST_COL: gl.constexpr, OUT_ALIGN: gl.constexpr):
-    values = values.to(outputs.out.dtype.element_ty)
-    values = gl.convert_layout(gl.convert_layout(values, _HALFWAY), _STORE)
-    head = first_head + opaque(gl.arange(0, ROWS, gl.SliceLayout(1, _STORE)))
-    col = FIRST_COL + gl.arange(0, HALF, gl.SliceLayout(0, _STORE))
+    values = neighbours(values.to(outputs.out.dtype.element_ty))
+    LAYOUT: gl.constexpr = values.type.layout
+    head = first_head + opaque(gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)))
+    col = FIRST_COL + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))
     pointers = head_pointers(outputs, item, head, OUT_ALIGN)[:, None] + col[None, :]
     gl.store(pointers, values, mask=(head < outputs.heads)[:, None])

@@ -84,14 +84,21 @@ def sparse_decode_kernel(
 ):
     """A CTA works on 64 heads, for a range of all keys or for whole work items. Arguments as in ``launch``."""
     BYTE: gl.constexpr = gl.pointer_type(gl.int8)
-    cache = rows.Cache(
-        k_cache.to(BYTE, bitcast=True), page_stride, token_stride, num_slots, page_size, page_magic, page_shift
+    own = rows.Selection(
+        k_cache.to(BYTE, bitcast=True),
+        page_stride,
+        token_stride,
+        num_slots,
+        page_size,
+        page_magic,
+        page_shift,
+        indices,
+        indices_stride_request,
+        indices_stride_token,
     )
-    own = rows.Indices(indices, indices_stride_request, indices_stride_token)
-    extra_cache = cache
     extra = own
     if PLAN.has_extra:
-        extra_cache = rows.Cache(
+        extra = rows.Selection(
             extra_k_cache.to(BYTE, bitcast=True),
             extra_page_stride,
             extra_token_stride,
@@ -99,8 +106,10 @@ def sparse_decode_kernel(
             extra_page_size,
             extra_page_magic,
             extra_page_shift,
+            extra_indices,
+            extra_indices_stride_request,
+            extra_indices_stride_token,
         )
-        extra = rows.Indices(extra_indices, extra_indices_stride_request, extra_indices_stride_token)
     key_lengths = device.KeyLengths(
         num_items,
         tokens,
@@ -150,9 +159,7 @@ def sparse_decode_kernel(
     elif PLAN.balanced:
         partials = scratch + device.partial_of_range(work.number, work.group, num_groups, True) * PARTIAL
     results = epilogue.Results(outputs, scratch, partials)
-    call = consumers.Call(
-        queries, (cache, extra_cache), (own, extra), key_lengths, work, scale, shared, masks, full, peer, results
-    )
+    call = consumers.Call(queries, own, extra, key_lengths, work, scale, shared, masks, full, peer, results)
     ONE_BLOCK: gl.constexpr = PLAN.granularity == 1
     gl.warp_specialize(
         [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +13,7 @@ from flashlatte.kv_cache.formats import CacheFormat, Tiling
 from flashlatte.ops.sparse_decode.hopper import equal_splits, schedule
 from flashlatte.ops.sparse_decode.hopper.consumers import Query
 from flashlatte.ops.sparse_decode.hopper.kernel import cluster_kernel, kernel
-from flashlatte.ops.sparse_decode.hopper.rows import Cache, Indices
+from flashlatte.ops.sparse_decode.hopper.rows import Selection
 from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, V41, producer_warps
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
@@ -82,14 +81,14 @@ def sparse_decode(
     made = make_plan(
         machine.num_sms(device), batch * s_q, h_q, topk, extra_topk, is_uniform, has_scales, batch_invariant
     )
-    cache, alignment, flat = _cache(k_cache, "k_cache", layout)
-    extra_cache = cache._replace(k_cache=None)
+    if extra_indices is not None and extra_indices.dtype != indices.dtype:
+        # The kernel takes blocks of both lists in turn.
+        indices, extra_indices = indices.long(), extra_indices.long()
+    own, alignment, flat = _selection(k_cache, indices, "k_cache", layout)
+    extra = own._replace(k_cache=None, indices=None)
     if extra_k_cache is not None and extra_indices is not None:
-        extra_cache, extra_alignment, extra_flat = _cache(extra_k_cache, "extra_k_cache", layout)
+        extra, extra_alignment, extra_flat = _selection(extra_k_cache, extra_indices, "extra_k_cache", layout)
         alignment, flat = min(alignment, extra_alignment), flat and extra_flat
-        if extra_indices.dtype != indices.dtype:
-            # The kernel takes blocks of both lists in turn.
-            indices, extra_indices = indices.long(), extra_indices.long()
     if row_align(q, _ALIGN) == 1 or any(stride // _ALIGN >= 2**31 for stride in strides_in_use(q)):
         q = q.clone(memory_format=torch.contiguous_format)
     query = Query(q, *(stride // _ALIGN for stride in strides_in_use(q)))
@@ -106,12 +105,10 @@ def sparse_decode(
         *by_name(
             kernel,
             query,
-            cache,
-            _indices(indices),
+            own,
             lengths,
             outputs,
-            **_extra(extra_cache),
-            **_extra(_indices(extra_indices)),
+            **{f"extra_{name}": value for name, value in extra._asdict().items()},
             scratch=scratch,
             scale=softmax_scale * _LOG2_E,
             num_groups=split.groups,
@@ -146,10 +143,6 @@ def _kind(layout: CacheFormat) -> int:
     if layout.tiling is not None:
         return (MODEL1 if layout.tiling.e8m0 else V32).value
     return (PLAIN if layout.block_scaling is None else V41).value
-
-
-def _extra(group: NamedTuple) -> dict[str, Any]:
-    return {f"extra_{name}": value for name, value in group._asdict().items()}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -198,13 +191,11 @@ def _most_pairs(items: int, pairs: int, ranges: int, overhead: int) -> int:
     return -(-items * (pairs + overhead) // ranges) - overhead
 
 
-def _indices(indices: torch.Tensor | None) -> Indices:
-    return Indices(None, 0, 0) if indices is None else Indices(indices, indices.stride(0), indices.stride(1))
-
-
-def _cache(cache: torch.Tensor, name: str, layout: CacheFormat) -> tuple[Cache, int, bool]:
-    """``Cache``, the alignment of tokens in bytes (16 at most), and whether they follow each other over all pages."""
-    address, alignment, flat = _address_of(
+def _selection(
+    cache: torch.Tensor, indices: torch.Tensor, name: str, layout: CacheFormat
+) -> tuple[Selection, int, bool]:
+    """``Selection``, the alignment of tokens in bytes (16 at most), and whether all are at one distance (``flat``)."""
+    addresses, alignment, flat = _address_of(
         cache.data_ptr() % 16,
         cache.shape[0],
         cache.shape[1],
@@ -215,13 +206,14 @@ def _cache(cache: torch.Tensor, name: str, layout: CacheFormat) -> tuple[Cache, 
     )
     # A page that no index selects in place of no pages: rows are read before they are selected.
     readable = cache if cache.shape[0] else cache.new_empty((1, *cache.shape[1:]))
-    return address._replace(k_cache=readable), alignment, flat
+    return Selection(readable, *addresses, indices, indices.stride(0), indices.stride(1)), alignment, flat
 
 
 @functools.lru_cache(maxsize=4096)
 def _address_of(
     misalignment: int, pages: int, page_size: int, page_bytes: int, token_bytes: int, name: str, tiling: Tiling | None
-) -> tuple[Cache, int, bool]:
+) -> tuple[tuple[int, ...], int, bool]:
+    """What ``Selection`` says of addresses, and the rest of what ``_selection`` returns."""
     if tiling is not None:
         token_bytes = tiling.row_bytes
     alignment = math.gcd(16, misalignment, page_bytes, token_bytes)
@@ -232,4 +224,4 @@ def _address_of(
     magic = -(-(1 << (31 + shift)) // page_size)
     has_scale_plane = tiling is not None and tiling.e8m0
     flat = not has_scale_plane and (pages == 1 or page_bytes == page_size * token_bytes)
-    return Cache(None, page_bytes, token_bytes, slots, page_size, magic, shift), alignment, flat
+    return (page_bytes, token_bytes, slots, page_size, magic, shift), alignment, flat

@@ -58,8 +58,8 @@ def tokens_layout(IS_PLAIN):
     return gl.SliceLayout(1, copy_layout(32, IS_PLAIN))
 
 
-class Cache(NamedTuple):
-    """A cache, and what its addresses are made of.
+class Selection(NamedTuple):
+    """A cache, what its addresses are made of, and the lists of indices that select its tokens.
 
     Attributes:
         k_cache: in the kernel a pointer to bytes.
@@ -67,6 +67,7 @@ class Cache(NamedTuple):
         num_slots: the tokens; an index from there on is invalid.
         page_size: tokens of a page.
         page_magic, page_shift: slot // page_size = (2 · slot · page_magic) >> 32 >> page_shift.
+        indices: lists at [request · indices_stride_request + token · indices_stride_token].
     """
 
     k_cache: Any
@@ -76,11 +77,6 @@ class Cache(NamedTuple):
     page_size: Any
     page_magic: Any
     page_shift: Any
-
-
-class Indices(NamedTuple):
-    """Lists of indices at [request · indices_stride_request + token · indices_stride_token]."""
-
     indices: Any
     indices_stride_request: Any
     indices_stride_token: Any
@@ -96,13 +92,13 @@ class Rows(NamedTuple):
 
 
 @gluon.jit
-def _list_of(indices, item, key_lengths):
+def _list_of(selection, item, key_lengths):
     """Pointer to an item's list."""
     # Beyond the last item nothing is read, but nor should an address be.
     item = gl.minimum(item, key_lengths.num_items - 1)
     request = (item // key_lengths.tokens).to(gl.int64)
     token = (item % key_lengths.tokens).to(gl.int64)
-    return indices.indices + request * indices.indices_stride_request + token * indices.indices_stride_token
+    return selection.indices + request * selection.indices_stride_request + token * selection.indices_stride_token
 
 
 @gluon.jit
@@ -129,15 +125,14 @@ def load_indices(cursor, block, call, PLAN: gl.constexpr):
 @gluon.jit
 def locate(indices, block, split, call, PLAN: gl.constexpr):
     """Addresses of a block's tokens; those of indices outside the cache are of token 0, and not valid."""
-    own, extra = call.caches
     if PLAN.has_extra:
         if block >= split.own:  # noqa: SIM108
-            rows = _locate(indices, extra, PLAN)
+            rows = _locate(indices, call.extra, PLAN)
         else:
-            rows = _locate(indices, own, PLAN)
+            rows = _locate(indices, call.own, PLAN)
         return rows
     else:
-        return _locate(indices, own, PLAN)
+        return _locate(indices, call.own, PLAN)
 
 
 @gluon.jit
@@ -181,12 +176,11 @@ class Cursor(NamedTuple):
 
 @gluon.jit
 def cursor_at(item, cost, call, PLAN: gl.constexpr):
-    own, extra = call.selection
     split = schedule.split_of(item, cost, call.work, call.key_lengths, PLAN)
-    row = _list_of(own, item, call.key_lengths)
+    row = _list_of(call.own, item, call.key_lengths)
     extra_row = row
     if PLAN.has_extra:
-        extra_row = _list_of(extra, item, call.key_lengths)
+        extra_row = _list_of(call.extra, item, call.key_lengths)
     return Cursor(cost, split, row, extra_row)
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashlatte.kernels.hopper.neighbours import neighbours
 from flashlatte.kernels.hopper.two_consumers import ROWS
 
 _LN2 = gl.constexpr(0.6931471805599453)
@@ -24,40 +25,13 @@ class Results(NamedTuple):
     empty_lse: Any
 
 
-@gluon.constexpr_function
-def _columns_layout(columns, lane_columns):
-    """The layout of a product [64, columns] with other column bits in a thread's lane; the others are in registers."""
-    bits = [1 << i for i in range(columns.bit_length() - 1) if 1 << i not in lane_columns]
-    narrow, wide = [[0, bit] for bit in bits if bit < 32], [[0, bit] for bit in bits if bit >= 32]
-    return gl.DistributedLinearLayout(
-        reg_bases=[*narrow, [8, 0], *wide],
-        lane_bases=[*([0, bit] for bit in lane_columns), [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, columns],
-    )
-
-
-@gluon.jit
-def _neighbours(tile):
-    """``tile`` with eight neighbouring columns in a thread, or four of 16: the accumulator has two.
-
-    Each step exchanges one bit between the four threads of a row, which takes shuffles only.
-    """
-    COLUMNS: gl.constexpr = tile.shape[1]
-    tile = gl.convert_layout(tile, _columns_layout(COLUMNS, (8, 4)))
-    if COLUMNS > 16:
-        tile = gl.convert_layout(tile, _columns_layout(COLUMNS, (8, 16)))
-    return tile
-
-
 @gluon.jit
 def _store_tile(
     tile, inverse, ticket, results, FIRST_ROW: gl.constexpr, FIRST: gl.constexpr, D_V: gl.constexpr, UNIT: gl.constexpr
 ):
     """Of a tile [64, columns] that begins at column FIRST, those before D_V."""
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, tile.type.layout), assert_trivial=True)
-    values = _neighbours((tile * inverse[:, None]).to(results.out.dtype.element_ty))
+    values = neighbours((tile * inverse[:, None]).to(results.out.dtype.element_ty))
     row = FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, values.type.layout))
     COLUMNS: gl.constexpr = tile.shape[1]
     col = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, values.type.layout))
