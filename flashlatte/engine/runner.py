@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.engine.batch import Batch
 from flashlatte.engine.paged import PagedModel
 from flashlatte.engine.request import Copies, Request, Step, Work
@@ -32,14 +33,18 @@ class Sampled:
     Attributes:
         tokens, logprobs: [rows], on the host as soon as ``arrived`` is done; logprobs None if nobody asked. Of each
             work of the step that samples one row, and one for each of its drafts.
+        ranks: that computed it together, if it was not this process alone.
     """
 
     tokens: torch.Tensor
     logprobs: torch.Tensor | None
-    arrived: torch.cuda.Event | None
+    arrived: torch.cuda.Event | None = None
+    ranks: Ranks | None = None
 
     def wait(self) -> tuple[list[int], list[float] | None]:
-        if self.arrived is not None:
+        if self.arrived is not None and self.ranks is not None:
+            self.ranks.wait(self.arrived)
+        elif self.arrived is not None:
             self.arrived.synchronize()
         return self.tokens.tolist(), None if self.logprobs is None else self.logprobs.tolist()
 
@@ -139,7 +144,7 @@ class Runner:
         tokens = sample(logits, chosen, positions, self._seen_rows(sampling, chosen))
         self._keep(batch, tokens)
         logprobs = log_probabilities(logits, tokens) if any(one.logprobs for one in chosen) else None
-        return _to_host(tokens, logprobs)
+        return self._to_host(tokens, logprobs)
 
     def _free_place(self) -> int:
         """Where the last token of a request is to be kept."""
@@ -258,12 +263,11 @@ class Runner:
                 rows.append(row)
         return torch.stack(rows)
 
-
-def _to_host(tokens: torch.Tensor, logprobs: torch.Tensor | None) -> Sampled:
-    if tokens.device.type != "cuda":
-        return Sampled(tokens, logprobs, None)
-    host = tokens.to("cpu", non_blocking=True)
-    host_logprobs = None if logprobs is None else logprobs.to("cpu", non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
-    return Sampled(host, host_logprobs, arrived)
+    def _to_host(self, tokens: torch.Tensor, logprobs: torch.Tensor | None) -> Sampled:
+        if tokens.device.type != "cuda":
+            return Sampled(tokens, logprobs)
+        host = tokens.to("cpu", non_blocking=True)
+        host_logprobs = None if logprobs is None else logprobs.to("cpu", non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return Sampled(host, host_logprobs, arrived, self.ranks)

@@ -147,6 +147,12 @@ def test_closing_tells_of_a_rank_that_failed_since(two):
     assert follower.message == "ValueError: this rank has no time left"
 
 
+def test_a_wait_for_the_gpu_ends_when_another_rank_has_failed(two):
+    leader, follower = two.outcomes(rank_engine_jobs.fail_while_a_gpu_waits)
+    assert leader.message == "RuntimeError: rank 1 failed, and so rank 0 ends: ValueError: this rank has no memory left"
+    assert follower.message == "ValueError: this rank has no memory left"
+
+
 def test_a_leader_that_leaves_ends_the_others(two):
     leader, follower = two.outcomes(rank_engine_jobs.leave)
     assert leader is None

@@ -118,3 +118,20 @@ def fail_when_done() -> str | None:
         engine.close()  # there is nobody left to tell
         return str(error)
     return None
+
+
+class NeverDone:
+    """An event of a GPU that waits for another one."""
+
+    def query(self) -> bool:
+        return False
+
+
+def fail_while_a_gpu_waits() -> None:
+    """Rank 1 fails, and rank 0 has nothing to do but to wait for its GPU."""
+    engine = made("DeepseekV3", {})
+    assert engine.ranks is not None
+    if engine.leads:
+        engine.ranks.wait(NeverDone())  # type: ignore[arg-type]
+    with engine.ranks.failing_together():
+        raise ValueError("this rank has no memory left")

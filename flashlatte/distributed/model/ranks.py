@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -26,6 +27,8 @@ from flashlatte.runtime import checks
 _PATIENCE = timedelta(minutes=10)
 # Rank 0 may have nothing to do for long. When it ends, its connections end, and so the wait of the others.
 _IDLE = timedelta(days=7)
+# Of a wait for this rank's GPU, until it is asked whether a rank that the GPU waits for has failed.
+_GLANCE_SECONDS = 1.0
 
 
 class Ranks:
@@ -131,6 +134,19 @@ class Ranks:
         """Rank 0's tokens on every rank, in place: what was sampled is the same on all, whatever the last bits are."""
         dist.broadcast(tokens, 0, group=self._group)
         return tokens
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Wait for this rank's GPU, which may wait for ever for that of a rank that has failed.
+
+        Raises:
+            RuntimeError: another rank failed; says which, and why.
+        """
+        with self.failing_together():
+            asked = time.monotonic()
+            while not event.query():
+                if time.monotonic() - asked > _GLANCE_SECONDS:
+                    check_others(self._plans)
+                    asked = time.monotonic()
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
