@@ -69,22 +69,25 @@ def release(call, EMPTY: gl.constexpr, PRODUCER_THREADS: gl.constexpr):
 
 
 @gluon.jit
-def wait_empty(EMPTY: gl.constexpr, PRODUCER_THREADS: gl.constexpr):
-    """Wait until half of a block may be filled again, in a CTA without a peer."""
-    barriers.wait(EMPTY, 128 + PRODUCER_THREADS, PRODUCER_THREADS)
+def wait_empty(EMPTY: gl.constexpr, PRODUCER_THREADS: gl.constexpr, peer=None, phase=0):
+    """Wait until half of a block may be filled again; with a ``peer``, here and there. ``phase`` is of its mbarrier."""
+    if peer is not None:
+        clusters.wait(EMPTY, peer, phase)
+    else:
+        barriers.wait(EMPTY, 128 + PRODUCER_THREADS, PRODUCER_THREADS)
 
 
 @gluon.jit
-def finish_producing(PRODUCER_THREADS: gl.constexpr):
+def finish_producing(PRODUCER_THREADS: gl.constexpr, peer=None, phase=0):
     """When the last block is under way: wait for the consumers' last arrivals, and let the next kernel be launched.
 
     It is the one that combines, and waits for what the consumers still write. Earlier, its CTAs would crowd on the few
     SMs that are free first.
     """
-    wait_empty(K0_LEFT_EMPTY, PRODUCER_THREADS)
-    wait_empty(K0_RIGHT_EMPTY, PRODUCER_THREADS)
-    wait_empty(K1_RIGHT_EMPTY, PRODUCER_THREADS)
-    wait_empty(K1_LEFT_EMPTY, PRODUCER_THREADS)
+    wait_empty(K0_LEFT_EMPTY, PRODUCER_THREADS, peer, phase)
+    wait_empty(K0_RIGHT_EMPTY, PRODUCER_THREADS, peer, phase)
+    wait_empty(K1_RIGHT_EMPTY, PRODUCER_THREADS, peer, phase)
+    wait_empty(K1_LEFT_EMPTY, PRODUCER_THREADS, peer, phase)
     gdc_launch_dependents()
 
 

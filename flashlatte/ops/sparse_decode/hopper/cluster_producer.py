@@ -10,11 +10,18 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from flashlatte.kernels.hopper import clusters
 from flashlatte.kernels.hopper.clusters import OWN
-from flashlatte.kernels.hopper.mla_tiles import K0_LEFT_EMPTY, K0_RIGHT_EMPTY, K1_LEFT_EMPTY, K1_RIGHT_EMPTY
+from flashlatte.kernels.hopper.mla_pipeline import finish_producing
+from flashlatte.kernels.hopper.mla_tiles import (
+    K0_LEFT_EMPTY,
+    K0_RIGHT_EMPTY,
+    K1_LEFT_EMPTY,
+    K1_RIGHT_EMPTY,
+    LEFT,
+    RIGHT,
+)
 from flashlatte.kernels.hopper.ptx import clusters as ptx_clusters
 from flashlatte.kernels.hopper.ptx import e4m3
 from flashlatte.kernels.hopper.ptx.registers import loaded
@@ -129,24 +136,19 @@ def _with_first_scale(block, scale):
 
 
 @gluon.jit
-def _factor(scales, PIECE: gl.constexpr, PLAN: gl.constexpr):
-    """The scale of a piece as a pair of bf16, [32]."""
-    if PLAN.format == V32:
-        return e4m3.factor_of_float(scales[PIECE // 2].to(gl.float32, bitcast=True))
-    else:
-        low, high = e4m3.split_exponents(scales[PIECE // 4])
-        return e4m3.factor_of_exponent(low, high, gl.full([OWN], PIECE % 4, gl.int32, _TOKENS))
-
-
-@gluon.jit
-def _two_factors(scales, PIECE: gl.constexpr, LAYOUT: gl.constexpr):
-    """The two scales of a piece of v41 as pairs of bf16, [32, 2]."""
-    low, high = e4m3.split_exponents(scales[PIECE // 2])
+def _factors(scales, PIECE: gl.constexpr, GROUPS: gl.constexpr, LAYOUT: gl.constexpr, PLAN: gl.constexpr):
+    """The scales of a piece's groups as pairs of bf16, [32, GROUPS]."""
     tokens: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    low = gl.convert_layout(low, tokens, assert_trivial=True)[:, None]
-    high = gl.convert_layout(high, tokens, assert_trivial=True)[:, None]
-    number = 2 * (PIECE % 2) + gl.arange(0, 2, gl.SliceLayout(0, LAYOUT))
-    return e4m3.factor_of_exponent(low, high, number[None, :])
+    if PLAN.format == V32:
+        scale = gl.convert_layout(scales[PIECE // 2], tokens, assert_trivial=True)
+        return e4m3.factor_of_float(scale.to(gl.float32, bitcast=True))[:, None]
+    else:
+        FIRST: gl.constexpr = PIECE * GROUPS
+        low, high = e4m3.split_exponents(scales[FIRST // 4])
+        low = gl.convert_layout(low, tokens, assert_trivial=True)[:, None]
+        high = gl.convert_layout(high, tokens, assert_trivial=True)[:, None]
+        number = FIRST % 4 + gl.arange(0, GROUPS, gl.SliceLayout(0, LAYOUT))
+        return e4m3.factor_of_exponent(low, high, number[None, :])
 
 
 @gluon.jit
@@ -154,20 +156,14 @@ def _dequantize(words, scales, PIECE: gl.constexpr, PLAN: gl.constexpr):
     """Words [32, 16] of a piece to pairs of bf16 [32, 32]."""
     GROUPS: gl.constexpr = 2 if PLAN.format == V41 else 1
     words = words.reshape([OWN, GROUPS, 16 // GROUPS])
-    groups: gl.constexpr = gl.SliceLayout(2, words.type.layout)
-    if PLAN.format == V41:
-        factor = _two_factors(scales, PIECE, groups)
-    else:
-        factor = _factor(scales, PIECE, PLAN)
-        factor = gl.convert_layout(factor, gl.SliceLayout(1, groups), assert_trivial=True)[:, None]
-    pairs = e4m3.dequantize(words, factor)
-    return gl.convert_layout(pairs, _BF16_PIECE, assert_trivial=True)
+    factors = _factors(scales, PIECE, GROUPS, gl.SliceLayout(2, words.type.layout), PLAN)
+    return gl.convert_layout(e4m3.dequantize(words, factors), _BF16_PIECE, assert_trivial=True)
 
 
 @gluon.constexpr_function
 def _pieces(SIDE, FORMAT):
     """Pieces of a half that are dequantized: the last one of model1 is bf16 in the cache."""
-    return 3 if SIDE == 1 and FORMAT == MODEL1 else 4
+    return 3 if SIDE == RIGHT and FORMAT == MODEL1 else 4
 
 
 @gluon.jit
@@ -227,12 +223,12 @@ def produce(call, PLAN: gl.constexpr):
             if always:
                 clusters.wait(K0_LEFT_EMPTY, peer, phase)
                 publish_mask(call.masks.block0, rows0)
-                _provide(own0, places, peer, clusters.K0_LEFT, 0, tiles.K0_LEFT_FULL, PLAN)
+                _provide(own0, places, peer, clusters.K0_LEFT, LEFT, tiles.K0_LEFT_FULL, PLAN)
                 # Here, where the next half has to wait for the consumers, and the fence has waited for block 1.
                 scale1 = _first_scale(own1, rows1, PLAN)
                 clusters.wait(K0_RIGHT_EMPTY, peer, phase)
                 copy_rope(k0, full.k0, rows0, PLAN)
-                _provide(own0, places, peer, clusters.K0_RIGHT, 1, tiles.K0_RIGHT_FULL, PLAN)
+                _provide(own0, places, peer, clusters.K0_RIGHT, RIGHT, tiles.K0_RIGHT_FULL, PLAN)
 
             own1 = _block_loaded(_with_first_scale(own1, scale1))
             rows0 = locate(indices0, block0, cursor.split, call, PLAN)
@@ -242,17 +238,10 @@ def produce(call, PLAN: gl.constexpr):
                 clusters.wait(K1_RIGHT_EMPTY, peer, phase)
                 publish_mask(call.masks.block1, rows1)
                 copy_rope(k1, full.k1, rows1, PLAN)
-                _provide(own1, places, peer, clusters.K1_RIGHT, 1, tiles.K1_RIGHT_FULL, PLAN)
+                _provide(own1, places, peer, clusters.K1_RIGHT, RIGHT, tiles.K1_RIGHT_FULL, PLAN)
                 clusters.wait(K1_LEFT_EMPTY, peer, phase)
-                _provide(own1, places, peer, clusters.K1_LEFT, 0, tiles.K1_LEFT_FULL, PLAN)
+                _provide(own1, places, peer, clusters.K1_LEFT, LEFT, tiles.K1_LEFT_FULL, PLAN)
             own0 = next0
             phase ^= 1
-    # The last arrivals of both CTAs' consumers, after which nothing comes from the peer: it may leave, and so may
-    # this one.
-    clusters.wait(K0_LEFT_EMPTY, peer, phase)
-    clusters.wait(K0_RIGHT_EMPTY, peer, phase)
-    clusters.wait(K1_RIGHT_EMPTY, peer, phase)
-    clusters.wait(K1_LEFT_EMPTY, peer, phase)
-    # The combine may be launched, and waits for what the consumers still write. Earlier, its CTAs would crowd on the
-    # few SMs that are free first.
-    gdc_launch_dependents()
+    # After the last arrivals of both CTAs' consumers nothing comes from the peer: it may leave, and so may this CTA.
+    finish_producing(PLAN.producer_threads, peer, phase)

@@ -50,13 +50,13 @@ def produce(call, PLAN: gl.constexpr):
     copy_rope(k0, call.full.k0, rows, PLAN)
     # True: the compiler would else dequantize the right half before it passes the left one on.
     always = call.key_lengths.num_items > 0
-    left = with_nan(half_loaded(left, LEFT, PLAN), rows, LEFT, PLAN)
+    left = with_nan(half_loaded(left, PLAN), rows, PLAN)
     if always:
-        fill(k0.left, left, LEFT, PLAN)
+        fill(k0.left, left, PLAN)
         arrive_full(tiles.K0_LEFT_FULL, PLAN)
-    right = with_nan(half_loaded(right, RIGHT, PLAN), rows, RIGHT, PLAN)
+    right = with_nan(half_loaded(right, PLAN), rows, PLAN)
     if always:
-        fill(k0.right, right, RIGHT, PLAN)
+        fill(k0.right, right, PLAN)
         arrive_full(tiles.K0_RIGHT_FULL, PLAN)
     gdc_launch_dependents()
 

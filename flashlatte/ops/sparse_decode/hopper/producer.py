@@ -49,12 +49,23 @@ from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, V41
 
 
 class Half(NamedTuple):
-    """Half of a block as it lies in the cache: its words (of model1's right half, the last in ``tail``; else that is
-    anything), and their scales."""
+    """Half of a block as it lies in the cache.
 
-    words: Any
-    tail: Any
+    Attributes:
+        pieces: words [64, groups, n], all of one or of two pieces (``_piece_layout``).
+        scales: words [64, 2] of each token's own (v32, v41), or [64] of the half's four (model1).
+    """
+
+    pieces: Any
     scales: Any
+
+
+@gluon.constexpr_function
+def _piece_layout(PIECE, SIDE, FORMAT):
+    """Groups of 128 or, in model1, 64 columns. Its right half has three of them, in two pieces."""
+    if FORMAT != MODEL1:
+        return words_layout(2, 32)
+    return words_layout((2, 1)[PIECE] if SIDE == RIGHT else 4, 16)
 
 
 @gluon.jit
@@ -64,30 +75,28 @@ def _per_group(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _load_words(rows, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
-    """Words from FIRST of all rows. Those of tokens that are not selected come from elsewhere, and get the scale 0."""
+def _load_piece(rows, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
     words = load_words(rows.words, FIRST, flat(LAYOUT)).reshape(LAYOUT.shape)
     return gl.convert_layout(words, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def load_half(rows, SIDE: gl.constexpr, PLAN: gl.constexpr):
-    """Ask for half of the rows."""
-    if PLAN.format == V32 or PLAN.format == V41:
-        LAYOUT: gl.constexpr = words_layout(2, 32)
-        words = _load_words(rows, SIDE * 64, LAYOUT)
-        group = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-        pointers = _per_group(rows.words, LAYOUT) + (SCALES + 2 * SIDE + group)[None, :]
-        pointers, mask = gl.broadcast(pointers, _per_group(rows.valid, LAYOUT))
-        return Half(words, rows.valid, gl.load(pointers, mask=mask, other=0))
-    elif PLAN.format == MODEL1:
-        words = _load_words(rows, SIDE * 64, words_layout(4 - 2 * SIDE, 16))
-        tail = rows.valid
-        if SIDE == RIGHT:
-            tail = _load_words(rows, 96, words_layout(1, 16))
-        return Half(words, tail, gl.load(rows.scales + SIDE, mask=rows.valid, other=0))
-    else:
+    """Ask for half of the rows. Words of tokens that are not selected come from elsewhere, and get the scale 0."""
+    if PLAN.format == PLAIN:
         return rows
+    else:
+        LAYOUT: gl.constexpr = _piece_layout(0, SIDE, PLAN.format)
+        pieces = (_load_piece(rows, SIDE * 64, LAYOUT),)
+        if SIDE == RIGHT and PLAN.format == MODEL1:
+            pieces += (_load_piece(rows, SIDE * 64 + 32, _piece_layout(1, SIDE, PLAN.format)),)
+        if PLAN.format == MODEL1:
+            return Half(pieces, gl.load(rows.scales + SIDE, mask=rows.valid, other=0))
+        else:
+            group = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+            pointers = _per_group(rows.words, LAYOUT) + (SCALES + 2 * SIDE + group)[None, :]
+            pointers, mask = gl.broadcast(pointers, _per_group(rows.valid, LAYOUT))
+            return Half(pieces, gl.load(pointers, mask=mask, other=0))
 
 
 @gluon.jit
@@ -118,17 +127,17 @@ def _dequantize(words, scales, FIRST_GROUP: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def fill(tile, half, SIDE: gl.constexpr, PLAN: gl.constexpr):
+def fill(tile, half, PLAN: gl.constexpr):
     """Dequantize half of a block into its tile."""
     target = words_of(tile)
     scales = half.scales
-    if PLAN.format == MODEL1 or PLAN.format == V41:
+    if PLAN.format != V32:
         scales = e4m3.split_exponents(scales)
-    if SIDE == RIGHT and PLAN.format == MODEL1:
-        target.slice(0, 64, dim=1).store(_dequantize(half.words, scales, 0, PLAN))
-        target.slice(64, 32, dim=1).store(_dequantize(half.tail, scales, 2, PLAN))
+    if len(half.pieces) == 1:
+        target.store(_dequantize(half.pieces[0], scales, 0, PLAN))
     else:
-        target.store(_dequantize(half.words, scales, 0, PLAN))
+        target.slice(0, 64, dim=1).store(_dequantize(half.pieces[0], scales, 0, PLAN))
+        target.slice(64, 32, dim=1).store(_dequantize(half.pieces[1], scales, 2, PLAN))
 
 
 @gluon.jit
@@ -143,27 +152,26 @@ def _provide(k, full, half, rows, SIDE: gl.constexpr, FULL: gl.constexpr, PLAN: 
     else:
         if SIDE == RIGHT:
             copy_rope(k, full, rows, PLAN)
-        fill(tile, half, SIDE, PLAN)
+        fill(tile, half, PLAN)
     arrive_full(FULL, PLAN)
 
 
 @gluon.jit
-def _loaded(words, COUNT: gl.constexpr):
-    (words,) = loaded((words,), COUNT)
+def _loaded(words, THREADS_OF_ONE: gl.constexpr):
+    """``words``, each of which so many threads have, once they have come."""
+    (words,) = loaded((words,), words.numel * THREADS_OF_ONE // 128)
     return words
 
 
 @gluon.jit
-def half_loaded(half, SIDE: gl.constexpr, PLAN: gl.constexpr):
-    if PLAN.format == V32 or PLAN.format == V41:
-        return Half(_loaded(half.words, 32), half.tail, _loaded(half.scales, 4))
-    elif PLAN.format == MODEL1:
-        if SIDE == RIGHT:
-            return Half(_loaded(half.words, 16), _loaded(half.tail, 8), _loaded(half.scales, 2))
-        else:
-            return Half(_loaded(half.words, 32), half.tail, _loaded(half.scales, 2))
-    else:
+def half_loaded(half, PLAN: gl.constexpr):
+    if PLAN.format == PLAIN:
         return half
+    else:
+        pieces = ()
+        for i in gl.static_range(len(half.pieces)):
+            pieces += (_loaded(half.pieces[i], 1),)
+        return Half(pieces, _loaded(half.scales, THREADS))
 
 
 @gluon.jit
@@ -177,21 +185,19 @@ def _selected_nan(words, rows):
 
 
 @gluon.jit
-def with_nan(half, rows, SIDE: gl.constexpr, PLAN: gl.constexpr):
+def with_nan(half, rows, PLAN: gl.constexpr):
     """Half of a block, with NaN as the scale of selected tokens that have a NaN in it."""
-    if PLAN.format == V32 or PLAN.format == V41:
-        LAYOUT: gl.constexpr = half.words.type.layout
-        nan, scales = gl.broadcast(_per_group(_selected_nan(half.words, rows), LAYOUT), half.scales)
-        return Half(
-            half.words, half.tail, gl.where(nan, e4m3.NAN_FLOAT if PLAN.format == V32 else e4m3.NAN_EXPONENTS, scales)
-        )
-    elif PLAN.format == MODEL1:
-        nan = _selected_nan(half.words, rows)
-        if SIDE == RIGHT:
-            nan = nan | _selected_nan(half.tail, rows)
-        return Half(half.words, half.tail, gl.where(nan, e4m3.NAN_EXPONENTS, half.scales))
-    else:
+    if PLAN.format == PLAIN:
         return half
+    else:
+        nan = _selected_nan(half.pieces[0], rows)
+        if len(half.pieces) == 2:
+            nan = nan | _selected_nan(half.pieces[1], rows)
+        scales = half.scales
+        if PLAN.format != MODEL1:
+            LAYOUT: gl.constexpr = half.pieces[0].type.layout
+            nan, scales = gl.broadcast(_per_group(nan, LAYOUT), scales)
+        return Half(half.pieces, gl.where(nan, e4m3.NAN_FLOAT if PLAN.format == V32 else e4m3.NAN_EXPONENTS, scales))
 
 
 @gluon.jit
@@ -227,18 +233,18 @@ def produce(call, PLAN: gl.constexpr):
     for item in range(work.range.first, work.range.stop, work.stride):
         steps = schedule.num_steps(cursor.split)
         for step in range(steps):
-            left0 = half_loaded(left0, LEFT, PLAN)
+            left0 = half_loaded(left0, PLAN)
             rows0 = locate(indices0, block0, cursor.split, call, PLAN)
             right0 = load_half(rows0, RIGHT, PLAN)
             rows1 = locate(indices1, block0 + 1, cursor.split, call, PLAN)
             _prefetch(rows1, PLAN)
-            left0 = with_nan(left0, rows0, LEFT, PLAN)
+            left0 = with_nan(left0, rows0, PLAN)
             if always:
                 wait_empty(K0_LEFT_EMPTY, PLAN.producer_threads)
                 publish_mask(call.masks.block0, rows0)
                 _provide(k0, full.k0, left0, rows0, LEFT, tiles.K0_LEFT_FULL, PLAN)
 
-            right0 = half_loaded(right0, RIGHT, PLAN)
+            right0 = half_loaded(right0, PLAN)
             right1 = load_half(rows1, RIGHT, PLAN)
             block0 += 2
             if step == steps - 1:
@@ -246,25 +252,25 @@ def produce(call, PLAN: gl.constexpr):
                 cursor = cursor_at(item + work.stride, cost, call, PLAN)
                 block0 = cursor.split.begin
             indices0 = load_indices(cursor, block0, call, PLAN)
-            right0 = with_nan(right0, rows0, RIGHT, PLAN)
+            right0 = with_nan(right0, rows0, PLAN)
             if always:
                 wait_empty(K0_RIGHT_EMPTY, PLAN.producer_threads)
                 _provide(k0, full.k0, right0, rows0, RIGHT, tiles.K0_RIGHT_FULL, PLAN)
 
-            right1 = half_loaded(right1, RIGHT, PLAN)
+            right1 = half_loaded(right1, PLAN)
             left1 = load_half(rows1, LEFT, PLAN)
             indices1 = load_indices(cursor, block0 + 1, call, PLAN)
             rows0 = locate(indices0, block0, cursor.split, call, PLAN)
             _prefetch(rows0, PLAN)
-            right1 = with_nan(right1, rows1, RIGHT, PLAN)
+            right1 = with_nan(right1, rows1, PLAN)
             if always:
                 wait_empty(K1_RIGHT_EMPTY, PLAN.producer_threads)
                 publish_mask(call.masks.block1, rows1)
                 _provide(k1, full.k1, right1, rows1, RIGHT, tiles.K1_RIGHT_FULL, PLAN)
 
-            left1 = half_loaded(left1, LEFT, PLAN)
+            left1 = half_loaded(left1, PLAN)
             left0 = load_half(rows0, LEFT, PLAN)
-            left1 = with_nan(left1, rows1, LEFT, PLAN)
+            left1 = with_nan(left1, rows1, PLAN)
             if always:
                 wait_empty(K1_LEFT_EMPTY, PLAN.producer_threads)
                 _provide(k1, full.k1, left1, rows1, LEFT, tiles.K1_LEFT_FULL, PLAN)
