@@ -203,7 +203,7 @@ SPARSE_PREFILL = (
     Case(SparsePrefill(512, 128, 1024, 8192), recorded=Recorded(1980, 555, cool_tflops=617)),
     Case(SparsePrefill(512, 128, 1024, 65536), recorded=Recorded(2073, 530, cool_tflops=545)),
     # FlashMLA refuses fewer than 64 heads.
-    Case(SparsePrefill(576, 16, 2048, 32768)),
+    *(Case(SparsePrefill(576, h_q, 2048, 32768, overlap=overlap)) for h_q in (16, 32) for overlap in (0.0, 0.5, 0.9)),
 )
 
 _HEADS_AND_TOKENS = ((128, 8192), (16, 32768))

@@ -89,16 +89,20 @@ class SparseDecode:
 
 @dataclass(frozen=True)
 class SparsePrefill:
+    """Attributes: ``overlap``, the share of a query's tokens that the one before it has too, if above 0."""
+
     head_dim: int
     h_q: int
     topk: int
     s_kv: int
     s_q: int = 4096
+    overlap: float = 0.0
     operation: ClassVar[str] = "sparse_prefill"
 
     @property
     def name(self) -> str:
-        return f"d{self.head_dim}-h{self.h_q}-top{self.topk}-kv{self.s_kv}"
+        overlap = f"-overlap{100 * self.overlap:.0f}" if self.overlap else ""
+        return f"d{self.head_dim}-h{self.h_q}-top{self.topk}-kv{self.s_kv}{overlap}"
 
     def scaled_down(self) -> SparsePrefill:
         return replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,7 @@ SMALL_PROBLEMS = (
     SparseDecode("v32", 2, 2, 8, topk=24, tokens=150, page_size=64),
     SparseDecode("model1", 2, 2, 8, 8, 64, 32, extra_topk=16, extra_tokens=60, extra_page_size=2, extra_varlen=True),
     SparsePrefill(512, 8, topk=16, s_kv=100, s_q=5),
+    SparsePrefill(512, 8, topk=16, s_kv=100, s_q=5, overlap=0.5),
     DensePrefill(192, 2, 4, 40, causal=True, varlen=True),
     DensePrefillBackward(128, 2, 2, 30),
     DensePrefillBackward(128, 2, 2, 30, deterministic=True),
@@ -124,6 +126,14 @@ def test_unwritten_output_is_wrong() -> None:
     workload = prepare(SMALL_PROBLEMS[0], CPU)
     with pytest.raises(WrongResult, match="NaN"):
         workload.check(workload.poisoned_outputs())
+
+
+@pytest.mark.parametrize("overlap", [0.5, 0.9])
+def test_neighbours_share_the_selection_that_a_case_says(overlap: float) -> None:
+    indices = prepare(SparsePrefill(512, 4, topk=40, s_kv=90, s_q=12, overlap=overlap), CPU).indices[:, 0]
+    rows = [set(row.tolist()) for row in indices]
+    assert all(len(row) == 40 for row in rows)
+    assert all(len(row & after) == 40 * overlap for row, after in itertools.pairwise(rows))
 
 
 def test_work_is_counted_once_for_each_query_and_distinct_key() -> None:

@@ -49,6 +49,16 @@ def distinct(rows: int, population: int, count: int, rng: torch.Generator) -> to
     return chosen
 
 
+def drifting(rows: int, population: int, count: int, overlap: float, rng: torch.Generator) -> torch.Tensor:
+    """As ``distinct``, with a share ``overlap`` of each row's numbers from the row before, if above 0."""
+    if overlap == 0:
+        return distinct(rows, population, count, rng)
+    order = torch.randperm(population, generator=rng, device=rng.device)
+    new = round(count * (1 - overlap))
+    row, place = (torch.arange(n, device=rng.device) for n in (rows, count))
+    return order[(row[:, None] * new + place) % population]
+
+
 def quantised_cache(cache_format: str, pages: int, page_size: int, rng: torch.Generator) -> torch.Tensor:
     """A cache in this format filled with quantised randn / 10."""
     layout = kv_cache.get_format(cache_format)

@@ -1,4 +1,4 @@
-"""Sparse prefill: every query token selects its own random tokens of one contiguous latent."""
+"""Sparse prefill: every query token selects random tokens of one contiguous latent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SparsePrefillWorkload(Workload):
         s_q, h_q, head_dim, topk = problem.s_q, problem.h_q, problem.head_dim, problem.topk
         self.q = draw.normal((s_q, h_q, head_dim), torch.bfloat16, rng)
         self.kv = draw.normal((problem.s_kv, 1, head_dim), torch.bfloat16, rng)
-        self.indices = draw.distinct(s_q, problem.s_kv, topk, rng).int().unsqueeze(1)
+        self.indices = draw.drifting(s_q, problem.s_kv, topk, problem.overlap, rng).int().unsqueeze(1)
         self.attn_sink = torch.randn(h_q, generator=rng, device=device)
 
         self.flops = 2 * h_q * (head_dim + HEAD_DIM_V) * s_q * topk
