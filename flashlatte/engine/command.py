@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -30,13 +31,15 @@ def generate(arguments: argparse.Namespace) -> int:
         engine.follow()
         return 0
     with engine:
-        _stream(engine, text, sampling)
+        _stream(engine, text, dataclasses.replace(sampling, stop_tokens=engine.model.end_tokens))
     return 0
 
 
 def _stream(engine: Engine, text: str, sampling: SamplingParams) -> None:
     shown, tokens = "", []
     for token in engine.stream(text, sampling):
+        if token in sampling.stop_tokens:
+            break
         tokens.append(token)
         so_far = engine.tokenizer.decode(tokens)
         # The bytes of a letter may come in several tokens.

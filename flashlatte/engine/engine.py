@@ -106,7 +106,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._under_way: tuple[Step, Sampled] | None = None
         # By id(): outputs that changed since ``step`` told of them.
         self._untold: dict[int, Output] = {}
-        self._names = itertools.count()
+        self._numbers = itertools.count()
         self._seconds = 0.0
 
     def add(
@@ -125,11 +125,12 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 than the model or the cache has room for; an id that is in use.
         """
         self._check_leads("add")
-        name = f"request-{next(self._names)}" if id is None else id
-        request = new_request(name, prompt, sampling, priority, salt, self.model, self.tokenizer)
+        if id is None:
+            id = next(name for number in self._numbers if (name := f"request-{number}") not in self._live)
+        request = new_request(id, prompt, sampling, priority, salt, self.model, self.tokenizer)
         self.scheduler.add(request)
-        self._live[name] = request, Output(name, request.prompt)
-        return name
+        self._live[id] = request, Output(id, request.prompt)
+        return id
 
     def step(self) -> list[Output]:
         """Run a step; returns the requests that it gave tokens to, or that ended.
@@ -171,6 +172,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         progress: bool = False,
     ) -> list[Output]:
         """Generate for all prompts; outputs in their order. ``progress`` shows a bar (needs rich)."""
+        if isinstance(prompts, str):
+            raise TypeError(f"prompts must be a sequence of prompts, got the text {prompts!r}")
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"sampling must be one for all or one for each of {len(prompts)} prompts, got {len(each)}")

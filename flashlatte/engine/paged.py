@@ -31,7 +31,8 @@ class PagedModel:
         ranks: that compute it together; None: this process alone.
 
     Attributes:
-        config, name, vocabulary, max_position, dtype, device: of the model.
+        config, name, vocabulary, max_position, dtype, device: of the model; ``name`` is its type's.
+        end_tokens: that end a text, as the model's generation config says.
         page_size: of its caches, where nobody chose one.
         moves_pages: whether a page holds all that later steps need of its tokens: such pages may be shared and swapped,
             and tokens may be taken back.
@@ -45,10 +46,12 @@ class PagedModel:
 
     def __init__(self, model: Any, device: torch.device, ranks: Ranks | None = None) -> None:
         self.ranks, self.device = ranks, device
-        self.name = f"{model.config.model_type}:{getattr(model.config, '_name_or_path', '')}"
+        self.name: str = model.config.model_type
         self.vocabulary: int = model.config.vocab_size
         self.max_position: int = model.config.max_position_embeddings
         self._body, self._head = model.model, model.lm_head
+        ends = model.generation_config.eos_token_id
+        self.end_tokens: tuple[int, ...] = () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
         self.dtype: torch.dtype = self._body.embed_tokens.weight.dtype
 
     def layouts(self, cache_format: str, page_size: int) -> list[tuple[CacheFormat, int]]:

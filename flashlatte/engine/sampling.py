@@ -72,13 +72,16 @@ class SamplingParams:
         for name, (fits, accepted) in ranges.items():
             if not fits:
                 raise ValueError(f"{name} must be {accepted}, got {getattr(self, name)}")
+        # What is given may be read once only.
         for name in ("suppress_tokens", "stop_tokens"):
-            token_ids(name, getattr(self, name))
+            object.__setattr__(self, name, tuple(token_ids(name, getattr(self, name))))
         # The letters of a text would each be a stop.
-        if isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop):
-            raise TypeError(f"stop must hold texts, got {self.stop!r}")
-        if "" in self.stop:
-            raise ValueError(f"stop must hold texts that are not empty, got {self.stop!r}")
+        stop = self.stop if isinstance(self.stop, str) else tuple(self.stop)
+        if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
+            raise TypeError(f"stop must hold texts, got {stop!r}")
+        if "" in stop:
+            raise ValueError(f"stop must hold texts that are not empty, got {stop!r}")
+        object.__setattr__(self, "stop", stop)
 
 
 def token_ids(name: str, values: Iterable[Any]) -> list[int]:

@@ -38,6 +38,14 @@ def test_a_text_is_continued(checkpoint, capsys):
     assert "cache fp32" in output.err
 
 
+def test_a_text_ends_where_the_checkpoint_says(checkpoint, capsys):
+    tokens = generated_by_transformers("DeepseekV3", Letters().encode("Hello"), 9)
+    config = json.loads((checkpoint / "generation_config.json").read_text())
+    (checkpoint / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": [96, tokens[5]]}))
+    assert cli.main(["generate", str(checkpoint), "--prompt", "Hello", "--new-tokens", "9"]) == 0
+    assert capsys.readouterr().out == Letters().decode(tokens[: tokens.index(tokens[5])]) + "\n"
+
+
 def test_mistakes_are_errors_with_words(checkpoint, capsys):
     assert cli.main(["generate", str(checkpoint / "nothing"), "--prompt", "x"]) == 2
     assert "must be the directory of a checkpoint" in capsys.readouterr().err

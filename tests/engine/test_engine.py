@@ -221,6 +221,11 @@ def test_an_engine_that_could_not_run_is_not_made(options, message):
         engine(**options)
 
 
+def test_one_text_is_no_batch_of_letters():
+    with pytest.raises(TypeError, match="prompts must be a sequence of prompts, got the text 'Hello'"):
+        engine(tokenizer=Letters()).generate("Hello")
+
+
 def test_a_prompt_may_be_a_tensor():
     (output,) = engine().generate([torch.tensor(prompt(5))], SamplingParams(max_new_tokens=2))
     assert output.tokens == generated_by_transformers("DeepseekV3", prompt(5), 2)

@@ -258,6 +258,13 @@ def test_an_id_may_be_used_again_when_its_request_has_ended():
         assert finished(served) == {"again": expected(number)}
 
 
+def test_a_name_that_somebody_chose_is_not_given_to_another():
+    served = engine()
+    served.add(PROMPTS[1], SamplingParams(NEW), id="request-0")
+    assert served.generate([PROMPTS[0]], SamplingParams(NEW))[0].tokens == expected(0)
+    assert finished(served) == {"request-0": expected(1)}
+
+
 def test_suppressed_tokens_are_transformers():
     suppressed = (*expected(0)[:2], 5)
     wanted = generated_by_transformers("DeepseekV3", PROMPTS[0], NEW, suppress_tokens=list(suppressed))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,11 @@ def test_seeds_and_positions_decide_and_nothing_else():
     together = draw(3, range(100))
     assert together == [draw(3, [position])[0] for position in range(100)]
     assert together != draw(4, range(100))
+
+
+def test_what_can_be_read_once_counts_every_time():
+    given: dict[str, Any] = {"suppress_tokens": iter([1, 2]), "stop_tokens": torch.tensor([3]), "stop": iter("ab")}
+    assert SamplingParams(**given) == SamplingParams(suppress_tokens=(1, 2), stop_tokens=(3,), stop=("a", "b"))
 
 
 @pytest.mark.parametrize(

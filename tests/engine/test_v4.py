@@ -90,8 +90,8 @@ def test_pages_as_large_as_indexers_want_them():
     ("options", "message"),
     [
         ({"page_size": 12}, "^page_size must be a multiple of 8, so that groups end with it, got 12$"),
-        ({"drafts": 2}, "^drafts must be 0 for deepseek_v4:, whose pages hold no states, got 2$"),
-        ({"host_pages": 4}, "^host_pages must be 0 for deepseek_v4:, whose pages hold no states, got 4$"),
+        ({"drafts": 2}, "^drafts must be 0 for deepseek_v4, whose pages hold no states, got 2$"),
+        ({"host_pages": 4}, "^host_pages must be 0 for deepseek_v4, whose pages hold no states, got 4$"),
         ({"tensor_parallel": 2}, r"^tensor_parallel and context_parallel must be 1 for deepseek_v4, got \(2, 1\)$"),
         ({"cache_format": "model1"}, "^head_dim of format model1 is 512, got 32$"),
         ({"cache_format": "bf16"}, "^cache_format must be model1 or that of torch.float32, got 'bf16'$"),
