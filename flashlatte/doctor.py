@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from flashlatte.distributed import examine as ranks
 from flashlatte.integrations.vllm import examine as vllm
 from flashlatte.kv_cache import FORMAT_NAMES, get_format
 from flashlatte.layers import MLAConfig, V4Config
+from flashlatte.layers.models import text_config
 from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE
 from flashlatte.layers.v4.workspace import DEFAULT_LIMITS
 from flashlatte.runtime import dispatch
@@ -72,9 +73,14 @@ def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, A
         "dtype": dtype,
         "model": described,
         "operations": [_choices(call) for call in calls],
-        "vllm": vllm.examine(DTYPES[dtype], config, v4=v4),
+        "vllm": vllm.examine(DTYPES[dtype], config, v4=v4, model_type=_model_type(fields)),
         "compiled": _compiled(model, dtype) if model and torch.cuda.is_available() and dtype != "fp32" else None,
     }
+
+
+def _model_type(fields: Mapping[str, Any] | None) -> str | None:
+    """Of the language model, where a model also sees or hears."""
+    return None if fields is None else text_config(fields).get("model_type")
 
 
 def read_fields(path: str | Path) -> dict[str, Any]:

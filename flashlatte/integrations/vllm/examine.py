@@ -15,11 +15,14 @@ from flashlatte.layers.config import MLAConfig
 GROUP, PLUGIN = "vllm.general_plugins", "flashlatte"
 
 
-def examine(dtype: torch.dtype, model: MLAConfig | None = None, *, v4: bool = False) -> dict[str, Any]:
+def examine(
+    dtype: torch.dtype, model: MLAConfig | None = None, *, v4: bool = False, model_type: str | None = None
+) -> dict[str, Any]:
     """Versions and choices as plain data. vLLM is imported only if there is a ``model``.
 
     Args:
         v4: the model is DeepSeek-V4, which is no ``model``.
+        model_type: the model's, as its configuration has it.
     """
     absent = _absent()
     facts: dict[str, Any] = {
@@ -32,6 +35,8 @@ def examine(dtype: torch.dtype, model: MLAConfig | None = None, *, v4: bool = Fa
         return facts
     if v4:
         facts |= {"refusal": serves.V4_IS_VLLMS, "chosen": None}
+    elif model_type in serves.WITHOUT_MLA:
+        facts |= {"refusal": serves.WITHOUT_MLA[model_type], "chosen": None}
     elif model is not None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         facts["option"] = _option(device_type, model)
@@ -76,6 +81,8 @@ def _option(device_type: str, model: MLAConfig) -> str:
 
 
 def _refusal(device_type: str, dtype: torch.dtype, model: MLAConfig) -> str | None:
+    if device_type == "cpu" and (reason := compat.unknown_on_cpus()):
+        return reason
     if model.indexer is None:
         return serves.refuses_dense(device_type, model.head_dim, dtype, "auto", None)
     return compat.unknown_for_indexers() or serves.refuses_sparse(device_type, model.head_dim, dtype, "auto", None)

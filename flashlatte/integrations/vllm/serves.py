@@ -38,6 +38,11 @@ V4_IS_VLLMS = (
     "as if none had been named"
 )
 OTHER_INDEXERS = "of models with an indexer, it serves DeepSeek-V3.2 and GLM-5"
+# By ``model_type``: models of this library's layer to which vLLM gives no MLA backend.
+WITHOUT_MLA = {
+    "minicpm3": "vLLM runs MiniCPM3 as attention of many heads, whose keys and values it caches",
+    "youtu": "vLLM has no model of its own for Youtu",
+}
 
 # Their architectures in vLLM.
 INDEXER_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")

@@ -1,6 +1,7 @@
 """What the plugin does before vLLM's classes are needed: without vLLM, and with a stand-in for its metadata."""
 
 import dataclasses
+import json
 import logging
 import subprocess
 import sys
@@ -321,18 +322,26 @@ def test_doctor_when_the_plugin_is_left_out(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "option"),
-    [(True, "--attention-backend CUSTOM, or FLASHLATTE_VLLM=auto"), (False, "FLASHLATTE_VLLM_CPU=1")],
+    ("gpu", "version", "line"),
+    [
+        (True, "0.26.0", "FlashLatte serves this model with --attention-backend CUSTOM, or FLASHLATTE_VLLM=auto"),
+        (False, "0.32.0", "FlashLatte serves this model with FLASHLATTE_VLLM_CPU=1"),
+        (
+            False,
+            "0.26.0",
+            "not served by FlashLatte: its platform for CPUs is for vLLM 0.32 and later, and 0.26.0 is installed",
+        ),
+    ],
 )
-def test_doctor_of_a_model(monkeypatch, gpu, option):
-    monkeypatch.setattr(compat, "version", lambda: "0.26.0")
+def test_doctor_of_a_model(monkeypatch, gpu, version, line):
+    monkeypatch.setattr(compat, "version", lambda: version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(examine, "_absent", lambda: None)
     monkeypatch.setattr(examine, "_chosen", lambda dtype, model: "vllm.TritonMLABackend")
     monkeypatch.delenv("FLASHLATTE_VLLM", raising=False)
     assert examine.report(examine.examine(torch.bfloat16, V3)) == [
-        "vLLM 0.26.0: FlashLatte's plugin is registered",
-        f"    FlashLatte serves this model with {option}",
+        f"vLLM {version}: FlashLatte's plugin is registered",
+        f"    {line}",
         "    without an option vLLM takes vllm.TritonMLABackend",
     ]
 
@@ -369,6 +378,19 @@ def test_doctor_of_a_model_with_an_indexer(monkeypatch, version, line):
     indexer = IndexerConfig(num_heads=64, head_dim=128, topk=2048)
     lines = examine.report(examine.examine(torch.bfloat16, dataclasses.replace(V3, indexer=indexer)))
     assert lines[1:] == [f"    {line}", "    without an option vLLM takes vllm.FlashMLASparseBackend"]
+
+
+@pytest.mark.parametrize("model_type", serves.WITHOUT_MLA)
+def test_doctor_of_a_model_that_is_not_mla_in_vllm(monkeypatch, tmp_path, model_type):
+    monkeypatch.setattr(compat, "version", lambda: "0.33.0")
+    monkeypatch.setattr(examine, "_absent", lambda: None)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "kv_lora_rank": 256, "qk_nope_head_dim": 64}
+    fields = {"model_type": model_type, "qk_rope_head_dim": 32, "v_head_dim": 64} | sizes
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": fields}))
+    assert examine.report(doctor.examine(model=tmp_path)["vllm"]) == [
+        "vLLM 0.33.0: FlashLatte's plugin is registered",
+        f"    not served by FlashLatte: {serves.WITHOUT_MLA[model_type]}",
+    ]
 
 
 def test_doctor_of_deepseek_v4(monkeypatch, tmp_path):
