@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashlatte.engine.request import Copies, Request, Step
+from flashlatte.engine.request import Copies, Step
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Batch:
         for work in step.work:
             known = [*work.request.tokens, *work.request.drafts] if work.drafts else work.request.tokens
             new = known[work.start : work.start + work.count]
-            tokens += new + [-1 - _place(work.request)] * (work.count - len(new))
+            tokens += new + [-1 - work.request.place] * (work.count - len(new))
             if work.samples:
                 rows += range(len(tokens) - 1 - work.drafts, len(tokens))
         sampling = [work for work in step.work if work.samples]
@@ -51,10 +51,10 @@ class Batch:
             [work.count for work in step.work],
             [work.start + work.count for work in step.work],
             [work.request.pages for work in step.work],
-            [_place(work.request) for work in step.work],
+            [work.request.place for work in step.work],
             tokens,
             rows,
-            [] if any(work.drafts for work in sampling) else [_place(work.request) for work in sampling],
+            [] if any(work.drafts for work in sampling) else [work.request.place for work in sampling],
         )
 
     @property
@@ -67,8 +67,3 @@ class Batch:
         width = max(map(len, self.pages))
         rows = [numbers + [-1] * (width - len(numbers)) for numbers in self.pages]
         return torch.tensor(rows, dtype=torch.int32)
-
-
-def _place(request: Request) -> int:
-    assert request.place is not None
-    return request.place

@@ -77,10 +77,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         checks.flag("graphs", graphs)
         default = self.model.default_pages(self.cache_format, page_size) if num_pages is None else num_pages
         num_pages = checks.positive_int("num_pages", default)
-        if self.ranks is not None:
-            facts = {"model": self.model.config, "dtype": self.model.dtype, "cache_format": self.cache_format}
-            self.ranks.agree(facts | sizes | {"num_pages": num_pages, "host_pages": host_pages, "graphs": graphs})
-        page_tokens = page_size * self.model.keys_over
+        facts = {"model": self.model.config, "dtype": self.model.dtype, "cache_format": self.cache_format}
+        self.ranks.agree(facts | sizes | {"num_pages": num_pages, "host_pages": host_pages, "graphs": graphs})
+        page_tokens = page_size * self.ranks.keys_over
         self.runner = Runner(
             self.model,
             self.cache_format,
@@ -218,7 +217,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     @property
     def leads(self) -> bool:
         """Whether this process takes requests: rank 0, or the only one."""
-        return self.ranks is None or self.ranks.leads
+        return self.ranks.leads
 
     def follow(self) -> None:
         """Compute this rank's part of what rank 0 schedules, until that closes its engine.
@@ -230,15 +229,14 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     def close(self) -> None:
         """Let the other ranks go; of one process, nothing."""
-        if self.ranks is not None:
-            self.ranks.close()
+        self.ranks.close()
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def _check_leads(self, call: str) -> None:
         """Raise ValueError where ``call`` would do nothing, or schedule what nobody follows."""
-        if self.ranks is not None and (not self.leads or self.ranks.closed):
+        if not self.leads or self.ranks.closed:
             raise ValueError(f"{call}() is for rank 0 of an engine that is not closed; other ranks follow()")
 
     def _own(self, prompt: Prompt, sampling: SamplingParams | None) -> Output:

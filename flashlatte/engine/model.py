@@ -75,8 +75,8 @@ class Model(PagedModel):
         if ranks is not None and not of_checkpoint:
             model = copy.deepcopy(model)
         self.config = MLAConfig.from_transformers(model.config)
-        self.batch_invariant, self.ranks = batch_invariant, ranks
-        self.attention = [self._adopt(number, layer, backend) for number, layer in enumerate(model.model.layers)]
+        self.batch_invariant = batch_invariant
+        self.attention = [self._adopt(number, layer, backend, ranks) for number, layer in enumerate(model.model.layers)]
         if slices is not None and ranks is not None:
             slices.fill(ranks, self.config.num_attention_heads, device or ranks.device)
         elif ranks is not None and of_checkpoint:
@@ -125,19 +125,19 @@ class Model(PagedModel):
         for layer, attention, cache in zip(self._body.layers, self.attention, caches, strict=False):
             index_cache = None if attention.indexer is None else next(index_caches)
             attended = attention(_normed(layer.input_layernorm, hidden), cache, metadata, index_cache=index_cache)
-            hidden = hidden + (attended if self.ranks is None else self.ranks.sum(attended))
+            hidden = hidden + self.ranks.sum(attended)
             # Mixtures of experts take [batch, tokens, hidden].
             hidden = hidden + layer.mlp(_normed(layer.post_attention_layernorm, hidden)[None])[0]
         return self._head(_normed(self._body.norm, hidden[rows]))
 
-    def _adopt(self, number: int, layer: Any, backend: str | None) -> MLAAttention:
+    def _adopt(self, number: int, layer: Any, backend: str | None, ranks: Ranks | None) -> MLAAttention:
         """An attention layer on the weights of a decoder layer's module, or with this rank's part of them."""
         shares = self.config.indexer is not None and number in self.config.indexer.shared_layers
         module = layer.self_attn
-        if self.ranks is not None:
-            divide_mlp(layer.mlp, self.ranks)
+        if ranks is not None:
+            divide_mlp(layer.mlp, ranks)
             # In the module's place, so that the whole one can be forgotten.
-            layer.self_attn = own_heads(self.config, module, self.ranks, backend=backend, shares_selection=shares)
+            layer.self_attn = own_heads(self.config, module, ranks, backend=backend, shares_selection=shares)
             return layer.self_attn
         attention = MLAAttention(
             self.config, backend=backend, batch_invariant=self.batch_invariant, shares_selection=shares, device="meta"

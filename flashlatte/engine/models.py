@@ -19,7 +19,7 @@ def as_model(model: Any, tensor_parallel: int = 1, context_parallel: int = 1) ->
     """
     asked = tensor_parallel, context_parallel
     if isinstance(model, PagedModel):
-        made_for = (1, 1) if model.ranks is None else (model.ranks.size, model.ranks.keys_over)
+        made_for = model.ranks.size, model.ranks.keys_over
         if made_for != asked:
             raise ValueError(
                 f"tensor_parallel and context_parallel must be {made_for}, which the Model was made for, got {asked}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flashlatte import kv_cache
-from flashlatte.distributed.model.ranks import Ranks
+from flashlatte.distributed.model.alone import Alone
 from flashlatte.engine.batch import Batch
 from flashlatte.kv_cache import CacheFormat
 
@@ -28,7 +28,7 @@ class PagedModel:
     Args:
         model: of transformers.
         device: of its weights, and of the caches.
-        ranks: that compute it together; None: this process alone.
+        ranks: that compute it together.
 
     Attributes:
         config, name, vocabulary, max_position, dtype, device: of the model; ``name`` is its type's.
@@ -44,8 +44,8 @@ class PagedModel:
     moves_pages = True
     batch_invariant = False
 
-    def __init__(self, model: Any, device: torch.device, ranks: Ranks | None = None) -> None:
-        self.ranks, self.device = ranks, device
+    def __init__(self, model: Any, device: torch.device, ranks: Alone | None = None) -> None:
+        self.ranks, self.device = ranks or Alone(), device
         self.name: str = model.config.model_type
         self.vocabulary: int = model.config.vocab_size
         self.max_position: int = model.config.max_position_embeddings
@@ -75,11 +75,6 @@ class PagedModel:
         raise NotImplementedError
 
     @property
-    def keys_over(self) -> int:
-        """Ranks that a request's keys are divided over."""
-        return 1 if self.ranks is None else self.ranks.keys_over
-
-    @property
     def plain_format(self) -> str:
         """The cache format that keeps rows as they are."""
         for name in kv_cache.FORMAT_NAMES:
@@ -92,8 +87,7 @@ class PagedModel:
         """Pages of a cache whose size nobody chose; the same on all ranks."""
         if self.device.type != "cuda":
             return -(-CPU_TOKENS // page_size)
-        pages = max(self._pages_that_fit(cache_format, page_size, self.device), 1)
-        return pages if self.ranks is None else self.ranks.least(pages)
+        return self.ranks.least(max(self._pages_that_fit(cache_format, page_size, self.device), 1))
 
     def allocate(
         self, cache_format: str, num_pages: int, page_size: int, *, on_host: bool = False

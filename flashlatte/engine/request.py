@@ -27,7 +27,7 @@ class Request:
         cached: tokens that the prefix cache had whenever it began or began again.
         drafts: guesses of the tokens to come, which the next step verifies; verifying: a step that does is under way.
         order: by which requests are served.
-        place: a number that no other has while it lives: where the runner keeps its last token.
+        place: from its first step a number that no other has while it lives: where the runner keeps its last token.
     """
 
     id: str
@@ -48,7 +48,7 @@ class Request:
     verifying: bool = False
     finished: bool = False
     order: tuple[int, int] = (0, 0)
-    place: int | None = None
+    place: int = -1
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -63,11 +63,6 @@ class Request:
     @property
     def most_tokens(self) -> int:
         return len(self.prompt) + self.max_new_tokens
-
-    @property
-    def most_cached(self) -> int:
-        """Tokens that it can come to have in the cache: its last one never goes there."""
-        return self.most_tokens - 1
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ yet is taken, on the device, from where its step put it.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flashlatte.distributed.model.ranks import Ranks
+from flashlatte.distributed.model.alone import Alone
 from flashlatte.engine.batch import Batch
 from flashlatte.engine.paged import PagedModel
 from flashlatte.engine.request import Copies, Request, Step, Work
@@ -33,19 +32,17 @@ class Sampled:
     Attributes:
         tokens, logprobs: [rows], on the host as soon as ``arrived`` is done; logprobs None if nobody asked. Of each
             work of the step that samples one row, and one for each of its drafts.
-        ranks: that computed it together, if it was not this process alone.
+        ranks: that computed it together.
     """
 
     tokens: torch.Tensor
     logprobs: torch.Tensor | None
-    arrived: torch.cuda.Event | None = None
-    ranks: Ranks | None = None
+    arrived: torch.cuda.Event | None
+    ranks: Alone
 
     def wait(self) -> tuple[list[int], list[float] | None]:
-        if self.arrived is not None and self.ranks is not None:
+        if self.arrived is not None:
             self.ranks.wait(self.arrived)
-        elif self.arrived is not None:
-            self.arrived.synchronize()
         return self.tokens.tolist(), None if self.logprobs is None else self.logprobs.tolist()
 
 
@@ -80,7 +77,7 @@ class Runner:
             cache_format,
             num_pages,
             # Of a page of the scheduler's each rank that has some of the keys has a page.
-            page_size * model.keys_over,
+            page_size * self.ranks.keys_over,
             max_requests=max_requests,
             max_tokens=max_tokens,
         )
@@ -105,8 +102,21 @@ class Runner:
         Raises:
             RuntimeError: another rank failed; says which, and why.
         """
-        with self._failing_together():
-            return self._run(step)
+        for work in step.work:
+            if work.request.place < 0:
+                work.request.place = self._free_place()
+        batch = Batch.of(step)
+        with self.ranks.failing_together():
+            self.ranks.send(batch)
+            logits = self._compute(batch)
+            sampling = [work for work in step.work if work.samples]
+            rows = [(work, row) for work in sampling for row in range(1 + work.drafts)]
+            chosen = [work.request.sampling for work, _ in rows]
+            positions = [work.start + work.count - work.drafts + row for work, row in rows]
+            tokens = sample(logits, chosen, positions, self._seen_rows(sampling, chosen))
+            self._keep(batch, tokens)
+            logprobs = log_probabilities(logits, tokens) if any(one.logprobs for one in chosen) else None
+            return self._to_host(tokens, logprobs)
 
     def follow(self) -> None:
         """Execute what rank 0 executes, until it has nothing more.
@@ -114,9 +124,9 @@ class Runner:
         Raises:
             ValueError: on rank 0.
         """
-        if self.ranks is None or self.ranks.leads:
+        if self.ranks.leads:
             raise ValueError("follow() is for ranks other than 0, which schedules and closes the engine")
-        with self._failing_together():
+        with self.ranks.failing_together():
             while (batch := self.ranks.receive()) is not None:
                 self._compute(batch)
                 self._keep(batch, torch.empty(len(batch.rows), dtype=torch.int64, device=self._last.device))
@@ -124,27 +134,8 @@ class Runner:
 
     def forget(self, request: Request) -> None:
         """A request has ended."""
-        if request.place is not None:
+        if request.place >= 0:
             self._free_places.append(request.place)
-
-    def _failing_together(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.ranks is None else self.ranks.failing_together()
-
-    def _run(self, step: Step) -> Sampled:
-        for work in step.work:
-            if work.request.place is None:
-                work.request.place = self._free_place()
-        batch = Batch.of(step)
-        if self.ranks is not None:
-            self.ranks.send(batch)
-        logits = self._compute(batch)
-        sampling = [work for work in step.work if work.samples]
-        chosen = [work.request.sampling for work in sampling for _ in range(1 + work.drafts)]
-        positions = [work.start + work.count - work.drafts + row for work in sampling for row in range(1 + work.drafts)]
-        tokens = sample(logits, chosen, positions, self._seen_rows(sampling, chosen))
-        self._keep(batch, tokens)
-        logprobs = log_probabilities(logits, tokens) if any(one.logprobs for one in chosen) else None
-        return self._to_host(tokens, logprobs)
 
     def _free_place(self) -> int:
         """Where the last token of a request is to be kept."""
@@ -184,8 +175,7 @@ class Runner:
         """Put each request's sampled token, rank 0's, where its next step finds it."""
         if not batch.kept:
             return
-        if self.ranks is not None:
-            self.ranks.share_tokens(tokens)
+        self.ranks.share_tokens(tokens)
         self._make_places(max(batch.kept) + 1)
         places = to_device(batch.kept, tokens.device)
         self._last[places] = tokens
@@ -201,8 +191,7 @@ class Runner:
             swap_blocks(source, target, from_pages, to_pages)
 
     def _logits(self, metadata: Any, rows: torch.Tensor) -> torch.Tensor:
-        if self.ranks is not None:
-            metadata = self.ranks.shard(metadata, self._cache_format)
+        metadata = self.ranks.shard(metadata, self._cache_format)
         return self.model(self._tokens[: metadata.num_tokens], self.caches, metadata, rows)
 
     def _padded(self, size: int, metadata: Any) -> torch.Tensor:
@@ -265,7 +254,7 @@ class Runner:
 
     def _to_host(self, tokens: torch.Tensor, logprobs: torch.Tensor | None) -> Sampled:
         if tokens.device.type != "cuda":
-            return Sampled(tokens, logprobs)
+            return Sampled(tokens, logprobs, None, self.ranks)
         host = tokens.to("cpu", non_blocking=True)
         host_logprobs = None if logprobs is None else logprobs.to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()

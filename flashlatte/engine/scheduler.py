@@ -79,9 +79,10 @@ class Scheduler:
         if any(other.id == request.id for other in (*self._running, *self._waiting)):
             raise ValueError(f"id must differ from those of unfinished requests, got {request.id!r} again")
         room = self.pool.num_pages * self.pool.page_size
-        if request.most_cached > room:
+        needed = request.most_tokens - 1  # the last one never goes there
+        if needed > room:
             raise ValueError(
-                f"request {request.id!r} needs room for {request.most_cached} tokens (its prompt and max_new_tokens), "
+                f"request {request.id!r} needs room for {needed} tokens (its prompt and max_new_tokens), "
                 f"and the cache has {room}: {self.pool.num_pages} pages of {self.pool.page_size}"
             )
         self._arrivals += 1

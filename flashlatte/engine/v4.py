@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from flashlatte.engine.batch import Batch
-from flashlatte.engine.paged import PagedModel, Planner, load
+from flashlatte.engine.paged import PagedModel, Planner, check_type, config_of, load
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.index_formats import index_format, index_format_beside
 from flashlatte.kv_cache.registry import as_format
 from flashlatte.layers.v4 import V4Cache, V4Config
 from flashlatte.layers.v4.attention import attend
 from flashlatte.layers.v4.builder import States, V4Builder, V4Metadata
+from flashlatte.layers.v4.config import MODEL_TYPE
 
 # Groups of the lowest ratio that a page holds, where nobody chose its size: what kernels of the indexer are made for.
 _GROUPS_OF_A_PAGE = 64
@@ -40,6 +41,7 @@ class V4Model(PagedModel):
     moves_pages = False
 
     def __init__(self, model: Any, *, backend: str | None = None) -> None:
+        check_type(config_of(model), (MODEL_TYPE,))
         if isinstance(model, (str, Path)):
             model = load(model)
         super().__init__(model, model.model.embed_tokens.weight.device)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from support.engine_models import model
 
+from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.engine import Engine, SamplingParams
 from flashlatte.engine.model import Model
 
@@ -89,7 +90,7 @@ def leave() -> None:
     """Rank 0 is done and does not close the engine."""
     engine = made("DeepseekV3", {})
     if engine.leads:
-        engine.ranks.part()  # type: ignore[union-attr]
+        engine.ranks.part()
     else:
         engine.follow()
 
@@ -97,7 +98,7 @@ def leave() -> None:
 def fail_when_done() -> str | None:
     """Rank 1 fails after the last step, and rank 0, which has all its tokens, closes the engine: what it is told."""
     engine = made("DeepseekV3", {})
-    assert engine.ranks is not None
+    assert isinstance(engine.ranks, Ranks)
     if not engine.leads:
         receive, steps = engine.ranks.receive, iter(range(3))
 
@@ -130,7 +131,6 @@ class NeverDone:
 def fail_while_a_gpu_waits() -> None:
     """Rank 1 fails, and rank 0 has nothing to do but to wait for its GPU."""
     engine = made("DeepseekV3", {})
-    assert engine.ranks is not None
     if engine.leads:
         engine.ranks.wait(NeverDone())  # type: ignore[arg-type]
     with engine.ranks.failing_together():

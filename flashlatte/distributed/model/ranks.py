@@ -19,6 +19,7 @@ import torch.distributed as dist
 from flashlatte.distributed.agreement import Agreement, check_others, failing_together
 from flashlatte.distributed.context_parallel import ContextParallel
 from flashlatte.distributed.metadata import shard_metadata
+from flashlatte.distributed.model.alone import Alone
 from flashlatte.distributed.summing import RankSum
 from flashlatte.layers import MLAMetadata
 from flashlatte.runtime import checks
@@ -31,7 +32,7 @@ _IDLE = timedelta(days=7)
 _GLANCE_SECONDS = 1.0
 
 
-class Ranks:
+class Ranks(Alone):
     """The ranks that compute one model together, started by ``torchrun``, one process each.
 
     Args:
@@ -73,7 +74,7 @@ class Ranks:
         if sharing:
             self._context = ContextParallel(sharing[self.rank // self.keys_over], timeout=_PATIENCE)
         self._groups = [self._plans, self._group, *([self._context.group] if self._context else [])]
-        self.sum = RankSum(self._group, self._agreement)
+        self._sum = RankSum(self._group, self._agreement)
 
     @property
     def leads(self) -> bool:
@@ -98,6 +99,10 @@ class Ranks:
         numbers = torch.tensor([number])
         dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self._plans)
         return int(numbers)
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of what each rank has, in the dtype of ``part``, which may be overwritten."""
+        return self._sum(part)
 
     def shard(self, metadata: MLAMetadata, cache_format: str) -> MLAMetadata:
         """A step's metadata for the keys that this rank has."""
