@@ -76,9 +76,18 @@ def apart(name: str, value: torch.Tensor, **others: torch.Tensor | None) -> None
     """What is written into does not begin where something that is read does."""
     if torch.compiler.is_compiling() or value.numel() == 0:
         return
+    address = _address(value)
     for other_name, other in others.items():
-        if other is not None and other.device == value.device and other.data_ptr() == value.data_ptr() != 0:
+        if other is not None and other.device == value.device and _address(other) == address != 0:
             raise ValueError(f"{name} must share no memory with {other_name}, and both begin at one address")
+
+
+def _address(x: torch.Tensor) -> int:
+    """Where x begins; 0 for a tensor without memory, as a fake one."""
+    try:
+        return x.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def not_expanded(name: str, value: torch.Tensor) -> None:

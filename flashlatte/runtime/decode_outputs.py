@@ -8,17 +8,23 @@ from flashlatte.runtime import checks
 
 
 def prepare(
-    q: torch.Tensor, head_dim_v: int, out: torch.Tensor | None, lse: torch.Tensor | None
+    q: torch.Tensor,
+    head_dim_v: int,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    **caches: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Check or allocate out [b, s_q, h_q, head_dim_v] and lse [b, h_q, s_q] (float32) for q [b, s_q, h_q, d].
 
-    A new lse is the transposed view of [b, s_q, h_q], as FlashMLA returns it.
+    A given out may not begin where q or one of ``caches``, by their arguments' names, does. A new lse is the transposed
+    view of [b, s_q, h_q], as FlashMLA returns it.
     """
     batch, s_q, h_q, _ = q.shape
     if out is None:
         out = q.new_empty(batch, s_q, h_q, head_dim_v)
     else:
         checks.output("out", out, (batch, s_q, h_q, head_dim_v), (q.dtype,), q.device)
+        checks.apart("out", out, q=q, **caches)
     if lse is None:
         strides = (s_q * h_q, 1, h_q)
         lse = torch.empty_strided((batch, h_q, s_q), strides, dtype=torch.float32, device=q.device)

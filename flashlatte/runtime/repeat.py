@@ -62,12 +62,13 @@ def repeats_launches(function: _Function) -> _Function:
         with DisableTorchFunction():
             try:
                 addresses = _append(key, tensors, (*args, *kwargs.values()))
-                key.append(len(set(addresses)) == len(addresses))
+                # Which tensors begin where others do: what an operation may refuse, or plan for.
+                key.append(len(set(addresses)) == len(addresses) or tuple(map(addresses.index, addresses)))
                 repeat = known.get(tuple(key), _UNKNOWN)
             except (_NotRepeatable, TypeError, RuntimeError):
                 # TypeError: an argument without a hash; RuntimeError: a tensor without strides or an address.
                 repeat = None
-            if repeat is not None and repeat is not _UNKNOWN and repeat.can_run(addresses):
+            if repeat is not None and repeat is not _UNKNOWN and repeat.can_run():
                 return repeat(tensors, addresses)
         if repeat is not _UNKNOWN:
             return function(*args, **kwargs)
@@ -134,9 +135,6 @@ class _Repeat:
         by_address: dict[int, int] = {}
         for number, tensor in enumerate(tensors):
             by_address.setdefault(tensor.data_ptr(), number)
-        # A tensor may be given twice, as lengths that are those of queries and of keys.
-        same = [(by_address[tensor.data_ptr()], number) for number, tensor in enumerate(tensors)]
-        self._aliases = [(first, number) for first, number in same if first != number]
         made = {tensor.data_ptr(): tensor for tensor, _ in recording.scratch}
         zeroed = {tensor.data_ptr() for tensor, is_zero in recording.scratch if is_zero}
         # A result may be a view of all of what was allocated.
@@ -172,12 +170,8 @@ class _Repeat:
         self._results = [next(n for n, tensor in enumerate(every) if tensor is result) for result in results]
         self._device = tensors[0].device
 
-    def can_run(self, addresses: list[int]) -> bool:
-        """Whether the tensors share memory as they did, the current device is the recorded one, and nobody (a profiler)
-        wants to be told of launches.
-        """
-        if any(addresses[first] != addresses[second] for first, second in self._aliases):
-            return False
+    def can_run(self) -> bool:
+        """Whether the current device is the recorded one, and nobody (a profiler) wants to be told of launches."""
         return _current_device() == self._device.index and not self._hooked()
 
     def __call__(

@@ -152,7 +152,17 @@ def test_only_the_same_sharing_of_memory_is_repeated(add: Add) -> None:
         expected = first + second
         (result,) = call(first, second, out=out)
         assert torch.equal(result, expected)
-    # Anew where the output is the second operand, and not the first.
+    # Anew where the output is the second operand, or both operands are one.
+    assert len(ran) == 3
+
+
+def test_more_sharing_than_was_recorded_is_left_to_the_operation(add: Add) -> None:
+    """An operation may refuse an output that is an input; that others share memory already hides none."""
+    call, ran = operation(add)
+    a, b = numbers(add, 4), numbers(add, 4)
+    call(a, a, out=b)
+    assert len(ran) == 1
+    call(a, a, out=a)
     assert len(ran) == 2
 
 

@@ -95,6 +95,7 @@ def cache_gather(
         out = torch.zeros(total_tokens, layout.head_dim, dtype=dtype, device=device)
     else:
         checks.output("out", out, ("rows", layout.head_dim), checks.FLOAT_DTYPES, device, may_be_empty=1)
+        checks.apart("out", out, cache=cache)
         if total_tokens is not None and total_tokens != out.shape[0]:
             raise ValueError(f"total_tokens must be out's {out.shape[0]} rows or None, got {total_tokens}")
     call = dispatch.Call(OPERATION, device, out.dtype, layout.name, cache.shape[1], layout.head_dim)

@@ -48,6 +48,7 @@ def concat_mla_q(
         out = torch.empty(shape, dtype=ql_nope.dtype, device=ql_nope.device)
     else:
         checks.output("out", out, shape, (ql_nope.dtype,), ql_nope.device)
+        checks.apart("out", out, ql_nope=ql_nope, q_pe=q_pe)
     gradients.warn_if_dropped(OPERATION, ql_nope, q_pe)
     call = dispatch.Call(OPERATION, ql_nope.device, ql_nope.dtype, head_dim=shape[2], h_q=heads)
     backend = dispatch.select(call, backend)

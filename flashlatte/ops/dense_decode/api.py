@@ -90,7 +90,7 @@ def dense_decode(
         causal: query token j sees keys 0 to cache_seqlens - s_q + j (bottom-right alignment).
         k_scale: float8_e4m3fn cache only: key = byte · k_scale; a number or a one-element float32 tensor on the
             device of q; default 1.
-        out: [b, s_q, h_q, head_dim_v] in q's dtype to write into; last stride 1.
+        out: [b, s_q, h_q, head_dim_v] in q's dtype to write into; last stride 1. It shares no memory with what is read.
         lse: float32 [b, h_q, s_q] to write into, any strides.
         empty_lse: lse of a query that sees no key, inf or -inf; its out is 0.
         batch_invariant: make a request's result independent, bit for bit, of what else is in the batch.
@@ -125,7 +125,7 @@ def dense_decode(
     if k_scale is not None and k_cache.dtype != torch.float8_e4m3fn:
         raise ValueError(f"k_scale belongs to a float8_e4m3fn k_cache, and this one is {k_cache.dtype}")
     k_scale_tensor, k_scale_value = scales.split("k_scale", k_scale, device)
-    out, lse = decode_outputs.prepare(q, head_dim_v, out, lse)
+    out, lse = decode_outputs.prepare(q, head_dim_v, out, lse, k_cache=k_cache)
 
     call = dispatch.Call(
         OPERATION,

@@ -92,7 +92,8 @@ def dense_prefill(
         window: None; an int w ≥ 1: a query sees its position and the w - 1 before it; or a pair (left, right): it sees
             p - left to p + right, -1 for no bound. ``causal`` caps right at 0.
         deterministic: dq, dk and dv are bitwise the same from run to run. (out and lse always are.)
-        out: [T_q, h, d_v] in q's dtype to write into; last stride 1. Not where gradients are recorded.
+        out: [T_q, h, d_v] in q's dtype to write into; last stride 1. It shares no memory with what is read. Not where
+            gradients are recorded.
         empty_lse: lse of a query that sees no key, inf or -inf; its out and its gradient are 0.
         backend: "hopper", "portable" or "reference", forward and backward; None chooses each, a name is obeyed or
             refused. "hopper" has head dims from 64 to 256 by 8; with gradients, 192 / 128 and 128 / 128.
@@ -130,6 +131,7 @@ def dense_prefill(
     recorded = records_gradient(q, k, v)
     if out is not None:
         checks.output("out", out, (total_q, h_q, head_dim_v), (q.dtype,), device)
+        checks.apart("out", out, q=q, k=k, v=v)
         if recorded:
             raise ValueError("out must be None where gradients are recorded, got a tensor to write into")
 

@@ -64,6 +64,7 @@ def gather_records(
         out = torch.zeros(shape, dtype=cache.dtype, device=cache.device)
     else:
         checks.output("out", out, shape, (cache.dtype,), cache.device)
+        checks.apart("out", out, cache=cache)
     call = dispatch.Call(OPERATION, cache.device, cache.dtype, layout.name, cache.shape[1], layout.head_dim)
     backend = dispatch.select(call, backend)
     if total_tokens and block_table.shape[0]:

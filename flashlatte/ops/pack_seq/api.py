@@ -65,6 +65,7 @@ def pack_seq(
         checks.output("out", out, shape, (x.dtype,), x.device)
         if not out.is_contiguous():
             raise ValueError(f"out must be contiguous, got strides {out.stride()}")
+        checks.apart("out", out, x=x)
     gradients.warn_if_dropped(PACK, x)
     backend = dispatch.select(dispatch.Call(PACK, x.device, x.dtype), backend)
     if out.numel():
@@ -112,6 +113,7 @@ def unpack_seq(
         out = torch.zeros(shape, dtype=stored, device=packed.device).view(packed.dtype)
     else:
         checks.output("out", out, shape, (packed.dtype,), packed.device)
+        checks.apart("out", out, packed=packed)
     gradients.warn_if_dropped(UNPACK, packed)
     backend = dispatch.select(dispatch.Call(UNPACK, packed.device, packed.dtype), backend)
     if out.numel() and packed.numel():

@@ -138,7 +138,7 @@ def sparse_decode(
         extra_indices, extra_topk_length: as ``indices`` and ``topk_length``, for the second cache.
         softmax_scale: above 0; d^-0.5 if None.
         head_dim_v: width of a value, at most d.
-        out: [b, s_q, h_q, head_dim_v] in q's dtype to write into; last stride 1.
+        out: [b, s_q, h_q, head_dim_v] in q's dtype to write into; last stride 1. It shares no memory with what is read.
         lse: float32 [b, h_q, s_q] to write into, any strides.
         empty_lse: lse of a query that selects nothing, inf or -inf; its out is 0, whatever the sink.
         batch_invariant: make a query token's result independent, bit for bit, of what else is in the batch: its keys
@@ -180,7 +180,7 @@ def sparse_decode(
         raise ValueError(f"head_dim_v must be at most q's last dimension {head_dim}, got {head_dim_v}")
     checks.flag("batch_invariant", batch_invariant)
     scale = checks.softmax_scale(softmax_scale, head_dim)
-    out, lse = decode_outputs.prepare(q, head_dim_v, out, lse)
+    out, lse = decode_outputs.prepare(q, head_dim_v, out, lse, k_cache=k_cache, extra_k_cache=extra_k_cache)
 
     caches = [cache for cache in (k_cache, extra_k_cache) if cache is not None]
     call = dispatch.Call(

@@ -69,7 +69,7 @@ def sparse_prefill(
         d_v: width of a value, at most d.
         attn_sink: float32 [h_q]: out is scaled by e^lse / (e^lse + e^sink). lse does not include it.
         topk_length: int32 or int64 [s_q]: only the first so many indices count; all if None.
-        out: [s_q, h_q, d_v] in q's dtype to write into; last stride 1.
+        out: [s_q, h_q, d_v] in q's dtype to write into; last stride 1. It shares no memory with what is read.
         empty_lse: lse of a query that selects nothing, inf or -inf; its out is 0 and its max_logits -inf.
         backend: "hopper", "portable" or "reference"; None chooses, a name is obeyed or refused.
 
@@ -98,6 +98,7 @@ def sparse_prefill(
         out = q.new_empty(s_q, h_q, d_v)
     else:
         checks.output("out", out, (s_q, h_q, d_v), (q.dtype,), device)
+        checks.apart("out", out, q=q, kv=kv)
     max_logits = torch.empty(s_q, h_q, dtype=torch.float32, device=device)
     lse = torch.empty_like(max_logits)
 

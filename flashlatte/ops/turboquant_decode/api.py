@@ -74,7 +74,7 @@ def turboquant_decode(
         cache_format: one of ``kv_cache.turboquant.TURBOQUANT_NAMES``; what the width of a record tells if None.
         softmax_scale: above 0; d^-0.5 if None.
         causal: query token j sees keys 0 to cache_seqlens - s_q + j (bottom-right alignment).
-        out: [b, s_q, h_q, d] in q's dtype to write into; last stride 1.
+        out: [b, s_q, h_q, d] in q's dtype to write into; last stride 1. It shares no memory with what is read.
         lse: float32 [b, h_q, s_q] to write into, any strides.
         empty_lse: lse of a query that sees no key, inf or -inf; its out is 0.
         backend: "portable" or "reference"; None chooses, a name is obeyed or refused.
@@ -102,7 +102,7 @@ def turboquant_decode(
     checks.tensor("cache_seqlens", cache_seqlens, (batch,), checks.INDEX_DTYPES, device, unit_last_stride=False)
     scale = checks.softmax_scale(softmax_scale, head_dim)
     checks.flag("causal", causal)
-    out, lse = decode_outputs.prepare(q, head_dim, out, lse)
+    out, lse = decode_outputs.prepare(q, head_dim, out, lse, cache=cache)
     call = dispatch.Call(
         OPERATION,
         device,
