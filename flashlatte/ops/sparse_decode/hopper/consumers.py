@@ -159,9 +159,10 @@ def _score_rope(call, k, full, phase, z, scores, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def score0(call, phase, z, scores, PLAN: gl.constexpr):
+def score0(call, phase, z, PLAN: gl.constexpr):
     """Masked scores of block 0, which begins with its left half: that is empty first."""
     k, full = call.tiles.k0, call.full.k0
+    scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
     scores = _score_half(call, k, full, phase, z, scores, LEFT, tiles.K0_LEFT_FULL, False, PLAN)
     scores = _score_half(call, k, full, phase, z, scores, RIGHT, tiles.K0_RIGHT_FULL, True, PLAN)
     scores = _score_rope(call, k, full, phase, z, scores, PLAN)
@@ -169,9 +170,10 @@ def score0(call, phase, z, scores, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _begin_score1(call, phase, z, scores, PLAN: gl.constexpr):
+def _begin_score1(call, phase, z, PLAN: gl.constexpr):
     """Scores of block 1, under way; it begins with its right half."""
     k, full = call.tiles.k1, call.full.k1
+    scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
     scores = _score_half(call, k, full, phase, z, scores, RIGHT, tiles.K1_RIGHT_FULL, False, PLAN)
     scores = _score_half(call, k, full, phase, z, scores, LEFT, tiles.K1_LEFT_FULL, True, PLAN)
     return _score_rope(call, k, full, phase, z, scores, PLAN)
@@ -200,8 +202,7 @@ def consume_even(call, PLAN: gl.constexpr):
             mbarrier.wait(call.full.q, items_taken & 1)
             for _ in range(steps):
                 z = steps_taken >> 30
-                scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-                scores = score0(call, steps_taken & 1, z, scores, PLAN)
+                scores = score0(call, steps_taken & 1, z, PLAN)
                 state = attend_even(scores, state, call, z, PLAN.producer_threads, True)
                 steps_taken += 1
             items_taken += 1
@@ -227,8 +228,7 @@ def consume_odd(call, PLAN: gl.constexpr):
             mbarrier.wait(call.full.q, items_taken & 1)
             for _ in range(steps):
                 z = steps_taken >> 30
-                scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-                scores = _begin_score1(call, steps_taken & 1, z, scores, PLAN)
+                scores = _begin_score1(call, steps_taken & 1, z, PLAN)
                 out, row_max0 = begin_odd(state, call, z)
                 scores = apply_mask(warpgroup_mma_wait(1, deps=[scores]), call.masks.block1)
                 state = attend_odd(scores, out, row_max0, state, call, z, PLAN.producer_threads, True)

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.mla_pipeline import empty_state
-from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, LEFT, P0_FULL, RIGHT, ROWS, SCORE_ROWS, SCORES
+from flashlatte.kernels.hopper.mla_tiles import HALF, LEFT, P0_FULL, RIGHT, SCORE_ROWS
 from flashlatte.kernels.hopper.softmax import State, probabilities, raise_row_max
 from flashlatte.ops.sparse_decode.hopper import epilogue, schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.consumers import copy_query, score0
@@ -71,7 +71,7 @@ def consume_even(call, PLAN: gl.constexpr):
     # A zero that the compiler cannot see through, for ``tiles.Tiles``.
     z = cta_range.first >> 30
     mbarrier.wait(call.full.q, 0)
-    scores = score0(call, 0, z, gl.zeros([ROWS, KEYS], gl.float32, SCORES), PLAN)
+    scores = score0(call, 0, z, PLAN)
     row_max = raise_row_max(state.row_max, scores, call.scale)
     shared.row_max0.store(row_max)
     p = probabilities(scores, row_max, call.scale)
