@@ -60,6 +60,15 @@ class Agreement:
         mine = {"call": call, "value": str(value)}
         return all(theirs == mine for theirs in self._of_every_rank(call, mine))
 
+    def least(self, call: str, number: int) -> int:
+        """The smallest of the ranks' numbers. Raises ValueError where another rank makes another call."""
+        numbers = []
+        for other, theirs in enumerate(self._of_every_rank(call, {"call": call, "value": str(number)})):
+            if theirs["call"] != call:
+                raise ValueError(f"all ranks must ask for {call}, and rank {other} makes {theirs['call']} instead")
+            numbers.append(int(theirs["value"]))
+        return min(numbers)
+
     def _of_every_rank(self, call: str, mine: dict[str, str]) -> Iterator[dict[str, str]]:
         rank, store = self._group.rank(), self._group.get_group_store()
         place = f"{self._prefix}/{next(self._checks)}"
@@ -67,8 +76,7 @@ class Agreement:
         until = time.monotonic() + self._timeout.total_seconds()
         for other in range(self._group.size()):
             while not _comes(store, f"{place}/{other}", until - time.monotonic()):
-                if store.check([f"{_FAILURE}/{other}"]):
-                    raise RuntimeError(f"rank {other} did not come to {call}: it failed")
+                check_others(self._group)
                 if time.monotonic() > until:
                     seconds = f"{self._timeout.total_seconds():g} s"
                     raise RuntimeError(
@@ -80,7 +88,7 @@ class Agreement:
 
 @contextlib.contextmanager
 def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Tell the other ranks of an error raised within; raise, where another rank's came first, that one.
+    """Tell the other ranks of an error raised within; raise, where another one of another rank came first, that.
 
     A rank that waits in a collective learns of it when that fails: at once when the other process ends, and else after
     the time-out that the group was made with (``torch.distributed.init_process_group(timeout=…)``).
@@ -98,7 +106,7 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         yield
     except Exception as error:
         check_others(group, error)
-        group.get_group_store().set(f"{_FAILURE}/{group.rank()}", f"{type(error).__name__}: {error}")
+        group.get_group_store().set(f"{_FAILURE}/{group.rank()}", _described(error))
         raise
 
 
@@ -106,13 +114,18 @@ def check_others(group: dist.ProcessGroup, cause: Exception | None = None) -> No
     """Raise RuntimeError where another rank has told of a failure, by ``failing_together``.
 
     Args:
-        cause: this rank's own error, if that is why it asks.
+        cause: this rank's own error, if that is why it asks. One that the other rank has too is no reason to raise.
     """
     rank, store = group.rank(), group.get_group_store()
     for other in range(group.size()):
         if other != rank and store.check([f"{_FAILURE}/{other}"]):
             told = store.get(f"{_FAILURE}/{other}").decode()
-            raise RuntimeError(f"rank {other} failed, and so rank {rank} ends: {told}") from cause
+            if told != _described(cause):
+                raise RuntimeError(f"rank {other} failed, and so rank {rank} ends: {told}") from cause
+
+
+def _described(error: Exception | None) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _comes(store: Any, key: str, seconds: float) -> bool:

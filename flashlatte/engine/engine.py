@@ -77,19 +77,20 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         checks.flag("graphs", graphs)
         default = self.model.default_pages(self.cache_format, page_size) if num_pages is None else num_pages
         num_pages = checks.positive_int("num_pages", default)
+        with self.ranks.failing_together():
+            self.runner = Runner(
+                self.model,
+                self.cache_format,
+                num_pages,
+                page_size,
+                host_pages=host_pages,
+                max_requests=max_requests,
+                max_tokens=max_tokens,
+                graphs=graphs,
+            )
         facts = {"model": self.model.config, "dtype": self.model.dtype, "cache_format": self.cache_format}
         self.ranks.agree(facts | sizes | {"num_pages": num_pages, "host_pages": host_pages, "graphs": graphs})
         page_tokens = page_size * self.ranks.keys_over
-        self.runner = Runner(
-            self.model,
-            self.cache_format,
-            num_pages,
-            page_size,
-            host_pages=host_pages,
-            max_requests=max_requests,
-            max_tokens=max_tokens,
-            graphs=graphs,
-        )
         self.pool = PagePool(num_pages, page_tokens)
         self.scheduler = Scheduler(
             self.pool,

@@ -27,8 +27,10 @@ def as_model(model: Any, tensor_parallel: int = 1, context_parallel: int = 1) ->
         return model
     config = config_of(model)
     check_type(config, (*MODEL_TYPES, V4_MODEL_TYPE))
-    if config.model_type != V4_MODEL_TYPE:
-        return Model(model, ranks=None if asked == (1, 1) else Ranks(*asked))
-    if asked != (1, 1):
+    if asked == (1, 1):
+        return V4Model(model) if config.model_type == V4_MODEL_TYPE else Model(model)
+    if config.model_type == V4_MODEL_TYPE:
         raise ValueError(f"tensor_parallel and context_parallel must be 1 for {V4_MODEL_TYPE}, got {asked}")
-    return V4Model(model)
+    ranks = Ranks(*asked)
+    with ranks.failing_together():
+        return Model(model, ranks=ranks)

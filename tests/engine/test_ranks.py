@@ -12,6 +12,7 @@ from support.ranks import Ranks
 
 from flashlatte.engine import Engine, SamplingParams
 from flashlatte.engine.model import Model
+from flashlatte.engine.runner import Runner
 
 NEW = 8
 # The second and later ones come when the first has ended. Two begin like it.
@@ -145,6 +146,20 @@ def test_closing_tells_of_a_rank_that_failed_since(two):
     leader, follower = two.outcomes(rank_engine_jobs.fail_when_done)
     assert leader == "rank 1 failed, and so rank 0 ends: ValueError: this rank has no time left"
     assert follower.message == "ValueError: this rank has no time left"
+
+
+@pytest.mark.parametrize("kind", [Runner, pytest.param(Model, marks=pytest.mark.full)])
+def test_a_rank_that_cannot_be_made_ends_the_others_at_once(two, kind):
+    leader, follower = two.outcomes(rank_engine_jobs.fail_when_made, kind)
+    assert leader.message == "RuntimeError: rank 1 failed, and so rank 0 ends: ValueError: this rank has no memory left"
+    assert follower.message == "ValueError: this rank has no memory left"
+
+
+def test_the_ranks_smallest_number_is_everybodys(two):
+    assert two.run(rank_engine_jobs.least, [5, 3]) == [3, 3]
+    told = [failure.message for failure in two.outcomes(rank_engine_jobs.least, [5, None])]
+    assert told[0] == "ValueError: all ranks must ask for a default of num_pages, and rank 1 makes Engine instead"
+    assert "rank 1 has call Engine" in told[1]
 
 
 def test_a_wait_for_the_gpu_ends_when_another_rank_has_failed(two):

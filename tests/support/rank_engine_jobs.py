@@ -121,6 +121,31 @@ def fail_when_done() -> str | None:
     return None
 
 
+def least(numbers: list[int | None]) -> int:
+    """The smallest number; a rank of None does something else."""
+    ranks, number = Ranks(dist.get_world_size()), numbers[dist.get_rank()]
+    if number is not None:
+        return ranks.least(number)
+    ranks.agree({"num_pages": 9})
+    return 0
+
+
+def fail_when_made(kind: type) -> None:
+    """Rank 1 has no memory for its model, or for its caches."""
+    make = kind.__init__
+
+    def failing(self: Any, *args: Any, **kwargs: Any) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("this rank has no memory left")
+        make(self, *args, **kwargs)
+
+    kind.__init__ = failing  # type: ignore[misc]
+    try:
+        made("DeepseekV3", {"num_pages": None})
+    finally:
+        kind.__init__ = make  # type: ignore[misc]
+
+
 class NeverDone:
     """An event of a GPU that waits for another one."""
 

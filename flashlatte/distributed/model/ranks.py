@@ -96,9 +96,7 @@ class Ranks(Alone):
 
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers."""
-        numbers = torch.tensor([number])
-        dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self._plans)
-        return int(numbers)
+        return self._agreement.least("a default of num_pages", number)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of what each rank has, in the dtype of ``part``, which may be overwritten."""
