@@ -12,6 +12,8 @@ import torch
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Kernels compute in it.
+_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 
 def dtype_names(dtypes: Iterable[torch.dtype]) -> str:
@@ -79,7 +81,7 @@ def apart(name: str, value: torch.Tensor, **others: torch.Tensor | None) -> None
     address = _address(value)
     for other_name, other in others.items():
         if other is not None and other.device == value.device and _address(other) == address != 0:
-            raise ValueError(f"{name} must share no memory with {other_name}, and both begin at one address")
+            raise ValueError(f"{name} must share no memory with {other_name} (both begin at one address)")
 
 
 def _address(x: torch.Tensor) -> int:
@@ -119,6 +121,8 @@ def rows_aligned(x: torch.Tensor, alignment: int = 16) -> bool:
 def integer(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} must fit 64 bits, got {value}")
     return value
 
 
@@ -139,7 +143,10 @@ def flag(name: str, value: object) -> bool:
 def number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be a number that a float holds, got {value}") from None
 
 
 def positive_number(name: str, value: object) -> float:
@@ -168,7 +175,10 @@ def softmax_scale(value: float | None, head_dim: int, name: str = "softmax_scale
     """The given scale, or head_dim^-0.5. Zero and below are refused: the running maximum is kept unscaled."""
     if value is None:
         return head_dim**-0.5
-    return positive_number(name, value)
+    scale = positive_number(name, value)
+    if scale > _LARGEST_FLOAT32:
+        raise ValueError(f"{name} must be a number that float32 holds, got {value}")
+    return scale
 
 
 def empty_lse(value: float) -> float:

@@ -191,8 +191,8 @@ def test_top_k_as_slots_of_pages():
     assert out.tolist() == slots
     indexer.topk_transform_paged_v2(untouched, scores, seq_lens, table, out, 4, None, raw)
     assert (out.tolist(), raw.tolist()) == (slots, columns)
-    indexer.topk_transform_paged_v2(untouched, scores, seq_lens, None, out, 4, None)
-    assert out.tolist() == columns
+    indexer.topk_transform_paged_v2(untouched, scores, seq_lens, None, out, 4, None, raw.fill_(7))
+    assert out.tolist() == raw.tolist() == columns
 
 
 def test_more_than_our_top_k_takes_stays_sglangs():

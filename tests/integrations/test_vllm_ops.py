@@ -245,6 +245,12 @@ def test_a_scale_for_each_token_and_head():
         write(key, value, *caches, *scales, torch.tensor([3, 1]), SimpleNamespace(name="INT4_PER_TOKEN_HEAD"))
 
 
+def test_swap_blocks_reads_every_block_of_a_tensor_before_it_writes_one():
+    x = torch.arange(4)
+    ops.swap_blocks(x, x, 8, torch.tensor([[0, 1], [1, 2], [2, 0]]))
+    assert x.tolist() == [2, 0, 1, 3]
+
+
 def test_swap_blocks_moves_bytes_as_they_lie():
     src, dst = draw(4, 3, 2, 8).transpose(1, 2), torch.zeros(5, 2, 3, 8).transpose(1, 2)
     dst = dst.transpose(1, 2).contiguous().transpose(1, 2)

@@ -45,6 +45,28 @@ LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
             "^src_cache must have more than 2 axes",
         ),
         (
+            lambda: ops.cp_gather_cache(FP8_CACHE, FP8_CACHE[0], SLOT[None], torch.tensor([0, 1]), 2),
+            ValueError,
+            "^block_table must have the 2 rows that batch_size says, got 1$",
+        ),
+        (
+            lambda: ops.cp_gather_and_upconvert_fp8_kv_cache(FP8_CACHE, ROPES, SLOT[None], SLOT, -1),
+            ValueError,
+            "^batch_size must be at least 0, got -1$",
+        ),
+        (
+            lambda: ops.gather_and_maybe_dequant_cache(
+                FP8_CACHE, torch.zeros(2, 576), SLOT[None], torch.tensor([0, 1]), SLOT, -1, "fp8", ONE
+            ),
+            ValueError,
+            "^num_tokens must be at least 0, got -1$",
+        ),
+        (
+            lambda: ops.top_k_per_row_decode(LOGITS, 1, SLOT, INDICES, 2, 8, 1, 4),
+            ValueError,
+            "^logits must have the 2 rows that num_rows says, got 1$",
+        ),
+        (
             lambda: ops.indexer_k_quant_and_cache(LATENTS, FP8_CACHE, SLOT, 128, "ue8m0"),
             ValueError,
             "^quant_block_size must be k's head dim 512, one scale a token, got 128$",

@@ -71,6 +71,19 @@ def test_softmax_scale_refuses(value):
         checks.softmax_scale(value, 64)
 
 
+@pytest.mark.parametrize(
+    ("check", "value", "message"),
+    [
+        (checks.softmax_scale, 1e39, r"^scale must be a number that float32 holds, got 1e\+39$"),
+        (checks.number, 10**400, "^scale must be a number that a float holds, got 1000"),
+        (checks.positive_int, 2**63, "^scale must fit 64 bits, got 9223372036854775808$"),
+    ],
+)
+def test_numbers_that_a_kernel_could_not_take_are_refused(check, value, message):
+    with pytest.raises(ValueError, match=message):
+        check(value, 64, "scale") if check is checks.softmax_scale else check("scale", value)
+
+
 def test_softmax_scale():
     assert checks.softmax_scale(None, 64) == 0.125
     assert checks.softmax_scale(2, 64) == 2.0

@@ -82,6 +82,8 @@ def topk_transform_paged_v2(
         chosen = best(scores, k, end=seq_lens, indices=raw)
         if page_tables is not None:
             index_convert(chosen, page_tables, page_size, slots=out_page_indices)
+        elif out_raw_indices is not None:
+            out_raw_indices.copy_(chosen)
 
 
 def topk_transform_ragged_v2(

@@ -91,6 +91,9 @@ def swap_blocks(
         raise ValueError(
             f"dst_cache must have src_cache's page shape {list(src_cache.shape[1:])}, got {list(dst_cache.shape[1:])}"
         )
+    checks.apart("dst_cache", dst_cache, src_cache=src_cache)
+    if (src_cache.device.type == "meta") != (dst_cache.device.type == "meta"):
+        raise ValueError(f"dst_cache must have memory as src_cache has, got {dst_cache.device} and {src_cache.device}")
     source, target = _page_pairs(src_pages, dst_pages, src_cache.shape[0], dst_cache.shape[0])
     call = _call(src_cache, dst_cache)
     backend = dispatch.select(call, backend)

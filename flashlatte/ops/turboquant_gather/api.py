@@ -79,6 +79,7 @@ def turboquant_gather(
         else checks.output(name, rows, shape, (dtype,), cache.device)
         for name, rows in (("key", key), ("value", value))
     )
+    checks.apart("value", value, key=key)
     call = dispatch.Call(
         OPERATION, cache.device, dtype, layout.name, cache.shape[1], head_dim, head_dim, h_kv=cache.shape[2]
     )

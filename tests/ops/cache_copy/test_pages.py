@@ -138,6 +138,16 @@ ONE_PAGE = OTHER[:1].expand(2, -1, -1, -1)
         ),
         (lambda: kv_cache.swap_blocks(CACHE, CACHE[:, :2], [0], [0]), ValueError, "^dst_cache must have .* page shape"),
         (
+            lambda: kv_cache.swap_blocks(CACHE, CACHE, [0, 1], [1, 2]),
+            ValueError,
+            "^dst_cache must share no memory with src_cache",
+        ),
+        (
+            lambda: kv_cache.swap_blocks(CACHE.to("meta"), CACHE, [0], [1]),
+            ValueError,
+            "^dst_cache must have memory as src_cache has, got cpu and meta$",
+        ),
+        (
             lambda: kv_cache.swap_blocks(CACHE, OTHER, [3], [2]),
             ValueError,
             "^dst_pages must be pages from 0 to 1, got 2$",

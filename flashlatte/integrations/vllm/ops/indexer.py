@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.integrations.vllm.ops import leading
 from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.index_quantize import index_gather, index_quantize
 from flashlatte.ops.topk import topk
@@ -109,11 +110,11 @@ def top_k_per_row_prefill(
     _check_strides(logits, stride0, stride1)
     with checks.naming(start="cu_seqlen_ks", end="cu_seqlen_ke", indices="raw_topk_indices", k="topk_tokens"):
         topk(
-            logits[:num_rows],
+            leading.rows("logits", logits, "num_rows", num_rows),
             topk_tokens,
-            start=cu_seqlen_ks[:num_rows],
-            end=cu_seqlen_ke[:num_rows],
-            indices=raw_topk_indices[:num_rows, :topk_tokens],
+            start=leading.rows("cu_seqlen_ks", cu_seqlen_ks, "num_rows", num_rows),
+            end=leading.rows("cu_seqlen_ke", cu_seqlen_ke, "num_rows", num_rows),
+            indices=_chosen(raw_topk_indices, num_rows, topk_tokens),
         )
 
 
@@ -142,11 +143,11 @@ def top_k_per_row_decode(
     _check_strides(logits, stride0, stride1)
     with checks.naming(end="seq_lens", indices="raw_topk_indices", k="topk_tokens"):
         topk(
-            logits[:num_rows],
+            leading.rows("logits", logits, "num_rows", num_rows),
             topk_tokens,
             end=seq_lens.reshape(-1),
             next_n=next_n,
-            indices=raw_topk_indices[:num_rows, :topk_tokens],
+            indices=_chosen(raw_topk_indices, num_rows, topk_tokens),
         )
 
 
@@ -268,6 +269,12 @@ def triton_filter_and_convert_dcp_index(
             dtype=token_indices.dtype,
         )
     return (slots, counts) if return_valid_counts else slots
+
+
+def _chosen(raw_topk_indices: torch.Tensor, num_rows: int, topk_tokens: int) -> torch.Tensor:
+    """The rows and columns that are written."""
+    rows = leading.rows("raw_topk_indices", raw_topk_indices, "num_rows", num_rows)
+    return rows[:, :topk_tokens] if rows.dim() == 2 else rows
 
 
 def _check_strides(logits: torch.Tensor, stride0: int, stride1: int) -> None:

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from flashlatte.integrations.vllm.ops import leading
 from flashlatte.integrations.vllm.ops.dtypes import DS_MLA, DS_MLA_FORMAT, latent_format, scale_of
 from flashlatte.kv_cache.plain import Fp8Format
 from flashlatte.ops.cache_gather import cache_gather
@@ -133,7 +134,7 @@ def gather_and_maybe_dequant_cache(
             cache_format=latent_format(kv_cache_dtype, src_cache, "src_cache"),
             scale=scale_of(kv_cache_dtype, scale),
             seq_starts=seq_starts,
-            out=dst[:num_tokens],
+            out=leading.rows("dst", dst, "num_tokens", num_tokens),
         )
 
 
@@ -167,12 +168,12 @@ def cp_gather_cache(
     with checks.naming(cache="src_cache", out="dst", cu_seqlens="cu_seq_lens"):
         gather_records(
             rows.view(torch.uint8) if one_byte else rows,
-            block_table[:batch_size],
-            cu_seq_lens[: batch_size + 1],
+            leading.rows("block_table", block_table, "batch_size", batch_size),
+            leading.rows("cu_seq_lens", cu_seq_lens, "batch_size + 1", batch_size + 1),
             target.shape[0],
             # Bytes of any width.
             cache_format=Fp8Format.name if one_byte else None,
-            seq_starts=None if seq_starts is None else seq_starts[:batch_size],
+            seq_starts=None if seq_starts is None else leading.rows("seq_starts", seq_starts, "batch_size", batch_size),
             out=target.view(torch.uint8) if one_byte else target,
         )
 
@@ -198,15 +199,15 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
-    if src_cache.dtype == torch.float8_e5m2:
+    if isinstance(src_cache, torch.Tensor) and src_cache.dtype == torch.float8_e5m2:
         src_cache = src_cache.view(torch.uint8)
     with checks.naming(cache="src_cache", out="dst", cu_seqlens="workspace_starts"):
         cache_gather(
             src_cache,
-            block_table[:batch_size],
-            workspace_starts[:batch_size],
+            leading.rows("block_table", block_table, "batch_size", batch_size),
+            leading.rows("workspace_starts", workspace_starts, "batch_size", batch_size),
             cache_format=DS_MLA_FORMAT,
-            seq_starts=None if seq_starts is None else seq_starts[:batch_size],
+            seq_starts=None if seq_starts is None else leading.rows("seq_starts", seq_starts, "batch_size", batch_size),
             out=dst,
         )
 

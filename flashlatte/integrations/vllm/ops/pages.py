@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from flashlatte.integrations.vllm.ops.dtypes import numbers_of, scale_of
+from flashlatte.ops.cache_copy import copy_blocks as copy_pages
 from flashlatte.ops.cache_copy import swap_blocks as swap_pages
 from flashlatte.ops.reshape_and_cache import reshape_and_cache as write_pages
 from flashlatte.runtime import checks
@@ -104,6 +105,8 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
 def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_size_in_bytes: int, block_mapping: torch.Tensor) -> None:
     """Copy blocks of bytes from one tensor to another, on the same device or another: ``kv_cache.swap_blocks``.
 
+    Within one tensor every block is read before any is written: ``kv_cache.copy_blocks``.
+
     Args:
         src, dst: any dtype and shape; their numbers in one piece, in whatever order of axes.
         block_size_in_bytes: a divisor of both tensors' bytes.
@@ -121,12 +124,11 @@ def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_size_in_bytes: int, 
         raise ValueError(f"block_mapping must be on the CPU, got {block_mapping.device}")
     names = {"src_cache": "src", "dst_cache": "dst", "src_pages": "block_mapping[:, 0]"}
     with checks.naming(dst_pages="block_mapping[:, 1]", **names):
-        swap_pages(
-            _blocks("src", src, block_size_in_bytes),
-            _blocks("dst", dst, block_size_in_bytes),
-            block_mapping[:, 0],
-            block_mapping[:, 1],
-        )
+        source, target = _blocks("src", src, block_size_in_bytes), _blocks("dst", dst, block_size_in_bytes)
+        if src is dst:
+            copy_pages(target, block_mapping[:, 0], block_mapping[:, 1])
+        else:
+            swap_pages(source, target, block_mapping[:, 0], block_mapping[:, 1])
 
 
 def _write(

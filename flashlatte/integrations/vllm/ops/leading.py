@@ -1,0 +1,19 @@
+"""The first rows of a tensor, which vLLM asks for by a number beside it."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.runtime import checks
+
+
+def rows(name: str, x: object, count_name: str, count: int) -> torch.Tensor:
+    """The first ``count`` rows of a tensor that has as many."""
+    checks.positive_int(count_name, count, or_zero=True)
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.dim() == 0 or x.layout != torch.strided:
+        raise ValueError(f"{name} must be a strided tensor of rows, got shape {list(x.shape)}, layout {x.layout}")
+    if x.shape[0] < count:
+        raise ValueError(f"{name} must have the {count} rows that {count_name} says, got {x.shape[0]}")
+    return x[:count]
