@@ -28,7 +28,6 @@ from flashlatte.runtime import dispatch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PACKAGES = ("torch", "triton", "transformers")
-# DeepSeek-V3's layer, and DeepSeek-V4's row for the format that is made for it.
 DEEPSEEK_V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536)
 # Latent and rotated dims of DeepSeek-V4's rows.
 V4_ROW = (448, 64)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from flashlatte.kv_cache import get_format
 from flashlatte.layers.absorbed import MAX_ABSORBED_QUERIES
 from flashlatte.layers.metadata import (
     Buffers,
@@ -81,7 +80,7 @@ class MLAMetadataBuilder:
         self.logit_bytes = checks.positive_int("logit_bytes", logit_bytes)
         self.gather_tokens = checks.positive_int("gather_tokens", gather_tokens)
         self._gathers = gathers_rows(cache_format)
-        selects = selects_every_token(get_format(cache_format).name)
+        selects = selects_every_token(cache_format)
         # Where every token is selected, layers attend as those without an indexer do.
         room = 0 if topk is None or topk >= max_seq_len else topk
         self._buffers = Buffers()

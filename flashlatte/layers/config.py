@@ -13,6 +13,15 @@ from flashlatte.layers import models
 from flashlatte.runtime import checks
 
 LAYOUTS = (models.INTERLEAVED, models.HALF)
+# The sizes that every model has.
+_SIZES = (
+    "hidden_size",
+    "num_attention_heads",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
 
 
 @dataclass(frozen=True)
@@ -162,14 +171,7 @@ class MLAConfig:
     indexer: IndexerConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "hidden_size",
-            "num_attention_heads",
-            "kv_lora_rank",
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "v_head_dim",
-        ):
+        for name in _SIZES:
             checks.positive_int(name, getattr(self, name))
         if self.q_lora_rank is not None:
             checks.positive_int("q_lora_rank", self.q_lora_rank)
@@ -216,11 +218,11 @@ class MLAConfig:
         if fields.get("kv_lora_rank") is None:
             raise ValueError(f"config must be an MLA model's, with kv_lora_rank, got model_type {_model_type(fields)}")
         traits = models.traits(fields.get("model_type"))
-        missing = [name for name in _REQUIRED if fields.get(name) is None]
+        missing = [name for name in _SIZES if fields.get(name) is None]
         if missing:
             raise ValueError(f"config must have {', '.join(missing)}, got model_type {_model_type(fields)} without")
         return MLAConfig(
-            **{name: fields[name] for name in _REQUIRED},
+            **{name: fields[name] for name in _SIZES},
             q_lora_rank=fields.get("q_lora_rank"),
             rope=_rope(fields, traits),
             attention_bias=fields.get("attention_bias") or False,
@@ -228,16 +230,6 @@ class MLAConfig:
             latent_factor=_latent_factor(fields, "kv_lora_rank") if traits.scales_latents else 1.0,
             indexer=_indexer(fields, traits) if traits.has_indexer else None,
         )
-
-
-_REQUIRED = (
-    "hidden_size",
-    "num_attention_heads",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-)
 
 
 def _model_type(fields: Mapping[str, Any]) -> Any:

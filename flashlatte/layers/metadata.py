@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -94,10 +95,10 @@ class PrefillPart:
 
 @dataclass
 class Buffers:
-    """Of a builder.
+    """Which step a builder's buffers hold.
 
     Attributes:
-        builds: steps whose metadata it has held.
+        builds: steps whose metadata they have held; the last of them is the one that they hold.
     """
 
     builds: int = 0
@@ -181,16 +182,12 @@ def plan_chunks(
     """
     spans = _spans(context_lens, workspace_tokens)
     plans, numbers = [], []
-    starts_of_queries = [0]
-    for length in query_lens:
-        starts_of_queries.append(starts_of_queries[-1] + length)
+    starts_of_queries = [*itertools.accumulate(query_lens, initial=0)]
     for span in spans:
         first, last = span[0][0], span[-1][0] + 1
         taken = {request: (start, length) for request, start, length in span}
         lengths = [taken.get(request, (0, 0))[1] for request in range(first, last)]
-        cu_keys = [0]
-        for length in lengths:
-            cu_keys.append(cu_keys[-1] + length)
+        cu_keys = [*itertools.accumulate(lengths, initial=0)]
         cu_queries = [start - starts_of_queries[first] for start in starts_of_queries[first : last + 1]]
         starts = [taken.get(request, (0, 0))[0] for request in range(first, last)]
         plans.append((first, last, cu_keys[-1], max(query_lens[first:last]), max(lengths)))

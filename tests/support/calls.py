@@ -289,7 +289,7 @@ def topk(
     logits = torch.empty(1, 1, dtype=dtype).expand(rows, width)
     indices, values = torch.empty(rows, k, dtype=torch.int32), torch.empty(rows, k) if with_values else None
     start = ends if with_start else None
-    return record("topk", backend, logits, start, ends, 1, None, indices, values, arch=arch)
+    return record("topk", backend, logits, start, ends, 1, indices, values, arch=arch)
 
 
 def latent_rows(

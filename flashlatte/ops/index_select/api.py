@@ -146,7 +146,6 @@ def paged_index_select(
             num_selected,
             end=lengths if lengths.dim() == 1 else lengths.flatten(),
             next_n=next_n,
-            previous=None if previous is None else previous[rows],
             indices=selected,
             backend=_shared(backend),
         )

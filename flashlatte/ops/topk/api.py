@@ -122,7 +122,7 @@ def topk(
             outside a row is not looked at.
         next_n: rows of a request.
         previous: int32 [rows, any], a guess at the result, as the one of the step before. It does not change the
-            result, and no implementation looks at it: a sample of the row is had in less time (docs/notes/indexer.md).
+            result, and is not looked at: a sample of the row is had in less time (docs/notes/indexer.md).
         sort: in descending order of value (of equal ones, in ascending order of index) instead of in ascending order
             of index.
         indices: int32 [rows, k] with last stride 1 to write into.
@@ -189,7 +189,7 @@ def _unsorted(
     if rows:
         call = dispatch.Call(OPERATION, device, logits.dtype, rows=rows, columns=width, k=k)
         backend = dispatch.select(call, backend)
-        _topk(logits, start, end, next_n, previous, indices, values, backend)
+        _topk(logits, start, end, next_n, indices, values, backend)
     return (indices,) if values is None else (indices, values)
 
 
@@ -199,12 +199,11 @@ def _topk(
     start: torch.Tensor | None,
     end: torch.Tensor | None,
     next_n: int,
-    previous: torch.Tensor | None,
     indices: torch.Tensor,
     values: torch.Tensor | None,
     backend: str,
 ) -> None:
-    dispatch.implementation(OPERATION, backend)(logits, start, end, next_n, previous, indices, values)
+    dispatch.implementation(OPERATION, backend)(logits, start, end, next_n, indices, values)
 
 
 def _sort(indices: torch.Tensor, values: torch.Tensor) -> None:

@@ -57,7 +57,7 @@ def compiled(dtype, with_values):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(launch.KERNELS, 1, recorder)
         patch.setattr(machine, "num_sms", lambda device: 132)
-        launch.topk(logits, None, None, 1, None, indices, indices.to(dtype) if with_values else None)
+        launch.topk(logits, None, None, 1, indices, indices.to(dtype) if with_values else None)
     (launched,) = recorder.launches
     return compile_launch(recorder.fn, launched, 90), launched
 
@@ -78,7 +78,7 @@ def test_nothing_is_read_before_the_kernel_ahead_has_ended(monkeypatch):
     monkeypatch.setitem(launch.KERNELS, 8, recorder)
     monkeypatch.setattr(machine, "num_sms", lambda device: 132)
     end, indices = torch.empty(1, dtype=torch.int32), torch.empty(1, 64, dtype=torch.int32)
-    launch.topk(torch.empty(1, 9000), None, end, 1, None, indices, None)
+    launch.topk(torch.empty(1, 9000), None, end, 1, indices, None)
     sass = compile_launch(recorder.fn, recorder.launches[0], 90).sass
     assert 0 < sass.index("ACQBULK") < min(sass.index(access) for access in ("LDG", "STG"))
 
@@ -89,7 +89,7 @@ def test_few_rows_are_launched_while_their_logits_end(rows, overlaps, monkeypatc
     monkeypatch.setattr(launch, "KERNELS", recorders)
     monkeypatch.setattr(machine, "num_sms", lambda device: 132)
     monkeypatch.setattr(machine, "interpreting", lambda: False)
-    launch.topk(torch.empty(rows, 9), None, None, 1, None, torch.empty(rows, 4, dtype=torch.int32), None)
+    launch.topk(torch.empty(rows, 9), None, None, 1, torch.empty(rows, 4, dtype=torch.int32), None)
     (launched,) = (one for recorder in recorders.values() for one in recorder.launches)
     assert launched.options.get("launch_pdl", False) is launched.arguments["OVERLAPPED"] is overlaps
 

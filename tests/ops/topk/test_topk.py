@@ -33,7 +33,7 @@ def run(logits, k, start, end, next_n, backend):
     # Dispatch takes the interpreter for no Hopper.
     indices = torch.full((len(logits), k), -7, dtype=torch.int32)
     values = torch.full((len(logits), k), torch.nan)
-    dispatch.implementation("topk", "hopper")(logits, start, end, next_n, None, indices, values)
+    dispatch.implementation("topk", "hopper")(logits, start, end, next_n, indices, values)
     return indices, values
 
 

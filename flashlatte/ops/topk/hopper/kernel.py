@@ -102,7 +102,7 @@ def topk_kernel(
             if CTAS > 1:
                 shared_words.cluster_arrive()
             keys = ordered(bits.to(tl.float32, bitcast=True), there)
-            chosen = are_largest(keys, column, there, low, length, k, count, memory, INTERPRETED)
+            chosen = are_largest(keys, column, there, low, length, k, memory, INTERPRETED)
             store_in_order(index_row, value_row, chosen, bits, column, begin, stop, memory, CTAS, INTERPRETED)
             if CTAS > 1:
                 # A CTA is there until all have read its list.

@@ -14,24 +14,24 @@ from flashlatte.ops.topk.hopper.memory import BEFORE, BITMAP, BITMAP_WORDS, SCRA
 
 
 @triton.jit
-def are_largest(keys, column, there, low, length, k, count, memory, INTERPRETED: tl.constexpr):
-    """Which of ``count`` >= k candidates of a row, whose keys reach ``low`` (int64), are the k largest."""
+def are_largest(keys, column, there, low, length, k, memory, INTERPRETED: tl.constexpr):
+    """Which of a row's candidates, at least k whose keys reach ``low`` (int64), are the k largest."""
     highest = tl.max(keys, axis=0).to(tl.int64)
     bits = shared_words.bits_of((highest - low).to(tl.int32), INTERPRETED)
-    low, wanted, inside = _kth_largest(keys, there, low, bits, k, count, memory, INTERPRETED)
+    low, wanted, inside = _kth_largest(keys, there, low, bits, k, memory, INTERPRETED)
     least = low.to(tl.int32)
     last_tie = length
     if inside != wanted:
         # The first columns of the entries that equal the k-th, found as the largest of -column.
         bits = shared_words.bits_of(length, INTERPRETED)
         ties = there & (keys == least)
-        low, _, _ = _kth_largest(-column, ties, -length.to(tl.int64), bits, wanted, count, memory, INTERPRETED)
+        low, _, _ = _kth_largest(-column, ties, -length.to(tl.int64), bits, wanted, memory, INTERPRETED)
         last_tie = -low.to(tl.int32)
     return there & ((keys > least) | ((keys == least) & (column <= last_tie)))
 
 
 @triton.jit
-def _kth_largest(keys, there, low, bits, k, count, memory, INTERPRETED: tl.constexpr):
+def _kth_largest(keys, there, low, bits, k, memory, INTERPRETED: tl.constexpr):
     """A key from ``low`` to ``low + 2^bits - 1`` that exactly k keys reach, or the k-th largest if none is.
 
     Returns the key, and of the keys that nothing tells from it how many are among the k largest, and how many there

@@ -58,7 +58,6 @@ def topk(
     start: torch.Tensor | None,
     end: torch.Tensor | None,
     next_n: int,
-    previous: torch.Tensor | None,
     indices: torch.Tensor,
     values: torch.Tensor | None,
 ) -> None:
