@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+from flashlatte.engine.batch import Limits
 from flashlatte.engine.paged import PagedModel
 from flashlatte.engine.request import Request
 from flashlatte.engine.sampling import SamplingParams, token_ids
@@ -51,14 +53,15 @@ def new_request(
     return request
 
 
-def check_limits(model: PagedModel, sizes: Mapping[str, int], options: Mapping[str, int]) -> None:
+def check_limits(model: PagedModel, limits: Limits, *, patience: int, drafts: int) -> None:
     """Raise TypeError, ValueError for sizes below 1, and options below 0 or that the model does not take."""
-    for name, value in sizes.items():
-        checks.positive_int(name, value)
+    options = {"host_pages": limits.host_pages, "drafts": drafts}
+    for name, value in (dataclasses.asdict(limits) | {"patience": patience} | options).items():
+        checks.positive_int(name, value, or_zero=name in options)
     for name, value in options.items():
-        if checks.positive_int(name, value, or_zero=True) and not model.moves_pages:
+        if value and not model.moves_pages:
             raise ValueError(f"{name} must be 0 for {model.name}, whose pages hold no states, got {value}")
-    if (drafts := options["drafts"]) and model.batch_invariant:
+    if drafts and model.batch_invariant:
         raise ValueError(f"drafts must be 0 for a batch_invariant model, as their number varies, got {drafts}")
 
 

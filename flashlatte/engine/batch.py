@@ -1,4 +1,4 @@
-"""A step in numbers: all that a rank needs to compute it, whoever planned it."""
+"""A step in numbers: all that a rank needs to compute it, whoever planned it; and the limits of all steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,23 @@ from dataclasses import dataclass
 import torch
 
 from flashlatte.engine.request import Copies, Step
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What steps are planned within.
+
+    Attributes:
+        num_pages, page_size: of the cache, and the tokens of a page, on each rank.
+        host_pages: of its copy on the host.
+        max_tokens, max_requests: of a step.
+    """
+
+    num_pages: int
+    page_size: int
+    host_pages: int
+    max_tokens: int
+    max_requests: int
 
 
 @dataclass(frozen=True)

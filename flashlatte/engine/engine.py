@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flashlatte.engine.asked import Prompt, check_limits, new_request
+from flashlatte.engine.batch import Limits
 from flashlatte.engine.drafts import look_up
 from flashlatte.engine.models import as_model
 from flashlatte.engine.outputs import Output, progress_bar
@@ -70,26 +71,17 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self.model = as_model(model, tensor_parallel, context_parallel)
         self.ranks = self.model.ranks
         self.cache_format = self.model.plain_format if cache_format is None else cache_format
-        page_size = self.model.page_size if page_size is None else page_size
-        sizes = {"page_size": page_size, "max_tokens": max_tokens, "max_requests": max_requests, "patience": patience}
-        check_limits(self.model, sizes, {"host_pages": host_pages, "drafts": drafts})
+        page_size = checks.positive_int("page_size", self.model.page_size if page_size is None else page_size)
+        if num_pages is None:
+            num_pages = self.model.default_pages(self.cache_format, page_size)
+        limits = Limits(num_pages, page_size, host_pages, max_tokens, max_requests)
+        check_limits(self.model, limits, patience=patience, drafts=drafts)
         checks.flag("prefix_cache", prefix_cache)
         checks.flag("graphs", graphs)
-        default = self.model.default_pages(self.cache_format, page_size) if num_pages is None else num_pages
-        num_pages = checks.positive_int("num_pages", default)
         with self.ranks.failing_together():
-            self.runner = Runner(
-                self.model,
-                self.cache_format,
-                num_pages,
-                page_size,
-                host_pages=host_pages,
-                max_requests=max_requests,
-                max_tokens=max_tokens,
-                graphs=graphs,
-            )
+            self.runner = Runner(self.model, self.cache_format, limits, graphs=graphs)
         facts = {"model": self.model.config, "dtype": self.model.dtype, "cache_format": self.cache_format}
-        self.ranks.agree(facts | sizes | {"num_pages": num_pages, "host_pages": host_pages, "graphs": graphs})
+        self.ranks.agree(facts | dataclasses.asdict(limits) | {"graphs": graphs})
         page_tokens = page_size * self.ranks.keys_over
         self.pool = PagePool(num_pages, page_tokens)
         self.scheduler = Scheduler(

@@ -14,7 +14,7 @@ from flashlatte import kv_cache
 from flashlatte.distributed.model.checkpoint import Slices
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.distributed.model.shards import divide_mlp, own_heads
-from flashlatte.engine.batch import Batch
+from flashlatte.engine.batch import Batch, Limits
 from flashlatte.engine.paged import PagedModel, Planner, check_type, config_of, load
 from flashlatte.kv_cache.index_formats import index_format_beside
 from flashlatte.kv_cache.registry import format_of_rows
@@ -96,17 +96,17 @@ class Model(PagedModel):
             caches += [keys for layer in self.attention if layer.indexer is not None]
         return [(cache, page_size) for cache in caches]
 
-    def planner(
-        self, cache_format: str, num_pages: int, page_size: int, *, max_requests: int, max_tokens: int
-    ) -> Planner:
+    def planner(self, cache_format: str, limits: Limits) -> Planner:
+        # Of a page of the scheduler's each rank that has some of the keys has a page.
+        page_size = limits.page_size * self.ranks.keys_over
         builder = MLAMetadataBuilder(
             page_size,
-            max_requests,
-            max(max_tokens, max_requests),
-            min(self.max_position, num_pages * page_size),
+            limits.max_requests,
+            max(limits.max_tokens, limits.max_requests),
+            min(self.max_position, limits.num_pages * page_size),
             self.device,
             cache_format=cache_format,
-            num_pages=num_pages,
+            num_pages=limits.num_pages,
             topk=None if self.config.indexer is None else self.config.indexer.topk,
         )
 

@@ -11,7 +11,7 @@ import torch
 
 from flashlatte import kv_cache
 from flashlatte.distributed.model.alone import Alone
-from flashlatte.engine.batch import Batch
+from flashlatte.engine.batch import Batch, Limits
 from flashlatte.kv_cache import CacheFormat
 
 # Makes the metadata of a step, whose ``num_tokens`` it has, with padding up to so many requests if a number is given:
@@ -62,10 +62,8 @@ class PagedModel:
         """
         raise NotImplementedError
 
-    def planner(
-        self, cache_format: str, num_pages: int, page_size: int, *, max_requests: int, max_tokens: int
-    ) -> Planner:
-        """What makes the metadata of steps over caches of ``allocate``; page_size is that of all ranks together."""
+    def planner(self, cache_format: str, limits: Limits) -> Planner:
+        """What makes the metadata of steps over caches of ``allocate``."""
         raise NotImplementedError
 
     def __call__(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flashlatte.distributed.model.alone import Alone
-from flashlatte.engine.batch import Batch
+from flashlatte.engine.batch import Batch, Limits
 from flashlatte.engine.paged import PagedModel
 from flashlatte.engine.request import Copies, Request, Step, Work
 from flashlatte.engine.sampling import SamplingParams, log_probabilities, sample
@@ -50,37 +50,21 @@ class Runner:
     """Executes steps of a scheduler, over caches of its own.
 
     Args:
-        num_pages, page_size, host_pages: of the caches, and pages of their copies on the host.
-        max_requests, max_tokens: of a step.
+        limits: of the caches and of a step.
         graphs: whether steps that only generate run as CUDA graphs.
 
     Raises:
         ValueError: an unfit cache format, or caches that do not fit the memory.
     """
 
-    def __init__(
-        self,
-        model: PagedModel,
-        cache_format: str,
-        num_pages: int,
-        page_size: int,
-        *,
-        host_pages: int,
-        max_requests: int,
-        max_tokens: int,
-        graphs: bool,
-    ) -> None:
+    def __init__(self, model: PagedModel, cache_format: str, limits: Limits, *, graphs: bool) -> None:
         self.model, self.ranks, self._cache_format = model, model.ranks, cache_format
-        self.caches = model.allocate(cache_format, num_pages, page_size)
-        self.host_caches = model.allocate(cache_format, host_pages, page_size, on_host=True) if host_pages else []
-        self._plan = model.planner(
-            cache_format,
-            num_pages,
-            # Of a page of the scheduler's each rank that has some of the keys has a page.
-            page_size * self.ranks.keys_over,
-            max_requests=max_requests,
-            max_tokens=max_tokens,
-        )
+        self.caches = model.allocate(cache_format, limits.num_pages, limits.page_size)
+        self.host_caches: list[torch.Tensor] = []
+        if limits.host_pages:
+            self.host_caches = model.allocate(cache_format, limits.host_pages, limits.page_size, on_host=True)
+        self._plan = model.planner(cache_format, limits)
+        max_requests = limits.max_requests
         # Of one size, all steps that generate go through the same kernels.
         smaller = () if model.batch_invariant else GRAPH_SIZES
         self._sizes = [size for size in smaller if size < max_requests] + [max_requests]
@@ -88,7 +72,7 @@ class Runner:
         self._buffers_of_graphs: object = None
         self._use_graphs = graphs and model.device.type == "cuda"
         with torch.inference_mode(False), torch.device(model.device):
-            self._tokens = torch.zeros(max(max_tokens, max_requests), dtype=torch.int64)
+            self._tokens = torch.zeros(max(limits.max_tokens, max_requests), dtype=torch.int64)
             # What a graph reads must stay where it is.
             self._rows = torch.arange(max_requests)
             # By place: each request's last token, and which tokens occurred in it, once a penalty asks.

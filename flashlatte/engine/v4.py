@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flashlatte.engine.batch import Batch
+from flashlatte.engine.batch import Batch, Limits
 from flashlatte.engine.paged import PagedModel, Planner, check_type, config_of, load
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.index_formats import index_format, index_format_beside
@@ -72,11 +72,11 @@ class V4Model(PagedModel):
                 found.append((keys, page_size // config.ratio))
         return found
 
-    def planner(
-        self, cache_format: str, num_pages: int, page_size: int, *, max_requests: int, max_tokens: int
-    ) -> Planner:
-        max_pages = min(num_pages, -(-self.max_position // page_size))
-        builder = V4Builder(self.layers, page_size, max_requests, max_pages, self.device, backend=self.backend)
+    def planner(self, cache_format: str, limits: Limits) -> Planner:
+        max_pages = min(limits.num_pages, -(-self.max_position // limits.page_size))
+        builder = V4Builder(
+            self.layers, limits.page_size, limits.max_requests, max_pages, self.device, backend=self.backend
+        )
 
         def plan(batch: Batch, pad_to: int | None) -> V4Metadata:
             spans = [(length - count, length) for count, length in zip(batch.counts, batch.lengths, strict=True)]
