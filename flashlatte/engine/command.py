@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flashlatte.engine.engine import Engine
+from flashlatte.engine.paged import config_of
 from flashlatte.engine.sampling import SamplingParams
 
 
@@ -19,6 +20,8 @@ def generate(arguments: argparse.Namespace) -> int:
     sampling = SamplingParams(
         arguments.new_tokens, temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed
     )
+    # First, as transformers looks for the tokenizer of no directory in the network.
+    config_of(arguments.model)
     engine = Engine(
         arguments.model,
         cache_format=arguments.cache_format,

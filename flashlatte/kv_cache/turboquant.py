@@ -9,12 +9,12 @@ stretched to the length of the norm ("nc"). A value is stored as it is, in equal
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 
 from flashlatte.kv_cache.fp8 import as_bytes, from_bytes, to_e4m3
+from flashlatte.kv_cache.hadamard import hadamard
 from flashlatte.kv_cache.lloyd_max import lloyd_max, midpoints
 from flashlatte.runtime import checks
 
@@ -205,19 +205,6 @@ def unpack_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
     each = packed.to(torch.int32).unsqueeze(-1) >> torch.arange(8, device=packed.device) & 1
     code_bits = each.flatten(-2).unflatten(-1, (-1, bits)) << torch.arange(bits, device=packed.device)
     return code_bits.sum(dim=-1, dtype=torch.int32)
-
-
-def hadamard(dim: int, device: torch.device) -> torch.Tensor:
-    """Sylvester's Hadamard matrix times dim^-0.5, float32 [dim, dim]: orthonormal, symmetric, its own inverse."""
-    return _hadamard(dim).to(device)
-
-
-@functools.cache
-def _hadamard(dim: int) -> torch.Tensor:
-    index = torch.arange(dim)
-    common = index[:, None] & index
-    parity = sum(common >> bit & 1 for bit in range(dim.bit_length())) % 2  # of the bits that row and column share
-    return (1.0 - 2.0 * parity) * dim**-0.5
 
 
 def _half_bytes(x: torch.Tensor) -> torch.Tensor:

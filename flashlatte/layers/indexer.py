@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from flashlatte.kv_cache.hadamard import hadamard
 from flashlatte.kv_cache.index_formats import IndexFormat, as_index_cache
 from flashlatte.layers import models
 from flashlatte.layers.config import IndexerConfig
@@ -94,7 +94,7 @@ class Indexing:
         keys = self.module.k_norm(self.module.wk(hidden))
         self._rotate(keys.unsqueeze(1))
         if self.config.hadamard:
-            keys = keys @ _hadamard(keys.shape[-1], keys.dtype, keys.device)
+            keys = keys @ hadamard(keys.shape[-1], keys.device, keys.dtype)
         rounding = self.config.scale_rounding
         index_quantize(self.pages, slot_mapping, keys, scale_rounding=rounding, backend=self.backend)
 
@@ -126,7 +126,7 @@ class Indexing:
             )
         self._rotate(q)
         if config.hadamard:
-            q = q @ _hadamard(config.head_dim, q.dtype, q.device)
+            q = q @ hadamard(config.head_dim, q.device, q.dtype)
         return q.to(self.layout.record_dtype), weights.float() * (config.head_dim * config.num_heads) ** -0.5
 
     def num_choosing(self, metadata: MLAMetadata, selection: Selection) -> int:
@@ -251,13 +251,3 @@ def make_indexing(
     # "hopper" is obeyed by attention; of the indexer's operations only some have it.
     shared = backend if backend in ("portable", "reference") else None
     return Indexing(module, config, index_pages, layout, turned, shared)
-
-
-@functools.lru_cache(maxsize=16)
-def _hadamard(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Sylvester's Hadamard matrix over √size: row i, column j has the sign of (-1)^popcount(i & j)."""
-    with torch.inference_mode(False):
-        matrix = torch.ones(1, 1)
-        while matrix.shape[0] < size:
-            matrix = torch.cat((torch.cat((matrix, matrix), dim=1), torch.cat((matrix, -matrix), dim=1)))
-        return (matrix * size**-0.5).to(device, dtype)

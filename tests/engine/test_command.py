@@ -62,6 +62,11 @@ def test_mistakes_are_errors_with_words(checkpoint, capsys):
     assert "got 'llama'" in capsys.readouterr().err
 
 
+def test_no_directory_is_no_question_of_a_tokenizer(tmp_path, capsys):
+    assert cli.main(["generate", str(tmp_path / "nothing"), "--prompt", "x"]) == 2
+    assert "must be the directory of a checkpoint" in capsys.readouterr().err
+
+
 @pytest.mark.full
 def test_torchrun_divides_the_model(tmp_path):
     """Two processes of ``flashlatte generate``, of which the first writes."""

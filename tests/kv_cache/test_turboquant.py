@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashlatte.kv_cache import turboquant
+from flashlatte.kv_cache.hadamard import hadamard
 from flashlatte.testing.turboquant_oracle import decode_record, encode_record, key_margin
 
 NAMES = turboquant.TURBOQUANT_NAMES
@@ -148,3 +149,18 @@ def test_a_cache_of_another_width_is_refused():
         turboquant.as_turboquant_cache(torch.zeros(1, 1, 1, 135, dtype=torch.uint8), None, 128)
     with pytest.raises(ValueError, match=r"^cache of format turboquant_k8v4 must be 196 wide for .* 128, got 134$"):
         turboquant.as_turboquant_cache(torch.zeros(1, 1, 1, 134, dtype=torch.uint8), "turboquant_k8v4", 128)
+
+
+def test_the_default_dtype_is_of_no_concern():
+    layout = turboquant.turboquant_format("turboquant_3bit_nc", 32)
+    rows = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+    records = layout.encode(*rows)
+    restored = layout.decode(records)
+    hadamard.cache_clear()
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert layout.encode(*rows).equal(records)
+        assert all(map(torch.equal, layout.decode(records), restored))
+    finally:
+        torch.set_default_dtype(before)

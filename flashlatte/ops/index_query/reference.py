@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kv_cache.fp4 import quantize_mxfp4
+from flashlatte.kv_cache.hadamard import signs
 from flashlatte.kv_cache.index_formats import quantize_rows
 
 
@@ -31,7 +32,7 @@ def index_query(
         x[..., at : at + rope_dim] = _rotated(x[..., at : at + rope_dim], cos_sin, positions, interleaved)
     if hadamard:
         # Models round what they rotated to their dtype before they transform it.
-        x = x.to(q.dtype).float() @ hadamard_matrix(head_dim, q.device) * head_dim**-0.5
+        x = x.to(q.dtype).float() @ signs(head_dim, q.device) * head_dim**-0.5
     if scales is not None:
         codes, exponents = quantize_mxfp4(x)
         values.copy_(codes)
@@ -52,11 +53,3 @@ def _rotated(x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, in
         return torch.stack((a * cosine - b * sine, b * cosine + a * sine), dim=-1).flatten(-2)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cosine - b * sine, b * cosine + a * sine), dim=-1)
-
-
-def hadamard_matrix(size: int, device: torch.device) -> torch.Tensor:
-    """float32 [size, size] of ±1 in Sylvester's order: row i, column j has the sign of (-1)^popcount(i & j)."""
-    matrix = torch.ones(1, 1, device=device)
-    while matrix.shape[0] < size:
-        matrix = torch.cat((torch.cat((matrix, matrix), dim=1), torch.cat((matrix, -matrix), dim=1)))
-    return matrix

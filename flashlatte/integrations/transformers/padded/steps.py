@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -99,9 +100,7 @@ class FlatSteps:
             tokens = stored.flatten().nonzero().flatten()
             counts = stored.sum(dim=1).tolist()
             positions, slots = positions.flatten()[tokens], slots.flatten()[tokens]
-        starts = [0]
-        for count in counts:
-            starts.append(starts[-1] + count)
+        starts = [*itertools.accumulate(counts, initial=0)]
         longest = batch.columns.count + queries
         selection = self._selection(starts[-1], longest, device)
         lengths = batch.table.lengths.tolist() if batch.columns.count > 0 else [0] * requests
