@@ -86,7 +86,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self.pool = PagePool(num_pages, page_tokens)
         self.scheduler = Scheduler(
             self.pool,
-            host_pool=PagePool(host_pages, page_tokens) if host_pages else None,
+            host_pool=PagePool(host_pages, page_tokens),
             max_tokens=max_tokens,
             max_requests=max_requests,
             patience=patience,

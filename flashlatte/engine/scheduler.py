@@ -57,7 +57,7 @@ class Scheduler:
         prefix_cache: bool = True,
         apart: bool = False,
     ) -> None:
-        self.pool, self.host_pool = pool, host_pool
+        self.pool, self.host_pool = pool, host_pool or PagePool(0, pool.page_size)
         self.max_tokens, self.max_requests, self.patience = max_tokens, max_requests, patience
         self.prefix_cache, self.apart = prefix_cache, apart
         self.statistics = Statistics()
@@ -206,7 +206,7 @@ class Scheduler:
 
     def _give_way(self, request: Request, step: Step) -> None:
         step.gave_way = True
-        host = None if self.host_pool is None else self.host_pool.allocate(len(request.pages))
+        host = self.host_pool.allocate(len(request.pages))
         if host is not None:
             step.swap_out += zip(request.pages, host, strict=True)
             request.host_pages = host
@@ -226,20 +226,17 @@ class Scheduler:
         if request.pending:
             return False  # its last token is not known yet
         hosted = request.host_pages
-        pages = self.pool.allocate(len(hosted)) if hosted else self._cached_pages(request)
-        if pages is None:
-            return False
-        request.pages = pages
         if not hosted:
-            request.computed = len(pages) * self.pool.page_size
+            request.pages = self._cached_pages(request)
+            request.computed = len(request.pages) * self.pool.page_size
         count = min(self._wanted(request), step.left)
-        more = self.pool.allocate(self._missing_pages(request, request.computed + count))
+        more = self.pool.allocate(max(self._missing_pages(request, request.computed + count), len(hosted)))
         if more is None:
             self._drop_pages(request)
             request.computed = request.computed if hosted else 0
             return False
         if hosted:
-            step.swap_in += zip(hosted, pages, strict=True)
+            step.swap_in += zip(hosted, more, strict=False)
             self._drop_host_pages(request)
         else:
             request.cached += request.computed
@@ -284,8 +281,7 @@ class Scheduler:
         request.pages = []
 
     def _drop_host_pages(self, request: Request) -> None:
-        if self.host_pool is not None:
-            self.host_pool.release(request.host_pages)
+        self.host_pool.release(request.host_pages)
         request.host_pages = []
 
 
