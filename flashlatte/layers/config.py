@@ -52,8 +52,7 @@ class Yarn:
         for name in ("factor", "beta_fast", "beta_slow"):
             checks.positive_number(name, getattr(self, name))
         for name in ("mscale", "mscale_all_dim"):
-            if not math.isfinite(checks.number(name, getattr(self, name))):
-                raise ValueError(f"{name} must be a finite number, got {getattr(self, name)}")
+            checks.finite(name, getattr(self, name))
         if self.attention_factor is not None:
             checks.positive_number("attention_factor", self.attention_factor)
         checks.flag("truncate", self.truncate)
