@@ -6,6 +6,7 @@ yet is taken, on the device, from where its step put it.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,7 +79,8 @@ class Runner:
             # By place: each request's last token, and which tokens occurred in it, once a penalty asks.
             self._last = torch.zeros(max_requests, dtype=torch.int64)
         self._seen: torch.Tensor | None = None
-        self._free_places = list(range(max_requests - 1, -1, -1))
+        self._free_places: list[int] = []
+        self._new_places = itertools.count()
 
     def run(self, step: Step) -> Sampled:
         """Execute a step, on all ranks.
@@ -88,7 +90,7 @@ class Runner:
         """
         for work in step.work:
             if work.request.place < 0:
-                work.request.place = self._free_place()
+                work.request.place = self._free_places.pop() if self._free_places else next(self._new_places)
         batch = Batch.of(step)
         with self.ranks.failing_together():
             self.ranks.send(batch)
@@ -121,15 +123,8 @@ class Runner:
         if request.place >= 0:
             self._free_places.append(request.place)
 
-    def _free_place(self) -> int:
-        """Where the last token of a request is to be kept."""
-        if not self._free_places:
-            # Requests that gave way keep theirs: more places than requests that run.
-            self._make_places(len(self._last) + 1)
-            self._free_places += range(len(self._last) - 1, len(self._last) // 2 - 1, -1)
-        return self._free_places.pop()
-
     def _make_places(self, count: int) -> None:
+        """Requests that gave way keep theirs: there may be more than requests that run."""
         while len(self._last) < count:
             self._last = torch.cat((self._last, torch.zeros_like(self._last)))
             if self._seen is not None:
@@ -141,6 +136,7 @@ class Runner:
         self._move_pages(batch.swap_in, self.host_caches, self.caches)
         if not batch.counts:
             return torch.empty(0, self.model.vocabulary, device=self._last.device)
+        self._make_places(max(batch.places) + 1)
         ids = to_device(batch.tokens, self._tokens.device)
         if min(batch.tokens) < 0:
             ids = torch.where(ids < 0, self._last[(-1 - ids).clamp(min=0)], ids)
@@ -160,7 +156,6 @@ class Runner:
         if not batch.kept:
             return
         self.ranks.share_tokens(tokens)
-        self._make_places(max(batch.kept) + 1)
         places = to_device(batch.kept, tokens.device)
         self._last[places] = tokens
         if self._seen is not None:
