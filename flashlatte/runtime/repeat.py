@@ -97,7 +97,8 @@ def _append(key: list[Any], tensors: list[torch.Tensor], values: Iterable[Any]) 
             tensors.append(value)
             addresses.append(address)
             key += (value.shape, value.stride(), value.dtype, device, address & 15)
-        elif kind is list or kind is tuple:
+        elif isinstance(value, (list, tuple)):
+            # A named one, too: as a value its tensors would be kept alive, and told apart from others like them.
             key += (kind, len(value))
             addresses += _append(key, tensors, value)
         elif isinstance(value, torch.Tensor):
@@ -129,7 +130,7 @@ class _Repeat:
             results = (results,)
         if not recording.only_launches or not 0 < recording.launched == len(recording.launches):
             raise _NotRepeatable("more than launches")
-        if tensors[0].device.type != _DEVICE_TYPE:
+        if not tensors or tensors[0].device.type != _DEVICE_TYPE:
             raise _NotRepeatable("another device than one of torch.cuda")
         given = {id(tensor) for tensor in tensors}
         by_address: dict[int, int] = {}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -284,19 +284,27 @@ def test_a_call_that_records_a_gradient_runs_anew(add: Add) -> None:
     assert len(ran) == 2
 
 
-def test_lists_of_tensors(add: Add) -> None:
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [list, tuple, Pair._make])
+def test_several_tensors_in_one_argument(
+    add: Add, kind: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+) -> None:
     ran: list[int] = []
     work = recording.watched(lambda *args: launch(add, *args))
 
     @repeat.repeats_launches
-    def call(parts: list[torch.Tensor]) -> Any:
+    def call(parts: Sequence[torch.Tensor]) -> Any:
         ran.append(1)
         out = torch.empty_strided(parts[0].shape, parts[0].stride())
         work(out, *parts, 0.0)
         return (out,)
 
     for _ in range(2):
-        parts = [numbers(add, 4), numbers(add, 4)]
+        parts = kind([numbers(add, 4), numbers(add, 4)])
         assert torch.equal(call(parts)[0], parts[0] + parts[1])
     assert len(ran) == 1
 

@@ -71,8 +71,8 @@ def index_logits(
             empty range.
         k_scale: float32 [N], above 0, for a float8_e4m3fn k; E8M0 bytes, uint8 [N, head_dim / 32], for mxfp4.
         clean: put -inf where a query has no key. If False, what stands there is undefined, or left in ``out``.
-        max_keys: None for rows over all keys. An int for compressed rows: column c is key key_start[i] + c, and of a
-            longer range the rest is dropped.
+        max_keys: None for rows over all keys. An int for compressed rows: column c is key key_start[i] + c, from 0 if
+            the start is below, and of a longer range the rest is dropped.
         dtype: of the logits, float32 or bf16, if ``out`` is None.
         out: [M, N] or [M, max_keys], float32 or bf16 with last stride 1, to write into.
         backend: "hopper", "portable" or "reference"; None chooses.

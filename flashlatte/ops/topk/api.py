@@ -116,7 +116,8 @@ def topk(
     Args:
         logits: [rows, width], float32 or bf16, last stride 1.
         k: 1 to 4096.
-        start: int32 or int64 [rows], the column where each row begins; 0 if None. Indices are relative to it.
+        start: int32 or int64 [rows], the column where each row begins; 0 if None, and where it is below. Indices are
+            relative to it.
         end: int32 or int64 [rows], the column before which each row ends; or [rows / next_n], one a request, of whose
             next_n rows the last ends there and each other one a column before the next. The width if None. What lies
             outside a row is not looked at.
