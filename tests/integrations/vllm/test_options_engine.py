@@ -90,3 +90,25 @@ def test_a_context_on_the_host_is_refused(monkeypatch):
     monkeypatch.setattr(sparse, "get_current_vllm_config", lambda: configured(hisparse_config="given"))
     with pytest.raises(NotImplementedError, match="without hisparse_config, and it is 'given'"):
         sparse.FlashLatteSparseMLAImpl(**layer)
+
+
+@pytest.mark.parametrize(("cache", "dtype"), [("auto", torch.float32), ("fp8", torch.bfloat16)])
+def test_prefill_runs_before_vllm_serves(monkeypatch, cache, dtype):
+    """Over new tokens and over cached ones, without the layer's weights; on a GPU that compiles its kernels."""
+    from flashlatte.integrations.vllm.backends import dense
+    from flashlatte.layers import prefill
+
+    ran = []
+    for name in ("dense_prefill", "cache_gather", "merge_states"):
+        run = getattr(prefill, name)
+        monkeypatch.setattr(prefill, name, lambda *a, _run=run, _name=name, **k: ran.append(_name) or _run(*a, **k))
+    impl = object.__new__(dense.FlashLatteMLAImpl)
+    impl.prefills_elsewhere, impl.is_fp8, impl.scale = False, cache == "fp8", 192**-0.5
+    impl.num_heads, impl.head_size, impl.kv_lora_rank, impl.v_head_dim = 2, 576, 512, 128
+    impl.qk_nope_head_dim, impl.qk_rope_head_dim, impl.qk_head_dim = 128, 64, 192
+    impl.expansion = prefill.Expansion(lambda _: pytest.fail("the weights are read"), 512, 128, 64, 128)
+    impl.run_empty_prefill(dtype, 16, torch.ones(()))
+    assert ran == ["dense_prefill", "cache_gather", "dense_prefill", "merge_states"]
+    impl.prefills_elsewhere = True
+    impl.run_empty_prefill(dtype, 16, torch.ones(()))
+    assert len(ran) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +21,7 @@ from flashlatte.integrations.vllm import compat, serves
 from flashlatte.integrations.vllm.backends.common import CommonAnswers
 from flashlatte.kv_cache.registry import plain_format
 from flashlatte.layers.cache import LatentCache
+from flashlatte.layers.metadata import ContextChunk, PrefillPart
 from flashlatte.layers.prefill import Expansion, attend_heads
 from flashlatte.ops.cache_write import cache_write
 from flashlatte.ops.concat_mla_q import concat_mla_q
@@ -92,6 +94,21 @@ class FlashLatteMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         if vllm_config.attention_config.use_prefill_query_quantization:
             compat.say_once("FlashLatte ignores use_prefill_query_quantization: queries of a prefill keep their dtype")
         return model_dtype
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+        *more: Any,
+        **others: Any,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, *more, **others)
+        if device.type != "cpu" and self.dcp_world_size == 1:
+            layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+            if isinstance(getattr(layer, "impl", None), FlashLatteMLAImpl):  # vLLM's tests have others
+                layer.impl.run_empty_prefill(vllm_config.model_config.dtype, kv_cache_spec.block_size, layer._k_scale)
 
     def _build_decode(self, **batch: Any) -> Any:
         """The decode requests, all of as many queries: without those that are padding and have none."""
@@ -233,6 +250,42 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
             self.expansion,
             self.scale,
             output.view(-1, self.num_heads, self.v_head_dim),
+        )
+
+    def run_empty_prefill(self, dtype: torch.dtype, page_size: int, k_scale: torch.Tensor) -> None:
+        """Attend once to zeros, new and cached, so that these kernels are compiled before vLLM serves.
+
+        vLLM's own warm-up has no cached context.
+        """
+        if self.prefills_elsewhere:
+            return
+        device, tokens = k_scale.device, 2
+        bounds, start = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ((0, tokens), (0,)))
+        chunk = ContextChunk(
+            first=0,
+            last=tokens,
+            tokens=tokens,
+            max_queries=tokens,
+            max_keys=tokens,
+            cu_queries=bounds,
+            cu_keys=bounds,
+            starts=start,
+            block_table=start.view(1, 1),
+        )
+        per_head = self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        pages = torch.zeros(
+            1, page_size, self.head_size, dtype=torch.float8_e4m3fn if self.is_fp8 else dtype, device=device
+        )
+        zeros = pages.new_zeros(tokens, self.num_heads * self.qk_head_dim, dtype=dtype)
+        attend_heads(
+            zeros.view(tokens, self.num_heads, self.qk_head_dim),
+            zeros.new_zeros(tokens, self.head_size),
+            self._cache(pages, k_scale),
+            PrefillPart(bounds, tokens, (chunk,)),
+            # Not the layer's own projection, which a LoRA may have wrapped.
+            replace(self.expansion, kv_b=lambda latent: latent.new_zeros(latent.shape[0], per_head)),
+            self.scale,
+            zeros.new_zeros(tokens, self.num_heads, self.v_head_dim),
         )
 
     def _cache(self, kv_cache: torch.Tensor, k_scale: torch.Tensor) -> LatentCache:
