@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flashlatte import paged_attention
+from flashlatte.ops.paged_attention.portable import launch
 from flashlatte.testing import compare
 from flashlatte.testing.paged_attention_case import PagedAttentionCase
 
@@ -76,4 +77,18 @@ def check(arguments, **more):
     ],
 )
 def test_against_the_reference(case):
+    check(case.inputs())
+
+
+@pytest.mark.parametrize("page_size", [16, *(pytest.param(size, marks=FULL) for size in (5, 32))])
+def test_absent_pages_among_keys_that_all_rows_see(page_size):
+    arguments = replace(TOY, s_q=6, context=90, page_size=page_size, varlen=False, h_kv=1, window=80).inputs()
+    table = arguments["block_table"]
+    table[0, 40 // page_size], table[1, 60 // page_size] = len(arguments["k_cache"]), -1
+    check(arguments)
+
+
+@pytest.mark.parametrize("case", [TOY, pytest.param(replace(EVERYTHING, new_keys=True), marks=FULL)])
+def test_masks_as_on_gpus_without_the_branch(monkeypatch, case):
+    monkeypatch.setattr(launch, "_BRANCHING", frozenset())
     check(case.inputs())

@@ -16,10 +16,12 @@ import triton.language as tl
 from flashlatte.kernels.triton.online_softmax import within
 from flashlatte.ops.paged_attention.portable.keys import Places, load_operand
 from flashlatte.ops.paged_attention.portable.scores import add_terms, is_visible
-from flashlatte.ops.paged_attention.portable.tiles import seen_by
+from flashlatte.ops.paged_attention.portable.tiles import seen_by, seen_by_all
 
 # P as fp16 is relative to 2^-14 of its maximum, so that the smallest that counts is 2^-39 of it, and not 2^-25.
 P_SHIFT = tl.constexpr(14)
+# Pages that are looked at together.
+SCAN = tl.constexpr(256)
 
 
 class Step(NamedTuple):
@@ -30,6 +32,8 @@ class Step(NamedTuple):
         head_dim, first, rest: numbers of a key, and widths of the two tiles that hold it; rest 0 if one does.
         head_dim_v, width_v: numbers of a value, and the width of its tile.
         page_size, num_stages: of pages, and of Triton's pipeline.
+        branches: blocks of which all rows see all keys pass by the mask, in a branch. Not where Triton then misses that
+            one product depends on the other, and gives rows of P to several warps.
         has_terms: whether more is done to scores than scaling them; softcap, alibi, alibi_sqrt: some of it.
         scaled_keys: whether each key and value has a scale of its own.
         halves: operands are fp16, and not q's dtype. Rows of q come scaled to fit it; P is, by 2^P_SHIFT.
@@ -46,6 +50,7 @@ class Step(NamedTuple):
     width_v: int
     page_size: int
     num_stages: int
+    branches: bool
     has_terms: bool
     softcap: bool
     alibi: bool
@@ -74,10 +79,57 @@ class Scale(NamedTuple):
 
 
 @triton.jit
-def load_pages(table, request, keys, tile, PAGE_SIZE: tl.constexpr):
-    """Pages of ``keys`` (one key or a vector) as the block table has them; -1 for those that are not read there."""
-    stop = tl.minimum(tile.stop_key, tile.cached)
-    return tl.load(table.entries + request * table.stride + keys // PAGE_SIZE, mask=keys < stop, other=-1)
+def load_pages(table, request, start, tile, step: tl.constexpr):
+    """The page of the block at key ``start``, or that of each of its keys, as the block table has them; -1 for those
+    that are not read there."""
+    entries = table.entries + request * table.stride
+    if step.page_size % step.block_n == 0:
+        mask = start < tl.minimum(tile.stop_key, tile.cached)
+        return tl.load(entries + start // step.page_size, mask=mask, other=-1)
+    else:
+        keys = start + tl.arange(0, step.block_n)
+        return tl.load(entries + keys // step.page_size, mask=_in_reach(keys, tile), other=-1)
+
+
+@triton.jit
+def _in_reach(keys, tile):
+    """Which keys lie in the request's pages and between the first and the last that the tile sees."""
+    stop = tl.maximum(tl.minimum(tile.stop_key, tile.cached), tile.first_key)
+    return within(keys - tile.first_key, stop - tile.first_key)
+
+
+@triton.jit
+def _first_absent(table, request, begin, stop, PAGE_SIZE: tl.constexpr):
+    """The first key of the first page between keys ``begin`` and ``stop`` that the cache does not have; if none, at
+    least ``stop``."""
+    limit = tl.cdiv(stop, PAGE_SIZE)
+    absent = limit
+    for first in range(begin // PAGE_SIZE, limit, SCAN):
+        column = first + tl.arange(0, SCAN)
+        page = tl.load(table.entries + request * table.stride + column, mask=column < limit, other=-1)
+        absent = tl.minimum(absent, tl.min(tl.where(within(page, table.num_pages), limit, column)))
+    return absent * PAGE_SIZE
+
+
+@triton.jit
+def _places(pages, start, first_new, tile, table, step: tl.constexpr):
+    """Where the keys of the block at ``start`` lie, which are in ``pages``: one, or that of each key."""
+    in_block = tl.arange(0, step.block_n)
+    keys = start + in_block
+    in_cache = within(pages, table.num_pages)
+    page = tl.where(in_cache, pages, 0).to(tl.uint32)
+    is_new = (keys >= tile.first_key) & (keys < tile.stop_key) & (keys >= tile.cached)
+    first = 0
+    if step.page_size % step.block_n == 0:
+        in_cache &= _in_reach(keys, tile)
+        first = start % step.page_size
+        offset = in_block
+    elif step.block_n % step.page_size == 0:
+        # Blocks begin at multiples of their size.
+        offset = in_block % step.page_size
+    else:
+        offset = keys % step.page_size
+    return Places(page, first, offset, in_cache, (first_new + keys).to(tl.int64), is_new)
 
 
 @triton.jit
@@ -86,8 +138,17 @@ def _scales_of(scale, places):
     if scale.each is None:
         return tl.where(places.is_new, 1.0, scale.number)
     else:
-        pointers = scale.each + places.page.to(tl.int64) * scale.stride_page + places.offset * scale.stride_token
+        pointers = scale.each + places.page.to(tl.int64) * scale.stride_page
+        pointers += (places.first + places.offset) * scale.stride_token
         return tl.load(pointers, mask=places.in_cache, other=1.0)
+
+
+@triton.jit
+def _masked(scores, places, start, keys_of, terms, request, position, lower, upper, step: tl.constexpr):
+    """Scores [rows, keys] of the block at ``start``, -inf where a row does not see a key."""
+    visible = is_visible(terms, request, position, lower, upper, start + tl.arange(0, step.block_n))
+    exists = places.in_cache if keys_of.new is None else places.in_cache | places.is_new
+    return tl.where(visible & exists[None, :], scores, float("-inf"))
 
 
 @triton.jit
@@ -135,8 +196,6 @@ def attend(
     BLOCK_M: tl.constexpr = step.block_m
     BLOCK_N: tl.constexpr = step.block_n
     WIDTH_V: tl.constexpr = step.width_v
-    PAGE_SIZE: tl.constexpr = step.page_size
-    PAGE_PER_BLOCK: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
     in_block = tl.arange(0, BLOCK_N)
     origin = tile.first_key // BLOCK_N * BLOCK_N
     begin = origin + first_block * BLOCK_N
@@ -145,19 +204,18 @@ def attend(
     lower, upper = seen_by(position, tile.stop_key, terms.window_left, terms.window_right)
     first_new = tile.first_token - tile.own - tile.cached
     request = tile.request.to(tl.int64)
+    if step.branches:
+        # All rows see all keys between these two.
+        full_begin, full_stop = seen_by_all(tile, terms.window_left, terms.window_right)
+        full_stop = tl.minimum(full_stop, tl.minimum(stop, tile.cached))
+        full_stop = tl.minimum(full_stop, _first_absent(table, request, begin, full_stop, step.page_size))
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     values = tl.zeros([BLOCK_M, WIDTH_V], tl.float32)
-    pages = load_pages(table, request, begin if PAGE_PER_BLOCK else begin + in_block, tile, PAGE_SIZE)
+    pages = load_pages(table, request, begin, tile, step)
     for start in tl.range(begin, stop, BLOCK_N, num_stages=step.num_stages):
-        keys = start + in_block
-        needed = (keys >= tile.first_key) & (keys < tile.stop_key)
-        offset = start % PAGE_SIZE + in_block if PAGE_PER_BLOCK else keys % PAGE_SIZE
-        valid = within(pages, table.num_pages)
-        in_cache = needed & (keys < tile.cached) & valid
-        is_new = needed & (keys >= tile.cached)
-        places = Places(tl.where(valid, pages, 0), offset, in_cache, (first_new + keys).to(tl.int64), is_new)
+        places = _places(pages, start, first_new, tile, table, step)
         k = load_operand(keys_of, places, dtype, 0, min(step.head_dim, step.first), step.first, K_FORM)
         scores = tl.dot(q, tl.trans(k))  # [BLOCK_M, BLOCK_N]
         if step.rest > 0:
@@ -173,7 +231,7 @@ def attend(
                 scores * scale,
                 terms,
                 position,
-                keys,
+                start + in_block,
                 tile.context,
                 tile.own + row_token,
                 step.softcap,
@@ -181,9 +239,14 @@ def attend(
                 step.alibi_sqrt,
             )
             factor = 1.0
-        exists = in_cache | is_new if keys_of.new is not None else in_cache
-        visible = is_visible(terms, request, position, lower, upper, keys) & exists[None, :]
-        scores = tl.where(visible, scores, float("-inf"))
+        if step.branches:
+            if (start < full_begin) | (start + BLOCK_N > full_stop):
+                # Looked up once more: kept for here, a thread would hold the pages of all its scores' columns.
+                again = load_pages(table, request, start, tile, step)
+                again = _places(again, start, first_new, tile, table, step)
+                scores = _masked(scores, again, start, keys_of, terms, request, position, lower, upper, step)
+        else:
+            scores = _masked(scores, places, start, keys_of, terms, request, position, lower, upper, step)
 
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max * factor)
@@ -197,8 +260,7 @@ def attend(
             p *= _scales_of(v_scale, places)[None, :]
         v = load_operand(values_of, places, dtype, 0, step.head_dim_v, step.width_v, V_FORM)
         # The next block's pages are fetched one block ahead: the addresses of its rows wait for them.
-        following = start + BLOCK_N
-        pages = load_pages(table, request, following if PAGE_PER_BLOCK else following + in_block, tile, PAGE_SIZE)
+        pages = load_pages(table, request, start + BLOCK_N, tile, step)
         values = tl.dot(p.to(v.dtype), v, values * alpha[:, None])
     is_empty = row_sum == 0
     row_sum = tl.where(is_empty, 1.0, row_sum)

@@ -75,7 +75,7 @@ def attend_bytes(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     values = tl.zeros([WIDTH_V, BLOCK_M], tl.float32)
-    pages = load_pages(table, request, begin if PAGE_PER_BLOCK else begin + in_block, tile, PAGE_SIZE)
+    pages = load_pages(table, request, begin, tile, step)
     for start in tl.range(begin, stop, BLOCK_N, num_stages=step.num_stages):
         keys = start + in_block
         valid = within(pages, table.num_pages)
@@ -104,8 +104,7 @@ def attend_bytes(
         v_words = _load_words(values_of, page, token, v_behind, in_cache, V_WORDS)
         v = value_operand(v_words, V_FORM)  # [width_v, BLOCK_N]
         # The next block's pages are fetched one block ahead: the addresses of its rows wait for them.
-        following = start + BLOCK_N
-        pages = load_pages(table, request, following if PAGE_PER_BLOCK else following + in_block, tile, PAGE_SIZE)
+        pages = load_pages(table, request, start + BLOCK_N, tile, step)
         values = tl.dot(v, p.to(v.dtype), values * alpha[None, :])
     row_sum = tl.sum(sums, axis=0)
     is_empty = row_sum == 0

@@ -55,13 +55,15 @@ class Places(NamedTuple):
     """Where the keys of a step lie.
 
     Attributes:
-        page, offset: [keys] or one page; of those in the cache.
+        page: [keys] or one page; of those in the cache.
+        first, offset: one number and [keys], which add up to the place in the page.
         in_cache: [keys], which are read from there.
         token: [keys], of the new ones in k and v.
         is_new: [keys].
     """
 
     page: Any
+    first: Any
     offset: Any
     in_cache: Any
     token: Any
@@ -74,13 +76,14 @@ def load_operand(
 ):
     """Columns FIRST to FIRST + COUNT of rows, [keys, WIDTH] in ``dtype``, without scales; 0 where there is no key."""
     col = FIRST + tl.arange(0, WIDTH)
-    offsets = places.page.to(tl.int64) * rows.stride_page + places.offset * rows.stride_token
+    block = rows.cache + (places.page.to(tl.int64) * rows.stride_page + places.first * rows.stride_token) * form.align
+    offsets = places.offset * rows.stride_token * form.align
     mask = places.in_cache[:, None]
     if COUNT != WIDTH:
         mask = mask & (col < FIRST + COUNT)[None, :]
     number_stride = rows.stride_number if form.number_stride is None else form.number_stride
     cols = (col % form.piece) * number_stride
-    pointers = rows.cache + (offsets * form.align)[:, None]
+    pointers = (block + offsets)[:, None]
     if form.piece < FIRST + COUNT:
         cols = cols + (col // form.piece) * rows.stride_piece
     x = tl.load(pointers + cols[None, :], mask=mask, other=0)

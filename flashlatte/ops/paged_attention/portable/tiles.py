@@ -68,6 +68,15 @@ def seen_by(position, stop, window_left, window_right):
     return lower.to(tl.int32), upper.to(tl.int32)
 
 
+@triton.jit
+def seen_by_all(tile, window_left, window_right):
+    """First key that all queries of a tile see by their window, and one behind the last."""
+    first = tile.context + tile.own
+    lower, _ = seen_by(first + tile.tokens - 1, tile.stop_key, window_left, window_right)
+    _, upper = seen_by(first, tile.stop_key, window_left, window_right)
+    return lower, upper + 1
+
+
 @kernel(by_element=("cu_seqlens_q", "seqused_k"))
 def find_tiles_kernel(
     tiles,
