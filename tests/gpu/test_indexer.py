@@ -172,11 +172,15 @@ def test_paged_logits_of_long_requests(next_n: int, page_size: int, backend: str
 
 
 @pytest.mark.parametrize("backend", harness.KERNEL_BACKENDS)
+@pytest.mark.parametrize("for_each_token", [True, False])
 @pytest.mark.parametrize("length", [-1, -(2**31) - 1, -(2**32) + 70, -(2**63)])
-def test_int64_lengths_below_zero_are_no_keys(length: int, backend: str) -> None:
+def test_int64_lengths_below_zero_are_no_keys(length: int, for_each_token: bool, backend: str) -> None:
     arguments = paged_arguments(5, 2, 64, 64, "index_fp8", E4M3)
-    arguments["cache_seqlens"] = arguments["cache_seqlens"].long().unsqueeze(1).repeat(1, 2)
-    arguments["cache_seqlens"][[1, 3], 1] = length
+    lengths = arguments["cache_seqlens"].long()
+    if for_each_token:
+        lengths = lengths.unsqueeze(1).repeat(1, 2)
+    (lengths[:, 1] if for_each_token else lengths)[[1, 3]] = length
+    arguments["cache_seqlens"] = lengths
     expected = paged_index_logits(**arguments, backend="reference")
     out = torch.full_like(expected, torch.nan)
     assert_logits(paged_index_logits(**arguments, out=out, backend=backend), expected)

@@ -59,7 +59,8 @@ def paged(
         keys = layout.decode(tuple(view[pages, position % page_size] for view in views), 1.0)
         keys = keys.where(in_cache[request].unsqueeze(1), 0.0)
         if cache_seqlens.dim() == 1:
-            limits = cache_seqlens[request].long() - next_n + 1 + torch.arange(next_n, device=q.device)
+            length = cache_seqlens[request].long().clamp_min(0)  # no difference wraps round
+            limits = length - next_n + 1 + torch.arange(next_n, device=q.device)
         else:
             limits = cache_seqlens[request].long()
         rows = slice(request * next_n, (request + 1) * next_n)

@@ -246,6 +246,14 @@ def test_ranges_that_begin_or_end_far_outside(backend, max_keys):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("length", "keys"), [(-(2**63), 0), (-(2**32) + 3, 0), (2**63 - 1, 4)])
+def test_lengths_far_outside(backend, length, keys):
+    q, cache, weights = torch.ones(1, 3, 1, 32), torch.ones(2, 2, 1, 32), torch.ones(3, 1)
+    logits = paged_index_logits(q, cache, weights, torch.tensor([length]), torch.tensor([[0, 1]]), backend=backend)
+    assert (logits == 32.0).sum(dim=1).tolist() == [keys] * 3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_key_that_is_nan_has_a_logit_that_is_nan(backend):
     q, k = torch.ones(1, 8, 32, dtype=torch.bfloat16), torch.ones(4, 32, dtype=torch.bfloat16)
     k[2, 5] = torch.nan

@@ -65,5 +65,6 @@ def clean_paged_kernel(
     row = tl.program_id(0).to(tl.int64)
     token = row % next_n
     length = tl.load(lengths + row // next_n * request_stride + token * token_stride).to(tl.int64)
+    length = tl.maximum(length, 0)  # before the difference, which the least int64 would wrap round
     end = tl.minimum(length - shortened * (next_n - 1 - token), most_keys)
     _fill(logits + row * stride, tl.maximum(end, 0), width, BLOCK)
