@@ -281,8 +281,8 @@ def _what_a_gpu_adds(operations: list[dict[str, Any]]) -> str:
         entry["operation"] for entry in operations if _exists(entry["refusals"].get("hopper", "has no "))
     )
     return textwrap.fill(
-        "A GPU adds portable kernels (Triton) for all, one of compute capability 9.0 (H100, H200) hopper's for "
-        f"{', '.join(hopper)}.",
+        "A GPU adds portable kernels (Triton) for every operation, one of compute capability 9.0 (H100, H200) hopper's "
+        f"for {', '.join(hopper)}.",
         width=118,
     )
 

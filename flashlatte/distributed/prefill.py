@@ -12,6 +12,7 @@ from flashlatte.distributed.agreement import Agreement
 from flashlatte.ops.dense_prefill import dense_prefill
 from flashlatte.ops.merge_states import merge_states
 from flashlatte.runtime import checks
+from flashlatte.runtime.transfer import to_device
 
 Expand = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Store = Callable[[torch.Tensor, torch.Tensor], object]
@@ -138,7 +139,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out in float32, and lse."""
     counts = [q.shape[0], keys.shape[0]]
-    cu_queries, cu_keys = torch.tensor([[0, count] for count in counts], dtype=torch.int32).to(q.device).unbind()
+    cu_queries, cu_keys = to_device([[0, count] for count in counts], q.device, torch.int32).unbind()
     out, lse = dense_prefill(
         q, keys, values, cu_queries, cu_keys, *counts, softmax_scale=softmax_scale, causal=causal, backend=backend
     )

@@ -83,4 +83,4 @@ class Batch:
         """int32 [requests, most pages] on the host, the pages of each request in order, then -1."""
         width = max(map(len, self.pages))
         rows = [numbers + [-1] * (width - len(numbers)) for numbers in self.pages]
-        return torch.tensor(rows, dtype=torch.int32)
+        return torch.tensor(rows, dtype=torch.int32, device="cpu")

@@ -142,7 +142,8 @@ class MLAMetadataBuilder:
         decoding = self._decode_requests(query_lens)
         pads, queries = self._pads(pad_requests_to, pad_queries, query_lens, decoding)
         spans = [range(length - count, length) for count, length in zip(query_lens, lengths, strict=True)]
-        positions = torch.tensor(list(itertools.chain.from_iterable(spans)), dtype=torch.int64)
+        # On the host, whatever PyTorch's default device is: a tensor of a list on a GPU waits for it.
+        positions = torch.tensor(list(itertools.chain.from_iterable(spans)), dtype=torch.int64, device="cpu")
         self._buffers.builds += 1
         table = block_table[:, : self.max_pages] if requests else self._table[:0]
         given = slot_mapping
@@ -187,7 +188,8 @@ class MLAMetadataBuilder:
         """The slots of new tokens, on the table's device: int64 [tokens]."""
         if not len(positions):
             return positions
-        ids = torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens))
+        requests = torch.arange(len(query_lens), device="cpu")
+        ids = torch.repeat_interleave(requests, torch.tensor(query_lens, device="cpu"))
         positions, ids = to_device(positions, table.device), to_device(ids, table.device)
         return to_cache_indices(positions, table, self.page_size, request_ids=ids, dtype=torch.int64)
 
@@ -329,7 +331,8 @@ class MLAMetadataBuilder:
             )
         if block_table.device.type != "cpu" or not max(needed):
             return 0
-        reached = torch.arange(block_table.shape[1]) < torch.tensor(needed)[:, None]
+        columns = torch.arange(block_table.shape[1], device="cpu")
+        reached = columns < torch.tensor(needed, device="cpu")[:, None]
         lowest, highest = map(int, block_table[reached].aminmax())
         most = highest if self.num_pages is None else self.num_pages - 1
         if lowest < 0 or highest > most:

@@ -12,7 +12,7 @@ from flashlatte.layers.config import Rope, Yarn
 
 def inverse_frequencies(rope: Rope, rope_dim: int) -> torch.Tensor:
     """theta^(-2i / rope_dim), blended by YaRN with the same over its factor: float32 [rope_dim / 2]."""
-    powers = rope.theta ** (torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim)
+    powers = rope.theta ** (torch.arange(0, rope_dim, 2, dtype=torch.float32, device="cpu") / rope_dim)
     if rope.yarn is None:
         return 1.0 / powers
     kept = 1 - _ramp(rope.yarn, rope.theta, rope_dim)
@@ -31,7 +31,7 @@ def _ramp(yarn: Yarn, theta: float, rope_dim: int) -> torch.Tensor:
     low, high = max(low, 0), min(high, rope_dim - 1)
     if low == high:
         high += 0.001
-    return ((torch.arange(rope_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return ((torch.arange(rope_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
 
 
 def number(rope: Rope, rope_dim: int) -> int:
@@ -59,6 +59,7 @@ def table(rope: Rope, rope_dim: int, device: torch.device) -> torch.Tensor:
     """Cosines and sines of all positions, float32 [max_position, rope_dim]; one for all layers of a model."""
     # A table made in inference mode could not serve a graph that is captured outside of it.
     with torch.inference_mode(False):
-        angles = torch.arange(rope.max_position, dtype=torch.float32)[:, None] * inverse_frequencies(rope, rope_dim)
+        positions = torch.arange(rope.max_position, dtype=torch.float32, device="cpu")
+        angles = positions[:, None] * inverse_frequencies(rope, rope_dim)
         scale = 1.0 if rope.yarn is None else rope.yarn.rotation_scale
         return (torch.cat((angles.cos(), angles.sin()), dim=-1) * scale).to(device)

@@ -90,16 +90,16 @@ def plan_selection(
     device = positions.device
     chunks, token = [], 0
     for first, last in _spans(query_lens, seq_lens, gather_tokens):
-        counts = torch.tensor(query_lens[first:last])
+        counts = torch.tensor(query_lens[first:last], device="cpu")
         # A request without new tokens needs no keys.
         lengths = [
             length if count else 0 for count, length in zip(query_lens[first:last], seq_lens[first:last], strict=True)
         ]
-        cu_keys = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-        ids = torch.repeat_interleave(torch.arange(last - first, dtype=torch.int32), counts)
+        starts = [0, *itertools.accumulate(lengths)]
+        ids = torch.repeat_interleave(torch.arange(last - first, dtype=torch.int32, device="cpu"), counts)
         tokens, keys = len(ids), sum(lengths)
         if tokens:
-            cu_keys, ids = to_device(cu_keys, device, torch.int32), to_device(ids, device, torch.int32)
+            cu_keys, ids = to_device(starts, device, torch.int32), to_device(ids, device, torch.int32)
             start = cu_keys[ids.long()]
             end = (start + positions[token : token + tokens] + 1).to(torch.int32)
             table, gathered = block_table[first:last], gathers and keys <= gather_tokens

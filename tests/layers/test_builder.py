@@ -33,6 +33,22 @@ def test_parts_positions_and_slots():
     assert (chunk.first, chunk.last, chunk.tokens, chunk.max_queries, chunk.max_keys) == (0, 6, 2, 6, 2)
 
 
+@pytest.mark.parametrize("topk", [None, 4])
+def test_the_default_device_is_of_no_concern(topk):
+    step = [0, 1, 3, 9], [6, 12, 8], TABLE
+    expected = make_builder(topk=topk).build(*step)
+    with torch.device("meta"):
+        found = make_builder(topk=topk).build(*step)
+    assert found.positions.equal(expected.positions)
+    assert found.slot_mapping.equal(expected.slot_mapping)
+    if topk is None:
+        assert found.prefill.chunks[0].starts.equal(expected.prefill.chunks[0].starts)
+    else:
+        (chunk,), (wanted,) = found.selection.chunks, expected.selection.chunks
+        assert chunk.key_end.equal(wanted.key_end)
+        assert chunk.request_ids.equal(wanted.request_ids)
+
+
 def test_a_batch_of_one_part_lacks_the_other():
     builder = make_builder()
     assert builder.build([0, 1, 2], [3, 4], TABLE[:2]).prefill is None

@@ -162,8 +162,8 @@ class PagedLatents:
             both = torch.cat(cosines_and_sines(embeddings), dim=-1).float()
             table = both.expand(self.requests, -1, -1).flatten(0, 1)
             tokens = None if every else self.step.tokens
-            positions = torch.arange(table.shape[0]) if tokens is None else tokens
-            self._rotary = embeddings, Rotary(table, positions.to(table.device), interleaved)
+            rows = torch.arange(table.shape[0], device=table.device) if tokens is None else tokens.to(table.device)
+            self._rotary = embeddings, Rotary(table, rows, interleaved)
         return self._rotary[1]
 
     def cache(self, layer: int, device: torch.device, dtype: torch.dtype) -> LatentCache:
