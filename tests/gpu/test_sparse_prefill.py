@@ -66,6 +66,14 @@ ORACLE_CASES = (
     SparsePrefillCase(s_q=5, s_kv=900, h_q=128, topk=256, head_dim=512),
 )
 ON_EVERY_BACKEND = pytest.mark.parametrize("backend", harness.KERNEL_BACKENDS)
+# Few heads, and tokens enough that several share a tile on Hopper.
+GROUPED = (
+    SparsePrefillCase(s_q=510, s_kv=3000, h_q=16, topk=512, topk_lengths=True, empty_rows=0.05),
+    SparsePrefillCase(s_q=525, s_kv=40_000, h_q=12, topk=640, topk_lengths=True, strided=True),
+    SparsePrefillCase(s_q=511, s_kv=3000, h_q=32, topk=512, head_dim=512, index_dtype=torch.int64),
+    SparsePrefillCase(s_q=700, s_kv=1592, h_q=17, topk=640, topk_lengths=True, dtype=torch.float16),
+    SparsePrefillCase(s_q=520, s_kv=700, h_q=16, topk=666, duplicates=True, topk_lengths=True),
+)
 TYPICAL = SparsePrefillCase(s_q=200, s_kv=3000, h_q=128, topk=1024, topk_lengths=True, empty_rows=0.05)
 
 
@@ -98,17 +106,44 @@ def test_error_against_float64(case: SparsePrefillCase, backend: str) -> None:
     compare.assert_accurate(prefill(arguments, backend)["out"], oracle, baseline, "out")
 
 
+@pytest.mark.parametrize("case", GROUPED, ids=str)
+def test_tokens_that_share_a_tile(case: SparsePrefillCase) -> None:
+    arguments = case.inputs(DEVICE)
+    check(arguments, "hopper")
+    # Most is then selected by all.
+    arguments["indices"][:, :, : case.topk * 3 // 4] = arguments["indices"][:1, :, : case.topk * 3 // 4]
+    arguments["kv"].nan_to_num_(nan=0.1)
+    check(arguments, "hopper")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("column", [3, 300, 550])
+def test_what_is_no_number_stays_with_the_tokens_that_selected_it(value: float, column: int) -> None:
+    arguments = replace(GROUPED[0], topk_lengths=False, empty_rows=0.0).inputs(DEVICE)
+    indices = arguments["indices"][:, 0]
+    row = indices[205][(indices[205] >= 0) & (indices[205] < len(arguments["kv"]))][0]
+    arguments["kv"][row, 0, column] = value
+    others = ~(indices == row).any(dim=-1)
+    results = prefill(arguments, "hopper", poisoned_outputs(arguments))
+    kept = arguments | {name: arguments[name][others] for name in ("q", "indices")}
+    assert not others[205]
+    assert torch.isfinite(results["out"][others]).all()
+    assert_right({name: result[others] for name, result in results.items()}, kept)
+
+
 @ON_EVERY_BACKEND
-def test_same_bits_run_after_run(backend: str) -> None:
-    arguments = TYPICAL.inputs(DEVICE)
+@pytest.mark.parametrize("case", [TYPICAL, GROUPED[0]], ids=str)
+def test_same_bits_run_after_run(case: SparsePrefillCase, backend: str) -> None:
+    arguments = case.inputs(DEVICE)
     first = prefill(arguments, backend)
     for _ in range(3):
         harness.assert_same_bits(first, prefill(arguments, backend))
 
 
 @ON_EVERY_BACKEND
-def test_graph_follows_indices_and_lengths(backend: str) -> None:
-    arguments = TYPICAL.inputs(DEVICE)
+@pytest.mark.parametrize("case", [TYPICAL, GROUPED[0]], ids=str)
+def test_graph_follows_indices_and_lengths(case: SparsePrefillCase, backend: str) -> None:
+    arguments = case.inputs(DEVICE)
     indices, lengths = arguments["indices"].clone(), arguments["topk_length"].clone()
     arguments["indices"].fill_(-1)
     arguments["topk_length"].fill_(0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.compile import Launch, Recorder, variant_key
+from support.later_spills import allowed
 from support.marks import mostly_full
 
 from flashlatte import sparse_prefill
@@ -18,7 +19,8 @@ triton = pytest.importorskip("triton")
 
 from support import compile as support  # noqa: E402
 
-from flashlatte.ops.sparse_prefill.hopper import launch  # noqa: E402
+from flashlatte.ops.sparse_prefill import by_token  # noqa: E402
+from flashlatte.ops.sparse_prefill.hopper import launch, unions  # noqa: E402
 from flashlatte.ops.sparse_prefill.hopper.kernel import sparse_prefill_kernel  # noqa: E402
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
@@ -36,6 +38,8 @@ LAUNCHES: dict[str, Launch] = {}
 def recorded(monkeypatch):
     """Calls the launcher, and returns what it launched and the launch's variant key."""
     recorder = Recorder(sparse_prefill_kernel)
+    monkeypatch.setattr(unions, "union_kernel", Recorder(unions.union_kernel))
+    monkeypatch.setattr(by_token, "sparse_prefill_kernel", Recorder(by_token.sparse_prefill_kernel))
     monkeypatch.setattr(launch, "sparse_prefill_kernel", recorder)
     monkeypatch.setattr(machine, "num_sms", lambda _: 132)
 
@@ -125,6 +129,42 @@ def test_grid_covers_the_tiles(recorded, s_q, heads, grid):
     launched, _ = recorded(s_q=s_q, heads=heads)
     assert launched.grid == (grid,)
     assert launched.arguments["tiles"] == s_q * -(-heads // 64)
+
+
+@pytest.mark.parametrize(
+    ("s_q", "heads", "topk", "s_kv", "group"),
+    [
+        (4096, 8, 2048, 131072, 4),
+        (4096, 16, 2048, 131072, 4),
+        (4096, 17, 2048, 32768, 2),
+        (512, 32, 2048, 32768, 2),
+        (4096, 33, 2048, 32768, 1),
+        # Groups would leave most SMs without work.
+        (128, 16, 2048, 32768, 1),
+        (600, 16, 2048, 32768, 1),
+        # Their lists would take longer than they save.
+        (4096, 16, 2048, 131073, 1),
+        (4096, 32, 2048, 32769, 1),
+        (4096, 16, 511, 8192, 1),
+        # An entry of a list would have no room for the position.
+        (4096, 16, 2**26, 2**27 + 1, 1),
+    ],
+)
+def test_tokens_that_share_a_tile(s_q, heads, topk, s_kv, group):
+    assert launch.queries_per_tile(s_q, heads, topk, s_kv, 132) == group
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("heads", "head_dim"), [(16, 576), (32, 576), (16, 512), (32, 512)])
+def test_tiles_of_several_tokens(recorded, heads, head_dim):
+    launched, key = recorded(s_q=527, heads=heads, head_dim=head_dim, topk=512, lengths=True)
+    group = 64 // heads
+    assert launched.grid == (min(132, -(-527 // group)),)
+    assert launched.arguments["GROUP"] == group
+    code = compiled(key)
+    assert code.hgmma > 0
+    assert code.shared <= support.SHARED_BYTES[90]
+    assert support.loop_spills(code.sass) <= allowed(f"sparse_prefill hopper 90, head_dim {head_dim}", 0)
 
 
 def test_takes_kv_where_it_lies(recorded):

@@ -7,7 +7,7 @@ import torch
 from support.marks import mostly_full
 
 from flashlatte import sparse_prefill
-from flashlatte.ops.sparse_prefill import portable
+from flashlatte.ops.sparse_prefill import by_token
 from flashlatte.testing import compare
 from flashlatte.testing.cases import SparsePrefillCase
 
@@ -65,11 +65,11 @@ def test_against_the_reference(name):
 
 @pytest.mark.parametrize("head_dim", [576, pytest.param(512, marks=pytest.mark.full)])
 def test_laid_out_for_warp_groups(monkeypatch, head_dim):
-    config = portable.Config(64, 32, num_warps=1, warpgroups=True)
-    monkeypatch.setitem(portable.SELECTED_ROWS, "interpreter", (config,))
-    portable._compiled_for.cache_clear()
+    config = by_token.Config(64, 32, num_warps=1, warpgroups=True)
+    monkeypatch.setitem(by_token.SELECTED_ROWS, "interpreter", (config,))
+    by_token._compiled_for.cache_clear()
     check(replace(MLA, head_dim=head_dim, h_q=70, s_q=3, empty_rows=0.3).inputs())
-    portable._compiled_for.cache_clear()
+    by_token._compiled_for.cache_clear()
 
 
 def test_empty_lse():

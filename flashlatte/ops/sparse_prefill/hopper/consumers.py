@@ -94,13 +94,23 @@ def _even_step(state, score_max, scores, call, step, LAST: gl.constexpr):
 
 
 @gluon.jit
-def _odd_step(state, score_max, q_held, call, step, unused, HEAD_DIM: gl.constexpr, LAST: gl.constexpr):
+def _odd_step(
+    state,
+    score_max,
+    q_held,
+    call,
+    step,
+    unused,
+    HEAD_DIM: gl.constexpr,
+    GROUP: gl.constexpr,
+    LAST: gl.constexpr,
+):
     """A step, from block 1's scores on. After the last one of a tile block 1's right half is not let go."""
     z = step >> 30
     tiles, shared = call.tiles, call.shared
     k1_right = tiles.k1.right.index(z)
     pending = start_scores(tiles.q, q_held, tiles.k1, shared.full1, step & 1, z, unused, HEAD_DIM)
-    scores = finish_scores(pending, shared.mask1, shared.full1, step & 1)
+    scores = finish_scores(pending, shared.mask1, shared.full1, step & 1, GROUP)
     if LAST:
         arrive(Q_EMPTY, ALL)
     score_max = gl.maximum(score_max, gl.max(scores, 1))
@@ -135,7 +145,7 @@ def _odd_step(state, score_max, q_held, call, step, unused, HEAD_DIM: gl.constex
 
 
 @gluon.jit
-def consume_even(call, HEAD_DIM: gl.constexpr):
+def consume_even(call, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr):
     arrive(K0_LEFT_EMPTY, PAIR)
     arrive(K1_LEFT_EMPTY, PAIR)
     arrive(Q_EMPTY, ALL)
@@ -150,7 +160,7 @@ def consume_even(call, HEAD_DIM: gl.constexpr):
     mbarrier.wait(shared.q_full, q_phase)
     q_held = hold_queries(q, 0, HEAD_DIM)
     pending = start_scores(q, q_held, k0, shared.full0, 0, 0, unused, HEAD_DIM)
-    scores = finish_scores(pending, shared.mask0, shared.full0, 0)
+    scores = finish_scores(pending, shared.mask0, shared.full0, 0, GROUP)
     for tile in range(first, problem.tiles, gl.num_programs(0)):
         next_steps = num_steps(num_selected(problem, tile + gl.num_programs(0)))
         state = empty_state(OUTPUT)
@@ -159,13 +169,13 @@ def consume_even(call, HEAD_DIM: gl.constexpr):
             state, score_max = _even_step(state, score_max, scores, call, step, False)
             step += 1
             pending = start_scores(q, q_held, k0, shared.full0, step & 1, step >> 30, unused, HEAD_DIM)
-            scores = finish_scores(pending, shared.mask0, shared.full0, step & 1)
+            scores = finish_scores(pending, shared.mask0, shared.full0, step & 1, GROUP)
 
         arrive(Q_EMPTY, ALL)
         state, score_max = _even_step(state, score_max, scores, call, step, True)
         step += 1
         q_phase ^= 1
-        start_out(call.output, state, problem, tile, tiles.k1.left.index(step >> 30), shared.k1_offsets.left, 0)
+        start_out(call.output, state, problem, tile, tiles.k1.left.index(step >> 30), shared.k1_offsets.left, 0, GROUP)
         # The next tile's first scores are under way while this one's output is copied. Block 1 is let go before they
         # wait for the rest of block 0, so that the two come from memory at the same time.
         mbarrier.wait(shared.q_full, q_phase)
@@ -174,12 +184,12 @@ def consume_even(call, HEAD_DIM: gl.constexpr):
         tma.store_wait(0)
         arrive(K1_LEFT_EMPTY, PAIR)
         pending = add_right_scores(pending, q, q_held, k0, shared.full0, step & 1, step >> 30, HEAD_DIM)
-        scores = finish_scores(pending, shared.mask0, shared.full0, step & 1)
+        scores = finish_scores(pending, shared.mask0, shared.full0, step & 1, GROUP)
         steps = next_steps
 
 
 @gluon.jit
-def consume_odd(call, HEAD_DIM: gl.constexpr):
+def consume_odd(call, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr):
     arrive(K0_RIGHT_EMPTY, PAIR)
     arrive(K1_RIGHT_EMPTY, PAIR)
     arrive(Q_EMPTY, ALL)
@@ -197,12 +207,14 @@ def consume_odd(call, HEAD_DIM: gl.constexpr):
         state = empty_state(OUTPUT)
         score_max = _no_score()
         for _ in range(opaque(steps) - 1):
-            state, score_max = _odd_step(state, score_max, q_held, call, step, unused, HEAD_DIM, False)
+            state, score_max = _odd_step(state, score_max, q_held, call, step, unused, HEAD_DIM, GROUP, False)
             step += 1
-        state, score_max = _odd_step(state, score_max, q_held, call, step, unused, HEAD_DIM, True)
+        state, score_max = _odd_step(state, score_max, q_held, call, step, unused, HEAD_DIM, GROUP, True)
         step += 1
-        start_out(call.output, state, problem, tile, tiles.k1.right.index(step >> 30), shared.k1_offsets.right, 1)
-        store_statistics(call.output, state, score_max, problem, tile)
+        start_out(
+            call.output, state, problem, tile, tiles.k1.right.index(step >> 30), shared.k1_offsets.right, 1, GROUP
+        )
+        store_statistics(call.output, state, score_max, problem, tile, GROUP)
         tma.store_wait(0)
         arrive(K1_RIGHT_EMPTY, PAIR)
         steps = next_steps

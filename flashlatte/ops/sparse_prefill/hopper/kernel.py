@@ -13,7 +13,7 @@ _ODD_REGISTERS = gl.constexpr(232)
 _PRODUCER_REGISTERS = gl.constexpr(40)
 
 
-@gluon_kernel(by_element=("indices", "lengths", "sinks", "max_logits", "lse"))
+@gluon_kernel(by_element=("indices", "lengths", "sinks", "max_logits", "lse", "damaged"))
 def sparse_prefill_kernel(
     out_desc,  # the first argument, as ``epilogue`` expects
     q,
@@ -29,26 +29,30 @@ def sparse_prefill_kernel(
     sink_stride: gl.int64,
     max_logits,
     lse,
+    damaged,
     s_kv: gl.int32,
     heads: gl.int32,
     head_blocks: gl.int32,
     topk: gl.int32,
     tiles: gl.int32,
+    tokens: gl.int32,
     softmax_scale: gl.float32,
     scale_log2: gl.float32,
     empty_lse: gl.float32,
     HEAD_DIM: gl.constexpr,
+    GROUP: gl.constexpr,
 ):
+    """GROUP: query tokens of a tile, 1, 2 or 4."""
     shared_tiles, shared = allocate(kv.dtype.element_ty, HEAD_DIM)
-    problem = Problem(indices, index_stride, lengths, length_stride, s_kv, topk, head_blocks, tiles)
+    problem = Problem(indices, index_stride, lengths, length_stride, s_kv, topk, head_blocks, tiles, tokens)
     queries = Queries(q, q_token_stride, q_head_stride, heads)
-    output = Output(max_logits, lse, sinks, sink_stride, heads, softmax_scale, empty_lse)
+    output = Output(max_logits, lse, sinks, sink_stride, heads, softmax_scale, empty_lse, damaged)
     call = Call(shared_tiles, shared, scale_log2, None, problem, output)
     gl.warp_specialize(
         [
-            (consume_even, (call, HEAD_DIM)),
-            (consume_odd, (call, HEAD_DIM)),
-            (produce, (queries, kv, kv_stride, problem, shared_tiles, shared, HEAD_DIM)),
+            (consume_even, (call, HEAD_DIM, GROUP)),
+            (consume_odd, (call, HEAD_DIM, GROUP)),
+            (produce, (queries, kv, kv_stride, problem, shared_tiles, shared, HEAD_DIM, GROUP)),
         ],
         [4, 4],
         [_ODD_REGISTERS, _PRODUCER_REGISTERS],

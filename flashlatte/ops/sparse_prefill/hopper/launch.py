@@ -6,14 +6,23 @@ import math
 
 import torch
 
+from flashlatte.ops.sparse_prefill import by_token
 from flashlatte.ops.sparse_prefill.hopper.kernel import sparse_prefill_kernel
+from flashlatte.ops.sparse_prefill.hopper.unions import MAX_POSITIONS, unite
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import strides_in_use
 from flashlatte.runtime.tma_descriptors import describe
 
-HEADS_PER_TILE = 64
+ROWS_PER_TILE = 64
 # 16 bytes of a two-byte type: what copies from global memory move at a time.
 ALIGNMENT = 8
+# Of the lists of what groups select.
+SCRATCH_BYTES = 60 * 2**20
+# To list a union takes longer the more positions there are. Where tokens select at random, groups of 4 are 10% faster
+# at 64 positions for each index, and groups of 2 1% slower at 16 (docs/notes/sparse-prefill.md).
+POSITIONS_PER_INDEX = {1: 0, 2: 16, 4: 64}
+LEAST_TOPK = 512
+MORE_ROUNDS = 1.1
 
 
 def sparse_prefill(
@@ -33,33 +42,83 @@ def sparse_prefill(
             raise ValueError(
                 f"{name} must begin at a multiple of 16 bytes for backend='hopper', got {rows.data_ptr():#x}"
             )
+    s_q, heads, _ = q.shape
+    topk = indices.shape[-1]
+    group = queries_per_tile(s_q, heads, topk, kv.shape[0], machine.num_sms(q.device))
+    numbers = (attn_sink, softmax_scale, empty_lse)
+    if group == 1:
+        _launch(q, kv, indices, topk_length, *numbers, out, max_logits, lse)
+        return
+    chunk = max(SCRATCH_BYTES // (4 * topk) // group * group, group)
+    for begin in range(0, s_q, chunk):
+        tokens = slice(begin, begin + chunk)
+        chosen, lengths = indices[tokens], None if topk_length is None else topk_length[tokens]
+        results = (out[tokens], max_logits[tokens], lse[tokens])
+        union = unite(chosen, lengths, kv.shape[0], group)
+        _launch(q[tokens], kv, union.entries, union.counts, *numbers, *results, damaged=union.damaged, group=group)
+        by_token.sparse_prefill(q[tokens], kv, chosen, lengths, *numbers, *results, damaged=union.damaged, group=group)
+
+
+def queries_per_tile(s_q: int, heads: int, topk: int, s_kv: int, num_sms: int) -> int:
+    """How many neighbouring query tokens share a tile: those whose heads fill it, where that costs nothing even if they
+    select different tokens.
+
+    A group may take as long as its tokens one after the other, and groups must fill the SMs as well as tokens do.
+    """
+    group = 1 if heads > ROWS_PER_TILE // 2 else 2 if heads > ROWS_PER_TILE // 4 else 4
+    rounds = -(-s_q // num_sms)
+    rounds_of_groups = -(-s_q // (group * num_sms))
+    fills = group * rounds_of_groups <= MORE_ROUNDS * rounds
+    short_to_list = topk >= LEAST_TOPK and s_kv <= min(POSITIONS_PER_INDEX[group] * topk, MAX_POSITIONS)
+    return group if fills and short_to_list else 1
+
+
+def _launch(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    lists: torch.Tensor,
+    lengths: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    softmax_scale: float,
+    empty_lse: float,
+    out: torch.Tensor,
+    max_logits: torch.Tensor,
+    lse: torch.Tensor,
+    damaged: torch.Tensor | None = None,
+    group: int = 1,
+) -> None:
+    """``lists``: the indices [s_q, 1, topk], or with a group above 1 the entries of each group's union."""
     s_q, heads, head_dim = q.shape
-    head_blocks = -(-heads // HEADS_PER_TILE)
-    tiles = s_q * head_blocks
+    heads_per_tile = ROWS_PER_TILE // group
+    head_blocks = -(-heads // heads_per_tile)
+    tiles = -(-s_q // group) * head_blocks
     sparse_prefill_kernel[(min(tiles, machine.num_sms(q.device)),)](
-        out_desc=describe(out, out.shape, strides_in_use(out), (1, HEADS_PER_TILE, 256)),
+        out_desc=describe(out, out.shape, strides_in_use(out), (group, heads_per_tile, 256)),
         q=q,
         q_token_stride=q.stride(0) // ALIGNMENT,
         q_head_stride=q.stride(1) // ALIGNMENT,
         kv=kv,
         kv_stride=kv.stride(0) // ALIGNMENT,
-        indices=indices,
-        index_stride=indices.stride(0),
-        lengths=topk_length,
-        length_stride=0 if topk_length is None else topk_length.stride(0),
+        indices=lists,
+        index_stride=lists.stride(0),
+        lengths=lengths,
+        length_stride=0 if lengths is None else lengths.stride(0),
         sinks=attn_sink,
         sink_stride=0 if attn_sink is None else attn_sink.stride(0),
         max_logits=max_logits,
         lse=lse,
+        damaged=damaged,
         s_kv=kv.shape[0],
         heads=heads,
         head_blocks=head_blocks,
-        topk=indices.shape[-1],
+        topk=lists.shape[-1],
         tiles=tiles,
+        tokens=s_q,
         softmax_scale=softmax_scale,
         scale_log2=softmax_scale * math.log2(math.e),
         empty_lse=empty_lse,
         HEAD_DIM=head_dim,
+        GROUP=group,
         num_warps=4,
         enable_fp_fusion=True,
     )

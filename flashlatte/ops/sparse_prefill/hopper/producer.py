@@ -24,9 +24,12 @@ from flashlatte.kernels.hopper.ptx.memory import PIECE_ROWS, load_once
 from flashlatte.ops.sparse_prefill.hopper.state import (
     Q_EMPTY,
     indices_of,
+    is_row,
     num_selected,
     num_steps,
+    rows_of,
 )
+from flashlatte.ops.sparse_prefill.hopper.unions import MEMBER_BITS, MEMBERS
 from flashlatte.runtime.gluon_compat import cp_async
 
 # A thread copies 16 bytes at a time, eight neighbours the 128 bytes of a swizzled line.
@@ -44,10 +47,11 @@ class Queries(NamedTuple):
 
 
 class Selected(NamedTuple):
-    """The rows of kv that a block gathers: pointers to them, and which of them are selected, both [64]."""
+    """The rows of kv that a block gathers: pointers to them, which of them are selected, and by whom, all [64]."""
 
     pointers: Any
     valid: Any
+    members: Any
 
 
 @gluon.jit
@@ -57,18 +61,25 @@ def _load_indices(row, first, count):
 
 
 @gluon.jit
-def _valid_or_none(indices, s_kv):
-    """int32 indices, -1 for all that select nothing."""
-    return gl.where((indices >= 0) & (indices < s_kv), indices, -1).to(gl.int32)
+def _valid_or_none(indices, s_kv, GROUP: gl.constexpr):
+    """int32 indices or entries, -1 for all that select nothing."""
+    if GROUP > 1:
+        return indices
+    else:
+        return gl.where((indices >= 0) & (indices < s_kv), indices, -1).to(gl.int32)
 
 
 @gluon.jit
-def _rows(indices, kv, stride):
+def _rows(indices, kv, stride, GROUP: gl.constexpr):
     valid = indices >= 0
+    members = valid
+    if GROUP > 1:
+        members = gl.where(valid, indices & MEMBERS, 0)
+        indices = indices >> MEMBER_BITS
     # The stride comes in units of 16 bytes, so that the compiler knows the alignment that 16-byte copies need.
     ELEMENTS: gl.constexpr = 128 // kv.dtype.element_ty.primitive_bitwidth
     offsets = gl.where(valid, indices, 0).to(gl.int64) * stride * ELEMENTS
-    return Selected(kv + offsets, valid)
+    return Selected(kv + offsets, valid, members)
 
 
 @gluon.jit
@@ -106,18 +117,20 @@ def _copy_right(rows, k, full, HEAD_DIM: gl.constexpr):
 
 @gluon.jit
 def _publish_mask(rows, mask, full):
-    mask.store(rows.valid.to(gl.int32))
+    mask.store(rows.members.to(gl.int32))
     mbarrier.arrive(full.mask, count=1)
 
 
 @gluon.jit
-def _load_q(queries, tile, head_blocks, shared, HEAD_DIM: gl.constexpr):
-    token = queries.q + (tile // head_blocks).to(gl.int64) * queries.token_stride * 8
+def _load_q(queries, problem, tile, shared, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr):
     for first in range(0, 64, 16):
         row = first + gl.arange(0, 16, PIECE_ROWS)
-        head = (tile % head_blocks) * 64 + row
-        inside = head < queries.heads
-        pointers = token + gl.where(inside, head, 0).to(gl.int64) * queries.head_stride * 8
+        token, head = rows_of(tile // problem.head_blocks, tile % problem.head_blocks, row, GROUP)
+        inside = is_row(problem, token, head, queries.heads, GROUP)
+        if GROUP > 1:
+            token = gl.where(inside, token, 0)
+        of_token = queries.q + token.to(gl.int64) * queries.token_stride * 8
+        pointers = of_token + gl.where(inside, head, 0).to(gl.int64) * queries.head_stride * 8
         load_once(pointers, inside, row, shared.q_offsets.left, 256)
         load_once(pointers + 256, inside, row, shared.q_offsets.right, 256)
         if HEAD_DIM == 576:
@@ -135,7 +148,7 @@ def _announce_nothing(full):
 
 
 @gluon.jit
-def produce(queries, kv, kv_stride, problem, tiles, shared, HEAD_DIM: gl.constexpr):
+def produce(queries, kv, kv_stride, problem, tiles, shared, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr):
     k0 = tiles.k0
     k1 = tiles.k1
     full0 = shared.full0
@@ -144,8 +157,8 @@ def produce(queries, kv, kv_stride, problem, tiles, shared, HEAD_DIM: gl.constex
     first = gl.program_id(0)
     row = indices_of(problem, first)
     count = num_selected(problem, first)
-    indices0 = _valid_or_none(_load_indices(row, 0, count), problem.s_kv)
-    indices1 = _valid_or_none(_load_indices(row, 64, count), problem.s_kv)
+    indices0 = _valid_or_none(_load_indices(row, 0, count), problem.s_kv, GROUP)
+    indices1 = _valid_or_none(_load_indices(row, 64, count), problem.s_kv, GROUP)
     for tile in range(first, problem.tiles, gl.num_programs(0)):
         next_tile = tile + gl.num_programs(0)
         next_row = indices_of(problem, next_tile)
@@ -153,10 +166,10 @@ def produce(queries, kv, kv_stride, problem, tiles, shared, HEAD_DIM: gl.constex
         steps = num_steps(count)
 
         wait(Q_EMPTY, ALL)
-        _load_q(queries, tile, problem.head_blocks, shared, HEAD_DIM)
+        _load_q(queries, problem, tile, shared, HEAD_DIM, GROUP)
         for step in range(steps):
-            rows0 = _rows(indices0, kv, kv_stride)
-            rows1 = _rows(indices1, kv, kv_stride)
+            rows0 = _rows(indices0, kv, kv_stride, GROUP)
+            rows1 = _rows(indices1, kv, kv_stride, GROUP)
             wait(K0_LEFT_EMPTY, PAIR)
             _copy_left(rows0, k0, full0)
             _publish_mask(rows0, shared.mask0, full0)
@@ -174,8 +187,8 @@ def produce(queries, kv, kv_stride, problem, tiles, shared, HEAD_DIM: gl.constex
             _publish_mask(rows1, shared.mask1, full1)
             wait(K1_RIGHT_EMPTY, PAIR)
             _copy_right(rows1, k1, full1, HEAD_DIM)
-            indices0 = _valid_or_none(ahead0, problem.s_kv)
-            indices1 = _valid_or_none(ahead1, problem.s_kv)
+            indices0 = _valid_or_none(ahead0, problem.s_kv, GROUP)
+            indices1 = _valid_or_none(ahead1, problem.s_kv, GROUP)
         row = next_row
         count = next_count
 

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from flashlatte.kernels.hopper.mla_tiles import Q_OPERAND, SCORE_COLS
+from flashlatte.kernels.hopper.mla_tiles import Q_OPERAND, SCORE_COLS, SCORE_ROWS
 
 
 class HeldQueries(NamedTuple):
@@ -77,9 +77,13 @@ def add_right_scores(scores, q, q_held, k, full, phase, z, HEAD_DIM: gl.constexp
 
 
 @gluon.jit
-def finish_scores(pending, mask, full, phase):
+def finish_scores(pending, mask, full, phase, GROUP: gl.constexpr):
     """The scores of the tokens that are selected, -inf for the others."""
     mbarrier.wait(full.mask, phase)
-    selected = mask.load(SCORE_COLS) != 0
+    if GROUP == 1:
+        selected = (mask.load(SCORE_COLS) != 0)[None, :]
+    else:
+        query = gl.arange(0, 64, SCORE_ROWS) // (64 // GROUP)
+        selected = (mask.load(SCORE_COLS)[None, :] & (1 << query)[:, None]) != 0
     scores = warpgroup_mma_wait(0, deps=[pending])
-    return gl.where(selected[None, :], scores, float("-inf"))
+    return gl.where(selected, scores, float("-inf"))

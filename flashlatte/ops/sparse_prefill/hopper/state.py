@@ -49,7 +49,10 @@ class Shared(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """The selection and its extents. A tile is 64 heads of one query token."""
+    """The selection and its extents. A tile is 64 heads of one query token, or 64 / GROUP heads of each of GROUP.
+
+    A tile of several tokens has a list of entries (``unions.kernel``) instead of one of indices.
+    """
 
     indices: Any
     index_stride: Any
@@ -59,28 +62,48 @@ class Problem(NamedTuple):
     topk: Any
     head_blocks: Any
     tiles: Any
+    tokens: Any
 
 
 @gluon.jit
-def token_of(problem, tile):
-    """The query token of a tile; for tiles beyond the last, the last."""
+def list_of(problem, tile):
+    """Which list of indices a tile follows: its token's or its group's. For tiles beyond the last, the last."""
     return gl.minimum(tile, problem.tiles - 1) // problem.head_blocks
 
 
 @gluon.jit
+def rows_of(group, head_block, row, GROUP: gl.constexpr):
+    """The query token and the head of rows of a tile."""
+    HEADS: gl.constexpr = 64 // GROUP
+    if GROUP == 1:
+        return group, head_block * HEADS + row
+    else:
+        return group * GROUP + row // HEADS, head_block * HEADS + row % HEADS
+
+
+@gluon.jit
+def is_row(problem, token, head, heads, GROUP: gl.constexpr):
+    """Whether there is such a row."""
+    if GROUP == 1:
+        return head < heads
+    else:
+        return (head < heads) & (token < problem.tokens)
+
+
+@gluon.jit
 def num_selected(problem, tile):
-    """How many of the token's indices count."""
+    """How many indices of the tile's list count."""
     count = problem.topk
     if problem.lengths is not None:
-        length = gl.load(problem.lengths + token_of(problem, tile).to(gl.int64) * problem.length_stride)
+        length = gl.load(problem.lengths + list_of(problem, tile).to(gl.int64) * problem.length_stride)
         count = gl.minimum(gl.maximum(length, 0), count).to(gl.int32)
     return count
 
 
 @gluon.jit
 def indices_of(problem, tile):
-    """Pointer to the token's first index."""
-    return problem.indices + token_of(problem, tile).to(gl.int64) * problem.index_stride
+    """Pointer to the first index of the tile's list."""
+    return problem.indices + list_of(problem, tile).to(gl.int64) * problem.index_stride
 
 
 @gluon.jit

@@ -1,0 +1,158 @@
+"""What a group of neighbouring query tokens selects: one list of tokens, each with the members that selected it.
+
+A bitmap in shared memory, of a window of the latent's positions at a time, has four bits for each position: which
+members of the group selected it. The list has the positions in ascending order, whatever the order of the selections.
+A bitmap would lose one where a member selects a position twice: the list of such a group has all selections, one after
+the other.
+"""
+
+# Triton's annotations and calls are not Python's.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlatte.kernels.hopper.ptx import shared_words
+from flashlatte.runtime import machine
+from flashlatte.runtime.triton_kernel import kernel
+
+# An entry of the list is position << MEMBER_BITS | members, or -1 for nothing.
+MEMBER_BITS = tl.constexpr(4)
+MEMBERS = tl.constexpr(15)
+MAX_POSITIONS = 2**27
+# Positions in a word of the bitmap.
+PER_WORD = tl.constexpr(8)
+# Words of the bitmap; and how many of them, or of selections, a program takes at a time, no fewer than its threads.
+WORDS = 4096
+BLOCK = 1024
+
+
+class Union(NamedTuple):
+    """What groups of query tokens select, all int32.
+
+    Attributes:
+        entries: [groups, group · topk], of which ``counts`` [groups] are filled.
+        damaged: [groups], zeros: for the kernel that attends.
+    """
+
+    entries: torch.Tensor
+    counts: torch.Tensor
+    damaged: torch.Tensor
+
+
+def unite(indices: torch.Tensor, topk_length: torch.Tensor | None, s_kv: int, group: int) -> Union:
+    """Of ``group`` neighbours each; ``indices`` [s_q, 1, topk], ``topk_length`` [s_q] or None."""
+    s_q, _, topk = indices.shape
+    groups = -(-s_q // group)
+    interpreting = machine.interpreting()
+    made = {"dtype": torch.int32, "device": indices.device}
+    entries = torch.empty(groups, group * topk, **made)
+    counts, damaged = torch.empty(groups, **made), torch.empty(groups, **made)
+    union_kernel[(groups,)](
+        indices=indices,
+        indices_stride=indices.stride(0),
+        lengths=topk_length,
+        length_stride=0 if topk_length is None else topk_length.stride(0),
+        entries=entries,
+        counts=counts,
+        damaged=damaged,
+        interpreted_memory=torch.empty(groups, WORDS, dtype=torch.int32) if interpreting else None,
+        tokens=s_q,
+        s_kv=s_kv,
+        topk=topk,
+        GROUP=group,
+        WORDS=WORDS,
+        BLOCK=BLOCK,
+        INTERPRETED=interpreting,
+        num_warps=8,
+    )
+    return Union(entries, counts, damaged)
+
+
+@kernel(by_element=("indices", "lengths", "entries", "counts", "damaged"))
+def union_kernel(
+    indices,
+    indices_stride: tl.int64,
+    lengths,
+    length_stride: tl.int64,
+    entries,
+    counts,
+    damaged,
+    interpreted_memory,
+    tokens: tl.int32,
+    s_kv: tl.int32,
+    topk: tl.int32,
+    GROUP: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """A group by each program: its entries [GROUP · topk], how many they are, and 0 in ``damaged``.
+
+    ``interpreted_memory``: int32 [groups, WORDS] that stand for shared memory in Triton's interpreter, else None.
+    """
+    group = tl.program_id(0)
+    first = group * GROUP
+    entries += group.to(tl.int64) * GROUP * topk
+    memory = interpreted_memory + group * WORDS if INTERPRETED else shared_words.allocate(WORDS)
+    place = tl.arange(0, BLOCK)
+    selected = tl.zeros_like(place)
+    listed = tl.zeros_like(place)
+    count = tl.zeros([], tl.int32)
+    for window in range(0, s_kv, WORDS * PER_WORD):
+        positions = tl.minimum(s_kv - window, WORDS * PER_WORD)
+        words = tl.cdiv(positions, PER_WORD)
+        for begin in range(0, words, BLOCK):
+            shared_words.store(memory, begin + place, tl.zeros_like(place), begin + place < words, INTERPRETED)
+        tl.debug_barrier()
+        for member in tl.static_range(GROUP):
+            row, length = selection(indices, indices_stride, lengths, length_stride, first + member, tokens, topk)
+            for begin in range(0, length, BLOCK):
+                index = tl.load(row + begin + place, mask=begin + place < length, other=-1)
+                inside = (index >= window) & (index < window + positions)
+                position = tl.where(inside, index, window).to(tl.int32) - window
+                bit = (tl.zeros_like(position) + (1 << member)) << ((position % PER_WORD) * MEMBER_BITS)
+                shared_words.set_bits(memory, position // PER_WORD, bit, inside, INTERPRETED)
+                selected += inside.to(tl.int32)
+        tl.debug_barrier()
+        for begin in range(0, words, BLOCK):
+            word = shared_words.load(memory, begin + place, begin + place < words, INTERPRETED)
+            listed += shared_words.ones_in(word, INTERPRETED)
+            present = (word | (word >> 1) | (word >> 2) | (word >> 3)) & 0x11111111
+            ones = shared_words.ones_in(present, INTERPRETED)
+            entry = count + tl.cumsum(ones, axis=0) - ones
+            for eighth in tl.static_range(PER_WORD):
+                members = (word >> (eighth * MEMBER_BITS)) & MEMBERS
+                position = window + (begin + place) * PER_WORD + eighth
+                tl.store(entries + entry, (position << MEMBER_BITS) | members, mask=members != 0)
+                entry += (members != 0).to(tl.int32)
+            count += tl.sum(ones, axis=0)
+        tl.debug_barrier()
+
+    if tl.sum(selected - listed, axis=0) != 0:
+        count = tl.zeros([], tl.int32)
+        for member in tl.static_range(GROUP):
+            row, length = selection(indices, indices_stride, lengths, length_stride, first + member, tokens, topk)
+            for begin in range(0, length, BLOCK):
+                index = tl.load(row + begin + place, mask=begin + place < length, other=-1)
+                inside = (index >= 0) & (index < s_kv)
+                entry = tl.where(inside, (index.to(tl.int32) << MEMBER_BITS) | (1 << member), -1)
+                tl.store(entries + count + begin + place, entry, mask=begin + place < length)
+            count += length
+    tl.store(counts + group, count)
+    tl.store(damaged + group, 0)
+
+
+@triton.jit
+def selection(indices, indices_stride, lengths, length_stride, token, tokens, topk):
+    """Pointer to a token's first index, and how many count; none of a token beyond the last."""
+    at = tl.minimum(token, tokens - 1).to(tl.int64)
+    length = topk
+    if lengths is not None:
+        length = tl.minimum(tl.maximum(tl.load(lengths + at * length_stride), 0), topk).to(tl.int32)
+    return indices + at * indices_stride, tl.where(token < tokens, length, 0)
