@@ -58,8 +58,8 @@ def _sparse_decode(backend: str, form: str, heads: int = 16, extra: bool = False
     )
 
 
-def _sparse_prefill(backend: str) -> None:
-    flashlatte.sparse_prefill(_rows(3, 128, 576), _rows(200, 1, 576), _ints(3, 1, 128), backend=backend)
+def _sparse_prefill(backend: str, s_q: int = 3, heads: int = 128, topk: int = 128) -> None:
+    flashlatte.sparse_prefill(_rows(s_q, heads, 576), _rows(200, 1, 576), _ints(s_q, 1, topk), backend=backend)
 
 
 def _dense_prefill(backend: str) -> None:
@@ -225,6 +225,7 @@ CALLS: list[Callable[[], None]] = [
     *(functools.partial(_sparse_decode, "hopper", form) for form in ("v32", "model1", "bf16")),
     lambda: _sparse_decode("hopper", "v32", heads=128, extra=True),
     *(functools.partial(_sparse_prefill, backend) for backend in ("portable", "hopper")),
+    lambda: _sparse_prefill("hopper", s_q=400, heads=16, topk=512),
     *(functools.partial(_dense_prefill, backend) for backend in ("portable", "hopper")),
     *(functools.partial(_caches, form) for form in ("v32", "model1", "v41", "nvfp4_ds_mla", "bf16")),
     _norm_rope,

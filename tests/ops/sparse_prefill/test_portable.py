@@ -113,6 +113,19 @@ def test_nan_in_a_selected_row_stays_with_the_tokens_that_selected_it():
     assert torch.equal(out[~selected], expected[~selected])
 
 
+def test_computes_anew_only_what_is_damaged():
+    arguments = replace(TOY, s_q=5).inputs()
+    before = sparse_prefill(**arguments, backend="portable")
+    results = tuple(torch.full_like(result, 7.0) for result in before)
+    tensors = [arguments[name] for name in ("q", "kv", "indices", "topk_length", "attn_sink", "softmax_scale")]
+    damaged = torch.tensor([0, 1, 0], dtype=torch.int32)
+    by_token.sparse_prefill(*tensors, float("-inf"), *results, damaged=damaged, group=2)
+    anew = torch.tensor([False, False, True, True, False])
+    for result, expected in zip(results, before, strict=True):
+        assert torch.equal(result[anew], expected[anew])
+        assert (result[~anew] == 7.0).all()
+
+
 def test_same_bits_run_after_run():
     arguments = TOY.inputs()
     for first, second in zip(*(sparse_prefill(**arguments, backend="portable") for _ in range(2)), strict=True):
