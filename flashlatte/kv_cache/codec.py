@@ -165,6 +165,8 @@ def format_of_records(records: object, cache_format: str | CacheFormat | None, n
         raise TypeError(f"{name} must be a tensor, got {type(records).__name__}")
     if records.dim() == 0:
         raise ValueError(f"{name} must have at least one axis, got a scalar")
+    if records.shape[-1] == 0:
+        raise ValueError(f"{name} must have rows of at least one number, got shape {list(records.shape)}")
     if cache_format is None:
         return infer_format(records, name)
     if isinstance(cache_format, str):

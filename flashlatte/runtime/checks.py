@@ -74,6 +74,13 @@ def output(
     return value
 
 
+def given(name: str, value: object) -> torch.Tensor:
+    """A tensor, where None would mean one that is made: for interfaces that return nothing but write into theirs."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    return value
+
+
 def apart(name: str, value: torch.Tensor, **others: torch.Tensor | None) -> None:
     """What is written into does not begin where something that is read does."""
     if torch.compiler.is_compiling() or value.numel() == 0:

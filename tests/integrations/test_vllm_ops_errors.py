@@ -8,6 +8,7 @@ from flashlatte.integrations.vllm import ops
 ONE = torch.tensor(1.0)
 FP8_CACHE, LATENTS = torch.zeros(1, 2, 576, dtype=torch.uint8), torch.zeros(1, 512)
 SLOT, ROPES = torch.tensor([0]), torch.zeros(1, 64)
+KEYS = torch.zeros(1, 1, 1, 16)
 LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
 
 
@@ -65,6 +66,54 @@ LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
             lambda: ops.top_k_per_row_decode(LOGITS, 1, SLOT, INDICES, 2, 8, 1, 4),
             ValueError,
             "^logits must have the 2 rows that num_rows says, got 1$",
+        ),
+        (
+            lambda: ops.concat_mla_q(LATENTS[None], ROPES[None], None),
+            TypeError,
+            "^q_out must be a tensor, got NoneType$",
+        ),
+        (
+            lambda: ops.persistent_topk(LOGITS, SLOT, None, None, 4, 8),
+            TypeError,
+            "^output must be a tensor, got NoneType$",
+        ),
+        (
+            lambda: ops.merge_attn_states(None, ROPES[None], LOGITS[:, :1], ROPES[None], LOGITS[:, :1]),
+            TypeError,
+            "^output must be a tensor, got NoneType$",
+        ),
+        (
+            lambda: ops.unified_attention(
+                *(KEYS[0], KEYS, KEYS, None, torch.tensor([0, 1]), 1, SLOT, 1, 1.0, True, (-1, -1), SLOT[None]),
+                *(0.0, None, None, None),
+            ),
+            TypeError,
+            "^out must be a tensor, got NoneType$",
+        ),
+        (
+            lambda: ops.triton_reshape_and_cache_flash_per_token_head_quant(
+                KEYS[0], KEYS[0], KEYS.char(), KEYS.char(), None, None, SLOT, None
+            ),
+            TypeError,
+            "^k_scale_cache must be a tensor, got NoneType$",
+        ),
+        (
+            lambda: ops.triton_reshape_and_cache_flash_per_token_head_quant(
+                KEYS[0], KEYS[0], KEYS.char(), KEYS.char(), torch.ones(1), torch.ones(1), SLOT, None
+            ),
+            ValueError,
+            r"^k_scale_cache must have 3 axes, got shape \[1\]$",
+        ),
+        (
+            lambda: ops.cp_gather_indexer_k_quant_cache(
+                FP8_CACHE[..., :132].contiguous(),
+                torch.zeros(2, 128, dtype=torch.uint8),
+                torch.zeros(9, dtype=torch.uint8)[1:].view(2, 4),
+                SLOT[None],
+                torch.tensor([0, 2]),
+            ),
+            ValueError,
+            "^dst_scale must begin at a multiple of 4 bytes, got offset 1$",
         ),
         (
             lambda: ops.indexer_k_quant_and_cache(LATENTS, FP8_CACHE, SLOT, 128, "ue8m0"),

@@ -10,6 +10,7 @@ import torch
 import flashlatte
 from flashlatte import kv_cache
 from flashlatte.kv_cache import turboquant
+from flashlatte.runtime import checks
 
 BEGINS = torch.tensor([0, 4])
 PAGE, LENGTH = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([4])
@@ -65,6 +66,14 @@ def _gather_records(given: str) -> None:
     kv_cache.gather_records(**read, block_table=PAGE, cu_seqlens=BEGINS, total_tokens=4, out=read[given].view(4, 576))
 
 
+def _index_gather(given: str) -> None:
+    read = {"cache": _rows(1, 4, 1, 64)}
+    with checks.naming(values="out"):
+        flashlatte.index_gather(
+            **read, block_table=PAGE, cu_seqlens=BEGINS, total_tokens=4, head_dim=64, values=read[given].view(4, 64)
+        )
+
+
 def _concat_mla_q(given: str) -> None:
     out = _rows(4, 2, 128)
     read = {name: _rows(4, 2, 64) for name in ("ql_nope", "q_pe")} | {given: out[..., :64]}
@@ -92,6 +101,7 @@ def _unpack_seq(given: str) -> None:
         (_turboquant_decode, "q"),
         (_gather, "cache"),
         (_gather_records, "cache"),
+        (_index_gather, "cache"),
         *((_concat_mla_q, name) for name in ("ql_nope", "q_pe")),
         (_pack_seq, "x"),
         (_unpack_seq, "packed"),

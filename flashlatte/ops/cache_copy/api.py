@@ -59,7 +59,7 @@ def copy_blocks(
     for cache in every:
         source, target = _page_pairs(src_pages, dst_pages, cache.shape[0], cache.shape[0])
         chosen = dispatch.select(_call(cache, cache), backend)
-        if len(source):
+        if len(source) and cache.numel():
             on_device = _on_device(source, cache.device), _on_device(target, cache.device)
             _copy_pages(None, cache, *on_device, _are_disjoint(source, target), chosen)
 
@@ -97,7 +97,7 @@ def swap_blocks(
     source, target = _page_pairs(src_pages, dst_pages, src_cache.shape[0], dst_cache.shape[0])
     call = _call(src_cache, dst_cache)
     backend = dispatch.select(call, backend)
-    if len(source):
+    if len(source) and dst_cache.numel():
         on_device = _on_device(source, call.device), _on_device(target, call.device)
         _copy_pages(src_cache, dst_cache, *on_device, True, backend)
 
@@ -144,6 +144,8 @@ def _check_paged(name: str, cache: object) -> None:
         raise TypeError(f"{name} must be a tensor, got {type(cache).__name__}")
     if cache.dim() < 2:
         raise ValueError(f"{name} must have shape [pages, page_size, …], got {list(cache.shape)}")
+    if cache.dtype.is_complex:
+        raise TypeError(f"{name} must hold real numbers or bytes, got {checks.dtype_names([cache.dtype])}")
 
 
 def _page_pairs(

@@ -112,9 +112,9 @@ def index_gather(
     if seq_starts is not None:
         checks.tensor("seq_starts", seq_starts, (requests,), checks.INDEX_DTYPES, device, unit_last_stride=False)
     values_like, scales_like = gathered_like(layout, rows)
-    values = _gathered("values", values, values_like, device)
+    values = _gathered("values", values, values_like, cache)
     if scales_like is not None:
-        scales = _gathered("scales", scales, scales_like, device)
+        scales = _gathered("scales", scales, scales_like, cache)
     elif scales is not None:
         raise ValueError(f"scales must be None for format {layout.name}, which has none, got a tensor")
     if rows:
@@ -155,11 +155,12 @@ def gathered_like(layout: IndexFormat, rows: int) -> tuple[torch.Tensor, torch.T
     )
 
 
-def _gathered(name: str, value: torch.Tensor | None, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _gathered(name: str, value: torch.Tensor | None, like: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     if value is None:
         stored = torch.uint8 if like.dtype.itemsize == 1 else like.dtype
-        return torch.zeros(like.shape, dtype=stored, device=device).view(like.dtype)
-    checks.output(name, value, tuple(like.shape), (like.dtype,), device)
+        return torch.zeros(like.shape, dtype=stored, device=cache.device).view(like.dtype)
+    checks.output(name, value, tuple(like.shape), (like.dtype,), cache.device)
+    checks.apart(name, value, cache=cache)
     if not value.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {value.stride()}")
     return value

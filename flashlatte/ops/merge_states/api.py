@@ -133,8 +133,8 @@ def merge_attn_states(
     """
     checks.tensor("prefix_output", prefix_output, ("tokens", "heads", "d"), checks.FLOAT_DTYPES, may_be_empty=3)
     tokens, heads = prefix_output.shape[:2]
-    if not isinstance(suffix_output, torch.Tensor):
-        raise TypeError(f"suffix_output must be a tensor, got {type(suffix_output).__name__}")
+    checks.given("suffix_output", suffix_output)
+    checks.given("output", output)
     lses = {"prefix_lse": prefix_lse, "suffix_lse": suffix_lse, "output_lse": output_lse}
     for name, value in lses.items():
         if name != "output_lse" or value is not None:

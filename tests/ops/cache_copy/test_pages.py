@@ -129,6 +129,11 @@ ONE_PAGE = OTHER[:1].expand(2, -1, -1, -1)
         (lambda: kv_cache.copy_blocks(CACHE, [0.0], [1]), TypeError, "^src_pages must hold ints, got 0.0$"),
         (lambda: kv_cache.copy_blocks(CACHE, [True], [1]), TypeError, "^src_pages must hold ints, got True$"),
         (lambda: kv_cache.copy_blocks(CACHE, torch.zeros(1), [1]), TypeError, "^src_pages must be .* got float32"),
+        (
+            lambda: kv_cache.copy_blocks(torch.zeros(2, 1, dtype=torch.complex64), [0], [1]),
+            TypeError,
+            "^caches must hold real numbers or bytes, got complex64$",
+        ),
         (lambda: kv_cache.swap_blocks([0], CACHE, [0], [0]), TypeError, "^src_cache must be a tensor, got list$"),
         (lambda: kv_cache.swap_blocks(CACHE, torch.zeros(3), [0], [0]), ValueError, "^dst_cache must have shape"),
         (

@@ -109,3 +109,9 @@ def test_pages_in_pieces_are_refused_and_left_to_the_reference():
     assert cache[1].equal(cache[0])
     with pytest.raises(ValueError, match="it takes caches on one GPU"):
         swap_blocks(cache, cache.clone(), [0], [1], backend="portable")
+
+
+def test_pages_without_numbers_are_copied():
+    cache = torch.empty(3, 4, 0)
+    copy_blocks(cache, [0], [1], backend="portable")
+    swap_blocks(cache, cache.clone(), [0], [1], backend="portable")

@@ -65,6 +65,8 @@ def cp_gather_indexer_k_quant_cache(
             raise TypeError(f"{name} must be {accepted}, got {checks.dtype_names([value.dtype])}")
         if not value.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {value.stride()}")
+    if dst_scale.storage_offset() * dst_scale.element_size() % 4:
+        raise ValueError(f"dst_scale must begin at a multiple of 4 bytes, got offset {dst_scale.storage_offset()}")
     rows = dst_k.shape[0]
     if dst_scale.numel() * dst_scale.element_size() != 4 * rows or dst_scale.shape[:1] != (rows,):
         raise ValueError(
@@ -172,11 +174,11 @@ def persistent_topk(
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device.
     """
-    rows = logits.shape[0]
-    if lengths.numel() != rows:
+    rows = checks.given("logits", logits).shape[0]
+    if checks.given("lengths", lengths).numel() != rows:
         raise ValueError(f"lengths must hold one for each of the {rows} rows of logits, got {list(lengths.shape)}")
     with checks.naming(end="lengths", indices="output"):
-        topk(logits, k, end=lengths.reshape(-1), indices=output)
+        topk(logits, k, end=lengths.reshape(-1), indices=checks.given("output", output))
 
 
 cooperative_topk = persistent_topk

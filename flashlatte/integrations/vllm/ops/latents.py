@@ -217,7 +217,8 @@ def concat_mla_q(ql_nope: torch.Tensor, q_pe: torch.Tensor, q_out: torch.Tensor)
 
     ``q_out`` may have more heads, to pad them: the first H are written.
     """
-    heads = q_out[:, : ql_nope.shape[1]] if q_out.dim() == ql_nope.dim() == 3 else q_out
+    three = checks.given("q_out", q_out).dim() == checks.given("ql_nope", ql_nope).dim() == 3
+    heads = q_out[:, : ql_nope.shape[1]] if three else q_out
     with checks.naming(out="q_out"):
         concat_queries(ql_nope, q_pe, out=heads)
 

@@ -98,6 +98,8 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
     """
     if "INT4" in getattr(kv_quant_mode, "name", ""):
         raise ValueError(f"kv_quant_mode must be one of 8 bits, got {kv_quant_mode.name}")
+    for name, scales in (("k_scale_cache", k_scale_cache), ("v_scale_cache", v_scale_cache)):
+        _check_axes(name, scales, 3)
     with checks.naming(k_scale="k_scale_cache", v_scale="v_scale_cache", **_NAMES):
         write_pages(key, value, key_cache, value_cache, slot_mapping, k_scale=k_scale_cache, v_scale=v_scale_cache)
 

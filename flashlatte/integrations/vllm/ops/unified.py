@@ -80,6 +80,7 @@ def unified_attention(
     Raises:
         TypeError, ValueError: as ``paged_attention``, and where an argument asks for what is not served.
     """
+    checks.given("out", out)
     _refuse(isinstance(causal, torch.Tensor), "causal must be True or False: one for each request is not served")
     _refuse(rswa_window is not None or rswa_prefix_lens is not None, "rswa_window must be None: it is not served")
     _refuse(chunk_lookback != -1, f"chunk_lookback must be -1: chunks are not served, got {chunk_lookback}")
