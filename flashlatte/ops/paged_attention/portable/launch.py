@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from flashlatte.kernels.triton.fp8 import converts_e4m3
-from flashlatte.kernels.triton.head_dims import SMALLEST, padded, parts
+from flashlatte.kernels.triton.head_dims import padded, parts
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kernels.triton.ragged_tiles import tile_slots
 from flashlatte.ops.paged_attention.portable.attend import Step
@@ -107,8 +107,7 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
         width_v=padded(head_dim_v),
         page_size=page_size,
         num_stages=config.num_stages,
-        # Few rows have little to mask, and would wait for the look at the block table.
-        branches=gpu in _BRANCHING and config.block_m > SMALLEST,
+        branches=gpu in _BRANCHING,
         has_terms=has_terms,
         softcap=problem.softcap > 0,
         alibi=problem.alibi_slopes is not None,
