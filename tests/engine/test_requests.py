@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -62,9 +63,19 @@ def test_any_arrivals_and_aborts_leave_the_others_tokens_as_they_are(events, opt
     assert served.pool.in_use == 0
 
 
+class Pieces:
+    """A tokenizer of one to three letters a token, so that a text may begin and end within tokens."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join("abcd"[token % 4] * (1 + token % 3) for token in tokens)
+
+
 @functools.cache
 def drawn_alone(number: int, sampling: SamplingParams) -> tuple[list[int], list[float], str | None]:
-    (output,) = engine().generate([PROMPTS[number]], sampling)
+    (output,) = engine().generate([PROMPTS[number]], dataclasses.replace(sampling, stop=()))
+    for count in range(1, len(output.tokens) + 1):
+        if any(text in Pieces().decode(output.tokens[:count]) for text in sampling.stop):
+            return output.tokens[:count], output.logprobs[:count], "stop"
     return output.tokens, output.logprobs, output.finish_reason
 
 
@@ -78,6 +89,7 @@ def drawn_alone(number: int, sampling: SamplingParams) -> tuple[list[int], list[
                 repetition_penalty=st.sampled_from([1.0, 1.4]),
                 seed=st.integers(0, 1),
                 stop_tokens=st.sampled_from([(), tuple(range(12))]),
+                stop=st.sampled_from([(), ("ba", "cd", "addd")]),
                 logprobs=st.just(True),
             )
         ]
@@ -92,7 +104,8 @@ def drawn_alone(number: int, sampling: SamplingParams) -> tuple[list[int], list[
     ),
 )
 def test_draws_penalties_stops_and_logprobs_are_those_of_a_request_alone(samplings, options):
-    outputs = engine(page_size=4, max_requests=2, **options).generate(PROMPTS[:3], samplings)
+    served = engine(page_size=4, max_requests=2, tokenizer=Pieces(), **options)
+    outputs = served.generate(PROMPTS[:3], samplings)
     for number, (output, sampling) in enumerate(zip(outputs, samplings, strict=True)):
         tokens, logprobs, reason = drawn_alone(number, sampling)
         assert (output.tokens, output.finish_reason) == (tokens, reason)
