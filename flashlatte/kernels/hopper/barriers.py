@@ -22,8 +22,19 @@ from flashlatte.kernels.hopper.ptx.threads import bar_arrive as arrive
 from flashlatte.kernels.hopper.ptx.threads import bar_arrive_at as arrive_at
 from flashlatte.kernels.hopper.ptx.threads import bar_sync as wait
 from flashlatte.kernels.hopper.ptx.threads import bar_sync_at as wait_at
+from flashlatte.runtime.gluon_compat import cta_barrier
 
-__all__ = ["ALL", "FIRST_FREE", "PAIR", "allocate_mbarrier", "arrive", "arrive_at", "wait", "wait_at"]
+__all__ = [
+    "ALL",
+    "FIRST_FREE",
+    "PAIR",
+    "allocate_mbarrier",
+    "arrive",
+    "arrive_at",
+    "before_partitions",
+    "wait",
+    "wait_at",
+]
 
 # Numbers are free from here to 15. Triton takes those below for its own barriers.
 FIRST_FREE = 5
@@ -31,6 +42,16 @@ FIRST_FREE = 5
 # Threads that meet: two partitions of four warps, or all three.
 PAIR = gl.constexpr(256)
 ALL = gl.constexpr(384)
+
+
+@gluon.jit
+def before_partitions():
+    """Stands before ``warp_specialize`` where a reduction came before.
+
+    What that hands to the partitions lies in shared memory where the reduction's results were, and Triton sets no
+    barrier between: a warp that is ahead would write over a result that another one has yet to read.
+    """
+    cta_barrier()
 
 
 @gluon.jit

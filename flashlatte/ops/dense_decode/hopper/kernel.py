@@ -6,6 +6,7 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
+from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.mla_tiles import allocate_full
 from flashlatte.ops.dense_decode.hopper import (
     consumers,
@@ -112,6 +113,7 @@ def dense_decode_kernel(
         query, corner, keys, key_lengths, table, work, causal_offset, scale, shared, full, None, results
     )
     CONSUMER_REGISTERS: gl.constexpr = _CAST_REGISTERS if PLAN.one_byte else _REGISTERS
+    barriers.before_partitions()
     gl.warp_specialize(
         [
             (one_byte_producer.produce if PLAN.one_byte else producer.produce, (call, PLAN)),

@@ -6,7 +6,7 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from flashlatte.kernels.hopper import clusters
+from flashlatte.kernels.hopper import barriers, clusters
 from flashlatte.kernels.hopper.mla_tiles import allocate_full
 from flashlatte.ops.sparse_decode.hopper import (
     cluster_producer,
@@ -161,6 +161,7 @@ def sparse_decode_kernel(
     results = epilogue.Results(outputs, scratch, partials)
     call = consumers.Call(queries, own, extra, key_lengths, work, scale, shared, masks, full, peer, results)
     ONE_BLOCK: gl.constexpr = PLAN.granularity == 1
+    barriers.before_partitions()
     gl.warp_specialize(
         [
             (

@@ -2,6 +2,7 @@
 
 from triton.experimental.gluon import language as gl
 
+from flashlatte.kernels.hopper import barriers
 from flashlatte.ops.sparse_prefill.hopper.consumers import Call, consume_even, consume_odd
 from flashlatte.ops.sparse_prefill.hopper.epilogue import Output
 from flashlatte.ops.sparse_prefill.hopper.producer import Queries, produce
@@ -48,6 +49,7 @@ def sparse_prefill_kernel(
     queries = Queries(q, q_token_stride, q_head_stride, heads)
     output = Output(max_logits, lse, sinks, sink_stride, heads, softmax_scale, empty_lse, damaged)
     call = Call(shared_tiles, shared, scale_log2, None, problem, output)
+    barriers.before_partitions()
     gl.warp_specialize(
         [
             (consume_even, (call, HEAD_DIM, GROUP)),
