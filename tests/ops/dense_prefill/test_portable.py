@@ -10,6 +10,7 @@ import torch
 
 from flashlatte import dense_prefill
 from flashlatte.ops.dense_prefill import api
+from flashlatte.ops.dense_prefill.portable import launch
 from flashlatte.testing import compare
 from flashlatte.testing.cases import DensePrefillCase
 
@@ -67,6 +68,12 @@ QUICK = ("views of packed rows", "zero lengths", "mla")
 )
 def test_against_the_reference(case):
     check(case.inputs())
+
+
+@FULL
+def test_masks_as_on_gpus_without_the_branch(monkeypatch):
+    monkeypatch.setattr(launch, "_BRANCHING", frozenset())
+    check(CASES["wide window"].inputs())
 
 
 def test_empty_lse():

@@ -45,7 +45,7 @@ TABLE: dict[str, Configs] = {
     "hopper, unaligned": Configs(Config(32, 64, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
     "blackwell": Configs(Config(128, 64, 8, 2), Config(32, 64, 4, 2), Config(64, 32, 4, 2)),
     "ampere": Configs(Config(128, 32, 8, 3), Config(16, 64, 4, 2), Config(64, 16, 4, 2)),
-    "small": Configs(Config(64, 32, 4, 2), Config(16, 64, 4, 2), Config(64, 16, 4, 2)),
+    "small": Configs(Config(128, 64, 8, 2), Config(16, 64, 4, 2), Config(64, 16, 4, 2)),
     "other": Configs(Config(64, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
     "interpreter": Configs(Config(32, 16, 1, 1), Config(16, 32, 1, 1), Config(32, 16, 1, 1)),
 }

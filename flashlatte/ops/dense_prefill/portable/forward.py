@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import narrow
@@ -18,6 +19,13 @@ from flashlatte.ops.dense_prefill.portable.tiles import (
     sees,
 )
 from flashlatte.runtime.triton_kernel import kernel
+
+
+@triton.jit
+def _masked(scores, key, lower, upper):
+    """Scores [rows, keys], -inf where a row does not see a key."""
+    visible = (key[None, :] >= lower[:, None]) & (key[None, :] <= upper[:, None])
+    return tl.where(visible, scores, float("-inf"))
 
 
 @kernel(by_element=("cu_seqlens_q", "cu_seqlens_k"))
@@ -56,6 +64,7 @@ def forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    BRANCHES: tl.constexpr,
     ALIGN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -87,9 +96,12 @@ def forward_kernel(
         _, _, scores = load_parts_and_dot(
             q_a, q_b, k, k_stride_token, start, seen, end, D, D_A, D_B, BLOCK_N, ALIGN, INTERPRETED
         )  # scores [BLOCK_M, BLOCK_N]
-        if (start < full) | (start >= partial):
-            key = (start + tl.arange(0, BLOCK_N))[None, :]
-            scores = tl.where((key >= lower[:, None]) & (key <= upper[:, None]), scores, float("-inf"))
+        key = start + tl.arange(0, BLOCK_N)
+        if BRANCHES:
+            if (start < full) | (start >= partial):
+                scores = _masked(scores, key, lower, upper)
+        else:
+            scores = _masked(scores, key, lower, upper)
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
         subtracted = tl.where(new_max == float("-inf"), 0.0, new_max * scale)
         p = tl.exp2(scores * scale - subtracted[:, None])

@@ -17,6 +17,9 @@ from flashlatte.ops.dense_prefill.portable.forward import forward_kernel
 from flashlatte.runtime.arguments import by_name
 
 _ROW_SUMS_BLOCK = 64
+# Classes of GPUs on which masks are in a branch of the forward loop. Elsewhere Triton then misses that one product
+# depends on the other, and gives rows of P to several warps.
+_BRANCHING = frozenset({"hopper", "blackwell", "interpreter"})
 
 
 def forward(
@@ -38,7 +41,8 @@ def forward(
     if total_q == 0:
         return
     align, tensors = _by_name(q=q, k=k, v=v, out=out)
-    configs, constants = _compiled_for(gpu_class(q.device), head_dim, v.shape[2], align > 1)
+    gpu = gpu_class(q.device)
+    configs, constants = _compiled_for(gpu, head_dim, v.shape[2], align > 1)
     requests = cu_seqlens_q.shape[0] - 1
     slots = tile_slots(total_q, requests, configs.forward.block_m)
     forward_kernel[(slots * heads,)](
@@ -60,6 +64,7 @@ def forward(
             softmax_scale=softmax_scale,
             empty_lse=empty_lse,
         ),
+        BRANCHES=gpu in _BRANCHING,
         ALIGN=align,
         **constants,
         **_options(configs.forward),
