@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,53 +22,57 @@ def _rows(*shape: int) -> torch.Tensor:
 
 
 def _dense_decode(given: str) -> None:
-    read = {"q": _rows(1, 1, 4, 512), "k_cache": _rows(1, 4, 1, 512)}
+    read: dict[str, Any] = {"q": _rows(1, 1, 4, 512), "k_cache": _rows(1, 4, 1, 512)}
     out = read[given].view(1, 1, 4, 512)
     flashlatte.dense_decode(**read, block_table=PAGE, cache_seqlens=LENGTH, out=out)
 
 
 def _sparse_decode(given: str) -> None:
-    read = {"q": _rows(1, 1, 4, 512), "k_cache": _rows(1, 4, 1, 512), "extra_k_cache": _rows(1, 4, 1, 512)}
+    read: dict[str, Any] = {
+        "q": _rows(1, 1, 4, 512),
+        "k_cache": _rows(1, 4, 1, 512),
+        "extra_k_cache": _rows(1, 4, 1, 512),
+    }
     indices, out = torch.zeros(1, 1, 4, dtype=torch.int32), read[given].view(1, 1, 4, 512)
     flashlatte.sparse_decode(**read, indices=indices, extra_indices=indices, out=out)
 
 
 def _sparse_prefill(given: str) -> None:
-    read = {"q": _rows(1, 4, 512), "kv": _rows(4, 1, 512)}
+    read: dict[str, Any] = {"q": _rows(1, 4, 512), "kv": _rows(4, 1, 512)}
     indices = torch.zeros(1, 1, 4, dtype=torch.int32)
     flashlatte.sparse_prefill(**read, indices=indices, out=read[given].view(1, 4, 512))
 
 
 def _dense_prefill(given: str) -> None:
-    read = {name: _rows(4, 2, 64) for name in "qkv"}
+    read: dict[str, Any] = {name: _rows(4, 2, 64) for name in "qkv"}
     flashlatte.dense_prefill(
         **read, cu_seqlens_q=BEGINS, cu_seqlens_k=BEGINS, max_seqlen_q=4, max_seqlen_k=4, out=read[given]
     )
 
 
 def _vit_attention(given: str) -> None:
-    read = {name: _rows(4, 2, 64) for name in "qkv"}
+    read: dict[str, Any] = {name: _rows(4, 2, 64) for name in "qkv"}
     flashlatte.vit_attention(**read, cu_seqlens=BEGINS, max_seqlen=4, out=read[given])
 
 
 def _turboquant_decode(given: str) -> None:
-    read = {"q": _rows(1, 1, 2, 64)}
+    read: dict[str, Any] = {"q": _rows(1, 1, 2, 64)}
     cache = turboquant.allocate("turboquant_4bit_nc", 1, 4, 1, 64)
     flashlatte.turboquant_decode(**read, cache=cache, block_table=PAGE, cache_seqlens=LENGTH, out=read[given])
 
 
 def _gather(given: str) -> None:
-    read = {"cache": _rows(1, 4, 1, 576)}
+    read: dict[str, Any] = {"cache": _rows(1, 4, 1, 576)}
     kv_cache.gather(**read, block_table=PAGE, cu_seqlens=BEGINS, out=read[given].view(4, 576))
 
 
 def _gather_records(given: str) -> None:
-    read = {"cache": _rows(1, 4, 1, 576)}
+    read: dict[str, Any] = {"cache": _rows(1, 4, 1, 576)}
     kv_cache.gather_records(**read, block_table=PAGE, cu_seqlens=BEGINS, total_tokens=4, out=read[given].view(4, 576))
 
 
 def _index_gather(given: str) -> None:
-    read = {"cache": _rows(1, 4, 1, 64)}
+    read: dict[str, Any] = {"cache": _rows(1, 4, 1, 64)}
     with checks.naming(values="out"):
         flashlatte.index_gather(
             **read, block_table=PAGE, cu_seqlens=BEGINS, total_tokens=4, head_dim=64, values=read[given].view(4, 64)
@@ -76,17 +81,17 @@ def _index_gather(given: str) -> None:
 
 def _concat_mla_q(given: str) -> None:
     out = _rows(4, 2, 128)
-    read = {name: _rows(4, 2, 64) for name in ("ql_nope", "q_pe")} | {given: out[..., :64]}
+    read: dict[str, Any] = {name: _rows(4, 2, 64) for name in ("ql_nope", "q_pe")} | {given: out[..., :64]}
     flashlatte.concat_mla_q(**read, out=out)
 
 
 def _pack_seq(given: str) -> None:
-    read = {"x": _rows(4, 2, 64)}
+    read: dict[str, Any] = {"x": _rows(4, 2, 64)}
     flashlatte.pack_seq(**read, cu_seqlens=BEGINS, max_seqlen=4, out=read[given].view(1, 4, 2, 64))
 
 
 def _unpack_seq(given: str) -> None:
-    read = {"packed": _rows(1, 4, 2, 64)}
+    read: dict[str, Any] = {"packed": _rows(1, 4, 2, 64)}
     flashlatte.unpack_seq(**read, cu_seqlens=BEGINS, total_tokens=4, out=read[given].view(4, 2, 64))
 
 
