@@ -3,6 +3,9 @@
 That is the portable implementation. The one for Hopper has it compute anew what its tiles of several tokens could not.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import functools

@@ -1,6 +1,7 @@
 """Sparse prefill's Triton kernel against the reference, in Triton's interpreter."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -116,10 +117,12 @@ def test_nan_in_a_selected_row_stays_with_the_tokens_that_selected_it():
 def test_computes_anew_only_what_is_damaged():
     arguments = replace(TOY, s_q=5).inputs()
     before = sparse_prefill(**arguments, backend="portable")
-    results = tuple(torch.full_like(result, 7.0) for result in before)
-    tensors = [arguments[name] for name in ("q", "kv", "indices", "topk_length", "attn_sink", "softmax_scale")]
-    damaged = torch.tensor([0, 1, 0], dtype=torch.int32)
-    by_token.sparse_prefill(*tensors, float("-inf"), *results, damaged=damaged, group=2)
+    results = [torch.full_like(result, 7.0) for result in before]
+    named: dict[str, Any] = dict(zip(("out", "max_logits", "lse"), results, strict=True))
+    named |= {"empty_lse": float("-inf")} | {
+        name: arguments[name] for name in ("q", "kv", "indices", "topk_length", "attn_sink", "softmax_scale")
+    }
+    by_token.sparse_prefill(**named, damaged=torch.tensor([0, 1, 0], dtype=torch.int32), group=2)
     anew = torch.tensor([False, False, True, True, False])
     for result, expected in zip(results, before, strict=True):
         assert torch.equal(result[anew], expected[anew])
