@@ -6,6 +6,7 @@ instructions it has, or bytes of shared memory, is the compiler's business.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -343,3 +344,19 @@ def test_fits_every_gpu(record, operation, arch, call):
 def test_fits_amd(record, operation, call):
     for one in main_kernels(launches(record, operation, "portable", arch=None, **call)):
         assert amd_shared_bytes(one.kernel, one.launch) <= AMD_SHARED_BYTES
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [HOPPER[0], HOPPER[3], pytest.param(Variant("sparse_decode", "hopper", LENGTHS), marks=pytest.mark.full)],
+    ids=lambda variant: variant.operation,
+)
+def test_partitions_are_handed_nothing_over_a_sum_that_a_warp_has_yet_to_read(record, variant):
+    """What ``warp_specialize`` hands over lies where a reduction's results were (``barriers.before_partitions``)."""
+    (main,) = main_kernels(launches(record, variant.operation, variant.backend, **variant.call))
+    code = [line for line in main.compile().sass.splitlines() if re.search(r"\b(?:LDS|STS|BAR\.SYNC)\b", line)]
+    begins = next(i for i, line in enumerate(code) if " 0x1 ;" in line and i and "STS" in code[i - 1])
+    while "STS" in code[begins - 1]:
+        begins -= 1
+    assert "BAR.SYNC" in code[begins - 1]
+    assert " 0x0" in code[begins - 1]
