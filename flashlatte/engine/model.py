@@ -79,7 +79,8 @@ class Model(PagedModel):
         self.attention = [self._adopt(number, layer, backend, ranks) for number, layer in enumerate(model.model.layers)]
         if slices is not None and ranks is not None:
             slices.fill(ranks, self.config.num_attention_heads, device or ranks.device)
-        elif ranks is not None and of_checkpoint:
+        elif ranks is not None:
+            # Also a model that every process has made on the first GPU.
             model.to(device or ranks.device)
         super().__init__(model, self.attention[0].kv_b_proj.weight.device, ranks)
         self.max_position = self.config.rope.max_position
