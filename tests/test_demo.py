@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from support import engine_models
 
 from flashlatte.demo import demo, run_demo
-from flashlatte.demo.runs import Run, overlap
+from flashlatte.demo.runs import Run, logits_of_engine, logits_of_transformers, overlap
 from flashlatte.demo.tokenizer import ByteTokenizer
+from flashlatte.engine.models import as_model
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +90,15 @@ def test_a_selection_that_differs_too_much_fails():
         for index, overlap in zip((0, 1, 1, 0), overlaps, strict=True)
     ]
     assert [row.passed for row in rows] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
+def test_logits_that_are_compared_are_of_the_same_tokens(family):
+    pytest.importorskip("transformers")
+    model, prompt, tokens = engine_models.model(family), [5, 3, 8, 1, 2], torch.tensor([4, 9, 7])
+    expected = logits_of_transformers(model, prompt, tokens, lambda: None)
+    found = logits_of_engine(as_model(model), "fp32", prompt, tokens, lambda: None)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_overlap_is_the_share_of_what_was_wanted():

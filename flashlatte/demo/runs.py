@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from flashlatte.engine import Engine, Model, SamplingParams
-from flashlatte.engine.batch import Batch
+from flashlatte.engine.batch import Batch, Limits
 from flashlatte.engine.paged import PagedModel
 from flashlatte.layers import MLAMetadata
 
@@ -104,7 +104,7 @@ def logits_of_engine(
     longest, page_size = len(prompt) + len(tokens), model.page_size
     pages = -(-longest // page_size)
     caches = model.allocate(cache_format, pages, page_size)
-    plan = model.planner(cache_format, pages, page_size, max_requests=1, max_tokens=len(prompt))
+    plan = model.planner(cache_format, Limits(pages, page_size, 0, max_tokens=len(prompt), max_requests=1))
     rows, ids, length = [], list(prompt), len(prompt)
     for token in tokens.tolist():
         last = len(ids) - 1

@@ -130,8 +130,9 @@ def test_unwritten_output_is_wrong() -> None:
 
 @pytest.mark.parametrize("overlap", [0.5, 0.9])
 def test_neighbours_share_the_selection_that_a_case_says(overlap: float) -> None:
-    indices = prepare(SparsePrefill(512, 4, topk=40, s_kv=90, s_q=12, overlap=overlap), CPU).indices[:, 0]
-    rows = [set(row.tolist()) for row in indices]
+    problem = SparsePrefill(512, 4, topk=40, s_kv=90, s_q=12, overlap=overlap)
+    workload = sparse_prefill_workload.SparsePrefillWorkload(problem, CPU)
+    rows = [set(row.tolist()) for row in workload.indices[:, 0]]
     assert all(len(row) == 40 for row in rows)
     assert all(len(row & after) == 40 * overlap for row, after in itertools.pairwise(rows))
 

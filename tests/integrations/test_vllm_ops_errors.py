@@ -1,5 +1,7 @@
 """vLLM's operations over ours: what is wrong with a call is said by vLLM's names."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +11,8 @@ ONE = torch.tensor(1.0)
 FP8_CACHE, LATENTS = torch.zeros(1, 2, 576, dtype=torch.uint8), torch.zeros(1, 512)
 SLOT, ROPES = torch.tensor([0]), torch.zeros(1, 64)
 KEYS = torch.zeros(1, 1, 1, 16)
+# For a tensor that a caller left out.
+MISSING: Any = None
 LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
 
 
@@ -68,23 +72,23 @@ LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
             "^logits must have the 2 rows that num_rows says, got 1$",
         ),
         (
-            lambda: ops.concat_mla_q(LATENTS[None], ROPES[None], None),
+            lambda: ops.concat_mla_q(LATENTS[None], ROPES[None], MISSING),
             TypeError,
             "^q_out must be a tensor, got NoneType$",
         ),
         (
-            lambda: ops.persistent_topk(LOGITS, SLOT, None, None, 4, 8),
+            lambda: ops.persistent_topk(LOGITS, SLOT, MISSING, MISSING, 4, 8),
             TypeError,
             "^output must be a tensor, got NoneType$",
         ),
         (
-            lambda: ops.merge_attn_states(None, ROPES[None], LOGITS[:, :1], ROPES[None], LOGITS[:, :1]),
+            lambda: ops.merge_attn_states(MISSING, ROPES[None], LOGITS[:, :1], ROPES[None], LOGITS[:, :1]),
             TypeError,
             "^output must be a tensor, got NoneType$",
         ),
         (
             lambda: ops.unified_attention(
-                *(KEYS[0], KEYS, KEYS, None, torch.tensor([0, 1]), 1, SLOT, 1, 1.0, True, (-1, -1), SLOT[None]),
+                *(KEYS[0], KEYS, KEYS, MISSING, torch.tensor([0, 1]), 1, SLOT, 1, 1.0, True, (-1, -1), SLOT[None]),
                 *(0.0, None, None, None),
             ),
             TypeError,
@@ -92,7 +96,7 @@ LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
         ),
         (
             lambda: ops.triton_reshape_and_cache_flash_per_token_head_quant(
-                KEYS[0], KEYS[0], KEYS.char(), KEYS.char(), None, None, SLOT, None
+                KEYS[0], KEYS[0], KEYS.char(), KEYS.char(), MISSING, MISSING, SLOT, None
             ),
             TypeError,
             "^k_scale_cache must be a tensor, got NoneType$",
