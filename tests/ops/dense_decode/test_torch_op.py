@@ -1,6 +1,7 @@
 import math
 from dataclasses import replace
 
+import pytest
 import torch
 from support.torch_op import assert_compiles, opcheck
 
@@ -22,6 +23,7 @@ def test_compile():
     assert_compiles(dense_decode, *cases, FP8.inputs(), FP8.inputs() | {"k_scale": torch.ones(1)}, cases[0] | outputs)
 
 
+@pytest.mark.full
 def test_compile_with_numbers_that_change():
     numbers = [
         {"softmax_scale": scale, "empty_lse": empty} for scale in (0.1, 0.2, 0.3) for empty in (math.inf, -math.inf)

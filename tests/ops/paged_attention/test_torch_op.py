@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import pytest
 import torch
 from support.torch_op import assert_compiles, opcheck
 
@@ -17,6 +18,7 @@ def test_opcheck():
     opcheck(api, "paged_attention", lambda: paged_attention(**EVERYTHING.inputs()))
 
 
+@pytest.mark.full
 def test_compile():
     cases = [replace(CASE, batch=batch, context=context).inputs() for batch, context in ((2, 6), (3, 9))]
     assert_compiles(paged_attention, *cases, EVERYTHING.inputs(), replace(CASE, new_keys=True, window=(3, 1)).inputs())

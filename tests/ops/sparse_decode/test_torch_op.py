@@ -3,6 +3,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from support.torch_op import assert_compiles, opcheck
 
@@ -30,6 +31,7 @@ def test_opcheck_with_all_arguments():
     opcheck(api, "sparse_decode", lambda: sparse_decode(**inputs(MODEL1)))
 
 
+@pytest.mark.full
 def test_compile():
     outputs = {"out": torch.empty(2, 2, 4, 16, dtype=torch.bfloat16), "lse": torch.empty(2, 4, 2)}
     inferred = inputs(MODEL1) | {"cache_format": None}

@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import pytest
 import torch
 from support.torch_op import assert_compiles, opcheck
 
@@ -19,6 +20,7 @@ def test_opcheck_with_all_arguments():
     opcheck(api, "sparse_prefill", lambda: sparse_prefill(**replace(CASE, topk_lengths=True).inputs()))
 
 
+@pytest.mark.full
 def test_compile():
     cases = [case.inputs() for case in (CASE, replace(CASE, s_q=7, topk=9), replace(PLAIN, topk_lengths=True))]
     assert_compiles(sparse_prefill, *cases, cases[0] | {"out": torch.empty(5, 4, 16, dtype=torch.bfloat16)})
