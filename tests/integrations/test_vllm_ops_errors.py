@@ -55,6 +55,23 @@ LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
             "^block_table must have the 2 rows that batch_size says, got 1$",
         ),
         (
+            lambda: ops.cp_gather_and_upconvert_fp8_kv_cache(
+                FP8_CACHE, ROPES, SLOT[None], SLOT, 1, host_cache=FP8_CACHE
+            ),
+            ValueError,
+            "^host_cache must be None: rows on the host are not served$",
+        ),
+        (
+            lambda: ops.reshape_and_cache(KEYS, KEYS, KEYS, KEYS, SLOT, "auto", ONE, ONE, interleaved_v=True),
+            ValueError,
+            "^interleaved_v must be False: the values' layout for AMD's kernels is not served$",
+        ),
+        (
+            lambda: ops.triton_reshape_and_cache_flash(KEYS, KEYS, KEYS, KEYS, SLOT, "auto", ONE, ONE, 8),
+            ValueError,
+            "^interleaved_v_pack_factor must be 0: .*, got 8$",
+        ),
+        (
             lambda: ops.cp_gather_and_upconvert_fp8_kv_cache(FP8_CACHE, ROPES, SLOT[None], SLOT, -1),
             ValueError,
             "^batch_size must be at least 0, got -1$",
@@ -138,6 +155,20 @@ LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
             lambda: ops.triton_convert_req_index_to_global_index(SLOT, SLOT[None], INDICES),
             ValueError,
             r"^token_indices must have shape \[T, 2048\], as NUM_TOPK_TOKENS says, got \[1, 4\]$",
+        ),
+        (
+            lambda: ops.triton_convert_req_index_to_global_index(
+                SLOT, SLOT[None], INDICES, NUM_TOPK_TOKENS=4, BLOCK_STRIDE_ROWS=63
+            ),
+            ValueError,
+            "^BLOCK_STRIDE_ROWS must be BLOCK_SIZE 64 or more, got 63$",
+        ),
+        (
+            lambda: ops.triton_convert_req_index_to_global_index(
+                SLOT, SLOT[None], INDICES, NUM_TOPK_TOKENS=4, valid_counts_out=SLOT
+            ),
+            ValueError,
+            "^valid_counts_out belongs to return_valid_counts, got it without$",
         ),
         (
             lambda: ops.swap_blocks(LOGITS, LOGITS, 24, torch.tensor([[0, 0]])),

@@ -1,8 +1,9 @@
 """vLLM's operations, argument for argument, over this library's.
 
 Names, order of arguments, layouts and outputs written in place are those of vLLM 0.26 (``vllm._custom_ops`` and
-``vllm.v1.attention.ops``), so that a program, a test or a plugin may take these functions instead. They need no
-vLLM, run wherever the operations run, and check their arguments by ValueError and TypeError. An index, slot or page
+``vllm.v1.attention.ops``), so that a program, a test or a plugin may take these functions instead; the arguments that
+came until 0.33 are there too, behind those. They need no vLLM, run wherever the operations run, and check their
+arguments by ValueError and TypeError. An index, slot or page
 that is out of range is skipped or reads as zeros, where vLLM's kernels follow it.
 """
 
@@ -14,8 +15,6 @@ from flashlatte.integrations.vllm.ops.indexer import (
     persistent_topk,
     top_k_per_row_decode,
     top_k_per_row_prefill,
-    triton_convert_req_index_to_global_index,
-    triton_filter_and_convert_dcp_index,
 )
 from flashlatte.integrations.vllm.ops.latents import (
     concat_and_cache_mla,
@@ -32,6 +31,10 @@ from flashlatte.integrations.vllm.ops.pages import (
     swap_blocks,
     triton_reshape_and_cache_flash,
     triton_reshape_and_cache_flash_per_token_head_quant,
+)
+from flashlatte.integrations.vllm.ops.slots import (
+    triton_convert_req_index_to_global_index,
+    triton_filter_and_convert_dcp_index,
 )
 from flashlatte.integrations.vllm.ops.unified import unified_attention
 from flashlatte.integrations.vllm.ops.vision import (

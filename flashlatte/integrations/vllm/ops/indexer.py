@@ -1,11 +1,10 @@
-"""What vLLM's sparse-attention indexer does around its logits: keys, the best of each row, and slots."""
+"""What vLLM's sparse-attention indexer does around its logits: keys, and the best of each row."""
 
 from __future__ import annotations
 
 import torch
 
 from flashlatte.integrations.vllm.ops import leading
-from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.index_quantize import index_gather, index_quantize
 from flashlatte.ops.topk import topk
 from flashlatte.runtime import checks
@@ -184,95 +183,6 @@ def persistent_topk(
 cooperative_topk = persistent_topk
 
 
-def triton_convert_req_index_to_global_index(
-    req_id: torch.Tensor,
-    block_table: torch.Tensor,
-    token_indices: torch.Tensor,
-    BLOCK_SIZE: int = 64,
-    NUM_TOPK_TOKENS: int = 2048,
-    BLOCK_N: int = 128,
-    HAS_PREFILL_WORKSPACE: bool = False,
-    prefill_workspace_request_ids: torch.Tensor | None = None,
-    prefill_workspace_starts: torch.Tensor | None = None,
-    return_valid_counts: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Slots of the tokens that each query selected: ``index_convert``.
-
-    Args:
-        req_id: int32 or int64 [T], each query's request.
-        block_table: int32 or int64 [b, max_pages].
-        token_indices: int32 or int64 [T, NUM_TOPK_TOKENS], positions within the request; below 0 for none.
-        BLOCK_SIZE: tokens in a page.
-        NUM_TOPK_TOKENS: columns of token_indices.
-        BLOCK_N: not needed.
-        HAS_PREFILL_WORKSPACE: whether the next two are looked at.
-        prefill_workspace_request_ids: int32 or int64 [T]: where it is 0 or more, the query's tokens lie one after the
-            other from prefill_workspace_starts[id] on, and position p is start + p.
-        prefill_workspace_starts: int32 or int64 [n].
-        return_valid_counts: also return how many of a row are valid.
-
-    Returns:
-        In token_indices' dtype and shape; -1 for no token and for one whose page is not in the table. With
-        ``return_valid_counts`` also int32 [T].
-
-    Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
-    """
-    _check_width(token_indices, NUM_TOPK_TOKENS)
-    workspace = HAS_PREFILL_WORKSPACE
-    names = {"workspace_ids": "prefill_workspace_request_ids", "workspace_starts": "prefill_workspace_starts"}
-    with checks.naming(indices="token_indices", request_ids="req_id", page_size="BLOCK_SIZE", **names):
-        slots, counts = index_convert(
-            token_indices,
-            block_table,
-            BLOCK_SIZE,
-            request_ids=req_id,
-            workspace_ids=prefill_workspace_request_ids if workspace else None,
-            workspace_starts=prefill_workspace_starts if workspace else None,
-            return_counts=True,
-            dtype=token_indices.dtype,
-        )
-    return (slots, counts) if return_valid_counts else slots
-
-
-def triton_filter_and_convert_dcp_index(
-    req_id: torch.Tensor,
-    block_table: torch.Tensor,
-    token_indices: torch.Tensor,
-    dcp_size: int,
-    dcp_rank: int,
-    cp_kv_cache_interleave_size: int = 1,
-    BLOCK_SIZE: int = 64,
-    NUM_TOPK_TOKENS: int = 2048,
-    BLOCK_N: int = 128,
-    return_valid_counts: bool = False,
-    compact_valid_to_front: bool = True,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Slots of the selected tokens that this rank of a context-parallel group has: ``index_convert``.
-
-    Arguments and results as ``triton_convert_req_index_to_global_index``, and:
-
-    Args:
-        dcp_size, dcp_rank, cp_kv_cache_interleave_size: token t lies on rank (t // interleave) % size. The table is
-            that of this rank's tokens.
-        compact_valid_to_front: the valid slots of a row stand at its front, in their order; for one rank they stay
-            where they are.
-    """
-    _check_width(token_indices, NUM_TOPK_TOKENS)
-    with checks.naming(indices="token_indices", request_ids="req_id", page_size="BLOCK_SIZE"):
-        slots, counts = index_convert(
-            token_indices,
-            block_table,
-            BLOCK_SIZE,
-            request_ids=req_id,
-            sharding=(dcp_rank, dcp_size, cp_kv_cache_interleave_size),
-            compact=compact_valid_to_front and dcp_size > 1,
-            return_counts=True,
-            dtype=token_indices.dtype,
-        )
-    return (slots, counts) if return_valid_counts else slots
-
-
 def _chosen(raw_topk_indices: torch.Tensor, num_rows: int, topk_tokens: int) -> torch.Tensor:
     """The rows and columns that are written."""
     rows = leading.rows("raw_topk_indices", raw_topk_indices, "num_rows", num_rows)
@@ -284,9 +194,3 @@ def _check_strides(logits: torch.Tensor, stride0: int, stride1: int) -> None:
         raise TypeError(f"logits must be a tensor, got {type(logits).__name__}")
     if (stride0, stride1) != logits.stride():
         raise ValueError(f"stride0 and stride1 must be logits' {logits.stride()}, got {stride0} and {stride1}")
-
-
-def _check_width(token_indices: torch.Tensor, width: int) -> None:
-    got = list(token_indices.shape) if isinstance(token_indices, torch.Tensor) else type(token_indices).__name__
-    if not isinstance(got, list) or len(got) != 2 or got[1] != width:
-        raise ValueError(f"token_indices must have shape [T, {width}], as NUM_TOPK_TOKENS says, got {got}")

@@ -24,6 +24,7 @@ def concat_and_cache_mla(
     slot_mapping: torch.Tensor,
     kv_cache_dtype: str,
     scale: torch.Tensor,
+    skip_scale: bool = False,
     *,
     scale_rounding: str = "exact",
 ) -> None:
@@ -36,6 +37,7 @@ def concat_and_cache_mla(
         slot_mapping: int32 or int64 [n], page · page_size + offset; one below 0 or beyond the cache skips its token.
         kv_cache_dtype: "auto", or the name of a float dtype: kv_cache's; "fp8" or "fp8_e4m3"; "fp8_ds_mla".
         scale: of "fp8", one element, float32. Not looked at with others.
+        skip_scale: the scale is 1, and not looked at.
         scale_rounding: of "fp8_ds_mla": "exact", as vLLM to 0.26, or "power_of_two", as 0.32. Either is read by all.
 
     Raises:
@@ -49,7 +51,7 @@ def concat_and_cache_mla(
             kv_c,
             rope=None if without_rope else k_pe,
             cache_format=latent_format(kv_cache_dtype, kv_cache, "kv_cache"),
-            scale=scale_of(kv_cache_dtype, scale),
+            scale=scale_of(kv_cache_dtype, 1.0 if skip_scale else scale),
             scale_rounding=scale_rounding if kv_cache_dtype == DS_MLA else "power_of_two",
         )
 
@@ -185,6 +187,9 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     workspace_starts: torch.Tensor,
     batch_size: int,
     seq_starts: torch.Tensor | None = None,
+    host_cache: torch.Tensor | None = None,
+    host_row_ids: torch.Tensor | None = None,
+    device_row_ids: torch.Tensor | None = None,
 ) -> None:
     """Gather the tokens of several requests out of an ``fp8_ds_mla`` cache as bf16 rows: ``kv_cache.gather``.
 
@@ -195,10 +200,15 @@ def cp_gather_and_upconvert_fp8_kv_cache(
         workspace_starts: int32 or int64 [b], the row where each request begins; the last one's go on to the end.
         batch_size: requests to gather.
         seq_starts: int32 or int64 [batch_size], the token of each request to begin with; 0 if None.
+        host_cache, host_row_ids, device_row_ids: not served: rows that lie on the host.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other, and
+            rows on the host.
     """
+    for name, value in (("host_cache", host_cache), ("host_row_ids", host_row_ids), ("device_row_ids", device_row_ids)):
+        if value is not None:
+            raise ValueError(f"{name} must be None: rows on the host are not served")
     if isinstance(src_cache, torch.Tensor) and src_cache.dtype == torch.float8_e5m2:
         src_cache = src_cache.view(torch.uint8)
     with checks.naming(cache="src_cache", out="dst", cu_seqlens="workspace_starts"):

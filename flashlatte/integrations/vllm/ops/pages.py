@@ -24,6 +24,7 @@ def reshape_and_cache(
     kv_cache_dtype: str,
     k_scale: torch.Tensor,
     v_scale: torch.Tensor,
+    interleaved_v: bool = False,
 ) -> None:
     """Write keys and values into pages whose heads come before their tokens: ``flashlatte.reshape_and_cache``.
 
@@ -34,10 +35,13 @@ def reshape_and_cache(
         slot_mapping: int32 or int64 [n], page · page_size + offset; one below 0 or beyond the cache skips its token.
         kv_cache_dtype: "auto", or the name of a float dtype: key's; "fp8", "fp8_e4m3" or "fp8_e5m2".
         k_scale, v_scale: of fp8 caches, float32 with one element or [h_kv]. Not looked at with others.
+        interleaved_v: not served: the layout of AMD's kernels.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
+    if interleaved_v:
+        raise ValueError("interleaved_v must be False: the values' layout for AMD's kernels is not served")
     for name, cache, axes in (("key_cache", key_cache, 5), ("value_cache", value_cache, 4)):
         _check_axes(name, cache, axes)
     keys, values = key_cache.permute(0, 3, 1, 2, 4), value_cache.permute(0, 3, 1, 2)
@@ -67,8 +71,14 @@ def triton_reshape_and_cache_flash(
     kv_cache_dtype: str,
     k_scale: torch.Tensor,
     v_scale: torch.Tensor,
+    interleaved_v_pack_factor: int = 0,
 ) -> None:
     """``reshape_and_cache`` where key_cache has five axes, else ``reshape_and_cache_flash``."""
+    if interleaved_v_pack_factor:
+        raise ValueError(
+            "interleaved_v_pack_factor must be 0: the values' layout for AMD's kernels is not served, "
+            f"got {interleaved_v_pack_factor}"
+        )
     five = isinstance(key_cache, torch.Tensor) and key_cache.dim() == 5
     write = reshape_and_cache if five else reshape_and_cache_flash
     write(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)

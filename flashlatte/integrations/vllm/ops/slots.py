@@ -1,0 +1,172 @@
+"""What vLLM does with the tokens that an indexer chose: where their rows lie."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.ops.index_convert import index_convert
+from flashlatte.runtime import checks
+
+
+def triton_convert_req_index_to_global_index(
+    req_id: torch.Tensor,
+    block_table: torch.Tensor,
+    token_indices: torch.Tensor,
+    BLOCK_SIZE: int = 64,
+    NUM_TOPK_TOKENS: int = 2048,
+    BLOCK_N: int = 128,
+    HAS_PREFILL_WORKSPACE: bool = False,
+    prefill_workspace_request_ids: torch.Tensor | None = None,
+    prefill_workspace_starts: torch.Tensor | None = None,
+    return_valid_counts: bool = False,
+    *,
+    BLOCK_STRIDE_ROWS: int | None = None,
+    prefill_workspace_rank_stride: int | None = None,
+    dcp_size: int = 1,
+    dcp_rank: int = 0,
+    cp_kv_cache_interleave_size: int = 1,
+    out: torch.Tensor | None = None,
+    valid_counts_out: torch.Tensor | None = None,
+    idx_mapping: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Slots of the tokens that each query selected: ``index_convert``.
+
+    Args:
+        req_id: int32 or int64 [T], each query's request.
+        block_table: int32 or int64 [b, max_pages].
+        token_indices: int32 or int64 [T, NUM_TOPK_TOKENS], positions within the request; below 0 for none.
+        BLOCK_SIZE: tokens in a page.
+        NUM_TOPK_TOKENS: columns of token_indices.
+        BLOCK_N: not needed.
+        HAS_PREFILL_WORKSPACE: whether the next two are looked at.
+        prefill_workspace_request_ids: int32 or int64 [T]: where it is 0 or more, the query's tokens lie one after the
+            other from prefill_workspace_starts[id] on, and position p is start + p.
+        prefill_workspace_starts: int32 or int64 [n].
+        return_valid_counts: also return how many of a row are valid, which then stand at its front, in their order.
+        BLOCK_STRIDE_ROWS: rows from a page's first to the next page's, where other rows lie between pages; BLOCK_SIZE
+            if None.
+        prefill_workspace_rank_stride: rows of one rank in a workspace that has those of every rank, one rank's after
+            the other's; 0 if None.
+        dcp_size, dcp_rank, cp_kv_cache_interleave_size: token t lies on rank (t // interleave) % size, and is none for
+            another rank but in a workspace. The table is that of this rank's tokens.
+        out: token_indices' shape, int32 or int64, written and returned.
+        valid_counts_out: int32 [T], written and returned with ``return_valid_counts``.
+        idx_mapping: int32 or int64 [n], block_table's row of each request; below 0 counts as 0.
+
+    Returns:
+        In token_indices' dtype and shape; -1 for no token and for one whose page is not in the table. With
+        ``return_valid_counts`` also int32 [T].
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    _check_width(token_indices, NUM_TOPK_TOKENS)
+    if valid_counts_out is not None:
+        if not return_valid_counts:
+            raise ValueError("valid_counts_out belongs to return_valid_counts, got it without")
+        checks.output("valid_counts_out", valid_counts_out, (token_indices.shape[0],), (torch.int32,))
+    sharding = (dcp_rank, dcp_size, cp_kv_cache_interleave_size)
+    workspace = prefill_workspace_request_ids if HAS_PREFILL_WORKSPACE else None
+    if workspace is not None and dcp_size > 1:
+        token_indices = _over_ranks(token_indices, workspace, sharding, prefill_workspace_rank_stride or 0)
+    names = {"workspace_ids": "prefill_workspace_request_ids", "workspace_starts": "prefill_workspace_starts"}
+    with checks.naming(indices="token_indices", request_ids="req_id", page_size="BLOCK_SIZE", slots="out", **names):
+        slots, counts = index_convert(
+            token_indices,
+            _table(block_table, BLOCK_SIZE, BLOCK_STRIDE_ROWS, (token_indices if out is None else out).dtype),
+            BLOCK_SIZE,
+            request_ids=req_id if idx_mapping is None else _mapped(req_id, idx_mapping),
+            workspace_ids=workspace,
+            workspace_starts=prefill_workspace_starts if HAS_PREFILL_WORKSPACE else None,
+            sharding=sharding,
+            compact=return_valid_counts,
+            return_counts=True,
+            slots=out,
+            dtype=token_indices.dtype,
+        )
+    _spread(slots, BLOCK_SIZE, BLOCK_STRIDE_ROWS, workspace)
+    if valid_counts_out is not None:
+        counts = valid_counts_out.copy_(counts)
+    return (slots, counts) if return_valid_counts else slots
+
+
+def triton_filter_and_convert_dcp_index(
+    req_id: torch.Tensor,
+    block_table: torch.Tensor,
+    token_indices: torch.Tensor,
+    dcp_size: int,
+    dcp_rank: int,
+    cp_kv_cache_interleave_size: int = 1,
+    BLOCK_SIZE: int = 64,
+    NUM_TOPK_TOKENS: int = 2048,
+    BLOCK_N: int = 128,
+    return_valid_counts: bool = False,
+    compact_valid_to_front: bool = True,
+    *,
+    BLOCK_STRIDE_ROWS: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Slots of the selected tokens that this rank of a context-parallel group has: ``index_convert``.
+
+    Arguments and results as ``triton_convert_req_index_to_global_index``, and:
+
+    Args:
+        dcp_size, dcp_rank, cp_kv_cache_interleave_size: token t lies on rank (t // interleave) % size. The table is
+            that of this rank's tokens.
+        compact_valid_to_front: the valid slots of a row stand at its front, in their order; for one rank they stay
+            where they are.
+    """
+    _check_width(token_indices, NUM_TOPK_TOKENS)
+    with checks.naming(indices="token_indices", request_ids="req_id", page_size="BLOCK_SIZE"):
+        slots, counts = index_convert(
+            token_indices,
+            _table(block_table, BLOCK_SIZE, BLOCK_STRIDE_ROWS, token_indices.dtype),
+            BLOCK_SIZE,
+            request_ids=req_id,
+            sharding=(dcp_rank, dcp_size, cp_kv_cache_interleave_size),
+            compact=compact_valid_to_front and dcp_size > 1,
+            return_counts=True,
+            dtype=token_indices.dtype,
+        )
+    _spread(slots, BLOCK_SIZE, BLOCK_STRIDE_ROWS, None)
+    return (slots, counts) if return_valid_counts else slots
+
+
+def _check_width(token_indices: torch.Tensor, width: int) -> None:
+    got = list(token_indices.shape) if isinstance(token_indices, torch.Tensor) else type(token_indices).__name__
+    if not isinstance(got, list) or len(got) != 2 or got[1] != width:
+        raise ValueError(f"token_indices must have shape [T, {width}], as NUM_TOPK_TOKENS says, got {got}")
+
+
+def _mapped(req_id: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
+    """block_table's row of each query; -1 for a request that idx_mapping does not have."""
+    checks.tensor("idx_mapping", idx_mapping, ("n",), checks.INDEX_DTYPES, req_id.device, unit_last_stride=False)
+    known = (req_id >= 0) & (req_id < idx_mapping.shape[0])
+    return torch.where(known, idx_mapping.clamp(min=0)[torch.where(known, req_id, 0)], -1)
+
+
+def _over_ranks(
+    token_indices: torch.Tensor, workspace: torch.Tensor, sharding: tuple[int, int, int], rank_stride: int
+) -> torch.Tensor:
+    """Positions in a workspace of every rank's tokens, for the queries that have one."""
+    _, size, interleave = sharding
+    local = token_indices // (size * interleave) * interleave + token_indices % interleave
+    gathered = token_indices // interleave % size * rank_stride + local
+    return torch.where((workspace >= 0).unsqueeze(1) & (token_indices >= 0), gathered, token_indices)
+
+
+def _table(block_table: torch.Tensor, page_size: int, stride_rows: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """block_table without the pages whose rows, ``stride_rows`` apart, have no number in dtype."""
+    if stride_rows is None:
+        return block_table
+    if checks.positive_int("BLOCK_STRIDE_ROWS", stride_rows) < page_size:
+        raise ValueError(f"BLOCK_STRIDE_ROWS must be BLOCK_SIZE {page_size} or more, got {stride_rows}")
+    last = (torch.iinfo(dtype).max - page_size + 1) // stride_rows
+    return block_table.where(block_table <= min(last, torch.iinfo(block_table.dtype).max), -1)
+
+
+def _spread(slots: torch.Tensor, page_size: int, stride_rows: int | None, workspace: torch.Tensor | None) -> None:
+    """Make slots of pages that follow each other those of pages ``stride_rows`` apart, in place."""
+    if stride_rows is None:
+        return
+    in_page = slots >= 0 if workspace is None else (slots >= 0) & (workspace < 0).unsqueeze(1)
+    slots.add_(torch.where(in_page, slots // page_size * (stride_rows - page_size), 0))
