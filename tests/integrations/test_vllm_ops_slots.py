@@ -88,7 +88,7 @@ def test_selected_tokens_in_what_later_vllms_have(dtype):
     # 5, 70 and 130 are rank 1's tokens 2, 34 and 64; 0 is rank 0's first, 64 and 190 rank 1's tokens 31 and 94.
     assert slots.tolist() == [[page(7, 2), -1, page(7, 34), page(0, 0)], [1000, 1531, 1594, -1]]
 
-    filtered = ops.triton_filter_and_convert_dcp_index(
+    filtered: Any = ops.triton_filter_and_convert_dcp_index(
         requests, table, chosen, 2, 1, 3, BLOCK_STRIDE_ROWS=80, compact_valid_to_front=False, **sizes
     )
     assert filtered.tolist() == [[page(7, 2), -1, page(7, 34), page(0, 0)], [-1, page(4, 31), page(2, 30), -1]]

@@ -108,9 +108,9 @@ def test_arguments_are_vllms(source, place, name):
     assert needed - set(their_names) <= differ
     # What vLLM need not be given, need not be here.
     assert needed & set(their_defaults) == set()
-    for argument in set(their_defaults) & set(ours):
-        if isinstance(their_defaults[argument], ast.Constant):
-            assert ours[argument].default == their_defaults[argument].value, argument
+    for argument, default in their_defaults.items():
+        if argument in ours and isinstance(default, ast.Constant):
+            assert ours[argument].default == default.value, argument
 
     by_position = [
         argument for argument, parameter in ours.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
