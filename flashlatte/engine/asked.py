@@ -20,6 +20,7 @@ Prompt = str | Sequence[int] | torch.Tensor
 
 def new_request(
     name: str,
+    number: int,
     prompt: Prompt,
     sampling: SamplingParams | None,
     priority: int,
@@ -27,7 +28,7 @@ def new_request(
     model: PagedModel,
     tokenizer: Any,
 ) -> Request:
-    """The request, if the model can serve it; TypeError or ValueError that says why not."""
+    """The request, the engine's so-many-th, if the model can serve it; TypeError or ValueError that says why not."""
     for argument, text in (("id", name), ("salt", salt)):
         if not isinstance(text, str):
             raise TypeError(f"{argument} must be a text, got {text!r}")
@@ -44,6 +45,9 @@ def new_request(
         raise ValueError("stop needs an engine with a tokenizer; stop_tokens does not")
     if len(set(_checked_tokens("suppress_tokens", sampling.suppress_tokens, model))) == model.vocabulary:
         raise ValueError("suppress_tokens must leave a token to choose, got all of them")
+    ends = () if sampling.ignore_eos else model.end_tokens
+    seed = number if sampling.seed is None else sampling.seed
+    sampling = dataclasses.replace(sampling, seed=seed, stop_tokens=(*sampling.stop_tokens, *ends))
     request = Request(name, tokens, sampling.max_new_tokens, priority, salt, sampling)
     if request.most_tokens > model.max_position:
         raise ValueError(
@@ -51,6 +55,19 @@ def new_request(
             f"pass the model's {model.max_position} positions"
         )
     return request
+
+
+def with_sampling(
+    prompts: Iterable[Prompt], sampling: SamplingParams | Iterable[SamplingParams] | None
+) -> list[tuple[Prompt, SamplingParams | None]]:
+    """Each prompt with its parameters, which may be the same for all."""
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be a sequence of prompts, got {prompts!r}")
+    prompts = list(prompts)
+    each = list(sampling) if isinstance(sampling, Iterable) else [sampling] * len(prompts)
+    if len(each) != len(prompts):
+        raise ValueError(f"sampling must be one for all or one for each of {len(prompts)} prompts, got {len(each)}")
+    return list(zip(prompts, each, strict=True))
 
 
 def check_limits(model: PagedModel, limits: Limits, *, patience: int, drafts: int) -> None:

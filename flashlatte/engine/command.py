@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from flashlatte.engine.engine import Engine
 from flashlatte.engine.paged import config_of
 from flashlatte.engine.sampling import SamplingParams
+from flashlatte.engine.text import Text
 
 
 def generate(arguments: argparse.Namespace) -> int:
@@ -34,25 +34,20 @@ def generate(arguments: argparse.Namespace) -> int:
         engine.follow()
         return 0
     with engine:
-        _stream(engine, text, dataclasses.replace(sampling, stop_tokens=engine.model.end_tokens))
+        _stream(engine, text, sampling)
     return 0
 
 
 def _stream(engine: Engine, text: str, sampling: SamplingParams) -> None:
-    shown, tokens = "", []
+    shown, count = Text(engine.tokenizer), 0
     for token in engine.stream(text, sampling):
-        if token in sampling.stop_tokens:
-            break
-        tokens.append(token)
-        so_far = engine.tokenizer.decode(tokens)
-        # The bytes of a letter may come in several tokens.
-        if not so_far.endswith("\N{REPLACEMENT CHARACTER}"):
-            print(so_far[len(shown) :], end="", flush=True)
-            shown = so_far
+        if token not in engine.model.end_tokens:
+            print(shown.add(token)[0], end="", flush=True)
+            count += 1
     statistics = engine.statistics()
-    print(engine.tokenizer.decode(tokens)[len(shown) :])
+    print()
     print(
-        f"{len(tokens)} tokens in {statistics['seconds']:.1f} s, {len(tokens) / statistics['seconds']:,.1f} a second; "
+        f"{count} tokens in {statistics['seconds']:.1f} s, {count / statistics['seconds']:,.1f} a second; "
         f"cache {engine.cache_format}, {engine.pool.num_pages} pages of {engine.pool.page_size} tokens",
         file=sys.stderr,
     )

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
 
 
-def look_up(tokens: Sequence[int], count: int, longest: int = 4) -> list[int]:
-    """Up to ``count`` tokens that followed the latest earlier occurrence of the last ``longest`` tokens, or of fewer.
+class PromptLookup:
+    """Where each token stood in a request's text, so that a guess need not read the text again.
 
     (Prompt lookup decoding; Saxena, 2023.)
     """
-    if count < 1:
-        return []
-    for length in range(min(longest, len(tokens) - 1), 0, -1):
-        pattern = list(tokens[-length:])
-        for begin in range(len(tokens) - length - 1, -1, -1):
-            if tokens[begin] == pattern[0] and list(tokens[begin : begin + length]) == pattern:
-                return list(tokens[begin + length : begin + length + count])
-    return []
+
+    def __init__(self) -> None:
+        self._places: defaultdict[int, list[int]] = defaultdict(list)
+        self._read = 0
+
+    def guess(self, tokens: list[int], count: int, longest: int = 4) -> list[int]:
+        """Up to ``count`` tokens that followed the latest earlier occurrence of the last ``longest``, or of fewer.
+
+        Args:
+            tokens: the text: that of the last call, and what came since.
+        """
+        last = len(tokens) - 1
+        for place in range(self._read, last):
+            self._places[tokens[place]].append(place)
+        self._read = last
+        best, most = last, 0
+        for place in reversed(self._places.get(tokens[last], ())):
+            alike = 1
+            while alike < min(longest, place + 1) and tokens[place - alike] == tokens[last - alike]:
+                alike += 1
+            if alike > most:
+                best, most = place, alike
+            if most == longest:
+                break
+        return tokens[best + 1 : best + 1 + count]

@@ -6,12 +6,11 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from flashlatte.engine.asked import Prompt, check_limits, new_request
+from flashlatte.engine.asked import Prompt, check_limits, new_request, with_sampling
 from flashlatte.engine.batch import Limits
-from flashlatte.engine.drafts import look_up
 from flashlatte.engine.models import as_model
 from flashlatte.engine.outputs import Output, progress_bar
 from flashlatte.engine.pages import PagePool
@@ -117,11 +116,12 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 than the model or the cache has room for; an id that is in use.
         """
         self._check_leads("add")
+        number = next(self._numbers)
         if id is None:
-            id = next(name for number in self._numbers if (name := f"request-{number}") not in self._live)
-        request = new_request(id, prompt, sampling, priority, salt, self.model, self.tokenizer)
+            id = next(name for one in itertools.count(number) if (name := f"request-{one}") not in self._live)
+        request = new_request(id, number, prompt, sampling, priority, salt, self.model, self.tokenizer)
         self.scheduler.add(request)
-        self._live[id] = request, Output(id, request.prompt)
+        self._live[id] = request, Output(id, request.prompt, request.sampling, self.tokenizer)
         return id
 
     def step(self) -> list[Output]:
@@ -158,20 +158,15 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Iterable[Prompt],
+        sampling: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         progress: bool = False,
     ) -> list[Output]:
         """Generate for all prompts; outputs in their order. ``progress`` shows a bar (needs rich)."""
-        if isinstance(prompts, str):
-            raise TypeError(f"prompts must be a sequence of prompts, got the text {prompts!r}")
-        each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(f"sampling must be one for all or one for each of {len(prompts)} prompts, got {len(each)}")
-        outputs: list[Output] = []
-        with self._aborting(outputs), progress_bar(len(prompts), progress) as show:
-            for prompt, one in zip(prompts, each, strict=True):
+        asked, outputs = with_sampling(prompts, sampling), list[Output]()
+        with self._aborting(outputs), progress_bar(len(asked), progress) as show:
+            for prompt, one in asked:
                 outputs.append(self._own(prompt, one))
             done = 0
             while done < len(outputs):
@@ -181,31 +176,26 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         return outputs
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[int]:
-        """The tokens of one request as they come; other requests go on beside it."""
-        output, given = self._own(prompt, sampling), 0
-        with self._aborting([output]):
-            # Steps that others run in between give tokens to this request too.
-            while given < len(output.tokens) or output.finish_reason is None:
-                if given == len(output.tokens):
-                    self._step()
-                new = output.tokens[given:]
-                given += len(new)
-                yield from new
+        """The tokens of one request, which is queued now, as they come; other requests go on beside it.
+
+        Raises:
+            TypeError, ValueError: as ``add``, at once.
+        """
+        tokens = self._tokens_of(self._own(prompt, sampling))
+        next(tokens)
+        return tokens
 
     def statistics(self) -> dict[str, float]:
         """Counts since the start.
 
-        ``computed_tokens`` and ``cached_tokens`` (which the prefix cache had), requests ``swapped`` and ``recomputed``
-        when pages ran out, ``pages_in_use`` of ``pages``, ``seconds`` in steps, ``tokens_per_second`` computed in them.
+        ``generated_tokens``, and ``tokens_per_second`` of the ``seconds`` in steps; ``computed_tokens``, those of
+        prompts too, and ``cached_tokens`` that the prefix cache had instead; ``draft_tokens`` and ``accepted_tokens``;
+        requests ``swapped`` and ``recomputed`` when pages ran out; ``pages_in_use`` of ``pages``.
         """
-        computed = self.scheduler.statistics.computed_tokens
-        return {
-            **dataclasses.asdict(self.scheduler.statistics),
-            "pages": self.pool.num_pages,
-            "pages_in_use": self.pool.in_use,
-            "seconds": self._seconds,
-            "tokens_per_second": computed / self._seconds if self._seconds else 0.0,
-        }
+        counts = dataclasses.asdict(self.scheduler.statistics)
+        seconds, pages = self._seconds, {"pages": self.pool.num_pages, "pages_in_use": self.pool.in_use}
+        rate = counts["generated_tokens"] / seconds if seconds else 0.0
+        return counts | pages | {"seconds": seconds, "tokens_per_second": rate}
 
     @property
     def leads(self) -> bool:
@@ -238,6 +228,19 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         output.told = None
         return output
 
+    def _tokens_of(self, output: Output) -> Iterator[int]:
+        """A request's tokens, after a first item that is none: a generator that was begun aborts it when dropped."""
+        given = 0
+        with self._aborting([output]):
+            yield -1
+            # Steps that others run in between give tokens to this request too.
+            while given < len(output.tokens) or output.finish_reason is None:
+                if given == len(output.tokens):
+                    self._step()
+                new = output.tokens[given:]
+                given += len(new)
+                yield from new
+
     @contextlib.contextmanager
     def _aborting(self, outputs: Sequence[Output]) -> Iterator[None]:
         """Those that have not ended within, also by an error, are aborted."""
@@ -254,8 +257,6 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         try:
             if self.drafts:
                 self._collect()
-                for request, _ in self._live.values():
-                    request.drafts = look_up(request.tokens, self.drafts)
             step = self.scheduler.schedule()
             launched = None if step is None else (step, self.runner.run(step))
             self._collect()
@@ -275,22 +276,24 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         values, logprobs = sampled.wait()
         accepted: dict[str, list[int]] = {}
         stopped, first = [], 0
-        for work in step.work:
-            if not work.samples:
-                continue
+        sampling = [work for work in step.work if work.samples]
+        for work in sampling:
             rows = slice(first, first + 1 + work.drafts)
             first = rows.stop
             if work.request.finished:
                 continue
             request, output = self._live[work.request.id]
             drafts, beside = request.drafts[: work.drafts], None if logprobs is None else logprobs[rows]
-            if output.extend(values[rows], beside, drafts, request.sampling, self.tokenizer):
+            if output.extend(values[rows], beside, drafts):
                 stopped.append(request.id)
             accepted[request.id] = output.new
             if output.told is not None:
                 self._untold[id(output)] = output
         for request in self.scheduler.update(step, accepted, stopped):
             self._end(request, "stop" if request.id in stopped else "length")
+        if self.drafts:
+            for work in sampling:
+                work.request.drafts = work.request.lookup.guess(work.request.tokens, self.drafts)
 
     def _end(self, request: Request, reason: str) -> Output:
         self.runner.forget(request)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashlatte.engine.sampling import SamplingParams
+from flashlatte.engine.text import Text
 
 
 @dataclass
@@ -23,10 +24,13 @@ class Output:
         cached_tokens: that the prefix cache had, of the prompt, or of all its tokens where it gave way and began again.
         new: tokens that the last step added.
         told: how many of ``tokens`` ``Engine.step`` has told of; None where it is not to.
+        sampling: how they are chosen; tokenizer: of the engine, or None.
     """
 
     id: str
     prompt: list[int]
+    sampling: SamplingParams = field(repr=False)
+    tokenizer: Any = field(default=None, repr=False)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
@@ -34,29 +38,29 @@ class Output:
     new: list[int] = field(default_factory=list)
     told: int | None = field(default=0, repr=False)
 
-    def extend(
-        self,
-        sampled: list[int],
-        logprobs: list[float] | None,
-        drafts: list[int],
-        sampling: SamplingParams,
-        tokenizer: Any,
-    ) -> bool:
+    def __post_init__(self) -> None:
+        self._watched = Text(self.tokenizer, self.sampling.stop) if self.sampling.stop else None
+
+    @property
+    def text(self) -> str:
+        """Of ``tokens``, up to what stopped them. Of an engine with a tokenizer."""
+        ended = self.tokens[-1:] and self.tokens[-1] in self.sampling.stop_tokens
+        text = self.tokenizer.decode(self.tokens[:-1] if ended else self.tokens)
+        return text[: min((text.find(stop) for stop in self.sampling.stop if stop in text), default=len(text))]
+
+    def extend(self, sampled: list[int], logprobs: list[float] | None, drafts: list[int]) -> bool:
         """Add what was sampled, up to the first token that its draft was not, that ends the request, or that is its
         last; whether one ends it.
         """
         self.new = []
         stops = False
-        for place, token in enumerate(sampled[: sampling.max_new_tokens - len(self.tokens)]):
+        for place, token in enumerate(sampled[: self.sampling.max_new_tokens - len(self.tokens)]):
             self.new.append(token)
-            stops = token in sampling.stop_tokens
-            if sampling.stop and not stops:
-                text = tokenizer.decode([*self.tokens, *self.new])
-                stops = any(stop in text for stop in sampling.stop)
+            stops = token in self.sampling.stop_tokens or (self._watched is not None and self._watched.add(token)[1])
             if stops or (place < len(drafts) and token != drafts[place]):
                 break
         self.tokens = self.tokens + self.new
-        if sampling.logprobs and logprobs is not None:
+        if self.sampling.logprobs and logprobs is not None:
             self.logprobs = self.logprobs + logprobs[: len(self.new)]
         return stops
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from flashlatte.engine.drafts import PromptLookup
+
 Copies = list[tuple[int, int]]
 
 
@@ -26,6 +28,7 @@ class Request:
         sealed: pages that were offered to the prefix cache; chain: the key behind them.
         cached: tokens that the prefix cache had whenever it began or began again.
         drafts: guesses of the tokens to come, which the next step verifies; verifying: a step that does is under way.
+        lookup: where they come from.
         order: by which requests are served.
         place: from its first step a number that no other has while it lives: where the runner keeps its last token.
     """
@@ -45,6 +48,7 @@ class Request:
     chain: bytes = b""
     cached: int = 0
     drafts: list[int] = field(default_factory=list)
+    lookup: PromptLookup = field(default_factory=PromptLookup)
     verifying: bool = False
     finished: bool = False
     order: tuple[int, int] = (0, 0)

@@ -34,9 +34,12 @@ class SamplingParams:
         top_p: draw from the likeliest tokens that together have this probability, above 0 and up to 1.
         min_p: draw from tokens at least so likely, relative to the likeliest one; 0 to 1.
         repetition_penalty: logits of tokens that occurred are divided by it if positive, multiplied if negative.
-        seed: of the draw, 0 to 2^63 - 1.
+        seed: of the draw, 0 to 2^63 - 1; None: the number of requests that the engine took before, so that no two draw
+            alike, and all draw the same when a program runs again.
         suppress_tokens: are never chosen.
         stop_tokens: end the request, and are part of what it returns.
+        ignore_eos: whether it goes on after tokens that end a text, by the model's generation config; else those are
+            stop_tokens too.
         stop: texts that end the request (an engine with a tokenizer); their tokens are part of what it returns.
         logprobs: whether to return each token's log-probability before temperature and filters.
 
@@ -50,24 +53,27 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    seed: int = 0
+    seed: int | None = None
     suppress_tokens: tuple[int, ...] = ()
     stop_tokens: tuple[int, ...] = ()
+    ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     logprobs: bool = False
 
     def __post_init__(self) -> None:
         checks.positive_int("max_new_tokens", self.max_new_tokens)
         checks.positive_int("top_k", self.top_k, or_zero=True)
+        checks.flag("ignore_eos", self.ignore_eos)
         checks.flag("logprobs", self.logprobs)
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             checks.number(name, getattr(self, name))
+        seed = 0 if self.seed is None else self.seed
         ranges = {
             "temperature": (0 <= self.temperature < math.inf, "a finite number from 0"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
             "repetition_penalty": (0 < self.repetition_penalty < math.inf, "a finite number above 0"),
-            "seed": (checks.positive_int("seed", self.seed, or_zero=True) < 2**63, "from 0 to 2^63 - 1"),
+            "seed": (checks.positive_int("seed", seed, or_zero=True) < 2**63, "from 0 to 2^63 - 1"),
         }
         for name, (fits, accepted) in ranges.items():
             if not fits:
@@ -126,7 +132,7 @@ def sample(
         return logits.argmax(-1)
     temperature = _column([one.temperature or 1.0 for one in params], logits).clamp(_SMALLEST, _LARGEST)
     drawn = _filtered((logits - logits.amax(-1, keepdim=True)) / temperature, params)
-    seeds, places = to_device([[one.seed for one in params], list(positions)], logits.device)
+    seeds, places = to_device([[one.seed or 0 for one in params], list(positions)], logits.device)
     drawn = (drawn + _gumbel(seeds, places, logits.shape[-1])).argmax(-1)
     greedy = to_device([one.temperature == 0 for one in params], logits.device, torch.bool)
     return torch.where(greedy, logits.argmax(-1), drawn)

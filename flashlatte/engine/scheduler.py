@@ -25,6 +25,9 @@ class Statistics:
 
     computed_tokens: int = 0
     cached_tokens: int = 0
+    generated_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     swapped: int = 0
     recomputed: int = 0
 
@@ -63,12 +66,13 @@ class Scheduler:
         self.statistics = Statistics()
         self._running: list[Request] = []
         self._waiting: list[Request] = []
+        self._unfinished: dict[str, Request] = {}
         self._steps = 0
         self._arrivals = 0
 
     def __len__(self) -> int:
         """Unfinished requests."""
-        return len(self._running) + len(self._waiting)
+        return len(self._unfinished)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -76,7 +80,7 @@ class Scheduler:
         Raises:
             ValueError: an id that is in use, or more tokens than the cache has room for.
         """
-        if any(other.id == request.id for other in (*self._running, *self._waiting)):
+        if request.id in self._unfinished:
             raise ValueError(f"id must differ from those of unfinished requests, got {request.id!r} again")
         room = self.pool.num_pages * self.pool.page_size
         needed = request.most_tokens - 1  # the last one never goes there
@@ -87,15 +91,15 @@ class Scheduler:
             )
         self._arrivals += 1
         request.order = (self._steps + self.patience * request.priority, self._arrivals)
+        self._unfinished[request.id] = request
         _insert(self._waiting, request)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now; None if there is none of this id."""
-        for request in (*self._running, *self._waiting):
-            if request.id == request_id:
-                self._finish(request)
-                return request
-        return None
+        request = self._unfinished.get(request_id)
+        if request is not None:
+            self._finish(request)
+        return request
 
     def schedule(self) -> Step | None:
         """The next step; None if there is nothing that could be computed now."""
@@ -137,6 +141,9 @@ class Scheduler:
                 new = list(tokens[request.id])
                 if not 1 <= len(new) <= 1 + work.drafts:
                     raise ValueError(f"tokens of request {request.id!r} must be 1 to {1 + work.drafts}, got {len(new)}")
+                self.statistics.generated_tokens += len(new)
+                self.statistics.draft_tokens += work.drafts
+                self.statistics.accepted_tokens += len(new) - 1
                 request.tokens += new[: request.most_tokens - len(request.tokens)]
                 request.pending -= 1
                 if request.verifying:
@@ -270,6 +277,7 @@ class Scheduler:
 
     def _finish(self, request: Request) -> None:
         request.finished = True
+        del self._unfinished[request.id]
         self._drop_pages(request)
         self._drop_host_pages(request)
         for queue in (self._running, self._waiting):

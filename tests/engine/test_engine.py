@@ -59,6 +59,9 @@ def test_drafts_change_no_token(family, drafts):
     repeated = prompt(4) * 6
     (output,) = speculating.generate([repeated], SamplingParams(max_new_tokens=24))
     assert output.tokens == generated_by_transformers(family, repeated, 24)
+    statistics = speculating.statistics()
+    assert statistics["generated_tokens"] == 24
+    assert statistics["draft_tokens"] >= statistics["accepted_tokens"] > 0
     check(speculating, family)
 
 
@@ -149,6 +152,11 @@ def test_texts_in_and_stops():
     stop = Letters().decode(expected[2:4])
     (output,) = served.generate(["Hello"], SamplingParams(max_new_tokens=8, stop=(stop,)))
     assert output.tokens == expected[:4]
+    assert output.text == Letters().decode(expected[:2])
+    (output,) = served.generate(["Hello"], SamplingParams(max_new_tokens=8, stop_tokens=(expected[5],)))
+    assert output.text == Letters().decode(expected[: expected.index(expected[5])])
+    (output,) = served.generate(["Hello"], SamplingParams(max_new_tokens=8))
+    assert output.text == Letters().decode(expected)
 
 
 def test_stream_gives_tokens_as_they_come():
@@ -222,7 +230,7 @@ def test_an_engine_that_could_not_run_is_not_made(options, message):
 
 
 def test_one_text_is_no_batch_of_letters():
-    with pytest.raises(TypeError, match="prompts must be a sequence of prompts, got the text 'Hello'"):
+    with pytest.raises(TypeError, match="prompts must be a sequence of prompts, got 'Hello'"):
         engine(tokenizer=Letters()).generate("Hello")
 
 

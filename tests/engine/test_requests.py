@@ -193,9 +193,22 @@ def test_a_stream_whose_request_is_aborted_ends():
     served.add(PROMPTS[1], SamplingParams(NEW), id="other")
     stream = served.stream(PROMPTS[0], SamplingParams(NEW))
     got = [next(stream)]
-    output = served.abort("request-0")
+    output = served.abort("request-1")
     assert [*got, *stream] == output.tokens == expected(0)[: len(output.tokens)]
     assert finished(served) == {"other": expected(1)}
+
+
+def test_a_stream_is_queued_or_refused_at_the_call():
+    served = engine()
+    with pytest.raises(ValueError, match="prompt must hold tokens from 0 to 96, got 97"):
+        served.stream([VOCABULARY])
+    stream = served.stream(PROMPTS[0], SamplingParams(NEW))
+    assert served.unfinished == 1
+    served.step()
+    assert list(stream) == expected(0)
+    dropped = served.stream(PROMPTS[0])
+    del dropped
+    assert served.unfinished == served.pool.in_use == 0
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -264,6 +277,19 @@ def test_a_step_that_fails_ends_all_requests_and_spoils_no_page(raises_in, host_
     ]
 
 
+def test_prompts_and_parameters_may_be_read_once():
+    def broken():
+        yield PROMPTS[0]
+        raise OSError("no more lines")
+
+    served = engine()
+    outputs = served.generate(iter(PROMPTS[:2]), (SamplingParams(count) for count in (2, 3)))
+    assert [output.tokens for output in outputs] == [expected(0)[:2], expected(1)[:3]]
+    with pytest.raises(OSError, match="no more lines"):
+        served.generate(broken())
+    assert served.unfinished == 0
+
+
 def test_an_id_may_be_used_again_when_its_request_has_ended():
     served = engine()
     for number in (0, 1):
@@ -285,6 +311,26 @@ def test_suppressed_tokens_are_transformers():
         [PROMPTS[0], PROMPTS[1]], [SamplingParams(NEW, suppress_tokens=suppressed), SamplingParams(NEW)]
     )
     assert [output.tokens for output in with_others] == [wanted, expected(1)]
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_text_ends_where_transformers_ends_it(as_list, monkeypatch):
+    ends = [96, expected(1)[2]] if as_list else expected(1)[2]
+    monkeypatch.setattr(model().generation_config, "eos_token_id", ends)
+    wanted = [generated_by_transformers("DeepseekV3", PROMPTS[number], NEW, eos_token_id=ends) for number in (0, 1)]
+    ended, going_on = engine().generate([PROMPTS[1]] * 2, [SamplingParams(NEW), SamplingParams(NEW, ignore_eos=True)])
+    assert (ended.tokens, ended.finish_reason) == (wanted[1], "stop")
+    assert (going_on.tokens, going_on.finish_reason) == (expected(1), "length")
+    assert engine().generate([PROMPTS[0]], SamplingParams(NEW))[0].tokens == wanted[0]
+
+
+def test_requests_without_a_seed_draw_differently_and_again_the_same():
+    drawn = [
+        [output.tokens for output in engine().generate([PROMPTS[0]] * 3, SamplingParams(NEW, temperature=2.0))]
+        for _ in range(2)
+    ]
+    assert drawn[0] == drawn[1]
+    assert len(set(map(tuple, drawn[0]))) == 3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,25 @@
+"""Guesses are what a search of the whole text finds."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashlatte.engine.drafts import PromptLookup
+
+
+def searched(tokens: list[int], count: int, longest: int) -> list[int]:
+    for length in range(min(longest, len(tokens) - 1), 0, -1):
+        for begin in range(len(tokens) - length - 1, -1, -1):
+            if tokens[begin : begin + length] == tokens[-length:]:
+                return tokens[begin + length : begin + length + count]
+    return []
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.data())
+def test_the_latest_of_the_longest(tokens, data):
+    lookup, known = PromptLookup(), 0
+    while known < len(tokens):
+        known = data.draw(st.integers(known + 1, len(tokens)))
+        count, longest = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+        assert lookup.guess(tokens[:known], count, longest) == searched(tokens[:known], count, longest)

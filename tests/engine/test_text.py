@@ -1,0 +1,44 @@
+"""Text of tokens one by one is the text of all of them, and costs as much for the last as for the first."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashlatte.engine.text import Text
+
+
+class Bytes:
+    """A tokenizer of bytes, with a token 256 that has no text; a space at the start of a text is not shown."""
+
+    def __init__(self) -> None:
+        self.decoded = 0
+
+    def decode(self, tokens: list[int]) -> str:
+        self.decoded += len(tokens)
+        return bytes(token for token in tokens if token < 256).decode(errors="replace").removeprefix(" ")
+
+
+@given(words=st.lists(st.sampled_from(["a", "b", "ab", " ", " b", "é", "語", "🙂"]), max_size=20), data=st.data())
+def test_texts_add_up_and_a_stop_is_seen_with_its_last_byte(words, data):
+    tokens = list("".join(words).encode())
+    for place in data.draw(st.lists(st.integers(0, len(tokens)), max_size=3)):
+        tokens.insert(place, 256)
+    stops = data.draw(st.lists(st.sampled_from(["ab", "b a", "語", "aé", "b"]), max_size=2))
+    text, given_out = Text(Bytes(), stops), ""
+    for count, token in enumerate(tokens, 1):
+        new, stopped = text.add(token)
+        given_out += new
+        known = Bytes().decode(tokens[:count])
+        assert given_out == known.rstrip("\N{REPLACEMENT CHARACTER}")
+        assert stopped == any(stop in known for stop in stops)
+        if stopped:
+            return
+
+
+def test_the_last_token_costs_what_the_first_did():
+    tokenizer = Bytes()
+    text = Text(tokenizer, ["never here"])
+    for _ in range(1000):
+        text.add(ord("x"))
+    assert tokenizer.decoded < 4 * 1000
