@@ -18,6 +18,7 @@ import torch
 import flashlatte
 from flashlatte import ops
 from flashlatte.distributed import examine as ranks
+from flashlatte.integrations.sglang import examine as sglang
 from flashlatte.integrations.vllm import examine as vllm
 from flashlatte.kv_cache import FORMAT_NAMES, get_format
 from flashlatte.layers import MLAConfig, V4Config
@@ -73,6 +74,7 @@ def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, A
         "model": described,
         "operations": [_choices(call) for call in calls],
         "vllm": vllm.examine(DTYPES[dtype], config, v4=v4, model_type=_model_type(fields)),
+        "sglang": sglang.examine(config, v4=v4),
         "compiled": _compiled(model, dtype) if model and torch.cuda.is_available() and dtype != "fp32" else None,
     }
 
@@ -208,6 +210,7 @@ def report(facts: dict[str, Any], *, every_reason: bool = False) -> str:
         lines.append(facts["model"])
     if facts["vllm"]["version"] is not None:
         lines += vllm.report(facts["vllm"])
+    lines += sglang.report(facts["sglang"])
     lines.append("")
     on_gpu = device["type"] != "cpu"
     for operation in facts["operations"] if every_reason else _without_repetition(facts["operations"]):

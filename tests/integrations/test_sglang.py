@@ -17,7 +17,7 @@ import torch
 
 from flashlatte import deep_gemm, flash_mla, kv_cache
 from flashlatte.integrations import sglang
-from flashlatte.integrations.sglang import attention, hooks, indexer
+from flashlatte.integrations.sglang import attention, fa3, hooks, indexer
 from flashlatte.integrations.sglang.stand_in import provide_flash_mla
 
 
@@ -146,6 +146,79 @@ def test_sparse_prefill_gives_statistics_of_base_2():
     original: Any = lambda *args, **kwargs: kwargs  # noqa: E731
     new = attention.flash_mla_sparse_fwd(original, q, kv, indices, 0.05, use_legacy=False)
     assert new == {"use_legacy": False}
+
+
+class Dsa:
+    """What SGLang's ``dsa`` backend says of itself."""
+
+    dsa_index_kpool, num_splits = 1, 0
+
+
+def fa3_call(slots=192, dtype=torch.bfloat16):
+    """Three tokens over their slots, as SGLang pads them: lengths for more tokens than there are, -1 behind a row's."""
+    q = draw(3, 4, 576).to(dtype)
+    chosen = torch.randint(0, slots, (3, 64), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
+    lengths = torch.tensor([64, 40, 3, 9, 9], dtype=torch.int32)
+    chosen[torch.arange(64) >= lengths[:3, None]] = -1
+    return {
+        "q_rope": q[..., 512:],
+        "kv_cache": draw(slots, 1, 576, seed=1).to(dtype),
+        "v_head_dim": 512,
+        "q_nope": q[..., :512],
+        "page_table": chosen,
+        "cache_seqlens": lengths,
+        "cu_seqlens_q": torch.arange(6, dtype=torch.int32),
+        "cu_seqlens_k": lengths,
+        "max_seqlen_q": 1,
+        "sm_scale": 0.05,
+        "logit_cap": 0.0,
+        "page_size": 1,
+    }
+
+
+@pytest.mark.parametrize("slots", [192, 101])
+@pytest.mark.parametrize("num_splits", [0, 1])
+def test_decode_that_sglang_gives_to_flash_attention(slots, num_splits):
+    backend, call = Dsa(), fa3_call(slots)
+    backend.num_splits = num_splits
+    call["page_table"][0, 7] = slots  # beyond the pool: no token
+    out = fa3.forward_fa3(untouched, backend, **call)
+    assert out.shape == (3, 4, 512)
+    query = torch.cat((call["q_nope"], call["q_rope"]), dim=-1).double()
+    for row, indices in enumerate(call["page_table"].tolist()):
+        keys = call["kv_cache"][[index for index in indices if 0 <= index < slots], 0].double()
+        weights = (query[row] @ keys.T * 0.05).softmax(dim=1)
+        assert torch.allclose(out[row].double(), weights @ keys[:, :512], atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"page_size": 64},
+        {"max_seqlen_q": 2},
+        {"logit_cap": 30.0},
+        {"kv_cache": torch.zeros(192, 1, 576).to(torch.float8_e4m3fn)},
+        {"kv_cache": torch.zeros(192, 1, 512, dtype=torch.bfloat16)},
+        {"cache_seqlens": torch.ones(2, dtype=torch.int32)},
+    ],
+)
+def test_decode_of_another_kind_stays_flash_attentions(change):
+    calls = []
+
+    def original(*args: Any, **kwargs: Any) -> Any:
+        calls.append(inspect.signature(fa3.forward_fa3).bind(original, *args, **kwargs).arguments)
+        return "theirs"
+
+    given = fa3_call() | change
+    assert fa3.forward_fa3(original, Dsa(), **given) == "theirs"
+    assert all(calls[0][name] is value for name, value in given.items())
+
+
+def test_pooled_keys_stay_flash_attentions():
+    backend = Dsa()
+    backend.dsa_index_kpool = 2
+    original: Any = lambda *args: "theirs"  # noqa: E731
+    assert fa3.forward_fa3(original, backend, **fa3_call()) == "theirs"
 
 
 def chosen_columns(scores, starts, lengths, k):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from flashlatte import deep_gemm
-from flashlatte.integrations.sglang import attention, indexer
+from flashlatte.integrations.sglang import attention, fa3, indexer
 
 
 class Hook(NamedTuple):
@@ -24,6 +24,7 @@ class Hook(NamedTuple):
 _FLASH_MLA = "sglang.kernels.ops.attention.flash_mla_interface"
 _TOPK = "sglang.kernels.ops.attention.dsv4.topk"
 _DSA = "sglang.srt.layers.attention.dsa"
+_DSA_BACKEND = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
 
 _LOGITS = ("fp8_mqa_logits", "fp8_paged_mqa_logits", "fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits")
 
@@ -31,6 +32,7 @@ HOOKS = (
     Hook(f"{_FLASH_MLA}.flash_mla_with_kvcache", attention.flash_mla_with_kvcache, around=True),
     Hook(f"{_FLASH_MLA}.flash_mla_sparse_fwd", attention.flash_mla_sparse_fwd, around=True),
     Hook(f"{_FLASH_MLA}.get_mla_metadata", attention.get_mla_metadata, around=True),
+    Hook(f"{_DSA_BACKEND}._forward_fa3", fa3.forward_fa3, around=True),
     # DeepGEMM's functions where SGLang names them itself, and where it asks which to take.
     *(Hook(f"deep_gemm.{name}", getattr(deep_gemm, name), around=False) for name in _LOGITS),
     Hook("deep_gemm.get_paged_mqa_logits_metadata", deep_gemm.get_paged_mqa_logits_metadata, around=False),

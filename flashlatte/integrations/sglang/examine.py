@@ -1,0 +1,85 @@
+"""What ``flashlatte doctor`` says of SGLang: its version, whether the plugin is on, and what serves a model.
+
+SGLang is not imported: what of it is hooked is looked up in its sources.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from flashlatte.integrations.sglang.hooks import HOOKS, Hook
+from flashlatte.layers.config import MLAConfig
+
+GROUP, PLUGIN = "sglang.srt.plugins", "flashlatte"
+
+
+def examine(model: MLAConfig | None = None, *, v4: bool = False) -> dict[str, Any]:
+    """Versions and choices as plain data.
+
+    Args:
+        v4: the model is DeepSeek-V4, which is no ``model``.
+    """
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return {"version": None}
+    absent = _absent()
+    return {
+        "version": version,
+        "registered": absent is None,
+        "reason": absent,
+        "missing": [hook.target for hook in HOOKS if not _in_sources(hook)],
+        "served": _served(model, v4=v4) if model is not None or v4 else None,
+    }
+
+
+def report(facts: dict[str, Any]) -> list[str]:
+    """The facts in lines for a terminal; none where SGLang is not installed."""
+    if facts["version"] is None:
+        return []
+    state = "registered" if facts["registered"] else f"not registered: {facts['reason']}"
+    lines = [f"SGLang {facts['version']}: FlashLatte's plugin is {state}"]
+    lines += [f"    it does not have {target}, which is not served" for target in facts["missing"]]
+    if facts["served"] is not None and facts["registered"]:
+        lines.append(f"    {facts['served']}")
+    return lines
+
+
+def _absent() -> str | None:
+    """Why SGLang has not FlashLatte's functions; None if it has, on an NVIDIA GPU."""
+    if PLUGIN not in importlib.metadata.entry_points(group=GROUP).names:
+        return "flashlatte is not installed as a package here, so SGLang cannot find its plugin"
+    allowed = os.environ.get("SGLANG_PLUGINS")
+    if allowed and PLUGIN not in [name.strip() for name in allowed.split(",")]:
+        return f"SGLANG_PLUGINS is {allowed!r}, without {PLUGIN}"
+    return None
+
+
+def _served(model: MLAConfig | None, *, v4: bool) -> str:
+    if v4:
+        return "on Hopper decode, sparse prefill and the indexer are FlashLatte's; caches of V4.1 stay SGLang's"
+    if model is not None and model.indexer is not None:
+        return "on Hopper decode, prefill and the indexer are FlashLatte's, with SGLang's own options"
+    return "decode is FlashLatte's with --attention-backend flashmla; by itself SGLang takes FlashAttention on Hopper"
+
+
+def _in_sources(hook: Hook) -> bool:
+    """Whether the installed SGLang defines what is hooked. DeepGEMM's functions need not be there."""
+    package, *modules, name = hook.target.split(".")
+    if package != "sglang":
+        return True
+    spec = importlib.util.find_spec(package)
+    folders = (spec.submodule_search_locations or ()) if spec is not None else ()
+    for folder in folders:
+        path = Path(folder, *modules).with_suffix(".py")
+        # A method's class stands where its module's last part would.
+        path = path if path.exists() else path.parent.with_suffix(".py")
+        if path.exists():
+            nodes = ast.walk(ast.parse(path.read_text()))
+            return any(isinstance(node, ast.FunctionDef) and node.name == name for node in nodes)
+    return False

@@ -1,0 +1,71 @@
+"""SGLang's decode over chosen slots by FlashAttention-3: what its ``dsa`` backend takes on Hopper without an option."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flashlatte.ops.concat_mla_q import concat_mla_q
+from flashlatte.ops.sparse_decode import sparse_decode
+
+# SGLang's pools are whole pages of this many tokens.
+_PAGE = 64
+
+
+def forward_fa3(
+    original: Callable[..., torch.Tensor],
+    self: Any,
+    q_rope: torch.Tensor,
+    kv_cache: torch.Tensor,
+    v_head_dim: int,
+    q_nope: torch.Tensor,
+    page_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    sm_scale: float,
+    logit_cap: float,
+    page_size: int,
+) -> torch.Tensor:
+    """``sparse_decode`` of query tokens that each have a row of slots.
+
+    SGLang's own keeps what is of another kind: pages of several tokens, keys without a rope part or of another dtype
+    than the queries, a soft cap, and GLM's pooled keys.
+
+    Args:
+        q_nope, q_rope: [T, h, v_head_dim] and [T, h, rope].
+        kv_cache: [slots, 1, v_head_dim + rope].
+        page_table: int32 [T, topk], slots; behind a row's count, and below 0, none.
+        cache_seqlens: int32 [≥ T], slots of each row.
+
+    Returns:
+        [T, h, v_head_dim].
+    """
+    tokens = q_nope.shape[0]
+    width = v_head_dim + q_rope.shape[-1]
+    served = (
+        (page_size, max_seqlen_q, logit_cap) == (1, 1, 0)
+        and self.dsa_index_kpool <= 1
+        and q_nope.dim() == 3
+        and page_table.shape[0] == tokens <= cache_seqlens.shape[0]
+        and kv_cache.dtype == q_nope.dtype
+        and width == kv_cache.shape[-1] > v_head_dim
+    )
+    if not served:
+        rest = (cache_seqlens, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, sm_scale, logit_cap, page_size)
+        return original(self, q_rope, kv_cache, v_head_dim, q_nope, page_table, *rest)
+    page = _PAGE if kv_cache.shape[0] % _PAGE == 0 else 1
+    out, _ = sparse_decode(
+        concat_mla_q(q_nope, q_rope).unsqueeze(1),
+        kv_cache.view(-1, page, 1, width),
+        page_table.unsqueeze(1),
+        topk_length=cache_seqlens[:tokens],
+        softmax_scale=sm_scale,
+        head_dim_v=v_head_dim,
+        # One split is what SGLang asks of FlashAttention for deterministic inference.
+        batch_invariant=self.num_splits == 1,
+    )
+    return out.squeeze(1)

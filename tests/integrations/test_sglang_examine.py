@@ -1,0 +1,70 @@
+"""What the doctor says of SGLang, whose sources stand here as empty functions."""
+
+import importlib.metadata
+import sys
+
+import pytest
+
+from flashlatte.integrations.sglang import examine, hooks
+from flashlatte.layers import MLAConfig
+
+V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536)
+
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    """A folder with every function that is hooked, and metadata that says that it is SGLang."""
+    classes = ("DSATopKBackend", "DeepseekSparseAttnBackend")
+    for hook in hooks.HOOKS:
+        package, *modules, name = hook.target.split(".")
+        if package == "sglang":
+            *folders, file = [module for module in modules if module not in classes]
+            path = tmp_path.joinpath("sglang", *folders, f"{file}.py")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as source:
+                source.write(f"def {name}(): ...\n")
+    (tmp_path / "sglang" / "__init__.py").write_text("raise AssertionError('SGLang was imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "sglang", raising=False)
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.23" if name == "sglang" else real(name))
+    points = importlib.metadata.EntryPoints(
+        [importlib.metadata.EntryPoint("flashlatte", "flashlatte.integrations.sglang:register", examine.GROUP)]
+    )
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points.select(group=group))
+    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    return tmp_path / "sglang"
+
+
+def test_what_is_said_where_all_is_there(installed):
+    facts = examine.examine(V3)
+    assert facts["missing"] == []
+    assert examine.report(facts) == [
+        "SGLang 0.5.23: FlashLatte's plugin is registered",
+        "    decode is FlashLatte's with --attention-backend flashmla; by itself SGLang takes FlashAttention on Hopper",
+    ]
+    assert "caches of V4.1 stay SGLang's" in examine.report(examine.examine(v4=True))[1]
+
+
+def test_what_an_sglang_lacks_is_named(installed):
+    (installed / "srt/layers/attention/dsa_backend.py").write_text("def another(): ...\n")
+    lines = examine.report(examine.examine())
+    assert lines[1:] == [
+        "    it does not have sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_fa3, "
+        "which is not served"
+    ]
+
+
+def test_a_plugin_that_is_left_out_is_said_to_be(installed, monkeypatch):
+    monkeypatch.setenv("SGLANG_PLUGINS", "another")
+    assert examine.report(examine.examine(V3)) == [
+        "SGLang 0.5.23: FlashLatte's plugin is not registered: SGLANG_PLUGINS is 'another', without flashlatte"
+    ]
+
+
+def test_without_sglang_nothing_is_said(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert examine.report(examine.examine(V3)) == []
