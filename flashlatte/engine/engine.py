@@ -69,15 +69,15 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     ) -> None:
         self.model = as_model(model, tensor_parallel, context_parallel)
         self.ranks = self.model.ranks
-        self.cache_format = self.model.plain_format if cache_format is None else cache_format
-        page_size = checks.positive_int("page_size", self.model.page_size if page_size is None else page_size)
-        if num_pages is None:
-            num_pages = self.model.default_pages(self.cache_format, page_size)
-        limits = Limits(num_pages, page_size, host_pages, max_tokens, max_requests)
-        check_limits(self.model, limits, patience=patience, drafts=drafts)
-        checks.flag("prefix_cache", prefix_cache)
-        checks.flag("graphs", graphs)
         with self.ranks.failing_together():
+            self.cache_format = self.model.plain_format if cache_format is None else cache_format
+            page_size = checks.positive_int("page_size", self.model.page_size if page_size is None else page_size)
+            if num_pages is None:
+                num_pages = self.model.default_pages(self.cache_format, page_size)
+            limits = Limits(num_pages, page_size, host_pages, max_tokens, max_requests)
+            check_limits(self.model, limits, patience=patience, drafts=drafts)
+            checks.flag("prefix_cache", prefix_cache)
+            checks.flag("graphs", graphs)
             self.runner = Runner(self.model, self.cache_format, limits, graphs=graphs)
         facts = {"model": self.model.config, "dtype": self.model.dtype, "cache_format": self.cache_format}
         self.ranks.agree(facts | dataclasses.asdict(limits) | {"graphs": graphs})

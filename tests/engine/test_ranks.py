@@ -103,6 +103,23 @@ def test_engines_that_differ_are_told_on_all_ranks(two):
 
 
 @pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_pages": 0},
+        {"page_size": "x"},
+        {"prefix_cache": 2},
+        {"drafts": -1},
+        {"context_parallel": 2},
+        {"tensor_parallel": 3},
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_of_one_rank_is_told_on_all(two, wrong):
+    told = two.outcomes(rank_engine_jobs.options_by_rank, [{}, wrong])
+    assert all(next(iter(wrong)) in failure.message for failure in told)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"tensor_parallel": 3}, "tensor_parallel must be the number of processes, 2, got 3"),

@@ -53,17 +53,22 @@ class Ranks(Alone):
     def __init__(self, tensor_parallel: int, context_parallel: int = 1) -> None:
         self.size = checks.positive_int("tensor_parallel", tensor_parallel)
         self.keys_over = checks.positive_int("context_parallel", context_parallel)
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(self.device)
+        world = _join(tensor_parallel)
+        self.rank = world.rank()
+        # First of all: ranks that raise, or make other groups, leave the others waiting.
+        asked = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
+        Agreement(world, _PATIENCE).check("Engine", asked)
+        if self.size != world.size():
+            raise ValueError(f"tensor_parallel must be the number of processes, {world.size()}, got {tensor_parallel}")
         if self.size % self.keys_over:
             raise ValueError(
                 f"context_parallel must divide tensor_parallel {tensor_parallel}, over whose ranks keys are divided, "
                 f"got {context_parallel}"
             )
-        self.device = torch.device("cpu")
-        if torch.cuda.is_available():
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-            torch.cuda.set_device(self.device)
-        _join(tensor_parallel)
-        self.rank = dist.get_rank()
         # Groups of its own, which it can close when it fails, so that nobody waits for it.
         self._group = _group(range(self.size))
         self._plans = _group(range(self.size), backend="gloo", timeout=_IDLE)
@@ -184,8 +189,8 @@ class Ranks(Alone):
         self._groups = []
 
 
-def _join(tensor_parallel: int) -> None:
-    """Make sure that there are so many processes, and that they know each other."""
+def _join(tensor_parallel: int) -> dist.ProcessGroup:
+    """The group of all processes, which should be so many, made if they do not know each other yet."""
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             raise ValueError(
@@ -193,10 +198,9 @@ def _join(tensor_parallel: int) -> None:
                 f"{tensor_parallel}"
             )
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    if tensor_parallel != dist.get_world_size():
-        raise ValueError(
-            f"tensor_parallel must be the number of processes, {dist.get_world_size()}, got {tensor_parallel}"
-        )
+    world = dist.group.WORLD
+    assert world is not None
+    return world
 
 
 def _group(ranks: range, **options: object) -> dist.ProcessGroup:
