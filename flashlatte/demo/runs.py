@@ -108,7 +108,7 @@ def logits_of_engine(
     rows, ids, length = [], list(prompt), len(prompt)
     for token in tokens.tolist():
         last = len(ids) - 1
-        metadata = plan(Batch([], [], [len(ids)], [length], [list(range(pages))], [0], ids, [last], [0]), None)
+        metadata = plan(Batch([], [], [len(ids)], [length], [0], [list(range(pages))], [0], ids, [last], [0]), None)
         flat = torch.tensor(ids, device=model.device)
         rows.append(model(flat, caches, metadata, torch.tensor([last], device=model.device))[0].float())
         ids, length = [token], length + 1

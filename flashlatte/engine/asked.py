@@ -70,16 +70,12 @@ def with_sampling(
     return list(zip(prompts, each, strict=True))
 
 
-def check_limits(model: PagedModel, limits: Limits, *, patience: int, drafts: int) -> None:
+def check_limits(model: PagedModel, limits: Limits, *, patience: int) -> None:
     """Raise TypeError, ValueError for sizes below 1, and options below 0 or that the model does not take."""
-    options = {"host_pages": limits.host_pages, "drafts": drafts}
-    for name, value in (dataclasses.asdict(limits) | {"patience": patience} | options).items():
-        checks.positive_int(name, value, or_zero=name in options)
-    for name, value in options.items():
-        if value and not model.moves_pages:
-            raise ValueError(f"{name} must be 0 for {model.name}, whose pages hold no states, got {value}")
-    if drafts and model.batch_invariant:
-        raise ValueError(f"drafts must be 0 for a batch_invariant model, as their number varies, got {drafts}")
+    for name, value in (dataclasses.asdict(limits) | {"patience": patience}).items():
+        checks.positive_int(name, value, or_zero=name in ("host_pages", "drafts"))
+    if limits.drafts and model.batch_invariant:
+        raise ValueError(f"drafts must be 0 for a batch_invariant model, as their number varies, got {limits.drafts}")
 
 
 def _checked_tokens(name: str, values: Iterable[Any], model: PagedModel) -> list[int]:

@@ -17,6 +17,7 @@ class Limits:
         num_pages, page_size: of the cache, and the tokens of a page, on each rank.
         host_pages: of its copy on the host.
         max_tokens, max_requests: of a step.
+        drafts: of a request in a step.
     """
 
     num_pages: int
@@ -24,6 +25,7 @@ class Limits:
     host_pages: int
     max_tokens: int
     max_requests: int
+    drafts: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Batch:
     Attributes:
         swap_out, swap_in: pages to copy first, as in ``Step``.
         counts, lengths: of each request its new tokens, and all its tokens with them.
+        shared: of each request its tokens from the start that are in pages which others may read: they are not written.
         pages: of each request, in order.
         places: of each request (``Request.place``).
         tokens: ids of the flat batch; -1 - p for the token that was last kept at place p, as the device alone knows it.
@@ -44,6 +47,7 @@ class Batch:
     swap_in: Copies
     counts: list[int]
     lengths: list[int]
+    shared: list[int]
     pages: list[list[int]]
     places: list[int]
     tokens: list[int]
@@ -67,6 +71,7 @@ class Batch:
             step.swap_in,
             [work.count for work in step.work],
             [work.start + work.count for work in step.work],
+            [work.request.shared for work in step.work],
             [work.request.pages for work in step.work],
             [work.request.place for work in step.work],
             tokens,

@@ -33,10 +33,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         num_pages: of the cache; by default what fits 0.8 of a GPU's free memory, or 16,384 tokens on a CPU.
         page_size: tokens in a page, on each rank; by default 64, or for DeepSeek-V4 those of 64 groups.
         host_pages: pages of a copy on the host, to which requests that give way are swapped; 0: computed again.
-            DeepSeek-V4 takes neither these nor drafts.
         max_tokens: of a step. max_requests: that run at a time. patience: see ``Scheduler``.
-        prefix_cache: whether requests that begin alike share pages. DeepSeek-V4's never do: going on behind a page
-            takes states that are not in it.
+        prefix_cache: whether requests that begin alike share pages.
         drafts: tokens to guess from the request's own text and verify in one step (prompt lookup); 0: none.
         graphs: whether decode steps run as CUDA graphs (on a GPU).
         tokenizer: with ``encode`` and ``decode``, for prompts and stops that are texts.
@@ -74,8 +72,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             page_size = checks.positive_int("page_size", self.model.page_size if page_size is None else page_size)
             if num_pages is None:
                 num_pages = self.model.default_pages(self.cache_format, page_size)
-            limits = Limits(num_pages, page_size, host_pages, max_tokens, max_requests)
-            check_limits(self.model, limits, patience=patience, drafts=drafts)
+            limits = Limits(num_pages, page_size, host_pages, max_tokens, max_requests, drafts)
+            check_limits(self.model, limits, patience=patience)
             checks.flag("prefix_cache", prefix_cache)
             checks.flag("graphs", graphs)
             self.runner = Runner(self.model, self.cache_format, limits, graphs=graphs)
@@ -89,7 +87,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             max_tokens=max_tokens,
             max_requests=max_requests,
             patience=patience,
-            prefix_cache=prefix_cache and self.model.moves_pages,
+            prefix_cache=prefix_cache,
+            repeats=self.model.repeats,
             apart=self.model.batch_invariant,
         )
         self.drafts, self.tokenizer = drafts, tokenizer

@@ -34,14 +34,14 @@ class PagedModel:
         config, name, vocabulary, max_position, dtype, device: of the model; ``name`` is its type's.
         end_tokens: that end a text, as the model's generation config says.
         page_size: of its caches, where nobody chose one.
-        moves_pages: whether a page holds all that later steps need of its tokens: such pages may be shared and swapped,
-            and tokens may be taken back.
+        repeats: tokens at the end of a shared beginning that are computed again, without being written, as what follows
+            needs more of them than pages hold.
         batch_invariant: whether what a request gets is to depend on it alone.
     """
 
     config: Any
     page_size = 64
-    moves_pages = True
+    repeats = 0
     batch_invariant = False
 
     def __init__(self, model: Any, device: torch.device, ranks: Alone | None = None) -> None:

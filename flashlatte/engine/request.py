@@ -25,6 +25,7 @@ class Request:
         pending: tokens that steps under way will add.
         computed: tokens from the start that are in the cache, or will be when the steps under way have run.
         pages: device pages of the computed tokens, in order; host_pages: their copies while it is swapped out.
+        shared: tokens from the start that the prefix cache had, in pages that others may read.
         sealed: pages that were offered to the prefix cache; chain: the key behind them.
         cached: tokens that the prefix cache had whenever it began or began again.
         drafts: guesses of the tokens to come, which the next step verifies; verifying: a step that does is under way.
@@ -44,6 +45,7 @@ class Request:
     computed: int = 0
     pages: list[int] = field(default_factory=list)
     host_pages: list[int] = field(default_factory=list)
+    shared: int = 0
     sealed: int = 0
     chain: bytes = b""
     cached: int = 0

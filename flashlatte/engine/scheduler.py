@@ -44,6 +44,7 @@ class Scheduler:
         max_tokens: of a step. max_requests: that run at a time.
         patience: steps that a priority lower by one is worth.
         prefix_cache: whether requests that begin alike share pages.
+        repeats: tokens at the end of a shared beginning that are computed again (``PagedModel.repeats``).
         apart: whether what a step computes of a prompt depends on that request alone: its chunks are of ``max_tokens``,
             each a step of its own, and come before the tokens of those who generate. Only pages of whole chunks are
             shared, and what was generated is computed token by token, also when it is computed again.
@@ -58,11 +59,12 @@ class Scheduler:
         max_requests: int = 64,
         patience: int = 64,
         prefix_cache: bool = True,
+        repeats: int = 0,
         apart: bool = False,
     ) -> None:
         self.pool, self.host_pool = pool, host_pool or PagePool(0, pool.page_size)
         self.max_tokens, self.max_requests, self.patience = max_tokens, max_requests, patience
-        self.prefix_cache, self.apart = prefix_cache, apart
+        self.prefix_cache, self.repeats, self.apart = prefix_cache, repeats, apart
         self.statistics = Statistics()
         self._running: list[Request] = []
         self._waiting: list[Request] = []
@@ -235,7 +237,8 @@ class Scheduler:
         hosted = request.host_pages
         if not hosted:
             request.pages = self._cached_pages(request)
-            request.computed = len(request.pages) * self.pool.page_size
+            request.shared = len(request.pages) * self.pool.page_size
+            request.computed = max(request.shared - self.repeats, 0)
         count = min(self._wanted(request), step.left)
         more = self.pool.allocate(max(self._missing_pages(request, request.computed + count), len(hosted)))
         if more is None:

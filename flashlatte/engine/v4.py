@@ -37,9 +37,6 @@ class V4Model(PagedModel):
         ValueError: a model of another type.
     """
 
-    # What unfinished groups need is no page's: it goes with the request.
-    moves_pages = False
-
     def __init__(self, model: Any, *, backend: str | None = None) -> None:
         check_type(config_of(model), (MODEL_TYPE,))
         if isinstance(model, (str, Path)):
@@ -47,6 +44,9 @@ class V4Model(PagedModel):
         super().__init__(model, model.model.embed_tokens.weight.device)
         self.layers = self.config = V4Config.layers(model.config)
         self.backend = backend
+        # What unfinished groups need is no page's: it goes with the request. The first group behind a shared page needs
+        # the one before it where groups overlap.
+        self.repeats = max(config.overlap * config.ratio for config in self.layers)
         self._streams: int = model.config.hc_mult
         ratios = sorted({config.ratio for config in self.layers} - {0})
         self._tokens_of_groups = math.lcm(*ratios) if ratios else 1
@@ -75,12 +75,20 @@ class V4Model(PagedModel):
     def planner(self, cache_format: str, limits: Limits) -> Planner:
         max_pages = min(limits.num_pages, -(-self.max_position // limits.page_size))
         builder = V4Builder(
-            self.layers, limits.page_size, limits.max_requests, max_pages, self.device, backend=self.backend
+            self.layers,
+            limits.page_size,
+            limits.max_requests,
+            max_pages,
+            self.device,
+            drafts=limits.drafts,
+            backend=self.backend,
         )
 
         def plan(batch: Batch, pad_to: int | None) -> V4Metadata:
             spans = [(length - count, length) for count, length in zip(batch.counts, batch.lengths, strict=True)]
-            return builder.build(spans, batch.page_table(), batch.places, pad_requests_to=pad_to)
+            return builder.build(
+                spans, batch.page_table(), batch.places, shared_tokens=batch.shared, pad_requests_to=pad_to
+            )
 
         return plan
 

@@ -58,6 +58,17 @@ def test_requests_that_begin_alike_share_pages_once():
     machine.finish()
 
 
+def test_the_end_of_a_shared_beginning_is_computed_again():
+    machine = Machine(16, 4, 0, repeats=3)
+    prompt = [1, 2] * 8
+    for request in (Request("a", prompt, 2), Request("b", [*prompt, 5], 2)):
+        machine.add(request)
+        assert machine.run_step()
+        machine.finish()
+    assert request.shared == 16
+    assert request.cached == 13
+
+
 def test_other_salts_share_nothing():
     machine = run([Request("a", [1] * 9, 1, salt="x")], pages=8)
     other = Request("b", [1] * 9, 1, salt="y")
@@ -177,9 +188,11 @@ class Serving(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         max_requests=st.integers(1, 5),
         prefix_cache=st.booleans(),
+        repeats=st.sampled_from([0, 1, 5]),
         apart=st.booleans(),
     )
-    def start(self, pages, page_size, host_pages, **limits):
+    def start(self, pages, page_size, host_pages, repeats, apart, **limits):
+        limits |= {"apart": apart, "repeats": 0 if apart else repeats}
         self.machine = Machine(pages, page_size, host_pages, **limits)
         self.requests = {}
         self.count = 0

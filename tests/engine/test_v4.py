@@ -72,13 +72,61 @@ def test_a_prompt_over_a_workspace(monkeypatch):
     check(engine(max_tokens=150, num_pages=40), lengths=(141, 6), new=3)
 
 
-def test_requests_that_begin_alike_share_nothing():
-    served = engine()
-    shared = prompt(24)
-    for last in (1, 2):
-        (output,) = served.generate([[*shared, last]], SamplingParams(max_new_tokens=3))
-        assert output.tokens == generated_by_transformers(FAMILY, [*shared, last], 3)
-    assert served.statistics()["cached_tokens"] == 0
+@pytest.mark.parametrize("max_tokens", [1, 5, 64])
+def test_requests_that_begin_alike_share_pages(max_tokens):
+    """Behind a shared page the last group is computed again, in whatever chunks, and nobody's rows change."""
+    served = replayed(engine(max_tokens=max_tokens))
+    alike, asked = prompt(26), SamplingParams(max_new_tokens=8)
+    prompts = [[*alike, *rest] for rest in ([], [1, 2, 3], [2], [2, 4, 4])]
+    for tokens in prompts:
+        (output,) = served.generate([tokens], asked)
+        assert output.tokens == generated_by_transformers(FAMILY, tokens, 8)
+    assert served.statistics()["cached_tokens"] == 3 * (24 - 4)
+    before = [cache.clone() for cache in served.runner.caches]
+    # The first at last, while the others read the same pages.
+    for tokens, output in zip(prompts[::-1], served.generate(prompts[::-1], asked), strict=True):
+        assert output.tokens == generated_by_transformers(FAMILY, tokens, 8)
+    pages = served.pool.match(alike)
+    assert len(pages) == 3
+    for cache, old in zip(served.runner.caches, before, strict=True):
+        assert cache[pages].equal(old[pages])
+
+
+def test_a_shared_beginning_of_requests_that_give_way():
+    small = engine(num_pages=9, max_requests=4, max_tokens=9)
+    alike = prompt(17)
+    prompts = [[*alike, *prompt(length, length)] for length in (3, 9, 1, 14)]
+    for tokens, output in zip(prompts, small.generate(prompts, SamplingParams(max_new_tokens=9)), strict=True):
+        assert output.tokens == generated_by_transformers(FAMILY, tokens, 9)
+    statistics = small.statistics()
+    assert statistics["recomputed"] > 0
+    assert statistics["cached_tokens"] > 0
+
+
+def test_a_pool_so_small_that_requests_are_swapped():
+    """States stay where they are while pages are on the host."""
+    small = engine(num_pages=7, max_requests=3, host_pages=20)
+    check(small)
+    assert small.statistics()["swapped"] > 0
+
+
+@pytest.mark.parametrize("drafts", [1, 6])
+def test_drafts_that_are_taken_back(drafts, monkeypatch):
+    """Guesses end groups, and groups of them are made again: of right ones, wrong ones, and right ones before wrong."""
+    lengths, new = (3, 13, 22), 20
+    prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
+    texts = [tokens + generated_by_transformers(FAMILY, tokens, new) for tokens in prompts]
+
+    def guesses(tokens, count, longest=4):
+        text = next(text for text in texts if text[:3] == tokens[:3])
+        right = len(tokens) * 7 % (count + 2)
+        return [token if i < right else 96 - token for i, token in enumerate(text[len(tokens) :][:count])]
+
+    monkeypatch.setattr("flashlatte.engine.engine.look_up", guesses)
+    served = engine(drafts=drafts)
+    for text, output in zip(texts, served.generate(prompts, SamplingParams(max_new_tokens=new)), strict=True):
+        assert output.prompt + output.tokens == text
+    assert served.statistics()["computed_tokens"] > sum(lengths) + len(lengths) * new
 
 
 def test_pages_as_large_as_indexers_want_them():
@@ -90,8 +138,6 @@ def test_pages_as_large_as_indexers_want_them():
     ("options", "message"),
     [
         ({"page_size": 12}, "^page_size must be a multiple of 8, so that groups end with it, got 12$"),
-        ({"drafts": 2}, "^drafts must be 0 for deepseek_v4, whose pages hold no states, got 2$"),
-        ({"host_pages": 4}, "^host_pages must be 0 for deepseek_v4, whose pages hold no states, got 4$"),
         ({"tensor_parallel": 2}, r"^tensor_parallel and context_parallel must be 1 for deepseek_v4, got \(2, 1\)$"),
         ({"cache_format": "model1"}, "^head_dim of format model1 is 512, got 32$"),
         ({"cache_format": "bf16"}, "^cache_format must be model1 or that of torch.float32, got 'bf16'$"),

@@ -46,6 +46,7 @@ class V4Builder:
         requests: that states have room for at first, and the most of a padded step.
         max_pages: of a request.
         device: of the caches.
+        drafts: tokens of a step that may be taken back, for each request.
         backend: of the steps' operations; None chooses.
     """
 
@@ -57,19 +58,21 @@ class V4Builder:
         max_pages: int,
         device: torch.device,
         *,
+        drafts: int = 0,
         backend: str | None = None,
     ) -> None:
         self._layers, self._page_size, self._device, self._backend = layers, page_size, device, backend
-        # A ring of so many pages of ratio tokens for each request: what a group is made of.
+        # A request has one page of states, a ring of so many tokens: what a group is made of, and drafts.
         self._rings: dict[int, int] = {}
         for config in layers:
             if config.ratio:
-                self._rings[config.ratio] = max(1 + config.overlap, self._rings.get(config.ratio, 0))
+                room = (1 + config.overlap) * config.ratio + drafts
+                self._rings[config.ratio] = max(room, self._rings.get(config.ratio, 0))
         self._room = requests
         with torch.inference_mode(False):
             self._states = [self._empty_states(config, requests) for config in layers]
-            # Of a padded step: each token's request and position, each request's place, and its pages.
-            self._numbers = torch.zeros(3, requests, dtype=torch.int64, device=device)
+            # Of a padded step: each token's request and position, each request's place and shared tokens; its pages.
+            self._numbers = torch.zeros(4, requests, dtype=torch.int64, device=device)
             self._table = torch.zeros(requests, max_pages, dtype=torch.int32, device=device)
 
     def build(
@@ -78,6 +81,7 @@ class V4Builder:
         block_table: torch.Tensor,
         places: Sequence[int],
         *,
+        shared_tokens: Sequence[int] | None = None,
         pad_requests_to: int | None = None,
     ) -> V4Metadata:
         """The metadata of a step of n requests.
@@ -87,6 +91,7 @@ class V4Builder:
             block_table: int [n, pages], the pages of each request in order.
             places: of each request, a number that no other has from its first step to its last, from 0: where its
                 states lie. Those of larger numbers than before get room, which moves all states.
+            shared_tokens: of each request those from its start that are in caches which others read (``V4Step.build``).
             pad_requests_to: add tokens of no request up to so many, for a captured graph of that size. Only for a step
                 whose requests have one new token each.
 
@@ -94,14 +99,17 @@ class V4Builder:
             ValueError: a padded step of other requests, or larger than the builder's buffers.
         """
         self._make_room(max(places) + 1)
+        shared = [0] * len(spans) if shared_tokens is None else shared_tokens
         if pad_requests_to is not None:
-            self._put(spans, block_table, places, pad_requests_to)
+            self._put(spans, block_table, places, shared, pad_requests_to)
             return V4Metadata(pad_requests_to, functools.partial(self._padded_step, pad_requests_to), self._states)
         table = to_device(block_table, self._device, torch.int32)
+        repeats = any(begin < count for (begin, _), count in zip(spans, shared, strict=True))
         step = V4Step.of_spans(
             spans,
             table,
             self._groups(table, to_device(places, self._device)),
+            shared_tokens=to_device(shared, self._device) if repeats else None,
             window=self._layers[0].window,
             page_size=self._page_size,
             group_page_sizes=self._group_page_sizes,
@@ -110,7 +118,12 @@ class V4Builder:
         return V4Metadata(step.num_tokens, lambda: step, self._states)
 
     def _put(
-        self, spans: Sequence[tuple[int, int]], block_table: torch.Tensor, places: Sequence[int], size: int
+        self,
+        spans: Sequence[tuple[int, int]],
+        block_table: torch.Tensor,
+        places: Sequence[int],
+        shared: Sequence[int],
+        size: int,
     ) -> None:
         """Overwrite the buffers when the steps before are done, without waiting for them."""
         requests, width = block_table.shape
@@ -120,21 +133,22 @@ class V4Builder:
             raise ValueError(f"pad_requests_to must be from {requests} to {len(self._table)}, got {size}")
         if width > self._table.shape[1]:
             raise ValueError(f"block_table must have at most {self._table.shape[1]} pages, got {width}")
-        nobody = [-1] * (size - requests)
+        nobody, nothing = [-1] * (size - requests), [0] * (size - requests)
         positions = [begin for begin, _ in spans]
-        numbers = [[*range(requests), *nobody], positions + nobody, [*places, *(0 for _ in nobody)]]
+        numbers = [[*range(requests), *nobody], positions + nobody, [*places, *nothing], [*shared, *nothing]]
         self._numbers[:, :size].copy_(to_device(numbers, self._device))
         self._table[:requests, :width].copy_(to_device(block_table, self._device, torch.int32))
 
     def _padded_step(self, size: int) -> V4Step:
         """The step in the buffers. Nothing of it is known on the host but its size."""
-        request_ids, positions, places = self._numbers[:, :size]
+        request_ids, positions, places, shared = self._numbers[:, :size]
         table = self._table[:size]
         return V4Step.build(
             request_ids,
             positions,
             table,
             self._groups(table, places),
+            shared_tokens=shared,
             window=self._layers[0].window,
             page_size=self._page_size,
             group_page_sizes=self._group_page_sizes,
@@ -143,10 +157,7 @@ class V4Builder:
 
     def _groups(self, table: torch.Tensor, places: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Of each ratio the tables of groups and of states."""
-        return {
-            ratio: (table, (places[:, None] * pages + torch.arange(pages, device=self._device)).to(torch.int32))
-            for ratio, pages in self._rings.items()
-        }
+        return dict.fromkeys(self._rings, (table, places[:, None].to(torch.int32)))
 
     @property
     def _group_page_sizes(self) -> dict[int, int]:
@@ -167,11 +178,11 @@ class V4Builder:
     def _empty_states(self, config: V4Config, requests: int) -> States:
         if not config.ratio:
             return None, None
-        pages = requests * self._rings[config.ratio]
+        room = self._rings[config.ratio]
 
         def states(head_dim: int) -> torch.Tensor:
             width = 2 * (1 + config.overlap) * head_dim
-            return torch.zeros(pages, config.ratio, width, dtype=torch.float32, device=self._device)
+            return torch.zeros(requests, room, width, dtype=torch.float32, device=self._device)
 
         return states(config.head_dim), None if config.indexer is None else states(config.indexer.head_dim)
 

@@ -23,7 +23,7 @@ class V4Groups:
         table: int32 or int64 [b, columns], pages of groups.
         state_table: int32 or int64 [b, columns], pages of states (``compress``).
         page_size: of groups.
-        slots: [T], the slot of the group that each token belongs to, -1 for none.
+        slots: [T], the slot of the group that each token belongs to; -1 if it is not to be written.
         seen: int32 [T], how many groups each token sees.
         request_ids: [T], the row of each token in the tables.
         backend: of ``all_slots``.
@@ -89,7 +89,7 @@ class V4Step:
         rotary_positions: int32 or int64 [T], by which it is rotated, and which groups it sees.
         window, page_size: tokens that a token sees, and tokens of a page in their cache.
         window_table: [b, columns], pages of tokens.
-        slots: [T], where each token's key goes.
+        slots: [T], where each token's key goes; -1 for none.
         window_slots: int32 [T, window], the slots of the tokens that each token sees; -1 for none.
         window_counts: int32 [T], after how many of them there are none.
         groups: by ratio.
@@ -126,6 +126,7 @@ class V4Step:
         group_page_sizes: Mapping[int, int] | None = None,
         rotary_positions: torch.Tensor | None = None,
         first_tokens: torch.Tensor | None = None,
+        shared_tokens: torch.Tensor | None = None,
         limits: WorkspaceLimits | None = DEFAULT_LIMITS,
         backend: str | None = None,
     ) -> V4Step:
@@ -137,8 +138,8 @@ class V4Step:
             spans: for each row of ``window_table`` the positions of its request's new tokens, (first, end); none if
                 the two are equal.
             limits: which requests attend over a workspace; None: none.
-            window_table, group_tables, window, page_size, group_page_sizes, rotary_positions, first_tokens, backend: as
-                for ``build``.
+            window_table, group_tables, window, page_size, group_page_sizes, rotary_positions, first_tokens,
+                shared_tokens, backend: as for ``build``.
 
         Raises:
             TypeError, ValueError: as ``build``; spans that are not of window_table's requests, or run backwards.
@@ -164,6 +165,7 @@ class V4Step:
             group_page_sizes=group_page_sizes,
             rotary_positions=rotary_positions,
             first_tokens=first_tokens,
+            shared_tokens=shared_tokens,
             backend=backend,
         )
         if rotary_positions is None:
@@ -185,6 +187,7 @@ class V4Step:
         group_page_sizes: Mapping[int, int] | None = None,
         rotary_positions: torch.Tensor | None = None,
         first_tokens: torch.Tensor | None = None,
+        shared_tokens: torch.Tensor | None = None,
         backend: str | None = None,
     ) -> V4Step:
         """The step of these tokens. Nothing is read from the device, so that a CUDA graph may hold it.
@@ -203,6 +206,9 @@ class V4Step:
                 ends after its own position, whatever they are.
             first_tokens: int32 or int64 [b], the first token of each request that windows see: those before it are
                 padding. Groups are made of padding too, as in transformers.
+            shared_tokens: int32 or int64 [b], how many of each request's first tokens have their keys and groups in the
+                caches already, where others may read them. Such a token leaves states and nothing else, so that a
+                request may begin with a prefix's last tokens, as many as the next group is made of.
             backend: "portable" or "reference"; None chooses.
 
         Raises:
@@ -241,6 +247,10 @@ class V4Step:
             first = first_tokens[request_ids.clamp(0, requests - 1)].unsqueeze(1)
             window_slots = window_slots.masked_fill(seen_from < first, -1)
             window_counts = torch.full_like(window_counts, window)
+        written = positions
+        if shared_tokens is not None:
+            checks.tensor("shared_tokens", shared_tokens, (requests,), checks.INDEX_DTYPES, device)
+            written = positions.where(positions >= shared_tokens[request_ids.clamp(0, requests - 1)], -1)
         groups = {}
         for ratio, (table, state_table) in group_tables.items():
             if table.shape[0] != requests:
@@ -248,7 +258,7 @@ class V4Step:
                     f"group_tables[{ratio}][0] must have window_table's {requests} requests, got {table.shape[0]}"
                 )
             rows = checks.positive_int(f"group_page_sizes[{ratio}]", (group_page_sizes or {}).get(ratio, page_size))
-            groups[ratio] = V4Groups.build(ratio, request_ids, positions, seeing, table, state_table, rows, backend)
+            groups[ratio] = V4Groups.build(ratio, request_ids, written, seeing, table, state_table, rows, backend)
         return cls(
             request_ids,
             positions,
@@ -256,7 +266,7 @@ class V4Step:
             window,
             page_size,
             window_table,
-            _slots(positions, request_ids, window_table, page_size, backend),
+            _slots(written, request_ids, window_table, page_size, backend),
             window_slots,
             window_counts,
             groups,

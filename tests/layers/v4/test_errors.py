@@ -95,6 +95,11 @@ def test_positions_beyond_the_rotary_embedding(known):
             attention(torch.zeros(2, 16), step, cache)
 
 
+def test_shared_tokens_are_of_each_request():
+    with pytest.raises(ValueError, match=r"^shared_tokens must have shape \[1\]"):
+        V4Step.of_spans([(3, 5)], TABLE, {4: (TABLE, TABLE)}, shared_tokens=torch.zeros(2, dtype=torch.int64))
+
+
 def test_an_indexers_head_dim():
     with pytest.raises(ValueError, match=r"^head_dim of an indexer must be 32, 64 or 128, got 48$"):
         V4IndexerConfig(head_dim=48)
