@@ -12,6 +12,7 @@ pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
 from support.engine_models import generated_by_transformers, model, prompt
 
 from flashlatte.engine import Engine, SamplingParams
+from flashlatte.engine.drafts import PromptLookup
 from flashlatte.layers.v4.builder import V4Metadata
 from flashlatte.layers.v4.step import V4Step
 from flashlatte.layers.v4.workspace import WorkspaceLimits
@@ -117,12 +118,12 @@ def test_drafts_that_are_taken_back(drafts, monkeypatch):
     prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
     texts = [tokens + generated_by_transformers(FAMILY, tokens, new) for tokens in prompts]
 
-    def guesses(tokens, count, longest=4):
+    def guesses(lookup, tokens, count):
         text = next(text for text in texts if text[:3] == tokens[:3])
         right = len(tokens) * 7 % (count + 2)
         return [token if i < right else 96 - token for i, token in enumerate(text[len(tokens) :][:count])]
 
-    monkeypatch.setattr("flashlatte.engine.engine.look_up", guesses)
+    monkeypatch.setattr(PromptLookup, "guess", guesses)
     served = engine(drafts=drafts)
     for text, output in zip(texts, served.generate(prompts, SamplingParams(max_new_tokens=new)), strict=True):
         assert output.prompt + output.tokens == text
