@@ -216,6 +216,27 @@ def variant_key(fn: Any, launch: Launch, arch: int = 90) -> str:
     return f"{specialization}{options}"
 
 
+def unused_mbarriers(ttgir: str) -> set[str]:
+    """mbarriers that are initialized and nothing else.
+
+    Triton lays other things over them, which nothing invalidates them for (``hopper.barriers.allocate_mbarrier``).
+    """
+    view = r"(%\S+) = ttg\.memdesc_(?:index|subslice|reinterpret|trans) (%[^\s\[,]+)"
+    whole = dict(re.findall(view, ttgir))
+
+    def allocation(name: str) -> str:
+        return allocation(whole[name]) if name in whole else name
+
+    initialized, used = set(), set()
+    for line in ttgir.splitlines():
+        names = {allocation(name) for name in re.findall(r"%[\w#]+", line)}
+        if "ttng.init_barrier" in line:
+            initialized |= names
+        elif not re.search(rf"{view}|ttg\.local_alloc", line):
+            used |= names
+    return initialized - used
+
+
 def loop_spills(sass: str) -> int:
     """Spill instructions in the innermost loop that multiplies matrices."""
     bodies = [body for body in loops(sass) if any("MMA" in one for one in body)]
@@ -238,6 +259,8 @@ def _read(compiled: Any) -> Compiled:
     sass = _disassemble(compiled.asm["cubin"])
     unwritten = read_before_written(sass)
     assert not unwritten, f"{compiled.name} reads registers that nothing has written: {unwritten[:4]}"
+    unused = unused_mbarriers(compiled.asm["ttgir"])
+    assert not unused, f"{compiled.name} initializes mbarriers that it does not use: {unused}"
     return Compiled(
         registers=_registers(compiled.asm["cubin"]),
         spills=len(re.findall(r"\b(?:STL|LDL)\b", sass)),

@@ -57,7 +57,11 @@ def before_partitions():
 @gluon.jit
 def allocate_mbarrier(COUNT: gl.constexpr = 1):
     """An mbarrier that COUNT arrivals complete. Each has an allocation of its own: barriers that share one draw more
-    barriers of the whole CTA from the compiler."""
+    barriers of the whole CTA from the compiler.
+
+    Make none that nobody uses. Triton lays other things over its memory, which nothing invalidates it for: such kernels
+    end with faults of all kinds where processes share a GPU (docs/notes/sparse-decode.md).
+    """
     barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(barrier, count=COUNT)
     return barrier

@@ -83,7 +83,7 @@ class Tiles(NamedTuple):
 
 
 class HalvesFull(NamedTuple):
-    """mbarriers on which copies of a block's halves complete."""
+    """mbarriers on which copies of a block's halves complete; None where nothing is copied."""
 
     left: Any
     right: Any
@@ -141,9 +141,34 @@ def allocate_tiles(q, k0, k1, p0, p1):
 
 
 @gluon.jit
-def allocate_full(Q_COUNT: gl.constexpr, HALF_COUNT: gl.constexpr):
-    """``Full``, of so many arrivals for the queries and for a half of a block."""
+def allocate_full(
+    Q_COUNT: gl.constexpr,
+    HALF_COUNT: gl.constexpr,
+    COPIED: gl.constexpr = (True, True),
+    BLOCKS: gl.constexpr = 2,
+):
+    """``Full``, of so many arrivals for the queries and for a half of a block.
+
+    Only of what is waited for (``allocate_mbarrier``): None stands for the others.
+
+    Args:
+        COPIED: whether something of a block's left half and of its right half is copied.
+        BLOCKS: that a step has; with one, block 1 is never copied.
+    """
     q = allocate_mbarrier(Q_COUNT)
-    k0 = HalvesFull(allocate_mbarrier(HALF_COUNT), allocate_mbarrier(HALF_COUNT))
-    k1 = HalvesFull(allocate_mbarrier(HALF_COUNT), allocate_mbarrier(HALF_COUNT))
+    k0 = _allocate_halves_full(HALF_COUNT, COPIED)
+    k1 = HalvesFull(None, None)
+    if BLOCKS == 2:
+        k1 = _allocate_halves_full(HALF_COUNT, COPIED)
     return Full(q, k0, k1)
+
+
+@gluon.jit
+def _allocate_halves_full(COUNT: gl.constexpr, COPIED: gl.constexpr):
+    left = None
+    right = None
+    if COPIED[0]:
+        left = allocate_mbarrier(COUNT)
+    if COPIED[1]:
+        right = allocate_mbarrier(COUNT)
+    return HalvesFull(left, right)

@@ -42,6 +42,12 @@ def producer_warps(cache_format: int) -> int:
     return 8 if cache_format == PLAIN.value else 4
 
 
+@gluon.constexpr_function
+def copied_halves(cache_format):
+    """Whether something of a block's left half, and of its right half, is bf16 in the cache and copied as it is."""
+    return cache_format == PLAIN.value, cache_format != V41.value
+
+
 class Masks(NamedTuple):
     """int32 [64] of each block, 0 where an index selects nothing."""
 
