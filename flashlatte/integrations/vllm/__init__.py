@@ -23,6 +23,7 @@ CUSTOM = "flashlatte.integrations.vllm.backends.named.FlashLatteBackend"
 DENSE = "flashlatte.integrations.vllm.backends.dense.FlashLatteMLABackend"
 SPARSE = "flashlatte.integrations.vllm.backends.sparse.FlashLatteSparseMLABackend"
 MODELS = "flashlatte.integrations.vllm.backends.models"
+MODELS_V4 = "flashlatte.integrations.vllm.backends.models_v4"
 PREFILL = "flashlatte.integrations.vllm.backends.prefill.FlashLattePrefillBackend"
 CPU_PLATFORM = "flashlatte.integrations.vllm.backends.cpu.FlashLatteCpuPlatform"
 
@@ -37,7 +38,8 @@ def register() -> None:
     * ``auto``: so do the names of vLLM's own MLA backends but TRITON_MLA. Whichever vLLM chooses is FlashLatte, or, if
       FlashLatte refuses the model or an option, TRITON_MLA.
 
-    DeepSeek-V4's models, which take no attention backend, are refused where CUSTOM is named for them.
+    DeepSeek-V4, whose layers take no attention backend, has FlashLatte's attention where CUSTOM is named for it (vLLM
+    0.32 and later, on CUDA). DeepSeek-V4.1 is refused there.
 
     Where vLLM is missing or of a version that FlashLatte does not know, it says so once and registers nothing.
 
@@ -51,7 +53,8 @@ def register() -> None:
         return
     compat.register_attention("CUSTOM", CUSTOM)
     compat.register_prefill("CUSTOM", PREFILL)
-    compat.configure_models(serves.V4_MODELS, before=serves.check_v4)
+    compat.configure_models(serves.V4_MODELS, before=take_v4_model)
+    compat.configure_models(serves.V41_MODELS, before=lambda config, _: serves.refuse(config, serves.V41_IS_VLLMS))
     on_cpu = os.environ.get(ON_CPU) == "1" and compat.unknown_on_cpus() is None
     if not on_cpu and compat.unknown_for_indexers() is None:
         compat.configure_models(serves.INDEXER_MODELS, after=take_indexer_model)
@@ -73,6 +76,20 @@ def take_indexer_model(vllm_config: Any, architecture: str) -> None:
     cache = vllm_config.cache_config
     if cache.cache_dtype in ("fp8", "fp8_e4m3"):
         cache.cache_dtype = "fp8_ds_mla"
+
+
+def take_v4_model(vllm_config: Any, architecture: str) -> None:
+    """Have vLLM make DeepSeek-V4 from ``MODELS_V4`` where FlashLatte is named for it.
+
+    A class that the user names stays.
+
+    Raises:
+        ValueError: FlashLatte is named, and does not serve it in this vLLM or on this platform.
+    """
+    if not serves.named(vllm_config):
+        return
+    serves.refuse(vllm_config, compat.unknown_for_v4() or (None if compat.on_cuda() else serves.V4_ON_CUDA))
+    vllm_config.model_config.model_class_overrides.setdefault(architecture, f"{MODELS_V4}:{architecture}")
 
 
 def mode() -> str:

@@ -74,6 +74,24 @@ def unknown_for_indexers() -> str | None:
     return unknown()
 
 
+def unknown_for_v4() -> str | None:
+    """Why FlashLatte serves no DeepSeek-V4 in the installed vLLM; None if it does.
+
+    Before 0.32 its layers were not tried. vLLM's other platforms have layers of their own.
+    """
+    found = version()
+    if found is not None and OLDEST <= _numbers(found) < OLDEST_WITH_INDEXERS:
+        return f"DeepSeek-V4 is served in vLLM {_dotted(OLDEST_WITH_INDEXERS)} and later, not in {found}"
+    return unknown()
+
+
+def on_cuda() -> bool:
+    """Whether vLLM runs on NVIDIA's GPUs."""
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+
+    return current_platform.is_cuda()
+
+
 def _dotted(numbers: tuple[int, ...]) -> str:
     return ".".join(map(str, numbers))
 

@@ -34,7 +34,8 @@ def examine(
     if facts["version"] is None:
         return facts
     if v4:
-        facts |= {"refusal": serves.V4_IS_VLLMS, "chosen": None}
+        facts |= {"option": f"--attention-backend CUSTOM: {serves.V4_PARTS}", "chosen": None}
+        facts["refusal"] = _refuses_v4(model_type)
     elif model_type in serves.WITHOUT_MLA:
         facts |= {"refusal": serves.WITHOUT_MLA[model_type], "chosen": None}
     elif model is not None:
@@ -86,6 +87,12 @@ def _refusal(device_type: str, dtype: torch.dtype, model: MLAConfig) -> str | No
     if model.indexer is None:
         return serves.refuses_dense(device_type, model.head_dim, dtype, "auto", None)
     return compat.unknown_for_indexers() or serves.refuses_sparse(device_type, model.head_dim, dtype, "auto", None)
+
+
+def _refuses_v4(model_type: str | None) -> str | None:
+    if model_type == "deepseek_v41":
+        return serves.V41_IS_VLLMS
+    return compat.unknown_for_v4() or (None if torch.cuda.is_available() else serves.V4_ON_CUDA)
 
 
 def _chosen(dtype: torch.dtype, model: MLAConfig) -> str:

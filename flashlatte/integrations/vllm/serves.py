@@ -31,12 +31,16 @@ CACHE_DTYPES = {
 SPARSE_CACHES = ("auto", "bfloat16", "float16", "fp8_ds_mla")
 
 # DeepSeek-V4's architectures in vLLM, whose attention is layers of their own: they take no attention backend.
-V4_MODELS = ("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepseekV41ForCausalLM")
+V4_MODELS = ("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration")
+V41_MODELS = ("DeepseekV41ForCausalLM",)
 # Why FlashLatte does not serve a kind of model inside vLLM.
-V4_IS_VLLMS = (
-    "DeepSeek-V4 is vLLM's own: its attention is layers of the model, which take no attention backend and would run "
+V41_IS_VLLMS = (
+    "DeepSeek-V4.1 is vLLM's own: its attention is layers of the model, which take no attention backend and would run "
     "as if none had been named"
 )
+V4_ON_CUDA = "DeepSeek-V4 is served on CUDA only: elsewhere its attention is layers that take no attention backend"
+# What of V4 is FlashLatte's.
+V4_PARTS = "its attention; the compressor, the indexer and what writes and gathers its caches stay vLLM's"
 OTHER_INDEXERS = "of models with an indexer, it serves DeepSeek-V3.2 and GLM-5"
 # By ``model_type``: models of this library's layer to which vLLM gives no MLA backend.
 WITHOUT_MLA = {
@@ -71,14 +75,14 @@ def named(vllm_config: Any) -> bool:
     return backend(vllm_config) == "CUSTOM"
 
 
-def check_v4(vllm_config: Any, architecture: str) -> None:
-    """Refuse DeepSeek-V4 where FlashLatte is named for it.
+def refuse(vllm_config: Any, reason: str | None) -> None:
+    """Refuse a model where FlashLatte is named for it, if there is a reason.
 
     Raises:
-        ValueError: vLLM's attention backend is CUSTOM.
+        ValueError: there is one, and vLLM's attention backend is CUSTOM.
     """
-    if named(vllm_config):
-        raise ValueError(f"attention backend CUSTOM is FlashLatte, and {V4_IS_VLLMS}. Leave the option out")
+    if reason is not None and named(vllm_config):
+        raise ValueError(f"attention backend CUSTOM is FlashLatte, and {reason}. Leave the option out")
 
 
 def refuses_dense(

@@ -1,4 +1,4 @@
-"""Models that vLLM computes with attention of their own, before weights load."""
+"""Models that vLLM computes with layers of their own, before weights load."""
 
 import json
 
@@ -30,7 +30,7 @@ def configured(model, **options):
 
 
 def test_deepseek_v4_is_refused_by_name(v4):
-    with pytest.raises(ValueError, match="CUSTOM is FlashLatte, and DeepSeek-V4 is vLLM's own"):
+    with pytest.raises(ValueError, match="CUSTOM is FlashLatte, and DeepSeek-V4 is served on CUDA only"):
         configured(v4, attention_backend="CUSTOM")
 
 

@@ -113,21 +113,48 @@ def _with_backend(name):
     return SimpleNamespace(attention_config=SimpleNamespace(backend=backend))
 
 
+def refuse_v41(config, _):
+    serves.refuse(config, serves.V41_IS_VLLMS)
+
+
 def test_models_that_take_no_backend_are_refused_with_ours(configurations):
     table, done = configurations
-    compat.configure_models(serves.V4_MODELS, before=serves.check_v4)
-    assert table.keys() == {*serves.V4_MODELS, "Other"}
-    for architecture in serves.V4_MODELS:
-        with pytest.raises(ValueError, match="CUSTOM is FlashLatte, and DeepSeek-V4 is vLLM's own"):
+    compat.configure_models(serves.V41_MODELS, before=refuse_v41)
+    for architecture in serves.V41_MODELS:
+        with pytest.raises(ValueError, match=r"CUSTOM is FlashLatte, and DeepSeek-V4\.1 is vLLM's own"):
             table[architecture].verify_and_update_config(_with_backend("CUSTOM"))
     assert done == []
 
 
+def test_v4_is_made_with_ours_where_ours_is_named(configurations, monkeypatch):
+    table, done = configurations
+    monkeypatch.setattr(compat, "unknown_for_v4", lambda: None)
+    monkeypatch.setattr(compat, "on_cuda", lambda: True)
+    compat.configure_models(serves.V4_MODELS, before=vllm.take_v4_model)
+    made = "flashlatte.integrations.vllm.backends.models_v4:{}"
+    for name, overrides in (("CUSTOM", True), (None, False), ("FLASHMLA_SPARSE", False)):
+        for architecture in serves.V4_MODELS:
+            config = _with_backend(name)
+            config.model_config = SimpleNamespace(model_class_overrides={})
+            table[architecture].verify_and_update_config(config)
+            expected = {architecture: made.format(architecture)} if overrides else {}
+            assert config.model_config.model_class_overrides == expected
+    assert done.count("OfV4") == 3
+
+    monkeypatch.setattr(compat, "on_cuda", lambda: False)
+    with pytest.raises(ValueError, match="CUSTOM is FlashLatte, and DeepSeek-V4 is served on CUDA only"):
+        table["DeepseekV4ForCausalLM"].verify_and_update_config(_with_backend("CUSTOM"))
+    monkeypatch.setattr(compat, "unknown_for_v4", lambda: "it is too old")
+    with pytest.raises(ValueError, match="CUSTOM is FlashLatte, and it is too old"):
+        table["DeepseekV4ForCausalLM"].verify_and_update_config(_with_backend("CUSTOM"))
+
+
 def test_what_vllm_does_to_a_configuration_is_done_once(configurations):
     table, done = configurations
-    compat.configure_models(serves.V4_MODELS, before=serves.check_v4)
+    every = (*serves.V4_MODELS, *serves.V41_MODELS)
+    compat.configure_models(every, before=refuse_v41)
     before = dict(table)
-    compat.configure_models(serves.V4_MODELS, before=serves.check_v4)
+    compat.configure_models(every, before=refuse_v41)
     assert table == before
     table["DeepseekV4ForCausalLM"].verify_and_update_config(_with_backend(None))
     table["DeepseekV41ForCausalLM"].verify_and_update_config(_with_backend("FLASHMLA_SPARSE"))
@@ -397,8 +424,13 @@ def test_doctor_of_deepseek_v4(monkeypatch, tmp_path):
     monkeypatch.setattr(compat, "version", lambda: "0.33.0")
     monkeypatch.setattr(examine, "_absent", lambda: None)
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v41"}')
-    assert doctor.examine(model=tmp_path)["vllm"]["refusal"] == serves.V4_IS_VLLMS
-    assert examine.report(examine.examine(torch.bfloat16, v4=True)) == [
-        "vLLM 0.33.0: FlashLatte's plugin is registered",
-        f"    not served by FlashLatte: {serves.V4_IS_VLLMS}",
-    ]
+    assert doctor.examine(model=tmp_path)["vllm"]["refusal"] == serves.V41_IS_VLLMS
+
+    def lines():
+        return examine.report(examine.examine(torch.bfloat16, v4=True, model_type="deepseek_v4"))[1:]
+
+    assert lines() == [f"    not served by FlashLatte: {serves.V4_ON_CUDA}"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert lines() == [f"    FlashLatte serves this model with --attention-backend CUSTOM: {serves.V4_PARTS}"]
+    monkeypatch.setattr(compat, "version", lambda: "0.26.0")
+    assert lines() == ["    not served by FlashLatte: DeepSeek-V4 is served in vLLM 0.32 and later, not in 0.26.0"]

@@ -42,7 +42,10 @@ class FlashLatteCpuPlatform(CpuPlatform):
         )
         super().check_and_update_config(vllm_config)
         model = vllm_config.model_config
-        if model is None or model.architecture in serves.V4_MODELS:  # which vLLM counts as MLA too
+        if model is None or model.architecture in (
+            *serves.V4_MODELS,
+            *serves.V41_MODELS,
+        ):  # which vLLM counts as MLA too
             return
         if model.use_mla and _is_ours(vllm_config.attention_config.backend):
             (

@@ -1,0 +1,87 @@
+"""DeepSeek-V4's attention in vLLM's layers for CUDA: decode over two caches, prefill over rows that vLLM gathers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.models.deepseek_v4.nvidia import flashmla, model
+from vllm.v1.attention.backends.mla import sparse_swa
+from vllm.v1.attention.ops.flashmla import is_flashmla_sparse_supported
+
+from flashlatte.flash_mla import get_mla_metadata
+from flashlatte.integrations.vllm import serves
+from flashlatte.ops.sparse_decode import sparse_decode
+from flashlatte.ops.sparse_prefill import sparse_prefill
+
+BATCH_INVARIANT = bool(envs.VLLM_BATCH_INVARIANT)
+
+
+class FlashLatteV4Attention(flashmla.DeepseekV4FlashMLAAttention):
+    """vLLM's layer for FlashMLA over the heads that it has: they are padded to 64 or 128 for FlashMLA alone."""
+
+    def forward_mqa(self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, output: torch.Tensor) -> None:
+        """Attention of queries [T, padded heads, 512] into ``output``, of which the layer goes on with its heads."""
+        heads = self.n_local_heads
+        super().forward_mqa(q[:, :heads], kv, positions, output[:, :heads])
+
+
+def decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    *,
+    indices: torch.Tensor,
+    topk_length: torch.Tensor,
+    softmax_scale: float,
+    head_dim_v: int,
+    attn_sink: torch.Tensor,
+    extra_k_cache: torch.Tensor | None,
+    extra_indices_in_kvcache: torch.Tensor | None,
+    extra_topk_length: torch.Tensor | None,
+    out: torch.Tensor,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlashMLA's ``flash_mla_with_kvcache`` as vLLM's layer calls it, whose sinks are those of padded heads."""
+    return sparse_decode(
+        q,
+        k_cache,
+        indices,
+        topk_length=topk_length,
+        attn_sink=attn_sink[: q.shape[2]],
+        extra_k_cache=extra_k_cache,
+        extra_indices=extra_indices_in_kvcache,
+        extra_topk_length=extra_topk_length,
+        softmax_scale=softmax_scale,
+        head_dim_v=head_dim_v,
+        out=out,
+        batch_invariant=BATCH_INVARIANT,
+    )
+
+
+def prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    *,
+    attn_sink: torch.Tensor,
+    topk_length: torch.Tensor,
+    out: torch.Tensor,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """FlashMLA's ``flash_mla_sparse_fwd`` likewise."""
+    sinks = attn_sink[: q.shape[1]]
+    return sparse_prefill(q, kv, indices, sm_scale, attn_sink=sinks, topk_length=topk_length, out=out)
+
+
+@functools.cache
+def install() -> None:
+    """Have vLLM make V4's layers with all this where FlashLatte is named, as its configuration says."""
+    stock = model._select_dsv4_attn_cls
+    model._select_dsv4_attn_cls = lambda config: FlashLatteV4Attention if serves.named(config) else stock(config)
+    flashmla.flash_mla_with_kvcache, flashmla.flash_mla_sparse_fwd = decode, prefill
+    if not is_flashmla_sparse_supported()[0]:
+        # vLLM asks FlashMLA for schedules, which nothing here looks at.
+        sparse_swa.get_mla_metadata = get_mla_metadata
