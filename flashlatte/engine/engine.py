@@ -14,7 +14,7 @@ from flashlatte.engine.batch import Limits
 from flashlatte.engine.models import as_model
 from flashlatte.engine.outputs import Output, progress_bar
 from flashlatte.engine.pages import PagePool
-from flashlatte.engine.request import Request, Step
+from flashlatte.engine.request import Request
 from flashlatte.engine.runner import Runner, Sampled
 from flashlatte.engine.sampling import SamplingParams
 from flashlatte.engine.scheduler import Scheduler
@@ -93,10 +93,11 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         )
         self.drafts, self.tokenizer = drafts, tokenizer
         self._live: dict[str, tuple[Request, Output]] = {}
-        self._under_way: tuple[Step, Sampled] | None = None
-        # By id(): outputs that changed since ``step`` told of them.
-        self._untold: dict[int, Output] = {}
+        self._under_way: Sampled | None = None
+        self._untold: dict[int, Output] = {}  # by id(): those that changed since ``step`` told of them
         self._numbers = itertools.count()
+        self._stepping = False
+        self._dropped: list[str] = []
         self._seconds = 0.0
 
     def add(
@@ -167,19 +168,14 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         with self._aborting(outputs), progress_bar(len(asked), progress) as show:
             for prompt, one in asked:
                 outputs.append(self._own(prompt, one))
-            done = 0
-            while done < len(outputs):
-                self._step()
-                done = sum(output.finish_reason is not None for output in outputs)
+            while (done := sum(output.finish_reason is not None for output in outputs)) < len(outputs):
                 show(done)
+                self._step()
+            show(done)
         return outputs
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[int]:
-        """The tokens of one request, which is queued now, as they come; other requests go on beside it.
-
-        Raises:
-            TypeError, ValueError: as ``add``, at once.
-        """
+        """The tokens, as they come, of a request that is added now; other requests go on beside it."""
         tokens = self._tokens_of(self._own(prompt, sampling))
         next(tokens)
         return tokens
@@ -202,11 +198,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         return self.ranks.leads
 
     def follow(self) -> None:
-        """Compute this rank's part of what rank 0 schedules, until that closes its engine.
-
-        Raises:
-            ValueError: on rank 0.
-        """
+        """Compute this rank's part of what rank 0 schedules, until that closes its engine. ValueError on rank 0."""
         self.runner.follow()
 
     def close(self) -> None:
@@ -248,51 +240,58 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         finally:
             for output in outputs:
                 if output.finish_reason is None:
-                    self.abort(output.id)
+                    self._dropped.append(output.id)
+            # Within a step it is the garbage collector who drops a stream.
+            if not self._stepping:
+                self._abort_dropped()
+
+    def _abort_dropped(self) -> None:
+        while self._dropped:
+            if (request_id := self._dropped.pop()) in self._live:
+                self.abort(request_id)
 
     def _step(self) -> None:
         self._check_leads("step")
-        begin = time.perf_counter()
+        begin, self._stepping = time.perf_counter(), True
         try:
             if self.drafts:
                 self._collect()
             step = self.scheduler.schedule()
-            launched = None if step is None else (step, self.runner.run(step))
+            launched = None if step is None else self.runner.run(step)
             self._collect()
             self._under_way = launched
         except BaseException:
             self._under_way = None
-            for request_id in list(self._live):
-                self.abort(request_id)
+            for request, output in list(self._live.values()):
+                self.scheduler.abort(request.id)
+                self._untold.pop(id(output), None)
+                self._end(request, "abort")
             raise
+        finally:
+            self._stepping = False
+            self._abort_dropped()
         self._seconds += time.perf_counter() - begin
 
     def _collect(self) -> None:
         """Wait for the tokens of the step under way and hand them out."""
-        if self._under_way is None:
+        sampled, self._under_way = self._under_way, None
+        if sampled is None:
             return
-        (step, sampled), self._under_way = self._under_way, None
-        values, logprobs = sampled.wait()
-        accepted: dict[str, list[int]] = {}
-        stopped, first = [], 0
-        sampling = [work for work in step.work if work.samples]
-        for work in sampling:
-            rows = slice(first, first + 1 + work.drafts)
-            first = rows.stop
-            if work.request.finished:
+        accepted, stopped = dict[str, list[int]](), list[str]()
+        for work, tokens, logprobs in sampled.wait():
+            if (request := work.request).finished:
                 continue
-            request, output = self._live[work.request.id]
-            drafts, beside = request.drafts[: work.drafts], None if logprobs is None else logprobs[rows]
-            if output.extend(values[rows], beside, drafts):
+            _, output = self._live[request.id]
+            if output.extend(tokens, logprobs, request.drafts[: work.drafts]):
                 stopped.append(request.id)
             accepted[request.id] = output.new
             if output.told is not None:
                 self._untold[id(output)] = output
-        for request in self.scheduler.update(step, accepted, stopped):
+        for request in self.scheduler.update(sampled.step, accepted, stopped):
             self._end(request, "stop" if request.id in stopped else "length")
         if self.drafts:
-            for work in sampling:
-                work.request.drafts = work.request.lookup.guess(work.request.tokens, self.drafts)
+            for request in [work.request for work in sampled.step.work if work.samples]:
+                request.drafts = request.lookup.guess(request.tokens, self.drafts)
 
     def _end(self, request: Request, reason: str) -> Output:
         self.runner.forget(request)

@@ -48,7 +48,7 @@ class Output:
         text = self.tokenizer.decode(self.tokens[:-1] if ended else self.tokens)
         return text[: min((text.find(stop) for stop in self.sampling.stop if stop in text), default=len(text))]
 
-    def extend(self, sampled: list[int], logprobs: list[float] | None, drafts: list[int]) -> bool:
+    def extend(self, sampled: list[int], logprobs: list[float], drafts: list[int]) -> bool:
         """Add what was sampled, up to the first token that its draft was not, that ends the request, or that is its
         last; whether one ends it.
         """
@@ -60,7 +60,7 @@ class Output:
             if stops or (place < len(drafts) and token != drafts[place]):
                 break
         self.tokens = self.tokens + self.new
-        if self.sampling.logprobs and logprobs is not None:
+        if self.sampling.logprobs:
             self.logprobs = self.logprobs + logprobs[: len(self.new)]
         return stops
 

@@ -31,20 +31,27 @@ class Sampled:
     """What a step sampled, on its way to the host.
 
     Attributes:
+        step: that did.
         tokens, logprobs: [rows], on the host as soon as ``arrived`` is done; logprobs None if nobody asked. Of each
-            work of the step that samples one row, and one for each of its drafts.
+            work that samples one row, and one for each of its drafts.
         ranks: that computed it together.
     """
 
+    step: Step
     tokens: torch.Tensor
     logprobs: torch.Tensor | None
     arrived: torch.cuda.Event | None
     ranks: Alone
 
-    def wait(self) -> tuple[list[int], list[float] | None]:
+    def wait(self) -> list[tuple[Work, list[int], list[float]]]:
+        """Each work that samples, its tokens, and their logprobs if somebody asked."""
         if self.arrived is not None:
             self.ranks.wait(self.arrived)
-        return self.tokens.tolist(), None if self.logprobs is None else self.logprobs.tolist()
+        tokens, logprobs = self.tokens.tolist(), [] if self.logprobs is None else self.logprobs.tolist()
+        sampling = [work for work in self.step.work if work.samples]
+        ends = itertools.accumulate(1 + work.drafts for work in sampling)
+        rows = [slice(end - 1 - work.drafts, end) for work, end in zip(sampling, ends, strict=True)]
+        return [(work, tokens[its], logprobs[its]) for work, its in zip(sampling, rows, strict=True)]
 
 
 class Runner:
@@ -102,7 +109,7 @@ class Runner:
             tokens = sample(logits, chosen, positions, self._seen_rows(sampling, chosen))
             self._keep(batch, tokens)
             logprobs = log_probabilities(logits, tokens) if any(one.logprobs for one in chosen) else None
-            return self._to_host(tokens, logprobs)
+            return self._to_host(step, tokens, logprobs)
 
     def follow(self) -> None:
         """Execute what rank 0 executes, until it has nothing more.
@@ -231,11 +238,11 @@ class Runner:
                 rows.append(row)
         return torch.stack(rows)
 
-    def _to_host(self, tokens: torch.Tensor, logprobs: torch.Tensor | None) -> Sampled:
+    def _to_host(self, step: Step, tokens: torch.Tensor, logprobs: torch.Tensor | None) -> Sampled:
         if tokens.device.type != "cuda":
-            return Sampled(tokens, logprobs, None, self.ranks)
+            return Sampled(step, tokens, logprobs, None, self.ranks)
         host = tokens.to("cpu", non_blocking=True)
         host_logprobs = None if logprobs is None else logprobs.to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return Sampled(host, host_logprobs, arrived, self.ranks)
+        return Sampled(step, host, host_logprobs, arrived, self.ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 from typing import Any
 
 import pytest
@@ -208,6 +209,26 @@ def test_a_stream_is_queued_or_refused_at_the_call():
     assert list(stream) == expected(0)
     dropped = served.stream(PROMPTS[0])
     del dropped
+    assert served.unfinished == served.pool.in_use == 0
+
+
+def test_a_stream_that_the_garbage_collector_drops_within_a_step_is_aborted_after_it(monkeypatch):
+    served = engine()
+    served.add(PROMPTS[1], SamplingParams(NEW), id="other")
+    caught: list[Any] = [served.stream(PROMPTS[0], SamplingParams(NEW))]
+    next(caught[0])
+    caught.append(caught)
+    make_room, collected = served.scheduler._make_room, []
+
+    def collecting(*arguments: Any) -> Any:
+        if not collected:
+            collected.append(gc.collect())
+        return make_room(*arguments)
+
+    monkeypatch.setattr(served.scheduler, "_make_room", collecting)
+    del caught
+    assert finished(served) == {"other": expected(1)}
+    assert collected
     assert served.unfinished == served.pool.in_use == 0
 
 
