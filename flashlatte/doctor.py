@@ -213,11 +213,13 @@ def report(facts: dict[str, Any], *, every_reason: bool = False) -> str:
     lines += sglang.report(facts["sglang"])
     lines.append("")
     on_gpu = device["type"] != "cpu"
-    for operation in facts["operations"] if every_reason else _without_repetition(facts["operations"]):
+    # Without a GPU one reason holds for all.
+    shows_reasons = every_reason or on_gpu
+    operations = facts["operations"]
+    for operation in operations if every_reason else _without_repetition(operations, by_reasons=on_gpu):
         what = operation["operation"] + (f" over {operation['cache_format']}" if operation["cache_format"] else "")
         lines.append(f"{what:<{NAMES_WIDTH}}{operation['runs'] or 'nothing can run it here'}")
-        # Without a GPU one reason holds for all.
-        if every_reason or on_gpu:
+        if shows_reasons:
             reasons = operation["refusals"] if every_reason else _reasons(operation)
             lines += [f"    not {name}: it {reason}" for name, reason in reasons.items()]
     if facts["compiled"] is not None:
@@ -247,19 +249,19 @@ def _exists(refusal: str) -> bool:
     return not refusal.startswith("has no ")
 
 
-def _without_repetition(operations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _without_repetition(operations: list[dict[str, Any]], by_reasons: bool) -> list[dict[str, Any]]:
     """Entries that differ in the cache format only become one, which names the formats; and so do neighbours without
-    one that differ in the name only, as many as fit a line."""
+    one that differ in the name only, as many as fit a line. ``by_reasons``: those of other reasons differ, too."""
     merged: dict[Any, dict[str, Any]] = {}
     for entry in operations:
-        key = (entry["operation"], entry["runs"], *entry["refusals"].items())
+        key = (entry["operation"], entry["runs"], *(entry["refusals"].items() if by_reasons else ()))
         if key in merged:
             merged[key]["cache_format"] += f", {entry['cache_format']}"
         else:
             merged[key] = dict(entry)
     lines: list[dict[str, Any]] = []
     for entry in merged.values():
-        if lines and _share_a_line(lines[-1], entry):
+        if lines and _share_a_line(lines[-1], entry, by_reasons):
             lines[-1]["operation"] += f", {entry['operation']}"
         else:
             lines.append(entry)
@@ -271,12 +273,12 @@ def _reasons(entry: dict[str, Any]) -> dict[str, str]:
     return {name: reason for name, reason in entry["refusals"].items() if _exists(reason)}
 
 
-def _share_a_line(before: dict[str, Any], entry: dict[str, Any]) -> bool:
-    if before["cache_format"] or entry["cache_format"]:
+def _share_a_line(before: dict[str, Any], entry: dict[str, Any], by_reasons: bool) -> bool:
+    if before["cache_format"] or entry["cache_format"] or before["runs"] != entry["runs"]:
         return False
-    if before["runs"] != entry["runs"] or _reasons(before) != _reasons(entry):
+    if by_reasons and _reasons(before) != _reasons(entry):
         return False
-    return len(before["operation"]) + len(", ") + len(entry["operation"]) < NAMES_WIDTH
+    return len(before["operation"]) + len(", ") + len(entry["operation"]) < NAMES_WIDTH - 1
 
 
 def _what_a_gpu_adds(operations: list[dict[str, Any]]) -> str:

@@ -95,7 +95,7 @@ def test_doctor_of_a_model_with_an_indexer(tmp_path, capsys):
     assert cli.main(["doctor", "--model", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "indexer: 64 heads of 128 select 2048 tokens. Steps go through sparse_decode and sparse_prefill" in printed
-    assert re.search(r"^paged_index_logits over index_fp8 +\w+$", printed, re.MULTILINE)
+    assert re.search(r"^paged_index_logits over index_fp8(, index_bf16)? +\w+$", printed, re.MULTILINE)
 
 
 V4_MODEL = {

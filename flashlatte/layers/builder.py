@@ -50,6 +50,9 @@ class MLAMetadataBuilder:
         logit_bytes: with ``topk``: of index logits that exist at once, at least those of one token.
         gather_tokens: with ``topk``: cached tokens that prefill gathers at once: their index keys, and their rows if
             the cache is quantised.
+
+    Raises:
+        TypeError, ValueError: a size below 1, an unknown cache format or device.
     """
 
     def __init__(

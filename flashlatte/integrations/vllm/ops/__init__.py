@@ -2,9 +2,9 @@
 
 Names, order of arguments, layouts and outputs written in place are those of vLLM 0.26 (``vllm._custom_ops`` and
 ``vllm.v1.attention.ops``), so that a program, a test or a plugin may take these functions instead; the arguments that
-came until 0.33 are there too, behind those. They need no vLLM, run wherever the operations run, and check their
-arguments by ValueError and TypeError. An index, slot or page
-that is out of range is skipped or reads as zeros, where vLLM's kernels follow it.
+came until 0.33 are there too, behind those. They need no vLLM and run wherever the operations run. A wrong argument is
+a ValueError or TypeError; an index, slot or page that is out of range is skipped or reads as zeros, where vLLM's
+kernels follow it.
 """
 
 from flashlatte.integrations.vllm.ops.dtypes import KV_CACHE_DTYPES
