@@ -73,8 +73,9 @@ class Sharding(NamedTuple):
             page_size: tokens in a page as this rank's kernels see its cache; divides page_tokens / size.
 
         Returns:
-            [b, max_pages · n], a page of the table being n = page_tokens / size / page_size pages in a row; pages
-            below 0 stay below 0. With n = 1, which needs nothing done, the table itself.
+            [b, max_pages · n], a page of the table being n = page_tokens / size / page_size pages in a row; -1 for
+            pages below 0, and for those whose numbers here the dtype does not hold. With n = 1, which needs nothing
+            done, the table itself.
 
         Raises:
             ValueError: pages that do not divide so.
@@ -90,7 +91,9 @@ class Sharding(NamedTuple):
             return block_table
         inside = torch.arange(count, dtype=block_table.dtype, device=block_table.device)
         pages = block_table.unsqueeze(-1)
-        return torch.where(pages >= 0, pages * count + inside, -1).flatten(1)
+        # What stands behind a request's last page may be anything, and must not wrap into a page that exists.
+        fits = (pages >= 0) & (pages < (torch.iinfo(block_table.dtype).max + 1) // count)
+        return torch.where(fits, pages * count + inside, -1).flatten(1)
 
     def _check_page(self, page_tokens: int) -> None:
         turn = self.size * self.interleave

@@ -76,6 +76,14 @@ def test_pages_that_are_none_stay_none():
     assert Sharding(0, 2, 1).local_block_table(table, 16, 8) is table
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_pages_that_are_garbage_become_none_that_exist(dtype):
+    largest = torch.iinfo(dtype).max
+    table = torch.tensor([[largest, largest // 2 + 1, largest // 2]], dtype=dtype)
+    local = Sharding(0, 2, 1).local_block_table(table, 16, 4)
+    assert local.tolist() == [[-1, -1, -1, -1, largest - 1, largest]]
+
+
 def test_errors():
     sharding = Sharding(0, 2, 8)
     with pytest.raises(ValueError, match=r"page_tokens must be a multiple of the 16 tokens .* got 24"):
