@@ -83,7 +83,7 @@ class Tiles(NamedTuple):
 
 
 class HalvesFull(NamedTuple):
-    """mbarriers on which copies of a block's halves complete; None where nothing is copied."""
+    """mbarriers on which copies of a block's halves complete."""
 
     left: Any
     right: Any
@@ -142,33 +142,30 @@ def allocate_tiles(q, k0, k1, p0, p1):
 
 @gluon.jit
 def allocate_full(
-    Q_COUNT: gl.constexpr,
-    HALF_COUNT: gl.constexpr,
-    COPIED: gl.constexpr = (True, True),
-    BLOCKS: gl.constexpr = 2,
+    Q_COUNT: gl.constexpr, HALF_COUNT: gl.constexpr, HALVES_COPIED: gl.constexpr = 2, BLOCKS: gl.constexpr = 2
 ):
     """``Full``, of so many arrivals for the queries and for a half of a block.
 
-    Only of what is waited for (``allocate_mbarrier``): None stands for the others.
+    A half of which nothing is copied has another one's: one of its own would be used by nobody (``allocate_mbarrier``).
 
     Args:
-        COPIED: whether something of a block's left half and of its right half is copied.
-        BLOCKS: that a step has; with one, block 1 is never copied.
+        HALVES_COPIED: both halves of a block, only something of the right one (1), or nothing (0).
+        BLOCKS: that a step has.
     """
     q = allocate_mbarrier(Q_COUNT)
-    k0 = _allocate_halves_full(HALF_COUNT, COPIED)
-    k1 = HalvesFull(None, None)
+    k0 = _allocate_halves_full(q, HALF_COUNT, HALVES_COPIED)
+    k1 = k0
     if BLOCKS == 2:
-        k1 = _allocate_halves_full(HALF_COUNT, COPIED)
+        k1 = _allocate_halves_full(q, HALF_COUNT, HALVES_COPIED)
     return Full(q, k0, k1)
 
 
 @gluon.jit
-def _allocate_halves_full(COUNT: gl.constexpr, COPIED: gl.constexpr):
-    left = None
-    right = None
-    if COPIED[0]:
-        left = allocate_mbarrier(COUNT)
-    if COPIED[1]:
+def _allocate_halves_full(q, COUNT: gl.constexpr, HALVES_COPIED: gl.constexpr):
+    right = q
+    if HALVES_COPIED > 0:
         right = allocate_mbarrier(COUNT)
+    left = right
+    if HALVES_COPIED == 2:
+        left = allocate_mbarrier(COUNT)
     return HalvesFull(left, right)

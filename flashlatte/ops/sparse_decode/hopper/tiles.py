@@ -43,9 +43,9 @@ def producer_warps(cache_format: int) -> int:
 
 
 @gluon.constexpr_function
-def copied_halves(cache_format):
-    """Whether something of a block's left half, and of its right half, is bf16 in the cache and copied as it is."""
-    return cache_format == PLAIN.value, cache_format != V41.value
+def halves_copied(cache_format):
+    """Halves of a block of which something is copied as it is: with scales only the right one, if at all."""
+    return {PLAIN.value: 2, V41.value: 0}.get(cache_format, 1)
 
 
 class Masks(NamedTuple):
