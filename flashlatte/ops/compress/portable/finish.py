@@ -12,7 +12,8 @@ from flashlatte.kernels.triton.cache_row import Place, store_row
 from flashlatte.kernels.triton.dependent_launch import gdc_wait
 from flashlatte.kernels.triton.fp8 import widen
 from flashlatte.kernels.triton.rotate import angles, turn_tail
-from flashlatte.ops.compress.portable.states import States, locate_state
+from flashlatte.ops.compress.portable.operands import States, Target, Tokens
+from flashlatte.ops.compress.portable.states import locate_state
 from flashlatte.runtime.triton_kernel import kernel
 
 
@@ -61,22 +62,27 @@ def compress_finish_kernel(
     ape_stride: tl.int64,
     page_stride: tl.int64,
     row_stride: tl.int64,
-    D: tl.constexpr,
-    ROPE: tl.constexpr,
-    RATIO: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    UNITS: tl.constexpr,
-    UNIT: tl.constexpr,
-    WIDE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    FORM: tl.constexpr,
     MAX_WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     """Of ``window`` tokens, programs before ``save_blocks`` save as many numbers of the states each; that one finishes
     rows whose ``sums`` the launch before has left."""
+    tokens = Tokens(
+        kv,
+        score,
+        ape,
+        request_ids,
+        positions,
+        slot_mapping,
+        kv_stride,
+        score_stride,
+        ape_stride,
+        id_stride,
+        position_stride,
+        slot_stride,
+    )
     states = States(
         state_cache,
         state_table,
@@ -88,6 +94,7 @@ def compress_finish_kernel(
         state_token_stride,
         table_stride,
     )
+    target = Target(weight, cos_sin, cache, eps, num_slots, page_size, num_positions, page_stride, row_stride)
     lane = tl.arange(0, MAX_WINDOW)
     first = tl.program_id(0).to(tl.int64) * window
     looked_at = (lane < window) & (first + lane < num_tokens)
@@ -104,40 +111,11 @@ def compress_finish_kernel(
                 gdc_wait()
             found = next_of(saved, lane, -1, MAX_WINDOW)
             while found < MAX_WINDOW:
-                save_state(
-                    kv,
-                    score,
-                    ape,
-                    request_ids,
-                    positions,
-                    states,
-                    first + found,
-                    column,
-                    id_stride,
-                    position_stride,
-                    kv_stride,
-                    score_stride,
-                    ape_stride,
-                    D * (1 + OVERLAPS),
-                    RATIO,
-                    UNITS,
-                    INTERPRETED,
-                )
+                save_state(tokens, states, first + found, column, FORM)
                 found = next_of(saved, lane, found, MAX_WINDOW)
     elif sums is not None:
         finishes = finished_in(
-            first,
-            looked_at & (first + lane >= first_token),
-            lane,
-            request_ids,
-            positions,
-            slot_mapping,
-            states,
-            num_slots,
-            id_stride,
-            position_stride,
-            slot_stride,
-            RATIO,
+            tokens, states, first, looked_at & (first + lane >= first_token), lane, num_slots, FORM.ratio
         )
         found = next_of(finishes, lane, -1, MAX_WINDOW)
         if OVERLAPPED:
@@ -145,49 +123,19 @@ def compress_finish_kernel(
         while found < MAX_WINDOW:
             token = first + found
             end = tl.load(positions + token * position_stride).to(tl.int64)
-            finish = load_finish(weight, cos_sin, end, num_positions, D, ROPE, RATIO, INTERPRETED)
-            finish_row(
-                tl.load(sums + (token - first_token) * D + tl.arange(0, D)),
-                token,
-                finish,
-                slot_mapping,
-                cache,
-                eps,
-                slot_stride,
-                page_size,
-                page_stride,
-                row_stride,
-                D,
-                ROPE,
-                FORMAT,
-                UNIT,
-                WIDE,
-                NATIVE,
-                INTERPRETED,
-            )
+            finish = load_finish(target, end, FORM)
+            x = tl.load(sums + (token - first_token) * FORM.head_dim + tl.arange(0, FORM.head_dim))
+            finish_row(x, tokens, token, finish, target, FORM)
             found = next_of(finishes, lane, found, MAX_WINDOW)
 
 
 @triton.jit
-def finished_in(
-    first,
-    looked_at,
-    lane,
-    request_ids,
-    positions,
-    slot_mapping,
-    states,
-    num_slots,
-    id_stride,
-    position_stride,
-    slot_stride,
-    RATIO: tl.constexpr,
-):
+def finished_in(tokens, states, first, looked_at, lane, num_slots, RATIO: tl.constexpr):
     """Which of the tokens from ``first`` on end a group that has a slot."""
     token = first + lane
-    end = tl.load(positions + token * position_stride, mask=looked_at, other=-1).to(tl.int64)
-    request = tl.load(request_ids + token * id_stride, mask=looked_at, other=-1).to(tl.int64)
-    slot = tl.load(slot_mapping + token * slot_stride, mask=looked_at, other=-1).to(tl.int64)
+    end = tl.load(tokens.positions + token * tokens.position_stride, mask=looked_at, other=-1).to(tl.int64)
+    request = tl.load(tokens.request_ids + token * tokens.id_stride, mask=looked_at, other=-1).to(tl.int64)
+    slot = tl.load(tokens.slot_mapping + token * tokens.slot_stride, mask=looked_at, other=-1).to(tl.int64)
     finishes = (end >= 0) & ((end + 1) % RATIO == 0) & (slot >= 0) & (slot < num_slots) & (request >= 0)
     if states.table is not None:
         finishes = finishes & (request < states.requests)
@@ -201,80 +149,41 @@ def next_of(chosen, lane, after, MAX_WINDOW: tl.constexpr):
 
 
 @triton.jit
-def load_finish(
-    weight,
-    cos_sin,
-    end,
-    num_positions,
-    D: tl.constexpr,
-    ROPE: tl.constexpr,
-    RATIO: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def load_finish(target, end, FORM: tl.constexpr):
     """Of the group that ends at position ``end``."""
-    gain = widen(tl.load(weight + tl.arange(0, D)), INTERPRETED)
-    pair = (tl.arange(0, D // 2) - (D - ROPE) // 2)[None, :]
-    cosine, sine = angles(cos_sin, end + 1 - RATIO, num_positions, pair, ROPE)
+    D: tl.constexpr = FORM.head_dim
+    gain = widen(tl.load(target.weight + tl.arange(0, D)), FORM.interpreted)
+    pair = (tl.arange(0, D // 2) - (D - FORM.rope_dim) // 2)[None, :]
+    cosine, sine = angles(target.cos_sin, end + 1 - FORM.ratio, target.num_positions, pair, FORM.rope_dim)
     return Finish(gain, cosine, sine)
 
 
 @triton.jit
-def finish_row(
-    x,
-    token,
-    finish,
-    slot_mapping,
-    cache,
-    eps,
-    slot_stride,
-    page_size,
-    page_stride,
-    row_stride,
-    D: tl.constexpr,
-    ROPE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    UNIT: tl.constexpr,
-    WIDE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Norm, turn and store the sum x [D] of the group that ends with ``token``, whose slot is in the cache."""
-    slot = tl.load(slot_mapping + token * slot_stride).to(tl.int64)
-    x = x * tl.rsqrt(tl.sum(x * x, axis=0) / D + eps) * finish.gain
-    x = turn_tail(x[None, :], finish.cosine, finish.sine, D - ROPE, 1, D)
-    page, offset = page_and_offset(slot, slot >= 0, page_size, WIDE)
-    place = Place(cache, page_stride, row_stride, page_size, page, offset, slot >= 0)
-    store_row(x, place, D, FORMAT, UNIT, NATIVE, INTERPRETED)
+def finish_row(x, tokens, token, finish, target, FORM: tl.constexpr):
+    """Norm, turn and store the sum x [head_dim] of the group that ends with ``token``, whose slot is in the cache."""
+    D: tl.constexpr = FORM.head_dim
+    ROW_BYTES: tl.constexpr = FORM.row_bytes
+    slot = tl.load(tokens.slot_mapping + token * tokens.slot_stride).to(tl.int64)
+    x = x * tl.rsqrt(tl.sum(x * x, axis=0) / D + target.eps) * finish.gain
+    x = turn_tail(x[None, :], finish.cosine, finish.sine, D - FORM.rope_dim, 1, D)
+    page, offset = page_and_offset(slot, slot >= 0, target.page_size, FORM.wide)
+    place = Place(target.cache, target.page_stride, target.row_stride, target.page_size, page, offset, slot >= 0)
+    store_row(x, place, D, ROW_BYTES, FORM.units.cache, FORM.native, FORM.interpreted)
 
 
 @triton.jit
-def save_state(
-    kv,
-    score,
-    ape,
-    request_ids,
-    positions,
-    states,
-    token,
-    column,
-    id_stride,
-    position_stride,
-    kv_stride,
-    score_stride,
-    ape_stride,
-    WIDTH: tl.constexpr,
-    RATIO: tl.constexpr,
-    UNITS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def save_state(tokens, states, token, column, FORM: tl.constexpr):
     """These columns of a token's state."""
-    request = tl.load(request_ids + token * id_stride).to(tl.int64)
-    position = tl.load(positions + token * position_stride).to(tl.int64)
+    UNITS: tl.constexpr = FORM.units
+    WIDTH: tl.constexpr = FORM.head_dim * (1 + FORM.overlaps)
+    request = tl.load(tokens.request_ids + token * tokens.id_stride).to(tl.int64)
+    position = tl.load(tokens.positions + token * tokens.position_stride).to(tl.int64)
     address, found = locate_state(states, request, position, position >= 0, UNITS.state)
     inside = found & (column < WIDTH)
-    values = tl.load(kv + token * kv_stride * UNITS.kv + column, mask=inside, other=0.0)
-    scores = tl.load(score + token * score_stride * UNITS.score + column, mask=inside, other=0.0)
-    bias = tl.load(ape + (position % RATIO) * ape_stride * UNITS.ape + column, mask=inside, other=0.0)
+    values = tl.load(tokens.kv + token * tokens.kv_stride * UNITS.kv + column, mask=inside, other=0.0)
+    scores = tl.load(tokens.score + token * tokens.score_stride * UNITS.score + column, mask=inside, other=0.0)
+    bias_row = tokens.ape + (position % FORM.ratio) * tokens.ape_stride * UNITS.ape
+    bias = tl.load(bias_row + column, mask=inside, other=0.0)
     row = states.cache + address
-    tl.store(row + column, widen(values, INTERPRETED), mask=inside)
-    tl.store(row + WIDTH + column, widen(scores, INTERPRETED) + bias, mask=inside)
+    tl.store(row + column, widen(values, FORM.interpreted), mask=inside)
+    tl.store(row + WIDTH + column, widen(scores, FORM.interpreted) + bias, mask=inside)

@@ -16,7 +16,7 @@ from flashlatte.kernels.triton.dependent_launch import launch_options, launches_
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.ops.compress.portable.finish import compress_finish_kernel
-from flashlatte.ops.compress.portable.states import Units
+from flashlatte.ops.compress.portable.operands import Form, Units
 from flashlatte.ops.compress.portable.sums import compress_sum_kernel
 from flashlatte.ops.compress.problem import Problem
 from flashlatte.runtime import machine
@@ -66,13 +66,11 @@ def compress(problem: Problem) -> None:
     sums = torch.empty((at_once, head_dim), dtype=torch.float32, device=kv.device) if in_parts else None
     # The second launch looks for its tokens while the first one ends.
     overlapped = launches_overlap(kv.device)
-    inputs = _inputs(problem)
-    destination = _destination(problem, cache)
+    shared = _shared(problem, cache)
     for first in range(0, tokens, at_once):
         stop = min(first + at_once, tokens)
         compress_sum_kernel[(blocks(stop - first, window), head_dim // columns)](
-            **inputs,
-            **destination,
+            **shared,
             sums=sums,
             first_token=first,
             num_tokens=stop,
@@ -92,8 +90,7 @@ def compress(problem: Problem) -> None:
         if save_now + in_parts == 0:
             continue
         compress_finish_kernel[(blocks(stop, finish_window), save_now + in_parts)](
-            **inputs,
-            **destination,
+            **shared,
             sums=sums,
             first_token=first,
             num_tokens=stop,
@@ -108,55 +105,44 @@ def compress(problem: Problem) -> None:
         )
 
 
-def _inputs(problem: Problem) -> dict[str, Any]:
-    """Tokens and states, as both kernels name them."""
-    kv, score, cache, table = problem.kv, problem.score, problem.state_cache, problem.state_table
-    kv_unit = unit_bytes(kv, stride_in_use(kv, 0)) // kv.element_size()
-    score_unit = unit_bytes(score, stride_in_use(score, 0)) // score.element_size()
-    ape_unit = unit_bytes(problem.ape, stride_in_use(problem.ape, 0)) // problem.ape.element_size()
-    pages, page_size, page_stride, token_stride, unit = 1, 1, 1, 0, 1
-    if cache is not None:
-        pages, page_size = cache.shape[:2]
-        page_stride, token_stride = stride_in_use(cache, 0), stride_in_use(cache, 1)
-        unit = unit_bytes(cache, page_stride, token_stride) // cache.element_size()
+def _shared(problem: Problem, cache: torch.Tensor) -> dict[str, Any]:
+    """Tokens, states, and what becomes of a sum, as both kernels name them."""
+    kv, score, ape, states, table = problem.kv, problem.score, problem.ape, problem.state_cache, problem.state_table
     requests, columns = (0, 0) if table is None else table.shape
+    state_pages, state_page_size = (1, 1) if states is None else states.shape[:2]
+    state_strides = (1, 0) if states is None else (stride_in_use(states, 0), stride_in_use(states, 1))
+    # Formats of bytes have a distance of their own from token to token.
+    row_strides = stride_in_use(cache, 0), 0 if cache.element_size() == 1 else stride_in_use(cache, 1)
+    num_slots = cache.shape[0] * cache.shape[1]
+    units = Units(
+        _unit(kv, stride_in_use(kv, 0)),
+        _unit(score, stride_in_use(score, 0)),
+        _unit(ape, stride_in_use(ape, 0)),
+        1 if states is None else _unit(states, *state_strides),
+        _unit(cache, *row_strides),
+    )
     return {
         "kv": kv,
         "score": score,
-        "ape": problem.ape,
+        "ape": ape,
         "request_ids": problem.request_ids,
         "positions": problem.positions,
         "slot_mapping": problem.slot_mapping,
-        "state_cache": cache,
-        "state_table": table,
-        "requests": requests,
-        "columns": columns,
-        "table_stride": 0 if table is None else stride_in_use(table, 0),
-        "num_state_pages": pages,
-        "state_page_size": page_size,
-        "state_page_stride": page_stride // unit,
-        "state_token_stride": token_stride // unit,
         "id_stride": problem.request_ids.stride(0),
         "position_stride": problem.positions.stride(0),
         "slot_stride": problem.slot_mapping.stride(0),
-        "kv_stride": stride_in_use(kv, 0) // kv_unit,
-        "score_stride": stride_in_use(score, 0) // score_unit,
-        "ape_stride": stride_in_use(problem.ape, 0) // ape_unit,
-        "RATIO": problem.ratio,
-        "OVERLAPS": problem.overlaps,
-        "UNITS": Units(kv_unit, score_unit, ape_unit, unit),
-        "INTERPRETED": machine.interpreting(),
-    }
-
-
-def _destination(problem: Problem, cache: torch.Tensor) -> dict[str, Any]:
-    """Norm, rotation and cache, as both kernels name them."""
-    page_stride = stride_in_use(cache, 0)
-    # Formats of bytes have a distance of their own from token to token.
-    row_stride = 0 if cache.element_size() == 1 else stride_in_use(cache, 1)
-    unit = unit_bytes(cache, page_stride, row_stride) // cache.element_size()
-    num_slots = cache.shape[0] * cache.shape[1]
-    return {
+        "kv_stride": stride_in_use(kv, 0) // units.kv,
+        "score_stride": stride_in_use(score, 0) // units.score,
+        "ape_stride": stride_in_use(ape, 0) // units.ape,
+        "state_cache": states,
+        "state_table": table,
+        "requests": requests,
+        "columns": columns,
+        "num_state_pages": state_pages,
+        "state_page_size": state_page_size,
+        "state_page_stride": state_strides[0] // units.state,
+        "state_token_stride": state_strides[1] // units.state,
+        "table_stride": 0 if table is None else stride_in_use(table, 0),
         "weight": problem.weight,
         "cos_sin": problem.cos_sin,
         "cache": cache,
@@ -164,12 +150,22 @@ def _destination(problem: Problem, cache: torch.Tensor) -> dict[str, Any]:
         "num_slots": num_slots,
         "page_size": cache.shape[1],
         "num_positions": problem.cos_sin.shape[0],
-        "page_stride": page_stride // unit,
-        "row_stride": row_stride // unit,
-        "D": problem.weight.shape[0],
-        "ROPE": problem.cos_sin.shape[1],
-        "FORMAT": row_bytes(problem.layout, problem.scale_rounding),
-        "UNIT": unit,
-        "WIDE": num_slots >= 2**31,
-        "NATIVE": converts_e4m3(cache.device),
+        "page_stride": row_strides[0] // units.cache,
+        "row_stride": row_strides[1] // units.cache,
+        "FORM": Form(
+            head_dim=problem.weight.shape[0],
+            rope_dim=problem.cos_sin.shape[1],
+            ratio=problem.ratio,
+            overlaps=problem.overlaps,
+            row_bytes=row_bytes(problem.layout, problem.scale_rounding),
+            units=units,
+            wide=num_slots >= 2**31,
+            native=converts_e4m3(cache.device),
+            interpreted=machine.interpreting(),
+        ),
     }
+
+
+def _unit(tensor: torch.Tensor, *strides: int) -> int:
+    """Elements of which these strides are multiples, and that are aligned: as many as 16 bytes hold at most."""
+    return unit_bytes(tensor, *strides) // tensor.element_size()

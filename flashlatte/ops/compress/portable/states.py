@@ -2,33 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
-
-
-class States(NamedTuple):
-    """The paged states. Strides are in units of the cache's alignment."""
-
-    cache: Any
-    table: Any
-    requests: Any
-    columns: Any
-    num_pages: Any
-    page_size: Any
-    page_stride: Any
-    token_stride: Any
-    table_stride: Any
-
-
-class Units(NamedTuple):
-    """Numbers of which the strides of each tensor are multiples, and in which they are counted; one constant."""
-
-    kv: int
-    score: int
-    ape: int
-    state: int
 
 
 @triton.jit

@@ -10,27 +10,22 @@ import triton.language as tl
 from flashlatte.kernels.triton.dependent_launch import gdc_launch_dependents
 from flashlatte.kernels.triton.fp8 import widen
 from flashlatte.ops.compress.portable.finish import finish_row, finished_in, load_finish, next_of
-from flashlatte.ops.compress.portable.states import States, locate_state
+from flashlatte.ops.compress.portable.operands import States, Target, Tokens
+from flashlatte.ops.compress.portable.states import locate_state
 from flashlatte.runtime.triton_kernel import kernel
 
 
-class Source(NamedTuple):
-    """What a group's sum is made of.
+class Group(NamedTuple):
+    """A group that ends in this call.
 
     Attributes:
-        kv, score: of the group's last token.
-        ape: added to scores of new tokens; those of states have it.
-        request, end: the last token's request and position.
-        num_new: the last rows of the group, which are tokens of this call.
+        kv, score: of its last token.
+        request, end: that token's request and position.
+        num_new: of the rows that its sum is made of the last, which are tokens of this call.
     """
 
     kv: Any
     score: Any
-    ape: Any
-    states: Any
-    kv_stride: Any
-    score_stride: Any
-    ape_stride: Any
     request: Any
     end: Any
     num_new: Any
@@ -72,16 +67,7 @@ def compress_sum_kernel(
     ape_stride: tl.int64,
     page_stride: tl.int64,
     row_stride: tl.int64,
-    D: tl.constexpr,
-    ROPE: tl.constexpr,
-    RATIO: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    UNITS: tl.constexpr,
-    UNIT: tl.constexpr,
-    WIDE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    FORM: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     LANES: tl.constexpr,
@@ -96,6 +82,20 @@ def compress_sum_kernel(
     """
     if OVERLAPPED:
         gdc_launch_dependents()
+    tokens = Tokens(
+        kv,
+        score,
+        ape,
+        request_ids,
+        positions,
+        slot_mapping,
+        kv_stride,
+        score_stride,
+        ape_stride,
+        id_stride,
+        position_stride,
+        slot_stride,
+    )
     states = States(
         state_cache,
         state_table,
@@ -107,23 +107,13 @@ def compress_sum_kernel(
         state_token_stride,
         table_stride,
     )
-    ROWS: tl.constexpr = RATIO * (1 + OVERLAPS)
+    target = Target(weight, cos_sin, cache, eps, num_slots, page_size, num_positions, page_stride, row_stride)
+    D: tl.constexpr = FORM.head_dim
+    ROWS: tl.constexpr = FORM.ratio * (1 + FORM.overlaps)
     lane = tl.arange(0, MAX_WINDOW)
     first = first_token + tl.program_id(0).to(tl.int64) * window
-    finishes = finished_in(
-        first,
-        (lane < window) & (first + lane < num_tokens),
-        lane,
-        request_ids,
-        positions,
-        slot_mapping,
-        states,
-        num_slots,
-        id_stride,
-        position_stride,
-        slot_stride,
-        RATIO,
-    )
+    looked_at = (lane < window) & (first + lane < num_tokens)
+    finishes = finished_in(tokens, states, first, looked_at, lane, num_slots, FORM.ratio)
     found = next_of(finishes, lane, -1, MAX_WINDOW)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column = tl.max_contiguous(tl.multiple_of(column, TOGETHER), TOGETHER)
@@ -132,27 +122,20 @@ def compress_sum_kernel(
         token = first + found
         end = tl.load(positions + token * position_stride).to(tl.int64)
         request = tl.load(request_ids + token * id_stride).to(tl.int64)
-        source = Source(
-            kv + token * kv_stride * UNITS.kv,
-            score + token * score_stride * UNITS.score,
-            ape,
-            states,
-            kv_stride,
-            score_stride,
-            ape_stride,
+        group = Group(
+            kv + token * kv_stride * FORM.units.kv,
+            score + token * score_stride * FORM.units.score,
             request,
             end,
-            count_new(request_ids, token, request, end, id_stride, ROWS),
+            count_new(tokens, token, request, end, ROWS),
         )
         if sums is None:
             # On their way before the rows: asked for behind them, they would be waited for once more.
-            finish = load_finish(weight, cos_sin, end, num_positions, D, ROPE, RATIO, INTERPRETED)
-        largest, total, acc = weigh(source, dealt, column, D, RATIO, OVERLAPS, UNITS, INTERPRETED)
+            finish = load_finish(target, end, FORM)
+        largest, total, acc = weigh(group, tokens, states, dealt, column, FORM)
         for begin in range(BLOCK_T * LANES, ROWS, BLOCK_T * LANES):
             # A block without any row leaves all as it is.
-            its_largest, its_total, its_acc = weigh(
-                source, begin + dealt, column, D, RATIO, OVERLAPS, UNITS, INTERPRETED
-            )
+            its_largest, its_total, its_acc = weigh(group, tokens, states, begin + dealt, column, FORM)
             before, largest = largest, tl.maximum(largest, its_largest)
             base = tl.where(largest == float("-inf"), 0.0, largest)
             alpha, its_alpha = tl.exp(before - base), tl.exp(its_largest - base)
@@ -166,85 +149,60 @@ def compress_sum_kernel(
             acc *= alpha
         x = tl.sum(acc, axis=0) / tl.sum(total, axis=0)
         if sums is None:
-            finish_row(
-                x,
-                token,
-                finish,
-                slot_mapping,
-                cache,
-                eps,
-                slot_stride,
-                page_size,
-                page_stride,
-                row_stride,
-                D,
-                ROPE,
-                FORMAT,
-                UNIT,
-                WIDE,
-                NATIVE,
-                INTERPRETED,
-            )
+            finish_row(x, tokens, token, finish, target, FORM)
         else:
             tl.store(sums + (token - first_token) * D + column, x)
         found = next_of(finishes, lane, found, MAX_WINDOW)
 
 
 @triton.jit
-def count_new(request_ids, token, request, end, id_stride, ROWS: tl.constexpr):
+def count_new(tokens, token, request, end, ROWS: tl.constexpr):
     """Rows of the group that ends with ``token`` that are tokens of this call: the last ones, as a request's tokens
     stand together. The others are in the states."""
     back = tl.arange(0, triton.next_power_of_2(ROWS))
     there = (back < ROWS) & (back <= end) & (back <= token)
-    its_request = tl.load(request_ids + (token - back) * id_stride, mask=there, other=-1).to(tl.int64)
+    its_request = tl.load(tokens.request_ids + (token - back) * tokens.id_stride, mask=there, other=-1).to(tl.int64)
     return tl.min(tl.where(there & (its_request == request), ROWS, back), axis=0)
 
 
 @triton.jit
-def weigh(
-    source,
-    row,
-    column,
-    D: tl.constexpr,
-    RATIO: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-    UNITS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def weigh(group, tokens, states, row, column, FORM: tl.constexpr):
     """Of rows [LANES, BLOCK_T] of a group's sum, each lane's largest score, and its sums of weights and of weighted
     values [LANES, COLUMNS]; -inf, 0 and 0 of a lane without any."""
-    ROWS: tl.constexpr = RATIO * (1 + OVERLAPS)
-    WIDTH: tl.constexpr = D * (1 + OVERLAPS)
+    UNITS: tl.constexpr = FORM.units
+    D: tl.constexpr = FORM.head_dim
+    ROWS: tl.constexpr = FORM.ratio * (1 + FORM.overlaps)
+    WIDTH: tl.constexpr = D * (1 + FORM.overlaps)
     back = ROWS - 1 - row
-    is_new = (row < ROWS) & (back < source.num_new)
+    is_new = (row < ROWS) & (back < group.num_new)
     # The group before gives the first half of its numbers, the group itself the second.
-    half = tl.where(row >= RATIO, D, 0) if OVERLAPS else row * 0
+    half = tl.where(row >= FORM.ratio, D, 0) if FORM.overlaps else row * 0
     at = half[:, :, None] + column[None, None, :]
-    kv_rows = source.kv - back * source.kv_stride * UNITS.kv
-    score_rows = source.score - back * source.score_stride * UNITS.score
-    bias_rows = source.ape + (row % RATIO) * source.ape_stride * UNITS.ape
+    kv_rows = group.kv - back * tokens.kv_stride * UNITS.kv
+    score_rows = group.score - back * tokens.score_stride * UNITS.score
+    bias_rows = tokens.ape + (row % FORM.ratio) * tokens.ape_stride * UNITS.ape
     # One load from either place keeps more of them under way than two and a selection, where types allow it.
-    ALIKE: tl.constexpr = source.kv.dtype.element_ty == tl.float32
+    ALIKE: tl.constexpr = tokens.kv.dtype.element_ty == tl.float32
     here = is_new
-    if source.states.cache is not None and ALIKE:
+    if states.cache is not None and ALIKE:
         # Hardly any group of a prefill does.
-        needs_states = source.num_new < tl.minimum(source.end + 1, ROWS)
+        needs_states = group.num_new < tl.minimum(group.end + 1, ROWS)
         if needs_states:
-            states, is_old = state_rows(source, row, back, is_new, ROWS, UNITS)
-            kv_rows = tl.where(is_old, states, kv_rows)
-            score_rows = tl.where(is_old, states + WIDTH, score_rows)
+            state, is_old = state_rows(group, states, row, back, is_new, ROWS, UNITS.state)
+            kv_rows = tl.where(is_old, state, kv_rows)
+            score_rows = tl.where(is_old, state + WIDTH, score_rows)
             here = is_new | is_old
     there = here[:, :, None]
-    values = widen(tl.load(kv_rows[:, :, None] + at, mask=there, other=0.0), INTERPRETED)
-    scores = widen(tl.load(score_rows[:, :, None] + at, mask=there, other=float("-inf")), INTERPRETED)
+    values = widen(tl.load(kv_rows[:, :, None] + at, mask=there, other=0.0), FORM.interpreted)
+    scores = widen(tl.load(score_rows[:, :, None] + at, mask=there, other=float("-inf")), FORM.interpreted)
     scores += tl.load(bias_rows[:, :, None] + at, mask=is_new[:, :, None], other=0.0)
-    if source.states.cache is not None and not ALIKE:
-        needs_states = source.num_new < tl.minimum(source.end + 1, ROWS)
+    if states.cache is not None and not ALIKE:
+        needs_states = group.num_new < tl.minimum(group.end + 1, ROWS)
         if needs_states:
-            states, is_old = state_rows(source, row, back, is_new, ROWS, UNITS)
+            state, is_old = state_rows(group, states, row, back, is_new, ROWS, UNITS.state)
             old = is_old[:, :, None]
-            values = tl.where(old, tl.load(states[:, :, None] + at, mask=old, other=0.0), values)
-            scores = tl.where(old, tl.load(states[:, :, None] + WIDTH + at, mask=old, other=0.0), scores)
+            values = tl.where(old, tl.load(state[:, :, None] + at, mask=old, other=0.0), values)
+            scores = tl.where(old, tl.load(state[:, :, None] + WIDTH + at, mask=old, other=0.0), scores)
     largest = tl.max(scores, axis=1)
     base = tl.where(largest == float("-inf"), 0.0, largest)
     weights = tl.exp(scores - base[:, None, :])
@@ -252,8 +210,8 @@ def weigh(
 
 
 @triton.jit
-def state_rows(source, row, back, is_new, ROWS: tl.constexpr, UNITS: tl.constexpr):
+def state_rows(group, states, row, back, is_new, ROWS: tl.constexpr, UNIT: tl.constexpr):
     """Where the states of rows that are not tokens of this call begin, and which of them are there."""
-    wanted = (row < ROWS) & (back <= source.end) & (is_new == 0)
-    address, found = locate_state(source.states, source.request, source.end - back, wanted, UNITS.state)
-    return source.states.cache + address, found
+    wanted = (row < ROWS) & (back <= group.end) & (is_new == 0)
+    address, found = locate_state(states, group.request, group.end - back, wanted, UNIT)
+    return states.cache + address, found
