@@ -1,4 +1,7 @@
-"""A rank that fails while the others' GPUs wait for it: every process ends by itself, and says which rank and why."""
+"""A rank that fails while the others' GPUs wait for it: it ends, and every process says which rank and why.
+
+A process whose GPU waits for another's ends when somebody ends it, as launchers do: CUDA waits for its kernels.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +19,7 @@ import torch
 
 TESTS = Path(__file__).parents[2]
 RANKS = 2
-# From the first process's start to the last one's end; what hangs is waited for 10 minutes by NCCL, or for ever.
+# From the first process's start to the last one's word; what hangs is waited for 10 minutes by NCCL, or for ever.
 SECONDS = 45
 
 pytestmark = [
@@ -27,22 +31,21 @@ pytestmark = [
 
 
 @contextlib.contextmanager
-def started(arguments: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that are ranks of one group, without a launcher that would end those that another leaves."""
+def started(arguments: list[str], told: list[Path]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that are ranks of one group, and write to the files ``told``, without a launcher that ends them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
-    path = {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(TESTS.parent), str(TESTS)])}
+    modules = {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(TESTS.parent), str(TESTS)])}
     processes = [
         subprocess.Popen(
             [sys.executable, str(TESTS / "support" / "failing_rank.py"), *arguments],
-            env=os.environ | shared | path | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=os.environ | shared | modules | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
+            stderr=path.open("wb"),
         )
-        for rank in range(RANKS)
+        for rank, path in enumerate(told)
     ]
     try:
         yield processes
@@ -55,10 +58,15 @@ def started(arguments: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
 @pytest.mark.parametrize(
     ("rank", "at_step", "context_parallel", "graphs"), [(1, 4, 1, 0), (1, 6, 2, 1), (0, 5, 1, 1)], ids=str
 )
-def test_every_rank_ends_and_says_why(rank, at_step, context_parallel, graphs):
-    with started([str(number) for number in (rank, at_step, context_parallel, graphs)]) as processes:
-        said = [process.communicate(timeout=SECONDS)[1] for process in processes]
-    assert all(process.returncode for process in processes)
-    other = 1 - rank
-    assert "ValueError: this rank has no memory left" in said[rank]
-    assert f"rank {rank} failed, and so rank {other} ends: ValueError: this rank has no memory left" in said[other]
+def test_every_rank_says_why(rank, at_step, context_parallel, graphs, tmp_path):
+    told, other = [tmp_path / str(number) for number in range(RANKS)], 1 - rank
+    reason = "ValueError: this rank has no memory left"
+    with started([str(number) for number in (rank, at_step, context_parallel, graphs)], told) as processes:
+        until = time.monotonic() + SECONDS
+        while f"rank {rank} failed, and so rank {other} ends: {reason}" not in told[other].read_text():
+            assert time.monotonic() < until, told[other].read_text()
+            time.sleep(0.2)
+        assert processes[rank].wait(until - time.monotonic())
+        assert reason in told[rank].read_text()
+        processes[other].terminate()
+        assert processes[other].wait(10)
