@@ -34,12 +34,24 @@ def read_slots(
     cache: torch.Tensor, slots: torch.Tensor, layout: CacheFormat, scale: float | torch.Tensor = 1.0
 ) -> torch.Tensor:
     """float32 rows [*slots.shape, head_dim] of a checked cache; slots outside it read as zeros."""
-    num_pages, page_size = cache.shape[:2]
-    valid = (slots >= 0) & (slots < num_pages * page_size)
-    safe = torch.where(valid, slots, 0).long()
+    page_size, valid = cache.shape[1], in_cache(slots, cache)
+    safe = torch.where(valid, slots.long(), 0)
     page, offset = safe // page_size, safe % page_size
     rows = layout.decode(tuple(view[page, offset] for view in layout.page_views(cache)), scale)
     return torch.where(valid.unsqueeze(-1), rows, 0.0)
+
+
+def in_cache(slots: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    """Which of int32 or int64 ``slots``, of any shape, a cache [pages, page_size, …] has."""
+    # PyTorch compares an int32 with a number beyond int32 as if that had wrapped.
+    slots = slots.long()
+    return (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
+
+
+def stored_tokens(slot_mapping: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens whose slots a cache has, and those slots: int64 [n] each."""
+    (tokens,) = torch.where(in_cache(slot_mapping, cache))
+    return tokens, slot_mapping[tokens].long()
 
 
 def write_slots(

@@ -6,7 +6,7 @@ import torch
 
 from flashlatte.kv_cache.codec import split_rows
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.kv_cache.slots import write_slots
+from flashlatte.kv_cache.slots import stored_tokens, write_slots
 
 
 def cache_write(
@@ -19,9 +19,7 @@ def cache_write(
     scale_value: float,
     scale_rounding: str,
 ) -> None:
-    num_pages, page_size = cache.shape[:2]
-    (tokens,) = torch.where((slot_mapping >= 0) & (slot_mapping < num_pages * page_size))
-    slots = slot_mapping[tokens].long()
+    tokens, slots = stored_tokens(slot_mapping, cache)
     latent, rope = split_rows(layout, x[tokens], None if rope is None else rope[tokens])
     scale = scale_value if scale_tensor is None else scale_tensor
     planes = layout.encode(latent, rope, scale, scale_rounding)

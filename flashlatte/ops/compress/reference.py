@@ -6,14 +6,13 @@ import torch
 
 from flashlatte.kernels.rope import rotate_tail
 from flashlatte.kv_cache.rows import encode_rows
-from flashlatte.kv_cache.slots import write_slots
+from flashlatte.kv_cache.slots import in_cache, write_slots
 from flashlatte.ops.compress.problem import Problem
 
 
 def compress(problem: Problem) -> None:
-    num_slots = problem.cache.shape[0] * problem.cache.shape[1]
     slots, positions = problem.slot_mapping, problem.positions.long()
-    finishes = _known(problem) & ((positions + 1) % problem.ratio == 0) & (slots >= 0) & (slots < num_slots)
+    finishes = _known(problem) & ((positions + 1) % problem.ratio == 0) & in_cache(slots, problem.cache)
     (tokens,) = torch.where(finishes)
     values, scores = _gather(problem, tokens)
     rows = (values * torch.softmax(scores, dim=1)).sum(dim=1)

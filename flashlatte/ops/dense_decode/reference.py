@@ -29,7 +29,7 @@ def dense_decode(
     query = torch.arange(s_q, device=q.device)
 
     for request in range(batch):
-        length = cache_seqlens[request].clamp(0, block_table.shape[1] * page_size)
+        length = cache_seqlens[request].long().clamp(0, block_table.shape[1] * page_size)
         pages = block_table[request, : _pages_to_read(length, page_size)].long()
         in_cache = (pages >= 0) & (pages < num_pages)
         key = torch.arange(pages.shape[0] * page_size, device=q.device)

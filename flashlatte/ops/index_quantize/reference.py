@@ -6,15 +6,14 @@ import torch
 
 from flashlatte.kv_cache.fp8 import as_bytes
 from flashlatte.kv_cache.index_formats import as_index_cache
-from flashlatte.kv_cache.slots import write_slots
+from flashlatte.kv_cache.slots import stored_tokens, write_slots
 
 
 def index_quantize(cache: torch.Tensor, slot_mapping: torch.Tensor, k: torch.Tensor, scale_rounding: str) -> None:
     cache, layout = as_index_cache(cache, k.shape[-1])
-    num_slots = cache.shape[0] * cache.shape[1]
-    (tokens,) = torch.where((slot_mapping >= 0) & (slot_mapping < num_slots))
+    tokens, slots = stored_tokens(slot_mapping, cache)
     planes = layout.encode(k[tokens], k[tokens, :0], 1.0, scale_rounding)
-    write_slots(cache, slot_mapping[tokens].long(), planes, layout)
+    write_slots(cache, slots, planes, layout)
 
 
 def index_gather(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.kv_cache.slots import stored_tokens
 from flashlatte.ops.norm_rope.rotary import Rotary
 
 
@@ -28,9 +29,7 @@ def latent_rows(
     if q_a is not None and q_weight is not None and q_out is not None:
         q_out.copy_(_normalised(q_a, q_weight, q_eps))
     if cache is not None and slot_mapping is not None:
-        num_slots = cache.shape[0] * cache.shape[1]
-        (tokens,) = torch.where((slot_mapping >= 0) & (slot_mapping < num_slots))
-        slots = slot_mapping[tokens].long()
+        tokens, slots = stored_tokens(slot_mapping, cache)
         cache[slots // cache.shape[1], slots % cache.shape[1], 0] = rows[tokens].to(cache.dtype)
 
 

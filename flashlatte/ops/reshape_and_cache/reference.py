@@ -6,6 +6,7 @@ import torch
 
 from flashlatte.kv_cache.fp8 import raw_view
 from flashlatte.kv_cache.one_byte import LARGEST, quantize, row_scales
+from flashlatte.kv_cache.slots import stored_tokens
 
 
 @torch.no_grad()
@@ -21,9 +22,8 @@ def reshape_and_cache(
     v_scale_value: float,
 ) -> None:
     """Caches [pages, page_size, h_kv, pieces, x]. Scales [pages, page_size, h_kv] are written."""
-    num_pages, page_size = k_cache.shape[:2]
-    (tokens,) = torch.where((slot_mapping >= 0) & (slot_mapping < num_pages * page_size))
-    slots = slot_mapping[tokens].long()
+    page_size = k_cache.shape[1]
+    tokens, slots = stored_tokens(slot_mapping, k_cache)
     where = (slots // page_size, slots % page_size)
     _write(key[tokens], k_cache, where, k_scale, k_scale_value)
     _write(value[tokens], v_cache, where, v_scale, v_scale_value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.kv_cache.slots import write_slots
+from flashlatte.kv_cache.slots import stored_tokens, write_slots
 
 
 def rope_cache_write(
@@ -26,11 +26,10 @@ def rope_cache_write(
     for rope in (k_rope, q_rope):
         if rope is not None:
             rope[:count] = _rotated(rope[:count], rotation, interleaved).to(rope.dtype)
-    num_pages, page_size = cache.shape[:2]
-    (tokens,) = torch.where((slot_mapping >= 0) & (slot_mapping < num_pages * page_size))
+    tokens, slots = stored_tokens(slot_mapping, cache)
     scale = scale_value if scale_tensor is None else scale_tensor
     planes = layout.encode(latent[tokens], k_rope[tokens], scale, "power_of_two")
-    write_slots(cache, slot_mapping[tokens].long(), planes, layout)
+    write_slots(cache, slots, planes, layout)
 
 
 def _rotated(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from flashlatte.kernels.rope import rotate_tail
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.rows import encode_rows
-from flashlatte.kv_cache.slots import write_slots
+from flashlatte.kv_cache.slots import stored_tokens, write_slots
 
 
 def rotate_and_cache(
@@ -22,9 +22,9 @@ def rotate_and_cache(
     out: torch.Tensor,
     cache: torch.Tensor,
 ) -> None:
-    (tokens,) = torch.where((slot_mapping >= 0) & (slot_mapping < cache.shape[0] * cache.shape[1]))
+    tokens, slots = stored_tokens(slot_mapping, cache)
     keys = rotate_tail(kv[tokens].float(), cos_sin, positions[tokens])
-    write_slots(cache, slot_mapping[tokens].long(), encode_rows(layout, keys, scale_rounding), layout)
+    write_slots(cache, slots, encode_rows(layout, keys, scale_rounding), layout)
     x = q.float()
     if q_eps is not None:
         x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + q_eps)

@@ -6,7 +6,7 @@ import torch
 
 from flashlatte.kernels.softmax import attend, sink_weight
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.kv_cache.slots import read_slots
+from flashlatte.kv_cache.slots import in_cache, read_slots
 
 
 @torch.no_grad()
@@ -37,8 +37,7 @@ def sparse_decode(
             counted = torch.ones_like(slots, dtype=torch.bool)
             if length is not None:
                 counted &= torch.arange(slots.shape[-1], device=q.device) < length[request].view(-1, 1)
-            in_cache = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
-            visible.append(in_cache & counted)
+            visible.append(in_cache(slots, cache) & counted)
             rows.append(read_slots(cache, torch.where(visible[-1], slots, -1), cache_layout))
         keys = torch.cat(rows, dim=1)  # [s_q, topk + extra_topk, d]
         seen = torch.cat(visible, dim=1)

@@ -25,7 +25,7 @@ def turboquant_decode(
     batch, s_q, h_q, _ = q.shape
     query = torch.arange(s_q, device=q.device)
     for request in range(batch):
-        length = cache_seqlens[request].clamp(0, block_table.shape[1] * page_size)
+        length = cache_seqlens[request].long().clamp(0, block_table.shape[1] * page_size)
         pages = block_table[request].long()
         in_cache = (pages >= 0) & (pages < num_pages)
         key = torch.arange(pages.shape[0] * page_size, device=q.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.kv_cache.slots import stored_tokens
 from flashlatte.kv_cache.turboquant import TurboQuantFormat
 
 
@@ -11,7 +12,6 @@ from flashlatte.kv_cache.turboquant import TurboQuantFormat
 def turboquant_store(
     key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, layout: TurboQuantFormat
 ) -> None:
-    num_pages, page_size = cache.shape[:2]
-    (tokens,) = torch.where((slot_mapping >= 0) & (slot_mapping < num_pages * page_size))
-    slots = slot_mapping[tokens].long()
+    page_size = cache.shape[1]
+    tokens, slots = stored_tokens(slot_mapping, cache)
     cache[slots // page_size, slots % page_size] = layout.encode(key[tokens], value[tokens])
