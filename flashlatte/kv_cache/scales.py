@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from flashlatte.runtime import checks
 
 
 def check(name: str, value: float | torch.Tensor | None) -> float | torch.Tensor:
-    """A positive number or a one-element float32 tensor; 1 if None."""
+    """A positive number that float32 holds or a one-element float32 tensor; 1 if None."""
     if value is None:
         return 1.0
     if isinstance(value, torch.Tensor):
@@ -21,10 +19,7 @@ def check(name: str, value: float | torch.Tensor | None) -> float | torch.Tensor
         if value.numel() != 1:
             raise ValueError(f"{name} must hold one value, got shape {list(value.shape)}")
         return value.reshape(())
-    number = checks.number(name, value)
-    if not 0 < number < math.inf:
-        raise ValueError(f"{name} must be a finite number above 0, got {value}")
-    return number
+    return checks.float32_factor(name, value)
 
 
 def split(name: str, value: float | torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor | None, float]:

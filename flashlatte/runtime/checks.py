@@ -12,8 +12,8 @@ import torch
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Kernels compute in it.
-_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+# Kernels compute in it, and GPUs may take what is below the smallest normal number for 0.
+_FLOAT32 = torch.finfo(torch.float32)
 
 
 def dtype_names(dtypes: Iterable[torch.dtype]) -> str:
@@ -163,6 +163,14 @@ def positive_number(name: str, value: object) -> float:
     return result
 
 
+def float32_factor(name: str, value: object) -> float:
+    """A number above 0 that stays one in kernels: times a factor of 0 or inf, scores of 0 and -inf would be NaN."""
+    result = positive_number(name, value)
+    if not _FLOAT32.tiny <= result <= _FLOAT32.max:
+        raise ValueError(f"{name} must be a number that float32 holds, got {value}")
+    return result
+
+
 def finite(name: str, value: object) -> float:
     result = number(name, value)
     if not -math.inf < result < math.inf:
@@ -180,12 +188,7 @@ def epsilon(name: str, value: object) -> float:
 
 def softmax_scale(value: float | None, head_dim: int, name: str = "softmax_scale") -> float:
     """The given scale, or head_dim^-0.5. Zero and below are refused: the running maximum is kept unscaled."""
-    if value is None:
-        return head_dim**-0.5
-    scale = positive_number(name, value)
-    if scale > _LARGEST_FLOAT32:
-        raise ValueError(f"{name} must be a number that float32 holds, got {value}")
-    return scale
+    return head_dim**-0.5 if value is None else float32_factor(name, value)
 
 
 def empty_lse(value: float) -> float:

@@ -88,8 +88,8 @@ def dense_decode(
         head_dim_v: width of a value, at most d.
         softmax_scale: above 0; d^-0.5 if None.
         causal: query token j sees keys 0 to cache_seqlens - s_q + j (bottom-right alignment).
-        k_scale: float8_e4m3fn cache only: key = byte · k_scale; a number or a one-element float32 tensor on the
-            device of q; default 1.
+        k_scale: float8_e4m3fn cache only: key = byte · k_scale; above 0, a number or a one-element float32 tensor on
+            the device of q; default 1.
         out: [b, s_q, h_q, head_dim_v] in q's dtype to write into; last stride 1. It shares no memory with what is read.
         lse: float32 [b, h_q, s_q] to write into, any strides.
         empty_lse: lse of a query that sees no key, inf or -inf; its out is 0.

@@ -85,7 +85,7 @@ def paged_attention(
             -inf hides, as between the branches of a tree of drafts.
         attn_sink: float32 [h_q], the score of one more key, whose value is 0. lse does not include it.
         k_scale: of a quantised k_cache: key = number · k_scale. A number, or float32 with one element, [h_kv], or
-            [pages, page_size, h_kv]; on q's device; default 1.
+            [pages, page_size, h_kv]; above 0; on q's device; default 1.
         v_scale: the same of v_cache.
         out: [T, h_q, d_v] to write into; last stride 1; in q's dtype, or float8_e4m3fn. It shares no memory with what
             is read.
@@ -120,6 +120,8 @@ def paged_attention(
     window_left, window_right = ragged.window_sides(window, checks.flag("causal", causal))
     if not 0 <= checks.number("softcap", softcap) < math.inf:
         raise ValueError(f"softcap must be a finite number from 0, got {softcap}")
+    if softcap:
+        checks.float32_factor("softcap", softcap)
     _check_score_terms(q, cu_seqlens_q.shape[0] - 1, prefix_ranges, alibi_slopes, alibi_sqrt, qq_bias, attn_sink)
     k_scale, k_scale_value = _cache_scale("k_scale", k_scale, k_cache)
     v_scale, v_scale_value = _cache_scale("v_scale", v_scale, v_cache)

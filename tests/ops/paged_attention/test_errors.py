@@ -68,6 +68,7 @@ def test_the_arguments_that_the_errors_start_from_are_right():
         ({"prefix_ranges": torch.zeros(2, 2).int()}, ValueError, r"^prefix_ranges must have shape \[2, r, 2\]"),
         ({"softcap": -1.0}, ValueError, "^softcap must be a finite number from 0, got -1.0$"),
         ({"softcap": math.nan}, ValueError, "^softcap must be a finite number from 0, got nan$"),
+        ({"softcap": 1e39}, ValueError, r"^softcap must be a number that float32 holds, got 1e\+39$"),
         ({"softcap": None}, TypeError, "^softcap must be a number, got NoneType$"),
         ({"alibi_slopes": torch.ones(3)}, ValueError, r"^alibi_slopes must have shape \[4\]"),
         ({"alibi_slopes": torch.ones(4).half()}, TypeError, "^alibi_slopes must be float32, got float16$"),
@@ -77,6 +78,7 @@ def test_the_arguments_that_the_errors_start_from_are_right():
         ({"qq_bias": torch.ones(2, 2).double()}, TypeError, "^qq_bias must be float32, got float64$"),
         ({"k_scale": 1.0}, ValueError, "^k_scale belongs to a cache in float8_e4m3fn .* and this one is bfloat16$"),
         (FP8 | {"k_scale": 0.0}, ValueError, "^k_scale must be a finite number above 0, got 0.0$"),
+        (FP8 | {"k_scale": 1e-50}, ValueError, "^k_scale must be a number that float32 holds, got 1e-50$"),
         (
             FP8 | {"v_scale": torch.ones(3)},
             ValueError,

@@ -80,6 +80,10 @@ def test_against_the_reference(case):
     check(case.inputs())
 
 
+def test_a_softcap_far_above_the_scores_leaves_them():
+    check(replace(TOY, softcap=1e6, softmax_scale=3.0).inputs())
+
+
 @pytest.mark.parametrize("page_size", [16, *(pytest.param(size, marks=FULL) for size in (5, 32))])
 def test_absent_pages_among_keys_that_all_rows_see(page_size):
     arguments = replace(TOY, s_q=6, context=90, page_size=page_size, varlen=False, h_kv=1, window=80).inputs()

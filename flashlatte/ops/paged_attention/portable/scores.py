@@ -12,6 +12,9 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import LN_2, LOG2_E
 
+# Below it the next term of tanh's series is less than 2^-22 of it.
+_SMALL_TANH = tl.constexpr(0.125)
+
 
 class Terms(NamedTuple):
     """The call's window, prefix ranges, softcap, ALiBi slopes (of each row) and bias between queries."""
@@ -35,13 +38,17 @@ def add_terms(
 ):
     """Scores [rows, keys] with all terms, in base 2 before and after; ``query`` [rows] counts from the request's first.
 
-    tanh(x) = sign(x) (1 - t) / (1 + t) with t = e^(-2|x|), which cannot overflow.
+    tanh(x) = sign(x) (1 - t) / (1 + t) with t = e^(-2|x|), which cannot overflow. Of small x that loses digits, which a
+    large softcap would multiply, and x - x³/3 + 2x⁵/15 has them.
     """
     if SOFTCAP:
         x = scores * (LN_2 / terms.softcap)
         t = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
         tanh = (1.0 - t) / (1.0 + t)
-        scores = tl.where(x < 0, -tanh, tanh) * (terms.softcap * LOG2_E)
+        square = x * x
+        small = x + x * square * (square * (2 / 15) - 1 / 3)
+        tanh = tl.where(tl.abs(x) < _SMALL_TANH, small, tl.where(x < 0, -tanh, tanh))
+        scores = tanh * (terms.softcap * LOG2_E)
     if ALIBI:
         distance = tl.abs(position[:, None] - keys[None, :]).to(tl.float32)
         if ALIBI_SQRT:
