@@ -18,6 +18,7 @@ from flashlatte.layers.v4 import V4Cache, V4Config
 from flashlatte.layers.v4.attention import attend
 from flashlatte.layers.v4.builder import States, V4Builder, V4Metadata
 from flashlatte.layers.v4.config import MODEL_TYPE
+from flashlatte.layers.v4.workspace import DEFAULT_LIMITS
 
 # Groups of the lowest ratio that a page holds, where nobody chose its size: what kernels of the indexer are made for.
 _GROUPS_OF_A_PAGE = 64
@@ -36,6 +37,9 @@ class V4Model(PagedModel):
     Raises:
         ValueError: a model of another type.
     """
+
+    # Which prompts attend over a workspace.
+    workspaces = DEFAULT_LIMITS
 
     def __init__(self, model: Any, *, backend: str | None = None) -> None:
         check_type(config_of(model), (MODEL_TYPE,))
@@ -81,6 +85,7 @@ class V4Model(PagedModel):
             max_pages,
             self.device,
             drafts=limits.drafts,
+            limits=self.workspaces,
             backend=self.backend,
         )
 

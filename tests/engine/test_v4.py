@@ -13,9 +13,10 @@ from support.engine_models import generated_by_transformers, model, prompt
 
 from flashlatte.engine import Engine, SamplingParams
 from flashlatte.engine.drafts import PromptLookup
+from flashlatte.engine.v4 import V4Model
 from flashlatte.layers.v4.builder import V4Metadata
-from flashlatte.layers.v4.step import V4Step
 from flashlatte.layers.v4.workspace import WorkspaceLimits
+from flashlatte.ops.sparse_prefill import sparse_prefill
 
 FAMILY, LENGTHS = "DeepseekV4", (1, 5, 31, 19)
 
@@ -69,8 +70,16 @@ def test_steps_that_generate_as_graphs(options):
 
 
 def test_a_prompt_over_a_workspace(monkeypatch):
-    monkeypatch.setitem(V4Step.of_spans.__func__.__kwdefaults__, "limits", WorkspaceLimits(queries=141))
+    over_workspaces = []
+
+    def counted(q, *args, **kwargs):
+        over_workspaces.append(len(q))
+        return sparse_prefill(q, *args, **kwargs)
+
+    monkeypatch.setattr("flashlatte.layers.v4.rows.sparse_prefill", counted)
+    monkeypatch.setattr(V4Model, "workspaces", WorkspaceLimits(queries=141))
     check(engine(max_tokens=150, num_pages=40), lengths=(141, 6), new=3)
+    assert over_workspaces == [141] * 3
 
 
 @pytest.mark.parametrize("max_tokens", [1, 5, 64])

@@ -13,7 +13,8 @@ pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
 from transformers.cache_utils import DynamicCache  # noqa: E402
 
 from flashlatte.integrations.transformers import disable, enable  # noqa: E402
-from flashlatte.layers.v4 import V4Step, WorkspaceLimits  # noqa: E402
+from flashlatte.integrations.transformers.v4.store import V4Store  # noqa: E402
+from flashlatte.layers.v4 import WorkspaceLimits  # noqa: E402
 from flashlatte.ops.sparse_prefill import sparse_prefill  # noqa: E402
 
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -122,7 +123,7 @@ def test_a_prefill_over_a_workspace(stock, enabled, padding, monkeypatch):
         return sparse_prefill(q, *args, **kwargs)
 
     monkeypatch.setattr("flashlatte.layers.v4.rows.sparse_prefill", counted)
-    monkeypatch.setitem(V4Step.of_spans.__func__.__kwdefaults__, "limits", WorkspaceLimits(queries=100))
+    monkeypatch.setattr(V4Store, "workspaces", WorkspaceLimits(queries=100))
     ids, mask = tokens(2, 290), torch.ones(2, 290, dtype=torch.int64)
     mask[1, :padding] = 0
     sizes, mask_or_none = [139, 3, 147, 1], mask if padding else None

@@ -103,6 +103,7 @@ def attend(
         backend=backend,
     )
     q = module.q_b_proj(q_latent).view(-1, heads, head_dim)
+    _check_dtype(q, cache)
     q = rotate_and_cache(
         q,
         kv,
@@ -124,6 +125,17 @@ def attend(
     weight = module.o_a_proj.weight.view(groups, config.o_lora_rank, -1)
     grouped = torch.bmm(out.view(-1, groups, heads // groups * head_dim).transpose(0, 1), weight.transpose(1, 2))
     return module.o_b_proj(grouped.transpose(0, 1).flatten(1))
+
+
+def _check_dtype(q: torch.Tensor, cache: V4Cache) -> None:
+    """That queries can attend to keys, before any are written."""
+    for name in ("window", "groups"):
+        pages = getattr(cache, name)
+        if pages is not None and pages.dtype in checks.FLOAT_DTYPES and pages.dtype != q.dtype:
+            raise TypeError(
+                f"cache.{name} must be quantised or {checks.dtype_names([q.dtype])} like the layer, got "
+                f"{checks.dtype_names([pages.dtype])}"
+            )
 
 
 def _check_step(config: V4Config, step: V4Step, cache: V4Cache) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from flashlatte.layers.v4.config import V4Config
 from flashlatte.layers.v4.step import V4Step
+from flashlatte.layers.v4.workspace import DEFAULT_LIMITS, WorkspaceLimits
 from flashlatte.runtime.transfer import to_device
 
 # Of a layer: those of groups, and those of index keys; None where there are none.
@@ -47,6 +48,7 @@ class V4Builder:
         max_pages: of a request.
         device: of the caches.
         drafts: tokens of a step that may be taken back, for each request.
+        limits: which requests of a step that is not padded attend over a workspace.
         backend: of the steps' operations; None chooses.
     """
 
@@ -59,9 +61,11 @@ class V4Builder:
         device: torch.device,
         *,
         drafts: int = 0,
+        limits: WorkspaceLimits = DEFAULT_LIMITS,
         backend: str | None = None,
     ) -> None:
         self._layers, self._page_size, self._device, self._backend = layers, page_size, device, backend
+        self._limits = limits
         # A request has one page of states, a ring of so many tokens: what a group is made of, and drafts.
         self._rings: dict[int, int] = {}
         for config in layers:
@@ -113,6 +117,7 @@ class V4Builder:
             window=self._layers[0].window,
             page_size=self._page_size,
             group_page_sizes=self._group_page_sizes,
+            limits=self._limits,
             backend=self._backend,
         )
         return V4Metadata(step.num_tokens, lambda: step, self._states)

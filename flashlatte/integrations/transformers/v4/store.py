@@ -9,6 +9,7 @@ import torch
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.layers.v4 import V4Cache, V4Config, V4Step
 from flashlatte.layers.v4.step import V4Groups
+from flashlatte.layers.v4.workspace import DEFAULT_LIMITS
 
 
 class V4Store:
@@ -23,6 +24,9 @@ class V4Store:
         page_size: of all pages but states'.
         backend: of the layers' operations.
     """
+
+    # Which prompts attend over a workspace.
+    workspaces = DEFAULT_LIMITS
 
     def __init__(self, configs: list[V4Config], layout: CacheFormat, page_size: int, backend: str | None) -> None:
         self.configs = configs
@@ -100,6 +104,7 @@ class V4Store:
                 page_size=self.page_size,
                 rotary_positions=turned_by,
                 first_tokens=self._first,
+                limits=self.workspaces,
                 backend=self.backend,
             )
             if self._coming == 1:
