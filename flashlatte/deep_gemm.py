@@ -196,7 +196,7 @@ def get_paged_mqa_logits_metadata(
 
 
 def get_num_sms() -> int:
-    """Multiprocessors of the current GPU."""
+    """SMs of the current GPU."""
     return machine.num_sms(torch.device("cuda", torch.cuda.current_device()))
 
 

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tensor-parallel", type=int, default=1, metavar="N", help="ranks that the heads are divided over (default 1)"
     )
     parser.add_argument("--target", metavar="sm_90", help="another GPU than this machine's, which may have none")
-    parser.add_argument("--sms", type=int, help="that GPU's multiprocessors; default: those of the largest of its kind")
+    parser.add_argument("--sms", type=int, help="that GPU's SMs; default: those of the largest of its kind")
     parser.add_argument("--jobs", type=int, help="compile with so many processes (default: one a processor)")
     parser.add_argument("--list", action="store_true", help="name the kernels and compile none")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")

@@ -24,12 +24,13 @@ from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE
 from flashlatte.layers.v4.rehearsal import rehearse as rehearse_v4
 from flashlatte.runtime import ahead, machine
 
-# Multiprocessors of the largest GPU of a compute capability, for --target without --sms.
+# SMs of the largest GPU of a compute capability, for --target without --sms.
 NUM_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160, 120: 188}
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code, 1 if a kernel does not compile."""
+    _check_numbers(arguments)
     say = (lambda _: None) if arguments.json else functools.partial(print, flush=True)
     gpu = _target(arguments.target, arguments.sms)
     ahead.use(gpu)
@@ -57,6 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if errors else 0
 
 
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    for name in ("max_batch", "max_queries", "page_size", "tensor_parallel", "sms", "jobs"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+
 def _target(name: str | None, sms: int | None) -> machine.GPU:
     if name is None:
         if not torch.cuda.is_available():
@@ -72,9 +80,6 @@ def _target(name: str | None, sms: int | None) -> machine.GPU:
 
 
 def _variants(arguments: argparse.Namespace) -> list[ahead.Variant]:
-    for name in ("max_batch", "max_queries", "page_size", "tensor_parallel"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
     fields = read_fields(arguments.model)
     is_v4 = fields.get("model_type") == V4_MODEL_TYPE
     formats = arguments.cache_format or [DEEPSEEK_V4_FORMAT if is_v4 else arguments.dtype]

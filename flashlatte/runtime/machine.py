@@ -17,7 +17,7 @@ def interpreting() -> bool:
 
 
 class GPU(NamedTuple):
-    """What calls are settled by: compute capability, (9, 0) for 9.0, and number of multiprocessors."""
+    """What calls are settled by: compute capability, (9, 0) for 9.0, and number of SMs."""
 
     capability: tuple[int, int]
     num_sms: int
@@ -58,7 +58,7 @@ def _compute_capability(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a GPU; on the CPU, where Triton's interpreter runs one program after the other, a few."""
+    """SMs of a GPU; on the CPU, where Triton's interpreter runs one program after the other, a few."""
     if _assumed is not None:
         return _assumed.num_sms
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

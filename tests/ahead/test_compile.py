@@ -117,6 +117,8 @@ def test_ranks_of_deepseek_v4(tmp_path, capsys, monkeypatch):
         (["--target", "sm_90", "--cache-format", "fp9"], "--cache-format must be one of bf16, .*, got 'fp9'"),
         (["--target", "sm_90", "--tensor-parallel", "3"], "--tensor-parallel must divide the model's 16 heads, got 3"),
         (["--target", "sm_90", "--max-batch", "0"], "--max-batch must be at least 1, got 0"),
+        (["--target", "sm_90", "--sms", "-1"], "--sms must be at least 1, got -1"),
+        (["--target", "sm_90", "--jobs", "0"], "--jobs must be at least 1, got 0"),
     ],
 )
 def test_mistakes_are_named(arguments, message, tmp_path, capsys, monkeypatch):

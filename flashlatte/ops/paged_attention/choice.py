@@ -14,7 +14,7 @@ _PORTABLE_MAX_HEAD_DIM = 512
 _HOPPER_MAX_HEAD_DIM, _HOPPER_MAX_HEAD_DIM_V = 192, 128
 # The least box of a copy, of whose boxes a page is made.
 _HOPPER_PAGE_SIZE = 16
-# With fewer query rows for one request, more than half of an H100's multiprocessors would have no tile of 128 rows;
+# With fewer query rows for one request, more than half of an H100's SMs would have no tile of 128 rows;
 # the portable kernel splits keys.
 HOPPER_LEAST_ROWS = 8192
 

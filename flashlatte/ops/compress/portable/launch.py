@@ -27,7 +27,7 @@ NUMBERS, TOGETHER, MAX_WARPS = 32, 4, 4
 # Up to so many rows one program sums all columns, and each thread has all rows of its own; of more rows a program
 # takes some columns, and sums go through memory to the launch that finishes them.
 SHORT_GROUP, COLUMNS_OF_LONG = 8, 32
-# So that a multiprocessor has four programs of short groups at a time, and on Hopper three of long ones, which spill
+# So that an SM has four programs of short groups at a time, and on Hopper three of long ones, which spill
 # elsewhere.
 REGISTERS_OF_SHORT, REGISTERS_OF_LONG = 128, 168
 # A program looks for finished groups among so many tokens at most, and among fewer rather than that there are fewer

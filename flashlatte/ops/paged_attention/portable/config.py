@@ -18,7 +18,7 @@ class Config:
         block_m: query rows, which are some tokens of a request times the query heads of a key head.
         block_n: keys of a step.
         num_warps, num_stages: Triton's.
-        programs: of a multiprocessor at once.
+        programs: of an SM at once.
         registers: of a thread, at most, where so many programs need them limited.
     """
 

@@ -13,7 +13,7 @@ class Config(NamedTuple):
         block_n: keys of a step.
         num_warps: Triton's. One warp keeps a step's scores and weights in its registers.
         num_stages: of the loop over keys: blocks that are loaded ahead, and one.
-        programs: of a multiprocessor at once.
+        programs: of an SM at once.
     """
 
     block_m: int
