@@ -10,7 +10,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -195,13 +194,7 @@ def join(compiled: Any, cluster: Cluster) -> None:
 
 
 def clusters_fill(device: torch.device, size: int) -> bool:
-    """Whether clusters of CTAs that take an SM each can be launched, and fill all SMs of a GPU.
-
-    Never with ``FLASHLATTE_SHARED_GPU=1`` in the environment, which says that other processes use the GPU as well: what
-    clusters do there is in docs/notes/sparse-decode.md.
-    """
-    if os.environ.get("FLASHLATTE_SHARED_GPU", "0") not in ("", "0"):
-        return False
+    """Whether clusters of CTAs that take an SM each can be launched, and fill all SMs of a GPU."""
     return machine.device_type(device) == "cuda" and _clusters_fill(device, size)
 
 

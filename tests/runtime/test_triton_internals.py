@@ -155,14 +155,3 @@ def test_clusters_are_packed_as_assumed() -> None:
     assert triton_internals.packs_clusters(make_backend(GPUTarget("cuda", 90, 32)))
     assert not triton_internals.packs_clusters(MagicMock(pack_metadata=lambda metadata: (metadata.num_warps,)))
     assert not triton_internals.clusters_fill(torch.device("cpu"), 2)
-
-
-@pytest.mark.parametrize(("said", "clusters"), [(None, True), ("", True), ("0", True), ("1", False)])
-def test_no_clusters_where_processes_share_the_gpu(
-    said: str | None, clusters: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(triton_internals, "_clusters_fill", lambda *_: True)
-    monkeypatch.delenv("FLASHLATTE_SHARED_GPU", raising=False)
-    if said is not None:
-        monkeypatch.setenv("FLASHLATTE_SHARED_GPU", said)
-    assert triton_internals.clusters_fill(torch.device("cuda", 0), 2) == clusters
