@@ -22,12 +22,11 @@ class Slots(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """Which tokens a row stands for: request i has rows cu_seqlens[i] to cu_seqlens[i + 1], or to the end.
+    """Which rows are whose: request i has rows cu_seqlens[i] to cu_seqlens[i + 1], or to the end.
 
     Attributes:
         num_boundaries: entries of ``cu_seqlens``: one more than there are requests, or as many.
         seq_starts: token of each request's first row, or None: 0.
-        block_table: [requests, max_pages].
         seq_ends: the token before which each request's rows end, or None: all rows count.
     """
 
@@ -35,23 +34,26 @@ class Requests(NamedTuple):
     cu_stride: Any
     num_boundaries: Any
     num_requests: Any
-    seq_starts: Any
-    start_stride: Any
+    seq_starts: Any = None
+    start_stride: Any = 0
+    seq_ends: Any = None
+    end_stride: Any = 0
+
+
+class Pages(NamedTuple):
+    """Where a request's tokens lie: ``block_table`` [requests, max_pages], of pages below ``num_pages``."""
+
     block_table: Any
     table_stride: Any
     max_pages: Any
     num_pages: Any
     page_size: Any
-    seq_ends: Any = None
-    end_stride: Any = 0
 
 
 def requests_of(
     cu_seqlens: torch.Tensor,
+    num_requests: int,
     seq_starts: torch.Tensor | None,
-    block_table: torch.Tensor,
-    num_pages: int,
-    page_size: int,
     seq_ends: torch.Tensor | None = None,
 ) -> Requests:
     """``Requests`` as a launch passes them."""
@@ -59,17 +61,17 @@ def requests_of(
         cu_seqlens,
         cu_seqlens.stride(0),
         cu_seqlens.shape[0],
-        block_table.shape[0],
+        num_requests,
         seq_starts,
         0 if seq_starts is None else seq_starts.stride(0),
-        block_table,
-        stride_in_use(block_table, 0),
-        block_table.shape[1],
-        num_pages,
-        page_size,
         seq_ends,
         0 if seq_ends is None else seq_ends.stride(0),
     )
+
+
+def pages_of(block_table: torch.Tensor, num_pages: int, page_size: int) -> Pages:
+    """``Pages`` as a launch passes them."""
+    return Pages(block_table, stride_in_use(block_table, 0), block_table.shape[1], num_pages, page_size)
 
 
 @triton.jit
@@ -97,7 +99,7 @@ def locate_slots(slots, tokens, WIDE: tl.constexpr):
 
 
 @triton.jit
-def locate_rows(requests, rows, num_rows, WIDE: tl.constexpr):
+def locate_rows(requests, pages, rows, num_rows, WIDE: tl.constexpr):
     """For each row whether it counts for a request, whether its token is in the cache, and its page and offset."""
     request, start = request_of_row(requests, rows)
     inside = (request >= 0) & (rows < num_rows)
@@ -109,11 +111,11 @@ def locate_rows(requests, rows, num_rows, WIDE: tl.constexpr):
     if requests.seq_ends is not None:
         end = tl.load(requests.seq_ends + request * requests.end_stride, mask=inside, other=0).to(tl.int64)
         inside = inside & (position < end)
-    in_table = inside & (position >= 0) & (position < requests.max_pages * requests.page_size)
-    column, offset = page_and_offset(position, in_table, requests.page_size, WIDE)
-    entry = requests.block_table + request * requests.table_stride + column
+    in_table = inside & (position >= 0) & (position < pages.max_pages * pages.page_size)
+    column, offset = page_and_offset(position, in_table, pages.page_size, WIDE)
+    entry = pages.block_table + request * pages.table_stride + column
     page = tl.load(entry, mask=in_table, other=-1).to(tl.int64)
-    found = in_table & (page >= 0) & (page < requests.num_pages)
+    found = in_table & (page >= 0) & (page < pages.num_pages)
     return inside, found, tl.where(found, page, 0), offset
 
 

@@ -8,10 +8,12 @@ import torch
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import (
+    Pages,
     Requests,
     end_of_rows,
     load_words,
     locate_rows,
+    pages_of,
     requests_of,
 )
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
@@ -45,7 +47,8 @@ def cache_gather(
     out_stride = stride_in_use(out, 0)
     out_align = unit_bytes(out, out_stride) // out.element_size()
     num_rows = out.shape[0]
-    requests = requests_of(cu_seqlens, seq_starts, block_table, num_pages, page_size, seq_ends)
+    requests = requests_of(cu_seqlens, block_table.shape[0], seq_starts, seq_ends)
+    pages = pages_of(block_table, num_pages, page_size)
     rows = {"out": out, "num_rows": num_rows, "out_stride": out_stride // out_align}
     variant = {
         "OUT_ALIGN": out_align,
@@ -58,7 +61,7 @@ def cache_gather(
         gather, form = _scaled_form(layout)
         align = unit_bytes(cache, page_stride)
         gather[(blocks(num_rows, TILED_BLOCKING.tokens),)](
-            *by_name(gather, requests, cache=cache, page_stride=page_stride // align, **rows),
+            *by_name(gather, requests, pages, cache=cache, page_stride=page_stride // align, **rows),
             **form,
             **variant,
             ALIGN=align,
@@ -72,6 +75,7 @@ def cache_gather(
         *by_name(
             gather_rows_kernel,
             requests,
+            pages,
             cache=cache,
             scale_tensor=scale_tensor,
             scale_value=scale_value,
@@ -129,23 +133,12 @@ def gather_tiles_kernel(
     first_row = tl.program_id(0).to(tl.int64) * BLOCK_T
     rows = first_row + tl.arange(0, BLOCK_T)
     requests = Requests(
-        cu_seqlens,
-        cu_stride,
-        num_boundaries,
-        num_requests,
-        seq_starts,
-        start_stride,
-        block_table,
-        table_stride,
-        max_pages,
-        num_pages,
-        page_size,
-        seq_ends,
-        end_stride,
+        cu_seqlens, cu_stride, num_boundaries, num_requests, seq_starts, start_stride, seq_ends, end_stride
     )
+    pages = Pages(block_table, table_stride, max_pages, num_pages, page_size)
     if first_row >= end_of_rows(requests, num_rows):
         return
-    inside, found, page, offset = locate_rows(requests, rows, num_rows, WIDE)
+    inside, found, page, offset = locate_rows(requests, pages, rows, num_rows, WIDE)
     page_start = cache + page * page_stride * ALIGN
     row = page_start + offset * TILING.row_bytes
 
@@ -213,23 +206,12 @@ def gather_rows_kernel(
     rows = first_row + tl.arange(0, BLOCK_T)
     column = (program % column_blocks) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     requests = Requests(
-        cu_seqlens,
-        cu_stride,
-        num_boundaries,
-        num_requests,
-        seq_starts,
-        start_stride,
-        block_table,
-        table_stride,
-        max_pages,
-        num_pages,
-        page_size,
-        seq_ends,
-        end_stride,
+        cu_seqlens, cu_stride, num_boundaries, num_requests, seq_starts, start_stride, seq_ends, end_stride
     )
+    pages = Pages(block_table, table_stride, max_pages, num_pages, page_size)
     if first_row >= end_of_rows(requests, num_rows):
         return
-    inside, found, page, offset = locate_rows(requests, rows, num_rows, WIDE)
+    inside, found, page, offset = locate_rows(requests, pages, rows, num_rows, WIDE)
     row = cache + (page * page_stride + offset * row_stride) * ALIGN
     # [BLOCK_T, BLOCK_C]
     found_columns = found[:, None] & (column < WIDTH)

@@ -7,7 +7,7 @@ import math
 import torch
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_address import Requests, end_of_rows, locate_rows, requests_of
+from flashlatte.kernels.triton.cache_address import Pages, Requests, end_of_rows, locate_rows, pages_of, requests_of
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.runtime.arguments import by_name
@@ -50,7 +50,8 @@ def _gather_plane(
     gather_records_kernel[(blocks(out.shape[0], BLOCKING.tokens) * column_blocks,)](
         *by_name(
             gather_records_kernel,
-            requests_of(cu_seqlens, seq_starts, block_table, num_pages, page_size),
+            requests_of(cu_seqlens, block_table.shape[0], seq_starts),
+            pages_of(block_table, num_pages, page_size),
             out=as_bytes(out),
             plane=as_bytes(plane),
             num_rows=out.shape[0],
@@ -100,23 +101,12 @@ def gather_records_kernel(
     column_blocks: tl.constexpr = (WIDTH * WORDS + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     first_row = (program // column_blocks).to(tl.int64) * BLOCK_T
-    requests = Requests(
-        cu_seqlens,
-        cu_stride,
-        num_boundaries,
-        num_requests,
-        seq_starts,
-        start_stride,
-        block_table,
-        table_stride,
-        max_pages,
-        num_pages,
-        page_size,
-    )
+    requests = Requests(cu_seqlens, cu_stride, num_boundaries, num_requests, seq_starts, start_stride)
+    pages = Pages(block_table, table_stride, max_pages, num_pages, page_size)
     if first_row >= end_of_rows(requests, num_rows):
         return
     rows = first_row + tl.arange(0, BLOCK_T)
-    inside, found, page, offset = locate_rows(requests, rows, num_rows, WIDE)
+    inside, found, page, offset = locate_rows(requests, pages, rows, num_rows, WIDE)
     word = (program % column_blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
     in_row = word < WIDTH * WORDS
     source = plane.to(tl.pointer_type(WORD)) + (page * page_stride + offset * row_stride) * WORDS

@@ -6,10 +6,12 @@ import torch
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import (
+    Pages,
     Requests,
     Slots,
     locate_rows,
     locate_slots,
+    pages_of,
     requests_of,
     store_words,
 )
@@ -76,7 +78,8 @@ def index_gather(
     index_gather_kernel[(blocks(rows, GATHER_BLOCKING.tokens),)](
         *by_name(
             index_gather_kernel,
-            requests_of(cu_seqlens, seq_starts, block_table, num_pages, page_size),
+            requests_of(cu_seqlens, block_table.shape[0], seq_starts),
+            pages_of(block_table, num_pages, page_size),
             cache=cache,
             values=values.view(torch.uint8),
             scales=None if scales is None else scales.view(torch.uint8),
@@ -166,20 +169,9 @@ def index_gather_kernel(
     BLOCK_T: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    requests = Requests(
-        cu_seqlens,
-        cu_stride,
-        num_boundaries,
-        num_requests,
-        seq_starts,
-        start_stride,
-        block_table,
-        table_stride,
-        max_pages,
-        num_pages,
-        page_size,
-    )
-    inside, found, page, offset = locate_rows(requests, rows, num_rows, WIDE)
+    requests = Requests(cu_seqlens, cu_stride, num_boundaries, num_requests, seq_starts, start_stride)
+    pages = Pages(block_table, table_stride, max_pages, num_pages, page_size)
+    inside, found, page, offset = locate_rows(requests, pages, rows, num_rows, WIDE)
     page_start = cache + page * page_stride * UNIT
     column = tl.arange(0, VALUE_BYTES)[None, :]
     # [BLOCK_T, VALUE_BYTES]

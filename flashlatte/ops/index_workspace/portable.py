@@ -71,7 +71,7 @@ def index_workspace_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     first = tl.load(cu_seqlens_q).to(tl.int64)
-    spans = Requests(cu_seqlens_q, cu_stride, requests + 1, requests, None, 0, None, 0, 0, 0, 0)
+    spans = Requests(cu_seqlens_q, cu_stride, requests + 1, requests)
     request, _ = request_of_row(spans, token + first)
     known = request >= 0
     request = tl.where(known, request, 0)

@@ -136,7 +136,7 @@ def unpack_seq_kernel(
     program = tl.program_id(0)
     row = (program // column_blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     word = (program % column_blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    spans = Requests(cu_seqlens, cu_stride, num_requests + 1, num_requests, None, 0, None, 0, 0, 0, 0)
+    spans = Requests(cu_seqlens, cu_stride, num_requests + 1, num_requests)
     request, begin = request_of_row(spans, row)
     position = row - begin
     found = (request >= 0) & (row < num_rows) & (position < max_seqlen)

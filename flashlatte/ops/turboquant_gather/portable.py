@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_address import Requests, locate_rows, requests_of
+from flashlatte.kernels.triton.cache_address import Pages, Requests, locate_rows, pages_of, requests_of
 from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
 from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, narrow
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
@@ -53,7 +53,8 @@ def turboquant_gather(
     turboquant_gather_kernel[(programs, 2)](
         *by_name(
             turboquant_gather_kernel,
-            requests_of(cu_seqlens, seq_starts, block_table, num_pages, page_size),
+            requests_of(cu_seqlens, block_table.shape[0], seq_starts),
+            pages_of(block_table, num_pages, page_size),
             key=key,
             k_token_stride=k_strides[0] // k_align,
             k_head_stride=k_strides[1] // k_align,
@@ -131,19 +132,8 @@ def turboquant_gather_kernel(
     operand: tl.constexpr = tl.float32 if INTERPRETED else tl.float16
     HALF_ALIGN: tl.constexpr = min(CACHE_ALIGN, 2)
     VALUE_ALIGN: tl.constexpr = CACHE_ALIGN if VALUE_OFFSET % 4 == 0 else HALF_ALIGN
-    requests = Requests(
-        cu_seqlens,
-        cu_stride,
-        num_boundaries,
-        num_requests,
-        seq_starts,
-        start_stride,
-        block_table,
-        table_stride,
-        max_pages,
-        num_pages,
-        page_size,
-    )
+    requests = Requests(cu_seqlens, cu_stride, num_boundaries, num_requests, seq_starts, start_stride)
+    pages = Pages(block_table, table_stride, max_pages, num_pages, page_size)
     side = tl.program_id(1)
     col = tl.arange(0, D)[None, :]
     if KEY_BITS < 8:
@@ -154,7 +144,7 @@ def turboquant_gather_kernel(
             row = row.to(tl.int32)
         token = (row // heads.to(row.dtype)).to(tl.int64)
         head = row.to(tl.int64) - token * heads
-        inside, found, page, offset = locate_rows(requests, token, num_tokens, WIDE)
+        inside, found, page, offset = locate_rows(requests, pages, token, num_tokens, WIDE)
         record = cache + (page * page_stride + offset * slot_stride + head * cache_head_stride) * CACHE_ALIGN
 
         if side == 0:
