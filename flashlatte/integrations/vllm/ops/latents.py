@@ -108,7 +108,7 @@ def gather_and_maybe_dequant_cache(
     block_table: torch.Tensor,
     cu_seq_lens: torch.Tensor,
     token_to_seq: torch.Tensor,
-    num_tokens: int,
+    num_tokens: int | torch.Tensor,
     kv_cache_dtype: str,
     scale: torch.Tensor,
     seq_starts: torch.Tensor | None = None,
@@ -121,7 +121,7 @@ def gather_and_maybe_dequant_cache(
         block_table: int32 or int64 [b, max_pages].
         cu_seq_lens: int32 or int64 [b + 1]: request i goes to rows cu_seq_lens[i] to cu_seq_lens[i + 1].
         token_to_seq: not needed: ``cu_seq_lens`` says it.
-        num_tokens: rows to write, at most.
+        num_tokens: rows to write, at most; a tensor of one integer is read, as an operation of vLLM's would.
         kv_cache_dtype, scale: as ``concat_and_cache_mla``.
         seq_starts: int32 or int64 [b], the token of each request to begin with; 0 if None.
 

@@ -7,9 +7,11 @@ import torch
 from flashlatte.runtime import checks
 
 
-def rows(name: str, x: object, count_name: str, count: int) -> torch.Tensor:
-    """The first ``count`` rows of a tensor that has as many."""
-    checks.positive_int(count_name, count, or_zero=True)
+def rows(name: str, x: object, count_name: str, count: object) -> torch.Tensor:
+    """The first ``count`` rows of a tensor that has as many; a tensor of one integer is a count too, and is read."""
+    if isinstance(count, torch.Tensor) and count.numel() == 1 and count.dtype in checks.INDEX_DTYPES:
+        count = int(count)
+    count = checks.positive_int(count_name, count, or_zero=True)
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.dim() == 0 or x.layout != torch.strided:
