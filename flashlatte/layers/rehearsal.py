@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,10 +16,13 @@ from flashlatte.kv_cache.registry import format_of_rows
 from flashlatte.layers.attention import MLAAttention
 from flashlatte.layers.builder import MLAMetadataBuilder
 from flashlatte.layers.config import MLAConfig
+from flashlatte.runtime import machine
 
 # Of a request whose whole history fits in few splits, and of a long one.
 FEW_TOKENS, MANY_TOKENS = 256, 32_768
 _NEW_TOKENS = 48
+# Query tokens for each SM from which on neighbours may share a tile of sparse prefill, whatever their heads.
+_TOKENS_PER_SM = 4
 
 
 def rehearse(
@@ -50,19 +54,25 @@ def rehearse(
     config = replace(config, rope=replace(config.rope, max_position=longest))
     layer = MLAAttention(config, heads=None if heads is None else (0, heads), dtype=dtype, device=device)
     caches = _caches(config, cache_format, page_size, device)
+    topk = None if config.indexer is None else config.indexer.topk
+    chunk = min(_TOKENS_PER_SM * machine.num_sms(torch.device(device)), longest)
     for length in sorted({min(FEW_TOKENS, longest), longest}):
         builder = MLAMetadataBuilder(
             page_size,
             max(max_batch, 3),
-            max(max_batch * max_queries, _NEW_TOKENS),
+            max(max_batch * max_queries, _NEW_TOKENS, chunk),
             length,
             device,
             cache_format=cache_format,
             workspace_tokens=FEW_TOKENS,
             max_decode_queries=max_queries,
-            topk=None if config.indexer is None else config.indexer.topk,
+            topk=topk,
         )
-        for name, new, seen in _steps(length, max_batch, max_queries):
+        steps = _steps(length, max_batch, max_queries)
+        if topk is not None and length == longest:
+            selecting = ("prefill of many tokens", [chunk], [min(max(2 * topk, chunk), longest)])
+            steps = itertools.chain([selecting], steps)
+        for name, new, seen in steps:
             yield f"{name}, requests of {max(seen)} tokens"
             starts = [0, *torch.tensor(new).cumsum(0).tolist()]
             # All requests have the same pages: nothing is read from them.

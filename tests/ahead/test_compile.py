@@ -92,6 +92,15 @@ def test_kernels_of_deepseek_v4(compile_ahead):
 
 
 @pytest.mark.full
+def test_kernels_of_an_indexer_are_those_of_short_and_of_long_prefills(compile_ahead):
+    indexer = {"model_type": "deepseek_v32", "index_n_heads": 32, "index_head_dim": 128, "index_topk": 1024}
+    options = ("--target", "sm_90", "--sms", "114", "--max-batch", "1", "--list")
+    counts = Counter(compile_ahead(*options, config=CONFIG | indexer)["kernels"])
+    # By tokens, by groups of them, and by tokens again where a group's numbers are not finite.
+    assert (counts["sparse_prefill_kernel"], counts["union_kernel"]) == (3, 1)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("cache_format", ["bf16", "v32"])
 def test_what_is_compiled_is_found_in_the_cache(compile_ahead, target, cache_format):
