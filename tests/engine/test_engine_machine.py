@@ -173,4 +173,5 @@ class Requests(RuleBasedStateMachine):
 
 
 TestRequests = Requests.TestCase
-TestRequests.settings = settings(stateful_step_count=40)
+# Twenty take a minute.
+TestRequests.settings = settings(max_examples=20, stateful_step_count=40)
