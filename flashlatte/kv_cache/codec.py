@@ -39,7 +39,7 @@ def allocate(
         TypeError, ValueError: an unknown format, a size below 1, or a head_dim that the format does not have;
             a device that there is none of.
     """
-    layout = as_format(cache_format, head_dim)
+    layout = as_format(cache_format, None if head_dim is None else checks.positive_int("head_dim", head_dim))
     num_pages = checks.positive_int("num_pages", num_pages)
     page_size = checks.positive_int("page_size", page_size)
     page_stride = layout.page_bytes(page_size) // layout.record_dtype.itemsize
@@ -91,12 +91,13 @@ def dequantize(
     Args:
         cache_format: of the records; inferred from their dtype and width if None.
         scale: that ``quantize`` had, of format ``fp8``.
-        dtype: of the rows.
+        dtype: of the rows: bf16, fp16 or float32.
 
     Raises:
         TypeError, ValueError: an unknown format, or records of another dtype or width than its own.
     """
     layout = format_of_records(records, cache_format, "records")
+    check_float_dtype(dtype)
     planes = records.view(layout.record_dtype).split([plane.width for plane in layout.planes], dim=-1)
     return layout.decode(tuple(planes), one_scale(layout, scale)).to(dtype)
 
@@ -132,6 +133,7 @@ def unpack(
 ) -> torch.Tensor:
     """The rows of a whole cache: [pages, page_size, 1, head_dim] in ``dtype``. Arguments as for ``dequantize``."""
     cache, layout = as_cache(cache, cache_format)
+    check_float_dtype(dtype)
     rows = layout.decode(layout.page_views(cache), one_scale(layout, scale))
     return rows.to(dtype).unsqueeze(2)
 
@@ -187,9 +189,7 @@ def format_of_records(records: object, cache_format: str | CacheFormat | None, n
 
 def format_for_rows(cache_format: str | CacheFormat, x: torch.Tensor, rope: torch.Tensor | None) -> CacheFormat:
     """The format that will hold these rows: formats without tiles take the rows' width."""
-    for name, value in (("x", x), ("rope", rope)):
-        if value is None:
-            continue
+    for name, value in (("x", x), *([] if rope is None else [("rope", rope)])):
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
         if value.dtype not in checks.FLOAT_DTYPES:
@@ -225,6 +225,12 @@ def split_rows(layout: CacheFormat, x: torch.Tensor, rope: torch.Tensor | None) 
             f"got {widths[0]} and {widths[1]}"
         )
     return x, rope
+
+
+def check_float_dtype(dtype: object) -> None:
+    """What rows are read in."""
+    if dtype not in checks.FLOAT_DTYPES:
+        raise TypeError(f"dtype must be {checks.dtype_names(checks.FLOAT_DTYPES)}, got {dtype}")
 
 
 def check_scale_rounding(layout: CacheFormat, scale_rounding: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache.codec import as_cache, one_scale
+from flashlatte.kv_cache.codec import as_cache, check_float_dtype, one_scale
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.runtime import checks
 
@@ -24,8 +24,7 @@ def read(
     cache, layout = as_cache(cache, cache_format)
     if not isinstance(slots, torch.Tensor):
         raise TypeError(f"slots must be a tensor, got {type(slots).__name__}")
-    if dtype not in checks.FLOAT_DTYPES:
-        raise TypeError(f"dtype must be {checks.dtype_names(checks.FLOAT_DTYPES)}, got {dtype}")
+    check_float_dtype(dtype)
     checks.tensor("slots", slots, slots.shape, checks.INDEX_DTYPES, cache.device, unit_last_stride=False)
     return read_slots(cache, slots, layout, one_scale(layout, scale)).to(dtype)
 

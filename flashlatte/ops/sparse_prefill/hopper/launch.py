@@ -1,4 +1,4 @@
-"""Host code: the descriptor, grid and flags."""
+"""From arguments to launches: how many tokens share a tile, and all else that a call settles on the host."""
 
 from __future__ import annotations
 
