@@ -3,15 +3,18 @@
     python benchmarks/compare.py BEFORE AFTER [--case NAME ...] [--rounds 4]
 
 BEFORE and AFTER are checkouts of this repository. Each has a process of its own, which draws a case, checks its result
-against the reference, and then times it when told: B A, A B, and so on. Prints a line a case with the ratio of the
-medians (above 1: AFTER is faster), and their geometric mean; exits with 1 if a result was wrong, also while processes
-compile side by side, or a case got slower than ``--least``.
+against the reference, and then times it when told: B A, A B, and so on. Whose process starts and draws first has the
+other places in memory, which may show in times: half of the rounds are of a second pair of processes, in which AFTER is
+first. Prints a line a case with the ratio (above 1: AFTER is faster; of the medians in each pair, and of both pairs the
+geometric mean), the medians, and the ratio in each pair; and the geometric mean of all. Exits with 1 if a result was
+wrong, also while processes compile side by side, or a case got slower than ``--least``.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -23,6 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+SIDES = ("before", "after")
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -30,36 +35,40 @@ def main() -> int:
     parser.add_argument("after", type=Path, help="another")
     parser.add_argument("--case", action="append", help="a case, 'name' or 'name/method' (default: all)")
     parser.add_argument("--backend", default="hopper,portable", help="those to time (default hopper,portable)")
-    parser.add_argument("--rounds", type=int, default=4, help="times that each is timed (default 4)")
+    parser.add_argument("--rounds", type=int, default=4, help="times that each is timed, half in each pair (default 4)")
     parser.add_argument("--warm", type=int, default=8, help="processes that compile beforehand (default 8)")
     parser.add_argument("--least", type=float, default=0.98, help="ratio below which a case is slower (default 0.98)")
     parser.add_argument("--json", type=Path, help="append a line a case to this file")
     arguments = parser.parse_args()
+    if arguments.rounds < 2 or arguments.rounds % 2:
+        parser.error(f"--rounds must be an even number above 0, got {arguments.rounds}")
     checkouts = {"before": arguments.before, "after": arguments.after}
     backends = arguments.backend.split(",")
     with contextlib.ExitStack() as stack:
-        workers = {name: stack.enter_context(worker(path)) for name, path in checkouts.items()}
-        common = [name for name in workers["before"].ask("list") if name in set(workers["after"].ask("list"))]
+        pairs = [
+            {side: stack.enter_context(worker(checkouts[side])) for side in order} for order in (SIDES, SIDES[::-1])
+        ]
+        known = [pairs[0][side].ask("list") for side in SIDES]
+        common = [name for name in known[0] if name in set(known[1])]
         wanted = [(name, backend) for name in common for backend in backends if chosen(name, arguments.case)]
         failures = compile_beforehand(checkouts, wanted, arguments.warm)
         for failure in failures:
             print(f"beside other processes: {failure}", file=sys.stderr)
         lines = []
-        for name, backend in wanted:
-            line = compare(workers, name, backend, arguments.rounds)
-            if line is None:
-                continue
-            lines.append(line)
-            print(
-                f"{line['ratio']:6.3f}  {line['before']:9.1f} {line['after']:9.1f} µs  {name} {backend} {line['note']}"
-            )
-            if arguments.json:
-                with arguments.json.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+        for _, cases in itertools.groupby(wanted, key=lambda case: case[0].partition("/")[0]):
+            for line in compare(pairs, list(cases), arguments.rounds // 2):
+                lines.append(line)
+                print(
+                    f"{line['ratio']:6.3f}  {line['before']:9.1f} {line['after']:9.1f} µs  {line['case']} "
+                    f"{line['backend']}  {' '.join(f'{ratio:.3f}' for ratio in line['ratios'])} {line['note']}"
+                )
+                if arguments.json:
+                    with arguments.json.open("a") as file:
+                        file.write(json.dumps(line) + "\n")
     ratios = [line["ratio"] for line in lines if line["note"] == ""]
     slower = [line for line in lines if line["note"] or line["ratio"] < arguments.least]
     if ratios:
-        mean = math.exp(statistics.fmean(map(math.log, ratios)))
+        mean = statistics.geometric_mean(ratios)
         print(f"{len(ratios)} cases, geometric mean {mean:.4f}, {len(slower)} wrong or below {arguments.least}")
     return 1 if slower or failures or not ratios else 0
 
@@ -68,20 +77,45 @@ def chosen(name: str, wanted: list[str] | None) -> bool:
     return wanted is None or name in wanted or name.partition("/")[0] in wanted
 
 
-def compare(workers: dict[str, Worker], name: str, backend: str, rounds: int) -> dict[str, Any] | None:
-    """One case on both sides; None where a side does not serve it."""
-    prepared = {side: workers[side].ask("prepare", name, backend) for side in workers}
-    if any(state == "refused" for state in prepared.values()):
+def compare(pairs: list[dict[str, Worker]], cases: list[tuple[str, str]], rounds: int) -> Iterator[dict[str, Any]]:
+    """Cases of one problem on both sides, as far as both serve them; ``rounds`` in each pair of processes."""
+    timed = []
+    for pair in pairs:
+        timed.append([time_in_turns(pair, name, backend, rounds) for name, backend in cases])
+        for one in pair.values():
+            one.ask("release")
+    for (name, backend), outcomes in zip(cases, zip(*timed, strict=True), strict=True):
+        if None in outcomes:
+            continue
+        notes = [outcome for outcome in outcomes if isinstance(outcome, str)]
+        taken = [outcome for outcome in outcomes if isinstance(outcome, dict)] if not notes else []
+        ratios = [statistics.median(times["before"]) / statistics.median(times["after"]) for times in taken]
+        medians = {
+            side: statistics.median(itertools.chain(*(times[side] for times in taken))) if taken else math.nan
+            for side in SIDES
+        }
+        yield {
+            "case": name,
+            "backend": backend,
+            "ratio": statistics.geometric_mean(ratios) if ratios else math.nan,
+            "ratios": ratios,
+            **medians,
+            "note": "; ".join(dict.fromkeys(notes)),
+        }
+
+
+def time_in_turns(pair: dict[str, Worker], name: str, backend: str, rounds: int) -> dict[str, list[float]] | str | None:
+    """A side's times in µs, who comes first in ``pair`` first in the first round; what went wrong; None: not served."""
+    prepared = {side: one.ask("prepare", name, backend) for side, one in pair.items()}
+    if "refused" in prepared.values():
         return None
-    note = "; ".join(f"{side}: {state}" for side, state in prepared.items() if state != "ok")
-    times: dict[str, list[float]] = {side: [] for side in workers}
-    if not note:
-        for round_number in range(rounds):
-            for side in sorted(workers, reverse=round_number % 2 == 0):
-                times[side].append(workers[side].ask("time"))
-    median = {side: statistics.median(taken) if taken else math.nan for side, taken in times.items()}
-    ratio = median["before"] / median["after"]
-    return {"case": name, "backend": backend, "ratio": ratio, **median, "note": note}
+    if wrong := [f"{side}: {state}" for side, state in prepared.items() if state != "ok"]:
+        return "; ".join(wrong)
+    times: dict[str, list[float]] = {side: [] for side in pair}
+    for number in range(rounds):
+        for side in list(pair)[:: 1 if number % 2 == 0 else -1]:
+            times[side].append(pair[side].ask("time"))
+    return times
 
 
 def compile_beforehand(checkouts: dict[str, Path], wanted: list[tuple[str, str]], processes: int) -> list[str]:
@@ -141,20 +175,24 @@ def serve() -> None:
     known = {f"{case.problem.name}/{case.method}": case for case in cases.CASES}
     # Other output must not come between the answers.
     answers, sys.stdout = sys.stdout, sys.stderr
-    drawn: tuple[Any, Any] = (None, None)
+    nothing = (None, None)
+    drawn: tuple[Any, Any] = nothing
     current: tuple[Any, str, Any] | None = None
     for line in sys.stdin:
         verb, *words = json.loads(line)
-        answer: Any
+        answer: Any = None
         if verb == "list":
             answer = list(known)
+        elif verb == "release":
+            current, drawn = None, nothing
+            runner._release()
         elif verb == "prepare":
             name, backend = words
             case = known[name]
             problem = case.problem if device.type == "cuda" else case.problem.scaled_down()
             try:
                 if drawn[0] != problem:
-                    current, drawn = None, (None, None)
+                    current, drawn = None, nothing
                     runner._release()
                     drawn = problem, workloads.prepare(problem, device)
                 outcome = runner._outcome(case, backend, drawn[1])
