@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
 
 from support.engine_models import generated_by_transformers, model, prompt
+from support.marks import mostly_full
 
 from flashlatte.engine import Engine, SamplingParams
 from flashlatte.engine.drafts import PromptLookup
@@ -82,7 +83,7 @@ def test_a_prompt_over_a_workspace(monkeypatch):
     assert over_workspaces == [141] * 3
 
 
-@pytest.mark.parametrize("max_tokens", [1, 5, 64])
+@pytest.mark.parametrize("max_tokens", mostly_full((1, 5, 64), 5))
 def test_requests_that_begin_alike_share_pages(max_tokens):
     """Behind a shared page the last group is computed again, in whatever chunks, and nobody's rows change."""
     served = replayed(engine(max_tokens=max_tokens))
@@ -120,7 +121,7 @@ def test_a_pool_so_small_that_requests_are_swapped():
     assert small.statistics()["swapped"] > 0
 
 
-@pytest.mark.parametrize("drafts", [1, 6])
+@pytest.mark.parametrize("drafts", mostly_full((1, 6), 6))
 def test_drafts_that_are_taken_back(drafts, monkeypatch):
     """Guesses end groups, and groups of them are made again: of right ones, wrong ones, and right ones before wrong."""
     lengths, new = (3, 13, 22), 20

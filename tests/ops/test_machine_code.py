@@ -69,7 +69,6 @@ PORTABLE = [
     Variant("sparse_prefill", "portable", {"lengths": True}, spills=8),
     Variant("dense_prefill", "portable"),
     Variant("paged_attention", "portable", {"tokens": 2048}),
-    Variant("paged_attention", "portable", {"tokens": 4, "requests": 4, "cache_dtype": FP8}, products="hmma"),
     Variant("merge_states", "portable", products=None),
     Variant("cache_write", "portable", {"form": "v32"}, products=None),
     Variant("cache_gather", "portable", {"form": "model1"}, products=None),
@@ -181,6 +180,7 @@ MORE_PORTABLE = [
     ),
     # Addresses that no step changes: six loads, where working them out again takes 338 instructions.
     Variant("paged_attention", "portable", {"tokens": 2048, "cache_dtype": torch.int8, "per_token": True}, spills=6),
+    Variant("paged_attention", "portable", {"tokens": 4, "requests": 4, "cache_dtype": FP8}, products="hmma"),
     *(Variant("paged_attention", "portable", {"tokens": 16, "in_pieces": pieces}) for pieces in (False, True)),
     *(
         Variant("paged_attention", "portable", {"tokens": 2, **call}, products="hmma")
