@@ -43,7 +43,9 @@ class Output:
 
     @property
     def text(self) -> str:
-        """Of ``tokens``, up to what stopped them. Of an engine with a tokenizer."""
+        """Of ``tokens``, up to what stopped them. ValueError from an engine without a tokenizer."""
+        if self.tokenizer is None:
+            raise ValueError("text needs an engine with a tokenizer; tokens does not")
         ended = self.tokens[-1:] and self.tokens[-1] in self.sampling.stop_tokens
         text = self.tokenizer.decode(self.tokens[:-1] if ended else self.tokens)
         return text[: min((text.find(stop) for stop in self.sampling.stop if stop in text), default=len(text))]

@@ -237,6 +237,8 @@ def test_one_text_is_no_batch_of_letters():
 def test_a_prompt_may_be_a_tensor():
     (output,) = engine().generate([torch.tensor(prompt(5))], SamplingParams(max_new_tokens=2))
     assert output.tokens == generated_by_transformers("DeepseekV3", prompt(5), 2)
+    with pytest.raises(ValueError, match="text needs an engine with a tokenizer"):
+        _ = output.text
 
 
 def test_a_model_with_other_layers_is_refused_by_name():

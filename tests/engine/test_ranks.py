@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -94,6 +95,12 @@ def test_draws_are_those_of_one_process(two):
 def test_a_checkpoint_is_divided(two, tmp_path):
     model("DeepseekV3").save_pretrained(tmp_path)
     check(two.run(rank_engine_jobs.generate, tmp_path, PROMPTS, GREEDY), "DeepseekV3")
+    # Texts end where the checkpoint says, as on one rank.
+    whole = generated_by_transformers("DeepseekV3", PROMPTS[2], NEW)
+    config = json.loads((tmp_path / "generation_config.json").read_text()) | {"eos_token_id": [96, whole[2]]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    (output, *_), _ = two.run(rank_engine_jobs.generate, tmp_path, PROMPTS[2:3], GREEDY)[0]
+    assert output[0] == whole[: whole.index(whole[2]) + 1]
 
 
 def test_engines_that_differ_are_told_on_all_ranks(two):

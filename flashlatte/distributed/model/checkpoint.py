@@ -26,12 +26,14 @@ class Slices:
 
     def __init__(self, path: Path, config: Any, dtype: torch.dtype | None) -> None:
         from safetensors import safe_open
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GenerationConfig
 
         self._files = {file: safe_open(file, framework="pt") for file in _files(path)}
         self._places = {name: file for file, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118
         with torch.device("meta"):
             self.model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype or self._dtype(config)).eval()
+        if (path / "generation_config.json").is_file():
+            self.model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
         # Only transformers' own attention rotates by it.
         self.model.model.rotary_emb = None
 
