@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """The arguments of ``api.paged_attention``, with these differences.
 
     Attributes:
