@@ -37,6 +37,9 @@ from flashlatte.deep_gemm import *  # noqa: F403
 '''
 ALIAS_FILES = {"__init__.py": ALIAS}
 
+# Of the values that four scales are for.
+_MXFP4_BYTES = 4 * fp4.TILE // 2
+
 Query = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -68,10 +71,10 @@ def fp8_fp4_mqa_logits(
     """Logits of queries against contiguous index keys, each against a range of its own.
 
     Args:
-        q: (values, scales). fp8: float8_e4m3fn [M, H, D] and None; mxfp4: one-byte [M, H, D / 2] and int32 [M, H], four
+        q: (values, scales). fp8: float8_e4m3fn [M, H, D] and None; mxfp4: one-byte [M, H, 64] and int32 [M, H], four
             E8M0 scales in each.
-        kv: (values, scales). fp8: float8_e4m3fn [N, D] and float32 [N]; mxfp4: one-byte [N, D / 2] and int32 [N].
-        weights: float32 [M, H].
+        kv: (values, scales). fp8: float8_e4m3fn [N, D] and float32 [N]; mxfp4: one-byte [N, 64] and int32 [N].
+        weights: float32 or bf16 [M, H].
         cu_seq_len_k_start, cu_seq_len_k_end: int32 [M], each query's keys.
         clean_logits: put -inf where a query has no key; what stands there is undefined otherwise.
         max_seqlen_k: above 0, rows are compressed: [M, max_seqlen_k], each from its query's first key.
@@ -97,7 +100,7 @@ def fp8_fp4_mqa_logits(
         return index_logits(
             values,
             k,
-            weights,
+            _weights(weights),
             cu_seq_len_k_start,
             cu_seq_len_k_end,
             k_scale=k_scale,
@@ -151,10 +154,10 @@ def fp8_fp4_paged_mqa_logits(
     """Logits of queries against a paged cache of index keys.
 
     Args:
-        q: (values, scales). fp8: float8_e4m3fn [b, next_n, H, D] and None; mxfp4: one-byte [b, next_n, H, D / 2] and
+        q: (values, scales). fp8: float8_e4m3fn [b, next_n, H, D] and None; mxfp4: one-byte [b, next_n, H, 64] and
             int32 [b, next_n, H].
-        kv_cache: uint8 [pages, page_size, 1, width], width D + 4 (fp8) or D / 2 + D / 32 (mxfp4).
-        weights: float32 [b · next_n, H].
+        kv_cache: uint8 [pages, page_size, 1, width], width D + 4 (fp8) or 68 (mxfp4).
+        weights: float32 or bf16 [b · next_n, H].
         context_lens: int32 [b], of which token t sees the first context_lens - next_n + t + 1 keys; or [b, next_n].
         block_table: int32 [b, max_pages].
         schedule_meta: no use here; what ``get_paged_mqa_logits_metadata`` returned, or None.
@@ -177,7 +180,7 @@ def fp8_fp4_paged_mqa_logits(
         return paged_index_logits(
             values,
             kv_cache,
-            weights,
+            _weights(weights),
             context_lens,
             block_table,
             max_keys=max_context_len,
@@ -211,12 +214,18 @@ def _query(q: Query) -> torch.Tensor:
     if scales is None:
         return values
     bytes_of_scales = _scale_bytes("q", scales)
-    if values.dtype.itemsize != 1 or bytes_of_scales.shape[:-1] != values.shape[:-1]:
+    if values.dtype.itemsize != 1 or values.shape != (*bytes_of_scales.shape[:-1], _MXFP4_BYTES):
         raise ValueError(
-            f"q must be one-byte values [..., H, D / 2] with int32 scales [..., H], got "
+            f"q must be one-byte values [..., H, {_MXFP4_BYTES}] with int32 scales [..., H], got "
             f"{checks.dtype_names([values.dtype])} {list(values.shape)} with {list(scales.shape)}"
         )
     return fp4.dequantize_mxfp4(values.view(torch.uint8), bytes_of_scales).to(torch.bfloat16)
+
+
+def _weights(weights: torch.Tensor) -> torch.Tensor:
+    """In float32, which bf16 ones are exactly."""
+    is_bf16 = isinstance(weights, torch.Tensor) and weights.dtype == torch.bfloat16
+    return weights.float() if is_bf16 else weights
 
 
 def _aligned_rows(rows: Sequence[int], width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:

@@ -67,6 +67,13 @@ def test_contiguous_fp8(fp8):
     assert unclean[SEEN].equal(clean[SEEN])
 
 
+def test_weights_in_bf16(fp8):
+    q, kv, weights, _, _ = fp8
+    expected = deep_gemm.fp8_mqa_logits(q, kv, weights, STARTS, ENDS)
+    actual = deep_gemm.fp8_mqa_logits(q, kv, weights.bfloat16(), STARTS, ENDS)  # which hold what was drawn
+    assert torch.equal(actual, expected)
+
+
 def test_compressed_rows(fp8):
     q, kv, weights, _, _ = fp8
     full = deep_gemm.fp8_mqa_logits(q, kv, weights, STARTS, ENDS)
@@ -247,6 +254,9 @@ def test_errors(fp8):
         deep_gemm.fp8_fp4_mqa_logits((q, kv[1]), kv, weights, STARTS, ENDS)
     with pytest.raises(ValueError, match=r"^q must be one-byte values"):
         deep_gemm.fp8_fp4_mqa_logits((q, torch.zeros(M, 3, dtype=torch.int32)), kv, weights, STARTS, ENDS)
+    half = torch.zeros(M, H, 32, dtype=torch.uint8), torch.zeros(M, H, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^q must be one-byte values \[..., H, 64\] .* got uint8 \[37, 32, 32\]"):
+        deep_gemm.fp8_fp4_mqa_logits(half, kv, weights, STARTS, ENDS)
 
 
 @pytest.mark.parametrize(
