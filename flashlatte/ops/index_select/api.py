@@ -93,7 +93,6 @@ def paged_index_select(
     num_selected: int,
     *,
     slots: bool = False,
-    previous: torch.Tensor | None = None,
     workspace_bytes: int = WORKSPACE_BYTES,
     indices: torch.Tensor | None = None,
     backend: str | None = None,
@@ -104,7 +103,6 @@ def paged_index_select(
         q, cache, weights, cache_seqlens, block_table: as for ``paged_index_logits``.
         num_selected: 1 to 4096.
         slots: return slots (page · page_size + offset) of this block table instead of positions.
-        previous: int32 [b · next_n, any], positions that are a guess at the result; as ``topk``'s, not looked at.
         workspace_bytes: of the logits that exist at once, at least one request's.
         indices: int32 [b · next_n, num_selected] to write into.
         backend: as for ``index_select``.
@@ -127,8 +125,6 @@ def paged_index_select(
     per_token = isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dim() == 2
     shape = (requests, next_n) if per_token else (requests,)
     checks.tensor("cache_seqlens", cache_seqlens, shape, checks.INDEX_DTYPES, q.device, unit_last_stride=False)
-    if previous is not None:
-        checks.tensor("previous", previous, (requests * next_n, "any"), (torch.int32,), q.device)
     page_size = cache.shape[1]
     width = block_table.shape[1] * page_size
     indices = _indices(indices, requests * next_n, num_selected, q)

@@ -51,7 +51,6 @@ def topk(
     start: torch.Tensor | None = ...,
     end: torch.Tensor | None = ...,
     next_n: int = ...,
-    previous: torch.Tensor | None = ...,
     sort: bool = ...,
     indices: torch.Tensor | None = ...,
     values: None = ...,
@@ -68,7 +67,6 @@ def topk(
     start: torch.Tensor | None = ...,
     end: torch.Tensor | None = ...,
     next_n: int = ...,
-    previous: torch.Tensor | None = ...,
     sort: bool = ...,
     indices: torch.Tensor | None = ...,
     values: torch.Tensor | None = ...,
@@ -85,7 +83,6 @@ def topk(
     start: torch.Tensor | None = ...,
     end: torch.Tensor | None = ...,
     next_n: int = ...,
-    previous: torch.Tensor | None = ...,
     sort: bool = ...,
     indices: torch.Tensor | None = ...,
     values: torch.Tensor,
@@ -101,7 +98,6 @@ def topk(
     start: torch.Tensor | None = None,
     end: torch.Tensor | None = None,
     next_n: int = 1,
-    previous: torch.Tensor | None = None,
     sort: bool = False,
     indices: torch.Tensor | None = None,
     values: torch.Tensor | None = None,
@@ -122,8 +118,6 @@ def topk(
             next_n rows the last ends there and each other one a column before the next. The width if None. What lies
             outside a row is not looked at.
         next_n: rows of a request.
-        previous: int32 [rows, any], a guess at the result, as the one of the step before. It does not change the
-            result, and is not looked at: a sample of the row is had in less time (docs/notes/indexer.md).
         sort: in descending order of value (of equal ones, in ascending order of index) instead of in ascending order
             of index.
         indices: int32 [rows, k] with last stride 1 to write into.
@@ -142,7 +136,7 @@ def topk(
     checks.flag("sort", sort)
     checks.flag("return_values", return_values)
     with_values = return_values or values is not None
-    results = _unsorted(logits, k, start, end, next_n, previous, indices, values, with_values or sort, backend)
+    results = _unsorted(logits, k, start, end, next_n, indices, values, with_values or sort, backend)
     if sort:
         _sort(*results)
     return (results[0], results[1]) if with_values else results[0]
@@ -155,7 +149,6 @@ def _unsorted(
     start: torch.Tensor | None,
     end: torch.Tensor | None,
     next_n: int,
-    previous: torch.Tensor | None,
     indices: torch.Tensor | None,
     values: torch.Tensor | None,
     with_values: bool,
@@ -177,8 +170,6 @@ def _unsorted(
         per_row = isinstance(end, torch.Tensor) and end.shape == (rows,)
         ends = rows if per_row else rows // next_n
         checks.tensor("end", end, (ends,), checks.INDEX_DTYPES, device, unit_last_stride=False)
-    if previous is not None:
-        checks.tensor("previous", previous, (rows, "any"), (torch.int32,), device)
     if indices is None:
         indices = torch.empty(rows, k, dtype=torch.int32, device=device)
     else:

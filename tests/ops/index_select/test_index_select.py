@@ -82,11 +82,10 @@ def test_ragged(backend, rows, num_keys, heads, dtype, bounds, selected, workspa
     no_page=st.sampled_from([None, -1, 2**30]),
     per_token=st.booleans(),
     slots=st.booleans(),
-    guess=st.booleans(),
     workspace=st.sampled_from([1, 2**26]),
     seed=st.integers(0, 1000),
 )
-def test_paged(backend, lengths, next_n, kind, page_size, no_page, per_token, slots, guess, workspace, seed):
+def test_paged(backend, lengths, next_n, kind, page_size, no_page, per_token, slots, workspace, seed):
     requests, selected = len(lengths), 20
     columns = max(1, *(-(-length // page_size) for length in lengths))
     num_slots = requests * columns * page_size
@@ -115,7 +114,6 @@ def test_paged(backend, lengths, next_n, kind, page_size, no_page, per_token, sl
         table,
         selected,
         slots=slots,
-        previous=integers(-5, 200, requests * next_n, 7, seed=seed).int() if guess else None,
         workspace_bytes=workspace,
         backend=backend,
     )
@@ -210,7 +208,6 @@ def call(**change):
         ({"weights": torch.zeros(3, 8)}, ValueError, r"weights must have shape \[2, 8\]"),
         ({"workspace_bytes": 0}, ValueError, "workspace_bytes must be at least 1, got 0"),
         ({"slots": 1}, TypeError, "slots must be True or False"),
-        ({"previous": torch.zeros(2, 4)}, TypeError, "previous must be int32"),
         ({"indices": torch.zeros(2, 3, dtype=torch.int32)}, ValueError, r"indices must have shape \[2, 4\]"),
     ],
 )
