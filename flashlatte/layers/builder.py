@@ -369,6 +369,7 @@ def _ints(name: str, values: Numbers) -> list[int]:
                 f"{name} must be ints or a 1-D int32 or int64 tensor, got {values.dtype} {list(values.shape)}"
             )
         return values.tolist()
+    checks.instance(name, values, Sequence)
     result = list(values)
     for value in result:
         if isinstance(value, bool) or not isinstance(value, int):

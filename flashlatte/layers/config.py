@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +96,7 @@ class Rope:
     def __post_init__(self) -> None:
         checks.choice("layout", self.layout, LAYOUTS)
         checks.positive_int("max_position", self.max_position)
+        checks.instance("yarn", self.yarn, Yarn, or_none=True)
         if not 1 < checks.number("theta", self.theta) < math.inf:
             raise ValueError(f"theta must be a finite number above 1, got {self.theta}")
 
@@ -123,13 +124,14 @@ class IndexerConfig:
     shared_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "topk"):
+        for name in ("num_heads", "head_dim", "topk"):
             checks.positive_int(name, getattr(self, name))
         if self.head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim of an indexer must be 32, 64 or 128, got {self.head_dim!r}")
         checks.choice("rope_layout", self.rope_layout, LAYOUTS)
         checks.choice("scale_rounding", self.scale_rounding, SCALE_ROUNDINGS)
         checks.flag("hadamard", self.hadamard)
+        checks.instance("shared_layers", self.shared_layers, Sequence)
         for layer in self.shared_layers:
             if checks.integer("shared_layers", layer) < 1:
                 raise ValueError(
@@ -176,6 +178,8 @@ class MLAConfig:
             checks.positive_int("q_lora_rank", self.q_lora_rank)
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim must be even, got {self.qk_rope_head_dim}")
+        checks.instance("rope", self.rope, Rope)
+        checks.instance("indexer", self.indexer, IndexerConfig, or_none=True)
         checks.flag("attention_bias", self.attention_bias)
         checks.epsilon("norm_eps", self.norm_eps)
         for name in ("query_factor", "latent_factor"):

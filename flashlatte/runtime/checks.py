@@ -210,6 +210,11 @@ def device(name: str, value: object) -> torch.device | None:
         raise ValueError(f"{name} must be a device that PyTorch knows, as 'cpu' or 'cuda:0', got {value!r}") from error
 
 
+def instance(name: str, value: object, kind: type, *, or_none: bool = False) -> None:
+    if not isinstance(value, kind) and not (or_none and value is None):
+        raise TypeError(f"{name} must be of type {kind.__name__}{' or None' * or_none}, got {type(value).__name__}")
+
+
 def choice(name: str, value: object, accepted: Sequence[str]) -> None:
     if value not in accepted:
         raise ValueError(f"{name} must be one of {', '.join(accepted)}, got {value!r}")

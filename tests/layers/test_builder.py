@@ -158,6 +158,7 @@ def test_too_many_tokens():
     ("changes", "message"),
     [
         ({"seq_lens": [5.0, 7]}, "seq_lens must hold ints, got 5.0"),
+        ({"seq_lens": 5}, "seq_lens must be of type Sequence, got int"),
         ({"query_start_loc": torch.tensor([0.0, 1, 4])}, "query_start_loc must be ints or a 1-D int32 or int64"),
         ({"block_table": TABLE[:2].float()}, "block_table must be int32 or int64, got float32"),
     ],

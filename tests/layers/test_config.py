@@ -154,3 +154,18 @@ def test_frequencies_without_yarn():
 def test_one_table_for_all_layers():
     rope, device = Rope(max_position=32), torch.device("cpu")
     assert table(rope, 8, device) is table(dataclasses.replace(rope), 8, device)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MLAConfig(64, 4, rope={"theta": 1e4}), "^rope must be of type Rope, got dict$"),
+        (lambda: MLAConfig(64, 4, q_lora_rank=8, indexer=True), "^indexer must be of type IndexerConfig or None, got"),
+        (lambda: Rope(yarn=4.0), "^yarn must be of type Yarn or None, got float$"),
+        (lambda: IndexerConfig(shared_layers=2), "^shared_layers must be of type Sequence, got int$"),
+        (lambda: IndexerConfig(head_dim="128"), "^head_dim must be an int, got str$"),
+    ],
+)
+def test_parts_of_a_wrong_type_are_named(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()

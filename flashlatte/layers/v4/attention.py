@@ -20,7 +20,7 @@ from flashlatte.ops.norm_rope import rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.ops.q_kv_norm import q_kv_norm
 from flashlatte.ops.rotate_and_cache import rotate_and_cache
-from flashlatte.runtime import checks
+from flashlatte.runtime import checks, dispatch
 
 
 class V4Projections(Protocol):
@@ -47,6 +47,9 @@ class V4Attention(nn.Module):
         backend: of the operations, "portable" or "reference"; None chooses for each.
         dtype, device: of the parameters, which are not initialised. Norms, sinks and the compressor's position bias are
             float32 whatever the dtype.
+
+    Raises:
+        TypeError, ValueError: another config than a ``V4Config``, an unknown backend or device.
     """
 
     def __init__(
@@ -58,6 +61,10 @@ class V4Attention(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        checks.instance("config", config, V4Config)
+        if backend is not None:
+            checks.choice("backend", backend, dispatch.backends())
+        device = checks.device("device", device)
         self.config, self.backend = config, backend
         width = config.num_attention_heads * config.head_dim
         groups, rank = config.o_groups, config.o_lora_rank

@@ -60,6 +60,7 @@ class V4Cache:
         Raises:
             TypeError, ValueError: as ``kv_cache.allocate``; a format that does not take rows of head_dim.
         """
+        checks.instance("config", config, V4Config)
         layout = as_format(cache_format, config.head_dim)
         window = allocate(layout, pages, page_size, device=device)
         if config.ratio == 0:

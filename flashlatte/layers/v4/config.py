@@ -33,7 +33,7 @@ class V4IndexerConfig:
     topk: int = 512
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "topk"):
+        for name in ("num_heads", "head_dim", "topk"):
             checks.positive_int(name, getattr(self, name))
         if self.head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim of an indexer must be 32, 64 or 128, got {self.head_dim!r}")
@@ -75,6 +75,8 @@ class V4Config:
             checks.positive_int(name, getattr(self, name))
         checks.positive_int("ratio", self.ratio, or_zero=True)
         checks.epsilon("rms_norm_eps", self.rms_norm_eps)
+        checks.instance("indexer", self.indexer, V4IndexerConfig, or_none=True)
+        checks.instance("rope", self.rope, Rope)
         if checks.positive_int("rope_dim", self.rope_dim) % 2 or self.rope_dim > self.head_dim:
             raise ValueError(f"rope_dim must be even and at most head_dim {self.head_dim}, got {self.rope_dim}")
         if self.num_attention_heads % self.o_groups:

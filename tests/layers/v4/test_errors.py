@@ -116,3 +116,19 @@ def test_an_indexers_head_dim():
 def test_formats_of_other_rows_are_refused():
     with pytest.raises(ValueError, match=r"^head_dim of format model1 is 512, got 16$"):
         V4Cache.allocate(CONFIG, 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: V4Attention(None), "^config must be of type V4Config, got NoneType$"),
+        (lambda: V4Attention(V4Config(), backend="cuda", device="meta"), "^backend must be one of hopper, "),
+        (lambda: V4Attention(V4Config(), device=[]), "^device must be a torch.device or its name, got list$"),
+        (lambda: V4Cache.allocate(5, 1), "^config must be of type V4Config, got int$"),
+        (lambda: V4Config(rope=5), "^rope must be of type Rope, got int$"),
+        (lambda: V4Config(indexer=5), "^indexer must be of type V4IndexerConfig or None, got int$"),
+    ],
+)
+def test_what_a_layer_cannot_be_made_of(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
