@@ -157,15 +157,16 @@ def test_one_table_for_all_layers():
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("part", "fields", "message"),
     [
-        (lambda: MLAConfig(64, 4, rope={"theta": 1e4}), "^rope must be of type Rope, got dict$"),
-        (lambda: MLAConfig(64, 4, q_lora_rank=8, indexer=True), "^indexer must be of type IndexerConfig or None, got"),
-        (lambda: Rope(yarn=4.0), "^yarn must be of type Yarn or None, got float$"),
-        (lambda: IndexerConfig(shared_layers=2), "^shared_layers must be of type Sequence, got int$"),
-        (lambda: IndexerConfig(head_dim="128"), "^head_dim must be an int, got str$"),
+        (MLAConfig, {"rope": {"theta": 1e4}}, "^rope must be of type Rope, got dict$"),
+        (MLAConfig, {"q_lora_rank": 8, "indexer": True}, "^indexer must be of type IndexerConfig or None, got bool$"),
+        (Rope, {"yarn": 4.0}, "^yarn must be of type Yarn or None, got float$"),
+        (IndexerConfig, {"shared_layers": 2}, "^shared_layers must be of type Sequence, got int$"),
+        (IndexerConfig, {"head_dim": "128"}, "^head_dim must be an int, got str$"),
     ],
 )
-def test_parts_of_a_wrong_type_are_named(make, message):
+def test_parts_of_a_wrong_type_are_named(part, fields, message):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4} if part is MLAConfig else {}
     with pytest.raises(TypeError, match=message):
-        make()
+        part(**sizes, **fields)

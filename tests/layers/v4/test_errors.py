@@ -119,16 +119,16 @@ def test_formats_of_other_rows_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "arguments", "message"),
     [
-        (lambda: V4Attention(None), "^config must be of type V4Config, got NoneType$"),
-        (lambda: V4Attention(V4Config(), backend="cuda", device="meta"), "^backend must be one of hopper, "),
-        (lambda: V4Attention(V4Config(), device=[]), "^device must be a torch.device or its name, got list$"),
-        (lambda: V4Cache.allocate(5, 1), "^config must be of type V4Config, got int$"),
-        (lambda: V4Config(rope=5), "^rope must be of type Rope, got int$"),
-        (lambda: V4Config(indexer=5), "^indexer must be of type V4IndexerConfig or None, got int$"),
+        (V4Attention, {"config": None}, "^config must be of type V4Config, got NoneType$"),
+        (V4Attention, {"config": V4Config(), "backend": "cuda"}, "^backend must be one of hopper, "),
+        (V4Attention, {"config": V4Config(), "device": []}, "^device must be a torch.device or its name, got list$"),
+        (V4Cache.allocate, {"config": 5, "pages": 1}, "^config must be of type V4Config, got int$"),
+        (V4Config, {"rope": 5}, "^rope must be of type Rope, got int$"),
+        (V4Config, {"indexer": 5}, "^indexer must be of type V4IndexerConfig or None, got int$"),
     ],
 )
-def test_what_a_layer_cannot_be_made_of(make, message):
+def test_what_a_layer_cannot_be_made_of(make, arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        make()
+        make(**arguments)
