@@ -195,7 +195,8 @@ def get_paged_mqa_logits_metadata(
     context_lens: torch.Tensor, block_kv: int, num_sms: int, indices: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Zeros of the shape of DeepGEMM's schedule, int32 [num_sms + 1, 2]: work is split in the call itself."""
-    return torch.zeros(num_sms + 1, 2, dtype=torch.int32, device=context_lens.device)
+    device = checks.given("context_lens", context_lens).device
+    return torch.zeros(checks.positive_int("num_sms", num_sms) + 1, 2, dtype=torch.int32, device=device)
 
 
 def get_num_sms() -> int:

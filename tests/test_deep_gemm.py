@@ -246,6 +246,8 @@ def test_drawn_paged_calls_against_float64(lengths, next_n, heads, page_size, mx
 
 def test_errors(fp8):
     q, kv, weights, _, _ = fp8
+    with pytest.raises(TypeError, match=r"^context_lens must be a tensor, got list$"):
+        deep_gemm.get_paged_mqa_logits_metadata([1], 64, 132)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^q must be a tuple \(values, scales\), got Tensor$"):
         deep_gemm.fp8_fp4_mqa_logits(q, kv, weights, STARTS, ENDS)
     with pytest.raises(TypeError, match=r"^kv must be a tuple \(values, scales\), got Tensor$"):

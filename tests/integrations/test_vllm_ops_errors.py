@@ -171,6 +171,26 @@ LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
             "^valid_counts_out belongs to return_valid_counts, got it without$",
         ),
         (
+            lambda: ops.indexer_k_quant_and_cache(LATENTS[:, :128], FP8_CACHE, MISSING, 128, "ue8m0"),
+            TypeError,
+            "^slot_mapping must be a tensor, got NoneType$",
+        ),
+        (
+            lambda: ops.top_k_per_row_decode(LOGITS, 1, MISSING, INDICES, 1, 8, 1, 4),
+            TypeError,
+            "^seq_lens must be a tensor, got NoneType$",
+        ),
+        (
+            lambda: ops.vit_triton_attn_wrapper(MISSING, KEYS, KEYS, 1),
+            TypeError,
+            "^q must be a tensor, got NoneType$",
+        ),
+        (
+            lambda: ops.vit_torch_sdpa_wrapper(KEYS, KEYS[0], KEYS),
+            ValueError,
+            r"^k must have shape \[b, s, h, d\], got \[1, 1, 16\]$",
+        ),
+        (
             lambda: ops.swap_blocks(LOGITS, LOGITS, 24, torch.tensor([[0, 0]])),
             ValueError,
             "^block_size_in_bytes must divide the 32 bytes of src, got 24$",

@@ -31,7 +31,8 @@ def indexer_k_quant_and_cache(
         raise ValueError(f"quant_block_size must be k's head dim {head_dim}, one scale a token, got {quant_block_size}")
     rounding = "power_of_two" if kv_cache_dtype == "ue8m0" else "exact"
     with checks.naming(cache="kv_cache"):
-        index_quantize(kv_cache, slot_mapping[: k.shape[0]], k, scale_rounding=rounding)
+        slots = checks.given("slot_mapping", slot_mapping)[: k.shape[0]]
+        index_quantize(kv_cache, slots, k, scale_rounding=rounding)
 
 
 def cp_gather_indexer_k_quant_cache(
@@ -146,7 +147,7 @@ def top_k_per_row_decode(
         topk(
             leading.rows("logits", logits, "num_rows", num_rows),
             topk_tokens,
-            end=seq_lens.reshape(-1),
+            end=checks.given("seq_lens", seq_lens).reshape(-1),
             next_n=next_n,
             indices=_chosen(raw_topk_indices, num_rows, topk_tokens),
         )

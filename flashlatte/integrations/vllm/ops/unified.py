@@ -80,7 +80,8 @@ def unified_attention(
     Raises:
         TypeError, ValueError: as ``paged_attention``, and where an argument asks for what is not served.
     """
-    checks.given("out", out)
+    for name, given in (("k", k), ("v", v), ("out", out)):
+        checks.given(name, given)
     _refuse(isinstance(causal, torch.Tensor), "causal must be True or False: one for each request is not served")
     _refuse(rswa_window is not None or rswa_prefix_lens is not None, "rswa_window must be None: it is not served")
     _refuse(chunk_lookback != -1, f"chunk_lookback must be -1: chunks are not served, got {chunk_lookback}")
@@ -108,10 +109,10 @@ def unified_attention(
             window=tuple(window_size),
             prefix_ranges=mm_prefix_range,
             softcap=softcap,
-            alibi_slopes=_float32(alibi_slopes),
+            alibi_slopes=_float32("alibi_slopes", alibi_slopes),
             alibi_sqrt=use_alibi_sqrt,
-            qq_bias=_float32(qq_bias),
-            attn_sink=_float32(sinks),
+            qq_bias=_float32("qq_bias", qq_bias),
+            attn_sink=_float32("sinks", sinks),
             k_scale=k_scale,
             v_scale=v_scale,
             out=out,
@@ -143,5 +144,5 @@ def _first(scale: torch.Tensor | None, cache: torch.Tensor) -> torch.Tensor | No
     return scale[(0,) * scale.dim()] if isinstance(scale, torch.Tensor) else scale
 
 
-def _float32(x: torch.Tensor | None) -> torch.Tensor | None:
-    return None if x is None else x.float()
+def _float32(name: str, x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else checks.given(name, x).float()

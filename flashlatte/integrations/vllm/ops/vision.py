@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashlatte.ops.dense_prefill import vit_attention
+from flashlatte.runtime import checks
 
 
 def vit_flash_attn_wrapper(
@@ -47,7 +48,7 @@ def vit_triton_attn_wrapper(
     max_seqlen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``vit_flash_attn_wrapper`` without the arguments that are not needed."""
-    if q.shape[0] != batch_size:
+    if checks.given("q", q).shape[0] != batch_size:
         raise ValueError(f"batch_size must be q's {q.shape[0]}, got {batch_size}")
     return vit_attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale=scale)
 
@@ -65,6 +66,9 @@ def vit_torch_sdpa_wrapper(
     Args:
         enable_gqa: whether k and v may have fewer heads than q.
     """
+    for name, given in (("q", q), ("k", k)):
+        if checks.given(name, given).dim() != 4:
+            raise ValueError(f"{name} must have shape [b, s, h, d], got {list(given.shape)}")
     if not enable_gqa and k.shape[2] != q.shape[2]:
         raise ValueError(f"k must have q's {q.shape[2]} heads without enable_gqa, got {k.shape[2]}")
     return vit_attention(q, k, v, cu_seqlens, softmax_scale=scale)
