@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,21 +37,25 @@ class V4Groups:
     request_ids: torch.Tensor
     backend: str | None
 
-    @functools.cached_property
+    @property
     def all_slots(self) -> torch.Tensor:
         """int32 [T, columns · page_size], the slots of all groups that each token sees, then -1.
 
         Made when first asked for: layers that select among groups have no use for it, and it may be large.
         """
-        return index_convert(
-            None,
-            self.table,
-            self.page_size,
-            request_ids=self.request_ids,
-            query_positions=self.seen - 1,
-            sinks=self.table.shape[1] * self.page_size,
-            backend=self.backend,
-        )
+        # As functools.cached_property, in which torch.compile meets a lock before Python 3.12.
+        kept = self.__dict__
+        if "_all_slots" not in kept:
+            kept["_all_slots"] = index_convert(
+                None,
+                self.table,
+                self.page_size,
+                request_ids=self.request_ids,
+                query_positions=self.seen - 1,
+                sinks=self.table.shape[1] * self.page_size,
+                backend=self.backend,
+            )
+        return kept["_all_slots"]
 
     @classmethod
     def build(
