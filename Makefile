@@ -50,6 +50,7 @@ gpu-test: $(READY)
 sanitize: $(READY)
 	@command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is needed: it comes with the CUDA toolkit" >&2; exit 2; }
 	@compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python tests/gpu/sanitize.py
+	@compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python tests/gpu/sanitize.py --races
 
 bench: $(VENV)/.bench-ready
 	@$(BIN)/flashlatte bench

@@ -60,7 +60,8 @@ def main() -> int:
                 lines.append(line)
                 print(
                     f"{line['ratio']:6.3f}  {line['before']:9.1f} {line['after']:9.1f} µs  {line['case']} "
-                    f"{line['backend']}  {' '.join(f'{ratio:.3f}' for ratio in line['ratios'])} {line['note']}"
+                    f"{line['backend']}  {' '.join(f'{ratio:.3f}' for ratio in line['ratios'])} {line['note']}",
+                    flush=True,
                 )
                 if arguments.json:
                     with arguments.json.open("a") as file:
