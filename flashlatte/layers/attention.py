@@ -112,6 +112,11 @@ class MLAAttention(nn.Module):
             self.indexer = Indexer(config.indexer, hidden, config.q_lora_rank, dtype=dtype, device=device)
         self.requires_grad_(False)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # Another process gives other numbers.
+        self._rope_number = number(self.config.rope, self.qk_rope_head_dim)
+
     @property
     def w_uk(self) -> torch.Tensor:
         """W_UK [h, nope, latent], a view of kv_b_proj's weight, so that there is one copy, which follows updates."""

@@ -46,12 +46,18 @@ def numbered_table(number: int, device: torch.device) -> torch.Tensor:
     return table(*_NUMBERED[number], device)
 
 
+def inverse_table(number: int, device: torch.device) -> torch.Tensor:
+    """``numbered_table`` of the rotation back."""
+    return _inverse_table(*_NUMBERED[number], device)
+
+
 _NUMBERED: list[tuple[Rope, int]] = []
 
-# What torch.compiler.assume_constant_result sets, without importing torch._dynamo: a compiled layer holds the table as
+# What torch.compiler.assume_constant_result sets, without importing torch._dynamo: a compiled layer holds a table as
 # a constant, where it would otherwise compute it at every call. PyTorch 2.11 takes no dataclass as an argument of such
 # a function, hence the numbers.
 numbered_table._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+inverse_table._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @functools.lru_cache(maxsize=16)
@@ -63,3 +69,10 @@ def table(rope: Rope, rope_dim: int, device: torch.device) -> torch.Tensor:
         angles = positions[:, None] * inverse_frequencies(rope, rope_dim)
         scale = 1.0 if rope.yarn is None else rope.yarn.rotation_scale
         return (torch.cat((angles.cos(), angles.sin()), dim=-1) * scale).to(device)
+
+
+@functools.lru_cache(maxsize=16)
+def _inverse_table(rope: Rope, rope_dim: int, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        cosines, sines = table(rope, rope_dim, device).chunk(2, dim=-1)
+        return torch.cat((cosines, -sines), dim=-1)

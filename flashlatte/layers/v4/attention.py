@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from flashlatte.layers import rope
-from flashlatte.layers.config import Rope
 from flashlatte.layers.v4.cache import V4Cache
 from flashlatte.layers.v4.compressed import select_groups
 from flashlatte.layers.v4.config import V4Config
@@ -66,6 +64,7 @@ class V4Attention(nn.Module):
             checks.choice("backend", backend, dispatch.backends())
         device = checks.device("device", device)
         self.config, self.backend = config, backend
+        self._rope_number = rope.number(config.rope, config.rope_dim)
         width = config.num_attention_heads * config.head_dim
         groups, rank = config.o_groups, config.o_lora_rank
         self.q_a_proj = linear(config.hidden_size, config.q_lora_rank, dtype, device)
@@ -85,7 +84,12 @@ class V4Attention(nn.Module):
         Raises:
             TypeError, ValueError: arguments that do not fit the layer or each other.
         """
-        return attend(self, self.config, hidden, step, cache, self.backend)
+        return attend(self, self.config, hidden, step, cache, self.backend, self._rope_number)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # Another process gives other numbers.
+        self._rope_number = rope.number(self.config.rope, self.config.rope_dim)
 
 
 def attend(
@@ -95,12 +99,15 @@ def attend(
     step: V4Step,
     cache: V4Cache,
     backend: str | None = None,
+    rope_number: int | None = None,
 ) -> torch.Tensor:
-    """``V4Attention.forward`` with the projections of ``module``."""
+    """``V4Attention.forward`` with the projections of ``module``; ``rope_number`` of its embedding, if known."""
     checks.tensor("hidden", hidden, (step.positions.shape[0], config.hidden_size), checks.FLOAT_DTYPES)
     _check_step(config, step, cache)
     heads, head_dim = config.num_attention_heads, config.head_dim
-    table = rope.table(config.rope, config.rope_dim, hidden.device)
+    if rope_number is None:
+        rope_number = rope.number(config.rope, config.rope_dim)
+    table = rope.numbered_table(rope_number, hidden.device)
     q_latent, kv = q_kv_norm(
         module.q_a_proj(hidden),
         module.kv_proj(hidden),
@@ -126,7 +133,7 @@ def attend(
     out = attend_rows(q, config, step, cache, selected, module.sinks.float(), backend)
     # A value is a rotated key: what was turned by the key's position is turned back by the query's.
     tail = out[..., head_dim - config.rope_dim :]
-    back = Rotary(_inverse_table(config.rope, config.rope_dim, hidden.device), step.rotary_positions, interleaved=True)
+    back = Rotary(rope.inverse_table(rope_number, hidden.device), step.rotary_positions, interleaved=True)
     rotate_heads(tail, back, out=tail, backend=backend)
     groups = config.o_groups
     weight = module.o_a_proj.weight.view(groups, config.o_lora_rank, -1)
@@ -178,10 +185,3 @@ def _check_step(config: V4Config, step: V4Step, cache: V4Cache) -> None:
                 f"cache.{name} must have cache.{beside}'s {others.shape[0]} pages of {others.shape[1]}, got "
                 f"{pages.shape[0]} of {pages.shape[1]}"
             )
-
-
-@functools.lru_cache(maxsize=16)
-def _inverse_table(embedding: Rope, rope_dim: int, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
-        cosine, sine = rope.table(embedding, rope_dim, device).chunk(2, dim=-1)
-        return torch.cat((cosine, -sine), dim=-1)
