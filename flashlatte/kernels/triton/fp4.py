@@ -26,8 +26,9 @@ def to_mxfp4(x, ROWS: tl.constexpr, D: tl.constexpr):
     reciprocals = ((254 - exponents) << 23).to(tl.float32, bitcast=True)[:, :, None]
     low = _magnitude_code(low.to(tl.float32, bitcast=True), reciprocals)
     high = _magnitude_code(high.to(tl.float32, bitcast=True), reciprocals)
-    # What is above a code in its word is gone in the byte.
-    codes = tl.where(finite[:, :, None], (low + (high << 4)) | signs, 0)
+    # What is above a code in its word is gone in the byte. All ones or none are one instruction with the signs; a
+    # selection would be one more.
+    codes = ((low + (high << 4)) | signs) & ((amax - 0x7F800000) >> 31)[:, :, None]
     return tl.reshape(codes.to(tl.uint8), [ROWS, D // 2]), tl.where(finite, exponents, 255).to(tl.uint8)
 
 

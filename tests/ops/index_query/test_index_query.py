@@ -146,16 +146,17 @@ def test_opcheck():
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(
     heads=st.sampled_from([1, 5, 64]),
-    head_dim=st.sampled_from([32, 64, 128]),
+    sizes=st.sampled_from([(32, 16), (64, 16), (128, 16), (64, 32), (128, 64)]),
     hadamard=st.booleans(),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     seed=st.integers(0, 1000),
 )
-def test_mxfp4_against_float64(backend, heads, head_dim, hadamard, dtype, seed):
+def test_mxfp4_against_float64(backend, heads, sizes, hadamard, dtype, seed):
+    head_dim, rope_dim = sizes
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(3, heads, head_dim, generator=generator).to(dtype)
     weights = torch.randn(3, heads, generator=generator)
-    angles = torch.rand(9, 8, generator=generator) * 6
+    angles = torch.rand(9, rope_dim // 2, generator=generator) * 6
     cos_sin, positions = torch.cat((angles.cos(), angles.sin()), dim=-1), torch.tensor([-1, 4, 20])
     values, scales, folded = index_query_mxfp4(q, weights, cos_sin, positions, hadamard=hadamard, backend=backend)
     torch.testing.assert_close(folded, weights * (head_dim * heads) ** -0.5)

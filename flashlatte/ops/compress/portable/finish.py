@@ -107,26 +107,27 @@ def compress_finish_kernel(
             later_request = tl.load(request_ids + later * id_stride, mask=later < num_tokens, other=-1).to(tl.int64)
             saved = (request >= 0) & (request < requests) & (position >= 0) & (later_request != request)
             column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-            if OVERLAPPED:
-                gdc_wait()
             found = next_of(saved, lane, -1, MAX_WINDOW)
             while found < MAX_WINDOW:
-                save_state(tokens, states, first + found, column, FORM)
+                save_state(tokens, states, first + found, column, FORM, OVERLAPPED)
                 found = next_of(saved, lane, found, MAX_WINDOW)
     elif sums is not None:
         finishes = finished_in(
             tokens, states, first, looked_at & (first + lane >= first_token), lane, num_slots, FORM.ratio
         )
         found = next_of(finishes, lane, -1, MAX_WINDOW)
-        if OVERLAPPED:
-            gdc_wait()
         while found < MAX_WINDOW:
             token = first + found
             end = tl.load(positions + token * position_stride).to(tl.int64)
             finish = load_finish(target, end, FORM)
+            if OVERLAPPED:
+                gdc_wait()
             x = tl.load(sums + (token - first_token) * FORM.head_dim + tl.arange(0, FORM.head_dim))
             finish_row(x, tokens, token, finish, target, FORM)
             found = next_of(finishes, lane, found, MAX_WINDOW)
+    if OVERLAPPED:
+        # Also those that found nothing: what follows this launch follows the one before, too.
+        gdc_wait()
 
 
 @triton.jit
@@ -172,8 +173,8 @@ def finish_row(x, tokens, token, finish, target, FORM: tl.constexpr):
 
 
 @triton.jit
-def save_state(tokens, states, token, column, FORM: tl.constexpr):
-    """These columns of a token's state."""
+def save_state(tokens, states, token, column, FORM: tl.constexpr, OVERLAPPED: tl.constexpr):
+    """These columns of a token's state. Inputs are read while the launch before, which reads states, ends."""
     UNITS: tl.constexpr = FORM.units
     WIDTH: tl.constexpr = FORM.head_dim * (1 + FORM.overlaps)
     request = tl.load(tokens.request_ids + token * tokens.id_stride).to(tl.int64)
@@ -185,5 +186,7 @@ def save_state(tokens, states, token, column, FORM: tl.constexpr):
     bias_row = tokens.ape + (position % FORM.ratio) * tokens.ape_stride * UNITS.ape
     bias = tl.load(bias_row + column, mask=inside, other=0.0)
     row = states.cache + address
+    if OVERLAPPED:
+        gdc_wait()
     tl.store(row + column, widen(values, FORM.interpreted), mask=inside)
     tl.store(row + WIDTH + column, widen(scores, FORM.interpreted) + bias, mask=inside)
