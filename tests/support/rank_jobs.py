@@ -95,7 +95,9 @@ def own_heads(x: torch.Tensor, dim: int, context: ContextParallel) -> torch.Tens
 
 @functools.lru_cache
 def context_parallel(interleave: int, form: str | None, all_heads: bool) -> ContextParallel:
-    return ContextParallel(interleave=interleave, form=form, all_heads=all_heads, timeout=timedelta(seconds=20))
+    # On GPUs ranks compile kernels, each at its own pace, and perhaps beside other work.
+    timeout = timedelta(seconds=120 if torch.cuda.is_available() else 20)
+    return ContextParallel(interleave=interleave, form=form, all_heads=all_heads, timeout=timeout)
 
 
 def decode(
