@@ -6,6 +6,7 @@ import sys
 import warnings
 
 import torch
+from torch.autograd import forward_ad
 
 _LIBRARY = __name__.split(".")[0]
 _warned: set[str] = set()
@@ -17,11 +18,29 @@ def warn_if_dropped(operation: str, *inputs: torch.Tensor | None) -> None:
     A warning and not an error: queries made of parameters require a gradient whenever a model is served without
     ``torch.no_grad()``, and nothing is wrong with their attention.
     """
+    refuse_tangents(operation, *inputs)
     if torch.is_grad_enabled():
         for given in inputs:
             if given is not None and given.requires_grad:
                 _warn(operation)
                 return
+
+
+def refuse_tangents(operation: str, *inputs: torch.Tensor | None) -> None:
+    """Refuse inputs of forward-mode differentiation, which PyTorch would take for constants without a word.
+
+    Raises:
+        RuntimeError: one of them has a tangent.
+    """
+    if not torch.compiler.is_compiling() and has_tangents():
+        for given in inputs:
+            if given is not None and forward_ad.unpack_dual(given).tangent is not None:
+                raise RuntimeError(f"{operation} has no forward-mode derivative, and one of its inputs has a tangent")
+
+
+def has_tangents() -> bool:
+    """Whether there may be tensors with tangents: within ``forward_ad.dual_level`` or ``torch.func.jvp``."""
+    return forward_ad._current_level >= 0
 
 
 def _warn(operation: str) -> None:

@@ -21,6 +21,7 @@ from torch._C import DisableTorchFunction
 from torch._C._dynamo import guards
 from torch._C._functorch import peek_interpreter_stack
 
+from flashlatte.runtime.gradients import has_tangents
 from flashlatte.runtime.recording import Recording, is_recording, record
 
 # Calls that an operation remembers.
@@ -232,7 +233,12 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 def _eager() -> bool:
     """Whether a call runs here and now, and is not part of a recording already."""
-    return torch._C._len_torch_dispatch_stack() == 0 and peek_interpreter_stack() is None and not is_recording()
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and peek_interpreter_stack() is None
+        and not has_tangents()
+        and not is_recording()
+    )
 
 
 def _current_device() -> int:

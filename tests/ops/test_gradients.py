@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashlatte import dense_decode, paged_attention, sparse_decode, sparse_prefill
+from flashlatte import dense_decode, dense_prefill, merge_states, paged_attention, sparse_decode, sparse_prefill
 from flashlatte.ops.norm_rope import latent_rows
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime import gradients
@@ -83,3 +83,22 @@ def test_warns_of_what_is_compiled():
     torch.compiler.reset()
     compiled = torch.compile(decode, backend="eager", fullgraph=True)
     assert len(told(compiled, torch.ones(1, 1, 1, 8, requires_grad=True))) == 1
+
+
+def prefill(q: torch.Tensor) -> Any:
+    ends = torch.tensor([0, 1])
+    return dense_prefill(q[0], q[0], q[0], ends, ends, 1, 1)
+
+
+def merge(q: torch.Tensor) -> Any:
+    return merge_states([q, q], [q[..., 0], q[..., 0]])
+
+
+# torch.func.jvp imports what PyTorch calls deprecated.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("name", [*CALLS, "dense_prefill", "merge_states"])
+def test_forward_mode_is_refused(name):
+    call = (CALLS | {"dense_prefill": prefill, "merge_states": merge})[name]
+    q = torch.ones(1, 1, 1, 8)
+    with pytest.raises(RuntimeError, match=r"has no forward-mode derivative, and one of its inputs has a tangent$"):
+        torch.func.jvp(call, (q,), (q,))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from flashlatte.runtime import checks, dispatch, ragged, refusals
+from flashlatte.runtime.gradients import refuse_tangents
 from flashlatte.runtime.torch_op import records_gradient, register_differentiable_op, register_op
 
 OPERATION = "dense_prefill"
@@ -128,6 +129,7 @@ def dense_prefill(
     checks.positive_int("max_seqlen_q", max_seqlen_q, or_zero=True)
     checks.positive_int("max_seqlen_k", max_seqlen_k, or_zero=True)
     left, right = ragged.window_sides(window, checks.flag("causal", causal))
+    refuse_tangents(OPERATION, q, k, v)
     recorded = records_gradient(q, k, v)
     if out is not None:
         checks.output("out", out, (total_q, h_q, head_dim_v), (q.dtype,), device)

@@ -9,6 +9,7 @@ import torch
 from flashlatte.kv_cache import scales
 from flashlatte.ops.merge_states import reference
 from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime.gradients import refuse_tangents
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import records_gradient, register_op
 
@@ -92,6 +93,7 @@ def merge_states(
     scale_tensor, scale_value = scales.split("out_scale", out_scale, first.device)
     out_dtype = first.dtype if out_scale is None else torch.float8_e4m3fn
     call = dispatch.Call(OPERATION, first.device, first.dtype, head_dim_v=first.shape[-1])
+    refuse_tangents(OPERATION, *outs, *lses)
     backend = dispatch.select(call, backend)
     if out is None:
         out = torch.empty_like(first, dtype=out_dtype, memory_format=torch.contiguous_format)
