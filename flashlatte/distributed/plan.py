@@ -68,7 +68,8 @@ def plan_shard(
 
     seen = cache_seqlens.unsqueeze(1).expand(-1, queries)
     if causal:
-        seen = seen - torch.arange(queries - 1, -1, -1, dtype=seen.dtype, device=device)
+        # Of no keys first: the least int32 less one would be the largest.
+        seen = seen.clamp_min(0) - torch.arange(queries - 1, -1, -1, dtype=seen.dtype, device=device)
     query_lens = sharding.local_lengths(seen)
     if causal and queries > 1:
         row_queries, row_lens = 1, query_lens.flatten()

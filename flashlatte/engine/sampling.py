@@ -82,8 +82,10 @@ class SamplingParams:
         for name in ("suppress_tokens", "stop_tokens"):
             object.__setattr__(self, name, tuple(token_ids(name, getattr(self, name))))
         # The letters of a text would each be a stop.
-        stop = self.stop if isinstance(self.stop, str) else tuple(self.stop)
-        if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
+        if isinstance(self.stop, str) or not isinstance(self.stop, Iterable):
+            raise TypeError(f"stop must hold texts, got {self.stop!r}")
+        stop = tuple(self.stop)
+        if not all(isinstance(text, str) for text in stop):
             raise TypeError(f"stop must hold texts, got {stop!r}")
         if "" in stop:
             raise ValueError(f"stop must hold texts that are not empty, got {stop!r}")

@@ -5,6 +5,8 @@ import torch
 import torch.distributed as dist
 
 from flashlatte.distributed import ContextParallel, TensorParallelAttention, shard_metadata
+from flashlatte.distributed.plan import plan_shard
+from flashlatte.kv_cache.sharding import Sharding
 from flashlatte.layers import MLAConfig, MLAMetadataBuilder
 
 TABLE, LENGTHS = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([9, 4], dtype=torch.int32)
@@ -62,3 +64,11 @@ def test_metadata(context, metadata):
     layer = TensorParallelAttention(MLAConfig(64, 4, kv_lora_rank=32, qk_rope_head_dim=8)).layer
     with pytest.raises(ValueError, match="indices are slots of a whole cache"):
         layer(torch.zeros(2, 64), torch.zeros(4, 16, 1, 40), divided, indices=torch.zeros(2, 1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_length_below_zero_sees_no_keys(dtype):
+    lengths = torch.tensor([torch.iinfo(dtype).min, -1, 0, 1], dtype=dtype)
+    table = torch.zeros(4, 2, dtype=torch.int32)
+    plan = plan_shard(Sharding(rank=0, size=2), table, lengths, page_tokens=64, queries=2)
+    assert plan.query_lens.tolist() == [[0, 0], [0, 0], [0, 0], [0, 1]]
