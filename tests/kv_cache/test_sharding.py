@@ -56,7 +56,7 @@ def test_slots_are_where_the_tables_say(sharding, turns, pages, columns):
     """Token t, written by its slot, is found through the rank's table at its local position."""
     page_tokens = sharding.size * sharding.interleave * turns
     held = page_tokens // sharding.size
-    table = torch.tensor([pages[:columns]])
+    table = torch.tensor([pages[:columns]], dtype=torch.int64)
     length = columns * page_tokens
     tokens = torch.arange(length)
     slots = table[0, tokens // page_tokens] * page_tokens + tokens % page_tokens
