@@ -156,7 +156,7 @@ def _over_ranks(
 
 def _table(block_table: torch.Tensor, page_size: int, stride_rows: int | None, dtype: torch.dtype) -> torch.Tensor:
     """block_table without the pages whose rows, ``stride_rows`` apart, have no number in dtype."""
-    if stride_rows is None:
+    if stride_rows is None or stride_rows == page_size:
         return block_table
     if checks.positive_int("BLOCK_STRIDE_ROWS", stride_rows) < page_size:
         raise ValueError(f"BLOCK_STRIDE_ROWS must be BLOCK_SIZE {page_size} or more, got {stride_rows}")
@@ -166,7 +166,7 @@ def _table(block_table: torch.Tensor, page_size: int, stride_rows: int | None, d
 
 def _spread(slots: torch.Tensor, page_size: int, stride_rows: int | None, workspace: torch.Tensor | None) -> None:
     """Make slots of pages that follow each other those of pages ``stride_rows`` apart, in place."""
-    if stride_rows is None:
+    if stride_rows is None or stride_rows == page_size:
         return
     in_page = slots >= 0 if workspace is None else (slots >= 0) & (workspace < 0).unsqueeze(1)
     slots.add_(torch.where(in_page, slots // page_size * (stride_rows - page_size), 0))
