@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -11,13 +12,24 @@ from support.marks import mostly_full
 from flashlatte import (
     dense_decode,
     dense_prefill,
+    index_convert,
+    index_gather,
+    index_logits,
+    index_quantize,
+    index_query,
+    index_query_mxfp4,
+    index_select,
     kv_cache,
     merge_states,
     ops,
     paged_attention,
+    paged_index_logits,
+    paged_index_select,
     sparse_decode,
     sparse_prefill,
+    topk,
 )
+from flashlatte.kv_cache.index_formats import index_format
 from flashlatte.ops.cache_gather import cache_gather
 from flashlatte.ops.cache_write import cache_write
 from flashlatte.ops.index_weights import index_weights
@@ -96,7 +108,78 @@ def empty_rows():
     return rows, q_out, heads
 
 
-CALLS: dict[str, tuple[Callable, tuple[tuple[int, ...], ...]]] = {
+def index_cache() -> torch.Tensor:
+    return kv_cache.allocate(index_format("index_bf16", 32), 3, 8)
+
+
+def empty_index_quantize(**options):
+    cache = index_cache()
+    index_quantize(cache, ints(0), torch.ones(4, 32), **options)
+    return (cache[:0],)
+
+
+def empty_index_gather(**options):
+    keys, scales = index_gather(index_cache(), ints(2, 3), ints(3), 0, head_dim=32, **options)
+    assert scales is None
+    return (keys,)
+
+
+def empty_index_query(**options):
+    q, weights = torch.ones(0, 4, 32, dtype=BF16), torch.ones(0, 4)
+    return *index_query(q, weights, **options), *index_query_mxfp4(q, weights, **options)
+
+
+def empty_index_logits(rows: int = 0, keys: int = 9, **options):
+    q, k = torch.ones(rows, 4, 32, dtype=BF16), torch.ones(keys, 32, dtype=BF16)
+    return (index_logits(q, k, torch.ones(rows, 4), ints(rows), ints(rows), **options),)
+
+
+def empty_index_select(rows: int = 0, keys: int = 9, **options):
+    q, k = torch.ones(rows, 4, 32, dtype=BF16), torch.ones(keys, 32, dtype=BF16)
+    return (index_select(q, k, torch.ones(rows, 4), ints(rows), ints(rows), 5, **options),)
+
+
+def empty_paged_logits(pages: int = 3, **options):
+    q = torch.ones(0, 2, 4, 32, dtype=BF16)
+    return (paged_index_logits(q, index_cache(), torch.ones(0, 4), ints(0), ints(0, pages), **options),)
+
+
+def empty_paged_select(pages: int = 3, **options):
+    q = torch.ones(0, 2, 4, 32, dtype=BF16)
+    table = ints(0, pages)
+    return (paged_index_select(q, index_cache(), torch.ones(0, 4), ints(0), table, 5, slots=True, **options),)
+
+
+def empty_topk(rows: int = 0, width: int = 9, **options):
+    return topk(torch.ones(rows, width), 5, end=ints(rows), return_values=True, **options)
+
+
+def empty_index_convert(pages: int = 3, **options):
+    return (index_convert(ints(0, 6), ints(0, pages), 8, **options),)
+
+
+Call = tuple[Callable, tuple[tuple[int, ...], ...]]
+
+# These take ``backend``.
+INDEXER: dict[str, Call] = {
+    "index_quantize": (empty_index_quantize, ((0, 8, 1, 32),)),
+    "index_gather": (empty_index_gather, ((0, 32),)),
+    "index_query": (empty_index_query, ((0, 4, 32), (0, 4), (0, 4, 16), (0, 4, 1), (0, 4))),
+    "index_logits": (empty_index_logits, ((0, 9),)),
+    "index_logits, no keys": (functools.partial(empty_index_logits, 3, 0), ((3, 0),)),
+    "index_select": (empty_index_select, ((0, 5),)),
+    "index_select, no keys": (functools.partial(empty_index_select, 3, 0), ((3, 5),)),
+    "paged_index_logits": (empty_paged_logits, ((0, 24),)),
+    "paged_index_logits, no pages": (functools.partial(empty_paged_logits, 0), ((0, 0),)),
+    "paged_index_select": (empty_paged_select, ((0, 5),)),
+    "paged_index_select, no pages": (functools.partial(empty_paged_select, 0), ((0, 5),)),
+    "topk": (empty_topk, ((0, 5), (0, 5))),
+    "topk, no columns": (functools.partial(empty_topk, 3, 0), ((3, 5), (3, 5))),
+    "index_convert": (empty_index_convert, ((0, 6),)),
+    "index_convert, no pages": (functools.partial(empty_index_convert, 0), ((0, 6),)),
+}
+
+CALLS: dict[str, Call] = INDEXER | {
     "dense_decode, no requests": (empty_dense_decode, ((0, 2, 4, 16), (0, 4, 2))),
     "dense_decode, no queries": (lambda: empty_dense_decode(3, 0), ((3, 0, 4, 16), (3, 4, 0))),
     "sparse_decode, no requests": (empty_sparse_decode, ((0, 2, 4, 512), (0, 4, 2))),
@@ -112,7 +195,7 @@ CALLS: dict[str, tuple[Callable, tuple[tuple[int, ...], ...]]] = {
     "cache_write": (empty_write, ((0, 8, 1, 656),)),
     "cache_gather, no requests": (lambda: empty_gather(0), ((0, 512),)),
     "cache_gather, no tokens": (lambda: empty_gather(2), ((0, 512),)),
-    "index_convert": (empty_conversion, ((0, 6),)),
+    "to_cache_indices": (empty_conversion, ((0, 6),)),
     "index_weights": (lambda: (index_weights(torch.ones(0, 8), torch.ones(4, 8)),), ((0, 4),)),
     "norm_rope": (empty_rows, ((0, 32), (0, 40), (0, 4, 8))),
 }
@@ -167,6 +250,36 @@ def test_wrong_arguments_of_an_empty_call_are_errors():
         empty_dense_decode(backend="mine")
     with pytest.raises(ValueError, match=r"^out must have shape \[0, 2, 4, 16\]"):
         empty_dense_decode(out=torch.empty(1, 2, 4, 16, dtype=BF16))
+
+
+@pytest.mark.parametrize("name", INDEXER)
+def test_an_indexers_empty_call_knows_its_backends(name):
+    with pytest.raises(ValueError, match=r"^backend must be one of hopper, portable, reference or None, got 'mine'$"):
+        INDEXER[name][0](backend="mine")
+
+
+def test_nothing_is_chosen_where_there_is_nothing(nothing_runs):
+    indices, values = empty_topk(3, 0)
+    for chosen in (indices, *empty_index_select(3, 0)):
+        assert (chosen == -1).all()
+    for missing in (values, *empty_index_logits(3, 0, max_keys=2)):
+        assert (missing == -torch.inf).all()
+
+
+def test_arguments_of_an_empty_selection_are_checked():
+    q, k, weights = torch.ones(0, 4, 32, dtype=BF16), torch.ones(9, 32, dtype=BF16), torch.ones(0, 4)
+    with pytest.raises(TypeError, match=r"^weights must be float32, got bfloat16$"):
+        index_select(q, k, weights.bfloat16(), ints(0), ints(0), 5)
+    with pytest.raises(TypeError, match=r"^k must be float32 if q is, and only then, got float32$"):
+        index_select(q, k.float(), weights, ints(0), ints(0), 5)
+    with pytest.raises(ValueError, match=r"^k must be at most 4096, got 5000$"):
+        index_select(q, k, weights, ints(0), ints(0), 5000)
+    with pytest.raises(TypeError, match=r"^key_end must be int32 or int64, got float32$"):
+        index_select(q.new_ones(3, 4, 32), k[:0], torch.ones(3, 4), ints(3), torch.ones(3), 5)
+    with pytest.raises(TypeError, match=r"^q must be float32 over index keys in float32, and only there"):
+        paged_index_select(torch.ones(0, 2, 4, 32), index_cache(), weights, ints(0), ints(0, 3), 5)
+    with pytest.raises(TypeError, match=r"^slot_mapping must be int32 or int64, got float32$"):
+        index_quantize(index_cache(), torch.ones(0), torch.ones(4, 32))
 
 
 def test_gradients_of_an_empty_prefill_are_zero(nothing_runs):

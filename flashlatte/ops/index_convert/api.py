@@ -196,7 +196,10 @@ def index_convert(
         checks.tensor("indices", indices, (rows, "n"), checks.INDEX_DTYPES)
         chosen = indices.shape[1]
     device = known.device
-    checks.tensor("block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, device)
+    may_be_empty = 0 if rows else 2
+    checks.tensor(
+        "block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty
+    )
     if request_ids is None and rows != next_n * block_table.shape[0]:
         raise ValueError(
             f"indices must have {next_n} rows for each of block_table's {block_table.shape[0]} requests "
@@ -224,8 +227,8 @@ def index_convert(
     else:
         checks.output("slots", slots, (rows, width), checks.INDEX_DTYPES, device)
     counts = torch.empty(rows, dtype=torch.int32, device=device) if return_counts else None
+    backend = dispatch.select(dispatch.Call(OPERATION, device, slots.dtype), backend)
     if rows:
-        backend = dispatch.select(dispatch.Call(OPERATION, device, slots.dtype), backend)
         _index_convert(
             indices,
             block_table,

@@ -64,7 +64,7 @@ def index_logits(
 
     Args:
         q: [M, H, head_dim], float8_e4m3fn, bf16 or float32; H from 1 to 128, head_dim 32, 64 or 128. The scales of a
-            float8_e4m3fn q are folded into ``weights`` (``index_query``).
+            float8_e4m3fn q are folded into ``weights`` (``index_query``). M and N may be 0.
         k: [N, head_dim], float8_e4m3fn or bf16; float32 if q is; or mxfp4: uint8 [N, head_dim / 2].
         weights: float32 [M, H].
         key_start, key_end: int32 or int64 [M]. What lies outside 0 to N is cut off; an end not beyond its start is an
@@ -83,8 +83,7 @@ def index_logits(
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
-    rows = 0 if isinstance(q, torch.Tensor) and q.dim() == 3 and q.shape[0] == 0 else "M"
-    checks.tensor("q", q, (rows, "H", "head_dim"), QUERY_DTYPES)
+    checks.tensor("q", q, ("M", "H", "head_dim"), QUERY_DTYPES, may_be_empty=1)
     num_rows, heads, head_dim = q.shape
     device = q.device
     _check_heads(heads, head_dim)
@@ -95,16 +94,16 @@ def index_logits(
     checks.flag("clean", clean)
     width = num_keys if max_keys is None else checks.positive_int("max_keys", max_keys)
     out = _output(out, num_rows, width, dtype, device)
+    aligned = _aligned(k) and all(_aligned(x) or not x.is_contiguous() for x in (q, weights))
+    if k_scale is not None:
+        aligned = aligned and _aligned(k_scale) and (num_keys == 1 or k_scale.stride(0) == 1)
+    call = dispatch.Call(
+        RAGGED, device, q.dtype, FORMAT_OF_KEYS.get(k.dtype), head_dim=head_dim, h_q=heads, rows_aligned=aligned
+    )
+    backend = dispatch.select(call, backend)
     if num_rows and num_keys == 0:
         return out.fill_(-torch.inf) if clean else out
     if num_rows:
-        aligned = _aligned(k) and all(_aligned(x) or not x.is_contiguous() for x in (q, weights))
-        if k_scale is not None:
-            aligned = aligned and _aligned(k_scale) and (num_keys == 1 or k_scale.stride(0) == 1)
-        call = dispatch.Call(
-            RAGGED, device, q.dtype, FORMAT_OF_KEYS.get(k.dtype), head_dim=head_dim, h_q=heads, rows_aligned=aligned
-        )
-        backend = dispatch.select(call, backend)
         _index_logits(q, k, k_scale, weights, key_start, key_end, out, clean, max_keys is not None, backend)
     return out
 
@@ -161,8 +160,7 @@ def paged_index_logits(
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
-    batch = 0 if isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[0] == 0 else "b"
-    checks.tensor("q", q, (batch, "next_n", "H", "head_dim"), QUERY_DTYPES)
+    checks.tensor("q", q, ("b", "next_n", "H", "head_dim"), QUERY_DTYPES, may_be_empty=1)
     batch, next_n, heads, head_dim = q.shape
     device = q.device
     _check_heads(heads, head_dim)
@@ -177,17 +175,18 @@ def paged_index_logits(
         (batch,) if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dim() == 1 else (batch, next_n)
     )
     checks.tensor("cache_seqlens", cache_seqlens, lengths_shape, checks.INDEX_DTYPES, device, unit_last_stride=False)
-    checks.tensor("block_table", block_table, (batch, "max_pages"), checks.INDEX_DTYPES, device)
+    may_be_empty = 0 if batch else 2
+    checks.tensor(
+        "block_table", block_table, (batch, "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty
+    )
     checks.flag("clean", clean)
     width = block_table.shape[1] * cache.shape[1] if max_keys is None else checks.positive_int("max_keys", max_keys)
     out = _output(out, batch * next_n, width, dtype, device)
+    # Of a cache only pages lie at a stride: what is in them lies close.
+    aligned = _aligned(cache[:, 0, 0]) and all(_aligned(x) or not x.is_contiguous() for x in (q, weights))
+    call = dispatch.Call(PAGED, device, q.dtype, layout.name, cache.shape[1], head_dim, h_q=heads, rows_aligned=aligned)
+    backend = dispatch.select(call, backend)
     if batch:
-        # Of a cache only pages lie at a stride: what is in them lies close.
-        aligned = _aligned(cache[:, 0, 0]) and all(_aligned(x) or not x.is_contiguous() for x in (q, weights))
-        call = dispatch.Call(
-            PAGED, device, q.dtype, layout.name, cache.shape[1], head_dim, h_q=heads, rows_aligned=aligned
-        )
-        backend = dispatch.select(call, backend)
         _paged_index_logits(q, cache, weights, cache_seqlens, block_table, out, clean, backend)
     return out
 
@@ -217,12 +216,11 @@ def _check_heads(heads: int, head_dim: int) -> None:
 def _check_keys(q: torch.Tensor, k: object, k_scale: object) -> int:
     """The number of keys."""
     head_dim, device = q.shape[2], q.device
-    keys = 0 if isinstance(k, torch.Tensor) and k.dim() == 2 and k.shape[0] == 0 else "N"
     if isinstance(k, torch.Tensor) and k.dtype == torch.uint8:
-        k = checks.tensor("k", k, (keys, head_dim // 2), (torch.uint8,), device)
+        k = checks.tensor("k", k, ("N", head_dim // 2), (torch.uint8,), device, may_be_empty=1)
         checks.tensor("k_scale", k_scale, (k.shape[0], head_dim // fp4.TILE), (torch.uint8,), device)
     else:
-        k = checks.tensor("k", k, (keys, head_dim), QUERY_DTYPES, device)
+        k = checks.tensor("k", k, ("N", head_dim), QUERY_DTYPES, device, may_be_empty=1)
     num_keys = k.shape[0]
     if (q.dtype == torch.float32) != (k.dtype == torch.float32):
         raise TypeError(f"k must be float32 if q is, and only then, got {checks.dtype_names([k.dtype])}")

@@ -40,26 +40,27 @@ def index_quantize(
         slot_mapping: int32 or int64 [n], page · page_size + offset of each token. A slot below 0 or beyond the cache
             skips its token. Slots must differ from each other.
         k: [T, head_dim], bf16, fp16 or float32, head_dim 32, 64 or 128; T ≥ n, tokens from n on are padding.
+            n and T may be 0.
         scale_rounding: format ``index_fp8``: "exact", or "power_of_two" to round scales up (vLLM's ue8m0).
         backend: "portable" or "reference"; None chooses.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
-    tokens = 0 if isinstance(k, torch.Tensor) and k.dim() == 2 and k.shape[0] == 0 else "T"
-    checks.tensor("k", k, (tokens, "head_dim"), checks.FLOAT_DTYPES)
+    checks.tensor("k", k, ("T", "head_dim"), checks.FLOAT_DTYPES, may_be_empty=1)
     check_head_dim("k", k.shape[1])
     cache, layout = as_index_cache(cache, k.shape[1])
     checks.choice("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
     if cache.device != k.device:
         raise ValueError(f"cache must be on {k.device} like the other arguments, got {cache.device}")
-    if isinstance(slot_mapping, torch.Tensor) and slot_mapping.dim() == 1 and slot_mapping.numel() == 0:
-        return
-    checks.tensor("slot_mapping", slot_mapping, ("n",), checks.INDEX_DTYPES, k.device, unit_last_stride=False)
+    checks.tensor(
+        "slot_mapping", slot_mapping, ("n",), checks.INDEX_DTYPES, k.device, unit_last_stride=False, may_be_empty=1
+    )
     if slot_mapping.shape[0] > k.shape[0]:
         raise ValueError(f"slot_mapping must not be longer than k ({k.shape[0]} tokens), got {slot_mapping.shape[0]}")
     backend = dispatch.select(dispatch.Call(QUANTIZE, k.device, k.dtype, head_dim=layout.head_dim), backend)
-    _index_quantize(cache, slot_mapping, k[: slot_mapping.shape[0]], scale_rounding, backend)
+    if slot_mapping.shape[0]:
+        _index_quantize(cache, slot_mapping, k[: slot_mapping.shape[0]], scale_rounding, backend)
 
 
 @register_op("index_quantize", mutates=("cache",))
@@ -117,8 +118,8 @@ def index_gather(
         scales = _gathered("scales", scales, scales_like, cache)
     elif scales is not None:
         raise ValueError(f"scales must be None for format {layout.name}, which has none, got a tensor")
+    backend = dispatch.select(dispatch.Call(GATHER, device, torch.bfloat16, head_dim=head_dim), backend)
     if rows:
-        backend = dispatch.select(dispatch.Call(GATHER, device, torch.bfloat16, head_dim=head_dim), backend)
         # PyTorch's checks of operations cannot read float8 numbers.
         stored = values.view(torch.uint8) if values.dtype.itemsize == 1 else values
         _index_gather(cache, block_table, cu_seqlens, seq_starts, stored, scales, head_dim, backend)

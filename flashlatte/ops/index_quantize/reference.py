@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.kv_cache import requests
 from flashlatte.kv_cache.fp8 import as_bytes
 from flashlatte.kv_cache.index_formats import as_index_cache
 from flashlatte.kv_cache.slots import stored_tokens, write_slots
@@ -26,24 +27,12 @@ def index_gather(
     head_dim: int,
 ) -> None:
     cache, layout = as_index_cache(cache, head_dim)
-    num_pages, page_size = cache.shape[:2]
-    requests, max_pages = block_table.shape
-    rows = torch.arange(values.shape[0], device=values.device)
-    cu_seqlens = cu_seqlens.long()
-    request = torch.searchsorted(cu_seqlens, rows, right=True) - 1
-    inside = (request >= 0) & (request < requests)
-    request = request.clamp(0, requests - 1)
-    position = rows - cu_seqlens[request]
-    if seq_starts is not None:
-        position = position + seq_starts[request].long()
-    column = position // page_size
-    in_table = (position >= 0) & (column < max_pages)
-    page = block_table[request, column.clamp(0, max_pages - 1)].long()
-    found = in_table & (page >= 0) & (page < num_pages)
-    page, offset = page.where(found, 0), (position % page_size).where(found, 0)
+    page_size = cache.shape[1]
+    inside, slots = requests.slots_of_rows(cache, block_table, cu_seqlens, seq_starts, values.shape[0])
+    slot = slots.clamp_min(0)
     for view, out in zip(layout.page_views(cache), (values, scales), strict=False):
         if out is not None:
             target = out.view(out.shape[0], -1)
-            stored = view[page, offset].where(found.unsqueeze(1), 0)
+            stored = torch.where((slots >= 0).unsqueeze(1), view[slot // page_size, slot % page_size], 0)
             typed = stored if stored.dtype == target.dtype else as_bytes(stored).view(target.dtype)
             target[inside] = typed[inside]

@@ -63,12 +63,11 @@ def index_query(
     """
     options = _check(q, weights, cos_sin, positions, rope_first, interleaved, hadamard, softmax_scale, head_scale)
     checks.choice("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
-    if not checks.finite("smallest_amax", smallest_amax) > 0:
-        raise ValueError(f"smallest_amax must be above 0, got {smallest_amax}")
+    checks.positive_number("smallest_amax", smallest_amax)
     values = torch.empty(q.shape, dtype=torch.uint8, device=q.device)
     folded = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    backend = _select(q, backend)
     if q.shape[0]:
-        backend = _select(q, backend)
         _index_query(
             q, weights, cos_sin, positions, *options, smallest_amax, scale_rounding, values, None, folded, backend
         )
@@ -110,8 +109,8 @@ def index_query_mxfp4(
     values = torch.empty(num_tokens, heads, head_dim // 2, dtype=torch.uint8, device=q.device)
     scales = torch.empty(num_tokens, heads, head_dim // 32, dtype=torch.uint8, device=q.device)
     folded = torch.empty(num_tokens, heads, dtype=torch.float32, device=q.device)
+    backend = _select(q, backend)
     if num_tokens:
-        backend = _select(q, backend)
         _index_query(q, weights, cos_sin, positions, *options, 1.0, "power_of_two", values, scales, folded, backend)
     return values, scales, folded
 
@@ -128,8 +127,7 @@ def _check(
     head_scale: float | None,
 ) -> tuple[bool, bool, bool, float]:
     """The flags, and the one number that all weights are multiplied by."""
-    tokens = 0 if isinstance(q, torch.Tensor) and q.dim() == 3 and q.shape[0] == 0 else "T"
-    checks.tensor("q", q, (tokens, "H", "head_dim"), checks.FLOAT_DTYPES)
+    checks.tensor("q", q, ("T", "H", "head_dim"), checks.FLOAT_DTYPES, may_be_empty=1)
     num_tokens, heads, head_dim = q.shape
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"q must have a head dim of 32, 64 or 128, got {head_dim}")

@@ -10,6 +10,7 @@ import torch
 from flashlatte.kv_cache.index_formats import as_index_cache
 from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.index_logits import index_logits, paged_index_logits
+from flashlatte.ops.index_logits.api import QUERY_DTYPES
 from flashlatte.ops.topk import topk
 from flashlatte.runtime import checks
 
@@ -58,10 +59,9 @@ def index_select(
         if value.shape[0] != rows:
             raise ValueError(f"{name} must have q's {rows} rows, got {value.shape[0]}")
     indices = _indices(indices, rows, num_selected, q)
-    if num_keys == 0:
-        return indices.fill_(-1)
-    at_a_time = max(1, workspace_bytes // (LOGIT_BYTES * num_keys))
-    for begin in range(0, rows, at_a_time):
+    at_a_time = max(1, workspace_bytes // (LOGIT_BYTES * max(num_keys, 1)))
+    # Without rows once, too: the operations check what they are given.
+    for begin in range(0, max(rows, 1), at_a_time):
         part = slice(begin, begin + at_a_time)
         logits = index_logits(
             q[part],
@@ -116,11 +116,13 @@ def paged_index_select(
     """
     workspace_bytes = checks.positive_int("workspace_bytes", workspace_bytes)
     checks.flag("slots", slots)
-    batch = 0 if isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[0] == 0 else "b"
-    checks.tensor("q", q, (batch, "next_n", "H", "head_dim"), (torch.float8_e4m3fn, torch.bfloat16, torch.float32))
+    checks.tensor("q", q, ("b", "next_n", "H", "head_dim"), QUERY_DTYPES, may_be_empty=1)
     requests, next_n = q.shape[:2]
     cache, _ = as_index_cache(cache, q.shape[3])
-    checks.tensor("block_table", block_table, (requests, "max_pages"), checks.INDEX_DTYPES, q.device)
+    may_be_empty = 0 if requests else 2
+    checks.tensor(
+        "block_table", block_table, (requests, "max_pages"), checks.INDEX_DTYPES, q.device, may_be_empty=may_be_empty
+    )
     checks.tensor("weights", weights, (requests * next_n, q.shape[2]), (torch.float32,), q.device)
     per_token = isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dim() == 2
     shape = (requests, next_n) if per_token else (requests,)
@@ -129,7 +131,7 @@ def paged_index_select(
     width = block_table.shape[1] * page_size
     indices = _indices(indices, requests * next_n, num_selected, q)
     at_a_time = max(1, workspace_bytes // (LOGIT_BYTES * next_n * max(width, 1)))
-    for begin in range(0, requests, at_a_time):
+    for begin in range(0, max(requests, 1), at_a_time):
         part = slice(begin, begin + at_a_time)
         rows = slice(begin * next_n, (begin + at_a_time) * next_n)
         lengths = cache_seqlens[part]

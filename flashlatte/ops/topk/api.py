@@ -110,7 +110,7 @@ def topk(
     the result does not depend on the batch or on the implementation. A row with at most k entries gives all of them.
 
     Args:
-        logits: [rows, width], float32 or bf16, last stride 1.
+        logits: [rows, width], float32 or bf16, last stride 1. Either may be 0.
         k: 1 to 4096.
         start: int32 or int64 [rows], the column where each row begins; 0 if None, and where it is below. Indices are
             relative to it.
@@ -155,8 +155,7 @@ def _unsorted(
     backend: str | None,
 ) -> tuple[torch.Tensor, ...]:
     """The indices, and the values if they are given or asked for."""
-    rows = 0 if isinstance(logits, torch.Tensor) and logits.dim() == 2 and logits.shape[0] == 0 else "rows"
-    checks.tensor("logits", logits, (rows, "width"), LOGIT_DTYPES)
+    checks.tensor("logits", logits, ("rows", "width"), LOGIT_DTYPES, may_be_empty=2)
     rows, width = logits.shape
     device = logits.device
     k, next_n = checks.positive_int("k", k), checks.positive_int("next_n", next_n)
@@ -178,10 +177,13 @@ def _unsorted(
         checks.output("values", values, (rows, k), (torch.float32,), device)
     elif with_values:
         values = torch.empty(rows, k, dtype=torch.float32, device=device)
-    if rows:
-        call = dispatch.Call(OPERATION, device, logits.dtype, rows=rows, columns=width, k=k)
-        backend = dispatch.select(call, backend)
+    backend = dispatch.select(dispatch.Call(OPERATION, device, logits.dtype, rows=rows, columns=width, k=k), backend)
+    if rows and width:
         _topk(logits, start, end, next_n, indices, values, backend)
+    elif rows:
+        indices.fill_(-1)
+        if values is not None:
+            values.fill_(-torch.inf)
     return (indices,) if values is None else (indices, values)
 
 
