@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from support.loops import loops
 from support.uniform_registers import read_before_written
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import create_function_from_signature, mangle_type
 
 # What a program may use of the shared memory of an SM, by compute capability.
@@ -275,12 +278,20 @@ def _read(compiled: Any) -> Compiled:
 
 
 def _disassemble(cubin: bytes) -> str:
+    """The machine code as text. Triton's cache keeps it: nvdisasm takes longer than all else about a cached kernel."""
     tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "nvdisasm")
+    # Without what is not code, and without an analysis of its own that nothing here reads.
+    options = ("-c", "-ndf")
+    key = hashlib.sha256(cubin + " ".join((triton.__version__, *options)).encode()).hexdigest()
+    cache = get_cache_manager(key)
+    if (kept := cache.get_file("kernel.sass")) is not None:
+        return Path(kept).read_text()
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        # Without what is not code, and without an analysis of its own that nothing here reads.
-        return subprocess.run([tool, "-c", "-ndf", file.name], capture_output=True, text=True, check=True).stdout
+        sass = subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout
+    cache.put(sass, "kernel.sass", binary=False)
+    return sass
 
 
 def _registers(cubin: bytes) -> int:

@@ -1,7 +1,8 @@
-"""Triton's interpreter without what it does over and over, a third of its time. Results are its own.
+"""Triton's interpreter without what it does over and over, half of its time. Results are its own.
 
 Before every call, one of a device function within a kernel too, it looks through all of ``triton.language`` for what to
-replace; and for every number that it makes it writes down the table of types anew.
+replace; for every number that it makes it writes down the table of types anew; and every block's shape is unwrapped,
+checked and wrapped again.
 """
 
 from __future__ import annotations
@@ -14,13 +15,23 @@ from triton.runtime import interpreter
 _interpreter: Any = interpreter
 _patch_lang = _interpreter._patch_lang
 _get_np_dtype = _interpreter._get_np_dtype
+_core: Any = tl.core
+_make_block_type = _core.block_type.__init__
+_make_tensor = _core.tensor.__init__
 _modules: dict[Any, list[Any]] = {}
 _dtypes: dict[str, Any] = {}
+
+
+# By shape: what a type has of it, the last as text, and what a tensor has.
+_of_types: dict[tuple[int, ...], tuple[Any, int, str]] = {}
+_of_tensors: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 
 def install() -> None:
     _interpreter._patch_lang = patch_lang
     _interpreter._get_np_dtype = get_np_dtype
+    _core.block_type.__init__ = make_block_type
+    _core.tensor.__init__ = make_tensor
 
 
 def patch_lang(function: Any) -> Any:
@@ -38,3 +49,28 @@ def get_np_dtype(type_: Any) -> Any:
     if name not in _dtypes:
         _dtypes[name] = _get_np_dtype(type_.scalar)
     return _dtypes[name]
+
+
+def make_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    """``block_type.__init__``, whose checks of a shape pass again if they passed."""
+    key = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
+    if key not in _of_types:
+        _make_block_type(self, element_ty, shape)
+        _of_types[key] = self.shape, self.numel, str(self.shape)
+        return
+    self.element_ty = element_ty
+    self.shape, self.numel, text = _of_types[key]
+    self.name = f"<{text}, {element_ty}>"
+
+
+def make_tensor(self: Any, handle: Any, type_: Any) -> None:
+    """``tensor.__init__``, where tensors of a shape share what it is wrapped in."""
+    key = (*type_.shape,) if type_.is_block() else ()
+    if key not in _of_tensors:
+        _make_tensor(self, handle, type_)
+        _of_tensors[key] = self.shape, self.numel
+        return
+    self.handle = handle
+    self.type = type_
+    self.dtype = type_.scalar
+    self.shape, self.numel = _of_tensors[key]

@@ -65,5 +65,6 @@ def test_errors_name_the_argument(change, error, message):
         index_weights(**({"hidden": HIDDEN, "weight": WEIGHT} | change))
 
 
+@pytest.mark.skipif(machine.interpreting(), reason="the reference's")
 def test_opcheck():
     opcheck(api, "index_weights", lambda: index_weights(HIDDEN, WEIGHT))
