@@ -17,7 +17,7 @@ demo: $(READY)
 
 # What a contributor needs.
 test: $(READY)
-	@echo "About 4 minutes of processor time (2.5 on two idle cores): Triton's interpreter first, then all else."
+	@echo "About 3.5 minutes of processor time (2 on two idle cores): Triton's interpreter first, then all else."
 	@TRITON_INTERPRET=1 $(PYTEST) -m "interpreter and not full"
 	@$(PYTEST) -m "not interpreter and not full and not gpu" --ignore=tests/gpu
 

@@ -118,8 +118,8 @@ def empty_index_quantize(**options):
     return (cache[:0],)
 
 
-def empty_index_gather(**options):
-    keys, scales = index_gather(index_cache(), ints(2, 3), ints(3), 0, head_dim=32, **options)
+def empty_index_gather(batch: int = 2, tokens: int = 0, **options):
+    keys, scales = index_gather(index_cache(), ints(batch, 3), ints(batch + 1), tokens, head_dim=32, **options)
     assert scales is None
     return (keys,)
 
@@ -164,6 +164,7 @@ Call = tuple[Callable, tuple[tuple[int, ...], ...]]
 INDEXER: dict[str, Call] = {
     "index_quantize": (empty_index_quantize, ((0, 8, 1, 32),)),
     "index_gather": (empty_index_gather, ((0, 32),)),
+    "index_gather, no requests": (functools.partial(empty_index_gather, 0, 5), ((5, 32),)),
     "index_query": (empty_index_query, ((0, 4, 32), (0, 4), (0, 4, 16), (0, 4, 1), (0, 4))),
     "index_logits": (empty_index_logits, ((0, 9),)),
     "index_logits, no keys": (functools.partial(empty_index_logits, 3, 0), ((3, 0),)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.kv_cache import requests
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
 from flashlatte.kv_cache.index_formats import HEAD_DIMS, IndexFormat, as_index_cache
 from flashlatte.runtime import checks, dispatch, refusals
@@ -86,8 +87,9 @@ def index_gather(
 
     Args:
         cache: as ``index_quantize`` wrote it.
-        block_table: int32 or int64 [b, max_pages], the pages of each request in order.
-        cu_seqlens: int32 or int64 [b + 1]: request i goes to rows cu_seqlens[i] to cu_seqlens[i + 1].
+        block_table: int32 or int64 [b, max_pages], the pages of each request in order. b may be 0.
+        cu_seqlens: int32 or int64 [b + 1]: request i goes to rows cu_seqlens[i] to cu_seqlens[i + 1]. Or [b], without
+            the end: the last request's rows go on to the end of the result.
         total_tokens: rows of the result.
         head_dim: values of a key.
         seq_starts: int32 or int64 [b], the token of each request to begin with; 0 if None.
@@ -107,11 +109,7 @@ def index_gather(
     cache, layout = as_index_cache(cache, head_dim)
     device = cache.device
     rows = checks.positive_int("total_tokens", total_tokens, or_zero=True)
-    checks.tensor("block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, device)
-    requests = block_table.shape[0]
-    checks.tensor("cu_seqlens", cu_seqlens, (requests + 1,), checks.INDEX_DTYPES, device, unit_last_stride=False)
-    if seq_starts is not None:
-        checks.tensor("seq_starts", seq_starts, (requests,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    requests.check(block_table, cu_seqlens, seq_starts, device)
     values_like, scales_like = gathered_like(layout, rows)
     values = _gathered("values", values, values_like, cache)
     if scales_like is not None:
@@ -119,7 +117,7 @@ def index_gather(
     elif scales is not None:
         raise ValueError(f"scales must be None for format {layout.name}, which has none, got a tensor")
     backend = dispatch.select(dispatch.Call(GATHER, device, torch.bfloat16, head_dim=head_dim), backend)
-    if rows:
+    if rows and block_table.shape[0]:
         # PyTorch's checks of operations cannot read float8 numbers.
         stored = values.view(torch.uint8) if values.dtype.itemsize == 1 else values
         _index_gather(cache, block_table, cu_seqlens, seq_starts, stored, scales, head_dim, backend)

@@ -171,6 +171,17 @@ def test_rows_of_no_request_are_left():
     assert scales.tolist() == [0.0] * 4 + [9.0] * 2
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_without_an_end_are_the_last_requests(backend):
+    cache = kv_cache.allocate(index_format("index_bf16", 32), 3, 4)
+    index_quantize(cache, torch.arange(12), keys(12, 32, 0), backend="reference")
+    table = torch.tensor([[2, 0], [1, 0]])
+    arguments = {"total_tokens": 9, "head_dim": 32, "backend": backend}
+    expected, _ = index_gather(cache, table, torch.tensor([0, 3, 9]), **arguments)
+    assert expected.any(dim=1).all()
+    assert index_gather(cache, table, torch.tensor([0, 3]), **arguments)[0].equal(expected)
+
+
 def test_decoded_values_are_the_tables():
     layout = index_format("index_fp8", 32)
     values = torch.arange(32, dtype=torch.uint8).view(1, 32)
