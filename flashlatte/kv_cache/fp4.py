@@ -56,7 +56,7 @@ def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     tiles = x.float().unflatten(-1, (-1, TILE))
     amax = tiles.abs().amax(dim=-1)
-    scales = round_up_to_power_of_two((amax / torch.full_like(amax, E2M1_MAX)).clamp_min(SMALLEST_SCALE))
+    scales = round_up_to_power_of_two(divide(amax, E2M1_MAX).clamp_min(SMALLEST_SCALE))
     scales = torch.where(amax.isfinite(), scales, torch.nan)
     codes = to_e2m1(tiles / scales.unsqueeze(-1)).flatten(-2)
     return pack_pairs(codes), as_bytes(scales.to(torch.float8_e8m0fnu))
@@ -77,7 +77,7 @@ def quantize_nvfp4(x: torch.Tensor, rounds_up: bool) -> tuple[torch.Tensor, torc
     """
     blocks = x.float().unflatten(-1, (-1, NVFP4_BLOCK))
     amax = blocks.abs().amax(dim=-1)
-    wanted = divide(amax.unsqueeze(-1), E2M1_MAX).squeeze(-1).clamp(SMALLEST_E4M3, E4M3_MAX)
+    wanted = divide(amax, E2M1_MAX).clamp(SMALLEST_E4M3, E4M3_MAX)
     scales = as_bytes(to_e4m3(wanted))
     if rounds_up:
         # Bytes of positive e4m3 numbers are in order.

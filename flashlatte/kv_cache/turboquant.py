@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashlatte.kv_cache.fp8 import as_bytes, from_bytes, to_e4m3
+from flashlatte.kv_cache.fp8 import as_bytes, divide, from_bytes, to_e4m3
 from flashlatte.kv_cache.hadamard import hadamard
 from flashlatte.kv_cache.lloyd_max import lloyd_max, midpoints
 from flashlatte.runtime import checks
@@ -115,10 +115,8 @@ class TurboQuantFormat:
     def _encode_value(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         largest = 2**self.value_bits - 1
         minimum = value.amin(dim=-1, keepdim=True)
-        # On a GPU PyTorch multiplies by the reciprocal of a Python number, and numbers of bf16 often lie half way
-        # between two steps: only the exact quotient gives the same codes on every device.
-        extent = value.amax(dim=-1, keepdim=True) - minimum
-        scale = (extent / torch.full_like(extent, largest)).clamp_min(SMALLEST_VALUE_SCALE)
+        # Numbers of bf16 often lie half way between two steps: only the exact quotient gives one code everywhere.
+        scale = divide(value.amax(dim=-1, keepdim=True) - minimum, largest).clamp_min(SMALLEST_VALUE_SCALE)
         codes = ((value - minimum) / scale + 0.5).floor().nan_to_num().clamp(0, largest)
         finite = value.isfinite().all(dim=-1, keepdim=True)
         halves = [_half_bytes(torch.where(finite, x, torch.nan)) for x in (scale, minimum)]
