@@ -170,16 +170,16 @@ def allocate(
 
 
 def as_turboquant_cache(
-    cache: object, cache_format: str | None, head_dim: int, h_kv: int | None = None, name: str = "cache"
+    cache: object, cache_format: str | None, head_dim: int, h_kv: int | None = None
 ) -> TurboQuantFormat:
     """Check a cache [pages, page_size, h_kv, record_bytes]; its format, given or told by the width of a record."""
     shape = ("pages", "page_size", "h_kv" if h_kv is None else h_kv, "record_bytes")
-    width = checks.tensor(name, cache, shape, (torch.uint8,)).shape[3]
+    width = checks.tensor("cache", cache, shape, (torch.uint8,)).shape[3]
     if cache_format is not None:
         layout = turboquant_format(cache_format, head_dim)
         if width != layout.record_bytes:
             raise ValueError(
-                f"{name} of format {cache_format} must be {layout.record_bytes} wide for head dim {head_dim}, "
+                f"cache of format {cache_format} must be {layout.record_bytes} wide for head dim {head_dim}, "
                 f"got {width}"
             )
         return layout
@@ -188,7 +188,7 @@ def as_turboquant_cache(
         if layout.record_bytes == width:
             return layout
     widths = checks.either(f"{layout.record_bytes} ({layout.name})" for layout in formats)
-    raise ValueError(f"{name} must be {widths} wide for head dim {head_dim}, got {width}")
+    raise ValueError(f"cache must be {widths} wide for head dim {head_dim}, got {width}")
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -4,6 +4,8 @@ import functools
 import pytest
 import torch
 
+from flashlatte.layers import decode as decode_module
+
 VOCABULARY = 64
 
 
@@ -76,3 +78,18 @@ def prompts():
         return {"input_ids": ids * mask, "attention_mask": mask}
 
     return make
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Counts of the calls of the decode operations."""
+    counts = {"dense_decode": 0, "sparse_decode": 0}
+    for name in counts:
+        operation = getattr(decode_module, name)
+
+        def counting(*args, _name=name, _operation=operation, **kwargs):
+            counts[_name] += 1
+            return _operation(*args, **kwargs)
+
+        monkeypatch.setattr(decode_module, name, counting)
+    return counts

@@ -1,0 +1,125 @@
+"""``enable`` and ``disable``: what they change and restore, and what is refused."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from support.transformers_pairs import assert_same_tokens, generate, pair
+
+from flashlatte.integrations.transformers import disable, enable
+
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache, StaticCache
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+
+def test_disable_restores_the_model(make_model, prompts):
+    model = make_model()
+    expected = generate(model, prompts((3, 0)), do_sample=False)
+    before = dict(vars(model.model)), [dict(vars(layer.self_attn)) for layer in model.model.layers]
+    assert disable(enable(model)) is model
+    assert (dict(vars(model.model)), [dict(vars(layer.self_attn)) for layer in model.model.layers]) == before
+    assert all(type(layer.self_attn) is DeepseekV3Attention for layer in model.model.layers)
+    assert not model.model._forward_pre_hooks
+    assert not model.model._forward_hooks
+    assert torch.equal(generate(model, prompts((3, 0)), do_sample=False), expected)
+    assert disable(model) is model
+    assert type(generate(model, prompts((0,)), return_dict_in_generate=True).past_key_values) is DynamicCache
+
+
+def test_enable_again_changes_the_settings(make_model, prompts, calls):
+    model = enable(make_model(), "v32")
+    enable(model, page_size=16)
+    generate(model, prompts((0,)), max_new_tokens=3)
+    assert calls == {"dense_decode": 4, "sparse_decode": 0}
+    disable(model)
+    generate(model, prompts((0,)), max_new_tokens=3)
+    assert calls == {"dense_decode": 4, "sparse_decode": 0}
+
+
+def test_a_copy_of_an_enabled_model_is_independent(make_model, prompts, calls):
+    stock, enabled = pair(make_model())
+    copied = disable(copy.deepcopy(enabled))
+    assert_same_tokens(stock, copied, prompts((0,)), do_sample=False)
+    assert calls["dense_decode"] == 0
+    assert_same_tokens(stock, enabled, prompts((0,)), do_sample=False)
+    assert calls["dense_decode"] > 0
+
+
+def test_saving_an_enabled_model(make_model, prompts, tmp_path):
+    stock, enabled = pair(make_model())
+    enabled.save_pretrained(tmp_path)
+    loaded = type(stock).from_pretrained(tmp_path)
+    assert_same_tokens(stock, enable(loaded), prompts((0, 2)), do_sample=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_format": "int4"}, "cache_format must be one of .*got 'int4'"),
+        (
+            {"cache_format": "model1"},
+            "stores kv_lora_rank 448 .* the model has 512 and 64: accepted for it are bf16 and fp16 and fp32 and fp8 "
+            "and v32 and nvfp4_ds_mla$",
+        ),
+        ({"page_size": 0}, "page_size must be at least 1"),
+        ({"backend": "cuda"}, "backend must be one of .*got 'cuda'"),
+        ({"backend": "hopper"}, "backend='hopper' cannot serve this call of dense_decode: it (needs|takes)"),
+        ({"backend": "hopper", "cache_format": "v32"}, "backend='hopper' cannot serve this call of sparse_decode: it"),
+        ({"k_scale": 2.0}, "k_scale belongs to cache_format 'fp8'"),
+        ({"cache_format": "fp8", "k_scale": 0.0}, "k_scale must be a finite number above 0, got 0.0"),
+    ],
+)
+def test_refused_settings_leave_the_model_alone(make_model, options, message):
+    model = make_model()
+    with pytest.raises(ValueError, match=message):
+        enable(model, **options)
+    assert all(type(layer.self_attn) is DeepseekV3Attention for layer in model.model.layers)
+
+
+def test_refused_models(make_model):
+    with pytest.raises(TypeError, match=r"model must be a transformers model of one of the families .*, got Linear"):
+        enable(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"model must be bfloat16, float16 or float32, got torch.float64"):
+        enable(make_model().double())
+    model = make_model()
+    model.model.layers[1].self_attn.kv_b_proj = torch.nn.Sequential(model.model.layers[1].self_attn.kv_b_proj)
+    with pytest.raises(TypeError, match=r"kv_b_proj of layer 1 must be a plain torch.nn.Linear, .* got Sequential"):
+        enable(model)
+
+
+def test_an_adapter_added_later_is_refused(make_model, prompts):
+    model = enable(make_model())
+    model.model.layers[1].self_attn.kv_b_proj = torch.nn.Sequential(model.model.layers[1].self_attn.kv_b_proj)
+    with pytest.raises(TypeError, match="kv_b_proj of layer 1"):
+        generate(model, prompts((0,)))
+
+
+@pytest.mark.parametrize("implementation", ["static", "offloaded"])
+def test_other_cache_implementations_are_refused(make_model, prompts, implementation):
+    with pytest.raises(ValueError, match="past_key_values must be a DynamicCache"):
+        generate(enable(make_model()), prompts((0,)), cache_implementation=implementation)
+
+
+def test_other_caches_are_refused(make_model, prompts):
+    model = enable(make_model())
+    cache = StaticCache(config=model.config, max_cache_len=200)
+    with pytest.raises(ValueError, match="got StaticCache: leave cache_implementation unset, or disable"):
+        generate(model, prompts((0,)), past_key_values=cache)
+
+
+def test_the_cache_of_another_model_is_refused(make_model, prompts):
+    first = enable(make_model(kv_lora_rank=32, qk_rope_head_dim=16))
+    second = enable(make_model(kv_lora_rank=40, qk_rope_head_dim=8))
+    with torch.no_grad():
+        cache = first(**prompts((0,))).past_key_values
+        with pytest.raises(ValueError, match=r"holds rows of kv_lora_rank 32 .* filled by another model"):
+            second(prompts((0,))["input_ids"][:, :1], past_key_values=cache)
+
+
+def test_without_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"needs transformers 5.17 or later: pip install"):
+        enable(torch.nn.Linear(2, 2))
