@@ -68,13 +68,13 @@ def _random_model(name: str) -> Any:
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for parameter, weight in model.named_parameters():
             if weight.dim() < 2:
-                if name.endswith(("self_attn.kv_norm.weight", "compressor.kv_norm.weight")):
+                if parameter.endswith(("self_attn.kv_norm.weight", "compressor.kv_norm.weight")):
                     weight.fill_(KEY_GAIN)
                 continue
-            gain = next((gain for part, gain in GAINS.items() if part in name), 1.0)
-            fan_in = 1 if "embed_tokens" in name else weight.shape[-1]
+            gain = next((gain for part, gain in GAINS.items() if part in parameter), 1.0)
+            fan_in = 1 if "embed_tokens" in parameter else weight.shape[-1]
             weight.normal_(0.0, gain / math.sqrt(fan_in), generator=generator)
     return model
 

@@ -18,9 +18,11 @@ from flashlatte.layers import MLAMetadata
 
 @dataclass(frozen=True)
 class Run:
-    """Attributes:
-    tokens: int64 [n], what was written, on the CPU.
-    tokens_per_second: n over the time of the whole call, prefill included.
+    """What was written, and how fast.
+
+    Attributes:
+        tokens: int64 [n], on the CPU.
+        tokens_per_second: n over the time of the whole call, prefill included.
     """
 
     tokens: torch.Tensor

@@ -147,30 +147,26 @@ class MLAMetadataBuilder:
         spans = [range(length - count, length) for count, length in zip(query_lens, lengths, strict=True)]
         # On the host, whatever PyTorch's default device is: a tensor of a list on a GPU waits for it.
         positions = torch.tensor(list(itertools.chain.from_iterable(spans)), dtype=torch.int64, device="cpu")
-        self._buffers.builds += 1
         table = block_table[:, : self.max_pages] if requests else self._table[:0]
-        given = slot_mapping
+        selects = self._selects_in_prefill(query_lens, lengths, decoding)
         if slot_mapping is None:
             slot_mapping = self._slots_of(positions, query_lens, table)
         else:
             reached = max(reached, self._check_slots(slot_mapping, tokens))
+            if selects and slot_mapping.device.type == "cpu" and (slot_mapping[starts[decoding] :] < 0).any():
+                raise ValueError(
+                    "slot_mapping must store every token of a prefill that an indexer selects from, got -1"
+                )
         # A request without new tokens attends to nothing.
         seen = [length if count else 0 for count, length in zip(query_lens, lengths, strict=True)]
         total = tokens + pads * queries
+        self._buffers.builds += 1
         self._put(self._table[:requests, : table.shape[1]], table)
         self._put(self._positions[:total], nn.functional.pad(positions, (0, total - tokens)))
         self._put(self._slots[:total], nn.functional.pad(slot_mapping, (0, total - tokens), value=-1))
         self._put(self._seq_lens[: requests + pads], seen + [0] * pads)
         decode_lens = query_lens[:decoding] + pads * [queries]
-        selection = self._selection(query_lens, lengths, decoding, total)
-        sparse_prefill = selection is not None and selection.chunks is not None
-        if (
-            sparse_prefill
-            and given is not None
-            and given.device.type == "cpu"
-            and (given[starts[decoding] :] < 0).any()
-        ):
-            raise ValueError("slot_mapping must store every token of a prefill that an indexer selects from, got -1")
+        selection = self._selection(query_lens, lengths, decoding, total, selects)
         return MLAMetadata(
             num_tokens=total,
             num_decode_tokens=starts[decoding] + total - tokens,
@@ -180,7 +176,7 @@ class MLAMetadataBuilder:
             positions=self._positions[:total],
             slot_mapping=self._slots[:total],
             decode=self._decode_part(decode_lens) if any(decode_lens) else None,
-            prefill=self._prefill_part(query_lens, lengths, decoding, sparse_prefill) if decoding < requests else None,
+            prefill=self._prefill_part(query_lens, lengths, decoding, selects) if decoding < requests else None,
             selection=selection,
             buffers=self._buffers,
             build=self._buffers.builds,
@@ -201,16 +197,23 @@ class MLAMetadataBuilder:
         if buffer.numel():
             buffer.copy_(to_device(values, buffer.device, buffer.dtype))
 
-    def _selection(self, query_lens: list[int], lengths: list[int], decoding: int, total: int) -> Selection | None:
+    def _selects_in_prefill(self, query_lens: list[int], lengths: list[int], decoding: int) -> bool:
+        """Whether a prefill request has more tokens than an indexer selects."""
+        if self.topk is None or self._selected is None:
+            return False
+        asked = zip(query_lens[decoding:], lengths[decoding:], strict=True)
+        return max((length for count, length in asked if count), default=0) > self.topk
+
+    def _selection(
+        self, query_lens: list[int], lengths: list[int], decoding: int, total: int, in_prefill: bool
+    ) -> Selection | None:
         if self.topk is None:
             return None
-        asked, lengths = query_lens[decoding:], lengths[decoding:]
-        longest = max((length for count, length in zip(asked, lengths, strict=True) if count), default=0)
         chunks = None
-        if self._selected is not None and longest > self.topk:
-            first = sum(query_lens[:decoding])
+        if in_prefill:
+            first, lengths = sum(query_lens[:decoding]), lengths[decoding:]
             chunks = plan_selection(
-                asked,
+                query_lens[decoding:],
                 lengths,
                 self._positions[first:total],
                 self._table[decoding : decoding + len(lengths)],

@@ -149,6 +149,20 @@ def test_metadata_that_contradicts_itself_is_named(changes, message):
         make_builder().build(**GOOD | changes)
 
 
+@pytest.mark.parametrize("slots", [[0, 1, 40, 2], [0, 1, -1, 2]], ids=["beyond the cache", "not stored"])
+def test_a_step_that_is_refused_leaves_the_one_before(slots):
+    builder = make_builder(topk=4)
+    metadata = builder.build(**GOOD)
+    held = (metadata.positions, metadata.slot_mapping, metadata.decode.seq_lens)
+    before = [x.clone() for x in held]
+    with pytest.raises(
+        ValueError, match=r"^slot_mapping must (hold slots of the cache|store every token of a prefill)"
+    ):
+        builder.build(**GOOD | {"seq_lens": [4, 6], "slot_mapping": torch.tensor(slots)})
+    assert not metadata.is_overwritten
+    assert all(map(torch.equal, held, before))
+
+
 def test_too_many_tokens():
     with pytest.raises(ValueError, match="query_start_loc must end at most at max_tokens 10, got 11"):
         MLAMetadataBuilder(4, 4, 10, 12, "cpu").build([0, 11], [11], TABLE[:1])
