@@ -1,4 +1,4 @@
-"""Rotary embedding of rows' last numbers, neighbours in pairs, in plain PyTorch; and the check of its table."""
+"""Rotary embedding in plain PyTorch, which the reference implementations share; and the check of its table."""
 
 from __future__ import annotations
 
@@ -7,21 +7,30 @@ import torch
 from flashlatte.runtime import checks
 
 
+def rotate(x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """float32 x [T, ..., rope_dim] with each pair (a, b) as (a cos - b sin, b cos + a sin).
+
+    Args:
+        cos_sin: [n, rope_dim], cosines and then sines of each frequency.
+        positions: int [T], the table's row of each token; one outside it takes the nearest.
+        interleaved: whether a frequency turns numbers 2i and 2i + 1; else i and i + rope_dim / 2.
+    """
+    row = cos_sin[positions.long().clamp(0, cos_sin.shape[0] - 1)].float()
+    cosine, sine = row.view(row.shape[0], *[1] * (x.dim() - 2), row.shape[1]).chunk(2, dim=-1)
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    turned = a * cosine - b * sine, b * cosine + a * sine
+    return torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+
+
 def rotate_tail(
     x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, *, inverse: bool = False
 ) -> torch.Tensor:
-    """float32 x [T, ..., d] with each pair (a, b) of its last rope_dim numbers as (a cos - b sin, b cos + a sin).
-
-    ``cos_sin`` [n, rope_dim] has cosines, then sines; a position outside it takes the nearest row. ``inverse`` turns
-    back.
-    """
-    row = cos_sin[positions.long().clamp(0, cos_sin.shape[0] - 1)]
-    cosine, sine = row.view(row.shape[0], *[1] * (x.dim() - 2), row.shape[1]).chunk(2, dim=-1)
+    """``rotate`` of the last rope_dim numbers of float32 x [T, ..., d], neighbours in pairs; ``inverse`` turns back."""
     if inverse:
-        sine = -sine
+        cosines, sines = cos_sin.chunk(2, dim=-1)
+        cos_sin = torch.cat((cosines, -sines), dim=-1)
     rest, tail = x.split((x.shape[-1] - cos_sin.shape[1], cos_sin.shape[1]), dim=-1)
-    a, b = tail[..., 0::2], tail[..., 1::2]
-    return torch.cat((rest, torch.stack((a * cosine - b * sine, b * cosine + a * sine), dim=-1).flatten(-2)), dim=-1)
+    return torch.cat((rest, rotate(tail, cos_sin, positions, interleaved=True)), dim=-1)
 
 
 def check_table(cos_sin: torch.Tensor, head_dim: int, device: torch.device) -> None:

@@ -29,11 +29,9 @@ def index_convert(
     request = (row // next_n if request_ids is None else request_ids.long()).unsqueeze(1)
     requests, max_pages = block_table.shape
 
-    shard = sharding.interleave * sharding.size
-    owned = position // sharding.interleave % sharding.size == sharding.rank
-    local = position // shard * sharding.interleave + position % sharding.interleave
+    local = sharding.local_positions(position)  # -1 for what another rank has
     column = local // page_size
-    valid = (position >= 0) & owned & (column < max_pages) & (request >= 0) & (request < requests)
+    valid = (local >= 0) & (column < max_pages) & (request >= 0) & (request < requests)
     page = block_table[request.clamp(0, requests - 1), column.clamp(0, max_pages - 1)].long()
     slot = page * page_size + local % page_size
     # A garbage page in the table must not wrap into a slot that exists.

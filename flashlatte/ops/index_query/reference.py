@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.kernels.rope import rotate
 from flashlatte.kv_cache.fp4 import quantize_mxfp4
 from flashlatte.kv_cache.hadamard import signs
 from flashlatte.kv_cache.index_formats import quantize_rows
@@ -29,7 +30,7 @@ def index_query(
     if cos_sin is not None and positions is not None:
         rope_dim = cos_sin.shape[1]
         at = 0 if rope_first else head_dim - rope_dim
-        x[..., at : at + rope_dim] = _rotated(x[..., at : at + rope_dim], cos_sin, positions, interleaved)
+        x[..., at : at + rope_dim] = rotate(x[..., at : at + rope_dim], cos_sin, positions, interleaved)
     if hadamard:
         # Models round what they rotated to their dtype before they transform it.
         x = x.to(q.dtype).float() @ signs(head_dim, q.device) * head_dim**-0.5
@@ -42,14 +43,3 @@ def index_query(
     codes, factors = quantize_rows(x, scale_rounding, smallest_amax)
     values.copy_(codes.view(torch.uint8))
     folded.copy_(weights.float() * factors * weight_scale)
-
-
-def _rotated(x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Each pair (a, b) of x [T, H, rope_dim] as (a cos - b sin, b cos + a sin)."""
-    row = cos_sin[positions.long().clamp(0, cos_sin.shape[0] - 1)].unsqueeze(1)
-    cosine, sine = row.chunk(2, dim=-1)
-    if interleaved:
-        a, b = x[..., 0::2], x[..., 1::2]
-        return torch.stack((a * cosine - b * sine, b * cosine + a * sine), dim=-1).flatten(-2)
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cosine - b * sine, b * cosine + a * sine), dim=-1)

@@ -60,12 +60,13 @@ def latent_rows(
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
-    tokens = kv_a.shape[0]
-    rope_dim, latent_dim = rotary.table.shape[1], kv_a.shape[1] - rotary.table.shape[1]
-    checks.tensor("kv_a", kv_a, ("T", latent_dim + rope_dim), checks.FLOAT_DTYPES, may_be_empty=1)
-    device, dtype = kv_a.device, kv_a.dtype
-    checks.tensor("weight", weight, (latent_dim,), (dtype,), device)
+    checks.tensor("kv_a", kv_a, ("T", "latent + rope"), checks.FLOAT_DTYPES, may_be_empty=1)
+    device, dtype, tokens = kv_a.device, kv_a.dtype, kv_a.shape[0]
     _check_rotary(rotary, tokens, device)
+    rope_dim = rotary.table.shape[1]
+    latent_dim = kv_a.shape[1] - rope_dim
+    checks.tensor("weight", weight, (latent_dim,), (dtype,), device)
+    eps, q_eps = checks.epsilon("eps", eps), checks.epsilon("q_eps", q_eps)
     if (q_a is None) != (q_weight is None):
         raise ValueError("q_a and q_weight belong together, got one of them")
     if q_a is not None and q_weight is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.kernels.rope import rotate
 from flashlatte.kv_cache.slots import stored_tokens
-from flashlatte.ops.norm_rope.rotary import Rotary
 
 
 def latent_rows(
@@ -25,7 +25,7 @@ def latent_rows(
 ) -> None:
     latent_dim = weight.shape[0]
     rows[:, :latent_dim] = _normalised(kv_a[:, :latent_dim], weight, eps)
-    rows[:, latent_dim:] = _rotated(kv_a[:, latent_dim:], Rotary(table, positions, interleaved))
+    rows[:, latent_dim:] = rotate(kv_a[:, latent_dim:].float(), table, positions, interleaved)
     if q_a is not None and q_weight is not None and q_out is not None:
         q_out.copy_(_normalised(q_a, q_weight, q_eps))
     if cache is not None and slot_mapping is not None:
@@ -36,21 +36,10 @@ def latent_rows(
 def rotate_heads(
     x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, interleaved: bool, out: torch.Tensor
 ) -> None:
-    out.copy_(_rotated(x, Rotary(table, positions, interleaved)))
+    out.copy_(rotate(x.float(), table, positions, interleaved))
 
 
 def _normalised(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / √(mean x² + eps) · weight (RMSNorm, arXiv:1910.07467), float32."""
     x = x.float()
     return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight.float()
-
-
-def _rotated(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """Each pair (a, b) of x [T, ..., rope] as (a cos - b sin, b cos + a sin), float32."""
-    cosine, sine = (part.view(part.shape[0], *[1] * (x.dim() - 2), -1) for part in rotary.rows())
-    x = x.float()
-    if rotary.interleaved:
-        a, b = x[..., 0::2], x[..., 1::2]
-        return torch.stack((a * cosine - b * sine, b * cosine + a * sine), dim=-1).flatten(-2)
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cosine - b * sine, b * cosine + a * sine), dim=-1)

@@ -15,21 +15,12 @@ class Rotary:
         table: float32 [n, rope_dim], cosines and then sines of each frequency.
         positions: int32 or int64 [tokens], the table's row of each token. A position outside it takes the nearest.
         interleaved: whether a frequency turns dims 2i and 2i + 1; else i and i + rope_dim / 2.
-        halves: whether the turned pairs are put at i and i + rope_dim / 2 whatever ``interleaved`` says, as
-            transformers' DeepseekV3 does. Queries and keys need only agree.
     """
 
     table: torch.Tensor
     positions: torch.Tensor
     interleaved: bool
-    halves: bool = False
-
-    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of each token: float32 [tokens, rope_dim / 2] each."""
-        row = self.table[self.positions.long().clamp(0, self.table.shape[0] - 1)]
-        cosine, sine = row.chunk(2, dim=-1)
-        return cosine, sine
 
     def part(self, start: int, stop: int | None = None) -> Rotary:
         """The rotation of tokens ``start`` to ``stop``."""
-        return Rotary(self.table, self.positions[start:stop], self.interleaved, self.halves)
+        return Rotary(self.table, self.positions[start:stop], self.interleaved)
