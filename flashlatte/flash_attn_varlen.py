@@ -30,7 +30,8 @@ def flash_attn_varlen_func(
     ``deterministic``.
 
     Args:
-        q: [T_q, h, d_qk]. k: [T_k, h_k, d_qk]. v: [T_k, h_k, d_v]. h is a multiple of h_k.
+        q: [T_q, h, d_qk], bf16 or fp16 (float32 and float64 on the reference).
+        k, v: [T_k, h_k, d_qk] and [T_k, h_k, d_v] in q's dtype. h is a multiple of h_k.
         cu_seqlens_qo, cu_seqlens_kv: int32 or int64 [b + 1], where requests begin and the last one ends.
         max_seqlen_qo, max_seqlen_kv: of the longest request; never change results.
         dropout_p: 0, as there is no dropout.
@@ -41,8 +42,12 @@ def flash_attn_varlen_func(
         backend: "hopper", "portable" or "reference"; None chooses.
 
     Returns:
-        out [T_q, h, d_v]; lse, natural logarithm, float32 [T_q, h] with strides (1, T_q). A row that sees no key: out
-        0, lse -inf.
+        out [T_q, h, d_v] in q's dtype; lse, natural logarithm, float32 [T_q, h] with strides (1, T_q). A row that sees
+        no key: out 0, lse -inf.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other; a
+            backend that cannot serve the call.
     """
     if checks.number("dropout_p", dropout_p) != 0:
         raise ValueError(f"dropout_p must be 0, as there is no dropout, got {dropout_p}")
@@ -83,7 +88,10 @@ def flash_attn_varlen_qkvpacked_func(
     *,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``flash_attn_varlen_func`` on q, k and v packed along the last axis: [T, h, 2 · head_dim_qk + d_v]."""
+    """``flash_attn_varlen_func`` of q, k and v packed along the last axis: [T, h, 2 · head_dim_qk + d_v].
+
+    ``cu_seqlens`` and ``max_seqlen`` are of queries and keys; all else is as there.
+    """
     _check_packed("qkv", qkv, 2 * checks.positive_int("head_dim_qk", head_dim_qk), "2 · head_dim_qk")
     q, k, v = qkv.split((head_dim_qk, head_dim_qk, qkv.shape[-1] - 2 * head_dim_qk), dim=-1)
     names = {"cu_seqlens_qo": "cu_seqlens", "cu_seqlens_kv": "cu_seqlens", "q": "qkv", "k": "qkv", "v": "qkv"}
@@ -121,7 +129,10 @@ def flash_attn_varlen_kvpacked_func(
     *,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``flash_attn_varlen_func`` on k and v packed along the last axis: [T_k, h_k, head_dim_qk + d_v]."""
+    """``flash_attn_varlen_func`` of k and v packed along the last axis: [T_k, h_k, head_dim_qk + d_v].
+
+    All else is as there.
+    """
     _check_packed("kv", kv, checks.positive_int("head_dim_qk", head_dim_qk), "head_dim_qk")
     k, v = kv.split((head_dim_qk, kv.shape[-1] - head_dim_qk), dim=-1)
     with checks.naming(k="kv", v="kv"):

@@ -215,17 +215,23 @@ def flash_mla_sparse_fwd(
     """Sparse prefill: each query token attends to the tokens of a contiguous latent that it selected.
 
     Args:
-        q: [s_q, h_q, d], d 576 or 512. kv: [s_kv, 1, d]. indices: [s_q, 1, topk]; values outside 0 to s_kv - 1
-            select nothing.
+        q: [s_q, h_q, d], bf16 or fp16 (float32 on the reference), d 576 or 512.
+        kv: [s_kv, 1, d] in q's dtype.
+        indices: int32 or int64 [s_q, 1, topk]; values outside 0 to s_kv - 1 select nothing.
         sm_scale: softmax scale, above 0.
-        d_v: width of a value.
-        attn_sink: float32 [h_q]. topk_length: int32 or int64 [s_q].
+        d_v: width of a value, the first numbers of a row of ``kv``.
+        attn_sink: float32 [h_q]; out is scaled by e^lse / (e^lse + e^sink), lse is not.
+        topk_length: int32 or int64 [s_q], how many indices count.
         out: [s_q, h_q, d_v] in q's dtype to write into.
         backend: "hopper", "portable" or "reference"; None chooses.
 
     Returns:
-        out [s_q, h_q, d_v]; max_logits and lse, natural logarithm, float32 [s_q, h_q]. A row that selects nothing: out
-        0, max_logits -inf, lse +inf.
+        out [s_q, h_q, d_v] in q's dtype; max_logits and lse, natural logarithm, float32 [s_q, h_q]. A row that selects
+        nothing: out 0, max_logits -inf, lse +inf.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
+            other.
     """
     with checks.naming(softmax_scale="sm_scale"):
         return sparse_prefill(

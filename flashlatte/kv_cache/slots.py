@@ -17,9 +17,20 @@ def read(
     scale: float | torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """The rows at ``slots`` (int32 or int64, any shape): [*slots.shape, head_dim] in ``dtype``.
+    """The rows at ``slots``, dequantised: what is in a cache, to look at.
 
-    A slot is page · page_size + offset. A slot below 0 or beyond the cache reads as zeros.
+    Args:
+        cache: [pages, page_size, 1, width] (or without the 1).
+        slots: int32 or int64, any shape: page · page_size + offset. One below 0 or beyond the cache reads as zeros.
+        cache_format: inferred from the cache if None.
+        scale: the one scale of format ``fp8`` (default 1); an error for the others.
+        dtype: of the rows: bf16, fp16 or float32.
+
+    Returns:
+        [*slots.shape, head_dim] in ``dtype``.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
     cache, layout = as_cache(cache, cache_format)
     if not isinstance(slots, torch.Tensor):
