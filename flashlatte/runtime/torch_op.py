@@ -76,18 +76,24 @@ def _define(
 ) -> Callable[..., Any]:
     _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=mutates))
     # Compiled programs come by here, and not by the operation's public function, which may repeat launches itself.
-    run = repeats_launches(watched(_without_autocast(function)))
+    run = repeats_launches(watched(_by_itself(function)))
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, whose inner precision is its own: autocast would take the reference's float32 from it."""
+def _by_itself(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, whatever mode its caller is in.
+
+    Autocast would take the reference's float32 from it. And its gradient is the operation's, if that has one: recorded
+    within, one would flow through the reference and through no kernel.
+    """
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
+            if torch.is_grad_enabled():
+                stack.enter_context(torch.no_grad())
             for device_type in _AUTOCAST:
                 if torch.is_autocast_enabled(device_type):
                     stack.enter_context(torch.autocast(device_type, enabled=False))

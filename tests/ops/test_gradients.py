@@ -9,7 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from flashlatte import dense_decode, dense_prefill, merge_states, paged_attention, sparse_decode, sparse_prefill
+from flashlatte import (
+    dense_decode,
+    dense_prefill,
+    index_logits,
+    index_quantize,
+    index_query,
+    kv_cache,
+    merge_states,
+    paged_attention,
+    paged_index_logits,
+    sparse_decode,
+    sparse_prefill,
+    topk,
+)
+from flashlatte.kv_cache.index_formats import index_format
 from flashlatte.ops.norm_rope import latent_rows
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime import gradients
@@ -39,12 +53,47 @@ def rows(q: torch.Tensor) -> Any:
     return latent_rows(q[0, 0], torch.ones(4), rotary, 1e-6)
 
 
+def logits_of_keys(q: torch.Tensor) -> Any:
+    return index_logits(q[0].repeat(1, 1, 4), torch.ones(4, 32), torch.ones(1, 1), ZERO[0], ZERO[0] + 4)
+
+
+def logits_of_pages(q: torch.Tensor) -> Any:
+    cache = kv_cache.allocate(index_format("index_fp32", 32), 1, 4)
+    return paged_index_logits(q.repeat(1, 1, 1, 4), cache, torch.ones(1, 1), ZERO[0] + 3, ZERO)
+
+
+def queries(q: torch.Tensor) -> Any:
+    return index_query(q[0].repeat(1, 1, 4), q[0, :, :, 0])
+
+
+def keys(q: torch.Tensor) -> Any:
+    cache = kv_cache.allocate(index_format("index_fp32", 32), 1, 4)
+    index_quantize(cache, ZERO[0], q[0, 0].repeat(1, 4))
+    return cache
+
+
+def write(q: torch.Tensor) -> Any:
+    cache = kv_cache.allocate("fp32", 1, 4, head_dim=8)
+    kv_cache.write(cache, ZERO[0], q[0, 0])
+    return cache
+
+
+def largest(q: torch.Tensor) -> Any:
+    return topk(q[0, 0], 2, return_values=True)
+
+
 CALLS = {
     "dense_decode": decode,
     "paged_attention": attend_pages,
     "sparse_decode": decode_selected,
     "sparse_prefill": prefill_selected,
     "latent_rows": rows,
+    "index_logits": logits_of_keys,
+    "paged_index_logits": logits_of_pages,
+    "index_query": queries,
+    "index_quantize": keys,
+    "cache_write": write,
+    "topk": largest,
 }
 
 
@@ -67,6 +116,14 @@ def test_warns_once_and_points_to_the_call(operation):
     assert str(warning.message).startswith(f"{operation} has no backward: no gradient flows to its inputs")
     assert warning.filename == __file__
     assert not told(CALLS[operation], q)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no backward")
+@pytest.mark.parametrize("operation", CALLS)
+def test_none_flows_through_the_reference_either(operation):
+    results = CALLS[operation](torch.ones(1, 1, 1, 8, requires_grad=True))
+    for result in results if isinstance(results, tuple) else (results,):
+        assert result is None or not result.requires_grad
 
 
 @pytest.mark.parametrize("operation", CALLS)

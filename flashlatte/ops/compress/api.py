@@ -9,7 +9,7 @@ from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format
 from flashlatte.kv_cache.rows import as_row_cache, refuses_rows
 from flashlatte.ops.compress.problem import Problem
-from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -102,6 +102,7 @@ def compress(
         raise ValueError(f"cache must be on {device} like the other arguments, got {cache.device}")
     _check_state(state_cache, state_table, ape, width // head_dim, device)
     eps = checks.epsilon("eps", eps)
+    gradients.warn_if_dropped(OPERATION, kv, score, ape, weight)
     call = dispatch.Call(OPERATION, device, kv.dtype, layout.name, cache.shape[1], head_dim)
     backend = dispatch.select(call, backend)
     if tokens == 0:

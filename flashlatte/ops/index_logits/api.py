@@ -6,7 +6,7 @@ import torch
 
 from flashlatte.kv_cache import fp4
 from flashlatte.kv_cache.index_formats import FORMAT_OF_KEYS, HEAD_DIMS, INDEX_FORMATS, as_index_cache
-from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -60,7 +60,8 @@ def index_logits(
     """Scores of index queries against contiguous index keys, each query against a range of its own.
 
     logits[i, j] = k_scale[j] · Σ_h weights[i, h] · relu(q[i, h] · k[j]) for key_start[i] ≤ j < key_end[i]
-    (DeepSeek-V3.2's lightning indexer, arXiv:2512.02556, §2.1).
+    (DeepSeek-V3.2's lightning indexer, arXiv:2512.02556, §2.1). No gradient flows through it: a warning, once, says so
+    where gradients are recorded and an input requires one.
 
     Args:
         q: [M, H, head_dim], float8_e4m3fn, bf16 or float32; H from 1 to 128, head_dim 32, 64 or 128. The scales of a
@@ -94,6 +95,7 @@ def index_logits(
     checks.flag("clean", clean)
     width = num_keys if max_keys is None else checks.positive_int("max_keys", max_keys)
     out = _output(out, num_rows, width, dtype, device)
+    gradients.warn_if_dropped(RAGGED, q, k, k_scale, weights)
     aligned = _aligned(k) and all(_aligned(x) or not x.is_contiguous() for x in (q, weights))
     if k_scale is not None:
         aligned = aligned and _aligned(k_scale) and (num_keys == 1 or k_scale.stride(0) == 1)
@@ -182,6 +184,7 @@ def paged_index_logits(
     checks.flag("clean", clean)
     width = block_table.shape[1] * cache.shape[1] if max_keys is None else checks.positive_int("max_keys", max_keys)
     out = _output(out, batch * next_n, width, dtype, device)
+    gradients.warn_if_dropped(PAGED, q, weights)
     # Of a cache only pages lie at a stride: what is in them lies close.
     aligned = _aligned(cache[:, 0, 0]) and all(_aligned(x) or not x.is_contiguous() for x in (q, weights))
     call = dispatch.Call(PAGED, device, q.dtype, layout.name, cache.shape[1], head_dim, h_q=heads, rows_aligned=aligned)

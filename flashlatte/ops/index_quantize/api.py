@@ -7,7 +7,7 @@ import torch
 from flashlatte.kv_cache import requests
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
 from flashlatte.kv_cache.index_formats import HEAD_DIMS, IndexFormat, as_index_cache
-from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -59,6 +59,7 @@ def index_quantize(
     )
     if slot_mapping.shape[0] > k.shape[0]:
         raise ValueError(f"slot_mapping must not be longer than k ({k.shape[0]} tokens), got {slot_mapping.shape[0]}")
+    gradients.warn_if_dropped(QUANTIZE, k)
     backend = dispatch.select(dispatch.Call(QUANTIZE, k.device, k.dtype, head_dim=layout.head_dim), backend)
     if slot_mapping.shape[0]:
         _index_quantize(cache, slot_mapping, k[: slot_mapping.shape[0]], scale_rounding, backend)

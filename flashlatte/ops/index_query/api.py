@@ -6,7 +6,7 @@ import torch
 
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
 from flashlatte.kv_cache.index_formats import HEAD_DIMS
-from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -38,7 +38,8 @@ def index_query(
     """Index queries for ``index_logits``: rotate, transform, quantise each head to e4m3, fold scales into weights.
 
     A head's scale is max(amax, smallest_amax) / 448. It is not stored apart: the head's weight becomes
-    weight · scale · softmax_scale · head_scale.
+    weight · scale · softmax_scale · head_scale. No gradient flows through it: a warning, once, says so where gradients
+    are recorded and an input requires one.
 
     Args:
         q: [T, H, head_dim] as projected, bf16, fp16 or float32; head_dim 32, 64 or 128.
@@ -66,7 +67,7 @@ def index_query(
     checks.positive_number("smallest_amax", smallest_amax)
     values = torch.empty(q.shape, dtype=torch.uint8, device=q.device)
     folded = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    backend = _select(q, backend)
+    backend = _select(q, weights, backend)
     if q.shape[0]:
         _index_query(
             q, weights, cos_sin, positions, *options, smallest_amax, scale_rounding, values, None, folded, backend
@@ -109,7 +110,7 @@ def index_query_mxfp4(
     values = torch.empty(num_tokens, heads, head_dim // 2, dtype=torch.uint8, device=q.device)
     scales = torch.empty(num_tokens, heads, head_dim // 32, dtype=torch.uint8, device=q.device)
     folded = torch.empty(num_tokens, heads, dtype=torch.float32, device=q.device)
-    backend = _select(q, backend)
+    backend = _select(q, weights, backend)
     if num_tokens:
         _index_query(q, weights, cos_sin, positions, *options, 1.0, "power_of_two", values, scales, folded, backend)
     return values, scales, folded
@@ -149,7 +150,8 @@ def _check(
     return rope_first, interleaved, hadamard, weight_scale
 
 
-def _select(q: torch.Tensor, backend: str | None) -> str:
+def _select(q: torch.Tensor, weights: torch.Tensor, backend: str | None) -> str:
+    gradients.warn_if_dropped(OPERATION, q, weights)
     call = dispatch.Call(OPERATION, q.device, q.dtype, head_dim=q.shape[2], h_q=q.shape[1])
     return dispatch.select(call, backend)
 

@@ -6,7 +6,7 @@ from typing import Literal, overload
 
 import torch
 
-from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -108,6 +108,7 @@ def topk(
 
     Entries are ordered by value, NaN below all others and -0 equal to 0; of equal ones the lower index comes first. So
     the result does not depend on the batch or on the implementation. A row with at most k entries gives all of them.
+    No gradient flows through values: a warning, once, says so where gradients are recorded and ``logits`` require one.
 
     Args:
         logits: [rows, width], float32 or bf16, last stride 1. Either may be 0.
@@ -137,6 +138,8 @@ def topk(
     checks.flag("return_values", return_values)
     with_values = return_values or values is not None
     results = _unsorted(logits, k, start, end, next_n, indices, values, with_values or sort, backend)
+    if with_values:
+        gradients.warn_if_dropped(OPERATION, logits)
     if sort:
         _sort(*results)
     return (results[0], results[1]) if with_values else results[0]
