@@ -1,7 +1,5 @@
 """What the plugin does before vLLM's classes are needed: without vLLM, and with a stand-in for its metadata."""
 
-import dataclasses
-import json
 import logging
 import subprocess
 import sys
@@ -11,13 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flashlatte import doctor
 from flashlatte.integrations import vllm
-from flashlatte.integrations.vllm import compat, examine, serves
-from flashlatte.layers import MLAConfig
-from flashlatte.layers.config import IndexerConfig
-
-V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536)
+from flashlatte.integrations.vllm import compat, serves
 
 
 @pytest.fixture
@@ -331,48 +324,6 @@ def test_layers_with_options_that_are_refused():
         serves.check_layer("auto", 64, sliding_window=128)
 
 
-def test_doctor_without_vllm(monkeypatch):
-    monkeypatch.setattr(compat, "version", lambda: None)
-    facts = examine.examine(torch.bfloat16, V3)
-    assert (facts["registered"], facts["reason"]) == (False, "vLLM is not installed")
-    assert examine.report(facts) == ["vLLM is not installed"]
-
-
-def test_doctor_when_the_plugin_is_left_out(monkeypatch):
-    monkeypatch.setattr(compat, "version", lambda: "0.26.0")
-    monkeypatch.setattr(examine.importlib.metadata, "entry_points", lambda group: SimpleNamespace(names={"flashlatte"}))
-    monkeypatch.setenv("VLLM_PLUGINS", "another")
-    facts = examine.examine(torch.bfloat16)
-    assert examine.report(facts) == [
-        "vLLM 0.26.0: FlashLatte's plugin is not registered: VLLM_PLUGINS is 'another', without flashlatte"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("gpu", "version", "line"),
-    [
-        (True, "0.26.0", "FlashLatte serves this model with --attention-backend CUSTOM, or FLASHLATTE_VLLM=auto"),
-        (False, "0.32.0", "FlashLatte serves this model with FLASHLATTE_VLLM_CPU=1"),
-        (
-            False,
-            "0.26.0",
-            "not served by FlashLatte: its platform for CPUs is for vLLM 0.32 and later, and 0.26.0 is installed",
-        ),
-    ],
-)
-def test_doctor_of_a_model(monkeypatch, gpu, version, line):
-    monkeypatch.setattr(compat, "version", lambda: version)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(examine, "_absent", lambda: None)
-    monkeypatch.setattr(examine, "_chosen", lambda dtype, model: "vllm.TritonMLABackend")
-    monkeypatch.delenv("FLASHLATTE_VLLM", raising=False)
-    assert examine.report(examine.examine(torch.bfloat16, V3)) == [
-        f"vLLM {version}: FlashLatte's plugin is registered",
-        f"    {line}",
-        "    without an option vLLM takes vllm.TritonMLABackend",
-    ]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -385,52 +336,3 @@ def test_indexers_that_are_refused(options, message):
     serves.check_indexer(compress_ratio=1, use_fp4_cache=False, candidate_blocks=None, candidate_block_size=0)
     with pytest.raises(NotImplementedError, match=message):
         serves.check_indexer(**options)
-
-
-@pytest.mark.parametrize(
-    ("version", "line"),
-    [
-        (
-            "0.26.0",
-            "not served by FlashLatte: models with an indexer are served in vLLM 0.32 and later, not in 0.26.0",
-        ),
-        ("0.33.0", "FlashLatte serves this model with --attention-backend CUSTOM"),
-    ],
-)
-def test_doctor_of_a_model_with_an_indexer(monkeypatch, version, line):
-    monkeypatch.setattr(compat, "version", lambda: version)
-    monkeypatch.setattr(examine, "_absent", lambda: None)
-    monkeypatch.setattr(examine, "_chosen", lambda dtype, model: "vllm.FlashMLASparseBackend")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    indexer = IndexerConfig(num_heads=64, head_dim=128, topk=2048)
-    lines = examine.report(examine.examine(torch.bfloat16, dataclasses.replace(V3, indexer=indexer)))
-    assert lines[1:] == [f"    {line}", "    without an option vLLM takes vllm.FlashMLASparseBackend"]
-
-
-@pytest.mark.parametrize("model_type", serves.WITHOUT_MLA)
-def test_doctor_of_a_model_that_is_not_mla_in_vllm(monkeypatch, tmp_path, model_type):
-    monkeypatch.setattr(compat, "version", lambda: "0.33.0")
-    monkeypatch.setattr(examine, "_absent", lambda: None)
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "kv_lora_rank": 256, "qk_nope_head_dim": 64}
-    fields = {"model_type": model_type, "qk_rope_head_dim": 32, "v_head_dim": 64} | sizes
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": fields}))
-    assert examine.report(doctor.examine(model=tmp_path)["vllm"]) == [
-        "vLLM 0.33.0: FlashLatte's plugin is registered",
-        f"    not served by FlashLatte: {serves.WITHOUT_MLA[model_type]}",
-    ]
-
-
-def test_doctor_of_deepseek_v4(monkeypatch, tmp_path):
-    monkeypatch.setattr(compat, "version", lambda: "0.33.0")
-    monkeypatch.setattr(examine, "_absent", lambda: None)
-    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v41"}')
-    assert doctor.examine(model=tmp_path)["vllm"]["refusal"] == serves.V41_IS_VLLMS
-
-    def lines():
-        return examine.report(examine.examine(torch.bfloat16, v4=True, model_type="deepseek_v4"))[1:]
-
-    assert lines() == [f"    not served by FlashLatte: {serves.V4_ON_CUDA}"]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert lines() == [f"    FlashLatte serves this model with --attention-backend CUSTOM: {serves.V4_PARTS}"]
-    monkeypatch.setattr(compat, "version", lambda: "0.26.0")
-    assert lines() == ["    not served by FlashLatte: DeepSeek-V4 is served in vLLM 0.32 and later, not in 0.26.0"]
