@@ -122,7 +122,7 @@ def topk(
         sort: in descending order of value (of equal ones, in ascending order of index) instead of in ascending order
             of index.
         indices: int32 [rows, k] with last stride 1 to write into.
-        values: float32 [rows, k] with last stride 1 to write into, for the chosen entries.
+        values: float32 [rows, k] with last stride 1 to write into, for the chosen entries; no part of ``logits``.
         return_values: whether to return values.
         backend: "hopper", "portable" or "reference"; None chooses.
 
@@ -178,6 +178,7 @@ def _unsorted(
         checks.output("indices", indices, (rows, k), (torch.int32,), device)
     if values is not None:
         checks.output("values", values, (rows, k), (torch.float32,), device)
+        checks.apart("values", values, logits=logits)
     elif with_values:
         values = torch.empty(rows, k, dtype=torch.float32, device=device)
     backend = dispatch.select(dispatch.Call(OPERATION, device, logits.dtype, rows=rows, columns=width, k=k), backend)

@@ -192,5 +192,11 @@ def test_errors_name_the_argument(change, error, message):
         call(**change)
 
 
+def test_values_that_are_a_part_of_the_logits_are_refused():
+    logits = torch.zeros(4, 50)
+    with pytest.raises(ValueError, match=r"^values must share no memory with logits"):
+        topk(logits, 5, values=logits[:, :5])
+
+
 def test_opcheck():
     opcheck(api, "topk", call)
