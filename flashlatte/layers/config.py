@@ -266,8 +266,8 @@ def _rope(fields: Mapping[str, Any], traits: models.Traits) -> Rope:
         raise ValueError(f"rope_type must be default or yarn, got {kind!r}")
     max_position = fields.get("max_position_embeddings", 4096)
     return Rope(
-        theta=checks.number("rope_theta", scaling.get("rope_theta", fields.get("rope_theta", 10000.0))),
-        layout=traits.layout(fields.get("rope_interleave")),
+        theta=checks.number("rope_theta", scaling.get("rope_theta", fields.get("rope_theta", traits.rope_theta))),
+        layout=traits.layout(fields.get("rope_interleave", True)),
         max_position=max_position,
         yarn=_yarn(scaling, max_position) if kind == "yarn" else None,
     )

@@ -18,7 +18,8 @@ class Traits:
 
     Attributes:
         rope_layout: which rope dims are a pair, whatever the config says; None: as ``rope_interleave`` says, which is
-            true where it is not given.
+            true where it is not given, and false where it is null.
+        rope_theta: base of the frequencies where the config says none.
         scales_latents: whether the two normalised latents are multiplied by √(hidden_size / rank) (LongCat-Flash,
             arXiv:2509.01322, §2.1).
         has_indexer: whether an indexer selects the tokens that a query attends to (DeepSeek-V3.2).
@@ -26,6 +27,7 @@ class Traits:
     """
 
     rope_layout: str | None = None
+    rope_theta: float = 10000.0
     scales_latents: bool = False
     has_indexer: bool = False
     index_rope_layout: str = HALF
@@ -33,18 +35,18 @@ class Traits:
     def layout(self, rope_interleave: bool | None) -> str:
         if self.rope_layout is not None:
             return self.rope_layout
-        return HALF if rope_interleave is False else INTERLEAVED
+        return INTERLEAVED if rope_interleave else HALF
 
 
 SERVED: dict[str, Traits] = {
     "axk1": Traits(),
     "deepseek_v2": Traits(rope_layout=INTERLEAVED),
     "deepseek_v3": Traits(),
-    "deepseek_v32": Traits(has_indexer=True),
+    "deepseek_v32": Traits(rope_layout=INTERLEAVED, has_indexer=True),
     "glm4_moe_lite": Traits(),
-    "glm_moe_dsa": Traits(has_indexer=True, index_rope_layout=INTERLEAVED),
+    "glm_moe_dsa": Traits(rope_layout=INTERLEAVED, has_indexer=True, index_rope_layout=INTERLEAVED),
     "kimi_k2": Traits(),
-    "longcat_flash": Traits(rope_layout=INTERLEAVED, scales_latents=True),
+    "longcat_flash": Traits(rope_layout=INTERLEAVED, rope_theta=1e7, scales_latents=True),
     "minicpm3": Traits(rope_layout=HALF),
     "youtu": Traits(),
 }

@@ -62,16 +62,17 @@ LONGCAT = {
 # Many index heads, so that no two scores are both zero for want of a positive product.
 INDEXED = {"index_n_heads": 32, "index_head_dim": 32, "index_topk": 16}
 GLM5 = INDEXED | {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"], "n_group": 1}
+# DeepseekV32 and GlmMoeDsa do not look at rope_interleave; for the others null is false.
 SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "v2": ("DeepseekV2", EXPERTS),
     "v2-lite": ("DeepseekV2", EXPERTS | {"q_lora_rank": None, "rope_parameters": YARN}),
     "v3": ("DeepseekV3", EXPERTS),
-    "v32": ("DeepseekV32", EXPERTS | INDEXED),
+    "v32": ("DeepseekV32", EXPERTS | INDEXED | {"rope_interleave": False}),
     "v32-yarn": ("DeepseekV32", EXPERTS | INDEXED | {"rope_parameters": YARN}),
     "glm5": ("GlmMoeDsa", EXPERTS | GLM5),
     "glm4": ("Glm4MoeLite", EXPERTS | {"n_group": 1}),
     "youtu": ("Youtu", {}),
-    "youtu-half": ("Youtu", {"rope_interleave": False}),
+    "youtu-half": ("Youtu", {"rope_interleave": None}),
     "axk1": ("AXK1", EXPERTS),
     "longcat": ("LongcatFlash", LONGCAT),
     "minicpm3": ("MiniCPM3", {"scale_emb": 1, "dim_model_base": 64}),

@@ -55,7 +55,7 @@ INDEXED = {"index_n_heads": 32, "index_head_dim": 32, "index_topk": 8, "num_hidd
 INDEXED_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "v32": ("DeepseekV32", INDEXED),
     "v32-yarn": ("DeepseekV32", INDEXED | {"rope_parameters": YARN}),
-    "glm5": ("GlmMoeDsa", INDEXED),
+    "glm5": ("GlmMoeDsa", INDEXED | {"rope_interleave": False}),
 }
 
 

@@ -58,6 +58,26 @@ def test_json_and_transformers_say_the_same():
     assert from_object == MLAConfig.from_transformers(V3_JSON)
 
 
+FAMILIES = ("AXK1", "DeepseekV2", "DeepseekV3", "DeepseekV32", "Glm4MoeLite", "GlmMoeDsa", "LongcatFlash", "Youtu")
+
+
+@pytest.mark.parametrize("said", [{}, {"rope_interleave": False}, {"rope_interleave": None}], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_that_says_little_of_rotation_is_read_as_transformers_does(family, said):
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, f"{family}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    if family == "Glm4MoeLite" and said == {"rope_interleave": None}:
+        pytest.skip("its config refuses null")
+    host = getattr(transformers, f"{family}Config")
+    json = {name: value for name, value in V3_JSON.items() if not name.startswith("rope")} | said
+    json |= {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048, "model_type": host.model_type}
+    rope = MLAConfig.from_transformers(json).rope
+    assert rope == MLAConfig.from_transformers(host.from_dict(dict(json))).rope
+    honours = family in ("AXK1", "DeepseekV3", "Glm4MoeLite", "Youtu")
+    assert rope.layout == ("half" if honours and said else "interleaved")
+
+
 def test_a_text_config_inside():
     config = MLAConfig.from_transformers({"model_type": "kimi_k25", "text_config": V3_JSON | {"model_type": "kimi_k2"}})
     assert config.num_attention_heads == 128

@@ -48,7 +48,7 @@ class Family:
 
     def interleaved(self, config: Any) -> bool:
         """Whether rope dims 2i and 2i + 1 are a pair."""
-        layout = models.SERVED[self.model_type].layout(getattr(config, "rope_interleave", None))
+        layout = models.SERVED[self.model_type].layout(getattr(config, "rope_interleave", True))
         return layout == models.INTERLEAVED
 
     def parts_pairs(self, config: Any) -> bool:
