@@ -93,6 +93,8 @@ class Kernel:
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         jitted, cluster = self.jitted, self.cluster
+        # Triton's default until 3.9, which says with a warning that 3.10 has another: results would have other bits.
+        kwargs.setdefault("enable_fp_fusion", True)
         if _instead is not None:
             return _instead(jitted, args, kwargs)
         with _current(_device_of((*args, *kwargs.values()))):

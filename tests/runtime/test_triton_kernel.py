@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from flashlatte.runtime.triton_kernel import Kernel
+from flashlatte.runtime.triton_kernel import Kernel, launching
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
@@ -33,3 +33,13 @@ def test_a_launch_is_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch, devi
         Kernel(jitted)[(1,)](3, host, (0, x) if form == "in a tuple" else x)
     assert launched == [torch.device(device).index]
     assert current == [0]
+
+
+@pytest.mark.parametrize(("options", "fused"), [({}, True), ({"enable_fp_fusion": False}, False)])
+def test_whether_products_and_sums_join_is_no_default_of_tritons(options: dict[str, bool], fused: bool) -> None:
+    given: list[Any] = []
+    jitted = SimpleNamespace(arg_names=["x"], run=lambda *_, **kwargs: given.append(kwargs["enable_fp_fusion"]))
+    Kernel(jitted)[(1,)](torch.empty(4), **options)
+    with launching(lambda _, args, kwargs: given.append(kwargs["enable_fp_fusion"])):
+        Kernel(jitted)[(1,)](torch.empty(4), **options)
+    assert given == [fused, fused]
