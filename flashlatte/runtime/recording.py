@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Of the operations that PyTorch knows.
@@ -28,12 +29,14 @@ class Recording:
         launches: compiled kernel, grid and arguments of the launches that were noted.
         launched: how many Triton knows of, those of kernels that are not this package's too.
         scratch: tensors that were allocated, and whether with zeros.
+        written: tensors that were written into.
         only_launches: whether nothing else touched a tensor.
     """
 
     launches: list[tuple[Any, tuple[int, ...], Sequence[Any]]] = field(default_factory=list)
     launched: int = 0
     scratch: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
+    written: list[torch.Tensor] = field(default_factory=list)
     only_launches: bool = True
 
     def count(self, _launch: object) -> None:
@@ -72,6 +75,13 @@ def note_launch(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) 
     """Tell the recording, if there is one, of a launch with all its arguments, constants too."""
     if _thread.recording is not None:
         _thread.recording.launches.append((compiled, grid, arguments))
+
+
+def note_written(tensors: list[torch.Tensor]) -> None:
+    """Tell PyTorch, whose backward pass refuses a kept tensor that was written into since, and the recording."""
+    increment_version(tensors)
+    if _thread.recording is not None:
+        _thread.recording.written += tensors
 
 
 def watched(function: Callable[..., Any]) -> Callable[..., Any]:

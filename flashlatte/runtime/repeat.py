@@ -20,6 +20,7 @@ import torch
 from torch._C import DisableTorchFunction
 from torch._C._dynamo import guards
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd.graph import increment_version
 
 from flashlatte.runtime.gradients import has_tangents
 from flashlatte.runtime.recording import Recording, is_recording, record
@@ -94,10 +95,13 @@ def _append(key: list[Any], tensors: list[torch.Tensor], values: Iterable[Any]) 
             device = value.get_device()
             if device < _FIRST_DEVICE or (records_gradient and value.requires_grad):
                 raise _NotRepeatable
-            address = value.data_ptr()
+            address, dtype = value.data_ptr(), value.dtype
+            # A part of complex numbers may be stored with the other sign.
+            if dtype is torch.float32 and value.is_neg():
+                raise _NotRepeatable
             tensors.append(value)
             addresses.append(address)
-            key += (value.shape, value.stride(), value.dtype, device, address & 15)
+            key += (value.shape, value.stride(), dtype, device, address & 15)
         elif isinstance(value, (list, tuple)):
             # A named one, too: as a value its tensors would be kept alive, and told apart from others like them.
             key += (kind, len(value))
@@ -170,6 +174,9 @@ class _Repeat:
             (tuple(tensor.shape), tensor.stride(), tensor.dtype, address in zeroed) for address, tensor in made.items()
         ]
         self._results = [next(n for n, tensor in enumerate(every) if tensor is result) for result in results]
+        # Of what was made, nobody has kept an earlier version.
+        written = {tensor.untyped_storage().data_ptr() for tensor in recording.written}
+        self._written = [n for n, tensor in enumerate(tensors) if tensor.untyped_storage().data_ptr() in written]
         self._device = tensors[0].device
 
     def can_run(self) -> bool:
@@ -194,6 +201,9 @@ class _Repeat:
         stream = _current_stream(device.index)
         for launch in self._launches:
             launch(stream, addresses)
+        if self._written:
+            # A backward pass that has kept one of them has to know.
+            increment_version([tensors[number] for number in self._written])
         if self._is_single:
             return tensors[self._results[0]]
         return tuple([tensors[number] for number in self._results]) or None
@@ -238,6 +248,8 @@ def _eager() -> bool:
         and peek_interpreter_stack() is None
         and not has_tangents()
         and not is_recording()
+        # torch.jit.trace sees what passes through PyTorch, and takes any other result for a constant.
+        and torch._C._get_tracing_state() is None
     )
 
 

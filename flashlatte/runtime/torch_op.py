@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flashlatte.runtime.recording import NAMESPACE, watched
+from flashlatte.runtime.recording import NAMESPACE, note_written, watched
 from flashlatte.runtime.repeat import repeats_launches
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -76,18 +76,20 @@ def _define(
 ) -> Callable[..., Any]:
     _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=mutates))
     # Compiled programs come by here, and not by the operation's public function, which may repeat launches itself.
-    run = repeats_launches(watched(_by_itself(function)))
+    run = repeats_launches(watched(_by_itself(function, mutates)))
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def _by_itself(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, whatever mode its caller is in.
+def _by_itself(function: Callable[..., Any], mutates: Sequence[str]) -> Callable[..., Any]:
+    """``function``, whatever mode its caller is in, and its writes known to PyTorch, which sees none of a kernel.
 
     Autocast would take the reference's float32 from it. And its gradient is the operation's, if that has one: recorded
     within, one would flow through the reference and through no kernel.
     """
+    names = list(inspect.signature(function).parameters)
+    places = [names.index(name) for name in mutates]
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -97,9 +99,17 @@ def _by_itself(function: Callable[..., Any]) -> Callable[..., Any]:
             for device_type in _AUTOCAST:
                 if torch.is_autocast_enabled(device_type):
                     stack.enter_context(torch.autocast(device_type, enabled=False))
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        if places:
+            # PyTorch leaves out what has its default.
+            note_written([tensor for place in places if place < len(args) for tensor in _tensors(args[place])])
+        return result
 
     return run
+
+
+def _tensors(value: torch.Tensor | Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
+    return (value,) if isinstance(value, torch.Tensor) else value or ()
 
 
 def _of_fields(function: Callable[..., None], record: Any) -> Callable[..., None]:

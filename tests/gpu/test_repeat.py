@@ -128,3 +128,23 @@ def test_a_compiled_program_repeats_launches(launched: list[Any]) -> None:
     launched.clear()
     assert torch.equal(compiled(q), first)
     assert not launched
+
+
+def test_every_write_is_a_new_version(launched: list[Any]) -> None:
+    cache, kept = torch.zeros(4, 64, 1, 576, device=DEVICE), torch.ones(1, device=DEVICE, requires_grad=True)
+    slots, latents = torch.arange(256, device=DEVICE), Draw(0, DEVICE).normal(256, 576, dtype=torch.bfloat16)
+    for _ in range(3):
+        product = (kept * cache).sum()
+        flashlatte.kv_cache.write(cache, slots, latents)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+    assert len(launched) == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torch_jit_trace_of_a_warm_call_computes(launched: list[Any]) -> None:
+    logits = torch.randn(3, 7, 100, device=DEVICE)
+    expected = [flashlatte.topk(rows, 8) for rows in logits]
+    traced: Any = torch.jit.trace(lambda rows: flashlatte.topk(rows, 8), (logits[0],), check_trace=False)
+    assert all(torch.equal(traced(rows), wanted) for rows, wanted in zip(logits, expected, strict=True))
+    assert launched

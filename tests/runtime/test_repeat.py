@@ -192,6 +192,25 @@ def test_a_sparse_tensor_is_left_to_the_operation(add: Add) -> None:
     assert len(ran) == 1
 
 
+def test_a_negated_part_of_a_complex_tensor_is_left_to_the_operation(add: Add) -> None:
+    call, ran = operation(add)
+    a = torch.randn(8, 2)
+    b = torch.view_as_complex(a.clone()).conj().imag
+    assert b.is_neg()
+    call(numbers(add, 8), a[:, 1])
+    call(numbers(add, 8), b)
+    assert len(ran) == 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torch_jit_trace_sees_the_operation(add: Add) -> None:
+    call, ran = operation(add)
+    a, b = numbers(add, 4), numbers(add, 4)
+    call(a, b)
+    torch.jit.trace(lambda a, b: call(a, b)[0], (a, b), check_trace=False)
+    assert len(ran) == 2
+
+
 @pytest.mark.parametrize("beside", ["before", "after"])
 def test_work_beside_launches_is_never_left_out(add: Add, beside: str) -> None:
     def work(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, number: float) -> None:
@@ -365,7 +384,38 @@ def test_an_operation_of_pytorch_is_seen_through(add: Add) -> None:
     assert len(ran) == 1
 
 
+def test_a_backward_pass_knows_of_every_write(add: Add) -> None:
+    op = register_op("test_repeat_write", mutates=("out", "more"))(_add_into)
+    _COMPILED.append(add)
+    ran: list[int] = []
+
+    @repeat.repeats_launches
+    def write(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, more: list[torch.Tensor]) -> None:
+        ran.append(1)
+        op(a, b, out[:, None], more)
+
+    kept = torch.ones(4, requires_grad=True)
+    for _ in range(2):
+        a, b, out, listed = (numbers(add, 4) for _ in range(4))
+        products = [kept * tensor for tensor in (a, b, out, listed)]
+        write(a, b, out, [listed])
+        for product in products[:2]:
+            product.sum().backward()
+        for product in products[2:]:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.sum().backward()
+    assert len(ran) == 1
+    with torch.inference_mode():
+        write(a, b, numbers(add, 4), [numbers(add, 4)])
+
+
 _COMPILED: list[Add] = []
+
+
+def _add_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, more: Sequence[torch.Tensor]) -> None:
+    compiled = _COMPILED[-1]
+    launch(compiled, out[:, 0], a, b, 0.0)
+    launch(compiled, more[0], a, b, 0.0)
 
 
 def _add_through_pytorch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
