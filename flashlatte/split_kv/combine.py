@@ -278,7 +278,6 @@ def launch_combine(
         NATIVE_FP8=converts_e4m3(scratch.device),
         OVERLAPPED=overlapped,
         num_warps=_NUM_WARPS,
-        enable_fp_fusion=True,
         **launch_options(overlapped),
     )
 

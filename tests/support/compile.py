@@ -147,9 +147,7 @@ def jit_function(fn: Any) -> Any:
 def compile_launch(fn: Any, launch: Launch, arch: int) -> Compiled:
     """Compile the variant of ``fn`` that a recorded launch runs."""
     fn = jit_function(fn)
-    signature, constexprs = _arguments(fn, launch)
-    options = {name: value for name, value in launch.options.items() if name != "enable_fp_fusion"}
-    return compile_triton(fn, signature, constexprs, arch, **options)
+    return compile_triton(fn, *_arguments(fn, launch), arch, **launch.options)
 
 
 _GLUON_CODE: dict[str, Compiled] = {}

@@ -55,7 +55,6 @@ def cache_gather(
         "WIDE": block_table.shape[1] * page_size >= 2**31,
         "NATIVE": converts_e4m3(cache.device),
         "INTERPRETED": machine.interpreting(),
-        "enable_fp_fusion": True,
     }
     if layout.tiling is not None or layout.block_scaling is not None:
         gather, form = _scaled_form(layout)

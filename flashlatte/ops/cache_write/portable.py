@@ -64,7 +64,6 @@ def cache_write(
         "WIDE": num_slots >= 2**31,
         "NATIVE": converts_e4m3(cache.device),
         "INTERPRETED": machine.interpreting(),
-        "enable_fp_fusion": True,
     }
     if tiling is not None:
         write_tiles_kernel[(blocks(num_tokens, TILED_BLOCKING.tokens),)](

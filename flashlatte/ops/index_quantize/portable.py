@@ -56,7 +56,6 @@ def index_quantize(cache: torch.Tensor, slot_mapping: torch.Tensor, k: torch.Ten
         INTERPRETED=machine.interpreting(),
         BLOCK_T=QUANTIZE_BLOCKING.tokens,
         num_warps=QUANTIZE_BLOCKING.warps,
-        enable_fp_fusion=True,
     )
 
 

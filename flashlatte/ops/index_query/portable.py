@@ -71,7 +71,6 @@ def index_query(
         INTERPRETED=machine.interpreting(),
         BLOCK_H=heads_at_once,
         num_warps=WARPS if scales is None or hadamard else WARPS_OF_FOUR_BITS,
-        enable_fp_fusion=True,
     )
 
 

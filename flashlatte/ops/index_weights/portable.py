@@ -56,7 +56,6 @@ def index_weights(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor)
         STAGES=STAGES,
         INTERPRETED=machine.interpreting(),
         num_warps=block.warps,
-        enable_fp_fusion=True,
     )
 
 

@@ -186,7 +186,6 @@ def _launch(states: Sequence[State], target: State, axes: Axes, options: Options
         BLOCK_R=block_r,
         BLOCK_D=block_d,
         num_warps=NUM_WARPS,
-        enable_fp_fusion=True,
     )
 
 

@@ -70,7 +70,6 @@ def latent_rows(
         WIDE=num_slots >= 2**31,
         INTERPRETED=machine.interpreting(),
         num_warps=ROWS_WARPS,
-        enable_fp_fusion=True,
     )
 
 
@@ -100,7 +99,6 @@ def rotate_heads(
         INTERLEAVED=interleaved,
         INTERPRETED=machine.interpreting(),
         num_warps=HEADS_WARPS,
-        enable_fp_fusion=True,
     )
 
 

@@ -72,7 +72,6 @@ def reshape_and_cache(
         INTERPRETED=machine.interpreting(),
         BLOCK_R=rows,
         num_warps=NUM_WARPS,
-        enable_fp_fusion=True,
     )
 
 

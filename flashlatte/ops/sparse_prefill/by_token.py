@@ -163,5 +163,4 @@ def _compiled_for(gpu: str, h_q: int, head_dim: int, d_v: int) -> tuple[Config, 
     return config, {
         "STEP": step,
         "num_warps": config.num_warps,
-        "enable_fp_fusion": True,
     }

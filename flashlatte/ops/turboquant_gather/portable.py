@@ -83,7 +83,6 @@ def turboquant_gather(
         INTERPRETED=machine.interpreting(),
         BLOCK_R=block,
         num_warps=NUM_WARPS,
-        enable_fp_fusion=True,
         **({"maxnreg": REGISTERS} if gpu_class(cache.device) in NVIDIA else {}),
     )
 

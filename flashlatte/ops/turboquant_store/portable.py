@@ -86,7 +86,6 @@ def turboquant_store(
         INTERPRETED=machine.interpreting(),
         BLOCK_R=block,
         num_warps=NUM_WARPS,
-        enable_fp_fusion=True,
         **({"maxnreg": REGISTERS} if gpu_class(key.device) in NVIDIA else {}),
     )
 

@@ -160,6 +160,5 @@ def make_plan(
             "SPLIT_BLOCKS": split.split_blocks,
             "MAX_SPLITS": split.max_splits,
             "num_warps": chosen.num_warps,
-            "enable_fp_fusion": True,
         },
     )

@@ -65,7 +65,6 @@ def ragged(
         HEADS=heads,
         HEAD_DIM=head_dim,
         num_warps=4,
-        enable_fp_fusion=True,
     )
     if clean:
         cleaning.clean_ragged_kernel[(num_queries, cleaning.programs_of_row(num_queries, width, num_sms(q.device)))](
@@ -127,7 +126,6 @@ def paged(
         BOX=box,
         PER_QUERY=per_query,
         num_warps=4,
-        enable_fp_fusion=True,
     )
     if clean:
         rows = requests * next_n

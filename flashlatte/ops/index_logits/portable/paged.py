@@ -83,7 +83,6 @@ def paged(
         BLOCK_B=REQUESTS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        enable_fp_fusion=True,
     )
 
 

@@ -72,7 +72,6 @@ def ragged(
         TILES=config.tiles,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        enable_fp_fusion=True,
     )
 
 

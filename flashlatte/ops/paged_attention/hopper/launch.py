@@ -75,7 +75,6 @@ def attend_long(problem: Problem, fewest: int) -> None:
         empty_lse=problem.empty_lse,
         PLAN=plan,
         num_warps=4,
-        enable_fp_fusion=True,
     )
 
 

@@ -189,6 +189,5 @@ def launch_combine_equal(scratch: torch.Tensor, outputs: Outputs, items: int, sp
         ),
         OUT_ALIGN=out_align,
         num_warps=4,
-        enable_fp_fusion=True,
         launch_pdl=True,
     )

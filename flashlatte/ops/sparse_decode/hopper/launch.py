@@ -130,7 +130,6 @@ def sparse_decode(
             cluster=in_cluster,
         ),
         num_warps=producer_warps(kind),
-        enable_fp_fusion=True,
         launch_pdl=True,
     )
     if scratch is not None and made.equal_splits is not None:

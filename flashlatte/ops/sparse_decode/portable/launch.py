@@ -168,7 +168,6 @@ def make_plan(
             "OVERHEAD": split.overhead,
             "BALANCED": split.split_blocks is None,
             "num_warps": chosen.num_warps,
-            "enable_fp_fusion": True,
         },
     )
 

@@ -120,5 +120,4 @@ def _launch(
         HEAD_DIM=head_dim,
         GROUP=group,
         num_warps=4,
-        enable_fp_fusion=True,
     )

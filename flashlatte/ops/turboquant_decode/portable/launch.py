@@ -109,7 +109,6 @@ def turboquant_decode(
         INTERPRETED=form.interpreted,
         BLOCK_R=_ROTATED_ROWS,
         num_warps=_ROTATING_WARPS,
-        enable_fp_fusion=True,
     )
     turboquant_decode_kernel[(split.ctas(batch),)](
         *by_name(
@@ -142,7 +141,6 @@ def turboquant_decode(
         IS_WHOLE=split.split_blocks is not None,
         OVERHEAD=split.overhead,
         num_warps=config.num_warps,
-        enable_fp_fusion=True,
     )
     if scratch is not None:
         combine.launch_combine(split, scratch, outputs, out_align, 0, batch)

@@ -87,7 +87,6 @@ def backward(
         V_DIM=d_v,
         QK_DIM=d_qk,
         num_warps=4,
-        enable_fp_fusion=True,
     )
     q_main, k_main = _descriptor(q, 128), _descriptor(k, 128)
     backward_kernel[(slots * kv_heads,)](
@@ -129,7 +128,6 @@ def backward(
         DK_UNIT=_unit(dk),
         DV_UNIT=_unit(dv),
         num_warps=4,
-        enable_fp_fusion=True,
     )
     finish_kernel[(heads * blocks,)](
         dq_sums=dq_sums,
@@ -141,7 +139,6 @@ def backward(
         DQ_UNIT=_unit(dq),
         QK_DIM=d_qk,
         num_warps=4,
-        enable_fp_fusion=True,
     )
 
 

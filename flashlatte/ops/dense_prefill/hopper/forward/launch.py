@@ -87,7 +87,6 @@ def forward(
         D_V=head_dim_v,
         OUT_UNIT=unit,
         num_warps=4,
-        enable_fp_fusion=True,
     )
 
 
