@@ -28,7 +28,7 @@ from flashlatte.layers.v4.workspace import DEFAULT_LIMITS
 from flashlatte.runtime import dispatch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-PACKAGES = ("torch", "triton", "transformers")
+PACKAGES = ("triton", "transformers")
 DEEPSEEK_V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536)
 # Latent and rotated dims of DeepSeek-V4's rows.
 V4_ROW = (448, 64)
@@ -66,6 +66,8 @@ def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, A
         "versions": {
             "flashlatte": flashlatte.__version__,
             "python": platform.python_version(),
+            # Which says what it was built for, as its package does not.
+            "torch": str(torch.__version__),
             **{name: _version(name) for name in PACKAGES},
         },
         "device": _describe(device),

@@ -97,7 +97,17 @@ def test_an_adapter_added_later_is_refused(make_model, prompts):
         generate(model, prompts((0,)))
 
 
-@pytest.mark.parametrize("implementation", ["static", "offloaded"])
+# Which transformers makes a stream for, as PyTorch was built.
+WITHOUT_ITS_GPU = torch.version.cuda is not None and not torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        "static",
+        pytest.param("offloaded", marks=pytest.mark.skipif(WITHOUT_ITS_GPU, reason="PyTorch for CUDA, and no GPU")),
+    ],
+)
 def test_other_cache_implementations_are_refused(make_model, prompts, implementation):
     with pytest.raises(ValueError, match="past_key_values must be a DynamicCache"):
         generate(enable(make_model()), prompts((0,)), cache_implementation=implementation)
