@@ -96,3 +96,16 @@ def test_absent_pages_among_keys_that_all_rows_see(page_size):
 def test_masks_as_on_gpus_without_the_branch(monkeypatch, case):
     monkeypatch.setattr(launch, "_BRANCHING", frozenset())
     check(case.inputs())
+
+
+@pytest.mark.parametrize(("tiles_per_sm", "is_whole"), [(1, True), (100, False)])
+def test_many_tiles_of_a_prefill_are_a_program_each(monkeypatch, tiles_per_sm, is_whole):
+    monkeypatch.setattr(launch, "_WHOLE_ABOVE_ROWS", 0)
+    monkeypatch.setattr(launch, "_WHOLE_TILES_PER_SM", tiles_per_sm)
+    seen = []
+    plan = launch.make_plan
+    launch.make_plan.cache_clear()
+    monkeypatch.setattr(launch, "make_plan", lambda *args: seen.append(plan(*args)) or seen[-1])
+    check(replace(TOY, batch=2, s_q=10, decodes=1, unowned=2).inputs())
+    plan.cache_clear()
+    assert [made.split.scratch == 0 for made in seen] == [is_whole]

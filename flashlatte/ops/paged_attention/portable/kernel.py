@@ -195,8 +195,9 @@ def paged_attention_kernel(
     )
 
     if IS_WHOLE:
-        first_item = number
-        stop_item = number + 1
+        # A prefill's last tiles see the most keys: they begin first, so that none is alone at the end.
+        first_item = num_items - 1 - number
+        stop_item = num_items - number
     else:
         cta_range = device.find_range(number, num_splits, key_lengths, BLOCK_N, OVERHEAD)
         first_item = cta_range.first
