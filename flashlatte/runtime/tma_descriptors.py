@@ -23,8 +23,10 @@ class Address:
         return self.address
 
 
-def describe(base: torch.Tensor | Address, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> Any:
-    """Of boxes whose rows are swizzled in shared memory by 128 bytes, or all of a row that is narrower.
+def describe(
+    base: torch.Tensor | Address, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int = 128
+) -> Any:
+    """Of boxes whose rows are swizzled in shared memory by ``swizzle`` bytes, or all of a row that is narrower.
 
     Args:
         strides: of all axes but the last, in numbers; 0 for an axis of one entry (``strides.strides_in_use``).
@@ -32,7 +34,7 @@ def describe(base: torch.Tensor | Address, shape: Sequence[int], strides: Sequen
     """
     # An axis of 1 has no stride that matters, but the hardware wants one above 0.
     wide = [stride or shape[-1] for stride in strides]
-    return TensorDescriptor(base, list(shape), [*wide, 1], list(box), _layout(len(shape), min(2 * box[-1], 128)))
+    return TensorDescriptor(base, list(shape), [*wide, 1], list(box), _layout(len(shape), min(2 * box[-1], swizzle)))
 
 
 @functools.cache

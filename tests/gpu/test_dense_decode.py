@@ -46,6 +46,22 @@ UNUSUAL_GRID = harness.pairwise(
         "strided": (False, True),
     }
 )
+# At most 16 rows over an e4m3 cache have a kernel of their own on Hopper (``few_rows``).
+FEW_ROWS_GRID = harness.pairwise(
+    {
+        "batch": (1, 3, 40, 150, 300),
+        "s_q, h_q, h_kv": ((1, 16, 1), (1, 1, 1), (2, 8, 1), (3, 5, 1), (1, 32, 2), (4, 4, 1)),
+        "s_k": (1, 64, 129, 900),
+        "head_dim, head_dim_v": ((576, 512), (512, 512)),
+        "page_size": (8, 16, 48, 64, 128),
+        "dtype": (torch.bfloat16, torch.float16),
+        "cache_dtype": (torch.float8_e4m3fn,),
+        "varlen": (False, True),
+        "causal": (False, True),
+        "zero_lengths": (False, True),
+        "strided": (False, True),
+    }
+)
 ORACLE_CASES = (
     DenseDecodeCase(batch=3, s_q=2, s_k=900, h_q=16, varlen=True, causal=True),
     DenseDecodeCase(batch=2, s_q=1, s_k=2000, h_q=128, softmax_scale=0.3),
@@ -55,9 +71,12 @@ ORACLE_CASES = (
     DenseDecodeCase(
         batch=2, s_q=1, s_k=300, h_q=64, page_size=32, dtype=torch.float16, cache_dtype=torch.float8_e4m3fn
     ),
+    DenseDecodeCase(batch=3, s_q=2, s_k=900, h_q=8, varlen=True, causal=True, cache_dtype=torch.float8_e4m3fn),
 )
 IN_EVERY_FORM = pytest.mark.parametrize(
-    "form", [{}, {"page_size": 16}, {"cache_dtype": torch.float8_e4m3fn}], ids=["pages of 64", "pages of 16", "e4m3"]
+    "form",
+    [{}, {"page_size": 16}, {"cache_dtype": torch.float8_e4m3fn}, {"cache_dtype": torch.float8_e4m3fn, "h_q": 8}],
+    ids=["pages of 64", "pages of 16", "e4m3", "e4m3, few rows"],
 )
 ON_EVERY_BACKEND = pytest.mark.parametrize("backend", harness.KERNEL_BACKENDS)
 # In additions of PyTorch's, whose time differs between hosts: a call takes about 5, and took 20 before its launches
@@ -72,12 +91,15 @@ def test_flashmla_grid(row: Arguments, backend: str) -> None:
     check(DenseDecodeCase(**row).inputs(DEVICE), backend)
 
 
+@pytest.mark.parametrize("row", FEW_ROWS_GRID, ids=harness.ids(FEW_ROWS_GRID))
+def test_few_rows(row: Arguments) -> None:
+    check(DenseDecodeCase(**_fields(row)).inputs(DEVICE), "hopper")
+
+
 @ON_EVERY_BACKEND
 @pytest.mark.parametrize("row", UNUSUAL_GRID, ids=harness.ids(UNUSUAL_GRID))
 def test_unusual_shapes(row: Arguments, backend: str) -> None:
-    head_dim, head_dim_v = row["head_dim, head_dim_v"]
-    rest = {name: value for name, value in row.items() if name != "head_dim, head_dim_v"}
-    check(DenseDecodeCase(head_dim=head_dim, head_dim_v=head_dim_v, **rest).inputs(DEVICE), backend)
+    check(DenseDecodeCase(**_fields(row)).inputs(DEVICE), backend)
 
 
 @ON_EVERY_BACKEND
@@ -85,8 +107,8 @@ def test_unusual_shapes(row: Arguments, backend: str) -> None:
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_many_empty_requests(causal: bool, varlen: bool, form: Arguments, backend: str) -> None:
-    case = DenseDecodeCase(128, 2, 4096, 128, varlen=varlen, causal=causal, zero_lengths=True, **form)
-    check(case.inputs(DEVICE), backend)
+    case = DenseDecodeCase(128, 2, 4096, 128, varlen=varlen, causal=causal, zero_lengths=True)
+    check(replace(case, **form).inputs(DEVICE), backend)
 
 
 @ON_EVERY_BACKEND
@@ -110,9 +132,10 @@ def test_garbage_in_the_table_and_lengths_beyond_it(backend: str) -> None:
 
 
 @ON_EVERY_BACKEND
+@pytest.mark.parametrize("h_q", [8, 128])
 @pytest.mark.parametrize("column", [3, 300, 575])
-def test_a_nan_of_an_e4m3_cache_is_seen(column: int, backend: str) -> None:
-    arguments = replace(TYPICAL, causal=False, cache_dtype=torch.float8_e4m3fn).inputs(DEVICE)
+def test_a_nan_of_an_e4m3_cache_is_seen(column: int, h_q: int, backend: str) -> None:
+    arguments = replace(TYPICAL, h_q=h_q, causal=False, cache_dtype=torch.float8_e4m3fn).inputs(DEVICE)
     page = arguments["block_table"][1, 0].long()
     arguments["k_cache"].view(torch.uint8)[page, 0, 0, column] = 0xFF
     nan = decode(arguments, backend)["out"].isnan()
@@ -127,9 +150,10 @@ def test_a_scale_on_the_device(backend: str) -> None:
 
 
 @ON_EVERY_BACKEND
-def test_large_keys_of_an_e4m3_cache(backend: str) -> None:
+@pytest.mark.parametrize("h_q", [8, 64])
+def test_large_keys_of_an_e4m3_cache(h_q: int, backend: str) -> None:
     """Keys of about 2.5, where FlashMLA's tolerances, which are for keys around 0.1, do not hold for bf16 itself."""
-    arguments = DenseDecodeCase(batch=3, s_q=2, s_k=500, h_q=64, cache_dtype=torch.float8_e4m3fn).inputs(DEVICE)
+    arguments = DenseDecodeCase(batch=3, s_q=2, s_k=500, h_q=h_q, cache_dtype=torch.float8_e4m3fn).inputs(DEVICE)
     arguments["k_scale"] = 0.5
     oracle, _ = oracles.dense_decode(**arguments)
     baseline, _ = oracles.dense_decode(**arguments, dtype=torch.bfloat16)
@@ -137,6 +161,36 @@ def test_large_keys_of_an_e4m3_cache(backend: str) -> None:
     compare.assert_accurate(found["out"], oracle, baseline, "out")
     arguments["k_scale"] = torch.tensor([0.5], device=DEVICE)
     harness.assert_same_bits(found, decode(arguments, backend))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-4, 3e4])
+def test_sizes_of_queries_over_an_e4m3_cache(size: float) -> None:
+    """``few_rows`` casts queries to float16. Rows of different sizes, a row of zeros, and small numbers in a row."""
+    arguments = DenseDecodeCase(batch=3, s_q=1, s_k=500, h_q=16, cache_dtype=torch.float8_e4m3fn).inputs(DEVICE)
+    q = arguments["q"]
+    q *= size
+    q[:, :, ::2] *= 1e-3
+    q[:, :, 3] = 0
+    q[:, :, 5, 1:] *= 1e-4
+    arguments["softmax_scale"] = 0.05 / size
+    oracle, _ = oracles.dense_decode(**arguments)
+    baseline, _ = oracles.dense_decode(**arguments, dtype=torch.bfloat16)
+    compare.assert_accurate(decode(arguments, "hopper")["out"], oracle, baseline, "out")
+
+
+def test_many_small_weights_over_an_e4m3_cache() -> None:
+    """One key far ahead of 60,000 others, which together weigh as much: P is float16 in ``few_rows``."""
+    arguments = DenseDecodeCase(batch=1, s_q=1, s_k=60_000, h_q=16, cache_dtype=torch.float8_e4m3fn).inputs(DEVICE)
+    q, cache = arguments["q"], arguments["k_cache"]
+    q.zero_()
+    q[..., 0] = 1.0
+    page = arguments["block_table"][0, 0].long()
+    cache[..., 0] = torch.zeros(cache.shape[:-1], device=DEVICE).to(cache.dtype)
+    cache[page, 0, :, 0] = torch.tensor(16.0, device=DEVICE).to(cache.dtype)
+    arguments["k_scale"], arguments["softmax_scale"] = 1.0, 11.0 / 16.0
+    oracle, _ = oracles.dense_decode(**arguments)
+    baseline, _ = oracles.dense_decode(**arguments, dtype=torch.bfloat16)
+    compare.assert_accurate(decode(arguments, "hopper")["out"], oracle, baseline, "out")
 
 
 @ON_EVERY_BACKEND
@@ -228,7 +282,7 @@ def test_batch_invariant_in_any_table_and_batch(
 @IN_EVERY_FORM
 @pytest.mark.parametrize("h_q", [16, 128])
 def test_graph_follows_lengths_and_pages(h_q: int, form: Arguments, backend: str) -> None:
-    arguments = replace(TYPICAL, batch=9, h_q=h_q, s_k=5000, **form).inputs(DEVICE)
+    arguments = replace(TYPICAL, batch=9, s_k=5000, **{"h_q": h_q} | form).inputs(DEVICE)
     lengths, table = arguments["cache_seqlens"].clone(), arguments["block_table"].clone()
     arguments["cache_seqlens"].fill_(1)
     outputs = harness.poisoned_decode_outputs(arguments)
@@ -317,6 +371,15 @@ def test_host_time(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         print(f"\ndense_decode, {backend}, b 1: {microseconds:.1f} µs of host time a call, x.add_(1) {addition:.1f}")
     assert microseconds < MAX_HOST_TIME * addition, "a call's launches are not repeated, or something waits"
+
+
+def _fields(row: Arguments) -> Arguments:
+    """A grid's row, whose keys may name several fields."""
+    return {
+        name: value
+        for names, values in row.items()
+        for name, value in zip(names.split(", "), values if ", " in names else [values], strict=True)
+    }
 
 
 def decode(arguments: Arguments, backend: str, outputs: Arguments | None = None) -> Results:

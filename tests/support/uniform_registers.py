@@ -28,10 +28,23 @@ def read_before_written(sass: str) -> list[str]:
         sources = [operand for operand in _operands(instruction) if operand != target and "gdesc" not in operand]
         if target is not None and _operands(instruction).count(target) > 1:
             sources.append(target)
-        if any(int(number) not in written for operand in sources for number in _REGISTER.findall(operand)):
+        unwritten = any(number not in written for operand in sources for number in _numbers(instruction, operand))
+        if unwritten and instruction[1] == "UMOV":
+            # A copy reads nothing yet: ptxas copies addresses of which it works out the upper half later.
+            written -= _written(instruction)
+            continue
+        if unwritten:
             found.append(instruction[0])
         written |= results if instruction[1].startswith("CALL") else _written(instruction)
     return found
+
+
+def _numbers(instruction: re.Match[str], operand: str) -> list[int]:
+    """The registers that an operand names; addresses of copies by TMA are two."""
+    numbers = [int(number) for number in _REGISTER.findall(operand)]
+    if instruction[1].startswith("UTMA") and operand.startswith("["):
+        numbers += [number + 1 for number in numbers]
+    return numbers
 
 
 def _operands(instruction: re.Match[str]) -> list[str]:

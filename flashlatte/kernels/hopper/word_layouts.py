@@ -7,7 +7,6 @@ from triton.experimental.gluon import language as gl
 
 from flashlatte.runtime.gluon_compat import reinterpret
 
-_SWIZZLED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 # Threads that have a token's words between them.
 THREADS = gl.constexpr(4)
 
@@ -59,9 +58,16 @@ LINES = gl.constexpr(
 
 
 @gluon.jit
+def as_words(tile):
+    """A tile [64, n] of 16-bit numbers as words [64, n / 2] of two."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(tile.layout.swizzle_byte_width, 32, 2)
+    return reinterpret(tile, gl.int32, [tile.shape[0], tile.shape[1] // 2], LAYOUT)
+
+
+@gluon.jit
 def words_of(tile):
-    """A tile [1, 64, n] of 16-bit numbers as words [64, n / 2] of two."""
-    return reinterpret(tile.index(0), gl.int32, [tile.shape[1], tile.shape[2] // 2], _SWIZZLED_WORDS)
+    """``as_words`` of a tile [1, 64, n]."""
+    return as_words(tile.index(0))
 
 
 @gluon.jit

@@ -38,6 +38,11 @@ CALLS: dict[str, dict[str, Any]] = {
     "e4m3, many requests": {"batch": 128, "cache_dtype": torch.float8_e4m3fn},
     "e4m3, many requests, pages of 16": {"batch": 128, "page_size": 16, "cache_dtype": torch.float8_e4m3fn},
 }
+FEW_ROWS: dict[str, dict[str, Any]] = {
+    "576": {},
+    "512, pages of 16": {"head_dim": 512, "page_size": 16},
+    "batch invariant, float16": {"batch_invariant": True, "dtype": torch.float16, "out_pad": 1},
+}
 
 
 def decode(
@@ -130,6 +135,24 @@ def test_keys_on_their_way_stay_in_registers(compiled, name):
     assert support.cast_loop_spills(compiled(name).sass) <= most
 
 
+@pytest.mark.parametrize("name", mostly_full(FEW_ROWS, "576"))
+def test_few_rows_stay_in_registers(record, name):
+    call = record(**{"batch": 128, "heads": 16, "cache_dtype": torch.float8_e4m3fn} | FEW_ROWS[name])
+    code = support.compile_gluon(KERNEL, call)
+    assert call.arguments["PLAN"].few_rows
+    assert code.spills <= allowed(f"dense_decode few rows {name}", 0)
+    # Of a step's two blocks: scores of 32 or 36 products of 16 columns of keys, and 32 for the output.
+    assert code.hgmma == 2 * (32 + (36 if name == "576" or "invariant" in name else 32))
+
+
+@pytest.mark.parametrize(("rows", "few"), [(1, True), (16, True), (17, False), (128, False)])
+def test_which_rows_are_few(record, rows, few):
+    call = record(heads=rows, cache_dtype=torch.float8_e4m3fn).arguments
+    assert call["PLAN"].few_rows is few
+    assert call["keys_half"].layout.swizzle_byte_width == (64 if few else 128)
+    assert record(heads=rows).arguments["PLAN"].few_rows is False
+
+
 def test_requests_that_ranges_share_need_no_combine(record, monkeypatch):
     """Flags are cleared first, by a kernel that waits for the one before it, as scratch may be in use."""
     monkeypatch.setattr(launch, "clear_kernel", clearer := Recorder(fixup.clear_kernel))
@@ -178,7 +201,7 @@ def test_queries_that_repeat_are_not_copied_by_tma():
 @pytest.mark.parametrize("rows", [1, 64, 128, 512])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_scratch_is_bounded_and_the_gpu_filled(batch, rows, batch_invariant):
-    made = launch.make_plan(132, batch, rows, 1, 1 << 17, batch_invariant)
+    made = launch.make_plan(132, batch, rows, 1, 1 << 17, batch_invariant, few_rows=rows == 1)
     split = made.split
     assert 4 * split.scratch <= plan.MAX_SCRATCH_BYTES
     if not batch_invariant:
@@ -233,7 +256,14 @@ def test_which_rows_are_aligned(strides, offset, aligned):
 def test_descriptors_are_made_once_a_cache():
     cache = torch.empty(3, 128, 2, 576, dtype=torch.bfloat16)
     make = functools.partial(
-        launch._descriptors, cache.data_ptr(), cache.dtype, tuple(cache.shape), strides_in_use(cache), 64, cache.device
+        launch._descriptors,
+        cache.data_ptr(),
+        cache.dtype,
+        tuple(cache.shape),
+        strides_in_use(cache),
+        64,
+        False,
+        cache.device,
     )
     half, rope = make()
     assert make()[0] is half

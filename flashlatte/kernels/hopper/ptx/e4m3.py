@@ -76,6 +76,23 @@ def expand(words, factor, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def to_float16(words, keep):
+    """Numbers of ``words`` [tokens, n], four e4m3 each, exactly, as pairs of float16 [tokens, 2n]; zeros where ``keep``
+    [tokens] is 0, which else is -1."""
+    words, keep = gl.broadcast(words, keep[:, None])
+    low, high = gl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; .reg .b32 kept; and.b32 kept, $2, $3; mov.b32 {a, b}, kept; "
+        "cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+        "=&r,=&r,r,r",
+        [words, keep],
+        (gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    return gl.join(low, high).reshape([words.shape[0], words.shape[1] * 2])
+
+
+@gluon.jit
 def factor_of_float(scale):
     """float32 scales as pairs of bf16."""
     # Rounding must not make a finite scale infinite. NaN stays NaN.

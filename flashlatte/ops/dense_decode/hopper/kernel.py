@@ -16,6 +16,10 @@ from flashlatte.ops.dense_decode.hopper import (
     schedule,
     tiles,
 )
+from flashlatte.ops.dense_decode.hopper.few_rows import tiles as few_rows_tiles
+from flashlatte.ops.dense_decode.hopper.few_rows.attender import attend
+from flashlatte.ops.dense_decode.hopper.few_rows.caster import cast
+from flashlatte.ops.dense_decode.hopper.few_rows.loader import load
 from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv.device import KeyLengths
 from flashlatte.split_kv.outputs import Outputs
@@ -25,6 +29,9 @@ from flashlatte.split_kv.outputs import Outputs
 # consumers' products are serialised.
 _REGISTERS = gl.constexpr(240)
 _CAST_REGISTERS = gl.constexpr(192)
+# Of ``few_rows``, whose attender has what they leave: all that a thread can have.
+_CASTER_REGISTERS = gl.constexpr(168)
+_LOADER_REGISTERS = gl.constexpr(40)
 
 
 def dense_decode_kernel(
@@ -89,13 +96,17 @@ def dense_decode_kernel(
         empty_lse,
     )
     query = producer.Query(query_half, query_rope, q, q_stride_request, q_stride_token, q_stride_head, heads, rows)
-    if PLAN.one_byte:
+    if PLAN.one_byte and not PLAN.few_rows:
         words = k_cache.to(gl.pointer_type(gl.int32), bitcast=True)
         keys = one_byte_producer.Keys(words, k_stride_page, k_stride_token, k_stride_head)
     else:
         keys = producer.Keys(keys_half, keys_rope)
-    shared = tiles.allocate(q.dtype.element_ty, PLAN)
-    full = allocate_full(1, 1)
+    if PLAN.few_rows:
+        shared = few_rows_tiles.allocate()
+        full = None
+    else:
+        shared = tiles.allocate(q.dtype.element_ty, PLAN)
+        full = allocate_full(1, 1)
     # The kernel before this one in the stream may still run.
     gdc_wait()
     group = schedule.find_group(groups_per_head, num_groups)
@@ -112,17 +123,24 @@ def dense_decode_kernel(
     call = consumers.Call(
         query, corner, keys, key_lengths, table, work, causal_offset, scale, shared, full, None, results
     )
-    CONSUMER_REGISTERS: gl.constexpr = _CAST_REGISTERS if PLAN.one_byte else _REGISTERS
     barriers.before_partitions()
-    gl.warp_specialize(
-        [
-            (one_byte_producer.produce if PLAN.one_byte else producer.produce, (call, PLAN)),
-            (consumers.consume_even, (call, PLAN)),
-            (consumers.consume_odd, (call, PLAN)),
-        ],
-        [4, 4],
-        [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
-    )
+    if PLAN.few_rows:
+        gl.warp_specialize(
+            [(attend, (call, PLAN)), (cast, (call, PLAN)), (load, (call, PLAN))],
+            [4, 1],
+            [_CASTER_REGISTERS, _LOADER_REGISTERS],
+        )
+    else:
+        CONSUMER_REGISTERS: gl.constexpr = _CAST_REGISTERS if PLAN.one_byte else _REGISTERS
+        gl.warp_specialize(
+            [
+                (one_byte_producer.produce if PLAN.one_byte else producer.produce, (call, PLAN)),
+                (consumers.consume_even, (call, PLAN)),
+                (consumers.consume_odd, (call, PLAN)),
+            ],
+            [4, 4],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
+        )
 
 
 kernel = gluon_kernel(dense_decode_kernel, by_element=["pages", "lengths", "lse", "k_scale_tensor"])

@@ -12,6 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, LATENT, ROPE, ROWS
 from flashlatte.ops.dense_decode.hopper import fixup, schedule
+from flashlatte.ops.dense_decode.hopper.few_rows.tiles import ROWS as FEW_ROWS
 from flashlatte.ops.dense_decode.hopper.fixup import clear_kernel
 from flashlatte.ops.dense_decode.hopper.kernel import kernel
 from flashlatte.ops.dense_decode.hopper.one_byte_producer import Keys as OneByteKeys
@@ -41,11 +42,12 @@ _ALIGN = 8
 
 @dataclass(frozen=True)
 class Plan:
-    """What the launches of one shape have in common: how requests are split, in blocks of a step; and by which CTAs
-    what is split is finished (``schedule.Plan.stream_k``)."""
+    """What the launches of one shape have in common: how requests are split, in blocks of a step; by which CTAs what is
+    split is finished (``schedule.Plan.stream_k``); and ``schedule.Plan.few_rows``."""
 
     split: SplitPlan
     stream_k: bool
+    few_rows: bool
 
 
 def dense_decode(
@@ -69,14 +71,15 @@ def dense_decode(
     heads = h_q // h_kv
     rows = s_q * heads
     box = math.gcd(page_size, KEYS.value)
-    made = make_plan(machine.num_sms(device), batch, rows, h_kv, max_pages * page_size, batch_invariant)
+    few_rows = rows <= FEW_ROWS.value and k_cache.dtype.itemsize == 1
+    made = make_plan(machine.num_sms(device), batch, rows, h_kv, max_pages * page_size, batch_invariant, few_rows)
     if row_align(q, _ALIGN) == 1:
         q = q.clone(memory_format=torch.contiguous_format)
     q_strides = strides_in_use(q)
     out_align = row_align(out)
     q_units = (stride // _ALIGN for stride in q_strides)
     query = Query(*_query_descriptors(q, q_strides, heads), q, *q_units, heads, rows)
-    keys = _keys(k_cache, box)
+    keys = _keys(k_cache, box, few_rows)
     table = Table(block_table, block_table.stride(0), num_pages)
     limit = min(max_pages * page_size, 2**31 - 1 - PAIR.value)
     lengths = key_lengths(batch, 1, cache_seqlens, limit)
@@ -110,6 +113,7 @@ def dense_decode(
             ),
             PLAN=schedule.Plan(
                 one_byte=k_cache.dtype.itemsize == 1,
+                few_rows=made.few_rows,
                 has_rope=head_dim > LATENT.value,
                 box=box,
                 boxes_per_page=page_size // box,
@@ -128,24 +132,27 @@ def dense_decode(
 
 
 @functools.lru_cache(maxsize=4096)
-def make_plan(num_sms: int, batch: int, rows: int, h_kv: int, max_keys: int, batch_invariant: bool) -> Plan:
+def make_plan(
+    num_sms: int, batch: int, rows: int, h_kv: int, max_keys: int, batch_invariant: bool, few_rows: bool
+) -> Plan:
     groups_per_head = -(-rows // ROWS.value)
     groups = h_kv * groups_per_head
     most_steps = -(-max_keys // PAIR.value)
     if batch_invariant:
         max_splits = max(_FIXED_SPLITS // groups, 1)
         split = plan.fixed(MLA_PARTIAL, batch, most_steps, groups, groups_per_head, _SPLIT_STEPS, max_splits)
-        return Plan(split, stream_k=False)
+        return Plan(split, stream_k=False, few_rows=few_rows)
     ranges = plan.num_ranges(batch, groups, num_sms, most_steps, MLA_PARTIAL)
     if ranges is None or batch * (most_steps + _OVERHEAD) > plan.MAX_COST:
-        return Plan(plan.whole(MLA_PARTIAL, batch, groups, groups_per_head), stream_k=False)
+        return Plan(plan.whole(MLA_PARTIAL, batch, groups, groups_per_head), stream_k=False, few_rows=few_rows)
     # With few requests a range should be as short as can be; with many it shares few of them.
-    stream_k = 2 * batch >= ranges
-    overhead = _OVERHEAD if stream_k else 0
+    shares_few = 2 * batch >= ranges
+    stream_k = shares_few and not few_rows
+    overhead = _OVERHEAD if shares_few else 0
     split = plan.balanced(MLA_PARTIAL, batch, most_steps, groups, groups_per_head, ranges, overhead)
     if stream_k:
         split = replace(split, scratch=groups * ranges * fixup.PARTIAL.value, combines=False)
-    return Plan(split, stream_k)
+    return Plan(split, stream_k, few_rows)
 
 
 def _query_descriptors(q: torch.Tensor, strides: tuple[int, ...], heads: int) -> tuple[Any, Any]:
@@ -157,11 +164,12 @@ def _query_descriptors(q: torch.Tensor, strides: tuple[int, ...], heads: int) ->
     return _tiles(Address(q.data_ptr(), q.dtype), tuple(q.shape), strides, box)
 
 
-def _keys(k_cache: torch.Tensor, box: int) -> tuple[Keys, OneByteKeys]:
+def _keys(k_cache: torch.Tensor, box: int, few_rows: bool) -> tuple[Keys, OneByteKeys]:
     """The cache as each producer takes it."""
     strides = strides_in_use(k_cache)
-    keys = Keys(*_descriptors(k_cache.data_ptr(), k_cache.dtype, tuple(k_cache.shape), strides, box, k_cache.device))
-    if k_cache.dtype.itemsize > 1:
+    address = k_cache.data_ptr(), k_cache.dtype
+    keys = Keys(*_descriptors(*address, tuple(k_cache.shape), strides, box, few_rows, k_cache.device))
+    if k_cache.dtype.itemsize > 1 or few_rows:
         return keys, OneByteKeys(None, 0, 0, 0)
     return keys, OneByteKeys(k_cache, *(stride // _ALIGN_BYTES for stride in strides))
 
@@ -173,11 +181,13 @@ def _descriptors(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     box: int,
+    few_rows: bool,
     device: torch.device,
 ) -> tuple[TensorDescriptor, TensorDescriptor | None]:
     """TMA descriptors of a cache [pages, page_size, h_kv, d]: of 256 columns of ``box`` keys, and of their rope.
 
-    Of numbers of one byte: of lines of 128 bytes of ``box`` keys, as numbers of two bytes.
+    Of numbers of one byte, as pairs: of lines of 128 bytes of ``box`` keys; for ``few_rows`` as of other numbers, but
+    swizzled by 64 bytes.
     """
     if address % _ALIGN_BYTES or any(stride * dtype.itemsize % _ALIGN_BYTES for stride in strides):
         raise ValueError(f"k_cache must have rows that begin at multiples of 16 bytes, got strides {(*strides, 1)}")
@@ -185,7 +195,13 @@ def _descriptors(
         return _tiles(Address(address, dtype), shape, strides, (1, box, 1))
     pages, page_size, heads, width = shape
     pairs, strides_in_pairs = (pages, page_size, heads, width // 2), [stride // 2 for stride in strides]
-    return describe(Address(address, torch.bfloat16), pairs, strides_in_pairs, (1, box, 1, 64)), None
+    base = Address(address, torch.bfloat16)
+    if not few_rows:
+        return describe(base, pairs, strides_in_pairs, (1, box, 1, 64)), None
+    half = describe(base, pairs, strides_in_pairs, (1, box, 1, HALF.value // 2), swizzle=64)
+    if width == LATENT.value:
+        return half, None
+    return half, describe(base, pairs, strides_in_pairs, (1, box, 1, ROPE.value // 2), swizzle=64)
 
 
 def _tiles(

@@ -55,6 +55,7 @@ class Plan(NamedTuple):
 
     Attributes:
         one_byte: whether keys are one-byte numbers, which the producer casts.
+        few_rows: whether the partitions are those of ``few_rows``.
         has_rope: whether rows have 64 columns more than the 512 of a value.
         box: keys that lie in one page, of the 64 of a block: 64, or 8, 16, 32 if no more divide a page.
         boxes_per_page: so many of them.
@@ -67,6 +68,7 @@ class Plan(NamedTuple):
     """
 
     one_byte: Any
+    few_rows: Any
     has_rope: Any
     box: Any
     boxes_per_page: Any
