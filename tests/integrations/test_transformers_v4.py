@@ -113,6 +113,19 @@ def test_padding_on_the_left(stock, enabled, sizes):
     torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], rtol=1e-3, atol=1e-3)
 
 
+def test_padding_on_the_right(stock, enabled):
+    """No token sees it, in chunks too; none may follow it."""
+    ids, mask = tokens(3, 23), torch.ones(3, 23, dtype=torch.int64)
+    mask[0, 16:] = mask[1, :3] = mask[2, :5] = mask[2, 22:] = 0
+    for sizes in ([23], [18, 5]):
+        wanted, _ = logits_by_steps(stock, ids, sizes, mask)
+        found, cache = logits_by_steps(enabled, ids, sizes, mask)
+        torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], rtol=1e-3, atol=1e-3)
+    more = torch.cat((mask, torch.ones(3, 1, dtype=torch.int64)), dim=1)
+    with pytest.raises(ValueError, match=r"^attention_mask must be .* hide nothing between tokens that are seen"):
+        enabled(ids[:, :1], attention_mask=more, past_key_values=cache)
+
+
 @pytest.mark.parametrize("padding", [0, 9])
 def test_a_prefill_over_a_workspace(stock, enabled, padding, monkeypatch):
     """Of so many tokens what they see is gathered first, behind a prefix too, and never padding."""
@@ -231,7 +244,7 @@ def test_passes_that_do_not_fit(enabled):
     ids = tokens(2, 9)
     mask = torch.ones(2, 9, dtype=torch.int64)
     mask[0, 4] = 0
-    with pytest.raises(ValueError, match=r"^attention_mask must be .* hide nothing but padding on the left"):
+    with pytest.raises(ValueError, match=r"^attention_mask must be .* hide nothing between tokens that are seen"):
         enabled(ids, attention_mask=mask)
     cache = enabled(ids).past_key_values
     with pytest.raises(ValueError, match=r"^past_key_values holds 2 requests, and the pass has 1$"):

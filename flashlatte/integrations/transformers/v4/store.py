@@ -13,7 +13,7 @@ from flashlatte.layers.v4.workspace import DEFAULT_LIMITS
 
 
 class V4Store:
-    """What the layers remember of a batch whose rows have equally many columns, padding on the left included.
+    """What the layers remember of a batch whose rows have equally many columns, padding included.
 
     A request's pages are column-major: page c of request r is c · requests + r, so that more columns are more pages at
     the end, and requests are chosen by an axis.
@@ -50,13 +50,14 @@ class V4Store:
         mask: torch.Tensor | None,
         position_ids: torch.Tensor | None = None,
     ) -> None:
-        """A pass of ``queries`` new columns begins. ``mask`` [requests, columns] hides padding on the left.
+        """A pass of ``queries`` new columns begins. ``mask`` [requests, columns] hides padding on the left, or on the
+        right: that no token sees, so that nothing is hidden for it, and none may follow it.
 
         Args:
             position_ids: by which the columns are rotated, where the caller chose them; read from the device.
 
         Raises:
-            ValueError: another batch than before, a mask that hides anything else, or a history that a pass which
+            ValueError: another batch than before, a mask that hides anything between tokens, or a history that a pass which
                 failed has spoiled.
         """
         if self.requests not in (0, requests):
@@ -68,14 +69,16 @@ class V4Store:
         first = self._first
         if mask is not None:
             total = self.columns + queries
-            hidden = mask.to(device) == 0
-            # Padding on the left: nothing is hidden behind a token that is seen.
-            if hidden.shape != (requests, total) or bool((hidden[:, 1:] & ~hidden[:, :-1]).any()):
+            seen = mask.to(device) != 0
+            before = seen.new_zeros(seen.shape[0], 1)
+            begins = seen & ~torch.cat((before, seen), dim=1)[:, :-1]
+            if seen.shape != (requests, total) or bool((begins.sum(dim=1) > 1).any()):
                 raise ValueError(
-                    f"attention_mask must be [{requests}, {total}] and hide nothing but padding on the left, got "
+                    f"attention_mask must be [{requests}, {total}] and hide nothing between tokens that are seen, got "
                     f"{list(mask.shape)}"
                 )
-            first = hidden.sum(dim=1) if bool(hidden.any()) else None
+            padding = (seen.cumsum(dim=1) == 0).sum(dim=1)
+            first = padding if bool(padding.any()) else None
         self.requests, self._coming, self._first, self._step = requests, queries, first, None
         positions = self.columns + queries
         if position_ids is not None and position_ids.numel():
