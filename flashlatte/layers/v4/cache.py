@@ -43,7 +43,6 @@ class V4Cache:
         state_pages: int = 1,
         state_page_size: int = 4,
         cache_format: str | CacheFormat = DEEPSEEK_V4_FORMAT,
-        index_cache_format: str | None = None,
         device: torch.device | str | None = None,
     ) -> V4Cache:
         """Caches of zeros for a layer.
@@ -53,8 +52,8 @@ class V4Cache:
             pages, page_size: of the window's cache, and of that of groups.
             group_pages: of groups, ``pages`` if None.
             state_pages, state_page_size: of states.
-            cache_format: by default DeepSeek-V4's own, of rows of 512 numbers; a plain one for any head_dim.
-            index_cache_format: of index keys; None takes the one that is as exact as cache_format.
+            cache_format: by default DeepSeek-V4's own, of rows of 512 numbers; a plain one for any head_dim. Index keys
+                are in the format that is as exact.
             device: where; torch's default device if None.
 
         Raises:
@@ -75,7 +74,7 @@ class V4Cache:
         if config.indexer is None:
             return cls(window, groups, states(config.head_dim))
         head_dim = config.indexer.head_dim
-        keys = index_format(index_cache_format or index_format_beside(layout), head_dim)
+        keys = index_format(index_format_beside(layout), head_dim)
         return cls(
             window,
             groups,
