@@ -57,8 +57,8 @@ class V4Store:
             position_ids: by which the columns are rotated, where the caller chose them; read from the device.
 
         Raises:
-            ValueError: another batch than before, a mask that hides anything between tokens, or a history that a pass which
-                failed has spoiled.
+            ValueError: another batch than before, a mask that hides anything between tokens, or a history that a pass
+                which failed has spoiled.
         """
         if self.requests not in (0, requests):
             raise ValueError(f"past_key_values holds {self.requests} requests, and the pass has {requests}")
