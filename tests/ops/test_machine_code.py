@@ -312,6 +312,11 @@ OTHER_GPUS = [
         for tokens in (2, 2048)
         for width in (80, 256, 512)
     ),
+    *(
+        ("paged_attention", arch, {"tokens": 2048, "cache_dtype": cache_dtype})
+        for arch in (80, 89, 100)
+        for cache_dtype in (FP8, torch.float8_e5m2, torch.int8)
+    ),
     *((operation, arch, {}) for operation in ("dense_prefill", "dense_prefill_backward") for arch in (80, 86)),
     *(
         (operation, arch, {"head_dim": 256, "d_v": 256})

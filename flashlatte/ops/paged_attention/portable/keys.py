@@ -27,6 +27,8 @@ class Form(NamedTuple):
             time only.
         native: whether the GPU converts e4m3.
         ptx: whether the kernel may hold PTX.
+        opaque: whether Triton takes that PTX for one with effects. Not on Blackwell, where it puts parts of a loop
+            under a condition, and refuses to compile those with effects.
         interpreted: operands are float32.
     """
 
@@ -36,6 +38,7 @@ class Form(NamedTuple):
     number_stride: int | None
     native: bool
     ptx: bool
+    opaque: bool
     interpreted: bool
 
 
@@ -111,7 +114,7 @@ def _converted(x, dtype: tl.constexpr, form: tl.constexpr):
         return widen(x, True) if form.interpreted else x
     elif form.kind > 1 and form.ptx and dtype == tl.float16:
         CODE: tl.constexpr = _E5M2_TO_HALVES if form.kind == 2 else _INT8_TO_HALVES
-        return tl.inline_asm_elementwise(CODE, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=False, pack=4)
+        return tl.inline_asm_elementwise(CODE, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=not form.opaque, pack=4)
     else:
         if form.kind == 1:
             if form.native and dtype == tl.float16:
@@ -128,5 +131,7 @@ def _converted(x, dtype: tl.constexpr, form: tl.constexpr):
             x = x.to(dtype)
         if form.ptx:
             # A move that Triton cannot see through, as in dense decode: else it converts in the layout of the product.
-            x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+            x = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=not form.opaque, pack=2
+            )
         return x

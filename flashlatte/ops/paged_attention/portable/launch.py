@@ -287,6 +287,7 @@ def _form(cache: torch.Tensor, gpu: str) -> tuple[Form, tuple[int, ...]]:
         number_stride=1 if number == 1 else None,
         native=converts_e4m3(cache.device),
         ptx=gpu in NVIDIA,
+        opaque=gpu != "blackwell",
         interpreted=gpu == "interpreter",
     )
     return form, (page // align, token // align, head // align, piece, number)
