@@ -1,4 +1,4 @@
-"""The kernel: find this CTA's work, then let the producer and the two consumers run."""
+"""The kernel: find this CTA's work, then let its partitions run."""
 
 from __future__ import annotations
 
@@ -76,7 +76,10 @@ def dense_decode_kernel(
     k_scale: tl.float32,
     PLAN: tl.constexpr,
 ):
-    """A CTA works on 64 query rows of a kv head, for a range of all keys. Arguments as in ``launch``."""
+    """A CTA works on 64 query rows of a kv head (``few_rows``: on all, at most 16), for a range of all keys.
+
+    Arguments as in ``launch``.
+    """
     key_lengths = KeyLengths(num_items, 1, lengths, lengths_stride_request, 0, limit)
     table = schedule.Table(pages, pages_stride, num_pages)
     outputs = Outputs(

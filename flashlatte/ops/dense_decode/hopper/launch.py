@@ -124,7 +124,6 @@ def dense_decode(
                 stream_k=made.stream_k,
             ),
             num_warps=4,
-            enable_fp_fusion=True,
             launch_pdl=True,
         )
         if scratch is not None:
