@@ -20,39 +20,47 @@ from flashlatte.ops.sparse_prefill import sparse_prefill  # noqa: E402
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 
 
-@pytest.fixture(scope="module")
-def stock():
-    config = transformers.DeepseekV4Config(
-        vocab_size=97,
-        hidden_size=48,
-        num_hidden_layers=3,
-        layer_types=[HCA, CSA, SLIDING],
-        num_attention_heads=4,
-        head_dim=32,
-        partial_rotary_factor=0.25,
-        q_lora_rank=24,
-        o_groups=2,
-        o_lora_rank=16,
-        sliding_window=6,
-        compress_rates={CSA: 4, HCA: 8},
+def config_of(**change):
+    fields = {
+        "vocab_size": 97,
+        "hidden_size": 48,
+        "num_hidden_layers": 3,
+        "layer_types": [HCA, CSA, SLIDING],
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "partial_rotary_factor": 0.25,
+        "q_lora_rank": 24,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "sliding_window": 6,
+        "compress_rates": {CSA: 4, HCA: 8},
         # With few heads, scores of 0 are ties, which stock breaks as it likes.
-        index_n_heads=16,
-        index_head_dim=32,
-        index_topk=3,
-        moe_intermediate_size=16,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        mlp_layer_types=["moe"] * 3,
-        hc_mult=2,
-        max_position_embeddings=512,
-        attn_implementation="eager",
-    )
+        "index_n_heads": 16,
+        "index_head_dim": 32,
+        "index_topk": 3,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "mlp_layer_types": ["moe"] * 3,
+        "hc_mult": 2,
+        "max_position_embeddings": 512,
+        "attn_implementation": "eager",
+    }
+    return transformers.DeepseekV4Config(**(fields | change))
+
+
+def model_of(**change):
     torch.manual_seed(0)
-    model = transformers.DeepseekV4ForCausalLM(config).eval().requires_grad_(False)
+    model = transformers.DeepseekV4ForCausalLM(config_of(**change)).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 or "sinks" in name:
             torch.nn.init.normal_(parameter, std=0.2)
     return model
+
+
+@pytest.fixture(scope="module")
+def stock():
+    return model_of()
 
 
 @pytest.fixture(scope="module")
@@ -238,6 +246,33 @@ def test_settings_that_do_not_fit(stock, change, error, message):
     with pytest.raises(error, match=message):
         enable(stock, **change)
     assert "_flashlatte" not in vars(stock.model)
+
+
+def test_yarn_that_scales_cosines():
+    """Of a config that names both rotations; one flat yarn, as in checkpoints, scales nothing."""
+    scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "partial_rotary_factor": 0.25}
+    main, compress = (
+        scaled | {"rope_theta": 500.0},
+        scaled | {"rope_theta": 3000.0, "mscale": 0.7, "mscale_all_dim": 0.5},
+    )
+    stock = model_of(rope_parameters={"main": main, "compress": compress}, num_hidden_layers=3)
+    ids = tokens(2, 23)
+    wanted, _ = logits_by_steps(stock, ids, [20, 1, 2])
+    found, _ = logits_by_steps(enable(stock, page_size=4), ids, [20, 1, 2])
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_groups_of_one_size_in_both_kinds_of_layers_are_refused():
+    with pytest.raises(ValueError, match=r"^compress_rates must differ between .*, got 4 for both$"):
+        enable(model_of(compress_rates={CSA: 4, HCA: 4}))
+
+
+def test_the_cache_of_another_model_is_refused(enabled):
+    ids = tokens(2, 9)
+    cache = enabled(ids).past_key_values
+    enable(model_of())(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"^past_key_values was filled by a model whose layers are of other sizes"):
+        enable(model_of(sliding_window=5))(ids, past_key_values=cache)
 
 
 def test_passes_that_do_not_fit(enabled):

@@ -178,6 +178,8 @@ def _ropes(fields: Mapping[str, Any]) -> dict[str, Rope]:
     scaling = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     if "main" not in scaling or "compress" not in scaling:
         scaling.setdefault("rope_type", scaling.get("type", "default"))
+        # A checkpoint's yarn scales neither cosines nor the softmax by its factor.
+        scaling.setdefault("attention_factor", 1.0)
         main = {"rope_theta": fields.get("rope_theta", 10000.0)}
         scaling = {"main": main, "compress": scaling | {"rope_theta": fields.get("compress_rope_theta", 160000.0)}}
     longest = fields.get("max_position_embeddings", 1048576)
@@ -190,13 +192,15 @@ def _rope(fields: Mapping[str, Any], max_position: int) -> Rope:
     yarn = None
     if kind == "yarn":
         original = fields.get("original_max_position_embeddings") or max_position
+        if not fields.get("truncate", True):
+            raise ValueError("truncate must be true in the yarn of DeepSeek-V4, got false")
         yarn = Yarn(
             factor=fields["factor"],
             original_max_position=original,
             beta_fast=fields.get("beta_fast") or 32.0,
             beta_slow=fields.get("beta_slow") or 1.0,
-            # DeepSeek-V4 scales neither cosines nor the softmax by its context's factor.
-            attention_factor=fields.get("attention_factor", 1.0),
-            truncate=fields.get("truncate", True),
+            mscale=fields.get("mscale") or 0.0,
+            mscale_all_dim=fields.get("mscale_all_dim") or 0.0,
+            attention_factor=fields.get("attention_factor"),
         )
     return Rope(theta=fields["rope_theta"], max_position=max_position, yarn=yarn)

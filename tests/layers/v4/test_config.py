@@ -60,6 +60,10 @@ def test_layers_of_a_checkpoint():
         ({"compress_ratios": [0, 0, 4, 8, 4]}, "^compress_ratios must be 0, 4 or 128, got 8$"),
         ({"compress_ratios": [0, 0, 4]}, "^config must have layer_types or compress_ratios for its 5 layers$"),
         ({"layer_types": ["full_attention"] * 5}, r"^layer_types\[0\] must be one of sliding_attention, .*full_atten"),
+        (
+            {"rope_scaling": CHECKPOINT["rope_scaling"] | {"truncate": False}},
+            "^truncate must be true in the yarn of DeepSeek-V4, got false$",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "^rope_type must be one of default, yarn, got 'linear'$"),
     ],
 )

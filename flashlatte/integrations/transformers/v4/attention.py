@@ -18,15 +18,21 @@ Model, Attention = DeepseekV4Model, DeepseekV4Attention
 
 
 class PagedV4Cache(DynamicCache):
-    """A ``DynamicCache`` whose layers lie in a ``V4Store``. ``adopt`` makes one of a caller's empty cache, in place."""
+    """A ``DynamicCache`` whose layers lie in a ``V4Store``. ``adopt`` makes one of a caller's empty cache, in place.
+
+    Attributes:
+        store: the layers' caches.
+        filled_for: the config of the model that fills it.
+    """
 
     store: V4Store
+    filled_for: Any
 
     @staticmethod
-    def adopt(cache: DynamicCache, store: V4Store) -> PagedV4Cache:
+    def adopt(cache: DynamicCache, store: V4Store, config: Any) -> PagedV4Cache:
         object.__setattr__(cache, "__class__", PagedV4Cache)
         paged = cast(PagedV4Cache, cache)
-        paged.store = store
+        paged.store, paged.filled_for = store, config
         paged.layers = [PagedV4Layer(store) for _ in store.configs]
         paged.layer_class_to_replicate = None
         return paged
@@ -129,9 +135,20 @@ class BeginForward:
         if hooks.needs_stock_attention(model, call):
             return None
         if isinstance(cache, PagedV4Cache):
+            self._check_model(cache, model)
             return cache
         cache = hooks.cache_to_adopt(model, call)
-        return None if cache is None else PagedV4Cache.adopt(cache, new_store(model, self.settings))
+        return None if cache is None else PagedV4Cache.adopt(cache, new_store(model, self.settings), model.config)
+
+    @staticmethod
+    def _check_model(cache: PagedV4Cache, model: Any) -> None:
+        """A cache that another model filled may hold rows as wide as this one's."""
+        # To read a config takes longer than to find it the same.
+        if cache.filled_for is model.config:
+            return
+        if cache.store.given != V4Config.layers(model.config):
+            raise ValueError("past_key_values was filled by a model whose layers are of other sizes, or other kinds")
+        cache.filled_for = model.config
 
 
 def end_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -159,8 +176,7 @@ def new_store(model: Any, settings: hooks.Settings) -> V4Store:
         raise ValueError(f"cache_format must be model1, bf16, fp16 or fp32 for DeepSeek-V4, got {layout.name!r}")
     if layout.plain and layout.record_dtype != model.dtype:
         raise ValueError(f"cache_format must be model1 or that of the model's {model.dtype}, got {layout.name!r}")
-    configs = [V4Config.from_transformers(config, layer) for layer in range(config.num_hidden_layers)]
-    return V4Store(configs, layout, settings.page_size, settings.backend)
+    return V4Store(list(V4Config.layers(config)), layout, settings.page_size, settings.backend)
 
 
 def enable(decoder: Any, settings: hooks.Settings) -> list[Any]:

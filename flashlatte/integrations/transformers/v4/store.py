@@ -23,12 +23,24 @@ class V4Store:
         layout: of keys and groups.
         page_size: of all pages but states'.
         backend: of the layers' operations.
+
+    Raises:
+        ValueError: layers that select groups and layers that see all of them have groups of one size.
     """
 
     # Which prompts attend over a workspace.
     workspaces = DEFAULT_LIMITS
 
     def __init__(self, configs: list[V4Config], layout: CacheFormat, page_size: int, backend: str | None) -> None:
+        selecting = {config.ratio for config in configs if config.ratio and config.indexer is not None}
+        for config in configs:
+            if config.ratio in selecting and config.indexer is None:
+                raise ValueError(
+                    "compress_rates must differ between the kinds of layers, whose states of a group do, got "
+                    f"{config.ratio} for both"
+                )
+        # As they were given, for those who ask whose cache this is.
+        self.given = tuple(configs)
         self.configs = configs
         self.layout = layout
         self.page_size = page_size
