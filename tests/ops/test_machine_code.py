@@ -169,13 +169,17 @@ MORE_PORTABLE = [
     *(Variant("sparse_prefill", "portable", {"heads": heads}, products="hmma") for heads in (8, 16, 32)),
     Variant("dense_prefill", "portable", {"head_dim": 128}),
     *(
-        Variant("paged_attention", "portable", {"tokens": 2048, **call})
+        Variant("paged_attention", "portable", {"tokens": 2048} | call)
         for call in (
             {"terms": "softcap, sink", "hnd": True},
             {"head_dim": 192, "page_size": 256},
             {"head_dim": 256, "d_v": 256},
             {"cache_dtype": torch.float8_e5m2, "dtype": FP16, "out_dtype": FP8},
             {"in_pieces": True},
+            # A program for each tile; the last two with the next block's scores under a softmax.
+            {"tokens": 8192, "columns": 512},
+            {"tokens": 8192, "columns": 512, "page_size": 64, "cache_dtype": FP8},
+            {"tokens": 8192, "columns": 512, "page_size": 64, "terms": "softcap"},
         )
     ),
     # Addresses that no step changes: six loads, where working them out again takes 338 instructions.

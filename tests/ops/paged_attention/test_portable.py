@@ -98,14 +98,31 @@ def test_masks_as_on_gpus_without_the_branch(monkeypatch, case):
     check(case.inputs())
 
 
-@pytest.mark.parametrize(("tiles_per_sm", "is_whole"), [(1, True), (100, False)])
-def test_many_tiles_of_a_prefill_are_a_program_each(monkeypatch, tiles_per_sm, is_whole):
+PREFILL = replace(TOY, s_q=10, decodes=1, unowned=2)
+OVER_E4M3 = replace(PREFILL, cache_dtype=E4M3, context=60)
+
+
+@pytest.mark.parametrize(
+    ("case", "tiles_per_sm", "is_whole", "is_ahead"),
+    [
+        (PREFILL, 1, True, False),
+        (OVER_E4M3, 100, False, False),
+        (OVER_E4M3, 1, True, True),
+        (replace(OVER_E4M3, page_size=8), 1, True, False),
+        (replace(EVERYTHING, s_q=10, window=None, page_size=32), 1, True, True),
+    ],
+)
+def test_many_tiles_of_a_prefill_are_a_program_each(monkeypatch, case, tiles_per_sm, is_whole, is_ahead):
     monkeypatch.setattr(launch, "_WHOLE_ABOVE_ROWS", 0)
     monkeypatch.setattr(launch, "_WHOLE_TILES_PER_SM", tiles_per_sm)
-    seen = []
-    plan = launch.make_plan
-    launch.make_plan.cache_clear()
-    monkeypatch.setattr(launch, "make_plan", lambda *args: seen.append(plan(*args)) or seen[-1])
-    check(replace(TOY, batch=2, s_q=10, decodes=1, unowned=2).inputs())
+    plan, step, seen = launch.make_plan, launch.Step, []
     plan.cache_clear()
-    assert [made.split.scratch == 0 for made in seen] == [is_whole]
+    monkeypatch.setattr(launch, "make_plan", lambda *args: seen.append(plan(*args)) or seen[-1])
+    monkeypatch.setattr(launch, "Step", lambda **args: seen.append(step(**args)) or seen[-1])
+    arguments = case.inputs()
+    table = arguments["block_table"]
+    table[0, 1], table[-1, 2:] = -1, len(arguments["k_cache"])
+    check(arguments)
+    plan.cache_clear()
+    made, compiled = seen
+    assert (made.split.scratch == 0, compiled.ahead) == (is_whole, is_ahead)

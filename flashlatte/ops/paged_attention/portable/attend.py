@@ -34,6 +34,7 @@ class Step(NamedTuple):
         page_size, num_stages: of pages, and of Triton's pipeline.
         branches: blocks of which all rows see all keys pass by the mask, in a branch. Not where Triton then misses that
             one product depends on the other, and gives rows of P to several warps.
+        ahead: the next block's scores are multiplied under this one's softmax.
         has_terms: whether more is done to scores than scaling them; softcap, alibi, alibi_sqrt: some of it.
         scaled_keys: whether each key and value has a scale of its own.
         halves: operands are fp16, and not q's dtype. Rows of q come scaled to fit it; P is, by 2^P_SHIFT.
@@ -51,6 +52,7 @@ class Step(NamedTuple):
     page_size: int
     num_stages: int
     branches: bool
+    ahead: bool
     has_terms: bool
     softcap: bool
     alibi: bool
@@ -168,6 +170,17 @@ def fit_halves(q, q_rest, HAS_REST: tl.constexpr):
 
 
 @triton.jit
+def _scores(q, q_rest, keys_of, places, dtype: tl.constexpr, K_FORM: tl.constexpr, step: tl.constexpr):
+    """q · k of a block's keys [BLOCK_M, BLOCK_N], without any scale."""
+    k = load_operand(keys_of, places, dtype, 0, min(step.head_dim, step.first), step.first, K_FORM)
+    scores = tl.dot(q, tl.trans(k))
+    if step.rest > 0:
+        k = load_operand(keys_of, places, dtype, step.first, step.head_dim - step.first, step.rest, K_FORM)
+        scores = tl.dot(q_rest, tl.trans(k), scores)
+    return scores
+
+
+@triton.jit
 def attend(
     q,
     q_rest,
@@ -214,13 +227,14 @@ def attend(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     values = tl.zeros([BLOCK_M, WIDTH_V], tl.float32)
     pages = load_pages(table, request, begin, tile, step)
+    if step.ahead:
+        first_places = _places(pages, begin, first_new, tile, table, step)
+        scores = _scores(q, q_rest, keys_of, first_places, dtype, K_FORM, step)
+        next_pages = load_pages(table, request, begin + BLOCK_N, tile, step)
     for start in tl.range(begin, stop, BLOCK_N, num_stages=step.num_stages):
         places = _places(pages, start, first_new, tile, table, step)
-        k = load_operand(keys_of, places, dtype, 0, min(step.head_dim, step.first), step.first, K_FORM)
-        scores = tl.dot(q, tl.trans(k))  # [BLOCK_M, BLOCK_N]
-        if step.rest > 0:
-            k = load_operand(keys_of, places, dtype, step.first, step.head_dim - step.first, step.rest, K_FORM)
-            scores = tl.dot(q_rest, tl.trans(k), scores)
+        if not step.ahead:
+            scores = _scores(q, q_rest, keys_of, places, dtype, K_FORM, step)
         if step.scaled_keys:
             scores *= _scales_of(k_scale, places)[None, :]
         if step.halves:
@@ -248,6 +262,9 @@ def attend(
         else:
             scores = _masked(scores, places, start, keys_of, terms, request, position, lower, upper, step)
 
+        if step.ahead:
+            next_places = _places(next_pages, start + BLOCK_N, first_new, tile, table, step)
+            next_scores = _scores(q, q_rest, keys_of, next_places, dtype, K_FORM, step)
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max * factor)
         alpha = tl.exp2(row_max * factor - shift)
@@ -261,7 +278,12 @@ def attend(
         v = load_operand(values_of, places, dtype, 0, step.head_dim_v, step.width_v, V_FORM)
         # The next block's pages are fetched one block ahead: the addresses of its rows wait for them.
         pages = load_pages(table, request, start + BLOCK_N, tile, step)
+        if step.ahead:
+            # Both are loaded, as Triton does not pipeline a loop that hands next_pages on to pages.
+            next_pages = load_pages(table, request, start + 2 * BLOCK_N, tile, step)
         values = tl.dot(p.to(v.dtype), v, values * alpha[:, None])
+        if step.ahead:
+            scores = next_scores
     is_empty = row_sum == 0
     row_sum = tl.where(is_empty, 1.0, row_sum)
     lse2 = tl.where(is_empty, float("-inf"), row_max * (1.0 if step.has_terms else scale) + tl.log2(row_sum))
