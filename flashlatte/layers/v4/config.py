@@ -41,7 +41,7 @@ class V4IndexerConfig:
 
 @dataclass(frozen=True)
 class V4Config:
-    """One layer. Its defaults are those of DeepSeek-V4-Flash where it compresses 4 tokens to one.
+    """One layer. Its defaults are those of DeepSeek-V4-Flash where it compresses 4 tokens to one, for 4,096 positions.
 
     Attributes:
         hidden_size, q_lora_rank: of hidden states, and of the query's latent.

@@ -196,7 +196,8 @@ class V4Step:
         """The step of these tokens. Nothing is read from the device, so that a CUDA graph may hold it.
 
         Args:
-            request_ids, positions: int32 or int64 [T].
+            request_ids, positions: int32 or int64 [T]. On a GPU nobody sees that a position is beyond what a layer's
+                ``rope`` can rotate by: it is rotated by the last one.
             window_table: int32 or int64 [b, columns], pages of tokens, from each request's first on. A page that no
                 window reaches any more may be given back, and -1 put in its place.
             group_tables: for each ratio pages of groups [b, columns] and of states [b, columns]. A short table of

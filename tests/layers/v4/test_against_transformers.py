@@ -77,16 +77,17 @@ def steps_of(lengths, seed):
     return steps
 
 
-def run(attention, hidden, steps, cache_format="fp32", padding=0, limits=None):
+def run(attention, hidden, steps, cache_format="fp32", padding=0, limits=None, drafts=0):
     """Outputs of the requests whose hidden states these are, with requests' pages interleaved.
 
-    With ``limits`` some attend over a workspace; without, batches may have padding.
+    With ``limits`` some attend over a workspace; without, batches may have padding. Behind the tokens of a step each
+    request has as many ``drafts`` as it has room for, which are taken back. Rows that nobody wrote hold NaN.
     """
     config = attention.config
     requests, longest = len(hidden), max(len(h) for h in hidden)
     columns = -(-longest // PAGE_SIZE)
     table = torch.arange(requests * columns).view(columns, requests).T.contiguous()
-    ring = -(-(2 * max(config.ratio, 1)) // STATE_PAGE_SIZE)
+    ring = -(-(2 * max(config.ratio, 1) + drafts) // STATE_PAGE_SIZE)
     state_table = torch.arange(requests * ring).flip(0).view(requests, ring)
     cache = V4Cache.allocate(
         config,
@@ -96,8 +97,12 @@ def run(attention, hidden, steps, cache_format="fp32", padding=0, limits=None):
         state_page_size=STATE_PAGE_SIZE,
         cache_format=cache_format,
     )
+    for pages in vars(cache).values():
+        if pages is not None and pages.is_floating_point():
+            pages.fill_(torch.nan)
     outputs = [[] for _ in hidden]
-    for step in steps:
+    for kept in steps:
+        step = [(begin, min(end + drafts, len(h))) for (begin, end), h in zip(kept, hidden, strict=True)]
         spans = [range(begin, end) for begin, end in step]
         ids = [request for request, span in enumerate(spans) for _ in span] + [-1] * padding
         positions = [position for span in spans for position in span] + [7] * padding
@@ -107,10 +112,13 @@ def run(attention, hidden, steps, cache_format="fp32", padding=0, limits=None):
             built = V4Step.build(torch.tensor(ids), torch.tensor(positions), table, groups, **sizes)
         else:
             built = V4Step.of_spans(step, table, groups, **sizes, limits=limits)
-        rows = [h[begin:end] for h, (begin, end) in zip(hidden, step, strict=True)]
+        rows = []
+        for h, (begin, end), (_, stop) in zip(hidden, kept, step, strict=True):
+            rows += [h[begin:end], torch.randn(stop - end, config.hidden_size)]
         out = attention(torch.cat([*rows, torch.randn(padding, config.hidden_size)]), built, cache)
         for request, part in enumerate(out[: len(ids) - padding].split([len(span) for span in spans])):
-            outputs[request].append(part)
+            begin, end = kept[request]
+            outputs[request].append(part[: end - begin])
     return [torch.cat(parts) for parts in outputs]
 
 
@@ -126,6 +134,20 @@ def test_every_token_of_mixed_batches(kind, seed):
     for steps in ([[(0, 43), (0, 1), (0, 30)]], steps_of([43, 1, 30], seed)):
         for out, wanted in zip(run(attention, hidden, steps, padding=2), expected, strict=True):
             torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("limits", [None, pytest.param(WorkspaceLimits(queries=2), marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_that_are_taken_back(kind, limits):
+    """Drafts finish groups, whose rows are made again when others come in their place."""
+    config = stock_config(kind)
+    stock = stock_layer(config, 0)
+    attention = V4Attention(V4Config.from_transformers(config, 0))
+    attention.load_state_dict({k: v for k, v in stock.state_dict().items() if "rotary_emb" not in k})
+    hidden = [torch.randn(n, 48) for n in (43, 1, 30)]
+    found = run(attention, hidden, steps_of([43, 1, 30], 3), limits=limits, drafts=7)
+    for out, h in zip(found, hidden, strict=True):
+        torch.testing.assert_close(out, stock_output(stock, config, h), rtol=1e-4, atol=1e-4)
 
 
 # As large as they come; few in a workspace; cut by their indices; long ones, or those with few tokens, in pages.
