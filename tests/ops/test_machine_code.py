@@ -321,11 +321,11 @@ OTHER_GPUS = [
         for arch in (80, 89, 100)
         for cache_dtype in (FP8, torch.float8_e5m2, torch.int8)
     ),
-    *((operation, arch, {}) for operation in ("dense_prefill", "dense_prefill_backward") for arch in (80, 86)),
+    *((operation, arch, {}) for operation in ("dense_prefill", "dense_prefill_backward") for arch in (80, 86, 100)),
     *(
         (operation, arch, {"head_dim": 256, "d_v": 256})
         for operation in ("dense_prefill", "dense_prefill_backward")
-        for arch in (86, 90)
+        for arch in (86, 90, 100)
     ),
 ]
 

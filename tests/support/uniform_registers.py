@@ -11,7 +11,7 @@ import re
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?);")
 _OPERANDS = re.compile(r",(?![^\[]*\])")
 _REGISTER = re.compile(r"\bUR(\d+)\b")
-_WRITE_UNIFORM = {"R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX", "ELECT", "LDCU"}
+_WRITE_UNIFORM = {"R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX", "CREDUX", "ELECT", "LDCU"}
 # These only read what their operands name.
 _READ_ONLY = re.compile(r"UTMA|UBLK|USETMAXREG|UCGABAR|UPREFETCH|USTGR|UREDGR")
 
