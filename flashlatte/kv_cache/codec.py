@@ -33,7 +33,8 @@ def allocate(
     Returns:
         [num_pages, page_size, 1, width] in the format's dtype (uint8 for those with scales: ``v32`` is 656 wide,
         ``model1`` 584, ``v41`` 528, ``v41_fp4`` 288, ``nvfp4_ds_mla`` 352). Pages of ``model1`` are padded to
-        a multiple of 576 bytes, so its page stride is wider than a page.
+        a multiple of 576 bytes, so its page stride is wider than a page; their scales stand behind all rows, so that a
+        view of some tokens of each page (``cache[:, :n]``, or another page size) is no cache.
 
     Raises:
         TypeError, ValueError: an unknown format, a size below 1, or a head_dim that the format does not have;
