@@ -68,7 +68,7 @@ def compress(
         cos_sin: float32 [n, rope_dim], cosines and then sines of each frequency. A position beyond it takes the last.
         request_ids: int32 or int64 [T], the row of ``state_table`` of each token. Tokens of a request stand together,
             in order. A token with an id below 0, or without a row in the table, is padding.
-        positions: int32 or int64 [T], of each token in its request.
+        positions: int32 or int64 [T], of each token in its request. One from 2³¹ on has no place among the states.
         cache: [pages, page_size, 1, width] (or without the 1) that takes rows of head_dim, in a format of latents
             (``model1``, ``bf16``, ``fp16``, ``fp32``) or of index keys.
         slot_mapping: int32 or int64 [T]: the slot, page · page_size + offset, of the row of the group that the token

@@ -66,7 +66,7 @@ def _state_places(
     num_pages, page_size = cache.shape[:2]
     requests, columns = table.shape
     page = table[request.clamp(0, requests - 1), position // page_size % columns].long()
-    found = (request >= 0) & (request < requests) & (page >= 0) & (page < num_pages)
+    found = (request >= 0) & (request < requests) & (position < 2**31) & (page >= 0) & (page < num_pages)
     return page.where(found, 0), (position % page_size).where(found, 0), found
 
 

@@ -223,6 +223,21 @@ def test_pages_outside_the_states_are_not_followed(page):
     torch.testing.assert_close(cache.flatten(0, 1)[1, 0, :8], normed[:8])
 
 
+def test_positions_beyond_32_bits_have_no_states():
+    case = Case.draw([8], 4, False, 16, 8, torch.float32, 0, 1)
+    cache, states, table = case.caches("fp32")
+    arguments: dict[str, Any] = {
+        **call_arguments(case, range(8), cache),
+        "positions": torch.arange(8) + 2**31 - 2,
+        "slot_mapping": torch.full((8,), -1),
+        "state_cache": states,
+        "state_table": table,
+    }
+    compress(**arguments)
+    # The first two are kept, each in its place.
+    assert int(states.isfinite().all(dim=-1).sum()) == 2
+
+
 @pytest.mark.parametrize("slot", [-1, 10**6, 2**40, -(2**40)])
 def test_slots_outside_the_cache_are_skipped(slot):
     case = Case.draw([8], 4, False, 16, 8, torch.float32, 0, 1)
