@@ -227,14 +227,14 @@ def test_positions_beyond_32_bits_have_no_states():
     case = Case.draw([8], 4, False, 16, 8, torch.float32, 0, 1)
     cache, states, table = case.caches("fp32")
     arguments: dict[str, Any] = {
-        **call_arguments(case, range(8), cache),
-        "positions": torch.arange(8) + 2**31 - 2,
-        "slot_mapping": torch.full((8,), -1),
+        **call_arguments(case, range(3), cache),
+        "positions": torch.arange(3) + 2**31 - 2,
+        "slot_mapping": torch.full((3,), -1),
         "state_cache": states,
         "state_table": table,
     }
     compress(**arguments)
-    # The first two are kept, each in its place.
+    # The first two are kept.
     assert int(states.isfinite().all(dim=-1).sum()) == 2
 
 
