@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import islice
+
+# Occurrences of the last token that are looked at: a frequent one has as many as the text is long.
+_LOOKED_AT = 512
 
 
 class PromptLookup:
@@ -18,6 +22,8 @@ class PromptLookup:
     def guess(self, tokens: list[int], count: int, longest: int = 4) -> list[int]:
         """Up to ``count`` tokens that followed the latest earlier occurrence of the last ``longest``, or of fewer.
 
+        Of the last token's occurrences the latest 512 count.
+
         Args:
             tokens: the text: that of the last call, and what came since.
         """
@@ -26,7 +32,7 @@ class PromptLookup:
             self._places[tokens[place]].append(place)
         self._read = last
         best, most = last, 0
-        for place in reversed(self._places.get(tokens[last], ())):
+        for place in islice(reversed(self._places.get(tokens[last], ())), _LOOKED_AT):
             alike = 1
             while alike < min(longest, place + 1) and tokens[place - alike] == tokens[last - alike]:
                 alike += 1

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+# Tokens that a letter is waited for: it has at most four bytes, but there are tokens without any.
+_LONGEST_LETTER = 16
+
 
 class Text:
     """Decodes tokens one by one, and watches for stops.
 
     What a token adds depends on the tokens before it: a space, the first bytes of its letter. So the last tokens that
-    completed a text are decoded once more with those that follow, and what they have in common is not new.
+    completed a text are decoded once more with those that follow, and what they have in common is not new. Bytes that
+    make no letter for too long are given out as the replacement character.
 
     Args:
         tokenizer: with ``decode``.
@@ -31,7 +35,8 @@ class Text:
         new = self._decode(self._tokens)[len(known) :]
         seen = self._end + new
         stops = any(stop in seen for stop in self._stop)
-        if not new or new.endswith("\N{REPLACEMENT CHARACTER}"):
+        waits = not new or new.endswith("\N{REPLACEMENT CHARACTER}")
+        if waits and len(self._tokens) - self._complete < _LONGEST_LETTER:
             return "", stops
         self._tokens = self._tokens[self._complete :]
         self._complete = len(self._tokens)

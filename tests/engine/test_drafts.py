@@ -23,3 +23,21 @@ def test_the_latest_of_the_longest(tokens, data):
         known = data.draw(st.integers(known + 1, len(tokens)))
         count, longest = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
         assert lookup.guess(tokens[:known], count, longest) == searched(tokens[:known], count, longest)
+
+
+def test_a_frequent_token_is_not_looked_for_everywhere():
+    """The last token stands in every second place, and never as it does now: four in a row are new."""
+    reads = 0
+
+    class Counted(list):
+        def __getitem__(self, place):
+            nonlocal reads
+            reads += 1
+            return super().__getitem__(place)
+
+    tokens = Counted([7, 3] * 20_000 + [7, 7, 7, 7])
+    lookup = PromptLookup()
+    lookup.guess(tokens, 3)
+    reads = 0
+    lookup.guess(tokens, 3)
+    assert reads < 10_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,9 +37,11 @@ def test_texts_add_up_and_a_stop_is_seen_with_its_last_byte(words, data):
             return
 
 
-def test_the_last_token_costs_what_the_first_did():
+@pytest.mark.parametrize(("token", "most"), [(ord("x"), 4), (0x80, 64), (256, 64)])
+def test_the_last_token_costs_what_the_first_did(token, most):
+    """Also where no letter is ever complete, or tokens have no text."""
     tokenizer = Bytes()
     text = Text(tokenizer, ["never here"])
-    for _ in range(1000):
-        text.add(ord("x"))
-    assert tokenizer.decoded < 4 * 1000
+    given_out = "".join(text.add(token)[0] for _ in range(1000))
+    assert tokenizer.decoded < most * 1000
+    assert len(given_out) >= (0 if token == 256 else 980)
