@@ -10,6 +10,7 @@ from typing import Any
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
 from flashlatte.kv_cache.index_formats import HEAD_DIMS
 from flashlatte.layers import models
+from flashlatte.ops.topk.api import MAX_K
 from flashlatte.runtime import checks
 
 LAYOUTS = (models.INTERLEAVED, models.HALF)
@@ -101,13 +102,23 @@ class Rope:
             raise ValueError(f"theta must be a finite number above 1, got {self.theta}")
 
 
+def check_indexer_sizes(num_heads: int, head_dim: int, topk: int) -> None:
+    """Raise TypeError, ValueError for what the indexer's operations do not take."""
+    for name, size in (("num_heads", num_heads), ("head_dim", head_dim), ("topk", topk)):
+        checks.positive_int(name, size)
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim of an indexer must be 32, 64 or 128, got {head_dim!r}")
+    if topk > MAX_K:
+        raise ValueError(f"topk of an indexer must be at most {MAX_K}, got {topk}")
+
+
 @dataclass(frozen=True)
 class IndexerConfig:
     """A model's lightning indexer (DeepSeek-V3.2, arXiv:2512.02556, §2.1).
 
     Attributes:
         num_heads, head_dim: of its queries; head_dim 32, 64 or 128.
-        topk: tokens that a query selects at most.
+        topk: tokens that a query selects at most; at most 4,096.
         rope_layout: of the first dims of queries and keys, "half" (DeepSeek-V3.2) or "interleaved" (GLM-5).
         hadamard: whether queries and keys are multiplied by a Hadamard matrix before they are rounded, as in DeepSeek's
             own code. Scores are the same but for rounding.
@@ -124,10 +135,7 @@ class IndexerConfig:
     shared_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "head_dim", "topk"):
-            checks.positive_int(name, getattr(self, name))
-        if self.head_dim not in HEAD_DIMS:
-            raise ValueError(f"head_dim of an indexer must be 32, 64 or 128, got {self.head_dim!r}")
+        check_indexer_sizes(self.num_heads, self.head_dim, self.topk)
         checks.choice("rope_layout", self.rope_layout, LAYOUTS)
         checks.choice("scale_rounding", self.scale_rounding, SCALE_ROUNDINGS)
         checks.flag("hadamard", self.hadamard)

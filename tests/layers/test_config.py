@@ -11,6 +11,7 @@ import torch
 
 from flashlatte.layers.config import IndexerConfig, MLAConfig, Rope, Yarn
 from flashlatte.layers.rope import inverse_frequencies, table
+from flashlatte.layers.v4.config import V4IndexerConfig
 
 # What deepseek-ai/DeepSeek-V3's config.json says of attention.
 V3_JSON = {
@@ -190,3 +191,18 @@ def test_parts_of_a_wrong_type_are_named(part, fields, message):
     sizes = {"hidden_size": 64, "num_attention_heads": 4} if part is MLAConfig else {}
     with pytest.raises(TypeError, match=message):
         part(**sizes, **fields)
+
+
+@pytest.mark.parametrize("kind", [IndexerConfig, V4IndexerConfig])
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"topk": 4097}, "topk of an indexer must be at most 4096, got 4097"),
+        ({"topk": 0}, "topk must be at least 1, got 0"),
+        ({"head_dim": 48}, "head_dim of an indexer must be 32, 64 or 128, got 48"),
+    ],
+)
+def test_an_indexer_that_its_operations_do_not_take(kind, sizes, message):
+    kind(topk=4096)
+    with pytest.raises(ValueError, match=message):
+        kind(**sizes)

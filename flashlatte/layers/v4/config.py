@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashlatte.kv_cache.index_formats import HEAD_DIMS
-from flashlatte.layers.config import Rope, Yarn
+from flashlatte.layers.config import Rope, Yarn, check_indexer_sizes
 from flashlatte.runtime import checks
 
 MODEL_TYPE = "deepseek_v4"
@@ -25,7 +24,7 @@ class V4IndexerConfig:
 
     Attributes:
         num_heads, head_dim: of its queries; head_dim 32, 64 or 128.
-        topk: groups that a query selects at most.
+        topk: groups that a query selects at most; at most 4,096.
     """
 
     num_heads: int = 64
@@ -33,10 +32,7 @@ class V4IndexerConfig:
     topk: int = 512
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "head_dim", "topk"):
-            checks.positive_int(name, getattr(self, name))
-        if self.head_dim not in HEAD_DIMS:
-            raise ValueError(f"head_dim of an indexer must be 32, 64 or 128, got {self.head_dim!r}")
+        check_indexer_sizes(self.num_heads, self.head_dim, self.topk)
 
 
 @dataclass(frozen=True)
