@@ -8,6 +8,7 @@ import math
 import sys
 import types
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -268,12 +269,33 @@ def test_top_k_as_slots_of_pages():
     assert out.tolist() == raw.tolist() == columns
 
 
+def test_top_k_of_a_prefill_as_slots():
+    """Three requests of 2, 0 and 3 rows over keys of 10, 4 and 20 tokens that lie one after the other."""
+    scores, starts, lengths = draw(5, 34), [0, 0, 14, 14, 14], [9, 10, 18, 19, 3]
+    scores[:2, 10:], scores[2:, :14] = torch.nan, torch.nan  # of other requests
+    row_starts, row_lengths = torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
+    table = 1000 + torch.randperm(3 * 20, generator=torch.Generator().manual_seed(1)).view(3, 20).int()
+    first_rows = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    requests = [0, 0, 2, 2, 2]
+    columns = chosen_columns(scores, starts, lengths, 8)
+    expected = [[int(table[b, i]) if i >= 0 else -1 for i in row] for b, row in zip(requests, columns, strict=True)]
+    prefill = partial(indexer.fast_topk_transform_fused, untouched, scores, row_lengths, topk=8, row_starts=row_starts)
+    slots = prefill(page_table_size_1=table, cu_seqlens_q=first_rows)
+    assert (slots.dtype, slots.tolist()) == (torch.int32, expected)
+    # A long prefill comes in pieces, each of whose rows has a table of its own.
+    assert prefill(page_table_size_1=table[requests], cu_seqlens_q=torch.arange(6)).tolist() == expected
+
+
 def test_more_than_our_top_k_takes_stays_sglangs():
-    called = []
+    called: list[Any] = []
+    original: Any = lambda *args: called.append(args)  # noqa: E731
     out = torch.empty(1, 5000, dtype=torch.int32)
     scores, lengths = torch.zeros(1, 6000), torch.tensor([6000])
-    indexer.topk_transform_paged_v2(lambda *args: called.append(args), scores, lengths, None, out, 1, None)
+    indexer.topk_transform_paged_v2(original, scores, lengths, None, out, 1, None)
     assert called[0][3] is out
+    starts = torch.tensor([0, 1])
+    indexer.fast_topk_transform_fused(original, scores, lengths, out, starts, 5000)
+    assert called[1][3:] == (starts, 5000, None)
 
 
 class Registry:
@@ -361,7 +383,10 @@ def test_a_missing_flash_mla_is_stood_in_for(fake_sglang):
         module.fused_norm_rope_attn_rope_cast.prefill  # noqa: B018
 
 
-@pytest.mark.parametrize("hook", [hook for hook in hooks.HOOKS if hook.around], ids=lambda hook: hook.target)
+OF_SGLANG = [hook for hook in hooks.HOOKS if hook.around and hook.target.startswith("sglang.")]
+
+
+@pytest.mark.parametrize("hook", OF_SGLANG, ids=lambda hook: hook.target)
 def test_signatures_are_sglangs(hook):
     """Those in the source of the installed SGLang, where there is one: it need not be importable."""
     spec = importlib.util.find_spec("sglang")

@@ -52,6 +52,37 @@ def topk_func(
         return best(score, topk, start=row_starts, end=_ends(lengths, row_starts))
 
 
+def fast_topk_transform_fused(
+    original: Callable[..., torch.Tensor],
+    score: torch.Tensor,
+    lengths: torch.Tensor,
+    page_table_size_1: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    topk: int,
+    row_starts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The best of each row as slots: what a prefill takes whose logits are over the batch's contiguous keys.
+
+    Args:
+        score: float32 or bf16 [rows, width].
+        lengths: int32 or int64 [rows], entries of each row.
+        page_table_size_1: int32 or int64 [b, max_tokens], the slot of each token.
+        cu_seqlens_q: int32 or int64 [b + 1], the first row of each request, and the end.
+        topk: how many to choose.
+        row_starts: int32 or int64 [rows], the column where each row's request begins; 0 if None.
+
+    Returns:
+        int32 [rows, topk], -1 behind a row's last.
+    """
+    if topk > _MOST:
+        return original(score, lengths, page_table_size_1, cu_seqlens_q, topk, row_starts)
+    with checks.naming(logits="score", end="lengths", start="row_starts", k="topk", block_table="page_table_size_1"):
+        chosen = best(score, topk, start=row_starts, end=_ends(lengths, row_starts))
+        rows = torch.arange(score.shape[0], dtype=cu_seqlens_q.dtype, device=cu_seqlens_q.device)
+        requests = torch.searchsorted(cu_seqlens_q[1:], rows, right=True)
+        return index_convert(chosen, page_table_size_1, 1, request_ids=requests)
+
+
 def topk_transform_paged_v2(
     original: Callable[..., None],
     scores: torch.Tensor,
