@@ -9,25 +9,23 @@ v32 and bf16 pages, dense over bf16. prefill: 32,768 tokens of one request in st
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
-import json
-import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from mla_layer import V3, kernel_microseconds
+from layer_steps import DEVICE, MATMUL, by_part, captured, kernel_microseconds, report, slowest_first
+from mla_layer import V3
 
 from flashlatte import kv_cache
-from flashlatte.bench import environment, timing
+from flashlatte.bench import timing
 from flashlatte.layers import IndexerConfig, MLAAttention, MLAConfig, MLAMetadataBuilder
 from flashlatte.ops.index_quantize import index_quantize
 
-DEVICE, DTYPE, PAGE_SIZE = torch.device("cuda"), torch.bfloat16, 64
+DTYPE, PAGE_SIZE = torch.bfloat16, 64
 V32 = dataclasses.replace(V3, indexer=IndexerConfig(scale_rounding="power_of_two"))
-# The first whose pattern a kernel's name has; "rest" is what no pattern has.
 PARTS = {
-    "matmul": r"gemm|gemv|nvjet|cutlass|splitk|cublas|dot_kernel|reduce_1Block",
+    "matmul": MATMUL,
     "logits": r"paged_kernel|ragged_kernel|paged_logits|ragged_logits|index_logits|clean_",
     "topk": r"filter_kernel|finish_kernel|topk",
     "convert": r"index_convert",
@@ -38,10 +36,6 @@ PARTS = {
 DECODE = ((64, 32768), (8, 131072))
 LENGTHS = {64: (1024, 2048, 3072, 4096, 8192, 16384, 32768), 8: (2048, 4096, 8192, 16384, 32768, 65536, 131072)}
 PREFILL_TOKENS, PREFILL_STEP = 32768, 8192
-
-
-def part_of(kernel: str) -> str:
-    return next((part for part, names in PARTS.items() if re.search(names, kernel, re.IGNORECASE)), "rest")
 
 
 def random_layer(config: MLAConfig) -> MLAAttention:
@@ -95,13 +89,7 @@ def measure_decode(layer: MLAAttention, batch: int, keys: int, cache_format: str
     def step() -> torch.Tensor:
         return layer(hidden, cache, metadata, **caches)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph = captured(step)
     result: dict[str, Any] = {
         "what": "decode",
         "attention": "dense" if layer.indexer is None else "sparse",
@@ -113,14 +101,12 @@ def measure_decode(layer: MLAAttention, batch: int, keys: int, cache_format: str
     if not parts:
         return result
     kernels = kernel_microseconds(graph)
-    times: dict[str, float] = collections.defaultdict(float)
-    for name, us in kernels.items():
-        times[part_of(name)] += us
+    times = by_part(kernels, PARTS)
     total, named = sum(times.values()), ("matmul", "logits", "topk", "attention")
     return result | {
         "parts_us": {part: round(us, 2) for part, us in times.items()},
         "other_share": 1 - sum(times[part] for part in named) / total,
-        "kernels": {name[:70]: round(us, 2) for name, us in sorted(kernels.items(), key=lambda item: -item[1])},
+        "kernels": slowest_first(kernels),
     }
 
 
@@ -147,7 +133,7 @@ def measure_prefill(layer: MLAAttention, cache_format: str) -> dict[str, Any]:
     }
 
 
-def results(what: set[str]) -> Any:
+def results(what: set[str]) -> Iterator[dict[str, Any]]:
     sparse, dense = random_layer(V32), random_layer(V3)
     choices = ((sparse, "v32"), (sparse, "bf16"), (dense, "bf16"))
     if "decode" in what:
@@ -173,15 +159,7 @@ def main() -> None:
     parser.add_argument("--json", help="append one JSON line a result to this file")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    ceilings = timing.measure_ceilings(DEVICE)
-    facts = dataclasses.asdict(environment.describe(DEVICE)) | dataclasses.asdict(ceilings)
-    for result in results(set(arguments.what or ("decode", "lengths", "prefill"))):
-        for name, us in result.get("kernels", {}).items():
-            print(f"    {part_of(name):20}{us:9.2f} us  {name}")
-        print("  ".join(f"{key} {value}" for key, value in result.items() if key != "kernels"), flush=True)
-        if arguments.json:
-            with open(arguments.json, "a") as file:
-                file.write(json.dumps(result | facts) + "\n")
+    report(results(set(arguments.what or ("decode", "lengths", "prefill"))), PARTS, arguments.json)
 
 
 if __name__ == "__main__":

@@ -7,29 +7,24 @@ beside it the step of transformers' own module, which expands its history.
 from __future__ import annotations
 
 import argparse
-import collections
-import dataclasses
-import json
-import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from layer_steps import DEVICE, MATMUL, by_part, captured, kernel_microseconds, report, slowest_first
 
 from flashlatte import kv_cache
-from flashlatte.bench import environment, timing
+from flashlatte.bench import timing
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata, MLAMetadataBuilder, Rope, Yarn
 
-DEVICE, DTYPE, PAGE_SIZE = torch.device("cuda"), torch.bfloat16, 64
+DTYPE, PAGE_SIZE = torch.bfloat16, 64
 V3 = MLAConfig(
     hidden_size=7168,
     num_attention_heads=128,
     q_lora_rank=1536,
     rope=Rope(max_position=163840, yarn=Yarn(40.0, 4096, mscale=1.0, mscale_all_dim=1.0)),
 )
-# cuBLAS's names for matrix products, and for the sum of their parts.
-MATMUL = re.compile(r"gemm|gemv|nvjet|cutlass|splitk|cublas", re.IGNORECASE)
-ATTENTION = re.compile(r"decode|combine|attention|schedule|plan|split", re.IGNORECASE)
-REPLAYS = 20
+PARTS = {"matmul": MATMUL, "attention": r"decode|combine|attention|schedule|plan|split"}
 
 
 def random_layer() -> MLAAttention:
@@ -53,29 +48,6 @@ def decode_step(batch: int, keys: int, cache_format: str, queries: int = 1) -> t
     return cache, builder.build(range(0, batch * queries + 1, queries), [keys] * batch, table)
 
 
-def kernel_microseconds(graph: torch.cuda.CUDAGraph) -> dict[str, float]:
-    """Time of each kernel in one replay, by name."""
-    from torch.profiler import ProfilerActivity, profile
-
-    graph.replay()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(REPLAYS):
-            graph.replay()
-        torch.cuda.synchronize()
-    times: dict[str, float] = collections.defaultdict(float)
-    for event in profiler.events() or ():
-        if event.device_type.name == "CUDA":
-            times[event.name] += event.time_range.elapsed_us() / REPLAYS
-    return dict(times)
-
-
-def kind(name: str) -> str:
-    if MATMUL.search(name):
-        return "matmul"
-    return "attention" if ATTENTION.search(name) else "rest"
-
-
 def measure_layer(layer: MLAAttention, batch: int, keys: int, cache_format: str, queries: int = 1) -> dict[str, Any]:
     cache, metadata = decode_step(batch, keys, cache_format, queries)
     hidden = torch.randn(batch * queries, V3.hidden_size, dtype=DTYPE, device=DEVICE)
@@ -83,20 +55,11 @@ def measure_layer(layer: MLAAttention, batch: int, keys: int, cache_format: str,
     def step() -> torch.Tensor:
         return layer(hidden, cache, metadata, cache_format=cache_format)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph = captured(step)
     step_us = timing.device_microseconds(graph.replay)
     host_us = timing.host_microseconds(step)
     kernels = kernel_microseconds(graph)
-    parts: dict[str, float] = collections.defaultdict(float)
-    for name, us in kernels.items():
-        parts[kind(name)] += us
-    total = sum(parts.values())
+    parts = by_part(kernels, PARTS)
     return {
         "what": "layer",
         "batch": batch,
@@ -108,10 +71,10 @@ def measure_layer(layer: MLAAttention, batch: int, keys: int, cache_format: str,
         "matmul_us": parts["matmul"],
         "attention_us": parts["attention"],
         "rest_us": parts["rest"],
-        "rest_share": parts["rest"] / total,
+        "rest_share": parts["rest"] / sum(parts.values()),
         # Of the step, also the time between kernels.
         "outside_share": 1 - (parts["matmul"] + parts["attention"]) / step_us,
-        "kernels": {name[:70]: round(us, 2) for name, us in sorted(kernels.items(), key=lambda item: -item[1])},
+        "kernels": slowest_first(kernels),
     }
 
 
@@ -140,6 +103,17 @@ def measure_stock(batch: int, keys: int) -> dict[str, Any]:
     return {"what": "transformers", "batch": batch, "keys": keys, "step_us": timing.device_microseconds(step)}
 
 
+def results(batch: int, keys: int, stock_batch: int) -> Iterator[dict[str, Any]]:
+    layer = random_layer()
+    for cache_format in ("bf16", "v32"):
+        yield measure_layer(layer, batch, keys, cache_format)
+    yield measure_layer(layer, batch, keys, "bf16", queries=2)
+    yield measure_layer(layer, stock_batch, keys, "bf16")
+    del layer
+    torch.cuda.empty_cache()
+    yield measure_stock(stock_batch, keys)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--batch", type=int, default=64)
@@ -148,34 +122,7 @@ def main() -> None:
     parser.add_argument("--json", help="append one JSON line a result to this file")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    layer = random_layer()
-    results = [measure_layer(layer, arguments.batch, arguments.keys, name) for name in ("bf16", "v32")]
-    results.append(measure_layer(layer, arguments.batch, arguments.keys, "bf16", queries=2))
-    results.append(measure_layer(layer, arguments.stock_batch, arguments.keys, "bf16"))
-    del layer
-    torch.cuda.empty_cache()
-    results.append(measure_stock(arguments.stock_batch, arguments.keys))
-    torch.cuda.empty_cache()
-    ceilings = timing.measure_ceilings(DEVICE)
-    facts = dataclasses.asdict(environment.describe(DEVICE)) | dataclasses.asdict(ceilings)
-    for result in results:
-        for name, us in result.get("kernels", {}).items():
-            print(f"    {kind(name):10}{us:9.2f} us  {name}")
-        print("  ".join(f"{key} {_shown(value)}" for key, value in result.items() if key != "kernels"))
-        if arguments.json:
-            with open(arguments.json, "a") as file:
-                file.write(json.dumps(result | facts) + "\n")
-    print("  ".join(f"{key} {_shown(value)}" for key, value in facts.items()))
-
-
-def _shown(value: Any) -> str:
-    return (
-        f"{value:.3g}"
-        if isinstance(value, float) and value < 1
-        else f"{value:.1f}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    report(results(arguments.batch, arguments.keys, arguments.stock_batch), PARTS, arguments.json)
 
 
 if __name__ == "__main__":

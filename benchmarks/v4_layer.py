@@ -9,34 +9,26 @@ Layers of DeepSeek-V4-Flash over model1, with groups of 4 tokens and of 128. Wha
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
-import json
-import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from mla_layer import kernel_microseconds
+from layer_steps import DEVICE, MATMUL, by_part, captured, kernel_microseconds, report, slowest_first
 
-from flashlatte.bench import environment, timing
+from flashlatte.bench import timing
 from flashlatte.layers.v4 import V4Attention, V4Cache, V4Config, V4IndexerConfig, V4Step
 
-DEVICE, DTYPE, PAGE_SIZE, STATE_PAGE_SIZE = torch.device("cuda"), torch.bfloat16, 64, 4
+DTYPE, PAGE_SIZE, STATE_PAGE_SIZE = torch.bfloat16, 64, 4
 BATCH, TOKENS = 64, 65536
-# The first whose pattern a kernel's name has; "rest" is what no pattern has.
 PARTS = {
-    "matmul": r"gemm|gemv|nvjet|cutlass|splitk|cublas|dot_kernel|reduce_1Block",
+    "matmul": MATMUL,
     "indexer": r"index_logits|\bpaged_kernel|clean_paged|topk|\bfilter_kernel|\bfinish_kernel|index_query",
     "attention": r"sparse_decode|combine|merge",
     "groups": r"compress_",
     "norms, rotation and caches": r"q_kv_norm|rotate_",
 }
 NAMED = ("matmul", "indexer", "attention")
-
-
-def part_of(kernel: str) -> str:
-    return next((part for part, names in PARTS.items() if re.search(names, kernel, re.IGNORECASE)), "rest")
 
 
 def layer_of(ratio: int) -> V4Attention:
@@ -88,9 +80,7 @@ def measure(layer: V4Attention, batch: int = BATCH, tokens: int = TOKENS) -> dic
     step = build()
     graph = captured(lambda: layer(hidden, step, cache))
     kernels = kernel_microseconds(graph)
-    times: dict[str, float] = collections.defaultdict(float)
-    for name, us in kernels.items():
-        times[part_of(name)] += us
+    times = by_part(kernels, PARTS)
     return {
         "what": "decode",
         "ratio": config.ratio,
@@ -100,20 +90,14 @@ def measure(layer: V4Attention, batch: int = BATCH, tokens: int = TOKENS) -> dic
         "build_us": timing.device_microseconds(captured(build).replay),
         "parts_us": {part: round(us, 2) for part, us in times.items()},
         "other_share": 1 - sum(times[part] for part in NAMED) / sum(times.values()),
-        "kernels": {name[:70]: round(us, 2) for name, us in sorted(kernels.items(), key=lambda item: -item[1])},
+        "kernels": slowest_first(kernels),
     }
 
 
-def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """A graph of one call, after one that compiles its kernels."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
+def results() -> Iterator[dict[str, Any]]:
+    for ratio in (4, 128):
+        yield measure(layer_of(ratio))
+        torch.cuda.empty_cache()
 
 
 def main() -> None:
@@ -121,16 +105,7 @@ def main() -> None:
     parser.add_argument("--json", help="append one JSON line a result to this file")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    facts = dataclasses.asdict(environment.describe(DEVICE)) | dataclasses.asdict(timing.measure_ceilings(DEVICE))
-    for ratio in (4, 128):
-        result = measure(layer_of(ratio))
-        torch.cuda.empty_cache()
-        for name, us in result["kernels"].items():
-            print(f"    {part_of(name):28}{us:9.2f} us  {name}")
-        print("  ".join(f"{key} {value}" for key, value in result.items() if key != "kernels"), flush=True)
-        if arguments.json:
-            with open(arguments.json, "a") as file:
-                file.write(json.dumps(result | facts) + "\n")
+    report(results(), PARTS, arguments.json)
 
 
 if __name__ == "__main__":

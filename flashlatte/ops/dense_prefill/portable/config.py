@@ -36,12 +36,14 @@ class Configs:
     queries: Config
 
 
-# By class of GPU, for head dims up to 192 and 128. "small" has 99 KiB of shared memory. "hopper, unaligned" keeps to
-# fewer than 64 rows, and so to the tensor-core instructions of a warp: rows that cannot be copied asynchronously stay
-# in one buffer, and CUDA 12.8's ptxas, which Triton 3.6 and 3.7 bring, may read the descriptor of such a buffer before
-# it is written.
+# By class of GPU, for head dims up to 192 and 128. "small" has 99 KiB of shared memory. Wider head dims halve "hopper,
+# wide". "hopper, unaligned" keeps to fewer than 64 rows, and so to the tensor-core instructions of a warp: rows that
+# cannot be copied asynchronously stay in one buffer, and CUDA 12.8's ptxas, which Triton 3.6 and 3.7 bring, may read
+# the descriptor of such a buffer before it is written.
 TABLE: dict[str, Configs] = {
-    "hopper": Configs(Config(128, 128, 8, 2), Config(64, 128, 8, 2), Config(128, 64, 8, 2)),
+    # With 64 keys the forward kernel takes 0.94 (of 16 × 512 tokens) to 0.97 of its time with 128.
+    "hopper": Configs(Config(128, 64, 8, 3), Config(64, 128, 8, 2), Config(128, 64, 8, 2)),
+    "hopper, wide": Configs(Config(128, 128, 8, 2), Config(64, 128, 8, 2), Config(128, 64, 8, 2)),
     "hopper, unaligned": Configs(Config(32, 64, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
     "blackwell": Configs(Config(128, 64, 8, 2), Config(32, 64, 4, 2), Config(64, 32, 4, 2)),
     "ampere": Configs(Config(128, 32, 8, 3), Config(16, 64, 4, 2), Config(64, 16, 4, 2)),
@@ -55,13 +57,14 @@ def choose(gpu: str, width: int, aligned: bool) -> Configs:
     """The configurations for rows of q and v padded to ``width`` numbers together, that begin at multiples of 16 bytes
     or, if not ``aligned``, anywhere.
     """
-    configs = TABLE["hopper, unaligned" if gpu == "hopper" and not aligned else gpu]
+    if gpu == "hopper" and not aligned:
+        gpu = "hopper, unaligned"
+    elif gpu == "hopper" and width > _TABLE_WIDTH:
+        gpu = "hopper, wide"
+    configs = TABLE[gpu]
     while width > _TABLE_WIDTH:
         configs = Configs(_smaller(configs.forward), _smaller(configs.keys), _smaller(configs.queries))
         width //= 2
-    if gpu == "hopper" and configs is TABLE[gpu]:
-        # Where nothing halved it: with 64 keys the forward kernel takes 0.94 (of 16 × 512 tokens) to 0.97 of the time.
-        configs = replace(configs, forward=Config(128, 64, 8, 3))
     return configs
 
 

@@ -129,7 +129,6 @@ def backward(
             ALIGN=align,
             INTERPRETED=gpu == "interpreter",
             num_warps=4,
-            enable_fp_fusion=True,
         )
     if total_k:
         slots = tile_slots(total_k, requests, configs.keys.block_n)
@@ -170,7 +169,6 @@ def _options(config: Config) -> dict[str, Any]:
         "BLOCK_N": config.block_n,
         "STAGES": config.num_stages,
         "num_warps": config.num_warps,
-        "enable_fp_fusion": True,
     }
 
 

@@ -19,7 +19,6 @@ class Config:
         block_n: keys of a step.
         num_warps, num_stages: Triton's.
         programs: of an SM at once.
-        registers: of a thread, at most, where so many programs need them limited.
     """
 
     block_m: int
@@ -27,7 +26,6 @@ class Config:
     num_warps: int
     num_stages: int
     programs: int = 1
-    registers: int | None = None
 
 
 # By class of GPU, by rows that a request has on average, the fewest first. "small" has 99 KiB of shared memory.
@@ -46,16 +44,11 @@ IN_WORDS: dict[str, tuple[Config, ...]] = {
     "hopper": (Config(8, 64, 1, 2, programs=8), Config(16, 32, 1, 2, programs=8)),
     "interpreter": (Config(8, 16, 1, 1), Config(16, 16, 1, 1)),
 }
-# The first of Hopper's where keys and values have 64 numbers: with 64 keys a step they take 1.4% longer.
-_NARROW_IN_WORDS = Config(8, 32, 1, 2, programs=12, registers=168)
 
 
-def choose_in_words(gpu: str, rows: int, head_dim: int, head_dim_v: int) -> Config | None:
+def choose_in_words(gpu: str, rows: int) -> Config | None:
     """What reads caches by words for requests of about so many query rows of a key head, None where nothing does."""
-    config = next((config for config in IN_WORDS.get(gpu, ()) if rows <= config.block_m), None)
-    if gpu == "hopper" and config == IN_WORDS[gpu][0] and head_dim + head_dim_v < _TABLE_WIDTH:
-        return _NARROW_IN_WORDS
-    return config
+    return next((config for config in IN_WORDS.get(gpu, ()) if rows <= config.block_m), None)
 
 
 def choose(

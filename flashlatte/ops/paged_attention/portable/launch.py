@@ -236,8 +236,6 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
         IS_WHOLE=split.split_blocks is not None,
         OVERHEAD=split.overhead,
         num_warps=config.num_warps,
-        enable_fp_fusion=True,
-        **({} if config.registers is None else {"maxnreg": config.registers}),
     )
     if scratch is not None:
         combine.launch_combine(split, scratch, outputs, out_align, 0, made.slots)
@@ -262,7 +260,7 @@ def make_plan(
     """``heads``: query heads of a key head. ``most_queries`` as for ``attend``: most of those requests are decodes.
     ``in_words``: ``attend_bytes`` can do what is asked, if a request has few rows. ``scattered`` as for ``choose``."""
     rows = (1 if most_queries else -(-tokens // requests)) * heads
-    of_words = choose_in_words(gpu, rows, head_dim, head_dim_v) if in_words else None
+    of_words = choose_in_words(gpu, rows) if in_words else None
     config = of_words
     if config is None:
         config = choose(gpu, rows, head_dim, head_dim_v, more_registers=more_registers, scattered=scattered)
