@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.layers.products import bmm_into
+
 # Longer steps are prefill: the decode kernels are made for few queries, and over a history the multi-head form is
 # the cheaper one from kv_lora_rank * (nope + v) / (2 * kv_lora_rank - nope - v) = 170 queries on (DeepSeek-V3).
 MAX_ABSORBED_QUERIES = 16
@@ -21,17 +23,9 @@ def up_projections(kv_b: torch.Tensor, nope_dim: int, v_dim: int) -> tuple[torch
 
 def fold_query(q_nope: torch.Tensor, w_uk: torch.Tensor, out: torch.Tensor) -> None:
     """Queries [T, h, nope] as queries over the latent, into ``out`` [T, h, latent], which may be a part of rows."""
-    _bmm(q_nope.transpose(0, 1), w_uk, out.transpose(0, 1))
+    bmm_into(q_nope.transpose(0, 1), w_uk, out.transpose(0, 1))
 
 
 def unfold_value(latent: torch.Tensor, w_uv: torch.Tensor, out: torch.Tensor) -> None:
     """Attention over latents [T, h, latent] as values, into ``out`` [T, h, v]."""
-    _bmm(latent.transpose(0, 1), w_uv.transpose(1, 2), out.transpose(0, 1))
-
-
-def _bmm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    if torch.compiler.is_compiling():
-        # torch.compile takes no out= that is not contiguous, and fuses the copy.
-        out.copy_(torch.bmm(a, b))
-    else:
-        torch.bmm(a, b, out=out)
+    bmm_into(latent.transpose(0, 1), w_uv.transpose(1, 2), out.transpose(0, 1))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from flashlatte.layers import rope
+from flashlatte.layers.products import bmm_into
 from flashlatte.layers.v4.cache import V4Cache
 from flashlatte.layers.v4.compressed import select_groups
 from flashlatte.layers.v4.config import V4Config
@@ -137,8 +138,10 @@ def attend(
     rotate_heads(tail, back, out=tail, backend=backend)
     groups = config.o_groups
     weight = module.o_a_proj.weight.view(groups, config.o_lora_rank, -1)
-    grouped = torch.bmm(out.view(-1, groups, heads // groups * head_dim).transpose(0, 1), weight.transpose(1, 2))
-    return module.o_b_proj(grouped.transpose(0, 1).flatten(1))
+    grouped = out.new_empty(out.shape[0], groups, config.o_lora_rank)
+    by_group = out.view(-1, groups, heads // groups * head_dim).transpose(0, 1)
+    bmm_into(by_group, weight.transpose(1, 2), grouped.transpose(0, 1))
+    return module.o_b_proj(grouped.flatten(1))
 
 
 def _check_dtype(q: torch.Tensor, cache: V4Cache) -> None:
