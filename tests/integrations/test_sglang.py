@@ -286,6 +286,28 @@ def test_top_k_of_a_prefill_as_slots():
     assert prefill(page_table_size_1=table[requests], cu_seqlens_q=torch.arange(6)).tolist() == expected
 
 
+@pytest.mark.parametrize("with_starts", [False, True])
+def test_the_best_of_rows_as_places_in_the_batch(with_starts):
+    scores, starts, lengths = (
+        torch.randn(4, 60, generator=torch.Generator().manual_seed(2)),
+        [0, 7, 20, 3],
+        [60, 30, 4, 0],
+    )
+    starts = starts if with_starts else [0] * 4
+    offsets = [100, 0, 2000, 7]
+    columns = chosen_columns(scores, starts, lengths, 8)
+    expected = [[offset + i if i >= 0 else -1 for i in row] for offset, row in zip(offsets, columns, strict=True)]
+    places = indexer.fast_topk_transform_ragged_fused(
+        untouched,
+        score=scores,
+        lengths=torch.tensor(lengths, dtype=torch.int32),
+        topk_indices_offset=torch.tensor(offsets, dtype=torch.int32),
+        topk=8,
+        row_starts=torch.tensor(starts, dtype=torch.int32) if with_starts else None,
+    )
+    assert (places.dtype, places.tolist()) == (torch.int32, expected)
+
+
 def test_more_than_our_top_k_takes_stays_sglangs():
     called: list[Any] = []
     original: Any = lambda *args: called.append(args)  # noqa: E731
@@ -296,6 +318,8 @@ def test_more_than_our_top_k_takes_stays_sglangs():
     starts = torch.tensor([0, 1])
     indexer.fast_topk_transform_fused(original, scores, lengths, out, starts, 5000)
     assert called[1][3:] == (starts, 5000, None)
+    indexer.fast_topk_transform_ragged_fused(original, scores, lengths, starts[:1], 5000)
+    assert called[2][3:] == (5000, None)
 
 
 class Registry:

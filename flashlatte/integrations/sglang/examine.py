@@ -64,7 +64,10 @@ def _served(model: MLAConfig | None, *, v4: bool) -> str:
     if v4:
         return "on Hopper decode, sparse prefill and the indexer are FlashLatte's; caches of V4.1 stay SGLang's"
     if model is not None and model.indexer is not None:
-        return "on Hopper decode, prefill and the indexer are FlashLatte's, with SGLang's own options"
+        return (
+            "on Hopper decode, prefill and the indexer are FlashLatte's, with SGLang's own options; prompts that are "
+            "shorter than the indexer's choice stay FlashAttention's"
+        )
     return "decode is FlashLatte's with --attention-backend flashmla; by itself SGLang takes FlashAttention on Hopper"
 
 

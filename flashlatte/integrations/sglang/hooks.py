@@ -47,6 +47,7 @@ HOOKS = (
     Hook(f"{_DSA}.dsa_topk_backend.DSATopKBackend.topk_func", indexer.topk_func, around=True),
     # Imported where it is called: what prefill takes by default, whose rows begin anywhere.
     Hook("sgl_kernel.fast_topk_transform_fused", indexer.fast_topk_transform_fused, around=True),
+    Hook("sgl_kernel.fast_topk_transform_ragged_fused", indexer.fast_topk_transform_ragged_fused, around=True),
     Hook(f"{_TOPK}.topk_transform_paged_v2", indexer.topk_transform_paged_v2, around=True),
     Hook(f"{_TOPK}.topk_transform_ragged_v2", indexer.topk_transform_ragged_v2, around=True),
 )

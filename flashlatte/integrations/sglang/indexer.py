@@ -83,6 +83,30 @@ def fast_topk_transform_fused(
         return index_convert(chosen, page_table_size_1, 1, request_ids=requests)
 
 
+def fast_topk_transform_ragged_fused(
+    original: Callable[..., torch.Tensor],
+    score: torch.Tensor,
+    lengths: torch.Tensor,
+    topk_indices_offset: torch.Tensor,
+    topk: int,
+    row_starts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The best of each row as places in the batch's contiguous keys: a prefill whose rows are divided over ranks.
+
+    Args:
+        score, lengths, topk, row_starts: as for ``fast_topk_transform_fused``.
+        topk_indices_offset: int32 or int64 [rows], added to what is chosen, which counts from the row's first column.
+
+    Returns:
+        int32 [rows, topk], -1 behind a row's last.
+    """
+    if topk > _MOST:
+        return original(score, lengths, topk_indices_offset, topk, row_starts)
+    with checks.naming(logits="score", end="lengths", start="row_starts", k="topk"):
+        chosen = best(score, topk, start=row_starts, end=_ends(lengths, row_starts))
+    return _moved(chosen, topk_indices_offset)
+
+
 def topk_transform_paged_v2(
     original: Callable[..., None],
     scores: torch.Tensor,
@@ -141,7 +165,12 @@ def topk_transform_ragged_v2(
         return
     with checks.naming(logits="scores", end="seq_lens", start="row_starts", indices="out_indices"):
         best(scores, k, start=row_starts, end=_ends(seq_lens, row_starts), indices=out_indices)
-    out_indices.add_(torch.where(out_indices >= 0, out_offsets.unsqueeze(1), 0))
+    _moved(out_indices, out_offsets)
+
+
+def _moved(indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The indices [rows, k], each row's offset added in place to those that are not -1."""
+    return indices.add_(torch.where(indices >= 0, offsets.unsqueeze(1), 0))
 
 
 def _ends(lengths: torch.Tensor, row_starts: torch.Tensor | None) -> torch.Tensor:
