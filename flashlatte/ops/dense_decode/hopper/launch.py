@@ -42,12 +42,11 @@ _ALIGN = 8
 
 @dataclass(frozen=True)
 class Plan:
-    """What the launches of one shape have in common: how requests are split, in blocks of a step; by which CTAs what is
-    split is finished (``schedule.Plan.stream_k``); and ``schedule.Plan.few_rows``."""
+    """How requests are split, in blocks of a step, and by which CTAs what is split is finished
+    (``schedule.Plan.stream_k``)."""
 
     split: SplitPlan
     stream_k: bool
-    few_rows: bool
 
 
 def dense_decode(
@@ -113,7 +112,7 @@ def dense_decode(
             ),
             PLAN=schedule.Plan(
                 one_byte=k_cache.dtype.itemsize == 1,
-                few_rows=made.few_rows,
+                few_rows=few_rows,
                 has_rope=head_dim > LATENT.value,
                 box=box,
                 boxes_per_page=page_size // box,
@@ -140,10 +139,10 @@ def make_plan(
     if batch_invariant:
         max_splits = max(_FIXED_SPLITS // groups, 1)
         split = plan.fixed(MLA_PARTIAL, batch, most_steps, groups, groups_per_head, _SPLIT_STEPS, max_splits)
-        return Plan(split, stream_k=False, few_rows=few_rows)
+        return Plan(split, stream_k=False)
     ranges = plan.num_ranges(batch, groups, num_sms, most_steps, MLA_PARTIAL)
     if ranges is None or batch * (most_steps + _OVERHEAD) > plan.MAX_COST:
-        return Plan(plan.whole(MLA_PARTIAL, batch, groups, groups_per_head), stream_k=False, few_rows=few_rows)
+        return Plan(plan.whole(MLA_PARTIAL, batch, groups, groups_per_head), stream_k=False)
     # With few requests a range should be as short as can be; with many it shares few of them.
     shares_few = 2 * batch >= ranges
     stream_k = shares_few and not few_rows
@@ -151,7 +150,7 @@ def make_plan(
     split = plan.balanced(MLA_PARTIAL, batch, most_steps, groups, groups_per_head, ranges, overhead)
     if stream_k:
         split = replace(split, scratch=groups * ranges * fixup.PARTIAL.value, combines=False)
-    return Plan(split, stream_k, few_rows)
+    return Plan(split, stream_k)
 
 
 def _query_descriptors(q: torch.Tensor, strides: tuple[int, ...], heads: int) -> tuple[Any, Any]:

@@ -26,10 +26,16 @@ from flashlatte.kernels.hopper.mla_tiles import (
 )
 from flashlatte.kernels.hopper.ptx import e4m3, memory
 from flashlatte.kernels.hopper.ptx.registers import loaded
-from flashlatte.kernels.hopper.ptx.threads import of_lane, of_lanes
+from flashlatte.kernels.hopper.ptx.threads import of_lanes
 from flashlatte.kernels.hopper.word_layouts import THREADS, flat, load_words, words_layout, words_of
 from flashlatte.ops.dense_decode.hopper import schedule
-from flashlatte.ops.dense_decode.hopper.producer import finish, load_queries, load_query_ropes, signal_queries
+from flashlatte.ops.dense_decode.hopper.producer import (
+    find_box,
+    finish,
+    load_queries,
+    load_query_ropes,
+    signal_queries,
+)
 from flashlatte.ops.dense_decode.hopper.tiles import Q_EMPTY
 from flashlatte.split_kv import device
 
@@ -116,15 +122,10 @@ def _wait_loaded(half, HAS_ROPE: gl.constexpr):
 def _prefetch(call, page, block, PLAN: gl.constexpr):
     """Bring a block into the L2 cache, by the copy engine: lines that threads name take turns with all else in shared
     memory, a cycle each."""
-    BOXES: gl.constexpr = KEYS // PLAN.box
     NUMBERS: gl.constexpr = (LATENT + (ROPE if PLAN.has_rope else 0)) // 2
-    kv_head = call.work.group.kv_head
-    if BOXES == 1:
-        memory.prefetch_boxes(_DESCRIPTOR, page, block % PLAN.boxes_per_page * KEYS, kv_head, NUMBERS)
-    else:
-        for box in gl.static_range(BOXES):
-            token = (block * BOXES + box) % PLAN.boxes_per_page * PLAN.box
-            memory.prefetch_boxes(_DESCRIPTOR, of_lane(page, box), token, kv_head, NUMBERS)
+    for box in gl.static_range(KEYS // PLAN.box):
+        box_page, token = find_box(page, block, box, PLAN)
+        memory.prefetch_boxes(_DESCRIPTOR, box_page, token, call.work.group.kv_head, NUMBERS)
 
 
 @gluon.jit

@@ -96,16 +96,23 @@ def signal_queries(call):
 
 @gluon.jit
 def _copy(tile, query, request, work, FIRST_COL: gl.constexpr, COLS: gl.constexpr):
-    row = work.group.first_row + gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
-    head = work.group.kv_head * query.heads + row % query.heads
+    pointers, in_use = query_pointers(query, request, work.group, ROWS, FIRST_COL, COLS)
+    cp_async(tile.index(0), pointers, mask=in_use)
+
+
+@gluon.jit
+def query_pointers(query, request, group, ROW_COUNT: gl.constexpr, FIRST_COL: gl.constexpr, COLS: gl.constexpr):
+    """Where the numbers [rows, columns] of a request's queries lie, from the group's first row on, and which rows there
+    are [rows, 1]."""
+    row = group.first_row + gl.arange(0, ROW_COUNT, gl.SliceLayout(1, COPY))
+    head = group.kv_head * query.heads + row % query.heads
     offset = (
         request.to(gl.int64) * query.q_stride_request
         + (row // query.heads).to(gl.int64) * query.q_stride_token
         + head.to(gl.int64) * query.q_stride_head
     )
     col = FIRST_COL + gl.arange(0, COLS, gl.SliceLayout(0, COPY))
-    pointers = query.q + (offset * 8)[:, None] + col[None, :]
-    cp_async(tile.index(0), pointers, mask=(row < query.rows)[:, None])
+    return query.q + (offset * 8)[:, None] + col[None, :], (row < query.rows)[:, None]
 
 
 class Keys(NamedTuple):
@@ -116,23 +123,28 @@ class Keys(NamedTuple):
 
 
 @gluon.jit
-def _load_boxes(descriptor, tile, full, page, block, kv_head, COL: gl.constexpr, PLAN: gl.constexpr):
-    """Begin to load columns from COL of a block into a tile. Of a page -1 TMA writes zeros and reads nothing."""
+def find_box(page, block, NUMBER: gl.constexpr, PLAN: gl.constexpr):
+    """Page and first token of a block's box. ``page`` as ``schedule.page_of`` has it."""
     BOXES: gl.constexpr = KEYS // PLAN.box
-    if BOXES == 1:
-        token = block % PLAN.boxes_per_page * KEYS
-        tma_load(descriptor, [page, token, kv_head, COL], full, tile.index(0))
-    else:
-        for box in gl.static_range(BOXES):
-            token = (block * BOXES + box) % PLAN.boxes_per_page * PLAN.box
-            rows = tile.index(0).slice(box * PLAN.box, PLAN.box, dim=0)
-            tma_load(descriptor, [of_lane(page, box), token, kv_head, COL], full, rows)
+    if BOXES > 1:
+        page = of_lane(page, NUMBER)
+    return page, (block * BOXES + NUMBER) % PLAN.boxes_per_page * PLAN.box
+
+
+@gluon.jit
+def load_boxes(descriptor, tile, full, page, block, kv_head, COL: gl.constexpr, PLAN: gl.constexpr):
+    """Begin to load the descriptor's columns from COL of a block into a tile [64, n]. Of a page -1 TMA writes zeros and
+    reads nothing."""
+    for box in gl.static_range(KEYS // PLAN.box):
+        box_page, token = find_box(page, block, box, PLAN)
+        rows = tile.slice(box * PLAN.box, PLAN.box, dim=0)
+        tma_load(descriptor, [box_page, token, kv_head, COL], full, rows)
 
 
 @gluon.jit
 def _load_left(call, k, full, page, block, PLAN: gl.constexpr):
     mbarrier.expect(full.left, KEYS * HALF * 2)
-    _load_boxes(call.keys.keys_half, k.left, full.left, page, block, call.work.group.kv_head, 0, PLAN)
+    load_boxes(call.keys.keys_half, k.left.index(0), full.left, page, block, call.work.group.kv_head, 0, PLAN)
 
 
 @gluon.jit
@@ -140,10 +152,10 @@ def _load_right(call, k, full, page, block, PLAN: gl.constexpr):
     keys, kv_head = call.keys, call.work.group.kv_head
     if keys.keys_rope is not None:
         mbarrier.expect(full.right, KEYS * (HALF + ROPE) * 2)
-        _load_boxes(keys.keys_rope, k.rope, full.right, page, block, kv_head, LATENT, PLAN)
+        load_boxes(keys.keys_rope, k.rope.index(0), full.right, page, block, kv_head, LATENT, PLAN)
     else:
         mbarrier.expect(full.right, KEYS * HALF * 2)
-    _load_boxes(keys.keys_half, k.right, full.right, page, block, kv_head, HALF, PLAN)
+    load_boxes(keys.keys_half, k.right.index(0), full.right, page, block, kv_head, HALF, PLAN)
 
 
 @gluon.jit

@@ -8,25 +8,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, LATENT, ROPE
-from flashlatte.kernels.hopper.ptx.threads import of_lane
 from flashlatte.ops.dense_decode.hopper import schedule
 from flashlatte.ops.dense_decode.hopper.few_rows.tiles import SLOT_EMPTY, SLOT_MEETING, SLOTS
-from flashlatte.runtime.gluon_compat import tma_load
+from flashlatte.ops.dense_decode.hopper.producer import load_boxes
 from flashlatte.split_kv import device
-
-
-@gluon.jit
-def _load_boxes(descriptor, tile, full, page, block, kv_head, COL: gl.constexpr, PLAN: gl.constexpr):
-    """Begin to load columns from COL of a block into a tile. Of a page -1 TMA writes zeros and reads nothing."""
-    BOXES: gl.constexpr = KEYS // PLAN.box
-    # The descriptor counts bytes in pairs.
-    if BOXES == 1:
-        tma_load(descriptor, [page, block % PLAN.boxes_per_page * KEYS, kv_head, COL // 2], full, tile)
-    else:
-        for box in gl.static_range(BOXES):
-            token = (block * BOXES + box) % PLAN.boxes_per_page * PLAN.box
-            rows = tile.slice(box * PLAN.box, PLAN.box, dim=0)
-            tma_load(descriptor, [of_lane(page, box), token, kv_head, COL // 2], full, rows)
 
 
 @gluon.jit
@@ -37,9 +22,11 @@ def _load_half(call, half, page, block, COL: gl.constexpr, HAS_ROPE: gl.constexp
     full = tiles.ring_full.index(slot)
     barriers.wait_at(SLOT_EMPTY + slot, SLOT_MEETING, 32)
     mbarrier.expect(full, KEYS * (HALF + (ROPE if HAS_ROPE else 0)))
+    # The descriptors count bytes in pairs.
     if HAS_ROPE:
-        _load_boxes(keys.keys_rope, tiles.ring_ropes.index(half // 2 % 2), full, page, block, kv_head, LATENT, PLAN)
-    _load_boxes(keys.keys_half, tiles.ring.index(slot), full, page, block, kv_head, COL, PLAN)
+        rope = tiles.ring_ropes.index(half // 2 % 2)
+        load_boxes(keys.keys_rope, rope, full, page, block, kv_head, LATENT // 2, PLAN)
+    load_boxes(keys.keys_half, tiles.ring.index(slot), full, page, block, kv_head, COL // 2, PLAN)
 
 
 @gluon.jit

@@ -6,8 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from flashlatte.kernels.hopper.mla_tiles import COPY, HALF, LATENT, ROPE
+from flashlatte.kernels.hopper.mla_tiles import HALF, LATENT, ROPE
 from flashlatte.ops.dense_decode.hopper.few_rows.tiles import ROWS, SCORES
+from flashlatte.ops.dense_decode.hopper.producer import query_pointers
 from flashlatte.runtime.gluon_compat import cta_barrier
 
 # The exponent of a row's largest number, in float16; float32's bias, and the largest exponent bits that leave a power
@@ -20,17 +21,8 @@ _MOST_BITS = gl.constexpr(253)
 @gluon.jit
 def _load(call, item, FIRST_COL: gl.constexpr, COLS: gl.constexpr):
     """Columns of a request's rows as float32, 0 in rows that there are not."""
-    query = call.query
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
-    head = call.work.group.kv_head * query.heads + row % query.heads
-    offset = (
-        item.to(gl.int64) * query.q_stride_request
-        + (row // query.heads).to(gl.int64) * query.q_stride_token
-        + head.to(gl.int64) * query.q_stride_head
-    )
-    col = FIRST_COL + gl.arange(0, COLS, gl.SliceLayout(0, COPY))
-    pointers = query.q + (offset * 8)[:, None] + col[None, :]
-    return gl.load(pointers, mask=(row < query.rows)[:, None], other=0.0).to(gl.float32)
+    pointers, in_use = query_pointers(call.query, item, call.work.group, ROWS, FIRST_COL, COLS)
+    return gl.load(pointers, mask=in_use, other=0.0).to(gl.float32)
 
 
 @gluon.jit
