@@ -153,6 +153,11 @@ def test_which_rows_are_few(record, rows, few):
     assert record(heads=rows).arguments["PLAN"].few_rows is False
 
 
+def test_few_rows_are_compiled_once_for_all_numbers_of_heads(record):
+    calls = [record(heads=heads, cache_dtype=torch.float8_e4m3fn) for heads in (1, 5, 16)]
+    assert len({support.variant_key(KERNEL, call) for call in calls}) == 1
+
+
 def test_requests_that_ranges_share_need_no_combine(record, monkeypatch):
     """Flags are cleared first, by a kernel that waits for the one before it, as scratch may be in use."""
     monkeypatch.setattr(launch, "clear_kernel", clearer := Recorder(fixup.clear_kernel))

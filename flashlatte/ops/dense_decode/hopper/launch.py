@@ -77,7 +77,9 @@ def dense_decode(
     q_strides = strides_in_use(q)
     out_align = row_align(out)
     q_units = (stride // _ALIGN for stride in q_strides)
-    query = Query(*_query_descriptors(q, q_strides, heads), q, *q_units, heads, rows)
+    # Its queries come through registers, whatever boxes they would make.
+    q_tiles = (None, None) if few_rows else _query_descriptors(q, q_strides, heads)
+    query = Query(*q_tiles, q, *q_units, heads, rows)
     keys = _keys(k_cache, box, few_rows)
     table = Table(block_table, block_table.stride(0), num_pages)
     limit = min(max_pages * page_size, 2**31 - 1 - PAIR.value)
