@@ -120,6 +120,16 @@ def test_a_mask_that_asks_for_tokens_that_were_hidden_is_refused(make_model):
         session.forward(tokens(2, 1))
 
 
+def test_no_mask_is_needed_once_all_hidden_tokens_are_gone(make_model):
+    session = Session(make_model())
+    session.forward(tokens(2, 6), torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]))
+    session.crop(2)
+    session.forward(tokens(2, 3), pass_mask=False)
+    session.forward(tokens(2, 2), torch.tensor([[1, 1], [0, 1]]))
+    session.select("batch_select_indices", torch.tensor([0]), torch.tensor([0]))
+    session.forward(tokens(1, 1), pass_mask=False)
+
+
 @pytest.mark.parametrize("history", [0, 10])
 def test_masks_of_four_dimensions(make_model, history):
     torch.manual_seed(0)

@@ -52,6 +52,31 @@ def test_generate_gives_stock_attention_s_tokens(stock, prompts, options):
     assert torch.equal(generate(enabled, inputs, **options), generate(stock, inputs, **options))
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        pytest.param({"rope_type": "dynamic", "factor": 4.0}, marks=pytest.mark.full),
+        pytest.param(
+            {
+                "rope_type": "longrope",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "short_factor": [1.0, 1.5, 2.0, 2.5],
+                "long_factor": [2.0, 3.0, 4.0, 5.0],
+            },
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=["linear", "dynamic", "longrope"],
+)
+def test_rotations_that_only_transformers_knows(prompts, rope):
+    model = make("DeepseekV32", INDEXED | {"rope_parameters": rope | {"rope_theta": 10000.0}})
+    inputs = prompts((5, 0), length=30)
+    expected = generate(model, inputs)
+    assert torch.equal(generate(enable(model), inputs), expected)
+
+
 def test_eager_attention_computes_prefill(prompts):
     model = make(*FAMILIES["glm5"], implementation="eager")
     inputs = prompts((5, 0), length=30)

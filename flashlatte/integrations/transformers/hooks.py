@@ -132,7 +132,10 @@ def new_latents(model: Any, settings: Settings) -> PagedLatents:
 def _indexer(config: Any) -> IndexerConfig | None:
     """Only of models that have one: others may have a config that no layer of this library could be made from."""
     served = models.SERVED.get(config.model_type)
-    return MLAConfig.from_transformers(config).indexer if served is not None and served.has_indexer else None
+    if served is None or not served.has_indexer:
+        return None
+    # The model rotates by itself, in ways that a layer of this library may not know.
+    return MLAConfig.from_transformers(config.to_dict() | {"rope_parameters": None, "rope_scaling": None}).indexer
 
 
 def check_backend(model: Any, latents: PagedLatents) -> None:

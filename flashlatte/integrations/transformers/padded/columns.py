@@ -34,7 +34,7 @@ class Columns:
             ValueError: it shows a column that is not stored.
         """
         if mask is None:
-            if self._stored is not None:
+            if self._stored is not None and not self._stored.all():
                 raise ValueError(
                     "attention_mask must be given as one value for each token, past and new: past_key_values was "
                     "filled from a padded batch, and does not hold the tokens which the mask hid then"
