@@ -85,6 +85,10 @@ class V4Attention(nn.Module):
         Raises:
             TypeError, ValueError: arguments that do not fit the layer or each other.
         """
+        weight = self.q_a_proj.weight
+        if isinstance(hidden, torch.Tensor) and hidden.dtype != weight.dtype and weight.dtype in checks.FLOAT_DTYPES:
+            expected, got = checks.dtype_names([weight.dtype]), checks.dtype_names([hidden.dtype])
+            raise TypeError(f"hidden must be {expected} like the layer, got {got}")
         return attend(self, self.config, hidden, step, cache, self.backend, self._rope_number)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -103,6 +103,13 @@ def test_a_plain_cache_has_the_layers_dtype():
     assert not cache.window.any()
 
 
+def test_hidden_states_have_the_layers_dtype():
+    step = V4Step.of_spans([(0, 3)], TABLE, {4: (TABLE, TABLE)}, window=4, page_size=4)
+    cache = V4Cache.allocate(CONFIG, 4, 4, state_pages=4, cache_format="fp32")
+    with pytest.raises(TypeError, match="^hidden must be float32 like the layer, got float16$"):
+        V4Attention(CONFIG)(torch.zeros(3, 16, dtype=torch.float16), step, cache)
+
+
 def test_shared_tokens_are_of_each_request():
     with pytest.raises(ValueError, match=r"^shared_tokens must have shape \[1\]"):
         V4Step.of_spans([(3, 5)], TABLE, {4: (TABLE, TABLE)}, shared_tokens=torch.zeros(2, dtype=torch.int64))
