@@ -106,7 +106,7 @@ def test_a_plain_cache_has_the_layers_dtype():
 def test_hidden_states_have_the_layers_dtype():
     step = V4Step.of_spans([(0, 3)], TABLE, {4: (TABLE, TABLE)}, window=4, page_size=4)
     cache = V4Cache.allocate(CONFIG, 4, 4, state_pages=4, cache_format="fp32")
-    with pytest.raises(TypeError, match="^hidden must be float32 like the layer, got float16$"):
+    with pytest.raises(TypeError, match=r"^hidden must be float32 like the layer, got float16$"):
         V4Attention(CONFIG)(torch.zeros(3, 16, dtype=torch.float16), step, cache)
 
 
