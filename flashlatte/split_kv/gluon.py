@@ -108,8 +108,8 @@ def _count(items, scanned, costs, key_lengths, begin, end):
 
 @gluon.jit
 def write_partial(partial, row, in_use, values, lse2, FIRST_COL: gl.constexpr):
-    """Write normalised ``values`` [64, columns] of ``row`` [64] from FIRST_COL on as a partial output, as
-    ``combine.write_partial`` does; the columns from 0 bring the base-2 ``lse2`` [64] along."""
+    """Write normalised ``values`` [rows, columns] of ``row`` [rows] from FIRST_COL on as a partial output, as
+    ``combine.write_partial`` does; the columns from 0 bring the base-2 ``lse2`` [rows] along."""
     col = FIRST_COL + gl.arange(0, values.shape[1], gl.SliceLayout(0, values.type.layout))
     gl.store(partial + (row * LATENT)[:, None] + col[None, :], values, mask=in_use[:, None])
     if FIRST_COL == 0:

@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, LATENT
-from flashlatte.kernels.hopper.mla_tiles import ROWS as PARTIAL_ROWS
 from flashlatte.kernels.hopper.ptx.threads import lanes_below_zero
 from flashlatte.kernels.hopper.softmax import NO_SCORE, inverse, lse2_of
 from flashlatte.ops.dense_decode.hopper import schedule
@@ -22,8 +21,8 @@ from flashlatte.ops.dense_decode.hopper.few_rows.queries import take_queries
 from flashlatte.ops.dense_decode.hopper.few_rows.tiles import ROWS, SCORES, TILE_EMPTY, TILE_FULL, TILE_MEETING
 from flashlatte.runtime.gluon_compat import cta_barrier
 from flashlatte.split_kv import device
-from flashlatte.split_kv.gluon import PARTIAL
-from flashlatte.split_kv.outputs import row_pointers, write_lse
+from flashlatte.split_kv.gluon import PARTIAL, write_partial
+from flashlatte.split_kv.outputs import write_lse, write_out
 
 # The largest P of a row is 2^15.
 _P_EXPONENT = gl.constexpr(15.0)
@@ -115,21 +114,20 @@ def _attend(state, call, request, k, block, z, NUMBER: gl.constexpr, PLAN: gl.co
 def _write_half(values, lse2, split, call, FIRST_COL: gl.constexpr, PLAN: gl.constexpr):
     """Write half of an output ``values`` [256, 16], a result or a partial output; the left one brings the lse."""
     work, results, outputs = call.work, call.results, call.results.outputs
+    values = values.permute((1, 0))
+    LAYOUT: gl.constexpr = values.type.layout
+    lse2 = gl.convert_layout(lse2, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
     # As if it depended on the request, or what follows from it would lie in registers over all blocks.
-    row = (split.item >> 31) + gl.arange(0, ROWS, _ROWS)
-    col = FIRST_COL + gl.arange(0, HALF, _KEYS)
-    in_use = row < outputs.rows
+    row = (split.item >> 31) + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     continues = split.begin > 0
     if (continues == 0) & (split.end == split.steps):
-        rows = row_pointers(outputs, split.item, work.group.kv_head, row, PLAN.out_align)
-        gl.store(rows[None, :] + col[:, None], values.to(outputs.out.dtype.element_ty), mask=in_use[None, :])
+        col = FIRST_COL + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))
+        write_out(outputs, split.item, work.group.kv_head, row, col, values, lse2, LATENT, PLAN.out_align, False)
         if FIRST_COL == 0:
             write_lse(outputs, split.item, work.group.kv_head, row, lse2)
     elif results.scratch is not None:
         partial = results.scratch + schedule.partial(work, continues, PLAN) * PARTIAL
-        gl.store(partial + (row * LATENT)[None, :] + col[:, None], values, mask=in_use[None, :])
-        if FIRST_COL == 0:
-            gl.store(partial + PARTIAL_ROWS * LATENT + row, lse2, mask=in_use)
+        write_partial(partial, row, row < outputs.rows, values, lse2, FIRST_COL)
 
 
 @gluon.jit
