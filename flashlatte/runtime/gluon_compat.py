@@ -7,11 +7,9 @@ that is not taken.
 from __future__ import annotations
 
 from triton._C.libtriton import ir
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
-from triton.language import core
 
 # Copy of a tile from global to shared memory by the copy engine: (descriptor, coordinates, mbarrier, tile).
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -35,6 +33,3 @@ reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.sh
 
 # Barrier of the warps of a partition (of the program, outside warp specialization).
 cta_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
-# Class decorator: a kernel's state in named fields.
-aggregate = getattr(gluon, "aggregate", None) or core._aggregate

@@ -6,33 +6,29 @@ thirty-two columns side by side, so that it stores 16 bytes at a time, eight thr
 ``finish_kernel`` undoes the order.
 """
 
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor
 
 from flashlatte.kernels.hopper.ptx import memory
 from flashlatte.kernels.hopper.ptx.threads import each_thread, one_each
-from flashlatte.ops.dense_prefill.hopper.backward.schedule import QUERIES
+from flashlatte.ops.dense_prefill.hopper.backward.schedule import QUERIES, turn_of
 from flashlatte.ops.dense_prefill.hopper.backward.state import MAIN
-from flashlatte.runtime.gluon_compat import aggregate, tma_add
+from flashlatte.runtime.gluon_compat import tma_add
 
 # Columns that are in an order of their own, and that the copy engine adds at a time: 128 bytes.
 SUM_COLUMNS = gl.constexpr(32)
 
 
-@aggregate
-class QueryGradient:
+class QueryGradient(NamedTuple):
     """The sums, and in deterministic mode whose turn it is to add, for each tile of queries."""
 
-    sums: tensor_descriptor  # of tiles [1, 64, SUM_COLUMNS]
-    turns: gl.tensor | gl.constexpr
-    turns_per_head: gl.tensor  # tiles of a head
-
-    @gluon.constexpr_function
-    def __init__(self, sums, turns, turns_per_head):
-        self.sums = sums
-        self.turns = gl.constexpr(None) if turns is None else turns
-        self.turns_per_head = turns_per_head
+    sums: Any  # of tiles [1, 64, SUM_COLUMNS]
+    turns: Any
+    turns_per_head: Any  # tiles of a head
 
 
 @gluon.jit
@@ -73,7 +69,7 @@ def _turn_address(dq, block, head, query):
 @gluon.jit
 def take_turn(dq, block, head, query):
     """Wait until the later blocks have added to the tile."""
-    turn = each_thread(0) + block.turn(query)
+    turn = each_thread(0) + turn_of(block, query)
     address = _turn_address(dq, block, head, query)
     memory.take_turn(address, turn)
 

@@ -3,31 +3,26 @@
 They are stored when the warpgroups have joined, as what only this takes would cost the consumers registers.
 """
 
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.ops.dense_prefill.hopper.backward.state import MAIN, OWN_KEYS
-from flashlatte.runtime.gluon_compat import aggregate
 
 # A thread stores 16 bytes at a time.
 STORE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
-@aggregate
-class Gradient:
+class Gradient(NamedTuple):
     """Where dK or dV goes. Strides are in units of UNIT elements: 8 where rows are aligned to 16 bytes, else 1."""
 
-    base: gl.tensor
-    token_stride: gl.tensor
-    head_stride: gl.tensor
-    unit: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, base, token_stride, head_stride, unit):
-        self.base = base
-        self.token_stride = token_stride
-        self.head_stride = head_stride
-        self.unit = gl.constexpr(unit)
+    base: Any
+    token_stride: Any
+    head_stride: Any
+    unit: Any
 
 
 @gluon.jit

@@ -6,17 +6,20 @@ zeros in place of the rows that are not the request's: they are harmless (P is 1
 but 0 x NaN of a neighbour's row would not be.
 """
 
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
-from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.ops.dense_prefill.hopper.backward import state
 from flashlatte.ops.dense_prefill.hopper.backward.dq import add_staged, pass_turn, take_turn
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import KEYS, QUERIES
 from flashlatte.ops.dense_prefill.hopper.backward.state import MAIN, OWN_KEYS, ROPE, STAGES, V_DIM
-from flashlatte.runtime.gluon_compat import aggregate, cp_async, tma_load
+from flashlatte.runtime.gluon_compat import cp_async, tma_load
 
 # A thread copies 16 bytes at a time, eight neighbours the 128 bytes of a swizzled line.
 _GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
@@ -25,23 +28,14 @@ UNIT = gl.constexpr(8)
 _VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
-@aggregate
-class Rows:
+class Rows(NamedTuple):
     """A tensor [tokens, heads, columns] to fetch tiles from: its address, and its descriptors of 64 rows of a head."""
 
-    base: gl.tensor
-    token_stride: gl.tensor  # in units of 16 bytes
-    head_stride: gl.tensor
-    main: tensor_descriptor  # descriptor of columns 0 to 127
-    rope: tensor_descriptor  # descriptor of columns 128 to 191
-
-    @gluon.constexpr_function
-    def __init__(self, base, token_stride, head_stride, main, rope):
-        self.base = base
-        self.token_stride = token_stride
-        self.head_stride = head_stride
-        self.main = main
-        self.rope = rope
+    base: Any
+    token_stride: Any  # in units of 16 bytes
+    head_stride: Any
+    main: Any  # descriptor of columns 0 to 127
+    rope: Any  # descriptor of columns 128 to 191
 
 
 @gluon.jit

@@ -6,10 +6,12 @@ and a slot's request is found by bisection. The keys before the first request an
 without queries: their gradients are zeros.
 """
 
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-from flashlatte.runtime.gluon_compat import aggregate
 
 # Keys of a program, queries of a step.
 KEYS = gl.constexpr(128)
@@ -36,45 +38,34 @@ def _interval_of(slot, cu, requests, total, bisections):
     return low
 
 
-@aggregate
-class Block:
+class Block(NamedTuple):
     """A block of keys, and the queries that see some of it.
 
     Key n of the block is seen by the queries q of the request (counted from its first) for which
     q + below <= n <= q + above.
     """
 
-    k_token: gl.tensor  # first token of the block
-    keys: gl.tensor  # from the block's first to the request's last: there may be more than the block's
-    q_token: gl.tensor  # first token of the request
-    queries: gl.tensor  # of the request
-    first_query: gl.tensor  # a multiple of QUERIES
-    tiles: gl.tensor  # of queries
-    below: gl.tensor
-    above: gl.tensor
-    q_slot: gl.tensor  # of the request's first tile of queries, found as those of key blocks are
+    k_token: Any  # first token of the block
+    keys: Any  # from the block's first to the request's last: there may be more than the block's
+    q_token: Any  # first token of the request
+    queries: Any  # of the request
+    first_query: Any  # a multiple of QUERIES
+    tiles: Any  # of queries
+    below: Any
+    above: Any
+    q_slot: Any  # of the request's first tile of queries, found as those of key blocks are
 
-    @gluon.constexpr_function
-    def __init__(self, k_token, keys, q_token, queries, first_query, tiles, below, above, q_slot):
-        self.k_token = k_token
-        self.keys = keys
-        self.q_token = q_token
-        self.queries = queries
-        self.first_query = first_query
-        self.tiles = tiles
-        self.below = below
-        self.above = above
-        self.q_slot = q_slot
 
-    @gluon.jit
-    def partial(self, query):
-        """Whether some of the tile of queries from ``query`` on does not see all keys of the block."""
-        return (query + QUERIES - 1 + self.below > 0) | (query + self.above < KEYS - 1) | (self.keys < KEYS)
+@gluon.jit
+def hides_some(block, query):
+    """Whether some of the tile of queries from ``query`` on does not see all keys of the block."""
+    return (query + QUERIES - 1 + block.below > 0) | (query + block.above < KEYS - 1) | (block.keys < KEYS)
 
-    @gluon.jit
-    def turn(self, query):
-        """How many later blocks of keys add to the tile of queries from ``query`` on."""
-        return gl.minimum(query + QUERIES - 1 + self.above, self.keys - 1) // KEYS
+
+@gluon.jit
+def turn_of(block, query):
+    """How many later blocks of keys add to the tile of queries from ``query`` on."""
+    return gl.minimum(query + QUERIES - 1 + block.above, block.keys - 1) // KEYS
 
 
 @gluon.jit

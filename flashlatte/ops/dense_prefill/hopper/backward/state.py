@@ -1,12 +1,15 @@
 """What the three warpgroups share: tiles in shared memory, and their barriers."""
 
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashlatte.kernels.hopper.barriers import FIRST_FREE
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import QUERIES
-from flashlatte.runtime.gluon_compat import aggregate
 
 # Keys of a consumer: half of a program's.
 OWN_KEYS = gl.constexpr(64)
@@ -28,54 +31,30 @@ DQ_FULL = gl.constexpr(FIRST_FREE + STAGES + 2)  # add dQ to the sums: consumers
 DQ_EMPTY = gl.constexpr(FIRST_FREE + STAGES + 3)  # stage the next dQ: producer to consumers
 
 
-@aggregate
-class Keys:
+class Keys(NamedTuple):
     """A consumer's 64 keys, for the whole of the program, its dS, and its columns of dQ."""
 
-    main: gl.shared_memory_descriptor  # [1, 64, 128]
-    rope: gl.shared_memory_descriptor  # [1, 64, 64]; with d_qk 128 nothing reads it
-    v: gl.shared_memory_descriptor  # [1, 64, 128]
-    ds: gl.shared_memory_descriptor  # [2, 64, 64], of even and odd steps
-    dq_main: gl.shared_memory_descriptor  # float32 [1, 64, 64]
-    dq_rope: gl.shared_memory_descriptor  # float32 [1, 64, 32]; with d_qk 128 nothing uses it
-
-    @gluon.constexpr_function
-    def __init__(self, main, rope, v, ds, dq_main, dq_rope):
-        self.main = main
-        self.rope = rope
-        self.v = v
-        self.ds = ds
-        self.dq_main = dq_main
-        self.dq_rope = dq_rope
+    main: Any  # [1, 64, 128]
+    rope: Any  # [1, 64, 64]; with d_qk 128 nothing reads it
+    v: Any  # [1, 64, 128]
+    ds: Any  # [2, 64, 64], of even and odd steps
+    dq_main: Any  # float32 [1, 64, 64]
+    dq_rope: Any  # float32 [1, 64, 32]; with d_qk 128 nothing uses it
 
 
-@aggregate
-class Shared:
+class Shared(NamedTuple):
     """Everything in shared memory. Axis 0 of the queries and of the row vectors is the stage."""
 
-    keys0: Keys
-    keys1: Keys
-    q_main: gl.shared_memory_descriptor  # [STAGES, 64, 128]
-    q_rope: gl.shared_memory_descriptor  # [STAGES, 64, 64]
-    dout: gl.shared_memory_descriptor  # [1, 64, 128]
-    lse: gl.shared_memory_descriptor  # float32 [STAGES, 64], in units of log 2
-    delta: gl.shared_memory_descriptor  # float32 [STAGES, 64]
-    keys_full: gl.shared_memory_descriptor
-    stage_full: gl.shared_memory_descriptor
-    dout_full: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, keys0, keys1, q_main, q_rope, dout, lse, delta, keys_full, stage_full, dout_full):
-        self.keys0 = keys0
-        self.keys1 = keys1
-        self.q_main = q_main
-        self.q_rope = q_rope
-        self.dout = dout
-        self.lse = lse
-        self.delta = delta
-        self.keys_full = keys_full
-        self.stage_full = stage_full
-        self.dout_full = dout_full
+    keys0: Any
+    keys1: Any
+    q_main: Any  # [STAGES, 64, 128]
+    q_rope: Any  # [STAGES, 64, 64]
+    dout: Any  # [1, 64, 128]
+    lse: Any  # float32 [STAGES, 64], in units of log 2
+    delta: Any  # float32 [STAGES, 64]
+    keys_full: Any
+    stage_full: Any
+    dout_full: Any
 
 
 @gluon.jit
