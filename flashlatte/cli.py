@@ -42,7 +42,9 @@ def _parser() -> argparse.ArgumentParser:
         "demo", help="a small DeepSeek model decodes with stock transformers and through FlashLatte"
     )
     demo.add_argument("--model", default="v3", help="v3 (default), v3.2, whose indexer selects tokens, or v4")
-    demo.add_argument("--prompt", type=Path, help="a text file to continue; the package brings one")
+    begin = demo.add_mutually_exclusive_group()
+    begin.add_argument("--prompt", help="the text to continue; the package brings one")
+    begin.add_argument("--file", type=Path, help="a file with the text")
     demo.add_argument("--new-tokens", type=int, default=64, help="tokens to generate, 64 to 1024 (default 64)")
     demo.add_argument("--device", help="where, cuda or cpu; a GPU if there is one")
     demo.set_defaults(run=_demo)
@@ -84,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(arguments: argparse.Namespace) -> int:
     from flashlatte.demo import run_demo
 
-    return run_demo(arguments.prompt, arguments.new_tokens, arguments.device, arguments.model)
+    return run_demo(arguments.file, arguments.new_tokens, arguments.device, arguments.model, prompt=arguments.prompt)
 
 
 def _generate(arguments: argparse.Namespace) -> int:

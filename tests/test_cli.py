@@ -181,7 +181,7 @@ def test_doctor_gives_every_reason_when_asked(capsys):
     ("arguments", "message"),
     [
         (["bench", "--case", "nonsense"], "flashlatte bench: no case named 'nonsense'"),
-        (["demo", "--prompt", "no/such/file"], "flashlatte demo: "),
+        (["demo", "--file", "no/such/file"], "flashlatte demo: "),
         (["demo", "--new-tokens", "0"], "flashlatte demo: "),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import engine_models
 
+from flashlatte import cli
 from flashlatte.demo import demo, run_demo
 from flashlatte.demo.runs import Run, logits_of_engine, logits_of_transformers, overlap
 from flashlatte.demo.tokenizer import ByteTokenizer
@@ -146,7 +147,9 @@ def test_mistakes_give_exit_code_2_and_one_line(capsys, tmp_path):
         ({"prompt_file": tmp_path / "none.txt"}, "cannot be read: .*none.txt: No such file"),
         ({"prompt_file": tmp_path}, "cannot be read: .*: Is a directory"),
         ({"prompt_file": tmp_path / "empty.txt"}, "is empty"),
-        ({"prompt_file": tmp_path / "long.txt"}, "at most 2048 bytes, .* has 2049"),
+        ({"prompt_file": tmp_path / "long.txt"}, "long.txt must have at most 2048 bytes, and has 2049"),
+        ({"prompt": " "}, "the prompt is empty"),
+        ({"prompt": "é" * 1025}, "at most 2048 bytes, and has 2050"),
         ({"new_tokens": 63}, "from 64 to 1024, got 63"),
         ({"new_tokens": 1025}, "from 64 to 1024, got 1025"),
         ({"device": "abacus"}, "device 'abacus' cannot be used"),
@@ -161,6 +164,17 @@ def test_mistakes_give_exit_code_2_and_one_line(capsys, tmp_path):
         assert err.count("\n") == 1
         assert err.startswith("flashlatte demo: ")
         assert re.search(message, err)
+
+
+def test_the_text_to_continue(monkeypatch, tmp_path):
+    begins: list[bytes] = []
+    monkeypatch.setattr(demo, "_run", lambda begin, *_: begins.append(begin) or 0)
+    (tmp_path / "text.txt").write_text("from a file", encoding="utf-8")
+    cli.main(["demo", "--prompt", "a text"])
+    cli.main(["demo", "--file", str(tmp_path / "text.txt")])
+    cli.main(["demo"])
+    assert begins[:2] == [b"a text", b"from a file"]
+    assert len(begins[2]) == 310
 
 
 @pytest.mark.parametrize("missing", ["rich", "transformers"])

@@ -95,32 +95,45 @@ class Mistake(Exception):
 
 
 def run_demo(
-    prompt_file: str | Path | None = None, new_tokens: int = 64, device: str | None = None, model: str = "v3"
+    prompt_file: str | Path | None = None,
+    new_tokens: int = 64,
+    device: str | None = None,
+    model: str = "v3",
+    *,
+    prompt: str | None = None,
 ) -> int:
     """Let stock transformers and FlashLatte's engine write with a small DeepSeek model, and print how they compare.
 
     Args:
-        prompt_file: a text file of at most 2048 bytes; FlashLatte's own if None.
+        prompt_file: with a text of at most 2048 bytes; FlashLatte's own if None.
         new_tokens: tokens to generate, 64 to 1024.
         device: as torch names it; the GPU if there is one, else the CPU, if None.
         model: "v3", "v3.2", whose indexer selects the tokens that a query attends to, or "v4", which attends to a
             window of tokens and to groups of those before it.
+        prompt: the text itself, in place of a file.
 
     Returns:
         An exit code: 0 if every comparison is within its bound, 1 if one is not, 2 if an argument is not accepted or
         transformers or rich is missing. For 2, a line on stderr says what is wrong.
     """
     try:
-        return _run(prompt_file, new_tokens, device, model)
+        if prompt is None:
+            path = DEFAULT_PROMPT if prompt_file is None else Path(prompt_file)
+            begin, called = _read(path), path.name
+        else:
+            begin, called = prompt.encode(errors="surrogateescape"), "the prompt"
+        return _run(begin, called, new_tokens, device, model)
     except Mistake as mistake:
         print(f"flashlatte demo: {mistake}", file=sys.stderr)
         return MISTAKE
 
 
-def _run(prompt_file: str | Path | None, new_tokens: int, device: str | None, name: str) -> int:
+def _run(begin: bytes, called: str, new_tokens: int, device: str | None, name: str) -> int:
     _check_extras()
-    prompt_path = DEFAULT_PROMPT if prompt_file is None else Path(prompt_file)
-    data = _read_prompt(prompt_path)
+    if not begin.strip():
+        raise Mistake(f"{called} is empty")
+    if len(begin) > MAX_PROMPT_BYTES:
+        raise Mistake(f"{called} must have at most {MAX_PROMPT_BYTES} bytes, and has {len(begin)}")
     if not 64 <= new_tokens <= MAX_NEW_TOKENS:
         raise Mistake(f"the number of new tokens must be from 64 to {MAX_NEW_TOKENS}, got {new_tokens}")
     if name not in FAMILIES:
@@ -134,15 +147,15 @@ def _run(prompt_file: str | Path | None, new_tokens: int, device: str | None, na
 
     console = Console()
     console.print(
-        f"A small {FAMILIES[name]} with random weights, in float32 on {where}, continues {prompt_path.name} "
-        f"({len(data)} bytes, a token each) by {new_tokens} tokens: with stock transformers, and with "
+        f"A small {FAMILIES[name]} with random weights, in float32 on {where}, continues {called} "
+        f"({len(begin)} bytes, a token each) by {new_tokens} tokens: with stock transformers, and with "
         f"FlashLatte's engine over {len(CHOICES_OF[name])} formats of its cache.",
         highlight=False,
     )
     model = load_model(where, name)
     served = as_model(model)
     tokenizer = ByteTokenizer()
-    prompt = tokenizer.encode(data)
+    prompt = tokenizer.encode(begin)
     with _one_thread() if where.type == "cpu" else contextlib.nullcontext():
         stock, rows = _compare(console, name, model, served, prompt, new_tokens)
 
@@ -172,16 +185,11 @@ def _check_extras() -> None:
         raise Mistake(str(error)) from None
 
 
-def _read_prompt(path: Path) -> bytes:
+def _read(path: Path) -> bytes:
     try:
-        data = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise Mistake(f"the prompt file cannot be read: {path}: {error.strerror}") from None
-    if not data.strip():
-        raise Mistake(f"the prompt file is empty: {path}")
-    if len(data) > MAX_PROMPT_BYTES:
-        raise Mistake(f"the prompt file must have at most {MAX_PROMPT_BYTES} bytes, {path} has {len(data)}")
-    return data
 
 
 def _device(name: str | None) -> torch.device:
