@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -191,6 +192,22 @@ def test_many_small_weights_over_an_e4m3_cache() -> None:
     oracle, _ = oracles.dense_decode(**arguments)
     baseline, _ = oracles.dense_decode(**arguments, dtype=torch.bfloat16)
     compare.assert_accurate(decode(arguments, "hopper")["out"], oracle, baseline, "out")
+
+
+@pytest.mark.parametrize("exponent", [20, 24, 25, 26, 27, 28])
+def test_large_scores_over_an_e4m3_cache(exponent: int) -> None:
+    """One key is all that counts, and its P must stay finite in float16, whatever float32 makes of a difference."""
+    arguments = DenseDecodeCase(batch=2, s_q=1, s_k=300, h_q=16, cache_dtype=torch.float8_e4m3fn).inputs(DEVICE)
+    q, cache = arguments["q"], arguments["k_cache"]
+    q.zero_()
+    q[..., 0] = 1.0 + torch.arange(16, device=DEVICE) / 128
+    cache[..., 0] = torch.zeros(cache.shape[:-1], device=DEVICE).to(cache.dtype)
+    pages = arguments["block_table"][:, 0].long()
+    cache.view(torch.uint8)[pages, 5, :, 0] = 0x58  # 16
+    arguments["k_scale"], arguments["softmax_scale"] = 1.0, 2.0**exponent * math.log(2) / 16.0
+    out = decode(arguments, "hopper")["out"]
+    expected = cache.view(torch.uint8)[pages, 5, :, :512].view(cache.dtype).to(out.dtype)[:, None]
+    assert torch.equal(out, expected.expand_as(out))
 
 
 @ON_EVERY_BACKEND

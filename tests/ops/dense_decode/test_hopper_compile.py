@@ -20,6 +20,7 @@ triton = pytest.importorskip("triton")
 from support import compile as support  # noqa: E402
 
 from flashlatte.ops.dense_decode.hopper import fixup, launch  # noqa: E402
+from flashlatte.ops.dense_decode.hopper.few_rows import attender  # noqa: E402
 from flashlatte.runtime.strides import strides_in_use  # noqa: E402
 from flashlatte.split_kv import combine, plan  # noqa: E402
 
@@ -151,6 +152,14 @@ def test_which_rows_are_few(record, rows, few):
     assert call["PLAN"].few_rows is few
     assert call["keys_half"].layout.swizzle_byte_width == (64 if few else 128)
     assert record(heads=rows).arguments["PLAN"].few_rows is False
+
+
+def test_p_of_few_rows_is_finite_in_float16():
+    """However large the scores, whose maximum less a few float32 rounds."""
+    places = torch.arange(-512, 513) / 2**24
+    largest = torch.cat([sign * 2.0**exponent * (1 + places) for sign in (-1, 1) for exponent in range(-4, 60)])
+    row_max = largest - attender.P_EXPONENT.value
+    assert torch.exp2(largest - row_max).half().isfinite().all()
 
 
 def test_few_rows_are_compiled_once_for_all_numbers_of_heads(record):

@@ -12,5 +12,5 @@ attender  four warps  scores of a block [64 keys, 16], their softmax, the output
 
 Tiles are float16 whatever the queries are: Hopper converts e4m3 to that by one instruction. A query row is multiplied
 with a power of two that brings its largest number to the top of float16's range; numbers lose bits if they are below
-2^-28 of it. P is brought there as well.
+2^-28 of it. P is 2^7 at most, and loses bits below 2^-21 of that.
 """
