@@ -82,7 +82,7 @@ def fp8_fp4_mqa_logits(
         backend: "hopper", "portable" or "reference"; None chooses.
 
     Returns:
-        [M, N], or [M, max_seqlen_k]; rows begin at multiples of 16 bytes.
+        [M, N], or [M, max_seqlen_k]; rows begin at multiples of 128 bytes.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
@@ -168,7 +168,7 @@ def fp8_fp4_paged_mqa_logits(
         backend: "hopper", "portable" or "reference"; None chooses.
 
     Returns:
-        [b · next_n, max_context_len]; rows begin at multiples of 16 bytes.
+        [b · next_n, max_context_len]; rows begin at multiples of 128 bytes.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
@@ -230,8 +230,8 @@ def _weights(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned_rows(rows: Sequence[int], width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """An output whose rows begin at multiples of 16 bytes, which top-k kernels ask for; None if they do anyway."""
-    align = 16 // dtype.itemsize
+    """An output whose rows begin at multiples of 128 bytes, which top-k kernels ask for; None if they do anyway."""
+    align = 128 // dtype.itemsize
     if width % align == 0:
         return None
     return torch.empty(math.prod(rows), -(-width // align) * align, dtype=dtype, device=device)[:, :width]
