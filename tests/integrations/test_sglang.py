@@ -130,6 +130,40 @@ def test_a_schedule_without_lengths_is_sglangs_own():
     assert attention.get_mla_metadata(lambda: "theirs") == "theirs"
 
 
+def test_what_stays_sglangs_has_sglangs_schedule():
+    """Ours is zeros, with which SGLang's kernel would compute nothing."""
+    lengths, cache = torch.tensor([70, 64], dtype=torch.int32), torch.zeros(2, 64, 1, 528, dtype=torch.uint8)
+    indices, q = torch.zeros(2, 3, 64, dtype=torch.int32), torch.zeros(2, 3, 4, 512).bfloat16()
+    asked: list[Any] = []
+
+    def their_metadata(*args: Any) -> Any:
+        asked.append(args)
+        return "schedule", "splits"
+
+    schedule, splits = attention.get_mla_metadata(their_metadata, lengths, 12, 1, 4, True, 64)
+    assert not asked
+    taken: dict[str, Any] = {}
+
+    def original(*args: Any, **kwargs: Any) -> Any:
+        taken.update(inspect.signature(attention.flash_mla_with_kvcache).bind(original, *args, **kwargs).arguments)
+
+    call = {"num_splits": splits, "is_fp8_kvcache": True, "indices": indices, "kv_format": "V32_NO_ROPE"}
+    attention.flash_mla_with_kvcache(original, q, cache, None, lengths, 512, schedule, **call)
+    assert (taken["tile_scheduler_metadata"], taken["num_splits"]) == ("schedule", "splits")
+    assert asked[0][0] is lengths
+    assert asked[0][1:] == (12, 1, 4, True, 64)
+
+
+def test_an_earlier_sglang_is_given_what_it_takes():
+    def original(q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, head_dim_v: Any, *rest: Any) -> Any:
+        assert len(rest) == 13  # to extra_topk_length: neither kv_format nor use_legacy
+        return "theirs"
+
+    q, cache = torch.zeros(1, 1, 4, 512).bfloat16(), torch.zeros(1, 64, 1, 528, dtype=torch.uint8)
+    indices = torch.zeros(1, 1, 64, dtype=torch.int32)
+    assert attention.flash_mla_with_kvcache(original, q, cache, None, None, 512, None, indices=indices) == "theirs"
+
+
 def test_sparse_prefill_gives_statistics_of_base_2():
     q, kv = draw(3, 4, 576).bfloat16(), draw(40, 1, 576, seed=1).bfloat16()
     indices = torch.tensor([[[0, 5, 39, -1]], [[7, 7, 8, 9]], [[-1, 40, -1, -1]]], dtype=torch.int32)
@@ -190,6 +224,12 @@ def test_decode_that_sglang_gives_to_flash_attention(slots, num_splits):
         keys = call["kv_cache"][[index for index in indices if 0 <= index < slots], 0].double()
         weights = (query[row] @ keys.T * 0.05).softmax(dim=1)
         assert torch.allclose(out[row].double(), weights @ keys[:, :512], atol=1e-2)
+
+
+def test_decode_of_an_sglang_without_pooled_keys():
+    call = fa3_call()
+    earlier = fa3.forward_fa3(untouched, SimpleNamespace(num_splits=0), **call)
+    assert earlier.equal(fa3.forward_fa3(untouched, Dsa(), **call))
 
 
 @pytest.mark.parametrize(
@@ -322,6 +362,35 @@ def test_more_than_our_top_k_takes_stays_sglangs():
     assert called[2][3:] == (5000, None)
 
 
+def test_what_the_indexer_is_resolved_to():
+    """SGLang's choice, which is DeepGEMM's hooked function or what a flag names; ours where there is no DeepGEMM."""
+
+    def no_deep_gemm() -> Any:
+        raise ModuleNotFoundError("deep_gemm")
+
+    for resolve, ours in (
+        (indexer.resolve_fp8_mqa_logits_fn, deep_gemm.fp8_mqa_logits),
+        (indexer.resolve_fp8_paged_mqa_logits_fn, deep_gemm.fp8_paged_mqa_logits),
+        (indexer.resolve_paged_mqa_logits_metadata_fn, deep_gemm.get_paged_mqa_logits_metadata),
+    ):
+        assert resolve(lambda: untouched) is untouched
+        assert resolve(no_deep_gemm) is ours
+
+
+def test_a_schedule_that_another_kernel_may_read_is_deep_gemms(monkeypatch):
+    lengths, schedule = torch.tensor([[9]], dtype=torch.int32), torch.ones(5, 2, dtype=torch.int32)
+    original: Any = lambda *args: schedule  # noqa: E731
+    assert indexer.get_paged_mqa_logits_metadata(untouched, lengths, 64, 4).eq(0).all()
+    monkeypatch.setattr(indexer.machine, "compute_capability", lambda device: (10, 0))
+    assert indexer.get_paged_mqa_logits_metadata(original, lengths, 64, 4) is schedule
+
+    def no_deep_gemm() -> Any:
+        raise ModuleNotFoundError("deep_gemm")
+
+    with pytest.raises(ModuleNotFoundError):
+        indexer.resolve_paged_mqa_logits_metadata_fn(no_deep_gemm)
+
+
 class Registry:
     """SGLang's registry as a plugin sees it."""
 
@@ -369,15 +438,32 @@ def test_every_hook_is_registered_once(fake_sglang, caplog):
 
 
 def test_what_an_sglang_lacks_is_passed_over_and_named(fake_sglang, monkeypatch, caplog):
-    monkeypatch.delattr(sys.modules["sglang.kernels.ops.attention.dsv4.topk"], "topk_transform_ragged_v2")
+    for module in ("sglang.kernels.ops.attention.flash_mla_interface", "sgl_kernel.flash_mla"):
+        monkeypatch.delattr(sys.modules[module], "flash_mla_sparse_fwd")
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     registry = Registry()
     sglang.register_hooks(registry, HookType)
-    assert len(registry.hooks) == len(hooks.HOOKS) - 6
+    assert len(registry.hooks) == len(hooks.HOOKS) - 7
     assert [record.getMessage() for record in caplog.records] == [
-        "FlashLatte: this SGLang does not have sglang.kernels.ops.attention.dsv4.topk.topk_transform_ragged_v2, "
+        "FlashLatte: this SGLang does not have sglang.kernels.ops.attention.flash_mla_interface.flash_mla_sparse_fwd, "
         "which is not served."
     ]
+
+
+def test_what_stands_elsewhere_in_an_earlier_sglang_is_served(fake_sglang, monkeypatch, caplog):
+    monkeypatch.delitem(sys.modules, "sglang.kernels.ops.attention.flash_mla_interface")
+    monkeypatch.delitem(sys.modules, "sglang.kernels.ops.attention.dsv4.topk")
+    monkeypatch.delitem(sys.modules, "sglang.srt.layers.attention.dsa.utils")
+    for parent, name in (("sglang.kernels.ops", "attention"), ("sglang.srt.layers.attention.dsa", "utils")):
+        monkeypatch.delattr(sys.modules[parent], name)
+    registry = Registry()
+    sglang.register_hooks(registry, HookType)
+    assert {
+        "sgl_kernel.flash_mla.flash_mla_with_kvcache",
+        "sgl_kernel.flash_mla.flash_mla_sparse_fwd",
+        "sglang.jit_kernel.dsv4.topk.topk_transform_512_v2",
+    } <= set(registry.hooks)
+    assert not caplog.records
 
 
 def test_without_sglang_nothing_happens(monkeypatch, caplog):
@@ -407,25 +493,31 @@ def test_a_missing_flash_mla_is_stood_in_for(fake_sglang):
         module.fused_norm_rope_attn_rope_cast.prefill  # noqa: B018
 
 
-OF_SGLANG = [hook for hook in hooks.HOOKS if hook.around and hook.target.startswith("sglang.")]
-
-
-@pytest.mark.parametrize("hook", OF_SGLANG, ids=lambda hook: hook.target)
+@pytest.mark.parametrize("hook", [hook for hook in hooks.HOOKS if hook.around], ids=lambda hook: hook.target)
 def test_signatures_are_sglangs(hook):
-    """Those in the source of the installed SGLang, where there is one: it need not be importable."""
-    spec = importlib.util.find_spec("sglang")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("SGLang is not installed")
-    *modules, name = hook.target.split(".")[1:]
-    path = Path(spec.submodule_search_locations[0], *modules).with_suffix(".py")
-    path = path if path.exists() else path.parent.with_suffix(".py")
-    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
-    (theirs,) = [node.args for node in functions if node.name == name]
+    """Those in the source of the installed SGLang, where there is one: it need not be importable.
+
+    An earlier one may lack our last arguments.
+    """
+    theirs = signature_in_sources(*hook.target.split("."))
     mine = list(inspect.signature(hook.function).parameters.values())[1:]
-    positional = [p.name for p in mine if p.kind == p.POSITIONAL_OR_KEYWORD]
-    assert [argument.arg for argument in theirs.args] == positional
-    assert sorted(argument.arg for argument in theirs.kwonlyargs) == sorted(
-        p.name for p in mine if p.kind == p.KEYWORD_ONLY
-    )
-    defaults = [p.default for p in mine if p.kind == p.POSITIONAL_OR_KEYWORD and p.default is not p.empty]
+    positional = [p for p in mine if p.kind == p.POSITIONAL_OR_KEYWORD][: len(theirs.args)]
+    assert [argument.arg for argument in theirs.args] == [p.name for p in positional]
+    assert {argument.arg for argument in theirs.kwonlyargs} <= {p.name for p in mine if p.kind == p.KEYWORD_ONLY}
+    defaults = [p.default for p in positional if p.default is not p.empty]
     assert [ast.literal_eval(default) for default in theirs.defaults] == defaults
+
+
+def signature_in_sources(package: str, *modules_and_name: str) -> ast.arguments:
+    *modules, name = modules_and_name
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"{package} is not installed")
+    path = Path(spec.submodule_search_locations[0], *modules)
+    # A method's class stands where its module's last part would; sgl-kernel gives its functions other names' modules.
+    paths = [path.with_suffix(".py"), path.parent.with_suffix(".py")] if modules else sorted(path.glob("*.py"))
+    for functions in (ast.walk(ast.parse(path.read_text())) for path in paths if path.exists()):
+        for node in functions:
+            if isinstance(node, ast.FunctionDef) and node.name == name:
+                return node.args
+    pytest.skip(f"this {package} does not have it")

@@ -1,6 +1,7 @@
 """What the doctor says of SGLang, whose sources stand here as empty functions."""
 
 import importlib.metadata
+import importlib.util
 import sys
 
 import pytest
@@ -41,7 +42,8 @@ def test_what_is_said_where_all_is_there(installed):
     assert facts["missing"] == []
     assert examine.report(facts) == [
         "SGLang 0.5.23: FlashLatte's plugin is registered",
-        "    decode is FlashLatte's with --attention-backend flashmla; by itself SGLang takes FlashAttention on Hopper",
+        "    decode is FlashLatte's with --attention-backend flashmla, prefill SGLang's; by itself SGLang takes "
+        "FlashAttention on Hopper",
     ]
     assert "caches of V4.1 stay SGLang's" in examine.report(examine.examine(v4=True))[1]
 
@@ -68,3 +70,9 @@ def test_without_sglang_nothing_is_said(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     assert examine.report(examine.examine(V3)) == []
+
+
+def test_every_hook_has_a_place_in_the_installed_sglang():
+    if importlib.util.find_spec("sglang") is None or importlib.util.find_spec("sgl_kernel") is None:
+        pytest.skip("SGLang is not installed")
+    assert hooks.unserved(examine._in_sources) == []

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flashlatte.integrations.sglang.hooks import HOOKS, Hook
+from flashlatte.integrations.sglang.hooks import HOOKS, Hook, unserved
 from flashlatte.integrations.sglang.stand_in import provide_flash_mla
 
 __all__ = ["register"]
@@ -42,18 +42,11 @@ def register() -> None:
 def register_hooks(registry: Any, hook_types: Any) -> None:
     """Register each hook whose target exists, once."""
     provide_flash_mla()
-    missing = []
     for hook in HOOKS:
-        if hook.target in _registered:
-            continue
-        if not _exists(hook):
-            missing.append(hook.target)
-            continue
-        registry.register(hook.target, hook.function, hook_types.AROUND if hook.around else hook_types.REPLACE)
-        _registered.add(hook.target)
-    # DeepGEMM need not be installed, and then nothing of it is to be replaced.
-    missing = [target for target in missing if not target.startswith("deep_gemm.")]
-    if missing:
+        if hook.target not in _registered and _exists(hook):
+            registry.register(hook.target, hook.function, hook_types.AROUND if hook.around else hook_types.REPLACE)
+            _registered.add(hook.target)
+    if missing := unserved(lambda hook: hook.target in _registered):
         _logger.warning("FlashLatte: this SGLang does not have %s, which is not served.", ", ".join(missing))
 
 

@@ -20,6 +20,8 @@ _FORMATS = (None, "V32", "V4", "MODEL1")
 _RECORDS = (656, 584)
 _ROW_OF_SCHEDULE = 8
 _SCHEDULE = flash_mla.FlashMLASchedMeta()
+# SGLang's own get_mla_metadata, once a schedule was asked for: what is not served here needs one that is not zeros.
+_schedule_of_sglang: Callable[..., tuple[Any, Any]] | None = None
 
 
 def get_mla_metadata(
@@ -39,6 +41,8 @@ def get_mla_metadata(
     """
     if cache_seqlens is None:
         return original()
+    global _schedule_of_sglang
+    _schedule_of_sglang = original
     zeros = torch.zeros(_ROW_OF_SCHEDULE + cache_seqlens.shape[0] + 1, dtype=torch.int32, device=cache_seqlens.device)
     return zeros[:_ROW_OF_SCHEDULE].view(1, _ROW_OF_SCHEDULE), zeros[_ROW_OF_SCHEDULE:]
 
@@ -69,6 +73,14 @@ def flash_mla_with_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``flashlatte.flash_mla.flash_mla_with_kvcache``, to which schedules are nothing; lse is a natural logarithm."""
     if not use_legacy or not _is_served(q, k_cache, indices, extra_k_cache, kv_format):
+        if num_splits is not None and _schedule_of_sglang is not None:
+            heads, heads_k, topk = q.shape[2], k_cache.shape[2], None if indices is None else indices.shape[-1]
+            tile_scheduler_metadata, num_splits = _schedule_of_sglang(
+                cache_seqlens, q.shape[1] * heads // heads_k, heads_k, heads, is_fp8_kvcache, topk
+            )
+        # An earlier SGLang lacks these two, and then they are as they are by default.
+        newer = {} if kv_format is None else {"kv_format": kv_format}
+        newer |= {} if use_legacy else {"use_legacy": use_legacy}
         return original(
             q,
             k_cache,
@@ -88,8 +100,7 @@ def flash_mla_with_kvcache(
             extra_indices_in_kvcache,
             topk_length,
             extra_topk_length,
-            kv_format,
-            use_legacy=use_legacy,
+            **newer,
         )
     one_byte = k_cache.dtype.itemsize == 1
     if indices is None and k_cache.dtype == torch.uint8:

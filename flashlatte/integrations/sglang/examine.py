@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from flashlatte.integrations.sglang.hooks import HOOKS, Hook
+from flashlatte.integrations.sglang.hooks import Hook, unserved
 from flashlatte.layers.config import MLAConfig
 
 GROUP, PLUGIN = "sglang.srt.plugins", "flashlatte"
@@ -33,7 +33,7 @@ def examine(model: MLAConfig | None = None, *, v4: bool = False) -> dict[str, An
         "version": version,
         "registered": absent is None,
         "reason": absent,
-        "missing": [hook.target for hook in HOOKS if not _in_sources(hook)],
+        "missing": unserved(_in_sources),
         "served": _served(model, v4=v4) if model is not None or v4 else None,
     }
 
@@ -68,13 +68,16 @@ def _served(model: MLAConfig | None, *, v4: bool) -> str:
             "on Hopper decode, prefill and the indexer are FlashLatte's, with SGLang's own options; prompts that are "
             "shorter than the indexer's choice stay FlashAttention's"
         )
-    return "decode is FlashLatte's with --attention-backend flashmla; by itself SGLang takes FlashAttention on Hopper"
+    return (
+        "decode is FlashLatte's with --attention-backend flashmla, prefill SGLang's; by itself SGLang takes "
+        "FlashAttention on Hopper"
+    )
 
 
 def _in_sources(hook: Hook) -> bool:
-    """Whether the installed SGLang defines what is hooked. DeepGEMM's functions need not be there."""
+    """Whether the installed SGLang defines what is hooked; of another package, if it tells the module."""
     package, *modules, name = hook.target.split(".")
-    if package != "sglang":
+    if not modules:
         return True
     spec = importlib.util.find_spec(package)
     folders = (spec.submodule_search_locations or ()) if spec is not None else ()

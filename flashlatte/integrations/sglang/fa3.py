@@ -48,7 +48,8 @@ def forward_fa3(
     width = v_head_dim + q_rope.shape[-1]
     served = (
         (page_size, max_seqlen_q, logit_cap) == (1, 1, 0)
-        and self.dsa_index_kpool <= 1
+        # An SGLang before 0.5.20 has no pooled keys.
+        and getattr(self, "dsa_index_kpool", 1) <= 1
         and q_nope.dim() == 3
         and page_table.shape[0] == tokens <= cache_seqlens.shape[0]
         and kv_cache.dtype == q_nope.dtype

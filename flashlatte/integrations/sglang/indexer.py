@@ -10,21 +10,31 @@ import torch
 from flashlatte import deep_gemm
 from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.topk import topk as best
-from flashlatte.runtime import checks
+from flashlatte.runtime import checks, machine
 
 _MOST = 4096
 
 
-def resolve_fp8_mqa_logits_fn() -> Callable[..., torch.Tensor]:
-    return deep_gemm.fp8_mqa_logits
+def resolve_fp8_mqa_logits_fn(original: Callable[[], Callable[..., torch.Tensor]]) -> Callable[..., torch.Tensor]:
+    return _named(original, deep_gemm.fp8_mqa_logits)
 
 
-def resolve_fp8_paged_mqa_logits_fn() -> Callable[..., torch.Tensor]:
-    return deep_gemm.fp8_paged_mqa_logits
+def resolve_fp8_paged_mqa_logits_fn(original: Callable[[], Callable[..., torch.Tensor]]) -> Callable[..., torch.Tensor]:
+    return _named(original, deep_gemm.fp8_paged_mqa_logits)
 
 
-def resolve_paged_mqa_logits_metadata_fn() -> Callable[..., torch.Tensor]:
-    return deep_gemm.get_paged_mqa_logits_metadata
+def resolve_paged_mqa_logits_metadata_fn(
+    original: Callable[[], Callable[..., torch.Tensor]],
+) -> Callable[..., torch.Tensor]:
+    return original() if _schedule_is_read() else _named(original, deep_gemm.get_paged_mqa_logits_metadata)
+
+
+def get_paged_mqa_logits_metadata(
+    original: Callable[..., torch.Tensor], context_lens: torch.Tensor, block_kv: int, num_sms: int
+) -> torch.Tensor:
+    """A schedule that holds nothing, where nobody reads it; else DeepGEMM's own."""
+    schedule = original if _schedule_is_read() else deep_gemm.get_paged_mqa_logits_metadata
+    return schedule(context_lens, block_kv, num_sms)
 
 
 def topk_func(
@@ -166,6 +176,21 @@ def topk_transform_ragged_v2(
     with checks.naming(logits="scores", end="seq_lens", start="row_starts", indices="out_indices"):
         best(scores, k, start=row_starts, end=_ends(seq_lens, row_starts), indices=out_indices)
     _moved(out_indices, out_offsets)
+
+
+def _named(
+    original: Callable[[], Callable[..., torch.Tensor]], ours: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    """What SGLang names: a function of DeepGEMM's, which is hooked, or a flag's; ours where DeepGEMM is missing."""
+    try:
+        return original()
+    except ImportError:
+        return ours
+
+
+def _schedule_is_read() -> bool:
+    """Whether this is a GPU for ``--dsa-paged-mqa-logits-backend cutedsl``, whose logits follow DeepGEMM's schedule."""
+    return machine.compute_capability(torch.device("cuda"))[0] == 10
 
 
 def _moved(indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
