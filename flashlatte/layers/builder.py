@@ -190,7 +190,7 @@ class MLAMetadataBuilder:
         requests = torch.arange(len(query_lens), device="cpu")
         ids = torch.repeat_interleave(requests, torch.tensor(query_lens, device="cpu"))
         positions, ids = to_device(positions, table.device), to_device(ids, table.device)
-        return to_cache_indices(positions, table, self.page_size, request_ids=ids, dtype=torch.int64)
+        return to_cache_indices(positions, table.contiguous(), self.page_size, request_ids=ids, dtype=torch.int64)
 
     def _put(self, buffer: torch.Tensor, values: Sequence[int] | torch.Tensor) -> None:
         """Overwrite a part of a buffer when the steps before are done, without waiting for them."""

@@ -33,6 +33,13 @@ def test_parts_positions_and_slots():
     assert (chunk.first, chunk.last, chunk.tokens, chunk.max_queries, chunk.max_keys) == (0, 6, 2, 6, 2)
 
 
+def test_a_block_table_of_any_strides():
+    strided = TABLE.T.contiguous().T
+    assert strided.stride(1) != 1
+    metadata = make_builder().build([0, 1, 3, 9], [6, 12, 8], strided)
+    assert metadata.slot_mapping.tolist() == [5, 10, 11, 22, 23, 24, 25, 26, 27]
+
+
 @pytest.mark.parametrize("topk", [None, 4])
 def test_the_default_device_is_of_no_concern(topk):
     step = [0, 1, 3, 9], [6, 12, 8], TABLE
