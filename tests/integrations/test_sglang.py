@@ -183,6 +183,33 @@ def test_sparse_prefill_gives_statistics_of_base_2():
     assert new == {"use_legacy": False}
 
 
+@pytest.mark.parametrize("rows", [None, 3, 5])
+def test_sparse_prefill_of_few_heads_is_of_these_heads(rows, monkeypatch):
+    q, kv, sink = draw(3, 4, 576).bfloat16(), draw(40, 1, 576, seed=1).bfloat16(), draw(4, seed=2)
+    slots = torch.randint(0, 40, (3, 8), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
+    lengths = None if rows is None else torch.tensor([8, 2, 5, 1, 1], dtype=torch.int32)[:rows]
+    heads, ours = [], flash_mla.flash_mla_sparse_fwd
+    monkeypatch.setattr(
+        flash_mla, "flash_mla_sparse_fwd", lambda q, *rest: (heads.append(q.shape[1]), ours(q, *rest))[1]
+    )
+    out = attention.forward_flashmla_sparse(
+        Dsa(),
+        q_all=q,
+        kv_cache=kv,
+        v_head_dim=512,
+        page_table_1=slots,
+        sm_scale=0.05,
+        topk_length=lengths,
+        attn_sink=sink,
+    )
+    assert heads == [4]
+    for row in range(3):
+        chosen = slots[row, : lengths[row] if rows == 3 and lengths is not None else None].tolist()
+        scores = torch.cat((q[row].double() @ kv[chosen, 0].double().T * 0.05, sink.double()[:, None]), dim=1)
+        expected = scores.softmax(dim=1)[:, :-1] @ kv[chosen, 0, :512].double()
+        assert torch.allclose(out[row].double(), expected, atol=1e-2)
+
+
 class Dsa:
     """What SGLang's ``dsa`` backend says of itself."""
 
@@ -493,14 +520,14 @@ def test_a_missing_flash_mla_is_stood_in_for(fake_sglang):
         module.fused_norm_rope_attn_rope_cast.prefill  # noqa: B018
 
 
-@pytest.mark.parametrize("hook", [hook for hook in hooks.HOOKS if hook.around], ids=lambda hook: hook.target)
+@pytest.mark.parametrize("hook", hooks.HOOKS, ids=lambda hook: hook.target)
 def test_signatures_are_sglangs(hook):
     """Those in the source of the installed SGLang, where there is one: it need not be importable.
 
     An earlier one may lack our last arguments.
     """
     theirs = signature_in_sources(*hook.target.split("."))
-    mine = list(inspect.signature(hook.function).parameters.values())[1:]
+    mine = list(inspect.signature(hook.function).parameters.values())[int(hook.around) :]
     positional = [p for p in mine if p.kind == p.POSITIONAL_OR_KEYWORD][: len(theirs.args)]
     assert [argument.arg for argument in theirs.args] == [p.name for p in positional]
     assert {argument.arg for argument in theirs.kwonlyargs} <= {p.name for p in mine if p.kind == p.KEYWORD_ONLY}

@@ -52,8 +52,9 @@ def test_what_an_sglang_lacks_is_named(installed):
     (installed / "srt/layers/attention/dsa_backend.py").write_text("def another(): ...\n")
     lines = examine.report(examine.examine())
     assert lines[1:] == [
-        "    it does not have sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_fa3, "
-        "which is not served"
+        "    it does not have sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
+        f".{name}, which is not served"
+        for name in ("_forward_fa3", "_forward_flashmla_sparse")
     ]
 
 

