@@ -95,7 +95,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._live: dict[str, tuple[Request, Output]] = {}
         self._under_way: Sampled | None = None
         self._untold: dict[int, Output] = {}  # by id(): those that changed since ``step`` told of them
-        self._numbers = itertools.count()
+        self._taken = 0
         self._stepping = False
         self._dropped: list[str] = []
         self._seconds = 0.0
@@ -116,11 +116,11 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 than the model or the cache has room for; an id that is in use.
         """
         self._check_leads("add")
-        number = next(self._numbers)
         if id is None:
-            id = next(name for one in itertools.count(number) if (name := f"request-{one}") not in self._live)
-        request = new_request(id, number, prompt, sampling, priority, salt, self.model, self.tokenizer)
+            id = next(name for one in itertools.count(self._taken) if (name := f"request-{one}") not in self._live)
+        request = new_request(id, self._taken, prompt, sampling, priority, salt, self.model, self.tokenizer)
         self.scheduler.add(request)
+        self._taken += 1
         self._live[id] = request, Output(id, request.prompt, request.sampling, self.tokenizer)
         return id
 

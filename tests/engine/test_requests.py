@@ -354,6 +354,17 @@ def test_requests_without_a_seed_draw_differently_and_again_the_same():
     assert len(set(map(tuple, drawn[0]))) == 3
 
 
+def test_a_request_that_is_refused_changes_no_draw_of_those_that_come_after_it():
+    undisturbed, served, sampling = engine(), engine(), SamplingParams(NEW, temperature=2.0)
+    for one in (undisturbed, served):
+        one.add(PROMPTS[1], sampling, id="a")
+    for mistake in ({"prompt": []}, {"prompt": [VOCABULARY]}, {"prompt": [1], "id": "a"}):
+        with pytest.raises(ValueError, match="got"):
+            served.add(**mistake)  # type: ignore[arg-type]
+    assert served.add(PROMPTS[0], sampling) == undisturbed.add(PROMPTS[0], sampling) == "request-1"
+    assert finished(served) == finished(undisturbed)
+
+
 @pytest.mark.parametrize(
     ("suppressed", "message"),
     [
