@@ -389,11 +389,12 @@ def test_more_than_our_top_k_takes_stays_sglangs():
     assert called[2][3:] == (5000, None)
 
 
-def test_what_the_indexer_is_resolved_to():
-    """SGLang's choice, which is DeepGEMM's hooked function or what a flag names; ours where there is no DeepGEMM."""
+@pytest.mark.parametrize("error", [ModuleNotFoundError, OSError, RuntimeError])
+def test_what_the_indexer_is_resolved_to(error):
+    """SGLang's choice, which is DeepGEMM's hooked function or what a flag names; ours where DeepGEMM is not there."""
 
     def no_deep_gemm() -> Any:
-        raise ModuleNotFoundError("deep_gemm")
+        raise error("deep_gemm")
 
     for resolve, ours in (
         (indexer.resolve_fp8_mqa_logits_fn, deep_gemm.fp8_mqa_logits),
@@ -475,6 +476,16 @@ def test_what_an_sglang_lacks_is_passed_over_and_named(fake_sglang, monkeypatch,
         "FlashLatte: this SGLang does not have sglang.kernels.ops.attention.flash_mla_interface.flash_mla_sparse_fwd, "
         "which is not served."
     ]
+
+
+def test_a_deep_gemm_that_cannot_be_imported_is_passed_over(fake_sglang, monkeypatch, tmp_path, caplog):
+    (tmp_path / "deep_gemm.py").write_text("raise RuntimeError('no CUDA_HOME')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "deep_gemm")
+    registry = Registry()
+    sglang.register_hooks(registry, HookType)
+    assert set(registry.hooks) == {hook.target for hook in hooks.HOOKS if not hook.target.startswith("deep_gemm.")}
+    assert not caplog.records
 
 
 def test_what_stands_elsewhere_in_an_earlier_sglang_is_served(fake_sglang, monkeypatch, caplog):

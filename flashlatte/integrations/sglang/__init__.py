@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flashlatte.integrations.sglang.hooks import HOOKS, Hook, unserved
-from flashlatte.integrations.sglang.stand_in import provide_flash_mla
+from flashlatte.integrations.sglang.stand_in import NOT_IMPORTABLE, provide_flash_mla
 
 __all__ = ["register"]
 
@@ -53,6 +53,6 @@ def register_hooks(registry: Any, hook_types: Any) -> None:
 def _exists(hook: Hook) -> bool:
     try:
         pkgutil.resolve_name(hook.target)
-    except (ImportError, AttributeError):
+    except (AttributeError, *NOT_IMPORTABLE):
         return False
     return True

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flashlatte import deep_gemm
+from flashlatte.integrations.sglang.stand_in import NOT_IMPORTABLE
 from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.topk import topk as best
 from flashlatte.runtime import checks, machine
@@ -184,7 +185,7 @@ def _named(
     """What SGLang names: a function of DeepGEMM's, which is hooked, or a flag's; ours where DeepGEMM is missing."""
     try:
         return original()
-    except ImportError:
+    except NOT_IMPORTABLE:
         return ours
 
 

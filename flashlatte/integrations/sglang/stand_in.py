@@ -8,6 +8,9 @@ import types
 
 from flashlatte import flash_mla
 
+# What importing a package with compiled parts raises that does not fit the machine; SGLang passes over these too.
+NOT_IMPORTABLE = (ImportError, OSError, RuntimeError)
+
 
 class _Missing(types.ModuleType):
     def __getattr__(self, name: str) -> object:
@@ -18,7 +21,7 @@ def provide_flash_mla() -> None:
     """Make ``import flash_mla`` work for SGLang: the installed package if it can be imported, else this library's."""
     try:
         importlib.import_module("flash_mla")
-    except (ImportError, OSError):
+    except NOT_IMPORTABLE:
         package = types.ModuleType("flash_mla", flash_mla.__doc__)
         interface = types.ModuleType("flash_mla.flash_mla_interface", flash_mla.__doc__)
         for module in (package, interface):
