@@ -21,12 +21,12 @@ class Results(NamedTuple):
     Attributes:
         outputs: ``outputs.Outputs``.
         scratch: partial outputs, for ``fixup`` or the combine kernel; None where no request is split.
-        unit: what a number of the cache stands for, None for 1.
+        k_scale: what numbers of the cache are multiplied with, None where they are two bytes wide.
     """
 
     outputs: Any
     scratch: Any
-    unit: Any
+    k_scale: Any
 
 
 @gluon.jit
@@ -48,9 +48,9 @@ def write(state, split, call, FIRST_COL: gl.constexpr, PLAN: gl.constexpr):
     else:
         is_result = is_result & ends
     factor = inverse(row_sum)
-    if results.unit is not None:
+    if results.k_scale is not None:
         # Partial outputs that ``fixup`` adds are sums of numbers as they are in the cache.
-        factor *= gl.where(is_result, results.unit, 1.0) if PLAN.stream_k else results.unit
+        factor *= gl.where(is_result, results.k_scale, 1.0) if PLAN.stream_k else results.k_scale
     values = out * factor[:, None]
     lse2 = lse2_of(row_max, row_sum)
     row = gl.arange(0, ROWS, OUTPUT_ROWS)

@@ -116,13 +116,12 @@ def dense_decode_kernel(
     corner = producer.find_corner(query, group)
     work = schedule.find_work(group, key_lengths, num_splits, first_item, PLAN)
     if PLAN.one_byte:
-        unit = k_scale
         if k_scale_tensor is not None:
-            unit *= gl.load(k_scale_tensor)
-        scale *= unit
+            k_scale *= gl.load(k_scale_tensor)
+        scale *= k_scale
+        results = epilogue.Results(outputs, scratch, k_scale)
     else:
-        unit: gl.constexpr = None
-    results = epilogue.Results(outputs, scratch, unit)
+        results = epilogue.Results(outputs, scratch, None)
     call = consumers.Call(
         query, corner, keys, key_lengths, table, work, causal_offset, scale, shared, full, None, results
     )

@@ -154,7 +154,7 @@ def attend(call, PLAN: gl.constexpr):
                 state = _attend(state, call, request, k1, 2 * step + 1, z, 2, PLAN)
                 steps_taken += 1
             row_sum = gl.sum(state.sums, 0)
-            factor = (inverse(row_sum) * call.results.unit)[None, :]
+            factor = (inverse(row_sum) * call.results.k_scale)[None, :]
             lse2 = lse2_of(state.row_max, row_sum)
             _write_half(state.left * factor, lse2, split, call, 0, PLAN)
             _write_half(state.right * factor, lse2, split, call, HALF, PLAN)

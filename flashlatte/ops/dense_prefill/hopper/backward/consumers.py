@@ -30,7 +30,7 @@ from flashlatte.ops.dense_prefill.hopper.backward.layouts import (
     SCORE_ROW,
     operand,
 )
-from flashlatte.ops.dense_prefill.hopper.backward.schedule import QUERIES, hides_some
+from flashlatte.ops.dense_prefill.hopper.backward.schedule import QUERIES, needs_mask
 from flashlatte.ops.dense_prefill.hopper.backward.state import MAIN, OWN_KEYS, ROPE, STAGES, V_DIM
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -105,7 +105,7 @@ def _consume(scale_log2, block, group, shared, own, OWN: gl.constexpr, HAS_ROPE:
             dp = _start_dp(own, dout, shared.delta.index(stage), zero)
         lse = shared.lse.index(stage).load(SCORE_COLUMN)
         exponent = scores * scale_log2 - lse[None, :]
-        if hides_some(block, query):
+        if needs_mask(block, query):
             exponent = gl.where(_visible(block, query, OWN), exponent, float("-inf"))
         p = gl.exp2(exponent)
         p_rounded = p.to(q_main.dtype)

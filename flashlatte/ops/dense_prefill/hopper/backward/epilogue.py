@@ -17,12 +17,12 @@ STORE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 class Gradient(NamedTuple):
-    """Where dK or dV goes. Strides are in units of UNIT elements: 8 where rows are aligned to 16 bytes, else 1."""
+    """Where dK or dV goes. Strides are in units of ``align`` numbers: 8 where rows are aligned to 16 bytes, else 1."""
 
     base: Any
     token_stride: Any
     head_stride: Any
-    unit: Any
+    align: Any
 
 
 @gluon.jit
@@ -38,7 +38,7 @@ def store_gradient(gradient, tile, block, kv_head, OWN: gl.constexpr, FIRST: gl.
     key = OWN * OWN_KEYS + gl.arange(0, OWN_KEYS, gl.SliceLayout(1, STORE))
     column = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, STORE))
     start = (block.k_token + key).to(gl.int64) * gradient.token_stride + kv_head.to(gl.int64) * gradient.head_stride
-    pointers = gradient.base + (start * gradient.unit)[:, None] + column[None, :]
+    pointers = gradient.base + (start * gradient.align)[:, None] + column[None, :]
     gl.store(pointers, tile.index(0).load(STORE), mask=(key < block.keys)[:, None])
 
 

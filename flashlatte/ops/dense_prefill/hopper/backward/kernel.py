@@ -42,7 +42,7 @@ def backward_kernel(
     dq_sums,  # descriptor of float32 [heads, q_total, d_qk]
     dq_turns,
     dk,
-    dk_token_stride: gl.int64,  # strides of what is written in units of DK_UNIT or DV_UNIT elements
+    dk_token_stride: gl.int64,  # strides of what is written in units of DK_ALIGN or DV_ALIGN elements
     dk_head_stride: gl.int64,
     dv,
     dv_token_stride: gl.int64,
@@ -60,8 +60,8 @@ def backward_kernel(
     window_right: gl.int32,
     scale_log2: gl.float32,
     HAS_ROPE: gl.constexpr,
-    DK_UNIT: gl.constexpr,
-    DV_UNIT: gl.constexpr,
+    DK_ALIGN: gl.constexpr,
+    DV_ALIGN: gl.constexpr,
 ):
     kv_head = gl.program_id(0) // slots
     slot = gl.program_id(0) % slots
@@ -88,8 +88,8 @@ def backward_kernel(
         [_SECOND_REGISTERS, _PRODUCER_REGISTERS],
     )
     store_gradients(
-        Gradient(dk, dk_token_stride, dk_head_stride, DK_UNIT),
-        Gradient(dv, dv_token_stride, dv_head_stride, DV_UNIT),
+        Gradient(dk, dk_token_stride, dk_head_stride, DK_ALIGN),
+        Gradient(dv, dv_token_stride, dv_head_stride, DV_ALIGN),
         shared,
         block,
         kv_head,

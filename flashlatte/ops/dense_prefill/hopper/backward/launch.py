@@ -13,11 +13,8 @@ from flashlatte.ops.dense_prefill.hopper.backward.kernel import backward_kernel
 from flashlatte.ops.dense_prefill.hopper.backward.rows import TOKENS, finish_kernel, prepare_kernel
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import KEYS, QUERIES
 from flashlatte.runtime import checks
-from flashlatte.runtime.strides import strides_in_use
+from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.runtime.tma_descriptors import describe
-
-# Numbers of a two-byte type in 16 bytes, what copies to and from global memory move at a time.
-ALIGNMENT = 8
 
 _SUMS_LAYOUT = gl.NVMMASharedLayout(128, 32, 3)
 
@@ -82,8 +79,8 @@ def backward(
         tokens=q_total,
         heads=heads,
         turns_per_head=turns_per_head,
-        OUT_UNIT=_unit(out),
-        DOUT_UNIT=_unit(dout),
+        OUT_ALIGN=row_align(out),
+        DOUT_ALIGN=row_align(dout),
         V_DIM=d_v,
         QK_DIM=d_qk,
         num_warps=4,
@@ -125,8 +122,8 @@ def backward(
         window_right=window_right,
         scale_log2=softmax_scale * math.log2(math.e),
         HAS_ROPE=has_rope,
-        DK_UNIT=_unit(dk),
-        DV_UNIT=_unit(dv),
+        DK_ALIGN=row_align(dk),
+        DV_ALIGN=row_align(dv),
         num_warps=4,
     )
     finish_kernel[(heads * blocks,)](
@@ -136,20 +133,16 @@ def backward(
         tokens=q_total,
         heads=heads,
         softmax_scale=softmax_scale,
-        DQ_UNIT=_unit(dq),
+        DQ_ALIGN=row_align(dq),
         QK_DIM=d_qk,
         num_warps=4,
     )
 
 
-def _unit(x: torch.Tensor) -> int:
-    return ALIGNMENT if x.data_ptr() % 16 == 0 and checks.rows_aligned(x) else 1
-
-
 def _strides(name: str, x: torch.Tensor) -> dict[str, int]:
-    """Of tokens and heads, as kernels name them, in units of ``_unit(x)``; that of an axis of size 1 is arbitrary."""
-    unit = _unit(x)
-    return {f"{name}_token_stride": x.stride(0) // unit, f"{name}_head_stride": x.stride(1) // unit}
+    """Of tokens and heads, as kernels name them, in units of ``row_align``; that of an axis of size 1 is arbitrary."""
+    align = row_align(x)
+    return {f"{name}_token_stride": x.stride(0) // align, f"{name}_head_stride": x.stride(1) // align}
 
 
 def _descriptor(x: torch.Tensor, columns: int) -> TensorDescriptor:

@@ -23,8 +23,8 @@ from flashlatte.runtime.gluon_compat import cp_async, tma_load
 
 # A thread copies 16 bytes at a time, eight neighbours the 128 bytes of a swizzled line.
 _GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-# Numbers in 16 bytes: the unit of the strides.
-UNIT = gl.constexpr(8)
+# Numbers in 16 bytes, which strides are units of.
+ALIGN = gl.constexpr(8)
 _VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
@@ -46,7 +46,7 @@ def _gather(tile, rows, head, token, count, FIRST: gl.constexpr):
     valid = row < count
     start = gl.where(valid, token + row, 0).to(gl.int64) * rows.token_stride + head.to(gl.int64) * rows.head_stride
     for part in gl.static_range(tile.shape[1] // 64):
-        pointers = rows.base + (start * UNIT)[:, None] + (FIRST + part * 64 + column)[None, :]
+        pointers = rows.base + (start * ALIGN)[:, None] + (FIRST + part * 64 + column)[None, :]
         cp_async(tile.slice(part * 64, 64, dim=1), pointers, mask=valid[:, None])
 
 

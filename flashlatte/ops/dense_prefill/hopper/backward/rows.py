@@ -34,8 +34,8 @@ def prepare_kernel(
     tokens: tl.int32,
     heads: tl.int32,
     turns_per_head: tl.int32,
-    OUT_UNIT: tl.constexpr,
-    DOUT_UNIT: tl.constexpr,
+    OUT_ALIGN: tl.constexpr,
+    DOUT_ALIGN: tl.constexpr,
     V_DIM: tl.constexpr,
     QK_DIM: tl.constexpr,
 ):
@@ -47,8 +47,8 @@ def prepare_kernel(
     inside = token < tokens
     column = tl.arange(0, V_DIM)
     token = token.to(tl.int64)
-    out_row = (token * out_token_stride + head * out_head_stride) * OUT_UNIT
-    dout_row = (token * dout_token_stride + head * dout_head_stride) * DOUT_UNIT
+    out_row = (token * out_token_stride + head * out_head_stride) * OUT_ALIGN
+    dout_row = (token * dout_token_stride + head * dout_head_stride) * DOUT_ALIGN
     result = tl.load(out + out_row[:, None] + column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
     gradient = tl.load(dout + dout_row[:, None] + column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
     sums = tl.sum(result * gradient, 1)
@@ -80,7 +80,7 @@ def finish_kernel(
     tokens: tl.int32,
     heads: tl.int32,
     softmax_scale: tl.float32,
-    DQ_UNIT: tl.constexpr,
+    DQ_ALIGN: tl.constexpr,
     QK_DIM: tl.constexpr,
 ):
     """dQ from its sums: the order of columns undone, scaled, in dq's type."""
@@ -88,7 +88,7 @@ def finish_kernel(
     token = (tl.program_id(0) // heads) * TOKENS + tl.arange(0, TOKENS)
     inside = token < tokens
     token = token.to(tl.int64)
-    row = (token * dq_token_stride + head * dq_head_stride) * DQ_UNIT
+    row = (token * dq_token_stride + head * dq_head_stride) * DQ_ALIGN
     for first in tl.static_range(0, QK_DIM, 64):
         column = first + tl.arange(0, 64)
         start = (head * tokens + token) * QK_DIM

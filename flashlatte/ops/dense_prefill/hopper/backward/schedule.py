@@ -57,7 +57,7 @@ class Block(NamedTuple):
 
 
 @gluon.jit
-def hides_some(block, query):
+def needs_mask(block, query):
     """Whether some of the tile of queries from ``query`` on does not see all keys of the block."""
     return (query + QUERIES - 1 + block.below > 0) | (query + block.above < KEYS - 1) | (block.keys < KEYS)
 

@@ -62,7 +62,7 @@ def _consume(
     FIRST_ROW: gl.constexpr,
     D_QK: gl.constexpr,
     D_V: gl.constexpr,
-    UNIT: gl.constexpr,
+    OUT_ALIGN: gl.constexpr,
 ):
     shared = call.shared
     KEYS: gl.constexpr = shared.v[0].shape[1]
@@ -129,40 +129,20 @@ def _consume(
         output = out_tiles.wait(chunks_of(D_QK) + len(shared.k) - 1, output)
         barriers.arrive_at(V_EMPTY + stage_of(step), barriers.ALL)
         step += 1
-        epilogue.store(output, state, ticket, call.results, scale_log2, FIRST_ROW, D_V, UNIT)
+        epilogue.store(output, state, ticket, call.results, scale_log2, FIRST_ROW, D_V, OUT_ALIGN)
         scores = warpgroup_mma_wait(0, deps=[scores])
         barriers.arrive_at(K_EMPTY + stage_of(step), barriers.ALL)
         blocks = opaque(read_ticket(mine.ticket).blocks)
 
 
 @gluon.jit
-def consume_first(call, D_QK: gl.constexpr, D_V: gl.constexpr, UNIT: gl.constexpr):
-    _consume(
-        call,
-        call.shared.first,
-        TURN_FIRST,
-        TURN_SECOND,
-        Q_EMPTY_FIRST,
-        0,
-        D_QK,
-        D_V,
-        UNIT,
-    )
+def consume_first(call, D_QK: gl.constexpr, D_V: gl.constexpr, OUT_ALIGN: gl.constexpr):
+    _consume(call, call.shared.first, TURN_FIRST, TURN_SECOND, Q_EMPTY_FIRST, 0, D_QK, D_V, OUT_ALIGN)
     # The other one's last arrival.
     barriers.wait(TURN_FIRST, barriers.PAIR)
 
 
 @gluon.jit
-def consume_second(call, D_QK: gl.constexpr, D_V: gl.constexpr, UNIT: gl.constexpr):
+def consume_second(call, D_QK: gl.constexpr, D_V: gl.constexpr, OUT_ALIGN: gl.constexpr):
     barriers.arrive(TURN_FIRST, barriers.PAIR)
-    _consume(
-        call,
-        call.shared.second,
-        TURN_SECOND,
-        TURN_FIRST,
-        Q_EMPTY_SECOND,
-        ROWS,
-        D_QK,
-        D_V,
-        UNIT,
-    )
+    _consume(call, call.shared.second, TURN_SECOND, TURN_FIRST, Q_EMPTY_SECOND, ROWS, D_QK, D_V, OUT_ALIGN)

@@ -14,7 +14,7 @@ _LN2 = gl.constexpr(0.6931471805599453)
 
 
 class Results(NamedTuple):
-    """Where results go. Strides of ``out`` come in units of ``UNIT`` numbers, a constant of the kernel."""
+    """Where results go. Strides of ``out`` come in units of ``ALIGN`` numbers, a constant of the kernel."""
 
     out: Any
     out_stride_token: Any
@@ -27,7 +27,7 @@ class Results(NamedTuple):
 
 @gluon.jit
 def _store_tile(
-    tile, inverse, ticket, results, FIRST_ROW: gl.constexpr, FIRST: gl.constexpr, D_V: gl.constexpr, UNIT: gl.constexpr
+    tile, inverse, ticket, results, FIRST_ROW: gl.constexpr, FIRST: gl.constexpr, D_V: gl.constexpr, ALIGN: gl.constexpr
 ):
     """Of a tile [64, columns] that begins at column FIRST, those before D_V."""
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, tile.type.layout), assert_trivial=True)
@@ -36,7 +36,7 @@ def _store_tile(
     COLUMNS: gl.constexpr = tile.shape[1]
     col = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, values.type.layout))
     base = ticket.token.to(gl.int64) * results.out_stride_token + ticket.head.to(gl.int64) * results.out_stride_head
-    offset = (base + row.to(gl.int64) * results.out_stride_token) * UNIT
+    offset = (base + row.to(gl.int64) * results.out_stride_token) * ALIGN
     in_use = (row < ticket.rows)[:, None]
     if FIRST + COLUMNS > D_V:
         in_use = in_use & (col < D_V)[None, :]
@@ -44,13 +44,13 @@ def _store_tile(
 
 
 @gluon.jit
-def store(output, state, ticket, results, scale_log2, FIRST_ROW: gl.constexpr, D_V: gl.constexpr, UNIT: gl.constexpr):
+def store(output, state, ticket, results, scale_log2, FIRST_ROW: gl.constexpr, D_V: gl.constexpr, ALIGN: gl.constexpr):
     """The tiles of ``output`` and ``state``, of the ticket's rows from FIRST_ROW on."""
     is_empty = state.row_sum == 0
     inverse = gl.where(is_empty, 0.0, 1.0 / state.row_sum)
-    _store_tile(output[0], inverse, ticket, results, FIRST_ROW, 0, D_V, UNIT)
+    _store_tile(output[0], inverse, ticket, results, FIRST_ROW, 0, D_V, ALIGN)
     if len(output) == 2:
-        _store_tile(output[1], inverse, ticket, results, FIRST_ROW, output[0].shape[1], D_V, UNIT)
+        _store_tile(output[1], inverse, ticket, results, FIRST_ROW, output[0].shape[1], D_V, ALIGN)
 
     lse = gl.where(is_empty, results.empty_lse, (state.row_max * scale_log2 + gl.log2(state.row_sum)) * _LN2)
     row = FIRST_ROW + gl.arange(0, ROWS, lse.type.layout)

@@ -41,10 +41,9 @@ def dense_prefill_forward_kernel(
     empty_lse: tl.float32,
     D_QK: tl.constexpr,
     D_V: tl.constexpr,
-    OUT_UNIT: tl.constexpr,
+    OUT_ALIGN: tl.constexpr,
 ):
     """A program works on tiles of 128 query rows of a head, until there are none left. Arguments as in ``launch``."""
-    UNIT: gl.constexpr = OUT_UNIT
     shared = tiles.allocate(out.dtype.element_ty, D_QK, D_V)
     problem = schedule.Problem(
         cu_q, cu_k, requests, tokens_q, tokens_k, window_left, window_right, heads, group, group_kv, taken
@@ -57,8 +56,8 @@ def dense_prefill_forward_kernel(
     gl.warp_specialize(
         [
             (producer.produce, (inputs, problem, shared)),
-            (consumers.consume_first, (call, D_QK, D_V, UNIT)),
-            (consumers.consume_second, (call, D_QK, D_V, UNIT)),
+            (consumers.consume_first, (call, D_QK, D_V, OUT_ALIGN)),
+            (consumers.consume_second, (call, D_QK, D_V, OUT_ALIGN)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, CONSUMER_REGISTERS],

@@ -56,7 +56,7 @@ def forward(
     most_tiles = (-(-tokens_q // TILE.value) + requests + 2) * heads
     keys = keys_of(head_dim, head_dim_v)
     out_strides = strides_in_use(out)
-    unit = row_align(out)
+    out_align = row_align(out)
     kernel[(min(most_tiles, machine.num_sms(device)),)](
         q=_descriptor_of("q", q, ROWS.value, CHUNK.value),
         k=_descriptor_of("k", k, keys, CHUNK.value),
@@ -76,8 +76,8 @@ def forward(
         group_kv=group_kv,
         taken=torch.zeros(1, dtype=torch.int32, device=device),
         out=out,
-        out_stride_token=out_strides[0] // unit,
-        out_stride_head=out_strides[1] // unit,
+        out_stride_token=out_strides[0] // out_align,
+        out_stride_head=out_strides[1] // out_align,
         lse=lse,
         lse_stride_token=lse.stride(0),
         lse_stride_head=lse.stride(1),
@@ -85,7 +85,7 @@ def forward(
         empty_lse=empty_lse,
         D_QK=head_dim,
         D_V=head_dim_v,
-        OUT_UNIT=unit,
+        OUT_ALIGN=out_align,
         num_warps=4,
     )
 
