@@ -125,6 +125,13 @@ def rows_aligned(x: torch.Tensor, alignment: int = 16) -> bool:
     )
 
 
+def begins_aligned(backend: str, **tensors: torch.Tensor) -> None:
+    """What ``rows_aligned`` cannot see: buffers themselves begin at multiples of 16 bytes."""
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name} must begin at a multiple of 16 bytes for {backend=}, got {tensor.data_ptr():#x}")
+
+
 def integer(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")

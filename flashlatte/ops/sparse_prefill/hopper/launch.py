@@ -9,7 +9,7 @@ import torch
 from flashlatte.ops.sparse_prefill import by_token
 from flashlatte.ops.sparse_prefill.hopper.kernel import sparse_prefill_kernel
 from flashlatte.ops.sparse_prefill.hopper.unions import MAX_POSITIONS, unite
-from flashlatte.runtime import machine
+from flashlatte.runtime import checks, machine
 from flashlatte.runtime.strides import strides_in_use
 from flashlatte.runtime.tma_descriptors import describe
 
@@ -37,11 +37,7 @@ def sparse_prefill(
     max_logits: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    for name, rows in (("q", q), ("kv", kv), ("out", out)):
-        if rows.data_ptr() % 16:
-            raise ValueError(
-                f"{name} must begin at a multiple of 16 bytes for backend='hopper', got {rows.data_ptr():#x}"
-            )
+    checks.begins_aligned("hopper", q=q, kv=kv, out=out)
     s_q, heads, _ = q.shape
     topk = indices.shape[-1]
     group = queries_per_tile(s_q, heads, topk, kv.shape[0], machine.num_sms(q.device))

@@ -47,11 +47,7 @@ def backward(
         return
     if dout.data_ptr() % 16 or not checks.rows_aligned(dout):
         dout = dout.clone(memory_format=torch.contiguous_format)
-    for name, rows in (("q", q), ("k", k), ("v", v)):
-        if rows.data_ptr() % 16:
-            raise ValueError(
-                f"{name} must begin at a multiple of 16 bytes for backend='hopper', got {rows.data_ptr():#x}"
-            )
+    checks.begins_aligned("hopper", q=q, k=k, v=v)
     requests = cu_seqlens_q.shape[0] - 1
     has_rope = d_qk == 192
     slots = k_total // KEYS.value + requests + 2
