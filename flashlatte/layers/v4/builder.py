@@ -88,7 +88,7 @@ class V4Builder:
         shared_tokens: Sequence[int] | None = None,
         pad_requests_to: int | None = None,
     ) -> V4Metadata:
-        """The metadata of a step of n requests.
+        """The metadata of a step of n requests; n may be 0 in a padded step.
 
         Args:
             spans: positions of each request's new tokens, (first, end).
@@ -102,7 +102,7 @@ class V4Builder:
         Raises:
             ValueError: a padded step of other requests, or larger than the builder's buffers.
         """
-        self._make_room(max(places) + 1)
+        self._make_room(max(places, default=-1) + 1)
         shared = [0] * len(spans) if shared_tokens is None else shared_tokens
         if pad_requests_to is not None:
             self._put(spans, block_table, places, shared, pad_requests_to)

@@ -56,6 +56,15 @@ def test_what_a_graph_holds_follows_the_steps():
             assert (none[requests:] == 0).all()
 
 
+def test_a_padded_step_without_requests():
+    made = builder()
+    made.build([(5, 6)], torch.tensor([[7]]), [3], pad_requests_to=2)
+    idle = made.build([], torch.empty(0, 1, dtype=torch.int32), [], pad_requests_to=2)
+    step = idle.step()
+    assert (idle.num_tokens, step.request_ids.tolist(), step.slots.tolist()) == (2, [-1, -1], [-1, -1])
+    assert all(groups.seen.tolist() == [0, 0] for groups in step.groups.values())
+
+
 def test_states_that_moved_are_other_buffers():
     made, table = builder(requests=2), torch.zeros(1, 1, dtype=torch.int32)
     first = made.build([(0, 1)], table, [1], pad_requests_to=1)
