@@ -34,7 +34,7 @@ test-all: $(READY)
 # vLLM's engine on a CPU, in an environment of its own.
 test-vllm:
 	@$(PYTHON) .ci/vllm_environment.py $(VLLM)
-	@echo "About 4 minutes of processor time."
+	@echo "About 5 minutes of processor time."
 	@PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --quiet --progress tests/integrations/vllm
 
 docs: $(VENV)/.docs-ready

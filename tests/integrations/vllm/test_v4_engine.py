@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.vllm_v4_model import gather
 from torch import nn
 from vllm.models.deepseek_v4.nvidia import flashmla, model
 from vllm.v1.attention.backends.mla import sparse_swa
@@ -125,16 +126,6 @@ def metadata(case):
         c128a_prefill_topk_indices=prefill.squeeze(1),
     )
     return {"swa": swa} | ({} if case.ratio == 1 else {"own": own}), (indices, lens)
-
-
-def gather(out, cache, *, seq_lens, gather_lens, block_table, block_size, offset):
-    """vLLM's kernel: the last ``gather_lens`` tokens of each request, all if None, as bf16 rows from ``offset`` on."""
-    rows = kv_cache.unpack(cache.contiguous().unsqueeze(2), "model1").flatten(0, 2)
-    for request, length in enumerate(seq_lens.tolist()):
-        first = 0 if gather_lens is None else length - int(gather_lens[request])
-        positions = torch.arange(first, length)
-        slots = block_table[request, positions // block_size] * block_size + positions % block_size
-        out[request, offset : offset + len(positions)] = rows[slots].bfloat16()
 
 
 @pytest.fixture
