@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ def new_request(
         if tokenizer is None:
             raise TypeError("prompt must be tokens, as the engine has no tokenizer, got a text")
         prompt = tokenizer.encode(prompt)
+    if isinstance(prompt, (Set, Mapping)):
+        raise TypeError(f"prompt must hold its tokens in order, got {prompt!r}")
     tokens = _checked_tokens("prompt", prompt, model)
     sampling = SamplingParams() if sampling is None else sampling
     if not isinstance(sampling, SamplingParams):

@@ -141,8 +141,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """End a request now; one that has ended, of which ``step`` is still to tell, stays as it is.
 
         Raises:
-            ValueError: there is no unfinished request of this id.
+            TypeError, ValueError: an id that is no text, or of no unfinished request.
         """
+        checks.instance("request_id", request_id, str)
         request = self.scheduler.abort(request_id)
         ended = (output for output in self._untold.values() if output.id == request_id)
         output = next(ended, None) if request is None else self._end(request, "abort")

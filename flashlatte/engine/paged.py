@@ -130,6 +130,8 @@ def load(path: str | Path, dtype: torch.dtype | None = None, device: torch.devic
 def config_of(model: Any) -> Any:
     """The transformers config of a model, or of a checkpoint directory."""
     if not isinstance(model, (str, Path)):
+        if not hasattr(getattr(model, "config", None), "model_type"):
+            raise TypeError(f"model must be of transformers, or the directory of a checkpoint, got {model!r}")
         return model.config
     try:
         from transformers import AutoConfig

@@ -200,6 +200,8 @@ def test_logprobs_are_the_models():
         ({"prompt": [1.5]}, "prompt must hold ints, got 1.5"),
         ({"prompt": [[1, 2]]}, r"prompt must hold ints, got \[1, 2\]"),
         ({"prompt": 5}, "prompt must hold ints, got 5"),
+        ({"prompt": {2, 1}}, "prompt must hold its tokens in order, got {1, 2}"),
+        ({"prompt": {7: 1}}, "prompt must hold its tokens in order, got {7: 1}"),
         ({"prompt": [1], "sampling": {"temperature": 1.0}}, "sampling must be SamplingParams or None, got dict"),
         ({"prompt": [1], "id": 5}, "id must be a text, got 5"),
         ({"prompt": [1], "salt": None}, "salt must be a text, got None"),
@@ -245,6 +247,8 @@ def test_a_model_with_other_layers_is_refused_by_name():
     other = type("Other", (), {"config": type("Config", (), {"model_type": "minicpm3"})})
     with pytest.raises(ValueError, match=r"deepseek_v3.*got 'minicpm3'"):
         Engine(other)
+    with pytest.raises(TypeError, match=r"^model must be of transformers, or the directory of a checkpoint, got None$"):
+        Engine(None)
 
 
 def test_an_id_in_use_is_refused_and_its_request_goes_on():
@@ -256,3 +260,5 @@ def test_an_id_in_use_is_refused_and_its_request_goes_on():
         served.step()
     with pytest.raises(ValueError, match="unfinished request, got 'a'"):
         served.abort("a")
+    with pytest.raises(TypeError, match="request_id must be of type str, got list"):
+        served.abort(["a"])  # type: ignore[arg-type]
