@@ -53,17 +53,6 @@ def _cut(total, number, ranges, GRANULARITY: gl.constexpr):
 
 
 @gluon.jit
-def find_equal_range(number, splits, key_lengths, BLOCK_N: gl.constexpr, GRANULARITY: gl.constexpr):
-    """A range where all work items are of one length and have ``splits`` ranges each, without any overhead."""
-    each = round_up(device.item_blocks(gl.to_tensor(0), key_lengths, BLOCK_N), GRANULARITY)
-    item = number // splits
-    split = number - item * splits
-    begin = split * (each // GRANULARITY) // splits * GRANULARITY
-    end = (split + 1) * (each // GRANULARITY) // splits * GRANULARITY
-    return device.Range(item * each + begin, item * each + end, item, item + 1, item * each)
-
-
-@gluon.jit
 def find_range(
     number,
     num_ranges,

@@ -95,8 +95,8 @@ def expect(FULL: gl.constexpr, PIECES: gl.constexpr, cluster):
 
 
 @gluon.jit
-def places(cluster, LAYOUT: gl.constexpr):
-    """Where the first 16 bytes of a thread lie in a tile's first 64 columns, [32, 32] words in a layout that gives a
+def addresses(cluster, LAYOUT: gl.constexpr):
+    """Addresses of the first 16 bytes of a thread in a tile's first 64 columns, [32, 32] words in a layout that gives a
     thread 8 neighbouring words of a token."""
     row = gl.arange(0, OWN, gl.SliceLayout(1, LAYOUT))[:, None]
     word = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -104,9 +104,9 @@ def places(cluster, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def store(pairs, places, TILE: gl.constexpr, COLUMNS: gl.constexpr):
+def store(pairs, addresses, TILE: gl.constexpr, COLUMNS: gl.constexpr):
     """Store pairs of bf16 [32, 32] as 64 columns of this CTA's tokens, with a tile's swizzle."""
-    ptx.store_32_bytes(pairs, places, TILE * TILE_BYTES + COLUMNS * COLUMNS_BYTES)
+    ptx.store_32_bytes(pairs, addresses, TILE * TILE_BYTES + COLUMNS * COLUMNS_BYTES)
 
 
 @gluon.jit

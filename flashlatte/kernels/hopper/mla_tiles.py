@@ -32,9 +32,6 @@ SCORE_COLS = gl.constexpr(gl.SliceLayout(0, SCORES))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 OUTPUT_ROWS = gl.constexpr(gl.SliceLayout(1, OUTPUT))
 OUTPUT_COLS = gl.constexpr(gl.SliceLayout(0, OUTPUT))
-# The output as two products of 128 columns: with 16 warps a kernel starts with 128 registers a thread, and ptxas then
-# refuses a WGMMA of 256 columns.
-OUTPUT_128 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 # Queries in registers, as an operand of the scores.
 Q_OPERAND = gl.constexpr(gl.DotOperandLayout(0, SCORES, 2))
 # Threads of four warps over a tile [64, n] in shared memory, 16 bytes each.

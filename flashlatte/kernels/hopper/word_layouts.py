@@ -45,18 +45,6 @@ def flat(LAYOUT):
     )
 
 
-# Lines [64, 8] of 128 bytes of the rows.
-LINES = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 4], [32, 0]],
-        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[8, 0], [16, 0]],
-        block_bases=[],
-        shape=[64, 8],
-    )
-)
-
-
 @gluon.jit
 def as_words(tile):
     """A tile [64, n] of 16-bit numbers as words [64, n / 2] of two."""

@@ -169,7 +169,7 @@ def _pieces(SIDE, FORMAT):
 @gluon.jit
 def _provide(
     block,
-    places,
+    addresses,
     peer,
     TILE: gl.constexpr,
     SIDE: gl.constexpr,
@@ -181,7 +181,7 @@ def _provide(
     clusters.expect(FULL, PIECES, peer)
     for piece in gl.static_range(PIECES):
         pairs = _dequantize(block.pieces[4 * SIDE + piece], block.scales, 4 * SIDE + piece, PLAN)
-        clusters.store(pairs, places, TILE, piece)
+        clusters.store(pairs, addresses, TILE, piece)
     arrive_full(FULL, PLAN)
     clusters.send(TILE, PIECES, FULL, peer)
 
@@ -196,10 +196,9 @@ def produce(call, PLAN: gl.constexpr):
     indices1 = load_indices(cursor, block0 + 1, call, PLAN)
     rows0 = locate(indices0, block0, cursor.split, call, PLAN)
     own0 = _load_block(rows0, PLAN)
-    if call.results.scratch is not None:
-        # Here, under the first loads: later, what it takes would be kept or spilled until then.
-        schedule.write_metadata(call.results.scratch, work, PLAN)
-    places = clusters.places(peer, _BF16_PIECE)
+    # Here, under the first loads: later, what it takes would be kept or spilled until then.
+    schedule.write_metadata(call.scratch, work, PLAN)
+    addresses = clusters.addresses(peer, _BF16_PIECE)
     ptx_clusters.meet()
     # All tiles are free at first.
     phase = 1
@@ -223,12 +222,12 @@ def produce(call, PLAN: gl.constexpr):
             if always:
                 clusters.wait(K0_LEFT_EMPTY, peer, phase)
                 publish_mask(call.masks.block0, rows0)
-                _provide(own0, places, peer, clusters.K0_LEFT, LEFT, tiles.K0_LEFT_FULL, PLAN)
+                _provide(own0, addresses, peer, clusters.K0_LEFT, LEFT, tiles.K0_LEFT_FULL, PLAN)
                 # Here, where the next half has to wait for the consumers, and the fence has waited for block 1.
                 scale1 = _first_scale(own1, rows1, PLAN)
                 clusters.wait(K0_RIGHT_EMPTY, peer, phase)
                 copy_rope(k0, full.k0, rows0, PLAN)
-                _provide(own0, places, peer, clusters.K0_RIGHT, RIGHT, tiles.K0_RIGHT_FULL, PLAN)
+                _provide(own0, addresses, peer, clusters.K0_RIGHT, RIGHT, tiles.K0_RIGHT_FULL, PLAN)
 
             own1 = _block_loaded(_with_first_scale(own1, scale1))
             rows0 = locate(indices0, block0, cursor.split, call, PLAN)
@@ -238,9 +237,9 @@ def produce(call, PLAN: gl.constexpr):
                 clusters.wait(K1_RIGHT_EMPTY, peer, phase)
                 publish_mask(call.masks.block1, rows1)
                 copy_rope(k1, full.k1, rows1, PLAN)
-                _provide(own1, places, peer, clusters.K1_RIGHT, RIGHT, tiles.K1_RIGHT_FULL, PLAN)
+                _provide(own1, addresses, peer, clusters.K1_RIGHT, RIGHT, tiles.K1_RIGHT_FULL, PLAN)
                 clusters.wait(K1_LEFT_EMPTY, peer, phase)
-                _provide(own1, places, peer, clusters.K1_LEFT, LEFT, tiles.K1_LEFT_FULL, PLAN)
+                _provide(own1, addresses, peer, clusters.K1_LEFT, LEFT, tiles.K1_LEFT_FULL, PLAN)
             own0 = next0
             phase ^= 1
     # After the last arrivals of both CTAs' consumers nothing comes from the peer: it may leave, and so may this CTA.

@@ -1,4 +1,5 @@
-"""The two consumers of sparse decode: queries, scores of a block of keys, and the work items that a CTA works on.
+"""The two consumers of sparse decode: queries, scores of a block of keys, the work items that a CTA works on, and
+what it writes of each.
 
 What happens between scores and output is ``mla_pipeline``.
 """
@@ -40,11 +41,16 @@ from flashlatte.kernels.hopper.mla_tiles import (
     SCORES,
     half_of,
 )
+from flashlatte.kernels.hopper.neighbours import neighbours
 from flashlatte.kernels.hopper.ptx import clusters as ptx_clusters
 from flashlatte.kernels.hopper.ptx.registers import opaque
-from flashlatte.ops.sparse_decode.hopper import epilogue, schedule, tiles
+from flashlatte.kernels.hopper.softmax import inverse, lse2_of
+from flashlatte.kernels.triton.online_softmax import sink_weight
+from flashlatte.ops.sparse_decode.hopper import equal_splits, schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.rows import Rows, copy_words, tokens_layout
-from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, OUTPUT, PLAIN
+from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, OUTPUT, OUTPUT_ROWS, PLAIN
+from flashlatte.split_kv.gluon import PARTIAL, write_partial
+from flashlatte.split_kv.outputs import head_pointers, write_lse
 
 
 class Query(NamedTuple):
@@ -61,13 +67,14 @@ class Call(NamedTuple):
 
     Attributes:
         query: all queries (``Query``).
-        own, extra: tokens of the cache and of the extra one (``rows.Selection``); without that, the former once more.
+        own, extra: tokens of the cache and of the extra one (``rows.Selection``), None where there is none.
         key_lengths: of the items (``device.KeyLengths``).
         work: what the CTA works on (``schedule.Work``).
         scale: softmax_scale · log2(e).
         tiles, masks, full: shared memory.
         peer: the cluster with the peer CTA (``clusters.Cluster``), None where there is none.
-        results: where results go (``epilogue.Results``).
+        outputs: where results go (``outputs.Outputs``).
+        scratch: all partial outputs, None where no work item is split; ``partials`` those of the CTA.
     """
 
     query: Any
@@ -80,7 +87,9 @@ class Call(NamedTuple):
     masks: Any
     full: Any
     peer: Any
-    results: Any
+    outputs: Any
+    scratch: Any
+    partials: Any
 
 
 @gluon.jit
@@ -100,7 +109,7 @@ def copy_query(call, item, cost, PLAN: gl.constexpr):
             + head.to(gl.int64) * query.q_stride_head
         )
         words = query.q + offset * 4
-        exists = head < call.results.outputs.heads
+        exists = head < call.outputs.heads
         rows = Rows(words, exists, exists)
         copy_words(call.tiles.q.left, rows, 0, 0, 128, False)
         copy_words(call.tiles.q.right, rows, 128, 0, 128, False)
@@ -186,6 +195,49 @@ def apply_mask(scores, mask):
 
 
 @gluon.jit
+def write(state, item, split, call, FIRST_COL: gl.constexpr, PLAN: gl.constexpr):
+    """Write columns from FIRST_COL of a work item's heads, as its result or as a partial output; those from 0 bring the
+    lse along."""
+    first_head = call.work.group * ROWS
+    if PLAN.equal_splits:
+        equal_splits.write(state, call.partials, call.outputs.heads - first_head, FIRST_COL)
+    else:
+        _write_normalised(state, item, split, first_head, call, FIRST_COL, PLAN.out_align)
+
+
+@gluon.jit
+def _write_normalised(state, item, split, first_head, call, FIRST_COL: gl.constexpr, OUT_ALIGN: gl.constexpr):
+    outputs = call.outputs
+    row_sum = gl.convert_layout(state.row_sum, OUTPUT_ROWS, assert_trivial=True)
+    row_max = gl.convert_layout(state.row_max, OUTPUT_ROWS, assert_trivial=True)
+    factor = inverse(row_sum)
+    lse2 = lse2_of(row_max, row_sum)
+    # What follows from it would be worked out before the main loop, and kept.
+    row = opaque(gl.arange(0, ROWS, OUTPUT_ROWS))
+    head = first_head + row
+    if (split.begin == 0) & (split.end == split.blocks):
+        if outputs.sink is not None:
+            factor *= sink_weight(outputs.sink, outputs.sink_stride, head, head < outputs.heads, lse2, row_sum == 0)
+        _write_out(outputs, item, first_head, state.out * factor[:, None], FIRST_COL, OUT_ALIGN)
+        if FIRST_COL == 0:
+            write_lse(outputs, item, 0, head, lse2)
+    elif call.partials is not None:
+        # A range's first partial output is of an item begun before it, the second one of an item that it begins.
+        partial = call.partials + gl.where(split.begin > 0, 0, PARTIAL)
+        write_partial(partial, row, head < outputs.heads, state.out * factor[:, None], lse2, FIRST_COL)
+
+
+@gluon.jit
+def _write_out(outputs, item, first_head, values, FIRST_COL: gl.constexpr, OUT_ALIGN: gl.constexpr):
+    values = neighbours(values.to(outputs.out.dtype.element_ty))
+    LAYOUT: gl.constexpr = values.type.layout
+    head = first_head + opaque(gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)))
+    col = FIRST_COL + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))
+    pointers = head_pointers(outputs, item, head, OUT_ALIGN)[:, None] + col[None, :]
+    gl.store(pointers, values, mask=(head < outputs.heads)[:, None])
+
+
+@gluon.jit
 def consume_even(call, PLAN: gl.constexpr):
     _begin(call, K0_LEFT_EMPTY, K1_LEFT_EMPTY, PLAN)
     cta_range = call.work.range
@@ -209,7 +261,7 @@ def consume_even(call, PLAN: gl.constexpr):
             # The odd consumer, whose P has come, has no use for the present ones either.
             copy_query(call, item + call.work.stride, cost, PLAN)
             state = add_other_sum(state, call.tiles.row_sum0, call.tiles.row_sum1)
-            epilogue.write(state, item, split, call, 0, PLAN)
+            write(state, item, split, call, 0, PLAN)
 
 
 @gluon.jit
@@ -235,4 +287,4 @@ def consume_odd(call, PLAN: gl.constexpr):
                 steps_taken += 1
             items_taken += 1
             state = add_other_sum(state, call.tiles.row_sum1, call.tiles.row_sum0)
-            epilogue.write(state, item, split, call, HALF, PLAN)
+            write(state, item, split, call, HALF, PLAN)

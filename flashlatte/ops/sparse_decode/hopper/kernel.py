@@ -11,7 +11,6 @@ from flashlatte.kernels.hopper.mla_tiles import allocate_full
 from flashlatte.ops.sparse_decode.hopper import (
     cluster_producer,
     consumers,
-    epilogue,
     equal_splits,
     one_block,
     producer,
@@ -83,6 +82,8 @@ def sparse_decode_kernel(
     PLAN: tl.constexpr,
 ):
     """A CTA works on 64 heads, for a range of all keys or for whole work items. Arguments as in ``launch``."""
+    HAS_EXTRA: gl.constexpr = extra_indices is not None
+    HAS_LENGTHS: gl.constexpr = lengths is not None or extra_lengths is not None
     BYTE: gl.constexpr = gl.pointer_type(gl.int8)
     own = rows.Selection(
         k_cache.to(BYTE, bitcast=True),
@@ -96,8 +97,8 @@ def sparse_decode_kernel(
         indices_stride_request,
         indices_stride_token,
     )
-    extra = own
-    if PLAN.has_extra:
+    extra = None
+    if HAS_EXTRA:
         extra = rows.Selection(
             extra_k_cache.to(BYTE, bitcast=True),
             extra_page_stride,
@@ -120,7 +121,7 @@ def sparse_decode_kernel(
         extra_lengths,
         extra_lengths_stride_request,
         extra_lengths_stride_token,
-        extra_limit if PLAN.has_extra else None,
+        extra_limit if HAS_EXTRA else None,
     )
     outputs = Outputs(
         out,
@@ -148,18 +149,19 @@ def sparse_decode_kernel(
     if PLAN.cluster:
         peer = clusters.find_peer(shared.k0.left)
     # The kernel before this one in the stream may still run, and what it writes may be the lengths.
-    if PLAN.has_lengths:
+    if HAS_LENGTHS:
         gdc_wait()
     work = schedule.find_work(key_lengths, num_splits, num_groups, PLAN)
-    if not PLAN.has_lengths:
+    if not HAS_LENGTHS:
         gdc_wait()
     partials = None
     if PLAN.equal_splits:
         partials = equal_splits.partial_of(scratch, work.number, work.group, num_groups)
     elif PLAN.balanced:
         partials = scratch + device.partial_of_range(work.number, work.group, num_groups, True) * PARTIAL
-    results = epilogue.Results(outputs, scratch, partials)
-    call = consumers.Call(queries, own, extra, key_lengths, work, scale, shared, masks, full, peer, results)
+    call = consumers.Call(
+        queries, own, extra, key_lengths, work, scale, shared, masks, full, peer, outputs, scratch, partials
+    )
     ONE_BLOCK: gl.constexpr = PLAN.granularity == 1
     barriers.before_partitions()
     gl.warp_specialize(

@@ -118,8 +118,6 @@ def sparse_decode(
             format=kind,
             producer_threads=32 * producer_warps(kind),
             has_rope=head_dim == LATENT.value + ROPE.value,
-            has_extra=extra_indices is not None,
-            has_lengths=not is_uniform,
             alignment=alignment,
             flat=flat,
             out_align=out_align,

@@ -21,8 +21,8 @@ from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.mla_pipeline import empty_state
 from flashlatte.kernels.hopper.mla_tiles import HALF, LEFT, P0_FULL, RIGHT, SCORE_ROWS
 from flashlatte.kernels.hopper.softmax import State, probabilities, raise_row_max
-from flashlatte.ops.sparse_decode.hopper import epilogue, schedule, tiles
-from flashlatte.ops.sparse_decode.hopper.consumers import copy_query, score0
+from flashlatte.ops.sparse_decode.hopper import schedule, tiles
+from flashlatte.ops.sparse_decode.hopper.consumers import copy_query, score0, write
 from flashlatte.ops.sparse_decode.hopper.producer import fill, half_loaded, load_half, with_nan
 from flashlatte.ops.sparse_decode.hopper.rows import (
     arrive_full,
@@ -85,7 +85,7 @@ def consume_even(call, PLAN: gl.constexpr):
     out = warpgroup_mma(gl.convert_layout(p_rounded, _P_OPERAND), k0_left, state.out, is_async=True)
     out = warpgroup_mma_wait(0, deps=[out])
     state = State(out, row_max, row_sum)
-    epilogue.write(state, cta_range.first, split, call, 0, PLAN)
+    write(state, cta_range.first, split, call, 0, PLAN)
 
 
 @gluon.jit
@@ -100,4 +100,4 @@ def consume_odd(call, PLAN: gl.constexpr):
     out = warpgroup_mma(shared.p0.index(z), shared.k0.right.index(z), empty_state(OUTPUT).out, is_async=True)
     out = warpgroup_mma_wait(0, deps=[out])
     state = State(out, shared.row_max0.load(SCORE_ROWS), shared.row_sum0.load(SCORE_ROWS))
-    epilogue.write(state, cta_range.first, split, call, HALF, PLAN)
+    write(state, cta_range.first, split, call, HALF, PLAN)

@@ -31,7 +31,7 @@ from flashlatte.kernels.hopper.mla_tiles import (
 )
 from flashlatte.kernels.hopper.ptx import e4m3, memory
 from flashlatte.kernels.hopper.ptx.registers import loaded, opaque
-from flashlatte.kernels.hopper.word_layouts import LINES, THREADS, flat, load_words, words_layout, words_of
+from flashlatte.kernels.hopper.word_layouts import THREADS, flat, load_words, words_layout, words_of
 from flashlatte.ops.sparse_decode.hopper import schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.rows import (
     PLAIN_ROPE,
@@ -46,6 +46,17 @@ from flashlatte.ops.sparse_decode.hopper.rows import (
     token_bytes,
 )
 from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, V41
+
+# Lines [64, 8] of 128 bytes of the rows.
+_LINES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 4], [32, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[8, 0], [16, 0]],
+        block_bases=[],
+        shape=[64, 8],
+    )
+)
 
 
 class Half(NamedTuple):
@@ -205,8 +216,8 @@ def _prefetch(rows, PLAN: gl.constexpr):
     """Bring rows with scales into the L2 cache."""
     if PLAN.format != PLAIN:
         LAST: gl.constexpr = (token_bytes(PLAN.format) - 1) // 128
-        tokens: gl.constexpr = gl.SliceLayout(1, LINES)
-        line = gl.arange(0, 8, gl.SliceLayout(0, LINES))
+        tokens: gl.constexpr = gl.SliceLayout(1, _LINES)
+        line = gl.arange(0, 8, gl.SliceLayout(0, _LINES))
         words = gl.convert_layout(rows.words, tokens, assert_trivial=True)[:, None]
         pointers = words + (gl.minimum(line, LAST) * (128 // 4))[None, :]
         if PLAN.format == MODEL1:
@@ -225,9 +236,8 @@ def produce(call, PLAN: gl.constexpr):
     indices0 = load_indices(cursor, block0, call, PLAN)
     indices1 = load_indices(cursor, block0 + 1, call, PLAN)
     left0 = load_half(locate(indices0, block0, cursor.split, call, PLAN), LEFT, PLAN)
-    if call.results.scratch is not None:
-        # Here, under the first loads: later, what it takes would be kept or spilled until then.
-        schedule.write_metadata(call.results.scratch, work, PLAN)
+    # Here, under the first loads: later, what it takes would be kept or spilled until then.
+    schedule.write_metadata(call.scratch, work, PLAN)
     # True. Without these branches the compiler would move the wait for the next half before the arrival of this one.
     always = call.key_lengths.num_items > 0
     for item in range(work.range.first, work.range.stop, work.stride):

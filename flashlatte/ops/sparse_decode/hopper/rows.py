@@ -104,28 +104,28 @@ def _list_of(selection, item, key_lengths):
 @gluon.jit
 def load_indices(cursor, block, call, PLAN: gl.constexpr):
     """Indices [64] of a block, -1 beyond the list or the split. Of a cluster, each CTA has its half of them first."""
-    places = gl.arange(0, KEYS, tokens_layout(PLAN.format == PLAIN))
+    token = gl.arange(0, KEYS, tokens_layout(PLAN.format == PLAIN))
     turn = 0
     if PLAN.cluster:
         turn = call.work.group % 2 * OWN
     split, row = cursor.split, cursor.row
     first = block * KEYS
     length = split.length
-    if PLAN.has_extra:
+    if call.extra is not None:
         is_extra = block >= split.own
         row = gl.where(is_extra, cursor.extra_row, row)
         first = gl.where(is_extra, first - split.own * KEYS, first)
         length = gl.where(is_extra, split.extra_length, length)
     length = gl.where(block < split.end, length, 0)
-    # A block begins at a multiple of 64. (places ^ turn would be kept in registers.)
-    position = (first ^ turn) ^ places
+    # A block begins at a multiple of 64. (token ^ turn would be kept in registers.)
+    position = (first ^ turn) ^ token
     return gl.load(row + position, mask=position < length, other=-1)
 
 
 @gluon.jit
 def locate(indices, block, split, call, PLAN: gl.constexpr):
     """Addresses of a block's tokens; those of indices outside the cache are of token 0, and not valid."""
-    if PLAN.has_extra:
+    if call.extra is not None:
         if block >= split.own:  # noqa: SIM108
             rows = _locate(indices, call.extra, PLAN)
         else:
@@ -179,7 +179,7 @@ def cursor_at(item, cost, call, PLAN: gl.constexpr):
     split = schedule.split_of(item, cost, call.work, call.key_lengths, PLAN)
     row = _list_of(call.own, item, call.key_lengths)
     extra_row = row
-    if PLAN.has_extra:
+    if call.extra is not None:
         extra_row = _list_of(call.extra, item, call.key_lengths)
     return Cursor(cost, split, row, extra_row)
 

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from flashlatte.kernels.hopper.mla_tiles import KEYS
 from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.split_kv import device
-from flashlatte.split_kv.gluon import PARTIAL, find_equal_range, find_range, round_up
+from flashlatte.split_kv.gluon import PARTIAL, find_range, round_up
 
 
 class Work(NamedTuple):
@@ -44,9 +44,7 @@ class Plan(NamedTuple):
         format: ``tiles.PLAIN``, ``V32``, ``MODEL1`` or ``V41``.
         producer_threads: of the producer, with which the kernel begins.
         has_rope: whether rows have 64 columns more than the 512 of a value.
-        has_extra: whether there is an extra cache.
-        has_lengths: whether work items have lengths of their own, in memory.
-        alignment: bytes that the distances of tokens in the cache are multiples of, 16 at most.
+        alignment: bytes that the addresses of tokens in the caches are multiples of, 16 at most.
         flat: whether tokens follow each other at one distance, over all pages. Less code, which wins "v32, b 2" by a
             third (21.7 instead of 31.8 us; docs/notes/sparse-decode.md).
         out_align: numbers that the strides of ``out`` are units of: 8 where its rows begin at multiples of 16 bytes,
@@ -61,8 +59,6 @@ class Plan(NamedTuple):
     format: Any
     producer_threads: Any
     has_rope: Any
-    has_extra: Any
-    has_lengths: Any
     alignment: Any
     flat: Any
     out_align: Any
@@ -98,7 +94,7 @@ def find_work(key_lengths, num_splits, num_groups, PLAN: gl.constexpr):
     number = cta // num_groups
     if PLAN.balanced:
         if PLAN.equal_splits:
-            cta_range = find_equal_range(number, num_splits, key_lengths, KEYS, PLAN.granularity)
+            cta_range = _find_equal_range(number, num_splits, key_lengths, PLAN.granularity)
         else:
             cta_range = find_range(
                 number, num_splits, key_lengths, KEYS, PLAN.overhead, PLAN.producer_threads, PLAN.granularity
@@ -108,6 +104,17 @@ def find_work(key_lengths, num_splits, num_groups, PLAN: gl.constexpr):
         nothing = gl.to_tensor(0)
         cta_range = device.Range(nothing, nothing, number, key_lengths.num_items, nothing)
         return Work(cta_range, gl.num_programs(0) // num_groups, number, num_splits, group, num_groups)
+
+
+@gluon.jit
+def _find_equal_range(number, splits, key_lengths, GRANULARITY: gl.constexpr):
+    """A range where all work items are of one length and have ``splits`` ranges each, without any overhead."""
+    each = round_up(device.item_blocks(gl.to_tensor(0), key_lengths, KEYS), GRANULARITY)
+    item = number // splits
+    split = number - item * splits
+    begin = split * (each // GRANULARITY) // splits * GRANULARITY
+    end = (split + 1) * (each // GRANULARITY) // splits * GRANULARITY
+    return device.Range(item * each + begin, item * each + end, item, item + 1, item * each)
 
 
 @gluon.jit

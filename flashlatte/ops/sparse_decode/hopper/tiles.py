@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashlatte.kernels.hopper import clusters
 from flashlatte.kernels.hopper.mla_tiles import (
     HALF,
     KEYS,
-    OUTPUT_128,
     OWN_BARRIERS,
     SWIZZLED,
     LatentTile,
@@ -21,7 +21,9 @@ from flashlatte.kernels.hopper.mla_tiles import (
 )
 from flashlatte.runtime.gluon_compat import reinterpret
 
-OUTPUT = OUTPUT_128
+# Half an output [64, 256], as two products of 128 columns: kernels of 16 warps start with 128 registers a thread, for
+# which ptxas refuses a WGMMA of 256 columns.
+OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 OUTPUT_ROWS = gl.constexpr(gl.SliceLayout(1, OUTPUT))
 
 # Named barriers. Half of a block of keys is there: the producer to the consumer that scores it.
@@ -60,10 +62,10 @@ def allocate(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr, CLUSTER: gl.constexpr)
     if CLUSTER:
         # In one allocation, so that ``clusters`` knows where they lie to each other.
         k = gl.allocate_shared_memory(DTYPE, [4, KEYS, HALF], SWIZZLED)
-        k0_left = reinterpret(k.index(0), DTYPE, [1, KEYS, HALF], SWIZZLED)
-        k0_right = reinterpret(k.index(1), DTYPE, [1, KEYS, HALF], SWIZZLED)
-        k1_left = reinterpret(k.index(2), DTYPE, [1, KEYS, HALF], SWIZZLED)
-        k1_right = reinterpret(k.index(3), DTYPE, [1, KEYS, HALF], SWIZZLED)
+        k0_left = reinterpret(k.index(clusters.K0_LEFT), DTYPE, [1, KEYS, HALF], SWIZZLED)
+        k0_right = reinterpret(k.index(clusters.K0_RIGHT), DTYPE, [1, KEYS, HALF], SWIZZLED)
+        k1_left = reinterpret(k.index(clusters.K1_LEFT), DTYPE, [1, KEYS, HALF], SWIZZLED)
+        k1_right = reinterpret(k.index(clusters.K1_RIGHT), DTYPE, [1, KEYS, HALF], SWIZZLED)
     else:
         k0_left = allocate_half(DTYPE)
         k0_right = allocate_half(DTYPE)
