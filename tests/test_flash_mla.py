@@ -278,6 +278,7 @@ def test_errors_use_flash_mlas_names():
         flash_mla.flash_mla_sparse_fwd(q[0], torch.zeros(4, 1, 576, dtype=q.dtype), indices[0, :, None], -1.0)
 
 
+@pytest.mark.filterwarnings("ignore:dense_decode has no backward:UserWarning")
 def test_no_gradient_is_recorded():
     inputs = DenseDecodeCase(1, 1, 8, 2).inputs()
     out, lse = dense_decode(**inputs | {"q": inputs["q"].requires_grad_()})

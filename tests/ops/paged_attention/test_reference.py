@@ -151,6 +151,7 @@ def gathered(arguments):
     return arguments["q"][:end].transpose(0, 1)[None], *rows, length - end
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize("alibi", [pytest.param("none", marks=pytest.mark.full), "linear"])
 @pytest.mark.parametrize("window", [None, 5])

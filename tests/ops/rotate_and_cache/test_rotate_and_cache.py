@@ -74,6 +74,7 @@ def test_against_float64(tokens, heads, shape, dtype, q_eps, in_place, seed):
     torch.testing.assert_close(cache.view(10, head_dim), expected_cache, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_an_infinity_that_is_not_turned_leaves_its_neighbour_alone():
     arguments = draw(2, 3, 16, 4, torch.float32, 1)
     arguments["slot_mapping"] = torch.tensor([0, 1])
