@@ -128,6 +128,11 @@ DENSE_DECODE = (
     *_dense(1, 1, 16, 131072, 95.8, 48, 1576),
     *_dense(2, 1, 128, 131072, 144.6, 505, 2092),
     Case(DenseDecode(1, 1, 128, 4096), "host"),
+    *(
+        Case(DenseDecode(4, s_q, 16, 45118, causal=s_q > 1, uneven=(4641, 1730, 1696)), method)
+        for s_q in (1, 4)
+        for method in ("device", "graph")
+    ),
     # FlashMLA takes pages of 64 tokens, in two bytes.
     *(Case(DenseDecode(128, 1, 128, 4096, page_size=page_size)) for page_size in (16, 32)),
     *(Case(DenseDecode(128, 1, h_q, 4096, cache_format="fp8")) for h_q in (16, 128)),
@@ -210,6 +215,7 @@ _HEADS_AND_TOKENS = ((128, 8192), (16, 32768))
 # What cuDNN was recorded at for these stands in docs/notes/portable.md: FlashMLA has no such kernel for this GPU.
 _DENSE_PREFILL = (
     *((head_dim, 2, 128, 4096, True) for head_dim in (192, 128)),
+    *((192, 64, h_q, 512, True) for h_q in (128, 16)),
     *((d, 1, h_q, tokens, causal) for d in (192, 128) for causal in (True, False) for h_q, tokens in _HEADS_AND_TOKENS),
 )
 DENSE_PREFILL = (

@@ -11,8 +11,8 @@ SMALL_BATCH, SMALL_HEADS, SMALL_KEYS, SMALL_TOPK, SMALL_QUERIES = 2, 16, 256, 64
 
 @dataclass(frozen=True)
 class DenseDecode:
-    """Attributes: ``keys`` of every request, or their mean if ``varlen``; ``dtype`` "bf16" or "fp16", also of the cache
-    unless ``cache_format`` is "fp8".
+    """Attributes: ``keys`` of every request, or their mean if ``varlen``, or of the longest if ``uneven`` names what
+    the others have; ``dtype`` "bf16" or "fp16", also of the cache unless ``cache_format`` is "fp8".
     """
 
     batch: int
@@ -25,11 +25,12 @@ class DenseDecode:
     page_size: int = 64
     head_dim: int = 576
     cache_format: str | None = None
+    uneven: tuple[int, ...] = ()
     operation: ClassVar[str] = "dense_decode"
 
     @property
     def name(self) -> str:
-        flags = [flag for flag in ("varlen", "causal") if getattr(self, flag)]
+        flags = [flag for flag in ("varlen", "uneven", "causal") if getattr(self, flag)]
         dtype = [self.dtype] if self.dtype != "bf16" else []
         cache = [self.cache_format] if self.cache_format else []
         pages = [f"p{self.page_size}"] if self.page_size != 64 else []
@@ -41,6 +42,7 @@ class DenseDecode:
             batch=min(self.batch, SMALL_BATCH),
             h_q=min(self.h_q, SMALL_HEADS),
             keys=min(self.keys, SMALL_KEYS),
+            uneven=tuple(min(keys, SMALL_KEYS) for keys in self.uneven[: SMALL_BATCH - 1]),
         )
 
 

@@ -24,6 +24,8 @@ class DenseDecodeWorkload(Workload):
         dtype = DTYPES[problem.dtype]
         if problem.varlen:
             self.cache_seqlens = draw.varying_lengths(problem.keys, batch, s_q, rng)
+        elif problem.uneven:
+            self.cache_seqlens = torch.tensor([problem.keys, *problem.uneven], dtype=torch.int32, device=device)
         else:
             self.cache_seqlens = torch.full((batch,), problem.keys, dtype=torch.int32, device=device)
         lengths = self.cache_seqlens.tolist()
