@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashlatte.kernels.hopper import barriers
+from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.kernels.hopper.ptx.threads import lane, lanes_below_zero, of_lane_at
 from flashlatte.kernels.hopper.two_consumers import (
     CHUNK,
@@ -57,15 +58,25 @@ class Inputs(NamedTuple):
     boxes: Any
 
 
+class Seen(NamedTuple):
+    """Of a request, the keys that a tile sees: from ``first`` up to, but not including, ``to``."""
+
+    request: Any
+    first: Any
+    to: Any
+
+
 @gluon.jit
-def _look_up(inputs, request, ticket, first_key, PLAN: gl.constexpr):
+def _look_up(inputs, seen, first_key, PLAN: gl.constexpr):
     """The pages of the block at ``first_key``: lane l has that of the block's keys 8 l to 8 l + 7, for l
     below 16. -1 for a page that is not in the cache, and where the tile sees no key of the box; and the same, but 0 for
     the latter."""
     key = first_key + lane() % 16 * 8 // PLAN.box * PLAN.box
-    is_seen = (key < ticket.keys) & (key + PLAN.box > ticket.first_key)
+    is_seen = (key < seen.to) & (key + PLAN.box > seen.first)
     entry = gl.load(
-        inputs.block_table + request.to(gl.int64) * inputs.table_stride + key // PLAN.page_size, mask=is_seen, other=-1
+        inputs.block_table + seen.request.to(gl.int64) * inputs.table_stride + key // PLAN.page_size,
+        mask=is_seen,
+        other=-1,
     )
     page = gl.where((entry >= 0) & (entry < inputs.num_pages), entry, -1).to(gl.int32)
     return page, gl.where(is_seen, page, 0)
@@ -133,30 +144,34 @@ def produce(inputs, problem, shared, PLAN: gl.constexpr):
     num_blocks = schedule.count_blocks(problem, PLAN)
     num_tiles = num_blocks * problem.packs
     tile = gl.program_id(0)
+    ticket, request = schedule.find(problem, tile, num_blocks, PLAN)
     step = 0
     while tile < num_tiles:
-        ticket, request = schedule.find(problem, tile, num_blocks, PLAN)
+        seen = Seen(request, ticket.first_key, ticket.keys)
         head = ticket.pack // problem.packs_each
         first_key = ticket.last * KEYS
-        page, absent = _look_up(inputs, request, ticket, first_key, PLAN)
+        page, absent = _look_up(inputs, seen, first_key, PLAN)
         # The stage is empty before the queries are: those serve until the last product of the tile before.
         _load_k(inputs, shared, step, page, absent, first_key, head, PLAN)
         barriers.wait(Q_EMPTY_FIRST, WITH_ONE, PRODUCER)
         _load_q(inputs, shared.first, ticket, 0, PLAN)
         barriers.wait(Q_EMPTY_SECOND, WITH_ONE, PRODUCER)
         _load_q(inputs, shared.second, ticket, ROWS // PLAN.pack, PLAN)
-        following, following_absent = _look_up(inputs, request, ticket, first_key - KEYS, PLAN)
+        following, following_absent = _look_up(inputs, seen, first_key - KEYS, PLAN)
         _load_v(inputs, shared, step, page, first_key, head, PLAN)
         step += 1
-        for _ in range(1, ticket.blocks):
+        blocks = opaque(ticket.blocks)
+        # The next ticket, while this tile's first block is on its way.
+        tile = schedule.take(problem)
+        ticket, request = schedule.find(problem, tile, num_blocks, PLAN)
+        for _ in range(1, blocks):
             first_key -= KEYS
             page = following
             absent = following_absent
-            following, following_absent = _look_up(inputs, request, ticket, first_key - KEYS, PLAN)
+            following, following_absent = _look_up(inputs, seen, first_key - KEYS, PLAN)
             _load_k(inputs, shared, step, page, absent, first_key, head, PLAN)
             _load_v(inputs, shared, step, page, first_key, head, PLAN)
             step += 1
-        tile = schedule.take(problem)
 
     # The consumers run one product ahead: they get queries and a block of whatever lies there.
     nothing = Ticket(0, 0, 0, 0, 0, 0, 0, 0)

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashlatte.kernels.hopper import barriers
+from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.kernels.hopper.two_consumers import (
     K_EMPTY,
     Q_EMPTY_FIRST,
@@ -98,9 +99,9 @@ def produce(inputs, problem, shared):
     num_blocks = schedule.count_blocks(problem)
     num_tiles = num_blocks * problem.heads
     tile = gl.program_id(0)
+    ticket, first_key = schedule.find(problem, tile, num_blocks, KEYS)
     step = 0
     while tile < num_tiles:
-        ticket, first_key = schedule.find(problem, tile, num_blocks, KEYS)
         head = ticket.head // problem.group_kv
         token = first_key + ticket.last * KEYS
         # The stage is empty before the queries are: those serve until the last product of the tile before.
@@ -111,12 +112,15 @@ def produce(inputs, problem, shared):
         _load_q(inputs, shared.second, ticket, ROWS)
         _load_v(inputs, shared, step, token, head)
         step += 1
-        for _ in range(1, ticket.blocks):
+        blocks = opaque(ticket.blocks)
+        # The next ticket, which takes about as long as a block of keys, while this tile's first block is on its way.
+        tile = schedule.take(problem)
+        ticket, first_key = schedule.find(problem, tile, num_blocks, KEYS)
+        for _ in range(1, blocks):
             token -= KEYS
             _load_k(inputs, shared, step, token, head)
             _load_v(inputs, shared, step, token, head)
             step += 1
-        tile = schedule.take(problem)
 
     # The consumers run one product ahead: they get queries and a block of whatever lies there.
     nothing = Ticket(0, 0, 0, 0, 0, 0, 0)
