@@ -189,6 +189,13 @@ SPARSE_DECODE = (
         extra_page_size=2,
         extra_varlen=True,
     ),
+    # DeepSeek-V4-Flash as it is served: a query token a request, whose lists are full, or of lengths of their own.
+    *(
+        Case(
+            SparseDecode("model1", 64, 1, 64, 128, 16384, 256, extra_topk=512, extra_tokens=16384, extra_varlen=varlen)
+        )
+        for varlen in (False, True)
+    ),
     # FlashMLA refuses fewer than 64 heads, and caches without scales.
     Case(SparseDecode("v32", 128, 1, 16, topk=2048, tokens=32768, page_size=64)),
     Case(SparseDecode("bf16", 128, 2, 128, topk=2048, tokens=32768, page_size=64)),

@@ -170,6 +170,29 @@ def test_small_calls_have_splits_of_one_block():
     assert launch.make_plan(132, 4, 64, 128, 512, True, has_scales=False).granularity == 2
 
 
+@pytest.mark.parametrize(
+    ("items", "heads", "topk", "extra_topk", "one_length", "lengths"),
+    [
+        (16, 64, 128, 512, False, False),
+        (48, 64, 128, 512, True, False),
+        (64, 64, 128, 512, True, True),
+        # A tile of 16 heads leaves less to combine.
+        (64, 16, 128, 512, False, False),
+        # Two pairs a query token are never worth a second kernel.
+        (8, 128, 128, 128, True, True),
+        (48, 128, 2048, 0, True, False),
+        (96, 64, 128, 1024, True, True),
+        (40, 64, 16384, 0, False, False),
+    ],
+)
+def test_query_tokens_are_split_where_that_is_faster(items, heads, topk, extra_topk, one_length, lengths):
+    """Whole ones save combining; ranges save a GPU that idles, and even out lengths that only the device knows."""
+    made = {
+        is_uniform: launch.make_plan(132, items, heads, topk, extra_topk, is_uniform) for is_uniform in (True, False)
+    }
+    assert (not made[True].balanced, not made[False].balanced) == (one_length, lengths)
+
+
 def test_no_range_is_longer_than_it_must_be():
     """Of 74 items of 16 pairs in 66 ranges: where starting on an item counted as a pair, a range would have 19."""
     assert launch.make_plan(132, 74, 128, 2048, 0, True).split.overhead == 0

@@ -162,9 +162,14 @@ def make_plan(
             return _with_equal_splits(items, most_blocks, groups, ranges, granularity=1)
     # Else a CTA takes blocks in pairs: a split of less would only make more to combine.
     most_pairs = -(-most_blocks // 2)
-    ranges = plan.num_ranges(items, groups, num_sms, most_pairs, MLA_PARTIAL, uniform=is_uniform)
+    ranges = plan.num_ranges(items, groups, num_sms, most_pairs, MLA_PARTIAL)
     # One item more than there are: what a range has not taken begins after the last one.
-    if ranges is None or batch_invariant or (items + 1) * (max(most_blocks, 1) + _OVERHEAD) > plan.MAX_COST:
+    if (
+        ranges is None
+        or batch_invariant
+        or (items + 1) * (max(most_blocks, 1) + _OVERHEAD) > plan.MAX_COST
+        or _whole_is_faster(items, heads, most_pairs, ranges, num_sms // groups, is_uniform)
+    ):
         # Every CTA has the same group for all of its query tokens.
         ctas = min(items, max(num_sms // groups, 1)) * groups
         return Plan(plan.whole(MLA_PARTIAL, items, groups, groups), ctas)
@@ -175,6 +180,18 @@ def make_plan(
     if is_uniform and 2 * items < ranges and ranges % items == 0:
         return _with_equal_splits(items, most_pairs, groups, ranges, granularity=2)
     return Plan(plan.balanced(MLA_PARTIAL, items, most_pairs, groups, groups, ranges, overhead), ranges * groups)
+
+
+def _whole_is_faster(items: int, heads: int, pairs: int, ranges: int, ctas: int, is_uniform: bool) -> bool:
+    """Whether ``ctas`` that take whole query tokens are done before ranges are, and their partial outputs combined.
+
+    In pairs of blocks; all numbers are measured (docs/notes/sparse-decode.md, "Whole query tokens or splits").
+    """
+    longest = -(-items // ctas) * pairs
+    # Lists whose lengths only the device knows may be short, except for the longest: half full is between the two.
+    in_a_range = items * pairs / ranges * (1 if is_uniform else 0.5)
+    combining = 1 + min(items, ranges) * (-(-heads // ROWS.value) + heads / 16) / 100
+    return longest <= max(in_a_range, 1) + combining
 
 
 def _with_equal_splits(items: int, item_blocks: int, groups: int, ranges: int, granularity: int) -> Plan:
