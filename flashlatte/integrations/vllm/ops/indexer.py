@@ -161,7 +161,8 @@ def persistent_topk(
     k: int,
     max_seq_len: int,
 ) -> None:
-    """The best columns of each row from its first on: ``topk``, in ascending order of column.
+    """The best columns of each row from its first on: ``topk``, in ascending order of column. NaN counts as the least,
+    where vLLM 0.33 takes it first.
 
     Args:
         logits: float32 or bf16 [rows, width].
