@@ -32,7 +32,7 @@ def launches(monkeypatch):
     [
         ("dense_decode", {"columns": 2048}),
         ("dense_decode", {"columns": 2048, "batch_invariant": True}),
-        ("sparse_decode", {"topk": 64}),
+        ("sparse_decode", {"topk": 640}),
         ("sparse_decode", {"topk": 2048, "lengths": True}),
     ],
     ids=str,

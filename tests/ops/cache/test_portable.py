@@ -230,6 +230,11 @@ def test_nan_and_infinity_spoil_their_own_tile_alike(name, scale_rounding):
         assert actual.nan_to_num(-1.0).equal(expected.nan_to_num(-1.0))
         for cache in caches:
             cache[..., 512:528] = 0
+    if name in ("v32", "model1", "v41"):
+        # Nor is it the same sign that NumPy's versions give a NaN.
+        for cache in caches:
+            latents = kv_cache.infer_format(cache).page_views(cache)[0].view(torch.uint8)[..., :448]
+            latents[latents == 0xFF] = 0x7F
     assert storages[0].equal(storages[1])
 
 
