@@ -19,6 +19,8 @@ from flashlatte.engine.paged import PagedModel, Planner, check_type, config_of, 
 from flashlatte.kv_cache.index_formats import index_format_beside
 from flashlatte.kv_cache.registry import format_of_rows
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata, MLAMetadataBuilder
+from flashlatte.layers.forward import hidden_projections
+from flashlatte.layers.side_by_side import lay_on_gpus
 
 # Models whose decoder layers are norm, MLA, norm, MLP, each pair with a residual, and nothing else.
 MODEL_TYPES = (
@@ -76,6 +78,8 @@ class Model(PagedModel):
             model = copy.deepcopy(model)
         self.config = MLAConfig.from_transformers(model.config)
         self.batch_invariant = batch_invariant
+        if ranks is None:
+            lay_on_gpus(hidden_projections(layer.self_attn) for layer in model.model.layers)
         self.attention = [self._adopt(number, layer, backend, ranks) for number, layer in enumerate(model.model.layers)]
         if slices is not None and ranks is not None:
             slices.fill(ranks, self.config.num_attention_heads, device or ranks.device)

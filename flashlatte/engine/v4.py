@@ -14,10 +14,12 @@ from flashlatte.engine.paged import PagedModel, Planner, check_type, config_of, 
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.index_formats import index_format, index_format_beside
 from flashlatte.kv_cache.registry import as_format
+from flashlatte.layers.side_by_side import lay_on_gpus
 from flashlatte.layers.v4 import V4Cache, V4Config
 from flashlatte.layers.v4.attention import attend
 from flashlatte.layers.v4.builder import States, V4Builder, V4Metadata
 from flashlatte.layers.v4.config import MODEL_TYPE
+from flashlatte.layers.v4.modules import hidden_projections
 from flashlatte.layers.v4.workspace import DEFAULT_LIMITS
 
 # Groups of the lowest ratio that a page holds, where nobody chose its size: what kernels of the indexer are made for.
@@ -48,6 +50,8 @@ class V4Model(PagedModel):
         super().__init__(model, model.model.embed_tokens.weight.device)
         self.layers = self.config = V4Config.layers(model.config)
         self.backend = backend
+        attentions = [layer.self_attn for layer in model.model.layers]
+        lay_on_gpus(map(hidden_projections, attentions, self.layers))
         # What unfinished groups need is no page's: it goes with the request. The first group behind a shared page needs
         # the one before it where groups overlap.
         self.repeats = max(config.overlap * config.ratio for config in self.layers)

@@ -15,10 +15,11 @@ from flashlatte.layers import checkpoint
 from flashlatte.layers.absorbed import up_projections
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.config import MLAConfig
-from flashlatte.layers.forward import forward
+from flashlatte.layers.forward import forward, hidden_projections
 from flashlatte.layers.indexer import Indexer, Indexing, make_indexing
 from flashlatte.layers.metadata import MLAMetadata
 from flashlatte.layers.rope import number, numbered_table
+from flashlatte.layers.side_by_side import lay_side_by_side
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime import checks, dispatch
 
@@ -111,6 +112,13 @@ class MLAAttention(nn.Module):
         if config.indexer is not None and not shares_selection and config.q_lora_rank is not None:
             self.indexer = Indexer(config.indexer, hidden, config.q_lora_rank, dtype=dtype, device=device)
         self.requires_grad_(False)
+        lay_side_by_side(*hidden_projections(self))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> MLAAttention:
+        # Moved or cast, each parameter lies by itself.
+        super()._apply(fn, recurse)
+        lay_side_by_side(*hidden_projections(self))
+        return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -17,6 +17,7 @@ from flashlatte.layers.indexer import Indexing
 from flashlatte.layers.metadata import MLAMetadata
 from flashlatte.layers.prefill import Expansion, attend_heads
 from flashlatte.layers.selection import Selection, SelectionChunk
+from flashlatte.layers.side_by_side import products_of
 from flashlatte.ops.norm_rope import latent_rows, rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
 
@@ -107,6 +108,11 @@ def forward(
     return module.o_proj(out.flatten(1))
 
 
+def hidden_projections(module: Projections) -> list[Any]:
+    """What is made of hidden states in one product if it can be (``side_by_side``)."""
+    return ([] if module.q_lora_rank is None else [module.q_a_proj]) + [module.kv_a_proj_with_mqa]
+
+
 def project(
     module: Projections, hidden: torch.Tensor, rotary: Rotary, cache: LatentCache, slot_mapping: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -123,14 +129,15 @@ def store_latents(
     """
     kv_norm = module.kv_a_layernorm
     query_latent: dict[str, Any] = {}
-    if module.q_lora_rank is not None:
+    *of_query, kv_a = products_of(hidden, *hidden_projections(module))
+    if of_query:
         norm = module.q_a_layernorm
-        query_latent = {"q_a": module.q_a_proj(hidden), "q_weight": norm.weight, "q_eps": _eps(norm)}
+        query_latent = {"q_a": of_query[0], "q_weight": norm.weight, "q_eps": _eps(norm)}
     # A cache that is not quantised takes the rows in passing; the others have kernels of their own.
     target: dict[str, Any] = {} if cache.is_quantised else {"cache": cache.pages, "slot_mapping": slot_mapping}
     factor = getattr(module, "mla_scale_kv_lora", 1.0)
     weight = kv_norm.weight if factor == 1.0 else kv_norm.weight * factor
-    rows, q_a = latent_rows(module.kv_a_proj_with_mqa(hidden), weight, rotary, _eps(kv_norm), **query_latent, **target)
+    rows, q_a = latent_rows(kv_a, weight, rotary, _eps(kv_norm), **query_latent, **target)
     if cache.is_quantised:
         cache.write(slot_mapping, rows)
     return rows, q_a

@@ -66,6 +66,9 @@ def enable(
 
     Enabling an enabled model changes its settings; caches that exist keep theirs.
 
+    On a GPU the weights of the projections that see a layer's hidden states are moved into one tensor, whose parts the
+    parameters are from then on: one matrix product serves all of them.
+
     Args:
         model: a ``DeepseekV3ForCausalLM``, another model of that family (``DeepseekV3Model``, …), or of another.
         cache_format: "bf16", "fp16", "fp32", "fp8", "v32" or "model1"; None takes the model's dtype. ``v32`` needs
@@ -89,6 +92,8 @@ def enable(
     check_transformers()
     from flashlatte.integrations.transformers import attention, hooks
     from flashlatte.integrations.transformers.families import find_decoder
+    from flashlatte.layers.forward import hidden_projections
+    from flashlatte.layers.side_by_side import lay_on_gpus
 
     checks.positive_int("page_size", page_size)
     if backend is not None:
@@ -109,6 +114,7 @@ def enable(
         attention.check_kv_b_proj(module)
 
     disable(model)
+    lay_on_gpus(map(hidden_projections, modules))
     for module in modules:
         module.__class__ = attention.paged(family)
     decoder._flashlatte = _Enabled(

@@ -9,10 +9,11 @@ from torch import nn
 
 from flashlatte.layers import rope
 from flashlatte.layers.products import bmm_into
+from flashlatte.layers.side_by_side import lay_side_by_side
 from flashlatte.layers.v4.cache import V4Cache
 from flashlatte.layers.v4.compressed import select_groups
 from flashlatte.layers.v4.config import V4Config
-from flashlatte.layers.v4.modules import LayerCompressor, NormWeight, linear
+from flashlatte.layers.v4.modules import LayerCompressor, NormWeight, hidden_projections, linear, project_hidden
 from flashlatte.layers.v4.rows import attend_rows
 from flashlatte.layers.v4.step import V4Step
 from flashlatte.ops.norm_rope import rotate_heads
@@ -78,6 +79,13 @@ class V4Attention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(config.num_attention_heads, dtype=torch.float32, device=device))
         self.compressor = None if config.ratio == 0 else LayerCompressor(config, dtype, device)
         self.requires_grad_(False)
+        lay_side_by_side(*hidden_projections(self, config))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> V4Attention:
+        # Moved or cast, each parameter lies by itself.
+        super()._apply(fn, recurse)
+        lay_side_by_side(*hidden_projections(self, self.config))
+        return self
 
     def forward(self, hidden: torch.Tensor, step: V4Step, cache: V4Cache) -> torch.Tensor:
         """Attention's output [T, hidden_size] for hidden states [T, hidden_size]; the step's tokens go into ``cache``.
@@ -113,9 +121,10 @@ def attend(
     if rope_number is None:
         rope_number = rope.number(config.rope, config.rope_dim)
     table = rope.numbered_table(rope_number, hidden.device)
+    projected = project_hidden(module, config, hidden)
     q_latent, kv = q_kv_norm(
-        module.q_a_proj(hidden),
-        module.kv_proj(hidden),
+        projected.q_latent,
+        projected.kv,
         module.q_a_norm.weight,
         module.kv_norm.weight,
         config.rms_norm_eps,
@@ -134,7 +143,7 @@ def attend(
         out=q,
         backend=backend,
     )
-    selected = select_groups(module.compressor, config, hidden, q_latent, step, cache, table, backend)
+    selected = select_groups(module.compressor, config, projected, q_latent, step, cache, table, backend)
     out = attend_rows(q, config, step, cache, selected, module.sinks.float(), backend)
     # A value is a rotated key: what was turned by the key's position is turned back by the query's.
     tail = out[..., head_dim - config.rope_dim :]

@@ -10,6 +10,7 @@ import torch
 from flashlatte.kv_cache.index_formats import as_index_cache
 from flashlatte.layers.v4.cache import V4Cache
 from flashlatte.layers.v4.config import V4Config, V4IndexerConfig
+from flashlatte.layers.v4.modules import Projected
 from flashlatte.layers.v4.step import V4Groups, V4Step
 from flashlatte.ops.compress import compress
 from flashlatte.ops.index_convert import index_convert
@@ -59,7 +60,7 @@ class SelectedGroups:
 def select_groups(
     compressor: Any,
     config: V4Config,
-    hidden: torch.Tensor,
+    projected: Projected,
     q_latent: torch.Tensor,
     step: V4Step,
     cache: V4Cache,
@@ -69,20 +70,22 @@ def select_groups(
     """Write the groups that the step finishes, and select; None in a layer without groups.
 
     Args:
-        compressor: kv_proj, gate_proj, position_bias, kv_norm, and an indexer where the layer has one.
-        hidden: [T, hidden_size].
+        compressor: position_bias, kv_norm, and an indexer where the layer has one.
         q_latent: [T, q_lora_rank], normalised.
         table: float32 cosines and sines of the layer.
     """
     if config.ratio == 0 or cache.groups is None or cache.states is None:
         return None
     groups = step.groups[config.ratio]
-    _compress(compressor, config, hidden, step, groups, cache.groups, cache.states, table, backend)
+    states = cache.groups, cache.states
+    _compress(compressor, config, projected.group_kv, projected.group_gate, step, groups, *states, table, backend)
     if config.indexer is None or cache.index_keys is None or cache.index_states is None:
         return SelectedGroups(None, groups.seen, groups, backend)
     indexer = compressor.indexer
-    _compress(indexer, config, hidden, step, groups, cache.index_keys, cache.index_states, table, backend)
-    q, weights = _index_queries(indexer, config.indexer, hidden, q_latent, cache.index_keys, table, step, backend)
+    states = cache.index_keys, cache.index_states
+    _compress(indexer, config, projected.index_kv, projected.index_gate, step, groups, *states, table, backend)
+    weights = projected.index_weights
+    q, weights = _index_queries(indexer, config.indexer, weights, q_latent, cache.index_keys, table, step, backend)
     topk = config.indexer.topk
     numbers = paged_index_select(
         q.unsqueeze(1),
@@ -99,7 +102,8 @@ def select_groups(
 def _compress(
     module: Any,
     config: V4Config,
-    hidden: torch.Tensor,
+    kv: torch.Tensor,
+    gate: torch.Tensor,
     step: V4Step,
     groups: V4Groups,
     cache: torch.Tensor,
@@ -107,10 +111,9 @@ def _compress(
     table: torch.Tensor,
     backend: str | None,
 ) -> None:
-    hidden = hidden.to(module.kv_proj.weight.dtype)
     compress(
-        module.kv_proj(hidden),
-        module.gate_proj(hidden),
+        kv,
+        gate,
         module.position_bias.float(),
         module.kv_norm.weight,
         table,
@@ -128,7 +131,7 @@ def _compress(
 def _index_queries(
     indexer: Any,
     sizes: V4IndexerConfig,
-    hidden: torch.Tensor,
+    weights: torch.Tensor,
     q_latent: torch.Tensor,
     index_keys: torch.Tensor,
     table: torch.Tensor,
@@ -137,8 +140,6 @@ def _index_queries(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries [T, H, head_dim] in the dtype that goes with the keys, and float32 head weights [T, H]."""
     q = indexer.q_b_proj(q_latent).unflatten(-1, (-1, sizes.head_dim))
-    projection = indexer.scorer.weights_proj
-    weights = projection(hidden.to(projection.weight.dtype))
     _, layout = as_index_cache(index_keys, sizes.head_dim, "cache.index_keys")
     if layout.scale_bytes:
         return index_query(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from flashlatte.layers.side_by_side import products_of
 from flashlatte.layers.v4.config import V4Config, V4IndexerConfig
 
 
@@ -59,3 +60,30 @@ class Indexer(Compressor):
         self.q_b_proj = linear(config.q_lora_rank, sizes.num_heads * sizes.head_dim, dtype, device)
         self.scorer = nn.Module()
         self.scorer.weights_proj = linear(config.hidden_size, sizes.num_heads, dtype, device)
+
+
+class Projected(NamedTuple):
+    """What a layer's projections make of hidden states [T, hidden_size]: tensors [T, any], None of what it has not."""
+
+    q_latent: torch.Tensor
+    kv: torch.Tensor
+    group_kv: Any = None
+    group_gate: Any = None
+    index_kv: Any = None
+    index_gate: Any = None
+    index_weights: Any = None
+
+
+def project_hidden(module: Any, config: V4Config, hidden: torch.Tensor) -> Projected:
+    return Projected(*products_of(hidden, *hidden_projections(module, config)))
+
+
+def hidden_projections(module: Any, config: V4Config) -> list[Any]:
+    """In the order of ``Projected``."""
+    found = [module.q_a_proj, module.kv_proj]
+    if config.ratio:
+        found += [module.compressor.kv_proj, module.compressor.gate_proj]
+    if config.indexer is not None:
+        indexer = module.compressor.indexer
+        found += [indexer.kv_proj, indexer.gate_proj, indexer.scorer.weights_proj]
+    return found

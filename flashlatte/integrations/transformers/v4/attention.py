@@ -11,8 +11,10 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Atten
 from flashlatte.integrations.transformers import hooks
 from flashlatte.integrations.transformers.v4.store import V4Store
 from flashlatte.kv_cache.registry import as_format, plain_format
+from flashlatte.layers.side_by_side import lay_on_gpus
 from flashlatte.layers.v4 import V4Config
 from flashlatte.layers.v4.attention import attend
+from flashlatte.layers.v4.modules import hidden_projections
 
 Model, Attention = DeepseekV4Model, DeepseekV4Attention
 
@@ -188,6 +190,7 @@ def enable(decoder: Any, settings: hooks.Settings) -> list[Any]:
             raise TypeError(f"layer {index}'s attention must be a DeepseekV4Attention, got {type(module).__name__}")
         if not module.o_a_proj.weight.is_floating_point() or module.o_a_proj.weight.dtype.itemsize < 2:
             raise ValueError(f"layer {index}'s o_a_proj must have weights in 16 or 32 bits")
+    lay_on_gpus(map(hidden_projections, modules, V4Config.layers(decoder.config)))
     for module in modules:
         module.__class__ = PagedV4Attention
     return [

@@ -1,0 +1,63 @@
+"""Models whose projections were laid side by side, as on a GPU: the same tokens, and the same checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from support.engine_models import generated_by_transformers, model, prompt  # noqa: E402
+
+from flashlatte.engine import Engine, SamplingParams  # noqa: E402
+from flashlatte.integrations.transformers import enable  # noqa: E402
+from flashlatte.layers import side_by_side  # noqa: E402
+
+FAMILIES = ["DeepseekV3", "DeepseekV32"]
+if hasattr(transformers, "DeepseekV4Config"):
+    FAMILIES.append("DeepseekV4")
+PLACES = ["layers.side_by_side", "engine.model", "engine.v4", "integrations.transformers.v4.attention"]
+
+
+@pytest.fixture
+def laid(monkeypatch):
+    """Weights of a CPU are laid side by side too."""
+
+    def lay(layers):
+        for projections in layers:
+            side_by_side.lay_side_by_side(*projections)
+
+    for place in PLACES:
+        monkeypatch.setattr(f"flashlatte.{place}.lay_on_gpus", lay)
+
+
+def attentions(served: Any) -> list[Any]:
+    return [layer.self_attn for layer in served.model.layers]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_enabled(laid, family, tmp_path):
+    served = enable(copy.deepcopy(model(family)), page_size=8)
+    for attention in attentions(served):
+        assert attention.q_a_proj.weight.untyped_storage().nbytes() > attention.q_a_proj.weight.nbytes
+    ids = torch.tensor([prompt(19)])
+    tokens = served.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+    assert tokens[0, 19:].tolist() == generated_by_transformers(family, prompt(19), 9)
+
+    served.save_pretrained(tmp_path)
+    loaded = type(model(family)).from_pretrained(tmp_path)
+    for name, weight in model(family).state_dict().items():
+        assert loaded.state_dict()[name].equal(weight), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine(laid, family):
+    whole = copy.deepcopy(model(family))
+    served = Engine(whole, num_pages=24, page_size=8, max_tokens=12)
+    for attention in attentions(whole):
+        assert attention.q_a_proj.weight.untyped_storage().nbytes() > attention.q_a_proj.weight.nbytes
+    (output,) = served.generate([prompt(19)], SamplingParams(max_new_tokens=9))
+    assert output.tokens == generated_by_transformers(family, prompt(19), 9)

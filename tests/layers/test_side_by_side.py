@@ -1,0 +1,226 @@
+"""Projections whose weights lie one after the other are one product, and all others are called as they are."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from flashlatte.layers import side_by_side
+from flashlatte.layers.side_by_side import lay_on_gpus, lay_side_by_side, products_of
+
+WIDTHS = (32, 16, 8)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def linears() -> Any:
+    generator = torch.Generator().manual_seed(0)
+    made = [nn.Linear(64, width, bias=False) for width in WIDTHS]
+    for linear in made:
+        linear.weight.data.normal_(generator=generator)
+    return nn.ModuleList(made).requires_grad_(False)
+
+
+@pytest.fixture
+def hidden():
+    return torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """How many rows the weights of each matrix product have."""
+    counts = []
+
+    def linear(x, weight, bias=None):
+        counts.append(weight.shape[0])
+        return functional.linear(x, weight, bias)
+
+    monkeypatch.setattr(side_by_side, "functional", SimpleNamespace(linear=linear))
+    return counts
+
+
+def check(projections, hidden):
+    for actual, projection in zip(products_of(hidden, *projections), projections, strict=True):
+        torch.testing.assert_close(actual, projection(hidden.to(projection.weight.dtype)))
+
+
+def test_one_product_serves_all(hidden, products):
+    projections = linears()
+    weights = [linear.weight for linear in projections]
+    before = [weight.clone() for weight in weights]
+    lay_side_by_side(*projections)
+    assert [linear.weight for linear in projections] == weights
+    for weight, value in zip(weights, before, strict=True):
+        assert weight.equal(value)
+    check(projections, hidden)
+    assert products == [sum(WIDTHS)]
+    lay_side_by_side(*projections)
+    check(projections, hidden)
+
+
+def test_weights_apart_are_called_one_by_one(hidden, products):
+    check(linears(), hidden)
+    assert products == []
+
+
+def test_updates_of_a_weight_are_seen(hidden, products):
+    projections = linears()
+    lay_side_by_side(*projections)
+    projections[1].weight.mul_(3)
+    check(projections, hidden)
+    other = linears()
+    projections.load_state_dict({name: value + 1 for name, value in other.state_dict().items()})
+    check(projections, hidden)
+    assert products == [sum(WIDTHS)] * 2
+    projections[1].weight = nn.Parameter(torch.randn(16, 64), requires_grad=False)
+    check(projections, hidden)
+    assert len(products) == 2
+
+
+def _hook(linear):
+    linear.register_forward_hook(lambda module, args, out: out + 1)
+
+
+def _pre_hook(linear):
+    linear.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+
+
+def _instance_forward(linear):
+    original = linear.forward
+    linear.forward = lambda x: original(x) + 1
+
+
+def _class(linear):
+    linear.__class__ = Scaled
+
+
+def _bias(linear):
+    linear.bias = nn.Parameter(torch.ones(linear.out_features))
+
+
+def _transposed(linear):
+    linear.weight.data = linear.weight.data.t().contiguous().t()
+
+
+@pytest.mark.parametrize("change", [_hook, _pre_hook, _instance_forward, _class, _bias, _transposed])
+@pytest.mark.parametrize("number", range(3))
+def test_what_is_more_than_a_product_is_called(hidden, products, change, number):
+    projections = linears()
+    lay_side_by_side(*projections)
+    change(projections[number])
+    check(projections, hidden)
+    # The other two are still neighbours if the changed one is not between them.
+    assert products == ([] if number == 1 else [sum(WIDTHS) - WIDTHS[number]])
+
+
+def test_what_replaced_a_layer_is_called(hidden):
+    class Wrapper(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x) + 1
+
+    projections = linears()
+    lay_side_by_side(*projections)
+    first, wrapped, last = projections[0], Wrapper(projections[1]), projections[2]
+    results = products_of(hidden, first, wrapped, last)
+    for actual, projection in zip(results, (first, wrapped, last), strict=True):
+        torch.testing.assert_close(actual, projection(hidden))
+
+
+def test_another_dtype_begins_another_product(hidden, products):
+    projections = linears()
+    projections[2].to(torch.bfloat16)
+    lay_side_by_side(*projections)
+    check(projections, hidden)
+    assert products == [48]
+    assert products_of(hidden, *projections)[2].dtype == torch.bfloat16
+
+
+def test_gradients_reach_each_weight(hidden, products):
+    projections = linears()
+    lay_side_by_side(*projections)
+    projections.requires_grad_(True)
+    torch.cat(products_of(hidden, *projections), dim=1).sum().backward()
+    assert all(linear.weight.grad is not None for linear in projections)
+    assert products == []
+    with torch.no_grad():
+        check(projections, hidden)
+    assert products == [sum(WIDTHS)]
+
+
+def test_parts_of_something_stay_where_they_are(hidden):
+    """As of a flat parameter of many, or of a tensor that someone else holds too."""
+    whole = torch.randn(sum(WIDTHS), 64)
+    projections = linears()
+    for linear, part in zip(reversed(projections), whole.split(WIDTHS[::-1]), strict=True):
+        linear.weight.data = part
+    addresses = [linear.weight.data_ptr() for linear in projections]
+    lay_side_by_side(*projections)
+    assert [linear.weight.data_ptr() for linear in projections] == addresses
+    check(projections, hidden)
+
+
+def test_neighbours_by_chance_are_no_neighbours(hidden, products):
+    """Two tensors of their own whose memory happens to be adjacent."""
+    memory = torch.randn(48, 64)
+    projections = linears()[:2]
+    for linear, begin in zip(projections, (0, 32), strict=True):
+        rows = linear.out_features
+        linear.weight.data = torch.from_numpy(memory.numpy()[begin : begin + rows])
+    assert projections[1].weight.data_ptr() == projections[0].weight.data_ptr() + projections[0].weight.nbytes
+    check(projections, hidden)
+    assert products == []
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "state dict", "safetensors"])
+def test_copies_are_whole(hidden, how, tmp_path):
+    projections = linears()
+    lay_side_by_side(*projections)
+    copied = linears()
+    if how == "deepcopy":
+        copied = copy.deepcopy(projections)
+    elif how == "pickle":
+        copied = pickle.loads(pickle.dumps(projections))
+    elif how == "state dict":
+        file = io.BytesIO()
+        torch.save(projections.state_dict(), file)
+        file.seek(0)
+        copied.load_state_dict(torch.load(file))
+    else:
+        safetensors = pytest.importorskip("safetensors.torch")
+        safetensors.save_file(projections.state_dict(), tmp_path / "weights.safetensors")
+        copied.load_state_dict(safetensors.load_file(tmp_path / "weights.safetensors"))
+    check(copied, hidden)
+    for mine, theirs in zip(projections, copied, strict=True):
+        assert mine.weight.equal(theirs.weight)
+        theirs.weight.zero_()
+        assert mine.weight.any()
+
+
+def test_a_checkpoint_on_a_cpu_is_left_alone(hidden, products):
+    projections = linears()
+    lay_on_gpus([list(projections)])
+    check(projections, hidden)
+    assert products == []
+
+
+def test_no_rows_and_no_projections():
+    projections = linears()
+    lay_side_by_side(*projections)
+    assert [result.shape for result in products_of(torch.empty(0, 64), *projections)] == [(0, n) for n in WIDTHS]
+    lay_side_by_side()
+    assert products_of(torch.empty(1, 64)) == []
