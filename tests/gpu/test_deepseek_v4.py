@@ -196,3 +196,16 @@ def test_decode_in_a_graph(ratio: int) -> None:
         x.copy_(hidden[2 * i : 2 * i + 2])
         graph.replay()
         assert out.equal(decode(eager))
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_a_step_that_a_graph_captured_serves_eager_calls(ratio: int) -> None:
+    """What layers share in a step was never computed if its graph was not replayed."""
+    layer, cache, pages, groups = layer_of(ratio)
+    ids, positions = torch.arange(2, device=DEVICE), torch.tensor([10, 250], device=DEVICE)
+    hidden = torch.randn(2, 1024, device=DEVICE).to(BF16)
+    expected = layer(hidden, V4Step.build(ids, positions, pages, groups), clone(cache))
+    step, captured = V4Step.build(ids, positions, pages, groups), clone(cache)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        layer(hidden, step, captured)
+    assert layer(hidden, step, clone(cache)).equal(expected)

@@ -11,7 +11,7 @@ from flashlatte.layers import rope
 from flashlatte.layers.products import bmm_into
 from flashlatte.layers.side_by_side import lay_side_by_side
 from flashlatte.layers.v4.cache import V4Cache
-from flashlatte.layers.v4.compressed import select_groups
+from flashlatte.layers.v4.compressed import GroupStep
 from flashlatte.layers.v4.config import V4Config
 from flashlatte.layers.v4.modules import LayerCompressor, NormWeight, hidden_projections, linear, project_hidden
 from flashlatte.layers.v4.rows import attend_rows
@@ -130,8 +130,10 @@ def attend(
         config.rms_norm_eps,
         backend=backend,
     )
+    _check_dtype(q_latent, cache)
+    group_step = GroupStep(module.compressor, config, projected, q_latent, step, cache, table, backend)
+    group_step.start()
     q = module.q_b_proj(q_latent).view(-1, heads, head_dim)
-    _check_dtype(q, cache)
     q = rotate_and_cache(
         q,
         kv,
@@ -143,8 +145,7 @@ def attend(
         out=q,
         backend=backend,
     )
-    selected = select_groups(module.compressor, config, projected, q_latent, step, cache, table, backend)
-    out = attend_rows(q, config, step, cache, selected, module.sinks.float(), backend)
+    out = attend_rows(q, config, step, cache, group_step.finish(), module.sinks.float(), backend)
     # A value is a rotated key: what was turned by the key's position is turned back by the query's.
     tail = out[..., head_dim - config.rope_dim :]
     back = Rotary(rope.inverse_table(rope_number, hidden.device), step.rotary_positions, interleaved=True)
@@ -157,13 +158,13 @@ def attend(
     return module.o_b_proj(grouped.flatten(1))
 
 
-def _check_dtype(q: torch.Tensor, cache: V4Cache) -> None:
-    """That queries can attend to keys, before any are written."""
+def _check_dtype(q_latent: torch.Tensor, cache: V4Cache) -> None:
+    """That queries, which have their latents' dtype, can attend to keys, before any are written."""
     for name in ("window", "groups"):
         pages = getattr(cache, name)
-        if pages is not None and pages.dtype in checks.FLOAT_DTYPES and pages.dtype != q.dtype:
+        if pages is not None and pages.dtype in checks.FLOAT_DTYPES and pages.dtype != q_latent.dtype:
             raise TypeError(
-                f"cache.{name} must be quantised or {checks.dtype_names([q.dtype])} like the layer, got "
+                f"cache.{name} must be quantised or {checks.dtype_names([q_latent.dtype])} like the layer, got "
                 f"{checks.dtype_names([pages.dtype])}"
             )
 

@@ -18,6 +18,10 @@ from flashlatte.ops.index_query import index_query
 from flashlatte.ops.index_select import paged_index_select
 from flashlatte.ops.norm_rope import rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
+from flashlatte.runtime.side_stream import SideStream
+
+# Tokens of a step whose kernels leave room on the GPU: with as many 3% of a step are won where there is an indexer.
+MOST_TOKENS_BESIDE = 256
 
 
 @dataclass(frozen=True)
@@ -57,102 +61,114 @@ class SelectedGroups:
         return every.where(every < self.counts[tokens].unsqueeze(1), -1)
 
 
-def select_groups(
-    compressor: Any,
-    config: V4Config,
-    projected: Projected,
-    q_latent: torch.Tensor,
-    step: V4Step,
-    cache: V4Cache,
-    table: torch.Tensor,
-    backend: str | None,
-) -> SelectedGroups | None:
-    """Write the groups that the step finishes, and select; None in a layer without groups.
+class GroupStep:
+    """Writes the groups that a step finishes, and selects, while the layer goes on to its queries.
+
+    Both are chains of kernels that leave most of the GPU idle where a step has few tokens (docs/notes/deepseek-v4.md).
 
     Args:
-        compressor: position_bias, kv_norm, and an indexer where the layer has one.
+        compressor: position_bias, kv_norm, and an indexer where the layer has one; None in a layer without groups.
         q_latent: [T, q_lora_rank], normalised.
         table: float32 cosines and sines of the layer.
     """
-    if config.ratio == 0 or cache.groups is None or cache.states is None:
-        return None
-    groups = step.groups[config.ratio]
-    states = cache.groups, cache.states
-    _compress(compressor, config, projected.group_kv, projected.group_gate, step, groups, *states, table, backend)
-    if config.indexer is None or cache.index_keys is None or cache.index_states is None:
-        return SelectedGroups(None, groups.seen, groups, backend)
-    indexer = compressor.indexer
-    states = cache.index_keys, cache.index_states
-    _compress(indexer, config, projected.index_kv, projected.index_gate, step, groups, *states, table, backend)
-    weights = projected.index_weights
-    q, weights = _index_queries(indexer, config.indexer, weights, q_latent, cache.index_keys, table, step, backend)
-    topk = config.indexer.topk
-    numbers = paged_index_select(
-        q.unsqueeze(1),
-        cache.index_keys,
-        weights,
-        groups.seen,
-        groups.table[step.request_ids.clamp(0, groups.table.shape[0] - 1)],
-        topk,
-        backend=backend,
-    )
-    return SelectedGroups(numbers, groups.seen.clamp_max(topk), groups, backend)
 
+    def __init__(
+        self,
+        compressor: Any,
+        config: V4Config,
+        projected: Projected,
+        q_latent: torch.Tensor,
+        step: V4Step,
+        cache: V4Cache,
+        table: torch.Tensor,
+        backend: str | None,
+    ) -> None:
+        self._compressor, self._config, self._projected, self._q_latent = compressor, config, projected, q_latent
+        self._step, self._cache, self._table, self._backend = step, cache, table, backend
+        self._selected: SelectedGroups | None = None
+        self._side = SideStream(q_latent.device, q_latent.shape[0] <= MOST_TOKENS_BESIDE)
 
-def _compress(
-    module: Any,
-    config: V4Config,
-    kv: torch.Tensor,
-    gate: torch.Tensor,
-    step: V4Step,
-    groups: V4Groups,
-    cache: torch.Tensor,
-    states: torch.Tensor,
-    table: torch.Tensor,
-    backend: str | None,
-) -> None:
-    compress(
-        kv,
-        gate,
-        module.position_bias.float(),
-        module.kv_norm.weight,
-        table,
-        step.request_ids,
-        step.positions,
-        cache,
-        groups.slots,
-        state_cache=states,
-        state_table=groups.state_table,
-        eps=config.rms_norm_eps,
-        backend=backend,
-    )
+    def start(self) -> None:
+        """The longer of both chains beside what the current stream is given next."""
+        if self._config.indexer is not None:
+            self._side.run(self._select)
+        elif self._config.ratio:
+            self._side.run(self._write_groups)
 
+    def finish(self) -> SelectedGroups | None:
+        """What is selected, and groups written: before attention reads them. None in a layer without groups."""
+        config = self._config
+        if config.ratio == 0:
+            return None
+        if config.indexer is not None:
+            self._write_groups()
+        self._side.join()
+        groups = self._step.groups[config.ratio]
+        return self._selected or SelectedGroups(None, groups.seen, groups, self._backend)
 
-def _index_queries(
-    indexer: Any,
-    sizes: V4IndexerConfig,
-    weights: torch.Tensor,
-    q_latent: torch.Tensor,
-    index_keys: torch.Tensor,
-    table: torch.Tensor,
-    step: V4Step,
-    backend: str | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries [T, H, head_dim] in the dtype that goes with the keys, and float32 head weights [T, H]."""
-    q = indexer.q_b_proj(q_latent).unflatten(-1, (-1, sizes.head_dim))
-    _, layout = as_index_cache(index_keys, sizes.head_dim, "cache.index_keys")
-    if layout.scale_bytes:
-        return index_query(
-            q,
+    def _write_groups(self) -> None:
+        projected, cache = self._projected, self._cache
+        self._compress(self._compressor, projected.group_kv, projected.group_gate, cache.groups, cache.states)
+
+    def _select(self) -> None:
+        projected, cache, groups = self._projected, self._cache, self._step.groups[self._config.ratio]
+        sizes, indexer = self._config.indexer, self._compressor.indexer
+        if sizes is None or cache.index_keys is None:
+            return
+        self._compress(indexer, projected.index_kv, projected.index_gate, cache.index_keys, cache.index_states)
+        q, weights = self._index_queries(indexer, sizes, cache.index_keys)
+        numbers = paged_index_select(
+            q.unsqueeze(1),
+            cache.index_keys,
             weights,
-            table,
-            step.rotary_positions,
-            rope_first=False,
-            interleaved=True,
-            smallest_amax=1e-4,
-            scale_rounding="power_of_two",
-            backend=backend,
+            groups.seen,
+            groups.token_table,
+            sizes.topk,
+            backend=self._backend,
         )
-    tail = q[..., sizes.head_dim - table.shape[1] :]
-    rotate_heads(tail, Rotary(table, step.rotary_positions, interleaved=True), out=tail, backend=backend)
-    return q.to(layout.record_dtype), weights.float() * (sizes.head_dim * sizes.num_heads) ** -0.5
+        self._selected = SelectedGroups(numbers, groups.seen.clamp_max(sizes.topk), groups, self._backend)
+
+    def _compress(
+        self, module: Any, kv: torch.Tensor, gate: torch.Tensor, cache: torch.Tensor | None, states: torch.Tensor | None
+    ) -> None:
+        step, groups = self._step, self._step.groups[self._config.ratio]
+        if cache is None or states is None:
+            return
+        compress(
+            kv,
+            gate,
+            module.position_bias.float(),
+            module.kv_norm.weight,
+            self._table,
+            step.request_ids,
+            step.positions,
+            cache,
+            groups.slots,
+            state_cache=states,
+            state_table=groups.state_table,
+            eps=self._config.rms_norm_eps,
+            backend=self._backend,
+        )
+
+    def _index_queries(
+        self, indexer: Any, sizes: V4IndexerConfig, index_keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [T, H, head_dim] in the dtype that goes with the keys, and float32 head weights [T, H]."""
+        table, positions, weights = self._table, self._step.rotary_positions, self._projected.index_weights
+        q = indexer.q_b_proj(self._q_latent).unflatten(-1, (-1, sizes.head_dim))
+        _, layout = as_index_cache(index_keys, sizes.head_dim, "cache.index_keys")
+        if layout.scale_bytes:
+            return index_query(
+                q,
+                weights,
+                table,
+                positions,
+                rope_first=False,
+                interleaved=True,
+                smallest_amax=1e-4,
+                scale_rounding="power_of_two",
+                backend=self._backend,
+            )
+        tail = q[..., sizes.head_dim - table.shape[1] :]
+        rotate_heads(tail, Rotary(table, positions, interleaved=True), out=tail, backend=self._backend)
+        return q.to(layout.record_dtype), weights.float() * (sizes.head_dim * sizes.num_heads) ** -0.5

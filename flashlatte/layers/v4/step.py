@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,19 +43,35 @@ class V4Groups:
 
         Made when first asked for: layers that select among groups have no use for it, and it may be large.
         """
+        return self._kept("all_slots", self._all_slots)
+
+    @property
+    def token_table(self) -> torch.Tensor:
+        """[T, columns], each token's row of ``table``. Made when first asked for."""
+        last = self.table.shape[0] - 1
+        return self._kept("token_table", lambda: self.table[self.request_ids.clamp(0, last)])
+
+    def _all_slots(self) -> torch.Tensor:
+        return index_convert(
+            None,
+            self.table,
+            self.page_size,
+            request_ids=self.request_ids,
+            query_positions=self.seen - 1,
+            sinks=self.table.shape[1] * self.page_size,
+            backend=self.backend,
+        )
+
+    def _kept(self, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         # As functools.cached_property, in which torch.compile meets a lock before Python 3.12.
-        kept = self.__dict__
-        if "_all_slots" not in kept:
-            kept["_all_slots"] = index_convert(
-                None,
-                self.table,
-                self.page_size,
-                request_ids=self.request_ids,
-                query_positions=self.seen - 1,
-                sinks=self.table.shape[1] * self.page_size,
-                backend=self.backend,
-            )
-        return kept["_all_slots"]
+        kept: dict[str, tuple[torch.Tensor, bool]] = self.__dict__.setdefault("_made", {})
+        capturing = (
+            self.slots.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+        )
+        # What a graph makes is there when the graph has run, and not for whoever captured it.
+        if name not in kept or (kept[name][1] and not capturing):
+            kept[name] = make(), capturing
+        return kept[name][0]
 
     @classmethod
     def build(
