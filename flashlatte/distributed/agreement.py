@@ -10,31 +10,42 @@ import contextlib
 import itertools
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-# All ranks make their objects in the same order, so that equal numbers are the same object.
-_made: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDictionary()
-_FAILURE = "flashlatte/failure"
-# Of a wait, until it is asked whether whom it is for has failed.
-_GLANCE = timedelta(seconds=1)
+
+class World(Protocol):
+    """Processes that have a store in common: a process group, or those that are to be one."""
+
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def get_group_store(self) -> Any: ...
+
+
+# All ranks make their objects of a kind in the same order, so that equal numbers are the same object.
+_made: WeakKeyDictionary[World, defaultdict[str, itertools.count[int]]] = WeakKeyDictionary()
+_FAILURE, _FAILED = "flashlatte/failure", "failed"
+# Seconds between two looks at who has come, and whether somebody has failed.
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 
 
 class Agreement:
     """Compares facts over the ranks of a group, once for each new set of facts; afterwards it costs a look-up.
 
     Args:
-        group: whose ranks all make their objects, and meet new facts, in the same order.
+        group: whose ranks all make their objects of a kind, and meet new facts, in the same order.
         timeout: how long a rank waits for the others.
+        kind: of objects, which are counted apart from those of other kinds.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
-        number = next(_made.setdefault(group, itertools.count()))
-        self._prefix = f"flashlatte/agreement/{number}"
+    def __init__(self, group: World, timeout: timedelta, kind: str = "agreement") -> None:
+        number = next(_made.setdefault(group, defaultdict(itertools.count))[kind])
+        self._prefix = f"flashlatte/{kind}/{number}"
         self._group, self._timeout = group, timeout
         self._known: set[tuple[object, ...]] = set()
         self._checks = itertools.count()
@@ -44,46 +55,89 @@ class Agreement:
         key = (call, *facts.values())
         if key in self._known:
             return
-        rank = self._group.rank()
-        mine = {"call": call} | {name: str(value) for name, value in facts.items()}
-        for other, theirs in enumerate(self._of_every_rank(call, mine)):
-            if theirs != mine:
-                names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
-                raise ValueError(
-                    f"{call} needs the same on all ranks: rank {rank} has {_listed(mine, names)}, and rank {other} "
-                    f"{_listed(theirs, names)}"
-                )
+        place, mine = self._tell(_told(call, facts))
+        if any(theirs != mine for theirs in self._of_every_rank(place, mine)):
+            self._refuse(place, call)
         self._known.add(key)
+
+    def check_those_here(self, call: str, facts: Mapping[str, object]) -> None:
+        """``check`` with those that have come, which waits for nobody: those that come later find these facts."""
+        place, mine = self._tell(_told(call, facts))
+        if any(theirs[name] != mine[name] for theirs in self._said(place).values() for name in mine.keys() & theirs):
+            self._refuse(place, call)
+
+    def withdraw(self, error: Exception) -> None:
+        """Tell those that come, or wait, to the next ``check`` that this rank has failed before it: RuntimeError."""
+        self._tell({_FAILED: _described(error)})
 
     def same(self, call: str, value: object) -> bool:
         """Whether all ranks come with the same value."""
-        mine = {"call": call, "value": str(value)}
-        return all(theirs == mine for theirs in self._of_every_rank(call, mine))
+        place, mine = self._tell(_told(call, {"value": value}))
+        return all(theirs == mine for theirs in self._of_every_rank(place, mine))
 
     def least(self, call: str, number: int) -> int:
         """The smallest of the ranks' numbers. Raises ValueError where another rank makes another call."""
+        place, mine = self._tell(_told(call, {"value": number}))
         numbers = []
-        for other, theirs in enumerate(self._of_every_rank(call, {"call": call, "value": str(number)})):
+        for theirs in self._of_every_rank(place, mine):
             if theirs["call"] != call:
-                raise ValueError(f"all ranks must ask for {call}, and rank {other} makes {theirs['call']} instead")
+                self._refuse(place, call)
             numbers.append(int(theirs["value"]))
         return min(numbers)
 
-    def _of_every_rank(self, call: str, mine: dict[str, str]) -> Iterator[dict[str, str]]:
-        rank, store = self._group.rank(), self._group.get_group_store()
+    def _tell(self, facts: dict[str, str]) -> tuple[str, dict[str, str]]:
+        """Where the ranks' facts of this check are, and this one's."""
         place = f"{self._prefix}/{next(self._checks)}"
-        store.set(f"{place}/{rank}", json.dumps(mine))
-        until = time.monotonic() + self._timeout.total_seconds()
-        for other in range(self._group.size()):
-            while not _comes(store, f"{place}/{other}", until - time.monotonic()):
-                check_others(self._group)
-                if time.monotonic() > until:
-                    seconds = f"{self._timeout.total_seconds():g} s"
-                    raise RuntimeError(
-                        f"rank {other} did not come to {call} with {_listed(mine)} within {seconds}, as rank {rank} "
-                        "did: it runs something else, or has ended"
-                    )
-            yield json.loads(store.get(f"{place}/{other}"))
+        self._group.get_group_store().set(f"{place}/{self._group.rank()}", json.dumps(facts))
+        return place, facts
+
+    def _of_every_rank(self, place: str, mine: dict[str, str]) -> Iterator[dict[str, str]]:
+        """The facts of every rank, as they come: those that disagree are not to wait for one that is late."""
+        rank, store = self._group.rank(), self._group.get_group_store()
+        until, pause = time.monotonic() + self._timeout.total_seconds(), _SHORTEST_PAUSE
+        missing = list(range(self._group.size()))
+        while True:
+            here = [other for other in missing if store.check([f"{place}/{other}"])]
+            for other in here:
+                theirs = json.loads(store.get(f"{place}/{other}"))
+                if _FAILED in theirs:
+                    raise RuntimeError(f"rank {other} failed, and so rank {rank} ends: {theirs[_FAILED]}")
+                yield theirs
+            missing = [other for other in missing if other not in here]
+            if not missing:
+                return
+            check_others(self._group)
+            if time.monotonic() > until:
+                facts = _listed(mine, [name for name in mine if name != "call"])
+                raise RuntimeError(
+                    f"rank {missing[0]} did not come to {mine['call']} with {facts} within "
+                    f"{self._timeout.total_seconds():g} s, as rank {rank} did: it runs something else, or has ended"
+                )
+            # A store's own wait would write a warning each time that nobody comes.
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _said(self, place: str) -> dict[int, dict[str, str]]:
+        """The facts of every rank that has come and has not failed."""
+        store = self._group.get_group_store()
+        here = [rank for rank in range(self._group.size()) if store.check([f"{place}/{rank}"])]
+        said = {rank: json.loads(store.get(f"{place}/{rank}")) for rank in here}
+        return {rank: facts for rank, facts in said.items() if _FAILED not in facts}
+
+    def _refuse(self, place: str, call: str) -> NoReturn:
+        """Raise ValueError with what each rank said, of those that have come."""
+        said = self._said(place)
+        every = {name: [facts.get(name) for facts in said.values()] for facts in said.values() for name in facts}
+        differ = [name for name, values in every.items() if len(set(values)) > 1]
+        # What not all speak of matters where they say the same of all else.
+        names = [name for name in differ if None not in every[name]] or differ
+        if "call" in names:  # Of different calls nothing else can be compared.
+            names = ["call"]
+        by_facts: dict[str, list[int]] = {}
+        for rank, facts in said.items():
+            by_facts.setdefault(_listed(facts, names), []).append(rank)
+        each = "; ".join(f"{_named(ranks)} {facts}" for facts, ranks in by_facts.items())
+        raise ValueError(f"{call} needs the same on all ranks: {each}")
 
 
 @contextlib.contextmanager
@@ -110,7 +164,7 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         raise
 
 
-def check_others(group: dist.ProcessGroup, cause: Exception | None = None) -> None:
+def check_others(group: World, cause: Exception | None = None) -> None:
     """Raise RuntimeError where another rank has told of a failure, by ``failing_together``.
 
     Args:
@@ -128,14 +182,15 @@ def _described(error: Exception | None) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _comes(store: Any, key: str, seconds: float) -> bool:
-    """Whether a key comes within so many seconds, and within a short time."""
-    try:
-        store.wait([key], min(timedelta(seconds=max(seconds, 0)), _GLANCE))
-    except RuntimeError:
-        return False
-    return True
+def _told(call: str, facts: Mapping[str, object]) -> dict[str, str]:
+    return {"call": call} | {name: str(value) for name, value in facts.items()}
 
 
-def _listed(facts: Mapping[str, object], names: list[str] | None = None) -> str:
-    return ", ".join(f"{name} {facts.get(name)}" for name in (names or facts) if names or name != "call")
+def _listed(facts: Mapping[str, str], names: list[str]) -> str:
+    return ", ".join(f"{name} {facts.get(name)}" for name in names)
+
+
+def _named(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} has"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} have"

@@ -65,7 +65,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         tensor_parallel: int = 1,
         context_parallel: int = 1,
     ) -> None:
-        self.model = as_model(model, tensor_parallel, context_parallel)
+        options = {"cache_format": cache_format, "num_pages": num_pages, "page_size": page_size}
+        options |= {"host_pages": host_pages, "max_tokens": max_tokens, "max_requests": max_requests}
+        options |= {"drafts": drafts, "graphs": graphs}
+        self.model = as_model(model, tensor_parallel, context_parallel, options)
         self.ranks = self.model.ranks
         with self.ranks.failing_together():
             self.cache_format = self.model.plain_format if cache_format is None else cache_format

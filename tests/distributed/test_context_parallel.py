@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from support import rank_jobs
@@ -149,18 +151,18 @@ def test_an_empty_step(ranks):
 def test_ranks_that_differ_are_told(ranks):
     told = ranks.outcomes(rank_jobs.call_with, {1: {"interleave": 2}}, interleave=1)
     assert all(isinstance(failure, Failure) for failure in told[:2])
-    assert told[0].message == (
-        "ValueError: ContextParallel needs the same on all ranks: rank 0 has interleave 1, and rank 1 interleave 2"
-    )
+    assert told[0].message.startswith("ValueError: ContextParallel needs the same on all ranks: rank")
+    assert all(re.search("ha(s|ve) interleave 1", failure.message) for failure in told)
+    assert all("rank 1 has interleave 2" in failure.message for failure in told)
     # Whoever asks is told, and nobody is left waiting in a collective.
     assert all("needs the same on all ranks" in failure.message for failure in told)
 
 
 def test_shapes_that_differ_are_told_before_anybody_waits(ranks):
     told = ranks.outcomes(rank_jobs.decode_heads, [2, *[1] * (ranks.size - 1)])
-    assert (
-        "decode needs the same on all ranks: rank 0 has q (2, 1, 2, 24), and rank 1 q (2, 1, 1, 24)" in told[0].message
-    )
+    said = "decode needs the same on all ranks: rank 0 has q (2, 1, 2, 24); rank"
+    assert all(said in failure.message for failure in told)
+    assert all("q (2, 1, 1, 24)" in failure.message for failure in told)
     assert all("needs the same on all ranks" in failure.message for failure in told)
 
 

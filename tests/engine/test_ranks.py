@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -103,10 +107,70 @@ def test_a_checkpoint_is_divided(two, tmp_path):
     assert output[0] == whole[: whole.index(whole[2]) + 1]
 
 
-def test_engines_that_differ_are_told_on_all_ranks(two):
-    told = two.outcomes(rank_engine_jobs.options_by_rank, [{"num_pages": 8}, {"num_pages": 9}])
-    assert "Engine needs the same on all ranks: rank 0 has num_pages 8, and rank 1 num_pages 9" in told[0].message
-    assert "rank 1 has num_pages 9, and rank 0 num_pages 8" in told[1].message
+DIFFERENT = [
+    ({"num_pages": 8}, {"num_pages": 9}, "num_pages 8", "num_pages 9"),
+    ({}, {"num_pages": None}, "num_pages 64", "num_pages None"),
+    ({}, {"page_size": 8}, "page_size 4", "page_size 8"),
+    ({}, {"cache_format": "bf16"}, "cache_format None", "cache_format bf16"),
+    ({}, {"context_parallel": 2}, "context_parallel 1", "context_parallel 2"),
+    ({}, {"tensor_parallel": 1}, "tensor_parallel 2", "tensor_parallel 1"),
+    ({}, {"source": "GlmMoeDsa"}, "config.model_type deepseek_v3", "config.model_type glm_moe_dsa"),
+]
+
+
+@pytest.mark.parametrize("late", [None, 0, 1])
+@pytest.mark.parametrize(("one", "other", "said", "told"), DIFFERENT, ids=[told for *_, told in DIFFERENT])
+def test_engines_that_differ_are_told_on_all_ranks(two, one, other, said, told, late):
+    """Whoever comes first. An engine of one process waits for nobody, so it is told only if it comes later."""
+    begin = time.monotonic()
+    outcomes = two.outcomes(rank_engine_jobs.options_by_rank, [one, other], late)
+    assert time.monotonic() - begin < 10
+    if "tensor_parallel" in other and outcomes[1] is None:
+        assert late != 1
+        outcomes = outcomes[:1]
+    for failure in outcomes:
+        assert failure.message.startswith("ValueError: Engine needs the same on all ranks: rank 0 has ")
+        first, second = failure.message.split("; ")
+        assert said in first
+        assert second.startswith("rank 1 has ")
+        assert told in second
+
+
+def test_ranks_three_and_one(four):
+    """Those that say the same are named together."""
+    told = four.outcomes(rank_engine_jobs.options_by_rank, [{}, {}, {"page_size": 8}, {}], 2)
+    assert told[2].message == (
+        "ValueError: Engine needs the same on all ranks: ranks 0, 1 and 3 have page_size 4; rank 2 has page_size 8"
+    )
+    assert all("rank 2 has page_size 8" in failure.message for failure in told)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"source": Path("nowhere")}, "FileNotFoundError: model must be the directory of a checkpoint, got nowhere"),
+        ({"source": "DeepseekV4"}, "ValueError: tensor_parallel and context_parallel must be 1 for deepseek_v4"),
+        ({"tensor_parallel": 0}, "ValueError: tensor_parallel must be at least 1, got 0"),
+        ({"tensor_parallel": "2"}, "TypeError: tensor_parallel must be an int, got str"),
+    ],
+    ids=str,
+)
+def test_a_rank_that_cannot_begin_ends_the_others_at_once(two, wrong, message, late):
+    begin = time.monotonic()
+    other, failed = two.outcomes(rank_engine_jobs.options_by_rank, [{}, wrong], late)
+    assert time.monotonic() - begin < 10
+    assert failed.message.startswith(message)
+    assert other.message.startswith(f"RuntimeError: rank 1 failed, and so rank 0 ends: {message}")
+    # The next engines find each other.
+    assert two.run(rank_engine_jobs.options_by_rank, [{}, {}]) == [None, None]
+
+
+def test_engines_of_each_process_and_of_all(two):
+    """One process's engine is no other's business, where all make the same ones, or it is made of a ``Model``."""
+    one, other = two.run(rank_engine_jobs.another_alike)
+    assert one == other
+    two.run(rank_engine_jobs.of_a_model_alone)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +203,38 @@ def test_numbers_that_do_not_fit_the_processes(two, options, message):
         assert failure.message.startswith("ValueError")
         with pytest.raises(AssertionError, match=message):
             raise AssertionError(failure.message)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("late", [0, 1])
+def test_processes_that_are_no_group_yet(late, tmp_path):
+    """As ``torchrun`` starts them: one that wants an engine of its own would never come to make the group."""
+    script = tmp_path / "serve.py"
+    script.write_text(
+        f"""import os, time
+from flashlatte.engine import Engine
+from support.engine_models import model
+
+rank = int(os.environ["RANK"])
+made = model()
+time.sleep(3 if rank == {late} else 0)
+try:
+    Engine(made, tensor_parallel=2 - rank, num_pages=8)
+except ValueError as error:
+    print(error)
+else:
+    time.sleep(5)
+"""
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=100, env=os.environ | support_path())
+    told = "Engine needs the same on all ranks: rank 0 has tensor_parallel 2; rank 1 has tensor_parallel 1"
+    assert done.stdout.count(told) == 1 + late, done.stderr
+
+
+def support_path():
+    here = Path(__file__).parents[1]
+    return {"PYTHONPATH": os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])}
 
 
 def test_without_processes():
@@ -182,8 +278,11 @@ def test_a_rank_that_cannot_be_made_ends_the_others_at_once(two, kind):
 def test_the_ranks_smallest_number_is_everybodys(two):
     assert two.run(rank_engine_jobs.least, [5, 3]) == [3, 3]
     told = [failure.message for failure in two.outcomes(rank_engine_jobs.least, [5, None])]
-    assert told[0] == "ValueError: all ranks must ask for a default of num_pages, and rank 1 makes Engine instead"
-    assert "rank 1 has call Engine" in told[1]
+    for call, message in zip(("a default of num_pages", "Engine"), told, strict=True):
+        assert message == (
+            f"ValueError: {call} needs the same on all ranks: rank 0 has call a default of num_pages; rank 1 has call "
+            "Engine"
+        )
 
 
 def test_a_wait_for_the_gpu_ends_when_another_rank_has_failed(two):

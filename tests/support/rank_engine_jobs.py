@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,30 @@ def generate(source: Any, prompts: list[list[int]], sampling: SamplingParams, **
         return [(output.tokens, output.logprobs, output.cached_tokens) for output in outputs], engine.statistics()
 
 
-def options_by_rank(options: list[dict[str, Any]]) -> None:
-    """Engines that are made differently."""
-    made("DeepseekV3", options[dist.get_rank()])
+def options_by_rank(options: list[dict[str, Any]], late: int | None = None) -> None:
+    """Engines that are made differently, that of rank ``late`` when the others wait for it; ``source`` is a model."""
+    mine = {"source": "DeepseekV3"} | options[dist.get_rank()]
+    if dist.get_rank() == late:
+        time.sleep(1.5)
+    engine = made(mine.pop("source"), mine)
+    if dist.get_world_size() == engine.ranks.size:
+        engine.ranks.part()
+
+
+def another_alike() -> list[int]:
+    """An engine of each process alone, and then one of all."""
+    alone = Engine(model("DeepseekV3"), **SIZES)
+    (output,) = alone.generate([[1, 2, 3]], SamplingParams(3))
+    together = generate("DeepseekV3", [[1, 2, 3]], SamplingParams(3))
+    assert dist.get_rank() != 0 or together[0][0][0] == output.tokens
+    return output.tokens
+
+
+def of_a_model_alone() -> None:
+    """Rank 0's of a Model, which is no engine that others could share."""
+    if dist.get_rank() == 0:
+        Engine(Model(model("DeepseekV3")), **SIZES)
+    generate("DeepseekV3", [[1, 2, 3]], SamplingParams(3))
 
 
 def misuse() -> str:

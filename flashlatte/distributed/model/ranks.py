@@ -20,12 +20,11 @@ from flashlatte.distributed.agreement import Agreement, check_others, failing_to
 from flashlatte.distributed.context_parallel import ContextParallel
 from flashlatte.distributed.metadata import shard_metadata
 from flashlatte.distributed.model.alone import Alone
+from flashlatte.distributed.model.meeting import PATIENCE, Meeting
 from flashlatte.distributed.summing import RankSum
 from flashlatte.layers import MLAMetadata
 from flashlatte.runtime import checks
 
-# Ranks load a checkpoint, and compile kernels, at their own pace.
-_PATIENCE = timedelta(minutes=10)
 # Rank 0 may have nothing to do for long. When it ends, its connections end, and so the wait of the others.
 _IDLE = timedelta(days=7)
 # Of a wait for this rank's GPU, until it is asked whether a rank that the GPU waits for has failed.
@@ -39,6 +38,8 @@ class Ranks(Alone):
         tensor_parallel: ranks that heads and MLPs are divided over: as many as there are processes.
         context_parallel: ranks that the keys are divided over, a divisor of ``tensor_parallel``; that many neighbours
             store a token once.
+        meeting: where the ranks come together; one of their own if None.
+        facts: what else all ranks must say alike.
 
     Attributes:
         rank, size: this process's, and how many there are.
@@ -46,38 +47,51 @@ class Ranks(Alone):
         keys_over: ``context_parallel``.
 
     Raises:
-        TypeError, ValueError: numbers below 1, or that do not go with the processes that there are.
-        RuntimeError: a rank that does not come.
+        TypeError, ValueError: numbers below 1, or that do not go with the processes that there are; ranks that differ.
+        RuntimeError: a rank that does not come, or has failed.
     """
 
-    def __init__(self, tensor_parallel: int, context_parallel: int = 1) -> None:
-        self.size = checks.positive_int("tensor_parallel", tensor_parallel)
-        self.keys_over = checks.positive_int("context_parallel", context_parallel)
-        self.device = torch.device("cpu")
-        if torch.cuda.is_available():
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-            torch.cuda.set_device(self.device)
-        world = _join(tensor_parallel)
-        self.rank = world.rank()
-        # First of all: ranks that raise, or make other groups, leave the others waiting.
-        asked = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
-        Agreement(world, _PATIENCE).check("Engine", asked)
-        if self.size != world.size():
-            raise ValueError(f"tensor_parallel must be the number of processes, {world.size()}, got {tensor_parallel}")
+    def __init__(
+        self,
+        tensor_parallel: int,
+        context_parallel: int = 1,
+        *,
+        meeting: Meeting | None = None,
+        facts: Mapping[str, object] | None = None,
+    ) -> None:
+        with meeting or Meeting(joins=True) as meeting:
+            self.size = checks.positive_int("tensor_parallel", tensor_parallel)
+            self.keys_over = checks.positive_int("context_parallel", context_parallel)
+            if meeting.world is None:
+                raise ValueError(
+                    f"tensor_parallel {tensor_parallel} needs as many processes: start with torchrun --nproc-per-node "
+                    f"{tensor_parallel}"
+                )
+            asked = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
+            meeting.agree({**asked, **(facts or {})})
+        if self.size != meeting.world.size():
+            raise ValueError(
+                f"tensor_parallel must be the number of processes, {meeting.world.size()}, got {tensor_parallel}"
+            )
         if self.size % self.keys_over:
             raise ValueError(
                 f"context_parallel must divide tensor_parallel {tensor_parallel}, over whose ranks keys are divided, "
                 f"got {context_parallel}"
             )
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(self.device)
+        self.rank = meeting.join().rank()
         # Groups of its own, which it can close when it fails, so that nobody waits for it.
         self._group = _group(range(self.size))
         self._plans = _group(range(self.size), backend="gloo", timeout=_IDLE)
-        self._agreement = Agreement(self._plans, _PATIENCE)
+        self._agreement = Agreement(self._plans, PATIENCE)
         self._context: ContextParallel | None = None
         firsts = range(0, self.size, self.keys_over) if self.keys_over > 1 else ()
         sharing = [_group(range(first, first + self.keys_over)) for first in firsts]
         if sharing:
-            self._context = ContextParallel(sharing[self.rank // self.keys_over], timeout=_PATIENCE)
+            self._context = ContextParallel(sharing[self.rank // self.keys_over], timeout=PATIENCE)
         self._groups = [self._plans, self._group, *([self._context.group] if self._context else [])]
         self._sum = RankSum(self._group, self._agreement)
 
@@ -187,20 +201,6 @@ class Ranks(Alone):
             if dist.get_backend(group) == "gloo":
                 dist.destroy_process_group(group)
         self._groups = []
-
-
-def _join(tensor_parallel: int) -> dist.ProcessGroup:
-    """The group of all processes, which should be so many, made if they do not know each other yet."""
-    if not dist.is_initialized():
-        if "RANK" not in os.environ:
-            raise ValueError(
-                f"tensor_parallel {tensor_parallel} needs as many processes: start with torchrun --nproc-per-node "
-                f"{tensor_parallel}"
-            )
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    world = dist.group.WORLD
-    assert world is not None
-    return world
 
 
 def _group(ranks: range, **options: object) -> dist.ProcessGroup:
