@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from flashlatte import kv_cache
 from flashlatte.distributed.model.checkpoint import Slices
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.distributed.model.shards import divide_mlp, own_heads
 from flashlatte.engine.batch import Batch, Limits
-from flashlatte.engine.paged import PagedModel, Planner, check_type, config_of, load
+from flashlatte.engine.paged import PagedModel, Planner, check_type, config_of, load, normed
 from flashlatte.kv_cache.index_formats import index_format_beside
 from flashlatte.kv_cache.registry import format_of_rows
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata, MLAMetadataBuilder
@@ -129,11 +128,11 @@ class Model(PagedModel):
         index_caches = iter(caches[len(self.attention) :])
         for layer, attention, cache in zip(self._body.layers, self.attention, caches, strict=False):
             index_cache = None if attention.indexer is None else next(index_caches)
-            attended = attention(_normed(layer.input_layernorm, hidden), cache, metadata, index_cache=index_cache)
+            attended = attention(normed(layer.input_layernorm, hidden), cache, metadata, index_cache=index_cache)
             hidden = hidden + self.ranks.sum(attended)
             # Mixtures of experts take [batch, tokens, hidden].
-            hidden = hidden + layer.mlp(_normed(layer.post_attention_layernorm, hidden)[None])[0]
-        return self._head(_normed(self._body.norm, hidden[rows]))
+            hidden = hidden + layer.mlp(normed(layer.post_attention_layernorm, hidden)[None])[0]
+        return self._head(normed(self._body.norm, hidden[rows]))
 
     def _adopt(self, number: int, layer: Any, backend: str | None, ranks: Ranks | None) -> MLAAttention:
         """An attention layer on the weights of a decoder layer's module, or with this rank's part of them."""
@@ -149,8 +148,3 @@ class Model(PagedModel):
         )
         attention.load_state_dict(module.state_dict(), assign=True)
         return attention.requires_grad_(False)
-
-
-def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
-    """A transformers RMSNorm in one kernel, where its own module takes seven."""
-    return nn.functional.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flashlatte.engine.batch import Batch, Limits
-from flashlatte.engine.paged import PagedModel, Planner, check_type, config_of, load
+from flashlatte.engine.paged import PagedModel, Planner, check_type, config_of, load, normed
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.index_formats import index_format, index_format_beside
 from flashlatte.kv_cache.registry import as_format
@@ -20,7 +20,9 @@ from flashlatte.layers.v4.attention import attend
 from flashlatte.layers.v4.builder import States, V4Builder, V4Metadata
 from flashlatte.layers.v4.config import MODEL_TYPE
 from flashlatte.layers.v4.modules import hidden_projections
+from flashlatte.layers.v4.streams import read_streams
 from flashlatte.layers.v4.workspace import DEFAULT_LIMITS
+from flashlatte.ops.mhc import mhc_post
 
 # Groups of the lowest ratio that a page holds, where nobody chose its size: what kernels of the indexer are made for.
 _GROUPS_OF_A_PAGE = 64
@@ -107,19 +109,18 @@ class V4Model(PagedModel):
     ) -> torch.Tensor:
         step = metadata.step()
         embedded = self._body.embed_tokens(tokens)
-        hidden = embedded[None, :, None].repeat(1, 1, self._streams, 1)  # [1, T, streams, hidden_size]
+        streams = embedded.unsqueeze(1).repeat(1, self._streams, 1)  # [T, streams, hidden_size]
         remaining = iter(caches)
         for layer, config, states in zip(self._body.layers, self.layers, metadata.states, strict=True):
             cache = _cache_of(config, remaining, states)
-            shares, mixture, seen = layer.attn_hc(hidden)
-            seen = layer.input_layernorm(seen)[0]
-            attended = attend(layer.self_attn, config, seen, step, cache, self.backend)[None]
-            hidden = _joined_by(shares, mixture, hidden, attended)
-            shares, mixture, seen = layer.ffn_hc(hidden)
+            shares, mixture, seen = read_streams(layer.attn_hc, streams, self.backend)
+            attended = attend(layer.self_attn, config, normed(layer.input_layernorm, seen), step, cache, self.backend)
+            streams = mhc_post(attended, streams, shares, mixture, backend=self.backend)
+            shares, mixture, seen = read_streams(layer.ffn_hc, streams, self.backend)
             # The first layers choose experts by the token itself.
-            fed = layer.mlp(layer.post_attention_layernorm(seen), input_ids=tokens[None])
-            hidden = _joined_by(shares, mixture, hidden, fed)
-        return self._head(self._body.norm(self._body.hc_head(hidden[:, rows]))[0])
+            fed = layer.mlp(normed(layer.post_attention_layernorm, seen)[None], input_ids=tokens[None])[0]
+            streams = mhc_post(fed, streams, shares, mixture, backend=self.backend)
+        return self._head(self._body.norm(self._body.hc_head(streams[rows][None]))[0])
 
 
 def _cache_of(config: V4Config, caches: Iterator[torch.Tensor], states: States) -> V4Cache:
@@ -128,12 +129,3 @@ def _cache_of(config: V4Config, caches: Iterator[torch.Tensor], states: States) 
     groups = next(caches) if config.ratio else None
     keys = None if config.indexer is None else next(caches)
     return V4Cache(window, groups, states[0], keys, states[1])
-
-
-def _joined_by(shares: torch.Tensor, mixture: torch.Tensor, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """What a hyper-connection (DeepSeek-V4's mHC) makes of streams [1, T, n, hidden_size] and the result of a layer.
-
-    The layer saw one mixture of the streams. Each becomes a mixture of all, plus its share of the result.
-    """
-    mixed = mixture.to(hidden.dtype).transpose(-1, -2) @ hidden
-    return mixed + shares.to(hidden.dtype).unsqueeze(-1) * result.unsqueeze(-2)

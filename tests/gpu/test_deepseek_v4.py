@@ -12,6 +12,7 @@ import flashlatte
 from flashlatte import kv_cache
 from flashlatte.kv_cache.registry import as_format
 from flashlatte.layers import V4Attention, V4Cache, V4Config, V4IndexerConfig, V4Step, WorkspaceLimits
+from flashlatte.ops.mhc import mhc_post, mhc_pre
 
 pytestmark = pytest.mark.gpu
 
@@ -126,6 +127,20 @@ def test_norms_and_index_queries() -> None:
     assert share_that_differs(found[0][0], found[1][0]) < 2e-3
     assert share_that_differs(found[0][1], found[1][1]) < 2e-3
     torch.testing.assert_close(found[0][2], found[1][2])
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 4096), (300, 2048), (3, 1500)])
+def test_mhc(dtype: torch.dtype, tokens: int, width: int) -> None:
+    streams, projected = torch.randn(tokens, 4, width, device=DEVICE).to(dtype), torch.randn(tokens, 24, device=DEVICE)
+    base, scale = torch.randn(24, device=DEVICE), torch.randn(3, device=DEVICE)
+    made, expected = (mhc_pre(streams, projected, base, scale, backend=backend) for backend in (None, "reference"))
+    for a, b in zip(made, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.01 if a.dtype == BF16 else 1e-4, atol=1e-4)
+    for a, b in zip(mhc_pre(streams, projected, base, scale), made, strict=True):
+        assert a.equal(b)
+    after, exact = (mhc_post(made[2], streams, *made[:2], backend=backend) for backend in (None, "reference"))
+    torch.testing.assert_close(after, exact, rtol=0.01 if dtype == BF16 else 1e-5, atol=1e-2 if dtype == BF16 else 1e-5)
 
 
 def test_index_workspace() -> None:

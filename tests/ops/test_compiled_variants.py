@@ -76,6 +76,8 @@ SAME_CODE = [
     ("concat_mla_q", "portable", {"tokens": [1, 2, 16, 77], "heads": [1, 16, 128]}, 1),
     # One for each size of block.
     ("index_weights", "portable", {"tokens": [1, 4, 5, 16, 17, 128], "heads": [1, 32, 64], "gap": [0, 8, 64]}, 3),
+    ("mhc_post", "portable", {"tokens": [1, 2, 16, 77], "width": [1024, 4096, 7168]}, 1),
+    ("mhc_pre", "portable", {"tokens": [1, 2, 16, 77], "width": [1024, 4096, 7168]}, 1),
     ("index_workspace", "portable", {"tokens": [1, 2, 16, 77], "requests": [1, 2, 16], "topk": [1, 512]}, 1),
     (
         "rope_cache_write",

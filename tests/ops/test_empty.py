@@ -33,6 +33,7 @@ from flashlatte.kv_cache.index_formats import index_format
 from flashlatte.ops.cache_gather import cache_gather
 from flashlatte.ops.cache_write import cache_write
 from flashlatte.ops.index_weights import index_weights
+from flashlatte.ops.mhc import mhc_post, mhc_pre
 from flashlatte.ops.norm_rope import latent_rows, rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime import dispatch
@@ -89,6 +90,12 @@ def empty_gather(batch: int):
 
 def empty_conversion():
     return (kv_cache.to_cache_indices(ints(0, 6), ints(0, 0), 8),)
+
+
+def empty_streams():
+    streams, numbers = torch.ones(0, 4, 8), torch.ones(0, 24)
+    shares, mixture, seen = mhc_pre(streams, numbers, torch.ones(24), torch.ones(3))
+    return shares, mixture, seen, mhc_post(seen, streams, shares, mixture)
 
 
 def empty_rows():
@@ -198,6 +205,7 @@ CALLS: dict[str, Call] = INDEXER | {
     "cache_gather, no tokens": (lambda: empty_gather(2), ((0, 512),)),
     "to_cache_indices": (empty_conversion, ((0, 6),)),
     "index_weights": (lambda: (index_weights(torch.ones(0, 8), torch.ones(4, 8)),), ((0, 4),)),
+    "mhc": (empty_streams, ((0, 4), (0, 4, 4), (0, 8), (0, 4, 8))),
     "norm_rope": (empty_rows, ((0, 32), (0, 40), (0, 4, 8))),
 }
 

@@ -343,6 +343,32 @@ def index_weights(
     return record("index_weights", backend, hidden, torch.zeros(heads, 7168), torch.zeros(tokens, heads), arch=arch)
 
 
+def mhc_pre(
+    record: Recording,
+    backend: str,
+    tokens: int = 8,
+    width: int = 4096,
+    dtype: torch.dtype = BF16,
+    arch: int | None = 90,
+) -> list[Recorded]:
+    streams, numbers = torch.zeros(tokens, 4, width, dtype=BF16), torch.zeros(tokens, 24)
+    made = torch.zeros(tokens, 4), torch.zeros(tokens, 4, 4), torch.zeros(tokens, width, dtype=BF16)
+    return record("mhc_pre", backend, streams, numbers, numbers[0], numbers[0, :3], 1e-6, 1e-6, 20, *made, arch=arch)
+
+
+def mhc_post(
+    record: Recording,
+    backend: str,
+    tokens: int = 8,
+    width: int = 4096,
+    dtype: torch.dtype = BF16,
+    arch: int | None = 90,
+) -> list[Recorded]:
+    result, streams = torch.zeros(tokens, width, dtype=BF16), torch.zeros(tokens, 4, width, dtype=BF16)
+    shares, mixture = torch.zeros(tokens, 4), torch.zeros(tokens, 4, 4)
+    return record("mhc_post", backend, result, streams, shares, mixture, torch.empty_like(streams), arch=arch)
+
+
 CALLS: dict[str, Any] = {
     function.__name__: function
     for function in (
@@ -358,6 +384,8 @@ CALLS: dict[str, Any] = {
         gather_records,
         index_weights,
         index_workspace,
+        mhc_post,
+        mhc_pre,
         pack_seq,
         inverse_rope_quantize,
         q_kv_norm,

@@ -11,6 +11,8 @@ from support.recording import Recorded, Recording
 MODULES = {
     "dense_prefill_backward": "dense_prefill",
     "latent_rows": "norm_rope",
+    "mhc_post": "mhc",
+    "mhc_pre": "mhc",
     "rotate_heads": "norm_rope",
     "unpack_seq": "pack_seq",
 }

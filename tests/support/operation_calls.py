@@ -16,6 +16,7 @@ from support import no_gpu
 import flashlatte
 from flashlatte.kv_cache import turboquant
 from flashlatte.ops.index_weights import index_weights
+from flashlatte.ops.mhc import mhc_post, mhc_pre
 from flashlatte.ops.norm_rope import latent_rows, rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime import dispatch, machine
@@ -162,6 +163,12 @@ def _index_weights() -> None:
     index_weights(_rows(3, 512), torch.zeros(64, 512), backend="portable")
 
 
+def _mhc() -> None:
+    streams, numbers = _rows(3, 4, 64), torch.zeros(3, 24)
+    shares, mixture, seen = mhc_pre(streams, numbers, numbers[0], torch.zeros(3), backend="portable")
+    mhc_post(seen, streams, shares, mixture, backend="portable")
+
+
 def _index_query() -> None:
     flashlatte.index_query(_rows(3, 64, 128), torch.zeros(3, 64), torch.zeros(8, 64), _ints(3), backend="portable")
 
@@ -201,6 +208,7 @@ OPERATIONS = (
     "index_workspace",
     "inverse_rope_quantize",
     "merge_states",
+    "mhc",
     "norm_rope",
     "pack_seq",
     "paged_attention",
@@ -232,6 +240,7 @@ CALLS: list[Callable[[], None]] = [
     _index_cache,
     _index_query,
     _index_weights,
+    _mhc,
     *(functools.partial(_index_logits, backend) for backend in ("portable", "hopper")),
     *(functools.partial(_topk, "portable", 2, width) for width in (100, 100_000)),
     *(functools.partial(_topk, "hopper", rows, 100) for rows in (2, 60, 100, 200)),

@@ -1,0 +1,156 @@
+"""``mhc_pre`` and ``mhc_post``: their arguments, their checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.runtime import checks, dispatch, gradients, refusals
+from flashlatte.runtime.repeat import repeats_launches
+from flashlatte.runtime.torch_op import register_op
+
+PRE, POST = "mhc_pre", "mhc_post"
+# The matrix that mixes a token's streams is one program's. DeepSeek-V4 has 4.
+MAX_STREAMS = 16
+
+for _operation in (PRE, POST):
+    dispatch.define(
+        _operation,
+        dispatch.Implementation("portable", f"flashlatte.ops.mhc.portable:{_operation}", refusals.triton),
+        dispatch.Implementation("reference", f"flashlatte.ops.mhc.reference:{_operation}"),
+    )
+
+
+@repeats_launches
+def mhc_pre(
+    streams: torch.Tensor,
+    projected: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    rms_eps: float = 1e-6,
+    eps: float = 1e-6,
+    iterations: int = 20,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a layer of DeepSeek-V4 sees of a token's n streams, and how its result becomes part of them.
+
+    Manifold-constrained hyper-connections (mHC, arXiv:2512.24880). With the root mean square r of all of a token's
+    numbers and z = projected / r · scale + base, of which the first n numbers are a, the next n are b and the rest is
+    a matrix C: the layer sees Σ (sigmoid(aᵢ) + eps) streamᵢ, the shares are 2 sigmoid(b), and the mixture is softmax(C)
+    + eps with columns and then, ``iterations`` - 1 times, rows and columns divided by their sums + eps (Sinkhorn).
+    Computed in float32. No gradient flows through it: a warning, once, says so where gradients are recorded.
+
+    Args:
+        streams: [T, n, hidden_size], bf16, fp16 or float32, contiguous; n from 1 to 16. T may be 0.
+        projected: float32 [T, (2 + n) · n], the token's numbers, not normalised, times the layer's projection.
+        base: float32 [(2 + n) · n].
+        scale: float32 [3], of a, b and C.
+        rms_eps: added to the mean square.
+        iterations: at least 1.
+        backend: "portable" or "reference"; None chooses.
+
+    Returns:
+        shares float32 [T, n], mixture float32 [T, n, n], and what the layer sees [T, hidden_size] in streams' dtype.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device.
+    """
+    tokens, count, width = _check_streams(streams)
+    numbers, device = (2 + count) * count, streams.device
+    checks.tensor("projected", projected, (tokens, numbers), (torch.float32,), device, may_be_empty=1)
+    _check_contiguous("projected", projected)
+    checks.tensor("base", base, (numbers,), (torch.float32,), device)
+    checks.tensor("scale", scale, (3,), (torch.float32,), device)
+    rms_eps, eps = checks.epsilon("rms_eps", rms_eps), checks.epsilon("eps", eps)
+    iterations = checks.positive_int("iterations", iterations)
+    gradients.warn_if_dropped(PRE, streams, projected, base, scale)
+    backend = dispatch.select(dispatch.Call(PRE, device, streams.dtype, head_dim=count), backend)
+    shares, mixture = projected.new_empty(tokens, count), projected.new_empty(tokens, count, count)
+    seen = streams.new_empty(tokens, width)
+    if tokens:
+        _mhc_pre(streams, projected, base, scale, rms_eps, eps, iterations, shares, mixture, seen, backend)
+    return shares, mixture, seen
+
+
+@repeats_launches
+def mhc_post(
+    result: torch.Tensor,
+    streams: torch.Tensor,
+    shares: torch.Tensor,
+    mixture: torch.Tensor,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The streams after a layer: streamⱼ becomes Σᵢ mixtureᵢⱼ streamᵢ + sharesⱼ result, rounded once.
+
+    No gradient flows through it: a warning, once, says so where gradients are recorded.
+
+    Args:
+        result: [T, hidden_size], of the layer; bf16, fp16 or float32, contiguous. T may be 0.
+        streams: [T, n, hidden_size] before the layer, alike.
+        shares: float32 [T, n], contiguous, as ``mhc_pre`` gives them.
+        mixture: float32 [T, n, n], likewise.
+        backend: "portable" or "reference"; None chooses.
+
+    Returns:
+        [T, n, hidden_size] in streams' dtype.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device.
+    """
+    tokens, count, width = _check_streams(streams)
+    device = streams.device
+    checks.tensor("result", result, (tokens, width), (streams.dtype,), device, may_be_empty=1)
+    checks.tensor("shares", shares, (tokens, count), (torch.float32,), device, may_be_empty=1)
+    checks.tensor("mixture", mixture, (tokens, count, count), (torch.float32,), device, may_be_empty=1)
+    for name, value in (("result", result), ("shares", shares), ("mixture", mixture)):
+        _check_contiguous(name, value)
+    gradients.warn_if_dropped(POST, result, streams, shares, mixture)
+    backend = dispatch.select(dispatch.Call(POST, device, streams.dtype, head_dim=count), backend)
+    out = torch.empty_like(streams)
+    if tokens:
+        _mhc_post(result, streams, shares, mixture, out, backend)
+    return out
+
+
+def _check_streams(streams: torch.Tensor) -> torch.Size:
+    checks.tensor("streams", streams, ("T", "n", "hidden_size"), checks.FLOAT_DTYPES, may_be_empty=1)
+    _check_contiguous("streams", streams)
+    if streams.shape[1] > MAX_STREAMS:
+        raise ValueError(f"streams must be at most {MAX_STREAMS} of a token, got {streams.shape[1]}")
+    return streams.shape
+
+
+def _check_contiguous(name: str, value: torch.Tensor) -> None:
+    if not value.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tuple(value.stride())}")
+
+
+@register_op(PRE, mutates=("shares", "mixture", "seen"))
+def _mhc_pre(
+    streams: torch.Tensor,
+    projected: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    rms_eps: float,
+    eps: float,
+    iterations: int,
+    shares: torch.Tensor,
+    mixture: torch.Tensor,
+    seen: torch.Tensor,
+    backend: str,
+) -> None:
+    run = dispatch.implementation(PRE, backend)
+    run(streams, projected, base, scale, rms_eps, eps, iterations, shares, mixture, seen)
+
+
+@register_op(POST, mutates=("out",))
+def _mhc_post(
+    result: torch.Tensor,
+    streams: torch.Tensor,
+    shares: torch.Tensor,
+    mixture: torch.Tensor,
+    out: torch.Tensor,
+    backend: str,
+) -> None:
+    dispatch.implementation(POST, backend)(result, streams, shares, mixture, out)

@@ -1,0 +1,172 @@
+"""``mhc_pre`` and ``mhc_post`` in Triton: a program has all streams of a token, or of some of its columns."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
+from flashlatte.kernels.triton.fp8 import narrow, widen
+from flashlatte.runtime import machine
+from flashlatte.runtime.triton_kernel import kernel
+
+# Columns of a stream that a program takes at a time, and its warps. The work is bound by memory and latency.
+PRE_COLUMNS, PRE_WARPS = 2048, 8
+POST_COLUMNS, POST_WARPS = 1024, 4
+
+
+def mhc_pre(
+    streams: torch.Tensor,
+    projected: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    rms_eps: float,
+    eps: float,
+    iterations: int,
+    shares: torch.Tensor,
+    mixture: torch.Tensor,
+    seen: torch.Tensor,
+) -> None:
+    tokens, count, width = streams.shape
+    unit = _unit(streams, seen)
+    mhc_pre_kernel[(tokens,)](
+        streams=streams,
+        projected=projected,
+        base=base,
+        scale=scale,
+        shares=shares,
+        mixture=mixture,
+        seen=seen,
+        rms_eps=rms_eps,
+        eps=eps,
+        iterations=iterations,
+        units=width // unit,
+        N=count,
+        BLOCK_N=triton.next_power_of_2(count),
+        BLOCK_D=PRE_COLUMNS,
+        UNIT=unit,
+        INTERPRETED=machine.interpreting(),
+        num_warps=PRE_WARPS,
+    )
+
+
+def mhc_post(
+    result: torch.Tensor, streams: torch.Tensor, shares: torch.Tensor, mixture: torch.Tensor, out: torch.Tensor
+) -> None:
+    tokens, count, width = streams.shape
+    unit = _unit(streams, result, out)
+    mhc_post_kernel[(tokens, blocks(width, POST_COLUMNS))](
+        result=result,
+        streams=streams,
+        shares=shares,
+        mixture=mixture,
+        out=out,
+        units=width // unit,
+        N=count,
+        BLOCK_D=POST_COLUMNS,
+        UNIT=unit,
+        INTERPRETED=machine.interpreting(),
+        num_warps=POST_WARPS,
+    )
+
+
+def _unit(*rows: torch.Tensor) -> int:
+    """The elements, as many as 16 bytes hold at most, at multiples of which rows of all begin and end."""
+    return min(unit_bytes(x, x.shape[-1]) // x.element_size() for x in rows)
+
+
+@kernel
+def mhc_pre_kernel(
+    streams,
+    projected,
+    base,
+    scale,
+    shares,
+    mixture,
+    seen,
+    rms_eps: tl.float32,
+    eps: tl.float32,
+    iterations: tl.int32,
+    units: tl.int32,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UNIT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """A token. ``units`` of UNIT columns are a stream's."""
+    token = tl.program_id(0).to(tl.int64)
+    stream = tl.arange(0, BLOCK_N)
+    there = stream < N
+    rows = streams + ((token * N + stream) * units)[:, None] * UNIT  # [BLOCK_N, 1]
+    squares = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for begin in range(0, units * UNIT, BLOCK_D):
+        column = begin + tl.arange(0, BLOCK_D)[None, :]
+        x = widen(tl.load(rows + column, mask=there[:, None] & (column < units * UNIT), other=0.0), INTERPRETED)
+        squares += x * x
+    inverse = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (N * units * UNIT) + rms_eps)
+
+    projected += token * ((2 + N) * N)
+    weight = tl.sigmoid(_scaled(projected, base, tl.load(scale) * inverse, stream, there)) + eps  # [BLOCK_N]
+    share = 2 * tl.sigmoid(_scaled(projected, base, tl.load(scale + 1) * inverse, N + stream, there))
+    tl.store(shares + token * N + stream, share, mask=there)
+    place = stream[:, None] * N + stream[None, :]
+    inside = there[:, None] & there[None, :]
+    mixed = _scaled(projected, base, tl.load(scale + 2) * inverse, 2 * N + place, inside)  # [BLOCK_N, BLOCK_N]
+    mixed = tl.where(inside, mixed, float("-inf"))
+    row_max = tl.where(there, tl.max(mixed, axis=1), 0.0)
+    mixed = tl.exp(mixed - row_max[:, None])
+    mixed = tl.where(inside, mixed / _divisor(tl.sum(mixed, axis=1), 0.0, there)[:, None] + eps, 0.0)
+    mixed /= _divisor(tl.sum(mixed, axis=0), eps, there)[None, :]
+    for _ in range(iterations - 1):
+        mixed /= _divisor(tl.sum(mixed, axis=1), eps, there)[:, None]
+        mixed /= _divisor(tl.sum(mixed, axis=0), eps, there)[None, :]
+    tl.store(mixture + token * (N * N) + place, mixed, mask=inside)
+
+    for begin in range(0, units * UNIT, BLOCK_D):
+        column = begin + tl.arange(0, BLOCK_D)
+        wanted = column < units * UNIT
+        x = widen(tl.load(rows + column[None, :], mask=there[:, None] & wanted[None, :], other=0.0), INTERPRETED)
+        collapsed = tl.sum(tl.where(there, weight, 0.0)[:, None] * x, axis=0)
+        row = seen + token * units * UNIT
+        tl.store(row + column, narrow(collapsed, seen.dtype.element_ty, INTERPRETED), mask=wanted)
+
+
+@triton.jit
+def _scaled(projected, base, factor, place, inside):
+    """Projected numbers times a factor, and their base."""
+    return tl.load(projected + place, mask=inside, other=0.0) * factor + tl.load(base + place, mask=inside, other=0.0)
+
+
+@triton.jit
+def _divisor(sums, eps, there):
+    """What rows or columns are divided by: 1 beyond the last stream."""
+    return tl.where(there, sums + eps, 1.0)
+
+
+@kernel
+def mhc_post_kernel(
+    result,
+    streams,
+    shares,
+    mixture,
+    out,
+    units: tl.int32,
+    N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UNIT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """BLOCK_D columns of a token. ``units`` of UNIT columns are a stream's."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    wanted = column < units * UNIT
+    of_layer = widen(tl.load(result + token * units * UNIT + column, mask=wanted, other=0.0), INTERPRETED)
+    for j in tl.static_range(N):
+        mixed = tl.load(shares + token * N + j) * of_layer
+        for i in tl.static_range(N):
+            x = widen(tl.load(streams + (token * N + i) * units * UNIT + column, mask=wanted, other=0.0), INTERPRETED)
+            mixed += tl.load(mixture + token * (N * N) + i * N + j) * x
+        place = (token * N + j) * units * UNIT + column
+        tl.store(out + place, narrow(mixed, out.dtype.element_ty, INTERPRETED), mask=wanted)
