@@ -62,16 +62,16 @@ class ContextParallel:
         group = group or dist.group.WORLD
         if group is None:
             raise ValueError("group must be a process group, and torch.distributed has none yet: init_process_group()")
-        if form is not None:
-            checks.choice("form", form, FORMS)
         self.group, self.form = group, form
-        self.all_heads = checks.flag("all_heads", all_heads)
-        self.sharding = as_sharding((group.rank(), group.size(), interleave))
         self._agreement = Agreement(group, timeout)
         self._peers: dict[torch.device, PeerMemory | str] = {}
-        self._agreement.check(
-            "ContextParallel", {"size": group.size(), "interleave": interleave, "form": form, "all_heads": all_heads}
-        )
+        # First of all: a rank that raises leaves the others waiting.
+        asked = {"size": group.size(), "interleave": interleave, "form": form, "all_heads": all_heads}
+        self._agreement.check("ContextParallel", {name: str(value) for name, value in asked.items()})
+        if form is not None:
+            checks.choice("form", form, FORMS)
+        self.all_heads = checks.flag("all_heads", all_heads)
+        self.sharding = as_sharding((group.rank(), group.size(), interleave))
 
     def plan(
         self,

@@ -50,12 +50,13 @@ class TensorParallelAttention(nn.Module):
         if group is None:
             raise ValueError("group must be a process group, and torch.distributed has none yet: init_process_group()")
         heads, rank, size = config.num_attention_heads, group.rank(), group.size()
-        if heads < size:
-            raise ValueError(f"config must have at least as many heads as the {size} ranks of group, got {heads}")
         self.group = group
         self._agreement = Agreement(group, timeout)
         self._sum = RankSum(group, self._agreement)
+        # First of all: a rank that raises leaves the others waiting.
         self._agreement.check("TensorParallelAttention", {"config": config})
+        if heads < size:
+            raise ValueError(f"config must have at least as many heads as the {size} ranks of group, got {heads}")
         self.layer = MLAAttention(config, heads=(rank * heads // size, (rank + 1) * heads // size), **options)
 
     def forward(self, hidden: torch.Tensor, cache: torch.Tensor, metadata: MLAMetadata, **options: Any) -> torch.Tensor:

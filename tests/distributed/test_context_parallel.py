@@ -158,6 +158,15 @@ def test_ranks_that_differ_are_told(ranks):
     assert all("needs the same on all ranks" in failure.message for failure in told)
 
 
+@pytest.mark.parametrize("wrong", [{"interleave": 0}, {"form": "ring"}, {"form": ["ring"]}, {"all_heads": 2}], ids=str)
+def test_a_wrong_argument_of_one_rank_is_told_on_all(ranks, wrong):
+    told = ranks.outcomes(rank_jobs.call_with, {1: wrong})
+    ((name, value),) = wrong.items()
+    assert all(f"rank 1 has {name} {value}" in failure.message for failure in told)
+    # The next ones find each other.
+    assert ranks.run(rank_jobs.call_with, {}) == [None] * ranks.size
+
+
 def test_shapes_that_differ_are_told_before_anybody_waits(ranks):
     told = ranks.outcomes(rank_jobs.decode_heads, [2, *[1] * (ranks.size - 1)])
     said = "decode needs the same on all ranks: rank 0 has q (2, 1, 2, 24); rank"
