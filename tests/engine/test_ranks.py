@@ -82,6 +82,17 @@ def test_two_ranks(two, family, options):
     check(two.run(rank_engine_jobs.generate, family, PROMPTS, GREEDY, **options), family)
 
 
+def test_three_ranks_divide_unevenly(tmp_path):
+    """4 heads are 1, 1 and 2, and an expert's 32 inner numbers 8, 8 and 16: PyTorch takes no rows of 10 or 11."""
+    three = Ranks(3)
+    try:
+        check(three.run(rank_engine_jobs.generate, "DeepseekV3", PROMPTS, GREEDY), "DeepseekV3")
+        model("DeepseekV3").save_pretrained(tmp_path)
+        check(three.run(rank_engine_jobs.generate, tmp_path, PROMPTS, GREEDY), "DeepseekV3")
+    finally:
+        three.close()
+
+
 @pytest.mark.parametrize("host_pages", [0, 16])
 def test_requests_give_way_on_all_ranks(two, host_pages):
     options = {"context_parallel": 2, "num_pages": 11, "host_pages": host_pages, "prefix_cache": False}

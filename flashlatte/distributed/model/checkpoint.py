@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from flashlatte.distributed.model.ranks import Ranks
+from flashlatte.distributed.model.shards import inner_share
 
 _INDEX = "model.safetensors.index.json"
 _STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -84,12 +85,16 @@ class Slices:
         return whole
 
     def _part(self, name: str, source: str, shape: torch.Size, ranks: Ranks, count: int | None) -> torch.Tensor:
-        """What this rank has of a tensor: of the axis that is longer there, its share of ``count`` equal pieces."""
+        """What this rank has of a tensor: of the axis that is longer there, its share, of ``count`` heads if given."""
         stored = self._files[self._places[source]].get_slice(source)
         cut = []
         for size, here in zip(stored.get_shape(), shape, strict=True):
-            pieces = count or size
-            first, end = (0, size) if size == here else (edge * size // pieces for edge in ranks.share(pieces))
+            if size == here:
+                first, end = 0, size
+            elif count is None:
+                first, end = inner_share(ranks, size)
+            else:
+                first, end = (edge * size // count for edge in ranks.share(count))
             cut.append(slice(first, end))
         part = stored[tuple(cut)] if cut else stored[:]
         if part.shape != shape:

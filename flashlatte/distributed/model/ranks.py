@@ -106,7 +106,7 @@ class Ranks(Alone):
         return not self._groups
 
     def share(self, count: int) -> tuple[int, int]:
-        """(first, end) of the heads, or of an MLP's inner numbers, that this rank has of ``count``."""
+        """(first, end) of what this rank has of ``count`` heads, or of other things that stay whole."""
         return self.rank * count // self.size, (self.rank + 1) * count // self.size
 
     def agree(self, facts: Mapping[str, object]) -> None:

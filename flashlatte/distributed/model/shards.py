@@ -10,6 +10,9 @@ from torch import nn
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.layers import MLAAttention, MLAConfig
 
+# Numbers of an MLP that stay together.
+_PIECE = 8
+
 
 def own_heads(config: MLAConfig, module: nn.Module, ranks: Ranks, **options: Any) -> MLAAttention:
     """This rank's heads of an attention layer, with copies of a transformers module's weights."""
@@ -21,6 +24,17 @@ def own_heads(config: MLAConfig, module: nn.Module, ranks: Ranks, **options: Any
     attention = MLAAttention(config, heads=ranks.share(heads), dtype=weight.dtype, device=weight.device, **options)
     attention.load_weights(module.state_dict())
     return attention
+
+
+def inner_share(ranks: Ranks, inner: int) -> tuple[int, int]:
+    """(first, end) of the inner numbers that this rank has of an MLP, or of each expert.
+
+    Where there are enough, they are dealt in eights: a product of all experts at a time wants rows that begin at
+    multiples of 16 bytes.
+    """
+    pieces = inner // _PIECE if inner % _PIECE == 0 and inner // _PIECE >= ranks.size else inner
+    first, end = ranks.share(pieces)
+    return first * inner // pieces, end * inner // pieces
 
 
 def divide_mlp(mlp: nn.Module, ranks: Ranks) -> None:
@@ -44,13 +58,13 @@ def divide_mlp(mlp: nn.Module, ranks: Ranks) -> None:
 
 def _keep_share(module: Any, ranks: Ranks) -> None:
     if isinstance(module.down_proj, nn.Parameter):  # [experts, hidden, inner]
-        first, end = ranks.share(module.down_proj.shape[2])
+        first, end = inner_share(ranks, module.down_proj.shape[2])
         halves = module.gate_up_proj.data.chunk(2, dim=1)  # each [experts, inner, hidden]
         module.gate_up_proj = _parameter(torch.cat([half[:, first:end] for half in halves], dim=1))
         module.down_proj = _parameter(module.down_proj.data[:, :, first:end])
         module.intermediate_dim = end - first
         return
-    first, end = ranks.share(module.down_proj.in_features)
+    first, end = inner_share(ranks, module.down_proj.in_features)
     for linear in (module.gate_proj, module.up_proj):
         linear.weight, linear.out_features = _parameter(linear.weight.data[first:end]), end - first
         if linear.bias is not None:
