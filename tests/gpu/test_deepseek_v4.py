@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import flashlatte
 from flashlatte import kv_cache
 from flashlatte.kv_cache.registry import as_format
 from flashlatte.layers import V4Attention, V4Cache, V4Config, V4IndexerConfig, V4Step, WorkspaceLimits
+from flashlatte.layers.v4.streams import read_streams
 from flashlatte.ops.mhc import mhc_post, mhc_pre
 
 pytestmark = pytest.mark.gpu
@@ -141,6 +143,18 @@ def test_mhc(dtype: torch.dtype, tokens: int, width: int) -> None:
         assert a.equal(b)
     after, exact = (mhc_post(made[2], streams, *made[:2], backend=backend) for backend in (None, "reference"))
     torch.testing.assert_close(after, exact, rtol=0.01 if dtype == BF16 else 1e-5, atol=1e-2 if dtype == BF16 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 512, 513, 700])
+def test_streams_are_projected_in_float32(dtype: torch.dtype, tokens: int) -> None:
+    streams, weight = torch.randn(tokens, 4, 2048, device=DEVICE).to(dtype), torch.randn(24, 8192, device=DEVICE)
+    projected = streams.flatten(1).double() @ weight.double().T
+    scale, base, norm = torch.ones(3, device=DEVICE), torch.zeros(24, device=DEVICE), SimpleNamespace(eps=1e-6)
+    module = SimpleNamespace(fn=weight, base=base, scale=scale, input_norm=norm, hc_eps=1e-6, hc_sinkhorn_iters=20)
+    expected = mhc_pre(streams, projected.float(), base, scale)
+    for a, b in zip(read_streams(module, streams, None), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.01 if a.dtype == BF16 else 1e-3, atol=1e-2 if a.dtype == BF16 else 1e-4)
 
 
 def test_index_workspace() -> None:
