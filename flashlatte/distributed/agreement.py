@@ -34,6 +34,14 @@ _FAILURE, _FAILED = "flashlatte/failure", "failed"
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 
 
+def as_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group of all ranks if None. Raises ValueError where there is none yet."""
+    group = group or dist.group.WORLD
+    if group is None:
+        raise ValueError("group must be a process group, and torch.distributed has none yet: init_process_group()")
+    return group
+
+
 class Agreement:
     """Compares facts over the ranks of a group, once for each new set of facts; afterwards it costs a look-up.
 
@@ -153,9 +161,7 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     Raises:
         RuntimeError: another rank failed first, with its number and its error; this rank's own is the cause.
     """
-    group = group or dist.group.WORLD
-    if group is None:
-        raise ValueError("group must be a process group, and torch.distributed has none yet: init_process_group()")
+    group = as_group(group)
     try:
         yield
     except Exception as error:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from flashlatte.distributed import merge
-from flashlatte.distributed.agreement import Agreement
+from flashlatte.distributed.agreement import Agreement, as_group
 from flashlatte.distributed.direct import MAX_BYTES, Direct
 from flashlatte.distributed.peer_memory import PeerMemory
 from flashlatte.distributed.plan import ShardPlan, plan_shard
@@ -59,9 +59,7 @@ class ContextParallel:
         all_heads: bool = False,
         timeout: timedelta = timedelta(seconds=60),
     ) -> None:
-        group = group or dist.group.WORLD
-        if group is None:
-            raise ValueError("group must be a process group, and torch.distributed has none yet: init_process_group()")
+        group = as_group(group)
         self.group, self.form = group, form
         self._agreement = Agreement(group, timeout)
         self._peers: dict[torch.device, PeerMemory | str] = {}

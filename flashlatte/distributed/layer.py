@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flashlatte.distributed.agreement import Agreement
+from flashlatte.distributed.agreement import Agreement, as_group
 from flashlatte.distributed.summing import RankSum
 from flashlatte.layers import MLAAttention, MLAConfig
 from flashlatte.layers.metadata import MLAMetadata
@@ -46,9 +46,7 @@ class TensorParallelAttention(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        group = group or dist.group.WORLD
-        if group is None:
-            raise ValueError("group must be a process group, and torch.distributed has none yet: init_process_group()")
+        group = as_group(group)
         heads, rank, size = config.num_attention_heads, group.rank(), group.size()
         self.group = group
         self._agreement = Agreement(group, timeout)

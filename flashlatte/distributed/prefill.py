@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from flashlatte.distributed.agreement import Agreement
+from flashlatte.distributed.agreement import Agreement, as_group
 from flashlatte.ops.dense_prefill import dense_prefill
 from flashlatte.ops.merge_states import merge_states
 from flashlatte.runtime import checks
@@ -43,9 +43,7 @@ class PrefillRing:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: timedelta = timedelta(seconds=60)) -> None:
-        group = group or dist.group.WORLD
-        if group is None:
-            raise ValueError("group must be a process group, and torch.distributed has none yet: init_process_group()")
+        group = as_group(group)
         self.group = group
         self._agreement = Agreement(group, timeout)
 
