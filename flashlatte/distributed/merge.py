@@ -60,15 +60,13 @@ def merge(partial: Partial, group: dist.ProcessGroup, form: str) -> tuple[torch.
     """
     if partial.buffer is not None:
         return _merge_received(partial.buffer, partial, group)
-    lse = partial.lse.transpose(0, 1)  # [H, T]
-    lses = collectives.all_gather(lse, group).unflatten(0, (group.size(), -1))
-    corrected, total = _correct(partial.out.transpose(0, 1), lse, lses)
+    corrected, lse = _correct(partial, group)
     mine = _own_heads(lse.shape[0], group)
     if form == "reduce_scatter":
         out = collectives.reduce_scatter(corrected, group)
     else:
         out = collectives.all_reduce(corrected, group)[mine]
-    return out.to(partial.out.dtype).transpose(0, 1), total[mine].transpose(0, 1)
+    return out.to(partial.out.dtype).transpose(0, 1), lse[mine].transpose(0, 1)
 
 
 def merge_all_heads(partial: Partial, group: dist.ProcessGroup, form: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,11 +74,9 @@ def merge_all_heads(partial: Partial, group: dist.ProcessGroup, form: str) -> tu
     if form != "all_reduce":
         out, lse = merge(partial, group, form)
         return gather_heads(out, group), gather_heads(lse, group)
-    lse = partial.lse.transpose(0, 1)
-    lses = collectives.all_gather(lse, group).unflatten(0, (group.size(), -1))
-    corrected, total = _correct(partial.out.transpose(0, 1), lse, lses)
+    corrected, lse = _correct(partial, group)
     out = collectives.all_reduce(corrected, group)
-    return out.to(partial.out.dtype).transpose(0, 1), total.transpose(0, 1)
+    return out.to(partial.out.dtype).transpose(0, 1), lse.transpose(0, 1)
 
 
 def gather_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -97,14 +93,15 @@ def _merge_received(
     return merge_states([out for out, _ in parts], [lse for _, lse in parts])
 
 
-def _correct(out: torch.Tensor, lse: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's summand, float32 [H, T, d], and the lse over all ranks [H, T], of whose ``lses`` are [size, H, T]."""
-    lses = lses.masked_fill(lses.isinf(), -torch.inf)
-    total = torch.logsumexp(lses, dim=0)
+def _correct(partial: Partial, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's summand, float32 [H, T, d], and the lse over all ranks [H, T]."""
+    out, lse = partial.out.transpose(0, 1), partial.lse.transpose(0, 1)
+    lses = collectives.all_gather(lse, group).unflatten(0, (group.size(), -1))  # [size, H, T]
+    total = torch.logsumexp(lses.masked_fill(lses.isinf(), -torch.inf), dim=0)
     empty = lse.isinf()
-    weight = torch.exp(lse - total).masked_fill(empty, 0.0)
+    alpha = torch.exp(lse - total).masked_fill(empty, 0.0)
     # What stands in an empty row is nobody's result, and may be NaN.
-    return out.float().masked_fill(empty.unsqueeze(-1), 0.0) * weight.unsqueeze(-1), total
+    return out.float().masked_fill(empty.unsqueeze(-1), 0.0) * alpha.unsqueeze(-1), total
 
 
 def _own_heads(heads: int, group: dist.ProcessGroup) -> slice:
