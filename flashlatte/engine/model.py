@@ -85,6 +85,8 @@ class Model(PagedModel):
         elif ranks is not None:
             # Also a model that every process has made on the first GPU.
             model.to(device or ranks.device)
+        if ranks is not None:
+            lay_on_gpus(map(hidden_projections, self.attention))
         super().__init__(model, self.attention[0].kv_b_proj.weight.device, ranks)
         self.max_position = self.config.rope.max_position
 
