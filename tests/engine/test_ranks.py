@@ -177,6 +177,13 @@ def test_a_rank_that_cannot_begin_ends_the_others_at_once(two, wrong, message, l
     assert two.run(rank_engine_jobs.options_by_rank, [{}, {}]) == [None, None]
 
 
+def test_more_processes_than_gpus(two):
+    one, other = two.outcomes(rank_engine_jobs.more_processes_than_gpus)
+    told = "ValueError: tensor_parallel needs a GPU for each process of a host, and process 1 has none of 1"
+    assert other.message == told
+    assert one.message == f"RuntimeError: rank 1 failed, and so rank 0 ends: {told}"
+
+
 def test_engines_of_each_process_and_of_all(two):
     """One process's engine is no other's business, where all make the same ones, or it is made of a ``Model``."""
     one, other = two.run(rank_engine_jobs.another_alike)

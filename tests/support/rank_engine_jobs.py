@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -166,6 +168,17 @@ def fail_when_made(kind: type) -> None:
         made("DeepseekV3", {"num_pages": None})
     finally:
         kind.__init__ = make  # type: ignore[misc]
+
+
+def more_processes_than_gpus() -> None:
+    """Rank 1's GPU is not there; rank 0 would go on to make the groups."""
+    gpus = {"is_available": lambda: True, "device_count": lambda: 1, "set_device": lambda device: None}
+    with contextlib.ExitStack() as patched:
+        if dist.get_rank() == 1:
+            patched.enter_context(mock.patch.dict("os.environ", {"LOCAL_RANK": "1"}))
+            for name, answer in gpus.items():
+                patched.enter_context(mock.patch.object(torch.cuda, name, answer))
+        made("DeepseekV3", {})
 
 
 class NeverDone:

@@ -67,6 +67,7 @@ class Ranks(Alone):
                     f"tensor_parallel {tensor_parallel} needs as many processes: start with torchrun --nproc-per-node "
                     f"{tensor_parallel}"
                 )
+            self.device = _own_device()
             asked = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
             meeting.agree({**asked, **(facts or {})})
         if self.size != meeting.world.size():
@@ -78,10 +79,6 @@ class Ranks(Alone):
                 f"context_parallel must divide tensor_parallel {tensor_parallel}, over whose ranks keys are divided, "
                 f"got {context_parallel}"
             )
-        self.device = torch.device("cpu")
-        if torch.cuda.is_available():
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-            torch.cuda.set_device(self.device)
         self.rank = meeting.join().rank()
         # Groups of its own, which it can close when it fails, so that nobody waits for it.
         self._group = _group(range(self.size))
@@ -201,6 +198,19 @@ class Ranks(Alone):
             if dist.get_backend(group) == "gloo":
                 dist.destroy_process_group(group)
         self._groups = []
+
+
+def _own_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    number, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if number >= count:
+        raise ValueError(
+            f"tensor_parallel needs a GPU for each process of a host, and process {number} has none of {count}"
+        )
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _group(ranks: range, **options: object) -> dist.ProcessGroup:
