@@ -305,3 +305,27 @@ def test_a_history_that_a_failed_pass_has_spoiled(enabled, monkeypatch):
             enabled(ids[:, 12:], past_key_values=cache)
     with pytest.raises(ValueError, match=r"^past_key_values must be new: the pass before failed"):
         enabled(ids[:, 12:], past_key_values=cache)
+
+
+def test_streams_are_the_original_where_gradients_are_recorded(stock):
+    """And in training, and after ``disable``; a wrapped module is left alone."""
+    model = copy.deepcopy(stock)
+    wrapped = torch.nn.Sequential(model.model.layers[1].attn_hc)
+    model.model.layers[1].attn_hc = wrapped
+    originals = [type(layer.ffn_hc) for layer in model.model.layers]
+    enable(model, page_size=4)
+    connection = model.model.layers[0].ffn_hc
+    assert type(connection) is not originals[0]
+    assert model.model.layers[1].attn_hc is wrapped
+    streams = torch.randn(2, 3, 2, 48, generator=torch.Generator().manual_seed(3))
+    expected = originals[0].forward(connection, streams)
+    for actual, value in zip(connection(streams), expected, strict=True):
+        torch.testing.assert_close(actual, value, rtol=1e-4, atol=1e-5)
+
+    collapsed = connection(streams.clone().requires_grad_())[2]
+    assert collapsed.requires_grad
+    connection.train()
+    for actual, value in zip(connection(streams), expected, strict=True):
+        assert actual.equal(value)
+    disable(model)
+    assert [type(layer.ffn_hc) for layer in model.model.layers] == originals

@@ -6,7 +6,11 @@ from typing import Any, NoReturn, cast
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Attention, DeepseekV4Model
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
+    DeepseekV4Attention,
+    DeepseekV4HyperConnection,
+    DeepseekV4Model,
+)
 
 from flashlatte.integrations.transformers import hooks
 from flashlatte.integrations.transformers.v4.store import V4Store
@@ -15,6 +19,7 @@ from flashlatte.layers.side_by_side import lay_on_gpus
 from flashlatte.layers.v4 import V4Config
 from flashlatte.layers.v4.attention import attend
 from flashlatte.layers.v4.modules import hidden_projections
+from flashlatte.layers.v4.streams import read_streams
 
 Model, Attention = DeepseekV4Model, DeepseekV4Attention
 
@@ -109,6 +114,21 @@ class PagedV4Attention(DeepseekV4Attention):
         return out.view(hidden_states.shape), None
 
 
+class FusedHyperConnection(DeepseekV4HyperConnection):
+    """What a layer sees of the streams, in two launches; the original where gradients are recorded, and under autocast.
+
+    It adds no state either.
+    """
+
+    def forward(self, hidden_streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        records = torch.is_grad_enabled() and (hidden_streams.requires_grad or self.fn.requires_grad)
+        if self.training or records or torch.is_autocast_enabled(hidden_streams.device.type):
+            return super().forward(hidden_streams)
+        made = read_streams(self, hidden_streams.flatten(0, 1).contiguous(), None)
+        shares, mixture, seen = (value.unflatten(0, hidden_streams.shape[:2]) for value in made)
+        return shares, mixture, seen
+
+
 class BeginForward:
     """Pre-hook of the decoder: give the pass a paged cache, and plan its step. It keeps settings only."""
 
@@ -191,8 +211,9 @@ def enable(decoder: Any, settings: hooks.Settings) -> list[Any]:
         if not module.o_a_proj.weight.is_floating_point() or module.o_a_proj.weight.dtype.itemsize < 2:
             raise ValueError(f"layer {index}'s o_a_proj must have weights in 16 or 32 bits")
     lay_on_gpus(map(hidden_projections, modules, V4Config.layers(decoder.config)))
-    for module in modules:
-        module.__class__ = PagedV4Attention
+    for layer in decoder.layers:
+        layer.self_attn.__class__ = PagedV4Attention
+        _change_class(layer, DeepseekV4HyperConnection, FusedHyperConnection)
     return [
         decoder.register_forward_pre_hook(BeginForward(settings), with_kwargs=True),
         decoder.register_forward_hook(end_forward, with_kwargs=True),
@@ -203,3 +224,11 @@ def disable(decoder: Any) -> None:
     for layer in decoder.layers:
         if type(layer.self_attn) is PagedV4Attention:
             object.__setattr__(layer.self_attn, "__class__", DeepseekV4Attention)
+        _change_class(layer, FusedHyperConnection, DeepseekV4HyperConnection)
+
+
+def _change_class(layer: Any, before: type, after: type) -> None:
+    """Of a layer's hyper-connections, as far as they are what they were made as."""
+    for module in (layer.attn_hc, layer.ffn_hc):
+        if type(module) is before:
+            object.__setattr__(module, "__class__", after)
