@@ -96,8 +96,9 @@ def _weight_of(projection: Any) -> torch.Tensor | None:
         return None
     if projection._backward_hooks or projection._backward_pre_hooks:
         return None
-    weight = projection._parameters["weight"]
-    if projection._parameters["bias"] is not None or type(weight) is not nn.Parameter or not weight.is_contiguous():
+    # Replicas (DataParallel) and shards (FSDP) have theirs elsewhere.
+    weight = projection._parameters.get("weight")
+    if type(weight) is not nn.Parameter or projection.bias is not None or not weight.is_contiguous():
         return None
     # Gradients go to each weight by itself.
     return None if weight.requires_grad and torch.is_grad_enabled() else weight

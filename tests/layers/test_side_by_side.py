@@ -109,11 +109,17 @@ def _bias(linear):
     linear.bias = nn.Parameter(torch.ones(linear.out_features))
 
 
+def _replica(linear):
+    weight = linear.weight.detach()
+    del linear._parameters["weight"]
+    linear.weight = weight
+
+
 def _transposed(linear):
     linear.weight.data = linear.weight.data.t().contiguous().t()
 
 
-@pytest.mark.parametrize("change", [_hook, _pre_hook, _instance_forward, _class, _bias, _transposed])
+@pytest.mark.parametrize("change", [_hook, _pre_hook, _instance_forward, _class, _bias, _replica, _transposed])
 @pytest.mark.parametrize("number", range(3))
 def test_what_is_more_than_a_product_is_called(hidden, products, change, number):
     projections = linears()
