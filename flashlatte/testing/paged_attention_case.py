@@ -107,7 +107,8 @@ class PagedAttentionCase:
         else:
             scale = self._scale(draw, factor, unwritten)
             factors = scale.unsqueeze(-1) if isinstance(scale, torch.Tensor) else scale
-            cache = _quantised(rows / factors, dtype)
+            # In place: a cache of 2^31 numbers beside its quotient does not fit a GPU that tests share.
+            cache = _quantised(rows.div_(factors), dtype)
             if dtype != torch.int8:
                 raw_view(cache)[unwritten] = 0x7F  # NaN in both kinds of fp8
             arguments[f"{name}_scale"] = scale
