@@ -1,4 +1,4 @@
-"""Time DeepSeek-V4's operations: the compressor, and what a layer does between its products.
+"""Time DeepSeek-V4's operations: the compressor, what a layer does between its products, and between layers.
 
     PYTHONPATH=. python benchmarks/deepseek_v4.py [--section NAME] [--json benchmarks/results/deepseek_v4.jsonl]
 
@@ -21,9 +21,10 @@ from flashlatte import kv_cache
 from flashlatte.bench.workloads import draw
 from flashlatte.bench.workloads.base import Results, spread
 from flashlatte.kv_cache.registry import as_format
+from flashlatte.ops.mhc import mhc_post, mhc_pre
 from flashlatte.testing.compare import Tolerance
 
-ROPE, MAX_POSITION, PAGE_SIZE = 64, 16384, 64
+ROPE, MAX_POSITION, PAGE_SIZE, HIDDEN = 64, 16384, 64, 4096
 TOLERANCES: dict[str, Tolerance] = {
     "model1": checked.ONE_BYTE,
     "index_fp8": checked.ONE_BYTE,
@@ -246,6 +247,41 @@ def query_case(
     )
 
 
+def streams(device: torch.device) -> Iterator[list[Case]]:
+    """Hyper-connections of a decode step and of a prefill."""
+    for tokens in (64, tokens_on(device)):
+        rng = draw.generator(device)
+        rows = draw.normal((tokens, 4, HIDDEN), torch.bfloat16, rng) * 10
+        numbers = draw.normal((tokens + 1, 24), torch.float32, rng) * 100
+        given = rows, numbers[:tokens], numbers[tokens] / 100, torch.ones(3, device=device)
+        chosen = spread(tokens, COMPARED_TOKENS, device)
+        yield [pre_case(given, chosen)]
+        yield [post_case(rows, mhc_pre(*given), chosen)]
+
+
+def pre_case(given: tuple[torch.Tensor, ...], chosen: torch.Tensor) -> Case:
+    rows, numbers, base, scale = given
+    names = ("shares", "mixture", "seen")
+
+    def call(backend: str, some: torch.Tensor | slice = slice(None)) -> Results:
+        return dict(zip(names, mhc_pre(rows[some], numbers[some], base, scale, backend=backend), strict=True))
+
+    moved = checked.nbytes(rows, numbers) + checked.nbytes(rows) // 4 + len(rows) * 20 * 4
+    check = by_token(call, chosen, dict.fromkeys(names, checked.ROUNDED))
+    return Case("mhc_pre", f"t{len(rows)}-{HIDDEN}", call, check, moved, method="graph")
+
+
+def post_case(rows: torch.Tensor, made: tuple[torch.Tensor, ...], chosen: torch.Tensor) -> Case:
+    shares, mixture, result = made
+
+    def call(backend: str, some: torch.Tensor | slice = slice(None)) -> Results:
+        return {"streams": mhc_post(result[some], rows[some], shares[some], mixture[some], backend=backend)}
+
+    check = by_token(call, chosen, {"streams": checked.ROUNDED})
+    moved = 2 * checked.nbytes(rows) + checked.nbytes(*made)
+    return Case("mhc_post", f"t{len(rows)}-{HIDDEN}", call, check, moved, method="graph")
+
+
 def by_token(
     call: Any, chosen: torch.Tensor, tolerances: dict[str, Tolerance], read: Any = lambda results: results
 ) -> Any:
@@ -257,7 +293,7 @@ def by_token(
     )
 
 
-SECTIONS: checked.Sections = {"compressor": compressor, "elementwise": elementwise}
+SECTIONS: checked.Sections = {"compressor": compressor, "elementwise": elementwise, "streams": streams}
 
 if __name__ == "__main__":
     sys.exit(checked.main(__doc__ or "", SECTIONS))

@@ -22,6 +22,8 @@ OPERATIONS = {
         "inverse_rope_quantize",
         "index_query",
         "index_query_mxfp4",
+        "mhc_pre",
+        "mhc_post",
     },
     "dense_decode_caches": {"dense_decode"},
     "paged_attention": {"paged_attention"},
