@@ -124,6 +124,8 @@ class MLAAttention(nn.Module):
         super().__setstate__(state)
         # Another process gives other numbers.
         self._rope_number = number(self.config.rope, self.qk_rope_head_dim)
+        # A copy has each parameter by itself.
+        lay_side_by_side(*hidden_projections(self))
 
     @property
     def w_uk(self) -> torch.Tensor:

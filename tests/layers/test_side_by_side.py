@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +15,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flashlatte.layers import side_by_side
+from flashlatte.layers import MLAAttention, MLAConfig, V4Attention, V4Config, V4IndexerConfig, forward, side_by_side
 from flashlatte.layers.side_by_side import lay_on_gpus, lay_side_by_side, products_of
+from flashlatte.layers.v4 import modules
 
 WIDTHS = (32, 16, 8)
 
@@ -222,6 +225,24 @@ def test_a_checkpoint_on_a_cpu_is_left_alone(hidden, products):
     lay_on_gpus([list(projections)])
     check(projections, hidden)
     assert products == []
+
+
+@pytest.mark.parametrize("ratio", [None, 0, 4, 128])
+def test_copied_and_moved_layers_have_one_product(ratio):
+    if ratio is None:
+        layer, of_layer = (
+            MLAAttention(MLAConfig(64, 2, q_lora_rank=24), dtype=torch.float32),
+            forward.hidden_projections,
+        )
+    else:
+        config = V4Config(ratio=ratio, indexer=V4IndexerConfig() if ratio == 4 else None)
+        config = replace(config, hidden_size=64, num_attention_heads=8, q_lora_rank=24)
+        layer = V4Attention(config, dtype=torch.float32)
+        of_layer = functools.partial(modules.hidden_projections, config=config)
+    for moved in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer).bfloat16()):
+        found = of_layer(moved)
+        whole = sum(projection.weight.nbytes for projection in found)
+        assert {projection.weight.untyped_storage().nbytes() for projection in found} == {whole}
 
 
 def test_no_rows_and_no_projections():

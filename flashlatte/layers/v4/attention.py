@@ -103,6 +103,8 @@ class V4Attention(nn.Module):
         super().__setstate__(state)
         # Another process gives other numbers.
         self._rope_number = rope.number(self.config.rope, self.config.rope_dim)
+        # A copy has each parameter by itself.
+        lay_side_by_side(*hidden_projections(self, self.config))
 
 
 def attend(
