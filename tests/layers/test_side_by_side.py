@@ -229,11 +229,11 @@ def test_a_checkpoint_on_a_cpu_is_left_alone(hidden, products):
 
 @pytest.mark.parametrize("ratio", [None, 0, 4, 128])
 def test_copied_and_moved_layers_have_one_product(ratio):
+    layer: Any
+    of_layer: Any
     if ratio is None:
-        layer, of_layer = (
-            MLAAttention(MLAConfig(64, 2, q_lora_rank=24), dtype=torch.float32),
-            forward.hidden_projections,
-        )
+        layer = MLAAttention(MLAConfig(64, 2, q_lora_rank=24), dtype=torch.float32)
+        of_layer = forward.hidden_projections
     else:
         config = V4Config(ratio=ratio, indexer=V4IndexerConfig() if ratio == 4 else None)
         config = replace(config, hidden_size=64, num_attention_heads=8, q_lora_rank=24)
