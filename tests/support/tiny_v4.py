@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -47,10 +48,10 @@ BESIDE = {name: CONFIG[name] for name in ("compress_ratios", "num_hash_layers", 
 }
 
 
-def write(path: Path) -> Path:
-    """Write the model, in bfloat16."""
+def write(path: Path, **changes: Any) -> Path:
+    """Write the model, in bfloat16, with these changes of its configuration."""
     torch.manual_seed(0)
-    model = transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**CONFIG))
+    model = transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**CONFIG | changes))
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("norm.weight"):

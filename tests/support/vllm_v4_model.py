@@ -18,7 +18,7 @@ import triton.backends
 
 from flashlatte import kv_cache
 
-CALLS = dict.fromkeys(("sparse_decode", "sparse_prefill"), 0)
+CALLS = dict.fromkeys(("sparse_decode", "sparse_prefill", "paged_index_select", "index_select"), 0)
 # Prompts that end before a window is full, decode across a group of 128, and are prefilled in four chunks.
 LENGTHS, NEW_TOKENS = (5, 122, 300), 8
 # And one that shares its first page with the last of them, which vLLM keeps.
@@ -58,11 +58,13 @@ def __getattr__(name: str) -> Any:
     from vllm.v1.worker.utils import KVBlockZeroer
     from vllm.v1.worker.workspace import init_workspace_manager
 
-    from flashlatte.integrations.vllm.backends import v4
+    from flashlatte.integrations.vllm.backends import indexer, v4, v4_indexer
 
     v4.install()
+    v4_indexer.install()
     for operation in CALLS:
-        setattr(v4, operation, _counting(operation, getattr(v4, operation)))
+        caller = v4 if hasattr(v4, operation) else indexer
+        setattr(caller, operation, _counting(operation, getattr(caller, operation)))
     init_workspace_manager(torch.device("cpu"))
     # In the interpreter a program that finds nothing to do takes as long as one that works.
     cache_utils.CombineTopkSwaIndicesKernel.NUM_WORKERS = 1

@@ -38,8 +38,8 @@ def register() -> None:
     * ``auto``: so do the names of vLLM's own MLA backends but TRITON_MLA. Whichever vLLM chooses is FlashLatte, or, if
       FlashLatte refuses the model or an option, TRITON_MLA.
 
-    DeepSeek-V4, whose layers take no attention backend, has FlashLatte's attention where CUSTOM is named for it (vLLM
-    0.32 and later, on CUDA). DeepSeek-V4.1 is refused there.
+    DeepSeek-V4, whose layers take no attention backend, has FlashLatte's attention and indexer's choice where CUSTOM is
+    named for it (vLLM 0.32 and later, on CUDA). DeepSeek-V4.1 is refused there.
 
     Where vLLM is missing or of a version that FlashLatte does not know, it says so once and registers nothing.
 

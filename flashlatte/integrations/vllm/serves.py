@@ -40,7 +40,7 @@ V41_IS_VLLMS = (
 )
 V4_ON_CUDA = "DeepSeek-V4 is served on CUDA only: elsewhere its attention is layers that take no attention backend"
 # What of V4 is FlashLatte's.
-V4_PARTS = "its attention; the compressor, the indexer and what writes and gathers its caches stay vLLM's"
+V4_PARTS = "its attention and the indexer's choice; the compressor and what writes and gathers its caches stay vLLM's"
 OTHER_INDEXERS = "of models with an indexer, it serves DeepSeek-V3.2 and GLM-5"
 # By ``model_type``: models of this library's layer to which vLLM gives no MLA backend.
 WITHOUT_MLA = {
@@ -160,7 +160,7 @@ def check_layer(
 
 
 def check_indexer(*, compress_ratio: int = 1, **unserved: Any) -> None:
-    """Refuse an indexer for what FlashLatte's does not do: DeepSeek-V4's compression, fp4 keys, candidate blocks.
+    """Refuse V3.2's indexer for what FlashLatte's does not do: DeepSeek-V4's compression, fp4 keys, candidate blocks.
 
     Raises:
         NotImplementedError: ``compress_ratio`` is not 1, or one of ``unserved`` is given.

@@ -1,4 +1,4 @@
-"""A whole DeepSeek-V4 in vLLM's engine on a CPU: the attention of its layers for CUDA, with FlashLatte's functions."""
+"""A whole DeepSeek-V4 in vLLM's engine on a CPU: its layers for CUDA attend and choose with FlashLatte's functions."""
 
 import json
 import os
@@ -13,20 +13,22 @@ from support.vllm_engine import Generated, largest_difference, prompts
 CLOSE = 0.15
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
+def served(folder, topk):
     """A process of its own: Triton's interpreter is chosen before vLLM is imported."""
-    folder = tmp_path_factory.mktemp("v4")
-    model, out = tiny_v4.write(folder / "model"), folder / "out.json"
+    model, out = tiny_v4.write(folder / "model", index_topk=topk), folder / "out.json"
     command = [sys.executable, "-m", "support.vllm_v4_model", str(model), str(out)]
     subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"})
     return model, json.loads(out.read_text())
 
 
-def test_generates_what_transformers_does(served):
+# Of up to 77 groups all, which vLLM knows without an indexer, and fewer. The first 32 would be 0.54 away.
+@pytest.mark.parametrize(("topk", "chooses"), [(512, False), (32, True)])
+def test_generates_what_transformers_does(tmp_path, topk, chooses):
     """In chunks, across groups of 4 and of 128 tokens, and from a page that vLLM kept."""
-    model, results = served
-    assert min(results["calls"].values()) > 0
+    model, results = served(tmp_path, topk)
+    calls = {name: count > 0 for name, count in results["calls"].items()}
+    attends = dict.fromkeys(("sparse_decode", "sparse_prefill"), True)
+    assert calls == attends | dict.fromkeys(("paged_index_select", "index_select"), chooses)
     ours = [
         Generated(
             one["tokens"], [{int(token): p for token, p in step.items()} for step in one["logprobs"]], one["cached"]

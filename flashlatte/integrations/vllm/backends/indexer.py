@@ -169,34 +169,61 @@ def choose(
     batch: IndexerMetadata, cache: torch.Tensor, queries: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
 ) -> None:
     """Choose for queries [T, H, head_dim] with head weights [T, H], into ``chosen`` [≥ T, topk]."""
-    weights = weights.float()
-    topk, decoding = chosen.shape[1], batch.num_decode_tokens
+    decoding = batch.num_decode_tokens
     if decoding:
-        requests = batch.seq_lens.shape[0]
-        paged_index_select(
-            queries[:decoding].unflatten(0, (requests, decoding // requests)),
-            cache,
-            weights[:decoding],
-            batch.seq_lens,
-            batch.block_table,
-            topk,
-            indices=chosen[:decoding],
-        )
+        rows = slice(0, decoding)
+        choose_of_pages(queries[rows], cache, weights[rows], batch.seq_lens, batch.block_table, chosen[rows])
     for chunk in batch.chunks:
         rows = slice(decoding + chunk.first, decoding + chunk.last)
-        head_dim = queries.shape[-1]
-        keys, scales = index_gather(cache, chunk.block_table, chunk.cu_keys, chunk.keys, head_dim=head_dim)
-        index_select(
-            queries[rows],
-            keys,
-            weights[rows],
-            chunk.key_start,
-            chunk.key_end,
-            topk,
-            k_scale=scales,
-            workspace_bytes=LOGIT_BYTES,
-            indices=chosen[rows],
-        )
+        keys = (chunk.block_table, chunk.cu_keys, chunk.keys, chunk.key_start, chunk.key_end)
+        choose_of_keys(queries[rows], cache, weights[rows], *keys, chosen[rows])
+
+
+def choose_of_pages(
+    queries: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    chosen: torch.Tensor,
+) -> None:
+    """For tokens of decode requests, which have as many each; ``lengths`` as for ``paged_index_logits``."""
+    requests = block_table.shape[0]
+    paged_index_select(
+        queries.unflatten(0, (requests, len(queries) // requests)),
+        cache,
+        weights.float(),
+        lengths,
+        block_table,
+        chosen.shape[1],
+        indices=chosen,
+    )
+
+
+def choose_of_keys(
+    queries: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_keys: torch.Tensor,
+    num_keys: int,
+    key_start: torch.Tensor,
+    key_end: torch.Tensor,
+    chosen: torch.Tensor,
+) -> None:
+    """For tokens of prefill requests, whose ``num_keys`` keys are gathered; the rest as in ``SelectionChunk``."""
+    keys, scales = index_gather(cache, block_table, cu_keys, num_keys, head_dim=queries.shape[-1])
+    index_select(
+        queries,
+        keys,
+        weights.float(),
+        key_start,
+        key_end,
+        chosen.shape[1],
+        k_scale=scales,
+        workspace_bytes=LOGIT_BYTES,
+        indices=chosen,
+    )
 
 
 def choose_or(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -260,20 +287,20 @@ def install() -> None:
     from vllm.models.deepseek_v32 import attention
 
     layer = attention.DeepseekV32Indexer
-    layer.indexer_cache_cls = staticmethod(_where_named(FlashLatteIndexerCache, layer.indexer_cache_cls))
-    attention.SparseAttnIndexer = _where_named(FlashLatteSparseAttnIndexer, attention.SparseAttnIndexer)
+    layer.indexer_cache_cls = staticmethod(where_named(FlashLatteIndexerCache, layer.indexer_cache_cls))
+    attention.SparseAttnIndexer = where_named(FlashLatteSparseAttnIndexer, attention.SparseAttnIndexer)
     attention.sparse_attn_indexer = choose_or(attention.sparse_attn_indexer)
 
 
 @functools.cache
 def install_for_cpu() -> None:
     """Have vLLM's generic model use all this. It looks classes up as it makes its layers."""
-    deepseek_v2.SparseAttnIndexer = _where_named(FlashLatteSparseAttnIndexer, deepseek_v2.SparseAttnIndexer)
-    deepseek_v2.DeepseekV32IndexerCache = _where_named(FlashLatteIndexerCache, deepseek_v2.DeepseekV32IndexerCache)
+    deepseek_v2.SparseAttnIndexer = where_named(FlashLatteSparseAttnIndexer, deepseek_v2.SparseAttnIndexer)
+    deepseek_v2.DeepseekV32IndexerCache = where_named(FlashLatteIndexerCache, deepseek_v2.DeepseekV32IndexerCache)
     deepseek_v2.per_token_group_quant_fp8 = quantize_queries
 
 
-def _where_named(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+def where_named(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a part of the model that vLLM is configuring: on a CPU FlashLatte is named if nothing is."""
 
     def make(*args: Any, **kwargs: Any) -> Any:
