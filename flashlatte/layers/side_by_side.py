@@ -41,19 +41,20 @@ def products_of(hidden: torch.Tensor, *projections: Any) -> list[torch.Tensor]:
 def lay_side_by_side(*projections: Any) -> None:
     """Move the weights [n, inputs] of linear layers into one tensor [Σ n, inputs], of which each is then a part.
 
-    Parameters stay the same objects, with the same values. A layer that is more than a product without bias stays where
-    it is, as does one whose weight is a part of something already; the next one begins another tensor.
+    Parameters stay the same objects, with the same values, and a state dict's tensors have storages of their own. A layer
+    that is more than a product without bias stays where it is, as does one whose weight is a part of something already;
+    the next one begins another tensor.
     """
-    run: list[torch.Tensor] = []
+    run: list[nn.Linear] = []
     for projection in projections:
         weight = _weight_of(projection)
         if weight is not None and not _is_whole(weight):
             weight = None
-        if run and (weight is None or not _are_alike(run[0], weight)):
+        if run and (weight is None or not _are_alike(run[0].weight, weight)):
             _join(run)
             run = []
         if weight is not None:
-            run.append(weight)
+            run.append(projection)
     _join(run)
 
 
@@ -123,11 +124,26 @@ def _is_whole(weight: torch.Tensor) -> bool:
     return weight.is_meta or weight.untyped_storage().nbytes() == weight.nbytes
 
 
-def _join(weights: Sequence[torch.Tensor]) -> None:
-    if len(weights) < 2:
+def _join(projections: Sequence[nn.Linear]) -> None:
+    if len(projections) < 2:
         return
+    weights = [projection.weight for projection in projections]
     sizes = [weight.shape[0] for weight in weights]
     joined = weights[0].new_empty(sum(sizes), weights[0].shape[1])
     for weight, part in zip(weights, joined.split(sizes), strict=True):
         part.copy_(weight)
         weight.data = part
+    for projection in projections:
+        if _with_own_storage not in projection._state_dict_hooks.values():
+            projection.register_state_dict_post_hook(_with_own_storage)
+
+
+def _with_own_storage(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, _: Any) -> None:
+    """A state dict's weight as a tensor over the same memory that does not tell of its neighbours.
+
+    Who saves a model may refuse parts of one storage (``safetensors.torch.save_model``), or take them for one weight of
+    several names, and leave out all but the first.
+    """
+    weight = state.get(prefix + "weight")
+    if type(weight) is torch.Tensor and not _is_whole(weight):
+        state[prefix + "weight"] = torch.from_dlpack(weight)

@@ -220,6 +220,23 @@ def test_copies_are_whole(hidden, how, tmp_path):
         assert mine.weight.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_weights_of_a_state_dict_have_storages_of_their_own(dtype, tmp_path):
+    projections = linears().to(dtype)
+    lay_side_by_side(*projections)
+    state = projections.state_dict()
+    assert {weight.untyped_storage().nbytes() - weight.nbytes for weight in state.values()} == {0}
+    assert len({weight.untyped_storage().data_ptr() for weight in state.values()}) == len(WIDTHS)
+    # And are the weights: who writes into them writes into the layers.
+    state["1.weight"].fill_(7)
+    assert (projections[1].weight == 7).all()
+    assert projections.state_dict(keep_vars=True)["1.weight"] is projections[1].weight
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_model(projections, str(tmp_path / "model.safetensors"))
+    saved = safetensors.load_file(tmp_path / "model.safetensors")
+    assert all(saved[name].equal(weight) for name, weight in state.items()) and len(saved) == len(WIDTHS)
+
+
 def test_a_checkpoint_on_a_cpu_is_left_alone(hidden, products):
     projections = linears()
     lay_on_gpus([list(projections)])
