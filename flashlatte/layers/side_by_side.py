@@ -41,9 +41,9 @@ def products_of(hidden: torch.Tensor, *projections: Any) -> list[torch.Tensor]:
 def lay_side_by_side(*projections: Any) -> None:
     """Move the weights [n, inputs] of linear layers into one tensor [Σ n, inputs], of which each is then a part.
 
-    Parameters stay the same objects, with the same values, and a state dict's tensors have storages of their own. A layer
-    that is more than a product without bias stays where it is, as does one whose weight is a part of something already;
-    the next one begins another tensor.
+    Parameters stay the same objects, with the same values, and a state dict's tensors have storages of their own. A
+    layer that is more than a product without bias stays where it is, as does one whose weight is a part of something
+    already; the next one begins another tensor.
     """
     run: list[nn.Linear] = []
     for projection in projections:

@@ -234,7 +234,8 @@ def test_weights_of_a_state_dict_have_storages_of_their_own(dtype, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     safetensors.save_model(projections, str(tmp_path / "model.safetensors"))
     saved = safetensors.load_file(tmp_path / "model.safetensors")
-    assert all(saved[name].equal(weight) for name, weight in state.items()) and len(saved) == len(WIDTHS)
+    assert len(saved) == len(WIDTHS)
+    assert all(saved[name].equal(weight) for name, weight in state.items())
 
 
 def test_a_checkpoint_on_a_cpu_is_left_alone(hidden, products):
