@@ -113,7 +113,7 @@ def _v4_steps(fields: dict[str, Any], ranks: int) -> Callable[..., Iterator[str]
     layers = V4Config.layers(fields)
     _check_ranks("heads", layers[0].num_attention_heads, ranks)
     _check_ranks("groups of heads", layers[0].o_groups, ranks)
-    return functools.partial(rehearse_v4, layers, ranks=ranks)
+    return functools.partial(rehearse_v4, layers, ranks=ranks, streams=fields.get("hc_mult", 4))
 
 
 def _check_ranks(what: str, count: int, ranks: int) -> None:

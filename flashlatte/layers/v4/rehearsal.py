@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 
@@ -13,7 +14,9 @@ from flashlatte.layers.v4.attention import V4Attention
 from flashlatte.layers.v4.cache import V4Cache
 from flashlatte.layers.v4.config import V4Config
 from flashlatte.layers.v4.step import V4Step
+from flashlatte.layers.v4.streams import read_streams
 from flashlatte.layers.v4.workspace import DEFAULT_LIMITS
+from flashlatte.ops.mhc import mhc_post
 
 
 def rehearse(
@@ -22,6 +25,7 @@ def rehearse(
     cache_format: str = DEEPSEEK_V4_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
     ranks: int = 1,
+    streams: int = 4,
     page_size: int = 64,
     max_batch: int = 256,
     max_queries: int = 2,
@@ -33,6 +37,7 @@ def rehearse(
         layers: of the model; those that are equal run once.
         cache_format, dtype, page_size, max_batch, max_queries, device: as for ``layers.rehearsal.rehearse``.
         ranks: that heads and groups of heads are divided over, without a rest.
+        streams: of hidden states, which layers read and write.
 
     Raises:
         ValueError: a format that the layers cannot have.
@@ -58,6 +63,21 @@ def rehearse(
                 hidden = torch.zeros(len(step.positions), config.hidden_size, dtype=dtype, device=device)
                 with NoArithmetic():
                     layer(hidden, step, cache)
+    for tokens in (*batches_up_to(max_batch * max_queries), DEFAULT_LIMITS.queries):
+        yield f"streams of {tokens} tokens"
+        _mix(torch.zeros(tokens, streams, layers[0].hidden_size, dtype=dtype, device=device))
+
+
+def _mix(streams: torch.Tensor) -> None:
+    count, numbers = streams.shape[1], streams[0].numel()
+    parameters = {
+        name: torch.zeros(*shape, device=streams.device)
+        for name, shape in (("fn", ((2 + count) * count, numbers)), ("base", ((2 + count) * count,)), ("scale", (3,)))
+    }
+    constants = {"input_norm": SimpleNamespace(eps=1e-6), "hc_eps": 1e-6, "hc_sinkhorn_iters": 20}
+    with NoArithmetic():
+        shares, mixture, seen = read_streams(SimpleNamespace(**parameters, **constants), streams, None)
+        mhc_post(seen, streams, shares, mixture)
 
 
 def _steps(
