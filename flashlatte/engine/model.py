@@ -14,7 +14,7 @@ from flashlatte.distributed.model.checkpoint import Slices
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.distributed.model.shards import divide_mlp, own_heads
 from flashlatte.engine.batch import Batch, Limits
-from flashlatte.engine.paged import PagedModel, Planner, check_type, config_of, load, normed
+from flashlatte.engine.paged import PagedModel, Planner, check_layers, check_type, config_of, load, normed
 from flashlatte.kv_cache.index_formats import index_format_beside
 from flashlatte.kv_cache.registry import format_of_rows
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata, MLAMetadataBuilder
@@ -52,6 +52,7 @@ class Model(PagedModel):
     Raises:
         ModuleNotFoundError: transformers is not installed.
         OSError: no checkpoint can be read there.
+        TypeError: layers with hooks.
         ValueError: a model of another type.
     """
 
@@ -75,6 +76,7 @@ class Model(PagedModel):
             model = slices.model if slices else load(model, dtype, device if ranks is None else "cpu")
         if ranks is not None and not of_checkpoint:
             model = copy.deepcopy(model)
+        check_layers(model.model.layers)
         self.config = MLAConfig.from_transformers(model.config)
         self.batch_invariant = batch_invariant
         if ranks is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from flashlatte import kv_cache
 from flashlatte.distributed.model.alone import Alone
 from flashlatte.engine.batch import Batch, Limits
 from flashlatte.kv_cache import CacheFormat
+from flashlatte.layers.weights import is_watched
 
 # Makes the metadata of a step, whose ``num_tokens`` it has, with padding up to so many requests if a number is given:
 # then it lies where that of the last such step did, until its ``buffers`` is another object.
@@ -153,3 +154,17 @@ def check_type(config: Any, known: Sequence[str]) -> None:
 def normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
     """A transformers RMSNorm in one kernel, where its own module takes seven."""
     return nn.functional.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
+
+
+def check_layers(layers: Iterable[Any]) -> None:
+    """Raise TypeError for decoder layers that a caller's hooks, or another forward, made more than their weights.
+
+    The engine calls their MLPs, and nothing else of them.
+    """
+    for number, layer in enumerate(layers):
+        for name, part in layer.named_modules():
+            if name.split(".")[0] != "mlp" and is_watched(part):
+                raise TypeError(
+                    f"layer {number} of the model must have no hooks, and its classes' forward, outside of its MLP, as "
+                    f"the engine does not call it: got some on {name or 'the layer'}"
+                )

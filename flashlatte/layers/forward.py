@@ -18,6 +18,7 @@ from flashlatte.layers.metadata import MLAMetadata
 from flashlatte.layers.prefill import Expansion, attend_heads
 from flashlatte.layers.selection import Selection, SelectionChunk
 from flashlatte.layers.side_by_side import products_of
+from flashlatte.layers.weights import own_matrix, own_weight
 from flashlatte.ops.norm_rope import latent_rows, rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
 
@@ -70,6 +71,8 @@ def forward(
         backend: of the operations that read the cache.
         batch_invariant: of the operation that decodes.
     """
+    # Whatever the step calls: a later one folds its weight.
+    own_matrix(module, "kv_b_proj")
     selection = metadata.selection
     indexer = None
     if indexing is not None:
@@ -113,6 +116,14 @@ def hidden_projections(module: Projections) -> list[Any]:
     return ([] if module.q_lora_rank is None else [module.q_a_proj]) + [module.kv_a_proj_with_mqa]
 
 
+def check_weights(module: Projections) -> None:
+    """Raise TypeError for a projection or norm whose weight cannot be read in place of a call."""
+    own_matrix(module, "kv_b_proj")
+    own_weight(module, "kv_a_layernorm")
+    if module.q_lora_rank is not None:
+        own_weight(module, "q_a_layernorm")
+
+
 def project(
     module: Projections, hidden: torch.Tensor, rotary: Rotary, cache: LatentCache, slot_mapping: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -127,17 +138,17 @@ def store_latents(
     """The tokens' rows [T, latent + rope], in the cache by then, and the query's normalised latent [T, rank], if it has
     one.
     """
-    kv_norm = module.kv_a_layernorm
     query_latent: dict[str, Any] = {}
     *of_query, kv_a = products_of(hidden, *hidden_projections(module))
     if of_query:
-        norm = module.q_a_layernorm
-        query_latent = {"q_a": of_query[0], "q_weight": norm.weight, "q_eps": _eps(norm)}
+        q_weight = own_weight(module, "q_a_layernorm")
+        query_latent = {"q_a": of_query[0], "q_weight": q_weight, "q_eps": _eps(module.q_a_layernorm)}
     # A cache that is not quantised takes the rows in passing; the others have kernels of their own.
     target: dict[str, Any] = {} if cache.is_quantised else {"cache": cache.pages, "slot_mapping": slot_mapping}
     factor = getattr(module, "mla_scale_kv_lora", 1.0)
-    weight = kv_norm.weight if factor == 1.0 else kv_norm.weight * factor
-    rows, q_a = latent_rows(kv_a, weight, rotary, _eps(kv_norm), **query_latent, **target)
+    weight = own_weight(module, "kv_a_layernorm")
+    weight = weight if factor == 1.0 else weight * factor
+    rows, q_a = latent_rows(kv_a, weight, rotary, _eps(module.kv_a_layernorm), **query_latent, **target)
     if cache.is_quantised:
         cache.write(slot_mapping, rows)
     return rows, q_a

@@ -15,6 +15,7 @@ from flashlatte.layers import models
 from flashlatte.layers.config import IndexerConfig
 from flashlatte.layers.metadata import DecodePart, MLAMetadata
 from flashlatte.layers.selection import Selection, SelectionChunk
+from flashlatte.layers.weights import is_watched
 from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.index_quantize import index_gather, index_quantize
 from flashlatte.ops.index_query import index_query
@@ -103,7 +104,7 @@ class Indexing:
         projection = self.module.weights_proj
         # A linear layer as it is loaded, and not one that something wraps.
         plain = type(projection) is nn.Linear and projection.bias is None and projection.weight.dtype == torch.float32
-        if plain and hidden.shape[0] <= MOST_ROWS:
+        if plain and not is_watched(projection) and hidden.shape[0] <= MOST_ROWS:
             return index_weights(hidden, projection.weight, backend=self.backend)
         return projection(hidden.to(projection.weight.dtype))
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from flashlatte.layers.weights import is_watched
 from flashlatte.runtime import checks
 
 
@@ -91,11 +92,7 @@ def _runs(projections: Sequence[Any]) -> list[list[Any]]:
 
 def _weight_of(projection: Any) -> torch.Tensor | None:
     """The weight of a linear layer whose call does no more than the product: no bias, hook or other forward."""
-    if type(projection) is not nn.Linear or "forward" in projection.__dict__:
-        return None
-    if projection._forward_hooks or projection._forward_pre_hooks:
-        return None
-    if projection._backward_hooks or projection._backward_pre_hooks:
+    if type(projection) is not nn.Linear or is_watched(projection):
         return None
     # Replicas (DataParallel) and shards (FSDP) have theirs elsewhere.
     weight = projection._parameters.get("weight")

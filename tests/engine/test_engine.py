@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -249,6 +250,20 @@ def test_a_model_with_other_layers_is_refused_by_name():
         Engine(other)
     with pytest.raises(TypeError, match=r"^model must be of transformers, or the directory of a checkpoint, got None$"):
         Engine(None)
+
+
+@pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
+def test_hooks_that_the_engine_would_pass_over_are_refused(family):
+    hooked = copy.deepcopy(model(family))
+    layer = hooked.model.layers[1]
+    for name in ("", "self_attn", "self_attn.q_b_proj", "input_layernorm"):
+        hook = layer.get_submodule(name).register_forward_hook(lambda *called: called[2])
+        with pytest.raises(TypeError, match=f"^layer 1 of the model must have no .*got some on {name or 'the layer'}$"):
+            Engine(hooked, num_pages=24, page_size=16)
+        hook.remove()
+    layer.mlp.register_forward_hook(lambda *called: called[2])
+    (output,) = Engine(hooked, num_pages=24, page_size=16).generate([prompt(5)], SamplingParams(max_new_tokens=3))
+    assert output.tokens == generated_by_transformers(family, prompt(5), 3)
 
 
 def test_an_id_in_use_is_refused_and_its_request_goes_on():

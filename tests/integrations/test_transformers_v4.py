@@ -248,6 +248,23 @@ def test_settings_that_do_not_fit(stock, change, error, message):
     assert "_flashlatte" not in vars(stock.model)
 
 
+@pytest.mark.parametrize(
+    "name", ["o_a_proj", "q_a_norm", "kv_norm", "compressor.kv_norm", "compressor.indexer.kv_norm"]
+)
+def test_hooks_on_what_is_read_and_not_called_are_refused(stock, name):
+    """Before the model is changed, and where they come later, in the pass."""
+    model = copy.deepcopy(stock)
+    hook = model.model.layers[1].self_attn.get_submodule(name).register_forward_hook(lambda *called: 2 * called[2])
+    with pytest.raises(TypeError, match=f"^{name.split('.')[-1]}( of layer 1)? must be a plain module"):
+        enable(model, page_size=4)
+    assert "_flashlatte" not in vars(model.model)
+    hook.remove()
+    enable(model, page_size=4)
+    model.model.layers[1].self_attn.get_submodule(name).forward = lambda x: x
+    with pytest.raises(TypeError, match="must be a plain module"):
+        model(tokens(1, 9))
+
+
 def test_yarn_that_scales_cosines():
     """Of a config that names both rotations; one flat yarn, as in checkpoints, scales nothing."""
     scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "partial_rotary_factor": 0.25}

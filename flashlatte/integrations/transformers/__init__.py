@@ -92,7 +92,7 @@ def enable(
     check_transformers()
     from flashlatte.integrations.transformers import attention, hooks
     from flashlatte.integrations.transformers.families import find_decoder
-    from flashlatte.layers.forward import hidden_projections
+    from flashlatte.layers.forward import check_weights, hidden_projections
     from flashlatte.layers.side_by_side import lay_on_gpus
 
     checks.positive_int("page_size", page_size)
@@ -111,7 +111,7 @@ def enable(
     hooks.check_backend(decoder, hooks.new_latents(decoder, settings))
     modules = _attentions(decoder, family)
     for module in modules:
-        attention.check_kv_b_proj(module)
+        check_weights(module)
 
     disable(model)
     lay_on_gpus(map(hidden_projections, modules))

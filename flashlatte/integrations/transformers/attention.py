@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flashlatte.integrations.transformers import indexed
@@ -66,7 +65,6 @@ def flat_attention(
     module: Any, hidden_states: torch.Tensor, embeddings: Any, latents: PagedLatents, metadata: MLAMetadata
 ) -> torch.Tensor:
     """The MLA layer on the step's flat batch: [b, s, hidden_size]. A hidden token attends to nothing."""
-    check_kv_b_proj(module)
     flat = hidden_states.flatten(0, 1)
     tokens = latents.step.tokens
     if tokens is not None:
@@ -120,15 +118,6 @@ def masked_attention(
 def _rotary(module: Any, latents: PagedLatents, embeddings: Any, *, every: bool = False) -> Rotary:
     interleaved = module.family.interleaved(module.config)
     return latents.rotary(embeddings, cosines_and_sines, interleaved, every=every)
-
-
-def check_kv_b_proj(module: Any) -> None:
-    """Refuse what wraps or replaces the projection, since folding its weight would pass over it."""
-    if type(module.kv_b_proj) is not nn.Linear:
-        raise TypeError(
-            f"kv_b_proj of layer {module.layer_idx} must be a plain torch.nn.Linear, since decode folds its weight "
-            f"into the query, got {type(module.kv_b_proj).__name__}: merge adapters and dequantise it first"
-        )
 
 
 def multi_head_attention(

@@ -13,9 +13,17 @@ from flashlatte.layers.side_by_side import lay_side_by_side
 from flashlatte.layers.v4.cache import V4Cache
 from flashlatte.layers.v4.compressed import GroupStep
 from flashlatte.layers.v4.config import V4Config
-from flashlatte.layers.v4.modules import LayerCompressor, NormWeight, hidden_projections, linear, project_hidden
+from flashlatte.layers.v4.modules import (
+    LayerCompressor,
+    NormWeight,
+    hidden_projections,
+    linear,
+    output_matrix,
+    project_hidden,
+)
 from flashlatte.layers.v4.rows import attend_rows
 from flashlatte.layers.v4.step import V4Step
+from flashlatte.layers.weights import own_weight
 from flashlatte.ops.norm_rope import rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.ops.q_kv_norm import q_kv_norm
@@ -123,12 +131,13 @@ def attend(
     if rope_number is None:
         rope_number = rope.number(config.rope, config.rope_dim)
     table = rope.numbered_table(rope_number, hidden.device)
+    o_a = output_matrix(module)
     projected = project_hidden(module, config, hidden)
     q_latent, kv = q_kv_norm(
         projected.q_latent,
         projected.kv,
-        module.q_a_norm.weight,
-        module.kv_norm.weight,
+        own_weight(module, "q_a_norm"),
+        own_weight(module, "kv_norm"),
         config.rms_norm_eps,
         backend=backend,
     )
@@ -153,7 +162,7 @@ def attend(
     back = Rotary(rope.inverse_table(rope_number, hidden.device), step.rotary_positions, interleaved=True)
     rotate_heads(tail, back, out=tail, backend=backend)
     groups = config.o_groups
-    weight = module.o_a_proj.weight.view(groups, config.o_lora_rank, -1)
+    weight = o_a.view(groups, config.o_lora_rank, -1)
     grouped = out.new_empty(out.shape[0], groups, config.o_lora_rank)
     by_group = out.view(-1, groups, heads // groups * head_dim).transpose(0, 1)
     bmm_into(by_group, weight.transpose(1, 2), grouped.transpose(0, 1))

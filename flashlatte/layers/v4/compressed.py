@@ -12,6 +12,7 @@ from flashlatte.layers.v4.cache import V4Cache
 from flashlatte.layers.v4.config import V4Config, V4IndexerConfig
 from flashlatte.layers.v4.modules import Projected
 from flashlatte.layers.v4.step import V4Groups, V4Step
+from flashlatte.layers.weights import own_weight
 from flashlatte.ops.compress import compress
 from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.index_query import index_query
@@ -138,7 +139,7 @@ class GroupStep:
             kv,
             gate,
             module.position_bias.float(),
-            module.kv_norm.weight,
+            own_weight(module, "kv_norm"),
             self._table,
             step.request_ids,
             step.positions,

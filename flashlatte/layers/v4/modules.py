@@ -9,6 +9,7 @@ from torch import nn
 
 from flashlatte.layers.side_by_side import products_of
 from flashlatte.layers.v4.config import V4Config, V4IndexerConfig
+from flashlatte.layers.weights import own_matrix, own_weight
 
 
 def linear(inputs: int, outputs: int, dtype: torch.dtype | None, device: torch.device | str | None) -> nn.Linear:
@@ -87,3 +88,19 @@ def hidden_projections(module: Any, config: V4Config) -> list[Any]:
         indexer = module.compressor.indexer
         found += [indexer.kv_proj, indexer.gate_proj, indexer.scorer.weights_proj]
     return found
+
+
+def output_matrix(module: Any) -> torch.Tensor:
+    """o_a_proj's weight [o_groups · o_lora_rank, inputs of a group]: in transformers of a class of its own."""
+    return own_matrix(module, "o_a_proj", of_subclass=True)
+
+
+def check_weights(module: Any, config: V4Config) -> None:
+    """Raise TypeError for a projection or norm whose weight cannot be read in place of a call."""
+    output_matrix(module)
+    own_weight(module, "q_a_norm")
+    own_weight(module, "kv_norm")
+    if config.ratio:
+        own_weight(module.compressor, "kv_norm")
+    if config.indexer is not None:
+        own_weight(module.compressor.indexer, "kv_norm")

@@ -18,7 +18,7 @@ from flashlatte.kv_cache.registry import as_format, plain_format
 from flashlatte.layers.side_by_side import lay_on_gpus
 from flashlatte.layers.v4 import V4Config
 from flashlatte.layers.v4.attention import attend
-from flashlatte.layers.v4.modules import hidden_projections
+from flashlatte.layers.v4.modules import check_weights, hidden_projections
 from flashlatte.layers.v4.streams import read_streams
 
 Model, Attention = DeepseekV4Model, DeepseekV4Attention
@@ -204,13 +204,12 @@ def new_store(model: Any, settings: hooks.Settings) -> V4Store:
 def enable(decoder: Any, settings: hooks.Settings) -> list[Any]:
     """Change the classes of a decoder's attention modules; the hooks that were registered."""
     new_store(decoder, settings)
-    modules = [layer.self_attn for layer in decoder.layers]
+    modules, configs = [layer.self_attn for layer in decoder.layers], V4Config.layers(decoder.config)
     for index, module in enumerate(modules):
         if type(module) not in (DeepseekV4Attention, PagedV4Attention):
             raise TypeError(f"layer {index}'s attention must be a DeepseekV4Attention, got {type(module).__name__}")
-        if not module.o_a_proj.weight.is_floating_point() or module.o_a_proj.weight.dtype.itemsize < 2:
-            raise ValueError(f"layer {index}'s o_a_proj must have weights in 16 or 32 bits")
-    lay_on_gpus(map(hidden_projections, modules, V4Config.layers(decoder.config)))
+        check_weights(module, configs[index])
+    lay_on_gpus(map(hidden_projections, modules, configs))
     for layer in decoder.layers:
         layer.self_attn.__class__ = PagedV4Attention
         _change_class(layer, DeepseekV4HyperConnection, FusedHyperConnection)

@@ -1,0 +1,60 @@
+"""Weights that layers read themselves, where a fused operation stands for the call of the module that has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from flashlatte.runtime import checks
+
+
+def is_watched(module: Any) -> bool:
+    """Whether a call of the module does something before or after its class's ``forward``, or in its place."""
+    return (
+        "forward" in module.__dict__
+        or bool(module._forward_hooks or module._forward_pre_hooks)
+        or bool(module._backward_hooks or module._backward_pre_hooks)
+    )
+
+
+def own_weight(layer: Any, name: str) -> torch.Tensor:
+    """The weight of a layer's module ``name``, a norm's say, of which a call would make no more than it tells.
+
+    Raises:
+        TypeError: a call would: something wraps the module (as LoRA does, and shows the weight of what it wraps),
+            hooks watch it, or its forward is another.
+    """
+    module = getattr(layer, name)
+    # A replica (DataParallel) has its parameters among its attributes.
+    if "weight" not in module._parameters and "weight" not in module.__dict__:
+        raise TypeError(_refusal(layer, name, type(module).__name__))
+    if is_watched(module):
+        raise TypeError(_refusal(layer, name, "one with hooks, or with another forward"))
+    return module.weight
+
+
+def own_matrix(layer: Any, name: str, *, of_subclass: bool = False) -> torch.Tensor:
+    """The weight [n, inputs] of a linear layer without bias, likewise.
+
+    Args:
+        of_subclass: whether its class may be one of ``nn.Linear``'s subclasses.
+
+    Raises:
+        TypeError: as ``own_weight``; another class, a bias, or a quantised weight.
+    """
+    module = getattr(layer, name)
+    if type(module) is not nn.Linear and not (of_subclass and isinstance(module, nn.Linear)):
+        raise TypeError(_refusal(layer, name, type(module).__name__))
+    if module.bias is not None or module.weight.dtype not in checks.FLOAT_DTYPES:
+        raise TypeError(_refusal(layer, name, f"a bias, or a weight of {module.weight.dtype}"))
+    return own_weight(layer, name)
+
+
+def _refusal(layer: Any, name: str, got: str) -> str:
+    place = f" of layer {layer.layer_idx}" if hasattr(layer, "layer_idx") else ""
+    return (
+        f"{name}{place} must be a plain module, since its weight is read where its forward is not called, got {got}: "
+        "merge adapters, dequantise it, and remove hooks first"
+    )
