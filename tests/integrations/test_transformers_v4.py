@@ -217,6 +217,9 @@ def test_what_is_stocks_stays_stocks(stock, enabled):
     out = enabled(ids, output_attentions=True, use_cache=True)
     assert out.attentions is not None
     assert type(out.past_key_values) is DynamicCache
+    cache = enabled(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"^past_key_values was filled by FlashLatte"):
+        enabled(ids, past_key_values=cache, output_attentions=True)
 
 
 def test_disable(stock, enabled):

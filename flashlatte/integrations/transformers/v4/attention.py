@@ -23,6 +23,8 @@ from flashlatte.layers.v4.streams import read_streams
 
 Model, Attention = DeepseekV4Model, DeepseekV4Attention
 
+_NOT_STOCKS = "past_key_values was filled by FlashLatte, whose pages stock DeepSeek-V4 cannot go on with"
+
 
 class PagedV4Cache(DynamicCache):
     """A ``DynamicCache`` whose layers lie in a ``V4Store``. ``adopt`` makes one of a caller's empty cache, in place.
@@ -49,7 +51,7 @@ class PagedV4Cache(DynamicCache):
         return self.store.requests or -1
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ValueError("past_key_values was filled by FlashLatte, whose pages stock DeepSeek-V4 cannot go on with")
+        raise ValueError(_NOT_STOCKS)
 
     def reset(self) -> None:
         self.store.clear()
@@ -155,6 +157,8 @@ class BeginForward:
         """The paged cache of this pass; None if it is stock attention's."""
         cache = call.get("past_key_values")
         if hooks.needs_stock_attention(model, call):
+            if isinstance(cache, PagedV4Cache):
+                raise ValueError(_NOT_STOCKS)
             return None
         if isinstance(cache, PagedV4Cache):
             self._check_model(cache, model)
