@@ -28,11 +28,12 @@ def own_weight(layer: Any, name: str) -> torch.Tensor:
     """
     module = getattr(layer, name)
     # A replica (DataParallel) has its parameters among its attributes.
-    if "weight" not in module._parameters and "weight" not in module.__dict__:
+    weight = module._parameters.get("weight", module.__dict__.get("weight"))
+    if weight is None:
         raise TypeError(_refusal(layer, name, type(module).__name__))
     if is_watched(module):
         raise TypeError(_refusal(layer, name, "one with hooks, or with another forward"))
-    return module.weight
+    return weight
 
 
 def own_matrix(layer: Any, name: str, *, of_subclass: bool = False) -> torch.Tensor:
@@ -44,12 +45,12 @@ def own_matrix(layer: Any, name: str, *, of_subclass: bool = False) -> torch.Ten
     Raises:
         TypeError: as ``own_weight``; another class, a bias, or a quantised weight.
     """
-    module = getattr(layer, name)
+    weight, module = own_weight(layer, name), getattr(layer, name)
     if type(module) is not nn.Linear and not (of_subclass and isinstance(module, nn.Linear)):
         raise TypeError(_refusal(layer, name, type(module).__name__))
-    if module.bias is not None or module.weight.dtype not in checks.FLOAT_DTYPES:
-        raise TypeError(_refusal(layer, name, f"a bias, or a weight of {module.weight.dtype}"))
-    return own_weight(layer, name)
+    if module.bias is not None or weight.dtype not in checks.FLOAT_DTYPES:
+        raise TypeError(_refusal(layer, name, f"a bias, or a weight of {weight.dtype}"))
+    return weight
 
 
 def _refusal(layer: Any, name: str, got: str) -> str:
