@@ -14,7 +14,7 @@ from flashlatte import kv_cache
 from flashlatte.distributed.model.alone import Alone
 from flashlatte.engine.batch import Batch, Limits
 from flashlatte.kv_cache import CacheFormat
-from flashlatte.layers.weights import is_watched
+from flashlatte.layers.weights import has_hooks
 
 # Makes the metadata of a step, whose ``num_tokens`` it has, with padding up to so many requests if a number is given:
 # then it lies where that of the last such step did, until its ``buffers`` is another object.
@@ -157,14 +157,14 @@ def normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def check_layers(layers: Iterable[Any]) -> None:
-    """Raise TypeError for decoder layers that a caller's hooks, or another forward, made more than their weights.
+    """Raise TypeError for decoder layers that hooks made more than their weights.
 
     The engine calls their MLPs, and nothing else of them.
     """
     for number, layer in enumerate(layers):
         for name, part in layer.named_modules():
-            if name.split(".")[0] != "mlp" and is_watched(part):
+            if name.split(".")[0] != "mlp" and has_hooks(part):
                 raise TypeError(
-                    f"layer {number} of the model must have no hooks, and its classes' forward, outside of its MLP, as "
-                    f"the engine does not call it: got some on {name or 'the layer'}"
+                    f"layer {number} of the model must have no hooks outside of its MLP, as the engine does not call "
+                    f"it: got some on {name or 'the layer'}"
                 )

@@ -10,44 +10,51 @@ from torch import nn
 from flashlatte.runtime import checks
 
 
-def is_watched(module: Any) -> bool:
-    """Whether a call of the module does something before or after its class's ``forward``, or in its place."""
-    return (
-        "forward" in module.__dict__
-        or bool(module._forward_hooks or module._forward_pre_hooks)
-        or bool(module._backward_hooks or module._backward_pre_hooks)
+def has_hooks(module: Any) -> bool:
+    """Whether a call of the module does something before or after its ``forward``."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 
 
+def is_watched(module: Any) -> bool:
+    """Whether a call of the module does something beside its class's ``forward``, or in its place."""
+    return "forward" in module.__dict__ or has_hooks(module)
+
+
 def own_weight(layer: Any, name: str) -> torch.Tensor:
-    """The weight of a layer's module ``name``, a norm's say, of which a call would make no more than it tells.
+    """The weight of a layer's norm ``name``, where a call would make no more of it than a norm does.
+
+    Its forward may be another, as transformers' ``use_kernels`` gives it a kernel's.
 
     Raises:
-        TypeError: a call would: something wraps the module (as LoRA does, and shows the weight of what it wraps),
-            hooks watch it, or its forward is another.
+        TypeError: a call would: something wraps the module (as LoRA does, and shows the weight of what it wraps), or
+            hooks watch it.
     """
     module = getattr(layer, name)
     # A replica (DataParallel) has its parameters among its attributes.
     weight = module._parameters.get("weight", module.__dict__.get("weight"))
     if weight is None:
         raise TypeError(_refusal(layer, name, type(module).__name__))
-    if is_watched(module):
-        raise TypeError(_refusal(layer, name, "one with hooks, or with another forward"))
+    if has_hooks(module):
+        raise TypeError(_refusal(layer, name, "one with hooks"))
     return weight
 
 
 def own_matrix(layer: Any, name: str, *, of_subclass: bool = False) -> torch.Tensor:
-    """The weight [n, inputs] of a linear layer without bias, likewise.
+    """The weight [n, inputs] of the linear layer ``name`` without bias, likewise.
 
     Args:
         of_subclass: whether its class may be one of ``nn.Linear``'s subclasses.
 
     Raises:
-        TypeError: as ``own_weight``; another class, a bias, or a quantised weight.
+        TypeError: as ``own_weight``; another class or forward, a bias, or a quantised weight.
     """
     weight, module = own_weight(layer, name), getattr(layer, name)
     if type(module) is not nn.Linear and not (of_subclass and isinstance(module, nn.Linear)):
         raise TypeError(_refusal(layer, name, type(module).__name__))
+    if "forward" in module.__dict__:
+        raise TypeError(_refusal(layer, name, "one with another forward"))
     if module.bias is not None or weight.dtype not in checks.FLOAT_DTYPES:
         raise TypeError(_refusal(layer, name, f"a bias, or a weight of {weight.dtype}"))
     return weight

@@ -46,11 +46,9 @@ def replaced(layer, name):
     module.forward = lambda x: 2 * type(module).forward(module, x)
 
 
-CHANGES = [wrapped, hooked, replaced]
-
-
-@pytest.mark.parametrize("name", READ)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("change", "name"), [(change, name) for change in (wrapped, hooked) for name in READ] + [(replaced, "kv_b_proj")]
+)
 @pytest.mark.parametrize("decoding", [False, True], ids=["prefill", "decode"])
 def test_a_step_is_refused(change, name, decoding):
     engine = Engine(layer_like(stock("v3")), hidden_states((5,)))
@@ -96,3 +94,10 @@ def test_weights_are_checked_before_a_model_is_changed():
     hooked(module, "kv_a_layernorm")
     with pytest.raises(TypeError, match=r"^kv_a_layernorm of layer 0 must be a plain module"):
         forward.check_weights(module)
+
+
+def test_a_norm_may_have_the_forward_of_a_kernel():
+    layer = layer_like(stock("v3"))
+    expected = own_weight(layer, "kv_a_layernorm")
+    replaced(layer, "kv_a_layernorm")
+    assert own_weight(layer, "kv_a_layernorm") is expected
