@@ -302,25 +302,12 @@ def latent_rows(
     arch: int | None = 90,
 ) -> list[Recorded]:
     kv_a, q_a = torch.zeros(tokens, 576, dtype=BF16), torch.zeros(tokens, 1536, dtype=BF16)
-    where = torch.zeros(tokens, dtype=torch.int64)
-    return record(
-        "latent_rows",
-        backend,
-        kv_a,
-        torch.zeros(512, dtype=BF16),
-        1e-6,
-        torch.zeros(100, 64),
-        where,
-        interleaved,
-        q_a,
-        torch.zeros(1536, dtype=BF16),
-        1e-6,
-        where if with_cache else None,
-        torch.empty_like(kv_a),
-        torch.empty_like(q_a),
-        kv_cache.allocate("bf16", pages, 64) if with_cache else None,
-        arch=arch,
-    )
+    table, where = torch.zeros(100, 64), torch.zeros(tokens, dtype=torch.int64)
+    of_latent = kv_a, torch.zeros(512, dtype=BF16), 1e-6, table, where, interleaved
+    of_query = q_a, torch.zeros(1536, dtype=BF16), 1e-6
+    slots, cache = (where, kv_cache.allocate("bf16", pages, 64)) if with_cache else (None, None)
+    outs = torch.empty_like(kv_a), torch.empty_like(q_a)
+    return record("latent_rows", backend, *of_latent, *of_query, slots, *outs, cache, arch=arch)
 
 
 def rotate_heads(
@@ -348,7 +335,6 @@ def mhc_pre(
     backend: str,
     tokens: int = 8,
     width: int = 4096,
-    dtype: torch.dtype = BF16,
     arch: int | None = 90,
 ) -> list[Recorded]:
     streams, numbers = torch.zeros(tokens, 4, width, dtype=BF16), torch.zeros(tokens, 24)
@@ -361,7 +347,6 @@ def mhc_post(
     backend: str,
     tokens: int = 8,
     width: int = 4096,
-    dtype: torch.dtype = BF16,
     arch: int | None = 90,
 ) -> list[Recorded]:
     result, streams = torch.zeros(tokens, width, dtype=BF16), torch.zeros(tokens, 4, width, dtype=BF16)
