@@ -244,7 +244,7 @@ def test_layers_called_on_their_own_are_refused(make_model):
 def test_the_cache_holds_bytes_of_its_format(make_model, cache_format):
     model = enable(make_model(), cache_format)
     with torch.no_grad():
-        latents = model(tokens(2, 130), use_cache=True).past_key_values.latents
+        latents = model(tokens(2, 130), use_cache=True).past_key_values.store
     assert latents.layout == kv_cache.get_format(cache_format, 576 if cache_format != "v32" else None)
     for layer in range(2):
         pages = latents._pages[layer]
@@ -263,7 +263,7 @@ def test_the_format_follows_the_model_s_dtype(make_model, prompts, dtype, expect
     stock = make_model().to(dtype)
     with torch.no_grad():
         cache, stock_cache = (each(**prompts((3, 0))).past_key_values for each in (model, stock))
-    assert cache.latents.layout.name == expected
+    assert cache.store.layout.name == expected
     stored = prompts((3, 0))["attention_mask"][:, None, :, None].bool()
     cache.release()
     # The second layer's rows are of hidden states that differ already.

@@ -31,7 +31,7 @@ class PagedLatentAttention:
             stock: Any = super()
             return stock.forward(hidden_states, *args, past_key_values=past_key_values, **kwargs)
         embeddings, mask = kwargs.pop("position_embeddings"), kwargs.pop("attention_mask", None)
-        latents = past_key_values.latents
+        latents = past_key_values.store
         metadata = latents.metadata(hidden_states.device)
         # An attention implementation that somebody chose computes prefill.
         module: Any = self

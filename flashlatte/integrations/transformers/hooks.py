@@ -56,7 +56,7 @@ class BeginForward:
             return None
         mask = call.get("attention_mask")
         plain_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2
-        cache.latents.plan(
+        cache.store.plan(
             tokens.shape[0],
             tokens.shape[1],
             tokens.device,
@@ -74,7 +74,7 @@ class BeginForward:
                 cache.release()
             return None
         if isinstance(cache, PagedLatentCache):
-            _check_rows(cache.latents, model.config)
+            _check_rows(cache.store, model.config)
             return cache
         cache = cache_to_adopt(model, call)
         if cache is None:
@@ -88,7 +88,7 @@ def end_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
     """Hook after the decoder's forward: the pass succeeded, so its tokens are history."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, PagedLatentCache):
-        cache.latents.commit()
+        cache.store.commit()
 
 
 def needs_stock_attention(model: Any, call: dict[str, Any]) -> bool:

@@ -179,11 +179,6 @@ class PagedLatents:
         """The layer's index keys, likewise."""
         return self._indexed().of(layer, device, self._current_batch().table.num_pages)
 
-    def write(self, layer: int, rows: torch.Tensor) -> None:
-        """Store the step's rows [b, queries, head_dim]."""
-        cache = self.cache(layer, rows.device, rows.dtype)
-        cache.write(self.step.slots.flatten().to(rows.device), rows.flatten(0, 1))
-
     def write_index_keys(self, layer: int, keys: torch.Tensor) -> None:
         """Store the step's index keys [b, queries, head_dim], rotated."""
         pages, slots = self.index_pages(layer, keys.device), self.step.slots.flatten().to(keys.device)

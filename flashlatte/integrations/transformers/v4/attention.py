@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, DynamicCache
+from transformers.cache_utils import DynamicCache
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4Attention,
     DeepseekV4HyperConnection,
@@ -13,6 +13,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 )
 
 from flashlatte.integrations.transformers import hooks
+from flashlatte.integrations.transformers.paged_cache import PagedCache, PagedLayer
 from flashlatte.integrations.transformers.v4.store import V4Store
 from flashlatte.kv_cache.registry import as_format, plain_format
 from flashlatte.layers.side_by_side import lay_on_gpus
@@ -26,77 +27,33 @@ Model, Attention = DeepseekV4Model, DeepseekV4Attention
 _NOT_STOCKS = "past_key_values was filled by FlashLatte, whose pages stock DeepSeek-V4 cannot go on with"
 
 
-class PagedV4Cache(DynamicCache):
+class PagedV4Layer(PagedLayer):
+    is_sliding = True
+    is_croppable = False
+
+
+class PagedV4Cache(PagedCache):
     """A ``DynamicCache`` whose layers lie in a ``V4Store``. ``adopt`` makes one of a caller's empty cache, in place.
 
     Attributes:
-        store: the layers' caches.
         filled_for: the config of the model that fills it.
     """
 
     store: V4Store
+    layer_class = PagedV4Layer
     filled_for: Any
 
-    @staticmethod
-    def adopt(cache: DynamicCache, store: V4Store, config: Any) -> PagedV4Cache:
-        object.__setattr__(cache, "__class__", PagedV4Cache)
-        paged = cast(PagedV4Cache, cache)
-        paged.store, paged.filled_for = store, config
-        paged.layers = [PagedV4Layer(store) for _ in store.configs]
-        paged.layer_class_to_replicate = None
+    @classmethod
+    def adopt(cls, cache: DynamicCache, store: V4Store, config: Any) -> PagedV4Cache:
+        paged = cls._made_of(cache, store, len(store.configs))
+        paged.filled_for = config
         return paged
-
-    @property
-    def batch_size(self) -> int:
-        return self.store.requests or -1
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError(_NOT_STOCKS)
 
-    def reset(self) -> None:
-        self.store.clear()
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self.store.select(beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.store.select(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.store.select(torch.arange(self.store.requests).repeat_interleave(repeats))
-
     def crop(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError("a DeepSeek-V4 cache cannot be cropped: groups are made of tokens that it no longer has")
-
-
-class PagedV4Layer(CacheLayerMixin):
-    """One layer of a ``PagedV4Cache``, for those who ask a layer and not the cache."""
-
-    is_sliding = True
-    is_croppable = False
-    supports_early_init = False
-
-    def __init__(self, store: V4Store) -> None:
-        super().__init__()
-        self._store = store
-
-    def get_seq_length(self) -> int:
-        return self._store.columns
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._store.columns + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Pages are allocated as tokens come."""
-
-    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError("the layers of a paged cache share their pages")
-
-    offload = prefetch = reset = reorder_cache = crop = update
-    batch_repeat_interleave = batch_select_indices = update
 
 
 class PagedV4Attention(DeepseekV4Attention):

@@ -1,0 +1,80 @@
+"""What paged caches answer alike where ``generate`` asks a cache or a layer. Importing this imports transformers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer of a paged cache, for those who ask a layer and not the cache."""
+
+    supports_early_init = False
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+
+    def get_seq_length(self) -> int:
+        return self._store.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._store.columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Pages are allocated as tokens come."""
+
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError("the layers of a paged cache share their pages: update the cache")
+
+    offload = prefetch = reset = reorder_cache = crop = update
+    batch_repeat_interleave = batch_select_indices = update
+
+
+class PagedCache(DynamicCache):
+    """A ``DynamicCache`` whose layers lie in pages.
+
+    Attributes:
+        store: the pages and their bookkeeping: ``columns``, ``requests``, ``clear`` and ``select``.
+        layer_class: of the layers.
+    """
+
+    store: Any
+    layer_class: ClassVar[type[PagedLayer]]
+
+    @classmethod
+    def _made_of(cls, cache: DynamicCache, store: Any, num_layers: int) -> Any:
+        """Make an empty ``DynamicCache`` paged, in place: whoever made it will look into it for the tokens."""
+        object.__setattr__(cache, "__class__", cls)
+        paged: Any = cache
+        paged.store = store
+        paged.layers = [cls.layer_class(store) for _ in range(num_layers)]
+        paged.layer_class_to_replicate = None
+        return paged
+
+    @property
+    def batch_size(self) -> int:
+        return self.store.requests or -1
+
+    def reset(self) -> None:
+        self.store.clear()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.store.select(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.store.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.store.select(torch.arange(self.store.requests).repeat_interleave(repeats))
+
+    def early_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Pages are allocated as tokens come."""
+
+    def __iter__(self) -> NoReturn:
+        raise NotImplementedError("a paged cache holds no keys and values to iterate over")
