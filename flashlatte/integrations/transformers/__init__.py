@@ -85,9 +85,11 @@ def enable(
 
     Raises:
         ImportError: transformers is missing, or older than 5.17.
-        TypeError, ValueError: another model, an argument that is not accepted, or a latent that does not fit the
-            format. Later, from a forward pass: another kind of cache than ``DynamicCache`` (``StaticCache``,
-            ``QuantizedCache``, an offloaded one), or an attention mask that asks for tokens it hid before.
+        TypeError, ValueError: another model, an argument that is not accepted, a latent that does not fit the format,
+            or an adapter, hook or quantised weight on a module whose weight is read and not called (``kv_b_proj``,
+            norms of latents, DeepSeek-V4's ``o_a_proj``). Later, from a forward pass: the same, another kind of cache
+            than ``DynamicCache`` (``StaticCache``, ``QuantizedCache``, an offloaded one), or an attention mask that
+            asks for tokens it hid before.
     """
     check_transformers()
     from flashlatte.integrations.transformers import attention, hooks
