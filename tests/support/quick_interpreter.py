@@ -3,6 +3,9 @@
 Before every call, one of a device function within a kernel too, it looks through all of ``triton.language`` for what to
 replace; for every number that it makes it writes down the table of types anew; and every block's shape is unwrapped,
 checked and wrapped again.
+
+And with one defect less: what compares two numbers keeps their type, so that as a block it is one of integers, which
+Triton 3.9 does not take for a mask any more.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ _get_np_dtype = _interpreter._get_np_dtype
 _core: Any = tl.core
 _make_block_type = _core.block_type.__init__
 _make_tensor = _core.tensor.__init__
+_create_splat = _interpreter.InterpreterBuilder.create_splat
 _modules: dict[Any, list[Any]] = {}
 _dtypes: dict[str, Any] = {}
 
@@ -32,6 +36,7 @@ def install() -> None:
     _interpreter._get_np_dtype = get_np_dtype
     _core.block_type.__init__ = make_block_type
     _core.tensor.__init__ = make_tensor
+    _interpreter.InterpreterBuilder.create_splat = create_splat
 
 
 def patch_lang(function: Any) -> Any:
@@ -74,3 +79,10 @@ def make_tensor(self: Any, handle: Any, type_: Any) -> None:
     self.type = type_
     self.dtype = type_.scalar
     self.shape, self.numel = _of_tensors[key]
+
+
+def create_splat(self: Any, type_: Any, number: Any) -> Any:
+    """``create_splat``, which gives a truth value the type of one."""
+    if number.data.dtype == bool and number.dtype.scalar != tl.int1:
+        number = _interpreter.TensorHandle(number.data, tl.int1)
+    return _create_splat(self, type_, number)
