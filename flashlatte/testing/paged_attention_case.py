@@ -14,6 +14,7 @@ Layout = Literal["nhd", "hnd", "split"]
 ScaleKind = Literal["number", "tensor", "head", "token"]
 
 _PIECE_BYTES = 16
+_PAGES_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,11 @@ class PagedAttentionCase:
 
 
 def _quantised(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if dtype == torch.int8:
-        return rows.round().clamp(-127, 127).to(torch.int8)
-    return to_e4m3(rows) if dtype == torch.float8_e4m3fn else rows.to(dtype)
+    cache = torch.empty_like(rows, dtype=dtype)
+    # Some pages at a time, for the same reason.
+    for part, numbers in zip(cache.split(_PAGES_AT_ONCE), rows.split(_PAGES_AT_ONCE), strict=True):
+        if dtype == torch.int8:
+            part.copy_(numbers.round().clamp(-127, 127))
+        else:
+            part.copy_(to_e4m3(numbers) if dtype == torch.float8_e4m3fn else numbers)
+    return cache
