@@ -171,6 +171,27 @@ def test_paged_logits_of_long_requests(next_n: int, page_size: int, backend: str
     assert_logits(paged_index_logits(**arguments, backend=backend), expected)
 
 
+# Of 64 keys: as vLLM lays DeepSeek-V4's, at a multiple of 576 bytes, alone and between other layers' pages.
+@pytest.mark.parametrize("backend", harness.KERNEL_BACKENDS)
+@pytest.mark.parametrize("page_bytes", [8640, 49_536])
+def test_pages_that_stand_apart(page_bytes: int, backend: str) -> None:
+    arguments = paged_arguments(20, 2, 64, 64, "index_fp8", E4M3)
+    cache, table = arguments["cache"], arguments["block_table"]
+    apart = torch.full((len(cache) * page_bytes,), NAN_BYTE, dtype=torch.uint8, device=DEVICE)
+    apart = apart.as_strided(cache.shape, (page_bytes, *cache.stride()[1:]))
+    apart.copy_(cache)
+    for function, options in (
+        (paged_index_logits, {"clean": True}),
+        (paged_index_select, {"num_selected": 256, "slots": True}),
+    ):
+        first, second = (function(**arguments | {"cache": one} | options, backend=backend) for one in (cache, apart))
+        assert torch.equal(first, second)
+    ends = torch.arange(len(table) + 1, device=DEVICE, dtype=torch.int32) * 900
+    first, second = (index_gather(one, table, ends, 900 * len(table), backend="portable") for one in (cache, apart))
+    for one, other in zip(first, second, strict=True):
+        assert harness.bits(one).equal(harness.bits(other))
+
+
 @pytest.mark.parametrize("backend", harness.KERNEL_BACKENDS)
 @pytest.mark.parametrize("for_each_token", [True, False])
 @pytest.mark.parametrize("length", [-1, -(2**31) - 1, -(2**32) + 70, -(2**63)])
