@@ -227,9 +227,10 @@ def test_a_scale_for_each_token_and_head():
         write(key, value, *caches, *scales, torch.tensor([3, 1]), SimpleNamespace(name="INT4_PER_TOKEN_HEAD"))
 
 
-def test_swap_blocks_reads_every_block_of_a_tensor_before_it_writes_one():
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x[:]], ids=["one tensor", "views"])
+def test_swap_blocks_reads_every_block_of_a_tensor_before_it_writes_one(view):
     x = torch.arange(4)
-    ops.swap_blocks(x, x, 8, torch.tensor([[0, 1], [1, 2], [2, 0]]))
+    ops.swap_blocks(x, view(x), 8, torch.tensor([[0, 1], [1, 2], [2, 0]]))
     assert x.tolist() == [2, 0, 1, 3]
 
 

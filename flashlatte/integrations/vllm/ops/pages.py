@@ -117,7 +117,7 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
 def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_size_in_bytes: int, block_mapping: torch.Tensor) -> None:
     """Copy blocks of bytes from one tensor to another, on the same device or another: ``kv_cache.swap_blocks``.
 
-    Within one tensor every block is read before any is written: ``kv_cache.copy_blocks``.
+    Within one tensor, or two of the same memory, every block is read before any is written: ``kv_cache.copy_blocks``.
 
     Args:
         src, dst: any dtype and shape; their numbers in one piece, in whatever order of axes.
@@ -137,7 +137,7 @@ def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_size_in_bytes: int, 
     names = {"src_cache": "src", "dst_cache": "dst", "src_pages": "block_mapping[:, 0]"}
     with checks.naming(dst_pages="block_mapping[:, 1]", **names):
         source, target = _blocks("src", src, block_size_in_bytes), _blocks("dst", dst, block_size_in_bytes)
-        if src is dst:
+        if source.device == target.device and (source.data_ptr(), len(source)) == (target.data_ptr(), len(target)):
             copy_pages(target, block_mapping[:, 0], block_mapping[:, 1])
         else:
             swap_pages(source, target, block_mapping[:, 0], block_mapping[:, 1])
