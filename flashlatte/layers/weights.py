@@ -9,12 +9,16 @@ from torch import nn
 
 from flashlatte.runtime import checks
 
+# Of transformers' hooks that collect hidden states where a call asks for them. They stay for good after the first such
+# call, and do nothing in others.
+_COLLECTORS = "transformers.utils.output_capturing"
+
 
 def has_hooks(module: Any) -> bool:
     """Whether a call of the module does something before or after its ``forward``."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    return any(getattr(hook, "__module__", None) != _COLLECTORS for hook in module._forward_hooks.values())
 
 
 def is_watched(module: Any) -> bool:

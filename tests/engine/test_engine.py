@@ -253,6 +253,17 @@ def test_a_model_with_other_layers_is_refused_by_name():
 
 
 @pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
+def test_hooks_that_collect_hidden_states_are_none_of_the_engines(family):
+    """transformers leaves them on the layers after the first call that asked for hidden states."""
+    hooked = copy.deepcopy(model(family))
+    hooked(torch.tensor([prompt(5)]), output_hidden_states=True)
+    assert hooked.model.layers[1]._forward_hooks
+    (output,) = Engine(hooked, num_pages=24, page_size=16).generate([prompt(5)], SamplingParams(max_new_tokens=3))
+    (alone,) = Engine(model(family), num_pages=24, page_size=16).generate([prompt(5)], SamplingParams(max_new_tokens=3))
+    assert output.tokens == alone.tokens
+
+
+@pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
 def test_hooks_that_the_engine_would_pass_over_are_refused(family):
     hooked = copy.deepcopy(model(family))
     layer = hooked.model.layers[1]
