@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.test_transformers_families import EXPERTS, GLM5, INDEXED, SIZES, generate
+from integrations.test_transformers_families import EXPERTS, GLM5, INDEXED, SIZES, caches_each_head, generate
 
 from flashlatte.integrations.transformers import disable, enable
 
@@ -86,6 +86,8 @@ def test_eager_attention_computes_prefill(prompts):
 
 def test_stock_attention_goes_on_with_index_keys(stock, prompts):
     """A shared choice would come from another pass's keys if they were lost."""
+    if caches_each_head(stock):
+        pytest.skip("stock attention of this transformers does not go on with latents")
     inputs = prompts((3, 0), length=50)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     enabled = enable(copy.deepcopy(stock))

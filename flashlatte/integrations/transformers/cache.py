@@ -50,7 +50,16 @@ class PagedLatentCache(PagedCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Only stock attention calls this, when the model was disabled: it gets the cache it knows."""
+        """Only stock attention calls this, when the model was disabled: it gets the cache it knows.
+
+        Raises:
+            ValueError: it caches keys of each head, as that of DeepseekV32 and GlmMoeDsa did in transformers 5.17.
+        """
+        if key_states.shape[1] != 1:
+            raise ValueError(
+                "past_key_values was filled by FlashLatte with latents, and stock attention of this transformers "
+                f"caches keys of each head, here {key_states.shape[1]}: give it an empty cache and all tokens"
+            )
         self.release()
         return self.update(key_states, value_states, layer_idx, *args, **kwargs)
 

@@ -88,8 +88,11 @@ def cache_gather(
                     f"where the last request ends, got {list(cu_seqlens.shape)}"
                 )
             total_tokens = int(cu_seqlens[-1])
-            # torch.compile does not know the number, and so may not ask.
-            torch._check_value(total_tokens >= 0, lambda: "cu_seqlens must end at 0 or above")
+            if torch.compiler.is_compiling():
+                # The number is not known, and so may not be asked for. PyTorch 2.11 takes no message here.
+                torch._check(total_tokens >= 0)
+            elif total_tokens < 0:
+                raise ValueError(f"cu_seqlens must end at 0 or above, got {total_tokens}")
         else:
             checks.positive_int("total_tokens", total_tokens, or_zero=True)
         out = torch.zeros(total_tokens, layout.head_dim, dtype=dtype, device=device)
