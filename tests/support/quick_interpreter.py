@@ -4,8 +4,9 @@ Before every call, one of a device function within a kernel too, it looks throug
 replace; for every number that it makes it writes down the table of types anew; and every block's shape is unwrapped,
 checked and wrapped again.
 
-And with one defect less: what compares two numbers keeps their type, so that as a block it is one of integers, which
-Triton 3.9 does not take for a mask any more.
+And with two defects less: what compares two numbers keeps their type, so that as a block it is one of integers, which
+Triton 3.9 does not take for a mask any more; and Triton 3.6 counts a loop by an array of one number, which NumPy 2.4
+does not take for a number any more.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _core: Any = tl.core
 _make_block_type = _core.block_type.__init__
 _make_tensor = _core.tensor.__init__
 _create_splat = _interpreter.InterpreterBuilder.create_splat
+_patch_lang_tensor = _interpreter._patch_lang_tensor
 _modules: dict[Any, list[Any]] = {}
 _dtypes: dict[str, Any] = {}
 
@@ -37,6 +39,7 @@ def install() -> None:
     _core.block_type.__init__ = make_block_type
     _core.tensor.__init__ = make_tensor
     _interpreter.InterpreterBuilder.create_splat = create_splat
+    _interpreter._patch_lang_tensor = patch_lang_tensor
 
 
 def patch_lang(function: Any) -> Any:
@@ -86,3 +89,9 @@ def create_splat(self: Any, type_: Any, number: Any) -> Any:
     if number.data.dtype == bool and number.dtype.scalar != tl.int1:
         number = _interpreter.TensorHandle(number.data, tl.int1)
     return _create_splat(self, type_, number)
+
+
+def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+    """``_patch_lang_tensor``, after which a tensor of one number is one."""
+    _patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
