@@ -228,17 +228,17 @@ def test_any_scale_is_honoured():
     arguments = replace(V32, batch=1, softmax_scale=1e-5, attn_sink=False).inputs()
     cache = arguments["k_cache"]
     slots = arguments["indices"][arguments["indices"] < cache.shape[0] * cache.shape[1]].unique()
-    rows = (
-        torch.randn(slots.numel(), 576, generator=torch.Generator().manual_seed(0))
-        * torch.tensor([1e-6, 0.7, 33.0, 3e5, 0.1]).repeat_interleave(128)[:576]
-    )
+    sizes = torch.tensor([1e-6, 0.7, 33.0, 3e5, 0.1]).repeat_interleave(128)[:576]
+    rows = torch.randn(slots.numel(), 576, generator=torch.Generator().manual_seed(0)) * sizes
     kv_cache.write(cache, slots, rows, cache_format="v32", scale_rounding="exact")
     out, lse = decode(arguments)
     rounded = kv_cache.unpack(cache, "v32", dtype=torch.bfloat16)
     expected_out, expected_lse = sparse_decode(
         **arguments | {"k_cache": rounded, "cache_format": "bf16"}, backend="reference"
     )
-    compare.assert_close(out, expected_out, compare.Tolerance(0.0, 2**-7, 1e-5), "out")
+    # Numbers of one size, as what cancels in a sum is wrong by a part of that.
+    actual, expected = (each.double() / sizes[:512] for each in (out, expected_out))
+    compare.assert_close(actual, expected, compare.Tolerance(1e-5, 2**-7, 1e-5), "out")
     compare.assert_close(lse, expected_lse, compare.DECODE_LSE, "lse")
 
 
