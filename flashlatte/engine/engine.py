@@ -24,8 +24,8 @@ from flashlatte.runtime import checks
 class Engine(contextlib.AbstractContextManager["Engine"]):
     """Continuous batching over a paged cache with prefix sharing, for one model on one device, or on several ranks.
 
-    Of several ranks, one process each, rank 0 takes the requests and closes it at the end; the others ``follow``.
-    ``with engine:`` ends with ``close``.
+    Of several ranks, one process each, rank 0 takes the requests and closes it at the end, as ``with engine:`` does;
+    the others ``follow``.
 
     Args:
         model: a ``Model``, a transformers model, or a checkpoint's directory.
@@ -65,9 +65,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         tensor_parallel: int = 1,
         context_parallel: int = 1,
     ) -> None:
-        options = {"cache_format": cache_format, "num_pages": num_pages, "page_size": page_size}
-        options |= {"host_pages": host_pages, "max_tokens": max_tokens, "max_requests": max_requests}
-        options |= {"drafts": drafts, "graphs": graphs}
+        options = {"cache_format": cache_format, "num_pages": num_pages, "page_size": page_size, "graphs": graphs}
+        options |= {"host_pages": host_pages, "max_tokens": max_tokens, "max_requests": max_requests, "drafts": drafts}
         self.model = as_model(model, tensor_parallel, context_parallel, options)
         self.ranks = self.model.ranks
         with self.ranks.failing_together():
@@ -82,11 +81,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self.runner = Runner(self.model, self.cache_format, limits, graphs=graphs)
         facts = {"model": self.model.config, "dtype": self.model.dtype, "cache_format": self.cache_format}
         self.ranks.agree(facts | dataclasses.asdict(limits) | {"graphs": graphs})
-        page_tokens = page_size * self.ranks.keys_over
-        self.pool = PagePool(num_pages, page_tokens)
+        self.pool = PagePool(num_pages, page_size * self.ranks.keys_over)
         self.scheduler = Scheduler(
             self.pool,
-            host_pool=PagePool(host_pages, page_tokens),
+            host_pool=PagePool(host_pages, self.pool.page_size),
             max_tokens=max_tokens,
             max_requests=max_requests,
             patience=patience,
@@ -98,10 +96,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._live: dict[str, tuple[Request, Output]] = {}
         self._under_way: Sampled | None = None
         self._untold: dict[int, Output] = {}  # by id(): those that changed since ``step`` told of them
-        self._taken = 0
-        self._stepping = False
-        self._dropped: list[str] = []
-        self._seconds = 0.0
+        self._stepping, self._dropped = False, list[str]()
+        self._taken, self._seconds = 0, 0.0
 
     def add(
         self,

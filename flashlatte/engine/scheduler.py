@@ -66,11 +66,9 @@ class Scheduler:
         self.max_tokens, self.max_requests, self.patience = max_tokens, max_requests, patience
         self.prefix_cache, self.repeats, self.apart = prefix_cache, repeats, apart
         self.statistics = Statistics()
-        self._running: list[Request] = []
-        self._waiting: list[Request] = []
+        self._running, self._waiting = list[Request](), list[Request]()
         self._unfinished: dict[str, Request] = {}
-        self._steps = 0
-        self._arrivals = 0
+        self._steps = self._arrivals = 0
 
     def __len__(self) -> int:
         """Unfinished requests."""
