@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from flashlatte import kv_cache
 from flashlatte.distributed.model.checkpoint import Slices
 from flashlatte.distributed.model.ranks import Ranks
-from flashlatte.distributed.model.shards import divide_mlp, own_heads
+from flashlatte.distributed.model.shards import check_divisible, divide_mlp, own_heads
 from flashlatte.engine.batch import Batch, Limits
 from flashlatte.engine.paged import PagedModel, Planner, check_layers, check_type, config_of, load, normed
 from flashlatte.kv_cache.index_formats import index_format_beside
 from flashlatte.kv_cache.registry import format_of_rows
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata, MLAMetadataBuilder
-from flashlatte.layers.forward import hidden_projections
+from flashlatte.layers.forward import check_weights, hidden_projections
 from flashlatte.layers.side_by_side import lay_on_gpus
 
 # Models whose decoder layers are norm, MLA, norm, MLP, each pair with a residual, and nothing else.
@@ -52,8 +53,8 @@ class Model(PagedModel):
     Raises:
         ModuleNotFoundError: transformers is not installed.
         OSError: no checkpoint can be read there.
-        TypeError: layers with hooks.
-        ValueError: a model of another type.
+        TypeError: layers with hooks; quantised weights that are read (``kv_b_proj``), other than e4m3 with scales.
+        ValueError: a model of another type; quantised weights for several ranks.
     """
 
     def __init__(
@@ -74,8 +75,9 @@ class Model(PagedModel):
             slices = None if ranks is None else Slices.of(model, config, dtype)
             # What is divided goes to a GPU in parts: the whole may be larger than one.
             model = slices.model if slices else load(model, dtype, device if ranks is None else "cpu")
-        if ranks is not None and not of_checkpoint:
-            model = copy.deepcopy(model)
+        if ranks is not None:
+            check_divisible(model)
+            model = model if of_checkpoint else copy.deepcopy(model)
         check_layers(model.model.layers)
         self.config = MLAConfig.from_transformers(model.config)
         self.batch_invariant = batch_invariant
@@ -89,7 +91,7 @@ class Model(PagedModel):
             model.to(device or ranks.device)
         if ranks is not None:
             lay_on_gpus(map(hidden_projections, self.attention))
-        super().__init__(model, self.attention[0].kv_b_proj.weight.device, ranks)
+        super().__init__(model, self.attention[0].kv_a_layernorm.weight.device, ranks)
         self.max_position = self.config.rope.max_position
 
     def layouts(self, cache_format: str, page_size: int) -> list[tuple[kv_cache.CacheFormat, int]]:
@@ -150,5 +152,23 @@ class Model(PagedModel):
         attention = MLAAttention(
             self.config, backend=backend, batch_invariant=self.batch_invariant, shares_selection=shares, device="meta"
         )
-        attention.load_state_dict(module.state_dict(), assign=True)
-        return attention.requires_grad_(False)
+        _share_parts(attention, module)
+        check_weights(attention, attention.kv_a_layernorm.weight.dtype)
+        return attention
+
+
+def _share_parts(layer: nn.Module, module: nn.Module) -> None:
+    """Put the projections and norms of a transformers module in the places of a layer's own, whatever they became.
+
+    Raises:
+        TypeError: it has others.
+    """
+    names = dict(layer.named_children()).keys()
+    if names != (found := dict(module.named_children()).keys()):
+        raise TypeError(f"{type(module).__name__} must have the parts {', '.join(names)}, got {', '.join(found)}")
+    for name, part in list(layer.named_children()):
+        shared = module.get_submodule(name)
+        if list(part.children()):
+            _share_parts(part, shared)
+        else:
+            setattr(layer, name, shared)

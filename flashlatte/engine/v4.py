@@ -19,7 +19,7 @@ from flashlatte.layers.v4 import V4Cache, V4Config
 from flashlatte.layers.v4.attention import attend
 from flashlatte.layers.v4.builder import States, V4Builder, V4Metadata
 from flashlatte.layers.v4.config import MODEL_TYPE
-from flashlatte.layers.v4.modules import hidden_projections
+from flashlatte.layers.v4.modules import check_weights, hidden_projections
 from flashlatte.layers.v4.streams import read_streams
 from flashlatte.layers.v4.workspace import DEFAULT_LIMITS
 from flashlatte.ops.mhc import mhc_post
@@ -39,7 +39,7 @@ class V4Model(PagedModel):
         backend: of the layers' operations; None chooses.
 
     Raises:
-        TypeError: layers with hooks.
+        TypeError: layers with hooks; quantised weights that are read (``o_a_proj``), other than e4m3 with scales.
         ValueError: a model of another type.
     """
 
@@ -55,6 +55,8 @@ class V4Model(PagedModel):
         self.layers = self.config = V4Config.layers(model.config)
         self.backend = backend
         attentions = [layer.self_attn for layer in model.model.layers]
+        for attention, config in zip(attentions, self.layers, strict=True):
+            check_weights(attention, config, self.dtype)
         lay_on_gpus(map(hidden_projections, attentions, self.layers))
         # What unfinished groups need is no page's: it goes with the request. The first group behind a shared page needs
         # the one before it where groups overlap.

@@ -197,7 +197,7 @@ class MLAAttention(nn.Module):
             TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
         """
         config = self.config
-        dtype, device = self.kv_b_proj.weight.dtype, self.kv_b_proj.weight.device
+        dtype, device = self.kv_a_layernorm.weight.dtype, self.kv_a_layernorm.weight.device
         if not isinstance(metadata, MLAMetadata):
             raise TypeError(f"metadata must be an MLAMetadata, got {type(metadata).__name__}")
         checks.tensor("hidden", hidden, (metadata.num_tokens, config.hidden_size), (dtype,), device)
@@ -259,8 +259,10 @@ class MLAAttention(nn.Module):
 
     def _check_cache(self, pages: torch.Tensor, layout: CacheFormat, k_scale: float | torch.Tensor | None) -> None:
         config = self.config
-        if pages.device != self.kv_b_proj.weight.device:
-            raise ValueError(f"cache must be on {self.kv_b_proj.weight.device} like the weights, got {pages.device}")
+        if pages.device != self.kv_a_layernorm.weight.device:
+            raise ValueError(
+                f"cache must be on {self.kv_a_layernorm.weight.device} like the weights, got {pages.device}"
+            )
         if layout.head_dim != config.head_dim or (not layout.plain and layout.rope_dim != config.qk_rope_head_dim):
             raise ValueError(
                 f"cache of format {layout.name} has rows of {layout.head_dim}, and the layer's are kv_lora_rank "

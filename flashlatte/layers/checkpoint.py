@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from flashlatte.layers.config import MLAConfig
+from flashlatte.layers.quantised import times_scales
 
 BLOCK = 128
 _SCALE = "_scale_inv"
@@ -85,7 +86,7 @@ def load_weights(
                 got = "none" if scale is None else str(list(scale.shape))
                 wrong.append(f"{name} is {weight.dtype} and must have {name + _SCALE} of shape {blocks}, got {got}")
                 continue
-            weight = dequantized(weight, scale)
+            weight = times_scales(weight, scale, (BLOCK, BLOCK))
         if axis is not None:
             each = shape[axis] // config.num_attention_heads
             weight = weight.narrow(axis, heads[0] * each, target.shape[axis])
@@ -115,10 +116,3 @@ def _refuse_unused(
 
 # The axis of each weight along which the heads lie, one after the other.
 _HEAD_AXES = {"q_proj.weight": 0, "q_b_proj.weight": 0, "kv_b_proj.weight": 0, "o_proj.weight": 1}
-
-
-def dequantized(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """A float8 weight [m, n] times its scale of each 128 x 128 block, float32 [⌈m / 128⌉, ⌈n / 128⌉]."""
-    rows, columns = weight.shape
-    each = scale.float().repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
-    return weight.float() * each

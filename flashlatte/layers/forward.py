@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.nn import functional
 
 from flashlatte.layers.absorbed import fold_query, unfold_value, up_projections
 from flashlatte.layers.cache import LatentCache
@@ -71,8 +72,8 @@ def forward(
         backend: of the operations that read the cache.
         batch_invariant: of the operation that decodes.
     """
-    # Whatever the step calls: a later one folds its weight.
-    own_matrix(module, "kv_b_proj")
+    # Whatever of the step reads it: what one refused a later one would.
+    kv_b = own_matrix(module, "kv_b_proj", hidden.dtype)
     selection = metadata.selection
     indexer = None
     if indexing is not None:
@@ -96,16 +97,21 @@ def forward(
                 folded, cache, metadata.decode, indices, softmax_scale(module), backend, batch_invariant
             )
 
-        _attend_absorbed(module, query[:absorbed], cache, rotary.part(0, absorbed), backend, attend, out[:absorbed])
+        of_decode = rotary.part(0, absorbed)
+        _attend_absorbed(module, kv_b, query[:absorbed], cache, of_decode, backend, attend, out[:absorbed])
     if absorbed == tokens:
         return module.o_proj(out.flatten(1))
     if selection is not None and selection.chunks is not None:
-        _attend_chunks(module, query, cache, selection, selection.chunks, absorbed, rotary, backend, out)
+        _attend_chunks(module, kv_b, query, cache, selection, selection.chunks, absorbed, rotary, backend, out)
     elif metadata.prefill is not None:
         query = query[absorbed:]
         rotate_query(module, query, rotary.part(absorbed))
         expand = Expansion(
-            module.kv_b_proj, module.kv_lora_rank, module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
+            functools.partial(functional.linear, weight=kv_b),
+            module.kv_lora_rank,
+            module.qk_nope_head_dim,
+            module.qk_rope_head_dim,
+            module.v_head_dim,
         )
         attend_heads(query, rows[absorbed:], cache, metadata.prefill, expand, softmax_scale(module), out[absorbed:])
     return module.o_proj(out.flatten(1))
@@ -116,9 +122,9 @@ def hidden_projections(module: Projections) -> list[Any]:
     return ([] if module.q_lora_rank is None else [module.q_a_proj]) + [module.kv_a_proj_with_mqa]
 
 
-def check_weights(module: Projections) -> None:
-    """Raise TypeError for a projection or norm whose weight cannot be read in place of a call."""
-    own_matrix(module, "kv_b_proj")
+def check_weights(module: Projections, dtype: torch.dtype) -> None:
+    """Raise TypeError for a projection or norm whose weight cannot be read in place of a call, in ``dtype``."""
+    own_matrix(module, "kv_b_proj", dtype)
     own_weight(module, "kv_a_layernorm")
     if module.q_lora_rank is not None:
         own_weight(module, "q_a_layernorm")
@@ -173,6 +179,7 @@ def rotate_query(module: Projections, query: torch.Tensor, rotary: Rotary) -> No
 
 def _attend_chunks(
     module: Projections,
+    kv_b: torch.Tensor,
     query: torch.Tensor,
     cache: LatentCache,
     selection: Selection,
@@ -197,11 +204,12 @@ def _attend_chunks(
                 backend=backend,
             )
             rotation = rotary.part(part.start, part.stop)
-            _attend_absorbed(module, query[part], cache, rotation, backend, attend, out[part])
+            _attend_absorbed(module, kv_b, query[part], cache, rotation, backend, attend, out[part])
 
 
 def _attend_absorbed(
     module: Projections,
+    kv_b: torch.Tensor,
     query: torch.Tensor,
     cache: LatentCache,
     rotary: Rotary,
@@ -211,7 +219,7 @@ def _attend_absorbed(
 ) -> None:
     """Attention of queries [T, h, nope + rope], into ``out`` [T, h, v]; ``attend`` is that over latents."""
     tokens, heads = query.shape[:2]
-    w_uk, w_uv = up_projections(module.kv_b_proj.weight, module.qk_nope_head_dim, module.v_head_dim)
+    w_uk, w_uv = up_projections(kv_b, module.qk_nope_head_dim, module.v_head_dim)
     q_nope, q_rope = query.split((module.qk_nope_head_dim, module.qk_rope_head_dim), dim=-1)
     folded = query.new_empty(tokens, heads, module.kv_lora_rank + module.qk_rope_head_dim)
     fold_query(q_nope, w_uk, out=folded[..., : module.kv_lora_rank])

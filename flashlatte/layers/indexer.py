@@ -15,7 +15,7 @@ from flashlatte.layers import models
 from flashlatte.layers.config import IndexerConfig
 from flashlatte.layers.metadata import DecodePart, MLAMetadata
 from flashlatte.layers.selection import Selection, SelectionChunk
-from flashlatte.layers.weights import is_watched
+from flashlatte.layers.side_by_side import plain_weight, products_of
 from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.index_quantize import index_gather, index_quantize
 from flashlatte.ops.index_query import index_query
@@ -102,11 +102,10 @@ class Indexing:
     def head_weights(self, hidden: torch.Tensor) -> torch.Tensor:
         """Weights [T, H] of the heads of index queries, of hidden states [T, hidden_size]."""
         projection = self.module.weights_proj
-        # A linear layer as it is loaded, and not one that something wraps.
-        plain = type(projection) is nn.Linear and projection.bias is None and projection.weight.dtype == torch.float32
-        if plain and not is_watched(projection) and hidden.shape[0] <= MOST_ROWS:
-            return index_weights(hidden, projection.weight, backend=self.backend)
-        return projection(hidden.to(projection.weight.dtype))
+        weight = plain_weight(projection)
+        if weight is not None and weight.dtype == torch.float32 and hidden.shape[0] <= MOST_ROWS:
+            return index_weights(hidden, weight, backend=self.backend)
+        return products_of(hidden, projection)[0]
 
     def queries(self, q_latent: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Index queries [T, H, head_dim] in the dtype that goes with the cache, and float32 head weights [T, H], of

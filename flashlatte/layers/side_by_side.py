@@ -48,7 +48,7 @@ def lay_side_by_side(*projections: Any) -> None:
     """
     run: list[nn.Linear] = []
     for projection in projections:
-        weight = _weight_of(projection)
+        weight = plain_weight(projection)
         if weight is not None and not _is_whole(weight):
             weight = None
         if run and (weight is None or not _are_alike(run[0].weight, weight)):
@@ -81,7 +81,7 @@ def _runs(projections: Sequence[Any]) -> list[list[Any]]:
     compiling = torch.compiler.is_compiling()
     before: torch.Tensor | None = None
     for projection in projections:
-        weight = None if compiling else _weight_of(projection)
+        weight = None if compiling else plain_weight(projection)
         if before is not None and weight is not None and _adjoins(before, weight):
             runs[-1].append(projection)
         else:
@@ -90,7 +90,7 @@ def _runs(projections: Sequence[Any]) -> list[list[Any]]:
     return runs
 
 
-def _weight_of(projection: Any) -> torch.Tensor | None:
+def plain_weight(projection: Any) -> torch.Tensor | None:
     """The weight of a linear layer whose call does no more than the product: no bias, hook or other forward."""
     if type(projection) is not nn.Linear or is_watched(projection):
         return None

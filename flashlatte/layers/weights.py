@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flashlatte.layers.quantised import is_quantised, matrix_of
 from flashlatte.runtime import checks
 
 # Of transformers' hooks that collect hidden states where a call asks for them. They stay for good after the first such
@@ -45,28 +46,30 @@ def own_weight(layer: Any, name: str) -> torch.Tensor:
     return weight
 
 
-def own_matrix(layer: Any, name: str, *, of_subclass: bool = False) -> torch.Tensor:
+def own_matrix(layer: Any, name: str, dtype: torch.dtype, *, of_subclass: bool = False) -> torch.Tensor:
     """The weight [n, inputs] of the linear layer ``name`` without bias, likewise.
 
     Args:
+        dtype: in which a quantised weight is wanted; others are what they are.
         of_subclass: whether its class may be one of ``nn.Linear``'s subclasses.
 
     Raises:
-        TypeError: as ``own_weight``; another class or forward, a bias, or a quantised weight.
+        TypeError: as ``own_weight``; another class or forward, a bias, or a weight whose dtype says nothing.
     """
     weight, module = own_weight(layer, name), getattr(layer, name)
-    if type(module) is not nn.Linear and not (of_subclass and isinstance(module, nn.Linear)):
+    quantised = is_quantised(module, weight)
+    if not quantised and type(module) is not nn.Linear and not (of_subclass and isinstance(module, nn.Linear)):
         raise TypeError(_refusal(layer, name, type(module).__name__))
     if "forward" in module.__dict__:
         raise TypeError(_refusal(layer, name, "one with another forward"))
-    if module.bias is not None or weight.dtype not in checks.FLOAT_DTYPES:
+    if module.bias is not None or not (quantised or weight.dtype in checks.FLOAT_DTYPES):
         raise TypeError(_refusal(layer, name, f"a bias, or a weight of {weight.dtype}"))
-    return weight
+    return matrix_of(module, dtype) if quantised else weight
 
 
 def _refusal(layer: Any, name: str, got: str) -> str:
     place = f" of layer {layer.layer_idx}" if hasattr(layer, "layer_idx") else ""
     return (
         f"{name}{place} must be a plain module, since its weight is read where its forward is not called, got {got}: "
-        "merge adapters, dequantise it, and remove hooks first"
+        "merge adapters, and remove hooks first"
     )

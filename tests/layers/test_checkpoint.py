@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashlatte.layers import IndexerConfig, MLAAttention, MLAConfig
-from flashlatte.layers.checkpoint import dequantized
+from flashlatte.layers.quantised import times_scales
 
 CONFIG = MLAConfig(160, 2, 136, 8, 4, 8, q_lora_rank=24, attention_bias=True)
 LITE = MLAConfig(160, 2, 136, 8, 4, 8)
@@ -81,7 +81,7 @@ def test_float8_weights_are_scaled_by_the_block(save, config):
     layer.load_checkpoint(save(stored), 3)
     for name, weight in layer.named_parameters():
         scale = stored.get(name + "_scale_inv")
-        expected = stored[name] if scale is None else dequantized(stored[name], scale)
+        expected = stored[name] if scale is None else times_scales(stored[name], scale, (128, 128))
         # The head weights of an indexer stay in float32.
         dtype = torch.float32 if name == "indexer.weights_proj.weight" else torch.bfloat16
         assert torch.equal(weight, expected.to(dtype)), name
@@ -90,7 +90,7 @@ def test_float8_weights_are_scaled_by_the_block(save, config):
 def test_dequantised_blocks():
     weight = torch.ones(130, 257).to(torch.float8_e4m3fn)
     scale = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    result = dequantized(weight, scale)
+    result = times_scales(weight, scale, (128, 128))
     assert result[[0, 127, 128, 129], [0, 128, 127, 256]].tolist() == [1.0, 2.0, 4.0, 6.0]
 
 

@@ -62,11 +62,11 @@ def test_a_bias_and_a_quantised_weight_are_refused():
     layer = nn.Module()
     layer.kv_b_proj = nn.Linear(8, 4)
     with pytest.raises(TypeError, match="got a bias"):
-        own_matrix(layer, "kv_b_proj")
+        own_matrix(layer, "kv_b_proj", torch.float32)
     layer.kv_b_proj = nn.Linear(8, 4, bias=False)
     layer.kv_b_proj.weight = nn.Parameter(torch.zeros(4, 8, dtype=torch.int8), requires_grad=False)
     with pytest.raises(TypeError, match=r"got .* a weight of torch\.int8"):
-        own_matrix(layer, "kv_b_proj")
+        own_matrix(layer, "kv_b_proj", torch.float32)
 
 
 def test_a_replica_has_its_parameters_elsewhere():
@@ -90,10 +90,10 @@ def test_a_hook_of_an_indexers_head_weights_is_heard():
 
 def test_weights_are_checked_before_a_model_is_changed():
     module = copy.deepcopy(stock("v3").module)
-    forward.check_weights(module)
+    forward.check_weights(module, torch.float32)
     hooked(module, "kv_a_layernorm")
     with pytest.raises(TypeError, match=r"^kv_a_layernorm of layer 0 must be a plain module"):
-        forward.check_weights(module)
+        forward.check_weights(module, torch.float32)
 
 
 def test_a_norm_may_have_the_forward_of_a_kernel():

@@ -14,6 +14,15 @@ from flashlatte.layers import MLAAttention, MLAConfig
 _PIECE = 8
 
 
+def check_divisible(model: nn.Module) -> None:
+    """Raise ValueError for quantised weights, whose scales are of more rows and columns than a rank may have."""
+    for name, parameter in model.named_parameters():
+        if parameter.dtype.itemsize == 1:
+            raise ValueError(
+                f"tensor_parallel above 1 needs weights that are not quantised, got {name} of {parameter.dtype}"
+            )
+
+
 def own_heads(config: MLAConfig, module: nn.Module, ranks: Ranks, **options: Any) -> MLAAttention:
     """This rank's heads of an attention layer, with copies of a transformers module's weights."""
     heads = config.num_attention_heads

@@ -86,10 +86,10 @@ def enable(
     Raises:
         ImportError: transformers is missing, or older than 5.17.
         TypeError, ValueError: another model, an argument that is not accepted, a latent that does not fit the format,
-            or an adapter, hook or quantised weight on a module whose weight is read and not called (``kv_b_proj``,
-            norms of latents, DeepSeek-V4's ``o_a_proj``). Later, from a forward pass: the same, another kind of cache
-            than ``DynamicCache`` (``StaticCache``, ``QuantizedCache``, an offloaded one), or an attention mask that
-            asks for tokens it hid before.
+            or an adapter or hook on a module whose weight is read and not called (``kv_b_proj``, norms of latents,
+            DeepSeek-V4's ``o_a_proj``), or a weight that is quantised in a way that does not tell its matrix. Later,
+            from a forward pass: the same, another kind of cache than ``DynamicCache`` (``StaticCache``,
+            ``QuantizedCache``, an offloaded one), or an attention mask that asks for tokens it hid before.
     """
     check_transformers()
     from flashlatte.integrations.transformers import attention, hooks
@@ -113,7 +113,7 @@ def enable(
     hooks.check_backend(decoder, hooks.new_latents(decoder, settings))
     modules = _attentions(decoder, family)
     for module in modules:
-        check_weights(module)
+        check_weights(module, decoder.dtype)
 
     disable(model)
     lay_on_gpus(map(hidden_projections, modules))

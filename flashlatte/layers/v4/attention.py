@@ -131,7 +131,7 @@ def attend(
     if rope_number is None:
         rope_number = rope.number(config.rope, config.rope_dim)
     table = rope.numbered_table(rope_number, hidden.device)
-    o_a = output_matrix(module)
+    o_a = output_matrix(module, hidden.dtype)
     projected = project_hidden(module, config, hidden)
     q_latent, kv = q_kv_norm(
         projected.q_latent,

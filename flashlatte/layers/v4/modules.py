@@ -90,14 +90,14 @@ def hidden_projections(module: Any, config: V4Config) -> list[Any]:
     return found
 
 
-def output_matrix(module: Any) -> torch.Tensor:
+def output_matrix(module: Any, dtype: torch.dtype) -> torch.Tensor:
     """o_a_proj's weight [o_groups · o_lora_rank, inputs of a group]: in transformers of a class of its own."""
-    return own_matrix(module, "o_a_proj", of_subclass=True)
+    return own_matrix(module, "o_a_proj", dtype, of_subclass=True)
 
 
-def check_weights(module: Any, config: V4Config) -> None:
-    """Raise TypeError for a projection or norm whose weight cannot be read in place of a call."""
-    output_matrix(module)
+def check_weights(module: Any, config: V4Config, dtype: torch.dtype) -> None:
+    """Raise TypeError for a projection or norm whose weight cannot be read in place of a call, in ``dtype``."""
+    output_matrix(module, dtype)
     own_weight(module, "q_a_norm")
     own_weight(module, "kv_norm")
     if config.ratio:

@@ -169,7 +169,7 @@ def enable(decoder: Any, settings: hooks.Settings) -> list[Any]:
     for index, module in enumerate(modules):
         if type(module) not in (DeepseekV4Attention, PagedV4Attention):
             raise TypeError(f"layer {index}'s attention must be a DeepseekV4Attention, got {type(module).__name__}")
-        check_weights(module, configs[index])
+        check_weights(module, configs[index], decoder.dtype)
     lay_on_gpus(map(hidden_projections, modules, configs))
     for layer in decoder.layers:
         layer.self_attn.__class__ = PagedV4Attention

@@ -1,0 +1,91 @@
+"""Linear layers of quantised weights, as the matrix that they stand for."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+class _Made(NamedTuple):
+    """A layer's matrix in ``dtype``, and what it was made of: its tensors, and their places and versions then."""
+
+    tensors: list[torch.Tensor]
+    state: list[tuple[int, int]]
+    dtype: torch.dtype
+    matrix: torch.Tensor
+
+
+_made: weakref.WeakKeyDictionary[nn.Module, _Made] = weakref.WeakKeyDictionary()
+
+
+def is_quantised(module: Any, weight: torch.Tensor) -> bool:
+    """Whether a linear layer's weight is in bytes that its class knows to read (bitsandbytes, transformers'
+    ``FP8Linear``), or a tensor that knows it (torchao).
+    """
+    of_class = isinstance(module, nn.Linear) and type(module) is not nn.Linear
+    return _knows_itself(weight) or (of_class and weight.dtype.itemsize == 1)
+
+
+@torch.compiler.disable()
+def matrix_of(module: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The weight [n, inputs] of a quantised linear layer without bias, in ``dtype``.
+
+    It is made when first asked for, and again when one of the layer's tensors changed. What is changed behind PyTorch's
+    back (``weight.data.copy_``) is not seen.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    state = [_state(tensor) for tensor in tensors]
+    known = _made.get(module)
+    if (
+        known is not None
+        and (known.dtype, known.state) == (dtype, state)
+        and all(map(operator.is_, known.tensors, tensors))
+    ):
+        return known.matrix
+    matrix = _dequantised(module, dtype).contiguous()
+    _made[module] = _Made(tensors, state, dtype, matrix)
+    return matrix
+
+
+def times_scales(weight: torch.Tensor, scales: torch.Tensor, block: Sequence[int]) -> torch.Tensor:
+    """A weight [m, n] times the scale of each of its blocks: float32.
+
+    Args:
+        scales: [⌈m / block[0]⌉, ⌈n / block[1]⌉], or one of no dimension for all.
+    """
+    rows, columns = weight.shape
+    each = scales.float()
+    if each.dim():
+        each = each.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return weight.float() * each
+
+
+@torch.no_grad()
+def _dequantised(module: Any, dtype: torch.dtype) -> torch.Tensor:
+    weight, scales = module.weight, getattr(module, "weight_scale_inv", None)
+    if _knows_itself(weight):
+        return weight.dequantize().to(dtype)
+    if scales is not None:
+        return times_scales(weight, scales, module.block_size or weight.shape).to(dtype)
+    # What it makes of an identity matrix. FP8Linear's kernels would give its zeros a scale of 0.
+    columns = module(torch.eye(module.in_features, dtype=dtype, device=weight.device))
+    if columns.shape != (module.in_features, module.out_features):
+        raise TypeError(f"a quantised {type(module).__name__} must be one product, got a result of {columns.shape}")
+    return columns.T
+
+
+def _knows_itself(weight: torch.Tensor) -> bool:
+    # A DTensor is a part of one, of numbers.
+    is_part = type(weight).__module__.startswith("torch.distributed")
+    return is_traceable_wrapper_subclass(weight) and not is_part
+
+
+def _state(tensor: torch.Tensor) -> tuple[int, int]:
+    place = 0 if is_traceable_wrapper_subclass(tensor) else tensor.data_ptr()
+    return place, 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,106 @@
+"""Models of e4m3 weights with scales of blocks (DeepSeek's checkpoints), where a weight is read instead of a call."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from integrations import test_transformers_indexed as indexed
+from integrations.test_transformers_v4 import model_of as v4_model_of
+from support import fp8_linears
+from support.transformers_pairs import assert_same_tokens, generate, pair
+
+from flashlatte.distributed.model.shards import check_divisible
+from flashlatte.engine import Engine, SamplingParams
+from flashlatte.integrations.transformers import enable
+from flashlatte.layers.weights import own_matrix
+
+finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch):
+    fp8_linears.install(monkeypatch)
+
+
+def engine_tokens(model, prompt, count=24):
+    (output,) = Engine(model, num_pages=32).generate([prompt], SamplingParams(max_new_tokens=count, ignore_eos=True))
+    return output.tokens
+
+
+@pytest.mark.parametrize("in_blocks", [True, False])
+@pytest.mark.parametrize("cache_format", [None, "v32"])
+def test_tokens_are_stocks(make_model, prompts, cache_format, in_blocks):
+    model = fp8_linears.quantised(make_model(), in_blocks=in_blocks)
+    assert isinstance(model.model.layers[0].self_attn.kv_b_proj, finegrained.FP8Linear)
+    stock, enabled = pair(model)
+    if cache_format is None:
+        assert_same_tokens(stock, enabled, prompts((3, 0)), do_sample=False)
+        return
+    dense = make_model()
+    for layer, quantised in zip(dense.model.layers, model.model.layers, strict=True):
+        for name, module in quantised.self_attn.named_children():
+            if isinstance(module, finegrained.FP8Linear):
+                getattr(layer.self_attn, name).weight.data = fp8_linears.dense(module)
+    expected = generate(enable(dense, cache_format), prompts((3, 0)), do_sample=False)
+    assert torch.equal(generate(enable(enabled, cache_format), prompts((3, 0)), do_sample=False), expected)
+
+
+def test_the_engines_tokens_are_stocks(make_model, prompts):
+    model = fp8_linears.quantised(make_model())
+    inputs = prompts((0,))
+    expected = generate(model, inputs, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist()
+    assert engine_tokens(model, inputs["input_ids"][0].tolist()) == expected
+
+
+@pytest.mark.parametrize("family", ["v32", pytest.param("glm5", marks=pytest.mark.full)])
+def test_an_indexer_of_quantised_weights(prompts, family):
+    model = fp8_linears.quantised(indexed.make(*indexed.FAMILIES[family]))
+    inputs = prompts((0,), length=40)
+    expected = generate(model, inputs, do_sample=False)
+    assert engine_tokens(model, inputs["input_ids"][0].tolist()) == expected[0, 40:].tolist()
+    assert torch.equal(generate(enable(model), inputs, do_sample=False), expected)
+
+
+def test_deepseek_v4():
+    torch.manual_seed(1)
+    model = fp8_linears.quantised(v4_model_of())
+    assert isinstance(model.model.layers[0].self_attn.o_a_proj, finegrained.FP8GroupedLinear)
+    inputs = {"input_ids": torch.randint(1, 97, (1, 30))}
+    expected = generate(model, inputs, do_sample=False, eos_token_id=None)[0, 30:].tolist()
+    assert len(set(expected)) > 5
+    assert engine_tokens(copy.deepcopy(model), inputs["input_ids"][0].tolist()) == expected
+    enabled = enable(model)
+    assert generate(enabled, inputs, do_sample=False, eos_token_id=None)[0, 30:].tolist() == expected
+
+
+def test_a_changed_weight_is_read_again(make_model):
+    attention = fp8_linears.quantised(make_model()).model.layers[0].self_attn
+    module = attention.kv_b_proj
+    before = own_matrix(attention, "kv_b_proj", torch.float32)
+    torch.testing.assert_close(before, fp8_linears.dense(module), rtol=0, atol=0)
+    assert own_matrix(attention, "kv_b_proj", torch.float32) is before
+    assert own_matrix(attention, "kv_b_proj", torch.bfloat16).dtype == torch.bfloat16
+    with torch.no_grad():
+        module.weight_scale_inv.mul_(2)
+    torch.testing.assert_close(own_matrix(attention, "kv_b_proj", torch.float32), 2 * before, rtol=0, atol=0)
+    module.weight = torch.nn.Parameter(torch.zeros_like(module.weight), requires_grad=False)
+    assert not own_matrix(attention, "kv_b_proj", torch.float32).any()
+
+
+def test_ranks_do_not_divide_quantised_weights(make_model):
+    check_divisible(make_model())
+    with pytest.raises(
+        ValueError, match=r"^tensor_parallel above 1 needs weights that are not quantised, got model\.l"
+    ):
+        check_divisible(fp8_linears.quantised(make_model()))
+
+
+def test_other_quantised_weights_are_refused(make_model):
+    model = make_model()
+    module = model.model.layers[1].self_attn.kv_b_proj
+    module.weight = torch.nn.Parameter(module.weight.to(torch.int8), requires_grad=False)
+    for use in (enable, Engine):
+        with pytest.raises(TypeError, match=r"^kv_b_proj( of layer 1)? must be a plain module.* of torch\.int8"):
+            use(model)
