@@ -27,6 +27,26 @@ def is_watched(module: Any) -> bool:
     return "forward" in module.__dict__ or has_hooks(module)
 
 
+def is_replaced(module: Any) -> bool:
+    """Whether a call of the module runs another ``forward`` than its class's.
+
+    What accelerate puts before that one moves arguments to the device where the weights are (``device_map``).
+    """
+    attributes = module.__dict__
+    if "forward" not in attributes:
+        return False
+    before = getattr(attributes["forward"], "func", None)
+    runs = getattr(attributes.get("_old_forward"), "__func__", None)
+    is_accelerates = getattr(before, "__module__", None) == "accelerate.hooks" and runs is type(module).forward
+    return not (is_accelerates and _only_moves(attributes.get("_hf_hook")))
+
+
+def _only_moves(hook: Any) -> bool:
+    if type(hook).__name__ == "SequentialHook":
+        return all(map(_only_moves, hook.hooks))
+    return type(hook).__name__ == "AlignDevicesHook" and not hook.offload
+
+
 def own_weight(layer: Any, name: str) -> torch.Tensor:
     """The weight of a layer's norm ``name``, where a call would make no more of it than a norm does.
 
@@ -41,6 +61,8 @@ def own_weight(layer: Any, name: str) -> torch.Tensor:
     weight = module._parameters.get("weight", module.__dict__.get("weight"))
     if weight is None:
         raise TypeError(_refusal(layer, name, type(module).__name__))
+    if weight.is_meta and "_hf_hook" in module.__dict__:
+        raise TypeError(_refusal(layer, name, "one that accelerate offloads"))
     if has_hooks(module):
         raise TypeError(_refusal(layer, name, "one with hooks"))
     return weight
@@ -60,7 +82,7 @@ def own_matrix(layer: Any, name: str, dtype: torch.dtype, *, of_subclass: bool =
     quantised = is_quantised(module, weight)
     if not quantised and type(module) is not nn.Linear and not (of_subclass and isinstance(module, nn.Linear)):
         raise TypeError(_refusal(layer, name, type(module).__name__))
-    if "forward" in module.__dict__:
+    if is_replaced(module):
         raise TypeError(_refusal(layer, name, "one with another forward"))
     if module.bias is not None or not (quantised or weight.dtype in checks.FLOAT_DTYPES):
         raise TypeError(_refusal(layer, name, f"a bias, or a weight of {weight.dtype}"))
@@ -71,5 +93,5 @@ def _refusal(layer: Any, name: str, got: str) -> str:
     place = f" of layer {layer.layer_idx}" if hasattr(layer, "layer_idx") else ""
     return (
         f"{name}{place} must be a plain module, since its weight is read where its forward is not called, got {got}: "
-        "merge adapters, and remove hooks first"
+        "merge adapters, remove hooks, and offload nothing first"
     )

@@ -93,6 +93,7 @@ def enable(
     """
     check_transformers()
     from flashlatte.integrations.transformers import attention, hooks
+    from flashlatte.integrations.transformers.classes import change_class
     from flashlatte.integrations.transformers.families import find_decoder
     from flashlatte.layers.forward import check_weights, hidden_projections
     from flashlatte.layers.side_by_side import lay_on_gpus
@@ -118,7 +119,7 @@ def enable(
     disable(model)
     lay_on_gpus(map(hidden_projections, modules))
     for module in modules:
-        module.__class__ = attention.paged(family)
+        change_class(module, attention.paged(family))
     decoder._flashlatte = _Enabled(
         [
             decoder.register_forward_pre_hook(hooks.BeginForward(family, settings), with_kwargs=True),
@@ -141,6 +142,7 @@ def disable(model: Model) -> Model:
     """
     check_transformers()
     from flashlatte.integrations.transformers.attention import paged
+    from flashlatte.integrations.transformers.classes import change_class
     from flashlatte.integrations.transformers.families import attentions, find_decoder
 
     if (v4_decoder := _v4_decoder(model)) is not None:
@@ -159,7 +161,7 @@ def disable(model: Model) -> Model:
         hook.remove()
     for _, module in attentions(decoder):
         if type(module) is paged(family):
-            object.__setattr__(module, "__class__", family.attention_class)
+            change_class(module, family.attention_class)
     return model
 
 
@@ -188,15 +190,13 @@ def check_transformers() -> None:
 def _attentions(decoder: Any, family: Family) -> list[Any]:
     """The decoder's attention modules, each of which must be of the family's own class (or FlashLatte's)."""
     from flashlatte.integrations.transformers.attention import paged
+    from flashlatte.integrations.transformers.classes import check_forward
     from flashlatte.integrations.transformers.families import attentions
 
     stock, modules = family.attention_class, []
     for index, module in attentions(decoder):
         if type(module) not in (stock, paged(family)):
             raise TypeError(f"layer {index}'s attention must be a {stock.__name__}, got {type(module).__name__}")
-        if "forward" in vars(module):
-            raise ValueError(
-                f"layer {index}'s attention must have its class's forward, and something has put another in its place"
-            )
+        check_forward(module, index)
         modules.append(module)
     return modules

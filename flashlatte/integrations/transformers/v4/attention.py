@@ -13,6 +13,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 )
 
 from flashlatte.integrations.transformers import hooks
+from flashlatte.integrations.transformers.classes import change_class, check_forward
 from flashlatte.integrations.transformers.paged_cache import PagedCache, PagedLayer
 from flashlatte.integrations.transformers.v4.store import V4Store
 from flashlatte.kv_cache.registry import as_format, plain_format
@@ -169,10 +170,11 @@ def enable(decoder: Any, settings: hooks.Settings) -> list[Any]:
     for index, module in enumerate(modules):
         if type(module) not in (DeepseekV4Attention, PagedV4Attention):
             raise TypeError(f"layer {index}'s attention must be a DeepseekV4Attention, got {type(module).__name__}")
+        check_forward(module, index)
         check_weights(module, configs[index], decoder.dtype)
     lay_on_gpus(map(hidden_projections, modules, configs))
     for layer in decoder.layers:
-        layer.self_attn.__class__ = PagedV4Attention
+        change_class(layer.self_attn, PagedV4Attention)
         _change_class(layer, DeepseekV4HyperConnection, FusedHyperConnection)
     return [
         decoder.register_forward_pre_hook(BeginForward(settings), with_kwargs=True),
@@ -183,7 +185,7 @@ def enable(decoder: Any, settings: hooks.Settings) -> list[Any]:
 def disable(decoder: Any) -> None:
     for layer in decoder.layers:
         if type(layer.self_attn) is PagedV4Attention:
-            object.__setattr__(layer.self_attn, "__class__", DeepseekV4Attention)
+            change_class(layer.self_attn, DeepseekV4Attention)
         _change_class(layer, FusedHyperConnection, DeepseekV4HyperConnection)
 
 
@@ -191,4 +193,4 @@ def _change_class(layer: Any, before: type, after: type) -> None:
     """Of a layer's hyper-connections, as far as they are what they were made as."""
     for module in (layer.attn_hc, layer.ffn_hc):
         if type(module) is before:
-            object.__setattr__(module, "__class__", after)
+            change_class(module, after)
