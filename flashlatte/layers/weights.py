@@ -93,5 +93,5 @@ def _refusal(layer: Any, name: str, got: str) -> str:
     place = f" of layer {layer.layer_idx}" if hasattr(layer, "layer_idx") else ""
     return (
         f"{name}{place} must be a plain module, since its weight is read where its forward is not called, got {got}: "
-        "merge adapters, remove hooks, and offload nothing first"
+        "merge adapters, remove hooks, and load its weight dequantised and not offloaded"
     )
