@@ -47,6 +47,9 @@ class _NotRepeatable(Exception):
 def repeats_launches(function: _Function) -> _Function:
     """Decorate an operation that launches kernels and returns what they write, a tensor or a tuple, or None.
 
+    Launches are told tensors by their addresses. So kernels take tensors of the call, or of its own making, from their
+    beginning: a view from the middle of one would pass for another that begins there.
+
     ``function`` itself runs at every call under torch.compile, a tracing mode or a transform, on the CPU, where a
     gradient is recorded, and where the work is more than launches. Modes of torch functions are not told of a repeat:
     that would double its time under ``torch.set_default_device``.

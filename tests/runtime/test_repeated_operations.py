@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from support import no_gpu
 from support.operation_calls import CALLS, use_hopper
 
+from flashlatte.ops.merge_states import merge_states
 from flashlatte.runtime import triton_internals, triton_kernel
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
@@ -47,9 +48,23 @@ def _all_described(launches: list[Any], like: list[Any]) -> list[Any]:
     return [_described(launch, other, memory) for launch, other in zip(launches, like, strict=True)]
 
 
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What is launched, by calls with tensors on the CPU that are repeated as those on a GPU are."""
+    monkeypatch.setattr(repeat, "_DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(repeat, "_FIRST_DEVICE", -1)
+    monkeypatch.setattr(repeat, "_allocate", None)
+    monkeypatch.setattr(repeat, "_current_device", lambda: None)
+    monkeypatch.setattr(repeat, "_current_stream", lambda _: no_gpu.STREAM)
+    repeat.forget()
+    yield use_hopper(monkeypatch)
+    repeat.forget()
+
+
 @pytest.mark.parametrize("call", CALLS)
-def test_a_repeat_launches_what_the_call_would(monkeypatch: pytest.MonkeyPatch, call: Callable[[], None]) -> None:
-    launches = use_hopper(monkeypatch)
+def test_a_repeat_launches_what_the_call_would(
+    monkeypatch: pytest.MonkeyPatch, launches: list[Any], call: Callable[[], None]
+) -> None:
     by_kernels: list[bool] = []
     launch = triton_kernel.Kernel._launch
 
@@ -58,11 +73,6 @@ def test_a_repeat_launches_what_the_call_would(monkeypatch: pytest.MonkeyPatch, 
         launch(*args, **kwargs)
 
     monkeypatch.setattr(triton_kernel.Kernel, "_launch", counted)
-    monkeypatch.setattr(repeat, "_DEVICE_TYPE", "cpu")
-    monkeypatch.setattr(repeat, "_FIRST_DEVICE", -1)
-    monkeypatch.setattr(repeat, "_allocate", None)
-    monkeypatch.setattr(repeat, "_current_device", lambda: None)
-    monkeypatch.setattr(repeat, "_current_stream", lambda _: no_gpu.STREAM)
     kept: list[Any] = []  # so that each address stands for one tensor
     append = repeat._append
 
@@ -71,7 +81,6 @@ def test_a_repeat_launches_what_the_call_would(monkeypatch: pytest.MonkeyPatch, 
         return append(key, tensors, values)
 
     monkeypatch.setattr(repeat, "_append", keeping)
-    repeat.forget()
 
     call()
     first = launches.copy()
@@ -81,4 +90,19 @@ def test_a_repeat_launches_what_the_call_would(monkeypatch: pytest.MonkeyPatch, 
     call()
     assert len(by_kernels) < len(first), "nothing was repeated"
     assert _all_described(launches, first) == _all_described(first, first)
-    repeat.forget()
+
+
+def test_a_merge_into_a_part_of_a_stack_is_told_from_one_into_other_memory(launches: list[Any]) -> None:
+    def addresses(tensors: Sequence[Any]) -> list[int]:
+        return [tensor.data_ptr() if isinstance(tensor, torch.Tensor) else tensor for tensor in tensors]
+
+    kept: list[torch.Tensor] = []
+    for in_place in (True, False, False, True):
+        outs, lses = torch.zeros(2, 3, 4, 64, dtype=torch.bfloat16), torch.zeros(2, 3, 4)
+        out, lse = (outs[1], lses[1]) if in_place else (torch.zeros_like(outs[0]), torch.zeros_like(lses[0]))
+        kept += (outs, lses, out, lse)
+        launches.clear()
+        merge_states(outs, lses, out=out, lse=lse, backend="portable")
+        tuples = [addresses(item) for item in launches[0] if isinstance(item, tuple) and len(item) == 3]
+        assert addresses((*outs, out)) in tuples
+        assert addresses((*lses, lse)) in tuples

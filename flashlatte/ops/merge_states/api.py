@@ -22,7 +22,6 @@ dispatch.define(
 )
 
 
-@repeats_launches
 def merge_states(
     outs: Sequence[torch.Tensor] | torch.Tensor,
     lses: Sequence[torch.Tensor] | torch.Tensor,
@@ -61,8 +60,20 @@ def merge_states(
         TypeError, ValueError: fewer than two parts, parts that differ in shape, dtype or device, or an output of
             a wrong shape.
     """
-    outs = _parts("outs", outs)
-    lses = _parts("lses", lses)
+    return _merge_parts(_parts("outs", outs), _parts("lses", lses), out, lse, context_tokens, out_scale, backend)
+
+
+@repeats_launches
+def _merge_parts(
+    outs: list[torch.Tensor],
+    lses: list[torch.Tensor],
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    context_tokens: int | torch.Tensor | None,
+    out_scale: float | torch.Tensor | None,
+    backend: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``merge_states`` of single tensors, by whose addresses a repeat tells them, also those of a stack."""
     if len(outs) < 2 or len(outs) != len(lses):
         raise ValueError(
             f"outs and lses must hold the same number of parts, at least 2, got {len(outs)} and {len(lses)}"
