@@ -32,13 +32,14 @@ def is_quantised(module: Any, weight: torch.Tensor) -> bool:
     return _knows_itself(weight) or (of_class and weight.dtype.itemsize == 1)
 
 
-@torch.compiler.disable()
 def matrix_of(module: Any, dtype: torch.dtype) -> torch.Tensor:
     """The weight [n, inputs] of a quantised linear layer without bias, in ``dtype``.
 
     It is made when first asked for, and again when one of the layer's tensors changed. What is changed behind PyTorch's
     back (``weight.data.copy_``) is not seen.
     """
+    if torch.compiler.is_compiling():
+        return _dequantised(module, dtype)
     tensors = [*module.parameters(), *module.buffers()]
     state = [_state(tensor) for tensor in tensors]
     known = _made.get(module)
