@@ -83,8 +83,7 @@ def _dequantised(module: Any, dtype: torch.dtype) -> torch.Tensor:
 
 def _knows_itself(weight: torch.Tensor) -> bool:
     # A DTensor is a part of one, of numbers.
-    is_part = type(weight).__module__.startswith("torch.distributed")
-    return is_traceable_wrapper_subclass(weight) and not is_part
+    return is_traceable_wrapper_subclass(weight) and "torch.distributed" not in type(weight).__module__
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int]:

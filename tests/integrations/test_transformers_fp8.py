@@ -104,3 +104,14 @@ def test_other_quantised_weights_are_refused(make_model):
     for use in (enable, Engine):
         with pytest.raises(TypeError, match=r"^kv_b_proj( of layer 1)? must be a plain module.* of torch\.int8"):
             use(model)
+
+
+def test_a_compiled_layer_dequantises_in_its_graph(make_model):
+    attention = fp8_linears.quantised(make_model()).model.layers[0].self_attn
+
+    def expand(latents):
+        return torch.nn.functional.linear(latents, own_matrix(attention, "kv_b_proj", latents.dtype))
+
+    latents = torch.randn(3, 512)
+    compiled = torch.compile(expand, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(latents), attention.kv_b_proj(latents), rtol=0, atol=0)
