@@ -31,6 +31,7 @@ MODEL_TYPES = (
     "glm4_moe_lite",
     "glm_moe_dsa",
     "kimi_k2",
+    "mistral4",
     "youtu",
 )
 

@@ -5,7 +5,7 @@ And DeepSeek-V4's (``V4Attention``), whose attention is another.
 
 from flashlatte.layers.attention import MLAAttention
 from flashlatte.layers.builder import MLAMetadataBuilder
-from flashlatte.layers.config import IndexerConfig, MLAConfig, Rope, Yarn
+from flashlatte.layers.config import IndexerConfig, MLAConfig, QueryScaling, Rope, Yarn
 from flashlatte.layers.indexer import Indexer
 from flashlatte.layers.metadata import MLAMetadata
 from flashlatte.layers.v4 import V4Attention, V4Cache, V4Config, V4IndexerConfig, V4Step, WorkspaceLimits
@@ -17,6 +17,7 @@ __all__ = [
     "MLAConfig",
     "MLAMetadata",
     "MLAMetadataBuilder",
+    "QueryScaling",
     "Rope",
     "V4Attention",
     "V4Cache",

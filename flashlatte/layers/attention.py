@@ -220,6 +220,7 @@ class MLAAttention(nn.Module):
         rotary = Rotary(cosines_and_sines, metadata.positions, config.rope.layout == "interleaved")
         latents = LatentCache(pages, layout, config.kv_lora_rank, k_scale)
         indexing = self._indexing(index_cache, pages, rotary)
+        scaling = config.query_scaling
         return forward(
             self,
             hidden,
@@ -228,6 +229,7 @@ class MLAAttention(nn.Module):
             rotary,
             indices=indices,
             indexing=indexing,
+            query_factors=None if scaling is None else scaling.factors(metadata.positions),
             backend=self.backend,
             batch_invariant=self.batch_invariant,
         )

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
 from flashlatte.kv_cache.index_formats import HEAD_DIMS
 from flashlatte.layers import models
 from flashlatte.ops.topk.api import MAX_K
 from flashlatte.runtime import checks
+
+if TYPE_CHECKING:
+    import torch
 
 LAYOUTS = (models.INTERLEAVED, models.HALF)
 # The sizes that every model has.
@@ -148,6 +151,40 @@ class IndexerConfig:
 
 
 @dataclass(frozen=True)
+class QueryScaling:
+    """Queries at position p are multiplied by 1 + beta · log(1 + ⌊p / original_max_position⌋) (Llama 4, Mistral 4).
+
+    Attributes:
+        beta: 0 or above.
+        original_max_position: positions whose factor is 1.
+    """
+
+    beta: float
+    original_max_position: int
+
+    def __post_init__(self) -> None:
+        if checks.number("beta", self.beta) < 0 or not math.isfinite(self.beta):
+            raise ValueError(f"beta must be a finite number from 0, got {self.beta}")
+        checks.positive_int("original_max_position", self.original_max_position)
+
+    def factors(self, positions: torch.Tensor) -> torch.Tensor:
+        """float32, of positions [...]."""
+        return 1 + self.beta * (1 + (positions / self.original_max_position).floor()).log()
+
+    @classmethod
+    def from_rope_parameters(cls, rope: Mapping[str, Any]) -> QueryScaling:
+        """Of ``rope_parameters`` in a transformers config.
+
+        Raises:
+            ValueError: one of the two numbers is missing.
+        """
+        names = "llama_4_scaling_beta", "original_max_position_embeddings"
+        if missing := [name for name in names if rope.get(name) is None]:
+            raise ValueError(f"rope_parameters must have {', '.join(missing)}, got {dict(rope)}")
+        return cls(*(rope[name] for name in names))
+
+
+@dataclass(frozen=True)
 class MLAConfig:
     """Sizes of an MLA layer (DeepSeek-V2, arXiv:2405.04434, §2.1), under the names that transformers gives them.
 
@@ -162,6 +199,7 @@ class MLAConfig:
         norm_eps: of the two RMSNorms.
         attention_bias: whether q_a_proj, kv_a_proj_with_mqa and o_proj have a bias.
         query_factor, latent_factor: what queries, and latents once normalised, are multiplied by (LongCat-Flash).
+        query_scaling: what queries are multiplied by besides, by their position; None: nothing.
         indexer: selects the tokens that a query attends to; None: all up to its own.
     """
 
@@ -177,6 +215,7 @@ class MLAConfig:
     attention_bias: bool = False
     query_factor: float = 1.0
     latent_factor: float = 1.0
+    query_scaling: QueryScaling | None = None
     indexer: IndexerConfig | None = None
 
     def __post_init__(self) -> None:
@@ -187,6 +226,7 @@ class MLAConfig:
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim must be even, got {self.qk_rope_head_dim}")
         checks.instance("rope", self.rope, Rope)
+        checks.instance("query_scaling", self.query_scaling, QueryScaling, or_none=True)
         checks.instance("indexer", self.indexer, IndexerConfig, or_none=True)
         checks.flag("attention_bias", self.attention_bias)
         checks.epsilon("norm_eps", self.norm_eps)
@@ -239,8 +279,13 @@ class MLAConfig:
             attention_bias=fields.get("attention_bias") or False,
             query_factor=_latent_factor(fields, "q_lora_rank") if traits.scales_latents else 1.0,
             latent_factor=_latent_factor(fields, "kv_lora_rank") if traits.scales_latents else 1.0,
+            query_scaling=_query_scaling(fields) if traits.scales_queries else None,
             indexer=_indexer(fields, traits) if traits.has_indexer else None,
         )
+
+
+def _query_scaling(fields: Mapping[str, Any]) -> QueryScaling:
+    return QueryScaling.from_rope_parameters(models.inner(fields, "rope_parameters"))
 
 
 def _model_type(fields: Mapping[str, Any]) -> Any:

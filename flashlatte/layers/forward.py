@@ -58,6 +58,7 @@ def forward(
     *,
     indices: torch.Tensor | None = None,
     indexing: Indexing | None = None,
+    query_factors: torch.Tensor | None = None,
     backend: str | None = None,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
@@ -69,6 +70,7 @@ def forward(
             selection says, or every token of its request up to its own.
         indexing: the module's indexer, which stores its keys and makes that selection; None for a module that shares
             another's, or attends to every token.
+        query_factors: float32 [T], what each token's queries are multiplied by; None: nothing.
         backend: of the operations that read the cache.
         batch_invariant: of the operation that decodes.
     """
@@ -82,7 +84,7 @@ def forward(
     rows, q_latent = store_latents(module, hidden, rotary, cache, metadata.slot_mapping)
     if indexer is not None:
         indexer.select(q_latent)
-    query = project_query(module, hidden, q_latent)
+    query = project_query(module, hidden, q_latent, query_factors)
     tokens, heads = query.shape[:2]
     out = query.new_empty(tokens, heads, module.v_head_dim)
     absorbed = tokens if indices is not None else metadata.num_decode_tokens
@@ -131,11 +133,16 @@ def check_weights(module: Projections, dtype: torch.dtype) -> None:
 
 
 def project(
-    module: Projections, hidden: torch.Tensor, rotary: Rotary, cache: LatentCache, slot_mapping: torch.Tensor
+    module: Projections,
+    hidden: torch.Tensor,
+    rotary: Rotary,
+    cache: LatentCache,
+    slot_mapping: torch.Tensor,
+    query_factors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """``project_query`` and ``store_latents``: queries, rows and the query's latent."""
     rows, q_latent = store_latents(module, hidden, rotary, cache, slot_mapping)
-    return project_query(module, hidden, q_latent), rows, q_latent
+    return project_query(module, hidden, q_latent, query_factors), rows, q_latent
 
 
 def store_latents(
@@ -160,10 +167,16 @@ def store_latents(
     return rows, q_a
 
 
-def project_query(module: Projections, hidden: torch.Tensor, q_latent: torch.Tensor | None) -> torch.Tensor:
-    """Queries [T, h, nope + rope], not rotated yet."""
+def project_query(
+    module: Projections,
+    hidden: torch.Tensor,
+    q_latent: torch.Tensor | None,
+    factors: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Queries [T, h, nope + rope], not rotated yet, times ``factors`` [T]."""
     query = module.q_proj(hidden) if q_latent is None else module.q_b_proj(q_latent)
-    return query.unflatten(-1, (-1, module.qk_nope_head_dim + module.qk_rope_head_dim))
+    query = query.unflatten(-1, (-1, module.qk_nope_head_dim + module.qk_rope_head_dim))
+    return query if factors is None else query * factors.to(query.dtype)[:, None, None]
 
 
 def softmax_scale(module: Projections) -> float:

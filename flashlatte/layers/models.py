@@ -20,6 +20,7 @@ class Traits:
         rope_layout: which rope dims are a pair, whatever the config says; None: as ``rope_interleave`` says, which is
             true where it is not given, and false where it is null.
         rope_theta: base of the frequencies where the config says none.
+        scales_queries: whether queries are multiplied by a factor that grows with their position (Mistral 4).
         scales_latents: whether the two normalised latents are multiplied by √(hidden_size / rank) (LongCat-Flash,
             arXiv:2509.01322, §2.1).
         has_indexer: whether an indexer selects the tokens that a query attends to (DeepSeek-V3.2).
@@ -28,6 +29,7 @@ class Traits:
 
     rope_layout: str | None = None
     rope_theta: float = 10000.0
+    scales_queries: bool = False
     scales_latents: bool = False
     has_indexer: bool = False
     index_rope_layout: str = HALF
@@ -48,6 +50,7 @@ SERVED: dict[str, Traits] = {
     "kimi_k2": Traits(),
     "longcat_flash": Traits(rope_layout=INTERLEAVED, rope_theta=1e7, scales_latents=True),
     "minicpm3": Traits(rope_layout=HALF),
+    "mistral4": Traits(scales_queries=True),
     "youtu": Traits(),
 }
 
@@ -58,7 +61,6 @@ REFUSED: dict[str, str] = {
     "glm5_next": "its attention has an indexer whose selection several layers share, and no rotary embedding",
     "hy_v4": "its attention has an indexer, attention sinks and a gate",
     "kimi_linear": "most of its layers are linear attention, and its MLA has no rotary embedding",
-    "mistral4": "it scales queries by their position (llama_4_scaling_beta)",
     "mistral_large4": "its attention has an indexer, shares caches between layers and scales queries by their position",
 }
 

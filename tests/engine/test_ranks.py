@@ -76,6 +76,7 @@ def test_heads_over_two_and_keys_over_two(four, family):
         ("DeepseekV32", {"context_parallel": 2, "max_tokens": 20}),
         ("DeepseekV3", {"context_parallel": 2, "drafts": 3, "cache_format": "fp32"}),
         ("Youtu", {"context_parallel": 2}),
+        ("Mistral4", {"context_parallel": 2}),
     ],
 )
 def test_two_ranks(two, family, options):

@@ -202,7 +202,7 @@ def test_every_mla_model_of_this_transformers_is_served_or_refused_by_name():
 
 REFUSED = {
     "KimiLinear": "most of its layers are linear attention",
-    "Mistral4": "it scales queries by their position",
+    "MistralLarge4": "its attention has an indexer, shares caches between layers and scales queries by their position",
 }
 
 

@@ -27,6 +27,8 @@ SIZES = {
     "v_head_dim": 12,
     "max_position_embeddings": 512,
 }
+# Queries grow every 8 positions.
+MISTRAL = {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 8, "partial_rotary_factor": 8 / 24}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -47,6 +49,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "axk1": ("AXK1", {}),
     "longcat": ("LongcatFlash", {"head_dim": 8}),
     "minicpm3": ("MiniCPM3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "mistral4": ("Mistral4", {"rope_parameters": YARN | MISTRAL}),
     "glm4": ("Glm4MoeLite", {"qk_nope_head_dim": 24, "v_head_dim": 16}),
 }
 
@@ -86,9 +89,10 @@ class Stock:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """The output [n, hidden_size] for one request's tokens [n, hidden_size]."""
         count = hidden.shape[0]
-        positions = self.rope(hidden[None], torch.arange(count)[None])
+        ids = torch.arange(count)[None]
+        positions = self.rope(hidden[None], ids)
         mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
-        return self.module(hidden[None], position_embeddings=positions, attention_mask=mask)[0][0]
+        return self.module(hidden[None], position_embeddings=positions, attention_mask=mask, position_ids=ids)[0][0]
 
 
 @functools.cache

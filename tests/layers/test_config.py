@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from flashlatte.layers.config import IndexerConfig, MLAConfig, Rope, Yarn
+from flashlatte.layers.config import IndexerConfig, MLAConfig, QueryScaling, Rope, Yarn
 from flashlatte.layers.rope import inverse_frequencies, table
 from flashlatte.layers.v4.config import V4IndexerConfig
 
@@ -129,6 +129,32 @@ def test_numbers_that_would_make_every_output_nan_are_refused(options):
     (name,) = options
     with pytest.raises(ValueError, match=f"{name} must be a finite number"):
         MLAConfig(64, 4, **options)
+
+
+def test_query_scaling():
+    """Llama 4's formula, worked by hand: the factor grows with the logarithm of whole spans of positions."""
+    scaling = QueryScaling(beta=0.5, original_max_position=10)
+    got = scaling.factors(torch.tensor([0, 9, 10, 19, 20, 100]))
+    assert got.tolist() == pytest.approx([1 + 0.5 * math.log(1 + spans) for spans in (0, 0, 1, 1, 2, 10)])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "error", "message"),
+    [
+        ((-0.1, 8), ValueError, "beta must be a finite number from 0, got -0.1"),
+        ((math.nan, 8), ValueError, "beta must be a finite number from 0, got nan"),
+        (("0.1", 8), TypeError, "beta must be a number"),
+        ((0.1, 0), ValueError, "original_max_position must be"),
+    ],
+)
+def test_a_query_scaling_of_no_numbers_is_refused(numbers, error, message):
+    with pytest.raises(error, match=message):
+        QueryScaling(*numbers)
+
+
+def test_mistral_without_its_scaling_is_refused():
+    with pytest.raises(ValueError, match="rope_parameters must have llama_4_scaling_beta, original_max_position"):
+        MLAConfig.from_transformers(V3_JSON | {"model_type": "mistral4"})
 
 
 @pytest.mark.parametrize(("layer", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError)])

@@ -33,7 +33,18 @@ SIZES = {
 }
 # Many index heads, so that no two scores are both zero for want of a positive product.
 INDEXED = {"index_n_heads": 32, "index_head_dim": 32, "index_topk": 8}
+# Queries grow every 16 positions.
+MISTRAL = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
 OPTIONS: dict[str, dict[str, Any]] = {
+    "Mistral4": {"rope_parameters": MISTRAL},
     "DeepseekV32": INDEXED,
     "GlmMoeDsa": INDEXED | {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
 }

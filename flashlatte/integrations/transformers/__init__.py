@@ -47,8 +47,8 @@ def enable(
     DeepSeek-V4's windows and compressed groups are kept likewise (``layers.V4Attention``): formats "model1" and that of
     the model's dtype; masks that hide padding on the left or right; beams, but nothing that takes tokens back.
     Otherwise served are the families AXK1, DeepseekV2, DeepseekV3 (with Kimi-K2), DeepseekV32, Glm4MoeLite, GlmMoeDsa
-    (GLM-5), LongcatFlash, MiniCPM3 and Youtu, and models that hold one of them as their language model, such as
-    Kimi-K2.5.
+    (GLM-5), LongcatFlash, MiniCPM3, Mistral4 and Youtu, and models that hold one of them as their language model, such
+    as Kimi-K2.5.
 
     A forward pass with a cache is then FlashLatte's MLA layer (``flashlatte.layers``) with the model's own projections.
     It writes the latent of its tokens into a paged cache. Prefill attends in multi-head form, by ``dense_prefill``;

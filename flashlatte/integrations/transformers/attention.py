@@ -40,7 +40,8 @@ class PagedLatentAttention:
             out, choice = masked_attention(module, hidden_states, embeddings, mask, latents, **kwargs)
         else:
             # A choice that layers share lies in the metadata.
-            out, choice = flat_attention(module, hidden_states, embeddings, latents, metadata), None
+            factors = _query_factors(module, hidden_states, kwargs)
+            out, choice = flat_attention(module, hidden_states, embeddings, latents, metadata, factors), None
         return (out, None, choice) if module.family.returns_choice else (out, None)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -62,17 +63,29 @@ def _blank(family: Family) -> Any:
 
 
 def flat_attention(
-    module: Any, hidden_states: torch.Tensor, embeddings: Any, latents: PagedLatents, metadata: MLAMetadata
+    module: Any,
+    hidden_states: torch.Tensor,
+    embeddings: Any,
+    latents: PagedLatents,
+    metadata: MLAMetadata,
+    factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The MLA layer on the step's flat batch: [b, s, hidden_size]. A hidden token attends to nothing."""
+    """The MLA layer on the step's flat batch: [b, s, hidden_size]. A hidden token attends to nothing.
+
+    Args:
+        factors: [b · s], what queries are multiplied by; None: nothing.
+    """
     flat = hidden_states.flatten(0, 1)
     tokens = latents.step.tokens
     if tokens is not None:
         flat = flat[tokens.to(flat.device)]
+        factors = None if factors is None else factors[tokens.to(factors.device)]
     cache = latents.cache(module.layer_idx, flat.device, flat.dtype)
     rotary = _rotary(module, latents, embeddings)
     indexing = indexed.indexing(module, latents, rotary, flat.device)
-    out = forward(module, flat, cache, metadata, rotary, indexing=indexing, backend=latents.backend)
+    out = forward(
+        module, flat, cache, metadata, rotary, indexing=indexing, query_factors=factors, backend=latents.backend
+    )
     if tokens is not None:
         nothing = module.o_proj(flat.new_zeros(1, module.o_proj.in_features))
         out = nothing.repeat(hidden_states.shape[:2].numel(), 1).index_copy(0, tokens.to(out.device), out)
@@ -96,7 +109,8 @@ def masked_attention(
     cache = latents.cache(module.layer_idx, flat.device, flat.dtype)
     history = latents.read_history(module.layer_idx) if latents.columns else None
     rotary = _rotary(module, latents, embeddings, every=True)
-    query, rows, q_latent = project(module, flat, rotary, cache, latents.step.slots.flatten().to(flat.device))
+    slots, factors = latents.step.slots.flatten().to(flat.device), _query_factors(module, hidden_states, kwargs)
+    query, rows, q_latent = project(module, flat, rotary, cache, slots, factors)
     rotate_query(module, query, rotary)
     query, rows = (x.unflatten(0, hidden_states.shape[:2]) for x in (query, rows))
     if history is not None:
@@ -113,6 +127,14 @@ def masked_attention(
             kwargs["indices"] = chosen
     out = multi_head_attention(module, query, rows, attention_mask, **kwargs)
     return module.o_proj(out.flatten(2)), chosen
+
+
+def _query_factors(module: Any, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """[b · s], what queries are multiplied by at the positions that the decoder gives to its layers; None: nothing."""
+    scaling = module.family.query_scaling(module.config)
+    if scaling is None:
+        return None
+    return scaling.factors(kwargs["position_ids"]).expand(hidden_states.shape[:2]).flatten()
 
 
 def _rotary(module: Any, latents: PagedLatents, embeddings: Any, *, every: bool = False) -> Rotary:

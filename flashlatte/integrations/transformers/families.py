@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from flashlatte.layers import models
+from flashlatte.layers.config import QueryScaling
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,12 @@ class Family:
         layout = models.SERVED[self.model_type].layout(getattr(config, "rope_interleave", True))
         return layout == models.INTERLEAVED
 
+    def query_scaling(self, config: Any) -> QueryScaling | None:
+        """What queries are multiplied by, by their position; None: nothing."""
+        if not models.SERVED[self.model_type].scales_queries:
+            return None
+        return QueryScaling.from_rope_parameters(config.rope_parameters)
+
     def parts_pairs(self, config: Any) -> bool:
         """Whether a stock cache holds the first rope dims of all pairs before the second ones.
 
@@ -68,6 +75,7 @@ FAMILIES = (
     Family("glm_moe_dsa", "GlmMoeDsa", returns_choice=True),
     Family("longcat_flash", "LongcatFlash", "MLA"),
     Family("minicpm3", "MiniCPM3"),
+    Family("mistral4", "Mistral4"),
     Family("youtu", "Youtu"),
 )
 

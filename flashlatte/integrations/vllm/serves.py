@@ -45,6 +45,7 @@ OTHER_INDEXERS = "of models with an indexer, it serves DeepSeek-V3.2 and GLM-5"
 # By ``model_type``: models of this library's layer to which vLLM gives no MLA backend.
 WITHOUT_MLA = {
     "minicpm3": "vLLM runs MiniCPM3 as attention of many heads, whose keys and values it caches",
+    "mistral4": "vLLM has no model of its own for transformers' Mistral 4",
     "youtu": "vLLM has no model of its own for Youtu",
 }
 
