@@ -13,6 +13,7 @@ import torch
 from flashlatte.engine import Engine, Model, SamplingParams
 from flashlatte.engine.batch import Batch, Limits
 from flashlatte.engine.paged import PagedModel
+from flashlatte.integrations.transformers.calls import CACHE
 from flashlatte.layers import MLAMetadata
 
 
@@ -92,9 +93,9 @@ def logits_of_transformers(
     """The logits [n, vocabulary] from which each of ``tokens`` [n] would be chosen, decoded one by one."""
     rows, cache, ids = [], None, torch.tensor([prompt], device=model.device)
     for token in tokens.to(model.device):
-        out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = model(ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
         rows.append(out.logits[0, -1].float())
-        cache, ids = out.past_key_values, token.view(1, 1)
+        cache, ids = out[CACHE], token.view(1, 1)
         advance()
     return torch.stack(rows)
 

@@ -32,6 +32,7 @@ MODEL_TYPES = (
     "glm_moe_dsa",
     "kimi_k2",
     "mistral4",
+    "sarvam_mla",
     "youtu",
 )
 

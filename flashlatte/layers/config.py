@@ -315,6 +315,9 @@ def _rope(fields: Mapping[str, Any], traits: models.Traits) -> Rope:
     """RoPE from ``rope_parameters`` (transformers 5) or from ``rope_theta`` and ``rope_scaling`` (checkpoints)."""
     scaling = models.inner(fields, "rope_parameters") or models.inner(fields, "rope_scaling")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "deepseek_yarn":
+        # So Sarvam's checkpoints call the same.
+        kind = "yarn"
     if kind not in ("default", "yarn"):
         raise ValueError(f"rope_type must be default or yarn, got {kind!r}")
     max_position = fields.get("max_position_embeddings", 4096)

@@ -51,6 +51,7 @@ SERVED: dict[str, Traits] = {
     "longcat_flash": Traits(rope_layout=INTERLEAVED, rope_theta=1e7, scales_latents=True),
     "minicpm3": Traits(rope_layout=HALF),
     "mistral4": Traits(scales_queries=True),
+    "sarvam_mla": Traits(),
     "youtu": Traits(),
 }
 

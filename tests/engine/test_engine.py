@@ -12,7 +12,17 @@ from support.marks import mostly_full
 
 from flashlatte.engine import Engine, Model, SamplingParams
 
-FAMILIES = ("DeepseekV3", "DeepseekV2", "Glm4MoeLite", "Youtu", "AXK1", "DeepseekV32", "GlmMoeDsa", "Mistral4")
+FAMILIES = (
+    "DeepseekV3",
+    "DeepseekV2",
+    "Glm4MoeLite",
+    "Youtu",
+    "AXK1",
+    "DeepseekV32",
+    "GlmMoeDsa",
+    "Mistral4",
+    "SarvamMLA",
+)
 LENGTHS = (3, 17, 40, 1, 26)
 
 

@@ -14,6 +14,8 @@ pytest.importorskip("transformers")
 
 from transformers import DynamicCache
 
+from flashlatte.integrations.transformers.calls import CACHE
+
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -255,6 +257,15 @@ def test_gradients_after_a_prefill_without(make_model, prompts):
         out.logits.square().mean().backward()
     expected, got = (model.model.layers[0].self_attn.kv_b_proj.weight.grad for model in (stock, enabled))
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("name", sorted({"past_key_values", CACHE}))
+def test_the_decoder_takes_a_cache_by_each_of_its_names(make_model, prompts, name):
+    cache = DynamicCache()
+    with torch.no_grad():
+        out = enable(make_model()).model(**prompts((0,)), **{name: cache})
+    assert out[CACHE] is cache
+    assert type(cache).__name__ == "PagedLatentCache"
 
 
 def test_weights_may_change_after_enable(make_model, prompts):

@@ -191,7 +191,7 @@ def test_batch_size_and_device_must_be_the_cache_s(make_model):
     session = Session(make_model())
     session.forward(tokens(3, 10))
     assert session.caches[1].batch_size == 3
-    with pytest.raises(ValueError, match="past_key_values holds 3 requests, and the input has 2"), torch.no_grad():
+    with pytest.raises(ValueError, match="the cache holds 3 requests, and the input has 2"), torch.no_grad():
         session.models[1](tokens(2, 1), past_key_values=session.caches[1])
     with pytest.raises(ValueError, match="was filled on cpu, and the input is on meta"), torch.no_grad():
         session.models[1](tokens(3, 1).to("meta"), past_key_values=session.caches[1])

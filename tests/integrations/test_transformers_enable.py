@@ -14,6 +14,8 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, StaticCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
+from flashlatte.integrations.transformers import calls as calls_by_name
+
 
 def test_disable_restores_the_model(make_model, prompts):
     model = make_model()
@@ -109,7 +111,7 @@ WITHOUT_ITS_GPU = torch.version.cuda is not None and not torch.cuda.is_available
     ],
 )
 def test_other_cache_implementations_are_refused(make_model, prompts, implementation):
-    with pytest.raises(ValueError, match="past_key_values must be a DynamicCache"):
+    with pytest.raises(ValueError, match=r"(cache|past_key_values) must be a DynamicCache"):
         generate(enable(make_model()), prompts((0,)), cache_implementation=implementation)
 
 
@@ -127,6 +129,12 @@ def test_the_cache_of_another_model_is_refused(make_model, prompts):
         cache = first(**prompts((0,))).past_key_values
         with pytest.raises(ValueError, match=r"holds rows of kv_lora_rank 32 .* filled by another model"):
             second(prompts((0,))["input_ids"][:, :1], past_key_values=cache)
+
+
+def test_a_decoder_whose_cache_has_another_name_is_refused(make_model, monkeypatch):
+    monkeypatch.setattr(calls_by_name, "CACHE", "keys")
+    with pytest.raises(ImportError, match=r"^DeepseekV3Model must take keys, and its arguments are input_ids, "):
+        enable(make_model())
 
 
 def test_without_transformers(monkeypatch):

@@ -133,5 +133,5 @@ def test_a_cache_of_another_indexer_is_refused(prompts):
     inputs = prompts((0,), length=20)
     with torch.no_grad():
         cache = enable(make("DeepseekV3", {}))(**inputs).past_key_values
-        with pytest.raises(ValueError, match="past_key_values holds index keys of another indexer, or none"):
+        with pytest.raises(ValueError, match="the cache holds index keys of another indexer, or none"):
             enable(make(*FAMILIES["v32"]))(**inputs, past_key_values=cache)

@@ -218,7 +218,7 @@ def test_what_is_stocks_stays_stocks(stock, enabled):
     assert out.attentions is not None
     assert type(out.past_key_values) is DynamicCache
     cache = enabled(ids, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match=r"^past_key_values was filled by FlashLatte"):
+    with pytest.raises(ValueError, match=r"^the cache was filled by FlashLatte"):
         enabled(ids, past_key_values=cache, output_attentions=True)
 
 
@@ -231,7 +231,7 @@ def test_disable(stock, enabled):
         type(layer.self_attn) for layer in stock.model.layers
     ]
     assert type(model(ids).past_key_values) is DynamicCache
-    with pytest.raises(ValueError, match=r"^past_key_values was filled by FlashLatte"):
+    with pytest.raises(ValueError, match=r"^the cache was filled by FlashLatte"):
         model(ids, past_key_values=cache)
 
 
@@ -291,7 +291,7 @@ def test_the_cache_of_another_model_is_refused(enabled):
     ids = tokens(2, 9)
     cache = enabled(ids).past_key_values
     enable(model_of())(ids, past_key_values=cache)
-    with pytest.raises(ValueError, match=r"^past_key_values was filled by a model whose layers are of other sizes"):
+    with pytest.raises(ValueError, match=r"^the cache was filled by a model whose layers are of other sizes"):
         enable(model_of(sliding_window=5))(ids, past_key_values=cache)
 
 
@@ -302,7 +302,7 @@ def test_passes_that_do_not_fit(enabled):
     with pytest.raises(ValueError, match=r"^attention_mask must be .* hide nothing between tokens that are seen"):
         enabled(ids, attention_mask=mask)
     cache = enabled(ids).past_key_values
-    with pytest.raises(ValueError, match=r"^past_key_values holds 2 requests, and the pass has 1$"):
+    with pytest.raises(ValueError, match=r"^the cache holds 2 requests, and the pass has 1$"):
         enabled(ids[:1], past_key_values=cache)
     with pytest.raises(ValueError, match=r"^a DeepSeek-V4 cache cannot be cropped"):
         cache.crop(-1)
@@ -323,7 +323,7 @@ def test_a_history_that_a_failed_pass_has_spoiled(enabled, monkeypatch):
         patch.setattr(enabled.model.layers[1].mlp, "forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
             enabled(ids[:, 12:], past_key_values=cache)
-    with pytest.raises(ValueError, match=r"^past_key_values must be new: the pass before failed"):
+    with pytest.raises(ValueError, match=r"^the cache must be new: the pass before failed"):
         enabled(ids[:, 12:], past_key_values=cache)
 
 

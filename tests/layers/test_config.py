@@ -53,10 +53,21 @@ def test_from_a_checkpoints_json():
     assert config.softmax_scale == pytest.approx(1.368888**2 / 192**0.5, rel=1e-5)
 
 
-def test_json_and_transformers_say_the_same():
+SARVAM_JSON = V3_JSON | {
+    "model_type": "sarvam_mla",
+    "head_dim": 576,
+    "q_lora_rank": None,
+    "rope_scaling": YARN | {"type": "deepseek_yarn"},
+}
+
+
+@pytest.mark.parametrize(("name", "json"), [("DeepseekV3", V3_JSON), ("SarvamMLA", SARVAM_JSON)])
+def test_json_and_transformers_say_the_same(name, json):
     transformers = pytest.importorskip("transformers")
-    from_object = MLAConfig.from_transformers(transformers.DeepseekV3Config(**copy.deepcopy(V3_JSON)))
-    assert from_object == MLAConfig.from_transformers(V3_JSON)
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    from_object = MLAConfig.from_transformers(getattr(transformers, f"{name}Config")(**copy.deepcopy(json)))
+    assert from_object == MLAConfig.from_transformers(json)
 
 
 FAMILIES = ("AXK1", "DeepseekV2", "DeepseekV3", "DeepseekV32", "Glm4MoeLite", "GlmMoeDsa", "LongcatFlash", "Youtu")

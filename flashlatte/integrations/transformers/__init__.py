@@ -55,7 +55,7 @@ def enable(
     decode attends in absorbed form, by ``dense_decode``, or over all tokens by ``sparse_decode`` if the format is
     ``v32`` or ``model1``. Where an indexer selects tokens, both attend in absorbed form to those. Tokens that the
     attention mask hides are not stored. ``generate`` works as before: greedy, sampled, beams, assisted, prompt lookup,
-    chunked prefill, and going on with the ``past_key_values`` of an earlier call.
+    chunked prefill, and going on with the cache of an earlier call.
 
     The model's own attention implementation computes a prefill over the paged cache where a mask tells more than which
     tokens are padding on the left, and where it was set to another than PyTorch's SDPA.
@@ -84,7 +84,7 @@ def enable(
         ``model``.
 
     Raises:
-        ImportError: transformers is missing, or older than 5.17.
+        ImportError: transformers is missing, older than 5.17, or hands caches on under a name that is not known.
         TypeError, ValueError: another model, an argument that is not accepted, a latent that does not fit the format,
             or an adapter or hook on a module whose weight is read and not called (``kv_b_proj``, norms of latents,
             DeepSeek-V4's ``o_a_proj``), or a weight that is quantised in a way that does not tell its matrix. Later,
@@ -93,6 +93,7 @@ def enable(
     """
     check_transformers()
     from flashlatte.integrations.transformers import attention, hooks
+    from flashlatte.integrations.transformers.calls import check_cache_argument
     from flashlatte.integrations.transformers.classes import change_class
     from flashlatte.integrations.transformers.families import find_decoder
     from flashlatte.layers.forward import check_weights, hidden_projections
@@ -107,10 +108,12 @@ def enable(
     if (v4_decoder := _v4_decoder(model)) is not None:
         from flashlatte.integrations.transformers.v4 import attention as v4
 
+        check_cache_argument(v4_decoder)
         disable(model)
         v4_decoder._flashlatte = _Enabled(v4.enable(v4_decoder, settings))
         return model
     decoder, family = find_decoder(model)
+    check_cache_argument(decoder)
     hooks.check_backend(decoder, hooks.new_latents(decoder, settings))
     modules = _attentions(decoder, family)
     for module in modules:

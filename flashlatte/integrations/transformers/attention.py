@@ -10,6 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flashlatte.integrations.transformers import indexed
 from flashlatte.integrations.transformers.cache import PagedLatentCache
+from flashlatte.integrations.transformers.calls import CACHE
 from flashlatte.integrations.transformers.families import Family, cosines_and_sines
 from flashlatte.integrations.transformers.padded import PagedLatents
 from flashlatte.layers.forward import forward, project, rotate_query, softmax_scale
@@ -26,12 +27,12 @@ class PagedLatentAttention:
 
     family: Family
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        if args or not isinstance(past_key_values, PagedLatentCache):
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or not isinstance(kwargs.get(CACHE), PagedLatentCache):
             stock: Any = super()
-            return stock.forward(hidden_states, *args, past_key_values=past_key_values, **kwargs)
+            return stock.forward(hidden_states, *args, **kwargs)
         embeddings, mask = kwargs.pop("position_embeddings"), kwargs.pop("attention_mask", None)
-        latents = past_key_values.store
+        latents = kwargs.pop(CACHE).store
         metadata = latents.metadata(hidden_states.device)
         # An attention implementation that somebody chose computes prefill.
         module: Any = self

@@ -57,7 +57,7 @@ class PagedLatentCache(PagedCache):
         """
         if key_states.shape[1] != 1:
             raise ValueError(
-                "past_key_values was filled by FlashLatte with latents, and stock attention of this transformers "
+                "the cache was filled by FlashLatte with latents, and stock attention of this transformers "
                 f"caches keys of each head, here {key_states.shape[1]}: give it an empty cache and all tokens"
             )
         self.release()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from transformers.cache_utils import DynamicCache
 
 from flashlatte.integrations.transformers import indexed
 from flashlatte.integrations.transformers.cache import PagedLatentCache
+from flashlatte.integrations.transformers.calls import CACHE, arguments
 from flashlatte.integrations.transformers.families import Family, attentions
 from flashlatte.integrations.transformers.padded import PagedLatents
 from flashlatte.kv_cache import CacheFormat
@@ -46,7 +46,7 @@ class BeginForward:
     def __call__(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        call = dict(zip(argument_names(model), args, strict=False)) | kwargs
+        call = arguments(model, args, kwargs)
         tokens = call.get("input_ids")
         tokens = call.get("inputs_embeds") if tokens is None else tokens
         if tokens is None:
@@ -64,11 +64,11 @@ class BeginForward:
             opaque_mask=not (mask is None or plain_mask),
             causal=call.get("is_causal", getattr(model.config, "is_causal", True)) is not False,
         )
-        return (), call | {"past_key_values": cache}
+        return (), call | {CACHE: cache}
 
     def _cache_for(self, model: Any, call: dict[str, Any]) -> PagedLatentCache | None:
         """The paged cache of this pass; None if it is stock attention's."""
-        cache = call.get("past_key_values")
+        cache = call.get(CACHE)
         if needs_stock_attention(model, call):
             if isinstance(cache, PagedLatentCache):
                 cache.release()
@@ -86,7 +86,7 @@ class BeginForward:
 
 def end_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Hook after the decoder's forward: the pass succeeded, so its tokens are history."""
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get(CACHE)
     if isinstance(cache, PagedLatentCache):
         cache.store.commit()
 
@@ -168,20 +168,16 @@ def _check_rows(latents: PagedLatents, config: Any) -> None:
     wanted = config.kv_lora_rank, config.qk_rope_head_dim
     if held != wanted:
         raise ValueError(
-            f"past_key_values holds rows of kv_lora_rank {held[0]} and qk_rope_head_dim {held[1]}, and the model's are "
+            f"the cache holds rows of kv_lora_rank {held[0]} and qk_rope_head_dim {held[1]}, and the model's are "
             f"{wanted[0]} and {wanted[1]}: it was filled by another model"
         )
     if latents.indexer != _indexer(config):
-        raise ValueError("past_key_values holds index keys of another indexer, or none: it was filled by another model")
-
-
-def argument_names(model: Any) -> list[str]:
-    return list(inspect.signature(type(model).forward).parameters)[1:]
+        raise ValueError("the cache holds index keys of another indexer, or none: it was filled by another model")
 
 
 def cache_to_adopt(model: Any, call: dict[str, Any]) -> DynamicCache | None:
     """The empty cache of this pass that FlashLatte may keep; None if the pass has none, or stock attention keeps it."""
-    cache = call.get("past_key_values")
+    cache = call.get(CACHE)
     if cache is None:
         use_cache = call.get("use_cache")
         if not (model.config.use_cache if use_cache is None else use_cache):
@@ -189,7 +185,7 @@ def cache_to_adopt(model: Any, call: dict[str, Any]) -> DynamicCache | None:
         cache = DynamicCache()
     if type(cache) is not DynamicCache or cache.offloading:
         raise ValueError(
-            "past_key_values must be a DynamicCache, not offloaded, or None, for a model whose cache FlashLatte "
+            f"{CACHE} must be a DynamicCache, not offloaded, or None, for a model whose cache FlashLatte "
             f"keeps, got {_describe(cache)}: leave cache_implementation unset, or disable(model) first"
         )
     # Stock attention began it (before enable, or to compute gradients) and goes on with it.

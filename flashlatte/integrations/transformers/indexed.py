@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from flashlatte.integrations.transformers.calls import CACHE
 from flashlatte.integrations.transformers.padded import PagedLatents
 from flashlatte.kv_cache import CacheFormat, get_format
 from flashlatte.kv_cache.index_formats import INDEX_FORMATS, IndexFormat, index_format_beside
@@ -91,7 +92,7 @@ def choose_under_mask(
             raise ValueError(f"layer {module.layer_idx} shares its choice of tokens with a layer before it, got none")
         return shared
     keys = StockIndexKeys(latents)
-    return module.indexer(hidden, q_latent, embeddings, attention_mask[:, 0], None, past_key_values=keys)
+    return module.indexer(hidden, q_latent, embeddings, attention_mask[:, 0], None, **{CACHE: keys})
 
 
 def with_choice(attention_mask: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

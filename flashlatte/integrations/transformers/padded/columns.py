@@ -36,7 +36,7 @@ class Columns:
         if mask is None:
             if self._stored is not None and not self._stored.all():
                 raise ValueError(
-                    "attention_mask must be given as one value for each token, past and new: past_key_values was "
+                    "attention_mask must be given as one value for each token, past and new: the cache was "
                     "filled from a padded batch, and does not hold the tokens which the mask hid then"
                 )
             return True, None
@@ -49,7 +49,7 @@ class Columns:
         unknown, differs, hides = torch.stack(((shown & ~stored).any(), (shown != stored).any(), (~new).any())).tolist()
         if unknown:
             raise ValueError(
-                "attention_mask asks for past tokens that it hid when they came, and that past_key_values therefore "
+                "attention_mask asks for past tokens that it hid when they came, and that the cache therefore "
                 "does not hold: every call must pass the earlier mask, with one value more for each new token"
             )
         return not differs, new if hides else None

@@ -244,12 +244,12 @@ class PagedLatents:
         table = self._batch.table
         if table.requests != requests:
             raise ValueError(
-                f"past_key_values holds {table.requests} requests, and the input has {requests}: "
+                f"the cache holds {table.requests} requests, and the input has {requests}: "
                 "batch_repeat_interleave and batch_select_indices change the batch of a cache"
             )
         if table.device != device:
             raise ValueError(
-                f"past_key_values was filled on {table.device}, and the input is on {device}: "
+                f"the cache was filled on {table.device}, and the input is on {device}: "
                 "begin with a new cache after moving the model"
             )
         return self._batch
@@ -274,5 +274,5 @@ class PagedLatents:
 
     def _current_batch(self) -> Batch:
         if self._batch is None:
-            raise ValueError("past_key_values is empty")
+            raise ValueError("the cache is empty")
         return self._batch

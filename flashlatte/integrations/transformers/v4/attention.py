@@ -13,6 +13,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 )
 
 from flashlatte.integrations.transformers import hooks
+from flashlatte.integrations.transformers.calls import CACHE, arguments
 from flashlatte.integrations.transformers.classes import change_class, check_forward
 from flashlatte.integrations.transformers.paged_cache import PagedCache, PagedLayer
 from flashlatte.integrations.transformers.v4.store import V4Store
@@ -25,7 +26,7 @@ from flashlatte.layers.v4.streams import read_streams
 
 Model, Attention = DeepseekV4Model, DeepseekV4Attention
 
-_NOT_STOCKS = "past_key_values was filled by FlashLatte, whose pages stock DeepSeek-V4 cannot go on with"
+_NOT_STOCKS = "the cache was filled by FlashLatte, whose pages stock DeepSeek-V4 cannot go on with"
 
 
 class PagedV4Layer(PagedLayer):
@@ -63,10 +64,11 @@ class PagedV4Attention(DeepseekV4Attention):
     It adds no state: an instance is one of the model's attention modules whose class was changed, and changes back.
     """
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        if args or not isinstance(past_key_values, PagedV4Cache):
-            return super().forward(hidden_states, *args, past_key_values=past_key_values, **kwargs)
-        store, layer = past_key_values.store, self.layer_idx
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get(CACHE)
+        if args or not isinstance(cache, PagedV4Cache):
+            return super().forward(hidden_states, *args, **kwargs)
+        store, layer = cache.store, self.layer_idx
         step = store.step(kwargs["position_ids"])
         module: Any = self
         rows = hidden_states.flatten(0, 1)
@@ -98,7 +100,7 @@ class BeginForward:
     def __call__(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        call = dict(zip(hooks.argument_names(model), args, strict=False)) | kwargs
+        call = arguments(model, args, kwargs)
         tokens = call.get("input_ids")
         tokens = call.get("inputs_embeds") if tokens is None else tokens
         cache = None if tokens is None else self._cache_for(model, call)
@@ -109,11 +111,11 @@ class BeginForward:
             raise ValueError("attention_mask must be [b, columns], or None, over a cache that FlashLatte keeps")
         cache.store.plan(tokens.shape[0], tokens.shape[1], tokens.device, mask, call.get("position_ids"))
         # The model would make a mask that nobody reads.
-        return (), call | {"past_key_values": cache, "attention_mask": {"flashlatte": None}}
+        return (), call | {CACHE: cache, "attention_mask": {"flashlatte": None}}
 
     def _cache_for(self, model: Any, call: dict[str, Any]) -> PagedV4Cache | None:
         """The paged cache of this pass; None if it is stock attention's."""
-        cache = call.get("past_key_values")
+        cache = call.get(CACHE)
         if hooks.needs_stock_attention(model, call):
             if isinstance(cache, PagedV4Cache):
                 raise ValueError(_NOT_STOCKS)
@@ -131,13 +133,13 @@ class BeginForward:
         if cache.filled_for is model.config:
             return
         if cache.store.given != V4Config.layers(model.config):
-            raise ValueError("past_key_values was filled by a model whose layers are of other sizes, or other kinds")
+            raise ValueError("the cache was filled by a model whose layers are of other sizes, or other kinds")
         cache.filled_for = model.config
 
 
 def end_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Hook after the decoder's forward: the pass succeeded, so its tokens are history."""
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get(CACHE)
     if isinstance(cache, PagedV4Cache):
         cache.store.commit()
 

@@ -73,10 +73,10 @@ class V4Store:
                 which failed has spoiled.
         """
         if self.requests not in (0, requests):
-            raise ValueError(f"past_key_values holds {self.requests} requests, and the pass has {requests}")
+            raise ValueError(f"the cache holds {self.requests} requests, and the pass has {requests}")
         if self.columns and self._coming:
             raise ValueError(
-                "past_key_values must be new: the pass before failed, and has overwritten what unfinished groups need"
+                "the cache must be new: the pass before failed, and has overwritten what unfinished groups need"
             )
         first = self._first
         if mask is not None:

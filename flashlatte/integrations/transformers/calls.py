@@ -1,0 +1,35 @@
+"""A decoder's call by the names of its arguments. Importing this imports transformers."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from typing import Any
+
+import transformers
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+_BEFORE_5_24 = "past_key_values"
+# What transformers calls a pass's cache, in calls and in outputs; the older name goes on to be taken in calls.
+CACHE = "cache" if any(field.name == "cache" for field in fields(BaseModelOutputWithPast)) else _BEFORE_5_24
+
+
+def _names(model: Any) -> list[str]:
+    return list(inspect.signature(type(model).forward).parameters)[1:]
+
+
+def check_cache_argument(model: Any) -> None:
+    """Raise ImportError where a decoder has another name for its cache: stock attention would go on, unnoticed."""
+    if CACHE not in _names(model):
+        raise ImportError(
+            f"{type(model).__name__} must take {CACHE}, and its arguments are {', '.join(_names(model))}: "
+            f"transformers {transformers.__version__} is not known to FlashLatte"
+        )
+
+
+def arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call of ``model`` by name, its cache's by the name in use."""
+    call = dict(zip(_names(model), args, strict=False)) | kwargs
+    if CACHE not in call and _BEFORE_5_24 in call:
+        call[CACHE] = call.pop(_BEFORE_5_24)
+    return call
