@@ -61,6 +61,7 @@ REFUSED: dict[str, str] = {
     "dots3_note": "it normalises the rope part of its keys, gates its attention's output, and has an indexer",
     "glm5_next": "its attention has an indexer whose selection several layers share, and no rotary embedding",
     "hy_v4": "its attention has an indexer, attention sinks and a gate",
+    "hy_v4_vl": "its attention has an indexer, attention sinks and a gate",
     "kimi_linear": "most of its layers are linear attention, and its MLA has no rotary embedding",
     "mistral_large4": "its attention has an indexer, shares caches between layers and scales queries by their position",
 }
