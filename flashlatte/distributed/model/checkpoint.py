@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,12 @@ class Slices:
         Raises:
             ValueError: a weight of another shape than the config says.
         """
-        in_float32 = frozenset(getattr(self.model, "_keep_in_fp32_modules_strict", None) or ())
+        in_float32 = _kept_in_float32(self.model)
         values = {}
         for name, target in self.model.state_dict().items():
             # Heads are dealt whole.
             count = heads if ".self_attn." in name else None
-            dtype = torch.float32 if in_float32.intersection(name.split(".")) else target.dtype
+            dtype = torch.float32 if any(re.search(pattern, name) for pattern in in_float32) else target.dtype
             values[name] = self._read(name, target.shape, ranks, count).to(device, dtype)
         self.model.load_state_dict(values, assign=True)
         for parameter in self.model.parameters():
@@ -123,6 +124,16 @@ class Slices:
 
     def _dtype(self, config: Any) -> torch.dtype:
         return config.dtype or _STORED.get(self._stored(next(iter(self._places))), torch.float32)
+
+
+def _kept_in_float32(model: Any) -> set[str]:
+    """Which weights transformers reads in float32: patterns of their names, some for float16 only."""
+    patterns = set[str]()
+    if model.dtype in (torch.float16, torch.bfloat16):
+        patterns.update(model._keep_in_fp32_modules_strict or ())
+    if model.dtype == torch.float16:
+        patterns.update(model._keep_in_fp32_modules or ())
+    return patterns
 
 
 def _files(path: Path) -> list[Path]:

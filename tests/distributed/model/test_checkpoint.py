@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.engine_models import model
+from transformers import AutoModelForCausalLM
 
 from flashlatte.distributed.model.checkpoint import Slices
 from flashlatte.distributed.model.ranks import Ranks
@@ -47,14 +48,16 @@ def test_each_rank_reads_its_part(family, tmp_path):
             assert got[name].equal(weight), name
 
 
-def test_dtypes(tmp_path):
-    """Weights as stored, or as asked; a router's correction in float32 all the same."""
-    copy.deepcopy(model()).bfloat16().save_pretrained(tmp_path)
-    for dtype in (None, torch.float16):
-        got = weights(Model(tmp_path, dtype=dtype, ranks=ranks(0, 2)))
-        in_float32 = {name for name, weight in got.items() if weight.dtype == torch.float32}
-        assert in_float32 == {name for name in got if "e_score_correction_bias" in name} != set()
-        assert {weight.dtype for weight in got.values()} == {torch.float32, dtype or torch.bfloat16}
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.float32])
+@pytest.mark.parametrize("family", ["DeepseekV3", *(pytest.param(name, marks=pytest.mark.full) for name in FAMILIES)])
+def test_dtypes(family, dtype, tmp_path):
+    """Weights as stored, or as asked; what transformers keeps in float32 (a router's correction) all the same."""
+    copy.deepcopy(model(family)).bfloat16().save_pretrained(tmp_path)
+    read = weights(Model(tmp_path, dtype=dtype, ranks=ranks(0, 2)))
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype or "auto")
+    cut = weights(Model(whole, ranks=ranks(0, 2)))
+    assert {name: weight.dtype for name, weight in read.items()} == {name: cut[name].dtype for name in read}
+    assert read["model.embed_tokens.weight"].dtype == (dtype or torch.bfloat16)
 
 
 def test_what_others_have_is_not_read(tmp_path, monkeypatch):
