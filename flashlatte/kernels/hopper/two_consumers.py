@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashlatte.kernels.hopper.barriers import FIRST_FREE
-from flashlatte.kernels.hopper.ptx.registers import mask_columns
+from flashlatte.kernels.hopper.ptx.registers import mask_columns, opaque
 from flashlatte.kernels.hopper.softmax import HEADROOM, NO_SCORE
 
 # Query rows of a consumer, and of a program's tile (two consumers).
@@ -26,9 +26,18 @@ STAGES = gl.constexpr(2)
 
 # Threads of four warps over a tile [n, 64], 16 bytes each.
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-# Of single numbers in shared memory, and of threads of four warps that all hold one.
+# Of single numbers in shared memory, and of threads of a consumer, or of the producer, that all hold one.
 NUMBER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-SAME_IN_ALL = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+_SAME_IN_ALL = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+_SAME_IN_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+
+# Threads of the producer, and of those that meet at barriers: it and one consumer, it and both.
+PRODUCER = gl.constexpr(32)
+WITH_ONE = gl.constexpr(160)
+WITH_BOTH = gl.constexpr(288)
+# Registers of a thread, of the 512 that one of three warpgroups has in all: the producer's one warp counts as four.
+CONSUMER_REGISTERS = gl.constexpr(240)
+PRODUCER_REGISTERS = gl.constexpr(24)
 
 # Named barriers. A consumer's queries may be replaced (that consumer to the producer).
 Q_EMPTY_FIRST = gl.constexpr(FIRST_FREE)
@@ -111,6 +120,25 @@ def wait_k(shared, step):
 @gluon.jit
 def wait_v(shared, step):
     mbarrier.wait(shared.v_full.index(stage_of(step)), phase_of(step))
+
+
+@gluon.jit
+def write_number(box, index, number):
+    """The producer's, into box [n, 1]."""
+    box.index(index).store(gl.full([1], 0, gl.int32, _SAME_IN_WARP) + number)
+
+
+@gluon.jit
+def write_numbers(box, numbers):
+    """``write_number`` of a tuple."""
+    for index in gl.static_range(len(numbers)):
+        write_number(box, index, numbers[index])
+
+
+@gluon.jit
+def read_number(box, index):
+    """What stands there now: left alone, the compiler reads it behind the barrier that lets it be overwritten."""
+    return opaque(gl.max(box.index(index).load(_SAME_IN_ALL), 0))
 
 
 @gluon.jit

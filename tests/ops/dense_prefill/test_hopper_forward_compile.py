@@ -90,8 +90,9 @@ def compiled(record):
 
 
 def _main_loops(sass: str) -> list[list[str]]:
-    """The instructions of the main loop of each consumer: of all loops that multiply, the two shortest."""
-    return sorted((loop for loop in loops(sass) if any("HGMMA" in one for one in loop)), key=len)[:2]
+    """The instructions of the main loop of each consumer: of all loops with products and a softmax, the two shortest."""
+    wanted = ("HGMMA", "MUFU.EX2")
+    return sorted((loop for loop in loops(sass) if all(any(op in one for one in loop) for op in wanted)), key=len)[:2]
 
 
 # Of each call, keys of a block, and products of the loop: 16 columns of keys and 16 values at a time, the values in two

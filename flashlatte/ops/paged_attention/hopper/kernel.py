@@ -5,13 +5,9 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.two_consumers import Call, Window
+from flashlatte.kernels.hopper.two_consumers import CONSUMER_REGISTERS, PRODUCER_REGISTERS, Call, Window
 from flashlatte.ops.paged_attention.hopper import consumers, epilogue, producer, schedule, tiles
 from flashlatte.runtime.triton_kernel import gluon_kernel
-
-# Of the 512 that a thread of three warpgroups has in all: the producer's one warp counts as four.
-CONSUMER_REGISTERS = gl.constexpr(240)
-PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 def paged_prefill_kernel(

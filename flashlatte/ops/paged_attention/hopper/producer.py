@@ -17,23 +17,23 @@ from flashlatte.kernels.hopper.ptx.threads import lane, lanes_below_zero, of_lan
 from flashlatte.kernels.hopper.two_consumers import (
     CHUNK,
     K_EMPTY,
+    PRODUCER,
     Q_EMPTY_FIRST,
     Q_EMPTY_SECOND,
     ROWS,
     STAGES,
     V_EMPTY,
+    WITH_BOTH,
+    WITH_ONE,
     stage_of,
+    write_number,
+    write_numbers,
 )
 from flashlatte.ops.paged_attention.hopper import schedule
 from flashlatte.ops.paged_attention.hopper.tiles import (
     KEYS,
-    PRODUCER,
     SWIZZLED,
-    WITH_BOTH,
-    WITH_ONE,
     Ticket,
-    write_number,
-    write_ticket,
 )
 from flashlatte.runtime.gluon_compat import cta_barrier, reinterpret, tma_load
 
@@ -104,7 +104,7 @@ def _load_block(
 @gluon.jit
 def _load_q(inputs, consumer, ticket, TOKEN: gl.constexpr, PLAN: gl.constexpr):
     CHUNKS: gl.constexpr = PLAN.chunks
-    write_ticket(consumer.ticket, ticket)
+    write_numbers(consumer.ticket, ticket)
     cta_barrier()
     full = consumer.full.index(0)
     mbarrier.expect(full, ROWS * CHUNKS * CHUNK * 2)
@@ -134,7 +134,7 @@ def _load_v(inputs, shared, step, page, first_key, head, PLAN: gl.constexpr):
 
 @gluon.jit
 def _announce(consumer, ticket):
-    write_ticket(consumer.ticket, ticket)
+    write_numbers(consumer.ticket, ticket)
     cta_barrier()
     mbarrier.arrive(consumer.full.index(0), count=1)
 

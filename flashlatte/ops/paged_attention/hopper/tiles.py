@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.ptx.registers import opaque
-from flashlatte.kernels.hopper.two_consumers import CHUNK, NUMBER, ROWS, SAME_IN_ALL, STAGES, mbarriers, stage_of
+from flashlatte.kernels.hopper.two_consumers import CHUNK, NUMBER, ROWS, STAGES, mbarriers, read_number, stage_of
 from flashlatte.runtime.gluon_compat import reinterpret
 
 # Keys of a block.
@@ -17,12 +16,6 @@ KEYS = gl.constexpr(128)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES))
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-_SAME_IN_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-
-# Threads of the producer, and of those that meet at barriers: it and one consumer, it and both.
-PRODUCER = gl.constexpr(32)
-WITH_ONE = gl.constexpr(160)
-WITH_BOTH = gl.constexpr(288)
 
 
 class Plan(NamedTuple):
@@ -128,29 +121,6 @@ def allocate(DTYPE: gl.constexpr, PLAN: gl.constexpr):
         mbarriers(STAGES),
         mbarriers(STAGES),
     )
-
-
-@gluon.jit
-def write_number(box, index, number):
-    box.index(index).store(gl.full([1], 0, gl.int32, _SAME_IN_WARP) + number)
-
-
-@gluon.jit
-def read_number(box, index):
-    """What stands there now: left alone, the compiler reads it behind the barrier that lets it be overwritten."""
-    return opaque(gl.max(box.index(index).load(SAME_IN_ALL), 0))
-
-
-@gluon.jit
-def write_ticket(box, ticket):
-    write_number(box, 0, ticket.blocks)
-    write_number(box, 1, ticket.last)
-    write_number(box, 2, ticket.pack)
-    write_number(box, 3, ticket.token)
-    write_number(box, 4, ticket.tokens)
-    write_number(box, 5, ticket.position)
-    write_number(box, 6, ticket.first_key)
-    write_number(box, 7, ticket.keys)
 
 
 @gluon.jit

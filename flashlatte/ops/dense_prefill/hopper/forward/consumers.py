@@ -17,6 +17,8 @@ from flashlatte.kernels.hopper.two_consumers import (
     TURN_FIRST,
     TURN_SECOND,
     V_EMPTY,
+    WITH_BOTH,
+    WITH_ONE,
     apply_mask,
     attend,
     empty_state,
@@ -68,10 +70,10 @@ def _consume(
     KEYS: gl.constexpr = shared.v[0].shape[1]
     DTYPE: gl.constexpr = shared.v[0].dtype
     scale_log2 = call.scale_log2
-    barriers.arrive(Q_EMPTY, barriers.PAIR)
+    barriers.arrive(Q_EMPTY, WITH_ONE)
     for stage in gl.static_range(STAGES):
-        barriers.arrive_at(K_EMPTY + stage, barriers.ALL)
-        barriers.arrive_at(V_EMPTY + stage, barriers.ALL)
+        barriers.arrive_at(K_EMPTY + stage, WITH_BOTH)
+        barriers.arrive_at(V_EMPTY + stage, WITH_BOTH)
 
     step = 0
     tiles_taken = 0
@@ -80,7 +82,7 @@ def _consume(
     scores = gl.zeros([ROWS, KEYS], gl.float32, accumulator(KEYS))
     scores = _start_scores(mine, shared, step, scores, D_QK)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    barriers.arrive_at(K_EMPTY, barriers.ALL)
+    barriers.arrive_at(K_EMPTY, WITH_BOTH)
     ticket = read_ticket(mine.ticket)
     blocks = ticket.blocks
     while blocks > 0:
@@ -95,7 +97,7 @@ def _consume(
             foreign_keys.zero_values(shared.v, stage_of(step), ticket.keys - first_key)
 
         if blocks == 1:
-            barriers.arrive(Q_EMPTY, barriers.PAIR)
+            barriers.arrive(Q_EMPTY, WITH_ONE)
         for block in range(1, opaque(blocks)):
             first_key -= KEYS
             operand = _operand(p, DTYPE)
@@ -105,15 +107,15 @@ def _consume(
             output = out_tiles.start(shared, step, operand, output)
             barriers.arrive(OTHER_TURN, barriers.PAIR)
             scores = warpgroup_mma_wait(len(output), deps=[scores])
-            barriers.arrive_at(K_EMPTY + stage_of(step + 1), barriers.ALL)
+            barriers.arrive_at(K_EMPTY + stage_of(step + 1), WITH_BOTH)
             if block == blocks - 1:
-                barriers.arrive(Q_EMPTY, barriers.PAIR)
+                barriers.arrive(Q_EMPTY, WITH_ONE)
             scores = apply_mask(scores, mask, first_key, 1)
             p, state, alpha = attend(state, scores, scale_log2)
             p = computed_here(p)
             wait_v(shared, step + 1)
             output, p = out_tiles.wait_with(output, p)
-            barriers.arrive_at(V_EMPTY + stage_of(step), barriers.ALL)
+            barriers.arrive_at(V_EMPTY + stage_of(step), WITH_BOTH)
             output = out_tiles.rescale(output, alpha)
             step += 1
 
@@ -127,11 +129,11 @@ def _consume(
         scores = _start_scores(mine, shared, step + 1, p, D_QK)
         barriers.arrive(OTHER_TURN, barriers.PAIR)
         output = out_tiles.wait(chunks_of(D_QK) + len(shared.k) - 1, output)
-        barriers.arrive_at(V_EMPTY + stage_of(step), barriers.ALL)
+        barriers.arrive_at(V_EMPTY + stage_of(step), WITH_BOTH)
         step += 1
         epilogue.store(output, state, ticket, call.results, scale_log2, FIRST_ROW, D_V, OUT_ALIGN)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        barriers.arrive_at(K_EMPTY + stage_of(step), barriers.ALL)
+        barriers.arrive_at(K_EMPTY + stage_of(step), WITH_BOTH)
         blocks = opaque(read_ticket(mine.ticket).blocks)
 
 

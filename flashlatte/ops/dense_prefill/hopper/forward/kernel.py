@@ -1,16 +1,13 @@
-"""The kernel: shared memory, and the producer and the two consumers that run in it."""
+"""The kernel: shared memory, and the two consumers and the producer that run in it."""
 
 from __future__ import annotations
 
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.two_consumers import Call, Window
+from flashlatte.kernels.hopper.two_consumers import CONSUMER_REGISTERS, PRODUCER_REGISTERS, Call, Window
 from flashlatte.ops.dense_prefill.hopper.forward import consumers, epilogue, producer, schedule, tiles
 from flashlatte.runtime.triton_kernel import gluon_kernel
-
-# Of a consumer; what 12 warps leave of the register file, 24, is the producer's.
-CONSUMER_REGISTERS = gl.constexpr(240)
 
 
 def dense_prefill_forward_kernel(
@@ -55,12 +52,12 @@ def dense_prefill_forward_kernel(
     call = Call(shared, Window(window_left, window_right), scale_log2, results)
     gl.warp_specialize(
         [
-            (producer.produce, (inputs, problem, shared)),
             (consumers.consume_first, (call, D_QK, D_V, OUT_ALIGN)),
             (consumers.consume_second, (call, D_QK, D_V, OUT_ALIGN)),
+            (producer.produce, (inputs, problem, shared)),
         ],
-        [4, 4],
-        [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 

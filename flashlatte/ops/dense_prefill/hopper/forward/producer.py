@@ -1,4 +1,7 @@
-"""The producer: four warps that hand out tiles and keep the consumers' stages filled, by TMA."""
+"""The producer: a warp that hands out tiles and keeps the consumers' stages filled, by TMA.
+
+One warp, as warps of a partition would meet before each copy.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,24 @@ from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.kernels.hopper.two_consumers import (
     K_EMPTY,
+    PRODUCER,
     Q_EMPTY_FIRST,
     Q_EMPTY_SECOND,
     ROWS,
     STAGES,
     V_EMPTY,
+    WITH_BOTH,
+    WITH_ONE,
     stage_of,
+    write_numbers,
 )
 from flashlatte.ops.dense_prefill.hopper.forward import schedule
-from flashlatte.ops.dense_prefill.hopper.forward.tiles import Ticket, write_ticket
+from flashlatte.ops.dense_prefill.hopper.forward.tiles import Ticket
 from flashlatte.runtime.gluon_compat import cta_barrier, tma_load
+
+# Blocks of a tile that are still to be loaded when the next tile is taken. Late, so that who is done first takes the
+# longest tile that is left; not so late that the stages run empty meanwhile.
+_BLOCKS_AHEAD = gl.constexpr(2)
 
 
 class Inputs(NamedTuple):
@@ -60,7 +71,7 @@ def _copied_bytes(tiles, chunks):
 @gluon.jit
 def _load_q(inputs, consumer, ticket, ROW: gl.constexpr):
     CHUNKS: gl.constexpr = consumer.q[0].shape[0]
-    write_ticket(consumer.ticket, ticket)
+    write_numbers(consumer.ticket, ticket)
     cta_barrier()
     full = consumer.full.index(0)
     mbarrier.expect(full, _copied_bytes(consumer.q, CHUNKS))
@@ -71,7 +82,7 @@ def _load_q(inputs, consumer, ticket, ROW: gl.constexpr):
 def _load_k(inputs, shared, step, token, head):
     CHUNKS: gl.constexpr = shared.first.q[0].shape[0]
     stage = stage_of(step)
-    barriers.wait_at(K_EMPTY + stage, barriers.ALL)
+    barriers.wait_at(K_EMPTY + stage, WITH_BOTH, PRODUCER)
     full = shared.k_full.index(stage)
     mbarrier.expect(full, _copied_bytes(shared.k, CHUNKS))
     _load(inputs.k, shared.k, CHUNKS, stage * CHUNKS, stage, token, head, full)
@@ -80,15 +91,26 @@ def _load_k(inputs, shared, step, token, head):
 @gluon.jit
 def _load_v(inputs, shared, step, token, head):
     stage = stage_of(step)
-    barriers.wait_at(V_EMPTY + stage, barriers.ALL)
+    barriers.wait_at(V_EMPTY + stage, WITH_BOTH, PRODUCER)
     full = shared.v_full.index(stage)
     mbarrier.expect(full, _copied_bytes(shared.v, 1))
     _load(inputs.v, shared.v, 1, stage, stage, token, head, full)
 
 
 @gluon.jit
+def _load_blocks(inputs, shared, step, token, head, count):
+    """The ``count`` blocks before the one at ``token``, the nearest first; the step that follows and the last token."""
+    for _ in range(opaque(count)):
+        token -= shared.v[0].shape[1]
+        _load_k(inputs, shared, step, token, head)
+        _load_v(inputs, shared, step, token, head)
+        step += 1
+    return step, token
+
+
+@gluon.jit
 def _announce(consumer, ticket):
-    write_ticket(consumer.ticket, ticket)
+    write_numbers(consumer.ticket, ticket)
     cta_barrier()
     mbarrier.arrive(consumer.full.index(0), count=1)
 
@@ -106,31 +128,27 @@ def produce(inputs, problem, shared):
         token = first_key + ticket.last * KEYS
         # The stage is empty before the queries are: those serve until the last product of the tile before.
         _load_k(inputs, shared, step, token, head)
-        barriers.wait(Q_EMPTY_FIRST, barriers.PAIR)
+        barriers.wait(Q_EMPTY_FIRST, WITH_ONE, PRODUCER)
         _load_q(inputs, shared.first, ticket, 0)
-        barriers.wait(Q_EMPTY_SECOND, barriers.PAIR)
+        barriers.wait(Q_EMPTY_SECOND, WITH_ONE, PRODUCER)
         _load_q(inputs, shared.second, ticket, ROWS)
         _load_v(inputs, shared, step, token, head)
         step += 1
-        blocks = opaque(ticket.blocks)
-        # The next ticket, which takes about as long as a block of keys, while this tile's first block is on its way.
+        left = ticket.blocks - 1
+        step, token = _load_blocks(inputs, shared, step, token, head, gl.maximum(left - _BLOCKS_AHEAD, 0))
         tile = schedule.take(problem)
         ticket, first_key = schedule.find(problem, tile, num_blocks, KEYS)
-        for _ in range(1, blocks):
-            token -= KEYS
-            _load_k(inputs, shared, step, token, head)
-            _load_v(inputs, shared, step, token, head)
-            step += 1
+        step, token = _load_blocks(inputs, shared, step, token, head, gl.minimum(left, _BLOCKS_AHEAD))
 
     # The consumers run one product ahead: they get queries and a block of whatever lies there.
     nothing = Ticket(0, 0, 0, 0, 0, 0, 0)
-    barriers.wait_at(K_EMPTY + stage_of(step), barriers.ALL)
+    barriers.wait_at(K_EMPTY + stage_of(step), WITH_BOTH, PRODUCER)
     mbarrier.arrive(shared.k_full.index(stage_of(step)), count=1)
-    barriers.wait(Q_EMPTY_FIRST, barriers.PAIR)
+    barriers.wait(Q_EMPTY_FIRST, WITH_ONE, PRODUCER)
     _announce(shared.first, nothing)
-    barriers.wait(Q_EMPTY_SECOND, barriers.PAIR)
+    barriers.wait(Q_EMPTY_SECOND, WITH_ONE, PRODUCER)
     _announce(shared.second, nothing)
     # Their last arrivals.
     for stage in gl.static_range(STAGES):
-        barriers.wait_at(V_EMPTY + stage, barriers.ALL)
-        barriers.wait_at(K_EMPTY + stage_of(step + 1 + stage), barriers.ALL)
+        barriers.wait_at(V_EMPTY + stage, WITH_BOTH, PRODUCER)
+        barriers.wait_at(K_EMPTY + stage_of(step + 1 + stage), WITH_BOTH, PRODUCER)

@@ -15,9 +15,9 @@ from triton.experimental.gluon import language as gl
 from flashlatte.kernels.hopper.two_consumers import TILE
 from flashlatte.ops.dense_prefill.hopper.forward.tiles import Ticket
 
-# Requests that the producer scans at a time, one a thread.
+# Requests that the producer scans at a time, four a thread.
 _SCAN = gl.constexpr(128)
-_SCANNED = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+_SCANNED = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
 
 
 class Problem(NamedTuple):
@@ -125,4 +125,5 @@ def find(problem, tile, num_blocks, KEYS: gl.constexpr):
 @gluon.jit
 def take(problem):
     """The number of the next tile that nobody has."""
-    return gl.num_programs(0) + gl.atomic_add(problem.taken, 1)
+    # Relaxed: nothing else passes between programs, and a fence waits for all that a thread has asked for.
+    return gl.num_programs(0) + gl.atomic_add(problem.taken, 1, sem="relaxed")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.two_consumers import CHUNK, NUMBER, ROWS, SAME_IN_ALL, STAGES, mbarriers
+from flashlatte.kernels.hopper.two_consumers import CHUNK, NUMBER, ROWS, STAGES, mbarriers, read_number
 
 
 class Ticket(NamedTuple):
@@ -150,34 +150,13 @@ def allocate(DTYPE: gl.constexpr, D_QK: gl.constexpr, D_V: gl.constexpr):
 
 
 @gluon.jit
-def _write_number(box, INDEX: gl.constexpr, number):
-    box.index(INDEX).store(gl.full([1], 0, gl.int32, SAME_IN_ALL) + number)
-
-
-@gluon.jit
-def _read_number(box, INDEX: gl.constexpr):
-    return gl.max(box.index(INDEX).load(SAME_IN_ALL), 0)
-
-
-@gluon.jit
-def write_ticket(box, ticket):
-    _write_number(box, 0, ticket.blocks)
-    _write_number(box, 1, ticket.last)
-    _write_number(box, 2, ticket.head)
-    _write_number(box, 3, ticket.token)
-    _write_number(box, 4, ticket.rows)
-    _write_number(box, 5, ticket.position)
-    _write_number(box, 6, ticket.keys)
-
-
-@gluon.jit
 def read_ticket(box):
     return Ticket(
-        _read_number(box, 0),
-        _read_number(box, 1),
-        _read_number(box, 2),
-        _read_number(box, 3),
-        _read_number(box, 4),
-        _read_number(box, 5),
-        _read_number(box, 6),
+        read_number(box, 0),
+        read_number(box, 1),
+        read_number(box, 2),
+        read_number(box, 3),
+        read_number(box, 4),
+        read_number(box, 5),
+        read_number(box, 6),
     )
