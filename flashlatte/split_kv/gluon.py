@@ -61,14 +61,23 @@ def find_range(
     OVERHEAD: gl.constexpr,
     THREADS: gl.constexpr,
     GRANULARITY: gl.constexpr = 1,
+    ranges_of_equals=None,
 ):
-    """The ``device.Range`` that is number ``number`` of ``num_ranges``, found by all THREADS of a partition."""
+    """The ``device.Range`` that is number ``number`` of ``num_ranges``, found by all THREADS of a partition.
+
+    Of work items that are equally long only the first ``ranges_of_equals`` ranges get work, if given: the number that
+    splits none of them.
+    """
     items = gl.arange(0, THREADS, _one_each(THREADS))
     costs = _item_costs(items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
     total = gl.sum(costs, 0)
     for start in range(THREADS, key_lengths.num_items, THREADS):
         total += gl.sum(_item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY), 0)
     in_use = gl.minimum(num_ranges, gl.maximum(total // (OVERHEAD + GRANULARITY), 1))
+    if ranges_of_equals is not None:
+        # It is enough to compare their mean with the first one: any number of ranges is right.
+        cost = _item_costs(gl.to_tensor(0), key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
+        in_use = gl.where(cost * key_lengths.num_items == total, gl.minimum(in_use, ranges_of_equals), in_use)
     begin = _cut(total, gl.minimum(number, in_use), in_use, GRANULARITY)
     end = _cut(total, gl.minimum(number + 1, in_use), in_use, GRANULARITY)
 

@@ -119,7 +119,14 @@ def whole(partial: Partial, items: int, groups: int, groups_per_head: int) -> Sp
 
 @functools.lru_cache(maxsize=4096)
 def num_ranges(
-    items: int, groups: int, resident: int, item_blocks: int, partial: Partial, *, uniform: bool = False
+    items: int,
+    groups: int,
+    resident: int,
+    item_blocks: int,
+    partial: Partial,
+    *,
+    uniform: bool = False,
+    of_equals: bool = True,
 ) -> int | None:
     """Balanced ranges for ``groups`` groups of ``items`` work items; None for whole work items.
 
@@ -127,12 +134,15 @@ def num_ranges(
         resident: CTAs that the device runs at once.
         item_blocks: the most blocks a work item can have.
         uniform: whether all work items have the same number of blocks, as far as the host can tell.
+        of_equals: rather somewhat fewer ranges, that split none of equally long work items, than one for every CTA.
     """
     if 2 * groups > resident or items > _MAX_BALANCED_ITEMS:
         return None
     if uniform and _use(items * groups, resident) >= 1 - _IDLE_FOR_WHOLE_ITEMS:
         return None
-    ranges = _whole_items_each(items, resident // groups)
+    ranges = resident // groups
+    if of_equals:
+        ranges = _whole_items_each(items, ranges)
     # A range has two partial outputs of each group, and a number of metadata.
     most = MAX_SCRATCH_BYTES // (4 * (2 * groups * partial.numbers + 1))
     return min(ranges, items * item_blocks, most) or None

@@ -222,6 +222,15 @@ def test_scratch_is_bounded_and_the_gpu_filled(batch, rows, batch_invariant):
         assert split.ctas(batch) >= 120
 
 
+def test_equal_requests_are_not_split_and_others_fill_the_gpu():
+    """128 requests of four groups of rows: 32 ranges of four requests each, or 33, which are all SMs."""
+    made = launch.make_plan(132, 128, 256, 1, 8192, False, few_rows=False)
+    assert (made.splits_of_equals, made.split.splits) == (32, 33)
+    # A request that several ranges have is combined by powers of two.
+    made = launch.make_plan(132, 1, 64, 1, 8192, False, few_rows=False)
+    assert made.splits_of_equals == made.split.splits == 64
+
+
 @functools.cache
 def call_of(**fields: Any) -> dispatch.Call:
     defaults = {"cache_format": "bf16", "page_size": 64, "head_dim": 576, "head_dim_v": 512}

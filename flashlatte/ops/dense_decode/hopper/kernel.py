@@ -67,6 +67,7 @@ def dense_decode_kernel(
     groups_per_head: tl.int32,
     num_groups: tl.int32,
     num_splits: tl.int32,
+    splits_of_equals: tl.int32,
     first_item: tl.int32,
     k_cache,
     k_stride_page: tl.int64,
@@ -114,7 +115,7 @@ def dense_decode_kernel(
     gdc_wait()
     group = schedule.find_group(groups_per_head, num_groups)
     corner = producer.find_corner(query, group)
-    work = schedule.find_work(group, key_lengths, num_splits, first_item, PLAN)
+    work = schedule.find_work(group, key_lengths, num_splits, splits_of_equals, first_item, PLAN)
     if PLAN.one_byte:
         if k_scale_tensor is not None:
             k_scale *= gl.load(k_scale_tensor)

@@ -42,10 +42,16 @@ _ALIGN = 8
 
 @dataclass(frozen=True)
 class Plan:
-    """How requests are split, in blocks of a step, and by which CTAs what is split is finished
-    (``schedule.Plan.stream_k``)."""
+    """How requests are split, in blocks of a step.
+
+    Attributes:
+        split: its balanced ranges, or fixed splits.
+        splits_of_equals: ranges in use where all requests are equally long.
+        stream_k: by which CTAs what is split is finished (``schedule.Plan.stream_k``).
+    """
 
     split: SplitPlan
+    splits_of_equals: int
     stream_k: bool
 
 
@@ -110,6 +116,7 @@ def dense_decode(
                 groups_per_head=split.groups_per_head,
                 num_groups=split.groups,
                 num_splits=split.splits,
+                splits_of_equals=made.splits_of_equals,
                 first_item=first,
             ),
             PLAN=schedule.Plan(
@@ -141,18 +148,22 @@ def make_plan(
     if batch_invariant:
         max_splits = max(_FIXED_SPLITS // groups, 1)
         split = plan.fixed(MLA_PARTIAL, batch, most_steps, groups, groups_per_head, _SPLIT_STEPS, max_splits)
-        return Plan(split, stream_k=False)
+        return Plan(split, split.splits, stream_k=False)
     ranges = plan.num_ranges(batch, groups, num_sms, most_steps, MLA_PARTIAL)
     if ranges is None or batch * (most_steps + _OVERHEAD) > plan.MAX_COST:
-        return Plan(plan.whole(MLA_PARTIAL, batch, groups, groups_per_head), stream_k=False)
+        return Plan(plan.whole(MLA_PARTIAL, batch, groups, groups_per_head), 1, stream_k=False)
     # With few requests a range should be as short as can be; with many it shares few of them.
     shares_few = 2 * batch >= ranges
     stream_k = shares_few and not few_rows
     overhead = _OVERHEAD if shares_few else 0
+    of_equals = ranges
+    if shares_few:
+        # b128-sq2-h128-k8192-varlen: 33 ranges for each group of rows instead of 32 are 1.034 times as fast.
+        ranges = plan.num_ranges(batch, groups, num_sms, most_steps, MLA_PARTIAL, of_equals=False) or ranges
     split = plan.balanced(MLA_PARTIAL, batch, most_steps, groups, groups_per_head, ranges, overhead)
     if stream_k:
         split = replace(split, scratch=groups * ranges * fixup.PARTIAL.value, combines=False)
-    return Plan(split, stream_k)
+    return Plan(split, of_equals, stream_k)
 
 
 def _query_descriptors(q: torch.Tensor, strides: tuple[int, ...], heads: int) -> tuple[Any, Any]:

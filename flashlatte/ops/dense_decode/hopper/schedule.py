@@ -114,13 +114,15 @@ def find_group(groups_per_head, num_groups):
 
 
 @gluon.jit
-def find_work(group, key_lengths, num_splits, first_item, PLAN: gl.constexpr):
-    """The work of this CTA, among those with the same rows."""
+def find_work(group, key_lengths, num_splits, splits_of_equals, first_item, PLAN: gl.constexpr):
+    """The work of this CTA, among those with the same rows; with ``splits_of_equals`` ranges for equal lengths."""
     number = gl.program_id(0) // group.count
     if PLAN.split_steps is None:
         # Who waits for what another range has of a request (``fixup``) is launched after that range.
         number = num_splits - 1 - number
-        cta_range = find_range(number, num_splits, key_lengths, PAIR, PLAN.overhead, _THREADS)
+        cta_range = find_range(
+            number, num_splits, key_lengths, PAIR, PLAN.overhead, _THREADS, ranges_of_equals=splits_of_equals
+        )
         return Work(cta_range, number, num_splits, 1, group)
     else:
         item = first_item + number // num_splits
