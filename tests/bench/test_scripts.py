@@ -27,6 +27,7 @@ OPERATIONS = {
     },
     "dense_decode_caches": {"dense_decode"},
     "paged_attention": {"paged_attention"},
+    "peers": {"dense_decode", "dense_prefill", "sparse_decode", "sparse_prefill"},
     "topk": {"topk", "index_select", "paged_index_select"},
     "vision": {"dense_prefill"},
     "turboquant": {"paged_attention", "turboquant_decode", "turboquant_store", "turboquant_gather"},
