@@ -90,7 +90,7 @@ def compiled(record):
 
 
 def _main_loops(sass: str) -> list[list[str]]:
-    """The instructions of the main loop of each consumer: of all loops with products and a softmax, the two shortest."""
+    """The instructions of the main loop of each consumer: of loops with products and a softmax, the two shortest."""
     wanted = ("HGMMA", "MUFU.EX2")
     return sorted((loop for loop in loops(sass) if all(any(op in one for one in loop) for op in wanted)), key=len)[:2]
 
