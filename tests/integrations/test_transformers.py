@@ -176,9 +176,7 @@ def test_generate_goes_on_with_the_cache_of_an_earlier_call(make_model, prompts,
     for model in (stock, enabled):
         inputs, cache = prompts(pads), None
         for turn in range(3):
-            out = generate(
-                model, inputs, past_key_values=cache, return_dict_in_generate=True, do_sample=True, seed=turn
-            )
+            out = generate(model, inputs, **{CACHE: cache}, return_dict_in_generate=True, do_sample=True, seed=turn)
             new = prompts([0] * len(pads), length=5 + 20 * turn)["input_ids"]
             cache = out.past_key_values
             ids = torch.cat((out.sequences, new), dim=1)
@@ -192,7 +190,7 @@ def test_a_callers_dynamic_cache_becomes_the_paged_one(make_model, prompts):
     stock, enabled = pair(make_model())
     inputs = prompts((0,))
     for cache in (DynamicCache(), DynamicCache(config=stock.config)):
-        out = generate(enabled, inputs, past_key_values=cache, return_dict_in_generate=True, do_sample=False)
+        out = generate(enabled, inputs, seed=0, **{CACHE: cache}, return_dict_in_generate=True, do_sample=False)
         assert out.past_key_values is cache
         assert cache.get_seq_length() == inputs["input_ids"].shape[1] + 23
         torch.testing.assert_close(out.sequences, generate(stock, inputs, do_sample=False))
@@ -252,7 +250,7 @@ def test_gradients_after_a_prefill_without(make_model, prompts):
         with torch.no_grad():
             cache = model(ids[:, :20]).past_key_values
         for column in range(20, 24):
-            out = model(ids[:, column : column + 1], past_key_values=cache)
+            out = model(ids[:, column : column + 1], **{CACHE: cache})
             assert out.past_key_values is cache
         out.logits.square().mean().backward()
     expected, got = (model.model.layers[0].self_attn.kv_b_proj.weight.grad for model in (stock, enabled))
@@ -297,7 +295,7 @@ def test_a_paged_cache_goes_on_under_autocast(make_model, prompts):
         with torch.inference_mode():
             cache = model(ids[:, :20]).past_key_values
             with torch.autocast("cpu", torch.bfloat16):
-                logits.append(model(ids[:, 20:], past_key_values=cache).logits)
+                logits.append(model(ids[:, 20:], **{CACHE: cache}).logits)
     torch.testing.assert_close(*logits, rtol=0.1, atol=0.1)
 
 
@@ -308,5 +306,5 @@ def test_inference_mode_then_no_grad(make_model, prompts):
         cache = enabled(ids[:, :-1]).past_key_values
     with torch.no_grad():
         cache.reorder_cache(torch.zeros(1, dtype=torch.int64))
-        got = enabled(ids[:, -1:], past_key_values=cache).logits
+        got = enabled(ids[:, -1:], **{CACHE: cache}).logits
         assert_same_logits(got, stock(ids).logits[:, -1:])

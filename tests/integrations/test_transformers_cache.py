@@ -9,6 +9,7 @@ import torch
 
 from flashlatte import kv_cache
 from flashlatte.integrations.transformers import disable, enable
+from flashlatte.integrations.transformers.calls import CACHE
 
 pytest.importorskip("transformers")
 
@@ -31,7 +32,7 @@ class Session:
         new = torch.ones_like(ids) if mask is None else mask
         self.mask = new if self.mask is None else torch.cat((self.mask, new), dim=1)
         outs = [
-            model(ids, attention_mask=self.mask if pass_mask else None, past_key_values=cache, use_cache=True)
+            model(ids, attention_mask=self.mask if pass_mask else None, **{CACHE: cache}, use_cache=True)
             for model, cache in zip(self.models, self.caches, strict=True)
         ]
         self.caches = [out.past_key_values for out in outs]
@@ -141,7 +142,7 @@ def test_masks_of_four_dimensions(make_model, history):
     mask |= torch.eye(history + 6, dtype=torch.bool)[history:]
     with torch.no_grad():
         expected, got = (
-            model(ids, attention_mask=mask, past_key_values=cache).logits
+            model(ids, attention_mask=mask, **{CACHE: cache}).logits
             for model, cache in zip(session.models, session.caches, strict=True)
         )
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
@@ -154,7 +155,7 @@ def test_attention_that_is_not_causal(make_model):
     ids = tokens(2, 4)
     with torch.no_grad():
         expected, got, causal = (
-            model(ids, past_key_values=copy.deepcopy(cache), **options).logits
+            model(ids, **{CACHE: copy.deepcopy(cache)}, **options).logits
             for model, cache, options in (
                 (session.models[0], session.caches[0], {"is_causal": False}),
                 (session.models[1], session.caches[1], {"is_causal": False}),
@@ -172,7 +173,7 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was(make_model):
     broken = last.register_forward_pre_hook(lambda *_: 1 / 0)
     mask = torch.cat((session.mask, torch.ones(2, 3)), dim=1)
     with pytest.raises(ZeroDivisionError), torch.no_grad():
-        session.models[1](tokens(2, 3), attention_mask=mask, past_key_values=session.caches[1])
+        session.models[1](tokens(2, 3), attention_mask=mask, **{CACHE: session.caches[1]})
     broken.remove()
     session.forward(tokens(2, 1))
 
@@ -192,9 +193,9 @@ def test_batch_size_and_device_must_be_the_cache_s(make_model):
     session.forward(tokens(3, 10))
     assert session.caches[1].batch_size == 3
     with pytest.raises(ValueError, match="the cache holds 3 requests, and the input has 2"), torch.no_grad():
-        session.models[1](tokens(2, 1), past_key_values=session.caches[1])
+        session.models[1](tokens(2, 1), **{CACHE: session.caches[1]})
     with pytest.raises(ValueError, match="was filled on cpu, and the input is on meta"), torch.no_grad():
-        session.models[1](tokens(3, 1).to("meta"), past_key_values=session.caches[1])
+        session.models[1](tokens(3, 1).to("meta"), **{CACHE: session.caches[1]})
 
 
 def test_stock_attention_goes_on_with_a_paged_cache_after_disable(make_model):
@@ -235,7 +236,7 @@ def test_layers_called_on_their_own_are_refused(make_model):
     ):
         model.layers[0](
             hidden,
-            past_key_values=session.caches[1],
+            **{CACHE: session.caches[1]},
             position_embeddings=model.rotary_emb(hidden, torch.tensor([[4]])),
         )
 
@@ -339,7 +340,7 @@ def decode_difference(stock, enabled, inputs, stock_cache=None):
     torch.manual_seed(1)
     for queries in (1, 1, 3, 1, 5, 1, 0):
         outs = [
-            model(ids, attention_mask=mask, past_key_values=cache)
+            model(ids, attention_mask=mask, **{CACHE: cache})
             for model, cache in zip((stock, enabled), caches, strict=True)
         ]
         caches = [out.past_key_values for out in outs]

@@ -8,6 +8,7 @@ import torch
 from support.transformers_pairs import assert_same_tokens, generate, pair
 
 from flashlatte.integrations.transformers import disable, enable
+from flashlatte.integrations.transformers.calls import CACHE
 
 pytest.importorskip("transformers")
 
@@ -119,7 +120,7 @@ def test_other_caches_are_refused(make_model, prompts):
     model = enable(make_model())
     cache = StaticCache(config=model.config, max_cache_len=200)
     with pytest.raises(ValueError, match="got StaticCache: leave cache_implementation unset, or disable"):
-        generate(model, prompts((0,)), past_key_values=cache)
+        generate(model, prompts((0,)), seed=0, **{CACHE: cache})
 
 
 def test_the_cache_of_another_model_is_refused(make_model, prompts):
@@ -128,7 +129,7 @@ def test_the_cache_of_another_model_is_refused(make_model, prompts):
     with torch.no_grad():
         cache = first(**prompts((0,))).past_key_values
         with pytest.raises(ValueError, match=r"holds rows of kv_lora_rank 32 .* filled by another model"):
-            second(prompts((0,))["input_ids"][:, :1], past_key_values=cache)
+            second(prompts((0,))["input_ids"][:, :1], **{CACHE: cache})
 
 
 def test_a_decoder_whose_cache_has_another_name_is_refused(make_model, monkeypatch):

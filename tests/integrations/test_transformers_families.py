@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flashlatte.integrations.transformers import disable, enable
+from flashlatte.integrations.transformers.calls import CACHE
 from flashlatte.layers import models
 
 transformers: Any = pytest.importorskip("transformers")
@@ -111,7 +112,7 @@ def logits(model: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Of a prefill, a step of one token and one of three."""
     ids, mask, cache, found = inputs["input_ids"], inputs["attention_mask"], None, []
     for queries in (1, 3, 0):
-        out = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+        out = model(ids, attention_mask=mask, **{CACHE: cache}, use_cache=True)
         found.append(out.logits[mask[:, -ids.shape[1] :].bool()])
         cache = out.past_key_values
         ids = torch.arange(1, 1 + queries).expand(len(mask), -1)
@@ -154,9 +155,9 @@ def test_stock_attention_goes_on_with_a_paged_cache(stock, prompts):
         disable(enabled)
         if caches_each_head(stock):
             with pytest.raises(ValueError, match="stock attention of this transformers caches keys of each head"):
-                enabled(ids[:, 20:], attention_mask=mask, past_key_values=cache)
+                enabled(ids[:, 20:], attention_mask=mask, **{CACHE: cache})
             return
-        got = enabled(ids[:, 20:], attention_mask=mask, past_key_values=cache).logits
+        got = enabled(ids[:, 20:], attention_mask=mask, **{CACHE: cache}).logits
         torch.testing.assert_close(got, stock(ids, attention_mask=mask).logits[:, 20:], rtol=1e-4, atol=2e-4)
 
 

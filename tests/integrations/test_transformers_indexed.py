@@ -10,6 +10,7 @@ import torch
 from integrations.test_transformers_families import EXPERTS, GLM5, INDEXED, SIZES, caches_each_head, generate
 
 from flashlatte.integrations.transformers import disable, enable
+from flashlatte.integrations.transformers.calls import CACHE
 
 transformers: Any = pytest.importorskip("transformers")
 V32_SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
@@ -94,7 +95,7 @@ def test_stock_attention_goes_on_with_index_keys(stock, prompts):
     with torch.no_grad():
         cache = enabled(ids[:, :40], attention_mask=mask[:, :40]).past_key_values
         disable(enabled)
-        got = enabled(ids[:, 40:], attention_mask=mask, past_key_values=cache).logits
+        got = enabled(ids[:, 40:], attention_mask=mask, **{CACHE: cache}).logits
         torch.testing.assert_close(got, stock(ids, attention_mask=mask).logits[:, 40:], rtol=1e-4, atol=2e-4)
     assert type(cache.layers[0]).__name__ == "DynamicIndexedLayer"
     assert cache.layers[0].indexer_keys.shape[:2] == (2, 50)
@@ -134,4 +135,4 @@ def test_a_cache_of_another_indexer_is_refused(prompts):
     with torch.no_grad():
         cache = enable(make("DeepseekV3", {}))(**inputs).past_key_values
         with pytest.raises(ValueError, match="the cache holds index keys of another indexer, or none"):
-            enable(make(*FAMILIES["v32"]))(**inputs, past_key_values=cache)
+            enable(make(*FAMILIES["v32"]))(**inputs, **{CACHE: cache})

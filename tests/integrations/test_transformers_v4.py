@@ -13,6 +13,7 @@ pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
 from transformers.cache_utils import DynamicCache  # noqa: E402
 
 from flashlatte.integrations.transformers import disable, enable  # noqa: E402
+from flashlatte.integrations.transformers.calls import CACHE  # noqa: E402
 from flashlatte.integrations.transformers.v4.store import V4Store  # noqa: E402
 from flashlatte.layers.v4 import WorkspaceLimits  # noqa: E402
 from flashlatte.ops.sparse_prefill import sparse_prefill  # noqa: E402
@@ -80,7 +81,7 @@ def logits_by_steps(model, ids, sizes, mask=None):
         visible = None if mask is None else mask[:, : at + size]
         # As generate does: padding does not count.
         positions = None if visible is None else (visible.cumsum(1) - 1).clamp_min(0)[:, at:]
-        out = model(part, attention_mask=visible, position_ids=positions, past_key_values=cache, use_cache=True)
+        out = model(part, attention_mask=visible, position_ids=positions, **{CACHE: cache}, use_cache=True)
         cache, at = out.past_key_values, at + size
         found.append(out.logits)
     return torch.cat(found, dim=1), cache
@@ -131,7 +132,7 @@ def test_padding_on_the_right(stock, enabled):
         torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], rtol=1e-3, atol=1e-3)
     more = torch.cat((mask, torch.ones(3, 1, dtype=torch.int64)), dim=1)
     with pytest.raises(ValueError, match=r"^attention_mask must be .* hide nothing between tokens that are seen"):
-        enabled(ids[:, :1], attention_mask=more, past_key_values=cache)
+        enabled(ids[:, :1], attention_mask=more, **{CACHE: cache})
 
 
 @pytest.mark.parametrize("padding", [0, 9])
@@ -187,8 +188,8 @@ def test_inference_mode_then_no_grad(stock, enabled):
     with torch.inference_mode():
         cache = enabled(ids[:, :9]).past_key_values
         cache.reorder_cache(torch.arange(2))
-        enabled(ids[:, 9:11], past_key_values=cache)
-    found = enabled(ids[:, 11:], past_key_values=cache).logits
+        enabled(ids[:, 9:11], **{CACHE: cache})
+    found = enabled(ids[:, 11:], **{CACHE: cache}).logits
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
 
 
@@ -219,7 +220,7 @@ def test_what_is_stocks_stays_stocks(stock, enabled):
     assert type(out.past_key_values) is DynamicCache
     cache = enabled(ids, use_cache=True).past_key_values
     with pytest.raises(ValueError, match=r"^the cache was filled by FlashLatte"):
-        enabled(ids, past_key_values=cache, output_attentions=True)
+        enabled(ids, **{CACHE: cache}, output_attentions=True)
 
 
 def test_disable(stock, enabled):
@@ -232,7 +233,7 @@ def test_disable(stock, enabled):
     ]
     assert type(model(ids).past_key_values) is DynamicCache
     with pytest.raises(ValueError, match=r"^the cache was filled by FlashLatte"):
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
 
 
 @pytest.mark.parametrize(
@@ -290,9 +291,9 @@ def test_groups_of_one_size_in_both_kinds_of_layers_are_refused():
 def test_the_cache_of_another_model_is_refused(enabled):
     ids = tokens(2, 9)
     cache = enabled(ids).past_key_values
-    enable(model_of())(ids, past_key_values=cache)
+    enable(model_of())(ids, **{CACHE: cache})
     with pytest.raises(ValueError, match=r"^the cache was filled by a model whose layers are of other sizes"):
-        enable(model_of(sliding_window=5))(ids, past_key_values=cache)
+        enable(model_of(sliding_window=5))(ids, **{CACHE: cache})
 
 
 def test_passes_that_do_not_fit(enabled):
@@ -303,7 +304,7 @@ def test_passes_that_do_not_fit(enabled):
         enabled(ids, attention_mask=mask)
     cache = enabled(ids).past_key_values
     with pytest.raises(ValueError, match=r"^the cache holds 2 requests, and the pass has 1$"):
-        enabled(ids[:1], past_key_values=cache)
+        enabled(ids[:1], **{CACHE: cache})
     with pytest.raises(ValueError, match=r"^a DeepSeek-V4 cache cannot be cropped"):
         cache.crop(-1)
 
@@ -313,8 +314,8 @@ def test_a_history_that_a_failed_pass_has_spoiled(enabled, monkeypatch):
     ids = tokens(1, 30)
     cache = enabled(ids[:, :10]).past_key_values
     with pytest.raises(ValueError, match=r"^attention_mask must be"):
-        enabled(ids[:, 10:], attention_mask=torch.zeros(1, 7), past_key_values=cache)
-    enabled(ids[:, 10:12], past_key_values=cache)
+        enabled(ids[:, 10:], attention_mask=torch.zeros(1, 7), **{CACHE: cache})
+    enabled(ids[:, 10:12], **{CACHE: cache})
 
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
@@ -322,9 +323,9 @@ def test_a_history_that_a_failed_pass_has_spoiled(enabled, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(enabled.model.layers[1].mlp, "forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            enabled(ids[:, 12:], past_key_values=cache)
+            enabled(ids[:, 12:], **{CACHE: cache})
     with pytest.raises(ValueError, match=r"^the cache must be new: the pass before failed"):
-        enabled(ids[:, 12:], past_key_values=cache)
+        enabled(ids[:, 12:], **{CACHE: cache})
 
 
 def test_streams_are_the_original_where_gradients_are_recorded(stock):
