@@ -1,4 +1,5 @@
-"""Registers that Triton 3.8 and 3.9 want of what 3.6 and 3.7 fit in: spill instructions that are known, and no more.
+"""Registers that Triton 3.8 and 3.9 want of what 3.6 and 3.7 fit in: spill instructions that are known, and no more;
+and of one loop the copies from register to register.
 
 What comes first in portable dense decode: of the PTX that the later LLVM writes, ptxas, also the earlier one, computes
 descriptors in every thread that it took from uniform registers before. What the spills cost has not been timed.
@@ -30,6 +31,10 @@ _SPILLS: dict[str, tuple[int | None, int | None]] = {
     "dense_decode portable 90, heads 128": (46, 62),
     "dense_decode portable 90, heads 128, cache_dtype float8_e4m3fn": (21, 19),
     "dense_decode portable 90, heads 32, cache_dtype float8_e4m3fn": (21, 19),
+    "dense_prefill copies, bf16 72": (None, 34),
+    "dense_prefill hopper 90": (None, 1),
+    "dense_prefill hopper 90, dtype float16, out_pad 1": (None, 1),
+    "dense_prefill hopper 90, head_dim 128": (None, 1),
     "dense_prefill portable 90": (None, 1),
     "dense_prefill_backward hopper 90": (None, 23),
     "dense_prefill_backward hopper 90, dtype float16, deterministic True, dlse True": (None, 21),

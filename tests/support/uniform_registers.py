@@ -11,6 +11,9 @@ import re
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?);")
 _OPERANDS = re.compile(r",(?![^\[]*\])")
 _REGISTER = re.compile(r"\bUR(\d+)\b")
+# CUDA 13's ptxas keeps uniform registers in others, also such as hold nothing yet.
+_SPILL = re.compile(r"MOV\.SPILL (R\d+), UR(\d+)$")
+_FILL = re.compile(r"R2UR\.FILL UR(\d+), (R\d+)$")
 _WRITE_UNIFORM = {"R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX", "CREDUX", "ELECT", "LDCU"}
 # These only read what their operands name.
 _READ_ONLY = re.compile(r"UTMA|UBLK|USETMAXREG|UCGABAR|UPREFETCH|USTGR|UREDGR")
@@ -21,8 +24,17 @@ def read_before_written(sass: str) -> list[str]:
     kernel, *functions = re.split(r"^\s*\.weak\s", sass, flags=re.MULTILINE)
     results = set().union(*(_written(match) for match in _INSTRUCTION.finditer("".join(functions))))
     written: set[int] = set()
+    empty: set[str] = set()
     found = []
     for instruction in _INSTRUCTION.finditer(kernel):
+        text = f"{instruction[1]} {instruction[2].strip()}"
+        if spill := _SPILL.match(text):
+            (empty.discard if int(spill[2]) in written else empty.add)(spill[1])
+            continue
+        if (fill := _FILL.match(text)) and fill[2] in empty:
+            written.discard(int(fill[1]))
+            continue
+        empty.difference_update(_operands(instruction)[:1])
         target = _target(instruction)
         # A descriptor of a product names four registers, of which it may need two.
         sources = [operand for operand in _operands(instruction) if operand != target and "gdesc" not in operand]

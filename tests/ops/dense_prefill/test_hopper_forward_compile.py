@@ -18,6 +18,7 @@ from flashlatte.runtime import machine
 triton = pytest.importorskip("triton")
 
 from support import compile as support  # noqa: E402
+from support.later_spills import allowed  # noqa: E402
 
 from flashlatte.ops.dense_prefill.hopper.forward import launch, tiles  # noqa: E402
 
@@ -114,7 +115,8 @@ def test_main_loop(compiled, name):
         assert count["STL"] == count["LDL"] == 0
         assert 0 < count["HGMMA"] <= products
         # The output and the weights stay where they are.
-        assert count["MOV"] + sum("IMAD.MOV" in one for one in loop) <= 4
+        copies = count["MOV"] + sum("IMAD.MOV" in one for one in loop)
+        assert copies <= allowed(f"dense_prefill copies, {name}", 4)
         # The weights, and the change of reference of two rows.
         assert count["MUFU"] <= keys // 2 + 2
         # The softmax runs under the second product: that one is awaited after all exponentials but the last few.
