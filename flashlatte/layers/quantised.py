@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 class _Made(NamedTuple):
-    """A layer's matrix in ``dtype``, and what it was made of: its tensors, and their places and versions then."""
+    """A layer's matrix in ``dtype``, and what it was made of: its tensors, and their places and versions then.
+
+    Attributes:
+        storages: theirs, which may be gone by now: no other gets the number of one that is remembered.
+    """
 
     tensors: list[torch.Tensor]
-    state: list[tuple[int, int]]
+    state: list[tuple[int, int, int]]
+    storages: list[StorageWeakRef]
     dtype: torch.dtype
     matrix: torch.Tensor
 
@@ -36,11 +42,11 @@ def matrix_of(module: Any, dtype: torch.dtype) -> torch.Tensor:
     """The weight [n, inputs] of a quantised linear layer without bias, in ``dtype``.
 
     It is made when first asked for, and again when one of the layer's tensors changed. What is changed behind PyTorch's
-    back (``weight.data.copy_``) is not seen.
+    back (``weight.data.copy_``) is not seen, nor what is changed in a tensor that was made in inference mode.
     """
     if torch.compiler.is_compiling():
         return _dequantised(module, dtype)
-    tensors = [*module.parameters(), *module.buffers()]
+    tensors = [*_with_parts((*module.parameters(), *module.buffers()))]
     state = [_state(tensor) for tensor in tensors]
     known = _made.get(module)
     if (
@@ -49,8 +55,9 @@ def matrix_of(module: Any, dtype: torch.dtype) -> torch.Tensor:
         and all(map(operator.is_, known.tensors, tensors))
     ):
         return known.matrix
+    storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if not _has_parts(tensor)]
     matrix = _dequantised(module, dtype).contiguous()
-    _made[module] = _Made(tensors, state, dtype, matrix)
+    _made[module] = _Made(tensors, state, storages, dtype, matrix)
     return matrix
 
 
@@ -83,9 +90,23 @@ def _dequantised(module: Any, dtype: torch.dtype) -> torch.Tensor:
 
 def _knows_itself(weight: torch.Tensor) -> bool:
     # A DTensor is a part of one, of numbers.
-    return is_traceable_wrapper_subclass(weight) and "torch.distributed" not in type(weight).__module__
+    return _has_parts(weight) and "torch.distributed" not in type(weight).__module__
 
 
-def _state(tensor: torch.Tensor) -> tuple[int, int]:
-    place = 0 if is_traceable_wrapper_subclass(tensor) else tensor.data_ptr()
-    return place, 0 if tensor.is_inference() else tensor._version
+def _has_parts(tensor: torch.Tensor) -> bool:
+    """Whether its numbers are those of other tensors, which it is made of."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def _with_parts(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for tensor in tensors:
+        yield tensor
+        if _has_parts(tensor):
+            names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
+            yield from _with_parts(getattr(tensor, name) for name in names)
+
+
+def _state(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Its storage, its place there and its version. What has parts has no place."""
+    storage, place = (0, 0) if _has_parts(tensor) else (tensor.untyped_storage()._cdata, tensor.data_ptr())
+    return storage, place, 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,107 @@
+"""The matrix that a linear layer of quantised weights stands for, and when it is made again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flashlatte.layers.quantised import matrix_of
+
+INPUTS, OUTPUTS = 6, 4
+
+
+class Quantised(torch.Tensor):
+    """A weight of codes and a scale that knows how to be multiplied by, as torchao's tensors do."""
+
+    @staticmethod
+    def __new__(cls: Any, codes: torch.Tensor, scale: torch.Tensor, *_: Any) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, act_pre_scale: torch.Tensor | None = None) -> None:
+        self.codes, self.scale, self.act_pre_scale = codes, scale, act_pre_scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        names = ["codes", "scale", "act_pre_scale"]
+        return [name for name in names if getattr(self, name) is not None], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, torch.Tensor], *_: Any) -> Quantised:
+        return cls(**parts)
+
+    def numbers(self) -> torch.Tensor:
+        return self.codes.float() * self.scale
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is nn.functional.linear:
+            x, weight = args[:2]
+            x = x if weight.act_pre_scale is None else x * weight.act_pre_scale
+            return nn.functional.linear(x, weight.numbers().to(x.dtype))
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            (weight,) = args
+            return cls(weight.codes, weight.scale, weight.act_pre_scale)
+        raise NotImplementedError(f"{function} of quantised weights")
+
+
+class Dequantisable(Quantised):
+    def dequantize(self) -> torch.Tensor:
+        # As torchao's do, it leaves out what the layer's input is multiplied by.
+        return self.numbers()
+
+
+def layer_of(kind: type[Quantised], act_pre_scale: torch.Tensor | None = None) -> nn.Linear:
+    codes = torch.randint(-100, 100, (OUTPUTS, INPUTS), dtype=torch.int8)
+    layer = nn.Linear(INPUTS, OUTPUTS, bias=False)
+    layer.weight = nn.Parameter(kind(codes, torch.rand(OUTPUTS, 1), act_pre_scale), requires_grad=False)
+    return layer
+
+
+def assert_is_its_matrix(layer: nn.Linear) -> None:
+    x = torch.randn(3, INPUTS)
+    torch.testing.assert_close(x @ matrix_of(layer, torch.float32).T, layer(x))
+
+
+class Bytes(nn.Linear):
+    """A layer of e4m3 weights, as transformers' ``FP8Linear``."""
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        super().__init__(INPUTS, OUTPUTS, bias=False)
+        self.weight, self.block_size = nn.Parameter(codes, requires_grad=False), None
+        self.weight_scale_inv = nn.Parameter(torch.ones(()), requires_grad=False)
+
+
+@pytest.mark.parametrize("name", ["codes", "scale"])
+def test_a_weight_whose_part_changed_is_read_again(name: str) -> None:
+    layer = layer_of(Dequantisable, torch.ones(INPUTS))
+    before = matrix_of(layer, torch.float32)
+    assert matrix_of(layer, torch.float32) is before
+    getattr(layer.weight, name).neg_()
+    torch.testing.assert_close(matrix_of(layer, torch.float32), -before, rtol=0, atol=0)
+
+
+def test_a_weight_that_was_exchanged_for_another_is_read_again() -> None:
+    layer, other = layer_of(Dequantisable), layer_of(Dequantisable)
+    matrix_of(layer, torch.float32)
+    torch.utils.swap_tensors(layer.weight, other.weight)
+    assert_is_its_matrix(layer)
+
+
+def test_other_numbers_where_a_weight_lay_that_is_gone_are_read() -> None:
+    # As where weights are freed while nobody asks for anything, and come back changed.
+    memory = bytearray(INPUTS * OUTPUTS)
+
+    def codes(number: int) -> torch.Tensor:
+        memory[:] = [number] * len(memory)
+        return torch.frombuffer(memory, dtype=torch.float8_e4m3fn).view(OUTPUTS, INPUTS)
+
+    layer = Bytes(codes(0x38))
+    assert matrix_of(layer, torch.float32).eq(1).all()
+    layer.weight.data = codes(0x40)
+    assert matrix_of(layer, torch.float32).eq(2).all()
