@@ -12,6 +12,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+# Of the largest number: what a product may change that rounds its input by that input's own size.
+_ROUNDING = 0.02
+
 
 class _Made(NamedTuple):
     """A layer's matrix in ``dtype``, and what it was made of: its tensors, and their places and versions then.
@@ -43,6 +46,9 @@ def matrix_of(module: Any, dtype: torch.dtype) -> torch.Tensor:
 
     It is made when first asked for, and again when one of the layer's tensors changed. What is changed behind PyTorch's
     back (``weight.data.copy_``) is not seen, nor what is changed in a tensor that was made in inference mode.
+
+    Raises:
+        TypeError: a call of the layer is not one product.
     """
     if torch.compiler.is_compiling():
         return _dequantised(module, dtype)
@@ -78,13 +84,32 @@ def times_scales(weight: torch.Tensor, scales: torch.Tensor, block: Sequence[int
 def _dequantised(module: Any, dtype: torch.dtype) -> torch.Tensor:
     weight, scales = module.weight, getattr(module, "weight_scale_inv", None)
     if _knows_itself(weight):
-        return weight.dequantize().to(dtype)
+        try:
+            matrix = weight.dequantize().to(dtype)
+        except NotImplementedError:
+            return _of_calls(module, dtype)
+        # What torchao's AWQ and SmoothQuant multiply the layer's input by.
+        before = getattr(weight, "act_pre_scale", None)
+        return matrix if before is None else matrix * before.to(dtype)
     if scales is not None:
         return times_scales(weight, scales, module.block_size or weight.shape).to(dtype)
-    # What it makes of an identity matrix. FP8Linear's kernels would give its zeros a scale of 0.
-    columns = module(torch.eye(module.in_features, dtype=dtype, device=weight.device))
+    # FP8Linear's kernels would give the zeros of an identity matrix a scale of 0.
+    return _of_calls(module, dtype)
+
+
+def _of_calls(module: Any, dtype: torch.dtype) -> torch.Tensor:
+    """What a layer makes of an identity matrix."""
+    identity = torch.eye(module.in_features, dtype=dtype, device=module.weight.device)
+    columns = module(identity)
     if columns.shape != (module.in_features, module.out_features):
         raise TypeError(f"a quantised {type(module).__name__} must be one product, got a result of {columns.shape}")
+    if not (torch.compiler.is_compiling() or columns.is_meta):
+        difference = (columns - 4 * module(identity / 4)).abs().amax()
+        if not difference <= _ROUNDING * columns.abs().amax():
+            raise TypeError(
+                f"a quantised {type(module).__name__} must be one product, got one that rounds or clips its input by "
+                "a scale of its own: load it dequantised"
+            )
     return columns.T
 
 

@@ -77,7 +77,13 @@ class Bytes(nn.Linear):
         self.weight_scale_inv = nn.Parameter(torch.ones(()), requires_grad=False)
 
 
-@pytest.mark.parametrize("name", ["codes", "scale"])
+@pytest.mark.parametrize("kind", [Dequantisable, Quantised])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_what_multiplies_the_layers_input_is_part_of_the_matrix(kind: type[Quantised], scaled: bool) -> None:
+    assert_is_its_matrix(layer_of(kind, torch.rand(INPUTS) + 0.5 if scaled else None))
+
+
+@pytest.mark.parametrize("name", ["codes", "scale", "act_pre_scale"])
 def test_a_weight_whose_part_changed_is_read_again(name: str) -> None:
     layer = layer_of(Dequantisable, torch.ones(INPUTS))
     before = matrix_of(layer, torch.float32)
@@ -105,3 +111,15 @@ def test_other_numbers_where_a_weight_lay_that_is_gone_are_read() -> None:
     assert matrix_of(layer, torch.float32).eq(1).all()
     layer.weight.data = codes(0x40)
     assert matrix_of(layer, torch.float32).eq(2).all()
+
+
+@pytest.mark.parametrize("scale", [0.001, 0.3])
+def test_a_layer_that_rounds_its_input_on_a_scale_of_its_own_is_refused(scale: float) -> None:
+    class Static(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear((input / scale).round().clamp(-128, 127) * scale, self.weight.float())
+
+    layer = Static(INPUTS, OUTPUTS, bias=False)
+    layer.weight = nn.Parameter(torch.full((OUTPUTS, INPUTS), 3, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(TypeError, match=r"^a quantised Static must be one product, got one that rounds or clips"):
+        matrix_of(layer, torch.float32)
