@@ -168,8 +168,9 @@ class QueryScaling:
         checks.positive_int("original_max_position", self.original_max_position)
 
     def factors(self, positions: torch.Tensor) -> torch.Tensor:
-        """float32, of positions [...]."""
-        return 1 + self.beta * (1 + (positions / self.original_max_position).floor()).log()
+        """float32, of int positions [...]."""
+        # A quotient of ints, and a logarithm of one, would be of the default dtype: bf16 has no 8191 / 8192.
+        return 1 + self.beta * (1 + positions // self.original_max_position).float().log()
 
     @classmethod
     def from_rope_parameters(cls, rope: Mapping[str, Any]) -> QueryScaling:

@@ -149,6 +149,19 @@ def test_query_scaling():
     assert got.tolist() == pytest.approx([1 + 0.5 * math.log(1 + spans) for spans in (0, 0, 1, 1, 2, 10)])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_default_dtype_is_of_no_concern(dtype):
+    scaling, positions = QueryScaling(beta=0.1, original_max_position=8192), torch.arange(70_000)
+    expected, before = scaling.factors(positions), torch.get_default_dtype()
+    assert expected.dtype == torch.float32
+    try:
+        torch.set_default_dtype(dtype)
+        got = scaling.factors(positions)
+    finally:
+        torch.set_default_dtype(before)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("numbers", "error", "message"),
     [
