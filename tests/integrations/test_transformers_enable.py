@@ -83,7 +83,8 @@ def test_refused_settings_leave_the_model_alone(make_model, options, message):
 
 
 def test_refused_models(make_model):
-    with pytest.raises(TypeError, match=r"model must be a transformers model of one of the families .*, got Linear"):
+    families = r"model must be a transformers model of one of the families AXK1, .*, DeepseekV4, got Linear"
+    with pytest.raises(TypeError, match=families):
         enable(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"model must be bfloat16, float16 or float32, got torch.float64"):
         enable(make_model().double())
@@ -91,6 +92,15 @@ def test_refused_models(make_model):
     model.model.layers[1].self_attn.kv_b_proj = torch.nn.Sequential(model.model.layers[1].self_attn.kv_b_proj)
     with pytest.raises(TypeError, match=r"kv_b_proj of layer 1 must be a plain module, .* got Sequential"):
         enable(model)
+
+
+@pytest.mark.parametrize("call", [enable, disable])
+@pytest.mark.parametrize(
+    ("model", "got"), [("deepseek-ai/DeepSeek-V3", "'deepseek-ai/DeepSeek-V3'"), (torch.nn.Linear, "type")]
+)
+def test_what_is_no_loaded_model_is_refused(call, model, got):
+    with pytest.raises(TypeError, match=rf"^model must be a transformers model, as from_pretrained .*, got {got}$"):
+        call(model)
 
 
 def test_an_adapter_added_later_is_refused(make_model, prompts):

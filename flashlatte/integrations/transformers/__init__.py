@@ -92,6 +92,7 @@ def enable(
             ``QuantizedCache``, an offloaded one), or an attention mask that asks for tokens it hid before.
     """
     check_transformers()
+    _check_loaded(model)
     from flashlatte.integrations.transformers import attention, hooks
     from flashlatte.integrations.transformers.calls import check_cache_argument
     from flashlatte.integrations.transformers.classes import change_class
@@ -144,6 +145,7 @@ def disable(model: Model) -> Model:
         ImportError, TypeError: as ``enable``.
     """
     check_transformers()
+    _check_loaded(model)
     from flashlatte.integrations.transformers.attention import paged
     from flashlatte.integrations.transformers.classes import change_class
     from flashlatte.integrations.transformers.families import attentions, find_decoder
@@ -166,6 +168,13 @@ def disable(model: Model) -> Model:
         if type(module) is paged(family):
             change_class(module, family.attention_class)
     return model
+
+
+def _check_loaded(model: object) -> None:
+    """A checkpoint's name is what other libraries take in a model's place."""
+    if not isinstance(model, nn.Module):
+        what = repr(model) if isinstance(model, str) else type(model).__name__
+        raise TypeError(f"model must be a transformers model, as from_pretrained loads it, got {what}")
 
 
 def _v4_decoder(model: nn.Module) -> Any:

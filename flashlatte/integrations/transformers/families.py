@@ -96,7 +96,8 @@ def find_decoder(model: nn.Module) -> tuple[Any, Family]:
         reason = models.REFUSED.get(model_type)
         if reason is not None:
             raise TypeError(f"model must be one that enable serves, and {name} ({model_type}) is not: {reason}")
-    served = ", ".join(family.prefix for family in FAMILIES)
+    # DeepSeek-V4's attention has a way of its own (``v4``).
+    served = ", ".join((*(family.prefix for family in FAMILIES), "DeepseekV4"))
     raise TypeError(f"model must be a transformers model of one of the families {served}, got {name}")
 
 
