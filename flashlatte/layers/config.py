@@ -266,7 +266,7 @@ class MLAConfig:
                 attention is not known to be this one, has a rope_type other than "default" and "yarn", or something
                 else than a number or an object where there must be one.
         """
-        fields = models.text_config(dict(config) if isinstance(config, Mapping) else config.to_dict())
+        fields = models.text_config(models.fields_of(config))
         if fields.get("kv_lora_rank") is None:
             raise ValueError(f"config must be an MLA model's, with kv_lora_rank, got model_type {_model_type(fields)}")
         traits = models.traits(fields.get("model_type"))

@@ -87,6 +87,22 @@ def traits(model_type: str | None) -> Traits:
     return SERVED[model_type]
 
 
+def fields_of(config: Any) -> dict[str, Any]:
+    """What a transformers config, or the content of a ``config.json``, says by name.
+
+    Raises:
+        TypeError: it is neither, as a model is, or a path.
+    """
+    if isinstance(config, Mapping):
+        return dict(config)
+    if not hasattr(config, "to_dict"):
+        what = repr(config) if isinstance(config, str) else type(config).__name__
+        raise TypeError(
+            f"config must be a transformers config, as a model's .config, or the content of config.json, got {what}"
+        )
+    return config.to_dict()
+
+
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the language model inside a config of a model that also sees or hears."""
     return inner(config, "text_config") or config

@@ -11,7 +11,7 @@ import torch
 
 from flashlatte.layers.config import IndexerConfig, MLAConfig, QueryScaling, Rope, Yarn
 from flashlatte.layers.rope import inverse_frequencies, table
-from flashlatte.layers.v4.config import V4IndexerConfig
+from flashlatte.layers.v4.config import V4Config, V4IndexerConfig
 
 # What deepseek-ai/DeepSeek-V3's config.json says of attention.
 V3_JSON = {
@@ -93,6 +93,17 @@ def test_a_checkpoint_that_says_little_of_rotation_is_read_as_transformers_does(
 def test_a_text_config_inside():
     config = MLAConfig.from_transformers({"model_type": "kimi_k25", "text_config": V3_JSON | {"model_type": "kimi_k2"}})
     assert config.num_attention_heads == 128
+
+
+# What is at hand where a config is wanted.
+@pytest.mark.parametrize("config", ["deepseek-ai/DeepSeek-V3", torch.nn.Linear(1, 1), None], ids=str)
+@pytest.mark.parametrize("read", [MLAConfig.from_transformers, V4Config.layers])
+def test_what_is_no_config_is_refused(read, config):
+    got = repr(config) if isinstance(config, str) else type(config).__name__
+    with pytest.raises(
+        TypeError, match=rf"^config must be a transformers config, as a model's \.config, .*, got {got}$"
+    ):
+        read(config)
 
 
 @pytest.mark.parametrize(

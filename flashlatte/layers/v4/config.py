@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from flashlatte.layers import models
 from flashlatte.layers.config import Rope, Yarn, check_indexer_sizes
 from flashlatte.runtime import checks
 
@@ -103,9 +104,10 @@ class V4Config:
         """All layers of a transformers ``DeepseekV4Config``, or of a checkpoint's ``config.json`` as a mapping.
 
         Raises:
-            ValueError: another model; sizes that are missing; a kind of layer or of rotary embedding that is not known.
+            TypeError, ValueError: no config; another model; sizes that are missing; a kind of layer or of rotary
+                embedding that is not known.
         """
-        fields = dict(config) if isinstance(config, Mapping) else config.to_dict()
+        fields = models.fields_of(config)
         if fields.get("model_type") != MODEL_TYPE:
             raise ValueError(f"model_type must be {MODEL_TYPE!r}, got {fields.get('model_type')!r}")
         missing = [name for name in (*_SIZES, *_INDEXER_SIZES) if fields.get(name) is None]
