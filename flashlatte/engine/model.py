@@ -15,7 +15,7 @@ from flashlatte.distributed.model.checkpoint import Slices
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.distributed.model.shards import check_divisible, divide_mlp, own_heads
 from flashlatte.engine.batch import Batch, Limits
-from flashlatte.engine.paged import PagedModel, Planner, check_layers, check_type, config_of, load, normed
+from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_type, config_of, load, normed
 from flashlatte.kv_cache.index_formats import index_format_beside
 from flashlatte.kv_cache.registry import format_of_rows
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata, MLAMetadataBuilder
@@ -55,7 +55,8 @@ class Model(PagedModel):
     Raises:
         ModuleNotFoundError: transformers is not installed.
         OSError: no checkpoint can be read there.
-        TypeError: layers with hooks; quantised weights that are read (``kv_b_proj``), other than e4m3 with scales.
+        TypeError: a model without a head; layers with hooks; quantised weights that are read (``kv_b_proj``), other
+            than e4m3 with scales.
         ValueError: a model of another type; quantised weights for several ranks.
     """
 
@@ -77,10 +78,10 @@ class Model(PagedModel):
             slices = None if ranks is None else Slices.of(model, config, dtype)
             # What is divided goes to a GPU in parts: the whole may be larger than one.
             model = slices.model if slices else load(model, dtype, device if ranks is None else "cpu")
+        check_parts(model)
         if ranks is not None:
             check_divisible(model)
             model = model if of_checkpoint else copy.deepcopy(model)
-        check_layers(model.model.layers)
         self.config = MLAConfig.from_transformers(model.config)
         self.batch_invariant = batch_invariant
         if ranks is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +156,17 @@ def normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
     return nn.functional.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
 
 
-def check_layers(layers: Iterable[Any]) -> None:
-    """Raise TypeError for decoder layers that hooks made more than their weights.
+def check_parts(model: Any) -> None:
+    """Raise TypeError for a model without a head, and for decoder layers that hooks made more than their weights.
 
-    The engine calls their MLPs, and nothing else of them.
+    The engine calls the layers' MLPs, and nothing else of them.
     """
-    for number, layer in enumerate(layers):
+    if not (hasattr(model, "lm_head") and hasattr(getattr(model, "model", None), "layers")):
+        raise TypeError(
+            "model must have decoder layers and a head that gives logits, as transformers' …ForCausalLM, got "
+            f"{type(model).__name__}"
+        )
+    for number, layer in enumerate(model.model.layers):
         for name, part in layer.named_modules():
             if name.split(".")[0] != "mlp" and has_hooks(part):
                 raise TypeError(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flashlatte.engine.batch import Batch, Limits
-from flashlatte.engine.paged import PagedModel, Planner, check_layers, check_type, config_of, load, normed
+from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_type, config_of, load, normed
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.index_formats import index_format, index_format_beside
 from flashlatte.kv_cache.registry import as_format
@@ -39,7 +39,8 @@ class V4Model(PagedModel):
         backend: of the layers' operations; None chooses.
 
     Raises:
-        TypeError: layers with hooks; quantised weights that are read (``o_a_proj``), other than e4m3 with scales.
+        TypeError: a model without a head; layers with hooks; quantised weights that are read (``o_a_proj``), other than
+            e4m3 with scales.
         ValueError: a model of another type.
     """
 
@@ -50,7 +51,7 @@ class V4Model(PagedModel):
         check_type(config_of(model), (MODEL_TYPE,))
         if isinstance(model, (str, Path)):
             model = load(model)
-        check_layers(model.model.layers)
+        check_parts(model)
         super().__init__(model, model.model.embed_tokens.weight.device)
         self.layers = self.config = V4Config.layers(model.config)
         self.backend = backend

@@ -263,6 +263,14 @@ def test_a_model_with_other_layers_is_refused_by_name():
 
 
 @pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
+def test_a_model_without_a_head_is_refused(family):
+    with pytest.raises(
+        TypeError, match=rf"^model must have decoder layers and a head .*ForCausalLM, got {family}Model$"
+    ):
+        Engine(model(family).model)
+
+
+@pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
 def test_hooks_that_collect_hidden_states_are_none_of_the_engines(family):
     """transformers leaves them on the layers after the first call that asked for hidden states."""
     hooked = copy.deepcopy(model(family))
