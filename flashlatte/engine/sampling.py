@@ -101,7 +101,7 @@ def token_ids(name: str, values: Iterable[Any]) -> list[int]:
     if isinstance(values, torch.Tensor):
         values = values.tolist()
     if not isinstance(values, Iterable) or isinstance(values, (str, bytes)):
-        raise TypeError(f"{name} must hold ints, got {values!r}")
+        raise TypeError(f"{name} must be a sequence of ints, got {values!r}")
     tokens = []
     for value in values:
         if isinstance(value, bool) or not hasattr(value, "__index__"):

@@ -210,7 +210,7 @@ def test_logprobs_are_the_models():
         ({"prompt": [1], "sampling": SamplingParams(stop=("x",))}, "stop needs an engine with a tokenizer"),
         ({"prompt": [1.5]}, "prompt must hold ints, got 1.5"),
         ({"prompt": [[1, 2]]}, r"prompt must hold ints, got \[1, 2\]"),
-        ({"prompt": 5}, "prompt must hold ints, got 5"),
+        ({"prompt": 5}, "prompt must be a sequence of ints, got 5"),
         ({"prompt": {2, 1}}, "prompt must hold its tokens in order, got {1, 2}"),
         ({"prompt": {7: 1}}, "prompt must hold its tokens in order, got {7: 1}"),
         ({"prompt": [1], "sampling": {"temperature": 1.0}}, "sampling must be SamplingParams or None, got dict"),

@@ -106,7 +106,7 @@ def test_what_can_be_read_once_counts_every_time():
         ({"top_k": 1.5}, "top_k must be an int, got float"),
         ({"temperature": "1"}, "temperature must be a number, got str"),
         ({"logprobs": 5}, "logprobs must be True or False, got 5"),
-        ({"stop_tokens": 5}, "stop_tokens must hold ints, got 5"),
+        ({"stop_tokens": 5}, "stop_tokens must be a sequence of ints, got 5"),
         ({"suppress_tokens": (1.5,)}, "suppress_tokens must hold ints, got 1.5"),
         ({"stop": "end"}, "stop must hold texts, got 'end'"),
         ({"stop": 5}, "stop must hold texts, got 5"),
