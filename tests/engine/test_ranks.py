@@ -259,6 +259,8 @@ def support_path():
 def test_without_processes():
     with pytest.raises(ValueError, match="tensor_parallel 2 needs as many processes: start with torchrun"):
         Engine(model(), tensor_parallel=2)
+    with pytest.raises(ValueError, match=r"^context_parallel must divide .* 1, .* got 2: torchrun .* 2 starts"):
+        Engine(model(), context_parallel=2)
     with pytest.raises(ValueError, match=r"must be \(1, 1\), which the Model was made for, got \(2, 1\)"):
         Engine(Model(model()), tensor_parallel=2)
 

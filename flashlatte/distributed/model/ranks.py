@@ -63,6 +63,11 @@ class Ranks(Alone):
             self.size = checks.positive_int("tensor_parallel", tensor_parallel)
             self.keys_over = checks.positive_int("context_parallel", context_parallel)
             if meeting.world is None:
+                if self.size < self.keys_over:
+                    raise ValueError(
+                        f"context_parallel must divide tensor_parallel {tensor_parallel}, the number of processes, got "
+                        f"{context_parallel}: torchrun --nproc-per-node {context_parallel} starts so many"
+                    )
                 raise ValueError(
                     f"tensor_parallel {tensor_parallel} needs as many processes: start with torchrun --nproc-per-node "
                     f"{tensor_parallel}"
