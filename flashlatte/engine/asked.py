@@ -80,6 +80,13 @@ def check_limits(model: PagedModel, limits: Limits, *, patience: int) -> None:
         raise ValueError(f"drafts must be 0 for a batch_invariant model, as their number varies, got {limits.drafts}")
 
 
+def check_tokenizer(tokenizer: object) -> None:
+    """Raise TypeError for what makes no tokens of texts and texts of tokens, as the name of a tokenizer."""
+    if tokenizer is not None and not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode")):
+        got = repr(tokenizer) if isinstance(tokenizer, str) else type(tokenizer).__name__
+        raise TypeError(f"tokenizer must have encode and decode, as AutoTokenizer.from_pretrained(…)'s, got {got}")
+
+
 def _checked_tokens(name: str, values: Iterable[Any], model: PagedModel) -> list[int]:
     tokens = token_ids(name, values)
     wrong = next((token for token in tokens if not 0 <= token < model.vocabulary), None)

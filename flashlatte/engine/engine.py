@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from flashlatte.engine.asked import Prompt, check_limits, new_request, with_sampling
+from flashlatte.engine.asked import Prompt, check_limits, check_tokenizer, new_request, with_sampling
 from flashlatte.engine.batch import Limits
 from flashlatte.engine.models import as_model
 from flashlatte.engine.outputs import Output, progress_bar
@@ -43,7 +43,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     Raises:
         TypeError, ValueError: a limit below 1, an unknown or unfit cache format, a cache that does not fit the memory;
-            ranks that the processes or heads do not go into, or that make the engine differently.
+            a tokenizer that is none; ranks that the processes or heads do not go into, or that differ in the engine.
         RuntimeError: a rank that does not come; in ``step``, ``follow`` and ``close`` one that failed, with its reason.
     """
 
@@ -78,6 +78,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             check_limits(self.model, limits, patience=patience)
             checks.flag("prefix_cache", prefix_cache)
             checks.flag("graphs", graphs)
+            check_tokenizer(tokenizer)
             self.runner = Runner(self.model, self.cache_format, limits, graphs=graphs)
         facts = {"model": self.model.config, "dtype": self.model.dtype, "cache_format": self.cache_format}
         self.ranks.agree(facts | dataclasses.asdict(limits) | {"graphs": graphs})

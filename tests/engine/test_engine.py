@@ -233,6 +233,8 @@ def test_errors_name_the_argument(arguments, message):
         ({"cache_format": "index_fp8"}, "accepted for it are bf16 and fp16 and fp32 and fp8$"),
         ({"cache_format": ""}, "cache_format must be one of bf16, "),
         ({"patience": 1.5}, "patience must be an int, got float"),
+        ({"tokenizer": "checkpoint"}, "^tokenizer must have encode and decode, .* got 'checkpoint'$"),
+        ({"tokenizer": 5}, "^tokenizer must have encode and decode, .* got int$"),
         ({"prefix_cache": 2}, "prefix_cache must be True or False, got 2"),
         ({"graphs": "no"}, "graphs must be True or False, got 'no'"),
     ],
