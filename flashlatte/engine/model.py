@@ -57,7 +57,8 @@ class Model(PagedModel):
         OSError: no checkpoint can be read there.
         TypeError: a model without a head; layers with hooks; quantised weights that are read (``kv_b_proj``), other
             than e4m3 with scales.
-        ValueError: a model of another type; quantised weights for several ranks.
+        ValueError: a model of another type; a dtype or device for one that is loaded; quantised weights for several
+            ranks.
     """
 
     def __init__(
@@ -74,6 +75,9 @@ class Model(PagedModel):
             raise ValueError("batch_invariant needs a model on one device: sums over ranks do not promise it")
         check_type(config := config_of(model), MODEL_TYPES)
         of_checkpoint, slices = isinstance(model, (str, Path)), None
+        for name, value in (("dtype", dtype), ("device", device if ranks is None else None)):
+            if value is not None and not of_checkpoint:
+                raise ValueError(f"{name} must be None for a model that is loaded, which has one, got {value}")
         if of_checkpoint:
             slices = None if ranks is None else Slices.of(model, config, dtype)
             # What is divided goes to a GPU in parts: the whole may be larger than one.

@@ -264,6 +264,12 @@ def test_a_model_with_other_layers_is_refused_by_name():
         Engine(None)
 
 
+@pytest.mark.parametrize(("name", "value"), [("dtype", torch.bfloat16), ("device", "cpu")])
+def test_a_loaded_model_stays_what_it_is(name, value):
+    with pytest.raises(ValueError, match=f"^{name} must be None for a model that is loaded, .* got {value}$"):
+        Model(model(), **{name: value})
+
+
 @pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
 def test_a_model_without_a_head_is_refused(family):
     with pytest.raises(
