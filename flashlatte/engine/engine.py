@@ -181,6 +181,14 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         next(tokens)
         return tokens
 
+    def reset_prefix_cache(self) -> None:
+        """Share no page that was computed before, as after the model's weights have changed.
+
+        Requests under way go on with the pages that they have.
+        """
+        self._check_leads("reset_prefix_cache")
+        self.pool.forget_all()
+
     def statistics(self) -> dict[str, float]:
         """Counts since the start.
 

@@ -39,6 +39,7 @@ class PagePool:
         self._blank = list(range(num_pages - 1, -1, -1))  # without references, not known
         self._idle: OrderedDict[int, None] = OrderedDict()  # without references, known: the first is forgotten first
         self._known: dict[bytes, int] = {}
+        self._forgotten = 0  # times that all was
 
     @property
     def available(self) -> int:
@@ -55,7 +56,11 @@ class PagePool:
 
     def root(self, salt: str = "") -> bytes:
         """The key before a request's first page. Requests with different salts never share a page."""
-        return hashlib.sha256(repr(salt).encode()).digest()
+        return hashlib.sha256(repr((salt, self._forgotten)).encode()).digest()
+
+    def forget_all(self) -> None:
+        """Match no page that is known by now, nor any that a request which began before makes known later."""
+        self._forgotten += 1
 
     def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
         """The known pages that hold the longest start of ``tokens``, in order. They are not referenced yet."""

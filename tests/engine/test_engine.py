@@ -26,9 +26,9 @@ FAMILIES = (
 LENGTHS = (3, 17, 40, 1, 26)
 
 
-def engine(family: str = "DeepseekV3", **options: Any) -> Engine:
+def engine(family: str | torch.nn.Module = "DeepseekV3", **options: Any) -> Engine:
     settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_tokens": 32, "max_requests": 4}
-    return Engine(model(family), **settings | options)
+    return Engine(model(family) if isinstance(family, str) else family, **settings | options)
 
 
 def check(engine: Engine, family: str = "DeepseekV3", new: int = 9) -> list[Any]:
@@ -100,6 +100,30 @@ def test_arrivals_and_aborts_leave_the_others_alone():
         done |= {output.id: output.tokens for output in served.step() if output.finish_reason == "length"}
     assert done == {name: generated_by_transformers("DeepseekV3", tokens, 6) for name, tokens in wanted.items()}
     assert served.pool.in_use == 0
+
+
+@pytest.mark.parametrize("under_way", [False, True], ids=["ended", "under way"])
+@pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
+def test_weights_that_change_and_what_was_computed_before(family, under_way):
+    """A request that is under way seals pages of the old weights behind the reset, too."""
+    changed = copy.deepcopy(model(family))
+    served = engine(changed)
+    text, params = prompt(40), SamplingParams(max_new_tokens=6, logprobs=True)
+    served.add(text, params)
+    while served.unfinished and not (under_way and served.statistics()["generated_tokens"]):
+        served.step()
+    with torch.no_grad():
+        for weight in changed.parameters():
+            weight.mul_(1.25)
+    served.reset_prefix_cache()
+    while served.unfinished:
+        served.step()
+    (fresh,) = engine(changed).generate([text], params)
+    (output,) = served.generate([text], params)
+    assert output.cached_tokens == 0
+    assert output.tokens == fresh.tokens
+    assert torch.allclose(torch.tensor(output.logprobs), torch.tensor(fresh.logprobs), atol=1e-5)
+    assert served.generate([text], params)[0].cached_tokens > 0
 
 
 @pytest.mark.parametrize("options", [{}, {"num_pages": 12, "host_pages": 8, "prefix_cache": False}])
