@@ -178,6 +178,16 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was(make_model):
     session.forward(tokens(2, 1))
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+def test_a_pass_over_nothing_is_refused(make_model, shape):
+    model = enable(make_model())
+    with torch.no_grad(), pytest.raises(ValueError, match=r"^input_ids must have at least one request and one"):
+        model(torch.zeros(shape, dtype=torch.long))
+    embeds = torch.zeros(*shape, model.config.hidden_size)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"^inputs_embeds must have at least one request"):
+        model(inputs_embeds=embeds)
+
+
 def test_reset_makes_room_for_another_batch(make_model):
     session = Session(make_model())
     session.forward(tokens(3, 10), padded(3, 10))

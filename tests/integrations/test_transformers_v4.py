@@ -309,6 +309,12 @@ def test_passes_that_do_not_fit(enabled):
         cache.crop(-1)
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+def test_a_pass_over_nothing_is_refused(enabled, shape):
+    with pytest.raises(ValueError, match=r"^input_ids must have at least one request and one token, got shape \["):
+        enabled(torch.zeros(shape, dtype=torch.long))
+
+
 def test_a_history_that_a_failed_pass_has_spoiled(enabled, monkeypatch):
     """Half of the layers have put new tokens' states in the place of those that the next group needs."""
     ids = tokens(1, 30)

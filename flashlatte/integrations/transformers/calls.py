@@ -6,6 +6,7 @@ import inspect
 from dataclasses import fields
 from typing import Any
 
+import torch
 import transformers
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -25,6 +26,19 @@ def check_cache_argument(model: Any) -> None:
             f"{type(model).__name__} must take {CACHE}, and its arguments are {', '.join(_names(model))}: "
             f"transformers {transformers.__version__} is not known to FlashLatte"
         )
+
+
+def tokens_of(call: dict[str, Any]) -> torch.Tensor | None:
+    """What a pass is over: ``input_ids`` [b, s], or in their place ``inputs_embeds`` [b, s, hidden_size]."""
+    tokens = call.get("input_ids")
+    return call.get("inputs_embeds") if tokens is None else tokens
+
+
+def check_tokens(tokens: torch.Tensor) -> None:
+    """Raise ValueError for a pass without requests or tokens, which stock models cannot reshape either."""
+    if 0 in tokens.shape[:2]:
+        name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"
+        raise ValueError(f"{name} must have at least one request and one token, got shape {list(tokens.shape)}")
 
 
 def arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache
 
 from flashlatte.integrations.transformers import indexed
 from flashlatte.integrations.transformers.cache import PagedLatentCache
-from flashlatte.integrations.transformers.calls import CACHE, arguments
+from flashlatte.integrations.transformers.calls import CACHE, arguments, check_tokens, tokens_of
 from flashlatte.integrations.transformers.families import Family, attentions
 from flashlatte.integrations.transformers.padded import PagedLatents
 from flashlatte.kv_cache import CacheFormat
@@ -47,13 +47,13 @@ class BeginForward:
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         call = arguments(model, args, kwargs)
-        tokens = call.get("input_ids")
-        tokens = call.get("inputs_embeds") if tokens is None else tokens
+        tokens = tokens_of(call)
         if tokens is None:
             return None
         cache = self._cache_for(model, call)
         if cache is None:
             return None
+        check_tokens(tokens)
         mask = call.get("attention_mask")
         plain_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2
         cache.store.plan(

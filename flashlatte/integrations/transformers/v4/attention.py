@@ -13,7 +13,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 )
 
 from flashlatte.integrations.transformers import hooks
-from flashlatte.integrations.transformers.calls import CACHE, arguments
+from flashlatte.integrations.transformers.calls import CACHE, arguments, check_tokens, tokens_of
 from flashlatte.integrations.transformers.classes import change_class, check_forward
 from flashlatte.integrations.transformers.paged_cache import PagedCache, PagedLayer
 from flashlatte.integrations.transformers.v4.store import V4Store
@@ -101,11 +101,11 @@ class BeginForward:
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         call = arguments(model, args, kwargs)
-        tokens = call.get("input_ids")
-        tokens = call.get("inputs_embeds") if tokens is None else tokens
+        tokens = tokens_of(call)
         cache = None if tokens is None else self._cache_for(model, call)
         if tokens is None or cache is None:
             return None
+        check_tokens(tokens)
         mask = call.get("attention_mask")
         if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
             raise ValueError("attention_mask must be [b, columns], or None, over a cache that FlashLatte keeps")
