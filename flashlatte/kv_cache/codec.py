@@ -37,15 +37,17 @@ def allocate(
         view of some tokens of each page (``cache[:, :n]``, or another page size) is no cache.
 
     Raises:
-        TypeError, ValueError: an unknown format, a size below 1, or a head_dim that the format does not have;
-            a device that there is none of.
+        TypeError, ValueError: an unknown format, sizes below 1 or beyond 2^63 bytes, or a head_dim that the format
+            does not have; a device that is not there.
     """
     layout = as_format(cache_format, None if head_dim is None else checks.positive_int("head_dim", head_dim))
     num_pages = checks.positive_int("num_pages", num_pages)
     page_size = checks.positive_int("page_size", page_size)
     page_stride = layout.page_bytes(page_size) // layout.record_dtype.itemsize
-    width = layout.record_width
-    storage = torch.zeros(num_pages * page_stride, dtype=layout.record_dtype, device=checks.device("device", device))
+    width, place = layout.record_width, checks.device("device", device)
+    if num_pages * page_stride * layout.record_dtype.itemsize >= 2**63:
+        raise ValueError(f"num_pages must make a cache of less than 2^63 bytes, got {num_pages} of {page_size} tokens")
+    storage = torch.zeros(num_pages * page_stride, dtype=layout.record_dtype, device=place)
     return storage.as_strided((num_pages, page_size, 1, width), (page_stride, width, width, 1))
 
 

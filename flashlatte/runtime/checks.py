@@ -206,15 +206,22 @@ def empty_lse(value: float) -> float:
 
 
 def device(name: str, value: object) -> torch.device | None:
-    """The device that a name, a number or a ``torch.device`` stands for; None stays None."""
-    if value is None or isinstance(value, torch.device):
-        return value
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
+    """The device that a name, a number or a ``torch.device`` stands for, if there is one; None stays None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (str, int, torch.device)):
         raise TypeError(f"{name} must be a torch.device or its name, got {type(value).__name__}")
     try:
-        return torch.device(value)
+        place = torch.device(value)
     except RuntimeError as error:
         raise ValueError(f"{name} must be a device that PyTorch knows, as 'cpu' or 'cuda:0', got {value!r}") from error
+    try:
+        # Also where tensors are fake, which have any device.
+        torch.empty(0, device=place)
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{name} must be a device that is there, got {value!r}: {reason}") from error
+    return place
 
 
 def instance(name: str, value: object, kind: type, *, or_none: bool = False) -> None:

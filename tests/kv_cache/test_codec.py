@@ -178,6 +178,11 @@ V32_CACHE = kv_cache.allocate("v32", 2, 3)
         (lambda: kv_cache.allocate("v33", 1, 1), ValueError, "^cache_format must be one of bf16,.* got 'v33'$"),
         (lambda: kv_cache.allocate(["v32"], 1, 1), ValueError, r"^cache_format must be one of bf16,.* got \['v32'\]$"),
         (lambda: kv_cache.allocate("v32", 0, 1), ValueError, "^num_pages must be at least 1, got 0$"),
+        (
+            lambda: kv_cache.allocate("v32", 2**40, 2**20),
+            ValueError,
+            "^num_pages must make a cache of less than 2.63 bytes, got 1099511627776 of 1048576 tokens$",
+        ),
         (lambda: kv_cache.allocate("v32", 1, -1), ValueError, "^page_size must be at least 1, got -1$"),
         (lambda: kv_cache.allocate("v32", 1, 1.0), TypeError, "^page_size must be an int, got float$"),
         (lambda: kv_cache.allocate("model1", 1, 1, head_dim=576), ValueError, "^head_dim of format model1 is 512"),
