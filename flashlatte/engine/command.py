@@ -45,7 +45,7 @@ def _stream(engine: Engine, text: str, sampling: SamplingParams) -> None:
             print(shown.add(token)[0], end="", flush=True)
             count += 1
     statistics = engine.statistics()
-    print()
+    print(shown.rest())
     print(
         f"{count} tokens in {statistics['seconds']:.1f} s, {count / statistics['seconds']:,.1f} a second; "
         f"cache {engine.cache_format}, {engine.pool.num_pages} pages of {engine.pool.page_size} tokens",

@@ -42,3 +42,7 @@ class Text:
         self._complete = len(self._tokens)
         self._end = seen[max(len(seen) - self._kept, 0) :]
         return new, stops
+
+    def rest(self) -> str:
+        """What was waited for, of a text that ends here: a letter without all its bytes is a replacement character."""
+        return self._decode(self._tokens)[len(self._decode(self._tokens[: self._complete])) :]

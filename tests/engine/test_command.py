@@ -38,6 +38,18 @@ def test_a_text_is_continued(checkpoint, capsys):
     assert "cache fp32" in output.err
 
 
+def test_a_text_that_ends_within_a_letter_is_shown_to_its_end(checkpoint, capsys, monkeypatch):
+    tokenizer = Letters()
+    # The last token's first letter is whole.
+    monkeypatch.setattr(
+        tokenizer, "decode", lambda tokens: "".join(f"({token}\N{REPLACEMENT CHARACTER}" for token in tokens)
+    )
+    monkeypatch.setattr("flashlatte.engine.command._tokenizer", lambda path: tokenizer)
+    assert cli.main(["generate", str(checkpoint), "--prompt", "Hello", "--new-tokens", "3"]) == 0
+    tokens = generated_by_transformers("DeepseekV3", tokenizer.encode("Hello"), 3)
+    assert capsys.readouterr().out == tokenizer.decode(tokens) + "\n"
+
+
 def test_a_text_ends_where_the_checkpoint_says(checkpoint, capsys):
     tokens = generated_by_transformers("DeepseekV3", Letters().encode("Hello"), 9)
     config = json.loads((checkpoint / "generation_config.json").read_text())

@@ -32,6 +32,7 @@ def test_texts_add_up_and_a_stop_is_seen_with_its_last_byte(words, data):
         given_out += new
         known = Bytes().decode(tokens[:count])
         assert given_out == known.rstrip("\N{REPLACEMENT CHARACTER}")
+        assert given_out + text.rest() == known
         assert stopped == any(stop in known for stop in stops)
         if stopped:
             return
