@@ -25,7 +25,7 @@ from flashlatte.layers import MLAConfig, V4Config
 from flashlatte.layers.models import text_config
 from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE
 from flashlatte.layers.v4.workspace import DEFAULT_LIMITS
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import dispatch, machine
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PACKAGES = ("triton", "transformers")
@@ -34,6 +34,7 @@ DEEPSEEK_V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1
 V4_ROW = (448, 64)
 V41_MODEL = "model: DeepSeek-V4.1's, of which no layer is here. Operations are those over its caches."
 V41_HEADS = 64
+H100 = machine.GPU((9, 0), 132)
 # Columns of the names of operations.
 NAMES_WIDTH = 72
 
@@ -75,6 +76,7 @@ def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, A
         "dtype": dtype,
         "model": described,
         "operations": [_choices(call) for call in calls],
+        "on_an_h100": _served_on_hopper(calls) if device.type == "cpu" else None,
         "vllm": vllm.examine(DTYPES[dtype], config, v4=v4, model_type=_model_type(fields)),
         "sglang": sglang.examine(config, v4=v4),
         "compiled": _compiled(model, dtype) if model and torch.cuda.is_available() and dtype != "fp32" else None,
@@ -227,7 +229,7 @@ def report(facts: dict[str, Any], *, every_reason: bool = False) -> str:
     if facts["compiled"] is not None:
         lines += ["", facts["compiled"]]
     if not every_reason:
-        lines += ["", *([] if on_gpu else [_what_a_gpu_adds(facts["operations"])])]
+        lines += ["", *([] if on_gpu else [_what_a_gpu_adds(facts)])]
         lines.append("flashlatte doctor --all gives the reason for every implementation that does not run.")
     return "\n".join(lines)
 
@@ -283,15 +285,26 @@ def _share_a_line(before: dict[str, Any], entry: dict[str, Any], by_reasons: boo
     return len(before["operation"]) + len(", ") + len(entry["operation"]) < NAMES_WIDTH - 1
 
 
-def _what_a_gpu_adds(operations: list[dict[str, Any]]) -> str:
-    hopper = dict.fromkeys(
-        entry["operation"] for entry in operations if _exists(entry["refusals"].get("hopper", "has no "))
-    )
-    return textwrap.fill(
-        "A GPU adds portable kernels (Triton) for every operation, one of compute capability 9.0 (H100, H200) hopper's "
-        f"for {', '.join(hopper)}.",
-        width=118,
-    )
+def _served_on_hopper(calls: Sequence[dispatch.Call]) -> dict[str, list[str]]:
+    """By backend the operations of which there would be calls that it serves, were an H100 here."""
+    with machine.supposing(H100):
+        choices = [(call.operation, choice) for call in calls for choice in dispatch.explain(call)]
+    return {
+        backend: list(dict.fromkeys(name for name, choice in choices if choice == dispatch.Choice(backend, None)))
+        for backend in ("portable", "hopper")
+    }
+
+
+def _what_a_gpu_adds(facts: dict[str, Any]) -> str:
+    portable, hopper = facts["on_an_h100"]["portable"], facts["on_an_h100"]["hopper"]
+    if not portable:
+        return "What would run on a GPU are kernels of Triton, which is not installed."
+    every = dict.fromkeys(entry["operation"] for entry in facts["operations"])
+    without = ", ".join(name for name in every if name not in portable)
+    text = "A GPU adds portable kernels (Triton) for every operation" + (f" but {without}" if without else "")
+    if hopper:
+        text += f"{';' if without else ','} one of compute capability 9.0 (H100, H200) hopper's for {', '.join(hopper)}"
+    return textwrap.fill(f"{text}.", width=118)
 
 
 def _choices(call: dispatch.Call) -> dict[str, Any]:

@@ -169,6 +169,48 @@ def test_doctor_without_a_gpu_is_one_screen(capsys):
     assert not any("not hopper" in line for line in lines)
 
 
+MINICPM3 = {
+    "model_type": "minicpm3",
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+}
+
+
+@needs_cpu
+@pytest.mark.parametrize(
+    ("options", "without", "hopper"),
+    [
+        (
+            [],
+            "",
+            "dense_decode, sparse_decode, sparse_prefill, dense_prefill, dense_prefill_backward, paged_attention,",
+        ),
+        (["--dtype", "fp32"], " but dense_decode, .*, turboquant_decode", "index_logits, paged_index_logits, topk"),
+        (["--dtype", "fp16"], "", "dense_decode, sparse_prefill, "),
+        (["--model", "config.json"], "", "dense_prefill, paged_attention, "),
+        (["--model", "config.json", "--dtype", "fp32"], " but dense_decode, .*", "index_logits, "),
+    ],
+)
+def test_doctor_says_what_a_gpu_adds_for_this_call(options, without, hopper, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | MINICPM3))
+    assert cli.main(["doctor", *options]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    begin = rf"A GPU adds portable kernels \(Triton\) for every operation{without}[,;] one of compute capability 9.0"
+    assert re.search(rf"{begin} \(H100, H200\) hopper's for {hopper}", printed)
+    # What was supposed is forgotten.
+    assert doctor.examine()["operations"][0]["runs"] == "reference"
+
+
+@needs_cpu
+def test_doctor_without_triton(monkeypatch, capsys):
+    monkeypatch.setattr("flashlatte.runtime.refusals._TRITON_INSTALLED", False)
+    assert cli.main(["doctor"]) == 0
+    assert "What would run on a GPU are kernels of Triton, which is not installed.\n" in capsys.readouterr().out
+
+
 def test_doctor_gives_every_reason_when_asked(capsys):
     assert cli.main(["doctor", "--all"]) == 0
     printed = capsys.readouterr().out

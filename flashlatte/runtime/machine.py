@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -33,6 +35,24 @@ def assume(gpu: GPU) -> None:
     """
     global _assumed
     _assumed = gpu
+
+
+@contextlib.contextmanager
+def supposing(gpu: GPU) -> Iterator[None]:
+    """``assume``, within: for who asks which implementations would serve there, and launches nothing."""
+    global _assumed
+    before, _assumed = _assumed, gpu
+    _forget()
+    try:
+        yield
+    finally:
+        _assumed = before
+        _forget()
+
+
+def _forget() -> None:
+    _compute_capability.cache_clear()
+    num_sms.cache_clear()
 
 
 def device_type(device: torch.device) -> str:
