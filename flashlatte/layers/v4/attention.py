@@ -28,7 +28,7 @@ from flashlatte.ops.norm_rope import rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.ops.q_kv_norm import q_kv_norm
 from flashlatte.ops.rotate_and_cache import rotate_and_cache
-from flashlatte.runtime import checks, dispatch
+from flashlatte.runtime import checks, dispatch, machine
 
 
 class V4Projections(Protocol):
@@ -213,3 +213,16 @@ def _check_step(config: V4Config, step: V4Step, cache: V4Cache) -> None:
                 f"cache.{name} must have cache.{beside}'s {others.shape[0]} pages of {others.shape[1]}, got "
                 f"{pages.shape[0]} of {pages.shape[1]}"
             )
+    # Where calls only look at what a GPU would launch, slots are not made either.
+    if machine.device_type(step.slots.device) == "cpu" and not torch.compiler.is_compiling():
+        _check_slots("window", step.slots, cache.window)
+        if cache.groups is not None:
+            ends = (step.positions + 1) % config.ratio == 0
+            _check_slots("groups", step.groups[config.ratio].slots.where(ends, -1), cache.groups)
+
+
+def _check_slots(name: str, slots: torch.Tensor, pages: torch.Tensor) -> None:
+    """That new rows have places in a cache. On a GPU nobody reads their slots, and those without go nowhere."""
+    page = int(slots.max()) // pages.shape[1]
+    if page >= pages.shape[0]:
+        raise ValueError(f"step has a row in page {page} of cache.{name}, which has {pages.shape[0]} pages")

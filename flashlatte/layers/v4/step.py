@@ -161,7 +161,8 @@ class V4Step:
                 shared_tokens, backend: as for ``build``.
 
         Raises:
-            TypeError, ValueError: as ``build``; spans that are not of window_table's requests, or run backwards.
+            TypeError, ValueError: as ``build``; spans that are not of window_table's requests, run backwards, or end
+                where the tables have no room.
         """
         checks.tensor("window_table", window_table, ("b", "columns"), checks.INDEX_DTYPES)
         device = window_table.device
@@ -187,8 +188,10 @@ class V4Step:
             shared_tokens=shared_tokens,
             backend=backend,
         )
+        longest = max((end for _, end in spans), default=0)
+        step._check_room(longest)
         if rotary_positions is None:
-            step = replace(step, longest=max((end for _, end in spans), default=0))
+            step = replace(step, longest=longest)
         if limits is None:
             return step
         return replace(step, prefill=V4Prefill(spans, window, limits, device, first_tokens))
@@ -232,7 +235,8 @@ class V4Step:
             backend: "portable" or "reference"; None chooses.
 
         Raises:
-            TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+            TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other. On
+                the CPU also positions that the tables have no room for; on a GPU the keys of such tokens go nowhere.
         """
         checks.tensor("request_ids", request_ids, ("T",), checks.INDEX_DTYPES, unit_last_stride=False)
         tokens, device = request_ids.shape[0], request_ids.device
@@ -279,7 +283,8 @@ class V4Step:
                 )
             rows = checks.positive_int(f"group_page_sizes[{ratio}]", (group_page_sizes or {}).get(ratio, page_size))
             groups[ratio] = V4Groups.build(ratio, request_ids, written, seeing, table, state_table, rows, backend)
-        return cls(
+        readable = device.type == "cpu" and not torch.compiler.is_compiling()
+        step = cls(
             request_ids,
             positions,
             turned_by,
@@ -290,8 +295,26 @@ class V4Step:
             window_slots,
             window_counts,
             groups,
-            int(turned_by.max()) + 1 if device.type == "cpu" and not torch.compiler.is_compiling() else None,
+            int(turned_by.max()) + 1 if readable else None,
         )
+        if readable:
+            step._check_room(int(positions.max()) + 1)
+        return step
+
+    def _check_room(self, tokens: int) -> None:
+        """Raise ValueError for more tokens of a request than the tables lead to, whose keys would be nowhere."""
+        room = self.window_table.shape[1] * self.page_size
+        if tokens > room:
+            raise ValueError(
+                f"window_table must have room for {tokens} tokens of a request, got {self.window_table.shape[1]} pages "
+                f"of {self.page_size}"
+            )
+        for ratio, groups in self.groups.items():
+            if tokens // ratio > groups.table.shape[1] * groups.page_size:
+                raise ValueError(
+                    f"group_tables[{ratio}][0] must have room for {tokens // ratio} groups of a request, got "
+                    f"{groups.table.shape[1]} pages of {groups.page_size}"
+                )
 
 
 def _slots(

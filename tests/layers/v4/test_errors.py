@@ -23,11 +23,22 @@ CONFIG = V4Config(
 TABLE = torch.arange(4).view(1, 4)
 
 
-def call(config=CONFIG, cache_config=CONFIG, page_size=4, ratio=4, window=4, hidden=16, other_caches=()):
+def call(
+    config=CONFIG,
+    cache_config=CONFIG,
+    page_size=4,
+    ratio=4,
+    window=4,
+    hidden=16,
+    other_caches=(),
+    table=TABLE,
+    groups_table=TABLE,
+    first=0,
+):
     """The layer's output; ``other_caches`` are names of caches, and how many of their pages are left, or None."""
-    step = V4Step.build(
-        torch.zeros(3, dtype=torch.int32), torch.arange(3), TABLE, {ratio: (TABLE, TABLE)}, window=window, page_size=4
-    )
+    groups = {ratio: (groups_table, TABLE)}
+    ids = torch.zeros(3, dtype=torch.int32)
+    step = V4Step.build(ids, torch.arange(first, first + 3), table, groups, window=window, page_size=4)
     cache = V4Cache.allocate(cache_config, 4, page_size, state_pages=4, cache_format="fp32")
     cache = dataclasses.replace(cache, **{name: pages and getattr(cache, name)[:pages] for name, pages in other_caches})
     return V4Attention(config)(torch.zeros(3, hidden), step, cache)
@@ -54,6 +65,11 @@ def call(config=CONFIG, cache_config=CONFIG, page_size=4, ratio=4, window=4, hid
         (
             {"other_caches": [("index_states", 2)]},
             "^cache.index_states must have cache.states's 4 pages of 4, got 2 of 4$",
+        ),
+        ({"table": TABLE + 4}, "^step has a row in page 4 of cache.window, which has 4 pages$"),
+        (
+            {"other_caches": [("groups", 1), ("index_keys", 1)], "groups_table": TABLE + 1, "first": 1},
+            "^step has a row in page 1 of cache.groups, which has 1 pages$",
         ),
     ],
 )
@@ -93,6 +109,33 @@ def test_positions_beyond_the_rotary_embedding(known):
             continue
         with pytest.raises(ValueError, match=r"^step rotates by position 7, and the config's rope.max_position is 7$"):
             attention(torch.zeros(2, 16), step, cache)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(
+    ("window", "groups", "end", "message"),
+    [
+        (3, 4, 12, None),
+        (3, 4, 13, "^window_table must have room for 13 tokens of a request, got 3 pages of 4$"),
+        # A group that is not finished needs no place yet.
+        (4, 1, 11, None),
+        (4, 1, 12, r"^group_tables\[4\]\[0\] must have room for 3 groups of a request, got 1 pages of 2$"),
+    ],
+)
+def test_tokens_that_the_tables_have_no_room_for(known, window, groups, end, message):
+    tables = TABLE[:, :window], {4: (TABLE[:, :groups], TABLE)}
+    sizes = {"window": 4, "page_size": 4, "group_page_sizes": {4: 2}}
+
+    def step():
+        if known:
+            return V4Step.of_spans([(end - 3, end)], *tables, **sizes)
+        return V4Step.build(torch.zeros(3, dtype=torch.int32), torch.arange(end - 3, end), *tables, **sizes)
+
+    if message is None:
+        assert step().num_tokens == 3
+        return
+    with pytest.raises(ValueError, match=message):
+        step()
 
 
 def test_a_plain_cache_has_the_layers_dtype():
