@@ -18,6 +18,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from flashlatte.runtime import checks
+
 
 class World(Protocol):
     """Processes that have a store in common: a process group, or those that are to be one."""
@@ -35,10 +37,13 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 
 
 def as_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group of all ranks if None. Raises ValueError where there is none yet."""
+    """The group of all ranks if None. Raises TypeError, ValueError: there is none yet; this rank is in another."""
     group = group or dist.group.WORLD
     if group is None:
         raise ValueError("group must be a process group, and torch.distributed has none yet: init_process_group()")
+    # Who is no member is given something else by ``new_group``.
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a process group that this rank is in, got {group!r}")
     return group
 
 
@@ -54,6 +59,7 @@ class Agreement:
     def __init__(self, group: World, timeout: timedelta, kind: str = "agreement") -> None:
         number = next(_made.setdefault(group, defaultdict(itertools.count))[kind])
         self._prefix = f"flashlatte/{kind}/{number}"
+        checks.instance("timeout", timeout, timedelta)
         self._group, self._timeout = group, timeout
         self._known: set[tuple[object, ...]] = set()
         self._checks = itertools.count()

@@ -309,6 +309,7 @@ class ContextParallel:
 
     def _check_plan(self, q: torch.Tensor, pages: torch.Tensor, plan: ShardPlan) -> None:
         """A plan for other pages, other ranks or other queries gives wrong numbers, and no kernel could tell."""
+        checks.instance("plan", plan, ShardPlan)
         if plan.sharding != self.sharding:
             raise ValueError(f"plan must be made for {self.sharding}, got one for {plan.sharding}")
         if plan.page_size != pages.shape[1]:

@@ -49,7 +49,10 @@ class PrefillRing:
 
     def blocks(self, tokens: int, rank: int | None = None) -> tuple[range, range]:
         """The two blocks of a prompt of so many tokens that a rank (this one if None) has; either may be empty."""
-        return zigzag_blocks(tokens, self.group.rank() if rank is None else rank, self.group.size())
+        size, rank = self.group.size(), self.group.rank() if rank is None else rank
+        if not 0 <= checks.integer("rank", rank) < size:
+            raise ValueError(f"rank must be from 0 to {size - 1}, got {rank}")
+        return zigzag_blocks(checks.positive_int("tokens", tokens, or_zero=True), rank, size)
 
     def positions(self, tokens: int, rank: int | None = None, device: torch.device | str | None = None) -> torch.Tensor:
         """int64 [n], the tokens of the prompt that a rank (this one if None) has, in order."""

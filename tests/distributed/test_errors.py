@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashlatte.distributed import ContextParallel, TensorParallelAttention, shard_metadata
+from flashlatte.distributed import ContextParallel, PrefillRing, TensorParallelAttention, shard_metadata
 from flashlatte.distributed.plan import plan_shard
 from flashlatte.kv_cache.sharding import Sharding
 from flashlatte.layers import MLAConfig, MLAMetadataBuilder
@@ -41,6 +41,29 @@ def test_arguments(context):
         context.plan(TABLE, LENGTHS.float(), page_tokens=8)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        ContextParallel,
+        PrefillRing,
+        lambda *args, **options: TensorParallelAttention(MLAConfig(64, 4), *args, **options),
+    ],
+)
+def test_groups_and_timeouts(context, make):
+    with pytest.raises(TypeError, match=r"^timeout must be of type timedelta, got int$"):
+        make(timeout=60)
+    with pytest.raises(TypeError, match=r"^group must be a process group that this rank is in, got "):
+        make(group=dist.GroupMember.NON_GROUP_MEMBER)
+
+
+def test_blocks_of_a_prompt(context):
+    ring = PrefillRing()
+    with pytest.raises(ValueError, match=r"^tokens must be at least 0, got -1$"):
+        ring.positions(-1)
+    with pytest.raises(ValueError, match=r"^rank must be from 0 to 0, got 1$"):
+        ring.positions(5, rank=1)
+
+
 def test_a_plan_for_something_else(context):
     plan = context.plan(TABLE, LENGTHS, page_tokens=8, queries=2)
     q, cache = torch.zeros(2, 2, 1, 24), torch.zeros(3, 8, 1, 24)
@@ -48,6 +71,8 @@ def test_a_plan_for_something_else(context):
         context.decode(q, cache[:, :4], plan, head_dim_v=16)
     with pytest.raises(ValueError, match="q must have the plan's 2 requests of 2 queries"):
         context.decode(q[:, :1], cache, plan, head_dim_v=16)
+    with pytest.raises(TypeError, match=r"^plan must be of type ShardPlan, got NoneType$"):
+        context.decode(q, cache, None, head_dim_v=16)
     with pytest.raises(ValueError, match="plan must be made for Sharding\\(rank=0, size=1, interleave=1\\)"):
         ContextParallel().decode(q, cache, plan, head_dim_v=16)
     with pytest.raises(ValueError, match="plan must be made with cache_format 'v32'"):
