@@ -195,6 +195,8 @@ def index_convert(
     if indices is not None:
         checks.tensor("indices", indices, (rows, "n"), checks.INDEX_DTYPES)
         chosen = indices.shape[1]
+    else:
+        checks.tensor("query_positions", known, (rows,), checks.INDEX_DTYPES, unit_last_stride=False)
     device = known.device
     may_be_empty = 0 if rows else 2
     checks.tensor(

@@ -64,7 +64,7 @@ def index_query(
     """
     options = _check(q, weights, cos_sin, positions, rope_first, interleaved, hadamard, softmax_scale, head_scale)
     checks.choice("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
-    checks.positive_number("smallest_amax", smallest_amax)
+    checks.float32_factor("smallest_amax", smallest_amax)
     values = torch.empty(q.shape, dtype=torch.uint8, device=q.device)
     folded = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     backend = _select(q, weights, backend)

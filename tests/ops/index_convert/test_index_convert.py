@@ -172,6 +172,7 @@ def call(**change):
         ({"indices": torch.zeros(2, 5)}, TypeError, "indices must be int32 or int64"),
         ({"indices": None}, ValueError, "indices must be given where there are no sinks"),
         ({"sinks": 4}, ValueError, "query_positions belongs to sinks and window"),
+        ({"indices": None, "sinks": 4, "query_positions": [19, 3]}, TypeError, "query_positions must be a tensor, got"),
         ({"window": -1}, ValueError, "window must be at least 0, got -1"),
         ({"request_ids": torch.zeros(3, dtype=torch.int32)}, ValueError, r"request_ids must have shape \[2\]"),
         ({"workspace_ids": torch.zeros(2, dtype=torch.int32)}, ValueError, "workspace_ids and workspace_starts belong"),
