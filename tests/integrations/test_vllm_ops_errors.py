@@ -112,6 +112,14 @@ LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
             "^out must be a tensor, got NoneType$",
         ),
         (
+            lambda: ops.unified_attention(
+                *(KEYS[0], KEYS, KEYS, KEYS[0], torch.tensor([0, 1]), 1, SLOT, 1, 1.0, True, MISSING, SLOT[None]),
+                *(0.0, None, None, None),
+            ),
+            TypeError,
+            "^window_size must be of type Sequence, got NoneType$",
+        ),
+        (
             lambda: ops.triton_reshape_and_cache_flash_per_token_head_quant(
                 KEYS[0], KEYS[0], KEYS.char(), KEYS.char(), MISSING, MISSING, SLOT, None
             ),

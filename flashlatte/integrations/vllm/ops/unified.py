@@ -94,6 +94,7 @@ def unified_attention(
         _refuse(k_scale is None or v_scale is None, f"k_scale_cache and v_scale_cache belong to {mode}, got None")
     else:
         k_scale, v_scale = _first(k_descale, k), _first(v_descale, v)
+    checks.instance("window_size", window_size, Sequence)
     names = {"k_cache": "k", "v_cache": "v", "window": "window_size", "prefix_ranges": "mm_prefix_range"}
     more = {"alibi_sqrt": "use_alibi_sqrt", "attn_sink": "sinks", "out_scale": "output_scale"}
     with checks.naming(k_scale="k_descale", v_scale="v_descale", **names, **more):
