@@ -133,12 +133,22 @@ def test_other_caches_are_refused(make_model, prompts):
         generate(model, prompts((0,)), seed=0, **{CACHE: cache})
 
 
-def test_the_cache_of_another_model_is_refused(make_model, prompts):
-    first = enable(make_model(kv_lora_rank=32, qk_rope_head_dim=16))
-    second = enable(make_model(kv_lora_rank=40, qk_rope_head_dim=8))
+@pytest.mark.parametrize(
+    ("of_first", "of_second", "message"),
+    [
+        (
+            {"kv_lora_rank": 32, "qk_rope_head_dim": 16},
+            {"kv_lora_rank": 40, "qk_rope_head_dim": 8},
+            r"holds rows of kv_lora_rank 32 .* filled by another model",
+        ),
+        ({}, {"num_hidden_layers": 3}, "the cache has 2 layers, and the model 3: it was filled by another model"),
+    ],
+)
+def test_the_cache_of_another_model_is_refused(make_model, prompts, of_first, of_second, message):
+    first, second = enable(make_model(**of_first)), enable(make_model(**of_second))
     with torch.no_grad():
         cache = first(**prompts((0,))).past_key_values
-        with pytest.raises(ValueError, match=r"holds rows of kv_lora_rank 32 .* filled by another model"):
+        with pytest.raises(ValueError, match=message):
             second(prompts((0,))["input_ids"][:, :1], **{CACHE: cache})
 
 

@@ -136,3 +136,14 @@ def test_a_cache_of_another_indexer_is_refused(prompts):
         cache = enable(make("DeepseekV3", {}))(**inputs).past_key_values
         with pytest.raises(ValueError, match="the cache holds index keys of another indexer, or none"):
             enable(make(*FAMILIES["v32"]))(**inputs, **{CACHE: cache})
+
+
+@pytest.mark.full
+def test_a_model_compiled_for_any_length(prompts):
+    model = make(*FAMILIES["v32"])
+    compiled = torch.compile(enable(copy.deepcopy(model)), backend="eager", dynamic=True)
+    cache, of_stock = (transformers.DynamicCache(config=model.config) for _ in range(2))
+    for part in prompts((0,), length=20)["input_ids"].split((17, 1, 2), dim=1):
+        with torch.no_grad():
+            expected = model(part, **{CACHE: of_stock}).logits
+            torch.testing.assert_close(compiled(part, **{CACHE: cache}).logits, expected, rtol=1e-3, atol=1e-3)

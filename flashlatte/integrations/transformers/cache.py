@@ -28,22 +28,26 @@ class PagedLatentCache(PagedCache):
     Attributes:
         parts_pairs: whether the stock cache holds the first rope dims of all pairs before the second ones, where a
             stored row has the two of a pair side by side.
+        filled_for: the config of the model that fills it.
     """
 
     store: PagedLatents
     layer_class = PagedLatentLayer
     parts_pairs: bool
+    filled_for: Any
 
     @classmethod
-    def adopt(cls, cache: DynamicCache, latents: PagedLatents, num_layers: int, parts_pairs: bool) -> PagedLatentCache:
+    def adopt(
+        cls, cache: DynamicCache, latents: PagedLatents, num_layers: int, parts_pairs: bool, config: Any
+    ) -> PagedLatentCache:
         paged = cls._made_of(cache, latents, num_layers)
-        paged.parts_pairs = parts_pairs
+        paged.parts_pairs, paged.filled_for = parts_pairs, config
         return paged
 
     def release(self) -> None:
         """Become a ``DynamicCache`` with the same tokens, dequantised, in place. Hidden tokens are zeros."""
         layers = [_dynamic_layer(self.store, index, self.parts_pairs) for index in range(len(self.layers))]
-        del self.store, self.parts_pairs
+        del self.store, self.parts_pairs, self.filled_for
         object.__setattr__(self, "__class__", DynamicCache)
         self.layers = layers
 

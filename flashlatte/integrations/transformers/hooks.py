@@ -74,14 +74,13 @@ class BeginForward:
                 cache.release()
             return None
         if isinstance(cache, PagedLatentCache):
-            _check_rows(cache.store, model.config)
+            _check_model(cache, model)
             return cache
         cache = cache_to_adopt(model, call)
         if cache is None:
             return None
-        latents = new_latents(model, self.settings)
-        layers = 1 + max(module.layer_idx for _, module in attentions(model))
-        return PagedLatentCache.adopt(cache, latents, layers, self.family.parts_pairs(model.config))
+        latents, config = new_latents(model, self.settings), model.config
+        return PagedLatentCache.adopt(cache, latents, _layers(model), self.family.parts_pairs(config), config)
 
 
 def end_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -162,8 +161,12 @@ def check_backend(model: Any, latents: PagedLatents) -> None:
     dispatch.select(call, latents.backend)
 
 
-def _check_rows(latents: PagedLatents, config: Any) -> None:
-    """A cache that another model filled may hold rows of other parts, as wide as this one's."""
+def _check_model(cache: PagedLatentCache, model: Any) -> None:
+    """A cache that another model filled may hold rows of other parts, as wide as this one's, or of fewer layers."""
+    config, latents = model.config, cache.store
+    # To read a config takes longer than to find it the same, and torch.compile cannot compare what is read.
+    if cache.filled_for is config:
+        return
     held = latents.latent_dim, latents.layout.head_dim - latents.latent_dim
     wanted = config.kv_lora_rank, config.qk_rope_head_dim
     if held != wanted:
@@ -171,8 +174,18 @@ def _check_rows(latents: PagedLatents, config: Any) -> None:
             f"the cache holds rows of kv_lora_rank {held[0]} and qk_rope_head_dim {held[1]}, and the model's are "
             f"{wanted[0]} and {wanted[1]}: it was filled by another model"
         )
+    if len(cache.layers) != _layers(model):
+        raise ValueError(
+            f"the cache has {len(cache.layers)} layers, and the model {_layers(model)}: it was filled by another model"
+        )
     if latents.indexer != _indexer(config):
         raise ValueError("the cache holds index keys of another indexer, or none: it was filled by another model")
+    cache.filled_for = config
+
+
+def _layers(model: Any) -> int:
+    """Attention modules of a decoder, by the numbers that they have in a cache."""
+    return 1 + max(module.layer_idx for _, module in attentions(model))
 
 
 def cache_to_adopt(model: Any, call: dict[str, Any]) -> DynamicCache | None:
