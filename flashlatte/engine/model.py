@@ -55,8 +55,8 @@ class Model(PagedModel):
     Raises:
         ModuleNotFoundError: transformers is not installed.
         OSError: no checkpoint can be read there.
-        TypeError: a model without a head; layers with hooks; quantised weights that are read (``kv_b_proj``), other
-            than e4m3 with scales.
+        TypeError: a model without a head; layers with hooks or another forward; quantised weights that are read
+            (``kv_b_proj``) and do not tell their matrix.
         ValueError: a model of another type; a dtype or device for one that is loaded; quantised weights for several
             ranks.
     """

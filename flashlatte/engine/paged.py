@@ -14,7 +14,7 @@ from flashlatte import kv_cache
 from flashlatte.distributed.model.alone import Alone
 from flashlatte.engine.batch import Batch, Limits
 from flashlatte.kv_cache import CacheFormat
-from flashlatte.layers.weights import has_hooks
+from flashlatte.layers.weights import has_hooks, is_replaced
 
 # Makes the metadata of a step, whose ``num_tokens`` it has, with padding up to so many requests if a number is given:
 # then it lies where that of the last such step did, until its ``buffers`` is another object.
@@ -157,9 +157,9 @@ def normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def check_parts(model: Any) -> None:
-    """Raise TypeError for a model without a head, and for decoder layers that hooks made more than their weights.
+    """Raise TypeError for a model without a head, and where hooks or another forward make more than weights of a part.
 
-    The engine calls the layers' MLPs, and nothing else of them.
+    Of the decoder layers the engine calls the MLPs and the projections, of the norms it reads the weights (``normed``).
     """
     if not (hasattr(model, "lm_head") and hasattr(getattr(model, "model", None), "layers")):
         raise TypeError(
@@ -168,8 +168,14 @@ def check_parts(model: Any) -> None:
         )
     for number, layer in enumerate(model.model.layers):
         for name, part in layer.named_modules():
-            if name.split(".")[0] != "mlp" and has_hooks(part):
+            if name.split(".")[0] == "mlp":
+                continue
+            # A projection is called, and a norm may have a kernel's forward.
+            got = "some" if has_hooks(part) else "another forward" if is_replaced(part) and [*part.children()] else None
+            if got is not None:
                 raise TypeError(
-                    f"layer {number} of the model must have no hooks outside of its MLP, as the engine does not call "
-                    f"it: got some on {name or 'the layer'}"
+                    f"layer {number} of the model must have no hooks and no other forward outside of its MLP, as the "
+                    f"engine does not call it: got {got} on {name or 'the layer'}"
                 )
+    if has_hooks(model.model.norm):
+        raise TypeError("the last norm of the model must have no hooks, as the engine does not call it: got some")

@@ -39,8 +39,8 @@ class V4Model(PagedModel):
         backend: of the layers' operations; None chooses.
 
     Raises:
-        TypeError: a model without a head; layers with hooks; quantised weights that are read (``o_a_proj``), other than
-            e4m3 with scales.
+        TypeError: a model without a head; layers with hooks or another forward; quantised weights that are read
+            (``o_a_proj``) and do not tell their matrix.
         ValueError: a model of another type.
     """
 

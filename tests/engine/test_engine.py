@@ -322,9 +322,22 @@ def test_hooks_that_the_engine_would_pass_over_are_refused(family):
         with pytest.raises(TypeError, match=f"^layer 1 of the model must have no .*got some on {name or 'the layer'}$"):
             Engine(hooked, num_pages=24, page_size=16)
         hook.remove()
+    for name in ("", "self_attn"):
+        part = layer.get_submodule(name)
+        part.forward = lambda *args, part=part, **kwargs: type(part).forward(part, *args, **kwargs)
+        with pytest.raises(TypeError, match=f"^layer 1 .*: got another forward on {name or 'the layer'}$"):
+            Engine(hooked, num_pages=24, page_size=16)
+        del part.forward
     layer.mlp.register_forward_hook(lambda *called: called[2])
     (output,) = Engine(hooked, num_pages=24, page_size=16).generate([prompt(5)], SamplingParams(max_new_tokens=3))
     assert output.tokens == generated_by_transformers(family, prompt(5), 3)
+
+
+def test_hooks_on_the_last_norm_are_refused():
+    hooked = copy.deepcopy(model())
+    hooked.model.norm.register_forward_hook(lambda *called: 2 * called[2])
+    with pytest.raises(TypeError, match=r"^the last norm of the model must have no hooks"):
+        Engine(hooked, num_pages=24, page_size=16)
 
 
 def test_an_id_in_use_is_refused_and_its_request_goes_on():
