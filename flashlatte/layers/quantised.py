@@ -38,7 +38,7 @@ def is_quantised(module: Any, weight: torch.Tensor) -> bool:
     ``FP8Linear``), or a tensor that knows it (torchao).
     """
     of_class = isinstance(module, nn.Linear) and type(module) is not nn.Linear
-    return _knows_itself(weight) or (of_class and weight.dtype.itemsize == 1)
+    return knows_itself(weight) or (of_class and weight.dtype.itemsize == 1)
 
 
 def matrix_of(module: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -83,7 +83,7 @@ def times_scales(weight: torch.Tensor, scales: torch.Tensor, block: Sequence[int
 @torch.no_grad()
 def _dequantised(module: Any, dtype: torch.dtype) -> torch.Tensor:
     weight, scales = module.weight, getattr(module, "weight_scale_inv", None)
-    if _knows_itself(weight):
+    if knows_itself(weight):
         try:
             matrix = weight.dequantize().to(dtype)
         except NotImplementedError:
@@ -113,7 +113,8 @@ def _of_calls(module: Any, dtype: torch.dtype) -> torch.Tensor:
     return columns.T
 
 
-def _knows_itself(weight: torch.Tensor) -> bool:
+def knows_itself(weight: torch.Tensor) -> bool:
+    """Whether a tensor is made of others by a way of quantising that it knows."""
     # A DTensor is a part of one, of numbers.
     return _has_parts(weight) and "torch.distributed" not in type(weight).__module__
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from integrations import test_transformers_indexed as indexed
 from integrations.test_transformers_v4 import model_of as v4_model_of
+from layers.test_quantised import Dequantisable
 from support import fp8_linears
 from support.transformers_pairs import assert_same_tokens, generate, pair
 
@@ -95,6 +96,11 @@ def test_ranks_do_not_divide_quantised_weights(make_model):
         ValueError, match=r"^tensor_parallel above 1 needs weights that are not quantised, got model\.l"
     ):
         check_divisible(fp8_linears.quantised(make_model()))
+    module = make_model().model.layers[0].self_attn
+    weight = Dequantisable(torch.ones(module.o_proj.weight.shape, dtype=torch.int8), torch.ones(()))
+    module.o_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(ValueError, match=r"^tensor_parallel above 1 .* got o_proj\.weight of Dequantisable$"):
+        check_divisible(module)
 
 
 def test_other_quantised_weights_are_refused(make_model):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flashlatte.distributed.model.ranks import Ranks
-from flashlatte.layers import MLAAttention, MLAConfig
+from flashlatte.layers import MLAAttention, MLAConfig, quantised
 
 # Numbers of an MLP that stay together.
 _PIECE = 8
@@ -17,10 +17,10 @@ _PIECE = 8
 def check_divisible(model: nn.Module) -> None:
     """Raise ValueError for quantised weights, whose scales are of more rows and columns than a rank may have."""
     for name, parameter in model.named_parameters():
-        if parameter.dtype.itemsize == 1:
-            raise ValueError(
-                f"tensor_parallel above 1 needs weights that are not quantised, got {name} of {parameter.dtype}"
-            )
+        knows_itself = quantised.knows_itself(parameter)
+        if knows_itself or parameter.dtype.itemsize == 1:
+            got = type(parameter).__name__ if knows_itself else parameter.dtype
+            raise ValueError(f"tensor_parallel above 1 needs weights that are not quantised, got {name} of {got}")
 
 
 def own_heads(config: MLAConfig, module: nn.Module, ranks: Ranks, **options: Any) -> MLAAttention:
