@@ -34,8 +34,8 @@ def new_request(
             raise TypeError(f"{argument} must be a text, got {text!r}")
     checks.integer("priority", priority)
     if isinstance(prompt, str):
-        if tokenizer is None:
-            raise TypeError("prompt must be tokens, as the engine has no tokenizer, got a text")
+        if not hasattr(tokenizer, "encode"):
+            raise TypeError("prompt must be tokens, as the engine has no tokenizer that encodes, got a text")
         prompt = tokenizer.encode(prompt)
     if isinstance(prompt, (Set, Mapping)):
         raise TypeError(f"prompt must hold its tokens in order, got {prompt!r}")
@@ -72,19 +72,19 @@ def with_sampling(
     return list(zip(prompts, each, strict=True))
 
 
-def check_limits(model: PagedModel, limits: Limits, *, patience: int) -> None:
-    """Raise TypeError, ValueError for sizes below 1, and options below 0 or that the model does not take."""
+def check_options(
+    model: PagedModel, limits: Limits, tokenizer: object, *, patience: int, prefix_cache: bool, graphs: bool
+) -> None:
+    """Raise TypeError, ValueError for sizes below 1, options that the model does not take, and no tokenizer."""
     for name, value in (dataclasses.asdict(limits) | {"patience": patience}).items():
         checks.positive_int(name, value, or_zero=name in ("host_pages", "drafts"))
     if limits.drafts and model.batch_invariant:
         raise ValueError(f"drafts must be 0 for a batch_invariant model, as their number varies, got {limits.drafts}")
-
-
-def check_tokenizer(tokenizer: object) -> None:
-    """Raise TypeError for what makes no tokens of texts and texts of tokens, as the name of a tokenizer."""
-    if tokenizer is not None and not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode")):
+    checks.flag("prefix_cache", prefix_cache)
+    checks.flag("graphs", graphs)
+    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
         got = repr(tokenizer) if isinstance(tokenizer, str) else type(tokenizer).__name__
-        raise TypeError(f"tokenizer must have encode and decode, as AutoTokenizer.from_pretrained(…)'s, got {got}")
+        raise TypeError(f"tokenizer must have decode, as AutoTokenizer.from_pretrained(…) has, got {got}")
 
 
 def _checked_tokens(name: str, values: Iterable[Any], model: PagedModel) -> list[int]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from flashlatte.engine.asked import Prompt, check_limits, check_tokenizer, new_request, with_sampling
+from flashlatte.engine.asked import Prompt, check_options, new_request, with_sampling
 from flashlatte.engine.batch import Limits
 from flashlatte.engine.models import as_model
 from flashlatte.engine.outputs import Output, progress_bar
@@ -37,7 +37,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         prefix_cache: whether requests that begin alike share pages.
         drafts: tokens to guess from the request's own text and verify in one step (prompt lookup); 0: none.
         graphs: whether decode steps run as CUDA graphs (on a GPU).
-        tokenizer: with ``encode`` and ``decode``, for prompts and stops that are texts.
+        tokenizer: with ``decode``, for stops that are texts, and ``encode``, for prompts that are.
         tensor_parallel: ranks that heads and MLPs are divided over: as many as ``torchrun`` started processes.
         context_parallel: ranks that keys are divided over, a divisor of ``tensor_parallel``; 1: each stores all.
 
@@ -75,10 +75,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             if num_pages is None:
                 num_pages = self.model.default_pages(self.cache_format, page_size)
             limits = Limits(num_pages, page_size, host_pages, max_tokens, max_requests, drafts)
-            check_limits(self.model, limits, patience=patience)
-            checks.flag("prefix_cache", prefix_cache)
-            checks.flag("graphs", graphs)
-            check_tokenizer(tokenizer)
+            check_options(self.model, limits, tokenizer, patience=patience, prefix_cache=prefix_cache, graphs=graphs)
             self.runner = Runner(self.model, self.cache_format, limits, graphs=graphs)
         facts = {"model": self.model.config, "dtype": self.model.dtype, "cache_format": self.cache_format}
         self.ranks.agree(facts | dataclasses.asdict(limits) | {"graphs": graphs})
@@ -167,8 +164,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """Generate for all prompts; outputs in their order. ``progress`` shows a bar (needs rich)."""
         asked, outputs = with_sampling(prompts, sampling), list[Output]()
         with self._aborting(outputs), progress_bar(len(asked), progress) as show:
-            for prompt, one in asked:
-                outputs.append(self._own(prompt, one))
+            outputs.extend(self._own(prompt, one) for prompt, one in asked)
             while (done := sum(output.finish_reason is not None for output in outputs)) < len(outputs):
                 show(done)
                 self._step()
@@ -182,10 +178,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         return tokens
 
     def reset_prefix_cache(self) -> None:
-        """Share no page that was computed before, as after the model's weights have changed.
-
-        Requests under way go on with the pages that they have.
-        """
+        """Share no page computed before, as after a change of the model's weights. Requests under way keep theirs."""
         self._check_leads("reset_prefix_cache")
         self.pool.forget_all()
 
@@ -247,9 +240,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         try:
             yield
         finally:
-            for output in outputs:
-                if output.finish_reason is None:
-                    self._dropped.append(output.id)
+            self._dropped += (output.id for output in outputs if output.finish_reason is None)
             # Within a step it is the garbage collector who drops a stream.
             if not self._stepping:
                 self._abort_dropped()

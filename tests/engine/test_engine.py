@@ -171,14 +171,18 @@ def test_stop_tokens_end_a_request():
     assert output.finish_reason == "stop"
 
 
-class Letters:
+class Decoder:
+    """A tokenizer of one letter a token that encodes no text."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(token + 30) for token in tokens)
+
+
+class Letters(Decoder):
     """A tokenizer of one letter a token."""
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) - 30 for letter in text]
-
-    def decode(self, tokens: list[int]) -> str:
-        return "".join(chr(token + 30) for token in tokens)
 
 
 def test_texts_in_and_stops():
@@ -257,8 +261,8 @@ def test_errors_name_the_argument(arguments, message):
         ({"cache_format": "index_fp8"}, "accepted for it are bf16 and fp16 and fp32 and fp8$"),
         ({"cache_format": ""}, "cache_format must be one of bf16, "),
         ({"patience": 1.5}, "patience must be an int, got float"),
-        ({"tokenizer": "checkpoint"}, "^tokenizer must have encode and decode, .* got 'checkpoint'$"),
-        ({"tokenizer": 5}, "^tokenizer must have encode and decode, .* got int$"),
+        ({"tokenizer": "checkpoint"}, "^tokenizer must have decode, .* got 'checkpoint'$"),
+        ({"tokenizer": 5}, "^tokenizer must have decode, .* got int$"),
         ({"prefix_cache": 2}, "prefix_cache must be True or False, got 2"),
         ({"graphs": "no"}, "graphs must be True or False, got 'no'"),
     ],
@@ -271,6 +275,15 @@ def test_an_engine_that_could_not_run_is_not_made(options, message):
 def test_one_text_is_no_batch_of_letters():
     with pytest.raises(TypeError, match="prompts must be a sequence of prompts, got 'Hello'"):
         engine(tokenizer=Letters()).generate("Hello")
+
+
+def test_a_tokenizer_that_only_decodes_serves_stops_and_no_texts():
+    expected = generated_by_transformers("DeepseekV3", prompt(5), 3)
+    served, last = engine(tokenizer=Decoder()), Decoder().decode(expected[-1:])
+    (output,) = served.generate([prompt(5)], SamplingParams(max_new_tokens=6, stop=(last,)))
+    assert output.text == Decoder().decode(expected).partition(last)[0]
+    with pytest.raises(TypeError, match="prompt must be tokens, as the engine has no tokenizer that encodes, got a te"):
+        served.add("Hello")
 
 
 def test_a_prompt_may_be_a_tensor():
