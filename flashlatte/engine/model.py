@@ -13,7 +13,7 @@ from torch import nn
 from flashlatte import kv_cache
 from flashlatte.distributed.model.checkpoint import Slices
 from flashlatte.distributed.model.ranks import Ranks
-from flashlatte.distributed.model.shards import check_divisible, divide_mlp, own_heads
+from flashlatte.distributed.model.shards import check_divisible, divide_mlp, keep_heads
 from flashlatte.engine.batch import Batch, Limits
 from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_type, config_of, load, normed
 from flashlatte.kv_cache.index_formats import index_format_beside
@@ -57,8 +57,8 @@ class Model(PagedModel):
         OSError: no checkpoint can be read there.
         TypeError: a model without a head; layers with hooks or another forward; quantised weights that are read
             (``kv_b_proj``) and do not tell their matrix.
-        ValueError: a model of another type; a dtype or device for one that is loaded; quantised weights for several
-            ranks.
+        ValueError: a model of another type; a dtype or device for one that is loaded; over several ranks, weights that
+            are quantised in another way than float8 with scales, or whose blocks would be cut.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Model(PagedModel):
             if value is not None and not of_checkpoint:
                 raise ValueError(f"{name} must be None for a model that is loaded, which has one, got {value}")
         if of_checkpoint:
-            slices = None if ranks is None else Slices.of(model, config, dtype)
+            slices = None if ranks is None else Slices.of(model, config, dtype, device or ranks.device)
             # What is divided goes to a GPU in parts: the whole may be larger than one.
             model = slices.model if slices else load(model, dtype, device if ranks is None else "cpu")
         check_parts(model)
@@ -148,18 +148,20 @@ class Model(PagedModel):
         return self._head(normed(self._body.norm, hidden[rows]))
 
     def _adopt(self, number: int, layer: Any, backend: str | None, ranks: Ranks | None) -> MLAAttention:
-        """An attention layer on the weights of a decoder layer's module, or with this rank's part of them."""
-        shares = self.config.indexer is not None and number in self.config.indexer.shared_layers
-        module = layer.self_attn
+        """An attention layer on the weights of a decoder layer's module, or on this rank's part of them."""
+        heads = None
         if ranks is not None:
             divide_mlp(layer.mlp, ranks)
-            # In the module's place, so that the whole one can be forgotten.
-            layer.self_attn = own_heads(self.config, module, ranks, backend=backend, shares_selection=shares)
-            return layer.self_attn
+            heads = keep_heads(self.config, layer.self_attn, ranks)
         attention = MLAAttention(
-            self.config, backend=backend, batch_invariant=self.batch_invariant, shares_selection=shares, device="meta"
+            self.config,
+            heads=heads,
+            backend=backend,
+            batch_invariant=self.batch_invariant,
+            shares_selection=self.config.indexer is not None and number in self.config.indexer.shared_layers,
+            device="meta",
         )
-        _share_parts(attention, module)
+        _share_parts(attention, layer.self_attn)
         check_weights(attention, attention.kv_a_layernorm.weight.dtype)
         return attention
 

@@ -20,6 +20,7 @@ from flashlatte.layers.indexer import Indexer, Indexing, make_indexing
 from flashlatte.layers.metadata import MLAMetadata
 from flashlatte.layers.rope import number, numbered_table
 from flashlatte.layers.side_by_side import lay_side_by_side
+from flashlatte.layers.weights import own_matrix
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime import checks, dispatch
 
@@ -129,13 +130,20 @@ class MLAAttention(nn.Module):
 
     @property
     def w_uk(self) -> torch.Tensor:
-        """W_UK [h, nope, latent], a view of kv_b_proj's weight, so that there is one copy, which follows updates."""
-        return up_projections(self.kv_b_proj.weight, self.qk_nope_head_dim, self.v_head_dim)[0]
+        """W_UK [h, nope, latent], a view of kv_b_proj's weight, so that there is one copy, which follows updates.
+
+        Where that is quantised, of the matrix that it stands for.
+        """
+        return self._up_projections()[0]
 
     @property
     def w_uv(self) -> torch.Tensor:
         """W_UV [h, v, latent], a view likewise."""
-        return up_projections(self.kv_b_proj.weight, self.qk_nope_head_dim, self.v_head_dim)[1]
+        return self._up_projections()[1]
+
+    def _up_projections(self) -> tuple[torch.Tensor, torch.Tensor]:
+        kv_b = own_matrix(self, "kv_b_proj", self.kv_a_layernorm.weight.dtype)
+        return up_projections(kv_b, self.qk_nope_head_dim, self.v_head_dim)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], *, ignore: Sequence[str] = ()) -> None:
         """Copy weights in, by transformers' names below ``self_attn`` ("q_a_proj.weight", …), of the whole layer.

@@ -67,16 +67,22 @@ def matrix_of(module: Any, dtype: torch.dtype) -> torch.Tensor:
     return matrix
 
 
-def times_scales(weight: torch.Tensor, scales: torch.Tensor, block: Sequence[int]) -> torch.Tensor:
-    """A weight [m, n] times the scale of each of its blocks: float32.
+def times_scales(
+    weight: torch.Tensor, scales: torch.Tensor, block: Sequence[int], first: tuple[int, int] = (0, 0)
+) -> torch.Tensor:
+    """A weight [m, n], or a part of one, times the scale of each of its blocks: float32.
 
     Args:
-        scales: [⌈m / block[0]⌉, ⌈n / block[1]⌉], or one of no dimension for all.
+        scales: [⌈m / block[0]⌉, ⌈n / block[1]⌉] of the whole weight, or one of no dimension for all.
+        first: where the part begins.
     """
-    rows, columns = weight.shape
     each = scales.float()
     if each.dim():
-        each = each.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+        rows, columns = (
+            torch.arange(begin, begin + size, device=scales.device) // numbers
+            for begin, size, numbers in zip(first, weight.shape, block, strict=True)
+        )
+        each = each[rows[:, None], columns]
     return weight.float() * each
 
 

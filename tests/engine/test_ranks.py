@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import rank_engine_jobs
+from support import fp8_linears, rank_engine_jobs
 from support.engine_models import generated_by_transformers, model, prompt
 from support.ranks import Ranks
 
@@ -117,6 +117,20 @@ def test_a_checkpoint_is_divided(two, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
     (output, *_), _ = two.run(rank_engine_jobs.generate, tmp_path, PROMPTS[2:3], GREEDY)[0]
     assert output[0] == whole[: whole.index(whole[2]) + 1]
+
+
+def test_a_float8_checkpoint_is_divided(two, tmp_path, monkeypatch):
+    fp8_linears.save(model(**fp8_linears.SIZES), tmp_path)
+    (outputs, _), (numbers, _) = two.run(rank_engine_jobs.generate_in_float8, tmp_path, PROMPTS, GREEDY)
+    fp8_linears.install(monkeypatch)
+    fp8_linears.keep_quantised(monkeypatch)
+    alone = Engine(tmp_path, **rank_engine_jobs.SIZES)
+    assert [tokens for tokens, _, _ in outputs] == [output.tokens for output in alone.generate(PROMPTS, GREEDY)]
+    layer = alone.model._body.layers[-1]
+    assert layer.mlp.experts.down_proj.dtype == layer.self_attn.q_b_proj.weight.dtype == torch.float8_e4m3fn
+    halved = ("q_b_proj", "kv_b_proj", "o_proj", "mlp.experts.", "mlp.shared_experts.")
+    for name, weight in layer.named_parameters():
+        assert numbers[name] == weight.numel() // (2 if any(part in name for part in halved) else 1), name
 
 
 DIFFERENT = [

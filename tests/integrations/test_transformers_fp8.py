@@ -14,6 +14,7 @@ from support.transformers_pairs import assert_same_tokens, generate, pair
 
 from flashlatte.distributed.model.shards import check_divisible
 from flashlatte.engine import Engine, SamplingParams
+from flashlatte.engine.model import Model
 from flashlatte.integrations.transformers import enable
 from flashlatte.layers.weights import own_matrix
 
@@ -55,6 +56,12 @@ def test_the_engines_tokens_are_stocks(make_model, prompts):
     assert engine_tokens(model, inputs["input_ids"][0].tolist()) == expected
 
 
+def test_an_attentions_expansions_are_of_the_dequantised_weight(make_model):
+    made = Model(fp8_linears.quantised(make_model())).attention[0]
+    expansions = torch.cat((made.w_uk, made.w_uv), dim=1).flatten(0, 1)
+    torch.testing.assert_close(expansions, fp8_linears.dense(made.kv_b_proj), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("family", ["v32", pytest.param("glm5", marks=pytest.mark.full)])
 def test_an_indexer_of_quantised_weights(prompts, family):
     model = fp8_linears.quantised(indexed.make(*indexed.FAMILIES[family]))
@@ -90,17 +97,19 @@ def test_a_changed_weight_is_read_again(make_model):
     assert not own_matrix(attention, "kv_b_proj", torch.float32).any()
 
 
-def test_ranks_do_not_divide_quantised_weights(make_model):
+def test_ranks_do_not_divide_weights_quantised_otherwise(make_model):
     check_divisible(make_model())
-    with pytest.raises(
-        ValueError, match=r"^tensor_parallel above 1 needs weights that are not quantised, got model\.l"
-    ):
-        check_divisible(fp8_linears.quantised(make_model()))
+    check_divisible(fp8_linears.quantised(make_model()))
     module = make_model().model.layers[0].self_attn
-    weight = Dequantisable(torch.ones(module.o_proj.weight.shape, dtype=torch.int8), torch.ones(()))
-    module.o_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
-    with pytest.raises(ValueError, match=r"^tensor_parallel above 1 .* got o_proj\.weight of Dequantisable$"):
-        check_divisible(module)
+    weight = module.o_proj.weight
+    for other, name in (
+        (Dequantisable(torch.ones(weight.shape, dtype=torch.int8), torch.ones(())), "Dequantisable"),
+        (torch.ones(weight.shape, dtype=torch.uint8), "torch.uint8"),
+        (weight.detach().to(torch.float8_e4m3fn), "torch.float8_e4m3fn"),
+    ):
+        module.o_proj.weight = torch.nn.Parameter(other, requires_grad=False)
+        with pytest.raises(ValueError, match=rf"^tensor_parallel above 1 needs .* got o_proj\.weight of {name}$"):
+            check_divisible(module)
 
 
 def test_other_quantised_weights_are_refused(make_model):

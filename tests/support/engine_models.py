@@ -82,13 +82,13 @@ V4_SIZES = {
 
 
 @functools.cache
-def model(family: str = "DeepseekV3") -> Any:
-    """A model in float32 whose greedy tokens vary and lead by a margin."""
+def model(family: str = "DeepseekV3", **changes: Any) -> Any:
+    """A model in float32 whose greedy tokens vary and lead by a margin, of sizes that may be changed."""
     import transformers
 
     if not hasattr(transformers, f"{family}Config"):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    sizes = V4_SIZES if family == "DeepseekV4" else SIZES | OPTIONS.get(family, {})
+    sizes = (V4_SIZES if family == "DeepseekV4" else SIZES | OPTIONS.get(family, {})) | changes
     config = getattr(transformers, f"{family}Config")(**sizes)
     made = getattr(transformers, f"{CLASSES.get(family, family)}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(1)

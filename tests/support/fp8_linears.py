@@ -1,16 +1,20 @@
-"""Models whose projections are transformers' ``FP8Linear``, on a CPU.
+"""Models whose projections are transformers' ``FP8Linear``, on a CPU, and checkpoints of such weights.
 
 Its kernels need a GPU: a product with the dequantised weight stands for them.
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 BLOCK = 16
+# Of tests/support/engine_models.py's: whole blocks of every head.
+SIZES = {"q_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 16}
 
 
 def install(monkeypatch: Any) -> None:
@@ -23,6 +27,13 @@ def install(monkeypatch: Any) -> None:
         weight = dense(self).to(x.dtype).unflatten(0, (self.n_groups, -1))
         return torch.einsum("...gi,goi->...go", x, weight)
 
+    def of_experts(x: torch.Tensor, weight: Any, scales: Any, ends: Any, counts: Any, block: Any) -> torch.Tensor:
+        each = scales.repeat_interleave(block[0], 1).repeat_interleave(block[1], 2)
+        rows = x.split(counts.int().tolist())
+        matrices = (weight.float() * each).to(x.dtype)
+        return torch.cat([part @ matrix.T for part, matrix in zip(rows, matrices, strict=True)])
+
+    monkeypatch.setattr(finegrained_fp8, "fp8_grouped_matmul", of_experts, raising=False)
     monkeypatch.setattr(finegrained_fp8.FP8Linear, "forward", forward)
     monkeypatch.setattr(finegrained_fp8.FP8GroupedLinear, "forward", grouped_forward)
 
@@ -38,16 +49,47 @@ def quantised(model: Any, *, in_blocks: bool = True) -> Any:
             continue
         sizes, groups = (module.in_features, module.out_features), getattr(module, "n_groups", None)
         made: Any = FP8Linear(*sizes, block) if groups is None else FP8GroupedLinear(*sizes, groups, block)
-        weight = module.weight.detach()
-        padded = nn.functional.pad(weight, (0, -weight.shape[1] % BLOCK, 0, -weight.shape[0] % BLOCK))
-        blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)) if in_blocks else padded[None, :, None]
-        scales = blocks.abs().amax((1, 3)) / 448
-        codes = (blocks / scales[:, None, :, None]).reshape(padded.shape)[: weight.shape[0], : weight.shape[1]]
-        made.weight = nn.Parameter(codes.to(torch.float8_e4m3fn), requires_grad=False)
-        scales = scales if in_blocks else scales.squeeze()
+        codes, scales = codes_and_scales(module.weight.detach(), in_blocks=in_blocks)
+        made.weight = nn.Parameter(codes, requires_grad=False)
         made.weight_scale_inv = nn.Parameter(scales, requires_grad=False)
         model.set_submodule(name, made)
     return model
+
+
+def save(model: Any, path: Path) -> None:
+    """Save a model as DeepSeek's checkpoints are: linear layers quantised, but for the head, routers and an indexer's
+    weights of heads.
+    """
+    from safetensors.torch import load_file, save_file
+
+    model.save_pretrained(path)
+    file, written = path / "model.safetensors", {}
+    for name, weight in load_file(file).items():
+        written[name] = weight
+        if weight.dim() == 2 and not any(part in name for part in ("embed", "lm_head", "mlp.gate.", "weights_proj")):
+            written[name], written[f"{name}_scale_inv"] = codes_and_scales(weight)
+    save_file(written, file, {"format": "pt"})
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+    config = json.loads((path / "config.json").read_text()) | {"quantization_config": settings}
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def keep_quantised(monkeypatch: Any) -> None:
+    """Let transformers read such checkpoints as on a GPU that multiplies them."""
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    def keep(self: Any, **options: Any) -> None:
+        self.quantization_config.dequantize = False
+
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", keep)
+
+
+def codes_and_scales(weight: torch.Tensor, *, in_blocks: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    padded = nn.functional.pad(weight, (0, -weight.shape[1] % BLOCK, 0, -weight.shape[0] % BLOCK))
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)) if in_blocks else padded[None, :, None]
+    scales = blocks.abs().amax((1, 3)) / 448
+    codes = (blocks / scales[:, None, :, None]).reshape(padded.shape)[: weight.shape[0], : weight.shape[1]]
+    return codes.to(torch.float8_e4m3fn), scales if in_blocks else scales.squeeze()
 
 
 def dense(module: Any) -> torch.Tensor:

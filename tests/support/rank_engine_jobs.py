@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
+from support import fp8_linears
 from support.engine_models import model
 
 from flashlatte.distributed.model.ranks import Ranks
@@ -41,6 +43,14 @@ def generate(source: Any, prompts: list[list[int]], sampling: SamplingParams, **
         outputs = [*first, *engine.generate(prompts[1:], sampling)]
         assert engine.pool.in_use == 0
         return [(output.tokens, output.logprobs, output.cached_tokens) for output in outputs], engine.statistics()
+
+
+def generate_in_float8(path: Path, prompts: list[list[int]], sampling: SamplingParams, **options: Any) -> Any:
+    """``generate`` of a float8 checkpoint, whose weights stay so."""
+    with pytest.MonkeyPatch.context() as patched:
+        fp8_linears.install(patched)
+        fp8_linears.keep_quantised(patched)
+        return generate(path, prompts, sampling, **options)
 
 
 def options_by_rank(options: list[dict[str, Any]], late: int | None = None) -> None:

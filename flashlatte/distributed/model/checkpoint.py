@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 import torch
 
 from flashlatte.distributed.model.ranks import Ranks
-from flashlatte.distributed.model.shards import inner_share
+from flashlatte.distributed.model.shards import inner_share, piece_of, scales_name
+from flashlatte.layers.quantised import times_scales
 
 _INDEX = "model.safetensors.index.json"
 _STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Weights and scales of a checkpoint that says that it is quantised.
+_FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
 # transformers' name of a module, and another that checkpoints have for it.
 _RENAMED = ("mlp.post_mlp_layernorm.", "post_mlp_layernorm.")
 _EXPERTS = ".experts."
@@ -26,31 +30,39 @@ class Slices:
         model: the transformers model of the directory without its weights: its tensors are on PyTorch's meta device.
     """
 
-    def __init__(self, path: Path, config: Any, dtype: torch.dtype | None) -> None:
+    def __init__(self, path: Path, config: Any, dtype: torch.dtype | None, quantiser: Any = None) -> None:
         from safetensors import safe_open
         from transformers import AutoModelForCausalLM, GenerationConfig
 
         self._files = {file: safe_open(file, framework="pt") for file in _files(path)}
         self._places = {name: file for file, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118
+        self._dtypes = _STORED | ({} if quantiser is None else _FLOAT8)
         with torch.device("meta"):
             self.model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype or self._dtype(config)).eval()
+        if quantiser is not None:
+            self._block = quantiser.quantization_config.weight_block_size
+            quantiser.preprocess_model(self.model, dtype=self.model.dtype)
         if (path / "generation_config.json").is_file():
             self.model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
         # Only transformers' own attention rotates by it.
         self.model.model.rotary_emb = None
 
     @classmethod
-    def of(cls, path: str | Path, config: Any, dtype: torch.dtype | None) -> Slices | None:
-        """None where transformers alone can read it: other files, quantised weights, names of its own.
+    def of(cls, path: str | Path, config: Any, dtype: torch.dtype | None, device: torch.device | str) -> Slices | None:
+        """None where transformers alone can read it: other files, other quantised weights than float8 with scales of
+        blocks, names of its own.
 
         Args:
-            dtype: of the weights; None: as the config says, or as stored.
+            dtype: of the weights; None: as the config says, or as stored. Of float8 ones, where they are dequantised.
+            device: where they are to be.
         """
-        if getattr(config, "quantization_config", None) is not None or not _files(Path(path)):
+        quantised = getattr(config, "quantization_config", None) is not None
+        quantiser = _float8_quantiser(config, torch.device(device)) if quantised else None
+        if not _files(Path(path)) or (quantised and quantiser is None):
             return None
-        slices = cls(Path(path), config, dtype)
+        slices = cls(Path(path), config, dtype, quantiser)
         known = all(slices._sources(name) for name in slices.model.state_dict())
-        return slices if known and all(slices._stored(name) in _STORED for name in slices._places) else None
+        return slices if known and all(map(slices._is_readable, slices._places)) else None
 
     def fill(self, ranks: Ranks, heads: int, device: torch.device | str) -> None:
         """Read what the model still has after it was cut to a rank's part.
@@ -66,64 +78,98 @@ class Slices:
         for name, target in self.model.state_dict().items():
             # Heads are dealt whole.
             count = heads if ".self_attn." in name else None
-            dtype = torch.float32 if any(re.search(pattern, name) for pattern in in_float32) else target.dtype
-            values[name] = self._read(name, target.shape, ranks, count).to(device, dtype)
+            kept = any(re.search(pattern, name) for pattern in in_float32) and target.dtype.itemsize > 1
+            values[name] = self._read(name, target, ranks, count).to(device, torch.float32 if kept else target.dtype)
         self.model.load_state_dict(values, assign=True)
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
 
-    def _read(self, name: str, shape: torch.Size, ranks: Ranks, count: int | None) -> torch.Tensor:
+    def _read(self, name: str, target: torch.Tensor, ranks: Ranks, count: int | None) -> torch.Tensor:
         sources = self._sources(name)
-        if not name.endswith("gate_up_proj") and len(sources) == 1:
-            return self._part(name, sources[0], shape, ranks, count)
-        whole = torch.empty(shape, dtype=_STORED[self._stored(sources[0])])
+        if target.dim() < 3:
+            return self._part(name, sources[0], target, ranks, count)
+        stored = self._dtypes[self._stored(sources[0])]
+        whole = torch.empty(target.shape, dtype=target.dtype if stored in _FLOAT8.values() else stored)
         # Of each expert one source, or two whose rows lie one after the other.
-        sources_of_one = len(sources) // shape[0]
+        sources_of_one = len(sources) // target.shape[0]
         for number, source in enumerate(sources):
             expert, half = divmod(number, sources_of_one)
             into = whole[expert].chunk(sources_of_one)[half]
-            into.copy_(self._part(name, source, into.shape, ranks, count))
+            into.copy_(self._part(name, source, into, ranks, count))
         return whole
 
-    def _part(self, name: str, source: str, shape: torch.Size, ranks: Ranks, count: int | None) -> torch.Tensor:
-        """What this rank has of a tensor: of the axis that is longer there, its share, of ``count`` heads if given."""
+    def _part(self, name: str, source: str, target: torch.Tensor, ranks: Ranks, count: int | None) -> torch.Tensor:
+        """What this rank has of a tensor: of the axis that is longer there, its share, of ``count`` heads if given.
+
+        A float8 weight is dequantised for a ``target`` of another dtype.
+        """
         stored = self._files[self._places[source]].get_slice(source)
         cut = []
-        for size, here in zip(stored.get_shape(), shape, strict=True):
-            if size == here:
-                first, end = 0, size
-            elif count is None:
-                first, end = inner_share(ranks, size)
-            else:
-                first, end = (edge * size // count for edge in ranks.share(count))
+        for axis, (size, here) in enumerate(zip(stored.get_shape(), target.shape, strict=True)):
+            first, end = (0, size) if size == here else self._share(name, axis, size, ranks, count)
             cut.append(slice(first, end))
         part = stored[tuple(cut)] if cut else stored[:]
-        if part.shape != shape:
+        if part.shape != target.shape:
             raise ValueError(
-                f"model has {source} of shape {stored.get_shape()}, and its config wants {list(shape)} of {name} on "
-                f"rank {ranks.rank} of {ranks.size}"
+                f"model has {source} of shape {stored.get_shape()}, and its config wants {list(target.shape)} of "
+                f"{name} on rank {ranks.rank} of {ranks.size}"
             )
-        return part
+        if part.dtype != torch.float8_e4m3fn or target.dtype == part.dtype:
+            return part
+        scales_of = scales_name(source)
+        scales = self._files[self._places[scales_of]].get_tensor(scales_of)
+        return times_scales(part, scales, self._block, (cut[0].start, cut[1].start)).to(target.dtype)
+
+    def _share(self, name: str, axis: int, size: int, ranks: Ranks, count: int | None) -> tuple[int, int]:
+        """(first, end) of this rank's share of an axis, as ``keep_heads`` and ``divide_mlp`` have cut it."""
+        module = self.model.get_submodule(name.rpartition(".")[0])
+        # Of blocks' scales one stands for so many numbers.
+        each = module.block_size[axis] if name == scales_name(name) else 1
+        if count is None:
+            first, end = inner_share(ranks, size * each, piece_of(module))
+        else:
+            first, end = (edge * size * each // count for edge in ranks.share(count))
+        return first // each, end // each
 
     def _sources(self, name: str) -> list[str]:
         """The tensors of the files that a tensor of the model is made of; none where they are not known."""
         if name == "lm_head.weight" and self.model.config.tie_word_embeddings:
             name = "model.embed_tokens.weight"
-        renamed = name.replace(*_RENAMED)
-        for known in (name, renamed):
-            if known in self._places:
-                return [known]
         before, _, part = name.partition(_EXPERTS)
-        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(part, ())
-        experts = self.model.config.n_routed_experts if parts else 0
-        sources = [f"{before}{_EXPERTS}{expert}.{one}.weight" for expert in range(experts) for one in parts]
+        part, scales, _ = part.partition("_scale_inv")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(part)
+        if parts is None:
+            return [known for known in (name, name.replace(*_RENAMED)) if known in self._places][:1]
+        experts = range(self.model.config.n_routed_experts)
+        sources = [f"{before}{_EXPERTS}{expert}.{one}.weight{scales}" for expert in experts for one in parts]
         return sources if all(source in self._places for source in sources) else []
+
+    def _is_readable(self, name: str) -> bool:
+        stored = self._stored(name)
+        return stored in self._dtypes and (stored != "F8_E4M3" or scales_name(name) in self._places)
 
     def _stored(self, name: str) -> str:
         return self._files[self._places[name]].get_slice(name).get_dtype()
 
     def _dtype(self, config: Any) -> torch.dtype:
         return config.dtype or _STORED.get(self._stored(next(iter(self._places))), torch.float32)
+
+
+def _float8_quantiser(config: Any, device: torch.device) -> Any:
+    """What makes transformers' layers of float8 weights with scales of blocks, or leaves a model as it is for weights
+    that are dequantised, as a CPU or an older GPU needs it; None where a checkpoint is quantised in another way.
+    """
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    asked = copy.deepcopy(config.quantization_config)
+    if (asked if isinstance(asked, dict) else asked.to_dict()).get("quant_method") != "fp8":
+        return None
+    quantiser: Any = AutoHfQuantizer.from_config(asked, pre_quantized=True)
+    if quantiser.quantization_config.weight_block_size is None:
+        return None
+    quantiser.quantization_config.dequantize |= device.type == "cpu"
+    quantiser.validate_environment(device_map=device)
+    return quantiser
 
 
 def _kept_in_float32(model: Any) -> set[str]:

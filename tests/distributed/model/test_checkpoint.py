@@ -9,8 +9,9 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import fp8_linears
 from support.engine_models import model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from flashlatte.distributed.model.checkpoint import Slices
 from flashlatte.distributed.model.ranks import Ranks
@@ -60,6 +61,54 @@ def test_dtypes(family, dtype, tmp_path):
     assert read["model.embed_tokens.weight"].dtype == (dtype or torch.bfloat16)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("family", ["DeepseekV3", pytest.param("GlmMoeDsa", marks=pytest.mark.full)])
+def test_float8_weights_are_cut_between_blocks(family, kept, tmp_path, monkeypatch):
+    """With their scales where the device multiplies them, else dequantised."""
+    fp8_linears.save(copy.deepcopy(model(family, **fp8_linears.SIZES)).bfloat16(), tmp_path)
+    if kept:
+        fp8_linears.keep_quantised(monkeypatch)
+    whole, size = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto"), 2
+    assert kept == (whole.model.layers[1].mlp.experts.down_proj.dtype == torch.float8_e4m3fn)
+    for rank in range(size):
+        assert Slices.of(tmp_path, AutoConfig.from_pretrained(tmp_path), None, "cpu") is not None
+        cut, read = (Model(source, ranks=ranks(rank, size)) for source in (whole, tmp_path))
+        want, got = weights(cut), weights(read)
+        assert got.keys() == want.keys()
+        for name, weight in want.items():
+            assert (got[name].dtype, got[name].shape) == (weight.dtype, weight.shape)
+            assert got[name].float().equal(weight.float()), name
+
+
+def test_blocks_are_not_cut(tmp_path, monkeypatch):
+    """Of a head's 24 query numbers 16 are a block."""
+    fp8_linears.save(model(**fp8_linears.SIZES | {"qk_rope_head_dim": 8}), tmp_path)
+    fp8_linears.keep_quantised(monkeypatch)
+    message = (
+        r"^tensor_parallel must divide quantised weights between their blocks of 16, got 0 to 24 of 96 .* FP8Linear$"
+    )
+    with pytest.raises(ValueError, match=message):
+        Model(tmp_path, ranks=ranks(0, 4))
+    monkeypatch.undo()
+    assert weights(Model(tmp_path, ranks=ranks(0, 4)))["model.layers.0.self_attn.q_b_proj.weight"].shape == (24, 32)
+
+
+@pytest.mark.parametrize("part", ["self_attn.o_proj", "mlp.up_proj"])
+def test_adapters_are_not_cut(part):
+    class Adapted(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + x.sum()
+
+    changed = copy.deepcopy(model())
+    layer = changed.model.layers[0]
+    linear = layer.get_submodule(part)
+    layer.set_submodule(part, Adapted(linear.in_features, linear.out_features, bias=False))
+    with pytest.raises(
+        TypeError, match=r"^tensor_parallel above 1 needs plain linear layers, got Adapted: merge adapte"
+    ):
+        Model(changed, ranks=ranks(0, 2))
+
+
 def test_what_others_have_is_not_read(tmp_path, monkeypatch):
     model().save_pretrained(tmp_path)
     numbers = 0
@@ -81,7 +130,18 @@ def test_names_of_its_own_are_transformers_business(tmp_path, monkeypatch):
     model().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({name.removeprefix("model."): weight for name, weight in load_file(file).items()}, file, {"format": "pt"})
-    assert Slices.of(tmp_path, model().config, None) is None
+    assert Slices.of(tmp_path, model().config, None, "cpu") is None
+    got, want = weights(Model(tmp_path, ranks=ranks(0, 2))), weights(Model(model(), ranks=ranks(0, 2)))
+    assert all(got[name].equal(weight) for name, weight in want.items())
+
+
+def test_experts_in_one_tensor_are_transformers_business(tmp_path):
+    model().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = {name: weight for name, weight in load_file(file).items() if ".experts." not in name}
+    experts = {name: weight.clone() for name, weight in model().state_dict().items() if ".experts." in name}
+    save_file(stored | experts, file, {"format": "pt"})
+    assert Slices.of(tmp_path, model().config, None, "cpu") is None
     got, want = weights(Model(tmp_path, ranks=ranks(0, 2))), weights(Model(model(), ranks=ranks(0, 2)))
     assert all(got[name].equal(weight) for name, weight in want.items())
 
