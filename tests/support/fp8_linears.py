@@ -27,13 +27,16 @@ def install(monkeypatch: Any) -> None:
         weight = dense(self).to(x.dtype).unflatten(0, (self.n_groups, -1))
         return torch.einsum("...gi,goi->...go", x, weight)
 
-    def of_experts(x: torch.Tensor, weight: Any, scales: Any, ends: Any, counts: Any, block: Any) -> torch.Tensor:
-        each = scales.repeat_interleave(block[0], 1).repeat_interleave(block[1], 2)
-        rows = x.split(counts.int().tolist())
-        matrices = (weight.float() * each).to(x.dtype)
-        return torch.cat([part @ matrix.T for part, matrix in zip(rows, matrices, strict=True)])
+    def experts_forward(self: Any, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        gate_up, down = (
+            _times(getattr(self, name), getattr(self, f"{name}_scale_inv")).to(x.dtype)[chosen]
+            for name in ("gate_up_proj", "down_proj")
+        )  # [tokens, chosen, outputs, inputs]
+        gate, up = torch.einsum("ti,tcoi->tco", x, gate_up).chunk(2, dim=-1)
+        return torch.einsum("tci,tcoi,tc->to", self.act_fn(gate) * up, down, weights.to(x.dtype))
 
-    monkeypatch.setattr(finegrained_fp8, "fp8_grouped_matmul", of_experts, raising=False)
+    experts = finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS
+    monkeypatch.setitem(experts._global_mapping, "grouped_mm", experts_forward)
     monkeypatch.setattr(finegrained_fp8.FP8Linear, "forward", forward)
     monkeypatch.setattr(finegrained_fp8.FP8GroupedLinear, "forward", grouped_forward)
 
@@ -67,7 +70,8 @@ def save(model: Any, path: Path) -> None:
     for name, weight in load_file(file).items():
         written[name] = weight
         if weight.dim() == 2 and not any(part in name for part in ("embed", "lm_head", "mlp.gate.", "weights_proj")):
-            written[name], written[f"{name}_scale_inv"] = codes_and_scales(weight)
+            written[name], scales = codes_and_scales(weight)
+            written[f"{name}_scale_inv"] = scales.float()
     save_file(written, file, {"format": "pt"})
     settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
     config = json.loads((path / "config.json").read_text()) | {"quantization_config": settings}
@@ -94,8 +98,11 @@ def codes_and_scales(weight: torch.Tensor, *, in_blocks: bool = True) -> tuple[t
 
 def dense(module: Any) -> torch.Tensor:
     """float32, number by number."""
-    rows, columns = module.weight.shape
     if module.block_size is None:
         return module.weight.float() * module.weight_scale_inv
-    row, column = torch.arange(rows)[:, None] // BLOCK, torch.arange(columns) // BLOCK
-    return module.weight.float() * module.weight_scale_inv.float()[row, column]
+    return _times(module.weight, module.weight_scale_inv)
+
+
+def _times(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    row, column = (torch.arange(size) // BLOCK for size in weight.shape[-2:])
+    return weight.float() * scales.float()[..., row[:, None], column]
