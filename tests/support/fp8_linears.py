@@ -59,9 +59,9 @@ def quantised(model: Any, *, in_blocks: bool = True) -> Any:
     return model
 
 
-def save(model: Any, path: Path) -> None:
+def save(model: Any, path: Path, *, scale_fmt: str | None = None) -> None:
     """Save a model as DeepSeek's checkpoints are: linear layers quantised, but for the head, routers and an indexer's
-    weights of heads.
+    weights of heads. V3.1's scales are powers of two in float32, and its ``scale_fmt`` "ue8m0".
     """
     from safetensors.torch import load_file, save_file
 
@@ -71,9 +71,11 @@ def save(model: Any, path: Path) -> None:
         written[name] = weight
         if weight.dim() == 2 and not any(part in name for part in ("embed", "lm_head", "mlp.gate.", "weights_proj")):
             written[name], scales = codes_and_scales(weight)
-            written[f"{name}_scale_inv"] = scales.float()
+            scales = scales.float() if scale_fmt is None else scales.float().log2().ceil().exp2()
+            written[f"{name}_scale_inv"] = scales
     save_file(written, file, {"format": "pt"})
-    settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    settings |= {"weight_block_size": [BLOCK, BLOCK], **({} if scale_fmt is None else {"scale_fmt": scale_fmt})}
     config = json.loads((path / "config.json").read_text()) | {"quantization_config": settings}
     (path / "config.json").write_text(json.dumps(config))
 

@@ -61,11 +61,13 @@ def test_dtypes(family, dtype, tmp_path):
     assert read["model.embed_tokens.weight"].dtype == (dtype or torch.bfloat16)
 
 
+@pytest.mark.parametrize("scale_fmt", [None, "ue8m0"])
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("family", ["DeepseekV3", pytest.param("GlmMoeDsa", marks=pytest.mark.full)])
-def test_float8_weights_are_cut_between_blocks(family, kept, tmp_path, monkeypatch):
+def test_float8_weights_are_cut_between_blocks(family, kept, scale_fmt, tmp_path, monkeypatch):
     """With their scales where the device multiplies them, else dequantised."""
-    fp8_linears.save(copy.deepcopy(model(family, **fp8_linears.SIZES)).bfloat16(), tmp_path)
+    made = copy.deepcopy(model(family, **fp8_linears.SIZES)).bfloat16()
+    fp8_linears.save(made, tmp_path, scale_fmt=scale_fmt)
     if kept:
         fp8_linears.keep_quantised(monkeypatch)
     whole, size = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto"), 2
