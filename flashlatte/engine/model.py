@@ -12,8 +12,9 @@ from torch import nn
 
 from flashlatte import kv_cache
 from flashlatte.distributed.model.checkpoint import Slices
+from flashlatte.distributed.model.cuts import check_divisible
 from flashlatte.distributed.model.ranks import Ranks
-from flashlatte.distributed.model.shards import check_divisible, divide_mlp, keep_heads
+from flashlatte.distributed.model.shards import divide_mlp, keep_heads
 from flashlatte.engine.batch import Batch, Limits
 from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_type, config_of, load, normed
 from flashlatte.kv_cache.index_formats import index_format_beside

@@ -39,14 +39,15 @@ def as_model(
     with Meeting(joins=not alone) as meeting:
         config = config_of(model)
         check_type(config, (*MODEL_TYPES, V4_MODEL_TYPE))
+        made = V4Model if config.model_type == V4_MODEL_TYPE else Model
         if not alone:
-            if config.model_type == V4_MODEL_TYPE:
-                raise ValueError(f"tensor_parallel and context_parallel must be 1 for {V4_MODEL_TYPE}, got {asked}")
+            if made is V4Model and context_parallel != 1:
+                raise ValueError(f"context_parallel must be 1 for {V4_MODEL_TYPE}, got {context_parallel}")
             ranks = Ranks(*asked, meeting=meeting, facts={**(options or {}), **_facts(config)})
             with ranks.failing_together():
-                return Model(model, ranks=ranks)
+                return made(model, ranks=ranks)
         meeting.agree({"tensor_parallel": 1, "context_parallel": 1})
-    return V4Model(model) if config.model_type == V4_MODEL_TYPE else Model(model)
+    return made(model)
 
 
 def _facts(config: Any) -> dict[str, str]:

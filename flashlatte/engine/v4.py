@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Any
 
 import torch
 
+from flashlatte.distributed.model.cuts import check_divisible
+from flashlatte.distributed.model.ranks import Ranks
+from flashlatte.distributed.model.shards import divide_mlp, keep_groups
 from flashlatte.engine.batch import Batch, Limits
 from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_type, config_of, load, normed
 from flashlatte.kv_cache.formats import CacheFormat
@@ -37,23 +41,32 @@ class V4Model(PagedModel):
     Args:
         model: a transformers ``DeepseekV4ForCausalLM``, whose weights it uses, or the directory of its checkpoint.
         backend: of the layers' operations; None chooses.
+        ranks: that compute it together, each with some of the groups of heads, as of ``Model``; None: this process
+            alone. All ranks store all keys.
 
     Raises:
         TypeError: a model without a head; layers with hooks or another forward; quantised weights that are read
             (``o_a_proj``) and do not tell their matrix.
-        ValueError: a model of another type.
+        ValueError: a model of another type; weights that ranks cannot divide, as of ``Model``.
     """
 
     # Which prompts attend over a workspace.
     workspaces = DEFAULT_LIMITS
 
-    def __init__(self, model: Any, *, backend: str | None = None) -> None:
+    def __init__(self, model: Any, *, backend: str | None = None, ranks: Ranks | None = None) -> None:
         check_type(config_of(model), (MODEL_TYPE,))
-        if isinstance(model, (str, Path)):
-            model = load(model)
+        of_checkpoint = isinstance(model, (str, Path))
+        if of_checkpoint:
+            model = load(model, device=None if ranks is None else "cpu")
         check_parts(model)
-        super().__init__(model, model.model.embed_tokens.weight.device)
         self.layers = self.config = V4Config.layers(model.config)
+        if ranks is not None:
+            check_divisible(model)
+            model = model if of_checkpoint else copy.deepcopy(model)
+            pairs = zip(self.layers, model.model.layers, strict=True)
+            self.layers = tuple(_keep_share(config, layer, ranks) for config, layer in pairs)
+            model.to(ranks.device)
+        super().__init__(model, model.model.embed_tokens.weight.device, ranks)
         self.backend = backend
         attentions = [layer.self_attn for layer in model.model.layers]
         for attention, config in zip(attentions, self.layers, strict=True):
@@ -120,12 +133,18 @@ class V4Model(PagedModel):
             cache = _cache_of(config, remaining, states)
             shares, mixture, seen = read_streams(layer.attn_hc, streams, self.backend)
             attended = attend(layer.self_attn, config, normed(layer.input_layernorm, seen), step, cache, self.backend)
-            streams = mhc_post(attended, streams, shares, mixture, backend=self.backend)
+            streams = mhc_post(self.ranks.sum(attended), streams, shares, mixture, backend=self.backend)
             shares, mixture, seen = read_streams(layer.ffn_hc, streams, self.backend)
             # The first layers choose experts by the token itself.
             fed = layer.mlp(normed(layer.post_attention_layernorm, seen)[None], input_ids=tokens[None])[0]
             streams = mhc_post(fed, streams, shares, mixture, backend=self.backend)
         return self._head(self._body.norm(self._body.hc_head(streams[rows][None]))[0])
+
+
+def _keep_share(config: V4Config, layer: Any, ranks: Ranks) -> V4Config:
+    """Leave a decoder layer this rank's part; what its attention is then."""
+    divide_mlp(layer.mlp, ranks)
+    return keep_groups(config, layer.self_attn, ranks)
 
 
 def _cache_of(config: V4Config, caches: Iterator[torch.Tensor], states: States) -> V4Cache:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,9 @@ NEW = 8
 # The second and later ones come when the first has ended. Two begin like it.
 PROMPTS = [prompt(40), [*prompt(40)[:37], 5, 6], prompt(3, 1), prompt(26, 2), [*prompt(40), *[9] * 20]]
 GREEDY = SamplingParams(max_new_tokens=NEW, logprobs=True)
+# What each of two ranks has a half of.
+_ATTENTION = ("q_b_proj", "kv_b_proj", "o_proj", "sinks", "o_a_proj", "o_b_proj")
+HALVED = (*(f"self_attn.{name}" for name in _ATTENTION), "mlp.experts.", "mlp.shared_experts.")
 
 
 @pytest.fixture(scope="module")
@@ -119,18 +123,40 @@ def test_a_checkpoint_is_divided(two, tmp_path):
     assert output[0] == whole[: whole.index(whole[2]) + 1]
 
 
-def test_a_float8_checkpoint_is_divided(two, tmp_path, monkeypatch):
-    fp8_linears.save(model(**fp8_linears.SIZES), tmp_path)
-    (outputs, _), (numbers, _) = two.run(rank_engine_jobs.generate_in_float8, tmp_path, PROMPTS, GREEDY)
+@pytest.mark.parametrize("options", [{}, {"drafts": 2, "num_pages": 12, "host_pages": 12, "max_tokens": 12}], ids=str)
+def test_deepseek_v4s_groups_of_heads_over_two(two, options):
+    family = "DeepseekV4"
+    results = two.run(rank_engine_jobs.generate, family, PROMPTS, GREEDY, page_size=8, **options)
+    statistics = check(results, family)
+    assert statistics["accepted_tokens"] == 0 or options
+    numbers, _ = results[1]
+    for name, weight in model(family).model.layers[-1].named_parameters():
+        assert numbers[name] == weight.numel() // (2 if any(part in name for part in HALVED) else 1), name
+
+
+def test_deepseek_v4_has_a_group_for_each_rank(four):
+    failure = four.outcomes(rank_engine_jobs.options_by_rank, [{"source": "DeepseekV4"}] * 4)[0]
+    assert failure.message.startswith(
+        "ValueError: tensor_parallel 4 needs as many groups of heads, and the model has 2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("DeepseekV3", fp8_linears.SIZES), ("DeepseekV4", {"moe_intermediate_size": 32})]
+)
+def test_a_float8_checkpoint_is_divided(two, family, sizes, tmp_path, monkeypatch):
+    fp8_linears.save(model(family, **sizes), tmp_path)
+    ran = two.run(rank_engine_jobs.generate_in_float8, tmp_path, PROMPTS, GREEDY, page_size=8)
+    (outputs, _), (numbers, _) = ran
     fp8_linears.install(monkeypatch)
     fp8_linears.keep_quantised(monkeypatch)
-    alone = Engine(tmp_path, **rank_engine_jobs.SIZES)
+    settings: dict[str, Any] = rank_engine_jobs.SIZES | {"page_size": 8}
+    alone = Engine(tmp_path, **settings)
     assert [tokens for tokens, _, _ in outputs] == [output.tokens for output in alone.generate(PROMPTS, GREEDY)]
     layer = alone.model._body.layers[-1]
     assert layer.mlp.experts.down_proj.dtype == layer.self_attn.q_b_proj.weight.dtype == torch.float8_e4m3fn
-    halved = ("q_b_proj", "kv_b_proj", "o_proj", "mlp.experts.", "mlp.shared_experts.")
     for name, weight in layer.named_parameters():
-        assert numbers[name] == weight.numel() // (2 if any(part in name for part in halved) else 1), name
+        assert numbers[name] == weight.numel() // (2 if any(part in name for part in HALVED) else 1), name
 
 
 DIFFERENT = [
@@ -176,7 +202,10 @@ def test_ranks_three_and_one(four):
     ("wrong", "message"),
     [
         ({"source": Path("nowhere")}, "FileNotFoundError: model must be the directory of a checkpoint, got nowhere"),
-        ({"source": "DeepseekV4"}, "ValueError: tensor_parallel and context_parallel must be 1 for deepseek_v4"),
+        (
+            {"source": "DeepseekV4", "context_parallel": 2},
+            "ValueError: context_parallel must be 1 for deepseek_v4, got 2",
+        ),
         ({"tensor_parallel": 0}, "ValueError: tensor_parallel must be at least 1, got 0"),
         ({"tensor_parallel": "2"}, "TypeError: tensor_parallel must be an int, got str"),
     ],

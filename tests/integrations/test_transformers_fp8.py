@@ -12,7 +12,7 @@ from layers.test_quantised import Dequantisable
 from support import fp8_linears
 from support.transformers_pairs import assert_same_tokens, generate, pair
 
-from flashlatte.distributed.model.shards import check_divisible
+from flashlatte.distributed.model.cuts import check_divisible
 from flashlatte.engine import Engine, SamplingParams
 from flashlatte.engine.model import Model
 from flashlatte.integrations.transformers import enable

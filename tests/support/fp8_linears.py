@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 BLOCK = 16
+# What of a checkpoint is not quantised: also DeepSeek-V4's compressors, and what mixes its streams.
+_PLAIN = ("embed", "head", ".gate.", "weights_proj", "compressor.", ".ape", "hc_")
 # Of tests/support/engine_models.py's: whole blocks of every head.
 SIZES = {"q_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 16}
 
@@ -60,16 +62,14 @@ def quantised(model: Any, *, in_blocks: bool = True) -> Any:
 
 
 def save(model: Any, path: Path, *, scale_fmt: str | None = None) -> None:
-    """Save a model as DeepSeek's checkpoints are: linear layers quantised, but for the head, routers and an indexer's
-    weights of heads. V3.1's scales are powers of two in float32, and its ``scale_fmt`` "ue8m0".
-    """
+    """Save a model as DeepSeek's checkpoints are; V3.1's scales are powers of two, and its ``scale_fmt`` is "ue8m0"."""
     from safetensors.torch import load_file, save_file
 
     model.save_pretrained(path)
     file, written = path / "model.safetensors", {}
     for name, weight in load_file(file).items():
         written[name] = weight
-        if weight.dim() == 2 and not any(part in name for part in ("embed", "lm_head", "mlp.gate.", "weights_proj")):
+        if weight.dim() == 2 and not any(part in name for part in _PLAIN):
             written[name], scales = codes_and_scales(weight)
             scales = scales.float() if scale_fmt is None else scales.float().log2().ceil().exp2()
             written[f"{name}_scale_inv"] = scales

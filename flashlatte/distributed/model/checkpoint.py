@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from flashlatte.distributed.model.cuts import piece_of, scales_name
 from flashlatte.distributed.model.ranks import Ranks
-from flashlatte.distributed.model.shards import inner_share, piece_of, scales_name
+from flashlatte.distributed.model.shards import inner_share
 from flashlatte.layers.quantised import times_scales
 
 _INDEX = "model.safetensors.index.json"
