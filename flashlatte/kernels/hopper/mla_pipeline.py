@@ -22,8 +22,9 @@ An operation brings its producer, its mask, and its range of work. A step of its
     even:  scores of block 0, masked;  ``attend_even``
     odd:   scores of block 1 begun;  ``begin_odd``;  scores waited for, masked;  ``attend_odd``
 
-with a ``call`` that has the fields ``tiles`` (``mla_tiles.Tiles``), ``scale`` (softmax_scale · log2(e)) and ``peer``,
-the peer CTA that reads what this one's producer fills, and the other way round (``clusters.Cluster``), or None.
+with a ``call`` that has the fields ``tiles`` (``mla_tiles.Tiles``, which explains ``zero``), ``scale``
+(softmax_scale · log2(e)) and ``peer``, the peer CTA that reads what this one's producer fills, and the other way round
+(``clusters.Cluster``), or None.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ def wait_empty(EMPTY: gl.constexpr, PRODUCER_THREADS: gl.constexpr, peer=None, p
 def finish_producing(PRODUCER_THREADS: gl.constexpr, peer=None, phase=0):
     """When the last block is under way: wait for the consumers' last arrivals, and let the next kernel be launched.
 
-    It is the one that combines, and waits for what the consumers still write. Earlier, its CTAs would crowd on the few
-    SMs that are free first.
+    The next kernel combines partial outputs, and itself waits for what the consumers still write. Launched earlier, its
+    CTAs would crowd on the few SMs that are free first.
     """
     wait_empty(K0_LEFT_EMPTY, PRODUCER_THREADS, peer, phase)
     wait_empty(K0_RIGHT_EMPTY, PRODUCER_THREADS, peer, phase)
@@ -96,7 +97,7 @@ def attend_even(
     scores,
     state,
     call,
-    z,
+    zero,
     PRODUCER_THREADS: gl.constexpr,
     SUM_FIRST: gl.constexpr,
     LAST: gl.constexpr = False,
@@ -107,12 +108,12 @@ def attend_even(
     """
     tiles = call.tiles
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, state.out.type.layout, 2)
-    k0_left = tiles.k0.left.index(z)
+    k0_left = tiles.k0.left.index(zero)
     row_max0 = raise_row_max(state.row_max, scores, call.scale)
     tiles.row_max0.store(row_max0)
     p = probabilities(scores, row_max0, call.scale)
     p_rounded = p.to(k0_left.dtype)
-    tiles.p0.index(z).store(p_rounded)
+    tiles.p0.index(zero).store(p_rounded)
     if SUM_FIRST:
         row_sum = state.row_sum * gl.exp2(state.row_max - row_max0) + gl.sum(p, 1)
     if LAST:
@@ -134,7 +135,7 @@ def attend_even(
     row_sum = row_sum * alpha
     out = rescale(out, alpha)
     barriers.wait(P1_FULL, barriers.PAIR)
-    out = warpgroup_mma(tiles.p1.index(z), tiles.k1.left.index(z), out, is_async=True)
+    out = warpgroup_mma(tiles.p1.index(zero), tiles.k1.left.index(zero), out, is_async=True)
     if LAST:
         row_sum += tiles.row_sum1.load(SCORE_ROWS)
     out = warpgroup_mma_wait(0, deps=[out])
@@ -144,7 +145,7 @@ def attend_even(
 
 
 @gluon.jit
-def begin_odd(state, call, z):
+def begin_odd(state, call, zero):
     """Queue block 0's product with the right half of its values behind the scores of block 1.
 
     Returns the output [64, 256] that is under way, and row_max [64] of block 0.
@@ -153,21 +154,21 @@ def begin_odd(state, call, z):
     barriers.wait(P0_FULL, barriers.PAIR)
     row_max0 = tiles.row_max0.load(SCORE_ROWS)
     out = rescale(state.out, gl.exp2(state.row_max - row_max0))
-    return warpgroup_mma(tiles.p0.index(z), tiles.k0.right.index(z), out, is_async=True), row_max0
+    return warpgroup_mma(tiles.p0.index(zero), tiles.k0.right.index(zero), out, is_async=True), row_max0
 
 
 @gluon.jit
-def attend_odd(scores, out, row_max0, state, call, z, PRODUCER_THREADS: gl.constexpr, SUM_FIRST: gl.constexpr):
+def attend_odd(scores, out, row_max0, state, call, zero, PRODUCER_THREADS: gl.constexpr, SUM_FIRST: gl.constexpr):
     """From masked ``scores`` [64, 64] of block 1, and what ``begin_odd`` returned, to the right half of the output."""
     tiles = call.tiles
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, state.out.type.layout, 2)
-    k1_right = tiles.k1.right.index(z)
+    k1_right = tiles.k1.right.index(zero)
     row_max1 = raise_row_max(row_max0, scores, call.scale)
     tiles.row_max1.store(row_max1)
     barriers.arrive(ROW_MAX1_FULL, barriers.PAIR)
     p = probabilities(scores, row_max1, call.scale)
     p_rounded = p.to(k1_right.dtype)
-    tiles.p1.index(z).store(p_rounded)
+    tiles.p1.index(zero).store(p_rounded)
     if SUM_FIRST:
         row_sum = state.row_sum * gl.exp2(state.row_max - row_max1) + gl.sum(p, 1)
     fence_async_shared()
@@ -189,6 +190,6 @@ def attend_odd(scores, out, row_max0, state, call, z, PRODUCER_THREADS: gl.const
 def add_other_sum(state, own, other):
     """After a work item's last step: the state with the row sum of both consumers."""
     own.store(state.row_sum)
-    # Nobody waits here any more for what the barrier else stands for.
+    # P0_FULL serves once more, to say that both sums are stored: no P of block 0 is waited for any more.
     barriers.wait(P0_FULL, barriers.PAIR)
     return State(state.out, state.row_max, state.row_sum + other.load(SCORE_ROWS))

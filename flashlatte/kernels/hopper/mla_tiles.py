@@ -64,8 +64,9 @@ class LatentTile(NamedTuple):
 class Tiles(NamedTuple):
     """Tiles in shared memory.
 
-    Each tile of two-byte numbers has a leading axis of 1, to be indexed by a zero that the compiler cannot see through:
-    it would hoist the descriptors of all tiles out of the main loop and spill them.
+    Each tile of two-byte numbers has a leading axis of 1. Consumers index it by ``zero``, a count shifted right by 30,
+    which the compiler cannot know to be 0: else it would hoist the descriptors of all tiles out of the main loop and
+    spill them.
     """
 
     q: LatentTile

@@ -146,18 +146,18 @@ def _zero_rows(tile, first):
 
 
 @gluon.jit
-def _begin_scores(call, request, k, full, phase, z, scores, PLAN: gl.constexpr):
+def _begin_scores(call, request, k, full, phase, zero, scores, PLAN: gl.constexpr):
     """Scores [64, 64] of a block, under way: of each half as soon as it has come. ``scores``: registers for the result.
 
     The left half comes first, as the even consumer lets go of it before the odd one is done with the right.
     """
     q = call.tiles.q
-    q_left, k_left = q.left.index(z), k.left.index(z)
+    q_left, k_left = q.left.index(zero), k.left.index(zero)
     mbarrier.wait(full.left, phase)
     if PLAN.one_byte:
         fence_async_shared()
     scores = warpgroup_mma(q_left, k_left.permute((1, 0)), scores, use_acc=False, is_async=True)
-    q_right, k_right, k_rope = q.right.index(z), k.right.index(z), k.rope.index(z)
+    q_right, k_right, k_rope = q.right.index(zero), k.right.index(zero), k.rope.index(zero)
     mbarrier.wait(full.right, phase)
     if PLAN.one_byte:
         fence_async_shared()
@@ -165,15 +165,15 @@ def _begin_scores(call, request, k, full, phase, z, scores, PLAN: gl.constexpr):
     if PLAN.has_rope:
         q_rope = request.q_rope
         if PLAN.one_byte:
-            q_rope = q.rope.index(z)
+            q_rope = q.rope.index(zero)
         scores = warpgroup_mma(q_rope, k_rope.permute((1, 0)), scores, is_async=True)
     return scores
 
 
 @gluon.jit
-def _score0(call, request, page, block, phase, z, scores, PLAN: gl.constexpr):
+def _score0(call, request, page, block, phase, zero, scores, PLAN: gl.constexpr):
     """Scores of block 0, and its page, if that was not asked for ahead: their fences would have waited for it."""
-    scores = _begin_scores(call, request, call.tiles.k0, call.full.k0, phase, z, scores, PLAN)
+    scores = _begin_scores(call, request, call.tiles.k0, call.full.k0, phase, zero, scores, PLAN)
     if PLAN.one_byte:
         page = schedule.page_of(call.table, request.split, block, PLAN)
     return warpgroup_mma_wait(0, deps=[scores]), page
@@ -193,15 +193,15 @@ def _take_queries(call, split, mask, phase, PLAN: gl.constexpr):
 def _even_step(scores, state, call, request, page, step, steps_taken, PLAN: gl.constexpr, LAST: gl.constexpr):
     """From the scores of block 0 to those of the next step's block 0 and its page, unless this step is the last."""
     k0 = call.tiles.k0
-    phase, z = steps_taken & 1, steps_taken >> 30
-    left, right = k0.left.index(z), k0.right.index(z)
+    phase, zero = steps_taken & 1, steps_taken >> 30
+    left, right = k0.left.index(zero), k0.right.index(zero)
     scores = _apply_mask(scores, request.mask, page, step * PAIR, left, right, PLAN)
-    state = attend_even(scores, state, call, z, _PRODUCER, PLAN.one_byte)
+    state = attend_even(scores, state, call, zero, _PRODUCER, PLAN.one_byte)
     if not LAST:
         if not PLAN.one_byte:
             # Not before the fences of the step, which would wait for it.
             page = schedule.page_of(call.table, request.split, 2 * step + 2, PLAN)
-        scores, page = _score0(call, request, page, 2 * step + 2, phase ^ 1, z, scores, PLAN)
+        scores, page = _score0(call, request, page, 2 * step + 2, phase ^ 1, zero, scores, PLAN)
     return scores, page, state
 
 
@@ -209,18 +209,18 @@ def _even_step(scores, state, call, request, page, step, steps_taken, PLAN: gl.c
 def _odd_step(state, call, request, page, step, steps_taken, PLAN: gl.constexpr, LAST: gl.constexpr):
     """A whole step, and the page of the next one, unless this is the last."""
     k1 = call.tiles.k1
-    phase, z = steps_taken & 1, steps_taken >> 30
+    phase, zero = steps_taken & 1, steps_taken >> 30
     scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-    scores = _begin_scores(call, request, k1, call.full.k1, phase, z, scores, PLAN)
+    scores = _begin_scores(call, request, k1, call.full.k1, phase, zero, scores, PLAN)
     if PLAN.one_byte:
         page = schedule.page_of(call.table, request.split, 2 * step + 1, PLAN)
-    out, row_max0 = begin_odd(state, call, z)
+    out, row_max0 = begin_odd(state, call, zero)
     scores = warpgroup_mma_wait(1, deps=[scores])
     if LAST:
         barriers.arrive(Q_EMPTY, barriers.ALL)
     first_key = step * PAIR + KEYS
-    scores = _apply_mask(scores, request.mask, page, first_key, k1.left.index(z), k1.right.index(z), PLAN)
-    state = attend_odd(scores, out, row_max0, state, call, z, _PRODUCER, PLAN.one_byte)
+    scores = _apply_mask(scores, request.mask, page, first_key, k1.left.index(zero), k1.right.index(zero), PLAN)
+    state = attend_odd(scores, out, row_max0, state, call, zero, _PRODUCER, PLAN.one_byte)
     if not LAST and not PLAN.one_byte:
         page = schedule.page_of(call.table, request.split, 2 * step + 3, PLAN)
     return page, state
@@ -247,9 +247,9 @@ def consume_even(call, PLAN: gl.constexpr):
             page = schedule.page_of(call.table, split, 2 * begin, PLAN)
             state = empty_state(OUTPUT)
             scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-            phase, z = steps_taken & 1, steps_taken >> 30
+            phase, zero = steps_taken & 1, steps_taken >> 30
             request = _take_queries(call, split, mask, items_taken & 1, PLAN)
-            scores, page = _score0(call, request, page, 2 * begin, phase, z, scores, PLAN)
+            scores, page = _score0(call, request, page, 2 * begin, phase, zero, scores, PLAN)
             if PLAN.has_rope and not PLAN.one_byte:
                 barriers.wait(Q_ROPE_EMPTY, barriers.PAIR)
             for step in range(begin, end - 1):

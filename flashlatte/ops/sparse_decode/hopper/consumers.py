@@ -134,7 +134,7 @@ def _score_half(
     k,
     full,
     phase,
-    z,
+    zero,
     scores,
     SIDE: gl.constexpr,
     FULL: gl.constexpr,
@@ -142,7 +142,7 @@ def _score_half(
     PLAN: gl.constexpr,
 ):
     """Scores [64, 64] with half of a block, once that is there. ``full``: the mbarriers of what comes by cp.async."""
-    q_half, k_half, copied = half_of(call.tiles.q, SIDE).index(z), half_of(k, SIDE).index(z), half_of(full, SIDE)
+    q_half, k_half, copied = half_of(call.tiles.q, SIDE).index(zero), half_of(k, SIDE).index(zero), half_of(full, SIDE)
     if SIDE == RIGHT and PLAN.format == MODEL1:
         # Its last 64 columns are copied.
         mbarrier.wait(copied, phase)
@@ -157,9 +157,9 @@ def _score_half(
 
 
 @gluon.jit
-def _score_rope(call, k, full, phase, z, scores, PLAN: gl.constexpr):
+def _score_rope(call, k, full, phase, zero, scores, PLAN: gl.constexpr):
     if PLAN.has_rope:
-        q_rope, k_rope = call.tiles.q.rope.index(z), k.rope.index(z)
+        q_rope, k_rope = call.tiles.q.rope.index(zero), k.rope.index(zero)
         if PLAN.format != PLAIN:
             mbarrier.wait(full.right, phase)
             fence_async_shared()
@@ -168,24 +168,24 @@ def _score_rope(call, k, full, phase, z, scores, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def score0(call, phase, z, PLAN: gl.constexpr):
+def score0(call, phase, zero, PLAN: gl.constexpr):
     """Masked scores of block 0, which begins with its left half: that is empty first."""
     k, full = call.tiles.k0, call.full.k0
     scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-    scores = _score_half(call, k, full, phase, z, scores, LEFT, tiles.K0_LEFT_FULL, False, PLAN)
-    scores = _score_half(call, k, full, phase, z, scores, RIGHT, tiles.K0_RIGHT_FULL, True, PLAN)
-    scores = _score_rope(call, k, full, phase, z, scores, PLAN)
+    scores = _score_half(call, k, full, phase, zero, scores, LEFT, tiles.K0_LEFT_FULL, False, PLAN)
+    scores = _score_half(call, k, full, phase, zero, scores, RIGHT, tiles.K0_RIGHT_FULL, True, PLAN)
+    scores = _score_rope(call, k, full, phase, zero, scores, PLAN)
     return apply_mask(warpgroup_mma_wait(0, deps=[scores]), call.masks.block0)
 
 
 @gluon.jit
-def _begin_score1(call, phase, z, PLAN: gl.constexpr):
+def _begin_score1(call, phase, zero, PLAN: gl.constexpr):
     """Scores of block 1, under way; it begins with its right half."""
     k, full = call.tiles.k1, call.full.k1
     scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-    scores = _score_half(call, k, full, phase, z, scores, RIGHT, tiles.K1_RIGHT_FULL, False, PLAN)
-    scores = _score_half(call, k, full, phase, z, scores, LEFT, tiles.K1_LEFT_FULL, True, PLAN)
-    return _score_rope(call, k, full, phase, z, scores, PLAN)
+    scores = _score_half(call, k, full, phase, zero, scores, RIGHT, tiles.K1_RIGHT_FULL, False, PLAN)
+    scores = _score_half(call, k, full, phase, zero, scores, LEFT, tiles.K1_LEFT_FULL, True, PLAN)
+    return _score_rope(call, k, full, phase, zero, scores, PLAN)
 
 
 @gluon.jit
@@ -253,9 +253,9 @@ def consume_even(call, PLAN: gl.constexpr):
             state = empty_state(OUTPUT)
             mbarrier.wait(call.full.q, items_taken & 1)
             for _ in range(steps):
-                z = steps_taken >> 30
-                scores = score0(call, steps_taken & 1, z, PLAN)
-                state = attend_even(scores, state, call, z, PLAN.producer_threads, True)
+                zero = steps_taken >> 30
+                scores = score0(call, steps_taken & 1, zero, PLAN)
+                state = attend_even(scores, state, call, zero, PLAN.producer_threads, True)
                 steps_taken += 1
             items_taken += 1
             # The odd consumer, whose P has come, has no use for the present ones either.
@@ -279,11 +279,11 @@ def consume_odd(call, PLAN: gl.constexpr):
             state = empty_state(OUTPUT)
             mbarrier.wait(call.full.q, items_taken & 1)
             for _ in range(steps):
-                z = steps_taken >> 30
-                scores = _begin_score1(call, steps_taken & 1, z, PLAN)
-                out, row_max0 = begin_odd(state, call, z)
+                zero = steps_taken >> 30
+                scores = _begin_score1(call, steps_taken & 1, zero, PLAN)
+                out, row_max0 = begin_odd(state, call, zero)
                 scores = apply_mask(warpgroup_mma_wait(1, deps=[scores]), call.masks.block1)
-                state = attend_odd(scores, out, row_max0, state, call, z, PLAN.producer_threads, True)
+                state = attend_odd(scores, out, row_max0, state, call, zero, PLAN.producer_threads, True)
                 steps_taken += 1
             items_taken += 1
             state = add_other_sum(state, call.tiles.row_sum1, call.tiles.row_sum0)

@@ -68,18 +68,18 @@ def consume_even(call, PLAN: gl.constexpr):
     split = schedule.split_of(cta_range.first, cta_range.first_cost, call.work, call.key_lengths, PLAN)
     copy_query(call, cta_range.first, cta_range.first_cost, PLAN)
     state = empty_state(OUTPUT)
-    # A zero that the compiler cannot see through, for ``tiles.Tiles``.
-    z = cta_range.first >> 30
+    # ``mla_tiles.Tiles`` says what it is for.
+    zero = cta_range.first >> 30
     mbarrier.wait(call.full.q, 0)
-    scores = score0(call, 0, z, PLAN)
+    scores = score0(call, 0, zero, PLAN)
     row_max = raise_row_max(state.row_max, scores, call.scale)
     shared.row_max0.store(row_max)
     p = probabilities(scores, row_max, call.scale)
     row_sum = gl.sum(p, 1)
     shared.row_sum0.store(row_sum)
-    k0_left = shared.k0.left.index(z)
+    k0_left = shared.k0.left.index(zero)
     p_rounded = p.to(k0_left.dtype)
-    shared.p0.index(z).store(p_rounded)
+    shared.p0.index(zero).store(p_rounded)
     fence_async_shared()
     barriers.arrive(P0_FULL, barriers.PAIR)
     out = warpgroup_mma(gl.convert_layout(p_rounded, _P_OPERAND), k0_left, state.out, is_async=True)
@@ -93,11 +93,11 @@ def consume_odd(call, PLAN: gl.constexpr):
     """The right half of the output."""
     shared, cta_range = call.tiles, call.work.range
     split = schedule.split_of(cta_range.first, cta_range.first_cost, call.work, call.key_lengths, PLAN)
-    z = cta_range.first >> 30
+    zero = cta_range.first >> 30
     # The even consumer has had both halves before.
     barriers.wait(P0_FULL, barriers.PAIR)
     fence_async_shared()
-    out = warpgroup_mma(shared.p0.index(z), shared.k0.right.index(z), empty_state(OUTPUT).out, is_async=True)
+    out = warpgroup_mma(shared.p0.index(zero), shared.k0.right.index(zero), empty_state(OUTPUT).out, is_async=True)
     out = warpgroup_mma_wait(0, deps=[out])
     state = State(out, shared.row_max0.load(SCORE_ROWS), shared.row_sum0.load(SCORE_ROWS))
     write(state, cta_range.first, split, call, HALF, PLAN)

@@ -106,10 +106,10 @@ def _odd_step(
     LAST: gl.constexpr,
 ):
     """A step, from block 1's scores on. After the last one of a tile block 1's right half is not let go."""
-    z = step >> 30
+    zero = step >> 30
     tiles, shared = call.tiles, call.shared
-    k1_right = tiles.k1.right.index(z)
-    pending = start_scores(tiles.q, q_held, tiles.k1, shared.full1, step & 1, z, unused, HEAD_DIM)
+    k1_right = tiles.k1.right.index(zero)
+    pending = start_scores(tiles.q, q_held, tiles.k1, shared.full1, step & 1, zero, unused, HEAD_DIM)
     scores = finish_scores(pending, shared.mask1, shared.full1, step & 1, GROUP)
     if LAST:
         arrive(Q_EMPTY, ALL)
@@ -123,13 +123,13 @@ def _odd_step(
     alpha1 = gl.exp2(row_max0 - row_max1)
     p = probabilities(scores, row_max1, call.scale)
     p_rounded = p.to(k1_right.dtype)
-    tiles.p1.index(z).store(p_rounded)
+    tiles.p1.index(zero).store(p_rounded)
     if LAST:
         tiles.row_sum1.store(state.row_sum * alpha0 * alpha1 + gl.sum(p, 1))
     fence_async_shared()
     arrive(P1_FULL, PAIR)
 
-    out = warpgroup_mma(tiles.p0.index(z), tiles.k0.right.index(z), rescale(state.out, alpha0), is_async=True)
+    out = warpgroup_mma(tiles.p0.index(zero), tiles.k0.right.index(zero), rescale(state.out, alpha0), is_async=True)
     row_sum = state.row_sum * alpha0 * alpha1 + gl.sum(p, 1)
     if LAST:
         row_sum += tiles.row_sum0.load(SCORE_ROWS) * alpha1

@@ -22,30 +22,30 @@ class HeldQueries(NamedTuple):
 
 
 @gluon.jit
-def hold_queries(q, z, HEAD_DIM: gl.constexpr):
-    q_right = q.right.index(z)
+def hold_queries(q, zero, HEAD_DIM: gl.constexpr):
+    q_right = q.right.index(zero)
     last = q_right.slice(192, 64, dim=1).load(Q_OPERAND)
     if HEAD_DIM == 576:
-        return HeldQueries(last, q.rope.index(z).load(Q_OPERAND))
+        return HeldQueries(last, q.rope.index(zero).load(Q_OPERAND))
     else:
         return HeldQueries(last, q_right.slice(128, 64, dim=1).load(Q_OPERAND))
 
 
 @gluon.jit
-def start_scores(q, q_held, k, full, phase, z, unused, HEAD_DIM: gl.constexpr):
+def start_scores(q, q_held, k, full, phase, zero, unused, HEAD_DIM: gl.constexpr):
     """Start q · k, following the arrival of k, for ``finish_scores``.
 
     ``unused`` is a [64, 64] tensor whose registers the scores may take.
     """
-    pending = start_left_scores(q, k, full, phase, z, unused)
-    return add_right_scores(pending, q, q_held, k, full, phase, z, HEAD_DIM)
+    pending = start_left_scores(q, k, full, phase, zero, unused)
+    return add_right_scores(pending, q, q_held, k, full, phase, zero, HEAD_DIM)
 
 
 @gluon.jit
-def start_left_scores(q, k, full, phase, z, unused):
+def start_left_scores(q, k, full, phase, zero, unused):
     """The share of columns 0 to 255 of ``start_scores``."""
-    q_left = q.left.index(z)
-    k_left = k.left.index(z)
+    q_left = q.left.index(zero)
+    k_left = k.left.index(zero)
     mbarrier.wait(full.quarter0, phase)
     scores = warpgroup_mma(
         q_left.slice(0, 128, dim=1), k_left.slice(0, 128, dim=1).permute((1, 0)), unused, use_acc=False, is_async=True
@@ -57,13 +57,13 @@ def start_left_scores(q, k, full, phase, z, unused):
 
 
 @gluon.jit
-def add_right_scores(scores, q, q_held, k, full, phase, z, HEAD_DIM: gl.constexpr):
+def add_right_scores(scores, q, q_held, k, full, phase, zero, HEAD_DIM: gl.constexpr):
     """The share of the other columns of ``start_scores``."""
-    q_right = q.right.index(z)
-    k_right = k.right.index(z)
+    q_right = q.right.index(zero)
+    k_right = k.right.index(zero)
     mbarrier.wait(full.quarter2, phase)
     if HEAD_DIM == 576:
-        scores = warpgroup_mma(q_held.other, k.rope.index(z).permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma(q_held.other, k.rope.index(zero).permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma(
         q_right.slice(0, 128, dim=1), k_right.slice(0, 128, dim=1).permute((1, 0)), scores, is_async=True
     )

@@ -79,19 +79,19 @@ def _mask(scores, request, page, block, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _attend(state, call, request, k, block, z, NUMBER: gl.constexpr, PLAN: gl.constexpr):
-    """Add a block to the state, whose halves are numbers NUMBER and NUMBER + 1 of their step. ``z`` is 0, which the
+def _attend(state, call, request, k, block, zero, NUMBER: gl.constexpr, PLAN: gl.constexpr):
+    """Add a block to the state, whose halves are numbers NUMBER and NUMBER + 1 of their step. ``zero`` is 0, which the
     compiler may not know (``mla_tiles.Tiles``)."""
-    q, p_tile = call.tiles.q, call.tiles.p.index(z)
-    left, right = k.left.index(z), k.right.index(z)
+    q, p_tile = call.tiles.q, call.tiles.p.index(zero)
+    left, right = k.left.index(zero), k.right.index(zero)
     page = schedule.page_of(call.table, request.split, block, PLAN)
     scores = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
     barriers.wait(TILE_FULL + NUMBER, TILE_MEETING)
-    scores = warpgroup_mma(left, q.left.index(z).permute((1, 0)), scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma(left, q.left.index(zero).permute((1, 0)), scores, use_acc=False, is_async=True)
     barriers.wait(TILE_FULL + NUMBER + 1, TILE_MEETING)
-    scores = warpgroup_mma(right, q.right.index(z).permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma(right, q.right.index(zero).permute((1, 0)), scores, is_async=True)
     if PLAN.has_rope:
-        scores = warpgroup_mma(k.rope.index(z), q.rope.index(z).permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma(k.rope.index(zero), q.rope.index(zero).permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores]) * request.scale[None, :]
     scores = _mask(scores, request, page, block, PLAN)
 
@@ -149,9 +149,9 @@ def attend(call, PLAN: gl.constexpr):
             request = Request(split, scale, gl.minimum(length - call.causal_offset + token, length))
             state = _empty_state()
             for step in range(split.begin, split.end):
-                z = steps_taken >> 30
-                state = _attend(state, call, request, k0, 2 * step, z, 0, PLAN)
-                state = _attend(state, call, request, k1, 2 * step + 1, z, 2, PLAN)
+                zero = steps_taken >> 30
+                state = _attend(state, call, request, k0, 2 * step, zero, 0, PLAN)
+                state = _attend(state, call, request, k1, 2 * step + 1, zero, 2, PLAN)
                 steps_taken += 1
             row_sum = gl.sum(state.sums, 0)
             factor = (inverse(row_sum) * call.results.k_scale)[None, :]
