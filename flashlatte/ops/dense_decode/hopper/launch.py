@@ -41,7 +41,7 @@ _ALIGN = 8
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """How requests are split, in blocks of a step.
 
     Attributes:
@@ -77,7 +77,9 @@ def dense_decode(
     rows = s_q * heads
     box = math.gcd(page_size, KEYS.value)
     few_rows = rows <= FEW_ROWS.value and k_cache.dtype.itemsize == 1
-    made = make_plan(machine.num_sms(device), batch, rows, h_kv, max_pages * page_size, batch_invariant, few_rows)
+    launch_plan = make_plan(
+        machine.num_sms(device), batch, rows, h_kv, max_pages * page_size, batch_invariant, few_rows
+    )
     if row_align(q, _ALIGN) == 1:
         q = q.clone(memory_format=torch.contiguous_format)
     q_strides = strides_in_use(q)
@@ -91,10 +93,10 @@ def dense_decode(
     limit = min(max_pages * page_size, 2**31 - 1 - PAIR.value)
     lengths = key_lengths(batch, 1, cache_seqlens, limit)
     outputs = outputs_of(out, lse, None, tokens=1, heads=heads, rows=rows, empty_lse=empty_lse, row_align=out_align)
-    split = made.split
+    split = launch_plan.split
 
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
-    if made.stream_k:
+    if launch_plan.stream_k:
         partials = split.splits * split.groups
         clear_kernel[(-(-partials // fixup.CLEARED),)](
             scratch, partials, PARTIAL=fixup.PARTIAL.value, CLEARED=fixup.CLEARED, num_warps=4, launch_pdl=True
@@ -116,7 +118,7 @@ def dense_decode(
                 groups_per_head=split.groups_per_head,
                 num_groups=split.groups,
                 num_splits=split.splits,
-                splits_of_equals=made.splits_of_equals,
+                splits_of_equals=launch_plan.splits_of_equals,
                 first_item=first,
             ),
             PLAN=schedule.Plan(
@@ -129,7 +131,7 @@ def dense_decode(
                 overhead=split.overhead,
                 split_steps=split.split_blocks,
                 max_splits=split.max_splits,
-                stream_k=made.stream_k,
+                stream_k=launch_plan.stream_k,
             ),
             num_warps=4,
             launch_pdl=True,
@@ -141,17 +143,17 @@ def dense_decode(
 @functools.lru_cache(maxsize=4096)
 def make_plan(
     num_sms: int, batch: int, rows: int, h_kv: int, max_keys: int, batch_invariant: bool, few_rows: bool
-) -> Plan:
+) -> LaunchPlan:
     groups_per_head = -(-rows // ROWS.value)
     groups = h_kv * groups_per_head
     most_steps = -(-max_keys // PAIR.value)
     if batch_invariant:
         max_splits = max(_FIXED_SPLITS // groups, 1)
         split = plan.fixed(MLA_PARTIAL, batch, most_steps, groups, groups_per_head, _SPLIT_STEPS, max_splits)
-        return Plan(split, split.splits, stream_k=False)
+        return LaunchPlan(split, split.splits, stream_k=False)
     ranges = plan.num_ranges(batch, groups, num_sms, most_steps, MLA_PARTIAL)
     if ranges is None or batch * (most_steps + _OVERHEAD) > plan.MAX_COST:
-        return Plan(plan.whole(MLA_PARTIAL, batch, groups, groups_per_head), 1, stream_k=False)
+        return LaunchPlan(plan.whole(MLA_PARTIAL, batch, groups, groups_per_head), 1, stream_k=False)
     # With few requests a range should be as short as can be; with many it shares few of them.
     shares_few = 2 * batch >= ranges
     stream_k = shares_few and not few_rows
@@ -163,7 +165,7 @@ def make_plan(
     split = plan.balanced(MLA_PARTIAL, batch, most_steps, groups, groups_per_head, ranges, overhead)
     if stream_k:
         split = replace(split, scratch=groups * ranges * fixup.PARTIAL.value, combines=False)
-    return Plan(split, of_equals, stream_k)
+    return LaunchPlan(split, of_equals, stream_k)
 
 
 def _query_descriptors(q: torch.Tensor, strides: tuple[int, ...], heads: int) -> tuple[Any, Any]:

@@ -30,7 +30,7 @@ _FIXED_SPLITS = 128
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """What the launches of one shape have in common.
 
     Attributes:
@@ -64,7 +64,7 @@ def dense_decode(
     max_pages = block_table.shape[1]
     device = q.device
     is_fp8 = k_cache.dtype != q.dtype
-    made = make_plan(
+    launch_plan = make_plan(
         gpu_class(device),
         machine.num_sms(device),
         batch,
@@ -84,12 +84,12 @@ def dense_decode(
     query = Query(q, *(stride // q_align for stride in strides_in_use(q)))
     k_page, k_token, k_head = (stride // k_align for stride in strides_in_use(k_cache))
     cache = Cache(k_cache, k_page, k_token, k_head, num_pages, block_table, block_table.stride(0))
-    limit = min(max_pages * page_size, 2**31 - 1 - made.config.block_n)
+    limit = min(max_pages * page_size, 2**31 - 1 - launch_plan.config.block_n)
     lengths = key_lengths(batch, 1, cache_seqlens, limit)
     outputs = outputs_of(
         out, lse, None, tokens=1, heads=heads, rows=s_q * heads, empty_lse=empty_lse, row_align=out_align
     )
-    split = made.split
+    split = launch_plan.split
 
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
     for first, count in split.launches:
@@ -115,7 +115,7 @@ def dense_decode(
             K_ALIGN=k_align,
             OUT_ALIGN=out_align,
             NATIVE_FP8=is_fp8 and converts_e4m3(device),
-            **made.constants,
+            **launch_plan.constants,
         )
         if scratch is not None:
             combine.launch_combine(split, scratch, outputs, out_align, first, count)
@@ -134,7 +134,7 @@ def make_plan(
     max_pages: int,
     is_fp8: bool,
     batch_invariant: bool,
-) -> Plan:
+) -> LaunchPlan:
     table = FP8_TABLE if is_fp8 else TABLE
     chosen, step = choose(table, gpu, rows, head_dim, head_dim_v, in_place=not is_fp8)
     groups_per_head = -(-rows // chosen.block_h)
@@ -150,7 +150,7 @@ def make_plan(
     else:
         overhead = -(-_OVERHEAD_KEYS // chosen.block_n)
         split = plan.balanced(partial, batch, most_blocks, groups, groups_per_head, ranges, overhead)
-    return Plan(
+    return LaunchPlan(
         config=chosen,
         split=split,
         constants={

@@ -45,7 +45,7 @@ _KINDS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.int8: INT8}
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """What the launches of one shape have in common.
 
     Attributes:
@@ -83,7 +83,7 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
     is_quantised = k_cache.dtype != q.dtype
     per_token = any(scale is not None and _is_per_token(scale) for scale in (problem.k_scale, problem.v_scale))
     halves = multiplies_halves(problem)
-    made = make_plan(
+    launch_plan = make_plan(
         gpu,
         machine.num_sms(device),
         tokens,
@@ -102,7 +102,7 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
         halves and not has_terms and problem.prefix_ranges is None and _lie_in_words(k_cache, v_cache.unsqueeze(3)),
         k_cache.shape[3] > 1 or k_cache.stride(4) != 1 or v_cache.stride(3) != 1,
     )
-    config, split = made.config, made.split
+    config, split = launch_plan.config, launch_plan.split
     k_form, k_strides = _form(k_cache, gpu)
     v_form, v_strides = _form(v_cache.unsqueeze(3), gpu)
     first, rest = parts(head_dim)
@@ -127,14 +127,14 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
         alibi_sqrt=problem.alibi_sqrt,
         scaled_keys=per_token or (is_quantised and has_new),
         halves=halves,
-        in_words=made.in_words,
+        in_words=launch_plan.in_words,
         interpreted=gpu == "interpreter",
     )
     native = converts_e4m3(device)
     q_align, out_align = row_align(q), row_align(out)
     ranges = problem.prefix_ranges
-    tiles = torch.empty(made.slots, TILE_NUMBERS, dtype=torch.int32, device=device)
-    lengths = torch.empty(made.slots, dtype=torch.int32, device=device)
+    tiles = torch.empty(launch_plan.slots, TILE_NUMBERS, dtype=torch.int32, device=device)
+    lengths = torch.empty(launch_plan.slots, dtype=torch.int32, device=device)
     outputs = Outputs(
         out if out.dtype == q.dtype else out.view(torch.uint8),
         0,
@@ -148,14 +148,14 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
         0 if problem.attn_sink is None else problem.attn_sink.stride(0),
         1,
         heads,
-        made.block_tokens * heads,
+        launch_plan.block_tokens * heads,
         problem.empty_lse,
         tiles,
         TILE_NUMBERS,
         problem.out_scale,
         problem.out_scale_value,
     )
-    find_tiles_kernel[(made.slots,)](
+    find_tiles_kernel[(launch_plan.slots,)](
         *by_name(
             find_tiles_kernel,
             tiles=tiles,
@@ -174,14 +174,14 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
             stride_range=0 if ranges is None else ranges.stride(1),
             most_queries=most_queries,
         ),
-        TILES_EACH=made.tiles_each,
+        TILES_EACH=launch_plan.tiles_each,
         HAS_NEW=has_new,
-        BLOCK_TOKENS=made.block_tokens,
+        BLOCK_TOKENS=launch_plan.block_tokens,
         BLOCK_N=config.block_n,
         num_warps=1,
     )
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
-    paged_attention_kernel[(split.ctas(made.slots),)](
+    paged_attention_kernel[(split.ctas(launch_plan.slots),)](
         *by_name(
             paged_attention_kernel,
             outputs,
@@ -222,7 +222,7 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
             lengths=lengths,
             limit=2**31 - 1 - config.block_n,
             scratch=scratch,
-            num_items=made.slots,
+            num_items=launch_plan.slots,
             num_groups=split.groups,
             groups_per_head=split.groups_per_head,
             num_splits=split.splits,
@@ -238,7 +238,7 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
         num_warps=config.num_warps,
     )
     if scratch is not None:
-        combine.launch_combine(split, scratch, outputs, out_align, 0, made.slots)
+        combine.launch_combine(split, scratch, outputs, out_align, 0, launch_plan.slots)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -256,7 +256,7 @@ def make_plan(
     most_queries: int = 0,
     in_words: bool = False,
     scattered: bool = False,
-) -> Plan:
+) -> LaunchPlan:
     """``heads``: query heads of a key head. ``most_queries`` as for ``attend``: most of those requests are decodes.
     ``in_words``: ``attend_bytes`` can do what is asked, if a request has few rows. ``scattered`` as for ``choose``."""
     rows = (1 if most_queries else -(-tokens // requests)) * heads
@@ -278,7 +278,7 @@ def make_plan(
     else:
         overhead = -(-_OVERHEAD_KEYS // config.block_n)
         split = plan.balanced(partial, slots, most_blocks, groups, groups_per_head, ranges, overhead)
-    return Plan(config, of_words is not None, split, block_tokens, slots, tiles_each)
+    return LaunchPlan(config, of_words is not None, split, block_tokens, slots, tiles_each)
 
 
 def _form(cache: torch.Tensor, gpu: str) -> tuple[Form, tuple[int, ...]]:

@@ -35,7 +35,7 @@ _ALIGN = 8
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """What the calls of one shape have in common.
 
     Attributes:
@@ -78,7 +78,7 @@ def sparse_decode(
     is_uniform = topk_length is None and extra_topk_length is None
     kind = _kind(layout)
     has_scales = kind != PLAIN.value
-    made = make_plan(
+    launch_plan = make_plan(
         machine.num_sms(device), batch * s_q, h_q, topk, extra_topk, is_uniform, has_scales, batch_invariant
     )
     if extra_indices is not None and extra_indices.dtype != indices.dtype:
@@ -95,11 +95,11 @@ def sparse_decode(
     out_align = row_align(out)
     lengths = key_lengths(batch, s_q, topk_length, topk, extra_topk_length, extra_topk)
     outputs = outputs_of(out, lse, attn_sink, tokens=s_q, heads=h_q, rows=h_q, empty_lse=empty_lse, row_align=out_align)
-    split = made.split
+    split = launch_plan.split
 
     # Two CTAs that need the same tokens share the work of dequantizing them.
-    in_cluster = has_scales and made.granularity == 2 and split.groups % 2 == 0 and clusters_fill(device, 2)
-    launched = cluster_kernel[(made.ctas // 2,)] if in_cluster else kernel[(made.ctas,)]
+    in_cluster = has_scales and launch_plan.granularity == 2 and split.groups % 2 == 0 and clusters_fill(device, 2)
+    launched = cluster_kernel[(launch_plan.ctas // 2,)] if in_cluster else kernel[(launch_plan.ctas,)]
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
     launched(
         *by_name(
@@ -112,7 +112,7 @@ def sparse_decode(
             scratch=scratch,
             scale=softmax_scale * _LOG2_E,
             num_groups=split.groups,
-            num_splits=made.equal_splits or split.splits,
+            num_splits=launch_plan.equal_splits or split.splits,
         ),
         PLAN=schedule.Plan(
             format=kind,
@@ -121,17 +121,17 @@ def sparse_decode(
             alignment=alignment,
             flat=flat,
             out_align=out_align,
-            balanced=made.balanced,
-            equal_splits=made.equal_splits is not None,
+            balanced=launch_plan.balanced,
+            equal_splits=launch_plan.equal_splits is not None,
             overhead=split.overhead,
-            granularity=made.granularity,
+            granularity=launch_plan.granularity,
             cluster=in_cluster,
         ),
         num_warps=producer_warps(kind),
         launch_pdl=True,
     )
-    if scratch is not None and made.equal_splits is not None:
-        equal_splits.launch_combine_equal(scratch, outputs, batch * s_q, made.equal_splits, out_align)
+    if scratch is not None and launch_plan.equal_splits is not None:
+        equal_splits.launch_combine_equal(scratch, outputs, batch * s_q, launch_plan.equal_splits, out_align)
     elif scratch is not None:
         combine.launch_combine(split, scratch, outputs, out_align, 0, batch * s_q)
 
@@ -152,7 +152,7 @@ def make_plan(
     is_uniform: bool,
     has_scales: bool = True,
     batch_invariant: bool = False,
-) -> Plan:
+) -> LaunchPlan:
     groups = -(-heads // ROWS.value)
     most_blocks = -(-topk // KEYS.value) + -(-extra_topk // KEYS.value)
     if is_uniform and has_scales and most_blocks > 2 and not batch_invariant:
@@ -172,14 +172,14 @@ def make_plan(
     ):
         # Every CTA has the same group for all of its query tokens.
         ctas = min(items, max(num_sms // groups, 1)) * groups
-        return Plan(plan.whole(MLA_PARTIAL, items, groups, groups), ctas)
+        return LaunchPlan(plan.whole(MLA_PARTIAL, items, groups, groups), ctas)
     # With few items a range should be as short as can be; with many, an item begun costs about two blocks.
     overhead = _OVERHEAD * int(2 * items >= ranges)
     if is_uniform and _most_pairs(items, most_pairs, ranges, 0) < _most_pairs(items, most_pairs, ranges, overhead // 2):
         overhead = 0
     if is_uniform and 2 * items < ranges and ranges % items == 0:
         return _with_equal_splits(items, most_pairs, groups, ranges, granularity=2)
-    return Plan(plan.balanced(MLA_PARTIAL, items, most_pairs, groups, groups, ranges, overhead), ranges * groups)
+    return LaunchPlan(plan.balanced(MLA_PARTIAL, items, most_pairs, groups, groups, ranges, overhead), ranges * groups)
 
 
 def _whole_is_faster(items: int, heads: int, pairs: int, ranges: int, ctas: int, is_uniform: bool) -> bool:
@@ -194,10 +194,10 @@ def _whole_is_faster(items: int, heads: int, pairs: int, ranges: int, ctas: int,
     return longest <= max(in_a_range, 1) + combining
 
 
-def _with_equal_splits(items: int, item_blocks: int, groups: int, ranges: int, granularity: int) -> Plan:
+def _with_equal_splits(items: int, item_blocks: int, groups: int, ranges: int, granularity: int) -> LaunchPlan:
     split = plan.balanced(MLA_PARTIAL, items, item_blocks, groups, groups, ranges, overhead=0)
     split = replace(split, scratch=ranges * groups * equal_splits.PARTIAL.value, combines=False)
-    return Plan(split, ranges * groups, ranges // items, granularity)
+    return LaunchPlan(split, ranges * groups, ranges // items, granularity)
 
 
 def _most_pairs(items: int, pairs: int, ranges: int, overhead: int) -> int:

@@ -30,7 +30,7 @@ _PACKED_LATENT = 512
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """What the calls of one shape have in common.
 
     Attributes:
@@ -87,7 +87,7 @@ def sparse_decode(
     topk = indices.shape[2]
     extra_topk = None if extra_indices is None else extra_indices.shape[2]
     is_uniform = topk_length is None and extra_topk_length is None
-    made = make_plan(
+    launch_plan = make_plan(
         gpu_class(device),
         machine.num_sms(device),
         batch * s_q,
@@ -107,7 +107,7 @@ def sparse_decode(
     query = Query(q, *(stride // q_align for stride in q.stride()[:3]))
     lengths = key_lengths(batch, s_q, topk_length, topk, extra_topk_length, extra_topk or 0)
     outputs = outputs_of(out, lse, attn_sink, tokens=s_q, heads=h_q, rows=h_q, empty_lse=empty_lse, row_align=out_align)
-    split = made.split
+    split = launch_plan.split
 
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
     sparse_decode_kernel[(split.ctas(batch * s_q),)](
@@ -127,7 +127,7 @@ def sparse_decode(
         EXTRA_PLACE=extra_place,
         Q_ALIGN=q_align,
         OUT_ALIGN=out_align,
-        **made.constants,
+        **launch_plan.constants,
     )
     if scratch is not None:
         combine.launch_combine(split, scratch, outputs, out_align, 0, batch * s_q)
@@ -146,7 +146,7 @@ def make_plan(
     extra_topk: int,
     is_uniform: bool,
     batch_invariant: bool,
-) -> Plan:
+) -> LaunchPlan:
     latent_dim = _PACKED_LATENT if packed else head_dim_v
     table = PACKED_TOKENS if packed else SELECTED_ROWS
     chosen, step = choose(table, gpu, heads, head_dim, latent_dim, in_place=not packed)
@@ -159,7 +159,7 @@ def make_plan(
     else:
         overhead = -(-_OVERHEAD_KEYS // chosen.block_n)
         split = plan.balanced(partial, items, most_blocks, groups, groups, ranges, overhead)
-    return Plan(
+    return LaunchPlan(
         config=chosen,
         split=split,
         constants={

@@ -32,7 +32,7 @@ _ROTATED_ROWS, _ROTATING_WARPS = 16, 4
 _SMALLEST_PACKED = 64
 
 
-class Plan(NamedTuple):
+class LaunchPlan(NamedTuple):
     """Tile sizes, and over how many CTAs requests are split."""
 
     config: Config
@@ -56,8 +56,8 @@ def turboquant_decode(
     heads, device = h_q // h_kv, q.device
     max_pages = block_table.shape[1]
     gpu = gpu_class(device)
-    made = make_plan(gpu, machine.num_sms(device), batch, s_q * heads, h_kv, head_dim, page_size, max_pages)
-    config, split = made.config, made.split
+    launch_plan = make_plan(gpu, machine.num_sms(device), batch, s_q * heads, h_kv, head_dim, page_size, max_pages)
+    config, split = launch_plan.config, launch_plan.split
     strides = [stride_in_use(cache, axis) for axis in range(3)]
     align = min(unit_bytes(cache, *strides), 8)
     codebook = lloyd_max(layout.key_bits) if layout.rotates else ()
@@ -154,7 +154,7 @@ def _usual_token_strides(layout: TurboQuantFormat, h_kv: int) -> tuple[int, int]
 @functools.lru_cache(maxsize=4096)
 def make_plan(
     gpu: str, num_sms: int, batch: int, rows: int, h_kv: int, head_dim: int, page_size: int, max_pages: int
-) -> Plan:
+) -> LaunchPlan:
     """``rows``: query rows of a key head that a request has."""
     config = TABLE[gpu]
     groups_per_head = -(-rows // config.block_m)
@@ -167,4 +167,4 @@ def make_plan(
     else:
         overhead = -(-_OVERHEAD_KEYS // config.block_n)
         split = plan.balanced(partial, batch, most_blocks, groups, groups_per_head, ranges, overhead)
-    return Plan(config, split)
+    return LaunchPlan(config, split)
