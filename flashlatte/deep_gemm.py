@@ -52,7 +52,7 @@ def fp8_mqa_logits(
     clean_logits: bool = True,
     max_seqlen_k: int = 0,
 ) -> torch.Tensor:
-    """``fp8_fp4_mqa_logits`` of float8_e4m3fn queries and keys, with float32 logits."""
+    """``fp8_fp4_mqa_logits`` of float8_e4m3fn queries ``q`` [M, H, D], without a tuple, and with float32 logits."""
     return fp8_fp4_mqa_logits((q, None), kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k)
 
 
@@ -123,7 +123,8 @@ def fp8_paged_mqa_logits(
     clean_logits: bool = False,
     indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``fp8_fp4_paged_mqa_logits`` of float8_e4m3fn queries and keys, with float32 logits."""
+    """``fp8_fp4_paged_mqa_logits`` of float8_e4m3fn queries ``q`` [b, next_n, H, D], without a tuple, and with float32
+    logits."""
     return fp8_fp4_paged_mqa_logits(
         (q, None),
         kv_cache,
@@ -194,7 +195,13 @@ def fp8_fp4_paged_mqa_logits(
 def get_paged_mqa_logits_metadata(
     context_lens: torch.Tensor, block_kv: int, num_sms: int, indices: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Zeros of the shape of DeepGEMM's schedule, int32 [num_sms + 1, 2]: work is split in the call itself."""
+    """Zeros of the shape of DeepGEMM's schedule, int32 [num_sms + 1, 2]: work is split in the call itself.
+
+    They lie on the device of ``context_lens``; ``block_kv`` and ``indices`` are of no use here.
+
+    Raises:
+        TypeError, ValueError: ``context_lens`` that is no tensor, or a num_sms below 1.
+    """
     device = checks.given("context_lens", context_lens).device
     return torch.zeros(checks.positive_int("num_sms", num_sms) + 1, 2, dtype=torch.int32, device=device)
 

@@ -88,9 +88,19 @@ def flash_attn_varlen_qkvpacked_func(
     *,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``flash_attn_varlen_func`` of q, k and v packed along the last axis: [T, h, 2 · head_dim_qk + d_v].
+    """``flash_attn_varlen_func`` of q, k and v in one tensor.
 
-    ``cu_seqlens`` and ``max_seqlen`` are of queries and keys; all else is as there.
+    Args:
+        qkv: [T, h, 2 · head_dim_qk + d_v], q, k and v along the last axis.
+        cu_seqlens, max_seqlen: of queries and keys alike.
+        head_dim_qk: width of a query and of a key.
+        dropout_p, softmax_scale, causal, deterministic, is_varlen, backend: as for ``flash_attn_varlen_func``.
+
+    Returns:
+        out and lse, as ``flash_attn_varlen_func``.
+
+    Raises:
+        TypeError, ValueError: as ``flash_attn_varlen_func``; a qkv too narrow for such heads.
     """
     _check_packed("qkv", qkv, 2 * checks.positive_int("head_dim_qk", head_dim_qk), "2 · head_dim_qk")
     q, k, v = qkv.split((head_dim_qk, head_dim_qk, qkv.shape[-1] - 2 * head_dim_qk), dim=-1)
@@ -129,9 +139,20 @@ def flash_attn_varlen_kvpacked_func(
     *,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``flash_attn_varlen_func`` of k and v packed along the last axis: [T_k, h_k, head_dim_qk + d_v].
+    """``flash_attn_varlen_func`` of k and v in one tensor.
 
-    All else is as there.
+    Args:
+        q: [T_q, h, head_dim_qk].
+        kv: [T_k, h_k, head_dim_qk + d_v], k and v along the last axis.
+        cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv: as for ``flash_attn_varlen_func``.
+        head_dim_qk: width of a query and of a key.
+        dropout_p, softmax_scale, causal, deterministic, is_varlen, backend: as for ``flash_attn_varlen_func``.
+
+    Returns:
+        out and lse, as ``flash_attn_varlen_func``.
+
+    Raises:
+        TypeError, ValueError: as ``flash_attn_varlen_func``; a kv too narrow for such heads.
     """
     _check_packed("kv", kv, checks.positive_int("head_dim_qk", head_dim_qk), "head_dim_qk")
     k, v = kv.split((head_dim_qk, kv.shape[-1] - head_dim_qk), dim=-1)

@@ -170,6 +170,9 @@ class ContextParallel:
 
         Returns:
             int32 [b, queries, topk], this rank's first and then -1, and how many are, int32 [b, queries].
+
+        Raises:
+            TypeError, ValueError: positions of another dtype or device, or that are not of the plan's queries.
         """
         shape = (plan.requests, plan.queries, "topk")
         checks.tensor("positions", positions, shape, checks.INDEX_DTYPES, plan.block_table.device)
@@ -241,6 +244,10 @@ class ContextParallel:
 
         Returns:
             int32 [rows, k], tokens of the request in ascending order, then -1; the same on every rank.
+
+        Raises:
+            TypeError, ValueError: arguments of a wrong type, dtype or shape, or that are not the same on all ranks.
+            RuntimeError: a rank that does not come to the call, the first time that it has these shapes.
         """
         checks.tensor("logits", logits, ("rows", "width"), (torch.float32, torch.bfloat16))
         self._agreement.check("topk", {"rows": logits.shape[0], "k": k, "dtype": logits.dtype})

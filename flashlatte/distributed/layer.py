@@ -58,9 +58,11 @@ class TensorParallelAttention(nn.Module):
         self.layer = MLAAttention(config, heads=(rank * heads // size, (rank + 1) * heads // size), **options)
 
     def forward(self, hidden: torch.Tensor, cache: torch.Tensor, metadata: MLAMetadata, **options: Any) -> torch.Tensor:
-        """As ``MLAAttention.forward``, with the same hidden states on every rank: [tokens, hidden_size].
+        """As ``MLAAttention.forward``, with the same hidden states [tokens, hidden_size] on every rank.
 
-        The ranks' parts are summed in the dtype of ``hidden``.
+        ``cache`` is this rank's, ``metadata`` the step's (from ``shard_metadata`` where keys are divided), and
+        ``options`` are the other arguments of ``MLAAttention.forward``. The ranks' parts are summed in the dtype of
+        ``hidden``.
         """
         if isinstance(hidden, torch.Tensor):
             self._agreement.check("forward", {"hidden": tuple(hidden.shape), "dtype": hidden.dtype})

@@ -48,14 +48,22 @@ class PrefillRing:
         self._agreement = Agreement(group, timeout)
 
     def blocks(self, tokens: int, rank: int | None = None) -> tuple[range, range]:
-        """The two blocks of a prompt of so many tokens that a rank (this one if None) has; either may be empty."""
+        """The two blocks of a prompt of so many tokens that a rank (this one if None) has; either may be empty.
+
+        Raises:
+            TypeError, ValueError: ``tokens`` below 0, or a rank that the group does not have.
+        """
         size, rank = self.group.size(), self.group.rank() if rank is None else rank
         if not 0 <= checks.integer("rank", rank) < size:
             raise ValueError(f"rank must be from 0 to {size - 1}, got {rank}")
         return zigzag_blocks(checks.positive_int("tokens", tokens, or_zero=True), rank, size)
 
     def positions(self, tokens: int, rank: int | None = None, device: torch.device | str | None = None) -> torch.Tensor:
-        """int64 [n], the tokens of the prompt that a rank (this one if None) has, in order."""
+        """int64 [n] on ``device``, the tokens of the prompt that a rank (this one if None) has, in order.
+
+        Raises:
+            TypeError, ValueError: as ``blocks``.
+        """
         return torch.cat([torch.arange(block.start, block.stop, device=device) for block in self.blocks(tokens, rank)])
 
     def attend(

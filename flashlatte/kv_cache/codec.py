@@ -112,9 +112,17 @@ def pack(
     scale: float | torch.Tensor | None = None,
     scale_rounding: str = "power_of_two",
 ) -> torch.Tensor:
-    """A new cache [pages, page_size, 1, width] of rows [pages, page_size, 1, head_dim].
+    """A new cache of rows that are laid out as it is, as ``allocate`` would make it.
 
-    Arguments and errors as for ``quantize``.
+    Args:
+        rows: [pages, page_size, 1, head_dim], bf16, fp16 or float32.
+        cache_format, scale, scale_rounding: as for ``quantize``.
+
+    Returns:
+        [pages, page_size, 1, width] in the format's dtype, on the device of ``rows``.
+
+    Raises:
+        TypeError, ValueError: as ``quantize``.
     """
     checks.tensor("rows", rows, ("pages", "page_size", 1, "head_dim"), checks.FLOAT_DTYPES)
     layout = format_for_rows(cache_format, rows, None)
@@ -134,7 +142,18 @@ def unpack(
     scale: float | torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """The rows of a whole cache: [pages, page_size, 1, head_dim] in ``dtype``. Arguments as for ``dequantize``."""
+    """The rows of a whole cache, the inverse of ``pack``.
+
+    Args:
+        cache: [pages, page_size, 1, width] or [pages, page_size, width].
+        cache_format, scale, dtype: as for ``dequantize``.
+
+    Returns:
+        [pages, page_size, 1, head_dim] in ``dtype``.
+
+    Raises:
+        TypeError, ValueError: an unknown format, or a cache of another dtype, width or strides than its own.
+    """
     cache, layout = as_cache(cache, cache_format)
     check_float_dtype(dtype)
     rows = layout.decode(layout.page_views(cache), one_scale(layout, scale))

@@ -37,7 +37,16 @@ _OF_FIXED_WIDTH = tuple(cls() for cls in FORMATS.values() if not cls.plain)
 
 
 def as_format(cache_format: str | CacheFormat, head_dim: int | None = None) -> CacheFormat:
-    """The format of this name. ``head_dim`` is free for bf16, fp16, fp32 and fp8, and fixed for other latents."""
+    """The format of this name; one that is a ``CacheFormat`` already, as it is.
+
+    Args:
+        cache_format: a name of ``FORMAT_NAMES`` or of an index cache ("index_fp8", …), or a format.
+        head_dim: width of a row, free for bf16, fp16, fp32, fp8 and index keys, fixed for the others; None: the
+            format's default.
+
+    Raises:
+        ValueError: an unknown name, or a head_dim that the format does not have.
+    """
     if isinstance(cache_format, CacheFormat):
         if head_dim is not None and head_dim != cache_format.head_dim:
             raise ValueError(
@@ -79,9 +88,16 @@ def format_class(name: str) -> type[CacheFormat]:
 def infer_format(cache: torch.Tensor, name: str = "cache") -> CacheFormat:
     """The format that a cache tensor's dtype and last dimension tell.
 
-    16- and 32-bit floats are the untiled formats with that row width; one-byte caches are ``v32`` (656 wide),
+    bf16, fp16 and float32 caches are of these formats, as wide as they are. One-byte caches are ``v32`` (656 wide),
     ``model1`` (584), ``v41`` (528), as uint8 or int8 ``v41_fp4`` (288) and ``nvfp4_ds_mla`` (352), or, as
     float8_e4m3fn of any other width, ``fp8``.
+
+    Args:
+        cache: [..., width].
+        name: what an error calls the tensor.
+
+    Raises:
+        ValueError: no format has this dtype and width.
     """
     width = cache.shape[-1]
     layout = format_of_width(cache)

@@ -163,7 +163,12 @@ class MLAAttention(nn.Module):
         checkpoint.load_weights(self, self.config, self.heads, weights, ignore)
 
     def load_checkpoint(self, path: str | Path, layer: int, *, ignore: Sequence[str] = ()) -> None:
-        """Load a layer of a DeepSeek-V2, V3 or V3.2 checkpoint: a safetensors file, or a directory with such files.
+        """Load a layer of a DeepSeek-V2, V3 or V3.2 checkpoint, as ``load_weights`` does.
+
+        Args:
+            path: a safetensors file, or a directory with such files.
+            layer: its number in the model, from 0.
+            ignore: as for ``load_weights``.
 
         Raises:
             FileNotFoundError, ModuleNotFoundError, ValueError: nothing to read, safetensors not installed, or as

@@ -74,7 +74,7 @@ def forward(
         backend: of the operations that read the cache.
         batch_invariant: of the operation that decodes.
     """
-    # Whatever of the step reads it: what one refused a later one would.
+    # Both forms of attention need it; a weight that cannot be read is refused before anything is stored.
     kv_b = own_matrix(module, "kv_b_proj", hidden.dtype)
     selection = metadata.selection
     indexer = None

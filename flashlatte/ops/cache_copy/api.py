@@ -77,7 +77,13 @@ def swap_blocks(
     Between a GPU and pinned host memory this is one launch, on the current stream, that the host does not wait for:
     host memory may be read or given away when the stream is through. Unpinned host memory is waited for.
 
-    Arguments and errors as ``copy_blocks``; the caches must have the same dtype and page shape, and share no memory.
+    Args:
+        src_cache, dst_cache: [pages, page_size, …] of any format, alike in dtype and page shape; they share no memory.
+        src_pages, dst_pages, backend: as for ``copy_blocks``.
+
+    Raises:
+        TypeError, ValueError: as ``copy_blocks``; caches of different dtypes or page shapes, or that begin at one
+            address.
     """
     _check_paged("src_cache", src_cache)
     _check_paged("dst_cache", dst_cache)
