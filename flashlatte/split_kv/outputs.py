@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.fp8 import float_to_e4m3, narrow
+from flashlatte.kernels.triton.fp8 import float_to_e4m3, from_float32
 from flashlatte.kernels.triton.online_softmax import LN_2, sink_weight
 
 
@@ -157,7 +157,7 @@ def write_out(
             scale = tl.load(outputs.out_scale)
         stored = float_to_e4m3(values * (1.0 / scale), NATIVE_FP8)
     else:
-        stored = narrow(values, outputs.out.dtype.element_ty, INTERPRETED)
+        stored = from_float32(values, outputs.out.dtype.element_ty, INTERPRETED)
     tl.store(pointers[:, None] + cols[None, :], stored, mask=in_item[:, None] & (cols < D_V)[None, :])
 
 

@@ -20,7 +20,11 @@ class Blocking:
 
 
 def unit_bytes(tensor: torch.Tensor, *strides: int) -> int:
-    """The largest power of two, up to 16, of which the address and these strides in elements are multiples."""
+    """The alignment of rows in bytes: the largest power of two, up to 16, that divides the address and these strides.
+
+    Strides are given in elements, and launches pass them in units of this. A kernel is compiled for the unit, and so
+    knows how wide a load may be, whatever the stride.
+    """
     size = tensor.element_size()
     return math.gcd(VECTOR_BYTES, tensor.data_ptr(), *(stride * size for stride in strides))
 

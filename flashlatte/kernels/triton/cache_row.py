@@ -9,7 +9,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import store_words
 from flashlatte.kernels.triton.fp4 import to_mxfp4
-from flashlatte.kernels.triton.fp8 import float_to_e4m3, narrow
+from flashlatte.kernels.triton.fp8 import float_to_e4m3, from_float32
 from flashlatte.kernels.triton.row_scales import scale_rows
 from flashlatte.kernels.triton.tile_scales import quantize_tiles
 from flashlatte.kv_cache.formats import CacheFormat, Tiling
@@ -67,7 +67,7 @@ def store_row(
     valid = place.valid & (column < D)  # [1, D]
     if FORMAT.encoding == "plain":
         row = page_start + place.offset * place.row_stride * UNIT
-        tl.store(row + column, narrow(x, place.cache.dtype.element_ty, INTERPRETED), mask=valid)
+        tl.store(row + column, from_float32(x, place.cache.dtype.element_ty, INTERPRETED), mask=valid)
     elif FORMAT.encoding == "tiles":
         TILING: tl.constexpr = FORMAT.tiling
         LATENT: tl.constexpr = TILING.tile * TILING.tiles
@@ -75,7 +75,7 @@ def store_row(
         values, scales = quantize_tiles(tl.reshape(x, [1, D // TILING.tile, TILING.tile]), True)
         codes = tl.reshape(float_to_e4m3(values, NATIVE), [1, D])
         tl.store(row + column, codes, mask=valid & (column < LATENT))
-        rope = narrow(x, tl.bfloat16, INTERPRETED).to(tl.uint16, bitcast=True)
+        rope = from_float32(x, tl.bfloat16, INTERPRETED).to(tl.uint16, bitcast=True)
         store_words(row + TILING.rope_offset, column - LATENT, rope, valid & (column >= LATENT), UNIT)
         tile = tl.arange(0, D // TILING.tile)[None, :]
         # Behind the tiles' scales a token has bytes that are 0.

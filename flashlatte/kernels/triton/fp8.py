@@ -88,7 +88,7 @@ def e8m0_to_float(bits):
 
 
 @triton.jit
-def widen(x, INTERPRETED: tl.constexpr):
+def to_float32(x, INTERPRETED: tl.constexpr):
     """float32 of bf16, fp16 or float32 x, exactly."""
     if INTERPRETED and x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -97,7 +97,7 @@ def widen(x, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def narrow(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+def from_float32(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     """float32 x in ``dtype`` (bf16, fp16 or float32), to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)

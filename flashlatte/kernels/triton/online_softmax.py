@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.fp8 import widen
+from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.runtime import machine
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -91,7 +91,7 @@ def load_rows(
     if COUNT != WIDTH:
         mask = mask & (cols < COUNT)[None, :]
     rows = tl.load(base + offsets[:, None] + (FIRST + cols)[None, :], mask=mask, other=0)
-    return widen(rows, True) if INTERPRETED and base.dtype.element_ty.is_floating() else rows
+    return to_float32(rows, True) if INTERPRETED and base.dtype.element_ty.is_floating() else rows
 
 
 @triton.jit

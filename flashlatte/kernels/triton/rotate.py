@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import unit_bytes
-from flashlatte.kernels.triton.fp8 import narrow, widen
+from flashlatte.kernels.triton.fp8 import from_float32, to_float32
 from flashlatte.runtime.strides import stride_in_use
 
 
@@ -84,15 +84,19 @@ def rotate_rows(
         mask = there & (column < 2 * PAIRS)
         # [BLOCK_H, BLOCK_PAIRS, 2]
         pairs = tl.reshape(tl.load(x_rows + column, mask=mask, other=0.0), [BLOCK_H, BLOCK_PAIRS, 2])
-        a, b = tl.split(widen(pairs, INTERPRETED))
-        turned = narrow(tl.join(a * cosine - b * sine, b * cosine + a * sine), out_rows.dtype.element_ty, INTERPRETED)
+        a, b = tl.split(to_float32(pairs, INTERPRETED))
+        turned = from_float32(
+            tl.join(a * cosine - b * sine, b * cosine + a * sine), out_rows.dtype.element_ty, INTERPRETED
+        )
         tl.store(out_rows + column, tl.reshape(turned, [BLOCK_H, 2 * BLOCK_PAIRS]), mask=mask)
     else:
         pair = tl.arange(0, BLOCK_PAIRS)[None, :]
         mask = there & (pair < PAIRS)
         # [BLOCK_H, BLOCK_PAIRS]
-        a = widen(tl.load(x_rows + pair, mask=mask, other=0.0), INTERPRETED)
-        b = widen(tl.load(x_rows + PAIRS + pair, mask=mask, other=0.0), INTERPRETED)
-        tl.store(out_rows + pair, narrow(a * cosine - b * sine, out_rows.dtype.element_ty, INTERPRETED), mask=mask)
-        x = narrow(b * cosine + a * sine, out_rows.dtype.element_ty, INTERPRETED)
+        a = to_float32(tl.load(x_rows + pair, mask=mask, other=0.0), INTERPRETED)
+        b = to_float32(tl.load(x_rows + PAIRS + pair, mask=mask, other=0.0), INTERPRETED)
+        tl.store(
+            out_rows + pair, from_float32(a * cosine - b * sine, out_rows.dtype.element_ty, INTERPRETED), mask=mask
+        )
+        x = from_float32(b * cosine + a * sine, out_rows.dtype.element_ty, INTERPRETED)
         tl.store(out_rows + PAIRS + pair, x, mask=mask)

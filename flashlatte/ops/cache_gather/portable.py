@@ -17,7 +17,7 @@ from flashlatte.kernels.triton.cache_address import (
     requests_of,
 )
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
-from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, e8m0_to_float, narrow, widen
+from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, e8m0_to_float, from_float32, to_float32
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.ops.cache_gather.portable_blocks import gather_blocks_kernel
 from flashlatte.runtime import machine
@@ -159,10 +159,12 @@ def gather_tiles_kernel(
     OUT_TYPE: tl.constexpr = out.dtype.element_ty
     out_row = out + rows * out_stride * OUT_ALIGN
     values = e4m3_to_float(latent_bits, NATIVE) * scales[:, :, None]
-    tl.store(out_row[:, None, None] + column, narrow(values, OUT_TYPE, INTERPRETED), mask=inside[:, None, None] & used)
+    tl.store(
+        out_row[:, None, None] + column, from_float32(values, OUT_TYPE, INTERPRETED), mask=inside[:, None, None] & used
+    )
     ropes = rope_bits.to(tl.bfloat16, bitcast=True)
     if ropes.dtype != OUT_TYPE:
-        ropes = narrow(widen(ropes, INTERPRETED), OUT_TYPE, INTERPRETED)
+        ropes = from_float32(to_float32(ropes, INTERPRETED), OUT_TYPE, INTERPRETED)
     tl.store(out_row[:, None] + (LATENT + rope_column), ropes, mask=inside[:, None])
 
 
@@ -220,8 +222,8 @@ def gather_rows_kernel(
     if cache.dtype.element_ty == tl.uint8:
         scale = scale_value if scale_tensor is None else tl.load(scale_tensor)
         values = e4m3_to_float(values, NATIVE) * scale
-        values = narrow(tl.where(found_columns, values, 0.0), OUT_TYPE, INTERPRETED)
+        values = from_float32(tl.where(found_columns, values, 0.0), OUT_TYPE, INTERPRETED)
     elif values.dtype != OUT_TYPE:
-        values = narrow(widen(values, INTERPRETED), OUT_TYPE, INTERPRETED)
+        values = from_float32(to_float32(values, INTERPRETED), OUT_TYPE, INTERPRETED)
     out_row = out + rows * out_stride * OUT_ALIGN
     tl.store(out_row[:, None] + column, values, mask=inside[:, None] & (column < WIDTH))

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Pages, Requests, end_of_rows, locate_rows
 from flashlatte.kernels.triton.fp4 import e2m1_to_float
-from flashlatte.kernels.triton.fp8 import e4m3_to_float, e8m0_to_float, narrow
+from flashlatte.kernels.triton.fp8 import e4m3_to_float, e8m0_to_float, from_float32
 from flashlatte.runtime.triton_kernel import kernel
 
 
@@ -70,10 +70,10 @@ def gather_blocks_kernel(
     OUT_TYPE: tl.constexpr = out.dtype.element_ty
     out_row = (out + rows * out_stride * OUT_ALIGN)[:, None]
     column = tl.arange(0, SCALED)[None, :]
-    numbers = narrow(tl.reshape(values, [BLOCK_T, SCALED]), OUT_TYPE, INTERPRETED)
+    numbers = from_float32(tl.reshape(values, [BLOCK_T, SCALED]), OUT_TYPE, INTERPRETED)
     tl.store(out_row + column, numbers, mask=inside[:, None])
     if TAIL > 0:
         column = tl.arange(0, TAIL)[None, :]
         tail = tl.load(row + VALUE_BYTES + column, mask=found, other=0)  # [BLOCK_T, TAIL]
-        numbers = narrow(e4m3_to_float(tail, NATIVE), OUT_TYPE, INTERPRETED)
+        numbers = from_float32(e4m3_to_float(tail, NATIVE), OUT_TYPE, INTERPRETED)
         tl.store(out_row + SCALED + column, numbers, mask=inside[:, None])

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots, store_words
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
-from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
+from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, from_float32, to_float32
 from flashlatte.kernels.triton.tile_scales import quantize_tiles
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.ops.cache_write.portable_blocks import write_blocks_kernel
@@ -142,10 +142,10 @@ def write_tiles_kernel(
     latents = tl.load(x_row[:, None, None] + column, mask=latent_mask, other=0.0)
     ropes = tl.load(rope_row[:, None] + (ROPE_COLUMN + rope_index), mask=valid[:, None], other=0.0)
 
-    values, scales = quantize_tiles(widen(latents, INTERPRETED), POWER_OF_TWO)
+    values, scales = quantize_tiles(to_float32(latents, INTERPRETED), POWER_OF_TWO)
     tl.store(row[:, None, None] + column, float_to_e4m3(values, NATIVE), mask=latent_mask)
     if ropes.dtype != tl.bfloat16:
-        ropes = narrow(widen(ropes, INTERPRETED), tl.bfloat16, INTERPRETED)
+        ropes = from_float32(to_float32(ropes, INTERPRETED), tl.bfloat16, INTERPRETED)
     rope_bits = ropes.to(tl.uint16, bitcast=True)
     store_words((row + TILING.rope_offset)[:, None], rope_index, rope_bits, valid[:, None], ALIGN)
     if TILING.e8m0:
@@ -203,7 +203,7 @@ def write_rows_kernel(
 
     if cache.dtype.element_ty == tl.uint8:
         scale = scale_value if scale_tensor is None else tl.load(scale_tensor)
-        values = float_to_e4m3(tl.div_rn(widen(values, INTERPRETED), scale), NATIVE)
+        values = float_to_e4m3(tl.div_rn(to_float32(values, INTERPRETED), scale), NATIVE)
     elif cache.dtype.element_ty != values.dtype:
-        values = narrow(widen(values, INTERPRETED), cache.dtype.element_ty, INTERPRETED)
+        values = from_float32(to_float32(values, INTERPRETED), cache.dtype.element_ty, INTERPRETED)
     tl.store(row[:, None] + column, values, mask=mask)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots
 from flashlatte.kernels.triton.fp4 import e2m1_code, nvfp4_scales
-from flashlatte.kernels.triton.fp8 import e4m3_to_float, float_to_e4m3, widen
+from flashlatte.kernels.triton.fp8 import e4m3_to_float, float_to_e4m3, to_float32
 from flashlatte.kernels.triton.tile_scales import quantize_tiles
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -61,7 +61,7 @@ def write_blocks_kernel(
         rope_row = rope + tokens * rope_stride * ROPE_ALIGN
 
     column = tl.arange(0, SCALED)[None, :]
-    numbers = widen(_load_columns(x_row, rope_row, column, valid, X_WIDTH), INTERPRETED)  # [BLOCK_T, SCALED]
+    numbers = to_float32(_load_columns(x_row, rope_row, column, valid, X_WIDTH), INTERPRETED)  # [BLOCK_T, SCALED]
     block = tl.arange(0, SCALING.blocks)[None, :]
     if SCALING.fp4:
         # [BLOCK_T, blocks, block / 2]
@@ -79,6 +79,6 @@ def write_blocks_kernel(
     tl.store(row[:, None] + SCALING.scale_offset + place, scales, mask=valid[:, None])
     if TAIL > 0:
         column = SCALED + tl.arange(0, TAIL)[None, :]
-        tail = widen(_load_columns(x_row, rope_row, column, valid, X_WIDTH), INTERPRETED)  # [BLOCK_T, TAIL]
+        tail = to_float32(_load_columns(x_row, rope_row, column, valid, X_WIDTH), INTERPRETED)  # [BLOCK_T, TAIL]
         tail_bytes = row[:, None] + VALUE_BYTES + tl.arange(0, TAIL)[None, :]
         tl.store(tail_bytes, float_to_e4m3(tail, NATIVE), mask=valid[:, None])

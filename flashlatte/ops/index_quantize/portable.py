@@ -17,7 +17,7 @@ from flashlatte.kernels.triton.cache_address import (
 )
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
 from flashlatte.kernels.triton.fp4 import to_mxfp4
-from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
+from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, from_float32, to_float32
 from flashlatte.kernels.triton.row_scales import scale_rows
 from flashlatte.kv_cache.index_formats import as_index_cache
 from flashlatte.runtime import machine
@@ -123,7 +123,7 @@ def index_quantize_kernel(
     k_row = k + tokens * k_stride * K_UNIT
     column = tl.arange(0, D)[None, :]
     # [BLOCK_T, D]
-    x = widen(tl.load(k_row[:, None] + column, mask=valid[:, None], other=0.0), INTERPRETED)
+    x = to_float32(tl.load(k_row[:, None] + column, mask=valid[:, None], other=0.0), INTERPRETED)
     if ENCODING == "e2m1":
         packed, exponents = to_mxfp4(x, BLOCK_T, D)
         row = page_start + offset * (D // 2)
@@ -133,7 +133,7 @@ def index_quantize_kernel(
     else:
         row = page_start + offset * D
         if ENCODING == "bf16":
-            tl.store(row[:, None] + column, narrow(x, tl.bfloat16, INTERPRETED), mask=valid[:, None])
+            tl.store(row[:, None] + column, from_float32(x, tl.bfloat16, INTERPRETED), mask=valid[:, None])
         elif ENCODING == "fp32":
             tl.store(row[:, None] + column, x, mask=valid[:, None])
         else:

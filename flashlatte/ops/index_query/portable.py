@@ -8,7 +8,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
 from flashlatte.kernels.triton.fp4 import to_mxfp4
-from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
+from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, from_float32, to_float32
 from flashlatte.kernels.triton.rotate import angles
 from flashlatte.kernels.triton.row_scales import scale_rows
 from flashlatte.runtime import machine
@@ -113,19 +113,19 @@ def index_query_kernel(
     if block_scales is not None and cos_sin is not None and APART:
         out_head = token * heads + head
         half = tl.arange(0, ROPE)[None, :]
-        still = widen(tl.load(q_row[:, None] + half, mask=inside[:, None], other=0.0), INTERPRETED)
-        tail = widen(tl.load(q_row[:, None] + ROPE + half, mask=inside[:, None], other=0.0), INTERPRETED)
+        still = to_float32(tl.load(q_row[:, None] + half, mask=inside[:, None], other=0.0), INTERPRETED)
+        tail = to_float32(tl.load(q_row[:, None] + ROPE + half, mask=inside[:, None], other=0.0), INTERPRETED)
         position = tl.load(positions + token * position_stride).to(tl.int64)
         cosine, sine = angles(cos_sin, position, num_positions, tl.arange(0, ROPE // 2)[None, :], ROPE)
         a, b = tl.split(tl.reshape(tail, [BLOCK_H, ROPE // 2, 2]))  # [BLOCK_H, ROPE / 2]
         tail = tl.reshape(tl.join(a * cosine - b * sine, b * cosine + a * sine), [BLOCK_H, ROPE])
         store_mxfp4(still, values, block_scales, out_head, inside, 0, BLOCK_H, ROPE, D)
         store_mxfp4(tail, values, block_scales, out_head, inside, ROPE, BLOCK_H, ROPE, D)
-        weight = widen(tl.load(weights + token * weight_stride + head, mask=inside, other=0.0), INTERPRETED)
+        weight = to_float32(tl.load(weights + token * weight_stride + head, mask=inside, other=0.0), INTERPRETED)
         tl.store(folded + out_head, weight * weight_scale, mask=inside)
         return
     # [BLOCK_H, D]
-    x = widen(tl.load(q_row[:, None] + column[None, :], mask=inside[:, None], other=0.0), INTERPRETED)
+    x = to_float32(tl.load(q_row[:, None] + column[None, :], mask=inside[:, None], other=0.0), INTERPRETED)
     if cos_sin is not None:
         pairs: tl.constexpr = ROPE // 2
         position = tl.load(positions + token * position_stride).to(tl.int64)
@@ -147,18 +147,18 @@ def index_query_kernel(
             cosine = tl.load(row + place % pairs, mask=turns, other=1.0)
             sine = tl.load(row + pairs + place % pairs, mask=turns, other=0.0)
             other = tl.load(q_row[:, None] + partner[None, :], mask=inside[:, None] & turns[None, :], other=0.0)
-            x = x * cosine[None, :] + widen(other, INTERPRETED) * tl.where(place < pairs, -sine, sine)[None, :]
+            x = x * cosine[None, :] + to_float32(other, INTERPRETED) * tl.where(place < pairs, -sine, sine)[None, :]
     if HADAMARD:
-        rounded = narrow(x, q.dtype.element_ty, INTERPRETED)
+        rounded = from_float32(x, q.dtype.element_ty, INTERPRETED)
         signs = tl.where(parity(column[:, None] & column[None, :]) == 1, -1.0, 1.0)
         if INTERPRETED:
-            x = tl.dot(widen(rounded, True), signs)
+            x = tl.dot(to_float32(rounded, True), signs)
         elif q.dtype.element_ty == tl.float32:
             x = tl.dot(rounded, signs, input_precision="ieee")
         else:
             x = tl.dot(rounded, signs.to(q.dtype.element_ty))
         x = x * D**-0.5
-    weight = widen(tl.load(weights + token * weight_stride + head, mask=inside, other=0.0), INTERPRETED)
+    weight = to_float32(tl.load(weights + token * weight_stride + head, mask=inside, other=0.0), INTERPRETED)
     out_head = token * heads + head
     if block_scales is not None:
         store_mxfp4(x, values, block_scales, out_head, inside, 0, BLOCK_H, D, D)

@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
-from flashlatte.kernels.triton.fp8 import widen
+from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
@@ -93,7 +93,7 @@ def index_weights_kernel(
     for begin in tl.range(0, units * UNIT, BLOCK_K, num_stages=STAGES):
         column = begin + tl.arange(0, BLOCK_K)[None, :]
         inside = column < units * UNIT
-        x = widen(tl.load(rows + column, mask=there & inside, other=0.0), INTERPRETED)
+        x = to_float32(tl.load(rows + column, mask=there & inside, other=0.0), INTERPRETED)
         w = tl.load(of_heads + column, mask=of_layer & inside, other=0.0)
         sums += x[:, None, :] * w[None, :, :]
     place = out + token.to(tl.int64)[:, None] * heads + head[None, :]

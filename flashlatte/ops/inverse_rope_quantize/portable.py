@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
-from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, widen
+from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, to_float32
 from flashlatte.kernels.triton.rotate import angles, turn_tail
 from flashlatte.kernels.triton.row_scales import scale_rows
 from flashlatte.runtime import machine
@@ -92,7 +92,7 @@ def inverse_rope_quantize_kernel(
     real = there & (token < num_tokens)
     column = tile * TILE + tl.arange(0, TILE)[None, :]
     o_row = o + (token * o_stride + head.to(tl.int64) * o_head_stride) * UNIT
-    x = widen(tl.load(o_row[:, None] + column, mask=real[:, None], other=0.0), INTERPRETED)  # [BLOCK_H, TILE]
+    x = to_float32(tl.load(o_row[:, None] + column, mask=real[:, None], other=0.0), INTERPRETED)  # [BLOCK_H, TILE]
     first = D - ROPE - tile * TILE
     if first < TILE:
         position = tl.load(positions + token * position_stride, mask=token < num_tokens, other=0).to(tl.int64)

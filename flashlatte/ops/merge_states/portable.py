@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import as_bytes
-from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
+from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, from_float32, to_float32
 from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -326,7 +326,7 @@ def merge_kernel(
                 weight = tl.where(copied, 1.0, weight)
                 used |= copied
             used = used[:, None] & (columns < D)
-            values = widen(tl.load(outs[part] + offsets, mask=used, other=0.0), INTERPRETED)
+            values = to_float32(tl.load(outs[part] + offsets, mask=used, other=0.0), INTERPRETED)
             merged += (weight / total)[:, None] * values
         offsets = _tile_offsets(index, columns, walks, OUT_WALK, AXES, UNIT, CONTIGUOUS)
         written = in_use[:, None] & (columns < D)
@@ -334,7 +334,7 @@ def merge_kernel(
             scale = scale_value if scale_tensor is None else tl.load(scale_tensor)
             rounded = float_to_e4m3(merged * tl.div_rn(1.0, scale), NATIVE)
         else:
-            rounded = narrow(merged, OUT_TYPE, INTERPRETED)
+            rounded = from_float32(merged, OUT_TYPE, INTERPRETED)
         tl.store(outs[PARTS] + offsets, rounded, mask=written)
 
     if COPIES:

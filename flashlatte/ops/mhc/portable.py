@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
-from flashlatte.kernels.triton.fp8 import narrow, widen
+from flashlatte.kernels.triton.fp8 import from_float32, to_float32
 from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -103,7 +103,7 @@ def mhc_pre_kernel(
     squares = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for begin in range(0, units * UNIT, BLOCK_D):
         column = begin + tl.arange(0, BLOCK_D)[None, :]
-        x = widen(tl.load(rows + column, mask=there[:, None] & (column < units * UNIT), other=0.0), INTERPRETED)
+        x = to_float32(tl.load(rows + column, mask=there[:, None] & (column < units * UNIT), other=0.0), INTERPRETED)
         squares += x * x
     inverse = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (N * units * UNIT) + rms_eps)
 
@@ -127,10 +127,10 @@ def mhc_pre_kernel(
     for begin in range(0, units * UNIT, BLOCK_D):
         column = begin + tl.arange(0, BLOCK_D)
         wanted = column < units * UNIT
-        x = widen(tl.load(rows + column[None, :], mask=there[:, None] & wanted[None, :], other=0.0), INTERPRETED)
+        x = to_float32(tl.load(rows + column[None, :], mask=there[:, None] & wanted[None, :], other=0.0), INTERPRETED)
         collapsed = tl.sum(tl.where(there, weight, 0.0)[:, None] * x, axis=0)
         row = seen + token * units * UNIT
-        tl.store(row + column, narrow(collapsed, seen.dtype.element_ty, INTERPRETED), mask=wanted)
+        tl.store(row + column, from_float32(collapsed, seen.dtype.element_ty, INTERPRETED), mask=wanted)
 
 
 @triton.jit
@@ -162,11 +162,13 @@ def mhc_post_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     wanted = column < units * UNIT
-    of_layer = widen(tl.load(result + token * units * UNIT + column, mask=wanted, other=0.0), INTERPRETED)
+    of_layer = to_float32(tl.load(result + token * units * UNIT + column, mask=wanted, other=0.0), INTERPRETED)
     for j in tl.static_range(N):
         mixed = tl.load(shares + token * N + j) * of_layer
         for i in tl.static_range(N):
-            x = widen(tl.load(streams + (token * N + i) * units * UNIT + column, mask=wanted, other=0.0), INTERPRETED)
+            x = to_float32(
+                tl.load(streams + (token * N + i) * units * UNIT + column, mask=wanted, other=0.0), INTERPRETED
+            )
             mixed += tl.load(mixture + token * (N * N) + i * N + j) * x
         place = (token * N + j) * units * UNIT + column
-        tl.store(out + place, narrow(mixed, out.dtype.element_ty, INTERPRETED), mask=wanted)
+        tl.store(out + place, from_float32(mixed, out.dtype.element_ty, INTERPRETED), mask=wanted)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots
 from flashlatte.kernels.triton.cache_layout import blocks
-from flashlatte.kernels.triton.fp8 import narrow, widen
+from flashlatte.kernels.triton.fp8 import from_float32, to_float32
 from flashlatte.kernels.triton.rotate import rotate_rows, unit_of_rows
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
@@ -155,18 +155,18 @@ def latent_rows_kernel(
         cosine, sine = load_rotation(table, positions, program, num_positions, PAIRS, BLOCK_PAIRS)
         first, second = pair_columns(pair, PAIRS, INTERLEAVED)
         mask = pair < PAIRS
-        a = widen(tl.load(row + LATENT + first, mask=mask, other=0.0), INTERPRETED)
-        b = widen(tl.load(row + LATENT + second, mask=mask, other=0.0), INTERPRETED)
+        a = to_float32(tl.load(row + LATENT + first, mask=mask, other=0.0), INTERPRETED)
+        b = to_float32(tl.load(row + LATENT + second, mask=mask, other=0.0), INTERPRETED)
         x, y = a * cosine - b * sine, b * cosine + a * sine
-        tl.store(out_row + LATENT + first, narrow(x, rows.dtype.element_ty, INTERPRETED), mask=mask)
-        tl.store(out_row + LATENT + second, narrow(y, rows.dtype.element_ty, INTERPRETED), mask=mask)
+        tl.store(out_row + LATENT + first, from_float32(x, rows.dtype.element_ty, INTERPRETED), mask=mask)
+        tl.store(out_row + LATENT + second, from_float32(y, rows.dtype.element_ty, INTERPRETED), mask=mask)
         if cache is not None:
             # The cache holds the rounded row, whatever its dtype.
-            x = widen(narrow(x, rows.dtype.element_ty, INTERPRETED), INTERPRETED)
-            y = widen(narrow(y, rows.dtype.element_ty, INTERPRETED), INTERPRETED)
+            x = to_float32(from_float32(x, rows.dtype.element_ty, INTERPRETED), INTERPRETED)
+            y = to_float32(from_float32(y, rows.dtype.element_ty, INTERPRETED), INTERPRETED)
             mask = mask & stored
-            tl.store(cache_row + LATENT + first, narrow(x, cache.dtype.element_ty, INTERPRETED), mask=mask)
-            tl.store(cache_row + LATENT + second, narrow(y, cache.dtype.element_ty, INTERPRETED), mask=mask)
+            tl.store(cache_row + LATENT + first, from_float32(x, cache.dtype.element_ty, INTERPRETED), mask=mask)
+            tl.store(cache_row + LATENT + second, from_float32(y, cache.dtype.element_ty, INTERPRETED), mask=mask)
 
 
 @triton.jit
@@ -176,13 +176,13 @@ def store_normalised(
     """The RMSNorm of one row of WIDTH numbers, to ``out_row`` and, where ``stored``, to ``cache_row``."""
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    x = widen(tl.load(row + column, mask=inside, other=0.0), INTERPRETED)
-    gain = widen(tl.load(weight + column, mask=inside, other=0.0), INTERPRETED)
+    x = to_float32(tl.load(row + column, mask=inside, other=0.0), INTERPRETED)
+    gain = to_float32(tl.load(weight + column, mask=inside, other=0.0), INTERPRETED)
     x = x * tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps) * gain
-    rounded = narrow(x, out_row.dtype.element_ty, INTERPRETED)
+    rounded = from_float32(x, out_row.dtype.element_ty, INTERPRETED)
     tl.store(out_row + column, rounded, mask=inside)
     if cache_row is not None:
-        value = narrow(widen(rounded, INTERPRETED), cache_row.dtype.element_ty, INTERPRETED)
+        value = from_float32(to_float32(rounded, INTERPRETED), cache_row.dtype.element_ty, INTERPRETED)
         tl.store(cache_row + column, value, mask=inside & stored)
 
 

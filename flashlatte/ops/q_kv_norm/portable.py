@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import unit_bytes
-from flashlatte.kernels.triton.fp8 import narrow, widen
+from flashlatte.kernels.triton.fp8 import from_float32, to_float32
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
-# For each byte of a number, so that a thread holds as many bytes.
-WARPS_OF_A_BYTE = 1
+# Of a program, for each byte of a number: 2 for bf16, 4 for float32, so that a thread always holds as many bytes.
+WARPS_PER_BYTE = 1
 
 
 def q_kv_norm(
@@ -26,6 +26,8 @@ def q_kv_norm(
     kv_out: torch.Tensor,
 ) -> None:
     strides = stride_in_use(q, 0), stride_in_use(kv, 0)
+    # Strides are passed in units of what they are multiples of, at most 16 bytes: so the compiler knows how wide a load
+    # may be, without a variant for each stride.
     q_unit = unit_bytes(q, strides[0]) // q.element_size()
     kv_unit = unit_bytes(kv, strides[1]) // kv.element_size()
     tokens = q.shape[0]
@@ -47,7 +49,7 @@ def q_kv_norm(
         Q_UNIT=q_unit,
         KV_UNIT=kv_unit,
         INTERPRETED=machine.interpreting(),
-        num_warps=WARPS_OF_A_BYTE * q.element_size(),
+        num_warps=WARPS_PER_BYTE * q.element_size(),
     )
 
 
@@ -83,9 +85,10 @@ def q_kv_norm_kernel(
 
 @triton.jit
 def store_norm(row, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Write the RMSNorm of one row of WIDTH numbers; BLOCK is the power of two that holds them."""
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    x = widen(tl.load(row + column, mask=inside, other=0.0), INTERPRETED)
-    gain = widen(tl.load(weight + column, mask=inside, other=0.0), INTERPRETED)
+    x = to_float32(tl.load(row + column, mask=inside, other=0.0), INTERPRETED)
+    gain = to_float32(tl.load(weight + column, mask=inside, other=0.0), INTERPRETED)
     x = x * tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps) * gain
-    tl.store(out + column, narrow(x, out.dtype.element_ty, INTERPRETED), mask=inside)
+    tl.store(out + column, from_float32(x, out.dtype.element_ty, INTERPRETED), mask=inside)

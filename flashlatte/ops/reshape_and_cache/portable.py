@@ -10,7 +10,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots
 from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
-from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, float_to_e5m2, float_to_int8, widen
+from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, float_to_e5m2, float_to_int8, to_float32
 from flashlatte.kv_cache.one_byte import LARGEST, SMALLEST_SCALE
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
@@ -132,7 +132,7 @@ def _store_rows(
     # [BLOCK_R, BLOCK]
     numbers = tl.load(row[:, None] + column, mask=mask, other=0.0)
     if DTYPE is not None:
-        numbers = widen(numbers, INTERPRETED)
+        numbers = to_float32(numbers, INTERPRETED)
         scale_at = page * x.scale_page_stride + offset * x.scale_slot_stride + head * x.scale_head_stride
         if WRITES_SCALE:
             # As integers, magnitudes keep their order and NaN is the largest: a float maximum would lose it.

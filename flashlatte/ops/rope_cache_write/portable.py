@@ -8,7 +8,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots
 from flashlatte.kernels.triton.cache_layout import as_bytes, blocks
-from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, narrow, widen
+from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, from_float32, to_float32
 from flashlatte.kernels.triton.head_dims import padded
 from flashlatte.kernels.triton.rotate import rotate_rows, unit_of_rows
 from flashlatte.kv_cache.formats import CacheFormat
@@ -134,8 +134,8 @@ def rope_cache_write_kernel(
     in_rope = pair < PAIRS
     table = cos_sin + position * table_stride
     # [1, BLOCK_PAIRS]
-    cosine = widen(tl.load(table + pair, mask=in_rope, other=0.0), INTERPRETED)
-    sine = widen(tl.load(table + PAIRS + pair, mask=in_rope, other=0.0), INTERPRETED)
+    cosine = to_float32(tl.load(table + pair, mask=in_rope, other=0.0), INTERPRETED)
+    sine = to_float32(tl.load(table + PAIRS + pair, mask=in_rope, other=0.0), INTERPRETED)
     if INTERLEAVED:
         first, second = 2 * pair, 2 * pair + 1
     else:
@@ -163,10 +163,10 @@ def rope_cache_write_kernel(
 @triton.jit
 def rotate_in_place(rows, first, second, cosine, sine, mask, INTERPRETED: tl.constexpr):
     """The rotated numbers of each pair, rounded, which are stored where they came from."""
-    a = widen(tl.load(rows + first, mask=mask, other=0.0), INTERPRETED)
-    b = widen(tl.load(rows + second, mask=mask, other=0.0), INTERPRETED)
-    x = narrow(a * cosine - b * sine, rows.dtype.element_ty, INTERPRETED)
-    y = narrow(b * cosine + a * sine, rows.dtype.element_ty, INTERPRETED)
+    a = to_float32(tl.load(rows + first, mask=mask, other=0.0), INTERPRETED)
+    b = to_float32(tl.load(rows + second, mask=mask, other=0.0), INTERPRETED)
+    x = from_float32(a * cosine - b * sine, rows.dtype.element_ty, INTERPRETED)
+    y = from_float32(b * cosine + a * sine, rows.dtype.element_ty, INTERPRETED)
     tl.store(rows + first, x, mask=mask)
     tl.store(rows + second, y, mask=mask)
     return x, y
@@ -176,8 +176,8 @@ def rotate_in_place(rows, first, second, cosine, sine, mask, INTERPRETED: tl.con
 def store_numbers(places, x, scale, mask, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr):
     """x in the cache's dtype; bytes (uint8) are e4m3 of x / scale."""
     if places.dtype.element_ty == tl.uint8:
-        x = widen(x, INTERPRETED)
+        x = to_float32(x, INTERPRETED)
         x = float_to_e4m3(tl.div_rn(x, tl.zeros_like(x) + scale), NATIVE)
     elif places.dtype.element_ty != x.dtype:
-        x = narrow(widen(x, INTERPRETED), places.dtype.element_ty, INTERPRETED)
+        x = from_float32(to_float32(x, INTERPRETED), places.dtype.element_ty, INTERPRETED)
     tl.store(places, x, mask=mask)

@@ -8,7 +8,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots
 from flashlatte.kernels.triton.cache_layout import as_bytes, blocks, unit_bytes
 from flashlatte.kernels.triton.cache_row import Place, row_bytes, store_row
-from flashlatte.kernels.triton.fp8 import converts_e4m3, narrow, widen
+from flashlatte.kernels.triton.fp8 import converts_e4m3, from_float32, to_float32
 from flashlatte.kernels.triton.rotate import rotate_tail
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.runtime import machine
@@ -132,7 +132,7 @@ def rotate_and_cache_kernel(
         valid, page, offset = locate_slots(slots, program, WIDE)
         if valid:
             position = tl.load(positions + program * position_stride).to(tl.int64)
-            x = widen(tl.load(kv + program * kv_stride * KV_UNIT + column), INTERPRETED)  # [1, D]
+            x = to_float32(tl.load(kv + program * kv_stride * KV_UNIT + column), INTERPRETED)  # [1, D]
             x = rotate_tail(x, cos_sin, position, num_positions, 1, D, ROPE)
             place = Place(cache, page_stride, row_stride, page_size, page, offset, valid)
             store_row(x, place, D, FORMAT, UNIT, NATIVE, INTERPRETED)
@@ -143,9 +143,9 @@ def rotate_and_cache_kernel(
         inside = (head < heads)[:, None] & (column < D)
         position = tl.load(positions + token * position_stride).to(tl.int64)
         q_row = q + (token * q_stride + head * q_head_stride) * Q_UNIT
-        x = widen(tl.load(q_row[:, None] + column, mask=inside, other=0.0), INTERPRETED)  # [BLOCK_H, D]
+        x = to_float32(tl.load(q_row[:, None] + column, mask=inside, other=0.0), INTERPRETED)  # [BLOCK_H, D]
         if NORM:
             x = x * tl.rsqrt(tl.sum(x * x, axis=1) / D + q_eps)[:, None]
         x = rotate_tail(x, cos_sin, position, num_positions, BLOCK_H, D, ROPE)
         out_row = out + (token * out_stride + head * out_head_stride) * OUT_UNIT
-        tl.store(out_row[:, None] + column, narrow(x, out.dtype.element_ty, INTERPRETED), mask=inside)
+        tl.store(out_row[:, None] + column, from_float32(x, out.dtype.element_ty, INTERPRETED), mask=inside)

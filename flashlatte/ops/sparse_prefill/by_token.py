@@ -15,7 +15,7 @@ import torch
 import triton.language as tl
 
 from flashlatte.kernels.triton.config import SELECTED_ROWS, Config, choose
-from flashlatte.kernels.triton.fp8 import narrow
+from flashlatte.kernels.triton.fp8 import from_float32
 from flashlatte.kernels.triton.online_softmax import (
     LN_2,
     LOG2_E,
@@ -99,7 +99,7 @@ def sparse_prefill_kernel(
     out_offset = (token * out_stride_token + head * out_stride_head) * OUT_ALIGN
     tl.store(
         out + out_offset[:, None] + cols[None, :],
-        narrow(values, out.dtype.element_ty, STEP.interpreted),
+        from_float32(values, out.dtype.element_ty, STEP.interpreted),
         mask=in_heads[:, None] & (cols < STEP.latent_dim)[None, :],
     )
     row = token * h_q + head

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.fp8 import widen
+from flashlatte.kernels.triton.fp8 import to_float32
 
 # Below every entry's key.
 OUTSIDE = tl.constexpr(-(2**31))
@@ -35,7 +35,7 @@ def row_range(start, end, row, width, start_stride, end_stride, next_n, PER_REQU
 @triton.jit
 def load_values(pointers, inside, INTERPRETED: tl.constexpr):
     """float32 entries, 0 where not inside."""
-    return widen(tl.load(pointers, mask=inside, other=0.0), INTERPRETED)
+    return to_float32(tl.load(pointers, mask=inside, other=0.0), INTERPRETED)
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def store_all(entries, index_row, value_row, place, length, k, INTERPRETED: tl.c
     inside = place < length
     tl.store(index_row + place, tl.where(inside, place, -1), mask=place < k)
     if value_row is not None:
-        value = widen(tl.load(entries + place, mask=inside, other=0.0), INTERPRETED)
+        value = to_float32(tl.load(entries + place, mask=inside, other=0.0), INTERPRETED)
         tl.store(value_row + place, tl.where(inside, value, float("-inf")), mask=place < k)
 
 
@@ -61,5 +61,5 @@ def store_all(entries, index_row, value_row, place, length, k, INTERPRETED: tl.c
 def store_chosen(entries, index_row, value_row, chosen, place, columns, INTERPRETED: tl.constexpr):
     tl.store(index_row + place, columns.to(tl.int32), mask=chosen)
     if value_row is not None:
-        value = widen(tl.load(entries + columns, mask=chosen, other=0.0), INTERPRETED)
+        value = to_float32(tl.load(entries + columns, mask=chosen, other=0.0), INTERPRETED)
         tl.store(value_row + place, value, mask=chosen)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Pages, Requests, locate_rows, pages_of, requests_of
 from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
-from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, narrow
+from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, from_float32
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kernels.triton.turboquant import centroids_of, hadamard, load_codes, load_half
 from flashlatte.kv_cache.lloyd_max import lloyd_max
@@ -158,11 +158,11 @@ def turboquant_gather_kernel(
                 k = tl.dot(rotated.to(operand), rotation, input_precision="ieee")
                 k *= (norm / length * (1.0 / D**0.5))[:, None]
             k_row = key + (token * k_token_stride + head * k_head_stride) * K_ALIGN
-            tl.store(k_row[:, None] + col, narrow(k, key.dtype.element_ty, INTERPRETED), mask=inside[:, None])
+            tl.store(k_row[:, None] + col, from_float32(k, key.dtype.element_ty, INTERPRETED), mask=inside[:, None])
         else:
             steps = load_codes(record + VALUE_OFFSET, found, D, VALUE_BITS, VALUE_ALIGN).to(tl.float32)
             scale = load_half(record + SCALE_OFFSET, found, HALF_ALIGN)
             minimum = load_half(record + SCALE_OFFSET + 2, found, HALF_ALIGN)
             v = steps * scale[:, None] + minimum[:, None]
             v_row = value + (token * v_token_stride + head * v_head_stride) * V_ALIGN
-            tl.store(v_row[:, None] + col, narrow(v, value.dtype.element_ty, INTERPRETED), mask=inside[:, None])
+            tl.store(v_row[:, None] + col, from_float32(v, value.dtype.element_ty, INTERPRETED), mask=inside[:, None])

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots, store_words
 from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
-from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, widen
+from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, to_float32
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kernels.triton.turboquant import hadamard
 from flashlatte.kv_cache.lloyd_max import midpoints
@@ -214,7 +214,7 @@ def turboquant_store_kernel(
         if side == 0:
             k_row = key + (token * k_token_stride + head * k_head_stride) * K_ALIGN
             k = tl.load(k_row[:, None] + col, mask=valid[:, None], other=0.0)  # [BLOCK_R, D]
-            k32 = widen(k, INTERPRETED)
+            k32 = to_float32(k, INTERPRETED)
             if KEY_BITS == 8:
                 tl.store(record[:, None] + col, float_to_e4m3(k32, NATIVE), mask=valid[:, None])
             else:
@@ -226,7 +226,7 @@ def turboquant_store_kernel(
                 _store_half(record + NORM_OFFSET, norm, norm - norm == 0, valid, LARGEST_HALF, CODE_ALIGN)
         else:
             v_row = value + (token * v_token_stride + head * v_head_stride) * V_ALIGN
-            v = widen(tl.load(v_row[:, None] + col, mask=valid[:, None], other=0.0), INTERPRETED)
+            v = to_float32(tl.load(v_row[:, None] + col, mask=valid[:, None], other=0.0), INTERPRETED)
             LARGEST: tl.constexpr = (1 << VALUE_BITS) - 1
             minimum = tl.min(v, axis=1)
             scale = tl.maximum(tl.div_rn(tl.max(v, axis=1) - minimum, LARGEST * 1.0), SMALLEST_VALUE_SCALE)

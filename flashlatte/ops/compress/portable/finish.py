@@ -10,7 +10,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.cache_address import page_and_offset
 from flashlatte.kernels.triton.cache_row import Place, store_row
 from flashlatte.kernels.triton.dependent_launch import gdc_wait
-from flashlatte.kernels.triton.fp8 import widen
+from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.rotate import angles, turn_tail
 from flashlatte.ops.compress.portable.operands import States, Target, Tokens
 from flashlatte.ops.compress.portable.states import locate_state
@@ -153,7 +153,7 @@ def next_of(chosen, lane, after, MAX_WINDOW: tl.constexpr):
 def load_finish(target, end, FORM: tl.constexpr):
     """Of the group that ends at position ``end``."""
     D: tl.constexpr = FORM.head_dim
-    gain = widen(tl.load(target.weight + tl.arange(0, D)), FORM.interpreted)
+    gain = to_float32(tl.load(target.weight + tl.arange(0, D)), FORM.interpreted)
     pair = (tl.arange(0, D // 2) - (D - FORM.rope_dim) // 2)[None, :]
     cosine, sine = angles(target.cos_sin, end + 1 - FORM.ratio, target.num_positions, pair, FORM.rope_dim)
     return Finish(gain, cosine, sine)
@@ -188,5 +188,5 @@ def save_state(tokens, states, token, column, FORM: tl.constexpr, OVERLAPPED: tl
     row = states.cache + address
     if OVERLAPPED:
         gdc_wait()
-    tl.store(row + column, widen(values, FORM.interpreted), mask=inside)
-    tl.store(row + WIDTH + column, widen(scores, FORM.interpreted) + bias, mask=inside)
+    tl.store(row + column, to_float32(values, FORM.interpreted), mask=inside)
+    tl.store(row + WIDTH + column, to_float32(scores, FORM.interpreted) + bias, mask=inside)

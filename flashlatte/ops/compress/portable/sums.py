@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.dependent_launch import gdc_launch_dependents
-from flashlatte.kernels.triton.fp8 import widen
+from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.ops.compress.portable.finish import finish_row, finished_in, load_finish, next_of
 from flashlatte.ops.compress.portable.operands import States, Target, Tokens
 from flashlatte.ops.compress.portable.states import locate_state
@@ -193,8 +193,8 @@ def weigh(group, tokens, states, row, column, FORM: tl.constexpr):
             score_rows = tl.where(is_old, state + WIDTH, score_rows)
             here = is_new | is_old
     there = here[:, :, None]
-    values = widen(tl.load(kv_rows[:, :, None] + at, mask=there, other=0.0), FORM.interpreted)
-    scores = widen(tl.load(score_rows[:, :, None] + at, mask=there, other=float("-inf")), FORM.interpreted)
+    values = to_float32(tl.load(kv_rows[:, :, None] + at, mask=there, other=0.0), FORM.interpreted)
+    scores = to_float32(tl.load(score_rows[:, :, None] + at, mask=there, other=float("-inf")), FORM.interpreted)
     scores += tl.load(bias_rows[:, :, None] + at, mask=is_new[:, :, None], other=0.0)
     if states.cache is not None and not ALIKE:
         needs_states = group.num_new < tl.minimum(group.end + 1, ROWS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.fp8 import narrow, widen
+from flashlatte.kernels.triton.fp8 import from_float32, to_float32
 from flashlatte.kernels.triton.online_softmax import LOG2_E
 from flashlatte.ops.dense_prefill.portable.tiles import (
     find_tile,
@@ -55,7 +55,7 @@ def row_sums_kernel(
     mask = in_use[:, None] & (cols < D_V)[None, :]
     out_offset = (token * out_stride_token + head * out_stride_head)[:, None] * ALIGN + cols[None, :]
     dout_offset = (token * dout_stride_token + head * dout_stride_head)[:, None] * ALIGN + cols[None, :]
-    product = widen(tl.load(out + out_offset, mask=mask, other=0), INTERPRETED) * widen(
+    product = to_float32(tl.load(out + out_offset, mask=mask, other=0), INTERPRETED) * to_float32(
         tl.load(dout + dout_offset, mask=mask, other=0), INTERPRETED
     )
     row_lse = tl.load(lse + token * lse_stride_token + head * lse_stride_head, mask=in_use, other=0.0)
@@ -262,4 +262,4 @@ def store_columns(rows, tile, in_use, FIRST: tl.constexpr, COUNT: tl.constexpr, 
     """Columns of a tile [rows, width] to numbers FIRST to FIRST + COUNT of the rows at pointers ``rows`` [rows, 1]."""
     cols = tl.arange(0, tile.shape[1])
     mask = in_use[:, None] & (cols < COUNT)[None, :]
-    tl.store(rows + (FIRST + cols)[None, :], narrow(tile, rows.dtype.element_ty, INTERPRETED), mask=mask)
+    tl.store(rows + (FIRST + cols)[None, :], from_float32(tile, rows.dtype.element_ty, INTERPRETED), mask=mask)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.fp8 import narrow
+from flashlatte.kernels.triton.fp8 import from_float32
 from flashlatte.kernels.triton.online_softmax import LN_2, LOG2_E
 from flashlatte.ops.dense_prefill.portable.tiles import (
     find_tile,
@@ -119,7 +119,7 @@ def forward_kernel(
     in_use = row < s_q
     tl.store(
         out + (token * out_stride_token + head * out_stride_head)[:, None] * ALIGN + cols[None, :],
-        narrow(values, out.dtype.element_ty, INTERPRETED),
+        from_float32(values, out.dtype.element_ty, INTERPRETED),
         mask=in_use[:, None] & (cols < D_V)[None, :],
     )
     tl.store(lse + token * lse_stride_token + head * lse_stride_head, row_lse, mask=in_use)

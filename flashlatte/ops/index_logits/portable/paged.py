@@ -11,7 +11,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import load_words
 from flashlatte.kernels.triton.cache_layout import as_bytes, blocks
-from flashlatte.kernels.triton.fp8 import converts_e4m3, narrow
+from flashlatte.kernels.triton.fp8 import converts_e4m3, from_float32
 from flashlatte.kv_cache.index_formats import as_index_cache
 from flashlatte.ops.index_logits.portable.config import PAGED, choose, padded_heads
 from flashlatte.ops.index_logits.portable.score import compute_type, head_sums, load_keys, load_queries, row_unit
@@ -226,7 +226,7 @@ def paged_kernel(
             scores = head_sums(keys, queries, half_weights, BLOCK_Q, ENCODING, COMPUTE)
             if ENCODING == "e4m3":
                 scores *= scale[:, None]
-            value = narrow(scores, logits.dtype.element_ty, INTERPRETED)
+            value = from_float32(scores, logits.dtype.element_ty, INTERPRETED)
             visible = key[:, None] < limit[None, :]
             tl.store(logits_row[None, :] + key[:, None], value, mask=visible)
         tile = stop_here

@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import blocks
-from flashlatte.kernels.triton.fp8 import converts_e4m3, narrow
+from flashlatte.kernels.triton.fp8 import converts_e4m3, from_float32
 from flashlatte.ops.index_logits.portable.config import RAGGED, choose, padded_heads
 from flashlatte.ops.index_logits.portable.score import compute_type, head_sums, load_keys, load_queries, row_unit
 from flashlatte.runtime import machine
@@ -163,5 +163,5 @@ def ragged_kernel(
             if ENCODING == "e4m3":
                 scores *= scale[:, None]
             visible = (key[:, None] >= start[None, :]) & (key[:, None] < end[None, :])
-            value = narrow(scores, logits.dtype.element_ty, INTERPRETED)
+            value = from_float32(scores, logits.dtype.element_ty, INTERPRETED)
             tl.store(logits_row[None, :] + key[:, None], value, mask=visible)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import unit_bytes
-from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, e8m0_to_float, widen
+from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, e8m0_to_float, to_float32
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 
@@ -47,7 +47,7 @@ def as_operand(x, COMPUTE: tl.constexpr, NATIVE: tl.constexpr):
             y = e4m3_to_float(x, NATIVE)
             return y if COMPUTE == "fp32" else y.to(tl.bfloat16)
     else:
-        return widen(x, True) if COMPUTE == "fp32" and x.dtype != tl.float32 else x
+        return to_float32(x, True) if COMPUTE == "fp32" and x.dtype != tl.float32 else x
 
 
 @triton.jit

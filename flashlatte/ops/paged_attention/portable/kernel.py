@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from flashlatte.kernels.triton.fp8 import widen
+from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.online_softmax import LOG2_E, load_rows
 from flashlatte.ops.paged_attention.portable.attend import Scale, Table, attend, fit_halves
 from flashlatte.ops.paged_attention.portable.attend_bytes import attend_bytes
@@ -218,7 +218,7 @@ def paged_attention_kernel(
                 pointers = q + (q_rows * Q_ALIGN)[:, None] + key_dims(STEP.head_dim)[None, :]
                 q_tile = tl.load(pointers, mask=in_tile[:, None], other=0.0)
                 if STEP.interpreted:
-                    q_tile = widen(q_tile, True)
+                    q_tile = to_float32(q_tile, True)
             else:
                 q_tile = load_rows(
                     q, q_rows * Q_ALIGN, in_tile, 0, min(STEP.head_dim, STEP.first), STEP.first, STEP.interpreted

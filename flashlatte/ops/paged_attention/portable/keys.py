@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.fp8 import e4m3_to_float, widen
+from flashlatte.kernels.triton.fp8 import e4m3_to_float, to_float32
 from flashlatte.kernels.triton.online_softmax import load_rows
 
 # How the numbers of a cache are stored.
@@ -111,7 +111,7 @@ _INT8_TO_HALVES = tl.constexpr(
 def _converted(x, dtype: tl.constexpr, form: tl.constexpr):
     """Numbers of a cache as an operand, exactly: ``dtype``, or float32 in the interpreter."""
     if form.kind == 0:
-        return widen(x, True) if form.interpreted else x
+        return to_float32(x, True) if form.interpreted else x
     elif form.kind > 1 and form.ptx and dtype == tl.float16:
         CODE: tl.constexpr = _E5M2_TO_HALVES if form.kind == 2 else _INT8_TO_HALVES
         return tl.inline_asm_elementwise(CODE, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=not form.opaque, pack=4)

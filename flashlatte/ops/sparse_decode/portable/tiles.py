@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import load_words
-from flashlatte.kernels.triton.fp8 import e4m3_to_float, e8m0_to_float, narrow, widen
+from flashlatte.kernels.triton.fp8 import e4m3_to_float, e8m0_to_float, from_float32, to_float32
 from flashlatte.kernels.triton.online_softmax import Tile
 from flashlatte.kv_cache.formats import BlockScaling, Tiling
 
@@ -162,10 +162,10 @@ def _unpack_blocks(packed, dtype: tl.constexpr, FP4: tl.constexpr, step: tl.cons
         factors = e8m0_to_float(packed.scales)
     POWER: tl.constexpr = _TWO_126 if FP4 else _TWO_120
     bits = tl.reshape(bits, [BLOCK_N, BLOCKS, 4 * _WORDS // BLOCKS]).to(tl.bfloat16, bitcast=True)
-    numbers = widen(bits, True) * POWER if step.interpreted else bits * POWER
+    numbers = to_float32(bits, True) * POWER if step.interpreted else bits * POWER
     factors = tl.broadcast_to(factors.to(numbers.dtype)[:, :, None], numbers.shape)
     latent = tl.reshape(numbers * factors, [BLOCK_N, 4 * _WORDS])
-    latent = widen(narrow(latent, tl.bfloat16, True), True) if step.interpreted else latent.to(dtype)
+    latent = to_float32(from_float32(latent, tl.bfloat16, True), True) if step.interpreted else latent.to(dtype)
     latent = _opaque(latent, step)
     return Tile(latent, latent)
 
@@ -191,24 +191,24 @@ def _unpack_tiles(packed, dtype: tl.constexpr, E8M0: tl.constexpr, step: tl.cons
     TILES: tl.constexpr = packed.scales.shape[1]
     bits = _e4m3_to_bf16_bits(packed.words)
     bits = tl.reshape(bits, [BLOCK_N, TILES, 4 * _WORDS // TILES]).to(tl.bfloat16, bitcast=True)
-    numbers = widen(bits, True) * _TWO_120 if step.interpreted else bits * _TWO_120
+    numbers = to_float32(bits, True) * _TWO_120 if step.interpreted else bits * _TWO_120
     rope = packed.rope.to(tl.bfloat16, bitcast=True)
     if step.interpreted:
-        rope = widen(rope, True)
+        rope = to_float32(rope, True)
     if E8M0:
         high = e8m0_to_float(packed.scales).to(rope.dtype)
         # The last tile's numbers and scale are 0 so far.
         in_rope = (tl.arange(0, TILES) == TILES - 1).to(rope.dtype)
         rest = rope[:, None, :] * in_rope[None, :, None]
     else:
-        high = narrow(packed.scales, tl.bfloat16, step.interpreted)
-        low = packed.scales - widen(high, step.interpreted)
+        high = from_float32(packed.scales, tl.bfloat16, step.interpreted)
+        low = packed.scales - to_float32(high, step.interpreted)
         high = high.to(rope.dtype)
         rest = numbers * low.to(rope.dtype)[:, :, None]
     latent = tl.fma(numbers, tl.broadcast_to(high[:, :, None], numbers.shape), rest)
     latent = tl.reshape(latent, [BLOCK_N, 4 * _WORDS])
     if step.interpreted:
-        latent = widen(narrow(latent, tl.bfloat16, True), True)
+        latent = to_float32(from_float32(latent, tl.bfloat16, True), True)
     else:
         latent = latent.to(dtype)
         rope = rope.to(dtype)

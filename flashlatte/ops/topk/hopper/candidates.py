@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.hopper.ptx import shared_words
-from flashlatte.kernels.triton.fp8 import widen
+from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.ops.topk.hopper.memory import COUNTER, LIST
 
 
@@ -53,7 +53,7 @@ def list_reaching(
     head, aligned, blocks = whole_blocks(logits, first, length, BLOCK)
     place = tl.arange(0, BLOCK)
     for block in range(blocks):
-        values = widen(loaded, INTERPRETED)
+        values = to_float32(loaded, INTERPRETED)
         # The next block is on its way while this one is listed; the last one once more, rather than what follows.
         loaded = tl.load(logits + aligned + tl.minimum(block + 1, blocks - 1).to(tl.int64) * BLOCK + place)
         column = begin + head + block * BLOCK + place
@@ -63,7 +63,7 @@ def list_reaching(
     for rest_begin in range(0, rest, BLOCK):
         offset = rest_begin + tl.arange(0, BLOCK)
         column = tl.where(offset < head, offset, offset + blocks * BLOCK)
-        values = widen(tl.load(logits + first + column, mask=offset < rest, other=float("nan")), INTERPRETED)
+        values = to_float32(tl.load(logits + first + column, mask=offset < rest, other=float("nan")), INTERPRETED)
         shared_words.append_reaching(memory, COUNTER, LIST, values, begin + column, threshold, CAPACITY, INTERPRETED)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from flashlatte.kernels.triton.fp8 import widen
+from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.turboquant import hadamard
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -42,7 +42,7 @@ def rotate_queries_kernel(
     col = tl.arange(0, D)[None, :]
     x = tl.load(q + offset[:, None] * Q_ALIGN + col, mask=valid[:, None], other=0.0)  # [BLOCK_R, D]
     if INTERPRETED:
-        x = widen(x, INTERPRETED)
+        x = to_float32(x, INTERPRETED)
     y = tl.dot(x, hadamard(D, x.dtype), input_precision="ieee") if ROTATES else x.to(tl.float32)
     exponent = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1) >> 23
     # Powers of two and their reciprocals are normal numbers.
