@@ -15,6 +15,7 @@ Call = Callable[[], object]
 
 CALLS_IN_GRAPH = 10
 HOST_CALLS, HOST_CALLS_BEFORE_WAIT = 1000, 20
+CPU_CALLS = 3
 MATMUL_SIZE = 8192
 COPY_BYTES = 4 * 2**30
 
@@ -65,10 +66,10 @@ def host_microseconds(call: Call) -> float:
     return statistics.median(times) / 1e3
 
 
-def cpu_microseconds(call: Call, calls: int = 3) -> float:
+def cpu_microseconds(call: Call) -> float:
     """Median of a few calls on the CPU."""
     times = []
-    for _ in range(calls):
+    for _ in range(CPU_CALLS):
         begin = time.perf_counter_ns()
         call()
         times.append(time.perf_counter_ns() - begin)

@@ -14,6 +14,7 @@ from flashlatte.runtime.checks import dtype_names, either
 from flashlatte.runtime.dispatch import Call
 
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+_INT32_LIMIT = 2**31
 
 
 def dtype(call: Call, *accepted: torch.dtype) -> str | None:
@@ -79,12 +80,12 @@ def page_size(call: Call, multiple: int) -> str | None:
     return f"takes pages of a multiple of {multiple} tokens, not {call.page_size}"
 
 
-def cache_size(call: Call, limit: int = 2**31) -> str | None:
-    """A cache's tokens are too many, or its pages too far apart, for a kernel's numbers."""
-    if (call.slots or 0) >= limit:
-        return f"takes caches of less than {limit} tokens, not {call.slots}"
-    if (call.stride_bytes or 0) >= limit:
-        return f"takes caches whose pages and tokens are less than {limit} bytes apart, not {call.stride_bytes}"
+def cache_size(call: Call) -> str | None:
+    """A cache's tokens are too many, or its pages too far apart, for the int32 numbers of a kernel."""
+    if (call.slots or 0) >= _INT32_LIMIT:
+        return f"takes caches of less than {_INT32_LIMIT} tokens, not {call.slots}"
+    if (call.stride_bytes or 0) >= _INT32_LIMIT:
+        return f"takes caches whose pages and tokens are less than {_INT32_LIMIT} bytes apart, not {call.stride_bytes}"
     return None
 
 
