@@ -67,7 +67,7 @@ def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, A
         "versions": {
             "flashlatte": flashlatte.__version__,
             "python": platform.python_version(),
-            # Which says what it was built for, as its package does not.
+            # It says what it was built for (+cpu, +cu130), which the package's metadata does not.
             "torch": str(torch.__version__),
             **{name: _version(name) for name in PACKAGES},
         },

@@ -64,7 +64,7 @@ INDEXED_CHOICES = (
     CacheChoice("bf16", "16 bits", math.inf, 2, least_overlap=0.97),
     CacheChoice("v32", "8 bits", math.inf, 2, least_overlap=0.88),
 )
-# All groups are selected here.
+# Here the indexer selects all groups: there is no choice to compare.
 V4_CHOICES = (
     CacheChoice("fp32", "exact", 0.001, 4, same_tokens=True),
     CacheChoice(DEEPSEEK_V4_FORMAT, "8 bits", 2.0, 2),

@@ -41,7 +41,7 @@ def as_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     group = group or dist.group.WORLD
     if group is None:
         raise ValueError("group must be a process group, and torch.distributed has none yet: init_process_group()")
-    # Who is no member is given something else by ``new_group``.
+    # ``new_group`` gives a rank that is no member something else.
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a process group that this rank is in, got {group!r}")
     return group
@@ -143,7 +143,7 @@ class Agreement:
         said = self._said(place)
         every = {name: [facts.get(name) for facts in said.values()] for facts in said.values() for name in facts}
         differ = [name for name, values in every.items() if len(set(values)) > 1]
-        # What not all speak of matters where they say the same of all else.
+        # A fact that only some ranks state counts where all others agree.
         names = [name for name in differ if None not in every[name]] or differ
         if "call" in names:  # Of different calls nothing else can be compared.
             names = ["call"]

@@ -63,7 +63,7 @@ class ContextParallel:
         self.group, self.form = group, form
         self._agreement = Agreement(group, timeout)
         self._peers: dict[torch.device, PeerMemory | str] = {}
-        # First of all: a rank that raises leaves the others waiting.
+        # Compared before anything is checked: a rank that raises alone leaves the others waiting.
         asked = {"size": group.size(), "interleave": interleave, "form": form, "all_heads": all_heads}
         self._agreement.check("ContextParallel", {name: str(value) for name, value in asked.items()})
         if form is not None:

@@ -51,7 +51,7 @@ class TensorParallelAttention(nn.Module):
         self.group = group
         self._agreement = Agreement(group, timeout)
         self._sum = RankSum(group, self._agreement)
-        # First of all: a rank that raises leaves the others waiting.
+        # Compared before anything is checked: a rank that raises alone leaves the others waiting.
         self._agreement.check("TensorParallelAttention", {"config": config})
         if heads < size:
             raise ValueError(f"config must have at least as many heads as the {size} ranks of group, got {heads}")

@@ -68,7 +68,7 @@ def plan_shard(
 
     seen = cache_seqlens.unsqueeze(1).expand(-1, queries)
     if causal:
-        # Of no keys first: the least int32 less one would be the largest.
+        # Clamped before it is subtracted from: the least int32 less one would be the largest.
         seen = seen.clamp_min(0) - torch.arange(queries - 1, -1, -1, dtype=seen.dtype, device=device)
     query_lens = sharding.local_lengths(seen)
     if causal and queries > 1:

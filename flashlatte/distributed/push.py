@@ -34,7 +34,7 @@ def push(x: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
 
 
 def _launch(x: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    # Here, as Triton comes with it.
+    # Imported here, as it needs Triton.
     from flashlatte.distributed import push_kernel
 
     rows, row, target_row = x.shape[0], x[0].numel(), targets[0].stride(0)

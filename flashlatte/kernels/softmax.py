@@ -6,9 +6,9 @@ import torch
 
 
 def attend(scores: torch.Tensor, visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over the last axis where ``visible``: (weights, lse), lse in natural logarithm.
+    """Softmax over the last axis where ``visible``: (probabilities, lse), lse in natural logarithm.
 
-    A row without a visible key has weights 0 and lse -inf.
+    A row without a visible key has probabilities 0 and lse -inf.
     """
     scores = scores.masked_fill(~visible, float("-inf"))
     lse = torch.logsumexp(scores, dim=-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -torch.inf)

@@ -30,7 +30,7 @@ FORMATS: dict[str, type[CacheFormat]] = {
     )
 }
 FORMAT_NAMES = tuple(FORMATS)
-# Of DeepSeek-V4's keys and groups, where nobody chose another.
+# The format of DeepSeek-V4's keys and groups, unless another is chosen.
 DEEPSEEK_V4_FORMAT = Model1Format.name
 _PLAIN_BY_DTYPE = {cls.record_dtype: cls for cls in FORMATS.values() if cls.plain}
 _OF_FIXED_WIDTH = tuple(cls() for cls in FORMATS.values() if not cls.plain)

@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Of the operations that PyTorch knows.
+# Of this package's operations in PyTorch: torch.ops.flashlatte.
 NAMESPACE = "flashlatte"
 
 

@@ -52,8 +52,8 @@ class Tile(NamedTuple):
 
 # CTAs of four warps, with a tile of 8,192 numbers, that a large GPU runs at once.
 _RESIDENT = 528
-# By splits of a work item, of which there are the more the fewer work items there are, and by size. One tile for all
-# loses 20% of "v32, b 2" (39 instead of 32 us with 4 x 128 numbers; docs/notes/sparse-decode.md).
+# In the order in which ``tile_for`` tries them: for few work items of many splits first, and there the smallest first.
+# One tile for all loses 20% of "v32, b 2" (39 instead of 32 µs with 4 x 128 numbers; docs/notes/sparse-decode.md).
 _TILES = (
     Tile(1, 32, 128),
     Tile(1, 64, 128),
@@ -64,8 +64,8 @@ _TILES = (
     Tile(1, 512, 8),
     Tile(4, 512, 4),
 )
-# Where a boundary between ranges splits a work item in two, or none: few CTAs for each, that find that out. With 2,000
-# small ones "b 128, varlen" took 7% longer (docs/notes/dense-decode.md).
+# For the boundaries between ranges, each of which splits one work item in two, or none: few CTAs for each, as all of
+# them have to find out which. With 2,000 small ones "b 128, varlen" took 7% longer (docs/notes/dense-decode.md).
 _BOUNDARY_TILE = Tile(8, 512, 2, steps=2)
 # Always the same: the order of sums may not depend on the batch.
 _FIXED_TILE = Tile(4, 128, 8)

@@ -32,7 +32,7 @@ K1_LEFT = gl.constexpr(2)
 K1_RIGHT = gl.constexpr(3)
 
 TILE_BYTES = gl.constexpr(32768)
-# Of 64 columns, which are 128 bytes of each of 64 rows; where the peer's rows begin there; and a warp's 8 rows.
+# Bytes of 64 columns of a tile, 128 in each of 64 rows; where the peer's rows begin among them; and of a warp's 8 rows.
 COLUMNS_BYTES = gl.constexpr(8192)
 PEER_ROWS = gl.constexpr(4096)
 WARP_ROWS = gl.constexpr(1024)

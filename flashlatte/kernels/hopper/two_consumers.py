@@ -21,12 +21,12 @@ ROWS = gl.constexpr(64)
 TILE = gl.constexpr(128)
 # Columns that a copy takes, and a product of q and k: 128 bytes, the width of a swizzled line.
 CHUNK = gl.constexpr(64)
-# Of the rings of blocks; a power of two.
+# Blocks that the rings of keys and of values hold; a power of two.
 STAGES = gl.constexpr(2)
 
 # Threads of four warps over a tile [n, 64], 16 bytes each.
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-# Of single numbers in shared memory, and of threads of a consumer, or of the producer, that all hold one.
+# Layouts of single numbers in shared memory, and of the threads of a consumer, or of the producer, that all hold one.
 NUMBER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _SAME_IN_ALL = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _SAME_IN_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))

@@ -25,7 +25,7 @@ class Config:
             rows and rows a step ahead of use, 5 two steps each; of rows found by pages n has rows n - 1 steps ahead.
         warpgroups: lay the step out for Hopper's warp groups (``online_softmax_step``).
         programs: programs that an SM runs at once, by their registers and shared memory.
-        column_sums: keep the sums of weights by columns of the tile, which saves three barriers a step and takes
+        column_sums: keep the sums of P by columns of the tile, which saves three barriers a step and takes
             registers.
     """
 

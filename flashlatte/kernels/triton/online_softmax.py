@@ -140,7 +140,7 @@ def online_softmax_step(state, q, keys, visible, scale, position, stop, step: tl
     if step.warpgroups:
         scores = tl.zeros([ROWS, COLS], tl.float32)
         if step.rope > 0:
-            # The branches are alike.
+            # Both branches give the same scores: what matters is that there is a branch.
             if position + COLS <= stop:
                 scores = tl.dot(q.rope, tl.trans(keys.rope))
             else:

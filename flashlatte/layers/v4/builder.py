@@ -171,7 +171,7 @@ class V4Builder:
     def _make_room(self, requests: int) -> None:
         if requests <= self._room:
             return
-        # Seldom, as all is copied, and graphs are captured anew.
+        # By a quarter at least, so seldom: all is copied, and graphs are captured anew.
         more = max(requests - self._room, self._room // 4)
         with torch.inference_mode(False):
             added = [self._empty_states(config, more) for config in self._layers]

@@ -43,8 +43,8 @@ def dense_decode(
         visible = written & (key <= last_seen[:, None])  # [s_q, keys]
         queries = q[request].float().unflatten(1, (h_kv, h_q // h_kv))  # [s_q, h_kv, group, d]
         scores = torch.einsum("skgd,nkd->skgn", queries, rows) * softmax_scale
-        weights, row_lse = attend(scores, visible[:, None, None, :])
-        values = torch.einsum("skgn,nkd->skgd", weights, rows[..., :head_dim_v])
+        p, row_lse = attend(scores, visible[:, None, None, :])
+        values = torch.einsum("skgn,nkd->skgd", p, rows[..., :head_dim_v])
 
         out[request] = values.flatten(1, 2).to(out.dtype)
         row_lse = torch.where(row_lse.isneginf(), empty_lse, row_lse)

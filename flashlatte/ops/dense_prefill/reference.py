@@ -33,8 +33,8 @@ def forward(
     for rows, keys, visible in _blocks(q, k, cu_seqlens_q, cu_seqlens_k, window_left, window_right):
         key, value = _seen(k[keys], visible), _seen(v[keys], visible)
         scores = torch.einsum("skgd,nkd->kgsn", _grouped(q[rows], k), key) * softmax_scale
-        weights, row_lse = attend(scores, visible)
-        out[rows] = torch.einsum("kgsn,nkd->skgd", weights, value).flatten(1, 2).to(out.dtype)
+        p, row_lse = attend(scores, visible)
+        out[rows] = torch.einsum("kgsn,nkd->skgd", p, value).flatten(1, 2).to(out.dtype)
         row_lse = row_lse.flatten(0, 1).T  # [rows, h]
         lse[rows] = torch.where(row_lse.isneginf(), empty_lse, row_lse)
 
@@ -60,8 +60,8 @@ def backward(
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> None:
-    """With P the weights: dV = Pᵀ dO, dP = dO Vᵀ, dS = P (dP - (Σ out · dO - dlse)), dQ = scale dS K, dK = scale dSᵀ Q
-    (arXiv:2307.08691, §2.3.2; the derivative of lse by a score is its weight).
+    """With P the probabilities: dV = Pᵀ dO, dP = dO Vᵀ, dS = P (dP - (Σ out · dO - dlse)), dQ = scale dS K,
+    dK = scale dSᵀ Q (arXiv:2307.08691, §2.3.2; the derivative of lse by a score is its probability).
     """
     dq.zero_()
     dk_sum, dv_sum = (torch.zeros_like(x, dtype=_wide(x).dtype) for x in (k, v))
@@ -73,12 +73,12 @@ def backward(
             drow = drow - dlse[rows]
         row_lse, drow = (x.T.unflatten(0, (k.shape[1], -1)).unsqueeze(-1) for x in (row_lse, drow))  # [h_k, g, rows, 1]
         scores = torch.einsum("skgd,nkd->kgsn", query, key) * softmax_scale
-        weights = torch.exp(scores.masked_fill(~visible, float("-inf")) - row_lse)
-        dweights = torch.einsum("skgd,nkd->kgsn", _grouped(dout[rows], k), value)
-        dscores = torch.where(visible, weights * (dweights - drow), 0.0) * softmax_scale
-        dq[rows] = torch.einsum("kgsn,nkd->skgd", dscores, key).flatten(1, 2).to(dq.dtype)
-        dk_sum[keys] += torch.einsum("kgsn,skgd->nkd", dscores, query)
-        dv_sum[keys] += torch.einsum("kgsn,skgd->nkd", weights, _grouped(dout[rows], k))
+        p = torch.exp(scores.masked_fill(~visible, float("-inf")) - row_lse)
+        dp = torch.einsum("skgd,nkd->kgsn", _grouped(dout[rows], k), value)
+        scaled_ds = torch.where(visible, p * (dp - drow), 0.0) * softmax_scale
+        dq[rows] = torch.einsum("kgsn,nkd->skgd", scaled_ds, key).flatten(1, 2).to(dq.dtype)
+        dk_sum[keys] += torch.einsum("kgsn,skgd->nkd", scaled_ds, query)
+        dv_sum[keys] += torch.einsum("kgsn,skgd->nkd", p, _grouped(dout[rows], k))
     dk.copy_(dk_sum)
     dv.copy_(dv_sum)
 

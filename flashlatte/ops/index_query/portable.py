@@ -15,7 +15,7 @@ from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
-# Heads and warps of a program. In four bits threads of more numbers take fewer instructions a number: 54.7 us, not 62.9
+# Heads and warps of a program. In four bits threads of more numbers take fewer instructions a number: 54.7 µs, not 62.9
 # (index_query_mxfp4, t8192-h64).
 HEADS, WARPS, WARPS_OF_FOUR_BITS = 32, 4, 2
 # The matrix is made anew in each program.

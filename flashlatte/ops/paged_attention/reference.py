@@ -62,9 +62,9 @@ def _attend_rows(
             in_range = (position >= first) & (position <= last)
             visible = visible | (in_range & (key >= first) & (key <= last))
     visible = visible & exists
-    weights, lse = attend(scores, visible[:, None])  # [rows, h_q, n]
+    p, lse = attend(scores, visible[:, None])  # [rows, h_q, n]
     values = torch.where(visible.any(dim=0)[:, None, None], values, 0.0)  # a window leaves pages that others reuse
-    out = torch.einsum("skgn,nkd->skgd", weights.unflatten(1, (key_rows.shape[1], -1)), values).flatten(1, 2)
+    out = torch.einsum("skgn,nkd->skgd", p.unflatten(1, (key_rows.shape[1], -1)), values).flatten(1, 2)
     if problem.attn_sink is not None:
         out = out * sink_weight(lse, problem.attn_sink).unsqueeze(-1)
     if problem.out.dtype == torch.float8_e4m3fn:

@@ -43,8 +43,8 @@ def sparse_decode(
         seen = torch.cat(visible, dim=1)
 
         scores = torch.einsum("shd,snd->shn", q[request].float(), keys) * softmax_scale
-        weights, row_lse = attend(scores, seen[:, None, :])
-        values = torch.einsum("shn,snd->shd", weights, keys[..., : out.shape[-1]])
+        p, row_lse = attend(scores, seen[:, None, :])
+        values = torch.einsum("shn,snd->shd", p, keys[..., : out.shape[-1]])
         if attn_sink is not None:
             values = values * sink_weight(row_lse, attn_sink).unsqueeze(-1)
 

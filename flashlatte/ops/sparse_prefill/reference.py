@@ -36,8 +36,8 @@ def sparse_prefill(
         keys = torch.where(visible.unsqueeze(-1), keys, 0.0)
 
         scores = torch.einsum("shd,snd->shn", q[tokens].float(), keys) * softmax_scale
-        weights, row_lse = attend(scores, visible[:, None, :])
-        values = torch.einsum("shn,snd->shd", weights, keys[..., : out.shape[-1]])
+        p, row_lse = attend(scores, visible[:, None, :])
+        values = torch.einsum("shn,snd->shd", p, keys[..., : out.shape[-1]])
         if attn_sink is not None:
             values = values * sink_weight(row_lse, attn_sink).unsqueeze(-1)
 

@@ -37,7 +37,7 @@ def turboquant_decode(
         values = torch.where(visible.any(dim=0)[:, None, None], values, 0.0)
         queries = q[request].float().unflatten(1, (h_kv, h_q // h_kv))  # [s_q, h_kv, group, d]
         scores = torch.einsum("skgd,nkd->skgn", queries, keys) * softmax_scale
-        weights, row_lse = attend(scores, visible[:, None, None, :])
-        out[request] = torch.einsum("skgn,nkd->skgd", weights, values).flatten(1, 2).to(out.dtype)
+        p, row_lse = attend(scores, visible[:, None, None, :])
+        out[request] = torch.einsum("skgn,nkd->skgd", p, values).flatten(1, 2).to(out.dtype)
         row_lse = torch.where(row_lse.isneginf(), empty_lse, row_lse)
         lse[request] = row_lse.flatten(1, 2).transpose(0, 1)

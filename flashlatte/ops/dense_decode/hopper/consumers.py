@@ -39,7 +39,7 @@ from flashlatte.ops.dense_decode.hopper.tiles import PAIR, Q_EMPTY, Q_ROPE_EMPTY
 from flashlatte.runtime.gluon_compat import cta_barrier
 from flashlatte.split_kv import device
 
-# Of the producer.
+# Threads of the producer.
 _PRODUCER = gl.constexpr(128)
 
 
@@ -125,7 +125,7 @@ def _apply_mask(scores, mask, page, first_key, left, right, PLAN: gl.constexpr):
         else:
             seen = gl.where(absent, 0, seen)
         scores = gl.where(key[None, :] < seen[:, None], scores, float("-inf"))
-        # What is cast is zero there.
+        # A producer that casts keys has stored zeros there.
         if not PLAN.one_byte:  # noqa: SIM102
             if first_key + KEYS > mask.length:
                 _zero_rows(left, mask.length - first_key)
@@ -199,7 +199,7 @@ def _even_step(scores, state, call, request, page, step, steps_taken, PLAN: gl.c
     state = attend_even(scores, state, call, zero, _PRODUCER, PLAN.one_byte)
     if not LAST:
         if not PLAN.one_byte:
-            # Not before the fences of the step, which would wait for it.
+            # Read no earlier: the fences of the step would have waited for it.
             page = schedule.page_of(call.table, request.split, 2 * step + 2, PLAN)
         scores, page = _score0(call, request, page, 2 * step + 2, phase ^ 1, zero, scores, PLAN)
     return scores, page, state

@@ -49,18 +49,20 @@ def write(state, split, call, FIRST_COL: gl.constexpr, PLAN: gl.constexpr):
         is_result = is_result & ends
     factor = inverse(row_sum)
     if results.k_scale is not None:
-        # Partial outputs that ``fixup`` adds are sums of numbers as they are in the cache.
+        # Partial outputs that ``fixup`` adds stay unscaled, as the sums that they are added to.
         factor *= gl.where(is_result, results.k_scale, 1.0) if PLAN.stream_k else results.k_scale
     values = out * factor[:, None]
     lse2 = lse2_of(row_max, row_sum)
     row = gl.arange(0, ROWS, OUTPUT_ROWS)
     if PLAN.stream_k or PLAN.one_byte:
-        # As if it depended on the request, or what follows from it would lie in registers over all steps.
+        # Made to look as if it depended on the request: else what follows from it would be worked out before the loop,
+        # and lie in registers over all steps.
         row += split.item >> 31
     item_row = work.group.first_row + row
     if is_result:
         if OUT_ALIGN > 1:
-            # With dependent launch "b 128, s_q 1" gains 3% by it (276 instead of 284 us; docs/notes/dense-decode.md).
+            # Stores of 16 bytes win "b 128, s_q 1" by 3% (276 instead of 284 µs, with dependent launch;
+            # docs/notes/dense-decode.md).
             store_rows(
                 row_pointers(outputs, split.item, work.group.kv_head, item_row, OUT_ALIGN) + FIRST_COL,
                 item_row < outputs.rows,

@@ -1,6 +1,6 @@
 """Stream-K fixup: a CTA that begins a request finishes it, and adds what CTAs with later ranges have of it.
 
-Wins "b 128, s_q 1, 4,096 varlen" by 7% (286 instead of 308 us with a combine; docs/notes/dense-decode.md).
+Wins "b 128, s_q 1, 4,096 varlen" by 7% (286 instead of 308 µs with a combine; docs/notes/dense-decode.md).
 
 A CTA whose range continues a request works on it first, and who begins one is done with it last, so that there is
 little to wait for. What passes between them, of float32 numbers: a flag for each half of the output (0 until it is
@@ -39,7 +39,7 @@ CLEARED = 256
 @kernel
 def clear_kernel(scratch, partials: tl.int32, PARTIAL: tl.constexpr, CLEARED: tl.constexpr):
     """The kernel before the kernel: no partial output is there yet. Zero the two flags of each of ``partials``."""
-    # What comes next finds out where to begin, and waits for the end of this.
+    # The next kernel may start: it finds its work, and then waits for the end of this one.
     gdc_launch_dependents()
     # The kernel before this one in the stream may still run, in the same scratch.
     gdc_wait()

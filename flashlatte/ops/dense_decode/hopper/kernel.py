@@ -24,12 +24,12 @@ from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv.device import KeyLengths
 from flashlatte.split_kv.outputs import Outputs
 
-# Of a consumer. The producer has what 12 warps leave of the register file: 24, or 120 where it casts keys. With
-# 104 it spills 24 times a step (16 heads, 128 requests of 4,096 keys: 192 µs instead of 160). With 184 and less, the
-# consumers' products are serialised.
+# Registers of a thread of a consumer. The producer has what 12 warps leave of the register file: 24, or 120 where it
+# casts keys. With 104 it spills 24 times a step (16 heads, 128 requests of 4,096 keys: 192 µs instead of 160). With 184
+# and less for a consumer, its products are serialised.
 _REGISTERS = gl.constexpr(240)
 _CAST_REGISTERS = gl.constexpr(192)
-# Of ``few_rows``, whose attender has what they leave: all that a thread can have.
+# Registers of the other partitions of ``few_rows``. The attender has what they leave: all that a thread can have.
 _CASTER_REGISTERS = gl.constexpr(168)
 _LOADER_REGISTERS = gl.constexpr(40)
 

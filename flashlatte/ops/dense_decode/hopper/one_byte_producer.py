@@ -39,7 +39,7 @@ from flashlatte.ops.dense_decode.hopper.producer import (
 from flashlatte.ops.dense_decode.hopper.tiles import Q_EMPTY
 from flashlatte.split_kv import device
 
-# Of a block's rows as numbers of two bytes, to be prefetched: the kernel's first argument.
+# The descriptor by which rows are prefetched, as numbers of two bytes: PTX's name of the kernel's first argument.
 _DESCRIPTOR = gl.constexpr("dense_decode_kernel_param_0")
 # Words of half a row, and of a rope.
 _HALF_WORDS = gl.constexpr(HALF.value // 4)

@@ -189,7 +189,7 @@ def produce(call, PLAN: gl.constexpr):
                 _load_left(call, k0, full.k0, page0, block, PLAN)
                 barriers.wait(K0_RIGHT_EMPTY, barriers.PAIR)
                 if step == split.begin:
-                    # P that lay here was read with block 0's right half.
+                    # They lie where P of block 0 did, whose last reader has just let go of block 0's right half.
                     load_query_ropes(call, item, PLAN)
                 _load_right(call, k0, full.k0, page0, block, PLAN)
                 barriers.wait(K1_LEFT_EMPTY, barriers.PAIR)
@@ -198,7 +198,7 @@ def produce(call, PLAN: gl.constexpr):
                 _load_right(call, k1, full.k1, page1, block + 1, PLAN)
                 if step == split.begin:
                     signal_queries(call)
-                # Not before this step's loads, which would wait for the numbers.
+                # Read after this step's loads, which would else wait for the numbers.
                 page0 = schedule.page_of(table, split, block + 2, PLAN)
                 page1 = schedule.page_of(table, split, block + 3, PLAN)
         length = device.key_count(item + 1, call.key_lengths)

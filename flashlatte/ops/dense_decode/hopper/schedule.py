@@ -13,7 +13,7 @@ from flashlatte.ops.dense_decode.hopper.tiles import PAIR
 from flashlatte.split_kv import device
 from flashlatte.split_kv.gluon import PARTIAL, find_range
 
-# Of the producer, with which a kernel begins.
+# Threads of the producer, the partition that a kernel begins as.
 _THREADS = gl.constexpr(128)
 
 

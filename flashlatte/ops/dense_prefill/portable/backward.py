@@ -149,16 +149,16 @@ def keys_kernel(
             drow = load_tile(
                 head_dout, dout_stride_token, start, None, s_q, 0, D_V, D_V_PADDED, BLOCK_M, ALIGN, INTERPRETED
             )
-            dweights = tl.dot(value, tl.trans(drow))  # [BLOCK_N, BLOCK_M]
-            weights = tl.exp2(scores * scale - row_lse[None, :])
+            dp = tl.dot(value, tl.trans(drow))  # [BLOCK_N, BLOCK_M]
+            p = tl.exp2(scores * scale - row_lse[None, :])
             if (start < full) | (start >= partial):
                 visible = (row[None, :] >= lower[:, None]) & (row[None, :] <= upper[:, None])
-                weights = tl.where(visible, weights, 0.0)
-            dscores = (weights * (dweights - row_delta[None, :])).to(q_a.dtype)
-            dvalue = tl.dot(weights.to(drow.dtype), drow, dvalue)
-            dk_a = tl.dot(dscores, q_a, dk_a)
+                p = tl.where(visible, p, 0.0)
+            ds = (p * (dp - row_delta[None, :])).to(q_a.dtype)
+            dvalue = tl.dot(p.to(drow.dtype), drow, dvalue)
+            dk_a = tl.dot(ds, q_a, dk_a)
             if D_B > 0:
-                dk_b = tl.dot(dscores, q_b, dk_b)
+                dk_b = tl.dot(ds, q_b, dk_b)
 
     token = (k_begin + key).to(tl.int64)
     in_use = key < s_k
@@ -240,15 +240,15 @@ def queries_kernel(
             q_a, q_b, k, k_stride_token, start, seen, end, D, D_A, D_B, BLOCK_N, ALIGN, INTERPRETED
         )  # scores [BLOCK_M, BLOCK_N]
         value = load_tile(v, v_stride_token, start, seen, end, 0, D_V, D_V_PADDED, BLOCK_N, ALIGN, INTERPRETED)
-        dweights = tl.dot(drow, tl.trans(value))  # [BLOCK_M, BLOCK_N]
-        weights = tl.exp2(scores * scale - row_lse[:, None])
+        dp = tl.dot(drow, tl.trans(value))  # [BLOCK_M, BLOCK_N]
+        p = tl.exp2(scores * scale - row_lse[:, None])
         if (start < full) | (start >= partial):
             key = (start + tl.arange(0, BLOCK_N))[None, :]
-            weights = tl.where((key >= lower[:, None]) & (key <= upper[:, None]), weights, 0.0)
-        dscores = (weights * (dweights - row_delta[:, None])).to(k_a.dtype)
-        dq_a = tl.dot(dscores, k_a, dq_a)
+            p = tl.where((key >= lower[:, None]) & (key <= upper[:, None]), p, 0.0)
+        ds = (p * (dp - row_delta[:, None])).to(k_a.dtype)
+        dq_a = tl.dot(ds, k_a, dq_a)
         if D_B > 0:
-            dq_b = tl.dot(dscores, k_b, dq_b)
+            dq_b = tl.dot(ds, k_b, dq_b)
 
     token = (q_begin + row).to(tl.int64)
     dq_offset = (token * dq_stride_token + head * dq_stride_head)[:, None] * ALIGN

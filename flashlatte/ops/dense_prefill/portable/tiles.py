@@ -96,8 +96,8 @@ def load_parts(
     ALIGN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """COUNT columns of rows of q or k as two tiles, of widths that ``config.parts`` gives; with WIDTH_B 0 the second
-    is the first once more.
+    """COUNT columns of rows of q or k as two tiles, of the widths that ``head_dims.parts`` gives; with WIDTH_B 0 the
+    second is the first once more.
     """
     first = load_tile(base, stride, start, seen, limit, 0, min(COUNT, WIDTH_A), WIDTH_A, ROWS, ALIGN, INTERPRETED)
     second = first

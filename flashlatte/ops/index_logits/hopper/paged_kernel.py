@@ -27,7 +27,7 @@ from flashlatte.ops.index_logits.hopper.tiles import (
 from flashlatte.runtime.gluon_compat import tma_load
 from flashlatte.runtime.triton_kernel import gluon_kernel
 
-# Of the ring of keys, even as a slot belongs to one consumer, and of the ring of queries.
+# Slots of the ring of keys, an even number as each belongs to one consumer, and of the ring of queries.
 SLOTS = gl.constexpr(16)
 Q_SLOTS = gl.constexpr(2)
 

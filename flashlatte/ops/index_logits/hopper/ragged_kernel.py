@@ -24,7 +24,7 @@ from flashlatte.ops.index_logits.hopper.tiles import (
 from flashlatte.runtime.gluon_compat import tma_load
 from flashlatte.runtime.triton_kernel import gluon_kernel
 
-# Of the ring of keys, and of the ring of queries.
+# Slots of the ring of keys, and of the ring of queries.
 SLOTS = gl.constexpr(8)
 Q_SLOTS = gl.constexpr(2)
 # A consumer's columns, the heads of its queries, of which a WGMMA takes one half.

@@ -6,11 +6,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-# Of a tile: the rows of a WGMMA.
+# Keys of a tile: the rows of a WGMMA.
 KEYS = gl.constexpr(64)
 # The most columns of a WGMMA, each a head of a query.
 MOST_COLUMNS = gl.constexpr(256)
-# Of a thread of a consumer and of the producer, whose one warp is counted as four.
+# Registers of a thread of a consumer, and of the producer, whose one warp is counted as four.
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
 

@@ -196,7 +196,7 @@ def produce(call, PLAN: gl.constexpr):
     indices1 = load_indices(cursor, block0 + 1, call, PLAN)
     rows0 = locate(indices0, block0, cursor.split, call, PLAN)
     own0 = _load_block(rows0, PLAN)
-    # Here, under the first loads: later, what it takes would be kept or spilled until then.
+    # Written while the first loads are under way: later, what it takes would have to be kept until then, or spilled.
     schedule.write_metadata(call.scratch, work, PLAN)
     addresses = clusters.addresses(peer, _BF16_PIECE)
     ptx_clusters.meet()
@@ -208,7 +208,7 @@ def produce(call, PLAN: gl.constexpr):
         steps = schedule.num_steps(cursor.split)
         for step in range(steps):
             own0 = _block_loaded(own0)
-            # Not between the halves: then the second one's fence would wait for these loads, just asked for.
+            # Asked for here, not between the halves, where the second one's fence would wait for these loads.
             rows1 = locate(indices1, block0 + 1, cursor.split, call, PLAN)
             own1 = _load_block(rows1, PLAN)
             block0 += 2
@@ -223,7 +223,8 @@ def produce(call, PLAN: gl.constexpr):
                 clusters.wait(K0_LEFT_EMPTY, peer, phase)
                 publish_mask(call.masks.block0, rows0)
                 _provide(own0, addresses, peer, clusters.K0_LEFT, LEFT, tiles.K0_LEFT_FULL, PLAN)
-                # Here, where the next half has to wait for the consumers, and the fence has waited for block 1.
+                # Looked for here, where the next half has to wait for the consumers, and the fence has waited for block
+                # 1.
                 scale1 = _first_scale(own1, rows1, PLAN)
                 clusters.wait(K0_RIGHT_EMPTY, peer, phase)
                 copy_rope(k0, full.k0, rows0, PLAN)

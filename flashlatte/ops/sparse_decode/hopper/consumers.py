@@ -101,7 +101,7 @@ def copy_query(call, item, cost, PLAN: gl.constexpr):
     if schedule.has_split(item, cost, call.work, PLAN):
         query = call.query
         tokens = call.key_lengths.tokens
-        # What follows from it would else be worked out before the main loop, and kept.
+        # Opaque: what follows from it would else be worked out before the main loop, and kept in registers.
         head = opaque(call.work.group * ROWS + gl.arange(0, ROWS, tokens_layout(False)))
         offset = (
             (item // tokens).to(gl.int64) * query.q_stride_request
@@ -144,14 +144,14 @@ def _score_half(
     """Scores [64, 64] with half of a block, once that is there. ``full``: the mbarriers of what comes by cp.async."""
     q_half, k_half, copied = half_of(call.tiles.q, SIDE).index(zero), half_of(k, SIDE).index(zero), half_of(full, SIDE)
     if SIDE == RIGHT and PLAN.format == MODEL1:
-        # Its last 64 columns are copied.
+        # Its last 64 columns come by cp.async.
         mbarrier.wait(copied, phase)
     barriers.wait(FULL, 128 + PLAN.producer_threads)
     if PLAN.cluster:
         clusters.wait(FULL, call.peer, phase)
     if PLAN.format == PLAIN:
         mbarrier.wait(copied, phase)
-    # Here, and not before the producer's arrival: this fence waits for all loads of its thread.
+    # The consumer's fence, not the producer's: it waits for all loads of its thread, and a consumer has none.
     fence_async_shared()
     return warpgroup_mma(q_half, k_half.permute((1, 0)), scores, use_acc=USE_ACC, is_async=True)
 
@@ -212,7 +212,7 @@ def _write_normalised(state, item, split, first_head, call, FIRST_COL: gl.conste
     row_max = gl.convert_layout(state.row_max, OUTPUT_ROWS, assert_trivial=True)
     factor = inverse(row_sum)
     lse2 = lse2_of(row_max, row_sum)
-    # What follows from it would be worked out before the main loop, and kept.
+    # Opaque, as in ``copy_query``.
     row = opaque(gl.arange(0, ROWS, OUTPUT_ROWS))
     head = first_head + row
     if (split.begin == 0) & (split.end == split.blocks):
@@ -258,7 +258,7 @@ def consume_even(call, PLAN: gl.constexpr):
                 state = attend_even(scores, state, call, zero, PLAN.producer_threads, True)
                 steps_taken += 1
             items_taken += 1
-            # The odd consumer, whose P has come, has no use for the present ones either.
+            # The present queries may be overwritten: the odd consumer, whose last P has come, is done with them, too.
             copy_query(call, item + call.work.stride, cost, PLAN)
             state = add_other_sum(state, call.tiles.row_sum0, call.tiles.row_sum1)
             write(state, item, split, call, 0, PLAN)

@@ -1,6 +1,6 @@
 """Partial outputs of work items that all have the same number of splits, and the kernel that combines them.
 
-Wins "v32, b 2" by 16% (21.5 instead of 25.5 us; docs/notes/sparse-decode.md), 10% of it by three bytes a number.
+Wins "v32, b 2" by 16% (21.5 instead of 25.5 µs; docs/notes/sparse-decode.md), 10% of it by three bytes a number.
 
 A partial output lies as a consumer's registers do: for 16 of its columns 24 bytes a thread, so that what a warp stores
 or loads at a time is whole lines, of numbers rounded to three bytes (``ptx.rounded``). Then, for each row, row_max (in

@@ -24,7 +24,7 @@ from flashlatte.split_kv import device
 from flashlatte.split_kv.gluon import PARTIAL
 from flashlatte.split_kv.outputs import Outputs
 
-# Of a consumer. The producer has what is left: 120 with four warps, 64 with eight.
+# Registers of a thread of a consumer. The producer has what is left: 120 with four warps, 64 with eight.
 _CONSUMER_REGISTERS = gl.constexpr(192)
 
 

@@ -157,7 +157,7 @@ def make_plan(
     most_blocks = -(-topk // KEYS.value) + -(-extra_topk // KEYS.value)
     if is_uniform and has_scales and most_blocks > 2 and not batch_invariant:
         ranges = items * most_blocks
-        # Wins "model1, b 2" by 15% (16.5 instead of 19.5 us; docs/notes/sparse-decode.md).
+        # Wins "model1, b 2" by 15% (16.5 instead of 19.5 µs; docs/notes/sparse-decode.md).
         if ranges * groups <= num_sms and ranges * heads <= _MOST_BLOCK_ROWS:
             return _with_equal_splits(items, most_blocks, groups, ranges, granularity=1)
     # Else a CTA takes blocks in pairs: a split of less would only make more to combine.

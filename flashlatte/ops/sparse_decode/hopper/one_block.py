@@ -1,6 +1,6 @@
 """A CTA that has one block of one work item, in small calls: their time is a chain in which nothing repeats.
 
-Wins "model1, b 2" by 15% (16.5 instead of 19.5 us; docs/notes/sparse-decode.md).
+Wins "model1, b 2" by 15% (16.5 instead of 19.5 µs; docs/notes/sparse-decode.md).
 
 Producer and consumers are the usual ones without loops and without block 1. Both halves are asked for at once.
 """

@@ -236,7 +236,7 @@ def produce(call, PLAN: gl.constexpr):
     indices0 = load_indices(cursor, block0, call, PLAN)
     indices1 = load_indices(cursor, block0 + 1, call, PLAN)
     left0 = load_half(locate(indices0, block0, cursor.split, call, PLAN), LEFT, PLAN)
-    # Here, under the first loads: later, what it takes would be kept or spilled until then.
+    # Written while the first loads are under way: later, what it takes would have to be kept until then, or spilled.
     schedule.write_metadata(call.scratch, work, PLAN)
     # True. Without these branches the compiler would move the wait for the next half before the arrival of this one.
     always = call.key_lengths.num_items > 0

@@ -46,7 +46,7 @@ class Plan(NamedTuple):
         has_rope: whether rows have 64 columns more than the 512 of a value.
         alignment: bytes that the addresses of tokens in the caches are multiples of, 16 at most.
         flat: whether tokens follow each other at one distance, over all pages. Less code, which wins "v32, b 2" by a
-            third (21.7 instead of 31.8 us; docs/notes/sparse-decode.md).
+            third (21.7 instead of 31.8 µs; docs/notes/sparse-decode.md).
         out_align: numbers that the strides of ``out`` are units of: 8 where its rows begin at multiples of 16 bytes,
             else 1.
         balanced: whether CTAs take ranges of equal cost; else whole work items.

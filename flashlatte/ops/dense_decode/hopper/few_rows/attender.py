@@ -118,7 +118,8 @@ def _write_half(values, lse2, split, call, FIRST_COL: gl.constexpr, PLAN: gl.con
     values = values.permute((1, 0))
     LAYOUT: gl.constexpr = values.type.layout
     lse2 = gl.convert_layout(lse2, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
-    # As if it depended on the request, or what follows from it would lie in registers over all blocks.
+    # Made to look as if it depended on the request: else what follows from it would be worked out before the loop, and
+    # lie in registers over all blocks.
     row = (split.item >> 31) + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     continues = split.begin > 0
     if (continues == 0) & (split.end == split.steps):

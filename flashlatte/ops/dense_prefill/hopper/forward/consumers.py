@@ -140,7 +140,7 @@ def _consume(
 @gluon.jit
 def consume_first(call, D_QK: gl.constexpr, D_V: gl.constexpr, OUT_ALIGN: gl.constexpr):
     _consume(call, call.shared.first, TURN_FIRST, TURN_SECOND, Q_EMPTY_FIRST, 0, D_QK, D_V, OUT_ALIGN)
-    # The other one's last arrival.
+    # The second consumer's last arrival, which no turn waits for.
     barriers.wait(TURN_FIRST, barriers.PAIR)
 
 

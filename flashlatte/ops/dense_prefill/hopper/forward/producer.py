@@ -148,7 +148,7 @@ def produce(inputs, problem, shared):
     _announce(shared.first, nothing)
     barriers.wait(Q_EMPTY_SECOND, WITH_ONE, PRODUCER)
     _announce(shared.second, nothing)
-    # Their last arrivals.
+    # The consumers' last arrivals.
     for stage in gl.static_range(STAGES):
         barriers.wait_at(V_EMPTY + stage, WITH_BOTH, PRODUCER)
         barriers.wait_at(K_EMPTY + stage_of(step + 1 + stage), WITH_BOTH, PRODUCER)
