@@ -18,6 +18,7 @@ from flashlatte.layers.config import MLAConfig
 from flashlatte.layers.forward import forward, hidden_projections
 from flashlatte.layers.indexer import Indexer, Indexing, make_indexing
 from flashlatte.layers.metadata import MLAMetadata
+from flashlatte.layers.products import linear
 from flashlatte.layers.rope import number, numbered_table
 from flashlatte.layers.side_by_side import lay_side_by_side
 from flashlatte.layers.weights import own_matrix
@@ -93,22 +94,20 @@ class MLAAttention(nn.Module):
         # transformers' names in LongCat-Flash's attention.
         self.mla_scale_q_lora, self.mla_scale_kv_lora = config.query_factor, config.latent_factor
 
-        def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
-            made: Any = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, dtype=dtype, device=device or "cpu")
-            return made
-
         count, hidden, bias = last - first, config.hidden_size, config.attention_bias
         if config.q_lora_rank is None:
-            self.q_proj = linear(hidden, count * config.qk_head_dim)
+            self.q_proj = linear(hidden, count * config.qk_head_dim, dtype, device)
         else:
-            self.q_a_proj = linear(hidden, config.q_lora_rank, bias)
+            self.q_a_proj = linear(hidden, config.q_lora_rank, dtype, device, bias=bias)
             self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, config.norm_eps, dtype=dtype, device=device)
-            self.q_b_proj = linear(config.q_lora_rank, count * config.qk_head_dim)
-        self.kv_a_proj_with_mqa = linear(hidden, config.head_dim, bias)
+            self.q_b_proj = linear(config.q_lora_rank, count * config.qk_head_dim, dtype, device)
+        self.kv_a_proj_with_mqa = linear(hidden, config.head_dim, dtype, device, bias=bias)
         self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, config.norm_eps, dtype=dtype, device=device)
-        self.kv_b_proj = linear(config.kv_lora_rank, count * (config.qk_nope_head_dim + config.v_head_dim))
+        self.kv_b_proj = linear(
+            config.kv_lora_rank, count * (config.qk_nope_head_dim + config.v_head_dim), dtype, device
+        )
         # A bias is added once: by the first shard.
-        self.o_proj = linear(count * config.v_head_dim, hidden, bias and first == 0)
+        self.o_proj = linear(count * config.v_head_dim, hidden, dtype, device, bias=bias and first == 0)
         self.indexer = None
         if config.indexer is not None and not shares_selection and config.q_lora_rank is not None:
             self.indexer = Indexer(config.indexer, hidden, config.q_lora_rank, dtype=dtype, device=device)

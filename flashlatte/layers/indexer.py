@@ -14,6 +14,7 @@ from flashlatte.kv_cache.index_formats import IndexFormat, as_index_cache
 from flashlatte.layers import models
 from flashlatte.layers.config import IndexerConfig
 from flashlatte.layers.metadata import DecodePart, MLAMetadata
+from flashlatte.layers.products import linear
 from flashlatte.layers.selection import Selection, SelectionChunk
 from flashlatte.layers.side_by_side import plain_weight, products_of
 from flashlatte.ops.index_convert import index_convert
@@ -59,14 +60,10 @@ class Indexer(nn.Module):
         super().__init__()
         self.config = config
 
-        def linear(inputs: int, outputs: int, dtype: torch.dtype | None) -> nn.Linear:
-            made: Any = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, dtype=dtype, device=device or "cpu")
-            return made
-
-        self.wq_b = linear(q_lora_rank, config.num_heads * config.head_dim, dtype)
-        self.wk = linear(hidden_size, config.head_dim, dtype)
+        self.wq_b = linear(q_lora_rank, config.num_heads * config.head_dim, dtype, device)
+        self.wk = linear(hidden_size, config.head_dim, dtype, device)
         self.k_norm = nn.LayerNorm(config.head_dim, NORM_EPS, dtype=dtype, device=device)
-        self.weights_proj = linear(hidden_size, config.num_heads, torch.float32)
+        self.weights_proj = linear(hidden_size, config.num_heads, torch.float32, device)
         self.requires_grad_(False)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flashlatte.layers import rope
-from flashlatte.layers.products import bmm_into
+from flashlatte.layers.products import bmm_into, linear
 from flashlatte.layers.side_by_side import lay_side_by_side
 from flashlatte.layers.v4.cache import V4Cache
 from flashlatte.layers.v4.compressed import GroupStep
@@ -17,7 +17,6 @@ from flashlatte.layers.v4.modules import (
     LayerCompressor,
     NormWeight,
     hidden_projections,
-    linear,
     output_matrix,
     project_hidden,
 )

@@ -7,14 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from flashlatte.layers.products import linear
 from flashlatte.layers.side_by_side import products_of
 from flashlatte.layers.v4.config import V4Config, V4IndexerConfig
 from flashlatte.layers.weights import own_matrix, own_weight
-
-
-def linear(inputs: int, outputs: int, dtype: torch.dtype | None, device: torch.device | str | None) -> nn.Linear:
-    made: Any = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, dtype=dtype, device=device or "cpu")
-    return made
 
 
 class NormWeight(nn.Module):
