@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from flashlatte.runtime.strides import stride_in_use
+
 VECTOR_BYTES = 16
 _ONE_BYTE = (torch.float8_e4m3fn, torch.int8)
 
@@ -27,6 +29,16 @@ def unit_bytes(tensor: torch.Tensor, *strides: int) -> int:
     """
     size = tensor.element_size()
     return math.gcd(VECTOR_BYTES, tensor.data_ptr(), *(stride * size for stride in strides))
+
+
+def unit_elements(tensor: torch.Tensor, *strides: int) -> int:
+    """``unit_bytes`` in elements of the tensor: the unit in which its strides are passed."""
+    return max(unit_bytes(tensor, *strides) // tensor.element_size(), 1)
+
+
+def unit_of_rows(tensor: torch.Tensor, *axes: int) -> int:
+    """``unit_elements`` of rows that lie along these axes, by their strides."""
+    return unit_elements(tensor, *(stride_in_use(tensor, axis) for axis in axes))
 
 
 def as_bytes(cache: torch.Tensor) -> torch.Tensor:

@@ -5,13 +5,10 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_layout import unit_bytes
 from flashlatte.kernels.triton.fp8 import from_float32, to_float32
-from flashlatte.runtime.strides import stride_in_use
 
 
 @triton.jit
@@ -50,14 +47,6 @@ def turn_tail(x, cosine, sine, first, ROWS: tl.constexpr, D: tl.constexpr):
     # Selected, as an angle of 0 would make NaN of an infinity's neighbour.
     a, b = tl.where(turned, a * cosine - b * sine, a), tl.where(turned, b * cosine + a * sine, b)
     return tl.reshape(tl.join(a, b), [ROWS, D])
-
-
-def unit_of_rows(x: torch.Tensor) -> int:
-    """The elements, as many as 16 bytes hold at most, at multiples of which the rows of x [T, h, n] begin.
-
-    A kernel that is given strides as so many units knows how rows are aligned.
-    """
-    return max(unit_bytes(x, stride_in_use(x, 0), stride_in_use(x, 1)) // x.element_size(), 1)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from flashlatte.kernels.triton.cache_address import (
     pages_of,
     requests_of,
 )
-from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
+from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes, unit_elements
 from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, e8m0_to_float, from_float32, to_float32
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.ops.cache_gather.portable_blocks import gather_blocks_kernel
@@ -45,7 +45,7 @@ def cache_gather(
     num_pages, page_size, _, width = cache.shape
     page_stride = stride_in_use(cache, 0)
     out_stride = stride_in_use(out, 0)
-    out_align = unit_bytes(out, out_stride) // out.element_size()
+    out_align = unit_elements(out, out_stride)
     num_rows = out.shape[0]
     requests = requests_of(cu_seqlens, block_table.shape[0], seq_starts, seq_ends)
     pages = pages_of(block_table, num_pages, page_size)
@@ -69,7 +69,7 @@ def cache_gather(
         )
         return
     row_stride = stride_in_use(cache, 1)
-    align = unit_bytes(cache, page_stride, row_stride) // cache.element_size()
+    align = unit_elements(cache, page_stride, row_stride)
     gather_rows_kernel[(blocks(num_rows, ROWS_BLOCKING.tokens) * blocks(width, ROWS_COLUMNS),)](
         *by_name(
             gather_rows_kernel,

@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots, store_words
-from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
+from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_elements
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, from_float32, to_float32
 from flashlatte.kernels.triton.tile_scales import quantize_tiles
 from flashlatte.kv_cache.formats import CacheFormat
@@ -39,9 +39,9 @@ def cache_write(
     page_stride, x_stride = stride_in_use(cache, 0), stride_in_use(x, 0)
     row_stride = stride_in_use(cache, 1) if tiling is None and scaling is None else 0
     rope_stride = 0 if rope is None else stride_in_use(rope, 0)
-    align = unit_bytes(cache, page_stride, row_stride) // cache.element_size()
-    x_align = unit_bytes(x, x_stride) // x.element_size()
-    rope_align = 1 if rope is None else unit_bytes(rope, rope_stride) // rope.element_size()
+    align = unit_elements(cache, page_stride, row_stride)
+    x_align = unit_elements(x, x_stride)
+    rope_align = 1 if rope is None else unit_elements(rope, rope_stride)
     num_tokens = slot_mapping.shape[0]
     num_slots = cache.shape[0] * cache.shape[1]
     tokens = {

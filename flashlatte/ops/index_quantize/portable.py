@@ -15,7 +15,7 @@ from flashlatte.kernels.triton.cache_address import (
     requests_of,
     store_words,
 )
-from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
+from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes, unit_elements
 from flashlatte.kernels.triton.fp4 import to_mxfp4
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, from_float32, to_float32
 from flashlatte.kernels.triton.row_scales import scale_rows
@@ -33,8 +33,8 @@ def index_quantize(cache: torch.Tensor, slot_mapping: torch.Tensor, k: torch.Ten
     cache, layout = as_index_cache(cache, k.shape[-1])
     cache = as_bytes(cache)
     page_stride = stride_in_use(cache, 0)
-    unit = max(unit_bytes(cache, page_stride) // cache.element_size(), 1)
-    k_unit = max(unit_bytes(k, stride_in_use(k, 0)) // k.element_size(), 1)
+    unit = unit_elements(cache, page_stride)
+    k_unit = unit_elements(k, stride_in_use(k, 0))
     tokens, num_slots = slot_mapping.shape[0], cache.shape[0] * cache.shape[1]
     index_quantize_kernel[(blocks(tokens, QUANTIZE_BLOCKING.tokens),)](
         cache=cache,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
+from flashlatte.kernels.triton.cache_layout import blocks, unit_elements
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
@@ -61,7 +61,7 @@ def index_weights(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor)
 
 def _unit(x: torch.Tensor, width: int) -> int:
     """The elements, as many as 16 bytes hold at most, at multiples of which rows of x begin and end."""
-    return max(unit_bytes(x, stride_in_use(x, 0), width) // x.element_size(), 1)
+    return unit_elements(x, stride_in_use(x, 0), width)
 
 
 @kernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
+from flashlatte.kernels.triton.cache_layout import blocks, unit_elements
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, to_float32
 from flashlatte.kernels.triton.rotate import angles, turn_tail
 from flashlatte.kernels.triton.row_scales import scale_rows
@@ -25,7 +25,7 @@ def inverse_rope_quantize(
     groups, _, padded = scales.shape
     packed = scales.dtype == torch.int32
     strides = stride_in_use(o, 0), stride_in_use(o, 1)
-    unit = unit_bytes(o, *strides) // o.element_size()
+    unit = unit_elements(o, *strides)
     head_blocks, tiles = blocks(heads, HEADS), head_dim // TILE
     inverse_rope_quantize_kernel[(padded * head_blocks * tiles,)](
         o=o,

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
+from flashlatte.kernels.triton.cache_layout import blocks, unit_elements
 from flashlatte.kernels.triton.fp8 import from_float32, to_float32
 from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
@@ -73,7 +73,7 @@ def mhc_post(
 
 def _unit(*rows: torch.Tensor) -> int:
     """The elements, as many as 16 bytes hold at most, at multiples of which rows of all begin and end."""
-    return min(unit_bytes(x, x.shape[-1]) // x.element_size() for x in rows)
+    return min(unit_elements(x, x.shape[-1]) for x in rows)
 
 
 @kernel

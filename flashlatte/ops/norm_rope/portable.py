@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots
-from flashlatte.kernels.triton.cache_layout import blocks
+from flashlatte.kernels.triton.cache_layout import blocks, unit_of_rows
 from flashlatte.kernels.triton.fp8 import from_float32, to_float32
-from flashlatte.kernels.triton.rotate import rotate_rows, unit_of_rows
+from flashlatte.kernels.triton.rotate import rotate_rows
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
@@ -78,7 +78,7 @@ def rotate_heads(
 ) -> None:
     tokens, heads, rope_dim = x.shape
     head_blocks = blocks(heads, HEADS)
-    x_unit, out_unit = unit_of_rows(x), unit_of_rows(out)
+    x_unit, out_unit = unit_of_rows(x, 0, 1), unit_of_rows(out, 0, 1)
     rotate_heads_kernel[(tokens * head_blocks,)](
         x=x,
         table=table,

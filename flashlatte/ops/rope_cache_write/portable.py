@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots
-from flashlatte.kernels.triton.cache_layout import as_bytes, blocks
+from flashlatte.kernels.triton.cache_layout import as_bytes, blocks, unit_of_rows
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, from_float32, to_float32
 from flashlatte.kernels.triton.head_dims import padded
-from flashlatte.kernels.triton.rotate import rotate_rows, unit_of_rows
+from flashlatte.kernels.triton.rotate import rotate_rows
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
@@ -37,7 +37,7 @@ def rope_cache_write(
     num_tokens, rope_dim = slot_mapping.shape[0], k_rope.shape[1]
     heads = 0 if q_rope is None else q_rope.shape[1]
     head_blocks = blocks(heads, HEADS)
-    q_unit = 1 if q_rope is None else unit_of_rows(q_rope)
+    q_unit = 1 if q_rope is None else unit_of_rows(q_rope, 0, 1)
     num_slots = cache.shape[0] * cache.shape[1]
     rope_cache_write_kernel[(num_tokens * (1 + head_blocks),)](
         *by_name(

@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots
-from flashlatte.kernels.triton.cache_layout import as_bytes, blocks, unit_bytes
+from flashlatte.kernels.triton.cache_layout import as_bytes, blocks, unit_elements
 from flashlatte.kernels.triton.cache_row import Place, row_bytes, store_row
 from flashlatte.kernels.triton.fp8 import converts_e4m3, from_float32, to_float32
 from flashlatte.kernels.triton.rotate import rotate_tail
@@ -36,12 +36,12 @@ def rotate_and_cache(
     page_stride = stride_in_use(cache, 0)
     # Formats of bytes have a distance of their own from token to token.
     row_stride = 0 if cache.element_size() == 1 else stride_in_use(cache, 1)
-    unit = unit_bytes(cache, page_stride, row_stride) // cache.element_size()
+    unit = unit_elements(cache, page_stride, row_stride)
     q_strides = stride_in_use(q, 0), stride_in_use(q, 1)
     out_strides = stride_in_use(out, 0), stride_in_use(out, 1)
-    q_unit = unit_bytes(q, *q_strides) // q.element_size()
-    out_unit = unit_bytes(out, *out_strides) // out.element_size()
-    kv_unit = unit_bytes(kv, stride_in_use(kv, 0)) // kv.element_size()
+    q_unit = unit_elements(q, *q_strides)
+    out_unit = unit_elements(out, *out_strides)
+    kv_unit = unit_elements(kv, stride_in_use(kv, 0))
     block = min(NUMBERS // head_dim, 32)
     head_blocks = blocks(heads, block)
     num_slots = cache.shape[0] * cache.shape[1]

@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Pages, Requests, locate_rows, pages_of, requests_of
-from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
+from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes, unit_elements
 from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, from_float32
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kernels.triton.turboquant import centroids_of, hadamard, load_codes, load_half
@@ -45,9 +45,7 @@ def turboquant_gather(
     cache_strides = [stride_in_use(cache, axis) for axis in range(3)]
     k_strides, v_strides = ([stride_in_use(rows, axis) for axis in (0, 1)] for rows in (key, value))
     cache_align = min(unit_bytes(cache, *cache_strides), 4)
-    k_align, v_align = (
-        unit_bytes(rows, *strides) // rows.element_size() for rows, strides in ((key, k_strides), (value, v_strides))
-    )
+    k_align, v_align = (unit_elements(rows, *strides) for rows, strides in ((key, k_strides), (value, v_strides)))
     programs = min(blocks(tokens * heads, block), machine.num_sms(cache.device) * PROGRAMS)
     codebook = lloyd_max(layout.key_bits) if layout.rotates else ()
     turboquant_gather_kernel[(programs, 2)](

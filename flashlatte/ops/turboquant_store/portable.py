@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots, store_words
-from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
+from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes, unit_elements
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, to_float32
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kernels.triton.turboquant import hadamard
@@ -42,9 +42,7 @@ def turboquant_store(
     block = BLOCK_R if not machine.interpreting() else 16
     k_strides, v_strides = ([stride_in_use(rows, axis) for axis in (0, 1)] for rows in (key, value))
     cache_strides = [stride_in_use(cache, axis) for axis in range(3)]
-    k_align, v_align = (
-        unit_bytes(rows, *strides) // rows.element_size() for rows, strides in ((key, k_strides), (value, v_strides))
-    )
+    k_align, v_align = (unit_elements(rows, *strides) for rows, strides in ((key, k_strides), (value, v_strides)))
     # Records are of an even number of bytes: whole halves lie at even addresses, if heads begin at such.
     cache_align = min(unit_bytes(cache, *cache_strides), 4)
     programs = min(blocks(num_rows, block), machine.num_sms(key.device) * PROGRAMS)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton
 
-from flashlatte.kernels.triton.cache_layout import as_bytes, blocks, unit_bytes
+from flashlatte.kernels.triton.cache_layout import as_bytes, blocks, unit_elements
 from flashlatte.kernels.triton.cache_row import row_bytes
 from flashlatte.kernels.triton.dependent_launch import launch_options, launches_overlap
 from flashlatte.kernels.triton.fp8 import converts_e4m3
@@ -115,11 +115,11 @@ def _shared(problem: Problem, cache: torch.Tensor) -> dict[str, Any]:
     row_strides = stride_in_use(cache, 0), 0 if cache.element_size() == 1 else stride_in_use(cache, 1)
     num_slots = cache.shape[0] * cache.shape[1]
     units = Units(
-        _unit(kv, stride_in_use(kv, 0)),
-        _unit(score, stride_in_use(score, 0)),
-        _unit(ape, stride_in_use(ape, 0)),
-        1 if states is None else _unit(states, *state_strides),
-        _unit(cache, *row_strides),
+        unit_elements(kv, stride_in_use(kv, 0)),
+        unit_elements(score, stride_in_use(score, 0)),
+        unit_elements(ape, stride_in_use(ape, 0)),
+        1 if states is None else unit_elements(states, *state_strides),
+        unit_elements(cache, *row_strides),
     )
     return {
         "kv": kv,
@@ -164,8 +164,3 @@ def _shared(problem: Problem, cache: torch.Tensor) -> dict[str, Any]:
             interpreted=machine.interpreting(),
         ),
     }
-
-
-def _unit(tensor: torch.Tensor, *strides: int) -> int:
-    """Elements of which these strides are multiples, and that are aligned: as many as 16 bytes hold at most."""
-    return unit_bytes(tensor, *strides) // tensor.element_size()

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import load_words
-from flashlatte.kernels.triton.cache_layout import as_bytes, blocks
+from flashlatte.kernels.triton.cache_layout import as_bytes, blocks, unit_of_rows
 from flashlatte.kernels.triton.fp8 import converts_e4m3, from_float32
 from flashlatte.kv_cache.index_formats import as_index_cache
 from flashlatte.ops.index_logits.portable.config import PAGED, choose, padded_heads
-from flashlatte.ops.index_logits.portable.score import compute_type, head_sums, load_keys, load_queries, row_unit
+from flashlatte.ops.index_logits.portable.score import compute_type, head_sums, load_keys, load_queries
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
@@ -38,7 +38,7 @@ def paged(
     cache, layout = as_index_cache(cache, head_dim)
     cache = as_bytes(cache)
     num_pages, page_size = cache.shape[:2]
-    q_unit, unit = row_unit(q, 0, 1, 2), row_unit(cache, 0)
+    q_unit, unit = unit_of_rows(q, 0, 1, 2), unit_of_rows(cache, 0)
     config = choose(PAGED, q.device)
     block_h = padded_heads(heads)
     block_q = min(max(config.rows // block_h, 1), 1 << (next_n - 1).bit_length())

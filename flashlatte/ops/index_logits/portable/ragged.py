@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_layout import blocks
+from flashlatte.kernels.triton.cache_layout import blocks, unit_of_rows
 from flashlatte.kernels.triton.fp8 import converts_e4m3, from_float32
 from flashlatte.ops.index_logits.portable.config import RAGGED, choose, padded_heads
-from flashlatte.ops.index_logits.portable.score import compute_type, head_sums, load_keys, load_queries, row_unit
+from flashlatte.ops.index_logits.portable.score import compute_type, head_sums, load_keys, load_queries
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
@@ -36,7 +36,7 @@ def ragged(
     block_q = max(config.rows // block_h, 1)
     q_blocks = blocks(num_rows, block_q)
     key_blocks = blocks(k.shape[0], config.block_n * config.tiles)
-    q_unit, k_unit = row_unit(q, 0, 1), row_unit(k, 0)
+    q_unit, k_unit = unit_of_rows(q, 0, 1), unit_of_rows(k, 0)
     ragged_kernel[(q_blocks * key_blocks,)](
         q=q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,
         k=k.view(torch.uint8) if k.dtype == torch.float8_e4m3fn else k,

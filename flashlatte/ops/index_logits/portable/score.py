@@ -11,10 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_layout import unit_bytes
 from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, e8m0_to_float, to_float32
 from flashlatte.runtime import machine
-from flashlatte.runtime.strides import stride_in_use
 
 
 class Operand(NamedTuple):
@@ -22,11 +20,6 @@ class Operand(NamedTuple):
 
     even: Any
     odd: Any
-
-
-def row_unit(tensor: torch.Tensor, *axes: int) -> int:
-    """The elements, as many as 16 bytes hold at most, of which rows along these axes begin at multiples."""
-    return max(unit_bytes(tensor, *(stride_in_use(tensor, axis) for axis in axes)) // tensor.element_size(), 1)
 
 
 def compute_type(q: torch.Tensor, encoding: str) -> str:
