@@ -27,7 +27,7 @@ OK, CHECK_FAILED, MISTAKE = 0, 1, 2
 
 DEFAULT_PROMPT = Path(__file__).with_name("prompt.txt")
 MAX_PROMPT_BYTES = 2048
-MAX_NEW_TOKENS = 1024
+MIN_NEW_TOKENS, MAX_NEW_TOKENS = 64, 1024
 
 
 @dataclass(frozen=True)
@@ -119,23 +119,23 @@ def run_demo(
     try:
         if prompt is None:
             path = DEFAULT_PROMPT if prompt_file is None else Path(prompt_file)
-            begin, called = _read(path), path.name
+            text, source = _read(path), path.name
         else:
-            begin, called = prompt.encode(errors="surrogateescape"), "the prompt"
-        return _run(begin, called, new_tokens, device, model)
+            text, source = prompt.encode(errors="surrogateescape"), "the prompt"
+        return _run(text, source, new_tokens, device, model)
     except Mistake as mistake:
         print(f"flashlatte demo: {mistake}", file=sys.stderr)
         return MISTAKE
 
 
-def _run(begin: bytes, called: str, new_tokens: int, device: str | None, name: str) -> int:
+def _run(text: bytes, source: str, new_tokens: int, device: str | None, name: str) -> int:
     _check_extras()
-    if not begin.strip():
-        raise Mistake(f"{called} is empty")
-    if len(begin) > MAX_PROMPT_BYTES:
-        raise Mistake(f"{called} must have at most {MAX_PROMPT_BYTES} bytes, and has {len(begin)}")
-    if not 64 <= new_tokens <= MAX_NEW_TOKENS:
-        raise Mistake(f"the number of new tokens must be from 64 to {MAX_NEW_TOKENS}, got {new_tokens}")
+    if not text.strip():
+        raise Mistake(f"{source} is empty")
+    if len(text) > MAX_PROMPT_BYTES:
+        raise Mistake(f"{source} must have at most {MAX_PROMPT_BYTES} bytes, and has {len(text)}")
+    if not MIN_NEW_TOKENS <= new_tokens <= MAX_NEW_TOKENS:
+        raise Mistake(f"the number of new tokens must be from {MIN_NEW_TOKENS} to {MAX_NEW_TOKENS}, got {new_tokens}")
     if name not in FAMILIES:
         raise Mistake(f"the model must be one of {', '.join(FAMILIES)}, got {name}")
     where = _device(device)
@@ -147,15 +147,15 @@ def _run(begin: bytes, called: str, new_tokens: int, device: str | None, name: s
 
     console = Console()
     console.print(
-        f"A small {FAMILIES[name]} with random weights, in float32 on {where}, continues {called} "
-        f"({len(begin)} bytes, a token each) by {new_tokens} tokens: with stock transformers, and with "
+        f"A small {FAMILIES[name]} with random weights, in float32 on {where}, continues {source} "
+        f"({len(text)} bytes, a token each) by {new_tokens} tokens: with stock transformers, and with "
         f"FlashLatte's engine over {len(CHOICES_OF[name])} formats of its cache.",
         highlight=False,
     )
     model = load_model(where, name)
     served = as_model(model)
     tokenizer = ByteTokenizer()
-    prompt = tokenizer.encode(begin)
+    prompt = tokenizer.encode(text)
     with _one_thread() if where.type == "cpu" else contextlib.nullcontext():
         stock, rows = _compare(console, name, model, served, prompt, new_tokens)
 

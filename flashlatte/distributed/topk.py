@@ -18,10 +18,11 @@ def global_topk(
     group: dist.ProcessGroup,
     backend: str | None,
 ) -> torch.Tensor:
-    """Whatever is among the k best of all is among the k best of its rank.
+    """``ContextParallel.topk``, without its checks: int32 [rows, k] of logits [rows, width] of this rank's keys.
 
-    Of equal values the lower token comes first, on a rank as over all: the order of a rank's keys is that of the
-    request, and the gathered candidates are put into that order before they are chosen from.
+    Whatever is among the k best of all is among the k best of its rank. Of equal values the lower token comes first,
+    on a rank as over all: the order of a rank's keys is that of the request, and the gathered candidates are put into
+    that order before they are chosen from.
     """
     columns, values = topk(logits, k, end=local_lengths, return_values=True, backend=backend)
     mine = torch.stack([sharding.global_positions(columns), values.view(torch.int32)])

@@ -39,13 +39,13 @@ def rehearse(
     """Runs a layer's prefill and decode steps, and names each. Weights are not initialised, and results hold anything.
 
     Args:
-        cache_format: of the cache.
+        cache_format: of the cache of latents; index keys have the format that goes with it.
         dtype: of the weights.
         heads: of this rank; None: all.
         page_size: tokens in a page.
         max_batch: requests of a decode step at most.
         max_queries: new tokens of a request in a decode step at most, drafts among them.
-        device: where. On the CPU no GPU is needed, inside ``runtime.ahead.collected``.
+        device: to run on; "cpu" inside ``runtime.ahead.collected``, which needs no GPU.
 
     Raises:
         ValueError: a format that the layer cannot have, or more heads than it has.

@@ -106,17 +106,17 @@ def attend(
     for request in range(batch):
         length = int(cache_seqlens[request])
         for kv_head in range(h_kv):
-            numbers: list[int] = []
+            positions: list[int] = []
             rows: list[tuple[list[float], list[float]]] = []
-            for number in range(min(length, block_table.shape[1] * page_size)):
-                page = int(block_table[request, number // page_size])
+            for position in range(min(length, block_table.shape[1] * page_size)):
+                page = int(block_table[request, position // page_size])
                 if 0 <= page < num_pages:
-                    numbers.append(number)
-                    record = bytes(cache[page, number % page_size, kv_head].tolist())
+                    positions.append(position)
+                    record = bytes(cache[page, position % page_size, kv_head].tolist())
                     rows.append(decode_record(record, head_dim, *bits))
             for token in range(s_q):
                 last = length - s_q + token if causal else length - 1
-                seen = [row for number, row in zip(numbers, rows, strict=True) if number <= last]
+                seen = [row for position, row in zip(positions, rows, strict=True) if position <= last]
                 if not seen:
                     continue
                 keys, values = (torch.tensor(side, dtype=torch.float64) for side in zip(*seen, strict=True))

@@ -44,7 +44,7 @@ class Workload(abc.ABC):
 
     @abc.abstractmethod
     def compared(self, results: Results) -> Results:
-        """The part of the results that the reference is run for."""
+        """The part of the results that the reference, which is slow, is run for (``…_COMPARED`` of a workload)."""
 
     @abc.abstractmethod
     def reference(self) -> Results:

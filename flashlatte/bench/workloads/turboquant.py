@@ -17,6 +17,7 @@ HEAD_DIM = 128
 NUMBER_BYTES = 2
 STORED_AT_ONCE = 65536
 KEYS_COMPARED = 2**16
+TOKENS_COMPARED = 512
 # The kernel's queries are fp16 after their rotation, and its weights bf16.
 DECODE_OUT, DECODE_LSE = Tolerance(1e-3, 8.01 / 128, 5e-5), Tolerance(1e-3, 1e-4, 1e-6)
 # One number in many may lie within float32's rounding of a midpoint, and be given either of two codes.
@@ -81,7 +82,7 @@ class TurboQuantStoreWorkload(Workload):
             self.layout.name, pages, problem.page_size, problem.h_kv, HEAD_DIM, device=device
         )
         self.slot_mapping = torch.randperm(pages * problem.page_size, generator=rng, device=device)[: problem.tokens]
-        self.tokens_compared = spread(problem.tokens, KEYS_COMPARED // HEAD_DIM, device)
+        self.tokens_compared = spread(problem.tokens, TOKENS_COMPARED, device)
 
         self.flops = None
         self.bytes_moved = problem.tokens * problem.h_kv * (2 * HEAD_DIM * NUMBER_BYTES + self.layout.record_bytes)

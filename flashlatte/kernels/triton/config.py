@@ -8,8 +8,9 @@ from typing import NamedTuple
 from flashlatte.kernels.triton.head_dims import SMALLEST, padded
 from flashlatte.kernels.triton.online_softmax import NVIDIA
 
-# The rows that tables are for, and the tiles of Hopper's warp groups.
+# The width of a row up to which configurations are as tables have them.
 _TABLE_WIDTH = 576
+# (latent, rope) columns of the tiles that Hopper's warp groups take.
 _WARPGROUP_TILES = ((512, 0), (512, 64))
 
 
@@ -111,6 +112,7 @@ def choose(table: Table, gpu: str, rows: int, head_dim: int, latent_dim: int, *,
     if config.warpgroups and (latent, rope) not in _WARPGROUP_TILES:
         config = replace(config, block_n=config.block_n // 2, num_stages=3, warpgroups=False)
     width = latent + rope
+    # Each doubling of the width halves the block, so that registers and shared memory hold it.
     while width > _TABLE_WIDTH:
         stages = min(config.num_stages, 3)
         config = replace(

@@ -44,7 +44,7 @@ def rehearse(
     """
     for config in dict.fromkeys(layers):
         longest = min(MANY_TOKENS, config.rope.max_position)
-        # What a token is beside its attention makes no other kernels.
+        # The kernels of attention are the same at any width of the hidden states.
         config = replace(
             config,
             hidden_size=min(config.hidden_size, 1024),
@@ -69,6 +69,7 @@ def rehearse(
 
 
 def _mix(streams: torch.Tensor) -> None:
+    """What a decoder layer does with its streams [T, n, hidden] before and after attention."""
     count, numbers = streams.shape[1], streams[0].numel()
     parameters = {
         name: torch.zeros(*shape, device=streams.device)
