@@ -15,6 +15,8 @@ from flashlatte.kernels.triton.tile_scales import quantize_tiles
 from flashlatte.kv_cache.formats import CacheFormat, Tiling
 from flashlatte.kv_cache.index_formats import SMALLEST_AMAX, IndexFormat
 
+_SMALLEST_AMAX = tl.constexpr(SMALLEST_AMAX)
+
 
 class RowBytes(NamedTuple):
     """How a row becomes bytes, as one constant of a kernel.
@@ -83,7 +85,7 @@ def store_row(
         scale_row = page_start + place.page_size * TILING.row_bytes + place.offset * TILING.scale_places
         tl.store(scale_row + tile, exponents, mask=place.valid & (tile < TILING.scale_places))
     elif FORMAT.encoding == "e4m3":
-        values, scales = scale_rows(x, SMALLEST, FORMAT.power_of_two)  # [1, D], [1]
+        values, scales = scale_rows(x, _SMALLEST_AMAX, FORMAT.power_of_two)  # [1, D], [1]
         tl.store(page_start + place.offset * D + column, float_to_e4m3(values, NATIVE), mask=valid)
         scale_row = page_start + place.page_size * D + place.offset * 4
         word = scales.to(tl.int32, bitcast=True)
@@ -95,6 +97,3 @@ def store_row(
         group = tl.arange(0, D // 32)[None, :]
         scale_row = page_start + place.page_size * (D // 2) + place.offset * (D // 32)
         tl.store(scale_row + group, exponents, mask=place.valid & (group < D // 32))
-
-
-SMALLEST = tl.constexpr(SMALLEST_AMAX)
