@@ -245,68 +245,6 @@ def test_swap_blocks_moves_bytes_as_they_lie():
     assert memory[1:4].eq(0).all()
 
 
-def attention(q, k, v, lengths_q, lengths_k, table, page_size, scale):
-    """float64, bottom-right causal."""
-    outs, first = [], 0
-    for request, (s_q, s_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):
-        slots = torch.tensor([int(table[request, p // page_size]) * page_size + p % page_size for p in range(s_k)])
-        keys, values = (x.flatten(0, 1)[slots].double() for x in (k, v))
-        keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", q[first : first + s_q].double() * scale, keys)
-        hidden = torch.ones(s_q, s_k).triu(s_k - s_q + 1).bool()
-        weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
-        outs.append(torch.einsum("hqk,khd->qhd", weights, values))
-        first += s_q
-    return torch.cat(outs)
-
-
-def test_unified_attention():
-    lengths_q, lengths_k, page_size = [1, 4], [9, 4], 4
-    q = draw(5, 4, 16, dtype=torch.bfloat16)
-    k, v = (draw(6, page_size, 2, 16, seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
-    table = torch.tensor([[4, 1, 0], [2, 5, 3]], dtype=torch.int32)
-    cu_seqlens_q, seqused_k = torch.tensor([0, 1, 5], dtype=torch.int32), torch.tensor(lengths_k, dtype=torch.int32)
-    given: dict[str, Any] = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "max_seqlen_q": 4,
-        "seqused_k": seqused_k,
-        "max_seqlen_k": 9,
-        "softmax_scale": 0.25,
-        "causal": True,
-        "window_size": (-1, -1),
-        "block_table": table,
-        "softcap": 0,
-        "q_descale": None,
-        "k_descale": torch.full((2, 2), 0.5),
-        "v_descale": torch.full((2, 2), 0.25),
-    }
-    out = torch.empty_like(q)
-    ops.unified_attention(q=q, k=k, v=v, out=out, **given)
-    expected = attention(q, k, v, lengths_q, lengths_k, table, page_size, 0.25)
-    assert torch.allclose(out.double(), expected, atol=2e-2)
-
-    fp8_q: dict[str, Any] = given | {"q_descale": torch.tensor(0.5)}
-    # One scale for all of an fp8 cache, kept as bytes; and an fp8 q.
-    k8, v8, q8 = e4m3(k.float() / 0.5), e4m3(v.float() / 0.25), (q.float() / 0.5).to(E4M3)
-    k_read, v_read = k8.view(E4M3).float() * 0.5, v8.view(E4M3).float() * 0.25
-    ops.unified_attention(q=q, k=k8, v=v8, out=out, **given)
-    expected = attention(q, k_read, v_read, lengths_q, lengths_k, table, page_size, 0.25)
-    assert torch.allclose(out.double(), expected, atol=2e-2)
-    ops.unified_attention(q=q8, k=k8, v=v8, out=out, **fp8_q)
-    expected = attention(q8.float() * 0.5, k_read, v_read, lengths_q, lengths_k, table, page_size, 0.25)
-    assert torch.allclose(out.double(), expected, atol=2e-2)
-
-    # A scale for each token and head, and an fp8 output.
-    scale_caches = {name: draw(6, page_size, 2, seed=seed).abs() for seed, name in enumerate(("k", "v"), 3)}
-    modes: dict[str, Any] = {"kv_quant_mode": SimpleNamespace(name="FP8_PER_TOKEN_HEAD")}
-    modes |= {f"{name}_scale_cache": cache for name, cache in scale_caches.items()}
-    fp8_out = torch.empty_like(q, dtype=E4M3)
-    ops.unified_attention(q=q, k=k8, v=v8, out=fp8_out, output_scale=torch.tensor(0.125), **given, **modes)
-    k_read, v_read = (x.view(E4M3).float() * scale_caches[name][..., None] for x, name in ((k8, "k"), (v8, "v")))
-    expected = attention(q, k_read, v_read, lengths_q, lengths_k, table, page_size, 0.25)
-    assert torch.allclose(fp8_out.double() * 0.125, expected, atol=2e-2, rtol=1 / 14)
-
-
 def test_requests_as_rows_and_back():
     x, lengths = draw(6, 2, 3), torch.tensor([1, 0, 3, 2])
     packed = ops.pack_seq_triton(x, lengths)

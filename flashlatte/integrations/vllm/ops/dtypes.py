@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashlatte.kv_cache.plain import Fp8Format
@@ -20,6 +22,8 @@ _FLOATS = {
 # Of one byte, with a scale beside the cache.
 ONE_BYTE = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 DS_MLA, DS_MLA_FORMAT = "fp8_ds_mla", V32Format.name
+# Of a float32 behind the numbers of each row, where a scale is that of a token and head.
+_SCALE_BYTES = 4
 # What the functions for caches of keys and values take.
 KV_CACHE_DTYPES = (*_FLOATS, *ONE_BYTE)
 MLA_DTYPES = (*_FLOATS, "fp8", "fp8_e4m3", DS_MLA)
@@ -51,6 +55,21 @@ def numbers_of(kv_cache_dtype: str, cache: torch.Tensor, name: str) -> torch.Ten
 def scale_of(kv_cache_dtype: str, scale: float | torch.Tensor) -> float | torch.Tensor | None:
     """The scale where it belongs to the cache: vLLM passes one with every cache."""
     return scale if kv_cache_dtype in ONE_BYTE else None
+
+
+def quant_mode(kv_quant_mode: Any) -> str:
+    """The name of a KVQuantMode of vLLM's; "NONE" for None."""
+    name = "NONE" if kv_quant_mode is None else getattr(kv_quant_mode, "name", None)
+    if not isinstance(name, str):
+        raise TypeError(f"kv_quant_mode must be a KVQuantMode of vLLM's or None, got {kv_quant_mode!r}")
+    return name
+
+
+def without_scales(cache: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The numbers of a cache whose rows are as wide as ``rows``, or that and vLLM's scale behind them."""
+    one_byte = isinstance(cache, torch.Tensor) and cache.dim() == 4 and cache.dtype.itemsize == 1
+    with_scale = one_byte and isinstance(rows, torch.Tensor) and cache.shape[-1] == rows.shape[-1] + _SCALE_BYTES
+    return cache[..., :-_SCALE_BYTES] if with_scale else cache
 
 
 def _check_float(kv_cache_dtype: str, cache: torch.Tensor, name: str) -> None:

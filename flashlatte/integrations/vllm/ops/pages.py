@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashlatte.integrations.vllm.ops.dtypes import numbers_of, scale_of
+from flashlatte.integrations.vllm.ops.dtypes import numbers_of, quant_mode, scale_of, without_scales
 from flashlatte.ops.cache_copy import copy_blocks as copy_pages
 from flashlatte.ops.cache_copy import swap_blocks as swap_pages
 from flashlatte.ops.reshape_and_cache import reshape_and_cache as write_pages
@@ -98,7 +98,8 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
 
     Args:
         key, value: as ``reshape_and_cache``.
-        key_cache, value_cache: int8, float8_e4m3fn or float8_e5m2, written.
+        key_cache, value_cache: int8, float8_e4m3fn or float8_e5m2, written. They may be 4 wider than key and value, as
+            vLLM's, whose rows end in their scale: what is behind a row's numbers is left.
         k_scale_cache, v_scale_cache: float32 [pages, page_size, h_kv], written.
         slot_mapping: as ``reshape_and_cache``.
         kv_quant_mode: vLLM's KVQuantMode; the caches' dtype says the same. 4-bit modes are refused.
@@ -106,12 +107,13 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
-    if "INT4" in getattr(kv_quant_mode, "name", ""):
-        raise ValueError(f"kv_quant_mode must be one of 8 bits, got {kv_quant_mode.name}")
+    if "INT4" in (mode := quant_mode(kv_quant_mode)):
+        raise ValueError(f"kv_quant_mode must be one of 8 bits, got {mode}")
     for name, scales in (("k_scale_cache", k_scale_cache), ("v_scale_cache", v_scale_cache)):
         _check_axes(name, scales, 3)
+    keys, values = without_scales(key_cache, key), without_scales(value_cache, value)
     with checks.naming(k_scale="k_scale_cache", v_scale="v_scale_cache", **_NAMES):
-        write_pages(key, value, key_cache, value_cache, slot_mapping, k_scale=k_scale_cache, v_scale=v_scale_cache)
+        write_pages(key, value, keys, values, slot_mapping, k_scale=k_scale_cache, v_scale=v_scale_cache)
 
 
 def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_size_in_bytes: int, block_mapping: torch.Tensor) -> None:

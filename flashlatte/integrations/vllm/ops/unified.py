@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from flashlatte.integrations.vllm.ops.dtypes import quant_mode, without_scales
 from flashlatte.ops.paged_attention import paged_attention
 from flashlatte.runtime import checks
 
 _BYTES = (torch.uint8,)
+_ACCEPTED = "window_size must be (left, right) without causal, right being left, 0 or -1: left counts on both sides"
 _SCALED_BY_TOKEN = ("INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD")
 
 
@@ -51,31 +53,34 @@ def unified_attention(
     use_td: bool = False,
     mm_prefix_clamp_sliding_window: bool = False,
 ) -> None:
-    """``flashlatte.paged_attention`` with vLLM's arguments; also without ``causal``, and with a window to the right.
+    """``flashlatte.paged_attention`` with vLLM's arguments.
 
     Args:
         q: [T, h_q, d], bf16 or fp16; or float8_e4m3fn, which is dequantised first.
         k, v: the cache's [pages, page_size, h_kv, d] and [..., d_v], any strides; q's dtype (out's, or bf16, of an fp8
-            q), fp8 or int8.
+            q), fp8 or int8. With a mode of a scale for each token and head they may be 4 wider, as vLLM's, whose rows
+            end in their scale.
         out: [T, h_q, d_v], written; q's dtype, or float8_e4m3fn.
         cu_seqlens_q: int32 or int64 [b + 1].
         seqused_k: int32 or int64 [b], keys of each request in its pages, those of its queries among them.
         softmax_scale: above 0.
         causal: the last query of a request stands at its last key.
-        window_size: (left, right), -1 for no bound.
+        window_size: (left, right), -1 for no bound. Without ``causal`` left counts on both sides, as in vLLM from 0.32
+            on, and right must be left, 0 or -1: ``paged_attention`` has windows of two different sides.
         block_table: int32 or int64 [b, max_pages].
         softcap: above 0, or 0 for none.
-        q_descale: of a float8_e4m3fn q, float32 with one element.
-        k_descale, v_descale: of an fp8 cache with one scale: float32, of which the first element counts.
+        q_descale: of a float8_e4m3fn q: float32, of which the first element counts.
+        k_descale, v_descale: of an fp8 cache with one scale: likewise.
         alibi_slopes, sinks: [h_q].
         output_scale: out is the result divided by it.
         qq_bias: [n, n].
         mm_prefix_range: int32 or int64 [b, r, 2].
-        kv_quant_mode: vLLM's KVQuantMode; 4-bit modes are refused.
+        kv_quant_mode: vLLM's KVQuantMode, or None; 4-bit modes are refused.
         k_scale_cache, v_scale_cache: float32 [pages, page_size, h_kv], with a mode of a scale for each token and head.
         max_seqlen_q, max_seqlen_k, seq_threshold_3D, num_par_softmax_segments, softmax_segm_output, softmax_segm_max,
             softmax_segm_expsum, use_td: not needed.
-        rswa_prefix_lens, rswa_window, chunk_lookback, mm_prefix_clamp_sliding_window: not served.
+        rswa_prefix_lens and rswa_window, chunk_lookback with a window, mm_prefix_clamp_sliding_window with a window and
+            mm_prefix_range: not served.
 
     Raises:
         TypeError, ValueError: as ``paged_attention``, and where an argument asks for what is not served.
@@ -83,21 +88,30 @@ def unified_attention(
     for name, given in (("k", k), ("v", v), ("out", out)):
         checks.given(name, given)
     _refuse(isinstance(causal, torch.Tensor), "causal must be True or False: one for each request is not served")
-    _refuse(rswa_window is not None or rswa_prefix_lens is not None, "rswa_window must be None: it is not served")
-    _refuse(chunk_lookback != -1, f"chunk_lookback must be -1: chunks are not served, got {chunk_lookback}")
-    _refuse(mm_prefix_clamp_sliding_window, "mm_prefix_clamp_sliding_window must be False: it is not served")
-    mode = getattr(kv_quant_mode, "name", "NONE")
+    left, right = _sides(window_size, bool(causal))
+    both = rswa_window is not None and rswa_prefix_lens is not None
+    _refuse(both, "rswa_window or rswa_prefix_lens must be None: windows beside a prefix are not served")
+    # These two are nothing to vLLM where there is no window to cut or to clamp by.
+    chunks, clamped = (left >= 0 and asked for asked in (chunk_lookback > -1, mm_prefix_clamp_sliding_window))
+    _refuse(chunks, f"chunk_lookback must be -1 with a window: chunks are not served, got {chunk_lookback}")
+    _refuse(
+        clamped and mm_prefix_range is not None,
+        "mm_prefix_clamp_sliding_window must be False with a window and mm_prefix_range: it is not served",
+    )
+    mode = quant_mode(kv_quant_mode)
     modes = ("NONE", "FP8_PER_TENSOR", *_SCALED_BY_TOKEN)
     _refuse(mode not in modes, f"kv_quant_mode must be {checks.either(modes)}, got {mode}")
-    if mode in _SCALED_BY_TOKEN:
+    by_token = mode in _SCALED_BY_TOKEN
+    if by_token:
         k_scale, v_scale = k_scale_cache, v_scale_cache
         _refuse(k_scale is None or v_scale is None, f"k_scale_cache and v_scale_cache belong to {mode}, got None")
+        k, v = without_scales(k, checks.given("q", q)), without_scales(v, out)
     else:
-        k_scale, v_scale = _first(k_descale, k), _first(v_descale, v)
-    checks.instance("window_size", window_size, Sequence)
+        k_scale, v_scale = _of_cache(k_descale, k), _of_cache(v_descale, v)
     names = {"k_cache": "k", "v_cache": "v", "window": "window_size", "prefix_ranges": "mm_prefix_range"}
     more = {"alibi_sqrt": "use_alibi_sqrt", "attn_sink": "sinks", "out_scale": "output_scale"}
-    with checks.naming(k_scale="k_descale", v_scale="v_descale", **names, **more):
+    more |= {f"{x}_scale": f"{x}_scale_cache" if by_token else f"{x}_descale" for x in "kv"}
+    with checks.naming(**names, **more):
         paged_attention(
             _dequantized(q, q_descale, out),
             _numbers(k),
@@ -107,7 +121,7 @@ def unified_attention(
             cu_seqlens_q,
             softmax_scale=softmax_scale,
             causal=bool(causal),
-            window=tuple(window_size),
+            window=(left, right),
             prefix_ranges=mm_prefix_range,
             softcap=softcap,
             alibi_slopes=_float32("alibi_slopes", alibi_slopes),
@@ -126,10 +140,23 @@ def _refuse(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _sides(window_size: Sequence[int], causal: bool) -> tuple[int, int]:
+    """The window to the left and to the right of a query, -1 for no bound: vLLM looks at the first alone."""
+    checks.instance("window_size", window_size, Sequence)
+    if len(window_size) != 2 or not all(isinstance(side, int) for side in window_size):
+        raise TypeError(f"window_size must be a pair of ints, got {window_size!r}")
+    left, right = window_size
+    if causal:
+        return left, right
+    _refuse(right not in (left, 0, -1), f"{_ACCEPTED}, got {window_size}")
+    return left, left
+
+
 def _dequantized(q: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     if not isinstance(q, torch.Tensor) or q.dtype != torch.float8_e4m3fn:
         return q
     dtype = out.dtype if out.dtype.itemsize == 2 else torch.bfloat16
+    scale = _first(scale)
     return (q.float() if scale is None else q.float() * scale).to(dtype)
 
 
@@ -138,11 +165,16 @@ def _numbers(cache: torch.Tensor) -> torch.Tensor:
     return cache.view(torch.float8_e4m3fn) if isinstance(cache, torch.Tensor) and cache.dtype in _BYTES else cache
 
 
-def _first(scale: torch.Tensor | None, cache: torch.Tensor) -> torch.Tensor | None:
-    """One element of vLLM's scales, an expanded [b, h_kv], which it passes with every cache."""
-    if scale is None or cache.dtype.itemsize > 1:
-        return None
-    return scale[(0,) * scale.dim()] if isinstance(scale, torch.Tensor) else scale
+def _of_cache(scale: torch.Tensor | None, cache: torch.Tensor) -> torch.Tensor | None:
+    """vLLM passes a scale with every cache."""
+    return None if cache.dtype.itemsize > 1 else _first(scale)
+
+
+def _first(scale: torch.Tensor | None) -> torch.Tensor | None:
+    """One element of a scale of vLLM's: an expanded [b, h_kv], of which there is none where there are no requests."""
+    if not isinstance(scale, torch.Tensor):
+        return scale
+    return scale[(0,) * scale.dim()] if scale.numel() else None
 
 
 def _float32(name: str, x: torch.Tensor | None) -> torch.Tensor | None:
