@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashlatte.integrations.vllm.ops.dtypes import numbers_of, quant_mode, scale_of, without_scales
+from flashlatte.integrations.vllm.ops.dtypes import ONE_BYTE, numbers_of, quant_mode, scale_of, without_scales
 from flashlatte.ops.cache_copy import copy_blocks as copy_pages
 from flashlatte.ops.cache_copy import swap_blocks as swap_pages
 from flashlatte.ops.reshape_and_cache import reshape_and_cache as write_pages
@@ -73,7 +73,10 @@ def triton_reshape_and_cache_flash(
     v_scale: torch.Tensor,
     interleaved_v_pack_factor: int = 0,
 ) -> None:
-    """``reshape_and_cache`` where key_cache has five axes, else ``reshape_and_cache_flash``."""
+    """``reshape_and_cache`` where key_cache has five axes, else ``reshape_and_cache_flash``.
+
+    "fp8_e5m2" is e4m3 too, as in vLLM's, whose readers of these pages know no other fp8.
+    """
     if interleaved_v_pack_factor:
         raise ValueError(
             "interleaved_v_pack_factor must be 0: the values' layout for AMD's kernels is not served, "
@@ -81,6 +84,7 @@ def triton_reshape_and_cache_flash(
         )
     five = isinstance(key_cache, torch.Tensor) and key_cache.dim() == 5
     write = reshape_and_cache if five else reshape_and_cache_flash
+    kv_cache_dtype = "fp8" if kv_cache_dtype in ONE_BYTE else kv_cache_dtype
     write(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
 
 
