@@ -121,6 +121,23 @@ def test_gathers_follow_the_table_from_each_requests_first_token(name):
     assert first_two[3:].eq(9).all()
 
 
+def test_gathers_end_with_the_last_boundary_also_beside_a_longer_table():
+    """A table of one row more is that of a padded batch, and no request without an end."""
+    table, ends = torch.tensor([[1], [0]], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)
+    cache, dst = draw(2, 4, 576), torch.full((4, 576), 9.0)
+    more = torch.tensor([1, 0], dtype=torch.int32)
+    ops.gather_and_maybe_dequant_cache(cache, dst, table, ends, torch.zeros(4), 4, "auto", ONE, more)
+    assert dst[:2].equal(cache[1, 1:3])
+    assert dst[2:].eq(9).all()
+
+    keys = torch.arange(2 * 4 * 132, dtype=torch.uint8).view(2, 4, 132)
+    values, scales = torch.full((4, 128), 3, dtype=torch.uint8), torch.full((4, 4), 3, dtype=torch.uint8)
+    ops.cp_gather_indexer_k_quant_cache(keys, values, scales, table, ends)
+    assert values[:2].equal(keys[1].view(-1)[:256].view(2, 128))
+    assert values[2:].eq(3).all()
+    assert scales[2:].eq(3).all()
+
+
 def test_bytes_of_every_one_byte_dtype_are_gathered_as_they_are():
     cache = torch.arange(256, dtype=torch.uint8).view(2, 1, 128)
     for dtype in (torch.uint8, torch.int8, E4M3, torch.float8_e5m2):
@@ -173,6 +190,14 @@ def test_top_k_per_row():
             set(logits[row, :length].topk(min(8, length)).indices.tolist())
             for row, length in enumerate(by_row.tolist())
         ]
+    # Of more requests than there are rows of, also where they are as many as rows.
+    longer = torch.full_like(indices, 77)
+    ops.top_k_per_row_decode(logits, 3, torch.tensor([30, 7, 1, 1, 1, 1]), longer, 6, 40, 1, 8)
+    assert longer.equal(indices)
+    longer.fill_(77)
+    ops.top_k_per_row_decode(logits, 3, torch.tensor([30, 7]), longer, 3, 40, 1, 8)
+    assert longer[:3].equal(indices[:3])
+    assert longer[3:].eq(77).all()
     again = torch.empty_like(indices)
     ops.persistent_topk(logits, by_row.view(2, 3), again, None, 8, 40)
     assert again.equal(indices)
@@ -282,7 +307,7 @@ def test_vision_towers_attend_within_images():
     assert whole.shape == q.shape
     with pytest.raises(ValueError, match=r"^k must have q's 2 heads without enable_gqa, got 1$"):
         ops.vit_torch_sdpa_wrapper(q, k[:, :, :1], v[:, :, :1])
-    with pytest.raises(ValueError, match=r"^batch_size must be q's 1, got 2$"):
+    with pytest.raises(ValueError, match=r"^batch_size must be the first of q's \[1, 7, 2, 8\], got 2$"):
         ops.vit_triton_attn_wrapper(q, k, v, 2)
 
 

@@ -150,6 +150,22 @@ LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
             "^quant_block_size must be k's head dim 512, one scale a token, got 128$",
         ),
         (
+            lambda: ops.indexer_k_quant_and_cache(LATENTS[:, :128], FP8_CACHE[..., :132], SLOT, 128, "mxfp8"),
+            ValueError,
+            "^kv_cache_dtype must be 'ue8m0' or a name of fp8 with float32 scales, got 'mxfp8'$",
+        ),
+        (
+            lambda: ops.cp_gather_indexer_k_quant_cache(
+                FP8_CACHE[..., :132],
+                FP8_CACHE[0, :, :128].contiguous(),
+                torch.zeros(2),
+                SLOT[None],
+                torch.zeros(3).int(),
+            ),
+            ValueError,
+            "^block_table must have the 2 rows that cu_seq_lens says, got 1$",
+        ),
+        (
             lambda: ops.top_k_per_row_prefill(LOGITS, SLOT, SLOT, INDICES, 1, 9, 1, 4),
             ValueError,
             r"^stride0 and stride1 must be logits' \(8, 1\), got 9 and 1$",
@@ -177,6 +193,29 @@ LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
             ),
             ValueError,
             "^valid_counts_out belongs to return_valid_counts, got it without$",
+        ),
+        (
+            lambda: ops.triton_convert_req_index_to_global_index(
+                SLOT, SLOT[None], INDICES, NUM_TOPK_TOKENS=4, HAS_PREFILL_WORKSPACE=True
+            ),
+            TypeError,
+            "^prefill_workspace_request_ids must be a tensor, got NoneType$",
+        ),
+        (
+            lambda: ops.triton_convert_req_index_to_global_index(
+                *(SLOT, SLOT[None], INDICES, 64, 4, 128, True, SLOT, SLOT),
+                dcp_size=2,
+                cp_kv_cache_interleave_size=0,
+            ),
+            ValueError,
+            "^dcp interleave must be at least 1, got 0$",
+        ),
+        (
+            lambda: ops.triton_convert_req_index_to_global_index(
+                SLOT, MISSING, INDICES, NUM_TOPK_TOKENS=4, BLOCK_STRIDE_ROWS=80
+            ),
+            TypeError,
+            "^block_table must be a tensor, got NoneType$",
         ),
         (
             lambda: ops.indexer_k_quant_and_cache(LATENTS[:, :128], FP8_CACHE, MISSING, 128, "ue8m0"),

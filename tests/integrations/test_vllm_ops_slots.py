@@ -92,3 +92,17 @@ def test_selected_tokens_in_what_later_vllms_have(dtype):
         requests, table, chosen, 2, 1, 3, BLOCK_STRIDE_ROWS=80, compact_valid_to_front=False, **sizes
     )
     assert filtered.tolist() == [[page(7, 2), -1, page(7, 34), page(0, 0)], [-1, page(4, 31), page(2, 30), -1]]
+
+
+def test_one_rank_compacts_where_it_counts():
+    """As vLLM's conversion does, to which its filter hands the call on."""
+    table, chosen = torch.tensor([[4]], dtype=torch.int32), torch.tensor([[-1, 5, 200, 7]], dtype=torch.int32)
+    sizes: dict[str, Any] = {"NUM_TOPK_TOKENS": 4, "BLOCK_N": 4}
+    requests = torch.tensor([0], dtype=torch.int32)
+    kept: Any = ops.triton_filter_and_convert_dcp_index(requests, table, chosen, 1, 0, **sizes)
+    assert kept.tolist() == [[-1, 261, -1, 263]]
+    front, counts = ops.triton_filter_and_convert_dcp_index(
+        requests, table, chosen, 1, 0, return_valid_counts=True, compact_valid_to_front=False, **sizes
+    )
+    assert front.tolist() == [[261, 263, -1, -1]]
+    assert counts.tolist() == [2]

@@ -21,7 +21,8 @@ def indexer_k_quant_and_cache(
         slot_mapping: int32 or int64 [n], n ≥ T, page · page_size + offset; one below 0 or beyond the cache skips its
             token.
         quant_block_size: head_dim.
-        kv_cache_dtype: of the scale: "ue8m0" rounds it up to a power of two, anything else keeps it.
+        kv_cache_dtype: of the scale: "ue8m0" rounds it up to a power of two, anything else keeps it. "mxfp8" (0.33),
+            whose scales are one byte, is refused.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
@@ -29,6 +30,8 @@ def indexer_k_quant_and_cache(
     head_dim = k.shape[-1] if isinstance(k, torch.Tensor) and k.dim() else None
     if quant_block_size != head_dim:
         raise ValueError(f"quant_block_size must be k's head dim {head_dim}, one scale a token, got {quant_block_size}")
+    if kv_cache_dtype == "mxfp8":
+        raise ValueError("kv_cache_dtype must be 'ue8m0' or a name of fp8 with float32 scales, got 'mxfp8'")
     rounding = "power_of_two" if kv_cache_dtype == "ue8m0" else "exact"
     with checks.naming(cache="kv_cache"):
         slots = checks.given("slot_mapping", slot_mapping)[: k.shape[0]]
@@ -48,7 +51,7 @@ def cp_gather_indexer_k_quant_cache(
         kv_cache: uint8 [pages, page_size, head_dim + 4].
         dst_k: one byte each, [T, head_dim], contiguous, written; rows from cu_seq_lens[b] on are left.
         dst_scale: uint8 [T, 4], or float32 [T] or [T, 1], contiguous, written.
-        block_table: int32 or int64 [b, max_pages].
+        block_table: int32 or int64 [b or more, max_pages].
         cu_seq_lens: int32 or int64 [b + 1].
 
     Raises:
@@ -76,7 +79,7 @@ def cp_gather_indexer_k_quant_cache(
     with checks.naming(cache="kv_cache", cu_seqlens="cu_seq_lens", values="dst_k", scales="dst_scale"):
         index_gather(
             kv_cache,
-            block_table,
+            leading.of_requests(block_table, cu_seq_lens),
             cu_seq_lens,
             rows,
             head_dim=dst_k.shape[-1],
@@ -136,18 +139,21 @@ def top_k_per_row_decode(
         logits: float32 or bf16 [T, width], T ≥ num_rows, next_n rows a request.
         next_n: rows of a request.
         seq_lens: int32 or int64 [b], where a request's last row ends, and each other one a column before the next; or
-            [b, next_n], where each row ends.
+            [b, next_n], where each row ends. There may be more requests than the rows are of.
         raw_topk_indices, num_rows, stride0, stride1, topk_tokens: as ``top_k_per_row_prefill``.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device.
     """
     _check_strides(logits, stride0, stride1)
+    chosen = leading.rows("logits", logits, "num_rows", num_rows)
+    # Of a request each in one axis, also where they are as many as rows.
+    each = checks.positive_int("next_n", next_n) if checks.given("seq_lens", seq_lens).dim() == 1 else 1
     with checks.naming(end="seq_lens", indices="raw_topk_indices", k="topk_tokens"):
         topk(
-            leading.rows("logits", logits, "num_rows", num_rows),
+            chosen,
             topk_tokens,
-            end=checks.given("seq_lens", seq_lens).reshape(-1),
+            end=leading.rows("seq_lens", seq_lens.reshape(-1), "num_rows", chosen.shape[0] // each),
             next_n=next_n,
             indices=_chosen(raw_topk_indices, num_rows, topk_tokens),
         )

@@ -118,24 +118,26 @@ def gather_and_maybe_dequant_cache(
     Args:
         src_cache: [pages, page_size, width].
         dst: [T, kv_lora_rank + rope], bf16, fp16 or float32; its first rows are written.
-        block_table: int32 or int64 [b, max_pages].
+        block_table: int32 or int64 [b or more, max_pages].
         cu_seq_lens: int32 or int64 [b + 1]: request i goes to rows cu_seq_lens[i] to cu_seq_lens[i + 1].
         token_to_seq: not needed: ``cu_seq_lens`` says it.
         num_tokens: rows to write, at most; a tensor of one integer is read, as an operation of vLLM's would.
         kv_cache_dtype, scale: as ``concat_and_cache_mla``.
-        seq_starts: int32 or int64 [b], the token of each request to begin with; 0 if None.
+        seq_starts: int32 or int64 [b or more], the token of each request to begin with; 0 if None.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
+    table = leading.of_requests(block_table, cu_seq_lens)
+    requests = table.shape[0]
     with checks.naming(cache="src_cache", out="dst", cu_seqlens="cu_seq_lens"):
         cache_gather(
             src_cache,
-            block_table,
+            table,
             cu_seq_lens,
             cache_format=latent_format(kv_cache_dtype, src_cache, "src_cache"),
             scale=scale_of(kv_cache_dtype, scale),
-            seq_starts=seq_starts,
+            seq_starts=None if seq_starts is None else leading.rows("seq_starts", seq_starts, "cu_seq_lens", requests),
             out=leading.rows("dst", dst, "num_tokens", num_tokens),
         )
 

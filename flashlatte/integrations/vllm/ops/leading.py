@@ -19,3 +19,13 @@ def rows(name: str, x: object, count_name: str, count: object) -> torch.Tensor:
     if x.shape[0] < count:
         raise ValueError(f"{name} must have the {count} rows that {count_name} says, got {x.shape[0]}")
     return x[:count]
+
+
+def of_requests(block_table: object, cu_seq_lens: object) -> torch.Tensor:
+    """block_table's rows of the requests that ``cu_seq_lens`` [b + 1] has; others may follow, as in a padded batch.
+
+    Operations of this library take [b] for boundaries without an end, where the last request goes on to the end of what
+    is written: vLLM's do not.
+    """
+    boundaries = checks.tensor("cu_seq_lens", cu_seq_lens, ("b + 1",), checks.INDEX_DTYPES, unit_last_stride=False)
+    return rows("block_table", block_table, "cu_seq_lens", boundaries.shape[0] - 1)

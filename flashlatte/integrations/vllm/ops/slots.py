@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.kv_cache.sharding import as_sharding
 from flashlatte.ops.index_convert import index_convert
 from flashlatte.runtime import checks
 
@@ -66,7 +67,14 @@ def triton_convert_req_index_to_global_index(
             raise ValueError("valid_counts_out belongs to return_valid_counts, got it without")
         checks.output("valid_counts_out", valid_counts_out, (token_indices.shape[0],), (torch.int32,))
     sharding = (dcp_rank, dcp_size, cp_kv_cache_interleave_size)
-    workspace = prefill_workspace_request_ids if HAS_PREFILL_WORKSPACE else None
+    with checks.naming(**{"sharding's": "dcp"}):
+        as_sharding(sharding)
+    workspace = None
+    if HAS_PREFILL_WORKSPACE:
+        workspace = checks.given("prefill_workspace_request_ids", prefill_workspace_request_ids)
+        checks.given("prefill_workspace_starts", prefill_workspace_starts)
+    if out is not None:
+        checks.given("out", out)
     if workspace is not None and dcp_size > 1:
         token_indices = _over_ranks(token_indices, workspace, sharding, prefill_workspace_rank_stride or 0)
     names = {"workspace_ids": "prefill_workspace_request_ids", "workspace_starts": "prefill_workspace_starts"}
@@ -112,8 +120,8 @@ def triton_filter_and_convert_dcp_index(
     Args:
         dcp_size, dcp_rank, cp_kv_cache_interleave_size: token t lies on rank (t // interleave) % size. The table is
             that of this rank's tokens.
-        compact_valid_to_front: the valid slots of a row stand at its front, in their order; for one rank they stay
-            where they are.
+        compact_valid_to_front: the valid slots of a row stand at its front, in their order; for one rank they do with
+            ``return_valid_counts``, whatever this says, as in vLLM.
     """
     _check_width(token_indices, NUM_TOPK_TOKENS)
     with checks.naming(indices="token_indices", request_ids="req_id", page_size="BLOCK_SIZE"):
@@ -123,7 +131,7 @@ def triton_filter_and_convert_dcp_index(
             BLOCK_SIZE,
             request_ids=req_id,
             sharding=(dcp_rank, dcp_size, cp_kv_cache_interleave_size),
-            compact=compact_valid_to_front and dcp_size > 1,
+            compact=compact_valid_to_front if dcp_size > 1 else return_valid_counts,
             return_counts=True,
             dtype=token_indices.dtype,
         )
@@ -139,6 +147,7 @@ def _check_width(token_indices: torch.Tensor, width: int) -> None:
 
 def _mapped(req_id: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
     """block_table's row of each query; -1 for a request that idx_mapping does not have."""
+    checks.given("req_id", req_id)
     checks.tensor("idx_mapping", idx_mapping, ("n",), checks.INDEX_DTYPES, req_id.device, unit_last_stride=False)
     known = (req_id >= 0) & (req_id < idx_mapping.shape[0])
     return torch.where(known, idx_mapping.clamp(min=0)[torch.where(known, req_id, 0)], -1)
@@ -160,6 +169,7 @@ def _table(block_table: torch.Tensor, page_size: int, stride_rows: int | None, d
         return block_table
     if checks.positive_int("BLOCK_STRIDE_ROWS", stride_rows) < page_size:
         raise ValueError(f"BLOCK_STRIDE_ROWS must be BLOCK_SIZE {page_size} or more, got {stride_rows}")
+    checks.tensor("block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, may_be_empty=2)
     last = (torch.iinfo(dtype).max - page_size + 1) // stride_rows
     return block_table.where(block_table <= min(last, torch.iinfo(block_table.dtype).max), -1)
 

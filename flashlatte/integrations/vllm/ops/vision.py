@@ -48,8 +48,8 @@ def vit_triton_attn_wrapper(
     max_seqlen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``vit_flash_attn_wrapper`` without the arguments that are not needed."""
-    if checks.given("q", q).shape[0] != batch_size:
-        raise ValueError(f"batch_size must be q's {q.shape[0]}, got {batch_size}")
+    if checks.given("q", q).shape[:1] != (batch_size,):
+        raise ValueError(f"batch_size must be the first of q's {list(q.shape)}, got {batch_size}")
     return vit_attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale=scale)
 
 
