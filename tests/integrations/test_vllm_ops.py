@@ -303,6 +303,10 @@ def test_vision_towers_attend_within_images():
     ):
         assert given.shape == q.shape
         assert torch.allclose(given.double(), expected, atol=1e-5)
+    # PyTorch's is given boundaries within a row, of every row alike.
+    q2, k2, v2 = (torch.cat((x, x.flip(2))) for x in (q, k, v))
+    two = ops.vit_torch_sdpa_wrapper(q2, k2, v2, 0.3, boundaries)
+    assert torch.allclose(two.double(), torch.cat((expected, expected.flip(2))), atol=1e-5)
     whole = ops.vit_torch_sdpa_wrapper(q, k[:, :, :1], v[:, :, :1], enable_gqa=True)
     assert whole.shape == q.shape
     with pytest.raises(ValueError, match=r"^k must have q's 2 heads without enable_gqa, got 1$"):

@@ -64,6 +64,7 @@ def vit_torch_sdpa_wrapper(
     """``vit_flash_attn_wrapper`` with the arguments of PyTorch's attention; lengths are not read back.
 
     Args:
+        cu_seqlens: int32 or int64 [images + 1] over the s patches of each of the b rows, which are divided alike.
         enable_gqa: whether k and v may have fewer heads than q.
     """
     for name, given in (("q", q), ("k", k)):
@@ -71,4 +72,10 @@ def vit_torch_sdpa_wrapper(
             raise ValueError(f"{name} must have shape [b, s, h, d], got {list(given.shape)}")
     if not enable_gqa and k.shape[2] != q.shape[2]:
         raise ValueError(f"k must have q's {q.shape[2]} heads without enable_gqa, got {k.shape[2]}")
+    rows, patches = q.shape[:2]
+    if cu_seqlens is not None and rows > 1:
+        checks.tensor("cu_seqlens", cu_seqlens, ("images + 1",), checks.INDEX_DTYPES, q.device, unit_last_stride=False)
+        # Between two rows stands an image without patches.
+        begins = torch.arange(rows, dtype=cu_seqlens.dtype, device=q.device) * patches
+        cu_seqlens = (begins.unsqueeze(1) + cu_seqlens).flatten()
     return vit_attention(q, k, v, cu_seqlens, softmax_scale=scale)
