@@ -27,6 +27,8 @@ import torch
 
 MARK = "FLASHLATTE "  # of a worker's answers, among what vLLM prints
 WARM_STEPS = 3
+# Tokens of a step where nothing says otherwise: vLLM takes no fewer.
+SMALLEST_BATCH = 2048
 # Kernels that take less of a step than this are not in the line.
 SMALLEST_SHARE = 0.02
 
@@ -82,7 +84,7 @@ class Steps:
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
             max_num_seqs=max(requests for requests, _ in cases),
-            max_model_len=max(context for _, context in cases) + (arguments.rounds + 1) * arguments.steps + 16,
+            max_model_len=longest(cases, arguments, options),
             gpu_memory_utilization=arguments.memory,
             **options,
         )
@@ -145,6 +147,13 @@ def synchronize() -> None:
 
 def parsed(cases: str) -> list[tuple[int, int]]:
     return [(int(requests), int(context)) for requests, context in (case.split("x") for case in cases.split(","))]
+
+
+def longest(cases: list[tuple[int, int]], arguments: argparse.Namespace, options: dict[str, Any]) -> int:
+    """Tokens of the longest request: the first ones are decoded in each step in which others are still prefilled."""
+    batch = options.get("max_num_batched_tokens", SMALLEST_BATCH)
+    measured = (arguments.rounds + 1) * arguments.steps + 16
+    return max(context + -(-requests * context // max(batch - requests, 1)) for requests, context in cases) + measured
 
 
 @dataclasses.dataclass
