@@ -112,3 +112,27 @@ def test_prefill_runs_before_vllm_serves(monkeypatch, cache, dtype):
     impl.prefills_elsewhere = True
     impl.run_empty_prefill(dtype, 16, torch.ones(()))
     assert len(ran) == 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache", "sparse", "refused"),
+    [
+        (torch.bfloat16, "bfloat16", False, False),
+        (torch.float32, "fp8", False, False),
+        (torch.float32, "fp8_ds_mla", True, False),
+        (torch.float32, "bfloat16", False, True),
+        (torch.bfloat16, "float16", True, True),
+    ],
+)
+def test_a_cpu_refuses_a_cache_before_weights_load(dtype, cache, sparse, refused):
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from flashlatte.integrations import vllm
+    from flashlatte.integrations.vllm.backends.cpu import FlashLatteCpuPlatform
+
+    wanted = AttentionSelectorConfig(576, dtype, cache, 64, use_mla=True, use_sparse=sparse)
+    if refused:
+        with pytest.raises(ValueError, match=f"a {cache} cache takes queries of its own dtype, not "):
+            FlashLatteCpuPlatform.get_attn_backend_cls(None, wanted)
+    else:
+        assert FlashLatteCpuPlatform.get_attn_backend_cls(None, wanted) == (vllm.SPARSE if sparse else vllm.DENSE)

@@ -19,8 +19,12 @@ class FlashLatteCpuPlatform(CpuPlatform):
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
-        if attn_selector_config.use_mla and _is_ours(selected_backend):
-            return vllm.SPARSE if attn_selector_config.use_sparse else vllm.DENSE
+        wanted = attn_selector_config
+        if wanted.use_mla and _is_ours(selected_backend):
+            refuses = serves.refuses_sparse if wanted.use_sparse else serves.refuses_dense
+            if reason := refuses("cpu", wanted.head_size, wanted.dtype, wanted.kv_cache_dtype, wanted.block_size):
+                raise ValueError(reason)
+            return vllm.SPARSE if wanted.use_sparse else vllm.DENSE
         return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
 
     @classmethod
