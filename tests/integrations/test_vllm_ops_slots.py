@@ -22,6 +22,9 @@ def test_selected_tokens_become_slots():
     workspace = (torch.tensor([-1, 1], dtype=torch.int32), torch.tensor([0, 1000], dtype=torch.int32))
     assert convert(requests, table, chosen, 64, 4, 4, True, *workspace)[1].tolist() == [1000, 1064, 1127, -1]
 
+    beyond = torch.tensor([[5, -1, 63, 200], [0, 64, 127, 128]], dtype=torch.int32)
+    assert convert(requests, table, beyond, 64, 4, 4, True, *workspace)[1].tolist() == [1000, 1064, 1127, -1]
+
     filtered, counts = ops.triton_filter_and_convert_dcp_index(
         requests, table, chosen, 2, 1, NUM_TOPK_TOKENS=4, BLOCK_N=4, return_valid_counts=True
     )

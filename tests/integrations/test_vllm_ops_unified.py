@@ -136,12 +136,16 @@ def test_rows_that_end_in_their_scale(name, dtype):
     assert torch.allclose(out.double(), expected, atol=2e-2)
 
 
-def test_scales_of_no_requests_and_of_expanded_queries():
+def test_shapes_that_are_of_more_or_of_nobody():
     q, k, v = problem()
     k8, v8, q8 = e4m3(k.float()), e4m3(v.float()), q.to(E4M3)
     one, expanded = torch.empty_like(q), torch.empty_like(q)
     attend(q8, k8, v8, one, {"q_descale": torch.tensor(0.5)})
     attend(q8, k8, v8, expanded, {"q_descale": torch.full((2, 2), 0.5)})
+    assert one.equal(expanded)
+    # Of the table, as of a padded batch's, the requests' rows count.
+    table = torch.cat((TABLE, torch.full((3, 3), 99)))
+    attend(q8, k8, v8, expanded, {"q_descale": torch.tensor(0.5), "block_table": table})
     assert one.equal(expanded)
     nobody: dict[str, Any] = {"cu_seqlens_q": torch.tensor([0]), "seqused_k": TABLE[:0, 0], "block_table": TABLE[:0]}
     nobody |= {"k_descale": torch.ones(0, 2), "v_descale": torch.ones(0, 2)}

@@ -41,7 +41,8 @@ def triton_convert_req_index_to_global_index(
         BLOCK_N: not needed.
         HAS_PREFILL_WORKSPACE: whether the next two are looked at.
         prefill_workspace_request_ids: int32 or int64 [T]: where it is 0 or more, the query's tokens lie one after the
-            other from prefill_workspace_starts[id] on, and position p is start + p.
+            other from prefill_workspace_starts[id] on, and position p is start + p. One beyond the table is none there
+            too.
         prefill_workspace_starts: int32 or int64 [n].
         return_valid_counts: also return how many of a row are valid, which then stand at its front, in their order.
         BLOCK_STRIDE_ROWS: rows from a page's first to the next page's, where other rows lie between pages; BLOCK_SIZE
@@ -73,10 +74,14 @@ def triton_convert_req_index_to_global_index(
     if HAS_PREFILL_WORKSPACE:
         workspace = checks.given("prefill_workspace_request_ids", prefill_workspace_request_ids)
         checks.given("prefill_workspace_starts", prefill_workspace_starts)
+        token_indices = _over_ranks(
+            _in_table(token_indices, block_table, BLOCK_SIZE, sharding),
+            workspace,
+            sharding,
+            prefill_workspace_rank_stride or 0,
+        )
     if out is not None:
         checks.given("out", out)
-    if workspace is not None and dcp_size > 1:
-        token_indices = _over_ranks(token_indices, workspace, sharding, prefill_workspace_rank_stride or 0)
     names = {"workspace_ids": "prefill_workspace_request_ids", "workspace_starts": "prefill_workspace_starts"}
     with checks.naming(indices="token_indices", request_ids="req_id", page_size="BLOCK_SIZE", slots="out", **names):
         slots, counts = index_convert(
@@ -153,13 +158,29 @@ def _mapped(req_id: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
     return torch.where(known, idx_mapping.clamp(min=0)[torch.where(known, req_id, 0)], -1)
 
 
+def _local(token_indices: torch.Tensor, sharding: tuple[int, int, int]) -> torch.Tensor:
+    """Tokens as numbered on the rank that has them."""
+    _, size, interleave = sharding
+    return token_indices // (size * interleave) * interleave + token_indices % interleave
+
+
+def _in_table(
+    token_indices: torch.Tensor, block_table: torch.Tensor, page_size: int, sharding: tuple[int, int, int]
+) -> torch.Tensor:
+    """-1 for tokens that no column of the table is for: in a workspace they would be another request's."""
+    checks.tensor("block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, may_be_empty=2)
+    tokens = block_table.shape[1] * checks.positive_int("BLOCK_SIZE", page_size)
+    return token_indices.masked_fill(_local(token_indices, sharding) >= tokens, -1)
+
+
 def _over_ranks(
     token_indices: torch.Tensor, workspace: torch.Tensor, sharding: tuple[int, int, int], rank_stride: int
 ) -> torch.Tensor:
     """Positions in a workspace of every rank's tokens, for the queries that have one."""
     _, size, interleave = sharding
-    local = token_indices // (size * interleave) * interleave + token_indices % interleave
-    gathered = token_indices // interleave % size * rank_stride + local
+    if size == 1:
+        return token_indices
+    gathered = token_indices // interleave % size * rank_stride + _local(token_indices, sharding)
     return torch.where((workspace >= 0).unsqueeze(1) & (token_indices >= 0), gathered, token_indices)
 
 

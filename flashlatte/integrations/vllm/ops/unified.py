@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flashlatte.integrations.vllm.ops import leading
 from flashlatte.integrations.vllm.ops.dtypes import quant_mode, without_scales
 from flashlatte.ops.paged_attention import paged_attention
 from flashlatte.runtime import checks
@@ -67,7 +68,7 @@ def unified_attention(
         causal: the last query of a request stands at its last key.
         window_size: (left, right), -1 for no bound. Without ``causal`` left counts on both sides, as in vLLM from 0.32
             on, and right must be left, 0 or -1: ``paged_attention`` has windows of two different sides.
-        block_table: int32 or int64 [b, max_pages].
+        block_table: int32 or int64 [b or more, max_pages].
         softcap: above 0, or 0 for none.
         q_descale: of a float8_e4m3fn q: float32, of which the first element counts.
         k_descale, v_descale: of an fp8 cache with one scale: likewise.
@@ -87,6 +88,7 @@ def unified_attention(
     """
     for name, given in (("k", k), ("v", v), ("out", out)):
         checks.given(name, given)
+    requests = checks.given("seqused_k", seqused_k).numel()
     _refuse(isinstance(causal, torch.Tensor), "causal must be True or False: one for each request is not served")
     left, right = _sides(window_size, bool(causal))
     both = rswa_window is not None and rswa_prefix_lens is not None
@@ -116,7 +118,7 @@ def unified_attention(
             _dequantized(q, q_descale, out),
             _numbers(k),
             _numbers(v),
-            block_table,
+            leading.rows("block_table", block_table, "seqused_k", requests),
             seqused_k,
             cu_seqlens_q,
             softmax_scale=softmax_scale,
