@@ -22,8 +22,8 @@ def provide_flash_mla() -> None:
     try:
         importlib.import_module("flash_mla")
     except NOT_IMPORTABLE:
-        package = types.ModuleType("flash_mla", flash_mla.__doc__)
-        interface = types.ModuleType("flash_mla.flash_mla_interface", flash_mla.__doc__)
+        package = _Missing("flash_mla", flash_mla.__doc__)
+        interface = _Missing("flash_mla.flash_mla_interface", flash_mla.__doc__)
         for module in (package, interface):
             module.__dict__.update({name: getattr(flash_mla, name) for name in flash_mla.__all__})
         package.__dict__["__path__"] = []
