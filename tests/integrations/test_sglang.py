@@ -533,6 +533,19 @@ def test_a_missing_flash_mla_is_stood_in_for(fake_sglang):
         module.get_mla_decoding_metadata  # noqa: B018
 
 
+def test_a_flash_mla_without_sglangs_fused_attention_is_kept(fake_sglang, monkeypatch, tmp_path):
+    """As the alias is, and FlashMLA itself: SGLang's interface asks for the name when it is imported."""
+    flash_mla.install_alias(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("flash_mla", "flash_mla.flash_mla_interface", "flash_mla.fused_norm_rope_attn_rope_cast"):
+        monkeypatch.delitem(sys.modules, name)
+    provide_flash_mla()
+    module = importlib.import_module("flash_mla")
+    assert module.__file__ == str(tmp_path / "flash_mla" / "__init__.py")
+    with pytest.raises(AttributeError, match="decode needs the package sgl-flash-mla"):
+        module.fused_norm_rope_attn_rope_cast.decode  # noqa: B018
+
+
 @pytest.mark.parametrize("hook", hooks.HOOKS, ids=lambda hook: hook.target)
 def test_signatures_are_sglangs(hook):
     """Those in the source of the installed SGLang, where there is one: it need not be importable.
