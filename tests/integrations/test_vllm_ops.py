@@ -4,6 +4,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -106,10 +107,12 @@ def test_gathers_follow_the_table_from_each_requests_first_token(name):
     ops.gather_and_maybe_dequant_cache(*given)
     assert dst[:8].equal(values[pages, offsets])
     assert dst[8:].eq(9.0).all()
-    # vLLM 0.26 counts tokens by a tensor.
-    counted = torch.full((10, width), 9.0)
-    ops.gather_and_maybe_dequant_cache(cache, counted, *given[2:5], cu_seq_lens[-1], *given[6:])
-    assert counted.equal(dst)
+    # vLLM 0.26 counts tokens by a tensor, and a compiled operation takes NumPy's integers for its own.
+    counts: tuple[Any, ...] = (cu_seq_lens[-1], np.int64(8))
+    for count in counts:
+        counted = torch.full((10, width), 9.0)
+        ops.gather_and_maybe_dequant_cache(cache, counted, *given[2:5], count, *given[6:])
+        assert counted.equal(dst)
 
     raw = torch.full((10, width), 9, dtype=cache.dtype)
     ops.cp_gather_cache(cache, raw, table, cu_seq_lens, 3, starts)
