@@ -72,7 +72,8 @@ def unified_attention(
         softcap: above 0, or 0 for none.
         q_descale: of a float8_e4m3fn q: float32, of which the first element counts.
         k_descale, v_descale: of an fp8 cache with one scale: likewise.
-        alibi_slopes, sinks: [h_q].
+        alibi_slopes: [h_q]; the bias falls with the distance from the query on both sides, as in ``paged_attention``.
+        sinks: [h_q].
         output_scale: out is the result divided by it.
         qq_bias: [n, n].
         mm_prefix_range: int32 or int64 [b, r, 2].
