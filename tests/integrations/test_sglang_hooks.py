@@ -1,0 +1,177 @@
+"""What is registered with SGLang, and its signatures."""
+
+import ast
+import importlib.util
+import inspect
+import logging
+import sys
+import types
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.sglang_calls import untouched
+
+from flashlatte import deep_gemm, flash_mla
+from flashlatte.integrations import sglang
+from flashlatte.integrations.sglang import attention, hooks
+from flashlatte.integrations.sglang.stand_in import provide_flash_mla
+
+
+class Registry:
+    """SGLang's registry as a plugin sees it."""
+
+    def __init__(self):
+        self.hooks = {}
+
+    def register(self, target, hook, hook_type):
+        assert target not in self.hooks
+        self.hooks[target] = (hook, hook_type)
+
+
+HookType = Enum("HookType", ["BEFORE", "AFTER", "AROUND", "REPLACE"])
+
+
+@pytest.fixture
+def fake_sglang(monkeypatch):
+    """Modules with something at every place that is hooked, and without ``flash_mla``."""
+    monkeypatch.setattr(sglang, "_registered", set())
+    monkeypatch.setitem(sys.modules, "flash_mla", None)
+    for name in ("flash_mla.flash_mla_interface", "flash_mla.fused_norm_rope_attn_rope_cast"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for hook in hooks.HOOKS:
+        path, _, attribute = hook.target.rpartition(".")
+        parts = path.split(".")
+        for end in range(1, len(parts) + 1):
+            name = ".".join(parts[:end])
+            if name not in sys.modules:
+                module = types.ModuleType(name)
+                module.__path__ = []
+                monkeypatch.setitem(sys.modules, name, module)
+                if end > 1:
+                    setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], module)
+        setattr(sys.modules[path], attribute, untouched)
+
+
+def test_every_hook_is_registered_once(fake_sglang, caplog):
+    registry = Registry()
+    sglang.register_hooks(registry, HookType)
+    sglang.register_hooks(registry, HookType)
+    assert set(registry.hooks) == {hook.target for hook in hooks.HOOKS}
+    assert registry.hooks["deep_gemm.fp8_mqa_logits"] == (deep_gemm.fp8_mqa_logits, HookType.REPLACE)
+    decode = "sglang.kernels.ops.attention.flash_mla_interface.flash_mla_with_kvcache"
+    assert registry.hooks[decode] == (attention.flash_mla_with_kvcache, HookType.AROUND)
+    assert not caplog.records
+
+
+def test_what_an_sglang_lacks_is_passed_over_and_named(fake_sglang, monkeypatch, caplog):
+    for module in ("sglang.kernels.ops.attention.flash_mla_interface", "sgl_kernel.flash_mla"):
+        monkeypatch.delattr(sys.modules[module], "flash_mla_sparse_fwd")
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    registry = Registry()
+    sglang.register_hooks(registry, HookType)
+    assert len(registry.hooks) == len(hooks.HOOKS) - 7
+    assert [record.getMessage() for record in caplog.records] == [
+        "FlashLatte: this SGLang does not have sglang.kernels.ops.attention.flash_mla_interface.flash_mla_sparse_fwd, "
+        "which is not served."
+    ]
+
+
+def test_a_deep_gemm_that_cannot_be_imported_is_passed_over(fake_sglang, monkeypatch, tmp_path, caplog):
+    (tmp_path / "deep_gemm.py").write_text("raise RuntimeError('no CUDA_HOME')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "deep_gemm")
+    registry = Registry()
+    sglang.register_hooks(registry, HookType)
+    assert set(registry.hooks) == {hook.target for hook in hooks.HOOKS if not hook.target.startswith("deep_gemm.")}
+    assert not caplog.records
+
+
+def test_what_stands_elsewhere_in_an_earlier_sglang_is_served(fake_sglang, monkeypatch, caplog):
+    monkeypatch.delitem(sys.modules, "sglang.kernels.ops.attention.flash_mla_interface")
+    monkeypatch.delitem(sys.modules, "sglang.kernels.ops.attention.dsv4.topk")
+    monkeypatch.delitem(sys.modules, "sglang.srt.layers.attention.dsa.utils")
+    for parent, name in (("sglang.kernels.ops", "attention"), ("sglang.srt.layers.attention.dsa", "utils")):
+        monkeypatch.delattr(sys.modules[parent], name)
+    registry = Registry()
+    sglang.register_hooks(registry, HookType)
+    assert {
+        "sgl_kernel.flash_mla.flash_mla_with_kvcache",
+        "sgl_kernel.flash_mla.flash_mla_sparse_fwd",
+        "sglang.jit_kernel.dsv4.topk.topk_transform_512_v2",
+    } <= set(registry.hooks)
+    assert not caplog.records
+
+
+def test_without_sglang_nothing_happens(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    sglang.register()
+    assert "nothing is registered" in caplog.text
+
+
+def test_without_a_gpu_nothing_is_registered(fake_sglang, monkeypatch, caplog):
+    registry: Any = types.ModuleType("sglang.srt.plugins.hook_registry")
+    registry.HookRegistry, registry.HookType = Registry(), HookType
+    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins", types.ModuleType("sglang.srt.plugins"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    caplog.set_level(logging.INFO)
+    sglang.register()
+    assert not registry.HookRegistry.hooks
+    assert "no NVIDIA GPU" in caplog.text
+
+
+def test_a_missing_flash_mla_is_stood_in_for(fake_sglang):
+    provide_flash_mla()
+    module = importlib.import_module("flash_mla")
+    assert module.flash_mla_with_kvcache is flash_mla.flash_mla_with_kvcache
+    assert importlib.import_module("flash_mla.flash_mla_interface").FlashMLASchedMeta is flash_mla.FlashMLASchedMeta
+    with pytest.raises(AttributeError, match="prefill needs the package sgl-flash-mla"):
+        module.fused_norm_rope_attn_rope_cast.prefill  # noqa: B018
+    with pytest.raises(AttributeError, match="get_mla_decoding_metadata needs the package sgl-flash-mla"):
+        module.get_mla_decoding_metadata  # noqa: B018
+
+
+def test_a_flash_mla_without_sglangs_fused_attention_is_kept(fake_sglang, monkeypatch, tmp_path):
+    """As the alias is, and FlashMLA itself: SGLang's interface asks for the name when it is imported."""
+    flash_mla.install_alias(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("flash_mla", "flash_mla.flash_mla_interface", "flash_mla.fused_norm_rope_attn_rope_cast"):
+        monkeypatch.delitem(sys.modules, name)
+    provide_flash_mla()
+    module = importlib.import_module("flash_mla")
+    assert module.__file__ == str(tmp_path / "flash_mla" / "__init__.py")
+    with pytest.raises(AttributeError, match="decode needs the package sgl-flash-mla"):
+        module.fused_norm_rope_attn_rope_cast.decode  # noqa: B018
+
+
+@pytest.mark.parametrize("hook", hooks.HOOKS, ids=lambda hook: hook.target)
+def test_signatures_are_sglangs(hook):
+    """Those in the source of the installed SGLang, where there is one: it need not be importable.
+
+    An earlier one may lack our last arguments.
+    """
+    theirs = signature_in_sources(*hook.target.split("."))
+    mine = list(inspect.signature(hook.function).parameters.values())[int(hook.around) :]
+    positional = [p for p in mine if p.kind == p.POSITIONAL_OR_KEYWORD][: len(theirs.args)]
+    assert [argument.arg for argument in theirs.args] == [p.name for p in positional]
+    assert {argument.arg for argument in theirs.kwonlyargs} <= {p.name for p in mine if p.kind == p.KEYWORD_ONLY}
+    defaults = [p.default for p in positional if p.default is not p.empty]
+    assert [ast.literal_eval(default) for default in theirs.defaults] == defaults
+
+
+def signature_in_sources(package: str, *modules_and_name: str) -> ast.arguments:
+    *modules, name = modules_and_name
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"{package} is not installed")
+    path = Path(spec.submodule_search_locations[0], *modules)
+    # A method's class stands where its module's last part would; sgl-kernel gives its functions other names' modules.
+    paths = [path.with_suffix(".py"), path.parent.with_suffix(".py")] if modules else sorted(path.glob("*.py"))
+    for functions in (ast.walk(ast.parse(path.read_text())) for path in paths if path.exists()):
+        for node in functions:
+            if isinstance(node, ast.FunctionDef) and node.name == name:
+                return node.args
+    pytest.skip(f"this {package} does not have it")
