@@ -6,7 +6,9 @@ None of them reads a device tensor's values, so none synchronises.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterable, Sequence
+from typing import TypeGuard
 
 import torch
 
@@ -132,9 +134,17 @@ def begins_aligned(backend: str, **tensors: torch.Tensor) -> None:
             raise ValueError(f"{name} must begin at a multiple of 16 bytes for {backend=}, got {tensor.data_ptr():#x}")
 
 
+def is_integer(value: object) -> TypeGuard[int]:
+    """Whether a value is an int, NumPy's and PyTorch's symbolic ones too, and no truth value."""
+    return isinstance(value, (int, torch.SymInt, numbers.Integral)) and not isinstance(value, bool)
+
+
 def integer(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    """An int. What stands for one while PyTorch traces sizes that it does not know stays what it is."""
+    if not is_integer(value):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if not isinstance(value, (int, torch.SymInt)):
+        value = int(value)
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"{name} must fit 64 bits, got {value}")
     return value
@@ -155,7 +165,7 @@ def flag(name: str, value: object) -> bool:
 
 
 def number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     try:
         return float(value)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from flashlatte.runtime import checks
+
 # A window's side without a bound, for implementations.
 UNLIMITED = 2**31 - 1
 
@@ -36,9 +38,9 @@ def window_sides(window: int | Sequence[int] | None, causal: bool) -> tuple[int,
     right at 0.
     """
     sides = list(window) if isinstance(window, Sequence) else [-1 if window is None else window] * 2
-    if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, int) for side in sides):
+    if len(sides) != 2 or not all(map(checks.is_integer, sides)):
         raise TypeError(f"window must be an int, a pair of ints or None, got {window!r}")
-    if isinstance(window, int):
+    if checks.is_integer(window):
         if window < 1:
             raise ValueError(f"window must be at least 1, or a pair, got {window}")
         sides = [window - 1, 0]

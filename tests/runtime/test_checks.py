@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,6 +50,16 @@ def test_positive_int(value, error):
     assert checks.positive_int("size", 1) == 1
     with pytest.raises(error, match=r"^size must be"):
         checks.positive_int("size", value)
+
+
+@pytest.mark.parametrize("value", [np.int32(3), np.uint8(3), np.int64(3)])
+def test_integers_and_numbers_may_be_numpys(value):
+    checked = checks.positive_int("size", value)
+    assert (checked, type(checked)) == (3, int)
+    number = checks.number("x", np.float32(value))
+    assert (number, type(number)) == (3.0, float)
+    with pytest.raises(TypeError, match=r"^size must be an int, got"):
+        checks.positive_int("size", np.True_)
 
 
 @pytest.mark.parametrize("value", [0, 1, None, "True"])

@@ -181,7 +181,7 @@ def _checked_pages(name: str, pages: Pages, count: int) -> torch.Tensor | list[i
         raise TypeError(f"{name} must be a list of ints or a 1-D int32 or int64 tensor, got {type(pages).__name__}")
     result = list(pages)
     for page in result:
-        if isinstance(page, bool) or not isinstance(page, int):
+        if not checks.is_integer(page):
             raise TypeError(f"{name} must hold ints, got {page!r}")
         if not 0 <= page < count:
             raise ValueError(f"{name} must be pages from 0 to {count - 1}, got {page}")

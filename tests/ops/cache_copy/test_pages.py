@@ -1,6 +1,7 @@
 # Wrong arguments are given on purpose.
 # pyright: reportArgumentType=false
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -42,6 +43,13 @@ def test_copy_blocks_takes_a_cache_for_each_layer_and_tensors_of_pages():
     for cache, rows in zip(caches, before, strict=True):
         assert unpacked(cache)[0].equal(rows[2])
         assert unpacked(cache)[1:].equal(rows[1:])
+
+
+def test_pages_may_be_numpys():
+    cache = draw_cache("v32")
+    before = unpacked(cache)
+    kv_cache.copy_blocks(cache, np.array([0, 1]), list(np.array([2, 3])))
+    assert unpacked(cache).equal(before[[0, 1, 0, 1]])
 
 
 def test_copy_blocks_of_no_pages_changes_nothing():

@@ -55,6 +55,25 @@ def test_compile():
     assert_compiles(dense_prefill, given, given | {"out": torch.empty(9, 4, 16)}, given | {"window": (2, -1)})
 
 
+class LongestIsAll(torch.nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        window = (k.shape[0], -1)
+        return dense_prefill(q, k, k, cu_seqlens, cu_seqlens, q.shape[0], k.shape[0], window=window)[0]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_sizes_that_are_not_known(strict):
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(7, heads, 16, generator=generator) for heads in (4, 2))
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    shapes = {"q": {0: tokens}, "k": {0: tokens}, "cu_seqlens": None}
+    given = q, k, torch.tensor([0, 3, 7])
+    exported = torch.export.export(LongestIsAll(), given, strict=strict, dynamic_shapes=shapes).module()
+    assert exported(*given).equal(LongestIsAll()(*given))
+    longer = torch.cat((q, q)), torch.cat((k, k)), torch.tensor([0, 3, 14])
+    assert exported(*longer).equal(LongestIsAll()(*longer))
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compile_with_gradients(backend):
     torch.compiler.reset()
