@@ -93,6 +93,11 @@ def apart(name: str, value: torch.Tensor, **others: torch.Tensor | None) -> None
             raise ValueError(f"{name} must share no memory with {other_name} (both begin at one address)")
 
 
+def has_values(x: torch.Tensor) -> bool:
+    """Whether the host can read a tensor's values now: it is on the CPU, not fake, and no part of a traced program."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and (x.numel() == 0 or _address(x) != 0)
+
+
 def _address(x: torch.Tensor) -> int:
     """Where x begins; 0 for a tensor without memory, as a fake one."""
     try:

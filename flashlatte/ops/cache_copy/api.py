@@ -174,7 +174,7 @@ def _checked_pages(name: str, pages: Pages, count: int) -> torch.Tensor | list[i
                 f"{name} must be a list of ints or a 1-D int32 or int64 tensor, "
                 f"got {checks.dtype_names([pages.dtype])} {list(pages.shape)}"
             )
-        if pages.device.type != "cpu" or torch.compiler.is_compiling():
+        if not checks.has_values(pages):
             return pages
         pages = pages.tolist()
     if not isinstance(pages, Iterable):

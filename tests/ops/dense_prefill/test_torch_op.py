@@ -1,8 +1,10 @@
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from support.torch_op import assert_compiles, opcheck
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from flashlatte import dense_prefill
 from flashlatte.ops.dense_prefill import api
@@ -72,6 +74,18 @@ def test_export_with_sizes_that_are_not_known(strict):
     assert exported(*given).equal(LongestIsAll()(*given))
     longer = torch.cat((q, q)), torch.cat((k, k)), torch.tensor([0, 3, 14])
     assert exported(*longer).equal(LongestIsAll()(*longer))
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+def test_traced_without_values(tracing_mode):
+    numbers = arguments()
+    tensors = [numbers.pop(name) for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")]
+
+    def prefill(*tensors: Any) -> torch.Tensor:
+        return dense_prefill(*tensors, **numbers)[0]
+
+    traced = make_fx(prefill, tracing_mode=tracing_mode)(*tensors)
+    assert traced(*tensors).equal(prefill(*tensors))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
