@@ -56,8 +56,10 @@ def copy_blocks(
     for cache in every:
         _check_paged("caches", cache)
         checks.not_expanded("caches", cache)
-    for cache in every:
-        source, target = _page_pairs(src_pages, dst_pages, cache.shape[0], cache.shape[0])
+    # Nothing is written before all is known to be right; and an iterator gives its pages once.
+    src_pages, dst_pages = _as_list(src_pages), _as_list(dst_pages)
+    pairs = [_page_pairs(src_pages, dst_pages, cache.shape[0], cache.shape[0]) for cache in every]
+    for cache, (source, target) in zip(every, pairs, strict=True):
         chosen = dispatch.select(_call(cache, cache), backend)
         if len(source) and cache.numel():
             on_device = _on_device(source, cache.device), _on_device(target, cache.device)
@@ -164,6 +166,10 @@ def _page_pairs(
     if isinstance(target, list) and len(set(target)) != len(target):
         raise ValueError(f"dst_pages must differ from each other, got {target}")
     return source, target
+
+
+def _as_list(pages: Pages) -> Pages:
+    return pages if isinstance(pages, torch.Tensor) or not isinstance(pages, Iterable) else list(pages)
 
 
 def _checked_pages(name: str, pages: Pages, count: int) -> torch.Tensor | list[int]:

@@ -45,6 +45,22 @@ def test_copy_blocks_takes_a_cache_for_each_layer_and_tensors_of_pages():
         assert unpacked(cache)[1:].equal(rows[1:])
 
 
+def test_copy_blocks_takes_each_page_of_an_iterator_for_every_cache():
+    caches = [draw_cache("v32", seed=seed) for seed in (0, 1)]
+    before = [unpacked(cache) for cache in caches]
+    kv_cache.copy_blocks(caches, iter([2, 0]), iter([3, 1]))
+    for cache, rows in zip(caches, before, strict=True):
+        assert unpacked(cache).equal(rows[[0, 0, 2, 2]])
+
+
+def test_copy_blocks_writes_nothing_where_one_cache_has_no_such_page():
+    caches = [draw_cache("v32"), draw_cache("v32", pages=2)]
+    before = raw(caches[0]).clone()
+    with pytest.raises(ValueError, match=r"^src_pages must be pages from 0 to 1, got 2$"):
+        kv_cache.copy_blocks(caches, [2], [0])
+    assert raw(caches[0]).equal(before)
+
+
 def test_pages_may_be_numpys():
     cache = draw_cache("v32")
     before = unpacked(cache)
