@@ -257,3 +257,21 @@ LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
 def test_errors_name_vllms_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_descale": torch.ones(0)}, r"^q_descale must hold at least one number, got shape \[0\]$"),
+        ({"k_descale": torch.ones(0, 1)}, r"^k_descale must hold at least one number, got shape \[0, 1\]$"),
+        ({"v_descale": torch.ones(1, 0)}, r"^v_descale must hold at least one number, got shape \[1, 0\]$"),
+    ],
+)
+def test_unified_attention_takes_one_scale(change, message):
+    q, cache = KEYS[0].to(torch.float8_e4m3fn), KEYS.to(torch.float8_e4m3fn)
+    starts, window = torch.tensor([0, 1]), (-1, -1)
+    scales: dict[str, Any] = {"q_descale": torch.ones(1), "k_descale": torch.ones(1, 1), "v_descale": torch.ones(1, 1)}
+    arguments = (q, cache, cache, KEYS[0].bfloat16(), starts, 1, SLOT, 1, 1.0, True, window, SLOT[None], 0.0)
+    ops.unified_attention(*arguments, **scales)
+    with pytest.raises(ValueError, match=message):
+        ops.unified_attention(*arguments, **scales | change)

@@ -9,6 +9,7 @@ import torch
 
 from flashlatte.integrations.vllm.ops import leading
 from flashlatte.integrations.vllm.ops.dtypes import quant_mode, without_scales
+from flashlatte.kv_cache import scales
 from flashlatte.ops.paged_attention import paged_attention
 from flashlatte.runtime import checks
 
@@ -110,13 +111,16 @@ def unified_attention(
         _refuse(k_scale is None or v_scale is None, f"k_scale_cache and v_scale_cache belong to {mode}, got None")
         k, v = without_scales(k, checks.given("q", q)), without_scales(v, out)
     else:
-        k_scale, v_scale = _of_cache(k_descale, k), _of_cache(v_descale, v)
+        k_scale, v_scale = (
+            _of_cache("k_descale", k_descale, k, requests),
+            _of_cache("v_descale", v_descale, v, requests),
+        )
     names = {"k_cache": "k", "v_cache": "v", "window": "window_size", "prefix_ranges": "mm_prefix_range"}
     more = {"alibi_sqrt": "use_alibi_sqrt", "attn_sink": "sinks", "out_scale": "output_scale"}
     more |= {f"{x}_scale": f"{x}_scale_cache" if by_token else f"{x}_descale" for x in "kv"}
     with checks.naming(**names, **more):
         paged_attention(
-            _dequantized(q, q_descale, out),
+            _dequantized(q, q_descale, out, requests),
             _numbers(k),
             _numbers(v),
             leading.rows("block_table", block_table, "seqused_k", requests),
@@ -155,12 +159,12 @@ def _sides(window_size: Sequence[int], causal: bool) -> tuple[int, int]:
     return left, left
 
 
-def _dequantized(q: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+def _dequantized(q: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor, requests: int) -> torch.Tensor:
     if not isinstance(q, torch.Tensor) or q.dtype != torch.float8_e4m3fn:
         return q
     dtype = out.dtype if out.dtype.itemsize == 2 else torch.bfloat16
-    scale = _first(scale)
-    return (q.float() if scale is None else q.float() * scale).to(dtype)
+    tensor, number = scales.split("q_descale", _first("q_descale", scale, requests), q.device)
+    return (q.float() * (number if tensor is None else tensor)).to(dtype)
 
 
 def _numbers(cache: torch.Tensor) -> torch.Tensor:
@@ -168,16 +172,17 @@ def _numbers(cache: torch.Tensor) -> torch.Tensor:
     return cache.view(torch.float8_e4m3fn) if isinstance(cache, torch.Tensor) and cache.dtype in _BYTES else cache
 
 
-def _of_cache(scale: torch.Tensor | None, cache: torch.Tensor) -> torch.Tensor | None:
+def _of_cache(name: str, scale: torch.Tensor | None, cache: torch.Tensor, requests: int) -> torch.Tensor | None:
     """vLLM passes a scale with every cache."""
-    return None if cache.dtype.itemsize > 1 else _first(scale)
+    return None if cache.dtype.itemsize > 1 else _first(name, scale, requests)
 
 
-def _first(scale: torch.Tensor | None) -> torch.Tensor | None:
+def _first(name: str, scale: torch.Tensor | None, requests: int) -> torch.Tensor | None:
     """One element of a scale of vLLM's: an expanded [b, h_kv], of which there is none where there are no requests."""
-    if not isinstance(scale, torch.Tensor):
-        return scale
-    return scale[(0,) * scale.dim()] if scale.numel() else None
+    if not isinstance(scale, torch.Tensor) or scale.numel():
+        return scale[(0,) * scale.dim()] if isinstance(scale, torch.Tensor) else scale
+    _refuse(requests > 0, f"{name} must hold at least one number, got shape {list(scale.shape)}")
+    return None
 
 
 def _float32(name: str, x: torch.Tensor | None) -> torch.Tensor | None:
