@@ -178,7 +178,7 @@ LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
         (
             lambda: ops.triton_convert_req_index_to_global_index(SLOT, SLOT[None], INDICES),
             ValueError,
-            r"^token_indices must have shape \[T, 2048\], as NUM_TOPK_TOKENS says, got \[1, 4\]$",
+            r"^token_indices must have shape \[T, 2048\], got \[1, 4\]$",
         ),
         (
             lambda: ops.triton_convert_req_index_to_global_index(
@@ -208,7 +208,7 @@ LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
                 cp_kv_cache_interleave_size=0,
             ),
             ValueError,
-            "^dcp interleave must be at least 1, got 0$",
+            "^cp_kv_cache_interleave_size must be at least 1, got 0$",
         ),
         (
             lambda: ops.triton_convert_req_index_to_global_index(
@@ -259,6 +259,48 @@ def test_errors_name_vllms_arguments(call, error, message):
         call()
 
 
+WANTED = {"NUM_TOPK_TOKENS": 4, "BLOCK_STRIDE_ROWS": 80, "dcp_size": 2, "idx_mapping": SLOT}
+WORKSPACE = {
+    "HAS_PREFILL_WORKSPACE": True,
+    "prefill_workspace_request_ids": SLOT,
+    "prefill_workspace_starts": SLOT,
+    "prefill_workspace_rank_stride": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"req_id": MISSING}, TypeError, "^req_id must be a tensor, got NoneType$"),
+        ({"req_id": SLOT.float()}, TypeError, "^req_id must be int32 or int64, got float32$"),
+        ({"block_table": MISSING}, TypeError, "^block_table must be a tensor, got NoneType$"),
+        ({"token_indices": INDICES.float()}, TypeError, "^token_indices must be int32 or int64, got float32$"),
+        ({"BLOCK_SIZE": "64"}, TypeError, "^BLOCK_SIZE must be an int, got str$"),
+        ({"out": INDICES.tolist()}, TypeError, "^out must be a tensor, got list$"),
+        ({"return_valid_counts": 1}, TypeError, "^return_valid_counts must be True or False, got 1$"),
+        ({"dcp_size": 0}, ValueError, "^dcp_size must be at least 1, got 0$"),
+        ({"dcp_rank": 2}, ValueError, "^dcp_rank must be below dcp_size 2, got 2$"),
+        ({"cp_kv_cache_interleave_size": 0}, ValueError, "^cp_kv_cache_interleave_size must be at least 1, got 0$"),
+        (
+            {"prefill_workspace_request_ids": SLOT[None]},
+            ValueError,
+            r"^prefill_workspace_request_ids must have shape \[1\] with no empty axis, got \[1, 1\]$",
+        ),
+        (
+            {"prefill_workspace_rank_stride": -1},
+            ValueError,
+            "^prefill_workspace_rank_stride must be at least 0, got -1$",
+        ),
+    ],
+)
+def test_errors_of_slots_name_vllms_arguments(change, error, message):
+    arguments: dict[str, Any] = {"req_id": SLOT, "block_table": SLOT[None], "token_indices": INDICES}
+    arguments |= WANTED | WORKSPACE
+    ops.triton_convert_req_index_to_global_index(**arguments)
+    with pytest.raises(error, match=message):
+        ops.triton_convert_req_index_to_global_index(**arguments | change)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -275,3 +317,25 @@ def test_unified_attention_takes_one_scale(change, message):
     ops.unified_attention(*arguments, **scales)
     with pytest.raises(ValueError, match=message):
         ops.unified_attention(*arguments, **scales | change)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: ops.indexer_k_quant_and_cache(LATENTS[:, :128], FP8_CACHE, ONE, 128, "ue8m0"),
+            TypeError,
+            "^slot_mapping must be int32 or int64, got float32$",
+        ),
+        (lambda: ops.indexer_k_quant_and_cache(MISSING, FP8_CACHE, SLOT, 128, "ue8m0"), TypeError, "^k must be a tens"),
+        (lambda: ops.persistent_topk(ONE, SLOT, INDICES, None, 4, 8), ValueError, r"^logits must have shape \[rows, "),
+        (
+            lambda: ops.top_k_per_row_prefill(LOGITS, SLOT, SLOT, INDICES, 1, 8, 1, MISSING),
+            TypeError,
+            "^topk_tokens must be an int, got NoneType$",
+        ),
+    ],
+)
+def test_errors_of_the_indexer_name_vllms_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -7,6 +7,7 @@ import torch
 from flashlatte.integrations.vllm.ops import leading
 from flashlatte.ops.index_quantize import index_gather, index_quantize
 from flashlatte.ops.topk import topk
+from flashlatte.ops.topk.api import LOGIT_DTYPES
 from flashlatte.runtime import checks
 
 
@@ -27,15 +28,15 @@ def indexer_k_quant_and_cache(
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
-    head_dim = k.shape[-1] if isinstance(k, torch.Tensor) and k.dim() else None
-    if quant_block_size != head_dim:
+    head_dim = checks.tensor("k", k, ("T", "head_dim"), checks.FLOAT_DTYPES, may_be_empty=1).shape[1]
+    if checks.integer("quant_block_size", quant_block_size) != head_dim:
         raise ValueError(f"quant_block_size must be k's head dim {head_dim}, one scale a token, got {quant_block_size}")
     if kv_cache_dtype == "mxfp8":
         raise ValueError("kv_cache_dtype must be 'ue8m0' or a name of fp8 with float32 scales, got 'mxfp8'")
     rounding = "power_of_two" if kv_cache_dtype == "ue8m0" else "exact"
     with checks.naming(cache="kv_cache"):
-        slots = checks.given("slot_mapping", slot_mapping)[: k.shape[0]]
-        index_quantize(kv_cache, slots, k, scale_rounding=rounding)
+        checks.tensor("slot_mapping", slot_mapping, ("n",), checks.INDEX_DTYPES, unit_last_stride=False, may_be_empty=1)
+        index_quantize(kv_cache, slot_mapping[: k.shape[0]], k, scale_rounding=rounding)
 
 
 def cp_gather_indexer_k_quant_cache(
@@ -181,7 +182,8 @@ def persistent_topk(
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device.
     """
-    rows = checks.given("logits", logits).shape[0]
+    checks.tensor("logits", logits, ("rows", "width"), LOGIT_DTYPES, may_be_empty=2)
+    rows = logits.shape[0]
     if checks.given("lengths", lengths).numel() != rows:
         raise ValueError(f"lengths must hold one for each of the {rows} rows of logits, got {list(lengths.shape)}")
     with checks.naming(end="lengths", indices="output"):
@@ -193,6 +195,7 @@ cooperative_topk = persistent_topk
 
 def _chosen(raw_topk_indices: torch.Tensor, num_rows: int, topk_tokens: int) -> torch.Tensor:
     """The rows and columns that are written."""
+    topk_tokens = checks.positive_int("topk_tokens", topk_tokens)
     rows = leading.rows("raw_topk_indices", raw_topk_indices, "num_rows", num_rows)
     return rows[:, :topk_tokens] if rows.dim() == 2 else rows
 
@@ -200,5 +203,5 @@ def _chosen(raw_topk_indices: torch.Tensor, num_rows: int, topk_tokens: int) -> 
 def _check_strides(logits: torch.Tensor, stride0: int, stride1: int) -> None:
     if not isinstance(logits, torch.Tensor):
         raise TypeError(f"logits must be a tensor, got {type(logits).__name__}")
-    if (stride0, stride1) != logits.stride():
+    if (checks.integer("stride0", stride0), checks.integer("stride1", stride1)) != logits.stride():
         raise ValueError(f"stride0 and stride1 must be logits' {logits.stride()}, got {stride0} and {stride1}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache.sharding import as_sharding
 from flashlatte.ops.index_convert import index_convert
 from flashlatte.runtime import checks
 
@@ -62,14 +61,15 @@ def triton_convert_req_index_to_global_index(
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
-    _check_width(token_indices, NUM_TOPK_TOKENS)
+    _check(token_indices, NUM_TOPK_TOKENS, return_valid_counts)
+    checks.flag("HAS_PREFILL_WORKSPACE", HAS_PREFILL_WORKSPACE)
+    if out is not None:
+        checks.output("out", out, tuple(token_indices.shape), checks.INDEX_DTYPES, token_indices.device, may_be_empty=1)
     if valid_counts_out is not None:
         if not return_valid_counts:
             raise ValueError("valid_counts_out belongs to return_valid_counts, got it without")
         checks.output("valid_counts_out", valid_counts_out, (token_indices.shape[0],), (torch.int32,))
-    sharding = (dcp_rank, dcp_size, cp_kv_cache_interleave_size)
-    with checks.naming(**{"sharding's": "dcp"}):
-        as_sharding(sharding)
+    sharding = _sharding(dcp_rank, dcp_size, cp_kv_cache_interleave_size)
     workspace = None
     if HAS_PREFILL_WORKSPACE:
         workspace = checks.given("prefill_workspace_request_ids", prefill_workspace_request_ids)
@@ -78,10 +78,8 @@ def triton_convert_req_index_to_global_index(
             _in_table(token_indices, block_table, BLOCK_SIZE, sharding),
             workspace,
             sharding,
-            prefill_workspace_rank_stride or 0,
+            0 if prefill_workspace_rank_stride is None else prefill_workspace_rank_stride,
         )
-    if out is not None:
-        checks.given("out", out)
     names = {"workspace_ids": "prefill_workspace_request_ids", "workspace_starts": "prefill_workspace_starts"}
     with checks.naming(indices="token_indices", request_ids="req_id", page_size="BLOCK_SIZE", slots="out", **names):
         slots, counts = index_convert(
@@ -128,15 +126,17 @@ def triton_filter_and_convert_dcp_index(
         compact_valid_to_front: the valid slots of a row stand at its front, in their order; for one rank they do with
             ``return_valid_counts``, whatever this says, as in vLLM.
     """
-    _check_width(token_indices, NUM_TOPK_TOKENS)
+    _check(token_indices, NUM_TOPK_TOKENS, return_valid_counts)
+    checks.flag("compact_valid_to_front", compact_valid_to_front)
+    sharding = _sharding(dcp_rank, dcp_size, cp_kv_cache_interleave_size)
     with checks.naming(indices="token_indices", request_ids="req_id", page_size="BLOCK_SIZE"):
         slots, counts = index_convert(
             token_indices,
             _table(block_table, BLOCK_SIZE, BLOCK_STRIDE_ROWS, token_indices.dtype),
             BLOCK_SIZE,
             request_ids=req_id,
-            sharding=(dcp_rank, dcp_size, cp_kv_cache_interleave_size),
-            compact=compact_valid_to_front if dcp_size > 1 else return_valid_counts,
+            sharding=sharding,
+            compact=compact_valid_to_front if sharding[1] > 1 else return_valid_counts,
             return_counts=True,
             dtype=token_indices.dtype,
         )
@@ -144,15 +144,24 @@ def triton_filter_and_convert_dcp_index(
     return (slots, counts) if return_valid_counts else slots
 
 
-def _check_width(token_indices: torch.Tensor, width: int) -> None:
-    got = list(token_indices.shape) if isinstance(token_indices, torch.Tensor) else type(token_indices).__name__
-    if not isinstance(got, list) or len(got) != 2 or got[1] != width:
-        raise ValueError(f"token_indices must have shape [T, {width}], as NUM_TOPK_TOKENS says, got {got}")
+def _check(token_indices: torch.Tensor, width: int, return_valid_counts: bool) -> None:
+    checks.integer("NUM_TOPK_TOKENS", width)
+    checks.flag("return_valid_counts", return_valid_counts)
+    checks.tensor("token_indices", token_indices, ("T", width), checks.INDEX_DTYPES, may_be_empty=2)
+
+
+def _sharding(rank: int, size: int, interleave: int) -> tuple[int, int, int]:
+    """What ``index_convert`` takes, under the names that vLLM has for it."""
+    rank = checks.positive_int("dcp_rank", rank, or_zero=True)
+    size = checks.positive_int("dcp_size", size)
+    if rank >= size:
+        raise ValueError(f"dcp_rank must be below dcp_size {size}, got {rank}")
+    return rank, size, checks.positive_int("cp_kv_cache_interleave_size", interleave)
 
 
 def _mapped(req_id: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
     """block_table's row of each query; -1 for a request that idx_mapping does not have."""
-    checks.given("req_id", req_id)
+    checks.tensor("req_id", req_id, ("T",), checks.INDEX_DTYPES, unit_last_stride=False, may_be_empty=1)
     checks.tensor("idx_mapping", idx_mapping, ("n",), checks.INDEX_DTYPES, req_id.device, unit_last_stride=False)
     known = (req_id >= 0) & (req_id < idx_mapping.shape[0])
     return torch.where(known, idx_mapping.clamp(min=0)[torch.where(known, req_id, 0)], -1)
@@ -177,6 +186,9 @@ def _over_ranks(
     token_indices: torch.Tensor, workspace: torch.Tensor, sharding: tuple[int, int, int], rank_stride: int
 ) -> torch.Tensor:
     """Positions in a workspace of every rank's tokens, for the queries that have one."""
+    ids, shape = "prefill_workspace_request_ids", token_indices.shape[:1]
+    checks.tensor(ids, workspace, tuple(shape), checks.INDEX_DTYPES, token_indices.device, unit_last_stride=False)
+    rank_stride = checks.positive_int("prefill_workspace_rank_stride", rank_stride, or_zero=True)
     _, size, interleave = sharding
     if size == 1:
         return token_indices
@@ -186,11 +198,12 @@ def _over_ranks(
 
 def _table(block_table: torch.Tensor, page_size: int, stride_rows: int | None, dtype: torch.dtype) -> torch.Tensor:
     """block_table without the pages whose rows, ``stride_rows`` apart, have no number in dtype."""
-    if stride_rows is None or stride_rows == page_size:
+    page_size = checks.positive_int("BLOCK_SIZE", page_size)
+    if stride_rows is None or checks.positive_int("BLOCK_STRIDE_ROWS", stride_rows) == page_size:
         return block_table
-    if checks.positive_int("BLOCK_STRIDE_ROWS", stride_rows) < page_size:
-        raise ValueError(f"BLOCK_STRIDE_ROWS must be BLOCK_SIZE {page_size} or more, got {stride_rows}")
     checks.tensor("block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, may_be_empty=2)
+    if stride_rows < page_size:
+        raise ValueError(f"BLOCK_STRIDE_ROWS must be BLOCK_SIZE {page_size} or more, got {stride_rows}")
     last = (torch.iinfo(dtype).max - page_size + 1) // stride_rows
     return block_table.where(block_table <= min(last, torch.iinfo(block_table.dtype).max), -1)
 
