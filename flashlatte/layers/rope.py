@@ -68,11 +68,20 @@ def table(rope: Rope, rope_dim: int, device: torch.device) -> torch.Tensor:
         positions = torch.arange(rope.max_position, dtype=torch.float32, device="cpu")
         angles = positions[:, None] * inverse_frequencies(rope, rope_dim)
         scale = 1.0 if rope.yarn is None else rope.yarn.rotation_scale
-        return (torch.cat((angles.cos(), angles.sin()), dim=-1) * scale).to(device)
+        return _of_known_sizes((torch.cat((angles.cos(), angles.sin()), dim=-1) * scale).to(device))
 
 
 @functools.lru_cache(maxsize=16)
 def _inverse_table(rope: Rope, rope_dim: int, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
         cosines, sines = table(rope, rope_dim, device).chunk(2, dim=-1)
-        return torch.cat((cosines, -sines), dim=-1)
+        return _of_known_sizes(torch.cat((cosines, -sines), dim=-1))
+
+
+def _of_known_sizes(x: torch.Tensor) -> torch.Tensor:
+    """x, whose sizes are known also in what is compiled for any (``dynamic=True``), where a constant's would not be.
+
+    ``torch._dynamo.mark_static`` without importing torch._dynamo.
+    """
+    x._dynamo_static_indices = set(range(x.dim()))  # pyright: ignore[reportAttributeAccessIssue]
+    return x

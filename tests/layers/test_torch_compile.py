@@ -50,3 +50,20 @@ def test_a_compiled_layer_is_one_graph(name, cache_format, rank, rope):
     # One for prefill, one for the first decode step, perhaps one more whose lengths are free, then none.
     assert graphs[0] == 1
     assert graphs[2:6] == [graphs[2]] * 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, id="symbolic sizes")])
+@pytest.mark.parametrize("name", ["v3"])
+def test_compiled_steps_of_any_numbers_of_requests_and_tokens(name, dynamic):
+    model = stock(name, (("kv_lora_rank", 32), ("qk_rope_head_dim", 8)))
+    sequences = hidden_states((20, 30, 40, 40))
+    engines = [Engine(layer_like(model), sequences, "fp32") for _ in range(2)]
+    engines[1].layer = torch.compile(  # pyright: ignore[reportAttributeAccessIssue]
+        engines[1].layer, fullgraph=True, backend="aot_eager", dynamic=dynamic
+    )
+    for engine in engines:
+        for news in ({0: 6, 1: 5}, {0: 1, 1: 1}, {0: 1, 2: 7}, {0: 1, 1: 1, 2: 6}, {0: 1, 1: 1, 2: 1, 3: 9}):
+            engine.step(news)
+    expected, result = (torch.cat(engine.results()) for engine in engines)
+    assert_within(result, expected, 1e-6)
