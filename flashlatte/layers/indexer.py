@@ -156,7 +156,7 @@ class Indexing:
         rows = selection.chosen(0, q.shape[0])
         if part.pad_index is not None:
             q, weights = q[part.pad_index], weights[part.pad_index]
-        q = q.unflatten(0, (part.requests, part.queries))
+        q = q.unflatten(0, (-1, part.queries))
         if part.over_ranks is not None:
             limits = selection.topk, selection.logit_bytes
             chosen = part.over_ranks.select(q, self.pages, weights, *limits, self.backend)

@@ -54,7 +54,7 @@ def test_a_compiled_layer_is_one_graph(name, cache_format, rank, rope):
 
 @pytest.mark.full
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, id="symbolic sizes")])
-@pytest.mark.parametrize("name", ["v3"])
+@pytest.mark.parametrize("name", ["v3", "v32"])
 def test_compiled_steps_of_any_numbers_of_requests_and_tokens(name, dynamic):
     model = stock(name, (("kv_lora_rank", 32), ("qk_rope_head_dim", 8)))
     sequences = hidden_states((20, 30, 40, 40))
