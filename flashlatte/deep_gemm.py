@@ -207,8 +207,9 @@ def get_paged_mqa_logits_metadata(
 
 
 def get_num_sms() -> int:
-    """SMs of the current GPU."""
-    return machine.num_sms(torch.device("cuda", torch.cuda.current_device()))
+    """SMs of the current GPU; where there is none, the few that the CPU is taken to have."""
+    has_gpu = torch.cuda.is_available()
+    return machine.num_sms(torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu"))
 
 
 def set_num_sms(num_sms: int) -> None:

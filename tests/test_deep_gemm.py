@@ -244,6 +244,14 @@ def test_drawn_paged_calls_against_float64(lengths, next_n, heads, page_size, mx
             assert logits[row, seen:].isneginf().all()
 
 
+@pytest.mark.parametrize("indices", [None, torch.tensor([0, 1], dtype=torch.int32)], ids=["requests", "tokens"])
+def test_a_schedule_for_all_sms_is_made_without_a_gpu_too(indices, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    lengths = torch.tensor([[3], [5]], dtype=torch.int32)
+    schedule = deep_gemm.get_paged_mqa_logits_metadata(lengths, 64, deep_gemm.get_num_sms(), indices=indices)
+    assert schedule.shape == (deep_gemm.get_num_sms() + 1, 2)
+
+
 def test_errors(fp8):
     q, kv, weights, _, _ = fp8
     with pytest.raises(TypeError, match=r"^context_lens must be a tensor, got list$"):
