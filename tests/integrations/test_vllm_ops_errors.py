@@ -178,7 +178,7 @@ LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
         (
             lambda: ops.triton_convert_req_index_to_global_index(SLOT, SLOT[None], INDICES),
             ValueError,
-            r"^token_indices must have shape \[T, 2048\], got \[1, 4\]$",
+            r"^token_indices must have shape \[T, 2048\], as NUM_TOPK_TOKENS says, got \[1, 4\]$",
         ),
         (
             lambda: ops.triton_convert_req_index_to_global_index(

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,6 +32,9 @@ def test_selected_tokens_become_slots():
     # Odd tokens lie on rank 1, token t as its token t // 2.
     assert filtered.tolist() == [[7 * 64 + 2, 7 * 64 + 31, -1, -1], [4 * 64 + 63, -1, -1, -1]]
     assert counts.tolist() == [2, 1]
+    of_ranks: Any = ops.triton_filter_and_convert_dcp_index
+    ranks = np.array([2, 1])
+    assert of_ranks(requests, table, chosen, *ranks, NUM_TOPK_TOKENS=4).tolist() == filtered.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

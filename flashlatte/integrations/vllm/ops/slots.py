@@ -147,7 +147,10 @@ def triton_filter_and_convert_dcp_index(
 def _check(token_indices: torch.Tensor, width: int, return_valid_counts: bool) -> None:
     checks.integer("NUM_TOPK_TOKENS", width)
     checks.flag("return_valid_counts", return_valid_counts)
-    checks.tensor("token_indices", token_indices, ("T", width), checks.INDEX_DTYPES, may_be_empty=2)
+    checks.tensor("token_indices", token_indices, ("T", "width"), checks.INDEX_DTYPES, may_be_empty=2)
+    if token_indices.shape[1] != width:
+        got = list(token_indices.shape)
+        raise ValueError(f"token_indices must have shape [T, {width}], as NUM_TOPK_TOKENS says, got {got}")
 
 
 def _sharding(rank: int, size: int, interleave: int) -> tuple[int, int, int]:
