@@ -56,8 +56,8 @@ class Model(PagedModel):
     Raises:
         ModuleNotFoundError: transformers is not installed.
         OSError: no checkpoint can be read there.
-        TypeError: a model without a head; layers with hooks or another forward; quantised weights that are read
-            (``kv_b_proj``) and do not tell their matrix.
+        TypeError: a model without a head; layers with hooks or another forward, over several ranks also within their
+            MLPs; quantised weights that are read (``kv_b_proj``) and do not tell their matrix.
         ValueError: a model of another type; a dtype or device for one that is loaded; over several ranks, weights that
             are quantised in another way than float8 with scales, or whose blocks would be cut.
     """

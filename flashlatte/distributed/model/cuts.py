@@ -14,6 +14,7 @@ from torch import nn
 
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.layers import quantised
+from flashlatte.layers.weights import has_hooks, is_replaced
 
 # The axes of weights.
 OUTPUTS, INPUTS = -2, -1
@@ -96,8 +97,23 @@ def share(whole: torch.Tensor, axis: int, first: int, end: int, halves: int = 1)
     return nn.Parameter(torch.cat(parts, axis), requires_grad=False)
 
 
+def check_unwatched(module: Any, hooks: bool = False) -> None:
+    """Raise TypeError for a module whose call does more than its class's, which would see a rank's part of the numbers.
+
+    Args:
+        hooks: whether it may have hooks.
+    """
+    got = "hooks" if not hooks and has_hooks(module) else "another forward" if is_replaced(module) else None
+    if got is not None:
+        raise TypeError(
+            f"tensor_parallel above 1 needs parts that are computed as their class says, as each rank has some of "
+            f"their numbers, got {got} on a {type(module).__name__}"
+        )
+
+
 def _check_plain(linear: Any) -> None:
     """Raise TypeError for a layer that may be more than its weight and bias, as an adapter is."""
+    check_unwatched(linear)
     # DeepSeek-V4's o_a_proj has a class of its own.
     if type(linear) is nn.Linear or hasattr(linear, scales_name("weight")) or hasattr(linear, "n_groups"):
         return

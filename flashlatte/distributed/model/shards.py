@@ -64,13 +64,15 @@ def divide_mlp(mlp: nn.Module, ranks: Ranks) -> None:
     def sum_output(module: nn.Module, arguments: Any, output: Any) -> torch.Tensor:
         return ranks.sum(output)
 
+    cuts.check_unwatched(mlp, hooks=True)
     parts = [module for module in mlp.modules() if hasattr(module, "down_proj")]
     for module in parts:
+        cuts.check_unwatched(module, hooks=module is mlp)
         _keep_share(module, ranks)
     # What is normalised must be whole before (A.X K1); else one sum does for experts and shared experts.
     is_linear = not any("norm" in name for name, _ in mlp.named_modules())
     for module in [mlp] if is_linear else parts:
-        module.register_forward_hook(sum_output)
+        module.register_forward_hook(sum_output, prepend=True)
 
 
 def _keep_share(module: Any, ranks: Ranks) -> None:

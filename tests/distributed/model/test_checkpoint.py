@@ -111,6 +111,38 @@ def test_adapters_are_not_cut(part):
         Model(changed, ranks=ranks(0, 2))
 
 
+@pytest.mark.parametrize("part", ["mlp.shared_experts", "mlp.experts", "mlp.shared_experts.up_proj"])
+def test_hooks_that_would_see_a_part_are_refused(part):
+    changed = copy.deepcopy(model())
+    hooked = changed.model.layers[1].get_submodule(part)
+    hooked.register_forward_hook(lambda *called: called[2] + 1)
+    message = rf"^tensor_parallel above 1 needs parts that .*, got hooks on a {type(hooked).__name__}$"
+    with pytest.raises(TypeError, match=message):
+        Model(changed, ranks=ranks(0, 2))
+
+
+@pytest.mark.parametrize("part", ["mlp", "mlp.shared_experts", "mlp.shared_experts.up_proj", "self_attn.q_b_proj"])
+def test_another_forward_of_what_is_cut_is_refused(part):
+    """In the copy that is cut it would still compute with the weights of the whole."""
+    changed = copy.deepcopy(model())
+    replaced = changed.model.layers[1].get_submodule(part)
+    before = replaced.forward
+    replaced.forward = lambda x: 1.5 * before(x)
+    with pytest.raises(TypeError, match=rf", got another forward on a {type(replaced).__name__}$"):
+        Model(changed, ranks=ranks(0, 2))
+
+
+def test_hooks_of_an_mlp_get_the_sum():
+    changed = copy.deepcopy(model())
+    seen = []
+    changed.model.layers[1].mlp.register_forward_hook(lambda *called: seen.append(called[2]))
+    cut = Model(changed, ranks=ranks(0, 2))
+    cast("Any", cut.ranks).sum = lambda part: torch.full_like(part, 3)
+    got = cut._body.layers[1].mlp(torch.ones(1, 2, 64))
+    assert got.eq(3).all()
+    assert seen[0].eq(3).all()
+
+
 def test_what_others_have_is_not_read(tmp_path, monkeypatch):
     model().save_pretrained(tmp_path)
     numbers = 0
