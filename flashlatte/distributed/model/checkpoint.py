@@ -50,8 +50,8 @@ class Slices:
 
     @classmethod
     def of(cls, path: str | Path, config: Any, dtype: torch.dtype | None, device: torch.device | str) -> Slices | None:
-        """None where transformers alone can read it: other files, other quantised weights than float8 with scales of
-        blocks, names of its own.
+        """None where transformers alone can read it: other files, an adapter beside them, other quantised weights than
+        float8 with scales of blocks, names of its own.
 
         Args:
             dtype: of the weights; None: as the config says, or as stored. Of float8 ones, where they are dequantised.
@@ -184,8 +184,12 @@ def _kept_in_float32(model: Any) -> set[str]:
 
 
 def _files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, none where it has others."""
-    index = path / _INDEX
-    if index.is_file():
-        return sorted({path / file for file in json.loads(index.read_text())["weight_map"].values()})
-    return [file for file in (path / "model.safetensors",) if file.is_file()]
+    """The safetensors files of a checkpoint that transformers would read, none where it has others, or an adapter."""
+    whole, index = path / "model.safetensors", path / _INDEX
+    if (path / "adapter_config.json").is_file():
+        return []
+    if whole.is_file():
+        return [whole]
+    if not index.is_file():
+        return []
+    return sorted({path / file for file in json.loads(index.read_text())["weight_map"].values()})

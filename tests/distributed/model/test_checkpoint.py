@@ -180,6 +180,31 @@ def test_experts_in_one_tensor_are_transformers_business(tmp_path):
     assert all(got[name].equal(weight) for name, weight in want.items())
 
 
+def test_an_adapter_in_the_directory_is_transformers_business(tmp_path):
+    """With peft it puts the adapter on the model, and what is then no plain layer is refused."""
+    model().save_pretrained(tmp_path)
+    assert Slices.of(tmp_path, model().config, None, "cpu") is not None
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert Slices.of(tmp_path, model().config, None, "cpu") is None
+
+
+def test_the_file_that_transformers_would_read(tmp_path):
+    """A directory may still have the files of an older save, and their index."""
+    changed = copy.deepcopy(model())
+    with torch.no_grad():
+        changed.lm_head.weight.mul_(2)
+    changed.save_pretrained(tmp_path, max_shard_size="100KB")
+    index = (tmp_path / "model.safetensors.index.json").read_text()
+    assert Slices.of(tmp_path, model().config, None, "cpu") is not None
+    model().save_pretrained(tmp_path / "whole")
+    (tmp_path / "whole" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path)
+    got = weights(Model(tmp_path, ranks=ranks(0, 2)))
+    assert whole.lm_head.weight.equal(model().lm_head.weight)
+    assert got["lm_head.weight"].equal(whole.lm_head.weight)
+
+
 def test_a_weight_of_another_shape(tmp_path):
     model().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
