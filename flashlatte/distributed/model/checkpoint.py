@@ -22,6 +22,8 @@ _FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
 # transformers' name of a module, and another that checkpoints have for it.
 _RENAMED = ("mlp.post_mlp_layernorm.", "post_mlp_layernorm.")
 _EXPERTS = ".experts."
+# One weight where a config ties them.
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Slices:
@@ -75,8 +77,11 @@ class Slices:
             ValueError: a weight of another shape than the config says.
         """
         in_float32 = _kept_in_float32(self.model)
-        values = {}
+        values: dict[str, torch.Tensor] = {}
         for name, target in self.model.state_dict().items():
+            if name == _HEAD and self._is_tied:
+                values[name] = values[_EMBEDDING]
+                continue
             # Heads are dealt whole.
             count = heads if ".self_attn." in name else None
             kept = any(re.search(pattern, name) for pattern in in_float32) and target.dtype.itemsize > 1
@@ -84,6 +89,10 @@ class Slices:
         self.model.load_state_dict(values, assign=True)
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
+
+    @property
+    def _is_tied(self) -> bool:
+        return self.model.config.tie_word_embeddings
 
     def _read(self, name: str, target: torch.Tensor, ranks: Ranks, count: int | None) -> torch.Tensor:
         sources = self._sources(name)
@@ -134,8 +143,8 @@ class Slices:
 
     def _sources(self, name: str) -> list[str]:
         """The tensors of the files that a tensor of the model is made of; none where they are not known."""
-        if name == "lm_head.weight" and self.model.config.tie_word_embeddings:
-            name = "model.embed_tokens.weight"
+        if name == _HEAD and self._is_tied:
+            name = _EMBEDDING
         before, _, part = name.partition(_EXPERTS)
         part, scales, _ = part.partition("_scale_inv")
         parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(part)

@@ -160,6 +160,13 @@ def test_what_others_have_is_not_read(tmp_path, monkeypatch):
     assert numbers < 0.5 * sum(weight.numel() for weight in model().state_dict().values())
 
 
+def test_tied_embeddings_are_one_weight(tmp_path):
+    """Also where they are made in another dtype, or on another device, than the file's."""
+    model("Youtu", tie_word_embeddings=True).save_pretrained(tmp_path)
+    read = Model(tmp_path, dtype=torch.bfloat16, ranks=ranks(0, 2))
+    assert read._head.weight.data_ptr() == read._body.embed_tokens.weight.data_ptr()
+
+
 def test_names_of_its_own_are_transformers_business(tmp_path, monkeypatch):
     model().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
