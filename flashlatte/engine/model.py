@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from flashlatte import kv_cache
 from flashlatte.distributed.model.checkpoint import Slices
 from flashlatte.distributed.model.cuts import check_divisible
 from flashlatte.distributed.model.ranks import Ranks
-from flashlatte.distributed.model.shards import divide_mlp, keep_heads
+from flashlatte.distributed.model.shards import copied, divide_mlp, keep_heads
 from flashlatte.engine.batch import Batch, Limits
 from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_type, config_of, load, normed
 from flashlatte.kv_cache.index_formats import index_format_beside
@@ -86,7 +85,7 @@ class Model(PagedModel):
         check_parts(model)
         if ranks is not None:
             check_divisible(model)
-            model = model if of_checkpoint else copy.deepcopy(model)
+            model = model if of_checkpoint else copied(model)
         self.config = MLAConfig.from_transformers(model.config)
         self.batch_invariant = batch_invariant
         if ranks is None:

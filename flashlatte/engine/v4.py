@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 
 from flashlatte.distributed.model.cuts import check_divisible
 from flashlatte.distributed.model.ranks import Ranks
-from flashlatte.distributed.model.shards import divide_mlp, keep_groups
+from flashlatte.distributed.model.shards import copied, divide_mlp, keep_groups
 from flashlatte.engine.batch import Batch, Limits
 from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_type, config_of, load, normed
 from flashlatte.kv_cache.formats import CacheFormat
@@ -62,7 +61,7 @@ class V4Model(PagedModel):
         self.layers = self.config = V4Config.layers(model.config)
         if ranks is not None:
             check_divisible(model)
-            model = model if of_checkpoint else copy.deepcopy(model)
+            model = model if of_checkpoint else copied(model)
             pairs = zip(self.layers, model.model.layers, strict=True)
             self.layers = tuple(_keep_share(config, layer, ranks) for config, layer in pairs)
             model.to(ranks.device)

@@ -41,6 +41,18 @@ def is_replaced(module: Any) -> bool:
     return not (is_accelerates and _only_moves(attributes.get("_hf_hook")))
 
 
+def forget_devices(model: nn.Module) -> None:
+    """Take out of a copied model what accelerate put in to move arguments to where the weights were (``device_map``).
+
+    Its ``to`` would still be that of the model that was copied.
+    """
+    for module in model.modules():
+        attributes = module.__dict__
+        if "_hf_hook" in attributes and not is_replaced(module):
+            for name in ("forward", "_old_forward", "_hf_hook", "to"):
+                attributes.pop(name, None)
+
+
 def _only_moves(hook: Any) -> bool:
     if type(hook).__name__ == "SequentialHook":
         return all(map(_only_moves, hook.hooks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -12,6 +13,14 @@ from flashlatte.distributed.model import cuts
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.layers import MLAConfig
 from flashlatte.layers.v4 import V4Config
+from flashlatte.layers.weights import forget_devices
+
+
+def copied(model: Any) -> Any:
+    """A copy of a transformers model, to be cut and moved to one device."""
+    made = copy.deepcopy(model)
+    forget_devices(made)
+    return made
 
 
 def keep_heads(config: MLAConfig, module: Any, ranks: Ranks) -> tuple[int, int]:

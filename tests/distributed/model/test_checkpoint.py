@@ -143,6 +143,22 @@ def test_hooks_of_an_mlp_get_the_sum():
     assert seen[0].eq(3).all()
 
 
+def test_a_model_that_device_map_spread_stays_where_it_is(monkeypatch):
+    """accelerate's ``to`` is one of the model's attributes, and that of the copy would move the model itself."""
+    accelerate = pytest.importorskip("accelerate")
+    spread = copy.deepcopy(model())
+    parts = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
+    accelerate.dispatch_model(spread, dict.fromkeys(parts, "cpu"), main_device="cpu", force_hooks=True)
+    moved = []
+    monkeypatch.setattr(type(spread), "to", lambda self, device: moved.append(self))
+    cut = Model(spread, ranks=ranks(1, 2))
+    assert moved[0] is not spread
+    assert moved[0].model is cut._body
+    # Weights are on another device than where these would move what they are given.
+    assert not any(hasattr(module, "_hf_hook") for module in moved[0].modules())
+    assert hasattr(spread.model.layers[1].mlp, "_hf_hook")
+
+
 def test_what_others_have_is_not_read(tmp_path, monkeypatch):
     model().save_pretrained(tmp_path)
     numbers = 0
