@@ -177,5 +177,8 @@ def check_parts(model: Any) -> None:
                     f"layer {number} of the model must have no hooks and no other forward outside of its MLP, as the "
                     f"engine does not call it: got {got} on {name or 'the layer'}"
                 )
-    if has_hooks(model.model.norm):
-        raise TypeError("the last norm of the model must have no hooks, as the engine does not call it: got some")
+    # Those of ``flashlatte.integrations.transformers.enable`` prepare a call that is not made.
+    decoders = [] if hasattr(model.model, "_flashlatte") else [("the decoder", model.model)]
+    for name, part in (("the model", model), *decoders, ("the last norm of the model", model.model.norm)):
+        if has_hooks(part):
+            raise TypeError(f"{name} must have no hooks, as the engine does not call it: got some")

@@ -11,6 +11,7 @@ from support.engine_models import VOCABULARY, generated_by_transformers, model, 
 from support.marks import mostly_full
 
 from flashlatte.engine import Engine, Model, SamplingParams
+from flashlatte.integrations.transformers import enable
 
 FAMILIES = (
     "DeepseekV3",
@@ -346,11 +347,22 @@ def test_hooks_that_the_engine_would_pass_over_are_refused(family):
     assert output.tokens == generated_by_transformers(family, prompt(5), 3)
 
 
-def test_hooks_on_the_last_norm_are_refused():
+@pytest.mark.parametrize(
+    ("name", "told"), [("model.norm", "the last norm of the model"), ("model", "the decoder"), ("", "the model")]
+)
+def test_hooks_around_the_layers_are_refused(name, told):
     hooked = copy.deepcopy(model())
-    hooked.model.norm.register_forward_hook(lambda *called: 2 * called[2])
-    with pytest.raises(TypeError, match=r"^the last norm of the model must have no hooks"):
+    hooked.get_submodule(name).register_forward_hook(lambda *called: called[2])
+    with pytest.raises(TypeError, match=f"^{told} must have no hooks"):
         Engine(hooked, num_pages=24, page_size=16)
+
+
+@pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
+def test_a_model_that_is_enabled_is_served(family):
+    """The hooks of ``enable`` are none of the engine's."""
+    enabled = enable(copy.deepcopy(model(family)))
+    (output,) = Engine(enabled, num_pages=24, page_size=16).generate([prompt(5)], SamplingParams(max_new_tokens=3))
+    assert output.tokens == generated_by_transformers(family, prompt(5), 3)
 
 
 def test_an_id_in_use_is_refused_and_its_request_goes_on():
