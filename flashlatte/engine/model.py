@@ -13,7 +13,7 @@ from flashlatte import kv_cache
 from flashlatte.distributed.model.checkpoint import Slices
 from flashlatte.distributed.model.cuts import check_divisible
 from flashlatte.distributed.model.ranks import Ranks
-from flashlatte.distributed.model.shards import copied, divide_mlp, keep_heads
+from flashlatte.distributed.model.shards import copied, divide_mlp, keep_heads, take
 from flashlatte.engine.batch import Batch, Limits
 from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_type, config_of, load, normed
 from flashlatte.kv_cache.index_formats import index_format_beside
@@ -95,7 +95,7 @@ class Model(PagedModel):
             slices.fill(ranks, self.config.num_attention_heads, device or ranks.device)
         elif ranks is not None:
             # Also a model that every process has made on the first GPU.
-            model.to(device or ranks.device)
+            take(model, device or ranks.device)
         if ranks is not None:
             lay_on_gpus(map(hidden_projections, self.attention))
         super().__init__(model, self.attention[0].kv_a_layernorm.weight.device, ranks)

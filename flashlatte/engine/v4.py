@@ -11,7 +11,7 @@ import torch
 
 from flashlatte.distributed.model.cuts import check_divisible
 from flashlatte.distributed.model.ranks import Ranks
-from flashlatte.distributed.model.shards import copied, divide_mlp, keep_groups
+from flashlatte.distributed.model.shards import copied, divide_mlp, keep_groups, take
 from flashlatte.engine.batch import Batch, Limits
 from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_type, config_of, load, normed
 from flashlatte.kv_cache.formats import CacheFormat
@@ -64,7 +64,7 @@ class V4Model(PagedModel):
             model = model if of_checkpoint else copied(model)
             pairs = zip(self.layers, model.model.layers, strict=True)
             self.layers = tuple(_keep_share(config, layer, ranks) for config, layer in pairs)
-            model.to(ranks.device)
+            take(model, ranks.device)
         super().__init__(model, model.model.embed_tokens.weight.device, ranks)
         self.backend = backend
         attentions = [layer.self_attn for layer in model.model.layers]

@@ -42,14 +42,11 @@ def is_replaced(module: Any) -> bool:
 
 
 def forget_devices(model: nn.Module) -> None:
-    """Take out of a copied model what accelerate put in to move arguments to where the weights were (``device_map``).
-
-    Its ``to`` would still be that of the model that was copied.
-    """
+    """Take out of a copied model what accelerate put in to move arguments to where weights were (``device_map``)."""
     for module in model.modules():
         attributes = module.__dict__
         if "_hf_hook" in attributes and not is_replaced(module):
-            for name in ("forward", "_old_forward", "_hf_hook", "to"):
+            for name in ("forward", "_old_forward", "_hf_hook"):
                 attributes.pop(name, None)
 
 

@@ -17,10 +17,25 @@ from flashlatte.layers.weights import forget_devices
 
 
 def copied(model: Any) -> Any:
-    """A copy of a transformers model, to be cut and moved to one device."""
-    made = copy.deepcopy(model)
+    """A copy of a transformers model, to be cut and then to ``take``: until then its weights lie where the model's do.
+
+    Two wholes may be more than a device holds.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    made = copy.deepcopy(model, {id(tensor): _over_same_memory(tensor) for tensor in tensors})
     forget_devices(made)
     return made
+
+
+def take(model: nn.Module, device: torch.device | str) -> None:
+    """Give a model's weights memory of their own on a device, one after the other."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.to(device, copy=True)
+
+
+def _over_same_memory(tensor: torch.Tensor) -> torch.Tensor:
+    data = tensor.detach()
+    return nn.Parameter(data, requires_grad=False) if isinstance(tensor, nn.Parameter) else data
 
 
 def keep_heads(config: MLAConfig, module: Any, ranks: Ranks) -> tuple[int, int]:

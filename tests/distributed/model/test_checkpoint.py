@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from flashlatte.distributed.model.checkpoint import Slices
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.engine.model import Model
+from flashlatte.engine.v4 import V4Model
 
 
 def ranks(rank: int, size: int) -> Ranks:
@@ -143,19 +144,33 @@ def test_hooks_of_an_mlp_get_the_sum():
     assert seen[0].eq(3).all()
 
 
+def tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+@pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
+def test_a_model_that_is_cut_is_not_copied_whole(family, monkeypatch):
+    """Nor does it change, and nothing of the copy lies in its memory."""
+    whole = copy.deepcopy(model(family))
+    before = [(id(tensor), tensor.data_ptr(), tensor.shape, tensor.requires_grad) for tensor in tensors(whole)]
+    monkeypatch.setattr(torch.nn.Parameter, "__deepcopy__", lambda *_: pytest.fail("a weight was copied whole"))
+    cut = (V4Model if family == "DeepseekV4" else Model)(whole, ranks=ranks(1, 2))
+    assert before == [(id(tensor), tensor.data_ptr(), tensor.shape, tensor.requires_grad) for tensor in tensors(whole)]
+    theirs = {tensor.untyped_storage().data_ptr() for tensor in tensors(whole)}
+    for tensor in (*tensors(cut._body), *tensors(cut._head)):
+        assert tensor.untyped_storage().data_ptr() not in theirs
+
+
 def test_a_model_that_device_map_spread_stays_where_it_is(monkeypatch):
-    """accelerate's ``to`` is one of the model's attributes, and that of the copy would move the model itself."""
+    """accelerate's ``to`` is one of the model's attributes, and would move the model itself also for a copy."""
     accelerate = pytest.importorskip("accelerate")
     spread = copy.deepcopy(model())
     parts = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
+    monkeypatch.setattr(type(spread), "to", lambda *_: pytest.fail("the model was moved"))
     accelerate.dispatch_model(spread, dict.fromkeys(parts, "cpu"), main_device="cpu", force_hooks=True)
-    moved = []
-    monkeypatch.setattr(type(spread), "to", lambda self, device: moved.append(self))
     cut = Model(spread, ranks=ranks(1, 2))
-    assert moved[0] is not spread
-    assert moved[0].model is cut._body
     # Weights are on another device than where these would move what they are given.
-    assert not any(hasattr(module, "_hf_hook") for module in moved[0].modules())
+    assert not any(hasattr(module, "_hf_hook") for module in cut._body.modules())
     assert hasattr(spread.model.layers[1].mlp, "_hf_hook")
 
 
