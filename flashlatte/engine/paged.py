@@ -22,6 +22,8 @@ Planner = Callable[[Batch, int | None], Any]
 
 # Of a GPU's free memory, what the cache takes when nobody chose its size; a cache on the CPU has so many tokens.
 CACHE_SHARE, CPU_TOKENS = 0.8, 16384
+# A DeepSeek-V3 by another name, which transformers does not know: it would ask for leave to run the checkpoint's code.
+_OF_KIMI_K2 = "kimi_k2"
 
 
 class PagedModel:
@@ -125,7 +127,9 @@ def load(path: str | Path, dtype: torch.dtype | None = None, device: torch.devic
     """The transformers model of a checkpoint directory, in evaluation mode."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        path, config=config_of(path), dtype=dtype or "auto", local_files_only=True
+    )
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
 
 
@@ -136,11 +140,14 @@ def config_of(model: Any) -> Any:
             raise TypeError(f"model must be of transformers, or the directory of a checkpoint, got {model!r}")
         return model.config
     try:
-        from transformers import AutoConfig
+        from transformers import AutoConfig, DeepseekV3Config
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("the engine needs transformers: pip install 'flashlatte[transformers]'") from error
     if not Path(model).is_dir():
         raise FileNotFoundError(f"model must be the directory of a checkpoint, got {model}")
+    fields, _ = DeepseekV3Config.get_config_dict(model, local_files_only=True)
+    if fields.get("model_type") == _OF_KIMI_K2:
+        return DeepseekV3Config.from_dict(fields | {"model_type": DeepseekV3Config.model_type})
     return AutoConfig.from_pretrained(model, local_files_only=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
@@ -345,6 +346,16 @@ def test_hooks_that_the_engine_would_pass_over_are_refused(family):
     layer.mlp.register_forward_hook(lambda *called: called[2])
     (output,) = Engine(hooked, num_pages=24, page_size=16).generate([prompt(5)], SamplingParams(max_new_tokens=3))
     assert output.tokens == generated_by_transformers(family, prompt(5), 3)
+
+
+def test_a_checkpoint_of_kimi_k2(tmp_path):
+    """Its configs name a family that transformers does not know, and code of their own."""
+    model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": "modeling_deepseek.Model"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2", "auto_map": code}))
+    (output,) = Engine(tmp_path, num_pages=24, page_size=16).generate([prompt(5)], SamplingParams(max_new_tokens=3))
+    assert output.tokens == generated_by_transformers("DeepseekV3", prompt(5), 3)
 
 
 @pytest.mark.parametrize(
