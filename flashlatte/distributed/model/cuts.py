@@ -19,8 +19,9 @@ from flashlatte.layers.weights import has_hooks, is_replaced
 # The axes of weights.
 OUTPUTS, INPUTS = -2, -1
 _BLOCK_OF_FOUR_BITS = {OUTPUTS: 1, INPUTS: 32}
-# Numbers of an MLP that stay together where nothing is quantised: a product of all experts at a time wants rows that
-# begin at multiples of 16 bytes.
+# A product of all experts at a time (transformers' ``grouped_mm``) wants rows that begin at multiples of so many bytes.
+_ROW_BYTES = 16
+# Numbers of an MLP that stay together where nothing is quantised, for that.
 _PIECE = 8
 
 
@@ -53,6 +54,17 @@ def piece_of(module: Any) -> int:
 def inner_size(experts: Any) -> int:
     """Inner numbers of experts in one tensor, down_proj [experts, hidden, inner]."""
     return experts.down_proj.shape[INPUTS] * _packed(experts.down_proj, INPUTS)
+
+
+def check_rows(experts: Any, first: int, end: int) -> None:
+    """Raise ValueError for inner numbers ``first`` to ``end`` of experts whose product would fail in the first step."""
+    in_one_product = getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm"
+    each = _ROW_BYTES // experts.down_proj.dtype.itemsize
+    if in_one_product and (end - first) % each:
+        raise ValueError(
+            f"tensor_parallel must leave each rank a multiple of {each} inner numbers of an expert, got {first} to "
+            f"{end} of {inner_size(experts)}: take fewer ranks, or a model with experts_implementation='eager'"
+        )
 
 
 def keep_outputs(linear: Any, first: int, end: int) -> None:

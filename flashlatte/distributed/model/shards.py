@@ -102,6 +102,7 @@ def divide_mlp(mlp: nn.Module, ranks: Ranks) -> None:
 def _keep_share(module: Any, ranks: Ranks) -> None:
     if isinstance(module.down_proj, nn.Parameter):  # [experts, hidden, inner]
         first, end = inner_share(ranks, cuts.inner_size(module), cuts.piece_of(module))
+        cuts.check_rows(module, first, end)
         # gate_up_proj [experts, 2 * inner, hidden] has two halves.
         cuts.keep(module, "gate_up_proj", cuts.OUTPUTS, first, end, halves=2)
         cuts.keep(module, "down_proj", cuts.INPUTS, first, end)

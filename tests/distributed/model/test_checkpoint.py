@@ -96,6 +96,17 @@ def test_blocks_are_not_cut(tmp_path, monkeypatch):
     assert weights(Model(tmp_path, ranks=ranks(0, 4)))["model.layers.0.self_attn.q_b_proj.weight"].shape == (24, 32)
 
 
+def test_experts_that_are_too_small_are_not_cut(tmp_path):
+    """transformers' product of all experts takes rows of multiples of 16 bytes; its loop over experts takes all."""
+    small = copy.deepcopy(model(moe_intermediate_size=12))
+    small.save_pretrained(tmp_path)
+    for source in (small, tmp_path):
+        with pytest.raises(ValueError, match=r"a multiple of 4 inner numbers of an expert, got 0 to 6 of 12: "):
+            Model(source, ranks=ranks(0, 2))
+    small.set_experts_implementation("eager")
+    assert weights(Model(small, ranks=ranks(0, 2)))["model.layers.1.mlp.experts.down_proj"].shape == (4, 64, 6)
+
+
 @pytest.mark.parametrize("part", ["self_attn.o_proj", "mlp.up_proj"])
 def test_adapters_are_not_cut(part):
     class Adapted(torch.nn.Linear):
