@@ -23,16 +23,16 @@ def register_op(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function that only writes into its arguments the operation ``torch.ops.flashlatte.<name>``.
 
-    The schema comes from the function's annotations; ``mutates`` names the tensors it writes. It returns
-    nothing, so its fake does nothing. With ``record``, a named tuple, the function takes one of these first, and the
-    operation its fields.
+    The schema comes from the function's annotations; ``mutates`` names the tensors it writes. It returns nothing. With
+    ``record``, a named tuple, the function takes one of these first, and the operation its fields.
 
     This is what ``torch.library.custom_op`` does, less its Python wrapper: that costs 80 µs a call on two
     mutated arguments, more than a whole decode kernel, and this 6 µs.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        return _define(name, function if record is None else _of_fields(function, record), mutates, _no_result)
+        of_fields = function if record is None else _of_fields(function, record)
+        return _define(name, of_fields, mutates, _writing(_places(of_fields, mutates)))
 
     return register
 
@@ -88,8 +88,7 @@ def _by_itself(function: Callable[..., Any], mutates: Sequence[str]) -> Callable
     Autocast would take the reference's float32 from it. And its gradient is the operation's, if that has one: recorded
     within, one would flow through the reference and through no kernel.
     """
-    names = list(inspect.signature(function).parameters)
-    places = [names.index(name) for name in mutates]
+    places = _places(function, mutates)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -101,11 +100,38 @@ def _by_itself(function: Callable[..., Any], mutates: Sequence[str]) -> Callable
                     stack.enter_context(torch.autocast(device_type, enabled=False))
             result = function(*args, **kwargs)
         if places:
-            # PyTorch leaves out what has its default.
-            note_written([tensor for place in places if place < len(args) for tensor in _tensors(args[place])])
+            note_written(_tensors_at(places, args))
         return result
 
     return run
+
+
+def _writing(places: Sequence[int]) -> Callable[..., None]:
+    """The fake of a function that only writes: where it writes becomes a number that a compiled program is made for.
+
+    Inductor forgets an offset that stands for any number, and the program writes to the first row, cache or layer
+    whichever it is given (PyTorch's issue 198068).
+    """
+
+    def fake(*args: Any) -> None:
+        for tensor in _tensors_at(places, args):
+            offset: Any = tensor.storage_offset()
+            if isinstance(offset, torch.SymInt) and not offset.node.is_constant():
+                # A product of sizes is no number before each of them is.
+                for symbol in offset.node.expr.free_symbols:
+                    offset.node.shape_env.evaluate_expr(symbol)
+
+    return fake
+
+
+def _places(function: Callable[..., Any], mutates: Sequence[str]) -> list[int]:
+    names = list(inspect.signature(function).parameters)
+    return [names.index(name) for name in mutates]
+
+
+def _tensors_at(places: Sequence[int], args: Sequence[Any]) -> list[torch.Tensor]:
+    # PyTorch leaves out what has its default.
+    return [tensor for place in places if place < len(args) for tensor in _tensors(args[place])]
 
 
 def _tensors(value: torch.Tensor | Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
@@ -126,7 +152,3 @@ def _of_fields(function: Callable[..., None], record: Any) -> Callable[..., None
     _, *others = inspect.signature(function, eval_str=True).parameters.values()
     run.__signature__ = inspect.Signature([*fields, *others], return_annotation=None)  # type: ignore[attr-defined]
     return run
-
-
-def _no_result(*_args: object, **_kwargs: object) -> None:
-    return None

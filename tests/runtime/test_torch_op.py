@@ -1,9 +1,12 @@
 """What holds for every operation that ``torch_op`` registers."""
 
+import shutil
+
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
-from flashlatte import dense_decode, dense_prefill, sparse_decode, sparse_prefill
+from flashlatte import dense_decode, dense_prefill, kv_cache, sparse_decode, sparse_prefill
 from flashlatte.testing.cases import DenseDecodeCase, DensePrefillCase, SparseDecodeCase, SparsePrefillCase
 
 F32 = torch.float32
@@ -40,3 +43,33 @@ def test_autocast_takes_no_precision_from_a_gradient():
     expected = gradient()
     with torch.autocast("cpu", torch.bfloat16):
         assert gradient().equal(expected)
+
+
+def written_sums(compiled: object, layer: int) -> list[float]:
+    """Sums of each layer's cache, after rows of ones have gone into one of them."""
+    caches = torch.zeros(3, 4, 16, 1, 576)
+    compiled(caches, layer, torch.arange(5), torch.ones(5, 512), torch.ones(5, 64))  # type: ignore[operator]
+    return caches.flatten(1).sum(1).tolist()
+
+
+def write_layer(caches, layer, slots, latent, rope):
+    kv_cache.write(caches[layer], slots, latent, rope=rope)
+    return caches.sum()
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_program_for_any_sizes_writes_to_one_place(dynamic):
+    """Inductor takes the place of what is written for 0 where it stands for any number."""
+    torch._dynamo.reset()
+    compiled = torch.compile(write_layer, backend=(counter := CompileCounter()), dynamic=dynamic)
+    assert [written_sums(compiled, layer)[layer] for layer in (1, 2, 1)] == [2880.0] * 3
+    assert counter.frame_count == 2
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor wants a C++ compiler")
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_inductor_writes_where_it_is_told(dynamic):
+    torch._dynamo.reset()
+    compiled = torch.compile(write_layer, dynamic=dynamic)
+    assert [written_sums(compiled, layer) for layer in (1, 2)] == [[0.0, 2880.0, 0.0], [0.0, 0.0, 2880.0]]
