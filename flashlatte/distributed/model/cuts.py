@@ -32,7 +32,8 @@ def check_divisible(model: nn.Module) -> None:
             knows_itself = quantised.knows_itself(parameter)
             is_known = parameter.is_floating_point() or (parameter.dtype == torch.int8 and parameter.dim() == 3)
             has_scales = is_known and hasattr(module, scales_name(name))
-            if knows_itself or (parameter.dtype.itemsize == 1 and not has_scales):
+            is_plain = parameter.is_floating_point() and parameter.dtype.itemsize > 1
+            if knows_itself or not (is_plain or has_scales):
                 got = type(parameter).__name__ if knows_itself else parameter.dtype
                 raise ValueError(
                     "tensor_parallel above 1 needs weights that are not quantised, or in float8 with scales, got "
@@ -56,6 +57,31 @@ def inner_size(experts: Any) -> int:
     return experts.down_proj.shape[INPUTS] * _packed(experts.down_proj, INPUTS)
 
 
+def check_unwatched(module: Any, hooks: bool = False) -> None:
+    """Raise TypeError for a module whose call does more than its class's, which would see a rank's part of the numbers.
+
+    Args:
+        hooks: whether it may have hooks.
+    """
+    got = "hooks" if not hooks and has_hooks(module) else "another forward" if is_replaced(module) else None
+    if got is not None:
+        raise TypeError(
+            f"tensor_parallel above 1 needs parts that are computed as their class says, as each rank has some of "
+            f"their numbers, got {got} on a {type(module).__name__}"
+        )
+
+
+def check_plain(linear: Any) -> None:
+    """Raise TypeError for a layer that may be more than its weight and bias, as an adapter is."""
+    check_unwatched(linear)
+    # DeepSeek-V4's o_a_proj has a class of its own.
+    if type(linear) is nn.Linear or hasattr(linear, scales_name("weight")) or hasattr(linear, "n_groups"):
+        return
+    raise TypeError(
+        f"tensor_parallel above 1 needs plain linear layers, got {type(linear).__name__}: merge adapters first"
+    )
+
+
 def check_rows(experts: Any, first: int, end: int) -> None:
     """Raise ValueError for inner numbers ``first`` to ``end`` of experts whose product would fail in the first step."""
     in_one_product = getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm"
@@ -68,7 +94,7 @@ def check_rows(experts: Any, first: int, end: int) -> None:
 
 
 def keep_outputs(linear: Any, first: int, end: int) -> None:
-    _check_plain(linear)
+    check_plain(linear)
     keep(linear, "weight", OUTPUTS, first, end)
     linear.out_features = end - first
     if linear.bias is not None:
@@ -76,7 +102,7 @@ def keep_outputs(linear: Any, first: int, end: int) -> None:
 
 
 def keep_inputs(linear: Any, first: int, end: int, ranks: Ranks) -> None:
-    _check_plain(linear)
+    check_plain(linear)
     keep(linear, "weight", INPUTS, first, end)
     linear.in_features = end - first
     if not ranks.leads:
@@ -107,31 +133,6 @@ def share(whole: torch.Tensor, axis: int, first: int, end: int, halves: int = 1)
     """A copy, so that what other ranks have can be forgotten."""
     parts = [half.narrow(axis, first, end - first) for half in whole.chunk(halves, axis)]
     return nn.Parameter(torch.cat(parts, axis), requires_grad=False)
-
-
-def check_unwatched(module: Any, hooks: bool = False) -> None:
-    """Raise TypeError for a module whose call does more than its class's, which would see a rank's part of the numbers.
-
-    Args:
-        hooks: whether it may have hooks.
-    """
-    got = "hooks" if not hooks and has_hooks(module) else "another forward" if is_replaced(module) else None
-    if got is not None:
-        raise TypeError(
-            f"tensor_parallel above 1 needs parts that are computed as their class says, as each rank has some of "
-            f"their numbers, got {got} on a {type(module).__name__}"
-        )
-
-
-def _check_plain(linear: Any) -> None:
-    """Raise TypeError for a layer that may be more than its weight and bias, as an adapter is."""
-    check_unwatched(linear)
-    # DeepSeek-V4's o_a_proj has a class of its own.
-    if type(linear) is nn.Linear or hasattr(linear, scales_name("weight")) or hasattr(linear, "n_groups"):
-        return
-    raise TypeError(
-        f"tensor_parallel above 1 needs plain linear layers, got {type(linear).__name__}: merge adapters first"
-    )
 
 
 def _packed(weight: torch.Tensor, axis: int) -> int:

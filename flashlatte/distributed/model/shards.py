@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -89,7 +90,9 @@ def divide_mlp(mlp: nn.Module, ranks: Ranks) -> None:
         return ranks.sum(output)
 
     cuts.check_unwatched(mlp, hooks=True)
-    parts = [module for module in mlp.modules() if hasattr(module, "down_proj")]
+    # What wraps a part may show the part's projections as its own.
+    parts = [module for module in mlp.modules() if "down_proj" in {**module._modules, **module._parameters}]
+    _check_known(mlp, parts)
     for module in parts:
         cuts.check_unwatched(module, hooks=module is mlp)
         _keep_share(module, ranks)
@@ -97,6 +100,21 @@ def divide_mlp(mlp: nn.Module, ranks: Ranks) -> None:
     is_linear = not any("norm" in name for name, _ in mlp.named_modules())
     for module in [mlp] if is_linear else parts:
         module.register_forward_hook(sum_output, prepend=True)
+
+
+def _check_known(mlp: nn.Module, parts: Iterable[nn.Module]) -> None:
+    """Raise TypeError for weights that are neither divided nor a router's or a norm's: every rank would add theirs."""
+    known = set[nn.Module | None]()
+    for part in parts:
+        linears = (part._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj"))
+        known |= {part} if "down_proj" in part._parameters else {*linears}
+    for name, module in mlp.named_modules():
+        is_whole = name.split(".")[0] == "gate" or "norm" in name
+        if module not in known and not is_whole and any(True for _ in module.parameters(recurse=False)):
+            raise TypeError(
+                "tensor_parallel above 1 needs MLPs of a router, experts, and gate_proj, up_proj and down_proj, got "
+                f"weights of {f'{name}, ' if name else ''}a {type(module).__name__}: merge adapters first"
+            )
 
 
 def _keep_share(module: Any, ranks: Ranks) -> None:
@@ -108,6 +126,7 @@ def _keep_share(module: Any, ranks: Ranks) -> None:
         cuts.keep(module, "down_proj", cuts.INPUTS, first, end)
         module.intermediate_dim = end - first
         return
+    cuts.check_plain(module.down_proj)
     first, end = inner_share(ranks, module.down_proj.in_features, cuts.piece_of(module.down_proj))
     for linear in (module.gate_proj, module.up_proj):
         cuts.keep_outputs(linear, first, end)

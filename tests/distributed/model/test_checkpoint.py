@@ -123,6 +123,46 @@ def test_adapters_are_not_cut(part):
         Model(changed, ranks=ranks(0, 2))
 
 
+class Beside(torch.nn.Module):
+    """A bottleneck adapter beside what it wraps, or low ranks beside a linear layer."""
+
+    def __init__(self, base: torch.nn.Module, inputs: int = 64, outputs: int = 64) -> None:
+        super().__init__()
+        self.base, self.down, self.up = base, torch.nn.Linear(inputs, 2), torch.nn.Linear(2, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize(
+    ("part", "sizes"), [("mlp", ()), ("mlp.shared_experts", ()), ("mlp.shared_experts.down_proj", (32, 64))]
+)
+def test_what_every_rank_would_add_is_refused(part, sizes):
+    changed = copy.deepcopy(model())
+    layer = changed.model.layers[1]
+    layer.set_submodule(part, Beside(layer.get_submodule(part), *sizes))
+    with pytest.raises(TypeError, match=r"^tensor_parallel above 1 needs MLPs of a router.*: merge adapters first$"):
+        Model(changed, ranks=ranks(0, 2))
+
+
+def test_an_mlp_of_other_weights_is_refused():
+    changed = copy.deepcopy(model())
+    changed.model.layers[1].mlp = torch.nn.Linear(64, 64)
+    with pytest.raises(TypeError, match=r" up_proj and down_proj, got weights of a Linear: merge adapters first$"):
+        Model(changed, ranks=ranks(0, 2))
+
+
+def test_packed_weights_are_refused():
+    """As of a linear layer with compressed-tensors' weights."""
+    changed = copy.deepcopy(model())
+    packed = changed.model.layers[1].mlp.shared_experts.up_proj
+    del packed.weight
+    packed.weight_packed = torch.nn.Parameter(torch.zeros(32, 8, dtype=torch.int32), requires_grad=False)
+    message = r"needs weights that are not quantised, .*up_proj\.weight_packed of torch\.int32$"
+    with pytest.raises(ValueError, match=message):
+        Model(changed, ranks=ranks(0, 2))
+
+
 @pytest.mark.parametrize("part", ["mlp.shared_experts", "mlp.experts", "mlp.shared_experts.up_proj"])
 def test_hooks_that_would_see_a_part_are_refused(part):
     changed = copy.deepcopy(model())
