@@ -151,8 +151,8 @@ class Model(PagedModel):
         """An attention layer on the weights of a decoder layer's module, or on this rank's part of them."""
         heads = None
         if ranks is not None:
-            divide_mlp(layer.mlp, ranks)
             heads = keep_heads(self.config, layer.self_attn, ranks)
+            divide_mlp(layer.mlp, ranks)
         attention = MLAAttention(
             self.config,
             heads=heads,

@@ -142,8 +142,9 @@ class V4Model(PagedModel):
 
 def _keep_share(config: V4Config, layer: Any, ranks: Ranks) -> V4Config:
     """Leave a decoder layer this rank's part; what its attention is then."""
+    kept = keep_groups(config, layer.self_attn, ranks)
     divide_mlp(layer.mlp, ranks)
-    return keep_groups(config, layer.self_attn, ranks)
+    return kept
 
 
 def _cache_of(config: V4Config, caches: Iterator[torch.Tensor], states: States) -> V4Cache:

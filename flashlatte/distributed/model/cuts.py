@@ -86,7 +86,9 @@ def check_rows(experts: Any, first: int, end: int) -> None:
     """Raise ValueError for inner numbers ``first`` to ``end`` of experts whose product would fail in the first step."""
     in_one_product = getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm"
     each = _ROW_BYTES // experts.down_proj.dtype.itemsize
-    if in_one_product and (end - first) % each:
+    # Whole blocks have as many.
+    in_blocks = _block(experts, experts.down_proj, INPUTS) is not None
+    if in_one_product and not in_blocks and (end - first) % each:
         raise ValueError(
             f"tensor_parallel must leave each rank a multiple of {each} inner numbers of an expert, got {first} to "
             f"{end} of {inner_size(experts)}: take fewer ranks, or a model with experts_implementation='eager'"

@@ -107,6 +107,16 @@ def test_experts_that_are_too_small_are_not_cut(tmp_path):
     assert weights(Model(small, ranks=ranks(0, 2)))["model.layers.1.mlp.experts.down_proj"].shape == (4, 64, 6)
 
 
+def test_blocks_of_experts_are_not_cut(tmp_path, monkeypatch):
+    """6 heads divide over 3 ranks, and two blocks of an expert's inner numbers do not."""
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 6}
+    fp8_linears.save(model(**fp8_linears.SIZES | sizes), tmp_path)
+    fp8_linears.keep_quantised(monkeypatch)
+    message = r"^tensor_parallel must divide quantised weights .*, got 0 to 10 of 32 for a rank's part of a FP8Experts$"
+    with pytest.raises(ValueError, match=message):
+        Model(tmp_path, ranks=ranks(0, 3))
+
+
 @pytest.mark.parametrize("part", ["self_attn.o_proj", "mlp.up_proj"])
 def test_adapters_are_not_cut(part):
     class Adapted(torch.nn.Linear):
