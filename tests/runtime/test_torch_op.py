@@ -67,6 +67,7 @@ def test_a_program_for_any_sizes_writes_to_one_place(dynamic):
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor wants a C++ compiler")
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_inductor_writes_where_it_is_told(dynamic):
