@@ -95,7 +95,7 @@ class Model(PagedModel):
             slices.fill(ranks, self.config.num_attention_heads, device or ranks.device)
         elif ranks is not None:
             # Also a model that every process has made on the first GPU.
-            take(model, device or ranks.device)
+            take(model, device or ranks.device, copies=not of_checkpoint)
         if ranks is not None:
             lay_on_gpus(map(hidden_projections, self.attention))
         super().__init__(model, self.attention[0].kv_a_layernorm.weight.device, ranks)

@@ -64,7 +64,7 @@ class V4Model(PagedModel):
             model = model if of_checkpoint else copied(model)
             pairs = zip(self.layers, model.model.layers, strict=True)
             self.layers = tuple(_keep_share(config, layer, ranks) for config, layer in pairs)
-            take(model, ranks.device)
+            take(model, ranks.device, copies=not of_checkpoint)
         super().__init__(model, model.model.embed_tokens.weight.device, ranks)
         self.backend = backend
         attentions = [layer.self_attn for layer in model.model.layers]

@@ -42,8 +42,8 @@ class Slices:
         self._dtypes = _STORED | ({} if quantiser is None else _FLOAT8)
         with torch.device("meta"):
             self.model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype or self._dtype(config)).eval()
+        self._quantiser: Any = quantiser
         if quantiser is not None:
-            self._block = quantiser.quantization_config.weight_block_size
             quantiser.preprocess_model(self.model, dtype=self.model.dtype)
         if (path / "generation_config.json").is_file():
             self.model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
@@ -128,7 +128,8 @@ class Slices:
             return part
         scales_of = scales_name(source)
         scales = self._files[self._places[scales_of]].get_tensor(scales_of)
-        return times_scales(part, scales, self._block, (cut[0].start, cut[1].start)).to(target.dtype)
+        block = self._quantiser.quantization_config.weight_block_size
+        return times_scales(part, scales, block, (cut[0].start, cut[1].start)).to(target.dtype)
 
     def _share(self, name: str, axis: int, size: int, ranks: Ranks, count: int | None) -> tuple[int, int]:
         """(first, end) of this rank's share of an axis, as ``keep_heads`` and ``divide_mlp`` have cut it."""

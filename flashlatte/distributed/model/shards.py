@@ -28,10 +28,10 @@ def copied(model: Any) -> Any:
     return made
 
 
-def take(model: nn.Module, device: torch.device | str) -> None:
-    """Give a model's weights memory of their own on a device, one after the other."""
+def take(model: nn.Module, device: torch.device | str, *, copies: bool) -> None:
+    """Bring a model's weights to a device, one after the other; ``copies``: even there, into memory of their own."""
     for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.to(device, copy=True)
+        tensor.data = tensor.data.to(device, copy=copies)
 
 
 def _over_same_memory(tensor: torch.Tensor) -> torch.Tensor:

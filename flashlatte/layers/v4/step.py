@@ -283,7 +283,7 @@ class V4Step:
                 )
             rows = checks.positive_int(f"group_page_sizes[{ratio}]", (group_page_sizes or {}).get(ratio, page_size))
             groups[ratio] = V4Groups.build(ratio, request_ids, written, seeing, table, state_table, rows, backend)
-        readable = device.type == "cpu" and not torch.compiler.is_compiling()
+        readable = checks.has_values(positions)
         step = cls(
             request_ids,
             positions,

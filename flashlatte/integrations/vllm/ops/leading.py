@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import operator
-from typing import SupportsIndex
-
 import torch
 
 from flashlatte.runtime import checks
 
 
 def rows(name: str, x: object, count_name: str, count: object) -> torch.Tensor:
-    """The first ``count`` rows of a tensor that has as many.
-
-    NumPy's integers are counts too, as PyTorch's operations take them, and a tensor of one integer, which is read.
-    """
-    one = not isinstance(count, torch.Tensor) or (count.numel() == 1 and count.dtype in checks.INDEX_DTYPES)
-    if one and not isinstance(count, bool) and isinstance(count, SupportsIndex):
-        count = operator.index(count)
+    """The first ``count`` rows of a tensor that has as many; a tensor of one integer is a count too, and is read."""
+    if isinstance(count, torch.Tensor) and count.numel() == 1 and count.dtype in checks.INDEX_DTYPES:
+        count = int(count)
     count = checks.positive_int(count_name, count, or_zero=True)
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")

@@ -150,7 +150,7 @@ def _refuse(condition: bool, message: str) -> None:
 def _sides(window_size: Sequence[int], causal: bool) -> tuple[int, int]:
     """The window to the left and to the right of a query, -1 for no bound: vLLM looks at the first alone."""
     checks.instance("window_size", window_size, Sequence)
-    if len(window_size) != 2 or not all(isinstance(side, int) for side in window_size):
+    if len(window_size) != 2 or not all(map(checks.is_integer, window_size)):
         raise TypeError(f"window_size must be a pair of ints, got {window_size!r}")
     left, right = window_size
     if causal:
@@ -179,8 +179,10 @@ def _of_cache(name: str, scale: torch.Tensor | None, cache: torch.Tensor, reques
 
 def _first(name: str, scale: torch.Tensor | None, requests: int) -> torch.Tensor | None:
     """One element of a scale of vLLM's: an expanded [b, h_kv], of which there is none where there are no requests."""
-    if not isinstance(scale, torch.Tensor) or scale.numel():
-        return scale[(0,) * scale.dim()] if isinstance(scale, torch.Tensor) else scale
+    if not isinstance(scale, torch.Tensor):
+        return scale
+    if scale.numel():
+        return scale[(0,) * scale.dim()]
     _refuse(requests > 0, f"{name} must hold at least one number, got shape {list(scale.shape)}")
     return None
 
