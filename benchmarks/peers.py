@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import checked
@@ -46,6 +46,16 @@ DECODE = (
     (1, 1, 16, 4096),
     (1, 1, 128, 131072),
     (1, 1, 16, 131072),
+)
+# What else docs/notes/floors.md sets beside FlashMLA.
+FLOORS = (
+    DenseDecode(16, 4, 128, 4096, causal=True),
+    DenseDecode(128, 1, 128, 4096, varlen=True),
+    DenseDecode(128, 2, 128, 8192, varlen=True, causal=True),
+    DenseDecode(128, 2, 128, 8192, dtype="fp16"),
+    DenseDecode(128, 1, 64, 4096),
+    DenseDecode(1, 1, 128, 65536),
+    DenseDecode(4, 4, 16, 45118, uneven=(4641, 1730, 1696)),
 )
 
 
@@ -88,9 +98,16 @@ def error(workload: Workload, results: Results) -> float:
 
 def decode(device: torch.device) -> Iterator[list[checked.Case]]:
     """bf16 caches: FlashMLA, and FlashAttention-3 with its latent values beside the rotated keys."""
+    return decode_of((DenseDecode(*shape, causal=shape[1] > 1) for shape in DECODE), device)
+
+
+def decode_floors(device: torch.device) -> Iterator[list[checked.Case]]:
+    return decode_of(FLOORS, device)
+
+
+def decode_of(problems: Iterable[DenseDecode], device: torch.device) -> Iterator[list[checked.Case]]:
     there = load(device)
-    for batch, s_q, h_q, keys in DECODE:
-        problem = sized(DenseDecode(batch, s_q, h_q, keys, causal=s_q > 1), device)
+    for problem in (sized(problem, device) for problem in problems):
         work = prepare(problem, device)
         peers = {"flashmla": flashmla_decode(work), "flash_attention_3": fa3_decode(work)} if there else {}
         yield beside(work, problem.name, peers, "graph")
@@ -238,6 +255,7 @@ def flashmla_prefill(work: SparsePrefillWorkload):
 
 SECTIONS: checked.Sections = {
     "decode": decode,
+    "decode_floors": decode_floors,
     "decode_e4m3": decode_e4m3,
     "dense_prefill": dense_prefill,
     "sparse_decode": sparse_decode,
