@@ -49,11 +49,22 @@ def _files(path: Path, marker: str) -> list[Path]:
         return [path]
     index = path / _INDEX
     if index.is_file():
-        names = json.loads(index.read_text())["weight_map"]
-        return sorted({path / file for name, file in names.items() if marker in name})
+        return sorted({path / file for name, file in files_by_weight(index).items() if marker in name})
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"path must be a safetensors file or a directory with some, got {path}")
+    return files
+
+
+def files_by_weight(index: Path) -> dict[str, str]:
+    """The file of each weight, from a checkpoint's index.
+
+    Raises:
+        ValueError: The index has none.
+    """
+    files = json.loads(index.read_text()).get("weight_map")
+    if not isinstance(files, dict):
+        raise ValueError(f"{index.name} must have a weight_map of weights' files, got {files!r} in {index.parent}")
     return files
 
 

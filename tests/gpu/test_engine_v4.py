@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_models import V4_SIZES, VOCABULARY, prompt
+from support.engine_models import VOCABULARY, large_v4, prompt
 
 from flashlatte.engine import Engine, SamplingParams
 from flashlatte.engine.batch import Batch
@@ -18,22 +18,7 @@ LENGTHS = (3, 100, 240, 500)
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = V4_SIZES | {"max_position_embeddings": 4096}
-    sizes |= {"hidden_size": 256, "num_attention_heads": 64, "head_dim": 512, "partial_rotary_factor": 0.125}
-    sizes |= {"q_lora_rank": 128, "o_groups": 8, "o_lora_rank": 64, "sliding_window": 128}
-    sizes |= {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}}
-    sizes |= {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 64, "moe_intermediate_size": 64}
-    made: Any = DeepseekV4ForCausalLM(DeepseekV4Config(**sizes))
-    for weight in made.parameters():
-        if weight.dim() > 1:
-            torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-    for name, table in made.named_buffers():
-        if name.endswith("tid2eid"):
-            table.copy_(torch.randint(4, table.shape))
-    return made.to("cuda", torch.bfloat16).eval()
+    return large_v4().to("cuda", torch.bfloat16)
 
 
 @pytest.mark.parametrize("cache_format", ["model1", "bf16"])

@@ -63,6 +63,13 @@ def test_a_layer_over_several_files_with_an_index(save):
     assert_loaded(layer, weights)
 
 
+def test_an_index_without_files_is_named(save):
+    directory = save(random_weights(), "a.safetensors")
+    (directory / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"^model\.safetensors\.index\.json must have a weight_map .*, got None in "):
+        MLAAttention(CONFIG).load_checkpoint(directory, 3)
+
+
 FLOAT8 = ("q_a_proj.weight", "kv_b_proj.weight", "o_proj.weight", "indexer.wq_b.weight", "indexer.wk.weight")
 
 

@@ -81,6 +81,25 @@ V4_SIZES = {
 }
 
 
+# Heads and tokens of the sizes that kernels are for, and groups of 4 and 128.
+V4_LARGE = V4_SIZES | {
+    "max_position_embeddings": 4096,
+    "hidden_size": 256,
+    "num_attention_heads": 64,
+    "head_dim": 512,
+    "partial_rotary_factor": 0.125,
+    "q_lora_rank": 128,
+    "o_groups": 8,
+    "o_lora_rank": 64,
+    "sliding_window": 128,
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 64,
+    "moe_intermediate_size": 64,
+}
+
+
 @functools.cache
 def model(family: str = "DeepseekV3", **changes: Any) -> Any:
     """A model in float32 whose greedy tokens vary and lead by a margin, of sizes that may be changed."""
@@ -111,3 +130,18 @@ def generated_by_transformers(family: str, prompt: list[int], count: int, **opti
 def prompt(length: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
+
+
+def large_v4(**changes: Any) -> Any:
+    """A random DeepSeek-V4 of V4_LARGE, of which sizes may be changed; the same in every process."""
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+    torch.manual_seed(0)
+    made: Any = DeepseekV4ForCausalLM(DeepseekV4Config(**V4_LARGE | changes))
+    for weight in made.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+    for name, table in made.named_buffers():
+        if name.endswith("tid2eid"):
+            table.copy_(torch.randint(4, table.shape))
+    return made.eval()

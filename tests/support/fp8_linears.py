@@ -61,8 +61,9 @@ def quantised(model: Any, *, in_blocks: bool = True) -> Any:
     return model
 
 
-def save(model: Any, path: Path, *, scale_fmt: str | None = None) -> None:
-    """Save a model as DeepSeek's checkpoints are; V3.1's scales are powers of two, and its ``scale_fmt`` is "ue8m0"."""
+def save(model: Any, path: Path, *, scale_fmt: str | None = None, block: int = BLOCK) -> None:
+    """Save a model as DeepSeek's checkpoints are, whose blocks are 128 x 128; V3.1's scales are powers of two, and its
+    ``scale_fmt`` is "ue8m0"."""
     from safetensors.torch import load_file, save_file
 
     model.save_pretrained(path)
@@ -70,12 +71,12 @@ def save(model: Any, path: Path, *, scale_fmt: str | None = None) -> None:
     for name, weight in load_file(file).items():
         written[name] = weight
         if weight.dim() == 2 and not any(part in name for part in _PLAIN):
-            written[name], scales = codes_and_scales(weight)
+            written[name], scales = codes_and_scales(weight, block=block)
             scales = scales.float() if scale_fmt is None else scales.float().log2().ceil().exp2()
             written[f"{name}_scale_inv"] = scales
     save_file(written, file, {"format": "pt"})
     settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-    settings |= {"weight_block_size": [BLOCK, BLOCK], **({} if scale_fmt is None else {"scale_fmt": scale_fmt})}
+    settings |= {"weight_block_size": [block, block], **({} if scale_fmt is None else {"scale_fmt": scale_fmt})}
     config = json.loads((path / "config.json").read_text()) | {"quantization_config": settings}
     (path / "config.json").write_text(json.dumps(config))
 
@@ -90,9 +91,11 @@ def keep_quantised(monkeypatch: Any) -> None:
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", keep)
 
 
-def codes_and_scales(weight: torch.Tensor, *, in_blocks: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    padded = nn.functional.pad(weight, (0, -weight.shape[1] % BLOCK, 0, -weight.shape[0] % BLOCK))
-    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)) if in_blocks else padded[None, :, None]
+def codes_and_scales(
+    weight: torch.Tensor, *, in_blocks: bool = True, block: int = BLOCK
+) -> tuple[torch.Tensor, torch.Tensor]:
+    padded = nn.functional.pad(weight, (0, -weight.shape[1] % block, 0, -weight.shape[0] % block))
+    blocks = padded.unflatten(1, (-1, block)).unflatten(0, (-1, block)) if in_blocks else padded[None, :, None]
     scales = blocks.abs().amax((1, 3)) / 448
     codes = (blocks / scales[:, None, :, None]).reshape(padded.shape)[: weight.shape[0], : weight.shape[1]]
     return codes.to(torch.float8_e4m3fn), scales if in_blocks else scales.squeeze()

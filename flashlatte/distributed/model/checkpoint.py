@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from flashlatte.distributed.model.cuts import piece_of, scales_name
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.distributed.model.shards import inner_share
+from flashlatte.layers.checkpoint import files_by_weight
 from flashlatte.layers.quantised import times_scales
 
 _INDEX = "model.safetensors.index.json"
@@ -202,4 +202,4 @@ def _files(path: Path) -> list[Path]:
         return [whole]
     if not index.is_file():
         return []
-    return sorted({path / file for file in json.loads(index.read_text())["weight_map"].values()})
+    return sorted({path / file for file in files_by_weight(index).values()})

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.engine_models import generated_by_transformers, model, prompt
+from support import fp8_linears
+from support.engine_models import generated_by_transformers, large_v4, model, prompt
 
 from flashlatte.engine import Engine, SamplingParams
 from flashlatte.engine.runner import Runner
@@ -34,8 +35,10 @@ def generate(
     return [(output.tokens, output.logprobs) for output in outputs], len(engine.runner._graphs)
 
 
-@pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV32"])
-@pytest.mark.parametrize("keys_over_all", [False, True])
+@pytest.mark.parametrize(
+    ("family", "keys_over_all"),
+    [("DeepseekV3", False), ("DeepseekV3", True), ("DeepseekV32", False), ("DeepseekV32", True), ("DeepseekV4", False)],
+)
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_greedy_tokens_are_transformers(family, keys_over_all, drafts):
     expected = [generated_by_transformers(family, tokens, 24) for tokens in PROMPTS]
@@ -78,3 +81,60 @@ def test_graphs_of_more_requests_than_a_step_has(keys_over_all, monkeypatch):
         assert replayed[0] == padded[0]
         assert padded[1] == 0
         assert replayed[1] > 0
+
+
+def alone(source: Any, prompts: list[list[int]], sampling: SamplingParams, **options: Any) -> list[Any]:
+    """What the engine of one process generates."""
+    outputs = Engine(source, num_pages=64, **options).generate(prompts, sampling)
+    return [(output.tokens, output.logprobs) for output in outputs]
+
+
+def check_close(got: list[Any], expected: list[Any]) -> None:
+    """Sums over ranks are rounded to bf16 otherwise: log-probabilities are close as long as tokens are the same, and
+    where they part both were as probable."""
+    for (tokens, logprobs), (tokens_alone, logprobs_alone) in zip(got, expected, strict=True):
+        same = [one == other for one, other in zip(tokens, tokens_alone, strict=True)]
+        until = min(len(same), [*same, False].index(False) + 1)
+        torch.testing.assert_close(logprobs[:until], logprobs_alone[:until], rtol=0, atol=0.1)
+
+
+# Of DeepSeek-V3's heads; two ranks have whole blocks of 128 of everything that they divide. Each token takes all
+# experts, as what is rounded otherwise may choose others.
+FLOAT8 = {"num_experts_per_tok": 4, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256}
+FLOAT8 |= {"q_lora_rank": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
+@pytest.mark.filterwarnings("error:decode steps run without CUDA graphs")
+def test_a_float8_checkpoint_is_divided(tmp_path):
+    """Read as slices, and multiplied by transformers' kernels."""
+    from transformers.integrations import finegrained_fp8
+
+    try:
+        finegrained_fp8.load_finegrained_fp8_kernel()
+    except (ImportError, OSError) as error:
+        pytest.skip(f"transformers has no kernels of float8 weights here: {error}")
+    fp8_linears.save(copy.deepcopy(model(**FLOAT8)).bfloat16(), tmp_path, block=128)
+    sampling = SamplingParams(24, logprobs=True)
+    expected = alone(tmp_path, PROMPTS, sampling)
+    got = generate(tmp_path, [PROMPTS], sampling)
+    if got is not None:
+        check_close(got[0], expected)
+        assert got[1] > 0
+
+
+@pytest.mark.filterwarnings("error:decode steps run without CUDA graphs")
+@pytest.mark.parametrize("cache_format", ["model1", "bf16"])
+def test_deepseek_v4s_groups_of_heads(cache_format):
+    """Replayed steps bit for bit eager ones; experts and groups of tokens are all chosen, for the same reason."""
+    source = large_v4(num_experts_per_tok=4, index_topk=256).to("cuda", torch.bfloat16)
+    prompts = [prompt(length, seed) for seed, length in enumerate((3, 100, 240, 500))]
+    options: dict[str, Any] = {"cache_format": cache_format, "max_tokens": 1024}
+    sampling = SamplingParams(40, logprobs=True)
+    expected = alone(copy.deepcopy(source), prompts, sampling, **options)
+    eager, replayed = (
+        generate(copy.deepcopy(source), [prompts], sampling, graphs=graphs, **options) for graphs in (False, True)
+    )
+    if eager is not None and replayed is not None:
+        assert replayed[0] == eager[0]
+        assert replayed[1] > 0
+        check_close(eager[0], expected)

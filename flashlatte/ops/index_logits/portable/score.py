@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashlatte.kernels.triton.fp4 import e2m1_to_float
 from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, e8m0_to_float, to_float32
 from flashlatte.runtime import machine
 
@@ -99,14 +100,6 @@ def load_keys(
         even = as_operand(tl.load(values[:, None] + tl.arange(0, D)[None, :], mask=mask, other=0), COMPUTE, NATIVE)
         odd = even
     return Operand(even, odd)
-
-
-@triton.jit
-def e2m1_to_float(code):
-    """float32 of codes 0 to 15, int32: two exponent bits (bias 1) and one of mantissa."""
-    # As float32 bits the code is 2^-126 of the value, 0.5 included.
-    magnitude = ((code & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
-    return tl.where(code >= 8, -magnitude, magnitude)
 
 
 @triton.jit
