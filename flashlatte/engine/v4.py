@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flashlatte.distributed.model.checkpoint import Slices
 from flashlatte.distributed.model.cuts import check_divisible
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.distributed.model.shards import copied, divide_mlp, keep_groups, take
@@ -53,10 +54,11 @@ class V4Model(PagedModel):
     workspaces = DEFAULT_LIMITS
 
     def __init__(self, model: Any, *, backend: str | None = None, ranks: Ranks | None = None) -> None:
-        check_type(config_of(model), (MODEL_TYPE,))
-        of_checkpoint = isinstance(model, (str, Path))
+        check_type(config := config_of(model), (MODEL_TYPE,))
+        of_checkpoint, slices = isinstance(model, (str, Path)), None
         if of_checkpoint:
-            model = load(model, device=None if ranks is None else "cpu")
+            slices = None if ranks is None else Slices.of(model, config, None, ranks.device)
+            model = slices.model if slices else load(model, device=None if ranks is None else "cpu")
         check_parts(model)
         self.layers = self.config = V4Config.layers(model.config)
         if ranks is not None:
@@ -64,7 +66,10 @@ class V4Model(PagedModel):
             model = model if of_checkpoint else copied(model)
             pairs = zip(self.layers, model.model.layers, strict=True)
             self.layers = tuple(_keep_share(config, layer, ranks) for config, layer in pairs)
-            take(model, ranks.device, copies=not of_checkpoint)
+            if slices is not None:
+                slices.fill(ranks, model.config.o_groups, ranks.device)
+            else:
+                take(model, ranks.device, copies=not of_checkpoint)
         super().__init__(model, model.model.embed_tokens.weight.device, ranks)
         self.backend = backend
         attentions = [layer.self_attn for layer in model.model.layers]

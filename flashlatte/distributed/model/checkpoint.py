@@ -9,18 +9,20 @@ from typing import Any
 
 import torch
 
-from flashlatte.distributed.model.cuts import piece_of, scales_name
+from flashlatte.distributed.model.cuts import numbers_of_one, piece_of, scales_name
+from flashlatte.distributed.model.names import in_transformers
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.distributed.model.shards import inner_share
 from flashlatte.layers.checkpoint import files_by_weight
 from flashlatte.layers.quantised import times_scales
 
 _INDEX = "model.safetensors.index.json"
-_STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_STORED = _FLOATS | {"I64": torch.int64, "I32": torch.int32}
 # Weights and scales of a checkpoint that says that it is quantised.
 _FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
-# transformers' name of a module, and another that checkpoints have for it.
-_RENAMED = ("mlp.post_mlp_layernorm.", "post_mlp_layernorm.")
+# Two numbers of four bits to a byte.
+_FOUR_BITS = {"I8": torch.int8}
 _EXPERTS = ".experts."
 # One weight where a config ties them.
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -38,8 +40,15 @@ class Slices:
         from transformers import AutoModelForCausalLM, GenerationConfig
 
         self._files = {file: safe_open(file, framework="pt") for file in _files(path)}
-        self._places = {name: file for file, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118
+        # Of transformers' names the file, and the name there.
+        self._places = {
+            in_transformers(stored, config.model_type): (file, stored)
+            for file, opened in self._files.items()
+            for stored in opened.keys()  # noqa: SIM118 (safe_open is no mapping)
+        }
         self._dtypes = _STORED | ({} if quantiser is None else _FLOAT8)
+        if quantiser is not None and not quantiser.quantization_config.dequantize:
+            self._dtypes |= _FOUR_BITS
         with torch.device("meta"):
             self.model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype or self._dtype(config)).eval()
         self._quantiser: Any = quantiser
@@ -47,8 +56,10 @@ class Slices:
             quantiser.preprocess_model(self.model, dtype=self.model.dtype)
         if (path / "generation_config.json").is_file():
             self.model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
-        # Only transformers' own attention rotates by it.
-        self.model.model.rotary_emb = None
+        # Only transformers' own attention rotates by them.
+        for module in self.model.modules():
+            if hasattr(module, "rotary_emb"):
+                module.rotary_emb = None
 
     @classmethod
     def of(cls, path: str | Path, config: Any, dtype: torch.dtype | None, device: torch.device | str) -> Slices | None:
@@ -71,7 +82,7 @@ class Slices:
         """Read what the model still has after it was cut to a rank's part.
 
         Args:
-            heads: of the whole model.
+            heads: of the whole model, or groups of heads that stay together.
 
         Raises:
             ValueError: a weight of another shape than the config says.
@@ -113,7 +124,7 @@ class Slices:
 
         A float8 weight is dequantised for a ``target`` of another dtype.
         """
-        stored = self._files[self._places[source]].get_slice(source)
+        stored = self._slice(source)
         cut = []
         for axis, (size, here) in enumerate(zip(stored.get_shape(), target.shape, strict=True)):
             first, end = (0, size) if size == here else self._share(name, axis, size, ranks, count)
@@ -126,16 +137,15 @@ class Slices:
             )
         if part.dtype != torch.float8_e4m3fn or target.dtype == part.dtype:
             return part
-        scales_of = scales_name(source)
-        scales = self._files[self._places[scales_of]].get_tensor(scales_of)
+        scales = self._slice(scales_name(source))[:]
         block = self._quantiser.quantization_config.weight_block_size
         return times_scales(part, scales, block, (cut[0].start, cut[1].start)).to(target.dtype)
 
     def _share(self, name: str, axis: int, size: int, ranks: Ranks, count: int | None) -> tuple[int, int]:
         """(first, end) of this rank's share of an axis, as ``keep_heads`` and ``divide_mlp`` have cut it."""
-        module = self.model.get_submodule(name.rpartition(".")[0])
-        # Of blocks' scales one stands for so many numbers.
-        each = module.block_size[axis] if name == scales_name(name) else 1
+        parent, _, own = name.rpartition(".")
+        module = self.model.get_submodule(parent)
+        each = numbers_of_one(module, own, axis)
         if count is None:
             first, end = inner_share(ranks, size * each, piece_of(module))
         else:
@@ -150,20 +160,25 @@ class Slices:
         part, scales, _ = part.partition("_scale_inv")
         parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(part)
         if parts is None:
-            return [known for known in (name, name.replace(*_RENAMED)) if known in self._places][:1]
+            return [name] if name in self._places else []
         experts = range(self.model.config.n_routed_experts)
         sources = [f"{before}{_EXPERTS}{expert}.{one}.weight{scales}" for expert in experts for one in parts]
         return sources if all(source in self._places for source in sources) else []
 
     def _is_readable(self, name: str) -> bool:
         stored = self._stored(name)
-        return stored in self._dtypes and (stored != "F8_E4M3" or scales_name(name) in self._places)
+        has_scales = scales_name(name) in self._places
+        return stored in self._dtypes and (has_scales or stored not in ("F8_E4M3", "I8"))
 
     def _stored(self, name: str) -> str:
-        return self._files[self._places[name]].get_slice(name).get_dtype()
+        return self._slice(name).get_dtype()
+
+    def _slice(self, name: str) -> Any:
+        file, stored = self._places[name]
+        return self._files[file].get_slice(stored)
 
     def _dtype(self, config: Any) -> torch.dtype:
-        return config.dtype or _STORED.get(self._stored(next(iter(self._places))), torch.float32)
+        return config.dtype or _FLOATS.get(self._stored(next(iter(self._places))), torch.float32)
 
 
 def _float8_quantiser(config: Any, device: torch.device) -> Any:

@@ -137,6 +137,14 @@ def share(whole: torch.Tensor, axis: int, first: int, end: int, halves: int = 1)
     return nn.Parameter(torch.cat(parts, axis), requires_grad=False)
 
 
+def numbers_of_one(module: Any, name: str, axis: int) -> int:
+    """Numbers of a matrix along an axis that one of the tensor ``name`` stands for: a scale of a block, or a byte."""
+    axis -= 2 if axis >= 0 else 0
+    if name != scales_name(name):
+        return _packed(getattr(module, name), axis)
+    return _block(module, getattr(module, name.removesuffix("_scale_inv")), axis) or 1
+
+
 def _packed(weight: torch.Tensor, axis: int) -> int:
     """Numbers along an axis that are one of the tensor's."""
     return 2 if weight.dtype == torch.int8 and axis == INPUTS else 1

@@ -29,7 +29,7 @@ def ranks(rank: int, size: int) -> Ranks:
     return cast("Ranks", SimpleNamespace(**facts, share=share))
 
 
-def weights(made: Model) -> dict[str, torch.Tensor]:
+def weights(made: Model | V4Model) -> dict[str, torch.Tensor]:
     return made._body.state_dict(prefix="model.") | made._head.state_dict(prefix="lm_head.")
 
 
