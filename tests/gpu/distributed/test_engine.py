@@ -124,16 +124,14 @@ def test_a_float8_checkpoint_is_divided(tmp_path):
 
 @pytest.mark.filterwarnings("error:decode steps run without CUDA graphs")
 @pytest.mark.parametrize("cache_format", ["model1", "bf16"])
-def test_deepseek_v4s_groups_of_heads(cache_format):
-    """Replayed steps bit for bit eager ones; experts and groups of tokens are all chosen, for the same reason."""
-    source = large_v4(num_experts_per_tok=4, index_topk=256).to("cuda", torch.bfloat16)
+def test_deepseek_v4s_groups_of_heads(cache_format, tmp_path):
+    """Replayed steps bit for bit eager ones. A checkpoint; experts and groups of tokens are all chosen, as above."""
+    large_v4(num_experts_per_tok=4, index_topk=256).bfloat16().save_pretrained(tmp_path)
     prompts = [prompt(length, seed) for seed, length in enumerate((3, 100, 240, 500))]
     options: dict[str, Any] = {"cache_format": cache_format, "max_tokens": 1024}
     sampling = SamplingParams(40, logprobs=True)
-    expected = alone(copy.deepcopy(source), prompts, sampling, **options)
-    eager, replayed = (
-        generate(copy.deepcopy(source), [prompts], sampling, graphs=graphs, **options) for graphs in (False, True)
-    )
+    expected = alone(tmp_path, prompts, sampling, **options)
+    eager, replayed = (generate(tmp_path, [prompts], sampling, graphs=graphs, **options) for graphs in (False, True))
     if eager is not None and replayed is not None:
         assert replayed[0] == eager[0]
         assert replayed[1] > 0
