@@ -84,8 +84,9 @@ def test_graphs_of_more_requests_than_a_step_has(keys_over_all, monkeypatch):
 
 
 def alone(source: Any, prompts: list[list[int]], sampling: SamplingParams, **options: Any) -> list[Any]:
-    """What the engine of one process generates."""
+    """What the engine of one process generates, on each, before any makes one of all (which that would not fit)."""
     outputs = Engine(source, num_pages=64, **options).generate(prompts, sampling)
+    dist.barrier()
     return [(output.tokens, output.logprobs) for output in outputs]
 
 
