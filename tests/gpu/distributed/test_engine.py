@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +85,15 @@ def test_graphs_of_more_requests_than_a_step_has(keys_over_all, monkeypatch):
         assert replayed[1] > 0
 
 
+def saved(path: Path, save: Callable[[Path], None]) -> Path:
+    """Rank 0's folder, where it has saved: transformers saves there alone."""
+    if dist.get_rank() == 0:
+        save(path)
+    folders = [path]
+    dist.broadcast_object_list(folders)
+    return folders[0]
+
+
 def alone(source: Any, prompts: list[list[int]], sampling: SamplingParams, **options: Any) -> list[Any]:
     """What the engine of one process generates, on each, before any makes one of all (which that would not fit)."""
     outputs = Engine(source, num_pages=64, **options).generate(prompts, sampling)
@@ -114,10 +125,11 @@ def test_a_float8_checkpoint_is_divided(tmp_path):
         finegrained_fp8.load_finegrained_fp8_kernel()
     except (ImportError, OSError) as error:
         pytest.skip(f"transformers has no kernels of float8 weights here: {error}")
-    fp8_linears.save(copy.deepcopy(model(**FLOAT8)).bfloat16(), tmp_path, block=128)
+    source = copy.deepcopy(model(**FLOAT8)).bfloat16()
+    path = saved(tmp_path, lambda path: fp8_linears.save(source, path, block=128))
     sampling = SamplingParams(24, logprobs=True)
-    expected = alone(tmp_path, PROMPTS, sampling)
-    got = generate(tmp_path, [PROMPTS], sampling)
+    expected = alone(path, PROMPTS, sampling)
+    got = generate(path, [PROMPTS], sampling)
     if got is not None:
         check_close(got[0], expected)
         assert got[1] > 0
@@ -127,12 +139,13 @@ def test_a_float8_checkpoint_is_divided(tmp_path):
 @pytest.mark.parametrize("cache_format", ["model1", "bf16"])
 def test_deepseek_v4s_groups_of_heads(cache_format, tmp_path):
     """Replayed steps bit for bit eager ones. A checkpoint; experts and groups of tokens are all chosen, as above."""
-    large_v4(num_experts_per_tok=4, index_topk=256).bfloat16().save_pretrained(tmp_path)
+    source = large_v4(num_experts_per_tok=4, index_topk=256).bfloat16()
+    path = saved(tmp_path, source.save_pretrained)
     prompts = [prompt(length, seed) for seed, length in enumerate((3, 100, 240, 500))]
     options: dict[str, Any] = {"cache_format": cache_format, "max_tokens": 1024}
     sampling = SamplingParams(40, logprobs=True)
-    expected = alone(tmp_path, prompts, sampling, **options)
-    eager, replayed = (generate(tmp_path, [prompts], sampling, graphs=graphs, **options) for graphs in (False, True))
+    expected = alone(path, prompts, sampling, **options)
+    eager, replayed = (generate(path, [prompts], sampling, graphs=graphs, **options) for graphs in (False, True))
     if eager is not None and replayed is not None:
         assert replayed[0] == eager[0]
         assert replayed[1] > 0
