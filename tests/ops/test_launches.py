@@ -79,6 +79,22 @@ def test_a_tile_is_not_loaded_again_while_it_is_multiplied(launches, operation, 
     assert set(re.findall(r"warp_group_dot_wait .*?pendings = (\d+)", code.ttgir)) == {"0"}
 
 
+@pytest.mark.parametrize(
+    ("call", "by_tma"),
+    [
+        ({}, True),
+        pytest.param({"page_size": 128, "h_kv": 2, "head_dim": 512}, True, marks=pytest.mark.full),
+        ({"page_size": 32}, False),
+        pytest.param({"heads": 32}, False, marks=pytest.mark.full),
+        pytest.param({"d_v": 500}, False, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_dense_decode_loads_tiles_by_tma_where_pages_hold_them(launches, call, by_tma):
+    code = launches("dense_decode", "portable", **{"heads": 128, **call})[0].compile()
+    assert ("UTMALDG" in code.sass) == by_tma
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("call", [{"batch": 1}, {"batch": 64}, {"batch": 4, "cache_dtype": FP8}], ids=str)
 @pytest.mark.parametrize("batch_invariant", [False, True])

@@ -188,7 +188,7 @@ def _arguments(fn: Any, launch: Launch) -> tuple[dict[str, Any], dict[str, Any]]
         value = launch.arguments[parameter.name]
         if parameter.is_constexpr or value is None:
             constexprs[parameter.name] = value
-        elif isinstance(value, (torch.Tensor, tuple)):
+        elif isinstance(value, (torch.Tensor, tuple)) or hasattr(value, "block_shape"):
             signature[parameter.name] = _type_of(value)
         else:
             signature[parameter.name] = parameter.annotation_type

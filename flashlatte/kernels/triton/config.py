@@ -28,6 +28,7 @@ class Config:
         programs: programs that an SM runs at once, by their registers and shared memory.
         column_sums: keep the sums of P by columns of the tile, which saves three barriers a step and takes
             registers.
+        boxes: load tiles of pages by TMA, where the cache is laid out for it.
     """
 
     block_h: int
@@ -37,6 +38,7 @@ class Config:
     warpgroups: bool = False
     programs: int = 1
     column_sums: bool = True
+    boxes: bool = False
 
 
 class Step(NamedTuple):
@@ -110,7 +112,7 @@ def choose(table: Table, gpu: str, rows: int, head_dim: int, latent_dim: int, *,
     configs = table[gpu]
     config = next((config for config in configs if rows <= config.block_h), configs[-1])
     if config.warpgroups and (latent, rope) not in _WARPGROUP_TILES:
-        config = replace(config, block_n=config.block_n // 2, num_stages=3, warpgroups=False)
+        config = replace(config, block_n=config.block_n // 2, num_stages=3, warpgroups=False, boxes=False)
     width = latent + rope
     # Each doubling of the width halves the block, so that registers and shared memory hold it.
     while width > _TABLE_WIDTH:

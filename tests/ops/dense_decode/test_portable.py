@@ -121,6 +121,33 @@ def test_laid_out_for_warp_groups(monkeypatch, page_size, cache_dtype):
     launch.make_plan.cache_clear()
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"causal": True},
+        pytest.param({"page_size": 32, "head_dim": 32}, marks=pytest.mark.full),
+        {"page_size": 64, "h_kv": 2, "strided": True},
+        {"s_q": 5, "s_k": 3, "varlen": False, "causal": True, "page_size": 16},
+        {"zero_lengths": True, "batch": 6, "index_dtype": torch.int64},
+        {"page_size": 24},
+    ],
+    ids=str,
+)
+def test_tiles_by_tma(monkeypatch, changed):
+    config = Config(64, 16, num_warps=1, warpgroups=True, boxes=True)
+    monkeypatch.setitem(launch.TABLE, "interpreter", (config,))
+    monkeypatch.setattr(portable_config, "_WARPGROUP_TILES", ((32, 0), (32, 16)))
+    made = []
+    monkeypatch.setattr(launch, "_boxes", lambda *given, boxes=launch._boxes: made.append(boxes(*given)) or made[-1])
+    launch.make_plan.cache_clear()
+    case = replace(TOY, **changed)
+    arguments = case.inputs()
+    arguments["block_table"][1, 0] = -1
+    check(arguments)
+    launch.make_plan.cache_clear()
+    assert (made[0][0] is not None) == (case.page_size % 16 == 0)
+
+
 def test_batch_invariant_is_the_same_alone_and_in_any_launch(monkeypatch):
     monkeypatch.setattr(launch, "_SPLIT_KEYS", 48)
     monkeypatch.setattr(plan, "MAX_SCRATCH_BYTES", 40_000)

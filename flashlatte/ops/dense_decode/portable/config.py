@@ -8,7 +8,7 @@ TABLE: Table = {
     "hopper": (
         Config(16, 64, num_warps=8, num_stages=3),
         Config(32, 64, num_warps=8, num_stages=3),
-        Config(64, 64, num_warps=8, num_stages=3, warpgroups=True),
+        Config(64, 64, num_warps=8, num_stages=3, warpgroups=True, boxes=True),
     ),
     # Products of 64 rows would go through tensor memory, which has no room for [64, 512] beside the scores.
     "blackwell": (

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.fp8 import e4m3_to_float
+from flashlatte.kernels.triton.fp8 import e4m3_to_float, to_float32
 from flashlatte.kernels.triton.online_softmax import (
     LOG2_E,
     Tile,
@@ -26,9 +26,16 @@ from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
 
 
 class Cache(NamedTuple):
-    """k_cache [pages, page_size, h_kv, d], strides in units of K_ALIGN numbers, and the pages of each request."""
+    """k_cache [pages, page_size, h_kv, d], strides in units of K_ALIGN numbers, and the pages of each request.
+
+    Attributes:
+        latent_boxes, rope_boxes: TMA descriptors of its tiles' two parts, [1, 1, BLOCK_N, columns]; None for tiles
+            that are loaded by the address of each row.
+    """
 
     k_cache: Any
+    latent_boxes: Any
+    rope_boxes: Any
     k_stride_page: Any
     k_stride_token: Any
     k_stride_head: Any
@@ -68,6 +75,22 @@ def _load_pages(cache, item, keys, length, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
+def _load_boxes(cache, page, kv_head, token, step: tl.constexpr):
+    """The rows of a page from ``token`` on; 0 for those outside of it, and for all of page -1."""
+    latent = _load_box(cache.latent_boxes, page, kv_head, token, 0, step.latent, step)
+    rope = latent
+    if step.rope > 0:
+        rope = _load_box(cache.rope_boxes, page, kv_head, token, step.latent, step.rope, step)
+    return Tile(latent, rope)
+
+
+@triton.jit
+def _load_box(boxes, page, kv_head, token, FIRST: tl.constexpr, WIDTH: tl.constexpr, step: tl.constexpr):
+    rows = tl.reshape(boxes.load([page, kv_head, token, FIRST]), [step.block_n, WIDTH])
+    return to_float32(rows, True) if step.interpreted else rows
+
+
+@triton.jit
 def _attend(
     q,
     cache,
@@ -98,12 +121,21 @@ def _attend(
     for start in tl.range(begin, stop, BLOCK_N, num_stages=step.num_stages):
         keys = start + in_block
         in_cache = (pages >= 0) & (pages < cache.num_pages)
-        exists = in_cache & (keys < length)
+        if cache.latent_boxes is None:
+            exists = in_cache & (keys < length)
+            token = start % PAGE_SIZE + in_block if PAGE_PER_BLOCK else keys % PAGE_SIZE
+            rows = tl.where(in_cache, pages, 0).to(tl.int64) * cache.k_stride_page + kv_head * cache.k_stride_head
+            rows += token * (cache.k_stride_token if TOKEN_STRIDE is None else TOKEN_STRIDE)
+            tile = load_tile(cache.k_cache, rows * K_ALIGN, exists, step)
+        else:
+            # The last box of a request begins before its block, so that it ends with the last key: what a page has
+            # behind that may be NaN. What lies before the page reads as zeros, and so do pages that do not exist.
+            before = tl.maximum(start + BLOCK_N - stop, 0)
+            keys -= before
+            exists = in_cache & (keys >= start)
+            page = tl.where(in_cache, pages, -1).to(tl.int32)
+            tile = _load_boxes(cache, page, kv_head, start % PAGE_SIZE - before, step)
         visible = tl.where(exists, keys, 0x7FFFFFFF)[None, :] < row_length[:, None]
-        token = start % PAGE_SIZE + in_block if PAGE_PER_BLOCK else keys % PAGE_SIZE
-        rows = tl.where(in_cache, pages, 0).to(tl.int64) * cache.k_stride_page + kv_head * cache.k_stride_head
-        rows += token * (cache.k_stride_token if TOKEN_STRIDE is None else TOKEN_STRIDE)
-        tile = load_tile(cache.k_cache, rows * K_ALIGN, exists, step)
         # The next block's pages are fetched one block ahead: the addresses of its rows wait for them.
         following = start + BLOCK_N
         pages = _load_pages(cache, item, following if PAGE_PER_BLOCK else following + in_block, length, PAGE_SIZE)
@@ -122,6 +154,8 @@ def dense_decode_kernel(
     q_stride_token: tl.int64,
     q_stride_head: tl.int64,
     k_cache,
+    latent_boxes,
+    rope_boxes,
     k_stride_page: tl.int64,
     k_stride_token: tl.int64,
     k_stride_head: tl.int64,
@@ -170,7 +204,17 @@ def dense_decode_kernel(
     """
     BLOCK_H: tl.constexpr = STEP.block_h
     BLOCK_N: tl.constexpr = STEP.block_n
-    cache = Cache(k_cache, k_stride_page, k_stride_token, k_stride_head, num_pages, block_table, stride_table)
+    cache = Cache(
+        k_cache,
+        latent_boxes,
+        rope_boxes,
+        k_stride_page,
+        k_stride_token,
+        k_stride_head,
+        num_pages,
+        block_table,
+        stride_table,
+    )
     key_lengths = device.KeyLengths(num_items, 1, lengths, lengths_stride_request, 0, limit)
     outputs = Outputs(
         out,

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flashlatte.kernels.triton.config import Config, choose
+from flashlatte.kernels.triton.config import Config, Step, choose
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.ops.dense_decode.portable.config import FP8_TABLE, TABLE
@@ -83,7 +84,8 @@ def dense_decode(
     heads = h_q // h_kv
     query = Query(q, *(stride // q_align for stride in strides_in_use(q)))
     k_page, k_token, k_head = (stride // k_align for stride in strides_in_use(k_cache))
-    cache = Cache(k_cache, k_page, k_token, k_head, num_pages, block_table, block_table.stride(0))
+    boxes = _boxes(k_cache, k_align, launch_plan.constants["STEP"], launch_plan.config)
+    cache = Cache(k_cache, *boxes, k_page, k_token, k_head, num_pages, block_table, block_table.stride(0))
     limit = min(max_pages * page_size, 2**31 - 1 - launch_plan.config.block_n)
     lengths = key_lengths(batch, 1, cache_seqlens, limit)
     outputs = outputs_of(
@@ -119,6 +121,23 @@ def dense_decode(
         )
         if scratch is not None:
             combine.launch_combine(split, scratch, outputs, out_align, first, count)
+
+
+def _boxes(k_cache: torch.Tensor, k_align: int, step: Step, config: Config) -> tuple[Any, Any]:
+    """TMA descriptors of the tiles' two parts, None where tiles are not loaded by them."""
+    num_pages, page_size, h_kv, head_dim = k_cache.shape
+    whole = k_align == 8 and page_size % step.block_n == 0 and step.latent == step.latent_dim
+    repeats = any(size != 1 and stride == 0 for size, stride in zip(k_cache.shape, k_cache.stride(), strict=True))
+    if not config.boxes or not whole or repeats or num_pages == 0:
+        return None, None
+    # An axis of 1 has no stride that matters, but the hardware wants one above 0.
+    page_stride, token_stride, head_stride = (stride or head_dim for stride in strides_in_use(k_cache))
+    shape, strides = [num_pages, h_kv, page_size, head_dim], [page_stride, head_stride, token_stride, 1]
+    latent, rope = (
+        TensorDescriptor(k_cache, shape, strides, [1, 1, step.block_n, width]) if width else None
+        for width in (step.latent, step.rope)
+    )
+    return latent, rope
 
 
 @functools.lru_cache(maxsize=4096)
