@@ -33,6 +33,23 @@ def find_stretch(slot, cu_rows, requests, total_rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def find_stretch_of_row(row, cu_rows, requests, total_rows, BLOCK: tl.constexpr):
+    """``find_stretch`` where each row has a slot, which holds the tile that begins with it, if one does.
+
+    That is fewer slots where most requests have a row or two.
+    """
+    stretch = requests + 1
+    for first in range(0, requests + 1, _CHUNK):
+        index = first + tl.arange(0, _CHUNK)
+        is_behind = (index <= requests) & (_value(cu_rows, index, requests, total_rows) > row)
+        stretch = tl.minimum(stretch, tl.min(tl.where(is_behind, index, requests + 1)))
+    begin, rows = find_rows(stretch, cu_rows, requests, total_rows)
+    tiles = tl.cdiv(rows, BLOCK)
+    tile = tl.where((row - begin) % BLOCK == 0, (row - begin) // BLOCK, tiles)
+    return stretch, tile, tiles, begin, rows
+
+
+@triton.jit
 def find_rows(stretch, cu, requests, total):
     """(first row, rows) of a stretch. A boundary is the largest value up to it, so that none lies before another."""
     begin = 0

@@ -211,7 +211,7 @@ def paged_attention_kernel(
             first_block, stop_block = device.split_of(cta_range, cost, blocks, OVERHEAD)
             cost += blocks + OVERHEAD
         tile = load_tile(tiles, tiles_stride, item)
-        if first_block < stop_block:
+        if (first_block < stop_block) & (tile.tokens > 0):
             in_tile = in_rows & (row_token < tile.tokens)
             q_rows = (tile.first_token + row_token).to(tl.int64) * q_stride_token + head * q_stride_head
             if STEP.in_words:

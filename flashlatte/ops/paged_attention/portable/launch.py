@@ -55,6 +55,7 @@ class LaunchPlan:
         block_tokens: of a tile.
         slots: tiles that there can be.
         tiles_each: that a request can have, where those of few queries alone are attended; else 0.
+        by_token: whether each token has a slot.
     """
 
     config: Config
@@ -63,6 +64,7 @@ class LaunchPlan:
     block_tokens: int
     slots: int
     tiles_each: int
+    by_token: bool
 
 
 def paged_attention(problem: Problem) -> None:
@@ -175,6 +177,7 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
             most_queries=most_queries,
         ),
         TILES_EACH=launch_plan.tiles_each,
+        BY_TOKEN=launch_plan.by_token,
         HAS_NEW=has_new,
         BLOCK_TOKENS=launch_plan.block_tokens,
         BLOCK_N=config.block_n,
@@ -269,6 +272,8 @@ def make_plan(
     groups = h_kv * groups_per_head
     tiles_each = -(-most_queries // block_tokens)
     slots = requests * tiles_each or tile_slots(tokens, requests, block_tokens)
+    by_token = tiles_each == 0 and 0 < tokens < slots
+    slots = tokens if by_token else slots
     partial = Partial(config.block_m, head_dim_v)
     most_blocks = -(-most_keys // config.block_n) + 1
     ranges = plan.num_ranges(slots, groups, num_sms * config.programs, most_blocks, partial)
@@ -278,7 +283,7 @@ def make_plan(
     else:
         overhead = -(-_OVERHEAD_KEYS // config.block_n)
         split = plan.balanced(partial, slots, most_blocks, groups, groups_per_head, ranges, overhead)
-    return LaunchPlan(config, of_words is not None, split, block_tokens, slots, tiles_each)
+    return LaunchPlan(config, of_words is not None, split, block_tokens, slots, tiles_each, by_token)
 
 
 def _form(cache: torch.Tensor, gpu: str) -> tuple[Form, tuple[int, ...]]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.ragged_tiles import find_rows, find_stretch
+from flashlatte.kernels.triton.ragged_tiles import find_rows, find_stretch, find_stretch_of_row
 from flashlatte.runtime.triton_kernel import kernel
 
 # Numbers of a tile: those of ``Tile``, and to begin with the first two, which ``split_kv.outputs`` reads.
@@ -95,6 +95,7 @@ def find_tiles_kernel(
     stride_range: tl.int64,
     most_queries: tl.int32,
     TILES_EACH: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     HAS_NEW: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -102,7 +103,7 @@ def find_tiles_kernel(
     """A program writes the numbers of one slot's tile, and into ``lengths`` how many keys its steps go over.
 
     A slot without a tile has no tokens. Those of no request see no keys. With TILES_EACH each request has so many
-    slots, and tiles if it has up to ``most_queries`` queries.
+    slots, and tiles if it has up to ``most_queries`` queries; with BY_TOKEN each token has one.
     """
     slot = tl.program_id(0)
     if TILES_EACH > 0:
@@ -110,6 +111,8 @@ def find_tiles_kernel(
         tile = slot % TILES_EACH
         begin, rows = find_rows(stretch, cu_seqlens_q, requests, total_q)
         count = tl.where(rows <= most_queries, tl.cdiv(rows, BLOCK_TOKENS), 0)
+    elif BY_TOKEN:
+        stretch, tile, count, begin, rows = find_stretch_of_row(slot, cu_seqlens_q, requests, total_q, BLOCK_TOKENS)
     else:
         stretch, tile, count, begin, rows = find_stretch(slot, cu_seqlens_q, requests, total_q, BLOCK_TOKENS)
     is_request = (stretch > 0) & (stretch <= requests)
