@@ -81,6 +81,17 @@ def write_partial(scratch, number, rows_in_use, values, lse2, cols, BLOCK_H: tl.
     tl.store(base + BLOCK_H * D_V + rows, lse2, mask=rows < rows_in_use)
 
 
+@triton.jit
+def write_partial_rows(
+    scratch, number, rows, rows_in_use, values, lse2, cols, BLOCK_H: tl.constexpr, D_V: tl.constexpr
+):
+    """``write_partial`` of any ``rows`` of a partial output, or of several: then ``number`` is that of each row."""
+    base = scratch + number * (BLOCK_H * (D_V + 1))
+    mask = (rows < rows_in_use)[:, None] & (cols < D_V)[None, :]
+    tl.store((base + rows * D_V)[:, None] + cols[None, :], values, mask=mask)
+    tl.store(base + BLOCK_H * D_V + rows, lse2, mask=rows < rows_in_use)
+
+
 class Splits(NamedTuple):
     """The partial outputs of a work item: those of consecutive ranges, or of the fixed splits of the launch's item
     ``local_item``, of which there can be ``max_splits``."""

@@ -22,6 +22,7 @@ CASES = {
     "e4m3": DECODE,
     "e5m2, heads of tokens": replace(DECODE, cache_dtype=E5M2, layout="hnd", scale_kind="tensor", page_size=8),
     "int8, 16 rows": replace(DECODE, cache_dtype=INT8, h_q=16, h_kv=1, page_size=20),
+    "requests in parts, key heads in pairs": replace(DECODE, h_q=8, h_kv=4, context=90, unowned=1),
 }
 MORE = {
     "a window and sinks": replace(DECODE, context=100, window=20, sinks=True),
@@ -30,6 +31,7 @@ MORE = {
     "three heads, 128": replace(DECODE, h_q=6, head_dim=128, d_v=128, index_dtype=torch.int64),
     "keys of 64 and values of 128": replace(DECODE, d_v=128, dtype=torch.float16),
     "fp8 out": replace(DECODE, fp8_out=True),
+    "three key heads": replace(DECODE, h_q=6, h_kv=3, varlen=True),
 }
 
 
@@ -91,3 +93,16 @@ def test_which_calls_read_words(monkeypatch: pytest.MonkeyPatch, call: dict[str,
     call = {"tokens": 4, "requests": 4, **call}
     (attention,) = main_kernels(launches(Recording(monkeypatch), "paged_attention", "portable", **call))
     assert attention.launch.arguments["STEP"].in_words is expected
+
+
+@pytest.mark.skipif(machine.interpreting(), reason="records what would be compiled")
+@pytest.mark.parametrize(("kv_heads", "together"), [(8, 4), (4, 4), (6, 2), (3, 1)])
+def test_a_warp_for_each_key_head(monkeypatch: pytest.MonkeyPatch, kv_heads: int, together: int):
+    call = {"tokens": 128, "requests": 128, "heads": 4 * kv_heads, "kv_heads": kv_heads, "cache_dtype": E4M3}
+    (attention,) = main_kernels(launches(Recording(monkeypatch), "paged_attention", "portable", **call))
+    assert attention.launch.arguments["STEP"].key_heads == attention.launch.options["num_warps"] == together
+    # Each token has one tile; with 8 key heads 132 SMs take whole requests.
+    arguments = attention.launch.arguments
+    assert arguments["num_items"] == 128
+    assert kv_heads != 8 or arguments["num_splits"] == 128
+    assert attention.launch.grid == (arguments["num_splits"] * kv_heads // together,)

@@ -39,6 +39,7 @@ class Step(NamedTuple):
         scaled_keys: whether each key and value has a scale of its own.
         halves: operands are fp16, and not q's dtype. Rows of q come scaled to fit it; P is, by 2^P_SHIFT.
         in_words: both caches hold bytes, which ``attend_bytes`` reads by words.
+        key_heads: of a program; 1 if not ``in_words``.
         interpreted: Triton's interpreter runs it.
     """
 
@@ -60,6 +61,7 @@ class Step(NamedTuple):
     scaled_keys: bool
     halves: bool
     in_words: bool
+    key_heads: int
     interpreted: bool
 
 

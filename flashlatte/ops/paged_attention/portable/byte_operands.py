@@ -86,11 +86,12 @@ def _numbers(words, TEXT: tl.constexpr, WORDS: tl.constexpr, form: tl.constexpr)
 
 @triton.jit
 def key_operand(words, form: tl.constexpr):
-    """[keys, D] of words [keys, D / 4], dims in the order of ``key_dims``."""
-    KEYS: tl.constexpr = words.shape[0]
-    WORDS: tl.constexpr = words.shape[1]
-    numbers = tl.reshape(_numbers(words, _WORD, 1, form), [KEYS, 4, WORDS // 4, 2, 2])
-    return tl.reshape(tl.permute(numbers, (0, 2, 1, 4, 3)), [KEYS, WORDS * 4])
+    """[heads, keys, D] of words [heads, keys, D / 4], dims in the order of ``key_dims``."""
+    HEADS: tl.constexpr = words.shape[0]
+    KEYS: tl.constexpr = words.shape[1]
+    WORDS: tl.constexpr = words.shape[2]
+    numbers = tl.reshape(_numbers(words, _WORD, 1, form), [HEADS, KEYS, 4, WORDS // 4, 2, 2])
+    return tl.reshape(tl.permute(numbers, (0, 1, 3, 2, 5, 4)), [HEADS, KEYS, WORDS * 4])
 
 
 @triton.jit
@@ -102,11 +103,12 @@ def key_dims(D: tl.constexpr):
 
 @triton.jit
 def value_operand(words, form: tl.constexpr):
-    """[D, keys] of words [keys, D / 4], dims in the order of ``value_dims``."""
-    KEYS: tl.constexpr = words.shape[0]
-    WORDS: tl.constexpr = words.shape[1]
-    numbers = tl.reshape(_numbers(words, _TWO_WORDS, 2, form), [KEYS, 8, WORDS // 8, 2, 2])
-    return tl.reshape(tl.permute(numbers, (2, 4, 3, 1, 0)), [WORDS * 4, KEYS])
+    """[heads, D, keys] of words [heads, keys, D / 4], dims in the order of ``value_dims``."""
+    HEADS: tl.constexpr = words.shape[0]
+    KEYS: tl.constexpr = words.shape[1]
+    WORDS: tl.constexpr = words.shape[2]
+    numbers = tl.reshape(_numbers(words, _TWO_WORDS, 2, form), [HEADS, KEYS, 8, WORDS // 8, 2, 2])
+    return tl.reshape(tl.permute(numbers, (0, 3, 5, 4, 2, 1)), [HEADS, WORDS * 4, KEYS])
 
 
 @triton.jit

@@ -19,6 +19,7 @@ class Config:
         block_n: keys of a step.
         num_warps, num_stages: Triton's.
         programs: of an SM at once.
+        key_heads: of a program, where it reads caches by words.
     """
 
     block_m: int
@@ -26,6 +27,7 @@ class Config:
     num_warps: int
     num_stages: int
     programs: int = 1
+    key_heads: int = 1
 
 
 # By class of GPU, by rows that a request has on average, the fewest first. "small" has 99 KiB of shared memory.
@@ -39,16 +41,24 @@ TABLE: dict[str, tuple[Config, ...]] = {
 }
 
 
-# For few query rows over caches of one byte a number, read by words: a warp keeps a step to itself.
+# For few query rows over caches of one byte a number, read by words: a warp for each key head.
 IN_WORDS: dict[str, tuple[Config, ...]] = {
-    "hopper": (Config(8, 64, 1, 2, programs=8), Config(16, 32, 1, 2, programs=8)),
-    "interpreter": (Config(8, 16, 1, 1), Config(16, 16, 1, 1)),
+    "hopper": (Config(8, 32, 4, 3, programs=2, key_heads=4), Config(16, 32, 1, 2, programs=8)),
+    "interpreter": (Config(8, 16, 2, 1, key_heads=2), Config(16, 16, 1, 1)),
 }
 
 
-def choose_in_words(gpu: str, rows: int) -> Config | None:
-    """What reads caches by words for requests of about so many query rows of a key head, None where nothing does."""
-    return next((config for config in IN_WORDS.get(gpu, ()) if rows <= config.block_m), None)
+def choose_in_words(gpu: str, rows: int, h_kv: int) -> Config | None:
+    """What reads caches by words for requests of about so many query rows of a key head, None where nothing does.
+
+    A program takes as many key heads as divide ``h_kv``.
+    """
+    config = next((config for config in IN_WORDS.get(gpu, ()) if rows <= config.block_m), None)
+    if config is None:
+        return None
+    heads = min(config.key_heads, h_kv & -h_kv)
+    fewer = config.key_heads // heads
+    return replace(config, key_heads=heads, num_warps=config.num_warps // fewer, programs=config.programs * fewer)
 
 
 def choose(

@@ -14,7 +14,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.online_softmax import LOG2_E, load_rows
 from flashlatte.ops.paged_attention.portable.attend import Scale, Table, attend, fit_halves
-from flashlatte.ops.paged_attention.portable.attend_bytes import attend_bytes
+from flashlatte.ops.paged_attention.portable.attend_bytes import attend_bytes, first_pages
 from flashlatte.ops.paged_attention.portable.byte_operands import key_dims, value_dims
 from flashlatte.ops.paged_attention.portable.keys import Rows
 from flashlatte.ops.paged_attention.portable.scores import Terms
@@ -107,10 +107,12 @@ def paged_attention_kernel(
 ):
     """A CTA takes, for one group, one of ``num_splits`` balanced ranges of all tiles' keys, or a tile (IS_WHOLE).
 
-    A group is BLOCK_M of the ``rows`` = tokens · ``heads`` query rows that a tile has for a key head.
+    A group is BLOCK_M of the ``rows`` = tokens · ``heads`` query rows that a tile has for a key head. A CTA takes those
+    of ``STEP.key_heads`` neighbouring key heads together, one after the other in its rows.
     """
     BLOCK_M: tl.constexpr = STEP.block_m
     BLOCK_N: tl.constexpr = STEP.block_n
+    HEADS: tl.constexpr = STEP.key_heads
     key_lengths = device.KeyLengths(num_items, 1, lengths, 1, 0, limit)
     outputs = Outputs(
         out,
@@ -134,11 +136,18 @@ def paged_attention_kernel(
     )
     table = Table(block_table, stride_table, num_pages)
     cta = tl.program_id(0)
-    group = cta % num_groups
-    number = cta // num_groups
-    kv_head = (group // groups_per_head).to(tl.int64)
-    first_row = (group % groups_per_head) * BLOCK_M
-    row = first_row + tl.arange(0, BLOCK_M)
+    ctas = num_groups // HEADS
+    number = cta // ctas
+    group_in_head = cta % ctas % groups_per_head
+    cache_head = (cta % ctas // groups_per_head).to(tl.int64) * HEADS
+    kv_head = cache_head
+    row = tl.arange(0, HEADS * BLOCK_M) % BLOCK_M
+    if STEP.in_words:
+        kv_head += tl.arange(0, HEADS * BLOCK_M) // BLOCK_M  # of each row
+        cache_head += tl.arange(0, HEADS)
+    group = kv_head * groups_per_head + group_in_head
+    first_row = group_in_head * BLOCK_M
+    row += first_row
     row_token = row // heads
     head = kv_head * heads + row % heads
     in_rows = row < rows
@@ -161,7 +170,7 @@ def paged_attention_kernel(
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + head * alibi_stride, mask=in_rows, other=0.0)
     keys_of = Rows(
-        k_cache + kv_head * k_stride_head * K_FORM.align,
+        k_cache + cache_head * k_stride_head * K_FORM.align,
         k_stride_page,
         k_stride_token,
         k_stride_piece,
@@ -170,7 +179,7 @@ def paged_attention_kernel(
         k_new_stride_token,
     )
     values_of = Rows(
-        v_cache + kv_head * v_stride_head * V_FORM.align,
+        v_cache + cache_head * v_stride_head * V_FORM.align,
         v_stride_page,
         v_stride_token,
         0,
@@ -215,6 +224,8 @@ def paged_attention_kernel(
             in_tile = in_rows & (row_token < tile.tokens)
             q_rows = (tile.first_token + row_token).to(tl.int64) * q_stride_token + head * q_stride_head
             if STEP.in_words:
+                # Before q, as keys wait for them.
+                pages = first_pages(table, tile, first_block, STEP)
                 pointers = q + (q_rows * Q_ALIGN)[:, None] + key_dims(STEP.head_dim)[None, :]
                 q_tile = tl.load(pointers, mask=in_tile[:, None], other=0.0)
                 if STEP.interpreted:
@@ -246,6 +257,7 @@ def paged_attention_kernel(
                     terms,
                     tile,
                     row_token,
+                    pages,
                     first_block,
                     stop_block,
                     scale,
@@ -275,7 +287,7 @@ def paged_attention_kernel(
                     tl.float16 if STEP.halves else q.dtype.element_ty,
                 )
             if not STEP.scaled_keys:
-                values *= v_scale_value
+                values *= v_scale_value[:, None] if STEP.in_words and v_scale is not None else v_scale_value
             if first_block == 0 and stop_block == blocks:
                 write_out(
                     outputs,
@@ -293,7 +305,9 @@ def paged_attention_kernel(
                 write_lse(outputs, item, kv_head, row, lse2)
             elif not IS_WHOLE:
                 partial = device.partial_of_range(number, group, num_groups, first_block > 0)
-                combine.write_partial(scratch, partial, rows - first_row, values, lse2, cols, BLOCK_M, STEP.head_dim_v)
+                combine.write_partial_rows(
+                    scratch, partial, row - first_row, rows - first_row, values, lse2, cols, BLOCK_M, STEP.head_dim_v
+                )
     if not IS_WHOLE:
         PARTIAL: tl.constexpr = BLOCK_M * (STEP.head_dim_v + 1)
         metadata = device.range_metadata(scratch, num_splits, num_groups, PARTIAL)

@@ -130,6 +130,7 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
         scaled_keys=per_token or (is_quantised and has_new),
         halves=halves,
         in_words=launch_plan.in_words,
+        key_heads=config.key_heads,
         interpreted=gpu == "interpreter",
     )
     native = converts_e4m3(device)
@@ -184,7 +185,7 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
         num_warps=1,
     )
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
-    paged_attention_kernel[(split.ctas(launch_plan.slots),)](
+    paged_attention_kernel[(split.ctas(launch_plan.slots) // config.key_heads,)](
         *by_name(
             paged_attention_kernel,
             outputs,
@@ -263,7 +264,7 @@ def make_plan(
     """``heads``: query heads of a key head. ``most_queries`` as for ``attend``: most of those requests are decodes.
     ``in_words``: ``attend_bytes`` can do what is asked, if a request has few rows. ``scattered`` as for ``choose``."""
     rows = (1 if most_queries else -(-tokens // requests)) * heads
-    of_words = choose_in_words(gpu, rows) if in_words else None
+    of_words = choose_in_words(gpu, rows, h_kv) if in_words else None
     config = of_words
     if config is None:
         config = choose(gpu, rows, head_dim, head_dim_v, more_registers=more_registers, scattered=scattered)
@@ -276,7 +277,7 @@ def make_plan(
     slots = tokens if by_token else slots
     partial = Partial(config.block_m, head_dim_v)
     most_blocks = -(-most_keys // config.block_n) + 1
-    ranges = plan.num_ranges(slots, groups, num_sms * config.programs, most_blocks, partial)
+    ranges = plan.num_ranges(slots, groups, num_sms * config.programs * config.key_heads, most_blocks, partial)
     fills_sms = rows > _WHOLE_ABOVE_ROWS and slots * groups >= _WHOLE_TILES_PER_SM * num_sms
     if ranges is None or fills_sms:
         split = plan.whole(partial, slots, groups, groups_per_head)
