@@ -55,8 +55,7 @@ def attend_bytes(
     V_FORM: tl.constexpr,
     step: tl.constexpr,
 ):
-    """(values [rows, width_v], base-2 lse [rows]), as ``attend`` has them; rows are those of each key head in turn,
-    columns in the order of ``value_dims``.
+    """(values [rows, width_v], base-2 lse [rows]), as ``attend`` has them; rows are those of each key head in turn.
 
     ``q`` [rows, head_dim] has its dims in the order of ``key_dims``. ``pages``: ``first_pages``. ``scale`` may be that
     of each row.
@@ -131,6 +130,7 @@ def attend_bytes(
     is_empty = row_sum == 0
     row_sum = tl.where(is_empty, 1.0, row_sum)
     lse2 = tl.where(is_empty, float("-inf"), row_max * factor + tl.log2(row_sum) - P_SHIFT)
-    values = tl.permute(values * (1.0 / row_sum)[:, None, :], (0, 2, 1))
-    values = tl.reshape(values, [HEADS * BLOCK_M, WIDTH_V])
+    # Dims in their order again, as stores of scattered columns take longer than steps.
+    values = tl.reshape(values * (1.0 / row_sum)[:, None, :], [HEADS, WIDTH_V // 8, 8, BLOCK_M])
+    values = tl.reshape(tl.permute(values, (0, 3, 2, 1)), [HEADS * BLOCK_M, WIDTH_V])
     return values, tl.reshape(lse2, [HEADS * BLOCK_M])

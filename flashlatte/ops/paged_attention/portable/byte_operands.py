@@ -2,7 +2,7 @@
 
 A product sums over a key's dims in any order, as long as the query has them in the same; and a value's dims may come
 out in any order. So a number goes where tensor cores want the thread that loaded its word to hold it, and none goes
-through shared memory. ``key_dims`` and ``value_dims`` say which dim stands where.
+through shared memory. ``key_dims`` and ``value_operand`` say which dim stands where.
 
 Triton gives the layout of an operand to the loads that it comes from if there are but loads, constants, arithmetic
 and views on the way. Of a product's sides a thread of 4 holds each fourth group of 4 numbers of those that are summed
@@ -103,16 +103,10 @@ def key_dims(D: tl.constexpr):
 
 @triton.jit
 def value_operand(words, form: tl.constexpr):
-    """[heads, D, keys] of words [heads, keys, D / 4], dims in the order of ``value_dims``."""
+    """[heads, D, keys] of words [heads, keys, D / 4]. Place p has dim p % 8 · D / 8 + p // 8: a thread of 8 has an
+    eighth of a row, in a row."""
     HEADS: tl.constexpr = words.shape[0]
     KEYS: tl.constexpr = words.shape[1]
     WORDS: tl.constexpr = words.shape[2]
     numbers = tl.reshape(_numbers(words, _TWO_WORDS, 2, form), [HEADS, KEYS, 8, WORDS // 8, 2, 2])
     return tl.reshape(tl.permute(numbers, (0, 3, 5, 4, 2, 1)), [HEADS, WORDS * 4, KEYS])
-
-
-@triton.jit
-def value_dims(D: tl.constexpr):
-    """The dim in each place of ``value_operand`` [D]: a thread of 8 has an eighth of a row, in a row."""
-    place = tl.arange(0, D)
-    return place % 8 * (D // 8) + place // 8

@@ -15,7 +15,7 @@ from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.online_softmax import LOG2_E, load_rows
 from flashlatte.ops.paged_attention.portable.attend import Scale, Table, attend, fit_halves
 from flashlatte.ops.paged_attention.portable.attend_bytes import attend_bytes, first_pages
-from flashlatte.ops.paged_attention.portable.byte_operands import key_dims, value_dims
+from flashlatte.ops.paged_attention.portable.byte_operands import key_dims
 from flashlatte.ops.paged_attention.portable.keys import Rows
 from flashlatte.ops.paged_attention.portable.scores import Terms
 from flashlatte.ops.paged_attention.portable.tiles import load_tile
@@ -247,7 +247,6 @@ def paged_attention_kernel(
                     q_rest = q_rest.to(tl.float16)
             cols = tl.arange(0, STEP.width_v)
             if STEP.in_words:
-                cols = value_dims(STEP.width_v)
                 values, lse2 = attend_bytes(
                     q_tile,
                     q_inverse,
