@@ -53,11 +53,10 @@ def run(ptx: str, registers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
             pair = torch.stack((sources[0] & 0xFF, sources[0] >> 8), dim=-1).to(torch.uint8)
             halves = pair.view(torch.float8_e4m3fn).half().view(torch.uint16).long()
             result = halves[..., 0] | halves[..., 1] << 16
-        elif instruction == "fma.rn.bf16x2":
-            halves = [
-                (numbers(sources[0], i).float() * numbers(sources[1], i) + numbers(sources[2], i)).bfloat16()
-                for i in range(2)
-            ]
+        elif instruction == "fma.rn.f16x2":
+            # 64 bits hold a product and a sum of fp16.
+            each = [[numbers(source, i, torch.float16).double() for source in sources] for i in range(2)]
+            halves = [(a * b + c).half() for a, b, c in each]
             result = bits(halves[0]) | bits(halves[1]) << 16
         else:
             dtype = {"mul.rn.bf16x2": torch.bfloat16, "mul.rn.f16x2": torch.float16}[instruction]

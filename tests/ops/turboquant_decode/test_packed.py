@@ -14,21 +14,33 @@ from flashlatte.ops.turboquant_decode.portable import launch
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
-def assembled(text, constraints, args, dtype, is_pure, pack):
-    """``tl.inline_asm_elementwise`` by the emulator, with float32 results."""
-    (words,) = args
-    # Neighbours of the last axis stand for those that a thread holds.
-    flat = torch.from_numpy(words.handle.data.astype(np.int64)).reshape(-1, pack)
-    outputs = constraints.count("=")
-    text = getattr(text, "value", text)
-    registers = run(text, {f"${outputs + place}": flat[:, place] for place in range(pack)})
-    results = []
-    for number, one in enumerate(getattr(dtype, "value", dtype)):
-        kind = torch.float16 if one == tl.float16 else torch.bfloat16
-        halves = torch.stack([registers[f"${number}"] >> 16 * place & 0xFFFF for place in range(pack)], dim=-1)
-        data = halves.to(torch.uint16).view(kind).float().reshape(words.handle.data.shape).numpy()
-        results.append(tl.tensor(TensorHandle(data, tl.float32), tl.block_type(tl.float32, list(data.shape))))
-    return tuple(results)
+class Assembler:
+    """``tl.inline_asm_elementwise`` by the emulator, with float32 results; it keeps registers of the whole kernel."""
+
+    def __init__(self):
+        self.kept = {}
+        self.calls = 0
+
+    def __call__(self, text, constraints, args, dtype, is_pure, pack):
+        self.calls += 1
+        (words,) = args
+        text = getattr(text, "value", text)
+        if not is_pure:
+            one = torch.tensor([int(words.handle.data.item())])
+            registers = run(text, {"$1": one, "%laneid": one * 0 + 9})
+            self.kept = {name: word for name, word in registers.items() if name.startswith("tq_")}
+            return None
+        # Neighbours of the last axis stand for those that a thread holds.
+        flat = torch.from_numpy(words.handle.data.astype(np.int64)).reshape(-1, pack)
+        outputs = constraints.count("=")
+        kept = {name: word.expand(len(flat)) for name, word in self.kept.items()}
+        registers = run(text, {f"${outputs + place}": flat[:, place] for place in range(pack)} | kept)
+        results = []
+        for number in range(outputs):
+            halves = torch.stack([registers[f"${number}"] >> 16 * place & 0xFFFF for place in range(pack)], dim=-1)
+            data = halves.to(torch.uint16).view(torch.float16).float().reshape(words.handle.data.shape).numpy()
+            results.append(tl.tensor(TensorHandle(data, tl.float32), tl.block_type(tl.float32, list(data.shape))))
+        return tuple(results)
 
 
 QUICK = {("turboquant_k8v4", 4), ("turboquant_4bit_nc", 2), ("turboquant_3bit_nc", 0), ("turboquant_3bit_nc", 2)}
@@ -53,11 +65,11 @@ def test_against_the_reference(monkeypatch, name, gap):
     arguments = (q, cache, torch.tensor([[2, 0]]), torch.tensor([21]))
     expected = turboquant_decode(*arguments, backend="reference")
 
-    calls = []
-    monkeypatch.setattr(tl, "inline_asm_elementwise", lambda *a, **b: calls.append(a) or assembled(*a, **b))
+    assembler = Assembler()
+    monkeypatch.setattr(tl, "inline_asm_elementwise", assembler)
     monkeypatch.setattr(launch, "NVIDIA", {"interpreter"})
     monkeypatch.setattr(launch, "converts_e4m3", lambda _: True)
     out, lse = turboquant_decode(*arguments, backend="portable")
-    assert calls
+    assert assembler.calls
     torch.testing.assert_close(out, expected[0], rtol=4e-3, atol=4e-3)
     torch.testing.assert_close(lse, expected[1], rtol=2e-3, atol=2e-3)

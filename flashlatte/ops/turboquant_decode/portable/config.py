@@ -9,7 +9,7 @@ class Config(NamedTuple):
     """Sizes of a program's tiles.
 
     Attributes:
-        block_m: query rows.
+        block_m: query rows, if there are more than 8.
         block_n: keys of a step.
         num_warps: Triton's. One warp keeps a step's scores and weights in its registers.
         num_stages: of the loop over keys: blocks that are loaded ahead, and one.

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import within
 from flashlatte.ops.turboquant_decode.portable.records import load_keys, load_norms, load_values, records_at, section
-from flashlatte.ops.turboquant_decode.portable.words import key_dims, value_dims
+from flashlatte.ops.turboquant_decode.portable.words import keep_tables, key_dims, value_dims, value_unit
 from flashlatte.runtime.triton_kernel import kernel
 from flashlatte.split_kv import combine, device
 from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
@@ -60,6 +60,7 @@ def _attend(
     pages,
     length,
     last_seen,
+    v_dims,
     begin,
     end,
     CAUSAL: tl.constexpr,
@@ -68,7 +69,7 @@ def _attend(
 ):
     """(values [BLOCK_M, D] in the order of ``value_dims``, base-2 lse [BLOCK_M]) of a request's keys begin to end.
 
-    ``q`` [BLOCK_M, D] is in the order of ``key_dims``, and ``row_scale`` [BLOCK_M] makes base-2 scores of products.
+    ``q`` [D, BLOCK_M] is in the order of ``key_dims``, and ``row_scale`` [BLOCK_M] makes base-2 scores of products.
     What lies beyond ``length`` in a page may be loaded, and is not used.
     """
     M: tl.constexpr = step.block_m
@@ -77,13 +78,14 @@ def _attend(
     PAGE_PER_BLOCK: tl.constexpr = step.page_size % N == 0
     in_block = tl.arange(0, N)
     row_max = tl.full([M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([M], tl.float32)
-    middles = tl.zeros([M], tl.float32)
-    values = tl.zeros([M, D], tl.float32)
-    ones = tl.full([M, D], 1.0, q.dtype)
+    # Threads sum over their own keys, and over each other's at the end.
+    row_sum = tl.zeros([8, M], tl.float32)
+    minima = tl.zeros([8, M], tl.float32)
+    unit = tl.full([], 2.0**-24, tl.float32)
+    values = tl.zeros([D, M], tl.float32)
     never = pages.num_pages < 0
-    key_part = section(cache, never, 0, form.key_bits, 0, form)
-    value_part = section(cache, never, form.value_offset, form.value_bits, 1, form)
+    key_part = section(cache, never, 0, form.key_bits, form)
+    value_part = section(cache, never, form.value_offset, form.value_bits, form)
     token_stride = pages.token_stride if step.token_stride is None else step.token_stride
     first = begin if PAGE_PER_BLOCK else begin + in_block
     page = tl.load(pages.entries + first // step.page_size, mask=first < length, other=-1)
@@ -94,38 +96,77 @@ def _attend(
         exists = valid & (keys < length)
         if PAGE_PER_BLOCK:
             offset = head_offset + safe * pages.stride + (start % step.page_size) * token_stride
-            records = records_at(cache, offset, in_block * token_stride, form)
+            records = records_at(cache, offset, in_block.to(tl.int64) * token_stride, form)
         else:
             offsets = safe * pages.stride + (keys % step.page_size) * token_stride
             records = records_at(cache, head_offset, offsets, form)
-        operand = load_keys(records, key_part, form)  # [D, BLOCK_N]
-        scores = tl.dot(q, operand)  # [BLOCK_M, BLOCK_N]
+        operand, squared = load_keys(records, key_part, form)  # [BLOCK_N, D], [BLOCK_N, D or D / 2]
+        scores = tl.dot(operand, q)  # [BLOCK_N, BLOCK_M]
         if form.key_bits < 8:
-            squares = tl.dot(ones, operand * operand)  # every row has the squared lengths of all keys
-            norm = load_norms(records, form)
-            scores *= tl.where(exists, norm, 0.0)[None, :] * tl.rsqrt(squares)
-        visible = exists[None, :]
+            # [BLOCK_N, 8], every column has the squared lengths
+            squares = tl.dot(squared, tl.full([squared.shape[1], 8], 1.0, q.dtype))
+            scores = _times_each(scores, load_norms(records, form), squares)
+        visible = exists[:, None]
         if CAUSAL:
-            visible = visible & (keys[None, :] <= last_seen[:, None])
+            visible = visible & (keys[:, None] <= last_seen[None, :])
         scores = tl.where(visible, scores, float("-inf"))
 
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+        new_max = tl.maximum(row_max, tl.max(scores, axis=0))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max * row_scale)
-        p = tl.exp2(scores * row_scale[:, None] - shift[:, None])
+        p = tl.exp2(scores * row_scale[None, :] - shift[None, :])
         alpha = tl.exp2(row_max * row_scale - shift)
-        row_sum = row_sum * alpha + tl.sum(p, axis=1)
+        row_sum = row_sum * alpha[None, :] + _sum_of_eighths(p)
         row_max = new_max
-        steps, scale, middle = load_values(records, value_part, form)
-        middles = middles * alpha + tl.sum(p * tl.where(exists, middle, 0.0)[None, :], axis=1)
-        p *= tl.where(exists, scale, 0.0)[None, :]
+        steps, scale, minimum = load_values(records, value_part, form)  # [D, BLOCK_N]
+        minima = minima * alpha[None, :] + _sum_of_eighths(p * tl.where(exists, minimum, 0.0)[:, None])
+        # P times the scale is fp16, in units of the largest scale's power of two so far.
+        scale = tl.where(exists, scale, 0.0)
+        new_unit = tl.maximum(unit, _power_of_two(tl.max(scale, axis=0)))
+        p *= (scale * _reciprocal_power(new_unit))[:, None]
+        alpha *= unit * _reciprocal_power(new_unit)
+        unit = new_unit
         # The next block's page is fetched one block ahead: the addresses of its records wait for it.
         following = start + N if PAGE_PER_BLOCK else start + N + in_block
         page = tl.load(pages.entries + following // step.page_size, mask=following < length, other=-1)
-        values = tl.dot(p.to(steps.dtype), steps, values * alpha[:, None])
+        values = tl.dot(steps, p.to(steps.dtype), values * alpha[None, :])
+    row_sum = tl.sum(row_sum, axis=0)
     is_empty = row_sum == 0
     row_sum = tl.where(is_empty, 1.0, row_sum)
     lse2 = tl.where(is_empty, float("-inf"), row_max * row_scale + tl.log2(row_sum))
-    return (values + middles[:, None]) * (1.0 / row_sum)[:, None], lse2
+    if form.packed_values:
+        values *= value_unit(v_dims)[:, None]
+    values = values * unit + tl.sum(minima, axis=0)[None, :]
+    return tl.trans(values * (1.0 / row_sum)[None, :]), lse2
+
+
+@triton.jit
+def _sum_of_eighths(x):
+    """x [keys, rows] to [8, rows]: each eighth key, which are those of a thread."""
+    return tl.sum(tl.reshape(x, [x.shape[0] // 8, 8, x.shape[1]]), axis=0)
+
+
+@triton.jit
+def _power_of_two(x):
+    """The power of two at or below a positive normal float32; 0 for 0."""
+    return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _reciprocal_power(x):
+    """1 / x of a power of two from 2^-126 to 2^126."""
+    return (0x7F000000 - x.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _times_each(scores, norm, squares):
+    """scores [keys, rows] · norm [keys] / the root of any column of squares [keys, 8]."""
+    N: tl.constexpr = scores.shape[0]
+    M: tl.constexpr = scores.shape[1]
+    # Two neighbouring columns are a thread's: it takes the root of one.
+    one, _ = tl.split(tl.reshape(squares, [N, 4, 2]))
+    factor = norm[:, None] * tl.rsqrt(one)  # [keys, 4]
+    groups = tl.reshape(scores, [N, M // 8, 4, 2]) * factor[:, None, :, None]
+    return tl.reshape(groups, [N, M])
 
 
 @kernel(by_element=("lengths",))
@@ -195,6 +236,8 @@ def turboquant_decode_kernel(
         rows,
         empty_lse,
     )
+    if FORM.packed_keys and FORM.key_bits < 8:
+        keep_tables(num_pages, FORM.key_bits)
     cta = tl.program_id(0)
     group = cta % num_groups
     number = cta // num_groups
@@ -231,7 +274,8 @@ def turboquant_decode_kernel(
             item64 = tl.zeros([], tl.int64) + item
             length = device.key_count(item, key_lengths)
             request_rows = item64 * query_tokens * query_heads + query_row
-            q_tile = tl.load(q + (request_rows * D)[:, None] + q_dims[None, :], mask=in_rows[:, None], other=0.0)
+            # [D, BLOCK_M]
+            q_tile = tl.load(q + (request_rows * D)[None, :] + q_dims[:, None], mask=in_rows[None, :], other=0.0)
             if FORM.interpreted:
                 q_tile = q_tile.to(tl.float32)
             scale = tl.load(row_scale + request_rows, mask=in_rows, other=1.0)
@@ -243,6 +287,7 @@ def turboquant_decode_kernel(
                 Pages(block_table + item64 * table_stride, num_pages, page_stride, token_stride),
                 length,
                 length - query_tokens + row_token,
+                v_dims,
                 first_block * N,
                 tl.minimum(stop_block * N, length),
                 CAUSAL,

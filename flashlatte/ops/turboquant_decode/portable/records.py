@@ -12,7 +12,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import e4m3_to_float
 from flashlatte.kernels.triton.turboquant import centroids_of, load_codes
-from flashlatte.ops.turboquant_decode.portable.words import key_operand, spread, value_operand
+from flashlatte.ops.turboquant_decode.portable.words import e4m3_operand, key_operand, spread, value_operand
 
 
 class Form(NamedTuple):
@@ -80,21 +80,25 @@ def records_at(cache, scalar_offset, offsets, form: tl.constexpr):
 
 
 @triton.jit
-def section(cache, never, BYTE: tl.constexpr, BITS: tl.constexpr, AXIS: tl.constexpr, form: tl.constexpr):
-    """The section from a byte of a record: [words, 1] if AXIS is 0, [1, words] if it is 1.
+def section(cache, never, BYTE: tl.constexpr, BITS: tl.constexpr, form: tl.constexpr):
+    """The section from a byte of a record, [words, 1].
 
     Where 4-bit codes begin in the middle of a word, the first word begins with code 4 and the last one ends with code
     3 (``first_of``), so that only that one has parts from two places.
     """
     SIZE: tl.constexpr = 24 if BITS == 3 else 32
     WORDS: tl.constexpr = form.head_dim // (4 if BITS == 8 else 8)
-    index = tl.expand_dims(tl.arange(0, WORDS), 1 - AXIS)
+    index = tl.arange(0, WORDS)[:, None]
     SKIPS: tl.constexpr = BITS != 3 and BYTE % 4 == 2 and form.align >= 4
-    bit = index * SIZE + BYTE * 8 + (16 if SKIPS else 0)
+    BIT: tl.constexpr = BYTE * 8 + (16 if SKIPS else 0)
     upper = tl.where(SKIPS & (index == WORDS - 1), 0xFFFF0000, 0)
+    bit = index * SIZE + BIT
+    # Written so that Triton sees where words are neighbours.
+    first = index + BIT // 32 if SIZE == 32 else bit // 32
+    last = index + (BIT + 31) // 32 if SIZE == 32 else (bit + SIZE - 1) // 32
     return Section(
-        bit // 32,
-        (bit + SIZE - 1) // 32,
+        first,
+        last,
         _pinned((bit % 32).to(tl.uint32), cache, never),
         _pinned(upper.to(tl.uint32), cache, never),
     )
@@ -115,32 +119,33 @@ def first_of(byte: int, bits: int, align: int) -> int:
 
 
 @triton.jit
-def _load_words(records, part, BYTE: tl.constexpr, BITS: tl.constexpr, AXIS: tl.constexpr, form: tl.constexpr):
-    """uint32 words of all keys, of 8 codes as nibbles or of 4 numbers in e4m3: [words, keys] or [keys, words].
+def _load_words(records, part, BYTE: tl.constexpr, BITS: tl.constexpr, form: tl.constexpr):
+    """uint32 words [keys, words] of all keys, of 8 codes as nibbles or of 4 numbers in e4m3.
 
-    The page of a record is in the cache: all of its words may be read.
+    The page of a record is in the cache: all of its words may be read. They are loaded as [words, keys], in which order
+    Triton lets neighbouring threads load neighbouring words also where it does not see that they are neighbours.
     """
-    base = tl.expand_dims(records.words, AXIS)
+    base = records.words[None, :]
     if form.align >= 4 and BITS != 3:
         words = tl.load(base + part.first)
         if BYTE % 4 == 2:
-            begin = tl.expand_dims(tl.load(records.words + BYTE // 4), AXIS)
+            begin = tl.load(records.words + BYTE // 4)[None, :]
             words = words ^ ((words ^ begin) & part.upper)
-        return words
+        return tl.trans(words)
     else:
         low = tl.load(base + part.first)
         high = tl.load(base + part.last)
         shift = part.shift
         if form.align < 4:
-            of_record = tl.expand_dims(records.shift, AXIS)
+            of_record = records.shift[None, :]
             SIZE: tl.constexpr = 24 if BITS == 3 else 32
-            index = tl.expand_dims(tl.arange(0, form.head_dim // (4 if BITS == 8 else 8)), 1 - AXIS)
+            index = tl.arange(0, form.head_dim // (4 if BITS == 8 else 8))[:, None]
             bit = index * SIZE + BYTE * 8 + of_record
             low = tl.load(base + bit // 32)
             high = tl.load(base + (bit + SIZE - 1) // 32)
             shift = (bit % 32).to(tl.uint32)
         words = (((high.to(tl.uint64) << 32) | low) >> shift.to(tl.uint64)).to(tl.uint32)
-        return spread(words & 0xFFFFFF) if BITS == 3 else words
+        return tl.trans(spread(words & 0xFFFFFF) if BITS == 3 else words)
 
 
 @triton.jit
@@ -166,16 +171,22 @@ def _codes(records, BYTE: tl.constexpr, BITS: tl.constexpr, form: tl.constexpr):
 
 @triton.jit
 def load_keys(records, part, form: tl.constexpr):
-    """The operand [D, keys] of N(0, 1)'s centroids, or of e4m3 keys."""
+    """Operands: [keys, D] of N(0, 1)'s centroids or of e4m3 keys, and [keys, n] whose rows sum to squared lengths."""
     operand: tl.constexpr = tl.float32 if form.interpreted else tl.float16
     if form.packed_keys:
-        return key_operand(_load_words(records, part, 0, form.key_bits, 0, form), form.key_bits)
+        words = _load_words(records, part, 0, form.key_bits, form)
+        if form.key_bits == 8:
+            keys = e4m3_operand(words)
+            return keys, keys
+        else:
+            return key_operand(words, form.key_bits)
     else:
         codes = _codes(records, 0, form.key_bits, form)
         # Triton 3.6 does not take a constexpr's tuple for a constexpr.
         CODEBOOK: tl.constexpr = form.codebook
         keys = e4m3_to_float(codes, form.native) if form.key_bits == 8 else centroids_of(codes, CODEBOOK)
-        return tl.trans(keys.to(operand))
+        keys = keys.to(operand)
+        return keys, keys * keys
 
 
 @triton.jit
@@ -186,14 +197,12 @@ def load_norms(records, form: tl.constexpr):
 
 @triton.jit
 def load_values(records, part, form: tl.constexpr):
-    """(operand [keys, D] of steps from the middle, their scale [keys], the middle [keys])."""
-    CENTRE: tl.constexpr = 1 << (form.value_bits - 1)
+    """(operand [D, keys] of codes, their scale [keys], their minimum [keys])."""
     if form.packed_values:
-        words = _load_words(records, part, form.value_offset, form.value_bits, 1, form)
-        steps = value_operand(words, form.value_bits)
+        codes = value_operand(_load_words(records, part, form.value_offset, form.value_bits, form))
     else:
         codes = _codes(records, form.value_offset, form.value_bits, form)
-        steps = (codes - CENTRE).to(tl.float32 if form.interpreted else tl.bfloat16)
+        codes = codes.to(tl.float32 if form.interpreted else tl.float16)
     scale = _load_half(records, form.scale_offset, form)
     minimum = _load_half(records, form.scale_offset + 2, form)
-    return steps, scale, minimum + CENTRE * scale
+    return tl.trans(codes), scale, minimum

@@ -29,37 +29,53 @@ def _byte_table(numbers: tuple[float, ...], byte: int) -> list[str]:
     return [f"0x{int.from_bytes(bytes(part), 'little'):08X}" for part in (chosen[:4], chosen[4:])]
 
 
-def _centroids_text(numbers: tuple[float, ...], before: str, signs: tuple[str, str] | None) -> str:
-    """A word of codes to eight fp16 numbers: prmt finds their lower and upper bytes by four codes at a time.
+def _kept_text(bits: int) -> str:
+    """First words of the tables of ``_centroids_text``, into registers of the whole kernel.
 
-    ``before`` makes ``sel``, whose lower three bits of each nibble choose one of ``numbers``; ``signs`` are added to
-    the upper bytes.
+    prmt takes one constant; ptxas would make the other one anew for each. So it must not see that these are constants,
+    nor that all threads have the same: to each is added the lane where $1 is negative, which it never is.
     """
-    low, high = ", ".join(_byte_table(numbers, 0)), ", ".join(_byte_table(numbers, 1))
-    lines = [".reg .b32 s, t, sel, l, h, p;", before]
+    numbers = lloyd_max(bits)[-8:]
+    words = {"low": _byte_table(numbers, 0)[0], "high": _byte_table(numbers, 1)[0], "sign": "0x01010101"}
+    lines = [".reg .b32 tq_zero, tq_low, tq_high, tq_sign;", "mov.u32 tq_zero, %laneid;", "shr.s32 $0, $1, 31;"]
+    lines += [
+        "and.b32 tq_zero, tq_zero, $0;",
+        *(f"add.u32 tq_{name}, tq_zero, {word};" for name, word in words.items()),
+    ]
+    return " ".join(lines)
+
+
+def _centroids_text(bits: int) -> str:
+    """A word $12 of eight codes to eight fp16 centroids $0 to $7, and to four sums of two squares each, $8 to $11.
+
+    prmt finds the lower and upper bytes of four numbers by the lower three bits of four nibbles. Of 16 codes these
+    choose a magnitude, of code 8 + i that of place i, of code 7 - i too; and prmt with a nibble of 8 to 15 repeats the
+    sign of the byte 1 that it chooses, which is 0: what it gives is the number's sign.
+    """
+    numbers = lloyd_max(bits)[-8:]
+    low, high = _byte_table(numbers, 0)[1], _byte_table(numbers, 1)[1]
+    lines = [".reg .b32 s, w, sel, l, h, p, q;"]
+    if bits == 3:
+        lines.append("mov.b32 sel, $12;")
+    else:
+        lines += ["mov.b32 w, $12; and.b32 s, w, 0x88888888; shr.u32 l, s, 3; sub.u32 s, s, l;"]
+        lines.append("lop3.b32 sel, w, s, 0x77777777, 0x82;")
     for half in (0, 1):
         if half:
-            lines.append("shr.u32 sel, sel, 16;")
-        lines += [f"prmt.b32 l, {low}, sel;", f"prmt.b32 h, {high}, sel;", "" if signs is None else signs[half]]
+            lines += ["shr.u32 sel, sel, 16;", "" if bits == 3 else "shr.u32 w, w, 16;"]
+        lines += [f"prmt.b32 l, tq_low, {low}, sel;", f"prmt.b32 h, tq_high, {high}, sel;"]
+        if bits == 4:
+            lines.append("prmt.b32 s, tq_sign, 0x01010101, w; shl.b32 s, s, 7; add.u32 h, h, s;")
         for pair, order in enumerate(("0x5140", "0x7362")):
             first = 4 * half + 2 * pair
             lines += [f"prmt.b32 p, l, h, {order};", f"mov.b32 {{${first}, ${first + 1}}}, p;"]
-    return "{" + " ".join(lines) + "}"
+            lines.append("fma.rn.f16x2 q, p, p, q;" if pair else "mul.rn.f16x2 q, p, p;")
+        lines.append(f"mov.b32 {{${8 + 2 * half}, ${9 + 2 * half}}}, q;")
+    return "{" + " ".join(filter(None, lines)) + "}"
 
 
-# Of 8 codes from 0 to 7 the numbers themselves are looked up.
-_THREE_BITS = tl.constexpr(_centroids_text(lloyd_max(3), "and.b32 sel, $8, 0x77777777;", None))
-# Of 16 the magnitude is: of code 8 + i that of place i, of code 7 - i too. prmt with a nibble of 8 to 15 repeats the
-# sign of the byte 0x80 that it chooses, and gives 0xFF instead of 0x80: its last bit becomes the sign.
-_SIGN = "prmt.b32 {0}, 0x80808080, 0x80808080, {0}; shl.b32 {0}, {0}, 7; lop3.b32 h, h, {0}, 0x80808080, 0x78;"
-_FOUR_BITS = tl.constexpr(
-    _centroids_text(
-        lloyd_max(4)[8:],
-        "and.b32 s, $8, 0x88888888; shr.u32 t, s, 3; sub.u32 t, s, t; lop3.b32 sel, $8, t, 0x77777777, 0x82; "
-        "not.b32 s, s; shr.u32 t, s, 16;",
-        (_SIGN.format("s"), _SIGN.format("t")),
-    )
-)
+_KEPT_3, _KEPT_4 = tl.constexpr(_kept_text(3)), tl.constexpr(_kept_text(4))
+_THREE_BITS, _FOUR_BITS = tl.constexpr(_centroids_text(3)), tl.constexpr(_centroids_text(4))
 _E4M3 = tl.constexpr(
     """{
     .reg .b16 low, high;
@@ -73,23 +89,22 @@ _E4M3 = tl.constexpr(
 )
 
 
-def _steps_text(centre: int) -> str:
-    """Two words of codes to eight pairs of bf16, the first number of each of the first word: code - centre, exactly.
+def _steps_text() -> str:
+    """Two words of codes to eight pairs of fp16, the first number of each of the first word: code · 2^-24 or 2^-20.
 
-    0x4300 is 128, and its last bits are worth 1.
+    Without an exponent the last bits of an fp16 number are worth 2^-24, and those of each second code 16 times as much.
     """
-    offset = f"{0xC300 + centre:04X}"
-    lines = [f".reg .b32 w, t, one, offset; mov.b32 one, 0x3F803F80; mov.b32 offset, 0x{offset}{offset};"]
+    lines = [".reg .b32 w;"]
     for half, order in enumerate(("0x5410", "0x7632")):
         lines.append(f"prmt.b32 w, $8, $9, {order};")
         for place in range(4):
-            lines += [f"shr.u32 t, w, {4 * place};", f"lop3.b32 ${4 * half + place}, t, 0x000F000F, 0x43004300, 0xEA;"]
-    lines += [f"fma.rn.bf16x2 ${number}, ${number}, one, offset;" for number in range(8)]
+            if place == 2:
+                lines.append("shr.u32 w, w, 8;")
+            lines.append(f"and.b32 ${4 * half + place}, w, {('0x000F000F', '0x00F000F0')[place % 2]};")
     return "{" + " ".join(lines) + "}"
 
 
-_STEPS_FROM_4 = tl.constexpr(_steps_text(4))
-_STEPS_FROM_8 = tl.constexpr(_steps_text(8))
+_STEPS = tl.constexpr(_steps_text())
 
 
 @triton.jit
@@ -110,30 +125,44 @@ def spread(groups):
 
 
 @triton.jit
-def key_operand(words, BITS: tl.constexpr):
-    """fp16 [D, keys] of words [D / 8, keys] of codes (BITS 3 or 4), or [D / 4, keys] of e4m3.
+def keep_tables(count, BITS: tl.constexpr):
+    """Once in a kernel, before its first ``key_operand``. ``count`` is an int32 that a launch passes, not negative."""
+    TEXT: tl.constexpr = _KEPT_4 if BITS == 4 else _KEPT_3
+    tl.inline_asm_elementwise(TEXT, "=r,r", [count], dtype=tl.int32, is_pure=False, pack=1)
 
-    Of codes these are the centroids for N(0, 1). ``key_dims`` has the order of dims.
+
+@triton.jit
+def key_operand(words, BITS: tl.constexpr):
+    """fp16 [keys, D], centroids for N(0, 1) of words [keys, D / 8] of codes, and [keys, D / 2], sums of two squares.
+
+    ``key_dims`` has the order of dims.
     """
-    WORDS: tl.constexpr = words.shape[0]
-    KEYS: tl.constexpr = words.shape[1]
-    if BITS == 8:
-        x = tl.inline_asm_elementwise(_E4M3, "=h,=h,=h,=h,r", [words], dtype=(tl.float16,) * 4, is_pure=True, pack=1)
-        # [words, keys, 2, 2]: a number's place is one of 4 neighbours in a thread
-        numbers = tl.permute(tl.join(tl.join(x[0], x[1]), tl.join(x[2], x[3])), (0, 3, 2, 1))
-        return tl.reshape(numbers, [WORDS * 4, KEYS])
-    else:
-        x = tl.inline_asm_elementwise(
-            _FOUR_BITS if BITS == 4 else _THREE_BITS,
-            "=h,=h,=h,=h,=h,=h,=h,=h,r",
-            [words],
-            dtype=(tl.float16,) * 8,
-            is_pure=True,
-            pack=1,
-        )
-        # Four neighbours, and four others 16 places on.
-        numbers = tl.reshape(_join8(x), [WORDS // 4, 4, KEYS, 2, 2, 2])
-        return tl.reshape(tl.permute(numbers, (0, 5, 1, 4, 3, 2)), [WORDS * 8, KEYS])
+    KEYS: tl.constexpr = words.shape[0]
+    WORDS: tl.constexpr = words.shape[1]
+    x = tl.inline_asm_elementwise(
+        _FOUR_BITS if BITS == 4 else _THREE_BITS,
+        "=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,r",
+        [words],
+        dtype=(tl.float16,) * 12,
+        is_pure=True,
+        pack=1,
+    )
+    # Four neighbours, and four others 16 places on.
+    numbers = tl.reshape(_join8(x), [KEYS, WORDS // 4, 4, 2, 2, 2])
+    numbers = tl.reshape(tl.permute(numbers, (0, 1, 5, 2, 4, 3)), [KEYS, WORDS * 8])
+    squares = tl.permute(tl.join(tl.join(x[8], x[9]), tl.join(x[10], x[11])), (0, 1, 3, 2))
+    return numbers, tl.reshape(squares, [KEYS, WORDS * 4])
+
+
+@triton.jit
+def e4m3_operand(words):
+    """fp16 [keys, D] of words [keys, D / 4] of e4m3, with dims in order."""
+    KEYS: tl.constexpr = words.shape[0]
+    WORDS: tl.constexpr = words.shape[1]
+    x = tl.inline_asm_elementwise(_E4M3, "=h,=h,=h,=h,r", [words], dtype=(tl.float16,) * 4, is_pure=True, pack=1)
+    # [keys, words, 2, 2]: a number's place is one of 4 neighbours in a thread
+    numbers = tl.permute(tl.join(tl.join(x[0], x[1]), tl.join(x[2], x[3])), (0, 1, 3, 2))
+    return tl.reshape(numbers, [KEYS, WORDS * 4])
 
 
 @triton.jit
@@ -147,20 +176,15 @@ def key_dims(D: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def value_operand(words, BITS: tl.constexpr):
-    """bf16 [keys, D] of words [keys, D / 8] of codes: code - 2^(BITS - 1).
+def value_operand(words):
+    """fp16 [keys, D] of words [keys, D / 8] of codes, each 1 / ``value_unit`` of its place.
 
     Tensor cores want a thread to hold two neighbouring keys side by side, of every eighth dim.
     """
     KEYS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1]
     x = tl.inline_asm_elementwise(
-        _STEPS_FROM_8 if BITS == 4 else _STEPS_FROM_4,
-        "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
-        [words],
-        dtype=(tl.bfloat16,) * 8,
-        is_pure=True,
-        pack=2,
+        _STEPS, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words], dtype=(tl.float16,) * 8, is_pure=True, pack=2
     )
     ordered = tl.permute(tl.reshape(_join8(x), [KEYS, WORDS // 8, 8, 2, 2, 2]), (0, 1, 5, 4, 3, 2))
     return tl.reshape(ordered, [KEYS, WORDS * 8])
@@ -171,3 +195,9 @@ def value_dims(D: tl.constexpr, FIRST: tl.constexpr):
     """The dim in each place of ``value_operand`` [D], where the first word begins with dim FIRST."""
     place = tl.arange(0, D)
     return (place // 64 * 64 + place % 8 * 8 + place // 8 % 8 + FIRST) % D
+
+
+@triton.jit
+def value_unit(dims):
+    """float32: what a code of ``value_operand`` is short of, for each dim."""
+    return tl.where(dims % 2 == 0, 2.0**24, 2.0**20)
