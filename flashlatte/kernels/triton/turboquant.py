@@ -15,12 +15,17 @@ from flashlatte.kernels.triton.cache_address import load_words
 def hadamard(D: tl.constexpr, dtype: tl.constexpr):
     """Sylvester's Hadamard matrix [D, D] of 1 and -1: the parity of the bits that row and column share."""
     index = tl.arange(0, D)
-    bits = index[:, None] & index[None, :]
+    return (1 - 2 * parity(index[:, None] & index[None, :])).to(dtype)
+
+
+@triton.jit
+def parity(bits):
+    """1 where an odd number of the lower 16 bits are set, else 0."""
     bits ^= bits >> 8
     bits ^= bits >> 4
     bits ^= bits >> 2
     bits ^= bits >> 1
-    return (1 - 2 * (bits & 1)).to(dtype)
+    return bits & 1
 
 
 @triton.jit

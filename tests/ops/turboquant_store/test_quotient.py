@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from flashlatte.ops.turboquant_store.portable import _quotient
+from flashlatte.ops.turboquant_store.portable.codes import quotient
 from flashlatte.runtime import machine
 
 pytestmark = [
@@ -23,7 +23,7 @@ ROWS, COLUMNS = 64, 64
 def quotient_kernel(x, scale, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.arange(0, ROWS)[:, None]
     place = row * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    tl.store(out + place, _quotient(tl.load(x + place), tl.load(scale + row), False))
+    tl.store(out + place, quotient(tl.load(x + place), tl.load(scale + row), False))
 
 
 def steps_and_scales():

@@ -1,0 +1,123 @@
+"""Records of a cache, packed and written from the threads that have their codes."""
+
+# Triton's annotations and calls are not Python's.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashlatte.kernels.triton.cache_address import store_words
+
+
+@triton.jit
+def column_dims(D: tl.constexpr, FIRST: tl.constexpr, RUN: tl.constexpr):
+    """The dim [D] of each column of a product, in which a thread of four has two neighbours of every eight.
+
+    Four times two columns of a thread are eight neighbouring dims, and RUN of such eights are neighbours; then comes
+    the next thread. The first eight begins with dim FIRST.
+    """
+    THREADS: tl.constexpr = min(4, D // 8)
+    column = tl.arange(0, D)
+    eight, pair = column // (8 * THREADS), column // (2 * THREADS) % 4
+    thread = column // 2 % THREADS
+    place = (eight // RUN * THREADS + thread) * RUN + eight % RUN
+    return (place * 8 + 2 * pair + column % 2 + FIRST) % D
+
+
+@triton.jit
+def eights(x, RUN: tl.constexpr, IN_ORDER: tl.constexpr):
+    """x [BLOCK_R, D] of ``column_dims`` as [BLOCK_R, D / 8, 8]."""
+    R: tl.constexpr = x.shape[0]
+    D: tl.constexpr = x.shape[1]
+    THREADS: tl.constexpr = min(4, D // 8)
+    if not IN_ORDER:
+        x = tl.reshape(x, [R, D // (8 * THREADS * RUN), RUN, 4, THREADS, 2])
+        x = tl.permute(x, (0, 1, 4, 2, 3, 5))
+    return tl.reshape(x, [R, D // 8, 8])
+
+
+_STORE = {
+    size: tl.constexpr(f"{{.reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.{kind} [$1], $2; mov.b32 $0, 0;}}")
+    for size, kind in ((4, "b32"), (2, "u16"), (1, "u8"))
+}
+_STORE_4, _STORE_2, _STORE_1 = _STORE[4], _STORE[2], _STORE[1]
+
+
+@triton.jit
+def store(address, words, mask, SIZE: tl.constexpr, PTX: tl.constexpr):
+    """Store the lowest SIZE bytes of int32 words, from the threads that have them: Triton's would change hands."""
+    if PTX:
+        TEXT: tl.constexpr = _STORE_4 if SIZE == 4 else (_STORE_2 if SIZE == 2 else _STORE_1)
+        arguments = [address.to(tl.int64), words, mask.to(tl.int32)]
+        tl.inline_asm_elementwise(TEXT, "=r,l,r,r", arguments, dtype=tl.int32, is_pure=False, pack=1)
+    elif SIZE == 1:
+        tl.store(address, words.to(tl.uint8), mask=mask)
+    else:
+        store_words(address, 0, words if SIZE == 4 else words.to(tl.int16), mask, SIZE)
+
+
+_STORE_8 = tl.constexpr("{.reg .pred p; setp.ne.b32 p, $4, 0; @p st.global.v2.b32 [$1], {$2, $3}; mov.b32 $0, 0;}")
+
+
+@triton.jit
+def store_pairs(address, words, mask, PTX: tl.constexpr):
+    """Store int32 words [BLOCK_R, n] by pairs, at addresses [BLOCK_R, n / 2] that are multiples of 8."""
+    first, second = tl.split(tl.reshape(words, [words.shape[0], words.shape[1] // 2, 2]))
+    if PTX:
+        arguments = [address.to(tl.int64), first, second, mask.to(tl.int32)]
+        tl.inline_asm_elementwise(_STORE_8, "=r,l,r,r,r", arguments, dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        store(address, first, mask, 4, PTX)
+        store(address + 4, second, mask, 4, PTX)
+
+
+@triton.jit
+def store_bytes(address, words, mask, BYTES: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr):
+    """Store the lowest BYTES of int32 words at multiples of ALIGN."""
+    SIZE: tl.constexpr = min(ALIGN, 4) if BYTES % ALIGN == 0 else 1
+    for part in tl.static_range(BYTES // SIZE):
+        store(address + part * SIZE, words >> (8 * SIZE * part), mask, SIZE, PTX)
+
+
+@triton.jit
+def settle(record, valid, like):
+    """int64 addresses of records, 0 where not valid, in the layout of the float32 ``like`` [BLOCK_R] by rows.
+
+    Triton would find them anew for each layout that one is wanted in, with the divisions that they take.
+    """
+    record = tl.where(valid, record.to(tl.int64), 0)
+    return tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l,f", [record, like], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def pack(codes, BITS: tl.constexpr):
+    """int32 words of codes, along the last of three axes."""
+    return tl.sum(codes << (tl.arange(0, codes.shape[2]) * BITS)[None, None, :], axis=2)
+
+
+@triton.jit
+def store_codes(record, codes, valid, BITS: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr):
+    """Pack codes [BLOCK_R, D / 8, 8] at byte addresses [BLOCK_R]."""
+    GROUPS: tl.constexpr = codes.shape[1]
+    words = pack(codes, BITS)
+    if BITS == 4 and ALIGN == 8 and GROUPS % 2 == 0:
+        store_pairs(record[:, None] + tl.arange(0, GROUPS // 2)[None, :] * 8, words, valid[:, None], PTX)
+    elif BITS == 3 and GROUPS == 16:
+        _store_spread(record, words, valid, ALIGN, PTX)
+    else:
+        address = record[:, None] + tl.arange(0, GROUPS)[None, :] * BITS
+        store_bytes(address, words, valid[:, None], BITS, ALIGN, PTX)
+
+
+@triton.jit
+def _store_spread(record, groups, valid, ALIGN: tl.constexpr, PTX: tl.constexpr):
+    """Store 24 bits of each of groups [BLOCK_R, 16], four of which are three words of a thread."""
+    even, odd = tl.split(tl.reshape(groups, [groups.shape[0], 4, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    address = record[:, None] + tl.arange(0, 4)[None, :] * 12
+    store_bytes(address, first | (second << 24), valid[:, None], 4, ALIGN, PTX)
+    store_bytes(address + 4, (second >> 8) | (third << 16), valid[:, None], 4, ALIGN, PTX)
+    store_bytes(address + 8, (third >> 16) | (fourth << 8), valid[:, None], 4, ALIGN, PTX)
