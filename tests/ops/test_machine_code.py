@@ -240,9 +240,11 @@ MORE_PORTABLE = [
         )
     ),
     *(
-        # Some addresses, as above.
-        Variant("turboquant_store", "portable", {"form": f"turboquant_{form}", "dtype": dtype}, 90, products, spills=8)
-        for form, dtype, products in (("k8v4", BF16, "hgmma"), ("3bit_nc", FP16, "hgmma"), ("4bit_nc", FP16, "hgmma"))
+        # Addresses of the rows that a thread loads.
+        Variant(
+            "turboquant_store", "portable", {"form": f"turboquant_{form}", "dtype": dtype}, 90, "hgmma", spills=spills
+        )
+        for form, dtype, spills in (("k8v4", BF16, 8), ("3bit_nc", FP16, 24), ("4bit_nc", FP16, 8))
     ),
     Variant("turboquant_store", "portable", spills=8),
     Variant("turboquant_gather", "portable", {"form": "turboquant_3bit_nc", "gap": 0}),

@@ -20,17 +20,8 @@ from flashlatte.kernels.triton.cache_address import Slots, locate_slots
 from flashlatte.kernels.triton.fp8 import float_to_e4m3, to_float32
 from flashlatte.kernels.triton.turboquant import parity
 from flashlatte.kv_cache.turboquant import LARGEST_HALF, NORM_EPSILON, SMALLEST_VALUE_SCALE
-from flashlatte.ops.turboquant_store.portable.codes import codes_by_lanes, codes_of, keep_table, quotient
-from flashlatte.ops.turboquant_store.portable.records import (
-    column_dims,
-    eights,
-    pack,
-    settle,
-    store,
-    store_bytes,
-    store_codes,
-    store_pairs,
-)
+from flashlatte.ops.turboquant_store.portable.codes import codes_of, quotient
+from flashlatte.ops.turboquant_store.portable.records import column_dims, eights, pack, store, store_bytes, store_codes
 from flashlatte.runtime.triton_kernel import kernel
 
 _NORM_EPSILON, _SMALLEST_VALUE_SCALE = tl.constexpr(NORM_EPSILON), tl.constexpr(SMALLEST_VALUE_SCALE)
@@ -46,17 +37,14 @@ class Form(NamedTuple):
         entry: the Hadamard matrix's, so small that squares are no larger than a key's.
         inverse_entry, length_factor: 1 / entry, and what squares of rotated rows are short of.
         align: numbers of which strides of rows are multiples.
-        cache_align: bytes of which strides of the cache are multiples: 4, 2 or 1.
+        cache_align: bytes of which strides of the cache are multiples: 8, 4, 2 or 1.
         wide: slots may pass 2^31.
         native: the GPU converts e4m3.
         in_order: rows are float32, which only keys go through a product for, and its columns are in order.
-        key_run, value_run: eight dims, times so many, are a thread's (``records.column_dims``).
-        first_value: with which values of 4 bits begin, for whole words to be stored: 4, or 12 for pairs of words, if
-            values begin in the middle of one; else 0.
+        shifted: values begin in the middle of a word, with dim 4, and the four dims before are the last.
         ptx: records are stored by PTX.
         interpreted: operands are float32.
         block: rows of a tile.
-        num_stages: of the loop over tiles.
     """
 
     head_dim: int
@@ -74,13 +62,10 @@ class Form(NamedTuple):
     wide: bool
     native: bool
     in_order: bool
-    key_run: int
-    value_run: int
-    first_value: int
+    shifted: bool
     ptx: bool
     interpreted: bool
     block: int
-    num_stages: int
 
 
 class Rows(NamedTuple):
@@ -132,16 +117,10 @@ def _store_keys(record, x, valid, form: tl.constexpr):
     """Rows x [BLOCK_R, D / 8, 8], rotated keys times ``form.entry``."""
     # A rotation keeps lengths.
     norm = tl.sqrt_rn(_row_sum(x * x) * form.length_factor)
-    if form.ptx:
-        record = settle(record, valid, norm)
-        valid = record != 0
     # Rotated by a matrix of 1 and -1 the direction of a key has variance 1 in each place.
-    factor = tl.div_rn(form.inverse_entry, norm + _NORM_EPSILON)[:, None, None]
-    if form.ptx:
-        codes = codes_by_lanes(x, factor, form.key_bits)
-    else:
-        MIDPOINTS: tl.constexpr = form.midpoints
-        codes = codes_of(x * factor, MIDPOINTS)
+    direction = x * tl.div_rn(form.inverse_entry, norm + _NORM_EPSILON)[:, None, None]
+    MIDPOINTS: tl.constexpr = form.midpoints
+    codes = codes_of(direction, MIDPOINTS)
     store_codes(record, codes, valid, form.key_bits, form.cache_align, form.ptx)
     half = _half(norm, norm - norm == 0)
     store_bytes(record + form.norm_offset, half, valid, 2, min(form.cache_align, 2), form.ptx)
@@ -149,34 +128,23 @@ def _store_keys(record, x, valid, form: tl.constexpr):
 
 @triton.jit
 def _store_values(record, x, valid, form: tl.constexpr):
-    """Rows x [BLOCK_R, D / 8, 8] of values, of which the first is dim ``form.first_value``."""
+    """Rows x [BLOCK_R, D / 8, 8] of values, which begin with dim 4 if ``form.shifted`` and end with the four before."""
     LARGEST: tl.constexpr = (1 << form.value_bits) - 1
     HALF_ALIGN: tl.constexpr = min(form.cache_align, 2)
     minimum, maximum = tl.min(tl.min(x, axis=2), axis=1), tl.max(tl.max(x, axis=2), axis=1)
-    if form.ptx:
-        record = settle(record, valid, minimum)
-        valid = record != 0
     # Of a row that is not finite a product is NaN all over, but for an infinity in its place.
     is_finite = _is_finite(x) if form.in_order else maximum * 0.0 + minimum * 0.0 == 0
     scale = tl.maximum(tl.div_rn(maximum - minimum, LARGEST * 1.0), _SMALLEST_VALUE_SCALE)
     # No larger than LARGEST, but in a row that is not finite, which may have any codes.
     steps = (quotient(x - minimum[:, None, None], scale[:, None, None], form.interpreted) + 0.5).to(tl.int32)
     scale_half = _half(scale, is_finite)
-    if form.first_value > 0:
-        WORDS: tl.constexpr = form.head_dim // 8
+    if form.shifted:
         words = pack(steps, 4)
-        begin = record + (form.value_offset + form.first_value // 2)
-        place = tl.arange(0, WORDS)[None, :]
-        if form.first_value == 12:
-            # The last pair is two words of which none is the other's neighbour.
-            pair = tl.arange(0, WORDS // 2)[None, :]
-            store_pairs(begin[:, None] + pair * 8, words, valid[:, None] & (pair < WORDS // 2 - 1), form.ptx)
-            last = tl.sum(tl.where(place == WORDS - 2, words, 0), axis=1)
-            second = tl.sum(tl.where(place == WORDS - 1, words, 0), axis=1)
-            store(record + form.value_offset + 2, second, valid, 4, form.ptx)
-        else:
-            store(begin[:, None] + place * 4, words, valid[:, None] & (place < WORDS - 1), 4, form.ptx)
-            last = tl.sum(tl.where(place == WORDS - 1, words, 0), axis=1)
+        place = tl.arange(0, form.head_dim // 8)[None, :]
+        is_last = place == form.head_dim // 8 - 1
+        address = record[:, None] + (form.value_offset + 2) + place * 4
+        store(address, words, valid[:, None] & (place != form.head_dim // 8 - 1), 4, form.ptx)
+        last = tl.sum(tl.where(is_last, words, 0), axis=1)
         store(record + form.value_offset, last >> 16, valid, 2, form.ptx)
         store(record + form.scale_offset - 2, (last & 0xFFFF) | (scale_half << 16), valid, 4, form.ptx)
     else:
@@ -189,11 +157,11 @@ def _store_values(record, x, valid, form: tl.constexpr):
 @triton.jit
 def _matrix(dtype: tl.constexpr, VALUES: tl.constexpr, form: tl.constexpr):
     """What rows of values, or of keys, are multiplied by: [D, D]."""
+    BITS: tl.constexpr = form.value_bits if VALUES else form.key_bits
     dims = tl.arange(0, form.head_dim)
     columns = dims
     if not form.in_order:
-        RUN: tl.constexpr = form.value_run if VALUES else form.key_run
-        columns = column_dims(form.head_dim, form.first_value if VALUES else 0, RUN)
+        columns = column_dims(form.head_dim, 4 if VALUES and form.shifted else 0, BITS == 3)
     if VALUES:
         matrix = tl.where(dims[:, None] == columns[None, :], 1.0, 0.0)
     else:
@@ -206,14 +174,13 @@ def _store_tiles(rows, cache, slots, tiles, VALUES: tl.constexpr, form: tl.const
     """Store a program's tiles, of values or of keys."""
     tokens = form.block // tiles.heads
     IS_ROTATED: tl.constexpr = not VALUES and form.key_bits < 8
-    if IS_ROTATED and form.ptx:
-        keep_table(tiles.count, form.key_bits)
     matrix = _matrix(tl.float32 if form.interpreted else rows.first.dtype.element_ty, VALUES, form)
     dims = tl.arange(0, form.head_dim)
     row = tl.arange(0, form.block)
     row_token, row_head = (row // tiles.heads).to(tl.int64), (row % tiles.heads).to(tl.int64)
     row_offset = (row_token * rows.token_stride + row_head * rows.head_stride) * form.align
-    for tile in tl.range(tl.program_id(0), tiles.count, tl.num_programs(0), num_stages=form.num_stages):
+    # Four programs of an SM wait for each other's loads; a stage ahead would leave room for two.
+    for tile in tl.range(tl.program_id(0), tiles.count, tl.num_programs(0), num_stages=1):
         first_token = (tile // tiles.groups).to(tl.int64) * tokens
         first_head = (tile % tiles.groups).to(tl.int64) * tiles.heads
         token = first_token + row_token
@@ -233,7 +200,7 @@ def _store_tiles(rows, cache, slots, tiles, VALUES: tl.constexpr, form: tl.const
         else:
             if IS_ROTATED or not form.in_order:
                 x = tl.dot(x, matrix, input_precision="ieee")
-            x = eights(x, form.value_run if VALUES else form.key_run, form.in_order)
+            x = eights(x, (form.value_bits if VALUES else form.key_bits) == 3, form.in_order)
             if VALUES:
                 _store_values(record, x, valid, form)
             else:

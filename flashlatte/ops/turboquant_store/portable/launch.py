@@ -18,7 +18,6 @@ from flashlatte.runtime.strides import stride_in_use
 
 BLOCK_R = 64
 NUM_WARPS = 4
-NUM_STAGES = 1
 # Programs of an SM at once, of which each makes the matrix, and the registers that leaves to a thread.
 PROGRAMS = 4
 REGISTERS = 128
@@ -58,15 +57,10 @@ def turboquant_store(
         wide=num_slots >= 2**31,
         native=converts_e4m3(key.device),
         in_order=in_order,
-        key_run=_run(layout.key_bits, 0, head_dim, cache_align),
-        value_run=_run(layout.value_bits, layout.value_offset, head_dim, cache_align),
-        first_value=0
-        if in_order or layout.value_bits == 3
-        else _first_value(layout.value_offset, head_dim, cache_align),
+        shifted=layout.value_bits == 4 and layout.value_offset % 4 == 2 and cache_align >= 4 and not in_order,
         ptx=is_nvidia,
         interpreted=machine.interpreting(),
         block=block,
-        num_stages=NUM_STAGES if is_nvidia else 1,
     )
     turboquant_store_kernel[(min(tiles, machine.num_sms(key.device) * PROGRAMS // 2), 2)](
         *by_name(
@@ -95,20 +89,3 @@ def turboquant_store(
         num_warps=2 * NUM_WARPS if in_order else NUM_WARPS,
         **({"maxnreg": REGISTERS} if is_nvidia else {}),
     )
-
-
-def _pairs(offset: int, head_dim: int, align: int) -> bool:
-    """Whether codes of 4 bits from this byte of a record are stored by two words at a time."""
-    return align == 8 and offset % 8 in (0, 2) and head_dim >= 64
-
-
-def _run(bits: int, offset: int, head_dim: int, align: int) -> int:
-    if bits == 3:
-        return max(head_dim // 32, 1)
-    return 2 if bits == 4 and _pairs(offset, head_dim, align) else 1
-
-
-def _first_value(offset: int, head_dim: int, align: int) -> int:
-    if offset % 4 == 0 or align < 4:
-        return 0
-    return 12 if _pairs(offset, head_dim, align) else 4

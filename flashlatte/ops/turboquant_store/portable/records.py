@@ -12,29 +12,29 @@ from flashlatte.kernels.triton.cache_address import store_words
 
 
 @triton.jit
-def column_dims(D: tl.constexpr, FIRST: tl.constexpr, RUN: tl.constexpr):
+def column_dims(D: tl.constexpr, FIRST: tl.constexpr, THREADS_APART: tl.constexpr):
     """The dim [D] of each column of a product, in which a thread of four has two neighbours of every eight.
 
-    Four times two columns of a thread are eight neighbouring dims, and RUN of such eights are neighbours; then comes
-    the next thread. The first eight begins with dim FIRST.
+    Four times two columns of a thread are eight neighbouring dims. Eights of four threads are neighbours, or, if
+    THREADS_APART, all of a thread. The first eight begins with dim FIRST.
     """
     THREADS: tl.constexpr = min(4, D // 8)
     column = tl.arange(0, D)
     eight, pair = column // (8 * THREADS), column // (2 * THREADS) % 4
     thread = column // 2 % THREADS
-    place = (eight // RUN * THREADS + thread) * RUN + eight % RUN
-    return (place * 8 + 2 * pair + column % 2 + FIRST) % D
+    first = thread * (D // THREADS) + eight * 8 if THREADS_APART else eight * (8 * THREADS) + thread * 8
+    return (first + 2 * pair + column % 2 + FIRST) % D
 
 
 @triton.jit
-def eights(x, RUN: tl.constexpr, IN_ORDER: tl.constexpr):
+def eights(x, THREADS_APART: tl.constexpr, IN_ORDER: tl.constexpr):
     """x [BLOCK_R, D] of ``column_dims`` as [BLOCK_R, D / 8, 8]."""
     R: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
     THREADS: tl.constexpr = min(4, D // 8)
     if not IN_ORDER:
-        x = tl.reshape(x, [R, D // (8 * THREADS * RUN), RUN, 4, THREADS, 2])
-        x = tl.permute(x, (0, 1, 4, 2, 3, 5))
+        x = tl.reshape(x, [R, D // (8 * THREADS), 4, THREADS, 2])
+        x = tl.permute(x, (0, 3, 1, 2, 4)) if THREADS_APART else tl.permute(x, (0, 1, 3, 2, 4))
     return tl.reshape(x, [R, D // 8, 8])
 
 
@@ -58,37 +58,12 @@ def store(address, words, mask, SIZE: tl.constexpr, PTX: tl.constexpr):
         store_words(address, 0, words if SIZE == 4 else words.to(tl.int16), mask, SIZE)
 
 
-_STORE_8 = tl.constexpr("{.reg .pred p; setp.ne.b32 p, $4, 0; @p st.global.v2.b32 [$1], {$2, $3}; mov.b32 $0, 0;}")
-
-
-@triton.jit
-def store_pairs(address, words, mask, PTX: tl.constexpr):
-    """Store int32 words [BLOCK_R, n] by pairs, at addresses [BLOCK_R, n / 2] that are multiples of 8."""
-    first, second = tl.split(tl.reshape(words, [words.shape[0], words.shape[1] // 2, 2]))
-    if PTX:
-        arguments = [address.to(tl.int64), first, second, mask.to(tl.int32)]
-        tl.inline_asm_elementwise(_STORE_8, "=r,l,r,r,r", arguments, dtype=tl.int32, is_pure=False, pack=1)
-    else:
-        store(address, first, mask, 4, PTX)
-        store(address + 4, second, mask, 4, PTX)
-
-
 @triton.jit
 def store_bytes(address, words, mask, BYTES: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr):
     """Store the lowest BYTES of int32 words at multiples of ALIGN."""
-    SIZE: tl.constexpr = min(ALIGN, 4) if BYTES % ALIGN == 0 else 1
+    SIZE: tl.constexpr = min(ALIGN, 4) if BYTES % min(ALIGN, 4) == 0 else 1
     for part in tl.static_range(BYTES // SIZE):
         store(address + part * SIZE, words >> (8 * SIZE * part), mask, SIZE, PTX)
-
-
-@triton.jit
-def settle(record, valid, like):
-    """int64 addresses of records, 0 where not valid, in the layout of the float32 ``like`` [BLOCK_R] by rows.
-
-    Triton would find them anew for each layout that one is wanted in, with the divisions that they take.
-    """
-    record = tl.where(valid, record.to(tl.int64), 0)
-    return tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l,f", [record, like], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -102,9 +77,7 @@ def store_codes(record, codes, valid, BITS: tl.constexpr, ALIGN: tl.constexpr, P
     """Pack codes [BLOCK_R, D / 8, 8] at byte addresses [BLOCK_R]."""
     GROUPS: tl.constexpr = codes.shape[1]
     words = pack(codes, BITS)
-    if BITS == 4 and ALIGN == 8 and GROUPS % 2 == 0:
-        store_pairs(record[:, None] + tl.arange(0, GROUPS // 2)[None, :] * 8, words, valid[:, None], PTX)
-    elif BITS == 3 and GROUPS == 16:
+    if BITS == 3 and GROUPS == 16:
         _store_spread(record, words, valid, ALIGN, PTX)
     else:
         address = record[:, None] + tl.arange(0, GROUPS)[None, :] * BITS
