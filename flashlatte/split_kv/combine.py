@@ -74,11 +74,7 @@ _FIXED_TILE = Tile(4, 128, 8)
 @triton.jit
 def write_partial(scratch, number, rows_in_use, values, lse2, cols, BLOCK_H: tl.constexpr, D_V: tl.constexpr):
     """Write normalised ``values`` [BLOCK_H, cols] and their base-2 ``lse2`` [BLOCK_H] as a partial output."""
-    rows = tl.arange(0, BLOCK_H)
-    base = scratch + number * (BLOCK_H * (D_V + 1))
-    mask = (rows < rows_in_use)[:, None] & (cols < D_V)[None, :]
-    tl.store(base + (rows * D_V)[:, None] + cols[None, :], values, mask=mask)
-    tl.store(base + BLOCK_H * D_V + rows, lse2, mask=rows < rows_in_use)
+    write_partial_rows(scratch, number, tl.arange(0, BLOCK_H), rows_in_use, values, lse2, cols, BLOCK_H, D_V)
 
 
 @triton.jit

@@ -33,8 +33,7 @@ _OF_V4 = [
     (r"\.w2\.", ".down_proj."),
     (r"\.w3\.", ".up_proj."),
     (r"^", "model."),
-    (r"^model\.head\.", "lm_head."),
-    (r"^model\.lm_head\.", "lm_head."),
+    (r"^model\.(lm_)?head\.", "lm_head."),
 ]
 # A norm of A.X K1, which has this name only in transformers.
 _OF_OTHERS = [(r"(?<!\.mlp)\.post_mlp_layernorm\.", ".mlp.post_mlp_layernorm.")]

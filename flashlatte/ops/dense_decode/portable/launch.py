@@ -125,10 +125,12 @@ def dense_decode(
 
 def _boxes(k_cache: torch.Tensor, k_align: int, step: Step, config: Config) -> tuple[Any, Any]:
     """TMA descriptors of the tiles' two parts, None where tiles are not loaded by them."""
+    if not config.boxes:
+        return None, None
     num_pages, page_size, h_kv, head_dim = k_cache.shape
     whole = k_align == 8 and page_size % step.block_n == 0 and step.latent == step.latent_dim
     repeats = any(size != 1 and stride == 0 for size, stride in zip(k_cache.shape, k_cache.stride(), strict=True))
-    if not config.boxes or not whole or repeats or num_pages == 0:
+    if not whole or repeats or num_pages == 0:
         return None, None
     # An axis of 1 has no stride that matters, but the hardware wants one above 0.
     page_stride, token_stride, head_stride = (stride or head_dim for stride in strides_in_use(k_cache))
