@@ -45,6 +45,12 @@ def _item_costs(items, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexp
 
 
 @gluon.jit
+def _ranges_in_use(num_ranges, total, OVERHEAD: gl.constexpr, GRANULARITY: gl.constexpr):
+    """As many as there are, and no more than leaves each the least it can take, and what starting on that costs."""
+    return gl.minimum(num_ranges, gl.maximum(total // (OVERHEAD + GRANULARITY), 1))
+
+
+@gluon.jit
 def _cut(total, number, ranges, GRANULARITY: gl.constexpr):
     """⌊number · total / ranges⌋ in whole granules, for number ≤ ranges, where the product may be too large."""
     granules = total // GRANULARITY
@@ -73,7 +79,7 @@ def find_range(
     total = gl.sum(costs, 0)
     for start in range(THREADS, key_lengths.num_items, THREADS):
         total += gl.sum(_item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY), 0)
-    in_use = gl.minimum(num_ranges, gl.maximum(total // (OVERHEAD + GRANULARITY), 1))
+    in_use = _ranges_in_use(num_ranges, total, OVERHEAD, GRANULARITY)
     if ranges_of_equals is not None:
         # It is enough to compare their mean with the first one: any number of ranges is right.
         cost = _item_costs(gl.to_tensor(0), key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
@@ -91,6 +97,33 @@ def find_range(
         stop += begun
         first_cost += cost_before
     return device.Range(begin, end, first, stop, first_cost)
+
+
+@gluon.jit
+def ranges_of_item(item, num_ranges, key_lengths, BLOCK_N: gl.constexpr, THREADS: gl.constexpr):
+    """The first of ``find_range``'s ranges that has blocks of a work item, and how many consecutive ranges have.
+
+    Of ranges without overhead and granularity, found by all THREADS.
+    """
+    items = gl.arange(0, THREADS, _one_each(THREADS))
+    sums = gl.to_tensor(0).to(gl.int64)
+    for start in range(0, key_lengths.num_items, THREADS):
+        costs = _item_costs(start + items, key_lengths, BLOCK_N, 0, 1).to(gl.int64)
+        # Those of all work items and of those before this one, in one sum: a reduction is what takes time here.
+        sums += gl.sum((costs << 32) + gl.where(start + items < item, costs, 0), 0)
+    total = sums >> 32
+    begin = sums & 0xFFFFFFFF
+    in_use = _ranges_in_use(num_ranges, total, 0, 1)
+    last = begin + _item_costs(item, key_lengths, BLOCK_N, 0, 1) - 1
+    first = range_with(begin, total, in_use).to(gl.int32)
+    return first, range_with(last, total, in_use).to(gl.int32) - first + 1
+
+
+@gluon.jit
+def range_with(cost, total, ranges):
+    """The range that has ``cost``: the last that begins no later, and ⌊r · total / ranges⌋ ≤ cost where r < (cost + 1) ·
+    ranges / total."""
+    return ((cost + 1) * ranges + total - 1) // total - 1
 
 
 @gluon.jit

@@ -19,6 +19,7 @@ triton = pytest.importorskip("triton")
 
 from support import compile as support  # noqa: E402
 
+from flashlatte.ops.dense_decode.hopper import combine as ranges  # noqa: E402
 from flashlatte.ops.dense_decode.hopper import fixup, launch  # noqa: E402
 from flashlatte.ops.dense_decode.hopper.few_rows import attender  # noqa: E402
 from flashlatte.runtime.strides import strides_in_use  # noqa: E402
@@ -87,6 +88,7 @@ def record(monkeypatch):
     monkeypatch.setattr(launch, "kernel", recorder)
     monkeypatch.setattr(launch, "clear_kernel", Recorder(fixup.clear_kernel))
     monkeypatch.setattr(combine, "combine_kernel", combiner)
+    monkeypatch.setattr(ranges, "combine_ranges_kernel", Recorder(ranges.combine_ranges_kernel))
     monkeypatch.setattr(machine, "num_sms", lambda _: 132)
 
     def record(**call: Any) -> Launch:

@@ -13,6 +13,8 @@ from flashlatte.kernels.hopper.softmax import inverse, lse2_of
 from flashlatte.ops.dense_decode.hopper import fixup, schedule
 from flashlatte.split_kv.gluon import PARTIAL, write_partial
 from flashlatte.split_kv.outputs import row_pointers, write_lse, write_out
+from flashlatte.split_kv.rounded_partials import PARTIAL as ROUNDED_PARTIAL
+from flashlatte.split_kv.rounded_partials import write as write_rounded
 
 
 class Results(NamedTuple):
@@ -20,7 +22,7 @@ class Results(NamedTuple):
 
     Attributes:
         outputs: ``outputs.Outputs``.
-        scratch: partial outputs, for ``fixup`` or the combine kernel; None where no request is split.
+        scratch: partial outputs, for ``fixup`` or a combine kernel; None where no request is split.
         k_scale: what numbers of the cache are multiplied with, None where they are two bytes wide.
     """
 
@@ -75,6 +77,11 @@ def write(state, split, call, FIRST_COL: gl.constexpr, PLAN: gl.constexpr):
             write_lse(outputs, split.item, work.group.kv_head, item_row, lse2)
     elif PLAN.stream_k:
         fixup.leave(values, lse2, goes_on, call, FIRST_COL)
+    elif PLAN.rounded:
+        if results.k_scale is not None:
+            out *= results.k_scale
+        partial = results.scratch + schedule.partial(work, continues, PLAN) * ROUNDED_PARTIAL
+        write_rounded(out, row_max, row_sum, partial, outputs.rows - work.group.first_row, FIRST_COL)
     elif results.scratch is not None:
         partial = results.scratch + schedule.partial(work, continues, PLAN) * PARTIAL
         write_partial(partial, row, item_row < outputs.rows, values, lse2, FIRST_COL)

@@ -12,6 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, LATENT, ROPE, ROWS
 from flashlatte.ops.dense_decode.hopper import fixup, schedule
+from flashlatte.ops.dense_decode.hopper.combine import launch_combine_ranges
 from flashlatte.ops.dense_decode.hopper.few_rows.tiles import ROWS as FEW_ROWS
 from flashlatte.ops.dense_decode.hopper.fixup import clear_kernel
 from flashlatte.ops.dense_decode.hopper.kernel import kernel
@@ -23,11 +24,13 @@ from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.runtime.tma_descriptors import Address, describe
-from flashlatte.split_kv import combine, plan
+from flashlatte.split_kv import plan
+from flashlatte.split_kv.combine import launch_combine
 from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.gluon import MLA_PARTIAL
 from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import SplitPlan
+from flashlatte.split_kv.rounded_partials import PARTIAL as ROUNDED_PARTIAL
 
 _LOG2_E = math.log2(math.e)
 # With batch_invariant, steps of a split, and the most splits of a request, over all groups of its query rows.
@@ -35,6 +38,10 @@ _SPLIT_STEPS = 8
 _FIXED_SPLITS = 128
 # What beginning a request costs a balanced range, in steps: one and a half to two were measured.
 _OVERHEAD = 2
+# Partial outputs of no more rows than that are combined by the common kernel, which has more CTAs for them ("b 4, h_q
+# 16": 23.6 instead of 24.8 µs in a graph). With more rows ``combine`` wins "b 1, h_q 128, 4,096" by 28% (13.7 instead of
+# 17.5 µs; docs/notes/dense-decode.md).
+_FEW_TO_COMBINE = 16
 # What the copies need rows to be aligned to, in bytes and in two-byte numbers.
 _ALIGN_BYTES = 16
 _ALIGN = 8
@@ -47,12 +54,13 @@ class LaunchPlan:
     Attributes:
         split: its balanced ranges, or fixed splits.
         splits_of_equals: ranges in use where all requests are equally long.
-        stream_k: by which CTAs what is split is finished (``schedule.Plan.stream_k``).
+        stream_k, rounded: by whom what is split is finished (``schedule.Plan``).
     """
 
     split: SplitPlan
     splits_of_equals: int
-    stream_k: bool
+    stream_k: bool = False
+    rounded: bool = False
 
 
 def dense_decode(
@@ -132,12 +140,17 @@ def dense_decode(
                 split_steps=split.split_blocks,
                 max_splits=split.max_splits,
                 stream_k=launch_plan.stream_k,
+                rounded=launch_plan.rounded,
             ),
             num_warps=4,
             launch_pdl=True,
         )
-        if scratch is not None:
-            combine.launch_combine(split, scratch, outputs, out_align, first, count)
+        if scratch is None:
+            continue
+        if launch_plan.rounded:
+            launch_combine_ranges(split, scratch, outputs, lengths, out_align)
+        else:
+            launch_combine(split, scratch, outputs, out_align, first, count)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -150,10 +163,10 @@ def make_plan(
     if batch_invariant:
         max_splits = max(_FIXED_SPLITS // groups, 1)
         split = plan.fixed(MLA_PARTIAL, batch, most_steps, groups, groups_per_head, _SPLIT_STEPS, max_splits)
-        return LaunchPlan(split, split.splits, stream_k=False)
+        return LaunchPlan(split, split.splits)
     ranges = plan.num_ranges(batch, groups, num_sms, most_steps, MLA_PARTIAL)
     if ranges is None or batch * (most_steps + _OVERHEAD) > plan.MAX_COST:
-        return LaunchPlan(plan.whole(MLA_PARTIAL, batch, groups, groups_per_head), 1, stream_k=False)
+        return LaunchPlan(plan.whole(MLA_PARTIAL, batch, groups, groups_per_head), 1)
     # With few requests a range should be as short as can be; with many it shares few of them.
     shares_few = 2 * batch >= ranges
     stream_k = shares_few and not few_rows
@@ -165,7 +178,10 @@ def make_plan(
     split = plan.balanced(MLA_PARTIAL, batch, most_steps, groups, groups_per_head, ranges, overhead)
     if stream_k:
         split = replace(split, scratch=groups * ranges * fixup.PARTIAL.value, combines=False)
-    return LaunchPlan(split, of_equals, stream_k)
+    rounded = split.combines and rows > _FEW_TO_COMBINE
+    if rounded:
+        split = replace(split, scratch=2 * groups * ranges * ROUNDED_PARTIAL.value)
+    return LaunchPlan(split, of_equals, stream_k, rounded)
 
 
 def _query_descriptors(q: torch.Tensor, strides: tuple[int, ...], heads: int) -> tuple[Any, Any]:

@@ -64,7 +64,8 @@ class Plan(NamedTuple):
         overhead: what starting on a request costs, in steps of two blocks.
         split_steps: steps of a fixed split; None for balanced ranges.
         max_splits: splits are longer if a request would have more than so many.
-        stream_k: whether a CTA finishes what another began (``fixup``), or leaves that to the combine kernel.
+        stream_k: whether a CTA finishes what another began (``fixup``), or leaves that to a combine kernel.
+        rounded: whether that is ``combine``, which takes ``rounded_partials`` and finds ranges by itself.
     """
 
     one_byte: Any
@@ -77,6 +78,7 @@ class Plan(NamedTuple):
     split_steps: Any
     max_splits: Any
     stream_k: Any
+    rounded: Any
 
 
 class Split(NamedTuple):
@@ -155,7 +157,7 @@ def write_metadata(scratch, work, PLAN: gl.constexpr):
             items = gl.num_programs(0) // count // work.num_splits
             metadata = device.item_metadata(scratch, items, count, work.num_splits, PARTIAL)
             gl.store(metadata + item, work.splits.to(gl.float32))
-    elif not PLAN.stream_k:
+    elif not PLAN.stream_k and not PLAN.rounded:
         metadata = device.range_metadata(scratch, work.num_splits, count, PARTIAL)
         gl.store(metadata + work.number, device.continued_item(work.range, PLAN.overhead).to(gl.float32))
 

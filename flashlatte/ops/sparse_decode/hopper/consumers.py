@@ -46,9 +46,10 @@ from flashlatte.kernels.hopper.ptx import clusters as ptx_clusters
 from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.kernels.hopper.softmax import inverse, lse2_of
 from flashlatte.kernels.triton.online_softmax import sink_weight
-from flashlatte.ops.sparse_decode.hopper import equal_splits, schedule, tiles
+from flashlatte.ops.sparse_decode.hopper import schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.rows import Rows, copy_words, tokens_layout
 from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, OUTPUT, OUTPUT_ROWS, PLAIN
+from flashlatte.split_kv import rounded_partials
 from flashlatte.split_kv.gluon import PARTIAL, write_partial
 from flashlatte.split_kv.outputs import head_pointers, write_lse
 
@@ -200,7 +201,8 @@ def write(state, item, split, call, FIRST_COL: gl.constexpr, PLAN: gl.constexpr)
     lse along."""
     first_head = call.work.group * ROWS
     if PLAN.equal_splits:
-        equal_splits.write(state, call.partials, call.outputs.heads - first_head, FIRST_COL)
+        rows_in_use = call.outputs.heads - first_head
+        rounded_partials.write(state.out, state.row_max, state.row_sum, call.partials, rows_in_use, FIRST_COL)
     else:
         _write_normalised(state, item, split, first_head, call, FIRST_COL, PLAN.out_align)
 

@@ -1,10 +1,7 @@
-"""Partial outputs of work items that all have the same number of splits, and the kernel that combines them.
+"""The kernel that combines partial outputs of work items that all have the same number of splits.
 
-Wins "v32, b 2" by 16% (21.5 instead of 25.5 µs; docs/notes/sparse-decode.md), 10% of it by three bytes a number.
-
-A partial output lies as a consumer's registers do: for 16 of its columns 24 bytes a thread, so that what a warp stores
-or loads at a time is whole lines, of numbers rounded to three bytes (``ptx.rounded``). Then, for each row, row_max (in
-base 2) and row_sum, by which the output is not yet divided. There are no metadata: who combines knows the splits.
+Wins "v32, b 2" by 16% (21.5 instead of 25.5 µs; docs/notes/sparse-decode.md), 10% of it by three bytes a number
+(``rounded_partials``). There are no metadata: who combines knows the splits.
 """
 
 from __future__ import annotations
@@ -15,20 +12,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashlatte.kernels.hopper.mla_tiles import HALF, LATENT, ROWS
+from flashlatte.kernels.hopper.mla_tiles import LATENT, ROWS
 from flashlatte.kernels.hopper.ptx import rounded
 from flashlatte.kernels.hopper.softmax import inverse, lse2_of
 from flashlatte.kernels.triton.online_softmax import sink_weight
-from flashlatte.ops.sparse_decode.hopper.tiles import OUTPUT
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv.outputs import Outputs, head_pointers, write_lse
+from flashlatte.split_kv.rounded_partials import PARTIAL, addresses, sums_address
 
-# Bytes of 16 columns: 16 for each of 128 threads, and 8.
-_STEP_BYTES = gl.constexpr(rounded.FIRST_BYTES + 1024)
-_HALF_BYTES = gl.constexpr(HALF.value // 16 * _STEP_BYTES.value)
-# Words of a partial output: two halves, and two for each row.
-PARTIAL = gl.constexpr(2 * _HALF_BYTES.value // 4 + 2 * ROWS.value)
 # What a CTA combines, 16 columns a warp, and of how many splits at a time.
 _TILE_ROWS = gl.constexpr(16)
 _TILE_COLS = gl.constexpr(64)
@@ -50,30 +42,6 @@ _ROWS = gl.constexpr(gl.SliceLayout(1, _TILE))
 def partial_of(scratch, number, group, num_groups):
     """The partial output of a range and a group of heads."""
     return scratch + (number * num_groups + group).to(gl.int64) * PARTIAL
-
-
-@gluon.jit
-def _addresses(half, row, col):
-    """Addresses of the first 16 bytes of a thread's numbers of 16 columns, and of the other 8, from their half's."""
-    thread = ((row >> 4) * 32 + (row & 7) * 4 + ((col & 7) >> 1)).to(gl.int64)
-    step = ((col >> 4) * _STEP_BYTES).to(gl.int64)
-    # In this order, for addresses of all columns that are the same but for a constant.
-    return (half + thread * 16) + step, (half + thread * 8) + step
-
-
-@gluon.jit
-def write(state, partial, rows_in_use, FIRST_COL: gl.constexpr):
-    """Write the columns from FIRST_COL that a consumer has; those from 0 bring row_max and row_sum along."""
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, OUTPUT))[:, None]
-    col = gl.arange(0, HALF, gl.SliceLayout(0, OUTPUT))[None, :]
-    half = rounded.computed_before(partial.to(gl.int64)) + FIRST_COL // HALF * _HALF_BYTES
-    first, second = _addresses(half, row, col)
-    rounded.store(state.out, first, second, (row < rows_in_use).to(gl.int32) + col * 0)
-    if FIRST_COL == 0:
-        row = gl.arange(0, ROWS, state.row_sum.type.layout)
-        sums = partial + 2 * _HALF_BYTES // 4 + row * 2
-        gl.store(sums, state.row_max)
-        gl.store(sums + 1, state.row_sum)
 
 
 @gluon.jit
@@ -135,11 +103,10 @@ def combine_equal_kernel(
     col = gl.arange(0, _TILE_COLS, gl.SliceLayout(0, _TILE))
     partial = partial_of(scratch, item * splits, group, num_groups).to(gl.int64)
     stride = num_groups.to(gl.int64) * (PARTIAL * 4)
-    half = partial + first_col // HALF * _HALF_BYTES
-    first, second = _addresses(half, row[:, None], (first_col % HALF + col)[None, :])
+    first, second = addresses(partial, row[:, None], col[None, :], first_col)
     # Worked out already when the partial outputs have been written.
     first, second = rounded.computed_before(first), rounded.computed_before(second)
-    sums = rounded.computed_before(partial + 2 * _HALF_BYTES + row * 8)
+    sums = rounded.computed_before(sums_address(partial, row))
     combined = gl.zeros([_TILE_ROWS, _TILE_COLS], gl.float32, _TILE)
     row_max = gl.full([_TILE_ROWS], float("-inf"), gl.float32, _ROWS)
     row_sum = gl.zeros([_TILE_ROWS], gl.float32, _ROWS)

@@ -1,0 +1,207 @@
+"""The kernel that combines what balanced ranges leave of few requests, as ``rounded_partials``.
+
+A request may have two splits, or one on every SM: then warps share them, so that all are under way at once. Which they
+are follows from the lengths, before the kernel that attends is done.
+"""
+
+# Triton's annotations and calls are not Python's.
+# pyright: reportInvalidTypeForm=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flashlatte.kernels.hopper.mla_tiles import LATENT, ROWS
+from flashlatte.kernels.hopper.ptx import rounded
+from flashlatte.kernels.hopper.softmax import NO_SCORE, inverse, lse2_of
+from flashlatte.ops.dense_decode.hopper.tiles import PAIR
+from flashlatte.runtime.arguments import by_name
+from flashlatte.runtime.triton_kernel import gluon_kernel
+from flashlatte.split_kv import device
+from flashlatte.split_kv.device import KeyLengths
+from flashlatte.split_kv.gluon import ranges_of_item
+from flashlatte.split_kv.outputs import Outputs, row_pointers, write_lse
+from flashlatte.split_kv.plan import SplitPlan
+from flashlatte.split_kv.rounded_partials import PARTIAL, addresses, sums_address
+
+_WARPS = gl.constexpr(8)
+# Splits that a warp has under way.
+_AT_ONCE = gl.constexpr(8)
+# What a warp combines.
+_TILE_ROWS = gl.constexpr(16)
+_WARP_COLS = gl.constexpr(16)
+
+
+@gluon.constexpr_function
+def _layout(SPLITS):
+    """Of [splits, 16 rows, columns]: SPLITS warps have different splits, and all others different columns."""
+    warp_bases = []
+    warp = 1
+    while warp < _WARPS.value:
+        col = _WARP_COLS.value * warp // SPLITS
+        warp_bases.append([warp, 0, 0] if warp < SPLITS else [0, 0, col])
+        warp *= 2
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 8, 0], [0, 0, 8]],
+        lane_bases=[[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        warp_bases=warp_bases,
+        block_bases=[],
+        shape=[SPLITS, _TILE_ROWS.value, _WARP_COLS.value * _WARPS.value // SPLITS],
+    )
+
+
+@gluon_kernel(by_element=("lengths", "lse"))
+def combine_ranges_kernel(
+    scratch,
+    num_items: tl.int32,
+    lengths,
+    lengths_stride_request: tl.int64,
+    limit: tl.int32,
+    out,
+    out_stride_request: tl.int64,
+    out_stride_token: tl.int64,
+    out_stride_head: tl.int64,
+    lse,
+    lse_stride_request: tl.int64,
+    lse_stride_token: tl.int64,
+    lse_stride_head: tl.int64,
+    heads: tl.int32,
+    rows: tl.int32,
+    empty_lse: tl.float32,
+    num_groups: tl.int32,
+    groups_per_head: tl.int32,
+    row_tiles: tl.int32,
+    num_splits: tl.int32,
+    SPLITS: tl.constexpr,
+    OUT_ALIGN: tl.constexpr,
+):
+    """A CTA combines 16 rows and some columns of a request, of a group of 64 rows with ``row_tiles`` of 16 in use.
+
+    Its warps take SPLITS splits, and as many columns as there are warps for. ``num_splits``: ranges.
+    """
+    TILES: gl.constexpr = _layout(SPLITS)
+    # Of splits and rows; of either alone.
+    SUMS: gl.constexpr = gl.SliceLayout(2, TILES)
+    ROW: gl.constexpr = gl.SliceLayout(0, SUMS)
+    COLS: gl.constexpr = _WARP_COLS * _WARPS // SPLITS
+    COL_TILES: gl.constexpr = LATENT // COLS
+    key_lengths = KeyLengths(num_items, 1, lengths, lengths_stride_request, 0, limit)
+    outputs = Outputs(
+        out,
+        out_stride_request,
+        out_stride_token,
+        out_stride_head,
+        lse,
+        lse_stride_request,
+        lse_stride_token,
+        lse_stride_head,
+        None,
+        None,
+        1,
+        heads,
+        rows,
+        empty_lse,
+    )
+    cta = gl.program_id(0)
+    first_col = cta % COL_TILES * COLS
+    first_row = cta // COL_TILES % row_tiles * _TILE_ROWS
+    group = cta // COL_TILES // row_tiles % num_groups
+    item = cta // COL_TILES // row_tiles // num_groups
+    # The lengths are not of the kernel before this one, which has waited for who wrote them before it let this begin.
+    first_range, count = ranges_of_item(item, num_splits, key_lengths, PAIR, 32 * _WARPS)
+    row = first_row + gl.arange(0, _TILE_ROWS, ROW)
+    col = gl.arange(0, COLS, gl.SliceLayout(0, gl.SliceLayout(1, TILES)))
+    split = gl.arange(0, SPLITS, gl.SliceLayout(1, SUMS))
+    number = device.partial_of_range(first_range + split, group, num_groups, True)  # [SPLITS]
+    partial = scratch.to(gl.int64) + number * (PARTIAL * 4)
+    stride = num_groups.to(gl.int64) * (2 * PARTIAL * 4)
+    first, second = addresses(partial[:, None, None], row[None, :, None], col[None, None, :], first_col)
+    first, second = rounded.computed_before(first), rounded.computed_before(second)
+    sums = rounded.computed_before(sums_address(partial[:, None], row[None, :]))
+    gdc_wait()
+    gdc_launch_dependents()
+    if count > 1:
+        split_of_row = gl.zeros([SPLITS, _TILE_ROWS], gl.int32, SUMS) + split[:, None]
+        split_of_number = gl.zeros([SPLITS, _TILE_ROWS, COLS], gl.int32, TILES) + split[:, None, None]
+        combined = gl.zeros([SPLITS, _TILE_ROWS, COLS], gl.float32, TILES)
+        row_max = gl.full([SPLITS, _TILE_ROWS], NO_SCORE, gl.float32, SUMS)
+        row_sum = gl.zeros([SPLITS, _TILE_ROWS], gl.float32, SUMS)
+        for start in range(0, count, SPLITS * _AT_ONCE):
+            # The first split is the one that does not continue the request.
+            begins = gl.where(start + split == 0, PARTIAL * 4, 0)
+            maxima = ()
+            sums_of_splits = ()
+            loaded = ()
+            for i in gl.static_range(_AT_ONCE):
+                before = start + i * SPLITS
+                is_split = (before + split_of_row < count).to(gl.int32)
+                at = sums + before * stride
+                if i == 0:
+                    at += begins[:, None]
+                split_max, split_sum = rounded.load_two(at, is_split)
+                maxima += (split_max,)
+                sums_of_splits += (split_sum,)
+            for i in gl.static_range(_AT_ONCE):
+                before = start + i * SPLITS
+                is_split = (before + split_of_number < count).to(gl.int32)
+                distance = before * stride
+                if i == 0:
+                    distance += begins[:, None, None]
+                loaded += (rounded.load(first + distance, second + distance, is_split),)
+            new_max = row_max
+            for i in gl.static_range(_AT_ONCE):
+                new_max = gl.maximum(new_max, maxima[i])
+            alpha = gl.exp2(row_max - new_max)
+            row_sum *= alpha
+            combined *= alpha[:, :, None]
+            for i in gl.static_range(_AT_ONCE):
+                weight = gl.exp2(maxima[i] - new_max)
+                row_sum += weight * sums_of_splits[i]
+                combined += weight[:, :, None] * loaded[i]
+            row_max = new_max
+        RESULT: gl.constexpr = gl.SliceLayout(0, TILES)
+        total_max = gl.max(row_max, 0)
+        weight = gl.exp2(row_max - total_max[None, :])
+        total = gl.sum(combined * weight[:, :, None], 0)  # [16, COLS]
+        total_sum = gl.sum(row_sum * weight, 0)
+        factor = gl.convert_layout(inverse(total_sum), gl.SliceLayout(1, RESULT))
+        kv_head = group // groups_per_head
+        group_row = group % groups_per_head * ROWS + first_row
+        out_row = group_row + gl.arange(0, _TILE_ROWS, gl.SliceLayout(1, RESULT))
+        out_col = first_col + gl.arange(0, COLS, gl.SliceLayout(0, RESULT))
+        pointers = row_pointers(outputs, item, kv_head, out_row, OUT_ALIGN)[:, None] + out_col[None, :]
+        gl.store(pointers, (total * factor[:, None]).to(out.dtype.element_ty), mask=(out_row < rows)[:, None])
+        if first_col == 0:
+            write_lse(outputs, item, kv_head, group_row + gl.arange(0, _TILE_ROWS, ROW), lse2_of(total_max, total_sum))
+
+
+def launch_combine_ranges(
+    split: SplitPlan, scratch: torch.Tensor, outputs: Outputs, lengths: KeyLengths, out_align: int
+) -> None:
+    """Combine what the ranges of ``split`` left in ``scratch``."""
+    row_tiles = -(-min(outputs.rows, ROWS.value) // _TILE_ROWS.value)
+    likely_splits = split.splits // lengths.num_items
+    splits = 1
+    while splits < _WARPS.value and splits * _AT_ONCE.value < likely_splits:
+        splits *= 2
+    col_tiles = LATENT.value * splits // (_WARP_COLS.value * _WARPS.value)
+    combine_ranges_kernel[(lengths.num_items * split.groups * row_tiles * col_tiles,)](
+        *by_name(
+            combine_ranges_kernel,
+            outputs,
+            lengths,
+            scratch=scratch,
+            num_groups=split.groups,
+            groups_per_head=split.groups_per_head,
+            row_tiles=row_tiles,
+            num_splits=split.splits,
+        ),
+        SPLITS=splits,
+        OUT_ALIGN=out_align,
+        num_warps=_WARPS.value,
+        launch_pdl=True,
+    )
