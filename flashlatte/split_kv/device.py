@@ -179,12 +179,12 @@ def find_range(number, num_ranges, key_lengths, BLOCK_N: tl.constexpr, OVERHEAD:
 
 
 @triton.jit
-def split_of(cta_range, item_cost, blocks, OVERHEAD: tl.constexpr):
+def split_of(cta_range, item_cost, blocks, overhead):
     """Blocks begin to end (exclusive) that a range has of a work item which starts at ``item_cost``.
 
     May be empty, where the range ends within the item's overhead; then it has nothing to do with the item.
     """
-    item_begin = item_cost + OVERHEAD
+    item_begin = item_cost + overhead
     begin = tl.minimum(tl.maximum(cta_range.begin - item_begin, 0), blocks)
     end = tl.minimum(tl.maximum(cta_range.end - item_begin, 0), blocks)
     return begin.to(tl.int32), end.to(tl.int32)
@@ -222,9 +222,9 @@ def item_metadata(scratch, num_items, num_groups, max_splits, PARTIAL: tl.conste
 
 
 @triton.jit
-def continued_item(cta_range, OVERHEAD: tl.constexpr):
+def continued_item(cta_range, overhead):
     """The work item that a range continues, -1 if none."""
-    continues = (cta_range.first < cta_range.stop) & (cta_range.begin > cta_range.first_cost + OVERHEAD)
+    continues = (cta_range.first < cta_range.stop) & (cta_range.begin > cta_range.first_cost + overhead)
     return tl.where(continues, cta_range.first, -1)
 
 

@@ -39,15 +39,25 @@ def round_up(blocks, GRANULARITY: gl.constexpr):
 
 
 @gluon.jit
-def _item_costs(items, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr, GRANULARITY: gl.constexpr):
+def _item_costs(items, key_lengths, BLOCK_N: gl.constexpr, overhead, GRANULARITY: gl.constexpr):
     blocks = round_up(device.item_blocks(items, key_lengths, BLOCK_N), GRANULARITY)
-    return gl.where(items < key_lengths.num_items, blocks + OVERHEAD, 0)
+    return gl.where(items < key_lengths.num_items, blocks + overhead, 0)
 
 
 @gluon.jit
-def _ranges_in_use(num_ranges, total, OVERHEAD: gl.constexpr, GRANULARITY: gl.constexpr):
-    """As many as there are, and no more than leaves each the least it can take, and what starting on that costs."""
-    return gl.minimum(num_ranges, gl.maximum(total // (OVERHEAD + GRANULARITY), 1))
+def _overhead_of_unequals(
+    total, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr, GRANULARITY: gl.constexpr
+):
+    """OVERHEAD, with which costs are ``total``, or 0 where all work items have as many blocks as the first one, or so
+    many on average: any overhead is right."""
+    cost = _item_costs(gl.to_tensor(0), key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
+    return gl.where(cost * key_lengths.num_items == total, 0, OVERHEAD)
+
+
+@gluon.jit
+def _ranges_in_use(num_ranges, total, LEAST: gl.constexpr):
+    """As many as there are, and no more than leaves each LEAST."""
+    return gl.minimum(num_ranges, gl.maximum(total // LEAST, 1))
 
 
 @gluon.jit
@@ -68,18 +78,28 @@ def find_range(
     THREADS: gl.constexpr,
     GRANULARITY: gl.constexpr = 1,
     ranges_of_equals=None,
+    EQUALS_START_FREE: gl.constexpr = False,
 ):
-    """The ``device.Range`` that is number ``number`` of ``num_ranges``, found by all THREADS of a partition.
+    """The ``device.Range`` that is number ``number`` of ``num_ranges``, found by all THREADS of a partition, and what
+    starting on a work item costs.
 
     Of work items that are equally long only the first ``ranges_of_equals`` ranges get work, if given: the number that
-    splits none of them.
+    splits none of them. EQUALS_START_FREE: for few work items. Where they are equally long, starting on them costs
+    nothing, so that ranges of which each has as many divide evenly; and a range may be spent on starting alone.
     """
     items = gl.arange(0, THREADS, _one_each(THREADS))
     costs = _item_costs(items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
     total = gl.sum(costs, 0)
     for start in range(THREADS, key_lengths.num_items, THREADS):
         total += gl.sum(_item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY), 0)
-    in_use = _ranges_in_use(num_ranges, total, OVERHEAD, GRANULARITY)
+    overhead = gl.to_tensor(OVERHEAD)
+    if EQUALS_START_FREE:
+        overhead = _overhead_of_unequals(total, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
+        total -= (OVERHEAD - overhead) * key_lengths.num_items
+        costs = _item_costs(items, key_lengths, BLOCK_N, overhead, GRANULARITY)
+        in_use = _ranges_in_use(num_ranges, total, GRANULARITY)
+    else:
+        in_use = _ranges_in_use(num_ranges, total, OVERHEAD + GRANULARITY)
     if ranges_of_equals is not None:
         # It is enough to compare their mean with the first one: any number of ranges is right.
         cost = _item_costs(gl.to_tensor(0), key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
@@ -91,32 +111,36 @@ def find_range(
     scanned = gl.to_tensor(0)
     for start in range(THREADS, key_lengths.num_items, THREADS):
         scanned += gl.sum(costs, 0)
-        costs = _item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
+        costs = _item_costs(start + items, key_lengths, BLOCK_N, overhead, GRANULARITY)
         before, begun, cost_before = _count(start + items, scanned, costs, key_lengths, begin, end)
         first += before
         stop += begun
         first_cost += cost_before
-    return device.Range(begin, end, first, stop, first_cost)
+    return device.Range(begin, end, first, stop, first_cost), overhead
 
 
 @gluon.jit
-def ranges_of_item(item, num_ranges, key_lengths, BLOCK_N: gl.constexpr, THREADS: gl.constexpr):
+def ranges_of_item(
+    item, num_ranges, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr, THREADS: gl.constexpr
+):
     """The first of ``find_range``'s ranges that has blocks of a work item, and how many consecutive ranges have.
 
-    Of ranges without overhead and granularity, found by all THREADS.
+    Of ranges with EQUALS_START_FREE and without granularity, found by all THREADS.
     """
     items = gl.arange(0, THREADS, _one_each(THREADS))
     sums = gl.to_tensor(0).to(gl.int64)
     for start in range(0, key_lengths.num_items, THREADS):
-        costs = _item_costs(start + items, key_lengths, BLOCK_N, 0, 1).to(gl.int64)
+        costs = _item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD, 1).to(gl.int64)
         # Those of all work items and of those before this one, in one sum: a reduction is what takes time here.
         sums += gl.sum((costs << 32) + gl.where(start + items < item, costs, 0), 0)
     total = sums >> 32
-    begin = sums & 0xFFFFFFFF
-    in_use = _ranges_in_use(num_ranges, total, 0, 1)
-    last = begin + _item_costs(item, key_lengths, BLOCK_N, 0, 1) - 1
+    overhead = _overhead_of_unequals(total, key_lengths, BLOCK_N, OVERHEAD, 1)
+    total -= (OVERHEAD - overhead) * key_lengths.num_items
+    end = (sums & 0xFFFFFFFF) - (OVERHEAD - overhead) * item + _item_costs(item, key_lengths, BLOCK_N, overhead, 1)
+    begin = end - device.item_blocks(item, key_lengths, BLOCK_N)
+    in_use = _ranges_in_use(num_ranges, total, 1)
     first = range_with(begin, total, in_use).to(gl.int32)
-    return first, range_with(last, total, in_use).to(gl.int32) - first + 1
+    return first, range_with(end - 1, total, in_use).to(gl.int32) - first + 1
 
 
 @gluon.jit

@@ -76,12 +76,14 @@ def combine_ranges_kernel(
     groups_per_head: tl.int32,
     row_tiles: tl.int32,
     num_splits: tl.int32,
+    OVERHEAD: tl.constexpr,
     SPLITS: tl.constexpr,
     OUT_ALIGN: tl.constexpr,
 ):
     """A CTA combines 16 rows and some columns of a request, of a group of 64 rows with ``row_tiles`` of 16 in use.
 
-    Its warps take SPLITS splits, and as many columns as there are warps for. ``num_splits``: ranges.
+    Its warps take SPLITS splits, and as many columns as there are warps for. ``num_splits``: ranges, in which starting on a request
+    costs OVERHEAD.
     """
     TILES: gl.constexpr = _layout(SPLITS)
     # Of splits and rows; of either alone.
@@ -112,7 +114,7 @@ def combine_ranges_kernel(
     group = cta // COL_TILES // row_tiles % num_groups
     item = cta // COL_TILES // row_tiles // num_groups
     # The lengths are not of the kernel before this one, which has waited for who wrote them before it let this begin.
-    first_range, count = ranges_of_item(item, num_splits, key_lengths, PAIR, 32 * _WARPS)
+    first_range, count = ranges_of_item(item, num_splits, key_lengths, PAIR, OVERHEAD, 32 * _WARPS)
     row = first_row + gl.arange(0, _TILE_ROWS, ROW)
     col = gl.arange(0, COLS, gl.SliceLayout(0, gl.SliceLayout(1, TILES)))
     split = gl.arange(0, SPLITS, gl.SliceLayout(1, SUMS))
@@ -200,6 +202,7 @@ def launch_combine_ranges(
             row_tiles=row_tiles,
             num_splits=split.splits,
         ),
+        OVERHEAD=split.overhead,
         SPLITS=splits,
         OUT_ALIGN=out_align,
         num_warps=_WARPS.value,
