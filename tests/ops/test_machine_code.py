@@ -64,8 +64,7 @@ HOPPER = [
 ]
 PORTABLE = [
     Variant("dense_decode", "portable", {"heads": 128}),
-    # A packed tile waits in registers, of which it leaves few.
-    Variant("sparse_decode", "portable", {"form": "v32", "lengths": True}, spills=120),
+    Variant("sparse_decode", "portable", {"form": "v32", "lengths": True}, spills=48),
     Variant("sparse_prefill", "portable", {"lengths": True}, spills=8),
     Variant("dense_prefill", "portable"),
     Variant("paged_attention", "portable", {"tokens": 2048}),

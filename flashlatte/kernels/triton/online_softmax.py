@@ -145,7 +145,8 @@ def online_softmax_step(state, q, keys, visible, scale, position, stop, step: tl
                 scores = tl.dot(q.rope, tl.trans(keys.rope))
             else:
                 scores = tl.dot(q.rope, tl.trans(keys.rope), scores)
-        p = tl.zeros([ROWS, COLS], dtype)
+        # What is never taken must not be a constant, which would have a place in shared memory.
+        p = tl.broadcast_to(row_max.to(dtype)[:, None], [ROWS, COLS])
         alpha = tl.full([ROWS], 1.0, tl.float32)
         # Always so, which Triton does not know.
         if position < stop:

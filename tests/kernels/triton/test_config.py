@@ -4,9 +4,15 @@ import pytest
 
 from flashlatte.kernels.triton.config import SELECTED_ROWS, Config, choose
 from flashlatte.ops.dense_decode.portable.config import FP8_TABLE, TABLE
-from flashlatte.ops.sparse_decode.portable.config import PACKED_TOKENS
+from flashlatte.ops.sparse_decode.portable.config import PACKED_TOKENS, STAGED_TOKENS
 
-TABLES = {"dense": TABLE, "dense fp8": FP8_TABLE, "packed": PACKED_TOKENS, "selected": SELECTED_ROWS}
+TABLES = {
+    "dense": TABLE,
+    "dense fp8": FP8_TABLE,
+    "packed": PACKED_TOKENS,
+    "staged": STAGED_TOKENS,
+    "selected": SELECTED_ROWS,
+}
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES.keys())

@@ -137,10 +137,33 @@ def test_fp4_beside_fp8(many_parts):
 )
 def test_laid_out_for_warp_groups(monkeypatch, cache_format, column_sums):
     config = Config(64, 32, num_warps=1, warpgroups=True, column_sums=column_sums)
-    monkeypatch.setitem(launch.PACKED_TOKENS, "interpreter", (config,))
-    monkeypatch.setitem(launch.SELECTED_ROWS, "interpreter", (config,))
+    for table in (launch.PACKED_TOKENS, launch.STAGED_TOKENS, launch.SELECTED_ROWS):
+        monkeypatch.setitem(table, "interpreter", (config,))
     launch.make_plan.cache_clear()
     check(replace(V32, batch=1, h_q=70, cache_format=cache_format, empty_rows=0.3).inputs())
+    launch.make_plan.cache_clear()
+
+
+STAGED = {
+    "v32": V32,
+    "v32, extra": replace(V32, **EXTRA, **LENGTHS),
+    "v32, fp16 queries": replace(V32, dtype=torch.float16),
+    "v32, gaps": replace(V32, strided=True, index_dtype=torch.int64),
+    "v32, empty rows": replace(V32, s_q=4, empty_rows=0.5, zero_lengths=True),
+    "model1": MODEL1,
+    "model1, gaps": replace(MODEL1, batch=1, strided=True),
+    "v41, extra and lengths": replace(V41, **EXTRA, **LENGTHS),
+}
+
+
+@pytest.mark.parametrize(
+    "name", mostly_full(STAGED, "v32, extra", "v32, empty rows", "model1", "v41, extra and lengths")
+)
+def test_tiles_that_wait_in_shared_memory(monkeypatch, name):
+    config = Config(16, 16, num_warps=1, num_stages=5)
+    monkeypatch.setitem(launch.STAGED_TOKENS, "interpreter", (config,))
+    launch.make_plan.cache_clear()
+    check(STAGED[name].inputs())
     launch.make_plan.cache_clear()
 
 
@@ -294,7 +317,7 @@ def unpacked(cache_format: str, numbers: torch.Tensor, scales: torch.Tensor, rop
     """The latent numbers [16, 512] that the kernel makes of a format's bytes."""
     layout = kv_cache.get_format(cache_format)
     _, step = choose(launch.PACKED_TOKENS, "interpreter", 16, layout.head_dim, 512, in_place=False)
-    place = tiles.Place(layout.tiling, layout.block_scaling, page_size=64, wide=False, align=16)
+    place = tiles.Place(layout.tiling, layout.block_scaling, native=False, page_size=64, wide=False, align=16)
     latent = torch.full((16, 512), torch.nan)
     words = numbers.view(torch.int32)
     _unpack[(1,)](words, scales, rope.view(torch.uint16), latent, step, place, words.shape[1], scales.shape[1])

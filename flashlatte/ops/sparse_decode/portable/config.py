@@ -32,3 +32,8 @@ PACKED_TOKENS: Table = {
         Config(32, 32, num_warps=1),
     ),
 }
+
+# For e4m3 numbers: there a tile waits in shared memory where that has room (``num_stages`` above 1), and packed.
+STAGED_TOKENS: Table = PACKED_TOKENS | {
+    "hopper": (*PACKED_TOKENS["hopper"][:-1], Config(64, 64, num_warps=8, num_stages=5, warpgroups=True)),
+}

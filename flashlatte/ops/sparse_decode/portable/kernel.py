@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import LOG2_E, empty_state, load_tile, normalize, online_softmax_step
+from flashlatte.ops.sparse_decode.portable.staged import dequantize, load_codes, load_scales
 from flashlatte.ops.sparse_decode.portable.tiles import Cache, load_packed, locate_rows, unpack
 from flashlatte.runtime.triton_kernel import kernel
 from flashlatte.split_kv import combine, device
@@ -40,6 +41,19 @@ def _attend(
             valid, rows = locate_rows(cache, index, place)
             valid = valid & (in_tile < stop - start)
             keys = load_tile(cache.k_cache, rows, valid, step)
+            state = online_softmax_step(state, q, keys, valid[None, :], scale, start, stop, step)
+    elif step.num_stages > 1:
+        # As long as a tile waits, it is in shared memory. Its scales and their indices are carried along.
+        index = tl.load(indices + begin + in_tile, mask=begin + in_tile < stop, other=-1)
+        scales = load_scales(cache, index, place)
+        index = tl.load(indices + begin + BLOCK_N + in_tile, mask=begin + BLOCK_N + in_tile < stop, other=-1)
+        for start in tl.range(begin, stop, BLOCK_N, num_stages=step.num_stages):
+            codes = load_codes(cache, tl.load(indices + tl.minimum(start + in_tile, stop - 1)), place)
+            valid = codes.valid & (in_tile < stop - start)
+            keys = dequantize(codes, scales, q.latent.dtype, place, step)
+            scales = load_scales(cache, index, place)
+            position = start + 2 * BLOCK_N + in_tile
+            index = tl.load(indices + position, mask=position < stop, other=-1)
             state = online_softmax_step(state, q, keys, valid[None, :], scale, start, stop, step)
     else:
         # A tile passes through registers anyway, to be unpacked: there the next one waits, and no room in shared

@@ -10,9 +10,10 @@ import torch
 
 from flashlatte.kernels.triton.cache_layout import as_bytes, unit_bytes
 from flashlatte.kernels.triton.config import SELECTED_ROWS, Config, choose
+from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.ops.sparse_decode.portable.config import PACKED_TOKENS
+from flashlatte.ops.sparse_decode.portable.config import PACKED_TOKENS, STAGED_TOKENS
 from flashlatte.ops.sparse_decode.portable.kernel import sparse_decode_kernel
 from flashlatte.ops.sparse_decode.portable.tiles import Place
 from flashlatte.runtime import machine
@@ -27,6 +28,10 @@ from flashlatte.split_kv.plan import Partial, SplitPlan
 _OVERHEAD_KEYS = 64
 # Columns of the latent part of the formats with scales.
 _PACKED_LATENT = 512
+
+
+# By what a call's caches hold.
+_TABLES = {"rows": SELECTED_ROWS, "packed": PACKED_TOKENS, "staged": STAGED_TOKENS}
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ def sparse_decode(
         h_q,
         head_dim,
         head_dim_v,
-        not layout.plain,
+        _table(layout, layout if extra_k_cache is None else layout.beside(extra_k_cache.shape[-1])),
         topk,
         extra_topk or 0,
         is_uniform,
@@ -141,15 +146,15 @@ def make_plan(
     heads: int,
     head_dim: int,
     head_dim_v: int,
-    packed: bool,
+    table: str,
     topk: int,
     extra_topk: int,
     is_uniform: bool,
     batch_invariant: bool,
 ) -> LaunchPlan:
-    latent_dim = _PACKED_LATENT if packed else head_dim_v
-    table = PACKED_TOKENS if packed else SELECTED_ROWS
-    chosen, step = choose(table, gpu, heads, head_dim, latent_dim, in_place=not packed)
+    plain = table == "rows"
+    latent_dim = head_dim_v if plain else _PACKED_LATENT
+    chosen, step = choose(_TABLES[table], gpu, heads, head_dim, latent_dim, in_place=plain)
     groups = -(-heads // chosen.block_h)
     most_blocks = -(-topk // chosen.block_n) + -(-extra_topk // chosen.block_n)
     partial = Partial(chosen.block_h, head_dim_v)
@@ -172,6 +177,16 @@ def make_plan(
     )
 
 
+def _table(*layouts: CacheFormat) -> str:
+    if layouts[0].plain:
+        return "rows"
+    return "staged" if all(map(_can_stage, layouts)) else "packed"
+
+
+def _can_stage(layout: CacheFormat) -> bool:
+    return layout.tiling is not None or (layout.block_scaling is not None and not layout.block_scaling.fp4)
+
+
 def _selection(
     cache: torch.Tensor | None, indices: torch.Tensor | None, layout: CacheFormat
 ) -> tuple[Place | None, Selection]:
@@ -190,7 +205,14 @@ def _selection(
     if indices.dtype == torch.int32:
         slots = min(slots, 2**31)
     return (
-        Place(layout.tiling, layout.block_scaling, page_size=cache.shape[1], wide=slots > 2**32, align=align),
+        Place(
+            layout.tiling,
+            layout.block_scaling,
+            native=converts_e4m3(cache.device),
+            page_size=cache.shape[1],
+            wide=max(slots, cache.shape[0] * page_stride // align) > 2**32,
+            align=align,
+        ),
         Selection(
             cache, page_stride // align, token_stride // align, slots, indices, indices.stride(0), indices.stride(1)
         ),

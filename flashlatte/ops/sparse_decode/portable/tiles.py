@@ -46,13 +46,15 @@ class Place(NamedTuple):
     Attributes:
         tiling: of ``v32`` and ``model1``, else None.
         scaling: of ``v41`` and ``v41_fp4``, else None. Without either, rows are numbers in q's dtype.
+        native: the GPU converts e4m3 (``fp8.converts_e4m3``).
         page_size: tokens of a page.
-        wide: valid indices may pass 2^32, which costs a 64-bit division.
+        wide: valid indices or addresses, in units of ``align``, may pass 2^32, which costs 64-bit arithmetic.
         align: unit of a cache's strides.
     """
 
     tiling: Tiling | None
     scaling: BlockScaling | None
+    native: bool
     page_size: int
     wide: bool
     align: int
@@ -78,20 +80,34 @@ class Packed(NamedTuple):
 
 @triton.jit
 def locate(cache, index, place: tl.constexpr):
-    """Which indices are valid, and their pages and offsets in them, those of a valid one where not."""
-    # Clamped rather than selected by ``valid``: Triton's layout pass fails on that select for 64-bit indices.
-    slot = tl.minimum(tl.maximum(index, 0), (cache.num_slots - 1).to(index.dtype))
-    valid = slot == index
-    slot = slot.to(tl.uint64 if place.wide else tl.uint32)
+    """Which indices are valid, and their pages and offsets in them, which are anything where not."""
+    unsigned: tl.constexpr = tl.uint64 if index.dtype == tl.int64 else tl.uint32
+    valid = index.to(unsigned, bitcast=True) < cache.num_slots.to(unsigned)
+    slot = index.to(tl.uint64 if place.wide else tl.uint32)
     page = slot // place.page_size
-    return valid, page.to(tl.int64), (slot - page * place.page_size).to(tl.int64)
+    return valid, page, slot - page * place.page_size
 
 
 @triton.jit
 def locate_rows(cache, index, place: tl.constexpr):
     """Which indices are valid, and the offsets of their rows in a cache without scales."""
     valid, page, offset = locate(cache, index, place)
-    return valid, (page * cache.stride_page + offset * cache.stride_token) * place.align
+    units = page * cache.stride_page.to(page.dtype) + offset * cache.stride_token.to(page.dtype)
+    return valid, units.to(tl.int64) * place.align
+
+
+@triton.jit
+def locate_bytes(cache, page, offset, ROW_BYTES: tl.constexpr, place: tl.constexpr):
+    """Where rows of ROW_BYTES, a multiple of ``align``, begin in a cache with scales."""
+    units = page * cache.stride_page.to(page.dtype) + offset * (ROW_BYTES // place.align)
+    return units.to(tl.int64) * place.align
+
+
+@triton.jit
+def locate_scale_bytes(cache, page, offset, TILING: tl.constexpr, place: tl.constexpr):
+    """Where the scales of tokens begin in the plane of a page that has them."""
+    page_start = locate_bytes(cache, page, 0, TILING.row_bytes, place)
+    return page_start + place.page_size * TILING.row_bytes + offset.to(tl.int64) * TILING.scale_places
 
 
 @triton.jit
@@ -109,7 +125,7 @@ def load_packed(cache, index, place: tl.constexpr):
 def _load_blocks(cache, index, place: tl.constexpr, SCALING: tl.constexpr):
     valid, page, offset = locate(cache, index, place)
     in_use = valid[:, None]
-    rows = cache.k_cache + (page * cache.stride_page * place.align + offset * SCALING.token_bytes)[:, None]
+    rows = cache.k_cache + locate_bytes(cache, page, offset, SCALING.token_bytes, place)[:, None]
     words = load_words(rows, tl.arange(0, SCALING.scale_offset // 4)[None, :], tl.int32, in_use, place.align)
     scales = tl.load(rows + SCALING.scale_offset + tl.arange(0, SCALING.blocks)[None, :], mask=in_use, other=0)
     # There is no rope, and Triton 3.6 returns no None.
@@ -121,16 +137,14 @@ def _load_tiles(cache, index, place: tl.constexpr, TILING: tl.constexpr):
     LATENT: tl.constexpr = TILING.tile * TILING.tiles
     valid, page, offset = locate(cache, index, place)
     in_use = valid[:, None]
-    page_start = page * cache.stride_page * place.align
-    rows = cache.k_cache + (page_start + offset * TILING.row_bytes)[:, None]
+    rows = cache.k_cache + locate_bytes(cache, page, offset, TILING.row_bytes, place)[:, None]
     word = tl.arange(0, _WORDS)[None, :]
     rope_number = tl.arange(0, _ROPE_DIM)[None, :]
     scale_number = tl.arange(0, TILING.scale_places)[None, :]
     if TILING.e8m0:
         words = load_words(rows, word, tl.int32, in_use & (word < LATENT // 4), place.align)
         rope = load_words(rows + TILING.rope_offset, rope_number, tl.uint16, in_use, place.align)
-        scale_row = page_start + place.page_size * TILING.row_bytes + offset * TILING.scale_places
-        scale_rows = cache.k_cache + scale_row[:, None]
+        scale_rows = cache.k_cache + locate_scale_bytes(cache, page, offset, TILING, place)[:, None]
         scales = tl.load(scale_rows + scale_number, mask=in_use & (scale_number < TILING.tiles), other=0)
     else:
         words = load_words(rows, word, tl.int32, in_use, place.align)

@@ -1,0 +1,104 @@
+"""Selected tokens with e4m3 numbers and their scales as tiles of keys, by way of shared memory.
+
+There a tile waits as it lies in the cache, two steps ahead of its use, and takes no registers. ``tiles`` has the words.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashlatte.kernels.triton.fp8 import e4m3_to_float, e8m0_to_float, from_float32, to_float32
+from flashlatte.kernels.triton.online_softmax import Tile
+from flashlatte.ops.sparse_decode.portable.tiles import locate, locate_bytes, locate_scale_bytes
+
+_LATENT = tl.constexpr(512)
+_ROPE_DIM = tl.constexpr(64)
+
+
+class Codes(NamedTuple):
+    """Tokens without their scales.
+
+    Attributes:
+        latent: e4m3 bits [tokens, 512]; of ``model1`` zeros beyond the 448 that it has.
+        rope: bf16 [tokens, 64]; anything in ``v41``, which has none.
+        valid: which tokens are.
+    """
+
+    latent: Any
+    rope: Any
+    valid: Any
+
+
+@triton.jit
+def load_codes(cache, index, place: tl.constexpr):
+    """Tokens of a cache. Those that are not valid are zeros, whatever their bytes are."""
+    TILING: tl.constexpr = place.tiling
+    valid, page, offset = locate(cache, index, place)
+    in_use = valid[:, None]
+    column = tl.arange(0, _LATENT)[None, :]
+    if TILING is None:
+        rows = cache.k_cache + locate_bytes(cache, page, offset, place.scaling.token_bytes, place)[:, None]
+        latent = tl.load(rows + column, mask=in_use, other=0)
+        # There is no rope, and Triton 3.6 returns no None.
+        return Codes(latent, latent, valid)
+    else:
+        rows = cache.k_cache + locate_bytes(cache, page, offset, TILING.row_bytes, place)[:, None]
+        HAS: tl.constexpr = TILING.tile * TILING.tiles
+        latent = tl.load(rows + column, mask=in_use & (column < HAS) if HAS < _LATENT else in_use, other=0)
+        rope_row = (rows + TILING.rope_offset).to(tl.pointer_type(tl.bfloat16))
+        rope = tl.load(rope_row + tl.arange(0, _ROPE_DIM)[None, :], mask=in_use, other=0)
+        return Codes(latent, rope, valid)
+
+
+@triton.jit
+def load_scales(cache, index, place: tl.constexpr):
+    """The scales of tokens, float32 [tokens, tiles].
+
+    Shared memory has no room for two steps of them beside all else: so they come in pieces of less than the four bytes
+    that a copy to it takes, and wait in registers.
+    """
+    TILING: tl.constexpr = place.tiling
+    valid, page, offset = locate(cache, index, place)
+    in_use = valid[:, None]
+    if TILING is None:
+        SCALING: tl.constexpr = place.scaling
+        rows = cache.k_cache + locate_bytes(cache, page, offset, SCALING.token_bytes, place)[:, None]
+        rows += SCALING.scale_offset
+        return e8m0_to_float(tl.load(rows + tl.arange(0, SCALING.blocks)[None, :], mask=in_use, other=0))
+    else:
+        number = tl.arange(0, TILING.scale_places)[None, :]
+        if TILING.e8m0:
+            rows = cache.k_cache + locate_scale_bytes(cache, page, offset, TILING, place)[:, None]
+            return e8m0_to_float(tl.load(rows + number, mask=in_use & (number < TILING.tiles), other=0))
+        else:
+            rows = cache.k_cache + locate_bytes(cache, page, offset, TILING.row_bytes, place)[:, None]
+            halves = (rows + TILING.tile * TILING.tiles).to(tl.pointer_type(tl.uint16)) + 2 * number
+            low = tl.load(halves, mask=in_use, other=0).to(tl.uint32)
+            high = tl.load(halves + 1, mask=in_use, other=0).to(tl.uint32)
+            return ((high << 16) | low).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dequantize(codes, scales, dtype: tl.constexpr, place: tl.constexpr, step: tl.constexpr):
+    """The numbers of tokens in ``dtype``, rounded to bf16 once: 512 latent ones and, of ``v32``, 64 of rope."""
+    BLOCK_N: tl.constexpr = scales.shape[0]
+    TILES: tl.constexpr = scales.shape[1]
+    bits = tl.reshape(codes.latent, [BLOCK_N, TILES, _LATENT // TILES])
+    latent = e4m3_to_float(bits, place.native) * scales[:, :, None]
+    latent = from_float32(latent, tl.bfloat16, step.interpreted)
+    if place.tiling is None:
+        rope = latent
+    else:
+        rope = to_float32(codes.rope, True) if step.interpreted else codes.rope
+        if place.tiling.e8m0:
+            # The last tile's numbers are 0 so far.
+            in_rope = (tl.arange(0, TILES) == TILES - 1).to(rope.dtype)
+            in_rope = tl.broadcast_to(in_rope[None, :, None], latent.shape)
+            latent = tl.fma(tl.broadcast_to(rope[:, None, :], latent.shape), in_rope, latent.to(rope.dtype))
+        rope = rope if step.interpreted else rope.to(dtype)
+    latent = tl.reshape(latent, [BLOCK_N, _LATENT])
+    latent = to_float32(latent, True) if step.interpreted else latent.to(dtype)
+    return Tile(latent, rope)
