@@ -167,18 +167,19 @@ def make_plan(
     ranges = plan.num_ranges(batch, groups, num_sms, most_steps, MLA_PARTIAL)
     if ranges is None or batch * (most_steps + _OVERHEAD) > plan.MAX_COST:
         return LaunchPlan(plan.whole(MLA_PARTIAL, batch, groups, groups_per_head), 1)
-    # With few requests most ranges lie in the midst of one; with many a range shares few of them.
+    # With few requests a range should be as short as can be; with many it shares few of them.
     shares_few = 2 * batch >= ranges
     stream_k = shares_few and not few_rows
     of_equals = ranges
     if shares_few:
         # b128-sq2-h128-k8192-varlen: 33 ranges for each group of rows instead of 32 are 1.034 times as fast.
         ranges = plan.num_ranges(batch, groups, num_sms, most_steps, MLA_PARTIAL, of_equals=False) or ranges
-    split = plan.balanced(MLA_PARTIAL, batch, most_steps, groups, groups_per_head, ranges, _OVERHEAD)
+    rounded = not shares_few and rows > _FEW_TO_COMBINE and min(ranges, most_steps) > 1
+    overhead = _OVERHEAD if shares_few or rounded else 0
+    split = plan.balanced(MLA_PARTIAL, batch, most_steps, groups, groups_per_head, ranges, overhead)
     if stream_k:
         split = replace(split, scratch=groups * ranges * fixup.PARTIAL.value, combines=False)
-    rounded = split.combines and rows > _FEW_TO_COMBINE
-    if rounded:
+    elif rounded:
         split = replace(split, scratch=2 * groups * ranges * ROUNDED_PARTIAL.value)
     return LaunchPlan(split, of_equals, stream_k, rounded)
 

@@ -63,8 +63,8 @@ class Plan(NamedTuple):
         boxes_per_page: so many of them.
         out_align: numbers that the strides of ``out`` are units of: 8 where its rows begin at multiples of 16 bytes,
             else 1.
-        overhead: what starting on a request costs, in steps of two blocks; where ranges leave what is split to a
-            combine kernel, and all requests are equally long, nothing.
+        overhead: what starting on a request costs, in steps of two blocks; nothing where all are equally long
+            and ``rounded``.
         split_steps: steps of a fixed split; None for balanced ranges.
         max_splits: splits are longer if a request would have more than so many.
         stream_k: whether a CTA finishes what another began (``fixup``), or leaves that to a combine kernel.
@@ -132,8 +132,8 @@ def find_work(group, key_lengths, num_splits, splits_of_equals, first_item, PLAN
             PAIR,
             PLAN.overhead,
             _THREADS,
-            ranges_of_equals=splits_of_equals,
-            EQUALS_START_FREE=not PLAN.stream_k,
+            ranges_of_equals=None if PLAN.rounded else splits_of_equals,
+            EQUALS_START_FREE=PLAN.rounded,
         )
         return Work(cta_range, overhead, number, num_splits, 1, group)
     else:
