@@ -45,9 +45,7 @@ def _item_costs(items, key_lengths, BLOCK_N: gl.constexpr, overhead, GRANULARITY
 
 
 @gluon.jit
-def _overhead_of_unequals(
-    total, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr, GRANULARITY: gl.constexpr
-):
+def _overhead_of_unequals(total, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr, GRANULARITY: gl.constexpr):
     """OVERHEAD, with which costs are ``total``, or 0 where all work items have as many blocks as the first one, or so
     many on average: any overhead is right."""
     cost = _item_costs(gl.to_tensor(0), key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
@@ -120,9 +118,7 @@ def find_range(
 
 
 @gluon.jit
-def ranges_of_item(
-    item, num_ranges, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr, THREADS: gl.constexpr
-):
+def ranges_of_item(item, num_ranges, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr, THREADS: gl.constexpr):
     """The first of ``find_range``'s ranges that has blocks of a work item, and how many consecutive ranges have.
 
     Of ranges with EQUALS_START_FREE and without granularity, found by all THREADS.
@@ -145,8 +141,10 @@ def ranges_of_item(
 
 @gluon.jit
 def range_with(cost, total, ranges):
-    """The range that has ``cost``: the last that begins no later, and ⌊r · total / ranges⌋ ≤ cost where r < (cost + 1) ·
-    ranges / total."""
+    """The range that has ``cost``: the last one that begins no later.
+
+    Range r begins at ⌊r · total / ranges⌋, which is at most ``cost`` where r < (cost + 1) · ranges / total.
+    """
     return ((cost + 1) * ranges + total - 1) // total - 1
 
 

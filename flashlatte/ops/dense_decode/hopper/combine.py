@@ -82,8 +82,8 @@ def combine_ranges_kernel(
 ):
     """A CTA combines 16 rows and some columns of a request, of a group of 64 rows with ``row_tiles`` of 16 in use.
 
-    Its warps take SPLITS splits, and as many columns as there are warps for. ``num_splits``: ranges, in which starting on a request
-    costs OVERHEAD.
+    Its warps take SPLITS splits, and as many columns as there are warps for. There are ``num_splits`` ranges, in which
+    starting on a request costs OVERHEAD.
     """
     TILES: gl.constexpr = _layout(SPLITS)
     # Of splits and rows; of either alone.

@@ -39,8 +39,8 @@ _FIXED_SPLITS = 128
 # What beginning a request costs a balanced range, in steps: one and a half to two were measured.
 _OVERHEAD = 2
 # Partial outputs of no more rows than that are combined by the common kernel, which has more CTAs for them ("b 4, h_q
-# 16": 23.6 instead of 24.8 µs in a graph). With more rows ``combine`` wins "b 1, h_q 128, 4,096" by 28% (13.7 instead of
-# 17.5 µs; docs/notes/dense-decode.md).
+# 16": 23.6 instead of 24.8 µs in a graph). With more rows ``combine`` wins "b 1, h_q 128, 4,096" by 28% (13.7 instead
+# of 17.5 µs; docs/notes/dense-decode.md).
 _FEW_TO_COMBINE = 16
 # What the copies need rows to be aligned to, in bytes and in two-byte numbers.
 _ALIGN_BYTES = 16
