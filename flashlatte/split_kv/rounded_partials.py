@@ -62,3 +62,21 @@ def addresses(partial, row, col, FIRST_COL):
 def sums_address(partial, row):
     """Where row_max and row_sum of a row lie."""
     return partial + _SUMS_BYTES + row * 8
+
+
+@gluon.jit
+def add_splits(combined, row_max, row_sum, maxima, sums, values):
+    """Add splits, of which ``maxima``, ``sums`` and ``values`` are tuples, to what was combined before them: the sum of
+    their values, relative to the row_max that is returned with it, and the sum of their row_sum."""
+    COL: gl.constexpr = len(row_max.shape)
+    new_max = row_max
+    for i in gl.static_range(len(maxima)):
+        new_max = gl.maximum(new_max, maxima[i])
+    alpha = gl.exp2(row_max - new_max)
+    row_sum *= alpha
+    combined *= gl.expand_dims(alpha, COL)
+    for i in gl.static_range(len(maxima)):
+        weight = gl.exp2(maxima[i] - new_max)
+        row_sum += weight * sums[i]
+        combined += gl.expand_dims(weight, COL) * values[i]
+    return combined, new_max, row_sum

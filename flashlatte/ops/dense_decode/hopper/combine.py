@@ -26,7 +26,7 @@ from flashlatte.split_kv.device import KeyLengths
 from flashlatte.split_kv.gluon import ranges_of_item
 from flashlatte.split_kv.outputs import Outputs, row_pointers, write_lse
 from flashlatte.split_kv.plan import SplitPlan
-from flashlatte.split_kv.rounded_partials import PARTIAL, addresses, sums_address
+from flashlatte.split_kv.rounded_partials import PARTIAL, add_splits, addresses, sums_address
 
 _WARPS = gl.constexpr(8)
 # Splits that a warp has under way.
@@ -154,17 +154,7 @@ def combine_ranges_kernel(
                 if i == 0:
                     distance += begins[:, None, None]
                 loaded += (rounded.load(first + distance, second + distance, is_split),)
-            new_max = row_max
-            for i in gl.static_range(_AT_ONCE):
-                new_max = gl.maximum(new_max, maxima[i])
-            alpha = gl.exp2(row_max - new_max)
-            row_sum *= alpha
-            combined *= alpha[:, :, None]
-            for i in gl.static_range(_AT_ONCE):
-                weight = gl.exp2(maxima[i] - new_max)
-                row_sum += weight * sums_of_splits[i]
-                combined += weight[:, :, None] * loaded[i]
-            row_max = new_max
+            combined, row_max, row_sum = add_splits(combined, row_max, row_sum, maxima, sums_of_splits, loaded)
         RESULT: gl.constexpr = gl.SliceLayout(0, TILES)
         total_max = gl.max(row_max, 0)
         weight = gl.exp2(row_max - total_max[None, :])

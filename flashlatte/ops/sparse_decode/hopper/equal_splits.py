@@ -19,7 +19,7 @@ from flashlatte.kernels.triton.online_softmax import sink_weight
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv.outputs import Outputs, head_pointers, write_lse
-from flashlatte.split_kv.rounded_partials import PARTIAL, addresses, sums_address
+from flashlatte.split_kv.rounded_partials import PARTIAL, add_splits, addresses, sums_address
 
 # What a CTA combines, 16 columns a warp, and of how many splits at a time.
 _TILE_ROWS = gl.constexpr(16)
@@ -123,17 +123,7 @@ def combine_equal_kernel(
         for i in gl.static_range(_AT_ONCE):
             distance = (split + i) * stride
             loaded += (_load(first + distance, second + distance, (split + i < splits).to(gl.int32)),)
-        new_max = row_max
-        for i in gl.static_range(_AT_ONCE):
-            new_max = gl.maximum(new_max, maxima[i])
-        alpha = gl.exp2(row_max - new_max)
-        row_sum *= alpha
-        combined *= alpha[:, None]
-        for i in gl.static_range(_AT_ONCE):
-            weight = gl.exp2(maxima[i] - new_max)
-            row_sum += weight * sums_of_splits[i]
-            combined += weight[:, None] * loaded[i]
-        row_max = new_max
+        combined, row_max, row_sum = add_splits(combined, row_max, row_sum, maxima, sums_of_splits, loaded)
 
     factor = inverse(row_sum)
     lse2 = lse2_of(row_max, row_sum)
