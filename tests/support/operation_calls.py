@@ -41,9 +41,9 @@ def _ints(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 
 
-def _dense_decode(backend: str, batch: int = 2, cache_dtype: torch.dtype = BF16) -> None:
+def _dense_decode(backend: str, batch: int = 2, heads: int = 16, cache_dtype: torch.dtype = BF16) -> None:
     cache = _rows(4, 64, 1, 576, dtype=cache_dtype)
-    flashlatte.dense_decode(_rows(batch, 1, 16, 576), cache, _ints(batch, 64), _ints(batch), backend=backend)
+    flashlatte.dense_decode(_rows(batch, 1, heads, 576), cache, _ints(batch, 64), _ints(batch), backend=backend)
 
 
 def _sparse_decode(backend: str, form: str, heads: int = 16, extra: bool = False) -> None:
@@ -228,6 +228,7 @@ CALLS: list[Callable[[], None]] = [
     lambda: _dense_decode("portable", cache_dtype=torch.float8_e4m3fn),
     lambda: _dense_decode("hopper"),
     lambda: _dense_decode("hopper", batch=200),
+    lambda: _dense_decode("hopper", heads=128),
     lambda: _dense_decode("hopper", cache_dtype=torch.float8_e4m3fn),
     *(functools.partial(_sparse_decode, "portable", form, extra=True) for form in ("v32", "model1", "v41", "bf16")),
     *(functools.partial(_sparse_decode, "hopper", form) for form in ("v32", "model1", "bf16")),
