@@ -6,7 +6,7 @@ base 2) and row_sum, by which the output is not yet divided.
 """
 
 # Triton's calls are not Python's.
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
