@@ -45,11 +45,11 @@ def _item_costs(items, key_lengths, BLOCK_N: gl.constexpr, overhead, GRANULARITY
 
 
 @gluon.jit
-def _overhead_of_unequals(total, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr, GRANULARITY: gl.constexpr):
-    """OVERHEAD, with which costs are ``total``, or 0 where all work items have as many blocks as the first one, or so
-    many on average: any overhead is right."""
+def _are_equal(total, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr, GRANULARITY: gl.constexpr):
+    """Whether all work items, which cost ``total``, are as long as the first one, or so on average: that is enough, as
+    any ranges and any overhead are right."""
     cost = _item_costs(gl.to_tensor(0), key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
-    return gl.where(cost * key_lengths.num_items == total, 0, OVERHEAD)
+    return cost * key_lengths.num_items == total
 
 
 @gluon.jit
@@ -92,16 +92,15 @@ def find_range(
         total += gl.sum(_item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY), 0)
     overhead = gl.to_tensor(OVERHEAD)
     if EQUALS_START_FREE:
-        overhead = _overhead_of_unequals(total, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
+        overhead = gl.where(_are_equal(total, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY), 0, OVERHEAD)
         total -= (OVERHEAD - overhead) * key_lengths.num_items
         costs = _item_costs(items, key_lengths, BLOCK_N, overhead, GRANULARITY)
         in_use = _ranges_in_use(num_ranges, total, GRANULARITY)
     else:
         in_use = _ranges_in_use(num_ranges, total, OVERHEAD + GRANULARITY)
     if ranges_of_equals is not None:
-        # It is enough to compare their mean with the first one: any number of ranges is right.
-        cost = _item_costs(gl.to_tensor(0), key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
-        in_use = gl.where(cost * key_lengths.num_items == total, gl.minimum(in_use, ranges_of_equals), in_use)
+        are_equal = _are_equal(total, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
+        in_use = gl.where(are_equal, gl.minimum(in_use, ranges_of_equals), in_use)
     begin = _cut(total, gl.minimum(number, in_use), in_use, GRANULARITY)
     end = _cut(total, gl.minimum(number + 1, in_use), in_use, GRANULARITY)
 
@@ -130,7 +129,7 @@ def ranges_of_item(item, num_ranges, key_lengths, BLOCK_N: gl.constexpr, OVERHEA
         # Those of all work items and of those before this one, in one sum: a reduction is what takes time here.
         sums += gl.sum((costs << 32) + gl.where(start + items < item, costs, 0), 0)
     total = sums >> 32
-    overhead = _overhead_of_unequals(total, key_lengths, BLOCK_N, OVERHEAD, 1)
+    overhead = gl.where(_are_equal(total, key_lengths, BLOCK_N, OVERHEAD, 1), 0, OVERHEAD)
     total -= (OVERHEAD - overhead) * key_lengths.num_items
     end = (sums & 0xFFFFFFFF) - (OVERHEAD - overhead) * item + _item_costs(item, key_lengths, BLOCK_N, overhead, 1)
     begin = end - device.item_blocks(item, key_lengths, BLOCK_N)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from flashlatte.runtime import machine
 pytest.importorskip("triton")
 
 from support import compile as support
+from support.hopper_dense_decode import decode
 
 from flashlatte.ops.dense_decode.hopper import combine, launch
 from flashlatte.split_kv import combine as common
@@ -35,25 +36,10 @@ def record(monkeypatch):
     monkeypatch.setattr(common, "combine_kernel", Recorder(common.combine_kernel))
     monkeypatch.setattr(machine, "num_sms", lambda _: 132)
 
-    def record(
-        batch: int = 1, s_q: int = 1, heads: int = 128, pages: int = 64, dtype=torch.bfloat16, cache_dtype=None, **call
-    ) -> tuple[Launch, Launch | None]:
+    def record(batch: int = 1, **call: Any) -> tuple[Launch, Launch | None]:
         kernel.launches.clear()
         combiner.launches.clear()
-        launch.dense_decode(
-            torch.empty(batch, s_q, heads, 576, dtype=dtype),
-            torch.empty(8, 64, 1, 576, dtype=cache_dtype or dtype),
-            torch.empty(batch, pages, dtype=torch.int32),
-            torch.empty(batch, dtype=torch.int32),
-            None,
-            1.0,
-            576**-0.5,
-            False,
-            -math.inf,
-            call.get("batch_invariant", False),
-            torch.empty(batch, s_q, heads, 512, dtype=dtype),
-            torch.empty(batch, heads, s_q),
-        )
+        decode(batch=batch, **call)
         (launched,) = kernel.launches
         combined = combiner.launches[0] if combiner.launches else None
         assert launched.arguments["PLAN"].rounded is (combined is not None)
@@ -66,11 +52,11 @@ def record(monkeypatch):
     ("call", "splits", "ctas"),
     [
         # Two groups of rows of 4 times 16, and columns: as many CTAs of eight warps as splits leave warps for these.
-        ({"pages": 16}, 1, 2 * 4 * 4),
-        ({"pages": 64}, 4, 2 * 4 * 16),
-        ({"pages": 2048}, 8, 2 * 4 * 32),
-        ({"batch": 4, "s_q": 4, "heads": 16, "pages": 1024}, 4, 4 * 4 * 16),
-        ({"batch": 4, "heads": 24, "pages": 1024}, 4, 4 * 2 * 16),
+        ({"columns": 16}, 1, 2 * 4 * 4),
+        ({"columns": 64}, 4, 2 * 4 * 16),
+        ({"columns": 2048}, 8, 2 * 4 * 32),
+        ({"batch": 4, "s_q": 4, "heads": 16, "columns": 1024}, 4, 4 * 4 * 16),
+        ({"batch": 4, "heads": 24, "columns": 1024}, 4, 4 * 2 * 16),
         ({"cache_dtype": torch.float8_e4m3fn, "heads": 17}, 4, 2 * 16),
     ],
     ids=str,
@@ -85,14 +71,14 @@ def test_warps_share_splits_where_there_are_many(record, call, splits, ctas):
     assert launched.options["launch_pdl"] is combined.options["launch_pdl"] is True
 
 
-@pytest.mark.parametrize("call", [{"heads": 16}, {"batch": 128}, {"pages": 2}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize("call", [{"heads": 16}, {"batch": 128}, {"columns": 2}, {"batch_invariant": True}], ids=str)
 def test_others_are_combined_elsewhere(record, call):
     assert record(**call)[1] is None
 
 
-@pytest.mark.parametrize("pages", mostly_full((16, 32, 64, 2048), 2048))
-def test_it_is_lean_and_waits_for_what_it_combines(record, pages):
-    _, combined = record(pages=pages)
+@pytest.mark.parametrize("columns", mostly_full((16, 32, 64, 2048), 2048))
+def test_it_is_lean_and_waits_for_what_it_combines(record, columns):
+    _, combined = record(columns=columns)
     code = support.compile_gluon(COMBINE, combined)
     assert code.spills == 0
     # Two CTAs of eight warps on an SM.

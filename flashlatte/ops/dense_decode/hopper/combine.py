@@ -86,7 +86,7 @@ def combine_ranges_kernel(
     starting on a request costs OVERHEAD.
     """
     TILES: gl.constexpr = _layout(SPLITS)
-    # Of splits and rows; of either alone.
+    # Of splits and rows; of rows alone.
     SUMS: gl.constexpr = gl.SliceLayout(2, TILES)
     ROW: gl.constexpr = gl.SliceLayout(0, SUMS)
     COLS: gl.constexpr = _WARP_COLS * _WARPS // SPLITS
