@@ -118,9 +118,14 @@ def checked_timer(case: Case, device: torch.device) -> Callable[[], float]:
 
 
 def lines(
-    groups: Iterable[list[Case]], device: torch.device, ceilings: timing.Ceilings | None, wrong: list[str]
+    groups: Iterable[list[Case]],
+    device: torch.device,
+    ceilings: timing.Ceilings | None,
+    wrong: list[str],
+    rounds: int = ROUNDS,
 ) -> Iterator[dict[str, Any]]:
-    """A line for each case whose results are right; the cases of a group take turns. ``wrong`` gets the others."""
+    """A line for each case whose results are right; the cases of a group take turns, in so many rounds. ``wrong`` gets
+    the others."""
     about = dataclasses.asdict(environment.describe(device))
     known: set[str] = set()
     for group in groups:
@@ -134,8 +139,7 @@ def lines(
                 timers.append((case, checked_timer(case, device), []))
             except WrongResult as error:
                 wrong.append(f"{case.op} {case.name} is wrong: {error}")
-        rounds = ROUNDS if len(timers) > 1 and device.type == "cuda" else 1
-        for turn in range(rounds):
+        for turn in range(rounds if len(timers) > 1 and device.type == "cuda" else 1):
             for _, measure, times in timers if turn % 2 == 0 else reversed(timers):
                 times.append(measure())
         for case, _, times in timers:
@@ -152,7 +156,7 @@ def lines(
             yield line | case.more | {"scaled_down": ceilings is None} | about
 
 
-def main(description: str, sections: Sections, arguments: list[str] | None = None) -> int:
+def main(description: str, sections: Sections, arguments: list[str] | None = None, rounds: int = ROUNDS) -> int:
     """Run a benchmark's command line; returns 1 if a result was wrong."""
     parser = argparse.ArgumentParser(description=description.split("\n\n")[0])
     parser.add_argument("--section", action="append", choices=list(sections), help="all if not given")
@@ -164,7 +168,7 @@ def main(description: str, sections: Sections, arguments: list[str] | None = Non
         print("PyTorch sees no GPU: the cases are scaled down, and their times say nothing about one")
     wrong: list[str] = []
     for name in options.section or sections:
-        for line in lines(sections[name](device), device, ceilings, wrong):
+        for line in lines(sections[name](device), device, ceilings, wrong, rounds):
             ceiling = "matmul" if "share_of_matmul" in line else "copy"
             share = "" if ceilings is None else f"{line[f'share_of_{ceiling}']:>6.2f} of {ceiling}"
             more = " ".join(str(line[key]) for key in ("rows", "variant") if key in line)

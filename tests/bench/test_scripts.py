@@ -15,6 +15,7 @@ from flashlatte.bench.workloads import WrongResult
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 OPERATIONS = {
+    "cost_growth": {"dense_decode"},
     "deepseek_v4": {
         "compress",
         "q_kv_norm",
