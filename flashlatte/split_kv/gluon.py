@@ -53,6 +53,12 @@ def _are_equal(total, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr
 
 
 @gluon.jit
+def _free_overhead(are_equal, ranges_of_equals, key_lengths, OVERHEAD: gl.constexpr):
+    """What of the overhead is not counted."""
+    return gl.where(are_equal & (ranges_of_equals % key_lengths.num_items == 0), OVERHEAD, 0)
+
+
+@gluon.jit
 def _ranges_in_use(num_ranges, total, LEAST: gl.constexpr):
     """As many as there are, and no more than leaves each LEAST."""
     return gl.minimum(num_ranges, gl.maximum(total // LEAST, 1))
@@ -76,31 +82,26 @@ def find_range(
     THREADS: gl.constexpr,
     GRANULARITY: gl.constexpr = 1,
     ranges_of_equals=None,
-    EQUALS_START_FREE: gl.constexpr = False,
 ):
-    """The ``device.Range`` that is number ``number`` of ``num_ranges``, found by all THREADS of a partition, and what
-    starting on a work item costs.
+    """The ``device.Range`` that is number ``number`` of ``num_ranges``, found by all THREADS of a partition.
 
-    Of work items that are equally long only the first ``ranges_of_equals`` ranges get work, if given: the number that
-    splits none of them. EQUALS_START_FREE: for few work items. Where they are equally long, starting on them costs
-    nothing, so that ranges of which each has as many divide evenly; and a range may be spent on starting alone.
+    Given ``ranges_of_equals``, only so many ranges get work where all work items are equally long, and starting on one
+    costs nothing if each has as many of them, so that they divide evenly; and a range may be spent on starting alone.
     """
     items = gl.arange(0, THREADS, _one_each(THREADS))
     costs = _item_costs(items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
     total = gl.sum(costs, 0)
     for start in range(THREADS, key_lengths.num_items, THREADS):
         total += gl.sum(_item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY), 0)
-    overhead = gl.to_tensor(OVERHEAD)
-    if EQUALS_START_FREE:
-        overhead = gl.where(_are_equal(total, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY), 0, OVERHEAD)
-        total -= (OVERHEAD - overhead) * key_lengths.num_items
-        costs = _item_costs(items, key_lengths, BLOCK_N, overhead, GRANULARITY)
-        in_use = _ranges_in_use(num_ranges, total, GRANULARITY)
-    else:
+    if ranges_of_equals is None:
+        free = gl.to_tensor(0)
         in_use = _ranges_in_use(num_ranges, total, OVERHEAD + GRANULARITY)
-    if ranges_of_equals is not None:
+    else:
         are_equal = _are_equal(total, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
-        in_use = gl.where(are_equal, gl.minimum(in_use, ranges_of_equals), in_use)
+        free = _free_overhead(are_equal, ranges_of_equals, key_lengths, OVERHEAD)
+        total -= free * key_lengths.num_items
+        costs -= gl.where(items < key_lengths.num_items, free, 0)
+        in_use = _ranges_in_use(gl.where(are_equal, ranges_of_equals, num_ranges), total, GRANULARITY)
     begin = _cut(total, gl.minimum(number, in_use), in_use, GRANULARITY)
     end = _cut(total, gl.minimum(number + 1, in_use), in_use, GRANULARITY)
 
@@ -108,19 +109,24 @@ def find_range(
     scanned = gl.to_tensor(0)
     for start in range(THREADS, key_lengths.num_items, THREADS):
         scanned += gl.sum(costs, 0)
-        costs = _item_costs(start + items, key_lengths, BLOCK_N, overhead, GRANULARITY)
+        costs = _item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD - free, GRANULARITY)
         before, begun, cost_before = _count(start + items, scanned, costs, key_lengths, begin, end)
         first += before
         stop += begun
         first_cost += cost_before
-    return device.Range(begin, end, first, stop, first_cost), overhead
+    # Costs as they are where starting is not free.
+    begin += free * (first + gl.where(begin > first_cost, 1, 0))
+    end += free * stop
+    first_cost += free * first
+    return device.Range(begin, end, first, stop, first_cost)
 
 
 @gluon.jit
 def ranges_of_item(item, num_ranges, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr, THREADS: gl.constexpr):
     """The first of ``find_range``'s ranges that has blocks of a work item, and how many consecutive ranges have.
 
-    Of ranges with EQUALS_START_FREE and without granularity, found by all THREADS.
+    Of ranges with ``num_ranges`` for ``ranges_of_equals``, and without granularity; found by all THREADS. All costs
+    together, times one more than there are ranges, must fit 32 bits: a division of 64 takes as long as all of the rest.
     """
     items = gl.arange(0, THREADS, _one_each(THREADS))
     sums = gl.to_tensor(0).to(gl.int64)
@@ -128,14 +134,14 @@ def ranges_of_item(item, num_ranges, key_lengths, BLOCK_N: gl.constexpr, OVERHEA
         costs = _item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD, 1).to(gl.int64)
         # Those of all work items and of those before this one, in one sum: a reduction is what takes time here.
         sums += gl.sum((costs << 32) + gl.where(start + items < item, costs, 0), 0)
-    total = sums >> 32
-    overhead = gl.where(_are_equal(total, key_lengths, BLOCK_N, OVERHEAD, 1), 0, OVERHEAD)
-    total -= (OVERHEAD - overhead) * key_lengths.num_items
-    end = (sums & 0xFFFFFFFF) - (OVERHEAD - overhead) * item + _item_costs(item, key_lengths, BLOCK_N, overhead, 1)
-    begin = end - device.item_blocks(item, key_lengths, BLOCK_N)
+    total = (sums >> 32).to(gl.int32)
+    are_equal = _are_equal(total, key_lengths, BLOCK_N, OVERHEAD, 1)
+    free = _free_overhead(are_equal, num_ranges, key_lengths, OVERHEAD)
+    total -= free * key_lengths.num_items
     in_use = _ranges_in_use(num_ranges, total, 1)
-    first = range_with(begin, total, in_use).to(gl.int32)
-    return first, range_with(end - 1, total, in_use).to(gl.int32) - first + 1
+    begin = sums.to(gl.int32) - free * item + OVERHEAD - free
+    first = range_with(begin, total, in_use)
+    return first, range_with(begin + device.item_blocks(item, key_lengths, BLOCK_N) - 1, total, in_use) - first + 1
 
 
 @gluon.jit

@@ -240,7 +240,7 @@ def consume_even(call, PLAN: gl.constexpr):
     for item in range(cta_range.first, cta_range.stop):
         split = schedule.split_of(item, length, cost, call.work, PLAN)
         mask = _mask_of(length, call)
-        cost += call.work.overhead + split.steps
+        cost += PLAN.overhead + split.steps
         length = device.key_count(item + 1, call.key_lengths)
         begin, end = split.begin, split.end
         if end > begin:
@@ -277,7 +277,7 @@ def consume_odd(call, PLAN: gl.constexpr):
     for item in range(cta_range.first, cta_range.stop):
         split = schedule.split_of(item, length, cost, call.work, PLAN)
         mask = _mask_of(length, call)
-        cost += call.work.overhead + split.steps
+        cost += PLAN.overhead + split.steps
         length = device.key_count(item + 1, call.key_lengths)
         begin, end = split.begin, split.end
         if end > begin:

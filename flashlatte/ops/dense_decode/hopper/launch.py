@@ -165,7 +165,8 @@ def make_plan(
         split = plan.fixed(MLA_PARTIAL, batch, most_steps, groups, groups_per_head, _SPLIT_STEPS, max_splits)
         return LaunchPlan(split, split.splits)
     ranges = plan.num_ranges(batch, groups, num_sms, most_steps, MLA_PARTIAL)
-    if ranges is None or batch * (most_steps + _OVERHEAD) > plan.MAX_COST:
+    most_cost = batch * (most_steps + _OVERHEAD)
+    if ranges is None or most_cost > plan.MAX_COST:
         return LaunchPlan(plan.whole(MLA_PARTIAL, batch, groups, groups_per_head), 1)
     # With few requests a range should be as short as can be; with many it shares few of them.
     shares_few = 2 * batch >= ranges
@@ -174,7 +175,8 @@ def make_plan(
     if shares_few:
         # b128-sq2-h128-k8192-varlen: 33 ranges for each group of rows instead of 32 are 1.034 times as fast.
         ranges = plan.num_ranges(batch, groups, num_sms, most_steps, MLA_PARTIAL, of_equals=False) or ranges
-    rounded = not shares_few and rows > _FEW_TO_COMBINE and min(ranges, most_steps) > 1
+    splits = not shares_few and min(ranges, most_steps) > 1
+    rounded = splits and rows > _FEW_TO_COMBINE and most_cost * (ranges + 1) <= plan.MAX_COST
     overhead = _OVERHEAD if shares_few or rounded else 0
     split = plan.balanced(MLA_PARTIAL, batch, most_steps, groups, groups_per_head, ranges, overhead)
     if stream_k:

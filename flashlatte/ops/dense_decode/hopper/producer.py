@@ -175,7 +175,7 @@ def produce(call, PLAN: gl.constexpr):
     length = device.key_count(cta_range.first, call.key_lengths)
     for item in range(cta_range.first, cta_range.stop):
         split = schedule.split_of(item, length, cost, call.work, PLAN)
-        cost += call.work.overhead + split.steps
+        cost += PLAN.overhead + split.steps
         if split.end > split.begin:
             page0 = schedule.page_of(table, split, 2 * split.begin, PLAN)
             page1 = schedule.page_of(table, split, 2 * split.begin + 1, PLAN)

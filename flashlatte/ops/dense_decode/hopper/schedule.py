@@ -37,7 +37,6 @@ class Work(NamedTuple):
 
     Attributes:
         range: its requests and costs (``device.Range``).
-        overhead: what starting on a request costs.
         number: of the range; with fixed splits, local request · num_splits + split.
         num_splits: balanced ranges, or the most fixed splits of a request.
         splits: fixed splits that the request has, 1 of balanced ranges.
@@ -45,7 +44,6 @@ class Work(NamedTuple):
     """
 
     range: Any
-    overhead: Any
     number: Any
     num_splits: Any
     splits: Any
@@ -63,8 +61,7 @@ class Plan(NamedTuple):
         boxes_per_page: so many of them.
         out_align: numbers that the strides of ``out`` are units of: 8 where its rows begin at multiples of 16 bytes,
             else 1.
-        overhead: what starting on a request costs, in steps of two blocks; nothing where all are equally long
-            and ``rounded``.
+        overhead: what starting on a request costs, in steps of two blocks.
         split_steps: steps of a fixed split; None for balanced ranges.
         max_splits: splits are longer if a request would have more than so many.
         stream_k: whether a CTA finishes what another began (``fixup``), or leaves that to a combine kernel.
@@ -125,17 +122,16 @@ def find_work(group, key_lengths, num_splits, splits_of_equals, first_item, PLAN
     if PLAN.split_steps is None:
         # Who waits for what another range has of a request (``fixup``) is launched after that range.
         number = num_splits - 1 - number
-        cta_range, overhead = find_range(
+        cta_range = find_range(
             number,
             num_splits,
             key_lengths,
             PAIR,
             PLAN.overhead,
             _THREADS,
-            ranges_of_equals=None if PLAN.rounded else splits_of_equals,
-            EQUALS_START_FREE=PLAN.rounded,
+            ranges_of_equals=splits_of_equals,
         )
-        return Work(cta_range, overhead, number, num_splits, 1, group)
+        return Work(cta_range, number, num_splits, 1, group)
     else:
         item = first_item + number // num_splits
         split = number % num_splits
@@ -146,14 +142,14 @@ def find_work(group, key_lengths, num_splits, splits_of_equals, first_item, PLAN
         # A range that has no other request.
         stop = gl.where(split < splits, item + 1, item)
         cta_range = device.Range(begin, end, item, stop, 0)
-        return Work(cta_range, gl.to_tensor(0), number, num_splits, splits, group)
+        return Work(cta_range, number, num_splits, splits, group)
 
 
 @gluon.jit
 def split_of(item, length, cost, work, PLAN: gl.constexpr):
     """The CTA's split of a request with ``length`` keys that starts at ``cost``."""
     steps = gl.maximum((length + PAIR - 1) // PAIR, 1)
-    begin, end = device.split_of(work.range, cost, steps, work.overhead)
+    begin, end = device.split_of(work.range, cost, steps, PLAN.overhead)
     return Split(item, begin, end, steps, length, (length + PLAN.box - 1) // PLAN.box)
 
 
@@ -169,7 +165,7 @@ def write_metadata(scratch, work, PLAN: gl.constexpr):
             gl.store(metadata + item, work.splits.to(gl.float32))
     elif not PLAN.stream_k and not PLAN.rounded:
         metadata = device.range_metadata(scratch, work.num_splits, count, PARTIAL)
-        gl.store(metadata + work.number, device.continued_item(work.range, work.overhead).to(gl.float32))
+        gl.store(metadata + work.number, device.continued_item(work.range, PLAN.overhead).to(gl.float32))
 
 
 @gluon.jit

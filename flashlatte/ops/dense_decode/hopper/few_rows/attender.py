@@ -144,7 +144,7 @@ def attend(call, PLAN: gl.constexpr):
     steps_taken = 0
     for item in range(cta_range.first, cta_range.stop):
         split = schedule.split_of(item, length, cost, call.work, PLAN)
-        cost += call.work.overhead + split.steps
+        cost += PLAN.overhead + split.steps
         if split.end > split.begin:
             scale = take_queries(call, item, PLAN) * call.scale
             request = Request(split, scale, gl.minimum(length - call.causal_offset + token, length))

@@ -70,7 +70,7 @@ def cast(call, PLAN: gl.constexpr):
     half = 0
     for item in range(cta_range.first, cta_range.stop):
         split = schedule.split_of(item, length, cost, call.work, PLAN)
-        cost += call.work.overhead + split.steps
+        cost += PLAN.overhead + split.steps
         # As in ``loader.load``.
         if split.end > split.begin:
             for step in range(split.begin, split.end):

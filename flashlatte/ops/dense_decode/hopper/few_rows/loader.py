@@ -37,7 +37,7 @@ def load(call, PLAN: gl.constexpr):
     half = 0
     for item in range(cta_range.first, cta_range.stop):
         split = schedule.split_of(item, length, cost, call.work, PLAN)
-        cost += call.work.overhead + split.steps
+        cost += PLAN.overhead + split.steps
         # Without the condition Triton 3.6 would take the first request's bounds for all (triton-lang/triton#9036).
         if split.end > split.begin:
             page = schedule.page_of(table, split, 2 * split.begin, PLAN)
