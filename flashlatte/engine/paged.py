@@ -159,8 +159,11 @@ def check_type(config: Any, known: Sequence[str]) -> None:
 
 
 def normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
-    """A transformers RMSNorm in one kernel, where its own module takes seven."""
-    return nn.functional.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
+    """A transformers RMSNorm in one kernel, where its own module takes seven. In the dtype of ``x``, rounded once, also
+    where the weights are in float32, as DeepSeek-V4's stay when a checkpoint in bf16 is read."""
+    if norm.weight.dtype == x.dtype:
+        return nn.functional.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
+    return nn.functional.rms_norm(x.float(), x.shape[-1:], norm.weight.float(), norm.variance_epsilon).to(x.dtype)
 
 
 def check_parts(model: Any) -> None:

@@ -142,7 +142,7 @@ class V4Model(PagedModel):
             # The first layers choose experts by the token itself.
             fed = layer.mlp(normed(layer.post_attention_layernorm, seen)[None], input_ids=tokens[None])[0]
             streams = mhc_post(fed, streams, shares, mixture, backend=self.backend)
-        return self._head(self._body.norm(self._body.hc_head(streams[rows][None]))[0])
+        return self._head(normed(self._body.norm, self._body.hc_head(streams[rows][None])[0]))
 
 
 def _keep_share(config: V4Config, layer: Any, ranks: Ranks) -> V4Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -138,6 +139,19 @@ def test_drafts_that_are_taken_back(drafts, monkeypatch):
     for text, output in zip(texts, served.generate(prompts, SamplingParams(max_new_tokens=new)), strict=True):
         assert output.prompt + output.tokens == text
     assert served.statistics()["computed_tokens"] > sum(lengths) + len(lengths) * new
+
+
+def test_a_checkpoint_in_bf16_whose_norms_transformers_keeps_in_float32(tmp_path):
+    source = copy.deepcopy(model(FAMILY)).bfloat16()
+    source.save_pretrained(tmp_path)
+    served = Engine(tmp_path, num_pages=24, page_size=8)
+    assert served.runner.model._body.norm.weight.dtype == torch.float32
+    asked = [prompt(31), prompt(5, 1)]
+    sampling = SamplingParams(max_new_tokens=1, logprobs=True)
+    expected = Engine(source.float(), num_pages=24, page_size=8).generate(asked, sampling)
+    for output, exact in zip(served.generate(asked, sampling), expected, strict=True):
+        assert output.tokens == exact.tokens
+        assert output.logprobs == pytest.approx(exact.logprobs, abs=0.05)
 
 
 def test_pages_as_large_as_indexers_want_them():

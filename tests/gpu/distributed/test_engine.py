@@ -101,13 +101,15 @@ def alone(source: Any, prompts: list[list[int]], sampling: SamplingParams, **opt
     return [(output.tokens, output.logprobs) for output in outputs]
 
 
-def check_close(got: list[Any], expected: list[Any]) -> None:
-    """Sums over ranks are rounded to bf16 otherwise: log-probabilities are close as long as tokens are the same, and
-    where they part both were as probable."""
+def differences(got: list[Any], expected: list[Any]) -> torch.Tensor:
+    """Of log-probabilities, as long as tokens are the same, and where they part, as both should have been as probable.
+    Sums over ranks are rounded to bf16 otherwise."""
+    found = []
     for (tokens, logprobs), (tokens_alone, logprobs_alone) in zip(got, expected, strict=True):
         same = [one == other for one, other in zip(tokens, tokens_alone, strict=True)]
         until = min(len(same), [*same, False].index(False) + 1)
-        torch.testing.assert_close(logprobs[:until], logprobs_alone[:until], rtol=0, atol=0.1)
+        found += [abs(one - other) for one, other in zip(logprobs[:until], logprobs_alone[:until], strict=True)]
+    return torch.tensor(found)
 
 
 # Of DeepSeek-V3's heads; two ranks have whole blocks of 128 of everything that they divide. Each token takes all
@@ -131,7 +133,11 @@ def test_a_float8_checkpoint_is_divided(tmp_path):
     expected = alone(path, PROMPTS, sampling)
     got = generate(path, [PROMPTS], sampling)
     if got is not None:
-        check_close(got[0], expected)
+        # Activations rounded otherwise may become other numbers of e4m3: on a CPU that makes 0.04 on average, 0.2 at
+        # most of 298 tokens. Where one block of each weight has twice its scale, the average is 0.38.
+        found = differences(got[0], expected)
+        assert found.mean() < 0.1
+        assert found.max() < 0.4
         assert got[1] > 0
 
 
@@ -149,4 +155,4 @@ def test_deepseek_v4s_groups_of_heads(cache_format, tmp_path):
     if eager is not None and replayed is not None:
         assert replayed[0] == eager[0]
         assert replayed[1] > 0
-        check_close(eager[0], expected)
+        assert differences(eager[0], expected).max() < 0.1
