@@ -25,6 +25,8 @@ from flashlatte.bench.problems import (
     TurboQuantStore,
 )
 
+# What FlashMLA was recorded on, as ``environment.gpu_slug`` names it.
+RECORDED_GPU = "h100"
 # The 8192³ bf16 matmul (780 to 800) and the device-to-device copy in the runs that FlashMLA was recorded in.
 RECORDED_MATMUL_TFLOPS = 790.0
 RECORDED_COPY_GBPS = 3024.0

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flashlatte.bench.cases import RECORDED_COPY_GBPS, RECORDED_MATMUL_TFLOPS, Case
-from flashlatte.bench.environment import Environment
+from flashlatte.bench.cases import RECORDED_COPY_GBPS, RECORDED_GPU, RECORDED_MATMUL_TFLOPS, Case
+from flashlatte.bench.environment import Environment, gpu_slug
 from flashlatte.bench.problems import Problem
 from flashlatte.bench.timing import Ceilings
 
@@ -25,6 +25,7 @@ class Result:
         message: what is wrong, or why it was refused or failed.
         microseconds: of one call, as ``case.method`` says; only if the status is "ok".
         flops, bytes_moved: of one call.
+        gpu: its name; None on a machine without one.
     """
 
     case: Case
@@ -36,6 +37,7 @@ class Result:
     microseconds: float | None = None
     flops: int | None = None
     bytes_moved: int | None = None
+    gpu: str | None = None
 
     @property
     def tflops(self) -> float | None:
@@ -67,9 +69,9 @@ class Result:
 
     @property
     def share_of_flashmla(self) -> float | None:
-        """FlashMLA's recorded time over this one: above 1 is faster than FlashMLA was."""
+        """FlashMLA's recorded time over this one, if of a GPU like its: above 1 is faster than FlashMLA was."""
         recorded = self.case.recorded
-        if recorded is None or self.ceilings is None or self.microseconds is None:
+        if recorded is None or self.gpu is None or gpu_slug(self.gpu) != RECORDED_GPU or self.microseconds is None:
             return None
         microseconds = recorded.microseconds or recorded.cool_microseconds
         if microseconds is not None:

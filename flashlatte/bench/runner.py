@@ -34,6 +34,7 @@ def run(
         ceilings: of this run; None on a machine without a GPU, where the cases are scaled down.
         report: called with each result as soon as it is there.
     """
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     results: list[Result] = []
     workload: Workload | None = None
     drawn: Problem | None = None
@@ -54,7 +55,7 @@ def run(
             if outcome["status"] == "refused" and backends is None:
                 continue
             served = True
-            results.append(Result(case, backend, problem, ceilings, **outcome))
+            results.append(Result(case, backend, problem, ceilings, gpu=gpu, **outcome))
             report(results[-1])
         if not served:
             results.append(Result(case, "-", problem, ceilings, "refused", NO_KERNEL))

@@ -15,9 +15,11 @@ H100 = environment.Environment("NVIDIA H100 80GB HBM3", "2.11", "3.6", "0.1", "a
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.jsonl"))
 
 
-def result_line(case: cases.Case, backend: str, microseconds: float, date: str = H100.date) -> str:
+def result_line(
+    case: cases.Case, backend: str, microseconds: float, date: str = H100.date, gpu: str = H100.device
+) -> str:
     result = results.Result(
-        case, backend, case.problem, Ceilings(800.0, 3000.0), "ok", None, microseconds, 10**11, 5 * 10**8
+        case, backend, case.problem, Ceilings(800.0, 3000.0), "ok", None, microseconds, 10**11, 5 * 10**8, gpu
     )
     return results.json_line(result, replace(H100, date=date))
 
@@ -31,6 +33,9 @@ def test_shares_of_a_result() -> None:
     assert line["share_of_copy"] == pytest.approx(2 / 3, rel=1e-4)
     assert line["share_of_flashmla"] == pytest.approx(259.3 / 250, rel=1e-4)
     assert line["scaled_down"] is False
+    elsewhere = json.loads(result_line(case, "hopper", 250.0, gpu="NVIDIA H200"))
+    assert elsewhere["share_of_flashmla"] is None
+    assert elsewhere["share_of_copy"] == line["share_of_copy"]
 
 
 def test_flashmlas_work_is_counted_as_ours() -> None:
