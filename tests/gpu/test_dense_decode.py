@@ -112,6 +112,20 @@ def test_many_empty_requests(causal: bool, varlen: bool, form: Arguments, backen
     check(replace(case, **form).inputs(DEVICE), backend)
 
 
+@IN_EVERY_FORM
+@pytest.mark.parametrize("h_q", [16, 128])
+@pytest.mark.parametrize("batch", [5, 20, 32, 33, 64, 66])
+@pytest.mark.parametrize("more_or_less", [0, 256])
+def test_equal_lengths_and_others_with_their_average(more_or_less: int, batch: int, h_q: int, form: Arguments) -> None:
+    """Ranges that divide evenly among the requests, or do not; the kernel takes the average for equal lengths."""
+    arguments = replace(DenseDecodeCase(batch, 1, 1300, h_q), **form).inputs(DEVICE)
+    lengths = arguments["cache_seqlens"].fill_(1000)
+    pairs = (batch - 1) // 2
+    lengths[1 : 1 + pairs] += more_or_less
+    lengths[1 + pairs : 1 + 2 * pairs] -= more_or_less
+    check(arguments, "hopper")
+
+
 @ON_EVERY_BACKEND
 @pytest.mark.parametrize("case", ORACLE_CASES, ids=str)
 def test_error_against_float64(case: DenseDecodeCase, backend: str) -> None:
