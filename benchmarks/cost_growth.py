@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import checked
 import peers
@@ -20,30 +20,20 @@ from flashlatte.bench.workloads import prepare
 HEADS = (8, 16, 64, 128)
 BATCHES = (1, 4, 16, 64, 128, 512)
 KEYS = tuple(2**power for power in range(10, 21))
-# Between powers of two, and beside what the 132 SMs of an H100 are divided by.
-MORE_BATCHES = (1, 2, 3, 5, 8, 12, 16, 24, 32, 33, 40, 48, 56, 64, 66, 80, 96, 112, 128, 132, 160, 200, 256, 384, 512)
 # Keys of all requests: 19 GB of cache.
 MOST_KEYS = 2**24
 
 
-def by_keys(device: torch.device) -> Iterator[list[checked.Case]]:
-    sizes = ((batch, h_q, keys) for h_q in HEADS for batch in BATCHES for keys in KEYS if batch * keys <= MOST_KEYS)
-    return decode(sizes, device)
-
-
-def by_batch(device: torch.device) -> Iterator[list[checked.Case]]:
-    return decode(((batch, h_q, 4096) for h_q in (16, 128) for batch in MORE_BATCHES), device)
-
-
-def decode(sizes: Iterable[tuple[int, int, int]], device: torch.device) -> Iterator[list[checked.Case]]:
+def decode(device: torch.device) -> Iterator[list[checked.Case]]:
     there = peers.load(device) if os.environ.get("VLLM_KERNELS") else False
+    sizes = ((batch, h_q, keys) for h_q in HEADS for batch in BATCHES for keys in KEYS if batch * keys <= MOST_KEYS)
     for batch, h_q, keys in sizes:
         problem = peers.sized(DenseDecode(batch, 1, h_q, keys), device)
         work = prepare(problem, device)
         yield peers.beside(work, problem.name, {"flashmla": peers.flashmla_decode(work)} if there else {}, "graph")
 
 
-SECTIONS: checked.Sections = {"by_keys": by_keys, "by_batch": by_batch}
+SECTIONS: checked.Sections = {"decode": decode}
 
 if __name__ == "__main__":
     sys.exit(checked.main(__doc__ or "", SECTIONS, rounds=2))

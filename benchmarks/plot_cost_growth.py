@@ -10,6 +10,7 @@ from typing import Any
 
 from matplotlib import colormaps  # pyright: ignore[reportMissingImports]
 from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+from plot_dsa_layer import latest_run
 
 HERE = Path(__file__).parent
 GREY = "#9e9e9e"
@@ -22,7 +23,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=HERE / "results" / "cost_growth.jsonl")
     parser.add_argument("--picture", type=Path, default=HERE.parent / "docs" / "bench-cost-growth.png")
     arguments = parser.parse_args()
-    lines = [json.loads(line) for line in arguments.data.read_text().splitlines()]
+    lines = latest_run([json.loads(line) for line in arguments.data.read_text().splitlines()])
     figure = draw(curves_of(lines, "hopper"), curves_of(lines, "flashmla"), lines[0]["device"])
     figure.savefig(arguments.picture, dpi=110)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -35,25 +34,18 @@ class Ceilings:
     copy_gbps: float
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Python collects no garbage meanwhile: in the few calls by which do_bench settles how many it times, that would
-    leave a handful of them, which wait for the host."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def device_microseconds(call: Call) -> float:
     """Median over many calls on the device, the L2 flushed before each."""
     from triton import testing
 
-    with _uncollected():
+    was_collecting = gc.isenabled()
+    # In the few calls by which do_bench settles how many it times, it would leave a handful, which wait for the host.
+    gc.disable()
+    try:
         return testing.do_bench(call, return_mode="median") * 1e3  # pyright: ignore[reportOperatorIssue]
+    finally:
+        if was_collecting:
+            gc.enable()
 
 
 def capture(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
@@ -72,14 +64,13 @@ def capture(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
 def host_microseconds(call: Call) -> float:
     """Median time until a call returns to the host, which waits for the device only between bursts of calls."""
     times = []
-    with _uncollected():
-        for _ in range(HOST_CALLS // HOST_CALLS_BEFORE_WAIT):
-            torch.cuda.synchronize()
-            for _ in range(HOST_CALLS_BEFORE_WAIT):
-                begin = time.perf_counter_ns()
-                call()
-                times.append(time.perf_counter_ns() - begin)
+    for _ in range(HOST_CALLS // HOST_CALLS_BEFORE_WAIT):
         torch.cuda.synchronize()
+        for _ in range(HOST_CALLS_BEFORE_WAIT):
+            begin = time.perf_counter_ns()
+            call()
+            times.append(time.perf_counter_ns() - begin)
+    torch.cuda.synchronize()
     return statistics.median(times) / 1e3
 
 

@@ -54,7 +54,7 @@ def _are_equal(total, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr
 
 @gluon.jit
 def _free_overhead(are_equal, ranges_of_equals, key_lengths, OVERHEAD: gl.constexpr):
-    """What of the overhead is not counted."""
+    """OVERHEAD where starting on a work item costs nothing, else 0."""
     return gl.where(are_equal & (ranges_of_equals % key_lengths.num_items == 0), OVERHEAD, 0)
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -19,7 +17,6 @@ KERNEL_BACKENDS = ("hopper", "portable")
 UNBUILT = "in this version"
 DRAWS = 40
 
-HOST_CALLS, HOST_CALLS_BEFORE_WAIT = 400, 20
 
 T = TypeVar("T")
 Arguments = dict[str, Any]
@@ -151,16 +148,3 @@ def no_compilation() -> Iterator[None]:
     after = compiled_variants()
     new = {name: count for name, count in after.items() if count > before.get(name, 0) + (name == COMBINE)}
     assert not new, f"compiled again: {new}, before: {before}"
-
-
-def host_microseconds(call: Callable[[], object]) -> float:
-    """Median time until a call returns to the host, which waits for the device only between bursts of calls."""
-    times = []
-    for _ in range(HOST_CALLS // HOST_CALLS_BEFORE_WAIT):
-        torch.cuda.synchronize()
-        for _ in range(HOST_CALLS_BEFORE_WAIT):
-            begin = time.perf_counter_ns()
-            call()
-            times.append(time.perf_counter_ns() - begin)
-    torch.cuda.synchronize()
-    return statistics.median(times) / 1e3

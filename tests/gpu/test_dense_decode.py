@@ -12,6 +12,7 @@ from gpu import harness
 from gpu.harness import DEVICE, Arguments, Results
 
 import flashlatte
+from flashlatte.bench.timing import host_microseconds
 from flashlatte.testing import compare, oracles
 from flashlatte.testing.cases import DenseDecodeCase
 from flashlatte.testing.draws import Draw
@@ -112,13 +113,15 @@ def test_many_empty_requests(causal: bool, varlen: bool, form: Arguments, backen
     check(replace(case, **form).inputs(DEVICE), backend)
 
 
-@IN_EVERY_FORM
+@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("h_q", [16, 128])
 @pytest.mark.parametrize("batch", [5, 20, 32, 33, 64, 66])
 @pytest.mark.parametrize("more_or_less", [0, 256])
-def test_equal_lengths_and_others_with_their_average(more_or_less: int, batch: int, h_q: int, form: Arguments) -> None:
+def test_equal_lengths_and_others_with_their_average(
+    more_or_less: int, batch: int, h_q: int, cache_dtype: torch.dtype | None
+) -> None:
     """Ranges that divide evenly among the requests, or do not; the kernel takes the average for equal lengths."""
-    arguments = replace(DenseDecodeCase(batch, 1, 1300, h_q), **form).inputs(DEVICE)
+    arguments = DenseDecodeCase(batch, 1, 1300, h_q, cache_dtype=cache_dtype).inputs(DEVICE)
     lengths = arguments["cache_seqlens"].fill_(1000)
     pairs = (batch - 1) // 2
     lengths[1 : 1 + pairs] += more_or_less
@@ -397,8 +400,8 @@ def test_host_time(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = DenseDecodeCase(batch=1, s_q=1, s_k=4096, h_q=128).inputs(DEVICE)
     decode(arguments, backend)
     x = torch.zeros(16, device=DEVICE)
-    addition = harness.host_microseconds(lambda: x.add_(1))
-    microseconds = harness.host_microseconds(lambda: flashlatte.dense_decode(**arguments, backend=backend))
+    addition = host_microseconds(lambda: x.add_(1))
+    microseconds = host_microseconds(lambda: flashlatte.dense_decode(**arguments, backend=backend))
     with capsys.disabled():
         print(f"\ndense_decode, {backend}, b 1: {microseconds:.1f} µs of host time a call, x.add_(1) {addition:.1f}")
     assert microseconds < MAX_HOST_TIME * addition, "a call's launches are not repeated, or something waits"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from support.recording import Recorded, Recording
@@ -17,7 +18,7 @@ UNLIMITED = 2**31 - 1
 
 
 def dense_decode(
-    record: Recording,
+    record: Callable[..., list[Recorded]],
     backend: str,
     batch: int = 4,
     s_q: int = 1,

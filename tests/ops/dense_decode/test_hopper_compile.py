@@ -199,6 +199,13 @@ def test_equal_requests_are_not_split_and_others_fill_the_gpu():
     assert made.splits_of_equals == made.split.splits == 64
 
 
+@pytest.mark.parametrize(("max_keys", "rounded"), [(1 << 30, True), (2**31 - 1, False)])
+def test_ranges_that_would_not_fit_32_bits_have_the_common_combine(max_keys, rounded):
+    made = launch.make_plan(132, 1, 64, 1, max_keys, False, few_rows=False)
+    assert made.rounded is rounded
+    assert made.split.combines
+
+
 @functools.cache
 def call_of(**fields: Any) -> dispatch.Call:
     defaults = {"cache_format": "bf16", "page_size": 64, "head_dim": 576, "head_dim_v": 512}

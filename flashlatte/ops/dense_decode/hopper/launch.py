@@ -175,9 +175,9 @@ def make_plan(
     if shares_few:
         # b128-sq2-h128-k8192-varlen: 33 ranges for each group of rows instead of 32 are 1.034 times as fast.
         ranges = plan.num_ranges(batch, groups, num_sms, most_steps, MLA_PARTIAL, of_equals=False) or ranges
-    splits = not shares_few and min(ranges, most_steps) > 1
+    splits_many = not shares_few and min(ranges, most_steps) > 1
     # Its combine works out ranges in 32 bits (``split_kv.gluon.ranges_of_item``).
-    rounded = splits and rows > _FEW_TO_COMBINE and most_cost * (ranges + 1) <= plan.MAX_COST
+    rounded = splits_many and rows > _FEW_TO_COMBINE and most_cost * (ranges + 1) <= plan.MAX_COST
     overhead = _OVERHEAD if shares_few or rounded else 0
     split = plan.balanced(MLA_PARTIAL, batch, most_steps, groups, groups_per_head, ranges, overhead)
     if stream_k:
