@@ -85,8 +85,9 @@ def find_range(
 ):
     """The ``device.Range`` that is number ``number`` of ``num_ranges``, found by all THREADS of a partition.
 
-    Given ``ranges_of_equals``, only so many ranges get work where all work items are equally long, and starting on one
-    costs nothing if each has as many of them, so that they divide evenly; and a range may be spent on starting alone.
+    Ranges without work are the first ones. Given ``ranges_of_equals``, only so many get work where all work items are
+    equally long, and starting on one costs nothing if each has as many of them, so that they divide evenly; and a range
+    may be spent on starting alone.
     """
     items = gl.arange(0, THREADS, _one_each(THREADS))
     costs = _item_costs(items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
@@ -102,8 +103,9 @@ def find_range(
         total -= free * key_lengths.num_items
         costs -= gl.where(items < key_lengths.num_items, free, 0)
         in_use = _ranges_in_use(gl.where(are_equal, ranges_of_equals, num_ranges), total, GRANULARITY)
-    begin = _cut(total, gl.minimum(number, in_use), in_use, GRANULARITY)
-    end = _cut(total, gl.minimum(number + 1, in_use), in_use, GRANULARITY)
+    first_in_use = num_ranges - in_use
+    begin = _cut(total, gl.maximum(number - first_in_use, 0), in_use, GRANULARITY)
+    end = _cut(total, gl.maximum(number + 1 - first_in_use, 0), in_use, GRANULARITY)
 
     first, stop, first_cost = _count(items, 0, costs, key_lengths, begin, end)
     scanned = gl.to_tensor(0)
@@ -141,7 +143,8 @@ def ranges_of_item(item, num_ranges, key_lengths, BLOCK_N: gl.constexpr, OVERHEA
     in_use = _ranges_in_use(num_ranges, total, 1)
     begin = sums.to(gl.int32) - free * item + OVERHEAD - free
     first = range_with(begin, total, in_use)
-    return first, range_with(begin + device.item_blocks(item, key_lengths, BLOCK_N) - 1, total, in_use) - first + 1
+    last = range_with(begin + device.item_blocks(item, key_lengths, BLOCK_N) - 1, total, in_use)
+    return num_ranges - in_use + first, last - first + 1
 
 
 @gluon.jit

@@ -129,7 +129,7 @@ def find_work(group, key_lengths, num_splits, splits_of_equals, first_item, PLAN
             PAIR,
             PLAN.overhead,
             _THREADS,
-            ranges_of_equals=splits_of_equals,
+            ranges_of_equals=splits_of_equals if PLAN.overhead else None,
         )
         return Work(cta_range, number, num_splits, 1, group)
     else:
