@@ -89,6 +89,7 @@ def find_range(
     equally long, and starting on one costs nothing if each has as many of them, so that they divide evenly; and a range
     may be spent on starting alone.
     """
+    gl.static_assert(OVERHEAD % GRANULARITY == 0, "starting on a work item costs whole granules")
     items = gl.arange(0, THREADS, _one_each(THREADS))
     costs = _item_costs(items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
     total = gl.sum(costs, 0)

@@ -1,20 +1,196 @@
-"""What Gluon kernels work out about ranges, as far as it is arithmetic."""
+"""What Gluon kernels work out about ranges: their functions, run in Python with PyTorch's integers."""
 
 from __future__ import annotations
 
+import types
+from typing import Any
+
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from flashlatte.split_kv.gluon import range_with
+from flashlatte.split_kv import device, gluon
+
+BLOCK_N = 16
+THREADS = 32
+
+
+class Arithmetic:
+    """What the functions use of ``gl`` and ``tl``, in integers that are as wide as a kernel's."""
+
+    int32 = torch.int32
+    int64 = torch.int64
+
+    @staticmethod
+    def static_assert(condition: bool, message: str) -> None:
+        assert condition, message
+
+    @staticmethod
+    def to_tensor(value: Any) -> torch.Tensor:
+        return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.int32)
+
+    @staticmethod
+    def arange(start: int, end: int, layout: object) -> torch.Tensor:
+        return torch.arange(start, end, dtype=torch.int32)
+
+    @staticmethod
+    def where(condition: Any, a: Any, b: Any) -> torch.Tensor:
+        return torch.where(torch.as_tensor(condition), Arithmetic.to_tensor(a), Arithmetic.to_tensor(b))
+
+    @staticmethod
+    def minimum(a: Any, b: Any) -> torch.Tensor:
+        return torch.minimum(Arithmetic.to_tensor(a), Arithmetic.to_tensor(b))
+
+    @staticmethod
+    def maximum(a: Any, b: Any) -> torch.Tensor:
+        return torch.maximum(Arithmetic.to_tensor(a), Arithmetic.to_tensor(b))
+
+    @staticmethod
+    def cdiv(a: Any, b: int) -> Any:
+        return (a + b - 1) // b
+
+    @staticmethod
+    def sum(values: torch.Tensor, axis: int) -> torch.Tensor:
+        return values.sum(axis, dtype=values.dtype)
+
+    @staticmethod
+    def associative_scan(values: torch.Tensor, axis: int, add: object) -> torch.Tensor:
+        return values.cumsum(axis, dtype=values.dtype)
+
+    @staticmethod
+    def load(items: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor, other: int) -> torch.Tensor:
+        values, offsets = items
+        return torch.where(mask, values[torch.where(mask, offsets, 0)], other)
+
+
+class Pointer(torch.Tensor):
+    """Numbers that are pointed to."""
+
+    def __add__(self, offsets: Any) -> Any:
+        return self.as_subclass(torch.Tensor), torch.as_tensor(offsets)
+
+
+def in_python(module: types.ModuleType, **others: Any) -> Any:
+    """The module's functions for kernels as Python's, with ``others`` for some of its names."""
+    scope = dict(vars(module))
+    for name, value in vars(module).items():
+        if hasattr(value, "fn"):
+            scope[name] = types.FunctionType(value.fn.__code__, scope, name, value.fn.__defaults__)
+    scope.update(others)
+    return types.SimpleNamespace(**scope)
+
+
+DEVICE = in_python(device, tl=Arithmetic)
+GLUON = in_python(gluon, gl=Arithmetic, device=DEVICE, _one_each=lambda threads: None)
+
+
+def key_lengths(lengths: list[int]) -> device.KeyLengths:
+    pointer = torch.tensor(lengths, dtype=torch.int32).as_subclass(Pointer)
+    return device.KeyLengths(len(lengths), 1, pointer, 1, 0, 2000)
+
+
+def ranges_and_splits(
+    lengths: list[int], num_ranges: int, overhead: int, granularity: int = 1, of_equals: int | None = None
+) -> tuple[list[Any], list[list[tuple[int, int, int]]]]:
+    """All ranges; and of each item (range, begin, end) of its splits. Begin and end are of whole granules."""
+    items = key_lengths(lengths)
+    ranges = [
+        GLUON.find_range(n, num_ranges, items, BLOCK_N, overhead, THREADS, granularity, of_equals)
+        for n in range(num_ranges)
+    ]
+    splits: list[list[tuple[int, int, int]]] = [[] for _ in lengths]
+    for number, cta_range in enumerate(ranges):
+        cost = cta_range.first_cost
+        for item in range(cta_range.first, cta_range.stop):
+            blocks = blocks_of(lengths[item], granularity)
+            begin, end = DEVICE.split_of(cta_range, cost, torch.tensor(blocks), overhead)
+            if begin < end:
+                splits[item].append((number, int(begin), int(end)))
+            cost = cost + blocks + overhead
+    return ranges, splits
+
+
+def blocks_of(length: int, granularity: int = 1) -> int:
+    """A work item's, in whole granules."""
+    blocks = max(-(-min(max(length, 0), 2000) // BLOCK_N), 1)
+    return -(-blocks // granularity) * granularity
+
+
+@st.composite
+def lengths_of_items(draw: st.DrawFn) -> list[int]:
+    """Of all kinds; often equal, or so on average alone: then the first one is the average."""
+    kind = draw(st.sampled_from(["any", "equal", "average"]))
+    length = st.sampled_from([-5, 0, 1, 16, 17, 100, 500, 1999, 3000])
+    if kind == "any":
+        return draw(st.lists(length, min_size=1, max_size=2 * THREADS + 9))
+    average = draw(length)
+    if kind == "equal":
+        return [average] * draw(st.integers(1, 2 * THREADS + 9))
+    others = draw(st.lists(st.integers(0, 20), min_size=1, max_size=THREADS))
+    return [640, *(640 + BLOCK_N * n for n in others), *(640 - BLOCK_N * n for n in others)]
+
+
+def check_splits(lengths: list[int], splits: list[list[tuple[int, int, int]]], granularity: int = 1) -> None:
+    """Every block is in one range, in order."""
+    for length, of_item in zip(lengths, splits, strict=True):
+        numbers, begins, ends = zip(*of_item, strict=True)
+        assert list(begins) == [0, *ends[:-1]]
+        assert ends[-1] == blocks_of(length, granularity)
+        assert list(numbers) == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
+@given(lengths_of_items(), st.integers(1, 40), st.integers(0, 3), st.sampled_from([1, 2, 4]))
+def test_ranges_cover_every_block_once_in_order(lengths, num_ranges, overhead, granularity):
+    ranges, splits = ranges_and_splits(lengths, num_ranges, overhead * granularity, granularity)
+    check_splits(lengths, splits, granularity)
+    has_work = [bool(cta_range.begin < cta_range.end) for cta_range in ranges]
+    assert has_work == sorted(has_work)
+    granules = sum(blocks_of(length, granularity) // granularity + overhead for length in lengths)
+    in_use = sum(has_work)
+    assert in_use == min(num_ranges, max(granules // (overhead + 1), 1))
+    assert all(cta_range.end - cta_range.begin <= -(-granules // in_use) * granularity for cta_range in ranges)
+
+
+@given(lengths_of_items(), st.integers(1, 40), st.integers(0, 3), st.integers(0, 39))
+@example([500] * 40, 41, 2, 1)
+@example([500] * 3, 6, 2, 0)
+@example([500] * 3, 9, 2, 1)
+def test_another_number_of_ranges_for_equal_lengths(lengths, num_ranges, overhead, fewer):
+    of_equals = max(num_ranges - fewer, 1)
+    ranges, splits = ranges_and_splits(lengths, num_ranges, overhead, of_equals=of_equals)
+    check_splits(lengths, splits)
+    if len(set(lengths)) == 1:
+        blocks = blocks_of(lengths[0])
+        if of_equals % len(lengths) == 0:
+            each = [end - begin for of_item in splits for _, begin, end in of_item]
+            assert len(each) == min(of_equals, len(lengths) * blocks)
+            assert max(each) - min(each) <= 1
+        else:
+            costs = len(lengths) * (blocks + overhead)
+            in_use = sum(bool(cta_range.begin < cta_range.end) for cta_range in ranges)
+            assert in_use == min(of_equals, costs)
+            assert all(cta_range.end - cta_range.begin <= -(-costs // in_use) for cta_range in ranges)
+
+
+@given(lengths_of_items(), st.integers(1, 40), st.integers(0, 3))
+@example([1, 17], 9, 1)
+def test_ranges_of_an_item_are_found_from_lengths_alone(lengths, num_ranges, overhead):
+    _, splits = ranges_and_splits(lengths, num_ranges, overhead, of_equals=num_ranges)
+    items = key_lengths(lengths)
+    for item, of_item in enumerate(splits):
+        first, count = GLUON.ranges_of_item(
+            torch.tensor(item, dtype=torch.int32), num_ranges, items, BLOCK_N, overhead, THREADS
+        )
+        assert (int(first), int(count)) == (of_item[0][0], len(of_item))
 
 
 @given(st.integers(1, 500), st.integers(1, 2**20), st.data())
 def test_a_cost_is_in_the_range_that_begins_before_it_and_ends_after(ranges, total, data):
     ranges = min(ranges, total)
     cost = data.draw(st.integers(0, total - 1))
-    number = range_with.fn(cost, total, ranges)
+    number = GLUON.range_with(cost, total, ranges)
     assert number * total // ranges <= cost < (number + 1) * total // ranges
     assert 0 <= number < ranges
