@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -38,7 +39,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=4, help="times that each is timed, half in each pair (default 4)")
     parser.add_argument("--warm", type=int, default=8, help="processes that compile beforehand (default 8)")
     parser.add_argument("--least", type=float, default=0.98, help="ratio below which a case is slower (default 0.98)")
-    parser.add_argument("--json", type=Path, help="append a line a case to this file")
+    parser.add_argument("--json", type=Path, help="append a line a case to this file, as list_in_turns.jsonl has them")
+    parser.add_argument("--commits", nargs=2, metavar=SIDES, help="what they are, if not what git says of checkouts")
     arguments = parser.parse_args()
     if arguments.rounds < 2 or arguments.rounds % 2:
         parser.error(f"--rounds must be an even number above 0, got {arguments.rounds}")
@@ -49,6 +51,7 @@ def main() -> int:
             {side: stack.enter_context(worker(checkouts[side])) for side in order} for order in (SIDES, SIDES[::-1])
         ]
         known = [pairs[0][side].ask("list") for side in SIDES]
+        about = {"rounds": arguments.rounds, **environment_of(pairs[0], arguments.commits)}
         common = [name for name in known[0] if name in set(known[1])]
         wanted = [(name, backend) for name in common for backend in backends if chosen(name, arguments.case)]
         failures = compile_beforehand(checkouts, wanted, arguments.warm)
@@ -59,19 +62,28 @@ def main() -> int:
             for line in compare(pairs, list(cases), arguments.rounds // 2):
                 lines.append(line)
                 print(
-                    f"{line['ratio']:6.3f}  {line['before']:9.1f} {line['after']:9.1f} µs  {line['case']} "
+                    f"{line['ratio']:6.3f}  {line['before_us']:9.1f} {line['after_us']:9.1f} µs  {line['case']} "
                     f"{line['backend']}  {' '.join(f'{ratio:.3f}' for ratio in line['ratios'])} {line['note']}",
                     flush=True,
                 )
                 if arguments.json:
                     with arguments.json.open("a") as file:
-                        file.write(json.dumps(line) + "\n")
+                        # Of a wrong result the ratio and times are NaN, which JSON has not.
+                        there = {key: value for key, value in line.items() if value == value}
+                        file.write(json.dumps(there | about) + "\n")
     ratios = [line["ratio"] for line in lines if line["note"] == ""]
     slower = [line for line in lines if line["note"] or line["ratio"] < arguments.least]
     if ratios:
         mean = statistics.geometric_mean(ratios)
         print(f"{len(ratios)} cases, geometric mean {mean:.4f}, {len(slower)} wrong or below {arguments.least}")
     return 1 if slower or failures or not ratios else 0
+
+
+def environment_of(pair: dict[str, Worker], commits: tuple[str, str] | None) -> dict[str, Any]:
+    """Where and when, and both commits: ``commits``, or what the checkouts are."""
+    about = {side: one.ask("about") for side, one in pair.items()}
+    before, after = commits or (about[side]["commit"] for side in SIDES)
+    return about["after"] | {"before_commit": before, "commit": after}
 
 
 def chosen(name: str, wanted: list[str] | None) -> bool:
@@ -92,7 +104,7 @@ def compare(pairs: list[dict[str, Worker]], cases: list[tuple[str, str]], rounds
         taken = [outcome for outcome in outcomes if isinstance(outcome, dict)] if not notes else []
         ratios = [statistics.median(times["before"]) / statistics.median(times["after"]) for times in taken]
         medians = {
-            side: statistics.median(itertools.chain(*(times[side] for times in taken))) if taken else math.nan
+            f"{side}_us": statistics.median(itertools.chain(*(times[side] for times in taken))) if taken else math.nan
             for side in SIDES
         }
         yield {
@@ -170,7 +182,7 @@ def serve() -> None:
     """What a worker does: the checkout on PYTHONPATH answers."""
     import torch
 
-    from flashlatte.bench import cases, runner, workloads
+    from flashlatte.bench import cases, environment, runner, workloads
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     known = {f"{case.problem.name}/{case.method}": case for case in cases.CASES}
@@ -184,6 +196,8 @@ def serve() -> None:
         answer: Any = None
         if verb == "list":
             answer = list(known)
+        elif verb == "about":
+            answer = dataclasses.asdict(environment.describe(device))
         elif verb == "release":
             current, drawn = None, nothing
             runner._release()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -66,6 +69,22 @@ def test_a_script_checks_times_and_keeps_all_of_its_cases(
     assert "the cases are scaled down" in output.out
     assert len(output.out.splitlines()) == 1 + len(lines)
     assert not output.err
+
+
+@pytest.mark.full
+def test_two_checkouts_take_turns(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    checkouts = [BENCHMARKS.parent, BENCHMARKS.parent]
+    options = ["--case", "write-v32-65536", "--backend", "reference", "--rounds", "2", "--warm", "2", "--least", "0"]
+    options += ["--commits", "one", "other", "--json", str(file)]
+    subprocess.run(
+        [sys.executable, BENCHMARKS / "compare.py", *checkouts, *options],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        check=True,
+    )
+    (line,) = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    assert min(line["ratio"], line["before_us"], line["after_us"], *line["ratios"]) > 0
+    assert (line["before_commit"], line["commit"], line["note"]) == ("one", "other", "")
 
 
 def first_cases() -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ from flashlatte.split_kv import device, gluon
 
 BLOCK_N = 16
 THREADS = 32
+# Keys that a request has at most.
+LIMIT = 2000
 
 
 class Arithmetic:
@@ -87,35 +89,43 @@ DEVICE = in_python(device, tl=Arithmetic)
 GLUON = in_python(gluon, gl=Arithmetic, device=DEVICE, _one_each=lambda threads: None)
 
 
+class Split(NamedTuple):
+    """What a range has of a work item: its blocks begin to end, end exclusive, in whole granules."""
+
+    range: int
+    begin: int
+    end: int
+
+
 def key_lengths(lengths: list[int]) -> device.KeyLengths:
     pointer = torch.tensor(lengths, dtype=torch.int32).as_subclass(Pointer)
-    return device.KeyLengths(len(lengths), 1, pointer, 1, 0, 2000)
+    return device.KeyLengths(len(lengths), 1, pointer, 1, 0, LIMIT)
 
 
 def ranges_and_splits(
     lengths: list[int], num_ranges: int, overhead: int, granularity: int = 1, of_equals: int | None = None
-) -> tuple[list[Any], list[list[tuple[int, int, int]]]]:
-    """All ranges; and of each item (range, begin, end) of its splits. Begin and end are of whole granules."""
+) -> tuple[list[Any], list[list[Split]]]:
+    """All ranges; and the splits of each item."""
     items = key_lengths(lengths)
     ranges = [
         GLUON.find_range(n, num_ranges, items, BLOCK_N, overhead, THREADS, granularity, of_equals)
         for n in range(num_ranges)
     ]
-    splits: list[list[tuple[int, int, int]]] = [[] for _ in lengths]
+    splits: list[list[Split]] = [[] for _ in lengths]
     for number, cta_range in enumerate(ranges):
         cost = cta_range.first_cost
         for item in range(cta_range.first, cta_range.stop):
             blocks = blocks_of(lengths[item], granularity)
             begin, end = DEVICE.split_of(cta_range, cost, torch.tensor(blocks), overhead)
             if begin < end:
-                splits[item].append((number, int(begin), int(end)))
+                splits[item].append(Split(number, int(begin), int(end)))
             cost = cost + blocks + overhead
     return ranges, splits
 
 
 def blocks_of(length: int, granularity: int = 1) -> int:
     """A work item's, in whole granules."""
-    blocks = max(-(-min(max(length, 0), 2000) // BLOCK_N), 1)
+    blocks = max(-(-min(max(length, 0), LIMIT) // BLOCK_N), 1)
     return -(-blocks // granularity) * granularity
 
 
@@ -133,13 +143,13 @@ def lengths_of_items(draw: st.DrawFn) -> list[int]:
     return [640, *(640 + BLOCK_N * n for n in others), *(640 - BLOCK_N * n for n in others)]
 
 
-def check_splits(lengths: list[int], splits: list[list[tuple[int, int, int]]], granularity: int = 1) -> None:
+def check_splits(lengths: list[int], splits: list[list[Split]], granularity: int = 1) -> None:
     """Every block is in one range, in order."""
     for length, of_item in zip(lengths, splits, strict=True):
-        numbers, begins, ends = zip(*of_item, strict=True)
-        assert list(begins) == [0, *ends[:-1]]
-        assert ends[-1] == blocks_of(length, granularity)
-        assert list(numbers) == list(range(numbers[0], numbers[0] + len(numbers)))
+        first = of_item[0].range
+        assert [split.begin for split in of_item] == [0, *(split.end for split in of_item[:-1])]
+        assert of_item[-1].end == blocks_of(length, granularity)
+        assert [split.range for split in of_item] == list(range(first, first + len(of_item)))
 
 
 @given(lengths_of_items(), st.integers(1, 40), st.integers(0, 3), st.sampled_from([1, 2, 4]))
@@ -165,7 +175,7 @@ def test_another_number_of_ranges_for_equal_lengths(lengths, num_ranges, overhea
     if len(set(lengths)) == 1:
         blocks = blocks_of(lengths[0])
         if of_equals % len(lengths) == 0:
-            each = [end - begin for of_item in splits for _, begin, end in of_item]
+            each = [split.end - split.begin for of_item in splits for split in of_item]
             assert len(each) == min(of_equals, len(lengths) * blocks)
             assert max(each) - min(each) <= 1
         else:
@@ -184,7 +194,7 @@ def test_ranges_of_an_item_are_found_from_lengths_alone(lengths, num_ranges, ove
         first, count = GLUON.ranges_of_item(
             torch.tensor(item, dtype=torch.int32), num_ranges, items, BLOCK_N, overhead, THREADS
         )
-        assert (int(first), int(count)) == (of_item[0][0], len(of_item))
+        assert (int(first), int(count)) == (of_item[0].range, len(of_item))
 
 
 @given(st.integers(1, 500), st.integers(1, 2**20), st.data())
