@@ -183,7 +183,7 @@ def test_queries_that_repeat_are_not_copied_by_tma():
 @pytest.mark.parametrize("rows", [1, 64, 128, 512])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_scratch_is_bounded_and_the_gpu_filled(batch, rows, batch_invariant):
-    made = launch.make_plan(132, batch, rows, 1, 1 << 17, batch_invariant, few_rows=rows == 1)
+    made = launch.make_plan(132, batch, rows, 1, 1 << 17, batch_invariant, one_byte=rows == 1)
     split = made.split
     assert 4 * split.scratch <= plan.MAX_SCRATCH_BYTES
     if not batch_invariant:
@@ -192,16 +192,20 @@ def test_scratch_is_bounded_and_the_gpu_filled(batch, rows, batch_invariant):
 
 def test_equal_requests_are_not_split_and_others_fill_the_gpu():
     """128 requests of four groups of rows: 32 ranges of four requests each, or 33, which are all SMs."""
-    made = launch.make_plan(132, 128, 256, 1, 8192, False, few_rows=False)
+    made = launch.make_plan(132, 128, 256, 1, 8192, False, one_byte=False)
     assert (made.splits_of_equals, made.split.splits) == (32, 33)
+    # One group of rows: four idle CTAs cost more than all SMs win, but where keys are cast.
+    for one_byte, splits in ((False, 128), (True, 132)):
+        made = [launch.make_plan(132, 128, rows, 1, 4096, False, one_byte) for rows in (16, 64)]
+        assert [(plan.splits_of_equals, plan.split.splits) for plan in made] == [(128, splits)] * 2
     # A request that several ranges have is combined by powers of two.
-    made = launch.make_plan(132, 1, 64, 1, 8192, False, few_rows=False)
+    made = launch.make_plan(132, 1, 64, 1, 8192, False, one_byte=False)
     assert made.splits_of_equals == made.split.splits == 64
 
 
 @pytest.mark.parametrize(("max_keys", "rounded"), [(1 << 30, True), (2**31 - 1, False)])
 def test_ranges_that_would_not_fit_32_bits_have_the_common_combine(max_keys, rounded):
-    made = launch.make_plan(132, 1, 64, 1, max_keys, False, few_rows=False)
+    made = launch.make_plan(132, 1, 64, 1, max_keys, False, one_byte=False)
     assert made.rounded is rounded
     assert made.split.combines
 

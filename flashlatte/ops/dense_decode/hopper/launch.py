@@ -54,11 +54,13 @@ class LaunchPlan:
     Attributes:
         split: its balanced ranges, or fixed splits.
         splits_of_equals: ranges in use where all requests are equally long.
+        few_rows: whether the kernel's partitions are those of ``few_rows``.
         stream_k, rounded: by whom what is split is finished (``schedule.Plan``).
     """
 
     split: SplitPlan
     splits_of_equals: int
+    few_rows: bool
     stream_k: bool = False
     rounded: bool = False
 
@@ -84,10 +86,11 @@ def dense_decode(
     heads = h_q // h_kv
     rows = s_q * heads
     box = math.gcd(page_size, KEYS.value)
-    few_rows = rows <= FEW_ROWS.value and k_cache.dtype.itemsize == 1
+    one_byte = k_cache.dtype.itemsize == 1
     launch_plan = make_plan(
-        machine.num_sms(device), batch, rows, h_kv, max_pages * page_size, batch_invariant, few_rows
+        machine.num_sms(device), batch, rows, h_kv, max_pages * page_size, batch_invariant, one_byte
     )
+    few_rows = launch_plan.few_rows
     if row_align(q, _ALIGN) == 1:
         q = q.clone(memory_format=torch.contiguous_format)
     q_strides = strides_in_use(q)
@@ -130,7 +133,7 @@ def dense_decode(
                 first_item=first,
             ),
             PLAN=schedule.Plan(
-                one_byte=k_cache.dtype.itemsize == 1,
+                one_byte=one_byte,
                 few_rows=few_rows,
                 has_rope=head_dim > LATENT.value,
                 box=box,
@@ -155,24 +158,27 @@ def dense_decode(
 
 @functools.lru_cache(maxsize=4096)
 def make_plan(
-    num_sms: int, batch: int, rows: int, h_kv: int, max_keys: int, batch_invariant: bool, few_rows: bool
+    num_sms: int, batch: int, rows: int, h_kv: int, max_keys: int, batch_invariant: bool, one_byte: bool
 ) -> LaunchPlan:
+    few_rows = one_byte and rows <= FEW_ROWS.value
     groups_per_head = -(-rows // ROWS.value)
     groups = h_kv * groups_per_head
     most_steps = -(-max_keys // PAIR.value)
     if batch_invariant:
         max_splits = max(_FIXED_SPLITS // groups, 1)
         split = plan.fixed(MLA_PARTIAL, batch, most_steps, groups, groups_per_head, _SPLIT_STEPS, max_splits)
-        return LaunchPlan(split, split.splits)
+        return LaunchPlan(split, split.splits, few_rows)
     ranges = plan.num_ranges(batch, groups, num_sms, most_steps, MLA_PARTIAL)
     most_cost = batch * (most_steps + _OVERHEAD)
     if ranges is None or most_cost > plan.MAX_COST:
-        return LaunchPlan(plan.whole(MLA_PARTIAL, batch, groups, groups_per_head), 1)
+        return LaunchPlan(plan.whole(MLA_PARTIAL, batch, groups, groups_per_head), 1, few_rows)
     # With few requests a range should be as short as can be; with many it shares few of them.
     shares_few = 2 * batch >= ranges
     stream_k = shares_few and not few_rows
     of_equals = ranges
-    if shares_few:
+    # One group of rows in bf16 waits for memory, and not for its CTAs: four more win nothing where lengths differ, and
+    # cost 1% where they do not (docs/notes/floors.md).
+    if shares_few and (groups > 1 or one_byte):
         # b128-sq2-h128-k8192-varlen: 33 ranges for each group of rows instead of 32 are 1.034 times as fast.
         ranges = plan.num_ranges(batch, groups, num_sms, most_steps, MLA_PARTIAL, of_equals=False) or ranges
     splits_many = not shares_few and min(ranges, most_steps) > 1
@@ -184,7 +190,7 @@ def make_plan(
         split = replace(split, scratch=groups * ranges * fixup.PARTIAL.value, combines=False)
     elif rounded:
         split = replace(split, scratch=2 * groups * ranges * ROUNDED_PARTIAL.value)
-    return LaunchPlan(split, of_equals, stream_k, rounded)
+    return LaunchPlan(split, of_equals, few_rows, stream_k, rounded)
 
 
 def _query_descriptors(q: torch.Tensor, strides: tuple[int, ...], heads: int) -> tuple[Any, Any]:
