@@ -9,6 +9,7 @@ from flashlatte.kv_cache.codec import as_cache, one_scale
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format, format_class, names_of
 from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "cache_gather"
@@ -33,6 +34,7 @@ dispatch.define(
 )
 
 
+@repeats_launches
 def cache_gather(
     cache: torch.Tensor,
     block_table: torch.Tensor,
