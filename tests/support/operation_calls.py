@@ -75,8 +75,8 @@ def _caches(form: str) -> None:
     cache = flashlatte.kv_cache.allocate(form, 4, 64)
     head_dim = flashlatte.kv_cache.get_format(form).head_dim
     flashlatte.kv_cache.write(cache, _ints(3), _rows(3, head_dim), backend="portable")
-    for rows in ({"total_tokens": 9}, {"out": _rows(9, head_dim)}):
-        flashlatte.kv_cache.gather(cache, _ints(1, 4), _ints(2), **rows, backend="portable")
+    for out in (None, _rows(9, head_dim)):
+        flashlatte.kv_cache.gather(cache, _ints(1, 4), _ints(2), total_tokens=9, out=out, backend="portable")
     flashlatte.kv_cache.gather_records(cache, _ints(1, 4), _ints(2), 9, backend="portable")
     flashlatte.kv_cache.copy_blocks(cache, [0, 1], [1, 0], backend="portable")
 
