@@ -198,9 +198,9 @@ def test_equal_requests_are_not_split_and_others_fill_the_gpu():
     for one_byte, splits in ((False, 128), (True, 132)):
         made = [launch.make_plan(132, 128, rows, 1, 4096, False, one_byte) for rows in (16, 64)]
         assert [(plan.splits_of_equals, plan.split.splits) for plan in made] == [(128, splits)] * 2
-    # What starting on a request costs counts wherever there are several.
-    overheads = [launch.make_plan(132, batch, 16, 1, 8192, False, False).split.overhead for batch in (1, 2, 32, 128)]
-    assert overheads == [0, 2, 2, 2]
+    # What starting on a request costs counts wherever there are several, or ranges finish each other's.
+    made = [launch.make_plan(132, batch, 16, 1, keys, False, False) for batch, keys in ((1, 8192), (1, 128), (2, 8192))]
+    assert [(plan.stream_k, plan.split.overhead) for plan in made] == [(False, 0), (True, 2), (False, 2)]
     # A request that several ranges have is combined by powers of two.
     made = launch.make_plan(132, 1, 64, 1, 8192, False, one_byte=False)
     assert made.splits_of_equals == made.split.splits == 64
