@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from support import no_gpu
 from support.operation_calls import CALLS, use_hopper
 
+from flashlatte import kv_cache
 from flashlatte.ops.merge_states import merge_states
 from flashlatte.runtime import triton_internals, triton_kernel
 
@@ -90,6 +91,15 @@ def test_a_repeat_launches_what_the_call_would(
     call()
     assert len(by_kernels) < len(first), "nothing was repeated"
     assert _all_described(launches, first) == _all_described(first, first)
+
+
+def test_a_number_that_is_read_from_the_device_is_read_at_each_call(launches: list[Any]) -> None:
+    cache = kv_cache.allocate("bf16", 4, 64)
+    table = torch.zeros(1, 4, dtype=torch.int32)
+    for tokens in (9, 5, 7):
+        boundaries = torch.tensor([0, tokens], dtype=torch.int32)
+        assert kv_cache.gather(cache, table, boundaries, backend="portable").shape == (tokens, 576)
+    assert len(launches) == 3
 
 
 def test_a_merge_into_a_part_of_a_stack_is_told_from_one_into_other_memory(launches: list[Any]) -> None:

@@ -195,15 +195,21 @@ def test_equal_requests_are_not_split_and_others_fill_the_gpu():
     made = launch.make_plan(132, 128, 256, 1, 8192, False, one_byte=False)
     assert (made.splits_of_equals, made.split.splits) == (32, 33)
     # One group of rows: four idle CTAs cost more than all SMs win, but where keys are cast.
-    for one_byte, splits in ((False, 128), (True, 132)):
-        made = [launch.make_plan(132, 128, rows, 1, 4096, False, one_byte) for rows in (16, 64)]
-        assert [(plan.splits_of_equals, plan.split.splits) for plan in made] == [(128, splits)] * 2
-    # What starting on a request costs counts wherever there are several, or ranges finish each other's.
-    made = [launch.make_plan(132, batch, 16, 1, keys, False, False) for batch, keys in ((1, 8192), (1, 128), (2, 8192))]
-    assert [(plan.stream_k, plan.split.overhead) for plan in made] == [(False, 0), (True, 2), (False, 2)]
+    for rows, one_byte, splits in ((16, False, 128), (64, False, 128), (16, True, 132), (64, True, 132)):
+        made = launch.make_plan(132, 128, rows, 1, 4096, False, one_byte)
+        assert (made.splits_of_equals, made.split.splits) == (128, splits)
     # A request that several ranges have is combined by powers of two.
     made = launch.make_plan(132, 1, 64, 1, 8192, False, one_byte=False)
     assert made.splits_of_equals == made.split.splits == 64
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "stream_k", "overhead"), [(1, 8192, False, 0), (1, 128, True, 2), (2, 8192, False, 2)]
+)
+def test_starting_on_a_request_counts_where_there_are_several(batch, keys, stream_k, overhead):
+    """Or where ranges finish each other's."""
+    made = launch.make_plan(132, batch, 16, 1, keys, False, one_byte=False)
+    assert (made.stream_k, made.split.overhead) == (stream_k, overhead)
 
 
 @pytest.mark.parametrize(("max_keys", "rounded"), [(1 << 30, True), (2**31 - 1, False)])

@@ -184,7 +184,7 @@ def make_plan(
     splits_many = not shares_few and min(ranges, most_steps) > 1
     # Its combine works out ranges in 32 bits (``split_kv.gluon.ranges_of_item``).
     rounded = splits_many and rows > _FEW_TO_COMBINE and most_cost * (ranges + 1) <= plan.MAX_COST
-    # A lone request is started on once in each range. Without overhead its CTAs do not ask whether lengths are equal.
+    # Lengths of one request are equal, so that starting on it is free: if it does not count, no CTA need find that out.
     overhead = _OVERHEAD if batch > 1 or shares_few or rounded else 0
     split = plan.balanced(MLA_PARTIAL, batch, most_steps, groups, groups_per_head, ranges, overhead)
     if stream_k:
