@@ -23,9 +23,14 @@ MLA_PARTIAL = Partial(ROWS.value, LATENT.value)
 PARTIAL = gl.constexpr(MLA_PARTIAL.numbers)
 
 
+# Work items that are looked at together.
+_ITEMS = gl.constexpr(128)
+
+
 @gluon.constexpr_function
-def _one_each(THREADS):
-    return gl.BlockedLayout([1], [32], [THREADS // 32], [0])
+def _in_each_warp(WARPS):
+    """_ITEMS for each warp, which then waits for no other."""
+    return gl.BlockedLayout([_ITEMS.value // 32], [32], [WARPS], [0])
 
 
 @gluon.jit
@@ -79,21 +84,20 @@ def find_range(
     key_lengths,
     BLOCK_N: gl.constexpr,
     OVERHEAD: gl.constexpr,
-    THREADS: gl.constexpr,
     GRANULARITY: gl.constexpr = 1,
     ranges_of_equals=None,
 ):
-    """The ``device.Range`` that is number ``number`` of ``num_ranges``, found by all THREADS of a partition.
+    """The ``device.Range`` that is number ``number`` of ``num_ranges``, found by every warp for itself.
 
     Ranges without work are the first ones. Given ``ranges_of_equals``, only so many get work where all work items are
     equally long, and starting on one costs nothing if each has as many of them, so that they divide evenly; and a range
     may be spent on starting alone.
     """
     gl.static_assert(OVERHEAD % GRANULARITY == 0, "starting on a work item costs whole granules")
-    items = gl.arange(0, THREADS, _one_each(THREADS))
+    items = gl.arange(0, _ITEMS, _in_each_warp(gl.num_warps()))
     costs = _item_costs(items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
     total = gl.sum(costs, 0)
-    for start in range(THREADS, key_lengths.num_items, THREADS):
+    for start in range(_ITEMS, key_lengths.num_items, _ITEMS):
         total += gl.sum(_item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY), 0)
     if ranges_of_equals is None:
         free = gl.to_tensor(0)
@@ -110,7 +114,7 @@ def find_range(
 
     first, stop, first_cost = _count(items, 0, costs, key_lengths, begin, end)
     scanned = gl.to_tensor(0)
-    for start in range(THREADS, key_lengths.num_items, THREADS):
+    for start in range(_ITEMS, key_lengths.num_items, _ITEMS):
         scanned += gl.sum(costs, 0)
         costs = _item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD - free, GRANULARITY)
         before, begun, cost_before = _count(start + items, scanned, costs, key_lengths, begin, end)
@@ -125,24 +129,25 @@ def find_range(
 
 
 @gluon.jit
-def ranges_of_item(item, num_ranges, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr, THREADS: gl.constexpr):
+def ranges_of_item(item, num_ranges, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr):
     """The first of ``find_range``'s ranges that has blocks of a work item, and how many consecutive ranges have.
 
-    Of ranges with ``num_ranges`` for ``ranges_of_equals``, and without granularity; found by all THREADS. All costs
-    together, times one more than there are ranges, must fit 32 bits: a division of 64 takes as long as all of the rest.
+    Of ranges with ``num_ranges`` for ``ranges_of_equals``, and without granularity; found by every warp for itself. All
+    costs together, times one more than there are ranges, must fit 32 bits: a division of 64 takes as long as all of the
+    rest.
     """
-    items = gl.arange(0, THREADS, _one_each(THREADS))
-    sums = gl.to_tensor(0).to(gl.int64)
-    for start in range(0, key_lengths.num_items, THREADS):
-        costs = _item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD, 1).to(gl.int64)
-        # Those of all work items and of those before this one, in one sum: a reduction is what takes time here.
-        sums += gl.sum((costs << 32) + gl.where(start + items < item, costs, 0), 0)
-    total = (sums >> 32).to(gl.int32)
+    items = gl.arange(0, _ITEMS, _in_each_warp(gl.num_warps()))
+    total = gl.to_tensor(0)
+    before = gl.to_tensor(0)
+    for start in range(0, key_lengths.num_items, _ITEMS):
+        costs = _item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD, 1)
+        total += gl.sum(costs, 0)
+        before += gl.sum(gl.where(start + items < item, costs, 0), 0)
     are_equal = _are_equal(total, key_lengths, BLOCK_N, OVERHEAD, 1)
     free = _free_overhead(are_equal, num_ranges, key_lengths, OVERHEAD)
     total -= free * key_lengths.num_items
     in_use = _ranges_in_use(num_ranges, total, 1)
-    begin = sums.to(gl.int32) - free * item + OVERHEAD - free
+    begin = before - free * item + OVERHEAD - free
     first = range_with(begin, total, in_use)
     last = range_with(begin + device.item_blocks(item, key_lengths, BLOCK_N) - 1, total, in_use)
     return num_ranges - in_use + first, last - first + 1
@@ -163,9 +168,8 @@ def _count(items, scanned, costs, key_lengths, begin, end):
     item_end = scanned + gl.associative_scan(costs, 0, _add)
     is_before = (items < key_lengths.num_items) & (item_end <= begin)
     is_begun = (items < key_lengths.num_items) & (item_end - costs < end)
-    # All in one sum: a reduction is what takes time here. No more than 1,024 threads count.
-    sums = gl.sum(gl.where(is_before, (costs.to(gl.int64) << 24) + 1, 0) + gl.where(is_begun, 0x1000, 0), 0)
-    return (sums & 0xFFF).to(gl.int32), (sums >> 12 & 0xFFF).to(gl.int32), (sums >> 24).to(gl.int32)
+    cost_before = gl.sum(gl.where(is_before, costs, 0), 0)
+    return gl.sum(is_before.to(gl.int32), 0), gl.sum(is_begun.to(gl.int32), 0), cost_before
 
 
 @gluon.jit

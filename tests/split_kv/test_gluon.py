@@ -15,7 +15,8 @@ pytest.importorskip("triton")
 from flashlatte.split_kv import device, gluon
 
 BLOCK_N = 16
-THREADS = 32
+# Work items that are looked at together.
+ITEMS = 32
 # Keys that a request has at most.
 LIMIT = 2000
 
@@ -29,6 +30,10 @@ class Arithmetic:
     @staticmethod
     def static_assert(condition: bool, message: str) -> None:
         assert condition, message
+
+    @staticmethod
+    def num_warps() -> int:
+        return 1
 
     @staticmethod
     def to_tensor(value: Any) -> torch.Tensor:
@@ -86,7 +91,7 @@ def in_python(module: types.ModuleType, **others: Any) -> Any:
 
 
 DEVICE = in_python(device, tl=Arithmetic)
-GLUON = in_python(gluon, gl=Arithmetic, device=DEVICE, _one_each=lambda threads: None)
+GLUON = in_python(gluon, gl=Arithmetic, device=DEVICE, _ITEMS=ITEMS, _in_each_warp=lambda warps: None)
 
 
 class Split(NamedTuple):
@@ -108,8 +113,7 @@ def ranges_and_splits(
     """All ranges; and the splits of each item."""
     items = key_lengths(lengths)
     ranges = [
-        GLUON.find_range(n, num_ranges, items, BLOCK_N, overhead, THREADS, granularity, of_equals)
-        for n in range(num_ranges)
+        GLUON.find_range(n, num_ranges, items, BLOCK_N, overhead, granularity, of_equals) for n in range(num_ranges)
     ]
     splits: list[list[Split]] = [[] for _ in lengths]
     for number, cta_range in enumerate(ranges):
@@ -135,11 +139,11 @@ def lengths_of_items(draw: st.DrawFn) -> list[int]:
     kind = draw(st.sampled_from(["any", "equal", "average"]))
     length = st.sampled_from([-5, 0, 1, 16, 17, 100, 500, 1999, 3000])
     if kind == "any":
-        return draw(st.lists(length, min_size=1, max_size=2 * THREADS + 9))
+        return draw(st.lists(length, min_size=1, max_size=2 * ITEMS + 9))
     average = draw(length)
     if kind == "equal":
-        return [average] * draw(st.integers(1, 2 * THREADS + 9))
-    others = draw(st.lists(st.integers(0, 20), min_size=1, max_size=THREADS))
+        return [average] * draw(st.integers(1, 2 * ITEMS + 9))
+    others = draw(st.lists(st.integers(0, 20), min_size=1, max_size=ITEMS))
     return [640, *(640 + BLOCK_N * n for n in others), *(640 - BLOCK_N * n for n in others)]
 
 
@@ -191,9 +195,7 @@ def test_ranges_of_an_item_are_found_from_lengths_alone(lengths, num_ranges, ove
     _, splits = ranges_and_splits(lengths, num_ranges, overhead, of_equals=num_ranges)
     items = key_lengths(lengths)
     for item, of_item in enumerate(splits):
-        first, count = GLUON.ranges_of_item(
-            torch.tensor(item, dtype=torch.int32), num_ranges, items, BLOCK_N, overhead, THREADS
-        )
+        first, count = GLUON.ranges_of_item(torch.tensor(item, dtype=torch.int32), num_ranges, items, BLOCK_N, overhead)
         assert (int(first), int(count)) == (of_item[0].range, len(of_item))
 
 

@@ -114,7 +114,7 @@ def combine_ranges_kernel(
     group = cta // COL_TILES // row_tiles % num_groups
     item = cta // COL_TILES // row_tiles // num_groups
     # The lengths are not of the kernel before this one, which has waited for who wrote them before it let this begin.
-    first_range, count = ranges_of_item(item, num_splits, key_lengths, PAIR, OVERHEAD, 32 * _WARPS)
+    first_range, count = ranges_of_item(item, num_splits, key_lengths, PAIR, OVERHEAD)
     row = first_row + gl.arange(0, _TILE_ROWS, ROW)
     col = gl.arange(0, COLS, gl.SliceLayout(0, gl.SliceLayout(1, TILES)))
     split = gl.arange(0, SPLITS, gl.SliceLayout(1, SUMS))

@@ -13,9 +13,6 @@ from flashlatte.ops.dense_decode.hopper.tiles import PAIR
 from flashlatte.split_kv import device
 from flashlatte.split_kv.gluon import PARTIAL, find_range
 
-# Threads of the producer, the partition that a kernel begins as.
-_THREADS = gl.constexpr(128)
-
 
 class Group(NamedTuple):
     """The rows of a CTA.
@@ -129,7 +126,6 @@ def find_work(group, key_lengths, num_splits, splits_of_equals, first_item, PLAN
             key_lengths,
             PAIR,
             PLAN.overhead,
-            _THREADS,
             # Where starting costs nothing, equal lengths have as many ranges as others.
             ranges_of_equals=splits_of_equals if PLAN.overhead else None,
         )

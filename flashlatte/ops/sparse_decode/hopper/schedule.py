@@ -96,9 +96,7 @@ def find_work(key_lengths, num_splits, num_groups, PLAN: gl.constexpr):
         if PLAN.equal_splits:
             cta_range = _find_equal_range(number, num_splits, key_lengths, PLAN.granularity)
         else:
-            cta_range = find_range(
-                number, num_splits, key_lengths, KEYS, PLAN.overhead, PLAN.producer_threads, PLAN.granularity
-            )
+            cta_range = find_range(number, num_splits, key_lengths, KEYS, PLAN.overhead, PLAN.granularity)
         return Work(cta_range, 1, number, num_splits, group, num_groups)
     else:
         nothing = gl.to_tensor(0)
