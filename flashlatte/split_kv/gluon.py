@@ -11,6 +11,8 @@ GRANULARITY is how many blocks a CTA takes at a time: a work item's blocks are r
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -25,6 +27,23 @@ PARTIAL = gl.constexpr(MLA_PARTIAL.numbers)
 
 # Work items that are looked at together.
 _ITEMS = gl.constexpr(128)
+
+
+class Equals(NamedTuple):
+    """How ranges are cut where all work items are equally long.
+
+    Attributes:
+        ranges_of_equals: so many get work.
+        free_of_equals: what of the overhead starting on a work item does not cost: all where each has as many of these
+            ranges, so that they divide evenly, else nothing.
+    """
+
+    ranges_of_equals: Any
+    free_of_equals: Any
+
+
+def equals_of(ranges: int, items: int, overhead: int) -> Equals:
+    return Equals(ranges, overhead if ranges % items == 0 else 0)
 
 
 @gluon.constexpr_function
@@ -50,17 +69,15 @@ def _item_costs(items, key_lengths, BLOCK_N: gl.constexpr, overhead, GRANULARITY
 
 
 @gluon.jit
-def _are_equal(total, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr, GRANULARITY: gl.constexpr):
-    """Whether all work items, which cost ``total``, are as long as the first one, or so on average: that is enough, as
-    any ranges and any overhead are right."""
-    cost = _item_costs(gl.to_tensor(0), key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
-    return cost * key_lengths.num_items == total
+def _first(items, costs):
+    return gl.sum(gl.where(items == 0, costs, 0), 0)
 
 
 @gluon.jit
-def _free_overhead(are_equal, ranges_of_equals, key_lengths, OVERHEAD: gl.constexpr):
-    """OVERHEAD where starting on a work item costs nothing, else 0."""
-    return gl.where(are_equal & (ranges_of_equals % key_lengths.num_items == 0), OVERHEAD, 0)
+def _are_equal(first, total, key_lengths):
+    """Whether all work items, which cost ``total``, cost as much as the first one, or so on average: that is enough, as
+    any ranges and any overhead are right."""
+    return first * key_lengths.num_items == total
 
 
 @gluon.jit
@@ -85,67 +102,65 @@ def find_range(
     BLOCK_N: gl.constexpr,
     OVERHEAD: gl.constexpr,
     GRANULARITY: gl.constexpr = 1,
-    ranges_of_equals=None,
+    equals=None,
 ):
     """The ``device.Range`` that is number ``number`` of ``num_ranges``, found by every warp for itself.
 
-    Ranges without work are the first ones. Given ``ranges_of_equals``, only so many get work where all work items are
-    equally long, and starting on one costs nothing if each has as many of them, so that they divide evenly; and a range
-    may be spent on starting alone.
+    Ranges without work are the first ones. Given ``equals`` (``Equals``), a range may be spent on starting alone.
     """
     gl.static_assert(OVERHEAD % GRANULARITY == 0, "starting on a work item costs whole granules")
     items = gl.arange(0, _ITEMS, _in_each_warp(gl.num_warps()))
     costs = _item_costs(items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
     total = gl.sum(costs, 0)
+    first_item = _first(items, costs)
     for start in range(_ITEMS, key_lengths.num_items, _ITEMS):
         total += gl.sum(_item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY), 0)
-    if ranges_of_equals is None:
+    if equals is None:
         free = gl.to_tensor(0)
         in_use = _ranges_in_use(num_ranges, total, OVERHEAD + GRANULARITY)
     else:
-        are_equal = _are_equal(total, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
-        free = _free_overhead(are_equal, ranges_of_equals, key_lengths, OVERHEAD)
+        are_equal = _are_equal(first_item, total, key_lengths)
+        free = gl.where(are_equal, equals.free_of_equals, 0)
         total -= free * key_lengths.num_items
-        costs -= gl.where(items < key_lengths.num_items, free, 0)
-        in_use = _ranges_in_use(gl.where(are_equal, ranges_of_equals, num_ranges), total, GRANULARITY)
+        in_use = _ranges_in_use(gl.where(are_equal, equals.ranges_of_equals, num_ranges), total, GRANULARITY)
     first_in_use = num_ranges - in_use
     begin = _cut(total, gl.maximum(number - first_in_use, 0), in_use, GRANULARITY)
     end = _cut(total, gl.maximum(number + 1 - first_in_use, 0), in_use, GRANULARITY)
 
-    first, stop, first_cost = _count(items, 0, costs, key_lengths, begin, end)
+    first, stop, first_cost = _count(items, 0, costs, free, key_lengths, begin, end)
     scanned = gl.to_tensor(0)
     for start in range(_ITEMS, key_lengths.num_items, _ITEMS):
         scanned += gl.sum(costs, 0)
-        costs = _item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD - free, GRANULARITY)
-        before, begun, cost_before = _count(start + items, scanned, costs, key_lengths, begin, end)
+        costs = _item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
+        before, begun, cost_before = _count(start + items, scanned, costs, free, key_lengths, begin, end)
         first += before
         stop += begun
         first_cost += cost_before
     # Costs as they are where starting is not free.
-    begin += free * (first + gl.where(begin > first_cost, 1, 0))
+    begin += free * (first + gl.where(begin > first_cost - free * first, 1, 0))
     end += free * stop
-    first_cost += free * first
     return device.Range(begin, end, first, stop, first_cost)
 
 
 @gluon.jit
-def ranges_of_item(item, num_ranges, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr):
+def ranges_of_item(item, equals, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr):
     """The first of ``find_range``'s ranges that has blocks of a work item, and how many consecutive ranges have.
 
-    Of ranges with ``num_ranges`` for ``ranges_of_equals``, and without granularity; found by every warp for itself. All
-    costs together, times one more than there are ranges, must fit 32 bits: a division of 64 takes as long as all of the
-    rest.
+    Of ranges that are as many as ``equals`` has, and without granularity; found by every warp for itself. All costs
+    together, times one more than there are ranges, must fit 32 bits: a division of 64 takes as long as all of the rest.
     """
     items = gl.arange(0, _ITEMS, _in_each_warp(gl.num_warps()))
     total = gl.to_tensor(0)
     before = gl.to_tensor(0)
+    first_item = gl.to_tensor(0)
     for start in range(0, key_lengths.num_items, _ITEMS):
         costs = _item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD, 1)
         total += gl.sum(costs, 0)
         before += gl.sum(gl.where(start + items < item, costs, 0), 0)
-    are_equal = _are_equal(total, key_lengths, BLOCK_N, OVERHEAD, 1)
-    free = _free_overhead(are_equal, num_ranges, key_lengths, OVERHEAD)
+        first_item += _first(start + items, costs)
+    free = gl.where(_are_equal(first_item, total, key_lengths), equals.free_of_equals, 0)
     total -= free * key_lengths.num_items
+    num_ranges = equals.ranges_of_equals
     in_use = _ranges_in_use(num_ranges, total, 1)
     begin = before - free * item + OVERHEAD - free
     first = range_with(begin, total, in_use)
@@ -163,10 +178,13 @@ def range_with(cost, total, ranges):
 
 
 @gluon.jit
-def _count(items, scanned, costs, key_lengths, begin, end):
-    """Of the work items, how many end before ``begin``, how many begin before ``end``, and what the former cost."""
-    item_end = scanned + gl.associative_scan(costs, 0, _add)
-    is_before = (items < key_lengths.num_items) & (item_end <= begin)
+def _count(items, scanned, costs, free, key_lengths, begin, end):
+    """Of the work items, how many end before ``begin``, how many begin before ``end``, and what the former cost.
+
+    For ``begin`` and ``end`` each costs ``free`` less: taken off after the scan, which then need not wait to know it.
+    """
+    item_end = scanned + gl.associative_scan(costs, 0, _add) - free * items
+    is_before = (items < key_lengths.num_items) & (item_end - free <= begin)
     is_begun = (items < key_lengths.num_items) & (item_end - costs < end)
     cost_before = gl.sum(gl.where(is_before, costs, 0), 0)
     return gl.sum(is_before.to(gl.int32), 0), gl.sum(is_begun.to(gl.int32), 0), cost_before

@@ -112,9 +112,8 @@ def ranges_and_splits(
 ) -> tuple[list[Any], list[list[Split]]]:
     """All ranges; and the splits of each item."""
     items = key_lengths(lengths)
-    ranges = [
-        GLUON.find_range(n, num_ranges, items, BLOCK_N, overhead, granularity, of_equals) for n in range(num_ranges)
-    ]
+    equals = of_equals and gluon.equals_of(of_equals, len(lengths), overhead)
+    ranges = [GLUON.find_range(n, num_ranges, items, BLOCK_N, overhead, granularity, equals) for n in range(num_ranges)]
     splits: list[list[Split]] = [[] for _ in lengths]
     for number, cta_range in enumerate(ranges):
         cost = cta_range.first_cost
@@ -194,8 +193,9 @@ def test_another_number_of_ranges_for_equal_lengths(lengths, num_ranges, overhea
 def test_ranges_of_an_item_are_found_from_lengths_alone(lengths, num_ranges, overhead):
     _, splits = ranges_and_splits(lengths, num_ranges, overhead, of_equals=num_ranges)
     items = key_lengths(lengths)
+    equals = gluon.equals_of(num_ranges, len(lengths), overhead)
     for item, of_item in enumerate(splits):
-        first, count = GLUON.ranges_of_item(torch.tensor(item, dtype=torch.int32), num_ranges, items, BLOCK_N, overhead)
+        first, count = GLUON.ranges_of_item(torch.tensor(item, dtype=torch.int32), equals, items, BLOCK_N, overhead)
         assert (int(first), int(count)) == (of_item[0].range, len(of_item))
 
 

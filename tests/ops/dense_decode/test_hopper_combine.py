@@ -64,7 +64,7 @@ def record(monkeypatch):
 def test_warps_share_splits_where_there_are_many(record, call, splits, ctas):
     launched, combined = record(**call)
     assert (combined.arguments["SPLITS"], combined.grid) == (splits, (ctas,))
-    assert combined.arguments["num_splits"] == launched.arguments["num_splits"]
+    assert combined.arguments["ranges_of_equals"] == launched.arguments["num_splits"]
     assert combined.arguments["scratch"] is launched.arguments["scratch"]
     of_each_range = 2 * launched.arguments["num_groups"] * PARTIAL.value
     assert launched.arguments["scratch"].numel() == launched.arguments["num_splits"] * of_each_range

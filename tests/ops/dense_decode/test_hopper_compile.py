@@ -193,14 +193,14 @@ def test_scratch_is_bounded_and_the_gpu_filled(batch, rows, batch_invariant):
 def test_equal_requests_are_not_split_and_others_fill_the_gpu():
     """128 requests of four groups of rows: 32 ranges of four requests each, or 33, which are all SMs."""
     made = launch.make_plan(132, 128, 256, 1, 8192, False, one_byte=False)
-    assert (made.splits_of_equals, made.split.splits) == (32, 33)
+    assert (made.equals.ranges_of_equals, made.split.splits) == (32, 33)
     # One group of rows: four idle CTAs cost more than all SMs win, but where keys are cast.
     for rows, one_byte, splits in ((16, False, 128), (64, False, 128), (16, True, 132), (64, True, 132)):
         made = launch.make_plan(132, 128, rows, 1, 4096, False, one_byte)
-        assert (made.splits_of_equals, made.split.splits) == (128, splits)
+        assert (made.equals.ranges_of_equals, made.split.splits) == (128, splits)
     # A request that several ranges have is combined by powers of two.
     made = launch.make_plan(132, 1, 64, 1, 8192, False, one_byte=False)
-    assert made.splits_of_equals == made.split.splits == 64
+    assert made.equals.ranges_of_equals == made.split.splits == 64
 
 
 @pytest.mark.parametrize(

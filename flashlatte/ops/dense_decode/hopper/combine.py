@@ -23,7 +23,7 @@ from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv import device
 from flashlatte.split_kv.device import KeyLengths
-from flashlatte.split_kv.gluon import ranges_of_item
+from flashlatte.split_kv.gluon import Equals, equals_of, ranges_of_item
 from flashlatte.split_kv.outputs import Outputs, row_pointers, write_lse
 from flashlatte.split_kv.plan import SplitPlan
 from flashlatte.split_kv.rounded_partials import PARTIAL, add_splits, addresses, sums_address
@@ -75,15 +75,16 @@ def combine_ranges_kernel(
     num_groups: tl.int32,
     groups_per_head: tl.int32,
     row_tiles: tl.int32,
-    num_splits: tl.int32,
+    ranges_of_equals: tl.int32,
+    free_of_equals: tl.int32,
     OVERHEAD: tl.constexpr,
     SPLITS: tl.constexpr,
     OUT_ALIGN: tl.constexpr,
 ):
     """A CTA combines 16 rows and some columns of a request, of a group of 64 rows with ``row_tiles`` of 16 in use.
 
-    Its warps take SPLITS splits, and as many columns as there are warps for. There are ``num_splits`` ranges, in which
-    starting on a request costs OVERHEAD.
+    Its warps take SPLITS splits, and as many columns as there are warps for. There are ``ranges_of_equals`` ranges, in
+    which starting on a request costs OVERHEAD.
     """
     TILES: gl.constexpr = _layout(SPLITS)
     # Of splits and rows; of rows alone.
@@ -108,13 +109,14 @@ def combine_ranges_kernel(
         rows,
         empty_lse,
     )
+    equals = Equals(ranges_of_equals, free_of_equals)
     cta = gl.program_id(0)
     first_col = cta % COL_TILES * COLS
     first_row = cta // COL_TILES % row_tiles * _TILE_ROWS
     group = cta // COL_TILES // row_tiles % num_groups
     item = cta // COL_TILES // row_tiles // num_groups
     # The lengths are not of the kernel before this one, which has waited for who wrote them before it let this begin.
-    first_range, count = ranges_of_item(item, num_splits, key_lengths, PAIR, OVERHEAD)
+    first_range, count = ranges_of_item(item, equals, key_lengths, PAIR, OVERHEAD)
     row = first_row + gl.arange(0, _TILE_ROWS, ROW)
     col = gl.arange(0, COLS, gl.SliceLayout(0, gl.SliceLayout(1, TILES)))
     split = gl.arange(0, SPLITS, gl.SliceLayout(1, SUMS))
@@ -186,11 +188,11 @@ def launch_combine_ranges(
             combine_ranges_kernel,
             outputs,
             lengths,
+            equals_of(split.splits, lengths.num_items, split.overhead),
             scratch=scratch,
             num_groups=split.groups,
             groups_per_head=split.groups_per_head,
             row_tiles=row_tiles,
-            num_splits=split.splits,
         ),
         OVERHEAD=split.overhead,
         SPLITS=splits,

@@ -22,6 +22,7 @@ from flashlatte.ops.dense_decode.hopper.few_rows.caster import cast
 from flashlatte.ops.dense_decode.hopper.few_rows.loader import load
 from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv.device import KeyLengths
+from flashlatte.split_kv.gluon import Equals
 from flashlatte.split_kv.outputs import Outputs
 
 # Registers of a thread of a consumer. The producer has what 12 warps leave of the register file: 24, or 120 where it
@@ -67,7 +68,8 @@ def dense_decode_kernel(
     groups_per_head: tl.int32,
     num_groups: tl.int32,
     num_splits: tl.int32,
-    splits_of_equals: tl.int32,
+    ranges_of_equals: tl.int32,
+    free_of_equals: tl.int32,
     first_item: tl.int32,
     k_cache,
     k_stride_page: tl.int64,
@@ -83,6 +85,7 @@ def dense_decode_kernel(
     """
     key_lengths = KeyLengths(num_items, 1, lengths, lengths_stride_request, 0, limit)
     table = schedule.Table(pages, pages_stride, num_pages)
+    equals = Equals(ranges_of_equals, free_of_equals)
     outputs = Outputs(
         out,
         out_stride_request,
@@ -115,7 +118,7 @@ def dense_decode_kernel(
     gdc_wait()
     group = schedule.find_group(groups_per_head, num_groups)
     corner = producer.find_corner(query, group)
-    work = schedule.find_work(group, key_lengths, num_splits, splits_of_equals, first_item, PLAN)
+    work = schedule.find_work(group, key_lengths, num_splits, equals, first_item, PLAN)
     if PLAN.one_byte:
         if k_scale_tensor is not None:
             k_scale *= gl.load(k_scale_tensor)

@@ -27,7 +27,7 @@ from flashlatte.runtime.tma_descriptors import Address, describe
 from flashlatte.split_kv import plan
 from flashlatte.split_kv.combine import launch_combine
 from flashlatte.split_kv.device import key_lengths
-from flashlatte.split_kv.gluon import MLA_PARTIAL
+from flashlatte.split_kv.gluon import MLA_PARTIAL, Equals, equals_of
 from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import SplitPlan
 from flashlatte.split_kv.rounded_partials import PARTIAL as ROUNDED_PARTIAL
@@ -53,13 +53,13 @@ class LaunchPlan:
 
     Attributes:
         split: its balanced ranges, or fixed splits.
-        splits_of_equals: ranges in use where all requests are equally long.
+        equals: ranges where all requests are equally long.
         few_rows: whether the kernel's partitions are those of ``few_rows``.
         stream_k, rounded: by whom what is split is finished (``schedule.Plan``).
     """
 
     split: SplitPlan
-    splits_of_equals: int
+    equals: Equals
     few_rows: bool
     stream_k: bool = False
     rounded: bool = False
@@ -121,6 +121,7 @@ def dense_decode(
                 table,
                 lengths,
                 outputs,
+                launch_plan.equals,
                 k_scale_tensor=k_scale_tensor,
                 k_scale=k_scale_value,
                 scratch=scratch,
@@ -129,7 +130,6 @@ def dense_decode(
                 groups_per_head=split.groups_per_head,
                 num_groups=split.groups,
                 num_splits=split.splits,
-                splits_of_equals=launch_plan.splits_of_equals,
                 first_item=first,
             ),
             PLAN=schedule.Plan(
@@ -167,11 +167,11 @@ def make_plan(
     if batch_invariant:
         max_splits = max(_FIXED_SPLITS // groups, 1)
         split = plan.fixed(MLA_PARTIAL, batch, most_steps, groups, groups_per_head, _SPLIT_STEPS, max_splits)
-        return LaunchPlan(split, split.splits, few_rows)
+        return LaunchPlan(split, equals_of(split.splits, batch, 0), few_rows)
     ranges = plan.num_ranges(batch, groups, num_sms, most_steps, MLA_PARTIAL)
     most_cost = batch * (most_steps + _OVERHEAD)
     if ranges is None or most_cost > plan.MAX_COST:
-        return LaunchPlan(plan.whole(MLA_PARTIAL, batch, groups, groups_per_head), 1, few_rows)
+        return LaunchPlan(plan.whole(MLA_PARTIAL, batch, groups, groups_per_head), equals_of(1, batch, 0), few_rows)
     # With few requests a range should be as short as can be; with many it shares few of them.
     shares_few = 2 * batch >= ranges
     stream_k = shares_few and not few_rows
@@ -191,7 +191,7 @@ def make_plan(
         split = replace(split, scratch=groups * ranges * fixup.PARTIAL.value, combines=False)
     elif rounded:
         split = replace(split, scratch=2 * groups * ranges * ROUNDED_PARTIAL.value)
-    return LaunchPlan(split, of_equals, few_rows, stream_k, rounded)
+    return LaunchPlan(split, equals_of(of_equals, batch, overhead), few_rows, stream_k, rounded)
 
 
 def _query_descriptors(q: torch.Tensor, strides: tuple[int, ...], heads: int) -> tuple[Any, Any]:

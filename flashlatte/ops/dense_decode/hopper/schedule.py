@@ -113,8 +113,8 @@ def find_group(groups_per_head, num_groups):
 
 
 @gluon.jit
-def find_work(group, key_lengths, num_splits, splits_of_equals, first_item, PLAN: gl.constexpr):
-    """The work of this CTA, among those with the same rows; with ``splits_of_equals`` ranges for equal lengths."""
+def find_work(group, key_lengths, num_splits, equals, first_item, PLAN: gl.constexpr):
+    """The work of this CTA, among those with the same rows."""
     number = gl.program_id(0) // group.count
     if PLAN.split_steps is None:
         # Who waits for what another range has of a request (``fixup``) is launched after that range; and the first
@@ -127,7 +127,7 @@ def find_work(group, key_lengths, num_splits, splits_of_equals, first_item, PLAN
             PAIR,
             PLAN.overhead,
             # Where starting costs nothing, equal lengths have as many ranges as others.
-            ranges_of_equals=splits_of_equals if PLAN.overhead else None,
+            equals=equals if PLAN.overhead else None,
         )
         return Work(cta_range, number, num_splits, 1, group)
     else:
