@@ -26,6 +26,8 @@ class Arithmetic:
 
     int32 = torch.int32
     int64 = torch.int64
+    # PyTorch does not divide numbers of its ``uint32``.
+    uint32 = torch.int64
 
     @staticmethod
     def static_assert(condition: bool, message: str) -> None:

@@ -11,7 +11,7 @@ from flashlatte.kernels.hopper.mla_tiles import KEYS, ROWS
 from flashlatte.kernels.hopper.ptx.threads import lane
 from flashlatte.ops.dense_decode.hopper.tiles import PAIR
 from flashlatte.split_kv import device
-from flashlatte.split_kv.gluon import PARTIAL, find_range
+from flashlatte.split_kv.gluon import PARTIAL, find_range, quotient
 
 
 class Group(NamedTuple):
@@ -115,7 +115,7 @@ def find_group(groups_per_head, num_groups):
 @gluon.jit
 def find_work(group, key_lengths, num_splits, equals, first_item, PLAN: gl.constexpr):
     """The work of this CTA, among those with the same rows."""
-    number = gl.program_id(0) // group.count
+    number = quotient(gl.program_id(0), group.count)
     if PLAN.split_steps is None:
         # Who waits for what another range has of a request (``fixup``) is launched after that range; and the first
         # ranges, which may have no work, are launched last: b 128, 16 heads 1.009 times as fast.
