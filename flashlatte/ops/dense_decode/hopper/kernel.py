@@ -114,10 +114,10 @@ def dense_decode_kernel(
     else:
         shared = tiles.allocate(q.dtype.element_ty, PLAN)
         full = allocate_full(1, 1)
-    # The kernel before this one in the stream may still run.
-    gdc_wait()
     group = schedule.find_group(groups_per_head, num_groups)
     corner = producer.find_corner(query, group)
+    # The kernel before this one in the stream may still run.
+    gdc_wait()
     work = schedule.find_work(group, key_lengths, num_splits, equals, first_item, PLAN)
     if PLAN.one_byte:
         if k_scale_tensor is not None:

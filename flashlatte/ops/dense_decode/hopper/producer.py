@@ -22,11 +22,13 @@ from flashlatte.kernels.hopper.mla_tiles import (
     ROPE,
     ROWS,
 )
+from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.kernels.hopper.ptx.threads import of_lane
 from flashlatte.ops.dense_decode.hopper import schedule
 from flashlatte.ops.dense_decode.hopper.tiles import Q_EMPTY
 from flashlatte.runtime.gluon_compat import cp_async, tma_load
 from flashlatte.split_kv import device
+from flashlatte.split_kv.gluon import quotient
 
 
 class Query(NamedTuple):
@@ -55,9 +57,9 @@ class Corner(NamedTuple):
 
 @gluon.jit
 def find_corner(query, group):
-    """Found early, while lengths are on their way."""
-    token = group.first_row // query.heads
-    return Corner(token, group.kv_head * query.heads + group.first_row - token * query.heads)
+    token = quotient(group.first_row, query.heads)
+    head = group.kv_head * query.heads + group.first_row - token * query.heads
+    return Corner(opaque(token), opaque(head))
 
 
 @gluon.jit
