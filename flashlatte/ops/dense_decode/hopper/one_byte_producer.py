@@ -73,8 +73,9 @@ class Half(NamedTuple):
 
 
 @gluon.jit
-def _rows_of(call, split, page, block, PLAN: gl.constexpr):
-    """A block's keys; ``page`` as ``schedule.page_of`` has it. Those that are not there are read from elsewhere."""
+def _rows_of(call, words, split, page, block, PLAN: gl.constexpr):
+    """A block's keys; ``page`` as ``schedule.page_of`` has it, ``words`` those of the kv head. Keys that are not there
+    are read from elsewhere."""
     keys = call.keys
     PAGE_SIZE: gl.constexpr = PLAN.box * PLAN.boxes_per_page
     token = gl.arange(0, KEYS, _TOKENS)
@@ -88,8 +89,7 @@ def _rows_of(call, split, page, block, PLAN: gl.constexpr):
         valid = valid & (page >= 0)
         first = gl.maximum(page, 0).to(gl.int64) * keys.k_stride_page
         token = (block * KEYS % PAGE_SIZE + token) % PAGE_SIZE
-    offset = first + token.to(gl.int64) * keys.k_stride_token + call.work.group.kv_head * keys.k_stride_head
-    return Rows(keys.k_cache + offset * 4, valid)
+    return Rows(words + (first + token.to(gl.int64) * keys.k_stride_token) * 4, valid)
 
 
 @gluon.jit
@@ -160,6 +160,7 @@ def produce(call, PLAN: gl.constexpr):
     table, k0, k1, full = call.table, call.tiles.k0, call.tiles.k1, call.full
     HAS_ROPE: gl.constexpr = PLAN.has_rope
     DTYPE: gl.constexpr = k0.left.dtype
+    words = call.keys.k_cache + call.work.group.kv_head * call.keys.k_stride_head * 4
     cta_range = call.work.range
     cost = cta_range.first_cost
     length = device.key_count(cta_range.first, call.key_lengths)
@@ -172,7 +173,7 @@ def produce(call, PLAN: gl.constexpr):
             page0 = schedule.page_of(table, split, 2 * split.begin, PLAN)
             page1 = schedule.page_of(table, split, 2 * split.begin + 1, PLAN)
             _prefetch(call, page1, 2 * split.begin + 1, PLAN)
-            rows0 = _rows_of(call, split, page0, 2 * split.begin, PLAN)
+            rows0 = _rows_of(call, words, split, page0, 2 * split.begin, PLAN)
             left0 = _load_left(rows0)
             barriers.wait(Q_EMPTY, barriers.ALL)
             load_queries(call, item, PLAN)
@@ -188,7 +189,7 @@ def produce(call, PLAN: gl.constexpr):
                     _fill(k0.left, k0.rope, left0, factor, full.k0.left, False)
 
                 right0 = _wait_loaded(right0, HAS_ROPE)
-                rows1 = _rows_of(call, split, page1, block + 1, PLAN)
+                rows1 = _rows_of(call, words, split, page1, block + 1, PLAN)
                 left1 = _load_left(rows1)
                 _prefetch(call, page0, block + 2, PLAN)
                 factor = _factor(right0, rows0, HAS_ROPE, DTYPE)
@@ -207,7 +208,7 @@ def produce(call, PLAN: gl.constexpr):
                     _fill(k1.left, k1.rope, left1, factor, full.k1.left, False)
 
                 right1 = _wait_loaded(right1, HAS_ROPE)
-                rows0 = _rows_of(call, split, page0, block + 2, PLAN)
+                rows0 = _rows_of(call, words, split, page0, block + 2, PLAN)
                 left0 = _load_left(rows0)
                 _prefetch(call, page1, block + 3, PLAN)
                 factor = _factor(right1, rows1, HAS_ROPE, DTYPE)
