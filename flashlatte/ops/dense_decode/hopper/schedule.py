@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper.mla_tiles import KEYS, ROWS
+from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.kernels.hopper.ptx.threads import lane
 from flashlatte.ops.dense_decode.hopper.tiles import PAIR
 from flashlatte.split_kv import device
@@ -21,12 +22,14 @@ class Group(NamedTuple):
         number, count: of the group among the groups of a request, and how many those are.
         kv_head: its key head.
         first_row: its first query row among those of the kv head.
+        cta: its number among the CTAs with these rows.
     """
 
     number: Any
     count: Any
     kv_head: Any
     first_row: Any
+    cta: Any
 
 
 class Work(NamedTuple):
@@ -107,15 +110,21 @@ class Table(NamedTuple):
 
 @gluon.jit
 def find_group(groups_per_head, num_groups):
-    """The rows of this CTA. CTAs of one range are neighbours, so that they read the same keys together."""
-    group = gl.program_id(0) % num_groups
-    return Group(group, num_groups, group // groups_per_head, (group % groups_per_head) * ROWS)
+    """The rows of this CTA. CTAs of one range are neighbours, so that they read the same keys together.
+
+    What the compiler can follow from the CTA's number each partition would work out anew, by divisions.
+    """
+    cta = gl.program_id(0)
+    group = cta % num_groups
+    kv_head = group // groups_per_head
+    first_row = (group % groups_per_head) * ROWS
+    return Group(opaque(group), num_groups, opaque(kv_head), opaque(first_row), opaque(cta // num_groups))
 
 
 @gluon.jit
 def find_work(group, key_lengths, num_splits, equals, first_item, PLAN: gl.constexpr):
     """The work of this CTA, among those with the same rows."""
-    number = gl.program_id(0) // group.count
+    number = group.cta
     if PLAN.split_steps is None:
         # Who waits for what another range has of a request (``fixup``) is launched after that range; and the first
         # ranges, which may have no work, are launched last: b 128, 16 heads 1.009 times as fast.
