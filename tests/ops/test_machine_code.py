@@ -93,7 +93,9 @@ PORTABLE = [
     Variant("turboquant_gather", "portable", {"form": "turboquant_k8v4"}, products=None),
 ]
 MORE_HOPPER = [
-    Variant("dense_decode", "hopper", {"batch": 128, "page_size": 16}),
+    # A number in the branch that hides keys, which a request takes in its last step.
+    Variant("dense_decode", "hopper", {"batch": 128, "page_size": 16}, spills=1),
+    Variant("dense_decode", "hopper", {"page_size": 48}, spills=1),
     *(Variant("topk", "hopper", {"rows": rows}, products=None) for rows in (1, 64)),
     # Outside of the innermost loops.
     Variant("topk", "hopper", {"rows": 4096}, products=None, spills=16),
@@ -107,7 +109,6 @@ MORE_HOPPER = [
             {"dtype": FP16, "batch": 70, "heads": 8192},
             {"batch_invariant": True, "out_pad": 1},
             {"heads": 126},
-            {"page_size": 48},
             {"cache_dtype": FP8},
             {"cache_dtype": FP8, "dtype": FP16, "page_size": 16, "batch_invariant": True},
             {"cache_dtype": FP8, "head_dim": 512, "heads": 126},

@@ -16,6 +16,7 @@ from flashlatte.runtime import machine
 pytest.importorskip("triton")
 
 from support.hopper_sparse_decode import CALLS, COMBINE_EQUAL, KERNEL, recording
+from support.later_spills import allowed
 
 from flashlatte.kernels.hopper.ptx import rounded
 from flashlatte.ops.sparse_decode.hopper import equal_splits, launch
@@ -128,7 +129,8 @@ def test_both_kernels_stay_in_the_instruction_cache(record, name):
     """Of 128 KB, as it seems, from call to call: fetching code costs a small call more than its work."""
     kernel = support.compile_gluon(KERNEL, record(**CALLS[name]))
     (launched,) = record.combines()
-    assert code_bytes(kernel.sass) + code_bytes(support.compile_gluon(COMBINE_EQUAL, launched).sass) < 112_000
+    size = code_bytes(kernel.sass) + code_bytes(support.compile_gluon(COMBINE_EQUAL, launched).sass)
+    assert size <= allowed(f"sparse_decode bytes {name}", 112_000)
 
 
 def code_bytes(sass: str) -> int:
