@@ -24,7 +24,6 @@ from flashlatte.split_kv.plan import Partial
 MLA_PARTIAL = Partial(ROWS.value, LATENT.value)
 PARTIAL = gl.constexpr(MLA_PARTIAL.numbers)
 
-
 # Work items that are looked at together.
 _ITEMS = gl.constexpr(128)
 
@@ -69,15 +68,16 @@ def _item_costs(items, key_lengths, BLOCK_N: gl.constexpr, overhead, GRANULARITY
 
 
 @gluon.jit
-def _first(items, costs):
+def _cost_of_first(items, costs):
+    """What work item 0 costs; 0 where it is not among ``items``."""
     return gl.sum(gl.where(items == 0, costs, 0), 0)
 
 
 @gluon.jit
-def _are_equal(first, total, key_lengths):
+def _are_equal(cost_of_first, total, key_lengths):
     """Whether all work items, which cost ``total``, cost as much as the first one, or so on average: that is enough, as
     any ranges and any overhead are right."""
-    return first * key_lengths.num_items == total
+    return cost_of_first * key_lengths.num_items == total
 
 
 @gluon.jit
@@ -87,17 +87,17 @@ def _ranges_in_use(num_ranges, total, LEAST: gl.constexpr):
 
 
 @gluon.jit
-def quotient(a, b):
-    """⌊a / b⌋ of non-negative numbers of 32 bits: of signed ones it takes twice as many instructions."""
+def _quotient(a, b):
+    """⌊a / b⌋ of non-negative numbers of 32 bits: as signed ones they would take twice as many instructions."""
     return (gl.to_tensor(a).to(gl.uint32) // gl.to_tensor(b).to(gl.uint32)).to(gl.int32)
 
 
 @gluon.jit
 def _cut(total, number, ranges, GRANULARITY: gl.constexpr):
     """⌊number · total / ranges⌋ in whole granules, for number ≤ ranges, where the product may be too large."""
-    granules = quotient(total, GRANULARITY)
-    whole = quotient(granules, ranges)
-    return (number * whole + quotient(number * (granules - whole * ranges), ranges)) * GRANULARITY
+    granules = _quotient(total, GRANULARITY)
+    whole = _quotient(granules, ranges)
+    return (number * whole + _quotient(number * (granules - whole * ranges), ranges)) * GRANULARITY
 
 
 @gluon.jit
@@ -118,14 +118,14 @@ def find_range(
     items = gl.arange(0, _ITEMS, _in_each_warp(gl.num_warps()))
     costs = _item_costs(items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
     total = gl.sum(costs, 0)
-    first_item = _first(items, costs)
+    cost_of_first = _cost_of_first(items, costs)
     for start in range(_ITEMS, key_lengths.num_items, _ITEMS):
         total += gl.sum(_item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY), 0)
     if equals is None:
         free = gl.to_tensor(0)
         in_use = _ranges_in_use(num_ranges, total, OVERHEAD + GRANULARITY)
     else:
-        are_equal = _are_equal(first_item, total, key_lengths)
+        are_equal = _are_equal(cost_of_first, total, key_lengths)
         free = gl.where(are_equal, equals.free_of_equals, 0)
         total -= free * key_lengths.num_items
         in_use = _ranges_in_use(gl.where(are_equal, equals.ranges_of_equals, num_ranges), total, GRANULARITY)
@@ -158,13 +158,13 @@ def ranges_of_item(item, equals, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: g
     items = gl.arange(0, _ITEMS, _in_each_warp(gl.num_warps()))
     total = gl.to_tensor(0)
     before = gl.to_tensor(0)
-    first_item = gl.to_tensor(0)
+    cost_of_first = gl.to_tensor(0)
     for start in range(0, key_lengths.num_items, _ITEMS):
         costs = _item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD, 1)
         total += gl.sum(costs, 0)
         before += gl.sum(gl.where(start + items < item, costs, 0), 0)
-        first_item += _first(start + items, costs)
-    free = gl.where(_are_equal(first_item, total, key_lengths), equals.free_of_equals, 0)
+        cost_of_first += _cost_of_first(start + items, costs)
+    free = gl.where(_are_equal(cost_of_first, total, key_lengths), equals.free_of_equals, 0)
     total -= free * key_lengths.num_items
     num_ranges = equals.ranges_of_equals
     in_use = _ranges_in_use(num_ranges, total, 1)

@@ -56,7 +56,7 @@ class Corner(NamedTuple):
 
 @gluon.jit
 def find_corner(query, group):
-    """Worked out where this stands, before lengths have come: else it is where queries are asked for."""
+    """Opaque, so that it is worked out here, before lengths have come, and not where queries are asked for."""
     token = group.first_row // query.heads
     head = group.kv_head * query.heads + group.first_row - token * query.heads
     return Corner(opaque(token), opaque(head))

@@ -112,7 +112,7 @@ class Table(NamedTuple):
 def find_group(groups_per_head, num_groups):
     """The rows of this CTA. CTAs of one range are neighbours, so that they read the same keys together.
 
-    What the compiler can follow from the CTA's number each partition would work out anew, by divisions.
+    Opaque, since the compiler has each partition work out anew, by divisions, what follows from the CTA's number.
     """
     cta = gl.program_id(0)
     group = cta % num_groups
