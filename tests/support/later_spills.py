@@ -1,5 +1,5 @@
 """Registers that Triton 3.8 and 3.9 want of what 3.6 and 3.7 fit in: spill instructions that are known, and no more;
-and of one loop the copies from register to register.
+of one loop the copies from register to register; and of two kernels that run by turns the bytes.
 
 What comes first in portable dense decode: of the PTX that the later LLVM writes, ptxas, also the earlier one, computes
 descriptors in every thread that it took from uniform registers before. What the spills cost has not been timed.
@@ -64,7 +64,7 @@ _VERSION = ".".join(triton.__version__.split(".")[:2])
 
 
 def allowed(name: str, spills: int) -> int:
-    """How many spill instructions may be there, with this Triton, where earlier ones have ``spills`` at most."""
+    """How many there may be with this Triton, where earlier ones have ``spills`` at most."""
     with_3_8, with_3_9 = _SPILLS.get(name, (None, None))
     known = {"3.8": with_3_8, "3.9": with_3_9}.get(_VERSION)
     return spills if known is None else known

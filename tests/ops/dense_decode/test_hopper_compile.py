@@ -212,6 +212,18 @@ def test_starting_on_a_request_counts_where_there_are_several(batch, keys, strea
     assert (made.stream_k, made.split.overhead) == (stream_k, overhead)
 
 
+@pytest.mark.parametrize("call", [{"batch": 4, "heads": 16}, {"batch": 2}], ids=["16 heads", "128 heads"])
+def test_nothing_keeps_lengths_from_keys(record, call):
+    """No warp waits for another while it finds its range, and the producer has nothing left to divide."""
+    code = support.compile_gluon(KERNEL, record(**call)).sass
+    _, after_wait = code.split("ACQBULK")
+    finding, _ = after_wait.rsplit("REDUX", 1)
+    assert "BAR." not in finding
+    _, producer, *_ = after_wait.split("USETMAXREG")
+    assert "UTMALDG" in producer
+    assert "MUFU.RCP" not in producer
+
+
 @pytest.mark.parametrize(("max_keys", "rounded"), [(1 << 30, True), (2**31 - 1, False)])
 def test_ranges_that_would_not_fit_32_bits_have_the_common_combine(max_keys, rounded):
     made = launch.make_plan(132, 1, 64, 1, max_keys, False, one_byte=False)

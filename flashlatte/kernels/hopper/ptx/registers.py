@@ -16,9 +16,9 @@ def in_place(TYPE, numbers):
 def opaque(x):
     """The same 32-bit number, about which the compiler knows nothing.
 
-    It needs that in two places. Triton 3.6 and 3.7 overlook that a loop-carried count bounds an inner loop, and keep
-    its first value (triton-lang/triton#9036). And what follows from row numbers alone is worked out before the main
-    loop, and kept in registers through it.
+    That helps in three places. Triton 3.6 and 3.7 overlook that a loop-carried count bounds an inner loop, and keep
+    its first value (triton-lang/triton#9036). What follows from row numbers alone is worked out before the main loop,
+    and kept in registers through it. And what follows from the CTA's number each partition works out anew.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1)
 

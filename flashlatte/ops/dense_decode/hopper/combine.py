@@ -23,7 +23,7 @@ from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv import device
 from flashlatte.split_kv.device import KeyLengths
-from flashlatte.split_kv.gluon import Equals, equals_of, ranges_of_item
+from flashlatte.split_kv.gluon import Equals, ranges_of_item
 from flashlatte.split_kv.outputs import Outputs, row_pointers, write_lse
 from flashlatte.split_kv.plan import SplitPlan
 from flashlatte.split_kv.rounded_partials import PARTIAL, add_splits, addresses, sums_address
@@ -174,9 +174,14 @@ def combine_ranges_kernel(
 
 
 def launch_combine_ranges(
-    split: SplitPlan, scratch: torch.Tensor, outputs: Outputs, lengths: KeyLengths, out_align: int
+    split: SplitPlan,
+    equals: Equals,
+    scratch: torch.Tensor,
+    outputs: Outputs,
+    lengths: KeyLengths,
+    out_align: int,
 ) -> None:
-    """Combine what the ranges of ``split`` left in ``scratch``."""
+    """Combine what the ranges of ``split``, all of which equal lengths use, left in ``scratch``."""
     row_tiles = -(-min(outputs.rows, ROWS.value) // _TILE_ROWS.value)
     likely_splits = split.splits // lengths.num_items
     splits = 1
@@ -188,7 +193,7 @@ def launch_combine_ranges(
             combine_ranges_kernel,
             outputs,
             lengths,
-            equals_of(split.splits, lengths.num_items, split.overhead),
+            equals,
             scratch=scratch,
             num_groups=split.groups,
             groups_per_head=split.groups_per_head,

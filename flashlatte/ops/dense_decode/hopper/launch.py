@@ -42,6 +42,8 @@ _OVERHEAD = 2
 # 16": 23.6 instead of 24.8 µs in a graph). With more rows ``combine`` wins "b 1, h_q 128, 4,096" by 28% (13.7 instead
 # of 17.5 µs; docs/notes/dense-decode.md).
 _FEW_TO_COMBINE = 16
+# Of fixed splits, where nobody asks whether lengths are equal.
+_NOT_ASKED = Equals(1, 0)
 # What the copies need rows to be aligned to, in bytes and in two-byte numbers.
 _ALIGN_BYTES = 16
 _ALIGN = 8
@@ -53,14 +55,14 @@ class LaunchPlan:
 
     Attributes:
         split: its balanced ranges, or fixed splits.
-        equals: ranges where all requests are equally long.
         few_rows: whether the kernel's partitions are those of ``few_rows``.
+        equals: balanced ranges where all requests are equally long.
         stream_k, rounded: by whom what is split is finished (``schedule.Plan``).
     """
 
     split: SplitPlan
-    equals: Equals
     few_rows: bool
+    equals: Equals = _NOT_ASKED
     stream_k: bool = False
     rounded: bool = False
 
@@ -151,7 +153,7 @@ def dense_decode(
         if scratch is None:
             continue
         if launch_plan.rounded:
-            launch_combine_ranges(split, scratch, outputs, lengths, out_align)
+            launch_combine_ranges(split, launch_plan.equals, scratch, outputs, lengths, out_align)
         else:
             launch_combine(split, scratch, outputs, out_align, first, count)
 
@@ -167,11 +169,11 @@ def make_plan(
     if batch_invariant:
         max_splits = max(_FIXED_SPLITS // groups, 1)
         split = plan.fixed(MLA_PARTIAL, batch, most_steps, groups, groups_per_head, _SPLIT_STEPS, max_splits)
-        return LaunchPlan(split, equals_of(split.splits, batch, 0), few_rows)
+        return LaunchPlan(split, few_rows)
     ranges = plan.num_ranges(batch, groups, num_sms, most_steps, MLA_PARTIAL)
     most_cost = batch * (most_steps + _OVERHEAD)
     if ranges is None or most_cost > plan.MAX_COST:
-        return LaunchPlan(plan.whole(MLA_PARTIAL, batch, groups, groups_per_head), equals_of(1, batch, 0), few_rows)
+        return LaunchPlan(plan.whole(MLA_PARTIAL, batch, groups, groups_per_head), few_rows)
     # With few requests a range should be as short as can be; with many it shares few of them.
     shares_few = 2 * batch >= ranges
     stream_k = shares_few and not few_rows
@@ -191,7 +193,7 @@ def make_plan(
         split = replace(split, scratch=groups * ranges * fixup.PARTIAL.value, combines=False)
     elif rounded:
         split = replace(split, scratch=2 * groups * ranges * ROUNDED_PARTIAL.value)
-    return LaunchPlan(split, equals_of(of_equals, batch, overhead), few_rows, stream_k, rounded)
+    return LaunchPlan(split, few_rows, equals_of(of_equals, batch, overhead), stream_k, rounded)
 
 
 def _query_descriptors(q: torch.Tensor, strides: tuple[int, ...], heads: int) -> tuple[Any, Any]:
