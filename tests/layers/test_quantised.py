@@ -56,16 +56,21 @@ class Dequantisable(Quantised):
         return self.numbers()
 
 
+def powers_of_two(*shape: int) -> torch.Tensor:
+    """By which products of small integers, and their sums, are exact in whatever order they are taken."""
+    return 2.0 ** torch.randint(-3, 4, shape)
+
+
 def layer_of(kind: type[Quantised], act_pre_scale: torch.Tensor | None = None) -> nn.Linear:
     codes = torch.randint(-100, 100, (OUTPUTS, INPUTS), dtype=torch.int8)
     layer = nn.Linear(INPUTS, OUTPUTS, bias=False)
-    layer.weight = nn.Parameter(kind(codes, torch.rand(OUTPUTS, 1), act_pre_scale), requires_grad=False)
+    layer.weight = nn.Parameter(kind(codes, powers_of_two(OUTPUTS, 1), act_pre_scale), requires_grad=False)
     return layer
 
 
 def assert_is_its_matrix(layer: nn.Linear) -> None:
-    x = torch.randn(3, INPUTS)
-    torch.testing.assert_close(x @ matrix_of(layer, torch.float32).T, layer(x))
+    x = torch.randint(-9, 10, (3, INPUTS)).float()
+    torch.testing.assert_close(x @ matrix_of(layer, torch.float32).T, layer(x), rtol=0, atol=0)
 
 
 class Bytes(nn.Linear):
@@ -80,7 +85,7 @@ class Bytes(nn.Linear):
 @pytest.mark.parametrize("kind", [Dequantisable, Quantised])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_what_multiplies_the_layers_input_is_part_of_the_matrix(kind: type[Quantised], scaled: bool) -> None:
-    assert_is_its_matrix(layer_of(kind, torch.rand(INPUTS) + 0.5 if scaled else None))
+    assert_is_its_matrix(layer_of(kind, powers_of_two(INPUTS) if scaled else None))
 
 
 @pytest.mark.parametrize("name", ["codes", "scale", "act_pre_scale"])
