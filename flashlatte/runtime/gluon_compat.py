@@ -6,13 +6,34 @@ that is not taken.
 
 from __future__ import annotations
 
+import math
+
 from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 
-# Copy of a tile from global to shared memory by the copy engine: (descriptor, coordinates, mbarrier, tile).
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+# TMA reads and writes shared memory at multiples of so many bytes. At other addresses it faults ("misaligned address"),
+# and other processes on the GPU can fail with it.
+_TMA_ALIGNMENT = 128
+
+_async_tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+def check_tma_tile(tile) -> None:
+    """Raise unless every tile of a ring of such tiles begins where TMA can read and write it."""
+    tile_bytes = math.prod(tile.shape) * tile.dtype.primitive_bitwidth // 8
+    if tile_bytes % _TMA_ALIGNMENT:
+        raise ValueError(
+            f"a tile for TMA must have a multiple of {_TMA_ALIGNMENT} bytes, got {tile_bytes}: {tile.shape}"
+        )
+
+
+@builtin
+def tma_load(descriptor, coordinates, barrier, tile, _semantic=None):
+    """Copy a tile from global to shared memory by TMA; it completes on ``barrier``."""
+    check_tma_tile(tile)
+    _async_tma_load(descriptor, coordinates, barrier, tile, _semantic=_semantic)
 
 
 @builtin
@@ -22,8 +43,15 @@ def _async_tma_add(descriptor, coordinates, tile, _semantic=None):
     _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, tile.handle)
 
 
-# Addition of a tile in shared memory to global memory by the copy engine: (descriptor, coordinates, tile).
-tma_add = getattr(tma, "async_atomic_add", None) or _async_tma_add
+_tma_add = getattr(tma, "async_atomic_add", None) or _async_tma_add
+
+
+@builtin
+def tma_add(descriptor, coordinates, tile, _semantic=None):
+    """Add a tile in shared memory to global memory by TMA."""
+    check_tma_tile(tile)
+    _tma_add(descriptor, coordinates, tile, _semantic=_semantic)
+
 
 # Copy of 16-byte pieces from global to shared memory by the threads: (tile, pointers, mask).
 cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared

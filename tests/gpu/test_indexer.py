@@ -113,7 +113,7 @@ PAGED = harness.pairwise(
         "backend": harness.KERNEL_BACKENDS,
         "requests": (1, 5, 140),
         "next_n": (1, 2, 3),
-        "heads": (20, 32, 64, 128),
+        "heads": (8, 16, 20, 32, 64, 128),
         "page_size": (1, 48, 64, 256),
         "cache_format": NARROW_FORMATS,
         "queries": (E4M3, BF16),
@@ -158,6 +158,15 @@ def test_paged_logits(row: dict[str, Any]) -> None:
     if not clean:
         actual = actual.masked_fill(expected.isneginf(), -torch.inf)
     assert_logits(actual, expected)
+
+
+@pytest.mark.parametrize("backend", harness.KERNEL_BACKENDS)
+@pytest.mark.parametrize("heads", [8, 16])
+def test_paged_logits_of_few_heads_and_many_requests(heads: int, backend: str) -> None:
+    """A program has more than one request, so that both slots of its queries are filled."""
+    arguments = paged_arguments(300, 1, heads, 64, "index_fp8", E4M3)
+    expected = paged_index_logits(**arguments, backend="reference")
+    assert_logits(paged_index_logits(**arguments, backend=backend), expected)
 
 
 @pytest.mark.parametrize("backend", harness.KERNEL_BACKENDS)

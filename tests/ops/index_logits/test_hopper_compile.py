@@ -113,6 +113,7 @@ RAGGED = {
 }
 PAGED = {
     "64 heads": {},
+    "16 heads": {"heads": 16},
     "64 heads, 2 tokens": {"next_n": 2},
     "64 heads, 5 tokens, pages of 32": {"next_n": 5, "page_size": 32, "per_query": True},
     "8 heads, pages of 256, bf16 logits": {"heads": 8, "page_size": 256, "dtype": torch.bfloat16},

@@ -106,7 +106,7 @@ def paged(
     programs = num_sms(q.device)
     paged_kernel.kernel[(programs,)](
         q=_vectors("q", q.reshape(-1, head_dim), columns),
-        weights=_numbers("weights", weights.reshape(-1), columns),
+        weights=_numbers("weights", weights.reshape(-1), max(columns, paged_kernel.FEWEST_WEIGHTS.value)),
         k=k,
         k_scale=k_scale,
         pages=pages,

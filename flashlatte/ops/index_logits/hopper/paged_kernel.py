@@ -31,6 +31,9 @@ from flashlatte.runtime.triton_kernel import gluon_kernel
 SLOTS = gl.constexpr(16)
 Q_SLOTS = gl.constexpr(2)
 
+# TMA writes to addresses that are multiples of 128 bytes, so a slot of the ring has at least 32 float32 weights.
+FEWEST_WEIGHTS = gl.constexpr(32)
+
 # Boxes of keys whose pages the producer looks up at a time: one for each thread of a warp.
 _LOOKUP = gl.constexpr(32)
 _ONE_EACH = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
@@ -56,7 +59,10 @@ class Cache(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """TMA descriptors of q [b · next_n · H, D] and weights [b · next_n · H], of boxes of a tile's columns."""
+    """TMA descriptors of q [b · next_n · H, D] and weights [b · next_n · H].
+
+    A box has the rows of a tile's columns, and at least ``FEWEST_WEIGHTS`` weights.
+    """
 
     q: Any
     weights: Any
@@ -66,7 +72,7 @@ class Shared(NamedTuple):
     """Rings of queries and of keys."""
 
     q: Any  # [Q_SLOTS, COLUMNS, D]
-    weights: Any  # [Q_SLOTS, COLUMNS]
+    weights: Any  # [Q_SLOTS, max(COLUMNS, FEWEST_WEIGHTS)]
     q_full: Any
     q_empty: Any
     k: Any  # [SLOTS, 64, D]
@@ -122,7 +128,7 @@ def produce(queries, cache, work, segment, shared, BOX: gl.constexpr, HEADS: gl.
     while segment.tiles > 0:
         wait_empty(shared.q_empty, segments_done, Q_SLOTS)
         full = shared.q_full.index(segments_done % Q_SLOTS)
-        mbarrier.expect(full, COLUMNS * (HEAD_DIM + 4))
+        mbarrier.expect(full, COLUMNS * HEAD_DIM + 4 * shared.weights.shape[1])
         row = (segment.request * work.next_n + segment.token) * HEADS
         tma_load(queries.q, [row, 0], full, shared.q.index(segments_done % Q_SLOTS))
         tma_load(queries.weights, [row], full, shared.weights.index(segments_done % Q_SLOTS))
@@ -178,7 +184,7 @@ def consume(work, segment, shared, logits, stride, WHICH: gl.constexpr, HEADS: g
         rows = _rows(work, segment, logits, stride, QUERIES, PER_QUERY)
         q_slot = segments_done % Q_SLOTS
         wait_full(shared.q_full, segments_done, Q_SLOTS)
-        weights = shared.weights.index(q_slot).load(gl.SliceLayout(0, SCORES))
+        weights = shared.weights.index(q_slot).slice(0, COLUMNS).load(gl.SliceLayout(0, SCORES))
         for tile in range((step + WHICH) % 2, segment.tiles, 2):
             at = step + tile
             wait_full(shared.k_full, at, SLOTS)
@@ -234,7 +240,7 @@ def index_logits_paged_kernel(
     first_lengths = split.read_first_lengths(work)
     shared = Shared(
         gl.allocate_shared_memory(gl.float8e4nv, [Q_SLOTS, COLUMNS, HEAD_DIM], vectors_layout(HEAD_DIM)),
-        gl.allocate_shared_memory(gl.float32, [Q_SLOTS, COLUMNS], numbers_layout()),
+        gl.allocate_shared_memory(gl.float32, [Q_SLOTS, max(COLUMNS, FEWEST_WEIGHTS)], numbers_layout()),
         barriers(Q_SLOTS, 1),
         barriers(Q_SLOTS, 2),
         gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, KEYS, HEAD_DIM], vectors_layout(HEAD_DIM)),
