@@ -10,7 +10,7 @@ VLLM := build/vllm
 # Tests of what Triton makes of the kernels.
 COMPILED := tests/ops tests/kernels tests/runtime tests/split_kv
 
-.PHONY: demo test test-all test-vllm docs wheel gpu-test sanitize bench lint clean
+.PHONY: demo test test-all test-vllm docs wheel hub gpu-test sanitize bench lint clean
 
 demo: $(READY)
 	@$(BIN)/flashlatte demo --model $(or $(MODEL),v3)
@@ -43,6 +43,11 @@ docs: $(VENV)/.docs-ready
 
 wheel: $(READY)
 	@$(BIN)/python .ci/wheel.py
+
+# Sources for Hugging Face's kernel-builder. Only the standard library is needed.
+hub:
+	@rm -rf build/hub
+	@$(PYTHON) hub/build.py build/hub
 
 gpu-test: $(READY)
 	@$(BIN)/python -m pytest -m gpu --quiet
