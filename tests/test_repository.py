@@ -25,6 +25,15 @@ def read(path: Path) -> dict[Any, Any]:
     return yaml.safe_load(path.read_text())
 
 
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def jobs() -> list[Any]:
     return [
         pytest.param(job, id=f"{path.stem}-{name}") for path in WORKFLOWS for name, job in read(path)["jobs"].items()
@@ -113,12 +122,7 @@ def test_the_citation_is_of_the_packages_version():
 
 @pytest.fixture(scope="module")
 def commit_subject() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("commit_subject", ROOT / ".ci" / "commit_subject.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(ROOT / ".ci" / "commit_subject.py")
 
 
 @pytest.mark.parametrize(
@@ -164,6 +168,38 @@ def test_the_hook_reads_gits_message_file(tmp_path):
         message.write_text(text)
         done = subprocess.run([sys.executable, str(script), str(message)], capture_output=True, text=True, check=False)
         assert (done.returncode, bool(done.stderr)) == (code, bool(code))
+
+
+SUPPORT = ROOT / "tests" / "support"
+
+
+def test_the_map_of_tests_support_has_every_module():
+    listed = re.findall(r"^\| `(\w+)` \|", (SUPPORT / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.stem for path in SUPPORT.glob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def quotes() -> ModuleType:
+    return load(ROOT / ".ci" / "quotes.py")
+
+
+def test_quoted_code_is_that_of_the_source(quotes, capsys):
+    assert quotes.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_quotes_are_found_compared_and_rewritten(quotes):
+    page = (
+        "<!-- source: tests/support/marks.py mostly_full -->\n```py\nold\n```\n"
+        "<!-- lines: Makefile -->\n```\nno line\n```\n"
+    )
+    differences: list[str] = []
+    text = quotes.refreshed(page, differences.append)
+    assert differences == ["tests/support/marks.py mostly_full", "Makefile does not contain the line 'no line'"]
+    assert "```py\ndef mostly_full(" in text
+    assert "no line" in text
+    differences.clear()
+    assert quotes.refreshed(text.replace("no line", "LISTED"), differences.append)
+    assert differences == ["Makefile does not contain the line 'LISTED'"]
 
 
 LISTED = ("*.md", "*.yml", "*.yaml", "*.toml", "*.cff", "hub/*", ".ci/*", ".github/**/*", "docs/**/*.md")
