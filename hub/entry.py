@@ -43,6 +43,7 @@ __all__ = [
     "concat_mla_q",
     "dense_decode",
     "dense_prefill",
+    "flash_attn_func",
     "flash_attn_varlen_func",
     "index_convert",
     "index_gather",
@@ -94,8 +95,8 @@ def flash_attn_varlen_func(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | torch.Tensor,
+    max_seqlen_k: int | torch.Tensor,
     *,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -112,7 +113,7 @@ def flash_attn_varlen_func(
         q: [T_q, h, d_qk], bf16 or fp16 (float32 on the reference).
         k, v: [T_k, h_k, d_qk] and [T_k, h_k, d_v] in q's dtype. h is a multiple of h_k.
         cu_seqlens_q, cu_seqlens_k: int32 or int64 [b + 1], cumulative lengths of the requests.
-        max_seqlen_q, max_seqlen_k: length of the longest request.
+        max_seqlen_q, max_seqlen_k: length of the longest request. A tensor is read, which synchronises with its device.
         softmax_scale: above 0; d_qk^-0.5 if None.
         causal: bottom-right alignment: the last query of a request sees all of its keys.
         window_size: keys to the left and right of a query's position that it sees; -1 is no bound.
@@ -125,23 +126,78 @@ def flash_attn_varlen_func(
     Raises:
         TypeError, ValueError: arguments that ``dense_prefill`` refuses, or that are not implemented.
     """
-    for name, value in {"dropout_p": dropout_p, "softcap": softcap}.items():
-        if value:
-            raise ValueError(f"{name} must be 0, as flash_attn_varlen_func does not implement it, got {value}")
-    for name, value in {"s_aux": s_aux, "block_table": block_table}.items():
-        if value is not None:
-            raise ValueError(f"{name} must be None, as flash_attn_varlen_func does not implement it")
+    _refuse({"dropout_p": dropout_p, "softcap": softcap}, {"s_aux": s_aux, "block_table": block_table})
     out, _ = dense_prefill(
         q,
         k,
         v,
         cu_seqlens_q,
         cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
+        int(max_seqlen_q),
+        int(max_seqlen_k),
         softmax_scale=softmax_scale,
         causal=causal,
         window=window_size,
         deterministic=deterministic,
     )
     return out
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    s_aux: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``flash_attn_varlen_func`` for requests of equal length.
+
+    Args:
+        q: [b, s_q, h, d_qk].
+        k, v: [b, s_k, h_k, d_qk] and [b, s_k, h_k, d_v].
+        dropout_p, softmax_scale, causal, window_size, softcap, deterministic, s_aux: as in ``flash_attn_varlen_func``.
+
+    Returns:
+        [b, s_q, h, d_v] in q's dtype.
+
+    Raises:
+        TypeError, ValueError: as ``flash_attn_varlen_func``; tensors without four axes, or of different batch sizes.
+    """
+    for name, value in {"q": q, "k": k, "v": v}.items():
+        if value.dim() != 4 or value.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} must have shape [{q.shape[0]}, tokens, heads, head_dim], got {list(value.shape)}")
+    batch, s_q, s_k = q.shape[0], q.shape[1], k.shape[1]
+    boundaries = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+    out = flash_attn_varlen_func(
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        boundaries * s_q,
+        boundaries * s_k,
+        s_q,
+        s_k,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        s_aux=s_aux,
+    )
+    return out.unflatten(0, (batch, s_q))
+
+
+def _refuse(zero: dict[str, float], none: dict[str, object]) -> None:
+    """Refuse arguments of FlashAttention that would change the result and are not implemented."""
+    for name, value in zero.items():
+        if value:
+            raise ValueError(f"{name} must be 0, as it is not implemented, got {value}")
+    for name, value in none.items():
+        if value is not None:
+            raise ValueError(f"{name} must be None, as it is not implemented, got {type(value).__name__}")

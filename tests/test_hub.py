@@ -106,7 +106,7 @@ def test_the_kernel_has_the_packages_operations(built):
     tree = ast.parse((built / "torch-ext" / "flashlatte" / "__init__.py").read_text())
     names = {constant.value for constant in literals(tree, ast.List)[0].elts}
     packages = {"deep_gemm", "distributed", "flash_mla", "integrations", "layers"}
-    assert names == set(flashlatte.__all__) - packages | {"flash_attn_varlen_func"}
+    assert names == set(flashlatte.__all__) - packages | {"flash_attn_func", "flash_attn_varlen_func"}
     declared = {constant.value for constant in literals(tree, ast.Dict)[0].keys}
     assert declared | set(kv_cache.__all__) == set(dir(kv_cache))
 
@@ -132,6 +132,29 @@ def test_the_kernels_own_tests_pass_on_a_cpu(built):
     summary = run(built, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", interpret="1").splitlines()[-1]
     assert "passed" in summary
     assert "skipped" not in summary
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("padding", [0, 3])
+def test_transformers_calls_the_flash_attention_functions(monkeypatch, padding):
+    """As for ``attn_implementation="flashlatte/flashlatte"``, against its own SDPA; a mask takes the path of varlen."""
+    import torch
+    from transformers import modeling_flash_attention_utils as flash
+
+    entry = load(HUB / "entry.py")
+    functions = entry.flash_attn_func, entry.flash_attn_varlen_func, None, flash._pad_input, flash._unpad_input
+    monkeypatch.setattr(flash, "_lazy_imports", lambda *_, **__: functions)
+    monkeypatch.setattr(flash, "_loaded_implementation", None)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 9, 4, width, generator=generator).bfloat16() for width in (48, 48, 32))
+    mask = torch.arange(9) >= torch.tensor([[padding], [0]])
+    out = flash._flash_attention_forward(
+        q, k, v, mask.long() if padding else None, 9, is_causal=True, attn_implementation="flashlatte/flashlatte"
+    )
+    visible = (torch.ones(9, 9).tril().bool() & mask[:, None])[:, None]
+    by_head = [x.transpose(1, 2).float() for x in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*by_head, attn_mask=visible).transpose(1, 2)
+    torch.testing.assert_close(out[mask].float(), expected[mask], rtol=2e-2, atol=2e-2)
 
 
 @pytest.fixture(scope="module")

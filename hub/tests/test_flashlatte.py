@@ -80,6 +80,14 @@ def test_flash_attn_varlen_func(causal):
                 torch.testing.assert_close(out[token, head].double(), expected, rtol=2e-2, atol=2e-2)
 
 
+def test_flash_attn_func_is_that_of_equal_lengths():
+    q, k, v = (torch.randn(2, tokens, 2, 32, device=DEVICE).bfloat16() for tokens in (3, 5, 5))
+    boundaries = torch.arange(3, dtype=torch.int32, device=DEVICE)
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    expected = flashlatte.flash_attn_varlen_func(*rows, boundaries * 3, boundaries * 5, 3, 5, causal=True)
+    assert flashlatte.flash_attn_func(q, k, v, causal=True).flatten(0, 1).equal(expected)
+
+
 @pytest.mark.parametrize("argument", [{"softcap": 30.0}, {"dropout_p": 0.1}, {"s_aux": torch.zeros(2)}])
 def test_flash_attn_varlen_func_refuses_what_it_has_not(argument):
     q, boundaries = torch.zeros(4, 2, 32, dtype=torch.bfloat16), torch.tensor([0, 4])
