@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 # The module that holds the package's name at run time, and the name that rewritten modules give it.
 ROOT_MODULE, ROOT_NAME = "_root", "_ROOT"
+_Located = ast.stmt | ast.expr
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Module:
                     self._visit(part.value)
             return
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            self._take_string(node)
+            self._take_string(node, node.value)
         for child in ast.iter_child_nodes(node):
             self._visit(child)
 
@@ -86,25 +87,25 @@ class Module:
 
     def _take_f_string(self, node: ast.JoinedStr) -> None:
         first = node.values[0] if node.values else None
-        if isinstance(first, ast.Constant) and self._is_path(node, first.value):
+        if isinstance(first, ast.Constant) and isinstance(first.value, str) and self._is_path(node, first.value):
             # Before Python 3.12 a part of an f-string has no position of its own.
             self._replace(node, rf"([rR]?[fF][rR]?[\"']+){self.package}\b", rf"\g<1>{{{ROOT_NAME}}}")
             self.paths.add(first.value.rstrip(".").partition(":")[0])
             self._names_root = True
 
-    def _take_string(self, node: ast.Constant) -> None:
-        if not self._is_path(node, node.value):
+    def _take_string(self, node: ast.Constant, value: str) -> None:
+        if not self._is_path(node, value):
             return
-        if node.value == self.package:
+        if value == self.package:
             self._replace(node, r"(?s).*", ROOT_NAME)
         else:
-            end = self._offset(node.end_lineno, node.end_col_offset)
+            _, end = self._span(node)
             self._replace(node, rf"[rR]?([\"']+){self.package}\b", rf"({ROOT_NAME} + \1")
             self._edits.append(_Edit(end, end, ")"))
-        self.paths.add(node.value.partition(":")[0])
+        self.paths.add(value.partition(":")[0])
         self._names_root = True
 
-    def _is_path(self, node: ast.AST, value: str) -> bool:
+    def _is_path(self, node: _Located, value: str) -> bool:
         """Whether a string is a module path of this package, as ``package.module:name`` or the beginning of one."""
         if re.fullmatch(rf"{self.package}(\.\w+)*(\.|:\w*)?", value):
             return True
@@ -112,10 +113,9 @@ class Module:
             raise ValueError(f"{self._where(node)}: a module path within a longer string: {value!r}")
         return False
 
-    def _replace(self, node: ast.AST, pattern: str, replacement: str) -> None:
+    def _replace(self, node: _Located, pattern: str, replacement: str) -> None:
         """Replace what ``pattern`` matches at the beginning of a node's source."""
-        start = self._offset(node.lineno, node.col_offset)
-        end = self._offset(node.end_lineno, node.end_col_offset)
+        start, end = self._span(node)
         match = re.match(pattern, self._bytes[start:end].decode())
         if match is None:
             raise ValueError(f"{self._where(node)}: cannot be rewritten: {self._bytes[start:end].decode()!r}")
@@ -128,13 +128,17 @@ class Module:
         for node in self.tree.body:
             is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             if is_docstring or (isinstance(node, ast.ImportFrom) and node.module == "__future__"):
-                last = self._offset(node.end_lineno, node.end_col_offset)
+                _, last = self._span(node)
                 continue
             break
         return last
 
-    def _offset(self, line: int, column: int) -> int:
-        return self._lines[line - 1] + column
+    def _span(self, node: _Located) -> tuple[int, int]:
+        """Where a node's source begins and ends, in bytes."""
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        start = self._lines[node.lineno - 1] + node.col_offset
+        return start, self._lines[node.end_lineno - 1] + node.end_col_offset
 
-    def _where(self, node: ast.AST) -> str:
+    def _where(self, node: _Located) -> str:
         return f"{self._name}, line {node.lineno}"
