@@ -22,6 +22,7 @@ PACKAGE = "flashlatte"
 COPIED = ("flake.nix", "CARD.md", "tests")
 # What code on the Hub may import beside the standard library.
 ALLOWED = ("torch", "triton")
+INTERPRETER = "triton.runtime.interpreter"
 ROOT_TEXT = '"""The name that this package was loaded under."""\n\nROOT = __package__\n'
 
 
@@ -113,14 +114,17 @@ def source_path(name: str) -> Path:
 
 def check_imports(name: str, module: Module) -> None:
     """Refuse a module that imports what a kernel on the Hub may not."""
+    imported: list[str] = []
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
-            imported = [alias.name for alias in node.names]
-        else:
-            imported = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-        for other in imported:
-            if other.partition(".")[0] not in (*sys.stdlib_module_names, *ALLOWED, PACKAGE):
-                raise ValueError(f"{name} imports {other}, which a kernel on the Hub may not")
+            imported += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            imported.append(node.module or "")
+    # Triton's interpreter imports numpy itself.
+    allowed = {*sys.stdlib_module_names, *ALLOWED, PACKAGE, *(("numpy",) if INTERPRETER in imported else ())}
+    refused = sorted({other for other in imported if other.partition(".")[0] not in allowed})
+    if refused:
+        raise ValueError(f"{name} imports {', '.join(refused)}, which a kernel on the Hub may not")
 
 
 def version() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -82,14 +83,28 @@ def test_the_layout_is_the_hubs(built):
     assert "torch-noarch" in build
 
 
-def test_every_import_is_relative_or_of_an_allowed_package(built):
+def test_no_import_is_of_the_package_by_its_name(built):
     for path in (built / "torch-ext").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                names = [node.module or ""]
-            roots = {name.partition(".")[0] for name in names}
-            assert roots <= {*sys.stdlib_module_names, "torch", "triton"}, path
+        assert not re.search(r"^\s*(from|import) flashlatte\b", path.read_text(), re.MULTILINE), path
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ("import torch.nn, math\nfrom triton import language", None),
+        ("def f():\n    import numpy as np\n    from transformers import x", "numpy, transformers"),
+        ("import numpy\nfrom triton.runtime.interpreter import TensorHandle", None),
+    ],
+)
+def test_imports_of_other_packages_are_refused(monkeypatch, text, refused):
+    monkeypatch.syspath_prepend(str(HUB))
+    build = load(HUB / "build.py")
+    module = build.Module("flashlatte.water", text, is_package=False)
+    if refused is None:
+        build.check_imports("flashlatte.water", module)
+    else:
+        with pytest.raises(ValueError, match=f"^flashlatte.water imports {refused}, which"):
+            build.check_imports("flashlatte.water", module)
 
 
 def test_rooms_above_the_operations_are_left_out(built):
