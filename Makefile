@@ -10,7 +10,7 @@ VLLM := build/vllm
 # Tests of what Triton makes of the kernels.
 COMPILED := tests/ops tests/kernels tests/runtime tests/split_kv
 
-.PHONY: demo test test-all test-vllm docs wheel gpu-test sanitize bench lint clean
+.PHONY: demo test test-all test-triton test-vllm docs wheel hub gpu-test sanitize bench lint clean
 
 demo: $(READY)
 	@$(BIN)/flashlatte demo --model $(or $(MODEL),v3)
@@ -21,12 +21,15 @@ test: $(READY)
 	@TRITON_INTERPRET=1 $(PYTEST) -m "interpreter and not full"
 	@$(PYTEST) -m "not interpreter and not full and not gpu" --ignore=tests/gpu
 
-# The rest: every variant of every kernel, many more examples, and compilation by each other Triton that TRITONS names,
-# folders that hold a triton package (pip install --target FOLDER triton==3.6.0).
+# The rest: every variant of every kernel, many more examples, and compilation with each Triton of TRITONS.
 test-all: $(READY)
 	@echo "About 25 minutes of processor time, and 10 more for each Triton of TRITONS (now: $(or $(TRITONS),none))"
 	@TRITON_INTERPRET=1 $(PYTEST) --hypothesis-profile full -m interpreter
 	@$(PYTEST) --hypothesis-profile full -m "not interpreter and not gpu"
+	@$(MAKE) --no-print-directory test-triton
+
+# Compiles the kernels with other versions of Triton: TRITONS names folders made by pip install --target FOLDER triton==3.6.0.
+test-triton: $(READY)
 	@for folder in $(TRITONS); do \
 		echo "Triton in $$folder" && PYTHONPATH=$$folder $(PYTEST) -m "not interpreter and not gpu" $(COMPILED) || exit 1; \
 	done
@@ -43,6 +46,11 @@ docs: $(VENV)/.docs-ready
 
 wheel: $(READY)
 	@$(BIN)/python .ci/wheel.py
+
+# Sources for Hugging Face's kernel-builder. Only the standard library is needed.
+hub:
+	@rm -rf build/hub
+	@$(PYTHON) hub/build.py build/hub
 
 gpu-test: $(READY)
 	@$(BIN)/python -m pytest -m gpu --quiet

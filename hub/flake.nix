@@ -1,0 +1,12 @@
+{
+  description = "FlashLatte's kernels for the Hugging Face Hub";
+
+  inputs.kernel-builder.url = "github:huggingface/kernels";
+
+  outputs =
+    { self, kernel-builder }:
+    kernel-builder.lib.genKernelFlakeOutputs {
+      inherit self;
+      path = ./.;
+    };
+}
