@@ -45,8 +45,8 @@ def enable(
     """Let FlashLatte keep the cache and compute the attention of a transformers MLA model, in place.
 
     DeepSeek-V4's windows and compressed groups are kept likewise (``layers.V4Attention``): formats "model1" and that of
-    the model's dtype; masks that hide padding on the left or right; beams, but nothing that takes tokens back.
-    Otherwise served are the families AXK1, DeepseekV2, DeepseekV3 (with Kimi-K2), DeepseekV32, Glm4MoeLite, GlmMoeDsa
+    the model's dtype; any ``attention_mask`` [b, columns] and any ``position_ids`` from 0 on; beams, but nothing that
+    takes tokens back. Otherwise served are the families AXK1, DeepseekV2, DeepseekV3 (with Kimi-K2), DeepseekV32, Glm4MoeLite, GlmMoeDsa
     (GLM-5), LongcatFlash, MiniCPM3, Mistral4 and Youtu, and models that hold one of them as their language model, such
     as Kimi-K2.5.
 

@@ -116,7 +116,8 @@ class BeginForward:
     def _cache_for(self, model: Any, call: dict[str, Any]) -> PagedV4Cache | None:
         """The paged cache of this pass; None if it is stock attention's."""
         cache = call.get(CACHE)
-        if hooks.needs_stock_attention(model, call):
+        bidirectional = getattr(model.config, "is_causal", True) is False
+        if bidirectional or hooks.needs_stock_attention(model, call):
             if isinstance(cache, PagedV4Cache):
                 raise ValueError(_NOT_STOCKS)
             return None
