@@ -167,6 +167,13 @@ def test_a_mask_that_only_the_model_s_own_attention_applies(stock, prompts):
     assert torch.equal(generate(enabled, inputs), generate(stock, inputs))
 
 
+def test_continuous_batching_is_refused_with_the_reason(stock):
+    """transformers' own error for an indexer's layers is "Invalid layer type: indexed_attention"."""
+    enabled = enable(copy.deepcopy(stock))
+    with pytest.raises(ValueError, match=f"^generate_batch cannot serve an enabled {type(stock).__name__}: "):
+        enabled.generate_batch([[1, 2, 3]], max_new_tokens=2)
+
+
 def caches_each_head(stock):
     """As DeepseekV32 and GlmMoeDsa did in transformers 5.17."""
     with torch.no_grad():

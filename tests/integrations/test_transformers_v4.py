@@ -157,7 +157,10 @@ def test_disable(stock, enabled):
     model = enable(copy.deepcopy(stock))
     ids = tokens(1, 9)
     cache = model(ids).past_key_values
+    with pytest.raises(ValueError, match=r"^generate_batch cannot serve an enabled DeepseekV4ForCausalLM: "):
+        model.generate_batch([[1, 2, 3]], max_new_tokens=2)
     disable(model)
+    assert "init_continuous_batching" not in vars(model)
     assert [type(layer.self_attn) for layer in model.model.layers] == [
         type(layer.self_attn) for layer in stock.model.layers
     ]
