@@ -23,6 +23,7 @@ from flashlatte.layers.v4 import V4Config
 from flashlatte.layers.v4.attention import attend
 from flashlatte.layers.v4.modules import check_weights, hidden_projections
 from flashlatte.layers.v4.streams import read_streams
+from flashlatte.runtime import gradients
 
 Model, Attention = DeepseekV4Model, DeepseekV4Attention
 
@@ -71,8 +72,10 @@ class PagedV4Attention(DeepseekV4Attention):
         store, layer = cache.store, self.layer_idx
         step = store.step(kwargs["position_ids"])
         module: Any = self
-        rows = hidden_states.flatten(0, 1)
-        out = attend(module, store.configs[layer], rows, step, store.cache(layer), store.backend)
+        gradients.warn_if_dropped("DeepseekV4Attention of an enabled model", hidden_states)
+        with torch.no_grad():
+            rows = hidden_states.flatten(0, 1)
+            out = attend(module, store.configs[layer], rows, step, store.cache(layer), store.backend)
         return out.view(hidden_states.shape), None
 
 
