@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("transformers")
 pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
@@ -14,6 +15,7 @@ from support.transformers_v4 import logits_by_steps, model_of, tokens
 
 from flashlatte.integrations.transformers import enable
 from flashlatte.integrations.transformers.calls import CACHE
+from flashlatte.integrations.transformers.v4.masks import PassMask
 from flashlatte.integrations.transformers.v4.store import V4Store
 from flashlatte.layers.v4 import WorkspaceLimits
 
@@ -124,7 +126,12 @@ def test_generate_from_padded_prompts_twice(stock, enabled, side, options):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"position_ids": COLUMN[None] - 1}, ValueError, "^position_ids must be at least 0, got -1$"),
+        (
+            {"position_ids": COLUMN[None] - 1},
+            ValueError,
+            "^position_ids must be at least 0 and below 16777216, got -1$",
+        ),
+        ({"position_ids": COLUMN[None] + 2**24 - 28}, ValueError, "^position_ids must be at least 0 .*, got 16777216$"),
         ({"position_ids": COLUMN[None].float()}, TypeError, "^position_ids must be int32 or int64, got float32$"),
         ({"position_ids": COLUMN[None, 1:]}, ValueError, r"^position_ids must have shape \[1, 29\]"),
         ({"position_ids": COLUMN.expand(2, -1)}, ValueError, r"^position_ids must have shape \[3, 29\]"),
@@ -149,3 +156,21 @@ def test_attention_that_is_not_causal_is_stocks(stock):
     found = enable(model, page_size=4)(ids, use_cache=True)
     assert type(found.past_key_values).__name__ == "DynamicCache"
     torch.testing.assert_close(found.logits, wanted)
+
+
+def test_a_pass_reads_its_device_once_at_most():
+    """Each read waits for the GPU."""
+
+    class Reads(TorchFunctionMode):
+        count = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.count += func in (torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.__int__)
+            return func(*args, **(kwargs or {}))
+
+    counts = []
+    for given in ((None, None), (mask_of("left"), None), (None, COLUMN[None]), (mask_of("holes"), COLUMN[None] + 8)):
+        with Reads() as reads:
+            PassMask.read(3, 0, COLUMNS, torch.device("cpu"), *given)
+        counts.append(reads.count)
+    assert counts == [0, 1, 1, 1]

@@ -9,6 +9,9 @@ import torch
 from flashlatte.layers.v4 import V4Step
 from flashlatte.runtime import checks
 
+# float32, in which positions are multiplied by frequencies, counts no further.
+MAX_POSITIONS = 2**24
+
 
 @dataclass(frozen=True)
 class PassMask:
@@ -44,7 +47,8 @@ class PassMask:
             position_ids: int [b or 1, queries]; None if they are the columns.
 
         Raises:
-            TypeError, ValueError: an argument of another type, shape or device, or a position below 0.
+            TypeError, ValueError: an argument of another type, shape or device, or a position below 0 or not below
+                ``MAX_POSITIONS``.
         """
         total = columns + queries
         facts, visible = [], None
@@ -68,8 +72,9 @@ class PassMask:
         longest, ahead, first_tokens = total, False, None
         if position_ids is not None:
             smallest, largest, distance = known[-3:]
-            if smallest < 0:
-                raise ValueError(f"position_ids must be at least 0, got {smallest}")
+            if smallest < 0 or largest >= MAX_POSITIONS:
+                wrong = smallest if smallest < 0 else largest
+                raise ValueError(f"position_ids must be at least 0 and below {MAX_POSITIONS}, got {wrong}")
             longest, ahead = max(total, largest + 1), distance > 0
         if visible is not None:
             every_column, left_only = known[:2]

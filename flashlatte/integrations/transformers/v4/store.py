@@ -119,11 +119,10 @@ class V4Store:
         That is (position + 1) // ratio, of the groups that are complete at the end of the pass, where a ``V4Step``
         stops at the token's own column. A single query sees all of them in layers without an indexer.
         """
-        last = torch.full_like(step.positions, self.columns + self._coming - 1)
         if self._coming == 1 and config.indexer is None:
-            seeing = last
+            seeing = step.positions
         elif self._mask.ahead:
-            seeing = step.rotary_positions.minimum(last)
+            seeing = step.rotary_positions.clamp_max(self.columns + self._coming - 1)
         else:
             return step.groups[ratio]
         tables = self._tables(ratio, step.positions.device)
