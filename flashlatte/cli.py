@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import flashlatte
@@ -18,7 +19,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
-        return arguments.run(arguments)
+        with warnings.catch_warnings():
+            # torch warns when it is imported without NumPy, which only bench --plot needs.
+            warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
+            return arguments.run(arguments)
     except BrokenPipeError:
         # Who read the output (head, say) has enough; Python would complain when it flushes the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,7 +1,9 @@
 import json
+import os
 import re
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -237,6 +239,32 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys)
 def test_unknown_commands_exit_with_2():
     with pytest.raises(SystemExit, match="2"):
         cli.main(["brew"])
+
+
+def test_only_the_warning_of_a_torch_without_numpy_is_silent(monkeypatch):
+    def warning(arguments):
+        warnings.warn("Failed to initialize NumPy: No module named 'numpy' (Triggered internally at …)", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+        return 0
+
+    monkeypatch.setattr(cli, "_doctor", warning)
+    with pytest.warns(UserWarning, match="something else") as caught:
+        assert cli.main(["doctor"]) == 0
+    assert [str(one.message) for one in caught] == ["something else"]
+
+
+@pytest.mark.full
+def test_a_command_without_numpy_begins_with_its_own_output(tmp_path):
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+
+    def stderr_of(*command):
+        run = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=True)
+        return run.stderr
+
+    if "Failed to initialize NumPy" not in stderr_of("-c", "import torch"):
+        pytest.skip("this torch does not warn when NumPy is missing")
+    assert stderr_of("-m", "flashlatte", "bench", "--list") == ""
 
 
 @pytest.mark.full

@@ -23,14 +23,15 @@ from flashlatte.layers.rope import number, numbered_table
 from flashlatte.layers.side_by_side import lay_side_by_side
 from flashlatte.layers.weights import own_matrix
 from flashlatte.ops.norm_rope.rotary import Rotary
-from flashlatte.runtime import checks, dispatch
+from flashlatte.runtime import checks, dispatch, gradients
 
 
 class MLAAttention(nn.Module):
     """Multi-head Latent Attention over a paged cache: prefill in multi-head form, decode absorbed, in one batch.
 
-    Parameters have transformers' names. For inference: no gradient flows through it. With an indexer in the config, a
-    token attends to what the indexer selects (DeepSeek-V3.2's sparse attention).
+    Parameters have transformers' names. For inference: no gradient flows through it, and the first call that records
+    gradients of its input or a parameter warns (``requires_grad`` of new parameters is False). With an indexer in the
+    config, a token attends to what the indexer selects (DeepSeek-V3.2's sparse attention).
 
     Args:
         config: sizes of the whole layer.
@@ -175,7 +176,6 @@ class MLAAttention(nn.Module):
         """
         self.load_weights(checkpoint.read_layer(path, layer), ignore=ignore)
 
-    @torch.no_grad()
     def forward(
         self,
         hidden: torch.Tensor,
@@ -233,18 +233,20 @@ class MLAAttention(nn.Module):
         latents = LatentCache(pages, layout, config.kv_lora_rank, k_scale)
         indexing = self._indexing(index_cache, pages, rotary)
         scaling = config.query_scaling
-        return forward(
-            self,
-            hidden,
-            latents,
-            metadata,
-            rotary,
-            indices=indices,
-            indexing=indexing,
-            query_factors=None if scaling is None else scaling.factors(metadata.positions),
-            backend=self.backend,
-            batch_invariant=self.batch_invariant,
-        )
+        gradients.warn_if_layer_drops("MLAAttention", self, hidden)
+        with torch.no_grad():
+            return forward(
+                self,
+                hidden,
+                latents,
+                metadata,
+                rotary,
+                indices=indices,
+                indexing=indexing,
+                query_factors=None if scaling is None else scaling.factors(metadata.positions),
+                backend=self.backend,
+                batch_invariant=self.batch_invariant,
+            )
 
     def _indexing(self, index_cache: torch.Tensor | None, pages: torch.Tensor, rotary: Rotary) -> Indexing | None:
         config = self.config.indexer

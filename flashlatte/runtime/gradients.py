@@ -1,4 +1,4 @@
-"""Operations without a gradient say so where somebody expects one."""
+"""Operations and layers without a backward warn where a gradient is expected of them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import sys
 import warnings
 
 import torch
+from torch import nn
 from torch.autograd import forward_ad
 
-_LIBRARY = __name__.split(".")[0]
+# A call of a module passes through PyTorch's frames.
+_NOT_CALLERS = (__name__.split(".")[0], "torch")
 _warned: set[str] = set()
 
 
@@ -24,6 +26,14 @@ def warn_if_dropped(operation: str, *inputs: torch.Tensor | None) -> None:
             if given is not None and given.requires_grad:
                 _warn(operation)
                 return
+
+
+def warn_if_layer_drops(name: str, layer: nn.Module, hidden: torch.Tensor) -> None:
+    """``warn_if_dropped`` for a layer whose input ``hidden``, or one of whose parameters, may require a gradient.
+
+    Parameters are only looked at where gradients are recorded: there are a dozen of them in each layer.
+    """
+    warn_if_dropped(name, hidden, *(layer.parameters() if torch.is_grad_enabled() else ()))
 
 
 def refuse_tangents(operation: str, *inputs: torch.Tensor | None) -> None:
@@ -54,9 +64,9 @@ def _warn(operation: str) -> None:
 
 
 def _level_of_caller() -> int:
-    """``stacklevel`` of the first function outside of the library, counted from the caller of this one."""
+    """``stacklevel`` of the first function outside of the library and PyTorch, counted from the caller of this one."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == _LIBRARY:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_CALLERS:
         frame, level = frame.f_back, level + 1
     return level
 

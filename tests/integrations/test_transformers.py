@@ -1,6 +1,7 @@
 """An enabled model against the same model with stock attention: generation and forward passes."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from support.transformers_pairs import assert_same_tokens, generate, pair
 
 from flashlatte.integrations.transformers import enable
 from flashlatte.ops.dense_prefill import dense_prefill
+from flashlatte.runtime import gradients
 
 pytest.importorskip("transformers")
 
@@ -255,6 +257,27 @@ def test_gradients_after_a_prefill_without(make_model, prompts):
         out.logits.square().mean().backward()
     expected, got = (model.model.layers[0].self_attn.kv_b_proj.weight.grad for model in (stock, enabled))
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
+def test_a_gradient_that_a_hook_asks_for_is_dropped_with_a_warning(make_model, prompts, monkeypatch, family):
+    """``enable_input_require_grads`` and the like: no parameter requires one, so that stock attention is not chosen."""
+    from support.transformers_v4 import model_of
+
+    monkeypatch.setattr(gradients, "_warned", set())
+    model = enable((make_model() if family == "DeepseekV3" else model_of()).requires_grad_(False))
+    model.get_input_embeddings().register_forward_hook(lambda module, args, out: out.requires_grad_())
+    inputs = prompts((0, 2), length=9)
+    with pytest.warns(UserWarning, match=f"^{family}Attention of an enabled model has no backward") as caught:
+        model(**inputs, use_cache=True)
+    assert sum("has no backward" in str(warning.message) for warning in caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**inputs, use_cache=True)
+        monkeypatch.setattr(gradients, "_warned", set())
+        with torch.no_grad():
+            model(**inputs, use_cache=True)
+            generate(model, inputs, max_new_tokens=2)
 
 
 @pytest.mark.parametrize("name", sorted({"past_key_values", CACHE}))

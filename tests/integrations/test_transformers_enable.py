@@ -58,6 +58,20 @@ def test_saving_an_enabled_model(make_model, prompts, tmp_path):
     assert_same_tokens(stock, enable(loaded), prompts((0, 2)), do_sample=False)
 
 
+def test_continuous_batching_is_refused_until_disable(make_model):
+    """In stock transformers it ends in an error of an index_copy_, for each request."""
+    model = copy.deepcopy(enable(enable(make_model())))
+    reason = (
+        "^generate_batch cannot serve an enabled DeepseekV3ForCausalLM: transformers' continuous batching allocates"
+    )
+    with pytest.raises(ValueError, match=reason):
+        model.generate_batch([[1, 2, 3]], max_new_tokens=2)
+    with pytest.raises(ValueError, match=reason), model.continuous_batching_context_manager():
+        pass
+    disable(model)
+    assert model.init_continuous_batching.__func__ is type(model).init_continuous_batching
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

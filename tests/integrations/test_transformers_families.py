@@ -133,11 +133,45 @@ def test_every_token_and_logit_is_that_of_stock_attention(stock, prompts, pads):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("hides", ["nothing", "left", "right", pytest.param("any", marks=pytest.mark.full)])
+def test_positions_with_offsets_and_gaps(stock, hides):
+    """Logits of hidden columns too, from the first visible one on: ``generate`` reads the last column."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, VOCABULARY, (2, 30), generator=generator)
+    positions = 3 + torch.randint(1, 4, ids.shape, generator=generator).cumsum(1)
+    column, padding = torch.arange(30), torch.tensor([[7], [0]])
+    mask = {
+        "nothing": torch.ones_like(ids),
+        "left": (padding <= column).long(),
+        "right": (30 - padding > column).long(),
+        "any": (torch.rand(ids.shape, generator=generator) > 0.4).long(),
+    }[hides]
+    found = []
+    for model in (stock, enable(copy.deepcopy(stock), page_size=4)):
+        cache, logits = None, []
+        for begin, end in ((0, 17), (17, 18), (18, 28), (28, 30)):
+            options = {CACHE: cache, "attention_mask": None if hides == "nothing" else mask[:, :end]}
+            out = model(ids[:, begin:end], position_ids=positions[:, begin:end], use_cache=True, **options)
+            cache = out.past_key_values
+            logits.append(out.logits)
+        found.append(torch.cat(logits, dim=1)[mask.cumsum(1) > 0])
+    assert type(cache).__name__ == "PagedLatentCache"
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=2e-4)
+
+
 @pytest.mark.full
 def test_a_mask_that_only_the_model_s_own_attention_applies(stock, prompts):
     inputs = prompts((4, 0), length=30, side="right")
     enabled = enable(copy.deepcopy(stock))
     assert torch.equal(generate(enabled, inputs), generate(stock, inputs))
+
+
+def test_continuous_batching_is_refused_with_the_reason(stock):
+    """transformers' own error for an indexer's layers is "Invalid layer type: indexed_attention"."""
+    enabled = enable(copy.deepcopy(stock))
+    with pytest.raises(ValueError, match=f"^generate_batch cannot serve an enabled {type(stock).__name__}: "):
+        enabled.generate_batch([[1, 2, 3]], max_new_tokens=2)
 
 
 def caches_each_head(stock):

@@ -10,6 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
 
+from support.transformers_v4 import CSA, HCA, logits_by_steps, model_of, tokens  # noqa: E402
 from transformers.cache_utils import DynamicCache  # noqa: E402
 
 from flashlatte.integrations.transformers import disable, enable  # noqa: E402
@@ -17,46 +18,6 @@ from flashlatte.integrations.transformers.calls import CACHE  # noqa: E402
 from flashlatte.integrations.transformers.v4.store import V4Store  # noqa: E402
 from flashlatte.layers.v4 import WorkspaceLimits  # noqa: E402
 from flashlatte.ops.sparse_prefill import sparse_prefill  # noqa: E402
-
-SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
-
-
-def config_of(**change):
-    fields = {
-        "vocab_size": 97,
-        "hidden_size": 48,
-        "num_hidden_layers": 3,
-        "layer_types": [HCA, CSA, SLIDING],
-        "num_attention_heads": 4,
-        "head_dim": 32,
-        "partial_rotary_factor": 0.25,
-        "q_lora_rank": 24,
-        "o_groups": 2,
-        "o_lora_rank": 16,
-        "sliding_window": 6,
-        "compress_rates": {CSA: 4, HCA: 8},
-        # With few heads, scores of 0 are ties, which stock breaks as it likes.
-        "index_n_heads": 16,
-        "index_head_dim": 32,
-        "index_topk": 3,
-        "moe_intermediate_size": 16,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "mlp_layer_types": ["moe"] * 3,
-        "hc_mult": 2,
-        "max_position_embeddings": 512,
-        "attn_implementation": "eager",
-    }
-    return transformers.DeepseekV4Config(**(fields | change))
-
-
-def model_of(**change):
-    torch.manual_seed(0)
-    model = transformers.DeepseekV4ForCausalLM(config_of(**change)).eval().requires_grad_(False)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1 or "sinks" in name:
-            torch.nn.init.normal_(parameter, std=0.2)
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -67,24 +28,6 @@ def stock():
 @pytest.fixture(scope="module")
 def enabled(stock):
     return enable(copy.deepcopy(stock), page_size=4)
-
-
-def tokens(requests, columns):
-    return torch.randint(3, 97, (requests, columns), generator=torch.Generator().manual_seed(1))
-
-
-def logits_by_steps(model, ids, sizes, mask=None):
-    """Logits of all columns that come ``sizes`` at a time, and the cache."""
-    cache, found, at = None, [], 0
-    for size in sizes:
-        part = ids[:, at : at + size]
-        visible = None if mask is None else mask[:, : at + size]
-        # As generate does: padding does not count.
-        positions = None if visible is None else (visible.cumsum(1) - 1).clamp_min(0)[:, at:]
-        out = model(part, attention_mask=visible, position_ids=positions, **{CACHE: cache}, use_cache=True)
-        cache, at = out.past_key_values, at + size
-        found.append(out.logits)
-    return torch.cat(found, dim=1), cache
 
 
 @pytest.mark.parametrize(
@@ -120,19 +63,6 @@ def test_padding_on_the_left(stock, enabled, sizes):
     wanted, _ = logits_by_steps(stock, ids, sizes, mask)
     found, _ = logits_by_steps(enabled, ids, sizes, mask)
     torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], rtol=1e-3, atol=1e-3)
-
-
-def test_padding_on_the_right(stock, enabled):
-    """No token sees it, in chunks too; none may follow it."""
-    ids, mask = tokens(3, 23), torch.ones(3, 23, dtype=torch.int64)
-    mask[0, 16:] = mask[1, :3] = mask[2, :5] = mask[2, 22:] = 0
-    for sizes in ([23], [18, 5]):
-        wanted, _ = logits_by_steps(stock, ids, sizes, mask)
-        found, cache = logits_by_steps(enabled, ids, sizes, mask)
-        torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], rtol=1e-3, atol=1e-3)
-    more = torch.cat((mask, torch.ones(3, 1, dtype=torch.int64)), dim=1)
-    with pytest.raises(ValueError, match=r"^attention_mask must be .* hide nothing between tokens that are seen"):
-        enabled(ids[:, :1], attention_mask=more, **{CACHE: cache})
 
 
 @pytest.mark.parametrize("padding", [0, 9])
@@ -227,7 +157,10 @@ def test_disable(stock, enabled):
     model = enable(copy.deepcopy(stock))
     ids = tokens(1, 9)
     cache = model(ids).past_key_values
+    with pytest.raises(ValueError, match=r"^generate_batch cannot serve an enabled DeepseekV4ForCausalLM: "):
+        model.generate_batch([[1, 2, 3]], max_new_tokens=2)
     disable(model)
+    assert "init_continuous_batching" not in vars(model)
     assert [type(layer.self_attn) for layer in model.model.layers] == [
         type(layer.self_attn) for layer in stock.model.layers
     ]
@@ -298,10 +231,6 @@ def test_the_cache_of_another_model_is_refused(enabled):
 
 def test_passes_that_do_not_fit(enabled):
     ids = tokens(2, 9)
-    mask = torch.ones(2, 9, dtype=torch.int64)
-    mask[0, 4] = 0
-    with pytest.raises(ValueError, match=r"^attention_mask must be .* hide nothing between tokens that are seen"):
-        enabled(ids, attention_mask=mask)
     cache = enabled(ids).past_key_values
     with pytest.raises(ValueError, match=r"^the cache holds 2 requests, and the pass has 1$"):
         enabled(ids[:1], **{CACHE: cache})

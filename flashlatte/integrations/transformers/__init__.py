@@ -45,17 +45,18 @@ def enable(
     """Let FlashLatte keep the cache and compute the attention of a transformers MLA model, in place.
 
     DeepSeek-V4's windows and compressed groups are kept likewise (``layers.V4Attention``): formats "model1" and that of
-    the model's dtype; masks that hide padding on the left or right; beams, but nothing that takes tokens back.
-    Otherwise served are the families AXK1, DeepseekV2, DeepseekV3 (with Kimi-K2), DeepseekV32, Glm4MoeLite, GlmMoeDsa
-    (GLM-5), LongcatFlash, MiniCPM3, Mistral4 and Youtu, and models that hold one of them as their language model, such
-    as Kimi-K2.5.
+    the model's dtype; any ``attention_mask`` [b, columns] and any ``position_ids`` from 0 on; beams, but nothing that
+    takes tokens back. Otherwise served are the families AXK1, DeepseekV2, DeepseekV3 (with Kimi-K2), DeepseekV32,
+    Glm4MoeLite, GlmMoeDsa (GLM-5), LongcatFlash, MiniCPM3, Mistral4 and Youtu, and models that hold one of them as
+    their language model, such as Kimi-K2.5.
 
     A forward pass with a cache is then FlashLatte's MLA layer (``flashlatte.layers``) with the model's own projections.
     It writes the latent of its tokens into a paged cache. Prefill attends in multi-head form, by ``dense_prefill``;
     decode attends in absorbed form, by ``dense_decode``, or over all tokens by ``sparse_decode`` if the format is
     ``v32`` or ``model1``. Where an indexer selects tokens, both attend in absorbed form to those. Tokens that the
     attention mask hides are not stored. ``generate`` works as before: greedy, sampled, beams, assisted, prompt lookup,
-    chunked prefill, and going on with the cache of an earlier call.
+    chunked prefill, and going on with the cache of an earlier call. ``generate_batch`` raises a ValueError:
+    transformers' continuous batching has a cache of its own, which holds no latents. ``flashlatte.engine`` replaces it.
 
     The model's own attention implementation computes a prefill over the paged cache where a mask tells more than which
     tokens are padding on the left, and where it was set to another than PyTorch's SDPA.
@@ -93,7 +94,7 @@ def enable(
     """
     check_transformers()
     _check_loaded(model)
-    from flashlatte.integrations.transformers import attention, hooks
+    from flashlatte.integrations.transformers import attention, continuous_batching, hooks
     from flashlatte.integrations.transformers.calls import check_cache_argument
     from flashlatte.integrations.transformers.classes import change_class
     from flashlatte.integrations.transformers.families import find_decoder
@@ -112,6 +113,7 @@ def enable(
         check_cache_argument(v4_decoder)
         disable(model)
         v4_decoder._flashlatte = _Enabled(v4.enable(v4_decoder, settings))
+        continuous_batching.refuse(model)
         return model
     decoder, family = find_decoder(model)
     check_cache_argument(decoder)
@@ -130,6 +132,7 @@ def enable(
             decoder.register_forward_hook(hooks.end_forward, with_kwargs=True),
         ]
     )
+    continuous_batching.refuse(model)
     return model
 
 
@@ -146,10 +149,12 @@ def disable(model: Model) -> Model:
     """
     check_transformers()
     _check_loaded(model)
+    from flashlatte.integrations.transformers import continuous_batching
     from flashlatte.integrations.transformers.attention import paged
     from flashlatte.integrations.transformers.classes import change_class
     from flashlatte.integrations.transformers.families import attentions, find_decoder
 
+    continuous_batching.restore(model)
     if (v4_decoder := _v4_decoder(model)) is not None:
         if "_flashlatte" in vars(v4_decoder):
             from flashlatte.integrations.transformers.v4 import attention as v4

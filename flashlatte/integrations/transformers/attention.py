@@ -16,6 +16,7 @@ from flashlatte.integrations.transformers.padded import PagedLatents
 from flashlatte.layers.forward import forward, project, rotate_query, softmax_scale
 from flashlatte.layers.metadata import MLAMetadata
 from flashlatte.ops.norm_rope.rotary import Rotary
+from flashlatte.runtime import gradients
 
 
 class PagedLatentAttention:
@@ -31,18 +32,20 @@ class PagedLatentAttention:
         if args or not isinstance(kwargs.get(CACHE), PagedLatentCache):
             stock: Any = super()
             return stock.forward(hidden_states, *args, **kwargs)
+        module: Any = self
         embeddings, mask = kwargs.pop("position_embeddings"), kwargs.pop("attention_mask", None)
         latents = kwargs.pop(CACHE).store
         metadata = latents.metadata(hidden_states.device)
         # An attention implementation that somebody chose computes prefill.
-        module: Any = self
         chosen = module.config._attn_implementation != "sdpa"
-        if metadata is None or (chosen and metadata.prefill is not None):
-            out, choice = masked_attention(module, hidden_states, embeddings, mask, latents, **kwargs)
-        else:
-            # A choice that layers share lies in the metadata.
-            factors = _query_factors(module, hidden_states, kwargs)
-            out, choice = flat_attention(module, hidden_states, embeddings, latents, metadata, factors), None
+        gradients.warn_if_dropped(f"{self.family.attention_class.__name__} of an enabled model", hidden_states)
+        with torch.no_grad():
+            if metadata is None or (chosen and metadata.prefill is not None):
+                out, choice = masked_attention(module, hidden_states, embeddings, mask, latents, **kwargs)
+            else:
+                # A choice that layers share lies in the metadata.
+                factors = _query_factors(module, hidden_states, kwargs)
+                out, choice = flat_attention(module, hidden_states, embeddings, latents, metadata, factors), None
         return (out, None, choice) if module.family.returns_choice else (out, None)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -27,7 +27,7 @@ from flashlatte.ops.norm_rope import rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.ops.q_kv_norm import q_kv_norm
 from flashlatte.ops.rotate_and_cache import rotate_and_cache
-from flashlatte.runtime import checks, dispatch, machine
+from flashlatte.runtime import checks, dispatch, gradients, machine
 
 
 class V4Projections(Protocol):
@@ -47,7 +47,8 @@ class V4Projections(Protocol):
 class V4Attention(nn.Module):
     """A layer of DeepSeek-V4's attention over a step of prefill and decode tokens of several requests.
 
-    The parameters have transformers' names (``DeepseekV4Attention``), so that its state dict fits.
+    The parameters have transformers' names (``DeepseekV4Attention``), so that its state dict fits. For inference: no
+    gradient flows through it, and the first call that records gradients of its input or a parameter warns.
 
     Args:
         config: of the layer.
@@ -101,10 +102,13 @@ class V4Attention(nn.Module):
             TypeError, ValueError: arguments that do not fit the layer or each other.
         """
         weight = self.q_a_proj.weight
-        if isinstance(hidden, torch.Tensor) and hidden.dtype != weight.dtype and weight.dtype in checks.FLOAT_DTYPES:
-            expected, got = checks.dtype_names([weight.dtype]), checks.dtype_names([hidden.dtype])
-            raise TypeError(f"hidden must be {expected} like the layer, got {got}")
-        return attend(self, self.config, hidden, step, cache, self.backend, self._rope_number)
+        if isinstance(hidden, torch.Tensor):
+            if hidden.dtype != weight.dtype and weight.dtype in checks.FLOAT_DTYPES:
+                expected, got = checks.dtype_names([weight.dtype]), checks.dtype_names([hidden.dtype])
+                raise TypeError(f"hidden must be {expected} like the layer, got {got}")
+            gradients.warn_if_layer_drops("V4Attention", self, hidden)
+        with torch.no_grad():
+            return attend(self, self.config, hidden, step, cache, self.backend, self._rope_number)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -23,6 +23,7 @@ from flashlatte.layers.v4 import V4Config
 from flashlatte.layers.v4.attention import attend
 from flashlatte.layers.v4.modules import check_weights, hidden_projections
 from flashlatte.layers.v4.streams import read_streams
+from flashlatte.runtime import gradients
 
 Model, Attention = DeepseekV4Model, DeepseekV4Attention
 
@@ -71,8 +72,10 @@ class PagedV4Attention(DeepseekV4Attention):
         store, layer = cache.store, self.layer_idx
         step = store.step(kwargs["position_ids"])
         module: Any = self
-        rows = hidden_states.flatten(0, 1)
-        out = attend(module, store.configs[layer], rows, step, store.cache(layer), store.backend)
+        gradients.warn_if_dropped("DeepseekV4Attention of an enabled model", hidden_states)
+        with torch.no_grad():
+            rows = hidden_states.flatten(0, 1)
+            out = attend(module, store.configs[layer], rows, step, store.cache(layer), store.backend)
         return out.view(hidden_states.shape), None
 
 
@@ -116,7 +119,8 @@ class BeginForward:
     def _cache_for(self, model: Any, call: dict[str, Any]) -> PagedV4Cache | None:
         """The paged cache of this pass; None if it is stock attention's."""
         cache = call.get(CACHE)
-        if hooks.needs_stock_attention(model, call):
+        bidirectional = getattr(model.config, "is_causal", True) is False
+        if bidirectional or hooks.needs_stock_attention(model, call):
             if isinstance(cache, PagedV4Cache):
                 raise ValueError(_NOT_STOCKS)
             return None

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 import torch
 
+from flashlatte.integrations.transformers.v4.masks import PassMask
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.layers.v4 import V4Cache, V4Config, V4Step
 from flashlatte.layers.v4.step import V4Groups
@@ -51,7 +52,7 @@ class V4Store:
         """Forget everything."""
         self.requests = self.columns = self._pages = self._coming = 0
         self._caches: dict[int, V4Cache] = {}
-        self._first: torch.Tensor | None = None
+        self._mask = PassMask(0)
         self._step: V4Step | None = None
 
     def plan(
@@ -59,18 +60,18 @@ class V4Store:
         requests: int,
         queries: int,
         device: torch.device,
-        mask: torch.Tensor | None,
+        attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> None:
-        """A pass of ``queries`` new columns begins. ``mask`` [requests, columns] hides padding on the left, or on the
-        right: that no token sees, so that nothing is hidden for it, and none may follow it.
+        """A pass of ``queries`` new columns begins. All columns are stored, and become part of groups, as in stock.
 
         Args:
-            position_ids: by which the columns are rotated, where the caller chose them; read from the device.
+            attention_mask: [requests, columns], the columns that the windows of this pass see; None: all.
+            position_ids: [requests or 1, queries], by which queries are rotated and see groups; None: the columns.
 
         Raises:
-            ValueError: another batch than before, a mask that hides anything between tokens, or a history that a pass
-                which failed has spoiled.
+            TypeError, ValueError: another batch than before, a mask or positions that do not fit the pass, or a history
+                that a failed pass has overwritten.
         """
         if self.requests not in (0, requests):
             raise ValueError(f"the cache holds {self.requests} requests, and the pass has {requests}")
@@ -78,24 +79,9 @@ class V4Store:
             raise ValueError(
                 "the cache must be new: the pass before failed, and has overwritten what unfinished groups need"
             )
-        first = self._first
-        if mask is not None:
-            total = self.columns + queries
-            seen = mask.to(device) != 0
-            before = seen.new_zeros(seen.shape[0], 1)
-            begins = seen & ~torch.cat((before, seen), dim=1)[:, :-1]
-            if seen.shape != (requests, total) or bool((begins.sum(dim=1) > 1).any()):
-                raise ValueError(
-                    f"attention_mask must be [{requests}, {total}] and hide nothing between tokens that are seen, got "
-                    f"{list(mask.shape)}"
-                )
-            padding = (seen.cumsum(dim=1) == 0).sum(dim=1)
-            first = padding if bool(padding.any()) else None
-        self.requests, self._coming, self._first, self._step = requests, queries, first, None
-        positions = self.columns + queries
-        if position_ids is not None and position_ids.numel():
-            positions = max(positions, int(position_ids.max()) + 1)
-        self._rotate_up_to(positions)
+        self._mask = PassMask.read(requests, self.columns, queries, device, attention_mask, position_ids)
+        self.requests, self._coming, self._step = requests, queries, None
+        self._rotate_up_to(self._mask.longest)
         self._grow(device)
 
     def commit(self) -> None:
@@ -108,8 +94,9 @@ class V4Store:
     def step(self, position_ids: torch.Tensor) -> V4Step:
         """The pass as all layers see it; ``position_ids`` [requests or 1, queries] are those it is rotated by."""
         if self._step is None:
-            device = position_ids.device
-            turned_by = position_ids.expand(self.requests, -1).flatten()
+            device, mask = position_ids.device, self._mask
+            # A workspace has room for the columns that a causal, contiguous window reaches, and for groups before it.
+            limits = None if mask.ahead or mask.visible is not None else self.workspaces
             ratios = {config.ratio: config for config in self.configs if config.ratio}
             step = V4Step.of_spans(
                 [(self.columns, self.columns + self._coming)] * self.requests,
@@ -117,28 +104,29 @@ class V4Store:
                 {ratio: self._tables(ratio, device) for ratio in ratios},
                 window=self.configs[0].window,
                 page_size=self.page_size,
-                rotary_positions=turned_by,
-                first_tokens=self._first,
-                limits=self.workspaces,
+                rotary_positions=position_ids.expand(self.requests, -1).flatten(),
+                first_tokens=mask.first_tokens,
+                limits=limits,
                 backend=self.backend,
             )
-            if self._coming == 1:
-                # As in transformers a single query sees all groups that are there, where none selects among them.
-                groups = dict(step.groups)
-                for ratio, config in ratios.items():
-                    if config.indexer is None:
-                        groups[ratio] = V4Groups.build(
-                            ratio,
-                            step.request_ids,
-                            step.positions,
-                            step.positions,
-                            *self._tables(ratio, device),
-                            self.page_size,
-                            self.backend,
-                        )
-                step = replace(step, groups=groups)
-            self._step = step
+            groups = {ratio: self._as_seen(step, ratio, config) for ratio, config in ratios.items()}
+            self._step = replace(step, window_slots=mask.hide(step), groups=groups)
         return self._step
+
+    def _as_seen(self, step: V4Step, ratio: int, config: V4Config) -> V4Groups:
+        """The step's groups with as many for each token as stock attention sees.
+
+        That is (position + 1) // ratio, of the groups that are complete at the end of the pass, where a ``V4Step``
+        stops at the token's own column. A single query sees all of them in layers without an indexer.
+        """
+        if self._coming == 1 and config.indexer is None:
+            seeing = step.positions
+        elif self._mask.ahead:
+            seeing = step.rotary_positions.clamp_max(self.columns + self._coming - 1)
+        else:
+            return step.groups[ratio]
+        tables = self._tables(ratio, step.positions.device)
+        return V4Groups.build(ratio, step.request_ids, step.positions, seeing, *tables, self.page_size, self.backend)
 
     def select(self, rows: torch.Tensor) -> None:
         """Go on with these requests, in this order; one may be there several times."""
@@ -155,8 +143,6 @@ class V4Store:
                     new.copy_(old[pages])
                     chosen[field.name] = new
             self._caches[layer] = V4Cache(**chosen)
-        if self._first is not None:
-            self._first = self._first[rows.to(self._first.device)]
         self.requests = len(rows)
 
     def _rotate_up_to(self, positions: int) -> None:
