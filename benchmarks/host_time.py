@@ -4,23 +4,28 @@
     python benchmarks/host_time.py --json before.json
 
 Each operation is timed plainly and under ``torch.set_default_device("cuda")``, a mode that every torch function passes
-through, beside ``x.add_(1)``, what PyTorch itself takes for one kernel. The GPU is waited for between batches of
-calls, so that a full queue is not timed. The script calls public functions only and so times any checkout of
-FlashLatte that is on PYTHONPATH.
+through, beside ``x.add_(1)``, the time of one kernel of PyTorch's. Where FlashMLA is installed as ``flash_mla``, its
+``flash_mla_with_kvcache`` is timed with the same tensors. The script waits for the GPU between batches of calls, so
+that a full queue is not timed. It calls public functions only and so times any checkout of FlashLatte that is on
+PYTHONPATH.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import json
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import flashlatte
+from flashlatte import flash_mla
 
 PLAIN, MODE = "plain", "set_default_device"
 
@@ -40,8 +45,47 @@ def calls(device: torch.device) -> dict[str, Callable[[], object]]:
     selected = torch.arange(2048, dtype=torch.int32, device=device).view(1, 1, 2048)
     outs, lses = [rows(1, 128, 512) for _ in range(2)], [torch.zeros(1, 128, device=device) for _ in range(2)]
     slots, latents, rope = torch.arange(1, device=device), rows(1, 512), rows(1, 64)
+    indices, extra_indices = (
+        torch.arange(count, dtype=torch.int32, device=device).repeat(2, 2, 1) for count in (128, 512)
+    )
+    queries, sink = rows(2, 2, 64, 512), torch.zeros(64, device=device)
+    window, compressed = (flashlatte.kv_cache.allocate("model1", 8, size, device=device) for size in (256, 64))
+
+    def dense(library: Any, heads: int) -> Callable[[], object]:
+        schedule, given = library.get_mla_metadata()[0], q[:, :, :heads].contiguous()
+        return lambda: library.flash_mla_with_kvcache(given, k_cache, block_table, lengths, 512, schedule)
+
+    def sparse(library: Any) -> Callable[[], object]:
+        schedule = library.get_mla_metadata()[0]
+        return lambda: library.flash_mla_with_kvcache(
+            queries,
+            window,
+            None,
+            None,
+            512,
+            schedule,
+            is_fp8_kvcache=True,
+            indices=indices,
+            attn_sink=sink,
+            extra_k_cache=compressed,
+            extra_indices_in_kvcache=extra_indices,
+        )
+
+    libraries: dict[str, Any] = {"FlashLatte": flash_mla}
+    if importlib.util.find_spec("flash_mla") is not None:
+        libraries["FlashMLA"] = importlib.import_module("flash_mla")
+    drop_ins = {
+        f"flash_mla_with_kvcache, {what}, {name}": call(library)
+        for what, call in (
+            ("h 128", lambda library: dense(library, 128)),
+            ("h 16", lambda library: dense(library, 16)),
+            ("sparse", sparse),
+        )
+        for name, library in libraries.items()
+    }
     return {
         "x.add_(1)": lambda: x.add_(1),
+        **drop_ins,
         "dense_decode": lambda: flashlatte.dense_decode(q, k_cache, block_table, lengths),
         "sparse_decode": lambda: flashlatte.sparse_decode(q, packed, selected),
         "merge_states": lambda: flashlatte.merge_states(outs, lses),
@@ -78,9 +122,9 @@ def measure(batches: int, calls_a_batch: int) -> dict[str, dict[str, float]]:
 
 
 def report(found: dict[str, dict[str, float]]) -> None:
-    print(f"{'µs':16}{PLAIN:>10}{MODE:>22}")
+    print(f"{'µs':44}{PLAIN:>10}{MODE:>22}")
     for name, by in found.items():
-        print(f"{name:16}{by[PLAIN]:10.1f}{by[MODE]:22.1f}")
+        print(f"{name:44}{by[PLAIN]:10.1f}{by[MODE]:22.1f}")
 
 
 def main() -> int:

@@ -29,6 +29,7 @@ from flashlatte.ops.dense_decode import dense_decode
 from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.ops.sparse_prefill import sparse_prefill
 from flashlatte.runtime import alias, checks
+from flashlatte.runtime.repeat import repeats_launches
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -146,7 +147,6 @@ def flash_mla_with_kvcache(
         )
     if num_splits is not None:
         raise ValueError(f"num_splits must be None, as get_mla_metadata returned it, got {type(num_splits).__name__}")
-    _check_fp8_flag(k_cache, is_fp8_kvcache, descale_k)
     if indices is None:
         for name, value in (
             ("attn_sink", attn_sink),
@@ -160,27 +160,99 @@ def flash_mla_with_kvcache(
         if block_table is None or cache_seqlens is None:
             missing = "block_table" if block_table is None else "cache_seqlens"
             raise ValueError(f"{missing} must be given for dense decode (without indices), got None")
-        q = _query(q, descale_q)
-        with checks.naming(k_scale="descale_k"):
-            return dense_decode(
-                q,
-                k_cache,
-                block_table,
-                cache_seqlens,
-                head_dim_v=head_dim_v,
-                softmax_scale=softmax_scale,
-                causal=causal,
-                k_scale=descale_k,
-                out=out,
-                lse=lse,
-                empty_lse=math.inf,
-                backend=backend,
-            )
+        return _dense(
+            q,
+            k_cache,
+            block_table,
+            cache_seqlens,
+            head_dim_v,
+            softmax_scale,
+            causal,
+            is_fp8_kvcache,
+            descale_q,
+            descale_k,
+            out,
+            lse,
+            backend,
+        )
     if checks.flag("causal", causal):
         raise ValueError("causal must be False in sparse decode (with indices), whose mask is the indices; got True")
     for name, value in (("descale_q", descale_q), ("descale_k", descale_k)):
         if value is not None:
             raise ValueError(f"{name} belongs to dense decode over an fp8 cache, got it with indices")
+    return _sparse(
+        q,
+        k_cache,
+        indices,
+        topk_length,
+        attn_sink,
+        extra_k_cache,
+        extra_indices_in_kvcache,
+        extra_topk_length,
+        softmax_scale,
+        head_dim_v,
+        is_fp8_kvcache,
+        out,
+        lse,
+        backend,
+    )
+
+
+@repeats_launches
+def _dense(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    head_dim_v: int,
+    softmax_scale: float | None,
+    causal: bool,
+    is_fp8_kvcache: bool,
+    descale_q: float | torch.Tensor | None,
+    descale_k: float | torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    backend: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``dense_decode`` with FlashMLA's arguments. What reads a tensor stands here, where a repeat leaves it out."""
+    _check_fp8_flag(k_cache, is_fp8_kvcache, descale_k)
+    q = _query(q, descale_q)
+    with checks.naming(k_scale="descale_k"):
+        return dense_decode(
+            q,
+            k_cache,
+            block_table,
+            cache_seqlens,
+            head_dim_v=head_dim_v,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            k_scale=descale_k,
+            out=out,
+            lse=lse,
+            empty_lse=math.inf,
+            backend=backend,
+        )
+
+
+@repeats_launches
+def _sparse(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    indices: torch.Tensor,
+    topk_length: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    extra_k_cache: torch.Tensor | None,
+    extra_indices: torch.Tensor | None,
+    extra_topk_length: torch.Tensor | None,
+    softmax_scale: float | None,
+    head_dim_v: int,
+    is_fp8_kvcache: bool,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    backend: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``sparse_decode`` with FlashMLA's arguments, as ``_dense``."""
+    _check_fp8_flag(k_cache, is_fp8_kvcache, None)
     with checks.naming(extra_indices="extra_indices_in_kvcache"):
         return sparse_decode(
             q,
@@ -189,7 +261,7 @@ def flash_mla_with_kvcache(
             topk_length=topk_length,
             attn_sink=attn_sink,
             extra_k_cache=extra_k_cache,
-            extra_indices=extra_indices_in_kvcache,
+            extra_indices=extra_indices,
             extra_topk_length=extra_topk_length,
             softmax_scale=softmax_scale,
             head_dim_v=head_dim_v,

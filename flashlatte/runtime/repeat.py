@@ -1,20 +1,21 @@
-"""Calls that repeat what an earlier call like them launched.
+"""Repeat the launches of an earlier call.
 
-All that an operation settles on the host (checks, the choice of an implementation, its plan, its arguments' strides)
-depends on the shapes, strides, dtypes and alignment of its tensors and on its other arguments. So the launches of a
-call are remembered by these, and the next such call only allocates its outputs and launches again: with a decode
-kernel of 15 µs, Python would otherwise take most of the time.
+All that an operation settles on the host (checks, the choice of an implementation, its plan, the strides of its
+arguments) depends on the shapes, strides, dtypes, devices and alignment of its tensors and on its other arguments.
+These are the key under which a call's launches are stored. The next call with the same key allocates its outputs and
+launches again: with a decode kernel of 15 µs, Python would otherwise take most of the time.
 
-A plan that the caller makes and runs would save the making of the key, 3 µs of 10, and would have to look at the same
-facts of its tensors to be safe; and FlashMLA's callers, who have no such plan, would still need this.
+A plan object that the caller makes and runs would save the key, 3 µs of 10, but would have to look at the same
+properties of its tensors to be safe. FlashMLA's callers, who have no such plan, would still need this.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch._C import DisableTorchFunction
@@ -25,19 +26,20 @@ from torch.autograd.graph import increment_version
 from flashlatte.runtime.gradients import has_tangents
 from flashlatte.runtime.recording import Recording, is_recording, record
 
-# Calls that an operation remembers.
-_REMEMBERED = 4096
+# Entries of all operations together, of 14 KB each.
+_MAX_ENTRIES = 8192
 # The tensors whose launches are repeated, and PyTorch's number for the first device; the CPU has -1.
 _DEVICE_TYPE, _FIRST_DEVICE = "cuda", 0
-# What programs of torch.compile allocate with, (shape, stride, dtype): a third of the time of torch.empty_strided.
+# The allocation of torch.compile's programs, (shape, stride, dtype): a third of the time of torch.empty_strided.
 _allocate = getattr(guards, "_empty_strided_cuda", None)
-_UNKNOWN: Any = object()
-_PLAIN_VALUES = frozenset({type(None), bool, int, float, str})
+_PLAIN_VALUES = frozenset({bool, int, float, str})
 # Other subclasses may mean something else by an operation.
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_forget: list[Callable[[], None]] = []
+# False: the call does more than launch kernels.
+_entries: dict[tuple[Any, ...], _Repeat | Literal[False]] = {}
+_entries_lock = threading.Lock()
 
 
 class _NotRepeatable(Exception):
@@ -45,68 +47,66 @@ class _NotRepeatable(Exception):
 
 
 def repeats_launches(function: _Function) -> _Function:
-    """Decorate an operation that launches kernels and returns what they write, a tensor or a tuple, or None.
-
-    Launches are told tensors by their addresses. So kernels take tensors of the call, or of its own making, from their
-    beginning: a view from the middle of one would pass for another that begins there.
+    """Decorate an operation that launches kernels and returns their outputs: a tensor, a tuple of tensors, or None.
 
     ``function`` itself runs at every call under torch.compile, a tracing mode or a transform, on the CPU, where a
-    gradient is recorded, and where the work is more than launches. Modes of torch functions are not told of a repeat:
-    that would double its time under ``torch.set_default_device``.
+    gradient is recorded, and where it does more than launch. Modes of torch functions do not see a repeat, which would
+    take twice as long under ``torch.set_default_device``.
     """
-    known: dict[tuple[Any, ...], _Repeat | None] = {}
-    _forget.append(known.clear)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not _eager():
             return function(*args, **kwargs)
+        key: list[Any] = [function, *kwargs]
         tensors: list[torch.Tensor] = []
-        key: list[Any] = [*kwargs]
-        # Attributes of tensors, too, would pass through a mode.
+        # Reading an attribute of a tensor would pass through a mode, too.
         with DisableTorchFunction():
             try:
                 addresses = _append(key, tensors, (*args, *kwargs.values()))
-                # Which tensors begin where others do: what an operation may refuse, or plan for.
+                # Which tensors begin where others do: an operation may refuse that, or depend on it.
                 key.append(len(set(addresses)) == len(addresses) or tuple(map(addresses.index, addresses)))
-                repeat = known.get(tuple(key), _UNKNOWN)
+                entry = _entries.get(tuple(key))
             except (_NotRepeatable, TypeError, RuntimeError):
                 # TypeError: an argument without a hash; RuntimeError: a tensor without strides or an address.
-                repeat = None
-            if repeat is not None and repeat is not _UNKNOWN and repeat.can_run():
-                return repeat(tensors, addresses)
-        if repeat is not _UNKNOWN:
+                entry = False
+            if entry and not entry.binds(addresses):
+                entry = None
+            if entry and entry.can_run():
+                return entry(tensors, addresses)
+        if entry is not None:
             return function(*args, **kwargs)
-        results, repeat = _recorded(function, args, kwargs, tensors)
-        if len(known) >= _REMEMBERED:
-            known.clear()
-        known[tuple(key)] = repeat
+        results, entry = _recorded(function, args, kwargs, tensors)
+        _store(tuple(key), entry)
         return results
 
     return call  # type: ignore[return-value]
 
 
 def _append(key: list[Any], tensors: list[torch.Tensor], values: Iterable[Any]) -> list[int]:
-    """Append to ``key`` what launches depend on, and to ``tensors`` the tensors, whose addresses are returned."""
+    """Append to ``key`` what launches depend on, and the tensors to ``tensors``. Returns their addresses."""
     addresses: list[int] = []
     records_gradient = torch.is_grad_enabled()
     for value in values:
+        if value is None:
+            key.append(None)
+            continue
         kind = type(value)
-        if kind in _PLAIN_VALUES:
-            key += (kind, value)
-        elif kind in _PLAIN_TENSORS:
-            device = value.get_device()
+        if kind in _PLAIN_TENSORS:
+            device, dtype, address = value.get_device(), value.dtype, value.data_ptr()
             if device < _FIRST_DEVICE or (records_gradient and value.requires_grad):
                 raise _NotRepeatable
-            address, dtype = value.data_ptr(), value.dtype
             # A part of complex numbers may be stored with the other sign.
             if dtype is torch.float32 and value.is_neg():
                 raise _NotRepeatable
             tensors.append(value)
             addresses.append(address)
             key += (value.shape, value.stride(), dtype, device, address & 15)
+        elif kind in _PLAIN_VALUES:
+            # With the type: 1, 1.0 and True are equal.
+            key += (kind, value)
         elif isinstance(value, (list, tuple)):
-            # A named one, too: as a value its tensors would be kept alive, and told apart from others like them.
+            # Also a named tuple: as a plain value it would keep its tensors alive and differ from others like it.
             key += (kind, len(value))
             addresses += _append(key, tensors, value)
         elif isinstance(value, torch.Tensor):
@@ -116,14 +116,29 @@ def _append(key: list[Any], tensors: list[torch.Tensor], values: Iterable[Any]) 
     return addresses
 
 
+def _store(key: tuple[Any, ...], entry: _Repeat | Literal[False]) -> None:
+    """Add an entry, in place of the oldest one where there are ``_MAX_ENTRIES``."""
+    with _entries_lock:
+        _entries.pop(key, None)
+        if len(_entries) >= _MAX_ENTRIES:
+            del _entries[next(iter(_entries))]
+        _entries[key] = entry
+
+
 def forget() -> None:
-    """Forget all calls, as when an implementation is registered that might have been chosen."""
-    for clear in _forget:
-        clear()
+    """Remove all entries, as when an implementation is registered that might have been chosen."""
+    with _entries_lock:
+        _entries.clear()
 
 
 class _Repeat:
-    """The launches of a call, for other tensors like the call's."""
+    """The launches of a call, for other tensors like the call's.
+
+    A launch's argument is bound to the tensor of the call that it is. A view or a TMA descriptor is bound to the tensor
+    that begins at its address. Where another tensor of the call extends over that address, the view may as well be one
+    from the middle of that tensor. Both are at one address again if the two tensors are as far apart as in the recorded
+    call, and only such a call is repeated (``binds``).
+    """
 
     def __init__(
         self,
@@ -140,7 +155,7 @@ class _Repeat:
             raise _NotRepeatable("more than launches")
         if not tensors or tensors[0].device.type != _DEVICE_TYPE:
             raise _NotRepeatable("another device than one of torch.cuda")
-        given = {id(tensor) for tensor in tensors}
+        given = {id(tensor): number for number, tensor in enumerate(tensors)}
         by_address: dict[int, int] = {}
         for number, tensor in enumerate(tensors):
             by_address.setdefault(tensor.data_ptr(), number)
@@ -153,10 +168,16 @@ class _Repeat:
             raise _NotRepeatable("tensors that share memory")
         by_address |= {address: number for number, address in enumerate(made, len(tensors))}
 
+        of_views: set[int] = set()
+
         def numbered(tensor: Any) -> int:
-            if tensor.data_ptr() not in by_address:
-                raise _NotRepeatable("a tensor that is neither given, nor scratch, nor a result")
-            return by_address[tensor.data_ptr()]
+            number = given.get(id(tensor))
+            if number is None:
+                number = by_address.get(tensor.data_ptr())
+                if number is None:
+                    raise _NotRepeatable("a tensor that is neither given, nor scratch, nor a result")
+                of_views.add(number)
+            return number
 
         def without_tensors(argument: Any) -> Any:
             if isinstance(argument, torch.Tensor):
@@ -181,6 +202,20 @@ class _Repeat:
         written = {tensor.untyped_storage().data_ptr() for tensor in recording.written}
         self._written = [n for n, tensor in enumerate(tensors) if tensor.untyped_storage().data_ptr() in written]
         self._device = tensors[0].device
+        # (tensor, another one that extends over its beginning, bytes between their beginnings)
+        self._distances = [
+            (number, other, tensors[number].data_ptr() - tensor.data_ptr())
+            for number in of_views
+            if number < len(tensors)
+            for other, tensor in enumerate(tensors)
+            if 0 < tensors[number].data_ptr() - tensor.data_ptr() < _extent(tensor)
+        ]
+
+    def binds(self, addresses: Sequence[int]) -> bool:
+        """Whether each argument of the launches is at the address of its tensor, for tensors at ``addresses``."""
+        return not self._distances or all(
+            addresses[number] - addresses[other] == distance for number, other, distance in self._distances
+        )
 
     def can_run(self) -> bool:
         """Whether the current device is the recorded one, and nobody (a profiler) wants to be told of launches."""
@@ -214,17 +249,17 @@ class _Repeat:
 
 def _recorded(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
-) -> tuple[Any, _Repeat | None]:
-    """The results of a call, and what repeats it, if that can be."""
+) -> tuple[Any, _Repeat | Literal[False]]:
+    """The results of a call, and what repeats it, if that is possible."""
     internals = _internals()
     if internals is None:
-        return function(*args, **kwargs), None
+        return function(*args, **kwargs), False
     results, recording = record(function, args, kwargs, internals.telling_of_launches)
     try:
         with DisableTorchFunction():
             return results, _Repeat(internals, tensors, () if results is None else results, recording)
     except _NotRepeatable:
-        return results, None
+        return results, False
 
 
 @functools.cache
@@ -239,9 +274,13 @@ def _internals() -> ModuleType | None:
 
 def _is_whole(tensor: torch.Tensor) -> bool:
     """Whether a tensor is all of its memory, so that an allocation like it has room for it."""
+    return tensor.storage_offset() == 0 and _extent(tensor) >= tensor.untyped_storage().nbytes()
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last one."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    storage = tensor.untyped_storage().nbytes()
-    return tensor.storage_offset() == 0 and (last + 1) * tensor.element_size() >= storage
+    return (last + 1) * tensor.element_size()
 
 
 def _eager() -> bool:

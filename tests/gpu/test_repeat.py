@@ -10,6 +10,7 @@ import torch
 from gpu.harness import DEVICE
 
 import flashlatte
+from flashlatte import flash_mla
 from flashlatte.runtime import repeat
 from flashlatte.testing.draws import Draw
 
@@ -35,6 +36,27 @@ def sparse_decode(draw: Draw) -> Call:
     flashlatte.kv_cache.write(cache, slots, rows(draw, 32 * 64, 576))
     q, indices = rows(draw, 2, 1, 128, 576), slots.view(2, 1, 1024).int()
     return lambda: flashlatte.sparse_decode(q, cache, indices)
+
+
+def flash_mla_with_kvcache(draw: Draw) -> Call:
+    caches = [flashlatte.kv_cache.allocate("model1", 8, page_size, device=DEVICE) for page_size in (256, 64)]
+    for cache in caches:
+        slots = torch.arange(cache.shape[0] * cache.shape[1], device=DEVICE)
+        flashlatte.kv_cache.write(cache, slots, rows(draw, len(slots), 512))
+    indices = [torch.arange(topk, dtype=torch.int32, device=DEVICE).repeat(2, 2, 1) for topk in (128, 512)]
+    q, schedule = rows(draw, 2, 2, 64, 512), flash_mla.get_mla_metadata()[0]
+    return lambda: flash_mla.flash_mla_with_kvcache(
+        q,
+        caches[0],
+        None,
+        None,
+        512,
+        schedule,
+        is_fp8_kvcache=True,
+        indices=indices[0],
+        extra_k_cache=caches[1],
+        extra_indices_in_kvcache=indices[1],
+    )
 
 
 def sparse_prefill(draw: Draw) -> Call:
@@ -73,7 +95,15 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-OPERATIONS = [dense_decode, sparse_decode, sparse_prefill, dense_prefill, merge_states, cache_write_and_gather]
+OPERATIONS = [
+    dense_decode,
+    sparse_decode,
+    flash_mla_with_kvcache,
+    sparse_prefill,
+    dense_prefill,
+    merge_states,
+    cache_write_and_gather,
+]
 
 
 @pytest.fixture

@@ -40,6 +40,7 @@ class Add:
 @pytest.fixture
 def add(monkeypatch: pytest.MonkeyPatch) -> Add:
     compiled = Add()
+    repeat.forget()
     monkeypatch.setattr(repeat, "_DEVICE_TYPE", "cpu")
     monkeypatch.setattr(repeat, "_FIRST_DEVICE", -1)
     monkeypatch.setattr(repeat, "_current_device", lambda: None)
@@ -164,6 +165,53 @@ def test_more_sharing_than_was_recorded_is_left_to_the_operation(add: Add) -> No
     assert len(ran) == 1
     call(a, a, out=a)
     assert len(ran) == 2
+
+
+def test_a_view_from_within_an_argument_is_not_another_argument(add: Add) -> None:
+    """The launch takes the second row of ``rows``, where ``b`` begins in some of the calls."""
+    ran: list[int] = []
+    work = recording.watched(lambda out, rows, b: launch(add, out, rows[1], b, 0.0))
+
+    @repeat.repeats_launches
+    def call(rows: torch.Tensor, b: torch.Tensor) -> Any:
+        ran.append(1)
+        out = torch.empty_strided(b.shape, b.stride())
+        work(out, rows, b)
+        return (out,)
+
+    def calls_with(is_second_row: bool) -> None:
+        rows = numbers(add, 2, 4)
+        b = rows[1] if is_second_row else numbers(add, 4)
+        add.known(rows[1])
+        assert torch.equal(call(rows, b)[0], rows[1] + b)
+
+    for _ in range(3):
+        calls_with(is_second_row=True)
+    assert len(ran) == 1
+    for is_second_row in (False, True, False):
+        calls_with(is_second_row)
+
+
+def test_columns_of_one_tensor_are_arguments_like_others(add: Add) -> None:
+    """As a latent and its rope: the first spans the beginning of the second."""
+    call, ran = operation(add)
+    for is_one_tensor in (True, True, False):
+        columns, others = numbers(add, 3, 8), numbers(add, 3, 8)
+        a, b = columns[:, :4], (columns if is_one_tensor else others)[:, 4:]
+        add.known(a, b)
+        assert torch.equal(call(a, b)[0], a + b)
+    assert len(ran) == 1
+
+
+def test_an_argument_within_another_one_is_told_by_its_distance(add: Add) -> None:
+    """The launch takes views, which could be of either argument."""
+    call, ran = operation(add, lambda out, a, b, number: launch(add, out, a.view(-1), b.view(-1), number))
+    for first, expected in ((1, 1), (1, 1), (2, 2), (2, 2), (1, 3)):
+        rows = numbers(add, 9, 4)
+        a, b = rows[:3].view(-1), rows[first : first + 3].view(-1)
+        add.known(a, b)
+        assert torch.equal(call(a, b)[0], a + b)
+        assert len(ran) == expected
 
 
 def test_a_parameter_is_a_tensor(add: Add) -> None:
@@ -355,6 +403,22 @@ def test_forgets(add: Add) -> None:
     repeat.forget()
     call(a, b)
     assert len(ran) == 2
+
+
+def test_the_oldest_entry_of_all_operations_makes_room(monkeypatch: pytest.MonkeyPatch, add: Add) -> None:
+    monkeypatch.setattr(repeat, "_MAX_ENTRIES", 3)
+    (first, ran_first), (second, ran_second) = operation(add), operation(add)
+    sizes = {size: numbers(add, size) for size in (4, 5, 6)}
+    for call, size in ((first, 4), (first, 5), (second, 4), (second, 6)):
+        call(sizes[size], sizes[size])
+    ran_first.clear()
+    ran_second.clear()
+    for call, size in ((first, 5), (second, 4), (second, 6)):
+        call(sizes[size], sizes[size])
+    assert not ran_first
+    assert not ran_second
+    first(sizes[4], sizes[4])
+    assert ran_first
 
 
 def test_a_profiler_sees_every_launch(add: Add) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from flashlatte.runtime import machine, repeat
 
@@ -15,7 +16,7 @@ pytest.importorskip("triton")
 from support import no_gpu
 from support.operation_calls import CALLS, use_hopper
 
-from flashlatte import kv_cache
+from flashlatte import flash_mla, kv_cache
 from flashlatte.ops.merge_states import merge_states
 from flashlatte.runtime import triton_internals, triton_kernel
 
@@ -116,3 +117,38 @@ def test_a_merge_into_a_part_of_a_stack_is_told_from_one_into_other_memory(launc
         tuples = [addresses(item) for item in launches[0] if isinstance(item, tuple) and len(item) == 3]
         assert addresses((*outs, out)) in tuples
         assert addresses((*lses, lse)) in tuples
+
+
+class _Counting(TorchFunctionMode):
+    """Counts the calls and attribute reads that a mode such as ``torch.set_default_device``'s sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_a_repeat_of_flash_mla_with_kvcache_costs_a_mode_nothing(launches: list[Any], sparse: bool) -> None:
+    q, k_cache = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((2, 1, 64, 576), (4, 64, 1, 576)))
+    arguments: dict[str, Any] = {"block_table": torch.zeros(2, 64, dtype=torch.int32)}
+    arguments["cache_seqlens"] = torch.zeros(2, dtype=torch.int32)
+    if sparse:
+        k_cache = kv_cache.allocate("v32", 4, 64)
+        arguments |= {"indices": torch.zeros(2, 1, 512, dtype=torch.int32), "is_fp8_kvcache": True}
+
+    def call() -> None:
+        schedule, _ = flash_mla.get_mla_metadata()
+        flash_mla.flash_mla_with_kvcache(
+            q, k_cache, head_dim_v=512, tile_scheduler_metadata=schedule, backend="hopper", **arguments
+        )
+
+    call()
+    launches.clear()
+    with _Counting() as counting:
+        call()
+    assert launches
+    assert counting.seen == 0
