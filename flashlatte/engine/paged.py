@@ -14,6 +14,7 @@ from flashlatte import kv_cache
 from flashlatte.distributed.model.alone import Alone
 from flashlatte.engine.batch import Batch, Limits
 from flashlatte.kv_cache import CacheFormat
+from flashlatte.layers import models
 from flashlatte.layers.weights import has_hooks, is_replaced
 
 # Makes the metadata of a step, whose ``num_tokens`` it has, with padding up to so many requests if a number is given:
@@ -152,6 +153,8 @@ def config_of(model: Any) -> Any:
 
 
 def check_type(config: Any, known: Sequence[str]) -> None:
+    """Raise ValueError for a model of another type, with the reason if there is one."""
+    models.check_not_refused(config.model_type)
     if config.model_type not in known:
         raise ValueError(
             f"model must be of a type that the engine knows ({', '.join(known)}), got {config.model_type!r}"
