@@ -1,4 +1,4 @@
-"""What an engine asks of a model: logits of flat batches over paged caches, and the caches; models of checkpoints."""
+"""What an engine asks of a model: logits of flat batches over paged caches, and the caches."""
 
 from __future__ import annotations
 
@@ -124,18 +124,14 @@ class PagedModel:
         return int(free * CACHE_SHARE) // page_bytes
 
 
-def load(path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Any:
-    """The transformers model of a checkpoint directory, in evaluation mode."""
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        path, config=config_of(path), dtype=dtype or "auto", local_files_only=True
-    )
-    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
-
-
 def config_of(model: Any) -> Any:
-    """The transformers config of a model, or of a checkpoint directory."""
+    """The transformers config of a model, or of a checkpoint directory.
+
+    Raises:
+        ModuleNotFoundError: transformers is not installed.
+        OSError, ValueError: the directory, or its config.json, is missing or cannot be read.
+        TypeError: neither a model nor a path.
+    """
     if not isinstance(model, (str, Path)):
         if not hasattr(getattr(model, "config", None), "model_type"):
             raise TypeError(f"model must be of transformers, or the directory of a checkpoint, got {model!r}")
@@ -146,6 +142,8 @@ def config_of(model: Any) -> Any:
         raise ModuleNotFoundError("the engine needs transformers: pip install 'flashlatte[transformers]'") from error
     if not Path(model).is_dir():
         raise FileNotFoundError(f"model must be the directory of a checkpoint, got {model}")
+    if not (Path(model) / "config.json").is_file():
+        raise FileNotFoundError(f"model must be the directory of a checkpoint, and {model} has no config.json")
     fields, _ = DeepseekV3Config.get_config_dict(model, local_files_only=True)
     if fields.get("model_type") == _OF_KIMI_K2:
         return DeepseekV3Config.from_dict(fields | {"model_type": DeepseekV3Config.model_type})

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +18,8 @@ from flashlatte.layers.quantised import times_scales
 BLOCK = 128
 _SCALE = "_scale_inv"
 _INDEX = "model.safetensors.index.json"
+# Names that an error gives.
+_LISTED = 8
 
 
 def read_layer(path: str | Path, layer: int) -> dict[str, torch.Tensor]:
@@ -24,16 +28,12 @@ def read_layer(path: str | Path, layer: int) -> dict[str, torch.Tensor]:
     Raises:
         FileNotFoundError: there is no safetensors file.
         ModuleNotFoundError: safetensors is not installed.
-        ValueError: no file has the layer.
+        ValueError: a file is damaged; no file has the layer.
     """
-    try:
-        from safetensors import safe_open
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("this needs safetensors: pip install 'flashlatte[transformers]'") from error
     marker = f"layers.{layer}.self_attn."
     found = {}
     for file in _files(Path(path), marker):
-        with safe_open(file, framework="pt") as tensors:
+        with opened(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
                 prefix, _, rest = name.partition(marker)
                 if rest and (not prefix or prefix.endswith(".")):
@@ -56,16 +56,107 @@ def _files(path: Path, marker: str) -> list[Path]:
     return files
 
 
+def safetensors_files(path: Path) -> list[Path]:
+    """The safetensors files of a directory that transformers reads; none where it reads others."""
+    whole, index = path / "model.safetensors", path / _INDEX
+    if whole.is_file():
+        return [whole]
+    return sorted({path / file for file in files_by_weight(index).values()}) if index.is_file() else []
+
+
+def opened(file: Path) -> Any:
+    """A safetensors file, open; no tensor is read yet.
+
+    Raises:
+        FileNotFoundError, ModuleNotFoundError: the file, or safetensors, is missing.
+        ValueError: the file is damaged, as after a download that was interrupted.
+    """
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("this needs safetensors: pip install 'flashlatte[transformers]'") from error
+    if not file.is_file():
+        raise FileNotFoundError(f"the checkpoint's file {file} is missing")
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file} must be a complete safetensors file: {error}") from error
+
+
 def files_by_weight(index: Path) -> dict[str, str]:
     """The file of each weight, from a checkpoint's index.
 
     Raises:
-        ValueError: The index has none.
+        ValueError: The index is not JSON, or has none.
     """
-    files = json.loads(index.read_text()).get("weight_map")
+    try:
+        files = json.loads(index.read_text()).get("weight_map")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{index} must be JSON: {error}") from error
     if not isinstance(files, dict):
         raise ValueError(f"{index.name} must have a weight_map of weights' files, got {files!r} in {index.parent}")
     return files
+
+
+def check_loaded(
+    path: str | Path,
+    model: Any,
+    missing: Collection[str],
+    unused: Iterable[str],
+    mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]] = (),
+) -> None:
+    """Raise ValueError unless a transformers model has every weight from a checkpoint, with its biases and scales.
+
+    Args:
+        missing: weights of the model that the checkpoint lacks.
+        unused: tensors of the checkpoint that the model does not have.
+        mismatched: weights of the model, with their shape in the checkpoint and in the model.
+    """
+    unused = own_tensors(model, unused)
+    # A bias or a scale beside a weight is part of the layer's computation.
+    parts = [name for name in unused if re.search(r"(bias|\.weight_\w+)$", name) and _has_weight(model, name)]
+    check_complete(path, missing, unused if missing else parts, mismatched)
+
+
+def check_complete(
+    path: str | Path,
+    missing: Collection[str],
+    unused: Collection[str] = (),
+    mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]] = (),
+) -> None:
+    """Raise ValueError that names these, if there is one; as in ``check_loaded``."""
+    problems = [f"it lacks {_listed(missing)}"] if missing else []
+    if unused:
+        problems.append(f"it has {_listed(unused)}, which the model does not use")
+    problems += [
+        f"it has {name} of shape {list(stored)}, and the config gives {list(wanted)}"
+        for name, stored, wanted in sorted(mismatched)[:_LISTED]
+    ]
+    if problems:
+        raise ValueError(
+            f"model must be a checkpoint with the weights of its config, and {path} is not: {'; '.join(problems)}"
+        )
+
+
+def own_tensors(model: Any, names: Iterable[str]) -> list[str]:
+    """Those of a checkpoint's tensors that are not of layers behind the model's last, which draft tokens (MTP)."""
+    count = model.config.num_hidden_layers
+    layers = {name: re.search(r"(?:^|\.)layers\.(\d+)\.", name) for name in names}
+    return sorted(name for name, layer in layers.items() if layer is None or int(layer[1]) < count)
+
+
+def _has_weight(model: nn.Module, name: str) -> bool:
+    """Whether the module that a tensor's name gives has a weight."""
+    try:
+        return hasattr(model.get_submodule(name.rpartition(".")[0]), "weight")
+    except AttributeError:
+        return False
+
+
+def _listed(names: Collection[str]) -> str:
+    """The first names, and how many more there are."""
+    shown = ", ".join(sorted(names)[:_LISTED])
+    return shown + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
 
 
 def load_weights(
