@@ -12,7 +12,8 @@ import torch
 
 from flashlatte.distributed.model.names import in_transformers
 from flashlatte.engine.paged import config_of
-from flashlatte.layers.checkpoint import check_complete, check_loaded, opened, safetensors_files
+from flashlatte.layers.checkpoint import opened, safetensors_files
+from flashlatte.layers.missing import check_complete, check_loaded
 
 
 def load(path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Any:

@@ -15,6 +15,7 @@ from flashlatte.distributed.model.alone import Alone
 from flashlatte.engine.batch import Batch, Limits
 from flashlatte.kv_cache import CacheFormat
 from flashlatte.layers import models
+from flashlatte.layers.missing import warn_of_missing
 from flashlatte.layers.weights import has_hooks, is_replaced
 
 # Makes the metadata of a step, whose ``num_tokens`` it has, with padding up to so many requests if a number is given:
@@ -171,6 +172,7 @@ def check_parts(model: Any) -> None:
     """Raise TypeError for a model without a head, and where hooks or another forward make more than weights of a part.
 
     Of the decoder layers the engine calls the MLPs and the projections, of the norms it reads the weights (``normed``).
+    Warns of weights that no checkpoint had.
     """
     if not (hasattr(model, "lm_head") and hasattr(getattr(model, "model", None), "layers")):
         raise TypeError(
@@ -193,3 +195,4 @@ def check_parts(model: Any) -> None:
     for name, part in (("the model", model), *decoders, ("the last norm of the model", model.model.norm)):
         if has_hooks(part):
             raise TypeError(f"{name} must have no hooks, as the engine does not call it: got some")
+    warn_of_missing(model.model, model.lm_head)

@@ -14,11 +14,13 @@ from distributed.model.test_checkpoint import ranks
 from safetensors.torch import load_file, save_file
 from support import fp8_linears
 from support.engine_models import SIZES, model
+from transformers import AutoModelForCausalLM
 
 from flashlatte.distributed.model.checkpoint import Slices
 from flashlatte.engine import Engine
 from flashlatte.engine.model import Model
 from flashlatte.engine.v4 import V4Model
+from flashlatte.integrations.transformers import enable
 
 Weights = dict[str, torch.Tensor]
 
@@ -160,8 +162,12 @@ def test_nobody_reads_a_checkpoint_whole_to_find_that_a_weight_is_missing(tmp_pa
         Model(tmp_path, ranks=ranks(0, 2))
 
 
+@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("missing", ["layers.1.self_attn.o_proj", "layers.1.mlp.experts.2.up_proj"])
-def test_scales_that_are_missing_are_named(missing, read, tmp_path):
+def test_scales_that_are_missing_are_named(missing, kept, read, tmp_path, monkeypatch):
+    """Whether weights stay in float8 or are dequantised."""
+    if kept:
+        fp8_linears.keep_quantised(monkeypatch)
     fp8_linears.save(copy.deepcopy(model(**fp8_linears.SIZES)).bfloat16(), tmp_path)
     rewrite(tmp_path, without(f"{missing}.weight_scale_inv"))
     with pytest.raises(ValueError, match=f"lacks model.{missing}.weight_scale_inv$"):
@@ -227,3 +233,29 @@ def test_a_cache_format_is_refused_before_weights_are_read(cache_format, tmp_pat
     accepted = r"^cache_format must be bf16, fp16, fp32 or fp8 for rows of 32 \+ 8, got"
     with pytest.raises(ValueError, match=f"{accepted} '{cache_format}'$"):
         Engine(tmp_path, cache_format=cache_format)
+
+
+@pytest.mark.parametrize("start", [Engine, enable])
+@pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
+def test_a_loaded_model_whose_checkpoint_lacked_weights_is_warned_of(family, start, tmp_path):
+    """Its user may have set them since: it is not refused."""
+    model(family).save_pretrained(tmp_path)
+    rewrite(tmp_path, without(r"layers\.1\.(self_)?attn\.(o_proj|wo_b)|^(lm_)?head"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.warns(
+        UserWarning, match=r"at random; .*: lm_head\.weight, model\.layers\.1\.self_attn\.o_(b_)?proj\.weight$"
+    ):
+        start(loaded)
+
+
+@pytest.mark.parametrize("start", [Engine, enable])
+@pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4", "Youtu"])
+def test_a_loaded_model_with_all_weights_gives_no_warning(family, start, tmp_path, recwarn):
+    made = model(family, tie_word_embeddings=True) if family == "Youtu" else model(family)
+    made.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).double().float()
+    # As an adapter adds.
+    loaded.model.layers[0].mlp.register_module("added", torch.nn.Linear(2, 2))
+    for each in (loaded, loaded, copy.deepcopy(made)):
+        start(each)
+    assert not [warning for warning in recwarn if "at random" in str(warning.message)]

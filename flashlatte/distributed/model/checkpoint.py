@@ -13,7 +13,8 @@ from flashlatte.distributed.model.cuts import numbers_of_one, piece_of, scales_n
 from flashlatte.distributed.model.names import in_transformers
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.distributed.model.shards import inner_share
-from flashlatte.layers.checkpoint import check_loaded, opened, own_tensors, safetensors_files
+from flashlatte.layers.checkpoint import opened, safetensors_files
+from flashlatte.layers.missing import check_loaded, own_tensors
 from flashlatte.layers.quantised import times_scales
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
