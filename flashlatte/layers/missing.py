@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,41 @@ from torch import nn
 
 # Names that a message gives.
 _LISTED = 8
+
+
+def check_stored(path: str | Path, config: Any, dtypes: Mapping[str, str]) -> None:
+    """Raise ValueError for weights whose absence transformers does not report by name, or not at all.
+
+    Args:
+        config: of transformers.
+        dtypes: of the checkpoint's tensors, in safetensors' words, by transformers' names for them.
+    """
+    missing = set(_missing_experts(dtypes))
+    quantization = getattr(config, "quantization_config", None) or {}
+    quantization = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
+    if quantization.get("quant_method") == "fp8":
+        missing.update(_missing_scales(dtypes))
+    check_complete(path, missing)
+
+
+def _missing_experts(names: Iterable[str]) -> Iterator[str]:
+    """Weights that some experts of a layer have and others, up to the last, do not: experts become one tensor."""
+    experts: dict[str, set[tuple[int, str]]] = defaultdict(set)
+    for name in names:
+        if (found := re.match(r"(.*\.experts\.)(\d+)\.(.+)", name)) is not None:
+            experts[found[1]].add((int(found[2]), found[3]))
+    for before, those in experts.items():
+        parts, count = {part for _, part in those}, max(number for number, _ in those) + 1
+        for number in range(count):
+            yield from (f"{before}{number}.{part}" for part in sorted(parts) if (number, part) not in those)
+
+
+def _missing_scales(dtypes: Mapping[str, str]) -> Iterator[str]:
+    """Scales of float8 weights, which would be taken for the weights themselves."""
+    scaled = {name.partition("_scale")[0] for name in dtypes if "_scale" in name}
+    for name, dtype in dtypes.items():
+        if dtype == "F8_E4M3" and "_scale" not in name and name not in scaled:
+            yield f"{name}_scale_inv"
 
 
 def check_loaded(

@@ -212,6 +212,16 @@ def test_a_file_that_was_cut_off_is_named(shards, read, tmp_path):
             read(tmp_path)
 
 
+@pytest.mark.parametrize("size", [0, 100])
+def test_a_pickled_file_that_was_cut_off_is_an_error_with_words(size, read, tmp_path):
+    model().config.save_pretrained(tmp_path)
+    file = tmp_path / "pytorch_model.bin"
+    torch.save(model().state_dict(), file)
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(ValueError, match=f"that transformers can load, and {tmp_path} is not: .*Error: "):
+        read(tmp_path)
+
+
 def test_an_index_that_is_no_json_is_named(read, tmp_path):
     model().save_pretrained(tmp_path, max_shard_size="100KB")
     (tmp_path / "model.safetensors.index.json").write_text("{")

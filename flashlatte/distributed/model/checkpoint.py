@@ -14,7 +14,7 @@ from flashlatte.distributed.model.names import in_transformers
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.distributed.model.shards import inner_share
 from flashlatte.layers.checkpoint import opened, safetensors_files
-from flashlatte.layers.missing import check_loaded, own_tensors
+from flashlatte.layers.missing import check_loaded, check_stored, own_tensors
 from flashlatte.layers.quantised import times_scales
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -70,7 +70,8 @@ class Slices:
             device: where they are to be.
 
         Raises:
-            FileNotFoundError, ValueError: a file is missing or damaged; weights are missing, as of ``check_loaded``.
+            FileNotFoundError: a file is missing.
+            ValueError: a file is damaged, or weights are missing (``check_stored``, ``check_loaded``).
         """
         quantised = getattr(config, "quantization_config", None) is not None
         quantiser = _float8_quantiser(config, torch.device(device)) if quantised else None
@@ -104,6 +105,7 @@ class Slices:
 
     def _has_all(self, path: str | Path) -> bool:
         """Whether the files have all tensors of the model under known names; ValueError if none can be of others."""
+        check_stored(path, self.model.config, {name: self._stored(name) for name in self._places})
         sources = {name: self._sources(name) for name in self.model.state_dict()}
         missing = [name for name, found in sources.items() if not found]
         used = {source for found in sources.values() for source in found}
