@@ -115,8 +115,10 @@ def warn_of_missing(decoder: nn.Module, head: nn.Module | None) -> None:
     """Warn of weights that the checkpoint of a loaded model lacked, and that transformers initialised.
 
     No error: the caller may have set their values since. transformers marks parameters that it read, and modules that
-    it was done with; models that it did not load have no such parameters.
+    it was done with; models that it did not load have no such parameters, and quantised ones only some.
     """
+    if getattr(getattr(decoder, "config", None), "quantization_config", None) is not None:
+        return
     marked = {True: list[str](), False: list[str]()}
     for name_of_part, part in (("model", decoder), ("lm_head", head)):
         for before, module in part.named_modules(prefix=name_of_part) if part is not None else ():
