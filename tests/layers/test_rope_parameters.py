@@ -39,7 +39,7 @@ CASES = {
     "parameters alone": {"rope_parameters": YARN | {"rope_theta": 20000.0}},
     "yarn beside plain parameters": {"rope_parameters": PLAIN, "rope_scaling": YARN},
     "another theta": {"rope_parameters": PLAIN, "rope_scaling": PLAIN | {"rope_theta": 5e5}},
-    "another factor": {"rope_parameters": YARN | {"rope_theta": 1e4}, "rope_scaling": YARN | {"factor": 2.0}},
+    "another factor": {"rope_parameters": YARN | {"rope_theta": 5e5}, "rope_scaling": YARN | {"factor": 2.0}},
     "plain beside yarn parameters": {"rope_parameters": YARN, "rope_scaling": PLAIN},
     "empty scaling": {"rope_parameters": YARN, "rope_scaling": {}},
     "two original lengths": {"rope_theta": 10000.0, "rope_scaling": YARN, "original_max_position_embeddings": 64},
