@@ -259,9 +259,9 @@ def test_errors_name_the_argument(arguments, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cache_format": "v32"}, "'v32' stores kv_lora_rank 512 and qk_rope_head_dim 64, and the model has 32 and 8"),
-        ({"cache_format": "index_fp8"}, "accepted for it are bf16 and fp16 and fp32 and fp8$"),
-        ({"cache_format": ""}, "cache_format must be one of bf16, "),
+        ({"cache_format": "v32"}, r"^cache_format must be bf16, fp16, fp32 or fp8 for rows of 32 \+ 8, got 'v32'$"),
+        ({"cache_format": "index_fp8"}, r"fp32 or fp8 for rows of 32 \+ 8, got 'index_fp8'$"),
+        ({"cache_format": ""}, "^cache_format must be bf16, fp16, .*, got ''$"),
         ({"patience": 1.5}, "patience must be an int, got float"),
         ({"tokenizer": "checkpoint"}, "^tokenizer must have decode, .* got 'checkpoint'$"),
         ({"tokenizer": 5}, "^tokenizer must have decode, .* got int$"),
@@ -298,6 +298,9 @@ def test_a_prompt_may_be_a_tensor():
 def test_a_model_with_other_layers_is_refused_by_name():
     other = type("Other", (), {"config": type("Config", (), {"model_type": "minicpm3"})})
     with pytest.raises(ValueError, match=r"deepseek_v3.*got 'minicpm3'"):
+        Engine(other)
+    other.config.model_type = "hy_v4_vl"
+    with pytest.raises(ValueError, match=r"^model_type 'hy_v4_vl' is not served: .* attention sinks and a gate$"):
         Engine(other)
     with pytest.raises(TypeError, match=r"^model must be of transformers, or the directory of a checkpoint, got None$"):
         Engine(None)
