@@ -16,7 +16,9 @@ from flashlatte.bench.problems import (
     DensePrefill,
     DensePrefillBackward,
     IndexLogits,
+    IndexSelect,
     PagedIndexLogits,
+    PagedIndexSelect,
     Problem,
     SparseDecode,
     SparsePrefill,
@@ -241,9 +243,12 @@ KV_CACHE = (Case(CacheWrite("v32", 65536)), Case(CacheGather("v32", 65536)))
 INDEXER = (
     *(Case(IndexLogits(*shape)) for shape in ((2048, 8192, 64), (4096, 32768, 64), (4096, 131072, 64))),
     *(Case(IndexLogits(*shape)) for shape in ((2048, 8192, 32), (4096, 32768, 32))),
-    *(Case(PagedIndexLogits(*shape)) for shape in ((128, 8192), (64, 32768), (64, 32768, 2), (4, 131072), (1, 131072))),
+    *(Case(PagedIndexLogits(*shape)) for shape in ((128, 8192), (64, 32768), (4, 131072), (1, 131072))),
+    Case(PagedIndexLogits(64, 32768, next_n=2)),
     *(Case(TopK(rows, width)) for rows in (1, 64, 4096) for width in (32768, 131072)),
     Case(TopK(4096, 32768, 512)),
+    Case(IndexSelect(IndexLogits(4096, 32768, 64))),
+    Case(PagedIndexSelect(PagedIndexLogits(64, 32768)), "graph"),
 )
 
 _PRESETS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")

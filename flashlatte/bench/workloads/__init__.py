@@ -11,7 +11,9 @@ from flashlatte.bench.problems import (
     DensePrefill,
     DensePrefillBackward,
     IndexLogits,
+    IndexSelect,
     PagedIndexLogits,
+    PagedIndexSelect,
     Problem,
     SparseDecode,
     SparsePrefill,
@@ -23,6 +25,7 @@ from flashlatte.bench.workloads.base import Workload, WrongResult
 from flashlatte.bench.workloads.cache import CacheGatherWorkload, CacheWriteWorkload
 from flashlatte.bench.workloads.dense_decode import DenseDecodeWorkload
 from flashlatte.bench.workloads.dense_prefill import DensePrefillBackwardWorkload, DensePrefillWorkload
+from flashlatte.bench.workloads.index_select import IndexSelectWorkload, PagedIndexSelectWorkload
 from flashlatte.bench.workloads.indexer import IndexLogitsWorkload, PagedIndexLogitsWorkload, TopKWorkload
 from flashlatte.bench.workloads.sparse_decode import SparseDecodeWorkload
 from flashlatte.bench.workloads.sparse_prefill import SparsePrefillWorkload
@@ -40,6 +43,8 @@ _WORKLOADS = {
     CacheGather: CacheGatherWorkload,
     IndexLogits: IndexLogitsWorkload,
     PagedIndexLogits: PagedIndexLogitsWorkload,
+    IndexSelect: IndexSelectWorkload,
+    PagedIndexSelect: PagedIndexSelectWorkload,
     TopK: TopKWorkload,
     TurboQuantDecode: TurboQuantDecodeWorkload,
     TurboQuantStore: TurboQuantStoreWorkload,

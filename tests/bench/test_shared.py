@@ -1,0 +1,165 @@
+"""Processes that share a GPU: how other bits, wrong results, deaths and hangs are told; on the CPU, scaled down."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flashlatte.bench.problems import IndexLogits, PagedIndexLogits, TopK
+from flashlatte.bench.shared import calls, command, processes, worker
+from flashlatte.bench.shared.options import Options
+from flashlatte.bench.workloads import prepare
+
+CPU = torch.device("cpu")
+
+
+def caller(monkeypatch: pytest.MonkeyPatch, problem: Any, change: Any = None) -> calls.Caller:
+    """Called for one round after the first call, of which ``change`` may change each result."""
+    workload = prepare(problem, CPU)
+    run = workload.run
+    if change is not None:
+        monkeypatch.setattr(workload, "run", lambda *arguments: change(run(*arguments)))
+    found = calls.Caller(workload, "reference", [])
+    found.until(0.0, calls.WAYS)
+    return found
+
+
+def test_calls_that_agree_have_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = caller(monkeypatch, TopK(2, 100, 8))
+    assert (found.calls, found.faults) == (1 + calls.CALLS_IN_BURST, [])
+
+
+def test_undefined_logits_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = iter(range(100))
+
+    def change(results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        results["logits"][0, 5:] = next(noise)
+        return results
+
+    assert not caller(monkeypatch, IndexLogits(4, 8, 8), change).faults
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_other_bits_and_wrong_values_are_told(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = iter(range(100))
+
+    def change(results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if next(made) >= first:
+            results["logits"][:, 0] += 1.0
+        return results
+
+    faults = caller(monkeypatch, PagedIndexLogits(2, 40, heads=8), change).faults
+    if first:
+        assert len(faults) == 1
+        assert faults[0].startswith("a burst: other bits, 2 of 80 in logits; wrong: logits: 2 of 80 elements differ")
+    else:
+        assert len(faults) == calls.FIRST_CALLS
+        assert all(fault.startswith("the first call: wrong: logits") for fault in faults)
+
+
+def run_worker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: Options) -> list[Any]:
+    monkeypatch.setattr(worker.sys, "stdin", io.StringIO("begin\n"))
+    worker.Worker(options, 0, CPU).run()
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_process_goes_on_after_an_error_and_ends_after_one_of_cuda(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = Options(processes=1, seconds=1.0, each=0.0, cases=("r1-w32768-top2048",), backend="reference")
+    messages = iter(["one", "CUDA error: misaligned address"])
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError(next(messages))
+
+    lines = run_worker(monkeypatch, capsys, options)
+    assert lines[0]["begins"]
+    assert lines[1] == {"ready": True}
+    assert next(line["faults"] for line in lines if "faults" in line) == []
+    monkeypatch.setattr(worker, "Caller", fails)
+    with pytest.raises(RuntimeError, match="misaligned"):
+        run_worker(monkeypatch, capsys, replace(options, seconds=60.0))
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    faults = [line["faults"] for line in lines if "faults" in line]
+    assert faults == [["RuntimeError: one"], ["RuntimeError: CUDA error: misaligned address"]]
+
+
+DIES = """
+import sys
+print('{"ready": true}', flush=True)
+sys.stdin.readline()
+print('{"begins": true, "op": "topk", "case": "c", "problem": "p"}', flush=True)
+print("SomeError: it died", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "fault"),
+    [("sys.exit(3)", "the process ended with 3: SomeError: it died"), ("sys.stdin.read()", "the process hung: SomeEr")],
+)
+def test_a_process_that_dies_or_hangs_is_told_with_its_case(
+    end: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "command_of", lambda *_: [sys.executable, "-c", DIES + end])
+    monkeypatch.setattr(processes, "SECONDS_MORE", 1.0)
+    reported: list[Any] = []
+    lines = processes.run(Options(processes=1, seconds=0.5), reported.append)
+    assert lines == reported
+    (line,) = lines
+    assert (line["process"], line["op"], line["case"]) == (0, "topk", "c")
+    assert line["faults"][0].startswith(fault)
+
+
+def test_the_command_reports_a_line_for_each_process_and_operation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    file = tmp_path / "lines.jsonl"
+    arguments = ["--processes", "1", "--seconds", "0.5", "--each", "0", "--random", "--operation", "topk"]
+    assert command.main([*arguments, "--record", str(file)]) == 0
+    (line,) = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    assert (line["op"], line["case"], line["faults"], line["processes"]) == ("topk", "random", [], 1)
+    assert line["calls"] > 0
+    assert "0 of 1 processes failed" in capsys.readouterr().out
+
+
+def test_faults_make_the_command_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    line = {"process": 1, "op": "topk", "case": "c", "problem": "p", "calls": 5, "faults": ["a burst: other bits"]}
+
+    def run(_: Options, report: Any) -> list[Any]:
+        report(line)
+        return [line | {"process": 0, "faults": []}, line]
+
+    monkeypatch.setattr(processes, "run", run)
+    assert command.main([]) == 1
+    output = capsys.readouterr().out
+    assert "process 1, p: a burst: other bits" in output
+    assert "process 0: topk c (), 1 times, 5 calls: right and the same" in output
+    assert "1 of 6 processes failed; 10 calls" in output
+    monkeypatch.setattr(processes, "run", lambda *_: [])
+    assert command.main([]) == 1
+
+
+def test_names_that_do_not_exist_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--case", "none"], ["--random", "--operation", "none"], ["--random", "--case", "x"]):
+        with pytest.raises(SystemExit):
+            command.main(arguments)
+    assert "no operation or case named 'none'" in capsys.readouterr().err
+
+
+def test_each_process_begins_elsewhere_and_draws_its_own() -> None:
+    options = Options(processes=2, random=True, operations=("topk",))
+    one, other = (options.problems(process) for process in range(2))
+    assert [next(one) for _ in range(5)] != [next(other) for _ in range(5)]
+    again = options.problems(0)
+    assert next(again) == next(options.problems(0))
+    listed = Options(processes=2, cases=("r1-w32768-top2048", "r64-w32768-top2048"))
+    assert next(listed.problems(0)) != next(listed.problems(1))
+    assert listed.compiled_first(0) + listed.compiled_first(1) == [next(listed.problems(0)), next(listed.problems(1))]
