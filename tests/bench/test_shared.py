@@ -7,13 +7,14 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 from flashlatte.bench.problems import IndexLogits, PagedIndexLogits, TopK
-from flashlatte.bench.shared import calls, command, processes, worker
+from flashlatte.bench.shared import calls, command, processes, random_problems, worker
 from flashlatte.bench.shared.options import Options
 from flashlatte.bench.workloads import prepare
 
@@ -163,3 +164,11 @@ def test_each_process_begins_elsewhere_and_draws_its_own() -> None:
     listed = Options(processes=2, cases=("r1-w32768-top2048", "r64-w32768-top2048"))
     assert next(listed.problems(0)) != next(listed.problems(1))
     assert listed.compiled_first(0) + listed.compiled_first(1) == [next(listed.problems(0)), next(listed.problems(1))]
+
+
+@pytest.mark.parametrize("operation", random_problems.DRAWS)
+def test_random_problems_run_and_are_right(operation: str) -> None:
+    rng = Random(0)
+    for _ in range(2):
+        workload = prepare(random_problems.DRAWS[operation](rng).scaled_down(), CPU)
+        workload.check(workload.run("reference", workload.poisoned_outputs()))

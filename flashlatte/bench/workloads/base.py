@@ -29,6 +29,7 @@ class Workload(abc.ABC):
         tolerances: by result name; those of FlashMLA's tests, and 0 where bytes must be equal.
         overlaps: whether calls may run at the same time; not where a call changes its arguments step by step.
         captures: whether a CUDA graph may capture a call.
+        repeats: whether every call gives the same bits.
     """
 
     call: dispatch.Call
@@ -37,6 +38,7 @@ class Workload(abc.ABC):
     tolerances: dict[str, Tolerance]
     overlaps: bool = True
     captures: bool = True
+    repeats: bool = True
 
     @abc.abstractmethod
     def run(self, backend: str, outputs: Outputs | None = None) -> Results:
