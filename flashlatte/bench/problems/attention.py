@@ -149,3 +149,34 @@ class DensePrefillBackward(DensePrefill):
     @property
     def name(self) -> str:
         return f"{super().name}-backward" + ("-deterministic" if self.deterministic else "")
+
+
+@dataclass(frozen=True)
+class PagedAttention:
+    """Grouped queries, causal, heads of 128 numbers: ``batch`` requests of a query each and one of ``queries`` queries
+    (none if 0), all of ``keys`` keys.
+
+    Attributes: ``dtype`` of the cache: "bf16", "e4m3", "e5m2" or "int8".
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    dtype: str = "bf16"
+    page_size: int = 64
+    h_q: int = 32
+    h_kv: int = 8
+    operation: ClassVar[str] = "paged_attention"
+
+    @property
+    def name(self) -> str:
+        shape = f"paged-b{self.batch}-sq{self.queries}-k{self.keys}-h{self.h_q}-{self.h_kv}"
+        return f"{shape}-{self.dtype}-p{self.page_size}"
+
+    def scaled_down(self) -> PagedAttention:
+        return replace(
+            self,
+            batch=min(self.batch, SMALL_BATCH),
+            queries=min(self.queries, SMALL_QUERIES),
+            keys=min(self.keys, SMALL_KEYS),
+        )

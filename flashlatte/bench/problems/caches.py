@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from flashlatte.bench.problems.small import SMALL_BATCH, SMALL_KEYS
+from flashlatte.bench.problems.small import SMALL_BATCH, SMALL_KEYS, Scaled
 
 
 @dataclass(frozen=True)
@@ -41,3 +41,45 @@ class CacheGather:
 
     def scaled_down(self) -> CacheGather:
         return replace(self, tokens=min(self.tokens, SMALL_KEYS), requests=min(self.requests, SMALL_BATCH))
+
+
+@dataclass(frozen=True)
+class GatherRecords(CacheGather):
+    """The same, byte for byte."""
+
+    operation: ClassVar[str] = "gather_records"
+
+    @property
+    def name(self) -> str:
+        return f"records-{self.cache_format}-{self.tokens}"
+
+
+@dataclass(frozen=True)
+class CacheCopy(Scaled):
+    """``pages`` pages of one half of a cache to the other, both in random order; the lists are on the device."""
+
+    pages: int
+    cache_format: str = "v32"
+    page_size: int = 64
+    operation: ClassVar[str] = "cache_copy"
+
+    @property
+    def name(self) -> str:
+        return f"copy-{self.cache_format}-pages{self.pages}"
+
+
+@dataclass(frozen=True)
+class ReshapeAndCache(Scaled):
+    """bf16 keys and values of 128 numbers into random slots of pages of ``dtype`` ("bf16", "e4m3" or "int8"); with a
+    scale for each token and head if it is quantised.
+    """
+
+    tokens: int
+    dtype: str = "bf16"
+    heads: int = 8
+    page_size: int = 64
+    operation: ClassVar[str] = "reshape_and_cache"
+
+    @property
+    def name(self) -> str:
+        return f"reshape-{self.dtype}-t{self.tokens}-h{self.heads}"

@@ -44,3 +44,14 @@ class TurboQuantStore:
 
     def scaled_down(self) -> TurboQuantStore:
         return replace(self, tokens=min(self.tokens, SMALL_KEYS))
+
+
+@dataclass(frozen=True)
+class TurboQuantGather(TurboQuantStore):
+    """``tokens`` tokens of one request out of pages in random order, to bf16."""
+
+    operation: ClassVar[str] = "turboquant_gather"
+
+    @property
+    def name(self) -> str:
+        return f"gather-{super().name}"

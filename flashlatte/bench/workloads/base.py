@@ -72,8 +72,11 @@ class Workload(abc.ABC):
         """
         results = self.defined(results)
         for name, result in results.items():
-            if result.dtype.is_floating_point and not bool(torch.isfinite(result).all()):
-                raise WrongResult(f"{name}: NaN or infinite in {int((~torch.isfinite(result)).sum())} places")
+            if result.is_floating_point():
+                # PyTorch has no isfinite of one-byte floats.
+                finite = torch.isfinite(result.float() if result.element_size() == 1 else result)
+                if not bool(finite.all()):
+                    raise WrongResult(f"{name}: NaN or infinite in {int((~finite).sum())} places")
         actual = self.compared(results)
         for name, tolerance in self.tolerances.items():
             try:
