@@ -92,6 +92,20 @@ def test_a_process_goes_on_after_an_error_and_ends_after_one_of_cuda(
     assert faults == [["RuntimeError: one"], ["RuntimeError: CUDA error: misaligned address"]]
 
 
+@pytest.mark.parametrize("message", ["CUDA error: out of memory", "CUDA out of memory. Tried to allocate 2 GiB"])
+def test_a_case_that_finds_no_memory_is_no_fault(
+    message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(worker, "Caller", fails)
+    options = Options(processes=1, seconds=0.2, cases=("r1-w32768-top2048",), backend="reference")
+    lines = [line for line in run_worker(monkeypatch, capsys, options) if "faults" in line]
+    assert {(line["no_memory"], *line["faults"]) for line in lines} == {(True,)}
+    assert command.summaries([{"process": 0, **lines[0]}], options)[0]["without_memory"] == 1
+
+
 DIES = """
 import sys
 print('{"ready": true}', flush=True)

@@ -69,10 +69,11 @@ class Worker:
             caller = Caller(workload, line["backend"], streams)
             caller.until(min(until, time.time() + self.options.each), self.options.ways)
             say(**line | {"calls": caller.calls, "faults": caller.faults})
-        except torch.OutOfMemoryError:
-            say(**line | {"faults": [], "no_memory": True})
         except Exception as error:
-            say(**line | {"faults": [f"{type(error).__name__}: {first_line(error)}"]})
+            if is_of_memory(error):
+                say(**line | {"faults": [], "no_memory": True})
+            else:
+                say(**line | {"faults": [f"{type(error).__name__}: {first_line(error)}"]})
             if spoils_the_process(error):
                 raise
         caller = workload = prepared = None
@@ -99,7 +100,12 @@ def begins(problem: Problem) -> dict[str, Any]:
 
 def spoils_the_process(error: Exception) -> bool:
     """After such an error every call on the GPU fails."""
-    return "CUDA" in str(error) and not isinstance(error, torch.OutOfMemoryError)
+    return "CUDA" in str(error) and not is_of_memory(error)
+
+
+def is_of_memory(error: Exception) -> bool:
+    """The processes that share the GPU have too little for this case. Triton and CUDA graphs say so in words."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 def first_line(error: BaseException) -> str:

@@ -58,7 +58,7 @@ def compress(rng: Random) -> Compress:
     cache_format, ratio = rng.choice((("model1", 4), ("model1", 128), ("index_fp8", 4), ("index_mxfp4", 4)))
     if rng.random() < 0.5:
         return Compress(cache_format, ratio, requests=log_uniform(rng, 1, 128))
-    return Compress(cache_format, ratio, tokens=log_uniform(rng, ratio, 2 * MOST_TOKENS))
+    return Compress(cache_format, ratio, tokens=log_uniform(rng, ratio, 1024))
 
 
 def q_kv_norm(rng: Random) -> QKVNorm:
