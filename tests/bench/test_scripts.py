@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from flashlatte.bench.workloads import WrongResult
+from flashlatte.bench.workloads.tokens import ROUNDED
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 OPERATIONS = {
@@ -25,7 +26,6 @@ OPERATIONS = {
         "rotate_and_cache",
         "inverse_rope_quantize",
         "index_query",
-        "index_query_mxfp4",
         "mhc_pre",
         "mhc_post",
     },
@@ -120,7 +120,7 @@ def test_wrong_results_have_no_line(tmp_path: Path, capsys: pytest.CaptureFixtur
         return {"out": torch.ones(2) + len(calls) * 1e-4}
 
     def case(op: str, run: Any) -> Any:
-        return checked.Case(op, "c", run, checked.against(lambda: {"out": torch.ones(2)}, {"out": checked.ROUNDED}), 1)
+        return checked.Case(op, "c", run, checked.against(lambda: {"out": torch.ones(2)}, {"out": ROUNDED}), 1)
 
     group = [
         case("wrong", lambda _: {"out": torch.zeros(2)}),
