@@ -137,10 +137,10 @@ def test_the_command_reports_a_line_for_each_process_and_operation(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     file = tmp_path / "lines.jsonl"
-    arguments = ["--processes", "1", "--seconds", "0.5", "--each", "0", "--random", "--operation", "topk"]
+    arguments = ["--processes", "1", "--seconds", "0.5", "--each", "0", "--random", "--operation", "merge_states"]
     assert command.main([*arguments, "--record", str(file)]) == 0
     (line,) = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    assert (line["op"], line["case"], line["faults"], line["processes"]) == ("topk", "random", [], 1)
+    assert (line["op"], line["case"], line["faults"], line["processes"]) == ("merge_states", "random", [], 1)
     assert line["calls"] > 0
     assert "0 of 1 processes failed" in capsys.readouterr().out
 

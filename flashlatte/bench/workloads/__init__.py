@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte import ops
 from flashlatte.bench import problems
 from flashlatte.bench.problems import Problem
 from flashlatte.bench.workloads.base import Workload, WrongResult
@@ -90,5 +91,6 @@ _WORKLOADS = {
 
 
 def prepare(problem: Problem, device: torch.device) -> Workload:
-    """Draw the problem's tensors, the same ones every time."""
+    """Draw the problem's tensors, the same ones every time. Its operation is known to ``dispatch`` then."""
+    ops.load()
     return _WORKLOADS[type(problem)](problem, device)
