@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from flashlatte.bench.problems import IndexLogits, PagedIndexLogits, TopK
+from flashlatte.bench.problems import IndexLogits, IndexSelect, PagedIndexLogits, TopK
+from flashlatte.bench.problems.parse import parse
 from flashlatte.bench.shared import calls, command, processes, random_problems, worker
 from flashlatte.bench.shared.options import Options
-from flashlatte.bench.workloads import prepare
+from flashlatte.bench.workloads import WrongResult, prepare
 
 CPU = torch.device("cpu")
 
@@ -169,6 +170,17 @@ def test_names_that_do_not_exist_are_refused(capsys: pytest.CaptureFixture[str])
     assert "no operation or case named 'none'" in capsys.readouterr().err
 
 
+def test_a_problem_is_called_as_a_fault_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    problem = IndexSelect(IndexLogits(15, 30000, 64, ranges=True), k=512)
+    assert parse(repr(problem)) == problem
+    options, _ = command.parsed(["--problem", repr(problem), "--processes", "1"])
+    assert next(options.problems(0)) == problem
+    for text in ("IndexLogits(", "os.system('x')", "Problem(1)", "3", "TopK(rows=1)"):
+        with pytest.raises(SystemExit):
+            command.parsed(["--problem", text])
+        assert "problem must be like TopK(rows=1, width=32768)" in capsys.readouterr().err
+
+
 def test_each_process_begins_elsewhere_and_draws_its_own() -> None:
     options = Options(processes=2, random=True, operations=("topk",))
     one, other = (options.problems(process) for process in range(2))
@@ -185,4 +197,10 @@ def test_random_problems_run_and_are_right(operation: str) -> None:
     rng = Random(0)
     for _ in range(2):
         workload = prepare(random_problems.DRAWS[operation](rng).scaled_down(), CPU)
-        workload.check(workload.run("reference", workload.poisoned_outputs()))
+        results = workload.run("reference", workload.poisoned_outputs())
+        workload.check(results)
+    for name, result in results.items():
+        spoiled = result.clone()
+        spoiled.fill_(torch.nan if spoiled.is_floating_point() else torch.iinfo(spoiled.dtype).max)
+        with pytest.raises(WrongResult):
+            workload.check(results | {name: spoiled})

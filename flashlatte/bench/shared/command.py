@@ -50,14 +50,19 @@ def parsed(arguments: Sequence[str] | None) -> tuple[Options, Path | None]:
     add("--seed", type=int, default=known.seed, help="of random problems (default 0)")
     add("--operation", action="append", help="only this operation; may be repeated")
     add("--case", action="append", help="only this case of the bench list; may be repeated")
+    add(
+        "--problem",
+        action="append",
+        help="only this, as a fault shows it: 'TopK(rows=1, width=32768)'; may be repeated",
+    )
     add("--backend", help="default: the best that serves a case; cases that a named one refuses are passed over")
     add("--streams", type=int, default=known.streams, help="for calls at the same time (default 2)")
     add("--way", action="append", choices=WAYS, help="how calls follow each other (default: all in turns)")
     add("--load", type=int, default=0, metavar="N", help="so many more processes multiply matrices (default 0)")
     add("--record", type=Path, metavar="FILE", help="append a JSON line for each line of the result")
     found = parser.parse_args(arguments)
-    if found.random and found.case:
-        parser.error("--case names a case of the bench list, and --random takes none of these")
+    if found.random + bool(found.case) + bool(found.problem) > 1:
+        parser.error("--random, --case and --problem exclude each other")
     options = Options(
         processes=found.processes,
         seconds=found.seconds,
@@ -66,6 +71,7 @@ def parsed(arguments: Sequence[str] | None) -> tuple[Options, Path | None]:
         seed=found.seed,
         operations=tuple(found.operation) if found.operation else None,
         cases=tuple(found.case) if found.case else None,
+        given=tuple(found.problem) if found.problem else None,
         backend=found.backend,
         streams=found.streams,
         ways=tuple(found.way or known.ways),

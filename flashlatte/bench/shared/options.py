@@ -9,6 +9,7 @@ from random import Random
 
 from flashlatte.bench import cases
 from flashlatte.bench.problems import Problem
+from flashlatte.bench.problems.parse import parse
 from flashlatte.bench.shared.calls import WAYS
 from flashlatte.bench.shared.random_problems import DRAWS
 
@@ -24,6 +25,7 @@ class Options:
     random: draw problems instead of taking those of the bench list.
     seed: of the random problems; each process draws others.
     operations, cases: only these, by name; all if None.
+    given: these problems, as ``repr`` writes them, in place of those of the bench list.
     backend: the one that is called; None for the best that serves a case.
     streams: for calls at the same time.
     ways: of ``WAYS``, in turns.
@@ -37,6 +39,7 @@ class Options:
     seed: int = 0
     operations: tuple[str, ...] | None = None
     cases: tuple[str, ...] | None = None
+    given: tuple[str, ...] | None = None
     backend: str | None = None
     streams: int = 2
     ways: tuple[str, ...] = WAYS
@@ -48,13 +51,13 @@ class Options:
         Raises:
             ValueError: a name that does not exist, or that nothing is left.
         """
-        known = list(DRAWS) if self.random else list(_listed())
+        known = list(DRAWS) if self.random else list(self._listed())
         if self.random:
             wanted = self.operations
         else:
             wanted = self.cases
             if self.operations is not None:
-                known = [name for name, problem in _listed().items() if problem.operation in self.operations]
+                known = [name for name, problem in self._listed().items() if problem.operation in self.operations]
         for name in wanted or ():
             if name not in known:
                 raise ValueError(f"no operation or case named {name!r}; there are {', '.join(known)}")
@@ -65,7 +68,7 @@ class Options:
 
     def problems(self, process: int) -> Iterator[Problem]:
         """What a process calls, without end; each process begins elsewhere."""
-        labels, listed, rng = self.labels(), _listed(), Random(f"{self.seed}, {process}")
+        labels, listed, rng = self.labels(), self._listed(), Random(f"{self.seed}, {process}")
         first = process * len(labels) // self.processes
         for label in itertools.cycle([*labels[first:], *labels[:first]]):
             yield DRAWS[label](rng) if self.random else listed[label]
@@ -73,11 +76,12 @@ class Options:
     def compiled_first(self, process: int) -> list[Problem]:
         """A process's share of what is called once before the clock starts."""
         if not self.random:
-            return [_listed()[label] for label in self.labels()[process :: self.processes]]
+            return [self._listed()[label] for label in self.labels()[process :: self.processes]]
         rng = Random(self.seed)
         drawn = [DRAWS[label](rng) for _ in range(COMPILED_DRAWS) for label in self.labels()]
         return drawn[process :: self.processes]
 
-
-def _listed() -> dict[str, Problem]:
-    return {case.problem.name: case.problem for case in cases.CASES}
+    def _listed(self) -> dict[str, Problem]:
+        if self.given is not None:
+            return {text: parse(text) for text in self.given}
+        return {case.problem.name: case.problem for case in cases.CASES}

@@ -34,14 +34,14 @@ class CacheCopyWorkload(Workload):
 
     def run(self, backend: str, outputs: Outputs | None = None) -> Results:
         kv_cache.copy_blocks(self.cache, self.source, self.target, backend=backend)
-        return {"cache": self.cache.view(torch.uint8)}
+        return {"copies": self.cache[len(self.source) :].view(torch.uint8)}
 
     def poisoned_outputs(self) -> Outputs:
         self.cache[len(self.source) :].view(torch.uint8).fill_(POISON_BYTE)
         return {}
 
     def compared(self, results: Results) -> Results:
-        return {"copied": results["cache"][self.target]}
+        return {"copied": results["copies"][self.target - len(self.source)]}
 
     def reference(self) -> Results:
         return {"copied": self.cache.view(torch.uint8)[self.source]}
