@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from flashlatte.bench.problems import IndexLogits, IndexSelect, PagedIndexLogits, TopK
+from flashlatte.bench.problems import CacheCopy, IndexLogits, IndexSelect, MhcPre, PagedIndexLogits, TopK
 from flashlatte.bench.problems.parse import parse
 from flashlatte.bench.shared import calls, command, processes, random_problems, worker
 from flashlatte.bench.shared.options import Options
@@ -64,6 +66,36 @@ def test_other_bits_and_wrong_values_are_told(first: int, monkeypatch: pytest.Mo
     else:
         assert len(faults) == calls.FIRST_CALLS
         assert all(fault.startswith("the first call: wrong: logits") for fault in faults)
+
+
+@pytest.mark.parametrize("problem", [TopK(2, 100, 8), CacheCopy(2), MhcPre(3, 64)], ids=lambda problem: problem.name)
+def test_streams_and_graphs_are_compared_too(problem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for CUDA's streams and graphs that call at once."""
+    stream = SimpleNamespace(wait_stream=lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    workload = prepare(problem, CPU)
+    monkeypatch.setattr(calls.timing, "capture", lambda call, _: (SimpleNamespace(replay=lambda: None), call()))
+    found = calls.Caller(workload, "reference", [stream, stream])  # pyright: ignore[reportArgumentType]
+    found.overlapped()
+    assert (found.calls, found.faults) == (3, [])
+    found.replayed()
+    assert len(found.faults) == 1
+    assert found.faults[0].startswith("a CUDA graph: other bits")
+
+    def capture(call: Any, _: int) -> Any:
+        results = call()
+
+        def replay() -> None:
+            for name, result in call().items():
+                results[name].copy_(result)
+
+        return SimpleNamespace(replay=replay), results
+
+    monkeypatch.setattr(calls.timing, "capture", capture)
+    found = calls.Caller(workload, "reference", [])
+    found.replayed()
+    assert (found.calls, found.faults) == (1 + calls.REPLAYS * calls.CALLS_IN_GRAPH, [])
 
 
 def run_worker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: Options) -> list[Any]:
