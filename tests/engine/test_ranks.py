@@ -336,6 +336,42 @@ def test_a_rank_that_fails_ends_the_others_at_once(two, rank, at_step):
     )
 
 
+# With keys over both the other rank waits in the store first, else in a collective.
+@pytest.mark.parametrize("options", [{}, {"context_parallel": 2}], ids=str)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interrupted_rank_ends_the_others_within_seconds(two, rank, options):
+    begin = time.monotonic()
+    told = [failure.message for failure in two.outcomes(rank_engine_jobs.fail, rank, 1, "interrupt", **options)]
+    assert time.monotonic() - begin < 10
+    other = 1 - rank
+    assert told[rank] == "AssertionError: interrupted"
+    assert told[other] == f"RuntimeError: rank {rank} failed, and so rank {other} ends: KeyboardInterrupt"
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        (rank_engine_jobs.end_before_the_engine_agrees,),
+        (rank_engine_jobs.fail, 1, 1, "kill"),
+        (rank_engine_jobs.fail, 0, 1, "kill"),
+    ],
+    ids=["before the engines agree", "rank 1 in a step", "rank 0 in a step"],
+)
+def test_a_killed_rank_ends_the_others_within_seconds(job):
+    fresh = Ranks(2)
+    try:
+        fresh.run(rank_engine_jobs.misuse)
+        begin = time.monotonic()
+        told = [failure.message for failure in fresh.outcomes(*job)]
+        assert time.monotonic() - begin < 10
+    finally:
+        fresh.close()
+    killed = 0 if job[1:2] == (0,) else 1
+    other = 1 - killed
+    assert told[killed].startswith("EOFError")
+    assert told[other] == f"RuntimeError: rank {killed} failed, and so rank {other} ends: its process has ended"
+
+
 def test_closing_tells_of_a_rank_that_failed_since(two):
     leader, follower = two.outcomes(rank_engine_jobs.fail_when_done)
     assert leader == "rank 1 failed, and so rank 0 ends: ValueError: this rank has no time left"

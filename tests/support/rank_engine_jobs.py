@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +20,7 @@ from support.engine_models import model
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.engine import Engine, SamplingParams
 from flashlatte.engine.model import Model
+from flashlatte.engine.runner import Runner
 
 SIZES: dict[str, Any] = {"page_size": 4, "num_pages": 64, "max_tokens": 32, "max_requests": 4}
 
@@ -96,9 +99,9 @@ def misuse() -> str:
     return told
 
 
-def fail(rank: int, at_step: int) -> None:
-    """One rank fails within a step, and then stays alive, as a process that hangs would."""
-    engine = made("DeepseekV3", {})
+def fail(rank: int, at_step: int, how: str = "error", **options: Any) -> None:
+    """One rank fails within a step, and then stays alive, as a process that hangs would, or is killed."""
+    engine = made("DeepseekV3", options)
     steps = 0
     compute = Model.__call__
 
@@ -106,7 +109,9 @@ def fail(rank: int, at_step: int) -> None:
         nonlocal steps
         steps += 1
         if dist.get_rank() == rank and steps == at_step:
-            raise ValueError("this rank has no memory left")
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyboardInterrupt if how == "interrupt" else ValueError("this rank has no memory left")
         return compute(self, *args)
 
     Model.__call__ = failing  # type: ignore[method-assign]
@@ -116,8 +121,17 @@ def fail(rank: int, at_step: int) -> None:
                 engine.generate([[1, 2, 3]], SamplingParams(8))
         else:
             engine.follow()
+    except KeyboardInterrupt as error:
+        raise AssertionError("interrupted") from error
     finally:
         Model.__call__ = compute  # type: ignore[method-assign]
+
+
+def end_before_the_engine_agrees() -> None:
+    """Rank 1 is killed while it makes its caches; rank 0 waits for it in the store."""
+    if dist.get_rank() == 1:
+        Runner.__init__ = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,misc]
+    made("DeepseekV3", {})
 
 
 def leave() -> None:

@@ -22,6 +22,7 @@ from flashlatte.distributed.metadata import shard_metadata
 from flashlatte.distributed.model.alone import Alone
 from flashlatte.distributed.model.meeting import PATIENCE, Meeting
 from flashlatte.distributed.summing import RankSum
+from flashlatte.distributed.watch import Watch
 from flashlatte.layers import MLAMetadata
 from flashlatte.runtime import checks
 
@@ -96,6 +97,7 @@ class Ranks(Alone):
             self._context = ContextParallel(sharing[self.rank // self.keys_over], timeout=PATIENCE)
         self._groups = [self._plans, self._group, *([self._context.group] if self._context else [])]
         self._sum = RankSum(self._group, self._agreement)
+        self._watch = Watch(_group(range(self.size), backend="gloo", timeout=_IDLE))
 
     @property
     def leads(self) -> bool:
@@ -203,6 +205,7 @@ class Ranks(Alone):
             if dist.get_backend(group) == "gloo":
                 dist.destroy_process_group(group)
         self._groups = []
+        self._watch.leave()
 
 
 def _own_device() -> torch.device:
