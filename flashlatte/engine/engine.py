@@ -172,7 +172,12 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         return outputs
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[int]:
-        """The tokens, as they come, of a request that is added now; other requests go on beside it."""
+        """The tokens, as they come, of a request that is added now; other requests go on beside it.
+
+        Raises:
+            TypeError, ValueError: as ``add``.
+            RuntimeError: behind the last token of a request that ended by "error".
+        """
         tokens = self._tokens_of(self._own(prompt, sampling))
         next(tokens)
         return tokens
@@ -233,6 +238,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 new = output.tokens[given:]
                 given += len(new)
                 yield from new
+        if output.error is not None:
+            raise RuntimeError(f"request {output.id!r} failed: {output.error}")
 
     @contextlib.contextmanager
     def _aborting(self, outputs: Sequence[Output]) -> Iterator[None]:
@@ -277,18 +284,19 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         sampled, self._under_way = self._under_way, None
         if sampled is None:
             return
-        accepted, stopped = dict[str, list[int]](), list[str]()
+        accepted, reasons = dict[str, list[int]](), dict[str, str]()
         for work, tokens, logprobs in sampled.wait():
             if (request := work.request).finished:
                 continue
             _, output = self._live[request.id]
-            if output.extend(tokens, logprobs, request.drafts[: work.drafts]):
-                stopped.append(request.id)
+            if (reason := output.extend(tokens, logprobs, request.drafts[: work.drafts])) is not None:
+                reasons[request.id] = reason
             accepted[request.id] = output.new
             if output.told is not None:
                 self._untold[id(output)] = output
-        for request in self.scheduler.update(sampled.step, accepted, stopped):
-            self._end(request, "stop" if request.id in stopped else "length")
+        failed = [name for name, reason in reasons.items() if reason == "error"]
+        for request in self.scheduler.update(sampled.step, accepted, reasons.keys(), failed):
+            self._end(request, reasons.get(request.id, "length"))
         if self.drafts:
             for request in [work.request for work in sampled.step.work if work.samples]:
                 request.drafts = request.lookup.guess(request.tokens, self.drafts)

@@ -80,6 +80,12 @@ class PagePool:
             parent = key
         return found
 
+    def forget(self, pages: Sequence[int]) -> None:
+        """Match none of these pages any more, as what they hold is wrong. Their references stay."""
+        for number in pages:
+            if self._pages[number].key is not None:
+                self._forget(number)
+
     def take(self, pages: Sequence[int]) -> None:
         """Reference pages that are in use or known."""
         for number in pages:

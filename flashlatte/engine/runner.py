@@ -107,8 +107,10 @@ class Runner:
             chosen = [work.request.sampling for work, _ in rows]
             positions = [work.start + work.count - work.drafts + row for work, row in rows]
             tokens = sample(logits, chosen, positions, self._seen_rows(sampling, chosen))
-            self._keep(batch, tokens)
-            logprobs = log_probabilities(logits, tokens) if any(one.logprobs for one in chosen) else None
+            # NO_TOKEN is for the host, which ends the request; until then its next step computes some token.
+            ids = tokens.clamp(min=0)
+            self._keep(batch, ids)
+            logprobs = log_probabilities(logits, ids) if any(one.logprobs for one in chosen) else None
             return self._to_host(step, tokens, logprobs)
 
     def follow(self) -> None:

@@ -121,12 +121,20 @@ class Scheduler:
         self._steps += 1
         return step
 
-    def update(self, step: Step, tokens: Mapping[str, Sequence[int]], stopped: Collection[str] = ()) -> list[Request]:
+    def update(
+        self,
+        step: Step,
+        tokens: Mapping[str, Sequence[int]],
+        stopped: Collection[str] = (),
+        failed: Collection[str] = (),
+    ) -> list[Request]:
         """Tell what a step gave; steps in the order in which they were scheduled.
 
         Args:
             tokens: by id of each request that sampled: its new tokens, more than one where drafts were right.
             stopped: ids of requests that are to end with these tokens.
+            failed: ids of requests that are to end as well, with these tokens or none, and whose pages nobody shares:
+                what was computed of them is wrong.
 
         Returns:
             The requests that ended.
@@ -137,20 +145,24 @@ class Scheduler:
             if request.finished:
                 continue
             self.statistics.computed_tokens += work.count
+            fails = request.id in failed
             if work.samples:
                 new = list(tokens[request.id])
-                if not 1 <= len(new) <= 1 + work.drafts:
-                    raise ValueError(f"tokens of request {request.id!r} must be 1 to {1 + work.drafts}, got {len(new)}")
+                least, most = 0 if fails else 1, 1 + work.drafts
+                if not least <= len(new) <= most:
+                    raise ValueError(f"tokens of request {request.id!r} must be {least} to {most}, got {len(new)}")
                 self.statistics.generated_tokens += len(new)
                 self.statistics.draft_tokens += work.drafts
-                self.statistics.accepted_tokens += len(new) - 1
+                self.statistics.accepted_tokens += max(len(new) - 1, 0)
                 request.tokens += new[: request.most_tokens - len(request.tokens)]
                 request.pending -= 1
                 if request.verifying:
                     request.computed, request.verifying = work.start + len(new), False
-            if request.pages and self.prefix_cache:
+            if fails:
+                self.pool.forget(request.pages)
+            elif request.pages and self.prefix_cache:
                 self._seal(request)
-            if work.samples and (len(request.tokens) >= request.most_tokens or request.id in stopped):
+            if work.samples and (len(request.tokens) >= request.most_tokens or fails or request.id in stopped):
                 self._finish(request)
                 ended.append(request)
         return ended

@@ -112,6 +112,16 @@ def test_draws_are_those_of_one_process(two):
     assert [tokens for tokens, _, _ in outputs] == [output.tokens for output in alone]
 
 
+def test_a_request_with_nan_logits_ends_and_the_others_go_on(two):
+    healthy = [PROMPTS[2], prompt(22, 1)]
+    assert all(rank_engine_jobs.POISON not in tokens for tokens in healthy)
+    poisoned = [*prompt(21, 9), rank_engine_jobs.POISON]
+    outputs, _ = two.run(rank_engine_jobs.generate_poisoned, [healthy[0], poisoned, healthy[1]], GREEDY)
+    assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
+    for tokens, output in zip(healthy, outputs[::2], strict=True):
+        assert output.tokens == generated_by_transformers("DeepseekV3", tokens, NEW)
+
+
 def test_a_checkpoint_is_divided(two, tmp_path):
     model("DeepseekV3").save_pretrained(tmp_path)
     check(two.run(rank_engine_jobs.generate, tmp_path, PROMPTS, GREEDY), "DeepseekV3")

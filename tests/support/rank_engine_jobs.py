@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import math
 import os
 import signal
 import time
@@ -23,6 +25,8 @@ from flashlatte.engine.model import Model
 from flashlatte.engine.runner import Runner
 
 SIZES: dict[str, Any] = {"page_size": 4, "num_pages": 64, "max_tokens": 32, "max_requests": 4}
+# A token whose embedding is NaN in a ``poisoned`` model.
+POISON = 41
 
 
 def made(source: Any, options: dict[str, Any]) -> Engine:
@@ -54,6 +58,24 @@ def generate_in_float8(path: Path, prompts: list[list[int]], sampling: SamplingP
         fp8_linears.install(patched)
         fp8_linears.keep_quantised(patched)
         return generate(path, prompts, sampling, **options)
+
+
+def poisoned(family: str) -> Any:
+    """The family's model, whose logits are NaN from the token ``POISON`` on."""
+    made = copy.deepcopy(model(family))
+    with torch.no_grad():
+        made.get_input_embeddings().weight[POISON] = math.nan
+    return made
+
+
+def generate_poisoned(prompts: list[list[int]], sampling: SamplingParams) -> Any:
+    """Outputs of rank 0, of an engine with keys over the ranks and drafts, whose model is ``poisoned``."""
+    ranks = dist.get_world_size()
+    engine = Engine(poisoned("DeepseekV3"), **SIZES, drafts=2, tensor_parallel=ranks, context_parallel=ranks)
+    if not engine.leads:
+        return engine.follow()
+    with engine:
+        return engine.generate(prompts, sampling)
 
 
 def options_by_rank(options: list[dict[str, Any]], late: int | None = None) -> None:
