@@ -132,6 +132,10 @@ class Runner:
         if request.place >= 0:
             self._free_places.append(request.place)
 
+    def forget_all(self) -> None:
+        """All requests have ended, some of them within a step that was interrupted."""
+        self._free_places, self._new_places, self._seen = [], itertools.count(), None
+
     def _make_places(self, count: int) -> None:
         """Requests that gave way keep theirs: there may be more than requests that run."""
         while len(self._last) < count:
@@ -194,9 +198,11 @@ class Runner:
             stream = torch.cuda.current_stream()
             try:
                 self._graphs[size] = self._capture(size, metadata)
-            except RuntimeError as error:
+            except BaseException as error:
                 # A capture that failed leaves its own stream the current one.
                 torch.cuda.set_stream(stream)
+                if not isinstance(error, RuntimeError):
+                    raise
                 self._use_graphs = False
                 warnings.warn(f"decode steps run without CUDA graphs: {error}", stacklevel=2)
         if not self._use_graphs:

@@ -74,12 +74,8 @@ class Scheduler:
         """Unfinished requests."""
         return len(self._unfinished)
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            ValueError: an id that is in use, or more tokens than the cache has room for.
-        """
+    def check(self, request: Request) -> None:
+        """Raise ValueError for an id that is in use, and for more tokens than the cache has room for."""
         if request.id in self._unfinished:
             raise ValueError(f"id must differ from those of unfinished requests, got {request.id!r} again")
         room = self.pool.num_pages * self.pool.page_size
@@ -89,6 +85,10 @@ class Scheduler:
                 f"request {request.id!r} needs room for {needed} tokens (its prompt and max_new_tokens), "
                 f"and the cache has {room}: {self.pool.num_pages} pages of {self.pool.page_size}"
             )
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises ValueError as ``check`` does."""
+        self.check(request)
         self._arrivals += 1
         request.order = (self._steps + self.patience * request.priority, self._arrivals)
         self._unfinished[request.id] = request
@@ -100,6 +100,14 @@ class Scheduler:
         if request is not None:
             self._finish(request)
         return request
+
+    def clear(self) -> None:
+        """End all requests and release all pages, also after a change of them that was interrupted."""
+        for request in self._unfinished.values():
+            request.finished = True
+        self._running, self._waiting, self._unfinished = [], [], {}
+        self.pool.release_all()
+        self.host_pool.release_all()
 
     def schedule(self) -> Step | None:
         """The next step; None if there is nothing that could be computed now."""
