@@ -288,10 +288,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._seconds += time.perf_counter() - begin
 
     def _change(self, change: Callable[..., T], *arguments: Any) -> T:
-        """Call what changes requests and their pages together. If anything is raised within, all requests end.
+        """Call what changes requests and their pages together; if it raises, abort all requests.
 
-        So the engine is consistent wherever an interrupt (KeyboardInterrupt, MemoryError) arrives: half a change is
-        never gone on from. If the cleaning up is interrupted as well, the next call begins with it.
+        So no half-made change stays, wherever an interrupt (KeyboardInterrupt, MemoryError) arrives. If it interrupts
+        the recovery, the next call starts with the recovery.
         """
         self._recover()
         try:
@@ -317,8 +317,6 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 output.finish_reason, output.cached_tokens = "abort", request.cached
         self._live = {}
         self._changing = self._interrupted = False
-
-    # Below are the changes, and parts of them.
 
     def _queue(self, request: Request, output: Output) -> None:
         self.scheduler.add(request)

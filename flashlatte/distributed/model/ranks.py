@@ -96,6 +96,9 @@ class Ranks(Alone):
         if sharing:
             self._context = ContextParallel(sharing[self.rank // self.keys_over], timeout=PATIENCE)
         self._groups = [self._plans, self._group, *([self._context.group] if self._context else [])]
+        for group in self._groups[1:]:
+            # NCCL connects a group when it is first used, and would wait for ever for a rank that has died by then.
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         self._sum = RankSum(self._group, self._agreement)
         self._watch = Watch(_group(range(self.size), backend="gloo", timeout=_IDLE))
 
