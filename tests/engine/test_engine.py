@@ -194,6 +194,7 @@ def test_texts_in_and_stops():
     (output,) = served.generate(["Hello"], SamplingParams(max_new_tokens=8, stop=(stop,)))
     assert output.tokens == expected[:4]
     assert output.text == Letters().decode(expected[:2])
+    assert served.generate(["Hello"], SamplingParams(max_new_tokens=8, stop=stop))[0].tokens == output.tokens
     (output,) = served.generate(["Hello"], SamplingParams(max_new_tokens=8, stop_tokens=(expected[5],)))
     assert output.text == Letters().decode(expected[: expected.index(expected[5])])
     (output,) = served.generate(["Hello"], SamplingParams(max_new_tokens=8))
@@ -272,6 +273,14 @@ def test_errors_name_the_argument(arguments, message):
 def test_an_engine_that_could_not_run_is_not_made(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         engine(**options)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, "greedy"])
+def test_sampling_that_is_neither_parameters_nor_a_list_of_them(sampling):
+    with pytest.raises(
+        TypeError, match=f"^sampling must be SamplingParams, a list of them or None, got {type(sampling).__name__}$"
+    ):
+        engine().generate([[1], [2]], sampling)
 
 
 def test_one_text_is_no_batch_of_letters():
