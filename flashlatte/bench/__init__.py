@@ -1,15 +1,31 @@
-"""``flashlatte bench``: how fast each operation is on this machine, beside what the chip and FlashMLA reach."""
+"""``flashlatte bench``: operations on named cases, and the benchmarks with a name of their own."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 
 EXTRA_HINT = "pip install 'flashlatte[bench]'"
 
+# Name, module of this package and summary of each benchmark with a command line of its own. A module has
+# ``add_arguments(parser)`` and ``run(options)``, which returns the exit code.
+NAMED = {
+    "shared-gpu": ("shared.command", "several processes call kernels on one GPU and compare each result"),
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``flashlatte bench`` to a parser."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    width = max(map(len, NAMED))
+    parser.epilog = "benchmarks (flashlatte bench NAME --help):\n" + "\n".join(
+        f"  {name:{width}}  {summary}" for name, (_, summary) in NAMED.items()
+    )
+    parser.add_argument(
+        "name", nargs="?", choices=NAMED, metavar="NAME", help="a benchmark listed below; default: the list of cases"
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
     parser.add_argument("--op", action="append", metavar="NAME", help="only this operation (may be repeated)")
     parser.add_argument(
         "--case", action="append", metavar="NAME", help="only this case; * and ? match any letters (may be repeated)"
@@ -36,6 +52,8 @@ def main(args: argparse.Namespace) -> int:
     Returns:
         0; 1 if a result was wrong or a case failed; 2 if the request cannot be met (an unknown name, a missing extra).
     """
+    if args.name is not None:
+        return run_named(args.name, args.arguments)
     from flashlatte.bench import command
 
     try:
@@ -43,3 +61,24 @@ def main(args: argparse.Namespace) -> int:
     except command.Refused as refusal:
         print(f"flashlatte bench: {refusal}", file=sys.stderr)
         return 2
+
+
+def run_named(name: str, arguments: list[str]) -> int:
+    """Run one of ``NAMED``. What follows ``--`` reaches the benchmark unread, as ``options.forwarded``.
+
+    Raises:
+        SystemExit: with 2, if the arguments are wrong.
+    """
+    module = importlib.import_module(f"flashlatte.bench.{NAMED[name][0]}")
+    parser = argparse.ArgumentParser(
+        prog=f"flashlatte bench {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    parser.set_defaults(forwarded=arguments[end + 1 :])
+    module.add_arguments(parser)
+    try:
+        return module.run(parser.parse_args(arguments[:end]))
+    except ValueError as error:
+        parser.error(str(error))

@@ -129,6 +129,12 @@ def append_text(path: Path, text: str) -> None:
         file.write(text)
 
 
+def append_line(path: Path | None, line: dict[str, Any]) -> None:
+    """Append one JSON line to ``path``; nothing if that is None."""
+    if path is not None:
+        append_text(path, json.dumps(line, ensure_ascii=False) + "\n")
+
+
 def read_newest(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """The newest right line of each (case, backend, device), in the order of their first appearance.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashlatte import bench
 from flashlatte.bench.problems import CacheCopy, IndexLogits, IndexSelect, MhcPre, PagedIndexLogits, TopK
 from flashlatte.bench.problems.parse import parse
 from flashlatte.bench.shared import calls, command, processes, random_problems, worker
@@ -171,7 +173,7 @@ def test_the_command_reports_a_line_for_each_process_and_operation(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     file = tmp_path / "lines.jsonl"
     arguments = ["--processes", "1", "--seconds", "0.5", "--each", "0", "--random", "--operation", "merge_states"]
-    assert command.main([*arguments, "--record", str(file)]) == 0
+    assert bench.run_named("shared-gpu", [*arguments, "--record", str(file)]) == 0
     (line,) = map(json.loads, file.read_text(encoding="utf-8").splitlines())
     assert (line["op"], line["case"], line["faults"], line["processes"]) == ("merge_states", "random", [], 1)
     assert line["calls"] > 0
@@ -186,30 +188,36 @@ def test_faults_make_the_command_fail(monkeypatch: pytest.MonkeyPatch, capsys: p
         return [line | {"process": 0, "faults": []}, line]
 
     monkeypatch.setattr(processes, "run", run)
-    assert command.main([]) == 1
+    assert bench.run_named("shared-gpu", []) == 1
     output = capsys.readouterr().out
     assert "process 1, p: a burst: other bits" in output
     assert "process 0: topk c (), 1 times, 5 calls: right and the same" in output
     assert "1 of 6 processes failed; 10 calls" in output
     monkeypatch.setattr(processes, "run", lambda *_: [])
-    assert command.main([]) == 1
+    assert bench.run_named("shared-gpu", []) == 1
 
 
 def test_names_that_do_not_exist_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--case", "none"], ["--random", "--operation", "none"], ["--random", "--case", "x"]):
         with pytest.raises(SystemExit):
-            command.main(arguments)
+            bench.run_named("shared-gpu", arguments)
     assert "no operation or case named 'none'" in capsys.readouterr().err
+
+
+def parsed(*arguments: str) -> Options:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.options_of(parser.parse_args(arguments))
 
 
 def test_a_problem_is_called_as_a_fault_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     problem = IndexSelect(IndexLogits(15, 30000, 64, ranges=True), k=512)
     assert parse(repr(problem)) == problem
-    options, _ = command.parsed(["--problem", repr(problem), "--processes", "1"])
+    options = parsed("--problem", repr(problem), "--processes", "1")
     assert next(options.problems(0)) == problem
     for text in ("IndexLogits(", "os.system('x')", "Problem(1)", "3", "TopK(rows=1)"):
         with pytest.raises(SystemExit):
-            command.parsed(["--problem", text])
+            bench.run_named("shared-gpu", ["--problem", text])
         assert "problem must be like TopK(rows=1, width=32768)" in capsys.readouterr().err
 
 
