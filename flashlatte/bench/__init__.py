@@ -11,7 +11,22 @@ EXTRA_HINT = "pip install 'flashlatte[bench]'"
 # Name, module of this package and summary of each benchmark with a command line of its own. A module has
 # ``add_arguments(parser)`` and ``run(options)``, which returns the exit code.
 NAMED = {
+    "compare": ("compare", "two checkouts, timed alternately"),
+    "peers": ("peers.command", "FlashMLA, FlashAttention-3 and PyTorch, alternately; cost growth of dense decode"),
     "shared-gpu": ("shared.command", "several processes call kernels on one GPU and compare each result"),
+    "host-time": ("host_time", "host time of warm calls"),
+    "compile-time": ("compile_time", "compile time of each kernel, without a GPU"),
+    "mla-layer": ("layers.mla", "a decode step of DeepSeek-V3's layer"),
+    "dsa-layer": ("layers.dsa", "DeepSeek-V3.2's layer with its indexer: decode steps and prefill"),
+    "v4-layer": ("layers.v4", "a decode step of DeepSeek-V4's layers"),
+    "distributed-decode": ("distributed.decode", "decode with keys divided over several GPUs (torchrun)"),
+    "distributed-prefill": ("distributed.prefill", "prefill of a long prompt on several GPUs (torchrun)"),
+    "distributed-layer": ("distributed.layer", "a decode step of a layer on several GPUs (torchrun)"),
+    "engine": ("serving.engine", "the engine compared with transformers"),
+    "vllm-steps": ("serving.vllm_steps", "decode steps of vLLM with several attention backends, alternately"),
+    "vllm-throughput": ("serving.vllm_throughput", "vLLM's throughput without FlashLatte and with it, alternately"),
+    "cache-quantization": ("cache_quantization", "error of attention over quantized caches, on a CPU"),
+    "plot": ("pictures.command", "draw results as the pictures of the documentation"),
 }
 
 
@@ -58,13 +73,13 @@ def main(args: argparse.Namespace) -> int:
 
     try:
         return command.run(args)
-    except command.Refused as refusal:
+    except ValueError as refusal:
         print(f"flashlatte bench: {refusal}", file=sys.stderr)
         return 2
 
 
 def run_named(name: str, arguments: list[str]) -> int:
-    """Run one of ``NAMED``. What follows ``--`` reaches the benchmark unread, as ``options.forwarded``.
+    """Run one of ``NAMED``. A module with ``FORWARDS`` receives what follows ``--`` as ``options.forwarded``.
 
     Raises:
         SystemExit: with 2, if the arguments are wrong.
@@ -75,10 +90,10 @@ def run_named(name: str, arguments: list[str]) -> int:
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    parser.set_defaults(forwarded=arguments[end + 1 :])
     module.add_arguments(parser)
+    end = arguments.index("--") if "--" in arguments and getattr(module, "FORWARDS", False) else len(arguments)
+    options = parser.parse_args(arguments[:end], argparse.Namespace(forwarded=arguments[end + 1 :]))
     try:
-        return module.run(parser.parse_args(arguments[:end]))
+        return module.run(options)
     except ValueError as error:
         parser.error(str(error))

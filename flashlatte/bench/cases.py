@@ -50,6 +50,7 @@ from flashlatte.bench.problems import (
     TurboQuantStore,
     UnpackSeq,
 )
+from flashlatte.bench.problems.indexer import ROW_VALUES
 
 # What FlashMLA was recorded on, as ``environment.gpu_slug`` names it.
 RECORDED_GPU = "h100"
@@ -277,7 +278,8 @@ INDEXER = (
     Case(PagedIndexLogits(64, 32768, next_n=2)),
     *(Case(TopK(rows, width)) for rows in (1, 64, 4096) for width in (32768, 131072)),
     Case(TopK(4096, 32768, 512)),
-    Case(IndexSelect(IndexLogits(4096, 32768, 64))),
+    *(Case(TopK(rows, 32768, values=values)) for rows in (64, 4096) for values in ROW_VALUES[1:]),
+    *(Case(IndexSelect(IndexLogits(4096, 32768, 64), workspace_mib=mib)) for mib in (512, 64)),
     Case(PagedIndexSelect(PagedIndexLogits(64, 32768)), "graph"),
     Case(IndexQuantize(65536)),
     Case(IndexGather(4, 16384)),
@@ -296,9 +298,9 @@ TURBOQUANT = (
 
 # Decode, prefill, and a batch of both.
 PAGED_ATTENTION = (
-    *(Case(PagedAttention(128, 0, 4096, dtype)) for dtype in ("bf16", "e4m3")),
-    Case(PagedAttention(0, 8192, 8192)),
-    Case(PagedAttention(64, 2048, 8192)),
+    *(Case(PagedAttention(128, 0, 4096, dtype)) for dtype in ("bf16", "e4m3", "e5m2", "int8")),
+    *(Case(PagedAttention(0, 8192, 8192, page_size=page_size)) for page_size in (64, 16)),
+    *(Case(PagedAttention(*shape, 8192, page_size=size)) for shape in ((64, 2048), (64, 0)) for size in (64, 16)),
 )
 
 # A decode step and a prefill.
@@ -312,7 +314,8 @@ LAYER = (
 DEEPSEEK_V4 = (
     *(Case(Compress("model1", ratio, tokens=8192), "graph") for ratio in (4, 128)),
     *(Case(Compress("model1", ratio, requests=128), "graph") for ratio in (4, 128)),
-    Case(Compress("index_fp8", 4, tokens=8192), "graph"),
+    *(Case(Compress(name, 4, tokens=8192), "graph") for name in ("index_fp8", "index_mxfp4")),
+    Case(Compress("model1", 4, tokens=8192, dtype="bfloat16"), "graph"),
     *(Case(problem(8192), "graph") for problem in (QKVNorm, RotateAndCache, InverseRopeQuantize, IndexWorkspace)),
     *(Case(problem(tokens), "graph") for problem in (MhcPre, MhcPost) for tokens in (64, 8192)),
 )

@@ -59,6 +59,14 @@ def checkout_root() -> Path | None:
     return root if (root / "pyproject.toml").exists() else None
 
 
+def in_checkout(path: Path) -> Path:
+    """Raises ValueError if this package is installed outside of a source checkout."""
+    root = checkout_root()
+    if root is None:
+        raise ValueError(f"{path} is in the source checkout, and this FlashLatte is installed elsewhere")
+    return root / path
+
+
 def gpu_slug(device_name: str) -> str:
     """ "h100" of "NVIDIA H100 80GB HBM3", "rtx4090" of "NVIDIA GeForce RTX 4090"."""
     model = re.search(r"\b(?:(RTX|GTX)\s*)?([A-Z]{1,2}\d+[A-Z]*|(?<=X )\d{3,4})\b", device_name)

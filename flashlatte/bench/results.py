@@ -141,7 +141,7 @@ def read_newest(paths: Iterable[Path]) -> list[dict[str, Any]]:
     Lines of other benchmarks, which may lie beside them, have no ``problem``.
     """
     newest: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for line in _lines(paths):
+    for line in read_lines(paths):
         if "problem" not in line:
             continue
         key = (line["case"], line["backend"], line["device"])
@@ -150,7 +150,7 @@ def read_newest(paths: Iterable[Path]) -> list[dict[str, Any]]:
     return list(newest.values())
 
 
-def _lines(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
+def read_lines(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
     for path in paths:
         for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
             if not text.strip():
