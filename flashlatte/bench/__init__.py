@@ -51,11 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="hopper, portable or reference (may be repeated); default: all that have kernels for the GPU",
     )
-    parser.add_argument("--json", metavar="FILE", help="append one JSON line a result to FILE, or print them for -")
+    parser.add_argument(
+        "--json", metavar="FILE", help="append a JSON line for each result to FILE, or print them for -"
+    )
     parser.add_argument(
         "--record", action="store_true", help="append the right results to benchmarks/results/<gpu>.jsonl (a checkout)"
     )
-    parser.add_argument("--list", action="store_true", help="print the cases and what FlashMLA was recorded at")
+    parser.add_argument("--list", action="store_true", help="print the cases and FlashMLA's recorded times")
     parser.add_argument(
         "--plot", action="store_true", help="draw benchmarks/results/*.jsonl into docs/; without --record runs nothing"
     )
@@ -79,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def run_named(name: str, arguments: list[str]) -> int:
-    """Run one of ``NAMED``. A module with ``FORWARDS`` receives what follows ``--`` as ``options.forwarded``.
+    """Run one of ``NAMED``. A module with ``FORWARDS`` receives the arguments after ``--`` as ``options.forwarded``.
 
     Raises:
         SystemExit: with 2, if the arguments are wrong.

@@ -1,4 +1,4 @@
-"""The benchmark's cases, and what FlashMLA was recorded at for each.
+"""The benchmark's cases, and FlashMLA's recorded times.
 
 FlashMLA's figures were taken on one H100 80GB SXM with PyTorch 2.11 and CUDA 13.0 at commit 9241ae3, on the data that
 ``workloads`` draws. They were measured as here, by do_bench (median, L2 flushed between calls), except the "cool"
@@ -52,7 +52,7 @@ from flashlatte.bench.problems import (
 )
 from flashlatte.bench.problems.indexer import ROW_VALUES
 
-# What FlashMLA was recorded on, as ``environment.gpu_slug`` names it.
+# The GPU of FlashMLA's times, as ``environment.gpu_slug`` names it.
 RECORDED_GPU = "h100"
 # The 8192³ bf16 matmul (780 to 800) and the device-to-device copy in the runs that FlashMLA was recorded in.
 RECORDED_MATMUL_TFLOPS = 790.0
@@ -66,7 +66,7 @@ class Recorded:
 
     Attributes:
         microseconds, tflops, gbps: of whole calls by do_bench, or in a CUDA graph for the "graph" cases. The rates are
-            as FlashMLA counts; beside ours stand those that our count of its work gives (``results``).
+            as FlashMLA counts; ``results`` compares with our count of its work.
         cool_microseconds, cool_tflops: by FlashMLA's own scripts.
     """
 
@@ -90,7 +90,7 @@ class Case:
 
     Attributes:
         method: "device", the time of a call on the device with the L2 flushed before it; "graph", a tenth of ten
-            calls in one CUDA graph; "host", what a call costs the host without waiting for the device.
+            calls in one CUDA graph; "host", host time of a call, without waiting for the device.
     """
 
     problem: Problem
@@ -218,7 +218,7 @@ SPARSE_DECODE = (
         extra_page_size=2,
         extra_varlen=True,
     ),
-    # DeepSeek-V4-Flash as it is served: a query token a request, whose lists are full, or of lengths of their own.
+    # DeepSeek-V4-Flash in decoding: one query token per request, with full lists or lists of varying length.
     *(
         Case(
             SparseDecode("model1", 64, 1, 64, 128, 16384, 256, extra_topk=512, extra_tokens=16384, extra_varlen=varlen)
@@ -248,7 +248,7 @@ SPARSE_PREFILL = (
 )
 
 _HEADS_AND_TOKENS = ((128, 8192), (16, 32768))
-# What cuDNN was recorded at for these stands in docs/notes/portable.md: FlashMLA has no such kernel for this GPU.
+# FlashMLA has no such kernel for this GPU; docs/notes/portable.md has cuDNN's times.
 _DENSE_PREFILL = (
     *((head_dim, 2, 128, 4096, True) for head_dim in (192, 128)),
     *((192, 64, h_q, 512, True) for h_q in (128, 16)),
@@ -270,7 +270,7 @@ KV_CACHE = (
     *(Case(ReshapeAndCache(65536, dtype)) for dtype in ("bf16", "e4m3")),
 )
 
-# What DeepGEMM and others' top-k kernels were recorded at stands in docs/notes/indexer.md: FlashMLA has none of these.
+# FlashMLA has none of these; docs/notes/indexer.md has times of DeepGEMM and others' top-k kernels.
 INDEXER = (
     *(Case(IndexLogits(*shape)) for shape in ((2048, 8192, 64), (4096, 32768, 64), (4096, 131072, 64))),
     *(Case(IndexLogits(*shape)) for shape in ((2048, 8192, 32), (4096, 32768, 32))),

@@ -1,4 +1,4 @@
-"""The command behind ``flashlatte bench``: which cases, where results go."""
+"""The command behind ``flashlatte bench``: selection of cases, and files of results."""
 
 from __future__ import annotations
 

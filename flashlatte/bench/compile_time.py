@@ -59,8 +59,8 @@ def launched(operations: set[str], backends: set[str]) -> Iterator[tuple[str, st
 
 
 def processor_seconds() -> float:
-    of = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in of)
+    usages = [resource.getrusage(scope) for scope in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def measure(variant: ahead.Variant) -> dict[str, Any]:

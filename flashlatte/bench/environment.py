@@ -1,4 +1,4 @@
-"""What a result depends on beside the code: the device, the versions, the commit."""
+"""The conditions of a result: the device, the versions, the commit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def describe(device: torch.device) -> Environment:
 
 
 def commit() -> str:
-    """What FLASHLATTE_COMMIT says, or the checkout's commit, with "-dirty" if the package differs from it."""
+    """FLASHLATTE_COMMIT, or the checkout's commit, with "-dirty" if the package differs from it."""
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
     checkout = checkout_root()

@@ -76,8 +76,8 @@ def calls(device: torch.device) -> dict[str, Callable[[], object]]:
     if importlib.util.find_spec("flash_mla") is not None:
         libraries["FlashMLA"] = importlib.import_module("flash_mla")
     drop_ins = {
-        f"flash_mla_with_kvcache, {what}, {name}": call(library)
-        for what, call in (
+        f"flash_mla_with_kvcache, {kind}, {name}": call(library)
+        for kind, call in (
             ("h 128", lambda library: dense(library, 128)),
             ("h 16", lambda library: dense(library, 16)),
             ("sparse", sparse),

@@ -1,4 +1,4 @@
-"""A benchmark result, and the JSON lines that results are kept in."""
+"""A benchmark result, and the JSON lines that hold results."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from flashlatte.bench.timing import Ceilings
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a case on a backend.
+    """The outcome of a case on a backend.
 
     Attributes:
-        problem: what was run: the case's, scaled down on a machine without a GPU.
-        ceilings: what the chip gave in this run; None on a machine without a GPU.
+        problem: the case's, scaled down on a machine without a GPU.
+        ceilings: the chip's rates in this run; None on a machine without a GPU.
         status: "ok"; "wrong" (differs from the reference, so it has no time); "refused" by the backend; "failed".
-        message: what is wrong, or why it was refused or failed.
+        message: the difference, or the reason of a refusal or failure.
         microseconds: of one call, as ``case.method`` says; only if the status is "ok".
         flops, bytes_moved: of one call.
         gpu: its name; None on a machine without one.
@@ -138,7 +138,7 @@ def append_line(path: Path | None, line: dict[str, Any]) -> None:
 def read_newest(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """The newest right line of each (case, backend, device), in the order of their first appearance.
 
-    Lines of other benchmarks, which may lie beside them, have no ``problem``.
+    Lines of other benchmarks, which may be in the same folder, have no ``problem``.
     """
     newest: dict[tuple[str, str, str], dict[str, Any]] = {}
     for line in read_lines(paths):

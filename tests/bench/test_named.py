@@ -81,7 +81,13 @@ def test_shared_gpu_runs_without_the_extra() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("section", PEER_SECTIONS)
+# Sections with the longest references; others run the same code.
+LONG = ("decode_floors", "vision")
+
+
+@pytest.mark.parametrize(
+    "section", [pytest.param(name, marks=[pytest.mark.full] if name in LONG else []) for name in PEER_SECTIONS]
+)
 def test_a_section_is_checked_timed_and_recorded(
     section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,11 +36,11 @@ def report(figures: Callable[[], Iterable[dict[str, object]]], file: Path | None
     return 0
 
 
-def check(out: torch.Tensor, wanted: torch.Tensor, what: str, ulps: int = 2) -> None:
+def check(out: torch.Tensor, wanted: torch.Tensor, name: str, ulps: int = 2) -> None:
     """Averages of thousands of values: an ulp of bf16 is at most 2^-8 of the largest."""
     worst = (out.float() - wanted.float()).abs().max().item()
     if not worst <= ulps * 2**-8 * wanted.float().abs().max().item():
-        raise SystemExit(f"{what} is wrong on rank {dist.get_rank()}: differs by {worst} from one GPU")
+        raise SystemExit(f"{name} is wrong on rank {dist.get_rank()}: differs by {worst} from one GPU")
 
 
 def captured(call: Callable[[], object]) -> Callable[[], None]:

@@ -1,6 +1,6 @@
 """DeepSeek-V3.2's layer with its indexer, compared with dense attention: a decode step part by part, and a prefill.
 
-    flashlatte bench dsa-layer [--what decode|lengths|prefill] [--json FILE]
+    flashlatte bench dsa-layer [--section decode|lengths|prefill] [--json FILE]
 
 decode: 64 requests of 32,768 tokens, and 8 of 131,072, in a CUDA graph. lengths: steps over contexts of growing length,
 sparse over v32 and bf16 pages, dense over bf16. prefill: 32,768 tokens of one request in steps of 8,192.
@@ -34,7 +34,7 @@ PARTS = {
     "gather": r"gather",
     "attention": r"decode|combine|prefill|attention|forward_kernel|merge|schedule|plan|split",
 }
-WHAT = ("decode", "lengths", "prefill")
+SECTIONS = ("decode", "lengths", "prefill")
 DECODE = ((64, 32768), (8, 131072))
 LENGTHS = {64: (1024, 2048, 3072, 4096, 8192, 16384, 32768), 8: (2048, 4096, 8192, 16384, 32768, 65536, 131072)}
 PREFILL_TOKENS, PREFILL_STEP = 32768, 8192
@@ -122,30 +122,30 @@ def measure_prefill(layer: MLAAttention, cache_format: str) -> dict[str, Any]:
     }
 
 
-def results(what: set[str]) -> Iterator[dict[str, Any]]:
+def results(sections: set[str]) -> Iterator[dict[str, Any]]:
     sparse, dense = random_layer(V32), random_layer(V3)
     choices = ((sparse, "v32"), (sparse, "bf16"), (dense, "bf16"))
-    if "decode" in what:
+    if "decode" in sections:
         for batch, keys in DECODE:
             for layer, cache_format in choices:
                 yield measure_decode(layer, batch, keys, cache_format)
                 torch.cuda.empty_cache()
-    if "lengths" in what:
+    if "lengths" in sections:
         for batch, lengths in LENGTHS.items():
             for keys in lengths:
                 for layer, cache_format in choices:
                     yield measure_decode(layer, batch, keys, cache_format, parts=False)
                     torch.cuda.empty_cache()
-    if "prefill" in what:
+    if "prefill" in sections:
         for layer, cache_format in choices:
             yield measure_prefill(layer, cache_format)
             torch.cuda.empty_cache()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--what", choices=WHAT, action="append", help="default: all (may be repeated)")
+    parser.add_argument("--section", choices=SECTIONS, action="append", help="default: all (may be repeated)")
     add_json_option(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    return report(results(set(options.what or WHAT)), PARTS, options)
+    return report(results(set(options.section or SECTIONS)), PARTS, options)

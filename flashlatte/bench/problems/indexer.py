@@ -75,7 +75,7 @@ class PagedIndexLogits:
 
 @dataclass(frozen=True)
 class IndexSelect:
-    """The ``k`` keys with the largest of these logits, of which ``workspace_mib`` MiB exist at once."""
+    """The ``k`` keys with the largest of these logits, with a workspace of ``workspace_mib`` MiB for logits."""
 
     logits: IndexLogits
     k: int = 2048

@@ -20,7 +20,7 @@ from flashlatte.bench import environment
 from flashlatte.bench.results import append_line
 from flashlatte.bench.shared import processes
 from flashlatte.bench.shared.calls import WAYS
-from flashlatte.bench.shared.options import Options
+from flashlatte.bench.shared.options import SharedGpuOptions
 from flashlatte.bench.shared.processes import Line
 
 SECONDS_OF_A_RANDOM_CASE = 0.5
@@ -28,7 +28,7 @@ FAULTS_SHOWN = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    known, add = Options(), parser.add_argument
+    known, add = SharedGpuOptions(), parser.add_argument
     add("--processes", type=int, default=known.processes, help=f"that call kernels (default {known.processes})")
     add("--seconds", type=float, default=known.seconds, help=f"for each process (default {known.seconds:g})")
     add("--each", type=float, help=f"for one case (default {known.each:g}, random {SECONDS_OF_A_RANDOM_CASE:g})")
@@ -71,19 +71,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if failed or not calls else 0
 
 
-def options_of(found: argparse.Namespace) -> Options:
+def options_of(found: argparse.Namespace) -> SharedGpuOptions:
     """Raises ValueError where options contradict each other, or a name or a problem is unknown."""
     if found.random + bool(found.case) + bool(found.problem) > 1:
         raise ValueError("--random, --case and --problem exclude each other")
-    options = Options(
+    options = SharedGpuOptions(
         processes=found.processes,
         seconds=found.seconds,
-        each=found.each or (SECONDS_OF_A_RANDOM_CASE if found.random else Options.each),
+        each=found.each or (SECONDS_OF_A_RANDOM_CASE if found.random else SharedGpuOptions.each),
         random=found.random,
         seed=found.seed,
         operations=tuple(found.operation) if found.operation else None,
         cases=tuple(found.case) if found.case else None,
-        given=tuple(found.problem) if found.problem else None,
+        problem_reprs=tuple(found.problem) if found.problem else None,
         backend=found.backend,
         streams=found.streams,
         ways=tuple(found.way or WAYS),
@@ -98,7 +98,7 @@ def show_faults(line: Line) -> None:
         print(f"process {line['process']}, {line['problem']}: {fault}", flush=True)
 
 
-def summaries(lines: Sequence[Line], options: Options) -> list[Line]:
+def summaries(lines: Sequence[Line], options: SharedGpuOptions) -> list[Line]:
     """One line for each process and case; of random problems one for each process and operation.
 
     ``faults`` holds the problem and the first fault of every case that had some.
