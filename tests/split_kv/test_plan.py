@@ -1,9 +1,9 @@
 import pytest
 
 from flashlatte.split_kv import combine, plan
-from flashlatte.split_kv.plan import Partial, fixed_launches, num_ranges
+from flashlatte.split_kv.plan import PartialShape, fixed_launches, num_ranges
 
-PARTIAL = Partial(64, 512)
+PARTIAL = PartialShape(64, 512)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_no_ranges_where_programs_abound():
 @pytest.mark.parametrize("resident", [16, 132, 264, 304])
 @pytest.mark.parametrize("items", [1, 7, 300, 5000])
 @pytest.mark.parametrize("groups", [1, 3, 8, 64, 150])
-@pytest.mark.parametrize("partial", [Partial(16, 512), PARTIAL, Partial(256, 512)])
+@pytest.mark.parametrize("partial", [PartialShape(16, 512), PARTIAL, PartialShape(256, 512)])
 def test_scratch_is_bounded(items, groups, resident, partial):
     ranges = num_ranges(items, groups, resident, 4096, partial)
     assert ranges is None or 1 <= ranges <= resident

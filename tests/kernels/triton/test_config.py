@@ -2,7 +2,7 @@
 
 import pytest
 
-from flashlatte.kernels.triton.config import SELECTED_ROWS, Config, choose
+from flashlatte.kernels.triton.config import SELECTED_ROWS, AttentionConfig, choose
 from flashlatte.ops.dense_decode.portable.config import FP8_TABLE, TABLE
 from flashlatte.ops.sparse_decode.portable.config import PACKED_TOKENS, STAGED_TOKENS
 
@@ -49,9 +49,9 @@ def test_warp_groups_only_where_the_tiles_are_theirs():
 
 
 def test_wide_rows_get_smaller_tiles():
-    table = {"one": (Config(64, 64, num_warps=8, num_stages=5, programs=2),)}
+    table = {"one": (AttentionConfig(64, 64, num_warps=8, num_stages=5, programs=2),)}
     config, _ = choose(table, "one", 64, 1024, 1024, in_place=True)
     assert (config.block_h, config.block_n, config.num_stages, config.programs) == (32, 32, 3, 1)
-    table = {"one": (Config(16, 16, num_warps=8, num_stages=3),)}
+    table = {"one": (AttentionConfig(16, 16, num_warps=8, num_stages=3),)}
     config, _ = choose(table, "one", 16, 1024, 1024, in_place=True)
     assert (config.block_h, config.block_n, config.num_stages) == (16, 16, 2)

@@ -19,7 +19,7 @@ from support.hopper_dense_decode import decode
 
 from flashlatte.ops.dense_decode.hopper import combine, launch
 from flashlatte.split_kv import combine as common
-from flashlatte.split_kv.rounded_partials import PARTIAL
+from flashlatte.split_kv.fp24_partials import PARTIAL
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
@@ -42,7 +42,7 @@ def record(monkeypatch):
         decode(batch=batch, **call)
         (launched,) = kernel.launches
         combined = combiner.launches[0] if combiner.launches else None
-        assert launched.arguments["PLAN"].rounded is (combined is not None)
+        assert launched.arguments["CONFIG"].fp24_partials is (combined is not None)
         return launched, combined
 
     return record
@@ -64,7 +64,7 @@ def record(monkeypatch):
 def test_warps_share_splits_where_there_are_many(record, call, splits, ctas):
     launched, combined = record(**call)
     assert (combined.arguments["SPLITS"], combined.grid) == (splits, (ctas,))
-    assert combined.arguments["ranges_of_equals"] == launched.arguments["num_splits"]
+    assert combined.arguments["uniform_ranges"] == launched.arguments["num_splits"]
     assert combined.arguments["scratch"] is launched.arguments["scratch"]
     of_each_range = 2 * launched.arguments["num_groups"] * PARTIAL.value
     assert launched.arguments["scratch"].numel() == launched.arguments["num_splits"] * of_each_range

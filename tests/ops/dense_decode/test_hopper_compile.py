@@ -21,7 +21,7 @@ from support.hopper_dense_decode import decode  # noqa: E402
 
 from flashlatte.ops.dense_decode.hopper import combine as ranges  # noqa: E402
 from flashlatte.ops.dense_decode.hopper import fixup, launch  # noqa: E402
-from flashlatte.ops.dense_decode.hopper.few_rows import attender  # noqa: E402
+from flashlatte.ops.dense_decode.hopper.few_rows import consumer  # noqa: E402
 from flashlatte.runtime.strides import strides_in_use  # noqa: E402
 from flashlatte.split_kv import combine, plan  # noqa: E402
 
@@ -108,7 +108,7 @@ def test_keys_on_their_way_stay_in_registers(compiled, name):
 def test_few_rows_stay_in_registers(record, name):
     call = record(**{"batch": 128, "heads": 16, "cache_dtype": torch.float8_e4m3fn} | FEW_ROWS[name])
     code = support.compile_gluon(KERNEL, call)
-    assert call.arguments["PLAN"].few_rows
+    assert call.arguments["CONFIG"].few_rows
     assert code.spills <= allowed(f"dense_decode few rows {name}", 0)
     # Of a step's two blocks: scores of 32 or 36 products of 16 columns of keys, and 32 for the output.
     assert code.hgmma == 2 * (32 + (36 if name == "576" or "invariant" in name else 32))
@@ -117,16 +117,16 @@ def test_few_rows_stay_in_registers(record, name):
 @pytest.mark.parametrize(("rows", "few"), [(1, True), (16, True), (17, False), (128, False)])
 def test_which_rows_are_few(record, rows, few):
     call = record(heads=rows, cache_dtype=torch.float8_e4m3fn).arguments
-    assert call["PLAN"].few_rows is few
+    assert call["CONFIG"].few_rows is few
     assert call["keys_half"].layout.swizzle_byte_width == (64 if few else 128)
-    assert record(heads=rows).arguments["PLAN"].few_rows is False
+    assert record(heads=rows).arguments["CONFIG"].few_rows is False
 
 
 def test_p_of_few_rows_is_finite_in_float16():
     """However large the scores, whose maximum less a few float32 rounds."""
     places = torch.arange(-512, 513) / 2**24
     largest = torch.cat([sign * 2.0**exponent * (1 + places) for sign in (-1, 1) for exponent in range(-4, 60)])
-    row_max = largest - attender.P_EXPONENT.value
+    row_max = largest - consumer.P_EXPONENT.value
     assert torch.exp2(largest - row_max).half().isfinite().all()
 
 
@@ -143,7 +143,7 @@ def test_requests_that_ranges_share_need_no_combine(record, monkeypatch):
     assert not combiner.launches
     (cleared,) = clearer.launches
     assert cleared.options["launch_pdl"] is True
-    assert call["PLAN"].stream_k is True
+    assert call["CONFIG"].stream_k is True
     assert cleared.arguments["partials"] == call["num_splits"] * call["num_groups"]
     assert call["scratch"].numel() == cleared.arguments["partials"] * fixup.PARTIAL.value
     code = support.compile_launch(fixup.clear_kernel, cleared, 90)
@@ -168,7 +168,7 @@ def test_queries_come_as_tokens_by_heads(record, heads, h_kv, box):
 @pytest.mark.parametrize(("page_size", "box"), [(8, 8), (16, 16), (32, 32), (48, 16), (64, 64), (192, 64)])
 def test_a_box_lies_in_one_page(record, page_size, box):
     arguments = record(page_size=page_size).arguments
-    assert arguments["PLAN"].box * arguments["PLAN"].boxes_per_page == page_size
+    assert arguments["CONFIG"].box * arguments["CONFIG"].boxes_per_page == page_size
     assert arguments["keys_half"].block_shape == [1, box, 1, 256]
     assert arguments["keys_rope"].block_shape == [1, box, 1, 64]
 
@@ -193,14 +193,14 @@ def test_scratch_is_bounded_and_the_gpu_filled(batch, rows, batch_invariant):
 def test_equal_requests_are_not_split_and_others_fill_the_gpu():
     """128 requests of four groups of rows: 32 ranges of four requests each, or 33, which are all SMs."""
     made = launch.make_plan(132, 128, 256, 1, 8192, False, one_byte=False)
-    assert (made.equals.ranges_of_equals, made.split.splits) == (32, 33)
+    assert (made.uniform.uniform_ranges, made.split.splits) == (32, 33)
     # One group of rows: four idle CTAs cost more than all SMs win, but where keys are cast.
     for rows, one_byte, splits in ((16, False, 128), (64, False, 128), (16, True, 132), (64, True, 132)):
         made = launch.make_plan(132, 128, rows, 1, 4096, False, one_byte)
-        assert (made.equals.ranges_of_equals, made.split.splits) == (128, splits)
+        assert (made.uniform.uniform_ranges, made.split.splits) == (128, splits)
     # A request that several ranges have is combined by powers of two.
     made = launch.make_plan(132, 1, 64, 1, 8192, False, one_byte=False)
-    assert made.equals.ranges_of_equals == made.split.splits == 64
+    assert made.uniform.uniform_ranges == made.split.splits == 64
 
 
 @pytest.mark.parametrize(
@@ -224,10 +224,10 @@ def test_nothing_keeps_lengths_from_keys(record, call):
     assert "MUFU.RCP" not in producer
 
 
-@pytest.mark.parametrize(("max_keys", "rounded"), [(1 << 30, True), (2**31 - 1, False)])
-def test_ranges_that_would_not_fit_32_bits_have_the_common_combine(max_keys, rounded):
+@pytest.mark.parametrize(("max_keys", "fp24"), [(1 << 30, True), (2**31 - 1, False)])
+def test_ranges_that_would_not_fit_32_bits_have_the_common_combine(max_keys, fp24):
     made = launch.make_plan(132, 1, 64, 1, max_keys, False, one_byte=False)
-    assert made.rounded is rounded
+    assert made.fp24_partials is fp24
     assert made.split.combines
 
 

@@ -117,10 +117,10 @@ def test_workspace_is_what_the_operation_allows(record, deterministic):
     assert launched["dq_sums"].base.shape == (4, 300, 192)
     assert launched["lse"].shape == launched["delta"].shape == (4, 300)
     assert {x.dtype for x in (launched["dq_sums"].base, launched["lse"], launched["delta"])} == {torch.float32}
-    # A turn for each tile of queries of a head.
-    turns = launched["dq_turns"]
-    assert (turns is not None) == deterministic
-    assert turns is None or turns.shape == (4, 300 // 64 + 3 + 2)
+    # One semaphore per tile of queries of a head.
+    semaphores = launched["dq_semaphores"]
+    assert (semaphores is not None) == deterministic
+    assert semaphores is None or semaphores.shape == (4, 300 // 64 + 3 + 2)
 
 
 @pytest.mark.parametrize(("tokens_k", "requests"), [(1, 1), (128, 1), (1000, 16)])

@@ -131,7 +131,7 @@ def test_main_loop(compiled, name):
 
 def test_tiles_hold_every_head_dim_and_little_more():
     for head_dim in range(64, 256 + 1, 8):
-        keys = tiles.chunks_of(head_dim) * 64 + tiles.rest_of(head_dim)
+        keys = tiles.num_chunks(head_dim) * 64 + tiles.rest_of(head_dim)
         values = tiles.first_columns(head_dim) + tiles.second_columns(head_dim)
         assert 0 <= keys - head_dim < 32
         assert 0 <= values - head_dim < 64
@@ -181,7 +181,7 @@ def test_grid_is_no_larger_than_the_work(record, tokens, heads, requests, grid):
     ],
 )
 def test_heads_together_divide_the_heads(heads, group_kv, max_seqlen_k, together):
-    assert launch.heads_together(heads, group_kv, max_seqlen_k, 192 + 128) == together
+    assert launch.concurrent_heads(heads, group_kv, max_seqlen_k, 192 + 128) == together
     assert heads % together == 0
 
 

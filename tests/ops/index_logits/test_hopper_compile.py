@@ -187,7 +187,7 @@ def test_lengths_and_strides_compile_once(record):
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (4096, 32768), (64, 131072), (2048, 8192), (1, 1 << 20)])
 @pytest.mark.parametrize("queries_of_item", [8, 16])
 def test_items_cover_all_keys_of_all_queries(queries, keys, queries_of_item):
-    item_keys = launch.keys_of_item(queries, keys, queries_of_item, PROGRAMS)
+    item_keys = launch.keys_per_item(queries, keys, queries_of_item, PROGRAMS)
     assert item_keys % 64 == 0
     assert item_keys >= min(keys, 1024)
     blocks = -(-queries // queries_of_item)

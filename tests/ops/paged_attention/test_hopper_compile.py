@@ -13,7 +13,7 @@ from support.recording import NUM_SMS, Recorded, Recording
 
 from flashlatte import paged_attention
 from flashlatte.ops.paged_attention import api
-from flashlatte.ops.paged_attention.hopper.launch import heads_of_tile
+from flashlatte.ops.paged_attention.hopper.launch import heads_per_tile
 from flashlatte.runtime import dispatch, machine
 from flashlatte.testing.paged_attention_case import PagedAttentionCase
 
@@ -104,7 +104,7 @@ def test_lengths_and_strides_compile_nothing(launched):
 
 @pytest.mark.parametrize(("heads", "packed"), [(1, 1), (4, 4), (6, 2), (7, 1), (12, 4), (128, 64)])
 def test_heads_of_a_tile(heads, packed):
-    assert heads_of_tile(heads) == packed
+    assert heads_per_tile(heads) == packed
     assert heads % packed == 0
 
 

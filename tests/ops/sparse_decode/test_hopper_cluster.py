@@ -42,17 +42,17 @@ def record(monkeypatch):
 @pytest.mark.parametrize("batch", [1, 37, 128])
 def test_neighbouring_groups_of_heads_form_a_cluster(record, call, in_cluster, batch):
     launched = record(batch=batch, **call)
-    assert launched.arguments["PLAN"].cluster is in_cluster
+    assert launched.arguments["CONFIG"].cluster is in_cluster
     groups = launched.arguments["num_groups"]
     programs = launched.grid[0] * (2 if in_cluster else 1)
     assert programs % groups == 0
-    if launched.arguments["PLAN"].balanced and not launched.arguments["PLAN"].equal_splits:
+    if launched.arguments["CONFIG"].balanced and not launched.arguments["CONFIG"].equal_splits:
         assert programs == groups * launched.arguments["num_splits"]
 
 
 def test_a_gpu_that_clusters_do_not_fill_has_none(record, monkeypatch):
     monkeypatch.setattr(launch, "clusters_fill", lambda *_: False)
-    assert record().arguments["PLAN"].cluster is False
+    assert record().arguments["CONFIG"].cluster is False
 
 
 @pytest.mark.parametrize("name", mostly_full(CLUSTERS, "v32, whole items"))
@@ -87,7 +87,7 @@ def test_tiles_lie_where_the_cluster_supposes(record, name):
             assert tile * clusters.TILE_BYTES.value + last in placed
     # The swizzle repeats after eight rows, which are what a warp sends.
     assert clusters.WARP_ROWS.value == 8 * 128
-    assert clusters.OWN.value * 128 == clusters.PEER_ROWS.value
+    assert clusters.OWN_TOKENS.value * 128 == clusters.PEER_ROWS.value
 
 
 def test_pairs_are_launched_as_clusters():

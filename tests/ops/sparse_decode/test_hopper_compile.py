@@ -139,7 +139,9 @@ def test_ranges_write_split_metadata(monkeypatch, record):
         combiner.launches.clear()
         assert launched.options["launch_pdl"] is True
         ranges, groups = launched.arguments["num_splits"], launched.arguments["num_groups"]
-        assert launched.arguments["scratch"].numel() == 2 * ranges * groups * plan.Partial(64, 512).numbers + ranges
+        assert (
+            launched.arguments["scratch"].numel() == 2 * ranges * groups * plan.PartialShape(64, 512).numbers + ranges
+        )
         assert launched.arguments["scratch"] is combined.arguments["scratch"]
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from support.hopper_sparse_decode import CALLS, COMBINE_EQUAL, KERNEL, recording
 from support.later_spills import allowed
 
-from flashlatte.kernels.hopper.ptx import rounded
+from flashlatte.kernels.hopper.ptx import fp24
 from flashlatte.ops.sparse_decode.hopper import equal_splits, launch
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
@@ -66,8 +66,8 @@ def run(asm: str, registers: dict[str, int]) -> dict[str, int]:
 
 def kept(numbers: list[float]) -> list[float]:
     """Eight numbers, stored and loaded."""
-    stored = run(str(rounded._store_asm()), {f"${8 + i}": bits(number) for i, number in enumerate(numbers)})
-    loaded = run(str(rounded._load_asm()), {f"w{i}": stored[f"w{i}"] for i in range(6)})
+    stored = run(str(fp24._store_asm()), {f"${8 + i}": bits(number) for i, number in enumerate(numbers)})
+    loaded = run(str(fp24._load_asm()), {f"w{i}": stored[f"w{i}"] for i in range(6)})
     return [number_of(loaded[f"${i}"]) for i in range(8)]
 
 
@@ -149,8 +149,8 @@ def test_there_is_a_partial_output_for_each_split(record, call):
     launched = record(**call)
     (combined,) = record.combines()
     arguments = launched.arguments
-    assert arguments["PLAN"].equal_splits is True
-    programs = launched.grid[0] * (2 if arguments["PLAN"].cluster else 1)
+    assert arguments["CONFIG"].equal_splits is True
+    programs = launched.grid[0] * (2 if arguments["CONFIG"].cluster else 1)
     assert arguments["scratch"].numel() == programs * equal_splits.PARTIAL.value
     assert combined.arguments["scratch"] is arguments["scratch"]
     assert combined.arguments["splits"] == arguments["num_splits"]

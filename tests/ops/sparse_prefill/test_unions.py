@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashlatte.ops.sparse_prefill.hopper import unions
-from flashlatte.ops.sparse_prefill.hopper.unions import MEMBER_BITS, MEMBERS, PER_WORD, unite
+from flashlatte.ops.sparse_prefill.hopper.unions import MEMBER_BITS, MEMBERS, PER_WORD, build_unions
 
 pytestmark = pytest.mark.interpreter
 
@@ -33,7 +33,7 @@ def listed(union):
 
 
 def check(indices, lengths, s_kv, group):
-    union = unite(indices, lengths, s_kv, group)
+    union = build_unions(indices, lengths, s_kv, group)
     assert not union.damaged.any()
     assert (union.counts <= group * indices.shape[-1]).all()
     for entries, selected in zip(listed(union), selections(indices, lengths, s_kv, group), strict=True):

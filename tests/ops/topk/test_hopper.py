@@ -10,7 +10,7 @@ from support.marks import mostly_full
 from support.topk_rows import rows_of
 
 from flashlatte.ops.topk import api
-from flashlatte.ops.topk.hopper import kernel, launch, memory
+from flashlatte.ops.topk.hopper import kernel, launch, shared_layout
 from flashlatte.runtime import dispatch, machine
 
 
@@ -38,22 +38,22 @@ def test_calls_that_it_takes(rows, columns, k, capability, reason, monkeypatch):
 
 @pytest.mark.parametrize(("rows", "ctas"), [(1, 8), (8, 8), (9, 2), (66, 2), (67, 1), (132, 1), (133, 1)])
 def test_ctas_of_a_row(rows, ctas):
-    found, warps, registers = launch._threads(rows, 132, False)
+    found, warps, registers = launch._launch_shape(rows, 132, False)
     assert found == ctas
     assert (warps, registers) == ((8, 80) if rows > 132 else (16, None))
-    assert launch._threads(rows, 132, True) == (ctas, 16, None)
+    assert launch._launch_shape(rows, 132, True) == (ctas, 16, None)
     assert rows * ctas <= 132 or ctas == 1
 
 
 def test_the_list_of_the_largest_k_fits_what_ptx_declares():
-    assert memory.words(2 * api._HOPPER_MAX_K) <= 12_288
+    assert shared_layout.num_words(2 * api._HOPPER_MAX_K) <= 12_288
 
 
 @functools.cache
 def compiled(dtype, with_values):
     """The kernel of many rows, and the launch."""
     logits, indices = torch.empty(1, 1, dtype=dtype).expand(700, 30_000), torch.empty(700, 2048, dtype=torch.int32)
-    recorder = Recorder(kernel.kernel_of_one)
+    recorder = Recorder(kernel.kernel_1_cta)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(launch.KERNELS, 1, recorder)
         patch.setattr(machine, "num_sms", lambda device: 132)
@@ -68,13 +68,13 @@ def compiled(dtype, with_values):
 def test_shared_memory_is_what_a_launch_without_more_ado_may_have(dtype, with_values):
     """Triton's own and the list's words together."""
     code, launched = compiled(dtype, with_values)
-    assert code.shared + 4 * memory.words(launched.arguments["CAPACITY"]) <= 48 * 1024
+    assert code.shared + 4 * shared_layout.num_words(launched.arguments["CAPACITY"]) <= 48 * 1024
 
 
 @pytest.mark.full
 @pytest.mark.skipif(machine.interpreting(), reason="kernels are interpreted, not compiled")
 def test_nothing_is_read_before_the_kernel_ahead_has_ended(monkeypatch):
-    recorder = Recorder(kernel.kernel_of_eight)
+    recorder = Recorder(kernel.kernel_8_ctas)
     monkeypatch.setitem(launch.KERNELS, 8, recorder)
     monkeypatch.setattr(machine, "num_sms", lambda device: 132)
     end, indices = torch.empty(1, dtype=torch.int32), torch.empty(1, 64, dtype=torch.int32)
@@ -125,8 +125,8 @@ def test_rows_whose_list_will_not_do_are_counted(kind, counted):
 @pytest.mark.parametrize("change", [-20, 20])
 def test_a_small_sample_that_misleads_is_followed_by_a_larger_one(change, counted, monkeypatch):
     listed = []
-    reach = kernel.places_of_listed
-    monkeypatch.setattr(kernel, "places_of_listed", lambda *args: listed.append(True) or reach(*args))
+    reach = kernel.locate_candidates
+    monkeypatch.setattr(kernel, "locate_candidates", lambda *args: listed.append(True) or reach(*args))
     monkeypatch.setitem(launch.FIRST_SAMPLE, 1, 64)
     logits = rows_of("normal", 2, 9000, 1)
     # The two runs of which the small sample consists.

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.ptx_threads import LANES, Threads
 
-from flashlatte.kernels.hopper.ptx import shared_ranks, shared_words
+from flashlatte.kernels.hopper.ptx import shared_scan, shared_words
 
 SCRATCH = 4096
 WARPS = st.sampled_from([4, 8, 16])
@@ -26,7 +26,7 @@ def test_bin_of_a_rank(warps, bins, seed, full):
     counts[rng.integers(bins)] += 1
     wanted = int(rng.integers(1, counts.sum() + 1))
     threads = Threads(LANES * warps, shared(counts))
-    threads.run(shared_ranks._bin_asm(bins, warps), _4=0, _5=4 * SCRATCH, _6=wanted)
+    threads.run(shared_scan._bin_asm(bins, warps), _4=0, _5=4 * SCRATCH, _6=wanted)
     expected = int(np.searchsorted(counts.cumsum(), wanted))
     for name, value in (("$0", expected), ("$1", counts[:expected].sum()), ("$2", counts[expected])):
         assert (threads.registers[name] == value).all()
@@ -40,13 +40,13 @@ def test_bits_before_one(warps, seed, before, bit):
     bitmap = rng.integers(0, 2**32, words) & rng.integers(0, 2**32, words)
     memory = shared(bitmap)
     threads = Threads(LANES * warps, memory)
-    threads.run(shared_ranks._ones_asm(words, warps), _1=0, _2=4 * sums, _3=4 * SCRATCH, _4=before)
+    threads.run(shared_scan._ones_asm(words, warps), _1=0, _2=4 * sums, _3=4 * SCRATCH, _4=before)
     bits = (bitmap[:, None] >> np.arange(32) & 1).reshape(-1)
     assert (threads.registers["$0"] == before + bits.sum()).all()
     pairs = bits.reshape(-1, 64).sum(axis=1)
     assert memory[sums : sums + words // 2].tolist() == (before + pairs.cumsum() - pairs).tolist()
 
-    threads.run(shared_words._ONES_BEFORE.value, _1=0, _2=4 * sums, _3=bit, _4=1)
+    threads.run(shared_words._COUNT_BITS_BEFORE.value, _1=0, _2=4 * sums, _3=bit, _4=1)
     assert (threads.registers["$0"] == before + bits[:bit].sum()).all()
-    threads.run(shared_words._ONES_BEFORE.value, _1=0, _2=4 * sums, _3=bit, _4=0)
+    threads.run(shared_words._COUNT_BITS_BEFORE.value, _1=0, _2=4 * sums, _3=bit, _4=0)
     assert (threads.registers["$0"] == 0).all()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from flashlatte.split_kv import device, gluon
+from flashlatte.split_kv import device, gluon_device
 
 BLOCK_N = 16
 # Work items that are looked at together.
@@ -93,7 +93,7 @@ def in_python(module: types.ModuleType, **others: Any) -> Any:
 
 
 DEVICE = in_python(device, tl=Arithmetic)
-GLUON = in_python(gluon, gl=Arithmetic, device=DEVICE, _ITEMS=ITEMS, _in_each_warp=lambda warps: None)
+GLUON = in_python(gluon_device, gl=Arithmetic, device=DEVICE, _ITEMS=ITEMS, _in_each_warp=lambda warps: None)
 
 
 class Split(NamedTuple):
@@ -110,12 +110,14 @@ def key_lengths(lengths: list[int]) -> device.KeyLengths:
 
 
 def ranges_and_splits(
-    lengths: list[int], num_ranges: int, overhead: int, granularity: int = 1, of_equals: int | None = None
+    lengths: list[int], num_ranges: int, overhead: int, granularity: int = 1, keep_items_whole: int | None = None
 ) -> tuple[list[Any], list[list[Split]]]:
     """All ranges; and the splits of each item."""
     items = key_lengths(lengths)
-    equals = of_equals and gluon.equals_of(of_equals, len(lengths), overhead)
-    ranges = [GLUON.find_range(n, num_ranges, items, BLOCK_N, overhead, granularity, equals) for n in range(num_ranges)]
+    uniform = keep_items_whole and gluon_device.uniform_ranges_of(keep_items_whole, len(lengths), overhead)
+    ranges = [
+        GLUON.find_range(n, num_ranges, items, BLOCK_N, overhead, granularity, uniform) for n in range(num_ranges)
+    ]
     splits: list[list[Split]] = [[] for _ in lengths]
     for number, cta_range in enumerate(ranges):
         cost = cta_range.first_cost
@@ -174,30 +176,30 @@ def test_ranges_cover_every_block_once_in_order(lengths, num_ranges, overhead, g
 @example([500] * 3, 6, 2, 0)
 @example([500] * 3, 9, 2, 1)
 def test_another_number_of_ranges_for_equal_lengths(lengths, num_ranges, overhead, fewer):
-    of_equals = max(num_ranges - fewer, 1)
-    ranges, splits = ranges_and_splits(lengths, num_ranges, overhead, of_equals=of_equals)
+    keep_items_whole = max(num_ranges - fewer, 1)
+    ranges, splits = ranges_and_splits(lengths, num_ranges, overhead, keep_items_whole=keep_items_whole)
     check_splits(lengths, splits)
     if len(set(lengths)) == 1:
         blocks = blocks_of(lengths[0])
-        if of_equals % len(lengths) == 0:
+        if keep_items_whole % len(lengths) == 0:
             each = [split.end - split.begin for of_item in splits for split in of_item]
-            assert len(each) == min(of_equals, len(lengths) * blocks)
+            assert len(each) == min(keep_items_whole, len(lengths) * blocks)
             assert max(each) - min(each) <= 1
         else:
             costs = len(lengths) * (blocks + overhead)
             in_use = sum(bool(cta_range.begin < cta_range.end) for cta_range in ranges)
-            assert in_use == min(of_equals, costs)
+            assert in_use == min(keep_items_whole, costs)
             assert all(cta_range.end - cta_range.begin <= -(-costs // in_use) for cta_range in ranges)
 
 
 @given(lengths_of_items(), st.integers(1, 40), st.integers(0, 3))
 @example([1, 17], 9, 1)
 def test_ranges_of_an_item_are_found_from_lengths_alone(lengths, num_ranges, overhead):
-    _, splits = ranges_and_splits(lengths, num_ranges, overhead, of_equals=num_ranges)
+    _, splits = ranges_and_splits(lengths, num_ranges, overhead, keep_items_whole=num_ranges)
     items = key_lengths(lengths)
-    equals = gluon.equals_of(num_ranges, len(lengths), overhead)
+    uniform = gluon_device.uniform_ranges_of(num_ranges, len(lengths), overhead)
     for item, of_item in enumerate(splits):
-        first, count = GLUON.ranges_of_item(torch.tensor(item, dtype=torch.int32), equals, items, BLOCK_N, overhead)
+        first, count = GLUON.ranges_of_item(torch.tensor(item, dtype=torch.int32), uniform, items, BLOCK_N, overhead)
         assert (int(first), int(count)) == (of_item[0].range, len(of_item))
 
 
@@ -205,6 +207,6 @@ def test_ranges_of_an_item_are_found_from_lengths_alone(lengths, num_ranges, ove
 def test_a_cost_is_in_the_range_that_begins_before_it_and_ends_after(ranges, total, data):
     ranges = min(ranges, total)
     cost = data.draw(st.integers(0, total - 1))
-    number = GLUON.range_with(cost, total, ranges)
+    number = GLUON.range_containing(cost, total, ranges)
     assert number * total // ranges <= cost < (number + 1) * total // ranges
     assert 0 <= number < ranges

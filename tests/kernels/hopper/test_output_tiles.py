@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from flashlatte.kernels.hopper.ptx import outputs
+from flashlatte.kernels.hopper.ptx import output_tiles
 
 LANES = range(32)
 # Addresses of rows of the output, and how many bytes of each are stored.
@@ -68,7 +68,7 @@ def test_every_pair_of_columns_is_stored_where_it_belongs(unused_rows):
             if number % 2 == 0:
                 own[f"${32 + number // 2}"] = (row, col)
         operands.append(own)
-    stored = run(str(outputs._store_rows_asm()), operands)
+    stored = run(str(output_tiles._store_rows_asm()), operands)
     assert len(stored) == (16 - len(unused_rows)) * STORED // 16
     for address, pairs in stored.items():
         row, byte = divmod(address, ROW)
