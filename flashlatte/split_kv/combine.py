@@ -290,8 +290,7 @@ def launch_combine(
 
 
 def tile_for(partial: PartialShape, rows_in_use: int, results: int, expected_splits: int) -> CombineTile:
-    """The first tile of which the expected splits fill more than half, and that needs no more CTAs than are
-    resident."""
+    """The first tile that the expected splits fill by more than half and that needs no more CTAs than are resident."""
     for tile in _TILES:
         tile = tile.within(*partial)
         if tile.splits < 2 * expected_splits and results * tile.ctas(rows_in_use, partial.cols) <= _RESIDENT:

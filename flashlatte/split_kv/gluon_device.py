@@ -22,7 +22,7 @@ from flashlatte.split_kv.plan import PartialShape
 
 # The shape of a partial output, and its number of elements.
 MLA_PARTIAL = PartialShape(ROWS.value, LATENT.value)
-PARTIAL = gl.constexpr(MLA_PARTIAL.numbers)
+PARTIAL = gl.constexpr(MLA_PARTIAL.elements)
 
 # Work items per step of the scan.
 _ITEMS = gl.constexpr(128)

@@ -29,7 +29,7 @@ class PartialShape(NamedTuple):
     cols: int
 
     @property
-    def numbers(self) -> int:
+    def elements(self) -> int:
         return self.rows * (self.cols + 1)
 
 
@@ -78,7 +78,7 @@ def balanced(
         overhead=overhead,
         launches=((0, items),),
         # Two partial outputs per range and group; the continued work item per range.
-        scratch=2 * groups * ranges * partial.numbers + ranges,
+        scratch=2 * groups * ranges * partial.elements + ranges,
         combines=ranges > 1 and item_blocks > 1,
     )
 
@@ -96,8 +96,8 @@ def fixed(
     batch."""
     splits = min(max_splits, max(-(-item_blocks // split_blocks), 1))
     # A partial output per split and group; the number of splits per work item.
-    numbers = groups * splits * partial.numbers + 1 if splits > 1 else 0
-    launches = fixed_launches(items, 4 * numbers)
+    elements = groups * splits * partial.elements + 1 if splits > 1 else 0
+    launches = fixed_launches(items, 4 * elements)
     return SplitPlan(
         partial,
         groups,
@@ -108,7 +108,7 @@ def fixed(
         overhead=0,
         launches=launches,
         # At least 1: a kernel compiled without scratch might round differently.
-        scratch=max(numbers * max((count for _, count in launches), default=0), 1),
+        scratch=max(elements * max((count for _, count in launches), default=0), 1),
         combines=splits > 1,
     )
 
@@ -145,7 +145,7 @@ def num_ranges(
     if keep_items_whole:
         ranges = _whole_items_each(items, ranges)
     # A range needs two partial outputs per group, and one element of metadata.
-    max_ranges = MAX_SCRATCH_BYTES // (4 * (2 * groups * partial.numbers + 1))
+    max_ranges = MAX_SCRATCH_BYTES // (4 * (2 * groups * partial.elements + 1))
     return min(ranges, items * item_blocks, max_ranges) or None
 
 

@@ -64,7 +64,7 @@ def test_fixed_splits_fit_the_scratch(items, item_blocks):
     assert sum(count for _, count in split.launches) == items
     most = max(count for _, count in split.launches)
     assert split.combines == (item_blocks > 16)
-    assert not split.combines or split.scratch == most * (2 * split.splits * PARTIAL.numbers + 1)
+    assert not split.combines or split.scratch == most * (2 * split.splits * PARTIAL.elements + 1)
     assert split.ctas(most) == most * 2 * split.splits
 
 

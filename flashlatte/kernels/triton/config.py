@@ -106,8 +106,8 @@ SELECTED_ROWS: Table = {
 def choose(
     table: Table, gpu: str, rows: int, head_dim: int, latent_dim: int, *, in_place: bool
 ) -> tuple[AttentionConfig, StepConfig]:
-    """Choose the configuration for ``rows`` query rows and cache rows of ``head_dim`` elements, the first
-    ``latent_dim`` of which are values.
+    """Choose the configuration for ``rows`` query rows and cache rows of ``head_dim`` elements, with ``latent_dim``
+    value columns.
 
     ``in_place``: tiles of keys are multiplied as loaded, without conversion in registers.
     """

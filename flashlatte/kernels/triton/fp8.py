@@ -48,7 +48,7 @@ def float_to_e5m2(x):
     """Convert float32 x to e5m2 bits (uint8): round to nearest even, saturate at 57344; NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # As ``float_to_e4m3``: exponents are rebased from 127 to 15, and e5m2's smallest step is 2^-16.
+    # See ``float_to_e4m3``: exponents are rebased from 127 to 15, and e5m2's smallest step is 2^-16.
     normal = ((magnitude + 0xFFFFF + ((magnitude >> 21) & 1)) >> 21) - (112 << 2)
     subnormal = (magnitude.to(tl.float32, bitcast=True) + 128.0).to(tl.int32, bitcast=True) - (134 << 23)
     code = tl.where(magnitude < (113 << 23), subnormal, normal)

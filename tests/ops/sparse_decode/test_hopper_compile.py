@@ -140,7 +140,7 @@ def test_ranges_write_split_metadata(monkeypatch, record):
         assert launched.options["launch_pdl"] is True
         ranges, groups = launched.arguments["num_splits"], launched.arguments["num_groups"]
         assert (
-            launched.arguments["scratch"].numel() == 2 * ranges * groups * plan.PartialShape(64, 512).numbers + ranges
+            launched.arguments["scratch"].numel() == 2 * ranges * groups * plan.PartialShape(64, 512).elements + ranges
         )
         assert launched.arguments["scratch"] is combined.arguments["scratch"]
 

@@ -68,7 +68,7 @@ def _add_constraints():
 
 @gluon.jit
 def add_registers(tile, address, factor):
-    """``tile`` [64, 256] plus ``factor`` [64, 1] · what ``store_registers`` stored at ``address``."""
+    """``tile`` [64, 256] plus ``factor`` [64, 1] times the tile that ``store_registers`` stored at ``address``."""
     return gl.inline_asm_elementwise(
         _add_asm(16), _add_constraints(), [tile, address, factor], gl.float32, is_pure=False, pack=_ELEMENTS
     )

@@ -117,7 +117,8 @@ def combine_ranges_kernel(
     first_row = cta // COL_TILES % row_tiles * _TILE_ROWS
     group = cta // COL_TILES // row_tiles % num_groups
     item = cta // COL_TILES // row_tiles // num_groups
-    # The lengths are not of the kernel before this one, which has waited for who wrote them before it let this begin.
+    # Lengths may be read before ``gdc_wait``: the preceding kernel has waited for their writer before it allowed this
+    # launch.
     first_range, count = ranges_of_item(item, uniform, key_lengths, STEP_KEYS, OVERHEAD)
     row = first_row + gl.arange(0, _TILE_ROWS, ROW)
     col = gl.arange(0, COLS, gl.SliceLayout(0, gl.SliceLayout(1, TILES)))

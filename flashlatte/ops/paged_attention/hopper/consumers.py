@@ -63,13 +63,13 @@ def _start_output(shared, step, p, output):
 
 @gluon.jit
 def _operand(p, DTYPE: gl.constexpr, OUTPUT: gl.constexpr):
-    """P as an operand. Rounded here and not later, as scores take its registers next."""
+    """P as an operand, rounded here and not later, because the next scores reuse its registers."""
     return gl.convert_layout(round_here(p, DTYPE), gl.DotOperandLayout(0, OUTPUT, 2), assert_trivial=True)
 
 
 @gluon.jit
 def _zero_out_of_range_values(shared, step, work_tile, first_key):
-    """Zero what a block has outside of the keys that the tile's queries see."""
+    """Zero the values of a block outside of the visible keys of the tile."""
     if (first_key < work_tile.first_key) | (first_key + KEYS > work_tile.keys):
         tile = shared.v.index(stage_of(step))
         out_of_range_keys.zero_values(tile, work_tile.first_key - first_key, work_tile.keys - first_key)

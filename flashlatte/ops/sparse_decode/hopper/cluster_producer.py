@@ -152,7 +152,7 @@ def _factors(scales, PIECE: gl.constexpr, GROUPS: gl.constexpr, LAYOUT: gl.const
 
 @gluon.jit
 def _dequantize(words, scales, PIECE: gl.constexpr, CONFIG: gl.constexpr):
-    """Words [32, 16] of a piece to pairs of bf16 [32, 32]."""
+    """Dequantize words [32, 16] of a piece to pairs of bf16 [32, 32]."""
     GROUPS: gl.constexpr = 2 if CONFIG.format == V41 else 1
     words = words.reshape([OWN_TOKENS, GROUPS, 16 // GROUPS])
     factors = _factors(scales, PIECE, GROUPS, gl.SliceLayout(2, words.type.layout), CONFIG)

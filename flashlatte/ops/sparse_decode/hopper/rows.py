@@ -118,7 +118,7 @@ def load_indices(cursor, block, args, CONFIG: gl.constexpr):
         first = gl.where(is_extra, first - split.own * KEYS, first)
         length = gl.where(is_extra, split.extra_length, length)
     length = gl.where(block < split.end, length, 0)
-    # A block begins at a multiple of 64. (token ^ turn would be kept in registers.)
+    # A block begins at a multiple of 64. (token ^ rotation would be kept in registers.)
     position = (first ^ rotation) ^ token
     return gl.load(row + position, mask=position < length, other=-1)
 

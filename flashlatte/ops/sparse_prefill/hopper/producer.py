@@ -46,7 +46,7 @@ class SparsePrefillQueries(NamedTuple):
     heads: Any
 
 
-class GatheredRows(NamedTuple):
+class GatheredTokens(NamedTuple):
     """The rows of kv that a block gathers: pointers, validity, and the members of the group that selected them, all
     [64]."""
 
@@ -80,7 +80,7 @@ def _rows(indices, kv, stride, GROUP: gl.constexpr):
     # The stride is in units of 16 bytes, so that the compiler knows the alignment for 16-byte copies.
     ELEMENTS: gl.constexpr = 128 // kv.dtype.element_ty.primitive_bitwidth
     offsets = gl.where(valid, indices, 0).to(gl.int64) * stride * ELEMENTS
-    return GatheredRows(kv + offsets, valid, members)
+    return GatheredTokens(kv + offsets, valid, members)
 
 
 @gluon.jit

@@ -40,7 +40,7 @@ class SparsePrefillShared(NamedTuple):
 
     mask0: Any  # int32 [64], 0 where an index selects nothing
     mask1: Any
-    score_max0: Any  # float32 [64], the even consumer's maximum of raw scores
+    score_max0: Any  # float32 [64], the even consumer's maximum of unscaled scores
     q_full: Any
     full0: BlockFullBarriers
     full1: BlockFullBarriers

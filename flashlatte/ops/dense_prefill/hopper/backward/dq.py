@@ -38,7 +38,7 @@ def stage_columns(staging, tile, rows):
     if rows < QUERIES:
         row = gl.arange(0, QUERIES, gl.SliceLayout(1, tile.type.layout))
         tile = gl.where((row < rows)[:, None], tile, 0.0)
-    # [64, thirty-twos, sixteen, eight, thread, neighbour]
+    # [64, groups of 32, of 16, of 8, thread, adjacent column]
     tile = tile.reshape([QUERIES, COLUMNS // SUM_COLUMNS, 2, 2, 4, 2]).permute((0, 1, 4, 2, 3, 5))
     staging.store(tile.reshape([QUERIES, COLUMNS]))
 

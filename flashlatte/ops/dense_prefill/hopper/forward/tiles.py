@@ -38,7 +38,7 @@ class DensePrefillConsumer(NamedTuple):
     The leading axis of ``q`` is the chunk of columns. The rest of, for example, 72 columns is a separate tile.
     """
 
-    q: Any  # ([d_qk / 64, 64, 64]), and maybe [1, 64, rest]
+    q: Any  # ([d_qk / 64, 64, 64]), optionally [1, 64, rest]
     work_tile: Any  # int32 [7, 1]
     full: Any
 
@@ -48,8 +48,8 @@ class DensePrefillShared(NamedTuple):
 
     first: DensePrefillConsumer
     second: DensePrefillConsumer
-    k: Any  # ([2 * d_qk / 64, keys, 64]), and maybe [2, keys, rest]
-    v: Any  # ([2, keys, columns]), and maybe [2, keys, rest]
+    k: Any  # ([2 * d_qk / 64, keys, 64]), optionally [2, keys, rest]
+    v: Any  # ([2, keys, columns]), optionally [2, keys, rest]
     k_full: Any  # [2, 1]
     v_full: Any
 
