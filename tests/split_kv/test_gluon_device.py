@@ -1,4 +1,4 @@
-"""What Gluon kernels work out about ranges: their functions, run in Python with PyTorch's integers."""
+"""``gluon_device``: its functions, run in Python with PyTorch's integers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ pytest.importorskip("triton")
 from flashlatte.split_kv import device, gluon_device
 
 BLOCK_N = 16
-# Work items that are looked at together.
+# Work items per step of the scan.
 ITEMS = 32
-# Keys that a request has at most.
+# Maximum keys of a request.
 LIMIT = 2000
 
 
 class Arithmetic:
-    """What the functions use of ``gl`` and ``tl``, in integers that are as wide as a kernel's."""
+    """The subset of ``gl`` and ``tl`` that the functions use, with integers of the kernel's width."""
 
     int32 = torch.int32
     int64 = torch.int64
-    # PyTorch does not divide numbers of its ``uint32``.
+    # PyTorch has no division of ``uint32``.
     uint32 = torch.int64
 
     @staticmethod
@@ -76,14 +76,14 @@ class Arithmetic:
 
 
 class Pointer(torch.Tensor):
-    """Numbers that are pointed to."""
+    """A pointer to a tensor."""
 
     def __add__(self, offsets: Any) -> Any:
         return self.as_subclass(torch.Tensor), torch.as_tensor(offsets)
 
 
 def in_python(module: types.ModuleType, **others: Any) -> Any:
-    """The module's functions for kernels as Python's, with ``others`` for some of its names."""
+    """The module's device functions as Python functions, with the names ``others`` replaced."""
     scope = dict(vars(module))
     for name, value in vars(module).items():
         if hasattr(value, "fn"):
@@ -97,7 +97,7 @@ GLUON = in_python(gluon_device, gl=Arithmetic, device=DEVICE, _ITEMS=ITEMS, _in_
 
 
 class Split(NamedTuple):
-    """What a range has of a work item: its blocks begin to end, end exclusive, in whole granules."""
+    """The split of a work item: blocks begin to end (exclusive), in whole granules."""
 
     range: int
     begin: int
@@ -112,7 +112,7 @@ def key_lengths(lengths: list[int]) -> device.KeyLengths:
 def ranges_and_splits(
     lengths: list[int], num_ranges: int, overhead: int, granularity: int = 1, keep_items_whole: int | None = None
 ) -> tuple[list[Any], list[list[Split]]]:
-    """All ranges; and the splits of each item."""
+    """All ranges, and the splits of each item."""
     items = key_lengths(lengths)
     uniform = keep_items_whole and gluon_device.uniform_ranges_of(keep_items_whole, len(lengths), overhead)
     ranges = [
@@ -131,14 +131,14 @@ def ranges_and_splits(
 
 
 def blocks_of(length: int, granularity: int = 1) -> int:
-    """A work item's, in whole granules."""
+    """Blocks of a work item, in whole granules."""
     blocks = max(-(-min(max(length, 0), LIMIT) // BLOCK_N), 1)
     return -(-blocks // granularity) * granularity
 
 
 @st.composite
 def lengths_of_items(draw: st.DrawFn) -> list[int]:
-    """Of all kinds; often equal, or so on average alone: then the first one is the average."""
+    """Arbitrary lengths; often uniform, or with a first length that equals the average."""
     kind = draw(st.sampled_from(["any", "equal", "average"]))
     length = st.sampled_from([-5, 0, 1, 16, 17, 100, 500, 1999, 3000])
     if kind == "any":
@@ -151,7 +151,7 @@ def lengths_of_items(draw: st.DrawFn) -> list[int]:
 
 
 def check_splits(lengths: list[int], splits: list[list[Split]], granularity: int = 1) -> None:
-    """Every block is in one range, in order."""
+    """Every block is in exactly one range, in order."""
     for length, of_item in zip(lengths, splits, strict=True):
         first = of_item[0].range
         assert [split.begin for split in of_item] == [0, *(split.end for split in of_item[:-1])]
@@ -175,7 +175,7 @@ def test_ranges_cover_every_block_once_in_order(lengths, num_ranges, overhead, g
 @example([500] * 40, 41, 2, 1)
 @example([500] * 3, 6, 2, 0)
 @example([500] * 3, 9, 2, 1)
-def test_another_number_of_ranges_for_equal_lengths(lengths, num_ranges, overhead, fewer):
+def test_uniform_lengths_use_uniform_ranges(lengths, num_ranges, overhead, fewer):
     keep_items_whole = max(num_ranges - fewer, 1)
     ranges, splits = ranges_and_splits(lengths, num_ranges, overhead, keep_items_whole=keep_items_whole)
     check_splits(lengths, splits)
@@ -194,7 +194,7 @@ def test_another_number_of_ranges_for_equal_lengths(lengths, num_ranges, overhea
 
 @given(lengths_of_items(), st.integers(1, 40), st.integers(0, 3))
 @example([1, 17], 9, 1)
-def test_ranges_of_an_item_are_found_from_lengths_alone(lengths, num_ranges, overhead):
+def test_ranges_of_item_agree_with_find_range(lengths, num_ranges, overhead):
     _, splits = ranges_and_splits(lengths, num_ranges, overhead, keep_items_whole=num_ranges)
     items = key_lengths(lengths)
     uniform = gluon_device.uniform_ranges_of(num_ranges, len(lengths), overhead)
@@ -204,7 +204,7 @@ def test_ranges_of_an_item_are_found_from_lengths_alone(lengths, num_ranges, ove
 
 
 @given(st.integers(1, 500), st.integers(1, 2**20), st.data())
-def test_a_cost_is_in_the_range_that_begins_before_it_and_ends_after(ranges, total, data):
+def test_range_containing(ranges, total, data):
     ranges = min(ranges, total)
     cost = data.draw(st.integers(0, total - 1))
     number = GLUON.range_containing(cost, total, ranges)

@@ -27,7 +27,7 @@ def test_no_more_ranges_than_blocks():
     assert num_ranges(2, 1, 132, 5, PARTIAL) == 10
 
 
-def test_no_ranges_where_programs_abound():
+def test_no_ranges_with_many_programs():
     assert num_ranges(5, 100, 132, 1000, PARTIAL) is None
     assert num_ranges(20000, 1, 132, 1000, PARTIAL) is None
     assert num_ranges(1000, 1, 132, 1000, PARTIAL, uniform=True) is None

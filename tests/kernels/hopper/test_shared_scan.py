@@ -1,4 +1,4 @@
-"""The inline PTX of ranks in shared memory, run a thread at a time in NumPy."""
+"""The inline PTX of ``shared_scan``, emulated in NumPy one thread at a time."""
 
 import numpy as np
 from hypothesis import given
@@ -20,7 +20,7 @@ def shared(words):
 @given(
     warps=WARPS, bins=st.sampled_from([1024, 2048]), seed=st.integers(0, 1000), full=st.sampled_from([0.003, 0.5, 1.0])
 )
-def test_bin_of_a_rank(warps, bins, seed, full):
+def test_find_bin_of_rank(warps, bins, seed, full):
     rng = np.random.default_rng(seed)
     counts = np.where(rng.random(bins) < full, rng.integers(0, 9, bins), 0)
     counts[rng.integers(bins)] += 1
@@ -33,8 +33,8 @@ def test_bin_of_a_rank(warps, bins, seed, full):
 
 
 @given(warps=WARPS, seed=st.integers(0, 1000), before=st.integers(0, 5000), bit=st.integers(0, 65535))
-def test_bits_before_one(warps, seed, before, bit):
-    """Sums of a bitmap, and what is read from both for each bit."""
+def test_count_bits_before(warps, seed, before, bit):
+    """Prefix sums of a bitmap, and the count of bits before each bit."""
     words, sums = 2048, 2048
     rng = np.random.default_rng(seed)
     bitmap = rng.integers(0, 2**32, words) & rng.integers(0, 2**32, words)

@@ -1,4 +1,4 @@
-"""What groups of query tokens select, listed for Hopper's tiles: in Triton's interpreter, against sets of Python's."""
+"""The union kernel in Triton's interpreter, compared with Python sets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NONE = (-1, -(2**31), 2**31 - 1)
 
 
 def selections(indices, lengths, s_kv, group):
-    """Of each group: pairs of a position and the member that selected it."""
+    """Per group: pairs of a position and the member that selected it."""
     found = [[] for _ in range(-(-len(indices) // group))]
     for token, row in enumerate(indices[:, 0].tolist()):
         length = len(row) if lengths is None else max(int(lengths[token]), 0)
@@ -25,7 +25,7 @@ def selections(indices, lengths, s_kv, group):
 
 
 def listed(union):
-    """Of each group: pairs of a position and its members."""
+    """Per group: pairs of a position and its members."""
     return [
         [(entry >> MEMBER_BITS.value, entry & MEMBERS.value) for entry in entries[:count].tolist() if entry >= 0]
         for entries, count in zip(union.entries, union.counts.tolist(), strict=True)
