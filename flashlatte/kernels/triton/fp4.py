@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.fp8 import e4m3_to_float, float_to_e4m3
+from flashlatte.kernels.triton.fp8 import float_to_e4m3
 
 
 @triton.jit
