@@ -122,18 +122,26 @@ def _has_shape(actual: torch.Size, wanted: Sequence[int | str], may_be_empty: in
 
 
 def rows_aligned(x: torch.Tensor, alignment: int = 16) -> bool:
-    """Whether all rows (along the last axis) begin at multiples of ``alignment`` bytes in a buffer that does."""
+    """Whether all rows (along the last axis) begin at multiples of ``alignment`` bytes."""
     itemsize = x.element_size()
-    # torch.compile does not trace storage_offset; what it compiles takes views as if they began at the buffer's start.
-    offset = 0 if torch.compiler.is_dynamo_compiling() else x.storage_offset()
-    return offset * itemsize % alignment == 0 and all(
+    return begins_at_multiple(x, alignment) and all(
         size == 1 or (stride > 0 and stride * itemsize % alignment == 0)
         for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
     )
 
 
+def begins_at_multiple(x: torch.Tensor, alignment: int) -> bool:
+    """Whether a tensor begins at a multiple of ``alignment`` bytes.
+
+    torch.compile traces neither addresses nor storage offsets. There the answer is True, and launches check again.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return (_address(x) or x.storage_offset() * x.element_size()) % alignment == 0
+
+
 def begins_aligned(backend: str, **tensors: torch.Tensor) -> None:
-    """What ``rows_aligned`` cannot see: buffers themselves begin at multiples of 16 bytes."""
+    """Check in a launch what ``rows_aligned`` cannot see under torch.compile."""
     for name, tensor in tensors.items():
         if tensor.data_ptr() % 16:
             raise ValueError(f"{name} must begin at a multiple of 16 bytes for {backend=}, got {tensor.data_ptr():#x}")

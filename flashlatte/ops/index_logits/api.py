@@ -96,7 +96,7 @@ def index_logits(
     width = num_keys if max_keys is None else checks.positive_int("max_keys", max_keys)
     out = _output(out, num_rows, width, dtype, device)
     gradients.warn_if_dropped(RAGGED, q, k, k_scale, weights)
-    aligned = _aligned(k) and all(_aligned(x) or not x.is_contiguous() for x in (q, weights))
+    aligned = _aligned(k) and _aligned_operands(q, weights)
     if k_scale is not None:
         aligned = aligned and _aligned(k_scale) and (num_keys == 1 or k_scale.stride(0) == 1)
     call = dispatch.Call(
@@ -186,7 +186,7 @@ def paged_index_logits(
     out = _output(out, batch * next_n, width, dtype, device)
     gradients.warn_if_dropped(PAGED, q, weights)
     # Of a cache only pages lie at a stride: what is in them lies close.
-    aligned = _aligned(cache[:, 0, 0]) and all(_aligned(x) or not x.is_contiguous() for x in (q, weights))
+    aligned = _aligned(cache[:, 0, 0]) and _aligned_operands(q, weights)
     call = dispatch.Call(PAGED, device, q.dtype, layout.name, cache.shape[1], head_dim, h_q=heads, rows_aligned=aligned)
     backend = dispatch.select(call, backend)
     if batch:
@@ -232,6 +232,11 @@ def _check_keys(q: torch.Tensor, k: object, k_scale: object) -> int:
     elif k.dtype != torch.uint8 and k_scale is not None:
         raise ValueError(f"k_scale must be None for {checks.dtype_names([k.dtype])} keys")
     return num_keys
+
+
+def _aligned_operands(q: torch.Tensor, weights: torch.Tensor) -> bool:
+    # The launch copies weights that are not contiguous. Of q it may make a view.
+    return _aligned(q) and (_aligned(weights) or not weights.is_contiguous())
 
 
 def _aligned(x: torch.Tensor) -> bool:

@@ -126,9 +126,7 @@ def turboquant_decode(
 
 
 def _is_aligned(cache: torch.Tensor) -> bool:
-    # torch.compile does not trace storage_offset.
-    at_word = torch.compiler.is_dynamo_compiling() or cache.storage_offset() % _WORD_BYTES == 0
-    return at_word and checks.rows_aligned(cache, _RECORD_ALIGNMENT)
+    return checks.begins_at_multiple(cache, _WORD_BYTES) and checks.rows_aligned(cache, _RECORD_ALIGNMENT)
 
 
 @register_op(OPERATION, mutates=("out", "lse"))
