@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeGuard
 
 import torch
+from torch._subclasses import FakeTensor
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -98,8 +99,15 @@ def has_values(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and (x.numel() == 0 or _address(x) != 0)
 
 
+def has_memory(x: torch.Tensor) -> bool:
+    """Whether a tensor has elements, and these have values: not one of a fake or meta tensor."""
+    return x.numel() > 0 and _address(x) != 0
+
+
 def _address(x: torch.Tensor) -> int:
     """Where x begins; 0 for a tensor without memory, as a fake one."""
+    if isinstance(x, FakeTensor):
+        return 0
     try:
         return x.data_ptr()
     except RuntimeError:

@@ -22,6 +22,7 @@ from torch._C._dynamo import guards
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd.graph import increment_version
 
+from flashlatte.runtime import value_checks
 from flashlatte.runtime.gradients import has_tangents
 from flashlatte.runtime.recording import Recording, is_recording, record
 
@@ -54,6 +55,8 @@ def repeats_launches(function: _Function) -> _Function:
     gradient is recorded, and where the work is more than launches. Modes of torch functions are not told of a repeat:
     that would double its time under ``torch.set_default_device``.
     """
+    if value_checks.ENABLED:
+        return function
     known: dict[tuple[Any, ...], _Repeat | None] = {}
     _forget.append(known.clear)
 

@@ -6,7 +6,7 @@ import torch
 
 from flashlatte.kv_cache import fp4
 from flashlatte.kv_cache.index_formats import FORMAT_OF_KEYS, HEAD_DIMS, INDEX_FORMATS, as_index_cache
-from flashlatte.runtime import checks, dispatch, gradients, refusals
+from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -151,7 +151,8 @@ def paged_index_logits(
         cache: [pages, page_size, 1, width] (or without the 1), as ``index_quantize`` wrote it; any page size.
         weights: float32 [b · next_n, H].
         cache_seqlens: int32 or int64 [b]: token t of a request sees keys 0 to cache_seqlens - next_n + t; or
-            [b, next_n]: how many keys each token sees.
+            [b, next_n]: how many keys each token sees. Keys beyond the table do not exist; a length beyond it is not
+            clamped before it is counted back from, which decode operations do.
         block_table: int32 or int64 [b, max_pages]. A key whose page is not in the cache counts as zeros.
         max_keys: columns of the result; max_pages · page_size if None. Keys beyond them are dropped.
         clean, dtype, out, backend: as for ``index_logits``; ``out`` is [b · next_n, max_keys].
@@ -181,6 +182,9 @@ def paged_index_logits(
     checks.tensor(
         "block_table", block_table, (batch, "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty
     )
+    if value_checks.ENABLED and batch:
+        longest = cache_seqlens if cache_seqlens.dim() == 1 else cache_seqlens.amax(dim=1)
+        value_checks.pages(block_table, longest, *cache.shape[:2])
     checks.flag("clean", clean)
     width = block_table.shape[1] * cache.shape[1] if max_keys is None else checks.positive_int("max_keys", max_keys)
     out = _output(out, batch * next_n, width, dtype, device)

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from flashlatte.runtime import checks, dispatch, gradients, refusals
+from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -91,6 +91,9 @@ def sparse_prefill(
         checks.tensor("attn_sink", attn_sink, (h_q,), (torch.float32,), device, unit_last_stride=False)
     if topk_length is not None:
         checks.tensor("topk_length", topk_length, (s_q,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+        value_checks.selections("indices", indices, "topk_length", topk_length, kv.shape[0])
+    else:
+        value_checks.entries("indices", indices, kv.shape[0])
     if checks.positive_int("d_v", d_v) > head_dim:
         raise ValueError(f"d_v must be at most q's last dimension {head_dim}, got {d_v}")
     scale = checks.softmax_scale(softmax_scale, head_dim)
