@@ -61,6 +61,14 @@ def tensor(
     return value
 
 
+def agree_in_dtype(name: str, value: object, q: torch.Tensor, *others: torch.dtype) -> None:
+    """Check that keys have q's dtype or one of ``others``. Which of both is wrong is not known."""
+    if isinstance(value, torch.Tensor) and value.dtype not in (q.dtype, *others):
+        exception = f", or {name} {dtype_names(others)}" if others else ""
+        got = f"q in {dtype_names([q.dtype])} and {name} in {dtype_names([value.dtype])}"
+        raise TypeError(f"q and {name} must agree in dtype{exception}, got {got}")
+
+
 def output(
     name: str,
     value: object,

@@ -109,6 +109,7 @@ def dense_decode(
     batch, s_q, h_q, head_dim = q.shape
     device = q.device
     _check_format(k_cache, head_dim)
+    checks.agree_in_dtype("k_cache", k_cache, q, torch.float8_e4m3fn)
     checks.tensor("k_cache", k_cache, ("pages", "page_size", "h_kv", head_dim), (q.dtype, torch.float8_e4m3fn), device)
     h_kv = k_cache.shape[2]
     if h_q % h_kv:

@@ -195,6 +195,7 @@ def _check_k_cache(k_cache: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """The cache with its rows in one piece as a last axis, or in pieces as the last two."""
     head_dim = q.shape[2]
     dtypes = (q.dtype, *QUANTISED)
+    checks.agree_in_dtype("k_cache", k_cache, q, *QUANTISED)
     if isinstance(k_cache, torch.Tensor) and k_cache.dim() == 5:
         x = max(k_cache.shape[4], 1)
         shape = ("pages", "page_size", "h_kv", head_dim // x, x if head_dim % x == 0 else head_dim)

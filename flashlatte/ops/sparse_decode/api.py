@@ -266,11 +266,8 @@ def _check_cache(name: str, cache: torch.Tensor, layout: CacheFormat, q: torch.T
         raise ValueError(
             f"{name} of format {layout.name} has rows of {layout.head_dim}, and q's last dimension is {q.shape[-1]}"
         )
-    if layout.plain and cache.dtype != q.dtype:
-        raise TypeError(
-            f"{name} without quantisation must have q's dtype {checks.dtype_names([q.dtype])}, "
-            f"got {checks.dtype_names([cache.dtype])}"
-        )
+    if layout.plain:
+        checks.agree_in_dtype(name, cache, q)
 
 
 def _check_selection(

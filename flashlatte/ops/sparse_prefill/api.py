@@ -85,6 +85,7 @@ def sparse_prefill(
     s_q, h_q, head_dim = q.shape
     device = q.device
     may_be_empty = 0 if s_q else 3
+    checks.agree_in_dtype("kv", kv, q)
     checks.tensor("kv", kv, ("s_kv", 1, head_dim), (q.dtype,), device, may_be_empty=may_be_empty)
     checks.tensor("indices", indices, (s_q, 1, "topk"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty)
     if attn_sink is not None:
