@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?);")
-# These make addresses of the stack, and the stack. Triton converts a single number to e4m3 as one of a pair, whose other
-# number may be any register.
+# These make addresses of the stack, and the stack. Triton converts a single number to e4m3 as one of a pair, whose
+# other number may be any register.
 _HARMLESS = re.compile(r"(?:IMAD\.)?MOV|VIADD|IADD|LEA|R2UR|IMAD\.IADD|IMAD\.X|F2FP\.SATFINITE\.E4M3\.F32\.PACK_AB")
 
 
