@@ -54,6 +54,31 @@ def test_write(row: Arguments) -> None:
     assert_same_bytes(cache, expected)
 
 
+@pytest.mark.parametrize("x_gap", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("cache_format", kv_cache.FORMAT_NAMES)
+def test_write_of_all_magnitudes(cache_format: str, dtype: torch.dtype, x_gap: int) -> None:
+    """Rows that reach from float32's smallest number to its largest, compared with the reference on the CPU."""
+    draw, layout = Draw(0, DEVICE), kv_cache.get_format(cache_format)
+    tokens = 600
+    exponents = torch.linspace(-150, 126, tokens, device=DEVICE).round()
+    width = layout.head_dim + x_gap
+    some = draw.normal(tokens, width, dtype=torch.float32, factor=1.0)
+    large = some * 2.0 ** exponents.clamp_min(-75)[:, None] * 2.0 ** (exponents - exponents.clamp_min(-75))[:, None]
+    # Blocks of one row that differ in magnitude, from e4m3's smallest scale to beyond its largest.
+    spread = some * 2.0 ** draw.integers(-14, 14, tokens, width)
+    special = some.clone()
+    special[0, 3], special[1, 130], special[2, 300], special[3, -1 - x_gap] = torch.nan, torch.inf, -torch.inf, -0.0
+    for rows in (some, large, spread, special):
+        x = rows.to(dtype)[:, : layout.head_dim]
+        cache = kv_cache.allocate(layout, -(-tokens // 61), 61, device=DEVICE)
+        expected = cache.cpu()
+        arguments = {"slot_mapping": torch.arange(tokens, device=DEVICE), "x": x, "cache_format": layout}
+        write(cache, arguments)
+        kv_cache.write(expected, arguments["slot_mapping"].cpu(), x.cpu(), cache_format=layout, backend="reference")
+        assert_same_bytes(cache.cpu(), expected)
+
+
 @pytest.mark.parametrize("row", GATHER_GRID, ids=harness.ids(GATHER_GRID))
 def test_gather(row: Arguments) -> None:
     arguments = gather_arguments(**row)
