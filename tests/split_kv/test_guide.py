@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from split_kv.test_gluon import DEVICE, GLUON, Pointer
+from split_kv.test_gluon_device import DEVICE, GLUON, Pointer
 
 from flashlatte.split_kv import device, gluon
 
