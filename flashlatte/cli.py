@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from flashlatte import ahead, bench
+    from flashlatte import bench, precompile
 
     parser = argparse.ArgumentParser(prog="flashlatte", description="Multi-head Latent Attention in Python.")
     parser.add_argument("--version", action="version", version=f"flashlatte {flashlatte.__version__}")
@@ -77,9 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=_doctor)
 
-    compile_parser = commands.add_parser("compile", help="compile the kernels of a model's steps ahead of time")
-    ahead.add_arguments(compile_parser)
-    compile_parser.set_defaults(run=ahead.main)
+    compile_parser = commands.add_parser("compile", help="compile the kernels of a model's steps precompile of time")
+    precompile.add_arguments(compile_parser)
+    compile_parser.set_defaults(run=precompile.main)
 
     bench_parser = commands.add_parser("bench", help="check and time operations on named cases")
     bench.add_arguments(bench_parser)

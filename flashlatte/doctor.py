@@ -1,4 +1,4 @@
-"""``flashlatte doctor``: what this machine is, and for every operation which implementation would run and why."""
+"""``flashlatte doctor``: versions, device, and the implementation that each operation would use, with reasons."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 import flashlatte
 from flashlatte import ops
-from flashlatte.distributed import examine as ranks
+from flashlatte.distributed import diagnostics as ranks
 from flashlatte.integrations.sglang import examine as sglang
 from flashlatte.integrations.vllm import examine as vllm
 from flashlatte.kv_cache import FORMAT_NAMES, get_format
@@ -32,51 +32,51 @@ PACKAGES = ("triton", "transformers")
 DEEPSEEK_V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536)
 # Latent and rotated dims of DeepSeek-V4's rows.
 V4_ROW = (448, 64)
-V41_MODEL = "model: DeepSeek-V4.1's, of which no layer is here. Operations are those over its caches."
+V41_MODEL = "model: DeepSeek-V4.1. It has no layer in flashlatte.layers; the operations are those over its caches."
 V41_HEADS = 64
 H100 = machine.GPU((9, 0), 132)
-# Columns of the names of operations.
-NAMES_WIDTH = 72
+# Width of the column of operation names.
+NAME_COLUMN_WIDTH = 72
 
 
 def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, Any]:
-    """Versions, device and choices as plain data.
+    """Collect versions, device and dispatch choices.
 
     Args:
-        dtype: of the queries: "bf16", "fp16" or "fp32".
-        model: a model's ``config.json``, or the folder that it is in; DeepSeek-V3's shape if None.
+        dtype: dtype of the queries: "bf16", "fp16" or "fp32".
+        model: a model's ``config.json``, or its directory; DeepSeek-V3's shape if None.
 
     Raises:
-        OSError, ValueError: the file cannot be read, or is not an MLA model's.
+        OSError, ValueError: an unreadable file, or one that is not an MLA model's config.
     """
     ops.load()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     fields = None if model is None else read_fields(model)
-    # V4.1's is deepseek_v41: vLLM has it, and no layer here.
+    # V4.1's model_type is deepseek_v41, which only vLLM supports.
     v4 = fields is not None and str(fields.get("model_type")).startswith(V4_MODEL_TYPE)
     config = None if fields is None or v4 else MLAConfig.from_transformers(fields)
     layers = V4Config.layers(fields) if fields is not None and fields.get("model_type") == V4_MODEL_TYPE else ()
-    described = None if config is None else _describe_model(config)
+    description = None if config is None else _describe_model(config)
     if layers:
-        described, calls = _describe_v4(layers), v4_calls(device, DTYPES[dtype], layers)
+        description, calls = _describe_v4(layers), v4_calls(device, DTYPES[dtype], layers)
     elif v4:
-        described, calls = V41_MODEL, v41_calls(device, DTYPES[dtype])
+        description, calls = V41_MODEL, v41_calls(device, DTYPES[dtype])
     else:
         calls = typical_calls(device, DTYPES[dtype], config)
     return {
         "versions": {
             "flashlatte": flashlatte.__version__,
             "python": platform.python_version(),
-            # It says what it was built for (+cpu, +cu130), which the package's metadata does not.
+            # Unlike the package's metadata, it includes the build (+cpu, +cu130).
             "torch": str(torch.__version__),
             **{name: _version(name) for name in PACKAGES},
         },
         "device": _describe(device),
         "ranks": ranks.examine(),
         "dtype": dtype,
-        "model": described,
+        "model": description,
         "operations": [_choices(call) for call in calls],
-        "on_an_h100": _served_on_hopper(calls) if device.type == "cpu" else None,
+        "on_an_h100": _supported_on_hopper(calls) if device.type == "cpu" else None,
         "vllm": vllm.examine(DTYPES[dtype], config, v4=v4, model_type=_model_type(fields)),
         "sglang": sglang.examine(config, v4=v4),
         "compiled": _compiled(model, dtype) if model and torch.cuda.is_available() and dtype != "fp32" else None,
@@ -84,15 +84,15 @@ def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, A
 
 
 def _model_type(fields: Mapping[str, Any] | None) -> str | None:
-    """Of the language model, where a model also sees or hears."""
+    """The model_type of the language model."""
     return None if fields is None else text_config(fields).get("model_type")
 
 
 def read_fields(path: str | Path) -> dict[str, Any]:
-    """The content of a model's ``config.json``, which may be given by its folder.
+    """The content of a model's ``config.json``, given by its path or directory.
 
     Raises:
-        OSError, ValueError: it cannot be read, or is no JSON object; names the file.
+        OSError, ValueError: a file that cannot be read, or is no JSON object; names the file.
     """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
@@ -110,12 +110,12 @@ def read_fields(path: str | Path) -> dict[str, Any]:
 
 
 def typical_calls(device: torch.device, dtype: torch.dtype, model: MLAConfig | None = None) -> list[dispatch.Call]:
-    """One call of every operation, over every cache format that it reads.
+    """One call of every operation and cache format, in the shape of ``model``.
 
-    They are in the shape of ``model``, over formats that fit it; without one, in DeepSeek-V3's, and V4's over its own.
+    Without a model, they have DeepSeek-V3's shape, or V4's for V4's formats.
     """
     config = model or DEEPSEEK_V3
-    plain = next(name for name, known in DTYPES.items() if known == dtype)
+    plain = next(name for name, value in DTYPES.items() if value == dtype)
     heads: dict[str, Any] = {"h_q": config.num_attention_heads, "h_kv": 1}
     widths = dict.fromkeys((plain, "fp8", *_formats_of(config.kv_lora_rank, config.qk_rope_head_dim)), config.head_dim)
     if model is None:
@@ -155,16 +155,16 @@ def typical_calls(device: torch.device, dtype: torch.dtype, model: MLAConfig | N
             sizes: dict[str, Any] = {"head_dim": config.indexer.head_dim, "h_q": config.indexer.num_heads}
             for name, query in (("index_fp8", torch.float8_e4m3fn), ("index_bf16", torch.bfloat16)):
                 calls.append(dispatch.Call(operation, device, query, name, 64, **sizes))
-    known = {call.operation for call in calls}
-    calls += [dispatch.Call(name, device, dtype) for name in dispatch.operations() if name not in known]
+    covered = {call.operation for call in calls}
+    calls += [dispatch.Call(name, device, dtype) for name in dispatch.operations() if name not in covered]
     return calls
 
 
 def v4_calls(device: torch.device, dtype: torch.dtype, layers: Sequence[V4Config]) -> list[dispatch.Call]:
-    """One call of every operation of DeepSeek-V4's layers, over every cache format that it takes."""
+    """One call of every operation of DeepSeek-V4's layers and every cache format."""
     config, indexer = layers[0], next((layer.indexer for layer in layers if layer.indexer is not None), None)
     width, heads = config.head_dim, config.num_attention_heads
-    plain = next(name for name, known in DTYPES.items() if known == dtype)
+    plain = next(name for name, value in DTYPES.items() if value == dtype)
     formats = [plain, *_formats_of(width - config.rope_dim, config.rope_dim)]
     attention: dict[str, Any] = {"head_dim": width, "head_dim_v": width, "h_q": heads, "h_kv": 1}
 
@@ -197,10 +197,10 @@ def v41_calls(device: torch.device, dtype: torch.dtype) -> list[dispatch.Call]:
     attention: dict[str, Any] = {"head_dim": width, "head_dim_v": width, "h_q": V41_HEADS, "h_kv": 1}
     calls = [dispatch.Call("sparse_decode", device, dtype, name, 64, **attention) for name in formats]
     for name in formats:
-        beside = get_format(name).beside(get_format(formats[-1]).record_width).name
-        if beside != name:
+        extra_format = get_format(name).beside(get_format(formats[-1]).record_width).name
+        if extra_format != name:
             calls.append(
-                dispatch.Call("sparse_decode", device, dtype, name, 64, **attention, extra_cache_format=beside)
+                dispatch.Call("sparse_decode", device, dtype, name, 64, **attention, extra_cache_format=extra_format)
             )
     for operation in ("cache_write", "cache_gather"):
         calls += [dispatch.Call(operation, device, dtype, name, page_size=64, head_dim=width) for name in formats]
@@ -208,13 +208,13 @@ def v41_calls(device: torch.device, dtype: torch.dtype) -> list[dispatch.Call]:
 
 
 def _formats_of(latent_dim: int, rope_dim: int) -> list[str]:
-    """The formats that are made for such rows."""
+    """The quantised formats for rows of these sizes."""
     layouts = [layout for layout in map(get_format, FORMAT_NAMES) if not layout.plain]
     return [layout.name for layout in layouts if (layout.latent_dim, layout.rope_dim) == (latent_dim, rope_dim)]
 
 
 def report(facts: dict[str, Any], *, every_reason: bool = False) -> str:
-    """The facts as text for a terminal: one screen, or with the reason for every implementation that does not run."""
+    """The facts as text: one screen, or with ``every_reason`` the reason for each implementation that does not run."""
     device = facts["device"]
     lines = ["  ".join(f"{name} {version or 'not installed'}" for name, version in facts["versions"].items())]
     lines += [", ".join([device["name"], *device["facts"]]), ranks.report(facts["ranks"])]
@@ -225,45 +225,48 @@ def report(facts: dict[str, Any], *, every_reason: bool = False) -> str:
     lines += sglang.report(facts["sglang"])
     lines.append("")
     on_gpu = device["type"] != "cpu"
-    # Without a GPU one reason holds for all.
+    # Without a GPU, the reason is the same for all operations.
     shows_reasons = every_reason or on_gpu
     operations = facts["operations"]
-    for operation in operations if every_reason else _without_repetition(operations, by_reasons=on_gpu):
-        what = operation["operation"] + (f" over {operation['cache_format']}" if operation["cache_format"] else "")
-        lines.append(f"{what:<{NAMES_WIDTH}}{operation['runs'] or 'nothing can run it here'}")
+    for operation in operations if every_reason else _merge_entries(operations, by_reasons=on_gpu):
+        label = operation["operation"] + (f" over {operation['cache_format']}" if operation["cache_format"] else "")
+        lines.append(f"{label:<{NAME_COLUMN_WIDTH}}{operation['runs'] or 'not supported here'}")
         if shows_reasons:
             reasons = operation["refusals"] if every_reason else _reasons(operation)
             lines += [f"    not {name}: it {reason}" for name, reason in reasons.items()]
     if facts["compiled"] is not None:
         lines += ["", facts["compiled"]]
     if not every_reason:
-        lines += ["", *([] if on_gpu else [_what_a_gpu_adds(facts)])]
+        lines += ["", *([] if on_gpu else [_describe_gpu_support(facts)])]
         lines.append("flashlatte doctor --all gives the reason for every implementation that does not run.")
     return "\n".join(lines)
 
 
 def _compiled(model: str | Path, dtype: str) -> str:
-    """How many of the kernels that the model's steps launch are compiled, in words."""
-    # What looks for kernels can launch none: it has a process of its own.
+    """The number of the model's kernels that are not compiled yet, as text."""
+    # A process that collects kernels cannot launch any, so it is a separate one.
     command = [sys.executable, "-m", "flashlatte", "compile", "--list", "--json", "--model", str(model)]
     done = subprocess.run([*command, "--dtype", dtype], capture_output=True, text=True, check=False)
     if done.returncode:
         return f"Kernels cannot be compiled ahead: {done.stderr.strip()}"
     facts = json.loads(done.stdout)
     missing, all_kernels = len(facts["missing"]), len(facts["kernels"])
-    text = f"Of the {all_kernels} kernels that the model's steps launch, {missing} are not compiled yet"
+    text = f"{missing} of the {all_kernels} kernels of the model's steps are not compiled yet"
     option = "" if dtype == "bf16" else f" --dtype {dtype}"
     return text + (f": flashlatte compile --model {model}{option}" if missing else "")
 
 
 def _exists(refusal: str) -> bool:
-    """Whether an implementation that is refused exists at all."""
+    """Whether an implementation that cannot run exists."""
     return not refusal.startswith("has no ")
 
 
-def _without_repetition(operations: list[dict[str, Any]], by_reasons: bool) -> list[dict[str, Any]]:
-    """Entries that differ in the cache format only become one, which names the formats; and so do neighbours without
-    one that differ in the name only, as many as fit a line. ``by_reasons``: those of other reasons differ, too."""
+def _merge_entries(operations: list[dict[str, Any]], by_reasons: bool) -> list[dict[str, Any]]:
+    """Merge entries for a shorter report.
+
+    Entries that differ only in the cache format become one, and consecutive entries without a format share a line.
+    With ``by_reasons``, entries with different reasons are not merged.
+    """
     merged: dict[Any, dict[str, Any]] = {}
     for entry in operations:
         key = (entry["operation"], entry["runs"], *(entry["refusals"].items() if by_reasons else ()))
@@ -273,7 +276,7 @@ def _without_repetition(operations: list[dict[str, Any]], by_reasons: bool) -> l
             merged[key] = dict(entry)
     lines: list[dict[str, Any]] = []
     for entry in merged.values():
-        if lines and _share_a_line(lines[-1], entry, by_reasons):
+        if lines and _can_share_line(lines[-1], entry, by_reasons):
             lines[-1]["operation"] += f", {entry['operation']}"
         else:
             lines.append(entry)
@@ -281,20 +284,20 @@ def _without_repetition(operations: list[dict[str, Any]], by_reasons: bool) -> l
 
 
 def _reasons(entry: dict[str, Any]) -> dict[str, str]:
-    """Why implementations that exist do not run."""
+    """The reasons why existing implementations do not run."""
     return {name: reason for name, reason in entry["refusals"].items() if _exists(reason)}
 
 
-def _share_a_line(before: dict[str, Any], entry: dict[str, Any], by_reasons: bool) -> bool:
+def _can_share_line(before: dict[str, Any], entry: dict[str, Any], by_reasons: bool) -> bool:
     if before["cache_format"] or entry["cache_format"] or before["runs"] != entry["runs"]:
         return False
     if by_reasons and _reasons(before) != _reasons(entry):
         return False
-    return len(before["operation"]) + len(", ") + len(entry["operation"]) < NAMES_WIDTH - 1
+    return len(before["operation"]) + len(", ") + len(entry["operation"]) < NAME_COLUMN_WIDTH - 1
 
 
-def _served_on_hopper(calls: Sequence[dispatch.Call]) -> dict[str, list[str]]:
-    """By backend the operations of which there would be calls that it serves, were an H100 here."""
+def _supported_on_hopper(calls: Sequence[dispatch.Call]) -> dict[str, list[str]]:
+    """The operations that each backend would support on an H100."""
     with machine.supposing(H100):
         choices = [(call.operation, choice) for call in calls for choice in dispatch.explain(call)]
     return {
@@ -303,27 +306,27 @@ def _served_on_hopper(calls: Sequence[dispatch.Call]) -> dict[str, list[str]]:
     }
 
 
-def _what_a_gpu_adds(facts: dict[str, Any]) -> str:
+def _describe_gpu_support(facts: dict[str, Any]) -> str:
     portable, hopper = facts["on_an_h100"]["portable"], facts["on_an_h100"]["hopper"]
     if not portable:
-        return "What would run on a GPU are kernels of Triton, which is not installed."
+        return "GPU kernels need Triton, which is not installed."
     every = dict.fromkeys(entry["operation"] for entry in facts["operations"])
     without = ", ".join(name for name in every if name not in portable)
-    text = "A GPU adds portable kernels (Triton) for every operation" + (f" but {without}" if without else "")
+    text = "On a GPU, portable kernels (Triton) run every operation" + (f" but {without}" if without else "")
     if hopper:
-        text += f"{';' if without else ','} one of compute capability 9.0 (H100, H200) hopper's for {', '.join(hopper)}"
+        text += f"{';' if without else ','} on an H100 or H200, hopper kernels run {', '.join(hopper)}"
     return textwrap.fill(f"{text}.", width=118)
 
 
 def _choices(call: dispatch.Call) -> dict[str, Any]:
     choices = dispatch.explain(call)
-    able = [choice.backend for choice in choices if choice.refusal is None]
-    beside = "" if call.extra_cache_format is None else f" with {call.extra_cache_format}"
+    available = [choice.backend for choice in choices if choice.refusal is None]
+    suffix = "" if call.extra_cache_format is None else f" with {call.extra_cache_format}"
     return {
         "operation": call.operation,
-        "cache_format": None if call.cache_format is None else call.cache_format + beside,
-        "runs": able[0] if able else None,
-        "also": able[1:],
+        "cache_format": None if call.cache_format is None else call.cache_format + suffix,
+        "runs": available[0] if available else None,
+        "also": available[1:],
         "refusals": {choice.backend: choice.refusal for choice in choices if choice.refusal is not None},
     }
 
@@ -339,26 +342,28 @@ def _describe_model(config: MLAConfig) -> str:
         indexer = config.indexer
         text += f"\nindexer: {indexer.num_heads} heads of {indexer.head_dim} select {indexer.topk} tokens"
         if indexer.shared_layers:
-            text += f", in all but {len(indexer.shared_layers)} layers, which share what the layer before selected"
-        text += ". Steps go through sparse_decode and sparse_prefill, prefills of fewer tokens through dense_prefill."
+            text += f", in all but {len(indexer.shared_layers)} layers, which reuse the selection of the layer before"
+        text += ". Steps use sparse_decode and sparse_prefill; prefills of fewer tokens use dense_prefill."
     return text
 
 
 def _describe_v4(layers: Sequence[V4Config]) -> str:
     first, lines = layers[0], []
     for (ratio, indexer), count in Counter((layer.ratio, layer.indexer) for layer in layers).items():
-        sees = "and no more"
+        visible = "only"
         if indexer is not None:
-            sees = f"and {indexer.topk} groups of {ratio}, which {indexer.num_heads} heads of {indexer.head_dim} select"
+            visible = (
+                f"and {indexer.topk} groups of {ratio}, selected by {indexer.num_heads} heads of {indexer.head_dim}"
+            )
         elif ratio:
-            sees = f"and all groups of {ratio}"
-        lines.append(f"    in {count} of {len(layers)} layers a window of {first.window} tokens {sees}")
+            visible = f"and all groups of {ratio}"
+        lines.append(f"    {count} of {len(layers)} layers: a window of {first.window} tokens {visible}")
     return "\n".join(
         (
             f"model: {first.num_attention_heads} heads, rows of {first.head_dim - first.rope_dim} + {first.rope_dim}",
             *lines,
-            f"Requests of {DEFAULT_LIMITS.queries} new tokens and more go through sparse_prefill over a workspace, "
-            "others through sparse_decode.",
+            f"Requests with at least {DEFAULT_LIMITS.min_queries} new tokens use sparse_prefill over a workspace, "
+            "others sparse_decode.",
         )
     )
 

@@ -1,7 +1,7 @@
-"""What ranks must have in common, compared before a collective would wait for ever; and who failed, and why.
+"""Compares the ranks' arguments before a collective could hang on a mismatch, and reports failures of other ranks.
 
-Both go over the store by which the process group was set up, not over the group: a rank that is missing, or runs
-something else, cannot be asked by a collective.
+Both use the store of the process group's rendezvous instead of collectives, which would hang if a rank is missing or
+runs another call.
 """
 
 from __future__ import annotations
@@ -23,204 +23,206 @@ from flashlatte.runtime import checks
 
 
 class World(Protocol):
-    """Processes that have a store in common: a process group, or those that are to be one."""
+    """Processes with a common store: a process group, or processes that will form one."""
 
     def rank(self) -> int: ...
     def size(self) -> int: ...
     def get_group_store(self) -> Any: ...
 
 
-# All ranks make their objects of a kind in the same order, so that equal numbers are the same object.
-_made: WeakKeyDictionary[World, defaultdict[str, itertools.count[int]]] = WeakKeyDictionary()
+# All ranks create their objects of a kind in the same order, so that equal numbers identify the same object.
+_counters: WeakKeyDictionary[World, defaultdict[str, itertools.count[int]]] = WeakKeyDictionary()
 _FAILURE, _FAILED = "flashlatte/failure", "failed"
-# Seconds between two looks at who has come, and whether somebody has failed.
+# Seconds between two polls of the store.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 
 
 def as_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group of all ranks if None. Raises TypeError, ValueError: there is none yet; this rank is in another."""
+    """``group``, or the group of all ranks. Raise ValueError if there is none, TypeError if this rank is no member."""
     group = group or dist.group.WORLD
     if group is None:
-        raise ValueError("group must be a process group, and torch.distributed has none yet: init_process_group()")
-    # ``new_group`` gives a rank that is no member something else.
+        raise ValueError("group must be a process group, and torch.distributed has none: call init_process_group()")
+    # ``new_group`` returns another object to ranks that are no members.
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a process group that this rank is in, got {group!r}")
     return group
 
 
 class Agreement:
-    """Compares facts over the ranks of a group, once for each new set of facts; afterwards it costs a look-up.
+    """Compares facts over the ranks of a group. A set of facts is compared once; later checks are a lookup.
 
     Args:
-        group: whose ranks all make their objects of a kind, and meet new facts, in the same order.
+        group: ranks that create their objects of a kind, and check new facts, in the same order.
         timeout: how long a rank waits for the others.
-        kind: of objects, which are counted apart from those of other kinds.
+        kind: namespace of the numbers of objects.
     """
 
     def __init__(self, group: World, timeout: timedelta, kind: str = "agreement") -> None:
-        number = next(_made.setdefault(group, defaultdict(itertools.count))[kind])
+        number = next(_counters.setdefault(group, defaultdict(itertools.count))[kind])
         self._prefix = f"flashlatte/{kind}/{number}"
         checks.instance("timeout", timeout, timedelta)
         self._group, self._timeout = group, timeout
-        self._known: set[tuple[object, ...]] = set()
+        self._verified: set[tuple[object, ...]] = set()
         self._checks = itertools.count()
 
     def check(self, call: str, facts: Mapping[str, object]) -> None:
-        """Raise ValueError, on all ranks, if the others do not make the same call with the same facts."""
-        key = (call, *facts.values())
-        if key in self._known:
+        """Raise ValueError on all ranks unless all make the same call with the same facts."""
+        facts_key = (call, *facts.values())
+        if facts_key in self._verified:
             return
-        place, mine = self._tell(_told(call, facts))
-        if any(theirs != mine for theirs in self._of_every_rank(place, mine)):
-            self._refuse(place, call)
-        self._known.add(key)
+        key, mine = self._publish(_as_strings(call, facts))
+        if any(theirs != mine for theirs in self._gather(key, mine)):
+            self._raise_mismatch(key, call)
+        self._verified.add(facts_key)
 
-    def check_those_here(self, call: str, facts: Mapping[str, object]) -> None:
-        """``check`` with those that have come, which waits for nobody: those that come later find these facts."""
-        place, mine = self._tell(_told(call, facts))
-        if any(theirs[name] != mine[name] for theirs in self._said(place).values() for name in mine.keys() & theirs):
-            self._refuse(place, call)
+    def check_present(self, call: str, facts: Mapping[str, object]) -> None:
+        """``check`` against the facts that other ranks have published so far, without waiting."""
+        key, mine = self._publish(_as_strings(call, facts))
+        if any(theirs[name] != mine[name] for theirs in self._published(key).values() for name in mine.keys() & theirs):
+            self._raise_mismatch(key, call)
 
     def withdraw(self, error: BaseException) -> None:
-        """Tell those that come, or wait, to the next ``check`` that this rank has failed before it: RuntimeError."""
-        self._tell({_FAILED: _described(error)})
+        """Make the next ``check`` of other ranks raise RuntimeError, since this rank has failed before it."""
+        self._publish({_FAILED: _describe_error(error)})
 
     def same(self, call: str, value: object) -> bool:
-        """Whether all ranks come with the same value."""
-        place, mine = self._tell(_told(call, {"value": value}))
-        return all(theirs == mine for theirs in self._of_every_rank(place, mine))
+        """Whether all ranks pass the same value."""
+        key, mine = self._publish(_as_strings(call, {"value": value}))
+        return all(theirs == mine for theirs in self._gather(key, mine))
 
-    def least(self, call: str, number: int) -> int:
-        """The smallest of the ranks' numbers. Raises ValueError where another rank makes another call."""
-        place, mine = self._tell(_told(call, {"value": number}))
+    def all_reduce_min(self, call: str, number: int) -> int:
+        """The minimum of the ranks' numbers. Raise ValueError if another rank makes another call."""
+        key, mine = self._publish(_as_strings(call, {"value": number}))
         numbers = []
-        for theirs in self._of_every_rank(place, mine):
+        for theirs in self._gather(key, mine):
             if theirs["call"] != call:
-                self._refuse(place, call)
+                self._raise_mismatch(key, call)
             numbers.append(int(theirs["value"]))
         return min(numbers)
 
-    def _tell(self, facts: dict[str, str]) -> tuple[str, dict[str, str]]:
-        """Where the ranks' facts of this check are, and this one's."""
-        place = f"{self._prefix}/{next(self._checks)}"
-        self._group.get_group_store().set(f"{place}/{self._group.rank()}", json.dumps(facts))
-        return place, facts
+    def _publish(self, facts: dict[str, str]) -> tuple[str, dict[str, str]]:
+        """Publish this rank's facts; returns the store key of the check, and the facts."""
+        key = f"{self._prefix}/{next(self._checks)}"
+        self._group.get_group_store().set(f"{key}/{self._group.rank()}", json.dumps(facts))
+        return key, facts
 
-    def _of_every_rank(self, place: str, mine: dict[str, str]) -> Iterator[dict[str, str]]:
-        """The facts of every rank, as they come: those that disagree are not to wait for one that is late."""
+    def _gather(self, key: str, mine: dict[str, str]) -> Iterator[dict[str, str]]:
+        """Yield the facts of every rank as they arrive, so that a mismatch is found without waiting for all."""
         rank, store = self._group.rank(), self._group.get_group_store()
-        until, pause = time.monotonic() + self._timeout.total_seconds(), _SHORTEST_PAUSE
+        deadline, pause = time.monotonic() + self._timeout.total_seconds(), _SHORTEST_PAUSE
         missing = list(range(self._group.size()))
         while True:
-            here = [other for other in missing if store.check([f"{place}/{other}"])]
+            here = [other for other in missing if store.check([f"{key}/{other}"])]
             for other in here:
-                theirs = json.loads(store.get(f"{place}/{other}"))
+                theirs = json.loads(store.get(f"{key}/{other}"))
                 if _FAILED in theirs:
-                    raise RuntimeError(f"rank {other} failed, and so rank {rank} ends: {theirs[_FAILED]}")
+                    raise RuntimeError(f"rank {other} failed, therefore rank {rank} stops: {theirs[_FAILED]}")
                 yield theirs
             missing = [other for other in missing if other not in here]
             if not missing:
                 return
             check_others(self._group)
-            if time.monotonic() > until:
-                facts = _listed(mine, [name for name in mine if name != "call"])
+            if time.monotonic() > deadline:
+                facts = _format_facts(mine, [name for name in mine if name != "call"])
                 raise RuntimeError(
-                    f"rank {missing[0]} did not come to {mine['call']} with {facts} within "
-                    f"{self._timeout.total_seconds():g} s, as rank {rank} did: it runs something else, or has ended"
+                    f"rank {missing[0]} did not reach {mine['call']} with {facts} within "
+                    f"{self._timeout.total_seconds():g} s of rank {rank}: it runs another call, or has exited"
                 )
-            # A store's own wait would write a warning each time that nobody comes.
+            # store.wait() would log a warning at each timeout.
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _said(self, place: str) -> dict[int, dict[str, str]]:
-        """The facts of every rank that has come and has not failed."""
+    def _published(self, key: str) -> dict[int, dict[str, str]]:
+        """The published facts by rank, without failed ranks."""
         store = self._group.get_group_store()
-        here = [rank for rank in range(self._group.size()) if store.check([f"{place}/{rank}"])]
-        said = {rank: json.loads(store.get(f"{place}/{rank}")) for rank in here}
-        return {rank: facts for rank, facts in said.items() if _FAILED not in facts}
+        here = [rank for rank in range(self._group.size()) if store.check([f"{key}/{rank}"])]
+        published = {rank: json.loads(store.get(f"{key}/{rank}")) for rank in here}
+        return {rank: facts for rank, facts in published.items() if _FAILED not in facts}
 
-    def _refuse(self, place: str, call: str) -> NoReturn:
-        """Raise ValueError with what each rank said, of those that have come."""
-        said = self._said(place)
-        every = {name: [facts.get(name) for facts in said.values()] for facts in said.values() for name in facts}
+    def _raise_mismatch(self, key: str, call: str) -> NoReturn:
+        """Raise ValueError with the published facts that differ."""
+        published = self._published(key)
+        every = {
+            name: [facts.get(name) for facts in published.values()] for facts in published.values() for name in facts
+        }
         differ = [name for name, values in every.items() if len(set(values)) > 1]
-        # A fact that only some ranks state counts where all others agree.
+        # Facts that only some ranks publish are reported only if all common ones agree.
         names = [name for name in differ if None not in every[name]] or differ
-        if "call" in names:  # Of different calls nothing else can be compared.
+        if "call" in names:  # facts of different calls are not comparable
             names = ["call"]
         by_facts: dict[str, list[int]] = {}
-        for rank, facts in said.items():
-            by_facts.setdefault(_listed(facts, names), []).append(rank)
-        each = "; ".join(f"{_named(ranks)} {facts}" for facts, ranks in by_facts.items())
-        raise ValueError(f"{call} needs the same on all ranks: {each}")
+        for rank, facts in published.items():
+            by_facts.setdefault(_format_facts(facts, names), []).append(rank)
+        each = "; ".join(f"{_format_ranks(ranks)} {facts}" for facts, ranks in by_facts.items())
+        raise ValueError(f"{call} needs the same arguments on all ranks: {each}")
 
 
 @contextlib.contextmanager
 def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Tell the other ranks of an error raised within; raise another rank's error instead if that came first.
+    """Context manager that reports an exception to the other ranks, or raises another rank's earlier failure instead.
 
-    An interrupt (KeyboardInterrupt, SystemExit) is told as well, and is always raised itself. A rank that waits in a
-    collective learns of an error when the collective fails: at once when the other process ends, otherwise after the
-    timeout of the group (``torch.distributed.init_process_group(timeout=…)``).
+    Interrupts (KeyboardInterrupt, SystemExit) are reported and re-raised. A rank inside a collective notices a failure
+    when the collective fails: immediately if the other process exits, otherwise after the timeout of the group
+    (``torch.distributed.init_process_group(timeout=…)``).
 
     Args:
-        group: of the ranks that run the same; all if None.
+        group: the ranks that run the same code; all ranks if None.
 
     Raises:
-        RuntimeError: another rank failed first, with its number and its error; this rank's own is the cause.
+        RuntimeError: another rank failed first; with its rank and error. This rank's own error is the cause.
     """
     group = as_group(group)
     try:
         yield
     except GeneratorExit:
-        raise  # the caller is a generator that was closed, which is no failure
+        raise  # closing the caller's generator is no failure
     except BaseException as error:
         if isinstance(error, Exception):
             check_others(group, error)
-        # The store ends with the process that serves it.
+        # The store is unavailable after the process that hosts it has exited.
         with contextlib.suppress(RuntimeError):
-            group.get_group_store().set(f"{_FAILURE}/{group.rank()}", _described(error))
+            group.get_group_store().set(f"{_FAILURE}/{group.rank()}", _describe_error(error))
         raise
 
 
 def check_others(group: World, cause: Exception | None = None) -> None:
-    """Raise RuntimeError where another rank has told of a failure, by ``failing_together``, or has died.
+    """Raise RuntimeError if another rank has reported a failure (``failing_together``) or its process has died.
 
-    Deaths are known of ranks that a ``Watch`` watches, as those of an engine.
+    Deaths are detected only for ranks with a ``Watch``, such as those of an engine.
 
     Args:
-        cause: this rank's own error, if that is why it asks. One that the other rank has too is no reason to raise.
+        cause: this rank's own error, if any. A failure of another rank with the same error does not raise.
     """
     rank, store = group.rank(), group.get_group_store()
-    # A collective's error (RuntimeError) may be the first sign of a death.
-    dead = dead_rank(group, may_be_news=isinstance(cause, RuntimeError))
+    # The error of a collective (RuntimeError) may precede the detection of a death.
+    dead = dead_rank(group, wait=isinstance(cause, RuntimeError))
     for other in range(group.size()):
         if other == rank:
             continue
-        told = "its process has ended" if other == dead else None
+        failure = "its process has ended" if other == dead else None
         try:
             if store.check([f"{_FAILURE}/{other}"]):
-                told = store.get(f"{_FAILURE}/{other}").decode()
+                failure = store.get(f"{_FAILURE}/{other}").decode()
         except RuntimeError:
             if dead is None:
                 raise
-        if told is not None and told != _described(cause):
-            raise RuntimeError(f"rank {other} failed, and so rank {rank} ends: {told}") from cause
+        if failure is not None and failure != _describe_error(cause):
+            raise RuntimeError(f"rank {other} failed, therefore rank {rank} stops: {failure}") from cause
 
 
-def _described(error: BaseException | None) -> str:
+def _describe_error(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _told(call: str, facts: Mapping[str, object]) -> dict[str, str]:
+def _as_strings(call: str, facts: Mapping[str, object]) -> dict[str, str]:
     return {"call": call} | {name: str(value) for name, value in facts.items()}
 
 
-def _listed(facts: Mapping[str, str], names: list[str]) -> str:
+def _format_facts(facts: Mapping[str, str], names: list[str]) -> str:
     return ", ".join(f"{name} {facts.get(name)}" for name in names)
 
 
-def _named(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]} has"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} have"

@@ -1,4 +1,4 @@
-"""The collectives in use, by whichever of their names PyTorch has."""
+"""Collective operations, independent of PyTorch's version."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ import torch
 import torch.distributed as dist
 
 
-def _named(name: str, before: str) -> Callable[..., Any]:
-    """PyTorch 2.13 renamed two of them, and warns at every call by the old name."""
-    return getattr(dist, name, None) or getattr(dist, before)
+def _by_name(name: str, old_name: str) -> Callable[..., Any]:
+    """A function of torch.distributed; PyTorch 2.13 renamed two of them, and warns for the old name."""
+    return getattr(dist, name, None) or getattr(dist, old_name)
 
 
-_all_gather = _named("all_gather_single", "all_gather_into_tensor")
-_reduce_scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
+_all_gather = _by_name("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = _by_name("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """What each rank has, one after the other along the first axis: [n, …] → [size · n, …]."""
+    """Concatenate the ranks' tensors along the first axis: [n, …] → [size · n, …]."""
     gathered = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     _all_gather(gathered, x.contiguous(), group=group)
     return gathered
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's part of the sum, along the first axis: [size · n, …] → [n, …]."""
+    """This rank's part, along the first axis, of the sum over ranks: [size · n, …] → [n, …]."""
     part = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
     _reduce_scatter(part, x.contiguous(), group=group)
     return part
 
 
 def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Part r of the first axis goes to rank r; what comes from rank r is part r of the result."""
+    """Send part r of the first axis to rank r; part r of the result comes from rank r."""
     received = torch.empty_like(x)
     dist.all_to_all_single(received, x, group=group)
     return received
 
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum, in place."""
+    """Sum over ranks, in place."""
     dist.all_reduce(x, group=group)
     return x

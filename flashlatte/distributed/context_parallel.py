@@ -1,4 +1,4 @@
-"""``ContextParallel``: decode over keys that are spread over the ranks of a process group."""
+"""``ContextParallel``: decode with keys sharded over the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashlatte.distributed import merge
 from flashlatte.distributed.agreement import Agreement, as_group
 from flashlatte.distributed.direct import MAX_BYTES, Direct
 from flashlatte.distributed.peer_memory import PeerMemory
-from flashlatte.distributed.plan import ShardPlan, plan_shard
+from flashlatte.distributed.shard_plan import ShardPlan, plan_shard
 from flashlatte.distributed.topk import global_topk
 from flashlatte.kernels.softmax import sink_weight
 from flashlatte.kv_cache.codec import as_cache
@@ -28,26 +28,26 @@ FORMS = ("direct", *merge.FORMS)
 
 
 class ContextParallel:
-    """Decode context parallelism: each rank holds a part of every request's keys, and attends to it with all heads.
+    """Decode context parallelism: each rank stores a shard of every request's keys, and attends to it with all heads.
 
-    The ranks' results are merged by their lse (arXiv:2501.01005, §2.2). Every method but ``plan`` and ``slots`` is a
-    collective: all ranks of the group call it, in the same order. Results are bitwise the same from run to run.
+    The ranks' partial outputs are merged by lse (arXiv:2501.01005, §2.2). Every method but ``plan`` and ``slots`` is a
+    collective operation: all ranks of the group must call it, in the same order. Results are bitwise reproducible.
 
     Args:
         group: a process group of torch.distributed, NCCL for GPUs; all ranks if None.
-        interleave: tokens in a row that lie on one rank: token t is on rank (t // interleave) % size.
-        form: how results are merged. "direct" writes queries to all ranks and reads results where they lie: GPUs of one
-            host that reach each other's memory. "all_to_all" sends each rank its heads, out and lse in one buffer;
-            "reduce_scatter" and "all_reduce" gather lse and sum corrected outputs in float32. None is "direct" where
-            that can be, else "all_to_all", which sends the fewest bytes, or where the heads cannot be divided
-            "all_reduce".
-        all_heads: every rank passes queries of all heads and gets the results of all heads. If False, each has its
-            own, as many as every other: its shard of a layer whose heads are divided.
-        timeout: how long a rank waits for the others to come to a call of new shapes.
+        interleave: consecutive tokens on one rank: token t is on rank (t // interleave) % size.
+        form: how partial outputs are merged. "direct" writes queries to all ranks and reads partial outputs over
+            NVLink; it needs GPUs of one host with peer access. "all_to_all" sends each rank its heads, out and lse in
+            one buffer. "reduce_scatter" and "all_reduce" gather lse and sum corrected outputs in float32. None chooses
+            "direct" if possible, else "all_to_all", which sends the fewest bytes, or "all_reduce" if the number of
+            heads is not divisible.
+        all_heads: every rank passes the queries of all heads and receives the results of all heads. If False, each
+            rank passes and receives its own heads, equally many on each rank.
+        timeout: how long a rank waits for the others at the first call with new shapes.
 
     Raises:
-        TypeError, ValueError: a wrong argument, or one that is not the same on all ranks.
-        RuntimeError: a rank that does not make the object within ``timeout``.
+        TypeError, ValueError: a wrong argument, or one that differs between ranks.
+        RuntimeError: a rank does not create the object within ``timeout``.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class ContextParallel:
         self.group, self.form = group, form
         self._agreement = Agreement(group, timeout)
         self._peers: dict[torch.device, PeerMemory | str] = {}
-        # Compared before anything is checked: a rank that raises alone leaves the others waiting.
-        asked = {"size": group.size(), "interleave": interleave, "form": form, "all_heads": all_heads}
-        self._agreement.check("ContextParallel", {name: str(value) for name, value in asked.items()})
+        # Compare before validation: if one rank raises alone, the others wait.
+        arguments = {"size": group.size(), "interleave": interleave, "form": form, "all_heads": all_heads}
+        self._agreement.check("ContextParallel", {name: str(value) for name, value in arguments.items()})
         if form is not None:
             checks.choice("form", form, FORMS)
         self.all_heads = checks.flag("all_heads", all_heads)
@@ -82,20 +82,20 @@ class ContextParallel:
         causal: bool = True,
         cache_format: str | None = None,
     ) -> ShardPlan:
-        """What this rank attends to in a step, for all layers. It runs on the device, also inside a CUDA graph.
+        """Plan a step on this rank, for all layers. It runs on the device and may be captured in a CUDA graph.
 
         Args:
             block_table: int32 or int64 [b, max_pages], the same on all ranks.
-            cache_seqlens: int32 or int64 [b], keys of each request on all ranks together, the new ones among them.
-            page_tokens: tokens of a request in a page, on all ranks together: a multiple of size · interleave.
-            page_size: tokens in a page of this rank's cache, page_tokens / size if None; a divisor of it where a page
-                is several of the cache's in a row.
+            cache_seqlens: int32 or int64 [b], keys of each request over all ranks, including the new ones.
+            page_tokens: tokens in a page over all ranks, a multiple of size · interleave.
+            page_size: tokens in a page of this rank's cache, page_tokens / size if None; a divisor of that if a page
+                consists of several consecutive cache pages.
             queries: new tokens of each request.
-            causal: query j sees keys 0 to cache_seqlens - queries + j; if False, all.
-            cache_format: of the cache, by name, needed for those with scales.
+            causal: query j attends to keys 0 to cache_seqlens - queries + j; if False, to all keys.
+            cache_format: name of the cache's format, required for formats with scales.
 
         Raises:
-            TypeError, ValueError: tensors of a wrong dtype, shape or device; pages that cannot be divided so.
+            TypeError, ValueError: tensors of a wrong dtype, shape or device; a page size that does not divide.
         """
         return plan_shard(
             self.sharding,
@@ -121,30 +121,30 @@ class ContextParallel:
         attn_sink: torch.Tensor | None = None,
         backend: str | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of a few query tokens a request over all keys of all ranks; ``dense_decode`` on one.
+        """``dense_decode`` over the keys of all ranks.
 
         Args:
             q: [b, queries, h, d], queries of this rank's heads (of all heads with ``all_heads``).
-            k_cache: [pages, page_size, 1, width], this rank's, in any format that ``dense_decode`` or
-                ``sparse_decode`` reads.
-            plan: of the step.
+            k_cache: [pages, page_size, 1, width], this rank's cache in any format of ``dense_decode`` or
+                ``sparse_decode``.
+            plan: plan of the step.
             cache_format: inferred from k_cache if None.
             head_dim_v, softmax_scale, k_scale, backend: as for ``dense_decode``.
-            attn_sink: float32 [h], of these heads: out is scaled by e^lse / (e^lse + e^sink).
+            attn_sink: float32 [h]; out is scaled by e^lse / (e^lse + e^sink).
 
         Returns:
             out [b, queries, h, head_dim_v] in q's dtype, and lse, natural logarithm, float32 [b, h, queries], without
-            the sink; -inf, and out 0, where no rank has a key.
+            the sink. Without any key, out is 0 and lse -inf.
 
         Raises:
-            TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that are not the same on all
-                ranks; a plan for another cache or other queries.
-            RuntimeError: a rank that does not come to the call, the first time that it has these shapes.
+            TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that differ between ranks; a
+                plan for another cache or other queries.
+            RuntimeError: a rank does not make the first call with these shapes within the timeout.
         """
         pages, layout = as_cache(k_cache, cache_format, "k_cache")
         self._check_plan(q, pages, plan)
         if not layout.plain and plan.slots is None:
-            raise ValueError(f"plan must be made with cache_format {layout.name!r} for such a k_cache, got one without")
+            raise ValueError(f"plan must be made with cache_format {layout.name!r} for this k_cache, got one without")
         if k_scale is not None and not layout.takes_scale:
             raise ValueError(f"k_scale belongs to cache format fp8, got {layout.name}")
         common: dict[str, Any] = {"head_dim_v": head_dim_v, "softmax_scale": softmax_scale, "backend": backend}
@@ -162,17 +162,17 @@ class ContextParallel:
         return self._merged("decode", attend, q, layout, head_dim_v, softmax_scale, attn_sink)
 
     def slots(self, positions: torch.Tensor, plan: ShardPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's slots among the tokens that each query selected, for ``sparse_decode``.
+        """The slots of the selected tokens that are on this rank, for ``sparse_decode``.
 
         Args:
-            positions: int32 or int64 [b, queries, topk], tokens of the query's request; below 0 for none.
-            plan: of the step.
+            positions: int32 or int64 [b, queries, topk], token positions in the query's request; below 0 for none.
+            plan: plan of the step.
 
         Returns:
-            int32 [b, queries, topk], this rank's first and then -1, and how many are, int32 [b, queries].
+            int32 [b, queries, topk], this rank's slots, then -1, and their number, int32 [b, queries].
 
         Raises:
-            TypeError, ValueError: positions of another dtype or device, or that are not of the plan's queries.
+            TypeError, ValueError: positions of another dtype or device, or that do not match the plan's queries.
         """
         shape = (plan.requests, plan.queries, "topk")
         checks.tensor("positions", positions, shape, checks.INDEX_DTYPES, plan.block_table.device)
@@ -200,7 +200,7 @@ class ContextParallel:
         attn_sink: torch.Tensor | None = None,
         backend: str | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention over the tokens that each query selected, each rank over those that it holds.
+        """``sparse_decode`` over the selected tokens of all ranks.
 
         Args:
             slots, topk_length: int32 or int64 [b, queries, topk] and [b, queries], as ``slots`` returns them.
@@ -233,21 +233,21 @@ class ContextParallel:
     def topk(
         self, logits: torch.Tensor, k: int, local_lengths: torch.Tensor, *, backend: str | None = None
     ) -> torch.Tensor:
-        """The k tokens of the highest logits over the keys of all ranks, exactly as ``topk`` chooses among all.
+        """Exact ``topk`` over the keys of all ranks.
 
         Args:
-            logits: [rows, width], float32 or bf16: of this rank's keys, the same queries on every rank.
+            logits: [rows, width], float32 or bf16, of this rank's keys and the same queries on every rank.
             k: 1 to 4096.
-            local_lengths: int32 or int64 [rows], this rank's keys that the row may choose from
+            local_lengths: int32 or int64 [rows], number of this rank's keys that a row may select from
                 (``plan.query_lens.flatten()``).
-            backend: of ``topk``.
+            backend: backend of ``topk``.
 
         Returns:
-            int32 [rows, k], tokens of the request in ascending order, then -1; the same on every rank.
+            int32 [rows, k], token positions in ascending order, then -1; the same on every rank.
 
         Raises:
-            TypeError, ValueError: arguments of a wrong type, dtype or shape, or that are not the same on all ranks.
-            RuntimeError: a rank that does not come to the call, the first time that it has these shapes.
+            TypeError, ValueError: arguments of a wrong type, dtype or shape, or that differ between ranks.
+            RuntimeError: a rank does not make the first call with these shapes within the timeout.
         """
         checks.tensor("logits", logits, ("rows", "width"), (torch.float32, torch.bfloat16))
         self._agreement.check("topk", {"rows": logits.shape[0], "k": k, "dtype": logits.dtype})
@@ -263,7 +263,7 @@ class ContextParallel:
         softmax_scale: float | None,
         attn_sink: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge what ``attend`` writes into out [T, H, d] and lse [T, H] for all heads' queries [T, H, dim]."""
+        """Run ``attend(queries, out, lse)`` for all heads on this rank's keys, and merge the ranks' partial outputs."""
         checks.tensor("q", q, ("b", "queries", "h", "d"), checks.FLOAT_DTYPES, may_be_empty=2)
         batch, queries, heads, dim = q.shape
         if attn_sink is not None:
@@ -298,30 +298,30 @@ class ContextParallel:
             out = (out * sink_weight(lse, attn_sink).unsqueeze(-1)).to(out.dtype)
         return out.unflatten(0, (batch, queries)), lse.unflatten(0, (batch, queries)).mT
 
-    def _form(self, heads: int, bytes_of_a_rank: int, device: torch.device) -> str:
-        """The form of a call whose results have so many heads of all ranks together."""
+    def _form(self, heads: int, bytes_per_rank: int, device: torch.device) -> str:
+        """The form of merging for a call with ``heads`` heads over all ranks."""
         size = self.sharding.size
         if size > 1 and self.form in (None, "direct"):
             if device not in self._peers:
-                self._peers[device] = PeerMemory.reach(self.group, device, self._agreement)
+                self._peers[device] = PeerMemory.connect(self.group, device, self._agreement)
             peers = self._peers[device]
-            if self.form is None and isinstance(peers, PeerMemory) and bytes_of_a_rank <= MAX_BYTES:
+            if self.form is None and isinstance(peers, PeerMemory) and bytes_per_rank <= MAX_BYTES:
                 return "direct"
             if self.form == "direct" and isinstance(peers, str):
-                raise ValueError(f"form 'direct' cannot be: {peers}")
+                raise ValueError(f"form 'direct' is not possible: {peers}")
         form = self.form or ("all_reduce" if heads % size else "all_to_all")
         if heads % size and form not in ("all_reduce", "direct"):
-            raise ValueError(f"q must have a number of heads that the {size} ranks divide for {form!r}, got {heads}")
+            raise ValueError(f"q must have a multiple of {size} heads (the number of ranks) for {form!r}, got {heads}")
         return form
 
     def _check_plan(self, q: torch.Tensor, pages: torch.Tensor, plan: ShardPlan) -> None:
-        """A plan for other pages, other ranks or other queries gives wrong numbers, and no kernel could tell."""
+        """Raise ValueError for a plan of another cache, rank or batch, which kernels cannot detect."""
         checks.instance("plan", plan, ShardPlan)
         if plan.sharding != self.sharding:
             raise ValueError(f"plan must be made for {self.sharding}, got one for {plan.sharding}")
         if plan.page_size != pages.shape[1]:
             raise ValueError(
-                f"plan was made for pages of {plan.page_size} tokens on a rank, and k_cache has {pages.shape[1]}"
+                f"k_cache must have the plan's pages of {plan.page_size} tokens, got pages of {pages.shape[1]}"
             )
         if isinstance(q, torch.Tensor) and q.shape[:2] != (plan.requests, plan.queries):
             raise ValueError(
@@ -330,5 +330,5 @@ class ContextParallel:
 
 
 def _outputs(out: torch.Tensor, lse: torch.Tensor, rows: tuple[int, ...]) -> dict[str, Any]:
-    """out [T, H, d] and lse [T, H] as decode operations take them, for so many (requests, queries)."""
+    """out [T, H, d] and lse [T, H] as arguments of decode operations, for ``rows`` = (requests, queries)."""
     return {"out": out.unflatten(0, rows), "lse": lse.unflatten(0, rows).mT}

@@ -1,13 +1,11 @@
-"""The form "direct": one kernel writes queries into the other GPUs' memory, and one reads partial results there.
+"""The form "direct": one kernel writes queries to the peers' memory, and one reads partial outputs from it.
 
-Two barriers a call keep writers from readers. The first comes after each rank has written its queries to all, the
-second after it has written its partial results. The next call may overwrite both: a rank writes queries after this
-call's second barrier, which all came to when they had attended; and partial results after the next call's first
-barrier, which all came to when they had merged. Queries and results lie in pools of their own: those of a next call of
-other shapes would else be queries where the others still read results.
+Each call has two barriers: one after each rank has written its queries to all ranks, and one after it has written its
+partial outputs. The next call may then overwrite both. It writes queries after this call's second barrier, when all
+ranks have read theirs, and partial outputs after its own first barrier, when all ranks have merged. Queries and outputs
+have separate pools, since otherwise a call of other shapes could write queries where others still read outputs.
 
-Every rank begins with the next one's memory and ends with its own: where all began with rank 0's, they would share its
-links while the others' were idle.
+Each rank starts with the memory of the next rank and ends with its own, which spreads traffic over all NVLink links.
 """
 
 from __future__ import annotations
@@ -17,36 +15,35 @@ from dataclasses import dataclass
 
 import torch
 
-from flashlatte.distributed.merge import Partial
-from flashlatte.distributed.peer_memory import PeerMemory, Shared
+from flashlatte.distributed.merge import RankPartial
+from flashlatte.distributed.peer_memory import PeerMemory, SharedTensors
 from flashlatte.distributed.push import push
 from flashlatte.ops.merge_states import merge_states
 
-# Beyond so many bytes a rank, where buffers that stay would cost more memory than they save time, the default form is
-# a collective.
+# Above this size per rank the default form is a collective, since buffers are never freed.
 MAX_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
 class Direct:
-    """A call's part of the peers' memory.
+    """The peer buffers of a call.
 
     Attributes:
-        queries: of all heads [T, H, dim], for every rank to attend with; None where each has them anyway.
-        results: out [T, H, d] and lse float32 [T, H] of every rank, H heads of all ranks together.
-        rank: this one.
+        queries: queries of all heads [T, H, dim] on every rank; None if each rank has them already.
+        results: partial out [T, H, d] and lse float32 [T, H] of every rank, for the H heads of all ranks.
+        rank: this rank.
     """
 
-    queries: Shared | None
-    results: Shared
+    queries: SharedTensors | None
+    results: SharedTensors
     rank: int
 
     @classmethod
     def take(cls, memory: PeerMemory, q: torch.Tensor, heads: int, dim: int, all_heads: bool) -> Direct:
-        """For queries q [T, h, dim_q] of this rank and results of so many heads and numbers.
+        """The buffers for queries q [T, h, dim_q] of this rank and outputs [T, heads, dim].
 
         Args:
-            all_heads: q are of all heads, and the results of all are wanted.
+            all_heads: q has all heads, and every rank receives the results of all heads.
         """
         tokens = q.shape[0]
         queries = None if all_heads else memory.take(((tokens, heads, q.shape[2]), q.dtype), pool="queries")
@@ -54,7 +51,7 @@ class Direct:
         return cls(queries, results, memory.group.rank())
 
     def gather(self, q: torch.Tensor) -> torch.Tensor:
-        """All heads' queries [T, H, dim], of which q are this rank's, or all."""
+        """Queries [T, H, dim] of all heads, gathered from the ranks' q."""
         if self.queries is None:
             self.results.barrier()
             return q
@@ -64,19 +61,19 @@ class Direct:
         return queries[self.rank]
 
     @property
-    def partial(self) -> Partial:
+    def partial(self) -> RankPartial:
         outs, lses = self.results.parts
-        return Partial(outs[self.rank], lses[self.rank], None)
+        return RankPartial(outs[self.rank], lses[self.rank], None)
 
     def merge(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """out [T, h, d] and lse [T, h] over the keys of all ranks, of this rank's heads or of all."""
+        """out [T, h, d] and lse [T, h] over the keys of all ranks, for this rank's heads or for all."""
         self.results.barrier()
         outs, lses = self.results.parts
-        if self.queries is None:  # In one order, so that all ranks get the same bits.
+        if self.queries is None:  # merge in the same order on all ranks, for bitwise equal results
             return merge_states(outs, lses)
         return merge_states(self._own_heads(outs), self._own_heads(lses))
 
     def _own_heads(self, by_rank: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's heads in [T, H, …] of every rank, the next rank's first."""
+        """This rank's heads in the [T, H, …] of every rank, starting with the next rank."""
         size, rank = len(by_rank), self.rank
         return [x.chunk(size, 1)[rank] for x in (*by_rank[rank + 1 :], *by_rank[: rank + 1])]

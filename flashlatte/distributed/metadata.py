@@ -1,4 +1,4 @@
-"""``shard_metadata``: a step of a layer whose keys are divided over ranks."""
+"""``shard_metadata``: metadata of a step with keys sharded over ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from flashlatte.distributed.context_parallel import ContextParallel
-from flashlatte.distributed.plan import ShardPlan
-from flashlatte.distributed.rows import GatheredRows, plan_rows
+from flashlatte.distributed.gathered_rows import GatheredRows, plan_rows
+from flashlatte.distributed.shard_plan import ShardPlan
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.metadata import MLAMetadata
 from flashlatte.ops.index_logits import paged_index_logits
@@ -18,8 +18,8 @@ _LOGIT_BYTES = 4
 
 
 @dataclass(frozen=True)
-class PlannedDecode:
-    """Attention of a step's decode part over the keys of all ranks: its ``DecodeOverRanks``."""
+class ContextParallelDecode:
+    """``ShardedDecode`` of a step by ``ContextParallel``."""
 
     context: ContextParallel
     plan: ShardPlan
@@ -65,47 +65,47 @@ class PlannedDecode:
         plan, (requests, queries) = self.plan, query.shape[:2]
         weights = weights.unflatten(0, (requests, queries))
         width = plan.block_table.shape[1] * plan.page_size
-        at_a_time = max(1, logit_bytes // (_LOGIT_BYTES * queries * max(width, 1)))
-        chosen = []
-        for begin in range(0, requests, at_a_time):
-            part = slice(begin, begin + at_a_time)
-            seen = plan.query_lens[part]
+        requests_per_call = max(1, logit_bytes // (_LOGIT_BYTES * queries * max(width, 1)))
+        selected = []
+        for begin in range(0, requests, requests_per_call):
+            part = slice(begin, begin + requests_per_call)
+            lengths = plan.query_lens[part]
             logits = paged_index_logits(
                 query[part],
                 pages,
                 weights[part].flatten(0, 1),
-                seen,
+                lengths,
                 plan.block_table[part],
                 clean=False,
                 backend=backend,
             )
-            chosen.append(self.context.topk(logits, topk, seen.flatten(), backend=backend))
-        slots, _ = self.context.slots(torch.cat(chosen).unflatten(0, (requests, queries)), plan)
+            selected.append(self.context.topk(logits, topk, lengths.flatten(), backend=backend))
+        slots, _ = self.context.slots(torch.cat(selected).unflatten(0, (requests, queries)), plan)
         return slots.flatten(0, 1)
 
 
 def shard_metadata(metadata: MLAMetadata, context: ContextParallel, *, cache_format: str | None = None) -> MLAMetadata:
-    """A step's metadata for a rank whose cache has a part of every request's keys, and of its index keys.
+    """Convert a step's metadata for a rank whose cache stores a shard of every request's keys and index keys.
 
-    It runs on the device: inside a CUDA graph it follows what ``MLAMetadataBuilder.build`` wrote since.
+    It runs on the device. A CUDA graph that captures it reads the buffers of ``MLAMetadataBuilder`` at replay.
 
-    Prefill over cached tokens gathers their rows from all ranks, a chunk of the builder's ``workspace_tokens`` at a
-    time; where an indexer selects among them, a chunk of ``gather_tokens`` or of one request.
+    Prefill over cached tokens gathers their rows from all ranks, in chunks of the builder's ``workspace_tokens``; with
+    an indexer, in chunks of ``gather_tokens`` or of one request.
 
     Args:
-        metadata: built for pages of as many tokens as all ranks hold of a page: a multiple of size · interleave.
-        context: whose ranks divide the keys. They are the ranks of the layer's tensor parallelism, or some of them, and
-            have equally many heads.
-        cache_format: of the cache, by name, needed for those with scales.
+        metadata: built for pages of all ranks' tokens, a page size that is a multiple of size · interleave.
+        context: the ranks over which keys are sharded: all or some of the ranks of the layer's tensor parallelism,
+            with equal numbers of heads.
+        cache_format: name of the cache's format, required for formats with scales.
 
     Returns:
-        Metadata for pages of ``page_size`` / size tokens, of which this rank stores its own.
+        Metadata for pages of ``page_size`` / size tokens. This rank stores its own tokens only.
 
     Raises:
-        ValueError: pages that cannot be divided so; metadata that is divided already.
+        ValueError: a page size that does not divide; metadata that is already sharded.
     """
     if metadata.sharding is not None:
-        raise ValueError(f"metadata must not be divided yet, got a part for {metadata.sharding}")
+        raise ValueError(f"metadata must not be sharded already, got metadata for {metadata.sharding}")
     sharding, page_tokens = context.sharding, metadata.page_size
     page_size = page_tokens // sharding.size
     slots = sharding.local_slots(metadata.slot_mapping, page_tokens)
@@ -123,23 +123,23 @@ def shard_metadata(metadata: MLAMetadata, context: ContextParallel, *, cache_for
             queries=decode.queries,
             cache_format=cache_format,
         )
-        decode = dataclasses.replace(decode, over_ranks=PlannedDecode(context, plan))
+        decode = dataclasses.replace(decode, sharded=ContextParallelDecode(context, plan))
     if prefill is not None and prefill.chunks:
         chunks = tuple(
-            dataclasses.replace(chunk, over_ranks=rows(chunk.block_table, chunk.starts, chunk.cu_keys, chunk.tokens))
+            dataclasses.replace(chunk, sharded=rows(chunk.block_table, chunk.starts, chunk.cu_keys, chunk.tokens))
             for chunk in prefill.chunks
         )
         prefill = dataclasses.replace(prefill, chunks=chunks)
     if selection is not None and selection.chunks is not None:
-        chosen_from = tuple(
+        sharded_chunks = tuple(
             dataclasses.replace(
                 chunk,
-                gathers=True,
-                over_ranks=rows(chunk.block_table, torch.zeros_like(chunk.cu_keys[1:]), chunk.cu_keys, chunk.keys),
+                use_gathered_rows=True,
+                sharded=rows(chunk.block_table, torch.zeros_like(chunk.cu_keys[1:]), chunk.cu_keys, chunk.num_keys),
             )
             for chunk in selection.chunks
         )
-        selection = dataclasses.replace(selection, chunks=chosen_from)
+        selection = dataclasses.replace(selection, chunks=sharded_chunks)
     return dataclasses.replace(
         metadata,
         page_size=page_size,

@@ -1,7 +1,7 @@
-"""Memory of every GPU of a group that kernels on each of them read where it lies, over NVLink.
+"""Symmetric memory: kernels read peers' buffers over NVLink.
 
-A few megabytes are read so in less time than a collective takes to begin. It is PyTorch's symmetric memory, without
-NVLink multicast: each rank has a buffer, all of one size, and views of the others'.
+For a few megabytes this takes less time than the launch of a collective. It uses PyTorch's symmetric memory without
+NVLink multicast: each rank has a buffer of the same size, and views of the others' buffers.
 """
 
 from __future__ import annotations
@@ -16,51 +16,52 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flashlatte.distributed import collectives
 from flashlatte.distributed.agreement import Agreement
 
-# Parts of a buffer begin at multiples of it.
+# Alignment of parts of a buffer, in bytes.
 _ALIGNMENT = 256
-_SMALLEST = 1 << 20
-# The pool that a sum is copied into.
-_SUMMANDS = "summands"
-# A rank that does not come to a barrier ends the others' kernels after as long as NCCL would wait.
+_MIN_BYTES = 1 << 20
+# The pool of the summands' buffers.
+_SUM_POOL = "summands"
+# If a rank does not reach a barrier, the others' kernels fail after NCCL's default timeout.
 _BARRIER_MILLISECONDS = 600_000
 
-# Every rank reads all others' summands, which a collective's rounds avoid.
+# Limit on the bytes that a rank reads for a sum: it reads the summands of all ranks, which a collective avoids.
 MAX_SUM_BYTES = 4 * 2**20
 
 Part = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
-class Shared:
-    """Parts of a buffer that every rank has, by rank: ``parts[i][rank]``; reading another rank's is what travels."""
+class SharedTensors:
+    """Tensors in every rank's buffer: ``parts[i][rank]``. Reading another rank's tensor is the communication."""
 
     parts: tuple[tuple[torch.Tensor, ...], ...]
     handle: Any
 
     def barrier(self) -> None:
-        """On the device's current stream: what every rank wrote before is there, and what it read before was read."""
+        """Barrier on the current stream: every rank's earlier writes are visible, and its earlier reads are done."""
         self.handle.barrier(0, _BARRIER_MILLISECONDS)
 
 
 class PeerMemory:
-    """Buffers on every rank's GPU. All ranks take the same parts in the same order.
+    """Buffers on every rank's GPU. All ranks must take the same parts in the same order.
 
-    A buffer that became too small stays, since CUDA graphs may have it; sizes are powers of two, so all of a pool
-    together are at most twice the largest.
+    Buffers are never freed, since CUDA graphs may use them. Their sizes are powers of two, so that the buffers of a
+    pool take at most twice the size of the largest one.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self._buffers: dict[str, tuple[torch.Tensor, Any]] = {}
-        self._made: list[tuple[torch.Tensor, Any]] = []
-        self._taken: dict[tuple[str, tuple[Part, ...]], Shared] = {}
-        self._buffer(_SMALLEST, _SUMMANDS)
+        self._allocated: list[tuple[torch.Tensor, Any]] = []
+        self._taken: dict[tuple[str, tuple[Part, ...]], SharedTensors] = {}
+        self._buffer(_MIN_BYTES, _SUM_POOL)
 
     @classmethod
-    def reach(cls, group: dist.ProcessGroup, device: torch.device, agreement: Agreement) -> PeerMemory | str:
-        """The memory, or why the ranks cannot read each other's: the same on all."""
+    def connect(cls, group: dist.ProcessGroup, device: torch.device, agreement: Agreement) -> PeerMemory | str:
+        """The memory, or the reason why the ranks have no peer access; the same kind of result on all ranks."""
         reason = _unreachable(group, device)
         if not agreement.same("PeerMemory", reason or socket.gethostname()) or reason is not None:
             return reason or "the ranks are on several hosts"
@@ -69,30 +70,30 @@ class PeerMemory:
             memory = cls(group, device)
         except RuntimeError as error:
             memory = str(error)
-        reached = agreement.same("PeerMemory", isinstance(memory, cls))
-        return memory if reached else "some GPUs do not reach the others' memory"
+        connected = agreement.same("PeerMemory", isinstance(memory, cls))
+        return memory if connected else "some GPUs have no access to the others' memory"
 
-    def take(self, *parts: Part, pool: str) -> Shared:
-        """Parts of the given shapes and dtypes, the same ones whenever they are asked for again.
+    def take(self, *parts: Part, pool: str) -> SharedTensors:
+        """Tensors of the given shapes and dtypes; equal arguments return the same tensors.
 
-        What is taken of one pool by two calls may overlap; of two pools it never does.
+        Tensors of different calls may overlap within a pool, never between pools.
         """
         if (pool, parts) not in self._taken:
-            self._taken[pool, parts] = self._place(parts, pool)
+            self._taken[pool, parts] = self._allocate(parts, pool)
         return self._taken[pool, parts]
 
-    def sums(self, x: torch.Tensor) -> bool:
-        """Whether ``sum`` takes such an x, and before a collective would have begun."""
+    def can_sum(self, x: torch.Tensor) -> bool:
+        """Whether ``sum`` supports x and is faster than a collective."""
         return x.dtype in (torch.float32, torch.bfloat16) and (self.group.size() - 1) * x.nbytes <= MAX_SUM_BYTES
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's x, all of one shape, in one order and so the same bits on all ranks."""
-        buffer, _ = self._buffer(x.nbytes, _SUMMANDS)
+        """The sum of every rank's x, all of one shape; bitwise the same on all ranks."""
+        buffer, _ = self._buffer(x.nbytes, _SUM_POOL)
         mine = buffer[: x.nbytes].view(x.dtype).view(x.shape)
         reduce = torch.ops.symm_mem.one_shot_all_reduce_copy
         return reduce(mine, x.contiguous(), "sum", self.group.group_name)
 
-    def _place(self, parts: Sequence[Part], pool: str) -> Shared:
+    def _allocate(self, parts: Sequence[Part], pool: str) -> SharedTensors:
         starts, end = [], 0
         for shape, dtype in parts:
             starts.append(end)
@@ -102,24 +103,50 @@ class PeerMemory:
             tuple(handle.get_buffer(rank, shape, dtype, start // dtype.itemsize) for rank in range(self.group.size()))
             for (shape, dtype), start in zip(parts, starts, strict=True)
         )
-        return Shared(views, handle)
+        return SharedTensors(views, handle)
 
     def _buffer(self, size: int, pool: str) -> tuple[torch.Tensor, Any]:
         """The pool's buffer, a larger one if it has less than ``size`` bytes."""
         if pool not in self._buffers or size > self._buffers[pool][0].nbytes:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    "a CUDA graph cannot be the first to exchange results of this size: make the call once before "
+                    "buffers of this size cannot be allocated during CUDA graph capture: make the call once before "
                     "capture"
                 )
-            made = rendezvous(max(_SMALLEST, 1 << (size - 1).bit_length()), self.device, self.group)
-            self._made.append(made)
-            self._buffers[pool] = made
+            buffer = rendezvous(max(_MIN_BYTES, 1 << (size - 1).bit_length()), self.device, self.group)
+            self._allocated.append(buffer)
+            self._buffers[pool] = buffer
         return self._buffers[pool]
 
 
+class RankSum:
+    """Sums tensors over ranks, by peer memory if that is faster, else by all-reduce.
+
+    All ranks must call it with the same shapes in the same order.
+
+    Args:
+        group: a process group of torch.distributed.
+        agreement: compares whether all ranks have peer access.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, agreement: Agreement) -> None:
+        self.group = group
+        self._agreement = agreement
+        self._peers: PeerMemory | str | None = None
+
+    def __call__(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, in the dtype of ``part``, which may be overwritten."""
+        if part.numel() == 0 or self.group.size() == 1:
+            return part
+        if self._peers is None:
+            self._peers = PeerMemory.connect(self.group, part.device, self._agreement)
+        if isinstance(self._peers, PeerMemory) and self._peers.can_sum(part):
+            return self._peers.sum(part)
+        return collectives.all_reduce(part, self.group)
+
+
 def rendezvous(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
-    """A buffer of so many bytes on every rank: this one's, and what ``get_buffer`` and ``barrier`` are called on."""
+    """Allocate ``size`` bytes on every rank; returns this rank's buffer, and the handle of symmetric memory."""
     symmetric = importlib.import_module("torch.distributed._symmetric_memory")
     buffer = symmetric.empty(size, dtype=torch.uint8, device=device)
     return buffer, symmetric.rendezvous(buffer, group)
@@ -129,7 +156,7 @@ def _unreachable(group: dist.ProcessGroup, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"it needs GPUs, got tensors on {device}"
     if "nccl" not in str(dist.get_backend(group)):
-        return f"it needs a process group of NCCL, got {dist.get_backend(group)}"
+        return f"it needs an NCCL process group, got {dist.get_backend(group)}"
     try:
         symmetric = importlib.import_module("torch.distributed._symmetric_memory")
     except ImportError:

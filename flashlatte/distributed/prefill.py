@@ -1,4 +1,4 @@
-"""``PrefillRing``: the causal attention of one long prompt, its tokens divided over ranks."""
+"""``PrefillRing``: causal attention of one long prompt with its tokens divided over ranks."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ Store = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 def zigzag_blocks(tokens: int, rank: int, size: int) -> tuple[range, range]:
-    """Of 2 · size blocks of a prompt, as equal as can be, those that a rank has: ``rank`` and 2 · size - 1 - rank."""
+    """The blocks ``rank`` and 2 · size - 1 - rank of a prompt in 2 · size blocks of equal size (± 1 token)."""
     count = 2 * size
     low, high = (range(tokens * i // count, tokens * (i + 1) // count) for i in (rank, count - 1 - rank))
     return low, high
 
 
 class PrefillRing:
-    """Each rank attends with its tokens' queries to all ranks' latents, which go round in size - 1 exchanges.
+    """Ring attention: each rank's queries attend to all ranks' latents, which rotate in size - 1 exchanges.
 
-    A prompt is cut into 2 · size blocks, and rank r has the blocks r and 2 · size - 1 - r (zig-zag). Under the causal
-    mask that gives every rank the same work in every round, and a rule without a mask: over a shard of a lower rank all
-    queries see its first block; over one of a higher rank the second block's queries see all of it; over its own shard
-    a rank's attention is causal, as if the two blocks were one text.
+    A prompt is split into 2 · size blocks, and rank r has the blocks r and 2 · size - 1 - r (zig-zag). Every rank then
+    has the same work in every round, and no round but a rank's own needs a mask. Over the shard of a lower rank, all
+    queries attend to its first block. Over the shard of a higher rank, the queries of the second block attend to all of
+    it. Over its own shard, attention is causal, as if the two blocks were contiguous.
 
-    Latents travel (576 numbers a token in DeepSeek-V3, of which its 128 heads' keys and values would be seventy times
-    as many) and are expanded where they arrive, while the next ones are on their way. A rank holds two shards of
-    latents and the keys and values of one. What the rounds give is merged in float32.
+    Ranks exchange latents (576 elements a token in DeepSeek-V3; keys and values of 128 heads are seventy times as many)
+    and expand them locally, overlapped with the next exchange. A rank holds two shards of latents and the keys and
+    values of one. Partial outputs are merged in float32.
 
     Args:
         group: a process group of torch.distributed; all ranks if None.
-        timeout: how long a rank waits for the others to come to a prompt of a new length.
+        timeout: how long a rank works for the others at the first prompt of a new length.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: timedelta = timedelta(seconds=60)) -> None:
@@ -48,10 +48,10 @@ class PrefillRing:
         self._agreement = Agreement(group, timeout)
 
     def blocks(self, tokens: int, rank: int | None = None) -> tuple[range, range]:
-        """The two blocks of a prompt of so many tokens that a rank (this one if None) has; either may be empty.
+        """The two blocks of a prompt of ``tokens`` tokens on a rank (this one if None); either may be empty.
 
         Raises:
-            TypeError, ValueError: ``tokens`` below 0, or a rank that the group does not have.
+            TypeError, ValueError: ``tokens`` below 0, or a rank outside of the group.
         """
         size, rank = self.group.size(), self.group.rank() if rank is None else rank
         if not 0 <= checks.integer("rank", rank) < size:
@@ -59,7 +59,7 @@ class PrefillRing:
         return zigzag_blocks(checks.positive_int("tokens", tokens, or_zero=True), rank, size)
 
     def positions(self, tokens: int, rank: int | None = None, device: torch.device | str | None = None) -> torch.Tensor:
-        """int64 [n] on ``device``, the tokens of the prompt that a rank (this one if None) has, in order.
+        """int64 [n] on ``device``, positions of the prompt's tokens on a rank (this one if None), in order.
 
         Raises:
             TypeError, ValueError: as ``blocks``.
@@ -81,20 +81,19 @@ class PrefillRing:
 
         Args:
             q: [n, h, d_qk], queries of the tokens ``positions(tokens)``, bf16, fp16 or float32.
-            rows: [n, width], latents of the same tokens, which other ranks get as they are.
-            expand: rows [m, width] to keys [m, h_k, d_qk] and values [m, h_k, d_v] in q's dtype.
-            tokens: of the prompt, the same on all ranks.
+            rows: [n, width], latents of the same tokens, which are sent to the other ranks unchanged.
+            expand: maps rows [m, width] to keys [m, h_k, d_qk] and values [m, h_k, d_v] in q's dtype.
+            tokens: tokens of the prompt, the same on all ranks.
             softmax_scale: above 0; d_qk^-0.5 if None.
-            store: called once with each rank's rows and their positions, this rank's among them, while they are here:
-                to write those to a cache that this rank keeps.
-            backend: of ``dense_prefill``.
+            store: called once with each rank's rows and positions, including this rank's, to write them to a cache.
+            backend: backend of ``dense_prefill``.
 
         Returns:
             out [n, h, d_v] in q's dtype, and lse, natural logarithm, float32 [n, h].
 
         Raises:
-            TypeError, ValueError: arguments of a wrong type, dtype or shape, or that differ over ranks.
-            RuntimeError: a rank that does not come to a prompt of this length.
+            TypeError, ValueError: arguments of a wrong type, dtype or shape, or that differ between ranks.
+            RuntimeError: a rank does not make the first call with this length within the timeout.
         """
         checks.positive_int("tokens", tokens)
         rank, size = self.group.rank(), self.group.size()
@@ -104,38 +103,38 @@ class PrefillRing:
         facts = {"tokens": tokens, "width": rows.shape[1], "dtype": rows.dtype}
         self._agreement.check("attend", facts)
 
-        held, merged = rows.contiguous(), None
+        rows_here, merged = rows.contiguous(), None
         for step in range(size):
             owner = (rank - step) % size
-            waits, coming = self._pass_on(held, tokens, owner) if step < size - 1 else ([], held)
-            if store is not None and held.shape[0]:
-                store(held, self.positions(tokens, owner, held.device))
+            works, incoming = self._exchange(rows_here, tokens, owner) if step < size - 1 else ([], rows_here)
+            if store is not None and rows_here.shape[0]:
+                store(rows_here, self.positions(tokens, owner, rows_here.device))
             begin = len(low) if owner > rank else 0
-            seen = held[: len(self.blocks(tokens, owner)[0])] if owner < rank else held
-            part = _attend(q[begin:], *expand(seen), owner == rank, softmax_scale, backend)
+            visible = rows_here[: len(self.blocks(tokens, owner)[0])] if owner < rank else rows_here
+            part = _attend(q[begin:], *expand(visible), owner == rank, softmax_scale, backend)
             if merged is None:
                 merged = part
-            elif part[1].numel() and seen.shape[0]:
+            elif part[1].numel() and visible.shape[0]:
                 target = tuple(x[begin:] for x in merged)
                 for into, new in zip(target, merge_states(*zip(target, part, strict=True)), strict=True):  # type: ignore[arg-type]
                     into.copy_(new)
-            for wait in waits:
-                wait.wait()
-            held = coming
+            for work in works:
+                work.wait()
+            rows_here = incoming
         assert merged is not None
         return merged[0].to(q.dtype), merged[1]
 
-    def _pass_on(self, held: torch.Tensor, tokens: int, owner: int) -> tuple[list[dist.Work], torch.Tensor]:
-        """Begin to send the next rank what is here, and to get what the rank before has."""
+    def _exchange(self, rows_here: torch.Tensor, tokens: int, owner: int) -> tuple[list[dist.Work], torch.Tensor]:
+        """Start sending the rows to the next rank and receiving those of the previous rank."""
         rank, size = self.group.rank(), self.group.size()
-        after, before = (dist.get_global_rank(self.group, (rank + way) % size) for way in (1, -1))
-        coming = held.new_empty(sum(map(len, self.blocks(tokens, (owner - 1) % size))), held.shape[1])
+        after, before = (dist.get_global_rank(self.group, (rank + step) % size) for step in (1, -1))
+        incoming = rows_here.new_empty(sum(map(len, self.blocks(tokens, (owner - 1) % size))), rows_here.shape[1])
         operations = []
-        if held.numel():
-            operations.append(dist.P2POp(dist.isend, held, after, self.group))
-        if coming.numel():
-            operations.append(dist.P2POp(dist.irecv, coming, before, self.group))
-        return (dist.batch_isend_irecv(operations) if operations else []), coming
+        if rows_here.numel():
+            operations.append(dist.P2POp(dist.isend, rows_here, after, self.group))
+        if incoming.numel():
+            operations.append(dist.P2POp(dist.irecv, incoming, before, self.group))
+        return (dist.batch_isend_irecv(operations) if operations else []), incoming
 
 
 def _attend(

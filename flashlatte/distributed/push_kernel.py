@@ -19,7 +19,7 @@ def push_kernel(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rows of ``row_units`` times UNIT numbers, one after the other in x, and apart in each of targets[TARGETS]."""
+    """Copy rows of row_units · UNIT elements from x to each of targets[TARGETS], whose rows are strided."""
     row_size = row_units * UNIT
     blocks = tl.cdiv(row_size, BLOCK)
     program = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Which ranks have died: a process that is killed tells nobody, but its connections close."""
+"""Detects the death of ranks' processes by their closed connections."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# Global ranks that died. A rank of a job does not come back.
+# Global ranks that died. A rank of a job is not restarted.
 _dead: set[int] = set()
-# How long a leaving rank waits for the answers of the others, and a failing one for news of a death behind its error.
-_LEAVE_SECONDS, _NEWS_SECONDS = 5.0, 0.25
+# How long a leaving rank waits for the others' answers, and a failing rank for the detection of another rank's death.
+_LEAVE_SECONDS, _DETECTION_SECONDS = 5.0, 0.25
 _POLL_SECONDS = 0.01
-# What a process says of itself when it leaves.
+# Messages of a leaving process: closed by ``leave``, or at exit.
 _LEFT, _ENDED = 0.0, 1.0
 
 
 class Watch:
-    """Notices within milliseconds when another process of a gloo group ends before it calls ``leave``.
+    """Detects within milliseconds when another process of a gloo group exits without calling ``leave``.
 
-    For each of the others a thread waits for a message that is sent on leaving only, and is answered, so that no
-    thread waits any longer when the process exits. The wait fails when the connection closes.
+    A thread for each other rank waits for a message, which is sent and answered only on leaving, so that all threads
+    have ended when the process exits. The wait fails when the connection closes.
 
     Args:
-        group: of gloo, used for nothing else; its timeout bounds the watch.
+        group: a gloo group that is used for nothing else; its timeout limits the duration of the watch.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._lock = group, threading.Lock()
-        self._present = {other for other in range(group.size()) if other != group.rank()}
+        self._watched = {other for other in range(group.size()) if other != group.rank()}
         ranks = dist.get_process_group_ranks(group)
         self._threads = [
             threading.Thread(target=self._await, args=(other, ranks[other]), name=f"watch of rank {other}", daemon=True)
-            for other in self._present
+            for other in self._watched
         ]
         for thread in self._threads:
             thread.start()
         atexit.register(self._exit)
 
     def leave(self) -> None:
-        """End the watch on both sides; again, nothing. Takes up to 5 s where another process is stopped."""
+        """End the watch on both sides; further calls do nothing. Takes up to 5 s if another process is stopped."""
         self._leave(_LEFT)
 
     def _exit(self) -> None:
@@ -52,42 +52,42 @@ class Watch:
     def _leave(self, message: float) -> None:
         atexit.unregister(self._exit)
         for other in range(self._group.size()):
-            self._say_goodbye(other, message)
-        until = time.monotonic() + _LEAVE_SECONDS
+            self._send_farewell(other, message)
+        deadline = time.monotonic() + _LEAVE_SECONDS
         for thread in self._threads:
-            thread.join(max(until - time.monotonic(), 0))
+            thread.join(max(deadline - time.monotonic(), 0))
 
     def _await(self, other: int, global_rank: int) -> None:
         message = torch.full((1,), _ENDED, device="cpu")
         with contextlib.suppress(RuntimeError):
             self._group.recv([message], other, 0).wait()
         with self._lock:
-            if other in self._present and message.item() == _ENDED:
+            if other in self._watched and message.item() == _ENDED:
                 _dead.add(global_rank)
-        self._say_goodbye(other, _LEFT)
+        self._send_farewell(other, _LEFT)
 
-    def _say_goodbye(self, other: int, message: float) -> None:
+    def _send_farewell(self, other: int, message: float) -> None:
         with self._lock:
-            if other not in self._present:
+            if other not in self._watched:
                 return
-            self._present.remove(other)
-        sent, patience = torch.full((1,), message, device="cpu"), timedelta(seconds=_LEAVE_SECONDS)
+            self._watched.remove(other)
+        sent, timeout = torch.full((1,), message, device="cpu"), timedelta(seconds=_LEAVE_SECONDS)
         with contextlib.suppress(RuntimeError):
-            self._group.send([sent], other, 0).wait(patience)
+            self._group.send([sent], other, 0).wait(timeout)
 
 
-def dead_rank(group: object, *, may_be_news: bool = False) -> int | None:
-    """A rank of a group, by its number there, whose death a ``Watch`` of this process has noticed.
+def dead_rank(group: object, *, wait: bool = False) -> int | None:
+    """The rank within a group of a dead process that a ``Watch`` of this process has detected, or None.
 
     Args:
-        group: a process group, or another kind of world, whose ranks nobody watches.
-        may_be_news: whether to wait a quarter of a second for it, as the connections of a process close one by one.
+        group: a process group; None is returned for other kinds of ``World``.
+        wait: whether to wait up to 0.25 s for the detection, since the connections of a process close one by one.
     """
     if not isinstance(group, dist.ProcessGroup):
         return None
-    until = time.monotonic() + (_NEWS_SECONDS if may_be_news else 0)
+    deadline = time.monotonic() + (_DETECTION_SECONDS if wait else 0)
     while not _dead.intersection(ranks := dist.get_process_group_ranks(group)):
-        if time.monotonic() >= until:
+        if time.monotonic() >= deadline:
             return None
         time.sleep(_POLL_SECONDS)
     return next(number for number, rank in enumerate(ranks) if rank in _dead)

@@ -81,7 +81,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self.runner = Runner(self.model, self.cache_format, limits, graphs=graphs)
         facts = {"model": self.model.config, "dtype": self.model.dtype, "cache_format": self.cache_format}
         self.ranks.agree(facts | dataclasses.asdict(limits) | {"graphs": graphs})
-        self.pool = PagePool(num_pages, page_size * self.ranks.keys_over)
+        self.pool = PagePool(num_pages, page_size * self.ranks.kv_ranks)
         self.scheduler = Scheduler(
             self.pool,
             host_pool=PagePool(host_pages, self.pool.page_size),
@@ -205,7 +205,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     @property
     def leads(self) -> bool:
         """Whether this process takes requests: rank 0, or the only one."""
-        return self.ranks.leads
+        return self.ranks.is_leader
 
     def follow(self) -> None:
         """Compute this rank's part of what rank 0 schedules, until that closes its engine. ValueError on rank 0."""

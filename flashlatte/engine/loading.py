@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from flashlatte.distributed.model.names import in_transformers
+from flashlatte.distributed.model.weight_names import in_transformers
 from flashlatte.engine.paged import config_of
-from flashlatte.layers.checkpoint import opened, safetensors_files
-from flashlatte.layers.missing import check_loaded, check_stored
+from flashlatte.layers.checkpoint import open_safetensors, safetensors_files
+from flashlatte.layers.missing_weights import check_loaded, check_stored
 
 
 def load(path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Any:
@@ -27,7 +27,7 @@ def load(path: str | Path, dtype: torch.dtype | None = None, device: torch.devic
     config = config_of(path)
     dtypes = {
         in_transformers(name, config.model_type): file.get_slice(name).get_dtype()
-        for file in map(opened, safetensors_files(Path(path)))
+        for file in map(open_safetensors, safetensors_files(Path(path)))
         for name in file.keys()  # noqa: SIM118 (safe_open is no mapping)
     }
     check_stored(path, config, dtypes)

@@ -11,7 +11,7 @@ from torch import nn
 
 from flashlatte import kv_cache
 from flashlatte.distributed.model.checkpoint import Slices
-from flashlatte.distributed.model.cuts import check_divisible
+from flashlatte.distributed.model.partition import check_divisible
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.distributed.model.shards import copied, divide_mlp, keep_heads, take
 from flashlatte.engine.batch import Batch, Limits
@@ -21,7 +21,7 @@ from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_type
 from flashlatte.kv_cache.index_formats import index_format_beside
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata, MLAMetadataBuilder
 from flashlatte.layers.forward import check_weights, hidden_projections
-from flashlatte.layers.side_by_side import lay_on_gpus
+from flashlatte.layers.fused_projections import fuse_weights_on_gpu
 
 # Models whose decoder layers are norm, MLA, norm, MLP, each pair with a residual, and nothing else.
 MODEL_TYPES = (
@@ -91,7 +91,7 @@ class Model(PagedModel):
         self.config = MLAConfig.from_transformers(model.config)
         self.batch_invariant = batch_invariant
         if ranks is None:
-            lay_on_gpus(hidden_projections(layer.self_attn) for layer in model.model.layers)
+            fuse_weights_on_gpu(hidden_projections(layer.self_attn) for layer in model.model.layers)
         self.attention = [self._adopt(number, layer, backend, ranks) for number, layer in enumerate(model.model.layers)]
         if slices is not None and ranks is not None:
             slices.fill(ranks, self.config.num_attention_heads, device or ranks.device)
@@ -99,7 +99,7 @@ class Model(PagedModel):
             # Also a model that every process has made on the first GPU.
             take(model, device or ranks.device, copies=not of_checkpoint)
         if ranks is not None:
-            lay_on_gpus(map(hidden_projections, self.attention))
+            fuse_weights_on_gpu(map(hidden_projections, self.attention))
         super().__init__(model, self.attention[0].kv_a_layernorm.weight.device, ranks)
         self.max_position = self.config.rope.max_position
 
@@ -115,7 +115,7 @@ class Model(PagedModel):
 
     def planner(self, cache_format: str, limits: Limits) -> Planner:
         # Of a page of the scheduler's each rank that has some of the keys has a page.
-        page_size = limits.page_size * self.ranks.keys_over
+        page_size = limits.page_size * self.ranks.kv_ranks
         builder = MLAMetadataBuilder(
             page_size,
             limits.max_requests,

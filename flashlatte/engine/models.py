@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flashlatte.distributed.model.meeting import Meeting
 from flashlatte.distributed.model.ranks import Ranks
+from flashlatte.distributed.model.rendezvous import Rendezvous
 from flashlatte.engine.formats import check_cache_format
 from flashlatte.engine.model import MODEL_TYPES, Model
 from flashlatte.engine.paged import PagedModel, check_type, config_of
@@ -31,14 +31,14 @@ def as_model(
     asked = tensor_parallel, context_parallel
     alone = asked == (1, 1)
     if isinstance(model, PagedModel):
-        made_for = model.ranks.size, model.ranks.keys_over
+        made_for = model.ranks.size, model.ranks.kv_ranks
         if made_for == asked:
             return model
-        with model.ranks.failing_together() if made_for != (1, 1) else Meeting(joins=True):
+        with model.ranks.failing_together() if made_for != (1, 1) else Rendezvous(joins=True):
             raise ValueError(
                 f"tensor_parallel and context_parallel must be {made_for}, which the Model was made for, got {asked}"
             )
-    with Meeting(joins=not alone) as meeting:
+    with Rendezvous(joins=not alone) as rendezvous:
         config = config_of(model)
         check_type(config, (*MODEL_TYPES, V4_MODEL_TYPE))
         if options and options.get("cache_format") is not None:
@@ -48,10 +48,10 @@ def as_model(
         if not alone:
             if made is V4Model and context_parallel != 1:
                 raise ValueError(f"context_parallel must be 1 for {V4_MODEL_TYPE}, got {context_parallel}")
-            ranks = Ranks(*asked, meeting=meeting, facts={**(options or {}), **_facts(config)})
+            ranks = Ranks(*asked, rendezvous=rendezvous, facts={**(options or {}), **_facts(config)})
             with ranks.failing_together():
                 return made(model, ranks=ranks)
-        meeting.agree({"tensor_parallel": 1, "context_parallel": 1})
+        rendezvous.agree({"tensor_parallel": 1, "context_parallel": 1})
     return made(model)
 
 

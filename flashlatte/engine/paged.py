@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from flashlatte import kv_cache
-from flashlatte.distributed.model.alone import Alone
+from flashlatte.distributed.model.single_process import SingleProcess
 from flashlatte.engine.batch import Batch, Limits
 from flashlatte.kv_cache import CacheFormat
 from flashlatte.layers import models
-from flashlatte.layers.missing import warn_of_missing
-from flashlatte.layers.weights import has_hooks, is_replaced
+from flashlatte.layers.missing_weights import warn_of_missing
+from flashlatte.layers.weights import has_custom_forward, has_hooks
 
 # Makes the metadata of a step, whose ``num_tokens`` it has, with padding up to so many requests if a number is given:
 # then it lies where that of the last such step did, until its ``buffers`` is another object.
@@ -50,8 +50,8 @@ class PagedModel:
     repeats = 0
     batch_invariant = False
 
-    def __init__(self, model: Any, device: torch.device, ranks: Alone | None = None) -> None:
-        self.ranks, self.device = ranks or Alone(), device
+    def __init__(self, model: Any, device: torch.device, ranks: SingleProcess | None = None) -> None:
+        self.ranks, self.device = ranks or SingleProcess(), device
         self.name: str = model.config.model_type
         self.vocabulary: int = model.config.vocab_size
         self.max_position: int = model.config.max_position_embeddings
@@ -91,7 +91,7 @@ class PagedModel:
         """Pages of a cache whose size nobody chose; the same on all ranks."""
         if self.device.type != "cuda":
             return -(-CPU_TOKENS // page_size)
-        return self.ranks.least(max(self._pages_that_fit(cache_format, page_size, self.device), 1))
+        return self.ranks.all_reduce_min(max(self._pages_that_fit(cache_format, page_size, self.device), 1))
 
     def allocate(
         self, cache_format: str, num_pages: int, page_size: int, *, on_host: bool = False
@@ -184,7 +184,13 @@ def check_parts(model: Any) -> None:
             if name.split(".")[0] == "mlp":
                 continue
             # A projection is called, and a norm may have a kernel's forward.
-            got = "some" if has_hooks(part) else "another forward" if is_replaced(part) and [*part.children()] else None
+            got = (
+                "some"
+                if has_hooks(part)
+                else "another forward"
+                if has_custom_forward(part) and [*part.children()]
+                else None
+            )
             if got is not None:
                 raise TypeError(
                     f"layer {number} of the model must have no hooks and no other forward outside of its MLP, as the "

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flashlatte.distributed.model.alone import Alone
+from flashlatte.distributed.model.single_process import SingleProcess
 from flashlatte.engine.batch import Batch, Limits
 from flashlatte.engine.paged import PagedModel
 from flashlatte.engine.request import Copies, Request, Step, Work
@@ -41,7 +41,7 @@ class Sampled:
     tokens: torch.Tensor
     logprobs: torch.Tensor | None
     arrived: torch.cuda.Event | None
-    ranks: Alone
+    ranks: SingleProcess
 
     def wait(self) -> list[tuple[Work, list[int], list[float]]]:
         """Each work that samples, its tokens, and their logprobs if somebody asked."""
@@ -119,13 +119,13 @@ class Runner:
         Raises:
             ValueError: on rank 0.
         """
-        if self.ranks.leads:
+        if self.ranks.is_leader:
             raise ValueError("follow() is for ranks other than 0, which schedules and closes the engine")
         with self.ranks.failing_together():
             while (batch := self.ranks.receive()) is not None:
                 self._compute(batch)
                 self._keep(batch, torch.empty(len(batch.rows), dtype=torch.int64, device=self._last.device))
-        self.ranks.part()
+        self.ranks.leave()
 
     def forget(self, request: Request) -> None:
         """A request has ended."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flashlatte.distributed.model.checkpoint import Slices
-from flashlatte.distributed.model.cuts import check_divisible
+from flashlatte.distributed.model.partition import check_divisible
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.distributed.model.shards import copied, divide_mlp, keep_groups, take
 from flashlatte.engine.batch import Batch, Limits
@@ -19,13 +19,13 @@ from flashlatte.engine.loading import load
 from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_type, config_of, normed
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.index_formats import index_format, index_format_beside
-from flashlatte.layers.side_by_side import lay_on_gpus
+from flashlatte.layers.fused_projections import fuse_weights_on_gpu
 from flashlatte.layers.v4 import V4Cache, V4Config
 from flashlatte.layers.v4.attention import attend
 from flashlatte.layers.v4.builder import States, V4Builder, V4Metadata
 from flashlatte.layers.v4.config import MODEL_TYPE
+from flashlatte.layers.v4.hyper_connection import read_streams
 from flashlatte.layers.v4.modules import check_weights, hidden_projections
-from flashlatte.layers.v4.streams import read_streams
 from flashlatte.layers.v4.workspace import DEFAULT_LIMITS
 from flashlatte.ops.mhc import mhc_post
 
@@ -78,7 +78,7 @@ class V4Model(PagedModel):
         attentions = [layer.self_attn for layer in model.model.layers]
         for attention, config in zip(attentions, self.layers, strict=True):
             check_weights(attention, config, self.dtype)
-        lay_on_gpus(map(hidden_projections, attentions, self.layers))
+        fuse_weights_on_gpu(map(hidden_projections, attentions, self.layers))
         # What unfinished groups need is no page's: it goes with the request. The first group behind a shared page needs
         # the one before it where groups overlap.
         self.repeats = max(config.overlap * config.ratio for config in self.layers)
@@ -113,7 +113,7 @@ class V4Model(PagedModel):
             limits.max_requests,
             max_pages,
             self.device,
-            drafts=limits.drafts,
+            num_speculative_tokens=limits.drafts,
             limits=self.workspaces,
             backend=self.backend,
         )

@@ -1,7 +1,4 @@
-"""The MLA layer: projections, absorbed decode, multi-head prefill over chunked context, in one flat batch.
-
-And DeepSeek-V4's (``V4Attention``), whose attention is another.
-"""
+"""Attention layers: ``MLAAttention`` for MLA models (DeepSeek-V2 to V3.2), ``V4Attention`` for DeepSeek-V4."""
 
 from flashlatte.layers.attention import MLAAttention
 from flashlatte.layers.builder import MLAMetadataBuilder

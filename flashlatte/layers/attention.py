@@ -16,39 +16,38 @@ from flashlatte.layers.absorbed import up_projections
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.config import MLAConfig
 from flashlatte.layers.forward import forward, hidden_projections
-from flashlatte.layers.indexer import Indexer, Indexing, make_indexing
+from flashlatte.layers.fused_projections import fuse_weights, linear
+from flashlatte.layers.indexer import Indexer, StepIndexer, make_step_indexer
 from flashlatte.layers.metadata import MLAMetadata
-from flashlatte.layers.products import linear
-from flashlatte.layers.rope import number, numbered_table
-from flashlatte.layers.side_by_side import lay_side_by_side
-from flashlatte.layers.weights import own_matrix
+from flashlatte.layers.rope import rotary_table, table_id
+from flashlatte.layers.weights import linear_weight
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime import checks, dispatch, gradients
 
 
 class MLAAttention(nn.Module):
-    """Multi-head Latent Attention over a paged cache: prefill in multi-head form, decode absorbed, in one batch.
+    """Multi-head Latent Attention over a paged cache. A batch may mix prefill (multi-head) and decode (absorbed).
 
-    Parameters have transformers' names. For inference: no gradient flows through it, and the first call that records
-    gradients of its input or a parameter warns (``requires_grad`` of new parameters is False). With an indexer in the
-    config, a token attends to what the indexer selects (DeepSeek-V3.2's sparse attention).
+    Parameters have transformers' names. The layer is for inference: no gradient flows through it. The first call that
+    would record gradients of its input or of a parameter warns (``requires_grad`` of new parameters is False). If the
+    config has an indexer, a token attends to the tokens that the indexer selects (DeepSeek-V3.2's sparse attention).
 
     Args:
         config: sizes of the whole layer.
-        heads: (first, last): only heads ``first`` to ``last`` - 1, a tensor-parallel shard. Its output is a partial
-            one: those of all shards sum to the layer's. The part of each token that all heads share (the latent) is
-            computed, and cached, by every shard.
-        backend: of the operations that read the cache: "hopper", "portable" or "reference"; None chooses.
-        batch_invariant: make decode attention of a request independent, bit for bit, of what else is in a step whose
-            requests have as many new tokens each. Projections are PyTorch's, whose bits may depend on the number of
-            tokens. For layers without an indexer, over whole caches.
-        shares_selection: attend to what the layer before it selected, without an indexer of its own
-            (``config.indexer.shared_layers`` has the numbers of such layers).
+        heads: (first, last): create only heads ``first`` to ``last`` - 1, a tensor-parallel shard. The output of a
+            shard is partial: the sum over all shards is the layer's output. Every shard computes and caches the
+            latent, which all heads share.
+        backend: backend of the operations that read the cache: "hopper", "portable" or "reference"; None chooses.
+        batch_invariant: make decode attention of a request bitwise independent of the other requests of a step, if
+            all have the same number of new tokens. Projections are PyTorch's, and may depend on the number of tokens.
+            Only for layers without an indexer, over whole caches.
+        shares_selection: reuse the selection of the layer before; this layer has no indexer
+            (``config.indexer.shared_layers`` lists such layers).
         dtype, device: of the parameters, which are not initialised.
 
     Raises:
-        TypeError, ValueError: a head range that the layer does not have, an unknown backend, or a selection to share
-            without an indexer in the config, ``batch_invariant`` beside one.
+        TypeError, ValueError: a head range outside of the layer, an unknown backend, ``shares_selection`` without an
+            indexer in the config, ``batch_invariant`` with one.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class MLAAttention(nn.Module):
         if checks.flag("shares_selection", shares_selection) and config.indexer is None:
             raise ValueError("shares_selection needs a config with an indexer, got indexer None")
         if checks.flag("batch_invariant", batch_invariant) and config.indexer is not None:
-            raise ValueError("batch_invariant needs a config without an indexer, whose selection does not promise it")
+            raise ValueError("batch_invariant needs a config without an indexer: its selection is not batch-invariant")
         self.config = config
         self.batch_invariant = batch_invariant
         self.heads = (first, last)
@@ -91,7 +90,7 @@ class MLAAttention(nn.Module):
         self.qk_rope_head_dim = config.qk_rope_head_dim
         self.v_head_dim = config.v_head_dim
         self.scaling = config.softmax_scale
-        self._rope_number = number(config.rope, config.qk_rope_head_dim)
+        self._rope_table_id = table_id(config.rope, config.qk_rope_head_dim)
         # transformers' names in LongCat-Flash's attention.
         self.mla_scale_q_lora, self.mla_scale_kv_lora = config.query_factor, config.latent_factor
 
@@ -107,58 +106,53 @@ class MLAAttention(nn.Module):
         self.kv_b_proj = linear(
             config.kv_lora_rank, count * (config.qk_nope_head_dim + config.v_head_dim), dtype, device
         )
-        # A bias is added once: by the first shard.
+        # The shards' outputs are summed, so only the first shard adds the bias.
         self.o_proj = linear(count * config.v_head_dim, hidden, dtype, device, bias=bias and first == 0)
         self.indexer = None
         if config.indexer is not None and not shares_selection and config.q_lora_rank is not None:
             self.indexer = Indexer(config.indexer, hidden, config.q_lora_rank, dtype=dtype, device=device)
         self.requires_grad_(False)
-        lay_side_by_side(*hidden_projections(self))
+        fuse_weights(*hidden_projections(self))
 
     def _apply(self, fn: Any, recurse: bool = True) -> MLAAttention:
-        # Moved or cast, each parameter lies by itself.
+        # Moving or casting gives each parameter its own storage.
         super()._apply(fn, recurse)
-        lay_side_by_side(*hidden_projections(self))
+        fuse_weights(*hidden_projections(self))
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # Another process gives other numbers.
-        self._rope_number = number(self.config.rope, self.qk_rope_head_dim)
-        # A copy has each parameter by itself.
-        lay_side_by_side(*hidden_projections(self))
+        # Table ids are local to a process.
+        self._rope_table_id = table_id(self.config.rope, self.qk_rope_head_dim)
+        # In a copy, each parameter has its own storage.
+        fuse_weights(*hidden_projections(self))
 
     @property
     def w_uk(self) -> torch.Tensor:
-        """W_UK [h, nope, latent], a view of kv_b_proj's weight, so that there is one copy, which follows updates.
-
-        Where that is quantised, of the matrix that it stands for.
-        """
+        """W_UK [h, nope, latent], a view of kv_b_proj's weight, or of its dequantised weight."""
         return self._up_projections()[0]
 
     @property
     def w_uv(self) -> torch.Tensor:
-        """W_UV [h, v, latent], a view likewise."""
+        """W_UV [h, v, latent], a view of the same weight."""
         return self._up_projections()[1]
 
     def _up_projections(self) -> tuple[torch.Tensor, torch.Tensor]:
-        kv_b = own_matrix(self, "kv_b_proj", self.kv_a_layernorm.weight.dtype)
+        kv_b = linear_weight(self, "kv_b_proj", self.kv_a_layernorm.weight.dtype)
         return up_projections(kv_b, self.qk_nope_head_dim, self.v_head_dim)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], *, ignore: Sequence[str] = ()) -> None:
-        """Copy weights in, by transformers' names below ``self_attn`` ("q_a_proj.weight", …), of the whole layer.
+        """Copy the whole layer's weights, by transformers' names below ``self_attn`` ("q_a_proj.weight", …).
 
-        A shard takes its heads' part. Float8 weights with a ``weight_scale_inv`` of 128 x 128 blocks beside them, as
-        in DeepSeek-V3's checkpoints, are dequantised.
+        A shard keeps the part of its heads. Float8 weights with a ``weight_scale_inv`` of 128 x 128 blocks, as in
+        DeepSeek-V3's checkpoints, are dequantised.
 
         Args:
-            ignore: patterns (``*`` and ``?``) of names that may be there and that the layer has no use for. The
-                indexer of DeepSeek-V3.2 is ``"indexer.*"``: a layer whose config has none attends to every token,
-                unless its forward pass is given ``indices``.
+            ignore: patterns (``*`` and ``?``) of weights to skip. ``"indexer.*"`` skips the indexer of DeepSeek-V3.2:
+                a layer without one attends to every token, unless its forward pass is given ``indices``.
 
         Raises:
-            ValueError: a weight is missing, has another shape, or is one that the layer has no use for; names all that
-                are wrong.
+            ValueError: weights that are missing, have another shape, or are unknown to the layer; names all of them.
         """
         checkpoint.load_weights(self, self.config, self.heads, weights, ignore)
 
@@ -167,12 +161,13 @@ class MLAAttention(nn.Module):
 
         Args:
             path: a safetensors file, or a directory with such files.
-            layer: its number in the model, from 0.
+            layer: index of the layer in the model, from 0.
             ignore: as for ``load_weights``.
 
         Raises:
-            FileNotFoundError, ModuleNotFoundError, ValueError: nothing to read, safetensors not installed, or as
-                ``load_weights``.
+            FileNotFoundError: no safetensors file.
+            ModuleNotFoundError: safetensors is not installed.
+            ValueError: as ``load_weights``.
         """
         self.load_weights(checkpoint.read_layer(path, layer), ignore=ignore)
 
@@ -187,23 +182,23 @@ class MLAAttention(nn.Module):
         indices: torch.Tensor | None = None,
         index_cache: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of a flat batch; its tokens' latents, and index keys, go into the caches.
+        """Attention of a flat batch. Stores the latents, and index keys, of its tokens in the caches.
 
         Args:
             hidden: [tokens, hidden_size], tokens of decode requests first.
-            cache: [pages, page_size, 1, width], this layer's.
-            metadata: of the step, as ``MLAMetadataBuilder`` makes it.
+            cache: [pages, page_size, 1, width], the cache of this layer.
+            metadata: metadata of the step from ``MLAMetadataBuilder.build``.
             cache_format: inferred from the cache if None.
             k_scale: the scale of format ``fp8``.
             indices: int32 or int64 [tokens, topk], slots that each token attends to (sparse attention, not with
-                ``fp8``), which must be of its request's tokens up to its own; others select nothing. None: what the
-                indexer selects, or all.
+                ``fp8``). They must belong to tokens of the same request up to the token itself; other values select
+                nothing. None: the indexer's selection, or all tokens.
             index_cache: [pages, page_size, 1, width] of ``index_fp8``, ``index_bf16``, ``index_fp32`` or
-                ``index_mxfp4``: this layer's index keys, with pages and slots as ``cache``; for a layer with an
-                indexer, and only there.
+                ``index_mxfp4``: the index keys of this layer, with the pages and slots of ``cache``. Required for a
+                layer with an indexer, None for others.
 
         Returns:
-            [tokens, hidden_size]; of a shard, its part of the sum.
+            [tokens, hidden_size]; for a shard, its summand.
 
         Raises:
             TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
@@ -228,10 +223,10 @@ class MLAAttention(nn.Module):
             checks.tensor("indices", indices, (metadata.num_tokens, "topk"), checks.INDEX_DTYPES, device)
         if metadata.num_tokens == 0:
             return torch.empty_like(hidden)
-        cosines_and_sines = numbered_table(self._rope_number, device)
+        cosines_and_sines = rotary_table(self._rope_table_id, device)
         rotary = Rotary(cosines_and_sines, metadata.positions, config.rope.layout == "interleaved")
         latents = LatentCache(pages, layout, config.kv_lora_rank, k_scale)
-        indexing = self._indexing(index_cache, pages, rotary)
+        step_indexer = self._step_indexer(index_cache, pages, rotary)
         scaling = config.query_scaling
         gradients.warn_if_layer_drops("MLAAttention", self, hidden)
         with torch.no_grad():
@@ -242,36 +237,38 @@ class MLAAttention(nn.Module):
                 metadata,
                 rotary,
                 indices=indices,
-                indexing=indexing,
+                indexer=step_indexer,
                 query_factors=None if scaling is None else scaling.factors(metadata.positions),
                 backend=self.backend,
                 batch_invariant=self.batch_invariant,
             )
 
-    def _indexing(self, index_cache: torch.Tensor | None, pages: torch.Tensor, rotary: Rotary) -> Indexing | None:
+    def _step_indexer(
+        self, index_cache: torch.Tensor | None, pages: torch.Tensor, rotary: Rotary
+    ) -> StepIndexer | None:
         config = self.config.indexer
         if (self.indexer is None) != (index_cache is None):
             has = "no indexer" if self.indexer is None else "an indexer"
-            raise ValueError(f"index_cache must be given to a layer with an indexer, and only there: this has {has}")
+            raise ValueError(f"index_cache must be given if and only if the layer has an indexer: this layer has {has}")
         if self.indexer is None or index_cache is None or config is None:
             return None
-        return make_indexing(self.indexer, config, index_cache, pages, rotary, self.backend)
+        return make_step_indexer(self.indexer, config, index_cache, pages, rotary, self.backend)
 
     def _check_selection(self, metadata: MLAMetadata, layout: CacheFormat, indices: torch.Tensor | None) -> None:
-        """A step that was planned for another choice would attend to other tokens, and no kernel could tell."""
+        """Check that the step was built for this selection; otherwise kernels would silently attend to other tokens."""
         selection, config = metadata.selection, self.config.indexer
         topk = None if selection is None else selection.topk
         if indices is None and topk != (None if config is None else config.topk):
-            wanted = "None, as the layer has no indexer" if config is None else f"the indexer's {config.topk}"
-            raise ValueError(f"metadata must be built for topk {wanted}, got {topk}: MLAMetadataBuilder(topk=…)")
+            expected = "None, as the layer has no indexer" if config is None else f"the indexer's {config.topk}"
+            raise ValueError(f"metadata must be built for topk {expected}, got {topk}: MLAMetadataBuilder(topk=…)")
         if indices is not None and metadata.sharding is not None:
-            raise ValueError("indices are slots of a whole cache, and metadata is for a rank's part of one")
+            raise ValueError("indices must be None with sharded metadata: they are slots of a whole cache")
         if selection is None or indices is not None:
             return
         if selection.slots is not None and layout.takes_scale:
-            raise ValueError(f"cache of format {layout.name} cannot be read token by token, as an indexer needs it")
-        if self.indexer is None and not selection.made:
-            raise ValueError("metadata has no selection to share yet: a layer with an indexer must run before this one")
+            raise ValueError(f"cache of format {layout.name} cannot be read token by token, which an indexer requires")
+        if self.indexer is None and not selection.is_filled:
+            raise ValueError("metadata has no selection yet: a layer with an indexer must run before this one")
 
     def _check_cache(self, pages: torch.Tensor, layout: CacheFormat, k_scale: float | torch.Tensor | None) -> None:
         config = self.config
@@ -289,21 +286,20 @@ class MLAAttention(nn.Module):
 
 
 def _check_same_cache(metadata: MLAMetadata, pages: torch.Tensor) -> None:
-    """Pages and slots mean something else in a cache of other pages, or in another step, and no kernel could tell."""
-    # A compiled layer would be compiled again for each number.
+    """Check that metadata and cache agree; kernels cannot detect pages or slots of another cache or step."""
+    # These values change at every step, and torch.compile would recompile for each.
     if not torch.compiler.is_compiling():
         if metadata.is_overwritten:
-            raise ValueError("metadata must be the last that its builder built, whose buffers hold another step by now")
-        if metadata.pages_reached > pages.shape[0]:
+            raise ValueError("metadata must be the last one its builder built: its buffers now hold another step")
+        if metadata.required_pages > pages.shape[0]:
             raise ValueError(
-                f"metadata has a request or a slot in page {metadata.pages_reached - 1}, and the cache has "
-                f"{pages.shape[0]} pages"
+                f"cache must have at least {metadata.required_pages} pages for this metadata, got {pages.shape[0]}"
             )
     if metadata.page_size != pages.shape[1]:
         raise ValueError(
-            f"metadata was built for pages of {metadata.page_size} tokens, and the cache has pages of {pages.shape[1]}"
+            f"cache must have pages of {metadata.page_size} tokens like the metadata, got pages of {pages.shape[1]}"
         )
     if metadata.num_pages is not None and metadata.num_pages > pages.shape[0]:
-        raise ValueError(f"metadata was built for {metadata.num_pages} pages, and the cache has {pages.shape[0]}")
+        raise ValueError(f"cache must have the metadata's {metadata.num_pages} pages, got {pages.shape[0]}")
     if metadata.positions.device != pages.device:
         raise ValueError(f"metadata must be on {pages.device} like the cache, got {metadata.positions.device}")

@@ -1,4 +1,4 @@
-"""From a serving engine's view of a batch to an ``MLAMetadata``, in device buffers that stay where they are."""
+"""Builds ``MLAMetadata`` from a batch's lengths and block tables, in device buffers with fixed addresses."""
 
 from __future__ import annotations
 
@@ -10,46 +10,47 @@ from torch import nn
 
 from flashlatte.layers.absorbed import MAX_ABSORBED_QUERIES
 from flashlatte.layers.metadata import (
-    Buffers,
+    BuilderBuffers,
     DecodePart,
     MLAMetadata,
     PrefillPart,
-    gathers_rows,
+    needs_gathered_rows,
     plan_chunks,
-    selects_every_token,
+    uses_sparse_decode,
 )
-from flashlatte.layers.selection import GATHER_TOKENS, LOGIT_BYTES, Selection, plan_selection
+from flashlatte.layers.selection import GATHER_TOKENS, LOGIT_BYTES, IndexSelection, plan_selection
 from flashlatte.ops.index_convert import to_cache_indices
 from flashlatte.runtime import checks
 from flashlatte.runtime.transfer import to_device
 
 WORKSPACE_TOKENS = 4096
 
-Numbers = Sequence[int] | torch.Tensor
+IntVector = Sequence[int] | torch.Tensor
 
 
 class MLAMetadataBuilder:
-    """Makes the metadata of step after step.
+    """Builds the metadata of each step of an engine.
 
-    The decode part, positions and slots lie in buffers of this object, which ``build`` overwrites: a CUDA graph that
-    was captured with the metadata of one decode step replays for the next step of as many requests and tokens, once
-    ``build`` was called for it. So only the last metadata built is valid, and a layer refuses another.
+    The tensors of decode parts, positions and slots are buffers of this object, which ``build`` overwrites. A CUDA
+    graph captured with the metadata of a decode step can be replayed for a later step with the same numbers of
+    requests and tokens, after ``build`` was called for that step. Only the metadata of the last ``build`` is valid; a
+    layer raises for an earlier one.
 
     Args:
         page_size: tokens in a page.
-        max_requests, max_tokens: of a step.
-        max_seq_len: tokens that a request may come to.
-        device: of the cache.
-        cache_format: of the cache; ``v32`` and ``model1`` need the slots of every token.
-        num_pages: pages of the cache, to find pages and slots beyond it when a step is built. If None, a layer finds
-            them when it is given the step and its cache.
-        workspace_tokens: cached tokens that prefill looks at together. A layer holds their rows, and their keys and
-            values of all its heads: (nope + rope) + (nope + v) numbers a head and token.
-        max_decode_queries: requests of at most so many new tokens, as far as they come first, are the decode part.
-        topk: for layers with an indexer, tokens that it selects at most.
-        logit_bytes: with ``topk``: of index logits that exist at once, at least those of one token.
-        gather_tokens: with ``topk``: cached tokens that prefill gathers at once: their index keys, and their rows if
-            the cache is quantised.
+        max_requests, max_tokens: limits of a step.
+        max_seq_len: limit on the tokens of a request.
+        device: device of the cache.
+        cache_format: format of the cache; ``v32`` and ``model1`` need the slots of every token.
+        num_pages: pages of the cache; ``build`` then checks pages and slots against it. If None, a layer's forward
+            pass checks them.
+        workspace_tokens: cached tokens that prefill attends to at a time. A layer allocates their rows and the keys
+            and values of all its heads: (nope + rope) + (nope + v) elements a head and token.
+        max_decode_queries: the leading requests with at most this many new tokens form the decode part.
+        topk: maximum number of tokens that the layers' indexers select; None for layers without an indexer.
+        logit_bytes: limit on the index logits allocated at once (at least those of one token); only with ``topk``.
+        gather_tokens: limit on the cached tokens that prefill gathers at once: their index keys, and their rows if
+            the cache is quantised; only with ``topk``.
 
     Raises:
         TypeError, ValueError: a size below 1, an unknown cache format or device.
@@ -82,26 +83,28 @@ class MLAMetadataBuilder:
         self.topk = None if topk is None else checks.positive_int("topk", topk)
         self.logit_bytes = checks.positive_int("logit_bytes", logit_bytes)
         self.gather_tokens = checks.positive_int("gather_tokens", gather_tokens)
-        self._gathers = gathers_rows(cache_format)
-        selects = selects_every_token(cache_format)
-        # Where every token is selected, layers attend as those without an indexer do.
-        room = 0 if topk is None or topk >= max_seq_len else topk
-        self._buffers = Buffers()
-        # Made in inference mode they could not be overwritten outside of it.
-        place = checks.device("device", device)
-        if place is None:
+        self._needs_gathered_rows = needs_gathered_rows(cache_format)
+        selects = uses_sparse_decode(cache_format)
+        # If all tokens are selected, layers attend as if they had no indexer.
+        selection_width = 0 if topk is None or topk >= max_seq_len else topk
+        self._buffers = BuilderBuffers()
+        # Tensors created in inference mode cannot be overwritten outside of it.
+        buffer_device = checks.device("device", device)
+        if buffer_device is None:
             raise TypeError("device must be a torch.device or its name, got None")
-        with torch.inference_mode(False), place:
+        with torch.inference_mode(False), buffer_device:
             self._positions = torch.zeros(max_tokens, dtype=torch.int64)
             self._slots = torch.full((max_tokens,), -1, dtype=torch.int64)
             self._table = torch.zeros(max_requests, self.max_pages, dtype=torch.int32)
             self._seq_lens = torch.zeros(max_requests, dtype=torch.int32)
             self._pad_index = torch.zeros(max_requests * max(max_decode_queries, 1), dtype=torch.int64)
             self._unpad_index = torch.zeros(max_tokens, dtype=torch.int64)
-            self._seen = torch.zeros(max_requests * max(max_decode_queries, 1), dtype=torch.int32)
-            self._selected = torch.full((max_tokens, room), -1, dtype=torch.int32) if room else None
-            width = self.max_pages * page_size if selects and not room else 0
-            self._every_slot = torch.zeros(max_requests, width, dtype=torch.int32)
+            self._visible_lens = torch.zeros(max_requests * max(max_decode_queries, 1), dtype=torch.int32)
+            self._selected = (
+                torch.full((max_tokens, selection_width), -1, dtype=torch.int32) if selection_width else None
+            )
+            width = self.max_pages * page_size if selects and not selection_width else 0
+            self._all_slots = torch.zeros(max_requests, width, dtype=torch.int32)
 
     @property
     def device(self) -> torch.device:
@@ -109,64 +112,68 @@ class MLAMetadataBuilder:
 
     def build(
         self,
-        query_start_loc: Numbers,
-        seq_lens: Numbers,
+        query_start_loc: IntVector,
+        seq_lens: IntVector,
         block_table: torch.Tensor,
         slot_mapping: torch.Tensor | None = None,
         *,
         pad_requests_to: int | None = None,
         pad_queries: int | None = None,
     ) -> MLAMetadata:
-        """The metadata of a step of n requests. A request may have no new token, and n may be 0.
+        """Build the metadata of a step of n requests. A request may have no new token, and n may be 0.
 
         Args:
-            query_start_loc: n + 1 ints, where each request's new tokens begin in the flat batch. Decode requests
-                first.
-            seq_lens: n ints, tokens of each request, new ones included. Both are read on the host: a tensor on a GPU
-                costs a synchronisation.
-            block_table: int32 or int64 [n, pages], the pages of each request in order. Those that a request reaches
-                are checked if they are on the CPU.
-            slot_mapping: int32 or int64 [tokens], where each new token goes; below 0 it is not stored. By default,
-                where ``block_table`` has it. On the CPU, slots are checked. Where an indexer selects among a
-                prefill's tokens each of them needs one, since they are read from the cache.
-            pad_requests_to: add empty requests of the decode part's number of tokens, whose slots are -1, up to so
-                many: for a captured graph of that size. Only for a step whose requests are all decode requests with
-                one number of tokens, or a step without requests.
-            pad_queries: tokens of each added request of a step without requests; 1 if None.
+            query_start_loc: n + 1 ints, the offset of each request's new tokens in the flat batch. Decode requests
+                come first.
+            seq_lens: n ints, tokens of each request including the new ones. Both are read on the host: passing a GPU
+                tensor synchronises.
+            block_table: int32 or int64 [n, pages], the pages of each request in order. On the CPU, the used entries
+                are checked.
+            slot_mapping: int32 or int64 [tokens], the slot of each new token; below 0 the token is not stored. By
+                default, slots follow from ``block_table``. On the CPU, slots are checked. Every token of a prefill
+                that an indexer selects from needs a slot, since it is read from the cache.
+            pad_requests_to: pad the step to this many requests, for a captured graph of that size. Added requests are
+                empty, with the decode part's number of tokens and slots of -1. Only for steps of decode requests with
+                equal numbers of tokens, or steps without requests.
+            pad_queries: tokens of each added request in a step without requests; 1 if None.
 
         Raises:
-            TypeError, ValueError: arguments of a wrong type or shape, beyond what the builder was made for, or that
-                contradict each other.
+            TypeError, ValueError: arguments of a wrong type or shape, beyond the builder's limits, or that contradict
+                each other.
         """
         starts, lengths = _ints("query_start_loc", query_start_loc), _ints("seq_lens", seq_lens)
         query_lens = self._check_lengths(starts, lengths)
-        reached = self._check_block_table(block_table, lengths)
+        required_pages = self._check_block_table(block_table, lengths)
         tokens, requests = starts[-1], len(lengths)
         decoding = self._decode_requests(query_lens)
-        pads, queries = self._pads(pad_requests_to, pad_queries, query_lens, decoding)
+        pads, queries = self._padding(pad_requests_to, pad_queries, query_lens, decoding)
         spans = [range(length - count, length) for count, length in zip(query_lens, lengths, strict=True)]
-        # On the host, whatever PyTorch's default device is: a tensor of a list on a GPU waits for it.
+        # On the CPU whatever the default device is: copying a list to a GPU would synchronise.
         positions = torch.tensor(list(itertools.chain.from_iterable(spans)), dtype=torch.int64, device="cpu")
         table = block_table[:, : self.max_pages] if requests else self._table[:0]
-        selects = self._selects_in_prefill(query_lens, lengths, decoding)
+        selects_in_prefill = self._selects_in_prefill(query_lens, lengths, decoding)
         if slot_mapping is None:
             slot_mapping = self._slots_of(positions, query_lens, table)
         else:
-            reached = max(reached, self._check_slots(slot_mapping, tokens))
-            if selects and slot_mapping.device.type == "cpu" and (slot_mapping[starts[decoding] :] < 0).any():
+            required_pages = max(required_pages, self._check_slots(slot_mapping, tokens))
+            if (
+                selects_in_prefill
+                and slot_mapping.device.type == "cpu"
+                and (slot_mapping[starts[decoding] :] < 0).any()
+            ):
                 raise ValueError(
-                    "slot_mapping must store every token of a prefill that an indexer selects from, got -1"
+                    "slot_mapping must have a slot for every token of a prefill with an indexer, got a negative one"
                 )
-        # A request without new tokens attends to nothing.
-        seen = [length if count else 0 for count, length in zip(query_lens, lengths, strict=True)]
+        # A request without new tokens has no queries.
+        visible = [length if count else 0 for count, length in zip(query_lens, lengths, strict=True)]
         total = tokens + pads * queries
-        self._buffers.builds += 1
-        self._put(self._table[:requests, : table.shape[1]], table)
-        self._put(self._positions[:total], nn.functional.pad(positions, (0, total - tokens)))
-        self._put(self._slots[:total], nn.functional.pad(slot_mapping, (0, total - tokens), value=-1))
-        self._put(self._seq_lens[: requests + pads], seen + [0] * pads)
+        self._buffers.num_builds += 1
+        self._copy_in(self._table[:requests, : table.shape[1]], table)
+        self._copy_in(self._positions[:total], nn.functional.pad(positions, (0, total - tokens)))
+        self._copy_in(self._slots[:total], nn.functional.pad(slot_mapping, (0, total - tokens), value=-1))
+        self._copy_in(self._seq_lens[: requests + pads], visible + [0] * pads)
         decode_lens = query_lens[:decoding] + pads * [queries]
-        selection = self._selection(query_lens, lengths, decoding, total, selects)
+        selection = self._selection(query_lens, lengths, decoding, total, selects_in_prefill)
         return MLAMetadata(
             num_tokens=total,
             num_decode_tokens=starts[decoding] + total - tokens,
@@ -176,11 +183,13 @@ class MLAMetadataBuilder:
             positions=self._positions[:total],
             slot_mapping=self._slots[:total],
             decode=self._decode_part(decode_lens) if any(decode_lens) else None,
-            prefill=self._prefill_part(query_lens, lengths, decoding, selects) if decoding < requests else None,
+            prefill=self._prefill_part(query_lens, lengths, decoding, selects_in_prefill)
+            if decoding < requests
+            else None,
             selection=selection,
             buffers=self._buffers,
-            build=self._buffers.builds,
-            pages_reached=reached,
+            build_index=self._buffers.num_builds,
+            required_pages=required_pages,
         )
 
     def _slots_of(self, positions: torch.Tensor, query_lens: list[int], table: torch.Tensor) -> torch.Tensor:
@@ -192,8 +201,8 @@ class MLAMetadataBuilder:
         positions, ids = to_device(positions, table.device), to_device(ids, table.device)
         return to_cache_indices(positions, table.contiguous(), self.page_size, request_ids=ids, dtype=torch.int64)
 
-    def _put(self, buffer: torch.Tensor, values: Sequence[int] | torch.Tensor) -> None:
-        """Overwrite a part of a buffer when the steps before are done, without waiting for them."""
+    def _copy_in(self, buffer: torch.Tensor, values: Sequence[int] | torch.Tensor) -> None:
+        """Copy values into a buffer, in stream order and without synchronising."""
         if buffer.numel():
             buffer.copy_(to_device(values, buffer.device, buffer.dtype))
 
@@ -201,12 +210,12 @@ class MLAMetadataBuilder:
         """Whether a prefill request has more tokens than an indexer selects."""
         if self.topk is None or self._selected is None:
             return False
-        asked = zip(query_lens[decoding:], lengths[decoding:], strict=True)
-        return max((length for count, length in asked if count), default=0) > self.topk
+        prefills = zip(query_lens[decoding:], lengths[decoding:], strict=True)
+        return max((length for count, length in prefills if count), default=0) > self.topk
 
     def _selection(
         self, query_lens: list[int], lengths: list[int], decoding: int, total: int, in_prefill: bool
-    ) -> Selection | None:
+    ) -> IndexSelection | None:
         if self.topk is None:
             return None
         chunks = None
@@ -217,26 +226,26 @@ class MLAMetadataBuilder:
                 lengths,
                 self._positions[first:total],
                 self._table[decoding : decoding + len(lengths)],
-                gathers=self._gathers,
+                use_gathered_rows=self._needs_gathered_rows,
                 gather_tokens=self.gather_tokens,
             )
         slots = None if self._selected is None else self._selected[:total]
-        return Selection(self.topk, slots, chunks, self.logit_bytes)
+        return IndexSelection(self.topk, slots, chunks, self.logit_bytes)
 
     def _decode_part(self, query_lens: list[int]) -> DecodePart:
         requests, queries = len(query_lens), max(query_lens)
         table, seq_lens = self._table[:requests], self._seq_lens[:requests]
-        pad_index = unpad_index = every_slot = seen = None
+        pad_index = unpad_index = all_slots = visible_lens = None
         if min(query_lens) < queries:
             pad_index, unpad_index = self._ragged(query_lens, queries)
-        if self._every_slot.shape[1]:
-            position = torch.arange(self._every_slot.shape[1], device=self.device)
-            every_slot = self._every_slot[:requests]
-            every_slot.copy_(to_cache_indices(position.expand(requests, -1), table, self.page_size))
-            seen = self._seen[: requests * queries].view(requests, queries)
+        if self._all_slots.shape[1]:
+            position = torch.arange(self._all_slots.shape[1], device=self.device)
+            all_slots = self._all_slots[:requests]
+            all_slots.copy_(to_cache_indices(position.expand(requests, -1), table, self.page_size))
+            visible_lens = self._visible_lens[: requests * queries].view(requests, queries)
             later = torch.arange(queries - 1, -1, -1, device=self.device)
-            seen.copy_((seq_lens[:, None] - later).clamp(min=0))
-        return DecodePart(queries, table, seq_lens, pad_index, unpad_index, every_slot, seen)
+            visible_lens.copy_((seq_lens[:, None] - later).clamp(min=0))
+        return DecodePart(queries, table, seq_lens, pad_index, unpad_index, all_slots, visible_lens)
 
     def _ragged(self, query_lens: list[int], queries: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``DecodePart.pad_index`` and ``unpad_index``."""
@@ -246,8 +255,8 @@ class MLAMetadataBuilder:
             pad_index += [min(token, last)] * (queries - count) + list(range(token, token + count))
             unpad_index += range((request + 1) * queries - count, (request + 1) * queries)
             token += count
-        self._put(self._pad_index[: len(pad_index)], pad_index)
-        self._put(self._unpad_index[:token], unpad_index)
+        self._copy_in(self._pad_index[: len(pad_index)], pad_index)
+        self._copy_in(self._unpad_index[:token], unpad_index)
         return self._pad_index[: len(pad_index)], self._unpad_index[:token]
 
     def _prefill_part(self, query_lens: list[int], lengths: list[int], decoding: int, sparse: bool) -> PrefillPart:
@@ -267,28 +276,28 @@ class MLAMetadataBuilder:
                 return index
         return len(query_lens)
 
-    def _pads(
+    def _padding(
         self, wanted: int | None, pad_queries: int | None, query_lens: list[int], decoding: int
     ) -> tuple[int, int]:
-        """Requests to add, and tokens of each."""
+        """Number of requests to add, and tokens of each."""
         requests = len(query_lens)
         if wanted is None:
             return 0, 0
         queries = query_lens[0] if query_lens else 1
         if pad_queries is not None:
             if query_lens and pad_queries != queries:
-                raise ValueError(
-                    f"pad_queries must be {queries}, as the step's requests have, or None, got {pad_queries}"
-                )
+                raise ValueError(f"pad_queries must be {queries} like the step's requests, or None, got {pad_queries}")
             queries = checks.positive_int("pad_queries", pad_queries)
         if checks.positive_int("pad_requests_to", wanted) < requests or wanted > self.max_requests:
             raise ValueError(f"pad_requests_to must be from {requests} to {self.max_requests}, got {wanted}")
         if decoding < requests or len(set(query_lens)) > 1 or queries == 0:
-            raise ValueError("pad_requests_to needs a step of decode requests with one number of tokens each")
+            raise ValueError("pad_requests_to needs a step of decode requests with equal numbers of tokens")
         if queries > self.max_decode_queries:
             raise ValueError(f"pad_queries must be at most max_decode_queries {self.max_decode_queries}, got {queries}")
         if wanted * queries > self.max_tokens:
-            raise ValueError(f"pad_requests_to makes {wanted * queries} tokens of at most {self.max_tokens}")
+            raise ValueError(
+                f"pad_requests_to {wanted} makes {wanted * queries} tokens, max_tokens is {self.max_tokens}"
+            )
         return wanted - requests, queries
 
     def _check_lengths(self, starts: list[int], lengths: list[int]) -> list[int]:
@@ -307,24 +316,24 @@ class MLAMetadataBuilder:
         for request, (count, length) in enumerate(zip(query_lens, lengths, strict=True)):
             if count < 0:
                 raise ValueError(
-                    f"query_start_loc must not decrease, got {starts[request]} and then {starts[request + 1]} "
+                    f"query_start_loc must not decrease, got {starts[request]} before {starts[request + 1]} "
                     f"(request {request})"
                 )
             if length < count:
                 raise ValueError(
-                    f"seq_lens must count a request's new tokens too: request {request} has {count} of them "
-                    f"and seq_lens says {length}"
+                    f"seq_lens must include the new tokens: request {request} has {count} new tokens and "
+                    f"seq_lens {length}"
                 )
             if length > self.max_seq_len:
                 raise ValueError(
                     f"seq_lens must be at most max_seq_len {self.max_seq_len}, request {request} has {length}"
                 )
         if starts[-1] > self.max_tokens:
-            raise ValueError(f"query_start_loc must end at most at max_tokens {self.max_tokens}, got {starts[-1]}")
+            raise ValueError(f"query_start_loc must end with at most max_tokens {self.max_tokens}, got {starts[-1]}")
         return query_lens
 
     def _check_block_table(self, block_table: torch.Tensor, lengths: list[int]) -> int:
-        """Pages that the cache must have, as far as they can be seen here."""
+        """Number of pages that the cache must have; 0 if the table is not on the CPU."""
         if not lengths:
             return 0
         checks.tensor("block_table", block_table, (len(lengths), "pages"), checks.INDEX_DTYPES, unit_last_stride=False)
@@ -338,19 +347,19 @@ class MLAMetadataBuilder:
         if block_table.device.type != "cpu" or not max(needed):
             return 0
         columns = torch.arange(block_table.shape[1], device="cpu")
-        reached = columns < torch.tensor(needed, device="cpu")[:, None]
-        lowest, highest = map(int, block_table[reached].aminmax())
-        most = highest if self.num_pages is None else self.num_pages - 1
-        if lowest < 0 or highest > most:
-            request, column = (reached & ((block_table < 0) | (block_table > most))).nonzero()[0].tolist()
+        is_used = columns < torch.tensor(needed, device="cpu")[:, None]
+        lowest, highest = map(int, block_table[is_used].aminmax())
+        max_page = highest if self.num_pages is None else self.num_pages - 1
+        if lowest < 0 or highest > max_page:
+            request, column = (is_used & ((block_table < 0) | (block_table > max_page))).nonzero()[0].tolist()
             raise ValueError(
-                f"block_table must hold pages from 0{'' if self.num_pages is None else f' to {most}'}, request "
+                f"block_table must hold pages from 0{'' if self.num_pages is None else f' to {max_page}'}, request "
                 f"{request} has {int(block_table[request, column])} at {column}"
             )
         return highest + 1
 
     def _check_slots(self, slot_mapping: torch.Tensor, tokens: int) -> int:
-        """Pages that the cache must have, as far as they can be seen here."""
+        """Number of pages that the cache must have; 0 if the slots are not on the CPU."""
         checks.tensor("slot_mapping", slot_mapping, (tokens,), checks.INDEX_DTYPES, unit_last_stride=False)
         if slot_mapping.device.type != "cpu" or not tokens:
             return 0
@@ -365,7 +374,7 @@ class MLAMetadataBuilder:
         return highest // self.page_size + 1
 
 
-def _ints(name: str, values: Numbers) -> list[int]:
+def _ints(name: str, values: IntVector) -> list[int]:
     if isinstance(values, torch.Tensor):
         if values.dim() != 1 or values.dtype not in checks.INDEX_DTYPES:
             raise TypeError(

@@ -1,4 +1,4 @@
-"""One layer's paged cache: its pages, their format and what goes with them."""
+"""The paged latent cache of one layer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class LatentCache:
 
     Attributes:
         pages: [pages, page_size, 1, width].
-        layout: their format.
-        latent_dim: numbers of a row before the rope part.
+        layout: format of the pages.
+        latent_dim: elements of a row before the rope part.
         scale: the scale of format ``fp8``; None for others.
     """
 
@@ -37,7 +37,7 @@ class LatentCache:
 
     @property
     def value_dim(self) -> int:
-        """Leading numbers of a row that decode takes as its value: the layer's latent, or what the format says."""
+        """Leading elements of a row that decode uses as the value: the latent's, or as the format defines."""
         return self.latent_dim if self.layout.plain else self.layout.value_dim
 
     def write(self, slot_mapping: torch.Tensor, rows: torch.Tensor) -> None:
@@ -46,8 +46,8 @@ class LatentCache:
     def query_dtype(self, dtype: torch.dtype, reference: bool = False) -> torch.dtype:
         """The dtype of queries over this cache, for hidden states of ``dtype``.
 
-        A cache that is not quantised takes queries of its own dtype, a quantised one those of the model. But float32
-        queries of a quantised cache go to a GPU's kernels as bf16, which rounds less than the cache did.
+        An unquantised cache takes queries of its own dtype, a quantised one those of the model. GPU kernels take
+        float32 queries over a quantised cache as bf16, whose rounding error is smaller than the cache's.
         """
         if not self.is_quantised:
             return self.layout.record_dtype

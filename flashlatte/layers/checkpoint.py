@@ -1,4 +1,4 @@
-"""Weights of an MLA layer from a checkpoint: found, checked, dequantised, and cut to a shard's heads."""
+"""Loads the weights of an MLA layer from a checkpoint: checks, dequantises and slices them to a shard's heads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from flashlatte.layers.config import MLAConfig
-from flashlatte.layers.quantised import times_scales
+from flashlatte.layers.quantised import apply_block_scales
 
 BLOCK = 128
 _SCALE = "_scale_inv"
@@ -20,28 +20,28 @@ _INDEX = "model.safetensors.index.json"
 
 
 def read_layer(path: str | Path, layer: int) -> dict[str, torch.Tensor]:
-    """The tensors of a layer's ``self_attn``, by their names below it, on the CPU.
+    """Read the tensors of a layer's ``self_attn``, keyed by their names below it, to the CPU.
 
     Raises:
-        FileNotFoundError: there is no safetensors file.
+        FileNotFoundError: no safetensors file.
         ModuleNotFoundError: safetensors is not installed.
-        ValueError: a file is damaged; no file has the layer.
+        ValueError: a damaged file, or no file with the layer.
     """
     marker = f"layers.{layer}.self_attn."
     found = {}
     for file in _files(Path(path), marker):
-        with opened(file) as tensors:
+        with open_safetensors(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
                 prefix, _, rest = name.partition(marker)
                 if rest and (not prefix or prefix.endswith(".")):
                     found[rest] = tensors.get_tensor(name)
     if not found:
-        raise ValueError(f"path must hold weights of layer {layer} ({marker}…), got {path} without")
+        raise ValueError(f"path must hold weights of layer {layer} ({marker}…), found none in {path}")
     return found
 
 
 def _files(path: Path, marker: str) -> list[Path]:
-    """The safetensors files that can hold the layer."""
+    """The safetensors files that may contain the layer."""
     if path.is_file():
         return [path]
     index = path / _INDEX
@@ -54,19 +54,19 @@ def _files(path: Path, marker: str) -> list[Path]:
 
 
 def safetensors_files(path: Path) -> list[Path]:
-    """The safetensors files of a directory that transformers reads; none where it reads others."""
+    """The safetensors files that transformers would load from a directory; empty if it would load other files."""
     whole, index = path / "model.safetensors", path / _INDEX
     if whole.is_file():
         return [whole]
     return sorted({path / file for file in files_by_weight(index).values()}) if index.is_file() else []
 
 
-def opened(file: Path) -> Any:
-    """A safetensors file, open; no tensor is read yet.
+def open_safetensors(file: Path) -> Any:
+    """Open a safetensors file without reading its tensors.
 
     Raises:
         FileNotFoundError, ModuleNotFoundError: the file, or safetensors, is missing.
-        ValueError: the file is damaged, as after a download that was interrupted.
+        ValueError: a damaged file, for example from an interrupted download.
     """
     try:
         from safetensors import SafetensorError, safe_open
@@ -84,14 +84,14 @@ def files_by_weight(index: Path) -> dict[str, str]:
     """The file of each weight, from a checkpoint's index.
 
     Raises:
-        ValueError: The index is not JSON, or has none.
+        ValueError: the index is not JSON, or has no ``weight_map``.
     """
     try:
         files = json.loads(index.read_text()).get("weight_map")
     except json.JSONDecodeError as error:
         raise ValueError(f"{index} must be JSON: {error}") from error
     if not isinstance(files, dict):
-        raise ValueError(f"{index.name} must have a weight_map of weights' files, got {files!r} in {index.parent}")
+        raise ValueError(f"{index.name} must have a weight_map object, got {files!r} in {index.parent}")
     return files
 
 
@@ -102,7 +102,7 @@ def load_weights(
     weights: Mapping[str, torch.Tensor],
     ignore: Sequence[str] = (),
 ) -> None:
-    """Copy a whole layer's weights into a module that has some of its heads; see ``MLAAttention.load_weights``."""
+    """Copy a whole layer's weights into a module with some of its heads; see ``MLAAttention.load_weights``."""
     targets = dict(module.named_parameters())
     missing = [name for name in targets if name not in weights]
     if missing:
@@ -124,10 +124,10 @@ def load_weights(
                 got = "none" if scale is None else str(list(scale.shape))
                 wrong.append(f"{name} is {weight.dtype} and must have {name + _SCALE} of shape {blocks}, got {got}")
                 continue
-            weight = times_scales(weight, scale, (BLOCK, BLOCK))
+            weight = apply_block_scales(weight, scale, (BLOCK, BLOCK))
         if axis is not None:
-            each = shape[axis] // config.num_attention_heads
-            weight = weight.narrow(axis, heads[0] * each, target.shape[axis])
+            size_per_head = shape[axis] // config.num_attention_heads
+            weight = weight.narrow(axis, heads[0] * size_per_head, target.shape[axis])
         ready[name] = weight
     if wrong:
         raise ValueError("weights do not fit the layer: " + "; ".join(wrong))
@@ -139,18 +139,17 @@ def load_weights(
 def _refuse_unused(
     weights: Mapping[str, torch.Tensor], names: set[str], config: MLAConfig, ignore: Sequence[str]
 ) -> None:
-    """A weight that is passed over may be half of the model's mathematics, as an indexer is."""
-    # Only the first shard has it, and the others are given it too.
+    """Raise ValueError for unknown weights: skipping them silently could skip a part of the model, as an indexer."""
+    # Only the first shard has o_proj.bias, but every shard receives it.
     used = names | ({"o_proj.bias"} if config.attention_bias else set())
     used |= {name + _SCALE for name in names if name in weights and weights[name].dtype.itemsize == 1}
     unused = [name for name in weights if name not in used]
     unused = sorted(name for name in unused if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore))
     if unused:
         raise ValueError(
-            f"weights has {', '.join(unused)}, and the layer has no use for them: where they may be left out, "
-            "ignore= says so"
+            f"weights must not have {', '.join(unused)}, which the layer does not use: pass ignore= to skip them"
         )
 
 
-# The axis of each weight along which the heads lie, one after the other.
+# The axis of each weight that concatenates the heads.
 _HEAD_AXES = {"q_proj.weight": 0, "q_b_proj.weight": 0, "kv_b_proj.weight": 0, "o_proj.weight": 1}

@@ -1,4 +1,4 @@
-"""What a model's MLA layer is made of: its sizes and its rotary embedding."""
+"""Configuration of an MLA layer: its sizes, rotary embedding and indexer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 LAYOUTS = (models.INTERLEAVED, models.HALF)
-# The sizes that every model has.
+# Sizes that every config must define.
 _SIZES = (
     "hidden_size",
     "num_attention_heads",
@@ -33,13 +33,14 @@ class Yarn:
     """YaRN (arXiv:2309.00071) as DeepSeek and transformers compute it.
 
     Attributes:
-        factor: by which the context is longer than the original one.
-        original_max_position: the context the model was trained on first.
-        beta_fast, beta_slow: rotations over the original context between which a frequency is blended.
-        mscale, mscale_all_dim: cos and sin are scaled by the quotient of get_mscale of the two, and the softmax
-            scale by the square of get_mscale(factor, mscale_all_dim).
-        attention_factor: the scale of cos and sin, if given; else from mscale and mscale_all_dim.
-        truncate: whether the blended range of frequencies ends at whole dims.
+        factor: length of the context relative to the original one.
+        original_max_position: length of the context before extension.
+        beta_fast, beta_slow: frequencies are blended that rotate between beta_slow and beta_fast times over the
+            original context.
+        mscale, mscale_all_dim: cos and sin are scaled by get_mscale(factor, mscale) / get_mscale(factor,
+            mscale_all_dim), and the softmax scale by the square of get_mscale(factor, mscale_all_dim).
+        attention_factor: scale of cos and sin; None: from mscale and mscale_all_dim.
+        truncate: whether the bounds of the blended range are rounded to whole dims.
     """
 
     factor: float
@@ -63,7 +64,7 @@ class Yarn:
 
     @classmethod
     def from_rope_parameters(cls, parameters: Mapping[str, Any], max_position: int) -> Yarn:
-        """Of standardised ``rope_parameters``; a factor of None is that of ``max_position`` to the original length.
+        """Read standardised ``rope_parameters``; a factor of None is ``max_position`` over the original length.
 
         Raises:
             TypeError, ValueError: a field is not a number in its range.
@@ -84,7 +85,7 @@ class Yarn:
 
     @property
     def rotation_scale(self) -> float:
-        """What cos and sin are multiplied by."""
+        """The factor of cos and sin."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -93,7 +94,7 @@ class Yarn:
 
     @property
     def softmax_factor(self) -> float:
-        """What the softmax scale is multiplied by."""
+        """The factor of the softmax scale."""
         return get_mscale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
 
@@ -108,8 +109,8 @@ class Rope:
 
     Attributes:
         theta: base of the frequencies.
-        layout: which dims a frequency turns: "interleaved" 2i and 2i + 1, "half" i and i + dim / 2.
-        max_position: positions 0 to max_position - 1 can be rotated.
+        layout: the dims that frequency i rotates: "interleaved" 2i and 2i + 1, "half" i and i + dim / 2.
+        max_position: positions 0 to max_position - 1 are supported.
         yarn: extension of the context, or None.
     """
 
@@ -127,7 +128,7 @@ class Rope:
 
     @classmethod
     def from_rope_parameters(cls, parameters: Mapping[str, Any], layout: str, max_position: int) -> Rope:
-        """Of standardised ``rope_parameters`` (``models.standardised_rope``).
+        """Read standardised ``rope_parameters`` (``models.standardised_rope``).
 
         Raises:
             TypeError, ValueError: a field is not a number in its range.
@@ -141,7 +142,7 @@ class Rope:
 
 
 def check_indexer_sizes(num_heads: int, head_dim: int, topk: int) -> None:
-    """Raise TypeError, ValueError for what the indexer's operations do not take."""
+    """Raise TypeError or ValueError for sizes that the indexer's operations do not support."""
     for name, size in (("num_heads", num_heads), ("head_dim", head_dim), ("topk", topk)):
         checks.positive_int(name, size)
     if head_dim not in HEAD_DIMS:
@@ -155,13 +156,14 @@ class IndexerConfig:
     """A model's lightning indexer (DeepSeek-V3.2, arXiv:2512.02556, §2.1).
 
     Attributes:
-        num_heads, head_dim: of its queries; head_dim 32, 64 or 128.
-        topk: tokens that a query selects at most; at most 4,096.
-        rope_layout: of the first dims of queries and keys, "half" (DeepSeek-V3.2) or "interleaved" (GLM-5).
-        hadamard: whether queries and keys are multiplied by a Hadamard matrix before they are rounded, as in DeepSeek's
-            own code. Scores are the same but for rounding.
-        scale_rounding: of the scales of quantised queries and keys: "exact", or "power_of_two" (DeepSeek's ue8m0).
-        shared_layers: the numbers of layers without an indexer, which attend to what the layer before them selected.
+        num_heads, head_dim: heads and head dim of the queries; head_dim is 32, 64 or 128.
+        topk: maximum number of tokens that a query selects, at most 4,096.
+        rope_layout: layout of the rotated (first) dims of queries and keys, "half" (DeepSeek-V3.2) or "interleaved"
+            (GLM-5).
+        hadamard: whether queries and keys are multiplied by a Hadamard matrix before quantisation, as in DeepSeek's
+            code. It changes scores by rounding only.
+        scale_rounding: rounding of quantisation scales: "exact", or "power_of_two" (DeepSeek's ue8m0).
+        shared_layers: indices of layers without an indexer, which reuse the selection of the layer before.
     """
 
     num_heads: int = 64
@@ -181,7 +183,7 @@ class IndexerConfig:
         for layer in self.shared_layers:
             if checks.integer("shared_layers", layer) < 1:
                 raise ValueError(
-                    f"shared_layers must be numbers from 1 on, since no layer is before the first, got {layer}"
+                    f"shared_layers must be layer indices from 1 on: layer 0 has no layer before it, got {layer}"
                 )
 
 
@@ -191,7 +193,7 @@ class QueryScaling:
 
     Attributes:
         beta: 0 or above.
-        original_max_position: positions whose factor is 1.
+        original_max_position: positions below it have factor 1.
     """
 
     beta: float
@@ -203,16 +205,16 @@ class QueryScaling:
         checks.positive_int("original_max_position", self.original_max_position)
 
     def factors(self, positions: torch.Tensor) -> torch.Tensor:
-        """float32, of int positions [...]."""
-        # A quotient of ints, and a logarithm of one, would be of the default dtype: bf16 has no 8191 / 8192.
+        """float32 factors of int positions [...]."""
+        # In true division the result would have the default dtype, and bf16 cannot represent 8191 / 8192.
         return 1 + self.beta * (1 + positions // self.original_max_position).float().log()
 
     @classmethod
     def from_rope_parameters(cls, rope: Mapping[str, Any]) -> QueryScaling:
-        """Of ``rope_parameters`` in a transformers config.
+        """Read ``rope_parameters`` of a transformers config.
 
         Raises:
-            ValueError: one of the two numbers is missing.
+            ValueError: a missing field.
         """
         names = "llama_4_scaling_beta", "original_max_position_embeddings"
         if missing := [name for name in names if rope.get(name) is None]:
@@ -222,21 +224,21 @@ class QueryScaling:
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Sizes of an MLA layer (DeepSeek-V2, arXiv:2405.04434, §2.1), under the names that transformers gives them.
+    """Sizes of an MLA layer (DeepSeek-V2, arXiv:2405.04434, §2.1), with transformers' field names.
 
     Attributes:
         hidden_size: width of the model.
-        num_attention_heads: query heads, of the whole layer.
+        num_attention_heads: query heads of the whole layer.
         kv_lora_rank: width of the latent.
-        qk_nope_head_dim, qk_rope_head_dim: the two parts of a head's query and key.
+        qk_nope_head_dim, qk_rope_head_dim: widths of the unrotated and rotated parts of a head's query and key.
         v_head_dim: width of a head's value.
-        q_lora_rank: width of the query's latent; None if the query is projected at once.
+        q_lora_rank: width of the query's latent; None: queries are projected from hidden states directly.
         rope: the rotary embedding.
-        norm_eps: of the two RMSNorms.
+        norm_eps: epsilon of the two RMSNorms.
         attention_bias: whether q_a_proj, kv_a_proj_with_mqa and o_proj have a bias.
-        query_factor, latent_factor: what queries, and latents once normalised, are multiplied by (LongCat-Flash).
-        query_scaling: what queries are multiplied by besides, by their position; None: nothing.
-        indexer: selects the tokens that a query attends to; None: all up to its own.
+        query_factor, latent_factor: factors of queries, and of normalised latents (LongCat-Flash).
+        query_scaling: position-dependent factor of queries; None: none.
+        indexer: selects the tokens that a query attends to; None: a query attends to all tokens up to its own.
     """
 
     hidden_size: int
@@ -270,7 +272,7 @@ class MLAConfig:
             checks.positive_number(name, getattr(self, name))
         if self.indexer is not None:
             if self.q_lora_rank is None:
-                raise ValueError("q_lora_rank must be given beside an indexer, whose queries come from it, got None")
+                raise ValueError("q_lora_rank must be set in a config with an indexer, got None")
             if self.qk_rope_head_dim > self.indexer.head_dim:
                 raise ValueError(
                     f"qk_rope_head_dim must be at most the indexer's head_dim {self.indexer.head_dim}, "
@@ -288,22 +290,22 @@ class MLAConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """qk_head_dim^-0.5 times YaRN's factor; ``query_factor`` multiplies queries, or scores, besides."""
+        """qk_head_dim^-0.5 times YaRN's factor, without ``query_factor``."""
         scale = self.qk_head_dim**-0.5
         return scale if self.rope.yarn is None else scale * self.rope.yarn.softmax_factor
 
     @staticmethod
     def from_transformers(config: Any) -> MLAConfig:
-        """The config of a transformers model, or the content of a checkpoint's ``config.json`` as a mapping.
+        """Read the config of a transformers model, or the content of a checkpoint's ``config.json`` as a mapping.
 
-        The rotary embedding is the one that transformers makes of the config (its ``standardize_rope_params``).
+        The rotary embedding is read as transformers reads it (``standardize_rope_params``).
 
         Raises:
             TypeError: a field of another type, such as a ``max_position_embeddings`` of None.
-            ValueError: no ``kv_lora_rank`` (another attention); a size that is missing; a family that is refused, with
-                the reason, or whose attention is not known to be this one; a rope_type other than "default" and "yarn".
+            ValueError: no ``kv_lora_rank`` (the attention is not MLA); a missing size; an unsupported or unknown
+                family; a rope_type other than "default" and "yarn".
         """
-        whole = models.fields_of(config)
+        whole = models.config_fields(config)
         fields = models.text_config(whole)
         models.check_not_refused(whole.get("model_type"), fields.get("model_type"))
         if fields.get("kv_lora_rank") is None:
@@ -331,7 +333,7 @@ def _model_type(fields: Mapping[str, Any]) -> Any:
 
 
 def _latent_factor(fields: Mapping[str, Any], rank: str) -> float:
-    """√(hidden_size / rank), and 1 where there is no such latent."""
+    """√(hidden_size / rank); 1 if the model has no such latent."""
     return (fields["hidden_size"] / fields[rank]) ** 0.5 if fields.get(rank) else 1.0
 
 
@@ -340,21 +342,21 @@ def _indexer(fields: Mapping[str, Any], traits: models.Traits) -> IndexerConfig:
     missing = [name for name in names.values() if fields.get(name) is None]
     if missing:
         raise ValueError(f"config must have {', '.join(missing)}, got model_type {_model_type(fields)} without")
-    quantization = models.inner(fields, "quantization_config")
+    quantization = models.sub_config(fields, "quantization_config")
     return IndexerConfig(
         **{ours: fields[theirs] for ours, theirs in names.items()},
         rope_layout=traits.index_rope_layout,
         scale_rounding="power_of_two" if quantization.get("scale_fmt") == "ue8m0" else "exact",
-        shared_layers=models.shared_selections(fields),
+        shared_layers=models.shared_selection_layers(fields),
     )
 
 
 def _rope_parameters(fields: Mapping[str, Any], traits: models.Traits) -> dict[str, Any]:
-    """``rope_parameters`` as transformers' modules read them, after a model is made of the config."""
+    """``rope_parameters`` as transformers' modules read them."""
     name = "original_max_position_embeddings"
     parameters = models.rope_parameters(fields)
     if name in fields:
-        # A length beside rope_parameters takes precedence over one within.
+        # The top-level field takes precedence over the one in rope_parameters.
         parameters = {**parameters, name: fields[name]}
     return models.standardised_rope(
         parameters,
@@ -364,5 +366,5 @@ def _rope_parameters(fields: Mapping[str, Any], traits: models.Traits) -> dict[s
 
 
 def max_position_embeddings(fields: Mapping[str, Any], default: int) -> int:
-    """The field of a config, checked; ``default`` where there is none."""
+    """The validated field of a config, or ``default``."""
     return checks.positive_int("max_position_embeddings", fields.get("max_position_embeddings", default))

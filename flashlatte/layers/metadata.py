@@ -1,4 +1,4 @@
-"""What a step of an MLA layer is about: which tokens, whose, where in the cache, and in which form they attend."""
+"""Metadata of a step of an MLA layer: positions and slots of its tokens, and its decode and prefill parts."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import torch
 
 from flashlatte.kv_cache import get_format
 from flashlatte.kv_cache.sharding import Sharding
-from flashlatte.layers.over_ranks import DecodeOverRanks, RowsOverRanks
-from flashlatte.layers.selection import Selection
+from flashlatte.layers.selection import IndexSelection
+from flashlatte.layers.sharded_keys import ShardedDecode, ShardedRows
 from flashlatte.runtime.transfer import to_device
 
-_Part = TypeVar("_Part")
+_Dataclass = TypeVar("_Dataclass")
 
 
 @dataclass(frozen=True)
 class DecodePart:
-    """The batch's first requests, which attend in absorbed form over the pages.
+    """The leading requests of the batch, which attend in absorbed form over the pages.
 
     Attributes:
-        queries: tokens of each request (of the longest, if they differ); the last of them is the request's last.
+        queries: new tokens of each request, or the maximum if they differ. The last of them is the request's last.
         block_table: int32 [n, max_pages], pages of each request.
-        seq_lens: int32 [n], tokens of each request, those of this step included.
-        pad_index: if the requests have different numbers of tokens, int64 [n · queries]: the token of each row of the
-            padded batch, where padding, before a request's tokens, repeats one of them. None if all have ``queries``.
-        unpad_index: beside ``pad_index``, int64 [tokens], the row of each token in the padded batch.
-        every_slot: int32 [n, width], slots of a request's tokens in order, for cache formats of which there is no
-            dense decode; None for the others.
-        seen: beside ``every_slot``, int32 [n, queries], how many of them each query sees.
-        over_ranks: attention over the keys of all ranks, where other ranks have some of them; None where this has all.
+        seq_lens: int32 [n], tokens of each request, including those of this step.
+        pad_index: int64 [n · queries], the token of each row of the padded batch; padding comes before a request's
+            tokens and repeats one of them. None if all requests have ``queries`` tokens.
+        unpad_index: int64 [tokens], the row of each token in the padded batch; given with ``pad_index``.
+        all_slots: int32 [n, width], slots of a request's tokens in order, for cache formats without dense decode;
+            None for others.
+        visible_lens: int32 [n, queries], the number of ``all_slots`` that each query attends to.
+        sharded: attention over the keys of all ranks; None if the keys are not sharded.
     """
 
     queries: int
@@ -40,9 +40,9 @@ class DecodePart:
     seq_lens: torch.Tensor
     pad_index: torch.Tensor | None = None
     unpad_index: torch.Tensor | None = None
-    every_slot: torch.Tensor | None = None
-    seen: torch.Tensor | None = None
-    over_ranks: DecodeOverRanks | None = None
+    all_slots: torch.Tensor | None = None
+    visible_lens: torch.Tensor | None = None
+    sharded: ShardedDecode | None = None
 
     @property
     def requests(self) -> int:
@@ -56,11 +56,11 @@ class ContextChunk:
     Attributes:
         first, last: the queries of these requests are tokens ``first`` to ``last`` - 1 of the prefill part.
         tokens: cached tokens in the chunk.
-        max_queries, max_keys: of a request in it.
-        cu_queries, cu_keys: int32 [m + 1], where each request's queries and keys begin.
-        starts: int32 [m], the first cached token of each request that is in the chunk.
+        max_queries, max_keys: maximum of a request in the chunk.
+        cu_queries, cu_keys: int32 [m + 1], offsets of each request's queries and keys.
+        starts: int32 [m], position of each request's first cached token in the chunk.
         block_table: int32 [m, max_pages].
-        over_ranks: the rows, where other ranks have some of them; None where this has all.
+        sharded: gathers the rows from all ranks; None if the keys are not sharded.
     """
 
     first: int
@@ -72,19 +72,19 @@ class ContextChunk:
     cu_keys: torch.Tensor
     starts: torch.Tensor
     block_table: torch.Tensor
-    over_ranks: RowsOverRanks | None = None
+    sharded: ShardedRows | None = None
 
 
 @dataclass(frozen=True)
 class PrefillPart:
-    """The requests behind the decode part, which attend in multi-head form.
+    """The requests after the decode part, which attend in multi-head form.
 
     Attributes:
-        cu_seqlens: int32 [m + 1], where each request's new tokens begin in the prefill part.
-        max_queries: new tokens of the longest request.
-        chunks: the tokens that they have in the cache already, in order. Empty where an indexer selects among them.
-        workspace: [rows, latent + rope], where the rows of a chunk go for a while; made for each chunk if None, or of
-            another dtype than the queries.
+        cu_seqlens: int32 [m + 1], offsets of each request's new tokens in the prefill part.
+        max_queries: maximum number of new tokens of a request.
+        chunks: the cached tokens of these requests, in order. Empty if an indexer selects among them.
+        workspace: [rows, latent + rope], a buffer for the rows of a chunk. Allocated for each chunk if None, or if its
+            dtype is not that of the queries.
     """
 
     cu_seqlens: torch.Tensor
@@ -94,33 +94,34 @@ class PrefillPart:
 
 
 @dataclass
-class Buffers:
-    """Which step a builder's buffers hold.
+class BuilderBuffers:
+    """Identifies the step that a builder's buffers hold.
 
     Attributes:
-        builds: steps whose metadata they have held; the last of them is the one that they hold.
+        num_builds: number of ``build`` calls; the buffers hold the last one.
     """
 
-    builds: int = 0
+    num_builds: int = 0
 
 
 @dataclass(frozen=True)
 class MLAMetadata:
-    """A flat batch of tokens, those of decode requests first; one for all layers of a model.
+    """A flat batch of tokens, decode requests first. All layers of a model share it.
 
     Attributes:
         num_tokens: tokens in the batch.
-        num_decode_tokens: how many of them are the decode part's.
-        max_seq_len: tokens of the longest request, or a bound.
-        page_size: tokens in a page of the cache whose pages and slots these are.
-        num_pages: pages that the cache has at least; None if that is not known.
-        pages_reached: pages that it must have for this step, as far as they were on the host; 0 if none was.
-        positions: int [num_tokens], of each token in its request.
-        slot_mapping: int [num_tokens], where each token goes in the cache; below 0 it is not stored.
+        num_decode_tokens: tokens of the decode part.
+        max_seq_len: tokens of the longest request, or an upper bound.
+        page_size: tokens in a page of the cache.
+        num_pages: minimum number of pages of the cache; None if not given.
+        required_pages: pages that this step uses, as far as block table and slots were on the host; 0 if unknown.
+        positions: int [num_tokens], position of each token in its request.
+        slot_mapping: int [num_tokens], slot of each token in the cache; below 0 it is not stored.
         decode, prefill: the two parts; None if empty.
-        selection: for layers with an indexer: what it chose; None for layers without.
-        sharding: which of the keys the cache has; None: all of them.
-        buffers, build: what its tensors lie in, and its number among the steps built there; None if they are its own.
+        selection: the indexers' selection; None for layers without an indexer.
+        sharding: the rank's share of the keys; None: all of them.
+        buffers, build_index: the builder's buffers that hold the tensors, and the index of this build; None if the
+            tensors are not shared.
     """
 
     num_tokens: int
@@ -132,41 +133,41 @@ class MLAMetadata:
     slot_mapping: torch.Tensor
     decode: DecodePart | None
     prefill: PrefillPart | None
-    selection: Selection | None = None
+    selection: IndexSelection | None = None
     sharding: Sharding | None = None
-    buffers: Buffers | None = None
-    build: int = 0
-    pages_reached: int = 0
+    buffers: BuilderBuffers | None = None
+    build_index: int = 0
+    required_pages: int = 0
 
     @property
     def is_overwritten(self) -> bool:
-        """Whether its buffers hold another step by now."""
-        return self.buffers is not None and self.buffers.builds != self.build
+        """Whether a later ``build`` has overwritten the buffers."""
+        return self.buffers is not None and self.buffers.num_builds != self.build_index
 
     def to(self, device: torch.device) -> MLAMetadata:
-        """The same on another device."""
-        return _moved(self, device)
+        """A copy on another device."""
+        return _to_device(self, device)
 
 
-def _moved(part: _Part, device: torch.device) -> _Part:
+def _to_device(part: _Dataclass, device: torch.device) -> _Dataclass:
     values: dict[str, Any] = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}  # type: ignore[arg-type]
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
             values[name] = value.to(device)
         elif dataclasses.is_dataclass(value):
-            values[name] = _moved(value, device)
+            values[name] = _to_device(value, device)
         elif isinstance(value, tuple) and not isinstance(value, Sharding):
-            values[name] = tuple(_moved(item, device) for item in value)
+            values[name] = tuple(_to_device(item, device) for item in value)
     return type(part)(**values)
 
 
-def selects_every_token(cache_format: str) -> bool:
-    """Whether decode over this format goes through ``sparse_decode`` with every token selected."""
+def uses_sparse_decode(cache_format: str) -> bool:
+    """Whether dense attention over this format uses ``sparse_decode`` with the slots of all tokens."""
     return not get_format(cache_format).plain
 
 
-def gathers_rows(cache_format: str) -> bool:
-    """Whether sparse prefill over this format goes over rows gathered from it: they are not numbers as they lie."""
+def needs_gathered_rows(cache_format: str) -> bool:
+    """Whether sparse prefill over this format needs gathered rows: its kernels cannot read the stored bytes."""
     layout = get_format(cache_format)
     return not layout.plain or layout.takes_scale
 
@@ -174,14 +175,14 @@ def gathers_rows(cache_format: str) -> bool:
 def plan_chunks(
     query_lens: list[int], context_lens: list[int], block_table: torch.Tensor, workspace_tokens: int
 ) -> tuple[ContextChunk, ...]:
-    """Cut the cached tokens of prefill requests into chunks of at most ``workspace_tokens``, in order.
+    """Split the cached tokens of prefill requests into chunks of at most ``workspace_tokens``, in order.
 
     Args:
-        query_lens, context_lens: of each request.
+        query_lens, context_lens: new tokens and cached tokens of each request.
         block_table: int32 [m, max_pages] on the device.
     """
     spans = _spans(context_lens, workspace_tokens)
-    plans, numbers = [], []
+    plans, values = [], []
     starts_of_queries = [*itertools.accumulate(query_lens, initial=0)]
     for span in spans:
         first, last = span[0][0], span[-1][0] + 1
@@ -191,14 +192,14 @@ def plan_chunks(
         cu_queries = [start - starts_of_queries[first] for start in starts_of_queries[first : last + 1]]
         starts = [taken.get(request, (0, 0))[0] for request in range(first, last)]
         plans.append((first, last, cu_keys[-1], max(query_lens[first:last]), max(lengths)))
-        numbers += cu_queries + cu_keys + starts
-    # One copy to the device for the whole plan.
-    on_device = to_device(numbers, block_table.device, torch.int32)
-    chunks, place = [], 0
+        values += cu_queries + cu_keys + starts
+    # One host-to-device copy for all chunks.
+    on_device = to_device(values, block_table.device, torch.int32)
+    chunks, offset = [], 0
     for first, last, tokens, max_queries, max_keys in plans:
         count = last - first
-        cu_queries, cu_keys, starts = on_device[place : place + 3 * count + 2].split((count + 1, count + 1, count))
-        place += 3 * count + 2
+        cu_queries, cu_keys, starts = on_device[offset : offset + 3 * count + 2].split((count + 1, count + 1, count))
+        offset += 3 * count + 2
         chunks.append(
             ContextChunk(
                 starts_of_queries[first],
@@ -215,8 +216,8 @@ def plan_chunks(
     return tuple(chunks)
 
 
-def _spans(context_lens: list[int], room: int) -> list[list[tuple[int, int, int]]]:
-    """Chunks as (request, first token, tokens), each request's tokens in order."""
+def _spans(context_lens: list[int], chunk_tokens: int) -> list[list[tuple[int, int, int]]]:
+    """The (request, first token, number of tokens) spans of each chunk."""
     spans: list[list[tuple[int, int, int]]] = []
     free = 0
     for request, context in enumerate(context_lens):
@@ -224,7 +225,7 @@ def _spans(context_lens: list[int], room: int) -> list[list[tuple[int, int, int]
         while start < context:
             if free == 0:
                 spans.append([])
-                free = room
+                free = chunk_tokens
             length = min(free, context - start)
             spans[-1].append((request, start, length))
             start, free = start + length, free - length

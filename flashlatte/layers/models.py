@@ -1,6 +1,6 @@
-"""Which models' attention is the MLA of this library, by ``model_type``, and what theirs does beside DeepSeek-V3's.
+"""The model families whose attention is this library's MLA, by ``model_type``, and their differences to DeepSeek-V3.
 
-Models that are not served are named with the reason, so that nobody gets a number that is nearly right.
+Families with a similar but different attention are listed with the reason, and rejected.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ INTERLEAVED, HALF = "interleaved", "half"
 
 @dataclass(frozen=True)
 class Traits:
-    """What a family's attention does otherwise than DeepSeek-V3's.
+    """Differences of a family's attention to DeepSeek-V3's.
 
     Attributes:
-        rope_layout: which rope dims are a pair, whatever the config says; None: as ``rope_interleave`` says, which is
-            true where it is not given, and false where it is null.
-        rope_theta: base of the frequencies where the config says none.
-        max_position: positions of a model where the config says none.
+        rope_layout: layout of the rope dims, whatever the config says. None: by the config's ``rope_interleave``,
+            which defaults to true; null counts as false.
+        rope_theta: default base of the frequencies.
+        max_position: default number of positions.
         scales_queries: whether queries are multiplied by a factor that grows with their position (Mistral 4).
         scales_latents: whether the two normalised latents are multiplied by √(hidden_size / rank) (LongCat-Flash,
             arXiv:2509.01322, §2.1).
         has_indexer: whether an indexer selects the tokens that a query attends to (DeepSeek-V3.2).
-        index_rope_layout: which rope dims are a pair in the indexer.
+        index_rope_layout: layout of the rope dims in the indexer.
     """
 
     rope_layout: str | None = None
@@ -42,7 +42,7 @@ class Traits:
         return INTERLEAVED if rope_interleave else HALF
 
 
-SERVED: dict[str, Traits] = {
+SUPPORTED: dict[str, Traits] = {
     "axk1": Traits(max_position=32768),
     "deepseek_v2": Traits(rope_layout=INTERLEAVED, max_position=2048),
     "deepseek_v3": Traits(),
@@ -72,59 +72,59 @@ REFUSED: dict[str, str] = {
 
 
 def traits(model_type: str | None) -> Traits:
-    """What a family does otherwise; a config without a ``model_type`` is taken for DeepSeek-V3's.
+    """The traits of a family; DeepSeek-V3's if ``model_type`` is None.
 
     Raises:
-        ValueError: the family's attention is another, or not known to be this one.
+        ValueError: a refused or unknown family.
     """
     if model_type is None:
         return Traits()
     if not isinstance(model_type, str):
-        raise TypeError(f"model_type must be a text, got {model_type!r}")
+        raise TypeError(f"model_type must be a str, got {model_type!r}")
     check_not_refused(model_type)
-    if model_type not in SERVED:
+    if model_type not in SUPPORTED:
         raise ValueError(
-            f"model_type must be one of {', '.join(SERVED)}, whose MLA is known to be this one, "
-            f"got {model_type!r}: make an MLAConfig by hand if it is"
+            f"model_type must be one of {', '.join(SUPPORTED)}, got {model_type!r}: if its attention is "
+            "DeepSeek-V3's MLA, construct an MLAConfig directly"
         )
-    return SERVED[model_type]
+    return SUPPORTED[model_type]
 
 
 def refusal(model_type: object) -> str | None:
-    """Why a family is not served, if it is one of ``REFUSED`` or the language model within one; else None."""
+    """Why a family, or the language model of one, is not supported (``REFUSED``); else None."""
     return REFUSED.get(model_type.removesuffix("_text")) if isinstance(model_type, str) else None
 
 
 def check_not_refused(*model_types: object) -> None:
-    """Raise ValueError, with the reason, if one of the types is of a family that is not served."""
+    """Raise ValueError with the reason if one of the types is refused."""
     for model_type in model_types:
         if (reason := refusal(model_type)) is not None:
-            raise ValueError(f"model_type {model_type!r} is not served: {reason}")
+            raise ValueError(f"model_type {model_type!r} is not supported: {reason}")
 
 
-def fields_of(config: Any) -> dict[str, Any]:
-    """What a transformers config, or the content of a ``config.json``, says by name.
+def config_fields(config: Any) -> dict[str, Any]:
+    """The fields of a transformers config, or of the content of a ``config.json``.
 
     Raises:
-        TypeError: it is neither, as a model is, or a path.
+        TypeError: another object, such as a model or a path.
     """
     if isinstance(config, Mapping):
         return dict(config)
     if not hasattr(config, "to_dict"):
         what = repr(config) if isinstance(config, str) else type(config).__name__
         raise TypeError(
-            f"config must be a transformers config, as a model's .config, or the content of config.json, got {what}"
+            f"config must be a transformers config (a model's .config), or the content of config.json, got {what}"
         )
     return config.to_dict()
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the language model inside a config of a model that also sees or hears."""
-    return inner(config, "text_config") or config
+    """The config of the language model in a multimodal model's config; the config itself for others."""
+    return sub_config(config, "text_config") or config
 
 
-def inner(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """An object inside a config, empty if there is none."""
+def sub_config(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A nested object of a config; empty if missing."""
     value = config.get(name) or {}
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} of a config must be an object, got {value!r}")
@@ -132,20 +132,20 @@ def inner(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config says of its rotary embedding; empty if nothing.
+    """The rotary embedding's parameters of a config; empty if missing.
 
     ``rope_scaling`` (checkpoints) takes precedence over ``rope_parameters`` (transformers 5), as in transformers.
     """
-    return inner(config, "rope_scaling") or inner(config, "rope_parameters")
+    return sub_config(config, "rope_scaling") or sub_config(config, "rope_parameters")
 
 
 def standardised_rope(parameters: Mapping[str, Any], rope_theta: Any, original: Any) -> dict[str, Any]:
-    """``rope_parameters`` with the fields that a config may leave out, filled in as transformers does.
+    """``rope_parameters`` with missing fields filled in as transformers does.
 
     Args:
-        parameters: of one rotary embedding.
-        rope_theta: used where ``parameters`` has none.
-        original: YaRN's ``original_max_position_embeddings``, used where ``parameters`` has none.
+        parameters: parameters of one rotary embedding.
+        rope_theta: default of ``rope_theta``.
+        original: default of YaRN's ``original_max_position_embeddings``.
 
     Raises:
         ValueError: a rope_type other than "default" and "yarn".
@@ -161,12 +161,12 @@ def standardised_rope(parameters: Mapping[str, Any], rope_theta: Any, original: 
     return defaults | dict(parameters) | {"rope_type": kind}
 
 
-def shared_selections(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Layers that attend to what the layer before them selected (GLM-5's IndexCache, arXiv:2603.12201).
+def shared_selection_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Layers that reuse the selection of the layer before (GLM-5's IndexCache, arXiv:2603.12201).
 
-    A config says it as ``indexer_types`` (transformers), as ``index_topk_pattern`` ("FSSF", S for shared), or as
-    ``index_topk_freq`` and ``index_skip_topk_offset``: then layers up to the offset, and every freq-th from there on,
-    have an indexer.
+    A config defines them by ``indexer_types`` (transformers), by ``index_topk_pattern`` ("FSSF", S for shared), or by
+    ``index_topk_freq`` and ``index_skip_topk_offset``: layers up to the offset, and every freq-th layer after it, have
+    an indexer.
     """
     types = config.get("indexer_types") or config.get("index_topk_pattern")
     if types is not None:

@@ -1,4 +1,4 @@
-"""Attention in multi-head form: new tokens among themselves, and over what is cached, chunk by chunk."""
+"""Prefill in multi-head form: causal attention of new tokens, merged with attention over chunks of cached tokens."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from flashlatte.ops.merge_states import merge_states
 
 @dataclass(frozen=True)
 class Expansion:
-    """How cache rows become keys and values of every head.
+    """Expands cache rows to the keys and values of every head.
 
     Attributes:
-        kv_b: kv_b_proj: latents [n, latent] to [n, h · (nope + v)].
-        latent_dim, nope_dim, rope_dim, v_dim: the layer's sizes.
+        kv_b: kv_b_proj, from latents [n, latent] to [n, h · (nope + v)].
+        latent_dim, nope_dim, rope_dim, v_dim: sizes of the layer.
     """
 
     kv_b: Callable[[torch.Tensor], torch.Tensor]
@@ -30,7 +30,7 @@ class Expansion:
     v_dim: int
 
     def keys_and_values(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows [n, latent + rope] as keys [n, h, nope + rope] and values [n, h, v]."""
+        """Expand rows [n, latent + rope] to keys [n, h, nope + rope] and values [n, h, v]."""
         latent, rope = rows.split((self.latent_dim, self.rope_dim), dim=-1)
         per_head = self.kv_b(latent).unflatten(-1, (-1, self.nope_dim + self.v_dim))
         tokens, heads = per_head.shape[:2]
@@ -51,13 +51,13 @@ def attend_heads(
 ) -> None:
     """Attention of the prefill part, into ``out`` [T, h, v].
 
-    New tokens see each other causally, as they are; earlier tokens of their requests come from the cache, as many at a
-    time as the chunks of ``part`` say, and their part of the softmax is folded in. Which chunks there are changes the
-    order of sums and how often 16-bit results are rounded, and nothing else.
+    New tokens attend to each other causally, from ``rows``. Cached tokens of their requests are read in the chunks of
+    ``part``, and each chunk's result is merged by lse. The split into chunks changes only the order of sums and the
+    number of roundings of 16-bit results.
 
     Args:
         query: [T, h, nope + rope], rotated.
-        rows: [T, latent + rope], cache rows of the new tokens.
+        rows: [T, latent + rope], unquantised rows of the new tokens.
     """
     keys, values = expand.keys_and_values(rows)
     _, lse = dense_prefill(
@@ -78,8 +78,8 @@ def attend_heads(
             continue
         tokens = slice(chunk.first, chunk.last)
         context, context_lse = _attend_chunk(query[tokens], cache, chunk, expand, softmax_scale, part.workspace)
-        so_far, so_far_lse = out[tokens], lse[tokens]
-        merge_states((so_far, context), (so_far_lse, context_lse), out=so_far, lse=so_far_lse)
+        acc, acc_lse = out[tokens], lse[tokens]
+        merge_states((acc, context), (acc_lse, context_lse), out=acc, lse=acc_lse)
 
 
 def _attend_chunk(
@@ -106,9 +106,9 @@ def _attend_chunk(
 def _cached_rows(
     cache: LatentCache, chunk: ContextChunk, dtype: torch.dtype, workspace: torch.Tensor | None
 ) -> torch.Tensor:
-    """Rows [tokens, latent + rope] of the chunk."""
-    if chunk.over_ranks is not None:
-        return chunk.over_ranks.latents(cache, dtype)
+    """Dequantised rows [tokens, latent + rope] of the chunk."""
+    if chunk.sharded is not None:
+        return chunk.sharded.latents(cache, dtype)
     return cache_gather(
         cache.pages,
         chunk.block_table,

@@ -1,4 +1,4 @@
-"""Linear layers of quantised weights, as the matrix that they stand for."""
+"""Dequantised weights of quantised linear layers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# Of the largest number: what a product may change that rounds its input by that input's own size.
-_ROUNDING = 0.02
+# Tolerance, relative to the largest element, for a product that quantises its input with a dynamic scale.
+_MAX_ROUNDING = 0.02
 
 
-class _Made(NamedTuple):
-    """A layer's matrix in ``dtype``, and what it was made of: its tensors, and their places and versions then.
+class _CachedWeight(NamedTuple):
+    """A layer's weight in ``dtype``, with the tensors it was computed from and their state at that time.
 
     Attributes:
-        storages: theirs, which may be gone by now: no other gets the number of one that is remembered.
+        storages: weak references to their storages, so that no new storage reuses the id of a remembered one.
     """
 
     tensors: list[torch.Tensor]
@@ -30,115 +30,115 @@ class _Made(NamedTuple):
     matrix: torch.Tensor
 
 
-_made: weakref.WeakKeyDictionary[nn.Module, _Made] = weakref.WeakKeyDictionary()
+_cache: weakref.WeakKeyDictionary[nn.Module, _CachedWeight] = weakref.WeakKeyDictionary()
 
 
 def is_quantised(module: Any, weight: torch.Tensor) -> bool:
-    """Whether a linear layer's weight is in bytes that its class knows to read (bitsandbytes, transformers'
-    ``FP8Linear``), or a tensor that knows it (torchao).
+    """Whether a linear layer is quantised: by its class (bitsandbytes, transformers' ``FP8Linear``), or by a tensor
+    subclass of its weight (torchao).
     """
     of_class = isinstance(module, nn.Linear) and type(module) is not nn.Linear
-    return knows_itself(weight) or (of_class and weight.dtype.itemsize == 1)
+    return is_quantised_tensor(weight) or (of_class and weight.dtype.itemsize == 1)
 
 
-def matrix_of(module: Any, dtype: torch.dtype) -> torch.Tensor:
+def dequantised_weight(module: Any, dtype: torch.dtype) -> torch.Tensor:
     """The weight [n, inputs] of a quantised linear layer without bias, in ``dtype``.
 
-    It is made when first asked for, and again when one of the layer's tensors changed. What is changed behind PyTorch's
-    back (``weight.data.copy_``) is not seen, nor what is changed in a tensor that was made in inference mode.
+    The result is cached until one of the layer's tensors changes. Changes that do not increase a tensor's version
+    (``weight.data.copy_``, inference tensors) are not detected.
 
     Raises:
-        TypeError: a call of the layer is not one product.
+        TypeError: the layer is not a linear map.
     """
     if torch.compiler.is_compiling():
         return _dequantised(module, dtype)
-    tensors = [*_with_parts((*module.parameters(), *module.buffers()))]
+    tensors = [*_flatten((*module.parameters(), *module.buffers()))]
     state = [_state(tensor) for tensor in tensors]
-    known = _made.get(module)
+    cached = _cache.get(module)
     if (
-        known is not None
-        and (known.dtype, known.state) == (dtype, state)
-        and all(map(operator.is_, known.tensors, tensors))
+        cached is not None
+        and (cached.dtype, cached.state) == (dtype, state)
+        and all(map(operator.is_, cached.tensors, tensors))
     ):
-        return known.matrix
-    storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if not _has_parts(tensor)]
+        return cached.matrix
+    storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if not _is_wrapper(tensor)]
     matrix = _dequantised(module, dtype).contiguous()
-    _made[module] = _Made(tensors, state, storages, dtype, matrix)
+    _cache[module] = _CachedWeight(tensors, state, storages, dtype, matrix)
     return matrix
 
 
-def times_scales(
+def apply_block_scales(
     weight: torch.Tensor, scales: torch.Tensor, block: Sequence[int], first: tuple[int, int] = (0, 0)
 ) -> torch.Tensor:
-    """A weight [m, n], or a part of one, times the scale of each of its blocks: float32.
+    """A weight [m, n], or a slice of one, times the scales of its blocks, in float32.
 
     Args:
-        scales: [⌈m / block[0]⌉, ⌈n / block[1]⌉] of the whole weight, or one of no dimension for all.
-        first: where the part begins.
+        scales: [⌈m / block[0]⌉, ⌈n / block[1]⌉] of the whole weight, or a scalar.
+        first: row and column of the whole weight at which the slice begins.
     """
-    each = scales.float()
-    if each.dim():
+    per_element = scales.float()
+    if per_element.dim():
         rows, columns = (
-            torch.arange(begin, begin + size, device=scales.device) // numbers
-            for begin, size, numbers in zip(first, weight.shape, block, strict=True)
+            torch.arange(begin, begin + size, device=scales.device) // block_size
+            for begin, size, block_size in zip(first, weight.shape, block, strict=True)
         )
-        each = each[rows[:, None], columns]
-    return weight.float() * each
+        per_element = per_element[rows[:, None], columns]
+    return weight.float() * per_element
 
 
 @torch.no_grad()
 def _dequantised(module: Any, dtype: torch.dtype) -> torch.Tensor:
     weight, scales = module.weight, getattr(module, "weight_scale_inv", None)
-    if knows_itself(weight):
+    if is_quantised_tensor(weight):
         try:
             matrix = weight.dequantize().to(dtype)
         except NotImplementedError:
-            return _of_calls(module, dtype)
-        # What torchao's AWQ and SmoothQuant multiply the layer's input by.
+            return _weight_from_calls(module, dtype)
+        # torchao's AWQ and SmoothQuant multiply the layer's input by it.
         before = getattr(weight, "act_pre_scale", None)
         return matrix if before is None else matrix * before.to(dtype)
     if scales is not None:
-        return times_scales(weight, scales, module.block_size or weight.shape).to(dtype)
-    # FP8Linear's kernels would give the zeros of an identity matrix a scale of 0.
-    return _of_calls(module, dtype)
+        return apply_block_scales(weight, scales, module.block_size or weight.shape).to(dtype)
+    # FP8Linear cannot be evaluated on an identity matrix: its kernels would compute scales of 0 for zero blocks.
+    return _weight_from_calls(module, dtype)
 
 
-def _of_calls(module: Any, dtype: torch.dtype) -> torch.Tensor:
-    """What a layer makes of an identity matrix."""
+def _weight_from_calls(module: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The weight, as the layer's result for an identity matrix."""
     identity = torch.eye(module.in_features, dtype=dtype, device=module.weight.device)
     columns = module(identity)
     if columns.shape != (module.in_features, module.out_features):
-        raise TypeError(f"a quantised {type(module).__name__} must be one product, got a result of {columns.shape}")
+        raise TypeError(f"a quantised {type(module).__name__} must be a linear map, got a result of {columns.shape}")
     if not (torch.compiler.is_compiling() or columns.is_meta):
         difference = (columns - 4 * module(identity / 4)).abs().amax()
-        if not difference <= _ROUNDING * columns.abs().amax():
+        if not difference <= _MAX_ROUNDING * columns.abs().amax():
             raise TypeError(
-                f"a quantised {type(module).__name__} must be one product, got one that rounds or clips its input by "
-                "a scale of its own: load it dequantised"
+                f"a quantised {type(module).__name__} must be a linear map, got one that quantises its input with a "
+                "static scale: load it dequantised"
             )
     return columns.T
 
 
-def knows_itself(weight: torch.Tensor) -> bool:
-    """Whether a tensor is made of others by a way of quantising that it knows."""
-    # A DTensor is a part of one, of numbers.
-    return _has_parts(weight) and "torch.distributed" not in type(weight).__module__
+def is_quantised_tensor(weight: torch.Tensor) -> bool:
+    """Whether a tensor is a quantised tensor subclass."""
+    # A DTensor is a wrapper too, but not quantised.
+    return _is_wrapper(weight) and "torch.distributed" not in type(weight).__module__
 
 
-def _has_parts(tensor: torch.Tensor) -> bool:
-    """Whether its numbers are those of other tensors, which it is made of."""
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether it is a tensor subclass that wraps other tensors."""
     return is_traceable_wrapper_subclass(tensor)
 
 
-def _with_parts(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _flatten(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     for tensor in tensors:
         yield tensor
-        if _has_parts(tensor):
+        if _is_wrapper(tensor):
             names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
-            yield from _with_parts(getattr(tensor, name) for name in names)
+            yield from _flatten(getattr(tensor, name) for name in names)
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Its storage, its place there and its version. What has parts has no place."""
-    storage, place = (0, 0) if _has_parts(tensor) else (tensor.untyped_storage()._cdata, tensor.data_ptr())
-    return storage, place, 0 if tensor.is_inference() else tensor._version
+    """Storage, address and version of a tensor; a wrapper has neither storage nor address."""
+    storage, address = (0, 0) if _is_wrapper(tensor) else (tensor.untyped_storage()._cdata, tensor.data_ptr())
+    return storage, address, 0 if tensor.is_inference() else tensor._version

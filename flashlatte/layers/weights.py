@@ -1,4 +1,4 @@
-"""Weights that layers read themselves, where a fused operation stands for the call of the module that has them."""
+"""Access to the weights of modules that a fused operation replaces instead of calling them."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from flashlatte.layers.quantised import is_quantised, matrix_of
+from flashlatte.layers.quantised import dequantised_weight, is_quantised
 from flashlatte.runtime import checks
 
-# Of transformers' hooks that collect hidden states where a call asks for them. They stay for good after the first such
-# call, and do nothing in others.
-_COLLECTORS = "transformers.utils.output_capturing"
+# The module of transformers' hooks that collect hidden states on request. They stay registered after the first such
+# call, and do nothing in other calls.
+_OUTPUT_CAPTURING = "transformers.utils.output_capturing"
 
 
 def has_hooks(module: Any) -> bool:
-    """Whether a call of the module does something before or after its ``forward``."""
+    """Whether the module has hooks that a call would run."""
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
-    return any(getattr(hook, "__module__", None) != _COLLECTORS for hook in module._forward_hooks.values())
+    return any(getattr(hook, "__module__", None) != _OUTPUT_CAPTURING for hook in module._forward_hooks.values())
 
 
-def is_watched(module: Any) -> bool:
-    """Whether a call of the module does something beside its class's ``forward``, or in its place."""
+def has_custom_call(module: Any) -> bool:
+    """Whether a call of the module does anything else than its class's ``forward``."""
     return "forward" in module.__dict__ or has_hooks(module)
 
 
-def is_replaced(module: Any) -> bool:
-    """Whether a call of the module runs another ``forward`` than its class's.
+def has_custom_forward(module: Any) -> bool:
+    """Whether the module's ``forward`` was replaced.
 
-    What accelerate puts before that one moves arguments to the device where the weights are (``device_map``).
+    A wrapper of accelerate that only moves arguments to the weights' device (``device_map``) does not count.
     """
     attributes = module.__dict__
     if "forward" not in attributes:
@@ -38,35 +38,34 @@ def is_replaced(module: Any) -> bool:
     before = getattr(attributes["forward"], "func", None)
     runs = getattr(attributes.get("_old_forward"), "__func__", None)
     is_accelerates = getattr(before, "__module__", None) == "accelerate.hooks" and runs is type(module).forward
-    return not (is_accelerates and _only_moves(attributes.get("_hf_hook")))
+    return not (is_accelerates and _only_moves_arguments(attributes.get("_hf_hook")))
 
 
-def forget_devices(model: nn.Module) -> None:
-    """Take out of a copied model what accelerate put in to move arguments to where weights were (``device_map``)."""
+def remove_accelerate_hooks(model: nn.Module) -> None:
+    """Remove accelerate's hooks that move arguments to the weights' device (``device_map``) from a copied model."""
     for module in model.modules():
         attributes = module.__dict__
-        if "_hf_hook" in attributes and not is_replaced(module):
+        if "_hf_hook" in attributes and not has_custom_forward(module):
             for name in ("forward", "_old_forward", "_hf_hook"):
                 attributes.pop(name, None)
 
 
-def _only_moves(hook: Any) -> bool:
+def _only_moves_arguments(hook: Any) -> bool:
     if type(hook).__name__ == "SequentialHook":
-        return all(map(_only_moves, hook.hooks))
+        return all(map(_only_moves_arguments, hook.hooks))
     return type(hook).__name__ == "AlignDevicesHook" and not hook.offload
 
 
-def own_weight(layer: Any, name: str) -> torch.Tensor:
-    """The weight of a layer's norm ``name``, where a call would make no more of it than a norm does.
+def norm_weight(layer: Any, name: str) -> torch.Tensor:
+    """The weight of a layer's norm ``name``, if reading it can replace a call of the module.
 
-    Its forward may be another, as transformers' ``use_kernels`` gives it a kernel's.
+    The module's forward may be replaced, as by transformers' ``use_kernels``.
 
     Raises:
-        TypeError: a call would: something wraps the module (as LoRA does, and shows the weight of what it wraps), or
-            hooks watch it.
+        TypeError: the module is wrapped (as by LoRA, which exposes the wrapped weight), offloaded, or has hooks.
     """
     module = getattr(layer, name)
-    # A replica (DataParallel) has its parameters among its attributes.
+    # A DataParallel replica keeps its parameters as attributes.
     weight = module._parameters.get("weight", module.__dict__.get("weight"))
     if weight is None:
         raise TypeError(_refusal(layer, name, type(module).__name__))
@@ -77,30 +76,30 @@ def own_weight(layer: Any, name: str) -> torch.Tensor:
     return weight
 
 
-def own_matrix(layer: Any, name: str, dtype: torch.dtype, *, of_subclass: bool = False) -> torch.Tensor:
-    """The weight [n, inputs] of the linear layer ``name`` without bias, likewise.
+def linear_weight(layer: Any, name: str, dtype: torch.dtype, *, of_subclass: bool = False) -> torch.Tensor:
+    """The weight [n, inputs] of the linear layer ``name`` without bias, if reading it can replace a call of the module.
 
     Args:
-        dtype: in which a quantised weight is wanted; others are what they are.
-        of_subclass: whether its class may be one of ``nn.Linear``'s subclasses.
+        dtype: dtype of a dequantised weight; other weights keep theirs.
+        of_subclass: whether subclasses of ``nn.Linear`` are accepted.
 
     Raises:
-        TypeError: as ``own_weight``; another class or forward, a bias, or a weight whose dtype says nothing.
+        TypeError: as ``norm_weight``; another class or forward, a bias, or a weight of another dtype.
     """
-    weight, module = own_weight(layer, name), getattr(layer, name)
+    weight, module = norm_weight(layer, name), getattr(layer, name)
     quantised = is_quantised(module, weight)
     if not quantised and type(module) is not nn.Linear and not (of_subclass and isinstance(module, nn.Linear)):
         raise TypeError(_refusal(layer, name, type(module).__name__))
-    if is_replaced(module):
+    if has_custom_forward(module):
         raise TypeError(_refusal(layer, name, "one with another forward"))
     if module.bias is not None or not (quantised or weight.dtype in checks.FLOAT_DTYPES):
         raise TypeError(_refusal(layer, name, f"a bias, or a weight of {weight.dtype}"))
-    return matrix_of(module, dtype) if quantised else weight
+    return dequantised_weight(module, dtype) if quantised else weight
 
 
 def _refusal(layer: Any, name: str, got: str) -> str:
-    place = f" of layer {layer.layer_idx}" if hasattr(layer, "layer_idx") else ""
+    where = f" of layer {layer.layer_idx}" if hasattr(layer, "layer_idx") else ""
     return (
-        f"{name}{place} must be a plain module, since its weight is read where its forward is not called, got {got}: "
-        "merge adapters, remove hooks, and load its weight dequantised and not offloaded"
+        f"{name}{where} must be a plain module, since its weight is read without calling it, got {got}: merge "
+        "adapters, remove hooks, and load its weight dequantised and not offloaded"
     )

@@ -69,12 +69,14 @@ def test_heads_that_the_ranks_do_not_divide(ranks):
     out, lse = joined(ranks.run(rank_jobs.decode, step, **options), ranks.size, all_heads=True)
     close(out, expected(step)[0])
     refused = ranks.outcomes(rank_jobs.decode, step, **options | {"form": "all_to_all"})
-    assert all("q must have a number of heads that the" in failure.message for failure in refused)
+    assert all("q must have a multiple of" in failure.message for failure in refused)
 
 
 def test_memory_that_cannot_be_reached_is_refused(ranks):
     refused = ranks.outcomes(rank_jobs.out_of_reach, Step((9, 30), heads=ranks.size))
-    assert all("form 'direct' cannot be: it needs GPUs, got tensors on cpu" in failure.message for failure in refused)
+    assert all(
+        "form 'direct' is not possible: it needs GPUs, got tensors on cpu" in failure.message for failure in refused
+    )
 
 
 def test_sink_of_this_ranks_heads(ranks):
@@ -151,11 +153,11 @@ def test_an_empty_step(ranks):
 def test_ranks_that_differ_are_told(ranks):
     told = ranks.outcomes(rank_jobs.call_with, {1: {"interleave": 2}}, interleave=1)
     assert all(isinstance(failure, Failure) for failure in told[:2])
-    assert told[0].message.startswith("ValueError: ContextParallel needs the same on all ranks: rank")
+    assert told[0].message.startswith("ValueError: ContextParallel needs the same arguments on all ranks: rank")
     assert all(re.search("ha(s|ve) interleave 1", failure.message) for failure in told)
     assert all("rank 1 has interleave 2" in failure.message for failure in told)
     # Whoever asks is told, and nobody is left waiting in a collective.
-    assert all("needs the same on all ranks" in failure.message for failure in told)
+    assert all("needs the same arguments on all ranks" in failure.message for failure in told)
 
 
 @pytest.mark.parametrize("wrong", [{"interleave": 0}, {"form": "ring"}, {"form": ["ring"]}, {"all_heads": 2}], ids=str)
@@ -169,15 +171,15 @@ def test_a_wrong_argument_of_one_rank_is_told_on_all(ranks, wrong):
 
 def test_shapes_that_differ_are_told_before_anybody_waits(ranks):
     told = ranks.outcomes(rank_jobs.decode_heads, [2, *[1] * (ranks.size - 1)])
-    said = "decode needs the same on all ranks: rank 0 has q (2, 1, 2, 24); rank"
+    said = "decode needs the same arguments on all ranks: rank 0 has q (2, 1, 2, 24); rank"
     assert all(said in failure.message for failure in told)
     assert all("q (2, 1, 1, 24)" in failure.message for failure in told)
-    assert all("needs the same on all ranks" in failure.message for failure in told)
+    assert all("needs the same arguments on all ranks" in failure.message for failure in told)
 
 
 def test_a_rank_that_does_not_come_is_named(ranks):
     told = ranks.outcomes(rank_jobs.only_rank_0_makes_one)
-    assert "rank 1 did not come to ContextParallel" in told[0].message
+    assert "rank 1 did not reach ContextParallel" in told[0].message
     assert told[1:] == [None] * (ranks.size - 1)
     # Those that come later find what it said.
     assert ranks.run(rank_jobs.the_others_make_one) == [None] * ranks.size
@@ -190,5 +192,5 @@ def test_a_failure_ends_all_ranks_with_its_reason():
     finally:
         made.close()
     assert told[1] == "ValueError: cache of this rank is full"
-    assert told[0] == "RuntimeError: rank 1 failed, and so rank 0 ends: ValueError: cache of this rank is full"
-    assert told[2] == "RuntimeError: rank 1 failed, and so rank 2 ends: ValueError: cache of this rank is full"
+    assert told[0] == "RuntimeError: rank 1 failed, therefore rank 0 stops: ValueError: cache of this rank is full"
+    assert told[2] == "RuntimeError: rank 1 failed, therefore rank 2 stops: ValueError: cache of this rank is full"

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from flashlatte.distributed import ContextParallel, PrefillRing, TensorParallelAttention, shard_metadata
-from flashlatte.distributed.plan import plan_shard
+from flashlatte.distributed.shard_plan import plan_shard
 from flashlatte.kv_cache.sharding import Sharding
 from flashlatte.layers import MLAConfig, MLAMetadataBuilder
 
@@ -26,7 +26,7 @@ def metadata():
 
 def test_without_a_process_group():
     for make in (ContextParallel, lambda: TensorParallelAttention(MLAConfig(64, 4))):
-        with pytest.raises(ValueError, match=r"torch\.distributed has none yet"):
+        with pytest.raises(ValueError, match=r"torch\.distributed has none: call"):
             make()
 
 
@@ -67,7 +67,7 @@ def test_blocks_of_a_prompt(context):
 def test_a_plan_for_something_else(context):
     plan = context.plan(TABLE, LENGTHS, page_tokens=8, queries=2)
     q, cache = torch.zeros(2, 2, 1, 24), torch.zeros(3, 8, 1, 24)
-    with pytest.raises(ValueError, match="plan was made for pages of 8 tokens on a rank, and k_cache has 4"):
+    with pytest.raises(ValueError, match="k_cache must have the plan's pages of 8 tokens, got pages of 4"):
         context.decode(q, cache[:, :4], plan, head_dim_v=16)
     with pytest.raises(ValueError, match="q must have the plan's 2 requests of 2 queries"):
         context.decode(q[:, :1], cache, plan, head_dim_v=16)
@@ -84,10 +84,10 @@ def test_a_plan_for_something_else(context):
 def test_metadata(context, metadata):
     divided = shard_metadata(metadata, context)
     assert divided.to(torch.device("cpu")).sharding == context.sharding
-    with pytest.raises(ValueError, match="metadata must not be divided yet"):
+    with pytest.raises(ValueError, match="metadata must not be sharded already"):
         shard_metadata(divided, context)
     layer = TensorParallelAttention(MLAConfig(64, 4, kv_lora_rank=32, qk_rope_head_dim=8)).layer
-    with pytest.raises(ValueError, match="indices are slots of a whole cache"):
+    with pytest.raises(ValueError, match="indices must be None with sharded metadata"):
         layer(torch.zeros(2, 64), torch.zeros(4, 16, 1, 40), divided, indices=torch.zeros(2, 1, dtype=torch.int32))
 
 

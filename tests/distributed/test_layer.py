@@ -28,11 +28,11 @@ def test_heads_and_keys_over_ranks(ranks, index_format):
     heads = 12
     wanted = rank_layer_jobs.whole(heads, index_format)
     tokens = sum(sum(step.values()) for step in rank_layer_jobs.STEPS)
-    for keys_over in {2: (2,), 3: (3,), 4: (2, 4)}[ranks.size]:
-        results = ranks.run(rank_layer_jobs.divided, keys_over, heads, index_format)
+    for kv_ranks in {2: (2,), 3: (3,), 4: (2, 4)}[ranks.size]:
+        results = ranks.run(rank_layer_jobs.divided, kv_ranks, heads, index_format)
         for got, _ in results:
             assert_close(got, wanted)
-        assert sum(stored for _, stored in results) == ranks.size // keys_over * tokens
+        assert sum(stored for _, stored in results) == ranks.size // kv_ranks * tokens
 
 
 def test_fewer_heads_than_ranks(ranks):

@@ -309,7 +309,7 @@ def test_a_model_with_other_layers_is_refused_by_name():
     with pytest.raises(ValueError, match=r"deepseek_v3.*got 'minicpm3'"):
         Engine(other)
     other.config.model_type = "hy_v4_vl"
-    with pytest.raises(ValueError, match=r"^model_type 'hy_v4_vl' is not served: .* attention sinks and a gate$"):
+    with pytest.raises(ValueError, match=r"^model_type 'hy_v4_vl' is not supported: .* attention sinks and a gate$"):
         Engine(other)
     with pytest.raises(TypeError, match=r"^model must be of transformers, or the directory of a checkpoint, got None$"):
         Engine(None)

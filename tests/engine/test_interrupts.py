@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashlatte.distributed.model.alone import Alone
+from flashlatte.distributed.model.single_process import SingleProcess
 from flashlatte.engine import Engine, SamplingParams, batch, drafts, engine, outputs, pages, request, runner, scheduler
 from flashlatte.engine.batch import Batch
 from flashlatte.engine.paged import PagedModel
@@ -47,7 +47,7 @@ class Hashes(PagedModel):
     config, name, end_tokens = None, "hashes", ()
 
     def __init__(self) -> None:
-        self.ranks, self.fails_at, self.calls = Alone(), -1, 0
+        self.ranks, self.fails_at, self.calls = SingleProcess(), -1, 0
 
     def allocate(self, cache_format: str, num_pages: int, page_size: int, *, on_host: bool = False) -> Any:
         return [torch.zeros(num_pages, page_size, dtype=torch.bfloat16)]

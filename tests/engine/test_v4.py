@@ -78,8 +78,8 @@ def test_a_prompt_over_a_workspace(monkeypatch):
         over_workspaces.append(len(q))
         return sparse_prefill(q, *args, **kwargs)
 
-    monkeypatch.setattr("flashlatte.layers.v4.rows.sparse_prefill", counted)
-    monkeypatch.setattr(V4Model, "workspaces", WorkspaceLimits(queries=141))
+    monkeypatch.setattr("flashlatte.layers.v4.cache_attention.sparse_prefill", counted)
+    monkeypatch.setattr(V4Model, "workspaces", WorkspaceLimits(min_queries=141))
     check(engine(max_tokens=150, num_pages=40), lengths=(141, 6), new=3)
     assert over_workspaces == [141] * 3
 

@@ -27,13 +27,13 @@ STEPS = """
 import json, sys
 from triton import knobs
 from flashlatte.layers import MLAConfig
-from flashlatte.layers.rehearsal import rehearse
+from flashlatte.layers.warmup import warmup_steps
 import torch
 
 missed = []
 knobs.compilation.listener = lambda src, cache_hit, **_: cache_hit or missed.append(src.name)
 config = MLAConfig.from_transformers(json.load(open(sys.argv[1])))
-for _ in rehearse(config, cache_format=sys.argv[2], max_batch=64, device="cuda"):
+for _ in warmup_steps(config, cache_format=sys.argv[2], max_batch=64, device="cuda"):
     pass
 torch.cuda.synchronize()
 # This one asks whether a GPU takes clusters.

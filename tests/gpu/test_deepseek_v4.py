@@ -13,7 +13,7 @@ import flashlatte
 from flashlatte import kv_cache
 from flashlatte.kv_cache.registry import as_format
 from flashlatte.layers import V4Attention, V4Cache, V4Config, V4IndexerConfig, V4Step, WorkspaceLimits
-from flashlatte.layers.v4.streams import read_streams
+from flashlatte.layers.v4.hyper_connection import read_streams
 from flashlatte.ops.mhc import mhc_post, mhc_pre
 
 pytestmark = pytest.mark.gpu
@@ -188,13 +188,13 @@ def clone(cache: V4Cache) -> V4Cache:
 @pytest.mark.parametrize("over_workspace", [False, True])
 def test_layer(ratio: int, over_workspace: bool) -> None:
     """Prefill and a few tokens, all over pages, or those of prefill over a workspace."""
-    limits = WorkspaceLimits(queries=90) if over_workspace else None
+    limits = WorkspaceLimits(min_queries=90) if over_workspace else None
     layer, cache, pages, groups = layer_of(ratio)
     hidden, outs = torch.randn(390, 1024, device=DEVICE).to(BF16), []
     for backend in (None, "reference"):
         layer.backend, own, parts = backend, clone(cache), []
         for spans in ([(0, 300), (0, 90)], [(300, 303), (90, 97)]):
-            step = V4Step.of_spans(spans, pages, groups, limits=None if backend else limits)
+            step = V4Step.from_spans(spans, pages, groups, limits=None if backend else limits)
             parts.append(layer(hidden[-len(step.positions) :], step, own).float())
         outs.append(torch.cat(parts))
     error = (outs[0] - outs[1]).norm() / outs[1].norm()

@@ -16,7 +16,7 @@ from gpu.harness import DEVICE
 
 from flashlatte import kv_cache
 from flashlatte.layers import IndexerConfig, MLAAttention, MLAConfig, MLAMetadata, MLAMetadataBuilder, Rope
-from flashlatte.layers.index_step import MOST_TOKENS_BESIDE
+from flashlatte.layers.indexer import MAX_OVERLAPPED_TOKENS
 from flashlatte.ops.index_quantize import index_quantize
 from flashlatte.runtime.side_stream import SideStream
 
@@ -218,7 +218,7 @@ def test_a_captured_decode_step_replays_across_2048_tokens(cache_format: str, in
         assert_close(out, eager.run(fresh, plan, chosen), 0.01)
 
 
-@pytest.mark.parametrize("requests", [2, MOST_TOKENS_BESIDE])
+@pytest.mark.parametrize("requests", [2, MAX_OVERLAPPED_TOKENS])
 def test_a_graph_whose_indexer_runs_beside_the_layer_gives_the_bits_of_one_in_order(
     requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ import functools
 import pytest
 import torch
 
-from flashlatte.layers import decode as decode_module
+from flashlatte.layers import absorbed as absorbed_module
 
 VOCABULARY = 64
 
@@ -85,11 +85,11 @@ def calls(monkeypatch):
     """Counts of the calls of the decode operations."""
     counts = {"dense_decode": 0, "sparse_decode": 0}
     for name in counts:
-        operation = getattr(decode_module, name)
+        operation = getattr(absorbed_module, name)
 
         def counting(*args, _name=name, _operation=operation, **kwargs):
             counts[_name] += 1
             return _operation(*args, **kwargs)
 
-        monkeypatch.setattr(decode_module, name, counting)
+        monkeypatch.setattr(absorbed_module, name, counting)
     return counts

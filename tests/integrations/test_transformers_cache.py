@@ -117,7 +117,7 @@ def test_a_mask_that_asks_for_tokens_that_were_hidden_is_refused(make_model):
     with pytest.raises(ValueError, match="attention_mask must be given as one value for each token"):
         session.forward(tokens(2, 1), pass_mask=False)
     session.mask = torch.ones(2, 10, dtype=torch.long)
-    with pytest.raises(ValueError, match="attention_mask asks for past tokens that it hid"):
+    with pytest.raises(ValueError, match="attention_mask must not show past tokens that an earlier mask hid"):
         session.forward(tokens(2, 1))
 
 
@@ -202,9 +202,9 @@ def test_batch_size_and_device_must_be_the_cache_s(make_model):
     session = Session(make_model())
     session.forward(tokens(3, 10))
     assert session.caches[1].batch_size == 3
-    with pytest.raises(ValueError, match="the cache holds 3 requests, and the input has 2"), torch.no_grad():
+    with pytest.raises(ValueError, match="input must have the cache's 3 requests, got 2"), torch.no_grad():
         session.models[1](tokens(2, 1), **{CACHE: session.caches[1]})
-    with pytest.raises(ValueError, match="was filled on cpu, and the input is on meta"), torch.no_grad():
+    with pytest.raises(ValueError, match="input must be on the cache's device cpu, got meta"), torch.no_grad():
         session.models[1](tokens(3, 1).to("meta"), **{CACHE: session.caches[1]})
 
 
@@ -241,7 +241,7 @@ def test_layers_called_on_their_own_are_refused(make_model):
     model = session.models[1].model
     hidden = torch.zeros(2, 1, 64)
     with (
-        pytest.raises(ValueError, match="a paged cache works inside a forward pass of the whole model"),
+        pytest.raises(ValueError, match="a paged cache must be used inside a forward pass of the whole model"),
         torch.no_grad(),
     ):
         model.layers[0](

@@ -12,11 +12,11 @@ from layers.test_quantised import Dequantisable
 from support import fp8_linears
 from support.transformers_pairs import assert_same_tokens, generate, pair
 
-from flashlatte.distributed.model.cuts import check_divisible
+from flashlatte.distributed.model.partition import check_divisible
 from flashlatte.engine import Engine, SamplingParams
 from flashlatte.engine.model import Model
 from flashlatte.integrations.transformers import enable
-from flashlatte.layers.weights import own_matrix
+from flashlatte.layers.weights import linear_weight
 
 finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
 
@@ -86,15 +86,15 @@ def test_deepseek_v4():
 def test_a_changed_weight_is_read_again(make_model):
     attention = fp8_linears.quantised(make_model()).model.layers[0].self_attn
     module = attention.kv_b_proj
-    before = own_matrix(attention, "kv_b_proj", torch.float32)
+    before = linear_weight(attention, "kv_b_proj", torch.float32)
     torch.testing.assert_close(before, fp8_linears.dense(module), rtol=0, atol=0)
-    assert own_matrix(attention, "kv_b_proj", torch.float32) is before
-    assert own_matrix(attention, "kv_b_proj", torch.bfloat16).dtype == torch.bfloat16
+    assert linear_weight(attention, "kv_b_proj", torch.float32) is before
+    assert linear_weight(attention, "kv_b_proj", torch.bfloat16).dtype == torch.bfloat16
     with torch.no_grad():
         module.weight_scale_inv.mul_(2)
-    torch.testing.assert_close(own_matrix(attention, "kv_b_proj", torch.float32), 2 * before, rtol=0, atol=0)
+    torch.testing.assert_close(linear_weight(attention, "kv_b_proj", torch.float32), 2 * before, rtol=0, atol=0)
     module.weight = torch.nn.Parameter(torch.zeros_like(module.weight), requires_grad=False)
-    assert not own_matrix(attention, "kv_b_proj", torch.float32).any()
+    assert not linear_weight(attention, "kv_b_proj", torch.float32).any()
 
 
 def test_ranks_do_not_divide_weights_quantised_otherwise(make_model):
@@ -125,7 +125,7 @@ def test_a_compiled_layer_dequantises_in_its_graph(make_model):
     attention = fp8_linears.quantised(make_model()).model.layers[0].self_attn
 
     def expand(latents):
-        return torch.nn.functional.linear(latents, own_matrix(attention, "kv_b_proj", latents.dtype))
+        return torch.nn.functional.linear(latents, linear_weight(attention, "kv_b_proj", latents.dtype))
 
     latents = torch.randn(3, 512)
     compiled = torch.compile(expand, backend="eager", fullgraph=True)

@@ -74,8 +74,8 @@ def test_a_prefill_over_a_workspace(stock, enabled, padding, monkeypatch):
         over_workspaces.append(q.shape[0])
         return sparse_prefill(q, *args, **kwargs)
 
-    monkeypatch.setattr("flashlatte.layers.v4.rows.sparse_prefill", counted)
-    monkeypatch.setattr(V4Store, "workspaces", WorkspaceLimits(queries=100))
+    monkeypatch.setattr("flashlatte.layers.v4.cache_attention.sparse_prefill", counted)
+    monkeypatch.setattr(V4Store, "workspaces", WorkspaceLimits(min_queries=100))
     ids, mask = tokens(2, 290), torch.ones(2, 290, dtype=torch.int64)
     mask[1, :padding] = 0
     sizes, mask_or_none = [139, 3, 147, 1], mask if padding else None
@@ -157,7 +157,7 @@ def test_disable(stock, enabled):
     model = enable(copy.deepcopy(stock))
     ids = tokens(1, 9)
     cache = model(ids).past_key_values
-    with pytest.raises(ValueError, match=r"^generate_batch cannot serve an enabled DeepseekV4ForCausalLM: "):
+    with pytest.raises(ValueError, match=r"^generate_batch does not support an enabled DeepseekV4ForCausalLM: "):
         model.generate_batch([[1, 2, 3]], max_new_tokens=2)
     disable(model)
     assert "init_continuous_batching" not in vars(model)
@@ -225,14 +225,14 @@ def test_the_cache_of_another_model_is_refused(enabled):
     ids = tokens(2, 9)
     cache = enabled(ids).past_key_values
     enable(model_of())(ids, **{CACHE: cache})
-    with pytest.raises(ValueError, match=r"^the cache was filled by a model whose layers are of other sizes"):
+    with pytest.raises(ValueError, match=r"^the cache was filled by a model with layers of other sizes"):
         enable(model_of(sliding_window=5))(ids, **{CACHE: cache})
 
 
 def test_passes_that_do_not_fit(enabled):
     ids = tokens(2, 9)
     cache = enabled(ids).past_key_values
-    with pytest.raises(ValueError, match=r"^the cache holds 2 requests, and the pass has 1$"):
+    with pytest.raises(ValueError, match=r"^input must have the cache's 2 requests, got 1$"):
         enabled(ids[:1], **{CACHE: cache})
     with pytest.raises(ValueError, match=r"^a DeepSeek-V4 cache cannot be cropped"):
         cache.crop(-1)
@@ -259,7 +259,7 @@ def test_a_history_that_a_failed_pass_has_spoiled(enabled, monkeypatch):
         patch.setattr(enabled.model.layers[1].mlp, "forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
             enabled(ids[:, 12:], **{CACHE: cache})
-    with pytest.raises(ValueError, match=r"^the cache must be new: the pass before failed"):
+    with pytest.raises(ValueError, match=r"^the cache must be a new one: the previous pass failed"):
         enabled(ids[:, 12:], **{CACHE: cache})
 
 

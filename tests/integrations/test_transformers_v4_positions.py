@@ -82,7 +82,7 @@ def test_masks(stock, enabled, name, positions, sizes):
 def test_long_prompts(stock, enabled, name, offset, monkeypatch):
     """A workspace holds no groups ahead of a query, and no window with holes: then tokens are read from pages."""
     # 12 indices: workspaces of one or two tokens each.
-    monkeypatch.setattr(V4Store, "workspaces", WorkspaceLimits(queries=2, indices=12))
+    monkeypatch.setattr(V4Store, "workspaces", WorkspaceLimits(min_queries=2, max_indices=12))
     assert_stocks_logits(stock, enabled, [COLUMNS], mask_of(name), COLUMN[None] + offset)
 
 

@@ -132,8 +132,8 @@ class Engine:
         **options: Any,
     ) -> None:
         self.layer, self.sequences = layer, [sequence.to(layer.o_proj.weight.dtype) for sequence in sequences]
-        longest = max(len(sequence) for sequence in sequences)
-        pages = -(-longest // page_size)
+        max_length = max(len(sequence) for sequence in sequences)
+        pages = -(-max_length // page_size)
         count = len(sequences)
         self.table = torch.randperm(count * pages, generator=torch.Generator().manual_seed(1)).view(count, pages)
         head_dim = None if cache_format in ("v32", "model1") else layer.config.head_dim
@@ -150,7 +150,7 @@ class Engine:
             page_size,
             count,
             sum(map(len, sequences)),
-            longest,
+            max_length,
             "cpu",
             **{
                 "cache_format": cache_format,

@@ -11,7 +11,7 @@ import itertools
 
 from layers.stock import MODELS, Engine, assert_like_stock, assert_within, hidden_states, layer_like, stock
 
-from flashlatte.layers import IndexerConfig, MLAAttention, MLAConfig, decode
+from flashlatte.layers import IndexerConfig, MLAAttention, MLAConfig, absorbed
 
 
 @pytest.fixture(params=MODELS)
@@ -193,7 +193,7 @@ def test_metadata_whose_buffers_hold_another_step_is_refused():
     engine = Engine(layer_like(stock("v3")), hidden_states((20, 30)), "fp32")
     first = engine.builder.build([0, 2], [2], engine.table[:1])
     engine.builder.build([0, 2], [2], engine.table[1:2])
-    with pytest.raises(ValueError, match=r"^metadata must be the last that its builder built"):
+    with pytest.raises(ValueError, match=r"^metadata must be the last one its builder built"):
         engine.layer(torch.zeros(2, engine.layer.config.hidden_size), engine.cache, first)
 
 
@@ -202,8 +202,8 @@ def test_metadata_whose_buffers_hold_another_step_is_refused():
 def test_batch_invariance_is_asked_of_decode(asked, operation, monkeypatch):
     """What it then promises, the operations' own tests say."""
     told = []
-    run = getattr(decode, operation)
-    monkeypatch.setattr(decode, operation, lambda *args, **kwargs: [told.append(kwargs), run(*args, **kwargs)][1])
+    run = getattr(absorbed, operation)
+    monkeypatch.setattr(absorbed, operation, lambda *args, **kwargs: [told.append(kwargs), run(*args, **kwargs)][1])
     model = stock("v3")
     engine = Engine(layer_like(model, batch_invariant=asked), hidden_states((9, 4)))
     if operation == "dense_decode":

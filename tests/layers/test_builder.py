@@ -78,13 +78,13 @@ def test_buffers_stay_where_they_are():
     assert [tensor.data_ptr() for tensor in buffers(second)] == addresses
     assert first.decode.seq_lens.tolist() == [11, 2]
     assert first.positions.tolist() == [10, 1]
-    assert first.decode.every_slot[0].tolist() == [0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11]
-    assert first.decode.seen.tolist() == [[11], [2]]
+    assert first.decode.all_slots[0].tolist() == [0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11]
+    assert first.decode.visible_lens.tolist() == [[11], [2]]
 
 
 def buffers(metadata):
     decode = metadata.decode
-    tensors = (decode.block_table, decode.seq_lens, decode.every_slot, decode.seen)
+    tensors = (decode.block_table, decode.seq_lens, decode.all_slots, decode.visible_lens)
     return (metadata.positions, metadata.slot_mapping, *tensors)
 
 
@@ -102,7 +102,7 @@ def test_empty_requests_fill_up_a_captured_batch():
     assert (metadata.num_tokens, metadata.num_decode_tokens) == (6, 6)
     assert metadata.slot_mapping[2:].tolist() == [-1] * 4
     assert metadata.decode.seq_lens.tolist() == [9, 0, 0]
-    assert metadata.decode.seen.tolist() == [[8, 9], [0, 0], [0, 0]]
+    assert metadata.decode.visible_lens.tolist() == [[8, 9], [0, 0], [0, 0]]
 
 
 @pytest.mark.parametrize("workspace", [1, 3, 5, 100])
@@ -130,11 +130,11 @@ GOOD = {"query_start_loc": [0, 1, 4], "seq_lens": [5, 7], "block_table": TABLE[:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"query_start_loc": [0, 3, 2]}, r"query_start_loc must not decrease, got 3 and then 2 \(request 1\)"),
+        ({"query_start_loc": [0, 3, 2]}, r"query_start_loc must not decrease, got 3 before 2 \(request 1\)"),
         ({"query_start_loc": [1, 3, 4]}, "query_start_loc must begin with 0, got 1"),
         ({"query_start_loc": [0, 3]}, "query_start_loc must have 3 entries, one more than seq_lens, got 2"),
         ({"query_start_loc": [0, 1, 65], "seq_lens": [5, 64]}, "max_seq_len 12, request 1 has 64"),
-        ({"seq_lens": [5, 2]}, "request 1 has 3 of them and seq_lens says 2"),
+        ({"seq_lens": [5, 2]}, "request 1 has 3 new tokens and seq_lens 2"),
         ({"seq_lens": [1] * 5}, r"seq_lens must have at most 4 \(max_requests\) entries, got 5"),
         ({"seq_lens": []}, "query_start_loc must have 1 entries, one more than seq_lens, got 3"),
         ({"block_table": TABLE}, r"block_table must have shape \[2, pages\]"),
@@ -142,11 +142,11 @@ GOOD = {"query_start_loc": [0, 1, 4], "seq_lens": [5, 7], "block_table": TABLE[:
         ({"block_table": TABLE[:2] * 9}, "block_table must hold pages from 0 to 9, request 0 has 36 at 0"),
         ({"slot_mapping": torch.tensor([0, 1, 2])}, r"slot_mapping must have shape \[4\]"),
         ({"slot_mapping": torch.tensor([0, 1, 40, 2])}, "below 40, .* got 40 for token 2"),
-        ({"pad_requests_to": 3}, "pad_requests_to needs a step of decode requests with one number"),
+        ({"pad_requests_to": 3}, "pad_requests_to needs a step of decode requests with equal numbers"),
         ({"pad_requests_to": 5}, "pad_requests_to must be from 2 to 4, got 5"),
         (
             {"pad_requests_to": 3, "pad_queries": 2},
-            "pad_queries must be 1, as the step's requests have, or None, got 2",
+            "pad_queries must be 1 like the step's requests, or None, got 2",
         ),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
@@ -163,7 +163,7 @@ def test_a_step_that_is_refused_leaves_the_one_before(slots):
     held = (metadata.positions, metadata.slot_mapping, metadata.decode.seq_lens)
     before = [x.clone() for x in held]
     with pytest.raises(
-        ValueError, match=r"^slot_mapping must (hold slots of the cache|store every token of a prefill)"
+        ValueError, match=r"^slot_mapping must (hold slots of the cache|have a slot for every token of a prefill)"
     ):
         builder.build(**GOOD | {"seq_lens": [4, 6], "slot_mapping": torch.tensor(slots)})
     assert not metadata.is_overwritten
@@ -171,7 +171,7 @@ def test_a_step_that_is_refused_leaves_the_one_before(slots):
 
 
 def test_too_many_tokens():
-    with pytest.raises(ValueError, match="query_start_loc must end at most at max_tokens 10, got 11"):
+    with pytest.raises(ValueError, match="query_start_loc must end with at most max_tokens 10, got 11"):
         MLAMetadataBuilder(4, 4, 10, 12, "cpu").build([0, 11], [11], TABLE[:1])
 
 
@@ -212,7 +212,7 @@ def test_a_step_without_requests_fills_a_captured_batch(queries):
     assert metadata.slot_mapping.tolist() == [-1] * 2 * count
     assert metadata.positions.tolist() == [0] * 2 * count
     assert metadata.decode.seq_lens.tolist() == [0, 0]
-    assert metadata.decode.seen.tolist() == [[0] * count] * 2
+    assert metadata.decode.visible_lens.tolist() == [[0] * count] * 2
     assert metadata.decode.pad_index is None
 
 
@@ -295,14 +295,14 @@ def test_an_unknown_backend():
 @pytest.mark.parametrize("page_size", [2, 8])
 def test_a_cache_of_other_pages_is_refused(page_size):
     metadata = MLAMetadataBuilder(4, 4, 64, 12, "cpu").build([0, 4], [8], TABLE[:1])
-    message = f"metadata was built for pages of 4 tokens, and the cache has pages of {page_size}"
+    message = f"cache must have pages of 4 tokens like the metadata, got pages of {page_size}"
     with pytest.raises(ValueError, match=message):
         MLAAttention(SMALL)(torch.zeros(4, 32), torch.zeros(10, page_size, 1, 20), metadata)
 
 
 def test_a_cache_of_fewer_pages_is_refused():
     metadata = MLAMetadataBuilder(4, 4, 64, 12, "cpu", num_pages=10).build([0, 4], [8], TABLE[:1])
-    with pytest.raises(ValueError, match="metadata was built for 10 pages, and the cache has 9"):
+    with pytest.raises(ValueError, match="cache must have the metadata's 10 pages, got 9"):
         MLAAttention(SMALL)(torch.zeros(4, 32), torch.zeros(9, 4, 1, 20), metadata)
 
 
@@ -312,7 +312,7 @@ def test_pages_beyond_the_cache_are_found_when_both_meet():
     cache = torch.zeros(5, 4, 1, 20)
     for table, slots, page in ((TABLE[:1], None, 7), (TABLE[1:2], torch.tensor([0, 1, 22, -1]), 5)):
         metadata = builder.build([0, 4], [12 if slots is None else 8], table, slots)
-        with pytest.raises(ValueError, match=f"^metadata has a request or a slot in page {page}, and the cache has 5"):
+        with pytest.raises(ValueError, match=f"^cache must have at least {page + 1} pages for this metadata, got 5$"):
             layer(torch.zeros(4, 32), cache, metadata)
     # What no request reaches may be anything.
     layer(torch.zeros(4, 32), cache, builder.build([0, 4], [8], TABLE[:1]))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashlatte.layers import IndexerConfig, MLAAttention, MLAConfig
-from flashlatte.layers.quantised import times_scales
+from flashlatte.layers.quantised import apply_block_scales
 
 CONFIG = MLAConfig(160, 2, 136, 8, 4, 8, q_lora_rank=24, attention_bias=True)
 LITE = MLAConfig(160, 2, 136, 8, 4, 8)
@@ -88,7 +88,7 @@ def test_float8_weights_are_scaled_by_the_block(save, config):
     layer.load_checkpoint(save(stored), 3)
     for name, weight in layer.named_parameters():
         scale = stored.get(name + "_scale_inv")
-        expected = stored[name] if scale is None else times_scales(stored[name], scale, (128, 128))
+        expected = stored[name] if scale is None else apply_block_scales(stored[name], scale, (128, 128))
         # The head weights of an indexer stay in float32.
         dtype = torch.float32 if name == "indexer.weights_proj.weight" else torch.bfloat16
         assert torch.equal(weight, expected.to(dtype)), name
@@ -97,7 +97,7 @@ def test_float8_weights_are_scaled_by_the_block(save, config):
 def test_dequantised_blocks():
     weight = torch.ones(130, 257).to(torch.float8_e4m3fn)
     scale = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    result = times_scales(weight, scale, (128, 128))
+    result = apply_block_scales(weight, scale, (128, 128))
     assert result[[0, 127, 128, 129], [0, 128, 127, 256]].tolist() == [1.0, 2.0, 4.0, 6.0]
 
 
@@ -125,12 +125,12 @@ INDEXER = {"indexer.wk.weight": torch.zeros(3), "indexer.wq_b.weight": torch.zer
 def test_weights_without_a_use_are_named(save):
     weights = random_weights()
     layer = MLAAttention(CONFIG)
-    message = "weights has indexer.wk.weight, indexer.wq_b.weight, and the layer has no use for them: .*ignore="
+    message = "weights must not have indexer.wk.weight, indexer.wq_b.weight, which the layer does not use: .*ignore="
     with pytest.raises(ValueError, match=message):
         layer.load_weights(weights | INDEXER)
     with pytest.raises(ValueError, match=message):
         layer.load_checkpoint(save(weights | INDEXER), 3)
-    with pytest.raises(ValueError, match=r"weights has indexer.wq_b.weight, and"):
+    with pytest.raises(ValueError, match=r"weights must not have indexer.wq_b.weight, which"):
         layer.load_weights(weights | INDEXER, ignore=("indexer.wk.*",))
 
 
@@ -143,7 +143,7 @@ def test_weights_without_a_use_that_are_ignored(save):
 
 def test_a_scale_of_weights_that_are_not_float8_has_no_use():
     weights = random_weights()
-    with pytest.raises(ValueError, match=r"weights has o_proj.weight_scale_inv, and the layer has no use"):
+    with pytest.raises(ValueError, match=r"weights must not have o_proj.weight_scale_inv, which the layer"):
         MLAAttention(CONFIG).load_weights(weights | {"o_proj.weight_scale_inv": torch.ones(2, 1)})
 
 

@@ -96,7 +96,7 @@ def test_a_family_that_is_refused_has_its_reason(family):
     transformers = pytest.importorskip("transformers")
     if family not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    with pytest.raises(ValueError, match=f"is not served: {models.REFUSED[family]}$"):
+    with pytest.raises(ValueError, match=f"is not supported: {models.REFUSED[family]}$"):
         MLAConfig.from_transformers(transformers.CONFIG_MAPPING[family]())
 
 
@@ -111,7 +111,7 @@ def test_a_text_config_inside():
 def test_what_is_no_config_is_refused(read, config):
     got = repr(config) if isinstance(config, str) else type(config).__name__
     with pytest.raises(
-        TypeError, match=rf"^config must be a transformers config, as a model's \.config, .*, got {got}$"
+        TypeError, match=rf"^config must be a transformers config \(a model's \.config\), .*, got {got}$"
     ):
         read(config)
 
@@ -122,10 +122,10 @@ def test_what_is_no_config_is_refused(read, config):
         ({"kv_lora_rank": None}, "config must be an MLA model's, with kv_lora_rank, got model_type deepseek_v3"),
         ({"v_head_dim": None, "hidden_size": None}, "config must have hidden_size, v_head_dim"),
         ({"model_type": "deepseek_v9"}, "model_type must be one of .*deepseek_v2.*, got 'deepseek_v9'"),
-        ({"model_type": "kimi_linear"}, "model_type 'kimi_linear' is not served: most of its layers are linear"),
-        ({"model_type": "hy_v4_vl_text"}, "'hy_v4_vl_text' is not served: .* attention sinks and a gate"),
-        ({"model_type": "glm5_next", "text_config": V3_JSON}, "'glm5_next' is not served: .* no rotary embedding"),
-        ({"model_type": "axk2", "kv_lora_rank": None}, "'axk2' is not served: an indexer selects its tokens"),
+        ({"model_type": "kimi_linear"}, "model_type 'kimi_linear' is not supported: most of its layers are linear"),
+        ({"model_type": "hy_v4_vl_text"}, "'hy_v4_vl_text' is not supported: .* attention sinks and a gate"),
+        ({"model_type": "glm5_next", "text_config": V3_JSON}, "'glm5_next' is not supported: .* no rotary embedding"),
+        ({"model_type": "axk2", "kv_lora_rank": None}, "'axk2' is not supported: an indexer selects its tokens"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type must be default or yarn, got 'linear'"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim must be even, got 63"),
         ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
@@ -141,7 +141,7 @@ def test_what_is_no_config_is_refused(read, config):
         ),
         ({"attention_bias": "no"}, "attention_bias must be True or False, got 'no'"),
         ({"text_config": 5}, "text_config of a config must be an object, got 5"),
-        ({"model_type": ["deepseek_v3"]}, "model_type must be a text"),
+        ({"model_type": ["deepseek_v3"]}, "model_type must be a str"),
     ],
 )
 def test_what_is_no_mla_config_is_named(changes, message):

@@ -57,7 +57,7 @@ def v4() -> tuple[torch.nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
         indexer=V4IndexerConfig(2, 32, 2),
     )
     layer = V4Attention(config)
-    step = V4Step.of_spans([(0, TOKENS)], PAGES, {4: (PAGES, PAGES)}, window=4, page_size=4)
+    step = V4Step.from_spans([(0, TOKENS)], PAGES, {4: (PAGES, PAGES)}, window=4, page_size=4)
     cache = V4Cache.allocate(config, 4, 4, state_pages=4, cache_format="fp32")
     return layer, lambda hidden: layer(hidden, step, cache)
 

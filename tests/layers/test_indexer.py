@@ -24,7 +24,7 @@ from layers.stock import (
 )
 
 from flashlatte.layers import IndexerConfig, MLAAttention, MLAConfig
-from flashlatte.layers.models import shared_selections
+from flashlatte.layers.models import shared_selection_layers
 
 TOPK = INDEXED["index_topk"]
 
@@ -93,7 +93,7 @@ def test_a_decode_step_may_choose_as_late_as_its_attention_begins(model, monkeyp
     wanted, engine = (engine_of(model, (33, 40)) for _ in range(2))
     for step in steps:
         wanted.step(step)
-    monkeypatch.setattr("flashlatte.layers.index_step.SideStream", Latest)
+    monkeypatch.setattr("flashlatte.layers.indexer.SideStream", Latest)
     for step in steps:
         engine.step(step)
     for result, expected in zip(engine.results(), wanted.results(), strict=True):
@@ -260,7 +260,7 @@ def test_layers_that_share_as_transformers_says():
     ):
         config = transformers.GlmMoeDsaConfig(num_hidden_layers=8, **options)
         expected = tuple(layer for layer, kind in enumerate(config.indexer_types) if kind == "shared")
-        assert shared_selections({"num_hidden_layers": 8, **options}) == expected
+        assert shared_selection_layers({"num_hidden_layers": 8, **options}) == expected
         indexer = MLAConfig.from_transformers(config).indexer
         assert indexer is not None
         assert indexer.shared_layers == expected
@@ -269,7 +269,7 @@ def test_layers_that_share_as_transformers_says():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"index_cache": None}, "index_cache must be given to a layer with an indexer, .*: this has an indexer"),
+        ({"index_cache": None}, "index_cache must be given if and only if .* has an indexer"),
         (
             {"index_cache": torch.zeros(5, 4, 1, 32)},
             r"index_cache must have cache's 10 pages of 4 tokens .* got 5 of 4",
@@ -297,7 +297,7 @@ def test_a_token_that_is_not_stored_cannot_be_selected():
     engine = engine_of(stock("v32"), (40,))
     slots = torch.arange(20)
     slots[13] = -1
-    with pytest.raises(ValueError, match="slot_mapping must store every token of a prefill that an indexer selects"):
+    with pytest.raises(ValueError, match="slot_mapping must have a slot for every token of a prefill with an indexer"):
         engine.builder.build([0, 20], [20], engine.table, slots)
     engine.builder.build([0, 8], [8], engine.table, slots[12:])
 
@@ -306,10 +306,10 @@ def test_a_choice_to_share_must_have_been_made():
     engine = engine_of(stock("v32"), (40,))
     metadata = engine.builder.build([0, 20], [20], engine.table)
     layer = MLAAttention(engine.layer.config, shares_selection=True, dtype=torch.float32)
-    with pytest.raises(ValueError, match="metadata has no selection to share yet"):
+    with pytest.raises(ValueError, match="metadata has no selection yet"):
         layer(engine.sequences[0][:20], engine.cache, metadata)
     engine.step({0: 20})
-    with pytest.raises(ValueError, match="this has no indexer"):
+    with pytest.raises(ValueError, match="this layer has no indexer"):
         layer(engine.sequences[0][:20], engine.cache, engine.metadata, index_cache=engine.index_cache)
     with pytest.raises(ValueError, match="shares_selection needs a config with an indexer"):
         MLAAttention(dataclasses.replace(engine.layer.config, indexer=None), shares_selection=True)

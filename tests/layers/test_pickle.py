@@ -16,6 +16,6 @@ def test_an_unpickled_layer_rotates_by_its_own_table(monkeypatch, kind):
     with torch.device("meta"):
         layer = MLAAttention(MLAConfig(**small)) if kind == "MLA" else V4Attention(V4Config(**small))
     stored = pickle.dumps(layer)
-    monkeypatch.setattr(rope, "_NUMBERED", [("another embedding", 0)])
+    monkeypatch.setattr(rope, "_TABLE_KEYS", [("another embedding", 0)])
     loaded = pickle.loads(stored)
-    assert rope._NUMBERED[loaded._rope_number] == rope._NUMBERED[-1] != ("another embedding", 0)
+    assert rope._TABLE_KEYS[loaded._rope_table_id] == rope._TABLE_KEYS[-1] != ("another embedding", 0)

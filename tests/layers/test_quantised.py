@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from flashlatte.layers.quantised import matrix_of
+from flashlatte.layers.quantised import dequantised_weight
 
 INPUTS, OUTPUTS = 6, 4
 
@@ -70,7 +70,7 @@ def layer_of(kind: type[Quantised], act_pre_scale: torch.Tensor | None = None) -
 
 def assert_is_its_matrix(layer: nn.Linear) -> None:
     x = torch.randint(-9, 10, (3, INPUTS)).float()
-    torch.testing.assert_close(x @ matrix_of(layer, torch.float32).T, layer(x), rtol=0, atol=0)
+    torch.testing.assert_close(x @ dequantised_weight(layer, torch.float32).T, layer(x), rtol=0, atol=0)
 
 
 class Bytes(nn.Linear):
@@ -91,15 +91,15 @@ def test_what_multiplies_the_layers_input_is_part_of_the_matrix(kind: type[Quant
 @pytest.mark.parametrize("name", ["codes", "scale", "act_pre_scale"])
 def test_a_weight_whose_part_changed_is_read_again(name: str) -> None:
     layer = layer_of(Dequantisable, torch.ones(INPUTS))
-    before = matrix_of(layer, torch.float32)
-    assert matrix_of(layer, torch.float32) is before
+    before = dequantised_weight(layer, torch.float32)
+    assert dequantised_weight(layer, torch.float32) is before
     getattr(layer.weight, name).neg_()
-    torch.testing.assert_close(matrix_of(layer, torch.float32), -before, rtol=0, atol=0)
+    torch.testing.assert_close(dequantised_weight(layer, torch.float32), -before, rtol=0, atol=0)
 
 
 def test_a_weight_that_was_exchanged_for_another_is_read_again() -> None:
     layer, other = layer_of(Dequantisable), layer_of(Dequantisable)
-    matrix_of(layer, torch.float32)
+    dequantised_weight(layer, torch.float32)
     torch.utils.swap_tensors(layer.weight, other.weight)
     assert_is_its_matrix(layer)
 
@@ -113,9 +113,9 @@ def test_other_numbers_where_a_weight_lay_that_is_gone_are_read() -> None:
         return torch.frombuffer(memory, dtype=torch.float8_e4m3fn).view(OUTPUTS, INPUTS)
 
     layer = Bytes(codes(0x38))
-    assert matrix_of(layer, torch.float32).eq(1).all()
+    assert dequantised_weight(layer, torch.float32).eq(1).all()
     layer.weight.data = codes(0x40)
-    assert matrix_of(layer, torch.float32).eq(2).all()
+    assert dequantised_weight(layer, torch.float32).eq(2).all()
 
 
 @pytest.mark.parametrize("scale", [0.001, 0.3])
@@ -126,5 +126,5 @@ def test_a_layer_that_rounds_its_input_on_a_scale_of_its_own_is_refused(scale: f
 
     layer = Static(INPUTS, OUTPUTS, bias=False)
     layer.weight = nn.Parameter(torch.full((OUTPUTS, INPUTS), 3, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(TypeError, match=r"^a quantised Static must be one product, got one that rounds or clips"):
-        matrix_of(layer, torch.float32)
+    with pytest.raises(TypeError, match=r"^a quantised Static must be a linear map, got one that quantises its input"):
+        dequantised_weight(layer, torch.float32)

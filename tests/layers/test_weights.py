@@ -11,8 +11,8 @@ from layers.stock import Engine, hidden_states, layer_like, stock
 from torch import nn
 
 from flashlatte.layers import forward
-from flashlatte.layers.indexer import Indexing
-from flashlatte.layers.weights import own_matrix, own_weight
+from flashlatte.layers.indexer import StepIndexer
+from flashlatte.layers.weights import linear_weight, norm_weight
 
 READ = ("kv_b_proj", "kv_a_layernorm", "q_a_layernorm")
 
@@ -62,11 +62,11 @@ def test_a_bias_and_a_quantised_weight_are_refused():
     layer = nn.Module()
     layer.kv_b_proj = nn.Linear(8, 4)
     with pytest.raises(TypeError, match="got a bias"):
-        own_matrix(layer, "kv_b_proj", torch.float32)
+        linear_weight(layer, "kv_b_proj", torch.float32)
     layer.kv_b_proj = nn.Linear(8, 4, bias=False)
     layer.kv_b_proj.weight = nn.Parameter(torch.zeros(4, 8, dtype=torch.int8), requires_grad=False)
     with pytest.raises(TypeError, match=r"got .* a weight of torch\.int8"):
-        own_matrix(layer, "kv_b_proj", torch.float32)
+        linear_weight(layer, "kv_b_proj", torch.float32)
 
 
 def test_a_replica_has_its_parameters_elsewhere():
@@ -74,7 +74,7 @@ def test_a_replica_has_its_parameters_elsewhere():
     layer.norm = replica = nn.RMSNorm(4)._replicate_for_data_parallel()  # pyright: ignore[reportCallIssue]
     replica._parameters = {}
     replica.weight = torch.ones(4)  # pyright: ignore[reportAttributeAccessIssue]
-    assert own_weight(layer, "norm") is replica.weight
+    assert norm_weight(layer, "norm") is replica.weight
 
 
 def test_a_hook_of_an_indexers_head_weights_is_heard():
@@ -82,7 +82,7 @@ def test_a_hook_of_an_indexers_head_weights_is_heard():
     indexer.weights_proj = nn.Linear(16, 4, bias=False).requires_grad_(False)
     hidden = torch.randn(3, 16)
     nothing: Any = None
-    indexing = Indexing(indexer, nothing, nothing, nothing, nothing)  # pyright: ignore[reportArgumentType]
+    indexing = StepIndexer(indexer, nothing, nothing, nothing, nothing)  # pyright: ignore[reportArgumentType]
     expected = indexing.head_weights(hidden)
     hooked(indexer, "weights_proj")
     torch.testing.assert_close(indexing.head_weights(hidden), 2 * expected)
@@ -98,6 +98,6 @@ def test_weights_are_checked_before_a_model_is_changed():
 
 def test_a_norm_may_have_the_forward_of_a_kernel():
     layer = layer_like(stock("v3"))
-    expected = own_weight(layer, "kv_a_layernorm")
+    expected = norm_weight(layer, "kv_a_layernorm")
     replaced(layer, "kv_a_layernorm")
-    assert own_weight(layer, "kv_a_layernorm") is expected
+    assert norm_weight(layer, "kv_a_layernorm") is expected

@@ -21,7 +21,7 @@ FLOORS = (
     ("engine",),
     ("testing",),
     ("bench",),
-    ("integrations", "doctor", "ahead"),
+    ("integrations", "doctor", "precompile"),
     ("demo",),
     ("cli", "__main__"),
 )

@@ -85,7 +85,7 @@ def options_by_rank(options: list[dict[str, Any]], late: int | None = None) -> N
         time.sleep(1.5)
     engine = made(mine.pop("source"), mine)
     if dist.get_world_size() == engine.ranks.size:
-        engine.ranks.part()
+        engine.ranks.leave()
 
 
 def another_alike() -> list[int]:
@@ -160,7 +160,7 @@ def leave() -> None:
     """Rank 0 is done and does not close the engine."""
     engine = made("DeepseekV3", {})
     if engine.leads:
-        engine.ranks.part()
+        engine.ranks.leave()
     else:
         engine.follow()
 
@@ -195,7 +195,7 @@ def least(numbers: list[int | None]) -> int:
     """The smallest number; a rank of None does something else."""
     ranks, number = Ranks(dist.get_world_size()), numbers[dist.get_rank()]
     if number is not None:
-        return ranks.least(number)
+        return ranks.all_reduce_min(number)
     ranks.agree({"num_pages": 9})
     return 0
 

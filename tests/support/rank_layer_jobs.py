@@ -83,14 +83,14 @@ def whole(heads: int = 8, index_format: str | None = None) -> list[torch.Tensor]
     return run(layer, sizes, PAGE_TOKENS, None, index_format)[0]
 
 
-def divided(keys_over: int, heads: int = 8, index_format: str | None = None) -> tuple[list[torch.Tensor], int]:
-    """Heads over all ranks, keys over groups of ``keys_over`` of them; and how many tokens this rank has stored."""
+def divided(kv_ranks: int, heads: int = 8, index_format: str | None = None) -> tuple[list[torch.Tensor], int]:
+    """Heads over all ranks, keys over groups of ``kv_ranks`` of them; and how many tokens this rank has stored."""
     sizes = config(heads, index_format)
     layer = TensorParallelAttention(sizes)
     layer.layer.load_weights(weights(sizes))
     context = None
-    if keys_over > 1:
-        ranks, size = dist.get_rank() // keys_over * keys_over, dist.get_world_size()
-        groups = [dist.new_group(range(first, first + keys_over)) for first in range(0, size, keys_over)]
-        context = ContextParallel(groups[ranks // keys_over], interleave=2)  # type: ignore[arg-type]
-    return run(layer, sizes, PAGE_TOKENS // keys_over, context, index_format)
+    if kv_ranks > 1:
+        ranks, size = dist.get_rank() // kv_ranks * kv_ranks, dist.get_world_size()
+        groups = [dist.new_group(range(first, first + kv_ranks)) for first in range(0, size, kv_ranks)]
+        context = ContextParallel(groups[ranks // kv_ranks], interleave=2)  # type: ignore[arg-type]
+    return run(layer, sizes, PAGE_TOKENS // kv_ranks, context, index_format)

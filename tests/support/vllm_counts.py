@@ -13,7 +13,7 @@ PLACES = {
     "dense_prefill": "flashlatte.layers.prefill",
     "cache_gather": "flashlatte.layers.prefill",
     "merge_states": "flashlatte.layers.prefill",
-    "attend_chosen": SPARSE,
+    "attend_selected_rows": SPARSE,
     "index_quantize": INDEXER,
     "index_gather": INDEXER,
     "index_select": INDEXER,

@@ -1,4 +1,4 @@
-"""One rank's part of a checkpoint, read as slices of its files: what others have takes no time and no memory."""
+"""Reads one rank's part of a checkpoint as slices of its safetensors files."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ from typing import Any
 
 import torch
 
-from flashlatte.distributed.model.cuts import numbers_of_one, piece_of, scales_name
-from flashlatte.distributed.model.names import in_transformers
+from flashlatte.distributed.model.partition import elements_per_entry, min_slice, scales_name
 from flashlatte.distributed.model.ranks import Ranks
-from flashlatte.distributed.model.shards import inner_share
-from flashlatte.layers.checkpoint import opened, safetensors_files
-from flashlatte.layers.missing import check_loaded, check_stored, own_tensors
-from flashlatte.layers.quantised import times_scales
+from flashlatte.distributed.model.shards import inner_range
+from flashlatte.distributed.model.weight_names import in_transformers
+from flashlatte.layers.checkpoint import open_safetensors, safetensors_files
+from flashlatte.layers.missing_weights import check_loaded, check_stored, own_tensors
+from flashlatte.layers.quantised import apply_block_scales
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _STORED = _FLOATS | {"I64": torch.int64, "I32": torch.int32}
-# Weights and scales of a checkpoint that says that it is quantised.
+# Dtypes of weights and scales in a quantised checkpoint.
 _FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
-# Two numbers of four bits to a byte.
-_FOUR_BITS = {"I8": torch.int8}
+# Two 4-bit elements packed into a byte.
+_MXFP4 = {"I8": torch.int8}
 _EXPERTS = ".experts."
-# One weight where a config ties them.
+# The same weight if the config ties word embeddings.
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Slices:
-    """A directory of safetensors, of which nothing is read until it is asked for.
+    """A checkpoint directory whose tensors are read as slices, on demand.
 
     Attributes:
-        model: the transformers model of the directory without its weights: its tensors are on PyTorch's meta device.
+        model: the transformers model of the checkpoint on PyTorch's meta device.
     """
 
     def __init__(self, path: Path, config: Any, dtype: torch.dtype | None, quantiser: Any = None) -> None:
         from transformers import AutoModelForCausalLM, GenerationConfig
 
-        self._files = {file: opened(file) for file in _files(path)}
-        # Of transformers' names the file, and the name there.
-        self._places = {
+        self._files = {file: open_safetensors(file) for file in _files(path)}
+        # The file, and the tensor's name in it, by transformers' names.
+        self._sources_by_name = {
             in_transformers(stored, config.model_type): (file, stored)
-            for file, opened in self._files.items()
-            for stored in opened.keys()  # noqa: SIM118 (safe_open is no mapping)
+            for file, tensors in self._files.items()
+            for stored in tensors.keys()  # noqa: SIM118 (safe_open is no mapping)
         }
         self._dtypes = _STORED | ({} if quantiser is None else _FLOAT8)
         if quantiser is not None and not quantiser.quantization_config.dequantize:
-            self._dtypes |= _FOUR_BITS
+            self._dtypes |= _MXFP4
         with torch.device("meta"):
             self.model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype or self._dtype(config)).eval()
         self._quantiser: Any = quantiser
@@ -55,39 +55,43 @@ class Slices:
             quantiser.preprocess_model(self.model, dtype=self.model.dtype)
         if (path / "generation_config.json").is_file():
             self.model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
-        # Only transformers' own attention rotates by them.
+        # Only transformers' own attention uses the rotary embeddings.
         for module in self.model.modules():
             if hasattr(module, "rotary_emb"):
                 module.rotary_emb = None
 
     @classmethod
     def of(cls, path: str | Path, config: Any, dtype: torch.dtype | None, device: torch.device | str) -> Slices | None:
-        """None where transformers alone can read it: other files, an adapter beside them, other quantised weights than
-        float8 with scales of blocks, names of its own.
+        """Open a checkpoint, or return None if only transformers can load it.
+
+        That is the case for files other than safetensors, an adapter, quantised weights other than float8 with block
+        scales, and unknown tensor names.
 
         Args:
-            dtype: of the weights; None: as the config says, or as stored. Of float8 ones, where they are dequantised.
-            device: where they are to be.
+            dtype: dtype of the weights, and of dequantised float8 weights; None: the config's, or as stored.
+            device: target device.
 
         Raises:
-            FileNotFoundError: a file is missing.
-            ValueError: a file is damaged, or weights are missing (``check_stored``, ``check_loaded``).
+            FileNotFoundError: a missing file.
+            ValueError: a damaged file, or missing weights (``check_stored``, ``check_loaded``).
         """
         quantised = getattr(config, "quantization_config", None) is not None
         quantiser = _float8_quantiser(config, torch.device(device)) if quantised else None
         if not _files(Path(path)) or (quantised and quantiser is None):
             return None
         slices = cls(Path(path), config, dtype, quantiser)
-        return slices if slices._has_all(path) and all(map(slices._is_readable, slices._places)) else None
+        return (
+            slices if slices._has_all_weights(path) and all(map(slices._is_readable, slices._sources_by_name)) else None
+        )
 
     def fill(self, ranks: Ranks, heads: int, device: torch.device | str) -> None:
-        """Read what the model still has after it was cut to a rank's part.
+        """Load the weights of ``model`` after it was partitioned for a rank.
 
         Args:
-            heads: of the whole model, or groups of heads that stay together.
+            heads: number of heads of the whole model, or of groups of heads that are not divided.
 
         Raises:
-            ValueError: a weight of another shape than the config says.
+            ValueError: a weight whose shape does not match the config.
         """
         in_float32 = _kept_in_float32(self.model)
         values: dict[str, torch.Tensor] = {}
@@ -95,7 +99,7 @@ class Slices:
             if name == _HEAD and self._is_tied:
                 values[name] = values[_EMBEDDING]
                 continue
-            # Heads are dealt whole.
+            # Attention weights are divided between heads.
             count = heads if ".self_attn." in name else None
             kept = any(re.search(pattern, name) for pattern in in_float32) and target.dtype.itemsize > 1
             values[name] = self._read(name, target, ranks, count).to(device, torch.float32 if kept else target.dtype)
@@ -103,14 +107,14 @@ class Slices:
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
 
-    def _has_all(self, path: str | Path) -> bool:
-        """Whether the files have all tensors of the model under known names; ValueError if none can be of others."""
-        check_stored(path, self.model.config, {name: self._stored(name) for name in self._places})
+    def _has_all_weights(self, path: str | Path) -> bool:
+        """Whether all tensors of the model are found by known names; ValueError if no unknown name could be one."""
+        check_stored(path, self.model.config, {name: self._stored(name) for name in self._sources_by_name})
         sources = {name: self._sources(name) for name in self.model.state_dict()}
         missing = [name for name, found in sources.items() if not found]
         used = {source for found in sources.values() for source in found}
         used |= {scales_name(source) for source in used}
-        unused = [name for name in self._places if name not in used]
+        unused = [name for name in self._sources_by_name if name not in used]
         ignored = "|".join(self.model._keys_to_ignore_on_load_missing or ["(?!)"])
         if missing and (own_tensors(self.model, unused) or any(re.search(ignored, name) for name in missing)):
             return False
@@ -127,7 +131,7 @@ class Slices:
             return self._part(name, sources[0], target, ranks, count)
         stored = self._dtypes[self._stored(sources[0])]
         whole = torch.empty(target.shape, dtype=target.dtype if stored in _FLOAT8.values() else stored)
-        # Of each expert one source, or two whose rows lie one after the other.
+        # Each expert has one source, or two whose rows are concatenated.
         sources_of_one = len(sources) // target.shape[0]
         for number, source in enumerate(sources):
             expert, half = divmod(number, sources_of_one)
@@ -136,9 +140,9 @@ class Slices:
         return whole
 
     def _part(self, name: str, source: str, target: torch.Tensor, ranks: Ranks, count: int | None) -> torch.Tensor:
-        """What this rank has of a tensor: of the axis that is longer there, its share, of ``count`` heads if given.
+        """This rank's slice of a tensor, along the axis that is longer than in ``target``; of ``count`` heads if given.
 
-        A float8 weight is dequantised for a ``target`` of another dtype.
+        A float8 weight is dequantised if ``target`` has another dtype.
         """
         stored = self._slice(source)
         cut = []
@@ -148,65 +152,66 @@ class Slices:
         part = stored[tuple(cut)] if cut else stored[:]
         if part.shape != target.shape:
             raise ValueError(
-                f"model has {source} of shape {stored.get_shape()}, and its config wants {list(target.shape)} of "
-                f"{name} on rank {ranks.rank} of {ranks.size}"
+                f"{source} must have the shape {list(target.shape)} that the config gives {name} on rank {ranks.rank} "
+                f"of {ranks.size}, got {stored.get_shape()}"
             )
         if part.dtype != torch.float8_e4m3fn or target.dtype == part.dtype:
             return part
         scales = self._slice(scales_name(source))[:]
         block = self._quantiser.quantization_config.weight_block_size
-        return times_scales(part, scales, block, (cut[0].start, cut[1].start)).to(target.dtype)
+        return apply_block_scales(part, scales, block, (cut[0].start, cut[1].start)).to(target.dtype)
 
     def _share(self, name: str, axis: int, size: int, ranks: Ranks, count: int | None) -> tuple[int, int]:
-        """(first, end) of this rank's share of an axis, as ``keep_heads`` and ``divide_mlp`` have cut it."""
+        """(first, end) of this rank's slice of an axis, as partitioned by ``keep_heads`` and ``divide_mlp``."""
         parent, _, own = name.rpartition(".")
         module = self.model.get_submodule(parent)
-        each = numbers_of_one(module, own, axis)
+        elements = elements_per_entry(module, own, axis)
         if count is None:
-            first, end = inner_share(ranks, size * each, piece_of(module))
+            first, end = inner_range(ranks, size * elements, min_slice(module))
         else:
-            first, end = (edge * size * each // count for edge in ranks.share(count))
-        return first // each, end // each
+            first, end = (edge * size * elements // count for edge in ranks.share(count))
+        return first // elements, end // elements
 
     def _sources(self, name: str) -> list[str]:
-        """The tensors of the files that a tensor of the model is made of; none where they are not known."""
+        """The stored tensors that form a tensor of the model; empty if they are unknown."""
         if name == _HEAD and self._is_tied:
             name = _EMBEDDING
         before, _, part = name.partition(_EXPERTS)
         part, scales, _ = part.partition("_scale_inv")
         parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(part)
         if parts is None:
-            return [name] if name in self._places else []
+            return [name] if name in self._sources_by_name else []
         experts = range(self.model.config.n_routed_experts)
         sources = [f"{before}{_EXPERTS}{expert}.{one}.weight{scales}" for expert in experts for one in parts]
-        return sources if all(source in self._places for source in sources) else []
+        return sources if all(source in self._sources_by_name for source in sources) else []
 
     def _is_readable(self, name: str) -> bool:
         stored = self._stored(name)
-        has_scales = scales_name(name) in self._places
+        has_scales = scales_name(name) in self._sources_by_name
         return stored in self._dtypes and (has_scales or stored not in ("F8_E4M3", "I8"))
 
     def _stored(self, name: str) -> str:
         return self._slice(name).get_dtype()
 
     def _slice(self, name: str) -> Any:
-        file, stored = self._places[name]
+        file, stored = self._sources_by_name[name]
         return self._files[file].get_slice(stored)
 
     def _dtype(self, config: Any) -> torch.dtype:
-        return config.dtype or _FLOATS.get(self._stored(next(iter(self._places))), torch.float32)
+        return config.dtype or _FLOATS.get(self._stored(next(iter(self._sources_by_name))), torch.float32)
 
 
 def _float8_quantiser(config: Any, device: torch.device) -> Any:
-    """What makes transformers' layers of float8 weights with scales of blocks, or leaves a model as it is for weights
-    that are dequantised, as a CPU or an older GPU needs it; None where a checkpoint is quantised in another way.
+    """transformers' quantiser of float8 weights with block scales; None for other quantised checkpoints.
+
+    On a CPU or an older GPU it dequantises, and does not change the model's layers.
     """
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    asked = copy.deepcopy(config.quantization_config)
-    if (asked if isinstance(asked, dict) else asked.to_dict()).get("quant_method") != "fp8":
+    quantization = copy.deepcopy(config.quantization_config)
+    if (quantization if isinstance(quantization, dict) else quantization.to_dict()).get("quant_method") != "fp8":
         return None
-    quantiser: Any = AutoHfQuantizer.from_config(asked, pre_quantized=True)
+    quantiser: Any = AutoHfQuantizer.from_config(quantization, pre_quantized=True)
     if quantiser.quantization_config.weight_block_size is None:
         return None
     quantiser.quantization_config.dequantize |= device.type == "cpu"
@@ -215,7 +220,7 @@ def _float8_quantiser(config: Any, device: torch.device) -> Any:
 
 
 def _kept_in_float32(model: Any) -> set[str]:
-    """Which weights transformers reads in float32: patterns of their names, some for float16 only."""
+    """Name patterns of weights that transformers loads in float32; some apply to float16 only."""
     patterns = set[str]()
     if model.dtype in (torch.float16, torch.bfloat16):
         patterns.update(model._keep_in_fp32_modules_strict or ())
@@ -225,5 +230,5 @@ def _kept_in_float32(model: Any) -> set[str]:
 
 
 def _files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint that transformers would read, none where it has others, or an adapter."""
+    """The safetensors files of a checkpoint that transformers would load; empty for other files, or an adapter."""
     return [] if (path / "adapter_config.json").is_file() else safetensors_files(path)

@@ -1,7 +1,7 @@
-"""The processes of an engine on several GPUs: who has what of the model and the keys, and how plans travel.
+"""The ranks of an engine on several GPUs: tensor parallelism, context parallelism, and the broadcast of batches.
 
-Rank 0 schedules. Each step's numbers go to the others over a gloo group of the hosts, and every rank computes its part;
-the collectives in between are those of the model's group.
+Rank 0 schedules, and broadcasts each batch over a gloo group. Every rank computes its part of the model; the
+collectives in between use the model's process group.
 """
 
 from __future__ import annotations
@@ -19,37 +19,36 @@ import torch.distributed as dist
 from flashlatte.distributed.agreement import Agreement, check_others, failing_together
 from flashlatte.distributed.context_parallel import ContextParallel
 from flashlatte.distributed.metadata import shard_metadata
-from flashlatte.distributed.model.alone import Alone
-from flashlatte.distributed.model.meeting import PATIENCE, Meeting
-from flashlatte.distributed.summing import RankSum
+from flashlatte.distributed.model.rendezvous import TIMEOUT, Rendezvous
+from flashlatte.distributed.model.single_process import SingleProcess
+from flashlatte.distributed.peer_memory import RankSum
 from flashlatte.distributed.watch import Watch
 from flashlatte.layers import MLAMetadata
 from flashlatte.runtime import checks
 
-# Rank 0 may have nothing to do for long. When it ends, its connections end, and so the wait of the others.
+# Rank 0 may be idle for long. When it exits, its connections close, which ends the wait of the others.
 _IDLE = timedelta(days=7)
-# Of a wait for this rank's GPU, until it is asked whether a rank that the GPU waits for has failed.
-_GLANCE_SECONDS = 1.0
+# Interval at which a wait for this rank's GPU checks for failures of other ranks.
+_POLL_SECONDS = 1.0
 
 
-class Ranks(Alone):
-    """The ranks that compute one model together, started by ``torchrun``, one process each.
+class Ranks(SingleProcess):
+    """The ranks that compute one model together, one process each, started by ``torchrun``.
 
     Args:
-        tensor_parallel: ranks that heads and MLPs are divided over: as many as there are processes.
-        context_parallel: ranks that the keys are divided over, a divisor of ``tensor_parallel``; that many neighbours
-            store a token once.
-        meeting: where the ranks come together; one of their own if None.
-        facts: what else all ranks must say alike.
+        tensor_parallel: number of ranks over which heads and MLPs are divided; equals the number of processes.
+        context_parallel: number of neighbouring ranks over which keys are sharded, a divisor of ``tensor_parallel``.
+        rendezvous: an entered or new ``Rendezvous``; a new one if None.
+        facts: further facts that must agree on all ranks.
 
     Attributes:
-        rank, size: this process's, and how many there are.
-        device: of this process: the GPU of its number on the host (``LOCAL_RANK``), or the CPU.
-        keys_over: ``context_parallel``.
+        rank, size: this process's rank, and the number of ranks.
+        device: this process's device: the GPU ``LOCAL_RANK``, or the CPU.
+        kv_ranks: ``context_parallel``.
 
     Raises:
-        TypeError, ValueError: numbers below 1, or that do not go with the processes that there are; ranks that differ.
-        RuntimeError: a rank that does not come, or has failed.
+        TypeError, ValueError: sizes below 1, or that do not match the number of processes; facts that differ.
+        RuntimeError: a rank that does not arrive within the timeout, or has failed.
     """
 
     def __init__(
@@ -57,154 +56,151 @@ class Ranks(Alone):
         tensor_parallel: int,
         context_parallel: int = 1,
         *,
-        meeting: Meeting | None = None,
+        rendezvous: Rendezvous | None = None,
         facts: Mapping[str, object] | None = None,
     ) -> None:
-        with meeting or Meeting(joins=True) as meeting:
+        with rendezvous or Rendezvous(joins=True) as rendezvous:
             self.size = checks.positive_int("tensor_parallel", tensor_parallel)
-            self.keys_over = checks.positive_int("context_parallel", context_parallel)
-            if meeting.world is None:
-                if self.size < self.keys_over:
+            self.kv_ranks = checks.positive_int("context_parallel", context_parallel)
+            if rendezvous.world is None:
+                if self.size < self.kv_ranks:
                     raise ValueError(
                         f"context_parallel must divide tensor_parallel {tensor_parallel}, the number of processes, got "
-                        f"{context_parallel}: torchrun --nproc-per-node {context_parallel} starts so many"
+                        f"{context_parallel}: start with torchrun --nproc-per-node {context_parallel}"
                     )
                 raise ValueError(
-                    f"tensor_parallel {tensor_parallel} needs as many processes: start with torchrun --nproc-per-node "
-                    f"{tensor_parallel}"
+                    f"tensor_parallel {tensor_parallel} needs {tensor_parallel} processes: start with torchrun "
+                    f"--nproc-per-node {tensor_parallel}"
                 )
             self.device = _own_device()
-            asked = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
-            meeting.agree({**asked, **(facts or {})})
-        if self.size != meeting.world.size():
+            arguments = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
+            rendezvous.agree({**arguments, **(facts or {})})
+        if self.size != rendezvous.world.size():
             raise ValueError(
-                f"tensor_parallel must be the number of processes, {meeting.world.size()}, got {tensor_parallel}"
+                f"tensor_parallel must be the number of processes, {rendezvous.world.size()}, got {tensor_parallel}"
             )
-        if self.size % self.keys_over:
-            raise ValueError(
-                f"context_parallel must divide tensor_parallel {tensor_parallel}, over whose ranks keys are divided, "
-                f"got {context_parallel}"
-            )
-        self.rank = meeting.join().rank()
-        # Groups of its own, which it can close when it fails, so that nobody waits for it.
+        if self.size % self.kv_ranks:
+            raise ValueError(f"context_parallel must divide tensor_parallel {tensor_parallel}, got {context_parallel}")
+        self.rank = rendezvous.join().rank()
+        # Separate groups can be closed on failure, so that no rank waits for this one.
         self._group = _group(range(self.size))
         self._plans = _group(range(self.size), backend="gloo", timeout=_IDLE)
-        self._agreement = Agreement(self._plans, PATIENCE)
+        self._agreement = Agreement(self._plans, TIMEOUT)
         self._context: ContextParallel | None = None
-        firsts = range(0, self.size, self.keys_over) if self.keys_over > 1 else ()
-        sharing = [_group(range(first, first + self.keys_over)) for first in firsts]
+        firsts = range(0, self.size, self.kv_ranks) if self.kv_ranks > 1 else ()
+        sharing = [_group(range(first, first + self.kv_ranks)) for first in firsts]
         if sharing:
-            self._context = ContextParallel(sharing[self.rank // self.keys_over], timeout=PATIENCE)
+            self._context = ContextParallel(sharing[self.rank // self.kv_ranks], timeout=TIMEOUT)
         self._groups = [self._plans, self._group, *([self._context.group] if self._context else [])]
         for group in self._groups[1:]:
-            # NCCL connects a group when it is first used, and would wait for ever for a rank that has died by then.
+            # NCCL connects a group at its first use, and would hang then if a rank had died.
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         self._sum = RankSum(self._group, self._agreement)
         self._watch = Watch(_group(range(self.size), backend="gloo", timeout=_IDLE))
 
     @property
-    def leads(self) -> bool:
-        """Whether this is rank 0, which takes requests and schedules."""
+    def is_leader(self) -> bool:
+        """Whether this is rank 0, which schedules."""
         return self.rank == 0
 
     @property
     def closed(self) -> bool:
-        """Whether the ranks have parted."""
+        """Whether this rank's process groups are closed."""
         return not self._groups
 
     def share(self, count: int) -> tuple[int, int]:
-        """(first, end) of what this rank has of ``count`` heads, or of other things that stay whole."""
+        """(first, end) of this rank's range of ``count`` heads or other indivisible parts."""
         return self.rank * count // self.size, (self.rank + 1) * count // self.size
 
     def agree(self, facts: Mapping[str, object]) -> None:
-        """Raise ValueError, on all ranks, where the engines were not made alike."""
+        """Raise ValueError on all ranks if engines differ in these facts."""
         self._agreement.check("Engine", facts)
 
-    def least(self, number: int) -> int:
-        """The smallest of the ranks' numbers."""
-        return self._agreement.least("a default of num_pages", number)
+    def all_reduce_min(self, number: int) -> int:
+        """The minimum of the ranks' numbers."""
+        return self._agreement.all_reduce_min("a default of num_pages", number)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of what each rank has, in the dtype of ``part``, which may be overwritten."""
+        """The sum of ``part`` over ranks, in its dtype; ``part`` may be overwritten."""
         return self._sum(part)
 
     def shard(self, metadata: MLAMetadata, cache_format: str) -> MLAMetadata:
-        """A step's metadata for the keys that this rank has."""
+        """A step's metadata for the keys that this rank stores."""
         if self._context is None:
             return metadata
         return shard_metadata(metadata, self._context, cache_format=cache_format)
 
     def send(self, batch: Any) -> None:
-        """Tell the others what to compute, in plain numbers; None: that there is nothing more to come.
+        """Broadcast a batch from rank 0; None after the last one.
 
         Raises:
-            RuntimeError: there is nothing more, and another rank has failed, which a message may not notice.
+            RuntimeError: ``batch`` is None and another rank has failed, which the broadcast might not detect.
         """
         if batch is None:
             check_others(self._plans)
         dist.broadcast_object_list([batch], 0, group=self._plans)
 
     def receive(self) -> Any:
-        """What rank 0 sends, whenever that is.
+        """Wait for a batch from rank 0.
 
         Raises:
-            RuntimeError: rank 0 ended without a word.
+            RuntimeError: rank 0 exited without closing its engine.
         """
-        told = [None]
+        received = [None]
         try:
-            dist.broadcast_object_list(told, 0, group=self._plans)
+            dist.broadcast_object_list(received, 0, group=self._plans)
         except RuntimeError as error:
             raise RuntimeError(
-                "rank 0 ended before its engine was closed: Engine.close(), or `with engine:`"
+                "rank 0 exited before its engine was closed: call Engine.close(), or use `with engine:`"
             ) from error
-        return told[0]
+        return received[0]
 
     def share_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Rank 0's tokens on every rank, in place: what was sampled is the same on all, whatever the last bits are."""
+        """Broadcast rank 0's sampled tokens in place, since the ranks' logits may differ by rounding."""
         dist.broadcast(tokens, 0, group=self._group)
         return tokens
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """Wait for this rank's GPU, which may wait for ever for that of a rank that has failed.
+        """Wait for an event of this rank's GPU, which hangs in a collective if another rank has failed.
 
         Raises:
-            RuntimeError: another rank failed; says which, and why.
+            RuntimeError: another rank failed; with its rank and error.
         """
         with self.failing_together():
-            asked = time.monotonic()
+            last_check = time.monotonic()
             while not event.query():
-                if time.monotonic() - asked > _GLANCE_SECONDS:
+                if time.monotonic() - last_check > _POLL_SECONDS:
                     check_others(self._plans)
-                    asked = time.monotonic()
+                    last_check = time.monotonic()
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Where this rank fails, the others do, with its error; where another did first, this one with that."""
+        """Context manager that reports an exception to the other ranks, or raises an earlier one of theirs."""
         try:
-            with contextlib.ExitStack() as told:
-                # A rank may wait for this one by any of the groups.
+            with contextlib.ExitStack() as stack:
+                # Other ranks may wait in any of the groups.
                 for group in self._groups:
-                    told.enter_context(failing_together(group))
+                    stack.enter_context(failing_together(group))
                 yield
         except BaseException:
-            self.part()
+            self.leave()
             raise
 
     def close(self) -> None:
-        """On rank 0: let the others go; elsewhere, and again, nothing.
+        """Stop the other ranks. Does nothing on other ranks than 0, or if already closed.
 
         Raises:
-            RuntimeError: one has failed since the last batch; says which, and why.
+            RuntimeError: a rank has failed since the last batch; with its rank and error.
         """
-        if self.leads and not self.closed:
+        if self.is_leader and not self.closed:
             with self.failing_together():
                 self.send(None)
-            self.part()
+            self.leave()
 
-    def part(self) -> None:
-        """Leave the others. Whoever waits for this rank gets an error at once."""
+    def leave(self) -> None:
+        """Close this rank's process groups; ranks that wait for this one raise immediately."""
         for group in self._groups:
-            # One of NCCL would wait for what is under way; that of the hosts tells the others.
+            # Destroying an NCCL group would wait for pending work. Closing the gloo group notifies the other ranks.
             if dist.get_backend(group) == "gloo":
                 dist.destroy_process_group(group)
         self._groups = []
@@ -217,7 +213,7 @@ def _own_device() -> torch.device:
     number, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if number >= count:
         raise ValueError(
-            f"tensor_parallel needs a GPU for each process of a host, and process {number} has none of {count}"
+            f"tensor_parallel needs a GPU for each process of a host, got {count} GPUs and LOCAL_RANK {number}"
         )
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
@@ -225,6 +221,6 @@ def _own_device() -> torch.device:
 
 
 def _group(ranks: range, **options: object) -> dist.ProcessGroup:
-    made = dist.new_group(list(ranks), **options)  # type: ignore[arg-type]
-    assert made is not None
-    return made  # type: ignore[return-value]
+    group = dist.new_group(list(ranks), **options)  # type: ignore[arg-type]
+    assert group is not None
+    return group  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""A transformers decoder layer's parts, cut to what one rank of several has."""
+"""Partitions a transformers decoder layer for tensor parallelism: attention by heads, MLPs by inner dims."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from flashlatte.distributed.model import cuts
+from flashlatte.distributed.model import partition
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.layers import MLAConfig
 from flashlatte.layers.v4 import V4Config
-from flashlatte.layers.weights import forget_devices
+from flashlatte.layers.weights import remove_accelerate_hooks
 
 
 def copied(model: Any) -> Any:
-    """A copy of a transformers model, to be cut and then to ``take``: until then its weights lie where the model's do.
+    """A copy of a transformers model that shares the weights' memory until ``take``.
 
-    Two wholes may be more than a device holds.
+    Copying the whole model first could exceed the device's memory.
     """
     tensors = (*model.parameters(), *model.buffers())
-    made = copy.deepcopy(model, {id(tensor): _over_same_memory(tensor) for tensor in tensors})
-    forget_devices(made)
-    return made
+    copied_model = copy.deepcopy(model, {id(tensor): _over_same_memory(tensor) for tensor in tensors})
+    remove_accelerate_hooks(copied_model)
+    return copied_model
 
 
 def take(model: nn.Module, device: torch.device | str, *, copies: bool) -> None:
-    """Bring a model's weights to a device, one after the other; ``copies``: even there, into memory of their own."""
+    """Move a model's weights to a device one by one; with ``copies``, also copy those that are on it already."""
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.to(device, copy=copies)
 
@@ -40,70 +40,67 @@ def _over_same_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def keep_heads(config: MLAConfig, module: Any, ranks: Ranks) -> tuple[int, int]:
-    """Leave a transformers attention layer this rank's heads: (first, end)."""
+    """Slice a transformers attention layer to this rank's heads; returns (first, end)."""
     heads = config.num_attention_heads
-    if heads < ranks.size or (ranks.keys_over > 1 and heads % ranks.size):
-        at_least = f"at least {ranks.size}" if ranks.keys_over == 1 else f"a multiple of {ranks.size}"
+    if heads < ranks.size or (ranks.kv_ranks > 1 and heads % ranks.size):
+        at_least = f"at least {ranks.size}" if ranks.kv_ranks == 1 else f"a multiple of {ranks.size}"
         raise ValueError(f"tensor_parallel {ranks.size} needs {at_least} heads, and the model has {heads}")
     first, end = ranks.share(heads)
     expansion = config.qk_nope_head_dim + config.v_head_dim
     query = module.q_proj if config.q_lora_rank is None else module.q_b_proj
     for linear, width in ((query, config.qk_head_dim), (module.kv_b_proj, expansion)):
-        cuts.keep_outputs(linear, first * width, end * width)
-    cuts.keep_inputs(module.o_proj, first * config.v_head_dim, end * config.v_head_dim, ranks)
+        partition.keep_outputs(linear, first * width, end * width)
+    partition.keep_inputs(module.o_proj, first * config.v_head_dim, end * config.v_head_dim, ranks)
     return first, end
 
 
 def keep_groups(config: V4Config, module: Any, ranks: Ranks) -> V4Config:
-    """Leave DeepSeek-V4's attention layer of transformers this rank's heads, whole groups of them; what it is then."""
+    """Slice transformers' DeepSeek-V4 attention to this rank's groups of heads; returns the rank's config."""
     groups = config.o_groups
     if groups < ranks.size:
-        raise ValueError(f"tensor_parallel {ranks.size} needs as many groups of heads, and the model has {groups}")
+        raise ValueError(f"tensor_parallel must be at most the model's {groups} groups of heads, got {ranks.size}")
     first, end = ranks.share(groups)
     heads = config.num_attention_heads // groups
-    cuts.keep_outputs(module.q_b_proj, first * heads * config.head_dim, end * heads * config.head_dim)
-    module.sinks = cuts.share(module.sinks.data, 0, first * heads, end * heads)
-    cuts.keep_outputs(module.o_a_proj, first * config.o_lora_rank, end * config.o_lora_rank)
+    partition.keep_outputs(module.q_b_proj, first * heads * config.head_dim, end * heads * config.head_dim)
+    module.sinks = partition.share(module.sinks.data, 0, first * heads, end * heads)
+    partition.keep_outputs(module.o_a_proj, first * config.o_lora_rank, end * config.o_lora_rank)
     module.o_a_proj.n_groups = end - first
-    cuts.keep_inputs(module.o_b_proj, first * config.o_lora_rank, end * config.o_lora_rank, ranks)
+    partition.keep_inputs(module.o_b_proj, first * config.o_lora_rank, end * config.o_lora_rank, ranks)
     return dataclasses.replace(config, num_attention_heads=(end - first) * heads, o_groups=end - first)
 
 
-def inner_share(ranks: Ranks, inner: int, piece: int) -> tuple[int, int]:
-    """(first, end) of the inner numbers that this rank has of an MLP, or of each expert.
-
-    Where there are enough, they are dealt in pieces (``cuts.piece_of``).
-    """
-    pieces = inner // piece if inner % piece == 0 and inner // piece >= ranks.size else inner
+def inner_range(ranks: Ranks, inner: int, granularity: int) -> tuple[int, int]:
+    """(first, end) of this rank's inner dims of an MLP or of each expert; multiples of ``granularity`` if possible."""
+    pieces = inner // granularity if inner % granularity == 0 and inner // granularity >= ranks.size else inner
     first, end = ranks.share(pieces)
     return first * inner // pieces, end * inner // pieces
 
 
 def divide_mlp(mlp: nn.Module, ranks: Ranks) -> None:
-    """Leave an MLP, or a mixture of experts, this rank's part of every expert; its output stays what it was.
+    """Slice an MLP, or every expert of a mixture of experts, to this rank's inner dims; the output stays the same.
 
-    Between the projections each number goes its own way, so ranks may have some of them, and the last projections' sum
-    over the ranks is that of the whole. The router is on every rank.
+    The activation is elementwise, so inner dims can be divided, and the sum of the ranks' down projections is the
+    output. The router is replicated.
     """
 
     def sum_output(module: nn.Module, arguments: Any, output: Any) -> torch.Tensor:
         return ranks.sum(output)
 
-    cuts.check_unwatched(mlp, hooks=True)
-    # What wraps a part may show the part's projections as its own.
+    partition.check_no_custom_call(mlp, hooks=True)
+    # Look at registered modules only: a wrapper may expose the projections of the module that it wraps.
     parts = [module for module in mlp.modules() if "down_proj" in {**module._modules, **module._parameters}]
     _check_known(mlp, parts)
     for module in parts:
-        cuts.check_unwatched(module, hooks=module is mlp)
-        _keep_share(module, ranks)
-    # What is normalised must be whole before (A.X K1); else one sum does for experts and shared experts.
+        partition.check_no_custom_call(module, hooks=module is mlp)
+        _keep_slice(module, ranks)
+    # A norm needs the complete sum of its input (A.X K1). Otherwise one sum covers experts and shared experts.
     is_linear = not any("norm" in name for name, _ in mlp.named_modules())
     for module in [mlp] if is_linear else parts:
         module.register_forward_hook(sum_output, prepend=True)
 
 
 def _check_known(mlp: nn.Module, parts: Iterable[nn.Module]) -> None:
-    """Raise TypeError for weights that are neither divided nor a router's or a norm's: every rank would add theirs."""
+    """Raise TypeError for weights that are neither divided nor of a router or norm: every rank would add their part."""
     known = set[nn.Module | None]()
     for part in parts:
         linears = (part._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj"))
@@ -117,17 +114,17 @@ def _check_known(mlp: nn.Module, parts: Iterable[nn.Module]) -> None:
             )
 
 
-def _keep_share(module: Any, ranks: Ranks) -> None:
+def _keep_slice(module: Any, ranks: Ranks) -> None:
     if isinstance(module.down_proj, nn.Parameter):  # [experts, hidden, inner]
-        first, end = inner_share(ranks, cuts.inner_size(module), cuts.piece_of(module))
-        cuts.check_rows(module, first, end)
+        first, end = inner_range(ranks, partition.inner_size(module), partition.min_slice(module))
+        partition.check_rows(module, first, end)
         # gate_up_proj [experts, 2 * inner, hidden] has two halves.
-        cuts.keep(module, "gate_up_proj", cuts.OUTPUTS, first, end, halves=2)
-        cuts.keep(module, "down_proj", cuts.INPUTS, first, end)
+        partition.keep(module, "gate_up_proj", partition.OUTPUTS, first, end, halves=2)
+        partition.keep(module, "down_proj", partition.INPUTS, first, end)
         module.intermediate_dim = end - first
         return
-    cuts.check_plain(module.down_proj)
-    first, end = inner_share(ranks, module.down_proj.in_features, cuts.piece_of(module.down_proj))
+    partition.check_plain(module.down_proj)
+    first, end = inner_range(ranks, module.down_proj.in_features, partition.min_slice(module.down_proj))
     for linear in (module.gate_proj, module.up_proj):
-        cuts.keep_outputs(linear, first, end)
-    cuts.keep_inputs(module.down_proj, first, end, ranks)
+        partition.keep_outputs(linear, first, end)
+    partition.keep_inputs(module.down_proj, first, end, ranks)

@@ -29,7 +29,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass
 class _Enabled:
-    """What ``disable`` has to undo, kept on the decoder."""
+    """State on an enabled decoder that ``disable`` undoes."""
 
     hooks: list[Any]
 
@@ -42,67 +42,70 @@ def enable(
     k_scale: float | None = None,
     index_format: str | None = None,
 ) -> Model:
-    """Let FlashLatte keep the cache and compute the attention of a transformers MLA model, in place.
+    """Patch a transformers model in place to use FlashLatte's paged cache and attention.
 
-    DeepSeek-V4's windows and compressed groups are kept likewise (``layers.V4Attention``): formats "model1" and that of
-    the model's dtype; any ``attention_mask`` [b, columns] and any ``position_ids`` from 0 on; beams, but nothing that
-    takes tokens back. Otherwise served are the families AXK1, DeepseekV2, DeepseekV3 (with Kimi-K2), DeepseekV32,
-    Glm4MoeLite, GlmMoeDsa (GLM-5), LongcatFlash, MiniCPM3, Mistral4 and Youtu, and models that hold one of them as
-    their language model, such as Kimi-K2.5.
+    Supported families: AXK1, DeepseekV2, DeepseekV3 (with Kimi-K2), DeepseekV32, DeepseekV4, Glm4MoeLite, GlmMoeDsa
+    (GLM-5), LongcatFlash, MiniCPM3, Mistral4 and Youtu, and models with one of them as their language model, such as
+    Kimi-K2.5.
 
-    A forward pass with a cache is then FlashLatte's MLA layer (``flashlatte.layers``) with the model's own projections.
-    It writes the latent of its tokens into a paged cache. Prefill attends in multi-head form, by ``dense_prefill``;
-    decode attends in absorbed form, by ``dense_decode``, or over all tokens by ``sparse_decode`` if the format is
-    ``v32`` or ``model1``. Where an indexer selects tokens, both attend in absorbed form to those. Tokens that the
-    attention mask hides are not stored. ``generate`` works as before: greedy, sampled, beams, assisted, prompt lookup,
-    chunked prefill, and going on with the cache of an earlier call. ``generate_batch`` raises a ValueError:
-    transformers' continuous batching has a cache of its own, which holds no latents. ``flashlatte.engine`` replaces it.
+    A forward pass with a cache then runs FlashLatte's MLA layer (``flashlatte.layers``) with the model's own
+    projections, and stores latents in a paged cache. Prefill attends in multi-head form (``dense_prefill``), decode in
+    absorbed form (``dense_decode``, or ``sparse_decode`` over all tokens for the formats ``v32`` and ``model1``). If an
+    indexer selects tokens, both attend to these in absorbed form. Tokens hidden by the attention mask are not stored.
+    ``generate`` works as before: greedy, sampling, beams, assisted, prompt lookup, chunked prefill, and continuing
+    with the cache of an earlier call. ``generate_batch`` raises a ValueError, since the cache of transformers'
+    continuous batching cannot hold latents; use ``flashlatte.engine`` instead.
 
-    The model's own attention implementation computes a prefill over the paged cache where a mask tells more than which
-    tokens are padding on the left, and where it was set to another than PyTorch's SDPA.
+    DeepSeek-V4 uses ``layers.V4Attention``. It supports the format "model1" and that of the model's dtype, any
+    ``attention_mask`` [b, columns], any ``position_ids`` from 0 on, and beams, but no cropping of the cache.
 
-    Stock attention still serves a pass in training mode, one that records gradients, one with
-    ``output_attentions=True``, one without a cache, one under autocast to another dtype than the model's, and one that
-    goes on with a filled ``DynamicCache``. A paged cache handed to it becomes a ``DynamicCache`` with the same tokens.
+    The model's own attention implementation computes a prefill over the paged cache if the mask does more than hide
+    padding on the left, or if the implementation is not PyTorch's SDPA.
 
-    Enabling an enabled model changes its settings; caches that exist keep theirs.
+    Stock attention computes passes in training mode, passes that record gradients, passes with
+    ``output_attentions=True``, without a cache, under autocast to another dtype than the model's, and passes that
+    continue with a filled ``DynamicCache``. A paged cache passed to it is converted to a ``DynamicCache`` with the same
+    tokens.
 
-    On a GPU the weights of the projections that see a layer's hidden states are moved into one tensor, whose parts the
-    parameters are from then on: one matrix product serves all of them.
+    Calling ``enable`` again changes the settings; existing caches keep theirs.
 
-    Warns of weights that the checkpoint lacked and transformers initialised at random, when the model was loaded.
+    On a GPU, the weights of the projections of hidden states are moved into one tensor of which the parameters become
+    views, so that one matrix product computes all of them.
+
+    Warns of weights that the checkpoint lacked and transformers initialised at random.
 
     Args:
-        model: a ``DeepseekV3ForCausalLM``, another model of that family (``DeepseekV3Model``, …), or of another.
-        cache_format: "bf16", "fp16", "fp32", "fp8", "v32" or "model1"; None takes the model's dtype. ``v32`` needs
+        model: a ``DeepseekV3ForCausalLM``, another model class of that family (``DeepseekV3Model``, …), or a model of
+            another supported family.
+        cache_format: "bf16", "fp16", "fp32", "fp8", "v32" or "model1"; None: the model's dtype. ``v32`` needs
             kv_lora_rank 512, ``model1`` 448, and both qk_rope_head_dim 64.
         page_size: tokens in a page.
-        backend: "hopper", "portable" or "reference" for the decode operation; None chooses. It must serve the model
-            where the model is now.
-        k_scale: the one scale of format ``fp8``, 1 if None.
-        index_format: of the index keys of DeepseekV32 and GlmMoeDsa: "index_fp8", "index_bf16", "index_fp32" or
-            "index_mxfp4"; None takes ``index_fp8`` beside ``v32``, else that of the cache's dtype.
+        backend: "hopper", "portable" or "reference" for the decode operation; None chooses. It must support the model
+            on its current device.
+        k_scale: the scale of format ``fp8``; 1 if None.
+        index_format: format of the index keys of DeepseekV32 and GlmMoeDsa: "index_fp8", "index_bf16", "index_fp32" or
+            "index_mxfp4"; None: ``index_fp8`` with ``v32``, else that of the cache's dtype.
 
     Returns:
         ``model``.
 
     Raises:
-        ImportError: transformers is missing, older than 5.17, or hands caches on under a name that is not known.
-        TypeError, ValueError: another model, an argument that is not accepted, a latent that does not fit the format,
-            or an adapter or hook on a module whose weight is read and not called (``kv_b_proj``, norms of latents,
-            DeepSeek-V4's ``o_a_proj``), or a weight that is quantised in a way that does not tell its matrix. Later,
-            from a forward pass: the same, another kind of cache than ``DynamicCache`` (``StaticCache``,
-            ``QuantizedCache``, an offloaded one), or an attention mask that asks for tokens it hid before.
+        ImportError: transformers is missing, older than 5.17, or passes caches under an unknown argument name.
+        TypeError, ValueError: an unsupported model; a wrong argument; a latent that does not fit the format; an
+            adapter or hook on a module whose weight is read without calling it (``kv_b_proj``, norms of latents,
+            DeepSeek-V4's ``o_a_proj``); a quantised weight that cannot be dequantised. A forward pass raises the
+            same, and for a cache other than ``DynamicCache`` (``StaticCache``, ``QuantizedCache``, an offloaded one),
+            or an attention mask that shows tokens which an earlier mask hid.
     """
     check_transformers()
     _check_loaded(model)
-    from flashlatte.integrations.transformers import attention, continuous_batching, hooks
+    from flashlatte.integrations.transformers import attention, hooks
     from flashlatte.integrations.transformers.calls import check_cache_argument
-    from flashlatte.integrations.transformers.classes import change_class
     from flashlatte.integrations.transformers.families import find_decoder
+    from flashlatte.integrations.transformers.patching import change_class, refuse_continuous_batching
     from flashlatte.layers.forward import check_weights, hidden_projections
-    from flashlatte.layers.missing import warn_of_missing
-    from flashlatte.layers.side_by_side import lay_on_gpus
+    from flashlatte.layers.fused_projections import fuse_weights_on_gpu
+    from flashlatte.layers.missing_weights import warn_of_missing
 
     checks.positive_int("page_size", page_size)
     if backend is not None:
@@ -117,7 +120,7 @@ def enable(
         warn_of_missing(v4_decoder, getattr(model, "lm_head", None))
         disable(model)
         v4_decoder._flashlatte = _Enabled(v4.enable(v4_decoder, settings))
-        continuous_batching.refuse(model)
+        refuse_continuous_batching(model)
         return model
     decoder, family = find_decoder(model)
     check_cache_argument(decoder)
@@ -128,7 +131,7 @@ def enable(
         check_weights(module, decoder.dtype)
 
     disable(model)
-    lay_on_gpus(map(hidden_projections, modules))
+    fuse_weights_on_gpu(map(hidden_projections, modules))
     for module in modules:
         change_class(module, attention.paged(family))
     decoder._flashlatte = _Enabled(
@@ -137,14 +140,14 @@ def enable(
             decoder.register_forward_hook(hooks.end_forward, with_kwargs=True),
         ]
     )
-    continuous_batching.refuse(model)
+    refuse_continuous_batching(model)
     return model
 
 
 def disable(model: Model) -> Model:
-    """Undo ``enable``: the model is as it was. A model that is not enabled stays as it is.
+    """Undo ``enable``. Does nothing for a model that is not enabled.
 
-    Caches that an enabled model filled go on to work: stock attention turns them into a ``DynamicCache``.
+    Caches filled by an enabled model stay usable: stock attention converts them to a ``DynamicCache``.
 
     Returns:
         ``model``.
@@ -154,12 +157,11 @@ def disable(model: Model) -> Model:
     """
     check_transformers()
     _check_loaded(model)
-    from flashlatte.integrations.transformers import continuous_batching
     from flashlatte.integrations.transformers.attention import paged
-    from flashlatte.integrations.transformers.classes import change_class
     from flashlatte.integrations.transformers.families import attentions, find_decoder
+    from flashlatte.integrations.transformers.patching import change_class, restore_continuous_batching
 
-    continuous_batching.restore(model)
+    restore_continuous_batching(model)
     if (v4_decoder := _v4_decoder(model)) is not None:
         if "_flashlatte" in vars(v4_decoder):
             from flashlatte.integrations.transformers.v4 import attention as v4
@@ -181,21 +183,21 @@ def disable(model: Model) -> Model:
 
 
 def _check_loaded(model: object) -> None:
-    """A checkpoint's name is what other libraries take in a model's place."""
+    """Raise TypeError for a checkpoint's name or another object instead of a model."""
     if not isinstance(model, nn.Module):
         what = repr(model) if isinstance(model, str) else type(model).__name__
         raise TypeError(f"model must be a transformers model, as from_pretrained loads it, got {what}")
 
 
 def _v4_decoder(model: nn.Module) -> Any:
-    """The DeepSeek-V4 decoder within a model, or None. Whoever holds one has imported its module."""
+    """The DeepSeek-V4 decoder within a model, or None; its module is imported if such a model exists."""
     host = sys.modules.get("transformers.models.deepseek_v4.modeling_deepseek_v4")
     found = [] if host is None else [module for module in model.modules() if isinstance(module, host.DeepseekV4Model)]
     return found[0] if len(found) == 1 else None
 
 
 def check_transformers() -> None:
-    """Raise ImportError unless a transformers that ``enable`` can work with is installed."""
+    """Raise ImportError unless a supported version of transformers is installed."""
     try:
         import transformers
     except ImportError as error:
@@ -210,10 +212,10 @@ def check_transformers() -> None:
 
 
 def _attentions(decoder: Any, family: Family) -> list[Any]:
-    """The decoder's attention modules, each of which must be of the family's own class (or FlashLatte's)."""
+    """The decoder's attention modules. Raise TypeError unless each has the family's class, or FlashLatte's."""
     from flashlatte.integrations.transformers.attention import paged
-    from flashlatte.integrations.transformers.classes import check_forward
     from flashlatte.integrations.transformers.families import attentions
+    from flashlatte.integrations.transformers.patching import check_forward
 
     stock, modules = family.attention_class, []
     for index, module in attentions(decoder):

@@ -1,4 +1,4 @@
-"""The attention of transformers' MLA models over a paged latent cache. Importing this module imports transformers."""
+"""Attention of transformers' MLA models over a paged latent cache. Importing this module imports transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from flashlatte.integrations.transformers import indexed
+from flashlatte.integrations.transformers import indexer as stock_indexer
 from flashlatte.integrations.transformers.cache import PagedLatentCache
 from flashlatte.integrations.transformers.calls import CACHE
 from flashlatte.integrations.transformers.families import Family, cosines_and_sines
@@ -20,10 +20,10 @@ from flashlatte.runtime import gradients
 
 
 class PagedLatentAttention:
-    """An attention whose history may be a ``PagedLatentCache``; with any other, or none, it is the original.
+    """Attention over a ``PagedLatentCache``; with another cache, or none, it runs the original forward.
 
-    Over a paged cache it is FlashLatte's MLA layer with the module's own projections. It adds no state: an instance
-    is one of the model's attention modules whose class was changed, and changes back.
+    Over a paged cache it runs FlashLatte's MLA layer with the module's own projections. The class adds no state: it is
+    set on existing attention modules by changing their class, and removed by changing it back.
     """
 
     family: Family
@@ -36,30 +36,30 @@ class PagedLatentAttention:
         embeddings, mask = kwargs.pop("position_embeddings"), kwargs.pop("attention_mask", None)
         latents = kwargs.pop(CACHE).store
         metadata = latents.metadata(hidden_states.device)
-        # An attention implementation that somebody chose computes prefill.
-        chosen = module.config._attn_implementation != "sdpa"
+        # Prefill uses the attention implementation that the user configured.
+        has_custom_implementation = module.config._attn_implementation != "sdpa"
         gradients.warn_if_dropped(f"{self.family.attention_class.__name__} of an enabled model", hidden_states)
         with torch.no_grad():
-            if metadata is None or (chosen and metadata.prefill is not None):
-                out, choice = masked_attention(module, hidden_states, embeddings, mask, latents, **kwargs)
+            if metadata is None or (has_custom_implementation and metadata.prefill is not None):
+                out, selected = masked_attention(module, hidden_states, embeddings, mask, latents, **kwargs)
             else:
-                # A choice that layers share lies in the metadata.
+                # The selection that layers share is in the metadata.
                 factors = _query_factors(module, hidden_states, kwargs)
-                out, choice = flat_attention(module, hidden_states, embeddings, latents, metadata, factors), None
-        return (out, None, choice) if module.family.returns_choice else (out, None)
+                out, selected = flat_attention(module, hidden_states, embeddings, latents, metadata, factors), None
+        return (out, None, selected) if module.family.returns_selection else (out, None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _blank, (self.family,), vars(self)
+        return _new_paged_attention, (self.family,), vars(self)
 
 
 @functools.cache
 def paged(family: Family) -> Any:
-    """The class that a family's attention modules get: the two in one."""
+    """The subclass of a family's attention with ``PagedLatentAttention``."""
     name = f"Paged{family.attention_class.__name__}"
     return type(name, (PagedLatentAttention, family.attention_class), {"family": family, "__module__": __name__})
 
 
-def _blank(family: Family) -> Any:
+def _new_paged_attention(family: Family) -> Any:
     import importlib
 
     importlib.import_module(family.module)
@@ -77,7 +77,7 @@ def flat_attention(
     """The MLA layer on the step's flat batch: [b, s, hidden_size]. A hidden token attends to nothing.
 
     Args:
-        factors: [b · s], what queries are multiplied by; None: nothing.
+        factors: [b · s], factors of queries; None: none.
     """
     flat = hidden_states.flatten(0, 1)
     tokens = latents.step.tokens
@@ -86,13 +86,13 @@ def flat_attention(
         factors = None if factors is None else factors[tokens.to(factors.device)]
     cache = latents.cache(module.layer_idx, flat.device, flat.dtype)
     rotary = _rotary(module, latents, embeddings)
-    indexing = indexed.indexing(module, latents, rotary, flat.device)
+    indexer = stock_indexer.step_indexer(module, latents, rotary, flat.device)
     out = forward(
-        module, flat, cache, metadata, rotary, indexing=indexing, query_factors=factors, backend=latents.backend
+        module, flat, cache, metadata, rotary, indexer=indexer, query_factors=factors, backend=latents.backend
     )
     if tokens is not None:
-        nothing = module.o_proj(flat.new_zeros(1, module.o_proj.in_features))
-        out = nothing.repeat(hidden_states.shape[:2].numel(), 1).index_copy(0, tokens.to(out.device), out)
+        empty_row = module.o_proj(flat.new_zeros(1, module.o_proj.in_features))
+        out = empty_row.repeat(hidden_states.shape[:2].numel(), 1).index_copy(0, tokens.to(out.device), out)
     return out.view(hidden_states.shape)
 
 
@@ -105,45 +105,47 @@ def masked_attention(
     prev_topk_indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention in multi-head form under a mask, by the model's attention implementation: [b, s, hidden_size].
+    """Attention in multi-head form under a mask, by the model's attention implementation.
 
-    And what the model's indexer chose under the mask, if it has one, or ``prev_topk_indices``: int32 [b, s, topk].
+    Returns:
+        [b, s, hidden_size], and int32 [b, s, topk]: the indexer's selection under the mask, or ``prev_topk_indices``
+        in a layer that shares it; None for models without an indexer.
     """
     flat = hidden_states.flatten(0, 1)
     cache = latents.cache(module.layer_idx, flat.device, flat.dtype)
     history = latents.read_history(module.layer_idx) if latents.columns else None
-    rotary = _rotary(module, latents, embeddings, every=True)
+    rotary = _rotary(module, latents, embeddings, padded=True)
     slots, factors = latents.step.slots.flatten().to(flat.device), _query_factors(module, hidden_states, kwargs)
     query, rows, q_latent = project(module, flat, rotary, cache, slots, factors)
     rotate_query(module, query, rotary)
     query, rows = (x.unflatten(0, hidden_states.shape[:2]) for x in (query, rows))
     if history is not None:
         rows = torch.cat((history, rows), dim=1)
-    chosen = None
+    selected = None
     if latents.indexer is not None and attention_mask is not None and q_latent is not None:
         q_latent = q_latent.unflatten(0, hidden_states.shape[:2])
-        chosen = indexed.choose_under_mask(
+        selected = stock_indexer.select_under_mask(
             module, hidden_states, q_latent, embeddings, attention_mask, latents, prev_topk_indices
         )
         if module.config._attn_implementation in ("eager", "sdpa"):
-            attention_mask = indexed.with_choice(attention_mask, chosen)
+            attention_mask = stock_indexer.mask_unselected(attention_mask, selected)
         else:
-            kwargs["indices"] = chosen
+            kwargs["indices"] = selected
     out = multi_head_attention(module, query, rows, attention_mask, **kwargs)
-    return module.o_proj(out.flatten(2)), chosen
+    return module.o_proj(out.flatten(2)), selected
 
 
 def _query_factors(module: Any, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """[b · s], what queries are multiplied by at the positions that the decoder gives to its layers; None: nothing."""
+    """[b · s], position-dependent factors of queries; None: none."""
     scaling = module.family.query_scaling(module.config)
     if scaling is None:
         return None
     return scaling.factors(kwargs["position_ids"]).expand(hidden_states.shape[:2]).flatten()
 
 
-def _rotary(module: Any, latents: PagedLatents, embeddings: Any, *, every: bool = False) -> Rotary:
+def _rotary(module: Any, latents: PagedLatents, embeddings: Any, *, padded: bool = False) -> Rotary:
     interleaved = module.family.interleaved(module.config)
-    return latents.rotary(embeddings, cosines_and_sines, interleaved, every=every)
+    return latents.rotary(embeddings, cosines_and_sines, interleaved, padded=padded)
 
 
 def multi_head_attention(
@@ -158,7 +160,7 @@ def multi_head_attention(
     Args:
         query: [b, s_q, h, nope + rope].
         rows: [b, s_kv, kv_lora_rank + rope], history and new tokens.
-        attention_mask: as transformers made it for that implementation.
+        attention_mask: the mask that transformers created for that implementation.
 
     Returns:
         [b, s_q, h, v_head_dim].

@@ -1,4 +1,4 @@
-"""A decoder's call by the names of its arguments. Importing this imports transformers."""
+"""Arguments of a decoder's call by name. Importing this imports transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import transformers
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 _BEFORE_5_24 = "past_key_values"
-# What transformers calls a pass's cache, in calls and in outputs; the older name goes on to be taken in calls.
+# transformers' name of the cache argument and output; calls also accept the older name.
 CACHE = "cache" if any(field.name == "cache" for field in fields(BaseModelOutputWithPast)) else _BEFORE_5_24
 
 
@@ -20,29 +20,29 @@ def _names(model: Any) -> list[str]:
 
 
 def check_cache_argument(model: Any) -> None:
-    """Raise ImportError where a decoder has another name for its cache: stock attention would go on, unnoticed."""
+    """Raise ImportError if a decoder names its cache otherwise: stock attention would silently run instead."""
     if CACHE not in _names(model):
         raise ImportError(
-            f"{type(model).__name__} must take {CACHE}, and its arguments are {', '.join(_names(model))}: "
-            f"transformers {transformers.__version__} is not known to FlashLatte"
+            f"{type(model).__name__} must have an argument {CACHE}, got {', '.join(_names(model))}: "
+            f"transformers {transformers.__version__} is not supported"
         )
 
 
 def tokens_of(call: dict[str, Any]) -> torch.Tensor | None:
-    """What a pass is over: ``input_ids`` [b, s], or in their place ``inputs_embeds`` [b, s, hidden_size]."""
+    """The input of a pass: ``input_ids`` [b, s], or else ``inputs_embeds`` [b, s, hidden_size]."""
     tokens = call.get("input_ids")
     return call.get("inputs_embeds") if tokens is None else tokens
 
 
 def check_tokens(tokens: torch.Tensor) -> None:
-    """Raise ValueError for a pass without requests or tokens, which stock models cannot reshape either."""
+    """Raise ValueError for a pass without requests or tokens."""
     if 0 in tokens.shape[:2]:
         name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"
         raise ValueError(f"{name} must have at least one request and one token, got shape {list(tokens.shape)}")
 
 
 def arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call of ``model`` by name, its cache's by the name in use."""
+    """All arguments of a call of ``model`` by name; the cache under ``CACHE``."""
     call = dict(zip(_names(model), args, strict=False)) | kwargs
     if CACHE not in call and _BEFORE_5_24 in call:
         call[CACHE] = call.pop(_BEFORE_5_24)

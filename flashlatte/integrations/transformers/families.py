@@ -1,4 +1,4 @@
-"""The models of transformers that ``enable`` serves: where their classes are. Importing this imports no model."""
+"""The transformers model families that ``enable`` supports. Importing this imports no model."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Family:
 
     Attributes:
         model_type: name of the package, and of the family in ``flashlatte.layers.models``.
-        prefix: of its classes' names.
+        prefix: prefix of the class names.
         attention: name of the attention class after the prefix.
-        returns_choice: whether an attention returns, third, which tokens its indexer chose, for layers that share it.
+        returns_selection: whether attention returns the indexer's selection, for layers that share it, as third result.
     """
 
     model_type: str
     prefix: str
     attention: str = "Attention"
-    returns_choice: bool = False
+    returns_selection: bool = False
 
     @property
     def module(self) -> str:
@@ -36,7 +36,7 @@ class Family:
 
     @property
     def host(self) -> Any:
-        """The module that defines the classes, which whoever holds an object of one has imported."""
+        """The module that defines the classes; it is imported if an instance of one exists."""
         return sys.modules[self.module]
 
     @property
@@ -48,20 +48,20 @@ class Family:
         return getattr(self.host, f"{self.prefix}{self.attention}")
 
     def interleaved(self, config: Any) -> bool:
-        """Whether rope dims 2i and 2i + 1 are a pair."""
-        layout = models.SERVED[self.model_type].layout(getattr(config, "rope_interleave", True))
+        """Whether rope dims 2i and 2i + 1 form a pair."""
+        layout = models.SUPPORTED[self.model_type].layout(getattr(config, "rope_interleave", True))
         return layout == models.INTERLEAVED
 
     def query_scaling(self, config: Any) -> QueryScaling | None:
-        """What queries are multiplied by, by their position; None: nothing."""
-        if not models.SERVED[self.model_type].scales_queries:
+        """Position-dependent factor of queries; None: none."""
+        if not models.SUPPORTED[self.model_type].scales_queries:
             return None
         return QueryScaling.from_rope_parameters(config.rope_parameters)
 
-    def parts_pairs(self, config: Any) -> bool:
-        """Whether a stock cache holds the first rope dims of all pairs before the second ones.
+    def splits_pairs(self, config: Any) -> bool:
+        """Whether a stock cache stores the first rope dims of all pairs before the second ones.
 
-        That is how the stock models rotate neighbours, except DeepseekV2, which does it in complex numbers.
+        Stock models with interleaved rope do so, except DeepseekV2, which rotates complex numbers.
         """
         return self.interleaved(config) and self.model_type != "deepseek_v2"
 
@@ -72,7 +72,7 @@ FAMILIES = (
     Family("deepseek_v3", "DeepseekV3"),
     Family("deepseek_v32", "DeepseekV32"),
     Family("glm4_moe_lite", "Glm4MoeLite"),
-    Family("glm_moe_dsa", "GlmMoeDsa", returns_choice=True),
+    Family("glm_moe_dsa", "GlmMoeDsa", returns_selection=True),
     Family("longcat_flash", "LongcatFlash", "MLA"),
     Family("minicpm3", "MiniCPM3"),
     Family("mistral4", "Mistral4"),
@@ -81,22 +81,22 @@ FAMILIES = (
 
 
 def find_decoder(model: nn.Module) -> tuple[Any, Family]:
-    """The decoder within a model (a language model, or the language model of one that also sees), and its family.
+    """The decoder of a language model, or of a multimodal model's language model, and its family.
 
     Raises:
-        TypeError: there is none, or more than one, or it is of a family that is not served, with the reason.
+        TypeError: no decoder, several, or one of an unsupported family, with the reason.
     """
     found = [(module, family) for module in model.modules() if (family := _family(module)) is not None]
     if len(found) == 1:
         return found[0]
     name = type(model).__name__
     if found:
-        raise TypeError(f"model must have one decoder, and {name} has {len(found)}: enable each of them")
+        raise TypeError(f"model must have one decoder, got {name} with {len(found)}: enable each of them")
     for model_type in _model_types(model):
         reason = models.refusal(model_type)
         if reason is not None:
-            raise TypeError(f"model must be one that enable serves, and {name} ({model_type}) is not: {reason}")
-    # DeepSeek-V4's attention has a way of its own (``v4``).
+            raise TypeError(f"model must be of a supported family, got {name} ({model_type}): {reason}")
+    # DeepSeek-V4 is handled separately (``v4``).
     served = ", ".join((*(family.prefix for family in FAMILIES), "DeepseekV4"))
     raise TypeError(f"model must be a transformers model of one of the families {served}, got {name}")
 
@@ -116,7 +116,7 @@ def _model_types(model: nn.Module) -> Iterator[str]:
 
 
 def attentions(decoder: Any) -> list[tuple[int, Any]]:
-    """The attention modules of a decoder, each with the number of its layer, in which there may be several."""
+    """The attention modules of a decoder with their layer index; a layer may have several."""
     found = []
     for index, layer in enumerate(decoder.layers):
         inner = layer.self_attn
@@ -125,9 +125,9 @@ def attentions(decoder: Any) -> list[tuple[int, Any]]:
 
 
 def cosines_and_sines(embeddings: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [b or 1, queries, rope / 2] of the position embeddings that a decoder hands to its layers.
+    """Cosines and sines [b or 1, queries, rope / 2] of the position embeddings that a decoder passes to its layers.
 
-    DeepseekV2's are complex numbers; the others' hold each frequency twice, one half after the other.
+    DeepseekV2's are complex numbers; those of other families repeat each frequency in the second half.
     """
     if isinstance(embeddings, torch.Tensor):
         return embeddings.real, embeddings.imag

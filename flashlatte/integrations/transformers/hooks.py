@@ -1,4 +1,4 @@
-"""What happens around a forward pass of an enabled model. Importing this module imports transformers."""
+"""Hooks around a forward pass of an enabled model. Importing this module imports transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from flashlatte.integrations.transformers import indexed
+from flashlatte.integrations.transformers import indexer as stock_indexer
 from flashlatte.integrations.transformers.cache import PagedLatentCache
 from flashlatte.integrations.transformers.calls import CACHE, arguments, check_tokens, tokens_of
 from flashlatte.integrations.transformers.families import Family, attentions
@@ -24,7 +24,7 @@ _FORMAT_OF_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32
 
 @dataclass(frozen=True)
 class Settings:
-    """What ``enable`` was told."""
+    """The arguments of ``enable``."""
 
     cache_format: str | CacheFormat | None
     page_size: int
@@ -34,9 +34,9 @@ class Settings:
 
 
 class BeginForward:
-    """Pre-hook of the decoder: give the pass a paged cache, and plan its step.
+    """Pre-hook of the decoder: creates or checks the paged cache of a pass, and plans the step.
 
-    It keeps settings only, no model, so that a copied model's hook serves the copy.
+    It holds no reference to the model, so that it works in a copied model.
     """
 
     def __init__(self, family: Family, settings: Settings) -> None:
@@ -67,7 +67,7 @@ class BeginForward:
         return (), call | {CACHE: cache}
 
     def _cache_for(self, model: Any, call: dict[str, Any]) -> PagedLatentCache | None:
-        """The paged cache of this pass; None if it is stock attention's."""
+        """The paged cache of this pass; None if stock attention computes it."""
         cache = call.get(CACHE)
         if needs_stock_attention(model, call):
             if isinstance(cache, PagedLatentCache):
@@ -80,19 +80,20 @@ class BeginForward:
         if cache is None:
             return None
         latents, config = new_latents(model, self.settings), model.config
-        return PagedLatentCache.adopt(cache, latents, _layers(model), self.family.parts_pairs(config), config)
+        return PagedLatentCache.adopt(cache, latents, _num_layers(model), self.family.splits_pairs(config), config)
 
 
 def end_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Hook after the decoder's forward: the pass succeeded, so its tokens are history."""
+    """Hook after the decoder's forward: commits the tokens of a successful pass."""
     cache = kwargs.get(CACHE)
     if isinstance(cache, PagedLatentCache):
         cache.store.commit()
 
 
 def needs_stock_attention(model: Any, call: dict[str, Any]) -> bool:
-    """Whether the pass wants what only stock attention computes: gradients, dropout, attention weights, autocast to
-    another dtype than the model's.
+    """Whether only stock attention can compute the pass.
+
+    It is needed for gradients, dropout, attention weights, and autocast to another dtype than the model's.
     """
     if model.training or call.get("output_attentions", model.config.output_attentions):
         return True
@@ -106,7 +107,7 @@ def needs_stock_attention(model: Any, call: dict[str, Any]) -> bool:
 
 
 def new_latents(model: Any, settings: Settings) -> PagedLatents:
-    """An empty store in the format that was asked for, or in that of the model's dtype.
+    """An empty store in the configured format, or in that of the model's dtype.
 
     Raises:
         ValueError: the model's latent does not fit the format.
@@ -122,27 +123,23 @@ def new_latents(model: Any, settings: Settings) -> PagedLatents:
     if settings.k_scale is not None and not layout.takes_scale:
         raise ValueError(f"k_scale belongs to cache_format 'fp8', got {layout.name!r}")
     indexer = _indexer(config)
-    index_layout = indexed.index_layout(settings.index_format, layout, indexer)
+    index_layout = stock_indexer.index_layout(settings.index_format, layout, indexer)
     return PagedLatents(
         layout, latent_dim, settings.page_size, settings.k_scale, settings.backend, indexer, index_layout
     )
 
 
 def _indexer(config: Any) -> IndexerConfig | None:
-    """Only of models that have one: others may have a config that no layer of this library could be made from."""
-    served = models.SERVED.get(config.model_type)
+    """The indexer's config, None for models without one, whose config may not be an ``MLAConfig`` at all."""
+    served = models.SUPPORTED.get(config.model_type)
     if served is None or not served.has_indexer:
         return None
-    # The model rotates by itself, in ways that a layer of this library may not know.
+    # Drop rope parameters: the model computes its own rotation, which MLAConfig may not support.
     return MLAConfig.from_transformers(config.to_dict() | {"rope_parameters": None, "rope_scaling": None}).indexer
 
 
 def check_backend(model: Any, latents: PagedLatents) -> None:
-    """Refuse now a backend that could not serve the model's decode steps where the model is.
-
-    Raises:
-        ValueError: with the reason.
-    """
+    """Raise ValueError if the configured backend does not support the model's decode steps on its current device."""
     if latents.backend is None:
         return
     cache = LatentCache(torch.empty(0, device=model.device), latents.layout, latents.latent_dim)
@@ -162,34 +159,35 @@ def check_backend(model: Any, latents: PagedLatents) -> None:
 
 
 def _check_model(cache: PagedLatentCache, model: Any) -> None:
-    """A cache that another model filled may hold rows of other parts, as wide as this one's, or of fewer layers."""
+    """Raise ValueError for a cache that a model with other sizes, layers or another indexer filled."""
     config, latents = model.config, cache.store
-    # To read a config takes longer than to find it the same, and torch.compile cannot compare what is read.
+    # The identity check is faster than reading a config, and torch.compile cannot trace the comparison of fields.
     if cache.filled_for is config:
         return
-    held = latents.latent_dim, latents.layout.head_dim - latents.latent_dim
+    cached = latents.latent_dim, latents.layout.head_dim - latents.latent_dim
     wanted = config.kv_lora_rank, config.qk_rope_head_dim
-    if held != wanted:
+    if cached != wanted:
         raise ValueError(
-            f"the cache holds rows of kv_lora_rank {held[0]} and qk_rope_head_dim {held[1]}, and the model's are "
+            f"the cache has rows of kv_lora_rank {cached[0]} and qk_rope_head_dim {cached[1]}, and the model's are "
             f"{wanted[0]} and {wanted[1]}: it was filled by another model"
         )
-    if len(cache.layers) != _layers(model):
+    if len(cache.layers) != _num_layers(model):
         raise ValueError(
-            f"the cache has {len(cache.layers)} layers, and the model {_layers(model)}: it was filled by another model"
+            f"the cache has {len(cache.layers)} layers, and the model {_num_layers(model)}: it was filled by another "
+            "model"
         )
     if latents.indexer != _indexer(config):
         raise ValueError("the cache holds index keys of another indexer, or none: it was filled by another model")
     cache.filled_for = config
 
 
-def _layers(model: Any) -> int:
-    """Attention modules of a decoder, by the numbers that they have in a cache."""
+def _num_layers(model: Any) -> int:
+    """Number of cache layers: one for each attention module of the decoder."""
     return 1 + max(module.layer_idx for _, module in attentions(model))
 
 
 def cache_to_adopt(model: Any, call: dict[str, Any]) -> DynamicCache | None:
-    """The empty cache of this pass that FlashLatte may keep; None if the pass has none, or stock attention keeps it."""
+    """The empty ``DynamicCache`` of this pass to convert; None without a cache, or if stock attention filled it."""
     cache = call.get(CACHE)
     if cache is None:
         use_cache = call.get("use_cache")
@@ -198,10 +196,10 @@ def cache_to_adopt(model: Any, call: dict[str, Any]) -> DynamicCache | None:
         cache = DynamicCache()
     if type(cache) is not DynamicCache or cache.offloading:
         raise ValueError(
-            f"{CACHE} must be a DynamicCache, not offloaded, or None, for a model whose cache FlashLatte "
-            f"keeps, got {_describe(cache)}: leave cache_implementation unset, or disable(model) first"
+            f"{CACHE} must be None or a DynamicCache that is not offloaded, for an enabled model, "
+            f"got {_describe(cache)}: leave cache_implementation unset, or disable(model) first"
         )
-    # Stock attention began it (before enable, or to compute gradients) and goes on with it.
+    # Stock attention filled it (before enable, or while recording gradients), and continues with it.
     return None if cache.get_seq_length() else cache
 
 

@@ -1,4 +1,4 @@
-"""What paged caches answer alike where ``generate`` asks a cache or a layer. Importing this imports transformers."""
+"""Base classes of paged caches with transformers' ``Cache`` interface. Importing this imports transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 
 class PagedLayer(CacheLayerMixin):
-    """One layer of a paged cache, for those who ask a layer and not the cache."""
+    """One layer of a paged cache, which forwards queries about lengths to the cache."""
 
     supports_early_init = False
 
@@ -37,19 +37,19 @@ class PagedLayer(CacheLayerMixin):
 
 
 class PagedCache(DynamicCache):
-    """A ``DynamicCache`` whose layers lie in pages.
+    """A ``DynamicCache`` whose layers are stored in pages.
 
     Attributes:
         store: the pages and their bookkeeping: ``columns``, ``requests``, ``clear`` and ``select``.
-        layer_class: of the layers.
+        layer_class: class of the layers.
     """
 
     store: Any
     layer_class: ClassVar[type[PagedLayer]]
 
     @classmethod
-    def _made_of(cls, cache: DynamicCache, store: Any, num_layers: int) -> Any:
-        """Make an empty ``DynamicCache`` paged, in place: whoever made it will look into it for the tokens."""
+    def _from_empty(cls, cache: DynamicCache, store: Any, num_layers: int) -> Any:
+        """Convert an empty ``DynamicCache`` in place, since the caller keeps a reference to it."""
         object.__setattr__(cache, "__class__", cls)
         paged: Any = cache
         paged.store = store

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's attention: a window of tokens beside compressed groups of all that came before."""
+"""DeepSeek-V4's attention: a sliding window of tokens, and compressed groups of all earlier tokens."""
 
 from flashlatte.layers.v4.attention import V4Attention
 from flashlatte.layers.v4.cache import V4Cache

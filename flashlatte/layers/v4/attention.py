@@ -1,4 +1,4 @@
-"""DeepSeek-V4's attention over one step, and the module that holds its projections."""
+"""``V4Attention``: DeepSeek-V4's attention layer, and its computation for any module with such projections."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from flashlatte.layers import rope
-from flashlatte.layers.products import bmm_into, linear
-from flashlatte.layers.side_by_side import lay_side_by_side
+from flashlatte.layers.fused_projections import bmm_into, fuse_weights, linear
 from flashlatte.layers.v4.cache import V4Cache
-from flashlatte.layers.v4.compressed import GroupStep
+from flashlatte.layers.v4.cache_attention import attend_cache
 from flashlatte.layers.v4.config import V4Config
+from flashlatte.layers.v4.group_step import GroupStep
 from flashlatte.layers.v4.modules import (
     LayerCompressor,
     NormWeight,
@@ -20,9 +20,8 @@ from flashlatte.layers.v4.modules import (
     output_matrix,
     project_hidden,
 )
-from flashlatte.layers.v4.rows import attend_rows
 from flashlatte.layers.v4.step import V4Step
-from flashlatte.layers.weights import own_weight
+from flashlatte.layers.weights import norm_weight
 from flashlatte.ops.norm_rope import rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.ops.q_kv_norm import q_kv_norm
@@ -31,7 +30,7 @@ from flashlatte.runtime import checks, dispatch, gradients, machine
 
 
 class V4Projections(Protocol):
-    """The parameters of a layer: this package's module, or transformers' ``DeepseekV4Attention``."""
+    """A layer's module: this package's ``V4Attention``, or transformers' ``DeepseekV4Attention``."""
 
     q_a_proj: Any
     q_a_norm: Any
@@ -45,19 +44,20 @@ class V4Projections(Protocol):
 
 
 class V4Attention(nn.Module):
-    """A layer of DeepSeek-V4's attention over a step of prefill and decode tokens of several requests.
+    """DeepSeek-V4's attention layer. A step may mix prefill and decode tokens of several requests.
 
-    The parameters have transformers' names (``DeepseekV4Attention``), so that its state dict fits. For inference: no
-    gradient flows through it, and the first call that records gradients of its input or a parameter warns.
+    The parameters have transformers' names (``DeepseekV4Attention``), and its state dict fits. The layer is for
+    inference: no gradient flows through it. The first call that would record gradients of its input or of a parameter
+    warns.
 
     Args:
-        config: of the layer.
-        backend: of the operations, "portable" or "reference"; None chooses for each.
+        config: configuration of the layer.
+        backend: backend of the operations, "portable" or "reference"; None chooses for each.
         dtype, device: of the parameters, which are not initialised. Norms, sinks and the compressor's position bias are
-            float32 whatever the dtype.
+            float32 in any case.
 
     Raises:
-        TypeError, ValueError: another config than a ``V4Config``, an unknown backend or device.
+        TypeError, ValueError: a config that is no ``V4Config``, an unknown backend or device.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class V4Attention(nn.Module):
             checks.choice("backend", backend, dispatch.backends())
         device = checks.device("device", device)
         self.config, self.backend = config, backend
-        self._rope_number = rope.number(config.rope, config.rope_dim)
+        self._rope_table_id = rope.table_id(config.rope, config.rope_dim)
         width = config.num_attention_heads * config.head_dim
         groups, rank = config.o_groups, config.o_lora_rank
         self.q_a_proj = linear(config.hidden_size, config.q_lora_rank, dtype, device)
@@ -87,16 +87,21 @@ class V4Attention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(config.num_attention_heads, dtype=torch.float32, device=device))
         self.compressor = None if config.ratio == 0 else LayerCompressor(config, dtype, device)
         self.requires_grad_(False)
-        lay_side_by_side(*hidden_projections(self, config))
+        fuse_weights(*hidden_projections(self, config))
 
     def _apply(self, fn: Any, recurse: bool = True) -> V4Attention:
-        # Moved or cast, each parameter lies by itself.
+        # Moving or casting gives each parameter its own storage.
         super()._apply(fn, recurse)
-        lay_side_by_side(*hidden_projections(self, self.config))
+        fuse_weights(*hidden_projections(self, self.config))
         return self
 
     def forward(self, hidden: torch.Tensor, step: V4Step, cache: V4Cache) -> torch.Tensor:
-        """Attention's output [T, hidden_size] for hidden states [T, hidden_size]; the step's tokens go into ``cache``.
+        """Store the step's tokens in ``cache`` and return the attention output [T, hidden_size].
+
+        Args:
+            hidden: hidden states [T, hidden_size].
+            step: the step's metadata.
+            cache: the caches of this layer.
 
         Raises:
             TypeError, ValueError: arguments that do not fit the layer or each other.
@@ -108,14 +113,14 @@ class V4Attention(nn.Module):
                 raise TypeError(f"hidden must be {expected} like the layer, got {got}")
             gradients.warn_if_layer_drops("V4Attention", self, hidden)
         with torch.no_grad():
-            return attend(self, self.config, hidden, step, cache, self.backend, self._rope_number)
+            return attend(self, self.config, hidden, step, cache, self.backend, self._rope_table_id)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # Another process gives other numbers.
-        self._rope_number = rope.number(self.config.rope, self.config.rope_dim)
-        # A copy has each parameter by itself.
-        lay_side_by_side(*hidden_projections(self, self.config))
+        # Table ids are local to a process.
+        self._rope_table_id = rope.table_id(self.config.rope, self.config.rope_dim)
+        # In a copy, each parameter has its own storage.
+        fuse_weights(*hidden_projections(self, self.config))
 
 
 def attend(
@@ -125,22 +130,22 @@ def attend(
     step: V4Step,
     cache: V4Cache,
     backend: str | None = None,
-    rope_number: int | None = None,
+    rope_table_id: int | None = None,
 ) -> torch.Tensor:
-    """``V4Attention.forward`` with the projections of ``module``; ``rope_number`` of its embedding, if known."""
+    """``V4Attention.forward`` with the projections of ``module``; ``rope_table_id`` is looked up if None."""
     checks.tensor("hidden", hidden, (step.positions.shape[0], config.hidden_size), checks.FLOAT_DTYPES)
     _check_step(config, step, cache)
     heads, head_dim = config.num_attention_heads, config.head_dim
-    if rope_number is None:
-        rope_number = rope.number(config.rope, config.rope_dim)
-    table = rope.numbered_table(rope_number, hidden.device)
+    if rope_table_id is None:
+        rope_table_id = rope.table_id(config.rope, config.rope_dim)
+    table = rope.rotary_table(rope_table_id, hidden.device)
     o_a = output_matrix(module, hidden.dtype)
     projected = project_hidden(module, config, hidden)
     q_latent, kv = q_kv_norm(
         projected.q_latent,
         projected.kv,
-        own_weight(module, "q_a_norm"),
-        own_weight(module, "kv_norm"),
+        norm_weight(module, "q_a_norm"),
+        norm_weight(module, "kv_norm"),
         config.rms_norm_eps,
         backend=backend,
     )
@@ -159,11 +164,11 @@ def attend(
         out=q,
         backend=backend,
     )
-    out = attend_rows(q, config, step, cache, group_step.finish(), module.sinks.float(), backend)
-    # A value is a rotated key: what was turned by the key's position is turned back by the query's.
+    out = attend_cache(q, config, step, cache, group_step.finish(), module.sinks.float(), backend)
+    # Values are rotated keys. The output is rotated back by the query's position, so that its rotation is relative.
     tail = out[..., head_dim - config.rope_dim :]
-    back = Rotary(rope.inverse_table(rope_number, hidden.device), step.rotary_positions, interleaved=True)
-    rotate_heads(tail, back, out=tail, backend=backend)
+    inverse = Rotary(rope.inverse_table(rope_table_id, hidden.device), step.rotary_positions, interleaved=True)
+    rotate_heads(tail, inverse, out=tail, backend=backend)
     groups = config.o_groups
     weight = o_a.view(groups, config.o_lora_rank, -1)
     grouped = out.new_empty(out.shape[0], groups, config.o_lora_rank)
@@ -173,7 +178,7 @@ def attend(
 
 
 def _check_dtype(q_latent: torch.Tensor, cache: V4Cache) -> None:
-    """That queries, which have their latents' dtype, can attend to keys, before any are written."""
+    """Check, before keys are stored, that the caches have the dtype of the queries or a quantised format."""
     for name in ("window", "groups"):
         pages = getattr(cache, name)
         if pages is not None and pages.dtype in checks.FLOAT_DTYPES and pages.dtype != q_latent.dtype:
@@ -184,15 +189,15 @@ def _check_dtype(q_latent: torch.Tensor, cache: V4Cache) -> None:
 
 
 def _check_step(config: V4Config, step: V4Step, cache: V4Cache) -> None:
-    """That a step, a layer and its caches are made for each other."""
+    """Check that step, layer and caches agree on window, groups, page sizes and positions."""
     if step.window != config.window:
         raise ValueError(f"step must have the layer's window of {config.window} tokens, got {step.window}")
     if config.ratio and config.ratio not in step.groups:
         raise ValueError(f"step must have groups of the layer's {config.ratio} tokens, got {sorted(step.groups)}")
-    if step.longest is not None and step.longest > config.rope.max_position:
+    if step.max_length is not None and step.max_length > config.rope.max_position:
         raise ValueError(
-            f"step rotates by position {step.longest - 1}, and the config's rope.max_position is "
-            f"{config.rope.max_position}"
+            f"step must have rotary positions below the config's rope.max_position {config.rope.max_position}, got "
+            f"{step.max_length - 1}"
         )
     grouped, indexes = config.ratio > 0, config.indexer is not None
     for name, needed in (
@@ -202,21 +207,21 @@ def _check_step(config: V4Config, step: V4Step, cache: V4Cache) -> None:
         ("index_states", indexes),
     ):
         if needed != (getattr(cache, name) is not None):
-            raise ValueError(f"cache.{name} must be {'there' if needed else 'None'} in this layer")
+            raise ValueError(f"cache.{name} must be {'a tensor' if needed else 'None'} in this layer")
     rows = step.groups[config.ratio].page_size if grouped else step.page_size
     for name, size in (("window", step.page_size), ("groups", rows), ("index_keys", rows)):
         pages = getattr(cache, name)
         if pages is not None and pages.shape[1] != size:
             raise ValueError(f"cache.{name} must have the step's pages of {size}, got {pages.shape[1]}")
-    # One table leads to both of each pair.
-    for name, beside in (("index_keys", "groups"), ("index_states", "states")):
-        pages, others = getattr(cache, name), getattr(cache, beside)
+    # The two caches of a pair share a block table.
+    for name, other in (("index_keys", "groups"), ("index_states", "states")):
+        pages, others = getattr(cache, name), getattr(cache, other)
         if pages is not None and pages.shape[:2] != others.shape[:2]:
             raise ValueError(
-                f"cache.{name} must have cache.{beside}'s {others.shape[0]} pages of {others.shape[1]}, got "
+                f"cache.{name} must have cache.{other}'s {others.shape[0]} pages of {others.shape[1]}, got "
                 f"{pages.shape[0]} of {pages.shape[1]}"
             )
-    # Where calls only look at what a GPU would launch, slots are not made either.
+    # When kernels are only collected for a GPU (``runtime.ahead``), slots are not computed.
     if machine.device_type(step.slots.device) == "cpu" and not torch.compiler.is_compiling():
         _check_slots("window", step.slots, cache.window)
         if cache.groups is not None:
@@ -225,7 +230,7 @@ def _check_step(config: V4Config, step: V4Step, cache: V4Cache) -> None:
 
 
 def _check_slots(name: str, slots: torch.Tensor, pages: torch.Tensor) -> None:
-    """That new rows have places in a cache. On a GPU nobody reads their slots, and those without go nowhere."""
+    """Check that a cache has the pages of new rows. On a GPU slots are not read, and kernels skip invalid ones."""
     page = int(slots.max()) // pages.shape[1]
     if page >= pages.shape[0]:
-        raise ValueError(f"step has a row in page {page} of cache.{name}, which has {pages.shape[0]} pages")
+        raise ValueError(f"cache.{name} must have at least {page + 1} pages for this step, got {pages.shape[0]}")

@@ -1,4 +1,4 @@
-"""What a layer of DeepSeek-V4's attention remembers."""
+"""The paged caches of a DeepSeek-V4 layer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from flashlatte.runtime import checks
 
 @dataclass(frozen=True)
 class V4Cache:
-    """The caches of one layer, all paged. Those of groups are None in a layer without.
+    """The caches of one layer: None for groups in a layer without groups, and for the indexer in one without indexer.
 
     Attributes:
-        window: [pages, page_size, 1, width], the keys of tokens.
-        groups: [pages, page_size, 1, width], a row a group, in the same format.
-        states: float32 [pages, page_size, 2 · (1 + overlap) · head_dim], of groups that are not finished.
-        index_keys: [pages, page_size, 1, width], a key of the indexer a group, by the same tables as ``groups``.
-        index_states: as ``states`` for the indexer's keys, by the same tables.
+        window: [pages, page_size, 1, width], keys of tokens.
+        groups: [pages, page_size, 1, width], one row for each group, in the same format.
+        states: float32 [pages, page_size, 2 · (1 + overlap) · head_dim], states of unfinished groups.
+        index_keys: [pages, page_size, 1, width], one index key for each group, with the tables of ``groups``.
+        index_states: states of unfinished index keys, with the tables of ``states``.
     """
 
     window: torch.Tensor
@@ -45,19 +45,19 @@ class V4Cache:
         cache_format: str | CacheFormat = DEEPSEEK_V4_FORMAT,
         device: torch.device | str | None = None,
     ) -> V4Cache:
-        """Caches of zeros for a layer.
+        """Allocate zeroed caches for a layer.
 
         Args:
-            config: the layer.
-            pages, page_size: of the window's cache, and of that of groups.
-            group_pages: of groups, ``pages`` if None.
-            state_pages, state_page_size: of states.
-            cache_format: by default DeepSeek-V4's own, of rows of 512 numbers; a plain one for any head_dim. Index keys
-                are in the format that is as exact.
-            device: where; torch's default device if None.
+            config: configuration of the layer.
+            pages, page_size: of the cache of tokens, and of the cache of groups.
+            group_pages: pages of the cache of groups; ``pages`` if None.
+            state_pages, state_page_size: of the states.
+            cache_format: by default DeepSeek-V4's own, for rows of 512 elements; unquantised formats fit any head_dim.
+                Index keys use the matching format.
+            device: torch's default device if None.
 
         Raises:
-            TypeError, ValueError: as ``kv_cache.allocate``; a format that does not take rows of head_dim.
+            TypeError, ValueError: as ``kv_cache.allocate``; a format that does not fit rows of head_dim.
         """
         checks.instance("config", config, V4Config)
         layout = as_format(cache_format, config.head_dim)

@@ -1,4 +1,4 @@
-"""What one layer of DeepSeek-V4's attention is made of."""
+"""Configuration of a DeepSeek-V4 attention layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashlatte.layers.config import Rope, check_indexer_sizes, max_position_emb
 from flashlatte.runtime import checks
 
 MODEL_TYPE = "deepseek_v4"
-# Transformers' names of a layer with a window only, of one that selects among its groups, and of one that sees all.
+# transformers' names of layers with a window only, with selected groups, and with all groups.
 SLIDING, SELECTING, COMPRESSING = _KINDS = (
     "sliding_attention",
     "compressed_sparse_attention",
@@ -21,11 +21,11 @@ SLIDING, SELECTING, COMPRESSING = _KINDS = (
 
 @dataclass(frozen=True)
 class V4IndexerConfig:
-    """The indexer of a layer: which groups a query attends to.
+    """The indexer of a layer, which selects the groups that a query attends to.
 
     Attributes:
-        num_heads, head_dim: of its queries; head_dim 32, 64 or 128.
-        topk: groups that a query selects at most; at most 4,096.
+        num_heads, head_dim: heads and head dim of its queries; head_dim is 32, 64 or 128.
+        topk: maximum number of groups that a query selects, at most 4,096.
     """
 
     num_heads: int = 64
@@ -38,19 +38,19 @@ class V4IndexerConfig:
 
 @dataclass(frozen=True)
 class V4Config:
-    """One layer. Its defaults are those of DeepSeek-V4-Flash where it compresses 4 tokens to one, for 4,096 positions.
+    """One layer. The defaults are DeepSeek-V4-Flash's layers with groups of 4 tokens, for 4,096 positions.
 
     Attributes:
-        hidden_size, q_lora_rank: of hidden states, and of the query's latent.
-        num_attention_heads, head_dim, rope_dim: of queries; there is one key of head_dim, which is the value too, and
-            its last rope_dim numbers are rotated in pairs (2i, 2i + 1).
-        o_groups, o_lora_rank: heads are projected in so many groups, to so many numbers each.
-        window: tokens that a query sees as they are, its own among them.
-        ratio: tokens of a compressed group; 0 if the layer has the window only.
-        indexer: selects groups. With one, groups overlap: a row is made of its group and the one before. Without one a
-            query sees all groups.
-        rope: of queries, keys and groups alike.
-        rms_norm_eps: of all norms.
+        hidden_size, q_lora_rank: widths of hidden states, and of the query's latent.
+        num_attention_heads, head_dim, rope_dim: heads, head dim and rotated dims of queries. There is one key head,
+            which is also the value. Its last rope_dim elements are rotated in pairs (2i, 2i + 1).
+        o_groups, o_lora_rank: the output projection maps each of o_groups groups of heads to o_lora_rank elements.
+        window: tokens of the sliding window, the query's own included.
+        ratio: tokens of a compressed group; 0 in a layer with a window only.
+        indexer: selects groups. With an indexer, groups overlap: a row is computed from its group and the one before.
+            Without one, a query attends to all groups.
+        rope: rotary embedding of queries, keys and groups.
+        rms_norm_eps: epsilon of all norms.
     """
 
     hidden_size: int = 4096
@@ -87,12 +87,12 @@ class V4Config:
 
     @property
     def overlap(self) -> int:
-        """Groups before its own that a row is made of."""
+        """Number of previous groups that contribute to a row."""
         return 0 if self.indexer is None else 1
 
     @classmethod
     def from_transformers(cls, config: Any, layer: int) -> V4Config:
-        """Of layer number ``layer``; ``config`` as for ``layers``.
+        """The configuration of one layer; ``config`` as for ``layers``.
 
         Raises:
             ValueError: as ``layers``.
@@ -104,15 +104,14 @@ class V4Config:
         """All layers of a transformers ``DeepseekV4Config``, or of a checkpoint's ``config.json`` as a mapping.
 
         Raises:
-            TypeError, ValueError: no config; another model; sizes that are missing; a kind of layer or of rotary
-                embedding that is not known.
+            TypeError, ValueError: not a config; another model; missing sizes; an unknown layer type or rope_type.
         """
-        fields = models.fields_of(config)
+        fields = models.config_fields(config)
         if fields.get("model_type") != MODEL_TYPE:
             raise ValueError(f"model_type must be {MODEL_TYPE!r}, got {fields.get('model_type')!r}")
         missing = [name for name in (*_SIZES, *_INDEXER_SIZES) if fields.get(name) is None]
         if missing:
-            raise ValueError(f"config must have {', '.join(missing)}, got a {MODEL_TYPE} without")
+            raise ValueError(f"config must have {', '.join(missing)}, got a {MODEL_TYPE} config without them")
         kinds, ratios, ropes = _kinds(fields), _ratios(fields), _ropes(fields)
         indexer = V4IndexerConfig(*(fields[name] for name in _INDEXER_SIZES))
         shared = {
@@ -148,14 +147,14 @@ _INDEXER_SIZES = ("index_n_heads", "index_head_dim", "index_topk")
 
 
 def _kinds(fields: Mapping[str, Any]) -> list[str]:
-    """What each layer is: ``layer_types`` (transformers) or ``compress_ratios`` (checkpoints)."""
+    """The type of each layer, from ``layer_types`` (transformers) or ``compress_ratios`` (checkpoints)."""
     count, ratios = fields["num_hidden_layers"], fields.get("compress_ratios")
     kinds = fields.get("layer_types")
     if kinds is None and ratios is not None:
-        known = dict(zip((0, 4, 128), _KINDS, strict=True))
-        if unknown := [ratio for ratio in ratios if ratio not in known]:
+        kind_of_ratio = dict(zip((0, 4, 128), _KINDS, strict=True))
+        if unknown := [ratio for ratio in ratios if ratio not in kind_of_ratio]:
             raise ValueError(f"compress_ratios must be 0, 4 or 128, got {unknown[0]!r}")
-        kinds = [known[ratio] for ratio in ratios]
+        kinds = [kind_of_ratio[ratio] for ratio in ratios]
     if kinds is None or len(kinds) < count:
         raise ValueError(f"config must have layer_types or compress_ratios for its {count} layers")
     for layer, kind in enumerate(kinds[:count]):
@@ -164,9 +163,9 @@ def _kinds(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _ratios(fields: Mapping[str, Any]) -> dict[str, int]:
-    """Tokens of a group, by the kind of layer."""
-    rates = {SELECTING: 4, COMPRESSING: 128} | dict(models.inner(fields, "compress_rates"))
-    # Older names, which take precedence in transformers.
+    """Tokens of a group by layer type."""
+    rates = {SELECTING: 4, COMPRESSING: 128} | dict(models.sub_config(fields, "compress_rates"))
+    # Older field names take precedence in transformers.
     older = {SELECTING: fields.get("compress_rate_csa"), COMPRESSING: fields.get("compress_rate_hca")}
     return rates | {kind: rate for kind, rate in older.items() if rate is not None}
 
@@ -182,14 +181,14 @@ def _rope_dim(fields: Mapping[str, Any]) -> int:
 def _ropes(fields: Mapping[str, Any]) -> dict[str, Rope]:
     """The rotations of layers without groups ("main") and of those with groups ("compress")."""
     parameters, theta = models.rope_parameters(fields), fields.get("rope_theta", 10000.0)
-    longest = max_position_embeddings(fields, 1048576)
+    max_position = max_position_embeddings(fields, 1048576)
     main, compress = (parameters.get(name) for name in ("main", "compress"))
     if not isinstance(main, Mapping) or not isinstance(compress, Mapping):
-        # YaRN in a checkpoint scales neither cosines nor the softmax by its factor.
+        # A checkpoint's YaRN scales neither cosines nor the softmax.
         compress = {"attention_factor": 1.0, **parameters, "rope_theta": fields.get("compress_rope_theta", 160000.0)}
         main = {}
     each = {"main": main, "compress": compress}
-    return {name: _rope(models.standardised_rope(one, theta, longest), longest) for name, one in each.items()}
+    return {name: _rope(models.standardised_rope(one, theta, max_position), max_position) for name, one in each.items()}
 
 
 def _rope(parameters: Mapping[str, Any], max_position: int) -> Rope:

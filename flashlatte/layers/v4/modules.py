@@ -1,4 +1,4 @@
-"""Parameters of DeepSeek-V4's layers, under transformers' names. None of them is initialised."""
+"""Uninitialised parameters of DeepSeek-V4's layers, with transformers' names."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from flashlatte.layers.products import linear
-from flashlatte.layers.side_by_side import products_of
+from flashlatte.layers.fused_projections import fused_linear, linear
 from flashlatte.layers.v4.config import V4Config, V4IndexerConfig
-from flashlatte.layers.weights import own_matrix, own_weight
+from flashlatte.layers.weights import linear_weight, norm_weight
 
 
 class NormWeight(nn.Module):
@@ -21,8 +20,8 @@ class NormWeight(nn.Module):
         self.weight = nn.Parameter(torch.empty(width, dtype=torch.float32, device=device))
 
 
-class Compressor(nn.Module):
-    """What makes rows of groups: ``head_dim`` wide, from twice as many numbers a token where groups overlap."""
+class V4Compressor(nn.Module):
+    """Projections that compress groups to rows of ``head_dim``; twice as wide for each token if groups overlap."""
 
     def __init__(
         self,
@@ -39,16 +38,16 @@ class Compressor(nn.Module):
         self.kv_norm = NormWeight(head_dim, device)
 
 
-class LayerCompressor(Compressor):
-    """The compressor of attention's groups, and the indexer that selects among them."""
+class LayerCompressor(V4Compressor):
+    """The compressor of attention groups, and the indexer that selects among them."""
 
     def __init__(self, config: V4Config, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
         super().__init__(config, config.head_dim, dtype, device)
-        self.indexer = None if config.indexer is None else Indexer(config, config.indexer, dtype, device)
+        self.indexer = None if config.indexer is None else V4Indexer(config, config.indexer, dtype, device)
 
 
-class Indexer(Compressor):
-    """The indexer: a compressor of its own keys, and its queries."""
+class V4Indexer(V4Compressor):
+    """The indexer: a compressor of index keys, and projections of index queries and head weights."""
 
     def __init__(
         self, config: V4Config, sizes: V4IndexerConfig, dtype: torch.dtype | None, device: torch.device | str | None
@@ -60,7 +59,7 @@ class Indexer(Compressor):
 
 
 class Projected(NamedTuple):
-    """What a layer's projections make of hidden states [T, hidden_size]: tensors [T, any], None of what it has not."""
+    """Results [T, any] of a layer's projections of hidden states; None for projections that the layer lacks."""
 
     q_latent: torch.Tensor
     kv: torch.Tensor
@@ -72,31 +71,31 @@ class Projected(NamedTuple):
 
 
 def project_hidden(module: Any, config: V4Config, hidden: torch.Tensor) -> Projected:
-    return Projected(*products_of(hidden, *hidden_projections(module, config)))
+    return Projected(*fused_linear(hidden, *hidden_projections(module, config)))
 
 
 def hidden_projections(module: Any, config: V4Config) -> list[Any]:
-    """In the order of ``Projected``."""
-    found = [module.q_a_proj, module.kv_proj]
+    """The projections of hidden states, in the order of ``Projected``."""
+    projections = [module.q_a_proj, module.kv_proj]
     if config.ratio:
-        found += [module.compressor.kv_proj, module.compressor.gate_proj]
+        projections += [module.compressor.kv_proj, module.compressor.gate_proj]
     if config.indexer is not None:
         indexer = module.compressor.indexer
-        found += [indexer.kv_proj, indexer.gate_proj, indexer.scorer.weights_proj]
-    return found
+        projections += [indexer.kv_proj, indexer.gate_proj, indexer.scorer.weights_proj]
+    return projections
 
 
 def output_matrix(module: Any, dtype: torch.dtype) -> torch.Tensor:
-    """o_a_proj's weight [o_groups · o_lora_rank, inputs of a group]: in transformers of a class of its own."""
-    return own_matrix(module, "o_a_proj", dtype, of_subclass=True)
+    """o_a_proj's weight [o_groups · o_lora_rank, inputs of a group]; transformers uses a subclass of ``nn.Linear``."""
+    return linear_weight(module, "o_a_proj", dtype, of_subclass=True)
 
 
 def check_weights(module: Any, config: V4Config, dtype: torch.dtype) -> None:
-    """Raise TypeError for a projection or norm whose weight cannot be read in place of a call, in ``dtype``."""
+    """Raise TypeError for a projection or norm whose weight cannot replace a call of the module, in ``dtype``."""
     output_matrix(module, dtype)
-    own_weight(module, "q_a_norm")
-    own_weight(module, "kv_norm")
+    norm_weight(module, "q_a_norm")
+    norm_weight(module, "kv_norm")
     if config.ratio:
-        own_weight(module.compressor, "kv_norm")
+        norm_weight(module.compressor, "kv_norm")
     if config.indexer is not None:
-        own_weight(module.compressor.indexer, "kv_norm")
+        norm_weight(module.compressor.indexer, "kv_norm")

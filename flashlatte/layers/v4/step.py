@@ -1,4 +1,4 @@
-"""A step of DeepSeek-V4's layers: its tokens, and where each layer finds what they attend to."""
+"""A step of DeepSeek-V4's layers: its tokens, their slots, and the slots that they attend to."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from flashlatte.runtime.transfer import to_device
 
 @dataclass(frozen=True)
 class V4Groups:
-    """The groups of ``ratio`` tokens, as the step's tokens see them.
+    """The groups of ``ratio`` tokens in a step.
 
     Attributes:
         table: int32 or int64 [b, columns], pages of groups.
         state_table: int32 or int64 [b, columns], pages of states (``compress``).
-        page_size: of groups.
-        slots: [T], the slot of the group that each token belongs to; -1 if it is not to be written.
-        seen: int32 [T], how many groups each token sees.
-        request_ids: [T], the row of each token in the tables.
-        backend: of ``all_slots``.
+        page_size: groups in a page.
+        slots: [T], slot of each token's group; -1 if it is not to be stored.
+        num_visible: int32 [T], number of groups that each token may attend to.
+        request_ids: [T], row of each token in the tables.
+        backend: backend of ``all_slots``.
     """
 
     ratio: int
@@ -33,23 +33,23 @@ class V4Groups:
     state_table: torch.Tensor
     page_size: int
     slots: torch.Tensor
-    seen: torch.Tensor
+    num_visible: torch.Tensor
     request_ids: torch.Tensor
     backend: str | None
 
     @property
     def all_slots(self) -> torch.Tensor:
-        """int32 [T, columns · page_size], the slots of all groups that each token sees, then -1.
+        """int32 [T, columns · page_size], the slots of each token's visible groups, then -1.
 
-        Made when first asked for: layers that select among groups have no use for it, and it may be large.
+        Computed on first use: it may be large, and layers with an indexer do not need it.
         """
-        return self._kept("all_slots", self._all_slots)
+        return self._cached("all_slots", self._all_slots)
 
     @property
     def token_table(self) -> torch.Tensor:
-        """[T, columns], each token's row of ``table``. Made when first asked for."""
+        """[T, columns], each token's row of ``table``, computed on first use."""
         last = self.table.shape[0] - 1
-        return self._kept("token_table", lambda: self.table[self.request_ids.clamp(0, last)])
+        return self._cached("token_table", lambda: self.table[self.request_ids.clamp(0, last)])
 
     def _all_slots(self) -> torch.Tensor:
         return index_convert(
@@ -57,21 +57,21 @@ class V4Groups:
             self.table,
             self.page_size,
             request_ids=self.request_ids,
-            query_positions=self.seen - 1,
+            query_positions=self.num_visible - 1,
             sinks=self.table.shape[1] * self.page_size,
             backend=self.backend,
         )
 
-    def _kept(self, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        # As functools.cached_property, in which torch.compile meets a lock before Python 3.12.
-        kept: dict[str, tuple[torch.Tensor, bool]] = self.__dict__.setdefault("_made", {})
+    def _cached(self, name: str, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        # functools.cached_property takes a lock before Python 3.12, which torch.compile cannot trace.
+        cached: dict[str, tuple[torch.Tensor, bool]] = self.__dict__.setdefault("_cached_tensors", {})
         capturing = (
             self.slots.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
         )
-        # What a graph makes is there when the graph has run, and not for whoever captured it.
-        if name not in kept or (kept[name][1] and not capturing):
-            kept[name] = make(), capturing
-        return kept[name][0]
+        # A tensor computed during capture has its value only in replays, so eager calls compute it again.
+        if name not in cached or (cached[name][1] and not capturing):
+            cached[name] = compute(), capturing
+        return cached[name][0]
 
     @classmethod
     def build(
@@ -79,41 +79,41 @@ class V4Groups:
         ratio: int,
         request_ids: torch.Tensor,
         positions: torch.Tensor,
-        seeing: torch.Tensor,
+        visible_until: torch.Tensor,
         table: torch.Tensor,
         state_table: torch.Tensor,
         page_size: int,
         backend: str | None,
     ) -> V4Groups:
-        """``seeing`` int [T]: a token sees the groups that end at this position of its request or before it."""
+        """Build the groups; a token attends to groups that end at position ``visible_until`` (int [T]) or before."""
         checks.positive_int("ratio", ratio)
         device = request_ids.device
         checks.tensor(f"group_tables[{ratio}][0]", table, ("b", "columns"), checks.INDEX_DTYPES, device)
         shape = (table.shape[0], "columns")
         checks.tensor(f"group_tables[{ratio}][1]", state_table, shape, checks.INDEX_DTYPES, device)
-        seen = torch.div(seeing + 1, ratio, rounding_mode="floor").clamp_min(0).to(torch.int32)
+        num_visible = torch.div(visible_until + 1, ratio, rounding_mode="floor").clamp_min(0).to(torch.int32)
         own = torch.div(positions, ratio, rounding_mode="floor")
         slots = _slots(own, request_ids, table, page_size, backend)
-        return cls(ratio, table, state_table, page_size, slots, seen, request_ids, backend)
+        return cls(ratio, table, state_table, page_size, slots, num_visible, request_ids, backend)
 
 
 @dataclass(frozen=True)
 class V4Step:
-    """Tokens of several requests, prefill and decode alike, and their places in the caches. All layers share it.
+    """Prefill and decode tokens of several requests, with their slots in the caches. All layers share it.
 
     Attributes:
-        request_ids: int32 or int64 [T], the row of each token in the tables; below 0 for padding. Tokens of a request
-            stand together, in order.
-        positions: int32 or int64 [T], of each token in its request: its place in the caches.
-        rotary_positions: int32 or int64 [T], by which it is rotated, and which groups it sees.
-        window, page_size: tokens that a token sees, and tokens of a page in their cache.
+        request_ids: int32 or int64 [T], row of each token in the tables; below 0 for padding. Tokens of a request are
+            contiguous and in order.
+        positions: int32 or int64 [T], position of each token in its request, which determines its slot.
+        rotary_positions: int32 or int64 [T], positions for rotation and for the visibility of groups.
+        window, page_size: tokens of the window, and tokens in a page of their cache.
         window_table: [b, columns], pages of tokens.
-        slots: [T], where each token's key goes; -1 for none.
-        window_slots: int32 [T, window], the slots of the tokens that each token sees; -1 for none.
-        window_counts: int32 [T], after how many of them there are none.
-        groups: by ratio.
-        longest: all rotary positions are below it; None if the host does not know.
-        prefill: which requests attend over a workspace. None: none of them.
+        slots: [T], slot of each token's key; -1 for none.
+        window_slots: int32 [T, window], slots of each token's window; -1 for none.
+        window_counts: int32 [T], length of the used prefix of ``window_slots``.
+        groups: groups by ratio.
+        max_length: upper bound of rotary positions, exclusive; None if the host does not know it.
+        prefill: the requests that attend over a workspace; None: none.
     """
 
     request_ids: torch.Tensor
@@ -126,7 +126,7 @@ class V4Step:
     window_slots: torch.Tensor
     window_counts: torch.Tensor
     groups: Mapping[int, V4Groups]
-    longest: int | None = None
+    max_length: int | None = None
     prefill: V4Prefill | None = None
 
     @property
@@ -134,7 +134,7 @@ class V4Step:
         return self.positions.shape[0]
 
     @classmethod
-    def of_spans(
+    def from_spans(
         cls,
         spans: Sequence[tuple[int, int]],
         window_table: torch.Tensor,
@@ -149,20 +149,19 @@ class V4Step:
         limits: WorkspaceLimits | None = DEFAULT_LIMITS,
         backend: str | None = None,
     ) -> V4Step:
-        """The step of new tokens that the host knows, among which requests of many attend over a workspace.
+        """Build a step from spans on the host; requests with many new tokens attend over a workspace.
 
-        What is planned here are this step's tokens: a CUDA graph, which serves other steps, holds one of ``build``.
+        The plan is valid for this step only. Use ``build`` for a CUDA graph that is replayed for other steps.
 
         Args:
-            spans: for each row of ``window_table`` the positions of its request's new tokens, (first, end); none if
-                the two are equal.
+            spans: (first, end) positions of the new tokens of each row of ``window_table``; empty if they are equal.
             limits: which requests attend over a workspace; None: none.
             window_table, group_tables, window, page_size, group_page_sizes, rotary_positions, first_tokens,
                 shared_tokens, backend: as for ``build``.
 
         Raises:
-            TypeError, ValueError: as ``build``; spans that are not of window_table's requests, run backwards, or end
-                where the tables have no room.
+            TypeError, ValueError: as ``build``; a wrong number of spans, or a span that decreases or exceeds the
+                capacity of the tables.
         """
         checks.tensor("window_table", window_table, ("b", "columns"), checks.INDEX_DTYPES)
         device = window_table.device
@@ -174,10 +173,10 @@ class V4Step:
                 raise ValueError(f"spans must be (first, end) with 0 <= first <= end, got {(begin, end)}")
         ids = [request for request, (begin, end) in enumerate(spans) for _ in range(begin, end)]
         positions = [position for begin, end in spans for position in range(begin, end)]
-        both = to_device([ids, positions], device)
+        ids_and_positions = to_device([ids, positions], device)
         step = cls.build(
-            both[0],
-            both[1],
+            ids_and_positions[0],
+            ids_and_positions[1],
             window_table,
             group_tables,
             window=window,
@@ -188,10 +187,10 @@ class V4Step:
             shared_tokens=shared_tokens,
             backend=backend,
         )
-        longest = max((end for _, end in spans), default=0)
-        step._check_room(longest)
+        max_length = max((end for _, end in spans), default=0)
+        step._check_capacity(max_length)
         if rotary_positions is None:
-            step = replace(step, longest=longest)
+            step = replace(step, max_length=max_length)
         if limits is None:
             return step
         return replace(step, prefill=V4Prefill(spans, window, limits, device, first_tokens))
@@ -212,31 +211,31 @@ class V4Step:
         shared_tokens: torch.Tensor | None = None,
         backend: str | None = None,
     ) -> V4Step:
-        """The step of these tokens. Nothing is read from the device, so that a CUDA graph may hold it.
+        """Build a step from tensors, without synchronisation, so that a CUDA graph may capture it.
 
         Args:
-            request_ids, positions: int32 or int64 [T]. On a GPU nobody sees that a position is beyond what a layer's
-                ``rope`` can rotate by: it is rotated by the last one.
-            window_table: int32 or int64 [b, columns], pages of tokens, from each request's first on. A page that no
-                window reaches any more may be given back, and -1 put in its place.
-            group_tables: for each ratio pages of groups [b, columns] and of states [b, columns]. A short table of
-                states is a ring (``compress``).
-            window: of the layers.
-            page_size: of caches of tokens.
-            group_page_sizes: of caches of groups, by ratio; page_size where there is none. With page_size // ratio one
-                table can be that of tokens and of groups.
-            rotary_positions: int32 or int64 [T], where they are others than ``positions``. A token sees no group that
-                ends after its own position, whatever they are.
-            first_tokens: int32 or int64 [b], the first token of each request that windows see: those before it are
-                padding. Groups are made of padding too, as in transformers.
-            shared_tokens: int32 or int64 [b], how many of each request's first tokens have their keys and groups in the
-                caches already, where others may read them. Such a token leaves states and nothing else, so that a
-                request may begin with a prefix's last tokens, as many as the next group is made of.
+            request_ids, positions: int32 or int64 [T]. On a GPU, positions beyond the layer's ``rope`` are not
+                detected, and are rotated as its last position.
+            window_table: int32 or int64 [b, columns], pages of tokens from the request's first token on. Pages that no
+                window reaches any more may be freed and replaced by -1.
+            group_tables: for each ratio the pages of groups [b, columns] and of states [b, columns]. A short table of
+                states is a ring buffer (``compress``).
+            window: window of the layers.
+            page_size: page size of the caches of tokens.
+            group_page_sizes: page sizes of the caches of groups by ratio; default page_size. With page_size // ratio,
+                one table can serve tokens and groups.
+            rotary_positions: int32 or int64 [T], if they differ from ``positions``. A token never attends to groups
+                that end after its own position.
+            first_tokens: int32 or int64 [b], the first token of each request that is visible to windows; tokens before
+                it are padding. Groups include padding, as in transformers.
+            shared_tokens: int32 or int64 [b], number of leading tokens of each request whose keys and groups are
+                cached already and may be read by others. For such a token only states are stored. A request can
+                therefore start with the last tokens of a prefix, as many as the next group needs.
             backend: "portable" or "reference"; None chooses.
 
         Raises:
             TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other. On
-                the CPU also positions that the tables have no room for; on a GPU the keys of such tokens go nowhere.
+                the CPU also positions beyond the tables' capacity; on a GPU the keys of such tokens are not stored.
         """
         checks.tensor("request_ids", request_ids, ("T",), checks.INDEX_DTYPES, unit_last_stride=False)
         tokens, device = request_ids.shape[0], request_ids.device
@@ -244,14 +243,14 @@ class V4Step:
         checks.tensor("window_table", window_table, ("b", "columns"), checks.INDEX_DTYPES, device)
         requests = window_table.shape[0]
         window = checks.positive_int("window", window)
-        known = (request_ids >= 0) & (request_ids < requests)
-        positions = positions.where(known, -1)
-        turned_by = seeing = positions
+        is_valid = (request_ids >= 0) & (request_ids < requests)
+        positions = positions.where(is_valid, -1)
+        rotary = visible_until = positions
         if rotary_positions is not None:
             name, dtypes = "rotary_positions", checks.INDEX_DTYPES
             checks.tensor(name, rotary_positions, (tokens,), dtypes, device, unit_last_stride=False)
-            turned_by = rotary_positions.where(known, -1)
-            seeing = turned_by.minimum(positions)
+            rotary = rotary_positions.where(is_valid, -1)
+            visible_until = rotary.minimum(positions)
 
         window_slots, window_counts = index_convert(
             None,
@@ -260,21 +259,21 @@ class V4Step:
             request_ids=request_ids,
             query_positions=positions,
             window=window,
-            # Hidden tokens leave gaps.
+            # Masking by first_tokens below needs one column for each window position.
             compact=first_tokens is None,
             return_counts=True,
             backend=backend,
         )
         if first_tokens is not None:
             checks.tensor("first_tokens", first_tokens, (requests,), checks.INDEX_DTYPES, device)
-            seen_from = positions.unsqueeze(1) - window + 1 + torch.arange(window, device=device)
+            window_positions = positions.unsqueeze(1) - window + 1 + torch.arange(window, device=device)
             first = first_tokens[request_ids.clamp(0, requests - 1)].unsqueeze(1)
-            window_slots = window_slots.masked_fill(seen_from < first, -1)
+            window_slots = window_slots.masked_fill(window_positions < first, -1)
             window_counts = torch.full_like(window_counts, window)
-        written = positions
+        stored = positions
         if shared_tokens is not None:
             checks.tensor("shared_tokens", shared_tokens, (requests,), checks.INDEX_DTYPES, device)
-            written = positions.where(positions >= shared_tokens[request_ids.clamp(0, requests - 1)], -1)
+            stored = positions.where(positions >= shared_tokens[request_ids.clamp(0, requests - 1)], -1)
         groups = {}
         for ratio, (table, state_table) in group_tables.items():
             if table.shape[0] != requests:
@@ -282,29 +281,29 @@ class V4Step:
                     f"group_tables[{ratio}][0] must have window_table's {requests} requests, got {table.shape[0]}"
                 )
             rows = checks.positive_int(f"group_page_sizes[{ratio}]", (group_page_sizes or {}).get(ratio, page_size))
-            groups[ratio] = V4Groups.build(ratio, request_ids, written, seeing, table, state_table, rows, backend)
-        readable = checks.has_values(positions)
+            groups[ratio] = V4Groups.build(ratio, request_ids, stored, visible_until, table, state_table, rows, backend)
+        on_host = checks.has_values(positions)
         step = cls(
             request_ids,
             positions,
-            turned_by,
+            rotary,
             window,
             page_size,
             window_table,
-            _slots(written, request_ids, window_table, page_size, backend),
+            _slots(stored, request_ids, window_table, page_size, backend),
             window_slots,
             window_counts,
             groups,
-            int(turned_by.max()) + 1 if readable else None,
+            int(rotary.max()) + 1 if on_host else None,
         )
-        if readable:
-            step._check_room(int(positions.max()) + 1)
+        if on_host:
+            step._check_capacity(int(positions.max()) + 1)
         return step
 
-    def _check_room(self, tokens: int) -> None:
-        """Raise ValueError for more tokens of a request than the tables lead to, whose keys would be nowhere."""
-        room = self.window_table.shape[1] * self.page_size
-        if tokens > room:
+    def _check_capacity(self, tokens: int) -> None:
+        """Raise ValueError if a request has more tokens than the tables can hold."""
+        capacity = self.window_table.shape[1] * self.page_size
+        if tokens > capacity:
             raise ValueError(
                 f"window_table must have room for {tokens} tokens of a request, got {self.window_table.shape[1]} pages "
                 f"of {self.page_size}"
@@ -320,7 +319,7 @@ class V4Step:
 def _slots(
     indices: torch.Tensor, request_ids: torch.Tensor, table: torch.Tensor, page_size: int, backend: str | None
 ) -> torch.Tensor:
-    """The slots [T] of one position a token."""
+    """The slots [T] of one position for each token."""
     found = index_convert(
         indices.unsqueeze(1), table, page_size, request_ids=request_ids, dtype=torch.int64, backend=backend
     )

@@ -1,4 +1,4 @@
-"""Prefill over a workspace: what many new tokens of a request see is gathered once, and not read by each of them."""
+"""Plans prefill over a workspace: rows that many new tokens of a request attend to are gathered once."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from flashlatte.runtime.transfer import to_device
 
 @dataclass(frozen=True)
 class WorkspaceLimits:
-    """Which requests attend over a workspace, and how much of it there is at a time.
+    """Which requests attend over a workspace, and the size of the workspace.
 
-    On an H200 a layer's prefill takes 9% less over a workspace with 1,024 new tokens, and 15% less with 4,096
-    (``docs/notes/deepseek-v4.md``). With fewer the host's launches take longer than the GPU, and a workspace needs more
-    of them. A key costs a query 0.49 ns in ``sparse_decode`` (H100, model1-b128-sq2-h64-top128+512) and 0.31 ns in
-    ``sparse_prefill`` (d512-h64-top512-kv65536). For 640 keys that is 0.11 µs less, as much as 150 rows cost in
-    ``cache_gather`` (gather-v32-65536).
+    On an H200, a layer's prefill over a workspace takes 9% less time with 1,024 new tokens and 15% less with 4,096
+    (``docs/notes/deepseek-v4.md``). With fewer tokens the step is bound by launches, and a workspace needs more of
+    them. A key costs a query 0.49 ns in ``sparse_decode`` (H100, model1-b128-sq2-h64-top128+512) and 0.31 ns in
+    ``sparse_prefill`` (d512-h64-top512-kv65536). For 640 keys the difference is 0.11 µs, the cost of gathering 150 rows
+    (gather-v32-65536).
 
     Attributes:
-        queries: new tokens of a request, from which on it attends over a workspace.
-        rows_a_query: with more rows than so many for each of them, it does not.
-        rows: of a workspace; 64 MiB in bf16. A request that needs more reads its pages.
-        indices: numbers that say which rows the tokens see, at most: 64 MiB. More tokens come one part after the other.
+        min_queries: minimum number of new tokens of a request that attends over a workspace.
+        max_rows_per_query: maximum number of gathered rows for each of them.
+        max_rows: rows of a workspace; 64 MiB in bf16. A request that needs more reads its pages.
+        max_indices: limit on the row indices of a chunk; 64 MiB. Requests with more are split.
     """
 
-    queries: int = 1024
-    rows_a_query: int = 128
-    rows: int = 2**16
-    indices: int = 2**24
+    min_queries: int = 1024
+    max_rows_per_query: int = 128
+    max_rows: int = 2**16
+    max_indices: int = 2**24
 
     def __post_init__(self) -> None:
-        for name in ("queries", "rows_a_query", "rows", "indices"):
+        for name in ("min_queries", "max_rows_per_query", "max_rows", "max_indices"):
             checks.positive_int(name, getattr(self, name))
 
 
 DEFAULT_LIMITS = WorkspaceLimits()
 
 
-# Of each token the rows that it sees, int32 [n, any], and how many, int32 [n].
-RowsSeen = tuple[torch.Tensor, torch.Tensor]
+# The rows that each token attends to, int32 [n, any], and their number, int32 [n].
+VisibleRows = tuple[torch.Tensor, torch.Tensor]
 
 
 class Gathered(NamedTuple):
-    """What is gathered of m requests, int64 [m] each: from which row of the workspace on, and which rows of a cache."""
+    """Rows to gather for m requests, int64 [m] each: the first workspace row, and the range of cache rows."""
 
     rows: torch.Tensor
     starts: torch.Tensor
@@ -56,19 +56,18 @@ class Gathered(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkspaceChunk:
-    """Tokens of m consecutive requests that attend together. Each request has as many rows: its groups, then its
-    tokens.
+    """Tokens of m consecutive requests that attend together. Every request has ``rows`` rows: groups, then tokens.
 
     Attributes:
-        tokens: of the step.
-        requests: their rows in the step's tables: a range, or int64 [m] if they do not follow each other one by one.
-        cu_queries: int32 [m + 1], where each request's tokens begin among these.
-        seq_lens: int32 [m], tokens of each request up to the last of these.
-        gather_lens: int32 [m], how many of them windows reach.
-        groups, window: what is gathered.
-        group_rows, rows: of each request.
-        seen: what tokens see, kept by the first layer that selects nothing for those behind it. None in all chunks of a
-            plan but one, as it may be large.
+        tokens: the chunk's tokens in the step.
+        requests: rows of the requests in the step's tables: a slice, or int64 [m] if they are not consecutive.
+        cu_queries: int32 [m + 1], offsets of each request's tokens in the chunk.
+        seq_lens: int32 [m], tokens of each request up to its last token in the chunk.
+        gather_lens: int32 [m], tokens of each request that windows reach.
+        groups, window: the rows to gather.
+        group_rows, rows: rows of each request.
+        visible: the rows that tokens attend to, cached by the first layer that selects nothing, for later layers. None
+            in all chunks of a plan but the first, since it may be large.
     """
 
     tokens: slice
@@ -80,7 +79,7 @@ class WorkspaceChunk:
     window: Gathered
     group_rows: int
     rows: int
-    seen: list[RowsSeen] | None
+    visible: list[VisibleRows] | None
 
     @property
     def num_requests(self) -> int:
@@ -89,7 +88,7 @@ class WorkspaceChunk:
 
 @dataclass(frozen=True)
 class _Span:
-    """New tokens ``begin`` to ``end`` - 1 of a request, the first of which is token ``first`` of the step."""
+    """New tokens ``begin`` to ``end`` - 1 of a request, starting at token ``first`` of the step."""
 
     request: int
     first: int
@@ -103,14 +102,14 @@ class _Span:
 
 @dataclass(frozen=True)
 class V4Prefill:
-    """The new tokens of a step's requests, as the host knows them, and the plans that layers make of them.
+    """The new tokens of a step's requests on the host, and the cached workspace plans of layers.
 
     Attributes:
         spans: (first, end) positions of each request's new tokens.
-        window: of the layers.
-        limits: of workspaces.
-        device: of the plans' tensors.
-        first_tokens: int [b], the first token of each request that windows see; all if None.
+        window: window of the layers.
+        limits: limits of workspaces.
+        device: device of the plans' tensors.
+        first_tokens: int [b], the first token of each request that is visible to windows; None: all are.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -121,30 +120,30 @@ class V4Prefill:
     _plans: dict[tuple[int, int | None], tuple[WorkspaceChunk, ...]] = field(default_factory=dict)
 
     def plan(self, ratio: int, topk: int | None) -> tuple[WorkspaceChunk, ...]:
-        """The chunks of layers with groups of ``ratio`` tokens (0: none) of which ``topk`` are selected (None: all)."""
+        """The chunks of layers with groups of ``ratio`` tokens (0: none), ``topk`` of them selected (None: all)."""
         if (ratio, topk) not in self._plans:
-            packed = _packed(list(self._parts(ratio, topk)), ratio, topk, self.window, self.limits)
+            packed = _pack_spans(list(self._split_spans(ratio, topk)), ratio, topk, self.window, self.limits)
             self._plans[ratio, topk] = tuple(
-                self._chunk(spans, ratio, seen=None if number else []) for number, spans in enumerate(packed)
+                self._chunk(spans, ratio, visible=None if number else []) for number, spans in enumerate(packed)
             )
         return self._plans[ratio, topk]
 
-    def _parts(self, ratio: int, topk: int | None) -> Iterator[_Span]:
-        """The spans that attend over a workspace, cut where their indices would be too many."""
+    def _split_spans(self, ratio: int, topk: int | None) -> Iterator[_Span]:
+        """The spans that attend over a workspace, split by ``max_indices``."""
         first = 0
         for request, (begin, end) in enumerate(self.spans):
             whole = _Span(request, first, begin, end)
             first += whole.queries
             rows = _rows(whole, ratio, self.window)
-            if whole.queries < self.limits.queries or rows > self.limits.rows_a_query * whole.queries:
+            if whole.queries < self.limits.min_queries or rows > self.limits.max_rows_per_query * whole.queries:
                 continue
-            if rows > self.limits.rows:
+            if rows > self.limits.max_rows:
                 continue
-            count = max(self.limits.indices // _width(whole, ratio, topk, self.window), 1)
-            for at in range(begin, end, count):
-                yield _Span(request, whole.first + at - begin, at, min(at + count, end))
+            count = max(self.limits.max_indices // _width(whole, ratio, topk, self.window), 1)
+            for start in range(begin, end, count):
+                yield _Span(request, whole.first + start - begin, start, min(start + count, end))
 
-    def _chunk(self, spans: Sequence[_Span], ratio: int, seen: list[RowsSeen] | None) -> WorkspaceChunk:
+    def _chunk(self, spans: Sequence[_Span], ratio: int, visible: list[VisibleRows] | None) -> WorkspaceChunk:
         starts = [span.first - spans[0].first for span in spans]
         ends = [span.end for span in spans]
         gathered = [_tokens(span, self.window) for span in spans]
@@ -153,35 +152,35 @@ class V4Prefill:
         queries = starts[-1] + spans[-1].queries
         count, group_rows = len(spans), max(groups)
         rows = group_rows + max(gathered)
-        firsts = [number * rows for number in range(count)]
-        # One copy to the device for all of a type.
+        row_offsets = [index * rows for index in range(count)]
+        # One host-to-device copy for each dtype.
         lengths = to_device([*starts, queries, *ends, *gathered], self.device, torch.int32)
         cu_queries, seq_lens, gather_lens = lengths.split((count + 1, count, count))
         begins = [end - tokens for end, tokens in zip(ends, gathered, strict=True)]
-        window_rows = [first + group_rows for first in firsts]
-        numbers = to_device([firsts, [0] * count, groups, window_rows, begins, ends, requests], self.device)
-        window = Gathered(*numbers[3:6])
+        window_rows = [first + group_rows for first in row_offsets]
+        columns = to_device([row_offsets, [0] * count, groups, window_rows, begins, ends, requests], self.device)
+        window = Gathered(*columns[3:6])
         if self.first_tokens is not None:
-            gather_lens = gather_lens.minimum(seq_lens - self.first_tokens[numbers[6]]).clamp_min(0)
+            gather_lens = gather_lens.minimum(seq_lens - self.first_tokens[columns[6]]).clamp_min(0)
             window = window._replace(starts=window.ends - gather_lens)
         rows_of_tables = range(requests[0], requests[0] + count)
         first = spans[0].first
         return WorkspaceChunk(
             slice(first, first + queries),
-            slice(rows_of_tables.start, rows_of_tables.stop) if requests == list(rows_of_tables) else numbers[6],
+            slice(rows_of_tables.start, rows_of_tables.stop) if requests == list(rows_of_tables) else columns[6],
             cu_queries,
             seq_lens,
             gather_lens,
-            Gathered(*numbers[:3]),
+            Gathered(*columns[:3]),
             window,
             group_rows,
             rows,
-            seen,
+            visible,
         )
 
 
-def paged_parts(chunks: Sequence[WorkspaceChunk], tokens: int) -> Iterator[slice]:
-    """The tokens of a step, as far as they are in none of the chunks."""
+def paged_slices(chunks: Sequence[WorkspaceChunk], tokens: int) -> Iterator[slice]:
+    """The slices of a step's tokens that are in no chunk."""
     begin = 0
     for chunk in chunks:
         if begin < chunk.tokens.start:
@@ -191,10 +190,10 @@ def paged_parts(chunks: Sequence[WorkspaceChunk], tokens: int) -> Iterator[slice
         yield slice(begin, tokens)
 
 
-def _packed(
+def _pack_spans(
     parts: Sequence[_Span], ratio: int, topk: int | None, window: int, limits: WorkspaceLimits
 ) -> Iterator[list[_Span]]:
-    """Parts that follow each other and fit a workspace together."""
+    """Group consecutive spans that fit a workspace together."""
     packed: list[_Span] = []
     for part in parts:
         together = [*packed, part]
@@ -202,7 +201,7 @@ def _packed(
         rows = max(_groups(span, ratio) for span in together) + max(_tokens(span, window) for span in together)
         width = max(_width(span, ratio, topk, window) for span in together)
         indices = width * sum(span.queries for span in together)
-        if packed and (not adjoins or len(together) * rows > limits.rows or indices > limits.indices):
+        if packed and (not adjoins or len(together) * rows > limits.max_rows or indices > limits.max_indices):
             yield packed
             packed = []
         packed.append(part)
@@ -215,7 +214,7 @@ def _groups(span: _Span, ratio: int) -> int:
 
 
 def _tokens(span: _Span, window: int) -> int:
-    """Tokens that the windows of a span reach."""
+    """Number of tokens that the windows of a span reach."""
     return min(span.end, span.queries + window - 1)
 
 
@@ -224,6 +223,6 @@ def _rows(span: _Span, ratio: int, window: int) -> int:
 
 
 def _width(span: _Span, ratio: int, topk: int | None, window: int) -> int:
-    """Rows that a token of a span may see."""
+    """Maximum number of rows that a token of a span attends to."""
     groups = _groups(span, ratio)
     return window + (groups if topk is None else min(topk, groups))

@@ -25,7 +25,7 @@ def ranks(rank: int, size: int) -> Ranks:
     def share(count: int) -> tuple[int, int]:
         return rank * count // size, (rank + 1) * count // size
 
-    facts = {"rank": rank, "size": size, "leads": rank == 0, "keys_over": 1, "device": torch.device("cpu")}
+    facts = {"rank": rank, "size": size, "is_leader": rank == 0, "kv_ranks": 1, "device": torch.device("cpu")}
     return cast("Ranks", SimpleNamespace(**facts, share=share))
 
 
@@ -87,9 +87,7 @@ def test_blocks_are_not_cut(tmp_path, monkeypatch):
     """Of a head's 24 query numbers 16 are a block."""
     fp8_linears.save(model(**fp8_linears.SIZES | {"qk_rope_head_dim": 8}), tmp_path)
     fp8_linears.keep_quantised(monkeypatch)
-    message = (
-        r"^tensor_parallel must divide quantised weights between their blocks of 16, got 0 to 24 of 96 .* FP8Linear$"
-    )
+    message = r"^tensor_parallel must divide quantised weights at multiples .* 16, got 0 to 24 of 96 in a FP8Linear$"
     with pytest.raises(ValueError, match=message):
         Model(tmp_path, ranks=ranks(0, 4))
     monkeypatch.undo()
@@ -101,7 +99,7 @@ def test_experts_that_are_too_small_are_not_cut(tmp_path):
     small = copy.deepcopy(model(moe_intermediate_size=12))
     small.save_pretrained(tmp_path)
     for source in (small, tmp_path):
-        with pytest.raises(ValueError, match=r"a multiple of 4 inner numbers of an expert, got 0 to 6 of 12: "):
+        with pytest.raises(ValueError, match=r"a multiple of 4 inner dims of an expert, got 0 to 6 of 12: "):
             Model(source, ranks=ranks(0, 2))
     small.set_experts_implementation("eager")
     assert weights(Model(small, ranks=ranks(0, 2)))["model.layers.1.mlp.experts.down_proj"].shape == (4, 64, 6)
@@ -112,7 +110,7 @@ def test_blocks_of_experts_are_not_cut(tmp_path, monkeypatch):
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 6}
     fp8_linears.save(model(**fp8_linears.SIZES | sizes), tmp_path)
     fp8_linears.keep_quantised(monkeypatch)
-    message = r"^tensor_parallel must divide quantised weights .*, got 0 to 10 of 32 for a rank's part of a FP8Experts$"
+    message = r"^tensor_parallel must divide quantised weights .*, got 0 to 10 of 32 in a FP8Experts$"
     with pytest.raises(ValueError, match=message):
         Model(tmp_path, ranks=ranks(0, 3))
 
@@ -178,7 +176,7 @@ def test_hooks_that_would_see_a_part_are_refused(part):
     changed = copy.deepcopy(model())
     hooked = changed.model.layers[1].get_submodule(part)
     hooked.register_forward_hook(lambda *called: called[2] + 1)
-    message = rf"^tensor_parallel above 1 needs parts that .*, got hooks on a {type(hooked).__name__}$"
+    message = rf"^tensor_parallel above 1 needs modules without .*, got hooks on a {type(hooked).__name__}$"
     with pytest.raises(TypeError, match=message):
         Model(changed, ranks=ranks(0, 2))
 
@@ -310,5 +308,5 @@ def test_a_weight_of_another_shape(tmp_path):
     changed = load_file(file)
     changed["model.norm.weight"] = torch.ones(65)
     save_file(changed, file, {"format": "pt"})
-    with pytest.raises(ValueError, match=r"model has model\.norm\.weight of shape \[65\], and its config wants \[64\]"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight must have the shape \[64\] .*, got \[65\]"):
         Model(tmp_path, ranks=ranks(0, 2))

@@ -17,7 +17,7 @@ from support.engine_models import model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flashlatte.distributed.model.checkpoint import Slices
-from flashlatte.distributed.model.names import in_transformers
+from flashlatte.distributed.model.weight_names import in_transformers
 from flashlatte.engine.v4 import V4Model
 
 # Whole blocks of 16, and of 32 for experts of four bits.

@@ -63,7 +63,7 @@ def test_every_rank_says_why(rank, at_step, context_parallel, graphs, tmp_path):
     reason = "ValueError: this rank has no memory left"
     with started([str(number) for number in (rank, at_step, context_parallel, graphs)], told) as processes:
         until = time.monotonic() + SECONDS
-        while f"rank {rank} failed, and so rank {other} ends: {reason}" not in told[other].read_text():
+        while f"rank {rank} failed, therefore rank {other} stops: {reason}" not in told[other].read_text():
             assert time.monotonic() < until, told[other].read_text()
             time.sleep(0.2)
         assert processes[rank].wait(until - time.monotonic())

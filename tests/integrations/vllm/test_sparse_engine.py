@@ -20,7 +20,7 @@ FUSED = {
     }
 }
 FUSED_AWAY = {"index_quantize"}
-OPERATIONS = {"index_quantize", "index_gather", "index_select", "paged_index_select", "attend_chosen"}
+OPERATIONS = {"index_quantize", "index_gather", "index_select", "paged_index_select", "attend_selected_rows"}
 
 
 @pytest.fixture

@@ -84,8 +84,8 @@ def run(attention, hidden, steps, cache_format="fp32", padding=0, limits=None, d
     request has as many ``drafts`` as it has room for, which are taken back. Rows that nobody wrote hold NaN.
     """
     config = attention.config
-    requests, longest = len(hidden), max(len(h) for h in hidden)
-    columns = -(-longest // PAGE_SIZE)
+    requests, max_length = len(hidden), max(len(h) for h in hidden)
+    columns = -(-max_length // PAGE_SIZE)
     table = torch.arange(requests * columns).view(columns, requests).T.contiguous()
     ring = -(-(2 * max(config.ratio, 1) + drafts) // STATE_PAGE_SIZE)
     state_table = torch.arange(requests * ring).flip(0).view(requests, ring)
@@ -111,7 +111,7 @@ def run(attention, hidden, steps, cache_format="fp32", padding=0, limits=None, d
         if limits is None:
             built = V4Step.build(torch.tensor(ids), torch.tensor(positions), table, groups, **sizes)
         else:
-            built = V4Step.of_spans(step, table, groups, **sizes, limits=limits)
+            built = V4Step.from_spans(step, table, groups, **sizes, limits=limits)
         rows = []
         for h, (begin, end), (_, stop) in zip(hidden, kept, step, strict=True):
             rows += [h[begin:end], torch.randn(stop - end, config.hidden_size)]
@@ -136,7 +136,7 @@ def test_every_token_of_mixed_batches(kind, seed):
             torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("limits", [None, pytest.param(WorkspaceLimits(queries=2), marks=pytest.mark.full)])
+@pytest.mark.parametrize("limits", [None, pytest.param(WorkspaceLimits(min_queries=2), marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_that_are_taken_back(kind, limits):
     """Drafts finish groups, whose rows are made again when others come in their place."""
@@ -152,11 +152,11 @@ def test_tokens_that_are_taken_back(kind, limits):
 
 # As large as they come; few in a workspace; cut by their indices; long ones, or those with few tokens, in pages.
 LIMITS = (
-    WorkspaceLimits(queries=2),
-    WorkspaceLimits(queries=2, rows=70),
-    WorkspaceLimits(queries=1, indices=30),
-    WorkspaceLimits(queries=2, rows=20),
-    WorkspaceLimits(queries=2, rows_a_query=4),
+    WorkspaceLimits(min_queries=2),
+    WorkspaceLimits(min_queries=2, max_rows=70),
+    WorkspaceLimits(min_queries=1, max_indices=30),
+    WorkspaceLimits(min_queries=2, max_rows=20),
+    WorkspaceLimits(min_queries=2, max_rows_per_query=4),
 )
 
 

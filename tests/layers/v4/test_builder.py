@@ -25,7 +25,12 @@ def contents(step: V4Step, requests: int) -> dict[str, list[list[int]]]:
     found = {}
     tensors = {name: getattr(step, name) for name in ("positions", "slots", "window_slots", "window_counts")}
     for ratio, groups in step.groups.items():
-        parts = {"slots": groups.slots, "seen": groups.seen, "all": groups.all_slots, "states": groups.state_table}
+        parts = {
+            "slots": groups.slots,
+            "seen": groups.num_visible,
+            "all": groups.all_slots,
+            "states": groups.state_table,
+        }
         tensors |= {f"{name} {ratio}": tensor for name, tensor in parts.items()}
     for name, tensor in tensors.items():
         rows = tensor[:requests].reshape(requests, -1).tolist()
@@ -52,7 +57,7 @@ def test_what_a_graph_holds_follows_the_steps():
         assert (step.request_ids[requests:] == -1).all()
         for nothing in (step.slots, step.window_slots, *(groups.slots for groups in step.groups.values())):
             assert (nothing[requests:] == -1).all()
-        for none in (step.window_counts, *(groups.seen for groups in step.groups.values())):
+        for none in (step.window_counts, *(groups.num_visible for groups in step.groups.values())):
             assert (none[requests:] == 0).all()
 
 
@@ -62,7 +67,7 @@ def test_a_padded_step_without_requests():
     idle = made.build([], torch.empty(0, 1, dtype=torch.int32), [], pad_requests_to=2)
     step = idle.step()
     assert (idle.num_tokens, step.request_ids.tolist(), step.slots.tolist()) == (2, [-1, -1], [-1, -1])
-    assert all(groups.seen.tolist() == [0, 0] for groups in step.groups.values())
+    assert all(groups.num_visible.tolist() == [0, 0] for groups in step.groups.values())
 
 
 def test_states_that_moved_are_other_buffers():
@@ -82,7 +87,7 @@ def test_states_that_moved_are_other_buffers():
 @pytest.mark.parametrize(
     ("spans", "size", "pages", "message"),
     [
-        ([(0, 2)], 1, 1, r"^pad_requests_to needs a step of one new token a request, got spans \[\(0, 2\)\]$"),
+        ([(0, 2)], 1, 1, r"^pad_requests_to needs one new token for each request, got spans \[\(0, 2\)\]$"),
         ([(0, 1)], 5, 1, "^pad_requests_to must be from 1 to 4, got 5$"),
         ([(0, 1)], 0, 1, "^pad_requests_to must be from 1 to 4, got 0$"),
         ([(0, 1)], 1, 6, "^block_table must have at most 5 pages, got 6$"),

@@ -57,7 +57,10 @@ def test_layers_of_a_checkpoint():
     ("change", "message"),
     [
         ({"model_type": "deepseek_v41"}, "^model_type must be 'deepseek_v4', got 'deepseek_v41'$"),
-        ({"head_dim": None, "index_topk": None}, "^config must have head_dim, index_topk, got a deepseek_v4 without$"),
+        (
+            {"head_dim": None, "index_topk": None},
+            "^config must have head_dim, index_topk, got a deepseek_v4 config without",
+        ),
         ({"compress_ratios": [0, 0, 4, 8, 4]}, "^compress_ratios must be 0, 4 or 128, got 8$"),
         ({"compress_ratios": [0, 0, 4]}, "^config must have layer_types or compress_ratios for its 5 layers$"),
         ({"layer_types": ["full_attention"] * 5}, r"^layer_types\[0\] must be one of sliding_attention, .*full_atten"),

@@ -53,11 +53,11 @@ def call(
         ({"page_size": 8}, "^cache.window must have the step's pages of 4, got 8$"),
         (
             {"cache_config": dataclasses.replace(CONFIG, ratio=0, indexer=None)},
-            "^cache.groups must be there in this layer$",
+            "^cache.groups must be a tensor in this layer$",
         ),
-        ({"cache_config": dataclasses.replace(CONFIG, indexer=None)}, "^cache.index_keys must be there in this layer$"),
+        ({"cache_config": dataclasses.replace(CONFIG, indexer=None)}, "^cache.index_keys must be a tensor in this"),
         ({"config": dataclasses.replace(CONFIG, ratio=0, indexer=None)}, "^cache.groups must be None in this layer$"),
-        ({"other_caches": [("index_states", None)]}, "^cache.index_states must be there in this layer$"),
+        ({"other_caches": [("index_states", None)]}, "^cache.index_states must be a tensor in this layer$"),
         (
             {"other_caches": [("index_keys", 3)]},
             "^cache.index_keys must have cache.groups's 4 pages of 4, got 3 of 4$",
@@ -66,10 +66,10 @@ def call(
             {"other_caches": [("index_states", 2)]},
             "^cache.index_states must have cache.states's 4 pages of 4, got 2 of 4$",
         ),
-        ({"table": TABLE + 4}, "^step has a row in page 4 of cache.window, which has 4 pages$"),
+        ({"table": TABLE + 4}, "^cache.window must have at least 5 pages for this step, got 4$"),
         (
             {"other_caches": [("groups", 1), ("index_keys", 1)], "groups_table": TABLE + 1, "first": 1},
-            "^step has a row in page 1 of cache.groups, which has 1 pages$",
+            "^cache.groups must have at least 2 pages for this step, got 1$",
         ),
     ],
 )
@@ -100,14 +100,16 @@ def test_positions_beyond_the_rotary_embedding(known):
     attention, groups = V4Attention(config), {4: (TABLE, TABLE)}
     for last in (6, 7):
         if known:
-            step = V4Step.of_spans([(last - 1, last + 1)], TABLE, groups, window=4, page_size=4)
+            step = V4Step.from_spans([(last - 1, last + 1)], TABLE, groups, window=4, page_size=4)
         else:
             ids = torch.zeros(2, dtype=torch.int32)
             step = V4Step.build(ids, torch.tensor([last - 1, last]), TABLE, groups, window=4, page_size=4)
         if last == 6:
             attention(torch.zeros(2, 16), step, cache)
             continue
-        with pytest.raises(ValueError, match=r"^step rotates by position 7, and the config's rope.max_position is 7$"):
+        with pytest.raises(
+            ValueError, match=r"^step must have rotary positions below the config's rope.max_position 7, got 7$"
+        ):
             attention(torch.zeros(2, 16), step, cache)
 
 
@@ -128,7 +130,7 @@ def test_tokens_that_the_tables_have_no_room_for(known, window, groups, end, mes
 
     def step():
         if known:
-            return V4Step.of_spans([(end - 3, end)], *tables, **sizes)
+            return V4Step.from_spans([(end - 3, end)], *tables, **sizes)
         return V4Step.build(torch.zeros(3, dtype=torch.int32), torch.arange(end - 3, end), *tables, **sizes)
 
     if message is None:
@@ -139,7 +141,7 @@ def test_tokens_that_the_tables_have_no_room_for(known, window, groups, end, mes
 
 
 def test_a_plain_cache_has_the_layers_dtype():
-    step = V4Step.of_spans([(0, 3)], TABLE, {4: (TABLE, TABLE)}, window=4, page_size=4)
+    step = V4Step.from_spans([(0, 3)], TABLE, {4: (TABLE, TABLE)}, window=4, page_size=4)
     cache = V4Cache.allocate(CONFIG, 4, 4, state_pages=4, cache_format="fp16")
     with pytest.raises(TypeError, match=r"^cache.window must be quantised or float32 like the layer, got float16$"):
         V4Attention(CONFIG)(torch.zeros(3, 16), step, cache)
@@ -147,7 +149,7 @@ def test_a_plain_cache_has_the_layers_dtype():
 
 
 def test_hidden_states_have_the_layers_dtype():
-    step = V4Step.of_spans([(0, 3)], TABLE, {4: (TABLE, TABLE)}, window=4, page_size=4)
+    step = V4Step.from_spans([(0, 3)], TABLE, {4: (TABLE, TABLE)}, window=4, page_size=4)
     cache = V4Cache.allocate(CONFIG, 4, 4, state_pages=4, cache_format="fp32")
     with pytest.raises(TypeError, match=r"^hidden must be float32 like the layer, got float16$"):
         V4Attention(CONFIG)(torch.zeros(3, 16, dtype=torch.float16), step, cache)
@@ -155,7 +157,7 @@ def test_hidden_states_have_the_layers_dtype():
 
 def test_shared_tokens_are_of_each_request():
     with pytest.raises(ValueError, match=r"^shared_tokens must have shape \[1\]"):
-        V4Step.of_spans([(3, 5)], TABLE, {4: (TABLE, TABLE)}, shared_tokens=torch.zeros(2, dtype=torch.int64))
+        V4Step.from_spans([(3, 5)], TABLE, {4: (TABLE, TABLE)}, shared_tokens=torch.zeros(2, dtype=torch.int64))
 
 
 def test_an_indexers_head_dim():

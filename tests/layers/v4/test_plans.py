@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashlatte.layers.v4 import V4Step, WorkspaceLimits
-from flashlatte.layers.v4.workspace import V4Prefill, paged_parts
+from flashlatte.layers.v4.workspace import V4Prefill, paged_slices
 
 
 @given(
@@ -19,13 +19,13 @@ from flashlatte.layers.v4.workspace import V4Prefill, paged_parts
     topk=st.sampled_from([None, 5]),
     window=st.sampled_from([1, 8, 128]),
     queries=st.sampled_from([1, 40]),
-    rows_a_query=st.sampled_from([2, 100]),
+    max_rows_per_query=st.sampled_from([2, 100]),
     rows=st.sampled_from([100, 400, 10_000]),
     indices=st.sampled_from([1, 3_000, 10**6]),
 )
-def test_plans(spans, ratio, topk, window, queries, rows_a_query, rows, indices):
+def test_plans(spans, ratio, topk, window, queries, max_rows_per_query, rows, indices):
     spans = tuple((begin, begin + count) for begin, count in spans)
-    limits = WorkspaceLimits(queries, rows_a_query, rows, indices)
+    limits = WorkspaceLimits(queries, max_rows_per_query, rows, indices)
     chunks = V4Prefill(spans, window, limits, torch.device("cpu")).plan(ratio, topk)
     starts = [0]
     for begin, end in spans:
@@ -36,7 +36,7 @@ def test_plans(spans, ratio, topk, window, queries, rows_a_query, rows, indices)
     for request, (begin, end) in enumerate(spans):
         new = end - begin
         needed = (end // ratio if ratio else 0) + min(end, new + window - 1)
-        if new >= queries and needed <= min(rows, rows_a_query * new):
+        if new >= queries and needed <= min(rows, max_rows_per_query * new):
             wanted |= {(request, position) for position in range(begin, end)}
     found = []
     for chunk in chunks:
@@ -68,7 +68,7 @@ def test_plans(spans, ratio, topk, window, queries, rows_a_query, rows, indices)
     assert len(found) == len(set(found))
     assert set(found) == wanted
     # The others are in the parts between, and all are in order.
-    parts = [(part.start, part.stop) for part in paged_parts(chunks, starts[-1])]
+    parts = [(part.start, part.stop) for part in paged_slices(chunks, starts[-1])]
     everything = sorted(parts + [(chunk.tokens.start, chunk.tokens.stop) for chunk in chunks])
     assert sum(end - begin for begin, end in everything) == starts[-1]
     assert all(one[1] == other[0] for one, other in pairwise(everything))
@@ -76,7 +76,9 @@ def test_plans(spans, ratio, topk, window, queries, rows_a_query, rows, indices)
 
 def test_padding_is_not_gathered():
     first_tokens = torch.tensor([3, 0, 60])
-    prefill = V4Prefill(((0, 50), (10, 60), (0, 50)), 8, WorkspaceLimits(queries=10), torch.device("cpu"), first_tokens)
+    prefill = V4Prefill(
+        ((0, 50), (10, 60), (0, 50)), 8, WorkspaceLimits(min_queries=10), torch.device("cpu"), first_tokens
+    )
     (chunk,) = prefill.plan(4, None)
     assert chunk.gather_lens.tolist() == [47, 57, 0]
     assert chunk.window.starts.tolist() == [3, 3, 50]
@@ -92,9 +94,9 @@ def test_padding_is_not_gathered():
 )
 def test_spans_that_do_not_fit(spans, message):
     with pytest.raises(ValueError, match=message):
-        V4Step.of_spans(spans, torch.arange(4).view(2, 2), {}, page_size=4)
+        V4Step.from_spans(spans, torch.arange(4).view(2, 2), {}, page_size=4)
 
 
 def test_limits_are_checked():
-    with pytest.raises(ValueError, match=r"^rows must be at least 1, got 0$"):
-        WorkspaceLimits(rows=0)
+    with pytest.raises(ValueError, match=r"^max_rows must be at least 1, got 0$"):
+        WorkspaceLimits(max_rows=0)

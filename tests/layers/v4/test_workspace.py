@@ -23,7 +23,7 @@ def test_sparse_prefill_over_what_gather_last_and_index_workspace_make():
 
     # Of the groups that it sees each token selects some, in ascending order, then none.
     chosen = torch.full((len(ids), 3), -1, dtype=torch.int32)
-    for token, seen in enumerate(step.groups[ratio].seen.tolist()):
+    for token, seen in enumerate(step.groups[ratio].num_visible.tolist()):
         some = torch.randperm(seen)[:3].sort().values
         chosen[token, : len(some)] = some.int()
     slots = flashlatte.index_convert(chosen, table, page_size, request_ids=ids)

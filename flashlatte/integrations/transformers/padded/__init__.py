@@ -1,4 +1,4 @@
-"""Padded batches, as transformers has them, over a paged cache: columns, pages, and the metadata of their steps."""
+"""transformers' padded batches over a paged cache: columns, pages, and the metadata of steps."""
 
 from flashlatte.integrations.transformers.padded.paged_latents import PagedLatents
 

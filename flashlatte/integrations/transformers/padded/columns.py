@@ -1,6 +1,6 @@
-"""Columns: the positions of the padded batch that the host model sees, and which of them are stored tokens.
+"""Columns of a padded batch, and which of them are stored tokens.
 
-A token that the attention mask hides when it comes is a column, but is never stored.
+A token that the attention mask hides in its own pass is a column, but is never stored.
 """
 
 from __future__ import annotations
@@ -23,45 +23,47 @@ class Columns:
         self._stored: torch.Tensor | None = None  # bool [requests, count]; None if all are
 
     def compare(self, mask: torch.Tensor | None, queries: int) -> tuple[bool, torch.Tensor | None]:
-        """Hold a mask [requests, count + queries] against what is stored; reads one result back from the device.
+        """Compare a mask [requests, count + queries] with the stored columns; synchronises once.
 
-        ``mask`` is None if every token may be seen; columns it lacks on the right are hidden, as transformers has it.
+        ``mask`` is None if all tokens are visible; columns missing on the right are hidden, as in transformers.
 
         Returns:
-            Whether it shows all stored columns, and which new ones it shows: bool [requests, queries], None for all.
+            Whether all stored columns are visible, and which new ones are: bool [requests, queries], None for all.
 
         Raises:
-            ValueError: it shows a column that is not stored.
+            ValueError: a column is visible that is not stored.
         """
         if mask is None:
             if self._stored is not None and not self._stored.all():
                 raise ValueError(
-                    "attention_mask must be given as one value for each token, past and new: the cache was "
-                    "filled from a padded batch, and does not hold the tokens which the mask hid then"
+                    "attention_mask must be given as one value for each token, past and new, got None: the cache was "
+                    "filled from a padded batch, and does not store the tokens that its mask hid"
                 )
             return True, None
         if mask.shape[0] != self.requests:
             raise ValueError(f"attention_mask must have {self.requests} rows like the input, got {mask.shape[0]}")
         total = self.count + queries
         mask = torch.nn.functional.pad(mask.to(self._device, torch.bool), (0, max(0, total - mask.shape[1])))
-        shown, new = mask[:, : self.count], mask[:, self.count : total]
+        visible, new = mask[:, : self.count], mask[:, self.count : total]
         stored = self.stored()
-        unknown, differs, hides = torch.stack(((shown & ~stored).any(), (shown != stored).any(), (~new).any())).tolist()
+        unknown, differs, hides = torch.stack(
+            ((visible & ~stored).any(), (visible != stored).any(), (~new).any())
+        ).tolist()
         if unknown:
             raise ValueError(
-                "attention_mask asks for past tokens that it hid when they came, and that the cache therefore "
-                "does not hold: every call must pass the earlier mask, with one value more for each new token"
+                "attention_mask must not show past tokens that an earlier mask hid, since they are not stored: pass "
+                "the earlier mask, extended by one value for each new token"
             )
         return not differs, new if hides else None
 
     def stored(self) -> torch.Tensor:
-        """Which columns are stored: bool [requests, count]."""
+        """Stored columns, bool [requests, count]."""
         if self._stored is not None:
             return self._stored
         return torch.ones(self.requests, self.count, dtype=torch.bool, device=self._device)
 
     def positions(self) -> torch.Tensor:
-        """Each column's position among its request's stored tokens, int64 [requests, count]; −1 if it is not one."""
+        """Each column's position among its request's stored tokens, int64 [requests, count]; −1 if not stored."""
         stored = self.stored()
         return torch.where(stored, stored.cumsum(dim=1) - 1, -1)
 
@@ -74,7 +76,7 @@ class Columns:
         self.count += queries
 
     def drop(self, count: int) -> torch.Tensor:
-        """Remove the last ``count`` columns; how many stored tokens of each request that were, int32 [requests]."""
+        """Remove the last ``count`` columns; returns the number of removed stored tokens, int32 [requests]."""
         dropped = self.stored()[:, self.count - count :].sum(dim=1, dtype=torch.int32)
         if self._stored is not None:
             self._stored = self._stored[:, : self.count - count]
@@ -82,7 +84,7 @@ class Columns:
         return dropped
 
     def select(self, requests: torch.Tensor) -> None:
-        """Make the batch these requests of the old one, int [n]; repeats are allowed."""
+        """Replace the batch by requests of it, given by index (int [n], repeats allowed)."""
         self.requests = requests.shape[0]
         if self._stored is not None:
             self._stored = self._stored[requests]

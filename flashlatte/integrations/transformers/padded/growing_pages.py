@@ -1,4 +1,4 @@
-"""Cache tensors of several layers, made when first needed and grown with the page table."""
+"""Cache tensors of several layers, allocated on first use and grown with the page table."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from flashlatte.kv_cache import CacheFormat
 
 
 class GrowingPages:
-    """One paged tensor a layer, of one format.
+    """One paged tensor for each layer.
 
     Args:
-        layout: the format.
+        layout: format of the pages.
         page_size: tokens in a page.
     """
 
@@ -31,10 +31,10 @@ class GrowingPages:
         self._tensors = {}
 
     def of(self, layer: int, device: torch.device, num_pages: int) -> torch.Tensor:
-        """The layer's tensor, with at least so many pages; what it held it keeps."""
+        """The layer's tensor with at least ``num_pages`` pages; existing contents are kept."""
         pages = self._tensors.get(layer)
         if pages is None or pages.shape[0] < num_pages:
-            # An inference tensor could not be written to outside of inference mode later.
+            # An inference tensor cannot be written to outside of inference mode.
             with torch.inference_mode(False):
                 grown = kv_cache.allocate(self.layout, num_pages, self._page_size, device=device)
             if pages is not None:
@@ -43,5 +43,5 @@ class GrowingPages:
         return pages
 
     def grown(self, num_pages: int) -> list[torch.Tensor]:
-        """All tensors, with at least so many pages."""
+        """All tensors, with at least ``num_pages`` pages each."""
         return [self.of(layer, pages.device, num_pages) for layer, pages in list(self._tensors.items())]

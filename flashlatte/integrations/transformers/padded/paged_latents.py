@@ -1,7 +1,7 @@
-"""The latents of a padded batch in pages: one table for all layers, one cache tensor a layer.
+"""The latents of a padded batch in pages: one page table for all layers, one cache tensor for each layer.
 
-A forward pass is a *step*: ``plan`` settles where its tokens go and which form its attention takes, the layers write
-and attend, and ``commit`` makes the tokens part of the history. A pass that fails is not committed.
+A forward pass is a *step*: ``plan`` determines the slots of its tokens and the form of attention, the layers write and
+attend, and ``commit`` adds the tokens to the history. A failed pass is not committed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flashlatte import kv_cache
 from flashlatte.integrations.transformers.padded.columns import Columns
 from flashlatte.integrations.transformers.padded.growing_pages import GrowingPages
 from flashlatte.integrations.transformers.padded.page_table import PageTable
-from flashlatte.integrations.transformers.padded.steps import Batch, FlatSteps, Step, hidden_ones_lead
+from flashlatte.integrations.transformers.padded.steps import FlatSteps, PaddedBatch, PaddedStep, hidden_ones_lead
 from flashlatte.kv_cache import CacheFormat
 from flashlatte.layers.absorbed import MAX_ABSORBED_QUERIES
 from flashlatte.layers.cache import LatentCache
@@ -37,10 +37,10 @@ class PagedLatents:
         page_size: tokens in a page.
         scale: the scale of format ``fp8``, None for others.
         backend: as in ``dense_decode``.
-        indexer, index_layout: of a model whose layers have index keys: what selects, and the keys' format.
+        indexer, index_layout: the indexer's config and the format of index keys; None for models without an indexer.
 
     Attributes:
-        dtype: in which rows were written last.
+        dtype: dtype of the rows written last.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class PagedLatents:
         self.page_size = page_size
         self.scale = scale
         self.backend = backend
-        self._batch: Batch | None = None
-        self._step: Step | None = None
+        self._batch: PaddedBatch | None = None
+        self._step: PaddedStep | None = None
         self.indexer = indexer
         self._pages = GrowingPages(layout, page_size)
         self._index_pages = None if index_layout is None else GrowingPages(index_layout, page_size)
@@ -69,11 +69,11 @@ class PagedLatents:
         self._rotary: tuple[Any, Rotary] | None = None
 
     def clear(self) -> None:
-        """Forget all tokens, and the batch with them."""
+        """Remove all tokens and the batch."""
         self._batch = self._step = None
         for pages in self._all_pages():
             pages.clear()
-        self._forget()
+        self._clear_step_caches()
 
     @property
     def columns(self) -> int:
@@ -86,12 +86,12 @@ class PagedLatents:
         return 0 if self._batch is None else self._batch.table.requests
 
     @property
-    def step(self) -> Step:
-        """The step that was planned and is not committed yet."""
+    def step(self) -> PaddedStep:
+        """The planned step that is not committed yet."""
         if self._step is None:
             raise ValueError(
-                "a paged cache works inside a forward pass of the whole model: the attention of a layer called on "
-                "its own does not know the attention mask"
+                "a paged cache must be used inside a forward pass of the whole model: an attention layer called "
+                "directly has no attention mask"
             )
         return self._step
 
@@ -105,16 +105,16 @@ class PagedLatents:
         opaque_mask: bool = False,
         causal: bool = True,
     ) -> None:
-        """Settle a step of ``queries`` new columns for each of ``requests`` requests.
+        """Plan a step of ``queries`` new columns for each of ``requests`` requests.
 
         Args:
-            mask: [b, columns + queries], true where a column may be seen; None if all may.
-            opaque_mask: the mask is of another shape, which only multi-head attention can apply.
-            causal: whether a new token sees only those before it.
+            mask: [b, columns + queries], true for visible columns; None if all are.
+            opaque_mask: the mask has another shape, and only multi-head attention can apply it.
+            causal: whether a new token attends only to tokens up to itself.
 
         Raises:
-            ValueError: a batch or device other than the history's, or a mask that asks for tokens that were hidden
-                when they came.
+            ValueError: a batch or device other than the history's, or a mask that shows tokens which were hidden in
+                their own pass.
         """
         batch = self._batch_for(requests, device)
         table, columns = batch.table, batch.columns
@@ -124,12 +124,12 @@ class PagedLatents:
             positions = table.lengths[:, None] + torch.arange(queries, device=device)
             lengths = table.lengths + queries
         else:
-            seen = stored.cumsum(dim=1, dtype=torch.int32)
-            positions = torch.where(stored, table.lengths[:, None] + seen - 1, -1)
-            lengths = table.lengths + seen[:, -1]
-        self._forget()
-        # A step that sees all that came before, itself causally, is a flat batch, if no hidden token sees anything; in
-        # stock attention it does if it comes after others. All else a mask tells.
+            counts = stored.cumsum(dim=1, dtype=torch.int32)
+            positions = torch.where(stored, table.lengths[:, None] + counts - 1, -1)
+            lengths = table.lengths + counts[:, -1]
+        self._clear_step_caches()
+        # A causal step over the whole history can be a flat batch if hidden tokens come first: in stock attention,
+        # hidden tokens after visible ones attend to them. All other steps need the mask.
         metadata = tokens = None
         slots = table.slots(positions, torch.int64)
         flat = FlatSteps(self.layout.name, self.page_size, self.indexer)
@@ -138,7 +138,7 @@ class PagedLatents:
                 metadata = flat.decode_step(batch, queries, positions, slots, lengths)
             elif causal and (stored is None or (columns.count == 0 and hidden_ones_lead(stored))):
                 metadata, tokens = flat.prefill_step(batch, queries, positions, slots, stored)
-        self._step = Step(queries, slots, stored, lengths, metadata, tokens)
+        self._step = PaddedStep(queries, slots, stored, lengths, metadata, tokens)
 
     def metadata(self, device: torch.device) -> MLAMetadata | None:
         """The step's metadata on a layer's device."""
@@ -150,18 +150,18 @@ class PagedLatents:
         return self._metadata[device]
 
     def rotary(
-        self, embeddings: Any, cosines_and_sines: Callable[[Any], Halves], interleaved: bool, *, every: bool = False
+        self, embeddings: Any, cosines_and_sines: Callable[[Any], Halves], interleaved: bool, *, padded: bool = False
     ) -> Rotary:
-        """The rotation of the step's flat batch, or of ``every`` token of the padded one.
+        """The rotation of the step's flat batch, or of all tokens of the padded batch if ``padded``.
 
         Args:
-            embeddings: what the host model makes for all of its layers, so that the same object comes from each.
-            cosines_and_sines: reads them: [b or 1, queries, rope / 2] each.
+            embeddings: position embeddings of the host model; all layers of a pass receive the same object.
+            cosines_and_sines: extracts cosines and sines from them, [b or 1, queries, rope / 2] each.
         """
         if self._rotary is None or self._rotary[0] is not embeddings:
             both = torch.cat(cosines_and_sines(embeddings), dim=-1).float()
             table = both.expand(self.requests, -1, -1).flatten(0, 1)
-            tokens = None if every else self.step.tokens
+            tokens = None if padded else self.step.tokens
             rows = torch.arange(table.shape[0], device=table.device) if tokens is None else tokens.to(table.device)
             self._rotary = embeddings, Rotary(table, rows, interleaved)
         return self._rotary[1]
@@ -172,12 +172,12 @@ class PagedLatents:
         return LatentCache(self.pages(layer, device), self.layout, self.latent_dim, self.scale)
 
     def pages(self, layer: int, device: torch.device) -> torch.Tensor:
-        """The layer's cache tensor, with as many pages as the table has come to."""
+        """The layer's cache tensor, grown to the page table's number of pages."""
         return self._pages.of(layer, device, self._current_batch().table.num_pages)
 
     def index_pages(self, layer: int, device: torch.device) -> torch.Tensor:
-        """The layer's index keys, likewise."""
-        return self._indexed().of(layer, device, self._current_batch().table.num_pages)
+        """The layer's index keys, grown to the page table's number of pages."""
+        return self._require_index_pages().of(layer, device, self._current_batch().table.num_pages)
 
     def write_index_keys(self, layer: int, keys: torch.Tensor) -> None:
         """Store the step's index keys [b, queries, head_dim], rotated."""
@@ -186,15 +186,12 @@ class PagedLatents:
         index_quantize(pages, slots, keys.flatten(0, 1), scale_rounding=self.indexer.scale_rounding)
 
     def read_history(self, layer: int) -> torch.Tensor:
-        """A layer's rows of all committed columns, [b, columns, head_dim], in the dtype in which rows were written.
-
-        Where a token was hidden, they are zeros.
-        """
+        """A layer's rows of all committed columns, [b, columns, head_dim] of ``dtype``; zeros for hidden tokens."""
         return self._read_history(self._pages, layer, self.scale, self.dtype)
 
     def read_index_history(self, layer: int) -> torch.Tensor:
-        """A layer's index keys of all committed columns, float32 [b, columns, head_dim]; zeros likewise."""
-        return self._read_history(self._indexed(), layer, None, torch.float32)
+        """A layer's index keys of all committed columns, float32 [b, columns, head_dim]; zeros for hidden tokens."""
+        return self._read_history(self._require_index_pages(), layer, None, torch.float32)
 
     def _read_history(self, pages: GrowingPages, layer: int, scale: float | None, dtype: torch.dtype) -> torch.Tensor:
         if self._history_slots is None:
@@ -205,52 +202,52 @@ class PagedLatents:
         return kv_cache.read(cache, slots, cache_format=pages.layout, scale=scale, dtype=dtype)
 
     def holds(self, layer: int) -> bool:
-        """Whether there is a history of this layer to read."""
+        """Whether this layer has a history."""
         return self.columns > 0 and layer in self._pages
 
     def holds_index_keys(self, layer: int) -> bool:
-        """Whether there is one of its index keys."""
+        """Whether this layer has a history of index keys."""
         return self.columns > 0 and self._index_pages is not None and layer in self._index_pages
 
     def commit(self) -> None:
-        """End the step: its tokens are history now."""
+        """Add the step's tokens to the history."""
         step, batch = self.step, self._current_batch()
         batch.columns.append(step.queries, step.stored)
         batch.table.lengths = step.lengths
         self._step = None
-        self._forget()
+        self._clear_step_caches()
 
     def drop_columns(self, count: int) -> None:
-        """Forget the last ``count`` columns, or all if there are fewer."""
+        """Remove the last ``count`` columns, or all if there are fewer."""
         count = min(count, self.columns)
         if count == 0:
             return
         batch = self._current_batch()
-        self._forget()
+        self._clear_step_caches()
         self._copy_pages(*batch.table.shorten(batch.table.lengths - batch.columns.drop(count)))
 
     def select(self, requests: torch.Tensor) -> None:
-        """Make the batch these requests of the old one, int [n]; repeats are allowed."""
+        """Replace the batch by requests of it, given by index (int [n], repeats allowed)."""
         if self._batch is None:
             return
         requests = requests.to(self._batch.table.device)
-        self._forget()
+        self._clear_step_caches()
         self._batch.columns.select(requests)
         self._copy_pages(*self._batch.table.select(requests))
 
-    def _batch_for(self, requests: int, device: torch.device) -> Batch:
+    def _batch_for(self, requests: int, device: torch.device) -> PaddedBatch:
         if self._batch is None:
-            self._batch = Batch(PageTable(requests, self.page_size, device), Columns(requests, device))
+            self._batch = PaddedBatch(PageTable(requests, self.page_size, device), Columns(requests, device))
         table = self._batch.table
         if table.requests != requests:
             raise ValueError(
-                f"the cache holds {table.requests} requests, and the input has {requests}: "
+                f"input must have the cache's {table.requests} requests, got {requests}: "
                 "batch_repeat_interleave and batch_select_indices change the batch of a cache"
             )
         if table.device != device:
             raise ValueError(
-                f"the cache was filled on {table.device}, and the input is on {device}: "
-                "begin with a new cache after moving the model"
+                f"input must be on the cache's device {table.device}, got {device}: use a new cache after moving the "
+                "model"
             )
         return self._batch
 
@@ -262,17 +259,17 @@ class PagedLatents:
     def _all_pages(self) -> list[GrowingPages]:
         return [self._pages] if self._index_pages is None else [self._pages, self._index_pages]
 
-    def _indexed(self) -> GrowingPages:
+    def _require_index_pages(self) -> GrowingPages:
         if self._index_pages is None:
-            raise ValueError("this cache has no index keys: it was made for a model without an indexer")
+            raise ValueError("this cache has no index keys: it was created for a model without an indexer")
         return self._index_pages
 
-    def _forget(self) -> None:
+    def _clear_step_caches(self) -> None:
         self._history_slots = None
         self._metadata = {}
         self._rotary = None
 
-    def _current_batch(self) -> Batch:
+    def _current_batch(self) -> PaddedBatch:
         if self._batch is None:
             raise ValueError("the cache is empty")
         return self._batch

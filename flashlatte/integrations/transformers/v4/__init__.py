@@ -1,1 +1,1 @@
-"""DeepSeek-V4 in transformers: windows, groups and their states in pages, attention by FlashLatte's layer."""
+"""DeepSeek-V4 in transformers: windows, groups and states in pages, attention by FlashLatte's layer."""

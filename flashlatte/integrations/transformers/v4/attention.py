@@ -1,4 +1,4 @@
-"""``DeepseekV4Attention`` over a ``V4Store``, and what happens around a pass. Importing this imports transformers."""
+"""``DeepseekV4Attention`` over a ``V4Store``, and the hooks around a pass. Importing this imports transformers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 
 from flashlatte.integrations.transformers import hooks
 from flashlatte.integrations.transformers.calls import CACHE, arguments, check_tokens, tokens_of
-from flashlatte.integrations.transformers.classes import change_class, check_forward
 from flashlatte.integrations.transformers.paged_cache import PagedCache, PagedLayer
+from flashlatte.integrations.transformers.patching import change_class, check_forward
 from flashlatte.integrations.transformers.v4.store import V4Store
 from flashlatte.kv_cache.registry import as_format, plain_format
-from flashlatte.layers.side_by_side import lay_on_gpus
+from flashlatte.layers.fused_projections import fuse_weights_on_gpu
 from flashlatte.layers.v4 import V4Config
 from flashlatte.layers.v4.attention import attend
+from flashlatte.layers.v4.hyper_connection import read_streams
 from flashlatte.layers.v4.modules import check_weights, hidden_projections
-from flashlatte.layers.v4.streams import read_streams
 from flashlatte.runtime import gradients
 
 Model, Attention = DeepseekV4Model, DeepseekV4Attention
 
-_NOT_STOCKS = "the cache was filled by FlashLatte, whose pages stock DeepSeek-V4 cannot go on with"
+_NOT_CONVERTIBLE = "the cache was filled by FlashLatte, and stock DeepSeek-V4 cannot read its pages"
 
 
 class PagedV4Layer(PagedLayer):
@@ -36,10 +36,10 @@ class PagedV4Layer(PagedLayer):
 
 
 class PagedV4Cache(PagedCache):
-    """A ``DynamicCache`` whose layers lie in a ``V4Store``. ``adopt`` makes one of a caller's empty cache, in place.
+    """A ``DynamicCache`` whose layers are stored in a ``V4Store``. ``adopt`` converts a caller's empty cache in place.
 
     Attributes:
-        filled_for: the config of the model that fills it.
+        filled_for: the config of the model that fills the cache.
     """
 
     store: V4Store
@@ -48,21 +48,21 @@ class PagedV4Cache(PagedCache):
 
     @classmethod
     def adopt(cls, cache: DynamicCache, store: V4Store, config: Any) -> PagedV4Cache:
-        paged = cls._made_of(cache, store, len(store.configs))
+        paged = cls._from_empty(cache, store, len(store.configs))
         paged.filled_for = config
         return paged
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ValueError(_NOT_STOCKS)
+        raise ValueError(_NOT_CONVERTIBLE)
 
     def crop(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ValueError("a DeepSeek-V4 cache cannot be cropped: groups are made of tokens that it no longer has")
+        raise ValueError("a DeepSeek-V4 cache cannot be cropped: it does not store the tokens of its groups")
 
 
 class PagedV4Attention(DeepseekV4Attention):
-    """An attention whose history may be a ``PagedV4Cache``; with any other, or none, it is the original.
+    """Attention over a ``PagedV4Cache``; with another cache, or none, it runs the original forward.
 
-    It adds no state: an instance is one of the model's attention modules whose class was changed, and changes back.
+    The class adds no state: it is set on existing attention modules by changing their class.
     """
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -80,22 +80,22 @@ class PagedV4Attention(DeepseekV4Attention):
 
 
 class FusedHyperConnection(DeepseekV4HyperConnection):
-    """What a layer sees of the streams, in two launches; the original where gradients are recorded, and under autocast.
+    """A hyper-connection in two launches; it runs the original forward with gradients and under autocast.
 
-    It adds no state either.
+    The class adds no state.
     """
 
     def forward(self, hidden_streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         records = torch.is_grad_enabled() and (hidden_streams.requires_grad or self.fn.requires_grad)
         if self.training or records or torch.is_autocast_enabled(hidden_streams.device.type):
             return super().forward(hidden_streams)
-        made = read_streams(self, hidden_streams.flatten(0, 1).contiguous(), None)
-        shares, mixture, seen = (value.unflatten(0, hidden_streams.shape[:2]) for value in made)
-        return shares, mixture, seen
+        mixed = read_streams(self, hidden_streams.flatten(0, 1).contiguous(), None)
+        post, comb, hidden = (value.unflatten(0, hidden_streams.shape[:2]) for value in mixed)
+        return post, comb, hidden
 
 
-class BeginForward:
-    """Pre-hook of the decoder: give the pass a paged cache, and plan its step. It keeps settings only."""
+class BeginV4Forward:
+    """Pre-hook of the decoder: creates or checks the paged cache of a pass, and plans the step."""
 
     def __init__(self, settings: hooks.Settings) -> None:
         self.settings = settings
@@ -111,18 +111,18 @@ class BeginForward:
         check_tokens(tokens)
         mask = call.get("attention_mask")
         if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
-            raise ValueError("attention_mask must be [b, columns], or None, over a cache that FlashLatte keeps")
+            raise ValueError("attention_mask must be [b, columns] or None with a FlashLatte cache")
         cache.store.plan(tokens.shape[0], tokens.shape[1], tokens.device, mask, call.get("position_ids"))
-        # The model would make a mask that nobody reads.
+        # Keep the model from creating a mask, which would not be used.
         return (), call | {CACHE: cache, "attention_mask": {"flashlatte": None}}
 
     def _cache_for(self, model: Any, call: dict[str, Any]) -> PagedV4Cache | None:
-        """The paged cache of this pass; None if it is stock attention's."""
+        """The paged cache of this pass; None if stock attention computes it."""
         cache = call.get(CACHE)
         bidirectional = getattr(model.config, "is_causal", True) is False
         if bidirectional or hooks.needs_stock_attention(model, call):
             if isinstance(cache, PagedV4Cache):
-                raise ValueError(_NOT_STOCKS)
+                raise ValueError(_NOT_CONVERTIBLE)
             return None
         if isinstance(cache, PagedV4Cache):
             self._check_model(cache, model)
@@ -132,27 +132,27 @@ class BeginForward:
 
     @staticmethod
     def _check_model(cache: PagedV4Cache, model: Any) -> None:
-        """A cache that another model filled may hold rows as wide as this one's."""
-        # To read a config takes longer than to find it the same.
+        """Raise ValueError for a cache that a model with other layers filled."""
+        # The identity check is faster than reading a config.
         if cache.filled_for is model.config:
             return
-        if cache.store.given != V4Config.layers(model.config):
-            raise ValueError("the cache was filled by a model whose layers are of other sizes, or other kinds")
+        if cache.store.model_configs != V4Config.layers(model.config):
+            raise ValueError("the cache was filled by a model with layers of other sizes or types")
         cache.filled_for = model.config
 
 
 def end_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Hook after the decoder's forward: the pass succeeded, so its tokens are history."""
+    """Hook after the decoder's forward: commits the tokens of a successful pass."""
     cache = kwargs.get(CACHE)
     if isinstance(cache, PagedV4Cache):
         cache.store.commit()
 
 
 def new_store(model: Any, settings: hooks.Settings) -> V4Store:
-    """An empty store in the format that was asked for, or in that of the model's dtype.
+    """An empty store in the configured format, or in that of the model's dtype.
 
     Raises:
-        TypeError, ValueError: a format that the model's rows do not fit, or a setting that has no meaning here.
+        TypeError, ValueError: a format that does not fit the model's rows, or a setting that DeepSeek-V4 lacks.
     """
     config = model.config
     for name in ("k_scale", "index_format"):
@@ -170,7 +170,7 @@ def new_store(model: Any, settings: hooks.Settings) -> V4Store:
 
 
 def enable(decoder: Any, settings: hooks.Settings) -> list[Any]:
-    """Change the classes of a decoder's attention modules; the hooks that were registered."""
+    """Change the classes of a decoder's attention modules and hyper-connections; returns the registered hooks."""
     new_store(decoder, settings)
     modules, configs = [layer.self_attn for layer in decoder.layers], V4Config.layers(decoder.config)
     for index, module in enumerate(modules):
@@ -178,12 +178,12 @@ def enable(decoder: Any, settings: hooks.Settings) -> list[Any]:
             raise TypeError(f"layer {index}'s attention must be a DeepseekV4Attention, got {type(module).__name__}")
         check_forward(module, index)
         check_weights(module, configs[index], decoder.dtype)
-    lay_on_gpus(map(hidden_projections, modules, configs))
+    fuse_weights_on_gpu(map(hidden_projections, modules, configs))
     for layer in decoder.layers:
         change_class(layer.self_attn, PagedV4Attention)
-        _change_class(layer, DeepseekV4HyperConnection, FusedHyperConnection)
+        _change_connections(layer, DeepseekV4HyperConnection, FusedHyperConnection)
     return [
-        decoder.register_forward_pre_hook(BeginForward(settings), with_kwargs=True),
+        decoder.register_forward_pre_hook(BeginV4Forward(settings), with_kwargs=True),
         decoder.register_forward_hook(end_forward, with_kwargs=True),
     ]
 
@@ -192,11 +192,11 @@ def disable(decoder: Any) -> None:
     for layer in decoder.layers:
         if type(layer.self_attn) is PagedV4Attention:
             change_class(layer.self_attn, DeepseekV4Attention)
-        _change_class(layer, FusedHyperConnection, DeepseekV4HyperConnection)
+        _change_connections(layer, FusedHyperConnection, DeepseekV4HyperConnection)
 
 
-def _change_class(layer: Any, before: type, after: type) -> None:
-    """Of a layer's hyper-connections, as far as they are what they were made as."""
+def _change_connections(layer: Any, before: type, after: type) -> None:
+    """Change the class of a layer's hyper-connections, except those of other classes."""
     for module in (layer.attn_hc, layer.ffn_hc):
         if type(module) is before:
             change_class(module, after)

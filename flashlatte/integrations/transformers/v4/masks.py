@@ -1,4 +1,4 @@
-"""What ``attention_mask`` and ``position_ids`` mean for a pass over a ``V4Store``."""
+"""Interpretation of ``attention_mask`` and ``position_ids`` for a pass over a ``V4Store``."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ import torch
 from flashlatte.layers.v4 import V4Step
 from flashlatte.runtime import checks
 
-# float32, in which positions are multiplied by frequencies, counts no further.
+# Positions are multiplied by frequencies in float32, which represents integers exactly up to 2^24.
 MAX_POSITIONS = 2**24
 
 
 @dataclass(frozen=True)
 class PassMask:
-    """Which columns windows see, and how far positions reach. A column is a token of the padded batch.
+    """The columns that are visible to windows, and the range of positions. A column is a token of the padded batch.
 
     Attributes:
-        longest: all positions are below it.
-        ahead: a position exceeds its column. Stock attention then sees groups that end after the token.
-        first_tokens: int64 [b], the first column that windows see, where all hidden columns are on the left; else None.
-        visible: bool [b, columns], the columns that windows see, where others than those on the left are hidden; else
-            None.
+        max_length: upper bound of positions, exclusive.
+        ahead: whether a position exceeds its column; stock attention then attends to groups that end after the token.
+        first_tokens: int64 [b], the first visible column, if all hidden columns are on the left; else None.
+        visible: bool [b, columns], the visible columns, if hidden columns are not only on the left; else None.
     """
 
-    longest: int
+    max_length: int
     ahead: bool = False
     first_tokens: torch.Tensor | None = None
     visible: torch.Tensor | None = None
@@ -40,7 +39,7 @@ class PassMask:
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
     ) -> PassMask:
-        """The mask of ``queries`` new columns behind ``columns`` of history; reads the device once, or never.
+        """The mask of ``queries`` new columns after ``columns`` of history; synchronises at most once.
 
         Args:
             attention_mask: [b, columns + queries], 0 where a column is hidden; None if none is.
@@ -69,23 +68,23 @@ class PassMask:
         if not facts:
             return cls(total)
         known = torch.stack([fact.to(torch.int64) for fact in facts]).tolist()
-        longest, ahead, first_tokens = total, False, None
+        max_length, ahead, first_tokens = total, False, None
         if position_ids is not None:
             smallest, largest, distance = known[-3:]
             if smallest < 0 or largest >= MAX_POSITIONS:
                 wrong = smallest if smallest < 0 else largest
                 raise ValueError(f"position_ids must be at least 0 and below {MAX_POSITIONS}, got {wrong}")
-            longest, ahead = max(total, largest + 1), distance > 0
+            max_length, ahead = max(total, largest + 1), distance > 0
         if visible is not None:
             every_column, left_only = known[:2]
             if every_column:
                 visible = None
             elif left_only:
                 first_tokens, visible = (~visible).sum(dim=1), None
-        return cls(longest, ahead, first_tokens, visible)
+        return cls(max_length, ahead, first_tokens, visible)
 
     def hide(self, step: V4Step) -> torch.Tensor:
-        """The step's window slots [T, window] without those of hidden columns."""
+        """The step's window slots [T, window], with -1 for hidden columns."""
         if self.visible is None:
             return step.window_slots
         first = (step.positions - step.window + 1).clamp_min(0)

@@ -79,7 +79,7 @@ class FlashLatteIndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]
             seq_lens.tolist(),
             torch.cat(positions).to(self.device, non_blocking=True),
             batch.block_table_tensor[first : batch.num_reqs],
-            gathers=False,
+            use_gathered_rows=False,
         )
 
 

@@ -19,8 +19,8 @@ from flashlatte.integrations.vllm import serves
 from flashlatte.integrations.vllm.backends.common import CommonAnswers
 from flashlatte.integrations.vllm.ops.dtypes import DS_MLA, DS_MLA_FORMAT
 from flashlatte.kv_cache.registry import as_format, plain_format
+from flashlatte.layers.absorbed import attend_selected_rows
 from flashlatte.layers.cache import LatentCache
-from flashlatte.layers.chosen import attend_chosen
 from flashlatte.ops.cache_write import cache_write
 from flashlatte.ops.concat_mla_q import concat_mla_q
 from flashlatte.ops.index_convert import index_convert
@@ -189,13 +189,13 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
             request_ids=attn_metadata.req_id_per_token[:tokens],
         )
         if decoding == tokens:
-            return attend_chosen(query, cache, None, slots, self.scale, None), None
+            return attend_selected_rows(query, cache, None, slots, self.scale, None), None
         out = query.new_empty(tokens, query.shape[1], self.kv_lora_rank)
         # A prompt's tokens choose among the same rows: many queries over the cache where it lies, if it lies so.
         rows = cache.pages.flatten(0, 1) if cache.layout.plain and cache.pages.is_contiguous() else None
         for part, keys in ((slice(decoding), None), (slice(decoding, tokens), rows)):
             if part.start != part.stop and query[part].shape[0]:
-                out[part] = attend_chosen(query[part], cache, keys, slots[part], self.scale, None)
+                out[part] = attend_selected_rows(query[part], cache, keys, slots[part], self.scale, None)
         return out, None
 
     def _cache(self, kv_cache: torch.Tensor) -> LatentCache:

@@ -9,7 +9,7 @@ import torch
 from distributed.model.test_checkpoint import ranks
 from torch import nn
 
-from flashlatte.distributed.model.cuts import check_divisible
+from flashlatte.distributed.model.partition import check_divisible
 from flashlatte.distributed.model.shards import divide_mlp
 
 EXPERTS, HIDDEN, INNER = 2, 64, 128
@@ -56,6 +56,6 @@ def test_experts_of_four_bits(size):
 
 
 def test_blocks_of_four_bits_are_not_cut():
-    message = r"between their blocks of 32, got 0 to 16 of 128 for a rank's part of a Experts$"
+    message = r"at multiples of their block size 32, got 0 to 16 of 128 in a Experts$"
     with pytest.raises(ValueError, match=message):
         divide_mlp(nn.ModuleDict({"experts": Experts()}), ranks(0, 8))

@@ -1,4 +1,4 @@
-"""Models whose attention has an indexer (DeepseekV32, GlmMoeDsa): their index keys beside the paged latents."""
+"""Index keys in pages for models with an indexer (DeepseekV32, GlmMoeDsa)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashlatte.integrations.transformers.padded import PagedLatents
 from flashlatte.kv_cache import CacheFormat, get_format
 from flashlatte.kv_cache.index_formats import INDEX_FORMATS, IndexFormat, index_format_beside
 from flashlatte.layers import IndexerConfig, models
-from flashlatte.layers.indexer import Indexing, make_indexing
+from flashlatte.layers.indexer import StepIndexer, make_step_indexer
 from flashlatte.ops.norm_rope.rotary import Rotary
 
 
@@ -19,8 +19,8 @@ def index_layout(name: str | None, latents: CacheFormat, indexer: IndexerConfig 
     """The format of a model's index keys; None for a model without an indexer.
 
     Raises:
-        ValueError: a format of something else, a format for a model without an indexer, or latents that an indexer's
-            choice cannot be read from.
+        ValueError: not an index format; a format for a model without an indexer; a latent format that cannot be read
+            token by token.
     """
     if indexer is None:
         if name is not None:
@@ -28,7 +28,7 @@ def index_layout(name: str | None, latents: CacheFormat, indexer: IndexerConfig 
         return None
     if latents.takes_scale:
         raise ValueError(
-            f"cache_format {latents.name!r} cannot be read token by token, as the model's indexer needs it"
+            f"cache_format {latents.name!r} cannot be read token by token, which the model's indexer requires"
         )
     layout = get_format(name or index_format_beside(latents), indexer.head_dim)
     if not isinstance(layout, IndexFormat):
@@ -36,22 +36,22 @@ def index_layout(name: str | None, latents: CacheFormat, indexer: IndexerConfig 
     return layout
 
 
-def indexing(module: Any, latents: PagedLatents, rotary: Rotary, device: torch.device) -> Indexing | None:
-    """The module's indexer in the step that ``latents`` planned; None if it shares another's choice, or has none."""
+def step_indexer(module: Any, latents: PagedLatents, rotary: Rotary, device: torch.device) -> StepIndexer | None:
+    """The module's indexer bound to the planned step; None if the module reuses a selection, or has no indexer."""
     if latents.indexer is None or module.indexer is None:
         return None
     pages, index_pages = latents.pages(module.layer_idx, device), latents.index_pages(module.layer_idx, device)
-    return make_indexing(module.indexer, latents.indexer, index_pages, pages, rotary, latents.backend)
+    return make_step_indexer(module.indexer, latents.indexer, index_pages, pages, rotary, latents.backend)
 
 
 class StockIndexKeys:
-    """What the stock indexer takes for its cache, where it has to choose under a mask: keys go to pages and back."""
+    """Cache argument of the stock indexer, which selects under a mask; it stores keys in pages and reads them back."""
 
     def __init__(self, latents: PagedLatents) -> None:
         self.latents = latents
 
     def update_indexer(self, keys: torch.Tensor, layer: int) -> torch.Tensor:
-        """Store new keys [b, queries, head_dim]; returns those of all columns, the new ones as they are."""
+        """Store new keys [b, queries, head_dim]; returns the keys of all columns, the new ones unrounded."""
         latents = self.latents
         history = stock_history(latents, layer, keys.dtype) if latents.columns else None
         latents.write_index_keys(layer, _paired(keys, latents))
@@ -59,17 +59,17 @@ class StockIndexKeys:
 
 
 def stock_history(latents: PagedLatents, layer: int, dtype: torch.dtype) -> torch.Tensor:
-    """A layer's index keys [b, columns, head_dim] as a stock cache holds them."""
+    """A layer's index keys [b, columns, head_dim] in the layout of a stock cache."""
     keys = latents.read_index_history(layer).to(dtype)
-    return _turned(keys, latents, lambda rope: rope.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2))
+    return _reorder_rope(keys, latents, lambda rope: rope.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2))
 
 
 def _paired(keys: torch.Tensor, latents: PagedLatents) -> torch.Tensor:
-    return _turned(keys, latents, lambda rope: rope.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2))
+    return _reorder_rope(keys, latents, lambda rope: rope.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2))
 
 
-def _turned(keys: torch.Tensor, latents: PagedLatents, order: Any) -> torch.Tensor:
-    """The stock models that rotate neighbours put the first dims of all pairs before the second ones."""
+def _reorder_rope(keys: torch.Tensor, latents: PagedLatents, order: Any) -> torch.Tensor:
+    """Reorder the rope dims: stock models with interleaved rope store the first dims of all pairs, then the second."""
     assert latents.indexer is not None
     if latents.indexer.rope_layout != models.INTERLEAVED:
         return keys
@@ -77,7 +77,7 @@ def _turned(keys: torch.Tensor, latents: PagedLatents, order: Any) -> torch.Tens
     return torch.cat((order(keys[..., :rope_dim]), keys[..., rope_dim:]), dim=-1)
 
 
-def choose_under_mask(
+def select_under_mask(
     module: Any,
     hidden: torch.Tensor,
     q_latent: torch.Tensor,
@@ -86,18 +86,18 @@ def choose_under_mask(
     latents: PagedLatents,
     shared: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The stock indexer's choice, int32 [b, s, topk] of columns, or the ``shared`` one of a layer before."""
+    """The stock indexer's selection of columns, int32 [b, s, topk], or the ``shared`` one of the layer before."""
     if module.indexer is None:
         if shared is None:
-            raise ValueError(f"layer {module.layer_idx} shares its choice of tokens with a layer before it, got none")
+            raise ValueError(f"layer {module.layer_idx} needs the selection of the layer before it, got None")
         return shared
     keys = StockIndexKeys(latents)
     return module.indexer(hidden, q_latent, embeddings, attention_mask[:, 0], None, **{CACHE: keys})
 
 
-def with_choice(attention_mask: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """The mask [b, 1, s, columns] without the columns that were not chosen, as the stock models make it."""
-    hidden = torch.ones_like(attention_mask[:, 0], dtype=torch.bool).scatter(-1, chosen.long(), False).unsqueeze(1)
+def mask_unselected(attention_mask: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
+    """Hide the columns that were not selected in a mask [b, 1, s, columns], as the stock models do."""
+    hidden = torch.ones_like(attention_mask[:, 0], dtype=torch.bool).scatter(-1, selected.long(), False).unsqueeze(1)
     if attention_mask.dtype == torch.bool:
         return attention_mask & ~hidden
     return attention_mask.masked_fill(hidden, torch.finfo(attention_mask.dtype).min)

@@ -1,4 +1,4 @@
-"""Cached tokens of a few requests, whole again on every rank: each sends what it has, and all are put into order."""
+"""Gathers the cached tokens of a few requests from all ranks, in order."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from flashlatte.ops.index_quantize import index_gather
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """Which rows a rank sends, and where every token is among those of all; ``RowsOverRanks`` of a chunk.
+    """``ShardedRows`` of a chunk: the rows that this rank sends, and the order of all gathered rows.
 
     Attributes:
-        group: the ranks that the keys are divided over.
+        group: the ranks over which the keys are sharded.
         block_table: int [m, max_pages], this rank's pages of each request.
-        starts: int32 [m], this rank's first token of each request that it sends.
-        cu_rows: int32 [m + 1], where each request's tokens begin among its rows.
-        room: rows that every rank sends, used or not.
-        order: int64 [tokens], of each token its row among the size · room gathered ones.
+        starts: int32 [m], this rank's first token of each request to send.
+        cu_rows: int32 [m + 1], offsets of each request's tokens among this rank's rows.
+        rows_per_rank: number of rows that every rank sends, padding included.
+        order: int64 [tokens], index of each token among the size · rows_per_rank gathered rows.
     """
 
     group: dist.ProcessGroup
     block_table: torch.Tensor
     starts: torch.Tensor
     cu_rows: torch.Tensor
-    room: int
+    rows_per_rank: int
     order: torch.Tensor
 
     def latents(self, cache: LatentCache, dtype: torch.dtype) -> torch.Tensor:
@@ -42,10 +42,10 @@ class GatheredRows:
             cache_format=cache.layout,
             scale=cache.scale,
             seq_starts=self.starts,
-            total_tokens=self.room,
+            total_tokens=self.rows_per_rank,
             dtype=dtype,
         )
-        return self._whole(mine)
+        return self._gather(mine)
 
     def index_keys(
         self, pages: torch.Tensor, head_dim: int, backend: str | None
@@ -54,15 +54,15 @@ class GatheredRows:
             pages,
             self.block_table,
             self.cu_rows,
-            self.room,
+            self.rows_per_rank,
             head_dim=head_dim,
             seq_starts=self.starts,
             backend=backend,
         )
-        return self._whole(keys), None if scales is None else self._whole(scales)
+        return self._gather(keys), None if scales is None else self._gather(scales)
 
-    def _whole(self, mine: torch.Tensor) -> torch.Tensor:
-        # Collectives and indexing do not know all float8 types.
+    def _gather(self, mine: torch.Tensor) -> torch.Tensor:
+        # Collectives and indexing do not support all float8 dtypes.
         stored = mine.view(torch.uint8) if mine.dtype.itemsize == 1 else mine
         return collectives.all_gather(stored, self.group)[self.order].view(mine.dtype)
 
@@ -75,30 +75,31 @@ def plan_rows(
     cu_tokens: torch.Tensor,
     tokens: int,
 ) -> GatheredRows:
-    """Plan to gather, of m requests, the tokens starts[i] to starts[i] + cu_tokens[i + 1] - cu_tokens[i] - 1.
+    """Plan to gather the tokens starts[i] to starts[i] + cu_tokens[i + 1] - cu_tokens[i] - 1 of m requests.
 
-    It runs on the device of its tensors and waits for nothing.
+    It runs on the device without synchronisation.
 
     Args:
         local_table: int [m, max_pages], this rank's pages of each request.
-        starts: int32 [m]. cu_tokens: int32 [m + 1], which ends with ``tokens``.
+        starts: int32 [m].
+        cu_tokens: int32 [m + 1], which ends with ``tokens``.
     """
     size, interleave, device = sharding.size, sharding.interleave, starts.device
     starts, cu_tokens = starts.long(), cu_tokens.long()
     ends = starts + cu_tokens.diff()
-    ranks = [Sharding(rank, size, interleave) for rank in range(size)]
-    first = torch.stack([rank.local_lengths(starts) for rank in ranks])  # [size, m], of the tokens on each rank
-    held = torch.stack([rank.local_lengths(ends) for rank in ranks]) - first
-    cu_rows = torch.nn.functional.pad(held.cumsum(1), (1, 0))
-    # Of n tokens in a row a rank has at most ⌈n / (size · interleave)⌉ · interleave.
+    shardings = [Sharding(index, size, interleave) for index in range(size)]
+    first = torch.stack([each.local_lengths(starts) for each in shardings])  # [size, m], of the tokens on each rank
+    counts = torch.stack([each.local_lengths(ends) for each in shardings]) - first
+    cu_rows = torch.nn.functional.pad(counts.cumsum(1), (1, 0))
+    # A rank has at most ⌈n / (size · interleave)⌉ · interleave of n consecutive tokens.
     requests = starts.shape[0]
-    room = min(tokens, (tokens // (size * interleave) + requests) * interleave)
+    rows_per_rank = min(tokens, (tokens // (size * interleave) + requests) * interleave)
 
     token = torch.arange(tokens, device=device)
     request = torch.searchsorted(cu_tokens, token, right=True) - 1
     position = starts[request] + token - cu_tokens[request]
     owner = position // interleave % size
     local = position // (size * interleave) * interleave + position % interleave
-    order = owner * room + cu_rows[owner, request] + local - first[owner, request]
-    mine = sharding.rank
-    return GatheredRows(group, local_table, first[mine].int(), cu_rows[mine].int(), room, order)
+    order = owner * rows_per_rank + cu_rows[owner, request] + local - first[owner, request]
+    rank = sharding.rank
+    return GatheredRows(group, local_table, first[rank].int(), cu_rows[rank].int(), rows_per_rank, order)

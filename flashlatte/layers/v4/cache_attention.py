@@ -1,24 +1,24 @@
-"""Attention of a step's queries over rows of the caches: where they lie, or gathered into a workspace first."""
+"""Attention of a step's queries over cache pages, or over rows gathered from them into a workspace."""
 
 from __future__ import annotations
 
 import torch
 
 from flashlatte.layers.v4.cache import V4Cache
-from flashlatte.layers.v4.compressed import SelectedGroups
 from flashlatte.layers.v4.config import V4Config
+from flashlatte.layers.v4.group_step import SelectedGroups
 from flashlatte.layers.v4.step import V4Step
-from flashlatte.layers.v4.workspace import Gathered, RowsSeen, WorkspaceChunk, paged_parts
+from flashlatte.layers.v4.workspace import Gathered, VisibleRows, WorkspaceChunk, paged_slices
 from flashlatte.ops.cache_gather import cache_gather
 from flashlatte.ops.index_workspace import index_workspace
 from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.ops.sparse_prefill import sparse_prefill
 
-# Tokens of a group, in a layer without groups: no request has so many.
-_UNREACHED = 2**31 - 1
+# The group size passed for layers without groups: longer than any request.
+_NO_GROUPS = 2**31 - 1
 
 
-def attend_rows(
+def attend_cache(
     q: torch.Tensor,
     config: V4Config,
     step: V4Step,
@@ -27,7 +27,7 @@ def attend_rows(
     sinks: torch.Tensor,
     backend: str | None,
 ) -> torch.Tensor:
-    """Attention of queries [T, H, head_dim] over their windows and ``selected`` groups: [T, H, head_dim].
+    """Attention of queries [T, H, head_dim] over their windows and selected groups: [T, H, head_dim].
 
     Args:
         sinks: float32 [H].
@@ -35,7 +35,7 @@ def attend_rows(
     topk = None if config.indexer is None else config.indexer.topk
     chunks = () if step.prefill is None else step.prefill.plan(config.ratio, topk)
     out = torch.empty_like(q)
-    for tokens in paged_parts(chunks, q.shape[0]):
+    for tokens in paged_slices(chunks, q.shape[0]):
         _attend_pages(q, tokens, step, cache, selected, sinks, out, backend)
     for chunk in chunks:
         _attend_workspace(q, chunk, config, step, cache, selected, sinks, out, backend)
@@ -83,7 +83,7 @@ def _attend_workspace(
     if selected is not None and cache.groups is not None and chunk.group_rows:
         _gather(cache.groups, selected.groups.table, chunk, chunk.groups, workspace, backend)
     _gather(cache.window, step.window_table, chunk, chunk.window, workspace, backend)
-    indices, counts = _rows_seen(config, chunk, selected, backend)
+    indices, counts = _visible_rows(config, chunk, selected, backend)
     sparse_prefill(
         q[chunk.tokens],
         workspace,
@@ -115,29 +115,29 @@ def _gather(
     )
 
 
-def _rows_seen(
+def _visible_rows(
     config: V4Config, chunk: WorkspaceChunk, selected: SelectedGroups | None, backend: str | None
-) -> RowsSeen:
-    """What the chunk's tokens see of the workspace."""
-    kept = chunk.seen if selected is None or selected.numbers is None else None
-    if kept:
-        return kept[0]
-    numbers = None
+) -> VisibleRows:
+    """The workspace rows that the chunk's tokens attend to."""
+    cached = chunk.visible if selected is None or selected.indices is None else None
+    if cached:
+        return cached[0]
+    group_indices = None
     if selected is not None and chunk.group_rows:
-        numbers = selected.numbers_below(chunk.group_rows, chunk.tokens)
-    seen = index_workspace(
-        numbers,
+        group_indices = selected.indices_below(chunk.group_rows, chunk.tokens)
+    visible = index_workspace(
+        group_indices,
         chunk.cu_queries,
         chunk.seq_lens,
         chunk.tokens.stop - chunk.tokens.start,
         window=config.window,
-        ratio=_UNREACHED if numbers is None else config.ratio,
-        topk=1 if numbers is None else None,
+        ratio=_NO_GROUPS if group_indices is None else config.ratio,
+        topk=1 if group_indices is None else None,
         workspace_rows=chunk.rows,
         window_row=chunk.group_rows,
         gather_lens=chunk.gather_lens,
         backend=backend,
     )
-    if kept is not None:
-        kept.append(seen)
-    return seen
+    if cached is not None:
+        cached.append(visible)
+    return visible

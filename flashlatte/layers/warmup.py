@@ -1,4 +1,4 @@
-"""A model's attention gone through step by step, to see which kernels its steps launch."""
+"""Runs the step shapes of a model's attention, to compile or list the kernels that they launch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from flashlatte.layers.builder import MLAMetadataBuilder
 from flashlatte.layers.config import MLAConfig
 from flashlatte.runtime import machine
 
-# Of a request whose whole history fits in few splits, and of a long one.
+# Lengths of a short request, whose history needs few splits, and of a long one.
 FEW_TOKENS, MANY_TOKENS = 256, 32_768
 _NEW_TOKENS = 48
-# Query tokens for each SM from which on neighbours may share a tile of sparse prefill, whatever their heads.
+# From this many query tokens per SM on, sparse prefill may put neighbouring tokens into one tile.
 _TOKENS_PER_SM = 4
 
 
-def rehearse(
+def warmup_steps(
     config: MLAConfig,
     *,
     cache_format: str = "bf16",
@@ -36,27 +36,27 @@ def rehearse(
     max_queries: int = 2,
     device: str = "cpu",
 ) -> Iterator[str]:
-    """Runs a layer's prefill and decode steps, and names each. Weights are not initialised, and results hold anything.
+    """Run a layer's prefill and decode steps; yields the name of each. Weights and results are uninitialised.
 
     Args:
-        cache_format: of the cache of latents; index keys have the format that goes with it.
-        dtype: of the weights.
-        heads: of this rank; None: all.
+        cache_format: format of the latents; index keys have the matching format.
+        dtype: dtype of the weights.
+        heads: heads of this rank; None: all.
         page_size: tokens in a page.
-        max_batch: requests of a decode step at most.
-        max_queries: new tokens of a request in a decode step at most, drafts among them.
-        device: to run on; "cpu" inside ``runtime.ahead.collected``, which needs no GPU.
+        max_batch: maximum number of requests of a decode step.
+        max_queries: maximum number of new tokens of a request in a decode step, including speculative tokens.
+        device: device to run on; "cpu" inside ``runtime.ahead.collected``, which needs no GPU.
 
     Raises:
-        ValueError: a format that the layer cannot have, or more heads than it has.
+        ValueError: a format that does not fit the layer, or more heads than it has.
     """
-    longest = min(MANY_TOKENS, config.rope.max_position)
-    config = replace(config, rope=replace(config.rope, max_position=longest))
+    max_length = min(MANY_TOKENS, config.rope.max_position)
+    config = replace(config, rope=replace(config.rope, max_position=max_length))
     layer = MLAAttention(config, heads=None if heads is None else (0, heads), dtype=dtype, device=device)
     caches = _caches(config, cache_format, page_size, device)
     topk = None if config.indexer is None else config.indexer.topk
-    chunk = min(_TOKENS_PER_SM * machine.num_sms(torch.device(device)), longest)
-    for length in sorted({min(FEW_TOKENS, longest), longest}):
+    chunk = min(_TOKENS_PER_SM * machine.num_sms(torch.device(device)), max_length)
+    for length in sorted({min(FEW_TOKENS, max_length), max_length}):
         builder = MLAMetadataBuilder(
             page_size,
             max(max_batch, 3),
@@ -69,15 +69,15 @@ def rehearse(
             topk=topk,
         )
         steps = _steps(length, max_batch, max_queries)
-        if topk is not None and length == longest:
-            selecting = ("prefill of many tokens", [chunk], [min(max(2 * topk, chunk), longest)])
-            steps = itertools.chain([selecting], steps)
-        for name, new, seen in steps:
-            yield f"{name}, requests of {max(seen)} tokens"
-            starts = [0, *torch.tensor(new).cumsum(0).tolist()]
-            # All requests have the same pages: nothing is read from them.
-            table = torch.zeros(len(new), builder.max_pages, dtype=torch.int32, device=device)
-            metadata = builder.build(starts, seen, table)
+        if topk is not None and length == max_length:
+            large_prefill = ("prefill of many tokens", [chunk], [min(max(2 * topk, chunk), max_length)])
+            steps = itertools.chain([large_prefill], steps)
+        for name, query_lens, seq_lens in steps:
+            yield f"{name}, requests of {max(seq_lens)} tokens"
+            starts = [0, *torch.tensor(query_lens).cumsum(0).tolist()]
+            # All requests may share pages, since results are not used.
+            table = torch.zeros(len(query_lens), builder.max_pages, dtype=torch.int32, device=device)
+            metadata = builder.build(starts, seq_lens, table)
             hidden = torch.zeros(starts[-1], config.hidden_size, dtype=dtype, device=device)
             with NoArithmetic():
                 layer(hidden, caches[0], metadata, index_cache=caches[1])
@@ -89,22 +89,22 @@ def _steps(length: int, max_batch: int, max_queries: int) -> Iterator[tuple[str,
     yield "prefill with a prefix in the cache", [_NEW_TOKENS], [min(length, 3 * FEW_TOKENS)]
     if length > 3 * FEW_TOKENS:
         yield "prefill of a long request", [_NEW_TOKENS], [length]
-    # Their parts begin anywhere in the step's buffers.
-    yield "decode of 1 beside two prefills", [1, _NEW_TOKENS - 8, 7], [length, length, 7]
+    # The decode token misaligns the prefill part within the step's buffers.
+    yield "decode of 1 with two prefills", [1, _NEW_TOKENS - 8, 7], [length, length, 7]
     for queries in range(1, max_queries + 1):
         for batch in batches_up_to(max_batch):
             yield f"decode of {batch} x {queries}", [queries] * batch, [length] * batch
 
 
 def batches_up_to(max_batch: int) -> list[int]:
-    """Sizes of decode steps between which nothing is chosen otherwise: powers of two, and the largest."""
+    """Sizes of decode steps that cover all kernel choices: powers of two, and ``max_batch``."""
     return sorted({1 << exponent for exponent in range(max_batch.bit_length())} | {max_batch})
 
 
 def _caches(
     config: MLAConfig, cache_format: str, page_size: int, device: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Latents, and index keys of a layer with an indexer, of one page."""
+    """A cache of one page for latents, and for index keys if the layer has an indexer."""
     layout = format_of_rows(cache_format, config.kv_lora_rank, config.qk_rope_head_dim)
     latents = kv_cache.allocate(layout, 1, page_size, device=device)
     if config.indexer is None:
@@ -114,7 +114,7 @@ def _caches(
 
 
 class NoArithmetic(TorchDispatchMode):
-    """Matrix products give tensors of the right shape and do not look at their operands."""
+    """Replaces matrix products by empty tensors of the result's shape."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -15,8 +15,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flashlatte.layers import MLAAttention, MLAConfig, V4Attention, V4Config, V4IndexerConfig, forward, side_by_side
-from flashlatte.layers.side_by_side import lay_on_gpus, lay_side_by_side, products_of
+from flashlatte.layers import (
+    MLAAttention,
+    MLAConfig,
+    V4Attention,
+    V4Config,
+    V4IndexerConfig,
+    forward,
+    fused_projections,
+)
+from flashlatte.layers.fused_projections import fuse_weights, fuse_weights_on_gpu, fused_linear
 from flashlatte.layers.v4 import modules
 
 WIDTHS = (32, 16, 8)
@@ -49,12 +57,12 @@ def products(monkeypatch):
         counts.append(weight.shape[0])
         return functional.linear(x, weight, bias)
 
-    monkeypatch.setattr(side_by_side, "functional", SimpleNamespace(linear=linear))
+    monkeypatch.setattr(fused_projections, "functional", SimpleNamespace(linear=linear))
     return counts
 
 
 def check(projections, hidden):
-    for actual, projection in zip(products_of(hidden, *projections), projections, strict=True):
+    for actual, projection in zip(fused_linear(hidden, *projections), projections, strict=True):
         torch.testing.assert_close(actual, projection(hidden.to(projection.weight.dtype)))
 
 
@@ -62,13 +70,13 @@ def test_one_product_serves_all(hidden, products):
     projections = linears()
     weights = [linear.weight for linear in projections]
     before = [weight.clone() for weight in weights]
-    lay_side_by_side(*projections)
+    fuse_weights(*projections)
     assert [linear.weight for linear in projections] == weights
     for weight, value in zip(weights, before, strict=True):
         assert weight.equal(value)
     check(projections, hidden)
     assert products == [sum(WIDTHS)]
-    lay_side_by_side(*projections)
+    fuse_weights(*projections)
     check(projections, hidden)
 
 
@@ -79,7 +87,7 @@ def test_weights_apart_are_called_one_by_one(hidden, products):
 
 def test_updates_of_a_weight_are_seen(hidden, products):
     projections = linears()
-    lay_side_by_side(*projections)
+    fuse_weights(*projections)
     projections[1].weight.mul_(3)
     check(projections, hidden)
     other = linears()
@@ -126,7 +134,7 @@ def _transposed(linear):
 @pytest.mark.parametrize("number", range(3))
 def test_what_is_more_than_a_product_is_called(hidden, products, change, number):
     projections = linears()
-    lay_side_by_side(*projections)
+    fuse_weights(*projections)
     change(projections[number])
     check(projections, hidden)
     # The other two are still neighbours if the changed one is not between them.
@@ -143,9 +151,9 @@ def test_what_replaced_a_layer_is_called(hidden):
             return self.inner(x) + 1
 
     projections = linears()
-    lay_side_by_side(*projections)
+    fuse_weights(*projections)
     first, wrapped, last = projections[0], Wrapper(projections[1]), projections[2]
-    results = products_of(hidden, first, wrapped, last)
+    results = fused_linear(hidden, first, wrapped, last)
     for actual, projection in zip(results, (first, wrapped, last), strict=True):
         torch.testing.assert_close(actual, projection(hidden))
 
@@ -153,17 +161,17 @@ def test_what_replaced_a_layer_is_called(hidden):
 def test_another_dtype_begins_another_product(hidden, products):
     projections = linears()
     projections[2].to(torch.bfloat16)
-    lay_side_by_side(*projections)
+    fuse_weights(*projections)
     check(projections, hidden)
     assert products == [48]
-    assert products_of(hidden, *projections)[2].dtype == torch.bfloat16
+    assert fused_linear(hidden, *projections)[2].dtype == torch.bfloat16
 
 
 def test_gradients_reach_each_weight(hidden, products):
     projections = linears()
-    lay_side_by_side(*projections)
+    fuse_weights(*projections)
     projections.requires_grad_(True)
-    torch.cat(products_of(hidden, *projections), dim=1).sum().backward()
+    torch.cat(fused_linear(hidden, *projections), dim=1).sum().backward()
     assert all(linear.weight.grad is not None for linear in projections)
     assert products == []
     with torch.no_grad():
@@ -178,7 +186,7 @@ def test_parts_of_something_stay_where_they_are(hidden):
     for linear, part in zip(reversed(projections), whole.split(WIDTHS[::-1]), strict=True):
         linear.weight.data = part
     addresses = [linear.weight.data_ptr() for linear in projections]
-    lay_side_by_side(*projections)
+    fuse_weights(*projections)
     assert [linear.weight.data_ptr() for linear in projections] == addresses
     check(projections, hidden)
 
@@ -198,7 +206,7 @@ def test_neighbours_by_chance_are_no_neighbours(hidden, products):
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "state dict", "safetensors"])
 def test_copies_are_whole(hidden, how, tmp_path):
     projections = linears()
-    lay_side_by_side(*projections)
+    fuse_weights(*projections)
     copied = linears()
     if how == "deepcopy":
         copied = copy.deepcopy(projections)
@@ -223,7 +231,7 @@ def test_copies_are_whole(hidden, how, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_weights_of_a_state_dict_have_storages_of_their_own(dtype, tmp_path):
     projections = linears().to(dtype)
-    lay_side_by_side(*projections)
+    fuse_weights(*projections)
     state = projections.state_dict()
     assert {weight.untyped_storage().nbytes() - weight.nbytes for weight in state.values()} == {0}
     assert len({weight.untyped_storage().data_ptr() for weight in state.values()}) == len(WIDTHS)
@@ -240,7 +248,7 @@ def test_weights_of_a_state_dict_have_storages_of_their_own(dtype, tmp_path):
 
 def test_a_checkpoint_on_a_cpu_is_left_alone(hidden, products):
     projections = linears()
-    lay_on_gpus([list(projections)])
+    fuse_weights_on_gpu([list(projections)])
     check(projections, hidden)
     assert products == []
 
@@ -265,7 +273,7 @@ def test_copied_and_moved_layers_have_one_product(ratio):
 
 def test_no_rows_and_no_projections():
     projections = linears()
-    lay_side_by_side(*projections)
-    assert [result.shape for result in products_of(torch.empty(0, 64), *projections)] == [(0, n) for n in WIDTHS]
-    lay_side_by_side()
-    assert products_of(torch.empty(1, 64)) == []
+    fuse_weights(*projections)
+    assert [result.shape for result in fused_linear(torch.empty(0, 64), *projections)] == [(0, n) for n in WIDTHS]
+    fuse_weights()
+    assert fused_linear(torch.empty(1, 64)) == []

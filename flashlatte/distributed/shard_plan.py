@@ -1,4 +1,4 @@
-"""What a decode step is on one rank: which of its pages and how many of its keys each query attends to."""
+"""The plan of a decode step on one rank: its pages, and the number of its keys that each query attends to."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class ShardPlan:
     """One rank's view of a step of b requests with ``queries`` new tokens each. All tensors are on the device.
 
     Attributes:
-        sharding: which keys the rank holds.
-        requests, queries: b and the new tokens of each.
+        sharding: the keys that the rank stores.
+        requests, queries: number of requests b, and of new tokens of each.
         page_size: tokens in a page of the rank's cache.
-        block_table: int [b, max_pages], of the rank's pages.
-        query_lens: int [b, queries], keys of the rank that each query sees.
-        row_queries: queries in a row of attention: all of a request, or one where they see different numbers of keys.
+        block_table: int [b, max_pages], the rank's pages.
+        query_lens: int [b, queries], number of the rank's keys that each query attends to.
+        row_queries: queries in a row of attention: all of a request, or one if their numbers of keys differ.
         rows_table: int [rows, max_pages], ``block_table`` for each row.
-        row_lens: int [rows], keys of the rank that each row sees.
-        slots: int32 [b, queries, max_pages · page_size], every slot of each request, in formats that are read slot by
-            slot; None in others.
+        row_lens: int [rows], number of the rank's keys that each row attends to.
+        slots: int32 [b, queries, max_pages · page_size], all slots of each request, for formats read by
+            ``sparse_decode``; None for others.
     """
 
     sharding: Sharding
@@ -52,11 +52,10 @@ def plan_shard(
     causal: bool = True,
     cache_format: str | None = None,
 ) -> ShardPlan:
-    """Plan a step for one rank, from what is the same on all ranks.
+    """Plan a step for one rank from the global block table and lengths; arguments as for ``ContextParallel.plan``.
 
-    Under interleaving, what causal queries see is not a shifted length: of the keys 0 to n - 1 a rank holds
-    ``sharding.local_lengths(n)``, which stays the same from one query to the next where the new key is another rank's.
-    So each query of such a step is a row of attention with a length of its own.
+    Of the keys 0 to n - 1, a rank stores ``sharding.local_lengths(n)``. From one causal query to the next this number
+    grows only if the new key is on the rank. Therefore each causal query is a row of attention with its own length.
     """
     checks.tensor("block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, may_be_empty=1)
     batch, device = block_table.shape[0], block_table.device
@@ -66,11 +65,11 @@ def plan_shard(
     page_size = page_tokens // sharding.size if page_size is None else page_size
     table = sharding.local_block_table(block_table, page_tokens, page_size)
 
-    seen = cache_seqlens.unsqueeze(1).expand(-1, queries)
+    visible = cache_seqlens.unsqueeze(1).expand(-1, queries)
     if causal:
-        # Clamped before it is subtracted from: the least int32 less one would be the largest.
-        seen = seen.clamp_min(0) - torch.arange(queries - 1, -1, -1, dtype=seen.dtype, device=device)
-    query_lens = sharding.local_lengths(seen)
+        # Clamp before subtracting, which would overflow for the smallest int32.
+        visible = visible.clamp_min(0) - torch.arange(queries - 1, -1, -1, dtype=visible.dtype, device=device)
+    query_lens = sharding.local_lengths(visible)
     if causal and queries > 1:
         row_queries, row_lens = 1, query_lens.flatten()
         rows_table = table.repeat_interleave(queries, 0, output_size=batch * queries)
@@ -78,6 +77,6 @@ def plan_shard(
         row_queries, row_lens, rows_table = queries, query_lens[:, 0], table
     slots = None
     if cache_format is not None and not as_format(cache_format).plain:
-        every = torch.arange(table.shape[1] * page_size, device=device).expand(batch, -1)
-        slots = to_cache_indices(every, table, page_size).unsqueeze(1).expand(-1, queries, -1)
+        slot_positions = torch.arange(table.shape[1] * page_size, device=device).expand(batch, -1)
+        slots = to_cache_indices(slot_positions, table, page_size).unsqueeze(1).expand(-1, queries, -1)
     return ShardPlan(sharding, batch, queries, page_size, table, query_lens, row_queries, rows_table, row_lens, slots)

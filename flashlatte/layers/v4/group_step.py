@@ -1,4 +1,4 @@
-"""A layer's groups in a step: those that it finishes are written, and each token selects among those it sees."""
+"""Compressed groups of a layer in a step: stores finished groups, and selects the groups that tokens attend to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashlatte.layers.v4.cache import V4Cache
 from flashlatte.layers.v4.config import V4Config, V4IndexerConfig
 from flashlatte.layers.v4.modules import Projected
 from flashlatte.layers.v4.step import V4Groups, V4Step
-from flashlatte.layers.weights import own_weight
+from flashlatte.layers.weights import norm_weight
 from flashlatte.ops.compress import compress
 from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.index_query import index_query
@@ -21,8 +21,8 @@ from flashlatte.ops.norm_rope import rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime.side_stream import SideStream
 
-# Tokens of a step whose kernels leave room on the GPU: with as many 3% of a step are won where there is an indexer.
-MOST_TOKENS_BESIDE = 256
+# Steps with more tokens fill the GPU. At this size, overlap gains 3% of a step with an indexer.
+MAX_OVERLAPPED_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -30,45 +30,45 @@ class SelectedGroups:
     """The groups that tokens attend to.
 
     Attributes:
-        numbers: int32 [T, topk], of groups of the token's own request, ascending, then -1. None: all that it sees.
-        counts: int32 [T], how many.
-        groups: of the step.
-        backend: of conversions.
+        indices: int32 [T, topk], groups of the token's own request, ascending, then -1. None: all visible groups.
+        counts: int32 [T], number of groups.
+        groups: the step's groups.
+        backend: backend of index conversions.
     """
 
-    numbers: torch.Tensor | None
+    indices: torch.Tensor | None
     counts: torch.Tensor
     groups: V4Groups
     backend: str | None
 
     def slots(self, tokens: slice) -> torch.Tensor:
-        """int32 [n, any], the slots of some tokens' groups, then -1."""
-        if self.numbers is None:
+        """Slots of the groups of ``tokens``, then -1: int32 [n, any]."""
+        if self.indices is None:
             return self.groups.all_slots[tokens]
         groups = self.groups
         return index_convert(
-            self.numbers[tokens],
+            self.indices[tokens],
             groups.table,
             groups.page_size,
             request_ids=groups.request_ids[tokens],
             backend=self.backend,
         )
 
-    def numbers_below(self, most: int, tokens: slice) -> torch.Tensor:
-        """int32 [n, any], the groups of some tokens, of which none is ``most`` or above, then -1."""
-        if self.numbers is not None:
-            return self.numbers[tokens]
-        every = torch.arange(most, dtype=torch.int32, device=self.counts.device)
+    def indices_below(self, limit: int, tokens: slice) -> torch.Tensor:
+        """Groups of ``tokens``, all below ``limit``, then -1: int32 [n, any]."""
+        if self.indices is not None:
+            return self.indices[tokens]
+        every = torch.arange(limit, dtype=torch.int32, device=self.counts.device)
         return every.where(every < self.counts[tokens].unsqueeze(1), -1)
 
 
 class GroupStep:
-    """Writes the groups that a step finishes, and selects, while the layer goes on to its queries.
+    """Stores finished groups and selects groups on a side stream, while the layer computes its queries.
 
-    Both are chains of kernels that leave most of the GPU idle where a step has few tokens (docs/notes/deepseek-v4.md).
+    With few tokens, either chain of kernels leaves most of the GPU idle (docs/notes/deepseek-v4.md).
 
     Args:
-        compressor: position_bias, kv_norm, and an indexer where the layer has one; None in a layer without groups.
+        compressor: module with position_bias, kv_norm, and an optional indexer; None in a layer without groups.
         q_latent: [T, q_lora_rank], normalised.
         table: float32 cosines and sines of the layer.
     """
@@ -87,17 +87,17 @@ class GroupStep:
         self._compressor, self._config, self._projected, self._q_latent = compressor, config, projected, q_latent
         self._step, self._cache, self._table, self._backend = step, cache, table, backend
         self._selected: SelectedGroups | None = None
-        self._side = SideStream(q_latent.device, q_latent.shape[0] <= MOST_TOKENS_BESIDE)
+        self._side = SideStream(q_latent.device, q_latent.shape[0] <= MAX_OVERLAPPED_TOKENS)
 
     def start(self) -> None:
-        """The longer of both chains beside what the current stream is given next."""
+        """Launch the longer chain on the side stream."""
         if self._config.indexer is not None:
             self._side.run(self._select)
         elif self._config.ratio:
             self._side.run(self._write_groups)
 
     def finish(self) -> SelectedGroups | None:
-        """What is selected, and groups written: before attention reads them. None in a layer without groups."""
+        """Wait until groups are stored and selected; returns the selection, None in a layer without groups."""
         config = self._config
         if config.ratio == 0:
             return None
@@ -105,7 +105,7 @@ class GroupStep:
             self._write_groups()
         self._side.join()
         groups = self._step.groups[config.ratio]
-        return self._selected or SelectedGroups(None, groups.seen, groups, self._backend)
+        return self._selected or SelectedGroups(None, groups.num_visible, groups, self._backend)
 
     def _write_groups(self) -> None:
         projected, cache = self._projected, self._cache
@@ -118,16 +118,16 @@ class GroupStep:
             return
         self._compress(indexer, projected.index_kv, projected.index_gate, cache.index_keys, cache.index_states)
         q, weights = self._index_queries(indexer, sizes, cache.index_keys)
-        numbers = paged_index_select(
+        indices = paged_index_select(
             q.unsqueeze(1),
             cache.index_keys,
             weights,
-            groups.seen,
+            groups.num_visible,
             groups.token_table,
             sizes.topk,
             backend=self._backend,
         )
-        self._selected = SelectedGroups(numbers, groups.seen.clamp_max(sizes.topk), groups, self._backend)
+        self._selected = SelectedGroups(indices, groups.num_visible.clamp_max(sizes.topk), groups, self._backend)
 
     def _compress(
         self, module: Any, kv: torch.Tensor, gate: torch.Tensor, cache: torch.Tensor | None, states: torch.Tensor | None
@@ -139,7 +139,7 @@ class GroupStep:
             kv,
             gate,
             module.position_bias.float(),
-            own_weight(module, "kv_norm"),
+            norm_weight(module, "kv_norm"),
             self._table,
             step.request_ids,
             step.positions,
@@ -154,7 +154,7 @@ class GroupStep:
     def _index_queries(
         self, indexer: Any, sizes: V4IndexerConfig, index_keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries [T, H, head_dim] in the dtype that goes with the keys, and float32 head weights [T, H]."""
+        """Index queries [T, H, head_dim] in the keys' query dtype, and float32 head weights [T, H]."""
         table, positions, weights = self._table, self._step.rotary_positions, self._projected.index_weights
         q = indexer.q_b_proj(self._q_latent).unflatten(-1, (-1, sizes.head_dim))
         _, layout = as_index_cache(index_keys, sizes.head_dim, "cache.index_keys")

@@ -14,12 +14,12 @@ from support.engine_models import generated_by_transformers, model, prompt  # no
 
 from flashlatte.engine import Engine, SamplingParams  # noqa: E402
 from flashlatte.integrations.transformers import enable  # noqa: E402
-from flashlatte.layers import side_by_side  # noqa: E402
+from flashlatte.layers import fused_projections  # noqa: E402
 
 FAMILIES = ["DeepseekV3", "DeepseekV32"]
 if hasattr(transformers, "DeepseekV4Config"):
     FAMILIES.append("DeepseekV4")
-PLACES = ["layers.side_by_side", "engine.model", "engine.v4", "integrations.transformers.v4.attention"]
+PLACES = ["layers.fused_projections", "engine.model", "engine.v4", "integrations.transformers.v4.attention"]
 
 
 @pytest.fixture
@@ -28,10 +28,10 @@ def laid(monkeypatch):
 
     def lay(layers):
         for projections in layers:
-            side_by_side.lay_side_by_side(*projections)
+            fused_projections.fuse_weights(*projections)
 
     for place in PLACES:
-        monkeypatch.setattr(f"flashlatte.{place}.lay_on_gpus", lay)
+        monkeypatch.setattr(f"flashlatte.{place}.fuse_weights_on_gpu", lay)
 
 
 def attentions(served: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Which kernels a model's steps launch on a GPU, which of them Triton's cache lacks, and the compilation of these."""
+"""Collects the kernels that a model's steps launch on a GPU, and compiles those that Triton's cache lacks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from flashlatte.doctor import DTYPES, read_fields
 from flashlatte.kv_cache import FORMAT_NAMES
 from flashlatte.kv_cache.registry import DEEPSEEK_V4_FORMAT
 from flashlatte.layers import MLAConfig, V4Config
-from flashlatte.layers.rehearsal import rehearse
 from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE
-from flashlatte.layers.v4.rehearsal import rehearse as rehearse_v4
+from flashlatte.layers.v4.warmup import warmup_steps as warmup_steps_v4
+from flashlatte.layers.warmup import warmup_steps
 from flashlatte.runtime import ahead, machine
 
-# SMs of the largest GPU of a compute capability, for --target without --sms.
+# SMs of the largest GPU of each compute capability, for --target without --sms.
 NUM_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160, 120: 188}
 
 
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     variants = _variants(arguments, fields)
     missing = [variant for variant in variants if not variant.is_compiled()]
     target = "sm_{}{}".format(*gpu.capability)
-    say(f"{len(variants)} kernels for {target}, of which {len(missing)} are not compiled yet")
+    say(f"{len(variants)} kernels for {target}, {len(missing)} not compiled yet")
     errors: dict[str, str] = {}
     if arguments.list:
         for variant in variants:
@@ -68,15 +68,15 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
 def _target(name: str | None, sms: int | None) -> machine.GPU:
     if name is None:
         if not torch.cuda.is_available():
-            raise ValueError("--target must be given where there is no GPU: sm_90 for an H100, for example")
+            raise ValueError("--target must be given without a GPU, for example sm_90 for an H100")
         if torch.version.hip is not None:
-            raise ValueError("kernels can be compiled ahead for GPUs of NVIDIA's, and this is one of AMD's")
+            raise ValueError("kernels can be compiled ahead of time for NVIDIA GPUs only, got an AMD GPU")
         return machine.GPU(torch.cuda.get_device_capability(), machine.num_sms(torch.device("cuda")))
-    known = re.fullmatch(r"sm_(\d{2,3})a?", name)
-    if known is None or int(known[1]) not in NUM_SMS:
-        raise ValueError(f"--target must be one of {', '.join(f'sm_{known}' for known in NUM_SMS)}, got {name!r}")
-    number = int(known[1])
-    return machine.GPU(divmod(number, 10), sms or NUM_SMS[number])
+    match = re.fullmatch(r"sm_(\d{2,3})a?", name)
+    if match is None or int(match[1]) not in NUM_SMS:
+        raise ValueError(f"--target must be one of {', '.join(f'sm_{one}' for one in NUM_SMS)}, got {name!r}")
+    capability = int(match[1])
+    return machine.GPU(divmod(capability, 10), sms or NUM_SMS[capability])
 
 
 def _variants(arguments: argparse.Namespace, fields: dict[str, Any]) -> list[ahead.Variant]:
@@ -100,40 +100,40 @@ def _variants(arguments: argparse.Namespace, fields: dict[str, Any]) -> list[ahe
 
 
 def _mla_steps(fields: dict[str, Any], ranks: int) -> Callable[..., Iterator[str]]:
-    """What rehearses the steps of a rank, given the other options."""
+    """``warmup_steps`` of a rank, to be called with the other options."""
     config = MLAConfig.from_transformers(fields)
     _check_ranks("heads", config.num_attention_heads, ranks)
-    # What a token is beside its attention makes no other kernels.
+    # The hidden size does not change attention's kernels.
     config = replace(config, hidden_size=min(config.hidden_size, 1024))
-    return functools.partial(rehearse, config, heads=config.num_attention_heads // ranks)
+    return functools.partial(warmup_steps, config, heads=config.num_attention_heads // ranks)
 
 
 def _v4_steps(fields: dict[str, Any], ranks: int) -> Callable[..., Iterator[str]]:
     layers = V4Config.layers(fields)
     _check_ranks("heads", layers[0].num_attention_heads, ranks)
     _check_ranks("groups of heads", layers[0].o_groups, ranks)
-    return functools.partial(rehearse_v4, layers, ranks=ranks, streams=fields.get("hc_mult", 4))
+    return functools.partial(warmup_steps_v4, layers, ranks=ranks, streams=fields.get("hc_mult", 4))
 
 
-def _check_ranks(what: str, count: int, ranks: int) -> None:
+def _check_ranks(name: str, count: int, ranks: int) -> None:
     if count % ranks:
-        raise ValueError(f"--tensor-parallel must divide the model's {count} {what}, got {ranks}")
+        raise ValueError(f"--tensor-parallel must divide the model's {count} {name}, got {ranks}")
 
 
 _to_compile: list[ahead.Variant] = []
 
 
 def _compile(variants: list[ahead.Variant], jobs: int) -> Iterator[tuple[str, float, str | None]]:
-    """Name, seconds and error of each, as they are done. Processes are forked: they know the variants already."""
+    """Yield name, seconds and error of each variant when it is done. Forked processes inherit the variants."""
     _to_compile[:] = variants
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
         yield from pool.imap_unordered(_compile_one, range(len(variants)))
 
 
-def _compile_one(number: int) -> tuple[str, float, str | None]:
-    variant, begin = _to_compile[number], time.perf_counter()
+def _compile_one(index: int) -> tuple[str, float, str | None]:
+    variant, begin = _to_compile[index], time.perf_counter()
     try:
         variant.compile()
-    except Exception as error:  # whatever Triton or ptxas has to say, the others go on
+    except Exception as error:  # an error in Triton or ptxas must not stop the other variants
         return variant.name, time.perf_counter() - begin, f"{type(error).__name__}: {error}"
     return variant.name, time.perf_counter() - begin, None

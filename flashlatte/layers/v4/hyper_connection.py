@@ -1,4 +1,4 @@
-"""The streams of hidden states that DeepSeek-V4's layers share, with the parameters of transformers' modules."""
+"""DeepSeek-V4's hyper-connections (residual streams), with the parameters of transformers' modules."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from torch.nn import functional
 from flashlatte.ops.index_weights import index_weights
 from flashlatte.ops.mhc import mhc_pre
 
-# Up to so many, one kernel in float32 is the fastest: 28 µs of 31 (H100, 16,384 numbers of a token by 24).
-_FEW_ROWS = 512
+# Up to 512 rows, the float32 kernel is fastest: 28 against 31 µs (H100, rows of 16,384 elements, 24 columns).
+_MAX_KERNEL_ROWS = 512
 
 
 def read_streams(
     module: Any, streams: torch.Tensor, backend: str | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``mhc_pre`` of streams [T, n, hidden_size] by a ``DeepseekV4HyperConnection``: two launches where that takes
-    140."""
+    """Compute a ``DeepseekV4HyperConnection`` for streams [T, n, hidden_size]: 2 launches instead of 140.
+
+    Returns:
+        As ``mhc_pre``.
+    """
     return mhc_pre(
         streams,
         _project(streams.flatten(1), module.fn.float(), backend),
@@ -33,18 +36,18 @@ def read_streams(
 
 def _project(rows: torch.Tensor, weight: torch.Tensor, backend: str | None) -> torch.Tensor:
     """rows [T, inputs] · weightᵀ in float32."""
-    if rows.shape[0] <= _FEW_ROWS:
+    if rows.shape[0] <= _MAX_KERNEL_ROWS:
         return index_weights(rows, weight, backend=backend)
     if rows.is_cuda and rows.dtype == torch.bfloat16 and not torch.compiler.is_compiling():
-        # Tensor cores add products of bf16 numbers up in float32: of 4,096 rows in a fifth of the time of a product in
-        # float32, with an error of 1e-5 of the largest number instead of 1e-6.
-        products = torch.mm(rows, in_parts(weight).T, out_dtype=torch.float32)
+        # Tensor cores accumulate bf16 products in float32. For 4,096 rows this takes a fifth of a float32 product's
+        # time, with an error of 1e-5 of the largest element instead of 1e-6.
+        products = torch.mm(rows, split_into_bf16(weight).T, out_dtype=torch.float32)
         return products.unflatten(1, (3, -1)).sum(dim=1)
     return functional.linear(rows.float(), weight)
 
 
-def in_parts(weight: torch.Tensor) -> torch.Tensor:
-    """Three bf16 matrices [3 · numbers, inputs] that add up to a float32 one: 8 bits of its numbers each."""
+def split_into_bf16(weight: torch.Tensor) -> torch.Tensor:
+    """Split a float32 matrix [n, inputs] into three bf16 matrices [3 · n, inputs] that sum to it."""
     first = weight.bfloat16()
     rest = weight - first
     second = rest.bfloat16()

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's attention gone through step by step, to see which kernels its steps launch."""
+"""Runs the step shapes of DeepSeek-V4's attention, to compile or list the kernels that they launch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from types import SimpleNamespace
 import torch
 
 from flashlatte.kv_cache.registry import DEEPSEEK_V4_FORMAT
-from flashlatte.layers.rehearsal import FEW_TOKENS, MANY_TOKENS, NoArithmetic, batches_up_to
 from flashlatte.layers.v4.attention import V4Attention
 from flashlatte.layers.v4.cache import V4Cache
 from flashlatte.layers.v4.config import V4Config
+from flashlatte.layers.v4.hyper_connection import read_streams
 from flashlatte.layers.v4.step import V4Step
-from flashlatte.layers.v4.streams import read_streams
 from flashlatte.layers.v4.workspace import DEFAULT_LIMITS
+from flashlatte.layers.warmup import FEW_TOKENS, MANY_TOKENS, NoArithmetic, batches_up_to
 from flashlatte.ops.mhc import mhc_post
 
 
-def rehearse(
+def warmup_steps(
     layers: Sequence[V4Config],
     *,
     cache_format: str = DEEPSEEK_V4_FORMAT,
@@ -31,66 +31,66 @@ def rehearse(
     max_queries: int = 2,
     device: str = "cpu",
 ) -> Iterator[str]:
-    """Runs prefill and decode steps of each kind of layer, and names each. Results hold anything.
+    """Run prefill and decode steps of each distinct layer; yields the name of each. Results are uninitialised.
 
     Args:
-        layers: of the model; those that are equal run once.
-        cache_format, dtype, page_size, max_batch, max_queries, device: as for ``layers.rehearsal.rehearse``.
-        ranks: that heads and groups of heads are divided over, without a rest.
-        streams: of hidden states, which layers read and write.
+        layers: configurations of the model's layers; equal ones run once.
+        cache_format, dtype, page_size, max_batch, max_queries, device: as for ``layers.warmup.warmup_steps``.
+        ranks: number of ranks that divide heads and groups of heads evenly.
+        streams: number of residual streams of hidden states.
 
     Raises:
-        ValueError: a format that the layers cannot have.
+        ValueError: a format that does not fit the layers.
     """
     for config in dict.fromkeys(layers):
-        longest = min(MANY_TOKENS, config.rope.max_position)
-        # The kernels of attention are the same at any width of the hidden states.
+        max_length = min(MANY_TOKENS, config.rope.max_position)
+        # The width of the hidden states does not change attention's kernels.
         config = replace(
             config,
             hidden_size=min(config.hidden_size, 1024),
             num_attention_heads=config.num_attention_heads // ranks,
             o_groups=config.o_groups // ranks,
-            rope=replace(config.rope, max_position=longest),
+            rope=replace(config.rope, max_position=max_length),
         )
         layer = V4Attention(config, dtype=dtype, device=device)
         state_page_size = max(config.ratio, 1)
         cache = V4Cache.allocate(
             config, 1, page_size, state_page_size=state_page_size, cache_format=cache_format, device=device
         )
-        for length in sorted({min(FEW_TOKENS, longest), longest}):
+        for length in sorted({min(FEW_TOKENS, max_length), max_length}):
             for name, step in _steps(config, length, page_size, max_batch, max_queries, device):
                 yield f"ratio {config.ratio}, {name}, requests of {length} tokens"
                 hidden = torch.zeros(len(step.positions), config.hidden_size, dtype=dtype, device=device)
                 with NoArithmetic():
                     layer(hidden, step, cache)
-    for tokens in (*batches_up_to(max_batch * max_queries), DEFAULT_LIMITS.queries):
+    for tokens in (*batches_up_to(max_batch * max_queries), DEFAULT_LIMITS.min_queries):
         yield f"streams of {tokens} tokens"
-        _mix(torch.zeros(tokens, streams, layers[0].hidden_size, dtype=dtype, device=device))
+        _run_hyper_connection(torch.zeros(tokens, streams, layers[0].hidden_size, dtype=dtype, device=device))
 
 
-def _mix(streams: torch.Tensor) -> None:
-    """What a decoder layer does with its streams [T, n, hidden] before and after attention."""
-    count, numbers = streams.shape[1], streams[0].numel()
+def _run_hyper_connection(streams: torch.Tensor) -> None:
+    """The hyper-connection of a decoder layer over its streams [T, n, hidden]."""
+    count, width = streams.shape[1], streams[0].numel()
     parameters = {
         name: torch.zeros(*shape, device=streams.device)
-        for name, shape in (("fn", ((2 + count) * count, numbers)), ("base", ((2 + count) * count,)), ("scale", (3,)))
+        for name, shape in (("fn", ((2 + count) * count, width)), ("base", ((2 + count) * count,)), ("scale", (3,)))
     }
     constants = {"input_norm": SimpleNamespace(eps=1e-6), "hc_eps": 1e-6, "hc_sinkhorn_iters": 20}
     with NoArithmetic():
-        shares, mixture, seen = read_streams(SimpleNamespace(**parameters, **constants), streams, None)
-        mhc_post(seen, streams, shares, mixture)
+        post, comb, mixed = read_streams(SimpleNamespace(**parameters, **constants), streams, None)
+        mhc_post(mixed, streams, post, comb)
 
 
 def _steps(
     config: V4Config, length: int, page_size: int, max_batch: int, max_queries: int, device: str
 ) -> Iterator[tuple[str, V4Step]]:
-    many = min(DEFAULT_LIMITS.queries, length)
+    many = min(DEFAULT_LIMITS.min_queries, length)
     prefills: dict[str, list[tuple[int, int]]] = {
         "prefill": [(0, many)],
         "prefill behind a prefix": [(length - many, length)],
         "prefill of few tokens": [(length - min(48, length), length)],
-        # Their parts begin anywhere in the step's tensors.
-        "prefills beside a decode of 1": [(length - 1, length), (0, many), (length - 7, length)],
+        # The decode token misaligns the prefill parts within the step's tensors.
+        "prefills with a decode of 1": [(length - 1, length), (0, many), (length - 7, length)],
     }
     for name, spans in prefills.items():
         yield name, _step(config, spans, length, page_size, device, as_graph=False)
@@ -103,14 +103,14 @@ def _steps(
 def _step(
     config: V4Config, spans: list[tuple[int, int]], length: int, page_size: int, device: str, *, as_graph: bool
 ) -> V4Step:
-    """All requests have the same pages: nothing is read from them."""
+    """A step whose requests share pages, since results are not used."""
 
     def table(pages: int) -> torch.Tensor:
         return torch.zeros(len(spans), pages, dtype=torch.int32, device=device)
 
     group_pages = -(-length // max(config.ratio, 1) // page_size)
     groups = {config.ratio: (table(max(group_pages, 1)), table(1 + config.overlap))} if config.ratio else {}
-    return V4Step.of_spans(
+    return V4Step.from_spans(
         spans,
         table(-(-length // page_size)),
         groups,

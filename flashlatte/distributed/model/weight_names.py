@@ -1,4 +1,4 @@
-"""Names that checkpoints have for the weights of transformers' models."""
+"""Conversion of checkpoints' tensor names to transformers' names."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 
 from flashlatte.layers.v4.config import MODEL_TYPE as V4
 
-# DeepSeek-V4's own, as DeepSeek publishes it and transformers saves it: patterns of parts, in this order.
-_OF_V4 = [
+# DeepSeek-V4's names, as published by DeepSeek and saved by transformers: patterns that are applied in this order.
+_V4_PATTERNS = [
     (r"^model\.", ""),
     (r"\.scale$", ".weight_scale_inv"),
     (r"^embed\.", "embed_tokens."),
@@ -35,12 +35,12 @@ _OF_V4 = [
     (r"^", "model."),
     (r"^model\.(lm_)?head\.", "lm_head."),
 ]
-# A norm of A.X K1, which has this name only in transformers.
-_OF_OTHERS = [(r"(?<!\.mlp)\.post_mlp_layernorm\.", ".mlp.post_mlp_layernorm.")]
+# A norm of A.X K1, whose name differs in transformers.
+_OTHER_PATTERNS = [(r"(?<!\.mlp)\.post_mlp_layernorm\.", ".mlp.post_mlp_layernorm.")]
 
 
 def in_transformers(name: str, model_type: str) -> str:
-    """What transformers calls a tensor of a checkpoint, where each expert still has its own weights."""
-    for pattern, replacement in _OF_V4 if model_type == V4 else _OF_OTHERS:
+    """transformers' name of a checkpoint's tensor, with separate weights for each expert."""
+    for pattern, replacement in _V4_PATTERNS if model_type == V4 else _OTHER_PATTERNS:
         name = re.sub(pattern, replacement, name)
     return name
