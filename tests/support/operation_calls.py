@@ -183,6 +183,16 @@ def _index_logits(backend: str) -> None:
     flashlatte.paged_index_logits(q, cache, weights, _ints(3), _ints(3, 4), clean=clean, backend=backend)
 
 
+def _sparse_index_logits() -> None:
+    q, weights = _rows(3, 64, 128, dtype=torch.float8_e4m3fn), torch.zeros(3, 64)
+    keys, scales = _rows(200, 128, dtype=torch.float8_e4m3fn), torch.zeros(200)
+    blocks: tuple[torch.Tensor, ...] = (weights, _ints(3, 16), _ints(3, 16))
+    flashlatte.sparse_index_logits(q, keys, *blocks, block_size=8, k_scale=scales, backend="portable")
+    flashlatte.sparse_index_logits(
+        q, _rows(4, 64, 1, 132, dtype=torch.uint8), *blocks, block_size=8, backend="portable"
+    )
+
+
 def _topk(backend: str, rows: int, width: int) -> None:
     flashlatte.topk(torch.zeros(rows, width), 64, return_values=True, backend=backend)
 
@@ -243,6 +253,7 @@ CALLS: list[Callable[[], None]] = [
     _index_weights,
     _mhc,
     *(functools.partial(_index_logits, backend) for backend in ("portable", "hopper")),
+    _sparse_index_logits,
     *(functools.partial(_topk, "portable", 2, width) for width in (100, 100_000)),
     *(functools.partial(_topk, "hopper", rows, 100) for rows in (2, 60, 100, 200)),
     _index_convert,
