@@ -51,5 +51,5 @@ def test_the_snippets_of_a_page_run(page, monkeypatch, tmp_path):
 
 
 def test_the_collector_finds_snippets():
-    assert len(snippets(ROOT / "docs" / "guide" / "cache-formats.md")) == 5
+    assert len(snippets(ROOT / "docs" / "guide" / "cache-formats.md")) == 6
     assert snippets(ROOT / "docs" / "guide" / "cuda-graphs.md")[0][1]

@@ -130,8 +130,8 @@ def test_a_missing_flash_mla_is_stood_in_for(fake_sglang):
     assert importlib.import_module("flash_mla.flash_mla_interface").FlashMLASchedMeta is flash_mla.FlashMLASchedMeta
     with pytest.raises(AttributeError, match="prefill needs the package sgl-flash-mla"):
         module.fused_norm_rope_attn_rope_cast.prefill  # noqa: B018
-    with pytest.raises(AttributeError, match="get_mla_decoding_metadata needs the package sgl-flash-mla"):
-        module.get_mla_decoding_metadata  # noqa: B018
+    with pytest.raises(AttributeError, match="flash_mla_fp8 needs the package sgl-flash-mla"):
+        module.flash_mla_fp8  # noqa: B018
 
 
 def test_a_flash_mla_without_sglangs_fused_attention_is_kept(fake_sglang, monkeypatch, tmp_path):

@@ -144,7 +144,7 @@ def sparse_decode_kernel(
     )
     shared, masks = tiles.allocate(out.dtype.element_ty, PLAN.has_rope, PLAN.cluster)
     # The even consumer copies the queries.
-    full = allocate_full(128, PLAN.producer_threads, tiles.halves_copied(PLAN.format), PLAN.granularity)
+    full = allocate_full(128, PLAN.producer_threads, tiles.halves_copied(PLAN.format, PLAN.has_rope), PLAN.granularity)
     peer = None
     if PLAN.cluster:
         peer = clusters.find_peer(shared.k0.left)

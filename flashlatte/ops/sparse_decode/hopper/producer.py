@@ -215,7 +215,7 @@ def with_nan(half, rows, PLAN: gl.constexpr):
 def _prefetch(rows, PLAN: gl.constexpr):
     """Bring rows with scales into the L2 cache."""
     if PLAN.format != PLAIN:
-        LAST: gl.constexpr = (token_bytes(PLAN.format) - 1) // 128
+        LAST: gl.constexpr = (token_bytes(PLAN.format, PLAN.has_rope) - 1) // 128
         tokens: gl.constexpr = gl.SliceLayout(1, _LINES)
         line = gl.arange(0, 8, gl.SliceLayout(0, _LINES))
         words = gl.convert_layout(rows.words, tokens, assert_trivial=True)[:, None]

@@ -16,7 +16,7 @@ from flashlatte.kernels.hopper.clusters import OWN
 from flashlatte.kernels.hopper.mla_tiles import KEYS
 from flashlatte.kernels.hopper.word_layouts import words_of
 from flashlatte.ops.sparse_decode.hopper import schedule
-from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, V41
+from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, V41, halves_copied
 from flashlatte.runtime.gluon_compat import cp_async
 
 # Bytes of a token's scales in model1, which follow the tokens of a page.
@@ -29,9 +29,9 @@ PLAIN_ROPE = gl.constexpr(1024 // 4)
 
 
 @gluon.constexpr_function
-def token_bytes(FORMAT):
-    """Bytes from token to token of a format with scales."""
-    return {V32.value: 656, MODEL1.value: 576, V41.value: 528}[int(FORMAT)]
+def token_bytes(FORMAT, HAS_ROPE):
+    """Bytes from token to token of a format with scales. HAS_ROPE: of ``V32``, whether it has its rope values."""
+    return {V32.value: 656 if HAS_ROPE else 528, MODEL1.value: 576, V41.value: 528}[int(FORMAT)]
 
 
 @gluon.constexpr_function
@@ -150,7 +150,7 @@ def _words(pointers, PLAN: gl.constexpr):
 def _locate(indices, cache, PLAN: gl.constexpr):
     valid = (indices >= 0) & (indices < cache.num_slots)
     slot = gl.where(valid, indices, 0).to(gl.int32)
-    token_stride = cache.token_stride.to(gl.int64) if PLAN.format == PLAIN else token_bytes(PLAN.format)
+    token_stride = cache.token_stride.to(gl.int64) if PLAN.format == PLAIN else token_bytes(PLAN.format, PLAN.has_rope)
     if PLAN.flat:
         words = cache.k_cache + _times(slot, token_stride)
         return Rows(_words(words, PLAN), slot, valid)
@@ -160,7 +160,7 @@ def _locate(indices, cache, PLAN: gl.constexpr):
         page_start = cache.k_cache + _times(page, cache.page_stride.to(gl.int64))
         scales = slot
         if PLAN.format == MODEL1:
-            scales = page_start + _times(cache.page_size, token_bytes(MODEL1)) + _times(in_page, _MODEL1_SCALES)
+            scales = page_start + _times(cache.page_size, token_bytes(MODEL1, False)) + _times(in_page, _MODEL1_SCALES)
             scales = scales.to(gl.pointer_type(gl.int32), bitcast=True)
         return Rows(_words(page_start + _times(in_page, token_stride), PLAN), scales, valid)
 
@@ -210,11 +210,11 @@ def copy_words(tile, rows, FIRST: gl.constexpr, COLUMN: gl.constexpr, WIDTH: gl.
 @gluon.jit
 def copy_rope(k, full, rows, PLAN: gl.constexpr):
     """Copy what a token of a format with scales has in bf16, if anything, and count it to the right half."""
-    if PLAN.format == V32:
+    if PLAN.format == V32 and PLAN.has_rope:
         copy_words(k.rope, rows, V32_ROPE, 0, 32, False)
     elif PLAN.format == MODEL1:
         copy_words(k.right, rows, MODEL1_ROPE, 96, 32, False)
-    if PLAN.format != V41:
+    if halves_copied(PLAN.format, PLAN.has_rope) > 0:
         async_copy.mbarrier_arrive(full.right, increment_count=False)
 
 

@@ -45,9 +45,9 @@ def producer_warps(cache_format: int) -> int:
 
 
 @gluon.constexpr_function
-def halves_copied(cache_format):
-    """Halves of a block of which something is copied as it is: with scales only the right one, if at all."""
-    return {PLAIN.value: 2, V41.value: 0}.get(cache_format, 1)
+def halves_copied(cache_format, has_rope):
+    """Halves of a block with values in bf16, which are copied unchanged: with scales the right one at most."""
+    return {PLAIN.value: 2, V32.value: int(has_rope), MODEL1.value: 1, V41.value: 0}[int(cache_format)]
 
 
 class Masks(NamedTuple):
