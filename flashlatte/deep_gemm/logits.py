@@ -42,8 +42,8 @@ def fp8_fp4_mqa_logits(
     clean_logits: bool | int | None = None,
     max_seqlen_k: int | torch.Tensor | None = None,
     logits_dtype: torch.dtype | None = None,
-    *,
     schedule_meta: torch.Tensor | None = None,
+    *,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Logits of queries against contiguous index keys, each against a range of its own.

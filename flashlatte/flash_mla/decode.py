@@ -16,8 +16,9 @@ from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.runtime import checks
 from flashlatte.runtime.repeat import repeats_launches
 
-_LAST = ("enable_batch_invariant", "use_legacy", "kv_format", "descale_q", "descale_k")
-_LAST_IN_VLLM = ("out", "enable_batch_invariant")
+# Arguments whose positions differ, in FlashMLA's and sgl-flash-mla's order and in vLLM's.
+LAST = ("enable_batch_invariant", "use_legacy", "kv_format", "descale_q", "descale_k")
+LAST_IN_VLLM = ("out", "enable_batch_invariant")
 
 
 def flash_mla_with_kvcache(
@@ -93,7 +94,7 @@ def flash_mla_with_kvcache(
             other.
     """
     if last:
-        named = positions.by_name("flash_mla_with_kvcache", last, _LAST, _LAST_IN_VLLM)
+        named = positions.by_name("flash_mla_with_kvcache", last, LAST, LAST_IN_VLLM)
         enable_batch_invariant = named.get("enable_batch_invariant", enable_batch_invariant)
         use_legacy = named.get("use_legacy", use_legacy)
         kv_format = named.get("kv_format", kv_format)

@@ -11,6 +11,10 @@ from flashlatte.flash_mla import positions
 from flashlatte.ops.sparse_prefill import sparse_prefill
 from flashlatte.runtime import checks
 
+# As in ``decode``.
+LAST = ("use_legacy", "return_log2_lse")
+LAST_IN_VLLM = ("out",)
+
 _LOG2_E = math.log2(math.e)
 
 
@@ -55,7 +59,7 @@ def flash_mla_sparse_fwd(
             other.
     """
     if last:
-        named = positions.by_name("flash_mla_sparse_fwd", last, ("use_legacy", "return_log2_lse"), ("out",))
+        named = positions.by_name("flash_mla_sparse_fwd", last, LAST, LAST_IN_VLLM)
         use_legacy = named.get("use_legacy", use_legacy)
         return_log2_lse = named.get("return_log2_lse", return_log2_lse)
         out = named.get("out", out)
