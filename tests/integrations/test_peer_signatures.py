@@ -13,14 +13,16 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.peer_sources import MISSING, folders, functions
 
-from flashlatte import deep_gemm, flash_mla, sparse_decode, sparse_prefill
+from flashlatte import deep_gemm, flash_mla, kv_cache, sparse_decode, sparse_prefill
 from flashlatte.flash_mla import decode, prefill
+from flashlatte.integrations.sglang import attention
 from flashlatte.testing.cases import SparseDecodeCase, SparsePrefillCase
 
 # Files within a wheel, and the module that stands in for them.
@@ -95,15 +97,20 @@ def newest(wheel: str, place: str) -> Path:
     return folders(wheel)[-1] / place
 
 
+def defined(place: str, names: list[str], space: dict[str, Any]) -> dict[str, Any]:
+    """Functions of a file of vLLM's, over what ``space`` has in place of its imports."""
+    nodes = functions(newest("vllm", place))
+    module = ast.Module([nodes[name] for name in names], [])
+    exec(compile(module, place, "exec", annotations.compiler_flag, True), space)
+    return space
+
+
 def vllms(names: list[str]) -> dict[str, Any]:
     """vLLM's functions around DeepGEMM's, over those that stand in for these."""
-    nodes = functions(newest("vllm", "vllm/utils/deep_gemm.py"))
     space: dict[str, Any] = {"torch": torch, "_lazy_init": lambda: None, "_missing": None}
     space |= {f"_{name}_impl": getattr(deep_gemm, name) for name in names}
     space["_paged_mqa_logits_schedule_slots"] = lambda num_sms, _: num_sms
-    module = ast.Module([nodes[name] for name in names], [])
-    exec(compile(module, "vllm/utils/deep_gemm.py", "exec"), space)
-    return space
+    return defined("vllm/utils/deep_gemm.py", names, space)
 
 
 def test_vllms_calls_of_the_indexer_run() -> None:
@@ -146,6 +153,83 @@ def test_vllms_calls_of_candidate_blocks_run() -> None:
     )
     position = (blocks.long() * 8 + (start % 8).long().unsqueeze(1)).unsqueeze(2) + torch.arange(8)
     torch.testing.assert_close(logits, full.gather(1, position.flatten(1)).bfloat16())
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_vllms_sparse_attention_runs(heads: int) -> None:
+    """Methods of its backend FLASHMLA_SPARSE: decode over an fp8 cache, and over numbers."""
+    space = {"torch": torch, "logger": SimpleNamespace(warning_once=print)}
+    space |= {name: getattr(flash_mla, name) for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd")}
+    names = ["_fp8_flash_mla_kernel", "_bf16_flash_mla_kernel"]
+    defined("vllm/v1/attention/backends/mla/flashmla_sparse.py", names, space)
+    inputs = SparseDecodeCase(2, 1, 90, heads, 64, attn_sink=False).inputs()
+    backend = SimpleNamespace(fp8_decode_padded_heads=64, prefill_padding=64, softmax_scale=inputs["softmax_scale"])
+    schedule, _ = flash_mla.get_mla_metadata()
+    metadata = SimpleNamespace(dummy_block_table=None, cache_lens=None, scheduler_metadata=schedule)
+    out, lse = space[names[0]](backend, inputs["q"], inputs["k_cache"].squeeze(2), inputs["indices"], metadata)
+    expected = sparse_decode(**inputs, empty_lse=math.inf, backend="reference")
+    torch.testing.assert_close(out, expected[0])
+    torch.testing.assert_close(lse, expected[1])
+    rows = kv_cache.unpack(inputs["k_cache"]).flatten(0, 1)
+    out, lse = space[names[1]](backend, inputs["q"].squeeze(1), rows, inputs["indices"].squeeze(1))
+    torch.testing.assert_close(out, expected[0].squeeze(1))
+    torch.testing.assert_close(lse, expected[1].squeeze(2))
+
+
+# Modules of vLLM and SGLang that have functions which are stood in for. SGLang's own around FlashMLA's are hooked.
+ORIGINS = {
+    "deep_gemm": deep_gemm,
+    "flash_mla": flash_mla,
+    "vllm.v1.attention.ops.flashmla": flash_mla,
+    "sglang.kernels.ops.attention.flash_mla_interface": attention,
+}
+
+
+def called(node: ast.Call, origins: dict[str, set[str]]) -> Any:
+    """What stands in for the function that a call names; None for another function."""
+    function = node.func
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        return getattr(ORIGINS.get(function.value.id), function.attr, None)
+    if not isinstance(function, ast.Name) or len(origins.get(function.id, ())) != 1:
+        return None
+    (origin,) = origins[function.id]
+    return getattr(ORIGINS.get(origin), function.id, None)
+
+
+def calls(folder: Path) -> Iterator[tuple[str, ast.Call, Any]]:
+    """Calls in a project of functions that are stood in for: where they are, the calls, and what stands in."""
+    for file in sorted(folder.rglob("*.py")):
+        text = file.read_text()
+        if "mqa_logits" not in text and "flash_mla_" not in text:
+            continue
+        nodes = list(ast.walk(ast.parse(text)))
+        origins: dict[str, set[str]] = {}
+        for node in nodes:
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            for alias in node.names:
+                origins.setdefault(alias.asname or alias.name, set()).add(node.module or "")
+        for node in nodes:
+            if isinstance(node, ast.Call) and (ours := called(node, origins)) is not None:
+                yield f"{file.relative_to(folder)}:{node.lineno}", node, ours
+
+
+@pytest.mark.parametrize("wheel", ["vllm", "sglang"])
+def test_calls_are_accepted(wheel: str) -> None:
+    folder = folders(wheel)[-1]
+    found, refused = list(calls(folder)), []
+    for place, call, ours in found:
+        signature = inspect.signature(ours)
+        # A hook takes the original function first.
+        positional = [None] * (len(call.args) + ("original" in signature.parameters))
+        keywords = {keyword.arg: None for keyword in call.keywords if keyword.arg is not None}
+        is_partial = any(isinstance(one, ast.Starred) for one in call.args) or len(keywords) < len(call.keywords)
+        try:
+            (signature.bind_partial if is_partial else signature.bind)(*positional, **keywords)
+        except TypeError as error:
+            refused.append(f"{place}: {error}")
+    assert len(found) > 10
+    assert refused == []
 
 
 @pytest.fixture
