@@ -27,11 +27,6 @@ from flashlatte.runtime import machine
 from flashlatte.testing.compare import Tolerance, assert_close
 
 ROUNDS = 4
-EQUAL = Tolerance(0.0, 0.0)
-# bf16 of float32 sums in another order; e4m3 of such (a step is an eighth); four bits, of which few may differ.
-ROUNDED = Tolerance(1e-3, 2.01 / 128, 1e-5)
-ONE_BYTE = Tolerance(2e-3, 0.13, 1e-5)
-FOUR_BITS = Tolerance(1.0, 0.51, 1e-4)
 
 
 @dataclass(frozen=True)
@@ -89,10 +84,6 @@ def against(
                 raise WrongResult(str(error)) from error
 
     return check
-
-
-def nbytes(*tensors: torch.Tensor) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def backend_on(backend: str, device: torch.device) -> str:

@@ -1,17 +1,18 @@
-"""Draw flashmla_in_turns.jsonl: FlashMLA's time over FlashLatte's, a bar for each case."""
+"""Draw flashmla_in_turns.jsonl: FlashMLA's time over FlashLatte's, one named bar for each case."""
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
 HERE = Path(__file__).parent
-BAR = "#8d6e63"
+FASTER, SLOWER = "#8d6e63", "#c62828"
+OPERATIONS = ("dense_decode", "sparse_decode", "sparse_prefill")
 
 
 def main() -> None:
@@ -24,31 +25,43 @@ def main() -> None:
 
 
 def draw(cases: list[dict]) -> Figure:
-    """Bars from 1, grouped by operation, the largest first; FlashLatte is faster where they point up."""
-    figure = Figure(figsize=(10, 3.4), layout="constrained")
-    axes = figure.subplots()
-    left = 0.0
-    for operation, lines in itertools.groupby(cases, key=lambda line: line["op"]):
-        ratios = sorted((line["ratio"] for line in lines), reverse=True)
-        places = [left + place for place in range(len(ratios))]
-        axes.bar(places, [ratio - 1 for ratio in ratios], bottom=1, color=BAR, width=0.8)
-        mean = statistics.geometric_mean(ratios)
-        axes.text((places[0] + places[-1]) / 2, 2.02, f"{operation}: {mean:.2f}", ha="center", va="bottom")
-        left += len(ratios) + 1.5
-    axes.axhline(1.0, color="black", linewidth=1)
-    axes.set_ylim(0.9, 2.0)
-    axes.set_xticks([])
-    axes.set_ylabel("FlashMLA's time / FlashLatte's")
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    """Horizontal bars that begin at 1: dense decode on the left, the sparse operations on the right."""
+    lines = {op: [line for line in cases if line["op"] == op] for op in OPERATIONS}
+    figure = Figure(figsize=(12.5, 6.2), layout="constrained")
+    left, right = figure.add_gridspec(1, 2)
+    # A panel is as high as its bars and one more, for its title.
+    below = right.subgridspec(2, 1, height_ratios=[len(lines[op]) + 1 for op in OPERATIONS[1:]])
+    for op, place in zip(OPERATIONS, (left, below[0], below[1]), strict=True):
+        draw_operation(figure.add_subplot(place), op, lines[op])
     first = cases[0]
-    overall = statistics.geometric_mean(line["ratio"] for line in cases)
-    axes.set_xlabel(
-        f"{len(cases)} cases on one {first['device']}, timed in turns, commit {first['commit']}, {first['date']}\n"
-        f"geometric mean {overall:.3f}, above 1 FlashLatte is faster"
+    mean = statistics.geometric_mean(line["ratio"] for line in cases)
+    ahead = sum(line["ratio"] > 1 for line in cases)
+    figure.suptitle(
+        f"FlashMLA's time / FlashLatte's (above 1 FlashLatte is faster): faster in {ahead} of {len(cases)} cases, "
+        f"geometric mean {mean:.3f}\none {first['device']}, both alternating in one process, "
+        f"FlashLatte {first['commit']}, FlashMLA {first['flashmla_commit']}, {first['date']}",
+        fontsize=11,
     )
     return figure
+
+
+def draw_operation(axes: Any, op: str, lines: list[dict]) -> None:
+    lines = sorted(lines, key=lambda line: line["ratio"])
+    ratios = [line["ratio"] for line in lines]
+    colors = [FASTER if ratio > 1 else SLOWER for ratio in ratios]
+    names = [line["case"] + " graph" * (line["method"] == "graph") for line in lines]
+    axes.barh(range(len(lines)), [ratio - 1 for ratio in ratios], left=1, color=colors, height=0.75)
+    axes.set_yticks(range(len(lines)), names)
+    for row, ratio in enumerate(ratios):
+        axes.text(max(ratio, 1) + 0.01, row, f"{ratio:.2f}", va="center", fontsize=8)
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set_xlim(0.8, 2.1)
+    axes.set_ylim(-0.6, len(lines) - 0.4)
+    axes.set_title(f"{op.replace('_', ' ')}: {statistics.geometric_mean(ratios):.2f}", fontsize=10)
+    axes.tick_params(labelsize=8)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashlatte.bench.workloads import draw
 from flashlatte.bench.workloads.base import Results
+from flashlatte.bench.workloads.tokens import ROUNDED, nbytes
 from flashlatte.ops.dense_prefill import dense_prefill
 
 HEADS = 16
 BF16 = torch.bfloat16
-CHECKS = {"out": checked.ROUNDED}
+CHECKS = {"out": ROUNDED}
 
 
 def images(head_dim: int, lengths: list[int], name: str, device: torch.device) -> list[checked.Case]:
@@ -52,7 +53,7 @@ def images(head_dim: int, lengths: list[int], name: str, device: torch.device) -
             f"vision-d{head_dim}-{name}",
             call,
             check,
-            4 * checked.nbytes(q),
+            4 * nbytes(q),
             flops=4 * HEADS * head_dim * sum(length * length for length in lengths),
             backend=backend,
         )

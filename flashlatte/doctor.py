@@ -89,11 +89,19 @@ def _model_type(fields: Mapping[str, Any] | None) -> str | None:
 
 
 def read_fields(path: str | Path) -> dict[str, Any]:
-    """The content of a model's ``config.json``, which may be given by its folder."""
+    """The content of a model's ``config.json``, which may be given by its folder.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is no JSON object; names the file.
+    """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     try:
-        fields = json.loads(file.read_text())
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OSError(
+            f"model must be a config.json or its folder, and {file} cannot be read: {error.strerror}"
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"model must be a config.json, and {file} is not JSON: {error}") from None
     if not isinstance(fields, dict):

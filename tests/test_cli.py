@@ -225,7 +225,15 @@ def test_doctor_gives_every_reason_when_asked(capsys):
     ("arguments", "message"),
     [
         (["bench", "--case", "nonsense"], "flashlatte bench: no case named 'nonsense'"),
-        (["demo", "--file", "no/such/file"], "flashlatte demo: "),
+        (["demo", "--file", "no/such/file"], "flashlatte demo: the prompt file cannot be read: no/such/file: No such"),
+        (
+            ["doctor", "--model", "no/such/file"],
+            "flashlatte doctor: model must be a config.json or its folder, and no/such/file cannot be read: No such",
+        ),
+        (
+            ["compile", "--model", "no/such/file", "--target", "sm_90"],
+            "flashlatte compile: model must be a config.json or its folder, and no/such/file cannot be read: No such",
+        ),
         (["demo", "--new-tokens", "0"], "flashlatte demo: "),
     ],
 )

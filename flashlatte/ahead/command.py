@@ -32,9 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code, 1 if a kernel does not compile."""
     _check_numbers(arguments)
     say = (lambda _: None) if arguments.json else functools.partial(print, flush=True)
-    gpu = _target(arguments.target, arguments.sms)
+    fields, gpu = read_fields(arguments.model), _target(arguments.target, arguments.sms)
     ahead.use(gpu)
-    variants = _variants(arguments)
+    variants = _variants(arguments, fields)
     missing = [variant for variant in variants if not variant.is_compiled()]
     target = "sm_{}{}".format(*gpu.capability)
     say(f"{len(variants)} kernels for {target}, of which {len(missing)} are not compiled yet")
@@ -79,8 +79,7 @@ def _target(name: str | None, sms: int | None) -> machine.GPU:
     return machine.GPU(divmod(number, 10), sms or NUM_SMS[number])
 
 
-def _variants(arguments: argparse.Namespace) -> list[ahead.Variant]:
-    fields = read_fields(arguments.model)
+def _variants(arguments: argparse.Namespace, fields: dict[str, Any]) -> list[ahead.Variant]:
     is_v4 = fields.get("model_type") == V4_MODEL_TYPE
     formats = arguments.cache_format or [DEEPSEEK_V4_FORMAT if is_v4 else arguments.dtype]
     unknown = [name for name in formats if name not in FORMAT_NAMES]

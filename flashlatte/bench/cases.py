@@ -10,19 +10,45 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashlatte.bench.problems import (
+    CacheCopy,
     CacheGather,
     CacheWrite,
+    Compress,
+    ConcatMlaQ,
     DenseDecode,
     DensePrefill,
     DensePrefillBackward,
+    GatherRecords,
+    IndexConvert,
+    IndexGather,
     IndexLogits,
+    IndexQuantize,
+    IndexQuery,
+    IndexSelect,
+    IndexWeights,
+    IndexWorkspace,
+    InverseRopeQuantize,
+    LatentRows,
+    MergeStates,
+    MhcPost,
+    MhcPre,
+    PackSeq,
+    PagedAttention,
     PagedIndexLogits,
+    PagedIndexSelect,
     Problem,
+    QKVNorm,
+    ReshapeAndCache,
+    RopeCacheWrite,
+    RotateAndCache,
+    RotateHeads,
     SparseDecode,
     SparsePrefill,
     TopK,
     TurboQuantDecode,
+    TurboQuantGather,
     TurboQuantStore,
+    UnpackSeq,
 )
 
 # What FlashMLA was recorded on, as ``environment.gpu_slug`` names it.
@@ -235,15 +261,29 @@ DENSE_PREFILL = (
     Case(DensePrefillBackward(192, 1, 128, 8192, causal=True, deterministic=True)),
 )
 
-KV_CACHE = (Case(CacheWrite("v32", 65536)), Case(CacheGather("v32", 65536)))
+KV_CACHE = (
+    Case(CacheWrite("v32", 65536)),
+    Case(CacheGather("v32", 65536)),
+    Case(GatherRecords("v32", 65536)),
+    Case(CacheCopy(2048)),
+    *(Case(ReshapeAndCache(65536, dtype)) for dtype in ("bf16", "e4m3")),
+)
 
 # What DeepGEMM and others' top-k kernels were recorded at stands in docs/notes/indexer.md: FlashMLA has none of these.
 INDEXER = (
     *(Case(IndexLogits(*shape)) for shape in ((2048, 8192, 64), (4096, 32768, 64), (4096, 131072, 64))),
     *(Case(IndexLogits(*shape)) for shape in ((2048, 8192, 32), (4096, 32768, 32))),
-    *(Case(PagedIndexLogits(*shape)) for shape in ((128, 8192), (64, 32768), (64, 32768, 2), (4, 131072), (1, 131072))),
+    *(Case(PagedIndexLogits(*shape)) for shape in ((128, 8192), (64, 32768), (4, 131072), (1, 131072))),
+    Case(PagedIndexLogits(64, 32768, next_n=2)),
     *(Case(TopK(rows, width)) for rows in (1, 64, 4096) for width in (32768, 131072)),
     Case(TopK(4096, 32768, 512)),
+    Case(IndexSelect(IndexLogits(4096, 32768, 64))),
+    Case(PagedIndexSelect(PagedIndexLogits(64, 32768)), "graph"),
+    Case(IndexQuantize(65536)),
+    Case(IndexGather(4, 16384)),
+    *(Case(IndexConvert(128, 32768, compact=compact), "graph") for compact in (False, True)),
+    *(Case(IndexQuery(8192, four_bits=four_bits), "graph") for four_bits in (False, True)),
+    Case(IndexWeights(128), "graph"),
 )
 
 _PRESETS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
@@ -251,6 +291,41 @@ TURBOQUANT = (
     *(Case(TurboQuantDecode(name, 64, 8192)) for name in _PRESETS),
     Case(TurboQuantDecode("turboquant_4bit_nc", 1, 131072)),
     *(Case(TurboQuantStore(name, 65536)) for name in _PRESETS),
+    *(Case(TurboQuantGather(name, 65536)) for name in _PRESETS),
 )
 
-CASES = (*DENSE_DECODE, *SPARSE_DECODE, *SPARSE_PREFILL, *DENSE_PREFILL, *KV_CACHE, *INDEXER, *TURBOQUANT)
+# Decode, prefill, and a batch of both.
+PAGED_ATTENTION = (
+    *(Case(PagedAttention(128, 0, 4096, dtype)) for dtype in ("bf16", "e4m3")),
+    Case(PagedAttention(0, 8192, 8192)),
+    Case(PagedAttention(64, 2048, 8192)),
+)
+
+# A decode step and a prefill.
+LAYER = (
+    *(Case(problem(tokens), "graph") for problem in (LatentRows, RotateHeads, RopeCacheWrite) for tokens in (64, 8192)),
+    Case(ConcatMlaQ(8192)),
+    Case(MergeStates(8192)),
+    *(Case(problem(64, 128), "graph") for problem in (PackSeq, UnpackSeq)),
+)
+
+DEEPSEEK_V4 = (
+    *(Case(Compress("model1", ratio, tokens=8192), "graph") for ratio in (4, 128)),
+    *(Case(Compress("model1", ratio, requests=128), "graph") for ratio in (4, 128)),
+    Case(Compress("index_fp8", 4, tokens=8192), "graph"),
+    *(Case(problem(8192), "graph") for problem in (QKVNorm, RotateAndCache, InverseRopeQuantize, IndexWorkspace)),
+    *(Case(problem(tokens), "graph") for problem in (MhcPre, MhcPost) for tokens in (64, 8192)),
+)
+
+CASES = (
+    *DENSE_DECODE,
+    *SPARSE_DECODE,
+    *SPARSE_PREFILL,
+    *DENSE_PREFILL,
+    *PAGED_ATTENTION,
+    *KV_CACHE,
+    *INDEXER,
+    *TURBOQUANT,
+    *LAYER,
+    *DEEPSEEK_V4,
+)

@@ -48,8 +48,8 @@ def device_microseconds(call: Call) -> float:
             gc.enable()
 
 
-def capture(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A CUDA graph of ``CALLS_IN_GRAPH`` calls, and what the last of them returned, which a replay overwrites."""
+def capture(call: Callable[[], T], calls: int = CALLS_IN_GRAPH) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A CUDA graph of so many calls, and what the last of them returned, which a replay overwrites."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -57,7 +57,7 @@ def capture(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = [call() for _ in range(CALLS_IN_GRAPH)]
+        results = [call() for _ in range(calls)]
     return graph, results[-1]
 
 

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from flashlatte.distributed.watch import dead_rank
 from flashlatte.runtime import checks
 
 
@@ -80,7 +81,7 @@ class Agreement:
         if any(theirs[name] != mine[name] for theirs in self._said(place).values() for name in mine.keys() & theirs):
             self._refuse(place, call)
 
-    def withdraw(self, error: Exception) -> None:
+    def withdraw(self, error: BaseException) -> None:
         """Tell those that come, or wait, to the next ``check`` that this rank has failed before it: RuntimeError."""
         self._tell({_FAILED: _described(error)})
 
@@ -156,10 +157,11 @@ class Agreement:
 
 @contextlib.contextmanager
 def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Tell the other ranks of an error raised within; raise, where another one of another rank came first, that.
+    """Tell the other ranks of an error raised within; raise another rank's error instead if that came first.
 
-    A rank that waits in a collective learns of it when that fails: at once when the other process ends, and else after
-    the time-out that the group was made with (``torch.distributed.init_process_group(timeout=…)``).
+    An interrupt (KeyboardInterrupt, SystemExit) is told as well, and is always raised itself. A rank that waits in a
+    collective learns of an error when the collective fails: at once when the other process ends, otherwise after the
+    timeout of the group (``torch.distributed.init_process_group(timeout=…)``).
 
     Args:
         group: of the ranks that run the same; all if None.
@@ -170,28 +172,44 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     group = as_group(group)
     try:
         yield
-    except Exception as error:
-        check_others(group, error)
-        group.get_group_store().set(f"{_FAILURE}/{group.rank()}", _described(error))
+    except GeneratorExit:
+        raise  # the caller is a generator that was closed, which is no failure
+    except BaseException as error:
+        if isinstance(error, Exception):
+            check_others(group, error)
+        # The store ends with the process that serves it.
+        with contextlib.suppress(RuntimeError):
+            group.get_group_store().set(f"{_FAILURE}/{group.rank()}", _described(error))
         raise
 
 
 def check_others(group: World, cause: Exception | None = None) -> None:
-    """Raise RuntimeError where another rank has told of a failure, by ``failing_together``.
+    """Raise RuntimeError where another rank has told of a failure, by ``failing_together``, or has died.
+
+    Deaths are known of ranks that a ``Watch`` watches, as those of an engine.
 
     Args:
         cause: this rank's own error, if that is why it asks. One that the other rank has too is no reason to raise.
     """
     rank, store = group.rank(), group.get_group_store()
+    # A collective's error (RuntimeError) may be the first sign of a death.
+    dead = dead_rank(group, may_be_news=isinstance(cause, RuntimeError))
     for other in range(group.size()):
-        if other != rank and store.check([f"{_FAILURE}/{other}"]):
-            told = store.get(f"{_FAILURE}/{other}").decode()
-            if told != _described(cause):
-                raise RuntimeError(f"rank {other} failed, and so rank {rank} ends: {told}") from cause
+        if other == rank:
+            continue
+        told = "its process has ended" if other == dead else None
+        try:
+            if store.check([f"{_FAILURE}/{other}"]):
+                told = store.get(f"{_FAILURE}/{other}").decode()
+        except RuntimeError:
+            if dead is None:
+                raise
+        if told is not None and told != _described(cause):
+            raise RuntimeError(f"rank {other} failed, and so rank {rank} ends: {told}") from cause
 
 
-def _described(error: Exception | None) -> str:
-    return f"{type(error).__name__}: {error}"
+def _described(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _told(call: str, facts: Mapping[str, object]) -> dict[str, str]:

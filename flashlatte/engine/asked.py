@@ -65,6 +65,8 @@ def with_sampling(
     """Each prompt with its parameters, which may be the same for all."""
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be a sequence of prompts, got {prompts!r}")
+    if isinstance(sampling, (Mapping, str)):
+        raise TypeError(f"sampling must be SamplingParams, a list of them or None, got {type(sampling).__name__}")
     prompts = list(prompts)
     each = list(sampling) if isinstance(sampling, Iterable) else [sampling] * len(prompts)
     if len(each) != len(prompts):

@@ -16,7 +16,9 @@ from flashlatte.engine.text import Text
 
 def generate(arguments: argparse.Namespace) -> int:
     """Continue the text of ``--prompt`` or ``--file``; returns the exit code."""
-    text = arguments.prompt if arguments.file is None else _text_of(arguments.file)
+    # Other ranks need no text, and share standard input with the first.
+    leads = os.environ.get("RANK", "0") == "0"
+    text = arguments.prompt if arguments.file is None or not leads else _text_of(arguments.file)
     sampling = SamplingParams(
         arguments.new_tokens, temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed
     )
@@ -54,13 +56,22 @@ def _stream(engine: Engine, text: str, sampling: SamplingParams) -> None:
 
 
 def _text_of(file: Path) -> str:
+    """The text of a file, or of standard input for "-"."""
     try:
-        return file.read_text(encoding="utf-8")
+        return (sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"--file must be a text in UTF-8, and {file} is not: {error}") from None
+    except OSError as error:
+        raise ValueError(f"--file must be a file that can be read, got {file}: {error.strerror}") from None
 
 
-def _tokenizer(path: Any) -> Any:
+def _tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # of many kinds: transformers tries one tokenizer after another
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"model must be a directory with a tokenizer, and transformers loads none from {path}: {reason}"
+        ) from error

@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from flashlatte.engine.asked import Prompt, check_options, new_request, with_sampling
 from flashlatte.engine.batch import Limits
@@ -19,6 +19,8 @@ from flashlatte.engine.runner import Runner, Sampled
 from flashlatte.engine.sampling import SamplingParams
 from flashlatte.engine.scheduler import Scheduler
 from flashlatte.runtime import checks
+
+T = TypeVar("T")
 
 
 class Engine(contextlib.AbstractContextManager["Engine"]):
@@ -92,9 +94,12 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         )
         self.drafts, self.tokenizer = drafts, tokenizer
         self._live: dict[str, tuple[Request, Output]] = {}
-        self._under_way: Sampled | None = None
-        self._untold: dict[int, Output] = {}  # by id(): those that changed since ``step`` told of them
-        self._stepping, self._dropped = False, list[str]()
+        self._in_flight: Sampled | None = None
+        # By id(): outputs that changed since ``step`` returned them, and those whose owner wants no more of them.
+        self._undelivered: dict[int, Output] = {}
+        self._dropped: dict[int, Output] = {}
+        # Whether a change of requests and pages is being made, and whether one was interrupted.
+        self._changing = self._interrupted = False
         self._taken, self._seconds = 0, 0.0
 
     def add(
@@ -112,26 +117,22 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             TypeError, ValueError: a prompt that is empty, or with tokens that the model does not have; more tokens
                 than the model or the cache has room for; an id that is in use.
         """
-        self._check_leads("add")
-        if id is None:
-            id = next(name for one in itertools.count(self._taken) if (name := f"request-{one}") not in self._live)
-        request = new_request(id, self._taken, prompt, sampling, priority, salt, self.model, self.tokenizer)
-        self.scheduler.add(request)
-        self._taken += 1
-        self._live[id] = request, Output(id, request.prompt, request.sampling, self.tokenizer)
-        return id
+        request, output = self._new(prompt, sampling, id, priority, salt)
+        self._change(self._queue, request, output)
+        return output.id
 
     def step(self) -> list[Output]:
         """Run a step; returns the requests that it gave tokens to, or that ended.
 
         So it does of steps that ``stream`` and ``generate`` ran meanwhile for others. Without drafts the next step is
-        planned and launched before the tokens of the last are waited for. A step that raises, in whichever of the
-        calls, aborts all requests: what it had planned is not in the cache.
+        planned and launched before the tokens of the last are waited for. A step that raises or is interrupted, in
+        whichever of the calls, aborts all requests: what it had planned is not in the cache.
         """
         self._step()
-        changed, self._untold = list(self._untold.values()), {}
+        changed = list(self._undelivered.values())
         for output in changed:
             output.new, output.told = output.tokens[output.told :], len(output.tokens)
+        self._undelivered = {}
         return changed
 
     def abort(self, request_id: str) -> Output:
@@ -141,18 +142,19 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             TypeError, ValueError: an id that is no text, or of no unfinished request.
         """
         checks.instance("request_id", request_id, str)
-        request = self.scheduler.abort(request_id)
-        ended = (output for output in self._untold.values() if output.id == request_id)
-        output = next(ended, None) if request is None else self._end(request, "abort")
+        output = self._change(self._abort, request_id)
+        if output is None:
+            output = next((one for one in self._undelivered.values() if one.id == request_id), None)
         if output is None:
             raise ValueError(f"request_id must be of an unfinished request, got {request_id!r}")
-        self._untold.pop(id(output), None)
+        self._undelivered.pop(id(output), None)
         return output
 
     @property
     def unfinished(self) -> int:
         """Requests that have not ended, or of whose end ``step`` is still to tell."""
-        return len(self.scheduler) + sum(output.finish_reason is not None for output in self._untold.values())
+        self._recover()
+        return len(self.scheduler) + sum(output.finish_reason is not None for output in self._undelivered.values())
 
     def generate(
         self,
@@ -164,7 +166,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """Generate for all prompts; outputs in their order. ``progress`` shows a bar (needs rich)."""
         asked, outputs = with_sampling(prompts, sampling), list[Output]()
         with self._aborting(outputs), progress_bar(len(asked), progress) as show:
-            outputs.extend(self._own(prompt, one) for prompt, one in asked)
+            for prompt, one in asked:
+                self._own(prompt, one, outputs)
             while (done := sum(output.finish_reason is not None for output in outputs)) < len(outputs):
                 show(done)
                 self._step()
@@ -172,8 +175,13 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         return outputs
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[int]:
-        """The tokens, as they come, of a request that is added now; other requests go on beside it."""
-        tokens = self._tokens_of(self._own(prompt, sampling))
+        """The tokens, as they come, of a request that is added now; other requests go on beside it.
+
+        Raises:
+            TypeError, ValueError: as ``add``.
+            RuntimeError: behind the last token of a request that ended by "error".
+        """
+        tokens = self._tokens_of(prompt, sampling)
         next(tokens)
         return tokens
 
@@ -215,16 +223,33 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         if not self.leads or self.ranks.closed:
             raise ValueError(f"{call}() is for rank 0 of an engine that is not closed; other ranks follow()")
 
-    def _own(self, prompt: Prompt, sampling: SamplingParams | None) -> Output:
-        """The output of a new request, of which ``step`` is not to tell."""
-        _, output = self._live[self.add(prompt, sampling)]
+    def _new(
+        self, prompt: Prompt, sampling: SamplingParams | None, id: str | None = None, priority: int = 0, salt: str = ""
+    ) -> tuple[Request, Output]:
+        """A request that can be queued, and its output."""
+        self._check_leads("add")
+        self._recover()
+        if id is None:
+            id = next(name for one in itertools.count(self._taken) if (name := f"request-{one}") not in self._live)
+        request = new_request(id, self._taken, prompt, sampling, priority, salt, self.model, self.tokenizer)
+        self.scheduler.check(request)
+        return request, Output(id, request.prompt, request.sampling, self.tokenizer)
+
+    def _own(self, prompt: Prompt, sampling: SamplingParams | None, outputs: list[Output]) -> Output:
+        """The output of a new request, which ``step`` does not return; added to ``outputs`` before it is queued."""
+        request, output = self._new(prompt, sampling)
         output.told = None
+        outputs.append(output)
+        self._change(self._queue, request, output)
         return output
 
-    def _tokens_of(self, output: Output) -> Iterator[int]:
-        """A request's tokens, after a first item that is none: a generator that was begun aborts it when dropped."""
-        given = 0
-        with self._aborting([output]):
+    def _tokens_of(self, prompt: Prompt, sampling: SamplingParams | None) -> Iterator[int]:
+        """The tokens of a new request, after a first item that is none: a generator that has begun aborts the request
+        when it is dropped.
+        """
+        given, outputs = 0, list[Output]()
+        with self._aborting(outputs):
+            output = self._own(prompt, sampling, outputs)
             yield -1
             # Steps that others run in between give tokens to this request too.
             while given < len(output.tokens) or output.finish_reason is None:
@@ -233,6 +258,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 new = output.tokens[given:]
                 given += len(new)
                 yield from new
+        if output.error is not None:
+            raise RuntimeError(f"request {output.id!r} failed: {output.error}")
 
     @contextlib.contextmanager
     def _aborting(self, outputs: Sequence[Output]) -> Iterator[None]:
@@ -240,61 +267,106 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         try:
             yield
         finally:
-            self._dropped += (output.id for output in outputs if output.finish_reason is None)
-            # Within a step it is the garbage collector who drops a stream.
-            if not self._stepping:
+            self._dropped.update((id(output), output) for output in outputs if output.finish_reason is None)
+            # The garbage collector may drop a stream while requests change: then the step aborts it.
+            if not self._changing:
                 self._abort_dropped()
 
     def _abort_dropped(self) -> None:
-        while self._dropped:
-            if (request_id := self._dropped.pop()) in self._live:
-                self.abort(request_id)
+        for key, output in list(self._dropped.items()):
+            if self._live.get(output.id, (None, None))[1] is output:
+                self._change(self._abort, output.id)
+            self._dropped.pop(key, None)
 
     def _step(self) -> None:
         self._check_leads("step")
-        begin, self._stepping = time.perf_counter(), True
+        begin = time.perf_counter()
         try:
-            if self.drafts:
-                self._collect()
-            step = self.scheduler.schedule()
-            launched = None if step is None else self.runner.run(step)
-            self._collect()
-            self._under_way = launched
-        except BaseException:
-            self._under_way = None
-            for request, output in list(self._live.values()):
-                self.scheduler.abort(request.id)
-                self._untold.pop(id(output), None)
-                self._end(request, "abort")
-            raise
+            self._change(self._launch_and_collect)
         finally:
-            self._stepping = False
             self._abort_dropped()
         self._seconds += time.perf_counter() - begin
 
+    def _change(self, change: Callable[..., T], *arguments: Any) -> T:
+        """Call what changes requests and their pages together; if it raises, abort all requests.
+
+        So no half-made change stays, wherever an interrupt (KeyboardInterrupt, MemoryError) arrives. If it interrupts
+        the recovery, the next call starts with the recovery.
+        """
+        self._recover()
+        try:
+            self._changing = True
+            result = change(*arguments)
+            self._changing = False
+        except BaseException:
+            self._interrupted = True
+            self._recover()
+            raise
+        return result
+
+    def _recover(self) -> None:
+        """Abort all requests if a change of them was interrupted."""
+        if not self._interrupted:
+            return
+        self._in_flight = None
+        self.scheduler.clear()
+        self.runner.forget_all()
+        for request, output in self._live.values():
+            if output.finish_reason is None:
+                self._undelivered.pop(id(output), None)
+                output.finish_reason, output.cached_tokens = "abort", request.cached
+        self._live = {}
+        self._changing = self._interrupted = False
+
+    def _queue(self, request: Request, output: Output) -> None:
+        self.scheduler.add(request)
+        self._taken += 1
+        self._live[request.id] = request, output
+
+    def _abort(self, request_id: str) -> Output | None:
+        request = self.scheduler.abort(request_id)
+        return None if request is None else self._end(request, "abort")
+
+    def _launch_and_collect(self) -> None:
+        """Launch the next step, and take the tokens of the last one. RuntimeError if there is neither."""
+        waits = self._in_flight is not None
+        if self.drafts:
+            self._collect()
+        step = self.scheduler.schedule()
+        if step is None and not waits and len(self.scheduler):
+            raise RuntimeError(
+                f"none of {len(self.scheduler)} unfinished requests can be scheduled, with {self.pool.available} of "
+                f"{self.pool.num_pages} pages free"
+            )
+        launched = None if step is None else self.runner.run(step)
+        self._collect()
+        self._in_flight = launched
+
     def _collect(self) -> None:
-        """Wait for the tokens of the step under way and hand them out."""
-        sampled, self._under_way = self._under_way, None
+        """Wait for the tokens of the step in flight and add them to the outputs."""
+        sampled, self._in_flight = self._in_flight, None
         if sampled is None:
             return
-        accepted, stopped = dict[str, list[int]](), list[str]()
+        accepted, reasons = dict[str, list[int]](), dict[str, str]()
         for work, tokens, logprobs in sampled.wait():
             if (request := work.request).finished:
                 continue
             _, output = self._live[request.id]
-            if output.extend(tokens, logprobs, request.drafts[: work.drafts]):
-                stopped.append(request.id)
+            if (reason := output.extend(tokens, logprobs, request.drafts[: work.drafts])) is not None:
+                reasons[request.id] = reason
             accepted[request.id] = output.new
             if output.told is not None:
-                self._untold[id(output)] = output
-        for request in self.scheduler.update(sampled.step, accepted, stopped):
-            self._end(request, "stop" if request.id in stopped else "length")
+                self._undelivered[id(output)] = output
+        failed = [name for name, reason in reasons.items() if reason == "error"]
+        for request in self.scheduler.update(sampled.step, accepted, reasons.keys(), failed):
+            self._end(request, reasons.get(request.id, "length"))
         if self.drafts:
             for request in [work.request for work in sampled.step.work if work.samples]:
                 request.drafts = request.lookup.guess(request.tokens, self.drafts)
 
     def _end(self, request: Request, reason: str) -> Output:
         self.runner.forget(request)
-        _, output = self._live.pop(request.id)
+        _, output = self._live[request.id]
         output.finish_reason, output.cached_tokens = reason, request.cached
+        del self._live[request.id]
         return output

@@ -15,9 +15,10 @@ from flashlatte.distributed.model.cuts import check_divisible
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.distributed.model.shards import copied, divide_mlp, keep_heads, take
 from flashlatte.engine.batch import Batch, Limits
-from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_type, config_of, load, normed
+from flashlatte.engine.formats import latent_format
+from flashlatte.engine.loading import load
+from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_type, config_of, normed
 from flashlatte.kv_cache.index_formats import index_format_beside
-from flashlatte.kv_cache.registry import format_of_rows
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata, MLAMetadataBuilder
 from flashlatte.layers.forward import check_weights, hidden_projections
 from flashlatte.layers.side_by_side import lay_on_gpus
@@ -54,11 +55,12 @@ class Model(PagedModel):
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
-        OSError: no checkpoint can be read there.
+        OSError: no checkpoint can be read there, or one of its files is missing.
         TypeError: a model without a head; layers with hooks or another forward, over several ranks also within their
             MLPs; quantised weights that are read (``kv_b_proj``) and do not tell their matrix.
-        ValueError: a model of another type; a dtype or device for one that is loaded; over several ranks, weights that
-            are quantised in another way than float8 with scales, or whose blocks would be cut.
+        ValueError: a model of another type; a checkpoint with a damaged file, or without some of the model's weights; a
+            dtype or device for a model that is loaded; over several ranks, weights that are quantised in another way
+            than float8 with scales, or whose blocks would be cut.
     """
 
     def __init__(
@@ -103,12 +105,10 @@ class Model(PagedModel):
 
     def layouts(self, cache_format: str, page_size: int) -> list[tuple[kv_cache.CacheFormat, int]]:
         """Every layer's latents, then index keys of each layer with an indexer."""
-        layout = format_of_rows(cache_format, self.config.kv_lora_rank, self.config.qk_rope_head_dim)
+        layout = latent_format(self.config, cache_format)
         caches = [layout] * len(self.attention)
         indexer = self.config.indexer
         if indexer is not None:
-            if layout.takes_scale:
-                raise ValueError(f"cache_format {cache_format!r} cannot be read token by token, as an indexer needs it")
             keys = kv_cache.get_format(index_format_beside(layout), indexer.head_dim)
             caches += [keys for layer in self.attention if layer.indexer is not None]
         return [(cache, page_size) for cache in caches]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from flashlatte.distributed.model.meeting import Meeting
 from flashlatte.distributed.model.ranks import Ranks
+from flashlatte.engine.formats import check_cache_format
 from flashlatte.engine.model import MODEL_TYPES, Model
 from flashlatte.engine.paged import PagedModel, check_type, config_of
 from flashlatte.engine.v4 import V4Model
@@ -39,6 +41,9 @@ def as_model(
     with Meeting(joins=not alone) as meeting:
         config = config_of(model)
         check_type(config, (*MODEL_TYPES, V4_MODEL_TYPE))
+        if options and options.get("cache_format") is not None:
+            dtype = (config if isinstance(model, (str, Path)) else model).dtype
+            check_cache_format(config, options["cache_format"], dtype)
         made = V4Model if config.model_type == V4_MODEL_TYPE else Model
         if not alone:
             if made is V4Model and context_parallel != 1:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashlatte.engine.sampling import SamplingParams
+from flashlatte.engine.sampling import NO_TOKEN, SamplingParams
 from flashlatte.engine.text import Text
 
 
@@ -20,7 +20,8 @@ class Output:
         prompt: its tokens.
         tokens: generated, in order.
         logprobs: natural logarithms, of each of ``tokens``, if the request asked for them.
-        finish_reason: "length", "stop", "abort", or None while it runs.
+        finish_reason: "length", "stop", "abort", "error", or None while it runs.
+        error: what went wrong, where ``finish_reason`` is "error".
         cached_tokens: that the prefix cache had, of the prompt, or of all its tokens where it gave way and began again.
         new: tokens that the last step added.
         told: how many of ``tokens`` ``Engine.step`` has told of; None where it is not to.
@@ -34,6 +35,7 @@ class Output:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+    error: str | None = None
     cached_tokens: int = 0
     new: list[int] = field(default_factory=list)
     told: int | None = field(default=0, repr=False)
@@ -50,21 +52,29 @@ class Output:
         text = self.tokenizer.decode(self.tokens[:-1] if ended else self.tokens)
         return text[: min((text.find(stop) for stop in self.sampling.stop if stop in text), default=len(text))]
 
-    def extend(self, sampled: list[int], logprobs: list[float], drafts: list[int]) -> bool:
+    def extend(self, sampled: list[int], logprobs: list[float], drafts: list[int]) -> str | None:
         """Add what was sampled, up to the first token that its draft was not, that ends the request, or that is its
-        last; whether one ends it.
+        last.
+
+        Returns:
+            "stop" or "error" where a token, or the lack of one, ends the request; else None.
         """
-        self.new = []
-        stops = False
-        for place, token in enumerate(sampled[: self.sampling.max_new_tokens - len(self.tokens)]):
+        self.new, reason = [], None
+        for offset, token in enumerate(sampled[: self.sampling.max_new_tokens - len(self.tokens)]):
+            if token == NO_TOKEN:
+                position = len(self.prompt) + len(self.tokens) + offset
+                self.error = f"no token at position {position} can be chosen: the logits are NaN, or all are -inf"
+                reason = "error"
+                break
             self.new.append(token)
-            stops = token in self.sampling.stop_tokens or (self._watched is not None and self._watched.add(token)[1])
-            if stops or (place < len(drafts) and token != drafts[place]):
+            if token in self.sampling.stop_tokens or (self._watched is not None and self._watched.add(token)[1]):
+                reason = "stop"
+            if reason is not None or (offset < len(drafts) and token != drafts[offset]):
                 break
         self.tokens = self.tokens + self.new
         if self.sampling.logprobs:
             self.logprobs = self.logprobs + logprobs[: len(self.new)]
-        return stops
+        return reason
 
 
 @contextlib.contextmanager

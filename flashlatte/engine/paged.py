@@ -1,4 +1,4 @@
-"""What an engine asks of a model: logits of flat batches over paged caches, and the caches; models of checkpoints."""
+"""What an engine asks of a model: logits of flat batches over paged caches, and the caches."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from flashlatte import kv_cache
 from flashlatte.distributed.model.alone import Alone
 from flashlatte.engine.batch import Batch, Limits
 from flashlatte.kv_cache import CacheFormat
+from flashlatte.layers import models
+from flashlatte.layers.missing import warn_of_missing
 from flashlatte.layers.weights import has_hooks, is_replaced
 
 # Makes the metadata of a step, whose ``num_tokens`` it has, with padding up to so many requests if a number is given:
@@ -123,18 +125,14 @@ class PagedModel:
         return int(free * CACHE_SHARE) // page_bytes
 
 
-def load(path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Any:
-    """The transformers model of a checkpoint directory, in evaluation mode."""
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        path, config=config_of(path), dtype=dtype or "auto", local_files_only=True
-    )
-    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
-
-
 def config_of(model: Any) -> Any:
-    """The transformers config of a model, or of a checkpoint directory."""
+    """The transformers config of a model, or of a checkpoint directory.
+
+    Raises:
+        ModuleNotFoundError: transformers is not installed.
+        OSError, ValueError: the directory, or its config.json, is missing or cannot be read.
+        TypeError: neither a model nor a path.
+    """
     if not isinstance(model, (str, Path)):
         if not hasattr(getattr(model, "config", None), "model_type"):
             raise TypeError(f"model must be of transformers, or the directory of a checkpoint, got {model!r}")
@@ -145,6 +143,8 @@ def config_of(model: Any) -> Any:
         raise ModuleNotFoundError("the engine needs transformers: pip install 'flashlatte[transformers]'") from error
     if not Path(model).is_dir():
         raise FileNotFoundError(f"model must be the directory of a checkpoint, got {model}")
+    if not (Path(model) / "config.json").is_file():
+        raise FileNotFoundError(f"model must be the directory of a checkpoint, and {model} has no config.json")
     fields, _ = DeepseekV3Config.get_config_dict(model, local_files_only=True)
     if fields.get("model_type") == _OF_KIMI_K2:
         return DeepseekV3Config.from_dict(fields | {"model_type": DeepseekV3Config.model_type})
@@ -152,6 +152,8 @@ def config_of(model: Any) -> Any:
 
 
 def check_type(config: Any, known: Sequence[str]) -> None:
+    """Raise ValueError for a model of another type, with the reason if there is one."""
+    models.check_not_refused(config.model_type)
     if config.model_type not in known:
         raise ValueError(
             f"model must be of a type that the engine knows ({', '.join(known)}), got {config.model_type!r}"
@@ -170,6 +172,7 @@ def check_parts(model: Any) -> None:
     """Raise TypeError for a model without a head, and where hooks or another forward make more than weights of a part.
 
     Of the decoder layers the engine calls the MLPs and the projections, of the norms it reads the weights (``normed``).
+    Warns of weights that no checkpoint had.
     """
     if not (hasattr(model, "lm_head") and hasattr(getattr(model, "model", None), "layers")):
         raise TypeError(
@@ -192,3 +195,4 @@ def check_parts(model: Any) -> None:
     for name, part in (("the model", model), *decoders, ("the last norm of the model", model.model.norm)):
         if has_hooks(part):
             raise TypeError(f"{name} must have no hooks, as the engine does not call it: got some")
+    warn_of_missing(model.model, model.lm_head)

@@ -80,6 +80,12 @@ class PagePool:
             parent = key
         return found
 
+    def forget(self, pages: Sequence[int]) -> None:
+        """Match none of these pages any more, as what they hold is wrong. Their references stay."""
+        for number in pages:
+            if self._pages[number].key is not None:
+                self._forget(number)
+
     def take(self, pages: Sequence[int]) -> None:
         """Reference pages that are in use or known."""
         for number in pages:
@@ -121,6 +127,14 @@ class PagePool:
                 else:
                     self._idle[number] = None
 
+    def release_all(self) -> None:
+        """Drop all references, also those of a change that was interrupted. Known pages stay known."""
+        for page in self._pages:
+            page.references = 0
+        self._known = {page.key: number for number, page in enumerate(self._pages) if page.key is not None}
+        self._idle = OrderedDict.fromkeys(self._known.values())
+        self._blank = [number for number in range(self.num_pages - 1, -1, -1) if number not in self._idle]
+
     def seal(self, page: int, parent: bytes, tokens: Sequence[int]) -> bytes:
         """Make a full page known; returns the key that the next page's chain goes on from.
 
@@ -134,7 +148,8 @@ class PagePool:
         chunk = tuple(tokens)
         key = _chained(parent, chunk)
         if entry.key is None and key not in self._known:
-            entry.key, entry.parent, entry.tokens = key, parent, chunk
+            # The key comes last: a page with a key is known, wherever this is interrupted.
+            entry.parent, entry.tokens, entry.key = parent, chunk, key
             self._known[key] = page
         return key
 

@@ -107,8 +107,10 @@ class Runner:
             chosen = [work.request.sampling for work, _ in rows]
             positions = [work.start + work.count - work.drafts + row for work, row in rows]
             tokens = sample(logits, chosen, positions, self._seen_rows(sampling, chosen))
-            self._keep(batch, tokens)
-            logprobs = log_probabilities(logits, tokens) if any(one.logprobs for one in chosen) else None
+            # NO_TOKEN is for the host, which ends the request; until then its next step computes some token.
+            ids = tokens.clamp(min=0)
+            self._keep(batch, ids)
+            logprobs = log_probabilities(logits, ids) if any(one.logprobs for one in chosen) else None
             return self._to_host(step, tokens, logprobs)
 
     def follow(self) -> None:
@@ -129,6 +131,10 @@ class Runner:
         """A request has ended."""
         if request.place >= 0:
             self._free_places.append(request.place)
+
+    def forget_all(self) -> None:
+        """All requests have ended, some of them within a step that was interrupted."""
+        self._free_places, self._new_places, self._seen = [], itertools.count(), None
 
     def _make_places(self, count: int) -> None:
         """Requests that gave way keep theirs: there may be more than requests that run."""
@@ -192,9 +198,11 @@ class Runner:
             stream = torch.cuda.current_stream()
             try:
                 self._graphs[size] = self._capture(size, metadata)
-            except RuntimeError as error:
+            except BaseException as error:
                 # A capture that failed leaves its own stream the current one.
                 torch.cuda.set_stream(stream)
+                if not isinstance(error, RuntimeError):
+                    raise
                 self._use_graphs = False
                 warnings.warn(f"decode steps run without CUDA graphs: {error}", stacklevel=2)
         if not self._use_graphs:

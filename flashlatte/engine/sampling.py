@@ -21,6 +21,8 @@ from flashlatte.runtime.transfer import to_device
 # the order of tokens is the same beyond, and no logit becomes infinite or NaN.
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _STRONGEST_PENALTY = 2.0**64
+# In the place of a token id, where a row of logits has no largest number.
+NO_TOKEN = -1
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class SamplingParams:
         stop_tokens: end the request, and are part of what it returns.
         ignore_eos: whether it goes on after tokens that end a text, by the model's generation config; else those are
             stop_tokens too.
-        stop: texts that end the request (an engine with a tokenizer); their tokens are part of what it returns.
+        stop: a text, or several, that end the request (an engine with a tokenizer); their tokens are part of what it
+            returns.
         logprobs: whether to return each token's log-probability before temperature and filters.
 
     Raises:
@@ -57,7 +60,7 @@ class SamplingParams:
     suppress_tokens: tuple[int, ...] = ()
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
+    stop: str | tuple[str, ...] = ()
     logprobs: bool = False
 
     def __post_init__(self) -> None:
@@ -81,10 +84,9 @@ class SamplingParams:
         # What is given may be read once only.
         for name in ("suppress_tokens", "stop_tokens"):
             object.__setattr__(self, name, tuple(token_ids(name, getattr(self, name))))
-        # The letters of a text would each be a stop.
-        if isinstance(self.stop, str) or not isinstance(self.stop, Iterable):
-            raise TypeError(f"stop must hold texts, got {self.stop!r}")
-        stop = tuple(self.stop)
+        if not isinstance(self.stop, Iterable):
+            raise TypeError(f"stop must be a text or hold texts, got {self.stop!r}")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if not all(isinstance(text, str) for text in stop):
             raise TypeError(f"stop must hold texts, got {stop!r}")
         if "" in stop:
@@ -116,7 +118,7 @@ def sample(
     positions: Sequence[int],
     seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A token for each row: int64 [rows].
+    """A token for each row: int64 [rows], ``NO_TOKEN`` where logits are NaN, or -inf throughout.
 
     Args:
         logits: float [rows, vocabulary].
@@ -130,14 +132,16 @@ def sample(
         penalty = penalty.clamp(1 / _STRONGEST_PENALTY, _STRONGEST_PENALTY)
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
     logits = _suppressed(logits, params)
-    if all(one.temperature == 0 for one in params):
-        return logits.argmax(-1)
-    temperature = _column([one.temperature or 1.0 for one in params], logits).clamp(_SMALLEST, _LARGEST)
-    drawn = _filtered((logits - logits.amax(-1, keepdim=True)) / temperature, params)
-    seeds, places = to_device([[one.seed or 0 for one in params], list(positions)], logits.device)
-    drawn = (drawn + _gumbel(seeds, places, logits.shape[-1])).argmax(-1)
-    greedy = to_device([one.temperature == 0 for one in params], logits.device, torch.bool)
-    return torch.where(greedy, logits.argmax(-1), drawn)
+    largest, tokens = logits.max(-1)
+    if any(one.temperature > 0 for one in params):
+        temperature = _column([one.temperature or 1.0 for one in params], logits).clamp(_SMALLEST, _LARGEST)
+        drawn = _filtered((logits - largest[:, None]) / temperature, params)
+        seeds, places = to_device([[one.seed or 0 for one in params], list(positions)], logits.device)
+        drawn = (drawn + _gumbel(seeds, places, logits.shape[-1])).argmax(-1)
+        greedy = to_device([one.temperature == 0 for one in params], logits.device, torch.bool)
+        tokens = torch.where(greedy, tokens, drawn)
+    # The maximum of a row with a NaN is NaN, which compares false.
+    return torch.where(largest > -math.inf, tokens, NO_TOKEN)
 
 
 def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

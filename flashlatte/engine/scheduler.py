@@ -74,12 +74,8 @@ class Scheduler:
         """Unfinished requests."""
         return len(self._unfinished)
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            ValueError: an id that is in use, or more tokens than the cache has room for.
-        """
+    def check(self, request: Request) -> None:
+        """Raise ValueError for an id that is in use, and for more tokens than the cache has room for."""
         if request.id in self._unfinished:
             raise ValueError(f"id must differ from those of unfinished requests, got {request.id!r} again")
         room = self.pool.num_pages * self.pool.page_size
@@ -89,6 +85,10 @@ class Scheduler:
                 f"request {request.id!r} needs room for {needed} tokens (its prompt and max_new_tokens), "
                 f"and the cache has {room}: {self.pool.num_pages} pages of {self.pool.page_size}"
             )
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises ValueError as ``check`` does."""
+        self.check(request)
         self._arrivals += 1
         request.order = (self._steps + self.patience * request.priority, self._arrivals)
         self._unfinished[request.id] = request
@@ -100,6 +100,14 @@ class Scheduler:
         if request is not None:
             self._finish(request)
         return request
+
+    def clear(self) -> None:
+        """End all requests and release all pages, also after a change of them that was interrupted."""
+        for request in self._unfinished.values():
+            request.finished = True
+        self._running, self._waiting, self._unfinished = [], [], {}
+        self.pool.release_all()
+        self.host_pool.release_all()
 
     def schedule(self) -> Step | None:
         """The next step; None if there is nothing that could be computed now."""
@@ -121,12 +129,20 @@ class Scheduler:
         self._steps += 1
         return step
 
-    def update(self, step: Step, tokens: Mapping[str, Sequence[int]], stopped: Collection[str] = ()) -> list[Request]:
+    def update(
+        self,
+        step: Step,
+        tokens: Mapping[str, Sequence[int]],
+        stopped: Collection[str] = (),
+        failed: Collection[str] = (),
+    ) -> list[Request]:
         """Tell what a step gave; steps in the order in which they were scheduled.
 
         Args:
             tokens: by id of each request that sampled: its new tokens, more than one where drafts were right.
             stopped: ids of requests that are to end with these tokens.
+            failed: ids of requests that are to end as well, with these tokens or none, and whose pages nobody shares:
+                what was computed of them is wrong.
 
         Returns:
             The requests that ended.
@@ -137,20 +153,24 @@ class Scheduler:
             if request.finished:
                 continue
             self.statistics.computed_tokens += work.count
+            fails = request.id in failed
             if work.samples:
                 new = list(tokens[request.id])
-                if not 1 <= len(new) <= 1 + work.drafts:
-                    raise ValueError(f"tokens of request {request.id!r} must be 1 to {1 + work.drafts}, got {len(new)}")
+                least, most = 0 if fails else 1, 1 + work.drafts
+                if not least <= len(new) <= most:
+                    raise ValueError(f"tokens of request {request.id!r} must be {least} to {most}, got {len(new)}")
                 self.statistics.generated_tokens += len(new)
                 self.statistics.draft_tokens += work.drafts
-                self.statistics.accepted_tokens += len(new) - 1
+                self.statistics.accepted_tokens += max(len(new) - 1, 0)
                 request.tokens += new[: request.most_tokens - len(request.tokens)]
                 request.pending -= 1
                 if request.verifying:
                     request.computed, request.verifying = work.start + len(new), False
-            if request.pages and self.prefix_cache:
+            if fails:
+                self.pool.forget(request.pages)
+            elif request.pages and self.prefix_cache:
                 self._seal(request)
-            if work.samples and (len(request.tokens) >= request.most_tokens or request.id in stopped):
+            if work.samples and (len(request.tokens) >= request.most_tokens or fails or request.id in stopped):
                 self._finish(request)
                 ended.append(request)
         return ended

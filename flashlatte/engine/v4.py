@@ -14,10 +14,11 @@ from flashlatte.distributed.model.cuts import check_divisible
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.distributed.model.shards import copied, divide_mlp, keep_groups, take
 from flashlatte.engine.batch import Batch, Limits
-from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_type, config_of, load, normed
+from flashlatte.engine.formats import window_format
+from flashlatte.engine.loading import load
+from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_type, config_of, normed
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.index_formats import index_format, index_format_beside
-from flashlatte.kv_cache.registry import as_format
 from flashlatte.layers.side_by_side import lay_on_gpus
 from flashlatte.layers.v4 import V4Cache, V4Config
 from flashlatte.layers.v4.attention import attend
@@ -47,7 +48,9 @@ class V4Model(PagedModel):
     Raises:
         TypeError: a model without a head; layers with hooks or another forward; quantised weights that are read
             (``o_a_proj``) and do not tell their matrix.
-        ValueError: a model of another type; weights that ranks cannot divide, as of ``Model``.
+        OSError: no checkpoint can be read there, or one of its files is missing.
+        ValueError: a model of another type; a checkpoint with a damaged file, or without some of the model's weights;
+            weights that ranks cannot divide, as of ``Model``.
     """
 
     # Which prompts attend over a workspace.
@@ -93,9 +96,7 @@ class V4Model(PagedModel):
             )
         found = []
         for config in self.layers:
-            layout = as_format(cache_format, config.head_dim)
-            if layout.plain and layout.record_dtype != self.dtype:
-                raise ValueError(f"cache_format must be model1 or that of {self.dtype}, got {cache_format!r}")
+            layout = window_format(config, cache_format, self.dtype)
             found.append((layout, page_size))
             if config.ratio:
                 found.append((layout, page_size // config.ratio))

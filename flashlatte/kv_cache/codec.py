@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache import scales
+from flashlatte.kv_cache import allocation, scales
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
 from flashlatte.kv_cache.registry import as_format, infer_format
@@ -39,6 +39,7 @@ def allocate(
     Raises:
         TypeError, ValueError: an unknown format, sizes below 1 or beyond 2^63 bytes, or a head_dim that the format
             does not have; a device that is not there.
+        torch.OutOfMemoryError: the device has no room; the message gives pages and GiB.
     """
     layout = as_format(cache_format, None if head_dim is None else checks.positive_int("head_dim", head_dim))
     num_pages = checks.positive_int("num_pages", num_pages)
@@ -47,7 +48,8 @@ def allocate(
     width, place = layout.record_width, checks.device("device", device)
     if num_pages * page_stride * layout.record_dtype.itemsize >= 2**63:
         raise ValueError(f"num_pages must make a cache of less than 2^63 bytes, got {num_pages} of {page_size} tokens")
-    storage = torch.zeros(num_pages * page_stride, dtype=layout.record_dtype, device=place)
+    shape = (num_pages * page_stride,)
+    storage = allocation.zeros(shape, layout.record_dtype, place, num_pages, page_size, layout.name)
     return storage.as_strided((num_pages, page_size, 1, width), (page_stride, width, width, 1))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.runtime import checks
+from flashlatte.runtime import checks, value_checks
 
 
 def check(
@@ -21,6 +21,28 @@ def check(
     checks.tensor("cu_seqlens", cu_seqlens, (boundaries,), checks.INDEX_DTYPES, device, unit_last_stride=False)
     if seq_starts is not None:
         checks.tensor("seq_starts", seq_starts, (requests,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+
+
+def check_values(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seq_starts: torch.Tensor | None,
+    rows: int,
+    seq_ends: torch.Tensor | None = None,
+) -> None:
+    """Check, where FLASHLATTE_CHECK asks for it, that the pages of all gathered tokens exist."""
+    if not value_checks.ENABLED or block_table.shape[0] == 0:
+        return
+    if cu_seqlens.shape[0] == block_table.shape[0]:
+        cu_seqlens = torch.nn.functional.pad(cu_seqlens.long(), (0, 1), value=rows)
+    value_checks.lengths("cu_seqlens", cu_seqlens, rows)
+    ends = cu_seqlens.diff().long()
+    if seq_starts is not None:
+        ends = ends + seq_starts.long()
+    if seq_ends is not None:
+        ends = torch.minimum(ends, seq_ends.long())
+    value_checks.pages(block_table, ends, *cache.shape[:2], name="cu_seqlens", starts=seq_starts)
 
 
 def slots_of_rows(

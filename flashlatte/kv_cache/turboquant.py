@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flashlatte.kv_cache import allocation
 from flashlatte.kv_cache.fp8 import as_bytes, divide, from_bytes, to_e4m3
 from flashlatte.kv_cache.hadamard import hadamard
 from flashlatte.kv_cache.lloyd_max import lloyd_max, midpoints
@@ -159,13 +160,16 @@ def allocate(
 
     Raises:
         TypeError, ValueError: an unknown format, a size below 1, or a head_dim that the format does not have.
+        torch.OutOfMemoryError: the device has no room; the message gives pages and GiB.
     """
     layout = turboquant_format(cache_format, checks.positive_int("head_dim", head_dim))
     shape = [
         checks.positive_int(name, size)
         for name, size in (("num_pages", num_pages), ("page_size", page_size), ("h_kv", h_kv))
     ]
-    storage = torch.zeros(*shape, layout.allocated_bytes, dtype=torch.uint8, device=checks.device("device", device))
+    whole = (*shape, layout.allocated_bytes)
+    place = checks.device("device", device)
+    storage = allocation.zeros(whole, torch.uint8, place, num_pages, page_size, layout.name)
     return storage[..., : layout.record_bytes]
 
 

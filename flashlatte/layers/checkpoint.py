@@ -6,6 +6,7 @@ import fnmatch
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,16 +25,12 @@ def read_layer(path: str | Path, layer: int) -> dict[str, torch.Tensor]:
     Raises:
         FileNotFoundError: there is no safetensors file.
         ModuleNotFoundError: safetensors is not installed.
-        ValueError: no file has the layer.
+        ValueError: a file is damaged; no file has the layer.
     """
-    try:
-        from safetensors import safe_open
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("this needs safetensors: pip install 'flashlatte[transformers]'") from error
     marker = f"layers.{layer}.self_attn."
     found = {}
     for file in _files(Path(path), marker):
-        with safe_open(file, framework="pt") as tensors:
+        with opened(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
                 prefix, _, rest = name.partition(marker)
                 if rest and (not prefix or prefix.endswith(".")):
@@ -56,13 +53,43 @@ def _files(path: Path, marker: str) -> list[Path]:
     return files
 
 
+def safetensors_files(path: Path) -> list[Path]:
+    """The safetensors files of a directory that transformers reads; none where it reads others."""
+    whole, index = path / "model.safetensors", path / _INDEX
+    if whole.is_file():
+        return [whole]
+    return sorted({path / file for file in files_by_weight(index).values()}) if index.is_file() else []
+
+
+def opened(file: Path) -> Any:
+    """A safetensors file, open; no tensor is read yet.
+
+    Raises:
+        FileNotFoundError, ModuleNotFoundError: the file, or safetensors, is missing.
+        ValueError: the file is damaged, as after a download that was interrupted.
+    """
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("this needs safetensors: pip install 'flashlatte[transformers]'") from error
+    if not file.is_file():
+        raise FileNotFoundError(f"the checkpoint's file {file} is missing")
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file} must be a complete safetensors file: {error}") from error
+
+
 def files_by_weight(index: Path) -> dict[str, str]:
     """The file of each weight, from a checkpoint's index.
 
     Raises:
-        ValueError: The index has none.
+        ValueError: The index is not JSON, or has none.
     """
-    files = json.loads(index.read_text()).get("weight_map")
+    try:
+        files = json.loads(index.read_text()).get("weight_map")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{index} must be JSON: {error}") from error
     if not isinstance(files, dict):
         raise ValueError(f"{index.name} must have a weight_map of weights' files, got {files!r} in {index.parent}")
     return files

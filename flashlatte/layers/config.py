@@ -61,6 +61,27 @@ class Yarn:
             checks.positive_number("attention_factor", self.attention_factor)
         checks.flag("truncate", self.truncate)
 
+    @classmethod
+    def from_rope_parameters(cls, parameters: Mapping[str, Any], max_position: int) -> Yarn:
+        """Of standardised ``rope_parameters``; a factor of None is that of ``max_position`` to the original length.
+
+        Raises:
+            TypeError, ValueError: a field is not a number in its range.
+        """
+        name = "original_max_position_embeddings"
+        original = checks.positive_int(name, parameters[name])
+        factor = parameters.get("factor")
+        return cls(
+            factor=max_position / original if factor is None else checks.number("factor", factor),
+            original_max_position=original,
+            beta_fast=parameters.get("beta_fast") or 32.0,
+            beta_slow=parameters.get("beta_slow") or 1.0,
+            mscale=parameters.get("mscale") or 0.0,
+            mscale_all_dim=parameters.get("mscale_all_dim") or 0.0,
+            attention_factor=parameters.get("attention_factor"),
+            truncate=parameters.get("truncate", True),
+        )
+
     @property
     def rotation_scale(self) -> float:
         """What cos and sin are multiplied by."""
@@ -103,6 +124,20 @@ class Rope:
         checks.instance("yarn", self.yarn, Yarn, or_none=True)
         if not 1 < checks.number("theta", self.theta) < math.inf:
             raise ValueError(f"theta must be a finite number above 1, got {self.theta}")
+
+    @classmethod
+    def from_rope_parameters(cls, parameters: Mapping[str, Any], layout: str, max_position: int) -> Rope:
+        """Of standardised ``rope_parameters`` (``models.standardised_rope``).
+
+        Raises:
+            TypeError, ValueError: a field is not a number in its range.
+        """
+        return cls(
+            theta=checks.number("rope_theta", parameters["rope_theta"]),
+            layout=layout,
+            max_position=max_position,
+            yarn=Yarn.from_rope_parameters(parameters, max_position) if parameters["rope_type"] == "yarn" else None,
+        )
 
 
 def check_indexer_sizes(num_heads: int, head_dim: int, topk: int) -> None:
@@ -261,32 +296,34 @@ class MLAConfig:
     def from_transformers(config: Any) -> MLAConfig:
         """The config of a transformers model, or the content of a checkpoint's ``config.json`` as a mapping.
 
+        The rotary embedding is the one that transformers makes of the config (its ``standardize_rope_params``).
+
         Raises:
-            TypeError, ValueError: it has no ``kv_lora_rank`` (another attention), lacks a size, is of a model whose
-                attention is not known to be this one, has a rope_type other than "default" and "yarn", or something
-                else than a number or an object where there must be one.
+            TypeError: a field of another type, such as a ``max_position_embeddings`` of None.
+            ValueError: no ``kv_lora_rank`` (another attention); a size that is missing; a family that is refused, with
+                the reason, or whose attention is not known to be this one; a rope_type other than "default" and "yarn".
         """
-        fields = models.text_config(models.fields_of(config))
+        whole = models.fields_of(config)
+        fields = models.text_config(whole)
+        models.check_not_refused(whole.get("model_type"), fields.get("model_type"))
         if fields.get("kv_lora_rank") is None:
             raise ValueError(f"config must be an MLA model's, with kv_lora_rank, got model_type {_model_type(fields)}")
         traits = models.traits(fields.get("model_type"))
         missing = [name for name in _SIZES if fields.get(name) is None]
         if missing:
             raise ValueError(f"config must have {', '.join(missing)}, got model_type {_model_type(fields)} without")
+        rope = _rope_parameters(fields, traits)
+        max_position = max_position_embeddings(fields, traits.max_position)
         return MLAConfig(
             **{name: fields[name] for name in _SIZES},
             q_lora_rank=fields.get("q_lora_rank"),
-            rope=_rope(fields, traits),
+            rope=Rope.from_rope_parameters(rope, traits.layout(fields.get("rope_interleave", True)), max_position),
             attention_bias=fields.get("attention_bias") or False,
             query_factor=_latent_factor(fields, "q_lora_rank") if traits.scales_latents else 1.0,
             latent_factor=_latent_factor(fields, "kv_lora_rank") if traits.scales_latents else 1.0,
-            query_scaling=_query_scaling(fields) if traits.scales_queries else None,
+            query_scaling=QueryScaling.from_rope_parameters(rope) if traits.scales_queries else None,
             indexer=_indexer(fields, traits) if traits.has_indexer else None,
         )
-
-
-def _query_scaling(fields: Mapping[str, Any]) -> QueryScaling:
-    return QueryScaling.from_rope_parameters(models.inner(fields, "rope_parameters"))
 
 
 def _model_type(fields: Mapping[str, Any]) -> Any:
@@ -312,37 +349,20 @@ def _indexer(fields: Mapping[str, Any], traits: models.Traits) -> IndexerConfig:
     )
 
 
-def _rope(fields: Mapping[str, Any], traits: models.Traits) -> Rope:
-    """RoPE from ``rope_parameters`` (transformers 5) or from ``rope_theta`` and ``rope_scaling`` (checkpoints)."""
-    scaling = models.inner(fields, "rope_parameters") or models.inner(fields, "rope_scaling")
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "deepseek_yarn":
-        # So Sarvam's checkpoints call the same.
-        kind = "yarn"
-    if kind not in ("default", "yarn"):
-        raise ValueError(f"rope_type must be default or yarn, got {kind!r}")
-    max_position = fields.get("max_position_embeddings", 4096)
-    return Rope(
-        theta=checks.number("rope_theta", scaling.get("rope_theta", fields.get("rope_theta", traits.rope_theta))),
-        layout=traits.layout(fields.get("rope_interleave", True)),
-        max_position=max_position,
-        yarn=_yarn(scaling, max_position) if kind == "yarn" else None,
+def _rope_parameters(fields: Mapping[str, Any], traits: models.Traits) -> dict[str, Any]:
+    """``rope_parameters`` as transformers' modules read them, after a model is made of the config."""
+    name = "original_max_position_embeddings"
+    parameters = models.rope_parameters(fields)
+    if name in fields:
+        # A length beside rope_parameters takes precedence over one within.
+        parameters = {**parameters, name: fields[name]}
+    return models.standardised_rope(
+        parameters,
+        fields.get("rope_theta", traits.rope_theta),
+        fields.get("max_position_embeddings", traits.max_position),
     )
 
 
-def _yarn(scaling: Mapping[str, Any], max_position: int) -> Yarn:
-    original = scaling.get("original_max_position_embeddings")
-    if original is None:
-        raise ValueError("rope_type yarn must have original_max_position_embeddings, got none")
-    original = checks.positive_int("original_max_position_embeddings", original)
-    factor = scaling.get("factor")
-    return Yarn(
-        factor=max_position / original if factor is None else checks.number("factor", factor),
-        original_max_position=original,
-        beta_fast=scaling.get("beta_fast") or 32.0,
-        beta_slow=scaling.get("beta_slow") or 1.0,
-        mscale=scaling.get("mscale") or 0.0,
-        mscale_all_dim=scaling.get("mscale_all_dim") or 0.0,
-        attention_factor=scaling.get("attention_factor"),
-        truncate=scaling.get("truncate", True),
-    )
+def max_position_embeddings(fields: Mapping[str, Any], default: int) -> int:
+    """The field of a config, checked; ``default`` where there is none."""
+    return checks.positive_int("max_position_embeddings", fields.get("max_position_embeddings", default))

@@ -20,6 +20,7 @@ class Traits:
         rope_layout: which rope dims are a pair, whatever the config says; None: as ``rope_interleave`` says, which is
             true where it is not given, and false where it is null.
         rope_theta: base of the frequencies where the config says none.
+        max_position: positions of a model where the config says none.
         scales_queries: whether queries are multiplied by a factor that grows with their position (Mistral 4).
         scales_latents: whether the two normalised latents are multiplied by √(hidden_size / rank) (LongCat-Flash,
             arXiv:2509.01322, §2.1).
@@ -29,6 +30,7 @@ class Traits:
 
     rope_layout: str | None = None
     rope_theta: float = 10000.0
+    max_position: int = 4096
     scales_queries: bool = False
     scales_latents: bool = False
     has_indexer: bool = False
@@ -41,18 +43,20 @@ class Traits:
 
 
 SERVED: dict[str, Traits] = {
-    "axk1": Traits(),
-    "deepseek_v2": Traits(rope_layout=INTERLEAVED),
+    "axk1": Traits(max_position=32768),
+    "deepseek_v2": Traits(rope_layout=INTERLEAVED, max_position=2048),
     "deepseek_v3": Traits(),
-    "deepseek_v32": Traits(rope_layout=INTERLEAVED, has_indexer=True),
-    "glm4_moe_lite": Traits(),
-    "glm_moe_dsa": Traits(rope_layout=INTERLEAVED, has_indexer=True, index_rope_layout=INTERLEAVED),
+    "deepseek_v32": Traits(rope_layout=INTERLEAVED, max_position=163840, has_indexer=True),
+    "glm4_moe_lite": Traits(max_position=202752),
+    "glm_moe_dsa": Traits(
+        rope_layout=INTERLEAVED, max_position=202752, has_indexer=True, index_rope_layout=INTERLEAVED
+    ),
     "kimi_k2": Traits(),
-    "longcat_flash": Traits(rope_layout=INTERLEAVED, rope_theta=1e7, scales_latents=True),
-    "minicpm3": Traits(rope_layout=HALF),
-    "mistral4": Traits(scales_queries=True),
+    "longcat_flash": Traits(rope_layout=INTERLEAVED, rope_theta=1e7, max_position=131072, scales_latents=True),
+    "minicpm3": Traits(rope_layout=HALF, max_position=32768),
+    "mistral4": Traits(max_position=1048576, scales_queries=True),
     "sarvam_mla": Traits(),
-    "youtu": Traits(),
+    "youtu": Traits(max_position=131072),
 }
 
 REFUSED: dict[str, str] = {
@@ -77,14 +81,25 @@ def traits(model_type: str | None) -> Traits:
         return Traits()
     if not isinstance(model_type, str):
         raise TypeError(f"model_type must be a text, got {model_type!r}")
-    if model_type in REFUSED:
-        raise ValueError(f"model_type {model_type!r} is not served: {REFUSED[model_type]}")
+    check_not_refused(model_type)
     if model_type not in SERVED:
         raise ValueError(
             f"model_type must be one of {', '.join(SERVED)}, whose MLA is known to be this one, "
             f"got {model_type!r}: make an MLAConfig by hand if it is"
         )
     return SERVED[model_type]
+
+
+def refusal(model_type: object) -> str | None:
+    """Why a family is not served, if it is one of ``REFUSED`` or the language model within one; else None."""
+    return REFUSED.get(model_type.removesuffix("_text")) if isinstance(model_type, str) else None
+
+
+def check_not_refused(*model_types: object) -> None:
+    """Raise ValueError, with the reason, if one of the types is of a family that is not served."""
+    for model_type in model_types:
+        if (reason := refusal(model_type)) is not None:
+            raise ValueError(f"model_type {model_type!r} is not served: {reason}")
 
 
 def fields_of(config: Any) -> dict[str, Any]:
@@ -114,6 +129,36 @@ def inner(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} of a config must be an object, got {value!r}")
     return value
+
+
+def rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config says of its rotary embedding; empty if nothing.
+
+    ``rope_scaling`` (checkpoints) takes precedence over ``rope_parameters`` (transformers 5), as in transformers.
+    """
+    return inner(config, "rope_scaling") or inner(config, "rope_parameters")
+
+
+def standardised_rope(parameters: Mapping[str, Any], rope_theta: Any, original: Any) -> dict[str, Any]:
+    """``rope_parameters`` with the fields that a config may leave out, filled in as transformers does.
+
+    Args:
+        parameters: of one rotary embedding.
+        rope_theta: used where ``parameters`` has none.
+        original: YaRN's ``original_max_position_embeddings``, used where ``parameters`` has none.
+
+    Raises:
+        ValueError: a rope_type other than "default" and "yarn".
+    """
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    # The name in Sarvam's checkpoints.
+    kind = "yarn" if kind == "deepseek_yarn" else kind
+    if kind not in ("default", "yarn"):
+        raise ValueError(f"rope_type must be default or yarn, got {kind!r}")
+    defaults = {"rope_theta": rope_theta}
+    if kind == "yarn":
+        defaults["original_max_position_embeddings"] = original
+    return defaults | dict(parameters) | {"rope_type": kind}
 
 
 def shared_selections(config: Mapping[str, Any]) -> tuple[int, ...]:

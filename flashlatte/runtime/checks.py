@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeGuard
 
 import torch
+from torch._subclasses import FakeTensor
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -60,6 +61,14 @@ def tensor(
     return value
 
 
+def agree_in_dtype(name: str, value: object, q: torch.Tensor, *others: torch.dtype) -> None:
+    """Check that keys have q's dtype or one of ``others``. Which of both is wrong is not known."""
+    if isinstance(value, torch.Tensor) and value.dtype not in (q.dtype, *others):
+        exception = f", or {name} {dtype_names(others)}" if others else ""
+        got = f"q in {dtype_names([q.dtype])} and {name} in {dtype_names([value.dtype])}"
+        raise TypeError(f"q and {name} must agree in dtype{exception}, got {got}")
+
+
 def output(
     name: str,
     value: object,
@@ -98,8 +107,15 @@ def has_values(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and (x.numel() == 0 or _address(x) != 0)
 
 
+def has_memory(x: torch.Tensor) -> bool:
+    """Whether a tensor has elements, and these have values: not one of a fake or meta tensor."""
+    return x.numel() > 0 and _address(x) != 0
+
+
 def _address(x: torch.Tensor) -> int:
     """Where x begins; 0 for a tensor without memory, as a fake one."""
+    if isinstance(x, FakeTensor):
+        return 0
     try:
         return x.data_ptr()
     except RuntimeError:
@@ -122,18 +138,26 @@ def _has_shape(actual: torch.Size, wanted: Sequence[int | str], may_be_empty: in
 
 
 def rows_aligned(x: torch.Tensor, alignment: int = 16) -> bool:
-    """Whether all rows (along the last axis) begin at multiples of ``alignment`` bytes in a buffer that does."""
+    """Whether all rows (along the last axis) begin at multiples of ``alignment`` bytes."""
     itemsize = x.element_size()
-    # torch.compile does not trace storage_offset; what it compiles takes views as if they began at the buffer's start.
-    offset = 0 if torch.compiler.is_dynamo_compiling() else x.storage_offset()
-    return offset * itemsize % alignment == 0 and all(
+    return begins_at_multiple(x, alignment) and all(
         size == 1 or (stride > 0 and stride * itemsize % alignment == 0)
         for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
     )
 
 
+def begins_at_multiple(x: torch.Tensor, alignment: int) -> bool:
+    """Whether a tensor begins at a multiple of ``alignment`` bytes.
+
+    torch.compile traces neither addresses nor storage offsets. There the answer is True, and launches check again.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return (_address(x) or x.storage_offset() * x.element_size()) % alignment == 0
+
+
 def begins_aligned(backend: str, **tensors: torch.Tensor) -> None:
-    """What ``rows_aligned`` cannot see: buffers themselves begin at multiples of 16 bytes."""
+    """Check in a launch what ``rows_aligned`` cannot see under torch.compile."""
     for name, tensor in tensors.items():
         if tensor.data_ptr() % 16:
             raise ValueError(f"{name} must begin at a multiple of 16 bytes for {backend=}, got {tensor.data_ptr():#x}")

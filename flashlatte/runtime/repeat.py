@@ -23,6 +23,7 @@ from torch._C._dynamo import guards
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd.graph import increment_version
 
+from flashlatte.runtime import value_checks
 from flashlatte.runtime.gradients import has_tangents
 from flashlatte.runtime.recording import Recording, is_recording, record
 
@@ -53,6 +54,8 @@ def repeats_launches(function: _Function) -> _Function:
     gradient is recorded, and where it does more than launch. Modes of torch functions do not see a repeat, which would
     take twice as long under ``torch.set_default_device``.
     """
+    if value_checks.ENABLED:
+        return function
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -46,13 +46,18 @@ def gluon_kernel(
 def _compiled_by(
     jit: Callable[..., Any], function: Callable[..., None] | None, by_element: Sequence[str], cluster: Cluster | None
 ) -> Any:
-    """A ``Kernel``, or in Triton's interpreter its function as it is; without ``function`` what decorates one."""
+    """A ``Kernel``, or an ``InterpretedKernel`` in Triton's interpreter; without ``function`` what decorates one."""
     if function is None:
         return lambda given: _compiled_by(jit, given, by_element, cluster)
     jitted = jit(
         function, do_not_specialize=_run_time_numbers(function), do_not_specialize_on_alignment=list(by_element)
     )
-    return Kernel(jitted, cluster) if isinstance(jitted, triton.JITFunction) else jitted
+    if isinstance(jitted, triton.JITFunction):
+        return Kernel(jitted, cluster)
+    # Imported here: the interpreter's module needs NumPy.
+    from flashlatte.runtime.interpreted_kernel import InterpretedKernel
+
+    return InterpretedKernel(jitted)
 
 
 _instead: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None

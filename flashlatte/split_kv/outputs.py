@@ -155,7 +155,7 @@ def write_out(
         scale = outputs.out_scale_value
         if outputs.out_scale is not None:
             scale = tl.load(outputs.out_scale)
-        stored = float_to_e4m3(values * (1.0 / scale), NATIVE_FP8)
+        stored = float_to_e4m3(values * tl.div_rn(1.0, scale), NATIVE_FP8)
     else:
         stored = from_float32(values, outputs.out.dtype.element_ty, INTERPRETED)
     tl.store(pointers[:, None] + cols[None, :], stored, mask=in_item[:, None] & (cols < D_V)[None, :])

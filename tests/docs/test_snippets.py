@@ -50,6 +50,13 @@ def test_the_snippets_of_a_page_run(page, monkeypatch, tmp_path):
         exec(compile(code, str(page), "exec"), names)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_lines_fit_the_site(page):
+    """A block has room for 120 characters in a window of 1,400 px (docs/css/site.css)."""
+    blocks = [fence.group(3) for fence in FENCE.finditer(page.read_text())]
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 120] == []
+
+
 def test_the_collector_finds_snippets():
     assert len(snippets(ROOT / "docs" / "guide" / "cache-formats.md")) == 6
     assert snippets(ROOT / "docs" / "guide" / "cuda-graphs.md")[0][1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def test_mistakes_are_errors_with_words(checkpoint, capsys):
     assert cli.main(["generate", str(checkpoint), "--prompt", "x", "--temperature", "-1"]) == 2
     assert "temperature must be" in capsys.readouterr().err
     assert cli.main(["generate", str(checkpoint), "--prompt", "x", "--cache-format", "fp99"]) == 2
-    assert "cache_format must be one of" in capsys.readouterr().err
+    assert "cache_format must be bf16, fp16, fp32 or fp8 for rows of 32 + 8, got 'fp99'" in capsys.readouterr().err
     (checkpoint / "binary").write_bytes(b"\xff\xfe")
     assert cli.main(["generate", str(checkpoint), "--file", str(checkpoint / "binary")]) == 2
     assert f"--file must be a text in UTF-8, and {checkpoint / 'binary'} is not" in capsys.readouterr().err
@@ -72,6 +73,51 @@ def test_mistakes_are_errors_with_words(checkpoint, capsys):
     (checkpoint / "config.json").write_text(json.dumps(config))
     assert cli.main(["generate", str(checkpoint), "--prompt", "x"]) == 2
     assert "got 'llama'" in capsys.readouterr().err
+
+
+def test_a_text_from_standard_input(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hello")))
+    assert cli.main(["generate", str(checkpoint), "--file", "-", "--new-tokens", "3"]) == 0
+    expected = Letters().decode(generated_by_transformers("DeepseekV3", Letters().encode("Hello"), 3))
+    assert capsys.readouterr().out == expected + "\n"
+
+
+def test_only_the_first_rank_reads_the_text(checkpoint, capsys, monkeypatch):
+    """Ranks share one standard input: what another reads, the first would miss."""
+    text = io.TextIOWrapper(io.BytesIO(b"Hello"))
+    monkeypatch.setattr("sys.stdin", text)
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["generate", str(checkpoint / "nothing"), "--file", "-"]) == 2
+    assert text.read() == "Hello"
+
+
+def test_files_that_cannot_be_read_are_named(checkpoint, capsys):
+    missing = checkpoint / "missing.txt"
+    for file, reason in ((missing, "No such file or directory"), (checkpoint, "Is a directory")):
+        assert cli.main(["generate", str(checkpoint), "--file", str(file)]) == 2
+        expected = f"flashlatte generate: --file must be a file that can be read, got {file}: {reason}\n"
+        assert capsys.readouterr().err == expected
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_that_is_cut_off(checkpoint, capsys):
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert cli.main(["generate", str(checkpoint), "--prompt", "x"]) == 2
+    error = capsys.readouterr().err
+    assert f"flashlatte generate: {file} must be a complete safetensors file: " in error
+    assert "Traceback" not in error
+
+
+def test_a_checkpoint_without_a_tokenizer_or_a_config(tmp_path, capsys):
+    model("DeepseekV3").save_pretrained(tmp_path)
+    capsys.readouterr()
+    assert cli.main(["generate", str(tmp_path), "--prompt", "x"]) == 2
+    expected = "flashlatte generate: model must be a directory with a tokenizer, and transformers loads none from "
+    assert capsys.readouterr().err.startswith(f"{expected}{tmp_path}: ")
+    (tmp_path / "config.json").unlink()
+    assert cli.main(["generate", str(tmp_path), "--prompt", "x"]) == 2
+    assert f"directory of a checkpoint, and {tmp_path} has no config.json\n" in capsys.readouterr().err
 
 
 def test_no_directory_is_no_question_of_a_tokenizer(tmp_path, capsys):

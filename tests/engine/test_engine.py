@@ -194,6 +194,7 @@ def test_texts_in_and_stops():
     (output,) = served.generate(["Hello"], SamplingParams(max_new_tokens=8, stop=(stop,)))
     assert output.tokens == expected[:4]
     assert output.text == Letters().decode(expected[:2])
+    assert served.generate(["Hello"], SamplingParams(max_new_tokens=8, stop=stop))[0].tokens == output.tokens
     (output,) = served.generate(["Hello"], SamplingParams(max_new_tokens=8, stop_tokens=(expected[5],)))
     assert output.text == Letters().decode(expected[: expected.index(expected[5])])
     (output,) = served.generate(["Hello"], SamplingParams(max_new_tokens=8))
@@ -259,9 +260,9 @@ def test_errors_name_the_argument(arguments, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cache_format": "v32"}, "'v32' stores kv_lora_rank 512 and qk_rope_head_dim 64, and the model has 32 and 8"),
-        ({"cache_format": "index_fp8"}, "accepted for it are bf16 and fp16 and fp32 and fp8$"),
-        ({"cache_format": ""}, "cache_format must be one of bf16, "),
+        ({"cache_format": "v32"}, r"^cache_format must be bf16, fp16, fp32 or fp8 for rows of 32 \+ 8, got 'v32'$"),
+        ({"cache_format": "index_fp8"}, r"fp32 or fp8 for rows of 32 \+ 8, got 'index_fp8'$"),
+        ({"cache_format": ""}, "^cache_format must be bf16, fp16, .*, got ''$"),
         ({"patience": 1.5}, "patience must be an int, got float"),
         ({"tokenizer": "checkpoint"}, "^tokenizer must have decode, .* got 'checkpoint'$"),
         ({"tokenizer": 5}, "^tokenizer must have decode, .* got int$"),
@@ -272,6 +273,14 @@ def test_errors_name_the_argument(arguments, message):
 def test_an_engine_that_could_not_run_is_not_made(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         engine(**options)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, "greedy"])
+def test_sampling_that_is_neither_parameters_nor_a_list_of_them(sampling):
+    with pytest.raises(
+        TypeError, match=f"^sampling must be SamplingParams, a list of them or None, got {type(sampling).__name__}$"
+    ):
+        engine().generate([[1], [2]], sampling)
 
 
 def test_one_text_is_no_batch_of_letters():
@@ -298,6 +307,9 @@ def test_a_prompt_may_be_a_tensor():
 def test_a_model_with_other_layers_is_refused_by_name():
     other = type("Other", (), {"config": type("Config", (), {"model_type": "minicpm3"})})
     with pytest.raises(ValueError, match=r"deepseek_v3.*got 'minicpm3'"):
+        Engine(other)
+    other.config.model_type = "hy_v4_vl"
+    with pytest.raises(ValueError, match=r"^model_type 'hy_v4_vl' is not served: .* attention sinks and a gate$"):
         Engine(other)
     with pytest.raises(TypeError, match=r"^model must be of transformers, or the directory of a checkpoint, got None$"):
         Engine(None)

@@ -112,6 +112,16 @@ def test_draws_are_those_of_one_process(two):
     assert [tokens for tokens, _, _ in outputs] == [output.tokens for output in alone]
 
 
+def test_a_request_with_nan_logits_ends_and_the_others_go_on(two):
+    healthy = [PROMPTS[2], prompt(22, 1)]
+    assert all(rank_engine_jobs.POISON not in tokens for tokens in healthy)
+    poisoned = [*prompt(21, 9), rank_engine_jobs.POISON]
+    outputs, _ = two.run(rank_engine_jobs.generate_poisoned, [healthy[0], poisoned, healthy[1]], GREEDY)
+    assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
+    for tokens, output in zip(healthy, outputs[::2], strict=True):
+        assert output.tokens == generated_by_transformers("DeepseekV3", tokens, NEW)
+
+
 def test_a_checkpoint_is_divided(two, tmp_path):
     model("DeepseekV3").save_pretrained(tmp_path)
     check(two.run(rank_engine_jobs.generate, tmp_path, PROMPTS, GREEDY), "DeepseekV3")
@@ -334,6 +344,42 @@ def test_a_rank_that_fails_ends_the_others_at_once(two, rank, at_step):
     assert told[other] == (
         f"RuntimeError: rank {rank} failed, and so rank {other} ends: ValueError: this rank has no memory left"
     )
+
+
+# With keys over both the other rank waits in the store first, else in a collective.
+@pytest.mark.parametrize("options", [{}, {"context_parallel": 2}], ids=str)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interrupted_rank_ends_the_others_within_seconds(two, rank, options):
+    begin = time.monotonic()
+    told = [failure.message for failure in two.outcomes(rank_engine_jobs.fail, rank, 1, "interrupt", **options)]
+    assert time.monotonic() - begin < 10
+    other = 1 - rank
+    assert told[rank] == "AssertionError: interrupted"
+    assert told[other] == f"RuntimeError: rank {rank} failed, and so rank {other} ends: KeyboardInterrupt"
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        (rank_engine_jobs.end_before_the_engine_agrees,),
+        (rank_engine_jobs.fail, 1, 1, "kill"),
+        (rank_engine_jobs.fail, 0, 1, "kill"),
+    ],
+    ids=["before the engines agree", "rank 1 in a step", "rank 0 in a step"],
+)
+def test_a_killed_rank_ends_the_others_within_seconds(job):
+    fresh = Ranks(2)
+    try:
+        fresh.run(rank_engine_jobs.misuse)
+        begin = time.monotonic()
+        told = [failure.message for failure in fresh.outcomes(*job)]
+        assert time.monotonic() - begin < 10
+    finally:
+        fresh.close()
+    killed = 0 if job[1:2] == (0,) else 1
+    other = 1 - killed
+    assert told[killed].startswith("EOFError")
+    assert told[other] == f"RuntimeError: rank {killed} failed, and so rank {other} ends: its process has ended"
 
 
 def test_closing_tells_of_a_rank_that_failed_since(two):

@@ -108,8 +108,8 @@ def test_what_can_be_read_once_counts_every_time():
         ({"logprobs": 5}, "logprobs must be True or False, got 5"),
         ({"stop_tokens": 5}, "stop_tokens must be a sequence of ints, got 5"),
         ({"suppress_tokens": (1.5,)}, "suppress_tokens must hold ints, got 1.5"),
-        ({"stop": "end"}, "stop must hold texts, got 'end'"),
-        ({"stop": 5}, "stop must hold texts, got 5"),
+        ({"stop": ""}, "stop must hold texts that are not empty"),
+        ({"stop": 5}, "stop must be a text or hold texts, got 5"),
         ({"stop": ("",)}, "stop must hold texts that are not empty"),
     ],
 )

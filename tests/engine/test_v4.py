@@ -164,10 +164,10 @@ def test_pages_as_large_as_indexers_want_them():
     [
         ({"page_size": 12}, "^page_size must be a multiple of 8, so that groups end with it, got 12$"),
         ({"tensor_parallel": 2, "context_parallel": 2}, "^context_parallel must be 1 for deepseek_v4, got 2$"),
-        ({"cache_format": "model1"}, "^head_dim of format model1 is 512, got 32$"),
-        ({"cache_format": "bf16"}, "^cache_format must be model1 or that of torch.float32, got 'bf16'$"),
-        ({"cache_format": "v32"}, "^head_dim of format v32 is 576, got 32$"),
-        ({"cache_format": "fp8"}, "^cache_format must be model1 or that of torch.float32, got 'fp8'$"),
+        ({"cache_format": "model1"}, "^cache_format must be fp32 for rows of 32 of a model in float32, got 'model1'$"),
+        ({"cache_format": "bf16"}, "^cache_format must be fp32 for rows of 32 of a model in float32, got 'bf16'$"),
+        ({"cache_format": "fp8"}, "^cache_format must be fp32 for rows of 32 of a model in float32, got 'fp8'$"),
+        ({"cache_format": "index_fp32"}, "^cache_format must be fp32 for rows of 32 .*, got 'index_fp32'$"),
     ],
 )
 def test_what_is_not_served(options, message):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from gpu.harness import DEVICE, UNBUILT
 
+from flashlatte import ops
 from flashlatte.runtime import dispatch
 
 pytestmark = pytest.mark.gpu
@@ -26,6 +27,7 @@ CALLS = (
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.operation}-{call.cache_format}-{call.head_dim}")
 def test_backends_that_are_built_serve_what_they_are_built_for(call: dispatch.Call) -> None:
+    ops.load()
     call = replace(call, device=torch.device(DEVICE.type, torch.cuda.current_device()))
     refusals = {choice.backend: choice.refusal for choice in dispatch.explain(call)}
     built = [name for name, refusal in refusals.items() if refusal is None or UNBUILT not in refusal]

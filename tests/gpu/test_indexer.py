@@ -123,6 +123,23 @@ PAGED = harness.pairwise(
 )
 
 
+@pytest.mark.parametrize("stride", [128, 129, 137, 144])
+def test_ragged_logits_of_queries_at_any_stride(stride: int) -> None:
+    """Hopper's kernel takes rows at multiples of 16 bytes and refuses others, which the portable kernel takes."""
+    q = normal(50, 32, stride).to(E4M3)[..., :128]
+    k, k_scale = quantize_rows(normal(700, 128), "exact")
+    start, end = integers(0, 50, 50), integers(50, 700, 50)
+    arguments = (q, k, normal(50, 32), start, end)
+    expected = index_logits(*arguments, k_scale=k_scale, backend="reference")
+    assert_logits(index_logits(*arguments, k_scale=k_scale), expected)
+    if stride % 16 == 0:
+        with harness.refusals_skip("hopper"):
+            assert_logits(index_logits(*arguments, k_scale=k_scale, backend="hopper"), expected)
+    else:
+        with pytest.raises(ValueError, match=r"^backend='hopper' cannot serve this call of index_logits: it "):
+            index_logits(*arguments, k_scale=k_scale, backend="hopper")
+
+
 def paged_arguments(
     requests: int, next_n: int, heads: int, page_size: int, cache_format: str, queries: torch.dtype, longest: int = 900
 ) -> dict[str, Any]:

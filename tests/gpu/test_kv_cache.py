@@ -54,6 +54,43 @@ def test_write(row: Arguments) -> None:
     assert_same_bytes(cache, expected)
 
 
+@pytest.mark.parametrize("x_gap", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("cache_format", kv_cache.FORMAT_NAMES)
+def test_write_of_all_magnitudes(cache_format: str, dtype: torch.dtype, x_gap: int) -> None:
+    """Rows that reach from float32's smallest number to its largest, compared with the reference on the CPU.
+
+    Rows with infinities or NaN are compared by which of their values are finite: the bits of a NaN are not specified.
+    """
+    draw, layout = Draw(0, DEVICE), kv_cache.get_format(cache_format)
+    tokens = 600
+    exponents = torch.linspace(-150, 126, tokens, device=DEVICE).round()
+    width = layout.head_dim + x_gap
+    some = draw.normal(tokens, width, dtype=torch.float32, factor=1.0)
+    large = some * 2.0 ** exponents.clamp_min(-75)[:, None] * 2.0 ** (exponents - exponents.clamp_min(-75))[:, None]
+    # Blocks of one row that differ in magnitude, from e4m3's smallest scale to beyond its largest.
+    spread = some * 2.0 ** draw.integers(-14, 14, tokens, width)
+    special = some.clone()
+    special[0, 3], special[1, 130], special[2, 300], special[3, -1 - x_gap] = torch.nan, torch.inf, -torch.inf, -0.0
+    for rows in (some, large, spread, special):
+        x = rows.to(dtype)[:, : layout.head_dim]
+        slots = torch.arange(tokens, device=DEVICE)
+        finite = x.isfinite().all(1)
+        cache, expected = written(layout, x, torch.where(finite, slots, -1))
+        assert_same_bytes(cache, expected)
+        values = [kv_cache.read(one, slots.cpu(), cache_format=layout) for one in written(layout, x, slots)]
+        assert torch.equal(*(value.isfinite() for value in values))
+
+
+def written(layout: kv_cache.CacheFormat, x: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Caches on the CPU, written by the tested backend and by the reference."""
+    cache = kv_cache.allocate(layout, -(-len(x) // 61), 61, device=DEVICE)
+    expected = cache.cpu()
+    write(cache, {"slot_mapping": slots, "x": x, "cache_format": layout})
+    kv_cache.write(expected, slots.cpu(), x.cpu(), cache_format=layout, backend="reference")
+    return cache.cpu(), expected
+
+
 @pytest.mark.parametrize("row", GATHER_GRID, ids=harness.ids(GATHER_GRID))
 def test_gather(row: Arguments) -> None:
     arguments = gather_arguments(**row)

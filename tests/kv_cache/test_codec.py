@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flashlatte import kv_cache
+from flashlatte.kv_cache import turboquant
 from flashlatte.testing import byte_oracles
 
 NAMES = kv_cache.FORMAT_NAMES
@@ -182,6 +183,17 @@ V32_CACHE = kv_cache.allocate("v32", 2, 3)
             lambda: kv_cache.allocate("v32", 2**40, 2**20),
             ValueError,
             "^num_pages must make a cache of less than 2.63 bytes, got 1099511627776 of 1048576 tokens$",
+        ),
+        (
+            lambda: kv_cache.allocate("v32", 10**12, 64),
+            torch.OutOfMemoryError,
+            "^num_pages must make a cache that fits .*, got 1,000,000,000,000 pages of 64 tokens in format v32, which "
+            r"take 39,100,647.0 GiB \(",
+        ),
+        (
+            lambda: turboquant.allocate("turboquant_4bit_nc", 10**12, 64, 8, 128),
+            torch.OutOfMemoryError,
+            "^num_pages must make a cache that fits .* in format turboquant_4bit_nc, which take .* GiB",
         ),
         (lambda: kv_cache.allocate("v32", 1, -1), ValueError, "^page_size must be at least 1, got -1$"),
         (lambda: kv_cache.allocate("v32", 1, 1.0), TypeError, "^page_size must be an int, got float$"),

@@ -177,5 +177,6 @@ def test_without_safetensors(monkeypatch, tmp_path):
     import sys
 
     monkeypatch.setitem(sys.modules, "safetensors", None)
+    (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'flashlatte\[transformers\]'"):
         MLAAttention(CONFIG).load_checkpoint(tmp_path, 0)

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 
+from flashlatte.layers import models
 from flashlatte.layers.config import IndexerConfig, MLAConfig, QueryScaling, Rope, Yarn
 from flashlatte.layers.rope import inverse_frequencies, table
 from flashlatte.layers.v4.config import V4Config, V4IndexerConfig
@@ -90,6 +91,15 @@ def test_a_checkpoint_that_says_little_of_rotation_is_read_as_transformers_does(
     assert rope.layout == ("half" if honours and said else "interleaved")
 
 
+@pytest.mark.parametrize("family", ["dots3_note", "glm5_next", "hy_v4_vl", "kimi_linear", "mistral_large4"])
+def test_a_family_that_is_refused_has_its_reason(family):
+    transformers = pytest.importorskip("transformers")
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    with pytest.raises(ValueError, match=f"is not served: {models.REFUSED[family]}$"):
+        MLAConfig.from_transformers(transformers.CONFIG_MAPPING[family]())
+
+
 def test_a_text_config_inside():
     config = MLAConfig.from_transformers({"model_type": "kimi_k25", "text_config": V3_JSON | {"model_type": "kimi_k2"}})
     assert config.num_attention_heads == 128
@@ -113,8 +123,10 @@ def test_what_is_no_config_is_refused(read, config):
         ({"v_head_dim": None, "hidden_size": None}, "config must have hidden_size, v_head_dim"),
         ({"model_type": "deepseek_v9"}, "model_type must be one of .*deepseek_v2.*, got 'deepseek_v9'"),
         ({"model_type": "kimi_linear"}, "model_type 'kimi_linear' is not served: most of its layers are linear"),
+        ({"model_type": "hy_v4_vl_text"}, "'hy_v4_vl_text' is not served: .* attention sinks and a gate"),
+        ({"model_type": "glm5_next", "text_config": V3_JSON}, "'glm5_next' is not served: .* no rotary embedding"),
+        ({"model_type": "axk2", "kv_lora_rank": None}, "'axk2' is not served: an indexer selects its tokens"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type must be default or yarn, got 'linear'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "must have original_max_position_embeddings"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim must be even, got 63"),
         ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
         ({"rope_theta": 1.0}, "theta must be a finite number above 1, got 1.0"),
@@ -188,8 +200,13 @@ def test_a_query_scaling_of_no_numbers_is_refused(numbers, error, message):
 
 
 def test_mistral_without_its_scaling_is_refused():
-    with pytest.raises(ValueError, match="rope_parameters must have llama_4_scaling_beta, original_max_position"):
+    with pytest.raises(ValueError, match="rope_parameters must have llama_4_scaling_beta, got"):
         MLAConfig.from_transformers(V3_JSON | {"model_type": "mistral4"})
+
+
+def test_mistrals_scaling_may_be_beside_its_yarn():
+    json = V3_JSON | {"model_type": "mistral4", "rope_scaling": YARN | {"llama_4_scaling_beta": 0.3}}
+    assert MLAConfig.from_transformers(json).query_scaling == QueryScaling(0.3, 4096)
 
 
 @pytest.mark.parametrize(("layer", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError)])

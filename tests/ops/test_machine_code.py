@@ -70,6 +70,8 @@ PORTABLE = [
     Variant("paged_attention", "portable", {"tokens": 2048}),
     Variant("merge_states", "portable", products=None),
     Variant("cache_write", "portable", {"form": "v32"}, products=None),
+    # Its conversions of scales to e4m3 and back have been put out of order (``support.stack_pointer``).
+    Variant("cache_write", "portable", {"form": "nvfp4_ds_mla", "dtype": torch.float32}, products=None),
     Variant("cache_gather", "portable", {"form": "model1"}, products=None),
     Variant("cache_copy", "portable", {"disjoint": False}, products=None),
     Variant("reshape_and_cache", "portable", {"cache_dtype": FP8, "per_token": True}, products=None),
@@ -211,6 +213,12 @@ MORE_PORTABLE = [
         for arch in (80, 90)
     ),
     Variant("cache_write", "portable", {"form": "v32", "scale_rounding": "exact"}, products=None),
+    *(
+        Variant("cache_write", "portable", {"form": form, "dtype": dtype, "gap": gap}, products=None, spills=4)
+        for form in ("v32", "model1", "v41", "v41_fp4", "nvfp4_ds_mla", "fp8")
+        for dtype in (torch.float32, FP16)
+        for gap in (0, 1)
+    ),
     *(
         Variant("reshape_and_cache", "portable", {"cache_dtype": dtype, "in_pieces": pieces}, arch, None)
         for dtype in (BF16, FP8, torch.float8_e5m2, torch.int8)

@@ -128,3 +128,13 @@ def test_epsilon(value):
     assert checks.epsilon("eps", 0) == 0.0
     with pytest.raises(ValueError, match=r"^eps must be a finite number of at least 0, got"):
         checks.epsilon("eps", value)
+
+
+def test_rows_of_a_buffer_that_begins_unaligned():
+    """``torch.from_numpy`` and other packages' tensors begin anywhere, at storage offset 0."""
+    buffer = np.zeros(4 * 64 + 16, np.uint8)
+    start = -buffer.ctypes.data % 16
+    for shift, aligned in ((0, True), (4, False)):
+        x = torch.from_numpy(buffer[start + shift : start + shift + 256]).view(4, 64)
+        assert x.storage_offset() == 0
+        assert checks.rows_aligned(x) is aligned

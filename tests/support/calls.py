@@ -52,10 +52,11 @@ def cache_write(
     page_size: int = 64,
     gap: int = 0,
     scale_rounding: str = "power_of_two",
+    dtype: torch.dtype = BF16,
     arch: int | None = 90,
 ) -> list[Recorded]:
     layout = kv_cache.get_format(form)
-    rows = torch.zeros(tokens, layout.head_dim + gap, dtype=BF16)[:, : layout.head_dim]
+    rows = torch.zeros(tokens, layout.head_dim + gap, dtype=dtype)[:, : layout.head_dim]
     cache = kv_cache.allocate(form, pages, page_size)
     slots = torch.zeros(tokens, dtype=torch.int64)
     return record("cache_write", backend, cache, slots, rows, None, layout, None, 1.0, scale_rounding, arch=arch)

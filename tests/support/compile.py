@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import triton
 from support.loops import loops
+from support.stack_pointer import stack_pointer_as_number
 from support.uniform_registers import read_before_written
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -260,6 +261,8 @@ def _read(compiled: Any) -> Compiled:
     sass = _disassemble(compiled.asm["cubin"])
     unwritten = read_before_written(sass)
     assert not unwritten, f"{compiled.name} reads registers that nothing has written: {unwritten[:4]}"
+    as_number = stack_pointer_as_number(sass)
+    assert not as_number, f"{compiled.name} reads the stack pointer where a number belongs: {as_number[:4]}"
     unused = unused_mbarriers(compiled.asm["ttgir"])
     assert not unused, f"{compiled.name} initializes mbarriers that it does not use: {unused}"
     return Compiled(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import math
+import os
+import signal
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,8 +22,11 @@ from support.engine_models import model
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.engine import Engine, SamplingParams
 from flashlatte.engine.model import Model
+from flashlatte.engine.runner import Runner
 
 SIZES: dict[str, Any] = {"page_size": 4, "num_pages": 64, "max_tokens": 32, "max_requests": 4}
+# A token whose embedding is NaN in a ``poisoned`` model.
+POISON = 41
 
 
 def made(source: Any, options: dict[str, Any]) -> Engine:
@@ -51,6 +58,24 @@ def generate_in_float8(path: Path, prompts: list[list[int]], sampling: SamplingP
         fp8_linears.install(patched)
         fp8_linears.keep_quantised(patched)
         return generate(path, prompts, sampling, **options)
+
+
+def poisoned(family: str) -> Any:
+    """The family's model, whose logits are NaN from the token ``POISON`` on."""
+    made = copy.deepcopy(model(family))
+    with torch.no_grad():
+        made.get_input_embeddings().weight[POISON] = math.nan
+    return made
+
+
+def generate_poisoned(prompts: list[list[int]], sampling: SamplingParams) -> Any:
+    """Outputs of rank 0, of an engine with keys over the ranks and drafts, whose model is ``poisoned``."""
+    ranks = dist.get_world_size()
+    engine = Engine(poisoned("DeepseekV3"), **SIZES, drafts=2, tensor_parallel=ranks, context_parallel=ranks)
+    if not engine.leads:
+        return engine.follow()
+    with engine:
+        return engine.generate(prompts, sampling)
 
 
 def options_by_rank(options: list[dict[str, Any]], late: int | None = None) -> None:
@@ -96,9 +121,9 @@ def misuse() -> str:
     return told
 
 
-def fail(rank: int, at_step: int) -> None:
-    """One rank fails within a step, and then stays alive, as a process that hangs would."""
-    engine = made("DeepseekV3", {})
+def fail(rank: int, at_step: int, how: str = "error", **options: Any) -> None:
+    """One rank fails within a step, and then stays alive, as a process that hangs would, or is killed."""
+    engine = made("DeepseekV3", options)
     steps = 0
     compute = Model.__call__
 
@@ -106,7 +131,9 @@ def fail(rank: int, at_step: int) -> None:
         nonlocal steps
         steps += 1
         if dist.get_rank() == rank and steps == at_step:
-            raise ValueError("this rank has no memory left")
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyboardInterrupt if how == "interrupt" else ValueError("this rank has no memory left")
         return compute(self, *args)
 
     Model.__call__ = failing  # type: ignore[method-assign]
@@ -116,8 +143,17 @@ def fail(rank: int, at_step: int) -> None:
                 engine.generate([[1, 2, 3]], SamplingParams(8))
         else:
             engine.follow()
+    except KeyboardInterrupt as error:
+        raise AssertionError("interrupted") from error
     finally:
         Model.__call__ = compute  # type: ignore[method-assign]
+
+
+def end_before_the_engine_agrees() -> None:
+    """Rank 1 is killed while it makes its caches; rank 0 waits for it in the store."""
+    if dist.get_rank() == 1:
+        Runner.__init__ = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,misc]
+    made("DeepseekV3", {})
 
 
 def leave() -> None:

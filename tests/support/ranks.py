@@ -53,14 +53,17 @@ class Ranks:
         return results
 
     def outcomes(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """The same with a ``Failure`` for a rank that raised."""
+        """The same with a ``Failure`` for a rank that raised, or whose process ended."""
         for pipe in self._pipes:
             pipe.send((function, args, kwargs))
         results = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(_PATIENCE):
                 raise AssertionError(f"rank {rank} has not answered within {_PATIENCE} s")
-            results.append(pipe.recv())
+            try:
+                results.append(pipe.recv())
+            except EOFError as error:
+                results.append(Failure(error))
         return results
 
     def close(self) -> None:

@@ -27,12 +27,18 @@ class Workload(abc.ABC):
         flops: 2 · h_q · (d_qk + d_v) for each query token and key it attends to; None where nothing is multiplied.
         bytes_moved: q, out and each distinct key once; for cache operations what is read and written.
         tolerances: by result name; those of FlashMLA's tests, and 0 where bytes must be equal.
+        overlaps: whether calls may run at the same time; not where a call changes its arguments step by step.
+        captures: whether a CUDA graph may capture a call.
+        repeats: whether every call gives the same bits.
     """
 
     call: dispatch.Call
     flops: int | None
     bytes_moved: int
     tolerances: dict[str, Tolerance]
+    overlaps: bool = True
+    captures: bool = True
+    repeats: bool = True
 
     @abc.abstractmethod
     def run(self, backend: str, outputs: Outputs | None = None) -> Results:
@@ -50,6 +56,10 @@ class Workload(abc.ABC):
     def reference(self) -> Results:
         """That part, by the reference implementation on the same device."""
 
+    def defined(self, results: Results) -> Results:
+        """The results, with zeros in place of what the operation leaves undefined. These bits never change."""
+        return results
+
     @cached_property
     def expected(self) -> Results:
         return self.reference()
@@ -60,9 +70,13 @@ class Workload(abc.ABC):
         Raises:
             WrongResult: if they differ. No case has a row without keys, so nothing may be NaN or infinite.
         """
+        results = self.defined(results)
         for name, result in results.items():
-            if result.dtype.is_floating_point and not bool(torch.isfinite(result).all()):
-                raise WrongResult(f"{name}: NaN or infinite in {int((~torch.isfinite(result)).sum())} places")
+            if result.is_floating_point():
+                # PyTorch has no isfinite of one-byte floats.
+                finite = torch.isfinite(result.float() if result.element_size() == 1 else result)
+                if not bool(finite.all()):
+                    raise WrongResult(f"{name}: NaN or infinite in {int((~finite).sum())} places")
         actual = self.compared(results)
         for name, tolerance in self.tolerances.items():
             try:

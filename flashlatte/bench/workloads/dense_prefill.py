@@ -89,10 +89,12 @@ class DensePrefillBackwardWorkload(DensePrefillWorkload):
     """The gradients of q, k and v from that of out; the forward pass is run once and not timed."""
 
     _passes = 2
+    # The backward pass runs on the stream of the forward pass.
+    overlaps = captures = False
 
     def __init__(self, problem: DensePrefillBackward, device: torch.device) -> None:
         super().__init__(problem, device)
-        self._deterministic = problem.deterministic
+        self._deterministic = self.repeats = problem.deterministic
         self.tolerances = dict.fromkeys(("dq", "dk", "dv"), compare.DENSE_PREFILL_GRADIENT)
         self._recorded = functools.lru_cache(maxsize=1)(self._record)
 

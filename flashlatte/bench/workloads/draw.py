@@ -21,6 +21,11 @@ def normal(shape: tuple[int, ...], dtype: torch.dtype, rng: torch.Generator) -> 
     return torch.empty(shape, dtype=dtype, device=rng.device).normal_(0.0, STD, generator=rng)
 
 
+def integers(low: int, high: int, count: int, rng: torch.Generator) -> torch.Tensor:
+    """int32 [count], from ``low`` to ``high`` - 1."""
+    return torch.randint(low, high, (count,), dtype=torch.int32, device=rng.device, generator=rng)
+
+
 def varying_lengths(mean: int, count: int, at_least: int, rng: torch.Generator) -> torch.Tensor:
     """int32 lengths in random order, the quantiles of N(mean, mean / 2), at least ``at_least``."""
     distribution = NormalDist(mean, mean / 2)

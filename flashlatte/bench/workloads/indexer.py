@@ -14,50 +14,53 @@ from flashlatte.ops.topk import topk
 from flashlatte.runtime import dispatch
 from flashlatte.testing.compare import Tolerance
 
-HEAD_DIM, CACHE_FORMAT, KEY_BYTES = 128, "index_fp8", 132
+CACHE_FORMAT, SCALE_BYTES = "index_fp8", 4
+LOGIT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COMPARED_ROWS = 32
 # DeepGEMM's bound of the cosine difference; logits are about 0.05.
 LOGITS = Tolerance(5e-4, 1e-3, 5e-6)
+TOLERANCES = {"fp32": LOGITS, "bf16": Tolerance(5e-4, 2.01 / 128, 1e-5)}
 EQUAL = Tolerance(0.0, 0.0)
 
 
 class IndexLogitsWorkload(Workload):
     def __init__(self, problem: IndexLogits, device: torch.device) -> None:
         rng = draw.generator(device)
-        rows, keys, heads = problem.rows, problem.keys, problem.heads
-        self.q = draw.normal((rows, heads, HEAD_DIM), torch.bfloat16, rng).to(torch.float8_e4m3fn)
-        self.k = draw.normal((keys, HEAD_DIM), torch.bfloat16, rng).to(torch.float8_e4m3fn)
+        rows, keys, heads, head_dim = problem.rows, problem.keys, problem.heads, problem.head_dim
+        self.q = draw.normal((rows, heads, head_dim), torch.bfloat16, rng).to(torch.float8_e4m3fn)
+        self.k = draw.normal((keys, head_dim), torch.bfloat16, rng).to(torch.float8_e4m3fn)
         self.k_scale = torch.rand(keys, generator=rng, device=device) + 0.5
         self.weights = draw.normal((rows, heads), torch.float32, rng)
         self.key_end = torch.arange(keys - rows + 1, keys + 1, dtype=torch.int32, device=device)
         self.key_start = torch.zeros_like(self.key_end)
+        if problem.ranges:
+            self.key_start, self.key_end = (draw.integers(-keys // 4, keys, rows, rng) for _ in range(2))
+            self.key_end += keys // 4
         self.rows = spread(rows, COMPARED_ROWS, device)
+        self.clean, self.dtype = problem.clean, LOGIT_DTYPES[problem.dtype]
 
-        pairs = rows * (keys - rows) + rows * (rows + 1) // 2
-        self.flops = 2 * heads * HEAD_DIM * pairs
-        self.bytes_moved = self.q.numel() + keys * KEY_BYTES + 4 * pairs
-        self.tolerances = {"logits": LOGITS}
+        pairs = int((self.key_end.clamp(0, keys) - self.key_start.clamp(0, keys)).clamp_min(0).sum())
+        self.flops = 2 * heads * head_dim * pairs
+        self.bytes_moved = self.q.numel() + keys * (head_dim + SCALE_BYTES) + self.dtype.itemsize * pairs
+        self.tolerances = {"logits": TOLERANCES[problem.dtype]}
         self.call = dispatch.Call(
-            problem.operation, device, self.q.dtype, CACHE_FORMAT, head_dim=HEAD_DIM, h_q=problem.heads
+            problem.operation, device, self.q.dtype, CACHE_FORMAT, head_dim=head_dim, h_q=problem.heads
         )
 
     def run(self, backend: str, outputs: Outputs | None = None) -> Results:
-        out = outputs["out"] if outputs else None
         arguments = (self.q, self.k, self.weights, self.key_start, self.key_end)
-        return {"logits": index_logits(*arguments, k_scale=self.k_scale, clean=False, out=out, backend=backend)}
+        options = {"k_scale": self.k_scale, "clean": self.clean, "dtype": self.dtype, "backend": backend}
+        return {"logits": index_logits(*arguments, **options, **(outputs or {}))}
 
     def poisoned_outputs(self) -> Outputs:
         shape = (self.q.shape[0], self.k.shape[0])
-        return {"out": torch.full(shape, torch.nan, device=self.q.device)}
+        return {"out": torch.full(shape, torch.nan, dtype=self.dtype, device=self.q.device)}
 
-    def check(self, results: Results) -> None:
-        """What a query does not see is undefined."""
-        column = torch.arange(self.k.shape[0], device=self.q.device)
-        seen = column < self.key_end[self.rows].unsqueeze(1)
-        super().check({"logits": results["logits"][self.rows].masked_fill(~seen, 0.0)})
+    def defined(self, results: Results) -> Results:
+        return {"logits": defined_logits(results["logits"], self.key_start, self.key_end, self.clean)}
 
     def compared(self, results: Results) -> Results:
-        return results
+        return {"logits": results["logits"][self.rows]}
 
     def reference(self) -> Results:
         arguments = (self.q[self.rows], self.k, self.weights[self.rows], self.key_start[self.rows])
@@ -68,34 +71,44 @@ class IndexLogitsWorkload(Workload):
 class PagedIndexLogitsWorkload(Workload):
     def __init__(self, problem: PagedIndexLogits, device: torch.device) -> None:
         rng = draw.generator(device)
-        batch, keys, next_n, heads = problem.batch, problem.keys, problem.next_n, problem.heads
+        batch, keys, next_n = problem.batch, problem.keys, problem.next_n
+        heads, head_dim = problem.heads, problem.head_dim
         pages = -(-keys // problem.page_size)
-        self.cache = kv_cache.allocate(CACHE_FORMAT, batch * pages, problem.page_size, device=device)
+        self.cache = kv_cache.allocate(CACHE_FORMAT, batch * pages, problem.page_size, head_dim=head_dim, device=device)
         every = torch.arange(batch * pages * problem.page_size, device=device)
         for slots in every.split(2**20):
-            index_quantize(self.cache, slots, draw.normal((len(slots), HEAD_DIM), torch.bfloat16, rng))
+            index_quantize(self.cache, slots, draw.normal((len(slots), head_dim), torch.bfloat16, rng))
         self.table = draw.block_table(batch, pages, rng)
-        self.q = draw.normal((batch, next_n, heads, HEAD_DIM), torch.bfloat16, rng).to(torch.float8_e4m3fn)
+        self.q = draw.normal((batch, next_n, heads, head_dim), torch.bfloat16, rng).to(torch.float8_e4m3fn)
         self.weights = draw.normal((batch * next_n, heads), torch.float32, rng)
         self.lengths = torch.full((batch, next_n), keys, dtype=torch.int32, device=device)
+        if problem.varlen:
+            self.lengths = draw.integers(0, keys + 1, batch * next_n, rng).view(batch, next_n)
         self.width = keys
         self.requests = spread(batch, COMPARED_ROWS // next_n, device)
+        self.clean, self.dtype = problem.clean, LOGIT_DTYPES[problem.dtype]
 
-        self.flops = 2 * heads * HEAD_DIM * batch * next_n * keys
-        self.bytes_moved = self.q.numel() + batch * keys * KEY_BYTES + 4 * batch * next_n * keys
-        self.tolerances = {"logits": LOGITS}
+        pairs = int(self.lengths.sum())
+        self.flops = 2 * heads * head_dim * pairs
+        key_bytes = int(self.lengths.amax(1).sum()) * (head_dim + SCALE_BYTES)
+        self.bytes_moved = self.q.numel() + key_bytes + self.dtype.itemsize * pairs
+        self.tolerances = {"logits": TOLERANCES[problem.dtype]}
         self.call = dispatch.Call(
-            problem.operation, device, self.q.dtype, CACHE_FORMAT, problem.page_size, HEAD_DIM, h_q=heads
+            problem.operation, device, self.q.dtype, CACHE_FORMAT, problem.page_size, head_dim, h_q=heads
         )
 
     def run(self, backend: str, outputs: Outputs | None = None) -> Results:
-        out = outputs["out"] if outputs else None
         arguments = (self.q, self.cache, self.weights, self.lengths, self.table)
-        logits = paged_index_logits(*arguments, max_keys=self.width, clean=False, out=out, backend=backend)
-        return {"logits": logits}
+        options = {"max_keys": self.width, "clean": self.clean, "dtype": self.dtype, "backend": backend}
+        return {"logits": paged_index_logits(*arguments, **options, **(outputs or {}))}
 
     def poisoned_outputs(self) -> Outputs:
-        return {"out": torch.full((self.weights.shape[0], self.width), torch.nan, device=self.q.device)}
+        shape = (self.weights.shape[0], self.width)
+        return {"out": torch.full(shape, torch.nan, dtype=self.dtype, device=self.q.device)}
+
+    def defined(self, results: Results) -> Results:
+        end = self.lengths.flatten()
+        return {"logits": defined_logits(results["logits"], torch.zeros_like(end), end, self.clean)}
 
     def compared(self, results: Results) -> Results:
         logits = results["logits"].unflatten(0, self.q.shape[:2])
@@ -105,7 +118,18 @@ class PagedIndexLogitsWorkload(Workload):
         chosen = self.requests
         weights = self.weights.unflatten(0, self.q.shape[:2])[chosen].flatten(0, 1)
         arguments = (self.q[chosen], self.cache, weights, self.lengths[chosen], self.table[chosen])
-        return {"logits": paged_index_logits(*arguments, max_keys=self.width, backend="reference")}
+        logits = paged_index_logits(*arguments, max_keys=self.width, backend="reference")
+        return {"logits": logits.masked_fill(logits.isneginf(), 0.0)}
+
+
+def defined_logits(logits: torch.Tensor, start: torch.Tensor, end: torch.Tensor, clean: bool) -> torch.Tensor:
+    """Zeros outside each row's range of keys; NaN there where the call should have left -inf and did not."""
+    key = torch.arange(logits.shape[1], device=logits.device)
+    unseen = (key < start.unsqueeze(1)) | (key >= end.unsqueeze(1))
+    if clean:
+        logits = logits.masked_fill(unseen & ~logits.isneginf(), torch.nan)
+        unseen &= logits.isneginf()
+    return logits.masked_fill(unseen, 0.0)
 
 
 class TopKWorkload(Workload):

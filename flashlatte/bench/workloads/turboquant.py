@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.bench.problems import TurboQuantDecode, TurboQuantStore
+from flashlatte.bench.problems import TurboQuantDecode, TurboQuantGather, TurboQuantStore
 from flashlatte.bench.workloads import draw
 from flashlatte.bench.workloads.base import Outputs, Results, Workload, nan_like, spread
+from flashlatte.bench.workloads.tokens import ROUNDED, nbytes
 from flashlatte.kv_cache import turboquant
 from flashlatte.ops.turboquant_decode import turboquant_decode
+from flashlatte.ops.turboquant_gather import turboquant_gather
 from flashlatte.ops.turboquant_store import turboquant_store
 from flashlatte.runtime import dispatch
 from flashlatte.testing.compare import Tolerance
@@ -114,3 +116,32 @@ class TurboQuantStoreWorkload(Workload):
         slots = self.slot_mapping[self.tokens_compared]
         sides = self.layout.decode(cache[slots // cache.shape[1], slots % cache.shape[1]])
         return {"records": torch.stack(sides)}
+
+
+class TurboQuantGatherWorkload(TurboQuantStoreWorkload):
+    """The tokens lie in one request's pages, in random order."""
+
+    def __init__(self, problem: TurboQuantGather, device: torch.device) -> None:
+        super().__init__(problem, device)
+        pages = self.cache.shape[0]
+        turboquant_store(
+            self.key, self.value, self.cache, torch.arange(problem.tokens, device=device), backend="reference"
+        )
+        self.table = draw.block_table(1, pages, draw.generator(device))
+        self.boundaries = torch.tensor([0, problem.tokens], dtype=torch.int32, device=device)
+        self.bytes_moved = nbytes(self.key, self.value) + problem.tokens * problem.h_kv * self.layout.record_bytes
+        self.tolerances = {"key": ROUNDED, "value": ROUNDED}
+
+    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
+        arguments = (self.cache, self.table, self.boundaries, len(self.key), HEAD_DIM)
+        key, value = turboquant_gather(*arguments, **(outputs or {}), backend=backend)
+        return {"key": key, "value": value}
+
+    def poisoned_outputs(self) -> Outputs:
+        return {"key": nan_like(self.key), "value": nan_like(self.value)}
+
+    def compared(self, results: Results) -> Results:
+        return results
+
+    def reference(self) -> Results:
+        return self.run("reference")

@@ -13,10 +13,10 @@ from flashlatte.distributed.model.cuts import numbers_of_one, piece_of, scales_n
 from flashlatte.distributed.model.names import in_transformers
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.distributed.model.shards import inner_share
-from flashlatte.layers.checkpoint import files_by_weight
+from flashlatte.layers.checkpoint import opened, safetensors_files
+from flashlatte.layers.missing import check_loaded, check_stored, own_tensors
 from flashlatte.layers.quantised import times_scales
 
-_INDEX = "model.safetensors.index.json"
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _STORED = _FLOATS | {"I64": torch.int64, "I32": torch.int32}
 # Weights and scales of a checkpoint that says that it is quantised.
@@ -36,10 +36,9 @@ class Slices:
     """
 
     def __init__(self, path: Path, config: Any, dtype: torch.dtype | None, quantiser: Any = None) -> None:
-        from safetensors import safe_open
         from transformers import AutoModelForCausalLM, GenerationConfig
 
-        self._files = {file: safe_open(file, framework="pt") for file in _files(path)}
+        self._files = {file: opened(file) for file in _files(path)}
         # Of transformers' names the file, and the name there.
         self._places = {
             in_transformers(stored, config.model_type): (file, stored)
@@ -69,14 +68,17 @@ class Slices:
         Args:
             dtype: of the weights; None: as the config says, or as stored. Of float8 ones, where they are dequantised.
             device: where they are to be.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: a file is damaged, or weights are missing (``check_stored``, ``check_loaded``).
         """
         quantised = getattr(config, "quantization_config", None) is not None
         quantiser = _float8_quantiser(config, torch.device(device)) if quantised else None
         if not _files(Path(path)) or (quantised and quantiser is None):
             return None
         slices = cls(Path(path), config, dtype, quantiser)
-        known = all(slices._sources(name) for name in slices.model.state_dict())
-        return slices if known and all(map(slices._is_readable, slices._places)) else None
+        return slices if slices._has_all(path) and all(map(slices._is_readable, slices._places)) else None
 
     def fill(self, ranks: Ranks, heads: int, device: torch.device | str) -> None:
         """Read what the model still has after it was cut to a rank's part.
@@ -100,6 +102,20 @@ class Slices:
         self.model.load_state_dict(values, assign=True)
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
+
+    def _has_all(self, path: str | Path) -> bool:
+        """Whether the files have all tensors of the model under known names; ValueError if none can be of others."""
+        check_stored(path, self.model.config, {name: self._stored(name) for name in self._places})
+        sources = {name: self._sources(name) for name in self.model.state_dict()}
+        missing = [name for name, found in sources.items() if not found]
+        used = {source for found in sources.values() for source in found}
+        used |= {scales_name(source) for source in used}
+        unused = [name for name in self._places if name not in used]
+        ignored = "|".join(self.model._keys_to_ignore_on_load_missing or ["(?!)"])
+        if missing and (own_tensors(self.model, unused) or any(re.search(ignored, name) for name in missing)):
+            return False
+        check_loaded(path, self.model, missing, unused)
+        return True
 
     @property
     def _is_tied(self) -> bool:
@@ -210,11 +226,4 @@ def _kept_in_float32(model: Any) -> set[str]:
 
 def _files(path: Path) -> list[Path]:
     """The safetensors files of a checkpoint that transformers would read, none where it has others, or an adapter."""
-    whole, index = path / "model.safetensors", path / _INDEX
-    if (path / "adapter_config.json").is_file():
-        return []
-    if whole.is_file():
-        return [whole]
-    if not index.is_file():
-        return []
-    return sorted({path / file for file in files_by_weight(index).values()})
+    return [] if (path / "adapter_config.json").is_file() else safetensors_files(path)

@@ -62,7 +62,7 @@ class Meeting(contextlib.AbstractContextManager["Meeting"]):
         return group
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if self._agreement is not None and isinstance(error, Exception) and not self._told:
+        if self._agreement is not None and isinstance(error, BaseException) and not self._told:
             self._told = True
             self._agreement.withdraw(error)
 

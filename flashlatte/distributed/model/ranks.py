@@ -22,6 +22,7 @@ from flashlatte.distributed.metadata import shard_metadata
 from flashlatte.distributed.model.alone import Alone
 from flashlatte.distributed.model.meeting import PATIENCE, Meeting
 from flashlatte.distributed.summing import RankSum
+from flashlatte.distributed.watch import Watch
 from flashlatte.layers import MLAMetadata
 from flashlatte.runtime import checks
 
@@ -95,7 +96,11 @@ class Ranks(Alone):
         if sharing:
             self._context = ContextParallel(sharing[self.rank // self.keys_over], timeout=PATIENCE)
         self._groups = [self._plans, self._group, *([self._context.group] if self._context else [])]
+        for group in self._groups[1:]:
+            # NCCL connects a group when it is first used, and would wait for ever for a rank that has died by then.
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         self._sum = RankSum(self._group, self._agreement)
+        self._watch = Watch(_group(range(self.size), backend="gloo", timeout=_IDLE))
 
     @property
     def leads(self) -> bool:
@@ -203,6 +208,7 @@ class Ranks(Alone):
             if dist.get_backend(group) == "gloo":
                 dist.destroy_process_group(group)
         self._groups = []
+        self._watch.leave()
 
 
 def _own_device() -> torch.device:

@@ -70,6 +70,8 @@ def enable(
     On a GPU the weights of the projections that see a layer's hidden states are moved into one tensor, whose parts the
     parameters are from then on: one matrix product serves all of them.
 
+    Warns of weights that the checkpoint lacked and transformers initialised at random, when the model was loaded.
+
     Args:
         model: a ``DeepseekV3ForCausalLM``, another model of that family (``DeepseekV3Model``, …), or of another.
         cache_format: "bf16", "fp16", "fp32", "fp8", "v32" or "model1"; None takes the model's dtype. ``v32`` needs
@@ -99,6 +101,7 @@ def enable(
     from flashlatte.integrations.transformers.classes import change_class
     from flashlatte.integrations.transformers.families import find_decoder
     from flashlatte.layers.forward import check_weights, hidden_projections
+    from flashlatte.layers.missing import warn_of_missing
     from flashlatte.layers.side_by_side import lay_on_gpus
 
     checks.positive_int("page_size", page_size)
@@ -111,12 +114,14 @@ def enable(
         from flashlatte.integrations.transformers.v4 import attention as v4
 
         check_cache_argument(v4_decoder)
+        warn_of_missing(v4_decoder, getattr(model, "lm_head", None))
         disable(model)
         v4_decoder._flashlatte = _Enabled(v4.enable(v4_decoder, settings))
         continuous_batching.refuse(model)
         return model
     decoder, family = find_decoder(model)
     check_cache_argument(decoder)
+    warn_of_missing(decoder, getattr(model, "lm_head", None))
     hooks.check_backend(decoder, hooks.new_latents(decoder, settings))
     modules = _attentions(decoder, family)
     for module in modules:

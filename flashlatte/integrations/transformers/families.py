@@ -93,7 +93,7 @@ def find_decoder(model: nn.Module) -> tuple[Any, Family]:
     if found:
         raise TypeError(f"model must have one decoder, and {name} has {len(found)}: enable each of them")
     for model_type in _model_types(model):
-        reason = models.REFUSED.get(model_type)
+        reason = models.refusal(model_type)
         if reason is not None:
             raise TypeError(f"model must be one that enable serves, and {name} ({model_type}) is not: {reason}")
     # DeepSeek-V4's attention has a way of its own (``v4``).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.fp8 import e4m3_to_float, float_to_e4m3
+from flashlatte.kernels.triton.fp8 import float_to_e4m3
 
 
 @triton.jit
@@ -48,15 +48,19 @@ def _magnitude_code(magnitude, reciprocal):
 
 @triton.jit
 def nvfp4_scales(low, high, ROUNDS_UP: tl.constexpr, NATIVE: tl.constexpr):
-    """e4m3 bytes of the scales of blocks [tokens, blocks, 8] of two halves each."""
+    """e4m3 bytes [tokens, blocks] of the scales of blocks whose values come in two halves, [tokens, blocks, 8] each."""
     low = tl.max(low.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
     amax = tl.maximum(low, tl.max(high.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2))
     wanted = tl.div_rn(amax.to(tl.float32, bitcast=True), 6.0)
     wanted = tl.minimum(tl.maximum(wanted, 0.001953125), 448.0)
-    codes = float_to_e4m3(wanted, NATIVE)
     if ROUNDS_UP:
-        # Bytes of positive e4m3 numbers are in order; the largest is not below what is wanted.
-        codes += (e4m3_to_float(codes, NATIVE) < wanted).to(tl.uint8)
+        # In integers: ptxas of CUDA 12.8 reads registers that it has not written where an e4m3 byte is converted back
+        # and incremented. Normal numbers lose 20 bits of their mantissa; subnormal ones are multiples of 2^-9.
+        bits = wanted.to(tl.int32, bitcast=True)
+        normal = ((bits + 0xFFFFF) >> 20) - (120 << 3)
+        codes = tl.where(bits < (121 << 23), tl.ceil(wanted * 512.0).to(tl.int32), normal)
+    else:
+        codes = float_to_e4m3(wanted, NATIVE).to(tl.int32)
     return tl.where(amax < 0x7F800000, codes, 0x7F).to(tl.uint8)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashlatte.layers import models
-from flashlatte.layers.config import Rope, Yarn, check_indexer_sizes
+from flashlatte.layers.config import Rope, check_indexer_sizes, max_position_embeddings
 from flashlatte.runtime import checks
 
 MODEL_TYPE = "deepseek_v4"
@@ -115,13 +115,10 @@ class V4Config:
             raise ValueError(f"config must have {', '.join(missing)}, got a {MODEL_TYPE} without")
         kinds, ratios, ropes = _kinds(fields), _ratios(fields), _ropes(fields)
         indexer = V4IndexerConfig(*(fields[name] for name in _INDEXER_SIZES))
-        rope_dim = fields.get("qk_rope_head_dim")
-        if rope_dim is None:
-            rope_dim = int(fields["head_dim"] * (fields.get("partial_rotary_factor") or 0.125))
         shared = {
             **{name: fields[name] for name in _SIZES if name not in ("sliding_window", "num_hidden_layers")},
             "window": fields["sliding_window"],
-            "rope_dim": rope_dim,
+            "rope_dim": _rope_dim(fields),
             "rms_norm_eps": fields.get("rms_norm_eps", 1e-6),
         }
 
@@ -168,37 +165,35 @@ def _kinds(fields: Mapping[str, Any]) -> list[str]:
 
 def _ratios(fields: Mapping[str, Any]) -> dict[str, int]:
     """Tokens of a group, by the kind of layer."""
-    return {SELECTING: 4, COMPRESSING: 128} | dict(fields.get("compress_rates") or {})
+    rates = {SELECTING: 4, COMPRESSING: 128} | dict(models.inner(fields, "compress_rates"))
+    # Older names, which take precedence in transformers.
+    older = {SELECTING: fields.get("compress_rate_csa"), COMPRESSING: fields.get("compress_rate_hca")}
+    return rates | {kind: rate for kind, rate in older.items() if rate is not None}
+
+
+def _rope_dim(fields: Mapping[str, Any]) -> int:
+    """From ``partial_rotary_factor`` (transformers), else ``qk_rope_head_dim`` (checkpoints)."""
+    factor, rope_dim = fields.get("partial_rotary_factor"), fields.get("qk_rope_head_dim")
+    if factor is None and rope_dim is not None:
+        return rope_dim
+    return int(fields["head_dim"] * (0.125 if factor is None else checks.number("partial_rotary_factor", factor)))
 
 
 def _ropes(fields: Mapping[str, Any]) -> dict[str, Rope]:
     """The rotations of layers without groups ("main") and of those with groups ("compress")."""
-    scaling = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
-    if "main" not in scaling or "compress" not in scaling:
-        scaling.setdefault("rope_type", scaling.get("type", "default"))
-        # A checkpoint's yarn scales neither cosines nor the softmax by its factor.
-        scaling.setdefault("attention_factor", 1.0)
-        main = {"rope_theta": fields.get("rope_theta", 10000.0)}
-        scaling = {"main": main, "compress": scaling | {"rope_theta": fields.get("compress_rope_theta", 160000.0)}}
-    longest = fields.get("max_position_embeddings", 1048576)
-    return {name: _rope(scaling[name], longest) for name in ("main", "compress")}
+    parameters, theta = models.rope_parameters(fields), fields.get("rope_theta", 10000.0)
+    longest = max_position_embeddings(fields, 1048576)
+    main, compress = (parameters.get(name) for name in ("main", "compress"))
+    if not isinstance(main, Mapping) or not isinstance(compress, Mapping):
+        # YaRN in a checkpoint scales neither cosines nor the softmax by its factor.
+        compress = {"attention_factor": 1.0, **parameters, "rope_theta": fields.get("compress_rope_theta", 160000.0)}
+        main = {}
+    each = {"main": main, "compress": compress}
+    return {name: _rope(models.standardised_rope(one, theta, longest), longest) for name, one in each.items()}
 
 
-def _rope(fields: Mapping[str, Any], max_position: int) -> Rope:
-    kind = fields.get("rope_type", "default")
-    checks.choice("rope_type", kind, ("default", "yarn"))
-    yarn = None
-    if kind == "yarn":
-        original = fields.get("original_max_position_embeddings") or max_position
-        if not fields.get("truncate", True):
-            raise ValueError("truncate must be true in the yarn of DeepSeek-V4, got false")
-        yarn = Yarn(
-            factor=fields["factor"],
-            original_max_position=original,
-            beta_fast=fields.get("beta_fast") or 32.0,
-            beta_slow=fields.get("beta_slow") or 1.0,
-            mscale=fields.get("mscale") or 0.0,
-            mscale_all_dim=fields.get("mscale_all_dim") or 0.0,
-            attention_factor=fields.get("attention_factor"),
-        )
-    return Rope(theta=fields["rope_theta"], max_position=max_position, yarn=yarn)
+def _rope(parameters: Mapping[str, Any], max_position: int) -> Rope:
+    rope = Rope.from_rope_parameters(parameters, models.INTERLEAVED, max_position)
+    if rope.yarn is not None and not rope.yarn.truncate:
+        raise ValueError("truncate must be true in the yarn of DeepSeek-V4, got false")
+    return rope

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime import checks, dispatch, refusals, value_checks
 from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "cache_copy"
@@ -181,6 +181,7 @@ def _checked_pages(name: str, pages: Pages, count: int) -> torch.Tensor | list[i
                 f"got {checks.dtype_names([pages.dtype])} {list(pages.shape)}"
             )
         if not checks.has_values(pages):
+            value_checks.entries(name, pages, count)
             return pages
         pages = pages.tolist()
     if not isinstance(pages, Iterable):

@@ -8,7 +8,7 @@ from flashlatte.kv_cache import requests, scales
 from flashlatte.kv_cache.codec import as_cache, one_scale
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format, format_class, names_of
-from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime import checks, dispatch, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -105,6 +105,7 @@ def cache_gather(
             raise ValueError(f"total_tokens must be out's {out.shape[0]} rows or None, got {total_tokens}")
     call = dispatch.Call(OPERATION, device, out.dtype, layout.name, cache.shape[1], layout.head_dim)
     backend = dispatch.select(call, backend)
+    requests.check_values(cache, block_table, cu_seqlens, seq_starts, out.shape[0], seq_ends)
     _cache_gather(
         cache,
         block_table,
@@ -158,6 +159,8 @@ def gather_last(
         raise ValueError(f"out must have no gap between requests, got strides {out.stride()}")
     if checks.positive_int("offset", offset, or_zero=True) > rows:
         raise ValueError(f"offset must be at most out's {rows} rows, got {offset}")
+    if isinstance(cache, torch.Tensor) and cache.dim() > 1:
+        value_checks.lengths("seq_lens", seq_lens, block_table.shape[1] * cache.shape[1])
     lengths = seq_lens.long()
     starts = torch.zeros_like(lengths)
     if gather_lens is not None:

@@ -8,7 +8,7 @@ from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.codec import as_cache, check_scale_rounding, format_for_rows, one_scale, split_rows
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format, format_class, names_of
-from flashlatte.runtime import checks, dispatch, gradients, refusals
+from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -79,6 +79,7 @@ def cache_write(
     )
     if slot_mapping.shape[0] > x.shape[0]:
         raise ValueError(f"slot_mapping must not be longer than x ({x.shape[0]} tokens), got {slot_mapping.shape[0]}")
+    value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
     scale_tensor, scale_value = scales.split("scale", one_scale(layout, scale), device)
     gradients.warn_if_dropped(OPERATION, x, rope)
     call = dispatch.Call(OPERATION, device, x.dtype, layout.name, cache.shape[1], layout.head_dim)

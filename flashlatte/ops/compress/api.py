@@ -9,7 +9,7 @@ from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format
 from flashlatte.kv_cache.rows import as_row_cache, refuses_rows
 from flashlatte.ops.compress.problem import Problem
-from flashlatte.runtime import checks, dispatch, gradients, refusals
+from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -101,6 +101,7 @@ def compress(
     if cache.device != device:
         raise ValueError(f"cache must be on {device} like the other arguments, got {cache.device}")
     _check_state(state_cache, state_table, ape, width // head_dim, device)
+    _check_values(request_ids, positions, cache, slot_mapping, state_cache, state_table, ape.shape[0])
     eps = checks.epsilon("eps", eps)
     gradients.warn_if_dropped(OPERATION, kv, score, ape, weight)
     call = dispatch.Call(OPERATION, device, kv.dtype, layout.name, cache.shape[1], head_dim)
@@ -146,6 +147,27 @@ def _check_state(
             f"state_table must have room for {needed} tokens of a request, got {state_table.shape[1]} pages of "
             f"{state_cache.shape[1]}"
         )
+
+
+def _check_values(
+    request_ids: torch.Tensor,
+    positions: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    state_cache: torch.Tensor | None,
+    state_table: torch.Tensor | None,
+    ratio: int,
+) -> None:
+    """Check the slots of tokens that finish a group, and the pages that tokens' states are put into."""
+    if not value_checks.readable(request_ids):
+        return
+    is_token = (request_ids >= 0) & (positions >= 0)
+    finishes = is_token & ((positions + 1) % ratio == 0)
+    value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1], finishes)
+    if state_cache is not None and state_table is not None:
+        value_checks.entries("request_ids", request_ids, state_table.shape[0], is_token)
+        column = positions[is_token].long() // state_cache.shape[1] % state_table.shape[1]
+        value_checks.entries("state_table", state_table[request_ids[is_token].long(), column], state_cache.shape[0])
 
 
 @register_op(OPERATION, mutates=("cache", "state_cache"))

@@ -9,7 +9,7 @@ import torch
 from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import format_class, formats_of_width, names_of, plain_format
-from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals
+from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -87,7 +87,8 @@ def dense_decode(
             key whose page is not in the cache is not seen.
         head_dim_v: width of a value, at most d.
         softmax_scale: above 0; d^-0.5 if None.
-        causal: query token j sees keys 0 to cache_seqlens - s_q + j (bottom-right alignment).
+        causal: query token j sees keys 0 to n - s_q + j, where n is the clamped cache_seqlens (bottom-right
+            alignment).
         k_scale: float8_e4m3fn cache only: key = byte · k_scale; above 0, a number or a one-element float32 tensor on
             the device of q; default 1.
         out: [b, s_q, h_q, head_dim_v] in q's dtype to write into; last stride 1. It shares no memory with what is read.
@@ -108,6 +109,7 @@ def dense_decode(
     batch, s_q, h_q, head_dim = q.shape
     device = q.device
     _check_format(k_cache, head_dim)
+    checks.agree_in_dtype("k_cache", k_cache, q, torch.float8_e4m3fn)
     checks.tensor("k_cache", k_cache, ("pages", "page_size", "h_kv", head_dim), (q.dtype, torch.float8_e4m3fn), device)
     h_kv = k_cache.shape[2]
     if h_q % h_kv:
@@ -117,6 +119,7 @@ def dense_decode(
         "block_table", block_table, (batch, "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty
     )
     checks.tensor("cache_seqlens", cache_seqlens, (batch,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    value_checks.pages(block_table, cache_seqlens, *k_cache.shape[:2])
     if checks.positive_int("head_dim_v", head_dim_v) > head_dim:
         raise ValueError(f"head_dim_v must be at most q's last dimension {head_dim}, got {head_dim_v}")
     scale = checks.softmax_scale(softmax_scale, head_dim)

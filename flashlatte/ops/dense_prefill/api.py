@@ -83,9 +83,11 @@ def dense_prefill(
         k: [T_k, h_k, d_qk] in q's dtype; h is a multiple of h_k.
         v: [T_k, h_k, d_v] in q's dtype.
         cu_seqlens_q: int32 or int64 [b + 1], not decreasing, where requests begin and the last one ends. Tokens before
-            the first and beyond the last value belong to no request. Values beyond T_q read nothing. b, T_q and T_k
-            may be 0.
-        cu_seqlens_k: the same for k and v. A request may have no query or no key.
+            the first and beyond the last value belong to no request: their out is 0, their lse ``empty_lse``, and
+            their gradients are 0, whatever the gradients of their out and lse are. Values beyond T_q read nothing. b,
+            T_q and T_k may be 0.
+        cu_seqlens_k: the same for k and v: gradients of tokens of no request are 0. A request may have no query or no
+            key.
         max_seqlen_q: number of queries of the longest request, at least 0; sizes launches, never results.
         max_seqlen_k: number of keys of the longest request, at least 0.
         softmax_scale: above 0; d_qk^-0.5 if None.

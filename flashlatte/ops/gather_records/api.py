@@ -67,6 +67,7 @@ def gather_records(
         checks.apart("out", out, cache=cache)
     call = dispatch.Call(OPERATION, cache.device, cache.dtype, layout.name, cache.shape[1], layout.head_dim)
     backend = dispatch.select(call, backend)
+    requests.check_values(cache, block_table, cu_seqlens, seq_starts, total_tokens)
     if total_tokens and block_table.shape[0]:
         _gather_records(cache, block_table, cu_seqlens, seq_starts, layout.name, layout.head_dim, out, backend)
     return out

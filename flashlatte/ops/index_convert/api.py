@@ -8,7 +8,7 @@ from typing import Literal, overload
 import torch
 
 from flashlatte.kv_cache.sharding import Sharding, as_sharding
-from flashlatte.runtime import checks, dispatch, refusals
+from flashlatte.runtime import checks, dispatch, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -73,6 +73,8 @@ def to_cache_indices(
         request = request_ids.long()
     if requests == 0 or max_pages == 0 or positions.numel() == 0:
         return torch.full_like(positions, -1, dtype=dtype)
+    value_checks.entries("request_ids", request, requests)
+    value_checks.entries("positions", positions, max_pages * page_size)
     request = request.view(-1, *[1] * (positions.dim() - 1))
     positions = positions.long()
     column = positions // page_size
@@ -162,10 +164,13 @@ def index_convert(
             below 0 for a row that selects nothing by pattern.
         sinks, window: each row also selects its request's first ``sinks`` tokens and the last ``window`` up to its
             query token, none after it. They stand before ``indices``, of which those that are among them are dropped.
+            A token of the window that is also a sink is selected once, as a sink: its column of the window holds -1.
         workspace_ids, workspace_starts: int32 or int64 [rows] and [n]: where a row's id is 0 or more, its tokens lie
-            one after the other from workspace_starts[id] on: position p is slot start + p, whatever the table.
+            one after the other from workspace_starts[id] on: position p is slot start + p, whatever the table. A row
+            whose id is n or more selects nothing. A row whose id is below 0 takes its slots from the table.
         sharding: (rank, size, interleave) of a context-parallel group: token t lies on rank (t // interleave) % size;
-            others' tokens give -1, and the table is that of this rank's tokens.
+            others' tokens give -1, and the table is that of this rank's tokens. It does not apply to rows with a
+            workspace: a workspace holds the tokens of all ranks.
         compact: move the valid slots of each row to its front, in their order.
         return_counts: also return how many are valid.
         slots: [rows, sinks + window + n] int32 or int64 with last stride 1, to write into.
@@ -218,7 +223,13 @@ def index_convert(
         raise ValueError("workspace_ids and workspace_starts belong together, got one of them")
     if workspace_starts is not None:
         checks.tensor("workspace_starts", workspace_starts, ("n",), checks.INDEX_DTYPES, device, unit_last_stride=False)
-    as_sharding(sharding)
+    ranks = as_sharding(sharding).size
+    if request_ids is not None:
+        value_checks.entries("request_ids", request_ids, block_table.shape[0])
+    if workspace_ids is not None and workspace_starts is not None:
+        value_checks.entries("workspace_ids", workspace_ids, workspace_starts.shape[0])
+    elif indices is not None:
+        value_checks.entries("indices", indices, block_table.shape[1] * page_size * ranks)
     checks.flag("compact", compact)
     checks.flag("return_counts", return_counts)
     width = sinks + window + chosen

@@ -6,7 +6,7 @@ import torch
 
 from flashlatte.kv_cache import fp4
 from flashlatte.kv_cache.index_formats import FORMAT_OF_KEYS, HEAD_DIMS, INDEX_FORMATS, as_index_cache
-from flashlatte.runtime import checks, dispatch, gradients, refusals
+from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -96,7 +96,7 @@ def index_logits(
     width = num_keys if max_keys is None else checks.positive_int("max_keys", max_keys)
     out = output(out, num_rows, width, dtype, device)
     gradients.warn_if_dropped(RAGGED, q, k, k_scale, weights)
-    aligned = _aligned(k) and all(_aligned(x) or not x.is_contiguous() for x in (q, weights))
+    aligned = _aligned(k) and _aligned_operands(q, weights)
     if k_scale is not None:
         aligned = aligned and _aligned(k_scale) and (num_keys == 1 or k_scale.stride(0) == 1)
     call = dispatch.Call(
@@ -151,7 +151,8 @@ def paged_index_logits(
         cache: [pages, page_size, 1, width] (or without the 1), as ``index_quantize`` wrote it; any page size.
         weights: float32 [b · next_n, H].
         cache_seqlens: int32 or int64 [b]: token t of a request sees keys 0 to cache_seqlens - next_n + t; or
-            [b, next_n]: how many keys each token sees.
+            [b, next_n]: how many keys each token sees. Keys beyond the table do not exist; a length beyond it is not
+            clamped before it is counted back from, which decode operations do.
         block_table: int32 or int64 [b, max_pages]. A key whose page is not in the cache counts as zeros.
         max_keys: columns of the result; max_pages · page_size if None. Keys beyond them are dropped.
         clean, dtype, out, backend: as for ``index_logits``; ``out`` is [b · next_n, max_keys].
@@ -181,12 +182,15 @@ def paged_index_logits(
     checks.tensor(
         "block_table", block_table, (batch, "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty
     )
+    if value_checks.ENABLED and batch:
+        longest = cache_seqlens if cache_seqlens.dim() == 1 else cache_seqlens.amax(dim=1)
+        value_checks.pages(block_table, longest, *cache.shape[:2])
     checks.flag("clean", clean)
     width = block_table.shape[1] * cache.shape[1] if max_keys is None else checks.positive_int("max_keys", max_keys)
     out = output(out, batch * next_n, width, dtype, device)
     gradients.warn_if_dropped(PAGED, q, weights)
     # Of a cache only pages lie at a stride: what is in them lies close.
-    aligned = _aligned(cache[:, 0, 0]) and all(_aligned(x) or not x.is_contiguous() for x in (q, weights))
+    aligned = _aligned(cache[:, 0, 0]) and _aligned_operands(q, weights)
     call = dispatch.Call(PAGED, device, q.dtype, layout.name, cache.shape[1], head_dim, h_q=heads, rows_aligned=aligned)
     backend = dispatch.select(call, backend)
     if batch:
@@ -232,6 +236,11 @@ def check_keys(q: torch.Tensor, k: object, k_scale: object) -> int:
     elif k.dtype != torch.uint8 and k_scale is not None:
         raise ValueError(f"k_scale must be None for {checks.dtype_names([k.dtype])} keys")
     return num_keys
+
+
+def _aligned_operands(q: torch.Tensor, weights: torch.Tensor) -> bool:
+    # The launch copies weights that are not contiguous. Of q it may make a view.
+    return _aligned(q) and (_aligned(weights) or not weights.is_contiguous())
 
 
 def _aligned(x: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ import torch
 from flashlatte.kv_cache import requests
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
 from flashlatte.kv_cache.index_formats import HEAD_DIMS, IndexFormat, as_index_cache
-from flashlatte.runtime import checks, dispatch, gradients, refusals
+from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -60,6 +60,7 @@ def index_quantize(
     if slot_mapping.shape[0] > k.shape[0]:
         raise ValueError(f"slot_mapping must not be longer than k ({k.shape[0]} tokens), got {slot_mapping.shape[0]}")
     gradients.warn_if_dropped(QUANTIZE, k)
+    value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
     backend = dispatch.select(dispatch.Call(QUANTIZE, k.device, k.dtype, head_dim=layout.head_dim), backend)
     if slot_mapping.shape[0]:
         _index_quantize(cache, slot_mapping, k[: slot_mapping.shape[0]], scale_rounding, backend)
@@ -117,6 +118,7 @@ def index_gather(
         scales = _gathered("scales", scales, scales_like, cache)
     elif scales is not None:
         raise ValueError(f"scales must be None for format {layout.name}, which has none, got a tensor")
+    requests.check_values(cache, block_table, cu_seqlens, seq_starts, rows)
     backend = dispatch.select(dispatch.Call(GATHER, device, torch.bfloat16, head_dim=head_dim), backend)
     if rows and block_table.shape[0]:
         # PyTorch's checks of operations cannot read float8 numbers.

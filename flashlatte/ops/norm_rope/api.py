@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashlatte.ops.norm_rope.rotary import Rotary
-from flashlatte.runtime import checks, dispatch, gradients, refusals
+from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.torch_op import register_op
 
 LATENT_ROWS, ROTATE_HEADS = "latent_rows", "rotate_heads"
@@ -78,6 +78,7 @@ def latent_rows(
         shape = ("pages", "page_size", 1, latent_dim + rope_dim)
         checks.output("cache", cache, shape, checks.FLOAT_DTYPES, device)
         checks.tensor("slot_mapping", slot_mapping, (tokens,), checks.INDEX_DTYPES, device)
+        value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
     gradients.warn_if_dropped(LATENT_ROWS, kv_a, weight, q_a, q_weight)
     width = max(latent_dim, 0 if q_a is None else q_a.shape[1])
     backend = dispatch.select(dispatch.Call(LATENT_ROWS, device, dtype, head_dim=width), backend)

@@ -10,7 +10,7 @@ import torch
 from flashlatte.kv_cache import scales
 from flashlatte.ops.paged_attention.choice import OPERATION, not_everywhere
 from flashlatte.ops.paged_attention.problem import Problem
-from flashlatte.runtime import checks, dispatch, gradients, ragged
+from flashlatte.runtime import checks, dispatch, gradients, ragged, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -66,16 +66,17 @@ def paged_attention(
         v_cache: [pages, page_size, h_kv, d_v], any strides, in the dtype of k_cache.
         block_table: int32 or int64 [b, max_pages], the pages of each request in order, at most 2^30 keys of one.
             Entries that its length or window does not reach may hold anything.
-        seqused_k: int32 or int64 [b], keys of each request in its pages; clamped to what block_table has room for. A
-            key whose page is not in the cache is not seen.
+        seqused_k: int32 or int64 [b], keys of each request in its pages; clamped to 0 and to what block_table has room
+            for, before positions are counted from it. A key whose page is not in the cache is not seen.
         cu_seqlens_q: int32 or int64 [b + 1], not decreasing, where requests begin and the last one ends. Tokens that
-            belong to no request get out 0.
+            belong to no request get out 0 and lse ``empty_lse``.
         k, v: [T, h_kv, d] and [T, h_kv, d_v] in q's dtype, last stride 1: keys and values of the queries' own tokens,
             which are not in the cache yet. Both or neither.
         softmax_scale: above 0; d^-0.5 if None.
         causal: a query sees no key beyond its position.
         window: None; an int w ≥ 1: a query sees its position and the w - 1 before it; or a pair (left, right): it sees
-            p - left to p + right, -1 for no bound. ``causal`` caps right at 0.
+            p - left to p + right, -1 for no bound. ``causal`` caps right at 0. NaN in a key or value that it hides from
+            all queries of a request reaches no output. NaN in a value that another query of the request sees may.
         prefix_ranges: int32 or int64 [b, r, 2], first and last position of ranges, as of an image, within which every
             query sees every key, whatever ``causal`` and ``window`` say. One whose last is before its first is none.
         softcap: above 0, or 0 for none.
@@ -122,6 +123,11 @@ def paged_attention(
         raise ValueError(f"softcap must be a finite number from 0, got {softcap}")
     if softcap:
         checks.float32_factor("softcap", softcap)
+    if value_checks.ENABLED:
+        # Pages before the window may be another request's by now.
+        first = seqused_k.long() - (0 if k is not None else cu_seqlens_q.diff()) - window_left
+        starts = first.clamp_min(0)
+        value_checks.pages(block_table, seqused_k, num_pages, page_size, name="seqused_k", starts=starts)
     _check_score_terms(q, cu_seqlens_q.shape[0] - 1, prefix_ranges, alibi_slopes, alibi_sqrt, qq_bias, attn_sink)
     k_scale, k_scale_value = _cache_scale("k_scale", k_scale, k_cache)
     v_scale, v_scale_value = _cache_scale("v_scale", v_scale, v_cache)
@@ -189,6 +195,7 @@ def _check_k_cache(k_cache: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """The cache with its rows in one piece as a last axis, or in pieces as the last two."""
     head_dim = q.shape[2]
     dtypes = (q.dtype, *QUANTISED)
+    checks.agree_in_dtype("k_cache", k_cache, q, *QUANTISED)
     if isinstance(k_cache, torch.Tensor) and k_cache.dim() == 5:
         x = max(k_cache.shape[4], 1)
         shape = ("pages", "page_size", "h_kv", head_dim // x, x if head_dim % x == 0 else head_dim)

@@ -6,7 +6,7 @@ import torch
 
 from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.one_byte import LARGEST
-from flashlatte.runtime import checks, dispatch, gradients, refusals
+from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -90,6 +90,7 @@ def reshape_and_cache(
         OPERATION, device, key.dtype, page_size=k_cache.shape[1], head_dim=width, head_dim_v=value.shape[2], h_kv=heads
     )
     gradients.warn_if_dropped(OPERATION, key, value)
+    value_checks.entries("slot_mapping", slot_mapping, k_cache.shape[0] * k_cache.shape[1])
     backend = dispatch.select(call, backend)
     if slot_mapping.shape[0]:
         _reshape_and_cache(

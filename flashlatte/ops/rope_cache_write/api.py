@@ -8,7 +8,7 @@ from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.codec import as_cache, format_for_rows, one_scale
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format, format_class, names_of
-from flashlatte.runtime import checks, dispatch, gradients, refusals
+from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -101,6 +101,7 @@ def rope_cache_write(
     gradients.warn_if_dropped(OPERATION, latent, k_rope, q_rope)
     heads = 0 if q_rope is None else q_rope.shape[1]
     call = dispatch.Call(OPERATION, device, latent.dtype, layout.name, cache.shape[1], layout.head_dim, h_q=heads)
+    value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
     backend = dispatch.select(call, backend)
     if slot_mapping.shape[0]:
         _rope_cache_write(

@@ -8,7 +8,7 @@ from flashlatte.kernels import rope
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format
 from flashlatte.kv_cache.rows import as_row_cache, refuses_rows
-from flashlatte.runtime import checks, dispatch, gradients, refusals
+from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -87,6 +87,7 @@ def rotate_and_cache(
         checks.output("out", out, tuple(q.shape), (q.dtype,), device)
     gradients.warn_if_dropped(OPERATION, q, kv)
     call = dispatch.Call(OPERATION, device, q.dtype, layout.name, cache.shape[1], head_dim, h_q=heads)
+    value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
     backend = dispatch.select(call, backend)
     if tokens:
         # An operation may not write into what it also reads, so a call in place passes no q.

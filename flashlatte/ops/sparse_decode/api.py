@@ -10,7 +10,7 @@ import torch
 from flashlatte.kv_cache.codec import as_cache
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format, format_class, names_of
-from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals
+from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.strides import strides_in_use
 from flashlatte.runtime.torch_op import register_op
@@ -159,7 +159,7 @@ def sparse_decode(
     if layout.takes_scale:
         raise ValueError(f"k_cache must be in {names_of(_reference_reads)} for sparse_decode, got {layout.name}")
     _check_cache("k_cache", k_cache, layout, q)
-    _check_selection("indices", indices, "topk_length", topk_length, q)
+    _check_selection("indices", indices, "topk_length", topk_length, q, k_cache)
     if extra_k_cache is None:
         for name, value in (("extra_indices", extra_indices), ("extra_topk_length", extra_topk_length)):
             if value is not None:
@@ -173,7 +173,7 @@ def sparse_decode(
             extra_layout = layout.beside(extra_k_cache.shape[-1])
         extra_k_cache, _ = as_cache(extra_k_cache, extra_layout, "extra_k_cache")
         _check_cache("extra_k_cache", extra_k_cache, extra_layout, q)
-        _check_selection("extra_indices", extra_indices, "extra_topk_length", extra_topk_length, q)
+        _check_selection("extra_indices", extra_indices, "extra_topk_length", extra_topk_length, q, extra_k_cache)
     if attn_sink is not None:
         checks.tensor("attn_sink", attn_sink, (h_q,), (torch.float32,), q.device, unit_last_stride=False)
     if checks.positive_int("head_dim_v", head_dim_v) > head_dim:
@@ -266,22 +266,27 @@ def _check_cache(name: str, cache: torch.Tensor, layout: CacheFormat, q: torch.T
         raise ValueError(
             f"{name} of format {layout.name} has rows of {layout.head_dim}, and q's last dimension is {q.shape[-1]}"
         )
-    if layout.plain and cache.dtype != q.dtype:
-        raise TypeError(
-            f"{name} without quantisation must have q's dtype {checks.dtype_names([q.dtype])}, "
-            f"got {checks.dtype_names([cache.dtype])}"
-        )
+    if layout.plain:
+        checks.agree_in_dtype(name, cache, q)
 
 
 def _check_selection(
-    name: str, indices: torch.Tensor, length_name: str, length: torch.Tensor | None, q: torch.Tensor
+    name: str,
+    indices: torch.Tensor,
+    length_name: str,
+    length: torch.Tensor | None,
+    q: torch.Tensor,
+    cache: torch.Tensor,
 ) -> None:
     batch, s_q = q.shape[:2]
     may_be_empty = 0 if batch and s_q else 3
     checks.tensor(name, indices, (batch, s_q, "topk"), checks.INDEX_DTYPES, q.device, may_be_empty=may_be_empty)
+    num_slots = cache.shape[0] * cache.shape[1]
     if length is None:
+        value_checks.entries(name, indices, num_slots)
         return
     if isinstance(length, torch.Tensor) and length.dim() not in (1, 2):
         raise ValueError(f"{length_name} must have shape [{batch}] or [{batch}, {s_q}], got {list(length.shape)}")
     shape = (batch, s_q) if isinstance(length, torch.Tensor) and length.dim() == 2 else (batch,)
     checks.tensor(length_name, length, shape, checks.INDEX_DTYPES, q.device, unit_last_stride=False)
+    value_checks.selections(name, indices, length_name, length, num_slots)

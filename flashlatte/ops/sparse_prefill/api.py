@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from flashlatte.runtime import checks, dispatch, gradients, refusals
+from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -85,12 +85,16 @@ def sparse_prefill(
     s_q, h_q, head_dim = q.shape
     device = q.device
     may_be_empty = 0 if s_q else 3
+    checks.agree_in_dtype("kv", kv, q)
     checks.tensor("kv", kv, ("s_kv", 1, head_dim), (q.dtype,), device, may_be_empty=may_be_empty)
     checks.tensor("indices", indices, (s_q, 1, "topk"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty)
     if attn_sink is not None:
         checks.tensor("attn_sink", attn_sink, (h_q,), (torch.float32,), device, unit_last_stride=False)
     if topk_length is not None:
         checks.tensor("topk_length", topk_length, (s_q,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+        value_checks.selections("indices", indices, "topk_length", topk_length, kv.shape[0])
+    else:
+        value_checks.entries("indices", indices, kv.shape[0])
     if checks.positive_int("d_v", d_v) > head_dim:
         raise ValueError(f"d_v must be at most q's last dimension {head_dim}, got {d_v}")
     scale = checks.softmax_scale(softmax_scale, head_dim)

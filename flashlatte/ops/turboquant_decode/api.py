@@ -7,7 +7,7 @@ import math
 import torch
 
 from flashlatte.kv_cache.turboquant import as_turboquant_cache, turboquant_format
-from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals
+from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -73,7 +73,8 @@ def turboquant_decode(
             key whose page is not in the cache is not seen.
         cache_format: one of ``kv_cache.turboquant.TURBOQUANT_NAMES``; what the width of a record tells if None.
         softmax_scale: above 0; d^-0.5 if None.
-        causal: query token j sees keys 0 to cache_seqlens - s_q + j (bottom-right alignment).
+        causal: query token j sees keys 0 to n - s_q + j, where n is the clamped cache_seqlens (bottom-right
+            alignment).
         out: [b, s_q, h_q, d] in q's dtype to write into; last stride 1. It shares no memory with what is read.
         lse: float32 [b, h_q, s_q] to write into, any strides.
         empty_lse: lse of a query that sees no key, inf or -inf; its out is 0.
@@ -100,6 +101,7 @@ def turboquant_decode(
         "block_table", block_table, (batch, "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty
     )
     checks.tensor("cache_seqlens", cache_seqlens, (batch,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    value_checks.pages(block_table, cache_seqlens, *cache.shape[:2])
     scale = checks.softmax_scale(softmax_scale, head_dim)
     checks.flag("causal", causal)
     out, lse = decode_outputs.prepare(q, head_dim, out, lse, cache=cache)
@@ -126,9 +128,7 @@ def turboquant_decode(
 
 
 def _is_aligned(cache: torch.Tensor) -> bool:
-    # torch.compile does not trace storage_offset.
-    at_word = torch.compiler.is_dynamo_compiling() or cache.storage_offset() % _WORD_BYTES == 0
-    return at_word and checks.rows_aligned(cache, _RECORD_ALIGNMENT)
+    return checks.begins_at_multiple(cache, _WORD_BYTES) and checks.rows_aligned(cache, _RECORD_ALIGNMENT)
 
 
 @register_op(OPERATION, mutates=("out", "lse"))

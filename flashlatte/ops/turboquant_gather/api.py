@@ -84,6 +84,7 @@ def turboquant_gather(
         OPERATION, cache.device, dtype, layout.name, cache.shape[1], head_dim, head_dim, h_kv=cache.shape[2]
     )
     backend = dispatch.select(call, backend)
+    requests.check_values(cache, block_table, cu_seqlens, seq_starts, total_tokens)
     if total_tokens and block_table.shape[0]:
         _turboquant_gather(cache, block_table, cu_seqlens, seq_starts, layout.name, key, value, backend)
     return key, value

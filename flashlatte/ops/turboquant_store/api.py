@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kv_cache.turboquant import as_turboquant_cache, turboquant_format
-from flashlatte.runtime import checks, dispatch, gradients, refusals
+from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -71,6 +71,7 @@ def turboquant_store(
         raise ValueError(f"slot_mapping must not be longer than key ({tokens} tokens), got {slot_mapping.shape[0]}")
     call = dispatch.Call(OPERATION, device, key.dtype, layout.name, cache.shape[1], head_dim, head_dim, h_kv=heads)
     gradients.warn_if_dropped(OPERATION, key, value)
+    value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
     backend = dispatch.select(call, backend)
     if slot_mapping.shape[0]:
         _turboquant_store(key, value, cache, slot_mapping, layout.name, backend)

@@ -218,6 +218,16 @@ def test_tiles_of_all_magnitudes_are_quantised_alike(name, scale_rounding, dtype
     assert actual.equal(expected)
 
 
+def test_scales_beside_every_e4m3_number_are_rounded_up_alike():
+    scales = torch.arange(1, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    amax = [6 * scales, *(torch.nextafter(6 * scales, torch.tensor(end)) for end in (0.0, torch.inf))]
+    amax = torch.nn.functional.pad(torch.cat(amax), (0, 6)).view(12, 32)
+    rows = torch.zeros(12, 576)
+    rows[:, :512:16] = amax
+    actual, expected = write_both("nvfp4_ds_mla", 1, 12, torch.arange(12), rows)
+    assert actual.equal(expected)
+
+
 @pytest.mark.parametrize(("name", "scale_rounding"), SCALED)
 def test_nan_and_infinity_spoil_their_own_tile_alike(name, scale_rounding):
     layout = kv_cache.get_format(name)

@@ -25,7 +25,11 @@ def test_the_arguments_that_the_errors_start_from_are_right():
         ({"q": Q[:, :, :0]}, ValueError, r"^q must have shape .* no empty axis .*, got \[2, 3, 0, 24\]$"),
         ({"q": Q.transpose(2, 3).contiguous().transpose(2, 3)}, ValueError, "^q must have last stride 1"),
         ({"k_cache": None}, TypeError, "^k_cache must be a tensor, got NoneType$"),
-        ({"k_cache": CACHE.float()}, TypeError, "^k_cache must be bfloat16 or float8_e4m3fn, got float32$"),
+        (
+            {"k_cache": CACHE.float()},
+            TypeError,
+            "^q and k_cache must agree in dtype, or k_cache float8_e4m3fn, got q in bfloat16 and k_cache in float32$",
+        ),
         ({"k_cache": CACHE[0]}, ValueError, r"^k_cache must have shape \[pages, page_size, h_kv, 24\]"),
         ({"k_cache": CACHE[..., :23]}, ValueError, r"^k_cache must have shape \[pages, page_size, h_kv, 24\]"),
         ({"k_cache": CACHE[:0]}, ValueError, "^k_cache must have shape .* no empty axis"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 from typing import Any
@@ -18,6 +19,7 @@ triton = pytest.importorskip("triton")
 
 from support import compile as support  # noqa: E402
 
+from flashlatte.ops.index_logits import api  # noqa: E402
 from flashlatte.ops.index_logits.hopper import clean as cleaning  # noqa: E402
 from flashlatte.ops.index_logits.hopper import launch, paged_kernel, ragged_kernel  # noqa: E402
 
@@ -199,3 +201,27 @@ def test_items_cover_all_keys_of_all_queries(queries, keys, queries_of_item):
 def test_rows_that_tma_cannot_address_are_an_error(record):
     with pytest.raises(ValueError, match=r"^k must have rows that begin at multiples of 16 bytes for backend='hopper'"):
         record(ragged, pad=8)
+
+
+@pytest.mark.parametrize("operation", ["index_logits", "paged_index_logits"])
+def test_rows_that_tma_cannot_address_go_to_the_portable_kernel(monkeypatch, operation):
+    """A view whose rows lie 129 or 137 numbers apart, and one that begins between multiples of 16 bytes."""
+    monkeypatch.setattr(api.dispatch, "select", lambda call, _: calls.append(call) or "reference")
+    calls: list[api.dispatch.Call] = []
+    storage = torch.zeros(2 * 8 * 200, dtype=torch.float8_e4m3fn)
+    for stride, offset in ((128, 0), (144, 0), (129, 0), (137, 0), (128, 8)):
+        q = storage.as_strided((2, 8, 128), (8 * stride, stride, 1), offset)
+        if operation == "index_logits":
+            starts = torch.zeros(2, dtype=torch.int32)
+            k, k_scale = torch.zeros(64, 128, dtype=torch.float8_e4m3fn), torch.ones(64)
+            api.index_logits(q, k, torch.ones(2, 8), starts, starts, k_scale=k_scale)
+        else:
+            cache, table = torch.zeros(3, 64, 1, 132, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.int32)
+            api.paged_index_logits(q.unsqueeze(1), cache, torch.ones(2, 8), table[:, 0], table)
+    assert [call.rows_aligned for call in calls] == [True, True, False, False, False]
+    monkeypatch.undo()
+    monkeypatch.setattr("flashlatte.runtime.machine.compute_capability", lambda _: (9, 0))
+    on_gpu = dataclasses.replace(calls[-1], device=torch.device("cuda", 0))
+    assert api.dispatch.select(on_gpu) == "portable"
+    with pytest.raises(ValueError, match=f"^backend='hopper' cannot serve this call of {operation}: it takes tensors "):
+        api.dispatch.select(on_gpu, "hopper")

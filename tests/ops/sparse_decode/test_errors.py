@@ -63,7 +63,7 @@ def test_the_arguments_that_the_errors_start_from_are_right():
         (
             {"k_cache": BF16_CACHE.half(), "cache_format": None, **NO_EXTRA},
             TypeError,
-            "^k_cache without quantisation must have q's dtype bfloat16, got float16$",
+            "^q and k_cache must agree in dtype, got q in bfloat16 and k_cache in float16$",
         ),
         ({"indices": [[[0]]]}, TypeError, "^indices must be a tensor, got list$"),
         ({"indices": INDICES.float()}, TypeError, "^indices must be int32 or int64, got float32$"),

@@ -25,7 +25,7 @@ def test_the_arguments_that_the_errors_start_from_are_right():
         ({"q": Q[:, :0]}, ValueError, r"^q must have shape .* no empty axis .*, got \[3, 0, 24\]$"),
         ({"q": Q.mT.contiguous().mT}, ValueError, "^q must have last stride 1"),
         ({"kv": [0.0]}, TypeError, "^kv must be a tensor, got list$"),
-        ({"kv": KV.half()}, TypeError, "^kv must be bfloat16, got float16$"),
+        ({"kv": KV.half()}, TypeError, "^q and kv must agree in dtype, got q in bfloat16 and kv in float16$"),
         ({"kv": KV[:, 0]}, ValueError, r"^kv must have shape \[s_kv, 1, 24\] .* got \[30, 24\]$"),
         ({"kv": KV.repeat(1, 2, 1)}, ValueError, r"^kv must have shape \[s_kv, 1, 24\] .* got \[30, 2, 24\]$"),
         ({"kv": KV[..., :16]}, ValueError, r"^kv must have shape \[s_kv, 1, 24\] .* got \[30, 1, 16\]$"),

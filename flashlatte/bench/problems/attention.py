@@ -1,12 +1,11 @@
-"""What a benchmark case computes: the shapes, as values that compare and print."""
+"""Decode and prefill, dense and over selected tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-# A machine without a GPU runs the same code on these sizes at most.
-SMALL_BATCH, SMALL_HEADS, SMALL_KEYS, SMALL_TOPK, SMALL_QUERIES = 2, 16, 256, 64, 16
+from flashlatte.bench.problems.small import SMALL_BATCH, SMALL_HEADS, SMALL_KEYS, SMALL_QUERIES, SMALL_TOPK
 
 
 @dataclass(frozen=True)
@@ -153,148 +152,31 @@ class DensePrefillBackward(DensePrefill):
 
 
 @dataclass(frozen=True)
-class CacheWrite:
-    """bf16 rows into ``tokens`` random slots of a cache of twice as many."""
+class PagedAttention:
+    """Grouped queries, causal, heads of 128 numbers: ``batch`` requests of a query each and one of ``queries`` queries
+    (none if 0), all of ``keys`` keys.
 
-    cache_format: str
-    tokens: int
-    page_size: int = 64
-    operation: ClassVar[str] = "cache_write"
-
-    @property
-    def name(self) -> str:
-        return f"write-{self.cache_format}-{self.tokens}"
-
-    def scaled_down(self) -> CacheWrite:
-        return replace(self, tokens=min(self.tokens, SMALL_KEYS))
-
-
-@dataclass(frozen=True)
-class CacheGather:
-    """``tokens`` of ``requests`` requests of equal length, out of a cache with random page order, into bf16 rows."""
-
-    cache_format: str
-    tokens: int
-    requests: int = 8
-    page_size: int = 64
-    operation: ClassVar[str] = "cache_gather"
-
-    @property
-    def name(self) -> str:
-        return f"gather-{self.cache_format}-{self.tokens}"
-
-    def scaled_down(self) -> CacheGather:
-        return replace(self, tokens=min(self.tokens, SMALL_KEYS), requests=min(self.requests, SMALL_BATCH))
-
-
-@dataclass(frozen=True)
-class IndexLogits:
-    """Index logits of e4m3 keys of 128 values: the last ``rows`` queries of ``keys`` tokens, each over the keys up to
-    its own.
+    Attributes: ``dtype`` of the cache: "bf16", "e4m3", "e5m2" or "int8".
     """
 
-    rows: int
-    keys: int
-    heads: int
-    operation: ClassVar[str] = "index_logits"
-
-    @property
-    def name(self) -> str:
-        return f"q{self.rows}-k{self.keys}-h{self.heads}"
-
-    def scaled_down(self) -> IndexLogits:
-        return IndexLogits(min(self.rows, SMALL_QUERIES), min(self.keys, SMALL_KEYS), min(self.heads, SMALL_HEADS))
-
-
-@dataclass(frozen=True)
-class PagedIndexLogits:
-    """The same over a cache: ``next_n`` query tokens of each of ``batch`` requests of ``keys`` tokens."""
-
     batch: int
+    queries: int
     keys: int
-    next_n: int = 1
-    heads: int = 64
+    dtype: str = "bf16"
     page_size: int = 64
-    operation: ClassVar[str] = "paged_index_logits"
+    h_q: int = 32
+    h_kv: int = 8
+    operation: ClassVar[str] = "paged_attention"
 
     @property
     def name(self) -> str:
-        return f"b{self.batch}-n{self.next_n}-k{self.keys}-h{self.heads}"
+        shape = f"paged-b{self.batch}-sq{self.queries}-k{self.keys}-h{self.h_q}-{self.h_kv}"
+        return f"{shape}-{self.dtype}-p{self.page_size}"
 
-    def scaled_down(self) -> PagedIndexLogits:
+    def scaled_down(self) -> PagedAttention:
         return replace(
             self,
             batch=min(self.batch, SMALL_BATCH),
+            queries=min(self.queries, SMALL_QUERIES),
             keys=min(self.keys, SMALL_KEYS),
-            heads=min(self.heads, SMALL_HEADS),
         )
-
-
-@dataclass(frozen=True)
-class TopK:
-    """The ``k`` largest of normal random numbers, for ``rows`` rows of ``width``."""
-
-    rows: int
-    width: int
-    k: int = 2048
-    operation: ClassVar[str] = "topk"
-
-    @property
-    def name(self) -> str:
-        return f"r{self.rows}-w{self.width}-top{self.k}"
-
-    def scaled_down(self) -> TopK:
-        return TopK(min(self.rows, SMALL_BATCH), min(self.width, SMALL_KEYS), min(self.k, SMALL_TOPK))
-
-
-@dataclass(frozen=True)
-class TurboQuantDecode:
-    """One query token of each of ``batch`` requests of ``keys`` tokens, heads of 128 numbers."""
-
-    cache_format: str
-    batch: int
-    keys: int
-    h_q: int = 32
-    h_kv: int = 8
-    page_size: int = 64
-    operation: ClassVar[str] = "turboquant_decode"
-
-    @property
-    def name(self) -> str:
-        return f"{self.cache_format.removeprefix('turboquant_')}-b{self.batch}-h{self.h_q}-{self.h_kv}-k{self.keys}"
-
-    def scaled_down(self) -> TurboQuantDecode:
-        return replace(self, batch=min(self.batch, SMALL_BATCH), keys=min(self.keys, SMALL_KEYS))
-
-
-@dataclass(frozen=True)
-class TurboQuantStore:
-    """Keys and values of ``tokens`` tokens, heads of 128 numbers, into pages."""
-
-    cache_format: str
-    tokens: int
-    h_kv: int = 8
-    page_size: int = 64
-    operation: ClassVar[str] = "turboquant_store"
-
-    @property
-    def name(self) -> str:
-        return f"{self.cache_format.removeprefix('turboquant_')}-t{self.tokens}-h{self.h_kv}"
-
-    def scaled_down(self) -> TurboQuantStore:
-        return replace(self, tokens=min(self.tokens, SMALL_KEYS))
-
-
-Problem = (
-    DenseDecode
-    | SparseDecode
-    | SparsePrefill
-    | DensePrefill
-    | CacheWrite
-    | CacheGather
-    | IndexLogits
-    | PagedIndexLogits
-    | TopK
-    | TurboQuantDecode
-    | TurboQuantStore
-)

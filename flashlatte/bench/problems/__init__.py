@@ -1,0 +1,119 @@
+"""What a benchmark case computes: the shapes, as values that compare and print."""
+
+from __future__ import annotations
+
+from flashlatte.bench.problems.attention import (
+    DenseDecode,
+    DensePrefill,
+    DensePrefillBackward,
+    PagedAttention,
+    SparseDecode,
+    SparsePrefill,
+)
+from flashlatte.bench.problems.caches import CacheCopy, CacheGather, CacheWrite, GatherRecords, ReshapeAndCache
+from flashlatte.bench.problems.index_cache import IndexConvert, IndexGather, IndexQuantize
+from flashlatte.bench.problems.indexer import IndexLogits, IndexSelect, PagedIndexLogits, PagedIndexSelect, TopK
+from flashlatte.bench.problems.layer import (
+    ConcatMlaQ,
+    LatentRows,
+    MergeStates,
+    PackSeq,
+    RopeCacheWrite,
+    RotateHeads,
+    UnpackSeq,
+)
+from flashlatte.bench.problems.turboquant import TurboQuantDecode, TurboQuantGather, TurboQuantStore
+from flashlatte.bench.problems.v4 import (
+    Compress,
+    IndexQuery,
+    IndexWeights,
+    IndexWorkspace,
+    InverseRopeQuantize,
+    MhcPost,
+    MhcPre,
+    QKVNorm,
+    RotateAndCache,
+)
+
+Problem = (
+    CacheCopy
+    | CacheGather
+    | CacheWrite
+    | Compress
+    | ConcatMlaQ
+    | DenseDecode
+    | DensePrefill
+    | DensePrefillBackward
+    | GatherRecords
+    | IndexConvert
+    | IndexGather
+    | IndexLogits
+    | IndexQuantize
+    | IndexQuery
+    | IndexSelect
+    | IndexWeights
+    | IndexWorkspace
+    | InverseRopeQuantize
+    | LatentRows
+    | MergeStates
+    | MhcPost
+    | MhcPre
+    | PackSeq
+    | PagedAttention
+    | PagedIndexLogits
+    | PagedIndexSelect
+    | QKVNorm
+    | ReshapeAndCache
+    | RopeCacheWrite
+    | RotateAndCache
+    | RotateHeads
+    | SparseDecode
+    | SparsePrefill
+    | TopK
+    | TurboQuantDecode
+    | TurboQuantGather
+    | TurboQuantStore
+    | UnpackSeq
+)
+
+__all__ = [
+    "CacheCopy",
+    "CacheGather",
+    "CacheWrite",
+    "Compress",
+    "ConcatMlaQ",
+    "DenseDecode",
+    "DensePrefill",
+    "DensePrefillBackward",
+    "GatherRecords",
+    "IndexConvert",
+    "IndexGather",
+    "IndexLogits",
+    "IndexQuantize",
+    "IndexQuery",
+    "IndexSelect",
+    "IndexWeights",
+    "IndexWorkspace",
+    "InverseRopeQuantize",
+    "LatentRows",
+    "MergeStates",
+    "MhcPost",
+    "MhcPre",
+    "PackSeq",
+    "PagedAttention",
+    "PagedIndexLogits",
+    "PagedIndexSelect",
+    "Problem",
+    "QKVNorm",
+    "ReshapeAndCache",
+    "RopeCacheWrite",
+    "RotateAndCache",
+    "RotateHeads",
+    "SparseDecode",
+    "SparsePrefill",
+    "TopK",
+    "TurboQuantDecode",
+    "TurboQuantGather",
+    "TurboQuantStore",
+    "UnpackSeq",
+]

@@ -1,0 +1,54 @@
+"""Keys of the indexer into their cache and out of it, and the slots of what was selected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flashlatte.bench.problems.small import Scaled
+
+
+@dataclass(frozen=True)
+class IndexQuantize(Scaled):
+    """bf16 keys of 128 numbers into random slots of a cache of twice as many."""
+
+    tokens: int
+    cache_format: str = "index_fp8"
+    page_size: int = 64
+    operation: ClassVar[str] = "index_quantize"
+
+    @property
+    def name(self) -> str:
+        return f"index-quantize-{self.cache_format}-t{self.tokens}"
+
+
+@dataclass(frozen=True)
+class IndexGather(Scaled):
+    """Keys of ``requests`` requests of ``tokens`` tokens each, out of pages in random order."""
+
+    requests: int
+    tokens: int
+    cache_format: str = "index_fp8"
+    page_size: int = 64
+    operation: ClassVar[str] = "index_gather"
+
+    @property
+    def name(self) -> str:
+        return f"index-gather-{self.cache_format}-b{self.requests}-t{self.tokens}"
+
+
+@dataclass(frozen=True)
+class IndexConvert(Scaled):
+    """``topk`` random positions of ``keys`` keys of each of ``batch`` requests to slots, with their counts."""
+
+    batch: int
+    keys: int
+    topk: int = 2048
+    page_size: int = 64
+    compact: bool = False
+    operation: ClassVar[str] = "index_convert"
+
+    @property
+    def name(self) -> str:
+        compact = "-compact" if self.compact else ""
+        return f"index-convert-b{self.batch}-k{self.keys}-top{self.topk}{compact}"

@@ -1,0 +1,128 @@
+"""Index logits, the largest of them, and both in one call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from flashlatte.bench.problems.small import SMALL_BATCH, SMALL_HEADS, SMALL_KEYS, SMALL_QUERIES, SMALL_TOPK
+
+
+@dataclass(frozen=True)
+class IndexLogits:
+    """Index logits of e4m3 keys: the last ``rows`` queries of ``keys`` tokens, each over the keys up to its own.
+
+    Attributes: ``ranges``, a range of keys at random for each query instead; ``clean``, -inf where a query has no key;
+    ``dtype`` "fp32" or "bf16", of the logits.
+    """
+
+    rows: int
+    keys: int
+    heads: int
+    head_dim: int = 128
+    ranges: bool = False
+    clean: bool = False
+    dtype: str = "fp32"
+    operation: ClassVar[str] = "index_logits"
+
+    @property
+    def name(self) -> str:
+        return "-".join([f"q{self.rows}-k{self.keys}-h{self.heads}", *_options(self, "ranges")])
+
+    def scaled_down(self) -> IndexLogits:
+        return replace(
+            self,
+            rows=min(self.rows, SMALL_QUERIES),
+            keys=min(self.keys, SMALL_KEYS),
+            heads=min(self.heads, SMALL_HEADS),
+        )
+
+
+@dataclass(frozen=True)
+class PagedIndexLogits:
+    """The same over a cache: ``next_n`` query tokens of each of ``batch`` requests of ``keys`` tokens.
+
+    Attributes: ``varlen``, lengths of up to ``keys`` at random; ``clean`` and ``dtype`` as of ``IndexLogits``.
+    """
+
+    batch: int
+    keys: int
+    next_n: int = 1
+    heads: int = 64
+    page_size: int = 64
+    head_dim: int = 128
+    varlen: bool = False
+    clean: bool = False
+    dtype: str = "fp32"
+    operation: ClassVar[str] = "paged_index_logits"
+
+    @property
+    def name(self) -> str:
+        pages = [f"p{self.page_size}"] if self.page_size != 64 else []
+        shape = f"b{self.batch}-n{self.next_n}-k{self.keys}-h{self.heads}"
+        return "-".join([shape, *pages, *_options(self, "varlen")])
+
+    def scaled_down(self) -> PagedIndexLogits:
+        return replace(
+            self,
+            batch=min(self.batch, SMALL_BATCH),
+            keys=min(self.keys, SMALL_KEYS),
+            heads=min(self.heads, SMALL_HEADS),
+        )
+
+
+@dataclass(frozen=True)
+class IndexSelect:
+    """The ``k`` keys with the largest of these logits, of which ``workspace_mib`` MiB exist at once."""
+
+    logits: IndexLogits
+    k: int = 2048
+    workspace_mib: int = 512
+    operation: ClassVar[str] = "index_select"
+
+    @property
+    def name(self) -> str:
+        workspace = [f"workspace{self.workspace_mib}"] if self.workspace_mib != 512 else []
+        return "-".join([f"{self.logits.name}-top{self.k}", *workspace])
+
+    def scaled_down(self) -> IndexSelect:
+        return replace(self, logits=self.logits.scaled_down(), k=min(self.k, SMALL_TOPK))
+
+
+@dataclass(frozen=True)
+class PagedIndexSelect:
+    """The same over a cache, as slots of the cache."""
+
+    logits: PagedIndexLogits
+    k: int = 2048
+    operation: ClassVar[str] = "paged_index_select"
+
+    @property
+    def name(self) -> str:
+        return f"{self.logits.name}-top{self.k}-slots"
+
+    def scaled_down(self) -> PagedIndexSelect:
+        return replace(self, logits=self.logits.scaled_down(), k=min(self.k, SMALL_TOPK))
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The ``k`` largest of normal random numbers, for ``rows`` rows of ``width``."""
+
+    rows: int
+    width: int
+    k: int = 2048
+    operation: ClassVar[str] = "topk"
+
+    @property
+    def name(self) -> str:
+        return f"r{self.rows}-w{self.width}-top{self.k}"
+
+    def scaled_down(self) -> TopK:
+        return TopK(min(self.rows, SMALL_BATCH), min(self.width, SMALL_KEYS), min(self.k, SMALL_TOPK))
+
+
+def _options(problem: IndexLogits | PagedIndexLogits, lengths: str) -> list[str]:
+    head_dim = [f"d{problem.head_dim}"] if problem.head_dim != 128 else []
+    dtype = [problem.dtype] if problem.dtype != "fp32" else []
+    return [*head_dim, *(flag for flag in (lengths, "clean") if getattr(problem, flag)), *dtype]

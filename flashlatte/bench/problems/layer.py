@@ -1,0 +1,98 @@
+"""What a layer of DeepSeek-V3 does between its products and attention, and with results of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flashlatte.bench.problems.small import Scaled
+
+
+@dataclass(frozen=True)
+class LatentRows(Scaled):
+    """Latents of 512 + 64 numbers and queries' latents of ``rank``, normalised, rotated, and written to a cache."""
+
+    tokens: int
+    rank: int = 1536
+    operation: ClassVar[str] = "latent_rows"
+
+    @property
+    def name(self) -> str:
+        return f"latent-rows-t{self.tokens}-{self.rank}"
+
+
+@dataclass(frozen=True)
+class RotateHeads(Scaled):
+    tokens: int
+    heads: int = 128
+    operation: ClassVar[str] = "rotate_heads"
+
+    @property
+    def name(self) -> str:
+        return f"rotate-heads-t{self.tokens}-h{self.heads}"
+
+
+@dataclass(frozen=True)
+class RopeCacheWrite(Scaled):
+    """Keys and queries rotated in place, the keys written into pages."""
+
+    tokens: int
+    heads: int = 128
+    cache_format: str = "bf16"
+    operation: ClassVar[str] = "rope_cache_write"
+
+    @property
+    def name(self) -> str:
+        return f"rope-write-{self.cache_format}-t{self.tokens}-h{self.heads}"
+
+
+@dataclass(frozen=True)
+class ConcatMlaQ(Scaled):
+    """Latent parts of 512 and rotated ones of 64, heads before tokens in memory, as products leave them."""
+
+    tokens: int
+    heads: int = 128
+    operation: ClassVar[str] = "concat_mla_q"
+
+    @property
+    def name(self) -> str:
+        return f"concat-q-t{self.tokens}-h{self.heads}"
+
+
+@dataclass(frozen=True)
+class MergeStates(Scaled):
+    """``parts`` results of attention over different keys, heads of 128 numbers."""
+
+    tokens: int
+    parts: int = 2
+    heads: int = 128
+    operation: ClassVar[str] = "merge_states"
+
+    @property
+    def name(self) -> str:
+        return f"merge-{self.parts}-t{self.tokens}-h{self.heads}"
+
+
+@dataclass(frozen=True)
+class PackSeq(Scaled):
+    """``batch`` requests of up to ``tokens`` tokens, heads of 576 numbers, into rows of equal length."""
+
+    batch: int
+    tokens: int
+    heads: int = 16
+    operation: ClassVar[str] = "pack_seq"
+
+    @property
+    def name(self) -> str:
+        return f"pack-b{self.batch}-t{self.tokens}-h{self.heads}"
+
+
+@dataclass(frozen=True)
+class UnpackSeq(PackSeq):
+    """And back."""
+
+    operation: ClassVar[str] = "unpack_seq"
+
+    @property
+    def name(self) -> str:
+        return f"un{super().name}"

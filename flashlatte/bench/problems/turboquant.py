@@ -1,0 +1,57 @@
+"""TurboQuant caches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from flashlatte.bench.problems.small import SMALL_BATCH, SMALL_KEYS
+
+
+@dataclass(frozen=True)
+class TurboQuantDecode:
+    """One query token of each of ``batch`` requests of ``keys`` tokens, heads of 128 numbers."""
+
+    cache_format: str
+    batch: int
+    keys: int
+    h_q: int = 32
+    h_kv: int = 8
+    page_size: int = 64
+    operation: ClassVar[str] = "turboquant_decode"
+
+    @property
+    def name(self) -> str:
+        return f"{self.cache_format.removeprefix('turboquant_')}-b{self.batch}-h{self.h_q}-{self.h_kv}-k{self.keys}"
+
+    def scaled_down(self) -> TurboQuantDecode:
+        return replace(self, batch=min(self.batch, SMALL_BATCH), keys=min(self.keys, SMALL_KEYS))
+
+
+@dataclass(frozen=True)
+class TurboQuantStore:
+    """Keys and values of ``tokens`` tokens, heads of 128 numbers, into pages."""
+
+    cache_format: str
+    tokens: int
+    h_kv: int = 8
+    page_size: int = 64
+    operation: ClassVar[str] = "turboquant_store"
+
+    @property
+    def name(self) -> str:
+        return f"{self.cache_format.removeprefix('turboquant_')}-t{self.tokens}-h{self.h_kv}"
+
+    def scaled_down(self) -> TurboQuantStore:
+        return replace(self, tokens=min(self.tokens, SMALL_KEYS))
+
+
+@dataclass(frozen=True)
+class TurboQuantGather(TurboQuantStore):
+    """``tokens`` tokens of one request out of pages in random order, to bf16."""
+
+    operation: ClassVar[str] = "turboquant_gather"
+
+    @property
+    def name(self) -> str:
+        return f"gather-{super().name}"

@@ -1,0 +1,127 @@
+"""What a layer of DeepSeek-V4 does beside attention and its products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flashlatte.bench.problems.small import Scaled
+
+
+@dataclass(frozen=True)
+class Compress(Scaled):
+    """The compressor over a prefill of ``tokens`` tokens of one request, or over one token of each of ``requests``
+    requests if there are some, in states and rows that lie in pages.
+
+    Attributes: ``dtype``, "float32" or "bfloat16", of what is compressed.
+    """
+
+    cache_format: str
+    ratio: int
+    tokens: int = 0
+    requests: int = 0
+    dtype: str = "float32"
+    operation: ClassVar[str] = "compress"
+
+    @property
+    def name(self) -> str:
+        shape = f"b{self.requests}-decode" if self.requests else f"t{self.tokens}"
+        return f"compress-{self.cache_format}-r{self.ratio}-{shape}-{self.dtype}"
+
+
+@dataclass(frozen=True)
+class QKVNorm(Scaled):
+    tokens: int
+    rank: int = 1024
+    head_dim: int = 512
+    operation: ClassVar[str] = "q_kv_norm"
+
+    @property
+    def name(self) -> str:
+        return f"qkvnorm-t{self.tokens}-{self.rank}-{self.head_dim}"
+
+
+@dataclass(frozen=True)
+class RotateAndCache(Scaled):
+    tokens: int
+    heads: int = 64
+    cache_format: str = "model1"
+    operation: ClassVar[str] = "rotate_and_cache"
+
+    @property
+    def name(self) -> str:
+        return f"rotate-{self.cache_format}-t{self.tokens}-h{self.heads}"
+
+
+@dataclass(frozen=True)
+class InverseRopeQuantize(Scaled):
+    tokens: int
+    heads: int = 64
+    operation: ClassVar[str] = "inverse_rope_quantize"
+
+    @property
+    def name(self) -> str:
+        return f"inverse-rope-t{self.tokens}-h{self.heads}"
+
+
+@dataclass(frozen=True)
+class IndexQuery(Scaled):
+    """Queries of the indexer in e4m3, or in mxfp4 if ``four_bits``."""
+
+    tokens: int
+    heads: int = 64
+    four_bits: bool = False
+    operation: ClassVar[str] = "index_query"
+
+    @property
+    def name(self) -> str:
+        return f"index-query{'-mxfp4' if self.four_bits else ''}-t{self.tokens}-h{self.heads}"
+
+
+@dataclass(frozen=True)
+class IndexWeights(Scaled):
+    tokens: int
+    hidden: int = 7168
+    heads: int = 64
+    operation: ClassVar[str] = "index_weights"
+
+    @property
+    def name(self) -> str:
+        return f"index-weights-t{self.tokens}-{self.hidden}-h{self.heads}"
+
+
+@dataclass(frozen=True)
+class IndexWorkspace(Scaled):
+    """Rows of a workspace for ``topk`` groups and a window of each of ``tokens`` tokens of one request."""
+
+    tokens: int
+    topk: int = 512
+    window: int = 128
+    ratio: int = 4
+    operation: ClassVar[str] = "index_workspace"
+
+    @property
+    def name(self) -> str:
+        return f"index-workspace-t{self.tokens}-top{self.topk}-w{self.window}"
+
+
+@dataclass(frozen=True)
+class MhcPre(Scaled):
+    """Four streams of ``hidden`` numbers a token."""
+
+    tokens: int
+    hidden: int = 4096
+    operation: ClassVar[str] = "mhc_pre"
+
+    @property
+    def name(self) -> str:
+        return f"mhc-pre-t{self.tokens}-{self.hidden}"
+
+
+@dataclass(frozen=True)
+class MhcPost(MhcPre):
+    operation: ClassVar[str] = "mhc_post"
+
+    @property
+    def name(self) -> str:
+        return f"mhc-post-t{self.tokens}-{self.hidden}"

@@ -1,0 +1,87 @@
+"""What is called, how, and for how long: alike in the command and in each of its processes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+from flashlatte.bench import cases
+from flashlatte.bench.problems import Problem
+from flashlatte.bench.problems.parse import parse
+from flashlatte.bench.shared.calls import WAYS
+from flashlatte.bench.shared.random_problems import DRAWS
+
+# Of each operation so many random problems are called before the clock starts, so that their kernels are compiled.
+COMPILED_DRAWS = 3
+
+
+@dataclass(frozen=True)
+class Options:
+    """Attributes:
+    processes, seconds: how many call kernels, and for how long.
+    each: seconds of one case.
+    random: draw problems instead of taking those of the bench list.
+    seed: of the random problems; each process draws others.
+    operations, cases: only these, by name; all if None.
+    given: these problems, as ``repr`` writes them, in place of those of the bench list.
+    backend: the one that is called; None for the best that serves a case.
+    streams: for calls at the same time.
+    ways: of ``WAYS``, in turns.
+    load: processes beside these that multiply matrices.
+    """
+
+    processes: int = 6
+    seconds: float = 30.0
+    each: float = 4.0
+    random: bool = False
+    seed: int = 0
+    operations: tuple[str, ...] | None = None
+    cases: tuple[str, ...] | None = None
+    given: tuple[str, ...] | None = None
+    backend: str | None = None
+    streams: int = 2
+    ways: tuple[str, ...] = WAYS
+    load: int = 0
+
+    def labels(self) -> list[str]:
+        """The operations of random problems, or the names of the cases.
+
+        Raises:
+            ValueError: a name that does not exist, or that nothing is left.
+        """
+        known = list(DRAWS) if self.random else list(self._listed())
+        if self.random:
+            wanted = self.operations
+        else:
+            wanted = self.cases
+            if self.operations is not None:
+                known = [name for name, problem in self._listed().items() if problem.operation in self.operations]
+        for name in wanted or ():
+            if name not in known:
+                raise ValueError(f"no operation or case named {name!r}; there are {', '.join(known)}")
+        chosen = [name for name in known if wanted is None or name in wanted]
+        if not chosen:
+            raise ValueError(f"operations={self.operations} and cases={self.cases} leave nothing")
+        return chosen
+
+    def problems(self, process: int) -> Iterator[Problem]:
+        """What a process calls, without end; each process begins elsewhere."""
+        labels, listed, rng = self.labels(), self._listed(), Random(f"{self.seed}, {process}")
+        first = process * len(labels) // self.processes
+        for label in itertools.cycle([*labels[first:], *labels[:first]]):
+            yield DRAWS[label](rng) if self.random else listed[label]
+
+    def compiled_first(self, process: int) -> list[Problem]:
+        """A process's share of what is called once before the clock starts."""
+        if not self.random:
+            return [self._listed()[label] for label in self.labels()[process :: self.processes]]
+        rng = Random(self.seed)
+        drawn = [DRAWS[label](rng) for _ in range(COMPILED_DRAWS) for label in self.labels()]
+        return drawn[process :: self.processes]
+
+    def _listed(self) -> dict[str, Problem]:
+        if self.given is not None:
+            return {text: parse(text) for text in self.given}
+        return {case.problem.name: case.problem for case in cases.CASES}

@@ -1,0 +1,161 @@
+"""What a layer of DeepSeek-V4 does beside attention and its products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import flashlatte
+from flashlatte import kv_cache
+from flashlatte.bench.problems import IndexQuery, InverseRopeQuantize, MhcPost, MhcPre, QKVNorm, RotateAndCache
+from flashlatte.bench.workloads import draw
+from flashlatte.bench.workloads.base import Outputs, Results
+from flashlatte.bench.workloads.tokens import (
+    ALL,
+    FOUR_BITS,
+    ONE_BYTE,
+    POISON_BYTE,
+    ROUNDED,
+    Tokens,
+    TokensWorkload,
+    nbytes,
+    positions,
+    rotations,
+)
+from flashlatte.kv_cache.registry import as_format
+from flashlatte.ops.mhc import mhc_post, mhc_pre
+
+BF16, HEAD_DIM, INDEX_DIM, PAGE_SIZE, STREAMS = torch.bfloat16, 512, 128, 64, 4
+
+
+class QKVNormWorkload(TokensWorkload):
+    def __init__(self, problem: QKVNorm, device: torch.device) -> None:
+        rng, widths = draw.generator(device), (problem.rank, problem.head_dim)
+        super().__init__(problem, device, BF16, problem.tokens, head_dim=max(widths))
+        self.q, self.kv = (draw.normal((problem.tokens, sum(widths)), BF16, rng) * 10).split(widths, dim=1)
+        self.q_weight, self.kv_weight = (torch.rand(width, generator=rng, device=device) + 0.5 for width in widths)
+        self.bytes_moved = 2 * nbytes(self.q, self.kv)
+        self.tolerances = {"q": ROUNDED, "kv": ROUNDED}
+
+    def compute(self, tokens: Tokens, backend: str) -> Results:
+        rows = self.q[tokens], self.kv[tokens]
+        q, kv = flashlatte.q_kv_norm(*rows, self.q_weight, self.kv_weight, backend=backend)
+        return {"q": q, "kv": kv}
+
+
+class RotateAndCacheWorkload(TokensWorkload):
+    def __init__(self, problem: RotateAndCache, device: torch.device) -> None:
+        rng, tokens = draw.generator(device), problem.tokens
+        super().__init__(problem, device, BF16, tokens, head_dim=HEAD_DIM, h_q=problem.heads)
+        self.q, self.kv = (
+            draw.normal(shape, BF16, rng) * 10 for shape in ((tokens, problem.heads, HEAD_DIM), (tokens, HEAD_DIM))
+        )
+        self.rotations, self.positions = rotations(rng), positions(tokens, rng)
+        self.layout = as_format(problem.cache_format, HEAD_DIM)
+        self.cache = kv_cache.allocate(self.layout, -(-tokens // PAGE_SIZE), PAGE_SIZE, device=device)
+        self.slots = torch.arange(tokens, device=device)
+        self.bytes_moved = 2 * nbytes(self.q) + nbytes(self.kv) + tokens * self.layout.bytes_per_token
+        self.tolerances = {"q": ROUNDED, "keys": ONE_BYTE}
+
+    def compute(self, tokens: Tokens, backend: str, cache: torch.Tensor | None = None) -> Results:
+        rows = (self.q[tokens], self.kv[tokens], self.rotations, self.positions[tokens])
+        cache = self.cache if cache is None else cache
+        q = flashlatte.rotate_and_cache(*rows, cache, self.slots[tokens], cache_format=self.layout, backend=backend)
+        return {"q": q, "cache": cache}
+
+    def poisoned_outputs(self) -> Outputs:
+        self.cache.view(torch.uint8).fill_(POISON_BYTE)
+        return super().poisoned_outputs()
+
+    def compared(self, results: Results) -> Results:
+        return {"q": results["q"][self.chosen], "keys": self._keys(results["cache"])}
+
+    def reference(self) -> Results:
+        results = self.compute(self.chosen, "reference", torch.zeros_like(self.cache))
+        return {"q": results["q"], "keys": self._keys(results["cache"])}
+
+    def _keys(self, cache: torch.Tensor) -> torch.Tensor:
+        return self.layout.decode(self.layout.page_views(cache), 1.0).flatten(0, 1)[self.slots[self.chosen]]
+
+
+class InverseRopeQuantizeWorkload(TokensWorkload):
+    def __init__(self, problem: InverseRopeQuantize, device: torch.device) -> None:
+        rng, tokens, self.groups = draw.generator(device), problem.tokens, problem.heads // 8
+        super().__init__(problem, device, BF16, tokens, head_dim=HEAD_DIM, h_q=problem.heads)
+        self.o = draw.normal((tokens, problem.heads, HEAD_DIM), BF16, rng) * 10
+        self.rotations, self.positions = rotations(rng), positions(tokens, rng)
+        self.bytes_moved = nbytes(self.o) * 3 // 2 + self.o.numel() // 128 * 4
+        self.tolerances = {"outputs": ONE_BYTE}
+
+    def compute(self, tokens: Tokens, backend: str) -> Results:
+        values, scales = flashlatte.inverse_rope_quantize(
+            self.o[tokens], self.rotations, self.positions[tokens], self.groups, backend=backend
+        )
+        return {"values": values, "scales": scales}
+
+    def read(self, results: Results) -> Results:
+        blocks = results["values"].float().unflatten(-1, (-1, 128))
+        return {"outputs": blocks * results["scales"].unsqueeze(-1)}
+
+
+class IndexQueryWorkload(TokensWorkload):
+    def __init__(self, problem: IndexQuery, device: torch.device) -> None:
+        rng, shape = draw.generator(device), (problem.tokens, problem.heads)
+        super().__init__(problem, device, BF16, problem.tokens, head_dim=INDEX_DIM, h_q=problem.heads)
+        self.q = draw.normal((*shape, INDEX_DIM), BF16, rng) * 10
+        self.weights = draw.normal(shape, torch.float32, rng)
+        self.rotations, self.positions = rotations(rng), positions(problem.tokens, rng)
+        self.four_bits = problem.four_bits
+        self.bytes_moved = shape[0] * shape[1] * (INDEX_DIM * 2 + 8 + (68 if self.four_bits else 128))
+        self.tolerances = {"queries": FOUR_BITS if self.four_bits else ONE_BYTE, "weights": ROUNDED}
+
+    def compute(self, tokens: Tokens, backend: str) -> Results:
+        arguments = (self.q[tokens], self.weights[tokens], self.rotations, self.positions[tokens])
+        if self.four_bits:
+            values, scales, weights = flashlatte.index_query_mxfp4(*arguments, backend=backend)
+            return {"values": values, "scales": scales, "weights": weights}
+        of_v4: Any = {"rope_first": False, "interleaved": True, "smallest_amax": 1e-4}
+        values, weights = flashlatte.index_query(*arguments, **of_v4, scale_rounding="power_of_two", backend=backend)
+        return {"values": values, "weights": weights}
+
+    def read(self, results: Results) -> Results:
+        """Values, and weights with the queries' scales that are folded in."""
+        if not self.four_bits:
+            return {"queries": results["values"].float(), "weights": results["weights"]}
+        values = results["values"]
+        magnitudes = torch.tensor((0, 0.5, 1, 1.5, 2, 3, 4, 6), device=values.device)
+        codes = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2).long()
+        numbers = magnitudes[codes % 8] * (1 - codes // 8 * 2)
+        scales = torch.exp2(results["scales"].float() - 127)
+        queries = (numbers.unflatten(-1, (-1, 32)) * scales.unsqueeze(-1)).flatten(-2)
+        return {"queries": queries, "weights": results["weights"]}
+
+
+class MhcPreWorkload(TokensWorkload):
+    def __init__(self, problem: MhcPre, device: torch.device) -> None:
+        rng, tokens = draw.generator(device), problem.tokens
+        super().__init__(problem, device, BF16, tokens, head_dim=STREAMS)
+        self.streams = draw.normal((tokens, STREAMS, problem.hidden), BF16, rng) * 10
+        numbers = draw.normal((tokens + 1, (2 + STREAMS) * STREAMS), torch.float32, rng) * 100
+        self.projected, self.base = numbers[:tokens], numbers[tokens] / 100
+        self.scale = torch.ones(3, device=device)
+        self.bytes_moved = nbytes(self.streams) * 5 // 4 + nbytes(self.projected) + tokens * 20 * 4
+        self.tolerances = dict.fromkeys(("shares", "mixture", "seen"), ROUNDED)
+
+    def compute(self, tokens: Tokens, backend: str) -> Results:
+        found = mhc_pre(self.streams[tokens], self.projected[tokens], self.base, self.scale, backend=backend)
+        return dict(zip(("shares", "mixture", "seen"), found, strict=True))
+
+
+class MhcPostWorkload(MhcPreWorkload):
+    def __init__(self, problem: MhcPost, device: torch.device) -> None:
+        super().__init__(problem, device)
+        made = super().compute(ALL, "reference")
+        self.shares, self.mixture, self.result = made["shares"], made["mixture"], made["seen"]
+        self.bytes_moved = 2 * nbytes(self.streams) + nbytes(*made.values())
+        self.tolerances = {"streams": ROUNDED}
+
+    def compute(self, tokens: Tokens, backend: str) -> Results:
+        rows = (x[tokens] for x in (self.result, self.streams, self.shares, self.mixture))
+        return {"streams": mhc_post(*rows, backend=backend)}

@@ -1,0 +1,53 @@
+"""The transformers model of a checkpoint directory, none of whose weights is missing."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashlatte.distributed.model.names import in_transformers
+from flashlatte.engine.paged import config_of
+from flashlatte.layers.checkpoint import opened, safetensors_files
+from flashlatte.layers.missing import check_loaded, check_stored
+
+
+def load(path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Any:
+    """The transformers model of a checkpoint directory, in evaluation mode.
+
+    Raises:
+        OSError: a file is missing.
+        ValueError: a file is damaged; the model has weights that the checkpoint lacks, or the checkpoint has some of
+            another shape, or biases and scales that the model does not have.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = config_of(path)
+    dtypes = {
+        in_transformers(name, config.model_type): file.get_slice(name).get_dtype()
+        for file in map(opened, safetensors_files(Path(path)))
+        for name in file.keys()  # noqa: SIM118 (safe_open is no mapping)
+    }
+    check_stored(path, config, dtypes)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype or "auto",
+            local_files_only=True,
+            output_loading_info=True,
+            # Refused below, by name.
+            ignore_mismatched_sizes=True,
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"model must be a checkpoint that transformers can load, and {path} is not: {reason}"
+        ) from error
+    model, info = loaded
+    check_loaded(path, model, info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()

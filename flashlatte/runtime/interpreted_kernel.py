@@ -1,0 +1,46 @@
+"""Kernels in Triton's interpreter, with numbers of the annotated type."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
+
+class InterpretedKernel:
+    """Passes each ``tl.int64`` parameter as an int64.
+
+    The interpreter ignores the annotation and makes int32 of a number that fits, so that the product of an int32 index
+    and a stride wraps at 2^31, where the compiled kernel has 64 bits. This relies on the interpreter's leaving
+    arguments as they are that are no Python numbers, no tensors and no tuples.
+
+    Attributes:
+        jitted: Triton's ``InterpretedFunction``.
+    """
+
+    def __init__(self, jitted: Any) -> None:
+        self.jitted = jitted
+        parameters = inspect.signature(jitted.fn).parameters
+        self._positions = list(parameters)
+        self._wide = {name for name, item in parameters.items() if str(item.annotation).rpartition(".")[2] == "int64"}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        launch = self.jitted[grid]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            named = dict(zip(self._positions, args, strict=False)) | kwargs
+            return launch(**{name: _int64(value) if name in self._wide else value for name, value in named.items()})
+
+        return run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.jitted, name)
+
+
+def _int64(value: Any) -> Any:
+    if not isinstance(value, int):
+        return value
+    return tl.tensor(TensorHandle(np.array([value], dtype=np.int64), tl.int64), tl.int64)

@@ -1,0 +1,234 @@
+"""Whatever line of the engine an interrupt arrives at, no page is lost, and later requests get their tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import linecache
+import sys
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from flashlatte.distributed.model.alone import Alone
+from flashlatte.engine import Engine, SamplingParams, batch, drafts, engine, outputs, pages, request, runner, scheduler
+from flashlatte.engine.batch import Batch
+from flashlatte.engine.paged import PagedModel
+
+VOCABULARY = 11
+# Some begin alike, some repeat themselves.
+PROMPTS = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7], [8, 9] * 4, [3]]
+NEW = 5
+PLANNING = (engine, scheduler, pages)
+ALL = (*PLANNING, batch, drafts, outputs, request, runner)
+OPTIONS = [
+    {"num_pages": 7, "host_pages": 4},
+    {"num_pages": 7, "drafts": 2},
+    {"num_pages": 7, "host_pages": 2, "max_tokens": 3, "drafts": 1},
+    {"num_pages": 40, "prefix_cache": False, "max_requests": 2},
+]
+
+
+def next_token(context: list[int]) -> int:
+    return sum((7 * place + 3) * token for place, token in enumerate(context)) % VOCABULARY
+
+
+Use = Callable[[Engine], None]
+
+
+class Hashes(PagedModel):
+    """A model whose next token is a function of the tokens that it finds in its pages."""
+
+    vocabulary, max_position, dtype, device = VOCABULARY, 64, torch.float32, torch.device("cpu")
+    config, name, end_tokens = None, "hashes", ()
+
+    def __init__(self) -> None:
+        self.ranks, self.fails_at, self.calls = Alone(), -1, 0
+
+    def allocate(self, cache_format: str, num_pages: int, page_size: int, *, on_host: bool = False) -> Any:
+        return [torch.zeros(num_pages, page_size, dtype=torch.bfloat16)]
+
+    def planner(self, cache_format: str, limits: Any) -> Any:
+        return lambda batch, pad_to: Plan(batch)
+
+    def __call__(self, tokens: torch.Tensor, caches: list[torch.Tensor], metadata: Any, rows: torch.Tensor) -> Any:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise RuntimeError("out of memory")
+        (cache,), new = caches, iter(tokens.tolist())
+        chosen = []
+        for count, length, table in zip(metadata.counts, metadata.lengths, metadata.pages, strict=True):
+            for place in range(length - count, length):
+                cache[table[place // cache.shape[1]], place % cache.shape[1]] = next(new)
+            context = cache[table].flatten().int().tolist()
+            chosen += [next_token(context[: place + 1]) for place in range(length - count, length)]
+        return torch.nn.functional.one_hot(torch.tensor(chosen)[rows], VOCABULARY).float()
+
+
+class Plan:
+    buffers = None
+
+    def __init__(self, batch: Batch) -> None:
+        self.counts, self.lengths, self.pages = batch.counts, batch.lengths, batch.pages
+        self.num_tokens = len(batch.tokens)
+
+
+def expected(prompt: list[int]) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(NEW):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def made(**options: Any) -> Engine:
+    settings: dict[str, Any] = {"cache_format": "bf16", "page_size": 2, "max_tokens": 8, "max_requests": 3}
+    return Engine(Hashes(), **settings | options)
+
+
+def serve(served: Engine) -> None:
+    """All that is asked of an engine, some of it at the same time."""
+    served.add(PROMPTS[2], SamplingParams(NEW), id="stepped")
+    served.add(PROMPTS[3], SamplingParams(NEW), id="aborted", priority=1)
+    served.step()
+    stream = served.stream(PROMPTS[1], SamplingParams(NEW, logprobs=True))
+    dropped = served.stream(PROMPTS[0], SamplingParams(NEW))
+    got = [next(stream), next(dropped)]
+    del dropped
+    check_tokens(served.generate([PROMPTS[0], PROMPTS[1]], SamplingParams(NEW)), 2)
+    with contextlib.suppress(ValueError):  # it has ended already
+        served.abort("aborted")
+    assert [got[0], *stream] == expected(PROMPTS[1])
+    while served.unfinished:
+        check_tokens(served.step(), 0)
+
+
+def check_tokens(given: list[Any], finished: int) -> None:
+    for output in given:
+        assert output.tokens == expected(output.prompt)[: len(output.tokens)]
+    assert sum(output.finish_reason == "length" for output in given) >= finished
+
+
+def check_consistent(served: Engine) -> None:
+    plans = served.scheduler
+    requests = plans._unfinished.values()
+    queued = sorted(one.id for one in (*plans._running, *plans._waiting))
+    assert queued == sorted(plans._unfinished) == sorted(served._live)
+    for pool, held in (
+        (served.pool, [page for one in requests for page in one.pages]),
+        (plans.host_pool, [page for one in requests for page in one.host_pages]),
+    ):
+        references = Counter(held)
+        assert [pool.references(page) for page in range(pool.num_pages)] == [
+            references[page] for page in range(pool.num_pages)
+        ]
+        assert pool.in_use == len(references)
+        assert sorted([*pool._blank, *pool._idle]) == sorted(set(range(pool.num_pages)) - set(references))
+        assert all(pool._pages[page].key == key for key, page in pool._known.items())
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt at one, by its number, of the lines of some modules that ``run`` reaches."""
+
+    def __init__(self, modules: tuple[Any, ...], at: int | None = None) -> None:
+        self.files, self.at = {inspect.getfile(module) for module in modules}, at
+        self.reached: list[tuple[str, int]] = []
+        self.raised: list[BaseException | None] = []
+
+    def run(self, function: Callable[[], None]) -> None:
+        """What is raised where a stream is dropped, which Python only reports, is kept in ``raised`` as well."""
+        hook, sys.unraisablehook = sys.unraisablehook, lambda told: self.raised.append(told.exc_value)
+        before = sys.gettrace()
+        sys.settrace(self._trace)
+        try:
+            function()
+        except BaseException as error:
+            self.raised.append(error.with_traceback(None))
+        finally:
+            sys.settrace(before)
+            sys.unraisablehook = hook
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename not in self.files:
+            return None
+        if event == "line":
+            self.reached.append((frame.f_code.co_filename, frame.f_lineno))
+            if len(self.reached) - 1 == self.at:
+                raise KeyboardInterrupt
+        return self._trace
+
+
+def check_interrupted(modules: tuple[Any, ...], options: dict[str, Any], at: int, use: Use = serve) -> None:
+    served, interrupts = made(**options), Interrupts(modules, at)
+    interrupts.run(lambda: use(served))
+    assert [type(error) for error in interrupts.raised[:1]] == [KeyboardInterrupt], interrupts.raised
+    assert isinstance(served.model, Hashes)
+    served.model.fails_at = -1
+    try:
+        assert served.unfinished >= 0  # which cleans up after a cleaning that was interrupted
+        check_consistent(served)
+        for _ in range(100):
+            if not served.unfinished:
+                break
+            check_tokens(served.step(), 0)
+        again = served.generate(PROMPTS, SamplingParams(NEW))
+        assert [output.tokens for output in again] == [expected(prompt) for prompt in PROMPTS]
+        assert served.unfinished == served.pool.in_use == served.scheduler.host_pool.in_use == 0
+    except Exception as failure:
+        raise AssertionError(f"interrupted at {interrupts.reached[-1]}, number {at} of its lines") from failure
+
+
+def lines(modules: tuple[Any, ...], options: dict[str, Any], use: Use = serve) -> list[tuple[str, int]]:
+    served, interrupts = made(**options), Interrupts(modules)
+    interrupts.run(lambda: use(served))
+    assert not interrupts.raised
+    return interrupts.reached
+
+
+def fail(served: Engine) -> None:
+    """A step fails, so that what cleans up is interrupted too."""
+    assert isinstance(served.model, Hashes)
+    served.model.fails_at = 4
+    with pytest.raises(RuntimeError, match="out of memory"):
+        serve(served)
+    check_tokens(served.generate(PROMPTS[:2], SamplingParams(NEW)), 2)
+
+
+def handles_signals(line: tuple[str, int]) -> bool:
+    """Python handles signals at calls and at jumps back: none between an exception and the first mark of it."""
+    return not linecache.getline(*line).lstrip().startswith(("except ", "self._interrupted = True"))
+
+
+def test_each_line_once():
+    seen: set[tuple[str, int]] = set()
+    for options, use in ((OPTIONS[0], serve), (OPTIONS[0], fail), (OPTIONS[1], serve)):
+        for number, line in enumerate(lines(PLANNING, options, use)):
+            if line not in seen and handles_signals(line):
+                check_interrupted(PLANNING, options, number, use)
+            seen.add(line)
+    assert len(seen) > 300
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("modules", "options", "use"),
+    [(ALL, OPTIONS[0], serve), (PLANNING, OPTIONS[0], fail), *((PLANNING, options, serve) for options in OPTIONS[1:])],
+    ids=["all modules", "a step fails", *map(str, OPTIONS[1:])],
+)
+def test_each_line_each_time(modules, options, use):
+    """One to three minutes each."""
+    for number, line in enumerate(lines(modules, options, use)):
+        if handles_signals(line):
+            check_interrupted(modules, options, number, use)
+
+
+def test_a_step_that_can_schedule_nothing_raises():
+    served = made(num_pages=4)
+    served.pool.allocate(4)
+    with pytest.raises(RuntimeError, match=r"^none of 1 unfinished requests can be scheduled, with 0 of 4 pages free$"):
+        served.generate([PROMPTS[3]], SamplingParams(NEW))
+    check_tokens(served.generate([PROMPTS[3]], SamplingParams(NEW)), 1)
+    assert served.unfinished == served.pool.in_use == 0
