@@ -6,7 +6,7 @@ import torch
 
 from flashlatte.kv_cache.index_formats import FORMAT_OF_KEYS, as_index_cache
 from flashlatte.ops.index_logits.api import QUERY_DTYPES, check_heads, check_keys, output
-from flashlatte.runtime import checks, dispatch, gradients, refusals
+from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -90,6 +90,9 @@ def sparse_index_logits(
     )
     block_size = checks.positive_int("block_size", block_size)
     out = output(out, num_rows, num_blocks * block_size, dtype, device)
+    if value_checks.ENABLED:
+        value_checks.lengths("num_keys", num_keys, block_size)
+        value_checks.entries("first_key", first_key, k.shape[0] * (page_size or 1), num_keys > 0)
     gradients.warn_if_dropped(SPARSE, q, k, k_scale, weights)
     call = dispatch.Call(SPARSE, device, q.dtype, cache_format, page_size, head_dim=head_dim, h_q=heads)
     backend = dispatch.select(call, backend)
