@@ -1,1 +1,1 @@
-"""What several operations use unchanged: device code by language, and the references' softmax."""
+"""Device code that several operations share, by language, and the softmax of the references."""

@@ -1,4 +1,4 @@
-"""Rotary embedding in plain PyTorch, which the reference implementations share; and the check of its table."""
+"""Rotary embedding in plain PyTorch for the reference implementations, and the validation of its table."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, inte
     """float32 x [T, ..., rope_dim] with each pair (a, b) as (a cos - b sin, b cos + a sin).
 
     Args:
-        cos_sin: [n, rope_dim], cosines and then sines of each frequency.
-        positions: int [T], the table's row of each token; one outside it takes the nearest.
-        interleaved: whether a frequency turns numbers 2i and 2i + 1; else i and i + rope_dim / 2.
+        cos_sin: [n, rope_dim], the cosines of all frequencies, then the sines.
+        positions: int [T], the table row of each token, clamped to the table.
+        interleaved: pairs are elements 2i and 2i + 1; otherwise i and i + rope_dim / 2.
     """
     row = cos_sin[positions.long().clamp(0, cos_sin.shape[0] - 1)].float()
     cosine, sine = row.view(row.shape[0], *[1] * (x.dim() - 2), row.shape[1]).chunk(2, dim=-1)
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
-    turned = a * cosine - b * sine, b * cosine + a * sine
-    return torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    rotated = a * cosine - b * sine, b * cosine + a * sine
+    return torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
 
 
 def rotate_tail(
     x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, *, inverse: bool = False
 ) -> torch.Tensor:
-    """``rotate`` of the last rope_dim numbers of float32 x [T, ..., d], neighbours in pairs; ``inverse`` turns back."""
+    """Apply ``rotate`` to the last rope_dim elements of float32 x [T, ..., d], in interleaved pairs; ``inverse``
+    rotates back."""
     if inverse:
         cosines, sines = cos_sin.chunk(2, dim=-1)
         cos_sin = torch.cat((cosines, -sines), dim=-1)
@@ -34,7 +35,7 @@ def rotate_tail(
 
 
 def check_table(cos_sin: torch.Tensor, head_dim: int, device: torch.device) -> None:
-    """``cos_sin`` is float32 [n, rope_dim], contiguous, for rows of ``head_dim``."""
+    """Check that ``cos_sin`` is contiguous float32 [n, rope_dim], for rows of ``head_dim`` elements."""
     checks.tensor("cos_sin", cos_sin, ("n", "rope_dim"), (torch.float32,), device)
     if cos_sin.shape[1] % 2 or cos_sin.shape[1] > head_dim or not cos_sin.is_contiguous():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The softmax that the reference implementations share."""
+"""The softmax of the reference implementations."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 
 def attend(scores: torch.Tensor, visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over the last axis where ``visible``: (probabilities, lse), lse in natural logarithm.
+    """Softmax over the last axis where ``visible``. Returns (probabilities, lse), with lse in natural logarithm.
 
-    A row without a visible key has probabilities 0 and lse -inf.
+    Rows without a visible key have probabilities 0 and lse -inf.
     """
     scores = scores.masked_fill(~visible, float("-inf"))
     lse = torch.logsumexp(scores, dim=-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -torch.inf)
@@ -17,5 +17,6 @@ def attend(scores: torch.Tensor, visible: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def sink_weight(lse: torch.Tensor, attn_sink: torch.Tensor) -> torch.Tensor:
-    """e^lse / (e^lse + e^sink): what a sink leaves of the output. 1 for a sink of -inf, 0 for +inf or no key."""
+    """e^lse / (e^lse + e^sink), the factor by which an attention sink scales the output: 1 for a sink of -inf; 0 for
+    +inf or without a visible key."""
     return torch.where(lse.isneginf(), 0.0, torch.sigmoid(lse - attn_sink))

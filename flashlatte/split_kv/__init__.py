@@ -1,1 +1,1 @@
-"""How keys are split over the programs of a GPU, and partial results combined."""
+"""Split-KV: the split of keys over CTAs, and the combination of partial outputs."""

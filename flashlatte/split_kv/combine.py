@@ -1,8 +1,8 @@
-"""Combining the partial outputs of work items that were split.
+"""The kernel that combines the partial outputs of split work items.
 
-A partial output is float32 [BLOCK_H, D_V], what the split's own softmax gives, and [BLOCK_H], the base-2 lse of each
-row, -inf where the split had no key. Those of a work item are combined in the order of its keys; which they are is
-read from the split metadata (``device``).
+A partial output is float32 [BLOCK_H, D_V], normalized by the split's own softmax, and the base-2 lse [BLOCK_H] of the
+rows, -inf for rows without a key in the split. The kernel combines the partial outputs of a work item in the order of
+its keys, as the split metadata list them (``device``).
 """
 
 # Triton's annotations and calls are not Python's.
@@ -28,52 +28,52 @@ from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.triton_kernel import kernel
 from flashlatte.split_kv import device
 from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
-from flashlatte.split_kv.plan import Partial, SplitPlan
+from flashlatte.split_kv.plan import PartialShape, SplitPlan
 
 _NUM_WARPS = 4
 
 
-class Tile(NamedTuple):
-    """What a CTA combines in a step: of so many splits, rows and columns. It takes ``steps`` tiles of rows."""
+class CombineTile(NamedTuple):
+    """Rows, columns and splits that a CTA combines at a time. A CTA processes ``steps`` tiles of rows."""
 
     rows: int
     cols: int
     splits: int
     steps: int = 1
 
-    def within(self, rows: int, cols: int) -> Tile:
-        """The tile, no larger than a partial output."""
+    def within(self, rows: int, cols: int) -> CombineTile:
+        """The tile, clamped to the size of a partial output."""
         return self._replace(rows=min(self.rows, rows), cols=min(self.cols, 1 << (cols - 1).bit_length()))
 
     def ctas(self, rows: int, cols: int) -> int:
-        """How many CTAs a result of so many rows and columns takes."""
+        """The number of CTAs for a result of ``rows`` and ``cols``."""
         return -(-rows // (self.rows * self.steps)) * -(-cols // self.cols)
 
 
-# CTAs of four warps, with a tile of 8,192 numbers, that a large GPU runs at once.
+# CTAs of four warps, with a tile of 8,192 elements, that are resident on a large GPU.
 _RESIDENT = 528
-# In the order in which ``tile_for`` tries them: for few work items of many splits first, and there the smallest first.
-# One tile for all loses 20% of "v32, b 2" (39 instead of 32 µs with 4 x 128 numbers; docs/notes/sparse-decode.md).
+# In the order in which ``tile_for`` tries them: tiles for few work items of many splits first, the smallest first. A
+# single tile size makes "v32, b 2" 20% slower (39 instead of 32 µs with 4 x 128 elements; docs/notes/sparse-decode.md).
 _TILES = (
-    Tile(1, 32, 128),
-    Tile(1, 64, 128),
-    Tile(1, 128, 64),
-    Tile(1, 32, 32),
-    Tile(1, 128, 32),
-    Tile(1, 512, 16),
-    Tile(1, 512, 8),
-    Tile(4, 512, 4),
+    CombineTile(1, 32, 128),
+    CombineTile(1, 64, 128),
+    CombineTile(1, 128, 64),
+    CombineTile(1, 32, 32),
+    CombineTile(1, 128, 32),
+    CombineTile(1, 512, 16),
+    CombineTile(1, 512, 8),
+    CombineTile(4, 512, 4),
 )
-# For the boundaries between ranges, each of which splits one work item in two, or none: few CTAs for each, as all of
-# them have to find out which. With 2,000 small ones "b 128, varlen" took 7% longer (docs/notes/dense-decode.md).
-_BOUNDARY_TILE = Tile(8, 512, 2, steps=2)
-# Always the same: the order of sums may not depend on the batch.
-_FIXED_TILE = Tile(4, 128, 8)
+# For boundaries between ranges, which split at most one work item each: few CTAs per boundary, because each of them
+# searches for the work item. With 2,000 small CTAs, "b 128, varlen" took 7% longer (docs/notes/dense-decode.md).
+_BOUNDARY_TILE = CombineTile(8, 512, 2, steps=2)
+# For fixed splits: constant, because the order of sums must not depend on the batch.
+_FIXED_TILE = CombineTile(4, 128, 8)
 
 
 @triton.jit
 def write_partial(scratch, number, rows_in_use, values, lse2, cols, BLOCK_H: tl.constexpr, D_V: tl.constexpr):
-    """Write normalised ``values`` [BLOCK_H, cols] and their base-2 ``lse2`` [BLOCK_H] as a partial output."""
+    """Write normalized ``values`` [BLOCK_H, cols] and their base-2 ``lse2`` [BLOCK_H] as partial output ``number``."""
     write_partial_rows(scratch, number, tl.arange(0, BLOCK_H), rows_in_use, values, lse2, cols, BLOCK_H, D_V)
 
 
@@ -81,7 +81,7 @@ def write_partial(scratch, number, rows_in_use, values, lse2, cols, BLOCK_H: tl.
 def write_partial_rows(
     scratch, number, rows, rows_in_use, values, lse2, cols, BLOCK_H: tl.constexpr, D_V: tl.constexpr
 ):
-    """``write_partial`` of any ``rows`` of a partial output, or of several: then ``number`` is that of each row."""
+    """``write_partial`` for any ``rows`` of one partial output, or of several, with ``number`` given for each row."""
     base = scratch + number * (BLOCK_H * (D_V + 1))
     mask = (rows < rows_in_use)[:, None] & (cols < D_V)[None, :]
     tl.store((base + rows * D_V)[:, None] + cols[None, :], values, mask=mask)
@@ -89,8 +89,8 @@ def write_partial_rows(
 
 
 class Splits(NamedTuple):
-    """The partial outputs of a work item: those of consecutive ranges, or of the fixed splits of the launch's item
-    ``local_item``, of which there can be ``max_splits``."""
+    """The partial outputs of a work item: ``count`` consecutive ranges from ``first_range``, or the fixed splits (at
+    most ``max_splits``) of work item ``local_item`` of the launch."""
 
     scratch: Any
     first_range: Any
@@ -105,7 +105,7 @@ class Splits(NamedTuple):
 def _combine(
     splits, rows, cols, IS_FIXED: tl.constexpr, BLOCK_H: tl.constexpr, D_V: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Combined [rows, cols] and base-2 lse [rows] of a work item, from SPLITS partial outputs at a time."""
+    """The combined output [rows, cols] and base-2 lse [rows] of a work item, from SPLITS partial outputs at a time."""
     ROWS: tl.constexpr = rows.shape[0]
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
@@ -179,10 +179,10 @@ def combine_kernel(
 ):
     """A CTA combines CTA_ROWS rows of a work item, ROWS at a time, and COLS columns.
 
-    ``num_splits``: balanced ranges, or the most fixed splits of a work item.
-    AT_BOUNDARIES: the work item is the one first split where a certain range begins, if any is; else it is a certain
-    one.
-    OVERLAPPED: launched while the kernel that writes ``scratch`` may still run.
+    ``num_splits``: number of balanced ranges, or maximum number of fixed splits of a work item.
+    AT_BOUNDARIES: the CTA's work item is the one that is first split at the beginning of range number + 1, if any;
+        otherwise the work item is given by the program id.
+    OVERLAPPED: the kernel that writes ``scratch`` may still run (programmatic dependent launch).
     """
     outputs = Outputs(
         out,
@@ -246,8 +246,8 @@ def combine_kernel(
 def launch_combine(
     plan: SplitPlan, scratch: torch.Tensor, outputs: Outputs, row_align: int, first_item: int, items: int
 ) -> None:
-    """Combine what a launch over ``items`` work items from ``first_item`` left in ``scratch``, if it can have split
-    any. ``row_align`` is what ``outputs`` was made with."""
+    """Combine the partial outputs in ``scratch`` of a launch over ``items`` work items from ``first_item``, if the plan
+    can split any. ``row_align``: as passed to ``outputs_of``."""
     if not plan.combines:
         return
     rows, cols = plan.partial
@@ -289,10 +289,10 @@ def launch_combine(
     )
 
 
-def tile_for(partial: Partial, rows_in_use: int, results: int, likely_splits: int) -> Tile:
-    """The first tile of which likely splits fill more than half and that makes no more CTAs than run at once."""
+def tile_for(partial: PartialShape, rows_in_use: int, results: int, expected_splits: int) -> CombineTile:
+    """The first tile that the expected splits fill by more than half and that needs no more CTAs than are resident."""
     for tile in _TILES:
         tile = tile.within(*partial)
-        if tile.splits < 2 * likely_splits and results * tile.ctas(rows_in_use, partial.cols) <= _RESIDENT:
+        if tile.splits < 2 * expected_splits and results * tile.ctas(rows_in_use, partial.cols) <= _RESIDENT:
             break
     return tile

@@ -1,22 +1,23 @@
-"""How the KV blocks of all work items are split over CTAs, worked out by each CTA from the lengths of the call.
+"""The tile scheduler of split-KV: each CTA computes from the sequence lengths which KV blocks of which work items it
+processes.
 
-A *work item* is what has a key list of its own: a request in dense decode, a query token of a request in sparse
-decode. Its keys come in blocks of BLOCK_N; a work item without keys counts as one block, so that some CTA writes its
-empty result. A *group* is the set of query rows of a work item that one CTA handles (some heads of one kv head); all
-groups of a work item have the same blocks.
+A *work item* has its own list of keys: a request in dense decode, a query token of a request in sparse decode. Its keys
+are divided into blocks of BLOCK_N; a work item without keys counts as one block, so that a CTA writes its empty result.
+A *group* is the set of query rows of a work item that one CTA processes (some heads of one kv head); all groups of a
+work item have the same blocks.
 
-Balanced ranges. Work items lie one after the other on a line of cost, OVERHEAD blocks and then the item's own each.
-Of the total T, range r of R goes from ⌊r·T/R⌋ to ⌊(r+1)·T/R⌋, and is what a CTA of each group works on. The *split*
-of a work item is what a range has of it. So a CTA shares at most its first work item with the ranges before and its
-last one with those after. FlashMLA's ``get_mla_metadata`` makes the same cut in a kernel of its own; here every CTA
-finds its range by itself, and no lengths of an earlier call can be left over.
+Balanced ranges. The cost of a work item is OVERHEAD blocks plus its number of blocks. The costs of all work items are
+concatenated; with the total T, range r of R is the interval from ⌊r·T/R⌋ to ⌊(r+1)·T/R⌋, and one CTA of each group
+processes it. The intersection of a work item with a range is a *split*. A CTA shares at most its first work item with
+earlier ranges and its last one with later ranges. FlashMLA's ``get_mla_metadata`` computes the same partition in a
+separate kernel; here every CTA computes its own range, so metadata of an earlier call cannot be stale.
 
-Fixed splits. A work item's splits depend on its own length alone, for results that do not depend on the batch.
+Fixed splits. The splits of a work item depend only on its own length, so that results do not depend on the batch.
 
-Partial outputs. A CTA that has a work item to itself writes its result. Else it leaves a partial output and its lse in
-the scratch, and behind them *split metadata* says what is to be combined: of each range the work item that it
-continues, -1 if none; with fixed splits, of each work item how many splits it has. They are float32 numbers, as the
-scratch is; a balanced schedule has fewer than 2^24 work items (``plan.num_ranges``), so that their numbers are exact.
+Partial outputs. A CTA that processes all of a work item writes its result. Otherwise it writes a partial output and its
+lse to the scratch. The *split metadata* behind them state what to combine: for each range, the work item that it
+continues, or -1; with fixed splits, the number of splits of each work item. Metadata are float32 like the scratch; a
+balanced schedule has fewer than 2^24 work items (``plan.num_ranges``), so their indices are exact.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -30,20 +31,22 @@ import torch
 import triton
 import triton.language as tl
 
-# Lengths that a CTA scans at a time.
+# Lengths per step of a CTA's scan.
 SCAN = tl.constexpr(256)
 
 
 class KeyLengths(NamedTuple):
-    """How many keys the work items have. Item i is token i % tokens of request i // tokens (tokens 1 in dense decode).
+    """The number of keys of the work items. Item i is token i % tokens of request i // tokens (tokens = 1 in dense
+    decode).
 
     Attributes:
         num_items: requests · tokens.
         tokens: work items of a request.
-        lengths: keys of each at [request · stride_request + token · stride_token], any integer; None: limit keys each.
-        limit: the most keys a work item can have; lengths are clamped to 0 … limit.
-        extra_lengths, extra_lengths_stride_request, extra_lengths_stride_token, extra_limit: the same of a second
-            list, whose blocks follow those of the first. extra_limit is None where there is none.
+        lengths: number of keys at [request · stride_request + token · stride_token], any integer; None: ``limit`` keys
+            each.
+        limit: maximum number of keys of a work item; lengths are clamped to 0 … limit. extra_lengths,
+            extra_lengths_stride_request, extra_lengths_stride_token, extra_limit: the same for a second list, whose
+            blocks follow those of the first; extra_limit is None without a second list.
     """
 
     num_items: Any
@@ -66,7 +69,7 @@ def key_lengths(
     extra_lengths: torch.Tensor | None = None,
     extra_limit: int | None = None,
 ) -> KeyLengths:
-    """``KeyLengths`` as a launch passes them, for lengths [requests] or [requests, tokens]."""
+    """Make ``KeyLengths`` from lengths [requests] or [requests, tokens]."""
     return KeyLengths(
         requests * tokens,
         tokens,
@@ -80,14 +83,15 @@ def key_lengths(
 
 
 def _strides_of(lengths: torch.Tensor | None) -> tuple[int, int]:
-    """Over requests and tokens."""
+    """Strides over requests and tokens."""
     if lengths is None:
         return 0, 0
     return lengths.stride(0), lengths.stride(1) if lengths.dim() == 2 else 0
 
 
 class Range(NamedTuple):
-    """Costs begin to end, in work items first to stop (exclusive); item first starts at cost ``first_cost``."""
+    """Costs begin to end, in work items first to stop (exclusive); work item ``first`` starts at cost
+    ``first_cost``."""
 
     begin: Any
     end: Any
@@ -98,7 +102,7 @@ class Range(NamedTuple):
 
 @triton.jit
 def key_count(item, key_lengths):
-    """Keys in the first list of a work item, or of a vector of work items (0 beyond the last one)."""
+    """Number of keys in the first list of a work item, or of a vector of work items (0 after the last one)."""
     return _clamped_length(
         item,
         key_lengths,
@@ -111,7 +115,7 @@ def key_count(item, key_lengths):
 
 @triton.jit
 def extra_key_count(item, key_lengths):
-    """Keys in the second list of a work item."""
+    """Number of keys in the second list of a work item."""
     return _clamped_length(
         item,
         key_lengths,
@@ -135,7 +139,7 @@ def _clamped_length(item, key_lengths, lengths, stride_request, stride_token, li
 
 @triton.jit
 def item_blocks(item, key_lengths, BLOCK_N: tl.constexpr):
-    """Blocks of a work item, or of a vector of work items: at least 1."""
+    """Number of blocks of a work item, or of a vector of work items: at least 1."""
     blocks = tl.cdiv(key_count(item, key_lengths), BLOCK_N)
     if key_lengths.extra_limit is not None:
         blocks += tl.cdiv(extra_key_count(item, key_lengths), BLOCK_N)
@@ -150,11 +154,11 @@ def _item_costs(items, key_lengths, BLOCK_N: tl.constexpr, OVERHEAD: tl.constexp
 
 @triton.jit
 def find_range(number, num_ranges, key_lengths, BLOCK_N: tl.constexpr, OVERHEAD: tl.constexpr):
-    """Range ``number`` of ``num_ranges``. One without work has first = stop."""
+    """Range ``number`` of ``num_ranges``. A range without work has first = stop."""
     total = tl.zeros([], tl.int64)
     for start in range(0, key_lengths.num_items, SCAN):
         total += tl.sum(_item_costs(start + tl.arange(0, SCAN), key_lengths, BLOCK_N, OVERHEAD))
-    # As many ranges get work as there are, and no more than leaves each a block and its overhead.
+    # Use all ranges, but no more than leave each at least one block and its overhead.
     in_use = tl.minimum(num_ranges.to(tl.int64), tl.maximum(total // (OVERHEAD + 1), 1))
     begin = tl.minimum(number * total // in_use, total)
     end = tl.minimum((number + 1) * total // in_use, total)
@@ -169,7 +173,7 @@ def find_range(number, num_ranges, key_lengths, BLOCK_N: tl.constexpr, OVERHEAD:
         item_end = scanned + tl.cumsum(costs)
         is_before = (items < key_lengths.num_items) & (item_end <= begin)
         is_begun = (items < key_lengths.num_items) & (item_end - costs < end)
-        # Both counts in one sum: a reduction is what takes time here.
+        # Both counts in one sum: the reductions dominate the time.
         counts = tl.sum(tl.where(is_before, 1, 0) + tl.where(is_begun, 0x10000, 0))
         first += counts & 0xFFFF
         stop += counts >> 16
@@ -180,9 +184,9 @@ def find_range(number, num_ranges, key_lengths, BLOCK_N: tl.constexpr, OVERHEAD:
 
 @triton.jit
 def split_of(cta_range, item_cost, blocks, overhead):
-    """Blocks begin to end (exclusive) that a range has of a work item which starts at ``item_cost``.
+    """Blocks begin to end (exclusive) of a range's split of the work item that starts at ``item_cost``.
 
-    May be empty, where the range ends within the item's overhead; then it has nothing to do with the item.
+    The split is empty if the range ends within the item's overhead.
     """
     item_begin = item_cost + overhead
     begin = tl.minimum(tl.maximum(cta_range.begin - item_begin, 0), blocks)
@@ -192,45 +196,46 @@ def split_of(cta_range, item_cost, blocks, overhead):
 
 @triton.jit
 def fixed_splits(blocks, SPLIT_BLOCKS: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Blocks of a split, and how many splits a work item has: of SPLIT_BLOCKS, or longer if they were too many."""
+    """Blocks per split, and number of splits of a work item: SPLIT_BLOCKS per split, or more if there would be more
+    than MAX_SPLITS."""
     size = tl.maximum(tl.cdiv(blocks, MAX_SPLITS), SPLIT_BLOCKS)
     return size, tl.cdiv(blocks, size)
 
 
 @triton.jit
 def partial_of_range(number, group, num_groups, continues_item):
-    """Which partial output a range writes: one for an item that it continues, one for an item that it begins."""
+    """Index of the partial output of a range: one for the item that it continues, one for an item that it begins."""
     return (number.to(tl.int64) * num_groups + group) * 2 + tl.where(continues_item, 0, 1)
 
 
 @triton.jit
 def partial_of_split(local_item, split, group, num_groups, max_splits):
-    """Which partial output a fixed split writes, ``local_item`` counting from the first work item of the launch."""
+    """Index of the partial output of a fixed split; ``local_item`` is relative to the first work item of the launch."""
     return (local_item.to(tl.int64) * num_groups + group) * max_splits + split
 
 
 @triton.jit
 def range_metadata(scratch, num_ranges, num_groups, PARTIAL: tl.constexpr):
-    """Where the split metadata of balanced ranges begin, behind all partial outputs of PARTIAL numbers."""
+    """Pointer to the split metadata of balanced ranges, behind all partial outputs of PARTIAL elements."""
     return scratch + partial_of_range(num_ranges, 0, num_groups, True) * PARTIAL
 
 
 @triton.jit
 def item_metadata(scratch, num_items, num_groups, max_splits, PARTIAL: tl.constexpr):
-    """Where the split metadata of fixed splits begin; ``num_items`` are those of the launch."""
+    """Pointer to the split metadata of fixed splits; ``num_items``: work items of the launch."""
     return scratch + partial_of_split(num_items, 0, 0, num_groups, max_splits) * PARTIAL
 
 
 @triton.jit
 def continued_item(cta_range, overhead):
-    """The work item that a range continues, -1 if none."""
+    """The work item that a range continues, or -1."""
     continues = (cta_range.first < cta_range.stop) & (cta_range.begin > cta_range.first_cost + overhead)
     return tl.where(continues, cta_range.first, -1)
 
 
 @triton.jit
 def ranges_of_item(item, metadata, num_ranges):
-    """The first range that has blocks of a split work item, and how many consecutive ranges have."""
+    """The first range of a split work item, and the number of its consecutive ranges."""
     first = num_ranges
     count = tl.zeros([], tl.int32)
     for start in range(0, num_ranges, SCAN):
@@ -243,10 +248,11 @@ def ranges_of_item(item, metadata, num_ranges):
 
 @triton.jit
 def item_split_first_at(boundary, metadata, num_ranges):
-    """The work item whose first split ends where range ``boundary`` begins: (item, its first range, its ranges).
+    """The work item whose first split ends at the beginning of range ``boundary``: (item, first range, number of
+    ranges).
 
-    Its ranges are 0 if no work item is split there, or one that was split before. Every split item has one such
-    boundary, of which there are fewer than ranges, however many items there are.
+    The number of ranges is 0 if no work item is split there, or one that is already split at an earlier boundary. Every
+    split item has exactly one such boundary, and there are fewer boundaries than ranges, for any number of items.
     """
     item = tl.load(metadata + boundary).to(tl.int32)
     is_split = item >= 0

@@ -1,4 +1,4 @@
-"""Where the rows of a work item's result go, and writing them there."""
+"""Addresses of the result rows of a work item, and stores of out and lse."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -16,25 +16,23 @@ from flashlatte.kernels.triton.online_softmax import LN_2, sink_weight
 
 
 class Outputs(NamedTuple):
-    """Where the rows of a work item go: out [b, s_q, h_q, d_v] and lse [b, h_q, s_q].
+    """The outputs of work items: out [b, s_q, h_q, d_v] and lse [b, h_q, s_q].
 
-    Row r of kv head k of work item i is query token i % tokens + r // heads of request i // tokens, head
-    k · heads + r % heads: with tokens = 1 a work item has the rows of all tokens of a request, with tokens = s_q
-    those of one.
+    Row r of kv head k of work item i is query token i % tokens + r // heads of request i // tokens, head k · heads + r
+    % heads. With tokens = 1 a work item has the rows of all tokens of a request, with tokens = s_q those of one token.
 
     Attributes:
-        out_stride_request, out_stride_token, out_stride_head: in units of ROW_ALIGN numbers.
-        lse_stride_request, lse_stride_token, lse_stride_head: in numbers.
-        sink: float32 [h_q] at sink_stride, or None: out is scaled by e^lse / (e^lse + e^sink).
+        out_stride_request, out_stride_token, out_stride_head: in units of ROW_ALIGN elements.
+        lse_stride_request, lse_stride_token, lse_stride_head: in elements.
+        sink: float32 [h_q] with stride sink_stride; out is scaled by e^lse / (e^lse + e^sink). None: no sink.
         tokens: work items of a request.
         heads: query heads of a kv head.
         rows: query rows of a kv head in a work item.
-        empty_lse: lse of a row that sees no key.
-        tiles: int32 [items, tiles_stride], or None. Where given, tokens are packed: out is [T, h_q, d_v] and lse
-            [T, h_q], a work item has the rows of as many tokens as its second number says, from the one that its first
-            number says, and ``rows`` is the most it can have.
-        out_scale: of an ``out`` of e4m3 bytes, which holds values divided by it: one float32, or None for
-            ``out_scale_value``.
+        empty_lse: lse of a row without a visible key.
+        tiles: int32 [items, tiles_stride], or None. If given, tokens are packed: out is [T, h_q, d_v] and lse [T, h_q],
+            entries 0 and 1 of a work item are its first token and its number of tokens, and ``rows`` is the maximum
+            number of rows.
+        out_scale: scale of an e4m3 ``out``, which stores values divided by it: one float32; None: ``out_scale_value``.
     """
 
     out: Any
@@ -68,7 +66,7 @@ def outputs_of(
     empty_lse: float,
     row_align: int,
 ) -> Outputs:
-    """``Outputs`` as a launch passes them, for out [b, s_q, h_q, d_v] and lse [b, h_q, s_q]."""
+    """Make ``Outputs`` from out [b, s_q, h_q, d_v] and lse [b, h_q, s_q]."""
     out_request, out_token, out_head, _ = out.stride()
     lse_request, lse_head, lse_token = lse.stride()
     return Outputs(
@@ -111,7 +109,7 @@ def _in_item(outputs, item, rows):
 
 @triton.jit
 def row_pointers(outputs, item, kv_head, rows, ROW_ALIGN: tl.constexpr):
-    """Where rows of a work item begin in ``out``."""
+    """Pointers to rows of a work item in ``out``."""
     request, token, head = _request_token_head(outputs, item, kv_head, rows)
     offset = request * outputs.out_stride_request + token * outputs.out_stride_token + head * outputs.out_stride_head
     return outputs.out + offset * ROW_ALIGN
@@ -119,7 +117,7 @@ def row_pointers(outputs, item, kv_head, rows, ROW_ALIGN: tl.constexpr):
 
 @triton.jit
 def head_pointers(outputs, item, heads, ROW_ALIGN: tl.constexpr):
-    """``row_pointers`` where the rows of a work item are the heads of one token."""
+    """``row_pointers`` for work items whose rows are the heads of one token."""
     offset = (
         (item // outputs.tokens).to(tl.int64) * outputs.out_stride_request
         + (item % outputs.tokens).to(tl.int64) * outputs.out_stride_token
@@ -142,9 +140,9 @@ def write_out(
     INTERPRETED: tl.constexpr,
     NATIVE_FP8: tl.constexpr = False,
 ):
-    """Write normalised ``values`` [rows, cols] of a work item; ``lse2`` [rows] is their base-2 lse.
+    """Write normalized ``values`` [rows, cols] of a work item with base-2 lse ``lse2`` [rows].
 
-    NATIVE_FP8: whether the GPU converts e4m3, where ``out`` may be such.
+    NATIVE_FP8: whether the GPU converts e4m3 in hardware, if ``out`` is e4m3.
     """
     in_item = _in_item(outputs, item, rows)
     if outputs.sink is not None:
@@ -163,7 +161,7 @@ def write_out(
 
 @triton.jit
 def write_lse(outputs, item, kv_head, rows, lse2):
-    """Write the lse of rows of a work item, given in base 2."""
+    """Write the lse of rows of a work item, given as base-2 ``lse2`` [rows]."""
     request, token, head = _request_token_head(outputs, item, kv_head, rows)
     lse = tl.where(lse2 == float("-inf"), outputs.empty_lse, lse2 * LN_2)
     offset = request * outputs.lse_stride_request + token * outputs.lse_stride_token + head * outputs.lse_stride_head

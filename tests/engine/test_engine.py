@@ -305,7 +305,7 @@ def test_a_prompt_may_be_a_tensor():
 
 
 def test_a_model_with_other_layers_is_refused_by_name():
-    other = type("Other", (), {"config": type("Config", (), {"model_type": "minicpm3"})})
+    other: Any = type("Other", (), {"config": type("Config", (), {"model_type": "minicpm3"})})
     with pytest.raises(ValueError, match=r"deepseek_v3.*got 'minicpm3'"):
         Engine(other)
     other.config.model_type = "hy_v4_vl"

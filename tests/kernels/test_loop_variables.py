@@ -1,4 +1,4 @@
-"""Triton takes two names of one value for one variable of a loop, which then keeps its first value.
+"""Triton merges two names of one value into one loop variable, which then keeps its first value.
 
 ``x = y`` ahead of a loop and ``x = y`` or ``y = x`` inside compile, and are wrong from the second turn on: whether a
 variable changes is found out by a first reading of the loop's body, in which both names still have the one value.
@@ -33,13 +33,13 @@ def test_no_loop_has_two_names_of_one_value():
     assert len(kernels) > 50
 
 
-def test_the_form_is_seen():
+def test_the_pattern_is_detected():
     assert [names for _, names in confusions(WRONG)] == ["entries, following"]
     assert not list(confusions(RIGHT))
 
 
 def confusions(source: str) -> Iterator[tuple[int, str]]:
-    """Lines in loops that give a variable the value of one that it shared its value with ahead of the loop."""
+    """Lines in loops that assign to a variable another one with which it shared its value before the loop."""
     for function in ast.walk(ast.parse(source)):
         if not isinstance(function, ast.FunctionDef):
             continue
@@ -54,7 +54,7 @@ def confusions(source: str) -> Iterator[tuple[int, str]]:
 
 
 def renamings(tree: ast.AST) -> Iterator[tuple[int, tuple[str, str]]]:
-    """Assignments of one plain name to another, of a tuple's members too."""
+    """Assignments of one plain name to another, also within tuples."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign):
             continue

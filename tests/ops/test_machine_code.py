@@ -373,8 +373,8 @@ def test_fits_amd(record, operation, call):
     [HOPPER[0], HOPPER[3], pytest.param(Variant("sparse_decode", "hopper", LENGTHS), marks=pytest.mark.full)],
     ids=lambda variant: variant.operation,
 )
-def test_partitions_are_handed_nothing_over_a_sum_that_a_warp_has_yet_to_read(record, variant):
-    """What ``warp_specialize`` hands over lies where a reduction's results were (``barriers.before_partitions``)."""
+def test_partition_arguments_do_not_overwrite_pending_reductions(record, variant):
+    """Arguments of partitions reuse the shared memory of reductions (``barriers.sync_before_warp_specialize``)."""
     (main,) = main_kernels(launches(record, variant.operation, variant.backend, **variant.call))
     code = [line for line in main.compile().sass.splitlines() if re.search(r"\b(?:LDS|STS|BAR\.SYNC)\b", line)]
     begins = next(i for i, line in enumerate(code) if " 0x1 ;" in line and i and "STS" in code[i - 1])

@@ -1,5 +1,7 @@
 """What the names of ``gluon_compat`` check while a kernel is compiled, without a GPU."""
 
+# pyright: reportCallIssue=false, reportAssignmentType=false
+
 from __future__ import annotations
 
 import pytest

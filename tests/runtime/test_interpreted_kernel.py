@@ -1,5 +1,7 @@
 """Kernels in Triton's interpreter compute addresses in 64 bits, as compiled ones do."""
 
+# pyright: reportInvalidTypeForm=false
+
 import pytest
 import torch
 

@@ -1,4 +1,4 @@
-"""The schedule that programs compute for themselves: every block in one range, in order, and the ranges even."""
+"""The tile scheduler: every block is in exactly one range, in order, and ranges have equal cost."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
@@ -64,7 +64,7 @@ def counts_kernel(out, lengths, extra_lengths, BLOCK_N: tl.constexpr):
 
 
 def schedule(lengths, tokens, num_ranges, overhead, limit=2000):
-    """Blocks of each item, splits [ranges, items, 2] (-1 where a range has nothing of an item), and the metadata."""
+    """Blocks of each item, splits [ranges, items, 2] (-1 for empty splits), and the metadata."""
     lengths = torch.tensor(lengths, dtype=torch.int32).repeat_interleave(tokens)
     items = len(lengths)
     splits = torch.full((num_ranges, items, 2), -1, dtype=torch.int32)
@@ -105,7 +105,7 @@ def check_metadata(lengths, num_ranges, overhead):
 
 
 @given(LENGTHS, st.integers(2, 24), st.integers(0, 3))
-def test_metadata_tell_which_items_are_split(lengths, num_ranges, overhead):
+def test_metadata_list_split_items(lengths, num_ranges, overhead):
     check_metadata(lengths, num_ranges, overhead)
 
 
@@ -128,7 +128,7 @@ def test_ranges_are_even_and_share_at_most_two_items(lengths, num_ranges, overhe
         assert sum(begin == 0 and end < count for (begin, end), count in zip(items, blocks, strict=True)) <= 1
 
 
-def test_one_length_and_as_many_ranges_split_nothing():
+def test_uniform_lengths_with_one_range_each_are_not_split():
     _, splits, metadata = schedule([100] * 12, 1, 4, 2)
     assert metadata.tolist() == [-1] * 4
     assert [sum(begin >= 0 for begin, _ in of_items) for of_items in splits] == [3] * 4

@@ -1,9 +1,9 @@
 import pytest
 
 from flashlatte.split_kv import combine, plan
-from flashlatte.split_kv.plan import Partial, fixed_launches, num_ranges
+from flashlatte.split_kv.plan import PartialShape, fixed_launches, num_ranges
 
-PARTIAL = Partial(64, 512)
+PARTIAL = PartialShape(64, 512)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_no_more_ranges_than_blocks():
     assert num_ranges(2, 1, 132, 5, PARTIAL) == 10
 
 
-def test_no_ranges_where_programs_abound():
+def test_no_ranges_with_many_programs():
     assert num_ranges(5, 100, 132, 1000, PARTIAL) is None
     assert num_ranges(20000, 1, 132, 1000, PARTIAL) is None
     assert num_ranges(1000, 1, 132, 1000, PARTIAL, uniform=True) is None
@@ -37,7 +37,7 @@ def test_no_ranges_where_programs_abound():
 @pytest.mark.parametrize("resident", [16, 132, 264, 304])
 @pytest.mark.parametrize("items", [1, 7, 300, 5000])
 @pytest.mark.parametrize("groups", [1, 3, 8, 64, 150])
-@pytest.mark.parametrize("partial", [Partial(16, 512), PARTIAL, Partial(256, 512)])
+@pytest.mark.parametrize("partial", [PartialShape(16, 512), PARTIAL, PartialShape(256, 512)])
 def test_scratch_is_bounded(items, groups, resident, partial):
     ranges = num_ranges(items, groups, resident, 4096, partial)
     assert ranges is None or 1 <= ranges <= resident
@@ -64,7 +64,7 @@ def test_fixed_splits_fit_the_scratch(items, item_blocks):
     assert sum(count for _, count in split.launches) == items
     most = max(count for _, count in split.launches)
     assert split.combines == (item_blocks > 16)
-    assert not split.combines or split.scratch == most * (2 * split.splits * PARTIAL.numbers + 1)
+    assert not split.combines or split.scratch == most * (2 * split.splits * PARTIAL.elements + 1)
     assert split.ctas(most) == most * 2 * split.splits
 
 

@@ -106,7 +106,7 @@ class Recording:
             recorder.launches.clear()
         decode(**call)
         (only,) = (launched for recorder in self._kernels for launched in recorder.launches)
-        assert bool(self._kernels[True].launches) == only.arguments["PLAN"].cluster
+        assert bool(self._kernels[True].launches) == only.arguments["CONFIG"].cluster
         return only
 
     def combines(self) -> list[Launch]:

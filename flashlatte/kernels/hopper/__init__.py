@@ -1,1 +1,1 @@
-"""Gluon device code for SM90 that several operations use unchanged."""
+"""Gluon device code for SM90 that several operations share."""

@@ -1,15 +1,15 @@
-"""How warps of a CTA wait for each other: named barriers of the hardware, and mbarriers for what is copied.
+"""Synchronization of warps in a CTA: the hardware's named barriers, and mbarriers for asynchronous copies.
 
-There are 16 named barriers, by number. One completes when so many threads, arriving or waiting, have reached it; shared
-memory written before is then visible to those that waited. An mbarrier's arrive is preceded by a barrier of the whole
-partition; at a named barrier each warp arrives for itself, and goes on.
+The hardware has 16 named barriers, numbered from 0. A barrier completes when a given number of threads have arrived or
+wait at it; shared memory written before an arrival is then visible to the waiting threads. Gluon puts a barrier of the
+whole partition before an mbarrier's arrive; at a named barrier each warp arrives separately and continues.
 
-A named barrier counts arrivals whoever they come from. So each one alternates strictly between its arrivals and its
-wait, and nobody can reach it twice in one phase: whoever arrives again has waited for something that came after the
-wait.
+A named barrier does not distinguish the threads that arrive. Each use therefore alternates strictly between arrivals
+and one wait, and no warp may arrive twice in one phase: before it arrives again, it has waited for an event that
+follows that wait.
 
-Buffers have an *empty* barrier (their last reader has read them: to the producer) and a *full* one (they have been
-filled: to the consumers). On an mbarrier complete the copies that fill a buffer.
+Each buffer has an *empty* barrier (the last reader signals the producer) and a *full* barrier (the producer signals the
+consumers). Copies that fill a buffer complete on an mbarrier.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ from flashlatte.kernels.hopper.ptx.threads import bar_sync_at as wait_at
 from flashlatte.runtime.gluon_compat import cta_barrier
 
 __all__ = [
-    "ALL",
+    "ALL_THREADS",
     "FIRST_FREE",
-    "PAIR",
+    "PAIR_THREADS",
     "allocate_mbarrier",
     "arrive",
     "arrive_at",
-    "before_partitions",
+    "sync_before_warp_specialize",
     "wait",
     "wait_at",
 ]
 
-# Numbers are free from here to 15. Triton takes those below for its own barriers.
+# The first named barrier that kernels may use, up to 15. Triton uses those below.
 FIRST_FREE = 5
 
-# Threads that meet: two partitions of four warps, or all three.
-PAIR = gl.constexpr(256)
-ALL = gl.constexpr(384)
+# Threads of a barrier: two partitions of four warps, or all three partitions.
+PAIR_THREADS = gl.constexpr(256)
+ALL_THREADS = gl.constexpr(384)
 
 
 @gluon.jit
-def before_partitions():
-    """Stands before ``warp_specialize`` where a reduction came before.
+def sync_before_warp_specialize():
+    """Call this before ``warp_specialize`` if a reduction precedes it.
 
-    What that hands to the partitions lies in shared memory where the reduction's results were, and Triton sets no
-    barrier between: a warp that is ahead would write over a result that another one has yet to read.
+    Triton passes the arguments of the partitions through shared memory that the reduction used, without a barrier
+    between: a fast warp could overwrite a result that another warp has not read.
     """
     cta_barrier()
 
 
 @gluon.jit
 def allocate_mbarrier(COUNT: gl.constexpr = 1):
-    """An mbarrier that COUNT arrivals complete. Each has an allocation of its own: barriers that share one draw more
-    barriers of the whole CTA from the compiler.
+    """An mbarrier that completes after COUNT arrivals. Each mbarrier has its own allocation: for mbarriers that share
+    one, the compiler inserts more CTA-wide barriers.
 
-    Make none that nobody uses. Triton lays other things over its memory, which nothing invalidates it for: such kernels
-    end with faults of all kinds where processes share a GPU (docs/notes/sparse-decode.md).
+    Do not allocate an unused mbarrier. Triton reuses its memory without invalidating it; such kernels fail in various
+    ways when processes share a GPU (docs/notes/sparse-decode.md).
     """
     barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(barrier, count=COUNT)

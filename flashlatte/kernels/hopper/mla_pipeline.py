@@ -1,30 +1,31 @@
-"""The pipeline of absorbed MLA on Hopper: a producer fills blocks of keys, two consumers score them and sum the values.
+"""The pipeline of absorbed MLA on Hopper: one producer loads blocks of keys, and two consumers compute scores and
+output.
 
-A consumer owns half of the output's columns, and scores one block of a step's two; both need P of both blocks, and the
-same row_max for it, which goes from the even consumer to the odd one and back, once a step:
+Each step processes two blocks. Each consumer holds half of the output's columns and computes the scores of one block.
+Both consumers need P of both blocks, relative to the same row_max, which the even consumer passes to the odd one and
+the odd one back once a step:
 
 ```
                 time →
 even consumer   scores 0 | softmax 0 |  P0·V0 left  | ······ |  P1·V1 left  | scores 0 of the next step …
 odd consumer        scores 1           | P0·V0 right | softmax 1 | P1·V1 right | ······ | scores 1 …
-producer        halves of the next step's blocks, each as soon as its last reader lets go of it
+producer        halves of the next step's blocks, each as soon as its last reader releases it
 ```
 
-The odd consumer queues P0·V0 behind its scores, and computes its softmax under that product. P is published before the
-consumer's own product with it: a warp that issues a product waits until the tensor cores take it. A half is let go at
-once after its last product.
+The odd consumer issues P0·V0 behind its scores and computes its softmax during that product. A consumer publishes P
+before its own product with P, because a warp that issues a product stalls until the tensor cores accept it. A consumer
+releases a half right after the last product that reads it.
 
-Row sums are best taken under a product (up to 2%), but P in float32 then stays in 32 registers beside the output:
-consumers with 240 registers have them, with 192 the loop spills. ``SUM_FIRST`` takes the sums before P is published.
+Summing the rows of P during a product is up to 2% faster, but keeps P in float32 in 32 registers next to the output.
+Consumers with 240 registers have room; with 192 the loop spills. ``SUM_FIRST`` computes the sums before P is published.
 
-An operation brings its producer, its mask, and its range of work. A step of its consumers is
+An operation supplies the producer, the mask and the schedule. A step of its consumers is
 
     even:  scores of block 0, masked;  ``attend_even``
-    odd:   scores of block 1 begun;  ``begin_odd``;  scores waited for, masked;  ``attend_odd``
+    odd:   start scores of block 1;  ``begin_odd``;  wait for the scores and mask them;  ``attend_odd``
 
-with a ``call`` that has the fields ``tiles`` (``mla_tiles.Tiles``, which explains ``zero``), ``scale``
-(softmax_scale · log2(e)) and ``peer``, the peer CTA that reads what this one's producer fills, and the other way round
-(``clusters.Cluster``), or None.
+``args`` has the fields ``tiles`` (``mla_tiles.MlaTiles``, which explains ``zero``), ``scale`` (softmax_scale · log2(e))
+and ``peer``: the ``clusters.ClusterAddresses`` of a cluster whose two CTAs share dequantized keys, or None.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ from flashlatte.kernels.hopper.mla_tiles import (
     ROWS,
     SCORE_ROWS,
 )
-from flashlatte.kernels.hopper.softmax import NO_SCORE, State, probabilities, raise_row_max, rescale
+from flashlatte.kernels.hopper.softmax import NO_SCORE, ConsumerState, probabilities, raise_row_max, rescale
 
 
 @gluon.jit
 def empty_state(OUTPUT: gl.constexpr):
-    """A consumer's half of an output in this layout, before the first key."""
-    return State(
+    """The initial state of a consumer, with an output of layout OUTPUT."""
+    return ConsumerState(
         gl.zeros([ROWS, HALF], gl.float32, OUTPUT),
         gl.full([ROWS], NO_SCORE, gl.float32, SCORE_ROWS),
         gl.zeros([ROWS], gl.float32, SCORE_ROWS),
@@ -61,17 +62,17 @@ def empty_state(OUTPUT: gl.constexpr):
 
 
 @gluon.jit
-def release(call, EMPTY: gl.constexpr, PRODUCER_THREADS: gl.constexpr):
-    """Let half of a block be filled again: by this CTA's producer, in a cluster by the peer's as well."""
-    if call.peer is not None:
-        clusters.release(EMPTY, call.peer)
+def release(args, EMPTY: gl.constexpr, PRODUCER_THREADS: gl.constexpr):
+    """Release half of a block to this CTA's producer, and in a cluster to the peer's producer as well."""
+    if args.peer is not None:
+        clusters.release(EMPTY, args.peer)
     else:
         barriers.arrive(EMPTY, 128 + PRODUCER_THREADS)
 
 
 @gluon.jit
 def wait_empty(EMPTY: gl.constexpr, PRODUCER_THREADS: gl.constexpr, peer=None, phase=0):
-    """Wait until half of a block may be filled again; with a ``peer``, here and there. ``phase`` is of its mbarrier."""
+    """Wait until half of a block is empty; with a ``peer``, in both CTAs. ``phase``: phase of the mbarrier."""
     if peer is not None:
         clusters.wait(EMPTY, peer, phase)
     else:
@@ -79,11 +80,11 @@ def wait_empty(EMPTY: gl.constexpr, PRODUCER_THREADS: gl.constexpr, peer=None, p
 
 
 @gluon.jit
-def finish_producing(PRODUCER_THREADS: gl.constexpr, peer=None, phase=0):
-    """When the last block is under way: wait for the consumers' last arrivals, and let the next kernel be launched.
+def finish_producer(PRODUCER_THREADS: gl.constexpr, peer=None, phase=0):
+    """After the last block has been issued: wait for the consumers' last arrivals, and allow the next kernel to launch.
 
-    The next kernel combines partial outputs, and itself waits for what the consumers still write. Launched earlier, its
-    CTAs would crowd on the few SMs that are free first.
+    The next kernel combines partial outputs and waits for this kernel's writes itself. Launched earlier, its CTAs would
+    all run on the few SMs that become free first.
     """
     wait_empty(K0_LEFT_EMPTY, PRODUCER_THREADS, peer, phase)
     wait_empty(K0_RIGHT_EMPTY, PRODUCER_THREADS, peer, phase)
@@ -96,22 +97,23 @@ def finish_producing(PRODUCER_THREADS: gl.constexpr, peer=None, phase=0):
 def attend_even(
     scores,
     state,
-    call,
+    args,
     zero,
     PRODUCER_THREADS: gl.constexpr,
     SUM_FIRST: gl.constexpr,
     LAST: gl.constexpr = False,
 ):
-    """From masked ``scores`` [64, 64] of block 0 to the left half of the output, of both blocks.
+    """Add both blocks to the left half of the output, given the masked ``scores`` [64, 64] of block 0.
 
-    After ``LAST`` the row sum is that of both consumers, whose sums pass with P, and block 1's left half is not let go.
+    With ``LAST``, the consumers exchange row sums together with P, the returned row_sum is the total of both, and the
+    left half of block 1 is not released.
     """
-    tiles = call.tiles
+    tiles = args.tiles
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, state.out.type.layout, 2)
     k0_left = tiles.k0.left.index(zero)
-    row_max0 = raise_row_max(state.row_max, scores, call.scale)
+    row_max0 = raise_row_max(state.row_max, scores, args.scale)
     tiles.row_max0.store(row_max0)
-    p = probabilities(scores, row_max0, call.scale)
+    p = probabilities(scores, row_max0, args.scale)
     p_rounded = p.to(k0_left.dtype)
     tiles.p0.index(zero).store(p_rounded)
     if SUM_FIRST:
@@ -119,7 +121,7 @@ def attend_even(
     if LAST:
         tiles.row_sum0.store(state.row_sum * gl.exp2(state.row_max - row_max0) + gl.sum(p, 1))
     fence_async_shared()
-    barriers.arrive(P0_FULL, barriers.PAIR)
+    barriers.arrive(P0_FULL, barriers.PAIR_THREADS)
     alpha = gl.exp2(state.row_max - row_max0)
     out = rescale(state.out, alpha)
     operand = gl.convert_layout(p_rounded, P_OPERAND)
@@ -127,69 +129,70 @@ def attend_even(
     if not SUM_FIRST:
         row_sum = state.row_sum * alpha + gl.sum(p, 1)
     out = warpgroup_mma_wait(0, deps=[out])
-    release(call, K0_LEFT_EMPTY, PRODUCER_THREADS)
+    release(args, K0_LEFT_EMPTY, PRODUCER_THREADS)
 
-    barriers.wait(ROW_MAX1_FULL, barriers.PAIR)
+    barriers.wait(ROW_MAX1_FULL, barriers.PAIR_THREADS)
     row_max1 = tiles.row_max1.load(SCORE_ROWS)
     alpha = gl.exp2(row_max0 - row_max1)
     row_sum = row_sum * alpha
     out = rescale(out, alpha)
-    barriers.wait(P1_FULL, barriers.PAIR)
+    barriers.wait(P1_FULL, barriers.PAIR_THREADS)
     out = warpgroup_mma(tiles.p1.index(zero), tiles.k1.left.index(zero), out, is_async=True)
     if LAST:
         row_sum += tiles.row_sum1.load(SCORE_ROWS)
     out = warpgroup_mma_wait(0, deps=[out])
     if not LAST:
-        release(call, K1_LEFT_EMPTY, PRODUCER_THREADS)
-    return State(out, row_max1, row_sum)
+        release(args, K1_LEFT_EMPTY, PRODUCER_THREADS)
+    return ConsumerState(out, row_max1, row_sum)
 
 
 @gluon.jit
-def begin_odd(state, call, zero):
-    """Queue block 0's product with the right half of its values behind the scores of block 1.
+def begin_odd(state, args, zero):
+    """Issue P of block 0 times the right half of its values, behind the scores of block 1.
 
-    Returns the output [64, 256] that is under way, and row_max [64] of block 0.
+    Returns the pending output [64, 256] and row_max [64] of block 0.
     """
-    tiles = call.tiles
-    barriers.wait(P0_FULL, barriers.PAIR)
+    tiles = args.tiles
+    barriers.wait(P0_FULL, barriers.PAIR_THREADS)
     row_max0 = tiles.row_max0.load(SCORE_ROWS)
     out = rescale(state.out, gl.exp2(state.row_max - row_max0))
     return warpgroup_mma(tiles.p0.index(zero), tiles.k0.right.index(zero), out, is_async=True), row_max0
 
 
 @gluon.jit
-def attend_odd(scores, out, row_max0, state, call, zero, PRODUCER_THREADS: gl.constexpr, SUM_FIRST: gl.constexpr):
-    """From masked ``scores`` [64, 64] of block 1, and what ``begin_odd`` returned, to the right half of the output."""
-    tiles = call.tiles
+def attend_odd(scores, out, row_max0, state, args, zero, PRODUCER_THREADS: gl.constexpr, SUM_FIRST: gl.constexpr):
+    """Add both blocks to the right half of the output, given the masked ``scores`` [64, 64] of block 1 and the results
+    of ``begin_odd``."""
+    tiles = args.tiles
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, state.out.type.layout, 2)
     k1_right = tiles.k1.right.index(zero)
-    row_max1 = raise_row_max(row_max0, scores, call.scale)
+    row_max1 = raise_row_max(row_max0, scores, args.scale)
     tiles.row_max1.store(row_max1)
-    barriers.arrive(ROW_MAX1_FULL, barriers.PAIR)
-    p = probabilities(scores, row_max1, call.scale)
+    barriers.arrive(ROW_MAX1_FULL, barriers.PAIR_THREADS)
+    p = probabilities(scores, row_max1, args.scale)
     p_rounded = p.to(k1_right.dtype)
     tiles.p1.index(zero).store(p_rounded)
     if SUM_FIRST:
         row_sum = state.row_sum * gl.exp2(state.row_max - row_max1) + gl.sum(p, 1)
     fence_async_shared()
-    barriers.arrive(P1_FULL, barriers.PAIR)
+    barriers.arrive(P1_FULL, barriers.PAIR_THREADS)
     operand = gl.convert_layout(p_rounded, P_OPERAND)
     alpha = gl.exp2(row_max0 - row_max1)
     out = warpgroup_mma_wait(0, deps=[out])
-    release(call, K0_RIGHT_EMPTY, PRODUCER_THREADS)
+    release(args, K0_RIGHT_EMPTY, PRODUCER_THREADS)
     out = rescale(out, alpha)
     out = warpgroup_mma(operand, k1_right, out, is_async=True)
     if not SUM_FIRST:
         row_sum = state.row_sum * gl.exp2(state.row_max - row_max1) + gl.sum(p, 1)
     out = warpgroup_mma_wait(0, deps=[out])
-    release(call, K1_RIGHT_EMPTY, PRODUCER_THREADS)
-    return State(out, row_max1, row_sum)
+    release(args, K1_RIGHT_EMPTY, PRODUCER_THREADS)
+    return ConsumerState(out, row_max1, row_sum)
 
 
 @gluon.jit
-def add_other_sum(state, own, other):
-    """After a work item's last step: the state with the row sum of both consumers."""
+def add_row_sums(state, own, other):
+    """Replace row_sum by the sum over both consumers, after the last step of a work item."""
     own.store(state.row_sum)
-    # P0_FULL serves once more, to say that both sums are stored: no P of block 0 is waited for any more.
-    barriers.wait(P0_FULL, barriers.PAIR)
-    return State(state.out, state.row_max, state.row_sum + other.load(SCORE_ROWS))
+    # P0_FULL is reused to signal that both sums are stored: no wait for P of block 0 is outstanding.
+    barriers.wait(P0_FULL, barriers.PAIR_THREADS)
+    return ConsumerState(state.out, state.row_max, state.row_sum + other.load(SCORE_ROWS))

@@ -1,4 +1,4 @@
-"""Rows of one-byte numbers that a producer loads, casts to 16 bits and stores in a tile: what a thread has of them."""
+"""Register layouts of one-byte elements that a producer loads, casts to 16 bits and stores in a tile."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from triton.experimental.gluon import language as gl
 
 from flashlatte.runtime.gluon_compat import reinterpret
 
-# Threads that have a token's words between them.
+# Threads that share the words of a token.
 THREADS = gl.constexpr(4)
 
 
 @gluon.constexpr_function
 def words_layout(GROUPS, WIDTH):
-    """Words [64, GROUPS, WIDTH] of 256 columns, or of 128 or 64: a thread has 16 bytes at a time of two tokens.
+    """Layout of words [64, GROUPS, WIDTH] of 256, 128 or 64 columns: a thread holds pieces of 16 bytes of two tokens.
 
-    Eight threads that store together have two tokens' neighbouring 128 bytes of bf16, in different banks.
+    Eight threads that store together hold 128 adjacent bytes of bf16 of two tokens, in different banks.
     """
     more = [[0, 0, 16]] if WIDTH == 32 else []
     more += [[0, bit, 0] for bit in (1, 2) if bit < GROUPS]
@@ -47,7 +47,7 @@ def flat(LAYOUT):
 
 @gluon.jit
 def as_words(tile):
-    """A tile [64, n] of 16-bit numbers as words [64, n / 2] of two."""
+    """View a tile [64, n] of 16-bit elements as words [64, n / 2] of two elements."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(tile.layout.swizzle_byte_width, 32, 2)
     return reinterpret(tile, gl.int32, [tile.shape[0], tile.shape[1] // 2], LAYOUT)
 
@@ -60,6 +60,7 @@ def words_of(tile):
 
 @gluon.jit
 def load_words(rows, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
-    """Words [64, n] of a flat LAYOUT from FIRST of rows, ``rows`` [64] being pointers to their first words."""
+    """Load words FIRST to FIRST + n - 1 of 64 rows as [64, n], in a flat LAYOUT. ``rows`` [64]: pointers to the first
+    words."""
     word = FIRST + gl.arange(0, LAYOUT.shape[1], gl.SliceLayout(0, LAYOUT))
     return gl.load(gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None] + word[None, :])

@@ -1,1 +1,1 @@
-"""Triton device code that several operations use unchanged."""
+"""Triton device code that several operations share."""

@@ -1,4 +1,4 @@
-"""Where a token's bytes lie, in Triton."""
+"""Addresses of tokens in a paged cache, in Triton."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashlatte.runtime.strides import stride_in_use
 
 
 class Slots(NamedTuple):
-    """Where new tokens go: entry i of ``mapping`` is the slot of token i."""
+    """The slots of new tokens: entry i of ``mapping`` is the slot of token i."""
 
     mapping: Any
     stride: Any
@@ -22,12 +22,12 @@ class Slots(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """Which rows are whose: request i has rows cu_seqlens[i] to cu_seqlens[i + 1], or to the end.
+    """Packed requests: request i has rows cu_seqlens[i] to cu_seqlens[i + 1], or to the end.
 
     Attributes:
-        num_boundaries: entries of ``cu_seqlens``: one more than there are requests, or as many.
-        seq_starts: token of each request's first row, or None: 0.
-        seq_ends: the token before which each request's rows end, or None: all rows count.
+        num_boundaries: entries of ``cu_seqlens``: num_requests + 1, or num_requests.
+        seq_starts: position of each request's first row; None: 0.
+        seq_ends: end of each request's positions (exclusive); None: all rows are used.
     """
 
     cu_seqlens: Any
@@ -40,8 +40,8 @@ class Requests(NamedTuple):
     end_stride: Any = 0
 
 
-class Pages(NamedTuple):
-    """Where a request's tokens lie: ``block_table`` [requests, max_pages], of pages below ``num_pages``."""
+class RequestPages(NamedTuple):
+    """The pages of requests: ``block_table`` [requests, max_pages], with page ids below ``num_pages``."""
 
     block_table: Any
     table_stride: Any
@@ -56,7 +56,7 @@ def requests_of(
     seq_starts: torch.Tensor | None,
     seq_ends: torch.Tensor | None = None,
 ) -> Requests:
-    """``Requests`` as a launch passes them."""
+    """Make ``Requests`` from tensors."""
     return Requests(
         cu_seqlens,
         cu_seqlens.stride(0),
@@ -69,16 +69,16 @@ def requests_of(
     )
 
 
-def pages_of(block_table: torch.Tensor, num_pages: int, page_size: int) -> Pages:
-    """``Pages`` as a launch passes them."""
-    return Pages(block_table, stride_in_use(block_table, 0), block_table.shape[1], num_pages, page_size)
+def pages_of(block_table: torch.Tensor, num_pages: int, page_size: int) -> RequestPages:
+    """Make ``RequestPages`` from tensors."""
+    return RequestPages(block_table, stride_in_use(block_table, 0), block_table.shape[1], num_pages, page_size)
 
 
 @triton.jit
 def page_and_offset(position, valid, page_size, WIDE: tl.constexpr):
-    """position // page_size and the remainder, int64; 0 and 0 where not valid.
+    """position // page_size and the remainder, int64; both 0 where not valid.
 
-    WIDE: positions may pass 2^31, which costs a 64-bit division.
+    WIDE: positions may exceed 2^31, which costs a 64-bit division.
     """
     position = tl.where(valid, position, 0)
     if not WIDE:
@@ -91,7 +91,7 @@ def page_and_offset(position, valid, page_size, WIDE: tl.constexpr):
 
 @triton.jit
 def locate_slots(slots, tokens, WIDE: tl.constexpr):
-    """For each token whether its slot is in the cache, and the slot's page and offset."""
+    """For each token: whether its slot is in the cache, and the page and offset of the slot."""
     slot = tl.load(slots.mapping + tokens * slots.stride, mask=tokens < slots.num_tokens, other=-1).to(tl.int64)
     valid = (slot >= 0) & (slot < slots.num_slots)
     page, offset = page_and_offset(slot, valid, slots.page_size, WIDE)
@@ -100,7 +100,7 @@ def locate_slots(slots, tokens, WIDE: tl.constexpr):
 
 @triton.jit
 def locate_rows(requests, pages, rows, num_rows, WIDE: tl.constexpr):
-    """For each row whether it counts for a request, whether its token is in the cache, and its page and offset."""
+    """For each row: whether it belongs to a request, whether its token is in the cache, and its page and offset."""
     request, start = request_of_row(requests, rows)
     inside = (request >= 0) & (rows < num_rows)
     request = tl.where(inside, request, 0).to(tl.int64)
@@ -121,7 +121,7 @@ def locate_rows(requests, pages, rows, num_rows, WIDE: tl.constexpr):
 
 @triton.jit
 def end_of_rows(requests, num_rows):
-    """The row behind the last request's."""
+    """The end of the last request's rows."""
     closed = requests.num_boundaries > requests.num_requests
     end = tl.load(requests.cu_seqlens + requests.num_requests * requests.cu_stride, mask=closed, other=0).to(tl.int64)
     return tl.where(closed, end, num_rows)
@@ -133,7 +133,7 @@ def request_of_row(requests, rows):
     request = tl.full(rows.shape, -1, tl.int64)
     start = tl.zeros(rows.shape, tl.int64)
     span = requests.num_boundaries
-    # A binary search for the last entry that the row reaches.
+    # Binary search for the last boundary <= row.
     while span > 0:
         step = (span + 1) // 2
         candidate = request + step
@@ -148,7 +148,7 @@ def request_of_row(requests, rows):
 
 @triton.jit
 def store_words(rows, index, words, mask, ALIGN: tl.constexpr):
-    """Store 16- or 32-bit integers as words ``index`` from byte addresses ``rows``, which are multiples of ALIGN."""
+    """Store 16- or 32-bit integers as words ``index`` from the byte addresses ``rows``, multiples of ALIGN."""
     SIZE: tl.constexpr = words.dtype.primitive_bitwidth // 8
     if ALIGN >= SIZE:
         tl.store(rows.to(tl.pointer_type(words.dtype)) + index, words, mask=mask)
@@ -159,7 +159,7 @@ def store_words(rows, index, words, mask, ALIGN: tl.constexpr):
 
 @triton.jit
 def load_words(rows, index, dtype: tl.constexpr, mask, ALIGN: tl.constexpr):
-    """Inverse of ``store_words``: unsigned integers of ``dtype``, 0 where masked."""
+    """The inverse of ``store_words``: unsigned integers of ``dtype``, 0 where masked."""
     SIZE: tl.constexpr = dtype.primitive_bitwidth // 8
     if ALIGN >= SIZE:
         return tl.load(rows.to(tl.pointer_type(dtype)) + index, mask=mask, other=0)

@@ -1,4 +1,4 @@
-"""A row that a kernel has computed, in float32, into its slot of a paged cache: the bytes of the cache's format."""
+"""Encode a float32 row in a cache format and store it in a slot of a paged cache."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _SMALLEST_AMAX = tl.constexpr(SMALLEST_AMAX)
 
 
 class RowBytes(NamedTuple):
-    """How a row becomes bytes, as one constant of a kernel.
+    """The encoding of a row, as a constexpr of a kernel.
 
     Attributes:
-        encoding: "plain" (the numbers in the cache's dtype), "tiles" (e4m3 with an E8M0 byte a tile, rope in bf16),
-            "e4m3" (with a float32 scale a row) or "e2m1" (with an E8M0 byte for each 32).
-        tiling: of "tiles".
-        power_of_two: of "e4m3": scales are rounded up.
+        encoding: "plain" (the cache's dtype), "tiles" (e4m3 with an E8M0 scale per tile, rope in bf16), "e4m3" (with a
+            float32 scale per row) or "e2m1" (with an E8M0 scale per 32 elements).
+        tiling: for "tiles".
+        power_of_two: for "e4m3": round scales up to powers of two.
     """
 
     encoding: str
@@ -33,8 +33,8 @@ class RowBytes(NamedTuple):
     power_of_two: bool = False
 
 
-class Place(NamedTuple):
-    """Where a row goes. Strides count elements of the cache, in units of its alignment."""
+class CacheSlot(NamedTuple):
+    """The slot of a row. Strides are in elements of the cache, divided by its alignment."""
 
     cache: Any
     page_stride: Any
@@ -56,44 +56,44 @@ def row_bytes(layout: CacheFormat, scale_rounding: str) -> RowBytes:
 @triton.jit
 def store_row(
     x,
-    place,
+    slot,
     D: tl.constexpr,
     FORMAT: tl.constexpr,
     UNIT: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Store float32 x [1, D] at ``place``, if that is valid. UNIT: elements of which the strides are multiples."""
+    """Store float32 x [1, D] at ``slot`` if that is valid. UNIT: alignment in elements, the divisor of the strides."""
     column = tl.arange(0, D)[None, :]
-    page_start = place.cache + place.page * place.page_stride * UNIT
-    valid = place.valid & (column < D)  # [1, D]
+    page_start = slot.cache + slot.page * slot.page_stride * UNIT
+    valid = slot.valid & (column < D)  # [1, D]
     if FORMAT.encoding == "plain":
-        row = page_start + place.offset * place.row_stride * UNIT
-        tl.store(row + column, from_float32(x, place.cache.dtype.element_ty, INTERPRETED), mask=valid)
+        row = page_start + slot.offset * slot.row_stride * UNIT
+        tl.store(row + column, from_float32(x, slot.cache.dtype.element_ty, INTERPRETED), mask=valid)
     elif FORMAT.encoding == "tiles":
         TILING: tl.constexpr = FORMAT.tiling
         LATENT: tl.constexpr = TILING.tile * TILING.tiles
-        row = page_start + place.offset * TILING.row_bytes
+        row = page_start + slot.offset * TILING.row_bytes
         values, scales = quantize_tiles(tl.reshape(x, [1, D // TILING.tile, TILING.tile]), True)
         codes = tl.reshape(float_to_e4m3(values, NATIVE), [1, D])
         tl.store(row + column, codes, mask=valid & (column < LATENT))
         rope = from_float32(x, tl.bfloat16, INTERPRETED).to(tl.uint16, bitcast=True)
         store_words(row + TILING.rope_offset, column - LATENT, rope, valid & (column >= LATENT), UNIT)
         tile = tl.arange(0, D // TILING.tile)[None, :]
-        # Behind the tiles' scales a token has bytes that are 0.
+        # The scales of a token are padded with zero bytes.
         exponents = tl.where(tile < TILING.tiles, scales >> 23, 0).to(tl.uint8)
-        scale_row = page_start + place.page_size * TILING.row_bytes + place.offset * TILING.scale_places
-        tl.store(scale_row + tile, exponents, mask=place.valid & (tile < TILING.scale_places))
+        scale_row = page_start + slot.page_size * TILING.row_bytes + slot.offset * TILING.scale_places
+        tl.store(scale_row + tile, exponents, mask=slot.valid & (tile < TILING.scale_places))
     elif FORMAT.encoding == "e4m3":
         values, scales = scale_rows(x, _SMALLEST_AMAX, FORMAT.power_of_two)  # [1, D], [1]
-        tl.store(page_start + place.offset * D + column, float_to_e4m3(values, NATIVE), mask=valid)
-        scale_row = page_start + place.page_size * D + place.offset * 4
+        tl.store(page_start + slot.offset * D + column, float_to_e4m3(values, NATIVE), mask=valid)
+        scale_row = page_start + slot.page_size * D + slot.offset * 4
         word = scales.to(tl.int32, bitcast=True)
-        store_words(scale_row, tl.arange(0, 1), word, place.valid & (tl.arange(0, 1) == 0), UNIT)
+        store_words(scale_row, tl.arange(0, 1), word, slot.valid & (tl.arange(0, 1) == 0), UNIT)
     else:
         packed, exponents = to_mxfp4(x, 1, D)
         byte = tl.arange(0, D // 2)[None, :]
-        tl.store(page_start + place.offset * (D // 2) + byte, packed, mask=place.valid & (byte < D // 2))
+        tl.store(page_start + slot.offset * (D // 2) + byte, packed, mask=slot.valid & (byte < D // 2))
         group = tl.arange(0, D // 32)[None, :]
-        scale_row = page_start + place.page_size * (D // 2) + place.offset * (D // 32)
-        tl.store(scale_row + group, exponents, mask=place.valid & (group < D // 32))
+        scale_row = page_start + slot.page_size * (D // 2) + slot.offset * (D // 32)
+        tl.store(scale_row + group, exponents, mask=slot.valid & (group < D // 32))

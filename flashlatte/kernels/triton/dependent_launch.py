@@ -1,7 +1,8 @@
-"""Launches that begin before the kernel ahead of them has ended (programmatic dependent launch; Hopper and later).
+"""Programmatic dependent launch (Hopper and later): kernels that start before the preceding kernel in the stream has
+finished.
 
-Such a kernel is launched with ``launch_options`` and calls ``gdc_wait()`` before it reads or writes anything that other
-kernels write or read; what is ahead of it calls ``gdc_launch_dependents()`` early.
+A dependent kernel is launched with ``launch_options`` and calls ``gdc_wait()`` before it accesses memory that other
+kernels write or read. The preceding kernel calls ``gdc_launch_dependents()`` early.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from flashlatte.runtime import machine
 
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # a Triton without NVIDIA's backend, for which launches do not overlap
+except ImportError:  # Triton without NVIDIA's backend, where launches do not overlap
     gdc_launch_dependents = gdc_wait = None
 
 __all__ = ["gdc_launch_dependents", "gdc_wait", "launch_options", "launches_overlap"]
 
 
 def launches_overlap(device: torch.device) -> bool:
-    """Whether a kernel can be launched before the one that it depends on has ended."""
+    """Whether the device supports programmatic dependent launch."""
     if machine.interpreting():
         return False
     is_nvidia = machine.device_type(device) == "cuda" and torch.version.hip is None

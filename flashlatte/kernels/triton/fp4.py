@@ -1,4 +1,4 @@
-"""e2m1 codes and their scales, from float32 and to it, for Triton kernels; ``kv_cache.fp4`` in bits."""
+"""Conversion between float32 and e2m1 codes with scales, for Triton kernels; bitwise equal to ``kv_cache.fp4``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from flashlatte.kernels.triton.fp8 import float_to_e4m3
 
 @triton.jit
 def to_mxfp4(x, ROWS: tl.constexpr, D: tl.constexpr):
-    """float32 x [ROWS, D] in groups of 32: bytes [ROWS, D // 2] of two codes each, and E8M0 exponents [ROWS, D // 32].
+    """Quantize float32 x [ROWS, D] in groups of 32 to bytes [ROWS, D // 2] of two codes, and E8M0 exponents [ROWS, D //
+    32].
 
-    A group with a number that is not finite has the exponent 255, and zeros.
+    A group with a non-finite value gets the exponent 255 (NaN) and codes 0.
     """
     low, high = tl.split(tl.reshape(x, [ROWS, D // 32, 16, 2]))  # [ROWS, D // 32, 16]
     low, high = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
@@ -22,24 +23,24 @@ def to_mxfp4(x, ROWS: tl.constexpr, D: tl.constexpr):
     # Of amax = m · 2^e, amax / 6 is (m / 1.5) · 2^(e - 2): a mantissa above 1.5 carries into the exponent.
     exponents = tl.maximum(((amax + 0x3FFFFF) >> 23) - 2, 1)
     finite = amax < 0x7F800000
-    # 2^(127 - exponent). A group that is not finite is anything here, and zeros below.
+    # 2^(127 - exponent). Non-finite groups are arbitrary here, and zeroed below.
     reciprocals = ((254 - exponents) << 23).to(tl.float32, bitcast=True)[:, :, None]
     low = _magnitude_code(low.to(tl.float32, bitcast=True), reciprocals)
     high = _magnitude_code(high.to(tl.float32, bitcast=True), reciprocals)
-    # What is above a code in its word is gone in the byte. All ones or none are one instruction with the signs; a
-    # selection would be one more.
+    # The conversion to bytes drops the bits above a code. An AND mask fuses with the OR of the signs into one
+    # instruction; a select would be one more.
     codes = ((low + (high << 4)) | signs) & ((amax - 0x7F800000) >> 31)[:, :, None]
     return tl.reshape(codes.to(tl.uint8), [ROWS, D // 2]), tl.where(finite, exponents, 255).to(tl.uint8)
 
 
 @triton.jit
 def _magnitude_code(magnitude, reciprocal):
-    """Codes 0 to 7 of y = magnitude · reciprocal, a power of two, of which none is above 6: nearest even.
+    """Codes 0 to 7 of y = magnitude · reciprocal <= 6, where ``reciprocal`` is a power of two: round to nearest even.
 
-    In the low bits of an int32, whose low byte has no others.
+    The code is in the low byte of an int32; the upper bytes are arbitrary.
     """
-    # Codes are 2y up to 2, y + 2 up to 4 and y / 2 + 4 from there on: the least of the three. The last bit of floats
-    # from 2^23 on is worth 1, so that each sum rounds, once.
+    # Codes are 2y up to 2, y + 2 up to 4 and y / 2 + 4 above: the minimum of the three. The last bit of floats from
+    # 2^23 on has the value 1, so each sum rounds once.
     code = tl.fma(magnitude, reciprocal * 2.0, 8388608.0)
     code = tl.minimum(code, tl.fma(magnitude, reciprocal, 8388610.0))
     code = tl.minimum(code, tl.fma(magnitude, reciprocal * 0.5, 8388612.0))
@@ -48,14 +49,14 @@ def _magnitude_code(magnitude, reciprocal):
 
 @triton.jit
 def nvfp4_scales(low, high, ROUNDS_UP: tl.constexpr, NATIVE: tl.constexpr):
-    """e4m3 bytes [tokens, blocks] of the scales of blocks whose values come in two halves, [tokens, blocks, 8] each."""
+    """e4m3 scales, as bytes [tokens, blocks], of blocks whose values are given as two halves [tokens, blocks, 8]."""
     low = tl.max(low.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
     amax = tl.maximum(low, tl.max(high.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2))
     wanted = tl.div_rn(amax.to(tl.float32, bitcast=True), 6.0)
     wanted = tl.minimum(tl.maximum(wanted, 0.001953125), 448.0)
     if ROUNDS_UP:
         # In integers: ptxas of CUDA 12.8 reads registers that it has not written where an e4m3 byte is converted back
-        # and incremented. Normal numbers lose 20 bits of their mantissa; subnormal ones are multiples of 2^-9.
+        # and incremented. Normal values lose 20 bits of their mantissa; subnormal ones are multiples of 2^-9.
         bits = wanted.to(tl.int32, bitcast=True)
         normal = ((bits + 0xFFFFF) >> 20) - (120 << 3)
         codes = tl.where(bits < (121 << 23), tl.ceil(wanted * 512.0).to(tl.int32), normal)
@@ -66,12 +67,12 @@ def nvfp4_scales(low, high, ROUNDS_UP: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def e2m1_code(x):
-    """Codes 0 to 15, int32, of float32 x: nearest, the even code of two as near, saturating at 6; NaN gives 0."""
+    """Codes 0 to 15 (int32) of float32 x: round to nearest even, saturate at 6; NaN gives 0."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # Exponents are rebased from 127 to 1; adding half a unit, less one if even, rounds to nearest even.
+    # Exponents are rebased from 127 to 1; adding half an ulp, minus one if even, rounds to nearest even.
     normal = (magnitude + ((bits >> 22) & 1) + (0x1FFFFF - (126 << 23))) >> 22
-    # The last bit of floats from 2^22 on is worth 1/2, the smallest step: the addition rounds.
+    # The last bit of floats from 2^22 on has the value 1/2, the smallest step: the addition rounds.
     subnormal = (tl.abs(x) + 4194304.0).to(tl.int32, bitcast=True) & 3
     code = tl.where(magnitude < 0x3F800000, subnormal, tl.minimum(normal, 7))
     return tl.where(x == x, code | ((bits >> 28) & 8), 0)
@@ -79,6 +80,6 @@ def e2m1_code(x):
 
 @triton.jit
 def e2m1_to_float(codes):
-    """float32 of codes 0 to 15 (int32), exactly."""
-    # As float32 bits this is 2^-126 of the value, the subnormal 0.5 included.
+    """The float32 values of codes 0 to 15 (int32), exactly."""
+    # As float32 bits this is the value times 2^-126, including the subnormal 0.5.
     return (((codes & 7) << 22) | ((codes & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37

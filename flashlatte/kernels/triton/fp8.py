@@ -1,8 +1,9 @@
-"""e4m3, e5m2, int8, E8M0 and bf16 as bits, for Triton kernels: the same results on every GPU and in the interpreter.
+"""Conversions of e4m3, e5m2, int8, E8M0 and bf16 for Triton kernels, with bitwise equal results on every GPU and in the
+interpreter.
 
-``NATIVE`` says that the GPU converts e4m3 in hardware (see ``converts_e4m3``); the integer arithmetic beside it gives
-the same bits. ``INTERPRETED`` says that the kernel runs in Triton's interpreter, whose float32 to bf16 cast truncates
-and whose bf16 to float32 cast spoils subnormals.
+``NATIVE``: the GPU converts e4m3 in hardware (``converts_e4m3``); the alternative integer arithmetic is bitwise equal.
+``INTERPRETED``: the kernel runs in Triton's interpreter, whose float32 to bf16 cast truncates and whose bf16 to float32
+cast is wrong for subnormals.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ def converts_e4m3(device: torch.device) -> bool:
 
 @triton.jit
 def float_to_e4m3(x, NATIVE: tl.constexpr):
-    """The e4m3 bits, uint8, of float32 x: nearest even, saturating at 448; NaN stays NaN."""
+    """Convert float32 x to e4m3 bits (uint8): round to nearest even, saturate at 448; NaN stays NaN."""
     if NATIVE:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         bits = x.to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
-        # Exponents are rebased from 127 to 7; adding half a unit, less one if even, rounds to nearest even.
+        # Exponents are rebased from 127 to 7; adding half an ulp, minus one if even, rounds to nearest even.
         normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-        # The last bit of floats from 2^14 on is worth 2^-9, e4m3's smallest step: the addition rounds.
+        # The last bit of floats from 2^14 on has the value 2^-9, e4m3's smallest step: the addition rounds.
         subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - (141 << 23)
         code = tl.where(magnitude < (121 << 23), subnormal, normal)
         code = tl.where(magnitude > 0x43E00000, 0x7E, code)
@@ -44,10 +45,10 @@ def float_to_e4m3(x, NATIVE: tl.constexpr):
 
 @triton.jit
 def float_to_e5m2(x):
-    """The e5m2 bits, uint8, of float32 x: nearest even, saturating at 57344; NaN stays NaN."""
+    """Convert float32 x to e5m2 bits (uint8): round to nearest even, saturate at 57344; NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # As ``float_to_e4m3``: exponents are rebased from 127 to 15, and e5m2's smallest step is 2^-16.
+    # See ``float_to_e4m3``: exponents are rebased from 127 to 15, and e5m2's smallest step is 2^-16.
     normal = ((magnitude + 0xFFFFF + ((magnitude >> 21) & 1)) >> 21) - (112 << 2)
     subnormal = (magnitude.to(tl.float32, bitcast=True) + 128.0).to(tl.int32, bitcast=True) - (134 << 23)
     code = tl.where(magnitude < (113 << 23), subnormal, normal)
@@ -58,29 +59,29 @@ def float_to_e5m2(x):
 
 @triton.jit
 def float_to_int8(x):
-    """The int8 bits, uint8, of float32 x: nearest even, saturating at 127 and -127; NaN becomes 0."""
+    """Convert float32 x to int8 bits (uint8): round to nearest even, saturate at 127 and -127; NaN becomes 0."""
     x = tl.where(x == x, x, 0.0)
     x = tl.where(x > 127.0, 127.0, tl.where(x < -127.0, -127.0, x))
-    # 1.5 · 2^23: the last bit of the sum is worth 1, and its low byte is the number's.
+    # 1.5 · 2^23: the last bit of the sum has the value 1, and its low byte is the int8 value.
     return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8)
 
 
 @triton.jit
 def e4m3_to_float(bits, NATIVE: tl.constexpr):
-    """float32 of e4m3 bits (uint8), exactly."""
+    """Convert e4m3 bits (uint8) to float32, exactly."""
     if NATIVE:
         return bits.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
         word = bits.to(tl.int32)
         magnitude = word & 0x7F
-        # As float32 bits this is 2^-120 of the value, subnormals included.
+        # As float32 bits this is the value times 2^-120, including subnormals.
         value = ((magnitude << 20) | ((word & 0x80) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36
         return tl.where(magnitude == 0x7F, float("nan"), value)
 
 
 @triton.jit
 def e8m0_to_float(bits):
-    """float32 2^(bits - 127) of E8M0 bits (uint8); 255 is NaN."""
+    """Convert E8M0 bits (uint8) to float32 2^(bits - 127); 255 is NaN."""
     word = bits.to(tl.int32)
     # 2^-127 is subnormal in float32.
     word = tl.where(word == 0, 0x00400000, tl.where(word == 255, 0x7FC00000, word << 23))
@@ -89,7 +90,7 @@ def e8m0_to_float(bits):
 
 @triton.jit
 def to_float32(x, INTERPRETED: tl.constexpr):
-    """float32 of bf16, fp16 or float32 x, exactly."""
+    """Convert bf16, fp16 or float32 x to float32, exactly."""
     if INTERPRETED and x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -98,7 +99,7 @@ def to_float32(x, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def from_float32(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """float32 x in ``dtype`` (bf16, fp16 or float32), to nearest even."""
+    """Convert float32 x to ``dtype`` (bf16, fp16 or float32), rounding to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

@@ -1,6 +1,6 @@
-"""Attention of query rows over tiles of keys, in Triton: loads of rows, and the step of an online softmax.
+"""Attention over tiles of keys in Triton: loads of rows, and the step of the online softmax.
 
-``step`` is a ``config.Step``.
+``step`` is a ``config.StepConfig``.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -21,13 +21,13 @@ from flashlatte.runtime import machine
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-# Classes of NVIDIA GPUs, whose kernels may hold PTX. "small" has 99 KiB of shared memory.
+# Classes of NVIDIA GPUs, where kernels may use inline PTX. "small" has 99 KiB of shared memory.
 NVIDIA = frozenset({"hopper", "blackwell", "ampere", "small"})
 
 
 @functools.cache
 def gpu_class(device: torch.device) -> str:
-    """The class of GPUs that tables of configurations are by."""
+    """The GPU class, the key of the tables of configurations."""
     device_type = machine.device_type(device)
     if device_type == "cpu":
         return "interpreter"
@@ -39,24 +39,24 @@ def gpu_class(device: torch.device) -> str:
     return "ampere" if capability == (8, 0) else "small"
 
 
-class Tile(NamedTuple):
+class RowTile(NamedTuple):
     """Rows of queries or keys as operands of a matrix product.
 
     Attributes:
-        latent: [rows, latent]; of keys it is the values too.
-        rope: [rows, rope]; anything if there is no such part.
+        latent: [rows, latent]; for keys, it is also the values.
+        rope: [rows, rope]; any tensor if there is no such part.
     """
 
     latent: Any
     rope: Any
 
 
-class State(NamedTuple):
-    """An online softmax over the keys so far: ``empty_state``, ``online_softmax_step`` for each tile, ``normalize``.
+class OnlineSoftmaxState(NamedTuple):
+    """State of the online softmax: ``empty_state``, then ``online_softmax_step`` for each tile, then ``normalize``.
 
     Attributes:
         row_max: [rows], the largest score.
-        row_sum: [rows, keys of a tile], the sums of P by columns; [rows] if not ``column_sums``.
+        row_sum: [rows, keys of a tile], the sums of P per column; [rows] if not ``column_sums``.
         out: [rows, latent], P · V; [latent, rows] if ``values_first``.
     """
 
@@ -82,9 +82,9 @@ def load_rows(
     WIDTH: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Numbers FIRST to FIRST + COUNT of the rows at ``offsets``, as a [rows, WIDTH] operand; 0 where not in use.
+    """Load elements FIRST to FIRST + COUNT of the rows at ``offsets`` as an operand [rows, WIDTH]; 0 where not in use.
 
-    The interpreter multiplies only float32 rightly. Bytes stay bytes.
+    Floating-point rows are float32 in the interpreter, whose other products are wrong. Integer rows keep their dtype.
     """
     cols = tl.arange(0, WIDTH)
     mask = in_use[:, None]
@@ -96,13 +96,13 @@ def load_rows(
 
 @triton.jit
 def load_tile(base, offsets, in_use, step: tl.constexpr):
-    """The rows at ``offsets``, 0 where not in use."""
+    """Load the rows at ``offsets``, 0 where not in use."""
     latent = load_rows(base, offsets, in_use, 0, step.latent_dim, step.latent, step.interpreted)
     rope = latent
     if step.rope > 0:
         rope_dim: tl.constexpr = step.head_dim - step.latent_dim
         rope = load_rows(base, offsets, in_use, step.latent_dim, rope_dim, step.rope, step.interpreted)
-    return Tile(latent, rope)
+    return RowTile(latent, rope)
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def empty_state(step: tl.constexpr):
     ROWS: tl.constexpr = step.block_h
     COLS: tl.constexpr = step.block_n
     LATENT: tl.constexpr = step.latent
-    return State(
+    return OnlineSoftmaxState(
         tl.full([ROWS], float("-inf"), tl.float32),
         tl.zeros([ROWS, COLS] if step.column_sums else [ROWS], tl.float32),
         tl.zeros([LATENT, ROWS] if step.values_first else [ROWS, LATENT], tl.float32),
@@ -120,17 +120,17 @@ def empty_state(step: tl.constexpr):
 
 @triton.jit
 def online_softmax_step(state, q, keys, visible, scale, position, stop, step: tl.constexpr):
-    """The state after a tile of keys, of which a row sees those ``visible`` ([rows or 1, keys]). Others must be finite.
+    """The state after a tile of keys. ``visible`` [rows or 1, keys] is the mask; masked keys must be finite.
 
-    ``scale`` includes log2(e). The tile is the one at ``position`` < ``stop`` of the loop it is in.
+    ``scale`` includes log2(e). ``position`` < ``stop``: position of the tile in the enclosing loop.
 
-    ``warpgroups`` is for 64 query rows and eight warps. Triton gives the product q · k, because another one depends on
-    it, to as many warps along its rows as there are, so that the second warp group repeats the work of the first;
-    out of a branch it sees no such dependence, and gives each group half of the keys.
+    ``warpgroups`` is for 64 query rows and eight warps. Since another product depends on q · k, Triton distributes all
+    warps along its rows, and the second warp group repeats the work of the first. If q · k is in a branch, Triton does
+    not detect the dependence, and assigns half of the keys to each group.
 
-    ``values_first`` is for such tiles that come straight from memory. Triton keeps a third buffer of them, as a product
-    may still read one when the loop goes round; not so where two products share a transposed tile, or two branches
-    a tile. Tiles that are computed would pass through registers.
+    ``values_first`` is for such tiles if they are multiplied as loaded. Triton allocates a third buffer for a tile that
+    a product may still read in the next iteration, but not if two products share a transposed tile or two branches
+    share a tile. Computed tiles would go through registers.
     """
     ROWS: tl.constexpr = step.block_h
     COLS: tl.constexpr = step.block_n
@@ -140,15 +140,15 @@ def online_softmax_step(state, q, keys, visible, scale, position, stop, step: tl
     if step.warpgroups:
         scores = tl.zeros([ROWS, COLS], tl.float32)
         if step.rope > 0:
-            # Both branches give the same scores: what matters is that there is a branch.
+            # Both branches compute the same scores; the branch itself is what matters.
             if position + COLS <= stop:
                 scores = tl.dot(q.rope, tl.trans(keys.rope))
             else:
                 scores = tl.dot(q.rope, tl.trans(keys.rope), scores)
-        # What is never taken must not be a constant, which would have a place in shared memory.
+        # The values of the path that is never taken must not be constants, which would be allocated in shared memory.
         p = tl.broadcast_to(row_max.to(dtype)[:, None], [ROWS, COLS])
         alpha = tl.full([ROWS], 1.0, tl.float32)
-        # Always so, which Triton does not know.
+        # Always true, which Triton cannot prove.
         if position < stop:
             scores = tl.dot(q.latent, tl.trans(keys.latent), scores)
             row_max, row_sum, alpha, p = _softmax(row_max, row_sum, scores, visible, scale, dtype, step.column_sums)
@@ -161,12 +161,12 @@ def online_softmax_step(state, q, keys, visible, scale, position, stop, step: tl
         out = tl.dot(tl.trans(keys.latent), tl.trans(p), state.out * alpha[None, :])
     else:
         out = tl.dot(p, keys.latent, state.out * alpha[:, None])
-    return State(row_max, row_sum, out)
+    return OnlineSoftmaxState(row_max, row_sum, out)
 
 
 @triton.jit
 def _softmax(row_max, row_sum, scores, visible, scale, dtype: tl.constexpr, COLUMN_SUMS: tl.constexpr):
-    """New row_max and row_sum, the factor alpha [rows] for the output so far, and P [rows, keys] of scores."""
+    """New row_max and row_sum, the rescale factor alpha [rows], and P [rows, keys]."""
     scores = tl.where(visible, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, axis=1))
     shift = tl.where(new_max == float("-inf"), 0.0, new_max) * scale
@@ -178,17 +178,17 @@ def _softmax(row_max, row_sum, scores, visible, scale, dtype: tl.constexpr, COLU
 
 @triton.jit
 def normalize(state, scale, step: tl.constexpr):
-    """(values [rows, latent], base-2 lse [rows]) of a state: 0 and -inf where a row has no key."""
+    """Returns (values [rows, latent], base-2 lse [rows]); 0 and -inf for rows without a visible key."""
     row_sum = tl.sum(state.row_sum, axis=1) if step.column_sums else state.row_sum
     row_sum = tl.where(row_sum == 0, 1.0, row_sum)
     inverse = 1.0 / row_sum
     values = tl.trans(state.out * inverse[None, :]) if step.values_first else state.out * inverse[:, None]
-    # Said outright, or it depends on the rest of the kernel whether the product is rounded before the sum.
+    # An explicit fma: otherwise the rest of the kernel would determine whether the product is rounded before the sum.
     return values, tl.fma(state.row_max, scale, tl.log2(row_sum))
 
 
 @triton.jit
 def sink_weight(sink, stride, heads, in_use, lse2, is_empty):
-    """e^lse / (e^lse + e^sink) of rows with base-2 lse ``lse2`` and their ``heads``' sinks; 0 where a row is empty."""
+    """e^lse / (e^lse + e^sink) for rows with base-2 lse ``lse2`` and the sinks of their ``heads``; 0 for empty rows."""
     sink2 = tl.load(sink + heads * stride, mask=in_use, other=0.0) * LOG2_E
     return tl.where(is_empty, 0.0, 1.0 / (1.0 + tl.exp2(sink2 - lse2)))

@@ -1,4 +1,4 @@
-"""Rotary embedding: of the last numbers of rows in registers, and of whole rows in memory."""
+"""Rotary embedding in Triton: of the last elements of rows in registers, and of whole rows in memory."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
@@ -22,30 +22,30 @@ def rotate_tail(
     ROPE: tl.constexpr,
     INVERSE: tl.constexpr = False,
 ):
-    """Turn pairs (2i, 2i + 1) of the last ROPE numbers of float32 x [ROWS, D] by the table's row of ``position``.
+    """Rotate pairs (2i, 2i + 1) of the last ROPE elements of float32 x [ROWS, D] by the table row of ``position``.
 
-    The table has cosines, then sines. A position outside of it takes the nearest. INVERSE turns back.
+    A table row holds cosines, then sines. Positions are clamped to the table. INVERSE rotates back.
     """
     pair = (tl.arange(0, D // 2) - (D - ROPE) // 2)[None, :]
     cosine, sine = angles(cos_sin, position, num_positions, pair, ROPE)
-    return turn_tail(x, cosine, -sine if INVERSE else sine, D - ROPE, ROWS, D)
+    return rotate_tail_by(x, cosine, -sine if INVERSE else sine, D - ROPE, ROWS, D)
 
 
 @triton.jit
 def angles(cos_sin, position, num_positions, pair, ROPE: tl.constexpr):
-    """Cosines and sines of a tensor of pairs; 1 and 0 of pairs below 0."""
+    """Cosines and sines for a tensor of pair indices; 1 and 0 for negative indices."""
     row = cos_sin + tl.minimum(tl.maximum(position, 0), num_positions - 1).to(tl.int64) * ROPE
     cosine = tl.load(row + pair, mask=pair >= 0, other=1.0)
     return cosine, tl.load(row + ROPE // 2 + pair, mask=pair >= 0, other=0.0)
 
 
 @triton.jit
-def turn_tail(x, cosine, sine, first, ROWS: tl.constexpr, D: tl.constexpr):
-    """Turn pairs of x [ROWS, D] from column ``first`` on by cosines and sines [1, D // 2]."""
+def rotate_tail_by(x, cosine, sine, first, ROWS: tl.constexpr, D: tl.constexpr):
+    """Rotate pairs of x [ROWS, D] from column ``first`` on by cosines and sines [1, D // 2]."""
     a, b = tl.split(tl.reshape(x, [ROWS, D // 2, 2]))  # [ROWS, D / 2]
-    turned = (tl.arange(0, D // 2) >= first // 2)[None, :]
-    # Selected, as an angle of 0 would make NaN of an infinity's neighbour.
-    a, b = tl.where(turned, a * cosine - b * sine, a), tl.where(turned, b * cosine + a * sine, b)
+    rotated = (tl.arange(0, D // 2) >= first // 2)[None, :]
+    # A select, because rotating by 0 would turn the neighbour of an infinity into NaN.
+    a, b = tl.where(rotated, a * cosine - b * sine, a), tl.where(rotated, b * cosine + a * sine, b)
     return tl.reshape(tl.join(a, b), [ROWS, D])
 
 
@@ -53,7 +53,7 @@ def turn_tail(x, cosine, sine, first, ROWS: tl.constexpr, D: tl.constexpr):
 def rotate_rows(
     x_rows,
     out_rows,
-    there,
+    in_use,
     cosine,
     sine,
     PAIRS: tl.constexpr,
@@ -62,25 +62,25 @@ def rotate_rows(
     INTERLEAVED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Rotate the rows that are ``there`` by float32 cosines and sines [1, BLOCK_PAIRS].
+    """Rotate the rows ``in_use`` by float32 cosines and sines [1, BLOCK_PAIRS].
 
-    Each row has 2 · PAIRS numbers. ``x_rows`` and ``out_rows``, pointers [BLOCK_H, 1] to where rows begin, may be the
-    same: each number is read before it is written.
+    Each row has 2 · PAIRS elements. ``x_rows`` and ``out_rows`` [BLOCK_H, 1] are pointers to the rows and may be the
+    same: each element is read before it is written.
     """
     if INTERLEAVED:
-        # Whole rows: by a load of one number of each pair, a warp would take one of each of 32 rows at a time.
+        # Load whole rows: loads of one element of each pair would access 32 rows per warp, with one element each.
         column = tl.arange(0, 2 * BLOCK_PAIRS)[None, :]
-        mask = there & (column < 2 * PAIRS)
+        mask = in_use & (column < 2 * PAIRS)
         # [BLOCK_H, BLOCK_PAIRS, 2]
         pairs = tl.reshape(tl.load(x_rows + column, mask=mask, other=0.0), [BLOCK_H, BLOCK_PAIRS, 2])
         a, b = tl.split(to_float32(pairs, INTERPRETED))
-        turned = from_float32(
+        rotated = from_float32(
             tl.join(a * cosine - b * sine, b * cosine + a * sine), out_rows.dtype.element_ty, INTERPRETED
         )
-        tl.store(out_rows + column, tl.reshape(turned, [BLOCK_H, 2 * BLOCK_PAIRS]), mask=mask)
+        tl.store(out_rows + column, tl.reshape(rotated, [BLOCK_H, 2 * BLOCK_PAIRS]), mask=mask)
     else:
         pair = tl.arange(0, BLOCK_PAIRS)[None, :]
-        mask = there & (pair < PAIRS)
+        mask = in_use & (pair < PAIRS)
         # [BLOCK_H, BLOCK_PAIRS]
         a = to_float32(tl.load(x_rows + pair, mask=mask, other=0.0), INTERPRETED)
         b = to_float32(tl.load(x_rows + PAIRS + pair, mask=mask, other=0.0), INTERPRETED)

@@ -1,4 +1,4 @@
-"""The scale of each row that is quantised to e4m3 as a whole, and the row divided by it."""
+"""Scales of rows that are quantized to e4m3 with one scale per row."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def scale_rows(x, smallest_amax, POWER_OF_TWO: tl.constexpr):
-    """Float32 x / scale and the scale of each row: max(amax, smallest_amax) / 448, or that rounded up.
+    """Float32 x / scale, and the scale of each row: max(amax, smallest_amax) / 448, or that rounded up to a power of
+    two.
 
-    NaN of a row with a NaN. ``kv_cache.index_formats.quantize_rows`` in bits.
+    The scale of a row with a NaN is NaN. Bitwise equal to ``kv_cache.index_formats.quantize_rows``.
     """
     # As integers, magnitudes keep their order and NaN is the largest: a float maximum would lose it.
     amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
@@ -21,8 +22,8 @@ def scale_rows(x, smallest_amax, POWER_OF_TWO: tl.constexpr):
         rounded = tl.maximum(((bits + 0x1FFFFF) & 0x7F800000) - (8 << 23), 1 << 23)
         finite = bits < 0x7F800000
         scales = tl.where(finite, rounded.to(tl.float32, bitcast=True), amax)
-        # The reciprocal of a power of two is exact, so that the product is the quotient: a division a number takes
-        # longer than everything else.
+        # The reciprocal of a power of two is exact, so the product equals the quotient: one division per element would
+        # take longer than everything else.
         reciprocals = ((254 << 23) - rounded).to(tl.float32, bitcast=True)
         reciprocals = tl.where(finite, reciprocals, tl.where(bits == 0x7F800000, 0.0, amax))
         return x * reciprocals[:, None], scales

@@ -1,4 +1,4 @@
-"""TurboQuant's rotation, and its codes as numbers, in Triton. ``kv_cache.turboquant`` has the format."""
+"""TurboQuant's rotation and the decoding of its codes, in Triton. ``kv_cache.turboquant`` defines the format."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
@@ -13,7 +13,7 @@ from flashlatte.kernels.triton.cache_address import load_words
 
 @triton.jit
 def hadamard(D: tl.constexpr, dtype: tl.constexpr):
-    """Sylvester's Hadamard matrix [D, D] of 1 and -1: the parity of the bits that row and column share."""
+    """Sylvester's Hadamard matrix [D, D] of 1 and -1, from the parity of the common bits of row and column."""
     index = tl.arange(0, D)
     return (1 - 2 * parity(index[:, None] & index[None, :])).to(dtype)
 
@@ -30,7 +30,8 @@ def parity(bits):
 
 @triton.jit
 def load_codes(row, mask, D: tl.constexpr, BITS: tl.constexpr, ALIGN: tl.constexpr):
-    """int32 codes [rows, D] at byte addresses ``row`` [rows], multiples of ALIGN; 0 where not ``mask`` [rows]."""
+    """Load int32 codes [rows, D] at the byte addresses ``row`` [rows], multiples of ALIGN; 0 where not ``mask``
+    [rows]."""
     # [rows, D / 8], of 8 codes each
     group = tl.arange(0, D // 8)[None, :]
     if BITS == 4 and ALIGN >= 4:
@@ -43,7 +44,7 @@ def load_codes(row, mask, D: tl.constexpr, BITS: tl.constexpr, ALIGN: tl.constex
         word = tl.load(first, mask=mask[:, None], other=0).to(tl.uint32)
         for byte in tl.static_range(1, BITS):
             word |= tl.load(first + byte, mask=mask[:, None], other=0).to(tl.uint32) << (8 * byte)
-    # Joined, not broadcast: a thread keeps all codes of a word that it loaded.
+    # Join instead of broadcast: each thread keeps all codes of the words that it loaded.
     codes = tl.join(word, word >> (4 * BITS))
     codes = tl.join(codes, codes >> (2 * BITS))
     codes = tl.join(codes, codes >> BITS) & ((1 << BITS) - 1)
@@ -52,26 +53,27 @@ def load_codes(row, mask, D: tl.constexpr, BITS: tl.constexpr, ALIGN: tl.constex
 
 @triton.jit
 def centroids_of(codes, CODEBOOK: tl.constexpr):
-    """float32 centroids of int32 codes; CODEBOOK has those above 0, rising, and a code counts from the lowest."""
+    """float32 centroids of int32 codes. CODEBOOK: the positive centroids, ascending; code 0 is the lowest of all
+    centroids."""
     HALF: tl.constexpr = len(CODEBOOK)
     is_positive = codes >= HALF
-    # Of code HALF + i, and of HALF - 1 - i, the lower bits count from 0.
-    place = codes ^ tl.where(is_positive, HALF, HALF - 1)
-    first, second = (place & 1) != 0, (place & 2) != 0
-    magnitude = _one_of_4(first, second, CODEBOOK[0], CODEBOOK[1], CODEBOOK[2], CODEBOOK[3])
+    # Codes HALF + i and HALF - 1 - i both map to offset i.
+    offset = codes ^ tl.where(is_positive, HALF, HALF - 1)
+    first, second = (offset & 1) != 0, (offset & 2) != 0
+    magnitude = _select_of_4(first, second, CODEBOOK[0], CODEBOOK[1], CODEBOOK[2], CODEBOOK[3])
     if HALF == 8:
-        upper = _one_of_4(first, second, CODEBOOK[4], CODEBOOK[5], CODEBOOK[6], CODEBOOK[7])
-        magnitude = tl.where((place & 4) != 0, upper, magnitude)
+        upper = _select_of_4(first, second, CODEBOOK[4], CODEBOOK[5], CODEBOOK[6], CODEBOOK[7])
+        magnitude = tl.where((offset & 4) != 0, upper, magnitude)
     return tl.where(is_positive, magnitude, -magnitude)
 
 
 @triton.jit
-def _one_of_4(first, second, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
-    """float32: the number whose place has the bits ``first`` and ``second``."""
+def _select_of_4(first, second, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
+    """One of four float32 constants, selected by two bits of the index, ``first`` the lower one."""
     return tl.where(second, tl.where(first, D, C), tl.where(first, B, A))
 
 
 @triton.jit
 def load_half(address, mask, ALIGN: tl.constexpr):
-    """float32 of the fp16 at byte addresses, which are multiples of ALIGN; 0 where not ``mask``."""
+    """Load fp16 at byte addresses, multiples of ALIGN, as float32; 0 where not ``mask``."""
     return load_words(address, 0, tl.uint16, mask, ALIGN).to(tl.float16, bitcast=True).to(tl.float32)

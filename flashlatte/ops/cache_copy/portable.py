@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_layout import as_bytes, blocks, unit_bytes
+from flashlatte.kernels.triton.cache_layout import alignment_bytes, as_bytes, cdiv
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -73,9 +73,9 @@ def _launch(
     reads = source if scratch is None or to_scratch else scratch
     writes = scratch if scratch is not None and to_scratch else target
     src_first, dst_first = (0 if side is scratch else first for side in (reads, writes))
-    aligned = (unit_bytes(reads.memory), unit_bytes(writes.memory), reads.stride, writes.stride)
+    aligned = (alignment_bytes(reads.memory), alignment_bytes(writes.memory), reads.stride, writes.stride)
     unit = math.gcd(*aligned, src_first, dst_first, stop - first)
-    num_blocks = blocks(stop - first, BLOCK_BYTES)
+    num_blocks = cdiv(stop - first, BLOCK_BYTES)
     copy_pages_kernel[(lists[0].shape[0] * num_blocks,)](
         src=reads.memory,
         dst=writes.memory,

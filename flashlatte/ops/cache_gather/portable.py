@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import (
-    Pages,
+    RequestPages,
     Requests,
     end_of_rows,
     load_words,
@@ -16,7 +16,7 @@ from flashlatte.kernels.triton.cache_address import (
     pages_of,
     requests_of,
 )
-from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes, unit_elements
+from flashlatte.kernels.triton.cache_layout import Blocking, alignment_bytes, alignment_elements, as_bytes, cdiv
 from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, e8m0_to_float, from_float32, to_float32
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.ops.cache_gather.portable_blocks import gather_blocks_kernel
@@ -45,7 +45,7 @@ def cache_gather(
     num_pages, page_size, _, width = cache.shape
     page_stride = stride_in_use(cache, 0)
     out_stride = stride_in_use(out, 0)
-    out_align = unit_elements(out, out_stride)
+    out_align = alignment_elements(out, out_stride)
     num_rows = out.shape[0]
     requests = requests_of(cu_seqlens, block_table.shape[0], seq_starts, seq_ends)
     pages = pages_of(block_table, num_pages, page_size)
@@ -58,8 +58,8 @@ def cache_gather(
     }
     if layout.tiling is not None or layout.block_scaling is not None:
         gather, form = _scaled_form(layout)
-        align = unit_bytes(cache, page_stride)
-        gather[(blocks(num_rows, TILED_BLOCKING.tokens),)](
+        align = alignment_bytes(cache, page_stride)
+        gather[(cdiv(num_rows, TILED_BLOCKING.tokens),)](
             *by_name(gather, requests, pages, cache=cache, page_stride=page_stride // align, **rows),
             **form,
             **variant,
@@ -69,8 +69,8 @@ def cache_gather(
         )
         return
     row_stride = stride_in_use(cache, 1)
-    align = unit_elements(cache, page_stride, row_stride)
-    gather_rows_kernel[(blocks(num_rows, ROWS_BLOCKING.tokens) * blocks(width, ROWS_COLUMNS),)](
+    align = alignment_elements(cache, page_stride, row_stride)
+    gather_rows_kernel[(cdiv(num_rows, ROWS_BLOCKING.tokens) * cdiv(width, ROWS_COLUMNS),)](
         *by_name(
             gather_rows_kernel,
             requests,
@@ -134,7 +134,7 @@ def gather_tiles_kernel(
     requests = Requests(
         cu_seqlens, cu_stride, num_boundaries, num_requests, seq_starts, start_stride, seq_ends, end_stride
     )
-    pages = Pages(block_table, table_stride, max_pages, num_pages, page_size)
+    pages = RequestPages(block_table, table_stride, max_pages, num_pages, page_size)
     if first_row >= end_of_rows(requests, num_rows):
         return
     inside, found, page, offset = locate_rows(requests, pages, rows, num_rows, WIDE)
@@ -211,7 +211,7 @@ def gather_rows_kernel(
     requests = Requests(
         cu_seqlens, cu_stride, num_boundaries, num_requests, seq_starts, start_stride, seq_ends, end_stride
     )
-    pages = Pages(block_table, table_stride, max_pages, num_pages, page_size)
+    pages = RequestPages(block_table, table_stride, max_pages, num_pages, page_size)
     if first_row >= end_of_rows(requests, num_rows):
         return
     inside, found, page, offset = locate_rows(requests, pages, rows, num_rows, WIDE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_address import Pages, Requests, end_of_rows, locate_rows
+from flashlatte.kernels.triton.cache_address import RequestPages, Requests, end_of_rows, locate_rows
 from flashlatte.kernels.triton.fp4 import e2m1_to_float
 from flashlatte.kernels.triton.fp8 import e4m3_to_float, e8m0_to_float, from_float32
 from flashlatte.runtime.triton_kernel import kernel
@@ -47,7 +47,7 @@ def gather_blocks_kernel(
     requests = Requests(
         cu_seqlens, cu_stride, num_boundaries, num_requests, seq_starts, start_stride, seq_ends, end_stride
     )
-    pages = Pages(block_table, table_stride, max_pages, num_pages, page_size)
+    pages = RequestPages(block_table, table_stride, max_pages, num_pages, page_size)
     if first_row >= end_of_rows(requests, num_rows):
         return
     inside, found, page, offset = locate_rows(requests, pages, rows, num_rows, WIDE)

@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots, store_words
-from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_elements
+from flashlatte.kernels.triton.cache_layout import Blocking, alignment_elements, as_bytes, cdiv
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, from_float32, to_float32
 from flashlatte.kernels.triton.tile_scales import quantize_tiles
 from flashlatte.kv_cache.formats import CacheFormat
@@ -39,9 +39,9 @@ def cache_write(
     page_stride, x_stride = stride_in_use(cache, 0), stride_in_use(x, 0)
     row_stride = stride_in_use(cache, 1) if tiling is None and scaling is None else 0
     rope_stride = 0 if rope is None else stride_in_use(rope, 0)
-    align = unit_elements(cache, page_stride, row_stride)
-    x_align = unit_elements(x, x_stride)
-    rope_align = 1 if rope is None else unit_elements(rope, rope_stride)
+    align = alignment_elements(cache, page_stride, row_stride)
+    x_align = alignment_elements(x, x_stride)
+    rope_align = 1 if rope is None else alignment_elements(rope, rope_stride)
     num_tokens = slot_mapping.shape[0]
     num_slots = cache.shape[0] * cache.shape[1]
     tokens = {
@@ -66,7 +66,7 @@ def cache_write(
         "INTERPRETED": machine.interpreting(),
     }
     if tiling is not None:
-        write_tiles_kernel[(blocks(num_tokens, TILED_BLOCKING.tokens),)](
+        write_tiles_kernel[(cdiv(num_tokens, TILED_BLOCKING.tokens),)](
             **tokens,
             **variant,
             TILING=tiling,
@@ -76,7 +76,7 @@ def cache_write(
             num_warps=TILED_BLOCKING.warps,
         )
     elif scaling is not None:
-        write_blocks_kernel[(blocks(num_tokens, SCALED_BLOCKING.tokens),)](
+        write_blocks_kernel[(cdiv(num_tokens, SCALED_BLOCKING.tokens),)](
             **tokens,
             **variant,
             SCALING=scaling,
@@ -87,7 +87,7 @@ def cache_write(
         )
     else:
         width = cache.shape[-1]
-        write_rows_kernel[(blocks(num_tokens, ROWS_BLOCKING.tokens) * blocks(width, ROWS_COLUMNS),)](
+        write_rows_kernel[(cdiv(num_tokens, ROWS_BLOCKING.tokens) * cdiv(width, ROWS_COLUMNS),)](
             **tokens,
             **variant,
             row_stride=row_stride // align,

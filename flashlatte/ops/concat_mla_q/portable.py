@@ -7,7 +7,7 @@ import math
 import torch
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_layout import as_bytes, blocks, unit_bytes
+from flashlatte.kernels.triton.cache_layout import alignment_bytes, as_bytes, cdiv
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -22,8 +22,8 @@ def concat_mla_q(ql_nope: torch.Tensor, q_pe: torch.Tensor, out: torch.Tensor) -
     tokens, heads, width = out.shape
     strides = [stride_in_use(tensor, axis) * size for tensor in tensors for axis in (0, 1)]
     latent, width = ql_nope.shape[2] * size, width * size
-    unit = math.gcd(*map(unit_bytes, tensors), *strides, latent, width)
-    concat_mla_q_kernel[(blocks(tokens * heads, ROWS) * blocks(width, BLOCK_BYTES),)](
+    unit = math.gcd(*map(alignment_bytes, tensors), *strides, latent, width)
+    concat_mla_q_kernel[(cdiv(tokens * heads, ROWS) * cdiv(width, BLOCK_BYTES),)](
         ql_nope=as_bytes(ql_nope),
         q_pe=as_bytes(q_pe),
         out=as_bytes(out),

@@ -7,8 +7,15 @@ import math
 import torch
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_address import Pages, Requests, end_of_rows, locate_rows, pages_of, requests_of
-from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes
+from flashlatte.kernels.triton.cache_address import (
+    RequestPages,
+    Requests,
+    end_of_rows,
+    locate_rows,
+    pages_of,
+    requests_of,
+)
+from flashlatte.kernels.triton.cache_layout import Blocking, alignment_bytes, as_bytes, cdiv
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import stride_in_use
@@ -45,9 +52,9 @@ def _gather_plane(
     num_pages, page_size, width = plane.shape
     page_stride, row_stride = (stride_in_use(plane, axis) * size for axis in (0, 1))
     out_stride = stride_in_use(out, 0) * size
-    unit = math.gcd(unit_bytes(plane), unit_bytes(out), page_stride, row_stride, out_stride, width * size)
-    column_blocks = blocks(width * size, BLOCK_BYTES)
-    gather_records_kernel[(blocks(out.shape[0], BLOCKING.tokens) * column_blocks,)](
+    unit = math.gcd(alignment_bytes(plane), alignment_bytes(out), page_stride, row_stride, out_stride, width * size)
+    column_blocks = cdiv(width * size, BLOCK_BYTES)
+    gather_records_kernel[(cdiv(out.shape[0], BLOCKING.tokens) * column_blocks,)](
         *by_name(
             gather_records_kernel,
             requests_of(cu_seqlens, block_table.shape[0], seq_starts),
@@ -102,7 +109,7 @@ def gather_records_kernel(
     program = tl.program_id(0)
     first_row = (program // column_blocks).to(tl.int64) * BLOCK_T
     requests = Requests(cu_seqlens, cu_stride, num_boundaries, num_requests, seq_starts, start_stride)
-    pages = Pages(block_table, table_stride, max_pages, num_pages, page_size)
+    pages = RequestPages(block_table, table_stride, max_pages, num_pages, page_size)
     if first_row >= end_of_rows(requests, num_rows):
         return
     rows = first_row + tl.arange(0, BLOCK_T)

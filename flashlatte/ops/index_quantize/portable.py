@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import (
-    Pages,
+    RequestPages,
     Requests,
     Slots,
     locate_rows,
@@ -15,7 +15,7 @@ from flashlatte.kernels.triton.cache_address import (
     requests_of,
     store_words,
 )
-from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, blocks, unit_bytes, unit_elements
+from flashlatte.kernels.triton.cache_layout import Blocking, alignment_bytes, alignment_elements, as_bytes, cdiv
 from flashlatte.kernels.triton.fp4 import to_mxfp4
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, from_float32, to_float32
 from flashlatte.kernels.triton.row_scales import scale_rows
@@ -33,10 +33,10 @@ def index_quantize(cache: torch.Tensor, slot_mapping: torch.Tensor, k: torch.Ten
     cache, layout = as_index_cache(cache, k.shape[-1])
     cache = as_bytes(cache)
     page_stride = stride_in_use(cache, 0)
-    unit = unit_elements(cache, page_stride)
-    k_unit = unit_elements(k, stride_in_use(k, 0))
+    unit = alignment_elements(cache, page_stride)
+    k_unit = alignment_elements(k, stride_in_use(k, 0))
     tokens, num_slots = slot_mapping.shape[0], cache.shape[0] * cache.shape[1]
-    index_quantize_kernel[(blocks(tokens, QUANTIZE_BLOCKING.tokens),)](
+    index_quantize_kernel[(cdiv(tokens, QUANTIZE_BLOCKING.tokens),)](
         cache=cache,
         slot_mapping=slot_mapping,
         k=k,
@@ -72,9 +72,9 @@ def index_gather(
     num_pages, page_size = cache.shape[:2]
     cache = cache.view(torch.uint8)
     page_stride = stride_in_use(cache, 0)
-    unit = unit_bytes(cache, page_stride)
+    unit = alignment_bytes(cache, page_stride)
     rows = values.shape[0]
-    index_gather_kernel[(blocks(rows, GATHER_BLOCKING.tokens),)](
+    index_gather_kernel[(cdiv(rows, GATHER_BLOCKING.tokens),)](
         *by_name(
             index_gather_kernel,
             requests_of(cu_seqlens, block_table.shape[0], seq_starts),
@@ -169,7 +169,7 @@ def index_gather_kernel(
 ):
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     requests = Requests(cu_seqlens, cu_stride, num_boundaries, num_requests, seq_starts, start_stride)
-    pages = Pages(block_table, table_stride, max_pages, num_pages, page_size)
+    pages = RequestPages(block_table, table_stride, max_pages, num_pages, page_size)
     inside, found, page, offset = locate_rows(requests, pages, rows, num_rows, WIDE)
     page_start = cache + page * page_stride * UNIT
     column = tl.arange(0, VALUE_BYTES)[None, :]

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_layout import blocks, unit_elements
+from flashlatte.kernels.triton.cache_layout import alignment_elements, cdiv
 from flashlatte.kernels.triton.fp4 import to_mxfp4
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, from_float32, to_float32
 from flashlatte.kernels.triton.rotate import angles
@@ -40,9 +40,9 @@ def index_query(
     tokens, heads, head_dim = q.shape
     rope_dim = 0 if cos_sin is None else cos_sin.shape[1]
     heads_at_once = HADAMARD_HEADS if hadamard else HEADS
-    head_blocks = blocks(heads, heads_at_once)
+    head_blocks = cdiv(heads, heads_at_once)
     strides = stride_in_use(q, 0), stride_in_use(q, 1)
-    q_unit = unit_elements(q, *strides)
+    q_unit = alignment_elements(q, *strides)
     index_query_kernel[(tokens * head_blocks,)](
         q=q,
         weights=weights,

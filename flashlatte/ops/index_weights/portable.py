@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_layout import blocks, unit_elements
+from flashlatte.kernels.triton.cache_layout import alignment_elements, cdiv
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
@@ -38,7 +38,7 @@ def index_weights(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor)
     block = next(block for most, block in BLOCKS if most is None or tokens <= most)
     hidden_unit, weight_unit = _unit(hidden, width), _unit(weight, width)
     unit = max(hidden_unit, weight_unit)
-    index_weights_kernel[(blocks(tokens, block.rows), blocks(heads, block.heads))](
+    index_weights_kernel[(cdiv(tokens, block.rows), cdiv(heads, block.heads))](
         hidden=hidden,
         weight=weight,
         out=out,
@@ -61,7 +61,7 @@ def index_weights(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor)
 
 def _unit(x: torch.Tensor, width: int) -> int:
     """The elements, as many as 16 bytes hold at most, at multiples of which rows of x begin and end."""
-    return unit_elements(x, stride_in_use(x, 0), width)
+    return alignment_elements(x, stride_in_use(x, 0), width)
 
 
 @kernel

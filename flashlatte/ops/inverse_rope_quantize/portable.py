@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_layout import blocks, unit_elements
+from flashlatte.kernels.triton.cache_layout import alignment_elements, cdiv
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, to_float32
-from flashlatte.kernels.triton.rotate import angles, turn_tail
+from flashlatte.kernels.triton.rotate import angles, rotate_tail_by
 from flashlatte.kernels.triton.row_scales import scale_rows
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
@@ -25,8 +25,8 @@ def inverse_rope_quantize(
     groups, _, padded = scales.shape
     packed = scales.dtype == torch.int32
     strides = stride_in_use(o, 0), stride_in_use(o, 1)
-    unit = unit_elements(o, *strides)
-    head_blocks, tiles = blocks(heads, HEADS), head_dim // TILE
+    unit = alignment_elements(o, *strides)
+    head_blocks, tiles = cdiv(heads, HEADS), head_dim // TILE
     inverse_rope_quantize_kernel[(padded * head_blocks * tiles,)](
         o=o,
         cos_sin=cos_sin,
@@ -98,7 +98,7 @@ def inverse_rope_quantize_kernel(
         position = tl.load(positions + token * position_stride, mask=token < num_tokens, other=0).to(tl.int64)
         # Loaded along one axis, they take their layout from x; along two, x takes it from them.
         cosine, sine = angles(cos_sin, position, num_positions, tl.arange(0, TILE // 2) - first // 2, ROPE)
-        x = turn_tail(x, cosine[None, :], -sine[None, :], first, BLOCK_H, TILE)
+        x = rotate_tail_by(x, cosine[None, :], -sine[None, :], first, BLOCK_H, TILE)
     scaled, factors = scale_rows(x, smallest_amax, True)
     # The heads of a group stand side by side, the groups one after the other.
     group = head // group_heads

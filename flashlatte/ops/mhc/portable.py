@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_layout import blocks, unit_elements
+from flashlatte.kernels.triton.cache_layout import alignment_elements, cdiv
 from flashlatte.kernels.triton.fp8 import from_float32, to_float32
 from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
@@ -56,7 +56,7 @@ def mhc_post(
 ) -> None:
     tokens, count, width = streams.shape
     unit = _unit(streams, result, out)
-    mhc_post_kernel[(tokens, blocks(width, POST_COLUMNS))](
+    mhc_post_kernel[(tokens, cdiv(width, POST_COLUMNS))](
         result=result,
         streams=streams,
         shares=shares,
@@ -73,7 +73,7 @@ def mhc_post(
 
 def _unit(*rows: torch.Tensor) -> int:
     """The elements, as many as 16 bytes hold at most, at multiples of which rows of all begin and end."""
-    return min(unit_elements(x, x.shape[-1]) for x in rows)
+    return min(alignment_elements(x, x.shape[-1]) for x in rows)
 
 
 @kernel

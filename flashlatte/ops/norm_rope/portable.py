@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots
-from flashlatte.kernels.triton.cache_layout import blocks, unit_of_rows
+from flashlatte.kernels.triton.cache_layout import cdiv, row_alignment
 from flashlatte.kernels.triton.fp8 import from_float32, to_float32
 from flashlatte.kernels.triton.rotate import rotate_rows
 from flashlatte.runtime import machine
@@ -77,8 +77,8 @@ def rotate_heads(
     x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, interleaved: bool, out: torch.Tensor
 ) -> None:
     tokens, heads, rope_dim = x.shape
-    head_blocks = blocks(heads, HEADS)
-    x_unit, out_unit = unit_of_rows(x, 0, 1), unit_of_rows(out, 0, 1)
+    head_blocks = cdiv(heads, HEADS)
+    x_unit, out_unit = row_alignment(x, 0, 1), row_alignment(out, 0, 1)
     rotate_heads_kernel[(tokens * head_blocks,)](
         x=x,
         table=table,

@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Requests, request_of_row
-from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
+from flashlatte.kernels.triton.cache_layout import alignment_bytes, cdiv
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -22,9 +22,9 @@ def pack_seq(x: torch.Tensor, cu_seqlens: torch.Tensor, pad: int, out: torch.Ten
     requests, max_seqlen, width = out.shape
     size = x.element_size()
     x_stride, width = stride_in_use(x, 0) * size, width * size
-    unit = math.gcd(unit_bytes(x), unit_bytes(out), x_stride, width)
+    unit = math.gcd(alignment_bytes(x), alignment_bytes(out), x_stride, width)
     num_rows = requests * max_seqlen
-    pack_seq_kernel[(blocks(num_rows, ROWS) * blocks(width, BLOCK_BYTES),)](
+    pack_seq_kernel[(cdiv(num_rows, ROWS) * cdiv(width, BLOCK_BYTES),)](
         x=x,
         cu_seqlens=cu_seqlens,
         out=out,
@@ -48,9 +48,9 @@ def unpack_seq(packed: torch.Tensor, cu_seqlens: torch.Tensor, out: torch.Tensor
     size = out.element_size()
     strides = [stride_in_use(packed, axis) * size for axis in (0, 1)] + [stride_in_use(out, 0) * size]
     width *= size
-    unit = math.gcd(unit_bytes(packed), unit_bytes(out), *strides, width)
+    unit = math.gcd(alignment_bytes(packed), alignment_bytes(out), *strides, width)
     num_rows = out.shape[0]
-    unpack_seq_kernel[(blocks(num_rows, ROWS) * blocks(width, BLOCK_BYTES),)](
+    unpack_seq_kernel[(cdiv(num_rows, ROWS) * cdiv(width, BLOCK_BYTES),)](
         packed=packed,
         cu_seqlens=cu_seqlens,
         out=out,

@@ -16,9 +16,9 @@ _SHORT_ROWS = 32
 
 def paged_attention(problem: Problem) -> None:
     if problem.cu_seqlens_q.shape[0] == 2:
-        attend_long(problem, fewest=0)
+        attend_long(problem, min_queries=0)
         return
     heads = problem.q.shape[1] // problem.k_cache.shape[2]
     short = max(_SHORT_ROWS // heads, 1)
-    attend_long(problem, fewest=short + 1)
+    attend_long(problem, min_queries=short + 1)
     attend(problem, most_queries=short)

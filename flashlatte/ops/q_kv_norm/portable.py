@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_layout import unit_elements
+from flashlatte.kernels.triton.cache_layout import alignment_elements
 from flashlatte.kernels.triton.fp8 import from_float32, to_float32
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
@@ -28,8 +28,8 @@ def q_kv_norm(
     strides = stride_in_use(q, 0), stride_in_use(kv, 0)
     # Strides are passed in units of what they are multiples of, at most 16 bytes: so the compiler knows how wide a load
     # may be, without a variant for each stride.
-    q_unit = unit_elements(q, strides[0])
-    kv_unit = unit_elements(kv, strides[1])
+    q_unit = alignment_elements(q, strides[0])
+    kv_unit = alignment_elements(kv, strides[1])
     tokens = q.shape[0]
     q_kv_norm_kernel[(2 * tokens,)](
         q=q,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots
-from flashlatte.kernels.triton.cache_layout import blocks, unit_elements
+from flashlatte.kernels.triton.cache_layout import alignment_elements, cdiv
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, float_to_e5m2, float_to_int8, to_float32
 from flashlatte.kv_cache.one_byte import LARGEST, SMALLEST_SCALE
 from flashlatte.runtime import machine
@@ -57,7 +57,7 @@ def reshape_and_cache(
     num_rows = slot_mapping.shape[0] * heads
     num_slots = num_pages * page_size
     rows = max(NUMBERS // max(triton.next_power_of_2(key.shape[2]), triton.next_power_of_2(value.shape[2])), 1)
-    reshape_and_cache_kernel[(blocks(num_rows, rows),)](
+    reshape_and_cache_kernel[(cdiv(num_rows, rows),)](
         slot_mapping=slot_mapping,
         slot_mapping_stride=slot_mapping.stride(0),
         num_tokens=slot_mapping.shape[0],
@@ -80,8 +80,8 @@ def _arguments(
 ) -> dict[str, Any]:
     strides = [stride_in_use(rows, axis) for axis in (0, 1)]
     cache_strides = [stride_in_use(cache, axis) for axis in range(4)]
-    align = unit_elements(rows, *strides)
-    cache_align = unit_elements(cache, *cache_strides)
+    align = alignment_elements(rows, *strides)
+    cache_align = alignment_elements(cache, *cache_strides)
     scale_strides = [0, 0, 0] if scale is None else [0] * (3 - scale.dim()) + list(scale.stride())
     if scale is not None and scale.numel() == 1:
         scale_strides = [0, 0, 0]

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots
-from flashlatte.kernels.triton.cache_layout import as_bytes, blocks, unit_of_rows
+from flashlatte.kernels.triton.cache_layout import as_bytes, cdiv, row_alignment
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, from_float32, to_float32
 from flashlatte.kernels.triton.head_dims import padded
 from flashlatte.kernels.triton.rotate import rotate_rows
@@ -36,8 +36,8 @@ def rope_cache_write(
     cache = as_bytes(cache)
     num_tokens, rope_dim = slot_mapping.shape[0], k_rope.shape[1]
     heads = 0 if q_rope is None else q_rope.shape[1]
-    head_blocks = blocks(heads, HEADS)
-    q_unit = 1 if q_rope is None else unit_of_rows(q_rope, 0, 1)
+    head_blocks = cdiv(heads, HEADS)
+    q_unit = 1 if q_rope is None else row_alignment(q_rope, 0, 1)
     num_slots = cache.shape[0] * cache.shape[1]
     rope_cache_write_kernel[(num_tokens * (1 + head_blocks),)](
         *by_name(

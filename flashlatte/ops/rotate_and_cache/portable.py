@@ -6,8 +6,8 @@ import torch
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots
-from flashlatte.kernels.triton.cache_layout import as_bytes, blocks, unit_elements
-from flashlatte.kernels.triton.cache_row import Place, row_bytes, store_row
+from flashlatte.kernels.triton.cache_layout import alignment_elements, as_bytes, cdiv
+from flashlatte.kernels.triton.cache_row import CacheSlot, row_bytes, store_row
 from flashlatte.kernels.triton.fp8 import converts_e4m3, from_float32, to_float32
 from flashlatte.kernels.triton.rotate import rotate_tail
 from flashlatte.kv_cache.formats import CacheFormat
@@ -36,14 +36,14 @@ def rotate_and_cache(
     page_stride = stride_in_use(cache, 0)
     # Formats of bytes have a distance of their own from token to token.
     row_stride = 0 if cache.element_size() == 1 else stride_in_use(cache, 1)
-    unit = unit_elements(cache, page_stride, row_stride)
+    unit = alignment_elements(cache, page_stride, row_stride)
     q_strides = stride_in_use(q, 0), stride_in_use(q, 1)
     out_strides = stride_in_use(out, 0), stride_in_use(out, 1)
-    q_unit = unit_elements(q, *q_strides)
-    out_unit = unit_elements(out, *out_strides)
-    kv_unit = unit_elements(kv, stride_in_use(kv, 0))
+    q_unit = alignment_elements(q, *q_strides)
+    out_unit = alignment_elements(out, *out_strides)
+    kv_unit = alignment_elements(kv, stride_in_use(kv, 0))
     block = min(NUMBERS // head_dim, 32)
-    head_blocks = blocks(heads, block)
+    head_blocks = cdiv(heads, block)
     num_slots = cache.shape[0] * cache.shape[1]
     rotate_and_cache_kernel[(tokens * (1 + head_blocks),)](
         q=q,
@@ -134,7 +134,7 @@ def rotate_and_cache_kernel(
             position = tl.load(positions + program * position_stride).to(tl.int64)
             x = to_float32(tl.load(kv + program * kv_stride * KV_UNIT + column), INTERPRETED)  # [1, D]
             x = rotate_tail(x, cos_sin, position, num_positions, 1, D, ROPE)
-            place = Place(cache, page_stride, row_stride, page_size, page, offset, valid)
+            place = CacheSlot(cache, page_stride, row_stride, page_size, page, offset, valid)
             store_row(x, place, D, FORMAT, UNIT, NATIVE, INTERPRETED)
     else:
         program -= num_tokens

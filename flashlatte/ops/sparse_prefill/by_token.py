@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from flashlatte.kernels.triton.config import SELECTED_ROWS, Config, choose
+from flashlatte.kernels.triton.config import SELECTED_ROWS, AttentionConfig, choose
 from flashlatte.kernels.triton.fp8 import from_float32
 from flashlatte.kernels.triton.online_softmax import (
     LN_2,
@@ -157,7 +157,7 @@ def sparse_prefill(
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled_for(gpu: str, h_q: int, head_dim: int, d_v: int) -> tuple[Config, dict[str, Any]]:
+def _compiled_for(gpu: str, h_q: int, head_dim: int, d_v: int) -> tuple[AttentionConfig, dict[str, Any]]:
     """The configuration of a shape, and what the kernel is compiled for beside the alignment of rows."""
     config, step = choose(SELECTED_ROWS, gpu, h_q, head_dim, d_v, in_place=True)
     return config, {

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_address import Pages, Requests, locate_rows, pages_of, requests_of
-from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes, unit_elements
+from flashlatte.kernels.triton.cache_address import RequestPages, Requests, locate_rows, pages_of, requests_of
+from flashlatte.kernels.triton.cache_layout import alignment_bytes, alignment_elements, cdiv
 from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, from_float32
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kernels.triton.turboquant import centroids_of, hadamard, load_codes, load_half
@@ -44,9 +44,9 @@ def turboquant_gather(
     block = BLOCK_R if not machine.interpreting() else 16
     cache_strides = [stride_in_use(cache, axis) for axis in range(3)]
     k_strides, v_strides = ([stride_in_use(rows, axis) for axis in (0, 1)] for rows in (key, value))
-    cache_align = min(unit_bytes(cache, *cache_strides), 4)
-    k_align, v_align = (unit_elements(rows, *strides) for rows, strides in ((key, k_strides), (value, v_strides)))
-    programs = min(blocks(tokens * heads, block), machine.num_sms(cache.device) * PROGRAMS)
+    cache_align = min(alignment_bytes(cache, *cache_strides), 4)
+    k_align, v_align = (alignment_elements(rows, *strides) for rows, strides in ((key, k_strides), (value, v_strides)))
+    programs = min(cdiv(tokens * heads, block), machine.num_sms(cache.device) * PROGRAMS)
     codebook = lloyd_max(layout.key_bits) if layout.rotates else ()
     turboquant_gather_kernel[(programs, 2)](
         *by_name(
@@ -130,7 +130,7 @@ def turboquant_gather_kernel(
     HALF_ALIGN: tl.constexpr = min(CACHE_ALIGN, 2)
     VALUE_ALIGN: tl.constexpr = CACHE_ALIGN if VALUE_OFFSET % 4 == 0 else HALF_ALIGN
     requests = Requests(cu_seqlens, cu_stride, num_boundaries, num_requests, seq_starts, start_stride)
-    pages = Pages(block_table, table_stride, max_pages, num_pages, page_size)
+    pages = RequestPages(block_table, table_stride, max_pages, num_pages, page_size)
     side = tl.program_id(1)
     col = tl.arange(0, D)[None, :]
     if KEY_BITS < 8:

@@ -1,4 +1,4 @@
-"""What the tests look for in every kernel that they compile."""
+"""The check for unused mbarriers, which runs on every compiled kernel."""
 
 from __future__ import annotations
 

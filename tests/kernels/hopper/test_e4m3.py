@@ -1,4 +1,4 @@
-"""The Hopper kernel's e4m3 to bf16, instruction by instruction."""
+"""Dequantization of e4m3 to bf16 in the Hopper kernels, emulated instruction by instruction."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_nan(code: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scale", [1.0, -0.75, 2.0**-13, 0.0123, 300.0, 2.0**100, 3.3895313892515355e38, 0.0])
-def test_numbers_are_rounded_once_after_their_scale(scale: float) -> None:
+def test_dequantize_rounds_once_after_the_scale(scale: float) -> None:
     codes = torch.arange(256, dtype=torch.int64)
     codes = codes[~is_nan(codes)]
     shuffled = [codes.roll(shift) for shift in (0, 1, 77, 130)]
@@ -40,7 +40,7 @@ def test_numbers_are_rounded_once_after_their_scale(scale: float) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, gl.bfloat16), (torch.float16, gl.float16)], ids=str)
-def test_expanded_numbers_are_exact(dtype: torch.dtype, name: gl.dtype) -> None:
+def test_expand_is_exact(dtype: torch.dtype, name: gl.dtype) -> None:
     codes = torch.arange(256, dtype=torch.int64)
     shuffled = [codes.roll(shift) for shift in (0, 1, 77, 130)]
     word = torch.stack([code << 8 * i for i, code in enumerate(shuffled)]).sum(0)
@@ -57,7 +57,7 @@ def test_expanded_numbers_are_exact(dtype: torch.dtype, name: gl.dtype) -> None:
     assert not torch.stack(expanded(0)).any()
 
 
-def test_exponents_become_scales() -> None:
+def test_exponents_to_scales() -> None:
     exponents = torch.arange(256, dtype=torch.int64)
     shuffled = [exponents.roll(shift) for shift in (0, 1, 77, 130)]
     word = torch.stack([exponent << 8 * i for i, exponent in enumerate(shuffled)]).sum(0)
@@ -72,7 +72,7 @@ def test_exponents_become_scales() -> None:
 
 @pytest.mark.parametrize("place", range(4))
 @pytest.mark.parametrize("in_second_word", [False, True])
-def test_nan_is_found_beside_any_numbers(place: int, in_second_word: bool) -> None:
+def test_has_nan_with_any_other_values(place: int, in_second_word: bool) -> None:
     codes = torch.arange(256, dtype=torch.int64)
     code, others = torch.cartesian_prod(codes, codes).unbind(1)
     word = torch.stack([(code if i == place else others) << 8 * i for i in range(4)]).sum(0)

@@ -1,4 +1,4 @@
-"""The kernel that combines what ranges leave of few requests: who gets it, and what the compiler makes of it."""
+"""The fp24 combine kernel: the calls that use it, and compile tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.hopper_dense_decode import decode
 
 from flashlatte.ops.dense_decode.hopper import combine, launch
 from flashlatte.split_kv import combine as common
-from flashlatte.split_kv.rounded_partials import PARTIAL
+from flashlatte.split_kv.fp24_partials import PARTIAL
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
@@ -28,7 +28,7 @@ COMBINE = combine.combine_ranges_kernel
 
 @pytest.fixture
 def record(monkeypatch):
-    """Calls the launcher, and returns the launches of the kernel and, if any, of that which combines."""
+    """Calls the launcher; returns the launches of the kernel and of the combine kernel, if any."""
     kernel, combiner = Recorder(launch.kernel), Recorder(COMBINE)
     monkeypatch.setattr(launch, "kernel", kernel)
     monkeypatch.setattr(launch, "clear_kernel", Recorder(launch.clear_kernel))
@@ -42,7 +42,7 @@ def record(monkeypatch):
         decode(batch=batch, **call)
         (launched,) = kernel.launches
         combined = combiner.launches[0] if combiner.launches else None
-        assert launched.arguments["PLAN"].rounded is (combined is not None)
+        assert launched.arguments["CONFIG"].fp24_partials is (combined is not None)
         return launched, combined
 
     return record
@@ -51,7 +51,7 @@ def record(monkeypatch):
 @pytest.mark.parametrize(
     ("call", "splits", "ctas"),
     [
-        # Two groups of rows of 4 times 16, and columns: as many CTAs of eight warps as splits leave warps for these.
+        # Two row groups of 4 tiles of 16 rows, and columns: the warps that do not hold splits hold columns.
         ({"columns": 16}, 1, 2 * 4 * 4),
         ({"columns": 64}, 4, 2 * 4 * 16),
         ({"columns": 2048}, 8, 2 * 4 * 32),
@@ -61,10 +61,10 @@ def record(monkeypatch):
     ],
     ids=str,
 )
-def test_warps_share_splits_where_there_are_many(record, call, splits, ctas):
+def test_warps_divide_many_splits(record, call, splits, ctas):
     launched, combined = record(**call)
     assert (combined.arguments["SPLITS"], combined.grid) == (splits, (ctas,))
-    assert combined.arguments["ranges_of_equals"] == launched.arguments["num_splits"]
+    assert combined.arguments["uniform_ranges"] == launched.arguments["num_splits"]
     assert combined.arguments["scratch"] is launched.arguments["scratch"]
     of_each_range = 2 * launched.arguments["num_groups"] * PARTIAL.value
     assert launched.arguments["scratch"].numel() == launched.arguments["num_splits"] * of_each_range
@@ -72,18 +72,18 @@ def test_warps_share_splits_where_there_are_many(record, call, splits, ctas):
 
 
 @pytest.mark.parametrize("call", [{"heads": 16}, {"batch": 128}, {"columns": 2}, {"batch_invariant": True}], ids=str)
-def test_others_are_combined_elsewhere(record, call):
+def test_other_calls_use_the_common_combine(record, call):
     assert record(**call)[1] is None
 
 
 @pytest.mark.parametrize("columns", mostly_full((16, 32, 64, 2048), 2048))
-def test_it_is_lean_and_waits_for_what_it_combines(record, columns):
+def test_resources_and_dependent_launch(record, columns):
     _, combined = record(columns=columns)
     code = support.compile_gluon(COMBINE, combined)
     assert code.spills == 0
-    # Two CTAs of eight warps on an SM.
+    # Two CTAs of eight warps per SM.
     assert code.registers <= 128
     before, after = code.sass.split("ACQBULK")
-    # Before: the lengths of requests, from which ranges follow.
+    # Before the wait: the lengths of requests, which determine the ranges.
     assert not re.search(r"\b(?:LDG\.E\.(?:64|128)|STG)\b", before)
     assert len(re.findall(r"\bLDG\.E\.128\b", after)) >= 8

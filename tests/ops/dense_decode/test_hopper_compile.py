@@ -1,4 +1,4 @@
-"""What the compiler makes of the Hopper kernel, without the GPU: launches are recorded, and compiled to cubins."""
+"""Compile tests of the Hopper kernel, without a GPU: recorded launches are compiled to cubins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.hopper_dense_decode import decode  # noqa: E402
 
 from flashlatte.ops.dense_decode.hopper import combine as ranges  # noqa: E402
 from flashlatte.ops.dense_decode.hopper import fixup, launch  # noqa: E402
-from flashlatte.ops.dense_decode.hopper.few_rows import attender  # noqa: E402
+from flashlatte.ops.dense_decode.hopper.few_rows import consumer  # noqa: E402
 from flashlatte.runtime.strides import strides_in_use  # noqa: E402
 from flashlatte.split_kv import combine, plan  # noqa: E402
 
@@ -49,7 +49,7 @@ FEW_ROWS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def record(monkeypatch):
-    """Calls the launcher, and returns what it launched."""
+    """Calls the launcher and returns its launches."""
     recorder, combiner = Recorder(KERNEL), Recorder(combine.combine_kernel)
     monkeypatch.setattr(launch, "kernel", recorder)
     monkeypatch.setattr(launch, "clear_kernel", Recorder(fixup.clear_kernel))
@@ -72,21 +72,21 @@ def compiled(record):
 
 
 @pytest.mark.full
-def test_a_tile_is_freed_before_the_output_is_rescaled(compiled):
-    """The rescaling may not delay the refill: nothing between the product that read a tile last and its barrier."""
+def test_a_tile_is_released_before_the_output_is_rescaled(compiled):
+    """Rescaling must not delay the refill: nothing is between the last product that reads a tile and its barrier."""
     code = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", compiled("bf16 576").sass)
     frees = [index for index, one in enumerate(code) if re.match(r"BAR\.ARV 0x[5-8], 0x100", one)]
     waits = [index for index, one in enumerate(code) if "WARPGROUP.DEPBAR" in one]
     after = [index - max(wait for wait in waits if wait < index) for index in frees if index > waits[0]]
-    # Those of the loop and of the last step, of each of the four tiles; the initial ones stand before any product.
+    # Arrivals of the loop and of the last step for each of four tiles; the initial ones precede any product.
     assert sum(distance <= 20 for distance in after) >= 8
 
 
-def test_ranges_wait_for_each_other(compiled):
-    """A partial result is there before its flag is, and read after that, 16 bytes a thread at a time."""
+def test_fixup_orders_partial_outputs_and_flags(compiled):
+    """A partial output is stored before its flag and loaded after it, 16 bytes per thread at a time."""
     code = compiled("bf16 576, many requests").sass
     raised = code.split("STG.E.STRONG.GPU")
-    # By each consumer: a flag raised, and two flags of a record looked at.
+    # Each consumer sets one flag and polls two.
     assert len(raised) == 1 + 2
     assert len(re.findall(r"\bLDG\.E\.STRONG\.GPU\b", code)) == 4
     for before in raised[:-1]:
@@ -95,8 +95,8 @@ def test_ranges_wait_for_each_other(compiled):
 
 
 @pytest.mark.parametrize("name", mostly_full((name for name in CALLS if "e4m3" in name), "e4m3, many requests"))
-def test_keys_on_their_way_stay_in_registers(compiled, name):
-    """A word that is spilled is waited for as soon as it has been asked for. With small pages an address may be.
+def test_keys_in_flight_do_not_spill(compiled, name):
+    """A spill of a loaded word waits for the load at once. With small pages an address may spill.
 
     It is loaded again once in the loop, and once where the lanes of a warp have parted.
     """
@@ -105,45 +105,45 @@ def test_keys_on_their_way_stay_in_registers(compiled, name):
 
 
 @pytest.mark.parametrize("name", mostly_full(FEW_ROWS, "576"))
-def test_few_rows_stay_in_registers(record, name):
+def test_few_rows_do_not_spill(record, name):
     call = record(**{"batch": 128, "heads": 16, "cache_dtype": torch.float8_e4m3fn} | FEW_ROWS[name])
     code = support.compile_gluon(KERNEL, call)
-    assert call.arguments["PLAN"].few_rows
+    assert call.arguments["CONFIG"].few_rows
     assert code.spills <= allowed(f"dense_decode few rows {name}", 0)
-    # Of a step's two blocks: scores of 32 or 36 products of 16 columns of keys, and 32 for the output.
+    # Two blocks of a step: 32 or 36 products for the scores, 16 columns of keys each, and 32 for the output.
     assert code.hgmma == 2 * (32 + (36 if name == "576" or "invariant" in name else 32))
 
 
 @pytest.mark.parametrize(("rows", "few"), [(1, True), (16, True), (17, False), (128, False)])
-def test_which_rows_are_few(record, rows, few):
+def test_few_rows_selection(record, rows, few):
     call = record(heads=rows, cache_dtype=torch.float8_e4m3fn).arguments
-    assert call["PLAN"].few_rows is few
+    assert call["CONFIG"].few_rows is few
     assert call["keys_half"].layout.swizzle_byte_width == (64 if few else 128)
-    assert record(heads=rows).arguments["PLAN"].few_rows is False
+    assert record(heads=rows).arguments["CONFIG"].few_rows is False
 
 
 def test_p_of_few_rows_is_finite_in_float16():
-    """However large the scores, whose maximum less a few float32 rounds."""
+    """For scores so large that float32 rounds the maximum minus a constant."""
     places = torch.arange(-512, 513) / 2**24
     largest = torch.cat([sign * 2.0**exponent * (1 + places) for sign in (-1, 1) for exponent in range(-4, 60)])
-    row_max = largest - attender.P_EXPONENT.value
+    row_max = largest - consumer.P_EXPONENT.value
     assert torch.exp2(largest - row_max).half().isfinite().all()
 
 
-def test_few_rows_are_compiled_once_for_all_numbers_of_heads(record):
+def test_few_rows_compile_once_for_all_head_counts(record):
     calls = [record(heads=heads, cache_dtype=torch.float8_e4m3fn) for heads in (1, 5, 16)]
     assert len({support.variant_key(KERNEL, call) for call in calls}) == 1
 
 
-def test_requests_that_ranges_share_need_no_combine(record, monkeypatch):
-    """Flags are cleared first, by a kernel that waits for the one before it, as scratch may be in use."""
+def test_stream_k_needs_no_combine(record, monkeypatch):
+    """Flags are cleared first, by a kernel that waits for the preceding one, which may use the same scratch."""
     monkeypatch.setattr(launch, "clear_kernel", clearer := Recorder(fixup.clear_kernel))
     monkeypatch.setattr(combine, "combine_kernel", combiner := Recorder(combine.combine_kernel.fn))
     call = record(batch=128).arguments
     assert not combiner.launches
     (cleared,) = clearer.launches
     assert cleared.options["launch_pdl"] is True
-    assert call["PLAN"].stream_k is True
+    assert call["CONFIG"].stream_k is True
     assert cleared.arguments["partials"] == call["num_splits"] * call["num_groups"]
     assert call["scratch"].numel() == cleared.arguments["partials"] * fixup.PARTIAL.value
     code = support.compile_launch(fixup.clear_kernel, cleared, 90)
@@ -155,8 +155,8 @@ def test_requests_that_ranges_share_need_no_combine(record, monkeypatch):
     ("heads", "h_kv", "box"),
     [(128, 1, [1, 1, 64]), (192, 1, [1, 1, 64]), (16, 2, [1, 8, 8]), (1, 1, [1, 64, 1]), (126, 1, None), (48, 1, None)],
 )
-def test_queries_come_as_tokens_by_heads(record, heads, h_kv, box):
-    """TMA copies a program's 64 rows where they are whole tokens, or heads of one token."""
+def test_query_boxes(record, heads, h_kv, box):
+    """TMA copies the 64 rows of a CTA if they are whole tokens, or heads of one token."""
     arguments = record(heads=heads, h_kv=h_kv).arguments
     if box is None:
         assert arguments["query_half"] is arguments["query_rope"] is None
@@ -166,15 +166,15 @@ def test_queries_come_as_tokens_by_heads(record, heads, h_kv, box):
 
 
 @pytest.mark.parametrize(("page_size", "box"), [(8, 8), (16, 16), (32, 32), (48, 16), (64, 64), (192, 64)])
-def test_a_box_lies_in_one_page(record, page_size, box):
+def test_a_box_is_within_one_page(record, page_size, box):
     arguments = record(page_size=page_size).arguments
-    assert arguments["PLAN"].box * arguments["PLAN"].boxes_per_page == page_size
+    assert arguments["CONFIG"].box * arguments["CONFIG"].boxes_per_page == page_size
     assert arguments["keys_half"].block_shape == [1, box, 1, 256]
     assert arguments["keys_rope"].block_shape == [1, box, 1, 64]
 
 
-def test_queries_that_repeat_are_not_copied_by_tma():
-    """A TMA descriptor cannot say that an axis has no stride."""
+def test_queries_with_stride_0_are_not_copied_by_tma():
+    """A TMA descriptor cannot have a stride of 0."""
     q = torch.empty(1, 1, 128, 576, dtype=torch.bfloat16).expand(3, 2, 128, 576)
     assert launch._query_descriptors(q, strides_in_use(q), 128) == (None, None)
 
@@ -190,31 +190,31 @@ def test_scratch_is_bounded_and_the_gpu_filled(batch, rows, batch_invariant):
         assert split.ctas(batch) >= 120
 
 
-def test_equal_requests_are_not_split_and_others_fill_the_gpu():
-    """128 requests of four groups of rows: 32 ranges of four requests each, or 33, which are all SMs."""
+def test_uniform_requests_are_not_split_and_others_fill_the_gpu():
+    """128 requests with four row groups: 32 ranges of four requests each, or 33, which use all SMs."""
     made = launch.make_plan(132, 128, 256, 1, 8192, False, one_byte=False)
-    assert (made.equals.ranges_of_equals, made.split.splits) == (32, 33)
-    # One group of rows: four idle CTAs cost more than all SMs win, but where keys are cast.
+    assert (made.uniform.uniform_ranges, made.split.splits) == (32, 33)
+    # One row group: using all SMs does not pay, except if keys are cast.
     for rows, one_byte, splits in ((16, False, 128), (64, False, 128), (16, True, 132), (64, True, 132)):
         made = launch.make_plan(132, 128, rows, 1, 4096, False, one_byte)
-        assert (made.equals.ranges_of_equals, made.split.splits) == (128, splits)
-    # A request that several ranges have is combined by powers of two.
+        assert (made.uniform.uniform_ranges, made.split.splits) == (128, splits)
+    # Splits of a request are combined in powers of two.
     made = launch.make_plan(132, 1, 64, 1, 8192, False, one_byte=False)
-    assert made.equals.ranges_of_equals == made.split.splits == 64
+    assert made.uniform.uniform_ranges == made.split.splits == 64
 
 
 @pytest.mark.parametrize(
     ("batch", "keys", "stream_k", "overhead"), [(1, 8192, False, 0), (1, 128, True, 2), (2, 8192, False, 2)]
 )
-def test_starting_on_a_request_counts_where_there_are_several(batch, keys, stream_k, overhead):
-    """Or where ranges finish each other's."""
+def test_overhead(batch, keys, stream_k, overhead):
+    """Also with stream-K fixup."""
     made = launch.make_plan(132, batch, 16, 1, keys, False, one_byte=False)
     assert (made.stream_k, made.split.overhead) == (stream_k, overhead)
 
 
 @pytest.mark.parametrize("call", [{"batch": 4, "heads": 16}, {"batch": 2}], ids=["16 heads", "128 heads"])
-def test_nothing_keeps_lengths_from_keys(record, call):
-    """No warp waits for another while it finds its range, and the producer has nothing left to divide."""
+def test_no_barrier_between_lengths_and_keys(record, call):
+    """No warp waits for another before the first loads, and the producer has no divisions left."""
     code = support.compile_gluon(KERNEL, record(**call)).sass
     _, after_wait = code.split("ACQBULK")
     finding, _ = after_wait.rsplit("REDUX", 1)
@@ -224,10 +224,10 @@ def test_nothing_keeps_lengths_from_keys(record, call):
     assert "MUFU.RCP" not in producer
 
 
-@pytest.mark.parametrize(("max_keys", "rounded"), [(1 << 30, True), (2**31 - 1, False)])
-def test_ranges_that_would_not_fit_32_bits_have_the_common_combine(max_keys, rounded):
+@pytest.mark.parametrize(("max_keys", "fp24"), [(1 << 30, True), (2**31 - 1, False)])
+def test_costs_beyond_32_bits_use_the_common_combine(max_keys, fp24):
     made = launch.make_plan(132, 1, 64, 1, max_keys, False, one_byte=False)
-    assert made.rounded is rounded
+    assert made.fp24_partials is fp24
     assert made.split.combines
 
 
@@ -255,7 +255,7 @@ def call_of(**fields: Any) -> dispatch.Call:
         ({"rows_aligned": False}, "16 bytes"),
     ],
 )
-def test_what_it_refuses(monkeypatch, fields, reason):
+def test_refusals(monkeypatch, fields, reason):
     monkeypatch.setattr("flashlatte.runtime.machine.compute_capability", lambda _: (9, 0))
     refusal = {choice.backend: choice.refusal for choice in dispatch.explain(call_of(**fields))}["hopper"]
     assert refusal is None if reason is None else reason in refusal
@@ -271,12 +271,12 @@ def test_what_it_refuses(monkeypatch, fields, reason):
         ((0, 576, 576, 1), 0, False),
     ],
 )
-def test_which_rows_are_aligned(strides, offset, aligned):
+def test_aligned_rows(strides, offset, aligned):
     storage = torch.empty(4 * 64 * 600, dtype=torch.bfloat16)
     assert checks.rows_aligned(storage.as_strided((3, 64, 1, 576), strides, offset)) is aligned
 
 
-def test_descriptors_are_made_once_a_cache():
+def test_descriptors_are_cached():
     cache = torch.empty(3, 128, 2, 576, dtype=torch.bfloat16)
     make = functools.partial(
         launch._descriptors,
@@ -297,8 +297,8 @@ def test_descriptors_are_made_once_a_cache():
 
 
 @pytest.mark.full
-def test_the_combine_waits_for_what_it_combines(record, monkeypatch):
-    """On Hopper it is launched while the main kernel runs, and may not read before that has ended."""
+def test_the_combine_waits_for_the_main_kernel(record, monkeypatch):
+    """On Hopper the combine kernel launches while the main kernel runs, and must not read before that has finished."""
     combiner = Recorder(combine_kernel := combine.combine_kernel.fn)
     monkeypatch.setattr(combine, "combine_kernel", combiner)
     monkeypatch.setattr(combine, "launches_overlap", lambda _: True)

@@ -8,7 +8,7 @@ from support.marks import mostly_full
 
 from flashlatte import dense_decode
 from flashlatte.kernels.triton import config as portable_config
-from flashlatte.kernels.triton.config import Config
+from flashlatte.kernels.triton.config import AttentionConfig
 from flashlatte.ops.dense_decode.portable import launch
 from flashlatte.split_kv import plan
 from flashlatte.testing import compare
@@ -113,7 +113,7 @@ def test_nan_keys_of_one_request_stay_there():
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("page_size", [7, pytest.param(32, marks=pytest.mark.full)])
 def test_laid_out_for_warp_groups(monkeypatch, page_size, cache_dtype):
-    config = Config(64, 32, num_warps=1, warpgroups=True)
+    config = AttentionConfig(64, 32, num_warps=1, warpgroups=True)
     monkeypatch.setitem(launch.FP8_TABLE if cache_dtype == FP8 else launch.TABLE, "interpreter", (config,))
     monkeypatch.setattr(portable_config, "_WARPGROUP_TILES", ((32, 16),))
     launch.make_plan.cache_clear()
@@ -134,7 +134,7 @@ def test_laid_out_for_warp_groups(monkeypatch, page_size, cache_dtype):
     ids=str,
 )
 def test_tiles_by_tma(monkeypatch, changed):
-    config = Config(64, 16, num_warps=1, warpgroups=True, boxes=True)
+    config = AttentionConfig(64, 16, num_warps=1, warpgroups=True, boxes=True)
     monkeypatch.setitem(launch.TABLE, "interpreter", (config,))
     monkeypatch.setattr(portable_config, "_WARPGROUP_TILES", ((32, 0), (32, 16)))
     made = []

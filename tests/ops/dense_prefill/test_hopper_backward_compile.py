@@ -1,4 +1,4 @@
-"""What the compiler makes of the Hopper backward, without the GPU: launches are recorded, and compiled to cubins."""
+"""Compile tests of the Hopper backward, without a GPU: recorded launches are compiled to cubins."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KERNELS = {"prepare": prepare_kernel, "backward": backward_kernel, "finish": fin
 
 @pytest.fixture
 def record(monkeypatch):
-    """Calls the launcher, and returns what it launched, by kernel."""
+    """Calls the launcher and returns its launches by kernel."""
     recorders = {name: Recorder(fn) for name, fn in KERNELS.items()}
     for name, recorder in recorders.items():
         monkeypatch.setattr(launch, f"{name}_kernel", recorder)
@@ -96,9 +96,9 @@ CALLS = {
 }
 
 
-def test_the_copy_engine_adds_dq(record):
+def test_dq_is_added_by_tma_reductions(record):
     code = compiled(record()["backward"])
-    # 64 x 32 of the 192 columns at a time, from shared memory, where it was stored in 16 bytes.
+    # Boxes of 64 x 32 of the 192 columns, from shared memory, where they were stored 16 bytes at a time.
     assert len(re.findall(r"\bUTMAREDG\.3D\.ADD\b", code.sass)) >= 192 // 32
     assert len(re.findall(r"\bSTS\.128\b", code.sass)) >= 64 * 192 // (4 * 128)
     assert not re.search(r"\bREDG?\.", code.sass)
@@ -112,15 +112,15 @@ def test_rows_kernels_compile(record):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_workspace_is_what_the_operation_allows(record, deterministic):
+def test_workspace(record, deterministic):
     launched = record(tokens_q=300, heads=4, requests=3, deterministic=deterministic)["backward"].arguments
     assert launched["dq_sums"].base.shape == (4, 300, 192)
     assert launched["lse"].shape == launched["delta"].shape == (4, 300)
     assert {x.dtype for x in (launched["dq_sums"].base, launched["lse"], launched["delta"])} == {torch.float32}
-    # A turn for each tile of queries of a head.
-    turns = launched["dq_turns"]
-    assert (turns is not None) == deterministic
-    assert turns is None or turns.shape == (4, 300 // 64 + 3 + 2)
+    # One semaphore per tile of queries of a head.
+    semaphores = launched["dq_semaphores"]
+    assert (semaphores is not None) == deterministic
+    assert semaphores is None or semaphores.shape == (4, 300 // 64 + 3 + 2)
 
 
 @pytest.mark.parametrize(("tokens_k", "requests"), [(1, 1), (128, 1), (1000, 16)])
@@ -131,7 +131,7 @@ def test_grid_has_a_program_for_every_block_of_keys(record, tokens_k, requests):
 
 
 @pytest.mark.parametrize("tokens", [{"tokens_q": 0}, {"tokens_k": 0}])
-def test_nothing_to_attend_launches_nothing(record, tokens):
+def test_empty_calls_launch_nothing(record, tokens):
     assert record(**tokens) == {}
 
 

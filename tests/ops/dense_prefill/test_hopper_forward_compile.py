@@ -1,4 +1,4 @@
-"""What the compiler makes of the Hopper forward, without the GPU: launches are recorded, and compiled to cubins."""
+"""Compile tests of the Hopper forward, without a GPU: recorded launches are compiled to cubins."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def prefill(
 
 @pytest.fixture
 def record(monkeypatch):
-    """Calls the launcher, and returns what it launched."""
+    """Calls the launcher and returns its launches."""
     recorder = Recorder(KERNEL)
     monkeypatch.setattr(launch, "kernel", recorder)
     monkeypatch.setattr(machine, "num_sms", lambda _: 132)
@@ -114,24 +114,24 @@ def test_main_loop(compiled, name):
         count = Counter(re.sub(r"^@!?U?P\w+\s+", "", one).split()[0].split(".")[0] for one in loop)
         assert count["STL"] == count["LDL"] == 0
         assert 0 < count["HGMMA"] <= products
-        # The output and the weights stay where they are.
+        # Output and P stay in registers.
         copies = count["MOV"] + sum("IMAD.MOV" in one for one in loop)
         assert copies <= allowed(f"dense_prefill copies, {name}", 4)
-        # The weights, and the change of reference of two rows.
+        # P, and alpha of two rows.
         assert count["MUFU"] <= keys // 2 + 2
-        # The softmax runs under the second product: that one is awaited after all exponentials but the last few.
+        # The softmax overlaps with the second product: the wait for it comes after nearly all exponentials.
         awaited = next(index for index, one in enumerate(loop) if "WARPGROUP.DEPBAR.LE gsb0, 0x0" in one)
         assert sum("MUFU.EX2" in one for one in loop[:awaited]) >= keys // 2
-        # The weights are rounded before the scores that take their registers.
+        # P is rounded before the scores that reuse its registers.
         rounded = [index for index, one in enumerate(loop) if "F2FP" in one]
         started = next(index for index, one in enumerate(loop) if "HGMMA" in one)
         assert rounded
         assert max(rounded) < started
 
 
-def test_tiles_hold_every_head_dim_and_little_more():
+def test_tile_widths_of_every_head_dim():
     for head_dim in range(64, 256 + 1, 8):
-        keys = tiles.chunks_of(head_dim) * 64 + tiles.rest_of(head_dim)
+        keys = tiles.num_chunks(head_dim) * 64 + tiles.rest_of(head_dim)
         values = tiles.first_columns(head_dim) + tiles.second_columns(head_dim)
         assert 0 <= keys - head_dim < 32
         assert 0 <= values - head_dim < 64
@@ -155,7 +155,7 @@ def test_boxes_of_rows(record, head_dim, boxes, rests):
 
 def test_stores_are_16_bytes_wide(compiled):
     widths = Counter(re.findall(r"\bSTG\.E(\.\w+)?", compiled("bf16 192").sass))
-    # 64 x 128 numbers by 128 threads for each consumer, and two rows of lse.
+    # 64 x 128 elements in 128 threads per consumer, and two rows of lse.
     assert widths[".128"] >= 2 * 64 * 128 // (8 * 128)
     assert set(widths) <= {".128", ""}
     assert widths[""] <= 4
@@ -163,7 +163,7 @@ def test_stores_are_16_bytes_wide(compiled):
 
 @pytest.mark.parametrize(("tokens", "heads", "requests", "grid"), [(1, 1, 1, 4), (128, 2, 3, 12), (4096, 128, 1, 132)])
 def test_grid_is_no_larger_than_the_work(record, tokens, heads, requests, grid):
-    # A block for each 128 queries, and one for each request, and for the tokens before and behind all requests.
+    # A block per 128 queries, one per request, and for the tokens before and after all requests.
     assert record(tokens=tokens, heads=heads, heads_kv=1, requests=requests).grid == (grid,)
 
 
@@ -180,8 +180,8 @@ def test_grid_is_no_larger_than_the_work(record, tokens, heads, requests, grid):
         (16, 16, 0, 16),
     ],
 )
-def test_heads_together_divide_the_heads(heads, group_kv, max_seqlen_k, together):
-    assert launch.heads_together(heads, group_kv, max_seqlen_k, 192 + 128) == together
+def test_concurrent_heads(heads, group_kv, max_seqlen_k, together):
+    assert launch.concurrent_heads(heads, group_kv, max_seqlen_k, 192 + 128) == together
     assert heads % together == 0
 
 

@@ -1,4 +1,4 @@
-"""What the compiler makes of the Hopper kernels, without the GPU: launches are recorded, and compiled to cubins."""
+"""Compile tests of the Hopper kernels, without a GPU: recorded launches are compiled to cubins."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ KERNELS = {
     "clean_ragged": cleaning.clean_ragged_kernel,
     "clean_paged": cleaning.clean_paged_kernel,
 }
-# What a thread of a consumer has of a tile of 64 keys and 256 columns.
+# Scores per thread of a consumer, of a tile of 64 keys and 256 columns.
 SCORES = 64 * 256 // 128
 
 
 @pytest.fixture
 def record(monkeypatch):
-    """Calls a launcher, and returns what it launched, by kernel."""
+    """Calls a launcher and returns its launches by kernel."""
     recorders = {name: Recorder(fn) for name, fn in KERNELS.items()}
     monkeypatch.setattr(launch, "num_sms", lambda device: PROGRAMS)
     monkeypatch.setattr(ragged_kernel, "kernel", recorders["ragged"])
@@ -127,7 +127,7 @@ def test_machine_code_of_ragged(record, name):
     code = support.compile_gluon(KERNELS["ragged"], record(ragged, **RAGGED[name])["ragged"])
     head_dim = RAGGED[name].get("head_dim", 128)
 
-    # Of 16 queries at a time the addresses of rows do not all fit.
+    # With 16 queries at a time, not all row addresses fit in registers.
     in_loop = 2 if RAGGED[name].get("heads") == 8 else 0
     assert support.loop_spills(code.sass) <= allowed(f"index_logits loop, {name}", in_loop)
     assert code.spills <= allowed(f"index_logits, {name}", 8)
@@ -135,9 +135,9 @@ def test_machine_code_of_ragged(record, name):
     assert code.shared <= SHARED_BYTES[90]
     multiplications = re.findall(r"\bQGMMA\.64x128x32\.F32\.E4M3\.E4M3\b", code.sass)
     assert 0 < len(multiplications) <= 2 * 2 * head_dim // 32
-    # A compiler that serialises multiplications waits after each of them.
+    # A compiler that serializes products waits after each of them.
     assert len(re.findall(r"\bWARPGROUP\.DEPBAR\b", code.sass)) <= 2 * 2
-    # One maximum a score, and not much more than one multiply-add.
+    # One maximum per score, and little more than one multiply-add.
     assert len(re.findall(r"\bFMNMX\b", code.sass)) <= 2 * SCORES
     assert len(re.findall(r"\b(?:FFMA|FMUL|FADD)\b", code.sass)) <= 2 * SCORES * 1.6
 
@@ -153,7 +153,7 @@ def test_machine_code_of_paged(record, name):
     assert len(re.findall(r"\bWARPGROUP\.DEPBAR\b", code.sass)) <= 2
 
 
-def test_logits_are_summed_up_without_shared_memory(record):
+def test_logits_are_reduced_without_shared_memory(record):
     code = support.compile_gluon(KERNELS["ragged"], record(ragged)["ragged"])
     assert len(re.findall(r"\bSHFL\b", code.sass)) > 0
     assert not re.search(r"\bLDSM\b|\bSTSM\b", code.sass)
@@ -189,12 +189,12 @@ def test_lengths_and_strides_compile_once(record):
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (4096, 32768), (64, 131072), (2048, 8192), (1, 1 << 20)])
 @pytest.mark.parametrize("queries_of_item", [8, 16])
 def test_items_cover_all_keys_of_all_queries(queries, keys, queries_of_item):
-    item_keys = launch.keys_of_item(queries, keys, queries_of_item, PROGRAMS)
+    item_keys = launch.keys_per_item(queries, keys, queries_of_item, PROGRAMS)
     assert item_keys % 64 == 0
     assert item_keys >= min(keys, 1024)
     blocks = -(-queries // queries_of_item)
     items = blocks * -(-keys // item_keys)
-    # As many as asked for, where there are keys enough.
+    # The target number, if there are enough keys.
     assert items >= min(PROGRAMS * 8, blocks * -(-keys // 1024))
 
 

@@ -59,10 +59,10 @@ def test_each_token_is_written_by_one_kernel(monkeypatch, heads):
     bounds = arguments["cu_seqlens_q"].tolist()
     short = torch.zeros(len(expected), dtype=torch.bool)
 
-    def attend_long(problem: Problem, fewest: int) -> None:
+    def attend_long(problem: Problem, min_queries: int) -> None:
         """Marks what the Gluon kernel is to write: the interpreter does not run it."""
         for first, end in pairwise(bounds):
-            short[first:end] = end - first < fewest
+            short[first:end] = end - first < min_queries
         problem.out[~short], problem.lse[~short] = 7.0, 7.0
 
     monkeypatch.setattr(by_length, "attend_long", attend_long)
@@ -79,7 +79,7 @@ def test_each_token_is_written_by_one_kernel(monkeypatch, heads):
 
 def test_one_request_is_attended_by_one_kernel(monkeypatch):
     calls = []
-    monkeypatch.setattr(by_length, "attend_long", lambda problem, fewest: calls.append(fewest))
+    monkeypatch.setattr(by_length, "attend_long", lambda problem, min_queries: calls.append(min_queries))
     monkeypatch.setattr(by_length, "attend", lambda *_, **__: pytest.fail("a second kernel"))
     arguments = replace(MIXED, batch=1, decodes=0, unowned=0).inputs()
     out = torch.empty(arguments["q"].shape)

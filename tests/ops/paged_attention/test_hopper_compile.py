@@ -1,4 +1,4 @@
-"""The Gluon kernel without the GPU: which calls it takes, what is launched, and what the compiler makes of it."""
+"""The Gluon kernel without a GPU: supported calls, launches, and compile tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.recording import NUM_SMS, Recorded, Recording
 
 from flashlatte import paged_attention
 from flashlatte.ops.paged_attention import api
-from flashlatte.ops.paged_attention.hopper.launch import heads_of_tile
+from flashlatte.ops.paged_attention.hopper.launch import heads_per_tile
 from flashlatte.runtime import dispatch, machine
 from flashlatte.testing.paged_attention_case import PagedAttentionCase
 
@@ -37,7 +37,7 @@ H100 = dispatch.Call("paged_attention", torch.device("cuda"), BF16, page_size=64
     ],
     ids=str,
 )
-def test_what_it_takes(monkeypatch, facts, reason):
+def test_supported_calls(monkeypatch, facts, reason):
     monkeypatch.setattr(machine, "_compute_capability", lambda _: (9, 0))
     (hopper, *_) = dispatch.explain(dispatch.Call(**(vars(H100) | facts)))
     assert hopper.backend == "hopper"
@@ -57,12 +57,12 @@ def test_what_it_takes(monkeypatch, facts, reason):
     ],
     ids=str,
 )
-def test_what_calls_ask_for(monkeypatch, case, asks_for):
+def test_refused_features(monkeypatch, case, asks_for):
     calls = []
     monkeypatch.setattr(api.dispatch, "select", lambda call, _: calls.append(call) or "reference")
     paged_attention(**PagedAttentionCase(2, 3, 5, 4, 2, head_dim=16, d_v=16, decodes=3, **case).inputs())
     assert [call.asks_for for call in calls] == [asks_for]
-    # Nine tokens, of which four other requests have one each.
+    # Nine tokens; four other requests have one each.
     assert calls[0].rows == 5 * 4
 
 
@@ -80,7 +80,7 @@ def launched(monkeypatch):
     ("call", "grid"),
     [
         ({"tokens": 8192}, NUM_SMS),
-        # A tile of 32 tokens with 4 heads, for 8 key heads; one each for a request, and for tokens of none.
+        # A tile of 32 tokens with 4 heads, for 8 kv heads; one more per request, and for tokens of none.
         ({"tokens": 32}, 32),
         ({"tokens": 64, "heads": 7, "kv_heads": 1}, 21),
     ],
@@ -97,14 +97,14 @@ def test_requests_of_few_queries_have_launches_that_do_not_grow_with_tokens(laun
     assert len(grids[0]) > 1
 
 
-def test_lengths_and_strides_compile_nothing(launched):
+def test_lengths_and_strides_do_not_compile(launched):
     calls = ({"tokens": 600}, {"tokens": 4000, "requests": 9, "q_pad": 8}, {"requests": 9, "columns": 3, "pages": 99})
     assert len({launched(**call)[0].variant for call in calls}) == 1
 
 
 @pytest.mark.parametrize(("heads", "packed"), [(1, 1), (4, 4), (6, 2), (7, 1), (12, 4), (128, 64)])
-def test_heads_of_a_tile(heads, packed):
-    assert heads_of_tile(heads) == packed
+def test_heads_per_tile(heads, packed):
+    assert heads_per_tile(heads) == packed
     assert heads % packed == 0
 
 
@@ -117,7 +117,7 @@ def test_heads_of_a_tile(heads, packed):
 def test_main_loop(launched, call):
     code = launched(tokens=2048, requests=1, **call)[0].compile()
     chunks, v_chunks = call.get("head_dim", 128) // 64, call.get("d_v", 128) // 64
-    # Jumps back to what was moved to the end make others that multiply, and have no softmax.
+    # Code that was moved to the end forms other loops with products, but without softmax.
     main = [body for body in loops(code.sass) if sum("MUFU.EX2" in one for one in body) >= 64]
     for loop in sorted(main, key=len)[:2]:
         count = Counter(re.sub(r"^@!?U?P\w+\s+", "", one).split()[0].split(".")[0] for one in loop)
@@ -125,9 +125,9 @@ def test_main_loop(launched, call):
         assert 0 < count["HGMMA"] <= 4 * chunks + 8
         # 64 of P, and the change of row_max of two rows.
         assert count["MUFU"] <= 66
-        # The softmax runs under the second product: that one is awaited after all exponentials but the last few.
+        # The softmax overlaps with the second product: the wait for it comes after nearly all exponentials.
         awaited = next(index for index, one in enumerate(loop) if "WARPGROUP.DEPBAR.LE gsb0, 0x0" in one)
         assert sum("MUFU.EX2" in one for one in loop[:awaited]) >= 64
-    # A producer whose copies stand in a row for each page spills hundreds.
+    # A producer with unrolled copies would spill hundreds of times.
     assert code.spills <= 16
     assert len(re.findall(r"\bUTMALDG\b", code.sass)) <= 4 * chunks + 2 * chunks + 2 * v_chunks + 2

@@ -1,4 +1,4 @@
-"""Clusters of two CTAs: what the launch and the compiler make of them, without the GPU."""
+"""Clusters of two CTAs: launch and compile tests, without a GPU."""
 
 from __future__ import annotations
 
@@ -40,34 +40,34 @@ def record(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("batch", [1, 37, 128])
-def test_neighbouring_groups_of_heads_form_a_cluster(record, call, in_cluster, batch):
+def test_adjacent_groups_of_heads_form_a_cluster(record, call, in_cluster, batch):
     launched = record(batch=batch, **call)
-    assert launched.arguments["PLAN"].cluster is in_cluster
+    assert launched.arguments["CONFIG"].cluster is in_cluster
     groups = launched.arguments["num_groups"]
     programs = launched.grid[0] * (2 if in_cluster else 1)
     assert programs % groups == 0
-    if launched.arguments["PLAN"].balanced and not launched.arguments["PLAN"].equal_splits:
+    if launched.arguments["CONFIG"].balanced and not launched.arguments["CONFIG"].equal_splits:
         assert programs == groups * launched.arguments["num_splits"]
 
 
-def test_a_gpu_that_clusters_do_not_fill_has_none(record, monkeypatch):
+def test_no_clusters_on_a_gpu_that_they_do_not_fill(record, monkeypatch):
     monkeypatch.setattr(launch, "clusters_fill", lambda *_: False)
-    assert record().arguments["PLAN"].cluster is False
+    assert record().arguments["CONFIG"].cluster is False
 
 
 @pytest.mark.parametrize("name", mostly_full(CLUSTERS, "v32, whole items"))
-def test_halves_go_to_the_peer_by_the_copy_engine(record, name):
+def test_halves_are_sent_by_bulk_copies(record, name):
     code = support.compile_gluon(KERNEL, record(**CALLS[name]))
-    # Pieces of two blocks.
+    # The pieces of two blocks.
     assert len(re.findall(r"\bUBLKCP\b", code.sass)) >= (14 if name.startswith("model1") else 16)
-    # A word to a peer that had to be seen in order with everything else would wait for all of a thread's loads.
+    # Release stores to the peer would wait for all loads of the thread.
     assert not re.search(r"\bMEMBAR\.\w+\.GPU\b", code.sass)
     assert not re.search(r"\bSTAS\b", code.sass)
 
 
 @pytest.mark.parametrize("name", mostly_full(CLUSTERS, "v32, whole items"))
-def test_the_producer_spills_nothing_that_it_loads(record, name):
-    """A spilled word of a token would be waited for as soon as it is asked for."""
+def test_the_producer_does_not_spill_loaded_words(record, name):
+    """A spill of a loaded word would wait for its load at once."""
     lines = support.compile_gluon(KERNEL, record(**CALLS[name])).sass.splitlines()
     sent = [i for i, line in enumerate(lines) if "UBLKCP" in line]
     spills = sum(bool(re.search(r"\b(?:STL|LDL)\b", line)) for line in lines[sent[0] : sent[-1]])
@@ -75,9 +75,9 @@ def test_the_producer_spills_nothing_that_it_loads(record, name):
 
 
 @pytest.mark.parametrize("name", mostly_full(CLUSTERS, "v32, whole items"))
-def test_tiles_lie_where_the_cluster_supposes(record, name):
+def test_tile_offsets_of_the_cluster(record, name):
     code = support.compile_gluon(KERNEL, record(**CALLS[name]))
-    # Asynchronous copies that Triton has placed: q lies behind the four tiles.
+    # Offsets of Triton's asynchronous copies: q follows the four tiles.
     placed = {int(offset, 16) for offset in re.findall(r"\bLDGSTS\S* \[R\d+\+(0x[0-9a-f]+)\]", code.sass)}
     assert {4 * clusters.TILE_BYTES.value, 5 * clusters.TILE_BYTES.value} <= placed
     if name.startswith("model1"):
@@ -85,9 +85,9 @@ def test_tiles_lie_where_the_cluster_supposes(record, name):
         last = 3 * clusters.COLUMNS_BYTES.value
         for tile in (clusters.K0_RIGHT.value, clusters.K1_RIGHT.value):
             assert tile * clusters.TILE_BYTES.value + last in placed
-    # The swizzle repeats after eight rows, which are what a warp sends.
+    # The swizzle repeats after eight rows, the rows that a warp sends.
     assert clusters.WARP_ROWS.value == 8 * 128
-    assert clusters.OWN.value * 128 == clusters.PEER_ROWS.value
+    assert clusters.OWN_TOKENS.value * 128 == clusters.PEER_ROWS.value
 
 
 def test_pairs_are_launched_as_clusters():

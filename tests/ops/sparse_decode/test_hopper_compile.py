@@ -1,4 +1,4 @@
-"""What the compiler makes of the Hopper kernel, without the GPU: launches are recorded, and compiled to cubins."""
+"""Compile tests of the Hopper kernel, without a GPU: recorded launches are compiled to cubins."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def compiled(record):
 
 
 @pytest.mark.parametrize("name", mostly_full(CALLS, "v32, whole items"))
-def test_nothing_is_read_before_the_kernel_before_has_ended(compiled, name):
+def test_nothing_is_read_before_the_preceding_kernel_has_finished(compiled, name):
     code = compiled(name)
     assert code.sass.count("ACQBULK") == 1
     before, producer = code.sass.split("ACQBULK")
-    # The code of the consumers, which wait to be let go, gives registers up where it ends. It comes first, or last.
+    # The code of the consumers ends with a register release. It comes first or last.
     start = before[before.rindex("USETMAXREG") :]
     assert "SYNCS" in start
     assert not re.search(r"\b(?:LDG|LDGSTS|STG)\b", start)
-    # The combine may be launched when all halves have been provided.
+    # The combine may launch after all halves have been filled.
     assert code.sass.count("PREEXIT") == 1
     _, after = producer.split("PREEXIT")
     after, *_ = re.split(r"\bEXIT\b", after)
@@ -60,8 +60,8 @@ def test_nothing_is_read_before_the_kernel_before_has_ended(compiled, name):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["v32, alone", "model1, ranges, alone", "bf16 576, whole items"])
-def test_the_producer_spills_nothing_that_it_loads(compiled, name):
-    """A spilled word of a row would be waited for as soon as it is asked for."""
+def test_the_producer_does_not_spill_loaded_words(compiled, name):
+    """A spill of a loaded word would wait for its load at once."""
     assert producer_loop_spills(compiled(name).sass) <= allowed(f"sparse_decode producer {name}", 0)
 
 
@@ -79,7 +79,7 @@ def producer_loop_spills(sass: str) -> int:
     "name",
     ["v32, alone", "model1, ranges, alone", "v41, ranges, alone", "v32, whole items", "model1, ranges", "v41, ranges"],
 )
-def test_numbers_pass_16_bytes_at_a_time(compiled, name):
+def test_loads_are_16_bytes_wide(compiled, name):
     code = compiled(name)
     loads = Counter(re.findall(r"\bLDG\.E(\.\w+)?", code.sass))
     stores = Counter(re.findall(r"\bSTS(\.\w+)?", code.sass))
@@ -105,13 +105,13 @@ def test_a_misaligned_page_costs_width_not_correctness(compiled):
 
 @pytest.mark.full
 def test_bf16_rows_are_copied_asynchronously(compiled):
-    # 64 rows of 576 numbers by 256 threads, of q and of two blocks.
+    # 64 rows of 576 elements in 256 threads, for q and two blocks.
     assert compiled("bf16 576, whole items").async_copies >= 3 * 64 * 576 // (8 * 256)
 
 
 def test_stores_are_16_bytes_wide(compiled):
     widths = Counter(re.findall(r"\bSTG\.E(\.\w+)?", compiled("v32, whole items").sass))
-    # 64 x 256 numbers by 128 threads for each consumer, and the lse.
+    # 64 x 256 elements in 128 threads per consumer, and the lse.
     assert widths[".128"] >= 2 * 64 * 256 // (8 * 128)
     assert widths[""] <= 2
 
@@ -124,7 +124,7 @@ def test_scratch_is_bounded_and_the_gpu_filled(batch, heads, uniform):
     groups = made.split.groups
     assert 4 * made.split.scratch <= plan.MAX_SCRATCH_BYTES
     assert made.ctas % groups == 0
-    # A few CTAs may idle for the sake of whole items.
+    # A few CTAs may idle so that items are not split.
     assert made.ctas >= 0.93 * min(batch, 132 // groups) * groups
     assert made.ctas <= max(132, groups)
 
@@ -139,7 +139,9 @@ def test_ranges_write_split_metadata(monkeypatch, record):
         combiner.launches.clear()
         assert launched.options["launch_pdl"] is True
         ranges, groups = launched.arguments["num_splits"], launched.arguments["num_groups"]
-        assert launched.arguments["scratch"].numel() == 2 * ranges * groups * plan.Partial(64, 512).numbers + ranges
+        assert (
+            launched.arguments["scratch"].numel() == 2 * ranges * groups * plan.PartialShape(64, 512).elements + ranges
+        )
         assert launched.arguments["scratch"] is combined.arguments["scratch"]
 
 
@@ -151,7 +153,7 @@ def test_batch_invariant_splits_no_query_token(batch, uniform):
     assert (made.split.scratch, made.split.combines, made.equal_splits, made.granularity) == (0, False, None, 2)
 
 
-def test_query_tokens_of_one_length_have_equal_splits():
+def test_uniform_query_tokens_have_equal_splits():
     made = launch.make_plan(132, 4, 128, 2048, 0, True)
     assert (made.split.splits, made.equal_splits) == (64, 16)
     assert launch.make_plan(132, 4, 128, 2048, 0, False).equal_splits is None
@@ -159,7 +161,7 @@ def test_query_tokens_of_one_length_have_equal_splits():
 
 
 def test_small_calls_have_splits_of_one_block():
-    """As long as that leaves little to combine; not of bf16 caches, nor with lengths, nor for what fills the GPU."""
+    """Only with few rows to combine; not for bf16 caches, with lengths, or for calls that fill the GPU."""
     made = launch.make_plan(132, 4, 64, 128, 512, True)
     assert (made.granularity, made.equal_splits, made.split.splits, made.ctas) == (1, 10, 40, 40)
     assert launch.make_plan(132, 2, 16, 2048, 0, True).split.splits == 64
@@ -185,22 +187,22 @@ def test_small_calls_have_splits_of_one_block():
         (40, 64, 16384, 0, False, False),
     ],
 )
-def test_query_tokens_are_split_where_that_is_faster(items, heads, topk, extra_topk, one_length, lengths):
-    """Whole ones save combining; ranges save a GPU that idles, and even out lengths that only the device knows."""
+def test_query_tokens_are_split_if_that_is_faster(items, heads, topk, extra_topk, one_length, lengths):
+    """Whole query tokens save the combine; ranges use idle SMs and balance lengths that are only on the device."""
     made = {
         is_uniform: launch.make_plan(132, items, heads, topk, extra_topk, is_uniform) for is_uniform in (True, False)
     }
     assert (not made[True].balanced, not made[False].balanced) == (one_length, lengths)
 
 
-def test_no_range_is_longer_than_it_must_be():
-    """Of 74 items of 16 pairs in 66 ranges: where starting on an item counted as a pair, a range would have 19."""
+def test_overhead_does_not_lengthen_ranges():
+    """74 items of 16 pairs in 66 ranges: with an overhead of a pair per item, a range would have 19."""
     assert launch.make_plan(132, 74, 128, 2048, 0, True).split.overhead == 0
     assert launch.make_plan(132, 74, 128, 2048, 0, False).split.overhead == 2
 
 
 @pytest.mark.parametrize("lengths", [{}, LENGTHS], ids=["one length", "lengths"])
-def test_new_batches_meet_few_variants(monkeypatch, record, lengths):
+def test_new_batches_need_few_variants(monkeypatch, record, lengths):
     """Whole items, equal splits, of blocks and of pairs, ranges with an overhead and without; tiles of the combine."""
     combiner = Recorder(COMBINE)
     monkeypatch.setattr(combine, "combine_kernel", combiner)
@@ -209,7 +211,7 @@ def test_new_batches_meet_few_variants(monkeypatch, record, lengths):
     assert len({variant_key(COMBINE, call) for call in combiner.launches}) <= 5
 
 
-def test_costs_that_32_bits_cannot_hold_are_not_balanced():
+def test_costs_beyond_32_bits_are_not_balanced():
     assert launch.make_plan(132, 3, 128, 2**30, 0, False).split.splits == 66
     assert not launch.make_plan(132, 16000, 128, 2**24, 0, False).balanced
 
@@ -250,7 +252,7 @@ def test_addresses(page_bytes, token_bytes, form, alignment, flat):
     assert address[1:] == (alignment, flat)
 
 
-def test_what_it_cannot_address_is_an_error():
+def test_misaligned_tokens_are_an_error():
     with pytest.raises(ValueError, match=r"^k_cache must have tokens at multiples of 4 bytes .*, got 2$"):
         launch._address_of(2, 8, 64, 64 * 656, 656, "k_cache", get_format("v32").tiling)
 
@@ -265,7 +267,7 @@ def refusal(*shape: Any, extra: str | None = None, **facts: Any) -> str | None:
     return {choice.backend: choice.refusal for choice in dispatch.explain(asked)}["hopper"]
 
 
-def test_refuses_what_it_does_not_take(monkeypatch):
+def test_refusals(monkeypatch):
     monkeypatch.setattr("flashlatte.runtime.machine.compute_capability", lambda _: (9, 0))
     formats = (("v32", 576), ("v32_no_rope", 512), ("model1", 512), ("v41", 512), ("bf16", 576), ("bf16", 512))
     for cache_format, head_dim in formats:

@@ -1,4 +1,4 @@
-"""Equal splits: what their partial outputs keep of a number, and what the compiler makes of the combining kernel."""
+"""Equal splits: precision of fp24 partial outputs, and compile tests of the combine kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from support.hopper_sparse_decode import CALLS, COMBINE_EQUAL, KERNEL, recording
 from support.later_spills import allowed
 
-from flashlatte.kernels.hopper.ptx import rounded
+from flashlatte.kernels.hopper.ptx import fp24
 from flashlatte.ops.sparse_decode.hopper import equal_splits, launch
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
@@ -40,7 +40,7 @@ def number_of(word: int) -> float:
 
 
 def run(asm: str, registers: dict[str, int]) -> dict[str, int]:
-    """What integer instructions make of registers; an instruction of another kind is passed over."""
+    """Emulates integer instructions on registers; skips others."""
 
     def value(operand: str) -> int:
         return registers[operand] if operand in registers else int(operand, 0)
@@ -65,19 +65,19 @@ def run(asm: str, registers: dict[str, int]) -> dict[str, int]:
 
 
 def kept(numbers: list[float]) -> list[float]:
-    """Eight numbers, stored and loaded."""
-    stored = run(str(rounded._store_asm()), {f"${8 + i}": bits(number) for i, number in enumerate(numbers)})
-    loaded = run(str(rounded._load_asm()), {f"w{i}": stored[f"w{i}"] for i in range(6)})
+    """Eight values, stored and loaded."""
+    stored = run(str(fp24._store_asm()), {f"${8 + i}": bits(number) for i, number in enumerate(numbers)})
+    loaded = run(str(fp24._load_asm()), {f"w{i}": stored[f"w{i}"] for i in range(6)})
     return [number_of(loaded[f"${i}"]) for i in range(8)]
 
 
 def nearest(number: float) -> float:
-    """The nearest number of 16 bits, of two the one further from zero."""
+    """Rounds to 16 significant bits, to nearest, ties away from zero."""
     mantissa, exponent = math.frexp(abs(number))
     return math.copysign(math.ldexp(math.floor(mantissa * 2**16 + 0.5), exponent - 16), number)
 
 
-def test_numbers_are_rounded_to_16_bits():
+def test_values_are_rounded_to_16_bits():
     rng = random.Random(0)
     for _ in range(500):
         numbers = [rng.choice((-1, 1)) * rng.uniform(1, 2) * 2.0 ** rng.randrange(-120, 120) for _ in range(8)]
@@ -87,7 +87,7 @@ def test_numbers_are_rounded_to_16_bits():
     assert kept(halfway) == [nearest(number_of(bits(number))) for number in halfway]
 
 
-def test_what_is_no_number_stays_what_it_is():
+def test_nan_and_infinities_are_preserved():
     nan = number_of(0x7FFFFFFF)  # the one that arithmetic on a GPU makes
     special = [math.inf, -math.inf, nan, 0.0, -0.0, 2.0**-126, -(2.0**127), 1.0]
     for turn in range(8):
@@ -101,22 +101,22 @@ def test_what_is_no_number_stays_what_it_is():
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", EQUAL)
-def test_stores_are_whole_lines(record, name):
+def test_stores_are_whole_cache_lines(record, name):
     widths = Counter(re.findall(r"\bSTG\.E(\.\w+)?", support.compile_gluon(KERNEL, record(**CALLS[name])).sass))
     # 256 columns of each consumer, 16 at a time; then row_max and row_sum of a thread's two rows.
     assert min(widths[".128"], widths[".64"]) >= 2 * 256 // 16
     assert widths[""] <= 4
 
 
-def test_combining_is_lean(record):
+def test_combine_resources(record):
     record(**CALLS["v32, equal splits"])
     (launched,) = record.combines()
     code = support.compile_gluon(COMBINE_EQUAL, launched)
     assert code.spills == code.shared == 0
-    # Two programs of four warps on an SM.
+    # Two CTAs of four warps per SM.
     assert code.registers <= 255
     loads = Counter(re.findall(r"\bLDG\.E(\.\w+)?", code.sass))
-    # 16 splits at a time, of which a thread has 24 bytes, and row_max and row_sum of two rows; the sinks of these.
+    # 16 splits at a time: 24 bytes per thread, row_max and row_sum of two rows; and their sinks.
     assert loads[".128"] >= 16
     assert loads[""] <= 2
     before, _ = code.sass.split("ACQBULK")
@@ -126,7 +126,7 @@ def test_combining_is_lean(record):
 @pytest.mark.full
 @pytest.mark.parametrize("name", EQUAL)
 def test_both_kernels_stay_in_the_instruction_cache(record, name):
-    """Of 128 KB, as it seems, from call to call: fetching code costs a small call more than its work."""
+    """It seems to have 128 KB: for a small call, fetching code costs more than the work."""
     kernel = support.compile_gluon(KERNEL, record(**CALLS[name]))
     (launched,) = record.combines()
     size = code_bytes(kernel.sass) + code_bytes(support.compile_gluon(COMBINE_EQUAL, launched).sass)
@@ -138,7 +138,7 @@ def code_bytes(sass: str) -> int:
 
 
 @pytest.mark.parametrize(("heads", "programs"), [(16, 8), (17, 16), (64, 32), (128, 64)])
-def test_rows_that_no_head_has_are_not_combined(record, heads, programs):
+def test_unused_rows_are_not_combined(record, heads, programs):
     record(batch=1, s_q=1, heads=heads)
     (launched,) = record.combines()
     assert launched.grid == (programs,)
@@ -149,15 +149,15 @@ def test_there_is_a_partial_output_for_each_split(record, call):
     launched = record(**call)
     (combined,) = record.combines()
     arguments = launched.arguments
-    assert arguments["PLAN"].equal_splits is True
-    programs = launched.grid[0] * (2 if arguments["PLAN"].cluster else 1)
+    assert arguments["CONFIG"].equal_splits is True
+    programs = launched.grid[0] * (2 if arguments["CONFIG"].cluster else 1)
     assert arguments["scratch"].numel() == programs * equal_splits.PARTIAL.value
     assert combined.arguments["scratch"] is arguments["scratch"]
     assert combined.arguments["splits"] == arguments["num_splits"]
     assert launched.options["launch_pdl"] is combined.options["launch_pdl"] is True
 
 
-def test_other_splits_have_the_common_combine(record):
+def test_other_splits_use_the_common_combine(record):
     record(batch=74, s_q=1)
     assert record.combines() == []
     assert launch.make_plan(132, 74, 128, 2048, 0, True).equal_splits is None

@@ -12,7 +12,7 @@ import triton.language as tl
 from support.marks import mostly_full
 
 from flashlatte import kv_cache, sparse_decode
-from flashlatte.kernels.triton.config import Config, choose
+from flashlatte.kernels.triton.config import AttentionConfig, choose
 from flashlatte.ops.sparse_decode.portable import launch, tiles
 from flashlatte.runtime import machine
 from flashlatte.split_kv import combine
@@ -66,7 +66,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def few_combining_ctas(monkeypatch):
     """The interpreter takes long for each."""
-    monkeypatch.setattr(combine, "_TILES", (combine.Tile(16, 512, 4),))
+    monkeypatch.setattr(combine, "_TILES", (combine.CombineTile(16, 512, 4),))
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_fp4_beside_fp8(many_parts):
     ],
 )
 def test_laid_out_for_warp_groups(monkeypatch, cache_format, column_sums):
-    config = Config(64, 32, num_warps=1, warpgroups=True, column_sums=column_sums)
+    config = AttentionConfig(64, 32, num_warps=1, warpgroups=True, column_sums=column_sums)
     for table in (launch.PACKED_TOKENS, launch.STAGED_TOKENS, launch.SELECTED_ROWS):
         monkeypatch.setitem(table, "interpreter", (config,))
     launch.make_plan.cache_clear()
@@ -163,7 +163,7 @@ STAGED = {
     "name", mostly_full(STAGED, "v32, extra", "v32, empty rows", "model1", "v41, extra and lengths")
 )
 def test_tiles_that_wait_in_shared_memory(monkeypatch, name):
-    config = Config(16, 16, num_warps=1, num_stages=5)
+    config = AttentionConfig(16, 16, num_warps=1, num_stages=5)
     monkeypatch.setitem(launch.STAGED_TOKENS, "interpreter", (config,))
     launch.make_plan.cache_clear()
     check(STAGED[name].inputs())

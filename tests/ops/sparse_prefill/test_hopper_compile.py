@@ -1,4 +1,4 @@
-"""What the compiler makes of the Hopper kernel, without the GPU: launches are recorded, and compiled to cubins."""
+"""Compile tests of the Hopper kernel, without a GPU: recorded launches are compiled to cubins."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LAUNCHES: dict[str, Launch] = {}
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Calls the launcher, and returns what it launched and the launch's variant key."""
+    """Calls the launcher and returns its launch and variant key."""
     recorder = Recorder(sparse_prefill_kernel)
     monkeypatch.setattr(unions, "union_kernel", Recorder(unions.union_kernel))
     monkeypatch.setattr(by_token, "sparse_prefill_kernel", Recorder(by_token.sparse_prefill_kernel))
@@ -91,17 +91,17 @@ CALLS = {
 }
 
 
-def test_every_warpgroup_follows_the_lengths(recorded):
+def test_every_warpgroup_reads_the_lengths(recorded):
     _, key = recorded(lengths=True)
-    # The first tile's and the next tile's. A warpgroup that keeps the first runs out of step with the others, forever.
+    # Loads for the first and for the next tile. A warpgroup that reused the first length would deadlock.
     assert len(re.findall(r"tt\.load [^\n]*: !tt\.ptr<i32>", compiled(key).ttgir)) == 3 * 2
 
 
 @pytest.mark.full
-def test_out_is_stored_by_the_copy_engine(recorded):
+def test_out_is_stored_by_tma(recorded):
     launched, key = recorded()
     code = compiled(key).sass
-    # A half by each consumer, by a cache policy (``desc``), and by the descriptor that is the first argument.
+    # One half per consumer, with a cache policy (``desc``) and the descriptor in the first parameter.
     stores = re.findall(r"\bUTMASTG\S* (.*?) ;", code)
     assert len(stores) >= 2
     assert all("desc[" in store for store in stores)
@@ -111,8 +111,8 @@ def test_out_is_stored_by_the_copy_engine(recorded):
 
 
 @pytest.mark.parametrize("name", mostly_full(CALLS, "bf16 576, lengths"))
-def test_copies_of_q_are_encoded_right(recorded, name):
-    """ptxas makes illegal instructions of copies that have a cache policy, and a uniform register in their address.
+def test_copies_of_q_are_encoded_correctly(recorded, name):
+    """ptxas encodes copies with a cache policy and a uniform register in their address wrongly.
 
     They are disassembled as copies by an odd register pair.
     """
@@ -139,10 +139,10 @@ def test_grid_covers_the_tiles(recorded, s_q, heads, grid):
         (4096, 17, 2048, 32768, 2),
         (512, 32, 2048, 32768, 2),
         (4096, 33, 2048, 32768, 1),
-        # Groups would leave most SMs without work.
+        # Groups would leave most SMs idle.
         (128, 16, 2048, 32768, 1),
         (600, 16, 2048, 32768, 1),
-        # Their lists would take longer than they save.
+        # Building lists would cost more than it saves.
         (4096, 16, 2048, 131073, 1),
         (4096, 32, 2048, 32769, 1),
         (4096, 16, 511, 8192, 1),
@@ -150,7 +150,7 @@ def test_grid_covers_the_tiles(recorded, s_q, heads, grid):
         (4096, 16, 2**26, 2**27 + 1, 1),
     ],
 )
-def test_tokens_that_share_a_tile(s_q, heads, topk, s_kv, group):
+def test_queries_per_tile(s_q, heads, topk, s_kv, group):
     assert launch.queries_per_tile(s_q, heads, topk, s_kv, 132) == group
 
 
@@ -167,7 +167,7 @@ def test_tiles_of_several_tokens(recorded, heads, head_dim):
     assert support.loop_spills(code.sass) <= allowed(f"sparse_prefill hopper 90, head_dim {head_dim}", 0)
 
 
-def test_takes_kv_where_it_lies(recorded):
+def test_kv_is_not_copied(recorded):
     launched, _ = recorded(kv_pad=8)
     assert launched.arguments["kv"].stride(0) == 584
     assert launched.arguments["kv_stride"] == 584 // 8
@@ -190,7 +190,7 @@ def refusal(of: dispatch.Call) -> str | None:
     return {choice.backend: choice.refusal for choice in dispatch.explain(of)}["hopper"]
 
 
-def test_leaves_misaligned_rows_to_others(monkeypatch):
+def test_refuses_misaligned_rows(monkeypatch):
     monkeypatch.setattr("flashlatte.runtime.machine.compute_capability", lambda _: (9, 0))
     assert refusal(call()) is None
     assert refusal(call(rows_aligned=False)) == "takes tensors whose rows begin at multiples of 16 bytes"
@@ -198,7 +198,7 @@ def test_leaves_misaligned_rows_to_others(monkeypatch):
 
 
 @pytest.mark.parametrize("misaligned", ["q", "kv", "out"])
-def test_says_which_rows_are_misaligned(monkeypatch, misaligned):
+def test_refusal_names_misaligned_rows(monkeypatch, misaligned):
     calls = []
     monkeypatch.setattr(dispatch, "select", lambda call, _: calls.append(call) or "reference")
     shapes = {"q": (2, 3, 576), "kv": (4, 1, 576), "out": (2, 3, 512)}

@@ -1,4 +1,4 @@
-"""What groups of query tokens select, listed for Hopper's tiles: in Triton's interpreter, against sets of Python's."""
+"""The union kernel in Triton's interpreter, compared with Python sets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashlatte.ops.sparse_prefill.hopper import unions
-from flashlatte.ops.sparse_prefill.hopper.unions import MEMBER_BITS, MEMBERS, PER_WORD, unite
+from flashlatte.ops.sparse_prefill.hopper.unions import MEMBER_BITS, MEMBERS, PER_WORD, build_unions
 
 pytestmark = pytest.mark.interpreter
 
@@ -16,7 +16,7 @@ NONE = (-1, -(2**31), 2**31 - 1)
 
 
 def selections(indices, lengths, s_kv, group):
-    """Of each group: pairs of a position and the member that selected it."""
+    """Per group: pairs of a position and the member that selected it."""
     found = [[] for _ in range(-(-len(indices) // group))]
     for token, row in enumerate(indices[:, 0].tolist()):
         length = len(row) if lengths is None else max(int(lengths[token]), 0)
@@ -25,7 +25,7 @@ def selections(indices, lengths, s_kv, group):
 
 
 def listed(union):
-    """Of each group: pairs of a position and its members."""
+    """Per group: pairs of a position and its members."""
     return [
         [(entry >> MEMBER_BITS.value, entry & MEMBERS.value) for entry in entries[:count].tolist() if entry >= 0]
         for entries, count in zip(union.entries, union.counts.tolist(), strict=True)
@@ -33,7 +33,7 @@ def listed(union):
 
 
 def check(indices, lengths, s_kv, group):
-    union = unite(indices, lengths, s_kv, group)
+    union = build_unions(indices, lengths, s_kv, group)
     assert not union.damaged.any()
     assert (union.counts <= group * indices.shape[-1]).all()
     for entries, selected in zip(listed(union), selections(indices, lengths, s_kv, group), strict=True):

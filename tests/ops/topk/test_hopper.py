@@ -1,4 +1,4 @@
-"""What is special to top-k on Hopper: which calls it takes, and how it works on rows."""
+"""Top-k on Hopper: supported calls, launch shapes, compile tests, and the paths of a row."""
 
 import functools
 
@@ -10,7 +10,7 @@ from support.marks import mostly_full
 from support.topk_rows import rows_of
 
 from flashlatte.ops.topk import api
-from flashlatte.ops.topk.hopper import kernel, launch, memory
+from flashlatte.ops.topk.hopper import kernel, launch, shared_layout
 from flashlatte.runtime import dispatch, machine
 
 
@@ -28,7 +28,7 @@ from flashlatte.runtime import dispatch, machine
         (4096, 32_768, 2048, (10, 0), "needs compute capability 9.0"),
     ],
 )
-def test_calls_that_it_takes(rows, columns, k, capability, reason, monkeypatch):
+def test_supported_calls(rows, columns, k, capability, reason, monkeypatch):
     monkeypatch.setattr(machine, "_compute_capability", lambda _: capability)
     call = dispatch.Call(api.OPERATION, torch.device("cuda", 0), torch.float32, rows=rows, columns=columns, k=k)
     (choice,) = (one for one in dispatch.explain(call) if one.backend == "hopper")
@@ -37,23 +37,23 @@ def test_calls_that_it_takes(rows, columns, k, capability, reason, monkeypatch):
 
 
 @pytest.mark.parametrize(("rows", "ctas"), [(1, 8), (8, 8), (9, 2), (66, 2), (67, 1), (132, 1), (133, 1)])
-def test_ctas_of_a_row(rows, ctas):
-    found, warps, registers = launch._threads(rows, 132, False)
+def test_launch_shape(rows, ctas):
+    found, warps, registers = launch._launch_shape(rows, 132, False)
     assert found == ctas
     assert (warps, registers) == ((8, 80) if rows > 132 else (16, None))
-    assert launch._threads(rows, 132, True) == (ctas, 16, None)
+    assert launch._launch_shape(rows, 132, True) == (ctas, 16, None)
     assert rows * ctas <= 132 or ctas == 1
 
 
-def test_the_list_of_the_largest_k_fits_what_ptx_declares():
-    assert memory.words(2 * api._HOPPER_MAX_K) <= 12_288
+def test_the_list_of_the_largest_k_fits_shared_memory():
+    assert shared_layout.num_words(2 * api._HOPPER_MAX_K) <= 12_288
 
 
 @functools.cache
 def compiled(dtype, with_values):
     """The kernel of many rows, and the launch."""
     logits, indices = torch.empty(1, 1, dtype=dtype).expand(700, 30_000), torch.empty(700, 2048, dtype=torch.int32)
-    recorder = Recorder(kernel.kernel_of_one)
+    recorder = Recorder(kernel.kernel_1_cta)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(launch.KERNELS, 1, recorder)
         patch.setattr(machine, "num_sms", lambda device: 132)
@@ -65,16 +65,16 @@ def compiled(dtype, with_values):
 @pytest.mark.skipif(machine.interpreting(), reason="kernels are interpreted, not compiled")
 @pytest.mark.parametrize("with_values", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16], ids=str)
-def test_shared_memory_is_what_a_launch_without_more_ado_may_have(dtype, with_values):
-    """Triton's own and the list's words together."""
+def test_shared_memory_fits_48_kib(dtype, with_values):
+    """Triton's own shared memory plus the words of the list."""
     code, launched = compiled(dtype, with_values)
-    assert code.shared + 4 * memory.words(launched.arguments["CAPACITY"]) <= 48 * 1024
+    assert code.shared + 4 * shared_layout.num_words(launched.arguments["CAPACITY"]) <= 48 * 1024
 
 
 @pytest.mark.full
 @pytest.mark.skipif(machine.interpreting(), reason="kernels are interpreted, not compiled")
-def test_nothing_is_read_before_the_kernel_ahead_has_ended(monkeypatch):
-    recorder = Recorder(kernel.kernel_of_eight)
+def test_nothing_is_read_before_the_preceding_kernel_has_finished(monkeypatch):
+    recorder = Recorder(kernel.kernel_8_ctas)
     monkeypatch.setitem(launch.KERNELS, 8, recorder)
     monkeypatch.setattr(machine, "num_sms", lambda device: 132)
     end, indices = torch.empty(1, dtype=torch.int32), torch.empty(1, 64, dtype=torch.int32)
@@ -84,7 +84,7 @@ def test_nothing_is_read_before_the_kernel_ahead_has_ended(monkeypatch):
 
 
 @pytest.mark.parametrize(("rows", "overlaps"), [(8, True), (9, False), (700, False)])
-def test_few_rows_are_launched_while_their_logits_end(rows, overlaps, monkeypatch):
+def test_few_rows_use_dependent_launch(rows, overlaps, monkeypatch):
     recorders = {ctas: Recorder(fn) for ctas, fn in launch.KERNELS.items()}
     monkeypatch.setattr(launch, "KERNELS", recorders)
     monkeypatch.setattr(machine, "num_sms", lambda device: 132)
@@ -96,7 +96,7 @@ def test_few_rows_are_launched_while_their_logits_end(rows, overlaps, monkeypatc
 
 @pytest.fixture
 def counted(monkeypatch):
-    """How many rows were counted because their list would not do."""
+    """Rows that fell back to the radix select in global memory."""
     rows = []
     store = kernel.store_largest_of_row
     monkeypatch.setattr(kernel, "store_largest_of_row", lambda *args: rows.append(True) or store(*args))
@@ -112,7 +112,7 @@ def test_rows_without_many_ties_are_read_once(kind, counted):
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("kind", ["equal", "normal, low where the sample is"])
-def test_rows_whose_list_will_not_do_are_counted(kind, counted):
+def test_rows_with_an_insufficient_list_fall_back(kind, counted):
     logits = rows_of(kind.split(",")[0], 2, 9000, 1)
     if kind != "equal":
         runs = 4096 // 32
@@ -123,13 +123,13 @@ def test_rows_whose_list_will_not_do_are_counted(kind, counted):
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("change", [-20, 20])
-def test_a_small_sample_that_misleads_is_followed_by_a_larger_one(change, counted, monkeypatch):
+def test_a_failed_small_sample_is_followed_by_a_larger_one(change, counted, monkeypatch):
     listed = []
-    reach = kernel.places_of_listed
-    monkeypatch.setattr(kernel, "places_of_listed", lambda *args: listed.append(True) or reach(*args))
+    reach = kernel.locate_candidates
+    monkeypatch.setattr(kernel, "locate_candidates", lambda *args: listed.append(True) or reach(*args))
     monkeypatch.setitem(launch.FIRST_SAMPLE, 1, 64)
     logits = rows_of("normal", 2, 9000, 1)
-    # The two runs of which the small sample consists.
+    # The two runs of the small sample.
     logits[0, :32] += change
     logits[0, 4500:4532] += change
     check(logits[:1], 300, None, None, 1, "hopper")

@@ -1,9 +1,10 @@
-"""All PTX that Hopper kernels write by hand: a function for each thing that Gluon has no word for.
+"""All inline PTX of the Hopper kernels: one function for each operation that Gluon does not have.
 
-``gl.inline_asm_elementwise`` runs its text once for every ``pack`` elements that a thread holds. So an instruction that
-a thread executes once stands on a vector with one element a thread, and one that needs all that a thread has of a tile
-packs the whole tile. ``is_pure=False`` makes text volatile: it is neither removed nor moved over other volatile text.
+``gl.inline_asm_elementwise`` emits its code once for every ``pack`` elements of a thread. An instruction that each
+thread executes once is therefore applied to a vector with one element per thread, and code that needs all elements that
+a thread holds of a tile packs the whole tile. ``is_pure=False`` makes the code volatile: the compiler neither removes
+it nor moves it across other volatile code.
 
-Text takes a WGMMA's result [64, columns] as the hardware lays it out: of each 8 columns a thread holds two neighbours
-of its first row, and then the same two of its second row, 8 rows below.
+The code assumes the hardware's layout of a WGMMA result [64, columns]: of each 8 columns a thread holds two adjacent
+ones of its first row, then the same two of its second row, 8 rows below.
 """

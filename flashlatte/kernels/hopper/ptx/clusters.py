@@ -1,8 +1,8 @@
-"""Two CTAs of a cluster: shared memory of the peer (DSMEM), and mbarriers in both.
+"""Two CTAs of a cluster: access to the peer's shared memory (DSMEM), and mbarriers in both CTAs.
 
-Triton knows of neither the cluster nor these mbarriers. The launch makes the cluster, and gives each CTA bytes behind
-Triton's shared memory, its *tail*, for them. Text assumes that the symbol ``global_smem`` is where the CTA's shared
-memory begins, and that both CTAs run the same kernel, so that what a CTA has at an address its peer has there, too.
+Triton is not aware of the cluster or of these mbarriers. The launcher sets the cluster size and reserves bytes behind
+Triton's shared memory, the *tail*, for the mbarriers. The code assumes that the symbol ``global_smem`` is the start of
+the CTA's shared memory, and that both CTAs run the same kernel, so that shared memory has the same layout in both.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.ptx.threads import each_thread
+from flashlatte.kernels.hopper.ptx.threads import broadcast_to_threads
 
 
 @gluon.constexpr_function
@@ -19,7 +19,7 @@ def _constraints(operands):
 
 
 @gluon.jit
-def _by_each_thread(ASM: gl.constexpr, operands):
+def _run_per_thread(ASM: gl.constexpr, operands):
     CONSTRAINTS: gl.constexpr = _constraints(len(operands))
     gl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, gl.int32, is_pure=False, pack=1)
 
@@ -36,24 +36,27 @@ def _address_asm(tail_bytes, of_peer):
 
 @gluon.jit
 def shared_address(TAIL_BYTES: gl.constexpr, OF_PEER: gl.constexpr):
-    """Of the first byte of shared memory, or of the last TAIL_BYTES bytes if there are any; of this CTA or its peer."""
+    """Address of shared memory in this CTA or in its peer: of the first byte, or with TAIL_BYTES > 0 of the last
+    TAIL_BYTES bytes."""
     asm: gl.constexpr = _address_asm(TAIL_BYTES, OF_PEER)
     return gl.inline_asm_elementwise(asm, "=r,r", [gl.to_tensor(0)], gl.int32, is_pure=True, pack=1)
 
 
 _ARRIVE = gl.constexpr("barrier.cluster.arrive.relaxed; mov.u32 $0, $1;")
-_MEET = gl.constexpr("barrier.cluster.wait; mov.u32 $0, $1;")
+_WAIT = gl.constexpr("barrier.cluster.wait; mov.u32 $0, $1;")
 
 
 @gluon.jit
 def arrive():
-    """Every warp of both CTAs arrives once, and then meets the others before it touches the peer's memory."""
-    _by_each_thread(_ARRIVE, (each_thread(0),))
+    """Arrive at the cluster barrier. Every warp of both CTAs arrives once, and calls ``wait`` before it accesses the
+    peer's memory."""
+    _run_per_thread(_ARRIVE, (broadcast_to_threads(0),))
 
 
 @gluon.jit
-def meet():
-    _by_each_thread(_MEET, (each_thread(0),))
+def wait():
+    """Wait until all warps of both CTAs have arrived."""
+    _run_per_thread(_WAIT, (broadcast_to_threads(0),))
 
 
 @gluon.constexpr_function
@@ -65,8 +68,8 @@ def _init_asm(counts):
 
 @gluon.jit
 def init_mbarriers(address, COUNTS: gl.constexpr):
-    """Mbarriers side by side from ``address`` on, that COUNTS arrivals complete."""
-    _by_each_thread(_init_asm(COUNTS), (each_thread(address),))
+    """Initialize contiguous mbarriers at ``address``, with the arrival counts COUNTS."""
+    _run_per_thread(_init_asm(COUNTS), (broadcast_to_threads(address),))
 
 
 @gluon.constexpr_function
@@ -77,7 +80,7 @@ def _wait_asm(offset):
 
 @gluon.jit
 def wait_mbarrier(address, OFFSET: gl.constexpr, phase):
-    _by_each_thread(_wait_asm(OFFSET), (each_thread(address), each_thread(phase)))
+    _run_per_thread(_wait_asm(OFFSET), (broadcast_to_threads(address), broadcast_to_threads(phase)))
 
 
 @gluon.constexpr_function
@@ -89,13 +92,13 @@ def _expect_asm(offset, expected):
 
 @gluon.jit
 def expect_bytes(address, OFFSET: gl.constexpr, BYTES: gl.constexpr):
-    """One arrival, and BYTES bytes that will come."""
-    _by_each_thread(_expect_asm(OFFSET, BYTES), (each_thread(address),))
+    """Arrive once, and expect BYTES bytes."""
+    _run_per_thread(_expect_asm(OFFSET, BYTES), (broadcast_to_threads(address),))
 
 
 @gluon.constexpr_function
 def _arrive_both_asm(offset):
-    # Without a scope of the cluster, which would have this wait for all that the thread has stored: it has only read.
+    # Without cluster scope, which would wait for all stores of the thread: the thread has only read.
     return (
         "{ .reg .pred p; .reg .b64 state; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
         f"@p mbarrier.arrive.shared::cta.b64 state, [$1+{offset}]; "
@@ -105,13 +108,14 @@ def _arrive_both_asm(offset):
 
 @gluon.jit
 def arrive_both(own, peer, OFFSET: gl.constexpr):
-    """Each warp arrives at an mbarrier of this CTA and at the same one of its peer. For warps that have only read."""
-    _by_each_thread(_arrive_both_asm(OFFSET), (each_thread(own), each_thread(peer)))
+    """Each warp arrives at an mbarrier of this CTA and at the same one of its peer. Only for warps that have only
+    read."""
+    _run_per_thread(_arrive_both_asm(OFFSET), (broadcast_to_threads(own), broadcast_to_threads(peer)))
 
 
 @gluon.constexpr_function
 def _store_asm(offset):
-    # Operands: 0 to 7 the words, also 8 to 15, then eight times the same place.
+    # Operands: 0 to 7 the words, tied to 8 to 15, then the address eight times.
     return (
         f"{{ .reg .b32 second; st.shared.v4.b32 [$16+{offset}], {{$0, $1, $2, $3}}; "
         f"xor.b32 second, $16, 16; st.shared.v4.b32 [second+{offset}], {{$4, $5, $6, $7}}; }}"
@@ -124,14 +128,14 @@ def _store_constraints():
 
 
 @gluon.jit
-def store_32_bytes(words, places, OFFSET: gl.constexpr):
-    """A thread's 8 ``words``, the first four at its place plus OFFSET in shared memory, the others in the 16 bytes that
-    a swizzle by 128 bytes puts behind them.
+def store_32_bytes(words, addresses, OFFSET: gl.constexpr):
+    """Store 8 ``words`` of each thread: the first four at its address plus OFFSET in shared memory, the others in the
+    16 bytes that follow them in a 128-byte swizzle.
 
-    By hand, for addresses of many tiles that are the same but for a constant: the compiler would keep them all.
+    In PTX, since the addresses of the tiles differ by constants only: the compiler would keep all of them in registers.
     """
     gl.inline_asm_elementwise(
-        _store_asm(OFFSET), _store_constraints(), [words, places], gl.int32, is_pure=False, pack=8
+        _store_asm(OFFSET), _store_constraints(), [words, addresses], gl.int32, is_pure=False, pack=8
     )
 
 
@@ -165,14 +169,14 @@ def send_rows(
     PEER_OFFSET: gl.constexpr,
     BARRIER: gl.constexpr,
 ):
-    """Each warp n of the first partition has the copy engine send what it has stored to the peer: WARP_BYTES bytes at
-    OFFSET + n · WARP_BYTES of each of PIECES pieces, PEER_OFFSET further on there. The peer's mbarrier counts them.
+    """Warp n of the first partition copies WARP_BYTES bytes at OFFSET + n · WARP_BYTES of each of PIECES pieces to the
+    peer, PEER_OFFSET bytes further on (cp.async.bulk). The peer's mbarrier counts the bytes.
 
-    The fence makes what a warp has stored visible to the copy engine; ptxas has it wait for the warp's loads as well.
+    The proxy fence makes the warp's stores visible to the bulk copy; ptxas also makes it wait for the warp's loads.
 
     Args:
-        own, peer: address of the shared memory, of this CTA and of its peer.
-        peer_barriers, BARRIER: the peer's mbarriers, and the offset of the one that counts.
+        own, peer: addresses of shared memory in this CTA and in its peer.
+        peer_barriers, BARRIER: address of the peer's mbarriers, and offset of the one that counts the bytes.
     """
     asm: gl.constexpr = _send_asm(OFFSET, PIECE_BYTES, PIECES, WARP_BYTES, PEER_OFFSET, BARRIER)
-    _by_each_thread(asm, (each_thread(own), each_thread(peer), each_thread(peer_barriers)))
+    _run_per_thread(asm, (broadcast_to_threads(own), broadcast_to_threads(peer), broadcast_to_threads(peer_barriers)))

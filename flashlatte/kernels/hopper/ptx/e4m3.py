@@ -1,9 +1,9 @@
-"""e4m3 numbers to bf16, with their scales, by integer operations and bf16x2 products.
+"""Dequantization of e4m3 to bf16 with scales, by integer operations and bf16x2 products.
 
-e4m3's bits, moved to where bf16 has sign, exponent and mantissa, are 2^-120 of the number, subnormals included. A
-product with 2^120 makes them the number, exactly; another one, with the scale in bf16, rounds once. One product with
-2^120 · scale would do for scales below 2^8. NaN becomes ±480 so, and is looked for before (``has_nan``): whoever has it
-gets NaN as a scale.
+The bits of an e4m3 value, shifted to the positions of bf16's sign, exponent and mantissa, are the value times 2^-120,
+also for subnormals. A product with 2^120 restores the value exactly; a second product, with the scale in bf16, rounds
+once. (A single product with 2^120 · scale would only work for scales below 2^8.) NaN becomes ±480, so ``has_nan``
+checks for it first, and tokens with NaN get NaN as their scale.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from triton.experimental.gluon import language as gl
 
 _LARGEST_BF16 = gl.constexpr(3.3895313892515355e38)
 
-# A word of four numbers to two pairs. Each number becomes the lower byte of 16 bits, with its sign repeated in the
-# upper one; moved by four bits, all but one of the signs are masked out.
+# One word of four values to two pairs. Each value becomes the lower byte of 16 bits, with its sign replicated in the
+# upper byte; after a shift by four bits, all but one copy of the sign are masked out.
 _DEQUANTIZE = gl.constexpr(
     """{
     .reg .b32 two_120;
@@ -33,25 +33,25 @@ _DEQUANTIZE = gl.constexpr(
 )
 
 
-# What the moved bits lack, and NaN, as pairs of each type.
+# By type, pairs of the factor that the shifted bits lack, and of NaN.
 _EXACT = {"bf16": (0x7B807B80, 0x7FC07FC0), "fp16": (0x5C005C00, 0x7E007E00)}
 
 
 @gluon.constexpr_function
 def exact_factor(DTYPE):
-    """For ``expand``: the factor that makes of numbers what they are."""
+    """The ``factor`` of ``expand`` that gives the values."""
     return _EXACT[str(DTYPE)][0]
 
 
 @gluon.constexpr_function
 def nan_factor(DTYPE):
-    """For ``expand``: the factor that makes all numbers NaN."""
+    """The ``factor`` of ``expand`` that gives NaN."""
     return _EXACT[str(DTYPE)][1]
 
 
 @gluon.constexpr_function
 def _expand_asm(DTYPE):
-    # As above; in fp16 the bits are 2^-8 of the number, and lie three places higher.
+    # As above; in fp16 the bits are shifted by three more and are the value times 2^-8.
     shift, mask, pair = (4, "0x87F087F0", "bf16x2") if str(DTYPE) == "bf16" else (7, "0xBF80BF80", "f16x2")
     moved = " ".join(
         f"prmt.b32 ${i}, $2, 0, {bytes_}; shl.b32 ${i}, ${i}, {shift}; and.b32 ${i}, ${i}, {mask}; "
@@ -63,9 +63,9 @@ def _expand_asm(DTYPE):
 
 @gluon.jit
 def expand(words, factor, DTYPE: gl.constexpr):
-    """Numbers of ``words`` [tokens, n], four e4m3 each, exactly, as pairs of bf16 or fp16 [tokens, 2n].
+    """Cast ``words`` [tokens, n] of four e4m3 values exactly to pairs of bf16 or fp16 [tokens, 2n].
 
-    ``factor`` [tokens]: ``exact_factor``, ``nan_factor``, or 0 for zeros whatever the words are.
+    ``factor`` [tokens]: ``exact_factor``, ``nan_factor``, or 0, which gives zeros for any words.
     """
     asm: gl.constexpr = _expand_asm(DTYPE)
     words, factor = gl.broadcast(words, factor[:, None])
@@ -77,8 +77,8 @@ def expand(words, factor, DTYPE: gl.constexpr):
 
 @gluon.jit
 def to_float16(words, keep):
-    """Numbers of ``words`` [tokens, n], four e4m3 each, exactly, as pairs of float16 [tokens, 2n]; zeros where ``keep``
-    [tokens] is 0, which else is -1."""
+    """Cast ``words`` [tokens, n] of four e4m3 values exactly to pairs of float16 [tokens, 2n]. ``keep`` [tokens]: -1,
+    or 0 for zeros."""
     words, keep = gl.broadcast(words, keep[:, None])
     low, high = gl.inline_asm_elementwise(
         "{ .reg .b16 a, b; .reg .b32 kept; and.b32 kept, $2, $3; mov.b32 {a, b}, kept; "
@@ -94,15 +94,15 @@ def to_float16(words, keep):
 
 @gluon.jit
 def factor_of_float(scale):
-    """float32 scales as pairs of bf16."""
+    """float32 scales, rounded to pairs of bf16."""
     # Rounding must not make a finite scale infinite. NaN stays NaN.
     bounded = gl.where(scale > _LARGEST_BF16, _LARGEST_BF16, scale)
     bounded = gl.where(bounded < -_LARGEST_BF16, -_LARGEST_BF16, bounded)
     return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", [bounded], gl.int32, is_pure=True, pack=1)
 
 
-# Of four exponents: the lower and the upper bytes of their bf16. An exponent of 0 (2^-127) or 255 (NaN), all of whose
-# bits are the same, has the mantissa's upper bit.
+# The lower and the upper bytes of four exponents in bf16. Exponents of 0 (2^-127) and 255 (NaN), whose bits are all
+# equal, set the upper bit of the mantissa.
 _SPLIT = gl.constexpr(
     """{
     .reg .b32 t, differ;
@@ -120,13 +120,13 @@ _SPLIT = gl.constexpr(
 
 @gluon.jit
 def split_exponents(exponents):
-    """Words of four E8M0 scales, prepared for ``factor_of_exponent``."""
+    """Split words of four E8M0 scales into the operands of ``factor_of_exponent``."""
     return gl.inline_asm_elementwise(_SPLIT, "=&r,=&r,r", [exponents], (gl.int32, gl.int32), is_pure=True, pack=1)
 
 
 @gluon.jit
 def factor_of_exponent(low, high, number):
-    """The scale of a ``number`` in a word as a pair of bf16."""
+    """Scale ``number`` of a word as a pair of bf16."""
     selector = number * 0x1111 + 0x4040
     selector, low = gl.broadcast(selector, low)
     selector, high = gl.broadcast(selector, high)
@@ -135,17 +135,17 @@ def factor_of_exponent(low, high, number):
     )
 
 
-# Scales that make NaN of all numbers: float32, and four exponents.
+# Scales that give NaN: float32, and four exponents.
 NAN_FLOAT = gl.constexpr(0x7FC00000)
 NAN_EXPONENTS = gl.constexpr(-1)
-# Bit 7 of the numbers of a word.
+# Bit 7 of each value of a word.
 _SIGNS = gl.constexpr(-0x7F7F7F80)
 
 
 @gluon.constexpr_function
 def _find_nan_asm(words, pack):
-    # Operands: results, of which the first is for all words and the others are 0, then the words. 1 added to a number
-    # changes its sign if all other bits are ones, which is NaN. (What carries into the next number is a NaN as well.)
+    # Operands: the results (the first one covers all words, the others are 0), then the words. Adding 1 to a value
+    # flips its sign bit if all other bits are set, which is NaN. (A carry into the next value comes from a NaN, too.)
     code = ".reg .b32 sum, found; mov.b32 found, 0; "
     for word in range(pack, pack + words):
         code += f"add.u32 sum, ${word}, 0x01010101; lop3.b32 found, sum, ${word}, found, 0xBE; "
@@ -165,9 +165,9 @@ def _or(a, b):
 
 @gluon.jit
 def has_nan(words, PACK: gl.constexpr):
-    """Which tokens have a NaN in one of the tensors ``words`` [tokens, n], whose words have four e4m3 numbers each.
+    """Which tokens have a NaN in any of the tensors ``words`` [tokens, n] of four e4m3 values per word.
 
-    A thread has ``PACK`` words of a token in each tensor.
+    Each thread holds ``PACK`` words of a token in each tensor.
     """
     WORDS: gl.constexpr = PACK * len(words)
     asm: gl.constexpr = _find_nan_asm(WORDS, PACK)
@@ -178,7 +178,8 @@ def has_nan(words, PACK: gl.constexpr):
 
 @gluon.jit
 def dequantize(words, factor):
-    """Numbers of ``words`` [tokens, groups, n], four e4m3 each, times ``factor`` [tokens, groups], a pair of bf16.
+    """Multiply the e4m3 values of ``words`` [tokens, groups, n], four per word, by ``factor`` [tokens, groups], a pair
+    of equal bf16.
 
     Returns pairs of bf16 [tokens, groups · n · 2].
     """

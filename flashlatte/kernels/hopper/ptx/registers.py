@@ -1,4 +1,4 @@
-"""Arithmetic on what a thread holds, and what the compiler may not know of it."""
+"""Arithmetic on the registers of a thread, and values that are opaque to the compiler."""
 
 from __future__ import annotations
 
@@ -7,33 +7,35 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.constexpr_function
-def in_place(TYPE, numbers):
-    # Constraints of results that are operands, too.
-    return ",".join([f"={TYPE}"] * numbers + [str(i) for i in range(numbers)])
+def in_place_constraints(TYPE, elements):
+    # Constraints of results that are tied to operands.
+    return ",".join([f"={TYPE}"] * elements + [str(i) for i in range(elements)])
 
 
 @gluon.jit
 def opaque(x):
-    """The same 32-bit number, about which the compiler knows nothing.
+    """The same 32-bit value, opaque to the compiler.
 
-    That helps in three places. Triton 3.6 and 3.7 overlook that a loop-carried count bounds an inner loop, and keep
-    its first value (triton-lang/triton#9036). What follows from row numbers alone is worked out before the main loop,
-    and kept in registers through it. And what follows from the CTA's number each partition works out anew.
+    There are three uses. Triton 3.6 and 3.7 ignore that a loop-carried count bounds an inner loop, and use its first
+    value (triton-lang/triton#9036). The compiler hoists whatever depends on row indices alone out of the main loop, and
+    keeps it in registers. And it recomputes whatever depends on the program id in each partition.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def computed_here(tile):
-    """The same tile [64, columns] of a WGMMA's result, computed before any volatile text that follows."""
-    NUMBERS: gl.constexpr = tile.shape[0] * tile.shape[1] // 128
-    return gl.inline_asm_elementwise("", in_place("f", NUMBERS), [tile], gl.float32, is_pure=False, pack=NUMBERS)
+def materialize(tile):
+    """The same WGMMA result [64, columns], computed before any volatile code that follows."""
+    ELEMENTS: gl.constexpr = tile.shape[0] * tile.shape[1] // 128
+    return gl.inline_asm_elementwise(
+        "", in_place_constraints("f", ELEMENTS), [tile], gl.float32, is_pure=False, pack=ELEMENTS
+    )
 
 
 @gluon.constexpr_function
 def _loaded_asm(count):
-    # Operands: 0 to count - 1 the words, also count to 2 count - 1. One of each 16 bytes that were loaded will do. The
-    # grid has one axis: z is 0, and the branch, over which no load moves, never taken.
+    # Operands: 0 to count - 1 the words, tied to count to 2 count - 1. One word of each 16 loaded bytes is enough. The
+    # grid has one axis, so z is 0 and the branch is never taken; loads do not move across it.
     gather = [f"or.b32 t, t, ${i};" for i in range(0, count, 4 if count >= 8 else 1)]
     begin = ["{ .reg .b32 t, z; .reg .pred p;", "mov.u32 z, %ctaid.y;", "mov.b32 t, 0;"]
     return " ".join([*begin, *gather, "and.b32 t, t, z;", "setp.ne.u32 p, t, 0;", "@p trap; }"])
@@ -45,23 +47,28 @@ def _words_each(TENSORS):
 
 
 @gluon.jit
-def loaded(tensors, PACK: gl.constexpr):
-    """A tuple of words, PACK each of a thread, once they have come from memory.
+def wait_loads(tensors, PACK: gl.constexpr):
+    """The same tuple of words, PACK per thread, after their loads have completed.
 
-    ptxas has six scoreboards to wait for loads with, and gives one to several loads. The first use of a word would then
-    wait for words, too, that have been asked for only just before. Assumes a grid with one axis.
+    ptxas has six scoreboards for pending loads and assigns several loads to one. Without this, the first use of a word
+    would also wait for loads that were issued just before. Assumes a grid with one axis.
     """
     COUNT: gl.constexpr = len(tensors) * PACK
     return gl.inline_asm_elementwise(
-        _loaded_asm(COUNT), in_place("r", COUNT), tensors, _words_each(len(tensors)), is_pure=False, pack=PACK
+        _loaded_asm(COUNT),
+        in_place_constraints("r", COUNT),
+        tensors,
+        _words_each(len(tensors)),
+        is_pure=False,
+        pack=PACK,
     )
 
 
 @gluon.constexpr_function
-def _rescale_asm(numbers):
-    # Operands: the numbers, the same again, and the factor of each.
-    factor = 2 * numbers
-    multiply = [f"mul.f32 ${i}, ${i}, ${factor + (i & 2)};" for i in range(numbers)]
+def _rescale_asm(elements):
+    # Operands: the elements, tied to as many more, and the factor of each.
+    factor = 2 * elements
+    multiply = [f"mul.f32 ${i}, ${i}, ${factor + (i & 2)};" for i in range(elements)]
     return " ".join(
         [
             "{ .reg .pred any, second;",
@@ -77,30 +84,30 @@ def _rescale_asm(numbers):
 
 
 @gluon.constexpr_function
-def _rescale_constraints(numbers):
-    return ",".join([in_place("f", numbers)] + ["f"] * numbers)
+def _rescale_constraints(elements):
+    return ",".join([in_place_constraints("f", elements)] + ["f"] * elements)
 
 
 @gluon.jit
 def rescale(tile, factor):
-    """``tile`` [64, columns], a WGMMA's result of four warps, times ``factor`` [64, 1]; nothing where all factors are
-    1.
+    """``tile`` [64, columns], a WGMMA result in four warps, times ``factor`` [64, 1]. A warp skips the product if all
+    its factors are 1.
 
-    A branch, which ptxas does not move over a barrier as it does arithmetic.
+    It is a branch, which ptxas does not move across a barrier as it does arithmetic.
     """
-    NUMBERS: gl.constexpr = tile.shape[0] * tile.shape[1] // 128
+    ELEMENTS: gl.constexpr = tile.shape[0] * tile.shape[1] // 128
     return gl.inline_asm_elementwise(
-        _rescale_asm(NUMBERS), _rescale_constraints(NUMBERS), [tile, factor], gl.float32, is_pure=True, pack=NUMBERS
+        _rescale_asm(ELEMENTS), _rescale_constraints(ELEMENTS), [tile, factor], gl.float32, is_pure=True, pack=ELEMENTS
     )
 
 
 @gluon.constexpr_function
-def _mask_asm(numbers):
-    # Operands: the scores, the same again, and of each how far behind the thread's first column the row's first key
-    # that counts is, and the first one that does not count any more.
-    begin, end = 2 * numbers, 3 * numbers
+def _mask_asm(elements):
+    # Operands: the scores, tied to as many more, and for each score the first visible and the first key after the
+    # visible ones of its row, relative to the thread's first column.
+    begin, end = 2 * elements, 3 * elements
     mask = []
-    for i in range(numbers):
+    for i in range(elements):
         column = (i & 1) + (i >> 2) * 8
         row = i & 2
         mask += [
@@ -112,26 +119,26 @@ def _mask_asm(numbers):
 
 
 @gluon.constexpr_function
-def _mask_constraints(numbers):
-    return ",".join([in_place("f", numbers)] + ["r"] * (2 * numbers))
+def _mask_constraints(elements):
+    return ",".join([in_place_constraints("f", elements)] + ["r"] * (2 * elements))
 
 
 @gluon.jit
 def mask_columns(scores, begin, end):
-    """``scores`` [64, columns] of a WGMMA, -inf where a column c is not in ``begin + c0`` <= c < ``end + c0``, with c0
-    the thread's first column: ``begin`` and ``end`` [64, columns] come with the number of their column subtracted.
+    """``scores`` [64, columns] of a WGMMA, with -inf in columns outside of the row's range. ``begin`` and ``end`` [64,
+    columns] are the bounds of the range minus the index of the element's column.
 
-    Columns are constants here; the compiler would keep them in registers, also outside of the branch that masks.
+    In PTX the columns are constants; the compiler would keep them in registers, even outside of the branch that masks.
     """
-    NUMBERS: gl.constexpr = scores.shape[0] * scores.shape[1] // 128
+    ELEMENTS: gl.constexpr = scores.shape[0] * scores.shape[1] // 128
     return gl.inline_asm_elementwise(
-        _mask_asm(NUMBERS), _mask_constraints(NUMBERS), [scores, begin, end], gl.float32, is_pure=True, pack=NUMBERS
+        _mask_asm(ELEMENTS), _mask_constraints(ELEMENTS), [scores, begin, end], gl.float32, is_pure=True, pack=ELEMENTS
     )
 
 
 @gluon.constexpr_function
 def _mask_eights_asm():
-    # Operands: 0 to 63 the scores, also 64 to 127; 128 the word, as are those after it. A thread has two columns of
+    # Operands: 0 to 63 the scores, tied to 64 to 127; from 128 on copies of the word. A thread holds two columns of
     # each eight in two rows.
     mask = []
     for eight in range(16):
@@ -142,13 +149,13 @@ def _mask_eights_asm():
 
 @gluon.constexpr_function
 def _mask_eights_constraints():
-    return ",".join([in_place("f", 64)] + ["r"] * 64)
+    return ",".join([in_place_constraints("f", 64)] + ["r"] * 64)
 
 
 @gluon.jit
 def mask_eights(scores, bits):
-    """``scores`` [64, 128] of a WGMMA, -inf in columns 8 i to 8 i + 7 where bit i is set in ``bits`` [64, 128], which
-    is one number everywhere."""
+    """``scores`` [64, 128] of a WGMMA, with -inf in columns 8 i to 8 i + 7 if bit i of ``bits`` is set. ``bits`` [64,
+    128] holds the same value everywhere."""
     return gl.inline_asm_elementwise(
         _mask_eights_asm(), _mask_eights_constraints(), [scores, bits], gl.float32, is_pure=True, pack=64
     )
@@ -156,7 +163,7 @@ def mask_eights(scores, bits):
 
 @gluon.jit
 def round_here(tile, DTYPE: gl.constexpr):
-    """float32 numbers in bf16 or fp16, rounded where this stands and not later."""
+    """Round float32 to bf16 or fp16 at this point of the program and not later."""
     if DTYPE == gl.bfloat16:  # noqa: SIM300
         return gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [tile], gl.bfloat16, is_pure=False, pack=2
@@ -197,8 +204,8 @@ def _product_asm(dtype):
 
 @gluon.jit
 def product_here(halves, floats):
-    """bf16 or fp16 ``halves`` times float32 ``floats``, rounded to the halves' type, where this stands: ``halves`` are
-    not cast ahead, while they are also an operand in registers."""
+    """bf16 or fp16 ``halves`` times float32 ``floats``, rounded to the type of ``halves``, at this point of the
+    program. The compiler cannot cast ``halves`` earlier, while they are also an operand in registers."""
     return gl.inline_asm_elementwise(
         _product_asm(halves.dtype), "=r,r,f,f", [halves, floats], halves.dtype, is_pure=False, pack=2
     )

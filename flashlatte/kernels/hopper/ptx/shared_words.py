@@ -1,8 +1,8 @@
-"""Words of shared memory that a Triton kernel addresses itself: lists, counters and bits, with atomic operations.
+"""Shared memory that a Triton kernel addresses directly by words: lists, counters and bitmaps, with atomic operations.
 
-The words are a variable of PTX, beside what Triton allocates, which knows nothing of them: whoever reads what other
-threads have written puts ``tl.debug_barrier`` between. Tensors must have an element for each thread at least, as a
-shorter one is held by several threads, each of which would count for itself.
+The words are a PTX variable outside of Triton's allocations, so Triton inserts no barriers for them: call
+``tl.debug_barrier`` before reading what other threads have written. Tensors must have at least one element per thread;
+a shorter tensor is replicated, and each copy would count.
 
 INTERPRETED: the kernel runs in Triton's interpreter, and ``memory`` is a pointer to words of global memory.
 """
@@ -15,27 +15,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Elements that a thread appends at once.
+# Elements of a thread per call of ``append_at_least``.
 APPENDED_AT_ONCE = tl.constexpr(16)
 
 
 @triton.constexpr_function
 def _allocate_asm(words):
-    # A variable of this scope is one of the program's all the same.
+    # A variable of this scope nevertheless belongs to the whole CTA.
     return f"{{ .shared .align 16 .b32 words[{words}]; mov.u32 $0, words; }}"
 
 
 @triton.jit
 def allocate(WORDS: tl.constexpr):
-    """Address of the first of WORDS words, at most 12,288 with all others. To be called once, where a kernel begins."""
+    """Allocate WORDS words and return their address. At most 12,288 words per kernel; call once, at the start of a
+    kernel."""
     return tl.inline_asm_elementwise(
         _allocate_asm(WORDS), "=r,r", [tl.zeros([], tl.int32)], tl.int32, is_pure=False, pack=1
     )
 
 
 @triton.jit
-def of_cta(memory, rank):
-    """Address of the memory of a CTA of the cluster, all of which run the same kernel."""
+def map_to_cta(memory, rank):
+    """The address of ``memory`` in CTA ``rank`` of the cluster. All CTAs must run the same kernel."""
     return tl.inline_asm_elementwise(
         "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", [memory, rank], tl.int32, is_pure=False, pack=1
     )
@@ -43,7 +44,7 @@ def of_cta(memory, rank):
 
 @triton.jit
 def cluster_arrive():
-    """What a thread has written is seen by those of the cluster's that meet."""
+    """Arrive at the cluster barrier with release semantics."""
     tl.inline_asm_elementwise(
         "barrier.cluster.arrive.release; mov.b32 $0, $1;",
         "=r,r",
@@ -55,8 +56,8 @@ def cluster_arrive():
 
 
 @triton.jit
-def cluster_meet():
-    """Wait until all threads of the cluster have arrived."""
+def cluster_wait():
+    """Wait at the cluster barrier, with acquire semantics."""
     tl.inline_asm_elementwise(
         "barrier.cluster.wait.acquire; mov.b32 $0, $1;",
         "=r,r",
@@ -71,7 +72,7 @@ _LOAD = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p ld
 _LOAD_TWO = tl.constexpr(
     "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.shared.v2.b32 {$0, $1}, [$2]; }"
 )
-_LOAD_TWO_OF_CLUSTER = tl.constexpr(
+_LOAD_TWO_CLUSTER = tl.constexpr(
     "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.shared::cluster.v2.b32 {$0, $1}, [$2]; }"
 )
 _STORE = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.shared.b32 [$1], $2; mov.b32 $0, 0; }")
@@ -80,26 +81,26 @@ _SET = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $3, 0; @p red.shared.or.b32 
 
 
 @triton.jit
-def load(memory, place, mask, INTERPRETED: tl.constexpr):
-    """int32 words, 0 where not ``mask``."""
+def load(memory, position, mask, INTERPRETED: tl.constexpr):
+    """Load int32 words; 0 where not ``mask``."""
     if INTERPRETED:
-        return tl.load(memory + place, mask=mask, other=0)
+        return tl.load(memory + position, mask=mask, other=0)
     else:
         return tl.inline_asm_elementwise(
-            _LOAD, "=&r,r,r", [memory + place * 4, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1
+            _LOAD, "=&r,r,r", [memory + position * 4, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1
         )
 
 
 @triton.jit
-def load_two(memory, place, mask, INTERPRETED: tl.constexpr):
-    """Two neighbouring words, of which the first has an even place; 0 where not ``mask``."""
+def load_two(memory, position, mask, INTERPRETED: tl.constexpr):
+    """Load two adjacent words, the first at an even position; 0 where not ``mask``."""
     if INTERPRETED:
-        return tl.load(memory + place, mask=mask, other=0), tl.load(memory + place + 1, mask=mask, other=0)
+        return tl.load(memory + position, mask=mask, other=0), tl.load(memory + position + 1, mask=mask, other=0)
     else:
         return tl.inline_asm_elementwise(
             _LOAD_TWO,
             "=&r,=&r,r,r",
-            [memory + place * 4, mask.to(tl.int32)],
+            [memory + position * 4, mask.to(tl.int32)],
             (tl.int32, tl.int32),
             is_pure=False,
             pack=1,
@@ -107,18 +108,18 @@ def load_two(memory, place, mask, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def load_of_cluster(address):
-    """The int32 word at an address from ``of_cta``."""
+def load_cluster(address):
+    """Load the int32 word at an address of ``map_to_cta``."""
     return tl.inline_asm_elementwise(
         "ld.shared::cluster.b32 $0, [$1];", "=r,r", [address], tl.int32, is_pure=False, pack=1
     )
 
 
 @triton.jit
-def load_two_of_cluster(address, mask):
-    """Two neighbouring int32 words, at addresses made of ``of_cta``'s; 0 where not ``mask``."""
+def load_two_cluster(address, mask):
+    """Load two adjacent int32 words at addresses of ``map_to_cta``; 0 where not ``mask``."""
     return tl.inline_asm_elementwise(
-        _LOAD_TWO_OF_CLUSTER,
+        _LOAD_TWO_CLUSTER,
         "=&r,=&r,r,r",
         [address, mask.to(tl.int32)],
         (tl.int32, tl.int32),
@@ -128,43 +129,44 @@ def load_two_of_cluster(address, mask):
 
 
 @triton.jit
-def store(memory, place, words, mask, INTERPRETED: tl.constexpr):
+def store(memory, position, words, mask, INTERPRETED: tl.constexpr):
     if INTERPRETED:
-        tl.store(memory + place, words, mask=mask)
+        tl.store(memory + position, words, mask=mask)
     else:
         tl.inline_asm_elementwise(
-            _STORE, "=r,r,r,r", [memory + place * 4, words, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1
+            _STORE, "=r,r,r,r", [memory + position * 4, words, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1
         )
 
 
 @triton.jit
-def count(memory, place, mask, INTERPRETED: tl.constexpr):
-    """Add 1 to a word for each element."""
+def count(memory, position, mask, INTERPRETED: tl.constexpr):
+    """Atomically add 1 to the word at each position."""
     if INTERPRETED:
-        tl.atomic_add(memory + place, 1, mask=mask)
+        tl.atomic_add(memory + position, 1, mask=mask)
     else:
         tl.inline_asm_elementwise(
-            _COUNT, "=r,r,r", [memory + place * 4, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1
+            _COUNT, "=r,r,r", [memory + position * 4, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1
         )
 
 
 @triton.jit
-def set_bits(memory, place, bits, mask, INTERPRETED: tl.constexpr):
-    """Set these bits of words."""
+def set_bits(memory, position, bits, mask, INTERPRETED: tl.constexpr):
+    """Atomically set bits of words."""
     if INTERPRETED:
-        tl.atomic_or(memory + place, bits, mask=mask)
+        tl.atomic_or(memory + position, bits, mask=mask)
     else:
         tl.inline_asm_elementwise(
-            _SET, "=r,r,r,r", [memory + place * 4, bits, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1
+            _SET, "=r,r,r,r", [memory + position * 4, bits, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1
         )
 
 
 @triton.constexpr_function
 def _append_asm(entries, capacity):
-    # So many results, values and columns, and as many times the threshold, the counter's address and the list's.
+    # Operands: ``entries`` each of results, values, columns, and copies of the threshold and of the addresses of
+    # counter and list.
     values = [f"${entries + i}" for i in range(entries)]
     columns = [f"${2 * entries + i}" for i in range(entries)]
-    threshold, counter, places = (f"${n * entries}" for n in (3, 4, 5))
+    threshold, counter, list_address = (f"${n * entries}" for n in (3, 4, 5))
     return " ".join(
         [
             "{ .reg .b32 own, upto, other, place; .reg .f32 least; .reg .pred p;",
@@ -175,14 +177,14 @@ def _append_asm(entries, capacity):
                 f"shfl.sync.up.b32 other|p, upto, {distance}, 0, -1; @p add.s32 upto, upto, other;"
                 for distance in (1, 2, 4, 8, 16)
             ),
-            # The last lane adds for its warp.
+            # The last lane adds the warp's total.
             "mov.u32 place, %laneid; setp.eq.s32 p, place, 31; mov.b32 place, 0;",
             f"@p atom.shared.add.u32 place, [{counter}], upto;",
             "shfl.sync.idx.b32 place, place, 31, 31, -1;",
             "add.s32 upto, upto, place; sub.s32 place, upto, own;",
-            # Nothing reaches NaN.
+            # No value is >= NaN.
             f"setp.le.s32 p, upto, {capacity}; selp.f32 least, {threshold}, 0f7FFFFFFF, p;",
-            f"mad.lo.s32 place, place, 8, {places};",
+            f"mad.lo.s32 place, place, 8, {list_address};",
             *(
                 f"setp.ge.f32 p, {value}, least; @p st.shared.v2.b32 [place], {{{value}, {column}}}; "
                 "@p add.s32 place, place, 8;"
@@ -200,20 +202,20 @@ def _append_constraints(entries):
 
 
 @triton.jit
-def append_reaching(
+def append_at_least(
     memory,
     counter,
-    place,
+    position,
     values,
     column,
     threshold,
     CAPACITY: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Append the float32 ``values`` >= ``threshold``, in any order, to a list of pairs of a value's bits and a column.
+    """Append the float32 ``values`` >= ``threshold`` with their columns to a list of pairs, in any order.
 
-    The list begins at word ``place``, and the word at ``counter`` is how many entries it has. That is counted on when
-    there are more than CAPACITY; those of a thread that would pass it are not stored. Each thread has a multiple of
+    The list begins at word ``position``; the word at ``counter`` is its length. The counter also counts entries beyond
+    CAPACITY; a thread whose entries would exceed CAPACITY stores none of them. Each thread must hold a multiple of
     APPENDED_AT_ONCE elements.
     """
     if INTERPRETED:
@@ -222,8 +224,8 @@ def append_reaching(
         tl.store(memory + counter, before + tl.sum(passes, axis=0))
         entry = before + tl.cumsum(passes, axis=0) - passes
         stored = (passes == 1) & (entry < CAPACITY)
-        tl.store(memory + place + 2 * entry, values.to(tl.int32, bitcast=True), mask=stored)
-        tl.store(memory + place + 2 * entry + 1, column, mask=stored)
+        tl.store(memory + position + 2 * entry, values.to(tl.int32, bitcast=True), mask=stored)
+        tl.store(memory + position + 2 * entry + 1, column, mask=stored)
     else:
         zero = tl.zeros_like(column)
         tl.inline_asm_elementwise(
@@ -234,7 +236,7 @@ def append_reaching(
                 column,
                 zero.to(tl.float32) + threshold,
                 zero + (memory + counter * 4),
-                zero + (memory + place * 4),
+                zero + (memory + position * 4),
             ],
             tl.int32,
             is_pure=False,
@@ -243,8 +245,8 @@ def append_reaching(
 
 
 @triton.jit
-def ones_in(words, INTERPRETED: tl.constexpr):
-    """How many bits of each word are set."""
+def popcount(words, INTERPRETED: tl.constexpr):
+    """The number of set bits of each word."""
     if INTERPRETED:
         ones = tl.zeros_like(words)
         for bit in tl.static_range(32):
@@ -255,8 +257,8 @@ def ones_in(words, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def bits_of(number, INTERPRETED: tl.constexpr):
-    """How many bits a number from 0 to 2^32 - 1, given as int32, takes."""
+def bit_length(number, INTERPRETED: tl.constexpr):
+    """The bit length of an unsigned 32-bit value, given as int32."""
     if INTERPRETED:
         bits = tl.zeros_like(number)
         for bit in tl.static_range(32):
@@ -267,7 +269,7 @@ def bits_of(number, INTERPRETED: tl.constexpr):
         return 32 - zeros
 
 
-_ONES_BEFORE = tl.constexpr(
+_COUNT_BITS_BEFORE = tl.constexpr(
     " ".join(
         [
             "{ .reg .pred p; .reg .b32 pair, address, lower, upper, below;",
@@ -284,21 +286,21 @@ _ONES_BEFORE = tl.constexpr(
 
 
 @triton.jit
-def ones_before(memory, bitmap, sums, bit, mask, INTERPRETED: tl.constexpr):
-    """How many bits of the bitmap at word ``bitmap`` (even) are set before ``bit``; 0 where not ``mask``. The words at
-    ``sums`` say how many are before each 64.
+def count_bits_before(memory, bitmap, sums, bit, mask, INTERPRETED: tl.constexpr):
+    """The number of set bits before ``bit`` in the bitmap at word ``bitmap`` (even); 0 where not ``mask``. The words at
+    ``sums`` are the prefix sums of ``shared_scan.popcount_prefix_sums``.
     """
     if INTERPRETED:
         lower, upper = load_two(memory, bitmap + 2 * (bit >> 6), mask, INTERPRETED)
         below = (tl.zeros_like(bit) + 1 << (bit & 31)) - 1
         in_upper = (bit & 32) != 0
         ones = load(memory, sums + (bit >> 6), mask, INTERPRETED)
-        ones += ones_in(tl.where(in_upper, lower, lower & below), INTERPRETED)
-        return ones + ones_in(tl.where(in_upper, upper & below, 0), INTERPRETED)
+        ones += popcount(tl.where(in_upper, lower, lower & below), INTERPRETED)
+        return ones + popcount(tl.where(in_upper, upper & below, 0), INTERPRETED)
     else:
         zero = tl.zeros_like(bit)
         return tl.inline_asm_elementwise(
-            _ONES_BEFORE,
+            _COUNT_BITS_BEFORE,
             "=&r,r,r,r,r",
             [zero + (memory + bitmap * 4), zero + (memory + sums * 4), bit, mask.to(tl.int32)],
             tl.int32,

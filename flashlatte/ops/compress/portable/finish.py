@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import page_and_offset
-from flashlatte.kernels.triton.cache_row import Place, store_row
+from flashlatte.kernels.triton.cache_row import CacheSlot, store_row
 from flashlatte.kernels.triton.dependent_launch import gdc_wait
 from flashlatte.kernels.triton.fp8 import to_float32
-from flashlatte.kernels.triton.rotate import angles, turn_tail
+from flashlatte.kernels.triton.rotate import angles, rotate_tail_by
 from flashlatte.ops.compress.portable.operands import States, Target, Tokens
 from flashlatte.ops.compress.portable.states import locate_state
 from flashlatte.runtime.triton_kernel import kernel
@@ -166,9 +166,9 @@ def finish_row(x, tokens, token, finish, target, FORM: tl.constexpr):
     ROW_BYTES: tl.constexpr = FORM.row_bytes
     slot = tl.load(tokens.slot_mapping + token * tokens.slot_stride).to(tl.int64)
     x = x * tl.rsqrt(tl.sum(x * x, axis=0) / D + target.eps) * finish.gain
-    x = turn_tail(x[None, :], finish.cosine, finish.sine, D - FORM.rope_dim, 1, D)
+    x = rotate_tail_by(x[None, :], finish.cosine, finish.sine, D - FORM.rope_dim, 1, D)
     page, offset = page_and_offset(slot, slot >= 0, target.page_size, FORM.wide)
-    place = Place(target.cache, target.page_stride, target.row_stride, target.page_size, page, offset, slot >= 0)
+    place = CacheSlot(target.cache, target.page_stride, target.row_stride, target.page_size, page, offset, slot >= 0)
     store_row(x, place, D, ROW_BYTES, FORM.units.cache, FORM.native, FORM.interpreted)
 
 

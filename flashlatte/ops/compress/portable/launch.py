@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton
 
-from flashlatte.kernels.triton.cache_layout import as_bytes, blocks, unit_elements
+from flashlatte.kernels.triton.cache_layout import alignment_elements, as_bytes, cdiv
 from flashlatte.kernels.triton.cache_row import row_bytes
 from flashlatte.kernels.triton.dependent_launch import launch_options, launches_overlap
 from flashlatte.kernels.triton.fp8 import converts_e4m3
@@ -58,7 +58,7 @@ def compress(problem: Problem) -> None:
 
     save_blocks, finish_window = 0, max(1, min(MAX_WINDOW, tokens // PROGRAMS))
     if problem.state_cache is not None and problem.state_table is not None:
-        save_blocks = blocks(width, SAVE_BLOCK)
+        save_blocks = cdiv(width, SAVE_BLOCK)
         if problem.state_table.shape[1] * problem.state_cache.shape[1] >= tokens:
             # A table with room for the whole step may keep all of its tokens.
             finish_window = 1
@@ -69,7 +69,7 @@ def compress(problem: Problem) -> None:
     shared = _shared(problem, cache)
     for first in range(0, tokens, at_once):
         stop = min(first + at_once, tokens)
-        compress_sum_kernel[(blocks(stop - first, window), head_dim // columns)](
+        compress_sum_kernel[(cdiv(stop - first, window), head_dim // columns)](
             **shared,
             sums=sums,
             first_token=first,
@@ -89,7 +89,7 @@ def compress(problem: Problem) -> None:
         save_now = save_blocks if stop == tokens else 0
         if save_now + in_parts == 0:
             continue
-        compress_finish_kernel[(blocks(stop, finish_window), save_now + in_parts)](
+        compress_finish_kernel[(cdiv(stop, finish_window), save_now + in_parts)](
             **shared,
             sums=sums,
             first_token=first,
@@ -115,11 +115,11 @@ def _shared(problem: Problem, cache: torch.Tensor) -> dict[str, Any]:
     row_strides = stride_in_use(cache, 0), 0 if cache.element_size() == 1 else stride_in_use(cache, 1)
     num_slots = cache.shape[0] * cache.shape[1]
     units = Units(
-        unit_elements(kv, stride_in_use(kv, 0)),
-        unit_elements(score, stride_in_use(score, 0)),
-        unit_elements(ape, stride_in_use(ape, 0)),
-        1 if states is None else unit_elements(states, *state_strides),
-        unit_elements(cache, *row_strides),
+        alignment_elements(kv, stride_in_use(kv, 0)),
+        alignment_elements(score, stride_in_use(score, 0)),
+        alignment_elements(ape, stride_in_use(ape, 0)),
+        1 if states is None else alignment_elements(states, *state_strides),
+        alignment_elements(cache, *row_strides),
     )
     return {
         "kv": kv,

@@ -1,7 +1,7 @@
-"""The kernel that combines what balanced ranges leave of few requests, as ``rounded_partials``.
+"""The combine kernel for balanced ranges of few requests, with partial outputs in fp24 (``fp24_partials``).
 
-A request may have two splits, or one on every SM: then warps share them, so that all are under way at once. Which they
-are follows from the lengths, before the kernel that attends is done.
+A request has between two splits and one per SM; with many splits, the warps divide them, so that all are loaded at
+once. The ranges of a request are computed from the lengths, before the attention kernel has finished.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -16,29 +16,30 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashlatte.kernels.hopper.mla_tiles import LATENT, ROWS
-from flashlatte.kernels.hopper.ptx import rounded
+from flashlatte.kernels.hopper.ptx import fp24
 from flashlatte.kernels.hopper.softmax import NO_SCORE, inverse, lse2_of
-from flashlatte.ops.dense_decode.hopper.tiles import PAIR
+from flashlatte.ops.dense_decode.hopper.tiles import STEP_KEYS
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv import device
 from flashlatte.split_kv.device import KeyLengths
-from flashlatte.split_kv.gluon import Equals, ranges_of_item
+from flashlatte.split_kv.fp24_partials import PARTIAL, add_splits, addresses, sums_address
+from flashlatte.split_kv.gluon_device import UniformRanges, ranges_of_item
 from flashlatte.split_kv.outputs import Outputs, row_pointers, write_lse
 from flashlatte.split_kv.plan import SplitPlan
-from flashlatte.split_kv.rounded_partials import PARTIAL, add_splits, addresses, sums_address
 
 _WARPS = gl.constexpr(8)
-# Splits that a warp has under way.
-_AT_ONCE = gl.constexpr(8)
-# What a warp combines.
+# Splits that a warp loads at a time.
+_SPLITS_IN_FLIGHT = gl.constexpr(8)
+# Tile of a warp.
 _TILE_ROWS = gl.constexpr(16)
 _WARP_COLS = gl.constexpr(16)
 
 
 @gluon.constexpr_function
 def _layout(SPLITS):
-    """Of [splits, 16 rows, columns]: SPLITS warps have different splits, and all others different columns."""
+    """Layout of [splits, 16 rows, columns]: SPLITS warps hold different splits, and the other warps different
+    columns."""
     warp_bases = []
     warp = 1
     while warp < _WARPS.value:
@@ -75,19 +76,20 @@ def combine_ranges_kernel(
     num_groups: tl.int32,
     groups_per_head: tl.int32,
     row_tiles: tl.int32,
-    ranges_of_equals: tl.int32,
-    free_of_equals: tl.int32,
+    uniform_ranges: tl.int32,
+    uniform_free: tl.int32,
     OVERHEAD: tl.constexpr,
     SPLITS: tl.constexpr,
     OUT_ALIGN: tl.constexpr,
 ):
-    """A CTA combines 16 rows and some columns of a request, of a group of 64 rows with ``row_tiles`` of 16 in use.
+    """A CTA combines 16 rows and some columns of a request. ``row_tiles``: tiles of 16 rows in use, of a group of 64
+    rows.
 
-    Its warps take SPLITS splits, and as many columns as there are warps for. There are ``ranges_of_equals`` ranges, in
-    which starting on a request costs OVERHEAD.
+    Its warps divide SPLITS splits and the columns. There are ``uniform_ranges`` ranges; starting a request costs
+    OVERHEAD.
     """
     TILES: gl.constexpr = _layout(SPLITS)
-    # Of splits and rows; of rows alone.
+    # Layouts of [splits, rows], and of rows.
     SUMS: gl.constexpr = gl.SliceLayout(2, TILES)
     ROW: gl.constexpr = gl.SliceLayout(0, SUMS)
     COLS: gl.constexpr = _WARP_COLS * _WARPS // SPLITS
@@ -109,14 +111,15 @@ def combine_ranges_kernel(
         rows,
         empty_lse,
     )
-    equals = Equals(ranges_of_equals, free_of_equals)
+    uniform = UniformRanges(uniform_ranges, uniform_free)
     cta = gl.program_id(0)
     first_col = cta % COL_TILES * COLS
     first_row = cta // COL_TILES % row_tiles * _TILE_ROWS
     group = cta // COL_TILES // row_tiles % num_groups
     item = cta // COL_TILES // row_tiles // num_groups
-    # The lengths are not of the kernel before this one, which has waited for who wrote them before it let this begin.
-    first_range, count = ranges_of_item(item, equals, key_lengths, PAIR, OVERHEAD)
+    # Lengths may be read before ``gdc_wait``: the preceding kernel has waited for their writer before it allowed this
+    # launch.
+    first_range, count = ranges_of_item(item, uniform, key_lengths, STEP_KEYS, OVERHEAD)
     row = first_row + gl.arange(0, _TILE_ROWS, ROW)
     col = gl.arange(0, COLS, gl.SliceLayout(0, gl.SliceLayout(1, TILES)))
     split = gl.arange(0, SPLITS, gl.SliceLayout(1, SUMS))
@@ -124,8 +127,8 @@ def combine_ranges_kernel(
     partial = scratch.to(gl.int64) + number * (PARTIAL * 4)
     stride = num_groups.to(gl.int64) * (2 * PARTIAL * 4)
     first, second = addresses(partial[:, None, None], row[None, :, None], col[None, None, :], first_col)
-    first, second = rounded.computed_before(first), rounded.computed_before(second)
-    sums = rounded.computed_before(sums_address(partial[:, None], row[None, :]))
+    first, second = fp24.materialize_int64(first), fp24.materialize_int64(second)
+    sums = fp24.materialize_int64(sums_address(partial[:, None], row[None, :]))
     gdc_wait()
     gdc_launch_dependents()
     if count > 1:
@@ -134,28 +137,28 @@ def combine_ranges_kernel(
         combined = gl.zeros([SPLITS, _TILE_ROWS, COLS], gl.float32, TILES)
         row_max = gl.full([SPLITS, _TILE_ROWS], NO_SCORE, gl.float32, SUMS)
         row_sum = gl.zeros([SPLITS, _TILE_ROWS], gl.float32, SUMS)
-        for start in range(0, count, SPLITS * _AT_ONCE):
+        for start in range(0, count, SPLITS * _SPLITS_IN_FLIGHT):
             # The first split is the one that does not continue the request.
             begins = gl.where(start + split == 0, PARTIAL * 4, 0)
             maxima = ()
             sums_of_splits = ()
             loaded = ()
-            for i in gl.static_range(_AT_ONCE):
+            for i in gl.static_range(_SPLITS_IN_FLIGHT):
                 before = start + i * SPLITS
                 is_split = (before + split_of_row < count).to(gl.int32)
                 at = sums + before * stride
                 if i == 0:
                     at += begins[:, None]
-                split_max, split_sum = rounded.load_two(at, is_split)
+                split_max, split_sum = fp24.load_two(at, is_split)
                 maxima += (split_max,)
                 sums_of_splits += (split_sum,)
-            for i in gl.static_range(_AT_ONCE):
+            for i in gl.static_range(_SPLITS_IN_FLIGHT):
                 before = start + i * SPLITS
                 is_split = (before + split_of_number < count).to(gl.int32)
                 distance = before * stride
                 if i == 0:
                     distance += begins[:, None, None]
-                loaded += (rounded.load(first + distance, second + distance, is_split),)
+                loaded += (fp24.load(first + distance, second + distance, is_split),)
             combined, row_max, row_sum = add_splits(combined, row_max, row_sum, maxima, sums_of_splits, loaded)
         RESULT: gl.constexpr = gl.SliceLayout(0, TILES)
         total_max = gl.max(row_max, 0)
@@ -175,17 +178,17 @@ def combine_ranges_kernel(
 
 def launch_combine_ranges(
     split: SplitPlan,
-    equals: Equals,
+    uniform: UniformRanges,
     scratch: torch.Tensor,
     outputs: Outputs,
     lengths: KeyLengths,
     out_align: int,
 ) -> None:
-    """Combine what the ranges of ``split``, all of which equal lengths use, left in ``scratch``."""
+    """Combine the partial outputs of the ranges of ``split`` in ``scratch``."""
     row_tiles = -(-min(outputs.rows, ROWS.value) // _TILE_ROWS.value)
-    likely_splits = split.splits // lengths.num_items
+    expected_splits = split.splits // lengths.num_items
     splits = 1
-    while splits < _WARPS.value and splits * _AT_ONCE.value < likely_splits:
+    while splits < _WARPS.value and splits * _SPLITS_IN_FLIGHT.value < expected_splits:
         splits *= 2
     col_tiles = LATENT.value * splits // (_WARP_COLS.value * _WARPS.value)
     combine_ranges_kernel[(lengths.num_items * split.groups * row_tiles * col_tiles,)](
@@ -193,7 +196,7 @@ def launch_combine_ranges(
             combine_ranges_kernel,
             outputs,
             lengths,
-            equals,
+            uniform,
             scratch=scratch,
             num_groups=split.groups,
             groups_per_head=split.groups_per_head,

@@ -1,6 +1,6 @@
-"""The two consumers of dense decode: scores of a block of keys, its mask, and the requests that a CTA works on.
+"""The two consumers of dense decode: scores of a block of keys, masking, and the loop over the CTA's requests.
 
-What happens between scores and output is ``mla_pipeline``.
+``mla_pipeline`` computes the output from the scores.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlatte.kernels.hopper import barriers
-from flashlatte.kernels.hopper.mla_pipeline import add_other_sum, attend_even, attend_odd, begin_odd, empty_state
+from flashlatte.kernels.hopper.mla_pipeline import add_row_sums, attend_even, attend_odd, begin_odd, empty_state
 from flashlatte.kernels.hopper.mla_tiles import (
     COPY,
     HALF,
@@ -33,9 +33,9 @@ from flashlatte.kernels.hopper.mla_tiles import (
     SCORE_ROWS,
     SCORES,
 )
-from flashlatte.kernels.hopper.ptx.threads import lanes_below_zero
+from flashlatte.kernels.hopper.ptx.threads import ballot_negative
 from flashlatte.ops.dense_decode.hopper import epilogue, schedule
-from flashlatte.ops.dense_decode.hopper.tiles import PAIR, Q_EMPTY, Q_ROPE_EMPTY
+from flashlatte.ops.dense_decode.hopper.tiles import Q_EMPTY, Q_ROPE_EMPTY, STEP_KEYS
 from flashlatte.runtime.gluon_compat import cta_barrier
 from flashlatte.split_kv import device
 
@@ -43,24 +43,25 @@ from flashlatte.split_kv import device
 _PRODUCER = gl.constexpr(128)
 
 
-class Call(NamedTuple):
-    """What stays the same over all requests of a CTA.
+class DenseDecodeArgs(NamedTuple):
+    """Arguments of the partitions that are the same for all requests of a CTA.
 
     Attributes:
-        query: all queries (``producer.Query``); ``corner`` where the CTA's rows begin (``producer.Corner``).
-        keys: of the producer (``producer.Keys`` or ``one_byte_producer.Keys``).
-        key_lengths: of the requests (``device.KeyLengths``).
-        table: their pages (``schedule.Table``).
-        work: what the CTA works on (``schedule.Work``).
-        causal_offset: keys at a request's end that its first query token does not see: s_q - 1 if causal, else 0.
+        query: all queries (``producer.DenseDecodeQuery``).
+        query_origin: origin of the CTA's tile of queries (``producer.QueryTileOrigin``).
+        keys: the cache (``producer.KeyDescriptors`` or ``one_byte_producer.OneByteKeys``).
+        key_lengths: lengths of the requests (``device.KeyLengths``).
+        table: pages of the requests (``schedule.BlockTable``).
+        work: the work of the CTA (``schedule.DenseDecodeWork``).
+        causal_offset: keys at a request's end that are masked for its first query token: s_q - 1 if causal, else 0.
         scale: softmax_scale · log2(e).
         tiles, full: shared memory.
         peer: None, for ``mla_pipeline``.
-        results: where results go (``epilogue.Results``).
+        results: outputs and scratch (``epilogue.DenseDecodeResults``).
     """
 
     query: Any
-    corner: Any
+    query_origin: Any
     keys: Any
     key_lengths: Any
     table: Any
@@ -73,13 +74,13 @@ class Call(NamedTuple):
     results: Any
 
 
-class Mask(NamedTuple):
-    """Which keys the rows of a request see.
+class DecodeMask(NamedTuple):
+    """The visible keys of a request's rows.
 
     Attributes:
         length: keys of the request.
-        seen_by_all: keys that every row of the tile sees, if their pages are in the cache.
-        seen: [64], keys that each row sees.
+        seen_by_all: number of keys that are visible to every row, if their pages are in the cache.
+        seen: [64], number of visible keys of each row.
     """
 
     length: Any
@@ -87,9 +88,9 @@ class Mask(NamedTuple):
     seen: Any
 
 
-class Request(NamedTuple):
-    """The request at hand: what the CTA has of it (``schedule.Split``), which keys are seen (``Mask``), and the
-    rope of its queries in registers (without rope: anything)."""
+class DecodeRequest(NamedTuple):
+    """The current request: its split (``schedule.DenseDecodeSplit``), its mask (``DecodeMask``), and the rope of its
+    queries in registers (without rope, any value)."""
 
     split: Any
     mask: Any
@@ -97,24 +98,24 @@ class Request(NamedTuple):
 
 
 @gluon.jit
-def _mask_of(length, call):
+def _mask_of(length, args):
     """The mask of a request with ``length`` keys."""
-    token = (call.work.group.first_row + gl.arange(0, ROWS, SCORE_ROWS)) // call.query.heads
-    seen_by_all = length - call.causal_offset
-    return Mask(length, seen_by_all, gl.minimum(seen_by_all + token, length))
+    token = (args.work.group.first_row + gl.arange(0, ROWS, SCORE_ROWS)) // args.query.heads
+    seen_by_all = length - args.causal_offset
+    return DecodeMask(length, seen_by_all, gl.minimum(seen_by_all + token, length))
 
 
 @gluon.jit
-def _apply_mask(scores, mask, page, first_key, left, right, PLAN: gl.constexpr):
-    """Scores [64, 64] of the block at ``first_key``, -inf where a row does not see the key. ``page``: its page or, of
-    each box, pages, as ``schedule.page_of`` has them.
+def _apply_mask(scores, mask, page, first_key, left, right, CONFIG: gl.constexpr):
+    """Scores [64, 64] of the block at ``first_key``, with -inf for masked keys. ``page``: page of the block, or of each
+    of its boxes, from ``schedule.page_of``.
 
-    What lies in the cache beyond a request's end may be NaN, which P of zero would not hide: it is zeroed.
+    Values beyond a request's end are set to 0, because they may be NaN, and 0 · NaN is NaN.
     """
-    BOX: gl.constexpr = PLAN.box
+    BOX: gl.constexpr = CONFIG.box
     absent = page < 0
     if BOX < KEYS:
-        absent_boxes = lanes_below_zero(page)
+        absent_boxes = ballot_negative(page)
         absent = absent_boxes != 0
     if (first_key + KEYS > mask.seen_by_all) | absent:
         key = first_key + gl.arange(0, KEYS, SCORE_COLS)
@@ -125,8 +126,8 @@ def _apply_mask(scores, mask, page, first_key, left, right, PLAN: gl.constexpr):
         else:
             seen = gl.where(absent, 0, seen)
         scores = gl.where(key[None, :] < seen[:, None], scores, float("-inf"))
-        # A producer that casts keys has stored zeros there.
-        if not PLAN.one_byte:  # noqa: SIM102
+        # The one-byte producer stores zeros there.
+        if not CONFIG.one_byte:  # noqa: SIM102
             if first_key + KEYS > mask.length:
                 _zero_rows(left, mask.length - first_key)
                 _zero_rows(right, mask.length - first_key)
@@ -146,151 +147,155 @@ def _zero_rows(tile, first):
 
 
 @gluon.jit
-def _begin_scores(call, request, k, full, phase, zero, scores, PLAN: gl.constexpr):
-    """Scores [64, 64] of a block, under way: of each half as soon as it has come. ``scores``: registers for the result.
+def _begin_scores(args, request, k, full, phase, zero, scores, CONFIG: gl.constexpr):
+    """Start the scores [64, 64] of a block: the product with each half is issued as soon as the half has arrived.
+    ``scores``: registers for the result.
 
-    The left half comes first, as the even consumer lets go of it before the odd one is done with the right.
+    The left half comes first, because the even consumer releases it before the odd one has finished with the right
+    half.
     """
-    q = call.tiles.q
+    q = args.tiles.q
     q_left, k_left = q.left.index(zero), k.left.index(zero)
     mbarrier.wait(full.left, phase)
-    if PLAN.one_byte:
+    if CONFIG.one_byte:
         fence_async_shared()
     scores = warpgroup_mma(q_left, k_left.permute((1, 0)), scores, use_acc=False, is_async=True)
     q_right, k_right, k_rope = q.right.index(zero), k.right.index(zero), k.rope.index(zero)
     mbarrier.wait(full.right, phase)
-    if PLAN.one_byte:
+    if CONFIG.one_byte:
         fence_async_shared()
     scores = warpgroup_mma(q_right, k_right.permute((1, 0)), scores, is_async=True)
-    if PLAN.has_rope:
+    if CONFIG.has_rope:
         q_rope = request.q_rope
-        if PLAN.one_byte:
+        if CONFIG.one_byte:
             q_rope = q.rope.index(zero)
         scores = warpgroup_mma(q_rope, k_rope.permute((1, 0)), scores, is_async=True)
     return scores
 
 
 @gluon.jit
-def _score0(call, request, page, block, phase, zero, scores, PLAN: gl.constexpr):
-    """Scores of block 0, and its page, if that was not asked for ahead: their fences would have waited for it."""
-    scores = _begin_scores(call, request, call.tiles.k0, call.full.k0, phase, zero, scores, PLAN)
-    if PLAN.one_byte:
-        page = schedule.page_of(call.table, request.split, block, PLAN)
+def _score0(args, request, page, block, phase, zero, scores, CONFIG: gl.constexpr):
+    """Scores of block 0 and its page. With one-byte keys the page is loaded here, because the fences would wait for an
+    earlier load."""
+    scores = _begin_scores(args, request, args.tiles.k0, args.full.k0, phase, zero, scores, CONFIG)
+    if CONFIG.one_byte:
+        page = schedule.page_of(args.table, request.split, block, CONFIG)
     return warpgroup_mma_wait(0, deps=[scores]), page
 
 
 @gluon.jit
-def _take_queries(call, split, mask, phase, PLAN: gl.constexpr):
-    """A request whose queries have come, with their rope in registers (``tiles.allocate``)."""
-    mbarrier.wait(call.full.q, phase)
-    if PLAN.has_rope and not PLAN.one_byte:
-        return Request(split, mask, call.tiles.q.rope.index(0).load(Q_OPERAND))
+def _take_queries(args, split, mask, phase, CONFIG: gl.constexpr):
+    """Wait for the queries of a request and load their rope into registers (``tiles.allocate``)."""
+    mbarrier.wait(args.full.q, phase)
+    if CONFIG.has_rope and not CONFIG.one_byte:
+        return DecodeRequest(split, mask, args.tiles.q.rope.index(0).load(Q_OPERAND))
     else:
-        return Request(split, mask, call.tiles.q.rope)
+        return DecodeRequest(split, mask, args.tiles.q.rope)
 
 
 @gluon.jit
-def _even_step(scores, state, call, request, page, step, steps_taken, PLAN: gl.constexpr, LAST: gl.constexpr):
-    """From the scores of block 0 to those of the next step's block 0 and its page, unless this step is the last."""
-    k0 = call.tiles.k0
+def _even_step(scores, state, args, request, page, step, steps_taken, CONFIG: gl.constexpr, LAST: gl.constexpr):
+    """A step from the scores of block 0 to the scores and page of the next step's block 0, which are skipped with
+    LAST."""
+    k0 = args.tiles.k0
     phase, zero = steps_taken & 1, steps_taken >> 30
     left, right = k0.left.index(zero), k0.right.index(zero)
-    scores = _apply_mask(scores, request.mask, page, step * PAIR, left, right, PLAN)
-    state = attend_even(scores, state, call, zero, _PRODUCER, PLAN.one_byte)
+    scores = _apply_mask(scores, request.mask, page, step * STEP_KEYS, left, right, CONFIG)
+    state = attend_even(scores, state, args, zero, _PRODUCER, CONFIG.one_byte)
     if not LAST:
-        if not PLAN.one_byte:
-            # Read no earlier: the fences of the step would have waited for it.
-            page = schedule.page_of(call.table, request.split, 2 * step + 2, PLAN)
-        scores, page = _score0(call, request, page, 2 * step + 2, phase ^ 1, zero, scores, PLAN)
+        if not CONFIG.one_byte:
+            # Not loaded earlier: the fences of the step would wait for it.
+            page = schedule.page_of(args.table, request.split, 2 * step + 2, CONFIG)
+        scores, page = _score0(args, request, page, 2 * step + 2, phase ^ 1, zero, scores, CONFIG)
     return scores, page, state
 
 
 @gluon.jit
-def _odd_step(state, call, request, page, step, steps_taken, PLAN: gl.constexpr, LAST: gl.constexpr):
-    """A whole step, and the page of the next one, unless this is the last."""
-    k1 = call.tiles.k1
+def _odd_step(state, args, request, page, step, steps_taken, CONFIG: gl.constexpr, LAST: gl.constexpr):
+    """A whole step, and the load of the next step's page, which is skipped with LAST."""
+    k1 = args.tiles.k1
     phase, zero = steps_taken & 1, steps_taken >> 30
     scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-    scores = _begin_scores(call, request, k1, call.full.k1, phase, zero, scores, PLAN)
-    if PLAN.one_byte:
-        page = schedule.page_of(call.table, request.split, 2 * step + 1, PLAN)
-    out, row_max0 = begin_odd(state, call, zero)
+    scores = _begin_scores(args, request, k1, args.full.k1, phase, zero, scores, CONFIG)
+    if CONFIG.one_byte:
+        page = schedule.page_of(args.table, request.split, 2 * step + 1, CONFIG)
+    out, row_max0 = begin_odd(state, args, zero)
     scores = warpgroup_mma_wait(1, deps=[scores])
     if LAST:
-        barriers.arrive(Q_EMPTY, barriers.ALL)
-    first_key = step * PAIR + KEYS
-    scores = _apply_mask(scores, request.mask, page, first_key, k1.left.index(zero), k1.right.index(zero), PLAN)
-    state = attend_odd(scores, out, row_max0, state, call, zero, _PRODUCER, PLAN.one_byte)
-    if not LAST and not PLAN.one_byte:
-        page = schedule.page_of(call.table, request.split, 2 * step + 3, PLAN)
+        barriers.arrive(Q_EMPTY, barriers.ALL_THREADS)
+    first_key = step * STEP_KEYS + KEYS
+    scores = _apply_mask(scores, request.mask, page, first_key, k1.left.index(zero), k1.right.index(zero), CONFIG)
+    state = attend_odd(scores, out, row_max0, state, args, zero, _PRODUCER, CONFIG.one_byte)
+    if not LAST and not CONFIG.one_byte:
+        page = schedule.page_of(args.table, request.split, 2 * step + 3, CONFIG)
     return page, state
 
 
 @gluon.jit
-def consume_even(call, PLAN: gl.constexpr):
-    barriers.arrive(Q_EMPTY, barriers.ALL)
-    barriers.arrive(K0_LEFT_EMPTY, barriers.PAIR)
-    barriers.arrive(K1_LEFT_EMPTY, barriers.PAIR)
-    tiles = call.tiles
-    cta_range = call.work.range
+def consume_even(args, CONFIG: gl.constexpr):
+    barriers.arrive(Q_EMPTY, barriers.ALL_THREADS)
+    barriers.arrive(K0_LEFT_EMPTY, barriers.PAIR_THREADS)
+    barriers.arrive(K1_LEFT_EMPTY, barriers.PAIR_THREADS)
+    tiles = args.tiles
+    cta_range = args.work.range
     cost = cta_range.first_cost
-    length = device.key_count(cta_range.first, call.key_lengths)
+    length = device.key_count(cta_range.first, args.key_lengths)
     items_taken = 0
     steps_taken = 0
     for item in range(cta_range.first, cta_range.stop):
-        split = schedule.split_of(item, length, cost, call.work, PLAN)
-        mask = _mask_of(length, call)
-        cost += PLAN.overhead + split.steps
-        length = device.key_count(item + 1, call.key_lengths)
+        split = schedule.split_of(item, length, cost, args.work, CONFIG)
+        mask = _mask_of(length, args)
+        cost += CONFIG.overhead + split.steps
+        length = device.key_count(item + 1, args.key_lengths)
         begin, end = split.begin, split.end
         if end > begin:
-            page = schedule.page_of(call.table, split, 2 * begin, PLAN)
+            page = schedule.page_of(args.table, split, 2 * begin, CONFIG)
             state = empty_state(OUTPUT)
             scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
             phase, zero = steps_taken & 1, steps_taken >> 30
-            request = _take_queries(call, split, mask, items_taken & 1, PLAN)
-            scores, page = _score0(call, request, page, 2 * begin, phase, zero, scores, PLAN)
-            if PLAN.has_rope and not PLAN.one_byte:
-                barriers.wait(Q_ROPE_EMPTY, barriers.PAIR)
+            request = _take_queries(args, split, mask, items_taken & 1, CONFIG)
+            scores, page = _score0(args, request, page, 2 * begin, phase, zero, scores, CONFIG)
+            if CONFIG.has_rope and not CONFIG.one_byte:
+                barriers.wait(Q_ROPE_EMPTY, barriers.PAIR_THREADS)
             for step in range(begin, end - 1):
-                scores, page, state = _even_step(scores, state, call, request, page, step, steps_taken, PLAN, False)
+                scores, page, state = _even_step(scores, state, args, request, page, step, steps_taken, CONFIG, False)
                 steps_taken += 1
-            barriers.arrive(Q_EMPTY, barriers.ALL)
-            scores, page, state = _even_step(scores, state, call, request, page, end - 1, steps_taken, PLAN, True)
+            barriers.arrive(Q_EMPTY, barriers.ALL_THREADS)
+            scores, page, state = _even_step(scores, state, args, request, page, end - 1, steps_taken, CONFIG, True)
             steps_taken += 1
             items_taken += 1
-            state = add_other_sum(state, tiles.row_sum0, tiles.row_sum1)
-            epilogue.write(state, split, call, 0, PLAN)
+            state = add_row_sums(state, tiles.row_sum0, tiles.row_sum1)
+            epilogue.write(state, split, args, 0, CONFIG)
 
 
 @gluon.jit
-def consume_odd(call, PLAN: gl.constexpr):
-    barriers.arrive(Q_EMPTY, barriers.ALL)
-    barriers.arrive(K0_RIGHT_EMPTY, barriers.PAIR)
-    barriers.arrive(K1_RIGHT_EMPTY, barriers.PAIR)
-    tiles = call.tiles
-    cta_range = call.work.range
+def consume_odd(args, CONFIG: gl.constexpr):
+    barriers.arrive(Q_EMPTY, barriers.ALL_THREADS)
+    barriers.arrive(K0_RIGHT_EMPTY, barriers.PAIR_THREADS)
+    barriers.arrive(K1_RIGHT_EMPTY, barriers.PAIR_THREADS)
+    tiles = args.tiles
+    cta_range = args.work.range
     cost = cta_range.first_cost
-    length = device.key_count(cta_range.first, call.key_lengths)
+    length = device.key_count(cta_range.first, args.key_lengths)
     items_taken = 0
     steps_taken = 0
     for item in range(cta_range.first, cta_range.stop):
-        split = schedule.split_of(item, length, cost, call.work, PLAN)
-        mask = _mask_of(length, call)
-        cost += PLAN.overhead + split.steps
-        length = device.key_count(item + 1, call.key_lengths)
+        split = schedule.split_of(item, length, cost, args.work, CONFIG)
+        mask = _mask_of(length, args)
+        cost += CONFIG.overhead + split.steps
+        length = device.key_count(item + 1, args.key_lengths)
         begin, end = split.begin, split.end
         if end > begin:
-            page = schedule.page_of(call.table, split, 2 * begin + 1, PLAN)
+            page = schedule.page_of(args.table, split, 2 * begin + 1, CONFIG)
             state = empty_state(OUTPUT)
-            request = _take_queries(call, split, mask, items_taken & 1, PLAN)
-            if PLAN.has_rope and not PLAN.one_byte:
-                barriers.arrive(Q_ROPE_EMPTY, barriers.PAIR)
+            request = _take_queries(args, split, mask, items_taken & 1, CONFIG)
+            if CONFIG.has_rope and not CONFIG.one_byte:
+                barriers.arrive(Q_ROPE_EMPTY, barriers.PAIR_THREADS)
             for step in range(begin, end - 1):
-                page, state = _odd_step(state, call, request, page, step, steps_taken, PLAN, False)
+                page, state = _odd_step(state, args, request, page, step, steps_taken, CONFIG, False)
                 steps_taken += 1
-            page, state = _odd_step(state, call, request, page, end - 1, steps_taken, PLAN, True)
+            page, state = _odd_step(state, args, request, page, end - 1, steps_taken, CONFIG, True)
             steps_taken += 1
             items_taken += 1
-            state = add_other_sum(state, tiles.row_sum1, tiles.row_sum0)
-            epilogue.write(state, split, call, HALF, PLAN)
+            state = add_row_sums(state, tiles.row_sum1, tiles.row_sum0)
+            epilogue.write(state, split, args, HALF, CONFIG)

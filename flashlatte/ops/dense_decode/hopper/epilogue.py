@@ -1,4 +1,4 @@
-"""What a consumer does with its half of a finished output: the result, or a partial output."""
+"""The epilogue of a consumer: write half of the output as a result or as a partial output."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper.mla_tiles import HALF, LATENT, OUTPUT_COLS, OUTPUT_ROWS, ROWS
-from flashlatte.kernels.hopper.ptx.outputs import store_rows
+from flashlatte.kernels.hopper.ptx.output_tiles import store_rows
 from flashlatte.kernels.hopper.softmax import inverse, lse2_of
 from flashlatte.ops.dense_decode.hopper import fixup, schedule
-from flashlatte.split_kv.gluon import PARTIAL, write_partial
+from flashlatte.split_kv.fp24_partials import PARTIAL as FP24_PARTIAL
+from flashlatte.split_kv.fp24_partials import write as write_fp24
+from flashlatte.split_kv.gluon_device import PARTIAL, write_partial
 from flashlatte.split_kv.outputs import row_pointers, write_lse, write_out
-from flashlatte.split_kv.rounded_partials import PARTIAL as ROUNDED_PARTIAL
-from flashlatte.split_kv.rounded_partials import write as write_rounded
 
 
-class Results(NamedTuple):
-    """Where they go.
+class DenseDecodeResults(NamedTuple):
+    """Outputs and scratch.
 
     Attributes:
         outputs: ``outputs.Outputs``.
-        scratch: partial outputs, for ``fixup`` or a combine kernel; None where no request is split.
-        k_scale: what numbers of the cache are multiplied with, None where they are two bytes wide.
+        scratch: partial outputs for ``fixup`` or a combine kernel; None if no request is split.
+        k_scale: scale of one-byte cache elements; None for two-byte elements.
     """
 
     outputs: Any
@@ -32,33 +32,33 @@ class Results(NamedTuple):
 
 
 @gluon.jit
-def write(state, split, call, FIRST_COL: gl.constexpr, PLAN: gl.constexpr):
-    """Normalise and write columns from FIRST_COL of a request's rows; those from 0 bring the lse along."""
-    OUT_ALIGN: gl.constexpr = PLAN.out_align
-    work, results, outputs = call.work, call.results, call.results.outputs
+def write(state, split, args, FIRST_COL: gl.constexpr, CONFIG: gl.constexpr):
+    """Normalize and write columns from FIRST_COL of a request's rows; with FIRST_COL 0, also write the lse."""
+    OUT_ALIGN: gl.constexpr = CONFIG.out_align
+    work, results, outputs = args.work, args.results, args.results.outputs
     continues = split.begin > 0
     ends = split.end == split.steps
     out = state.out
     row_sum = gl.convert_layout(state.row_sum, OUTPUT_ROWS)
     row_max = gl.convert_layout(state.row_max, OUTPUT_ROWS)
     is_result = continues == 0
-    goes_on = ends == 0
-    if PLAN.stream_k:
-        out, row_max, row_sum, goes_on = fixup.add_later_splits(
-            out, row_max, row_sum, is_result, goes_on, call, FIRST_COL
+    continues_later = ends == 0
+    if CONFIG.stream_k:
+        out, row_max, row_sum, continues_later = fixup.add_later_splits(
+            out, row_max, row_sum, is_result, continues_later, args, FIRST_COL
         )
     else:
         is_result = is_result & ends
     factor = inverse(row_sum)
     if results.k_scale is not None:
-        # Partial outputs that ``fixup`` adds stay unscaled, as the sums that they are added to.
-        factor *= gl.where(is_result, results.k_scale, 1.0) if PLAN.stream_k else results.k_scale
+        # ``fixup`` adds partial outputs to unscaled sums, so they stay unscaled.
+        factor *= gl.where(is_result, results.k_scale, 1.0) if CONFIG.stream_k else results.k_scale
     values = out * factor[:, None]
     lse2 = lse2_of(row_max, row_sum)
     row = gl.arange(0, ROWS, OUTPUT_ROWS)
-    if PLAN.stream_k or PLAN.one_byte:
-        # Made to look as if it depended on the request: else what follows from it would be worked out before the loop,
-        # and lie in registers over all steps.
+    if CONFIG.stream_k or CONFIG.one_byte:
+        # An artificial dependence on the request prevents the compiler from hoisting values derived from ``row`` out of
+        # the loop, where they would occupy registers.
         row += split.item >> 31
     item_row = work.group.first_row + row
     if is_result:
@@ -75,13 +75,13 @@ def write(state, split, call, FIRST_COL: gl.constexpr, PLAN: gl.constexpr):
             write_out(outputs, split.item, work.group.kv_head, item_row, col, values, lse2, LATENT, OUT_ALIGN, False)
         if FIRST_COL == 0:
             write_lse(outputs, split.item, work.group.kv_head, item_row, lse2)
-    elif PLAN.stream_k:
-        fixup.leave(values, lse2, goes_on, call, FIRST_COL)
-    elif PLAN.rounded:
+    elif CONFIG.stream_k:
+        fixup.store_partial(values, lse2, continues_later, args, FIRST_COL)
+    elif CONFIG.fp24_partials:
         if results.k_scale is not None:
             out *= results.k_scale
-        partial = results.scratch + schedule.partial(work, continues, PLAN) * ROUNDED_PARTIAL
-        write_rounded(out, row_max, row_sum, partial, outputs.rows - work.group.first_row, FIRST_COL)
+        partial = results.scratch + schedule.partial(work, continues, CONFIG) * FP24_PARTIAL
+        write_fp24(out, row_max, row_sum, partial, outputs.rows - work.group.first_row, FIRST_COL)
     elif results.scratch is not None:
-        partial = results.scratch + schedule.partial(work, continues, PLAN) * PARTIAL
+        partial = results.scratch + schedule.partial(work, continues, CONFIG) * PARTIAL
         write_partial(partial, row, item_row < outputs.rows, values, lse2, FIRST_COL)

@@ -1,4 +1,4 @@
-"""The kernel: find this CTA's work, then let its partitions run."""
+"""The kernel: compute the CTA's work, then run its partitions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from flashlatte.kernels.hopper import barriers
-from flashlatte.kernels.hopper.mla_tiles import allocate_full
+from flashlatte.kernels.hopper.mla_tiles import allocate_full_barriers
 from flashlatte.ops.dense_decode.hopper import (
     consumers,
     epilogue,
@@ -17,20 +17,20 @@ from flashlatte.ops.dense_decode.hopper import (
     tiles,
 )
 from flashlatte.ops.dense_decode.hopper.few_rows import tiles as few_rows_tiles
-from flashlatte.ops.dense_decode.hopper.few_rows.attender import attend
 from flashlatte.ops.dense_decode.hopper.few_rows.caster import cast
+from flashlatte.ops.dense_decode.hopper.few_rows.consumer import consume
 from flashlatte.ops.dense_decode.hopper.few_rows.loader import load
 from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv.device import KeyLengths
-from flashlatte.split_kv.gluon import Equals
+from flashlatte.split_kv.gluon_device import UniformRanges
 from flashlatte.split_kv.outputs import Outputs
 
-# Registers of a thread of a consumer. The producer has what 12 warps leave of the register file: 24, or 120 where it
-# casts keys. With 104 it spills 24 times a step (16 heads, 128 requests of 4,096 keys: 192 µs instead of 160). With 184
-# and less for a consumer, its products are serialised.
+# Registers per thread of a consumer. The producer gets the rest of the register file: 24, or 120 if it casts keys. With
+# 104 it spills 24 times per step (16 heads, 128 requests of 4,096 keys: 192 µs instead of 160). With 184 or fewer
+# registers for a consumer, ptxas serializes its products.
 _REGISTERS = gl.constexpr(240)
 _CAST_REGISTERS = gl.constexpr(192)
-# Registers of the other partitions of ``few_rows``. The attender has what they leave: all that a thread can have.
+# Registers of the other partitions of ``few_rows``. The consumer gets the rest: the maximum per thread.
 _CASTER_REGISTERS = gl.constexpr(168)
 _LOADER_REGISTERS = gl.constexpr(40)
 
@@ -68,8 +68,8 @@ def dense_decode_kernel(
     groups_per_head: tl.int32,
     num_groups: tl.int32,
     num_splits: tl.int32,
-    ranges_of_equals: tl.int32,
-    free_of_equals: tl.int32,
+    uniform_ranges: tl.int32,
+    uniform_free: tl.int32,
     first_item: tl.int32,
     k_cache,
     k_stride_page: tl.int64,
@@ -77,15 +77,16 @@ def dense_decode_kernel(
     k_stride_head: tl.int64,
     k_scale_tensor,
     k_scale: tl.float32,
-    PLAN: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
-    """A CTA works on 64 query rows of a kv head (``few_rows``: on all, at most 16), for a range of all keys.
+    """A CTA processes 64 query rows of a kv head (``few_rows``: all rows, at most 16) for a range of the keys of all
+    requests.
 
     Arguments as in ``launch``.
     """
     key_lengths = KeyLengths(num_items, 1, lengths, lengths_stride_request, 0, limit)
-    table = schedule.Table(pages, pages_stride, num_pages)
-    equals = Equals(ranges_of_equals, free_of_equals)
+    table = schedule.BlockTable(pages, pages_stride, num_pages)
+    uniform = UniformRanges(uniform_ranges, uniform_free)
     outputs = Outputs(
         out,
         out_stride_request,
@@ -102,47 +103,49 @@ def dense_decode_kernel(
         rows,
         empty_lse,
     )
-    query = producer.Query(query_half, query_rope, q, q_stride_request, q_stride_token, q_stride_head, heads, rows)
-    if PLAN.one_byte and not PLAN.few_rows:
+    query = producer.DenseDecodeQuery(
+        query_half, query_rope, q, q_stride_request, q_stride_token, q_stride_head, heads, rows
+    )
+    if CONFIG.one_byte and not CONFIG.few_rows:
         words = k_cache.to(gl.pointer_type(gl.int32), bitcast=True)
-        keys = one_byte_producer.Keys(words, k_stride_page, k_stride_token, k_stride_head)
+        keys = one_byte_producer.OneByteKeys(words, k_stride_page, k_stride_token, k_stride_head)
     else:
-        keys = producer.Keys(keys_half, keys_rope)
-    if PLAN.few_rows:
+        keys = producer.KeyDescriptors(keys_half, keys_rope)
+    if CONFIG.few_rows:
         shared = few_rows_tiles.allocate()
         full = None
     else:
-        shared = tiles.allocate(q.dtype.element_ty, PLAN)
-        full = allocate_full(1, 1)
+        shared = tiles.allocate(q.dtype.element_ty, CONFIG)
+        full = allocate_full_barriers(1, 1)
     group = schedule.find_group(groups_per_head, num_groups)
-    corner = producer.find_corner(query, group)
-    # The kernel before this one in the stream may still run.
+    query_origin = producer.find_query_origin(query, group)
+    # The preceding kernel in the stream may still run.
     gdc_wait()
-    work = schedule.find_work(group, key_lengths, num_splits, equals, first_item, PLAN)
-    if PLAN.one_byte:
+    work = schedule.find_work(group, key_lengths, num_splits, uniform, first_item, CONFIG)
+    if CONFIG.one_byte:
         if k_scale_tensor is not None:
             k_scale *= gl.load(k_scale_tensor)
         scale *= k_scale
-        results = epilogue.Results(outputs, scratch, k_scale)
+        results = epilogue.DenseDecodeResults(outputs, scratch, k_scale)
     else:
-        results = epilogue.Results(outputs, scratch, None)
-    call = consumers.Call(
-        query, corner, keys, key_lengths, table, work, causal_offset, scale, shared, full, None, results
+        results = epilogue.DenseDecodeResults(outputs, scratch, None)
+    args = consumers.DenseDecodeArgs(
+        query, query_origin, keys, key_lengths, table, work, causal_offset, scale, shared, full, None, results
     )
-    barriers.before_partitions()
-    if PLAN.few_rows:
+    barriers.sync_before_warp_specialize()
+    if CONFIG.few_rows:
         gl.warp_specialize(
-            [(attend, (call, PLAN)), (cast, (call, PLAN)), (load, (call, PLAN))],
+            [(consume, (args, CONFIG)), (cast, (args, CONFIG)), (load, (args, CONFIG))],
             [4, 1],
             [_CASTER_REGISTERS, _LOADER_REGISTERS],
         )
     else:
-        CONSUMER_REGISTERS: gl.constexpr = _CAST_REGISTERS if PLAN.one_byte else _REGISTERS
+        CONSUMER_REGISTERS: gl.constexpr = _CAST_REGISTERS if CONFIG.one_byte else _REGISTERS
         gl.warp_specialize(
             [
-                (one_byte_producer.produce if PLAN.one_byte else producer.produce, (call, PLAN)),
-                (consumers.consume_even, (call, PLAN)),
-                (consumers.consume_odd, (call, PLAN)),
+                (one_byte_producer.produce if CONFIG.one_byte else producer.produce, (args, CONFIG)),
+                (consumers.consume_even, (args, CONFIG)),
+                (consumers.consume_odd, (args, CONFIG)),
             ],
             [4, 4],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS],

@@ -1,4 +1,4 @@
-"""From arguments to launches: all that a call settles on the host, from shapes and strides alone."""
+"""The launcher: everything a call computes on the host, from shapes and strides alone."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from flashlatte.ops.dense_decode.hopper.combine import launch_combine_ranges
 from flashlatte.ops.dense_decode.hopper.few_rows.tiles import ROWS as FEW_ROWS
 from flashlatte.ops.dense_decode.hopper.fixup import clear_kernel
 from flashlatte.ops.dense_decode.hopper.kernel import kernel
-from flashlatte.ops.dense_decode.hopper.one_byte_producer import Keys as OneByteKeys
-from flashlatte.ops.dense_decode.hopper.producer import Keys, Query
-from flashlatte.ops.dense_decode.hopper.schedule import Table
-from flashlatte.ops.dense_decode.hopper.tiles import PAIR
+from flashlatte.ops.dense_decode.hopper.one_byte_producer import OneByteKeys
+from flashlatte.ops.dense_decode.hopper.producer import DenseDecodeQuery, KeyDescriptors
+from flashlatte.ops.dense_decode.hopper.schedule import BlockTable
+from flashlatte.ops.dense_decode.hopper.tiles import STEP_KEYS
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align, strides_in_use
@@ -27,44 +27,44 @@ from flashlatte.runtime.tma_descriptors import Address, describe
 from flashlatte.split_kv import plan
 from flashlatte.split_kv.combine import launch_combine
 from flashlatte.split_kv.device import key_lengths
-from flashlatte.split_kv.gluon import MLA_PARTIAL, Equals, equals_of
+from flashlatte.split_kv.fp24_partials import PARTIAL as FP24_PARTIAL
+from flashlatte.split_kv.gluon_device import MLA_PARTIAL, UniformRanges, uniform_ranges_of
 from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import SplitPlan
-from flashlatte.split_kv.rounded_partials import PARTIAL as ROUNDED_PARTIAL
 
 _LOG2_E = math.log2(math.e)
-# With batch_invariant, steps of a split, and the most splits of a request, over all groups of its query rows.
+# With batch_invariant: steps per split, and the maximum number of splits of a request over all its row groups.
 _SPLIT_STEPS = 8
 _FIXED_SPLITS = 128
-# What beginning a request costs a balanced range, in steps: one and a half to two were measured.
+# Cost of starting a request in a balanced range, in steps; measured: 1.5 to 2.
 _OVERHEAD = 2
-# Partial outputs of no more rows than that are combined by the common kernel, which has more CTAs for them ("b 4, h_q
-# 16": 23.6 instead of 24.8 µs in a graph). With more rows ``combine`` wins "b 1, h_q 128, 4,096" by 28% (13.7 instead
-# of 17.5 µs; docs/notes/dense-decode.md).
+# Partial outputs with at most this many rows are combined by ``split_kv.combine``, which launches more CTAs for them
+# ("b 4, h_q 16": 23.6 instead of 24.8 µs in a graph). With more rows ``combine`` wins "b 1, h_q 128, 4,096" by 28%
+# (13.7 instead of 17.5 µs; docs/notes/dense-decode.md).
 _FEW_TO_COMBINE = 16
-# Of fixed splits, where nobody asks whether lengths are equal.
-_NOT_ASKED = Equals(1, 0)
-# What the copies need rows to be aligned to, in bytes and in two-byte numbers.
+# For fixed splits, which do not use it.
+_NOT_UNIFORM = UniformRanges(1, 0)
+# Alignment of rows that the copies require, in bytes and in two-byte elements.
 _ALIGN_BYTES = 16
 _ALIGN = 8
 
 
 @dataclass(frozen=True)
-class LaunchPlan:
-    """How requests are split, in blocks of a step.
+class DenseDecodeLaunchPlan:
+    """The split of the requests; blocks are steps.
 
     Attributes:
-        split: its balanced ranges, or fixed splits.
-        few_rows: whether the kernel's partitions are those of ``few_rows``.
-        equals: balanced ranges where all requests are equally long.
-        stream_k, rounded: by whom what is split is finished (``schedule.Plan``).
+        split: balanced ranges or fixed splits.
+        few_rows: whether the kernel runs the partitions of ``few_rows``.
+        uniform: balanced ranges for requests of equal length.
+        stream_k, fp24_partials: how split requests are combined (``schedule.DenseDecodeConfig``).
     """
 
     split: SplitPlan
     few_rows: bool
-    equals: Equals = _NOT_ASKED
+    uniform: UniformRanges = _NOT_UNIFORM
     stream_k: bool = False
-    rounded: bool = False
+    fp24_partials: bool = False
 
 
 def dense_decode(
@@ -98,12 +98,12 @@ def dense_decode(
     q_strides = strides_in_use(q)
     out_align = row_align(out)
     q_units = (stride // _ALIGN for stride in q_strides)
-    # The kernel of few rows takes its queries through registers, whatever boxes they would make.
+    # The kernel for few rows loads its queries through registers.
     q_tiles = (None, None) if few_rows else _query_descriptors(q, q_strides, heads)
-    query = Query(*q_tiles, q, *q_units, heads, rows)
+    query = DenseDecodeQuery(*q_tiles, q, *q_units, heads, rows)
     keys = _keys(k_cache, box, few_rows)
-    table = Table(block_table, block_table.stride(0), num_pages)
-    limit = min(max_pages * page_size, 2**31 - 1 - PAIR.value)
+    table = BlockTable(block_table, block_table.stride(0), num_pages)
+    limit = min(max_pages * page_size, 2**31 - 1 - STEP_KEYS.value)
     lengths = key_lengths(batch, 1, cache_seqlens, limit)
     outputs = outputs_of(out, lse, None, tokens=1, heads=heads, rows=rows, empty_lse=empty_lse, row_align=out_align)
     split = launch_plan.split
@@ -111,8 +111,13 @@ def dense_decode(
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
     if launch_plan.stream_k:
         partials = split.splits * split.groups
-        clear_kernel[(-(-partials // fixup.CLEARED),)](
-            scratch, partials, PARTIAL=fixup.PARTIAL.value, CLEARED=fixup.CLEARED, num_warps=4, launch_pdl=True
+        clear_kernel[(-(-partials // fixup.CLEARED_PARTIALS),)](
+            scratch,
+            partials,
+            PARTIAL=fixup.PARTIAL.value,
+            CLEARED_PARTIALS=fixup.CLEARED_PARTIALS,
+            num_warps=4,
+            launch_pdl=True,
         )
     for first, count in split.launches:
         kernel[(split.ctas(count),)](
@@ -123,7 +128,7 @@ def dense_decode(
                 table,
                 lengths,
                 outputs,
-                launch_plan.equals,
+                launch_plan.uniform,
                 k_scale_tensor=k_scale_tensor,
                 k_scale=k_scale_value,
                 scratch=scratch,
@@ -134,7 +139,7 @@ def dense_decode(
                 num_splits=split.splits,
                 first_item=first,
             ),
-            PLAN=schedule.Plan(
+            CONFIG=schedule.DenseDecodeConfig(
                 one_byte=one_byte,
                 few_rows=few_rows,
                 has_rope=head_dim > LATENT.value,
@@ -145,15 +150,15 @@ def dense_decode(
                 split_steps=split.split_blocks,
                 max_splits=split.max_splits,
                 stream_k=launch_plan.stream_k,
-                rounded=launch_plan.rounded,
+                fp24_partials=launch_plan.fp24_partials,
             ),
             num_warps=4,
             launch_pdl=True,
         )
         if scratch is None:
             continue
-        if launch_plan.rounded:
-            launch_combine_ranges(split, launch_plan.equals, scratch, outputs, lengths, out_align)
+        if launch_plan.fp24_partials:
+            launch_combine_ranges(split, launch_plan.uniform, scratch, outputs, lengths, out_align)
         else:
             launch_combine(split, scratch, outputs, out_align, first, count)
 
@@ -161,43 +166,46 @@ def dense_decode(
 @functools.lru_cache(maxsize=4096)
 def make_plan(
     num_sms: int, batch: int, rows: int, h_kv: int, max_keys: int, batch_invariant: bool, one_byte: bool
-) -> LaunchPlan:
+) -> DenseDecodeLaunchPlan:
     few_rows = one_byte and rows <= FEW_ROWS.value
     groups_per_head = -(-rows // ROWS.value)
     groups = h_kv * groups_per_head
-    most_steps = -(-max_keys // PAIR.value)
+    max_steps = -(-max_keys // STEP_KEYS.value)
     if batch_invariant:
         max_splits = max(_FIXED_SPLITS // groups, 1)
-        split = plan.fixed(MLA_PARTIAL, batch, most_steps, groups, groups_per_head, _SPLIT_STEPS, max_splits)
-        return LaunchPlan(split, few_rows)
-    ranges = plan.num_ranges(batch, groups, num_sms, most_steps, MLA_PARTIAL)
-    most_cost = batch * (most_steps + _OVERHEAD)
-    if ranges is None or most_cost > plan.MAX_COST:
-        return LaunchPlan(plan.whole(MLA_PARTIAL, batch, groups, groups_per_head), few_rows)
-    # With few requests a range should be as short as can be; with many it shares few of them.
-    shares_few = 2 * batch >= ranges
-    stream_k = shares_few and not few_rows
-    of_equals = ranges
-    # One group of rows in bf16 waits for memory, and not for its CTAs: four more win nothing where lengths differ, and
-    # cost 1% where they do not (docs/notes/floors.md).
-    if shares_few and (groups > 1 or one_byte):
+        split = plan.fixed(MLA_PARTIAL, batch, max_steps, groups, groups_per_head, _SPLIT_STEPS, max_splits)
+        return DenseDecodeLaunchPlan(split, few_rows)
+    ranges = plan.num_ranges(batch, groups, num_sms, max_steps, MLA_PARTIAL)
+    max_cost = batch * (max_steps + _OVERHEAD)
+    if ranges is None or max_cost > plan.MAX_COST:
+        return DenseDecodeLaunchPlan(plan.whole(MLA_PARTIAL, batch, groups, groups_per_head), few_rows)
+    # With few requests, ranges should be as short as possible; with many, most requests are not split.
+    few_shared = 2 * batch >= ranges
+    stream_k = few_shared and not few_rows
+    keep_items_whole = ranges
+    # A single row group in bf16 is bound by memory: four more CTAs gain nothing if lengths differ, and cost 1%
+    # otherwise (docs/notes/floors.md).
+    if few_shared and (groups > 1 or one_byte):
         # b128-sq2-h128-k8192-varlen: 33 ranges for each group of rows instead of 32 are 1.034 times as fast.
-        ranges = plan.num_ranges(batch, groups, num_sms, most_steps, MLA_PARTIAL, of_equals=False) or ranges
-    splits_many = not shares_few and min(ranges, most_steps) > 1
-    # Its combine works out ranges in 32 bits (``split_kv.gluon.ranges_of_item``).
-    rounded = splits_many and rows > _FEW_TO_COMBINE and most_cost * (ranges + 1) <= plan.MAX_COST
-    # Lengths of one request are equal, so that starting on it is free: if it does not count, no CTA need find that out.
-    overhead = _OVERHEAD if batch > 1 or shares_few or rounded else 0
-    split = plan.balanced(MLA_PARTIAL, batch, most_steps, groups, groups_per_head, ranges, overhead)
+        ranges = plan.num_ranges(batch, groups, num_sms, max_steps, MLA_PARTIAL, keep_items_whole=False) or ranges
+    many_splits = not few_shared and min(ranges, max_steps) > 1
+    # Its combine kernel computes ranges in 32 bits (``gluon_device.ranges_of_item``).
+    fp24_partials = many_splits and rows > _FEW_TO_COMBINE and max_cost * (ranges + 1) <= plan.MAX_COST
+    # A single request always has uniform length, so its overhead is free; with overhead 0, CTAs need not check that.
+    overhead = _OVERHEAD if batch > 1 or few_shared or fp24_partials else 0
+    split = plan.balanced(MLA_PARTIAL, batch, max_steps, groups, groups_per_head, ranges, overhead)
     if stream_k:
         split = replace(split, scratch=groups * ranges * fixup.PARTIAL.value, combines=False)
-    elif rounded:
-        split = replace(split, scratch=2 * groups * ranges * ROUNDED_PARTIAL.value)
-    return LaunchPlan(split, few_rows, equals_of(of_equals, batch, overhead), stream_k, rounded)
+    elif fp24_partials:
+        split = replace(split, scratch=2 * groups * ranges * FP24_PARTIAL.value)
+    return DenseDecodeLaunchPlan(
+        split, few_rows, uniform_ranges_of(keep_items_whole, batch, overhead), stream_k, fp24_partials
+    )
 
 
 def _query_descriptors(q: torch.Tensor, strides: tuple[int, ...], heads: int) -> tuple[Any, Any]:
-    """Of 64 rows of q, 256 columns and its rope; (None, None) where 64 rows are no box, or an axis repeats itself."""
+    """TMA descriptors of 64 rows of q: of 256 columns, and of the rope. (None, None) if 64 rows are not a box, or an
+    axis has stride 0."""
     repeats = any(size > 1 and not stride for size, stride in zip(q.shape, strides, strict=False))
     if repeats or (heads % ROWS.value and ROWS.value % heads):
         return None, None
@@ -205,11 +213,11 @@ def _query_descriptors(q: torch.Tensor, strides: tuple[int, ...], heads: int) ->
     return _tiles(Address(q.data_ptr(), q.dtype), tuple(q.shape), strides, box)
 
 
-def _keys(k_cache: torch.Tensor, box: int, few_rows: bool) -> tuple[Keys, OneByteKeys]:
-    """The cache as each producer takes it."""
+def _keys(k_cache: torch.Tensor, box: int, few_rows: bool) -> tuple[KeyDescriptors, OneByteKeys]:
+    """The cache in the form that each producer uses."""
     strides = strides_in_use(k_cache)
     address = k_cache.data_ptr(), k_cache.dtype
-    keys = Keys(*_descriptors(*address, tuple(k_cache.shape), strides, box, few_rows, k_cache.device))
+    keys = KeyDescriptors(*_descriptors(*address, tuple(k_cache.shape), strides, box, few_rows, k_cache.device))
     if k_cache.dtype.itemsize > 1 or few_rows:
         return keys, OneByteKeys(None, 0, 0, 0)
     return keys, OneByteKeys(k_cache, *(stride // _ALIGN_BYTES for stride in strides))
@@ -225,10 +233,11 @@ def _descriptors(
     few_rows: bool,
     device: torch.device,
 ) -> tuple[TensorDescriptor, TensorDescriptor | None]:
-    """TMA descriptors of a cache [pages, page_size, h_kv, d]: of 256 columns of ``box`` keys, and of their rope.
+    """TMA descriptors of a cache [pages, page_size, h_kv, d] for boxes of ``box`` keys: of 256 columns, and of the
+    rope.
 
-    Of numbers of one byte, as pairs: of lines of 128 bytes of ``box`` keys; for ``few_rows`` as of other numbers, but
-    swizzled by 64 bytes.
+    One-byte elements are described as pairs: boxes of 128 bytes of ``box`` keys; for ``few_rows``, boxes as above with
+    a 64-byte swizzle.
     """
     if address % _ALIGN_BYTES or any(stride * dtype.itemsize % _ALIGN_BYTES for stride in strides):
         raise ValueError(f"k_cache must have rows that begin at multiples of 16 bytes, got strides {(*strides, 1)}")
@@ -248,6 +257,7 @@ def _descriptors(
 def _tiles(
     base: Address, shape: tuple[int, ...], strides: tuple[int, ...], rows: tuple[int, ...]
 ) -> tuple[TensorDescriptor, TensorDescriptor | None]:
-    """Descriptors of ``rows`` by 256 columns, and by the 64 of the rope if there are more than 512."""
+    """Descriptors of boxes of ``rows`` and 256 columns, and of 64 columns of rope if rows have more than 512
+    columns."""
     half = describe(base, shape, strides, (*rows, HALF.value))
     return half, describe(base, shape, strides, (*rows, ROPE.value)) if shape[3] > LATENT.value else None

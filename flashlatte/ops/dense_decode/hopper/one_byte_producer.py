@@ -1,8 +1,8 @@
-"""The producer over a cache of one-byte numbers: four warps that cast keys to the queries' type on their way.
+"""The producer for a cache of one-byte elements: four warps that cast keys to the dtype of the queries.
 
-A half of a block waits in registers until its tile is empty; the next half is under way by then, and the next step's
-blocks are being brought into the L2 cache. What threads store is fenced by the consumers: a fence waits for loads in
-flight, and they have none. Tiles hold the numbers as they are, exactly; their scale is applied to scores and output.
+A half of a block is held in registers until its tile is empty. Meanwhile the loads of the next half are in flight, and
+the blocks of the next step are prefetched into L2. The consumers fence the producer's stores: a fence waits for loads
+in flight, and consumers have none. Tiles hold the exact values; their scale is applied to scores and output.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from flashlatte.kernels.hopper.mla_tiles import (
     LATENT,
     ROPE,
 )
-from flashlatte.kernels.hopper.ptx import e4m3, memory
-from flashlatte.kernels.hopper.ptx.registers import loaded
-from flashlatte.kernels.hopper.ptx.threads import of_lanes
+from flashlatte.kernels.hopper.ptx import copies, e4m3
+from flashlatte.kernels.hopper.ptx.registers import wait_loads
+from flashlatte.kernels.hopper.ptx.threads import shuffle_from_lanes
 from flashlatte.kernels.hopper.word_layouts import THREADS, flat, load_words, words_layout, words_of
 from flashlatte.ops.dense_decode.hopper import schedule
 from flashlatte.ops.dense_decode.hopper.producer import (
@@ -39,9 +39,9 @@ from flashlatte.ops.dense_decode.hopper.producer import (
 from flashlatte.ops.dense_decode.hopper.tiles import Q_EMPTY
 from flashlatte.split_kv import device
 
-# The descriptor by which rows are prefetched, as numbers of two bytes: PTX's name of the kernel's first argument.
+# PTX name of the kernel's first parameter, the descriptor for prefetches, in two-byte elements.
 _DESCRIPTOR = gl.constexpr("dense_decode_kernel_param_0")
-# Words of half a row, and of a rope.
+# Words of half a row, and of the rope.
 _HALF_WORDS = gl.constexpr(HALF.value // 4)
 _ROPE_WORDS = gl.constexpr(ROPE.value // 4)
 _HALF_LAYOUT = gl.constexpr(flat(words_layout(2, 32)))
@@ -49,7 +49,7 @@ _ROPE_LAYOUT = gl.constexpr(flat(words_layout(1, 16)))
 _TOKENS = gl.constexpr(gl.SliceLayout(1, _HALF_LAYOUT))
 
 
-class Keys(NamedTuple):
+class OneByteKeys(NamedTuple):
     """The cache [pages, page_size, h_kv, d], in the kernel as int32, and its strides in units of 16 bytes."""
 
     k_cache: Any
@@ -58,79 +58,79 @@ class Keys(NamedTuple):
     k_stride_head: Any
 
 
-class Rows(NamedTuple):
-    """Keys of a block: pointers to their words [64], and which of them there are."""
+class OneByteRows(NamedTuple):
+    """Keys of a block: pointers to their words [64], and whether they exist."""
 
     words: Any
     valid: Any
 
 
-class Half(NamedTuple):
-    """Words of half of a block, and of its rope; without rope, the half's once more."""
+class OneByteHalf(NamedTuple):
+    """Words of half of a block, and of its rope; without rope, the half's words again."""
 
     words: Any
     rope: Any
 
 
 @gluon.jit
-def _rows_of(call, words, split, page, block, PLAN: gl.constexpr):
-    """A block's keys; ``page`` as ``schedule.page_of`` has it, ``words`` those of the kv head. Keys that are not there
-    are read from elsewhere."""
-    keys = call.keys
-    PAGE_SIZE: gl.constexpr = PLAN.box * PLAN.boxes_per_page
+def _rows_of(args, words, split, page, block, CONFIG: gl.constexpr):
+    """The keys of a block. ``page``: from ``schedule.page_of``. ``words``: pointer to the kv head. Pointers of missing
+    keys refer to other keys."""
+    keys = args.keys
+    PAGE_SIZE: gl.constexpr = CONFIG.box * CONFIG.boxes_per_page
     token = gl.arange(0, KEYS, _TOKENS)
     valid = block * KEYS + token < split.length
-    if PLAN.box == KEYS:
+    if CONFIG.box == KEYS:
         valid = valid & (page >= 0)
         first = gl.maximum(page, 0).to(gl.int64) * keys.k_stride_page
-        first += (block % PLAN.boxes_per_page * KEYS).to(gl.int64) * keys.k_stride_token
+        first += (block % CONFIG.boxes_per_page * KEYS).to(gl.int64) * keys.k_stride_token
     else:
-        page = of_lanes(page, token // PLAN.box)
+        page = shuffle_from_lanes(page, token // CONFIG.box)
         valid = valid & (page >= 0)
         first = gl.maximum(page, 0).to(gl.int64) * keys.k_stride_page
         token = (block * KEYS % PAGE_SIZE + token) % PAGE_SIZE
-    return Rows(words + (first + token.to(gl.int64) * keys.k_stride_token) * 4, valid)
+    return OneByteRows(words + (first + token.to(gl.int64) * keys.k_stride_token) * 4, valid)
 
 
 @gluon.jit
 def _load_left(rows):
     words = load_words(rows.words, 0, _HALF_LAYOUT)
-    return Half(words, words)
+    return OneByteHalf(words, words)
 
 
 @gluon.jit
 def _load_right(rows, HAS_ROPE: gl.constexpr):
     words = load_words(rows.words, _HALF_WORDS, _HALF_LAYOUT)
     if HAS_ROPE:
-        return Half(words, load_words(rows.words, LATENT // 4, _ROPE_LAYOUT))
+        return OneByteHalf(words, load_words(rows.words, LATENT // 4, _ROPE_LAYOUT))
     else:
-        return Half(words, words)
+        return OneByteHalf(words, words)
 
 
 @gluon.jit
 def _wait_loaded(half, HAS_ROPE: gl.constexpr):
-    """A half whose words have come."""
-    (words,) = loaded((half.words,), 2 * _HALF_WORDS // THREADS)
+    """A half after its loads have completed."""
+    (words,) = wait_loads((half.words,), 2 * _HALF_WORDS // THREADS)
     if HAS_ROPE:
-        (rope,) = loaded((half.rope,), 2 * _ROPE_WORDS // THREADS)
-        return Half(words, rope)
+        (rope,) = wait_loads((half.rope,), 2 * _ROPE_WORDS // THREADS)
+        return OneByteHalf(words, rope)
     else:
-        return Half(words, words)
+        return OneByteHalf(words, words)
 
 
 @gluon.jit
-def _prefetch(call, page, block, PLAN: gl.constexpr):
-    """Bring a block into the L2 cache, by the copy engine: lines that threads name take turns with all else in shared
-    memory, a cycle each."""
-    NUMBERS: gl.constexpr = (LATENT + (ROPE if PLAN.has_rope else 0)) // 2
-    for box in gl.static_range(KEYS // PLAN.box):
-        box_page, token = find_box(page, block, box, PLAN)
-        memory.prefetch_boxes(_DESCRIPTOR, box_page, token, call.work.group.kv_head, NUMBERS)
+def _prefetch(args, page, block, CONFIG: gl.constexpr):
+    """Prefetch a block into L2 by TMA: prefetches by threads would compete with shared-memory accesses, a cycle per
+    line."""
+    NUMBERS: gl.constexpr = (LATENT + (ROPE if CONFIG.has_rope else 0)) // 2
+    for box in gl.static_range(KEYS // CONFIG.box):
+        box_page, token = find_box(page, block, box, CONFIG)
+        copies.prefetch_boxes_l2(_DESCRIPTOR, box_page, token, args.work.group.kv_head, NUMBERS)
 
 
 @gluon.jit
 def _factor(half, rows, HAS_ROPE: gl.constexpr, DTYPE: gl.constexpr):
-    """What each key is multiplied with: 0 if it is not there, NaN if it has one in this half."""
+    """The ``expand`` factor of each key: 0 if it does not exist, NaN if it has a NaN in this half."""
     nan = e4m3.has_nan((half.words,), _HALF_WORDS // THREADS)
     if HAS_ROPE:
         rope_nan = e4m3.has_nan((half.rope,), _ROPE_WORDS // THREADS)
@@ -148,7 +148,7 @@ def _store(tile, words, factor, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _fill(tile, rope_tile, half, factor, full, HAS_ROPE: gl.constexpr):
-    """Fill half of a block, and say so."""
+    """Fill half of a block and signal its full barrier."""
     _store(tile, half.words, factor, tile.dtype)
     if HAS_ROPE:
         _store(rope_tile, half.rope, factor, tile.dtype)
@@ -156,64 +156,65 @@ def _fill(tile, rope_tile, half, factor, full, HAS_ROPE: gl.constexpr):
 
 
 @gluon.jit
-def produce(call, PLAN: gl.constexpr):
-    table, k0, k1, full = call.table, call.tiles.k0, call.tiles.k1, call.full
-    HAS_ROPE: gl.constexpr = PLAN.has_rope
+def produce(args, CONFIG: gl.constexpr):
+    table, k0, k1, full = args.table, args.tiles.k0, args.tiles.k1, args.full
+    HAS_ROPE: gl.constexpr = CONFIG.has_rope
     DTYPE: gl.constexpr = k0.left.dtype
-    words = call.keys.k_cache + call.work.group.kv_head * call.keys.k_stride_head * 4
-    cta_range = call.work.range
+    words = args.keys.k_cache + args.work.group.kv_head * args.keys.k_stride_head * 4
+    cta_range = args.work.range
     cost = cta_range.first_cost
-    length = device.key_count(cta_range.first, call.key_lengths)
-    # True. Without these branches the compiler would move the wait for the next half before the arrival of this one.
-    always = call.key_lengths.num_items > 0
+    length = device.key_count(cta_range.first, args.key_lengths)
+    # Always true. Without these branches the compiler would move the wait for the next half before the arrival for this
+    # one.
+    always = args.key_lengths.num_items > 0
     for item in range(cta_range.first, cta_range.stop):
-        split = schedule.split_of(item, length, cost, call.work, PLAN)
-        cost += PLAN.overhead + split.steps
+        split = schedule.split_of(item, length, cost, args.work, CONFIG)
+        cost += CONFIG.overhead + split.steps
         if split.end > split.begin:
-            page0 = schedule.page_of(table, split, 2 * split.begin, PLAN)
-            page1 = schedule.page_of(table, split, 2 * split.begin + 1, PLAN)
-            _prefetch(call, page1, 2 * split.begin + 1, PLAN)
-            rows0 = _rows_of(call, words, split, page0, 2 * split.begin, PLAN)
+            page0 = schedule.page_of(table, split, 2 * split.begin, CONFIG)
+            page1 = schedule.page_of(table, split, 2 * split.begin + 1, CONFIG)
+            _prefetch(args, page1, 2 * split.begin + 1, CONFIG)
+            rows0 = _rows_of(args, words, split, page0, 2 * split.begin, CONFIG)
             left0 = _load_left(rows0)
-            barriers.wait(Q_EMPTY, barriers.ALL)
-            load_queries(call, item, PLAN)
-            load_query_ropes(call, item, PLAN)
+            barriers.wait(Q_EMPTY, barriers.ALL_THREADS)
+            load_queries(args, item, CONFIG)
+            load_query_ropes(args, item, CONFIG)
             for step in range(split.begin, split.end):
                 block = 2 * step
                 left0 = _wait_loaded(left0, False)
                 right0 = _load_right(rows0, HAS_ROPE)
-                page0 = schedule.page_of(table, split, block + 2, PLAN)
+                page0 = schedule.page_of(table, split, block + 2, CONFIG)
                 factor = _factor(left0, rows0, False, DTYPE)
                 if always:
-                    barriers.wait(K0_LEFT_EMPTY, barriers.PAIR)
+                    barriers.wait(K0_LEFT_EMPTY, barriers.PAIR_THREADS)
                     _fill(k0.left, k0.rope, left0, factor, full.k0.left, False)
 
                 right0 = _wait_loaded(right0, HAS_ROPE)
-                rows1 = _rows_of(call, words, split, page1, block + 1, PLAN)
+                rows1 = _rows_of(args, words, split, page1, block + 1, CONFIG)
                 left1 = _load_left(rows1)
-                _prefetch(call, page0, block + 2, PLAN)
+                _prefetch(args, page0, block + 2, CONFIG)
                 factor = _factor(right0, rows0, HAS_ROPE, DTYPE)
                 if always:
-                    barriers.wait(K0_RIGHT_EMPTY, barriers.PAIR)
+                    barriers.wait(K0_RIGHT_EMPTY, barriers.PAIR_THREADS)
                     _fill(k0.right, k0.rope, right0, factor, full.k0.right, HAS_ROPE)
                     if step == split.begin:
-                        signal_queries(call)
+                        signal_queries(args)
 
                 left1 = _wait_loaded(left1, False)
                 right1 = _load_right(rows1, HAS_ROPE)
-                page1 = schedule.page_of(table, split, block + 3, PLAN)
+                page1 = schedule.page_of(table, split, block + 3, CONFIG)
                 factor = _factor(left1, rows1, False, DTYPE)
                 if always:
-                    barriers.wait(K1_LEFT_EMPTY, barriers.PAIR)
+                    barriers.wait(K1_LEFT_EMPTY, barriers.PAIR_THREADS)
                     _fill(k1.left, k1.rope, left1, factor, full.k1.left, False)
 
                 right1 = _wait_loaded(right1, HAS_ROPE)
-                rows0 = _rows_of(call, words, split, page0, block + 2, PLAN)
+                rows0 = _rows_of(args, words, split, page0, block + 2, CONFIG)
                 left0 = _load_left(rows0)
-                _prefetch(call, page1, block + 3, PLAN)
+                _prefetch(args, page1, block + 3, CONFIG)
                 factor = _factor(right1, rows1, HAS_ROPE, DTYPE)
                 if always:
-                    barriers.wait(K1_RIGHT_EMPTY, barriers.PAIR)
+                    barriers.wait(K1_RIGHT_EMPTY, barriers.PAIR_THREADS)
                     _fill(k1.right, k1.rope, right1, factor, full.k1.right, HAS_ROPE)
-        length = device.key_count(item + 1, call.key_lengths)
-    finish(call, PLAN)
+        length = device.key_count(item + 1, args.key_lengths)
+    finish(args, CONFIG)

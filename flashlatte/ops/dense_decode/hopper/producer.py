@@ -1,4 +1,4 @@
-"""The producer: four warps that keep the tiles filled, by TMA; queries by cp.async where TMA cannot copy them."""
+"""The producer: four warps that fill the tiles by TMA; queries by cp.async if TMA cannot copy them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
 from flashlatte.kernels.hopper import barriers
-from flashlatte.kernels.hopper.mla_pipeline import finish_producing
+from flashlatte.kernels.hopper.mla_pipeline import finish_producer
 from flashlatte.kernels.hopper.mla_tiles import (
     COPY,
     HALF,
@@ -23,18 +23,19 @@ from flashlatte.kernels.hopper.mla_tiles import (
     ROWS,
 )
 from flashlatte.kernels.hopper.ptx.registers import opaque
-from flashlatte.kernels.hopper.ptx.threads import of_lane
+from flashlatte.kernels.hopper.ptx.threads import shuffle_from_lane
 from flashlatte.ops.dense_decode.hopper import schedule
 from flashlatte.ops.dense_decode.hopper.tiles import Q_EMPTY
 from flashlatte.runtime.gluon_compat import cp_async, tma_load
 from flashlatte.split_kv import device
 
 
-class Query(NamedTuple):
-    """The queries, their strides in units of 8 numbers (16 bytes); ``heads`` rows a token, ``rows`` a kv head.
+class DenseDecodeQuery(NamedTuple):
+    """The queries, with strides in units of 8 elements (16 bytes). ``heads``: rows per token; ``rows``: rows per kv
+    head.
 
-    ``query_half`` and ``query_rope`` are descriptors of q, of boxes of tokens and heads that make 64 rows; None where
-    none do.
+    ``query_half`` and ``query_rope`` are descriptors of q for boxes of tokens and heads with 64 rows; None if there are
+    no such boxes.
     """
 
     query_half: Any
@@ -47,53 +48,56 @@ class Query(NamedTuple):
     rows: Any
 
 
-class Corner(NamedTuple):
-    """Token and head of the first of a program's 64 rows."""
+class QueryTileOrigin(NamedTuple):
+    """Origin of a CTA's tile of 64 query rows."""
 
     token: Any
     head: Any
 
 
 @gluon.jit
-def find_corner(query, group):
-    """Opaque, so that it is worked out here, before lengths have come, and not where queries are asked for."""
+def find_query_origin(query, group):
+    """The tile origin; opaque, so that it is computed here, before the lengths are available, and not at each load of
+    queries."""
     token = group.first_row // query.heads
     head = group.kv_head * query.heads + group.first_row - token * query.heads
-    return Corner(opaque(token), opaque(head))
+    return QueryTileOrigin(opaque(token), opaque(head))
 
 
 @gluon.jit
-def load_queries(call, request, PLAN: gl.constexpr):
-    """Begin to load the queries of a request, without their rope."""
-    query, corner, q, full = call.query, call.corner, call.tiles.q, call.full.q
+def load_queries(args, request, CONFIG: gl.constexpr):
+    """Start loading the queries of a request, without their rope."""
+    query, query_origin, q, full = args.query, args.query_origin, args.tiles.q, args.full.q
     if query.query_half is not None:
-        mbarrier.expect(full, ROWS * (LATENT + (ROPE if PLAN.has_rope else 0)) * 2)
-        tma_load(query.query_half, [request, corner.token, corner.head, 0], full, q.left.index(0))
-        tma_load(query.query_half, [request, corner.token, corner.head, HALF], full, q.right.index(0))
+        mbarrier.expect(full, ROWS * (LATENT + (ROPE if CONFIG.has_rope else 0)) * 2)
+        tma_load(query.query_half, [request, query_origin.token, query_origin.head, 0], full, q.left.index(0))
+        tma_load(query.query_half, [request, query_origin.token, query_origin.head, HALF], full, q.right.index(0))
     else:
-        _copy(q.left, query, request, call.work, 0, HALF)
-        _copy(q.right, query, request, call.work, HALF, HALF)
+        _copy(q.left, query, request, args.work, 0, HALF)
+        _copy(q.right, query, request, args.work, HALF, HALF)
 
 
 @gluon.jit
-def load_query_ropes(call, request, PLAN: gl.constexpr):
-    """Begin to load the rest of the queries, if there is any."""
-    query, corner, rope = call.query, call.corner, call.tiles.q.rope
-    if PLAN.has_rope:
+def load_query_ropes(args, request, CONFIG: gl.constexpr):
+    """Start loading the rope of the queries, if any."""
+    query, query_origin, rope = args.query, args.query_origin, args.tiles.q.rope
+    if CONFIG.has_rope:
         if query.query_half is not None:
-            tma_load(query.query_rope, [request, corner.token, corner.head, LATENT], call.full.q, rope.index(0))
+            tma_load(
+                query.query_rope, [request, query_origin.token, query_origin.head, LATENT], args.full.q, rope.index(0)
+            )
         else:
-            _copy(rope, query, request, call.work, LATENT, ROPE)
+            _copy(rope, query, request, args.work, LATENT, ROPE)
 
 
 @gluon.jit
-def signal_queries(call):
-    """Say that the queries have come, where TMA does not."""
-    if call.query.query_half is None:
+def signal_queries(args):
+    """Signal that the queries have arrived, if they are not loaded by TMA."""
+    if args.query.query_half is None:
         async_copy.commit_group()
         async_copy.wait_group(0)
         fence_async_shared()
-        mbarrier.arrive(call.full.q)
+        mbarrier.arrive(args.full.q)
 
 
 @gluon.jit
@@ -104,8 +108,8 @@ def _copy(tile, query, request, work, FIRST_COL: gl.constexpr, COLS: gl.constexp
 
 @gluon.jit
 def query_pointers(query, request, group, ROW_COUNT: gl.constexpr, FIRST_COL: gl.constexpr, COLS: gl.constexpr):
-    """Where the numbers [rows, columns] of a request's queries lie, from the group's first row on, and which rows there
-    are [rows, 1]."""
+    """Pointers [rows, columns] to a request's queries from the group's first row on, and the mask [rows, 1] of existing
+    rows."""
     row = group.first_row + gl.arange(0, ROW_COUNT, gl.SliceLayout(1, COPY))
     head = group.kv_head * query.heads + row % query.heads
     offset = (
@@ -117,91 +121,92 @@ def query_pointers(query, request, group, ROW_COUNT: gl.constexpr, FIRST_COL: gl
     return query.q + (offset * 8)[:, None] + col[None, :], (row < query.rows)[:, None]
 
 
-class Keys(NamedTuple):
-    """Descriptors of the cache [pages, page_size, h_kv, d]: of boxes 256 wide, and of the rope (None without)."""
+class KeyDescriptors(NamedTuple):
+    """TMA descriptors of the cache [pages, page_size, h_kv, d]: of boxes of 256 columns, and of the rope (None without
+    rope)."""
 
     keys_half: Any
     keys_rope: Any
 
 
 @gluon.jit
-def find_box(page, block, NUMBER: gl.constexpr, PLAN: gl.constexpr):
-    """Page and first token of a block's box. ``page`` as ``schedule.page_of`` has it."""
-    BOXES: gl.constexpr = KEYS // PLAN.box
+def find_box(page, block, NUMBER: gl.constexpr, CONFIG: gl.constexpr):
+    """Page and first token of box NUMBER of a block. ``page``: from ``schedule.page_of``."""
+    BOXES: gl.constexpr = KEYS // CONFIG.box
     if BOXES > 1:
-        page = of_lane(page, NUMBER)
-    return page, (block * BOXES + NUMBER) % PLAN.boxes_per_page * PLAN.box
+        page = shuffle_from_lane(page, NUMBER)
+    return page, (block * BOXES + NUMBER) % CONFIG.boxes_per_page * CONFIG.box
 
 
 @gluon.jit
-def load_boxes(descriptor, tile, full, page, block, kv_head, COL: gl.constexpr, PLAN: gl.constexpr):
-    """Begin to load the descriptor's columns from COL of a block into a tile [64, n]. Of a page -1 TMA writes zeros and
-    reads nothing."""
-    for box in gl.static_range(KEYS // PLAN.box):
-        box_page, token = find_box(page, block, box, PLAN)
-        rows = tile.slice(box * PLAN.box, PLAN.box, dim=0)
+def load_boxes(descriptor, tile, full, page, block, kv_head, COL: gl.constexpr, CONFIG: gl.constexpr):
+    """Start loading columns from COL of a block into a tile [64, n]. For page -1, TMA fills zeros without reading
+    memory."""
+    for box in gl.static_range(KEYS // CONFIG.box):
+        box_page, token = find_box(page, block, box, CONFIG)
+        rows = tile.slice(box * CONFIG.box, CONFIG.box, dim=0)
         tma_load(descriptor, [box_page, token, kv_head, COL], full, rows)
 
 
 @gluon.jit
-def _load_left(call, k, full, page, block, PLAN: gl.constexpr):
+def _load_left(args, k, full, page, block, CONFIG: gl.constexpr):
     mbarrier.expect(full.left, KEYS * HALF * 2)
-    load_boxes(call.keys.keys_half, k.left.index(0), full.left, page, block, call.work.group.kv_head, 0, PLAN)
+    load_boxes(args.keys.keys_half, k.left.index(0), full.left, page, block, args.work.group.kv_head, 0, CONFIG)
 
 
 @gluon.jit
-def _load_right(call, k, full, page, block, PLAN: gl.constexpr):
-    keys, kv_head = call.keys, call.work.group.kv_head
+def _load_right(args, k, full, page, block, CONFIG: gl.constexpr):
+    keys, kv_head = args.keys, args.work.group.kv_head
     if keys.keys_rope is not None:
         mbarrier.expect(full.right, KEYS * (HALF + ROPE) * 2)
-        load_boxes(keys.keys_rope, k.rope.index(0), full.right, page, block, kv_head, LATENT, PLAN)
+        load_boxes(keys.keys_rope, k.rope.index(0), full.right, page, block, kv_head, LATENT, CONFIG)
     else:
         mbarrier.expect(full.right, KEYS * HALF * 2)
-    load_boxes(keys.keys_half, k.right.index(0), full.right, page, block, kv_head, HALF, PLAN)
+    load_boxes(keys.keys_half, k.right.index(0), full.right, page, block, kv_head, HALF, CONFIG)
 
 
 @gluon.jit
-def finish(call, PLAN: gl.constexpr):
-    """When the last block is under way: what the combine kernel needs, and the consumers' last arrivals."""
-    if call.results.scratch is not None:
-        schedule.write_metadata(call.results.scratch, call.work, PLAN)
-    barriers.wait(Q_EMPTY, barriers.ALL)
-    finish_producing(128)
+def finish(args, CONFIG: gl.constexpr):
+    """After the last block has been issued: write the split metadata, and wait for the consumers' last arrivals."""
+    if args.results.scratch is not None:
+        schedule.write_metadata(args.results.scratch, args.work, CONFIG)
+    barriers.wait(Q_EMPTY, barriers.ALL_THREADS)
+    finish_producer(128)
 
 
 @gluon.jit
-def produce(call, PLAN: gl.constexpr):
-    table, k0, k1, full = call.table, call.tiles.k0, call.tiles.k1, call.full
-    cta_range = call.work.range
+def produce(args, CONFIG: gl.constexpr):
+    table, k0, k1, full = args.table, args.tiles.k0, args.tiles.k1, args.full
+    cta_range = args.work.range
     cost = cta_range.first_cost
-    length = device.key_count(cta_range.first, call.key_lengths)
+    length = device.key_count(cta_range.first, args.key_lengths)
     for item in range(cta_range.first, cta_range.stop):
-        split = schedule.split_of(item, length, cost, call.work, PLAN)
-        cost += PLAN.overhead + split.steps
+        split = schedule.split_of(item, length, cost, args.work, CONFIG)
+        cost += CONFIG.overhead + split.steps
         if split.end > split.begin:
-            page0 = schedule.page_of(table, split, 2 * split.begin, PLAN)
-            page1 = schedule.page_of(table, split, 2 * split.begin + 1, PLAN)
-            barriers.wait(Q_EMPTY, barriers.ALL)
-            load_queries(call, item, PLAN)
+            page0 = schedule.page_of(table, split, 2 * split.begin, CONFIG)
+            page1 = schedule.page_of(table, split, 2 * split.begin + 1, CONFIG)
+            barriers.wait(Q_EMPTY, barriers.ALL_THREADS)
+            load_queries(args, item, CONFIG)
             for step in range(split.begin, split.end):
                 block = 2 * step
-                if PLAN.box == KEYS:
+                if CONFIG.box == KEYS:
                     page1 = gl.where(block + 1 < split.boxes, page1, -1)
-                barriers.wait(K0_LEFT_EMPTY, barriers.PAIR)
-                _load_left(call, k0, full.k0, page0, block, PLAN)
-                barriers.wait(K0_RIGHT_EMPTY, barriers.PAIR)
+                barriers.wait(K0_LEFT_EMPTY, barriers.PAIR_THREADS)
+                _load_left(args, k0, full.k0, page0, block, CONFIG)
+                barriers.wait(K0_RIGHT_EMPTY, barriers.PAIR_THREADS)
                 if step == split.begin:
-                    # They lie where P of block 0 did, whose last reader has just let go of block 0's right half.
-                    load_query_ropes(call, item, PLAN)
-                _load_right(call, k0, full.k0, page0, block, PLAN)
-                barriers.wait(K1_LEFT_EMPTY, barriers.PAIR)
-                _load_left(call, k1, full.k1, page1, block + 1, PLAN)
-                barriers.wait(K1_RIGHT_EMPTY, barriers.PAIR)
-                _load_right(call, k1, full.k1, page1, block + 1, PLAN)
+                    # They overwrite P of block 0, whose last reader has just released the right half of block 0.
+                    load_query_ropes(args, item, CONFIG)
+                _load_right(args, k0, full.k0, page0, block, CONFIG)
+                barriers.wait(K1_LEFT_EMPTY, barriers.PAIR_THREADS)
+                _load_left(args, k1, full.k1, page1, block + 1, CONFIG)
+                barriers.wait(K1_RIGHT_EMPTY, barriers.PAIR_THREADS)
+                _load_right(args, k1, full.k1, page1, block + 1, CONFIG)
                 if step == split.begin:
-                    signal_queries(call)
-                # Read after this step's loads, which would else wait for the numbers.
-                page0 = schedule.page_of(table, split, block + 2, PLAN)
-                page1 = schedule.page_of(table, split, block + 3, PLAN)
-        length = device.key_count(item + 1, call.key_lengths)
-    finish(call, PLAN)
+                    signal_queries(args)
+                # Loaded after this step's copies, which would otherwise wait for the pages.
+                page0 = schedule.page_of(table, split, block + 2, CONFIG)
+                page1 = schedule.page_of(table, split, block + 3, CONFIG)
+        length = device.key_count(item + 1, args.key_lengths)
+    finish(args, CONFIG)

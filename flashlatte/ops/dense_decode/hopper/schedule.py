@@ -1,4 +1,4 @@
-"""Which steps of which requests a CTA takes: ``split_kv.device``, as this kernel needs it."""
+"""The schedule of a CTA: ``split_kv.device`` for dense decode."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper.mla_tiles import KEYS, ROWS
 from flashlatte.kernels.hopper.ptx.registers import opaque
-from flashlatte.kernels.hopper.ptx.threads import lane
-from flashlatte.ops.dense_decode.hopper.tiles import PAIR
+from flashlatte.kernels.hopper.ptx.threads import lane_id
+from flashlatte.ops.dense_decode.hopper.tiles import STEP_KEYS
 from flashlatte.split_kv import device
-from flashlatte.split_kv.gluon import PARTIAL, find_range
+from flashlatte.split_kv.gluon_device import PARTIAL, find_range
 
 
-class Group(NamedTuple):
-    """The rows of a CTA.
+class RowGroup(NamedTuple):
+    """The query rows of a CTA.
 
     Attributes:
-        number, count: of the group among the groups of a request, and how many those are.
-        kv_head: its key head.
-        first_row: its first query row among those of the kv head.
-        cta: its number among the CTAs with these rows.
+        number, count: index of the group, and number of groups of a request.
+        kv_head: its kv head.
+        first_row: its first query row within the kv head.
+        cta: index of the CTA among the CTAs with these rows.
     """
 
     number: Any
@@ -32,15 +32,15 @@ class Group(NamedTuple):
     cta: Any
 
 
-class Work(NamedTuple):
-    """What a CTA works on.
+class DenseDecodeWork(NamedTuple):
+    """The work of a CTA.
 
     Attributes:
         range: its requests and costs (``device.Range``).
-        number: of the range; with fixed splits, local request · num_splits + split.
-        num_splits: balanced ranges, or the most fixed splits of a request.
-        splits: fixed splits that the request has, 1 of balanced ranges.
-        group: its rows (``Group``).
+        number: index of the range; with fixed splits, local request · num_splits + split.
+        num_splits: number of balanced ranges, or maximum number of fixed splits of a request.
+        splits: number of fixed splits of the request; 1 for balanced ranges.
+        group: its rows (``RowGroup``).
     """
 
     range: Any
@@ -50,22 +50,22 @@ class Work(NamedTuple):
     group: Any
 
 
-class Plan(NamedTuple):
-    """What is settled when the kernel is compiled.
+class DenseDecodeConfig(NamedTuple):
+    """Compile-time configuration of the kernel.
 
     Attributes:
-        one_byte: whether keys are one-byte numbers, which the producer casts.
-        few_rows: whether the partitions are those of ``few_rows``.
-        has_rope: whether rows have 64 columns more than the 512 of a value.
-        box: keys that lie in one page, of the 64 of a block: 64, or 8, 16, 32 if no more divide a page.
-        boxes_per_page: so many of them.
-        out_align: numbers that the strides of ``out`` are units of: 8 where its rows begin at multiples of 16 bytes,
-            else 1.
-        overhead: what starting on a request costs, in steps of two blocks.
+        one_byte: whether keys are one-byte elements, which the producer casts.
+        few_rows: whether the kernel runs the partitions of ``few_rows``.
+        has_rope: whether rows have 64 columns of rope after the 512 of the latent.
+        box: keys per TMA box, all of one page: 64, or 8, 16, 32 if the page size requires it.
+        boxes_per_page: boxes of a page.
+        out_align: unit of the strides of ``out`` in elements: 8 if its rows are aligned to 16 bytes, else 1.
+        overhead: cost of starting a request, in steps of two blocks.
         split_steps: steps of a fixed split; None for balanced ranges.
-        max_splits: splits are longer if a request would have more than so many.
-        stream_k: whether a CTA finishes what another began (``fixup``), or leaves that to a combine kernel.
-        rounded: whether that is ``combine``, which takes ``rounded_partials`` and finds ranges by itself.
+        max_splits: maximum number of fixed splits of a request; splits are longer if it would have more.
+        stream_k: whether CTAs combine partial outputs themselves (``fixup``) instead of a combine kernel.
+        fp24_partials: whether the combine kernel is ``combine``, which reads ``split_kv.fp24_partials`` and needs no
+            metadata.
     """
 
     one_byte: Any
@@ -78,18 +78,18 @@ class Plan(NamedTuple):
     split_steps: Any
     max_splits: Any
     stream_k: Any
-    rounded: Any
+    fp24_partials: Any
 
 
-class Split(NamedTuple):
-    """What a CTA has of a request.
+class DenseDecodeSplit(NamedTuple):
+    """The split of a request that a CTA processes.
 
     Attributes:
         item: the request.
-        begin, end: steps, end exclusive: none if its range ends within what starting on the request costs.
-        steps: of the request, at least 1: some CTA must write the empty result.
-        length: its keys.
-        boxes: so many hold these.
+        begin, end: steps, end exclusive; empty if the range ends within the overhead of the request.
+        steps: steps of the request, at least 1, so that a CTA writes the empty result.
+        length: keys of the request.
+        boxes: boxes of these keys.
     """
 
     item: Any
@@ -100,8 +100,8 @@ class Split(NamedTuple):
     boxes: Any
 
 
-class Table(NamedTuple):
-    """The block table: ``pages`` at [request · pages_stride], of a cache of ``num_pages``."""
+class BlockTable(NamedTuple):
+    """The block table: ``pages`` at [request · pages_stride], with page ids below ``num_pages``."""
 
     pages: Any
     pages_stride: Any
@@ -110,76 +110,77 @@ class Table(NamedTuple):
 
 @gluon.jit
 def find_group(groups_per_head, num_groups):
-    """The rows of this CTA. CTAs of one range are neighbours, so that they read the same keys together.
+    """The row group of this CTA. CTAs of the same range have adjacent program ids, so that they read the same keys at
+    the same time.
 
-    Opaque, since the compiler has each partition work out anew, by divisions, what follows from the CTA's number.
+    Opaque: the compiler would otherwise recompute the divisions of the program id in each partition.
     """
     cta = gl.program_id(0)
     group = cta % num_groups
     kv_head = group // groups_per_head
     first_row = (group % groups_per_head) * ROWS
-    return Group(opaque(group), num_groups, opaque(kv_head), opaque(first_row), opaque(cta // num_groups))
+    return RowGroup(opaque(group), num_groups, opaque(kv_head), opaque(first_row), opaque(cta // num_groups))
 
 
 @gluon.jit
-def find_work(group, key_lengths, num_splits, equals, first_item, PLAN: gl.constexpr):
-    """The work of this CTA, among those with the same rows."""
+def find_work(group, key_lengths, num_splits, uniform, first_item, CONFIG: gl.constexpr):
+    """The work of this CTA."""
     number = group.cta
-    if PLAN.split_steps is None:
-        # Who waits for what another range has of a request (``fixup``) is launched after that range; and the first
-        # ranges, which may have no work, are launched last: b 128, 16 heads 1.009 times as fast.
+    if CONFIG.split_steps is None:
+        # Reversed: a CTA that waits for a later range (``fixup``) launches after it; and the first ranges, which may
+        # have no work, launch last: b 128, 16 heads 1.009 times as fast.
         number = num_splits - 1 - number
         cta_range = find_range(
             number,
             num_splits,
             key_lengths,
-            PAIR,
-            PLAN.overhead,
-            # Where starting costs nothing, equal lengths have as many ranges as others.
-            equals=equals if PLAN.overhead else None,
+            STEP_KEYS,
+            CONFIG.overhead,
+            # Without overhead, uniform lengths use all ranges as well.
+            uniform=uniform if CONFIG.overhead else None,
         )
-        return Work(cta_range, number, num_splits, 1, group)
+        return DenseDecodeWork(cta_range, number, num_splits, 1, group)
     else:
         item = first_item + number // num_splits
         split = number % num_splits
-        steps = device.item_blocks(item, key_lengths, PAIR)
-        size, splits = device.fixed_splits(steps, PLAN.split_steps, PLAN.max_splits)
+        steps = device.item_blocks(item, key_lengths, STEP_KEYS)
+        size, splits = device.fixed_splits(steps, CONFIG.split_steps, CONFIG.max_splits)
         begin = split * size
         end = gl.minimum(begin + size, steps)
-        # A range that has no other request.
+        # A range with a single request.
         stop = gl.where(split < splits, item + 1, item)
         cta_range = device.Range(begin, end, item, stop, 0)
-        return Work(cta_range, number, num_splits, splits, group)
+        return DenseDecodeWork(cta_range, number, num_splits, splits, group)
 
 
 @gluon.jit
-def split_of(item, length, cost, work, PLAN: gl.constexpr):
-    """The CTA's split of a request with ``length`` keys that starts at ``cost``."""
-    steps = gl.maximum((length + PAIR - 1) // PAIR, 1)
-    begin, end = device.split_of(work.range, cost, steps, PLAN.overhead)
-    return Split(item, begin, end, steps, length, (length + PLAN.box - 1) // PLAN.box)
+def split_of(item, length, cost, work, CONFIG: gl.constexpr):
+    """The CTA's split of the request with ``length`` keys that starts at ``cost``."""
+    steps = gl.maximum((length + STEP_KEYS - 1) // STEP_KEYS, 1)
+    begin, end = device.split_of(work.range, cost, steps, CONFIG.overhead)
+    return DenseDecodeSplit(item, begin, end, steps, length, (length + CONFIG.box - 1) // CONFIG.box)
 
 
 @gluon.jit
-def write_metadata(scratch, work, PLAN: gl.constexpr):
-    """Tell the combine kernel which request this range continues, or how many splits a request has."""
+def write_metadata(scratch, work, CONFIG: gl.constexpr):
+    """Write the split metadata: which request this range continues, or the number of splits of a request."""
     count = work.group.count
-    if PLAN.split_steps is not None:
+    if CONFIG.split_steps is not None:
         item = work.number // work.num_splits
         if (work.num_splits > 1) & (work.number % work.num_splits == 0):
             items = gl.num_programs(0) // count // work.num_splits
             metadata = device.item_metadata(scratch, items, count, work.num_splits, PARTIAL)
             gl.store(metadata + item, work.splits.to(gl.float32))
-    elif not PLAN.stream_k and not PLAN.rounded:
+    elif not CONFIG.stream_k and not CONFIG.fp24_partials:
         metadata = device.range_metadata(scratch, work.num_splits, count, PARTIAL)
-        gl.store(metadata + work.number, device.continued_item(work.range, PLAN.overhead).to(gl.float32))
+        gl.store(metadata + work.number, device.continued_item(work.range, CONFIG.overhead).to(gl.float32))
 
 
 @gluon.jit
-def partial(work, continues_item, PLAN: gl.constexpr):
-    """Which partial output this CTA writes."""
+def partial(work, continues_item, CONFIG: gl.constexpr):
+    """Index of the partial output of this CTA."""
     group = work.group
-    if PLAN.split_steps is None:
+    if CONFIG.split_steps is None:
         return device.partial_of_range(work.number, group.number, group.count, continues_item)
     else:
         item = work.number // work.num_splits
@@ -187,17 +188,17 @@ def partial(work, continues_item, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def page_of(table, split, block, PLAN: gl.constexpr):
-    """The page that holds a block of a request, -1 if it is not in the cache. Blocks beyond the last count as the last.
+def page_of(table, split, block, CONFIG: gl.constexpr):
+    """The page of a block of a request, or -1 if it is not in the cache. Blocks after the last one give the last page.
 
-    Where a block has several boxes each lane of a warp has the page of one of them, the last lanes that of the last
-    one; -1 also beyond the request's last box.
+    If a block has several boxes, each lane of a warp gets the page of one box, and the remaining lanes that of the last
+    box; -1 also after the request's last box.
     """
-    BOXES: gl.constexpr = KEYS // PLAN.box
+    BOXES: gl.constexpr = KEYS // CONFIG.box
     box = block
     if BOXES > 1:
-        box = block * BOXES + gl.minimum(lane(), BOXES - 1)
-    column = gl.maximum(gl.minimum(box, split.boxes - 1), 0) // PLAN.boxes_per_page
+        box = block * BOXES + gl.minimum(lane_id(), BOXES - 1)
+    column = gl.maximum(gl.minimum(box, split.boxes - 1), 0) // CONFIG.boxes_per_page
     page = gl.load(table.pages + split.item.to(gl.int64) * table.pages_stride + column)
     inside = (page >= 0) & (page < table.num_pages)
     if BOXES > 1:

@@ -1,4 +1,4 @@
-"""Tiles and barriers of dense decode: those of ``mla_tiles``, and what only this kernel has."""
+"""Tiles and barriers of dense decode, in addition to those of ``mla_tiles``."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from flashlatte.kernels.hopper.mla_tiles import (
     allocate_tiles,
 )
 
-# Keys of a step, which takes two blocks.
-PAIR = gl.constexpr(128)
+# Keys of a step: two blocks.
+STEP_KEYS = gl.constexpr(128)
 
-# Named barriers. The queries may be replaced: both consumers to the producer.
+# Named barriers. The queries are empty: both consumers to the producer.
 Q_EMPTY = gl.constexpr(OWN_BARRIERS)
-# P of block 0 may lie where the rope of the queries was: the odd consumer, which has it in registers, to the even one.
+# P of block 0 may overwrite the rope of the queries: the odd consumer, which has loaded it into registers, to the even
+# one.
 Q_ROPE_EMPTY = gl.constexpr(OWN_BARRIERS + 1)
 
 
 @gluon.jit
-def allocate(DTYPE: gl.constexpr, PLAN: gl.constexpr):
+def allocate(DTYPE: gl.constexpr, CONFIG: gl.constexpr):
     q_left = allocate_half(DTYPE)
     q_right = allocate_half(DTYPE)
     k0_left = allocate_half(DTYPE)
@@ -32,13 +33,14 @@ def allocate(DTYPE: gl.constexpr, PLAN: gl.constexpr):
     k1_right = allocate_half(DTYPE)
     p0 = allocate_square(DTYPE)
     p1 = allocate_square(DTYPE)
-    # The consumers take the rope of the queries into registers when an item begins, so P can lie on it. Beside a
-    # producer that casts they have too few: P of block 0 lies on that block's rope, whose last reader writes it.
+    # The consumers load the rope of the queries into registers at the start of a request, so P can overwrite it. With a
+    # producer that casts they have too few registers: P of block 0 overwrites the rope of that block, whose last reader
+    # writes P.
     q_rope = p0
     k0_rope = p0
     k1_rope = p0
-    if PLAN.has_rope:
-        if PLAN.one_byte:
+    if CONFIG.has_rope:
+        if CONFIG.one_byte:
             q_rope = allocate_square(DTYPE)
         else:
             k0_rope = allocate_square(DTYPE)

@@ -2,47 +2,47 @@
 
 from __future__ import annotations
 
-from flashlatte.kernels.triton.config import Config, Table
+from flashlatte.kernels.triton.config import AttentionConfig, Table
 
 TABLE: Table = {
     "hopper": (
-        Config(16, 64, num_warps=8, num_stages=3),
-        Config(32, 64, num_warps=8, num_stages=3),
-        Config(64, 64, num_warps=8, num_stages=3, warpgroups=True, boxes=True),
+        AttentionConfig(16, 64, num_warps=8, num_stages=3),
+        AttentionConfig(32, 64, num_warps=8, num_stages=3),
+        AttentionConfig(64, 64, num_warps=8, num_stages=3, warpgroups=True, boxes=True),
     ),
     # Products of 64 rows would go through tensor memory, which has no room for [64, 512] beside the scores.
     "blackwell": (
-        Config(16, 64, num_warps=8, num_stages=3),
-        Config(32, 64, num_warps=8, num_stages=3),
+        AttentionConfig(16, 64, num_warps=8, num_stages=3),
+        AttentionConfig(32, 64, num_warps=8, num_stages=3),
     ),
     "ampere": (
-        Config(16, 32, num_warps=8, num_stages=4),
-        Config(32, 32, num_warps=8, num_stages=3),
-        Config(64, 32, num_warps=8, num_stages=3),
+        AttentionConfig(16, 32, num_warps=8, num_stages=4),
+        AttentionConfig(32, 32, num_warps=8, num_stages=3),
+        AttentionConfig(64, 32, num_warps=8, num_stages=3),
     ),
     "small": (
-        Config(16, 32, num_warps=8, num_stages=3),
-        Config(32, 16, num_warps=8, num_stages=3),
+        AttentionConfig(16, 32, num_warps=8, num_stages=3),
+        AttentionConfig(32, 16, num_warps=8, num_stages=3),
     ),
     "other": (
-        Config(16, 32, num_warps=4),
-        Config(32, 32, num_warps=4),
+        AttentionConfig(16, 32, num_warps=4),
+        AttentionConfig(32, 32, num_warps=4),
     ),
     "interpreter": (
-        Config(16, 16, num_warps=1),
-        Config(32, 32, num_warps=1),
+        AttentionConfig(16, 16, num_warps=1),
+        AttentionConfig(32, 32, num_warps=1),
     ),
 }
 
 # A float8_e4m3fn cache passes through registers on its way to the tensor cores, which leaves fewer for query rows.
 FP8_TABLE: Table = {
     "hopper": (
-        Config(16, 64, num_warps=8, num_stages=3),
-        Config(64, 64, num_warps=8, num_stages=3, warpgroups=True),
+        AttentionConfig(16, 64, num_warps=8, num_stages=3),
+        AttentionConfig(64, 64, num_warps=8, num_stages=3, warpgroups=True),
     ),
     "blackwell": TABLE["blackwell"],
-    "ampere": (Config(16, 32, num_warps=8, num_stages=4),),
-    "small": (Config(16, 32, num_warps=8, num_stages=3),),
-    "other": (Config(16, 16, num_warps=4),),
+    "ampere": (AttentionConfig(16, 32, num_warps=8, num_stages=4),),
+    "small": (AttentionConfig(16, 32, num_warps=8, num_stages=3),),
+    "other": (AttentionConfig(16, 16, num_warps=4),),
     "interpreter": TABLE["interpreter"],
 }

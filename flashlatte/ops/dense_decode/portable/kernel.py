@@ -14,7 +14,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.fp8 import e4m3_to_float, to_float32
 from flashlatte.kernels.triton.online_softmax import (
     LOG2_E,
-    Tile,
+    RowTile,
     empty_state,
     load_tile,
     normalize,
@@ -81,7 +81,7 @@ def _load_boxes(cache, page, kv_head, token, step: tl.constexpr):
     rope = latent
     if step.rope > 0:
         rope = _load_box(cache.rope_boxes, page, kv_head, token, step.latent, step.rope, step)
-    return Tile(latent, rope)
+    return RowTile(latent, rope)
 
 
 @triton.jit
@@ -143,7 +143,7 @@ def _attend(
         rope = latent
         if step.rope > 0:
             rope = _as_operand(tile.rope, q.latent.dtype, NATIVE_FP8, step)
-        state = online_softmax_step(state, q, Tile(latent, rope), visible, scale, start, stop, step)
+        state = online_softmax_step(state, q, RowTile(latent, rope), visible, scale, start, stop, step)
     return normalize(state, scale, step)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flashlatte.kernels.triton.config import Config, Step, choose
+from flashlatte.kernels.triton.config import AttentionConfig, StepConfig, choose
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.ops.dense_decode.portable.config import FP8_TABLE, TABLE
@@ -20,7 +20,7 @@ from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.outputs import outputs_of
-from flashlatte.split_kv.plan import Partial, SplitPlan
+from flashlatte.split_kv.plan import PartialShape, SplitPlan
 
 # Starting on a request costs a CTA about as much as so many keys.
 _OVERHEAD_KEYS = 64
@@ -40,7 +40,7 @@ class LaunchPlan:
         constants: what the kernel is compiled for, but for what depends on strides.
     """
 
-    config: Config
+    config: AttentionConfig
     split: SplitPlan
     constants: dict[str, Any]
 
@@ -123,7 +123,7 @@ def dense_decode(
             combine.launch_combine(split, scratch, outputs, out_align, first, count)
 
 
-def _boxes(k_cache: torch.Tensor, k_align: int, step: Step, config: Config) -> tuple[Any, Any]:
+def _boxes(k_cache: torch.Tensor, k_align: int, step: StepConfig, config: AttentionConfig) -> tuple[Any, Any]:
     """TMA descriptors of the tiles' two parts, None where tiles are not loaded by them."""
     if not config.boxes:
         return None, None
@@ -161,7 +161,7 @@ def make_plan(
     groups_per_head = -(-rows // chosen.block_h)
     groups = h_kv * groups_per_head
     most_blocks = -(-max_pages * page_size // chosen.block_n)
-    partial = Partial(chosen.block_h, head_dim_v)
+    partial = PartialShape(chosen.block_h, head_dim_v)
     ranges = plan.num_ranges(batch, groups, num_sms * chosen.programs, most_blocks, partial)
     if batch_invariant:
         split_blocks, max_splits = -(-_SPLIT_KEYS * groups // chosen.block_n), max(_FIXED_SPLITS // groups, 1)

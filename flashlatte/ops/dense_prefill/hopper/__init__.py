@@ -1,1 +1,1 @@
-"""Variable-length attention in Gluon, for SM90: packages ``forward`` and ``backward``, neither imports the other."""
+"""Variable-length attention in Gluon, for SM90: the packages ``forward`` and ``backward`` do not import each other."""

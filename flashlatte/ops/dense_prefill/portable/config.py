@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flashlatte.kernels.triton.head_dims import SMALLEST
+from flashlatte.kernels.triton.head_dims import MIN_WIDTH
 
 # The head dims that the table is for.
 _TABLE_WIDTH = 192 + 128
@@ -69,5 +69,5 @@ def choose(gpu: str, width: int, aligned: bool) -> Configs:
 
 
 def _smaller(config: Config) -> Config:
-    block_m, block_n = max(config.block_m // 2, SMALLEST), max(config.block_n // 2, SMALLEST)
+    block_m, block_n = max(config.block_m // 2, MIN_WIDTH), max(config.block_n // 2, MIN_WIDTH)
     return replace(config, block_m=block_m, block_n=block_n, num_stages=min(config.num_stages, 2))

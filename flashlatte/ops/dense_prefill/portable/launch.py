@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 
-from flashlatte.kernels.triton.head_dims import padded, parts
+from flashlatte.kernels.triton.head_dims import padded, tile_widths
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.ragged_tiles import tile_slots
 from flashlatte.ops.dense_prefill.portable.backward import keys_kernel, queries_kernel, row_sums_kernel
@@ -151,7 +151,7 @@ def backward(
 @functools.lru_cache(maxsize=64)
 def _compiled_for(gpu: str, head_dim: int, head_dim_v: int, aligned: bool) -> tuple[Configs, dict[str, Any]]:
     """The configurations for two head dims, and what all kernels are compiled for beside them."""
-    first, second = parts(head_dim)
+    first, second = tile_widths(head_dim)
     width = padded(head_dim_v)
     return choose(gpu, first + second + width, aligned), {
         "D": head_dim,

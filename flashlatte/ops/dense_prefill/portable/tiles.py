@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import load_rows
-from flashlatte.kernels.triton.ragged_tiles import find_rows, find_stretch
+from flashlatte.kernels.triton.ragged_tiles import find_rows, find_segment
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def find_tile(slot, cu_rows, cu_others, requests, total_rows, total_others, BLOC
 
     A tile beyond the last is none; one of no request sees none of the others.
     """
-    stretch, tile, tiles, begin, rows = find_stretch(slot, cu_rows, requests, total_rows, BLOCK)
+    stretch, tile, tiles, begin, rows = find_segment(slot, cu_rows, requests, total_rows, BLOCK)
     others_begin, others = find_rows(stretch, cu_others, requests, total_others)
     others = tl.where((stretch > 0) & (stretch <= requests), others, 0)
     return tile, tiles, begin, rows, others_begin, others
@@ -96,7 +96,7 @@ def load_parts(
     ALIGN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """COUNT columns of rows of q or k as two tiles, of the widths that ``head_dims.parts`` gives; with WIDTH_B 0 the
+    """COUNT columns of rows of q or k as two tiles, with the widths of ``head_dims.tile_widths``; with WIDTH_B 0 the
     second is the first once more.
     """
     first = load_tile(base, stride, start, seen, limit, 0, min(COUNT, WIDTH_A), WIDTH_A, ROWS, ALIGN, INTERPRETED)

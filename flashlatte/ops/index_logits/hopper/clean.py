@@ -1,4 +1,4 @@
-"""What no query sees becomes -inf. The other kernels write nothing but what is seen, so the two never meet."""
+"""Write -inf for keys that are masked. The logits kernels write only visible keys, so the two do not overlap."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import triton.language as tl
 
 from flashlatte.runtime.triton_kernel import kernel
 
-# Columns that are written at a time.
+# Columns that a program writes at a time.
 BLOCK = 2048
-# Programs for each SM, so that there are some to wait for memory and some to write.
+# Programs per SM, to hide memory latency.
 _PER_SM = 8
 
 
 def programs_of_row(rows: int, width: int, num_sms: int) -> int:
-    """Programs that share a row."""
+    """Programs per row."""
     return max(1, min(-(-width // BLOCK), -(-_PER_SM * num_sms // rows)))
 
 
 @triton.jit
 def _fill(logits, first, last, BLOCK: tl.constexpr):
-    """-inf from column ``first`` to ``last``, by all programs of the row in turns."""
+    """Write -inf to columns ``first`` to ``last``, divided among the programs of the row."""
     for block in range(first + tl.program_id(1) * BLOCK, last, tl.num_programs(1) * BLOCK):
         column = block + tl.arange(0, BLOCK)
         tl.store(logits + column, float("-inf"), mask=column < last)
@@ -58,13 +58,13 @@ def clean_paged_kernel(
     request_stride: tl.int64,
     token_stride: tl.int64,
     shortened: tl.int32,
-    most_keys: tl.int32,
+    max_keys: tl.int32,
     next_n: tl.int32,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     token = row % next_n
     length = tl.load(lengths + row // next_n * request_stride + token * token_stride).to(tl.int64)
-    length = tl.maximum(length, 0)  # before the difference, which the least int64 would wrap round
-    end = tl.minimum(length - shortened * (next_n - 1 - token), most_keys)
+    length = tl.maximum(length, 0)  # before the subtraction, which would overflow for the minimum int64
+    end = tl.minimum(length - shortened * (next_n - 1 - token), max_keys)
     _fill(logits + row * stride, tl.maximum(end, 0), width, BLOCK)

@@ -1,4 +1,4 @@
-"""From arguments to launches: all that a call settles on the host, from shapes and strides alone."""
+"""The launcher: everything a call computes on the host, from shapes and strides alone."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlatte.ops.index_logits.hopper import clean as cleaning
 from flashlatte.ops.index_logits.hopper import paged_kernel, ragged_kernel
-from flashlatte.ops.index_logits.hopper.tiles import KEYS, MOST_COLUMNS, numbers_layout, vectors_layout
+from flashlatte.ops.index_logits.hopper.tiles import KEYS, MAX_COLUMNS, scalars_layout, vectors_layout
 from flashlatte.runtime.machine import num_sms
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.tma_descriptors import Address
 
-# Work items that a program of the ragged kernel gets, if they keep the fewest keys: so that all end at about one time.
-_ITEMS_A_PROGRAM = 16
-_LEAST_ITEM_KEYS = 1024
+# Work items per program of the ragged kernel, if they keep the minimum number of keys: many, to balance the programs.
+_ITEMS_PER_PROGRAM = 16
+_MIN_ITEM_KEYS = 1024
 _SCALE_BYTES = 4
 
 
@@ -34,12 +34,12 @@ def ragged(
     compressed: bool,
     item_keys: int | None = None,
 ) -> None:
-    """Of q e4m3 [M, H, D] and keys e4m3 [N, D], H a power of two from 8 to 128."""
+    """Logits of q e4m3 [M, H, D] with keys e4m3 [N, D]; H is a power of two from 8 to 128."""
     num_queries, heads, head_dim = q.shape
     num_keys, width = k.shape[0], logits.shape[1]
     queries = 2 * ragged_kernel.COLUMNS.value // heads
     if item_keys is None:
-        item_keys = keys_of_item(num_queries, num_keys, queries, num_sms(q.device))
+        item_keys = keys_per_item(num_queries, num_keys, queries, num_sms(q.device))
     items = -(-num_queries // queries) * -(-num_keys // item_keys)
     programs = min(items, num_sms(q.device))
     ranges = {
@@ -50,14 +50,14 @@ def ragged(
     }
     ragged_kernel.kernel[(programs,)](
         q=_vectors("q", q.reshape(-1, head_dim), ragged_kernel.COLUMNS.value),
-        weights=_numbers("weights", weights.reshape(-1), ragged_kernel.COLUMNS.value),
+        weights=_scalars("weights", weights.reshape(-1), ragged_kernel.COLUMNS.value),
         k=_vectors("k", k, KEYS.value),
-        k_scale=_numbers("k_scale", k_scale, KEYS.value),
+        k_scale=_scalars("k_scale", k_scale, KEYS.value),
         **ranges,
         num_queries=num_queries,
         num_keys=num_keys,
         item_keys=item_keys,
-        num_turns=-(-items // programs),
+        num_waves=-(-items // programs),
         logits=logits,
         logits_stride=stride_in_use(logits, 0),
         width=width,
@@ -88,14 +88,15 @@ def paged(
     logits: torch.Tensor,
     clean: bool,
 ) -> None:
-    """Of q e4m3 [b, next_n, H, D], H a power of two from 8 to 128, and pages of a multiple of 32 keys."""
+    """Logits of q e4m3 [b, next_n, H, D] with paged keys; H is a power of two from 8 to 128, the page size a multiple
+    of 32."""
     requests, next_n, heads, head_dim = q.shape
     pages, page_size = cache.shape[:2]
     width = logits.shape[1]
-    columns = columns_of_tile(next_n, heads)
+    columns = columns_per_tile(next_n, heads)
     box = math.gcd(page_size, KEYS.value)
-    most_keys = min(width, block_table.shape[1] * page_size)
-    # One length a request: each of its queries sees a key less than the next.
+    max_keys = min(width, block_table.shape[1] * page_size)
+    # With one length per request, each query sees one key fewer than the next.
     per_query = cache_seqlens.ndim == 2 and next_n > 1
     lengths = {
         "lengths": cache_seqlens,
@@ -106,7 +107,7 @@ def paged(
     programs = num_sms(q.device)
     paged_kernel.kernel[(programs,)](
         q=_vectors("q", q.reshape(-1, head_dim), columns),
-        weights=_numbers("weights", weights.reshape(-1), max(columns, paged_kernel.FEWEST_WEIGHTS.value)),
+        weights=_scalars("weights", weights.reshape(-1), max(columns, paged_kernel.MIN_WEIGHTS.value)),
         k=k,
         k_scale=k_scale,
         pages=pages,
@@ -115,7 +116,7 @@ def paged(
         table_stride=stride_in_use(block_table, 0),
         table_columns=block_table.shape[1],
         **lengths,
-        most_keys=most_keys,
+        max_keys=max_keys,
         requests=requests,
         next_n=next_n,
         logits=logits,
@@ -135,7 +136,7 @@ def paged(
             width=width,
             **lengths,
             shortened=int(not per_query),
-            most_keys=most_keys,
+            max_keys=max_keys,
             next_n=next_n,
             BLOCK=cleaning.BLOCK,
             num_warps=4,
@@ -143,32 +144,32 @@ def paged(
 
 
 @functools.lru_cache(maxsize=1024)
-def keys_of_item(num_queries: int, num_keys: int, queries: int, programs: int) -> int:
-    """Keys that a work item of the ragged kernel covers."""
+def keys_per_item(num_queries: int, num_keys: int, queries: int, programs: int) -> int:
+    """Keys per work item of the ragged kernel."""
     blocks = -(-num_queries // queries)
-    wanted = -(-_ITEMS_A_PROGRAM * programs // blocks)
+    wanted = -(-_ITEMS_PER_PROGRAM * programs // blocks)
     keys = -(-num_keys // (wanted * KEYS.value)) * KEYS.value
-    return max(keys, _LEAST_ITEM_KEYS)
+    return max(keys, _MIN_ITEM_KEYS)
 
 
-def columns_of_tile(next_n: int, heads: int) -> int:
-    """Columns of a tile of the paged kernel: the heads of a power of two of queries."""
-    return min(heads << (next_n - 1).bit_length(), MOST_COLUMNS.value)
+def columns_per_tile(next_n: int, heads: int) -> int:
+    """Columns of a tile of the paged kernel: the heads of a power of two of queries, at most MAX_COLUMNS."""
+    return min(heads << (next_n - 1).bit_length(), MAX_COLUMNS.value)
 
 
 def _vectors(name: str, x: torch.Tensor, rows: int) -> Any:
-    """TMA descriptor of e4m3 vectors [n, D], of boxes of ``rows``."""
+    """TMA descriptor of e4m3 vectors [n, D], for boxes of ``rows``."""
     stride = stride_in_use(x, 0) or x.shape[1]
     return _descriptor(name, x.data_ptr(), x.dtype, tuple(x.shape), (stride, 1), (rows, x.shape[1]))
 
 
-def _numbers(name: str, x: torch.Tensor, count: int) -> Any:
-    """TMA descriptor of float32 numbers [n], of boxes of ``count``."""
+def _scalars(name: str, x: torch.Tensor, count: int) -> Any:
+    """TMA descriptor of float32 scalars [n], for boxes of ``count``."""
     return _descriptor(name, x.data_ptr(), x.dtype, tuple(x.shape), (1,), (count,))
 
 
 def _pages(cache: torch.Tensor, head_dim: int, box: int) -> tuple[Any, Any]:
-    """TMA descriptors of a cache's vectors and of its scales, which stand behind the vectors of their page."""
+    """TMA descriptors of a cache's vectors and of its scales, which follow the vectors in each page."""
     pages, page_size = cache.shape[:2]
     address = cache.data_ptr()
     page_bytes = page_size * (head_dim + _SCALE_BYTES)
@@ -181,8 +182,8 @@ def _pages(cache: torch.Tensor, head_dim: int, box: int) -> tuple[Any, Any]:
         (stride, head_dim, 1),
         (1, box, head_dim),
     )
-    numbers = (pages, page_bytes // _SCALE_BYTES)
-    scales = _descriptor("cache", address, torch.float32, numbers, (stride // _SCALE_BYTES, 1), (1, box))
+    scales_shape = (pages, page_bytes // _SCALE_BYTES)
+    scales = _descriptor("cache", address, torch.float32, scales_shape, (stride // _SCALE_BYTES, 1), (1, box))
     return vectors, scales
 
 
@@ -200,5 +201,5 @@ def _descriptor(
             f"{name} must have rows that begin at multiples of 16 bytes for backend='hopper', "
             f"got address {address:#x}, strides {strides}"
         )
-    layout = vectors_layout(box[-1], len(box)) if dtype == torch.float8_e4m3fn else numbers_layout(len(box))
+    layout = vectors_layout(box[-1], len(box)) if dtype == torch.float8_e4m3fn else scalars_layout(len(box))
     return TensorDescriptor(Address(address, dtype), list(shape), list(strides), list(box), layout)

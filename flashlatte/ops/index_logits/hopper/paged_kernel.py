@@ -1,4 +1,4 @@
-"""Logits of a few queries of each request against its pages of keys: docs/kernels/index-logits.md."""
+"""Logits of a few queries per request with paged keys; docs/kernels/index-logits.md explains the schedule."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from flashlatte.kernels.hopper.barriers import allocate_mbarrier
 from flashlatte.ops.index_logits.hopper import split
-from flashlatte.ops.index_logits.hopper.scores import Rows, logits_layout, store, sum_over_heads
+from flashlatte.ops.index_logits.hopper.scores import LogitRows, logits_layout, store, sum_over_heads
 from flashlatte.ops.index_logits.hopper.tiles import (
     CONSUMER_REGISTERS,
     KEYS,
     PRODUCER_REGISTERS,
     barriers,
-    numbers_layout,
+    scalars_layout,
     scores_layout,
     vectors_layout,
     wait_empty,
@@ -27,25 +27,26 @@ from flashlatte.ops.index_logits.hopper.tiles import (
 from flashlatte.runtime.gluon_compat import tma_load
 from flashlatte.runtime.triton_kernel import gluon_kernel
 
-# Slots of the ring of keys, an even number as each belongs to one consumer, and of the ring of queries.
+# Slots of the ring of keys (even, because each slot belongs to one consumer), and of the ring of queries.
 SLOTS = gl.constexpr(16)
 Q_SLOTS = gl.constexpr(2)
 
-# TMA writes to addresses that are multiples of 128 bytes, so a slot of the ring has at least 32 float32 weights.
-FEWEST_WEIGHTS = gl.constexpr(32)
+# TMA destinations are aligned to 128 bytes, so a slot of the ring has at least 32 float32 weights.
+MIN_WEIGHTS = gl.constexpr(32)
 
-# Boxes of keys whose pages the producer looks up at a time: one for each thread of a warp.
+# Boxes of keys whose pages the producer looks up at a time: one per lane.
 _LOOKUP = gl.constexpr(32)
 _ONE_EACH = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 
-class Cache(NamedTuple):
-    """The cache and the way to a request's pages.
+class IndexCache(NamedTuple):
+    """The cache and the block table.
 
     Attributes:
-        k: TMA descriptor of e4m3 vectors [pages, page_size, D], of boxes of ``BOX`` keys.
-        k_scale: of float32 numbers [pages, page_size · (D + 4) / 4], of ``BOX``; scales stand behind the vectors.
-        pages, page_size: of the cache.
+        k: TMA descriptor of e4m3 vectors [pages, page_size, D], for boxes of ``BOX`` keys.
+        k_scale: TMA descriptor of float32 [pages, page_size · (D + 4) / 4], for boxes of ``BOX``; scales follow the
+            vectors of a page.
+        pages, page_size: size of the cache.
         block_table, table_stride, table_columns: pages of each request.
     """
 
@@ -58,17 +59,17 @@ class Cache(NamedTuple):
     table_columns: Any
 
 
-class Queries(NamedTuple):
+class PagedLogitsQueries(NamedTuple):
     """TMA descriptors of q [b · next_n · H, D] and weights [b · next_n · H].
 
-    A box has the rows of a tile's columns, and at least ``FEWEST_WEIGHTS`` weights.
+    A box holds one row per column of a tile, and at least ``MIN_WEIGHTS`` weights.
     """
 
     q: Any
     weights: Any
 
 
-class Shared(NamedTuple):
+class PagedLogitsShared(NamedTuple):
     """Rings of queries and of keys."""
 
     q: Any  # [Q_SLOTS, COLUMNS, D]
@@ -79,12 +80,12 @@ class Shared(NamedTuple):
     k_scale: Any  # [SLOTS, 64]
     k_full: Any
     k_empty: Any
-    touched: Any
+    descriptors_fetched: Any
 
 
 @gluon.jit
 def _look_up(cache, request, first_key, BOX: gl.constexpr):
-    """Entries of the block table for the next ``_LOOKUP`` boxes of keys, -1 where it ends: loaded, and not used yet."""
+    """Start loading the block table entries of the next ``_LOOKUP`` boxes of keys; -1 after its end."""
     column = (first_key + gl.arange(0, _LOOKUP, _ONE_EACH) * BOX) // cache.page_size
     row = cache.block_table + request.to(gl.int64) * cache.table_stride
     return gl.load(row + column, mask=column < cache.table_columns, other=-1)
@@ -92,29 +93,29 @@ def _look_up(cache, request, first_key, BOX: gl.constexpr):
 
 @gluon.jit
 def _page(cache, entries, box):
-    """The page of a box, -1 where it is not in the cache: the copy engine fills in zeros."""
+    """The page of a box, or -1 if it is not in the cache: TMA then fills zeros."""
     page = gl.where((entries >= 0) & (entries < cache.pages), entries, -1).to(gl.int32)
     return gl.sum(gl.where(gl.arange(0, _LOOKUP, _ONE_EACH) == box, page, 0), 0)
 
 
 @gluon.jit
-def _load_keys(cache, page, offset, full, vectors, numbers):
-    """A box of keys: vectors [BOX, D] and scales [BOX]."""
+def _load_keys(cache, page, offset, full, vectors, scales):
+    """Start loading a box of keys: vectors [BOX, D] and scales [BOX]."""
     HEAD_DIM: gl.constexpr = vectors.shape[1]
     tma_load(cache.k, [page, offset, 0], full, vectors)
-    tma_load(cache.k_scale, [page, cache.page_size * (HEAD_DIM // 4) + offset], full, numbers)
+    tma_load(cache.k_scale, [page, cache.page_size * (HEAD_DIM // 4) + offset], full, scales)
 
 
 @gluon.jit
-def touch_descriptors(cache, shared, BOX: gl.constexpr):
-    """Copy keys of no page into a slot that is long free again when its turn comes.
+def prefetch_descriptors(cache, shared, BOX: gl.constexpr):
+    """Issue a dummy copy with each descriptor into the last slot, which is used much later.
 
-    The first copy with a descriptor fetches it from memory. Here that happens while lengths are read.
+    The first copy with a descriptor loads the descriptor from memory. Here that overlaps with the loads of the lengths.
     """
     HEAD_DIM: gl.constexpr = shared.q.shape[2]
-    mbarrier.expect(shared.touched, BOX * (HEAD_DIM + 4))
-    vectors, numbers = shared.k.index(SLOTS - 1).slice(0, BOX), shared.k_scale.index(SLOTS - 1).slice(0, BOX)
-    _load_keys(cache, -1, 0, shared.touched, vectors, numbers)
+    mbarrier.expect(shared.descriptors_fetched, BOX * (HEAD_DIM + 4))
+    vectors, scales = shared.k.index(SLOTS - 1).slice(0, BOX), shared.k_scale.index(SLOTS - 1).slice(0, BOX)
+    _load_keys(cache, -1, 0, shared.descriptors_fetched, vectors, scales)
 
 
 @gluon.jit
@@ -124,7 +125,7 @@ def produce(queries, cache, work, segment, shared, BOX: gl.constexpr, HEADS: gl.
     BOXES: gl.constexpr = KEYS // BOX
     segments_done = 0
     step = 0
-    mbarrier.wait(shared.touched, 0)
+    mbarrier.wait(shared.descriptors_fetched, 0)
     while segment.tiles > 0:
         wait_empty(shared.q_empty, segments_done, Q_SLOTS)
         full = shared.q_full.index(segments_done % Q_SLOTS)
@@ -135,7 +136,7 @@ def produce(queries, cache, work, segment, shared, BOX: gl.constexpr, HEADS: gl.
         segments_done += 1
 
         next_entries = _look_up(cache, segment.request, segment.key, BOX)
-        # A value of its own: Gluon takes two names of one value for one variable of the loop.
+        # A separate value: Gluon treats two names of one value as one loop-carried variable.
         entries = gl.zeros_like(next_entries)
         offset = segment.key % cache.page_size
         for tile in range(segment.tiles):
@@ -147,11 +148,11 @@ def produce(queries, cache, work, segment, shared, BOX: gl.constexpr, HEADS: gl.
             slot = step % SLOTS
             full = shared.k_full.index(slot)
             mbarrier.expect(full, KEYS * (HEAD_DIM + 4))
-            for part in gl.static_range(BOXES):
-                page = _page(cache, entries, box + part)
-                vectors = shared.k.index(slot).slice(part * BOX, BOX)
-                numbers = shared.k_scale.index(slot).slice(part * BOX, BOX)
-                _load_keys(cache, page, offset, full, vectors, numbers)
+            for box_in_tile in gl.static_range(BOXES):
+                page = _page(cache, entries, box + box_in_tile)
+                vectors = shared.k.index(slot).slice(box_in_tile * BOX, BOX)
+                scales = shared.k_scale.index(slot).slice(box_in_tile * BOX, BOX)
+                _load_keys(cache, page, offset, full, vectors, scales)
                 offset += BOX
                 offset = gl.where(offset == cache.page_size, 0, offset)
             step += 1
@@ -162,19 +163,21 @@ def produce(queries, cache, work, segment, shared, BOX: gl.constexpr, HEADS: gl.
 def _rows(work, segment, logits, stride, QUERIES: gl.constexpr, PER_QUERY: gl.constexpr):
     token = segment.token + gl.arange(0, QUERIES, gl.SliceLayout(0, logits_layout(QUERIES)))
     is_query = token < work.next_n
-    # The stride of tokens is 0 where there is one length a request.
+    # The token stride is 0 with one length per request.
     length = work.lengths + segment.request.to(gl.int64) * work.request_stride + token.to(gl.int64) * work.token_stride
     end = gl.load(length, mask=is_query, other=0)
     if not PER_QUERY:
         end -= work.next_n - 1 - token
-    end = gl.where(is_query, gl.minimum(gl.maximum(end, 0), work.most_keys), 0).to(gl.int32)
+    end = gl.where(is_query, gl.minimum(gl.maximum(end, 0), work.max_keys), 0).to(gl.int32)
     row = segment.request.to(gl.int64) * work.next_n + token
-    return Rows(gl.zeros_like(end), end, logits + row * stride)
+    return LogitRows(gl.zeros_like(end), end, logits + row * stride)
 
 
 @gluon.jit
-def consume(work, segment, shared, logits, stride, WHICH: gl.constexpr, HEADS: gl.constexpr, PER_QUERY: gl.constexpr):
-    """The logits of every second tile of keys."""
+def consume(
+    work, segment, shared, logits, stride, CONSUMER: gl.constexpr, HEADS: gl.constexpr, PER_QUERY: gl.constexpr
+):
+    """Compute the logits of every second tile of keys."""
     COLUMNS: gl.constexpr = shared.q.shape[1]
     QUERIES: gl.constexpr = COLUMNS // HEADS
     SCORES: gl.constexpr = scores_layout(COLUMNS)
@@ -185,15 +188,15 @@ def consume(work, segment, shared, logits, stride, WHICH: gl.constexpr, HEADS: g
         q_slot = segments_done % Q_SLOTS
         wait_full(shared.q_full, segments_done, Q_SLOTS)
         weights = shared.weights.index(q_slot).slice(0, COLUMNS).load(gl.SliceLayout(0, SCORES))
-        for tile in range((step + WHICH) % 2, segment.tiles, 2):
-            at = step + tile
-            wait_full(shared.k_full, at, SLOTS)
-            q = shared.q.index(q_slot + (at >> 30)).permute((1, 0))
+        for tile in range((step + CONSUMER) % 2, segment.tiles, 2):
+            position = step + tile
+            wait_full(shared.k_full, position, SLOTS)
+            q = shared.q.index(q_slot + (position >> 30)).permute((1, 0))
             scores = gl.zeros([KEYS, COLUMNS], gl.float32, SCORES)
-            scores = warpgroup_mma(shared.k.index(at % SLOTS), q, scores, use_acc=False, is_async=True)
-            scale = shared.k_scale.index(at % SLOTS).load(gl.SliceLayout(1, logits_layout(QUERIES)))
+            scores = warpgroup_mma(shared.k.index(position % SLOTS), q, scores, use_acc=False, is_async=True)
+            scale = shared.k_scale.index(position % SLOTS).load(gl.SliceLayout(1, logits_layout(QUERIES)))
             scores = warpgroup_mma_wait(0, deps=[scores])
-            mbarrier.arrive(shared.k_empty.index(at % SLOTS), count=1)
+            mbarrier.arrive(shared.k_empty.index(position % SLOTS), count=1)
             store(sum_over_heads(scores, weights, HEADS) * scale[:, None], segment.key + tile * KEYS, rows)
         mbarrier.arrive(shared.q_empty.index(q_slot), count=1)
         segments_done += 1
@@ -214,7 +217,7 @@ def index_logits_paged_kernel(
     lengths,
     request_stride: tl.int64,
     token_stride: tl.int64,
-    most_keys: tl.int32,
+    max_keys: tl.int32,
     requests: tl.int32,
     next_n: tl.int32,
     logits,
@@ -225,38 +228,38 @@ def index_logits_paged_kernel(
     BOX: tl.constexpr,
     PER_QUERY: tl.constexpr,
 ):
-    """All tiles of all requests, one after the other, in equal parts to the programs. Arguments as in ``launch``."""
-    # What reads the logits may be launched now, and waits.
+    """The tiles of all requests, divided evenly among the programs. Arguments as in ``launch``."""
+    # The kernel that reads the logits may launch now; it waits for this one.
     gdc_launch_dependents()
-    work = split.Work(
+    work = split.PagedLogitsWork(
         lengths,
         request_stride,
         token_stride,
-        most_keys,
+        max_keys,
         requests,
         next_n,
         COLUMNS // HEADS,
     )
     first_lengths = split.read_first_lengths(work)
-    shared = Shared(
+    shared = PagedLogitsShared(
         gl.allocate_shared_memory(gl.float8e4nv, [Q_SLOTS, COLUMNS, HEAD_DIM], vectors_layout(HEAD_DIM)),
-        gl.allocate_shared_memory(gl.float32, [Q_SLOTS, max(COLUMNS, FEWEST_WEIGHTS)], numbers_layout()),
+        gl.allocate_shared_memory(gl.float32, [Q_SLOTS, max(COLUMNS, MIN_WEIGHTS)], scalars_layout()),
         barriers(Q_SLOTS, 1),
         barriers(Q_SLOTS, 2),
         gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, KEYS, HEAD_DIM], vectors_layout(HEAD_DIM)),
-        gl.allocate_shared_memory(gl.float32, [SLOTS, KEYS], numbers_layout()),
+        gl.allocate_shared_memory(gl.float32, [SLOTS, KEYS], scalars_layout()),
         barriers(SLOTS, 1),
         barriers(SLOTS, 1),
         allocate_mbarrier(),
     )
-    cache = Cache(k, k_scale, pages, page_size, block_table, table_stride, table_columns)
-    touch_descriptors(cache, shared, BOX)
+    cache = IndexCache(k, k_scale, pages, page_size, block_table, table_stride, table_columns)
+    prefetch_descriptors(cache, shared, BOX)
     segment = split.first_segment(work, first_lengths, PER_QUERY)
     gl.warp_specialize(
         [
             (consume, (work, segment, shared, logits, logits_stride, 0, HEADS, PER_QUERY)),
             (consume, (work, segment, shared, logits, logits_stride, 1, HEADS, PER_QUERY)),
-            (produce, (Queries(q, weights), cache, work, segment, shared, BOX, HEADS, PER_QUERY)),
+            (produce, (PagedLogitsQueries(q, weights), cache, work, segment, shared, BOX, HEADS, PER_QUERY)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -1,4 +1,4 @@
-"""Logits of many queries against keys that stand in a row: docs/kernels/index-logits.md explains the schedule."""
+"""Logits of many queries with contiguous keys; docs/kernels/index-logits.md explains the schedule."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from flashlatte.ops.index_logits.hopper.scores import Rows, logits_layout, store, sum_over_heads
+from flashlatte.ops.index_logits.hopper.scores import LogitRows, logits_layout, store, sum_over_heads
 from flashlatte.ops.index_logits.hopper.tiles import (
     CONSUMER_REGISTERS,
     KEYS,
     PRODUCER_REGISTERS,
     barriers,
-    numbers_layout,
+    scalars_layout,
     scores_layout,
     vectors_layout,
     wait_empty,
@@ -27,13 +27,14 @@ from flashlatte.runtime.triton_kernel import gluon_kernel
 # Slots of the ring of keys, and of the ring of queries.
 SLOTS = gl.constexpr(8)
 Q_SLOTS = gl.constexpr(2)
-# A consumer's columns, the heads of its queries, of which a WGMMA takes one half.
+# Columns of a consumer (heads of its queries), and of a WGMMA: half of them.
 COLUMNS = gl.constexpr(256)
 HALF_COLUMNS = gl.constexpr(128)
 
 
-class Problem(NamedTuple):
-    """The queries, the keys that each sees, how many keys a work item covers (a multiple of 64), and turns of work."""
+class RaggedLogitsWork(NamedTuple):
+    """The queries, their ranges of visible keys, the keys per work item (a multiple of 64), and the number of waves of
+    work items."""
 
     key_start: Any
     start_stride: Any
@@ -42,11 +43,11 @@ class Problem(NamedTuple):
     num_queries: Any
     num_keys: Any
     item_keys: Any
-    num_turns: Any
+    num_waves: Any
 
 
-class Inputs(NamedTuple):
-    """TMA descriptors: q [M · H, D] and weights [M · H] by 256, k [N, D] and k_scale [N] by 64."""
+class RaggedLogitsInputs(NamedTuple):
+    """TMA descriptors: q [M · H, D] and weights [M · H] in boxes of 256, k [N, D] and k_scale [N] in boxes of 64."""
 
     q: Any
     weights: Any
@@ -54,8 +55,8 @@ class Inputs(NamedTuple):
     k_scale: Any
 
 
-class Output(NamedTuple):
-    """Logits [M, width], the stride of a row, and whether a row begins with its first seen key (1) or key 0 (0)."""
+class RaggedLogitsOutput(NamedTuple):
+    """Logits [M, width], the row stride, and whether column 0 of a row is its first visible key (1) or key 0 (0)."""
 
     logits: Any
     stride: Any
@@ -63,8 +64,8 @@ class Output(NamedTuple):
     compressed: Any
 
 
-class Shared(NamedTuple):
-    """Rings of queries, a slot of which has both consumers', and of keys."""
+class RaggedLogitsShared(NamedTuple):
+    """Rings of queries (a slot holds the queries of both consumers) and of keys."""
 
     q: Any  # [2 * Q_SLOTS, 256, D]
     weights: Any  # [2 * Q_SLOTS, 256]
@@ -76,8 +77,9 @@ class Shared(NamedTuple):
     k_empty: Any
 
 
-class Item(NamedTuple):
-    """Queries from ``query`` on, and ``tiles`` tiles of keys from ``key`` on that hold what any of them sees."""
+class RaggedLogitsItem(NamedTuple):
+    """A work item: queries from ``query`` on, and ``tiles`` tiles of keys from ``key`` on, which include all visible
+    keys of the item."""
 
     query: Any
     key: Any
@@ -85,45 +87,45 @@ class Item(NamedTuple):
 
 
 @gluon.jit
-def _range(problem, query):
-    """The first key that each query sees and the end, within the keys; an empty range for what is no query."""
-    is_query = query < problem.num_queries
+def _range(work, query):
+    """Begin and end of the visible keys of each query, clamped to the keys; an empty range after the last query."""
+    is_query = query < work.num_queries
     row = query.to(gl.int64)
-    start = gl.load(problem.key_start + row * problem.start_stride, mask=is_query, other=0)
-    end = gl.load(problem.key_end + row * problem.end_stride, mask=is_query, other=0)
-    start = gl.minimum(gl.maximum(start, 0), problem.num_keys).to(gl.int32)
-    end = gl.minimum(gl.maximum(end, 0), problem.num_keys).to(gl.int32)
+    start = gl.load(work.key_start + row * work.start_stride, mask=is_query, other=0)
+    end = gl.load(work.key_end + row * work.end_stride, mask=is_query, other=0)
+    start = gl.minimum(gl.maximum(start, 0), work.num_keys).to(gl.int32)
+    end = gl.minimum(gl.maximum(end, 0), work.num_keys).to(gl.int32)
     return start, end
 
 
 @gluon.jit
-def _item(problem, turn, QUERIES: gl.constexpr):
-    """What the program works on in a turn.
+def _item(work, wave, QUERIES: gl.constexpr):
+    """The program's work item of a wave.
 
-    In the list of items all queries take the first keys, then the next, so that the keys at work at one time fit the L2
-    cache; and the last queries come first, so that with a causal mask the short items come last. Programs take them in
-    order in one turn and in reverse in the next, so that who had a longer one gets a shorter one.
+    The list of items iterates over queries inside of keys, so that the keys in use at a time fit in L2, and begins with
+    the last queries, so that with a causal mask short items come last. Programs take items in order in one wave and in
+    reverse order in the next, so that a program with a longer item then gets a shorter one.
     """
-    program = gl.where(turn % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
-    number = turn * gl.num_programs(0) + program
-    num_blocks = (problem.num_queries + QUERIES - 1) // QUERIES
-    query = (num_blocks - 1 - number % num_blocks) * QUERIES
+    program = gl.where(wave % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
+    index = wave * gl.num_programs(0) + program
+    num_blocks = (work.num_queries + QUERIES - 1) // QUERIES
+    query = (num_blocks - 1 - index % num_blocks) * QUERIES
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    start, end = _range(problem, query + gl.arange(0, QUERIES, LAYOUT))
-    item_start = number // num_blocks * problem.item_keys
-    first = gl.maximum(gl.min(gl.where(start < end, start, problem.num_keys), 0), item_start) // KEYS * KEYS
-    last = gl.minimum(gl.max(end, 0), item_start + problem.item_keys)
-    return Item(query, first, gl.maximum(last - first + KEYS - 1, 0) // KEYS)
+    start, end = _range(work, query + gl.arange(0, QUERIES, LAYOUT))
+    item_start = index // num_blocks * work.item_keys
+    first = gl.maximum(gl.min(gl.where(start < end, start, work.num_keys), 0), item_start) // KEYS * KEYS
+    last = gl.minimum(gl.max(end, 0), item_start + work.item_keys)
+    return RaggedLogitsItem(query, first, gl.maximum(last - first + KEYS - 1, 0) // KEYS)
 
 
 @gluon.jit
-def produce(inputs, problem, shared, HEADS: gl.constexpr):
-    """Fill the rings, for both consumers."""
+def produce(inputs, work, shared, HEADS: gl.constexpr):
+    """Fill the rings of both consumers."""
     HEAD_DIM: gl.constexpr = shared.k.shape[2]
     items_done = 0
     step = 0
-    for turn in range(problem.num_turns):
-        item = _item(problem, turn, 2 * COLUMNS // HEADS)
+    for wave in range(work.num_waves):
+        item = _item(work, wave, 2 * COLUMNS // HEADS)
         if item.tiles > 0:
             wait_empty(shared.q_empty, items_done, Q_SLOTS)
             full = shared.q_full.index(items_done % Q_SLOTS)
@@ -145,18 +147,18 @@ def produce(inputs, problem, shared, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _rows(problem, output, first_query, QUERIES: gl.constexpr):
+def _rows(work, output, first_query, QUERIES: gl.constexpr):
     query = first_query + gl.arange(0, QUERIES, gl.SliceLayout(0, logits_layout(QUERIES)))
-    start, end = _range(problem, query)
+    start, end = _range(work, query)
     first = start * output.compressed
     end = gl.minimum(end, first + output.width)
-    return Rows(start, end, output.logits + (query.to(gl.int64) * output.stride - first))
+    return LogitRows(start, end, output.logits + (query.to(gl.int64) * output.stride - first))
 
 
 @gluon.jit
 def _start_scores(shared, q_slot, step, HALF: gl.constexpr):
-    """Start keys · queries of one half of a consumer's columns: [64, 128]."""
-    # An index that is not constant in the loop: the compiler would keep the descriptors, and spill.
+    """Start keys · queries for half of a consumer's columns: [64, 128]."""
+    # The index must vary in the loop: otherwise the compiler keeps the matrix descriptors in registers, and spills.
     q = shared.q.index(q_slot + (step >> 30)).slice(HALF * HALF_COLUMNS, HALF_COLUMNS).permute((1, 0))
     scores = gl.zeros([KEYS, HALF_COLUMNS], gl.float32, scores_layout(HALF_COLUMNS))
     return warpgroup_mma(shared.k.index(step % SLOTS), q, scores, use_acc=False, is_async=True)
@@ -169,19 +171,20 @@ def _weights(shared, q_slot, HALF: gl.constexpr):
 
 
 @gluon.jit
-def consume(problem, shared, output, WHICH: gl.constexpr, HEADS: gl.constexpr):
-    """The logits of one half of an item's queries, of two halves in turn: one is reduced while the other multiplies."""
+def consume(work, shared, output, CONSUMER: gl.constexpr, HEADS: gl.constexpr):
+    """Compute the logits of half of an item's queries, in two halves that alternate: one is reduced while the other is
+    multiplied."""
     QUERIES: gl.constexpr = HALF_COLUMNS // HEADS
     items_done = 0
     step = 0
-    for turn in range(problem.num_turns):
-        item = _item(problem, turn, 4 * QUERIES)
+    for wave in range(work.num_waves):
+        item = _item(work, wave, 4 * QUERIES)
         if item.tiles > 0:
-            query = item.query + 2 * WHICH * QUERIES
-            rows_0 = _rows(problem, output, query, QUERIES)
-            rows_1 = _rows(problem, output, query + QUERIES, QUERIES)
+            query = item.query + 2 * CONSUMER * QUERIES
+            rows_0 = _rows(work, output, query, QUERIES)
+            rows_1 = _rows(work, output, query + QUERIES, QUERIES)
             wait_full(shared.q_full, items_done, Q_SLOTS)
-            q_slot = items_done % Q_SLOTS * 2 + WHICH
+            q_slot = items_done % Q_SLOTS * 2 + CONSUMER
             weights_0 = _weights(shared, q_slot, 0)
             weights_1 = _weights(shared, q_slot, 1)
             for tile in range(item.tiles):
@@ -212,7 +215,7 @@ def index_logits_ragged_kernel(
     num_queries: tl.int32,
     num_keys: tl.int32,
     item_keys: tl.int32,
-    num_turns: tl.int32,
+    num_waves: tl.int32,
     logits,
     logits_stride: tl.int64,
     width: tl.int32,
@@ -220,25 +223,25 @@ def index_logits_ragged_kernel(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """In each turn a program takes a work item: 512 / HEADS queries and up to item_keys keys."""
-    shared = Shared(
+    """In each wave a program processes one work item: 512 / HEADS queries and up to item_keys keys."""
+    shared = RaggedLogitsShared(
         gl.allocate_shared_memory(gl.float8e4nv, [2 * Q_SLOTS, COLUMNS, HEAD_DIM], vectors_layout(HEAD_DIM)),
-        gl.allocate_shared_memory(gl.float32, [2 * Q_SLOTS, COLUMNS], numbers_layout()),
+        gl.allocate_shared_memory(gl.float32, [2 * Q_SLOTS, COLUMNS], scalars_layout()),
         barriers(Q_SLOTS, 1),
         barriers(Q_SLOTS, 2),
         gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, KEYS, HEAD_DIM], vectors_layout(HEAD_DIM)),
-        gl.allocate_shared_memory(gl.float32, [SLOTS, KEYS], numbers_layout()),
+        gl.allocate_shared_memory(gl.float32, [SLOTS, KEYS], scalars_layout()),
         barriers(SLOTS, 1),
         barriers(SLOTS, 2),
     )
-    problem = Problem(key_start, start_stride, key_end, end_stride, num_queries, num_keys, item_keys, num_turns)
-    inputs = Inputs(q, weights, k, k_scale)
-    output = Output(logits, logits_stride, width, compressed)
+    work = RaggedLogitsWork(key_start, start_stride, key_end, end_stride, num_queries, num_keys, item_keys, num_waves)
+    inputs = RaggedLogitsInputs(q, weights, k, k_scale)
+    output = RaggedLogitsOutput(logits, logits_stride, width, compressed)
     gl.warp_specialize(
         [
-            (consume, (problem, shared, output, 0, HEADS)),
-            (consume, (problem, shared, output, 1, HEADS)),
-            (produce, (inputs, problem, shared, HEADS)),
+            (consume, (work, shared, output, 0, HEADS)),
+            (consume, (work, shared, output, 1, HEADS)),
+            (produce, (inputs, work, shared, HEADS)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

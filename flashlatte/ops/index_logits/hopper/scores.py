@@ -1,7 +1,7 @@
-"""From scores in registers to logits: relu, the heads' weights, the sum over heads, the key's scale.
+"""Logits from scores in registers: relu, head weights, sum over heads, and stores.
 
-A tile has 64 keys as the rows of a WGMMA and the heads of a few queries as its columns, so that all but the last step
-of the sum stays within a thread. A thread holds two keys and a quarter of the columns of each.
+The rows of a tile are 64 keys and its columns the heads of a few queries, so that most of the sum over heads is within
+a thread. A thread holds a quarter of the columns of two keys.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from flashlatte.ops.index_logits.hopper.tiles import KEYS
 def exchange_layout(queries, step):
     """Layout of partial sums of the four threads of a row: [64, queries, 4] in step 0, [64, queries, 2] in step 1.
 
-    In each step two threads exchange halves: each keeps half of its queries, and gets the other part of their sums.
-    That takes half of the shuffles that adding everything up in all four would, and leaves every logit in one thread.
+    In each step two threads exchange halves: each keeps half of its queries and receives the other thread's sums for
+        them. That needs half of the shuffles of an all-reduce, and leaves each logit in one thread.
     """
     query_bits = [[0, 1 << bit, 0] for bit in range(queries.bit_length() - 1)]
-    part, alone = [0, 0, 1], [0, 0, 0]
+    pair, none = [0, 0, 1], [0, 0, 0]
     if step == 0:
-        lanes = [query_bits[0] if queries > 1 else part, [0, 0, 2]]
-        registers = [*query_bits[1:], *([part] if queries > 1 else [])]
+        lanes = [query_bits[0] if queries > 1 else pair, [0, 0, 2]]
+        registers = [*query_bits[1:], *([pair] if queries > 1 else [])]
     else:
-        lanes = [query_bits[0] if queries > 1 else alone, query_bits[1] if queries > 2 else part]
-        registers = [*query_bits[2:], *([part] if queries > 2 else [])]
+        lanes = [query_bits[0] if queries > 1 else none, query_bits[1] if queries > 2 else pair]
+        registers = [*query_bits[2:], *([pair] if queries > 2 else [])]
     return gl.DistributedLinearLayout(
         reg_bases=[[8, 0, 0], *registers],
         lane_bases=[*lanes, [1, 0, 0], [2, 0, 0], [4, 0, 0]],
@@ -50,7 +50,7 @@ def sum_over_heads(scores, weights, HEADS: gl.constexpr):
     """Σ_h weights · relu(scores), of scores [64, queries · heads] and weights [queries · heads]: [64, queries]."""
     QUERIES: gl.constexpr = scores.shape[1] // HEADS
     weighted = gl.maximum(scores, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
-    # A thread has two of every eight columns.
+    # A thread holds two of every eight columns.
     weighted = weighted.reshape([KEYS, QUERIES, HEADS // 8, 4, 2]).permute((0, 1, 3, 2, 4))
     partial = gl.sum(weighted.reshape([KEYS, QUERIES, 4, HEADS // 4]), 3)
     partial = gl.convert_layout(partial, exchange_layout(QUERIES, 0))
@@ -59,8 +59,8 @@ def sum_over_heads(scores, weights, HEADS: gl.constexpr):
     return gl.sum(partial, 2)
 
 
-class Rows(NamedTuple):
-    """Rows of logits of a tile's queries, [queries]: the keys that each sees, and the address of its key 0."""
+class LogitRows(NamedTuple):
+    """Rows of logits of a tile's queries, [queries]: begin and end of the visible keys, and the address of key 0."""
 
     start: Any
     end: Any
@@ -69,7 +69,7 @@ class Rows(NamedTuple):
 
 @gluon.jit
 def store(logits, first_key, rows):
-    """Write ``logits`` [64, queries] of the keys from ``first_key`` on, where a query sees the key."""
+    """Write ``logits`` [64, queries] of the keys from ``first_key`` on, where visible."""
     key = first_key + gl.arange(0, KEYS, gl.SliceLayout(1, logits.type.layout))
     seen = (key[:, None] >= rows.start[None, :]) & (key[:, None] < rows.end[None, :])
     gl.store(rows.address[None, :] + key[:, None], logits.to(rows.address.dtype.element_ty), mask=seen)

@@ -1,4 +1,4 @@
-"""Tiles in shared memory, the registers' layout of scores, and barriers: what both kernels share."""
+"""Tiles in shared memory, register layouts and barriers that both kernels share."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 # Keys of a tile: the rows of a WGMMA.
 KEYS = gl.constexpr(64)
-# The most columns of a WGMMA, each a head of a query.
-MOST_COLUMNS = gl.constexpr(256)
-# Registers of a thread of a consumer, and of the producer, whose one warp is counted as four.
+# Maximum columns of a WGMMA; a column is a head of a query.
+MAX_COLUMNS = gl.constexpr(256)
+# Registers per thread of a consumer, and of the producer, whose single warp counts as four.
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
 
@@ -23,19 +23,19 @@ def scores_layout(columns):
 
 @gluon.constexpr_function
 def vectors_layout(head_dim, rank=2):
-    """Layout of rows of ``head_dim`` e4m3 numbers, as a TMA writes them and a WGMMA reads them."""
+    """Layout of rows of ``head_dim`` e4m3 elements, for TMA and WGMMA."""
     return gl.NVMMASharedLayout(head_dim, 8, rank)
 
 
 @gluon.constexpr_function
-def numbers_layout(rank=1):
-    """Layout of float32 numbers that a TMA writes one after the other."""
+def scalars_layout(rank=1):
+    """Layout of contiguous float32 scalars, for TMA."""
     return gl.NVMMASharedLayout(0, 32, rank)
 
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """``COUNT`` mbarriers whose phase ends with ``ARRIVALS`` arrivals."""
+    """``COUNT`` mbarriers that complete after ``ARRIVALS`` arrivals."""
     ring = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(COUNT):
         mbarrier.init(ring.index(index), count=ARRIVALS)
@@ -44,11 +44,11 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def wait_full(ring, step, SLOTS: gl.constexpr):
-    """Wait until slot ``step`` % SLOTS has been filled for the (``step`` // SLOTS)-th time."""
+    """Wait until slot ``step`` % SLOTS is full for step ``step``."""
     mbarrier.wait(ring.index(step % SLOTS), (step // SLOTS) & 1)
 
 
 @gluon.jit
 def wait_empty(ring, step, SLOTS: gl.constexpr):
-    """Wait until what the slot held before has been read; at once where it held nothing."""
+    """Wait until slot ``step`` % SLOTS is empty; returns at once in its first use."""
     mbarrier.wait(ring.index(step % SLOTS), ((step // SLOTS) & 1) ^ 1)

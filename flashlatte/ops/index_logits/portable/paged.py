@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import load_words
-from flashlatte.kernels.triton.cache_layout import as_bytes, blocks, unit_of_rows
+from flashlatte.kernels.triton.cache_layout import as_bytes, cdiv, row_alignment
 from flashlatte.kernels.triton.fp8 import converts_e4m3, from_float32
 from flashlatte.kv_cache.index_formats import as_index_cache
 from flashlatte.ops.index_logits.portable.config import PAGED, choose, padded_heads
@@ -38,14 +38,14 @@ def paged(
     cache, layout = as_index_cache(cache, head_dim)
     cache = as_bytes(cache)
     num_pages, page_size = cache.shape[:2]
-    q_unit, unit = unit_of_rows(q, 0, 1, 2), unit_of_rows(cache, 0)
+    q_unit, unit = row_alignment(q, 0, 1, 2), row_alignment(cache, 0)
     config = choose(PAGED, q.device)
     block_h = padded_heads(heads)
     block_q = min(max(config.rows // block_h, 1), 1 << (next_n - 1).bit_length())
     max_keys = min(logits.shape[1], block_table.shape[1] * page_size)
-    tiles = batch * blocks(max_keys, config.block_n)
+    tiles = batch * cdiv(max_keys, config.block_n)
     programs = min(tiles, config.programs * machine.num_sms(q.device))
-    paged_kernel[(programs, blocks(next_n, block_q))](
+    paged_kernel[(programs, cdiv(next_n, block_q))](
         q=q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,
         cache=cache,
         weights=weights,

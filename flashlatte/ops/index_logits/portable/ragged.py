@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_layout import blocks, unit_of_rows
+from flashlatte.kernels.triton.cache_layout import cdiv, row_alignment
 from flashlatte.kernels.triton.fp8 import converts_e4m3, from_float32
 from flashlatte.ops.index_logits.portable.config import RAGGED, choose, padded_heads
 from flashlatte.ops.index_logits.portable.score import compute_type, head_sums, load_keys, load_queries
@@ -34,9 +34,9 @@ def ragged(
     config = choose(RAGGED, q.device)
     block_h = padded_heads(heads)
     block_q = max(config.rows // block_h, 1)
-    q_blocks = blocks(num_rows, block_q)
-    key_blocks = blocks(k.shape[0], config.block_n * config.tiles)
-    q_unit, k_unit = unit_of_rows(q, 0, 1), unit_of_rows(k, 0)
+    q_blocks = cdiv(num_rows, block_q)
+    key_blocks = cdiv(k.shape[0], config.block_n * config.tiles)
+    q_unit, k_unit = row_alignment(q, 0, 1), row_alignment(k, 0)
     ragged_kernel[(q_blocks * key_blocks,)](
         q=q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,
         k=k.view(torch.uint8) if k.dtype == torch.float8_e4m3fn else k,

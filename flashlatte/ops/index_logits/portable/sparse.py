@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import load_words
-from flashlatte.kernels.triton.cache_layout import as_bytes, blocks, unit_of_rows
+from flashlatte.kernels.triton.cache_layout import as_bytes, cdiv, row_alignment
 from flashlatte.kernels.triton.fp8 import converts_e4m3, from_float32
 from flashlatte.kv_cache.index_formats import as_index_cache
 from flashlatte.ops.index_logits.portable.config import RAGGED, choose, padded_heads
@@ -36,16 +36,16 @@ def sparse(
         k = as_bytes(cache)
         num_pages, page_size = k.shape[:2]
         encoding, key_stride, scale_stride = layout.encoding, layout.planes[0].width, layout.scale_bytes
-        unit, page_stride = unit_of_rows(k, 0), stride_in_use(k, 0)
+        unit, page_stride = row_alignment(k, 0), stride_in_use(k, 0)
     else:
         encoding, num_pages, page_size = ENCODINGS[k.dtype], 1, k.shape[0]
-        unit, page_stride, key_stride = unit_of_rows(k, 0), 0, stride_in_use(k, 0)
+        unit, page_stride, key_stride = row_alignment(k, 0), 0, stride_in_use(k, 0)
         scale_stride = 0 if k_scale is None else stride_in_use(k_scale, 0)
         k = as_bytes(k)
     config = choose(RAGGED, q.device)
     width = logits.shape[1]
-    tiles = blocks(width, config.block_n * config.tiles)
-    q_unit = unit_of_rows(q, 0, 1)
+    tiles = cdiv(width, config.block_n * config.tiles)
+    q_unit = row_alignment(q, 0, 1)
     sparse_kernel[(num_rows * tiles,)](
         q=as_bytes(q),
         k=k,

@@ -1,11 +1,11 @@
-"""The kernel: shared memory, and the two consumers and the producer that run in it."""
+"""The kernel: allocate shared memory, and run the two consumers and the producer."""
 
 from __future__ import annotations
 
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.two_consumers import CONSUMER_REGISTERS, PRODUCER_REGISTERS, Call, Window
+from flashlatte.kernels.hopper.two_consumers import CONSUMER_REGISTERS, PRODUCER_REGISTERS, PrefillArgs, Window
 from flashlatte.ops.paged_attention.hopper import consumers, epilogue, producer, schedule, tiles
 from flashlatte.runtime.triton_kernel import gluon_kernel
 
@@ -24,12 +24,12 @@ def paged_prefill_kernel(
     capacity: tl.int32,
     requests: tl.int32,
     tokens: tl.int32,
-    fewest: tl.int32,
+    min_queries: tl.int32,
     window_left: tl.int32,
     window_right: tl.int32,
     packs: tl.int32,
-    packs_each: tl.int32,
-    taken,
+    packs_per_kv_head: tl.int32,
+    tile_counter,
     out,
     out_stride_token: tl.int64,
     out_stride_head: tl.int64,
@@ -40,38 +40,41 @@ def paged_prefill_kernel(
     sink_stride: tl.int64,
     scale_log2: tl.float32,
     empty_lse: tl.float32,
-    PLAN: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
-    """A program works on tiles of 128 query rows, until there are none left. Arguments as in ``launch``."""
-    shared = tiles.allocate(out.dtype.element_ty, PLAN)
-    problem = schedule.Problem(
+    """A persistent kernel: each program processes tiles of 128 query rows until none are left. Arguments as in
+    ``launch``."""
+    shared = tiles.allocate(out.dtype.element_ty, CONFIG)
+    work = schedule.PagedPrefillWork(
         cu_q,
         seqused_k,
         seqused_stride,
         capacity,
         requests,
         tokens,
-        fewest,
+        min_queries,
         window_left,
         window_right,
         packs,
-        packs_each,
-        taken,
+        packs_per_kv_head,
+        tile_counter,
     )
-    inputs = producer.Inputs(q, k, v, block_table, table_stride, num_pages, boxes)
-    results = epilogue.Results(
+    inputs = producer.PagedPrefillInputs(q, k, v, block_table, table_stride, num_pages, boxes)
+    results = epilogue.PagedPrefillResults(
         out, out_stride_token, out_stride_head, lse, lse_stride_token, lse_stride_head, sink, sink_stride, empty_lse
     )
-    call = Call(shared, Window(window_left, window_right), scale_log2, results)
+    args = PrefillArgs(shared, Window(window_left, window_right), scale_log2, results)
     gl.warp_specialize(
         [
-            (consumers.consume_first, (call, PLAN)),
-            (consumers.consume_second, (call, PLAN)),
-            (producer.produce, (inputs, problem, shared, PLAN)),
+            (consumers.consume_first, (args, CONFIG)),
+            (consumers.consume_second, (args, CONFIG)),
+            (producer.produce, (inputs, work, shared, CONFIG)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 
-kernel = gluon_kernel(paged_prefill_kernel, by_element=["block_table", "cu_q", "seqused_k", "taken", "lse", "sink"])
+kernel = gluon_kernel(
+    paged_prefill_kernel, by_element=["block_table", "cu_q", "seqused_k", "tile_counter", "lse", "sink"]
+)

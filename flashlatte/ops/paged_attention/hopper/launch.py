@@ -1,4 +1,4 @@
-"""From a problem to a launch: all that a call settles on the host, from shapes and strides alone."""
+"""The launcher: everything a call computes on the host, from shapes and strides alone."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ import torch
 
 from flashlatte.kernels.hopper.two_consumers import CHUNK, ROWS, TILE
 from flashlatte.ops.paged_attention.hopper.kernel import kernel
-from flashlatte.ops.paged_attention.hopper.tiles import KEYS, Plan
+from flashlatte.ops.paged_attention.hopper.tiles import KEYS, PagedPrefillConfig
 from flashlatte.ops.paged_attention.problem import Problem
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.runtime.tma_descriptors import Address, describe
 
 _LOG2_E = math.log2(math.e)
-# Wider than any request, and small enough for sums of positions and windows to fit 32 bits.
-_WIDEST = 2**30 - 1
+# Larger than any request, and small enough that sums of positions and windows fit 32 bits.
+_MAX_WINDOW = 2**30 - 1
 
 
-def attend_long(problem: Problem, fewest: int) -> None:
-    """Attend the requests of at least ``fewest`` queries, and give tokens of no request out 0."""
+def attend_long(problem: Problem, min_queries: int) -> None:
+    """Compute attention for the requests of at least ``min_queries`` queries, and zero the output of tokens without
+    request."""
     q, k_cache, v_cache, out, lse = problem.q, problem.k_cache, problem.v_cache, problem.out, problem.lse
     tokens, heads, head_dim = q.shape
     num_pages, page_size, h_kv = k_cache.shape[:3]
     head_dim_v, device = v_cache.shape[3], q.device
     requests = problem.cu_seqlens_q.shape[0] - 1
-    pack = heads_of_tile(heads // h_kv)
+    pack = heads_per_tile(heads // h_kv)
     box = math.gcd(page_size, KEYS.value)
     align = row_align(out)
-    plan = Plan(
+    config = PagedPrefillConfig(
         pack=pack,
         chunks=-(-head_dim // CHUNK.value),
         v_chunks=-(-head_dim_v // CHUNK.value),
@@ -40,10 +41,10 @@ def attend_long(problem: Problem, fewest: int) -> None:
         box=box,
         align=align,
     )
-    most_tiles = (tokens * pack // TILE.value + requests + 2) * (heads // pack)
+    max_tiles = (tokens * pack // TILE.value + requests + 2) * (heads // pack)
     out_strides = strides_in_use(out)
     sink = problem.attn_sink
-    kernel[(min(most_tiles, machine.num_sms(device)),)](
+    kernel[(min(max_tiles, machine.num_sms(device)),)](
         q=_packed(q, pack),
         k=_paged(k_cache.squeeze(3), box),
         v=_paged(v_cache, box),
@@ -57,12 +58,12 @@ def attend_long(problem: Problem, fewest: int) -> None:
         capacity=problem.cached_keys,
         requests=requests,
         tokens=tokens,
-        fewest=fewest,
-        window_left=min(problem.window_left, _WIDEST),
-        window_right=min(problem.window_right, _WIDEST),
+        min_queries=min_queries,
+        window_left=min(problem.window_left, _MAX_WINDOW),
+        window_right=min(problem.window_right, _MAX_WINDOW),
         packs=heads // pack,
-        packs_each=heads // h_kv // pack,
-        taken=torch.zeros(1, dtype=torch.int32, device=device),
+        packs_per_kv_head=heads // h_kv // pack,
+        tile_counter=torch.zeros(1, dtype=torch.int32, device=device),
         out=out,
         out_stride_token=out_strides[0] // align,
         out_stride_head=out_strides[1] // align,
@@ -73,13 +74,14 @@ def attend_long(problem: Problem, fewest: int) -> None:
         sink_stride=0 if sink is None else sink.stride(0),
         scale_log2=problem.softmax_scale * _LOG2_E,
         empty_lse=problem.empty_lse,
-        PLAN=plan,
+        CONFIG=config,
         num_warps=4,
     )
 
 
-def heads_of_tile(heads: int) -> int:
-    """Of the query heads of a key head, how many are rows of one tile: as many as a power of two divides them by."""
+def heads_per_tile(heads: int) -> int:
+    """Query heads of a kv head that are rows of one tile: the largest power of two that divides ``heads``, at most
+    64."""
     return min(heads & -heads, ROWS.value)
 
 

@@ -1,6 +1,6 @@
-"""The producer: a warp that hands out tiles and keeps the consumers' stages filled, by TMA, page after page.
+"""The producer: one warp that schedules tiles and fills the consumers' stages by TMA, page by page.
 
-One warp, as warps of a partition would meet before each copy.
+It is a single warp, because several warps would synchronize before each copy.
 """
 
 from __future__ import annotations
@@ -13,40 +13,40 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.ptx.registers import opaque
-from flashlatte.kernels.hopper.ptx.threads import lane, lanes_below_zero, of_lane_at
+from flashlatte.kernels.hopper.ptx.threads import ballot_negative, lane_id, shuffle_from_lane_at
 from flashlatte.kernels.hopper.two_consumers import (
+    BOTH_CONSUMER_THREADS,
     CHUNK,
     K_EMPTY,
-    PRODUCER,
+    ONE_CONSUMER_THREADS,
+    PRODUCER_THREADS,
     Q_EMPTY_FIRST,
     Q_EMPTY_SECOND,
     ROWS,
     STAGES,
     V_EMPTY,
-    WITH_BOTH,
-    WITH_ONE,
     stage_of,
-    write_number,
-    write_numbers,
+    write_scalar,
+    write_scalars,
 )
 from flashlatte.ops.paged_attention.hopper import schedule
 from flashlatte.ops.paged_attention.hopper.tiles import (
     KEYS,
     SWIZZLED,
-    Ticket,
+    PagedPrefillTile,
 )
 from flashlatte.runtime.gluon_compat import cta_barrier, reinterpret, tma_load
 
 
-class Inputs(NamedTuple):
-    """What tiles are loaded from.
+class PagedPrefillInputs(NamedTuple):
+    """Inputs of the producer.
 
     Attributes:
-        q: TMA descriptor of q [tokens, packs, pack, d], for boxes of 64 rows and 64 columns.
-        k, v: of the caches [pages, page_size, h_kv, d], for boxes of ``box`` tokens and 64 columns.
+        q: TMA descriptor of q [tokens, packs, pack, d] for boxes of 64 rows and 64 columns.
+        k, v: TMA descriptors of the caches [pages, page_size, h_kv, d] for boxes of ``box`` tokens and 64 columns.
         block_table, table_stride: pages of each request.
-        num_pages: of the cache.
-        boxes: copies that a block takes.
+        num_pages: pages of the cache.
+        boxes: copies per block and chunk of columns.
     """
 
     q: Any
@@ -58,8 +58,8 @@ class Inputs(NamedTuple):
     boxes: Any
 
 
-class Seen(NamedTuple):
-    """Of a request, the keys that a tile sees: from ``first`` up to, but not including, ``to``."""
+class VisibleKeys(NamedTuple):
+    """The keys of a request that are visible to a tile: ``first`` to ``to`` (exclusive)."""
 
     request: Any
     first: Any
@@ -67,121 +67,139 @@ class Seen(NamedTuple):
 
 
 @gluon.jit
-def _look_up(inputs, seen, first_key, PLAN: gl.constexpr):
-    """The pages of the block at ``first_key``: lane l has that of the block's keys 8 l to 8 l + 7, for l
-    below 16. -1 for a page that is not in the cache, and where the tile sees no key of the box; and the same, but 0 for
-    the latter."""
-    key = first_key + lane() % 16 * 8 // PLAN.box * PLAN.box
-    is_seen = (key < seen.to) & (key + PLAN.box > seen.first)
+def _look_up(inputs, visible, first_key, CONFIG: gl.constexpr):
+    """The pages of the block at ``first_key``: lane l < 16 has the page of keys 8 l to 8 l + 7 of the block. The first
+    result is -1 for pages that are not in the cache and for boxes without visible keys; the second is 0 for the
+    latter."""
+    key = first_key + lane_id() % 16 * 8 // CONFIG.box * CONFIG.box
+    is_visible = (key < visible.to) & (key + CONFIG.box > visible.first)
     entry = gl.load(
-        inputs.block_table + seen.request.to(gl.int64) * inputs.table_stride + key // PLAN.page_size,
-        mask=is_seen,
+        inputs.block_table + visible.request.to(gl.int64) * inputs.table_stride + key // CONFIG.page_size,
+        mask=is_visible,
         other=-1,
     )
     page = gl.where((entry >= 0) & (entry < inputs.num_pages), entry, -1).to(gl.int32)
-    return page, gl.where(is_seen, page, 0)
+    return page, gl.where(is_visible, page, 0)
 
 
 @gluon.jit
 def _load_block(
-    descriptor, boxes_of_block, ring, stage, full, page, first_key, head, CHUNKS: gl.constexpr, PLAN: gl.constexpr
+    descriptor, boxes_of_block, ring, stage, full, page, first_key, head, CHUNKS: gl.constexpr, CONFIG: gl.constexpr
 ):
-    """Begin to load a block into a stage of a ring. Of a page -1 TMA writes zeros and reads nothing."""
-    BOX: gl.constexpr = PLAN.box
+    """Start loading a block into a stage of a ring. For page -1, TMA fills zeros without reading memory."""
+    BOX: gl.constexpr = CONFIG.box
     BOXES: gl.constexpr = KEYS // BOX
     COUNT: gl.constexpr = STAGES * CHUNKS * BOXES
     boxes = reinterpret(ring, ring.dtype, [COUNT, BOX, CHUNK], SWIZZLED)
     mbarrier.expect(full, KEYS * CHUNKS * CHUNK * 2)
-    # A loop to the compiler, too, as it does not know the count: copies in a row want more registers than there are.
+    # The compiler does not know the count, so it does not unroll the loop: unrolled copies need too many registers.
     for box in range(boxes_of_block):
-        offset = (first_key + box * BOX) % PLAN.page_size
-        box_page = of_lane_at(page, box * (BOX // 8))
+        offset = (first_key + box * BOX) % CONFIG.page_size
+        box_page = shuffle_from_lane_at(page, box * (BOX // 8))
         for chunk in gl.static_range(CHUNKS):
             to = boxes.index((stage * CHUNKS + chunk) * BOXES + box)
             tma_load(descriptor, [box_page, offset, head, chunk * CHUNK], full, to)
 
 
 @gluon.jit
-def _load_q(inputs, consumer, ticket, TOKEN: gl.constexpr, PLAN: gl.constexpr):
-    CHUNKS: gl.constexpr = PLAN.chunks
-    write_numbers(consumer.ticket, ticket)
+def _load_q(inputs, consumer, work_tile, TOKEN: gl.constexpr, CONFIG: gl.constexpr):
+    CHUNKS: gl.constexpr = CONFIG.chunks
+    write_scalars(consumer.work_tile, work_tile)
     cta_barrier()
     full = consumer.full.index(0)
     mbarrier.expect(full, ROWS * CHUNKS * CHUNK * 2)
     for chunk in gl.static_range(CHUNKS):
-        tma_load(inputs.q, [ticket.token + TOKEN, ticket.pack, 0, chunk * CHUNK], full, consumer.q.index(chunk))
+        tma_load(inputs.q, [work_tile.token + TOKEN, work_tile.pack, 0, chunk * CHUNK], full, consumer.q.index(chunk))
 
 
 @gluon.jit
-def _load_k(inputs, shared, step, page, absent, first_key, head, PLAN: gl.constexpr):
+def _load_k(inputs, shared, step, page, absent, first_key, head, CONFIG: gl.constexpr):
     stage = stage_of(step)
-    barriers.wait_at(K_EMPTY + stage, WITH_BOTH, PRODUCER)
-    write_number(shared.absent, stage, lanes_below_zero(absent) & 0xFFFF)
+    barriers.wait_at(K_EMPTY + stage, BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
+    write_scalar(shared.absent, stage, ballot_negative(absent) & 0xFFFF)
     cta_barrier()
     _load_block(
-        inputs.k, inputs.boxes, shared.k, stage, shared.k_full.index(stage), page, first_key, head, PLAN.chunks, PLAN
+        inputs.k,
+        inputs.boxes,
+        shared.k,
+        stage,
+        shared.k_full.index(stage),
+        page,
+        first_key,
+        head,
+        CONFIG.chunks,
+        CONFIG,
     )
 
 
 @gluon.jit
-def _load_v(inputs, shared, step, page, first_key, head, PLAN: gl.constexpr):
+def _load_v(inputs, shared, step, page, first_key, head, CONFIG: gl.constexpr):
     stage = stage_of(step)
-    barriers.wait_at(V_EMPTY + stage, WITH_BOTH, PRODUCER)
+    barriers.wait_at(V_EMPTY + stage, BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
     _load_block(
-        inputs.v, inputs.boxes, shared.v, stage, shared.v_full.index(stage), page, first_key, head, PLAN.v_chunks, PLAN
+        inputs.v,
+        inputs.boxes,
+        shared.v,
+        stage,
+        shared.v_full.index(stage),
+        page,
+        first_key,
+        head,
+        CONFIG.v_chunks,
+        CONFIG,
     )
 
 
 @gluon.jit
-def _announce(consumer, ticket):
-    write_numbers(consumer.ticket, ticket)
+def _publish(consumer, work_tile):
+    write_scalars(consumer.work_tile, work_tile)
     cta_barrier()
     mbarrier.arrive(consumer.full.index(0), count=1)
 
 
 @gluon.jit
-def produce(inputs, problem, shared, PLAN: gl.constexpr):
-    num_blocks = schedule.count_blocks(problem, PLAN)
-    num_tiles = num_blocks * problem.packs
+def produce(inputs, work, shared, CONFIG: gl.constexpr):
+    num_blocks = schedule.count_blocks(work, CONFIG)
+    num_tiles = num_blocks * work.packs
     tile = gl.program_id(0)
-    ticket, request = schedule.find(problem, tile, num_blocks, PLAN)
+    work_tile, request = schedule.find_tile(work, tile, num_blocks, CONFIG)
     step = 0
     while tile < num_tiles:
-        seen = Seen(request, ticket.first_key, ticket.keys)
-        head = ticket.pack // problem.packs_each
-        first_key = ticket.last * KEYS
-        page, absent = _look_up(inputs, seen, first_key, PLAN)
-        # The stage is empty before the queries are: those serve until the last product of the tile before.
-        _load_k(inputs, shared, step, page, absent, first_key, head, PLAN)
-        barriers.wait(Q_EMPTY_FIRST, WITH_ONE, PRODUCER)
-        _load_q(inputs, shared.first, ticket, 0, PLAN)
-        barriers.wait(Q_EMPTY_SECOND, WITH_ONE, PRODUCER)
-        _load_q(inputs, shared.second, ticket, ROWS // PLAN.pack, PLAN)
-        following, following_absent = _look_up(inputs, seen, first_key - KEYS, PLAN)
-        _load_v(inputs, shared, step, page, first_key, head, PLAN)
+        visible = VisibleKeys(request, work_tile.first_key, work_tile.keys)
+        head = work_tile.pack // work.packs_per_kv_head
+        first_key = work_tile.last * KEYS
+        page, absent = _look_up(inputs, visible, first_key, CONFIG)
+        # The stage becomes empty before the queries, which the last product of the previous tile still reads.
+        _load_k(inputs, shared, step, page, absent, first_key, head, CONFIG)
+        barriers.wait(Q_EMPTY_FIRST, ONE_CONSUMER_THREADS, PRODUCER_THREADS)
+        _load_q(inputs, shared.first, work_tile, 0, CONFIG)
+        barriers.wait(Q_EMPTY_SECOND, ONE_CONSUMER_THREADS, PRODUCER_THREADS)
+        _load_q(inputs, shared.second, work_tile, ROWS // CONFIG.pack, CONFIG)
+        next_page, next_absent = _look_up(inputs, visible, first_key - KEYS, CONFIG)
+        _load_v(inputs, shared, step, page, first_key, head, CONFIG)
         step += 1
-        blocks = opaque(ticket.blocks)
-        # The next ticket, while this tile's first block is on its way.
-        tile = schedule.take(problem)
-        ticket, request = schedule.find(problem, tile, num_blocks, PLAN)
+        blocks = opaque(work_tile.blocks)
+        # Fetch the next tile while this tile's first block is in flight.
+        tile = schedule.fetch_next_tile(work)
+        work_tile, request = schedule.find_tile(work, tile, num_blocks, CONFIG)
         for _ in range(1, blocks):
             first_key -= KEYS
-            page = following
-            absent = following_absent
-            following, following_absent = _look_up(inputs, seen, first_key - KEYS, PLAN)
-            _load_k(inputs, shared, step, page, absent, first_key, head, PLAN)
-            _load_v(inputs, shared, step, page, first_key, head, PLAN)
+            page = next_page
+            absent = next_absent
+            next_page, next_absent = _look_up(inputs, visible, first_key - KEYS, CONFIG)
+            _load_k(inputs, shared, step, page, absent, first_key, head, CONFIG)
+            _load_v(inputs, shared, step, page, first_key, head, CONFIG)
             step += 1
 
-    # The consumers run one product ahead: they get queries and a block of whatever lies there.
-    nothing = Ticket(0, 0, 0, 0, 0, 0, 0, 0)
-    barriers.wait_at(K_EMPTY + stage_of(step), WITH_BOTH, PRODUCER)
+    # The consumers compute one block of scores ahead: signal queries and a block of arbitrary contents.
+    nothing = PagedPrefillTile(0, 0, 0, 0, 0, 0, 0, 0)
+    barriers.wait_at(K_EMPTY + stage_of(step), BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
     mbarrier.arrive(shared.k_full.index(stage_of(step)), count=1)
-    barriers.wait(Q_EMPTY_FIRST, WITH_ONE, PRODUCER)
-    _announce(shared.first, nothing)
-    barriers.wait(Q_EMPTY_SECOND, WITH_ONE, PRODUCER)
-    _announce(shared.second, nothing)
-    # Their last arrivals.
+    barriers.wait(Q_EMPTY_FIRST, ONE_CONSUMER_THREADS, PRODUCER_THREADS)
+    _publish(shared.first, nothing)
+    barriers.wait(Q_EMPTY_SECOND, ONE_CONSUMER_THREADS, PRODUCER_THREADS)
+    _publish(shared.second, nothing)
+    # The consumers' last arrivals.
     for stage in gl.static_range(STAGES):
-        barriers.wait_at(V_EMPTY + stage, WITH_BOTH, PRODUCER)
-        barriers.wait_at(K_EMPTY + stage_of(step + 1 + stage), WITH_BOTH, PRODUCER)
+        barriers.wait_at(V_EMPTY + stage, BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
+        barriers.wait_at(K_EMPTY + stage_of(step + 1 + stage), BOTH_CONSUMER_THREADS, PRODUCER_THREADS)

@@ -1,9 +1,9 @@
-"""Which tile comes next: a list of all tiles, worked off in order by whichever program is free.
+"""The dynamic tile scheduler: programs fetch the tiles of an ordered list from a global counter.
 
-The list exists only as arithmetic. Its order, from the outside in: key heads (so that the keys and values of one or two
-are in use at a time, and stay in L2), requests, blocks of queries from the last to the first (with a causal mask from
-the longest to the shortest), packs of query heads of the key head. Requests of few queries are not in the list. The
-tokens before the first request and behind the last one are listed as requests without keys.
+The list is not stored; tiles are computed from their index. Its order, outermost first: kv heads (so that the keys and
+values of one or two heads are in use at a time and stay in L2), requests, blocks of queries from the last to the first
+(with a causal mask, from the longest to the shortest), packs of query heads of the kv head. Requests with few queries
+are not in the list. Tokens before the first request and after the last one are listed as requests without keys.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper.two_consumers import TILE
-from flashlatte.ops.paged_attention.hopper.tiles import KEYS, Ticket
+from flashlatte.ops.paged_attention.hopper.tiles import KEYS, PagedPrefillTile
 
-# Requests that the producer scans at a time, one a thread.
+# Requests that the producer scans at a time, one per thread.
 _SCAN = gl.constexpr(32)
 _SCANNED = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 
-class Problem(NamedTuple):
-    """The requests, and the tiles that have been taken.
+class PagedPrefillWork(NamedTuple):
+    """The requests, and the tile counter.
 
     Attributes:
         cu_q: first token of each request and the end of the last one, [requests + 1].
-        seqused_k, seqused_stride: keys of each request; at most ``capacity``.
-        requests: how many.
+        seqused_k, seqused_stride: keys of each request, clamped to ``capacity``.
+        requests: number of requests.
         tokens: rows of q.
-        fewest: queries of a request that has tiles.
-        left, right: keys before and behind its own position that a query sees.
-        packs, packs_each: of query heads, all and those of a key head.
-        taken: int32 counter of tiles, 0 at launch, beyond the first of each program.
+        min_queries: minimum queries of a request with tiles.
+        left, right: keys before and after its own position that are visible to a query.
+        packs, packs_per_kv_head: packs of query heads, in total and per kv head.
+        tile_counter: int32, 0 at launch; counts the tiles fetched after the first one of each program.
     """
 
     cu_q: Any
@@ -41,12 +41,12 @@ class Problem(NamedTuple):
     capacity: Any
     requests: Any
     tokens: Any
-    fewest: Any
+    min_queries: Any
     left: Any
     right: Any
     packs: Any
-    packs_each: Any
-    taken: Any
+    packs_per_kv_head: Any
+    tile_counter: Any
 
 
 @gluon.jit
@@ -55,76 +55,76 @@ def _add(a, b):
 
 
 @gluon.jit
-def _boundary(problem, index):
-    return gl.minimum(gl.maximum(gl.load(problem.cu_q + index), 0), problem.tokens).to(gl.int32)
+def _boundary(work, index):
+    return gl.minimum(gl.maximum(gl.load(work.cu_q + index), 0), work.tokens).to(gl.int32)
 
 
 @gluon.jit
-def _blocks(problem, item, PLAN: gl.constexpr):
-    """Blocks of queries of each item: item 0 is what precedes the first request, item i + 1 request i."""
-    TOKENS: gl.constexpr = TILE // PLAN.pack
-    begin = gl.load(problem.cu_q + item - 1, mask=(item > 0) & (item <= problem.requests + 1), other=0)
-    end = gl.load(problem.cu_q + item, mask=item <= problem.requests, other=problem.tokens)
-    begin = gl.minimum(gl.maximum(begin, 0), problem.tokens)
-    end = gl.minimum(gl.maximum(end, 0), problem.tokens)
+def _blocks(work, item, CONFIG: gl.constexpr):
+    """Blocks of queries of each item: item 0 is the tokens before the first request, item i + 1 is request i."""
+    TOKENS: gl.constexpr = TILE // CONFIG.pack
+    begin = gl.load(work.cu_q + item - 1, mask=(item > 0) & (item <= work.requests + 1), other=0)
+    end = gl.load(work.cu_q + item, mask=item <= work.requests, other=work.tokens)
+    begin = gl.minimum(gl.maximum(begin, 0), work.tokens)
+    end = gl.minimum(gl.maximum(end, 0), work.tokens)
     queries = gl.maximum(end - begin, 0)
-    is_request = (item > 0) & (item <= problem.requests)
-    listed = (item <= problem.requests + 1) & ((queries >= problem.fewest) | (is_request == 0))
+    is_request = (item > 0) & (item <= work.requests)
+    listed = (item <= work.requests + 1) & ((queries >= work.min_queries) | (is_request == 0))
     return gl.where(listed, (queries + TOKENS - 1) // TOKENS, 0).to(gl.int32)
 
 
 @gluon.jit
-def count_blocks(problem, PLAN: gl.constexpr):
-    """Blocks of queries of all items."""
+def count_blocks(work, CONFIG: gl.constexpr):
+    """Total blocks of queries of all items."""
     total = gl.to_tensor(0)
-    for start in range(0, problem.requests + 2, _SCAN):
-        total += gl.sum(_blocks(problem, start + gl.arange(0, _SCAN, _SCANNED), PLAN), 0)
+    for start in range(0, work.requests + 2, _SCAN):
+        total += gl.sum(_blocks(work, start + gl.arange(0, _SCAN, _SCANNED), CONFIG), 0)
     return total
 
 
 @gluon.jit
-def find(problem, tile, num_blocks, PLAN: gl.constexpr):
-    """The ticket of a tile, and its request."""
-    TOKENS: gl.constexpr = TILE // PLAN.pack
-    of_key_head = num_blocks * problem.packs_each
-    block = tile % of_key_head // problem.packs_each
-    pack = tile // of_key_head * problem.packs_each + tile % problem.packs_each
+def find_tile(work, tile, num_blocks, CONFIG: gl.constexpr):
+    """The work tile of index ``tile``, and its request."""
+    TOKENS: gl.constexpr = TILE // CONFIG.pack
+    of_key_head = num_blocks * work.packs_per_kv_head
+    block = tile % of_key_head // work.packs_per_kv_head
+    pack = tile // of_key_head * work.packs_per_kv_head + tile % work.packs_per_kv_head
 
     item = gl.to_tensor(0)
     before = gl.to_tensor(0)
     scanned = gl.to_tensor(0)
-    for start in range(0, problem.requests + 2, _SCAN):
+    for start in range(0, work.requests + 2, _SCAN):
         items = start + gl.arange(0, _SCAN, _SCANNED)
-        blocks = _blocks(problem, items, PLAN)
+        blocks = _blocks(work, items, CONFIG)
         ends = scanned + gl.associative_scan(blocks, 0, _add)
-        is_before = (items <= problem.requests + 1) & (ends <= block)
+        is_before = (items <= work.requests + 1) & (ends <= block)
         item += gl.sum(is_before.to(gl.int32), 0)
         before = gl.maximum(before, gl.max(gl.where(is_before, ends, 0), 0))
         scanned += gl.sum(blocks, 0)
 
-    is_request = (item > 0) & (item <= problem.requests)
-    first = gl.where(item > 0, _boundary(problem, gl.maximum(item - 1, 0)), 0)
-    end = gl.where(item <= problem.requests, _boundary(problem, gl.minimum(item, problem.requests)), problem.tokens)
-    request = gl.minimum(gl.maximum(item - 1, 0), gl.maximum(problem.requests - 1, 0))
+    is_request = (item > 0) & (item <= work.requests)
+    first = gl.where(item > 0, _boundary(work, gl.maximum(item - 1, 0)), 0)
+    end = gl.where(item <= work.requests, _boundary(work, gl.minimum(item, work.requests)), work.tokens)
+    request = gl.minimum(gl.maximum(item - 1, 0), gl.maximum(work.requests - 1, 0))
     queries = gl.maximum(end - first, 0)
-    used = gl.load(problem.seqused_k + request.to(gl.int64) * problem.seqused_stride)
-    used = gl.minimum(gl.maximum(used, 0), problem.capacity).to(gl.int32)
+    used = gl.load(work.seqused_k + request.to(gl.int64) * work.seqused_stride)
+    used = gl.minimum(gl.maximum(used, 0), work.capacity).to(gl.int32)
     keys = gl.where(is_request, used, 0)
 
     own = ((queries + TOKENS - 1) // TOKENS - 1 - (block - before)) * TOKENS
     tokens = gl.minimum(queries - own, TOKENS)
     position = own + keys - queries
-    seen_from = gl.maximum(position - problem.left, 0)
-    seen_to = gl.minimum(position + tokens + problem.right, keys)
-    sees_some = seen_to > seen_from
-    # Some block must be taken for the empty result to be written: one that is masked as a whole.
-    first_key = gl.where(sees_some, seen_from, 0)
-    last = gl.where(sees_some, (seen_to - 1) // KEYS, 0)
+    visible_from = gl.maximum(position - work.left, 0)
+    visible_to = gl.minimum(position + tokens + work.right, keys)
+    sees_some = visible_to > visible_from
+    # At least one block, fully masked, so that the empty result is written.
+    first_key = gl.where(sees_some, visible_from, 0)
+    last = gl.where(sees_some, (visible_to - 1) // KEYS, 0)
     count = last - first_key // KEYS + 1
-    return Ticket(count, last, pack, first + own, tokens, position, first_key, keys), request
+    return PagedPrefillTile(count, last, pack, first + own, tokens, position, first_key, keys), request
 
 
 @gluon.jit
-def take(problem):
-    """The number of the next tile that nobody has."""
-    return gl.num_programs(0) + gl.atomic_add(problem.taken, 1)
+def fetch_next_tile(work):
+    """Fetch the index of the next tile."""
+    return gl.num_programs(0) + gl.atomic_add(work.tile_counter, 1)

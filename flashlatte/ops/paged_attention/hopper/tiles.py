@@ -1,4 +1,4 @@
-"""What the warps of a program share: tiles in shared memory, and the barriers that pass them on."""
+"""Tiles in shared memory, and the barriers that synchronize producer and consumers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.two_consumers import CHUNK, NUMBER, ROWS, STAGES, mbarriers, read_number, stage_of
+from flashlatte.kernels.hopper.two_consumers import CHUNK, ROWS, SCALAR_LAYOUT, STAGES, mbarriers, read_scalar, stage_of
 from flashlatte.runtime.gluon_compat import reinterpret
 
 # Keys of a block.
@@ -18,15 +18,16 @@ SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES))
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
-class Plan(NamedTuple):
-    """What the kernel is compiled for.
+class PagedPrefillConfig(NamedTuple):
+    """Compile-time configuration of the kernel.
 
     Attributes:
-        pack: query heads that are rows of one tile, row r being head r % pack of token r // pack; a power of two.
-        chunks, v_chunks: of 64 columns of a key and of a value.
+        pack: query heads of a tile, a power of two: row r is head r % pack of token r // pack.
+        chunks, v_chunks: chunks of 64 columns of a key and of a value.
         head_dim_v: columns of out.
-        page_size, box: tokens of a page, and of the copies that it is read by.
-        align: unit of the strides of out, in numbers.
+        page_size: tokens of a page.
+        box: tokens of a TMA box.
+        align: unit of the strides of out, in elements.
     """
 
     pack: Any
@@ -38,17 +39,18 @@ class Plan(NamedTuple):
     align: Any
 
 
-class Ticket(NamedTuple):
-    """A tile of the work: rows of one pack of heads, and the blocks of keys that they see.
+class PagedPrefillTile(NamedTuple):
+    """A work tile: rows of one pack of heads, and the range of visible blocks of keys.
 
     Attributes:
-        blocks: of keys, at least 1; 0 means that there is no more work.
-        last: number of the last block; they are taken from the last to the first.
-        pack: which heads.
-        token: first query token, of all.
+        blocks: blocks of keys, at least 1; 0 ends the loop.
+        last: index of the last block; blocks are processed in descending order.
+        pack: index of the pack of heads.
+        token: index of the first query token.
         tokens: query tokens of the tile.
-        position: of the first query among its request's keys (may be negative).
-        first_key, keys: the first key that any of the queries sees, and how many the request has.
+        position: position of the first query among its request's keys (may be negative).
+        first_key: first key that is visible to any of the queries.
+        keys: keys of the request.
     """
 
     blocks: Any
@@ -61,25 +63,25 @@ class Ticket(NamedTuple):
     keys: Any
 
 
-class Consumer(NamedTuple):
-    """What belongs to one of the two consumers: its queries, the ticket, and the barrier on which both have come.
+class PagedPrefillConsumer(NamedTuple):
+    """State of one consumer: its queries, its work tile, and the full barrier of both.
 
     The leading axis of ``q`` is the chunk of columns.
     """
 
     q: Any  # [chunks, 64, 64]
-    ticket: Any  # int32 [8, 1]
+    work_tile: Any  # int32 [8, 1]
     full: Any
 
 
-class Shared(NamedTuple):
-    """The rings of blocks, of 2 stages each, in which a stage's chunks of columns come one after the other.
+class PagedPrefillShared(NamedTuple):
+    """The rings of blocks, with 2 stages each; the chunks of columns of a stage are contiguous.
 
-    ``absent`` has a bit for each 8 keys of a block of K: whether their page is not in the cache.
+    ``absent``: one bit per 8 keys of a block of K, set if their page is not in the cache.
     """
 
-    first: Consumer
-    second: Consumer
+    first: PagedPrefillConsumer
+    second: PagedPrefillConsumer
     k: Any  # [2 * chunks, 128, 64]
     v: Any  # [2, v_chunks * 128, 64]
     absent: Any  # int32 [2, 1]
@@ -89,7 +91,7 @@ class Shared(NamedTuple):
 
 @gluon.constexpr_function
 def output_layout(V_CHUNKS):
-    """Of a consumer's output [64, 64 * V_CHUNKS]."""
+    """Layout of a consumer's output [64, 64 * V_CHUNKS]."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64 * V_CHUNKS, 16])
 
 
@@ -103,35 +105,35 @@ def values_of(shared, step):
 
 @gluon.jit
 def _consumer(DTYPE: gl.constexpr, CHUNKS: gl.constexpr):
-    return Consumer(
+    return PagedPrefillConsumer(
         gl.allocate_shared_memory(DTYPE, [CHUNKS, ROWS, CHUNK], SWIZZLED),
-        gl.allocate_shared_memory(gl.int32, [8, 1], NUMBER),
+        gl.allocate_shared_memory(gl.int32, [8, 1], SCALAR_LAYOUT),
         mbarriers(1),
     )
 
 
 @gluon.jit
-def allocate(DTYPE: gl.constexpr, PLAN: gl.constexpr):
-    return Shared(
-        _consumer(DTYPE, PLAN.chunks),
-        _consumer(DTYPE, PLAN.chunks),
-        gl.allocate_shared_memory(DTYPE, [STAGES * PLAN.chunks, KEYS, CHUNK], SWIZZLED),
-        gl.allocate_shared_memory(DTYPE, [STAGES, PLAN.v_chunks * KEYS, CHUNK], SWIZZLED),
-        gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER),
+def allocate(DTYPE: gl.constexpr, CONFIG: gl.constexpr):
+    return PagedPrefillShared(
+        _consumer(DTYPE, CONFIG.chunks),
+        _consumer(DTYPE, CONFIG.chunks),
+        gl.allocate_shared_memory(DTYPE, [STAGES * CONFIG.chunks, KEYS, CHUNK], SWIZZLED),
+        gl.allocate_shared_memory(DTYPE, [STAGES, CONFIG.v_chunks * KEYS, CHUNK], SWIZZLED),
+        gl.allocate_shared_memory(gl.int32, [STAGES, 1], SCALAR_LAYOUT),
         mbarriers(STAGES),
         mbarriers(STAGES),
     )
 
 
 @gluon.jit
-def read_ticket(box):
-    return Ticket(
-        read_number(box, 0),
-        read_number(box, 1),
-        read_number(box, 2),
-        read_number(box, 3),
-        read_number(box, 4),
-        read_number(box, 5),
-        read_number(box, 6),
-        read_number(box, 7),
+def read_work_tile(smem):
+    return PagedPrefillTile(
+        read_scalar(smem, 0),
+        read_scalar(smem, 1),
+        read_scalar(smem, 2),
+        read_scalar(smem, 3),
+        read_scalar(smem, 4),
+        read_scalar(smem, 5),
+        read_scalar(smem, 6),
+        read_scalar(smem, 7),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flashlatte.kernels.triton.head_dims import SMALLEST, padded
+from flashlatte.kernels.triton.head_dims import MIN_WIDTH, padded
 
 # The head dims of keys and values, together, that the table is for.
 _TABLE_WIDTH = 128 + 128
@@ -72,7 +72,7 @@ def choose(
     configs = TABLE[gpu]
     config = next((config for config in configs if rows <= config.block_m), configs[-1])
     if more_registers:
-        config = replace(config, block_n=max(config.block_n // 2, SMALLEST))
+        config = replace(config, block_n=max(config.block_n // 2, MIN_WIDTH))
     if scattered and gpu == "hopper":
         # With 128 rows and keys 20 instructions of the loop spill with Triton 3.6, with 16 rows and 64 keys 109.
         config = replace(config, block_n=min(config.block_n, 32), num_warps=8, programs=1)
@@ -80,8 +80,8 @@ def choose(
     while width > _TABLE_WIDTH:
         config = replace(
             config,
-            block_m=max(config.block_m // 2, SMALLEST),
-            block_n=max(config.block_n // 2, SMALLEST),
+            block_m=max(config.block_m // 2, MIN_WIDTH),
+            block_n=max(config.block_n // 2, MIN_WIDTH),
             num_stages=min(config.num_stages, 2),
             programs=1,
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from flashlatte.kernels.triton.fp8 import converts_e4m3
-from flashlatte.kernels.triton.head_dims import padded, parts
+from flashlatte.kernels.triton.head_dims import padded, tile_widths
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kernels.triton.ragged_tiles import tile_slots
 from flashlatte.ops.paged_attention.portable.attend import Step
@@ -22,7 +22,7 @@ from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.outputs import Outputs
-from flashlatte.split_kv.plan import Partial, SplitPlan
+from flashlatte.split_kv.plan import PartialShape, SplitPlan
 
 # Starting on a tile costs a CTA about as much as so many keys.
 _OVERHEAD_KEYS = 64
@@ -99,7 +99,7 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
         or has_new
         or (is_quantised and not halves)
         or problem.prefix_ranges is not None
-        or parts(head_dim)[1] > 0,
+        or tile_widths(head_dim)[1] > 0,
         most_queries,
         halves and not has_terms and problem.prefix_ranges is None and _lie_in_words(k_cache, v_cache.unsqueeze(3)),
         k_cache.shape[3] > 1 or k_cache.stride(4) != 1 or v_cache.stride(3) != 1,
@@ -107,7 +107,7 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
     config, split = launch_plan.config, launch_plan.split
     k_form, k_strides = _form(k_cache, gpu)
     v_form, v_strides = _form(v_cache.unsqueeze(3), gpu)
-    first, rest = parts(head_dim)
+    first, rest = tile_widths(head_dim)
     step = Step(
         block_m=config.block_m,
         block_n=config.block_n,
@@ -275,7 +275,7 @@ def make_plan(
     slots = requests * tiles_each or tile_slots(tokens, requests, block_tokens)
     by_token = tiles_each == 0 and 0 < tokens < slots
     slots = tokens if by_token else slots
-    partial = Partial(config.block_m, head_dim_v)
+    partial = PartialShape(config.block_m, head_dim_v)
     most_blocks = -(-most_keys // config.block_n) + 1
     ranges = plan.num_ranges(slots, groups, num_sms * config.programs * config.key_heads, most_blocks, partial)
     fills_sms = rows > _WHOLE_ABOVE_ROWS and slots * groups >= _WHOLE_TILES_PER_SM * num_sms

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.ragged_tiles import find_rows, find_stretch, find_stretch_of_row
+from flashlatte.kernels.triton.ragged_tiles import find_rows, find_segment, find_segment_of_row
 from flashlatte.runtime.triton_kernel import kernel
 
 # Numbers of a tile: those of ``Tile``, and to begin with the first two, which ``split_kv.outputs`` reads.
@@ -112,9 +112,9 @@ def find_tiles_kernel(
         begin, rows = find_rows(stretch, cu_seqlens_q, requests, total_q)
         count = tl.where(rows <= most_queries, tl.cdiv(rows, BLOCK_TOKENS), 0)
     elif BY_TOKEN:
-        stretch, tile, count, begin, rows = find_stretch_of_row(slot, cu_seqlens_q, requests, total_q, BLOCK_TOKENS)
+        stretch, tile, count, begin, rows = find_segment_of_row(slot, cu_seqlens_q, requests, total_q, BLOCK_TOKENS)
     else:
-        stretch, tile, count, begin, rows = find_stretch(slot, cu_seqlens_q, requests, total_q, BLOCK_TOKENS)
+        stretch, tile, count, begin, rows = find_segment(slot, cu_seqlens_q, requests, total_q, BLOCK_TOKENS)
     is_request = (stretch > 0) & (stretch <= requests)
     request = tl.where(is_request, stretch - 1, 0)
     own = tl.where((tile >= 0) & (tile < count), tile, 0) * BLOCK_TOKENS

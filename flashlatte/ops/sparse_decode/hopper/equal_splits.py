@@ -1,7 +1,7 @@
-"""The kernel that combines partial outputs of work items that all have the same number of splits.
+"""The combine kernel for work items that all have the same number of splits.
 
-Wins "v32, b 2" by 16% (21.5 instead of 25.5 µs; docs/notes/sparse-decode.md), 10% of it by three bytes a number
-(``rounded_partials``). There are no metadata: who combines knows the splits.
+Wins "v32, b 2" by 16% (21.5 instead of 25.5 µs; docs/notes/sparse-decode.md), 10% of it due to three bytes per element
+(``fp24_partials``). There is no metadata: the splits are the same for all items.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashlatte.kernels.hopper.mla_tiles import LATENT, ROWS
-from flashlatte.kernels.hopper.ptx import rounded
+from flashlatte.kernels.hopper.ptx import fp24
 from flashlatte.kernels.hopper.softmax import inverse, lse2_of
 from flashlatte.kernels.triton.online_softmax import sink_weight
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.triton_kernel import gluon_kernel
+from flashlatte.split_kv.fp24_partials import PARTIAL, add_splits, addresses, sums_address
 from flashlatte.split_kv.outputs import Outputs, head_pointers, write_lse
-from flashlatte.split_kv.rounded_partials import PARTIAL, add_splits, addresses, sums_address
 
-# What a CTA combines, 16 columns a warp, and of how many splits at a time.
+# Tile of a CTA, 16 columns per warp, and splits per iteration.
 _TILE_ROWS = gl.constexpr(16)
 _TILE_COLS = gl.constexpr(64)
 _COL_TILES = gl.constexpr(LATENT.value // _TILE_COLS.value)
-_AT_ONCE = gl.constexpr(16)
+_SPLITS_IN_FLIGHT = gl.constexpr(16)
 _TILE = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [8, 0], [0, 8]],
@@ -40,20 +40,20 @@ _ROWS = gl.constexpr(gl.SliceLayout(1, _TILE))
 
 @gluon.jit
 def partial_of(scratch, number, group, num_groups):
-    """The partial output of a range and a group of heads."""
+    """Pointer to the partial output of a range and a group of heads."""
     return scratch + (number * num_groups + group).to(gl.int64) * PARTIAL
 
 
 @gluon.jit
 def _load(first, second, exists):
-    """[16, 64] numbers of a partial output; 0 where there is none."""
-    return rounded.load(first, second, gl.zeros([_TILE_ROWS, _TILE_COLS], gl.int32, _TILE) + exists)
+    """Load [16, 64] elements of a partial output; 0 if it does not exist."""
+    return fp24.load(first, second, gl.zeros([_TILE_ROWS, _TILE_COLS], gl.int32, _TILE) + exists)
 
 
 @gluon.jit
 def _load_sums(sums, exists):
-    """row_max and row_sum [16]; -inf and 0 where there is no partial output."""
-    return rounded.load_two(sums, gl.zeros([_TILE_ROWS], gl.int32, _ROWS) + exists)
+    """Load row_max and row_sum [16]; -inf and 0 if the partial output does not exist."""
+    return fp24.load_two(sums, gl.zeros([_TILE_ROWS], gl.int32, _ROWS) + exists)
 
 
 @gluon_kernel(by_element=("sink", "lse"))
@@ -77,7 +77,8 @@ def combine_equal_kernel(
     splits: tl.int32,
     OUT_ALIGN: tl.constexpr,
 ):
-    """A CTA combines 16 rows and 64 columns of a work item, of a group of 64 heads with ``row_tiles`` of 16 in use."""
+    """A CTA combines 16 rows and 64 columns of a work item. ``row_tiles``: tiles of 16 rows in use, of a group of 64
+    heads."""
     outputs = Outputs(
         out,
         out_stride_request,
@@ -104,23 +105,23 @@ def combine_equal_kernel(
     partial = partial_of(scratch, item * splits, group, num_groups).to(gl.int64)
     stride = num_groups.to(gl.int64) * (PARTIAL * 4)
     first, second = addresses(partial, row[:, None], col[None, :], first_col)
-    # Worked out already when the partial outputs have been written.
-    first, second = rounded.computed_before(first), rounded.computed_before(second)
-    sums = rounded.computed_before(sums_address(partial, row))
+    # Computed before the wait for the partial outputs.
+    first, second = fp24.materialize_int64(first), fp24.materialize_int64(second)
+    sums = fp24.materialize_int64(sums_address(partial, row))
     combined = gl.zeros([_TILE_ROWS, _TILE_COLS], gl.float32, _TILE)
     row_max = gl.full([_TILE_ROWS], float("-inf"), gl.float32, _ROWS)
     row_sum = gl.zeros([_TILE_ROWS], gl.float32, _ROWS)
     gdc_wait()
     gdc_launch_dependents()
-    for split in range(0, splits, _AT_ONCE):
+    for split in range(0, splits, _SPLITS_IN_FLIGHT):
         maxima = ()
         sums_of_splits = ()
         loaded = ()
-        for i in gl.static_range(_AT_ONCE):
+        for i in gl.static_range(_SPLITS_IN_FLIGHT):
             split_max, split_sum = _load_sums(sums + (split + i) * stride, (split + i < splits).to(gl.int32))
             maxima += (split_max,)
             sums_of_splits += (split_sum,)
-        for i in gl.static_range(_AT_ONCE):
+        for i in gl.static_range(_SPLITS_IN_FLIGHT):
             distance = (split + i) * stride
             loaded += (_load(first + distance, second + distance, (split + i < splits).to(gl.int32)),)
         combined, row_max, row_sum = add_splits(combined, row_max, row_sum, maxima, sums_of_splits, loaded)

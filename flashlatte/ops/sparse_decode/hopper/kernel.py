@@ -1,4 +1,4 @@
-"""The kernel: find this CTA's work, then let the producer and the two consumers run."""
+"""The kernel: compute the CTA's work, then run the producer and the two consumers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from flashlatte.kernels.hopper import barriers, clusters
-from flashlatte.kernels.hopper.mla_tiles import allocate_full
+from flashlatte.kernels.hopper.mla_tiles import allocate_full_barriers
 from flashlatte.ops.sparse_decode.hopper import (
     cluster_producer,
     consumers,
@@ -21,10 +21,10 @@ from flashlatte.ops.sparse_decode.hopper import (
 from flashlatte.runtime.triton_internals import Cluster
 from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv import device
-from flashlatte.split_kv.gluon import PARTIAL
+from flashlatte.split_kv.gluon_device import PARTIAL
 from flashlatte.split_kv.outputs import Outputs
 
-# Registers of a thread of a consumer. The producer has what is left: 120 with four warps, 64 with eight.
+# Registers per thread of a consumer. The producer gets the rest: 120 with four warps, 64 with eight.
 _CONSUMER_REGISTERS = gl.constexpr(192)
 
 
@@ -79,13 +79,14 @@ def sparse_decode_kernel(
     scale: tl.float32,
     num_groups: tl.int32,
     num_splits: tl.int32,
-    PLAN: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
-    """A CTA works on 64 heads, for a range of all keys or for whole work items. Arguments as in ``launch``."""
+    """A CTA processes 64 heads, for a range of the keys of all items or for whole work items. Arguments as in
+    ``launch``."""
     HAS_EXTRA: gl.constexpr = extra_indices is not None
     HAS_LENGTHS: gl.constexpr = lengths is not None or extra_lengths is not None
     BYTE: gl.constexpr = gl.pointer_type(gl.int8)
-    own = rows.Selection(
+    own = rows.CacheSelection(
         k_cache.to(BYTE, bitcast=True),
         page_stride,
         token_stride,
@@ -99,7 +100,7 @@ def sparse_decode_kernel(
     )
     extra = None
     if HAS_EXTRA:
-        extra = rows.Selection(
+        extra = rows.CacheSelection(
             extra_k_cache.to(BYTE, bitcast=True),
             extra_page_stride,
             extra_token_stride,
@@ -139,39 +140,40 @@ def sparse_decode_kernel(
         heads,
         empty_lse,
     )
-    queries = consumers.Query(
+    queries = consumers.SparseDecodeQuery(
         q.to(gl.pointer_type(gl.int32), bitcast=True), q_stride_request, q_stride_token, q_stride_head
     )
-    shared, masks = tiles.allocate(out.dtype.element_ty, PLAN.has_rope, PLAN.cluster)
+    shared, masks = tiles.allocate(out.dtype.element_ty, CONFIG.has_rope, CONFIG.cluster)
     # The even consumer copies the queries.
-    full = allocate_full(128, PLAN.producer_threads, tiles.halves_copied(PLAN.format, PLAN.has_rope), PLAN.granularity)
+    halves: gl.constexpr = tiles.halves_copied(CONFIG.format, CONFIG.has_rope)
+    full = allocate_full_barriers(128, CONFIG.producer_threads, halves, CONFIG.granularity)
     peer = None
-    if PLAN.cluster:
+    if CONFIG.cluster:
         peer = clusters.find_peer(shared.k0.left)
-    # The kernel before this one in the stream may still run, and what it writes may be the lengths.
+    # The preceding kernel in the stream may still run, and may write the lengths.
     if HAS_LENGTHS:
         gdc_wait()
-    work = schedule.find_work(key_lengths, num_splits, num_groups, PLAN)
+    work = schedule.find_work(key_lengths, num_splits, num_groups, CONFIG)
     if not HAS_LENGTHS:
         gdc_wait()
     partials = None
-    if PLAN.equal_splits:
+    if CONFIG.equal_splits:
         partials = equal_splits.partial_of(scratch, work.number, work.group, num_groups)
-    elif PLAN.balanced:
+    elif CONFIG.balanced:
         partials = scratch + device.partial_of_range(work.number, work.group, num_groups, True) * PARTIAL
-    call = consumers.Call(
+    args = consumers.SparseDecodeArgs(
         queries, own, extra, key_lengths, work, scale, shared, masks, full, peer, outputs, scratch, partials
     )
-    ONE_BLOCK: gl.constexpr = PLAN.granularity == 1
-    barriers.before_partitions()
+    ONE_BLOCK: gl.constexpr = CONFIG.granularity == 1
+    barriers.sync_before_warp_specialize()
     gl.warp_specialize(
         [
             (
-                one_block.produce if ONE_BLOCK else (cluster_producer.produce if PLAN.cluster else producer.produce),
-                (call, PLAN),
+                one_block.produce if ONE_BLOCK else (cluster_producer.produce if CONFIG.cluster else producer.produce),
+                (args, CONFIG),
             ),
-            (one_block.consume_even if ONE_BLOCK else consumers.consume_even, (call, PLAN)),
-            (one_block.consume_odd if ONE_BLOCK else consumers.consume_odd, (call, PLAN)),
+            (one_block.consume_even if ONE_BLOCK else consumers.consume_even, (args, CONFIG)),
+            (one_block.consume_odd if ONE_BLOCK else consumers.consume_odd, (args, CONFIG)),
         ],
         [4, 4],
         [_CONSUMER_REGISTERS, _CONSUMER_REGISTERS],
@@ -181,7 +183,7 @@ def sparse_decode_kernel(
 _BY_ELEMENT = ["indices", "extra_indices", "lengths", "extra_lengths", "sink", "lse"]
 
 kernel = gluon_kernel(sparse_decode_kernel, by_element=_BY_ELEMENT)
-# For PLAN.cluster: its grid counts clusters.
+# For CONFIG.cluster; its grid is in clusters.
 cluster_kernel = gluon_kernel(
     sparse_decode_kernel, by_element=_BY_ELEMENT, cluster=Cluster(2, clusters.TAIL_BYTES.value)
 )

@@ -1,4 +1,4 @@
-"""From arguments to launches: all that a call settles on the host, from shapes and strides alone."""
+"""The launcher: everything a call computes on the host, from shapes and strides alone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from flashlatte.kernels.hopper.mla_tiles import KEYS, LATENT, ROPE, ROWS
 from flashlatte.kv_cache.formats import CacheFormat, Tiling
 from flashlatte.ops.sparse_decode.hopper import equal_splits, schedule
-from flashlatte.ops.sparse_decode.hopper.consumers import Query
+from flashlatte.ops.sparse_decode.hopper.consumers import SparseDecodeQuery
 from flashlatte.ops.sparse_decode.hopper.kernel import cluster_kernel, kernel
-from flashlatte.ops.sparse_decode.hopper.rows import Selection
+from flashlatte.ops.sparse_decode.hopper.rows import CacheSelection
 from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, V41, producer_warps
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
@@ -21,28 +21,28 @@ from flashlatte.runtime.strides import row_align, stride_in_use, strides_in_use
 from flashlatte.runtime.triton_internals import clusters_fill
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.device import key_lengths
-from flashlatte.split_kv.gluon import MLA_PARTIAL
+from flashlatte.split_kv.gluon_device import MLA_PARTIAL
 from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import SplitPlan
 
 _LOG2_E = math.log2(math.e)
-# What starting on a query token costs, in blocks, where there are many of them.
+# Cost of starting a query token, in blocks, if there are many query tokens.
 _OVERHEAD = 2
-# Rows of partial outputs that splits of one block may leave to be combined: with more, longer splits take less time.
-_MOST_BLOCK_ROWS = 3000
-# Numbers of bf16 in 16 bytes, what the copies of q need rows to be aligned to.
+# Maximum rows of partial outputs for splits of one block; with more rows, longer splits are faster.
+_MAX_BLOCK_ROWS = 3000
+# Alignment of rows of q that the copies require: 16 bytes, in two-byte elements.
 _ALIGN = 8
 
 
 @dataclass(frozen=True)
-class LaunchPlan:
-    """What the calls of one shape have in common.
+class SparseDecodeLaunchPlan:
+    """The launch plan of calls of one shape.
 
     Attributes:
-        split: over how many CTAs query tokens are split.
-        ctas: of the launch. CTAs that take whole query tokens take several of them, one after the other.
-        equal_splits: splits of every query token, where all have equally many (``equal_splits``); else None.
-        granularity: blocks that a CTA takes at a time: two, or one where each split is one block (``one_block``).
+        split: the split of query tokens over CTAs.
+        ctas: CTAs of the launch. CTAs that process whole query tokens loop over several of them.
+        equal_splits: splits per query token, if all have the same number (``equal_splits``); else None.
+        granularity: blocks that a CTA processes at a time: two, or one if each split is one block (``one_block``).
     """
 
     split: SplitPlan
@@ -82,7 +82,7 @@ def sparse_decode(
         machine.num_sms(device), batch * s_q, h_q, topk, extra_topk, is_uniform, has_scales, batch_invariant
     )
     if extra_indices is not None and extra_indices.dtype != indices.dtype:
-        # The kernel takes blocks of both lists in turn.
+        # The kernel loads indices of both lists by the same code.
         indices, extra_indices = indices.long(), extra_indices.long()
     own, alignment, flat = _selection(k_cache, indices, "k_cache", layout)
     extra = own._replace(k_cache=None, indices=None)
@@ -91,13 +91,13 @@ def sparse_decode(
         alignment, flat = min(alignment, extra_alignment), flat and extra_flat
     if row_align(q, _ALIGN) == 1 or any(stride // _ALIGN >= 2**31 for stride in strides_in_use(q)):
         q = q.clone(memory_format=torch.contiguous_format)
-    query = Query(q, *(stride // _ALIGN for stride in strides_in_use(q)))
+    query = SparseDecodeQuery(q, *(stride // _ALIGN for stride in strides_in_use(q)))
     out_align = row_align(out)
     lengths = key_lengths(batch, s_q, topk_length, topk, extra_topk_length, extra_topk)
     outputs = outputs_of(out, lse, attn_sink, tokens=s_q, heads=h_q, rows=h_q, empty_lse=empty_lse, row_align=out_align)
     split = launch_plan.split
 
-    # Two CTAs that need the same tokens share the work of dequantizing them.
+    # Two CTAs that need the same tokens each dequantize half of them.
     in_cluster = has_scales and launch_plan.granularity == 2 and split.groups % 2 == 0 and clusters_fill(device, 2)
     launched = cluster_kernel[(launch_plan.ctas // 2,)] if in_cluster else kernel[(launch_plan.ctas,)]
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
@@ -114,7 +114,7 @@ def sparse_decode(
             num_groups=split.groups,
             num_splits=launch_plan.equal_splits or split.splits,
         ),
-        PLAN=schedule.Plan(
+        CONFIG=schedule.SparseDecodeConfig(
             format=kind,
             producer_threads=32 * producer_warps(kind),
             has_rope=head_dim == LATENT.value + ROPE.value,
@@ -152,63 +152,71 @@ def make_plan(
     is_uniform: bool,
     has_scales: bool = True,
     batch_invariant: bool = False,
-) -> LaunchPlan:
+) -> SparseDecodeLaunchPlan:
     groups = -(-heads // ROWS.value)
-    most_blocks = -(-topk // KEYS.value) + -(-extra_topk // KEYS.value)
-    if is_uniform and has_scales and most_blocks > 2 and not batch_invariant:
-        ranges = items * most_blocks
+    max_blocks = -(-topk // KEYS.value) + -(-extra_topk // KEYS.value)
+    if is_uniform and has_scales and max_blocks > 2 and not batch_invariant:
+        ranges = items * max_blocks
         # Wins "model1, b 2" by 15% (16.5 instead of 19.5 µs; docs/notes/sparse-decode.md).
-        if ranges * groups <= num_sms and ranges * heads <= _MOST_BLOCK_ROWS:
-            return _with_equal_splits(items, most_blocks, groups, ranges, granularity=1)
-    # Else a CTA takes blocks in pairs: a split of less would only make more to combine.
-    most_pairs = -(-most_blocks // 2)
-    ranges = plan.num_ranges(items, groups, num_sms, most_pairs, MLA_PARTIAL)
-    # One item more than there are: what a range has not taken begins after the last one.
+        if ranges * groups <= num_sms and ranges * heads <= _MAX_BLOCK_ROWS:
+            return _with_equal_splits(items, max_blocks, groups, ranges, granularity=1)
+    # Otherwise a CTA processes blocks in pairs: shorter splits would only add partial outputs.
+    max_pairs = -(-max_blocks // 2)
+    ranges = plan.num_ranges(items, groups, num_sms, max_pairs, MLA_PARTIAL)
+    # items + 1: the cursor of a range may advance past the last item.
     if (
         ranges is None
         or batch_invariant
-        or (items + 1) * (max(most_blocks, 1) + _OVERHEAD) > plan.MAX_COST
-        or _whole_is_faster(items, heads, most_pairs, ranges, num_sms // groups, is_uniform)
+        or (items + 1) * (max(max_blocks, 1) + _OVERHEAD) > plan.MAX_COST
+        or _whole_is_faster(items, heads, max_pairs, ranges, num_sms // groups, is_uniform)
     ):
-        # Every CTA has the same group for all of its query tokens.
+        # A CTA processes the same group for all of its query tokens.
         ctas = min(items, max(num_sms // groups, 1)) * groups
-        return LaunchPlan(plan.whole(MLA_PARTIAL, items, groups, groups), ctas)
-    # With few items a range should be as short as can be; with many, an item begun costs about two blocks.
+        return SparseDecodeLaunchPlan(plan.whole(MLA_PARTIAL, items, groups, groups), ctas)
+    # With few items, ranges should be as short as possible; with many, starting an item costs about two blocks.
     overhead = _OVERHEAD * int(2 * items >= ranges)
-    if is_uniform and _most_pairs(items, most_pairs, ranges, 0) < _most_pairs(items, most_pairs, ranges, overhead // 2):
+    if is_uniform and _longest_range(items, max_pairs, ranges, 0) < _longest_range(
+        items, max_pairs, ranges, overhead // 2
+    ):
         overhead = 0
     if is_uniform and 2 * items < ranges and ranges % items == 0:
-        return _with_equal_splits(items, most_pairs, groups, ranges, granularity=2)
-    return LaunchPlan(plan.balanced(MLA_PARTIAL, items, most_pairs, groups, groups, ranges, overhead), ranges * groups)
+        return _with_equal_splits(items, max_pairs, groups, ranges, granularity=2)
+    return SparseDecodeLaunchPlan(
+        plan.balanced(MLA_PARTIAL, items, max_pairs, groups, groups, ranges, overhead), ranges * groups
+    )
 
 
 def _whole_is_faster(items: int, heads: int, pairs: int, ranges: int, ctas: int, is_uniform: bool) -> bool:
-    """Whether ``ctas`` that take whole query tokens are done before ranges are, and their partial outputs combined.
+    """Whether ``ctas`` CTAs with whole query tokens finish earlier than ranges followed by a combine kernel.
 
-    In pairs of blocks; all numbers are measured (docs/notes/sparse-decode.md, "Whole query tokens or splits").
+    Times are in pairs of blocks; the constants are measured (docs/notes/sparse-decode.md, "Whole query tokens or
+    splits").
     """
     longest = -(-items // ctas) * pairs
-    # Lists whose lengths only the device knows may be short, except for the longest: half full is between the two.
+    # Lengths on the device are unknown here: assume lists that are half full, but one that is full.
     in_a_range = items * pairs / ranges * (1 if is_uniform else 0.5)
     combining = 1 + min(items, ranges) * (-(-heads // ROWS.value) + heads / 16) / 100
     return longest <= max(in_a_range, 1) + combining
 
 
-def _with_equal_splits(items: int, item_blocks: int, groups: int, ranges: int, granularity: int) -> LaunchPlan:
+def _with_equal_splits(
+    items: int, item_blocks: int, groups: int, ranges: int, granularity: int
+) -> SparseDecodeLaunchPlan:
     split = plan.balanced(MLA_PARTIAL, items, item_blocks, groups, groups, ranges, overhead=0)
     split = replace(split, scratch=ranges * groups * equal_splits.PARTIAL.value, combines=False)
-    return LaunchPlan(split, ranges * groups, ranges // items, granularity)
+    return SparseDecodeLaunchPlan(split, ranges * groups, ranges // items, granularity)
 
 
-def _most_pairs(items: int, pairs: int, ranges: int, overhead: int) -> int:
-    """Pairs of the longest range, of items with equally many, where starting on one costs ``overhead`` pairs."""
+def _longest_range(items: int, pairs: int, ranges: int, overhead: int) -> int:
+    """Pairs of blocks of the longest range, for items of equal length that cost ``overhead`` pairs to start."""
     return -(-items * (pairs + overhead) // ranges) - overhead
 
 
 def _selection(
     cache: torch.Tensor, indices: torch.Tensor, name: str, layout: CacheFormat
-) -> tuple[Selection, int, bool]:
-    """``Selection``, the alignment of tokens in bytes (16 at most), and whether all are at one distance (``flat``)."""
+) -> tuple[CacheSelection, int, bool]:
+    """``CacheSelection``, the alignment of tokens in bytes (at most 16), and whether all tokens are equally spaced
+    (``flat``)."""
     addresses, alignment, flat = _address_of(
         cache.data_ptr() % 16,
         cache.shape[0],
@@ -218,16 +226,16 @@ def _selection(
         name,
         layout.tiling,
     )
-    # A page that no index selects in place of no pages: rows are read before they are selected.
+    # A dummy page for an empty cache: rows are loaded before invalid indices are masked.
     readable = cache if cache.shape[0] else cache.new_empty((1, *cache.shape[1:]))
-    return Selection(readable, *addresses, indices, indices.stride(0), indices.stride(1)), alignment, flat
+    return CacheSelection(readable, *addresses, indices, indices.stride(0), indices.stride(1)), alignment, flat
 
 
 @functools.lru_cache(maxsize=4096)
 def _address_of(
     misalignment: int, pages: int, page_size: int, page_bytes: int, token_bytes: int, name: str, tiling: Tiling | None
 ) -> tuple[tuple[int, ...], int, bool]:
-    """What ``Selection`` says of addresses, and the rest of what ``_selection`` returns."""
+    """The address fields of ``CacheSelection``, and the other results of ``_selection``."""
     if tiling is not None:
         token_bytes = tiling.row_bytes
     alignment = math.gcd(16, misalignment, page_bytes, token_bytes)

@@ -1,6 +1,6 @@
-"""Rows of a cache that a work item selects: from its lists of indices to addresses, and to tiles in shared memory.
+"""The selected rows of a work item: loads of indices, addresses, and copies to shared memory.
 
-What both forms of the producer, for one CTA and for two of a cluster, have in common.
+Shared by the producers for one CTA and for two CTAs of a cluster.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from flashlatte.kernels.hopper import barriers
-from flashlatte.kernels.hopper.clusters import OWN
+from flashlatte.kernels.hopper.clusters import OWN_TOKENS
 from flashlatte.kernels.hopper.mla_tiles import KEYS
 from flashlatte.kernels.hopper.word_layouts import words_of
 from flashlatte.ops.sparse_decode.hopper import schedule
@@ -21,7 +21,7 @@ from flashlatte.runtime.gluon_compat import cp_async
 
 # Bytes of a token's scales in model1, which follow the tokens of a page.
 _MODEL1_SCALES = gl.constexpr(8)
-# Words from a token's begin to its scales (v32, v41) and its rope.
+# Offsets in words within a token: of its scales (v32, v41) and of its rope.
 SCALES = gl.constexpr(512 // 4)
 V32_ROPE = gl.constexpr(528 // 4)
 MODEL1_ROPE = gl.constexpr(448 // 4)
@@ -30,16 +30,16 @@ PLAIN_ROPE = gl.constexpr(1024 // 4)
 
 @gluon.constexpr_function
 def token_bytes(FORMAT, HAS_ROPE):
-    """Bytes from token to token of a format with scales. HAS_ROPE: of ``V32``, whether it has its rope values."""
+    """Bytes between tokens of a format with scales. HAS_ROPE: of ``V32``, whether tokens have rope values."""
     return {V32.value: 656 if HAS_ROPE else 528, MODEL1.value: 576, V41.value: 528}[int(FORMAT)]
 
 
 @gluon.constexpr_function
 def copy_layout(WIDTH, IS_PLAIN):
-    """Words [64, WIDTH] of 16-byte copies.
+    """Layout of words [64, WIDTH] for 16-byte copies.
 
-    For caches with scales a thread has the tokens of ``words_layout``. For others, which are copied whole, eight
-    threads have a token's 128 bytes, of different banks.
+    For caches with scales, a thread holds the same tokens as in ``words_layout``. For other caches, eight threads copy
+    128 bytes of a token, in different banks.
     """
     more = [[0, 32], [0, 64]] if WIDTH == 128 else []
     if IS_PLAIN:
@@ -58,13 +58,13 @@ def tokens_layout(IS_PLAIN):
     return gl.SliceLayout(1, copy_layout(32, IS_PLAIN))
 
 
-class Selection(NamedTuple):
-    """A cache, what its addresses are made of, and the lists of indices that select its tokens.
+class CacheSelection(NamedTuple):
+    """A cache, its address parameters, and the lists of indices that select its tokens.
 
     Attributes:
         k_cache: in the kernel a pointer to bytes.
         page_stride, token_stride: in bytes.
-        num_slots: the tokens; an index from there on is invalid.
+        num_slots: tokens of the cache; indices from num_slots on are invalid.
         page_size: tokens of a page.
         page_magic, page_shift: slot // page_size = (2 · slot · page_magic) >> 32 >> page_shift.
         indices: lists at [request · indices_stride_request + token · indices_stride_token].
@@ -82,9 +82,9 @@ class Selection(NamedTuple):
     indices_stride_token: Any
 
 
-class Rows(NamedTuple):
-    """Tokens of a block: pointers to their words, to their scales (of model1; else anything), and which are selected.
-    Or heads of a query: all that exist are."""
+class SelectedRows(NamedTuple):
+    """Tokens of a block: pointers to their words, pointers to their scales (only model1), and which are selected. Also
+    used for the heads of a query, where existing heads are valid."""
 
     words: Any
     scales: Any
@@ -93,8 +93,8 @@ class Rows(NamedTuple):
 
 @gluon.jit
 def _list_of(selection, item, key_lengths):
-    """Pointer to an item's list."""
-    # Beyond the last item nothing is read, but nor should an address be.
+    """Pointer to the list of indices of an item."""
+    # After the last item nothing is loaded, but the address must be valid.
     item = gl.minimum(item, key_lengths.num_items - 1)
     request = (item // key_lengths.tokens).to(gl.int64)
     token = (item % key_lengths.tokens).to(gl.int64)
@@ -102,37 +102,38 @@ def _list_of(selection, item, key_lengths):
 
 
 @gluon.jit
-def load_indices(cursor, block, call, PLAN: gl.constexpr):
-    """Indices [64] of a block, -1 beyond the list or the split. Of a cluster, each CTA has its half of them first."""
-    token = gl.arange(0, KEYS, tokens_layout(PLAN.format == PLAIN))
-    turn = 0
-    if PLAN.cluster:
-        turn = call.work.group % 2 * OWN
+def load_indices(cursor, block, args, CONFIG: gl.constexpr):
+    """Load indices [64] of a block; -1 after the end of the list or split. In a cluster, each CTA puts its own half
+    first."""
+    token = gl.arange(0, KEYS, tokens_layout(CONFIG.format == PLAIN))
+    rotation = 0
+    if CONFIG.cluster:
+        rotation = args.work.group % 2 * OWN_TOKENS
     split, row = cursor.split, cursor.row
     first = block * KEYS
     length = split.length
-    if call.extra is not None:
+    if args.extra is not None:
         is_extra = block >= split.own
         row = gl.where(is_extra, cursor.extra_row, row)
         first = gl.where(is_extra, first - split.own * KEYS, first)
         length = gl.where(is_extra, split.extra_length, length)
     length = gl.where(block < split.end, length, 0)
-    # A block begins at a multiple of 64. (token ^ turn would be kept in registers.)
-    position = (first ^ turn) ^ token
+    # A block begins at a multiple of 64. (token ^ rotation would be kept in registers.)
+    position = (first ^ rotation) ^ token
     return gl.load(row + position, mask=position < length, other=-1)
 
 
 @gluon.jit
-def locate(indices, block, split, call, PLAN: gl.constexpr):
-    """Addresses of a block's tokens; those of indices outside the cache are of token 0, and not valid."""
-    if call.extra is not None:
+def locate(indices, block, split, args, CONFIG: gl.constexpr):
+    """Addresses of a block's tokens. Indices outside of the cache give token 0, and are not valid."""
+    if args.extra is not None:
         if block >= split.own:  # noqa: SIM108
-            rows = _locate(indices, call.extra, PLAN)
+            rows = _locate(indices, args.extra, CONFIG)
         else:
-            rows = _locate(indices, call.own, PLAN)
+            rows = _locate(indices, args.own, CONFIG)
         return rows
     else:
-        return _locate(indices, call.own, PLAN)
+        return _locate(indices, args.own, CONFIG)
 
 
 @gluon.jit
@@ -141,32 +142,34 @@ def _times(count, stride):
 
 
 @gluon.jit
-def _words(pointers, PLAN: gl.constexpr):
-    ALIGNMENT: gl.constexpr = PLAN.alignment
+def _words(pointers, CONFIG: gl.constexpr):
+    ALIGNMENT: gl.constexpr = CONFIG.alignment
     return gl.multiple_of(pointers.to(gl.pointer_type(gl.int32), bitcast=True), [ALIGNMENT])
 
 
 @gluon.jit
-def _locate(indices, cache, PLAN: gl.constexpr):
+def _locate(indices, cache, CONFIG: gl.constexpr):
     valid = (indices >= 0) & (indices < cache.num_slots)
     slot = gl.where(valid, indices, 0).to(gl.int32)
-    token_stride = cache.token_stride.to(gl.int64) if PLAN.format == PLAIN else token_bytes(PLAN.format, PLAN.has_rope)
-    if PLAN.flat:
+    token_stride = (
+        cache.token_stride.to(gl.int64) if CONFIG.format == PLAIN else token_bytes(CONFIG.format, CONFIG.has_rope)
+    )
+    if CONFIG.flat:
         words = cache.k_cache + _times(slot, token_stride)
-        return Rows(_words(words, PLAN), slot, valid)
+        return SelectedRows(_words(words, CONFIG), slot, valid)
     else:
         page = (gl.umulhi((slot * 2).to(gl.uint32), cache.page_magic.to(gl.uint32)) >> cache.page_shift).to(gl.int32)
         in_page = slot - page * cache.page_size
         page_start = cache.k_cache + _times(page, cache.page_stride.to(gl.int64))
         scales = slot
-        if PLAN.format == MODEL1:
+        if CONFIG.format == MODEL1:
             scales = page_start + _times(cache.page_size, token_bytes(MODEL1, False)) + _times(in_page, _MODEL1_SCALES)
             scales = scales.to(gl.pointer_type(gl.int32), bitcast=True)
-        return Rows(_words(page_start + _times(in_page, token_stride), PLAN), scales, valid)
+        return SelectedRows(_words(page_start + _times(in_page, token_stride), CONFIG), scales, valid)
 
 
 class Cursor(NamedTuple):
-    """Where a work item begins on the line of costs, the CTA's split of it, and pointers to its lists of indices."""
+    """The cost at which a work item begins, the CTA's split of it, and pointers to its lists of indices."""
 
     cost: Any
     split: Any
@@ -175,25 +178,25 @@ class Cursor(NamedTuple):
 
 
 @gluon.jit
-def cursor_at(item, cost, call, PLAN: gl.constexpr):
-    split = schedule.split_of(item, cost, call.work, call.key_lengths, PLAN)
-    row = _list_of(call.own, item, call.key_lengths)
+def cursor_at(item, cost, args, CONFIG: gl.constexpr):
+    split = schedule.split_of(item, cost, args.work, args.key_lengths, CONFIG)
+    row = _list_of(args.own, item, args.key_lengths)
     extra_row = row
-    if call.extra is not None:
-        extra_row = _list_of(call.extra, item, call.key_lengths)
+    if args.extra is not None:
+        extra_row = _list_of(args.extra, item, args.key_lengths)
     return Cursor(cost, split, row, extra_row)
 
 
 @gluon.jit
-def arrive_full(FULL: gl.constexpr, PLAN: gl.constexpr):
-    barriers.arrive(FULL, 128 + PLAN.producer_threads, PLAN.producer_threads)
+def arrive_full(FULL: gl.constexpr, CONFIG: gl.constexpr):
+    barriers.arrive(FULL, 128 + CONFIG.producer_threads, CONFIG.producer_threads)
 
 
 @gluon.jit
 def copy_words(tile, rows, FIRST: gl.constexpr, COLUMN: gl.constexpr, WIDTH: gl.constexpr, IS_PLAIN: gl.constexpr):
-    """Copy words from FIRST of 64 rows to words from COLUMN of a tile; 0 where a row is not valid.
+    """Copy WIDTH words from word FIRST of 64 rows to word COLUMN of a tile (cp.async); 0 where a row is not valid.
 
-    IS_PLAIN: the eight warps of a producer that only copies do, not four.
+    IS_PLAIN: the copy is by the eight warps of a producer that only copies, instead of four warps.
     """
     LAYOUT: gl.constexpr = copy_layout(WIDTH, IS_PLAIN)
     target = words_of(tile)
@@ -208,13 +211,13 @@ def copy_words(tile, rows, FIRST: gl.constexpr, COLUMN: gl.constexpr, WIDTH: gl.
 
 
 @gluon.jit
-def copy_rope(k, full, rows, PLAN: gl.constexpr):
-    """Copy what a token of a format with scales has in bf16, if anything, and count it to the right half."""
-    if PLAN.format == V32 and PLAN.has_rope:
+def copy_rope(k, full, rows, CONFIG: gl.constexpr):
+    """Copy the bf16 part, if any, of tokens of a format with scales; it completes on the barrier of the right half."""
+    if CONFIG.format == V32 and CONFIG.has_rope:
         copy_words(k.rope, rows, V32_ROPE, 0, 32, False)
-    elif PLAN.format == MODEL1:
+    elif CONFIG.format == MODEL1:
         copy_words(k.right, rows, MODEL1_ROPE, 96, 32, False)
-    if halves_copied(PLAN.format, PLAN.has_rope) > 0:
+    if halves_copied(CONFIG.format, CONFIG.has_rope) > 0:
         async_copy.mbarrier_arrive(full.right, increment_count=False)
 
 

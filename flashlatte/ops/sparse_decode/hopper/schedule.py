@@ -1,7 +1,7 @@
-"""Which blocks of which work items a CTA takes: ``split_kv.device``, as this kernel needs it.
+"""The schedule of a CTA: ``split_kv.device`` for sparse decode.
 
-A work item is a query token of a request; its blocks are those of its own list of 64 indices each, and after them those
-of its list into the extra cache.
+A work item is a query token of a request. Its blocks are those of its own list, 64 indices each, followed by those of
+its list into the extra cache.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from triton.experimental.gluon import language as gl
 from flashlatte.kernels.hopper.mla_tiles import KEYS
 from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.split_kv import device
-from flashlatte.split_kv.gluon import PARTIAL, find_range, round_up
+from flashlatte.split_kv.gluon_device import PARTIAL, find_range, round_up
 
 
-class Work(NamedTuple):
-    """What a CTA works on.
+class SparseDecodeWork(NamedTuple):
+    """The work of a CTA.
 
     Attributes:
         range: its work items and costs (``device.Range``).
-        stride: from item to item.
-        number: of the range.
-        num_splits: balanced ranges, or splits of a work item.
-        group: number of its 64 heads among those of a work item.
+        stride: distance between the CTA's items.
+        number: index of the range.
+        num_splits: number of balanced ranges, or splits per work item.
+        group: index of its group of 64 heads.
         num_groups: groups of a work item.
     """
 
@@ -37,23 +37,22 @@ class Work(NamedTuple):
     num_groups: Any
 
 
-class Plan(NamedTuple):
-    """What is settled when the kernel is compiled.
+class SparseDecodeConfig(NamedTuple):
+    """Compile-time configuration of the kernel.
 
     Attributes:
         format: ``tiles.PLAIN``, ``V32``, ``MODEL1`` or ``V41``.
-        producer_threads: of the producer, with which the kernel begins.
-        has_rope: whether rows have 64 columns more than the 512 of a value.
-        alignment: bytes that the addresses of tokens in the caches are multiples of, 16 at most.
-        flat: whether tokens follow each other at one distance, over all pages. Less code, which wins "v32, b 2" by a
-            third (21.7 instead of 31.8 µs; docs/notes/sparse-decode.md).
-        out_align: numbers that the strides of ``out`` are units of: 8 where its rows begin at multiples of 16 bytes,
-            else 1.
-        balanced: whether CTAs take ranges of equal cost; else whole work items.
-        equal_splits: whether each work item has as many splits as any other; ``num_splits`` are then those of one.
-        overhead: what starting on a work item costs, in blocks.
-        granularity: blocks that a CTA takes at a time: two, or one where each split is one block (``one_block``).
-        cluster: whether CTAs of neighbouring groups exchange what they dequantize (``clusters``).
+        producer_threads: threads of the producer, the default partition.
+        has_rope: whether rows have 64 columns of rope after the 512 of the latent.
+        alignment: alignment in bytes of tokens in the caches, at most 16.
+        flat: whether tokens are equally spaced across all pages. The address code is shorter, which wins "v32, b 2" by
+            a third (21.7 instead of 31.8 µs; docs/notes/sparse-decode.md).
+        out_align: unit of the strides of ``out`` in elements: 8 if its rows are aligned to 16 bytes, else 1.
+        balanced: whether CTAs process ranges of equal cost; otherwise whole work items.
+        equal_splits: whether all work items have the same number of splits, ``num_splits``.
+        overhead: cost of starting a work item, in blocks.
+        granularity: blocks that a CTA processes at a time: two, or one if each split is one block (``one_block``).
+        cluster: whether CTAs of adjacent groups exchange dequantized tokens (``clusters``).
     """
 
     format: Any
@@ -69,13 +68,14 @@ class Plan(NamedTuple):
     cluster: Any
 
 
-class Split(NamedTuple):
-    """What a CTA has of a work item.
+class SparseDecodeSplit(NamedTuple):
+    """The split of a work item that a CTA processes.
 
     Attributes:
         begin, end: blocks, end exclusive.
-        blocks: of the work item; ``own`` of them are of its own list.
-        length, extra_length: of its lists.
+        blocks: blocks of the work item.
+        own: blocks of its own list.
+        length, extra_length: lengths of its lists.
     """
 
     begin: Any
@@ -87,26 +87,27 @@ class Split(NamedTuple):
 
 
 @gluon.jit
-def find_work(key_lengths, num_splits, num_groups, PLAN: gl.constexpr):
-    """The work of this CTA. Those of one range are neighbours, so that the L2 cache serves all but the first."""
+def find_work(key_lengths, num_splits, num_groups, CONFIG: gl.constexpr):
+    """The work of this CTA. CTAs of the same range have adjacent program ids, so that all but the first read from
+    L2."""
     cta = gl.program_id(0)
     group = cta % num_groups
     number = cta // num_groups
-    if PLAN.balanced:
-        if PLAN.equal_splits:
-            cta_range = _find_equal_range(number, num_splits, key_lengths, PLAN.granularity)
+    if CONFIG.balanced:
+        if CONFIG.equal_splits:
+            cta_range = _find_equal_range(number, num_splits, key_lengths, CONFIG.granularity)
         else:
-            cta_range = find_range(number, num_splits, key_lengths, KEYS, PLAN.overhead, PLAN.granularity)
-        return Work(cta_range, 1, number, num_splits, group, num_groups)
+            cta_range = find_range(number, num_splits, key_lengths, KEYS, CONFIG.overhead, CONFIG.granularity)
+        return SparseDecodeWork(cta_range, 1, number, num_splits, group, num_groups)
     else:
         nothing = gl.to_tensor(0)
         cta_range = device.Range(nothing, nothing, number, key_lengths.num_items, nothing)
-        return Work(cta_range, gl.num_programs(0) // num_groups, number, num_splits, group, num_groups)
+        return SparseDecodeWork(cta_range, gl.num_programs(0) // num_groups, number, num_splits, group, num_groups)
 
 
 @gluon.jit
 def _find_equal_range(number, splits, key_lengths, GRANULARITY: gl.constexpr):
-    """A range where all work items are of one length and have ``splits`` ranges each, without any overhead."""
+    """A range for work items of equal length with ``splits`` ranges each and no overhead."""
     each = round_up(device.item_blocks(gl.to_tensor(0), key_lengths, KEYS), GRANULARITY)
     item = number // splits
     split = number - item * splits
@@ -116,16 +117,16 @@ def _find_equal_range(number, splits, key_lengths, GRANULARITY: gl.constexpr):
 
 
 @gluon.jit
-def write_metadata(scratch, work, PLAN: gl.constexpr):
-    """Tell the combine kernel which work item this range continues, unless it knows."""
-    if PLAN.balanced and not PLAN.equal_splits:
+def write_metadata(scratch, work, CONFIG: gl.constexpr):
+    """Write the split metadata for the combine kernel: which work item this range continues."""
+    if CONFIG.balanced and not CONFIG.equal_splits:
         metadata = device.range_metadata(scratch, work.num_splits, work.num_groups, PARTIAL)
-        gl.store(metadata + work.number, device.continued_item(work.range, PLAN.overhead).to(gl.float32))
+        gl.store(metadata + work.number, device.continued_item(work.range, CONFIG.overhead).to(gl.float32))
 
 
 @gluon.jit
-def split_of(item, cost, work, key_lengths, PLAN: gl.constexpr):
-    """The CTA's split of a work item that starts at ``cost``."""
+def split_of(item, cost, work, key_lengths, CONFIG: gl.constexpr):
+    """The CTA's split of the work item that starts at ``cost``."""
     length = device.key_count(item, key_lengths)
     own = (length + KEYS - 1) // KEYS
     blocks = own
@@ -133,24 +134,25 @@ def split_of(item, cost, work, key_lengths, PLAN: gl.constexpr):
     if key_lengths.extra_limit is not None:
         extra_length = device.extra_key_count(item, key_lengths)
         blocks += (extra_length + KEYS - 1) // KEYS
-    blocks = round_up(gl.maximum(blocks, 1), PLAN.granularity)
-    if PLAN.balanced:
-        begin, end = device.split_of(work.range, cost, blocks, PLAN.overhead)
-        return Split(begin, end, blocks, own, length, extra_length)
+    blocks = round_up(gl.maximum(blocks, 1), CONFIG.granularity)
+    if CONFIG.balanced:
+        begin, end = device.split_of(work.range, cost, blocks, CONFIG.overhead)
+        return SparseDecodeSplit(begin, end, blocks, own, length, extra_length)
     else:
-        return Split(blocks * 0, blocks, blocks, own, length, extra_length)
+        return SparseDecodeSplit(blocks * 0, blocks, blocks, own, length, extra_length)
 
 
 @gluon.jit
-def has_split(item, cost, work, PLAN: gl.constexpr):
-    """Whether the CTA has any of a work item that starts at ``cost``: a range may end within an item's overhead."""
+def has_split(item, cost, work, CONFIG: gl.constexpr):
+    """Whether the CTA has a split of the work item that starts at ``cost``: a range may end within an item's
+    overhead."""
     has = item < work.range.stop
-    if PLAN.balanced and not PLAN.equal_splits:
-        has = has & (work.range.end > cost + PLAN.overhead)
+    if CONFIG.balanced and not CONFIG.equal_splits:
+        has = has & (work.range.end > cost + CONFIG.overhead)
     return has
 
 
 @gluon.jit
 def num_steps(split):
-    """Steps of two blocks that cover a split; the last may lack its second block."""
+    """Number of steps of two blocks in a split; the last step may lack its second block."""
     return opaque((split.end - split.begin + 1) // 2)

@@ -1,4 +1,4 @@
-"""Tiles and barriers of sparse decode: those of ``mla_tiles``, and what only this kernel has."""
+"""Tiles and barriers of sparse decode, in addition to those of ``mla_tiles``."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from flashlatte.kernels.hopper.mla_tiles import (
 )
 from flashlatte.runtime.gluon_compat import reinterpret
 
-# Half an output [64, 256], as two products of 128 columns: kernels of 16 warps start with 128 registers a thread, for
-# which ptxas refuses a WGMMA of 256 columns.
+# Half of the output [64, 256], as two products of 128 columns: kernels with 16 warps start with 128 registers per
+# thread, for which ptxas rejects a WGMMA of 256 columns.
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 OUTPUT_ROWS = gl.constexpr(gl.SliceLayout(1, OUTPUT))
 
-# Named barriers. Half of a block of keys is there: the producer to the consumer that scores it.
+# Named barriers. Half of a block is full: the producer to the consumer that computes its scores.
 K0_LEFT_FULL = gl.constexpr(OWN_BARRIERS)
 K0_RIGHT_FULL = gl.constexpr(OWN_BARRIERS + 1)
 K1_RIGHT_FULL = gl.constexpr(OWN_BARRIERS + 2)
 K1_LEFT_FULL = gl.constexpr(OWN_BARRIERS + 3)
 
-# Of a cache's tokens, by what they are made of.
+# Cache formats, by their encoding.
 PLAIN = gl.constexpr(0)
 V32 = gl.constexpr(1)
 MODEL1 = gl.constexpr(2)
@@ -40,18 +40,18 @@ V41 = gl.constexpr(3)
 
 
 def producer_warps(cache_format: int) -> int:
-    """Warps of the producer. The fewer there are, the more registers has each of them for rows under way."""
+    """Warps of the producer. With fewer warps, each has more registers for loads in flight."""
     return 8 if cache_format == PLAIN.value else 4
 
 
 @gluon.constexpr_function
 def halves_copied(cache_format, has_rope):
-    """Halves of a block with values in bf16, which are copied unchanged: with scales the right one at most."""
+    """Halves of a block that receive copies by cp.async: with scales, at most the right one."""
     return {PLAIN.value: 2, V32.value: int(has_rope), MODEL1.value: 1, V41.value: 0}[int(cache_format)]
 
 
 class Masks(NamedTuple):
-    """int32 [64] of each block, 0 where an index selects nothing."""
+    """int32 [64] for each block; 0 for invalid indices."""
 
     block0: Any
     block1: Any
@@ -60,7 +60,7 @@ class Masks(NamedTuple):
 @gluon.jit
 def allocate(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr, CLUSTER: gl.constexpr):
     if CLUSTER:
-        # In one allocation, so that ``clusters`` knows where they lie to each other.
+        # One allocation, so that ``clusters`` can compute the offsets between them.
         k = gl.allocate_shared_memory(DTYPE, [4, KEYS, HALF], SWIZZLED)
         k0_left = reinterpret(k.index(clusters.K0_LEFT), DTYPE, [1, KEYS, HALF], SWIZZLED)
         k0_right = reinterpret(k.index(clusters.K0_RIGHT), DTYPE, [1, KEYS, HALF], SWIZZLED)
@@ -79,7 +79,8 @@ def allocate(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr, CLUSTER: gl.constexpr)
     k0_rope = p0
     k1_rope = p1
     if HAS_ROPE:
-        # P of block 0 exists only between the last read of its rope and the next block's, and lies there.
+        # P of block 0 overwrites the rope of block 0: it is live only between the last read of that rope and its
+        # refill.
         q_rope = allocate_square(DTYPE)
         k1_rope = allocate_square(DTYPE)
     masks = Masks(allocate_vector(gl.int32), allocate_vector(gl.int32))

@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-from flashlatte.kernels.triton.config import Config, Table
+from flashlatte.kernels.triton.config import AttentionConfig, Table
 
 PACKED_TOKENS: Table = {
     "hopper": (
-        Config(16, 64, num_warps=8),
-        Config(32, 64, num_warps=8),
-        Config(64, 64, num_warps=8, warpgroups=True, column_sums=False),
+        AttentionConfig(16, 64, num_warps=8),
+        AttentionConfig(32, 64, num_warps=8),
+        AttentionConfig(64, 64, num_warps=8, warpgroups=True, column_sums=False),
     ),
     "blackwell": (
-        Config(16, 64, num_warps=8),
-        Config(32, 64, num_warps=8),
+        AttentionConfig(16, 64, num_warps=8),
+        AttentionConfig(32, 64, num_warps=8),
     ),
     "ampere": (
-        Config(16, 64, num_warps=8),
-        Config(32, 32, num_warps=8),
-        Config(64, 32, num_warps=8),
+        AttentionConfig(16, 64, num_warps=8),
+        AttentionConfig(32, 32, num_warps=8),
+        AttentionConfig(64, 32, num_warps=8),
     ),
     "small": (
-        Config(16, 32, num_warps=8),
-        Config(32, 32, num_warps=8),
+        AttentionConfig(16, 32, num_warps=8),
+        AttentionConfig(32, 32, num_warps=8),
     ),
     "other": (
-        Config(16, 16, num_warps=4),
-        Config(32, 16, num_warps=4),
+        AttentionConfig(16, 16, num_warps=4),
+        AttentionConfig(32, 16, num_warps=4),
     ),
     "interpreter": (
-        Config(16, 16, num_warps=1),
-        Config(32, 32, num_warps=1),
+        AttentionConfig(16, 16, num_warps=1),
+        AttentionConfig(32, 32, num_warps=1),
     ),
 }
 
 # For e4m3 numbers: there a tile waits in shared memory where that has room (``num_stages`` above 1), and packed.
 STAGED_TOKENS: Table = PACKED_TOKENS | {
-    "hopper": (*PACKED_TOKENS["hopper"][:-1], Config(64, 64, num_warps=8, num_stages=5, warpgroups=True)),
+    "hopper": (*PACKED_TOKENS["hopper"][:-1], AttentionConfig(64, 64, num_warps=8, num_stages=5, warpgroups=True)),
 }

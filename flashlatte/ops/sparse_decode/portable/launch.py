@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashlatte.kernels.triton.cache_layout import as_bytes, unit_bytes
-from flashlatte.kernels.triton.config import SELECTED_ROWS, Config, choose
+from flashlatte.kernels.triton.cache_layout import alignment_bytes, as_bytes
+from flashlatte.kernels.triton.config import SELECTED_ROWS, AttentionConfig, choose
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kv_cache.formats import CacheFormat
@@ -22,7 +22,7 @@ from flashlatte.runtime.strides import row_align, stride_in_use
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.outputs import outputs_of
-from flashlatte.split_kv.plan import Partial, SplitPlan
+from flashlatte.split_kv.plan import PartialShape, SplitPlan
 
 # Starting on a work item costs a CTA about as much as so many keys.
 _OVERHEAD_KEYS = 64
@@ -44,7 +44,7 @@ class LaunchPlan:
         constants: what the kernel is compiled for, but for what depends on strides.
     """
 
-    config: Config
+    config: AttentionConfig
     split: SplitPlan
     constants: dict[str, Any]
 
@@ -157,7 +157,7 @@ def make_plan(
     chosen, step = choose(_TABLES[table], gpu, heads, head_dim, latent_dim, in_place=plain)
     groups = -(-heads // chosen.block_h)
     most_blocks = -(-topk // chosen.block_n) + -(-extra_topk // chosen.block_n)
-    partial = Partial(chosen.block_h, head_dim_v)
+    partial = PartialShape(chosen.block_h, head_dim_v)
     ranges = plan.num_ranges(items, groups, num_sms * chosen.programs, most_blocks, partial, uniform=is_uniform)
     if ranges is None or batch_invariant:
         split = plan.whole(partial, items, groups, groups)
@@ -197,7 +197,7 @@ def _selection(
     if not layout.plain:
         # The rows and planes of a page are of multiples of 16 bytes, but for scales that are bytes.
         cache = as_bytes(cache)
-        align = unit_bytes(cache, page_stride)
+        align = alignment_bytes(cache, page_stride)
         token_stride = 0
     else:
         align = 8 if page_stride % 8 == 0 and token_stride % 8 == 0 else 1

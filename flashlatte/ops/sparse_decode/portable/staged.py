@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import e4m3_to_float, e8m0_to_float, from_float32, to_float32
-from flashlatte.kernels.triton.online_softmax import Tile
+from flashlatte.kernels.triton.online_softmax import RowTile
 from flashlatte.ops.sparse_decode.portable.tiles import locate, locate_bytes, locate_scale_bytes
 
 _LATENT = tl.constexpr(512)
@@ -105,4 +105,4 @@ def dequantize(codes, scales, dtype: tl.constexpr, place: tl.constexpr, step: tl
         rope = rope if step.interpreted else rope.to(dtype)
     latent = tl.reshape(latent, [BLOCK_N, _LATENT])
     latent = to_float32(latent, True) if step.interpreted else latent.to(dtype)
-    return Tile(latent, rope)
+    return RowTile(latent, rope)

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import load_words
 from flashlatte.kernels.triton.fp8 import e4m3_to_float, e8m0_to_float, from_float32, to_float32
-from flashlatte.kernels.triton.online_softmax import Tile
+from flashlatte.kernels.triton.online_softmax import RowTile
 from flashlatte.kv_cache.formats import BlockScaling, Tiling
 
 # Words of four latent numbers, whatever they are made of.
@@ -185,7 +185,7 @@ def _unpack_blocks(packed, dtype: tl.constexpr, FP4: tl.constexpr, step: tl.cons
     latent = tl.reshape(numbers * factors, [BLOCK_N, 4 * _WORDS])
     latent = to_float32(from_float32(latent, tl.bfloat16, True), True) if step.interpreted else latent.to(dtype)
     latent = _opaque(latent, step)
-    return Tile(latent, latent)
+    return RowTile(latent, latent)
 
 
 @triton.jit
@@ -229,9 +229,9 @@ def _unpack_tiles(packed, dtype: tl.constexpr, E8M0: tl.constexpr, HAS_ROPE: tl.
     latent = to_float32(from_float32(latent, tl.bfloat16, True), True) if step.interpreted else latent.to(dtype)
     latent = _opaque(latent, step)
     if not HAS_ROPE:
-        return Tile(latent, latent)
+        return RowTile(latent, latent)
     else:
-        return Tile(latent, rope if step.interpreted else rope.to(dtype))
+        return RowTile(latent, rope if step.interpreted else rope.to(dtype))
 
 
 @triton.jit

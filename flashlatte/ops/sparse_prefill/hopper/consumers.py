@@ -1,13 +1,14 @@
-"""The two consumers of sparse prefill: each owns half of the output's columns, and the scores of one block of a step.
+"""The two consumers of sparse prefill: each computes half of the output's columns, and the scores of one block of a
+step.
 
-A step takes, on the tensor cores (0L: P of block 0 · the left half of its values):
+Products of a step on the tensor cores (0L: P of block 0 times the left half of its values):
 
     even consumer   | scores 0 |  0L  |  1L  | scores 0 of the next step ...
     odd consumer    |     scores 1     |  0R  |  1R  | scores 1 of the next step ...
 
-The even consumer's step is that of ``mla_pipeline``. The odd one's is not: it publishes P of block 1 before its product
-with block 0, where decode's kernels queue that product behind the scores. Here the tensor cores are never without work,
-and the queue costs 3% of a step's cycles (docs/notes/sparse-prefill.md).
+The even consumer's step is that of ``mla_pipeline``. The odd consumer differs: it publishes P of block 1 before its
+product with block 0, which the decode kernels issue behind the scores. Here the tensor cores are always busy, and
+issuing the product early costs 3% of a step's cycles (docs/notes/sparse-prefill.md).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashlatte.kernels.hopper.barriers import ALL, PAIR, arrive, wait
+from flashlatte.kernels.hopper.barriers import ALL_THREADS, PAIR_THREADS, arrive, wait
 from flashlatte.kernels.hopper.mla_pipeline import attend_even, empty_state
 from flashlatte.kernels.hopper.mla_tiles import (
     K0_LEFT_EMPTY,
@@ -40,8 +41,8 @@ from flashlatte.kernels.hopper.mla_tiles import (
     SCORES,
 )
 from flashlatte.kernels.hopper.ptx.registers import opaque
-from flashlatte.kernels.hopper.softmax import NO_SCORE, State, probabilities, raise_row_max, rescale
-from flashlatte.ops.sparse_prefill.hopper.epilogue import start_out, store_statistics
+from flashlatte.kernels.hopper.softmax import NO_SCORE, ConsumerState, probabilities, raise_row_max, rescale
+from flashlatte.ops.sparse_prefill.hopper.epilogue import start_store_out, store_statistics
 from flashlatte.ops.sparse_prefill.hopper.scores import (
     add_right_scores,
     finish_scores,
@@ -56,26 +57,26 @@ from flashlatte.ops.sparse_prefill.hopper.state import (
 )
 
 _P_OPERAND = gl.constexpr(gl.DotOperandLayout(0, OUTPUT, 2))
-# Of the producer.
+# Threads of the producer.
 _PRODUCER = gl.constexpr(128)
 
 
-class Call(NamedTuple):
-    """What stays the same over all tiles of a CTA.
+class SparsePrefillArgs(NamedTuple):
+    """Arguments of the consumers that are the same for all tiles of a CTA.
 
     Attributes:
         tiles, shared: shared memory.
         scale: softmax_scale · log2(e).
         peer: None, for ``mla_pipeline``.
-        problem: the selection (``state.Problem``).
-        output: where results go (``epilogue.Output``).
+        problem: the selection (``state.SparsePrefillWork``).
+        output: results (``epilogue.SparsePrefillOutput``).
     """
 
     tiles: Any
     shared: Any
     scale: Any
     peer: Any
-    problem: Any
+    work: Any
     output: Any
 
 
@@ -85,12 +86,13 @@ def _no_score():
 
 
 @gluon.jit
-def _even_step(state, score_max, scores, call, step, LAST: gl.constexpr):
-    """From block 0's scores on; ``score_max`` [64] is the maximum of raw scores, of this consumer's blocks."""
+def _even_step(state, score_max, scores, args, step, LAST: gl.constexpr):
+    """A step, given the scores of block 0. ``score_max`` [64]: maximum of the unscaled scores of this consumer's
+    blocks."""
     score_max = gl.maximum(score_max, gl.max(scores, 1))
     if LAST:
-        call.shared.score_max0.store(score_max)
-    return attend_even(scores, state, call, step >> 30, _PRODUCER, False, LAST), score_max
+        args.shared.score_max0.store(score_max)
+    return attend_even(scores, state, args, step >> 30, _PRODUCER, False, LAST), score_max
 
 
 @gluon.jit
@@ -98,36 +100,36 @@ def _odd_step(
     state,
     score_max,
     q_held,
-    call,
+    args,
     step,
     unused,
     HEAD_DIM: gl.constexpr,
     GROUP: gl.constexpr,
     LAST: gl.constexpr,
 ):
-    """A step, from block 1's scores on. After the last one of a tile block 1's right half is not let go."""
+    """A step, including the scores of block 1. With LAST, the right half of block 1 is not released."""
     zero = step >> 30
-    tiles, shared = call.tiles, call.shared
+    tiles, shared = args.tiles, args.shared
     k1_right = tiles.k1.right.index(zero)
     pending = start_scores(tiles.q, q_held, tiles.k1, shared.full1, step & 1, zero, unused, HEAD_DIM)
     scores = finish_scores(pending, shared.mask1, shared.full1, step & 1, GROUP)
     if LAST:
-        arrive(Q_EMPTY, ALL)
+        arrive(Q_EMPTY, ALL_THREADS)
     score_max = gl.maximum(score_max, gl.max(scores, 1))
-    wait(P0_FULL, PAIR)
+    wait(P0_FULL, PAIR_THREADS)
     row_max0 = tiles.row_max0.load(SCORE_ROWS)
-    row_max1 = raise_row_max(row_max0, scores, call.scale)
+    row_max1 = raise_row_max(row_max0, scores, args.scale)
     tiles.row_max1.store(row_max1)
-    arrive(ROW_MAX1_FULL, PAIR)
+    arrive(ROW_MAX1_FULL, PAIR_THREADS)
     alpha0 = gl.exp2(state.row_max - row_max0)
     alpha1 = gl.exp2(row_max0 - row_max1)
-    p = probabilities(scores, row_max1, call.scale)
+    p = probabilities(scores, row_max1, args.scale)
     p_rounded = p.to(k1_right.dtype)
     tiles.p1.index(zero).store(p_rounded)
     if LAST:
         tiles.row_sum1.store(state.row_sum * alpha0 * alpha1 + gl.sum(p, 1))
     fence_async_shared()
-    arrive(P1_FULL, PAIR)
+    arrive(P1_FULL, PAIR_THREADS)
 
     out = warpgroup_mma(tiles.p0.index(zero), tiles.k0.right.index(zero), rescale(state.out, alpha0), is_async=True)
     row_sum = state.row_sum * alpha0 * alpha1 + gl.sum(p, 1)
@@ -135,86 +137,88 @@ def _odd_step(
         row_sum += tiles.row_sum0.load(SCORE_ROWS) * alpha1
         score_max = gl.maximum(score_max, shared.score_max0.load(SCORE_ROWS))
     out = warpgroup_mma_wait(0, deps=[out])
-    arrive(K0_RIGHT_EMPTY, PAIR)
+    arrive(K0_RIGHT_EMPTY, PAIR_THREADS)
 
     out = warpgroup_mma(gl.convert_layout(p_rounded, _P_OPERAND), k1_right, rescale(out, alpha1), is_async=True)
     out = warpgroup_mma_wait(0, deps=[out])
     if not LAST:
-        arrive(K1_RIGHT_EMPTY, PAIR)
-    return State(out, row_max1, row_sum), score_max
+        arrive(K1_RIGHT_EMPTY, PAIR_THREADS)
+    return ConsumerState(out, row_max1, row_sum), score_max
 
 
 @gluon.jit
-def consume_even(call, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr):
-    arrive(K0_LEFT_EMPTY, PAIR)
-    arrive(K1_LEFT_EMPTY, PAIR)
-    arrive(Q_EMPTY, ALL)
-    tiles, shared, problem = call.tiles, call.shared, call.problem
+def consume_even(args, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr):
+    arrive(K0_LEFT_EMPTY, PAIR_THREADS)
+    arrive(K1_LEFT_EMPTY, PAIR_THREADS)
+    arrive(Q_EMPTY, ALL_THREADS)
+    tiles, shared, work = args.tiles, args.shared, args.work
     q, k0 = tiles.q, tiles.k0
     unused = gl.zeros([64, 64], gl.float32, SCORES)
     step = 0  # over all tiles: its parity is the phase of the blocks' barriers
     q_phase = 0
     first = gl.program_id(0)
-    steps = num_steps(num_selected(problem, first))
+    steps = num_steps(num_selected(work, first))
 
     mbarrier.wait(shared.q_full, q_phase)
     q_held = hold_queries(q, 0, HEAD_DIM)
     pending = start_scores(q, q_held, k0, shared.full0, 0, 0, unused, HEAD_DIM)
     scores = finish_scores(pending, shared.mask0, shared.full0, 0, GROUP)
-    for tile in range(first, problem.tiles, gl.num_programs(0)):
-        next_steps = num_steps(num_selected(problem, tile + gl.num_programs(0)))
+    for tile in range(first, work.tiles, gl.num_programs(0)):
+        next_steps = num_steps(num_selected(work, tile + gl.num_programs(0)))
         state = empty_state(OUTPUT)
         score_max = _no_score()
         for _ in range(opaque(steps) - 1):
-            state, score_max = _even_step(state, score_max, scores, call, step, False)
+            state, score_max = _even_step(state, score_max, scores, args, step, False)
             step += 1
             pending = start_scores(q, q_held, k0, shared.full0, step & 1, step >> 30, unused, HEAD_DIM)
             scores = finish_scores(pending, shared.mask0, shared.full0, step & 1, GROUP)
 
-        arrive(Q_EMPTY, ALL)
-        state, score_max = _even_step(state, score_max, scores, call, step, True)
+        arrive(Q_EMPTY, ALL_THREADS)
+        state, score_max = _even_step(state, score_max, scores, args, step, True)
         step += 1
         q_phase ^= 1
-        start_out(call.output, state, problem, tile, tiles.k1.left.index(step >> 30), shared.k1_offsets.left, 0, GROUP)
-        # The next tile's first scores are under way while this one's output is copied. Block 1 is let go before they
-        # wait for the rest of block 0, so that the two come from memory at the same time.
+        start_store_out(
+            args.output, state, work, tile, tiles.k1.left.index(step >> 30), shared.k1_offsets.left, 0, GROUP
+        )
+        # The next tile's first scores overlap with the store of this tile's output. Block 1 is released before they
+        # wait for the rest of block 0, so that both blocks are loaded at the same time.
         mbarrier.wait(shared.q_full, q_phase)
         q_held = hold_queries(q, step >> 30, HEAD_DIM)
         pending = start_left_scores(q, k0, shared.full0, step & 1, step >> 30, unused)
         tma.store_wait(0)
-        arrive(K1_LEFT_EMPTY, PAIR)
+        arrive(K1_LEFT_EMPTY, PAIR_THREADS)
         pending = add_right_scores(pending, q, q_held, k0, shared.full0, step & 1, step >> 30, HEAD_DIM)
         scores = finish_scores(pending, shared.mask0, shared.full0, step & 1, GROUP)
         steps = next_steps
 
 
 @gluon.jit
-def consume_odd(call, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr):
-    arrive(K0_RIGHT_EMPTY, PAIR)
-    arrive(K1_RIGHT_EMPTY, PAIR)
-    arrive(Q_EMPTY, ALL)
-    tiles, shared, problem = call.tiles, call.shared, call.problem
+def consume_odd(args, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr):
+    arrive(K0_RIGHT_EMPTY, PAIR_THREADS)
+    arrive(K1_RIGHT_EMPTY, PAIR_THREADS)
+    arrive(Q_EMPTY, ALL_THREADS)
+    tiles, shared, work = args.tiles, args.shared, args.work
     unused = gl.zeros([64, 64], gl.float32, SCORES)
     step = 0
     q_phase = 0
     first = gl.program_id(0)
-    steps = num_steps(num_selected(problem, first))
-    for tile in range(first, problem.tiles, gl.num_programs(0)):
-        next_steps = num_steps(num_selected(problem, tile + gl.num_programs(0)))
+    steps = num_steps(num_selected(work, first))
+    for tile in range(first, work.tiles, gl.num_programs(0)):
+        next_steps = num_steps(num_selected(work, tile + gl.num_programs(0)))
         mbarrier.wait(shared.q_full, q_phase)
         q_phase ^= 1
         q_held = hold_queries(tiles.q, step >> 30, HEAD_DIM)
         state = empty_state(OUTPUT)
         score_max = _no_score()
         for _ in range(opaque(steps) - 1):
-            state, score_max = _odd_step(state, score_max, q_held, call, step, unused, HEAD_DIM, GROUP, False)
+            state, score_max = _odd_step(state, score_max, q_held, args, step, unused, HEAD_DIM, GROUP, False)
             step += 1
-        state, score_max = _odd_step(state, score_max, q_held, call, step, unused, HEAD_DIM, GROUP, True)
+        state, score_max = _odd_step(state, score_max, q_held, args, step, unused, HEAD_DIM, GROUP, True)
         step += 1
-        start_out(
-            call.output, state, problem, tile, tiles.k1.right.index(step >> 30), shared.k1_offsets.right, 1, GROUP
+        start_store_out(
+            args.output, state, work, tile, tiles.k1.right.index(step >> 30), shared.k1_offsets.right, 1, GROUP
         )
-        store_statistics(call.output, state, score_max, problem, tile, GROUP)
+        store_statistics(args.output, state, score_max, work, tile, GROUP)
         tma.store_wait(0)
-        arrive(K1_RIGHT_EMPTY, PAIR)
+        arrive(K1_RIGHT_EMPTY, PAIR_THREADS)
         steps = next_steps

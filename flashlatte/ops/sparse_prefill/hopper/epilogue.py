@@ -1,4 +1,4 @@
-"""A finished tile's way out: divide by the sum, and write out, max_logits and lse."""
+"""The epilogue of a tile: normalize, and write out, max_logits and lse."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flashlatte.kernels.hopper.mla_tiles import OUTPUT_ROWS, SCORE_ROWS
-from flashlatte.kernels.hopper.ptx.memory import store_once
+from flashlatte.kernels.hopper.ptx.copies import store_evict_first
 from flashlatte.kernels.triton.online_softmax import LN_2, LOG2_E
-from flashlatte.ops.sparse_prefill.hopper.state import is_row, list_of, rows_of
+from flashlatte.ops.sparse_prefill.hopper.state import list_of, row_exists, rows_of
 from flashlatte.runtime.gluon_compat import cta_barrier
 
-# PTX's name of the kernel's first argument.
+# PTX name of the kernel's first parameter.
 _OUT_DESCRIPTOR = gl.constexpr("sparse_prefill_kernel_param_0")
 
 
-class Output(NamedTuple):
-    """Where statistics go, and what results depend on besides the state. ``sinks`` may be None."""
+class SparsePrefillOutput(NamedTuple):
+    """Pointers of the statistics, and the other inputs of the epilogue. ``sinks`` may be None."""
 
     max_logits: Any
     lse: Any
@@ -28,44 +28,45 @@ class Output(NamedTuple):
     heads: Any
     softmax_scale: Any
     empty_lse: Any
-    damaged: Any  # int32 of each tile, set to 1 where a row is NaN; None with tiles of one token
+    damaged: Any  # int32 per tile, set to 1 if a row is NaN; None for tiles of one token
 
 
 @gluon.jit
-def start_out(output, state, problem, tile, staging, offset, SIDE: gl.constexpr, GROUP: gl.constexpr):
-    """Put a half of the output into ``staging`` [64, 256] at ``offset`` of shared memory, and have it stored.
+def start_store_out(output, state, work, tile, staging, offset, SIDE: gl.constexpr, GROUP: gl.constexpr):
+    """Write half of the output to ``staging`` [64, 256] at ``offset`` of shared memory, and start its TMA store.
 
-    ``staging`` is the copy engine's until ``tma.store_wait(0)`` returns.
+    ``staging`` must not be written until ``tma.store_wait(0)`` returns.
     """
-    head0 = (tile % problem.head_blocks) * 64
+    head0 = (tile % work.head_blocks) * 64
     denominator = state.row_sum
     if output.sinks is not None:
-        _, head = rows_of(tile, tile % problem.head_blocks, gl.arange(0, 64, SCORE_ROWS), GROUP)
+        _, head = rows_of(tile, tile % work.head_blocks, gl.arange(0, 64, SCORE_ROWS), GROUP)
         sink = gl.load(output.sinks + head * output.sink_stride, mask=head < output.heads, other=float("-inf"))
         denominator += gl.exp2(sink * LOG2_E - state.row_max)
     inverse = gl.where(state.row_sum != 0, 1.0 / denominator, 0.0)
     out = state.out * gl.convert_layout(inverse, OUTPUT_ROWS, assert_trivial=True)[:, None]
     if GROUP > 1:
-        # A row that selected nothing but numbers may be NaN as well: by a NaN that another token of the tile selected.
+        # A row without NaN in its own selection may be NaN as well, because of a NaN that another token of the tile
+        # selected.
         is_nan = gl.max(gl.where(out == out, 0, 1), 1)
         gl.store(output.damaged + tile + gl.zeros_like(is_nan), is_nan, mask=is_nan != 0)
     staging.store(out.to(staging.dtype))
     fence_async_shared()
     cta_barrier()
-    store_once(_OUT_DESCRIPTOR, offset, head0, list_of(problem, tile) * GROUP, SIDE * 256)
+    store_evict_first(_OUT_DESCRIPTOR, offset, head0, list_of(work, tile) * GROUP, SIDE * 256)
 
 
 @gluon.jit
-def store_statistics(output, state, score_max, problem, tile, GROUP: gl.constexpr):
-    """``score_max`` [64]: the maximum of raw scores."""
+def store_statistics(output, state, score_max, work, tile, GROUP: gl.constexpr):
+    """``score_max`` [64]: maximum of the unscaled scores."""
     row = gl.arange(0, 64, SCORE_ROWS)
-    token, head = rows_of(list_of(problem, tile), tile % problem.head_blocks, row, GROUP)
+    token, head = rows_of(list_of(work, tile), tile % work.head_blocks, row, GROUP)
     row = token.to(gl.int64) * output.heads + head
     # Not "> 0": the statistics of a row with a NaN among its keys are NaN.
     seen = state.row_sum != 0
     max_logits = gl.where(seen, score_max * output.softmax_scale, float("-inf"))
     log_sum = (state.row_max + gl.log2(state.row_sum)) * LN_2
     lse = gl.where(seen, log_sum, output.empty_lse)
-    inside = is_row(problem, token, head, output.heads, GROUP)
+    inside = row_exists(work, token, head, output.heads, GROUP)
     gl.store(output.max_logits + row, max_logits, mask=inside)
     gl.store(output.lse + row, lse, mask=inside)

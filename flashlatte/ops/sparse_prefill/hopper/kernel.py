@@ -1,24 +1,24 @@
-"""The kernel: shared memory, and the three warpgroups that run in it."""
+"""The kernel: allocate shared memory, and run the three partitions."""
 
 from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper import barriers
-from flashlatte.ops.sparse_prefill.hopper.consumers import Call, consume_even, consume_odd
-from flashlatte.ops.sparse_prefill.hopper.epilogue import Output
-from flashlatte.ops.sparse_prefill.hopper.producer import Queries, produce
-from flashlatte.ops.sparse_prefill.hopper.state import Problem, allocate
+from flashlatte.ops.sparse_prefill.hopper.consumers import SparsePrefillArgs, consume_even, consume_odd
+from flashlatte.ops.sparse_prefill.hopper.epilogue import SparsePrefillOutput
+from flashlatte.ops.sparse_prefill.hopper.producer import SparsePrefillQueries, produce
+from flashlatte.ops.sparse_prefill.hopper.state import SparsePrefillWork, allocate
 from flashlatte.runtime.triton_kernel import gluon_kernel
 
-# Of 168 x 12 registers (32-bit, a thread and warp) the even consumer takes what these leave: 232.
+# Registers per thread. The even consumer gets the rest of 12 warps with 168 each: 232.
 _ODD_REGISTERS = gl.constexpr(232)
 _PRODUCER_REGISTERS = gl.constexpr(40)
 
 
 @gluon_kernel(by_element=("indices", "lengths", "sinks", "max_logits", "lse", "damaged"))
 def sparse_prefill_kernel(
-    out_desc,  # the first argument, as ``epilogue`` expects
+    out_desc,  # the first parameter, as ``epilogue`` requires
     q,
-    q_token_stride: gl.int64,  # in units of 16 bytes, as the next and kv_stride
+    q_token_stride: gl.int64,  # in units of 16 bytes, like q_head_stride and kv_stride
     q_head_stride: gl.int64,
     kv,
     kv_stride: gl.int64,
@@ -45,16 +45,16 @@ def sparse_prefill_kernel(
 ):
     """GROUP: query tokens of a tile, 1, 2 or 4."""
     shared_tiles, shared = allocate(kv.dtype.element_ty, HEAD_DIM)
-    problem = Problem(indices, index_stride, lengths, length_stride, s_kv, topk, head_blocks, tiles, tokens)
-    queries = Queries(q, q_token_stride, q_head_stride, heads)
-    output = Output(max_logits, lse, sinks, sink_stride, heads, softmax_scale, empty_lse, damaged)
-    call = Call(shared_tiles, shared, scale_log2, None, problem, output)
-    barriers.before_partitions()
+    work = SparsePrefillWork(indices, index_stride, lengths, length_stride, s_kv, topk, head_blocks, tiles, tokens)
+    queries = SparsePrefillQueries(q, q_token_stride, q_head_stride, heads)
+    output = SparsePrefillOutput(max_logits, lse, sinks, sink_stride, heads, softmax_scale, empty_lse, damaged)
+    args = SparsePrefillArgs(shared_tiles, shared, scale_log2, None, work, output)
+    barriers.sync_before_warp_specialize()
     gl.warp_specialize(
         [
-            (consume_even, (call, HEAD_DIM, GROUP)),
-            (consume_odd, (call, HEAD_DIM, GROUP)),
-            (produce, (queries, kv, kv_stride, problem, shared_tiles, shared, HEAD_DIM, GROUP)),
+            (consume_even, (args, HEAD_DIM, GROUP)),
+            (consume_odd, (args, HEAD_DIM, GROUP)),
+            (produce, (queries, kv, kv_stride, work, shared_tiles, shared, HEAD_DIM, GROUP)),
         ],
         [4, 4],
         [_ODD_REGISTERS, _PRODUCER_REGISTERS],

@@ -1,4 +1,4 @@
-"""From arguments to launches: how many tokens share a tile, and all else that a call settles on the host."""
+"""The launcher: the number of tokens per tile, and everything else that a call computes on the host."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 
 from flashlatte.ops.sparse_prefill import by_token
 from flashlatte.ops.sparse_prefill.hopper.kernel import sparse_prefill_kernel
-from flashlatte.ops.sparse_prefill.hopper.unions import MAX_POSITIONS, unite
+from flashlatte.ops.sparse_prefill.hopper.unions import MAX_POSITIONS, build_unions
 from flashlatte.runtime import checks, machine
 from flashlatte.runtime.strides import strides_in_use
 from flashlatte.runtime.tma_descriptors import describe
 
 ROWS_PER_TILE = 64
-# 16 bytes of a two-byte type: what copies from global memory move at a time.
+# 16 bytes, the size of a copy from global memory, in two-byte elements.
 ALIGNMENT = 8
-# Of the lists of what groups select.
+# Maximum bytes of the groups' lists.
 SCRATCH_BYTES = 60 * 2**20
-# To list a union takes longer the more positions there are. Where tokens select at random, groups of 4 are 10% faster
-# at 64 positions for each index, and groups of 2 1% slower at 16 (docs/notes/sparse-prefill.md).
+# The time of the union kernel grows with the number of positions. With random selections, groups of 4 are 10% faster at
+# 64 positions per index, and groups of 2 are 1% slower at 16 (docs/notes/sparse-prefill.md).
 POSITIONS_PER_INDEX = {1: 0, 2: 16, 4: 64}
-LEAST_TOPK = 512
-MORE_ROUNDS = 1.1
+MIN_TOPK = 512
+MAX_ROUNDS_RATIO = 1.1
 
 
 def sparse_prefill(
@@ -48,25 +48,28 @@ def sparse_prefill(
     chunk = max(SCRATCH_BYTES // (4 * topk) // group * group, group)
     for begin in range(0, s_q, chunk):
         tokens = slice(begin, begin + chunk)
-        chosen, lengths = indices[tokens], None if topk_length is None else topk_length[tokens]
+        chunk_indices, lengths = indices[tokens], None if topk_length is None else topk_length[tokens]
         results = (out[tokens], max_logits[tokens], lse[tokens])
-        union = unite(chosen, lengths, kv.shape[0], group)
+        union = build_unions(chunk_indices, lengths, kv.shape[0], group)
         _launch(q[tokens], kv, union.entries, union.counts, *numbers, *results, damaged=union.damaged, group=group)
-        by_token.sparse_prefill(q[tokens], kv, chosen, lengths, *numbers, *results, damaged=union.damaged, group=group)
+        by_token.sparse_prefill(
+            q[tokens], kv, chunk_indices, lengths, *numbers, *results, damaged=union.damaged, group=group
+        )
 
 
 def queries_per_tile(s_q: int, heads: int, topk: int, s_kv: int, num_sms: int) -> int:
-    """How many neighbouring query tokens share a tile: those whose heads fill it, where that costs nothing even if they
-    select different tokens.
+    """The number of adjacent query tokens that share a tile: as many as fill it, if that is not slower even for
+    different selections.
 
-    A group may take as long as its tokens one after the other, and groups must fill the SMs as well as tokens do.
+    In the worst case a group takes as long as its tokens one after the other, and groups must fill the SMs as well as
+    single tokens do.
     """
     group = 1 if heads > ROWS_PER_TILE // 2 else 2 if heads > ROWS_PER_TILE // 4 else 4
     rounds = -(-s_q // num_sms)
     rounds_of_groups = -(-s_q // (group * num_sms))
-    fills = group * rounds_of_groups <= MORE_ROUNDS * rounds
-    short_to_list = topk >= LEAST_TOPK and s_kv <= min(POSITIONS_PER_INDEX[group] * topk, MAX_POSITIONS)
-    return group if fills and short_to_list else 1
+    fills_sms = group * rounds_of_groups <= MAX_ROUNDS_RATIO * rounds
+    union_is_fast = topk >= MIN_TOPK and s_kv <= min(POSITIONS_PER_INDEX[group] * topk, MAX_POSITIONS)
+    return group if fills_sms and union_is_fast else 1
 
 
 def _launch(
@@ -83,7 +86,7 @@ def _launch(
     damaged: torch.Tensor | None = None,
     group: int = 1,
 ) -> None:
-    """``lists``: the indices [s_q, 1, topk], or with a group above 1 the entries of each group's union."""
+    """``lists``: the indices [s_q, 1, topk], or with group > 1 the entries of each group's union."""
     s_q, heads, head_dim = q.shape
     heads_per_tile = ROWS_PER_TILE // group
     head_blocks = -(-heads // heads_per_tile)

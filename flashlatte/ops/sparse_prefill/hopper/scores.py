@@ -1,4 +1,4 @@
-"""Scores of a block of selected tokens, which follow the block's arrival a quarter at a time."""
+"""Scores of a block of selected tokens, computed as the quarters of the block arrive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from flashlatte.kernels.hopper.mla_tiles import Q_OPERAND, SCORE_COLS, SCORE_ROW
 class HeldQueries(NamedTuple):
     """The columns of q that a consumer keeps in registers.
 
-    A product of 64 x 64 with both operands in shared memory takes the tensor cores half as long again as with one.
+    A 64 x 64 product with both operands in shared memory takes 1.5 times as long on the tensor cores as with one
+    operand in registers.
     """
 
     last: Any  # [64, 64], columns 448 to 511
@@ -33,9 +34,9 @@ def hold_queries(q, zero, HEAD_DIM: gl.constexpr):
 
 @gluon.jit
 def start_scores(q, q_held, k, full, phase, zero, unused, HEAD_DIM: gl.constexpr):
-    """Start q · k, following the arrival of k, for ``finish_scores``.
+    """Start q · k as k arrives; ``finish_scores`` completes it.
 
-    ``unused`` is a [64, 64] tensor whose registers the scores may take.
+    ``unused``: a tensor [64, 64] whose registers the scores may reuse.
     """
     pending = start_left_scores(q, k, full, phase, zero, unused)
     return add_right_scores(pending, q, q_held, k, full, phase, zero, HEAD_DIM)
@@ -43,7 +44,7 @@ def start_scores(q, q_held, k, full, phase, zero, unused, HEAD_DIM: gl.constexpr
 
 @gluon.jit
 def start_left_scores(q, k, full, phase, zero, unused):
-    """The share of columns 0 to 255 of ``start_scores``."""
+    """The part of ``start_scores`` for columns 0 to 255."""
     q_left = q.left.index(zero)
     k_left = k.left.index(zero)
     mbarrier.wait(full.quarter0, phase)
@@ -58,7 +59,7 @@ def start_left_scores(q, k, full, phase, zero, unused):
 
 @gluon.jit
 def add_right_scores(scores, q, q_held, k, full, phase, zero, HEAD_DIM: gl.constexpr):
-    """The share of the other columns of ``start_scores``."""
+    """The part of ``start_scores`` for the other columns."""
     q_right = q.right.index(zero)
     k_right = k.right.index(zero)
     mbarrier.wait(full.quarter2, phase)
@@ -78,7 +79,7 @@ def add_right_scores(scores, q, q_held, k, full, phase, zero, HEAD_DIM: gl.const
 
 @gluon.jit
 def finish_scores(pending, mask, full, phase, GROUP: gl.constexpr):
-    """The scores of the tokens that are selected, -inf for the others."""
+    """Wait for the scores; -inf for unselected tokens."""
     mbarrier.wait(full.mask, phase)
     if GROUP == 1:
         selected = (mask.load(SCORE_COLS) != 0)[None, :]

@@ -1,4 +1,4 @@
-"""What the three warpgroups share: tiles in shared memory, their barriers, and the problem."""
+"""State shared by the three partitions: tiles in shared memory, barriers, and the selection."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from flashlatte.kernels.hopper.mla_tiles import (
 )
 from flashlatte.kernels.hopper.shared_memory import find_tiles, offset_of
 
-# The named barrier of the queries, which may be replaced: both consumers to the producer.
+# Named barrier: the queries are empty, both consumers to the producer.
 Q_EMPTY = gl.constexpr(OWN_BARRIERS)
 
 
-class BlockFull(NamedTuple):
-    """mbarriers that tell a consumer how much of a block has arrived, a quarter of the latent at a time.
+class BlockFullBarriers(NamedTuple):
+    """mbarriers for the arrival of a block, one per quarter of the latent.
 
-    RoPE columns are copied before the third quarter and arrive with it.
+    RoPE columns are copied before the third quarter and complete on its mbarrier.
     """
 
     quarter0: Any
@@ -35,23 +35,23 @@ class BlockFull(NamedTuple):
     mask: Any
 
 
-class Shared(NamedTuple):
-    """What is in shared memory beside ``mla_tiles.Tiles``."""
+class SparsePrefillShared(NamedTuple):
+    """Shared memory in addition to ``mla_tiles.MlaTiles``."""
 
     mask0: Any  # int32 [64], 0 where an index selects nothing
     mask1: Any
-    score_max0: Any  # float32 [64], the even consumer's maximum of raw scores
+    score_max0: Any  # float32 [64], the even consumer's maximum of unscaled scores
     q_full: Any
-    full0: BlockFull
-    full1: BlockFull
+    full0: BlockFullBarriers
+    full1: BlockFullBarriers
     q_offsets: LatentTile
     k1_offsets: LatentTile
 
 
-class Problem(NamedTuple):
-    """The selection and its extents. A tile is 64 heads of one query token, or 64 / GROUP heads of each of GROUP.
+class SparsePrefillWork(NamedTuple):
+    """The selection and its sizes. A tile is 64 heads of one query token, or 64 / GROUP heads of each of GROUP tokens.
 
-    A tile of several tokens has a list of entries (``unions.kernel``) instead of one of indices.
+    A tile of several tokens has a list of entries (``unions``) instead of indices.
     """
 
     indices: Any
@@ -66,14 +66,14 @@ class Problem(NamedTuple):
 
 
 @gluon.jit
-def list_of(problem, tile):
-    """Which list of indices a tile follows: its token's or its group's. For tiles beyond the last, the last."""
-    return gl.minimum(tile, problem.tiles - 1) // problem.head_blocks
+def list_of(work, tile):
+    """Index of the list of a tile: its token or group. Tiles after the last one use the last list."""
+    return gl.minimum(tile, work.tiles - 1) // work.head_blocks
 
 
 @gluon.jit
 def rows_of(group, head_block, row, GROUP: gl.constexpr):
-    """The query token and the head of rows of a tile."""
+    """Query tokens and heads of the rows of a tile."""
     HEADS: gl.constexpr = 64 // GROUP
     if GROUP == 1:
         return group, head_block * HEADS + row
@@ -82,33 +82,33 @@ def rows_of(group, head_block, row, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def is_row(problem, token, head, heads, GROUP: gl.constexpr):
-    """Whether there is such a row."""
+def row_exists(work, token, head, heads, GROUP: gl.constexpr):
+    """Whether a row exists."""
     if GROUP == 1:
         return head < heads
     else:
-        return (head < heads) & (token < problem.tokens)
+        return (head < heads) & (token < work.tokens)
 
 
 @gluon.jit
-def num_selected(problem, tile):
-    """How many indices of the tile's list count."""
-    count = problem.topk
-    if problem.lengths is not None:
-        length = gl.load(problem.lengths + list_of(problem, tile).to(gl.int64) * problem.length_stride)
+def num_selected(work, tile):
+    """The number of indices in the tile's list."""
+    count = work.topk
+    if work.lengths is not None:
+        length = gl.load(work.lengths + list_of(work, tile).to(gl.int64) * work.length_stride)
         count = gl.minimum(gl.maximum(length, 0), count).to(gl.int32)
     return count
 
 
 @gluon.jit
-def indices_of(problem, tile):
+def indices_of(work, tile):
     """Pointer to the first index of the tile's list."""
-    return problem.indices + list_of(problem, tile).to(gl.int64) * problem.index_stride
+    return work.indices + list_of(work, tile).to(gl.int64) * work.index_stride
 
 
 @gluon.jit
 def num_steps(count):
-    """Steps of two blocks that cover so many indices; a token that selects nothing still runs one, all masked."""
+    """Steps of two blocks for ``count`` indices: at least one, which is fully masked without indices."""
     return gl.maximum((count + 127) // 128, 1)
 
 
@@ -122,7 +122,7 @@ def _allocate_rows(DTYPE: gl.constexpr, HEAD_DIM: gl.constexpr):
 
 @gluon.jit
 def _allocate_block_full():
-    return BlockFull(
+    return BlockFullBarriers(
         allocate_mbarrier(128),
         allocate_mbarrier(128),
         allocate_mbarrier(128),
@@ -133,7 +133,7 @@ def _allocate_block_full():
 
 @gluon.jit
 def _find_offsets(q, k1, HEAD_DIM: gl.constexpr):
-    # Inline PTX fills q's tile, and stores a finished tile of out from block 1's.
+    # Inline PTX fills the tile of q, and stores output from the tiles of block 1.
     if HEAD_DIM == 576:
         found = find_tiles(
             (q.left.index(0), q.right.index(0), k1.left.index(0), k1.right.index(0), q.rope.index(0), k1.rope.index(0))
@@ -149,7 +149,7 @@ def allocate(DTYPE: gl.constexpr, HEAD_DIM: gl.constexpr):
     q = _allocate_rows(DTYPE, HEAD_DIM)
     k0 = _allocate_rows(DTYPE, HEAD_DIM)
     k1 = _allocate_rows(DTYPE, HEAD_DIM)
-    # P of block 0 exists only between the last read of its RoPE columns and their refill.
+    # P of block 0 is live only between the last read of the block's RoPE columns and their refill.
     p0 = k0.rope if HEAD_DIM == 576 else allocate_square(DTYPE)
     p1 = allocate_square(DTYPE)
     mask0 = allocate_vector(gl.int32)
@@ -159,4 +159,6 @@ def allocate(DTYPE: gl.constexpr, HEAD_DIM: gl.constexpr):
     full0 = _allocate_block_full()
     full1 = _allocate_block_full()
     tiles = allocate_tiles(q, k0, k1, p0, p1)
-    return tiles, Shared(mask0, mask1, allocate_vector(gl.float32), q_full, full0, full1, q_offsets, k1_offsets)
+    return tiles, SparsePrefillShared(
+        mask0, mask1, allocate_vector(gl.float32), q_full, full0, full1, q_offsets, k1_offsets
+    )

@@ -1,9 +1,9 @@
-"""What a group of neighbouring query tokens selects: one list of tokens, each with the members that selected it.
+"""The union of the selections of a group of adjacent query tokens: one list of tokens, each with the set of members
+that selected it.
 
-A bitmap in shared memory, of a window of the latent's positions at a time, has four bits for each position: which
-members of the group selected it. The list has the positions in ascending order, whatever the order of the selections.
-A bitmap would lose one where a member selects a position twice: the list of such a group has all selections, one after
-the other.
+A bitmap in shared memory, for a window of positions of kv at a time, has four bits per position, one for each member of
+the group. The list has the positions in ascending order. A bitmap cannot represent a member that selects a position
+twice: for such a group, the list is the concatenation of the selections.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -27,17 +27,17 @@ MEMBERS = tl.constexpr(15)
 MAX_POSITIONS = 2**27
 # Positions in a word of the bitmap.
 PER_WORD = tl.constexpr(8)
-# Words of the bitmap; and how many of them, or of selections, a program takes at a time, no fewer than its threads.
+# Words of the bitmap; and words or indices that a program processes at a time, at least one per thread.
 WORDS = 4096
 BLOCK = 1024
 
 
 class Union(NamedTuple):
-    """What groups of query tokens select, all int32.
+    """The unions of groups of query tokens, all int32.
 
     Attributes:
-        entries: [groups, group · topk], of which ``counts`` [groups] are filled.
-        damaged: [groups], zeros: for the kernel that attends.
+        entries: [groups, group · topk]; the first ``counts`` [groups] entries are valid.
+        damaged: [groups], zeros; written by the attention kernel.
     """
 
     entries: torch.Tensor
@@ -45,14 +45,15 @@ class Union(NamedTuple):
     damaged: torch.Tensor
 
 
-def unite(indices: torch.Tensor, topk_length: torch.Tensor | None, s_kv: int, group: int) -> Union:
-    """Of ``group`` neighbours each; ``indices`` [s_q, 1, topk], ``topk_length`` [s_q] or None."""
+def build_unions(indices: torch.Tensor, topk_length: torch.Tensor | None, s_kv: int, group: int) -> Union:
+    """Unions of groups of ``group`` adjacent tokens, given ``indices`` [s_q, 1, topk] and ``topk_length`` [s_q] or
+    None."""
     s_q, _, topk = indices.shape
     groups = -(-s_q // group)
     interpreting = machine.interpreting()
-    made = {"dtype": torch.int32, "device": indices.device}
-    entries = torch.empty(groups, group * topk, **made)
-    counts, damaged = torch.empty(groups, **made), torch.empty(groups, **made)
+    int32_options = {"dtype": torch.int32, "device": indices.device}
+    entries = torch.empty(groups, group * topk, **int32_options)
+    counts, damaged = torch.empty(groups, **int32_options), torch.empty(groups, **int32_options)
     union_kernel[(groups,)](
         indices=indices,
         indices_stride=indices.stride(0),
@@ -92,28 +93,30 @@ def union_kernel(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """A group by each program: its entries [GROUP · topk], how many they are, and 0 in ``damaged``.
+    """Each program writes the entries [GROUP · topk] of one group, their count, and 0 to ``damaged``.
 
-    ``interpreted_memory``: int32 [groups, WORDS] that stand for shared memory in Triton's interpreter, else None.
+    ``interpreted_memory``: int32 [groups, WORDS] in place of shared memory in Triton's interpreter, else None.
     """
     group = tl.program_id(0)
     first = group * GROUP
     entries += group.to(tl.int64) * GROUP * topk
     memory = interpreted_memory + group * WORDS if INTERPRETED else shared_words.allocate(WORDS)
-    place = tl.arange(0, BLOCK)
-    selected = tl.zeros_like(place)
-    listed = tl.zeros_like(place)
+    lane_offset = tl.arange(0, BLOCK)
+    selected = tl.zeros_like(lane_offset)
+    listed = tl.zeros_like(lane_offset)
     count = tl.zeros([], tl.int32)
     for window in range(0, s_kv, WORDS * PER_WORD):
         positions = tl.minimum(s_kv - window, WORDS * PER_WORD)
         words = tl.cdiv(positions, PER_WORD)
         for begin in range(0, words, BLOCK):
-            shared_words.store(memory, begin + place, tl.zeros_like(place), begin + place < words, INTERPRETED)
+            shared_words.store(
+                memory, begin + lane_offset, tl.zeros_like(lane_offset), begin + lane_offset < words, INTERPRETED
+            )
         tl.debug_barrier()
         for member in tl.static_range(GROUP):
             row, length = selection(indices, indices_stride, lengths, length_stride, first + member, tokens, topk)
             for begin in range(0, length, BLOCK):
-                index = tl.load(row + begin + place, mask=begin + place < length, other=-1)
+                index = tl.load(row + begin + lane_offset, mask=begin + lane_offset < length, other=-1)
                 inside = (index >= window) & (index < window + positions)
                 position = tl.where(inside, index, window).to(tl.int32) - window
                 bit = (tl.zeros_like(position) + (1 << member)) << ((position % PER_WORD) * MEMBER_BITS)
@@ -121,14 +124,14 @@ def union_kernel(
                 selected += inside.to(tl.int32)
         tl.debug_barrier()
         for begin in range(0, words, BLOCK):
-            word = shared_words.load(memory, begin + place, begin + place < words, INTERPRETED)
-            listed += shared_words.ones_in(word, INTERPRETED)
+            word = shared_words.load(memory, begin + lane_offset, begin + lane_offset < words, INTERPRETED)
+            listed += shared_words.popcount(word, INTERPRETED)
             present = (word | (word >> 1) | (word >> 2) | (word >> 3)) & 0x11111111
-            ones = shared_words.ones_in(present, INTERPRETED)
+            ones = shared_words.popcount(present, INTERPRETED)
             entry = count + tl.cumsum(ones, axis=0) - ones
             for eighth in tl.static_range(PER_WORD):
                 members = (word >> (eighth * MEMBER_BITS)) & MEMBERS
-                position = window + (begin + place) * PER_WORD + eighth
+                position = window + (begin + lane_offset) * PER_WORD + eighth
                 tl.store(entries + entry, (position << MEMBER_BITS) | members, mask=members != 0)
                 entry += (members != 0).to(tl.int32)
             count += tl.sum(ones, axis=0)
@@ -139,10 +142,10 @@ def union_kernel(
         for member in tl.static_range(GROUP):
             row, length = selection(indices, indices_stride, lengths, length_stride, first + member, tokens, topk)
             for begin in range(0, length, BLOCK):
-                index = tl.load(row + begin + place, mask=begin + place < length, other=-1)
+                index = tl.load(row + begin + lane_offset, mask=begin + lane_offset < length, other=-1)
                 inside = (index >= 0) & (index < s_kv)
                 entry = tl.where(inside, (index.to(tl.int32) << MEMBER_BITS) | (1 << member), -1)
-                tl.store(entries + count + begin + place, entry, mask=begin + place < length)
+                tl.store(entries + count + begin + lane_offset, entry, mask=begin + lane_offset < length)
             count += length
     tl.store(counts + group, count)
     tl.store(damaged + group, 0)
@@ -150,9 +153,9 @@ def union_kernel(
 
 @triton.jit
 def selection(indices, indices_stride, lengths, length_stride, token, tokens, topk):
-    """Pointer to a token's first index, and how many count; none of a token beyond the last."""
-    at = tl.minimum(token, tokens - 1).to(tl.int64)
+    """Pointer to a token's first index, and the number of its indices; 0 after the last token."""
+    token_row = tl.minimum(token, tokens - 1).to(tl.int64)
     length = topk
     if lengths is not None:
-        length = tl.minimum(tl.maximum(tl.load(lengths + at * length_stride), 0), topk).to(tl.int32)
-    return indices + at * indices_stride, tl.where(token < tokens, length, 0)
+        length = tl.minimum(tl.maximum(tl.load(lengths + token_row * length_stride), 0), topk).to(tl.int32)
+    return indices + token_row * indices_stride, tl.where(token < tokens, length, 0)

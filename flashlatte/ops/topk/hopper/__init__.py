@@ -1,8 +1,9 @@
-"""Top-k on Hopper: one launch, a CTA or a cluster of them for a row.
+"""Top-k on Hopper in one launch, with one CTA or cluster per row.
 
-A sample of the row gives a threshold that some more than k entries should pass. The row is read once, and those that
-pass are listed in shared memory, in any order (``candidates``). The k-th largest of them is found ten bits at a time,
-by counting digits (``digits``). Which entries come before an entry is read from a bitmap of the row, so that results
-are in ascending order and ties go to the lowest index. Where the list does not hold at least k entries, or cannot hold
-all that pass, the row itself is counted (``rows``). Sampling decides how fast a row is, never its result.
+A sample of the row gives a threshold that slightly more than k entries should reach. The kernel reads the row once and
+appends the entries that reach it to a list in shared memory, in any order (``candidates``). A radix select with digits
+of ten bits finds the k-th largest candidate (``digits``). A bitmap of the row gives the output position of each
+selected entry, so that results are in ascending order of index and ties go to the lowest index (``store_largest``). If
+the list has fewer than k entries, or more than fit, the radix select runs on the row in global memory
+(``radix_select``). Sampling affects the time only, never the result.
 """

@@ -1,6 +1,6 @@
-"""A key's rank among many, found a digit at a time: how many keys have each digit is counted in shared memory.
+"""One pass of a radix select: a histogram of a digit of the keys in shared memory, and the digit of the wanted key.
 
-What is still to be found is the ``wanted``-th largest of the keys from ``low`` to ``low + 2^bits - 1``.
+The state of the search: the result is the ``wanted``-th largest of the keys from ``low`` to ``low + 2^bits - 1``.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -11,36 +11,37 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.hopper.ptx import shared_ranks, shared_words
-from flashlatte.ops.topk.hopper.memory import BINS, SCRATCH
+from flashlatte.kernels.hopper.ptx import shared_scan, shared_words
+from flashlatte.ops.topk.hopper.shared_layout import BINS, SCRATCH
 
 
 @triton.jit
 def clear_bins(memory, DIGIT: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Before the keys of a digit of DIGIT bits are counted."""
-    place = tl.arange(0, 1 << DIGIT)
-    shared_words.store(memory, BINS + place, tl.zeros_like(place), place >= 0, INTERPRETED)
+    """Clear the histogram of a digit of DIGIT bits."""
+    bin = tl.arange(0, 1 << DIGIT)
+    shared_words.store(memory, BINS + bin, tl.zeros_like(bin), bin >= 0, INTERPRETED)
     tl.debug_barrier()
 
 
 @triton.jit
-def count_digits(keys, there, low, bits, memory, DIGIT: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Count the highest digit of those keys that are less than 2^bits above ``low``; the bins descend."""
+def count_digits(keys, valid, low, bits, memory, DIGIT: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Add the highest digits of the keys in ``low`` to ``low + 2^bits - 1`` to the histogram; bins are in descending
+    order."""
     shift = tl.maximum(bits - DIGIT, 0)
     distance = (keys - low.to(tl.int32)).to(tl.uint32, bitcast=True)
     digit = distance >> shift.to(tl.uint32)
     last = (1 << (bits - shift)) - 1
-    undecided = there & (digit <= last.to(tl.uint32))
+    undecided = valid & (digit <= last.to(tl.uint32))
     shared_words.count(memory, BINS + last - digit.to(tl.int32), undecided, INTERPRETED)
 
 
 @triton.jit
-def settle_digit(low, bits, wanted, memory, DIGIT: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The digit of the wanted-th largest of the keys that were counted.
+def resolve_digit(low, bits, wanted, memory, DIGIT: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Find the digit of the wanted-th largest of the counted keys.
 
-    Returns ``low``, ``bits`` and ``wanted`` among the keys with that digit, and how many those are.
+    Returns the new ``low``, ``bits`` and ``wanted`` for the keys with that digit, and their number.
     """
-    position, above, inside = shared_ranks.bin_of_rank(memory, BINS, SCRATCH, wanted, 1 << DIGIT, INTERPRETED)
+    position, above, inside = shared_scan.find_bin_of_rank(memory, BINS, SCRATCH, wanted, 1 << DIGIT, INTERPRETED)
     shift = tl.maximum(bits - DIGIT, 0)
     digit = (1 << (bits - shift)) - 1 - position
     return low + (digit.to(tl.int64) << shift), shift, wanted - above, inside

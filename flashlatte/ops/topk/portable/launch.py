@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashlatte.kernels.triton.cache_layout import blocks
+from flashlatte.kernels.triton.cache_layout import cdiv
 from flashlatte.ops.topk.portable.filter import filter_kernel
 from flashlatte.ops.topk.portable.finish import finish_kernel
 from flashlatte.runtime import machine
@@ -70,7 +70,7 @@ def topk(
     if width <= places:
         _finish(logits, start, end, next_n, None, None, None, indices, values, 0, rows, 1, places, warps)
         return
-    chunks = 1 if regime is MANY_ROWS else max(1, min(blocks(programs, rows), MAX_CHUNKS, width // SMALLEST_CHUNK))
+    chunks = 1 if regime is MANY_ROWS else max(1, min(cdiv(programs, rows), MAX_CHUNKS, width // SMALLEST_CHUNK))
     at_a_time = max(1, min(rows, SCRATCH_BYTES // (8 * places * chunks)))
     candidate_keys, candidate_columns = (
         torch.empty(at_a_time * chunks, places, dtype=torch.int32, device=logits.device) for _ in range(2)

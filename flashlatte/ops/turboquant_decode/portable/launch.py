@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes
+from flashlatte.kernels.triton.cache_layout import alignment_bytes, cdiv
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kv_cache.lloyd_max import lloyd_max
@@ -21,7 +21,7 @@ from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align, stride_in_use, strides_in_use
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.outputs import outputs_of
-from flashlatte.split_kv.plan import Partial, SplitPlan
+from flashlatte.split_kv.plan import PartialShape, SplitPlan
 
 _LOG2_E = 1.4426950408889634
 # Starting on a request costs a CTA about as much as so many keys.
@@ -61,7 +61,7 @@ def turboquant_decode(
     launch_plan = make_plan(gpu, machine.num_sms(device), batch, s_q * heads, h_kv, head_dim, page_size, max_pages)
     config, split = launch_plan.config, launch_plan.split
     strides = [stride_in_use(cache, axis) for axis in range(3)]
-    align = min(unit_bytes(cache, *strides), 8)
+    align = min(alignment_bytes(cache, *strides), 8)
     codebook = lloyd_max(layout.key_bits) if layout.rotates else ()
     packed, native = gpu in NVIDIA and head_dim >= _SMALLEST_PACKED, converts_e4m3(device)
     form = Form(
@@ -94,7 +94,7 @@ def turboquant_decode(
     rotated = torch.empty(batch, s_q, h_q, head_dim, dtype=torch.float16, device=device)
     row_scale = torch.empty(batch, s_q, h_q, dtype=torch.float32, device=device)
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
-    rotate_queries_kernel[(blocks(batch * s_q * h_q, _ROTATED_ROWS),)](
+    rotate_queries_kernel[(cdiv(batch * s_q * h_q, _ROTATED_ROWS),)](
         q=q,
         q_stride_request=q_request,
         q_stride_token=q_token,
@@ -165,7 +165,7 @@ def make_plan(
     groups_per_head = -(-rows // config.block_m)
     groups = h_kv * groups_per_head
     most_blocks = -(-max_pages * page_size // config.block_n)
-    partial = Partial(config.block_m, head_dim)
+    partial = PartialShape(config.block_m, head_dim)
     ranges = plan.num_ranges(batch, groups, num_sms * config.programs, most_blocks, partial)
     if ranges is None:
         split = plan.whole(partial, batch, groups, groups_per_head)

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from flashlatte.kernels.triton.cache_layout import blocks, unit_bytes, unit_elements
+from flashlatte.kernels.triton.cache_layout import alignment_bytes, alignment_elements, cdiv
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kv_cache.lloyd_max import midpoints
@@ -32,12 +32,12 @@ def turboquant_store(
     block = BLOCK_R if not machine.interpreting() else 16
     # A tile has the same heads of some tokens: the largest power of two that divides their number.
     tile_heads = min(heads & -heads, block)
-    tiles = blocks(num_tokens, block // tile_heads) * (heads // tile_heads)
+    tiles = cdiv(num_tokens, block // tile_heads) * (heads // tile_heads)
     k_strides, v_strides = ([stride_in_use(rows, axis) for axis in (0, 1)] for rows in (key, value))
     cache_strides = [stride_in_use(cache, axis) for axis in range(3)]
-    align = min(unit_elements(rows, *strides) for rows, strides in ((key, k_strides), (value, v_strides)))
+    align = min(alignment_elements(rows, *strides) for rows, strides in ((key, k_strides), (value, v_strides)))
     # Records are of an even number of bytes: whole halves lie at even addresses, if heads begin at such.
-    cache_align = min(unit_bytes(cache, *cache_strides), 8)
+    cache_align = min(alignment_bytes(cache, *cache_strides), 8)
     is_nvidia = gpu_class(key.device) in NVIDIA
     in_order = key.element_size() == 4
     entry = 2.0 ** -math.ceil(math.log2(head_dim) / 2)

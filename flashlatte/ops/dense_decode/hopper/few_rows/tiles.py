@@ -1,7 +1,8 @@
-"""Shared memory of ``few_rows``, and how its three partitions pass it on.
+"""Shared memory and barriers of ``few_rows``.
 
-A block of 64 keys is two *halves*: columns 0 to 255, and 256 to 511 with the rope. A step takes two blocks, whose four
-halves have a tile each as float16. As bytes, half h of all that the CTA takes lies in slot h % 3 of the ring.
+A block of 64 keys consists of two *halves*: columns 0 to 255, and 256 to 511 with the rope. A step processes two
+blocks, whose four halves have a float16 tile each. The bytes of half h, counted over all work of the CTA, are loaded
+into slot h % 3 of the ring.
 """
 
 from __future__ import annotations
@@ -15,36 +16,36 @@ from flashlatte.kernels.hopper.barriers import FIRST_FREE
 from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, ROPE, SWIZZLED, LatentTile
 from flashlatte.kernels.hopper.two_consumers import mbarriers
 
-# Query rows, and halves that the ring has room for: what fits.
+# Query rows, and slots of the ring: as many as fit in shared memory.
 ROWS = gl.constexpr(16)
 SLOTS = gl.constexpr(3)
 
-# Named barriers, the first of each. The tile of a half may be filled (attender to caster), and is filled (caster to
-# attender); a slot of the ring may be filled (caster to loader). 11 in all, which is what there are.
+# First named barriers of each kind: the tile of a half is empty (consumer to caster) or full (caster to consumer); a
+# slot of the ring is empty (caster to loader). 11 in total, which is all that are available.
 TILE_EMPTY = gl.constexpr(FIRST_FREE)
 TILE_FULL = gl.constexpr(FIRST_FREE + 4)
 SLOT_EMPTY = gl.constexpr(FIRST_FREE + 8)
-# Threads that meet there: caster and attender, or caster and loader.
-TILE_MEETING = gl.constexpr(256)
-SLOT_MEETING = gl.constexpr(160)
+# Threads of these barriers: caster and consumer, or caster and loader.
+TILE_BARRIER_THREADS = gl.constexpr(256)
+SLOT_BARRIER_THREADS = gl.constexpr(160)
 
-# Of scores [64, 16], and of halves of an output [256, 16].
+# Layout of scores [64, 16] and of halves of the output [256, 16].
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 
-# Lines of 64 bytes: eight threads of the caster load two of them together.
+# 64-byte swizzle: eight threads of the caster load two rows of 64 bytes together.
 _RING = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))
 _P = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))
 
 
-class Tiles(NamedTuple):
-    """Tiles in shared memory: of float16 with an axis of 1 before theirs (``mla_tiles.Tiles``), and the ring."""
+class FewRowsTiles(NamedTuple):
+    """Tiles in shared memory: float16 tiles with a leading axis of 1 (``mla_tiles.MlaTiles``), and the ring."""
 
     q: LatentTile  # of 16 rows
     k0: LatentTile
     k1: LatentTile
     p: Any  # [1, 64, 16]
     ring: Any  # pairs of bytes [3, 64, 128]
-    ring_ropes: Any  # [2, 64, 32], of blocks in turn
+    ring_ropes: Any  # [2, 64, 32], of alternate blocks
     ring_full: Any  # mbarriers of the slots
 
 
@@ -59,7 +60,7 @@ def _allocate(TILE_ROWS: gl.constexpr):
 
 @gluon.jit
 def allocate():
-    return Tiles(
+    return FewRowsTiles(
         _allocate(ROWS),
         _allocate(KEYS),
         _allocate(KEYS),

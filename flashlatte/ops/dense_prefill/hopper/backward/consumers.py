@@ -1,8 +1,8 @@
-"""The two consumer warpgroups: each owns 64 keys, the gradients of which stay in its registers.
+"""The two consumer warpgroups: each holds the gradients of 64 keys in registers.
 
-Everything is computed transposed, keys in rows: P and dS then are what the multiplications into dV and dK take from
-registers, and only dQ, which sums over the keys of both, needs dS in shared memory. Of dQ a consumer computes half the
-columns, and leaves them in shared memory for the producer.
+Everything is computed transposed, with keys as rows: then P and dS are register operands of the products for dV and dK,
+and only dQ, which sums over the keys of both consumers, needs dS in shared memory. Each consumer computes half of the
+columns of dQ and writes them to shared memory for the producer.
 """
 
 from triton.experimental import gluon
@@ -46,7 +46,7 @@ def _scores(k, q_main, q_rope, zero, unused, HAS_ROPE: gl.constexpr):
 
 @gluon.jit
 def _next_scores(shared, own, step, steps, unused, HAS_ROPE: gl.constexpr):
-    """Those of the next step; after the last, of whatever lies there."""
+    """Start the scores of the next step; after the last step, of arbitrary data."""
     step += 1
     stage = step % STAGES
     if step < steps:
@@ -56,7 +56,7 @@ def _next_scores(shared, own, step, steps, unused, HAS_ROPE: gl.constexpr):
 
 @gluon.jit
 def _start_dp(k, dout, delta, zero):
-    """dP - delta: what is subtracted is where the accumulator begins, which takes no registers of its own."""
+    """dP - delta: the accumulator starts at -delta, which needs no extra registers."""
     negative = gl.zeros([OWN_KEYS, QUERIES], gl.float32, SCORE_LAYOUT) - delta.load(SCORE_COLUMN)[None, :]
     return warpgroup_mma(k.v.index(zero), dout.permute((1, 0)), negative, is_async=True)
 
@@ -94,7 +94,8 @@ def _consume(scale_log2, block, group, shared, own, OWN: gl.constexpr, HAS_ROPE:
     pending = _scores(own, shared.q_main.index(0), shared.q_rope.index(0), 0, unused, HAS_ROPE)
     scores = warpgroup_mma_wait(0, deps=[pending])
     for step in range(steps):
-        # A zero that the compiler cannot see through: it would hoist more wgmma descriptors than there are registers.
+        # A zero that is opaque to the compiler, which would otherwise hoist more WGMMA descriptors than fit in
+        # registers.
         zero = step >> 30
         stage = step % STAGES
         q_main = shared.q_main.index(stage)
@@ -110,7 +111,7 @@ def _consume(scale_log2, block, group, shared, own, OWN: gl.constexpr, HAS_ROPE:
         p = gl.exp2(exponent)
         p_rounded = p.to(q_main.dtype)
         if HAS_ROPE:
-            # The compiler would load ahead, past this point, what would only wait in registers.
+            # Prevents the compiler from moving loads before this point, which would occupy registers.
             warp_sync()
             mbarrier.wait(shared.dout_full, step & 1)
             dp = _start_dp(own, dout, shared.delta.index(stage), zero)
@@ -118,7 +119,7 @@ def _consume(scale_log2, block, group, shared, own, OWN: gl.constexpr, HAS_ROPE:
         if HAS_ROPE:
             dp, dv = warpgroup_mma_wait(0, deps=[dp, dv_pending])
             if step + 1 < steps:
-                barriers.arrive_at(state.DOUT_EMPTY, barriers.ALL)
+                barriers.arrive_at(state.DOUT_EMPTY, barriers.ALL_THREADS)
             ds = product_here(p_rounded, dp)
         else:
             dp = warpgroup_mma_wait(1, deps=[dp])
@@ -129,7 +130,7 @@ def _consume(scale_log2, block, group, shared, own, OWN: gl.constexpr, HAS_ROPE:
         dk_main = warpgroup_mma(gl.convert_layout(ds, operand(128)), q_main, dk_main, is_async=True)
         if HAS_ROPE:
             dk_rope = warpgroup_mma(gl.convert_layout(ds, operand(64)), q_rope, dk_rope, is_async=True)
-        barriers.wait(state.DS_FULL, barriers.PAIR)
+        barriers.wait(state.DS_FULL, barriers.PAIR_THREADS)
 
         ds0 = keys0.ds.index(parity)
         ds1 = keys1.ds.index(parity)
@@ -152,14 +153,14 @@ def _consume(scale_log2, block, group, shared, own, OWN: gl.constexpr, HAS_ROPE:
         else:
             dk_main, dv = warpgroup_mma_wait(2, deps=[dk_main, dv_pending])
             if step + 1 < steps:
-                barriers.arrive_at(state.DOUT_EMPTY, barriers.ALL)
+                barriers.arrive_at(state.DOUT_EMPTY, barriers.ALL_THREADS)
         if step + STAGES < steps:
-            barriers.arrive_at(state.STAGE_EMPTY + stage, barriers.ALL)
+            barriers.arrive_at(state.STAGE_EMPTY + stage, barriers.ALL_THREADS)
         rows = block.queries - query
         if HAS_ROPE:
             dq_main = warpgroup_mma_wait(2, deps=[dq_main])
             if step > 0:
-                barriers.wait_at(state.DQ_EMPTY, barriers.ALL)
+                barriers.wait_at(state.DQ_EMPTY, barriers.ALL_THREADS)
             stage_columns(own.dq_main.index(zero), dq_main, rows)
             pending = _next_scores(shared, own, step, steps, unused, HAS_ROPE)
             dq_rope = warpgroup_mma_wait(2, deps=[dq_rope])
@@ -168,16 +169,16 @@ def _consume(scale_log2, block, group, shared, own, OWN: gl.constexpr, HAS_ROPE:
             pending = _next_scores(shared, own, step, steps, unused, HAS_ROPE)
             dq_main = warpgroup_mma_wait(1, deps=[dq_main])
             if step > 0:
-                barriers.wait_at(state.DQ_EMPTY, barriers.ALL)
+                barriers.wait_at(state.DQ_EMPTY, barriers.ALL_THREADS)
             stage_columns(own.dq_main.index(zero), dq_main, rows)
         fence_async_shared()
-        barriers.arrive_at(state.DQ_FULL, barriers.ALL)
+        barriers.arrive_at(state.DQ_FULL, barriers.ALL_THREADS)
         scores = warpgroup_mma_wait(0, deps=[pending])
         query += QUERIES
         query = gl.where(query >= end, block.first_query, query)
 
-    # Both are done with the keys.
-    barriers.wait(state.DS_FULL, barriers.PAIR)
+    # Both consumers have finished reading the keys.
+    barriers.wait(state.DS_FULL, barriers.PAIR_THREADS)
     stage_gradient(own.main, dk_main * (scale_log2 * LN2))
     if HAS_ROPE:
         stage_gradient(own.rope, dk_rope * (scale_log2 * LN2))

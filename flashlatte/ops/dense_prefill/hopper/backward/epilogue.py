@@ -1,6 +1,6 @@
-"""The block's own gradients, dK and dV, on their way out: through shared memory, where K and V are of no more use.
+"""The epilogue: store dK and dV through the shared memory of K and V, which are no longer needed.
 
-They are stored when the warpgroups have joined, as what only this takes would cost the consumers registers.
+The stores run after the warpgroups have joined, because they would cost the consumers registers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ STORE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 class Gradient(NamedTuple):
-    """Where dK or dV goes. Strides are in units of ``align`` numbers: 8 where rows are aligned to 16 bytes, else 1."""
+    """dK or dV. Strides are in units of ``align`` elements: 8 if rows are aligned to 16 bytes, else 1."""
 
     base: Any
     token_stride: Any
@@ -27,13 +27,13 @@ class Gradient(NamedTuple):
 
 @gluon.jit
 def stage_gradient(tile, gradient):
-    """Put [64 keys, columns] where keys or values were."""
+    """Write [64 keys, columns] to the tile of the keys or values."""
     tile.index(0).store(gradient.to(tile.dtype))
 
 
 @gluon.jit
 def store_gradient(gradient, tile, block, kv_head, OWN: gl.constexpr, FIRST: gl.constexpr):
-    """Store a consumer's tile [64 keys, columns] at columns FIRST and on."""
+    """Store a consumer's tile [64 keys, columns] at columns from FIRST on."""
     COLUMNS: gl.constexpr = tile.shape[2]
     key = OWN * OWN_KEYS + gl.arange(0, OWN_KEYS, gl.SliceLayout(1, STORE))
     column = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, STORE))

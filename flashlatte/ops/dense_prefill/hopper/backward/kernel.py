@@ -1,4 +1,4 @@
-"""The kernel: shared memory, and the three warpgroups that run in it."""
+"""The kernel: allocate shared memory, and run the three warpgroups."""
 
 import functools
 
@@ -7,12 +7,12 @@ from triton.experimental.gluon import language as gl
 from flashlatte.ops.dense_prefill.hopper.backward.consumers import consume_first, consume_second
 from flashlatte.ops.dense_prefill.hopper.backward.dq import QueryGradient
 from flashlatte.ops.dense_prefill.hopper.backward.epilogue import Gradient, store_gradients
-from flashlatte.ops.dense_prefill.hopper.backward.producer import Rows, produce
+from flashlatte.ops.dense_prefill.hopper.backward.producer import TileSource, produce
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import block_of
 from flashlatte.ops.dense_prefill.hopper.backward.state import allocate
 from flashlatte.runtime.triton_kernel import gluon_kernel
 
-# Of 168 x 12 registers (32-bit, a thread and warp) the first consumer takes what these leave: 240.
+# Registers per thread. The first consumer gets the rest of 12 warps with 168 each: 240.
 _SECOND_REGISTERS = gl.constexpr(240)
 _PRODUCER_REGISTERS = gl.constexpr(24)
 
@@ -22,7 +22,7 @@ def backward_kernel(
     q_main,
     q_rope,
     q,
-    q_token_stride: gl.int64,  # strides of what is read in units of 16 bytes
+    q_token_stride: gl.int64,  # strides of inputs in units of 16 bytes
     q_head_stride: gl.int64,
     dout_desc,
     dout,
@@ -40,9 +40,9 @@ def backward_kernel(
     lse,  # float32 [heads, q_total]
     delta,
     dq_sums,  # descriptor of float32 [heads, q_total, d_qk]
-    dq_turns,
+    dq_semaphores,
     dk,
-    dk_token_stride: gl.int64,  # strides of what is written in units of DK_ALIGN or DV_ALIGN elements
+    dk_token_stride: gl.int64,  # strides of outputs in units of DK_ALIGN or DV_ALIGN elements
     dk_head_stride: gl.int64,
     dv,
     dv_token_stride: gl.int64,
@@ -54,7 +54,7 @@ def backward_kernel(
     requests: gl.int32,
     bisections: gl.int32,
     slots: gl.int32,
-    turns_per_head: gl.int32,
+    tiles_per_head: gl.int32,
     group: gl.int32,
     window_left: gl.int32,
     window_right: gl.int32,
@@ -65,16 +65,16 @@ def backward_kernel(
 ):
     kv_head = gl.program_id(0) // slots
     slot = gl.program_id(0) % slots
-    if dq_turns is not None:
-        # Additions go from later blocks to earlier ones: those that are waited for must have started.
+    if dq_semaphores is not None:
+        # Additions are ordered from later blocks to earlier ones: blocks that others wait for must start first.
         slot = slots - 1 - slot
     block = block_of(slot, cu_q, cu_k, requests, q_total, k_total, window_left, window_right, bisections)
     shared = allocate(q.dtype.element_ty, HAS_ROPE)
-    dq = QueryGradient(dq_sums, dq_turns, turns_per_head)
-    q_rows = Rows(q, q_token_stride, q_head_stride, q_main, q_rope)
-    dout_rows = Rows(dout, dout_token_stride, dout_head_stride, dout_desc, dout_desc)
-    k_rows = Rows(k, k_token_stride, k_head_stride, k_main, k_rope)
-    v_rows = Rows(v, v_token_stride, v_head_stride, v_desc, v_desc)
+    dq = QueryGradient(dq_sums, dq_semaphores, tiles_per_head)
+    q_rows = TileSource(q, q_token_stride, q_head_stride, q_main, q_rope)
+    dout_rows = TileSource(dout, dout_token_stride, dout_head_stride, dout_desc, dout_desc)
+    k_rows = TileSource(k, k_token_stride, k_head_stride, k_main, k_rope)
+    v_rows = TileSource(v, v_token_stride, v_head_stride, v_desc, v_desc)
     gl.warp_specialize(
         [
             (consume_first, (scale_log2, block, group, shared, HAS_ROPE)),

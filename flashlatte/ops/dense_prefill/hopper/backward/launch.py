@@ -1,4 +1,4 @@
-"""Host code: workspace, descriptors and grids."""
+"""The launcher: workspace, TMA descriptors and grids."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def backward(
     has_rope = d_qk == 192
     slots = k_total // KEYS.value + requests + 2
     blocks = -(-q_total // TOKENS.value)
-    turns_per_head = q_total // QUERIES.value + requests + 2
+    tiles_per_head = q_total // QUERIES.value + requests + 2
     dq_sums = torch.empty(heads, q_total, d_qk, dtype=torch.float32, device=q.device)
     row_lse = torch.empty(heads, q_total, dtype=torch.float32, device=q.device)
     delta = torch.empty_like(row_lse)
-    turns = torch.empty(heads, turns_per_head, dtype=torch.int32, device=q.device) if deterministic else None
+    semaphores = torch.empty(heads, tiles_per_head, dtype=torch.int32, device=q.device) if deterministic else None
     prepare_kernel[(heads * blocks,)](
         out=out,
         **_strides("out", out),
@@ -71,10 +71,10 @@ def backward(
         row_lse=row_lse,
         delta=delta,
         dq_sums=dq_sums,
-        turns=turns,
+        semaphores=semaphores,
         tokens=q_total,
         heads=heads,
-        turns_per_head=turns_per_head,
+        tiles_per_head=tiles_per_head,
         OUT_ALIGN=row_align(out),
         DOUT_ALIGN=row_align(dout),
         V_DIM=d_v,
@@ -100,7 +100,7 @@ def backward(
         lse=row_lse,
         delta=delta,
         dq_sums=TensorDescriptor.from_tensor(dq_sums, [1, QUERIES.value, SUM_COLUMNS.value], _SUMS_LAYOUT),
-        dq_turns=turns,
+        dq_semaphores=semaphores,
         dk=dk,
         **_strides("dk", dk),
         dv=dv,
@@ -112,7 +112,7 @@ def backward(
         requests=requests,
         bisections=(requests + 1).bit_length(),
         slots=slots,
-        turns_per_head=turns_per_head,
+        tiles_per_head=tiles_per_head,
         group=heads // kv_heads,
         window_left=window_left,
         window_right=window_right,
@@ -136,13 +136,14 @@ def backward(
 
 
 def _strides(name: str, x: torch.Tensor) -> dict[str, int]:
-    """Of tokens and heads, as kernels name them, in units of ``row_align``; that of an axis of size 1 is arbitrary."""
+    """Strides of tokens and heads under the kernel's parameter names, in units of ``row_align``; arbitrary for an axis
+    of size 1."""
     align = row_align(x)
     return {f"{name}_token_stride": x.stride(0) // align, f"{name}_head_stride": x.stride(1) // align}
 
 
 def _descriptor(x: torch.Tensor, columns: int) -> TensorDescriptor:
-    """Of tiles of 64 tokens of a head: axes head, token, column."""
+    """TMA descriptor of tiles of 64 tokens of a head: axes head, token, column."""
     tokens, heads, width = x.shape
     token_stride, head_stride = strides_in_use(x)
     return describe(x, (heads, tokens, width), (head_stride, token_stride), (1, QUERIES.value, columns))

@@ -1,4 +1,4 @@
-"""How the consumers' tiles lie in registers."""
+"""Register layouts of the consumers' tiles."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,5 +22,5 @@ DQ_32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
 
 @gluon.constexpr_function
 def operand(columns):
-    """P or dS as the left operand of a product of so many columns."""
+    """P or dS as the left operand of a product with ``columns`` columns."""
     return gl.DotOperandLayout(0, _accumulator(columns), 2)

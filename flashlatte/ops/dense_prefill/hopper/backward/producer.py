@@ -1,9 +1,9 @@
-"""The producer warpgroup: fetches the block's keys and values, then tile after tile of queries and of dO, and has what
-the consumers find of dQ added to its sums.
+"""The producer warpgroup: loads the block's keys and values, then tiles of queries and of dO, and adds the consumers'
+dQ to its sums.
 
-Whole tiles come by the copy engine. A tile that reaches beyond its request is gathered by the threads instead, with
-zeros in place of the rows that are not the request's: they are harmless (P is 1 or masked, dP and dS are 0),
-but 0 x NaN of a neighbour's row would not be.
+Whole tiles are loaded by TMA. A tile that extends past its request is gathered by the threads instead, with zeros in
+place of rows of other requests. Zero rows are harmless (P is 1 or masked, dP and dS are 0), but 0 · NaN of another
+request's row would not be.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.ops.dense_prefill.hopper.backward import state
-from flashlatte.ops.dense_prefill.hopper.backward.dq import add_staged, pass_turn, take_turn
+from flashlatte.ops.dense_prefill.hopper.backward.dq import add_staged, signal_earlier_block, wait_later_blocks
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import KEYS, QUERIES
 from flashlatte.ops.dense_prefill.hopper.backward.state import MAIN, OWN_KEYS, ROPE, STAGES, V_DIM
 from flashlatte.runtime.gluon_compat import cp_async, tma_load
 
-# A thread copies 16 bytes at a time, eight neighbours the 128 bytes of a swizzled line.
+# A thread copies 16 bytes at a time, eight adjacent threads the 128 bytes of a swizzled row.
 _GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-# Numbers in 16 bytes, which strides are units of.
+# Unit of strides: elements in 16 bytes.
 ALIGN = gl.constexpr(8)
 _VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
-class Rows(NamedTuple):
-    """A tensor [tokens, heads, columns] to fetch tiles from: its address, and its descriptors of 64 rows of a head."""
+class TileSource(NamedTuple):
+    """A tensor [tokens, heads, columns] to load tiles from: its address, and TMA descriptors of 64 rows of a head."""
 
     base: Any
     token_stride: Any  # in units of 16 bytes
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
 
 @gluon.jit
 def _gather(tile, rows, head, token, count, FIRST: gl.constexpr):
-    """``count`` rows from ``token`` on, and zeros below, into a tile of 64 rows."""
+    """Copy ``count`` rows from ``token`` on into a tile of 64 rows, with zeros after them."""
     row = gl.arange(0, 64, gl.SliceLayout(1, _GATHER))
     column = gl.arange(0, 64, gl.SliceLayout(0, _GATHER))
     valid = row < count
@@ -91,7 +91,7 @@ def _load_keys(k, v, shared, block, head, HAS_ROPE: gl.constexpr):
 
 @gluon.jit
 def _tile(block, kv_head, group, step):
-    """Head and first query of a step."""
+    """The head and the first query of a step."""
     return kv_head * group + step // block.tiles, block.first_query + step % block.tiles * QUERIES
 
 
@@ -106,7 +106,7 @@ def _load_queries(q, lse, delta, q_total, block, kv_head, group, step, shared, H
     row_lse = gl.load(lse + position + row, mask=row < count, other=0.0)
     row_delta = gl.load(delta + position + row, mask=row < count, other=0.0)
     if step >= STAGES:
-        barriers.wait_at(state.STAGE_EMPTY + stage, barriers.ALL)
+        barriers.wait_at(state.STAGE_EMPTY + stage, barriers.ALL_THREADS)
     full = shared.stage_full.index(stage)
     main = shared.q_main.index(stage)
     rope = shared.q_rope.index(stage)
@@ -131,7 +131,7 @@ def _load_dout(dout, block, kv_head, group, step, shared):
     count = block.queries - query
     tile = shared.dout.index(0)
     if step > 0:
-        barriers.wait_at(state.DOUT_EMPTY, barriers.ALL)
+        barriers.wait_at(state.DOUT_EMPTY, barriers.ALL_THREADS)
     if count >= QUERIES:
         mbarrier.expect(shared.dout_full, QUERIES * V_DIM * 2)
         tma_load(dout.main, [head, token, 0], shared.dout_full, tile)
@@ -144,14 +144,14 @@ def _load_dout(dout, block, kv_head, group, step, shared):
 @gluon.jit
 def _add_dq(dq, block, kv_head, group, step, steps, shared, HAS_ROPE: gl.constexpr):
     head, query = _tile(block, kv_head, group, step)
-    if dq.turns is not None:
-        take_turn(dq, block, head, query)
-    barriers.wait_at(state.DQ_FULL, barriers.ALL)
+    if dq.semaphores is not None:
+        wait_later_blocks(dq, block, head, query)
+    barriers.wait_at(state.DQ_FULL, barriers.ALL_THREADS)
     add_staged(dq, shared, head, block.q_token + query, HAS_ROPE)
     if step + 1 < steps:
-        barriers.arrive_at(state.DQ_EMPTY, barriers.ALL)
-    if dq.turns is not None:
-        pass_turn(dq, block, head, query)
+        barriers.arrive_at(state.DQ_EMPTY, barriers.ALL_THREADS)
+    if dq.semaphores is not None:
+        signal_earlier_block(dq, block, head, query)
 
 
 @gluon.jit
@@ -159,8 +159,7 @@ def produce(q, dout, k, v, dq, lse, delta, q_total, block, kv_head, group, share
     steps = block.tiles * group
     if steps > 0:
         _load_keys(k, v, shared, block, kv_head, HAS_ROPE)
-    # In the order in which the consumers come to it: in a step they are done with dO, then with the queries, then
-    # with dQ.
+    # In the order in which the consumers release the buffers in a step: dO, queries, dQ.
     for step in range(-STAGES, steps):
         if (step >= -1) & (step + 1 < steps):
             _load_dout(dout, block, kv_head, group, step + 1, shared)

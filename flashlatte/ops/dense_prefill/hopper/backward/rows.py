@@ -1,4 +1,4 @@
-"""What comes before the main kernel, and after it: row vectors, and dQ's way out."""
+"""Kernels before and after the main kernel: delta and lse of rows, and the conversion of dQ."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import triton.language as tl
 
 from flashlatte.runtime.triton_kernel import kernel
 
-# Tokens of a head that a program handles.
+# Tokens of a head per program.
 TOKENS = tl.constexpr(32)
-# Numbers that a program sets to 0 at a time.
-TURNS = tl.constexpr(128)
+# Semaphores that a program sets to 0 at a time.
+SEMAPHORES = tl.constexpr(128)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -30,17 +30,17 @@ def prepare_kernel(
     row_lse,  # float32 [heads, tokens]
     delta,
     dq_sums,  # float32 [heads, tokens, d_qk]
-    turns,  # int32 [heads, turns_per_head], or None
+    semaphores,  # int32 [heads, tiles_per_head], or None
     tokens: tl.int32,
     heads: tl.int32,
-    turns_per_head: tl.int32,
+    tiles_per_head: tl.int32,
     OUT_ALIGN: tl.constexpr,
     DOUT_ALIGN: tl.constexpr,
     V_DIM: tl.constexpr,
     QK_DIM: tl.constexpr,
 ):
-    """delta = Σ out · dout - dlse and lse · log2 e, which is inf for rows without keys; zeros in dQ's sums."""
-    # Neighbours work on the heads of the same tokens, which lie side by side.
+    """Compute delta = Σ out · dout - dlse and lse · log2 e (inf for rows without keys), and zero the sums of dQ."""
+    # Adjacent programs process the heads of the same tokens, which are adjacent in memory.
     head = (tl.program_id(0) % heads).to(tl.int64)
     block = tl.program_id(0) // heads
     token = block * TOKENS + tl.arange(0, TOKENS)
@@ -63,12 +63,12 @@ def prepare_kernel(
         start = (head * tokens + token) * QK_DIM
         zeros = tl.zeros([TOKENS, 64], tl.float32)
         tl.store(dq_sums + start[:, None] + sum_column[None, :], zeros, mask=inside[:, None])
-    if turns is not None:
+    if semaphores is not None:
         blocks = tl.num_programs(0) // heads
-        index = block * TURNS + tl.arange(0, TURNS)
-        for _ in range(0, tl.cdiv(turns_per_head, TURNS * blocks)):
-            tl.store(turns + head * turns_per_head + index, 0, mask=index < turns_per_head)
-            index += blocks * TURNS
+        index = block * SEMAPHORES + tl.arange(0, SEMAPHORES)
+        for _ in range(0, tl.cdiv(tiles_per_head, SEMAPHORES * blocks)):
+            tl.store(semaphores + head * tiles_per_head + index, 0, mask=index < tiles_per_head)
+            index += blocks * SEMAPHORES
 
 
 @kernel
@@ -83,7 +83,7 @@ def finish_kernel(
     DQ_ALIGN: tl.constexpr,
     QK_DIM: tl.constexpr,
 ):
-    """dQ from its sums: the order of columns undone, scaled, in dq's type."""
+    """Write dQ from its sums: undo the permutation of columns, scale, and cast."""
     head = (tl.program_id(0) % heads).to(tl.int64)
     token = (tl.program_id(0) // heads) * TOKENS + tl.arange(0, TOKENS)
     inside = token < tokens
@@ -92,7 +92,7 @@ def finish_kernel(
     for first in tl.static_range(0, QK_DIM, 64):
         column = first + tl.arange(0, 64)
         start = (head * tokens + token) * QK_DIM
-        # Thirty-two columns are stored as [4 threads, 2 sixteens, 2 eights, 2 neighbours].
+        # 32 columns are stored as [4 threads, 2 groups of 16, 2 groups of 8, 2 adjacent columns].
         sums = tl.load(dq_sums + start[:, None] + column[None, :], mask=inside[:, None], other=0.0)
         sums = sums.reshape([TOKENS, 2, 4, 2, 2, 2]).permute((0, 1, 3, 4, 2, 5)).reshape([TOKENS, 64])
         result = (sums * softmax_scale).to(dq.dtype.element_ty)

@@ -1,9 +1,9 @@
-"""Which keys and which queries a program works on, computed by the program itself from cu_seqlens.
+"""The schedule of the backward kernel: each program computes its keys and queries from cu_seqlens.
 
-A program owns a block of keys of one request. The blocks of request r take the slots from ``cu_k[r] // KEYS + r``:
-request r + 1 begins at least as many slots later as r has blocks, and at most one more, so no list of blocks is needed,
-and a slot's request is found by bisection. The keys before the first request and after the last are requests
-without queries: their gradients are zeros.
+A program processes a block of keys of one request. The blocks of request r use the slots from ``cu_k[r] // KEYS + r``:
+that leaves as many slots as request r has blocks, or one more, so no list of blocks is needed, and bisection finds the
+request of a slot. Keys before the first request and after the last one are treated as requests without queries: their
+gradients are zeros.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# Keys of a program, queries of a step.
+# Keys of a program, and queries of a step.
 KEYS = gl.constexpr(128)
 QUERIES = gl.constexpr(64)
 
 
 @gluon.jit
 def _bound(cu, index, requests, total):
-    """Where interval ``index`` of the key tokens begins: interval 0 lies before the first request."""
+    """Begin of interval ``index`` of the tokens: interval 0 precedes the first request."""
     inner = gl.load(cu + gl.minimum(gl.maximum(index - 1, 0), requests))
     inner = gl.minimum(gl.maximum(inner, 0), total).to(gl.int32)
     return gl.where(index == 0, 0, gl.where(index > requests + 1, total, inner))
@@ -38,33 +38,32 @@ def _interval_of(slot, cu, requests, total, bisections):
     return low
 
 
-class Block(NamedTuple):
-    """A block of keys, and the queries that see some of it.
+class KeyBlock(NamedTuple):
+    """A block of keys, and the queries to which some of its keys are visible.
 
-    Key n of the block is seen by the queries q of the request (counted from its first) for which
-    q + below <= n <= q + above.
+    Key n of the block is visible to query q of the request if q + below <= n <= q + above.
     """
 
     k_token: Any  # first token of the block
-    keys: Any  # from the block's first to the request's last: there may be more than the block's
+    keys: Any  # from the block's first key to the end of the request: may exceed the block
     q_token: Any  # first token of the request
     queries: Any  # of the request
     first_query: Any  # a multiple of QUERIES
     tiles: Any  # of queries
     below: Any
     above: Any
-    q_slot: Any  # of the request's first tile of queries, found as those of key blocks are
+    q_slot: Any  # slot of the request's first tile of queries, computed like those of key blocks
 
 
 @gluon.jit
 def needs_mask(block, query):
-    """Whether some of the tile of queries from ``query`` on does not see all keys of the block."""
+    """Whether any (query, key) pair of the block and the tile of queries from ``query`` on is masked."""
     return (query + QUERIES - 1 + block.below > 0) | (query + block.above < KEYS - 1) | (block.keys < KEYS)
 
 
 @gluon.jit
-def turn_of(block, query):
-    """How many later blocks of keys add to the tile of queries from ``query`` on."""
+def semaphore_value(block, query):
+    """The number of later blocks of keys that add to the tile of queries from ``query`` on."""
     return gl.minimum(query + QUERIES - 1 + block.above, block.keys - 1) // KEYS
 
 
@@ -86,4 +85,4 @@ def block_of(slot, cu_q, cu_k, requests, q_total, k_total, window_left, window_r
     end = gl.minimum(KEYS - below, queries)
     tiles = gl.where(first_key < keys, gl.maximum(end - begin + QUERIES - 1, 0) // QUERIES, 0)
     q_slot = q_begin // QUERIES + interval
-    return Block(k_begin + first_key, keys - first_key, q_begin, queries, begin, tiles, below, above, q_slot)
+    return KeyBlock(k_begin + first_key, keys - first_key, q_begin, queries, begin, tiles, below, above, q_slot)

@@ -1,4 +1,4 @@
-"""What the three warpgroups share: tiles in shared memory, and their barriers."""
+"""Tiles in shared memory and barriers of the three warpgroups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashlatte.ops.dense_prefill.hopper.backward.schedule import QUERIES
 OWN_KEYS = gl.constexpr(64)
 STAGES = gl.constexpr(2)
 V_DIM = gl.constexpr(128)
-# d_qk = 192 is taken as columns 0 to 127 (main) and 128 to 191 (rope).
+# d_qk = 192 is split into columns 0 to 127 (main) and 128 to 191 (rope).
 MAIN = gl.constexpr(128)
 ROPE = gl.constexpr(64)
 
@@ -23,26 +23,26 @@ TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _DQ_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 _ROW_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
-# Named barriers, by what the one who waits may do.
-STAGE_EMPTY = gl.constexpr(FIRST_FREE)  # fetch queries into a stage: consumers to producer
-DOUT_EMPTY = gl.constexpr(FIRST_FREE + STAGES)  # fetch the next dO: consumers to producer
+# Named barriers, by what the waiting partition does next.
+STAGE_EMPTY = gl.constexpr(FIRST_FREE)  # load queries into a stage: consumers to producer
+DOUT_EMPTY = gl.constexpr(FIRST_FREE + STAGES)  # load the next dO: consumers to producer
 DS_FULL = gl.constexpr(FIRST_FREE + STAGES + 1)  # read dS: consumers to each other
 DQ_FULL = gl.constexpr(FIRST_FREE + STAGES + 2)  # add dQ to the sums: consumers to producer
 DQ_EMPTY = gl.constexpr(FIRST_FREE + STAGES + 3)  # stage the next dQ: producer to consumers
 
 
-class Keys(NamedTuple):
-    """A consumer's 64 keys, for the whole of the program, its dS, and its columns of dQ."""
+class ConsumerKeys(NamedTuple):
+    """A consumer's 64 keys, which stay during the whole kernel, its dS, and its columns of dQ."""
 
     main: Any  # [1, 64, 128]
-    rope: Any  # [1, 64, 64]; with d_qk 128 nothing reads it
+    rope: Any  # [1, 64, 64]; unused with d_qk 128
     v: Any  # [1, 64, 128]
     ds: Any  # [2, 64, 64], of even and odd steps
     dq_main: Any  # float32 [1, 64, 64]
-    dq_rope: Any  # float32 [1, 64, 32]; with d_qk 128 nothing uses it
+    dq_rope: Any  # float32 [1, 64, 32]; unused with d_qk 128
 
 
-class Shared(NamedTuple):
+class BackwardShared(NamedTuple):
     """Everything in shared memory. Axis 0 of the queries and of the row vectors is the stage."""
 
     keys0: Any
@@ -50,7 +50,7 @@ class Shared(NamedTuple):
     q_main: Any  # [STAGES, 64, 128]
     q_rope: Any  # [STAGES, 64, 64]
     dout: Any  # [1, 64, 128]
-    lse: Any  # float32 [STAGES, 64], in units of log 2
+    lse: Any  # float32 [STAGES, 64], in base 2
     delta: Any  # float32 [STAGES, 64]
     keys_full: Any
     stage_full: Any
@@ -65,7 +65,7 @@ def _keys(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr):
     ds = gl.allocate_shared_memory(DTYPE, [2, OWN_KEYS, QUERIES], TILE_LAYOUT)
     dq_main = gl.allocate_shared_memory(gl.float32, [1, QUERIES, MAIN // 2], _DQ_LAYOUT)
     dq_rope = gl.allocate_shared_memory(gl.float32, [1, QUERIES, ROPE // 2], _DQ_LAYOUT) if HAS_ROPE else dq_main
-    return Keys(main, rope, v, ds, dq_main, dq_rope)
+    return ConsumerKeys(main, rope, v, ds, dq_main, dq_rope)
 
 
 @gluon.jit
@@ -81,8 +81,8 @@ def allocate(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr):
     mbarrier.init(keys_full, count=1)
     stage_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        # The copy engine's tiles, and the producer's row vectors.
+        # Arrivals: the TMA tiles, and the producer's row vectors.
         mbarrier.init(stage_full.index(stage), count=2)
     dout_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(dout_full, count=1)
-    return Shared(keys0, keys1, q_main, q_rope, dout, lse, delta, keys_full, stage_full, dout_full)
+    return BackwardShared(keys0, keys1, q_main, q_rope, dout, lse, delta, keys_full, stage_full, dout_full)

@@ -1,4 +1,4 @@
-"""A finished tile's way out: divide by the sum, and write out and lse."""
+"""The epilogue of a tile: normalize, and write out and lse."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.neighbours import neighbours
 from flashlatte.kernels.hopper.two_consumers import ROWS
+from flashlatte.kernels.hopper.vector_layout import to_vector_layout
 
 _LN2 = gl.constexpr(0.6931471805599453)
 
 
-class Results(NamedTuple):
-    """Where results go. Strides of ``out`` come in units of ``ALIGN`` numbers, a constant of the kernel."""
+class DensePrefillResults(NamedTuple):
+    """Outputs. Strides of ``out`` are in units of ``ALIGN`` elements, a constexpr of the kernel."""
 
     out: Any
     out_stride_token: Any
@@ -27,32 +27,45 @@ class Results(NamedTuple):
 
 @gluon.jit
 def _store_tile(
-    tile, inverse, ticket, results, FIRST_ROW: gl.constexpr, FIRST: gl.constexpr, D_V: gl.constexpr, ALIGN: gl.constexpr
+    tile,
+    inverse,
+    work_tile,
+    results,
+    FIRST_ROW: gl.constexpr,
+    FIRST: gl.constexpr,
+    D_V: gl.constexpr,
+    ALIGN: gl.constexpr,
 ):
-    """Of a tile [64, columns] that begins at column FIRST, those before D_V."""
+    """Store the columns below D_V of a tile [64, columns] that begins at column FIRST."""
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, tile.type.layout), assert_trivial=True)
-    values = neighbours((tile * inverse[:, None]).to(results.out.dtype.element_ty))
+    values = to_vector_layout((tile * inverse[:, None]).to(results.out.dtype.element_ty))
     row = FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, values.type.layout))
     COLUMNS: gl.constexpr = tile.shape[1]
     col = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, values.type.layout))
-    base = ticket.token.to(gl.int64) * results.out_stride_token + ticket.head.to(gl.int64) * results.out_stride_head
+    base = (
+        work_tile.token.to(gl.int64) * results.out_stride_token + work_tile.head.to(gl.int64) * results.out_stride_head
+    )
     offset = (base + row.to(gl.int64) * results.out_stride_token) * ALIGN
-    in_use = (row < ticket.rows)[:, None]
+    in_use = (row < work_tile.rows)[:, None]
     if FIRST + COLUMNS > D_V:
         in_use = in_use & (col < D_V)[None, :]
     gl.store(results.out + offset[:, None] + col[None, :], values, mask=in_use)
 
 
 @gluon.jit
-def store(output, state, ticket, results, scale_log2, FIRST_ROW: gl.constexpr, D_V: gl.constexpr, ALIGN: gl.constexpr):
-    """The tiles of ``output`` and ``state``, of the ticket's rows from FIRST_ROW on."""
+def store(
+    output, state, work_tile, results, scale_log2, FIRST_ROW: gl.constexpr, D_V: gl.constexpr, ALIGN: gl.constexpr
+):
+    """Store the tiles of ``output`` and the lse of ``state`` for the work tile's rows from FIRST_ROW on."""
     is_empty = state.row_sum == 0
     inverse = gl.where(is_empty, 0.0, 1.0 / state.row_sum)
-    _store_tile(output[0], inverse, ticket, results, FIRST_ROW, 0, D_V, ALIGN)
+    _store_tile(output[0], inverse, work_tile, results, FIRST_ROW, 0, D_V, ALIGN)
     if len(output) == 2:
-        _store_tile(output[1], inverse, ticket, results, FIRST_ROW, output[0].shape[1], D_V, ALIGN)
+        _store_tile(output[1], inverse, work_tile, results, FIRST_ROW, output[0].shape[1], D_V, ALIGN)
 
     lse = gl.where(is_empty, results.empty_lse, (state.row_max * scale_log2 + gl.log2(state.row_sum)) * _LN2)
     row = FIRST_ROW + gl.arange(0, ROWS, lse.type.layout)
-    base = ticket.token.to(gl.int64) * results.lse_stride_token + ticket.head.to(gl.int64) * results.lse_stride_head
-    gl.store(results.lse + base + row.to(gl.int64) * results.lse_stride_token, lse, mask=row < ticket.rows)
+    base = (
+        work_tile.token.to(gl.int64) * results.lse_stride_token + work_tile.head.to(gl.int64) * results.lse_stride_head
+    )
+    gl.store(results.lse + base + row.to(gl.int64) * results.lse_stride_token, lse, mask=row < work_tile.rows)

@@ -1,11 +1,11 @@
-"""The kernel: shared memory, and the two consumers and the producer that run in it."""
+"""The kernel: allocate shared memory, and run the two consumers and the producer."""
 
 from __future__ import annotations
 
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.two_consumers import CONSUMER_REGISTERS, PRODUCER_REGISTERS, Call, Window
+from flashlatte.kernels.hopper.two_consumers import CONSUMER_REGISTERS, PRODUCER_REGISTERS, PrefillArgs, Window
 from flashlatte.ops.dense_prefill.hopper.forward import consumers, epilogue, producer, schedule, tiles
 from flashlatte.runtime.triton_kernel import gluon_kernel
 
@@ -27,7 +27,7 @@ def dense_prefill_forward_kernel(
     heads: tl.int32,
     group: tl.int32,
     group_kv: tl.int32,
-    taken,
+    tile_counter,
     out,
     out_stride_token: tl.int64,
     out_stride_head: tl.int64,
@@ -40,25 +40,28 @@ def dense_prefill_forward_kernel(
     D_V: tl.constexpr,
     OUT_ALIGN: tl.constexpr,
 ):
-    """A program works on tiles of 128 query rows of a head, until there are none left. Arguments as in ``launch``."""
+    """A persistent kernel: each program processes tiles of 128 query rows of a head until none are left. Arguments as
+    in ``launch``."""
     shared = tiles.allocate(out.dtype.element_ty, D_QK, D_V)
-    problem = schedule.Problem(
-        cu_q, cu_k, requests, tokens_q, tokens_k, window_left, window_right, heads, group, group_kv, taken
+    work = schedule.DensePrefillWork(
+        cu_q, cu_k, requests, tokens_q, tokens_k, window_left, window_right, heads, group, group_kv, tile_counter
     )
-    inputs = producer.Inputs(producer.both(q, q_rest), producer.both(k, k_rest), producer.both(v, v_rest))
-    results = epilogue.Results(
+    inputs = producer.DensePrefillInputs(
+        producer.with_rest(q, q_rest), producer.with_rest(k, k_rest), producer.with_rest(v, v_rest)
+    )
+    results = epilogue.DensePrefillResults(
         out, out_stride_token, out_stride_head, lse, lse_stride_token, lse_stride_head, empty_lse
     )
-    call = Call(shared, Window(window_left, window_right), scale_log2, results)
+    args = PrefillArgs(shared, Window(window_left, window_right), scale_log2, results)
     gl.warp_specialize(
         [
-            (consumers.consume_first, (call, D_QK, D_V, OUT_ALIGN)),
-            (consumers.consume_second, (call, D_QK, D_V, OUT_ALIGN)),
-            (producer.produce, (inputs, problem, shared)),
+            (consumers.consume_first, (args, D_QK, D_V, OUT_ALIGN)),
+            (consumers.consume_second, (args, D_QK, D_V, OUT_ALIGN)),
+            (producer.produce, (inputs, work, shared)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 
-kernel = gluon_kernel(dense_prefill_forward_kernel, by_element=["cu_q", "cu_k", "taken", "lse"])
+kernel = gluon_kernel(dense_prefill_forward_kernel, by_element=["cu_q", "cu_k", "tile_counter", "lse"])

@@ -1,4 +1,4 @@
-"""From arguments to a launch: all that a call settles on the host, from shapes and strides alone."""
+"""The launcher: everything a call computes on the host, from shapes and strides alone."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlatte.kernels.hopper.two_consumers import CHUNK, ROWS, TILE
 from flashlatte.ops.dense_prefill.hopper.forward.kernel import kernel
-from flashlatte.ops.dense_prefill.hopper.forward.tiles import first_columns, keys_of, rest_of, second_columns
+from flashlatte.ops.dense_prefill.hopper.forward.tiles import first_columns, keys_per_block, rest_of, second_columns
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.runtime.tma_descriptors import Address, describe
 
 _LOG2_E = math.log2(math.e)
-# Numbers in 16 bytes, what the copies need rows to be aligned to.
+# Alignment of rows that the copies require: 16 bytes, in elements.
 _ALIGN = 8
-# Bytes of keys and values that are worked on together: about half of the L2 cache.
+# Bytes of keys and values that are in use at the same time: about half of the L2 cache.
 _RESIDENT = 24 << 20
-# Wider than any request, and small enough for sums of positions and windows to fit 32 bits.
-_WIDEST = 1 << 29
+# Larger than any request, and small enough that sums of positions and windows fit 32 bits.
+_MAX_WINDOW = 1 << 29
 
 
 def forward(
@@ -40,7 +40,7 @@ def forward(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """``max_seqlen_k`` only sets how many heads are worked on together."""
+    """``max_seqlen_k`` only determines how many heads are processed concurrently."""
     tokens_q, heads, head_dim = q.shape
     tokens_k, heads_kv, head_dim_v = v.shape
     if not (tokens_q and heads):
@@ -52,12 +52,12 @@ def forward(
     requests = cu_seqlens_q.shape[0] - 1
     device = q.device
     group_kv = heads // heads_kv
-    group = heads_together(heads, group_kv, max_seqlen_k, head_dim + head_dim_v)
-    most_tiles = (-(-tokens_q // TILE.value) + requests + 2) * heads
-    keys = keys_of(head_dim, head_dim_v)
+    group = concurrent_heads(heads, group_kv, max_seqlen_k, head_dim + head_dim_v)
+    max_tiles = (-(-tokens_q // TILE.value) + requests + 2) * heads
+    keys = keys_per_block(head_dim, head_dim_v)
     out_strides = strides_in_use(out)
     out_align = row_align(out)
-    kernel[(min(most_tiles, machine.num_sms(device)),)](
+    kernel[(min(max_tiles, machine.num_sms(device)),)](
         q=_descriptor_of("q", q, ROWS.value, CHUNK.value),
         k=_descriptor_of("k", k, keys, CHUNK.value),
         v=_descriptor_of("v", v, keys, first_columns(head_dim_v)),
@@ -69,12 +69,12 @@ def forward(
         requests=requests,
         tokens_q=tokens_q,
         tokens_k=tokens_k,
-        window_left=max(min(window_left, _WIDEST), -_WIDEST),
-        window_right=max(min(window_right, _WIDEST), -_WIDEST),
+        window_left=max(min(window_left, _MAX_WINDOW), -_MAX_WINDOW),
+        window_right=max(min(window_right, _MAX_WINDOW), -_MAX_WINDOW),
         heads=heads,
         group=group,
         group_kv=group_kv,
-        taken=torch.zeros(1, dtype=torch.int32, device=device),
+        tile_counter=torch.zeros(1, dtype=torch.int32, device=device),
         out=out,
         out_stride_token=out_strides[0] // out_align,
         out_stride_head=out_strides[1] // out_align,
@@ -91,12 +91,13 @@ def forward(
 
 
 @functools.lru_cache(maxsize=1024)
-def heads_together(heads: int, group_kv: int, max_seqlen_k: int, numbers: int) -> int:
-    """Query heads whose keys and values fit the cache: a divisor of ``heads``, whole groups of a key head or a part.
+def concurrent_heads(heads: int, group_kv: int, max_seqlen_k: int, elements: int) -> int:
+    """Query heads whose keys and values fit in the L2 cache together: a divisor of ``heads``, in whole groups of a kv
+    head.
 
-    ``numbers`` is how many a key and its value have together.
+    ``elements``: elements of a key plus its value.
     """
-    bytes_of_head = max(max_seqlen_k, 1) * numbers * 2
+    bytes_of_head = max(max_seqlen_k, 1) * elements * 2
     kv_heads = heads // group_kv
     fitting = max(min(_RESIDENT // bytes_of_head, kv_heads), 1)
     return group_kv * max(n for n in range(1, fitting + 1) if kv_heads % n == 0)
@@ -120,7 +121,7 @@ def _descriptor(
     rows: int,
     cols: int,
 ) -> Any:
-    """TMA descriptor of a tensor [tokens, heads, d], of boxes of rows and columns of a head."""
+    """TMA descriptor of a tensor [tokens, heads, d], for boxes of ``rows`` and ``cols`` of a head."""
     if address % 16 or any(stride % _ALIGN for stride in strides):
         raise ValueError(
             f"{name} must have rows that begin at multiples of 16 bytes for backend='hopper', "

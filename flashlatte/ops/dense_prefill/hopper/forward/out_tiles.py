@@ -1,6 +1,6 @@
-"""A consumer's output [64, d_v] in registers: a tuple of one tile, or of two where one would be mostly padding.
+"""A consumer's output [64, d_v] in registers: a tuple of one tile, or of two if one would be mostly padding.
 
-Tiles have a power of two of columns: 72 and 80 columns are tiles of 64 and 16, 96 are 64 and 32.
+Tile widths are powers of two: 72 and 80 columns use tiles of 64 and 16, 96 columns use 64 and 32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _zeros(COLUMNS: gl.constexpr):
 
 @gluon.jit
 def start(shared, step, p, output):
-    """Start P · v of the block of a step, which has come. As many products as ``output`` has tiles."""
+    """Start P · v of the block of a step, which has arrived: one product per tile of ``output``."""
     first = _start_product(p, shared.v[0].index(stage_of(step)), output[0])
     if len(output) == 1:
         return (first,)
@@ -46,7 +46,7 @@ def _start_product(p, v, tile):
 
 @gluon.jit
 def wait(pending: gl.constexpr, output):
-    """The output, once no more than ``pending`` products are under way."""
+    """Wait until at most ``pending`` products are pending; returns the output."""
     if len(output) == 1:
         return (warpgroup_mma_wait(pending, deps=[output[0]]),)
     else:
@@ -55,8 +55,8 @@ def wait(pending: gl.constexpr, output):
 
 @gluon.jit
 def wait_with(output, p):
-    """The output and ``p``, once no product is under way. P goes through the wait so that it is not rounded before: the
-    operand of the product would have to be kept."""
+    """Wait for all products; returns the output and ``p``. P passes through the wait so that it is not rounded earlier,
+    which would keep another operand in registers."""
     if len(output) == 1:
         tile, p = warpgroup_mma_wait(0, deps=[output[0], p])
         return (tile,), p

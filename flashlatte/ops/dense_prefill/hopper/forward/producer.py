@@ -1,6 +1,6 @@
-"""The producer: a warp that hands out tiles and keeps the consumers' stages filled, by TMA.
+"""The producer: one warp that schedules tiles and fills the consumers' stages by TMA.
 
-One warp, as warps of a partition would meet before each copy.
+It is a single warp, because several warps would synchronize before each copy.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.kernels.hopper.two_consumers import (
+    BOTH_CONSUMER_THREADS,
     K_EMPTY,
-    PRODUCER,
+    ONE_CONSUMER_THREADS,
+    PRODUCER_THREADS,
     Q_EMPTY_FIRST,
     Q_EMPTY_SECOND,
     ROWS,
     STAGES,
     V_EMPTY,
-    WITH_BOTH,
-    WITH_ONE,
     stage_of,
-    write_numbers,
+    write_scalars,
 )
 from flashlatte.ops.dense_prefill.hopper.forward import schedule
-from flashlatte.ops.dense_prefill.hopper.forward.tiles import Ticket
+from flashlatte.ops.dense_prefill.hopper.forward.tiles import DensePrefillTile
 from flashlatte.runtime.gluon_compat import cta_barrier, tma_load
 
-# Blocks of a tile that are still to be loaded when the next tile is taken. Late, so that who is done first takes the
-# longest tile that is left; not so late that the stages run empty meanwhile.
-_BLOCKS_AHEAD = gl.constexpr(2)
+# Blocks of a tile that remain to be loaded when the next tile is fetched. Late, so that the program that finishes first
+# gets the longest remaining tile; but early enough that the stages do not run empty.
+_BLOCKS_BEFORE_NEXT_TILE = gl.constexpr(2)
 
 
-class Inputs(NamedTuple):
-    """TMA descriptors of q, k and v [tokens, heads, d], for the tiles of each in shared memory: tuples of one or two.
+class DensePrefillInputs(NamedTuple):
+    """TMA descriptors of q, k and v [tokens, heads, d]: tuples of one or two, one per tile in shared memory.
 
-    Columns that a row does not have arrive as zeros.
+    Columns after the end of a row are filled with zeros.
     """
 
     q: Any
@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
 
 
 @gluon.jit
-def both(first, rest):
+def with_rest(first, rest):
     if rest is None:
         return (first,)
     else:
@@ -69,20 +69,20 @@ def _copied_bytes(tiles, chunks):
 
 
 @gluon.jit
-def _load_q(inputs, consumer, ticket, ROW: gl.constexpr):
+def _load_q(inputs, consumer, work_tile, ROW: gl.constexpr):
     CHUNKS: gl.constexpr = consumer.q[0].shape[0]
-    write_numbers(consumer.ticket, ticket)
+    write_scalars(consumer.work_tile, work_tile)
     cta_barrier()
     full = consumer.full.index(0)
     mbarrier.expect(full, _copied_bytes(consumer.q, CHUNKS))
-    _load(inputs.q, consumer.q, CHUNKS, 0, 0, ticket.token + ROW, ticket.head, full)
+    _load(inputs.q, consumer.q, CHUNKS, 0, 0, work_tile.token + ROW, work_tile.head, full)
 
 
 @gluon.jit
 def _load_k(inputs, shared, step, token, head):
     CHUNKS: gl.constexpr = shared.first.q[0].shape[0]
     stage = stage_of(step)
-    barriers.wait_at(K_EMPTY + stage, WITH_BOTH, PRODUCER)
+    barriers.wait_at(K_EMPTY + stage, BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
     full = shared.k_full.index(stage)
     mbarrier.expect(full, _copied_bytes(shared.k, CHUNKS))
     _load(inputs.k, shared.k, CHUNKS, stage * CHUNKS, stage, token, head, full)
@@ -91,7 +91,7 @@ def _load_k(inputs, shared, step, token, head):
 @gluon.jit
 def _load_v(inputs, shared, step, token, head):
     stage = stage_of(step)
-    barriers.wait_at(V_EMPTY + stage, WITH_BOTH, PRODUCER)
+    barriers.wait_at(V_EMPTY + stage, BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
     full = shared.v_full.index(stage)
     mbarrier.expect(full, _copied_bytes(shared.v, 1))
     _load(inputs.v, shared.v, 1, stage, stage, token, head, full)
@@ -99,7 +99,8 @@ def _load_v(inputs, shared, step, token, head):
 
 @gluon.jit
 def _load_blocks(inputs, shared, step, token, head, count):
-    """The ``count`` blocks before the one at ``token``, the nearest first; the step that follows and the last token."""
+    """Load the ``count`` blocks before the one at ``token``, in descending order. Returns the next step and the last
+    token."""
     for _ in range(opaque(count)):
         token -= shared.v[0].shape[1]
         _load_k(inputs, shared, step, token, head)
@@ -109,46 +110,46 @@ def _load_blocks(inputs, shared, step, token, head, count):
 
 
 @gluon.jit
-def _announce(consumer, ticket):
-    write_numbers(consumer.ticket, ticket)
+def _publish(consumer, work_tile):
+    write_scalars(consumer.work_tile, work_tile)
     cta_barrier()
     mbarrier.arrive(consumer.full.index(0), count=1)
 
 
 @gluon.jit
-def produce(inputs, problem, shared):
+def produce(inputs, work, shared):
     KEYS: gl.constexpr = shared.v[0].shape[1]
-    num_blocks = schedule.count_blocks(problem)
-    num_tiles = num_blocks * problem.heads
+    num_blocks = schedule.count_blocks(work)
+    num_tiles = num_blocks * work.heads
     tile = gl.program_id(0)
-    ticket, first_key = schedule.find(problem, tile, num_blocks, KEYS)
+    work_tile, first_key = schedule.find_tile(work, tile, num_blocks, KEYS)
     step = 0
     while tile < num_tiles:
-        head = ticket.head // problem.group_kv
-        token = first_key + ticket.last * KEYS
-        # The stage is empty before the queries are: those serve until the last product of the tile before.
+        head = work_tile.head // work.group_kv
+        token = first_key + work_tile.last * KEYS
+        # The stage becomes empty before the queries, which the last product of the previous tile still reads.
         _load_k(inputs, shared, step, token, head)
-        barriers.wait(Q_EMPTY_FIRST, WITH_ONE, PRODUCER)
-        _load_q(inputs, shared.first, ticket, 0)
-        barriers.wait(Q_EMPTY_SECOND, WITH_ONE, PRODUCER)
-        _load_q(inputs, shared.second, ticket, ROWS)
+        barriers.wait(Q_EMPTY_FIRST, ONE_CONSUMER_THREADS, PRODUCER_THREADS)
+        _load_q(inputs, shared.first, work_tile, 0)
+        barriers.wait(Q_EMPTY_SECOND, ONE_CONSUMER_THREADS, PRODUCER_THREADS)
+        _load_q(inputs, shared.second, work_tile, ROWS)
         _load_v(inputs, shared, step, token, head)
         step += 1
-        left = ticket.blocks - 1
-        step, token = _load_blocks(inputs, shared, step, token, head, gl.maximum(left - _BLOCKS_AHEAD, 0))
-        tile = schedule.take(problem)
-        ticket, first_key = schedule.find(problem, tile, num_blocks, KEYS)
-        step, token = _load_blocks(inputs, shared, step, token, head, gl.minimum(left, _BLOCKS_AHEAD))
+        left = work_tile.blocks - 1
+        step, token = _load_blocks(inputs, shared, step, token, head, gl.maximum(left - _BLOCKS_BEFORE_NEXT_TILE, 0))
+        tile = schedule.fetch_next_tile(work)
+        work_tile, first_key = schedule.find_tile(work, tile, num_blocks, KEYS)
+        step, token = _load_blocks(inputs, shared, step, token, head, gl.minimum(left, _BLOCKS_BEFORE_NEXT_TILE))
 
-    # The consumers run one product ahead: they get queries and a block of whatever lies there.
-    nothing = Ticket(0, 0, 0, 0, 0, 0, 0)
-    barriers.wait_at(K_EMPTY + stage_of(step), WITH_BOTH, PRODUCER)
+    # The consumers compute one block of scores ahead: signal queries and a block of arbitrary contents.
+    nothing = DensePrefillTile(0, 0, 0, 0, 0, 0, 0)
+    barriers.wait_at(K_EMPTY + stage_of(step), BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
     mbarrier.arrive(shared.k_full.index(stage_of(step)), count=1)
-    barriers.wait(Q_EMPTY_FIRST, WITH_ONE, PRODUCER)
-    _announce(shared.first, nothing)
-    barriers.wait(Q_EMPTY_SECOND, WITH_ONE, PRODUCER)
-    _announce(shared.second, nothing)
+    barriers.wait(Q_EMPTY_FIRST, ONE_CONSUMER_THREADS, PRODUCER_THREADS)
+    _publish(shared.first, nothing)
+    barriers.wait(Q_EMPTY_SECOND, ONE_CONSUMER_THREADS, PRODUCER_THREADS)
+    _publish(shared.second, nothing)
     # The consumers' last arrivals.
     for stage in gl.static_range(STAGES):
-        barriers.wait_at(V_EMPTY + stage, WITH_BOTH, PRODUCER)
-        barriers.wait_at(K_EMPTY + stage_of(step + 1 + stage), WITH_BOTH, PRODUCER)
+        barriers.wait_at(V_EMPTY + stage, BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
+        barriers.wait_at(K_EMPTY + stage_of(step + 1 + stage), BOTH_CONSUMER_THREADS, PRODUCER_THREADS)

@@ -1,8 +1,9 @@
-"""Which tile comes next: a list of all tiles, worked off in order by whichever program is free.
+"""The dynamic tile scheduler: programs fetch the tiles of an ordered list from a global counter.
 
-The list exists only as arithmetic. Its order, from the outside in: groups of heads (so that their keys and values stay
-in L2), requests, blocks of queries from the last to the first (with a causal mask from the longest to the shortest),
-heads of the group. The tokens before the first request and behind the last one are listed as requests without keys.
+The list is not stored; tiles are computed from their index. Its order, outermost first: groups of heads (so that their
+keys and values stay in L2), requests, blocks of queries from the last to the first (with a causal mask, from the
+longest to the shortest), heads of the group. Tokens before the first request and after the last one are listed as
+requests without keys.
 """
 
 from __future__ import annotations
@@ -13,25 +14,25 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper.two_consumers import TILE
-from flashlatte.ops.dense_prefill.hopper.forward.tiles import Ticket
+from flashlatte.ops.dense_prefill.hopper.forward.tiles import DensePrefillTile
 
-# Requests that the producer scans at a time, four a thread.
+# Requests that the producer scans at a time, four per thread.
 _SCAN = gl.constexpr(128)
 _SCANNED = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
 
 
-class Problem(NamedTuple):
-    """The requests, and the tiles that have been taken.
+class DensePrefillWork(NamedTuple):
+    """The requests, and the tile counter.
 
     Attributes:
         cu_q, cu_k: first token of each request and the end of the last one, [requests + 1].
-        requests: how many.
+        requests: number of requests.
         tokens_q, tokens_k: rows of q and of k.
-        left, right: keys before and behind its own position that a query sees.
-        heads: of the query.
-        group: heads that are worked on together; divides ``heads``.
-        group_kv: query heads of a key head.
-        taken: int32 counter of tiles, 0 at launch, beyond the first of each program.
+        left, right: keys before and after its own position that are visible to a query.
+        heads: query heads.
+        group: heads that are processed concurrently; divides ``heads``.
+        group_kv: query heads per kv head.
+        tile_counter: int32, 0 at launch; counts the tiles fetched after the first one of each program.
     """
 
     cu_q: Any
@@ -44,7 +45,7 @@ class Problem(NamedTuple):
     heads: Any
     group: Any
     group_kv: Any
-    taken: Any
+    tile_counter: Any
 
 
 @gluon.jit
@@ -58,72 +59,72 @@ def _boundary(cu, index, tokens):
 
 
 @gluon.jit
-def _query_blocks(problem, item):
-    """Blocks of queries of each item: item 0 is what precedes the first request, item i + 1 request i."""
-    begin = gl.load(problem.cu_q + item - 1, mask=(item > 0) & (item <= problem.requests + 1), other=0)
-    end = gl.load(problem.cu_q + item, mask=item <= problem.requests, other=problem.tokens_q)
-    begin = gl.minimum(gl.maximum(begin, 0), problem.tokens_q)
-    end = gl.minimum(gl.maximum(end, 0), problem.tokens_q)
+def _query_blocks(work, item):
+    """Blocks of queries of each item: item 0 is the tokens before the first request, item i + 1 is request i."""
+    begin = gl.load(work.cu_q + item - 1, mask=(item > 0) & (item <= work.requests + 1), other=0)
+    end = gl.load(work.cu_q + item, mask=item <= work.requests, other=work.tokens_q)
+    begin = gl.minimum(gl.maximum(begin, 0), work.tokens_q)
+    end = gl.minimum(gl.maximum(end, 0), work.tokens_q)
     blocks = (gl.maximum(end - begin, 0) + TILE - 1) // TILE
-    return gl.where(item <= problem.requests + 1, blocks, 0).to(gl.int32)
+    return gl.where(item <= work.requests + 1, blocks, 0).to(gl.int32)
 
 
 @gluon.jit
-def count_blocks(problem):
-    """Blocks of queries of all items."""
+def count_blocks(work):
+    """Total blocks of queries of all items."""
     total = gl.to_tensor(0)
-    for start in range(0, problem.requests + 2, _SCAN):
-        total += gl.sum(_query_blocks(problem, start + gl.arange(0, _SCAN, _SCANNED)), 0)
+    for start in range(0, work.requests + 2, _SCAN):
+        total += gl.sum(_query_blocks(work, start + gl.arange(0, _SCAN, _SCANNED)), 0)
     return total
 
 
 @gluon.jit
-def find(problem, tile, num_blocks, KEYS: gl.constexpr):
-    """The ticket of a tile, in blocks of KEYS keys, and the first token of its keys."""
-    in_group = num_blocks * problem.group
-    block = tile % in_group // problem.group
-    head = tile // in_group * problem.group + tile % problem.group
+def find_tile(work, tile, num_blocks, KEYS: gl.constexpr):
+    """The work tile of index ``tile``, with blocks of KEYS keys, and the first token of its keys."""
+    in_group = num_blocks * work.group
+    block = tile % in_group // work.group
+    head = tile // in_group * work.group + tile % work.group
 
     item = gl.to_tensor(0)
     before = gl.to_tensor(0)
     scanned = gl.to_tensor(0)
-    for start in range(0, problem.requests + 2, _SCAN):
+    for start in range(0, work.requests + 2, _SCAN):
         items = start + gl.arange(0, _SCAN, _SCANNED)
-        blocks = _query_blocks(problem, items)
+        blocks = _query_blocks(work, items)
         ends = scanned + gl.associative_scan(blocks, 0, _add)
-        is_before = (items <= problem.requests + 1) & (ends <= block)
+        is_before = (items <= work.requests + 1) & (ends <= block)
         item += gl.sum(is_before.to(gl.int32), 0)
         before = gl.maximum(before, gl.max(gl.where(is_before, ends, 0), 0))
         scanned += gl.sum(blocks, 0)
 
-    is_request = (item > 0) & (item <= problem.requests)
-    first_q = gl.where(item > 0, _boundary(problem.cu_q, gl.maximum(item - 1, 0), problem.tokens_q), 0)
+    is_request = (item > 0) & (item <= work.requests)
+    first_q = gl.where(item > 0, _boundary(work.cu_q, gl.maximum(item - 1, 0), work.tokens_q), 0)
     end_q = gl.where(
-        item <= problem.requests,
-        _boundary(problem.cu_q, gl.minimum(item, problem.requests), problem.tokens_q),
-        problem.tokens_q,
+        item <= work.requests,
+        _boundary(work.cu_q, gl.minimum(item, work.requests), work.tokens_q),
+        work.tokens_q,
     )
-    request = gl.minimum(gl.maximum(item - 1, 0), gl.maximum(problem.requests - 1, 0))
-    first_k = _boundary(problem.cu_k, request, problem.tokens_k)
-    end_k = _boundary(problem.cu_k, gl.minimum(request + 1, problem.requests), problem.tokens_k)
+    request = gl.minimum(gl.maximum(item - 1, 0), gl.maximum(work.requests - 1, 0))
+    first_k = _boundary(work.cu_k, request, work.tokens_k)
+    end_k = _boundary(work.cu_k, gl.minimum(request + 1, work.requests), work.tokens_k)
     queries = gl.maximum(end_q - first_q, 0)
     keys = gl.where(is_request, gl.maximum(end_k - first_k, 0), 0)
 
     row = ((queries + TILE - 1) // TILE - 1 - (block - before)) * TILE
     rows = gl.minimum(queries - row, TILE)
     position = row + keys - queries
-    seen_from = gl.maximum(position - problem.left, 0)
-    seen_to = gl.minimum(position + rows + problem.right, keys)
-    first = seen_from // KEYS
-    count = gl.where(seen_to > seen_from, (seen_to + KEYS - 1) // KEYS - first, 0)
-    # Some block must be taken for the empty result to be written: one that is masked as a whole.
+    visible_from = gl.maximum(position - work.left, 0)
+    visible_to = gl.minimum(position + rows + work.right, keys)
+    first = visible_from // KEYS
+    count = gl.where(visible_to > visible_from, (visible_to + KEYS - 1) // KEYS - first, 0)
+    # At least one block, fully masked, so that the empty result is written.
     count = gl.maximum(count, 1)
-    last = gl.where(seen_to > seen_from, first + count - 1, 0)
-    return Ticket(count, last, head, first_q + row, rows, position, keys), first_k
+    last = gl.where(visible_to > visible_from, first + count - 1, 0)
+    return DensePrefillTile(count, last, head, first_q + row, rows, position, keys), first_k
 
 
 @gluon.jit
-def take(problem):
-    """The number of the next tile that nobody has."""
-    # Relaxed: nothing else passes between programs, and a fence waits for all that a thread has asked for.
-    return gl.num_programs(0) + gl.atomic_add(problem.taken, 1, sem="relaxed")
+def fetch_next_tile(work):
+    """Fetch the index of the next tile."""
+    # Relaxed: programs exchange nothing else, and a fence would wait for all pending loads of the thread.
+    return gl.num_programs(0) + gl.atomic_add(work.tile_counter, 1, sem="relaxed")

@@ -1,4 +1,4 @@
-"""What the warps of a program share: tiles in shared memory, and the barriers that pass them on."""
+"""Tiles in shared memory, and the barriers that synchronize producer and consumers."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.two_consumers import CHUNK, NUMBER, ROWS, STAGES, mbarriers, read_number
+from flashlatte.kernels.hopper.two_consumers import CHUNK, ROWS, SCALAR_LAYOUT, STAGES, mbarriers, read_scalar
 
 
-class Ticket(NamedTuple):
-    """A tile of the work: queries of one head, and the blocks of keys that they see.
+class DensePrefillTile(NamedTuple):
+    """A work tile: queries of one head, and the range of visible blocks of keys.
 
     Attributes:
-        blocks: of keys, at least 1; 0 means that there is no more work.
-        last: number of the last block; they are taken from the last to the first.
-        head: of the query.
-        token: first query token, of all.
+        blocks: blocks of keys, at least 1; 0 ends the loop.
+        last: index of the last block; blocks are processed in descending order.
+        head: query head.
+        token: index of the first query token.
         rows: query tokens of the tile, 1 to 128.
-        position: of the first query among its request's keys (may be negative).
-        keys: of the request.
+        position: position of the first query among its request's keys (may be negative).
+        keys: keys of the request.
     """
 
     blocks: Any
@@ -32,24 +32,24 @@ class Ticket(NamedTuple):
     keys: Any
 
 
-class Consumer(NamedTuple):
-    """What belongs to one of the two consumers: its queries, the ticket, and the barrier on which both have come.
+class DensePrefillConsumer(NamedTuple):
+    """State of one consumer: its queries, its work tile, and the full barrier of both.
 
-    The leading axis of ``q`` is the chunk of columns. What is left of 72 columns, say, is a tile of its own.
+    The leading axis of ``q`` is the chunk of columns. The rest of, for example, 72 columns is a separate tile.
     """
 
-    q: Any  # ([d_qk / 64, 64, 64]), and maybe [1, 64, rest]
-    ticket: Any  # int32 [7, 1]
+    q: Any  # ([d_qk / 64, 64, 64]), optionally [1, 64, rest]
+    work_tile: Any  # int32 [7, 1]
     full: Any
 
 
-class Shared(NamedTuple):
-    """The rings of blocks, of 2 stages each; ``k`` has a stage's chunks of columns one after the other."""
+class DensePrefillShared(NamedTuple):
+    """The rings of blocks, with 2 stages each; in ``k``, the chunks of a stage are contiguous."""
 
-    first: Consumer
-    second: Consumer
-    k: Any  # ([2 * d_qk / 64, keys, 64]), and maybe [2, keys, rest]
-    v: Any  # ([2, keys, columns]), and maybe [2, keys, rest]
+    first: DensePrefillConsumer
+    second: DensePrefillConsumer
+    k: Any  # ([2 * d_qk / 64, keys, 64]), optionally [2, keys, rest]
+    v: Any  # ([2, keys, columns]), optionally [2, keys, rest]
     k_full: Any  # [2, 1]
     v_full: Any
 
@@ -61,8 +61,8 @@ def accumulator(columns):
 
 
 @gluon.constexpr_function
-def keys_of(d_qk, d_v):
-    """Keys of a block: of wide rows fewer, as an output of 256 columns leaves few registers for scores."""
+def keys_per_block(d_qk, d_v):
+    """Keys per block: fewer for wide rows, because an output of 256 columns leaves few registers for scores."""
     return 128 if d_qk <= 192 and d_v <= 128 else 64
 
 
@@ -74,13 +74,13 @@ def padded(columns):
 
 @gluon.constexpr_function
 def rest_of(d_qk):
-    """Columns of the tile that follows the chunks of q and k; 0 if there is none."""
+    """Columns of the tile after the chunks of q and k; 0 if there is none."""
     rest = padded(d_qk % CHUNK.value) if d_qk % CHUNK.value else 0
     return 0 if rest == CHUNK.value else rest
 
 
 @gluon.constexpr_function
-def chunks_of(d_qk):
+def num_chunks(d_qk):
     return d_qk // CHUNK.value if rest_of(d_qk) else -(-d_qk // CHUNK.value)
 
 
@@ -92,7 +92,7 @@ def first_columns(d_v):
 
 @gluon.constexpr_function
 def second_columns(d_v):
-    """Columns of the second tile of values; 0 if there is one."""
+    """Columns of the second tile of values; 0 if there is only one tile."""
     half = padded(d_v) // 2
     rest = padded(d_v - half)
     return rest if rest < half else 0
@@ -110,8 +110,8 @@ def _tiles(DTYPE: gl.constexpr, COUNT: gl.constexpr, ROW_COUNT: gl.constexpr, CO
 
 @gluon.jit
 def _rows_of_keys(DTYPE: gl.constexpr, COUNT: gl.constexpr, ROW_COUNT: gl.constexpr, D_QK: gl.constexpr):
-    """COUNT tiles of rows of q or k: their chunks, and what is left of a row behind them."""
-    chunks = _tiles(DTYPE, COUNT * chunks_of(D_QK), ROW_COUNT, CHUNK)
+    """COUNT tiles of rows of q or k: their chunks, and a tile for the rest of the row."""
+    chunks = _tiles(DTYPE, COUNT * num_chunks(D_QK), ROW_COUNT, CHUNK)
     if rest_of(D_QK) == 0:
         return (chunks,)
     else:
@@ -129,17 +129,17 @@ def _values(DTYPE: gl.constexpr, KEYS: gl.constexpr, D_V: gl.constexpr):
 
 @gluon.jit
 def _consumer(DTYPE: gl.constexpr, D_QK: gl.constexpr):
-    return Consumer(
+    return DensePrefillConsumer(
         _rows_of_keys(DTYPE, 1, ROWS, D_QK),
-        gl.allocate_shared_memory(gl.int32, [7, 1], NUMBER),
+        gl.allocate_shared_memory(gl.int32, [7, 1], SCALAR_LAYOUT),
         mbarriers(1),
     )
 
 
 @gluon.jit
 def allocate(DTYPE: gl.constexpr, D_QK: gl.constexpr, D_V: gl.constexpr):
-    KEYS: gl.constexpr = keys_of(D_QK, D_V)
-    return Shared(
+    KEYS: gl.constexpr = keys_per_block(D_QK, D_V)
+    return DensePrefillShared(
         _consumer(DTYPE, D_QK),
         _consumer(DTYPE, D_QK),
         _rows_of_keys(DTYPE, STAGES, KEYS, D_QK),
@@ -150,13 +150,13 @@ def allocate(DTYPE: gl.constexpr, D_QK: gl.constexpr, D_V: gl.constexpr):
 
 
 @gluon.jit
-def read_ticket(box):
-    return Ticket(
-        read_number(box, 0),
-        read_number(box, 1),
-        read_number(box, 2),
-        read_number(box, 3),
-        read_number(box, 4),
-        read_number(box, 5),
-        read_number(box, 6),
+def read_work_tile(smem):
+    return DensePrefillTile(
+        read_scalar(smem, 0),
+        read_scalar(smem, 1),
+        read_scalar(smem, 2),
+        read_scalar(smem, 3),
+        read_scalar(smem, 4),
+        read_scalar(smem, 5),
+        read_scalar(smem, 6),
     )

@@ -1,8 +1,8 @@
-"""Half of an output, [64, 256] of four warps as a WGMMA's result, on its way through global memory.
+"""Stores and loads in global memory of half an output: [64, 256] in four warps, a WGMMA result.
 
-In the order of the registers, as partial outputs are: 16 bytes a thread, so that a warp's store is whole lines. Or row
-by row, as results are: the four threads of a row have two columns each of every eight, in 16 bits 4 bytes, which is a
-quarter of what a thread can store at once; here they first exchange, and each then stores 16 bytes.
+Partial outputs are stored in register order: 16 bytes per thread, so that a warp writes whole cache lines. Results are
+stored row by row. There, each of the four threads of a row holds two of every eight columns, which are 4 bytes in
+16-bit types; the threads exchange columns first, so that each stores 16 bytes.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.ptx.registers import in_place
-from flashlatte.kernels.hopper.ptx.threads import one_each
+from flashlatte.kernels.hopper.ptx.registers import in_place_constraints
+from flashlatte.kernels.hopper.ptx.threads import one_per_thread
 
-# Numbers of a thread: of its two rows, eight apart, the same two columns of every eight.
-_NUMBERS = gl.constexpr(128)
+# Elements of a thread: the same two of every eight columns in two rows, eight apart.
+_ELEMENTS = gl.constexpr(128)
 
 
 @gluon.constexpr_function
@@ -24,7 +24,7 @@ def _address_asm(operand):
 
 @gluon.constexpr_function
 def _store_asm():
-    # Operands: 32 registers of nothing, 128 numbers, 128 times the warp's address.
+    # Operands: 32 unused results, 128 elements, 128 times the warp's address.
     code = ["{ .reg .b32 t; .reg .b64 a;", _address_asm(32 + 128)]
     for first in range(0, 128, 4):
         numbers = ", ".join(f"${32 + first + i}" for i in range(4))
@@ -39,23 +39,23 @@ def _store_constraints():
 
 @gluon.jit
 def store_registers(address, tile):
-    """Store a float32 ``tile`` [64, 256] in the order of the registers: 64 KB, of which each warp has every fourth 512
-    bytes, from its ``address`` (int64 [64, 1], the same for all rows of a warp) on."""
+    """Store a float32 ``tile`` [64, 256], 64 KB, in register order: each warp stores every fourth 512 bytes, beginning
+    at its ``address`` (int64 [64, 1], the same for all rows of a warp)."""
     gl.inline_asm_elementwise(
-        _store_asm(), _store_constraints(), [tile, address], gl.int8, is_pure=False, pack=_NUMBERS
+        _store_asm(), _store_constraints(), [tile, address], gl.int8, is_pure=False, pack=_ELEMENTS
     )
 
 
 @gluon.constexpr_function
-def _add_asm(ahead):
-    # Operands: 128 numbers, the same again, 128 times the warp's address, and each number's factor. A thread holds in
-    # turn two numbers of its first row and two of its second. ``ahead`` loads are under way at a time.
-    code = ["{ .reg .b32 t; .reg .b64 a;", f".reg .f32 x<{4 * ahead}>;", _address_asm(256)]
-    for begin in range(0, 32, ahead):
-        for at in range(ahead):
+def _add_asm(in_flight):
+    # Operands: 128 elements, tied to the next 128, 128 times the warp's address, and the factor of each element.
+    # Elements alternate between two of the thread's first row and two of its second. ``in_flight`` loads are in flight.
+    code = ["{ .reg .b32 t; .reg .b64 a;", f".reg .f32 x<{4 * in_flight}>;", _address_asm(256)]
+    for begin in range(0, 32, in_flight):
+        for at in range(in_flight):
             numbers = ", ".join(f"x{4 * at + i}" for i in range(4))
             code.append(f"ld.global.v4.f32 {{{numbers}}}, [a + {(begin + at) * 2048}];")
-        for at in range(4 * ahead):
+        for at in range(4 * in_flight):
             number = 4 * begin + at
             code.append(f"fma.rn.f32 ${number}, x{at}, ${384 + (number & 2)}, ${number};")
     return " ".join([*code, "}"])
@@ -63,21 +63,21 @@ def _add_asm(ahead):
 
 @gluon.constexpr_function
 def _add_constraints():
-    return ",".join([in_place("f", 128)] + ["l"] * 128 + ["f"] * 128)
+    return ",".join([in_place_constraints("f", 128)] + ["l"] * 128 + ["f"] * 128)
 
 
 @gluon.jit
 def add_registers(tile, address, factor):
-    """``tile`` [64, 256] plus ``factor`` [64, 1] · what ``store_registers`` stored at ``address``."""
+    """``tile`` [64, 256] plus ``factor`` [64, 1] times the tile that ``store_registers`` stored at ``address``."""
     return gl.inline_asm_elementwise(
-        _add_asm(16), _add_constraints(), [tile, address, factor], gl.float32, is_pure=False, pack=_NUMBERS
+        _add_asm(16), _add_constraints(), [tile, address, factor], gl.float32, is_pure=False, pack=_ELEMENTS
     )
 
 
 @gluon.jit
-def raise_flag(flag, value):
-    """Write float32 ``value`` at ``flag``, for who sees it after all that this thread has written."""
-    addresses = gl.arange(0, 128, one_each(128)).to(gl.int64) * 0 + flag.to(gl.int64)
+def set_flag(flag, value):
+    """Store float32 ``value`` at ``flag`` with release semantics."""
+    addresses = gl.arange(0, 128, one_per_thread(128)).to(gl.int64) * 0 + flag.to(gl.int64)
     gl.inline_asm_elementwise(
         "st.release.gpu.global.f32 [$1], $2; mov.u32 $0, 0;",
         "=r,l,f",
@@ -89,9 +89,9 @@ def raise_flag(flag, value):
 
 
 @gluon.jit
-def wait_for_flags(flags):
-    """Wait until both of two float32 numbers at ``flags`` are not 0."""
-    addresses = gl.arange(0, 128, one_each(128)).to(gl.int64) * 0 + flags.to(gl.int64)
+def wait_flags(flags):
+    """Wait until both float32 values at ``flags`` are nonzero, with acquire semantics."""
+    addresses = gl.arange(0, 128, one_per_thread(128)).to(gl.int64) * 0 + flags.to(gl.int64)
     gl.inline_asm_elementwise(
         "{ .reg .pred missing; .reg .b32 other; AGAIN: ld.acquire.gpu.global.b32 $0, [$1]; "
         "ld.acquire.gpu.global.b32 other, [$1 + 4]; setp.eq.b32 missing, $0, 0; "
@@ -106,15 +106,16 @@ def wait_for_flags(flags):
 
 @gluon.constexpr_function
 def _store_rows_asm():
-    # Operands: 0 to 31 nothing, then 64 pairs of columns, of both rows in turn, 128 addresses of the number's row, and
-    # 128 flags whether it is in use. Two rounds of exchange transpose 4 pairs of 4 threads: 32 columns.
+    # Operands: 0 to 31 unused, then 64 pairs of columns, alternating between both rows, the row address of each of 128
+    # elements, and 128 flags whether the row is in use. Two rounds of shuffles transpose 4 pairs of 4 threads: 32
+    # columns.
     pairs, rows, flags = 32, 96, 224
     code = [
         "{ .reg .pred odd, high, in_use; .reg .b32 x, y, a, b, c, d; .reg .b64 row;",
         "mov.u32 x, %laneid; and.b32 y, x, 2; setp.ne.u32 high, y, 0; and.b32 y, x, 1; setp.ne.u32 odd, y, 0;",
     ]
     for row in range(2):
-        # The threads of a row store 16 bytes each, side by side.
+        # The threads of a row store 16 contiguous bytes each.
         code += [
             f"mov.u32 x, %laneid; and.b32 x, x, 3; mul.wide.u32 row, x, 16; add.u64 row, row, ${rows + 2 * row};",
             f"setp.ne.b32 in_use, ${flags + 2 * row}, 0;",
@@ -141,7 +142,8 @@ def _store_rows_constraints():
 
 @gluon.jit
 def store_rows(row_pointers, in_use, tile):
-    """Store a bf16 or fp16 ``tile`` [64, 256] at ``row_pointers`` [64], 16-byte aligned, of the rows ``in_use``."""
+    """Store the rows ``in_use`` of a bf16 or fp16 ``tile`` [64, 256] at ``row_pointers`` [64], which are 16-byte
+    aligned."""
     addresses = row_pointers.to(gl.int64)[:, None]
     gl.inline_asm_elementwise(
         _store_rows_asm(),
@@ -149,5 +151,5 @@ def store_rows(row_pointers, in_use, tile):
         [tile, addresses, in_use.to(gl.int32)[:, None]],
         gl.int8,
         is_pure=False,
-        pack=_NUMBERS,
+        pack=_ELEMENTS,
     )

@@ -1,7 +1,8 @@
-"""Ranks among counters and bits in shared memory, by all threads of a program, which come by here together.
+"""Prefix sums over counters and bitmaps in shared memory, by all threads of a CTA together.
 
-They are written with ``shared_words``; what threads have written before is seen, and behind each function all may write
-again. Triton's scan does the same with three times as many instructions, as each thread adds up all warps itself.
+Counters and bitmaps are written with ``shared_words``. Each function begins and ends with a CTA barrier, so it reads
+all earlier writes, and they may be overwritten after it. Triton's scan takes three times as many instructions, because
+each thread adds up all warps.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -20,7 +21,7 @@ from flashlatte.kernels.hopper.ptx import shared_words
 
 @triton.constexpr_function
 def _scan(steps):
-    """PTX that adds to ``upto`` those of all lower lanes."""
+    """PTX for an inclusive scan of ``upto`` over the lanes of a warp."""
     return " ".join(
         f"shfl.sync.up.b32 other|p, upto, {1 << step}, 0, -1; @p add.s32 upto, upto, other;" for step in range(steps)
     )
@@ -28,7 +29,7 @@ def _scan(steps):
 
 @triton.constexpr_function
 def _load(names, address):
-    """PTX that loads neighbouring words."""
+    """PTX that loads adjacent words."""
     if len(names) == 1:
         return f"ld.shared.b32 {names[0]}, [{address}];"
     wide = min(len(names), 4)
@@ -62,14 +63,14 @@ def _bin_asm(bins, warps):
             "redux.sync.add.s32 own, own, -1; shr.u32 warp, warp, 5; mad.lo.s32 address, warp, 4, $5;",
             "setp.eq.s32 p, lane, 0; @p st.shared.b32 [address], own;",
             "bar.sync 0;",
-            # The warp whose bins get there, found by each warp: lanes stand for warps.
+            # Each warp finds the warp whose bins reach the rank: one lane per warp.
             f"mad.lo.s32 address, lane, 4, $5; setp.lt.s32 p, lane, {warps}; mov.b32 own, 0;",
             "@p ld.shared.b32 own, [address]; mov.b32 upto, own;",
             _scan(warps.bit_length() - 1),
             "setp.ge.s32 p, upto, $6; vote.sync.ballot.b32 first, p, -1; brev.b32 first, first; clz.b32 first, first;",
             f"min.s32 first, first, {warps - 1}; sub.s32 upto, upto, own;",
             "shfl.sync.idx.b32 before, upto, first, 31, -1;",
-            # The lane whose bins do, and the bin.
+            # Then the lane whose bins reach it, and the bin.
             f"mad.lo.s32 bin, first, 32, lane; mul.lo.s32 bin, bin, {each};",
             f"mad.lo.s32 address, bin, 4, $4; {_load(names, 'address')} {_sum('own', names)} mov.b32 upto, own;",
             _scan(5),
@@ -85,20 +86,21 @@ def _bin_asm(bins, warps):
 
 
 @triton.jit
-def bin_of_rank(memory, bins, scratch, wanted, BINS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The first of BINS counters, from word ``bins`` on, with which their sum gets to ``wanted``, which it does.
+def find_bin_of_rank(memory, bins, scratch, wanted, BINS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Find the first of BINS counters at word ``bins`` whose inclusive prefix sum is at least ``wanted``; the total
+    must be.
 
-    ``bins`` is a multiple of 4, BINS a power of two of 64 for each warp at least; ``scratch`` has a word for each warp.
+    ``bins`` is a multiple of 4, BINS a power of two and at least 64 per warp; ``scratch`` has one word per warp.
 
-    Returns its number, the sum of those before it, and what it counted.
+    Returns its index, the sum of the counters before it, and its count.
     """
     if INTERPRETED:
-        place = tl.arange(0, BINS)
-        counts = shared_words.load(memory, bins + place, place >= 0, INTERPRETED)
-        upto = tl.cumsum(counts, axis=0)
-        found = tl.sum((upto < wanted).to(tl.int32), axis=0)
-        above = tl.sum(tl.where(place < found, counts, 0), axis=0)
-        return found, above, tl.sum(tl.where(place == found, counts, 0), axis=0)
+        position = tl.arange(0, BINS)
+        counts = shared_words.load(memory, bins + position, position >= 0, INTERPRETED)
+        inclusive = tl.cumsum(counts, axis=0)
+        found = tl.sum((inclusive < wanted).to(tl.int32), axis=0)
+        above = tl.sum(tl.where(position < found, counts, 0), axis=0)
+        return found, above, tl.sum(tl.where(position == found, counts, 0), axis=0)
     else:
         found, above, inside, _ = tl.inline_asm_elementwise(
             _bin_asm(BINS, num_warps()),
@@ -141,21 +143,21 @@ def _ones_asm(words, warps):
 
 
 @triton.jit
-def sum_ones(memory, bitmap, sums, scratch, before, WORDS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Store at word ``sums`` how many bits of a bitmap of WORDS words are set before each two words, plus ``before``.
+def popcount_prefix_sums(memory, bitmap, sums, scratch, before, WORDS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Store at word ``sums`` the number of set bits before each pair of words of a bitmap of WORDS words, plus
+    ``before``.
 
-    ``bitmap`` is a multiple of 4, WORDS a power of two of 64 for each warp at least; ``scratch`` has a word for each
-    warp.
+    ``bitmap`` is a multiple of 4, WORDS a power of two and at least 64 per warp; ``scratch`` has one word per warp.
 
-    Returns ``before`` and all bits that are set.
+    Returns ``before`` plus the number of all set bits.
     """
     if INTERPRETED:
         pair = tl.arange(0, WORDS // 2)
         first, second = shared_words.load_two(memory, bitmap + 2 * pair, pair >= 0, INTERPRETED)
-        ones = shared_words.ones_in(first, INTERPRETED) + shared_words.ones_in(second, INTERPRETED)
-        upto = before + tl.cumsum(ones, axis=0)
-        shared_words.store(memory, sums + pair, upto - ones, pair >= 0, INTERPRETED)
-        return tl.max(upto, axis=0)
+        ones = shared_words.popcount(first, INTERPRETED) + shared_words.popcount(second, INTERPRETED)
+        inclusive = before + tl.cumsum(ones, axis=0)
+        shared_words.store(memory, sums + pair, inclusive - ones, pair >= 0, INTERPRETED)
+        return tl.max(inclusive, axis=0)
     else:
         return tl.inline_asm_elementwise(
             _ones_asm(WORDS, num_warps()),

@@ -1,4 +1,4 @@
-"""The exchange before 16-byte stores, its instructions run here for the 32 threads of a warp."""
+"""The shuffles before 16-byte stores, emulated for the 32 threads of a warp."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 
 pytest.importorskip("triton")
 
-from flashlatte.kernels.hopper.ptx import outputs
+from flashlatte.kernels.hopper.ptx import output_tiles
 
 LANES = range(32)
-# Addresses of rows of the output, and how many bytes of each are stored.
+# Addresses of output rows, and the bytes stored of each.
 ROW = 4096
 STORED = 512
 
 
 def run(assembly: str, operands: list[dict[str, Any]]) -> dict[int, list[Any]]:
-    """What the threads of a warp store at which addresses."""
+    """The stores of a warp, by address."""
     threads = [dict(own) for own in operands]
     memory: dict[int, list[Any]] = {}
     for line in str(assembly).strip("{} ").split(";"):
@@ -56,11 +56,12 @@ def run(assembly: str, operands: list[dict[str, Any]]) -> dict[int, list[Any]]:
 
 
 @pytest.mark.parametrize("unused_rows", [(), (2, 11)])
-def test_every_pair_of_columns_is_stored_where_it_belongs(unused_rows):
+def test_store_rows_writes_every_pair_of_columns(unused_rows):
     operands = []
     for lane in LANES:
         own: dict[str, Any] = {}
-        # Of a WGMMA's result, a thread has two columns of every eight, of a row and of the row eight below in turn.
+        # A thread holds two of every eight columns of a WGMMA result, alternating between a row and the row eight
+        # below.
         for number in range(128):
             row, col = lane // 4 + number // 2 % 2 * 8, number // 4 * 8 + lane % 4 * 2 + number % 2
             own[f"${96 + number}"] = ROW * row
@@ -68,7 +69,7 @@ def test_every_pair_of_columns_is_stored_where_it_belongs(unused_rows):
             if number % 2 == 0:
                 own[f"${32 + number // 2}"] = (row, col)
         operands.append(own)
-    stored = run(str(outputs._store_rows_asm()), operands)
+    stored = run(str(output_tiles._store_rows_asm()), operands)
     assert len(stored) == (16 - len(unused_rows)) * STORED // 16
     for address, pairs in stored.items():
         row, byte = divmod(address, ROW)

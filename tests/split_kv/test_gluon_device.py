@@ -1,4 +1,4 @@
-"""What Gluon kernels work out about ranges: their functions, run in Python with PyTorch's integers."""
+"""``gluon_device``: its functions, run in Python with PyTorch's integers."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from flashlatte.split_kv import device, gluon
+from flashlatte.split_kv import device, gluon_device
 
 BLOCK_N = 16
-# Work items that are looked at together.
+# Work items per step of the scan.
 ITEMS = 32
-# Keys that a request has at most.
+# Maximum keys of a request.
 LIMIT = 2000
 
 
 class Arithmetic:
-    """What the functions use of ``gl`` and ``tl``, in integers that are as wide as a kernel's."""
+    """The subset of ``gl`` and ``tl`` that the functions use, with integers of the kernel's width."""
 
     int32 = torch.int32
     int64 = torch.int64
-    # PyTorch does not divide numbers of its ``uint32``.
+    # PyTorch has no division of ``uint32``.
     uint32 = torch.int64
 
     @staticmethod
@@ -76,14 +76,14 @@ class Arithmetic:
 
 
 class Pointer(torch.Tensor):
-    """Numbers that are pointed to."""
+    """A pointer to a tensor."""
 
     def __add__(self, offsets: Any) -> Any:
         return self.as_subclass(torch.Tensor), torch.as_tensor(offsets)
 
 
 def in_python(module: types.ModuleType, **others: Any) -> Any:
-    """The module's functions for kernels as Python's, with ``others`` for some of its names."""
+    """The module's device functions as Python functions, with the names ``others`` replaced."""
     scope = dict(vars(module))
     for name, value in vars(module).items():
         if hasattr(value, "fn"):
@@ -93,11 +93,11 @@ def in_python(module: types.ModuleType, **others: Any) -> Any:
 
 
 DEVICE = in_python(device, tl=Arithmetic)
-GLUON = in_python(gluon, gl=Arithmetic, device=DEVICE, _ITEMS=ITEMS, _in_each_warp=lambda warps: None)
+GLUON = in_python(gluon_device, gl=Arithmetic, device=DEVICE, _ITEMS=ITEMS, _in_each_warp=lambda warps: None)
 
 
 class Split(NamedTuple):
-    """What a range has of a work item: its blocks begin to end, end exclusive, in whole granules."""
+    """The split of a work item: blocks begin to end (exclusive), in whole granules."""
 
     range: int
     begin: int
@@ -110,12 +110,14 @@ def key_lengths(lengths: list[int]) -> device.KeyLengths:
 
 
 def ranges_and_splits(
-    lengths: list[int], num_ranges: int, overhead: int, granularity: int = 1, of_equals: int | None = None
+    lengths: list[int], num_ranges: int, overhead: int, granularity: int = 1, keep_items_whole: int | None = None
 ) -> tuple[list[Any], list[list[Split]]]:
-    """All ranges; and the splits of each item."""
+    """All ranges, and the splits of each item."""
     items = key_lengths(lengths)
-    equals = of_equals and gluon.equals_of(of_equals, len(lengths), overhead)
-    ranges = [GLUON.find_range(n, num_ranges, items, BLOCK_N, overhead, granularity, equals) for n in range(num_ranges)]
+    uniform = keep_items_whole and gluon_device.uniform_ranges_of(keep_items_whole, len(lengths), overhead)
+    ranges = [
+        GLUON.find_range(n, num_ranges, items, BLOCK_N, overhead, granularity, uniform) for n in range(num_ranges)
+    ]
     splits: list[list[Split]] = [[] for _ in lengths]
     for number, cta_range in enumerate(ranges):
         cost = cta_range.first_cost
@@ -129,14 +131,14 @@ def ranges_and_splits(
 
 
 def blocks_of(length: int, granularity: int = 1) -> int:
-    """A work item's, in whole granules."""
+    """Blocks of a work item, in whole granules."""
     blocks = max(-(-min(max(length, 0), LIMIT) // BLOCK_N), 1)
     return -(-blocks // granularity) * granularity
 
 
 @st.composite
 def lengths_of_items(draw: st.DrawFn) -> list[int]:
-    """Of all kinds; often equal, or so on average alone: then the first one is the average."""
+    """Arbitrary lengths; often uniform, or with a first length that equals the average."""
     kind = draw(st.sampled_from(["any", "equal", "average"]))
     length = st.sampled_from([-5, 0, 1, 16, 17, 100, 500, 1999, 3000])
     if kind == "any":
@@ -149,7 +151,7 @@ def lengths_of_items(draw: st.DrawFn) -> list[int]:
 
 
 def check_splits(lengths: list[int], splits: list[list[Split]], granularity: int = 1) -> None:
-    """Every block is in one range, in order."""
+    """Every block is in exactly one range, in order."""
     for length, of_item in zip(lengths, splits, strict=True):
         first = of_item[0].range
         assert [split.begin for split in of_item] == [0, *(split.end for split in of_item[:-1])]
@@ -173,38 +175,38 @@ def test_ranges_cover_every_block_once_in_order(lengths, num_ranges, overhead, g
 @example([500] * 40, 41, 2, 1)
 @example([500] * 3, 6, 2, 0)
 @example([500] * 3, 9, 2, 1)
-def test_another_number_of_ranges_for_equal_lengths(lengths, num_ranges, overhead, fewer):
-    of_equals = max(num_ranges - fewer, 1)
-    ranges, splits = ranges_and_splits(lengths, num_ranges, overhead, of_equals=of_equals)
+def test_uniform_lengths_use_uniform_ranges(lengths, num_ranges, overhead, fewer):
+    keep_items_whole = max(num_ranges - fewer, 1)
+    ranges, splits = ranges_and_splits(lengths, num_ranges, overhead, keep_items_whole=keep_items_whole)
     check_splits(lengths, splits)
     if len(set(lengths)) == 1:
         blocks = blocks_of(lengths[0])
-        if of_equals % len(lengths) == 0:
+        if keep_items_whole % len(lengths) == 0:
             each = [split.end - split.begin for of_item in splits for split in of_item]
-            assert len(each) == min(of_equals, len(lengths) * blocks)
+            assert len(each) == min(keep_items_whole, len(lengths) * blocks)
             assert max(each) - min(each) <= 1
         else:
             costs = len(lengths) * (blocks + overhead)
             in_use = sum(bool(cta_range.begin < cta_range.end) for cta_range in ranges)
-            assert in_use == min(of_equals, costs)
+            assert in_use == min(keep_items_whole, costs)
             assert all(cta_range.end - cta_range.begin <= -(-costs // in_use) for cta_range in ranges)
 
 
 @given(lengths_of_items(), st.integers(1, 40), st.integers(0, 3))
 @example([1, 17], 9, 1)
-def test_ranges_of_an_item_are_found_from_lengths_alone(lengths, num_ranges, overhead):
-    _, splits = ranges_and_splits(lengths, num_ranges, overhead, of_equals=num_ranges)
+def test_ranges_of_item_agree_with_find_range(lengths, num_ranges, overhead):
+    _, splits = ranges_and_splits(lengths, num_ranges, overhead, keep_items_whole=num_ranges)
     items = key_lengths(lengths)
-    equals = gluon.equals_of(num_ranges, len(lengths), overhead)
+    uniform = gluon_device.uniform_ranges_of(num_ranges, len(lengths), overhead)
     for item, of_item in enumerate(splits):
-        first, count = GLUON.ranges_of_item(torch.tensor(item, dtype=torch.int32), equals, items, BLOCK_N, overhead)
+        first, count = GLUON.ranges_of_item(torch.tensor(item, dtype=torch.int32), uniform, items, BLOCK_N, overhead)
         assert (int(first), int(count)) == (of_item[0].range, len(of_item))
 
 
 @given(st.integers(1, 500), st.integers(1, 2**20), st.data())
-def test_a_cost_is_in_the_range_that_begins_before_it_and_ends_after(ranges, total, data):
+def test_range_containing(ranges, total, data):
     ranges = min(ranges, total)
     cost = data.draw(st.integers(0, total - 1))
-    number = GLUON.range_with(cost, total, ranges)
+    number = GLUON.range_containing(cost, total, ranges)
     assert number * total // ranges <= cost < (number + 1) * total // ranges
     assert 0 <= number < ranges

@@ -1,4 +1,4 @@
-"""A WGMMA's result with neighbouring columns in a thread, for stores of 16 bytes."""
+"""Convert a WGMMA result to a layout with adjacent columns in a thread, for 16-byte stores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def _layout(columns, lane_columns):
-    """That of a product [64, columns] with other column bits in a thread's lane; the others are in registers."""
+    """The layout of a WGMMA result [64, columns] with the column bits ``lane_columns`` in the lane, and the others in
+    registers."""
     bits = [1 << i for i in range(columns.bit_length() - 1) if 1 << i not in lane_columns]
     narrow, wide = [[0, bit] for bit in bits if bit < 32], [[0, bit] for bit in bits if bit >= 32]
     return gl.DistributedLinearLayout(
@@ -21,12 +22,12 @@ def _layout(columns, lane_columns):
 
 
 @gluon.jit
-def neighbours(tile):
-    """``tile`` [64, columns] of two-byte numbers with eight neighbouring columns in a thread, or four of 16: a product
-    has two.
+def to_vector_layout(tile):
+    """``tile`` [64, columns] of two-byte elements with eight adjacent columns in a thread, or four if there are 16
+    columns; a WGMMA result has two.
 
-    Each step exchanges one bit between the four threads of a row, which takes shuffles only. For both at once the
-    compiler would go through shared memory, and there may be none to spare.
+    Each conversion exchanges one bit between the four threads of a row, which needs only shuffles. A single conversion
+    of both bits would go through shared memory, which may be fully used.
     """
     COLUMNS: gl.constexpr = tile.shape[1]
     tile = gl.convert_layout(tile, _layout(COLUMNS, (8, 4)))

@@ -1,7 +1,7 @@
-"""Copies between global and shared memory with hints that Gluon does not pass on, and turns at global memory.
+"""Copies between global and shared memory with cache hints, prefetches into L2, and semaphores in global memory.
 
-Triton 3.6 to 3.8 take no eviction hint for copies between global and shared memory. Text assumes that the symbol
-``global_smem`` is where the CTA's shared memory begins, as in what Triton 3.6 to 3.9 compile.
+Triton 3.6 to 3.8 have no eviction hint for copies between global and shared memory. The code assumes that the symbol
+``global_smem`` is the start of the CTA's shared memory, as in the PTX of Triton 3.6 to 3.9.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.ptx.threads import one_each
+from flashlatte.kernels.hopper.ptx.threads import one_per_thread
 
-# 16 rows of 128 bytes, 16 bytes a thread.
+# 16 rows of 128 bytes, 16 bytes per thread.
 _PIECES = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))
 PIECE_ROWS = gl.constexpr(gl.SliceLayout(1, _PIECES))
 
 
 @gluon.jit
 def prefetch_l2(pointers):
-    """Bring the lines that ``pointers`` lie in into the L2 cache."""
+    """Prefetch the cache lines of ``pointers`` into L2."""
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(gl.int64)], gl.int32, is_pure=False, pack=1
     )
@@ -36,15 +36,16 @@ def _prefetch_boxes_asm(descriptor, first_column, columns):
 
 
 @gluon.jit
-def prefetch_boxes(DESCRIPTOR: gl.constexpr, page, token, head, COLUMNS: gl.constexpr):
-    """Have the copy engine bring COLUMNS numbers of some rows into the L2 cache, in boxes of 64 columns: each of four
-    warps asks for every fourth.
+def prefetch_boxes_l2(DESCRIPTOR: gl.constexpr, page, token, head, COLUMNS: gl.constexpr):
+    """Prefetch COLUMNS elements of a box's rows into L2 by TMA, in boxes of 64 columns: each of four warps issues every
+    fourth box.
 
     Args:
-        DESCRIPTOR: name in PTX of the descriptor of boxes [1, rows, 1, 64] of two-byte numbers, as in ``store_once``.
-        page, token, head: of the first row. Of what lies outside of the tensor nothing is read.
+        DESCRIPTOR: PTX name of the descriptor of boxes [1, rows, 1, 64] of two-byte elements, as in
+            ``store_evict_first``.
+        page, token, head: of the first row. Nothing outside of the tensor is read.
     """
-    warp = gl.arange(0, 128, one_each(128)) // 32
+    warp = gl.arange(0, 128, one_per_thread(128)) // 32
     zero = gl.zeros_like(warp)
     for first in gl.static_range(0, COLUMNS, 256):
         gl.inline_asm_elementwise(
@@ -65,13 +66,13 @@ def _evict_first():
 
 
 @gluon.constexpr_function
-def _load_once_asm(columns):
+def _load_evict_first_asm(columns):
     copies = " ".join(
         f"cp.async.cg.shared.global.L2::cache_hint [target + {8192 * line}], [$3 + {128 * line}], 16, $4, $5;"
         for line in range(columns // 64)
     )
-    # The lane's exchange with itself keeps ptxas from adding a uniform register to the address. It may choose to, and
-    # encodes that wrongly for copies with a hint: the instruction would be illegal.
+    # The shuffle of a lane with itself prevents a uniform register in the address, which ptxas encodes wrongly for
+    # copies with a hint: the instruction would be illegal.
     return (
         "{ .reg .b32 target; mov.u32 target, global_smem; add.u32 target, target, $1; add.u32 target, target, $2; "
         "shfl.sync.bfly.b32 target, target, 0, 31, -1; " + copies + " mov.u32 $0, 0; }"
@@ -79,25 +80,25 @@ def _load_once_asm(columns):
 
 
 @gluon.jit
-def load_once(pointers, inside, row, offset, COLUMNS: gl.constexpr):
-    """Start copies of 16 rows of COLUMNS two-byte numbers into a tile [64, COLUMNS], swizzled by 128 bytes; they leave
-    the L2 first.
+def load_evict_first(pointers, inside, row, offset, COLUMNS: gl.constexpr):
+    """Start copies (cp.async) of 16 rows of COLUMNS two-byte elements into a tile [64, COLUMNS] with a 128-byte
+    swizzle, with L2 priority evict_first.
 
     Args:
-        pointers: to the rows [16], in ``PIECE_ROWS``; multiples of 16 bytes.
-        inside: which rows there are [16]; zeros are copied for the others.
-        row: which rows of the tile they are [16].
+        pointers: pointers to the rows [16], in layout ``PIECE_ROWS``; multiples of 16 bytes.
+        inside: which rows exist [16]; the others are filled with zeros.
+        row: their row numbers in the tile [16].
         offset: of the tile, in bytes from the start of shared memory.
     """
     row = row[:, None]
     piece = gl.arange(0, 8, gl.SliceLayout(0, _PIECES))[None, :]
-    place = row * 128 + (piece ^ (row & 7)) * 16
-    bytes_ = gl.zeros_like(place) + gl.where(inside, 16, 0)[:, None]
-    policy = gl.zeros_like(place).to(gl.int64) + _evict_first()
+    offset_in_tile = row * 128 + (piece ^ (row & 7)) * 16
+    copied_bytes = gl.zeros_like(offset_in_tile) + gl.where(inside, 16, 0)[:, None]
+    policy = gl.zeros_like(offset_in_tile).to(gl.int64) + _evict_first()
     gl.inline_asm_elementwise(
-        _load_once_asm(COLUMNS),
+        _load_evict_first_asm(COLUMNS),
         "=r,r,r,l,r,l",
-        [place, gl.zeros_like(place) + offset, pointers[:, None] + piece * 8, bytes_, policy],
+        [offset_in_tile, gl.zeros_like(offset_in_tile) + offset, pointers[:, None] + piece * 8, copied_bytes, policy],
         gl.int32,
         is_pure=False,
         pack=1,
@@ -105,7 +106,7 @@ def load_once(pointers, inside, row, offset, COLUMNS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _store_once_asm(descriptor, first_column):
+def _store_evict_first_asm(descriptor, first_column):
     return (
         "{ .reg .pred one; .reg .b64 descriptor; .reg .b32 source, column; elect.sync _|one, -1; "
         f"mov.b64 descriptor, {descriptor}; cvta.param.u64 descriptor, descriptor; "
@@ -118,21 +119,21 @@ def _store_once_asm(descriptor, first_column):
 
 
 @gluon.jit
-def store_once(DESCRIPTOR: gl.constexpr, offset, row, plane, FIRST_COLUMN: gl.constexpr):
-    """Have the copy engine store a tile [64, 256], a box of 64 columns for each of four warps; it leaves the L2 first.
+def store_evict_first(DESCRIPTOR: gl.constexpr, offset, row, plane, FIRST_COLUMN: gl.constexpr):
+    """Store a tile [64, 256] by TMA, one box of 64 columns per warp, with L2 priority evict_first.
 
-    The tile may be written again when ``tma.store_wait(0)`` returns. Rows beyond the descriptor's last are not stored.
+    The tile may be overwritten after ``tma.store_wait(0)``. Rows outside of the descriptor's bounds are not stored.
 
     Args:
-        DESCRIPTOR: name in PTX of the kernel's argument that is the descriptor of boxes [1, 64, 64]. Argument n of a
-            kernel k is ``k_param_n`` in what Triton 3.6 to 3.9 compile; under another name the assembler fails.
+        DESCRIPTOR: PTX name of the kernel parameter with the descriptor of boxes [1, 64, 64]. Triton 3.6 to 3.9 name
+            parameter n of a kernel k ``k_param_n``; with another name, ptxas fails.
         offset: of the tile, in bytes from the start of shared memory.
         row, plane: of the box.
     """
-    thread = gl.arange(0, 128, one_each(128))
+    thread = gl.arange(0, 128, one_per_thread(128))
     zero = gl.zeros_like(thread)
     gl.inline_asm_elementwise(
-        _store_once_asm(DESCRIPTOR, FIRST_COLUMN),
+        _store_evict_first_asm(DESCRIPTOR, FIRST_COLUMN),
         "=r,r,r,r,r,l",
         [zero + offset, zero + row, zero + plane, thread // 32, zero.to(gl.int64) + _evict_first()],
         gl.int32,
@@ -142,20 +143,20 @@ def store_once(DESCRIPTOR: gl.constexpr, offset, row, plane, FIRST_COLUMN: gl.co
 
 
 @gluon.jit
-def stores_read():
-    """Wait until the copy engine has read all that this thread has asked it to store or to add."""
+def wait_stores_read():
+    """Wait until the bulk stores and reductions of this thread have read their source."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group.read 0; mov.u32 $0, $1;",
         "=r,r",
-        [gl.arange(0, 128, one_each(128))],
+        [gl.arange(0, 128, one_per_thread(128))],
         gl.int32,
         is_pure=False,
         pack=1,
     )
 
 
-# Labels in braces are local to them. The copy engine's additions are ordered with other accesses by proxy fences.
-_TAKE_TURN = gl.constexpr("""
+# Labels in braces are local. Proxy fences order TMA reductions with other accesses.
+_SEMAPHORE_WAIT = gl.constexpr("""
 {
     .reg .pred early;
     .reg .b32 turn;
@@ -167,7 +168,7 @@ AGAIN:
     mov.u32 $0, turn;
 }
 """)
-_PASS_TURN = gl.constexpr("""
+_SEMAPHORE_RELEASE = gl.constexpr("""
 {
     .reg .pred first;
     setp.eq.s32 first, $2, 0;
@@ -181,16 +182,16 @@ _PASS_TURN = gl.constexpr("""
 
 
 @gluon.jit
-def take_turn(address, turn):
-    """Wait until the int32 at ``address`` (int64, of each of 128 threads) is ``turn``."""
-    gl.inline_asm_elementwise(_TAKE_TURN, "=r,l,r", [address, turn], gl.int32, is_pure=False, pack=1)
+def semaphore_wait(address, value):
+    """Wait until the int32 at ``address`` (int64, for each of 128 threads) equals ``value``."""
+    gl.inline_asm_elementwise(_SEMAPHORE_WAIT, "=r,l,r", [address, value], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def pass_turn(address):
-    """Add 1 to the int32 at ``address``, once all that the copy engine was asked to add is there."""
-    thread = gl.arange(0, 128, one_each(128))
-    gl.inline_asm_elementwise(_PASS_TURN, "=r,l,r", [address, thread], gl.int32, is_pure=False, pack=1)
+def semaphore_release(address):
+    """Add 1 to the int32 at ``address`` after the bulk reductions of the thread have completed."""
+    thread = gl.arange(0, 128, one_per_thread(128))
+    gl.inline_asm_elementwise(_SEMAPHORE_RELEASE, "=r,l,r", [address, thread], gl.int32, is_pure=False, pack=1)
 
 
 _FIRST_WORD = gl.constexpr(
@@ -202,6 +203,6 @@ _FIRST_WORD = gl.constexpr(
 
 
 @gluon.jit
-def shared_words(offsets):
-    """The words of shared memory at ``offsets`` bytes from its start, 0 beyond its end."""
+def load_shared_words(offsets):
+    """Load the words at byte ``offsets`` of shared memory; 0 beyond its end."""
     return gl.inline_asm_elementwise(_FIRST_WORD, "=r,r", [offsets], gl.int32, is_pure=False, pack=1)

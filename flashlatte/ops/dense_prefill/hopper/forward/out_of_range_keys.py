@@ -1,4 +1,4 @@
-"""Values of a block that are not the request's."""
+"""Zeroing of values that do not belong to the request."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def _zero(tile, first):
 def zero_values(tiles, stage, first):
     """Zero the values [keys, d_v] of a stage from row ``first`` on.
 
-    They belong to another request or to none, and may be NaN, which P of zero would not hide. Both consumers do
-    so, each before its own product: what they write is the same.
+    They belong to another request or to none and may be NaN, and 0 · NaN is NaN. Both consumers call this, each before
+    its own product; both write the same values.
     """
     tile = tiles[0].index(stage)
     COLUMNS: gl.constexpr = tile.shape[1]

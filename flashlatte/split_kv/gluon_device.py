@@ -1,9 +1,9 @@
-"""``device.find_range`` for Gluon kernels, in 32-bit sums, and for blocks that a CTA takes several at a time; and the
-partial outputs of absorbed MLA.
+"""``device.find_range`` for Gluon kernels, with 32-bit sums and a granularity of several blocks; and the partial
+outputs of absorbed MLA.
 
-The cut is that of ``device``; only what scans vectors of lengths is written again, since Gluon wants a layout where
-Triton infers one. All costs together must fit 32 bits (``plan.MAX_COST``), which are half as long to sum.
-GRANULARITY is how many blocks a CTA takes at a time: a work item's blocks are rounded up to it.
+The partition is that of ``device``. Only the scans over lengths are repeated here, because Gluon requires layouts that
+Triton infers. The total cost must fit 32 bits (``plan.MAX_COST``), whose sums take half the time. GRANULARITY: number
+of blocks that a CTA processes at a time; the blocks of a work item are rounded up to it.
 """
 
 # Triton's calls are not Python's.
@@ -18,36 +18,36 @@ from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper.mla_tiles import LATENT, ROWS
 from flashlatte.split_kv import device
-from flashlatte.split_kv.plan import Partial
+from flashlatte.split_kv.plan import PartialShape
 
-# What a CTA leaves that has not all of a work item, and how many numbers that are.
-MLA_PARTIAL = Partial(ROWS.value, LATENT.value)
-PARTIAL = gl.constexpr(MLA_PARTIAL.numbers)
+# The shape of a partial output, and its number of elements.
+MLA_PARTIAL = PartialShape(ROWS.value, LATENT.value)
+PARTIAL = gl.constexpr(MLA_PARTIAL.elements)
 
-# Work items that are looked at together.
+# Work items per step of the scan.
 _ITEMS = gl.constexpr(128)
 
 
-class Equals(NamedTuple):
-    """How ranges are cut where all work items are equally long.
+class UniformRanges(NamedTuple):
+    """The partition into ranges if all work items have the same length.
 
     Attributes:
-        ranges_of_equals: so many get work.
-        free_of_equals: what of the overhead starting on a work item does not cost: all where each has as many of these
-            ranges, so that they divide evenly, else nothing.
+        uniform_ranges: number of ranges with work.
+        uniform_free: the part of the overhead that does not count as cost: all of it if the ranges divide evenly among
+            the work items, otherwise 0.
     """
 
-    ranges_of_equals: Any
-    free_of_equals: Any
+    uniform_ranges: Any
+    uniform_free: Any
 
 
-def equals_of(ranges: int, items: int, overhead: int) -> Equals:
-    return Equals(ranges, overhead if ranges % items == 0 else 0)
+def uniform_ranges_of(ranges: int, items: int, overhead: int) -> UniformRanges:
+    return UniformRanges(ranges, overhead if ranges % items == 0 else 0)
 
 
 @gluon.constexpr_function
 def _in_each_warp(WARPS):
-    """_ITEMS for each warp, which then waits for no other."""
+    """_ITEMS replicated in each warp, so that no reduction crosses warps."""
     return gl.BlockedLayout([_ITEMS.value // 32], [32], [WARPS], [0])
 
 
@@ -69,32 +69,32 @@ def _item_costs(items, key_lengths, BLOCK_N: gl.constexpr, overhead, GRANULARITY
 
 @gluon.jit
 def _cost_of_first(items, costs):
-    """What work item 0 costs; 0 where it is not among ``items``."""
+    """The cost of work item 0; 0 if it is not among ``items``."""
     return gl.sum(gl.where(items == 0, costs, 0), 0)
 
 
 @gluon.jit
-def _are_equal(cost_of_first, total, key_lengths):
-    """Whether all work items, which cost ``total``, cost as much as the first one, or so on average: that is enough, as
-    any ranges and any overhead are right."""
+def _are_uniform(cost_of_first, total, key_lengths):
+    """Whether the average cost of the work items, with the sum ``total``, equals that of the first one. That is
+    sufficient, because any ranges and any overhead give correct results."""
     return cost_of_first * key_lengths.num_items == total
 
 
 @gluon.jit
-def _ranges_in_use(num_ranges, total, LEAST: gl.constexpr):
-    """As many as there are, and no more than leaves each LEAST."""
-    return gl.minimum(num_ranges, gl.maximum(total // LEAST, 1))
+def _ranges_in_use(num_ranges, total, MIN_COST: gl.constexpr):
+    """The number of ranges with work: all, but no more than leave each a cost of MIN_COST."""
+    return gl.minimum(num_ranges, gl.maximum(total // MIN_COST, 1))
 
 
 @gluon.jit
 def _quotient(a, b):
-    """⌊a / b⌋ of non-negative numbers of 32 bits: as signed ones they would take twice as many instructions."""
+    """⌊a / b⌋ of non-negative 32-bit integers: a signed division takes twice as many instructions."""
     return (gl.to_tensor(a).to(gl.uint32) // gl.to_tensor(b).to(gl.uint32)).to(gl.int32)
 
 
 @gluon.jit
 def _cut(total, number, ranges, GRANULARITY: gl.constexpr):
-    """⌊number · total / ranges⌋ in whole granules, for number ≤ ranges, where the product may be too large."""
+    """⌊number · total / ranges⌋ in whole granules, for number ≤ ranges, without overflow of the product."""
     granules = _quotient(total, GRANULARITY)
     whole = _quotient(granules, ranges)
     return (number * whole + _quotient(number * (granules - whole * ranges), ranges)) * GRANULARITY
@@ -108,27 +108,27 @@ def find_range(
     BLOCK_N: gl.constexpr,
     OVERHEAD: gl.constexpr,
     GRANULARITY: gl.constexpr = 1,
-    equals=None,
+    uniform=None,
 ):
-    """The ``device.Range`` that is number ``number`` of ``num_ranges``, found by every warp for itself.
+    """``device.Range`` number ``number`` of ``num_ranges``, computed by every warp separately.
 
-    Ranges without work are the first ones. Given ``equals`` (``Equals``), a range may be spent on starting alone.
+    The first ranges are those without work. With ``uniform`` (``UniformRanges``), a range may consist of overhead only.
     """
-    gl.static_assert(OVERHEAD % GRANULARITY == 0, "starting on a work item costs whole granules")
+    gl.static_assert(OVERHEAD % GRANULARITY == 0, "OVERHEAD must be a multiple of GRANULARITY")
     items = gl.arange(0, _ITEMS, _in_each_warp(gl.num_warps()))
     costs = _item_costs(items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY)
     total = gl.sum(costs, 0)
     cost_of_first = _cost_of_first(items, costs)
     for start in range(_ITEMS, key_lengths.num_items, _ITEMS):
         total += gl.sum(_item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY), 0)
-    if equals is None:
+    if uniform is None:
         free = gl.to_tensor(0)
         in_use = _ranges_in_use(num_ranges, total, OVERHEAD + GRANULARITY)
     else:
-        are_equal = _are_equal(cost_of_first, total, key_lengths)
-        free = gl.where(are_equal, equals.free_of_equals, 0)
+        are_uniform = _are_uniform(cost_of_first, total, key_lengths)
+        free = gl.where(are_uniform, uniform.uniform_free, 0)
         total -= free * key_lengths.num_items
-        in_use = _ranges_in_use(gl.where(are_equal, equals.ranges_of_equals, num_ranges), total, GRANULARITY)
+        in_use = _ranges_in_use(gl.where(are_uniform, uniform.uniform_ranges, num_ranges), total, GRANULARITY)
     first_in_use = num_ranges - in_use
     begin = _cut(total, gl.maximum(number - first_in_use, 0), in_use, GRANULARITY)
     end = _cut(total, gl.maximum(number + 1 - first_in_use, 0), in_use, GRANULARITY)
@@ -142,18 +142,18 @@ def find_range(
         first += before
         stop += begun
         first_cost += cost_before
-    # Costs as they are where starting is not free.
+    # Convert back to costs that include the overhead.
     begin += free * (first + gl.where(begin > first_cost - free * first, 1, 0))
     end += free * stop
     return device.Range(begin, end, first, stop, first_cost)
 
 
 @gluon.jit
-def ranges_of_item(item, equals, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr):
-    """The first of ``find_range``'s ranges that has blocks of a work item, and how many consecutive ranges have.
+def ranges_of_item(item, uniform, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr):
+    """The first range of ``find_range`` with blocks of a work item, and the number of its consecutive ranges.
 
-    Of ranges that are as many as ``equals`` has, and without granularity; found by every warp for itself. All costs
-    together, times one more than there are ranges, must fit 32 bits: a division of 64 takes as long as all of the rest.
+    For ``uniform.uniform_ranges`` ranges and granularity 1, computed by every warp separately. The total cost times
+    (number of ranges + 1) must fit 32 bits: a 64-bit division takes as long as everything else.
     """
     items = gl.arange(0, _ITEMS, _in_each_warp(gl.num_warps()))
     total = gl.to_tensor(0)
@@ -164,19 +164,19 @@ def ranges_of_item(item, equals, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: g
         total += gl.sum(costs, 0)
         before += gl.sum(gl.where(start + items < item, costs, 0), 0)
         cost_of_first += _cost_of_first(start + items, costs)
-    free = gl.where(_are_equal(cost_of_first, total, key_lengths), equals.free_of_equals, 0)
+    free = gl.where(_are_uniform(cost_of_first, total, key_lengths), uniform.uniform_free, 0)
     total -= free * key_lengths.num_items
-    num_ranges = equals.ranges_of_equals
+    num_ranges = uniform.uniform_ranges
     in_use = _ranges_in_use(num_ranges, total, 1)
     begin = before - free * item + OVERHEAD - free
-    first = range_with(begin, total, in_use)
-    last = range_with(begin + device.item_blocks(item, key_lengths, BLOCK_N) - 1, total, in_use)
+    first = range_containing(begin, total, in_use)
+    last = range_containing(begin + device.item_blocks(item, key_lengths, BLOCK_N) - 1, total, in_use)
     return num_ranges - in_use + first, last - first + 1
 
 
 @gluon.jit
-def range_with(cost, total, ranges):
-    """The range that has ``cost``: the last one that begins no later.
+def range_containing(cost, total, ranges):
+    """The range that contains ``cost``: the last one that begins at or before it.
 
     Range r begins at ⌊r · total / ranges⌋, which is at most ``cost`` where r < (cost + 1) · ranges / total.
     """
@@ -185,9 +185,11 @@ def range_with(cost, total, ranges):
 
 @gluon.jit
 def _count(items, scanned, costs, free, key_lengths, begin, end):
-    """Of the work items, how many end before ``begin``, how many begin before ``end``, and what the former cost.
+    """The number of work items that end before ``begin``, the number that begin before ``end``, and the cost of the
+    former.
 
-    For ``begin`` and ``end`` each costs ``free`` less: taken off after the scan, which then need not wait to know it.
+    Relative to ``begin`` and ``end`` each work item costs ``free`` less; it is subtracted after the scan, so that the
+    scan does not depend on it.
     """
     item_end = scanned + gl.associative_scan(costs, 0, _add) - free * items
     is_before = (items < key_lengths.num_items) & (item_end - free <= begin)
@@ -198,8 +200,8 @@ def _count(items, scanned, costs, free, key_lengths, begin, end):
 
 @gluon.jit
 def write_partial(partial, row, in_use, values, lse2, FIRST_COL: gl.constexpr):
-    """Write normalised ``values`` [rows, columns] of ``row`` [rows] from FIRST_COL on as a partial output, as
-    ``combine.write_partial`` does; the columns from 0 bring the base-2 ``lse2`` [rows] along."""
+    """Write normalized ``values`` [rows, columns] of ``row`` [rows] at columns from FIRST_COL as a partial output, as
+    ``combine.write_partial`` does; with FIRST_COL 0, also write the base-2 ``lse2`` [rows]."""
     col = FIRST_COL + gl.arange(0, values.shape[1], gl.SliceLayout(0, values.type.layout))
     gl.store(partial + (row * LATENT)[:, None] + col[None, :], values, mask=in_use[:, None])
     if FIRST_COL == 0:

@@ -1,9 +1,10 @@
-"""float32 numbers in three bytes each, in global memory: rounded to 16 significant bits, whatever their exponent.
+"""Storage of float32 values in three bytes in global memory: rounded to 16 significant bits, with the full exponent
+range.
 
-Four numbers are three words: of each word the upper three bytes are a number, and the lowest byte is one of the
-fourth's. Rounding is to nearest, ties away from zero; numbers that round beyond the largest become infinite. Zeros keep
-their sign, and infinities and NaN stay what they are: arithmetic on a GPU makes only one NaN, 0x7FFFFFFF, which is kept
-from growing beyond its sign.
+Four values are packed into three words: the upper three bytes of each word are one value, and the lowest bytes together
+are the fourth. Rounding is to nearest, ties away from zero; values that overflow become infinite. The sign of zero,
+infinities and NaN are preserved: GPU arithmetic generates a single NaN, 0x7FFFFFFF, whose rounding is clamped so that
+it does not reach the sign bit.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.ptx.registers import in_place
+from flashlatte.kernels.hopper.ptx.registers import in_place_constraints
 
-# Bytes from the first four of eight numbers' words, 16 bytes for each of 128 threads, to their last two words.
+# Offset in bytes from the first four words of eight values (16 bytes for each of 128 threads) to their last two words.
 FIRST_BYTES = 2048
 
 
 @gluon.constexpr_function
 def _store_asm():
-    # Operands: 0 to 7 the numbers, also 8 to 15, then eight times each the two addresses and whether they are written.
+    # Operands: 0 to 7 the values, tied to 8 to 15, then eight times each the two addresses and the mask.
     rounded = " ".join(
         f"min.s32 n{i}, ${8 + i}, 0x7fffff7f; add.s32 n{i}, n{i}, 0x80;"  # the NaN plus half a unit would be -0
         for i in range(8)
@@ -37,17 +38,17 @@ def _store_asm():
 
 @gluon.constexpr_function
 def _store_constraints():
-    return ",".join([in_place("r", 8)] + ["l"] * 16 + ["r"] * 8)
+    return ",".join([in_place_constraints("r", 8)] + ["l"] * 16 + ["r"] * 8)
 
 
 @gluon.jit
 def store(tile, first, second, in_use):
-    """Store a thread's eight numbers after another: four words at ``first``, two at ``second`` + FIRST_BYTES.
+    """Store groups of eight values of a thread: four words at ``first``, two at ``second`` + FIRST_BYTES.
 
     Args:
         tile: float32.
-        first, second: int64 addresses of the tile's shape, those of each number's eight.
-        in_use: int32 of the tile's shape, 0 where nothing is written.
+        first, second: int64 addresses of the tile's shape, the same for all values of a group.
+        in_use: int32 mask of the tile's shape; 0 stores nothing.
     """
     words = tile.to(gl.int32, bitcast=True)
     gl.inline_asm_elementwise(
@@ -57,7 +58,7 @@ def store(tile, first, second, in_use):
 
 @gluon.constexpr_function
 def _load_asm():
-    # Operands: 0 to 7 the numbers, then eight times each the two addresses and whether there are any.
+    # Operands: 0 to 7 the values, then eight times each the two addresses and the mask.
     code = "{ .reg .pred p; .reg .b32 w<8>; setp.ne.b32 p, $24, 0; " + " ".join(f"mov.b32 w{i}, 0;" for i in range(6))
     code += f" @p ld.global.v4.b32 {{w0, w1, w2, w3}}, [$8]; @p ld.global.v2.b32 {{w4, w5}}, [$16+{FIRST_BYTES}]; "
     for four in range(2):
@@ -74,7 +75,7 @@ def _load_constraints():
 
 @gluon.jit
 def load(first, second, exists):
-    """What ``store`` stored at these addresses; 0 where ``exists`` is 0."""
+    """Load values stored by ``store``; 0 where ``exists`` is 0."""
     words = gl.inline_asm_elementwise(
         _load_asm(), _load_constraints(), [first, second, exists], gl.int32, is_pure=False, pack=8
     )
@@ -89,13 +90,13 @@ _LOAD_TWO = gl.constexpr(
 
 @gluon.jit
 def load_two(addresses, exists):
-    """Two float32 vectors, of neighbours at ``addresses``; -inf and 0 where ``exists`` is 0."""
+    """Load pairs of adjacent float32 at ``addresses`` as two vectors; -inf and 0 where ``exists`` is 0."""
     return gl.inline_asm_elementwise(
         _LOAD_TWO, "=&f,=&f,l,r", [addresses, exists], (gl.float32, gl.float32), is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def computed_before(address):
-    """The same int64; what it follows from is worked out before this, and what follows from it is after."""
+def materialize_int64(address):
+    """The same int64, computed at this point of the program and opaque to the compiler."""
     return gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [address], gl.int64, is_pure=False, pack=1)

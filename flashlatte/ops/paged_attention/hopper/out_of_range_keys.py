@@ -1,4 +1,4 @@
-"""Keys of a block that are not the request's, or in no page: what comes of their scores and values."""
+"""Masking of scores and zeroing of values for keys outside of the request or in pages that are not in the cache."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from flashlatte.runtime.gluon_compat import cta_barrier
 
 
 @gluon.jit
-def hide_absent(scores, absent):
-    """Scores [64, 128] of a block, -inf where a key's page is not in the cache, as ``absent`` has it."""
+def mask_absent_pages(scores, absent):
+    """Scores [64, 128] of a block, with -inf for keys whose page is not in the cache. ``absent``: one bit per 8
+    keys."""
     if absent != 0:
         scores = mask_eights(scores, gl.full([ROWS, KEYS], 0, gl.int32, SCORES) + absent)
     return scores
@@ -24,8 +25,8 @@ def hide_absent(scores, absent):
 def zero_values(tile, first, stop):
     """Zero the values [v_chunks * 128, 64] of a block outside of keys ``first`` to ``stop`` - 1.
 
-    They belong to another request or to none, and may be NaN, which P of zero would not hide. Both consumers do
-    so, each before its own product: what they write is the same.
+    They belong to another request or to none and may be NaN, and 0 · NaN is NaN. Both consumers call this, each before
+    its own product; both write the same values.
     """
     row = gl.arange(0, KEYS, gl.SliceLayout(1, COPY))
     for chunk in gl.static_range(tile.shape[0] // KEYS):
