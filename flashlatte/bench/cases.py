@@ -1,4 +1,4 @@
-"""The benchmark's cases, and what FlashMLA was recorded at for each.
+"""The benchmark's cases, and FlashMLA's recorded times.
 
 FlashMLA's figures were taken on one H100 80GB SXM with PyTorch 2.11 and CUDA 13.0 at commit 9241ae3, on the data that
 ``workloads`` draws. They were measured as here, by do_bench (median, L2 flushed between calls), except the "cool"
@@ -50,8 +50,9 @@ from flashlatte.bench.problems import (
     TurboQuantStore,
     UnpackSeq,
 )
+from flashlatte.bench.problems.indexer import ROW_VALUES
 
-# What FlashMLA was recorded on, as ``environment.gpu_slug`` names it.
+# The GPU of FlashMLA's times, as ``environment.gpu_slug`` names it.
 RECORDED_GPU = "h100"
 # The 8192³ bf16 matmul (780 to 800) and the device-to-device copy in the runs that FlashMLA was recorded in.
 RECORDED_MATMUL_TFLOPS = 790.0
@@ -65,7 +66,7 @@ class Recorded:
 
     Attributes:
         microseconds, tflops, gbps: of whole calls by do_bench, or in a CUDA graph for the "graph" cases. The rates are
-            as FlashMLA counts; beside ours stand those that our count of its work gives (``results``).
+            as FlashMLA counts; ``results`` compares with our count of its work.
         cool_microseconds, cool_tflops: by FlashMLA's own scripts.
     """
 
@@ -89,7 +90,7 @@ class Case:
 
     Attributes:
         method: "device", the time of a call on the device with the L2 flushed before it; "graph", a tenth of ten
-            calls in one CUDA graph; "host", what a call costs the host without waiting for the device.
+            calls in one CUDA graph; "host", host time of a call, without waiting for the device.
     """
 
     problem: Problem
@@ -217,7 +218,7 @@ SPARSE_DECODE = (
         extra_page_size=2,
         extra_varlen=True,
     ),
-    # DeepSeek-V4-Flash as it is served: a query token a request, whose lists are full, or of lengths of their own.
+    # DeepSeek-V4-Flash in decoding: one query token per request, with full lists or lists of varying length.
     *(
         Case(
             SparseDecode("model1", 64, 1, 64, 128, 16384, 256, extra_topk=512, extra_tokens=16384, extra_varlen=varlen)
@@ -247,7 +248,7 @@ SPARSE_PREFILL = (
 )
 
 _HEADS_AND_TOKENS = ((128, 8192), (16, 32768))
-# What cuDNN was recorded at for these stands in docs/notes/portable.md: FlashMLA has no such kernel for this GPU.
+# FlashMLA has no such kernel for this GPU; docs/notes/portable.md has cuDNN's times.
 _DENSE_PREFILL = (
     *((head_dim, 2, 128, 4096, True) for head_dim in (192, 128)),
     *((192, 64, h_q, 512, True) for h_q in (128, 16)),
@@ -269,7 +270,7 @@ KV_CACHE = (
     *(Case(ReshapeAndCache(65536, dtype)) for dtype in ("bf16", "e4m3")),
 )
 
-# What DeepGEMM and others' top-k kernels were recorded at stands in docs/notes/indexer.md: FlashMLA has none of these.
+# FlashMLA has none of these; docs/notes/indexer.md has times of DeepGEMM and others' top-k kernels.
 INDEXER = (
     *(Case(IndexLogits(*shape)) for shape in ((2048, 8192, 64), (4096, 32768, 64), (4096, 131072, 64))),
     *(Case(IndexLogits(*shape)) for shape in ((2048, 8192, 32), (4096, 32768, 32))),
@@ -277,7 +278,8 @@ INDEXER = (
     Case(PagedIndexLogits(64, 32768, next_n=2)),
     *(Case(TopK(rows, width)) for rows in (1, 64, 4096) for width in (32768, 131072)),
     Case(TopK(4096, 32768, 512)),
-    Case(IndexSelect(IndexLogits(4096, 32768, 64))),
+    *(Case(TopK(rows, 32768, values=values)) for rows in (64, 4096) for values in ROW_VALUES[1:]),
+    *(Case(IndexSelect(IndexLogits(4096, 32768, 64), workspace_mib=mib)) for mib in (512, 64)),
     Case(PagedIndexSelect(PagedIndexLogits(64, 32768)), "graph"),
     Case(IndexQuantize(65536)),
     Case(IndexGather(4, 16384)),
@@ -296,9 +298,9 @@ TURBOQUANT = (
 
 # Decode, prefill, and a batch of both.
 PAGED_ATTENTION = (
-    *(Case(PagedAttention(128, 0, 4096, dtype)) for dtype in ("bf16", "e4m3")),
-    Case(PagedAttention(0, 8192, 8192)),
-    Case(PagedAttention(64, 2048, 8192)),
+    *(Case(PagedAttention(128, 0, 4096, dtype)) for dtype in ("bf16", "e4m3", "e5m2", "int8")),
+    *(Case(PagedAttention(0, 8192, 8192, page_size=page_size)) for page_size in (64, 16)),
+    *(Case(PagedAttention(*shape, 8192, page_size=size)) for shape in ((64, 2048), (64, 0)) for size in (64, 16)),
 )
 
 # A decode step and a prefill.
@@ -312,7 +314,8 @@ LAYER = (
 DEEPSEEK_V4 = (
     *(Case(Compress("model1", ratio, tokens=8192), "graph") for ratio in (4, 128)),
     *(Case(Compress("model1", ratio, requests=128), "graph") for ratio in (4, 128)),
-    Case(Compress("index_fp8", 4, tokens=8192), "graph"),
+    *(Case(Compress(name, 4, tokens=8192), "graph") for name in ("index_fp8", "index_mxfp4")),
+    Case(Compress("model1", 4, tokens=8192, dtype="bfloat16"), "graph"),
     *(Case(problem(8192), "graph") for problem in (QKVNorm, RotateAndCache, InverseRopeQuantize, IndexWorkspace)),
     *(Case(problem(tokens), "graph") for problem in (MhcPre, MhcPost) for tokens in (64, 8192)),
 )

@@ -1,4 +1,4 @@
-"""The command behind ``flashlatte bench``: which cases, where results go."""
+"""The command behind ``flashlatte bench``: selection of cases, and files of results."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ import torch
 
 from flashlatte.bench import EXTRA_HINT, runner, timing
 from flashlatte.bench.cases import CASES, Case
-from flashlatte.bench.environment import checkout_root, describe, gpu_slug
+from flashlatte.bench.environment import describe, gpu_slug, in_checkout
 from flashlatte.bench.results import Result, append_text, json_line
 from flashlatte.runtime import dispatch
 
 RESULTS_FOLDER = Path("benchmarks") / "results"
 PICTURE_FOLDER = Path("docs")
-
-
-class Refused(Exception):
-    """A request that cannot be met; the message says why and what can be asked for."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,14 +45,14 @@ def selected(operations: Sequence[str] | None, names: Sequence[str] | None) -> l
     known_operations = list(dict.fromkeys(case.operation for case in CASES))
     for operation in operations or ():
         if operation not in known_operations:
-            raise Refused(f"no operation named {operation!r} has cases; there are {', '.join(known_operations)}")
+            raise ValueError(f"no operation named {operation!r} has cases; there are {', '.join(known_operations)}")
     cases = [case for case in CASES if not operations or case.operation in operations]
     for pattern in names or ():
         if not any(fnmatch.fnmatchcase(case.name, pattern) for case in cases):
             near = _names_near(pattern, [case.name for case in cases])
             hint = f"; near it: {', '.join(near)}" if near else ""
             within = f" of {', '.join(operations)}" if operations else ""
-            raise Refused(f"no case{within} named {pattern!r}{hint}; --list shows all")
+            raise ValueError(f"no case{within} named {pattern!r}{hint}; --list shows all")
     return [case for case in cases if not names or any(fnmatch.fnmatchcase(case.name, name) for name in names)]
 
 
@@ -102,26 +98,23 @@ def _result_files(args: argparse.Namespace, device: torch.device) -> dict[Path, 
         files[Path(args.json)] = False
     if args.record:
         if device.type != "cuda":
-            raise Refused("--record keeps results of a GPU, and this machine has none that PyTorch sees")
-        files[_in_checkout(RESULTS_FOLDER) / f"{gpu_slug(torch.cuda.get_device_name(device))}.jsonl"] = True
+            raise ValueError("--record keeps results of a GPU, and this machine has none that PyTorch sees")
+        files[in_checkout(RESULTS_FOLDER) / f"{gpu_slug(torch.cuda.get_device_name(device))}.jsonl"] = True
     for path in files:
         try:
             append_text(path, "")
         except OSError as error:
-            raise Refused(f"results cannot be written to {path}: {error.strerror}") from error
+            raise ValueError(f"results cannot be written to {path}: {error.strerror}") from error
     return files
 
 
 def _plot() -> int:
     from flashlatte.bench import plot
 
-    paths = sorted(_in_checkout(RESULTS_FOLDER).glob("*.jsonl"))
-    try:
-        pictures = plot.draw(paths, _in_checkout(PICTURE_FOLDER))
-    except ValueError as error:
-        raise Refused(str(error)) from error
+    paths = sorted(in_checkout(RESULTS_FOLDER).glob("*.jsonl"))
+    pictures = plot.draw(paths, in_checkout(PICTURE_FOLDER))
     if not pictures:
-        raise Refused(f"no results in {RESULTS_FOLDER}/*.jsonl; flashlatte bench --record on a GPU writes them")
+        raise ValueError(f"no results in {RESULTS_FOLDER}/*.jsonl; flashlatte bench --record on a GPU writes them")
     for picture in pictures:
         print(picture)
     return 0
@@ -140,17 +133,10 @@ def _print_cases(cases: Sequence[Case]) -> None:
 def _check_backends(backends: Sequence[str] | None) -> None:
     for backend in backends or ():
         if backend not in dispatch.BACKENDS:
-            raise Refused(f"no backend named {backend!r}; there are {', '.join(dispatch.BACKENDS)}")
+            raise ValueError(f"no backend named {backend!r}; there are {', '.join(dispatch.BACKENDS)}")
 
 
 def _need(*packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise Refused(f"this needs the extra 'bench' (missing: {', '.join(missing)}): {EXTRA_HINT}")
-
-
-def _in_checkout(folder: Path) -> Path:
-    root = checkout_root()
-    if root is None:
-        raise Refused(f"{folder} is a folder of the source checkout, and this FlashLatte is installed elsewhere")
-    return root / folder
+        raise ValueError(f"this needs the extra 'bench' (missing: {', '.join(missing)}): {EXTRA_HINT}")

@@ -1,4 +1,4 @@
-"""What a result depends on beside the code: the device, the versions, the commit."""
+"""The conditions of a result: the device, the versions, the commit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def describe(device: torch.device) -> Environment:
 
 
 def commit() -> str:
-    """What FLASHLATTE_COMMIT says, or the checkout's commit, with "-dirty" if the package differs from it."""
+    """FLASHLATTE_COMMIT, or the checkout's commit, with "-dirty" if the package differs from it."""
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
     checkout = checkout_root()
@@ -57,6 +57,14 @@ def checkout_root() -> Path | None:
     """The folder of the source checkout that this package runs from, or None if it is installed."""
     root = PACKAGE.parent
     return root if (root / "pyproject.toml").exists() else None
+
+
+def in_checkout(path: Path) -> Path:
+    """Raises ValueError if this package is installed outside of a source checkout."""
+    root = checkout_root()
+    if root is None:
+        raise ValueError(f"{path} is in the source checkout, and this FlashLatte is installed elsewhere")
+    return root / path
 
 
 def gpu_slug(device_name: str) -> str:

@@ -1,4 +1,4 @@
-"""One picture an operation: how near each case comes to what the chip gives, and to FlashMLA."""
+"""One picture per operation: each case's share of the matmul or copy, and its speed relative to FlashMLA's."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _row(line: dict) -> dict:
         "series": f"{line['backend']}, {gpu_slug(line['device']).upper()}",
         CHIP: share,
         FLASHMLA: speed,
-        # The same work in FlashMLA's time, beside the same matmul and copy.
+        # The same work in FlashMLA's time, relative to the same matmul and copy.
         FLASHMLA_CHIP: share / speed if share and speed else None,
     }
 
@@ -64,7 +64,7 @@ def figure(operation: str, rows: pd.DataFrame) -> Figure:
 
     _bars(axes[0], rows, cases, CHIP)
     axes[0].set_xlabel("share of the run's matmul or copy, the larger one")
-    # Each implementation was timed in a run of its own; the mark belongs beside the bar of the fastest.
+    # Each implementation was timed in its own run; the mark is relative to the fastest one's.
     fastest = rows.sort_values(FLASHMLA, ascending=False).drop_duplicates("case").set_index("case")
     markers = fastest[FLASHMLA_CHIP].reindex(cases).to_numpy(dtype=float)
     if compared:

@@ -79,7 +79,7 @@ def _table(results: Sequence[Result]) -> Table:
 
 
 def _table_without_gpu(results: Sequence[Result]) -> Table:
-    table = _headed("scaled-down case", "stands for", "backend", "time")
+    table = _headed("scaled-down case", "scaled down from", "backend", "time")
     for result in results:
         table.add_row(result.problem.name, result.case.name, result.backend, _outcome(result))
     return table
@@ -88,7 +88,7 @@ def _table_without_gpu(results: Sequence[Result]) -> Table:
 def _headed(*columns: str) -> Table:
     table = Table(title_justify="left")
     for column in columns:
-        as_text = column in ("case", "backend", "scaled-down case", "stands for")
+        as_text = column in ("case", "backend", "scaled-down case", "scaled down from")
         table.add_column(column, justify="left" if as_text else "right", overflow="fold")
     return table
 

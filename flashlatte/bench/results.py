@@ -1,4 +1,4 @@
-"""A benchmark result, and the JSON lines that results are kept in."""
+"""A benchmark result, and the JSON lines that hold results."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from flashlatte.bench.timing import Ceilings
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a case on a backend.
+    """The outcome of a case on a backend.
 
     Attributes:
-        problem: what was run: the case's, scaled down on a machine without a GPU.
-        ceilings: what the chip gave in this run; None on a machine without a GPU.
+        problem: the case's, scaled down on a machine without a GPU.
+        ceilings: the chip's rates in this run; None on a machine without a GPU.
         status: "ok"; "wrong" (differs from the reference, so it has no time); "refused" by the backend; "failed".
-        message: what is wrong, or why it was refused or failed.
+        message: the difference, or the reason of a refusal or failure.
         microseconds: of one call, as ``case.method`` says; only if the status is "ok".
         flops, bytes_moved: of one call.
         gpu: its name; None on a machine without one.
@@ -129,13 +129,19 @@ def append_text(path: Path, text: str) -> None:
         file.write(text)
 
 
+def append_line(path: Path | None, line: dict[str, Any]) -> None:
+    """Append one JSON line to ``path``; nothing if that is None."""
+    if path is not None:
+        append_text(path, json.dumps(line, ensure_ascii=False) + "\n")
+
+
 def read_newest(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """The newest right line of each (case, backend, device), in the order of their first appearance.
 
-    Lines of other benchmarks, which may lie beside them, have no ``problem``.
+    Lines of other benchmarks, which may be in the same folder, have no ``problem``.
     """
     newest: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for line in _lines(paths):
+    for line in read_lines(paths):
         if "problem" not in line:
             continue
         key = (line["case"], line["backend"], line["device"])
@@ -144,7 +150,7 @@ def read_newest(paths: Iterable[Path]) -> list[dict[str, Any]]:
     return list(newest.values())
 
 
-def _lines(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
+def read_lines(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
     for path in paths:
         for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
             if not text.strip():

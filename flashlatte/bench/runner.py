@@ -32,7 +32,7 @@ def run(
     Args:
         backends: None for all that serve the case, the reference only where there is no GPU.
         ceilings: of this run; None on a machine without a GPU, where the cases are scaled down.
-        report: called with each result as soon as it is there.
+        report: called with each result as soon as it is available.
     """
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     results: list[Result] = []
@@ -50,7 +50,7 @@ def run(
                 if workload is None:
                     workload, drawn = prepare(problem, device), problem
                 outcome = _outcome(case, backend, workload)
-            except Exception as error:  # one broken case must not take the others with it
+            except Exception as error:  # a failing case must not end the run
                 outcome = {"status": "failed", "message": _first_line(error)}
             if outcome["status"] == "refused" and backends is None:
                 continue
@@ -84,7 +84,7 @@ def _outcome(case: Case, backend: str, workload: Workload) -> dict[str, Any]:
 def timer(
     method: str, call: Callable[[], Results], check: Callable[[Results], None], device: torch.device
 ) -> Callable[[], float]:
-    """What times ``call`` as a case's ``method`` says, in µs; on the CPU a call is a call.
+    """A function that times ``call`` as a case's ``method`` says, in µs; on a CPU it times single calls.
 
     Raises:
         WrongResult: if ``check`` finds a CUDA graph's results wrong.

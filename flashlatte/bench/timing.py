@@ -1,4 +1,4 @@
-"""Times of calls, and what the chip gives a matmul and a copy at the same time."""
+"""Times of calls, and the rates of a matmul and a copy in the same run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COPY_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the chip gave in this run.
+    """The chip's rates in this run.
 
     Attributes:
         matmul_tflops: an 8192³ bf16 matmul of random numbers.
@@ -39,7 +39,7 @@ def device_microseconds(call: Call) -> float:
     from triton import testing
 
     was_collecting = gc.isenabled()
-    # In the few calls by which do_bench settles how many it times, it would leave a handful, which wait for the host.
+    # A collection during do_bench's few calibration calls would make it time only a handful of calls.
     gc.disable()
     try:
         return testing.do_bench(call, return_mode="median") * 1e3  # pyright: ignore[reportOperatorIssue]
@@ -49,7 +49,7 @@ def device_microseconds(call: Call) -> float:
 
 
 def capture(call: Callable[[], T], calls: int = CALLS_IN_GRAPH) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A CUDA graph of so many calls, and what the last of them returned, which a replay overwrites."""
+    """A CUDA graph of ``calls`` calls, and the last one's results, which a replay overwrites."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flashlatte import bench
-from flashlatte.bench import cases, command, results
+from flashlatte.bench import cases, command, environment, results
 from flashlatte.bench.problems import (
     DenseDecode,
     SparseDecode,
@@ -200,7 +200,7 @@ def test_plot_without_results(
 ) -> None:
     pytest.importorskip("pandas")
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(command, "checkout_root", lambda: tmp_path)
+    monkeypatch.setattr(environment, "checkout_root", lambda: tmp_path)
     assert run("--plot") == 2
     assert "no results in benchmarks/results/*.jsonl" in capsys.readouterr().err
     file = tmp_path / "benchmarks" / "results" / "h100.jsonl"

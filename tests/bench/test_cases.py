@@ -1,4 +1,4 @@
-"""Every kernel has a case of the bench list and random problems for ``shared_gpu.py``."""
+"""Every kernel has a case of the bench list and random problems for ``flashlatte bench shared-gpu``."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -15,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+from flashlatte import bench
 from flashlatte.bench.problems import CacheCopy, IndexLogits, IndexSelect, MhcPre, PagedIndexLogits, TopK
 from flashlatte.bench.problems.parse import parse
 from flashlatte.bench.shared import calls, command, processes, random_problems, worker
-from flashlatte.bench.shared.options import Options
+from flashlatte.bench.shared.options import SharedGpuOptions
 from flashlatte.bench.workloads import WrongResult, prepare
 
 CPU = torch.device("cpu")
@@ -98,7 +100,9 @@ def test_streams_and_graphs_are_compared_too(problem: Any, monkeypatch: pytest.M
     assert (found.calls, found.faults) == (1 + calls.REPLAYS * calls.CALLS_IN_GRAPH, [])
 
 
-def run_worker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: Options) -> list[Any]:
+def run_worker(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: SharedGpuOptions
+) -> list[Any]:
     monkeypatch.setattr(worker.sys, "stdin", io.StringIO("begin\n"))
     worker.Worker(options, 0, CPU).run()
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -107,7 +111,7 @@ def run_worker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 def test_a_process_goes_on_after_an_error_and_ends_after_one_of_cuda(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = Options(processes=1, seconds=1.0, each=0.0, cases=("r1-w32768-top2048",), backend="reference")
+    options = SharedGpuOptions(processes=1, seconds=1.0, each=0.0, cases=("r1-w32768-top2048",), backend="reference")
     messages = iter(["one", "CUDA error: misaligned address"])
 
     def fails(*_: Any) -> None:
@@ -133,7 +137,7 @@ def test_a_case_that_finds_no_memory_is_no_fault(
         raise RuntimeError(message)
 
     monkeypatch.setattr(worker, "Caller", fails)
-    options = Options(processes=1, seconds=0.2, cases=("r1-w32768-top2048",), backend="reference")
+    options = SharedGpuOptions(processes=1, seconds=0.2, cases=("r1-w32768-top2048",), backend="reference")
     lines = [line for line in run_worker(monkeypatch, capsys, options) if "faults" in line]
     assert {(line["no_memory"], *line["faults"]) for line in lines} == {(True,)}
     assert command.summaries([{"process": 0, **lines[0]}], options)[0]["without_memory"] == 1
@@ -158,7 +162,7 @@ def test_a_process_that_dies_or_hangs_is_told_with_its_case(
     monkeypatch.setattr(processes, "command_of", lambda *_: [sys.executable, "-c", DIES + end])
     monkeypatch.setattr(processes, "SECONDS_MORE", 1.0)
     reported: list[Any] = []
-    lines = processes.run(Options(processes=1, seconds=0.5), reported.append)
+    lines = processes.run(SharedGpuOptions(processes=1, seconds=0.5), reported.append)
     assert lines == reported
     (line,) = lines
     assert (line["process"], line["op"], line["case"]) == (0, "topk", "c")
@@ -171,7 +175,7 @@ def test_the_command_reports_a_line_for_each_process_and_operation(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     file = tmp_path / "lines.jsonl"
     arguments = ["--processes", "1", "--seconds", "0.5", "--each", "0", "--random", "--operation", "merge_states"]
-    assert command.main([*arguments, "--record", str(file)]) == 0
+    assert bench.run_named("shared-gpu", [*arguments, "--record", str(file)]) == 0
     (line,) = map(json.loads, file.read_text(encoding="utf-8").splitlines())
     assert (line["op"], line["case"], line["faults"], line["processes"]) == ("merge_states", "random", [], 1)
     assert line["calls"] > 0
@@ -181,45 +185,51 @@ def test_the_command_reports_a_line_for_each_process_and_operation(
 def test_faults_make_the_command_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     line = {"process": 1, "op": "topk", "case": "c", "problem": "p", "calls": 5, "faults": ["a burst: other bits"]}
 
-    def run(_: Options, report: Any) -> list[Any]:
+    def run(_: SharedGpuOptions, report: Any) -> list[Any]:
         report(line)
         return [line | {"process": 0, "faults": []}, line]
 
     monkeypatch.setattr(processes, "run", run)
-    assert command.main([]) == 1
+    assert bench.run_named("shared-gpu", []) == 1
     output = capsys.readouterr().out
     assert "process 1, p: a burst: other bits" in output
     assert "process 0: topk c (), 1 times, 5 calls: right and the same" in output
     assert "1 of 6 processes failed; 10 calls" in output
     monkeypatch.setattr(processes, "run", lambda *_: [])
-    assert command.main([]) == 1
+    assert bench.run_named("shared-gpu", []) == 1
 
 
 def test_names_that_do_not_exist_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--case", "none"], ["--random", "--operation", "none"], ["--random", "--case", "x"]):
         with pytest.raises(SystemExit):
-            command.main(arguments)
+            bench.run_named("shared-gpu", arguments)
     assert "no operation or case named 'none'" in capsys.readouterr().err
+
+
+def parsed(*arguments: str) -> SharedGpuOptions:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.options_of(parser.parse_args(arguments))
 
 
 def test_a_problem_is_called_as_a_fault_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     problem = IndexSelect(IndexLogits(15, 30000, 64, ranges=True), k=512)
     assert parse(repr(problem)) == problem
-    options, _ = command.parsed(["--problem", repr(problem), "--processes", "1"])
+    options = parsed("--problem", repr(problem), "--processes", "1")
     assert next(options.problems(0)) == problem
     for text in ("IndexLogits(", "os.system('x')", "Problem(1)", "3", "TopK(rows=1)"):
         with pytest.raises(SystemExit):
-            command.parsed(["--problem", text])
+            bench.run_named("shared-gpu", ["--problem", text])
         assert "problem must be like TopK(rows=1, width=32768)" in capsys.readouterr().err
 
 
 def test_each_process_begins_elsewhere_and_draws_its_own() -> None:
-    options = Options(processes=2, random=True, operations=("topk",))
+    options = SharedGpuOptions(processes=2, random=True, operations=("topk",))
     one, other = (options.problems(process) for process in range(2))
     assert [next(one) for _ in range(5)] != [next(other) for _ in range(5)]
     again = options.problems(0)
     assert next(again) == next(options.problems(0))
-    listed = Options(processes=2, cases=("r1-w32768-top2048", "r64-w32768-top2048"))
+    listed = SharedGpuOptions(processes=2, cases=("r1-w32768-top2048", "r64-w32768-top2048"))
     assert next(listed.problems(0)) != next(listed.problems(1))
     assert listed.compiled_first(0) + listed.compiled_first(1) == [next(listed.problems(0)), next(listed.problems(1))]
 

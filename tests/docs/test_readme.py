@@ -24,7 +24,7 @@ def test_what_a_link_names_is_in_the_repository(link):
     assert (ROOT / path).exists()
 
 
-CASES = [json.loads(line) for line in (ROOT / "benchmarks" / "flashmla_in_turns.jsonl").read_text().splitlines()]
+CASES = [json.loads(line) for line in (ROOT / "benchmarks/results/flashmla_in_turns.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/guide/benchmarks.md", "docs/guide/flashmla.md"])

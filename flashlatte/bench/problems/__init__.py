@@ -1,4 +1,4 @@
-"""What a benchmark case computes: the shapes, as values that compare and print."""
+"""The problems of benchmark cases: their shapes, as values that compare and print."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from flashlatte.bench.problems.small import SMALL_BATCH, SMALL_HEADS, SMALL_KEYS
 
 @dataclass(frozen=True)
 class DenseDecode:
-    """Attributes: ``keys`` of every request, or their mean if ``varlen``, or of the longest if ``uneven`` names what
-    the others have; ``dtype`` "bf16" or "fp16", also of the cache unless ``cache_format`` is "fp8".
+    """Attributes: ``keys`` of every request, or their mean if ``varlen``, or of the longest if ``uneven`` names
+    those of the others; ``dtype`` "bf16" or "fp16", also of the cache unless ``cache_format`` is "fp8".
     """
 
     batch: int
@@ -47,8 +47,8 @@ class DenseDecode:
 
 @dataclass(frozen=True)
 class SparseDecode:
-    """Attributes: ``tokens`` of every request in the cache, of which each query selects ``topk``; ``extra_*`` the
-    same for the second cache (none if ``extra_topk`` is 0), of whose selection only some counts if ``extra_varlen``.
+    """Attributes: ``tokens`` of every request in the cache; each query selects ``topk`` of them; ``extra_*`` the
+    same for the second cache (none if ``extra_topk`` is 0), with a valid length for each selection if ``extra_varlen``.
     """
 
     cache_format: str
@@ -153,7 +153,7 @@ class DensePrefillBackward(DensePrefill):
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """Grouped queries, causal, heads of 128 numbers: ``batch`` requests of a query each and one of ``queries`` queries
+    """Grouped queries, causal, heads of dimension 128: ``batch`` requests of one query and one of ``queries`` queries
     (none if 0), all of ``keys`` keys.
 
     Attributes: ``dtype`` of the cache: "bf16", "e4m3", "e5m2" or "int8".

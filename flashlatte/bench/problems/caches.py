@@ -70,7 +70,7 @@ class CacheCopy(Scaled):
 
 @dataclass(frozen=True)
 class ReshapeAndCache(Scaled):
-    """bf16 keys and values of 128 numbers into random slots of pages of ``dtype`` ("bf16", "e4m3" or "int8"); with a
+    """bf16 keys and values of 128 elements into random slots of pages of ``dtype`` ("bf16", "e4m3" or "int8"); with a
     scale for each token and head if it is quantised.
     """
 

@@ -1,4 +1,4 @@
-"""Keys of the indexer into their cache and out of it, and the slots of what was selected."""
+"""Writes and reads of the indexer's key cache, and slots of the selected keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashlatte.bench.problems.small import Scaled
 
 @dataclass(frozen=True)
 class IndexQuantize(Scaled):
-    """bf16 keys of 128 numbers into random slots of a cache of twice as many."""
+    """bf16 keys of 128 elements into random slots of a cache with twice as many."""
 
     tokens: int
     cache_format: str = "index_fp8"

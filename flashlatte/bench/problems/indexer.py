@@ -7,6 +7,8 @@ from typing import ClassVar
 
 from flashlatte.bench.problems.small import SMALL_BATCH, SMALL_HEADS, SMALL_KEYS, SMALL_QUERIES, SMALL_TOPK
 
+ROW_VALUES = ("normal", "equal", "mostly-zero", "concentrated", "sorted", "subnormal", "few-distinct")
+
 
 @dataclass(frozen=True)
 class IndexLogits:
@@ -73,7 +75,7 @@ class PagedIndexLogits:
 
 @dataclass(frozen=True)
 class IndexSelect:
-    """The ``k`` keys with the largest of these logits, of which ``workspace_mib`` MiB exist at once."""
+    """The ``k`` keys with the largest of these logits, with a workspace of ``workspace_mib`` MiB for logits."""
 
     logits: IndexLogits
     k: int = 2048
@@ -107,19 +109,29 @@ class PagedIndexSelect:
 
 @dataclass(frozen=True)
 class TopK:
-    """The ``k`` largest of normal random numbers, for ``rows`` rows of ``width``."""
+    """The ``k`` largest values of each of ``rows`` rows of ``width``.
+
+    Attributes: ``values`` of a row, one of ``ROW_VALUES``; all but normal random numbers are hard to select from.
+    """
 
     rows: int
     width: int
     k: int = 2048
+    values: str = "normal"
     operation: ClassVar[str] = "topk"
 
     @property
     def name(self) -> str:
-        return f"r{self.rows}-w{self.width}-top{self.k}"
+        values = "" if self.values == "normal" else f"-{self.values}"
+        return f"r{self.rows}-w{self.width}-top{self.k}{values}"
 
     def scaled_down(self) -> TopK:
-        return TopK(min(self.rows, SMALL_BATCH), min(self.width, SMALL_KEYS), min(self.k, SMALL_TOPK))
+        return replace(
+            self,
+            rows=min(self.rows, SMALL_BATCH),
+            width=min(self.width, SMALL_KEYS),
+            k=min(self.k, SMALL_TOPK),
+        )
 
 
 def _options(problem: IndexLogits | PagedIndexLogits, lengths: str) -> list[str]:

@@ -10,7 +10,7 @@ from flashlatte.bench.problems.small import Scaled
 
 @dataclass(frozen=True)
 class LatentRows(Scaled):
-    """Latents of 512 + 64 numbers and queries' latents of ``rank``, normalised, rotated, and written to a cache."""
+    """Latents of 512 + 64 elements and queries' latents of ``rank``, normalised, rotated, and written to a cache."""
 
     tokens: int
     rank: int = 1536
@@ -61,7 +61,7 @@ class ConcatMlaQ(Scaled):
 
 @dataclass(frozen=True)
 class MergeStates(Scaled):
-    """``parts`` results of attention over different keys, heads of 128 numbers."""
+    """``parts`` results of attention over different keys, heads of dimension 128."""
 
     tokens: int
     parts: int = 2
@@ -75,7 +75,7 @@ class MergeStates(Scaled):
 
 @dataclass(frozen=True)
 class PackSeq(Scaled):
-    """``batch`` requests of up to ``tokens`` tokens, heads of 576 numbers, into rows of equal length."""
+    """``batch`` requests of up to ``tokens`` tokens, heads of dimension 576, into rows of equal length."""
 
     batch: int
     tokens: int

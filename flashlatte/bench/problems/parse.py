@@ -9,7 +9,7 @@ from flashlatte.bench.problems import Problem
 
 
 def parse(text: str) -> Problem:
-    """The problem of which ``text`` is the repr: "TopK(rows=1, width=32768)", with or without names.
+    """The problem whose repr is ``text``: "TopK(rows=1, width=32768)", with or without names.
 
     Raises:
         ValueError: no such kind of problem, or something other than literals and problems in it.

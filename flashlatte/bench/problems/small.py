@@ -22,7 +22,7 @@ P = TypeVar("P", bound="Scaled")
 
 
 class Scaled:
-    """A problem of which the sizes named in ``LARGEST`` are cut down."""
+    """A problem whose sizes named in ``LARGEST`` are reduced."""
 
     def scaled_down(self: P) -> P:
         problem: Any = self

@@ -10,7 +10,7 @@ from flashlatte.bench.problems.small import SMALL_BATCH, SMALL_KEYS
 
 @dataclass(frozen=True)
 class TurboQuantDecode:
-    """One query token of each of ``batch`` requests of ``keys`` tokens, heads of 128 numbers."""
+    """One query token of each of ``batch`` requests of ``keys`` tokens, heads of dimension 128."""
 
     cache_format: str
     batch: int
@@ -30,7 +30,7 @@ class TurboQuantDecode:
 
 @dataclass(frozen=True)
 class TurboQuantStore:
-    """Keys and values of ``tokens`` tokens, heads of 128 numbers, into pages."""
+    """Keys and values of ``tokens`` tokens, heads of dimension 128, into pages."""
 
     cache_format: str
     tokens: int

@@ -1,4 +1,4 @@
-"""What a layer of DeepSeek-V4 does beside attention and its products."""
+"""Operations of a DeepSeek-V4 layer other than attention and matrix products."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from flashlatte.bench.problems.small import Scaled
 @dataclass(frozen=True)
 class Compress(Scaled):
     """The compressor over a prefill of ``tokens`` tokens of one request, or over one token of each of ``requests``
-    requests if there are some, in states and rows that lie in pages.
+    requests if there are some, with states and rows in pages.
 
-    Attributes: ``dtype``, "float32" or "bfloat16", of what is compressed.
+    Attributes: ``dtype``, "float32" or "bfloat16", of the input.
     """
 
     cache_format: str
@@ -107,7 +107,7 @@ class IndexWorkspace(Scaled):
 
 @dataclass(frozen=True)
 class MhcPre(Scaled):
-    """Four streams of ``hidden`` numbers a token."""
+    """Four streams of ``hidden`` elements per token."""
 
     tokens: int
     hidden: int = 4096

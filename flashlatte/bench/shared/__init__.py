@@ -1,5 +1,4 @@
-"""Several processes on one GPU call kernels in loops: each call must give the first one's bits, and the reference's
-values.
+"""Several processes on one GPU call kernels in loops; each result must be bitwise that of the first call, and right.
 
-The GPU switches between processes, so a kernel is stopped and goes on at any place, and its CTAs drift apart.
+The GPU switches between processes, so a kernel may be preempted anywhere, and its CTAs progress unevenly.
 """

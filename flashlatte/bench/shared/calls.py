@@ -1,4 +1,4 @@
-"""Calls of a workload in several ways, each result compared with the first call's bits."""
+"""Calls of a workload in several ways; each result is compared bitwise with the first call's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashlatte.bench.workloads.base import Results
 # How calls follow each other.
 WAYS = ("burst", "streams", "graph")
 CALLS_IN_BURST, CALLS_IN_GRAPH, REPLAYS = 12, 2, 6
-# A first call that is wrong is made again, at most so often. Of results with other bits so many are checked too.
+# Attempts at a first call that is right; results per workload that differ and are also checked.
 FIRST_CALLS, CHECKED = 3, 3
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -24,13 +24,13 @@ class Caller:
     """Calls one workload again and again.
 
     Args:
-        workload: what is called. Its first call, made here, is compared with the reference.
+        workload: its first call, made here, is compared with the reference.
         backend: the one that serves it.
         streams: for calls at the same time; none on a CPU.
 
     Attributes:
-        calls: how many there were.
-        faults: what was wrong with each result that differed, and in which way it was called.
+        calls: their number.
+        faults: a message for each result that differed, with the way of the call.
     """
 
     def __init__(self, workload: Workload, backend: str, streams: list[torch.cuda.Stream]) -> None:
@@ -41,17 +41,17 @@ class Caller:
         self._expected = self._first_bits()
 
     def until(self, stop: float, ways: tuple[str, ...]) -> None:
-        """Call in these of ``WAYS``, in turns, until the clock says ``stop``, each at least once."""
+        """Call in these of ``WAYS``, alternately, until ``time.time()`` reaches ``stop``, each at least once."""
         known = {"burst": self.in_a_row}
         if self.workload.overlaps and self.streams:
             known["streams"] = self.overlapped
         if self.workload.captures and self.workload.call.device.type == "cuda":
             known["graph"] = self.replayed
         rounds = [known[way] for way in ways if way in known]
-        turn = 0
-        while rounds and (turn < len(rounds) or time.time() < stop):
-            rounds[turn % len(rounds)]()
-            turn += 1
+        number = 0
+        while rounds and (number < len(rounds) or time.time() < stop):
+            rounds[number % len(rounds)]()
+            number += 1
 
     def in_a_row(self) -> None:
         """One call after another; the last is compared."""
@@ -89,7 +89,7 @@ class Caller:
         def replay() -> Results:
             for result in results.values():
                 result.fill_(torch.nan if result.is_floating_point() else torch.iinfo(result.dtype).max)
-            # Also resets what a call writes in place.
+            # Also resets tensors that a call writes in place.
             poison = self.workload.poisoned_outputs()
             for name, output in outputs.items():
                 output.copy_(poison[name])
@@ -100,7 +100,7 @@ class Caller:
         return replay
 
     def _poisoned_call(self) -> Results:
-        """Into outputs of which all that the call does not write is alike."""
+        """Into outputs with the same contents before each call."""
         self.calls += 1
         return self.workload.run(self.backend, self.workload.poisoned_outputs())
 
@@ -115,7 +115,7 @@ class Caller:
         return expected
 
     def _bits(self, results: Results) -> Results:
-        """Integers of their own memory: a call may write its results where the last one did."""
+        """Integers in new memory: the next call may overwrite the results."""
         defined = self.workload.defined(results)
         return {name: x.contiguous().view(INTEGERS[x.dtype.itemsize]).clone() for name, x in defined.items()}
 

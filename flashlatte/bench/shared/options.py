@@ -1,4 +1,4 @@
-"""What is called, how, and for how long: alike in the command and in each of its processes."""
+"""The settings of a run, the same in the command and in each of its processes."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from flashlatte.bench.problems.parse import parse
 from flashlatte.bench.shared.calls import WAYS
 from flashlatte.bench.shared.random_problems import DRAWS
 
-# Of each operation so many random problems are called before the clock starts, so that their kernels are compiled.
+# Random problems of each operation that are called before the measurement, to compile their kernels.
 COMPILED_DRAWS = 3
 
 
 @dataclass(frozen=True)
-class Options:
+class SharedGpuOptions:
     """Attributes:
     processes, seconds: how many call kernels, and for how long.
     each: seconds of one case.
     random: draw problems instead of taking those of the bench list.
     seed: of the random problems; each process draws others.
     operations, cases: only these, by name; all if None.
-    given: these problems, as ``repr`` writes them, in place of those of the bench list.
+    problem_reprs: these problems, as ``repr`` writes them, instead of those of the bench list.
     backend: the one that is called; None for the best that serves a case.
     streams: for calls at the same time.
-    ways: of ``WAYS``, in turns.
-    load: processes beside these that multiply matrices.
+    ways: of ``WAYS``, alternately.
+    load: number of further processes, which multiply matrices.
     """
 
     processes: int = 6
@@ -39,7 +39,7 @@ class Options:
     seed: int = 0
     operations: tuple[str, ...] | None = None
     cases: tuple[str, ...] | None = None
-    given: tuple[str, ...] | None = None
+    problem_reprs: tuple[str, ...] | None = None
     backend: str | None = None
     streams: int = 2
     ways: tuple[str, ...] = WAYS
@@ -67,14 +67,14 @@ class Options:
         return chosen
 
     def problems(self, process: int) -> Iterator[Problem]:
-        """What a process calls, without end; each process begins elsewhere."""
+        """The problems of a process, without end; each process begins with another."""
         labels, listed, rng = self.labels(), self._listed(), Random(f"{self.seed}, {process}")
         first = process * len(labels) // self.processes
         for label in itertools.cycle([*labels[first:], *labels[:first]]):
             yield DRAWS[label](rng) if self.random else listed[label]
 
     def compiled_first(self, process: int) -> list[Problem]:
-        """A process's share of what is called once before the clock starts."""
+        """A process's share of the problems that are called once before the measurement."""
         if not self.random:
             return [self._listed()[label] for label in self.labels()[process :: self.processes]]
         rng = Random(self.seed)
@@ -82,6 +82,6 @@ class Options:
         return drawn[process :: self.processes]
 
     def _listed(self) -> dict[str, Problem]:
-        if self.given is not None:
-            return {text: parse(text) for text in self.given}
+        if self.problem_reprs is not None:
+            return {text: parse(text) for text in self.problem_reprs}
         return {case.problem.name: case.problem for case in cases.CASES}

@@ -1,4 +1,4 @@
-"""Starts the processes, reads what they print, and tells of those that die or hang."""
+"""Starts the processes, reads their output, and reports those that die or hang."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from dataclasses import asdict, dataclass, field
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from flashlatte.bench.shared.options import Options
+from flashlatte.bench.shared.options import SharedGpuOptions
 
 Line = dict[str, Any]
-# The compiling before the clock starts, and what a process may take beyond its time: it ends its case.
+# Time to compile before the measurement, and beyond its end, since a process finishes its case.
 SECONDS_TO_COMPILE, SECONDS_MORE = 300, 120
 
 
 @dataclass
 class Process:
-    """A worker and what it printed.
+    """A worker and its output.
 
     Attributes:
         began: the line of the last case that it began.
@@ -59,7 +59,7 @@ class Process:
         self.lines.append(line)
         report(line)
 
-    def tell_of_end(self, how: str, report: Callable[[Line], None]) -> None:
+    def report_end(self, how: str, report: Callable[[Line], None]) -> None:
         """A result for the case that the process was in, unless the process gave one of its own."""
         if self.finished and any(line["faults"] for line in self.lines[-1:]):
             return
@@ -70,12 +70,12 @@ class Process:
     def _last_error(self) -> str:
         self.errors.seek(0)
         lines = [line.strip() for line in self.errors if line.strip()]
-        telling = [line for line in lines if "Error" in line or "error" in line] or lines
-        return f": {telling[-1]}" if telling else ""
+        errors = [line for line in lines if "Error" in line or "error" in line] or lines
+        return f": {errors[-1]}" if errors else ""
 
 
-def run(options: Options, report: Callable[[Line], None]) -> list[Line]:
-    """Every process's lines, each also ``report``ed as it comes, in no order of processes."""
+def run(options: SharedGpuOptions, report: Callable[[Line], None]) -> list[Line]:
+    """The lines of all processes; each is also passed to ``report`` when it arrives, in any order of processes."""
     with contextlib.ExitStack() as stack:
         for _ in range(options.load):
             stack.enter_context(_started("load"))
@@ -90,15 +90,15 @@ def run(options: Options, report: Callable[[Line], None]) -> list[Line]:
         for process in processes:
             process.ready.wait(max(until - time.time(), 0))
         for process in processes:
-            _tell_to_begin(process.popen)
+            _let_begin(process.popen)
         until = time.time() + options.seconds + SECONDS_MORE
         for process, reader in zip(processes, readers, strict=True):
             hung = _hung(process.popen, until)
             reader.join()
             if hung:
-                process.tell_of_end("hung", report)
+                process.report_end("hung", report)
             elif process.popen.returncode:
-                process.tell_of_end(f"ended with {process.popen.returncode}", report)
+                process.report_end(f"ended with {process.popen.returncode}", report)
     return [line for process in processes for line in process.lines]
 
 
@@ -121,7 +121,7 @@ def _started(module: str, *arguments: str, stderr: IO[str] | None = None) -> Ite
                     pipe.close()
 
 
-def _tell_to_begin(popen: subprocess.Popen[str]) -> None:
+def _let_begin(popen: subprocess.Popen[str]) -> None:
     assert popen.stdin is not None
     with contextlib.suppress(OSError):  # of one that has died
         popen.stdin.write("begin\n")

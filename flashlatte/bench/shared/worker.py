@@ -17,7 +17,7 @@ import torch
 
 from flashlatte.bench.problems import Problem
 from flashlatte.bench.shared.calls import Caller
-from flashlatte.bench.shared.options import Options
+from flashlatte.bench.shared.options import SharedGpuOptions
 from flashlatte.bench.workloads import Workload, prepare
 from flashlatte.runtime import dispatch
 
@@ -27,7 +27,7 @@ REFUSED_IN_A_ROW = 1000
 
 @dataclass(frozen=True)
 class Worker:
-    options: Options
+    options: SharedGpuOptions
     process: int
     device: torch.device
 
@@ -54,7 +54,7 @@ class Worker:
         except Exception as error:
             if spoils_the_process(error):
                 raise
-            # Any other error comes again where the case is called, and is told of there.
+            # Any other error recurs when the case is called, and is reported then.
         release()
 
     def _case(self, problem: Problem, until: float) -> bool:
@@ -123,7 +123,7 @@ def main() -> None:
     for name, value in options.items():
         options[name] = tuple(value) if isinstance(value, list) else value
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    Worker(Options(**options), process, device).run()
+    Worker(SharedGpuOptions(**options), process, device).run()
 
 
 if __name__ == "__main__":

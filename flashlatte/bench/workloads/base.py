@@ -1,4 +1,4 @@
-"""What every workload offers to the runner."""
+"""The interface of workloads."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Workload(abc.ABC):
     """Tensors of a problem on a device.
 
     Attributes:
-        call: what dispatch chooses an implementation by.
+        call: dispatch's description of the call, which selects an implementation.
         flops: 2 · h_q · (d_qk + d_v) for each query token and key it attends to; None where nothing is multiplied.
-        bytes_moved: q, out and each distinct key once; for cache operations what is read and written.
+        bytes_moved: q, out and each distinct key once; for cache operations the bytes read and written.
         tolerances: by result name; those of FlashMLA's tests, and 0 where bytes must be equal.
         overlaps: whether calls may run at the same time; not where a call changes its arguments step by step.
         captures: whether a CUDA graph may capture a call.
-        repeats: whether every call gives the same bits.
+        repeats: whether results of repeated calls are bitwise equal.
     """
 
     call: dispatch.Call
@@ -46,7 +46,7 @@ class Workload(abc.ABC):
 
     @abc.abstractmethod
     def poisoned_outputs(self) -> Outputs:
-        """Outputs filled with NaN, to see that all of them are written. May reset what ``run`` writes in place."""
+        """Outputs full of NaN, to check that all are written. May reset tensors that ``run`` writes in place."""
 
     @abc.abstractmethod
     def compared(self, results: Results) -> Results:
@@ -57,7 +57,7 @@ class Workload(abc.ABC):
         """That part, by the reference implementation on the same device."""
 
     def defined(self, results: Results) -> Results:
-        """The results, with zeros in place of what the operation leaves undefined. These bits never change."""
+        """The results, with zeros for undefined elements. Bitwise the same in each call."""
         return results
 
     @cached_property
@@ -76,7 +76,7 @@ class Workload(abc.ABC):
                 # PyTorch has no isfinite of one-byte floats.
                 finite = torch.isfinite(result.float() if result.element_size() == 1 else result)
                 if not bool(finite.all()):
-                    raise WrongResult(f"{name}: NaN or infinite in {int((~finite).sum())} places")
+                    raise WrongResult(f"{name}: NaN or infinite in {int((~finite).sum())} elements")
         actual = self.compared(results)
         for name, tolerance in self.tolerances.items():
             try:

@@ -45,7 +45,7 @@ def block_table(batch: int, pages_each: int, rng: torch.Generator) -> torch.Tens
 
 
 def distinct(rows: int, population: int, count: int, rng: torch.Generator) -> torch.Tensor:
-    """int64 [rows, count]: in each row, ``count`` different numbers below ``population``, in random order."""
+    """int64 [rows, count]: in each row, ``count`` different integers below ``population``, in random order."""
     chosen = torch.empty(rows, count, dtype=torch.int64, device=rng.device)
     step = max(CHUNK_ELEMENTS // population, 1)
     for begin in range(0, rows, step):
@@ -55,13 +55,13 @@ def distinct(rows: int, population: int, count: int, rng: torch.Generator) -> to
 
 
 def drifting(rows: int, population: int, count: int, overlap: float, rng: torch.Generator) -> torch.Tensor:
-    """As ``distinct``, with a share ``overlap`` of each row's numbers from the row before, if above 0."""
+    """As ``distinct``, with a share ``overlap`` of each row's integers from the row before, if above 0."""
     if overlap == 0:
         return distinct(rows, population, count, rng)
     order = torch.randperm(population, generator=rng, device=rng.device)
     new = round(count * (1 - overlap))
-    row, place = (torch.arange(n, device=rng.device) for n in (rows, count))
-    return order[(row[:, None] * new + place) % population]
+    row, column = (torch.arange(n, device=rng.device) for n in (rows, count))
+    return order[(row[:, None] * new + column) % population]
 
 
 def quantised_cache(cache_format: str, pages: int, page_size: int, rng: torch.Generator) -> torch.Tensor:

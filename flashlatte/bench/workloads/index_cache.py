@@ -1,4 +1,4 @@
-"""Keys of the indexer into their cache and out of it, and the slots of what was selected."""
+"""Writes and reads of the indexer's key cache, and slots of the selected keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashlatte.runtime import dispatch
 from flashlatte.testing.compare import Tolerance
 
 BF16, HEAD_DIM = torch.bfloat16, 128
-# Of keys that lie at a midpoint of two numbers, either may be taken.
+# A key at the midpoint of two values may round to either.
 KEYS = Tolerance(1e-6, 0.13, 1e-5)
 
 
@@ -98,7 +98,7 @@ class IndexConvertWorkload(Workload):
         rng, batch, shape = draw.generator(device), problem.batch, (problem.batch, problem.topk)
         self.page_size, self.compact = problem.page_size, problem.compact
         self.table = draw.block_table(batch, -(-problem.keys // problem.page_size), rng)
-        # One in five stands for no token.
+        # One in five is -1, no token.
         low = -problem.keys // 4
         self.indices = draw.integers(low, problem.keys, batch * problem.topk, rng).view(shape)
         self.bytes_moved = 2 * nbytes(self.indices) + 4 * batch

@@ -52,10 +52,10 @@ class PagedIndexSelectWorkload(Workload):
         self.flops, self.call = self.data.flops, self.data.call
         self.bytes_moved = self.data.bytes_moved + 4 * self.data.weights.shape[0] * problem.k
         self.tolerances = {"logits": LOGITS}
-        # Each page is one request's, and at one place of it.
+        # Each page belongs to one request, at one index of its table.
         table = self.data.table
-        self.place = torch.empty(table.numel(), dtype=torch.int64, device=device)
-        self.place[table.flatten().long()] = torch.arange(table.shape[1], device=device).repeat(table.shape[0])
+        self.page_index = torch.empty(table.numel(), dtype=torch.int64, device=device)
+        self.page_index[table.flatten().long()] = torch.arange(table.shape[1], device=device).repeat(table.shape[0])
 
     def run(self, backend: str, outputs: Outputs | None = None) -> Results:
         data = self.data
@@ -67,9 +67,9 @@ class PagedIndexSelectWorkload(Workload):
 
     def compared(self, results: Results) -> Results:
         slots = results["slots"].unflatten(0, self.data.q.shape[:2])[self.data.requests].flatten(0, 1).long()
-        exists = (slots >= 0) & (slots < len(self.place) * self.page_size)
+        exists = (slots >= 0) & (slots < len(self.page_index) * self.page_size)
         page = torch.where(exists, slots, 0) // self.page_size
-        positions = torch.where(exists, self.place[page] * self.page_size + slots % self.page_size, slots)
+        positions = torch.where(exists, self.page_index[page] * self.page_size + slots % self.page_size, slots)
         return {"logits": chosen_logits(self.logits(), positions)}
 
     def reference(self) -> Results:
@@ -87,7 +87,7 @@ def poisoned_indices(data: IndexLogitsWorkload | PagedIndexLogitsWorkload, k: in
 
 
 def chosen_logits(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The logits at these positions in descending order, 0 for -1, NaN where one stands twice or in no range."""
+    """The logits at these positions in descending order, 0 for -1, NaN for repeated ones and those out of range."""
     at = positions.sort(dim=1).values
     inside = (at >= 0) & (at < logits.shape[1]) & (at != at.roll(1, dims=1))
     found = logits.gather(1, at.clamp(0, logits.shape[1] - 1)).masked_fill(~inside, torch.nan)

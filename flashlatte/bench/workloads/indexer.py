@@ -135,7 +135,7 @@ def defined_logits(logits: torch.Tensor, start: torch.Tensor, end: torch.Tensor,
 class TopKWorkload(Workload):
     def __init__(self, problem: TopK, device: torch.device) -> None:
         rng = draw.generator(device)
-        self.logits = draw.normal((problem.rows, problem.width), torch.float32, rng)
+        self.logits = row_values(draw.normal((problem.rows, problem.width), torch.float32, rng), problem.values)
         self.k = problem.k
         self.rows = spread(problem.rows, COMPARED_ROWS, device)
 
@@ -162,3 +162,18 @@ class TopKWorkload(Workload):
         indices = topk(self.logits[self.rows], self.k, backend="reference")
         assert isinstance(indices, torch.Tensor)
         return {"indices": indices}
+
+
+def row_values(normal: torch.Tensor, values: str) -> torch.Tensor:
+    """Rows of one of ``ROW_VALUES``, made from normal ones."""
+    if values == "equal":
+        return torch.full_like(normal, 0.25)
+    if values == "mostly-zero":
+        return normal.masked_fill(normal < 1.3 * draw.STD, 0.0)
+    if values == "concentrated":
+        return 7.0 * (1 + 1e-3 * normal.sigmoid())
+    if values == "sorted":
+        return normal.sort(dim=1).values
+    if values == "subnormal":
+        return (normal * 3000).int().view(torch.float32)
+    return (normal * 3000).round() / 300 if values == "few-distinct" else normal

@@ -101,7 +101,7 @@ class RotateHeadsWorkload(TokensWorkload):
 
 
 class RopeCacheWriteWorkload(TokensWorkload):
-    """What is rotated in place is copied first, so that every call rotates the same; the copy is timed with it."""
+    """The input of an in-place rotation is copied first, so that every call rotates the same; the copy is timed too."""
 
     def __init__(self, problem: RopeCacheWrite, device: torch.device) -> None:
         rng, tokens = draw.generator(device), problem.tokens

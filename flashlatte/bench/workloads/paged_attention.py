@@ -19,7 +19,7 @@ SCALE = 1 / 64
 
 
 class PagedAttentionWorkload(Workload):
-    """Requests' pages lie in random order."""
+    """Requests' pages are in random order."""
 
     def __init__(self, problem: PagedAttention, device: torch.device) -> None:
         rng, keys, page_size = draw.generator(device), problem.keys, problem.page_size

@@ -24,7 +24,7 @@ SHORTEST_EXTRA_SHARE = 76 / 1024
 
 
 @dataclass
-class Selection:
+class SelectedTokens:
     """A cache, the slots that each query token selected of it, and how many of them count (all if None)."""
 
     cache: torch.Tensor
@@ -55,7 +55,7 @@ class SparseDecodeWorkload(Workload):
         self.q = draw.normal((batch, s_q, h_q, head_dim), torch.bfloat16, rng)
         self.attn_sink = torch.randn(h_q, generator=rng, device=device)
         self.main = _select(problem, problem.tokens, problem.page_size, problem.topk, rng)
-        self.extra: Selection | None = None
+        self.extra: SelectedTokens | None = None
         if problem.extra_topk:
             self.extra = _select(problem, problem.extra_tokens, problem.extra_page_size, problem.extra_topk, rng)
             if problem.extra_varlen:
@@ -118,10 +118,10 @@ class SparseDecodeWorkload(Workload):
         return {"out": out, "lse": lse}
 
 
-def _select(problem: SparseDecode, tokens: int, page_size: int, topk: int, rng: torch.Generator) -> Selection:
+def _select(problem: SparseDecode, tokens: int, page_size: int, topk: int, rng: torch.Generator) -> SelectedTokens:
     pages_each = -(-tokens // page_size)
     cache = draw.quantised_cache(problem.cache_format, problem.batch * pages_each, page_size, rng)
     table = draw.block_table(problem.batch, pages_each, rng)
     positions = draw.distinct(problem.batch * problem.s_q, tokens, topk, rng)
     positions = positions.view(problem.batch, problem.s_q, topk)
-    return Selection(cache, to_cache_indices(positions, table, page_size))
+    return SelectedTokens(cache, to_cache_indices(positions, table, page_size))

@@ -18,7 +18,7 @@ MAX_POSITION, ROPE = 16384, 64
 POISON_BYTE = 0xFF
 
 EQUAL = Tolerance(0.0, 0.0)
-# bf16 of float32 sums in another order; e4m3 of such (a step is an eighth); four bits, of which few may differ.
+# bf16 of float32 sums in another order; e4m3 of these (a step is an eighth); four bits, few of which may differ.
 ROUNDED = Tolerance(1e-3, 2.01 / 128, 1e-5)
 ONE_BYTE = Tolerance(2e-3, 0.13, 1e-5)
 FOUR_BITS = Tolerance(1.0, 0.51, 1e-4)
@@ -42,7 +42,7 @@ class TokensWorkload(Workload):
         """Results whose first axis is the tokens given."""
 
     def read(self, results: Results) -> Results:
-        """Results of some tokens as numbers, by the names of ``tolerances``."""
+        """Results of some tokens as floating-point values, by the names of ``tolerances``."""
         return results
 
     def run(self, backend: str, outputs: Outputs | None = None) -> Results:
@@ -51,7 +51,7 @@ class TokensWorkload(Workload):
         return results
 
     def poisoned_outputs(self) -> Outputs:
-        """The operation makes its own: memory that the next ones are likely to lie in is poisoned and given back."""
+        """The operation allocates its outputs: memory that it is likely to reuse is poisoned and freed."""
         device = self.call.device
         poisoned = [torch.full((size,), POISON_BYTE, dtype=torch.uint8, device=device) for size in self._result_bytes]
         del poisoned

@@ -22,7 +22,7 @@ KEYS_COMPARED = 2**16
 TOKENS_COMPARED = 512
 # The kernel's queries are fp16 after their rotation, and its weights bf16.
 DECODE_OUT, DECODE_LSE = Tolerance(1e-3, 8.01 / 128, 5e-5), Tolerance(1e-3, 1e-4, 1e-6)
-# One number in many may lie within float32's rounding of a midpoint, and be given either of two codes.
+# A few values are within float32's rounding of a midpoint, and may have either of two codes.
 STORED = Tolerance(0.1, 0.0, 1e-6)
 
 
@@ -119,7 +119,7 @@ class TurboQuantStoreWorkload(Workload):
 
 
 class TurboQuantGatherWorkload(TurboQuantStoreWorkload):
-    """The tokens lie in one request's pages, in random order."""
+    """The tokens are in one request's pages, in random order."""
 
     def __init__(self, problem: TurboQuantGather, device: torch.device) -> None:
         super().__init__(problem, device)

@@ -1,4 +1,4 @@
-"""What a layer of DeepSeek-V4 does beside attention and its products."""
+"""Operations of a DeepSeek-V4 layer other than attention and matrix products."""
 
 from __future__ import annotations
 
@@ -126,9 +126,9 @@ class IndexQueryWorkload(TokensWorkload):
         values = results["values"]
         magnitudes = torch.tensor((0, 0.5, 1, 1.5, 2, 3, 4, 6), device=values.device)
         codes = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2).long()
-        numbers = magnitudes[codes % 8] * (1 - codes // 8 * 2)
+        values = magnitudes[codes % 8] * (1 - codes // 8 * 2)
         scales = torch.exp2(results["scales"].float() - 127)
-        queries = (numbers.unflatten(-1, (-1, 32)) * scales.unsqueeze(-1)).flatten(-2)
+        queries = (values.unflatten(-1, (-1, 32)) * scales.unsqueeze(-1)).flatten(-2)
         return {"queries": queries, "weights": results["weights"]}
 
 
@@ -137,8 +137,8 @@ class MhcPreWorkload(TokensWorkload):
         rng, tokens = draw.generator(device), problem.tokens
         super().__init__(problem, device, BF16, tokens, head_dim=STREAMS)
         self.streams = draw.normal((tokens, STREAMS, problem.hidden), BF16, rng) * 10
-        numbers = draw.normal((tokens + 1, (2 + STREAMS) * STREAMS), torch.float32, rng) * 100
-        self.projected, self.base = numbers[:tokens], numbers[tokens] / 100
+        values = draw.normal((tokens + 1, (2 + STREAMS) * STREAMS), torch.float32, rng) * 100
+        self.projected, self.base = values[:tokens], values[tokens] / 100
         self.scale = torch.ones(3, device=device)
         self.bytes_moved = nbytes(self.streams) * 5 // 4 + nbytes(self.projected) + tokens * 20 * 4
         self.tolerances = dict.fromkeys(("shares", "mixture", "seen"), ROUNDED)

@@ -1,14 +1,15 @@
-"""The guide's measurement, as vLLM reads what the script runs."""
+"""The guide's measurement, as vLLM reads the command."""
 
-import importlib.util
 import json
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
+from flashlatte import bench
+from flashlatte.bench.serving import vllm_throughput
+
 ROOT = Path(__file__).resolve().parents[3]
-SCRIPT = "benchmarks/vllm_in_turns.py"
-COMMAND = f"python {SCRIPT} "
+COMMAND = "flashlatte bench "
 
 
 def test_what_is_measured_is_what_the_guide_says(monkeypatch):
@@ -28,13 +29,11 @@ def test_what_is_measured_is_what_the_guide_says(monkeypatch):
         Path(arguments.output_json).write_text(json.dumps(result))
         return SimpleNamespace(returncode=0)
 
-    spec = importlib.util.spec_from_file_location("vllm_in_turns", ROOT / SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    monkeypatch.setattr(script.subprocess, "run", run)
+    monkeypatch.setattr(vllm_throughput.subprocess, "run", run)
     lines = (ROOT / "docs" / "guide" / "vllm.md").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith(COMMAND))
-    script.main(shlex.split(line.removeprefix(COMMAND)))
+    (line,) = (line for line in lines if line.startswith(f"{COMMAND}vllm-throughput "))
+    name, *arguments = shlex.split(line.removeprefix(COMMAND))
+    bench.run_named(name, arguments)
 
     assert [str(run.attention_backend) for run in runs] == ["None", "CUSTOM", "CUSTOM", "None"] * 2
     assert [run.random_input_len for run in runs] == [4096] * 4 + [32768] * 4

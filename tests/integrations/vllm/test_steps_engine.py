@@ -1,12 +1,11 @@
-"""benchmarks/vllm_steps.py, on a CPU: whether it runs; its times say nothing there."""
+"""``flashlatte bench vllm-steps`` runs on a CPU, where its times mean nothing."""
 
 from __future__ import annotations
 
-import importlib
 import json
-from pathlib import Path
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+from flashlatte import bench
+
 OPTIONS = {
     "enforce_eager": True,
     "kv_cache_memory_bytes": 64 << 20,
@@ -16,9 +15,7 @@ OPTIONS = {
 }
 
 
-def test_engines_take_turns(checkpoint, tmp_path, capsys, monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    script = importlib.import_module("vllm_steps")
+def test_engines_are_timed_alternately(checkpoint, tmp_path, capsys):
     file = tmp_path / "steps.jsonl"
     given = [
         str(checkpoint("v2")),
@@ -32,7 +29,7 @@ def test_engines_take_turns(checkpoint, tmp_path, capsys, monkeypatch):
         "2",
     ]
     given += ["--dtype", "float32", "--options", json.dumps(OPTIONS), "--json", str(file)]
-    script.main(given)
+    assert bench.run_named("vllm-steps", given) == 0
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert [line["case"] for line in lines] == [case for case in ("b1-17", "b3-70", "b20-64") for _ in range(2)]
     assert all(0 < line["us_min"] <= line["us"] <= line["us_max"] for line in lines)

@@ -17,6 +17,7 @@ from flashlatte.bench.problems import (
     PagedIndexSelect,
     TopK,
 )
+from flashlatte.bench.problems.indexer import ROW_VALUES
 from flashlatte.bench.shared.random_problems.sizes import MOST_TOKENS, log_uniform
 
 MOST_LOGITS, MOST_INDEX_KEYS = 2**24, 2**20
@@ -48,7 +49,8 @@ def paged_index_select(rng: Random) -> PagedIndexSelect:
 
 def topk(rng: Random) -> TopK:
     rows = log_uniform(rng, 1, 4096)
-    return TopK(rows, log_uniform(rng, 1, min(300_000, MOST_LOGITS // rows)), rng.choice((512, 2048)))
+    width = log_uniform(rng, 1, min(300_000, MOST_LOGITS // rows))
+    return TopK(rows, width, rng.choice((512, 2048)), rng.choice(ROW_VALUES))
 
 
 def index_quantize(rng: Random) -> IndexQuantize:

@@ -1,4 +1,4 @@
-"""What a layer does beside attention and its products."""
+"""Operations of a layer other than attention and matrix products."""
 
 from __future__ import annotations
 

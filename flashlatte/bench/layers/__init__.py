@@ -1,0 +1,1 @@
+"""Steps of whole attention layers in CUDA graphs, part by part."""

@@ -1,0 +1,1 @@
+"""FlashLatte's kernels and those of other libraries, timed alternately."""

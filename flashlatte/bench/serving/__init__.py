@@ -1,0 +1,1 @@
+"""Whole engines: FlashLatte's, transformers' and vLLM's."""
