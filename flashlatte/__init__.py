@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flashlatte.ops.dense_decode import dense_decode
     from flashlatte.ops.dense_prefill import dense_prefill, vit_attention
     from flashlatte.ops.index_convert import index_convert
-    from flashlatte.ops.index_logits import index_logits, paged_index_logits
+    from flashlatte.ops.index_logits import index_logits, paged_index_logits, sparse_index_logits
     from flashlatte.ops.index_quantize import index_gather, index_quantize
     from flashlatte.ops.index_query import index_query, index_query_mxfp4
     from flashlatte.ops.index_select import index_select, paged_index_select
@@ -69,6 +69,7 @@ __all__ = [
     "reshape_and_cache",
     "rotate_and_cache",
     "sparse_decode",
+    "sparse_index_logits",
     "sparse_prefill",
     "topk",
     "turboquant_decode",
@@ -91,6 +92,7 @@ _BESIDE = {
     "merge_attn_states": "merge_states",
     "paged_index_logits": "index_logits",
     "paged_index_select": "index_select",
+    "sparse_index_logits": "index_logits",
     "unpack_seq": "pack_seq",
     "vit_attention": "dense_prefill",
 }

@@ -204,6 +204,7 @@ def v41_calls(device: torch.device, dtype: torch.dtype) -> list[dispatch.Call]:
             )
     for operation in ("cache_write", "cache_gather"):
         calls += [dispatch.Call(operation, device, dtype, name, page_size=64, head_dim=width) for name in formats]
+    calls.append(dispatch.Call("sparse_index_logits", device, torch.bfloat16, "index_mxfp4", 64, head_dim=128))
     return calls
 
 

@@ -18,7 +18,7 @@ from flashlatte.ops.concat_mla_q import concat_mla_q
 from flashlatte.ops.dense_decode import dense_decode
 from flashlatte.ops.dense_prefill import dense_prefill, vit_attention
 from flashlatte.ops.index_convert import index_convert
-from flashlatte.ops.index_logits import index_logits, paged_index_logits
+from flashlatte.ops.index_logits import index_logits, paged_index_logits, sparse_index_logits
 from flashlatte.ops.index_quantize import index_gather, index_quantize
 from flashlatte.ops.index_query import index_query, index_query_mxfp4
 from flashlatte.ops.index_select import index_select, paged_index_select
@@ -65,6 +65,7 @@ __all__ = [
     "reshape_and_cache",
     "rotate_and_cache",
     "sparse_decode",
+    "sparse_index_logits",
     "sparse_prefill",
     "topk",
     "turboquant_decode",

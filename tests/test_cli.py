@@ -137,6 +137,7 @@ def test_doctor_of_deepseek_v41_says_that_no_layer_is_its(tmp_path, capsys):
     assert "model: DeepSeek-V4.1. It has no layer in flashlatte.layers" in printed
     assert re.search(r"^sparse_decode over v41, v41_fp4, v41 with v41_fp4 +\w+$", printed, re.MULTILINE)
     assert re.search(r"^cache_gather over v41, v41_fp4 +\w+$", printed, re.MULTILINE)
+    assert re.search(r"^sparse_index_logits over index_mxfp4 +\w+$", printed, re.MULTILINE)
     assert "dense_decode" not in printed
 
 

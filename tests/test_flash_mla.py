@@ -30,20 +30,116 @@ def fp4_beside_fp8():
     rows = torch.randn(*inputs["extra_k_cache"].shape[:2], 1, 512, generator=torch.Generator().manual_seed(0))
     inputs["extra_k_cache"] = kv_cache.pack(rows, "v41_fp4")
     plain = inputs | {"cache_format": None}
-    for name in ("k_cache", "extra_k_cache"):
-        plain[name] = kv_cache.unpack(inputs[name])
+    for name, form in (("k_cache", "v41"), ("extra_k_cache", "v41_fp4")):
+        plain[name] = kv_cache.unpack(inputs[name], form)
     return inputs, plain
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("says_fp8", [False, True])
-def test_the_caches_of_v41(dtype, says_fp8):
+@pytest.mark.parametrize("says_fp8", [False, True, None])
+@pytest.mark.parametrize("says_format", [{"kv_format": "V41"}, {"use_legacy": False}])
+def test_the_caches_of_v41(dtype, says_fp8, says_format):
     inputs, plain = fp4_beside_fp8()
     caches = {name: inputs[name].view(dtype) for name in ("k_cache", "extra_k_cache")}
-    results = decode(inputs | caches, is_fp8_kvcache=says_fp8, backend="reference")
+    results = decode(inputs | caches, is_fp8_kvcache=says_fp8, backend="reference", **says_format)
     expected = sparse_decode(**plain, backend="reference", empty_lse=math.inf)
     for result, wanted in zip(results, expected, strict=True):
         torch.testing.assert_close(result, wanted)
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "cache_format"), [("V32", "v32"), ("V32_NO_ROPE", "v32_no_rope"), ("V4", "model1"), ("V41", "v41")]
+)
+def test_formats_by_flash_mlas_names(kv_format, cache_format):
+    inputs = replace(SPARSE, cache_format=cache_format).inputs()
+    expected = sparse_decode(**inputs, empty_lse=math.inf)
+    assert_same(decode(inputs, kv_format=kv_format, use_legacy=None if kv_format == "V41" else True), expected)
+
+
+@pytest.mark.parametrize("cache_format", ["v41", "v32_no_rope"])
+@pytest.mark.parametrize("use_legacy", [None, True])
+def test_an_ambiguous_width_is_an_error(cache_format, use_legacy):
+    inputs = replace(SPARSE, cache_format=cache_format).inputs()
+    message = "^k_cache is 528 bytes wide, which is ambiguous: kv_format must be given, 'V32_NO_ROPE' or 'V41' "
+    with pytest.raises(ValueError, match=message):
+        decode(inputs, use_legacy=use_legacy)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"kv_format": "V4"}, ValueError, "^k_cache of format model1 must be 584 wide, got 656$"),
+        ({"kv_format": "MODEL1"}, ValueError, "^kv_format must be one of V32, V32_NO_ROPE, V4, V41, V41_FP4, got 'MO"),
+        ({"kv_format": "V41", "use_legacy": True}, ValueError, "^kv_format must not be 'V41' with use_legacy=True: "),
+        ({"use_legacy": 1}, TypeError, "^use_legacy must be True or False, got 1$"),
+        ({"enable_batch_invariant": 0}, TypeError, "^enable_batch_invariant must be True or False, got 0$"),
+        ({"indices": None, "kv_format": "V32"}, ValueError, "^kv_format belongs to sparse decode"),
+    ],
+)
+def test_errors_of_newer_arguments(change, error, message):
+    inputs = replace(
+        SPARSE, extra_topk=0, extra_s_k=0, topk_lengths="all", extra_topk_lengths="all", attn_sink=False
+    ).inputs()
+    inputs |= {"block_table": inputs["indices"], "cache_seqlens": inputs["indices"]}
+    with pytest.raises(error, match=message):
+        decode(inputs, **change)
+
+
+def test_the_last_arguments_by_position():
+    """In the order of sgl-flash-mla, and in that of vLLM's copy."""
+    inputs = replace(SPARSE, cache_format="v32_no_rope").inputs()
+    schedule, num_splits = flash_mla.get_mla_metadata()
+    names = ("indices", "attn_sink", "extra_k_cache", "extra_indices", "topk_length", "extra_topk_length")
+    start = (
+        inputs["q"],
+        inputs["k_cache"],
+        None,
+        None,
+        512,
+        schedule,
+        num_splits,
+        inputs["softmax_scale"],
+        False,
+        True,
+    )
+    start += tuple(inputs.get(name) for name in names)
+    expected = sparse_decode(**inputs, empty_lse=math.inf, batch_invariant=True)
+    assert_same(flash_mla.flash_mla_with_kvcache(*start, True, True, "V32_NO_ROPE", None, None), expected)
+    assert_same(flash_mla.flash_mla_with_kvcache(*start, True, use_legacy=True, kv_format="V32_NO_ROPE"), expected)
+    out = torch.empty_like(expected[0])
+    results = flash_mla.flash_mla_with_kvcache(*start, out, True, kv_format="V32_NO_ROPE")
+    assert_same(results, expected)
+    assert results[0] is out
+    results = flash_mla.flash_mla_with_kvcache(*start, None, True, kv_format="V32_NO_ROPE")
+    assert_same(results, expected)
+    with pytest.raises(
+        TypeError, match=r"^flash_mla_with_kvcache has at most 2 positional arguments from out on, got 3$"
+    ):
+        flash_mla.flash_mla_with_kvcache(*start, out, True, "V32_NO_ROPE")
+
+
+def test_the_last_arguments_of_sparse_prefill_by_position():
+    inputs = PREFILL.inputs()
+    expected = sparse_prefill(**inputs, empty_lse=math.inf)
+    out, max_logits, lse = flash_mla.flash_mla_sparse_fwd(*inputs.values(), True, True)
+    assert out.equal(expected[0])
+    assert max_logits.equal(expected[1] * math.log2(math.e))
+    assert lse.equal(expected[2] * math.log2(math.e))
+    assert flash_mla.flash_mla_sparse_fwd(*inputs.values(), True, False)[1:] == (None, None)
+    assert_same(flash_mla.flash_mla_sparse_fwd(*inputs.values(), False), expected)
+    given = torch.empty_like(out)
+    assert flash_mla.flash_mla_sparse_fwd(*inputs.values(), given)[0] is given
+
+
+def test_a_schedule_of_tensors():
+    inputs = DENSE.inputs()
+    metadata, num_splits = flash_mla.get_mla_decoding_metadata(inputs["cache_seqlens"], 8, 1, use_legacy=True)
+    assert (metadata.shape, num_splits.shape) == ((1, 8), (4,))
+    results = decode(inputs, tile_scheduler_metadata=metadata, num_splits=num_splits)
+    assert_same(results, dense_decode(**inputs, empty_lse=math.inf))
+    schedule = flash_mla.FlashMLASchedMeta(tile_scheduler_metadata=metadata, num_splits=num_splits)
+    assert_same(decode(inputs, tile_scheduler_metadata=schedule), results)
+    assert flash_mla.has_legacy()
 
 
 def test_only_v41_takes_another_format_beside_it():
@@ -214,7 +310,7 @@ FP8_QUERY = DENSE.inputs()["q"].to(torch.float8_e4m3fn)
             TypeError,
             "^tile_scheduler_metadata must be the FlashMLA",
         ),
-        (DENSE, {"num_splits": torch.zeros(1)}, ValueError, "^num_splits must be None, .* got Tensor$"),
+        (DENSE, {"num_splits": torch.zeros(1)}, ValueError, "^num_splits must be None with a .* got Tensor$"),
         (DENSE, {"attn_sink": SINK}, ValueError, "^attn_sink belongs to sparse decode and needs indices"),
         (DENSE, {"extra_k_cache": CACHE}, ValueError, "^extra_k_cache belongs to sparse decode and needs indices"),
         (DENSE, {"extra_indices_in_kvcache": SINK}, ValueError, "^extra_indices_in_kvcache belongs to sparse decode"),

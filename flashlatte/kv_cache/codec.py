@@ -22,19 +22,19 @@ def allocate(
     """A zeroed paged cache.
 
     Args:
-        cache_format: "bf16", "fp16", "fp32", "fp8", "v32", "model1", "v41", "v41_fp4", "nvfp4_ds_mla", or a
-            ``CacheFormat``.
+        cache_format: "bf16", "fp16", "fp32", "fp8", "v32", "v32_no_rope", "model1", "v41", "v41_fp4", "nvfp4_ds_mla",
+            or a ``CacheFormat``.
         num_pages: pages in the cache.
         page_size: tokens in a page, any number from 1.
-        head_dim: width of a row; 576 by default (512 for ``model1``, ``v41`` and ``v41_fp4``), free in the formats
-            without scales of their own.
+        head_dim: width of a row; 576 by default (512 for ``v32_no_rope``, ``model1``, ``v41`` and ``v41_fp4``), free
+            in the formats without scales of their own.
         device: where; torch's default device if None.
 
     Returns:
         [num_pages, page_size, 1, width] in the format's dtype (uint8 for those with scales: ``v32`` is 656 wide,
-        ``model1`` 584, ``v41`` 528, ``v41_fp4`` 288, ``nvfp4_ds_mla`` 352). Pages of ``model1`` are padded to
-        a multiple of 576 bytes, so its page stride is wider than a page; their scales stand behind all rows, so that a
-        view of some tokens of each page (``cache[:, :n]``, or another page size) is no cache.
+        ``v32_no_rope`` 528, ``model1`` 584, ``v41`` 528, ``v41_fp4`` 288, ``nvfp4_ds_mla`` 352). Pages of ``model1``
+        are padded to a multiple of 576 bytes, so its page stride is wider than a page; their scales follow all rows, so
+        that a view of some tokens of each page (``cache[:, :n]``, or another page size) is not a cache.
 
     Raises:
         TypeError, ValueError: an unknown format, sizes below 1 or beyond 2^63 bytes, or a head_dim that the format
@@ -68,8 +68,8 @@ def quantize(
         cache_format: a format or its name.
         rope: [..., 64] rotated dims, stored as bf16 bit for bit by ``v32`` and ``model1``.
         scale: the one scale of format ``fp8`` (default 1); an error for the others.
-        scale_rounding: ``v32`` only: "power_of_two" rounds scales up as FlashMLA's quantiser does, "exact" keeps
-            amax / 448. The other formats round in one way.
+        scale_rounding: ``v32`` and ``v32_no_rope``: "power_of_two" rounds scales up as FlashMLA's quantiser does,
+            "exact" keeps amax / 448. The other formats round in one way.
 
     Returns:
         [..., width] in the format's dtype.

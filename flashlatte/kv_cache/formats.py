@@ -34,7 +34,7 @@ class Tiling(NamedTuple):
         tiles: scales of a token.
         scale_places: ``tiles`` rounded up to a power of two: so many scales a token has room for.
         row_bytes: from token to token in the plane that holds latent and rope.
-        rope_offset: of the rope's bytes in that row.
+        rope_offset: of the rope's bytes in that row; ``row_bytes`` where a row has no rope.
         e8m0: scales are E8M0 bytes in a plane of their own behind the page's tokens; else float32 behind the latent.
     """
 

@@ -11,7 +11,7 @@ from flashlatte.kv_cache.index_formats import INDEX_FORMATS
 from flashlatte.kv_cache.model1 import Model1Format
 from flashlatte.kv_cache.nvfp4 import Nvfp4Format
 from flashlatte.kv_cache.plain import Bf16Format, Fp8Format, Fp16Format, Fp32Format
-from flashlatte.kv_cache.v32 import V32Format
+from flashlatte.kv_cache.v32 import V32Format, V32NoRopeFormat
 from flashlatte.kv_cache.v41 import V41Format, V41Fp4Format
 from flashlatte.runtime import checks
 
@@ -23,6 +23,7 @@ FORMATS: dict[str, type[CacheFormat]] = {
         Fp32Format,
         Fp8Format,
         V32Format,
+        V32NoRopeFormat,
         Model1Format,
         V41Format,
         V41Fp4Format,
@@ -32,6 +33,15 @@ FORMATS: dict[str, type[CacheFormat]] = {
 FORMAT_NAMES = tuple(FORMATS)
 # The format of DeepSeek-V4's keys and groups, unless another is chosen.
 DEEPSEEK_V4_FORMAT = Model1Format.name
+# FlashMLA's names of its formats, the values of its argument kv_format. V4.1's pages are those of its release of
+# September 2026: before, all scales of a page followed all of its values.
+FLASH_MLA_REARRANGED = {"V41": V41Format.name, "V41_FP4": V41Fp4Format.name}
+FLASH_MLA_FORMATS = {
+    "V32": V32Format.name,
+    "V32_NO_ROPE": V32NoRopeFormat.name,
+    "V4": Model1Format.name,
+    **FLASH_MLA_REARRANGED,
+}
 _PLAIN_BY_DTYPE = {cls.record_dtype: cls for cls in FORMATS.values() if cls.plain}
 _OF_FIXED_WIDTH = tuple(cls() for cls in FORMATS.values() if not cls.plain)
 
@@ -89,20 +99,25 @@ def infer_format(cache: torch.Tensor, name: str = "cache") -> CacheFormat:
     """The format that a cache tensor's dtype and last dimension tell.
 
     bf16, fp16 and float32 caches are of these formats, as wide as they are. One-byte caches are ``v32`` (656 wide),
-    ``model1`` (584), ``v41`` (528), as uint8 or int8 ``v41_fp4`` (288) and ``nvfp4_ds_mla`` (352), or, as
-    float8_e4m3fn of any other width, ``fp8``.
+    ``model1`` (584), as uint8 or int8 ``v41_fp4`` (288) and ``nvfp4_ds_mla`` (352), or, as float8_e4m3fn of any other
+    width, ``fp8``. A width of 528 is ambiguous: ``v41`` or ``v32_no_rope``.
 
     Args:
         cache: [..., width].
         name: what an error calls the tensor.
 
     Raises:
-        ValueError: no format has this dtype and width.
+        ValueError: no format has this dtype and width, or two have.
     """
     width = cache.shape[-1]
-    layout = format_of_width(cache)
-    if layout is not None:
-        return layout
+    layouts = formats_of_width(cache)
+    if len(layouts) > 1:
+        raise ValueError(
+            f"{name} is {width} bytes wide, which is ambiguous: cache_format must be given, "
+            f"{checks.either(repr(layout.name) for layout in layouts)}"
+        )
+    if layouts:
+        return layouts[0]
     if cache.dtype in _PLAIN_BY_DTYPE:
         return plain_format(cache.dtype, width)
     raise ValueError(
@@ -112,13 +127,14 @@ def infer_format(cache: torch.Tensor, name: str = "cache") -> CacheFormat:
     )
 
 
-def format_of_width(cache: torch.Tensor) -> CacheFormat | None:
-    """The format that a cache's width tells; None where rows of plain numbers may be as wide, or no format is."""
-    for layout in _OF_FIXED_WIDTH:
-        dtypes = layout.accepted_dtypes if layout.inferred_dtypes is None else layout.inferred_dtypes
-        if cache.shape[-1] == layout.record_width and cache.dtype in dtypes:
-            return layout
-    return None
+def formats_of_width(cache: torch.Tensor) -> list[CacheFormat]:
+    """The formats of a cache's dtype and width; none where rows of plain numbers may be as wide."""
+    return [
+        layout
+        for layout in _OF_FIXED_WIDTH
+        if cache.shape[-1] == layout.record_width
+        and cache.dtype in (layout.accepted_dtypes if layout.inferred_dtypes is None else layout.inferred_dtypes)
+    ]
 
 
 def plain_format(dtype: torch.dtype, head_dim: int | None = None) -> CacheFormat:

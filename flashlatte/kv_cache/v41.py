@@ -12,6 +12,7 @@
 
 A token's bytes lie together, as FlashMLA's tests/quant.py has them. Its first release for V4.1, and the vLLM and SGLang
 of that time, put all scales of a page behind all of its values instead: those pages are as long, and are not these.
+Tokens of ``v32_no_rope`` are as long as those of ``v41``, so that a cache's width tells neither.
 """
 
 from __future__ import annotations

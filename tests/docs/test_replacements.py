@@ -41,7 +41,7 @@ LIMITS = [
         REPLACEMENTS,
         "sparse_decode",
         "not fp16, not 288",
-        [{"cache_format": name} for name in ("bf16", "v32", "model1", "v41")],
+        [{"cache_format": name} for name in ("bf16", "v32", "v32_no_rope", "model1", "v41")],
         [{"cache_format": "fp16"}, {"cache_format": "v41_fp4"}],
     ),
     (BOTH, "sparse_prefill", "576 and 512", [MLA, V4], [PREFILL]),

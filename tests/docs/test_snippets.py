@@ -58,5 +58,5 @@ def test_code_lines_fit_the_site(page):
 
 
 def test_the_collector_finds_snippets():
-    assert len(snippets(ROOT / "docs" / "guide" / "cache-formats.md")) == 5
+    assert len(snippets(ROOT / "docs" / "guide" / "cache-formats.md")) == 6
     assert snippets(ROOT / "docs" / "guide" / "cuda-graphs.md")[0][1]

@@ -16,7 +16,7 @@ from flashlatte.testing.draws import Draw
 pytestmark = pytest.mark.gpu
 
 BACKEND = "portable"
-FORMATS = ("v32", "model1", "fp8", "bf16", "fp16", "fp32")
+FORMATS = ("v32", "v32_no_rope", "model1", "fp8", "bf16", "fp16", "fp32")
 WRITE_GRID = harness.pairwise(
     {
         "cache_format": FORMATS,

@@ -40,6 +40,7 @@ UNUSUAL_GRID = harness.pairwise(
         "cache_format, head_dim, dtype": (
             ("v32", None, torch.bfloat16),
             ("v32", None, torch.float16),
+            ("v32_no_rope", None, torch.bfloat16),
             ("model1", None, torch.bfloat16),
             ("v41", None, torch.bfloat16),
             ("bf16", 576, torch.bfloat16),
@@ -67,6 +68,7 @@ ORACLE_CASES = (
     SparseDecodeCase(batch=3, s_q=2, s_k=900, h_q=64, topk=256),
     SparseDecodeCase(batch=2, s_q=2, s_k=900, h_q=128, topk=128, cache_format="model1", extra_topk=300, extra_s_k=700),
     SparseDecodeCase(batch=2, s_q=2, s_k=900, h_q=128, topk=128, cache_format="v41", extra_topk=300, extra_s_k=700),
+    SparseDecodeCase(batch=2, s_q=2, s_k=900, h_q=128, topk=128, cache_format="v32_no_rope"),
     SparseDecodeCase(batch=2, s_q=1, s_k=700, h_q=16, topk=500, cache_format="bf16"),
 )
 # Few query tokens with few blocks.
@@ -92,6 +94,9 @@ SMALL_CASES = (
     SparseDecodeCase(batch=1, s_q=2, s_k=900, h_q=64, topk=512, invalid_share=1.0),
     SparseDecodeCase(batch=2, s_q=2, s_k=3000, h_q=96, topk=2000, cache_format="bf16", strided=True),
     SparseDecodeCase(batch=2, s_q=2, s_k=3000, h_q=128, topk=2048, empty_rows=0.3),
+    SparseDecodeCase(
+        batch=2, s_q=1, s_k=900, h_q=16, topk=128, cache_format="v32_no_rope", extra_topk=512, extra_s_k=900
+    ),
     SparseDecodeCase(batch=2, s_q=1, s_k=900, h_q=64, topk=128, cache_format="v41", extra_topk=512, extra_s_k=900),
 )
 ON_EVERY_BACKEND = pytest.mark.parametrize("backend", harness.KERNEL_BACKENDS)
@@ -106,9 +111,10 @@ WITH_EXTRA = replace(
     extra_s_k=2000,
     extra_topk_lengths="request",
 )
+NO_ROPE = replace(TYPICAL, cache_format="v32_no_rope")
 V41_WITH_EXTRA = replace(WITH_EXTRA, cache_format="v41")
 ON_EVERY_FORMAT = pytest.mark.parametrize(
-    "typical", [TYPICAL, WITH_EXTRA, V41_WITH_EXTRA], ids=["v32", "model1", "v41"]
+    "typical", [TYPICAL, NO_ROPE, WITH_EXTRA, V41_WITH_EXTRA], ids=["v32", "v32_no_rope", "model1", "v41"]
 )
 
 
@@ -137,7 +143,7 @@ def test_queries_that_select_nothing(
 ) -> None:
     shape: Arguments = {"batch": 6, "s_q": 3, "h_q": 64, "scope": scope, "extra": scope}
     pages: Arguments = {"page_size": page_size, "extra_page_size": page_size}
-    for cache_format in ("v32", "model1", "v41"):
+    for cache_format in ("v32", "v32_no_rope", "model1", "v41"):
         row = shape | pages | nothing | {"attn_sink": attn_sink, "cache_format": cache_format}
         check(case_of(row).inputs(DEVICE), backend)
 
@@ -174,7 +180,7 @@ def test_nan_number_in_a_small_call(case: SparseDecodeCase, column: int, backend
     slot = int(indices[0, 0, 5])
     selected = (indices == slot).any(dim=-1)
     page, offset = divmod(slot, case.page_size)
-    row_bytes = {"v32": 656, "model1": 576, "v41": 528}[case.cache_format]
+    row_bytes = {"v32": 656, "v32_no_rope": 528, "model1": 576, "v41": 528}[case.cache_format]
     arguments["k_cache"][page].view(torch.uint8).flatten()[offset * row_bytes + column] = 0xFF
     out = decode(arguments, backend)["out"]
     assert out[selected].isnan().all()
@@ -211,7 +217,8 @@ def test_scales_that_are_no_powers_of_two(backend: str) -> None:
 @ON_EVERY_FORMAT
 def test_nan_numbers_under_finite_scales(typical: SparseDecodeCase, h_q: int, backend: str) -> None:
     """A NaN for each place in a token, one in each request: who selects it is NaN, and nobody else changes."""
-    numbers, row_bytes = {"v32": (512, 656), "model1": (448, 576), "v41": (512, 528)}[typical.cache_format]
+    sizes = {"v32": (512, 656), "v32_no_rope": (512, 528), "model1": (448, 576), "v41": (512, 528)}
+    numbers, row_bytes = sizes[typical.cache_format]
     case = replace(typical, batch=numbers, s_k=300, topk=128, h_q=h_q, extra_page_size=61, attn_sink=False)
     arguments = case.inputs(DEVICE)
     clean = decode(arguments, backend)

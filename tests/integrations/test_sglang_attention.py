@@ -83,8 +83,9 @@ def test_sparse_decode_over_v32_with_an_empty_table():
 @pytest.mark.parametrize(
     ("width", "options"),
     [
-        (528, {"kv_format": "V32_NO_ROPE"}),
+        (528, {"kv_format": "V41"}),
         (528, {}),
+        (528, {"kv_format": "V32_NO_ROPE", "use_legacy": False}),
         (656, {"kv_format": "V41"}),
         (656, {"use_legacy": False}),
         (656, {"extra_k_cache": torch.zeros(1, 64, 1, 528, dtype=torch.uint8)}),
@@ -104,6 +105,35 @@ def test_what_is_not_served_stays_sglangs(width, options):
     result = attention.flash_mla_with_kvcache(original, **given, **rest)
     assert result == "theirs"
     assert all(calls[0][name] is value for name, value in given.items())
+
+
+@pytest.mark.parametrize("says_format", [True, False])
+def test_sparse_decode_over_v32_without_rope(says_format):
+    """By its name; a schedule as tensors tells it too, as in SGLang's wrapper."""
+    q, cache = draw(2, 1, 4, 512).bfloat16(), kv_cache.pack(draw(2, 64, 1, 512, seed=1), "v32_no_rope")
+    indices = torch.randint(-1, 128, (2, 1, 64), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
+    lengths = torch.tensor([60, 64], dtype=torch.int32)
+    schedule, splits = attention.get_mla_metadata(untouched, lengths, 4, 1, 4, True, 64)
+    given = attention.flash_mla_with_kvcache(
+        untouched,
+        q,
+        cache,
+        torch.empty(2, 0, dtype=torch.int32),
+        lengths,
+        512,
+        flash_mla.FlashMLASchedMeta() if says_format else schedule,
+        None if says_format else splits,
+        softmax_scale=0.1,
+        is_fp8_kvcache=True,
+        indices=indices,
+        kv_format="V32_NO_ROPE" if says_format else None,
+    )
+    rows = kv_cache.unpack(cache, "v32_no_rope")
+    expected = flash_mla.flash_mla_with_kvcache(
+        q, rows, None, None, 512, flash_mla.FlashMLASchedMeta(), softmax_scale=0.1, indices=indices
+    )
+    for result, wanted in zip(given, expected, strict=True):
+        torch.testing.assert_close(result, wanted)
 
 
 POSITIONAL = ("block_table", "cache_seqlens", "head_dim_v", "tile_scheduler_metadata")
@@ -130,7 +160,7 @@ def test_what_stays_sglangs_has_sglangs_schedule():
     def original(*args: Any, **kwargs: Any) -> Any:
         taken.update(inspect.signature(attention.flash_mla_with_kvcache).bind(original, *args, **kwargs).arguments)
 
-    call = {"num_splits": splits, "is_fp8_kvcache": True, "indices": indices, "kv_format": "V32_NO_ROPE"}
+    call = {"num_splits": splits, "is_fp8_kvcache": True, "indices": indices, "kv_format": "V41"}
     attention.flash_mla_with_kvcache(original, q, cache, None, lengths, 512, schedule, **call)
     assert (taken["tile_scheduler_metadata"], taken["num_splits"]) == ("schedule", "splits")
     assert asked[0][0] is lengths

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.peer_sources import MISSING, folders
 from support.sglang_calls import untouched
 
 from flashlatte import deep_gemm, flash_mla
@@ -130,8 +131,8 @@ def test_a_missing_flash_mla_is_stood_in_for(fake_sglang):
     assert importlib.import_module("flash_mla.flash_mla_interface").FlashMLASchedMeta is flash_mla.FlashMLASchedMeta
     with pytest.raises(AttributeError, match="prefill needs the package sgl-flash-mla"):
         module.fused_norm_rope_attn_rope_cast.prefill  # noqa: B018
-    with pytest.raises(AttributeError, match="get_mla_decoding_metadata needs the package sgl-flash-mla"):
-        module.get_mla_decoding_metadata  # noqa: B018
+    with pytest.raises(AttributeError, match="flash_mla_fp8 needs the package sgl-flash-mla"):
+        module.flash_mla_fp8  # noqa: B018
 
 
 def test_a_flash_mla_without_sglangs_fused_attention_is_kept(fake_sglang, monkeypatch, tmp_path):
@@ -147,9 +148,14 @@ def test_a_flash_mla_without_sglangs_fused_attention_is_kept(fake_sglang, monkey
         module.fused_norm_rope_attn_rope_cast.decode  # noqa: B018
 
 
-@pytest.mark.parametrize("hook", hooks.HOOKS, ids=lambda hook: hook.target)
+# DeepGEMM's own functions are compared in test_peer_signatures.
+@pytest.mark.parametrize(
+    "hook",
+    [hook for hook in hooks.HOOKS if hook.around or "deep_gemm" not in hook.target],
+    ids=lambda hook: hook.target,
+)
 def test_signatures_are_sglangs(hook):
-    """Those in the source of the installed SGLang, where there is one: it need not be importable.
+    """Those in the source of the installed SGLang, or of the fetched one: it need not be importable.
 
     An earlier one may lack our last arguments.
     """
@@ -165,9 +171,12 @@ def test_signatures_are_sglangs(hook):
 def signature_in_sources(package: str, *modules_and_name: str) -> ast.arguments:
     *modules, name = modules_and_name
     spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip(f"{package} is not installed")
-    path = Path(spec.submodule_search_locations[0], *modules)
+    found = [Path(place) for place in spec.submodule_search_locations or ()] if spec is not None else []
+    found += [folder / package for name in ("sglang", "sgl-deep-gemm") for folder in folders(name)[::-1]]
+    found = [folder for folder in found if folder.exists()]
+    if not found:
+        pytest.skip(f"{package} is not installed, and {MISSING}")
+    path = Path(found[0], *modules)
     # A method's class stands where its module's last part would; sgl-kernel gives its functions other names' modules.
     paths = [path.with_suffix(".py"), path.parent.with_suffix(".py")] if modules else sorted(path.glob("*.py"))
     for functions in (ast.walk(ast.parse(path.read_text())) for path in paths if path.exists()):

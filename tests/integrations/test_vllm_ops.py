@@ -69,6 +69,15 @@ def test_fp8_ds_mla_is_four_tiles_their_scales_and_the_rope(rounding):
     assert rows[2].equal(rows[0])
 
 
+def test_fp8_ds_mla_of_keys_without_rope_has_zeros_in_its_place():
+    kv_c, slots = draw(3, 512, dtype=torch.bfloat16), torch.tensor([1, -1])
+    caches = [torch.full((1, 2, 656), 7, dtype=torch.uint8) for _ in range(2)]
+    for cache, k_pe in zip(caches, (kv_c[:, :0], torch.zeros(3, 64, dtype=torch.bfloat16)), strict=True):
+        ops.concat_and_cache_mla(kv_c, k_pe, cache, slots, "fp8_ds_mla", ONE)
+    assert caches[0].equal(caches[1])
+    assert caches[0][0, 1, 528:].eq(0).all()
+
+
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_concat_and_cache_mla_rope_fused_turns_pairs_in_place(is_neox):
     kv_c, k_pe, q_pe = draw(2, 16), torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]]), torch.ones(2, 3, 4)

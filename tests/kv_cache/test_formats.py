@@ -3,7 +3,7 @@ import torch
 
 from flashlatte import kv_cache
 
-NAMES = ("bf16", "fp16", "fp32", "fp8", "v32", "model1", "v41", "v41_fp4", "nvfp4_ds_mla")
+NAMES = ("bf16", "fp16", "fp32", "fp8", "v32", "v32_no_rope", "model1", "v41", "v41_fp4", "nvfp4_ds_mla")
 
 
 def test_the_names():
@@ -19,6 +19,7 @@ def test_the_names():
         ("fp8", 576, 512, 576),
         ("v32", 576, 512, 656),
         ("model1", 512, 448, 584),
+        ("v32_no_rope", 512, 512, 528),
         ("v41", 512, 448, 528),
         ("v41_fp4", 512, 448, 288),
         ("nvfp4_ds_mla", 576, 512, 352),
@@ -27,7 +28,7 @@ def test_the_names():
 def test_widths(name, head_dim, latent_dim, bytes_per_token):
     layout = kv_cache.get_format(name)
     assert layout.name == name
-    assert (layout.head_dim, layout.latent_dim, layout.rope_dim) == (head_dim, latent_dim, 64)
+    assert (layout.head_dim, layout.latent_dim, layout.rope_dim) == (head_dim, latent_dim, head_dim - latent_dim)
     assert layout.bytes_per_token == bytes_per_token
     assert layout.record_width * layout.record_dtype.itemsize == bytes_per_token
     assert sum(plane.width for plane in layout.planes) == layout.record_width
@@ -93,8 +94,6 @@ def test_what_is_no_format(name, head_dim, message):
         (torch.uint8, 584, "model1", 512),
         (torch.int8, 584, "model1", 512),
         (torch.float8_e4m3fn, 584, "model1", 512),
-        (torch.uint8, 528, "v41", 512),
-        (torch.float8_e4m3fn, 528, "v41", 512),
         (torch.uint8, 288, "v41_fp4", 512),
         (torch.float8_e4m3fn, 288, "fp8", 288),
         (torch.uint8, 352, "nvfp4_ds_mla", 576),
@@ -110,6 +109,14 @@ def test_infer_format(dtype, width, name, head_dim):
 def test_infer_format_refuses_what_could_be_anything(dtype, width):
     with pytest.raises(ValueError, match=f"^k_cache must be a .* cache.* got .* {width} wide$"):
         kv_cache.infer_format(torch.empty(2, width, dtype=dtype), "k_cache")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn])
+def test_an_ambiguous_width_is_an_error(dtype):
+    cache = torch.empty(2, 3, 1, 528, dtype=dtype)
+    message = "^k_cache is 528 bytes wide, which is ambiguous: cache_format must be given, 'v32_no_rope' or 'v41'$"
+    with pytest.raises(ValueError, match=message):
+        kv_cache.infer_format(cache, "k_cache")
 
 
 @pytest.mark.parametrize("name", NAMES)

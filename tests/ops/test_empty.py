@@ -26,6 +26,7 @@ from flashlatte import (
     paged_index_logits,
     paged_index_select,
     sparse_decode,
+    sparse_index_logits,
     sparse_prefill,
     topk,
 )
@@ -141,6 +142,12 @@ def empty_index_logits(rows: int = 0, keys: int = 9, **options):
     return (index_logits(q, k, torch.ones(rows, 4), ints(rows), ints(rows), **options),)
 
 
+def empty_sparse_logits(rows: int = 0, keys: int = 9, **options):
+    q, k = torch.ones(rows, 4, 32, dtype=BF16), torch.ones(keys, 32, dtype=BF16)
+    blocks = ints(rows, 5)
+    return (sparse_index_logits(q, k, torch.ones(rows, 4), blocks, blocks + 4, block_size=4, **options),)
+
+
 def empty_index_select(rows: int = 0, keys: int = 9, **options):
     q, k = torch.ones(rows, 4, 32, dtype=BF16), torch.ones(keys, 32, dtype=BF16)
     return (index_select(q, k, torch.ones(rows, 4), ints(rows), ints(rows), 5, **options),)
@@ -175,6 +182,8 @@ INDEXER: dict[str, Call] = {
     "index_query": (empty_index_query, ((0, 4, 32), (0, 4), (0, 4, 16), (0, 4, 1), (0, 4))),
     "index_logits": (empty_index_logits, ((0, 9),)),
     "index_logits, no keys": (functools.partial(empty_index_logits, 3, 0), ((3, 0),)),
+    "sparse_index_logits": (empty_sparse_logits, ((0, 20),)),
+    "sparse_index_logits, no keys": (functools.partial(empty_sparse_logits, 3, 0), ((3, 20),)),
     "index_select": (empty_index_select, ((0, 5),)),
     "index_select, no keys": (functools.partial(empty_index_select, 3, 0), ((3, 5),)),
     "paged_index_logits": (empty_paged_logits, ((0, 24),)),

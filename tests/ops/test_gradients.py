@@ -20,6 +20,7 @@ from flashlatte import (
     paged_attention,
     paged_index_logits,
     sparse_decode,
+    sparse_index_logits,
     sparse_prefill,
     topk,
 )
@@ -62,6 +63,11 @@ def logits_of_pages(q: torch.Tensor) -> Any:
     return paged_index_logits(q.repeat(1, 1, 1, 4), cache, torch.ones(1, 1), ZERO[0] + 3, ZERO)
 
 
+def logits_of_blocks(q: torch.Tensor) -> Any:
+    keys, block = torch.ones(4, 32), ZERO[0].unsqueeze(1)
+    return sparse_index_logits(q[0].repeat(1, 1, 4), keys, torch.ones(1, 1), block, block + 4, block_size=4)
+
+
 def queries(q: torch.Tensor) -> Any:
     return index_query(q[0].repeat(1, 1, 4), q[0, :, :, 0])
 
@@ -90,6 +96,7 @@ CALLS = {
     "latent_rows": rows,
     "index_logits": logits_of_keys,
     "paged_index_logits": logits_of_pages,
+    "sparse_index_logits": logits_of_blocks,
     "index_query": queries,
     "index_quantize": keys,
     "cache_write": write,

@@ -166,7 +166,7 @@ MORE_PORTABLE = [
     ),
     *(
         Variant("sparse_decode", "portable", {"form": form, "heads": heads}, products="hmma")
-        for form in ("v32", "model1", "v41", "v41_fp4", "bf16")
+        for form in ("v32", "v32_no_rope", "model1", "v41", "v41_fp4", "bf16")
         for heads in (8, 32)
     ),
     Variant("sparse_prefill", "portable", {"head_dim": 512}, spills=8),
@@ -209,7 +209,7 @@ MORE_PORTABLE = [
     *(
         Variant(operation, "portable", {"form": form}, arch, None)
         for operation in ("cache_write", "cache_gather")
-        for form in ("v32", "model1", "v41", "v41_fp4", "nvfp4_ds_mla", "bf16", "fp8")
+        for form in ("v32", "v32_no_rope", "model1", "v41", "v41_fp4", "nvfp4_ds_mla", "bf16", "fp8")
         for arch in (80, 90)
     ),
     Variant("cache_write", "portable", {"form": "v32", "scale_rounding": "exact"}, products=None),

@@ -12,7 +12,7 @@ from flashlatte.kv_cache import turboquant
 from flashlatte.ops.cache_gather import gather_last
 from flashlatte.ops.compress import compress
 from flashlatte.ops.index_convert import index_convert, to_cache_indices
-from flashlatte.ops.index_logits import paged_index_logits
+from flashlatte.ops.index_logits import paged_index_logits, sparse_index_logits
 from flashlatte.ops.index_quantize import index_gather, index_quantize
 from flashlatte.ops.norm_rope import Rotary, latent_rows
 from flashlatte.ops.paged_attention import paged_attention
@@ -104,6 +104,9 @@ WITH_SLOTS = {
     "write slot_mapping": lambda slots: kv_cache.write(cache(), slots, keys(1, 576)),
     "rope_write slot_mapping": lambda slots: kv_cache.rope_write(
         cache(), slots, keys(1, 512), keys(1, 64), ints(0), torch.zeros(9, 64), interleaved=True
+    ),
+    "sparse_index_logits first_key": lambda slots: sparse_index_logits(
+        keys(1, 2, 128), index_cache(), torch.zeros(1, 2), slots.view(1, 1), ints([4]), block_size=4
     ),
     "index_quantize slot_mapping": lambda slots: index_quantize(index_cache(), slots, keys(1, 128)),
     "reshape_and_cache slot_mapping": lambda slots: flashlatte.reshape_and_cache(

@@ -22,6 +22,7 @@ COMBINE_EQUAL = equal_splits.combine_equal_kernel
 # Numbers that a token of a format has in q, and the width of its cache and its dtype.
 FORMATS = {
     "v32": (576, 656, torch.uint8),
+    "v32_no_rope": (512, 528, torch.uint8),
     "model1": (512, 584, torch.uint8),
     "v41": (512, 528, torch.uint8),
     "bf16": (576, 576, torch.bfloat16),
@@ -36,6 +37,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "v32, alone": {"batch": 128, "heads": 64},
     "v32, equal splits, alone": {"heads": 16},
     "v32, blocks": {"batch": 2, "s_q": 1, "heads": 16},
+    "v32_no_rope, ranges": {"form": "v32_no_rope", **LENGTHS},
+    "v32_no_rope, ranges, alone": {"form": "v32_no_rope", "heads": 192, **LENGTHS},
+    "v32_no_rope, blocks": {"form": "v32_no_rope", "batch": 2, "s_q": 1, "heads": 16},
     "model1, ranges": {"form": "model1", **LENGTHS},
     "model1, ranges, alone": {"form": "model1", "heads": 192, **LENGTHS},
     "model1, odd pages": {"form": "model1", "page_size": 61, "index_dtype": torch.int64, "out_pad": 1, **LENGTHS},

@@ -52,6 +52,7 @@ def _sparse_decode(backend: str, form: str, heads: int = 16, extra: bool = False
         _rows(2, 1, heads, 576 if form == "bf16" else flashlatte.kv_cache.get_format(form).head_dim),
         cache,
         _ints(2, 1, 512),
+        cache_format=form,
         topk_length=_ints(2) if extra else None,
         extra_k_cache=cache.clone() if extra else None,
         extra_indices=_ints(2, 1, 64) if extra else None,
@@ -74,10 +75,11 @@ def _dense_prefill(backend: str) -> None:
 def _caches(form: str) -> None:
     cache = flashlatte.kv_cache.allocate(form, 4, 64)
     head_dim = flashlatte.kv_cache.get_format(form).head_dim
-    flashlatte.kv_cache.write(cache, _ints(3), _rows(3, head_dim), backend="portable")
+    flashlatte.kv_cache.write(cache, _ints(3), _rows(3, head_dim), cache_format=form, backend="portable")
     for out in (None, _rows(9, head_dim)):
-        flashlatte.kv_cache.gather(cache, _ints(1, 4), _ints(2), total_tokens=9, out=out, backend="portable")
-    flashlatte.kv_cache.gather_records(cache, _ints(1, 4), _ints(2), 9, backend="portable")
+        table = (_ints(1, 4), _ints(2))
+        flashlatte.kv_cache.gather(cache, *table, total_tokens=9, cache_format=form, out=out, backend="portable")
+    flashlatte.kv_cache.gather_records(cache, _ints(1, 4), _ints(2), 9, cache_format=form, backend="portable")
     flashlatte.kv_cache.copy_blocks(cache, [0, 1], [1, 0], backend="portable")
 
 
@@ -183,6 +185,16 @@ def _index_logits(backend: str) -> None:
     flashlatte.paged_index_logits(q, cache, weights, _ints(3), _ints(3, 4), clean=clean, backend=backend)
 
 
+def _sparse_index_logits() -> None:
+    q, weights = _rows(3, 64, 128, dtype=torch.float8_e4m3fn), torch.zeros(3, 64)
+    keys, scales = _rows(200, 128, dtype=torch.float8_e4m3fn), torch.zeros(200)
+    blocks: tuple[torch.Tensor, ...] = (weights, _ints(3, 16), _ints(3, 16))
+    flashlatte.sparse_index_logits(q, keys, *blocks, block_size=8, k_scale=scales, backend="portable")
+    flashlatte.sparse_index_logits(
+        q, _rows(4, 64, 1, 132, dtype=torch.uint8), *blocks, block_size=8, backend="portable"
+    )
+
+
 def _topk(backend: str, rows: int, width: int) -> None:
     flashlatte.topk(torch.zeros(rows, width), 64, return_values=True, backend=backend)
 
@@ -230,19 +242,23 @@ CALLS: list[Callable[[], None]] = [
     lambda: _dense_decode("hopper", batch=200),
     lambda: _dense_decode("hopper", heads=128),
     lambda: _dense_decode("hopper", cache_dtype=torch.float8_e4m3fn),
-    *(functools.partial(_sparse_decode, "portable", form, extra=True) for form in ("v32", "model1", "v41", "bf16")),
-    *(functools.partial(_sparse_decode, "hopper", form) for form in ("v32", "model1", "bf16")),
+    *(
+        functools.partial(_sparse_decode, "portable", form, extra=True)
+        for form in ("v32", "v32_no_rope", "model1", "v41", "bf16")
+    ),
+    *(functools.partial(_sparse_decode, "hopper", form) for form in ("v32", "v32_no_rope", "model1", "bf16")),
     lambda: _sparse_decode("hopper", "v32", heads=128, extra=True),
     *(functools.partial(_sparse_prefill, backend) for backend in ("portable", "hopper")),
     lambda: _sparse_prefill("hopper", s_q=400, heads=16, topk=512),
     *(functools.partial(_dense_prefill, backend) for backend in ("portable", "hopper")),
-    *(functools.partial(_caches, form) for form in ("v32", "model1", "v41", "nvfp4_ds_mla", "bf16")),
+    *(functools.partial(_caches, form) for form in ("v32", "v32_no_rope", "model1", "v41", "nvfp4_ds_mla", "bf16")),
     _norm_rope,
     _index_cache,
     _index_query,
     _index_weights,
     _mhc,
     *(functools.partial(_index_logits, backend) for backend in ("portable", "hopper")),
+    _sparse_index_logits,
     *(functools.partial(_topk, "portable", 2, width) for width in (100, 100_000)),
     *(functools.partial(_topk, "hopper", rows, 100) for rows in (2, 60, 100, 200)),
     _index_convert,

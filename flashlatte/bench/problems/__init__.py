@@ -12,7 +12,14 @@ from flashlatte.bench.problems.attention import (
 )
 from flashlatte.bench.problems.caches import CacheCopy, CacheGather, CacheWrite, GatherRecords, ReshapeAndCache
 from flashlatte.bench.problems.index_cache import IndexConvert, IndexGather, IndexQuantize
-from flashlatte.bench.problems.indexer import IndexLogits, IndexSelect, PagedIndexLogits, PagedIndexSelect, TopK
+from flashlatte.bench.problems.indexer import (
+    IndexLogits,
+    IndexSelect,
+    PagedIndexLogits,
+    PagedIndexSelect,
+    SparseIndexLogits,
+    TopK,
+)
 from flashlatte.bench.problems.layer import (
     ConcatMlaQ,
     LatentRows,
@@ -68,6 +75,7 @@ Problem = (
     | RotateAndCache
     | RotateHeads
     | SparseDecode
+    | SparseIndexLogits
     | SparsePrefill
     | TopK
     | TurboQuantDecode
@@ -110,6 +118,7 @@ __all__ = [
     "RotateAndCache",
     "RotateHeads",
     "SparseDecode",
+    "SparseIndexLogits",
     "SparsePrefill",
     "TopK",
     "TurboQuantDecode",

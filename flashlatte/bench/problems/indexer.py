@@ -74,6 +74,42 @@ class PagedIndexLogits:
 
 
 @dataclass(frozen=True)
+class SparseIndexLogits:
+    """Index logits of ``blocks`` candidate blocks of ``block_size`` keys, at random for each of ``rows`` queries, over
+    a cache of ``keys`` tokens in mxfp4.
+
+    Attributes: ``dtype`` "fp32" or "bf16", of the logits.
+    """
+
+    rows: int
+    keys: int
+    blocks: int
+    block_size: int = 8
+    heads: int = 64
+    page_size: int = 64
+    head_dim: int = 128
+    dtype: str = "bf16"
+    operation: ClassVar[str] = "sparse_index_logits"
+
+    @property
+    def name(self) -> str:
+        pages = [f"p{self.page_size}"] if self.page_size != 64 else []
+        head_dim = [f"d{self.head_dim}"] if self.head_dim != 128 else []
+        dtype = [self.dtype] if self.dtype != "bf16" else []
+        shape = f"q{self.rows}-k{self.keys}-blocks{self.blocks}x{self.block_size}-h{self.heads}"
+        return "-".join([shape, *pages, *head_dim, *dtype])
+
+    def scaled_down(self) -> SparseIndexLogits:
+        return replace(
+            self,
+            rows=min(self.rows, SMALL_QUERIES),
+            keys=min(self.keys, SMALL_KEYS),
+            blocks=min(self.blocks, SMALL_TOPK),
+            heads=min(self.heads, SMALL_HEADS),
+        )
+
+
+@dataclass(frozen=True)
 class IndexSelect:
     """The ``k`` keys with the largest of these logits, with a workspace of ``workspace_mib`` MiB for logits."""
 

@@ -31,6 +31,7 @@ from flashlatte.bench.workloads.layer import (
 from flashlatte.bench.workloads.paged_attention import PagedAttentionWorkload
 from flashlatte.bench.workloads.sequences import MergeStatesWorkload, PackSeqWorkload, UnpackSeqWorkload
 from flashlatte.bench.workloads.sparse_decode import SparseDecodeWorkload
+from flashlatte.bench.workloads.sparse_index_logits import SparseIndexLogitsWorkload
 from flashlatte.bench.workloads.sparse_prefill import SparsePrefillWorkload
 from flashlatte.bench.workloads.turboquant import (
     TurboQuantDecodeWorkload,
@@ -74,6 +75,7 @@ _WORKLOADS = {
     problems.PackSeq: PackSeqWorkload,
     problems.PagedAttention: PagedAttentionWorkload,
     problems.PagedIndexLogits: PagedIndexLogitsWorkload,
+    problems.SparseIndexLogits: SparseIndexLogitsWorkload,
     problems.PagedIndexSelect: PagedIndexSelectWorkload,
     problems.QKVNorm: QKVNormWorkload,
     problems.ReshapeAndCache: ReshapeAndCacheWorkload,

@@ -1,12 +1,13 @@
 """SGLang's FlashMLA functions: decode over paged latents, dense and sparse, and sparse prefill.
 
-Each is given SGLang's own function first, which keeps what is not served here: the cache formats of DeepSeek-V4.1 and
-of V3.2 without a rope part, and the kernels of ``use_legacy=False``.
+Each is given SGLang's own function first, which keeps what is not served here: the cache layouts of DeepSeek-V4.1.
+``KVLayout.V41`` and ``V41_FP4`` have the scales of a page behind its values, which FlashLatte does not read;
+``V41_NEW`` and ``V41_FP4_NEW`` (``use_legacy=False``) exist on SM100 only, for which FlashLatte has no kernel of its
+own.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch
 
 from flashlatte import flash_mla
 
-# SGLang's names of the formats of sparse decode that are served.
-_FORMATS = (None, "V32", "V4", "MODEL1")
-# Bytes of a token in them.
-_RECORDS = (656, 584)
+# The formats of sparse decode that are served, by SGLang's names, and their names in ``flash_mla``. An earlier SGLang
+# has MODEL1 for V4.
+_FORMATS = {"V32": "V32", "V32_NO_ROPE": "V32_NO_ROPE", "V4": "V4", "MODEL1": "V4"}
+# Bytes of a token.
+_WIDTHS = {"V32": 656, "V32_NO_ROPE": 528, "V4": 584}
 _ROW_OF_SCHEDULE = 8
 _SCHEDULE = flash_mla.FlashMLASchedMeta()
 # SGLang's own get_mla_metadata, once a schedule was asked for: what is not served here needs one that is not zeros.
@@ -72,7 +74,11 @@ def flash_mla_with_kvcache(
     use_legacy: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``flashlatte.flash_mla.flash_mla_with_kvcache``, to which schedules are nothing; lse is a natural logarithm."""
-    if not use_legacy or not _is_served(q, k_cache, indices, extra_k_cache, kv_format):
+    one_byte = k_cache.dtype.itemsize == 1
+    served_format = None
+    if indices is not None and one_byte:
+        served_format = _format(k_cache, kv_format, has_tensor_schedule=num_splits is not None)
+    if not use_legacy or not _is_served(q, k_cache, indices, extra_k_cache, served_format):
         if num_splits is not None and _schedule_of_sglang is not None:
             heads, heads_k, topk = q.shape[2], k_cache.shape[2], None if indices is None else indices.shape[-1]
             tile_scheduler_metadata, num_splits = _schedule_of_sglang(
@@ -102,7 +108,6 @@ def flash_mla_with_kvcache(
             extra_topk_length,
             **newer,
         )
-    one_byte = k_cache.dtype.itemsize == 1
     if indices is None and k_cache.dtype == torch.uint8:
         k_cache = k_cache.view(torch.float8_e4m3fn)
     return flash_mla.flash_mla_with_kvcache(
@@ -122,6 +127,7 @@ def flash_mla_with_kvcache(
         extra_indices_in_kvcache=extra_indices_in_kvcache,
         topk_length=topk_length,
         extra_topk_length=extra_topk_length,
+        kv_format=served_format,
         descale_q=_one(descale_q) if q.dtype == torch.float8_e4m3fn else None,
         descale_k=_one(descale_k) if one_byte and indices is None else None,
     )
@@ -142,8 +148,7 @@ def flash_mla_sparse_fwd(
     """``flashlatte.flash_mla.flash_mla_sparse_fwd``, whose max_logits and lse are base 2 here, as SGLang's are."""
     if not use_legacy:
         return original(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, use_legacy=False)
-    out, max_logits, lse = flash_mla.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
-    return out, max_logits * math.log2(math.e), lse * math.log2(math.e)
+    return flash_mla.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, return_log2_lse=True)
 
 
 def forward_flashmla_sparse(
@@ -177,19 +182,29 @@ def forward_flashmla_sparse(
     return flash_mla.flash_mla_sparse_fwd(q_all, kv_cache, indices, sm_scale, v_head_dim, attn_sink, topk_length)[0]
 
 
+def _format(k_cache: torch.Tensor, kv_format: str | None, *, has_tensor_schedule: bool) -> str | None:
+    """FlashMLA's name of a one-byte cache's format, None for one that is not served.
+
+    SGLang's schedules as tensors are older than DeepSeek-V4.1, and a width of 528 is V3.2 without RoPE with them.
+    """
+    if kv_format is not None:
+        return _FORMATS.get(kv_format)
+    fitting = [name for name, width in _WIDTHS.items() if width == k_cache.shape[-1]]
+    return fitting[0] if fitting and (fitting[0] != "V32_NO_ROPE" or has_tensor_schedule) else None
+
+
 def _is_served(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     indices: torch.Tensor | None,
     extra_k_cache: torch.Tensor | None,
-    kv_format: str | None,
+    served_format: str | None,
 ) -> bool:
     if indices is None:
         return True
+    width = q.shape[-1] if k_cache.dtype.itemsize != 1 else _WIDTHS.get(served_format or "")
     caches = [k_cache] if extra_k_cache is None else [k_cache, extra_k_cache]
-    return kv_format in _FORMATS and all(
-        cache.shape[-1] in _RECORDS if cache.dtype.itemsize == 1 else cache.shape[-1] == q.shape[-1] for cache in caches
-    )
+    return all(cache.shape[-1] == width and cache.dtype.itemsize == k_cache.dtype.itemsize for cache in caches)
 
 
 def _one(scale: torch.Tensor | None) -> torch.Tensor | None:

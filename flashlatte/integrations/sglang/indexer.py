@@ -31,11 +31,17 @@ def resolve_paged_mqa_logits_metadata_fn(
 
 
 def get_paged_mqa_logits_metadata(
-    original: Callable[..., torch.Tensor], context_lens: torch.Tensor, block_kv: int, num_sms: int
+    original: Callable[..., torch.Tensor],
+    context_lens: torch.Tensor,
+    block_kv: int,
+    num_sms: int,
+    indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A schedule that holds nothing, where nobody reads it; else DeepGEMM's own."""
-    schedule = original if _schedule_is_read() else deep_gemm.get_paged_mqa_logits_metadata
-    return schedule(context_lens, block_kv, num_sms)
+    if not _schedule_is_read():
+        return deep_gemm.get_paged_mqa_logits_metadata(context_lens, block_kv, num_sms, indices)
+    # An earlier DeepGEMM has no indices.
+    return original(context_lens, block_kv, num_sms, *(() if indices is None else (indices,)))
 
 
 def topk_func(

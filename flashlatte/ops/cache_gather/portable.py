@@ -147,7 +147,8 @@ def gather_tiles_kernel(
     used = tile[:, :, None] < TILING.tiles
     # [BLOCK_T, scale_places, tile], [BLOCK_T, 64], [BLOCK_T, scale_places]
     latent_bits = tl.load(row[:, None, None] + column, mask=found[:, None, None] & used, other=0)
-    rope_bits = load_words((row + TILING.rope_offset)[:, None], rope_column, tl.uint16, found[:, None], ALIGN)
+    if TILING.rope_offset < TILING.row_bytes:
+        rope_bits = load_words((row + TILING.rope_offset)[:, None], rope_column, tl.uint16, found[:, None], ALIGN)
     if TILING.e8m0:
         scale_row = page_start + page_size * TILING.row_bytes + offset * TILING.scale_places
         exponents = tl.load(scale_row[:, None] + tile, mask=found[:, None], other=0)
@@ -162,10 +163,11 @@ def gather_tiles_kernel(
     tl.store(
         out_row[:, None, None] + column, from_float32(values, OUT_TYPE, INTERPRETED), mask=inside[:, None, None] & used
     )
-    ropes = rope_bits.to(tl.bfloat16, bitcast=True)
-    if ropes.dtype != OUT_TYPE:
-        ropes = from_float32(to_float32(ropes, INTERPRETED), OUT_TYPE, INTERPRETED)
-    tl.store(out_row[:, None] + (LATENT + rope_column), ropes, mask=inside[:, None])
+    if TILING.rope_offset < TILING.row_bytes:
+        ropes = rope_bits.to(tl.bfloat16, bitcast=True)
+        if ropes.dtype != OUT_TYPE:
+            ropes = from_float32(to_float32(ropes, INTERPRETED), OUT_TYPE, INTERPRETED)
+        tl.store(out_row[:, None] + (LATENT + rope_column), ropes, mask=inside[:, None])
 
 
 @kernel(by_element=("block_table", "cu_seqlens", "seq_starts", "seq_ends"))

@@ -54,10 +54,10 @@ def cache_write(
             cache skips its token. Slots must differ from each other.
         x: [T, head_dim] rows, or [T, latent_dim] latents if ``rope`` is given; T ≥ n, tokens from n on are
             padding and are not looked at. bf16, fp16 or float32. n and T may be 0.
-        rope: [T, 64] rotated dims.
+        rope: [T, 64] rotated dims, or [T, 0] for a format without.
         cache_format: inferred from the cache if None.
         scale: format ``fp8``: a number, or a one-element float32 tensor on the cache's device; default 1.
-        scale_rounding: format ``v32``: "power_of_two" or "exact".
+        scale_rounding: formats ``v32`` and ``v32_no_rope``: "power_of_two" or "exact".
         backend: "portable" or "reference"; None chooses.
 
     Raises:
@@ -68,9 +68,11 @@ def cache_write(
     device = cache.device
     checks.tensor("x", x, ("T", "width"), checks.FLOAT_DTYPES, device, may_be_empty=1)
     if rope is not None:
-        checks.tensor("rope", rope, ("T", "width"), (x.dtype,), device, may_be_empty=1)
+        checks.tensor("rope", rope, ("T", "width"), (x.dtype,), device, may_be_empty=2)
     format_for_rows(layout, x, rope)
     split_rows(layout, x, rope)
+    if rope is not None and rope.shape[1] == 0:
+        rope = None
     check_scale_rounding(layout, scale_rounding)
     checks.tensor(
         "slot_mapping", slot_mapping, ("n",), checks.INDEX_DTYPES, device, unit_last_stride=False, may_be_empty=1

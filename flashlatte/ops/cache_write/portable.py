@@ -134,20 +134,22 @@ def write_tiles_kernel(
 
     tile = tl.arange(0, TILING.scale_places)[None, :]
     column = tile[:, :, None] * TILING.tile + tl.arange(0, TILING.tile)[None, None, :]
-    rope_index = tl.arange(0, 64)[None, :]
     latent_mask = valid[:, None, None] & (tile[:, :, None] < TILING.tiles)
     x_row = x + tokens * x_stride * X_ALIGN
-    rope_row = rope + tokens * rope_stride * ROPE_ALIGN
     # [BLOCK_T, scale_places, tile] and [BLOCK_T, 64]
     latents = tl.load(x_row[:, None, None] + column, mask=latent_mask, other=0.0)
-    ropes = tl.load(rope_row[:, None] + (ROPE_COLUMN + rope_index), mask=valid[:, None], other=0.0)
+    if TILING.rope_offset < TILING.row_bytes:
+        rope_index = tl.arange(0, 64)[None, :]
+        rope_row = rope + tokens * rope_stride * ROPE_ALIGN
+        ropes = tl.load(rope_row[:, None] + (ROPE_COLUMN + rope_index), mask=valid[:, None], other=0.0)
 
     values, scales = quantize_tiles(to_float32(latents, INTERPRETED), POWER_OF_TWO)
     tl.store(row[:, None, None] + column, float_to_e4m3(values, NATIVE), mask=latent_mask)
-    if ropes.dtype != tl.bfloat16:
-        ropes = from_float32(to_float32(ropes, INTERPRETED), tl.bfloat16, INTERPRETED)
-    rope_bits = ropes.to(tl.uint16, bitcast=True)
-    store_words((row + TILING.rope_offset)[:, None], rope_index, rope_bits, valid[:, None], ALIGN)
+    if TILING.rope_offset < TILING.row_bytes:
+        if ropes.dtype != tl.bfloat16:
+            ropes = from_float32(to_float32(ropes, INTERPRETED), tl.bfloat16, INTERPRETED)
+        rope_bits = ropes.to(tl.uint16, bitcast=True)
+        store_words((row + TILING.rope_offset)[:, None], rope_index, rope_bits, valid[:, None], ALIGN)
     if TILING.e8m0:
         exponents = tl.where(tile < TILING.tiles, scales >> 23, 0).to(tl.uint8)
         scale_row = page_start + page_size * TILING.row_bytes + offset * TILING.scale_places

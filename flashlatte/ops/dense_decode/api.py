@@ -8,7 +8,7 @@ import torch
 
 from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.kv_cache.registry import format_class, format_of_width, names_of, plain_format
+from flashlatte.kv_cache.registry import format_class, formats_of_width, names_of, plain_format
 from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
@@ -200,9 +200,9 @@ def _dense_decode(
 def _check_format(k_cache: object, head_dim: int) -> None:
     """Point to the operation that reads a cache whose rows are bytes with scales among them."""
     if isinstance(k_cache, torch.Tensor) and k_cache.dim() and k_cache.shape[-1] != head_dim:
-        layout = format_of_width(k_cache)
-        if layout is not None:
+        layouts = formats_of_width(k_cache)
+        if layouts:
             raise ValueError(
-                f"k_cache must have rows of q's {head_dim} numbers, and this is a cache of format {layout.name}, which "
-                "sparse_decode reads"
+                f"k_cache must have rows of q's {head_dim} numbers, and this is a cache of format "
+                f"{checks.either(layout.name for layout in layouts)}, which sparse_decode reads"
             )

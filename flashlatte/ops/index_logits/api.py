@@ -87,14 +87,14 @@ def index_logits(
     checks.tensor("q", q, ("M", "H", "head_dim"), QUERY_DTYPES, may_be_empty=1)
     num_rows, heads, head_dim = q.shape
     device = q.device
-    _check_heads(heads, head_dim)
-    num_keys = _check_keys(q, k, k_scale)
+    check_heads(heads, head_dim)
+    num_keys = check_keys(q, k, k_scale)
     checks.tensor("weights", weights, (num_rows, heads), (torch.float32,), device)
     for name, value in (("key_start", key_start), ("key_end", key_end)):
         checks.tensor(name, value, (num_rows,), checks.INDEX_DTYPES, device, unit_last_stride=False)
     checks.flag("clean", clean)
     width = num_keys if max_keys is None else checks.positive_int("max_keys", max_keys)
-    out = _output(out, num_rows, width, dtype, device)
+    out = output(out, num_rows, width, dtype, device)
     gradients.warn_if_dropped(RAGGED, q, k, k_scale, weights)
     aligned = _aligned(k) and _aligned_operands(q, weights)
     if k_scale is not None:
@@ -166,7 +166,7 @@ def paged_index_logits(
     checks.tensor("q", q, ("b", "next_n", "H", "head_dim"), QUERY_DTYPES, may_be_empty=1)
     batch, next_n, heads, head_dim = q.shape
     device = q.device
-    _check_heads(heads, head_dim)
+    check_heads(heads, head_dim)
     cache, layout = as_index_cache(cache, head_dim)
     if cache.device != device:
         raise ValueError(f"cache must be on {device} like the other arguments, got {cache.device}")
@@ -187,7 +187,7 @@ def paged_index_logits(
         value_checks.pages(block_table, longest, *cache.shape[:2])
     checks.flag("clean", clean)
     width = block_table.shape[1] * cache.shape[1] if max_keys is None else checks.positive_int("max_keys", max_keys)
-    out = _output(out, batch * next_n, width, dtype, device)
+    out = output(out, batch * next_n, width, dtype, device)
     gradients.warn_if_dropped(PAGED, q, weights)
     # Of a cache only pages lie at a stride: what is in them lies close.
     aligned = _aligned(cache[:, 0, 0]) and _aligned_operands(q, weights)
@@ -213,14 +213,14 @@ def _paged_index_logits(
     run(q, cache, weights, cache_seqlens, block_table, logits, clean)
 
 
-def _check_heads(heads: int, head_dim: int) -> None:
+def check_heads(heads: int, head_dim: int) -> None:
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"q must have a head dim of 32, 64 or 128, got {head_dim}")
     if heads > MAX_HEADS:
         raise ValueError(f"q must have 1 to {MAX_HEADS} heads, got {heads}")
 
 
-def _check_keys(q: torch.Tensor, k: object, k_scale: object) -> int:
+def check_keys(q: torch.Tensor, k: object, k_scale: object) -> int:
     """The number of keys."""
     head_dim, device = q.shape[2], q.device
     if isinstance(k, torch.Tensor) and k.dtype == torch.uint8:
@@ -247,7 +247,7 @@ def _aligned(x: torch.Tensor) -> bool:
     return checks.rows_aligned(x, _HOPPER_ALIGNMENT)
 
 
-def _output(out: torch.Tensor | None, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def output(out: torch.Tensor | None, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if out is not None:
         return checks.output("out", out, (rows, width), LOGIT_DTYPES, device)
     if dtype not in LOGIT_DTYPES:

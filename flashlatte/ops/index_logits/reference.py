@@ -72,6 +72,39 @@ def paged(
             target[:, len(position) :] = -torch.inf
 
 
+def sparse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    weights: torch.Tensor,
+    first_key: torch.Tensor,
+    num_keys: torch.Tensor,
+    block_size: int,
+    logits: torch.Tensor,
+) -> None:
+    heads, head_dim = q.shape[1:]
+    if k.dim() == 4:
+        cache, layout = as_index_cache(k, head_dim)
+        views, page_size = layout.page_views(cache), cache.shape[1]
+        total = cache.shape[0] * page_size
+    else:
+        keys, total = _dequantized(k, k_scale), k.shape[0]
+    offset = torch.arange(block_size, device=q.device)
+    rows_at_a_time = max(1, PRODUCTS // (logits.shape[1] * max(heads, head_dim)))
+    for begin in range(0, q.shape[0], rows_at_a_time):
+        rows = slice(begin, begin + rows_at_a_time)
+        # [rows, S · block_size]
+        position = (first_key[rows].long().unsqueeze(2) + offset).flatten(1)
+        inside = (offset < num_keys[rows].unsqueeze(2)).flatten(1) & (position >= 0) & (position < total)
+        position = position.where(inside, 0)
+        if k.dim() == 4:
+            chosen = layout.decode(tuple(view[position // page_size, position % page_size] for view in views), 1.0)
+        else:
+            chosen = keys[position]
+        products = torch.einsum("mhd,mnd->mhn", q[rows].float(), chosen).relu_()
+        _store(logits[rows], torch.einsum("mh,mhn->mn", weights[rows], products), inside, True)
+
+
 def _dequantized(k: torch.Tensor, k_scale: torch.Tensor | None) -> torch.Tensor:
     """float32 [N, head_dim]."""
     if k.dtype == torch.uint8 and k_scale is not None:

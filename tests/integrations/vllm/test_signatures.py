@@ -1,7 +1,7 @@
 """The functions of ``ops`` beside those that they stand in for, in vLLM's sources: which arguments, in which order.
 
-They are read, not imported: of the installed vLLM, and of those whose folders ``VLLM_SOURCES`` names (``…/vllm``, one
-after the other, as PATH has them).
+They are read, not imported: of the installed vLLM, of those that ``.ci/peers.py`` fetched, and of those whose folders
+``VLLM_SOURCES`` names (``…/vllm``, separated as in PATH).
 """
 
 import ast
@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 
 import pytest
+from support.peer_sources import MISSING, folders
 
 from flashlatte.integrations.vllm import ops
 
@@ -66,6 +67,7 @@ MOVED = "NUM_TOPK_TOKENS"
 
 def sources():
     found = [Path(folder) for folder in os.environ.get("VLLM_SOURCES", "").split(os.pathsep) if folder]
+    found += [folder / "vllm" for folder in folders("vllm")]
     spec = importlib.util.find_spec("vllm")
     return found + [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else found
 
@@ -89,7 +91,7 @@ def test_every_function_has_a_counterpart():
     assert {name for _, name in FUNCTIONS} | COMPILED | {"KV_CACHE_DTYPES"} == set(ops.__all__)
 
 
-@pytest.mark.skipif(not SOURCES, reason="no vLLM here, and VLLM_SOURCES is not set")
+@pytest.mark.skipif(not SOURCES, reason=f"vLLM is not installed, and {MISSING}")
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: ".".join(map(str, version(source))))
 @pytest.mark.parametrize(("place", "name"), FUNCTIONS, ids=[name for _, name in FUNCTIONS])
 def test_arguments_are_vllms(source, place, name):

@@ -13,8 +13,8 @@ from flashlatte.testing.draws import BEYOND_INT32, INT32_LIMITS, UNREACHED_PAGE
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 BLOCKED = ("v41", "v41_fp4", "nvfp4_ds_mla")
-TILED = ("v32", "model1", *BLOCKED)
-SCALED = [("v32", "power_of_two"), ("v32", "exact"), ("model1", "power_of_two")]
+TILED = ("v32", "v32_no_rope", "model1", *BLOCKED)
+SCALED = [("v32", "power_of_two"), ("v32", "exact"), ("v32_no_rope", "exact"), ("model1", "power_of_two")]
 SCALED += [(name, "power_of_two") for name in BLOCKED]
 NAMES = st.sampled_from(kv_cache.FORMAT_NAMES)
 FLOAT_DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
@@ -205,8 +205,15 @@ def tiles_of_all_magnitudes(tile, tiles, rope_dim, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("name", "scale_rounding"), SCALED)
 def test_tiles_of_all_magnitudes_are_quantised_alike(name, scale_rounding, dtype):
-    tile, tiles = {"v32": (128, 4), "model1": (64, 7), "v41": (32, 14), "v41_fp4": (16, 28)}.get(name, (16, 32))
-    x = tiles_of_all_magnitudes(tile, tiles, 64, dtype)
+    tile, tiles = {
+        "v32": (128, 4),
+        "v32_no_rope": (128, 4),
+        "model1": (64, 7),
+        "v41": (32, 14),
+        "v41_fp4": (16, 28),
+    }.get(name, (16, 32))
+    rope_dim = kv_cache.get_format(name).rope_dim
+    x = tiles_of_all_magnitudes(tile, tiles, rope_dim, dtype)
     actual, expected = write_both(name, 20, 4, torch.arange(80), x, scale_rounding=scale_rounding)
     assert actual.equal(expected)
 
@@ -234,39 +241,41 @@ def test_nan_and_infinity_spoil_their_own_tile_alike(name, scale_rounding):
     x = x.bfloat16()
     storages = write_both(name, 2, 3, torch.arange(6), x, scale_rounding=scale_rounding)
     caches = [cache_in(storage, name, 2, 3, None, 0, 0) for storage in storages]
-    if name == "v32":
+    if name in ("v32", "v32_no_rope"):
         # Which NaN a scale is differs between PyTorch's loops.
         actual, expected = (cache[..., 512:528].contiguous().view(torch.float32) for cache in caches)
         assert actual.nan_to_num(-1.0).equal(expected.nan_to_num(-1.0))
         for cache in caches:
             cache[..., 512:528] = 0
-    if name in ("v32", "model1", "v41"):
+    if name in ("v32", "v32_no_rope", "model1", "v41"):
         # Nor is it the same sign that NumPy's versions give a NaN.
         for cache in caches:
-            latents = kv_cache.infer_format(cache).page_views(cache)[0].view(torch.uint8)[..., :448]
+            latents = layout.page_views(cache)[0].view(torch.uint8)[..., :448]
             latents[latents == 0xFF] = 0x7F
     assert storages[0].equal(storages[1])
 
 
-@pytest.mark.parametrize("name", ["fp8", "v32", "model1", *BLOCKED])
+@pytest.mark.parametrize("name", ["fp8", "v32", "v32_no_rope", "model1", *BLOCKED])
 def test_every_byte_is_dequantised_alike(name):
-    cache = kv_cache.allocate(name, 2, 4, head_dim=512 if name == "fp8" else None)
-    latent_bytes = kv_cache.infer_format(cache).head_dim - 64
+    layout = kv_cache.get_format(name, 512 if name == "fp8" else None)
+    cache = kv_cache.allocate(layout, 2, 4)
+    latent_bytes = layout.latent_dim
     if name == "v41":
         # Its scales stand beyond the bytes that are set below.
         cache[..., 512:] = torch.arange(128, 256).to(torch.uint8).view(2, 4, 1, 16)
-    for view in kv_cache.infer_format(cache).page_views(cache):
+    for view in layout.page_views(cache):
         raw = view.view(torch.uint8)
         count = min(raw.shape[-1], latent_bytes)
         raw[..., :count] = torch.arange(8 * count).remainder(256).to(torch.uint8).view(2, 4, count)
-    if name == "v32":
+    if name in ("v32", "v32_no_rope"):
         scales = torch.tensor([1.5, 1e-3, -7.0, 2.0**-140, torch.inf, torch.nan, 3e38, 0.0]).repeat(4)
         cache[..., 512:528] = scales.view(torch.uint8).view(2, 4, 1, 16)
     actual, expected = gather_both(
         cache,
         torch.tensor([[1, 0]]),
         torch.tensor([0, 8]),
-        head_dim=latent_bytes + 64,
+        cache_format=layout,
+        head_dim=layout.head_dim,
         rows=8,
         dtype=torch.float32,
     )

@@ -7,6 +7,7 @@ from flashlatte import kv_cache
 from flashlatte.testing.draws import UNREACHED_PAGE
 
 NAMES = st.sampled_from(kv_cache.FORMAT_NAMES)
+PLAIN = ("bf16", "fp16", "fp32", "fp8")
 INDEX_DTYPES = st.sampled_from([torch.int32, torch.int64])
 FLOAT_DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 SEEDS = st.integers(0, 2**32)
@@ -23,9 +24,13 @@ def poisoned(name, pages, page_size, gap=0):
     return cache[:, :page_size]
 
 
-def raw_tokens(cache):
+def raw_tokens(cache, name=None):
     """What each slot holds, its planes joined: uint8 [slots, bytes]."""
-    layout = kv_cache.infer_format(cache)
+    layout = (
+        kv_cache.infer_format(cache)
+        if name is None
+        else kv_cache.get_format(name, cache.shape[-1] if name in PLAIN else None)
+    )
     return torch.cat([view.flatten(0, 1).view(torch.uint8) for view in layout.page_views(cache)], dim=-1)
 
 
@@ -57,14 +62,14 @@ def test_write_changes_the_named_slots_and_nothing_else(
     x[mapping.numel() :] = torch.nan
 
     rows, rope = (x[:, : layout.latent_dim], x[:, layout.latent_dim :]) if split else (x, None)
-    kv_cache.write(cache, mapping.to(index_dtype), rows, rope=rope, scale=scale_of(name))
+    kv_cache.write(cache, mapping.to(index_dtype), rows, rope=rope, cache_format=name, scale=scale_of(name))
 
-    expected = torch.full_like(raw_tokens(cache), 0xFF)
+    expected = torch.full_like(raw_tokens(cache, name), 0xFF)
     records = kv_cache.quantize(x, name, scale=scale_of(name)).view(torch.uint8)
     for token, slot in enumerate(mapping.tolist()):
         if 0 <= slot < limit:
             expected[slot] = records[token]
-    assert raw_tokens(cache).equal(expected)
+    assert raw_tokens(cache, name).equal(expected)
     if gap:
         unused = cache.as_strided((pages, cache.shape[-1]), (cache.stride(0), 1), page_size * cache.shape[-1])
         assert name == "model1" or unused.view(torch.uint8).eq(0xFF).all()
@@ -103,8 +108,8 @@ def test_read_returns_the_rows_at_slots_and_zeros_outside(name, page_size, index
     rows = torch.randn(3, page_size, 1, layout.head_dim, generator=generator(seed))
     cache = kv_cache.pack(rows, name, scale=scale_of(name))
     slots = torch.randint(-2, 3 * page_size + 2, (2, 4), generator=generator(seed)).to(index_dtype)
-    actual = kv_cache.read(cache, slots, scale=scale_of(name), dtype=dtype)
-    whole = kv_cache.unpack(cache, scale=scale_of(name), dtype=dtype)
+    actual = kv_cache.read(cache, slots, cache_format=name, scale=scale_of(name), dtype=dtype)
+    whole = kv_cache.unpack(cache, name, scale=scale_of(name), dtype=dtype)
     assert actual.dtype == dtype
     for i in range(2):
         for j in range(4):
@@ -145,12 +150,13 @@ def test_gather_lays_requests_one_after_the_other(
         table.to(index_dtype),
         cu_seqlens.to(index_dtype),
         seq_starts=None if begins is None else begins.to(index_dtype),
+        cache_format=name,
         scale=scale_of(name),
         out=out if out.shape[0] else None,
         dtype=dtype,
     )
 
-    whole = kv_cache.unpack(cache, scale=scale_of(name), dtype=dtype)
+    whole = kv_cache.unpack(cache, name, scale=scale_of(name), dtype=dtype)
     row = 0
     for request, length in enumerate(lengths):
         for index in range(length):

@@ -24,16 +24,16 @@ def raw(cache):
     return cache.view(torch.uint8)
 
 
-def unpacked(cache):
-    return kv_cache.unpack(cache, dtype=torch.float32)
+def unpacked(cache, name=None):
+    return kv_cache.unpack(cache, name, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_copy_blocks_copies_whole_pages_and_may_exchange_them(name):
     cache = draw_cache(name)
-    before = unpacked(cache)
+    before = unpacked(cache, name)
     kv_cache.copy_blocks(cache, [0, 1, 0], [1, 0, 3])
-    assert unpacked(cache).equal(before[[1, 0, 2, 0]])
+    assert unpacked(cache, name).equal(before[[1, 0, 2, 0]])
 
 
 def test_copy_blocks_takes_a_cache_for_each_layer_and_tensors_of_pages():
@@ -78,10 +78,10 @@ def test_copy_blocks_of_no_pages_changes_nothing():
 @pytest.mark.parametrize("name", NAMES)
 def test_swap_blocks_moves_pages_to_another_cache(name):
     source, target = draw_cache(name, pages=3), draw_cache(name, pages=5, seed=1)
-    rows, before = unpacked(source), unpacked(target)
+    rows, before = unpacked(source, name), unpacked(target, name)
     kv_cache.swap_blocks(source, target, [2, 0], [0, 4])
-    assert unpacked(target).equal(torch.stack((rows[2], before[1], before[2], before[3], rows[0])))
-    assert unpacked(source).equal(rows)
+    assert unpacked(target, name).equal(torch.stack((rows[2], before[1], before[2], before[3], rows[0])))
+    assert unpacked(source, name).equal(rows)
 
 
 @given(

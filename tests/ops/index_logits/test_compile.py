@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(machine.interpreting(), reason="kernels are inte
 
 RAGGED = importlib.import_module("flashlatte.ops.index_logits.portable.ragged")
 PAGED = importlib.import_module("flashlatte.ops.index_logits.portable.paged")
+SPARSE = importlib.import_module("flashlatte.ops.index_logits.portable.sparse")
 GPUS = {80: "ampere", 90: "hopper"}
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
@@ -21,7 +22,7 @@ E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 @pytest.fixture
 def recorders(monkeypatch):
     found = {}
-    for module, name in ((RAGGED, "ragged_kernel"), (PAGED, "paged_kernel")):
+    for module, name in ((RAGGED, "ragged_kernel"), (PAGED, "paged_kernel"), (SPARSE, "sparse_kernel")):
         found[name] = Recorder(getattr(module, name))
         monkeypatch.setattr(module, name, found[name])
     return found
@@ -31,7 +32,7 @@ def recorders(monkeypatch):
 def on(monkeypatch):
     def choose(arch):
         monkeypatch.setattr(config, "gpu_class", lambda device: GPUS[arch])
-        for module in (RAGGED, PAGED, score):
+        for module in (RAGGED, PAGED, SPARSE, score):
             monkeypatch.setattr(module, "converts_e4m3", lambda device: arch >= 89)
         monkeypatch.setattr(machine, "num_sms", lambda device: 132)
 
@@ -53,8 +54,15 @@ def paged(name="index_fp8", requests=4, pages=8, page_size=64, heads=64, next_n=
     PAGED.paged(q, cache, weights, lengths, table, torch.zeros(requests * next_n, pages * page_size), False)
 
 
+def sparse(rows=16, pages=8, page_size=64, blocks=32, name="index_fp8"):
+    cache, q = kv_cache.allocate(name, pages, page_size), torch.zeros(rows, 64, 128, dtype=BF16)
+    first = torch.zeros(rows, blocks, dtype=torch.int32)
+    q = q.to(E4M3) if name == "index_fp8" else q
+    SPARSE.sparse(q, cache, None, torch.zeros(rows, 64), first, first, 8, torch.zeros(rows, 8 * blocks))
+
+
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.full), 90])
-@pytest.mark.parametrize("call", [ragged, paged], ids=["ragged", "paged"])
+@pytest.mark.parametrize("call", [ragged, paged, sparse], ids=["ragged", "paged", "sparse"])
 def test_keys_come_in_16_byte_copies_and_the_loop_does_not_spill(call, arch, recorders, on):
     on(arch)
     call()
@@ -71,6 +79,7 @@ def test_new_sizes_compile_nothing(recorders, on):
     for size in (1, 3, 16, 100):
         ragged(rows=size, keys=16 * size)
         paged(requests=size, pages=size, page_size=4 * size)
+        sparse(rows=size, pages=size, page_size=4 * size, blocks=size)
     for recorder in recorders.values():
         keys = {variant_key(recorder.fn, launch) for launch in recorder.launches}
         assert len(keys) == 1

@@ -10,7 +10,7 @@ from support.torch_op import opcheck
 
 from flashlatte import kv_cache
 from flashlatte.kv_cache.index_formats import INDEX_FORMATS, index_format
-from flashlatte.ops.index_logits import api, index_logits, paged_index_logits
+from flashlatte.ops.index_logits import api, index_logits, paged_index_logits, sparse, sparse_index_logits
 from flashlatte.ops.index_quantize import index_gather, index_quantize
 
 BACKENDS = ["reference", pytest.param("portable", marks=pytest.mark.interpreter)]
@@ -365,3 +365,73 @@ def test_paged_errors_name_the_argument(change, error, message):
 def test_opcheck():
     opcheck(api, "index_logits", ragged_call)
     opcheck(api, "paged_index_logits", paged_call)
+    opcheck(sparse, "sparse_index_logits", sparse_call)
+
+
+def sparse_call(**change):
+    arguments: dict[str, Any] = {
+        "q": torch.ones(3, 4, 32),
+        "k": torch.ones(9, 32),
+        "weights": torch.ones(3, 4),
+        "first_key": torch.zeros(3, 2, dtype=torch.int64),
+        "num_keys": torch.ones(3, 2, dtype=torch.int64),
+        "block_size": 4,
+    }
+    return sparse_index_logits(**(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"first_key": torch.zeros(2, 2, dtype=torch.int64)}, ValueError, r"^first_key must have shape \[3, S\]"),
+        ({"num_keys": torch.zeros(3, 3, dtype=torch.int64)}, ValueError, r"^num_keys must have shape \[3, 2\]"),
+        ({"block_size": 0}, ValueError, "^block_size must be at least 1, got 0$"),
+        ({"k": torch.zeros(2, 4, 1, 132, dtype=torch.uint8)}, ValueError, "^k must hold index keys of 32 values"),
+        (
+            {"k": torch.zeros(2, 4, 1, 36, dtype=torch.uint8)},
+            TypeError,
+            "^q must be float32 over index keys in float32",
+        ),
+        ({"k": torch.zeros(2, 4, 1, 32), "k_scale": torch.ones(8)}, ValueError, "^k_scale must be None for a paged"),
+        ({"out": torch.zeros(3, 9)}, ValueError, r"^out must have shape \[3, 8\]"),
+        ({"backend": "hopper"}, ValueError, "hopper"),
+    ],
+)
+def test_errors_of_candidate_blocks(change, error, message):
+    with pytest.raises(error, match=message):
+        sparse_call(**change)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(
+    rows=st.integers(1, 4),
+    num_blocks=st.integers(1, 5),
+    block_size=st.sampled_from([1, 3, 8, 16]),
+    heads=HEADS,
+    kind=st.sampled_from(list(INDEX_FORMATS)),
+    paged=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 1000),
+)
+def test_candidate_blocks(backend, rows, num_blocks, block_size, heads, kind, paged, dtype, seed):
+    total, page_size = 60, 12
+    q = normal(rows, heads, 64, seed=seed).to(query_dtype(kind, seed % 2))
+    weights = normal(rows, heads, seed=seed + 1)
+    if paged:
+        layout = index_format(kind, 64)
+        k, k_scale = kv_cache.allocate(layout, total // page_size, page_size), None
+        index_quantize(k, torch.arange(total), normal(total, 64, seed=seed + 2), backend="reference")
+        keys = kv_cache.unpack(k, layout, dtype=torch.float32).flatten(0, 2).double()
+    else:
+        k, k_scale, keys = contiguous_keys(kind, total, 64, seed + 2)
+    first = torch.randint(-5, total + 5, (rows, num_blocks), generator=generator(seed + 3)).int()
+    num = torch.randint(-2, 20, (rows, num_blocks), generator=generator(seed + 4)).int()
+    logits = sparse_index_logits(
+        q, k, weights, first, num, block_size=block_size, k_scale=k_scale, dtype=dtype, backend=backend
+    )
+    offset = torch.arange(block_size)
+    position = (first.unsqueeze(2) + offset).flatten(1).long()
+    seen = (offset < num.unsqueeze(2)).flatten(1) & (position >= 0) & (position < total)
+    position = position.where(seen, 0)
+    expected = oracle(q, keys, weights).gather(1, position).where(seen, -torch.inf)
+    assert_logits(logits, expected, magnitude(q, keys, weights).gather(1, position), dtype)

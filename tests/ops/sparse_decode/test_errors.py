@@ -58,7 +58,7 @@ def test_the_arguments_that_the_errors_start_from_are_right():
         (
             {"cache_format": "fp8"},
             ValueError,
-            "^k_cache must be in bf16, fp16, fp32, v32, model1, v41, v41_fp4 or nvfp4_ds_mla for .*, got fp8$",
+            "^k_cache must be in bf16, fp16, fp32, v32, v32_no_rope, model1, v41, v41_fp4 or nvfp4_ds_mla for .*fp8$",
         ),
         (
             {"k_cache": BF16_CACHE.half(), "cache_format": None, **NO_EXTRA},

@@ -238,6 +238,7 @@ def test_pages_by_multiplication(page_size):
         (65 * 656, 656, "v32", 16, False),
         (64 * 584, 584, "model1", 16, False),
         (61 * 584, 584, "model1", 8, False),
+        (64 * 528, 528, "v32_no_rope", 16, True),
         (64 * 528, 528, "v41", 16, True),
         (65 * 528, 528, "v41", 16, False),
         (64 * 1152, 1152, "bf16", 16, True),
@@ -268,7 +269,8 @@ def refusal(*shape: Any, extra: str | None = None, **facts: Any) -> str | None:
 
 def test_refusals(monkeypatch):
     monkeypatch.setattr("flashlatte.runtime.machine.compute_capability", lambda _: (9, 0))
-    for cache_format, head_dim in (("v32", 576), ("model1", 512), ("v41", 512), ("bf16", 576), ("bf16", 512)):
+    formats = (("v32", 576), ("v32_no_rope", 512), ("model1", 512), ("v41", 512), ("bf16", 576), ("bf16", 512))
+    for cache_format, head_dim in formats:
         assert refusal(cache_format, head_dim) is None
         assert refusal(cache_format, head_dim, extra=cache_format) is None
     assert "not 576 with 256" in (refusal("v32", 576, 256) or "")

@@ -22,6 +22,7 @@ from flashlatte.testing.cases import SparseDecodeCase
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 V32 = SparseDecodeCase(batch=2, s_q=2, s_k=60, h_q=4, topk=37, page_size=7)
+NO_ROPE = replace(V32, cache_format="v32_no_rope")
 MODEL1 = replace(V32, cache_format="model1")
 V41 = replace(V32, cache_format="v41")
 PLAIN = replace(V32, cache_format="bf16", head_dim=48, head_dim_v=32)
@@ -34,6 +35,8 @@ CASES = {
     "v32, extra": replace(V32, **EXTRA),
     "v32, fp16 queries": replace(V32, dtype=torch.float16),
     "v32, narrow values": replace(V32, head_dim_v=100),
+    "v32_no_rope": NO_ROPE,
+    "v32_no_rope, extra and lengths": replace(NO_ROPE, **EXTRA, **LENGTHS),
     "model1": MODEL1,
     "model1, extra and lengths": replace(MODEL1, **EXTRA, **LENGTHS),
     "model1, gaps": replace(MODEL1, batch=1, strided=True),
@@ -232,7 +235,7 @@ def test_dtypes_of_bytes(cache_format, dtype):
 
 
 @pytest.mark.parametrize("gap", [1, *(pytest.param(gap, marks=pytest.mark.full) for gap in (656, 4))])
-@pytest.mark.parametrize("cache_format", ["v32", "model1", "v41", "v41_fp4"])
+@pytest.mark.parametrize("cache_format", ["v32", "v32_no_rope", "model1", "v41", "v41_fp4"])
 def test_gaps_between_pages(cache_format, gap):
     arguments = replace(V32, batch=1, cache_format=cache_format).inputs()
     cache = arguments["k_cache"]
@@ -265,7 +268,7 @@ def test_any_scale_is_honoured():
     compare.assert_close(lse, expected_lse, compare.DECODE_LSE, "lse")
 
 
-@pytest.mark.parametrize("cache_format", ["v32", "model1", "v41", "v41_fp4"])
+@pytest.mark.parametrize("cache_format", ["v32", "v32_no_rope", "model1", "v41", "v41_fp4"])
 def test_nan_scale_of_a_selected_token(cache_format):
     arguments = replace(V32, cache_format=cache_format, attn_sink=False, invalid_share=0.0).inputs()
     expected, _ = decode(arguments)
@@ -280,14 +283,14 @@ def test_nan_scale_of_a_selected_token(cache_format):
 
 
 @pytest.mark.parametrize("byte", [0x7F, pytest.param(0xFF, marks=pytest.mark.full)])
-@pytest.mark.parametrize("cache_format", ["v32", "model1", "v41"])
+@pytest.mark.parametrize("cache_format", ["v32", "v32_no_rope", "model1", "v41"])
 def test_nan_number_of_a_selected_token(cache_format, byte):
     """e4m3's NaN under a finite scale, which this package's writers do not store."""
     arguments = replace(V32, cache_format=cache_format, attn_sink=False, invalid_share=0.0).inputs()
     slot = int(arguments["indices"][0, 1, 5])
     selected = (arguments["indices"] == slot).any(dim=-1)
     page, offset = divmod(slot, arguments["k_cache"].shape[1])
-    row_bytes = {"v32": 656, "model1": 576, "v41": 528}[cache_format]
+    row_bytes = {"v32": 656, "v32_no_rope": 528, "model1": 576, "v41": 528}[cache_format]
     arguments["k_cache"][page].view(torch.uint8).flatten()[offset * row_bytes + 101] = byte
     expected, expected_lse = sparse_decode(**arguments, backend="reference")
     out, lse = decode(arguments)

@@ -15,7 +15,7 @@ from flashlatte.testing.compare import assert_accurate, assert_close
 from flashlatte.testing.draws import BEYOND_INT32, INT32_LIMITS
 
 INF = math.inf
-SCALED = ("v32", "model1", "v41", "v41_fp4", "nvfp4_ds_mla")
+SCALED = ("v32", "v32_no_rope", "model1", "v41", "v41_fp4", "nvfp4_ds_mla")
 LENGTHS = st.sampled_from(["all", "request", "token"])
 
 

@@ -25,6 +25,7 @@ DRAWS: dict[str, Callable[[Random], Problem]] = {
     "turboquant_gather": caches.turboquant_gather,
     "index_logits": indexer.index_logits,
     "paged_index_logits": indexer.paged_index_logits,
+    "sparse_index_logits": indexer.sparse_index_logits,
     "index_select": indexer.index_select,
     "paged_index_select": indexer.paged_index_select,
     "topk": indexer.topk,

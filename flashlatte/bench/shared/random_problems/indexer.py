@@ -15,6 +15,7 @@ from flashlatte.bench.problems import (
     IndexWorkspace,
     PagedIndexLogits,
     PagedIndexSelect,
+    SparseIndexLogits,
     TopK,
 )
 from flashlatte.bench.problems.indexer import ROW_VALUES
@@ -37,6 +38,14 @@ def paged_index_logits(rng: Random) -> PagedIndexLogits:
     sizes = (rng.choice((1, 2)), rng.choice((16, 32, 64, 64, 128)), rng.choice((32, 64, 128)), rng.choice((64, 128)))
     flags = {"varlen": rng.random() < 0.5, "clean": rng.random() < 0.5, "dtype": rng.choice(("fp32", "bf16"))}
     return PagedIndexLogits(batch, keys, *sizes, **flags)
+
+
+def sparse_index_logits(rng: Random) -> SparseIndexLogits:
+    rows, block_size = log_uniform(rng, 1, 4096), rng.choice((8, 16))
+    blocks = log_uniform(rng, 1, min(2048, MOST_LOGITS // rows // block_size))
+    sizes = (rng.choice((16, 32, 64, 64, 128)), rng.choice((32, 64, 128)), rng.choice((64, 128)))
+    keys = log_uniform(rng, block_size, MOST_INDEX_KEYS)
+    return SparseIndexLogits(rows, keys, blocks, block_size, *sizes, rng.choice(("fp32", "bf16")))
 
 
 def index_select(rng: Random) -> IndexSelect:

@@ -8,6 +8,7 @@ import torch
 
 from flashlatte.integrations.vllm.ops import leading
 from flashlatte.integrations.vllm.ops.dtypes import DS_MLA, DS_MLA_FORMAT, latent_format, scale_of
+from flashlatte.kv_cache.formats import ROPE_DIM
 from flashlatte.kv_cache.plain import Fp8Format
 from flashlatte.ops.cache_gather import cache_gather
 from flashlatte.ops.cache_write import cache_write
@@ -32,7 +33,8 @@ def concat_and_cache_mla(
 
     Args:
         kv_c: [T, kv_lora_rank], bf16, fp16 or float32; T ≥ n, tokens from n on are padding.
-        k_pe: [T, rope] in the same dtype, rotated; rope may be 0, of a model whose keys have no rotated part.
+        k_pe: [T, rope] in the same dtype, rotated. rope may be 0, of a model whose keys have no rotated part;
+            "fp8_ds_mla" then stores zeros in its place, as vLLM 0.33 does.
         kv_cache: [pages, page_size, width], written.
         slot_mapping: int32 or int64 [n], page · page_size + offset; one below 0 or beyond the cache skips its token.
         kv_cache_dtype: "auto", or the name of a float dtype: kv_cache's; "fp8" or "fp8_e4m3"; "fp8_ds_mla".
@@ -44,12 +46,17 @@ def concat_and_cache_mla(
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
     without_rope = isinstance(k_pe, torch.Tensor) and k_pe.dim() == 2 and k_pe.shape[1] == 0
+    if without_rope:
+        has_zeros = kv_cache_dtype == DS_MLA and isinstance(kv_c, torch.Tensor)
+        rope = kv_c.new_zeros(k_pe.shape[0], ROPE_DIM) if has_zeros else None
+    else:
+        rope = k_pe
     with checks.naming(x="kv_c", rope="k_pe", cache="kv_cache"):
         cache_write(
             kv_cache,
             slot_mapping,
             kv_c,
-            rope=None if without_rope else k_pe,
+            rope=rope,
             cache_format=latent_format(kv_cache_dtype, kv_cache, "kv_cache"),
             scale=scale_of(kv_cache_dtype, 1.0 if skip_scale else scale),
             scale_rounding=scale_rounding if kv_cache_dtype == DS_MLA else "power_of_two",

@@ -145,7 +145,8 @@ def sparse_decode_kernel(
     )
     shared, masks = tiles.allocate(out.dtype.element_ty, CONFIG.has_rope, CONFIG.cluster)
     # The even consumer copies the queries.
-    full = allocate_full_barriers(128, CONFIG.producer_threads, tiles.halves_copied(CONFIG.format), CONFIG.granularity)
+    halves: gl.constexpr = tiles.halves_copied(CONFIG.format, CONFIG.has_rope)
+    full = allocate_full_barriers(128, CONFIG.producer_threads, halves, CONFIG.granularity)
     peer = None
     if CONFIG.cluster:
         peer = clusters.find_peer(shared.k0.left)

@@ -218,7 +218,7 @@ def propagate_nan(half, rows, CONFIG: gl.constexpr):
 def _prefetch(rows, CONFIG: gl.constexpr):
     """Prefetch rows with scales into L2."""
     if CONFIG.format != PLAIN:
-        LAST: gl.constexpr = (token_bytes(CONFIG.format) - 1) // 128
+        LAST: gl.constexpr = (token_bytes(CONFIG.format, CONFIG.has_rope) - 1) // 128
         tokens: gl.constexpr = gl.SliceLayout(1, _LINES)
         line = gl.arange(0, 8, gl.SliceLayout(0, _LINES))
         words = gl.convert_layout(rows.words, tokens, assert_trivial=True)[:, None]

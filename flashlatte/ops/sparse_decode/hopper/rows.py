@@ -16,7 +16,7 @@ from flashlatte.kernels.hopper.clusters import OWN_TOKENS
 from flashlatte.kernels.hopper.mla_tiles import KEYS
 from flashlatte.kernels.hopper.word_layouts import words_of
 from flashlatte.ops.sparse_decode.hopper import schedule
-from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, V41
+from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, V41, halves_copied
 from flashlatte.runtime.gluon_compat import cp_async
 
 # Bytes of a token's scales in model1, which follow the tokens of a page.
@@ -29,9 +29,9 @@ PLAIN_ROPE = gl.constexpr(1024 // 4)
 
 
 @gluon.constexpr_function
-def token_bytes(FORMAT):
-    """Bytes between tokens of a format with scales."""
-    return {V32.value: 656, MODEL1.value: 576, V41.value: 528}[int(FORMAT)]
+def token_bytes(FORMAT, HAS_ROPE):
+    """Bytes between tokens of a format with scales. HAS_ROPE: of ``V32``, whether tokens have rope values."""
+    return {V32.value: 656 if HAS_ROPE else 528, MODEL1.value: 576, V41.value: 528}[int(FORMAT)]
 
 
 @gluon.constexpr_function
@@ -151,7 +151,9 @@ def _words(pointers, CONFIG: gl.constexpr):
 def _locate(indices, cache, CONFIG: gl.constexpr):
     valid = (indices >= 0) & (indices < cache.num_slots)
     slot = gl.where(valid, indices, 0).to(gl.int32)
-    token_stride = cache.token_stride.to(gl.int64) if CONFIG.format == PLAIN else token_bytes(CONFIG.format)
+    token_stride = (
+        cache.token_stride.to(gl.int64) if CONFIG.format == PLAIN else token_bytes(CONFIG.format, CONFIG.has_rope)
+    )
     if CONFIG.flat:
         words = cache.k_cache + _times(slot, token_stride)
         return SelectedRows(_words(words, CONFIG), slot, valid)
@@ -161,7 +163,7 @@ def _locate(indices, cache, CONFIG: gl.constexpr):
         page_start = cache.k_cache + _times(page, cache.page_stride.to(gl.int64))
         scales = slot
         if CONFIG.format == MODEL1:
-            scales = page_start + _times(cache.page_size, token_bytes(MODEL1)) + _times(in_page, _MODEL1_SCALES)
+            scales = page_start + _times(cache.page_size, token_bytes(MODEL1, False)) + _times(in_page, _MODEL1_SCALES)
             scales = scales.to(gl.pointer_type(gl.int32), bitcast=True)
         return SelectedRows(_words(page_start + _times(in_page, token_stride), CONFIG), scales, valid)
 
@@ -211,11 +213,11 @@ def copy_words(tile, rows, FIRST: gl.constexpr, COLUMN: gl.constexpr, WIDTH: gl.
 @gluon.jit
 def copy_rope(k, full, rows, CONFIG: gl.constexpr):
     """Copy the bf16 part, if any, of tokens of a format with scales; it completes on the barrier of the right half."""
-    if CONFIG.format == V32:
+    if CONFIG.format == V32 and CONFIG.has_rope:
         copy_words(k.rope, rows, V32_ROPE, 0, 32, False)
     elif CONFIG.format == MODEL1:
         copy_words(k.right, rows, MODEL1_ROPE, 96, 32, False)
-    if CONFIG.format != V41:
+    if halves_copied(CONFIG.format, CONFIG.has_rope) > 0:
         async_copy.mbarrier_arrive(full.right, increment_count=False)
 
 

@@ -45,9 +45,9 @@ def producer_warps(cache_format: int) -> int:
 
 
 @gluon.constexpr_function
-def halves_copied(cache_format):
+def halves_copied(cache_format, has_rope):
     """Halves of a block that receive copies by cp.async: with scales, at most the right one."""
-    return {PLAIN.value: 2, V41.value: 0}.get(cache_format, 1)
+    return {PLAIN.value: 2, V32.value: int(has_rope), MODEL1.value: 1, V41.value: 0}[int(cache_format)]
 
 
 class Masks(NamedTuple):

@@ -23,7 +23,7 @@ class Codes(NamedTuple):
 
     Attributes:
         latent: e4m3 bits [tokens, 512]; of ``model1`` zeros beyond the 448 that it has.
-        rope: bf16 [tokens, 64]; anything in ``v41``, which has none.
+        rope: bf16 [tokens, 64]; in formats without rope anything.
         valid: which tokens are.
     """
 
@@ -48,9 +48,12 @@ def load_codes(cache, index, place: tl.constexpr):
         rows = cache.k_cache + locate_bytes(cache, page, offset, TILING.row_bytes, place)[:, None]
         HAS: tl.constexpr = TILING.tile * TILING.tiles
         latent = tl.load(rows + column, mask=in_use & (column < HAS) if HAS < _LATENT else in_use, other=0)
-        rope_row = (rows + TILING.rope_offset).to(tl.pointer_type(tl.bfloat16))
-        rope = tl.load(rope_row + tl.arange(0, _ROPE_DIM)[None, :], mask=in_use, other=0)
-        return Codes(latent, rope, valid)
+        if TILING.rope_offset == TILING.row_bytes:
+            return Codes(latent, latent, valid)
+        else:
+            rope_row = (rows + TILING.rope_offset).to(tl.pointer_type(tl.bfloat16))
+            rope = tl.load(rope_row + tl.arange(0, _ROPE_DIM)[None, :], mask=in_use, other=0)
+            return Codes(latent, rope, valid)
 
 
 @triton.jit
@@ -89,11 +92,12 @@ def dequantize(codes, scales, dtype: tl.constexpr, place: tl.constexpr, step: tl
     bits = tl.reshape(codes.latent, [BLOCK_N, TILES, _LATENT // TILES])
     latent = e4m3_to_float(bits, place.native) * scales[:, :, None]
     latent = from_float32(latent, tl.bfloat16, step.interpreted)
-    if place.tiling is None:
+    TILING: tl.constexpr = place.tiling
+    if TILING is None or TILING.rope_offset == TILING.row_bytes:
         rope = latent
     else:
         rope = to_float32(codes.rope, True) if step.interpreted else codes.rope
-        if place.tiling.e8m0:
+        if TILING.e8m0:
             # The last tile's numbers are 0 so far.
             in_rope = (tl.arange(0, TILES) == TILES - 1).to(rope.dtype)
             in_rope = tl.broadcast_to(in_rope[None, :, None], latent.shape)

@@ -1,8 +1,8 @@
 """Selected cache tokens as tiles of keys.
 
 A key is a latent part, which is its value too, and a rope part, which may be empty. In ``v32`` the latent part is
-512 e4m3 numbers; in ``model1`` it is the whole row, 448 e4m3 numbers and 64 bf16 ones, in ``v41`` 512 e4m3 ones, in
-``v41_fp4`` 512 e2m1 ones. Tokens that are not valid read as zeros, whatever their bytes are.
+512 e4m3 numbers; in ``v32_no_rope`` these are the whole row, in ``model1`` 448 e4m3 numbers and 64 bf16 ones are, in
+``v41`` 512 e4m3 ones, in ``v41_fp4`` 512 e2m1 ones. Tokens that are not valid read as zeros, whatever their bytes are.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Place(NamedTuple):
     """What finding a token is compiled for: one constant of the kernel, which Triton writes down as JSON.
 
     Attributes:
-        tiling: of ``v32`` and ``model1``, else None.
+        tiling: of ``v32``, ``v32_no_rope`` and ``model1``, else None.
         scaling: of ``v41`` and ``v41_fp4``, else None. Without either, rows are numbers in q's dtype.
         native: the GPU converts e4m3 (``fp8.converts_e4m3``).
         page_size: tokens of a page.
@@ -66,9 +66,9 @@ class Packed(NamedTuple):
     Attributes:
         words: int32 [tokens, 128], four e4m3 numbers each; zeros beyond the 448 numbers of ``model1``. Or [tokens, 64],
             eight e2m1 numbers each (``v41_fp4``).
-        scales: float32 [tokens, 4] (``v32``), E8M0 bytes [tokens, 8] (``model1``) or [tokens, 16] (``v41``), or e4m3
-            bytes [tokens, 32].
-        rope: bf16 bits [tokens, 64]; anything in ``v41`` and ``v41_fp4``, which have none.
+        scales: float32 [tokens, 4] (``v32``, ``v32_no_rope``), E8M0 bytes [tokens, 8] (``model1``) or [tokens, 16]
+            (``v41``), or e4m3 bytes [tokens, 32].
+        rope: bf16 bits [tokens, 64]; in formats without rope anything.
         valid: which tokens are.
     """
 
@@ -148,9 +148,12 @@ def _load_tiles(cache, index, place: tl.constexpr, TILING: tl.constexpr):
         scales = tl.load(scale_rows + scale_number, mask=in_use & (scale_number < TILING.tiles), other=0)
     else:
         words = load_words(rows, word, tl.int32, in_use, place.align)
-        rope = load_words(rows + TILING.rope_offset, rope_number, tl.uint16, in_use, place.align)
+        if TILING.rope_offset < TILING.row_bytes:
+            rope = load_words(rows + TILING.rope_offset, rope_number, tl.uint16, in_use, place.align)
         bits = load_words(rows + LATENT, scale_number, tl.int32, in_use, place.align)
         scales = bits.to(tl.float32, bitcast=True)
+        if TILING.rope_offset == TILING.row_bytes:
+            rope = scales
     return Packed(words, scales, rope, valid)
 
 
@@ -160,7 +163,8 @@ def unpack(packed, dtype: tl.constexpr, place: tl.constexpr, step: tl.constexpr)
     if place.scaling is not None:
         return _unpack_blocks(packed, dtype, place.scaling.fp4, step)
     else:
-        return _unpack_tiles(packed, dtype, place.tiling.e8m0, step)
+        TILING: tl.constexpr = place.tiling
+        return _unpack_tiles(packed, dtype, TILING.e8m0, TILING.rope_offset < TILING.row_bytes, step)
 
 
 @triton.jit
@@ -195,8 +199,8 @@ def _opaque(latent, step: tl.constexpr):
 
 
 @triton.jit
-def _unpack_tiles(packed, dtype: tl.constexpr, E8M0: tl.constexpr, step: tl.constexpr):
-    """512 latent numbers and 64 of rope, which are the last of the latent ones in ``model1``.
+def _unpack_tiles(packed, dtype: tl.constexpr, E8M0: tl.constexpr, HAS_ROPE: tl.constexpr, step: tl.constexpr):
+    """512 latent numbers and 64 of rope (HAS_ROPE), which are the last of the latent ones in ``model1``.
 
     A number is rounded to bf16 once. It is computed in bf16, where float32 would take twice the instructions: high is
     the scale's nearest bf16, and what the number times the rest of the scale is rounded by is too small to matter.
@@ -206,27 +210,28 @@ def _unpack_tiles(packed, dtype: tl.constexpr, E8M0: tl.constexpr, step: tl.cons
     bits = _e4m3_to_bf16_bits(packed.words)
     bits = tl.reshape(bits, [BLOCK_N, TILES, 4 * _WORDS // TILES]).to(tl.bfloat16, bitcast=True)
     numbers = to_float32(bits, True) * _TWO_120 if step.interpreted else bits * _TWO_120
-    rope = packed.rope.to(tl.bfloat16, bitcast=True)
-    if step.interpreted:
-        rope = to_float32(rope, True)
+    if HAS_ROPE:
+        rope = packed.rope.to(tl.bfloat16, bitcast=True)
+        if step.interpreted:
+            rope = to_float32(rope, True)
     if E8M0:
-        high = e8m0_to_float(packed.scales).to(rope.dtype)
+        high = e8m0_to_float(packed.scales).to(numbers.dtype)
         # The last tile's numbers and scale are 0 so far.
         in_rope = (tl.arange(0, TILES) == TILES - 1).to(rope.dtype)
         rest = rope[:, None, :] * in_rope[None, :, None]
     else:
         high = from_float32(packed.scales, tl.bfloat16, step.interpreted)
         low = packed.scales - to_float32(high, step.interpreted)
-        high = high.to(rope.dtype)
-        rest = numbers * low.to(rope.dtype)[:, :, None]
+        high = high.to(numbers.dtype)
+        rest = numbers * low.to(numbers.dtype)[:, :, None]
     latent = tl.fma(numbers, tl.broadcast_to(high[:, :, None], numbers.shape), rest)
     latent = tl.reshape(latent, [BLOCK_N, 4 * _WORDS])
-    if step.interpreted:
-        latent = to_float32(from_float32(latent, tl.bfloat16, True), True)
+    latent = to_float32(from_float32(latent, tl.bfloat16, True), True) if step.interpreted else latent.to(dtype)
+    latent = _opaque(latent, step)
+    if not HAS_ROPE:
+        return RowTile(latent, latent)
     else:
-        latent = latent.to(dtype)
-        rope = rope.to(dtype)
-    return RowTile(_opaque(latent, step), rope)
+        return RowTile(latent, rope if step.interpreted else rope.to(dtype))
 
 
 @triton.jit

@@ -1,82 +1,24 @@
-"""FlashMLA's interface, argument for argument: ``import flashlatte.flash_mla as flash_mla``.
-
-Conventions are FlashMLA's (lse of a row without keys is +inf), and what FlashMLA refuses only because its kernels
-cannot is accepted: any number of heads, any page size, per-tensor fp8 caches and queries in dense decode (with the
-``descale_q`` and ``descale_k`` of vLLM and SGLang), bf16 caches and any number of indices in sparse decode.
-Contradictory arguments are errors here as there, as ``ValueError`` or ``TypeError``.
-
-``python -m flashlatte.flash_mla --install-alias DIR`` writes a package ``flash_mla`` into DIR that forwards to this
-module, for programs that import the top-level name.
-"""
+"""``flash_mla_with_kvcache``: dense and sparse decode."""
 
 from __future__ import annotations
 
 import math
-import sys
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 
-from flashlatte.flash_attn_varlen import (
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-)
+from flashlatte.flash_mla import positions, schedule
+from flashlatte.flash_mla.schedule import FlashMLASchedMeta
 from flashlatte.kv_cache import scales
-from flashlatte.kv_cache.registry import format_of_width
+from flashlatte.kv_cache.registry import FLASH_MLA_FORMATS, FLASH_MLA_REARRANGED, formats_of_width
 from flashlatte.ops.dense_decode import dense_decode
 from flashlatte.ops.sparse_decode import sparse_decode
-from flashlatte.ops.sparse_prefill import sparse_prefill
-from flashlatte.runtime import alias, checks
+from flashlatte.runtime import checks
 from flashlatte.runtime.repeat import repeats_launches
 
-__all__ = [
-    "FlashMLASchedMeta",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_mla_sparse_fwd",
-    "flash_mla_with_kvcache",
-    "get_mla_metadata",
-]
-
-# FlashMLA's own at commit 9241ae3, whose interface this is, for programs that ask for one.
-__version__ = "1.0.0"
-
-ALIAS = '''"""The top-level name of FlashMLA, served by FlashLatte."""
-
-from flashlatte.flash_mla import *  # noqa: F403
-from flashlatte.flash_mla import __version__  # noqa: F401
-'''
-
-ALIAS_INTERFACE = '''"""FlashMLA's module path for its functions, served by FlashLatte."""
-
-from flashlatte.flash_mla import *  # noqa: F403
-'''
-
-
-ALIAS_FILES = {"__init__.py": ALIAS, "flash_mla_interface.py": ALIAS_INTERFACE}
-
-
-@dataclass
-class FlashMLASchedMeta:
-    """What FlashMLA caches its schedule in. Here work is split anew in each call, from the lengths of that call, so
-    the object holds nothing: it may be reused with other lengths and other shapes.
-    """
-
-    have_initialized: bool = False
-    config: object | None = None
-    tile_scheduler_metadata: torch.Tensor | None = None
-    num_splits: torch.Tensor | None = None
-
-
-def get_mla_metadata(*_args: object, **_kwargs: object) -> tuple[FlashMLASchedMeta, None]:
-    """A schedule object for ``flash_mla_with_kvcache``, and None.
-
-    Like FlashMLA's, it takes the arguments of earlier FlashMLA versions (lengths, heads, …) and has no use for them.
-    """
-    return FlashMLASchedMeta(), None
+# Arguments whose positions differ, in FlashMLA's and sgl-flash-mla's order and in vLLM's.
+LAST = ("enable_batch_invariant", "use_legacy", "kv_format", "descale_q", "descale_k")
+LAST_IN_VLLM = ("out", "enable_batch_invariant")
 
 
 def flash_mla_with_kvcache(
@@ -85,18 +27,21 @@ def flash_mla_with_kvcache(
     block_table: torch.Tensor | None,
     cache_seqlens: torch.Tensor | None,
     head_dim_v: int,
-    tile_scheduler_metadata: FlashMLASchedMeta,
-    num_splits: None = None,
+    tile_scheduler_metadata: FlashMLASchedMeta | torch.Tensor,
+    num_splits: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    is_fp8_kvcache: bool = False,
+    is_fp8_kvcache: bool | None = None,
     indices: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     extra_k_cache: torch.Tensor | None = None,
     extra_indices_in_kvcache: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
-    *,
+    *last: Any,
+    enable_batch_invariant: bool = False,
+    use_legacy: bool | None = None,
+    kv_format: str | None = None,
     descale_q: float | torch.Tensor | None = None,
     descale_k: float | torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -108,23 +53,31 @@ def flash_mla_with_kvcache(
     Args:
         q: [b, s_q, h_q, d], bf16 or fp16 (float32 on the reference); dense also float8_e4m3fn; d 576 or 512.
         k_cache: dense: [pages, page_size, h_kv, d] in q's dtype, or float8_e4m3fn with ``is_fp8_kvcache``; sparse:
-            [pages, page_size, 1, 656 or 584] one-byte with ``is_fp8_kvcache``, 528 (DeepSeek-V4.1) with or without, or
+            [pages, page_size, 1, width] one-byte with ``is_fp8_kvcache``, ``width`` that of ``kv_format``, or
             [pages, page_size, 1, d] in q's dtype without.
-        block_table: dense: int32 or int64 [b, max_pages]. Sparse indices are cache positions already, so sparse
-            decode has no use for it, whatever it is.
-        cache_seqlens: dense: int32 or int64 [b]. No use in sparse decode, as ``block_table``.
+        block_table: dense: int32 or int64 [b, max_pages]. Unused in sparse decode, where indices are cache positions.
+        cache_seqlens: dense: int32 or int64 [b]. Unused in sparse decode.
         head_dim_v: width of a value (512).
-        tile_scheduler_metadata: what ``get_mla_metadata`` returned; may be reused for any call.
-        num_splits: None, as ``get_mla_metadata`` returned.
+        tile_scheduler_metadata, num_splits: the results of ``get_mla_metadata`` or ``get_mla_decoding_metadata``;
+            they may be reused for any call.
         softmax_scale: above 0; d^-0.5 if None.
         causal: dense only; bottom-right: query token j sees keys 0 to cache_seqlens - s_q + j.
-        is_fp8_kvcache: whether k_cache holds one-byte numbers; must agree with its dtype. ``descale_k`` says so too.
+        is_fp8_kvcache: whether k_cache holds one-byte values; must agree with its dtype, except for caches of
+            DeepSeek-V4.1 and with ``descale_k``. Default: as its dtype.
         indices: sparse: int32 or int64 [b, s_q, topk], page · page_size + offset; values outside the cache (FlashMLA
             knows only -1) select nothing.
         attn_sink: sparse: float32 [h_q]; out is scaled by e^lse / (e^lse + e^sink), lse is not.
-        extra_k_cache, extra_indices_in_kvcache: sparse: a second cache in the same format, or 288 wide beside 528, and
-            its indices.
+        extra_k_cache, extra_indices_in_kvcache: sparse: a second cache in the same format, or in "V41_FP4" (288 wide)
+            next to "V41", and its indices.
         topk_length, extra_topk_length: sparse: int32 or int64 [b] or [b, s_q], how many indices count.
+        last: by position: ``enable_batch_invariant, use_legacy, kv_format, descale_q, descale_k``, the order of
+            sgl-flash-mla, if the first is a bool; else ``out, enable_batch_invariant``, the order of vLLM's copy.
+        enable_batch_invariant: make a request's result independent of what else is in the batch, bit for bit.
+        use_legacy: which of sgl-flash-mla's kernels would run. False: an ambiguous width is "V41", whose tokens lie
+            together, as its present kernels read them. True: "V41" is an error, because its legacy kernels read pages
+            whose scales follow all values.
+        kv_format: sparse: format of a one-byte k_cache: "V32" (656 bytes a token), "V32_NO_ROPE" (528), "V4" (584),
+            "V41" (528) or "V41_FP4" (288). Default: inferred from the width, which must not be ambiguous (528).
         descale_q: dense with a float8_e4m3fn q: query = byte · descale_q, rounded to bf16; a number or a one-element
             float32 tensor; default 1.
         descale_k: dense over a float8_e4m3fn cache: key = byte · descale_k; as ``descale_q``.
@@ -140,13 +93,16 @@ def flash_mla_with_kvcache(
         TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
             other.
     """
-    if not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
-        raise TypeError(
-            "tile_scheduler_metadata must be the FlashMLASchedMeta that get_mla_metadata returned, "
-            f"got {type(tile_scheduler_metadata).__name__}"
-        )
-    if num_splits is not None:
-        raise ValueError(f"num_splits must be None, as get_mla_metadata returned it, got {type(num_splits).__name__}")
+    if last:
+        named = positions.by_name("flash_mla_with_kvcache", last, LAST, LAST_IN_VLLM)
+        enable_batch_invariant = named.get("enable_batch_invariant", enable_batch_invariant)
+        use_legacy = named.get("use_legacy", use_legacy)
+        kv_format = named.get("kv_format", kv_format)
+        descale_q = named.get("descale_q", descale_q)
+        descale_k = named.get("descale_k", descale_k)
+        out = named.get("out", out)
+    if not isinstance(tile_scheduler_metadata, FlashMLASchedMeta) or num_splits is not None:
+        schedule.check(tile_scheduler_metadata, num_splits)
     if indices is None:
         for name, value in (
             ("attn_sink", attn_sink),
@@ -154,6 +110,7 @@ def flash_mla_with_kvcache(
             ("extra_indices_in_kvcache", extra_indices_in_kvcache),
             ("topk_length", topk_length),
             ("extra_topk_length", extra_topk_length),
+            ("kv_format", kv_format),
         ):
             if value is not None:
                 raise ValueError(f"{name} belongs to sparse decode and needs indices beside it, got {name} alone")
@@ -169,6 +126,7 @@ def flash_mla_with_kvcache(
             softmax_scale,
             causal,
             is_fp8_kvcache,
+            enable_batch_invariant,
             descale_q,
             descale_k,
             out,
@@ -192,6 +150,9 @@ def flash_mla_with_kvcache(
         softmax_scale,
         head_dim_v,
         is_fp8_kvcache,
+        enable_batch_invariant,
+        kv_format,
+        use_legacy,
         out,
         lse,
         backend,
@@ -207,17 +168,18 @@ def _dense(
     head_dim_v: int,
     softmax_scale: float | None,
     causal: bool,
-    is_fp8_kvcache: bool,
+    is_fp8_kvcache: bool | None,
+    batch_invariant: bool,
     descale_q: float | torch.Tensor | None,
     descale_k: float | torch.Tensor | None,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``dense_decode`` with FlashMLA's arguments. What reads a tensor stands here, where a repeat leaves it out."""
+    """``dense_decode`` with FlashMLA's arguments. A repeated call skips the checks here."""
     _check_fp8_flag(k_cache, is_fp8_kvcache, descale_k)
     q = _query(q, descale_q)
-    with checks.naming(k_scale="descale_k"):
+    with checks.naming(k_scale="descale_k", batch_invariant="enable_batch_invariant"):
         return dense_decode(
             q,
             k_cache,
@@ -230,6 +192,7 @@ def _dense(
             out=out,
             lse=lse,
             empty_lse=math.inf,
+            batch_invariant=batch_invariant,
             backend=backend,
         )
 
@@ -246,18 +209,23 @@ def _sparse(
     extra_topk_length: torch.Tensor | None,
     softmax_scale: float | None,
     head_dim_v: int,
-    is_fp8_kvcache: bool,
+    is_fp8_kvcache: bool | None,
+    batch_invariant: bool,
+    kv_format: str | None,
+    use_legacy: bool | None,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``sparse_decode`` with FlashMLA's arguments, as ``_dense``."""
+    cache_format = _cache_format(k_cache, kv_format, use_legacy)
     _check_fp8_flag(k_cache, is_fp8_kvcache, None)
-    with checks.naming(extra_indices="extra_indices_in_kvcache"):
+    with checks.naming(extra_indices="extra_indices_in_kvcache", batch_invariant="enable_batch_invariant"):
         return sparse_decode(
             q,
             k_cache,
             indices,
+            cache_format=cache_format,
             topk_length=topk_length,
             attn_sink=attn_sink,
             extra_k_cache=extra_k_cache,
@@ -268,54 +236,7 @@ def _sparse(
             out=out,
             lse=lse,
             empty_lse=math.inf,
-            backend=backend,
-        )
-
-
-def flash_mla_sparse_fwd(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    sm_scale: float,
-    d_v: int = 512,
-    attn_sink: torch.Tensor | None = None,
-    topk_length: torch.Tensor | None = None,
-    *,
-    out: torch.Tensor | None = None,
-    backend: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sparse prefill: each query token attends to the tokens of a contiguous latent that it selected.
-
-    Args:
-        q: [s_q, h_q, d], bf16 or fp16 (float32 on the reference), d 576 or 512.
-        kv: [s_kv, 1, d] in q's dtype.
-        indices: int32 or int64 [s_q, 1, topk]; values outside 0 to s_kv - 1 select nothing.
-        sm_scale: softmax scale, above 0.
-        d_v: width of a value, the first numbers of a row of ``kv``.
-        attn_sink: float32 [h_q]; out is scaled by e^lse / (e^lse + e^sink), lse is not.
-        topk_length: int32 or int64 [s_q], how many indices count.
-        out: [s_q, h_q, d_v] in q's dtype to write into.
-        backend: "hopper", "portable" or "reference"; None chooses.
-
-    Returns:
-        out [s_q, h_q, d_v] in q's dtype; max_logits and lse, natural logarithm, float32 [s_q, h_q]. A row that selects
-        nothing: out 0, max_logits -inf, lse +inf.
-
-    Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
-            other.
-    """
-    with checks.naming(softmax_scale="sm_scale"):
-        return sparse_prefill(
-            q,
-            kv,
-            indices,
-            sm_scale,
-            d_v=d_v,
-            attn_sink=attn_sink,
-            topk_length=topk_length,
-            out=out,
-            empty_lse=math.inf,
+            batch_invariant=batch_invariant,
             backend=backend,
         )
 
@@ -334,31 +255,44 @@ def _kind(value: object) -> str:
     return checks.dtype_names([value.dtype]) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def _check_fp8_flag(k_cache: object, is_fp8_kvcache: bool, descale_k: object) -> None:
+def _cache_format(k_cache: object, kv_format: object, use_legacy: object) -> str | None:
+    """The name of a cache's format here; None where its dtype and width tell it."""
+    if use_legacy is not None:
+        checks.flag("use_legacy", use_legacy)
+    if kv_format is not None:
+        checks.choice("kv_format", kv_format, tuple(FLASH_MLA_FORMATS))
+        if use_legacy and kv_format in FLASH_MLA_REARRANGED:
+            raise ValueError(
+                f"kv_format must not be {kv_format!r} with use_legacy=True: the legacy kernels of sgl-flash-mla read "
+                "pages whose scales follow all values, and those are not supported"
+            )
+        return FLASH_MLA_FORMATS[str(kv_format)]
+    fitting = formats_of_width(k_cache) if isinstance(k_cache, torch.Tensor) and k_cache.dim() else []
+    if len(fitting) < 2:
+        return None
+    if use_legacy is False:
+        return FLASH_MLA_FORMATS["V41"]
+    names = {layout.name for layout in fitting}
+    accepted = checks.either(repr(name) for name, layout in FLASH_MLA_FORMATS.items() if layout in names)
+    raise ValueError(
+        f"k_cache is {fitting[0].record_width} bytes wide, which is ambiguous: kv_format must be given, {accepted} "
+        "(use_legacy=False means 'V41')"
+    )
+
+
+def _check_fp8_flag(k_cache: object, is_fp8_kvcache: bool | None, descale_k: object) -> None:
+    if is_fp8_kvcache is None:
+        return
     if not isinstance(is_fp8_kvcache, bool):
         raise TypeError(f"is_fp8_kvcache must be True or False, got {is_fp8_kvcache!r}")
     if not isinstance(k_cache, torch.Tensor):
         return
     one_byte = k_cache.dtype.itemsize == 1
-    layout = format_of_width(k_cache) if k_cache.dim() else None
-    if layout is not None and layout.block_scaling is not None:
-        # FlashMLA for DeepSeek-V4.1, which brought such caches, has no such argument.
+    if k_cache.dim() and any(layout.block_scaling is not None for layout in formats_of_width(k_cache)):
+        # FlashMLA's first release for DeepSeek-V4.1, which brought such caches, had no such argument.
         return
     if one_byte != is_fp8_kvcache and not (one_byte and descale_k is not None):
         raise ValueError(
             f"is_fp8_kvcache must say whether k_cache holds one-byte numbers: it is {is_fp8_kvcache}, and k_cache is "
             f"{_kind(k_cache)}"
         )
-
-
-def install_alias(directory: Path) -> Path:
-    """Write the package ``flash_mla`` into a directory; returns its path. Refuses to replace another ``flash_mla``."""
-    return alias.install(directory, "flash_mla", ALIAS_FILES)
-
-
-def main(argv: list[str] | None = None) -> int:
-    return alias.main("flashlatte.flash_mla", (__doc__ or "").split("\n")[0], "flash_mla", ALIAS_FILES, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

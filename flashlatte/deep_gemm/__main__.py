@@ -1,0 +1,5 @@
+import sys
+
+from flashlatte.deep_gemm import main
+
+sys.exit(main())

@@ -1,0 +1,5 @@
+import sys
+
+from flashlatte.flash_mla import main
+
+sys.exit(main())

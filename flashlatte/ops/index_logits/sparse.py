@@ -1,0 +1,119 @@
+"""``sparse_index_logits``: its arguments, the checks, and the choice of implementation."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kv_cache.index_formats import FORMAT_OF_KEYS, as_index_cache
+from flashlatte.ops.index_logits.api import QUERY_DTYPES, check_heads, check_keys, output
+from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
+from flashlatte.runtime.repeat import repeats_launches
+from flashlatte.runtime.torch_op import register_op
+
+SPARSE = "sparse_index_logits"
+
+dispatch.define(
+    SPARSE,
+    dispatch.Implementation("portable", "flashlatte.ops.index_logits.portable.sparse:sparse", refusals.triton),
+    dispatch.Implementation("reference", "flashlatte.ops.index_logits.reference:sparse"),
+)
+
+
+@repeats_launches
+def sparse_index_logits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    first_key: torch.Tensor,
+    num_keys: torch.Tensor,
+    *,
+    block_size: int,
+    k_scale: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """``index_logits`` of candidate blocks alone, chosen by each query (DeepSeek-V4.1's two-level indexer).
+
+    logits[i, j · block_size + o] = the score of query i and key first_key[i, j] + o, for o < num_keys[i, j]
+
+    Args:
+        q: [M, H, head_dim], float8_e4m3fn, bf16 or float32; H from 1 to 128, head_dim 32, 64 or 128. M may be 0.
+        k: index keys [N, head_dim] or [N, head_dim / 2], as ``index_logits`` takes them, counted by their row; or a
+            paged cache [pages, page_size, 1, width], as ``index_quantize`` wrote it, whose keys are counted by slot:
+            page · page_size + offset.
+        weights: float32 [M, H].
+        first_key: int32 or int64 [M, S]: the first key of each block. Blocks may overlap and repeat.
+        num_keys: int32 or int64 [M, S]: how many keys of a block its query sees, cut to 0 to block_size.
+        block_size: keys, and columns, of a block.
+        k_scale: of contiguous keys, as ``index_logits`` takes them; None for a cache.
+        dtype: of the logits, float32 or bf16, if ``out`` is None.
+        out: [M, S · block_size], float32 or bf16 with last stride 1, to write into.
+        backend: "portable" or "reference"; None chooses.
+
+    Returns:
+        logits [M, S · block_size]; -inf where a query sees no key, and for keys that are not in ``k``.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+    """
+    checks.tensor("q", q, ("M", "H", "head_dim"), QUERY_DTYPES, may_be_empty=1)
+    num_rows, heads, head_dim = q.shape
+    device = q.device
+    check_heads(heads, head_dim)
+    page_size = None
+    if isinstance(k, torch.Tensor) and k.dim() == 4:
+        if k_scale is not None:
+            raise ValueError("k_scale must be None for a paged cache, which holds its scales")
+        k, layout = as_index_cache(k, head_dim, "k")
+        if k.device != device:
+            raise ValueError(f"k must be on {device} like the other arguments, got {k.device}")
+        if (q.dtype == torch.float32) != (layout.encoding == "fp32"):
+            raise TypeError(f"q must be float32 over index keys in float32, and only there, got {layout.name}")
+        cache_format, page_size = layout.name, k.shape[1]
+    else:
+        check_keys(q, k, k_scale)
+        cache_format = FORMAT_OF_KEYS.get(k.dtype)
+    checks.tensor("weights", weights, (num_rows, heads), (torch.float32,), device)
+    checks.tensor(
+        "first_key", first_key, (num_rows, "S"), checks.INDEX_DTYPES, device, unit_last_stride=False, may_be_empty=1
+    )
+    num_blocks = first_key.shape[1]
+    checks.tensor(
+        "num_keys",
+        num_keys,
+        (num_rows, num_blocks),
+        checks.INDEX_DTYPES,
+        device,
+        unit_last_stride=False,
+        may_be_empty=1,
+    )
+    block_size = checks.positive_int("block_size", block_size)
+    out = output(out, num_rows, num_blocks * block_size, dtype, device)
+    if value_checks.ENABLED:
+        value_checks.lengths("num_keys", num_keys, block_size)
+        value_checks.entries("first_key", first_key, k.shape[0] * (page_size or 1), num_keys > 0)
+    gradients.warn_if_dropped(SPARSE, q, k, k_scale, weights)
+    call = dispatch.Call(SPARSE, device, q.dtype, cache_format, page_size, head_dim=head_dim, h_q=heads)
+    backend = dispatch.select(call, backend)
+    if num_rows and k.shape[0] == 0:
+        return out.fill_(-torch.inf)
+    if num_rows:
+        _sparse_index_logits(q, k, k_scale, weights, first_key, num_keys, block_size, out, backend)
+    return out
+
+
+@register_op("sparse_index_logits", mutates=("logits",))
+def _sparse_index_logits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    weights: torch.Tensor,
+    first_key: torch.Tensor,
+    num_keys: torch.Tensor,
+    block_size: int,
+    logits: torch.Tensor,
+    backend: str,
+) -> None:
+    run = dispatch.implementation(SPARSE, backend)
+    run(q, k, k_scale, weights, first_key, num_keys, block_size, logits)
