@@ -67,19 +67,19 @@ def by_generate_batch(model: Any, options: argparse.Namespace) -> Result:
 
 
 def by_engine(model: Any, options: argparse.Namespace, *, graphs: bool = True) -> Result:
-    served = Engine(model, max_requests=256, max_tokens=8192, num_pages=8192, graphs=graphs)
+    served = Engine(model, max_num_seqs=256, max_num_batched_tokens=8192, num_pages=8192, cuda_graphs=graphs)
     prompts = random_prompts(options.requests)
     return rate(serve(served, prompts), len(prompts))
 
 
 def by_engine_without_graphs(model: Any, options: argparse.Namespace) -> Result:
-    return by_engine(model, options, graphs=False)
+    return by_engine(model, options, cuda_graphs=False)
 
 
 def shared_prefix(model: Any, options: argparse.Namespace, *, cached: bool = True) -> Result:
     prefix = random_prompt(SHARED, 1)
     sharing = [[*prefix, *random_prompt(16, seed)] for seed in range(SHARING)]
-    served = Engine(model, max_requests=64, max_tokens=8192, num_pages=10240, prefix_cache=cached)
+    served = Engine(model, max_num_seqs=64, max_num_batched_tokens=8192, num_pages=10240, enable_prefix_caching=cached)
     served.generate([[*prefix, 1]], SamplingParams(max_new_tokens=1))
     before = served.statistics()["computed_tokens"]
     seconds = serve(served, sharing, warm=False)

@@ -40,7 +40,7 @@ def decode_step(model: Any, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     are seen under the profiler, which slows the host down: bounds from above. ``step_us`` is timed without it.
     """
     requests = len(prompts)
-    served = Engine(model, max_requests=requests, max_tokens=8192, num_pages=requests * 12)
+    served = Engine(model, max_num_seqs=requests, max_num_batched_tokens=8192, num_pages=requests * 12)
     # Those whose prompt comes first go on until all have theirs.
     length = SETTLING + TIMED + PROFILED + 60
     for prompt in prompts:

@@ -143,7 +143,7 @@ def _run(text: bytes, source: str, new_tokens: int, device: str | None, name: st
     from rich.console import Console
 
     from flashlatte.demo.model import load_model
-    from flashlatte.engine.models import as_model
+    from flashlatte.engine.model_factory import create_model
 
     console = Console()
     console.print(
@@ -153,7 +153,7 @@ def _run(text: bytes, source: str, new_tokens: int, device: str | None, name: st
         highlight=False,
     )
     model = load_model(where, name)
-    served = as_model(model)
+    served = create_model(model)
     tokenizer = ByteTokenizer()
     prompt = tokenizer.encode(text)
     with _one_thread() if where.type == "cpu" else contextlib.nullcontext():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from flashlatte.engine import Engine, Model, SamplingParams
-from flashlatte.engine.batch import Batch, Limits
+from flashlatte.engine.batch import EngineLimits, StepBatch
 from flashlatte.engine.paged import PagedModel
 from flashlatte.integrations.transformers.calls import CACHE
 from flashlatte.layers import MLAMetadata
@@ -74,7 +74,7 @@ def generate_by_engine(
     """The same by the engine, over a cache of this format."""
     # The warm-up must not leave the prompt's pages behind, and a model in float32 cannot be captured as a graph.
     pages = -(-(len(prompt) + count) // model.page_size)
-    engine = Engine(model, cache_format=cache_format, num_pages=pages, prefix_cache=False, graphs=False)
+    engine = Engine(model, cache_format=cache_format, num_pages=pages, enable_prefix_caching=False, cuda_graphs=False)
     engine.generate([prompt], SamplingParams(2, suppress_tokens=tuple(suppressed)))
     _synchronize(model.device)
     start = time.perf_counter()
@@ -107,11 +107,13 @@ def logits_of_engine(
     longest, page_size = len(prompt) + len(tokens), model.page_size
     pages = -(-longest // page_size)
     caches = model.allocate(cache_format, pages, page_size)
-    plan = model.planner(cache_format, Limits(pages, page_size, 0, max_tokens=len(prompt), max_requests=1))
+    plan = model.planner(
+        cache_format, EngineLimits(pages, page_size, 0, max_num_batched_tokens=len(prompt), max_num_seqs=1)
+    )
     rows, ids, length = [], list(prompt), len(prompt)
     for token in tokens.tolist():
         last = len(ids) - 1
-        metadata = plan(Batch([], [], [len(ids)], [length], [0], [list(range(pages))], [0], ids, [last], [0]), None)
+        metadata = plan(StepBatch([], [], [len(ids)], [length], [0], [list(range(pages))], [0], ids, [last], [0]), None)
         flat = torch.tensor(ids, device=model.device)
         rows.append(model(flat, caches, metadata, torch.tensor([last], device=model.device))[0].float())
         ids, length = [token], length + 1

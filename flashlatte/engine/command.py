@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flashlatte.engine.detokenizer import Detokenizer
 from flashlatte.engine.engine import Engine
 from flashlatte.engine.paged import config_of
 from flashlatte.engine.sampling import SamplingParams
-from flashlatte.engine.text import Text
 
 
 def generate(arguments: argparse.Namespace) -> int:
@@ -41,9 +41,9 @@ def generate(arguments: argparse.Namespace) -> int:
 
 
 def _stream(engine: Engine, text: str, sampling: SamplingParams) -> None:
-    shown, count = Text(engine.tokenizer), 0
+    shown, count = Detokenizer(engine.tokenizer), 0
     for token in engine.stream(text, sampling):
-        if token not in engine.model.end_tokens:
+        if token not in engine.model.eos_token_ids:
             print(shown.add(token)[0], end="", flush=True)
             count += 1
     statistics = engine.statistics()

@@ -9,15 +9,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from flashlatte.engine.asked import Prompt, check_options, new_request, with_sampling
-from flashlatte.engine.batch import Limits
-from flashlatte.engine.models import as_model
+from flashlatte.engine.batch import EngineLimits
+from flashlatte.engine.model_factory import create_model
 from flashlatte.engine.outputs import Output, progress_bar
 from flashlatte.engine.pages import PagePool
 from flashlatte.engine.request import Request
 from flashlatte.engine.runner import Runner, Sampled
 from flashlatte.engine.sampling import SamplingParams
 from flashlatte.engine.scheduler import Scheduler
+from flashlatte.engine.validation import Prompt, check_options, new_request, with_sampling
 from flashlatte.runtime import checks
 
 T = TypeVar("T")
@@ -35,8 +35,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         num_pages: of the cache; by default what fits 0.8 of a GPU's free memory, or 16,384 tokens on a CPU.
         page_size: tokens in a page, on each rank; by default 64, or for DeepSeek-V4 those of 64 groups.
         host_pages: pages of a copy on the host, to which requests that give way are swapped; 0: computed again.
-        max_tokens: of a step. max_requests: that run at a time. patience: see ``Scheduler``.
-        prefix_cache: whether requests that begin alike share pages.
+        max_num_batched_tokens: of a step. max_num_seqs: that run at a time. starvation_limit: see ``Scheduler``.
+        enable_prefix_caching: whether requests that begin alike share pages.
         drafts: tokens to guess from the request's own text and verify in one step (prompt lookup); 0: none.
         graphs: whether decode steps run as CUDA graphs (on a GPU).
         tokenizer: with ``decode``, for stops that are texts, and ``encode``, for prompts that are.
@@ -56,43 +56,62 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         cache_format: str | None = None,
         num_pages: int | None = None,
         page_size: int | None = None,
-        host_pages: int = 0,
-        max_tokens: int = 2048,
-        max_requests: int = 64,
-        patience: int = 64,
-        prefix_cache: bool = True,
-        drafts: int = 0,
-        graphs: bool = True,
+        swap_space: int = 0,
+        max_num_batched_tokens: int = 2048,
+        max_num_seqs: int = 64,
+        starvation_limit: int = 64,
+        enable_prefix_caching: bool = True,
+        num_speculative_tokens: int = 0,
+        cuda_graphs: bool = True,
         tokenizer: Any = None,
         tensor_parallel: int = 1,
         context_parallel: int = 1,
     ) -> None:
-        options = {"cache_format": cache_format, "num_pages": num_pages, "page_size": page_size, "graphs": graphs}
-        options |= {"host_pages": host_pages, "max_tokens": max_tokens, "max_requests": max_requests, "drafts": drafts}
-        self.model = as_model(model, tensor_parallel, context_parallel, options)
+        options = {
+            "cache_format": cache_format,
+            "num_pages": num_pages,
+            "page_size": page_size,
+            "cuda_graphs": cuda_graphs,
+        }
+        options |= {
+            "swap_space": swap_space,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_num_seqs": max_num_seqs,
+            "num_speculative_tokens": num_speculative_tokens,
+        }
+        self.model = create_model(model, tensor_parallel, context_parallel, options)
         self.ranks = self.model.ranks
         with self.ranks.failing_together():
             self.cache_format = self.model.plain_format if cache_format is None else cache_format
             page_size = checks.positive_int("page_size", self.model.page_size if page_size is None else page_size)
             if num_pages is None:
                 num_pages = self.model.default_pages(self.cache_format, page_size)
-            limits = Limits(num_pages, page_size, host_pages, max_tokens, max_requests, drafts)
-            check_options(self.model, limits, tokenizer, patience=patience, prefix_cache=prefix_cache, graphs=graphs)
-            self.runner = Runner(self.model, self.cache_format, limits, graphs=graphs)
+            limits = EngineLimits(
+                num_pages, page_size, swap_space, max_num_batched_tokens, max_num_seqs, num_speculative_tokens
+            )
+            check_options(
+                self.model,
+                limits,
+                tokenizer,
+                starvation_limit=starvation_limit,
+                enable_prefix_caching=enable_prefix_caching,
+                cuda_graphs=cuda_graphs,
+            )
+            self.runner = Runner(self.model, self.cache_format, limits, cuda_graphs=cuda_graphs)
         facts = {"model": self.model.config, "dtype": self.model.dtype, "cache_format": self.cache_format}
-        self.ranks.agree(facts | dataclasses.asdict(limits) | {"graphs": graphs})
+        self.ranks.agree(facts | dataclasses.asdict(limits) | {"cuda_graphs": cuda_graphs})
         self.pool = PagePool(num_pages, page_size * self.ranks.keys_over)
         self.scheduler = Scheduler(
             self.pool,
-            host_pool=PagePool(host_pages, self.pool.page_size),
-            max_tokens=max_tokens,
-            max_requests=max_requests,
-            patience=patience,
-            prefix_cache=prefix_cache,
-            repeats=self.model.repeats,
-            apart=self.model.batch_invariant,
+            host_pool=PagePool(swap_space, self.pool.page_size),
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            starvation_limit=starvation_limit,
+            enable_prefix_caching=enable_prefix_caching,
+            prefix_overlap=self.model.prefix_overlap,
+            batch_invariant=self.model.batch_invariant,
         )
-        self.drafts, self.tokenizer = drafts, tokenizer
+        self.num_speculative_tokens, self.tokenizer = num_speculative_tokens, tokenizer
         self._live: dict[str, tuple[Request, Output]] = {}
         self._in_flight: Sampled | None = None
         # By id(): outputs that changed since ``step`` returned them, and those whose owner wants no more of them.
@@ -109,15 +128,15 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         *,
         id: str | None = None,
         priority: int = 0,
-        salt: str = "",
+        cache_salt: str = "",
     ) -> str:
-        """Queue a request; returns its id. ``priority`` and ``salt`` as in ``Request``.
+        """Queue a request; returns its id. ``priority`` and ``cache_salt`` as in ``Request``.
 
         Raises:
             TypeError, ValueError: a prompt that is empty, or with tokens that the model does not have; more tokens
                 than the model or the cache has room for; an id that is in use.
         """
-        request, output = self._new(prompt, sampling, id, priority, salt)
+        request, output = self._new(prompt, sampling, id, priority, cache_salt)
         self._change(self._queue, request, output)
         return output.id
 
@@ -188,7 +207,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def reset_prefix_cache(self) -> None:
         """Share no page computed before, as after a change of the model's weights. Requests under way keep theirs."""
         self._check_leads("reset_prefix_cache")
-        self.pool.forget_all()
+        self.pool.invalidate_all()
 
     def statistics(self) -> dict[str, float]:
         """Counts since the start.
@@ -224,14 +243,19 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             raise ValueError(f"{call}() is for rank 0 of an engine that is not closed; other ranks follow()")
 
     def _new(
-        self, prompt: Prompt, sampling: SamplingParams | None, id: str | None = None, priority: int = 0, salt: str = ""
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> tuple[Request, Output]:
         """A request that can be queued, and its output."""
         self._check_leads("add")
         self._recover()
         if id is None:
             id = next(name for one in itertools.count(self._taken) if (name := f"request-{one}") not in self._live)
-        request = new_request(id, self._taken, prompt, sampling, priority, salt, self.model, self.tokenizer)
+        request = new_request(id, self._taken, prompt, sampling, priority, cache_salt, self.model, self.tokenizer)
         self.scheduler.check(request)
         return request, Output(id, request.prompt, request.sampling, self.tokenizer)
 
@@ -310,11 +334,11 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             return
         self._in_flight = None
         self.scheduler.clear()
-        self.runner.forget_all()
+        self.runner.release_all()
         for request, output in self._live.values():
             if output.finish_reason is None:
                 self._undelivered.pop(id(output), None)
-                output.finish_reason, output.cached_tokens = "abort", request.cached
+                output.finish_reason, output.cached_tokens = "abort", request.num_cached_tokens
         self._live = {}
         self._changing = self._interrupted = False
 
@@ -330,7 +354,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _launch_and_collect(self) -> None:
         """Launch the next step, and take the tokens of the last one. RuntimeError if there is neither."""
         waits = self._in_flight is not None
-        if self.drafts:
+        if self.num_speculative_tokens:
             self._collect()
         step = self.scheduler.schedule()
         if step is None and not waits and len(self.scheduler):
@@ -348,11 +372,11 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         if sampled is None:
             return
         accepted, reasons = dict[str, list[int]](), dict[str, str]()
-        for work, tokens, logprobs in sampled.wait():
-            if (request := work.request).finished:
+        for one, tokens, logprobs in sampled.wait():
+            if (request := one.request).finished:
                 continue
             _, output = self._live[request.id]
-            if (reason := output.extend(tokens, logprobs, request.drafts[: work.drafts])) is not None:
+            if (reason := output.extend(tokens, logprobs, request.draft_tokens[: one.num_drafts])) is not None:
                 reasons[request.id] = reason
             accepted[request.id] = output.new
             if output.told is not None:
@@ -360,13 +384,13 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         failed = [name for name, reason in reasons.items() if reason == "error"]
         for request in self.scheduler.update(sampled.step, accepted, reasons.keys(), failed):
             self._end(request, reasons.get(request.id, "length"))
-        if self.drafts:
-            for request in [work.request for work in sampled.step.work if work.samples]:
-                request.drafts = request.lookup.guess(request.tokens, self.drafts)
+        if self.num_speculative_tokens:
+            for request in [one.request for one in sampled.step.scheduled if one.samples]:
+                request.draft_tokens = request.prompt_lookup.propose(request.tokens, self.num_speculative_tokens)
 
     def _end(self, request: Request, reason: str) -> Output:
-        self.runner.forget(request)
+        self.runner.release(request)
         _, output = self._live[request.id]
-        output.finish_reason, output.cached_tokens = reason, request.cached
+        output.finish_reason, output.cached_tokens = reason, request.num_cached_tokens
         del self._live[request.id]
         return output

@@ -14,7 +14,7 @@ from flashlatte.distributed.model.checkpoint import Slices
 from flashlatte.distributed.model.cuts import check_divisible
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.distributed.model.shards import copied, divide_mlp, keep_heads, take
-from flashlatte.engine.batch import Batch, Limits
+from flashlatte.engine.batch import EngineLimits, StepBatch
 from flashlatte.engine.formats import latent_format
 from flashlatte.engine.loading import load
 from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_type, config_of, normed
@@ -113,13 +113,13 @@ class Model(PagedModel):
             caches += [keys for layer in self.attention if layer.indexer is not None]
         return [(cache, page_size) for cache in caches]
 
-    def planner(self, cache_format: str, limits: Limits) -> Planner:
+    def planner(self, cache_format: str, limits: EngineLimits) -> Planner:
         # Of a page of the scheduler's each rank that has some of the keys has a page.
         page_size = limits.page_size * self.ranks.keys_over
         builder = MLAMetadataBuilder(
             page_size,
-            limits.max_requests,
-            max(limits.max_tokens, limits.max_requests),
+            limits.max_num_seqs,
+            max(limits.max_num_batched_tokens, limits.max_num_seqs),
             min(self.max_position, limits.num_pages * page_size),
             self.device,
             cache_format=cache_format,
@@ -127,7 +127,7 @@ class Model(PagedModel):
             topk=None if self.config.indexer is None else self.config.indexer.topk,
         )
 
-        def plan(batch: Batch, pad_to: int | None) -> MLAMetadata:
+        def plan(batch: StepBatch, pad_to: int | None) -> MLAMetadata:
             starts = [0, *itertools.accumulate(batch.counts)]
             return builder.build(starts, batch.lengths, batch.page_table(), pad_requests_to=pad_to)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from flashlatte.engine.detokenizer import Detokenizer
 from flashlatte.engine.sampling import NO_TOKEN, SamplingParams
-from flashlatte.engine.text import Text
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Output:
     told: int | None = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
-        self._watched = Text(self.tokenizer, self.sampling.stop) if self.sampling.stop else None
+        self._watched = Detokenizer(self.tokenizer, self.sampling.stop) if self.sampling.stop else None
 
     @property
     def text(self) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 
 from flashlatte import kv_cache
 from flashlatte.distributed.model.alone import Alone
-from flashlatte.engine.batch import Batch, Limits
+from flashlatte.engine.batch import EngineLimits, StepBatch
 from flashlatte.kv_cache import CacheFormat
 from flashlatte.layers import models
 from flashlatte.layers.missing import warn_of_missing
@@ -20,7 +20,7 @@ from flashlatte.layers.weights import has_hooks, is_replaced
 
 # Makes the metadata of a step, whose ``num_tokens`` it has, with padding up to so many requests if a number is given:
 # then it lies where that of the last such step did, until its ``buffers`` is another object.
-Planner = Callable[[Batch, int | None], Any]
+Planner = Callable[[StepBatch, int | None], Any]
 
 # Of a GPU's free memory, what the cache takes when nobody chose its size; a cache on the CPU has so many tokens.
 CACHE_SHARE, CPU_TOKENS = 0.8, 16384
@@ -38,16 +38,16 @@ class PagedModel:
 
     Attributes:
         config, name, vocabulary, max_position, dtype, device: of the model; ``name`` is its type's.
-        end_tokens: that end a text, as the model's generation config says.
+        eos_token_ids: that end a text, as the model's generation config says.
         page_size: of its caches, where nobody chose one.
-        repeats: tokens at the end of a shared beginning that are computed again, without being written, as what follows
-            needs more of them than pages hold.
-        batch_invariant: whether what a request gets is to depend on it alone.
+        prefix_overlap: tokens at the end of a shared prefix that are recomputed without being written, because later
+            tokens need state of theirs that is not in pages.
+        batch_invariant: whether a request's result must not depend on the rest of the batch.
     """
 
     config: Any
     page_size = 64
-    repeats = 0
+    prefix_overlap = 0
     batch_invariant = False
 
     def __init__(self, model: Any, device: torch.device, ranks: Alone | None = None) -> None:
@@ -57,7 +57,7 @@ class PagedModel:
         self.max_position: int = model.config.max_position_embeddings
         self._body, self._head = model.model, model.lm_head
         ends = model.generation_config.eos_token_id
-        self.end_tokens: tuple[int, ...] = () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
+        self.eos_token_ids: tuple[int, ...] = () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
         self.dtype: torch.dtype = self._body.embed_tokens.weight.dtype
 
     def layouts(self, cache_format: str, page_size: int) -> list[tuple[CacheFormat, int]]:
@@ -68,7 +68,7 @@ class PagedModel:
         """
         raise NotImplementedError
 
-    def planner(self, cache_format: str, limits: Limits) -> Planner:
+    def planner(self, cache_format: str, limits: EngineLimits) -> Planner:
         """What makes the metadata of steps over caches of ``allocate``."""
         raise NotImplementedError
 
@@ -111,7 +111,7 @@ class PagedModel:
             ]
             return [cache.pin_memory() for cache in caches] if device != self.device else caches
         except RuntimeError as error:
-            name = "host_pages" if on_host else "num_pages"
+            name = "swap_space" if on_host else "num_pages"
             memory = "the host's" if device.type == "cpu" else "the GPU's"
             raise ValueError(
                 f"{name} must fit {memory} free memory: of {num_pages} pages of {page_size} tokens about {fit} do"

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from flashlatte.distributed.model.alone import Alone
-from flashlatte.engine.batch import Batch, Limits
+from flashlatte.engine.batch import EngineLimits, StepBatch
 from flashlatte.engine.paged import PagedModel
-from flashlatte.engine.request import Copies, Request, Step, Work
+from flashlatte.engine.request import PageCopies, Request, ScheduledRequest, Step
 from flashlatte.engine.sampling import SamplingParams, log_probabilities, sample
 from flashlatte.ops.cache_copy import swap_blocks
 from flashlatte.runtime.transfer import to_device
@@ -43,15 +43,15 @@ class Sampled:
     arrived: torch.cuda.Event | None
     ranks: Alone
 
-    def wait(self) -> list[tuple[Work, list[int], list[float]]]:
+    def wait(self) -> list[tuple[ScheduledRequest, list[int], list[float]]]:
         """Each work that samples, its tokens, and their logprobs if somebody asked."""
         if self.arrived is not None:
             self.ranks.wait(self.arrived)
         tokens, logprobs = self.tokens.tolist(), [] if self.logprobs is None else self.logprobs.tolist()
-        sampling = [work for work in self.step.work if work.samples]
-        ends = itertools.accumulate(1 + work.drafts for work in sampling)
-        rows = [slice(end - 1 - work.drafts, end) for work, end in zip(sampling, ends, strict=True)]
-        return [(work, tokens[its], logprobs[its]) for work, its in zip(sampling, rows, strict=True)]
+        sampling = [one for one in self.step.scheduled if one.samples]
+        ends = itertools.accumulate(1 + one.num_drafts for one in sampling)
+        rows = [slice(end - 1 - one.num_drafts, end) for one, end in zip(sampling, ends, strict=True)]
+        return [(one, tokens[its], logprobs[its]) for one, its in zip(sampling, rows, strict=True)]
 
 
 class Runner:
@@ -65,29 +65,29 @@ class Runner:
         ValueError: an unfit cache format, or caches that do not fit the memory.
     """
 
-    def __init__(self, model: PagedModel, cache_format: str, limits: Limits, *, graphs: bool) -> None:
+    def __init__(self, model: PagedModel, cache_format: str, limits: EngineLimits, *, cuda_graphs: bool) -> None:
         self.model, self.ranks, self._cache_format = model, model.ranks, cache_format
         self.caches = model.allocate(cache_format, limits.num_pages, limits.page_size)
         self.host_caches: list[torch.Tensor] = []
-        if limits.host_pages:
-            self.host_caches = model.allocate(cache_format, limits.host_pages, limits.page_size, on_host=True)
+        if limits.swap_space:
+            self.host_caches = model.allocate(cache_format, limits.swap_space, limits.page_size, on_host=True)
         self._plan = model.planner(cache_format, limits)
-        max_requests = limits.max_requests
+        max_num_seqs = limits.max_num_seqs
         # Of one size, all steps that generate go through the same kernels.
         smaller = () if model.batch_invariant else GRAPH_SIZES
-        self._sizes = [size for size in smaller if size < max_requests] + [max_requests]
+        self._sizes = [size for size in smaller if size < max_num_seqs] + [max_num_seqs]
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._buffers_of_graphs: object = None
-        self._use_graphs = graphs and model.device.type == "cuda"
+        self._use_graphs = cuda_graphs and model.device.type == "cuda"
         with torch.inference_mode(False), torch.device(model.device):
-            self._tokens = torch.zeros(max(limits.max_tokens, max_requests), dtype=torch.int64)
+            self._tokens = torch.zeros(max(limits.max_num_batched_tokens, max_num_seqs), dtype=torch.int64)
             # What a graph reads must stay where it is.
-            self._rows = torch.arange(max_requests)
+            self._rows = torch.arange(max_num_seqs)
             # By place: each request's last token, and which tokens occurred in it, once a penalty asks.
-            self._last = torch.zeros(max_requests, dtype=torch.int64)
+            self._last = torch.zeros(max_num_seqs, dtype=torch.int64)
         self._seen: torch.Tensor | None = None
-        self._free_places: list[int] = []
-        self._new_places = itertools.count()
+        self._free_state_indices: list[int] = []
+        self._new_state_indices = itertools.count()
 
     def run(self, step: Step) -> Sampled:
         """Execute a step, on all ranks.
@@ -95,17 +95,19 @@ class Runner:
         Raises:
             RuntimeError: another rank failed; says which, and why.
         """
-        for work in step.work:
-            if work.request.place < 0:
-                work.request.place = self._free_places.pop() if self._free_places else next(self._new_places)
-        batch = Batch.of(step)
+        for one in step.scheduled:
+            if one.request.state_index < 0:
+                one.request.state_index = (
+                    self._free_state_indices.pop() if self._free_state_indices else next(self._new_state_indices)
+                )
+        batch = StepBatch.of(step)
         with self.ranks.failing_together():
             self.ranks.send(batch)
             logits = self._compute(batch)
-            sampling = [work for work in step.work if work.samples]
-            rows = [(work, row) for work in sampling for row in range(1 + work.drafts)]
-            chosen = [work.request.sampling for work, _ in rows]
-            positions = [work.start + work.count - work.drafts + row for work, row in rows]
+            sampling = [one for one in step.scheduled if one.samples]
+            rows = [(one, row) for one in sampling for row in range(1 + one.num_drafts)]
+            chosen = [one.request.sampling for one, _ in rows]
+            positions = [one.start + one.count - one.num_drafts + row for one, row in rows]
             tokens = sample(logits, chosen, positions, self._seen_rows(sampling, chosen))
             # NO_TOKEN is for the host, which ends the request; until then its next step computes some token.
             ids = tokens.clamp(min=0)
@@ -127,35 +129,35 @@ class Runner:
                 self._keep(batch, torch.empty(len(batch.rows), dtype=torch.int64, device=self._last.device))
         self.ranks.part()
 
-    def forget(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         """A request has ended."""
-        if request.place >= 0:
-            self._free_places.append(request.place)
+        if request.state_index >= 0:
+            self._free_state_indices.append(request.state_index)
 
-    def forget_all(self) -> None:
+    def release_all(self) -> None:
         """All requests have ended, some of them within a step that was interrupted."""
-        self._free_places, self._new_places, self._seen = [], itertools.count(), None
+        self._free_state_indices, self._new_state_indices, self._seen = [], itertools.count(), None
 
-    def _make_places(self, count: int) -> None:
+    def _ensure_state(self, count: int) -> None:
         """Requests that gave way keep theirs: there may be more than requests that run."""
         while len(self._last) < count:
             self._last = torch.cat((self._last, torch.zeros_like(self._last)))
             if self._seen is not None:
                 self._seen = torch.cat((self._seen, torch.zeros_like(self._seen)))
 
-    def _compute(self, batch: Batch) -> torch.Tensor:
+    def _compute(self, batch: StepBatch) -> torch.Tensor:
         """Move pages, then the forward pass: logits [rows, vocabulary] of the sampled rows."""
         self._move_pages(batch.swap_out, self.caches, self.host_caches)
         self._move_pages(batch.swap_in, self.host_caches, self.caches)
         if not batch.counts:
             return torch.empty(0, self.model.vocabulary, device=self._last.device)
-        self._make_places(max(batch.places) + 1)
+        self._ensure_state(max(batch.state_indices) + 1)
         ids = to_device(batch.tokens, self._tokens.device)
         if min(batch.tokens) < 0:
             ids = torch.where(ids < 0, self._last[(-1 - ids).clamp(min=0)], ids)
         self._tokens[: len(ids)].copy_(ids)
         requests = len(batch.counts)
-        if not batch.generates or not (self._use_graphs or self.model.batch_invariant):
+        if not batch.one_token_each or not (self._use_graphs or self.model.batch_invariant):
             metadata = self._plan(batch, None)
             return self._logits(metadata, to_device(batch.rows, self._tokens.device))
         size = next(size for size in self._sizes if size >= requests)
@@ -164,7 +166,7 @@ class Runner:
             return logits[:requests]
         return logits[to_device(batch.rows, logits.device)]
 
-    def _keep(self, batch: Batch, tokens: torch.Tensor) -> None:
+    def _keep(self, batch: StepBatch, tokens: torch.Tensor) -> None:
         """Put each request's sampled token, rank 0's, where its next step finds it."""
         if not batch.kept:
             return
@@ -174,7 +176,7 @@ class Runner:
         if self._seen is not None:
             self._seen[places, tokens] = torch.ones_like(tokens, dtype=torch.bool)
 
-    def _move_pages(self, pairs: Copies, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    def _move_pages(self, pairs: PageCopies, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
         if not pairs:
             return
         # Sent to the device once, for the caches of all layers.
@@ -223,7 +225,7 @@ class Runner:
             logits = self._logits(metadata, rows)
         return graph, logits
 
-    def _seen_rows(self, sampling: Sequence[Work], chosen: Sequence[SamplingParams]) -> torch.Tensor | None:
+    def _seen_rows(self, sampling: Sequence[ScheduledRequest], chosen: Sequence[SamplingParams]) -> torch.Tensor | None:
         """Which tokens occurred before each sampled one; None if no request asks for it.
 
         A number of Python that is assigned to chosen places would wait for the GPU: they are filled.
@@ -234,15 +236,15 @@ class Runner:
         if self._seen is None:
             self._seen = torch.zeros(len(self._last), self.model.vocabulary, dtype=torch.bool, device=device)
         rows = []
-        for work in sampling:
-            request, seen = work.request, self._seen[work.request.place]
+        for one in sampling:
+            request, seen = one.request, self._seen[one.request.state_index]
             if request.pending == 1:
                 # All its tokens are known here; what is not was marked when it was sampled.
                 seen.zero_()
                 seen.index_fill_(0, to_device(request.tokens, device), True)
-            for count in range(1 + work.drafts):
+            for count in range(1 + one.num_drafts):
                 row = seen.clone()
-                row.index_fill_(0, to_device(request.drafts[:count], device), True)
+                row.index_fill_(0, to_device(request.draft_tokens[:count], device), True)
                 rows.append(row)
         return torch.stack(rows)
 

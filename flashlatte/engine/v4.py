@@ -13,7 +13,7 @@ from flashlatte.distributed.model.checkpoint import Slices
 from flashlatte.distributed.model.cuts import check_divisible
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.distributed.model.shards import copied, divide_mlp, keep_groups, take
-from flashlatte.engine.batch import Batch, Limits
+from flashlatte.engine.batch import EngineLimits, StepBatch
 from flashlatte.engine.formats import window_format
 from flashlatte.engine.loading import load
 from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_type, config_of, normed
@@ -81,7 +81,7 @@ class V4Model(PagedModel):
         lay_on_gpus(map(hidden_projections, attentions, self.layers))
         # What unfinished groups need is no page's: it goes with the request. The first group behind a shared page needs
         # the one before it where groups overlap.
-        self.repeats = max(config.overlap * config.ratio for config in self.layers)
+        self.prefix_overlap = max(config.overlap * config.ratio for config in self.layers)
         self._streams: int = model.config.hc_mult
         ratios = sorted({config.ratio for config in self.layers} - {0})
         self._tokens_of_groups = math.lcm(*ratios) if ratios else 1
@@ -105,23 +105,27 @@ class V4Model(PagedModel):
                 found.append((keys, page_size // config.ratio))
         return found
 
-    def planner(self, cache_format: str, limits: Limits) -> Planner:
+    def planner(self, cache_format: str, limits: EngineLimits) -> Planner:
         max_pages = min(limits.num_pages, -(-self.max_position // limits.page_size))
         builder = V4Builder(
             self.layers,
             limits.page_size,
-            limits.max_requests,
+            limits.max_num_seqs,
             max_pages,
             self.device,
-            drafts=limits.drafts,
+            drafts=limits.num_speculative_tokens,
             limits=self.workspaces,
             backend=self.backend,
         )
 
-        def plan(batch: Batch, pad_to: int | None) -> V4Metadata:
+        def plan(batch: StepBatch, pad_to: int | None) -> V4Metadata:
             spans = [(length - count, length) for count, length in zip(batch.counts, batch.lengths, strict=True)]
             return builder.build(
-                spans, batch.page_table(), batch.places, shared_tokens=batch.shared, pad_requests_to=pad_to
+                spans,
+                batch.page_table(),
+                batch.state_indices,
+                shared_tokens=batch.num_shared_tokens,
+                pad_requests_to=pad_to,
             )
 
         return plan

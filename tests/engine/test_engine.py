@@ -29,7 +29,7 @@ LENGTHS = (3, 17, 40, 1, 26)
 
 
 def engine(family: str | torch.nn.Module = "DeepseekV3", **options: Any) -> Engine:
-    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_tokens": 32, "max_requests": 4}
+    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_num_batched_tokens": 32, "max_num_seqs": 4}
     return Engine(model(family) if isinstance(family, str) else family, **settings | options)
 
 
@@ -48,27 +48,30 @@ def test_mixed_lengths(family):
     check(engine(family), family)
 
 
-@pytest.mark.parametrize("max_tokens", [5, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 64))])
-def test_every_chunk_size(max_tokens):
-    check(engine(max_tokens=max_tokens))
+@pytest.mark.parametrize(
+    "max_num_batched_tokens", [5, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 64))]
+)
+def test_every_chunk_size(max_num_batched_tokens):
+    check(engine(max_num_batched_tokens=max_num_batched_tokens))
 
 
 @pytest.mark.parametrize(
-    ("family", "host_pages"),
+    ("family", "swap_space"),
     [("DeepseekV3", 0), ("DeepseekV3", 12), pytest.param("GlmMoeDsa", 0, marks=pytest.mark.full), ("GlmMoeDsa", 12)],
 )
-def test_a_pool_so_small_that_requests_give_way(family, host_pages):
-    small = engine(family, num_pages=7, host_pages=host_pages, prefix_cache=False)
+def test_a_pool_so_small_that_requests_give_way(family, swap_space):
+    small = engine(family, num_pages=7, swap_space=swap_space, enable_prefix_caching=False)
     check(small, family)
     statistics = small.statistics()
-    assert statistics["swapped" if host_pages else "recomputed"] > 0
+    assert statistics["swapped" if swap_space else "recomputed"] > 0
 
 
 @pytest.mark.parametrize(
-    ("family", "drafts"), [("DeepseekV3", 4), pytest.param("DeepseekV3", 1, marks=pytest.mark.full), ("DeepseekV32", 3)]
+    ("family", "num_speculative_tokens"),
+    [("DeepseekV3", 4), pytest.param("DeepseekV3", 1, marks=pytest.mark.full), ("DeepseekV32", 3)],
 )
-def test_drafts_change_no_token(family, drafts):
-    speculating = engine(family, drafts=drafts)
+def test_drafts_change_no_token(family, num_speculative_tokens):
+    speculating = engine(family, num_speculative_tokens=num_speculative_tokens)
     repeated = prompt(4) * 6
     (output,) = speculating.generate([repeated], SamplingParams(max_new_tokens=24))
     assert output.tokens == generated_by_transformers(family, repeated, 24)
@@ -91,7 +94,7 @@ def test_a_prefix_is_computed_once(family):
 
 
 def test_arrivals_and_aborts_leave_the_others_alone():
-    served = engine(max_tokens=16)
+    served = engine(max_num_batched_tokens=16)
     wanted = {served.add(prompt(20, seed), SamplingParams(max_new_tokens=6)): prompt(20, seed) for seed in range(3)}
     gone = served.add(prompt(30, 9), SamplingParams(max_new_tokens=6))
     done = {}
@@ -104,15 +107,15 @@ def test_arrivals_and_aborts_leave_the_others_alone():
     assert served.pool.in_use == 0
 
 
-@pytest.mark.parametrize("under_way", [False, True], ids=["ended", "under way"])
+@pytest.mark.parametrize("in_flight", [False, True], ids=["ended", "under way"])
 @pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
-def test_weights_that_change_and_what_was_computed_before(family, under_way):
+def test_weights_that_change_and_what_was_computed_before(family, in_flight):
     """A request that is under way seals pages of the old weights behind the reset, too."""
     changed = copy.deepcopy(model(family))
     served = engine(changed)
     text, params = prompt(40), SamplingParams(max_new_tokens=6, logprobs=True)
     served.add(text, params)
-    while served.unfinished and not (under_way and served.statistics()["generated_tokens"]):
+    while served.unfinished and not (in_flight and served.statistics()["generated_tokens"]):
         served.step()
     with torch.no_grad():
         for weight in changed.parameters():
@@ -128,9 +131,9 @@ def test_weights_that_change_and_what_was_computed_before(family, under_way):
     assert served.generate([text], params)[0].cached_tokens > 0
 
 
-@pytest.mark.parametrize("options", [{}, {"num_pages": 12, "host_pages": 8, "prefix_cache": False}])
+@pytest.mark.parametrize("options", [{}, {"num_pages": 12, "swap_space": 8, "enable_prefix_caching": False}])
 def test_batch_invariance_changes_no_token(options):
-    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_tokens": 32, "max_requests": 4}
+    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_num_batched_tokens": 32, "max_num_seqs": 4}
     check(Engine(Model(model(), batch_invariant=True), **settings | options))
 
 
@@ -139,7 +142,7 @@ def test_batch_invariance_changes_no_token(options):
     [
         ([], [prompt(5, 1)], {}),
         ([], [prompt(20, 2), prompt(9, 3), prompt(31, 4)], {}),
-        ([], [prompt(20, 2), prompt(9, 3), prompt(31, 4)], {"num_pages": 11, "prefix_cache": False}),
+        ([], [prompt(20, 2), prompt(9, 3), prompt(31, 4)], {"num_pages": 11, "enable_prefix_caching": False}),
         ([prompt(37)[:26], prompt(37)], [prompt(8, 4)], {}),
     ],
     ids=["one other", "three others", "computed again", "a prefix that is there"],
@@ -149,7 +152,7 @@ def test_batch_invariant_bits_do_not_depend_on_other_requests(earlier, beside, o
     sampling = SamplingParams(max_new_tokens=12, logprobs=True)
 
     def generated(earlier: list[list[int]], beside: list[list[int]], **options: Any) -> Any:
-        settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_tokens": 16, "max_requests": 4}
+        settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_num_batched_tokens": 16, "max_num_seqs": 4}
         served = Engine(Model(model("Youtu"), batch_invariant=True), **settings | options)
         for one in earlier:
             served.generate([one], sampling)
@@ -162,8 +165,8 @@ def test_batch_invariant_bits_do_not_depend_on_other_requests(earlier, beside, o
 
 
 def test_batch_invariance_takes_no_drafts():
-    with pytest.raises(ValueError, match=r"drafts must be 0 for a batch_invariant model, .* got 2"):
-        Engine(Model(model(), batch_invariant=True), drafts=2)
+    with pytest.raises(ValueError, match=r"num_speculative_tokens must be 0 for a batch_invariant model, got 2"):
+        Engine(Model(model(), batch_invariant=True), num_speculative_tokens=2)
 
 
 def test_stop_tokens_end_a_request():
@@ -210,15 +213,15 @@ def test_stream_gives_tokens_as_they_come():
 def test_a_repetition_penalty_is_transformers():
     params = SamplingParams(max_new_tokens=12, repetition_penalty=1.7)
     expected = generated_by_transformers("DeepseekV3", prompt(9), 12, repetition_penalty=1.7)
-    for drafts in (0, 3):
-        assert engine(drafts=drafts).generate([prompt(9)], params)[0].tokens == expected
+    for num_speculative_tokens in (0, 3):
+        assert engine(num_speculative_tokens=num_speculative_tokens).generate([prompt(9)], params)[0].tokens == expected
 
 
 def test_a_seed_gives_the_same_tokens_in_any_batch_and_with_drafts():
     params = SamplingParams(max_new_tokens=10, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=7)
     alone = engine().generate([prompt(9)], params)[0].tokens
     together = engine().generate([prompt(9), *(prompt(7, seed) for seed in range(1, 4))], params)[0].tokens
-    speculated = engine(drafts=3, max_tokens=7).generate([prompt(9)], params)[0].tokens
+    speculated = engine(num_speculative_tokens=3, max_num_batched_tokens=7).generate([prompt(9)], params)[0].tokens
     assert alone == together == speculated
     assert alone != engine().generate([prompt(9)], SamplingParams(max_new_tokens=10))[0].tokens
 
@@ -237,7 +240,7 @@ def test_logprobs_are_the_models():
         ({"prompt": []}, "prompt of request 'a' must have at least one token"),
         ({"prompt": [VOCABULARY]}, "prompt must hold tokens from 0 to 96, got 97"),
         ({"prompt": [1] * 600}, "must not pass the model's 512 positions"),
-        ({"prompt": [1] * 100, "sampling": SamplingParams(max_new_tokens=400)}, "the cache has 128"),
+        ({"prompt": [1] * 100, "sampling": SamplingParams(max_new_tokens=400)}, "it holds 128"),
         ({"prompt": [1], "sampling": SamplingParams(stop=("x",))}, "stop needs an engine with a tokenizer"),
         ({"prompt": [1.5]}, "prompt must hold ints, got 1.5"),
         ({"prompt": [[1, 2]]}, r"prompt must hold ints, got \[1, 2\]"),
@@ -246,7 +249,7 @@ def test_logprobs_are_the_models():
         ({"prompt": {7: 1}}, "prompt must hold its tokens in order, got {7: 1}"),
         ({"prompt": [1], "sampling": {"temperature": 1.0}}, "sampling must be SamplingParams or None, got dict"),
         ({"prompt": [1], "id": 5}, "id must be a text, got 5"),
-        ({"prompt": [1], "salt": None}, "salt must be a text, got None"),
+        ({"prompt": [1], "cache_salt": None}, "cache_salt must be a text, got None"),
         ({"prompt": [1], "priority": 0.5}, "priority must be an int, got float"),
     ],
 )
@@ -263,11 +266,11 @@ def test_errors_name_the_argument(arguments, message):
         ({"cache_format": "v32"}, r"^cache_format must be bf16, fp16, fp32 or fp8 for rows of 32 \+ 8, got 'v32'$"),
         ({"cache_format": "index_fp8"}, r"fp32 or fp8 for rows of 32 \+ 8, got 'index_fp8'$"),
         ({"cache_format": ""}, "^cache_format must be bf16, fp16, .*, got ''$"),
-        ({"patience": 1.5}, "patience must be an int, got float"),
+        ({"starvation_limit": 1.5}, "starvation_limit must be an int, got float"),
         ({"tokenizer": "checkpoint"}, "^tokenizer must have decode, .* got 'checkpoint'$"),
         ({"tokenizer": 5}, "^tokenizer must have decode, .* got int$"),
-        ({"prefix_cache": 2}, "prefix_cache must be True or False, got 2"),
-        ({"graphs": "no"}, "graphs must be True or False, got 'no'"),
+        ({"enable_prefix_caching": 2}, "enable_prefix_caching must be True or False, got 2"),
+        ({"cuda_graphs": "no"}, "cuda_graphs must be True or False, got 'no'"),
     ],
 )
 def test_an_engine_that_could_not_run_is_not_made(options, message):

@@ -75,26 +75,30 @@ class Requests(RuleBasedStateMachine):
         family=st.sampled_from(FAMILIES),
         page_size=st.sampled_from([1, 2, 8]),
         more_pages=st.sampled_from([0, 1, 4, 40]),
-        host_pages=st.sampled_from([0, 4, 40]),
-        drafts=st.sampled_from([0, 1, 4]),
+        swap_space=st.sampled_from([0, 4, 40]),
+        num_speculative_tokens=st.sampled_from([0, 1, 4]),
         limits=st.fixed_dictionaries(
             {
-                "max_tokens": st.sampled_from([1, 2, 5, 16, 64]),
-                "max_requests": st.integers(1, 5),
-                "patience": st.sampled_from([1, 64]),
-                "prefix_cache": st.booleans(),
+                "max_num_batched_tokens": st.sampled_from([1, 2, 5, 16, 64]),
+                "max_num_seqs": st.integers(1, 5),
+                "starvation_limit": st.sampled_from([1, 64]),
+                "enable_prefix_caching": st.booleans(),
             }
         ),
     )
-    def start(self, family, page_size, more_pages, host_pages, drafts, limits):
+    def start(self, family, page_size, more_pages, swap_space, num_speculative_tokens, limits):
         self.family = family.split(",")[0]
         served: Any = model(self.family)
         if family == INVARIANT:
-            served, drafts = Model(served, batch_invariant=True), 0
+            served, num_speculative_tokens = Model(served, batch_invariant=True), 0
         if family == "DeepseekV4":
             page_size = 8
         pages = {"page_size": page_size, "num_pages": -(-MOST_TOKENS // page_size) + more_pages}
-        options = pages | limits | {"host_pages": host_pages, "drafts": drafts, "tokenizer": Pieces()}
+        options = (
+            pages
+            | limits
+            | {"swap_space": swap_space, "num_speculative_tokens": num_speculative_tokens, "tokenizer": Pieces()}
+        )
         self.engines = [Engine(served, **options) for _ in range(2)]
         self.asked: dict[tuple[int, str], tuple[Any, SamplingParams]] = {}
         self.streams: list[tuple[Iterator[int], list[int], Any]] = []
@@ -109,12 +113,12 @@ class Requests(RuleBasedStateMachine):
         sampling=samplings,
         given=st.sampled_from([list, tuple, torch.tensor]),
         priority=st.integers(-1, 1),
-        salt=st.sampled_from(["", "", "other"]),
+        cache_salt=st.sampled_from(["", "", "other"]),
     )
-    def add(self, engine, prompt, sampling, given, priority, salt):
+    def add(self, engine, prompt, sampling, given, priority, cache_salt):
         self.count += 1
         name = self.engines[engine].add(
-            given(prompt), sampling, id=f"number {self.count}", priority=priority, salt=salt
+            given(prompt), sampling, id=f"number {self.count}", priority=priority, cache_salt=cache_salt
         )
         self.asked[engine, name] = prompt, sampling
 

@@ -15,8 +15,19 @@ import pytest
 import torch
 
 from flashlatte.distributed.model.alone import Alone
-from flashlatte.engine import Engine, SamplingParams, batch, drafts, engine, outputs, pages, request, runner, scheduler
-from flashlatte.engine.batch import Batch
+from flashlatte.engine import (
+    Engine,
+    SamplingParams,
+    batch,
+    engine,
+    outputs,
+    pages,
+    prompt_lookup,
+    request,
+    runner,
+    scheduler,
+)
+from flashlatte.engine.batch import StepBatch
 from flashlatte.engine.paged import PagedModel
 
 VOCABULARY = 11
@@ -24,12 +35,12 @@ VOCABULARY = 11
 PROMPTS = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7], [8, 9] * 4, [3]]
 NEW = 5
 PLANNING = (engine, scheduler, pages)
-ALL = (*PLANNING, batch, drafts, outputs, request, runner)
+ALL = (*PLANNING, batch, outputs, prompt_lookup, request, runner)
 OPTIONS = [
-    {"num_pages": 7, "host_pages": 4},
-    {"num_pages": 7, "drafts": 2},
-    {"num_pages": 7, "host_pages": 2, "max_tokens": 3, "drafts": 1},
-    {"num_pages": 40, "prefix_cache": False, "max_requests": 2},
+    {"num_pages": 7, "swap_space": 4},
+    {"num_pages": 7, "num_speculative_tokens": 2},
+    {"num_pages": 7, "swap_space": 2, "max_num_batched_tokens": 3, "num_speculative_tokens": 1},
+    {"num_pages": 40, "enable_prefix_caching": False, "max_num_seqs": 2},
 ]
 
 
@@ -44,7 +55,7 @@ class Hashes(PagedModel):
     """A model whose next token is a function of the tokens that it finds in its pages."""
 
     vocabulary, max_position, dtype, device = VOCABULARY, 64, torch.float32, torch.device("cpu")
-    config, name, end_tokens = None, "hashes", ()
+    config, name, eos_token_ids = None, "hashes", ()
 
     def __init__(self) -> None:
         self.ranks, self.fails_at, self.calls = Alone(), -1, 0
@@ -72,7 +83,7 @@ class Hashes(PagedModel):
 class Plan:
     buffers = None
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: StepBatch) -> None:
         self.counts, self.lengths, self.pages = batch.counts, batch.lengths, batch.pages
         self.num_tokens = len(batch.tokens)
 
@@ -85,7 +96,7 @@ def expected(prompt: list[int]) -> list[int]:
 
 
 def made(**options: Any) -> Engine:
-    settings: dict[str, Any] = {"cache_format": "bf16", "page_size": 2, "max_tokens": 8, "max_requests": 3}
+    settings: dict[str, Any] = {"cache_format": "bf16", "page_size": 2, "max_num_batched_tokens": 8, "max_num_seqs": 3}
     return Engine(Hashes(), **settings | options)
 
 
@@ -126,8 +137,8 @@ def check_consistent(served: Engine) -> None:
             references[page] for page in range(pool.num_pages)
         ]
         assert pool.in_use == len(references)
-        assert sorted([*pool._blank, *pool._idle]) == sorted(set(range(pool.num_pages)) - set(references))
-        assert all(pool._pages[page].key == key for key, page in pool._known.items())
+        assert sorted([*pool._free, *pool._evictable]) == sorted(set(range(pool.num_pages)) - set(references))
+        assert all(pool._pages[page].key == key for key, page in pool._registered.items())
 
 
 class Interrupts:

@@ -27,7 +27,7 @@ def poisoned_model(family: str) -> Any:
 
 
 def engine(family: str = "DeepseekV3", **options: Any) -> Engine:
-    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_tokens": 16, "max_requests": 4}
+    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_num_batched_tokens": 16, "max_num_seqs": 4}
     return Engine(poisoned_model(family), **settings | options)
 
 
@@ -45,10 +45,10 @@ def check(outputs: list[Output], family: str) -> None:
     ("family", "options"),
     [
         ("DeepseekV3", {}),
-        ("DeepseekV3", {"drafts": 3}),
-        ("DeepseekV3", {"num_pages": 8, "host_pages": 8, "prefix_cache": False}),
+        ("DeepseekV3", {"num_speculative_tokens": 3}),
+        ("DeepseekV3", {"num_pages": 8, "swap_space": 8, "enable_prefix_caching": False}),
         ("GlmMoeDsa", {}),
-        ("DeepseekV4", {"max_requests": 2}),
+        ("DeepseekV4", {"max_num_seqs": 2}),
     ],
     ids=str,
 )
@@ -68,7 +68,7 @@ def test_draws_and_penalties():
         NEW, temperature=0.9, top_p=0.8, min_p=0.01, seed=3, repetition_penalty=1.3, suppress_tokens=(POISON,)
     )
     prompts = [HEALTHY[0], POISONED, HEALTHY[1]]
-    outputs = engine(drafts=2).generate(prompts, [sampling, sampling, SamplingParams(NEW)])
+    outputs = engine(num_speculative_tokens=2).generate(prompts, [sampling, sampling, SamplingParams(NEW)])
     assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
     assert outputs[0].tokens == engine().generate(HEALTHY[:1], sampling)[0].tokens
     assert outputs[2].tokens == generated_by_transformers("DeepseekV3", HEALTHY[1], NEW)

@@ -77,8 +77,8 @@ def test_heads_over_two_and_keys_over_two(four, family):
     ("family", "options"),
     [
         ("DeepseekV3", {}),
-        ("DeepseekV32", {"context_parallel": 2, "max_tokens": 20}),
-        ("DeepseekV3", {"context_parallel": 2, "drafts": 3, "cache_format": "fp32"}),
+        ("DeepseekV32", {"context_parallel": 2, "max_num_batched_tokens": 20}),
+        ("DeepseekV3", {"context_parallel": 2, "num_speculative_tokens": 3, "cache_format": "fp32"}),
         ("Youtu", {"context_parallel": 2}),
         ("Mistral4", {"context_parallel": 2}),
     ],
@@ -98,11 +98,11 @@ def test_three_ranks_divide_unevenly(tmp_path):
         three.close()
 
 
-@pytest.mark.parametrize("host_pages", [0, 16])
-def test_requests_give_way_on_all_ranks(two, host_pages):
-    options = {"context_parallel": 2, "num_pages": 11, "host_pages": host_pages, "prefix_cache": False}
+@pytest.mark.parametrize("swap_space", [0, 16])
+def test_requests_give_way_on_all_ranks(two, swap_space):
+    options = {"context_parallel": 2, "num_pages": 11, "swap_space": swap_space, "enable_prefix_caching": False}
     statistics = check(two.run(rank_engine_jobs.generate, "DeepseekV3", PROMPTS, GREEDY, **options), "DeepseekV3")
-    assert statistics["swapped" if host_pages else "recomputed"] > 0
+    assert statistics["swapped" if swap_space else "recomputed"] > 0
 
 
 def test_draws_are_those_of_one_process(two):
@@ -138,7 +138,7 @@ def test_a_checkpoint_is_divided(two, tmp_path):
     [
         ({}, ["cached_tokens"]),
         (
-            {"drafts": 2, "num_pages": 12, "host_pages": 12, "max_tokens": 12},
+            {"num_speculative_tokens": 2, "num_pages": 12, "swap_space": 12, "max_num_batched_tokens": 12},
             ["cached_tokens", "accepted_tokens", "swapped"],
         ),
     ],
@@ -260,8 +260,8 @@ def test_engines_of_each_process_and_of_all(two):
     [
         {"num_pages": 0},
         {"page_size": "x"},
-        {"prefix_cache": 2},
-        {"drafts": -1},
+        {"enable_prefix_caching": 2},
+        {"num_speculative_tokens": -1},
         {"context_parallel": 2},
         {"tensor_parallel": 3},
     ],

@@ -21,7 +21,7 @@ PROMPTS = [prompt(length, seed) for seed, length in enumerate((3, 20, 33, 1, 14)
 
 
 def engine(**options: Any) -> Engine:
-    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_tokens": 16, "max_requests": 3}
+    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_num_batched_tokens": 16, "max_num_seqs": 3}
     return Engine(model(), **settings | options)
 
 
@@ -42,7 +42,11 @@ def finished(served: Engine) -> dict[str, list[int]]:
         st.tuples(st.integers(0, 4), st.sampled_from(["add", "add", "step", "step", "abort"])), max_size=10
     ),
     options=st.fixed_dictionaries(
-        {"num_pages": st.sampled_from([10, 64]), "host_pages": st.sampled_from([0, 8]), "drafts": st.integers(0, 2)}
+        {
+            "num_pages": st.sampled_from([10, 64]),
+            "swap_space": st.sampled_from([0, 8]),
+            "num_speculative_tokens": st.integers(0, 2),
+        }
     ),
 )
 def test_any_arrivals_and_aborts_leave_the_others_tokens_as_they_are(events, options):
@@ -99,13 +103,13 @@ def drawn_alone(number: int, sampling: SamplingParams) -> tuple[list[int], list[
     options=st.fixed_dictionaries(
         {
             "num_pages": st.sampled_from([10, 12]),
-            "host_pages": st.sampled_from([0, 8]),
-            "drafts": st.sampled_from([0, 3]),
+            "swap_space": st.sampled_from([0, 8]),
+            "num_speculative_tokens": st.sampled_from([0, 3]),
         }
     ),
 )
 def test_draws_penalties_stops_and_logprobs_are_those_of_a_request_alone(samplings, options):
-    served = engine(page_size=4, max_requests=2, tokenizer=Pieces(), **options)
+    served = engine(page_size=4, max_num_seqs=2, tokenizer=Pieces(), **options)
     outputs = served.generate(PROMPTS[:3], samplings)
     for number, (output, sampling) in enumerate(zip(outputs, samplings, strict=True)):
         tokens, logprobs, reason = drawn_alone(number, sampling)
@@ -115,8 +119,8 @@ def test_draws_penalties_stops_and_logprobs_are_those_of_a_request_alone(samplin
 
 def test_other_salts_share_no_page():
     served = engine()
-    for salt, cached in (("a", 0), ("b", 0), ("a", 16), ("", 0)):
-        served.add(PROMPTS[1], SamplingParams(NEW), id="one", salt=salt)
+    for cache_salt, cached in (("a", 0), ("b", 0), ("a", 16), ("", 0)):
+        served.add(PROMPTS[1], SamplingParams(NEW), id="one", cache_salt=cache_salt)
         output = None
         while served.unfinished:
             (output,) = served.step() or [output]
@@ -125,7 +129,7 @@ def test_other_salts_share_no_page():
 
 
 def test_pages_of_a_shared_prefix_are_counted_once():
-    served = engine(max_tokens=64)
+    served = engine(max_num_batched_tokens=64)
     shared = prompt(40, 9)
     served.generate([shared], SamplingParams(1))
     for last in range(3):
@@ -137,7 +141,7 @@ def test_pages_of_a_shared_prefix_are_counted_once():
 
 
 def test_an_urgent_request_ends_before_one_that_came_first():
-    served = engine(max_requests=1)
+    served = engine(max_num_seqs=1)
     served.add(PROMPTS[0], SamplingParams(NEW), id="running")
     served.step()
     served.add(PROMPTS[1], SamplingParams(NEW), id="usual")
@@ -218,14 +222,14 @@ def test_a_stream_that_the_garbage_collector_drops_within_a_step_is_aborted_afte
     caught: list[Any] = [served.stream(PROMPTS[0], SamplingParams(NEW))]
     next(caught[0])
     caught.append(caught)
-    make_room, collected = served.scheduler._make_room, []
+    make_room, collected = served.scheduler._allocate_for, []
 
     def collecting(*arguments: Any) -> Any:
         if not collected:
             collected.append(gc.collect())
         return make_room(*arguments)
 
-    monkeypatch.setattr(served.scheduler, "_make_room", collecting)
+    monkeypatch.setattr(served.scheduler, "_allocate_for", collecting)
     del caught
     assert finished(served) == {"other": expected(1)}
     assert collected
@@ -275,10 +279,10 @@ def test_a_batch_that_is_interrupted_leaves_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("raises_in", ["run", "wait"])
-@pytest.mark.parametrize("host_pages", [0, 8])
-def test_a_step_that_fails_ends_all_requests_and_spoils_no_page(raises_in, host_pages, monkeypatch):
+@pytest.mark.parametrize("swap_space", [0, 8])
+def test_a_step_that_fails_ends_all_requests_and_spoils_no_page(raises_in, swap_space, monkeypatch):
     """Their first pages were planned and not computed: a request that begins like them must not find them."""
-    served = engine(page_size=4, host_pages=host_pages, max_tokens=8)
+    served = engine(page_size=4, swap_space=swap_space, max_num_batched_tokens=8)
     names = [served.add(PROMPTS[number], SamplingParams(NEW)) for number in (1, 2)]
     served.step()
     outputs = [output for _, output in served._live.values()]
@@ -381,7 +385,7 @@ def test_lists_of_pages_that_move_are_made_once_for_all_layers(monkeypatch):
     swapped = []
     swap_blocks = runner.swap_blocks
     monkeypatch.setattr(runner, "swap_blocks", lambda *args: [swapped.append(args), swap_blocks(*args)])
-    served = engine(page_size=4, num_pages=12, host_pages=12, prefix_cache=False)
+    served = engine(page_size=4, num_pages=12, swap_space=12, enable_prefix_caching=False)
     served.generate(PROMPTS, SamplingParams(12))
     layers = len(served.runner.caches)
     assert len(swapped) > layers > 1
@@ -392,14 +396,14 @@ def test_lists_of_pages_that_move_are_made_once_for_all_layers(monkeypatch):
 
 
 def test_a_step_may_move_pages_and_compute_nothing():
-    served = engine(host_pages=2)
+    served = engine(swap_space=2)
     served.runner.caches[0][3].fill_(7.0)
     served.runner.run(Step(swap_out=[(3, 1)])).wait()
     assert served.runner.host_caches is not None
     assert (served.runner.host_caches[0][1] == 7.0).all()
 
 
-@pytest.mark.parametrize("name", ["num_pages", "host_pages"])
+@pytest.mark.parametrize("name", ["num_pages", "swap_space"])
 def test_a_cache_that_does_not_fit_names_what_to_change(name):
     with pytest.raises(
         ValueError, match=rf"{name} must fit the host's free memory: of 10000000000000 pages .* about \d+ do"

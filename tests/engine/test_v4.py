@@ -14,7 +14,7 @@ from support.engine_models import generated_by_transformers, model, prompt
 from support.marks import mostly_full
 
 from flashlatte.engine import Engine, SamplingParams
-from flashlatte.engine.drafts import PromptLookup
+from flashlatte.engine.prompt_lookup import PromptLookup
 from flashlatte.engine.v4 import V4Model
 from flashlatte.layers.v4.builder import V4Metadata
 from flashlatte.layers.v4.workspace import WorkspaceLimits
@@ -24,7 +24,7 @@ FAMILY, LENGTHS = "DeepseekV4", (1, 5, 31, 19)
 
 
 def engine(**options: Any) -> Engine:
-    sizes: dict[str, Any] = {"num_pages": 24, "page_size": 8, "max_tokens": 12}
+    sizes: dict[str, Any] = {"num_pages": 24, "page_size": 8, "max_num_batched_tokens": 12}
     return Engine(model(FAMILY), **sizes | options)
 
 
@@ -36,20 +36,22 @@ def check(served, lengths=LENGTHS, new=9):
     assert served.pool.in_use == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"max_tokens": 5, "page_size": 16, "num_pages": 12}], ids=["12", "5"])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_num_batched_tokens": 5, "page_size": 16, "num_pages": 12}], ids=["12", "5"]
+)
 def test_mixed_lengths(options):
     check(engine(**options))
 
 
 def test_a_pool_so_small_that_requests_give_way_and_begin_anew():
-    small = engine(num_pages=7, max_requests=3)
+    small = engine(num_pages=7, max_num_seqs=3)
     check(small)
     assert small.statistics()["recomputed"] > 0
 
 
 def test_more_requests_than_run_at_a_time():
     """Who comes later gets the states' place of who has ended."""
-    check(engine(max_requests=2, max_tokens=30), lengths=(9, 21, 4, 13, 7), new=4)
+    check(engine(max_num_seqs=2, max_num_batched_tokens=30), lengths=(9, 21, 4, 13, 7), new=4)
 
 
 def replayed(served: Engine) -> Engine:
@@ -66,7 +68,7 @@ def replayed(served: Engine) -> Engine:
     return served
 
 
-@pytest.mark.parametrize("options", [{}, {"num_pages": 7, "max_requests": 3}], ids=["at ease", "giving way"])
+@pytest.mark.parametrize("options", [{}, {"num_pages": 7, "max_num_seqs": 3}], ids=["at ease", "giving way"])
 def test_steps_that_generate_as_graphs(options):
     check(replayed(engine(**options)))
 
@@ -80,14 +82,14 @@ def test_a_prompt_over_a_workspace(monkeypatch):
 
     monkeypatch.setattr("flashlatte.layers.v4.rows.sparse_prefill", counted)
     monkeypatch.setattr(V4Model, "workspaces", WorkspaceLimits(queries=141))
-    check(engine(max_tokens=150, num_pages=40), lengths=(141, 6), new=3)
+    check(engine(max_num_batched_tokens=150, num_pages=40), lengths=(141, 6), new=3)
     assert over_workspaces == [141] * 3
 
 
-@pytest.mark.parametrize("max_tokens", mostly_full((1, 5, 64), 5))
-def test_requests_that_begin_alike_share_pages(max_tokens):
+@pytest.mark.parametrize("max_num_batched_tokens", mostly_full((1, 5, 64), 5))
+def test_requests_that_begin_alike_share_pages(max_num_batched_tokens):
     """Behind a shared page the last group is computed again, in whatever chunks, and nobody's rows change."""
-    served = replayed(engine(max_tokens=max_tokens))
+    served = replayed(engine(max_num_batched_tokens=max_num_batched_tokens))
     alike, asked = prompt(26), SamplingParams(max_new_tokens=4)
     prompts = [[*alike, *rest] for rest in ([], [1, 2, 3], [2], [2, 4, 4])]
     for tokens in prompts:
@@ -105,7 +107,7 @@ def test_requests_that_begin_alike_share_pages(max_tokens):
 
 
 def test_a_shared_beginning_of_requests_that_give_way():
-    small = engine(num_pages=9, max_requests=4, max_tokens=9)
+    small = engine(num_pages=9, max_num_seqs=4, max_num_batched_tokens=9)
     alike = prompt(17)
     prompts = [[*alike, *prompt(length, length)] for length in (3, 9, 1, 14)]
     for tokens, output in zip(prompts, small.generate(prompts, SamplingParams(max_new_tokens=9)), strict=True):
@@ -117,13 +119,13 @@ def test_a_shared_beginning_of_requests_that_give_way():
 
 def test_a_pool_so_small_that_requests_are_swapped():
     """States stay where they are while pages are on the host."""
-    small = engine(num_pages=7, max_requests=3, host_pages=20)
+    small = engine(num_pages=7, max_num_seqs=3, swap_space=20)
     check(small)
     assert small.statistics()["swapped"] > 0
 
 
-@pytest.mark.parametrize("drafts", mostly_full((1, 6), 6))
-def test_drafts_that_are_taken_back(drafts, monkeypatch):
+@pytest.mark.parametrize("num_speculative_tokens", mostly_full((1, 6), 6))
+def test_drafts_that_are_taken_back(num_speculative_tokens, monkeypatch):
     """Guesses end groups, and groups of them are made again: of right ones, wrong ones, and right ones before wrong."""
     lengths, new = (3, 13, 22), 20
     prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
@@ -134,8 +136,8 @@ def test_drafts_that_are_taken_back(drafts, monkeypatch):
         right = len(tokens) * 7 % (count + 2)
         return [token if i < right else 96 - token for i, token in enumerate(text[len(tokens) :][:count])]
 
-    monkeypatch.setattr(PromptLookup, "guess", guesses)
-    served = engine(drafts=drafts)
+    monkeypatch.setattr(PromptLookup, "propose", guesses)
+    served = engine(num_speculative_tokens=num_speculative_tokens)
     for text, output in zip(texts, served.generate(prompts, SamplingParams(max_new_tokens=new)), strict=True):
         assert output.prompt + output.tokens == text
     assert served.statistics()["computed_tokens"] > sum(lengths) + len(lengths) * new

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.gpu
 LENGTHS = (3, 70, 140, 1, 26, 64, 65)
 
 
-def generate(host_pages: int = 0, **options: Any) -> tuple[list[list[int]], dict[str, float]]:
-    served = Engine(model("DeepseekV3").cuda(), max_requests=6, host_pages=host_pages, **options)
+def generate(swap_space: int = 0, **options: Any) -> tuple[list[list[int]], dict[str, float]]:
+    served = Engine(model("DeepseekV3").cuda(), max_num_seqs=6, swap_space=swap_space, **options)
     prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
     outputs = served.generate(prompts, SamplingParams(max_new_tokens=70))
     torch.cuda.synchronize()
@@ -31,15 +31,17 @@ def expected() -> list[list[int]]:
     return [generated_by_transformers("DeepseekV3", prompt(length, seed), 70) for seed, length in enumerate(LENGTHS)]
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_greedy_tokens_are_transformers(expected, drafts):
-    tokens, _ = generate(num_pages=64, max_tokens=96, graphs=False, drafts=drafts)
+@pytest.mark.parametrize("num_speculative_tokens", [0, 3])
+def test_greedy_tokens_are_transformers(expected, num_speculative_tokens):
+    tokens, _ = generate(
+        num_pages=64, max_num_batched_tokens=96, cuda_graphs=False, num_speculative_tokens=num_speculative_tokens
+    )
     assert tokens == expected
 
 
 def test_what_cannot_be_captured_runs_without_graphs(expected):
     with pytest.warns(UserWarning, match="without CUDA graphs"):
-        tokens, _ = generate(num_pages=64, max_tokens=96)
+        tokens, _ = generate(num_pages=64, max_num_batched_tokens=96)
     assert tokens == expected
 
 
@@ -49,7 +51,7 @@ def test_graphs_give_what_eager_steps_give():
     sampling = SamplingParams(max_new_tokens=80, logprobs=True)
 
     def generate(graphs: bool) -> list[tuple[list[int], list[float]]]:
-        served = Engine(half, max_requests=4, num_pages=64, graphs=graphs)
+        served = Engine(half, max_num_seqs=4, num_pages=64, cuda_graphs=graphs)
         for seed in range(4):
             served.add(prompt(40, seed), sampling)
         done = []
@@ -67,7 +69,7 @@ def test_graphs_give_what_eager_steps_give():
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2}])
 def test_a_step_that_generates_waits_for_nothing_but_the_last_ones_tokens(sampling):
     half = copy.deepcopy(model("DeepseekV3").cpu()).to("cuda", torch.bfloat16)
-    served = Engine(half, max_requests=4, num_pages=64)
+    served = Engine(half, max_num_seqs=4, num_pages=64)
     for seed in range(4):
         served.add(prompt(48, seed), SamplingParams(max_new_tokens=40, **sampling))
     for _ in range(10):
@@ -87,19 +89,19 @@ def test_batch_invariant_bits_do_not_depend_on_other_requests():
     sampling = SamplingParams(max_new_tokens=40, logprobs=True)
 
     def generated(others: list[list[int]], **options: Any) -> tuple[list[int], list[float]]:
-        served = Engine(Model(half, batch_invariant=True), max_requests=6, max_tokens=96, **options)
+        served = Engine(Model(half, batch_invariant=True), max_num_seqs=6, max_num_batched_tokens=96, **options)
         output = served.generate([*others, prompt(140)], sampling)[-1]
         return output.tokens, output.logprobs
 
     others = [prompt(length, seed) for seed, length in enumerate(LENGTHS, 1)]
     alone = generated([], num_pages=64)
     assert generated(others, num_pages=64) == alone
-    assert generated(others[:2], num_pages=64, graphs=False) == alone
-    assert generated(others, num_pages=7, prefix_cache=False) == alone
+    assert generated(others[:2], num_pages=64, cuda_graphs=False) == alone
+    assert generated(others, num_pages=7, enable_prefix_caching=False) == alone
 
 
-@pytest.mark.parametrize("host_pages", [0, 16])
-def test_pages_that_move_to_the_host_come_back_as_they_were(expected, host_pages):
-    tokens, statistics = generate(host_pages, num_pages=6, prefix_cache=False, graphs=False)
+@pytest.mark.parametrize("swap_space", [0, 16])
+def test_pages_that_move_to_the_host_come_back_as_they_were(expected, swap_space):
+    tokens, statistics = generate(swap_space, num_pages=6, enable_prefix_caching=False, cuda_graphs=False)
     assert tokens == expected
-    assert statistics["swapped" if host_pages else "recomputed"] > 0
+    assert statistics["swapped" if swap_space else "recomputed"] > 0

@@ -56,7 +56,7 @@ def test_enabled(laid, family, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engine(laid, family):
     whole = copy.deepcopy(model(family))
-    served = Engine(whole, num_pages=24, page_size=8, max_tokens=12)
+    served = Engine(whole, num_pages=24, page_size=8, max_num_batched_tokens=12)
     for attention in attentions(whole):
         assert attention.q_a_proj.weight.untyped_storage().nbytes() > attention.q_a_proj.weight.nbytes
     (output,) = served.generate([prompt(19)], SamplingParams(max_new_tokens=9))

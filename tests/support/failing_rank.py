@@ -22,7 +22,7 @@ def main(rank: int, at_step: int, context_parallel: int, graphs: int) -> None:
         num_pages=16,
         tensor_parallel=int(os.environ["WORLD_SIZE"]),
         context_parallel=context_parallel,
-        graphs=bool(graphs),
+        cuda_graphs=bool(graphs),
     )
     compute, steps = Runner._compute, 0
 

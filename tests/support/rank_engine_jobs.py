@@ -24,7 +24,7 @@ from flashlatte.engine import Engine, SamplingParams
 from flashlatte.engine.model import Model
 from flashlatte.engine.runner import Runner
 
-SIZES: dict[str, Any] = {"page_size": 4, "num_pages": 64, "max_tokens": 32, "max_requests": 4}
+SIZES: dict[str, Any] = {"page_size": 4, "num_pages": 64, "max_num_batched_tokens": 32, "max_num_seqs": 4}
 # A token whose embedding is NaN in a ``poisoned`` model.
 POISON = 41
 
@@ -71,7 +71,9 @@ def poisoned(family: str) -> Any:
 def generate_poisoned(prompts: list[list[int]], sampling: SamplingParams) -> Any:
     """Outputs of rank 0, of an engine with keys over the ranks and drafts, whose model is ``poisoned``."""
     ranks = dist.get_world_size()
-    engine = Engine(poisoned("DeepseekV3"), **SIZES, drafts=2, tensor_parallel=ranks, context_parallel=ranks)
+    engine = Engine(
+        poisoned("DeepseekV3"), **SIZES, num_speculative_tokens=2, tensor_parallel=ranks, context_parallel=ranks
+    )
     if not engine.leads:
         return engine.follow()
     with engine:

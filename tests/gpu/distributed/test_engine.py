@@ -26,7 +26,7 @@ def generate(
     source: Any, groups: list[list[list[int]]], sampling: SamplingParams, **options: Any
 ) -> tuple[list[tuple[list[int], list[float]]], int] | None:
     """Rank 0: tokens and log-probabilities of requests, group after group, and how many CUDA graphs there are."""
-    settings: dict[str, Any] = {"num_pages": 64, "max_tokens": 96, "max_requests": 4}
+    settings: dict[str, Any] = {"num_pages": 64, "max_num_batched_tokens": 96, "max_num_seqs": 4}
     engine = Engine(source, tensor_parallel=dist.get_world_size(), **settings | options)
     if not engine.leads:
         engine.follow()
@@ -41,13 +41,20 @@ def generate(
     ("family", "keys_over_all"),
     [("DeepseekV3", False), ("DeepseekV3", True), ("DeepseekV32", False), ("DeepseekV32", True), ("DeepseekV4", False)],
 )
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_greedy_tokens_are_transformers(family, keys_over_all, drafts):
+@pytest.mark.parametrize("num_speculative_tokens", [0, 3])
+def test_greedy_tokens_are_transformers(family, keys_over_all, num_speculative_tokens):
     expected = [generated_by_transformers(family, tokens, 24) for tokens in PROMPTS]
     context_parallel = dist.get_world_size() if keys_over_all else 1
     source = copy.deepcopy(model(family)).cuda()
     groups = [PROMPTS[:1], PROMPTS[1:]]
-    got = generate(source, groups, SamplingParams(24), context_parallel=context_parallel, drafts=drafts, graphs=False)
+    got = generate(
+        source,
+        groups,
+        SamplingParams(24),
+        context_parallel=context_parallel,
+        num_speculative_tokens=num_speculative_tokens,
+        cuda_graphs=False,
+    )
     assert got is None or [tokens for tokens, _ in got[0]] == expected
 
 
@@ -60,7 +67,9 @@ def test_graphs_give_what_eager_steps_give(keys_over_all):
     sampling = SamplingParams(80, logprobs=True)
     context_parallel = dist.get_world_size() if keys_over_all else 1
     eager, replayed = (
-        generate(source, groups, sampling, max_tokens=1024, context_parallel=context_parallel, graphs=graphs)
+        generate(
+            source, groups, sampling, max_num_batched_tokens=1024, context_parallel=context_parallel, cuda_graphs=graphs
+        )
         for graphs in (False, True)
     )
     if eager is not None and replayed is not None:
@@ -148,10 +157,10 @@ def test_deepseek_v4s_groups_of_heads(cache_format, tmp_path):
     source = large_v4(num_experts_per_tok=4, index_topk=256).bfloat16()
     path = saved(tmp_path, source.save_pretrained)
     prompts = [prompt(length, seed) for seed, length in enumerate((3, 100, 240, 500))]
-    options: dict[str, Any] = {"cache_format": cache_format, "max_tokens": 1024}
+    options: dict[str, Any] = {"cache_format": cache_format, "max_num_batched_tokens": 1024}
     sampling = SamplingParams(40, logprobs=True)
     expected = alone(path, prompts, sampling, **options)
-    eager, replayed = (generate(path, [prompts], sampling, graphs=graphs, **options) for graphs in (False, True))
+    eager, replayed = (generate(path, [prompts], sampling, cuda_graphs=graphs, **options) for graphs in (False, True))
     if eager is not None and replayed is not None:
         assert replayed[0] == eager[0]
         assert replayed[1] > 0

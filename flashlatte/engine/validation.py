@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashlatte.engine.batch import Limits
+from flashlatte.engine.batch import EngineLimits
 from flashlatte.engine.paged import PagedModel
 from flashlatte.engine.request import Request
 from flashlatte.engine.sampling import SamplingParams, token_ids
@@ -24,12 +24,12 @@ def new_request(
     prompt: Prompt,
     sampling: SamplingParams | None,
     priority: int,
-    salt: str,
+    cache_salt: str,
     model: PagedModel,
     tokenizer: Any,
 ) -> Request:
     """The request, the engine's so-many-th, if the model can serve it; TypeError or ValueError that says why not."""
-    for argument, text in (("id", name), ("salt", salt)):
+    for argument, text in (("id", name), ("cache_salt", cache_salt)):
         if not isinstance(text, str):
             raise TypeError(f"{argument} must be a text, got {text!r}")
     checks.integer("priority", priority)
@@ -47,13 +47,13 @@ def new_request(
         raise ValueError("stop needs an engine with a tokenizer; stop_tokens does not")
     if len(set(_checked_tokens("suppress_tokens", sampling.suppress_tokens, model))) == model.vocabulary:
         raise ValueError("suppress_tokens must leave a token to choose, got all of them")
-    ends = () if sampling.ignore_eos else model.end_tokens
+    ends = () if sampling.ignore_eos else model.eos_token_ids
     seed = number if sampling.seed is None else sampling.seed
     sampling = dataclasses.replace(sampling, seed=seed, stop_tokens=(*sampling.stop_tokens, *ends))
-    request = Request(name, tokens, sampling.max_new_tokens, priority, salt, sampling)
-    if request.most_tokens > model.max_position:
+    request = Request(name, tokens, sampling.max_new_tokens, priority, cache_salt, sampling)
+    if request.max_length > model.max_position:
         raise ValueError(
-            f"prompt of {len(tokens)} tokens and max_new_tokens {request.max_new_tokens} of request {name!r} must not "
+            f"prompt of {len(tokens)} tokens and max_new_tokens {request.max_tokens} of request {name!r} must not "
             f"pass the model's {model.max_position} positions"
         )
     return request
@@ -75,15 +75,23 @@ def with_sampling(
 
 
 def check_options(
-    model: PagedModel, limits: Limits, tokenizer: object, *, patience: int, prefix_cache: bool, graphs: bool
+    model: PagedModel,
+    limits: EngineLimits,
+    tokenizer: object,
+    *,
+    starvation_limit: int,
+    enable_prefix_caching: bool,
+    cuda_graphs: bool,
 ) -> None:
     """Raise TypeError, ValueError for sizes below 1, options that the model does not take, and no tokenizer."""
-    for name, value in (dataclasses.asdict(limits) | {"patience": patience}).items():
-        checks.positive_int(name, value, or_zero=name in ("host_pages", "drafts"))
-    if limits.drafts and model.batch_invariant:
-        raise ValueError(f"drafts must be 0 for a batch_invariant model, as their number varies, got {limits.drafts}")
-    checks.flag("prefix_cache", prefix_cache)
-    checks.flag("graphs", graphs)
+    for name, value in (dataclasses.asdict(limits) | {"starvation_limit": starvation_limit}).items():
+        checks.positive_int(name, value, or_zero=name in ("swap_space", "num_speculative_tokens"))
+    if limits.num_speculative_tokens and model.batch_invariant:
+        raise ValueError(
+            f"num_speculative_tokens must be 0 for a batch_invariant model, got {limits.num_speculative_tokens}"
+        )
+    checks.flag("enable_prefix_caching", enable_prefix_caching)
+    checks.flag("cuda_graphs", cuda_graphs)
     if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
         got = repr(tokenizer) if isinstance(tokenizer, str) else type(tokenizer).__name__
         raise TypeError(f"tokenizer must have decode, as AutoTokenizer.from_pretrained(…) has, got {got}")

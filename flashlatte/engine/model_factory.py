@@ -15,7 +15,7 @@ from flashlatte.engine.v4 import V4Model
 from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE
 
 
-def as_model(
+def create_model(
     model: Any, tensor_parallel: int = 1, context_parallel: int = 1, options: Mapping[str, object] | None = None
 ) -> PagedModel:
     """A model of the engine's as it is, or one of a transformers model or checkpoint, over so many ranks.
