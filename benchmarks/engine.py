@@ -80,7 +80,7 @@ def shared_prefix(model: Any, options: argparse.Namespace, *, cached: bool = Tru
     prefix = random_prompt(SHARED, 1)
     sharing = [[*prefix, *random_prompt(16, seed)] for seed in range(SHARING)]
     served = Engine(model, max_num_seqs=64, max_num_batched_tokens=8192, num_pages=10240, enable_prefix_caching=cached)
-    served.generate([[*prefix, 1]], SamplingParams(max_new_tokens=1))
+    served.generate([[*prefix, 1]], SamplingParams(temperature=0, max_tokens=1))
     before = served.statistics()["computed_tokens"]
     seconds = serve(served, sharing, warm=False)
     return rate(seconds, SHARING, computed_tokens=int(served.statistics()["computed_tokens"] - before))
@@ -152,10 +152,10 @@ def random_prompt(length: int, seed: int) -> list[int]:
 def serve(served: Engine, prompts: list[list[int]], *, warm: bool = True) -> float:
     """Seconds that the engine takes; ``warm`` compiles and captures beforehand with other prompts."""
     if warm:
-        served.generate(random_prompts(len(prompts), seed=10**6), SamplingParams(16))
+        served.generate(random_prompts(len(prompts), seed=10**6), SamplingParams(temperature=0, max_tokens=16))
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    served.generate(prompts, SamplingParams(max_new_tokens=NEW))
+    served.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW))
     torch.cuda.synchronize()
     return time.perf_counter() - begin
 

@@ -44,7 +44,7 @@ def decode_step(model: Any, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     # Those whose prompt comes first go on until all have theirs.
     length = SETTLING + TIMED + PROFILED + 60
     for prompt in prompts:
-        served.add(prompt, SamplingParams(length))
+        served.add(prompt, SamplingParams(temperature=0, max_tokens=length))
     while len(served.step()) < requests:
         pass
     _run(served, SETTLING)

@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     text = generate.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt", help="the text")
     text.add_argument("--file", type=Path, help="a file with the text; - is standard input")
-    generate.add_argument("--new-tokens", type=int, default=128, help="at most so many (default 128)")
+    generate.add_argument("--max-tokens", type=int, default=128, help="maximum number of new tokens (default 128)")
     generate.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
     generate.add_argument("--top-p", type=float, default=1.0, help="draw from tokens of this probability (default 1)")
     generate.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")

@@ -38,12 +38,12 @@ def generate_by_transformers(
 
     class Progress(BaseStreamer):
         def __init__(self) -> None:
-            self.prompt_seen = False
+            self.prompt_history = False
 
         def put(self, value: torch.Tensor) -> None:
-            if self.prompt_seen:
+            if self.prompt_history:
                 advance()
-            self.prompt_seen = True
+            self.prompt_history = True
 
         def end(self) -> None:
             pass
@@ -75,11 +75,13 @@ def generate_by_engine(
     # The warm-up must not leave the prompt's pages behind, and a model in float32 cannot be captured as a graph.
     pages = -(-(len(prompt) + count) // model.page_size)
     engine = Engine(model, cache_format=cache_format, num_pages=pages, enable_prefix_caching=False, cuda_graphs=False)
-    engine.generate([prompt], SamplingParams(2, suppress_tokens=tuple(suppressed)))
+    engine.generate([prompt], SamplingParams(temperature=0, max_tokens=2, suppress_tokens=tuple(suppressed)))
     _synchronize(model.device)
     start = time.perf_counter()
     tokens = []
-    for token in engine.stream(prompt, SamplingParams(count, suppress_tokens=tuple(suppressed))):
+    for token in engine.stream(
+        prompt, SamplingParams(temperature=0, max_tokens=count, suppress_tokens=tuple(suppressed))
+    ):
         tokens.append(token)
         advance()
     seconds = time.perf_counter() - start

@@ -43,7 +43,7 @@ class StepBatch:
         state_indices: ``Request.state_index`` of each request.
         tokens: ids of the flat batch; -1 - i stands for the last token sampled for state index i, which only the
             device has.
-        rows: rows of the flat batch whose logits are needed.
+        rows: rows of the flat batch whose logits are needed: to sample, then to score prompt tokens.
         kept: state index at which each sampled token is stored; empty if the host verifies draft tokens first.
     """
 
@@ -62,13 +62,16 @@ class StepBatch:
     def of(cls, step: Step) -> StepBatch:
         """The batch of a step whose requests all have a state index."""
         tokens: list[int] = []
-        rows: list[int] = []
+        sampled: list[int] = []
+        scored: list[int] = []
         for one in step.scheduled:
             known = [*one.request.tokens, *one.request.draft_tokens] if one.num_drafts else one.request.tokens
             new = known[one.start : one.start + one.count]
             tokens += new + [-1 - one.request.state_index] * (one.count - len(new))
+            begin = len(tokens) - one.count - one.start
+            scored += [begin + position - 1 for position in one.scored]
             if one.samples:
-                rows += range(len(tokens) - 1 - one.num_drafts, len(tokens))
+                sampled += range(len(tokens) - 1 - one.num_drafts, len(tokens))
         sampling = [one for one in step.scheduled if one.samples]
         return cls(
             step.swap_out,
@@ -79,7 +82,7 @@ class StepBatch:
             [one.request.pages for one in step.scheduled],
             [one.request.state_index for one in step.scheduled],
             tokens,
-            rows,
+            [*sampled, *scored],
             [] if any(one.num_drafts for one in sampling) else [one.request.state_index for one in sampling],
         )
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 # Tokens to wait for the rest of a character. It has at most four bytes, but some tokens have no bytes.
 _MAX_TOKENS_OF_CHARACTER = 16
+
+
+class StopMatch(NamedTuple):
+    """A stop string, and the number of characters of the text before it."""
+
+    begin: int
+    stop: str
 
 
 class Detokenizer:
@@ -19,31 +27,40 @@ class Detokenizer:
     Args:
         tokenizer: an object with ``decode``.
         stop: strings to look for.
+        skip_special_tokens: argument of ``decode``.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self._decode, self._stop = tokenizer.decode, stop
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
+        self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+        self._stop = stop
         self._tokens: list[int] = []
         self._num_complete = 0  # leading tokens whose text was returned
-        # The end of the text, in which a stop string may begin.
-        self._tail, self._tail_length = "", max(map(len, stop), default=1) - 1
+        # The end of the text, in which a stop string may begin, and the number of characters before it.
+        self._tail, self._tail_begin = "", 0
+        self._tail_length = max(map(len, stop), default=1) - 1
 
-    def add(self, token: int) -> tuple[str, bool]:
-        """The text that a token completes (empty while bytes of a character are missing), and whether a stop string
-        is in the text.
+    def add(self, token: int) -> tuple[str, StopMatch | None]:
+        """The text that a token completes (empty while bytes of a character are missing), and the stop string that
+        ends in the new text, the first one if there are several.
         """
         self._tokens.append(token)
         known = self._decode(self._tokens[: self._num_complete])
         new = self._decode(self._tokens)[len(known) :]
         visible = self._tail + new
-        stops = any(stop in visible for stop in self._stop)
+        matches = []
+        for stop in self._stop:
+            begin = visible.find(stop, max(len(self._tail) - len(stop) + 1, 0))
+            if begin >= 0:
+                matches.append(StopMatch(self._tail_begin + begin, stop))
+        match = min(matches, key=lambda one: one.begin, default=None)
         incomplete = not new or new.endswith("\N{REPLACEMENT CHARACTER}")
         if incomplete and len(self._tokens) - self._num_complete < _MAX_TOKENS_OF_CHARACTER:
-            return "", stops
+            return "", match
         self._tokens = self._tokens[self._num_complete :]
         self._num_complete = len(self._tokens)
-        self._tail = visible[max(len(visible) - self._tail_length, 0) :]
-        return new, stops
+        tail_begin = max(len(visible) - self._tail_length, 0)
+        self._tail, self._tail_begin = visible[tail_begin:], self._tail_begin + tail_begin
+        return new, match
 
     def rest(self) -> str:
         """The text that was held back at the end, with incomplete characters as replacement characters."""

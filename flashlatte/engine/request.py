@@ -21,7 +21,9 @@ class Request:
         priority: default 0; lower values run earlier (see ``Scheduler``).
         cache_salt: only requests with the same salt share cached pages.
         sampling: the sampling parameters. The scheduler does not read them.
+        scores_prompt: whether log-probabilities of the prompt's tokens are computed.
         tokens: the prompt and the generated tokens that the host has received.
+        num_scored_tokens: leading prompt tokens that have log-probabilities, or will have after the steps in flight.
         pending: tokens that steps in flight will add.
         num_computed_tokens: leading tokens that are in the cache, or will be after the steps in flight.
         pages: device pages of the computed tokens, in order.
@@ -43,7 +45,9 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     sampling: Any = None
+    scores_prompt: bool = False
     tokens: list[int] = field(default_factory=list)
+    num_scored_tokens: int = 1  # the first token has none
     pending: int = 0
     num_computed_tokens: int = 0
     pages: list[int] = field(default_factory=list)
@@ -80,6 +84,8 @@ class ScheduledRequest:
     """``count`` tokens of a request from position ``start``. The last ``num_drafts`` of them are draft tokens.
 
     ``samples``: whether the step computes the request's last token, so that it samples the next one.
+    ``num_scored``: prompt tokens whose log-probabilities the step computes; the last of them is at position
+    ``start + count``, or ends the prompt.
     """
 
     request: Request
@@ -87,6 +93,13 @@ class ScheduledRequest:
     count: int
     num_drafts: int
     samples: bool
+    num_scored: int = 0
+
+    @property
+    def scored(self) -> range:
+        """Positions of the prompt tokens whose log-probabilities the step computes."""
+        end = min(self.start + self.count + 1, len(self.request.prompt))
+        return range(end - self.num_scored, end)
 
 
 @dataclass

@@ -216,8 +216,13 @@ class Scheduler:
         """Add ``count`` tokens of a request, which has the pages for them, to the step."""
         missing = request.length - request.num_computed_tokens
         samples, drafts = count >= missing, max(count - missing, 0)
-        step.add(ScheduledRequest(request, request.num_computed_tokens, count, drafts, samples))
-        request.num_computed_tokens += count
+        begin, request.num_computed_tokens = request.num_computed_tokens, request.num_computed_tokens + count
+        num_scored = 0
+        if request.scores_prompt:
+            end = min(begin + count + 1, len(request.prompt))
+            num_scored = max(end - request.num_scored_tokens, 0)
+            request.num_scored_tokens += num_scored
+        step.add(ScheduledRequest(request, begin, count, drafts, samples, num_scored))
         request.pending += samples
         request.verifying = drafts > 0
 
@@ -288,7 +293,10 @@ class Scheduler:
 
     def _acquire_cached_pages(self, request: Request) -> list[int]:
         """Acquire the registered pages of a request's longest cached prefix; at least one token remains to compute."""
-        if not self.enable_prefix_caching:
+        # Tokens from the prefix cache have no logits.
+        if not self.enable_prefix_caching or (
+            request.scores_prompt and request.num_scored_tokens < len(request.prompt)
+        ):
             return []
         found = self.pool.match(request.tokens[: request.length - 1], request.cache_salt)
         while self.batch_invariant and len(found) * self.pool.page_size % self.max_num_batched_tokens:

@@ -16,22 +16,22 @@ from flashlatte import cli
 class Letters:
     """A tokenizer of one letter a token."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, **_: bool) -> list[int]:
         return [ord(letter) - 30 for letter in text]
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int], **_: bool) -> str:
         return "".join(chr(token + 30) for token in tokens)
 
 
 @pytest.fixture
 def checkpoint(tmp_path, monkeypatch):
     model("DeepseekV3").save_pretrained(tmp_path)
-    monkeypatch.setattr("flashlatte.engine.command._tokenizer", lambda path: Letters())
+    monkeypatch.setattr("flashlatte.engine.command.load_tokenizer", lambda path: Letters())
     return tmp_path
 
 
 def test_a_text_is_continued(checkpoint, capsys):
-    assert cli.main(["generate", str(checkpoint), "--prompt", "Hello", "--new-tokens", "9"]) == 0
+    assert cli.main(["generate", str(checkpoint), "--prompt", "Hello", "--max-tokens", "9"]) == 0
     output = capsys.readouterr()
     expected = Letters().decode(generated_by_transformers("DeepseekV3", Letters().encode("Hello"), 9))
     assert output.out == expected + "\n"
@@ -43,10 +43,10 @@ def test_a_text_that_ends_within_a_letter_is_shown_to_its_end(checkpoint, capsys
     tokenizer = Letters()
     # The last token's first letter is whole.
     monkeypatch.setattr(
-        tokenizer, "decode", lambda tokens: "".join(f"({token}\N{REPLACEMENT CHARACTER}" for token in tokens)
+        tokenizer, "decode", lambda tokens, **_: "".join(f"({token}\N{REPLACEMENT CHARACTER}" for token in tokens)
     )
-    monkeypatch.setattr("flashlatte.engine.command._tokenizer", lambda path: tokenizer)
-    assert cli.main(["generate", str(checkpoint), "--prompt", "Hello", "--new-tokens", "3"]) == 0
+    monkeypatch.setattr("flashlatte.engine.command.load_tokenizer", lambda path: tokenizer)
+    assert cli.main(["generate", str(checkpoint), "--prompt", "Hello", "--max-tokens", "3"]) == 0
     tokens = generated_by_transformers("DeepseekV3", tokenizer.encode("Hello"), 3)
     assert capsys.readouterr().out == tokenizer.decode(tokens) + "\n"
 
@@ -55,7 +55,7 @@ def test_a_text_ends_where_the_checkpoint_says(checkpoint, capsys):
     tokens = generated_by_transformers("DeepseekV3", Letters().encode("Hello"), 9)
     config = json.loads((checkpoint / "generation_config.json").read_text())
     (checkpoint / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": [96, tokens[5]]}))
-    assert cli.main(["generate", str(checkpoint), "--prompt", "Hello", "--new-tokens", "9"]) == 0
+    assert cli.main(["generate", str(checkpoint), "--prompt", "Hello", "--max-tokens", "9"]) == 0
     assert capsys.readouterr().out == Letters().decode(tokens[: tokens.index(tokens[5])]) + "\n"
 
 
@@ -77,7 +77,7 @@ def test_mistakes_are_errors_with_words(checkpoint, capsys):
 
 def test_a_text_from_standard_input(checkpoint, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hello")))
-    assert cli.main(["generate", str(checkpoint), "--file", "-", "--new-tokens", "3"]) == 0
+    assert cli.main(["generate", str(checkpoint), "--file", "-", "--max-tokens", "3"]) == 0
     expected = Letters().decode(generated_by_transformers("DeepseekV3", Letters().encode("Hello"), 3))
     assert capsys.readouterr().out == expected + "\n"
 
@@ -144,7 +144,7 @@ def test_torchrun_divides_the_model(tmp_path):
         "-m",
         "flashlatte",
     ]
-    arguments = ["generate", str(tmp_path), "--prompt", "Hello", "--new-tokens", "9", "--context-parallel", "2"]
+    arguments = ["generate", str(tmp_path), "--prompt", "Hello", "--max-tokens", "9", "--context-parallel", "2"]
     done = subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=300)
     expected = Letters().decode(generated_by_transformers("DeepseekV3", Letters().encode("Hello"), 9))
     assert (done.returncode, done.stdout) == (0, expected + "\n"), done.stderr

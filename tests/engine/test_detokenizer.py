@@ -15,7 +15,7 @@ class Bytes:
     def __init__(self) -> None:
         self.decoded = 0
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int], **_: bool) -> str:
         self.decoded += len(tokens)
         return bytes(token for token in tokens if token < 256).decode(errors="replace").removeprefix(" ")
 
@@ -33,8 +33,9 @@ def test_texts_add_up_and_a_stop_is_seen_with_its_last_byte(words, data):
         known = Bytes().decode(tokens[:count])
         assert given_out == known.rstrip("\N{REPLACEMENT CHARACTER}")
         assert given_out + text.rest() == known
-        assert stopped == any(stop in known for stop in stops)
+        assert (stopped is not None) == any(stop in known for stop in stops)
         if stopped:
+            assert known[stopped.begin :].startswith(stopped.stop)
             return
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.engine_models import greedy
 
 from flashlatte.distributed.model.alone import Alone
 from flashlatte.engine import (
     Engine,
-    SamplingParams,
     batch,
     engine,
     outputs,
@@ -102,14 +102,14 @@ def made(**options: Any) -> Engine:
 
 def serve(served: Engine) -> None:
     """All that is asked of an engine, some of it at the same time."""
-    served.add(PROMPTS[2], SamplingParams(NEW), id="stepped")
-    served.add(PROMPTS[3], SamplingParams(NEW), id="aborted", priority=1)
+    served.add(PROMPTS[2], greedy(NEW), request_id="stepped")
+    served.add(PROMPTS[3], greedy(NEW), request_id="aborted", priority=1)
     served.step()
-    stream = served.stream(PROMPTS[1], SamplingParams(NEW, logprobs=True))
-    dropped = served.stream(PROMPTS[0], SamplingParams(NEW))
+    stream = served.stream(PROMPTS[1], greedy(NEW, logprobs=0))
+    dropped = served.stream(PROMPTS[0], greedy(NEW))
     got = [next(stream), next(dropped)]
     del dropped
-    check_tokens(served.generate([PROMPTS[0], PROMPTS[1]], SamplingParams(NEW)), 2)
+    check_tokens(served.generate([PROMPTS[0], PROMPTS[1]], greedy(NEW)), 2)
     with contextlib.suppress(ValueError):  # it has ended already
         served.abort("aborted")
     assert [got[0], *stream] == expected(PROMPTS[1])
@@ -119,8 +119,8 @@ def serve(served: Engine) -> None:
 
 def check_tokens(given: list[Any], finished: int) -> None:
     for output in given:
-        assert output.tokens == expected(output.prompt)[: len(output.tokens)]
-    assert sum(output.finish_reason == "length" for output in given) >= finished
+        assert output.outputs[0].token_ids == expected(output.prompt_token_ids)[: len(output.outputs[0].token_ids)]
+    assert sum(output.outputs[0].finish_reason == "length" for output in given) >= finished
 
 
 def check_consistent(served: Engine) -> None:
@@ -185,8 +185,8 @@ def check_interrupted(modules: tuple[Any, ...], options: dict[str, Any], at: int
             if not served.unfinished:
                 break
             check_tokens(served.step(), 0)
-        again = served.generate(PROMPTS, SamplingParams(NEW))
-        assert [output.tokens for output in again] == [expected(prompt) for prompt in PROMPTS]
+        again = served.generate(PROMPTS, greedy(NEW))
+        assert [output.outputs[0].token_ids for output in again] == [expected(prompt) for prompt in PROMPTS]
         assert served.unfinished == served.pool.in_use == served.scheduler.host_pool.in_use == 0
     except Exception as failure:
         raise AssertionError(f"interrupted at {interrupts.reached[-1]}, number {at} of its lines") from failure
@@ -205,7 +205,7 @@ def fail(served: Engine) -> None:
     served.model.fails_at = 4
     with pytest.raises(RuntimeError, match="out of memory"):
         serve(served)
-    check_tokens(served.generate(PROMPTS[:2], SamplingParams(NEW)), 2)
+    check_tokens(served.generate(PROMPTS[:2], greedy(NEW)), 2)
 
 
 def handles_signals(line: tuple[str, int]) -> bool:
@@ -240,6 +240,6 @@ def test_a_step_that_can_schedule_nothing_raises():
     served = made(num_pages=4)
     served.pool.allocate(4)
     with pytest.raises(RuntimeError, match=r"^none of 1 unfinished requests can be scheduled, with 0 of 4 pages free$"):
-        served.generate([PROMPTS[3]], SamplingParams(NEW))
-    check_tokens(served.generate([PROMPTS[3]], SamplingParams(NEW)), 1)
+        served.generate([PROMPTS[3]], greedy(NEW))
+    check_tokens(served.generate([PROMPTS[3]], greedy(NEW)), 1)
     assert served.unfinished == served.pool.in_use == 0

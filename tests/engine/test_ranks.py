@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 from support import fp8_linears, rank_engine_jobs
-from support.engine_models import generated_by_transformers, model, prompt
+from support.engine_models import generated_by_transformers, greedy, model, prompt
 from support.ranks import Ranks
 
-from flashlatte.engine import Engine, SamplingParams
+from flashlatte.engine import Engine
 from flashlatte.engine.model import Model
 from flashlatte.engine.runner import Runner
 
 NEW = 8
 # The second and later ones come when the first has ended. Two begin like it.
 PROMPTS = [prompt(40), [*prompt(40)[:37], 5, 6], prompt(3, 1), prompt(26, 2), [*prompt(40), *[9] * 20]]
-GREEDY = SamplingParams(max_new_tokens=NEW, logprobs=True)
+GREEDY = greedy(NEW, logprobs=0)
 # What each of two ranks has a half of.
 _ATTENTION = ("q_b_proj", "kv_b_proj", "o_proj", "sinks", "o_a_proj", "o_b_proj")
 HALVED = (*(f"self_attn.{name}" for name in _ATTENTION), "mlp.experts.", "mlp.shared_experts.")
@@ -106,10 +106,10 @@ def test_requests_give_way_on_all_ranks(two, swap_space):
 
 
 def test_draws_are_those_of_one_process(two):
-    drawn = SamplingParams(max_new_tokens=NEW, temperature=0.9, top_p=0.9, repetition_penalty=1.3, seed=3)
+    drawn = greedy(NEW, temperature=0.9, top_p=0.9, repetition_penalty=1.3, seed=3)
     outputs, _ = two.run(rank_engine_jobs.generate, "DeepseekV3", PROMPTS, drawn)[0]
     alone = Engine(model("DeepseekV3"), **rank_engine_jobs.SIZES).generate(PROMPTS, drawn)
-    assert [tokens for tokens, _, _ in outputs] == [output.tokens for output in alone]
+    assert [tokens for tokens, _, _ in outputs] == [output.outputs[0].token_ids for output in alone]
 
 
 def test_a_request_with_nan_logits_ends_and_the_others_go_on(two):
@@ -117,9 +117,9 @@ def test_a_request_with_nan_logits_ends_and_the_others_go_on(two):
     assert all(rank_engine_jobs.POISON not in tokens for tokens in healthy)
     poisoned = [*prompt(21, 9), rank_engine_jobs.POISON]
     outputs, _ = two.run(rank_engine_jobs.generate_poisoned, [healthy[0], poisoned, healthy[1]], GREEDY)
-    assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
     for tokens, output in zip(healthy, outputs[::2], strict=True):
-        assert output.tokens == generated_by_transformers("DeepseekV3", tokens, NEW)
+        assert output.outputs[0].token_ids == generated_by_transformers("DeepseekV3", tokens, NEW)
 
 
 def test_a_checkpoint_is_divided(two, tmp_path):
@@ -172,7 +172,9 @@ def test_a_float8_checkpoint_is_divided(two, family, sizes, tmp_path, monkeypatc
     fp8_linears.keep_quantised(monkeypatch)
     settings: dict[str, Any] = rank_engine_jobs.SIZES | {"page_size": 8}
     alone = Engine(tmp_path, **settings)
-    assert [tokens for tokens, _, _ in outputs] == [output.tokens for output in alone.generate(PROMPTS, GREEDY)]
+    assert [tokens for tokens, _, _ in outputs] == [
+        output.outputs[0].token_ids for output in alone.generate(PROMPTS, GREEDY)
+    ]
     layer = alone.model._body.layers[-1]
     assert layer.mlp.experts.down_proj.dtype == layer.self_attn.q_b_proj.weight.dtype == torch.float8_e4m3fn
     for name, weight in layer.named_parameters():

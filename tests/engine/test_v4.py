@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
 
-from support.engine_models import generated_by_transformers, model, prompt
+from support.engine_models import chosen_logprobs, generated_by_transformers, greedy, model, prompt
 from support.marks import mostly_full
 
-from flashlatte.engine import Engine, SamplingParams
+from flashlatte.engine import Engine
 from flashlatte.engine.prompt_lookup import PromptLookup
 from flashlatte.engine.v4 import V4Model
 from flashlatte.layers.v4.builder import V4Metadata
@@ -30,9 +30,9 @@ def engine(**options: Any) -> Engine:
 
 def check(served, lengths=LENGTHS, new=9):
     prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
-    outputs = served.generate(prompts, SamplingParams(max_new_tokens=new))
+    outputs = served.generate(prompts, greedy(new))
     for tokens, output in zip(prompts, outputs, strict=True):
-        assert output.tokens == generated_by_transformers(FAMILY, tokens, new)
+        assert output.outputs[0].token_ids == generated_by_transformers(FAMILY, tokens, new)
     assert served.pool.in_use == 0
 
 
@@ -90,16 +90,16 @@ def test_a_prompt_over_a_workspace(monkeypatch):
 def test_requests_that_begin_alike_share_pages(max_num_batched_tokens):
     """Behind a shared page the last group is computed again, in whatever chunks, and nobody's rows change."""
     served = replayed(engine(max_num_batched_tokens=max_num_batched_tokens))
-    alike, asked = prompt(26), SamplingParams(max_new_tokens=4)
+    alike, asked = prompt(26), greedy(4)
     prompts = [[*alike, *rest] for rest in ([], [1, 2, 3], [2], [2, 4, 4])]
     for tokens in prompts:
         (output,) = served.generate([tokens], asked)
-        assert output.tokens == generated_by_transformers(FAMILY, tokens, 4)
+        assert output.outputs[0].token_ids == generated_by_transformers(FAMILY, tokens, 4)
     assert served.statistics()["cached_tokens"] == 3 * (24 - 4)
     before = [cache.clone() for cache in served.runner.caches]
     # The first at last, while the others read the same pages.
     for tokens, output in zip(prompts[::-1], served.generate(prompts[::-1], asked), strict=True):
-        assert output.tokens == generated_by_transformers(FAMILY, tokens, 4)
+        assert output.outputs[0].token_ids == generated_by_transformers(FAMILY, tokens, 4)
     pages = served.pool.match(alike)
     assert len(pages) == 3
     for cache, old in zip(served.runner.caches, before, strict=True):
@@ -110,8 +110,8 @@ def test_a_shared_beginning_of_requests_that_give_way():
     small = engine(num_pages=9, max_num_seqs=4, max_num_batched_tokens=9)
     alike = prompt(17)
     prompts = [[*alike, *prompt(length, length)] for length in (3, 9, 1, 14)]
-    for tokens, output in zip(prompts, small.generate(prompts, SamplingParams(max_new_tokens=9)), strict=True):
-        assert output.tokens == generated_by_transformers(FAMILY, tokens, 9)
+    for tokens, output in zip(prompts, small.generate(prompts, greedy(9)), strict=True):
+        assert output.outputs[0].token_ids == generated_by_transformers(FAMILY, tokens, 9)
     statistics = small.statistics()
     assert statistics["recomputed"] > 0
     assert statistics["cached_tokens"] > 0
@@ -138,8 +138,8 @@ def test_drafts_that_are_taken_back(num_speculative_tokens, monkeypatch):
 
     monkeypatch.setattr(PromptLookup, "propose", guesses)
     served = engine(num_speculative_tokens=num_speculative_tokens)
-    for text, output in zip(texts, served.generate(prompts, SamplingParams(max_new_tokens=new)), strict=True):
-        assert output.prompt + output.tokens == text
+    for text, output in zip(texts, served.generate(prompts, greedy(new)), strict=True):
+        assert output.prompt_token_ids + output.outputs[0].token_ids == text
     assert served.statistics()["computed_tokens"] > sum(lengths) + len(lengths) * new
 
 
@@ -149,11 +149,11 @@ def test_a_checkpoint_in_bf16_whose_norms_transformers_keeps_in_float32(tmp_path
     served = Engine(tmp_path, num_pages=24, page_size=8)
     assert served.runner.model._body.norm.weight.dtype == torch.float32
     asked = [prompt(31), prompt(5, 1)]
-    sampling = SamplingParams(max_new_tokens=1, logprobs=True)
+    sampling = greedy(1, logprobs=0)
     expected = Engine(source.float(), num_pages=24, page_size=8).generate(asked, sampling)
     for output, exact in zip(served.generate(asked, sampling), expected, strict=True):
-        assert output.tokens == exact.tokens
-        assert output.logprobs == pytest.approx(exact.logprobs, abs=0.05)
+        assert output.outputs[0].token_ids == exact.outputs[0].token_ids
+        assert chosen_logprobs(output) == pytest.approx(chosen_logprobs(exact), abs=0.05)
 
 
 def test_pages_as_large_as_indexers_want_them():

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_models import generated_by_transformers, model, prompt
+from support.engine_models import chosen_logprobs, generated_by_transformers, greedy, model, prompt
 
-from flashlatte.engine import Engine, Model, SamplingParams
+from flashlatte.engine import Engine, Model
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (3, 70, 140, 1, 26, 64, 65)
@@ -18,10 +18,10 @@ LENGTHS = (3, 70, 140, 1, 26, 64, 65)
 def generate(swap_space: int = 0, **options: Any) -> tuple[list[list[int]], dict[str, float]]:
     served = Engine(model("DeepseekV3").cuda(), max_num_seqs=6, swap_space=swap_space, **options)
     prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
-    outputs = served.generate(prompts, SamplingParams(max_new_tokens=70))
+    outputs = served.generate(prompts, greedy(70))
     torch.cuda.synchronize()
     assert served.pool.in_use == 0
-    return [output.tokens for output in outputs], served.statistics()
+    return [output.outputs[0].token_ids for output in outputs], served.statistics()
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_what_cannot_be_captured_runs_without_graphs(expected):
 @pytest.mark.filterwarnings("error:decode steps run without CUDA graphs")
 def test_graphs_give_what_eager_steps_give():
     half = copy.deepcopy(model("DeepseekV3").cpu()).to("cuda", torch.bfloat16)
-    sampling = SamplingParams(max_new_tokens=80, logprobs=True)
+    sampling = greedy(80, logprobs=0)
 
     def generate(graphs: bool) -> list[tuple[list[int], list[float]]]:
         served = Engine(half, max_num_seqs=4, num_pages=64, cuda_graphs=graphs)
@@ -56,12 +56,15 @@ def test_graphs_give_what_eager_steps_give():
             served.add(prompt(40, seed), sampling)
         done = []
         while served.unfinished:
-            done += [output for output in served.step() if output.finish_reason is not None]
+            done += [output for output in served.step() if output.outputs[0].finish_reason is not None]
             # What a graph reads and no longer holds is overwritten.
             torch.full((1 << 16,), -1, device="cuda")
             torch.full((4,), 2**40, device="cuda")
         assert bool(served.runner._graphs) == graphs
-        return [(output.tokens, output.logprobs) for output in sorted(done, key=lambda output: output.id)]
+        return [
+            (output.outputs[0].token_ids, chosen_logprobs(output))
+            for output in sorted(done, key=lambda output: output.request_id)
+        ]
 
     assert generate(True) == generate(False)
 
@@ -71,7 +74,7 @@ def test_a_step_that_generates_waits_for_nothing_but_the_last_ones_tokens(sampli
     half = copy.deepcopy(model("DeepseekV3").cpu()).to("cuda", torch.bfloat16)
     served = Engine(half, max_num_seqs=4, num_pages=64)
     for seed in range(4):
-        served.add(prompt(48, seed), SamplingParams(max_new_tokens=40, **sampling))
+        served.add(prompt(48, seed), greedy(40, **sampling))
     for _ in range(10):
         served.step()
     torch.cuda.set_sync_debug_mode("error")
@@ -86,12 +89,12 @@ def test_a_step_that_generates_waits_for_nothing_but_the_last_ones_tokens(sampli
 @pytest.mark.filterwarnings("error:decode steps run without CUDA graphs")
 def test_batch_invariant_bits_do_not_depend_on_other_requests():
     half = copy.deepcopy(model("DeepseekV3").cpu()).to("cuda", torch.bfloat16)
-    sampling = SamplingParams(max_new_tokens=40, logprobs=True)
+    sampling = greedy(40, logprobs=0)
 
     def generated(others: list[list[int]], **options: Any) -> tuple[list[int], list[float]]:
         served = Engine(Model(half, batch_invariant=True), max_num_seqs=6, max_num_batched_tokens=96, **options)
         output = served.generate([*others, prompt(140)], sampling)[-1]
-        return output.tokens, output.logprobs
+        return output.outputs[0].token_ids, chosen_logprobs(output)
 
     others = [prompt(length, seed) for seed, length in enumerate(LENGTHS, 1)]
     alone = generated([], num_pages=64)
