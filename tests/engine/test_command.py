@@ -8,9 +8,11 @@ import subprocess
 import sys
 
 import pytest
-from support.engine_models import generated_by_transformers, model
+from support import rank_engine_jobs
+from support.engine_models import generated_by_transformers, greedy, model
 
 from flashlatte import cli
+from flashlatte.engine import Engine
 
 
 class Letters:
@@ -91,6 +93,15 @@ def test_only_the_first_rank_reads_the_text(checkpoint, capsys, monkeypatch):
     assert text.read() == "Hello"
 
 
+def test_nan_logits_are_an_error_with_a_reason(checkpoint, capsys):
+    rank_engine_jobs.poisoned("DeepseekV3").save_pretrained(checkpoint)
+    text = "Hello" + Letters().decode([rank_engine_jobs.POISON])
+    assert cli.main(["generate", str(checkpoint), "--prompt", text]) == 1
+    error = capsys.readouterr().err
+    assert "flashlatte generate: request 'request-0' failed: no token at position 6 can be chosen: the logits" in error
+    assert "Traceback" not in error
+
+
 def test_files_that_cannot_be_read_are_named(checkpoint, capsys):
     missing = checkpoint / "missing.txt"
     for file, reason in ((missing, "No such file or directory"), (checkpoint, "Is a directory")):
@@ -125,14 +136,31 @@ def test_no_directory_is_no_question_of_a_tokenizer(tmp_path, capsys):
     assert "must be the directory of a checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.full
-def test_torchrun_divides_the_model(tmp_path):
-    """Two processes of ``flashlatte generate``, of which the first writes."""
+def save_letters(path):
+    """Save ``Letters`` as a tokenizer of transformers."""
     tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
     letters = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(30 + token): token for token in range(97)}, " "))
     letters.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     letters.decoder = tokenizers.decoders.Fuse()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(tmp_path)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(path)
+
+
+def test_an_engine_takes_the_tokenizer_of_its_checkpoint(tmp_path):
+    model("DeepseekV3").save_pretrained(tmp_path)
+    assert Engine(tmp_path, num_pages=4).tokenizer is None
+    save_letters(tmp_path)
+    (output,) = Engine(tmp_path, num_pages=4).generate(["Hello"], greedy(9))
+    expected = generated_by_transformers("DeepseekV3", Letters().encode("Hello"), 9)
+    assert (output.prompt, output.outputs[0].text) == ("Hello", Letters().decode(expected))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"^model must be a directory with a tokenizer, and transformers loads none"):
+        Engine(tmp_path, num_pages=4)
+
+
+@pytest.mark.full
+def test_torchrun_divides_the_model(tmp_path):
+    """Two processes of ``flashlatte generate``. Only the first writes."""
+    save_letters(tmp_path)
     model("DeepseekV3").save_pretrained(tmp_path)
     launch = [
         sys.executable,

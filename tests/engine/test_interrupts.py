@@ -20,6 +20,7 @@ from flashlatte.engine import (
     Engine,
     batch,
     engine,
+    live_requests,
     outputs,
     pages,
     prompt_lookup,
@@ -34,7 +35,7 @@ VOCABULARY = 11
 # Some begin alike, some repeat themselves.
 PROMPTS = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7], [8, 9] * 4, [3]]
 NEW = 5
-PLANNING = (engine, scheduler, pages)
+PLANNING = (engine, live_requests, scheduler, pages)
 ALL = (*PLANNING, batch, outputs, prompt_lookup, request, runner)
 OPTIONS = [
     {"num_pages": 7, "swap_space": 4},

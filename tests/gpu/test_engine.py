@@ -69,7 +69,15 @@ def test_graphs_give_what_eager_steps_give():
     assert generate(True) == generate(False)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2}])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {3: 1.0}, "logprobs": 3},
+        {"allowed_token_ids": range(90), "suppress_tokens": (4,), "min_tokens": 30, "stop_token_ids": (5,)},
+    ],
+)
 def test_a_step_that_generates_waits_for_nothing_but_the_last_ones_tokens(sampling):
     half = copy.deepcopy(model("DeepseekV3").cpu()).to("cuda", torch.bfloat16)
     served = Engine(half, max_num_seqs=4, num_pages=64)
