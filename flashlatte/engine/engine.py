@@ -233,18 +233,18 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         return self.ranks.leads
 
     def follow(self) -> None:
-        """Compute this rank's part of what rank 0 schedules, until that closes its engine. ValueError on rank 0."""
+        """Compute this rank's part of the steps of rank 0, until that closes the engine. ValueError on rank 0."""
         self.runner.follow()
 
     def close(self) -> None:
-        """Let the other ranks go; of one process, nothing."""
+        """End ``follow`` on the other ranks; with one process, do nothing."""
         self.ranks.close()
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def _check_leads(self, call: str) -> None:
-        """Raise ValueError where ``call`` would do nothing, or schedule what nobody follows."""
+        """Raise ValueError on ranks other than 0, and after ``close``."""
         if not self.leads or self.ranks.closed:
             raise ValueError(f"{call}() is for rank 0 of an engine that is not closed; other ranks follow()")
 
@@ -381,20 +381,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         result, self._in_flight = self._in_flight, None
         if result is None:
             return
-        accepted, reasons = dict[str, list[int]](), dict[str, str]()
-        for one in result.wait():
-            if (request := one.scheduled.request).finished:
-                continue
-            _, completion, output = self._live[request.id]
-            if one.prompt_logprobs:
-                output.add_prompt_logprobs(one.prompt_logprobs, self.tokenizer)
-            if not one.scheduled.samples:
-                continue
-            before, drafts = len(completion.token_ids), request.draft_tokens[: one.scheduled.num_drafts]
-            if (reason := completion.extend(one.tokens, one.logprobs, drafts)) is not None:
-                reasons[request.id] = reason
-            accepted[request.id] = completion.token_ids[before:]
-            self._live.mark_changed(output)
+        accepted, reasons = self._live.extend(result.wait(), self.tokenizer)
         failed = [name for name, reason in reasons.items() if reason == "error"]
         for request in self.scheduler.update(result.step, accepted, reasons.keys(), failed):
             self._end(request, reasons.get(request.id, "length"))

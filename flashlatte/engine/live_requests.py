@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from flashlatte.engine.outputs import CompletionOutput, RequestOutput
 from flashlatte.engine.request import Request
+from flashlatte.engine.runner import RequestResult
 
 
 class LiveRequests:
@@ -23,9 +25,6 @@ class LiveRequests:
         """Number of ``RequestOutput`` that are unfinished, or that are finished and undelivered."""
         live = {id(output) for *_, output in self._entries.values()}
         return len(live) + sum(output.finished for output in self._undelivered.values())
-
-    def __getitem__(self, name: str) -> tuple[Request, CompletionOutput, RequestOutput]:
-        return self._entries[name]
 
     def unused_id(self, number: int) -> str:
         """The first id of the form request-N, from ``number`` on, that no unfinished request has."""
@@ -62,10 +61,28 @@ class LiveRequests:
                 _set_finished(request, completion, output, "abort")
         self._entries = {}
 
-    def mark_changed(self, output: RequestOutput) -> None:
-        """Have ``Engine.step`` return the output, unless ``generate`` or ``stream`` does."""
-        if output.returned_by_step:
-            self._undelivered[id(output)] = output
+    def extend(self, results: Sequence[RequestResult], tokenizer: Any) -> tuple[dict[str, list[int]], dict[str, str]]:
+        """Add the results of a step to the outputs.
+
+        Returns:
+            By id of the request: the tokens that were added, and "stop" or "error" where it ends for this reason.
+        """
+        accepted, reasons = dict[str, list[int]](), dict[str, str]()
+        for result in results:
+            if (request := result.scheduled.request).finished:
+                continue
+            _, completion, output = self._entries[request.id]
+            if result.prompt_logprobs:
+                output.add_prompt_logprobs(result.prompt_logprobs, tokenizer)
+            if not result.scheduled.samples:
+                continue
+            before, drafts = len(completion.token_ids), request.draft_tokens[: result.scheduled.num_drafts]
+            if (reason := completion.extend(result.tokens, result.logprobs, drafts)) is not None:
+                reasons[request.id] = reason
+            accepted[request.id] = completion.token_ids[before:]
+            if output.returned_by_step:
+                self._undelivered[id(output)] = output
+        return accepted, reasons
 
     def deliver(self) -> list[RequestOutput]:
         """The outputs that changed since the last call, with their new tokens."""

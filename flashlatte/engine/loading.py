@@ -1,4 +1,4 @@
-"""The transformers model of a checkpoint directory, none of whose weights is missing."""
+"""Loading of checkpoint directories: a transformers model without missing weights, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load(path: str | Path, dtype: torch.dtype | None = None, device: torch.devic
             dtype=dtype or "auto",
             local_files_only=True,
             output_loading_info=True,
-            # Refused below, by name.
+            # ``check_loaded`` refuses them by name.
             ignore_mismatched_sizes=True,
         )
     except torch.OutOfMemoryError:

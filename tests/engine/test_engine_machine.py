@@ -36,6 +36,10 @@ SAMPLINGS = (
     greedy(9, temperature=0.9, top_p=0.8, seed=2, logprobs=0),
     greedy(10, stop_token_ids=tuple(range(0, VOCABULARY, 9)), logprobs=0),
     greedy(10, stop=("ba", "cd", "addd")),
+    greedy(
+        10, presence_penalty=1.0, frequency_penalty=0.5, logit_bias={3: 1.0}, min_tokens=5, stop_token_ids=range(50)
+    ),
+    SamplingParams(max_tokens=9, seed=3, frequency_penalty=1.0, allowed_token_ids=tuple(range(40)), logprobs=2),
 )
 MOST_TOKENS = max(map(len, PROMPTS)) + 10
 
@@ -180,4 +184,4 @@ class Requests(RuleBasedStateMachine):
 
 TestRequests = Requests.TestCase
 # Twenty take a minute.
-TestRequests.settings = settings(max_examples=20, stateful_step_count=40)
+TestRequests.settings = settings(max_examples=6, stateful_step_count=40)

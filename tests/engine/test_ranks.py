@@ -326,7 +326,7 @@ def test_without_processes():
         Engine(model(), tensor_parallel=2)
     with pytest.raises(ValueError, match=r"^context_parallel must divide .* 1, .* got 2: torchrun .* 2 starts"):
         Engine(model(), context_parallel=2)
-    with pytest.raises(ValueError, match=r"must be \(1, 1\), which the Model was made for, got \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"must be \(1, 1\), as in the Model, got \(2, 1\)"):
         Engine(Model(model()), tensor_parallel=2)
 
 
