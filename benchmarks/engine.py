@@ -1,11 +1,11 @@
-"""The engine beside transformers on a DeepSeek-V2-Lite-shaped model with random weights, on a GPU.
+"""The engine compared with transformers on a DeepSeek-V2-Lite-shaped model with random weights, on a GPU.
 
     PYTHONPATH=. python benchmarks/engine.py [--cases generate generate_batch …] [--layers 27] [--json FILE]
 
 Requests of 512 tokens in and 128 out: by transformers' ``generate`` and its continuous batching (``generate_batch``),
 by the engine with and without CUDA graphs. 64 requests that share a prefix of 8,192 tokens, with and without the prefix
 cache. And a decode step of 64 requests: how long, what of it the GPU is idle, what attention and the cache take.
-Tokens a second count what is generated, over the whole time.
+Tokens per second: generated tokens over the whole time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run of the demo by transformers and by the engine: generate, time it, take the logits along given tokens."""
+"""Runs of the demo in transformers and in the engine: generation, its speed, and logits along given tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashlatte.layers import MLAMetadata
 
 @dataclass(frozen=True)
 class Run:
-    """What was written, and how fast.
+    """Generated tokens, and the speed.
 
     Attributes:
         tokens: int64 [n], on the CPU.
@@ -71,7 +71,7 @@ def generate_by_engine(
     suppressed: Sequence[int],
     advance: Callable[[], None],
 ) -> Run:
-    """The same by the engine, over a cache of this format."""
+    """The same with the engine, over a cache of this format."""
     # The warm-up must not leave the prompt's pages behind, and a model in float32 cannot be captured as a graph.
     pages = -(-(len(prompt) + count) // model.page_size)
     engine = Engine(model, cache_format=cache_format, num_pages=pages, enable_prefix_caching=False, cuda_graphs=False)
@@ -105,7 +105,7 @@ def logits_of_transformers(
 def logits_of_engine(
     model: PagedModel, cache_format: str, prompt: Sequence[int], tokens: torch.Tensor, advance: Callable[[], None]
 ) -> torch.Tensor:
-    """The same by the engine's model, over a cache of this format."""
+    """The same with the engine's model, over a cache of this format."""
     longest, page_size = len(prompt) + len(tokens), model.page_size
     pages = -(-longest // page_size)
     caches = model.allocate(cache_format, pages, page_size)
@@ -164,7 +164,7 @@ def _removed(hooks: Sequence[Any]) -> Iterator[None]:
 
 
 def overlap(made: Sequence[frozenset[int]], wanted: Sequence[frozenset[int]]) -> float:
-    """The share of ``wanted``'s tokens that ``made`` has too."""
+    """The fraction of the tokens of ``wanted`` that ``made`` contains."""
     both = sum(len(mine & other) for mine, other in zip(made, wanted, strict=True))
     return both / sum(len(other) for other in wanted)
 

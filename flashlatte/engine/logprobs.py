@@ -78,7 +78,7 @@ class LogprobRows:
         ]
 
 
-def num_top_tokens(asked: list[int | None], vocabulary: int) -> int | None:
-    """The most likely tokens that all of several ``logprobs`` need; None if none asks for log-probabilities."""
-    counts = [vocabulary if one == -1 else one for one in asked if one is not None]
+def num_top_tokens(requested: list[int | None], vocabulary: int) -> int | None:
+    """The maximum of several ``logprobs`` values; None if log-probabilities are not requested."""
+    counts = [vocabulary if one == -1 else one for one in requested if one is not None]
     return max(counts, default=None)

@@ -68,7 +68,7 @@ def new_requests(
 
 
 def _checked_sampling(params: SamplingParams, model: PagedModel, tokenizer: Any) -> SamplingParams:
-    """The parameters with the tokens that they stand for."""
+    """The parameters with the end-of-sequence tokens and the tokens of bad words."""
     if params.stop and tokenizer is None:
         raise ValueError("stop needs an engine with a tokenizer; stop_token_ids does not")
     if params.bad_words and not hasattr(tokenizer, "encode"):

@@ -184,4 +184,4 @@ class Requests(RuleBasedStateMachine):
 
 TestRequests = Requests.TestCase
 # Twenty take a minute.
-TestRequests.settings = settings(max_examples=6, stateful_step_count=40)
+TestRequests.settings = settings(max_examples=20, stateful_step_count=40)

@@ -67,7 +67,7 @@ class Machine:
         tokens = self.known[request.id]
         length = one.start + one.count - one.num_drafts
         assert length <= len(tokens)
-        # What a step under way samples is on the device alone, where it can be the next step's one input.
+        # A token of a step in flight is on the device only, where it can be the only input of the next step.
         assert length <= len(request.tokens) or one.count == 1
         for position in range(one.start):
             assert self._at(request, position) == (request.cache_salt, tokens[: position + 1])
@@ -96,7 +96,7 @@ class Machine:
         return self.device_memory[request.pages[position // self.size]][position % self.size]
 
     def update(self, stopped: Sequence[str] = ()) -> None:
-        """Tell the scheduler of the oldest step under way."""
+        """Pass the results of the oldest step in flight to the scheduler."""
         step, tokens = self.in_flight.pop(0)
         for request in self.scheduler.update(step, tokens, stopped):
             self.ended[request.id] = request
@@ -115,7 +115,7 @@ class Machine:
         raise AssertionError(f"{len(self.scheduler)} requests are left after {most_steps} steps")
 
     def check_pages(self) -> None:
-        """No page is lost, and none is referenced by who does not hold it."""
+        """No page is lost, and the references are those of the requests that hold the pages."""
         holders: dict[int, int] = {}
         for request in (*self.scheduler._running, *self.scheduler._waiting):
             for page in request.pages:
