@@ -16,7 +16,7 @@ from support import fp8_linears, rank_engine_jobs
 from support.engine_models import generated_by_transformers, greedy, model, prompt
 from support.ranks import Ranks
 
-from flashlatte.engine import Engine
+from flashlatte.engine import Engine, SamplingParams
 from flashlatte.engine.model import Model
 from flashlatte.engine.runner import Runner
 
@@ -106,7 +106,17 @@ def test_requests_give_way_on_all_ranks(two, swap_space):
 
 
 def test_draws_are_those_of_one_process(two):
-    drawn = greedy(NEW, temperature=0.9, top_p=0.9, repetition_penalty=1.3, seed=3)
+    """Rank 0 samples, and asks the others for the logits of prompt tokens too."""
+    drawn = SamplingParams(
+        max_tokens=NEW,
+        temperature=0.9,
+        top_p=0.9,
+        repetition_penalty=1.3,
+        frequency_penalty=0.4,
+        logit_bias={5: 1.0},
+        prompt_logprobs=1,
+        seed=3,
+    )
     outputs, _ = two.run(rank_engine_jobs.generate, "DeepseekV3", PROMPTS, drawn)[0]
     alone = Engine(model("DeepseekV3"), **rank_engine_jobs.SIZES).generate(PROMPTS, drawn)
     assert [tokens for tokens, _, _ in outputs] == [output.outputs[0].token_ids for output in alone]
@@ -296,7 +306,7 @@ def test_processes_that_are_no_group_yet(late, tmp_path):
     script = tmp_path / "serve.py"
     script.write_text(
         f"""import os, time
-from flashlatte.engine import Engine
+from flashlatte.engine import Engine, SamplingParams
 from support.engine_models import model
 
 rank = int(os.environ["RANK"])

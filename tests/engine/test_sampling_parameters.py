@@ -273,3 +273,17 @@ def test_parameters_that_do_not_fit_the_model(options, message):
 def test_bad_words_need_a_tokenizer():
     with pytest.raises(ValueError, match="bad_words needs an engine with a tokenizer that encodes"):
         Engine(model(), num_pages=8).add([1], SamplingParams(bad_words=["a"]))
+
+
+@pytest.mark.parametrize("family", ["DeepseekV4", "GlmMoeDsa"])
+def test_prompt_logprobs_of_models_with_several_caches(family):
+    served = Engine(model(family), page_size=8, num_pages=24, max_num_batched_tokens=9, num_speculative_tokens=2)
+    params = greedy(4, prompt_logprobs=0, presence_penalty=0.1)
+    first, again = served.generate([PROMPTS[1]], params)[0], served.generate([PROMPTS[1]], params)[0]
+    with torch.no_grad():
+        logprobs = model(family)(torch.tensor(PROMPTS[1:2]), use_cache=False).logits[0].log_softmax(-1)
+    for output in (first, again):
+        found = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], PROMPTS[1][1:], strict=True)]
+        wanted = logprobs[:-1].gather(-1, torch.tensor(PROMPTS[1][1:])[:, None])[:, 0].tolist()
+        assert found == pytest.approx(wanted, abs=1e-3)
+    assert first.outputs[0].token_ids == again.outputs[0].token_ids
