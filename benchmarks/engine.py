@@ -66,8 +66,8 @@ def by_generate_batch(model: Any, options: argparse.Namespace) -> Result:
     return rate(seconds, len(prompts))
 
 
-def by_engine(model: Any, options: argparse.Namespace, *, graphs: bool = True) -> Result:
-    served = Engine(model, max_num_seqs=256, max_num_batched_tokens=8192, num_pages=8192, cuda_graphs=graphs)
+def by_engine(model: Any, options: argparse.Namespace, *, cuda_graphs: bool = True) -> Result:
+    served = Engine(model, max_num_seqs=256, max_num_batched_tokens=8192, num_pages=8192, cuda_graphs=cuda_graphs)
     prompts = random_prompts(options.requests)
     return rate(serve(served, prompts), len(prompts))
 

@@ -283,7 +283,10 @@ def test_prompt_logprobs_of_models_with_several_caches(family):
     with torch.no_grad():
         logprobs = model(family)(torch.tensor(PROMPTS[1:2]), use_cache=False).logits[0].log_softmax(-1)
     for output in (first, again):
-        found = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], PROMPTS[1][1:], strict=True)]
+        found = [
+            (entry or {})[token].logprob
+            for entry, token in zip((output.prompt_logprobs or [])[1:], PROMPTS[1][1:], strict=True)
+        ]
         wanted = logprobs[:-1].gather(-1, torch.tensor(PROMPTS[1][1:])[:, None])[:, 0].tolist()
         assert found == pytest.approx(wanted, abs=1e-3)
     assert first.outputs[0].token_ids == again.outputs[0].token_ids
